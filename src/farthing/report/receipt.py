@@ -7,7 +7,7 @@ time of the attempts and dollars to the bill: each attempt's seconds at that att
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,6 +32,7 @@ from farthing.report.receipt_types import (
 )
 from farthing.report.timeline import OF_SPAN, seconds_of, timeline_of
 from farthing.report.training_log import TrainingLog, read_log
+from farthing.report.words import lines, say
 from farthing.run.accounts import LOST, Account, Found, read_ledger, with_redone
 from farthing.run.folder import (
     DATA_NOTES,
@@ -50,7 +51,6 @@ from farthing.run.folder import (
 )
 from farthing.run.ledger import SPANS
 from farthing.storage.files import Json, read_json, write_json
-from farthing.units import plural, say_seconds, say_usd
 
 N_CURVE_POINTS, N_BANDS = 60, 240
 ROW_NAMES = {
@@ -72,17 +72,11 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
     """
     found = read_ledger(folder / LEDGER, witnesses_of(folder))
     if not found.accounts and not (folder / LEDGER).exists():
-        raise InputError(
-            "not a run folder",
-            where=str(folder),
-            to_do="name the output_dir of a job that has started",
-        )
+        to_do = "name the output_dir of a job that has started"
+        raise InputError("not a run folder", where=str(folder), to_do=to_do)
     accounts, log = with_redone(found.ordered), log or read_log(folder / LOG)
-    job, estimate, facts = (
-        _read_json(folder / JOB),
-        _estimate_in(folder / PLAN),
-        _read_json(folder / RUN) or {},
-    )
+    job, facts = _read_json(folder / JOB), _read_json(folder / RUN) or {}
+    estimate, n_in_epoch = _estimate_in(folder / PLAN), facts.get("steps_per_epoch")
     bill, now = _bill_of(accounts), datetime.now(UTC)
     machines = bill_of(folder, accounts, now.timestamp())
     exported_step = _newest(accounts, lambda a: a.exported)
@@ -99,8 +93,8 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         schedule=_read_json(folder / SCHEDULE),
         settings=_read_json(folder / SETTINGS),
         steps=log.step,
-        steps_per_epoch=facts.get("steps_per_epoch"),
-        epochs=log.step / facts["steps_per_epoch"] if facts.get("steps_per_epoch") else None,
+        steps_per_epoch=n_in_epoch,
+        epochs=log.step / n_in_epoch if n_in_epoch else None,
         tokens=log.n_tokens,
         target_tokens=log.n_targets,
         final_loss=log.loss,
@@ -160,13 +154,11 @@ class Bill:
 
 
 def _bill_of(accounts: list[Account]) -> Bill:
+    spans = {n: [(a.spans.get(n, 0.0), a.usd_per_hour) for a in accounts] for n in SPANS}
     return Bill(
         accounts[-1].ended if accounts else "killed",
-        {name: sum(a.spans.get(name, 0.0) for a in accounts) for name in SPANS},
-        {
-            name: sum(a.spans.get(name, 0.0) / 3600 * a.usd_per_hour for a in accounts)
-            for name in SPANS
-        },
+        {name: sum(s for s, _ in each) for name, each in spans.items()},
+        {name: sum(s / 3600 * price for s, price in each) for name, each in spans.items()},
         sum(a.wall_s for a in accounts),
         sum(a.usd for a in accounts),
         max((a.peak_bytes for a in accounts if a.peak_bytes), default=None),
@@ -199,18 +191,15 @@ def _curves(log: TrainingLog, accounts: list[Account]) -> Curves:
         {"step": row["step"], **{k: v for k, v in row["metrics"].items() if isinstance(v, float)}}
         for row in log.evaluations
     ]
-    ends = [point for point in (log.losses.first, log.losses.last) if point is not None]
-    bands = log.losses.bands(N_BANDS)
-    return Curves(
-        log.losses.means(N_CURVE_POINTS), bands, ends, _utilisation(accounts), evaluations
-    )
+    losses, busy = log.losses, _utilisation(accounts)
+    ends = [point for point in (losses.first, losses.last) if point is not None]
+    return Curves(losses.means(N_CURVE_POINTS), losses.bands(N_BANDS), ends, busy, evaluations)
 
 
 def _newest(accounts: list[Account], value: Callable[[Account], Any]) -> Any:
     """What the last attempt that knows it says."""
-    return next(
-        (found for account in reversed(accounts) if (found := value(account)) is not None), None
-    )
+    found = (value(account) for account in reversed(accounts))
+    return next((one for one in found if one is not None), None)
 
 
 def _evaluations_of_note(rows: list[Json], exported_step: int | None) -> tuple[Any, Any]:
@@ -268,19 +257,7 @@ class Comparison:
         """What the run saves; where both did not do the same work, by the token; empty where
         nothing is known of that.
         """
-        if not self.is_same_work:
-            share = self.saved_share_per_token
-            what = "costs" if self.saved_usd is not None else "takes"
-            less = "" if share is None else f"{abs(share):.0%} {'less' if share >= 0 else 'more'}"
-            return f"by the token {run} {what} {less} than {baseline}" if less else ""
-        words = [
-            f"takes {say_seconds(abs(self.saved_s))} {'less' if self.saved_s >= 0 else 'more'}"
-        ]
-        if self.saved_usd is not None:
-            share_words = "" if self.saved_share is None else f" ({abs(self.saved_share):.0%})"
-            more = "less" if self.saved_usd >= 0 else "more"
-            words = [f"costs {say_usd(abs(self.saved_usd))}{share_words} {more}", *words]
-        return f"{run} {' and '.join(words)} than {baseline}"
+        return say("receipt.txt", "compared", self, run, baseline)
 
     def to_json(self) -> Json:
         """For `--json`."""
@@ -294,14 +271,15 @@ def compare(run: Receipt, baseline: Receipt) -> Comparison:
     """
     tasks = [(receipt.job or {}).get("task") for receipt in (run, baseline)]
     if None not in tasks and tasks[0] != tasks[1]:
+        what = f"one run is {tasks[0]}, the other {tasks[1]}"
         raise InputError(
-            f"one run is {tasks[0]}, the other {tasks[1]}: their losses and metrics can't be"
-            " compared",
+            f"{what}: their losses and metrics can't be compared",
             where=f"{run.run}, {baseline.run}",
             to_do="compare runs of one task",
         )
-    has_prices = run.usd_is_known and baseline.usd_is_known
-    unlike = _unlike(run, baseline)
+    has_prices, models = run.usd_is_known and baseline.usd_is_known, [_model(run), _model(baseline)]
+    unlike = set(_unlike(run, baseline))
+    is_same_work = "work" not in unlike
 
     def both(ours: Any, theirs: Any, *, is_like: bool = True) -> Compared:
         numbers = isinstance(ours, int | float) and isinstance(theirs, int | float) and theirs
@@ -310,13 +288,13 @@ def compare(run: Receipt, baseline: Receipt) -> Comparison:
     def figure(name: str, *, is_like: bool = True) -> Compared:
         return both(getattr(run, name), getattr(baseline, name), is_like=is_like)
 
-    def price(name: str) -> Compared:
+    def price(name: str, *, is_like: bool = True) -> Compared:
         ours, theirs = (getattr(r, name) if r.usd_is_known else None for r in (run, baseline))
-        return both(ours, theirs, is_like=has_prices and (name != "usd" or "work" not in unlike))
+        return both(ours, theirs, is_like=has_prices and is_like)
 
     rows = {
-        "usd": price("usd"),
-        "wall_s": figure("wall_s", is_like="work" not in unlike),
+        "usd": price("usd", is_like=is_same_work),
+        "wall_s": figure("wall_s", is_like=is_same_work),
         **{name: figure(name) for name in ("steps", "tokens", "tokens_per_s")},
         "usd_per_million_tokens": price("usd_per_million_tokens"),
         **{name: figure(name) for name in ("peak_bytes", "interruptions")},
@@ -327,90 +305,56 @@ def compare(run: Receipt, baseline: Receipt) -> Comparison:
         if isinstance(value, float) and name in theirs:
             rows[name] = both(value, theirs[name], is_like="eval" not in unlike)
     saved_usd = baseline.usd - run.usd if has_prices else None
-    spent = [
-        (receipt.usd if has_prices else receipt.wall_s, receipt.tokens)
-        for receipt in (run, baseline)
-    ]
+    spent = [(r.usd if has_prices else r.wall_s, r.tokens) for r in (run, baseline)]
     per_token = [amount / n for amount, n in spent if n and amount]
     return Comparison(
         run=run.run,
         baseline=baseline.run,
         rows=rows,
-        notes=list(unlike.values()),
+        notes=lines("receipt.txt", "unlike", unlike, run, baseline, models),
         saved_usd=saved_usd,
         saved_share=saved_usd / baseline.usd if saved_usd is not None and baseline.usd else None,
         saved_s=baseline.wall_s - run.wall_s,
-        is_same_work="work" not in unlike,
+        is_same_work=is_same_work,
         saved_share_per_token=1 - per_token[0] / per_token[1] if len(per_token) == 2 else None,
     )
 
 
-def _unlike(run: Receipt, baseline: Receipt) -> dict[str, str]:
+def _model(receipt: Receipt) -> str:
+    return str(((receipt.job or {}).get("model") or {}).get("model_name_or_path", "?"))
+
+
+def _unlike(run: Receipt, baseline: Receipt) -> Iterator[str]:
     """In what two runs are not alike, so that some of their figures say nothing about each other:
-    key -> words.
+    train, eval, price, work, model, state.
     """
-    found = {}
     ours, theirs = run.identity or {}, baseline.identity or {}
 
     def differ(*keys: str) -> bool:
         return any(ours.get(key) != theirs.get(key) for key in keys)
 
-    of_words = [
-        key for key in {**ours, **theirs} if key.startswith(("tokenization.", "tokenizer "))
-    ]
-    if differ("data.train (content)", "data.eval_fraction", "data.max_train_samples", *of_words):
-        found["train"] = (
-            "they trained on other data, or other tokens of it: the last training loss can't be"
-            " compared"
-        )
+    keys = {**ours, **theirs}
+    words = [key for key in keys if key.startswith(("tokenization.", "tokenizer "))]
+    if differ("data.train (content)", "data.eval_fraction", "data.max_train_samples", *words):
+        yield "train"
     held_out = ["data.eval (content)", "data.max_eval_samples"]
-    if not ours.get("data.eval (content)") or not theirs.get("data.eval (content)"):
+    if not all(one.get("data.eval (content)") for one in (ours, theirs)):
         held_out += ["data.train (content)", "data.eval_fraction", "train.seed"]
-    if run.metrics and baseline.metrics and differ(*held_out, *of_words):
-        found["eval"] = (
-            "they were evaluated on other examples, or other tokens of them: the metrics can't be"
-            " compared"
-        )
-    known = [receipt.usd_is_known for receipt in (run, baseline)]
-    if known[0] != known[1]:
-        found["price"] = (
-            f"{'the baseline' if known[0] else 'the run'} has no price: dollars can't be compared"
-        )
-    if run.steps != baseline.steps or run.tokens != baseline.tokens:
-        found["work"] = (
-            f"they did not do the same work ({plural(run.steps, 'step')} and"
-            f" {plural(baseline.steps, 'step')}): compare their costs a token, not their"
-            " totals"
-        )
-    models = [
-        str(((receipt.job or {}).get("model") or {}).get("model_name_or_path", "?"))
-        for receipt in (run, baseline)
-    ]
-    if models[0] != models[1] and differ("model (content)"):
-        found["model"] = (
-            f"they trained other models ({models[0]} and {models[1]}): a token is not the same work"
-            " for both"
-        )
-    states = {receipt.state for receipt in (run, baseline)}
-    if states != {"finished"}:
-        found["state"] = "not both have finished: the figures are as far as they came"
-    return found
+    if run.metrics and baseline.metrics and differ(*held_out, *words):
+        yield "eval"
+    if run.usd_is_known != baseline.usd_is_known:
+        yield "price"
+    if (run.steps, run.tokens) != (baseline.steps, baseline.tokens):
+        yield "work"
+    if _model(run) != _model(baseline) and differ("model (content)"):
+        yield "model"
+    if {run.state, baseline.state} != {"finished"}:
+        yield "state"
 
 
 def _attempt(account: Account) -> Json:
-    same = (
-        "number",
-        "spans",
-        "usd_per_hour",
-        "first_step",
-        "began",
-        "ended",
-        "redone_s",
-        "n_saves",
-        "wall_s",
-        "usd",
-    )
-    return {name: getattr(account, name) for name in same} | {
+    same = "number spans usd_per_hour first_step began ended redone_s n_saves wall_s usd"
+    return {name: getattr(account, name) for name in same.split()} | {
         "started_at": datetime.fromtimestamp(account.started_at, UTC).isoformat(timespec="seconds"),
         "last_step": account.step,
         "save_held_up_s": account.held_up_s,
@@ -431,30 +375,24 @@ def _checkpoints(
 
 def _notice(said: Json, account: Account) -> Json:
     """What was heard, in which attempt, and how long after it the process had left."""
-    notice = said["notice"]
-    left_after_s = (
-        max(0.0, account.at - notice["at"]) if notice.get("is_certain") and "at" in notice else None
-    )
+    notice, left_after_s = said["notice"], None
+    if notice.get("is_certain") and "at" in notice:
+        left_after_s = max(0.0, account.at - notice["at"])
     return {"attempt": account.number, "step": said["step"], **notice, "left_after_s": left_after_s}
 
 
 def _start_up_s(attempt: Account) -> float:
     """What it took an attempt to get going."""
-    return sum(
-        attempt.spans.get(name, 0.0) for name in ("start_up", "tokenize", "load_model", "restore")
-    )
+    names = ("start_up", "tokenize", "load_model", "restore")
+    return sum(attempt.spans.get(name, 0.0) for name in names)
 
 
 APART = "restarts and waiting, left out of the ratio"
 
 
 def _pair(promised: float, happened: float | None, bill: Bill) -> Pair:
-    ratio = (
-        happened / promised
-        if bill.state == "finished" and happened is not None and promised
-        else None
-    )
-    return Pair(promised, happened, ratio)
+    is_known = bill.state == "finished" and promised and happened is not None
+    return Pair(promised, happened, happened / promised if is_known and happened else None)
 
 
 def _estimate_in(path: Path) -> Estimate | None:
@@ -478,14 +416,10 @@ def against_estimate(
         part: _pair(estimate.seconds.get(part, 0.0), seconds_of(part, bill.spans), bill)
         for part in dict.fromkeys(part for _, part in OF_SPAN.values() if part)
     }
-    again_s = (
-        sum(_start_up_s(a) for a in attempts[1:])
-        + sum(a.redone_s for a in attempts)
-        + bill.spans.get("ranks", 0.0)
-    )
-    promised_s = sum(
-        estimate.seconds.get(name, 0.0) for name in ("lost work", "restarts", "waiting")
-    )
+    again_s = sum(_start_up_s(a) for a in attempts[1:]) + sum(a.redone_s for a in attempts)
+    again_s += bill.spans.get("ranks", 0.0)
+    apart = ("lost work", "restarts", "waiting")
+    promised_s = sum(estimate.seconds.get(name, 0.0) for name in apart)
     sums = _sums(asdict(estimate), bill)
     if again_s or promised_s:
         alone = _pair(estimate.wall_s - promised_s, bill.wall_s - again_s, bill)
@@ -513,17 +447,13 @@ def _utilisation(accounts: list[Account]) -> list[list[float]]:
     points = [point for account in accounts for point in account.utilisation]
     size = -(-len(points) // N_CURVE_POINTS) or 1
     stretches = [points[start : start + size] for start in range(0, len(points), size)]
-    return [
-        [stretch[-1][0], sum(mean for _, mean in stretch) / len(stretch)] for stretch in stretches
-    ]
+    return [[part[-1][0], sum(mean for _, mean in part) / len(part)] for part in stretches]
 
 
 def _read_json(path: Path) -> Any:
     with contextlib.suppress(OSError, ValueError):
         value = read_json(path)
-        return (
-            {key: item for key, item in value.items() if key != "sha256"}
-            if isinstance(value, dict)
-            else value
-        )
+        if isinstance(value, dict):
+            value.pop("sha256", None)
+        return value
     return None
