@@ -74,6 +74,14 @@ class Service:
     def name(self) -> str:
         return f"{self.provider}, {self.what}"
 
+    @property
+    def total_usd(self) -> float:
+        return self.usd
+
+    @property
+    def hours(self) -> None:
+        """Nobody says how long it takes."""
+
 
 def services_of(study: Study) -> tuple[Service, ...]:
     """Those that are known, then those of a price file."""

@@ -116,9 +116,11 @@ def _key(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
-Figure = Callable[[Choice], float]
-_FIGURES: dict[str, tuple[str, Figure, Callable[[float], str]]] = {
-    "hours": ("time", lambda row: row.hours, lambda hours: say_seconds(hours * 3600)),
+def _say_hours(hours: float) -> str:
+    return say_seconds(hours * 3600)
+
+
+_FIGURES: dict[str, tuple[str, Callable[[Choice], float], Callable[[float], str]]] = {
     "usd_per_hour": ("an hour", lambda row: row.usd_per_hour or 0.0, say_usd),
     "tokens_per_s": ("tokens/s", lambda row: row.step.tokens_per_s, say_count),
     "step_s": ("a step", lambda row: row.step.seconds, say_short),
@@ -127,9 +129,7 @@ _FIGURES: dict[str, tuple[str, Figure, Callable[[float], str]]] = {
 }
 _WORDS: dict[str, Callable[[Choice], str]] = {
     "dollar range": lambda row: f"{say_cost(row.usd_range.low)} to {say_cost(row.usd_range.high)}",
-    "time range": lambda row: " to ".join(
-        say_seconds(3600 * x) for x in (row.hours_range.low, row.hours_range.high)
-    ),
+    "time range": lambda row: " to ".join(map(_say_hours, row.hours_range[::2])),
     "at a time": lambda row: f"{row.recipe.micro_batch_tokens:,} tokens",
     "checkpointing": lambda row: row.recipe.checkpointing,
     "precision": lambda row: row.recipe.precision,
@@ -146,25 +146,30 @@ def compare(
     """Two ways side by side, with what so many runs, or a year of them, come to. Of a service and
     of the user's own terms little more is known than dollars.
     """
-    usd = (
-        a.total_usd if not isinstance(a, Service) else a.usd,
-        (b.total_usd if not isinstance(b, Service) else b.usd),
-    )
-    rows = {"total_usd": _pair(*usd)}
-    table = [_line("dollars", *usd, say_cost)]
-    choices = [one if isinstance(one, Choice) else None for one in (a, b)]
+    usd, sides = (a.total_usd, b.total_usd), (a, b)
+    choices = [one if isinstance(one, Choice) else None for one in sides]
+    rows: dict[str, dict[str, float | None]] = {}
+    table: list[tuple[str, ...]] = []
+
+    def add(
+        name: str,
+        words: str,
+        first: float | None,
+        second: float | None,
+        say: Callable[[float], str],
+    ) -> None:
+        ratio = second / first if first and second is not None else None
+        rows[name] = {"a": first, "b": second, "ratio": ratio}
+        table.append(_line(words, first, second, say))
+
+    add("total_usd", "dollars", *usd, say_cost)
+    add("hours", "time", a.hours, b.hours, _say_hours)
     for name, (words, figure, say) in _FIGURES.items():
         first, second = (None if one is None else figure(one) for one in choices)
-        if name == "hours":
-            first = a.hours if isinstance(a, OwnTerms) else first
-            second = b.hours if isinstance(b, OwnTerms) else second
-        rows[name] = _pair(first, second)
-        table.append(_line(words, first, second, say))
+        add(name, words, first, second, say)
     if any(choices):
         for words, tell in _WORDS.items():
-            cells = [
-                tell(one) if isinstance(one, Choice) else _of_service(one, words) for one in (a, b)
-            ]
+            cells = [tell(x) if isinstance(x, Choice) else _of_service(x, words) for x in sides]
             table.append((words, *cells, ""))
         for title, parts, say in (
             ("whole run", [one.seconds if one else {} for one in choices], say_seconds),
@@ -173,31 +178,23 @@ def compare(
             table.append((title, "", "", ""))
             for name in dict.fromkeys([*parts[0], *parts[1]]):
                 table.append(_line(f"  {name}", parts[0].get(name), parts[1].get(name), say))
-    saved = saving(usd[1], usd[0])
+    saved, dear, cheap = saving(usd[1], usd[0]), max(usd), min(usd)
     words = f"{_sum_of(a)}; {_sum_of(b)}: {say_saving(saved)}"
-    dear, cheap = max(usd), min(usd)
     for n, what in ((n_runs, ""), (12 * per_month if per_month else None, " in a year")):
         if n:
             of_runs = plural(int(n), "run") if n == int(n) else f"{n:g} runs"
             words += f"; {of_runs}{what}: {say_cost(n * dear)} against {say_cost(n * cheap)}, "
             words += f"{say_cost(n * (dear - cheap))} saved"
-    names = [f"{one.rank}: {one.name}" if isinstance(one, Choice) else one.name for one in (a, b)]
-    return Compared(names[0], names[1], rows, tuple(table), saved.usd, saved.share, words)
+    left, right = (f"{x.rank}: {x.name}" if isinstance(x, Choice) else x.name for x in sides)
+    return Compared(left, right, rows, tuple(table), saved.usd, saved.share, words)
 
 
 def _of_service(one: Service | OwnTerms, words: str) -> str:
     if isinstance(one, OwnTerms):
         return "-"
-    known = {
-        "dollar range": f"{say_cost(one.usd)} to {say_cost(one.usd_high)}",
-        "price of": one.price_date,
-        "you get": one.you_get or "the model",
-    }
+    usd = f"{say_cost(one.usd)} to {say_cost(one.usd_high)}"
+    known = {"dollar range": usd, "price of": one.price_date, "you get": one.you_get or "the model"}
     return known.get(words, "-")
-
-
-def _pair(a: float | None, b: float | None) -> dict[str, float | None]:
-    return {"a": a, "b": b, "ratio": b / a if a and b is not None else None}
 
 
 def _line(
@@ -209,13 +206,10 @@ def _line(
 
 def _sum_of(one: Side) -> str:
     """`2x RTX 4090 at $0.50 each for 7 h = $7.00`."""
-    if isinstance(one, Service):
-        return f"{one.name} = {say_cost(one.usd)}"
-    name, hours = one.name, one.hours
+    name, total = one.name, say_cost(one.total_usd)
     if isinstance(one, Choice):
         name = f"{one.n_gpus}x {one.gpu}" + (" spot" if one.kind == "spot" else "")
-    if one.usd_per_gpu_hour is None or hours is None:
-        return f"{name} = {say_cost(one.total_usd)}"
+    if isinstance(one, Service) or one.usd_per_gpu_hour is None or one.hours is None:
+        return f"{name} = {total}"
     each = " each" if one.n_gpus > 1 else ""
-    time = say_seconds(hours * 3600)
-    return f"{name} at {say_usd(one.usd_per_gpu_hour)}{each} for {time} = {say_cost(one.total_usd)}"
+    return f"{name} at {say_usd(one.usd_per_gpu_hour)}{each} for {_say_hours(one.hours)} = {total}"

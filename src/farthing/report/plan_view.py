@@ -29,21 +29,7 @@ from farthing.planner.types import (
 )
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Offer
-from farthing.report.plan_asides import (
-    OwnMachine,
-    Paid,
-    Runs,
-    Savings,
-    Service,
-    ServingView,
-    Years,
-    own_machine,
-    runs_of,
-    savings_of,
-    services_of,
-    serving_of,
-    years_of,
-)
+from farthing.report import plan_asides as aside
 from farthing.report.plan_types import (
     RENTED,
     Choice,
@@ -144,15 +130,15 @@ class PlanView:
     two_or_one: Against | None
     nearest: tuple[Refused, ...]
     rejected: tuple[Refused, ...]
-    managed: tuple[Service, ...]
-    savings: Savings | None
+    managed: tuple[aside.Service, ...]
+    savings: aside.Savings | None
     methods: tuple[Method, ...]
-    own: tuple[OwnMachine, ...] = ()
-    years: Years | None = None
+    own: tuple[aside.OwnMachine, ...] = ()
+    years: aside.Years | None = None
     by_hand: ByHand | None = None
-    runs: Runs | None = None
-    serving: ServingView | None = None
-    paid: Paid | None = None
+    runs: aside.Runs | None = None
+    serving: aside.ServingView | None = None
+    paid: aside.Paid | None = None
     comparison: Compared | None = None
 
     def to_json(self, *, is_whole: bool = True, limit: int | None = None) -> Json:
@@ -187,7 +173,7 @@ def plan_view(
         groups.setdefault((o.provider, o.gpu, o.n_gpus, o.is_spot, which), []).append(plan)
     choices = tuple(_choice(n, group, study.law) for n, group in enumerate(groups.values(), 1))
     best = choices[0] if choices else None
-    managed = services_of(study)
+    managed = aside.services_of(study)
     held_out = wanted.eval_lengths
     data_notes = [*wanted.lengths.notes, *(held_out.notes if held_out else ())]
     prices = study.catalog
@@ -214,17 +200,19 @@ def plan_view(
         nearest=tuple(_refused([one]) for one in _nearest(answer.rejected)),
         rejected=_grouped(answer.rejected),
         managed=managed,
-        savings=savings_of(study),
+        savings=aside.savings_of(study),
         methods=_methods(study),
-        own=tuple(own_machine(owned, choices, study, runs_per_month) for owned in study.own),
+        own=tuple(aside.own_machine(owned, choices, study, runs_per_month) for owned in study.own),
         by_hand=_by_hand(study, figures or OwnFigures(), best),
-        serving=serving_of(study, traffic) if traffic is not None else None,
-        paid=None if paid_usd is None else Paid.of(paid_usd, best.total_usd if best else None),
+        serving=aside.serving_of(study, traffic) if traffic is not None else None,
+        paid=None
+        if paid_usd is None
+        else aside.Paid.of(paid_usd, best.total_usd if best else None),
     )
     if n_runs:
-        view = replace(view, runs=runs_of(n_runs, best, view.savings, managed, view.paid))
+        view = replace(view, runs=aside.runs_of(n_runs, best, view.savings, managed, view.paid))
     if runs_per_month:
-        years = years_of(choices, view.own, study.own, managed, runs_per_month, view.paid)
+        years = aside.years_of(choices, view.own, study.own, managed, runs_per_month, view.paid)
         view = replace(view, years=years)
     return view
 

@@ -391,8 +391,9 @@ APART = "restarts and waiting, left out of the ratio"
 
 
 def _pair(promised: float, happened: float | None, bill: Bill) -> Pair:
-    is_known = bill.state == "finished" and promised and happened is not None
-    return Pair(promised, happened, happened / promised if is_known and happened else None)
+    if bill.state != "finished" or not promised or happened is None:
+        return Pair(promised, happened, None)
+    return Pair(promised, happened, happened / promised)
 
 
 def _estimate_in(path: Path) -> Estimate | None:

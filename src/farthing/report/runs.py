@@ -11,7 +11,7 @@ import csv
 import io
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,36 +34,33 @@ class Row:
     """running, silent, finished, limit, interrupted, failed; unreadable where its files can't be
     understood
     """
-    began: str | None
+    began: str | None = None
     """UTC, ISO."""
-    model: str | None
-    method: str | None
-    steps: int
-    wall_s: float
-    usd: float | None
-    metric: str | None
+    model: str | None = None
+    method: str | None = None
+    steps: int = 0
+    wall_s: float = 0.0
+    usd: float | None = None
+    metric: str | None = None
     """The name of `best`."""
-    best: float | None
-    ratio: float | None
+    best: float | None = None
+    ratio: float | None = None
     """Dollars, or seconds where there is no price, by what was estimated; None before the end."""
-    usd_by_month: dict[str, float]
+    usd_by_month: dict[str, float] = field(default_factory=dict)
     """Dollars of the attempts that began in a month (2026-11), UTC."""
     problem: str = ""
 
 
 def runs_in(folder: Path, now: float) -> list[Row]:
     """The runs in and below a folder, the newest first; `now` in seconds since 1970."""
-    rows = [row_of(path, now, name=str(path)) for path in sorted(_run_folders(folder))]
+    paths = sorted(path for path, is_store in _found(folder) if not is_store)
+    rows = [row_of(path, now, name=str(path)) for path in paths]
     return sorted(rows, key=lambda row: row.began or "", reverse=True)
 
 
 def stores_in(folder: Path) -> list[str]:
     """The stores in and below a folder, which are not looked into."""
     return sorted(str(path) for path, is_store in _found(folder) if is_store)
-
-
-def _run_folders(folder: Path) -> Iterator[Path]:
-    return (path for path, is_store in _found(folder) if not is_store)
 
 
 def _found(folder: Path) -> Iterator[tuple[Path, bool]]:
@@ -85,9 +82,7 @@ def row_of(folder: Path, now: float, *, name: str) -> Row:
     try:
         receipt = build_receipt(folder)
     except (FarthingError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return Row(
-            name, "unreadable", None, None, None, 0, 0.0, None, None, None, None, {}, f"{error}"
-        )
+        return Row(name, "unreadable", problem=f"{error}")
     job, months = receipt.job or {}, dict[str, float]()
     for attempt in receipt.attempts:
         month = str(attempt["started_at"])[:7]
@@ -114,15 +109,10 @@ def _best(receipt: Receipt) -> tuple[str | None, float | None]:
     """The metric that says which step is best, and its best value."""
     name = ((receipt.job or {}).get("train") or {}).get("metric_for_best_model") or "loss"
     name = str(name).removeprefix("eval_")
-    row = next(
-        (
-            row
-            for row in receipt.curves.evaluation
-            if row["step"] == receipt.best_step and name in row
-        ),
-        None,
-    )
-    return (name, row[name]) if row else (None, None)
+    for row in receipt.curves.evaluation:
+        if row["step"] == receipt.best_step and name in row:
+            return name, row[name]
+    return None, None
 
 
 def totals(rows: Sequence[Row], now: float) -> dict[str, Any]:
@@ -149,16 +139,11 @@ def as_csv(rows: Sequence[Row]) -> str:
     writer = csv.DictWriter(out, names, lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow(
-            {name: _inert(value) for name, value in asdict(row).items() if name in names}
-        )
+        writer.writerow({name: _inert(getattr(row, name)) for name in names})
     return out.getvalue()
 
 
 def _inert(value: Any) -> Any:
     """A text that a spreadsheet would compute gets a quote before it."""
-    return (
-        f"'{value}"
-        if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t"))
-        else value
-    )
+    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t"))
+    return f"'{value}" if is_formula else value

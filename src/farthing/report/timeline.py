@@ -97,14 +97,11 @@ def timeline_of(accounts: Sequence[Account], evaluated: Iterable[int]) -> Timeli
     steps_at: list[tuple[int, float]] = []
     began = False
     for account in accounts:
-        if account.began and began:
-            marks.append(Mark(begin_s, "interruption", account.first_step))
-        began |= account.began
-        steps_at = (
-            [point for point in steps_at if point[0] <= account.first_step]
-            if account.began
-            else steps_at
-        )
+        if account.began:
+            if began:
+                marks.append(Mark(begin_s, "interruption", account.first_step))
+            began = True
+            steps_at = [point for point in steps_at if point[0] <= account.first_step]
         steps_at.append((account.first_step, begin_s + _start_s(account)))
         for step, at_end, n_saves, spans in account.stretches:
             seconds = grouped(spans)
@@ -115,11 +112,8 @@ def timeline_of(accounts: Sequence[Account], evaluated: Iterable[int]) -> Timeli
             if n_saves:
                 marks.append(Mark(end_s, "checkpoint", int(step)))
             begin_s = end_s
-        marks += [
-            Mark(_when(steps_at, e["step"]), "out of memory", e["step"])
-            for e in account.out_of_memory
-            if "step" in e
-        ]
+        steps = [event["step"] for event in account.out_of_memory if "step" in event]
+        marks += [Mark(_when(steps_at, step), "out of memory", step) for step in steps]
     marks += [Mark(_when(steps_at, step), "evaluation", step) for step in _some(list(evaluated))]
     kinds = sorted({mark.kind for mark in marks})
     kept = [mark for kind in kinds for mark in _some([each for each in marks if each.kind == kind])]
@@ -128,23 +122,16 @@ def timeline_of(accounts: Sequence[Account], evaluated: Iterable[int]) -> Timeli
 
 def _start_s(account: Account) -> float:
     """Seconds of an attempt before its first step."""
-    return sum(
-        s for span, s in account.spans.items() if span != "compile" and group_of(span) == "start-up"
-    )
+    spans = {span: s for span, s in account.spans.items() if span != "compile"}
+    return grouped(spans).get("start-up", 0.0)
 
 
 def _when(steps_at: list[tuple[int, float]], step: int) -> float:
     """When a step was done, on the straight line between the nearest moments that are known."""
-    before = max(
-        (point for point in steps_at if point[0] <= step),
-        default=(0, 0.0),
-        key=lambda point: point[1],
-    )
-    after = min(
-        (point for point in steps_at if point[0] >= step),
-        default=before,
-        key=lambda point: point[1],
-    )
+    earlier = [point for point in steps_at if point[0] <= step]
+    later = [point for point in steps_at if point[0] >= step]
+    before = max(earlier, default=(0, 0.0), key=lambda point: point[1])
+    after = min(later, default=before, key=lambda point: point[1])
     share = (step - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
     return before[1] + share * (after[1] - before[1])
 
@@ -162,11 +149,11 @@ def _thinned(columns: list[Column]) -> list[Column]:
         return columns
     least_s, found = columns[-1].end_s / N_COLUMNS * 1.02, list[Column]()
     for column in columns:
-        if found and (
-            column.end_s - found[-1].begin_s <= least_s
-            or found[-1].end_s - found[-1].begin_s < least_s / 2
+        last = found[-1] if found else None
+        if last and (
+            column.end_s - last.begin_s <= least_s or last.end_s - last.begin_s < least_s / 2
         ):
-            found[-1] = _joined(found[-1], column)
+            found[-1] = _joined(last, column)
         else:
             found.append(column)
     return found
@@ -176,11 +163,5 @@ def _joined(one: Column, other: Column) -> Column:
     seconds = dict(one.seconds)
     for name, more in other.seconds.items():
         seconds[name] = seconds.get(name, 0.0) + more
-    return Column(
-        one.begin_s,
-        other.end_s,
-        other.step,
-        max(one.tokens, other.tokens),
-        one.usd + other.usd,
-        seconds,
-    )
+    tokens, usd = max(one.tokens, other.tokens), one.usd + other.usd
+    return Column(one.begin_s, other.end_s, other.step, tokens, usd, seconds)
