@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import farthing.train.saver
 from desk import ROWS, Desk, Run, left_behind
 from thinned import thinned
 
+Spoil = Callable[[Desk], None]
 LABELLED = [
     {"text": f"the {word} number {i}", "label": word}
     for i in range(8)
@@ -30,44 +32,16 @@ LABELLED = [
 # Each spoils the desk; then the words that must be there: the place, and what to do.
 
 
-def misspelt_key(desk: Desk) -> None:
-    desk.set("train", lerning_rate=1)
+def sets(section: str, **keys: Any) -> Spoil:
+    return lambda desk: desk.set(section, **keys)
 
 
-def wrong_type(desk: Desk) -> None:
-    desk.set("train", seed="many")
-
-
-def missing_data_file(desk: Desk) -> None:
-    desk.set("data", train="trian.jsonl")
+def holds(content: bytes, name: str = "train.jsonl") -> Spoil:
+    return lambda desk: desk.bytes(content, name)
 
 
 def missing_column(desk: Desk) -> None:
     desk.rows([{"left": "a", "right": "b"}])
-
-
-def missing_mapped_column(desk: Desk) -> None:
-    desk.set("data", columns={"prompt": "question"})
-
-
-def too_many_bad_rows(desk: Desk) -> None:
-    desk.bytes(b'{"text": "a"}\n{"text": \n{"text": "c"}\n')
-
-
-def invalid_utf8(desk: Desk) -> None:
-    desk.bytes(b'{"text": "caf\xe9"}\n')
-
-
-def empty_file(desk: Desk) -> None:
-    desk.bytes(b"")
-
-
-def blank_file(desk: Desk) -> None:
-    desk.bytes(b"\n\n")
-
-
-def row_of_50_megabytes(desk: Desk) -> None:
-    desk.bytes(b'{"text": "a"}\n{"text": "' + b"x" * 50_000_000 + b'"}\n')
 
 
 def every_target_masked(desk: Desk) -> None:
@@ -85,10 +59,6 @@ def label_never_seen(desk: Desk) -> None:
     desk.rows(LABELLED)
     desk.rows([*LABELLED[:3], {"text": "x", "label": "music"}], "eval.jsonl")
     desk.set("data", eval="eval.jsonl")
-
-
-def longer_than_positions(desk: Desk) -> None:
-    desk.set("data", max_length=4096)
 
 
 def folder_without_tokenizer(desk: Desk) -> None:
@@ -135,65 +105,13 @@ def tokenizer_larger_than_the_model(desk: Desk) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 100}))
 
 
-def attention_that_is_not_installed(desk: Desk) -> None:
-    desk.set("model", attn_implementation="flash_attention_2")
-
-
-def attention_that_nobody_knows(desk: Desk) -> None:
-    desk.set("model", attn_implementation="fast")
-
-
-def hub_model_without_network(desk: Desk) -> None:
-    desk.values["model"] = "some-org/some-model"
-
-
-def hub_data_without_network(desk: Desk) -> None:
-    desk.set("data", train="some-org/some-data")
-
-
-def metric_of_another_task(desk: Desk) -> None:
-    desk.set("train", metric_for_best_model="rouge")
-
-
-def fp16_on_a_cpu(desk: Desk) -> None:
-    desk.set("train", fp16=True)
-
-
 def qlora_without_bitsandbytes(desk: Desk) -> None:
     desk.values["model"] = str(desk.with_weights)
     desk.values["method"] = "qlora"
 
 
-def optimizer_without_bitsandbytes(desk: Desk) -> None:
-    desk.set("train", optim="adamw_8bit")
-
-
-def code_of_others_unpinned(desk: Desk) -> None:
-    desk.values["model"] = {"model_name_or_path": "some-org/some-model", "trust_remote_code": True}
-
-
 def unknown_target_modules(desk: Desk) -> None:
     desk.values["method"] = {"name": "lora", "target_modules": ["q_prj"]}
-
-
-def no_cuda(desk: Desk) -> None:
-    desk.set("where", device="cuda")
-
-
-def gpu_by_its_number(desk: Desk) -> None:
-    desk.set("where", device="cuda:1")
-
-
-def output_is_a_file(desk: Desk) -> None:
-    desk.bytes(b"in the way", "run")
-
-
-def cache_is_a_file(desk: Desk) -> None:
-    desk.bytes(b"in the way", "cache")
-
-
-def template_that_is_not_there(desk: Desk) -> None:
-    desk.set("data", chat_template="chat.jinja")
 
 
 def template_with_a_mistake(desk: Desk) -> None:
@@ -219,10 +137,15 @@ def nothing_left_to_hold_out(desk: Desk) -> None:
     desk.set("data", eval_fraction=0.5)
 
 
-BAD = [
-    (misspelt_key, ["job.yaml:{lerning_rate}: unknown key", "did you mean `learning_rate`?"]),
-    (wrong_type, ["job.yaml:{seed}: `train.seed` can't be 'many'", "a whole number"]),
-    (missing_data_file, ["trian.jsonl: no such file", "did you mean", "train.jsonl?"]),
+BAD: list[tuple[Spoil, list[str]]] = [
+    (
+        sets("train", lerning_rate=1),
+        ["job.yaml:{lerning_rate}: unknown key", "did you mean `learning_rate`?"],
+    ),
+    (
+        sets("data", train="trian.jsonl"),
+        ["trian.jsonl: no such file", "did you mean", "train.jsonl?"],
+    ),
     (
         missing_column,
         [
@@ -230,20 +153,25 @@ BAD = [
             "say which of yours are meant",
         ],
     ),
-    (missing_mapped_column, ["train.jsonl: no column `question`", "there are: completion, prompt"]),
     (
-        too_many_bad_rows,
+        sets("data", columns={"prompt": "question"}),
+        ["train.jsonl: no column `question`", "there are: completion, prompt"],
+    ),
+    (
+        holds(b'{"text": "a"}\n{"text": \n{"text": "c"}\n'),
         [
             "train.jsonl:2: invalid JSON at column 10: Expecting value",
             "1 of 3 rows",
             "data.max_bad_rows: 0.34",
         ],
     ),
-    (invalid_utf8, ["train.jsonl:1: invalid UTF-8 at byte 13", "correct these rows"]),
-    (empty_file, ["train.jsonl: the file is empty", "check how"]),
-    (blank_file, ["train.jsonl: no rows", "check how"]),
     (
-        row_of_50_megabytes,
+        holds(b'{"text": "caf\xe9"}\n'),
+        ["train.jsonl:1: invalid UTF-8 at byte 13", "correct these rows"],
+    ),
+    (holds(b""), ["train.jsonl: the file is empty", "check how"]),
+    (
+        holds(b'{"text": "a"}\n{"text": "' + b"x" * 50_000_000 + b'"}\n'),
         ["train.jsonl:2: a row of 47.7 MiB; the limit is 9.5 MiB", "correct these rows"],
     ),
     (
@@ -256,7 +184,7 @@ BAD = [
         ["eval.jsonl:4: label 'music' is never seen in training", "data.max_bad_rows"],
     ),
     (
-        longer_than_positions,
+        sets("data", max_length=4096),
         ["max_length 4096 is more than the model's 2048 positions", "data.max_length: 2048"],
     ),
     (folder_without_tokenizer, ["/model: no tokenizer in the", "model.tokenizer_name_or_path"]),
@@ -276,42 +204,24 @@ BAD = [
         tokenizer_larger_than_the_model,
         ["/model: the tokenizer has", "the model embeds 100", "model's own tokenizer"],
     ),
-    (attention_that_is_not_installed, ["lashAttention", "leave model.attn_implementation out"]),
-    (attention_that_nobody_knows, ["fast", "leave model.attn_implementation out"]),
     (
-        hub_model_without_network,
-        ["some-org/some-model: the model's configuration", "check the name or the network"],
+        sets("model", attn_implementation="flash_attention_2"),
+        ["lashAttention", "leave model.attn_implementation out"],
     ),
-    (
-        hub_data_without_network,
-        ["some-org/some-data: neither a local file nor a data set", "the network"],
-    ),
-    (
-        metric_of_another_task,
-        ["job.yaml:{metric_for_best_model}: `rouge` is not measured", "loss, perplexity"],
-    ),
-    (fp16_on_a_cpu, ["train.fp16: fp16 on a CPU", "leave it out"]),
+    (sets("model", attn_implementation="fast"), ["fast", "leave model.attn_implementation out"]),
+    (sets("train", fp16=True), ["train.fp16: fp16 on a CPU", "leave it out"]),
     (
         qlora_without_bitsandbytes,
         ["method: qlora: ", "bitsandbytes", "pip install 'farthing[gpu]'"],
     ),
-    (optimizer_without_bitsandbytes, ["adamw_8bit", "bitsandbytes", "pip install 'farthing[gpu]'"]),
     (
-        code_of_others_unpinned,
-        ["job.yaml:{trust_remote_code}: trust_remote_code", "full commit (40 hex digits)"],
+        sets("train", optim="adamw_8bit"),
+        ["adamw_8bit", "bitsandbytes", "pip install 'farthing[gpu]'"],
     ),
     (unknown_target_modules, ["method.target_modules: no adapter", "all-linear", "q_proj"]),
-    (no_cuda, ["where.device: no CUDA GPU", "where.device: auto"]),
-    (
-        gpu_by_its_number,
-        ["job.yaml:{device}: `where.device` can't be 'cuda:1'", "CUDA_VISIBLE_DEVICES"],
-    ),
-    (output_is_a_file, ["/run: the run folder can't be written", "another output_dir"]),
-    (cache_is_a_file, ["/cache: the token cache can't be written", "set cache_dir"]),
-    (
-        template_that_is_not_there,
-        ["chat.jinja: the chat template can't be read", "data.chat_template"],
-    ),
+    (sets("where", device="cuda"), ["where.device: no CUDA GPU", "where.device: auto"]),
+    (holds(b"in the way", "run"), ["/run: the run folder can't be written", "another output_dir"]),
+    (holds(b"in the way", "cache"), ["/cache: the token cache can't be written", "set cache_dir"]),
     (
         template_with_a_mistake,
         [
@@ -328,12 +238,12 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "words"), BAD, ids=[spoil.__name__ for spoil, _ in BAD])
+@pytest.mark.parametrize(("spoil", "words"), BAD, ids=[words[0] for _, words in BAD])
 def test_bad_input_is_refused_with_its_place_and_what_to_do(
     desk: Desk,
     run: Run,
     monkeypatch: pytest.MonkeyPatch,
-    spoil: Callable[[Desk], None],
+    spoil: Spoil,
     words: list[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)

@@ -17,6 +17,7 @@ from farthing.prices import catalog as rooms
 from farthing.prices.catalog import Catalog, read_catalog, read_feed, select, sort_offers
 from farthing.prices.gpus import find_gpu, gpu_of_device, gpus, name_key
 from farthing.prices.offers import Billing, Offer, bill, billings, up_front_usd
+from offers import offer_of
 
 TODAY = date(2026, 11, 21)
 
@@ -32,18 +33,8 @@ def facts(name: str) -> list[dict[str, str]]:
 
 
 def an_offer(**changes: Any) -> Offer:
-    plain: dict[str, Any] = {
-        **{
-            "provider": "Somewhere",
-            "instance": "box",
-            "gpu": "T4",
-            "n_gpus": 1,
-            "region": "",
-            "zone": "",
-        },
-        **{"is_spot": False, "unit": "machine_hour", "usd": 1.0, "source": "a test", "date": TODAY},
-    }
-    return Offer(**{**plain, "billing": Billing("Somewhere"), **changes})
+    plain: dict[str, Any] = {"gpu": "T4", "usd": 1.0, "provider": "Somewhere", "instance": "box"}
+    return offer_of(**{**plain, "region": "", **changes})
 
 
 # ---- the facts ----

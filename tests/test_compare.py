@@ -4,7 +4,6 @@ farthing from end to end.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from peers import figures, hugging, judge, models, naive, ours, workloads
+from peers import figures, judge, models, naive, ours, workloads
 from peers.assignment import Assignment
 from peers.clock import Clock
 from peers.race import Piece
@@ -50,26 +49,6 @@ def entry(
     )
 
 
-# ---- the workload ----
-
-
-def test_rows_of_a_file_are_drawn_without_overlap(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    rows = [{"input": f"question {i}", "target": f"answer {i}"} for i in range(40)]
-    path.write_text("\n".join(json.dumps(row) for row in [*rows, *rows]))
-    given = workloads.Given(data=str(path))
-    folder, facts = workloads.prepare(
-        tmp_path / "w", SHAPES["causal-lm"], replace(SIZE, words=400), 16, 4, given
-    )
-    train, held_out = (
-        set((folder / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "eval")
-    )
-    assert not train & held_out
-    assert (facts["train"]["examples"], facts["eval"]["examples"]) == (16, 4)
-    with pytest.raises(SystemExit, match="40 different rows, 50 are needed"):
-        workloads.prepare(tmp_path / "w", SHAPES["causal-lm"], SIZE, 40, 10, given)
-
-
 # ---- the judge ----
 
 
@@ -105,84 +84,7 @@ def test_a_row_counts_when_it_differs_by_less_than_seeds_do() -> None:
     assert not few.is_void
 
 
-# ---- accounting ----
-
-
-def test_figures_of_a_window() -> None:
-    run = {
-        "wall": [0.0, 5.0, 6.0, 8.0],
-        "cpu": [0.0, 10.0, 12.0, 15.0],
-        "useful": [100, 100, 300],
-        "computed": [1000, 200, 300],
-    }
-    steady = figures.rates(run, 1, 3)
-    assert steady is not None
-    assert (steady["useful_tokens"], steady["wall_s"], steady["device_s"]) == (400, 3.0, 5.0)
-    assert steady["tokens_per_device_s"] == 80
-    assert steady["device_s_per_million"] == pytest.approx(12_500)
-    assert steady["useful_share"] == pytest.approx(0.8)
-    of_gpu = figures.rates({**run, "on_gpu": True}, 1, 3)
-    assert of_gpu is not None
-    assert of_gpu["device_s"] == 3.0
-    assert figures.rates(run, 2, 2) is None
-
-
-def test_tokens_are_counted_by_the_mask_that_the_model_is_given() -> None:
-    ids = torch.ones(2, 5, dtype=torch.long)
-    documents = torch.tensor([[1, 1, 2, 0, 0], [1, 2, 2, 2, 0]])
-    same = (documents[:, None, :, None] == documents[:, None, None, :]) & (documents != 0)[
-        :, None, None, :
-    ]
-    added = torch.where(same.tril(), 0.0, torch.finfo(torch.float32).min)
-    for mask, useful in ((None, 10), ((documents > 0).long(), 7), (added, 7)):
-        found = hugging.tokens_of({"input_ids": ids, "attention_mask": mask}, "causal-lm")
-        assert (int(found[0]), found[1]) == (useful, 10)
-
-
 # ---- from end to end ----
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("task", "method"),
-    [
-        ("causal-lm", "full"),
-        ("causal-lm", "lora"),
-        ("causal-lm", "lora-top"),
-        ("seq2seq", "full"),
-        ("classification", "full"),
-    ],
-)
-def test_farthing_ends_where_the_naive_loop_ends(
-    task: str, method: str, places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
-) -> None:
-    losses, firsts, counted = {}, {}, {}
-    for name, runner in (("naive", naive), ("farthing", ours)):
-        assignment = entry(places[task], name, tmp_path, method=method)
-        clock = Clock()
-        trained = runner.train(assignment, clock)  # type: ignore[attr-defined]
-        counted[name] = clock.facts()
-        firsts[name] = trained["first_loss"]
-        losses[name] = judge.loss_of_folder(
-            assignment.model, Path(trained["model"]), assignment.examples("eval"), task
-        )
-    before = judge.loss_of_folder(
-        assignment.model, assignment.model, assignment.examples("eval"), task
-    )
-    assert (
-        abs(losses["naive"] - before) > 1e-3
-    )  # they learned something, ten times what they may differ by
-    assert firsts["farthing"] == pytest.approx(firsts["naive"], abs=1e-5)
-    assert losses["farthing"] == pytest.approx(losses["naive"], abs=1e-4)
-    due = 2 * int(assignment.examples("train").lengths.sum())
-    assert sum(counted["farthing"]["useful"]) == sum(counted["naive"]["useful"]) == due
-    assert len(counted["farthing"]["wall"]) == len(counted["naive"]["wall"]) == 13
-    rows = 48 * (assignment.max_length + (assignment.max_target_length if task == "seq2seq" else 0))
-    assert sum(counted["naive"]["computed"]) == rows
-    first_epoch = sum(counted["farthing"]["computed"][:6])
-    assert (
-        (due / 2 if task == "causal-lm" else 1) <= first_epoch <= sum(counted["naive"]["computed"])
-    )
 
 
 def test_other_examples_than_the_order_says_are_no_comparison(

@@ -228,20 +228,6 @@ def test_one_variable_stands_for_the_address_of_the_project() -> None:
     assert "`FARTHING_SOURCE`" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 
-FORMER = ("docs/log.md", "docs/plan.md", "docs/gpu.md", "docs/decisions", "docs/compare.md")
-
-
-def test_no_file_names_a_page_that_is_gone() -> None:
-    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "bench").rglob("*.py"), *LINKED]
-    found = [
-        (name_of(file), former)
-        for file in files
-        for former in FORMER
-        if file.name != "CHANGELOG.md" and former in file.read_text(encoding="utf-8")
-    ]
-    assert found == []
-
-
 @pytest.mark.parametrize("name", ["keys.md", "verbs.md"])
 def test_every_key_and_argument_has_a_meaning(name: str) -> None:
     rows = table_rows(ROOT / "docs/reference" / name)

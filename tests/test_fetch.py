@@ -4,9 +4,7 @@ is ever asked.
 
 from __future__ import annotations
 
-import http.server
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from desk import Desk, Said
 from farthing.addresses import is_metadata_host
 from farthing.data.fetch import fetch
 from farthing.errors import DataError
+from web import Quiet, serving
 
 METADATA = [
     "169.254.169.254",
@@ -101,7 +100,7 @@ def test_a_bucket_may_be_called_metadata(tmp_path: Path) -> None:
     assert fetch("memory://metadata/a.jsonl", tmp_path).read_bytes() == b"{}"
 
 
-class Answers(http.server.BaseHTTPRequestHandler):
+class Answers(Quiet):
     """`/to/HOST` redirects there, `/500` fails, `/403` refuses, everything else is not there."""
 
     n_asked = 0
@@ -119,16 +118,11 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def log_message(self, *arguments: Any) -> None:
-        """Nothing."""
-
 
 @pytest.fixture
 def host() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with serving(Answers) as address:
+        yield address.removeprefix("http://")
 
 
 @pytest.mark.parametrize("target", ["169.254.169.254", "six", "leads-there.example"])

@@ -158,24 +158,6 @@ def test_the_name_of_an_objective_stands_in_its_own_file_alone() -> None:
     }
 
 
-MOST_LOOKS = 7
-LOOKS_INTO_AN_OBJECTIVE = re.compile(
-    r"\b(?:of|task|objective)\b\S*\.(?:labels|loss) is|\btask (?:==|!=) |\.task (?:==|!=|in) "
-)
-
-
-def test_few_places_look_into_an_objective_or_ask_for_its_name() -> None:
-    """Its traits and methods say what differs; the number only goes down."""
-    found = [
-        f"{module_of(path)}: {line.strip()}"
-        for path in FILES
-        if "objectives" not in path.parts
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if LOOKS_INTO_AN_OBJECTIVE.search(line)
-    ]
-    assert len(found) <= MOST_LOOKS, found
-
-
 CLOCKS = {"time", "socket", "http", "httpx", "requests", "farthing.prices.feeds"}
 
 

@@ -11,13 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from command import Cli
-from farthing.config.importers.job_text import job_text
-from farthing.config.importers.recognise import import_file
-from farthing.config.importers.record import UNKNOWN, Imported
-from farthing.config.job import Job
+from farthing.config.importers.record import UNKNOWN
 from farthing.config.load import load_job
 from farthing.data.formats import converter
 from farthing.errors import InputError
+from importing import imported, job_of
 
 AXOLOTL = """\
 base_model: org/base-1b
@@ -53,22 +51,6 @@ wandb_project: tries
 evals_per_epoch: 4
 surely_unknown: 3
 """
-
-
-def imported(
-    folder: Path, text: str, name: str = "other.yaml", source: str | None = None
-) -> Imported:
-    (folder / name).write_text(text)
-    return import_file(folder / name, source)
-
-
-def job_of(folder: Path, found: Imported) -> Job:
-    """The job that is written, read back."""
-    assert not found.blockers, found.blockers
-    for name, text in found.files.items():
-        (folder / name).write_text(text)
-    (folder / "job.yaml").write_text(job_text(found, "other"))
-    return load_job(folder / "job.yaml")
 
 
 def test_axolotl(tmp_path: Path) -> None:
@@ -129,7 +111,7 @@ def test_another_kind_of_training_is_refused_by_name(
 ) -> None:
     text = f"base_model: a/b\ndatasets: [{{path: c/d, type: alpaca}}]\n{key}\n"
     assert any(words in line.why for line in imported(tmp_path, text).blockers)
-    assert words in cli.err("import", tmp_path / "other.yaml", "-o", tmp_path / "job.yaml")
+    assert words in cli.err("import", tmp_path / "config.yaml", "-o", tmp_path / "job.yaml")
     assert not (tmp_path / "job.yaml").exists()
 
 

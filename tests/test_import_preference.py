@@ -9,30 +9,13 @@ from typing import Any
 import pytest
 
 from farthing.cli import main
-from farthing.config.importers.job_text import job_text
-from farthing.config.importers.recognise import import_file
-from farthing.config.importers.record import Imported
 from farthing.config.job import Job
-from farthing.config.load import load_job
 from farthing.tiny import make_model_folder, write_jsonl
+from importing import imported, job_of
 
 TRL = "model_name_or_path: org/m\ndataset_name: org/d\nmax_length: 1024\n"
 AXOLOTL = "base_model: org/m\nsequence_len: 512\nlearning_rate: 5e-6\nmicro_batch_size: 4\n"
 FACTORY = "model_name_or_path: org/m\nfinetuning_type: lora\ndataset: pairs\ntemplate: qwen\n"
-
-
-def imported(folder: Path, text: str, name: str = "config.yaml") -> Imported:
-    (folder / name).write_text(text, encoding="utf-8")
-    return import_file(folder / name)
-
-
-def job_of(folder: Path, found: Imported) -> Job:
-    """The job that is written, read back."""
-    assert not found.blockers, found.blockers
-    for name, text in found.files.items():
-        (folder / name).write_text(text)
-    (folder / "job.yaml").write_text(job_text(found, "other"))
-    return load_job(folder / "job.yaml")
 
 
 def settings(job: Job) -> dict[str, Any]:

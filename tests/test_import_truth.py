@@ -10,17 +10,13 @@ import yaml
 
 from farthing.cli import main
 from farthing.config.importers.recognise import import_file
-from farthing.config.importers.record import Imported
 from farthing.errors import InputError
+from importing import imported
 
 
 def write(folder: Path, name: str, text: str) -> Path:
     (folder / name).write_text(text, encoding="utf-8")
     return folder / name
-
-
-def imported(folder: Path, name: str, text: str) -> Imported:
-    return import_file(write(folder, name, text))
 
 
 BASE = "model_name_or_path: org/m\ndataset_name: org/d\nlearning_rate: 5.0e-7\n"
@@ -39,14 +35,14 @@ BASE = "model_name_or_path: org/m\ndataset_name: org/d\nlearning_rate: 5.0e-7\n"
     ],
 )
 def test_a_recipe_of_another_objective_makes_no_job(settings: str, tmp_path: Path) -> None:
-    found = imported(tmp_path, "config.yaml", BASE + settings)
+    found = imported(tmp_path, BASE + settings)
     assert len(found.blockers) == 1
     assert main(["import", str(tmp_path / "config.yaml")]) == 2
 
 
 def test_a_setting_that_is_off_blocks_nothing(tmp_path: Path) -> None:
     text = BASE + "max_length: 512\nuse_vllm: false\nnum_generations: null\n"
-    assert imported(tmp_path, "config.yaml", text).blockers == []
+    assert imported(tmp_path, text).blockers == []
 
 
 def test_what_stands_in_a_quoted_variable_is_read(tmp_path: Path) -> None:
@@ -59,7 +55,7 @@ ARGS="
 OUT='runs/x y'
 python run_clm.py --model_name_or_path "$MODEL" $ARGS --output_dir "${OUT}" --seed ${SEED:-13} \\
   --train_file data.json \\"""
-    job = imported(tmp_path, "run.sh", script).job
+    job = imported(tmp_path, script, "run.sh").job
     assert job["model.model_name_or_path"] == "org/model"
     assert (job["train.learning_rate"], job["train.num_train_epochs"]) == (1e-5, 7)
     assert (job["output_dir"], job["train.seed"]) == ("runs/x y", 13)
@@ -79,7 +75,7 @@ for epoch in range(num_epochs):
         optimizer.step()
 """
     with pytest.raises(InputError, match=r"a home-made training loop.*lr=0.003"):
-        imported(tmp_path, "train.py", script)
+        imported(tmp_path, script, "train.py")
 
 
 def test_what_needs_evaluation_data_is_named_where_there_is_none(tmp_path: Path) -> None:
@@ -87,7 +83,7 @@ def test_what_needs_evaluation_data_is_named_where_there_is_none(tmp_path: Path)
         "max_length: 512\neval_strategy: steps\neval_steps: 50\nload_best_model_at_end: true\n"
         "metric_for_best_model: loss\n"
     )
-    found = imported(tmp_path, "config.yaml", text)
+    found = imported(tmp_path, text)
     assert not {key for key in found.job if "eval" in key or "best" in key} - {
         "train.load_best_model_at_end"
     }
@@ -97,12 +93,12 @@ def test_what_needs_evaluation_data_is_named_where_there_is_none(tmp_path: Path)
     assert named["eval_strategy"] == "none"
     with_data = imported(
         tmp_path,
-        "run.sh",
         (
             "python run_glue.py --model_name_or_path org/m --train_file a.csv"
             " --validation_file b.csv"
             " --load_best_model_at_end --eval_strategy epoch --save_strategy epoch\n"
         ),
+        "run.sh",
     )
     assert with_data.job["train.load_best_model_at_end"] is True
 
@@ -110,25 +106,24 @@ def test_what_needs_evaluation_data_is_named_where_there_is_none(tmp_path: Path)
 def test_keys_that_were_lost_are_mapped_or_named(tmp_path: Path) -> None:
     glue = imported(
         tmp_path,
-        "glue.sh",
         (
             "python run_glue.py --model_name_or_path bert-base-cased --task_name MRPC"
             " --report_to wandb tensorboard\n"
         ),
+        "glue.sh",
     )
     assert glue.job["data.train"][0]["name"] == "mrpc"
     assert glue.job["data.train"][0]["columns"]["text"] == "{sentence1}\n{sentence2}"
     assert glue.job["train.report_to"] == ["wandb", "tensorboard"]
     clm = imported(
         tmp_path,
-        "clm.sh",
         ("python run_clm.py --model_name_or_path gpt2 --train_file a.txt --block_size 512\n"),
+        "clm.sh",
     )
     assert clm.job["data.max_length"] == 512
     assert {line.key: line.effect for line in clm.named}["block_size"] == "differs"
     fireworks = imported(
         tmp_path,
-        "fw.json",
         json.dumps(
             {
                 "baseModel": "accounts/fireworks/models/qwen2p5-7b",
@@ -138,13 +133,14 @@ def test_keys_that_were_lost_are_mapped_or_named(tmp_path: Path) -> None:
                 "jinjaTemplate": "{{ messages }}",
             }
         ),
+        "fw.json",
     )
     assert {line.key: line.effect for line in fireworks.named}["earlyStop"] == "differs"
     assert fireworks.job["data.chat_template"] == "chat_template.jinja"
     mt0 = imported(
         tmp_path,
-        "mt0.yaml",
         ("model_name_or_path: bigscience/mt0-small\nuse_peft: true\ndataset_name: d\n"),
+        "mt0.yaml",
     )
     assert mt0.job["method.target_modules"] == ["q", "v"]
 
@@ -152,7 +148,6 @@ def test_keys_that_were_lost_are_mapped_or_named(tmp_path: Path) -> None:
 def test_jobs_of_services_are_read_from_their_python_clients(tmp_path: Path) -> None:
     openai = imported(
         tmp_path,
-        "openai.py",
         """from openai import OpenAI
 client = OpenAI()
 client.fine_tuning.jobs.create(
@@ -160,6 +155,7 @@ client.fine_tuning.jobs.create(
     hyperparameters={"n_epochs": 2, "batch_size": 4},
 )
 """,
+        "openai.py",
     )
     assert (openai.source, openai.job["train.num_train_epochs"], openai.job["train.seed"]) == (
         "openai",
@@ -168,7 +164,6 @@ client.fine_tuning.jobs.create(
     )
     together = imported(
         tmp_path,
-        "together.py",
         """from together import Together
 client = Together()
 client.fine_tuning.create(
@@ -176,6 +171,7 @@ client.fine_tuning.create(
     n_epochs=3, lora=True, learning_rate=1e-5,
 )
 """,
+        "together.py",
     )
     assert (together.source, together.job["train.learning_rate"]) == ("together", 1e-5)
     assert together.job["method.name"] == "lora"
@@ -195,14 +191,13 @@ def test_which_tokens_trl_learns(
 ) -> None:
     write(tmp_path, "rows.jsonl", json.dumps(row))
     text = f"model_name_or_path: org/m\ndataset_name: rows.jsonl\nmax_length: 512\n{settings}"
-    found = imported(tmp_path, "config.yaml", text)
+    found = imported(tmp_path, text)
     assert found.job.get("data.train_on_prompt") is expected
 
 
 def test_schedules_with_a_least_rate_are_imported(tmp_path: Path) -> None:
     found = imported(
         tmp_path,
-        "config.yaml",
         BASE + "max_length: 512\nlr_scheduler_type: cosine_with_min_lr\noptim: adafactor\n"
         "lr_scheduler_kwargs: {min_lr_rate: 0.1}\n",
     )
@@ -211,36 +206,36 @@ def test_schedules_with_a_least_rate_are_imported(tmp_path: Path) -> None:
     assert found.job["train.optim"] == "adafactor"
     found = imported(
         tmp_path,
-        "train.py",
         "from transformers import Trainer, TrainingArguments\n"
         "args = TrainingArguments('out', lr_scheduler_type='warmup_stable_decay',\n"
         "    lr_scheduler_kwargs={'num_decay_steps': 10})\nTrainer(model='org/m', args=args)\n",
+        "train.py",
     )
     assert found.job["train.lr_scheduler_kwargs"] == {"num_decay_steps": 10}
     found = imported(
         tmp_path,
-        "ax.yaml",
         "base_model: org/m\nsequence_len: 64\nlr_scheduler: cosine\ncosine_min_lr_ratio: 0.2\n",
+        "ax.yaml",
     )
     assert found.job["train.lr_scheduler_type"] == "cosine_with_min_lr"
     assert found.job["train.lr_scheduler_kwargs"] == {"min_lr_rate": 0.2}
     without = BASE + "max_length: 512\nlr_scheduler_type: cosine_with_min_lr\n"
-    found = imported(tmp_path, "config.yaml", without)
+    found = imported(tmp_path, without)
     assert found.lines["lr_scheduler_type"].effect == "differs"
 
 
 def test_new_tokens_are_imported_with_what_trains_them(tmp_path: Path) -> None:
     text = "base_model: org/m\nsequence_len: 64\nadapter: lora\ntokens: [<a>, <b>]\n"
-    found = imported(tmp_path, "ax.yaml", text)
+    found = imported(tmp_path, text, "ax.yaml")
     assert found.lines["tokens"].effect == "differs"
     saved = text + "lora_modules_to_save: [embed_tokens, lm_head]\n"
-    found = imported(tmp_path, "ax.yaml", saved)
+    found = imported(tmp_path, saved, "ax.yaml")
     assert found.job["model.new_tokens"] == ["<a>", "<b>"]
     text = "model_name_or_path: org/m\nstage: sft\nfinetuning_type: lora\nadd_tokens: <a>,<b>\n"
-    found = imported(tmp_path, "lf.yaml", text + "resize_vocab: true\n")
+    found = imported(tmp_path, text + "resize_vocab: true\n", "lf.yaml")
     assert found.job["model.new_tokens"] == ["<a>", "<b>"]
     assert found.job["method.modules_to_save"] == ["embed_tokens", "lm_head"]
-    assert imported(tmp_path, "lf.yaml", text).lines["add_tokens"].effect == "differs"
+    assert imported(tmp_path, text, "lf.yaml").lines["add_tokens"].effect == "differs"
 
 
 @pytest.mark.parametrize(
@@ -254,7 +249,7 @@ def test_new_tokens_are_imported_with_what_trains_them(tmp_path: Path) -> None:
     ],
 )
 def test_what_changes_a_result_of_axolotl_is_named(keys: str, key: str, tmp_path: Path) -> None:
-    found = imported(tmp_path, "ax.yaml", f"base_model: org/m\nsequence_len: 64\n{keys}\n")
+    found = imported(tmp_path, f"base_model: org/m\nsequence_len: 64\n{keys}\n", "ax.yaml")
     effects = {line.key.rpartition(".")[2]: line.effect for line in found.named}
     assert effects[key] == "differs"
     harmless = (
@@ -262,7 +257,7 @@ def test_what_changes_a_result_of_axolotl_is_named(keys: str, key: str, tmp_path
         "datasets: [{path: a/b, type: chat_template, roles_to_train: [assistant],"
         " train_on_eos: turn}]\n"
     )
-    found = imported(tmp_path, "ax.yaml", harmless)
+    found = imported(tmp_path, harmless, "ax.yaml")
     assert [line for line in found.named if line.effect != "none"] == []
 
 
@@ -276,7 +271,7 @@ def test_what_changes_a_result_of_axolotl_is_named(keys: str, key: str, tmp_path
     ],
 )
 def test_a_setting_changes_a_result_by_its_value(setting: str, effect: str, tmp_path: Path) -> None:
-    found = imported(tmp_path, "config.yaml", BASE + f"max_length: 512\n{setting}\n")
+    found = imported(tmp_path, BASE + f"max_length: 512\n{setting}\n")
     assert found.lines[setting.partition(":")[0]].effect == effect
 
 
@@ -285,21 +280,21 @@ def test_splits_of_a_recipe_train_and_evaluate(tmp_path: Path) -> None:
         "model_name_or_path: org/m\nmax_length: 64\ndataset_mixer: {a/b: 1.0}\n"
         "dataset_splits: [train_x, test_x]\neval_strategy: epoch\n"
     )
-    found = imported(tmp_path, "config.yaml", text)
+    found = imported(tmp_path, text)
     assert found.job["data.eval"] == [{"path": "a/b", "split": "test_x"}]
-    other = imported(tmp_path, "config.yaml", text.replace("test_x", "more_x"))
+    other = imported(tmp_path, text.replace("test_x", "more_x"))
     assert other.lines["dataset_splits"].effect == "differs"
 
 
 def test_a_command_that_trains_nothing_makes_no_job(tmp_path: Path) -> None:
     line = "python measure.py --config other.yaml --hub_repo_id a/b\n"
     with pytest.raises(InputError, match="no settings of"):
-        imported(tmp_path, "run.sh", line)
+        imported(tmp_path, line, "run.sh")
 
 
 def test_reinforcement_learning_is_named_before_what_preferences_share(tmp_path: Path) -> None:
     text = BASE + "beta: 0.04\nmax_length: 64\nnum_generations: 8\n"
-    (line,) = imported(tmp_path, "config.yaml", text).blockers
+    (line,) = imported(tmp_path, text).blockers
     assert line.key == "num_generations"
 
 
@@ -310,7 +305,7 @@ two = load_dataset("org/b", split="train")
 Trainer(model="org/m", args=TrainingArguments("a", max_steps=5), train_dataset=one).train()
 Trainer(model="org/m", args=TrainingArguments("b", max_steps=9), train_dataset=two).train()
 """
-    found = imported(tmp_path, "train.py", script)
+    found = imported(tmp_path, script, "train.py")
     assert found.job["train.max_steps"] == 5
     effects = {line.key: line.effect for line in found.named}
     assert effects["TrainingArguments#2.max_steps"] == "differs"
@@ -327,7 +322,7 @@ trainer = SFTTrainer(
     callbacks=[EarlyStoppingCallback(early_stopping_patience=3)],
 )
 """
-    found = imported(tmp_path, "train.py", script)
+    found = imported(tmp_path, script, "train.py")
     assert found.job["data.train_on_prompt"] is False
     assert found.lines["SFTTrainer.optimizers"].effect == "differs"
     assert found.lines["EarlyStoppingCallback.early_stopping_patience"].effect == "differs"
@@ -366,7 +361,7 @@ checkpoint_dir: ./ckpt
 
 
 def test_a_configuration_of_ones_own_is_read_by_its_words(tmp_path: Path) -> None:
-    found = imported(tmp_path, "config.yaml", HOME_MADE)
+    found = imported(tmp_path, HOME_MADE)
     assert found.blockers == found.named == []
     expected = {
         "task": "causal-lm",
@@ -397,12 +392,12 @@ def test_a_configuration_of_ones_own_is_read_by_its_words(tmp_path: Path) -> Non
     ],
 )
 def test_no_other_objective_of_ones_own_makes_a_job(setting: str, tmp_path: Path) -> None:
-    assert imported(tmp_path, "config.yaml", HOME_MADE + setting).blockers
+    assert imported(tmp_path, HOME_MADE + setting).blockers
 
 
 def test_an_unknown_or_other_word_of_ones_own_is_named(tmp_path: Path) -> None:
     text = HOME_MADE + "eval:\n  batch_size: 64\nfancy_noise: 0.5\n"
-    found = imported(tmp_path, "config.yaml", text)
+    found = imported(tmp_path, text)
     assert {line.key: line.effect for line in found.named} == {
         "eval.batch_size": "differs",
         "fancy_noise": "differs",
@@ -429,7 +424,7 @@ def test_a_head_says_the_task(head: str, task: str, tmp_path: Path) -> None:
         "args = TrainingArguments('out', learning_rate=1e-5)\n"
         "Trainer(model=model, args=args, train_dataset=load_dataset('org/d')['train']).train()\n"
     )
-    assert imported(tmp_path, "train.py", text).job["task"] == task
+    assert imported(tmp_path, text, "train.py").job["task"] == task
 
 
 @pytest.mark.parametrize(
@@ -443,7 +438,7 @@ def test_a_head_says_the_task(head: str, task: str, tmp_path: Path) -> None:
 )
 def test_a_script_says_the_task(line: str, task: str, tmp_path: Path) -> None:
     text = f"python {line} --model_name_or_path org/m --output_dir o --do_train\n"
-    assert imported(tmp_path, "run.sh", text).job["task"] == task
+    assert imported(tmp_path, text, "run.sh").job["task"] == task
 
 
 @pytest.mark.parametrize(
@@ -467,5 +462,5 @@ def test_code_of_a_script_that_changes_what_is_learned_is_named(
         "args = TrainingArguments('out', learning_rate=1e-5)\n"
         "Trainer(model=model, args=args, train_dataset=ds).train()\n"
     )
-    found = imported(tmp_path, "train.py", text)
+    found = imported(tmp_path, text, "train.py")
     assert [line.effect for key, line in found.lines.items() if key == named] == ["differs"]

@@ -4,7 +4,6 @@ go wrong in every way.
 
 from __future__ import annotations
 
-import http.server
 import json
 import re
 import shlex
@@ -48,34 +47,18 @@ from farthing.storage.objects import LocalStore
 from launch_faults import Fate, Killed, is_good, prepared_for, run_case, supervise
 from launch_matrix import AT, FILES_OF_CASE, cases, outcome_of
 from launch_rules import RULES
+from launched import job_at
+from launched import keys as keys
 from thinned import thinned
+from web import Quiet, serving
 
 NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 
 
-@pytest.fixture(autouse=True)
-def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "no key")
-
-
 @pytest.fixture
 def demo(tiny_folders: dict[str, Path], tmp_path: Path) -> Path:
-    """A job file with a small model and data, both here."""
-    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 40)
-    values = {
-        "task": "causal-lm",
-        "model": {"model_name_or_path": str(tiny_folders["llama"]), "init": "random"},
-        "data": "./data.jsonl",
-        "method": "full",
-        "limits": {"max_usd": 2},
-        "output_dir": "./run",
-        "output_store": "s3://bucket/run",
-        "cache_dir": "./cache",
-        "where": {"usd_per_hour": 1.0},
-    }
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(values))
-    return tmp_path / "job.yaml"
+    where = {"usd_per_hour": 1.0}
+    return job_at(tmp_path, tiny_folders, output_store="s3://bucket/run", where=where)
 
 
 def launch(job: Path, *words: str) -> int:
@@ -565,7 +548,7 @@ def test_after_the_cap_nothing_is_asked_for(demo: Path) -> None:
 # ---- HTTP ----
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _Handler(Quiet):
     answers: list[tuple[int, str]] = []  # noqa: RUF012
     seen: list[tuple[str, str, str]] = []  # noqa: RUF012
 
@@ -580,17 +563,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     do_GET = do_POST = do_DELETE = do_PUT = _answer
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
 
 @pytest.fixture
 def server() -> Iterator[tuple[str, type[_Handler]]]:
     handler = type("Handler", (_Handler,), {"answers": [], "seen": []})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
-        threading.Thread(target=httpd.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{httpd.server_port}", handler
-        httpd.shutdown()
+    with serving(handler) as address:
+        yield address, handler
 
 
 def test_a_request_that_makes_something_is_never_sent_twice(server: Any) -> None:

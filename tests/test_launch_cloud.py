@@ -9,13 +9,11 @@ everything deleted, one bill.
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -27,6 +25,7 @@ import pytest
 import ssh_machines
 from farthing.storage.objects import open_store
 from launch_chains import left_alone, result_of, saved_step, write_job
+from web import Quiet, serving
 
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "canary-of-a-secret"}
 NO_TOKENIZING = """
@@ -38,7 +37,7 @@ tokens._make = refuse
 """
 
 
-class Pods(http.server.BaseHTTPRequestHandler):
+class Pods(Quiet):
     """The requests that our client of RunPod makes. A pod is a process group of its own with an
     empty home.
     """
@@ -92,9 +91,6 @@ class Pods(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"" if value is None else json.dumps(value).encode())
 
-    def log_message(self, *_: Any) -> None:
-        """Nothing."""
-
 
 def take_away(pods: dict[str, Any], number: str) -> None:
     """Kill everything of a pod."""
@@ -128,12 +124,10 @@ def cloud(tmp_path: Path) -> Iterator[tuple[str, type[Pods]]]:
         (Pods,),
         {"home": tmp_path / "pods", "pods": {}, "bodies": [], "environment": environment},
     )
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", handler
+    with serving(handler) as address:
+        yield address, handler
         for number in handler.pods:
             take_away(handler.pods, number)
-        server.shutdown()
 
 
 @pytest.mark.slow

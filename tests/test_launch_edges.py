@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
+import launched
 from command import Cli
 from fake_clouds import World
 from farthing.cli import main
@@ -23,14 +23,9 @@ from farthing.launch.http import Api
 from farthing.launch.machines import Machine, MachineLedger
 from farthing.launch.targets.lambda_cloud import Lambda
 from launch_faults import Fate, Killed, prepared_for, supervise
+from launched import keys as keys
 
 ALIVE = Fate(None, is_before=False)
-
-
-@pytest.fixture(autouse=True)
-def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "no key")
 
 
 @pytest.mark.parametrize("provider", ["runpod", "vast", "lambda"])
@@ -187,20 +182,7 @@ def test_a_terminal_that_is_closed_ends_what_nothing_else_would_end(tmp_path: Pa
 
 
 def job_at(folder: Path, tiny_folders: dict[str, Path], **more: Any) -> Path:
-    (folder / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 40)
-    values = {
-        "task": "causal-lm",
-        "model": {"model_name_or_path": str(tiny_folders["llama"]), "init": "random"},
-        "data": "./data.jsonl",
-        "method": "full",
-        "limits": {"max_usd": 2},
-        "output_dir": "./run",
-        "output_store": "s3://bucket/run",
-        "cache_dir": "./cache",
-        **more,
-    }
-    (folder / "job.yaml").write_text(yaml.safe_dump(values))
-    return folder / "job.yaml"
+    return launched.job_at(folder, tiny_folders, **{"output_store": "s3://bucket/run", **more})
 
 
 def test_a_push_that_could_not_be_done_there_is_refused_before_anything_is_rented(

@@ -5,16 +5,13 @@ providers that are none.
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +19,9 @@ import pytest
 
 from farthing.launch.request import LaunchRequest
 from farthing.launch.targets import runpod, vast, vertex
-from farthing.prices.offers import Billing, Offer
+from offers import offer_of
 from patience import titles_of_processes, until
+from web import Quiet, serving
 
 REDIRECT = """
 import os, urllib.request as web
@@ -36,7 +34,7 @@ web.urlopen = to_the_test
 KEY = "canary-of-the-instance"
 
 
-class Console(http.server.BaseHTTPRequestHandler):
+class Console(Quiet):
     """Takes deletions, the second time it is asked."""
 
     asked: list[tuple[str, str | None, bool]]
@@ -49,9 +47,6 @@ class Console(http.server.BaseHTTPRequestHandler):
         self.send_response(500 if len(self.asked) == 1 else 200)
         self.end_headers()
 
-    def log_message(self, *_: Any) -> None:
-        """Nothing."""
-
 
 @pytest.fixture
 def console(tmp_path: Path) -> Iterator[type[Console]]:
@@ -60,33 +55,17 @@ def console(tmp_path: Path) -> Iterator[type[Console]]:
     handler: Any = type(
         "Handler", (Console,), {"asked": [], "begun": [], "done": tmp_path / "done"}
     )
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        handler.address = f"http://127.0.0.1:{server.server_port}"
+    with serving(handler) as handler.address:
         yield handler
         for process in handler.begun:  # what is left of a container ends with it
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        server.shutdown()
 
 
 def ask_for(most_s: int) -> LaunchRequest:
     """A machine for a job."""
-    offer = Offer(
-        "Vast.ai",
-        "",
-        "L40S",
-        1,
-        "any",
-        "",
-        False,
-        "machine_hour",
-        0.4,
-        "",
-        date(2026, 11, 22),
-        Billing("Vast.ai"),
-    )
+    offer = offer_of("L40S", 0.4, provider="Vast.ai")
     return LaunchRequest(
         "farthing-12345678-1",
         "vast",

@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.request
 from dataclasses import replace
-from datetime import UTC, date, datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.request import LaunchRequest
 from farthing.launch.session import Session
 from farthing.launch.targets.hosts import LOOK, HostDriver
-from farthing.prices.offers import Billing, Offer
 from launch_chains import QUICK, environment, left_alone, saved_step, write_job
+from offers import offer_of
 from patience import titles_of_processes, until
 
 FAKE = """#!/bin/sh
@@ -68,20 +68,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostDriver:
 
 def ask_for(text: str, most_s: int = 60) -> LaunchRequest:
     """A machine that runs a job of this text."""
-    offer = Offer(
-        "this machine",
-        "local",
-        "",
-        0,
-        "",
-        "",
-        False,
-        "machine_hour",
-        1.0,
-        "",
-        date(2026, 11, 22),
-        Billing(""),
-    )
+    offer = offer_of("", 1.0, 0, provider="this machine", instance="local")
     return LaunchRequest(
         "farthing-12345678-1",
         "local",

@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
+import launched
 from command import Cli
 from fake_clouds import World
 from farthing.cli import main
@@ -41,15 +41,10 @@ from farthing.launch.targets.runpod import RunPod
 from farthing.launch.targets.vast import Vast
 from farthing.launch.wheel import fetch_script, wheel_of_this
 from launch_faults import Fate, prepared_for, supervise
+from launched import keys as keys
 from thinned import thinned
 
 ALIVE = Fate(None, is_before=False)
-
-
-@pytest.fixture(autouse=True)
-def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "no key")
 
 
 # ---- the price that is charged ----
@@ -320,20 +315,9 @@ def test_a_signal_to_the_command_names_what_is_still_billed(
 
 
 def job_at(folder: Path, tiny_folders: dict[str, Path], **more: Any) -> Path:
-    (folder / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 40)
-    values = {
-        "task": "causal-lm",
-        "model": {"model_name_or_path": str(tiny_folders["llama"]), "init": "random"},
-        "data": "./data.jsonl",
-        "method": "full",
-        "limits": {"max_usd": 2},
-        "output_dir": "./run",
-        "cache_dir": "./cache",
-        "where": {"device": "cpu", "usd_per_hour": 1},
-        **more,
-    }
-    (folder / "job.yaml").write_text(yaml.safe_dump(values))
-    return folder / "job.yaml"
+    return launched.job_at(
+        folder, tiny_folders, **{"where": {"device": "cpu", "usd_per_hour": 1}, **more}
+    )
 
 
 def test_a_status_that_could_not_look_does_not_say_that_nothing_was_launched(

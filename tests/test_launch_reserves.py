@@ -15,14 +15,9 @@ from farthing.launch.prepare import Prepared
 from farthing.launch.session import Session
 from farthing.prices.offers import boot_of
 from launch_faults import Fate, prepared_for, supervise
+from launched import keys as keys
 
 ALIVE = Fate(None, is_before=False)
-
-
-@pytest.fixture(autouse=True)
-def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "no key")
 
 
 def there(world: World, prepared: Prepared, run: Path, number: int, *events: str) -> CloudMachine:

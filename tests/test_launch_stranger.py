@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from farthing.cli import main
 from farthing.launch.machines import MachineLedger
 from farthing.launch.supervise import Launch
+from launched import job_at
 
 KEYS = (
     "RUNPOD_API_KEY",
@@ -29,20 +29,8 @@ def job(tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.Monke
     """A job with a store that is a folder, and an environment without any key."""
     for name in KEYS:
         monkeypatch.delenv(name, raising=False)
-    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 40)
-    values = {
-        "task": "causal-lm",
-        "model": {"model_name_or_path": str(tiny_folders["llama"]), "init": "random"},
-        "data": "./data.jsonl",
-        "method": "full",
-        "limits": {"max_usd": 2},
-        "output_dir": "./run",
-        "output_store": str(tmp_path / "store"),
-        "cache_dir": "./cache",
-        "where": {"device": "cpu", "usd_per_hour": 1},
-    }
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(values))
-    return tmp_path / "job.yaml"
+    here = {"where": {"device": "cpu", "usd_per_hour": 1}, "output_store": str(tmp_path / "store")}
+    return job_at(tmp_path, tiny_folders, **here)
 
 
 def answer(capsys: Any, job: Path, *words: str) -> tuple[int, str]:

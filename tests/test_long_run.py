@@ -12,7 +12,6 @@ import pytest
 
 from farthing.report.receipt import build_receipt
 from farthing.report.training_log import Curve, TrainingLog, keep_digest, read_log
-from farthing.run.accounts import read_ledger
 from farthing.storage.logs import line_of
 from long_run import make_run
 
@@ -151,11 +150,3 @@ def test_a_curve_keeps_its_sums_and_both_ends() -> None:
     assert curve.first == [1, 0.0]
     assert curve.stretches[-1][0] == len(values)
     assert len(curve.means(60)) <= 60
-
-
-def test_a_ledger_of_a_month_is_read_in_linear_time(tmp_path: Path) -> None:
-    usd = make_run(tmp_path / "run", n_steps=3_000, n_evaluations=3, n_attempts=1_000)
-    found = read_ledger(tmp_path / "run" / "ledger.jsonl")
-    assert len(found.accounts) == 1_000
-    assert not found.is_damaged
-    assert sum(account.usd for account in found.ordered) == pytest.approx(usd, abs=0.001)

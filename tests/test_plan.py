@@ -8,7 +8,7 @@ import itertools
 import random
 import re
 from dataclasses import replace
-from datetime import date, timedelta
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,9 +39,9 @@ from farthing.planner.types import (
 )
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Billing, Offer
+from offers import TODAY, offer_of
 from thinned import thinned
 
-TODAY = date(2026, 11, 21)
 H = 3600.0
 SHAPES: dict[str, Shape] = {}
 
@@ -74,20 +74,6 @@ def wanted_of(model: str = "meta-llama/Llama-3.2-1B", **changes: Any) -> JobSpec
         "n_epochs": 3.0,
     }
     return JobSpec(**(usual | changes))
-
-
-def offer_of(
-    gpu: str,
-    usd: float,
-    n_gpus: int = 1,
-    *,
-    spot: bool = False,
-    provider: str = "A",
-    zone: str = "",
-) -> Offer:
-    """Machines by the hour, whole, without other terms."""
-    where, terms = ("here", zone), Billing(provider)
-    return Offer(provider, "", gpu, n_gpus, *where, spot, "machine_hour", usd, "made", TODAY, terms)
 
 
 class Place(NamedTuple):

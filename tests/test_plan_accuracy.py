@@ -14,45 +14,6 @@ import pytest
 import plan_accuracy
 from farthing.planner.ranges import error_classes
 from plan_accuracy import error_table, held_out, judge, width
-from plan_rows import NotExpressed, read_case
-
-COLUMNS = (
-    *(
-        "source",
-        "model",
-        "params_b",
-        "method",
-        "precision",
-        "quant",
-        "optimizer",
-        "seq_len",
-        "micro_batch",
-        "grad_ckpt",
-    ),
-    *("gpu", "n_gpu", "peak_gb", "tokens_per_s", "hours", "notes"),
-)
-QWEN = "https://github.com/QwenLM/Qwen/blob/1/README.md"
-SWIFT = "https://github.com/modelscope/ms-swift/blob/1/docs/Benchmark.md"
-LITGPT = "https://github.com/Lightning-AI/litgpt/blob/1/tutorials/resource-tables.md"
-
-
-def row_of(source: str, model: str, **cells: str) -> dict[str, str]:
-    """A row of a source, made up: its figures mean nothing."""
-    usual = dict.fromkeys(COLUMNS, "") | {
-        "source": source,
-        "model": model,
-        "n_gpu": "1",
-        "gpu": "A100-80GB",
-    }
-    usual |= {
-        "method": "lora",
-        "precision": "bf16",
-        "seq_len": "1024",
-        "micro_batch": "1",
-        "peak_gb": "20",
-    }
-    return usual | cells
-
 
 # ---- the published rows ----
 
@@ -118,47 +79,3 @@ def test_a_range_holds_its_share_of_each_source_that_has_no_say_in_it() -> None:
     assert 0.75 <= held_out(alike, 1.0) <= 0.95
     one_apart = alike | {"e": [3.0] * 21}
     assert held_out(one_apart, 1.0) < held_out(alike, 1.0)
-
-
-# ---- what rows say ----
-
-
-@pytest.mark.parametrize(
-    ("cells", "why"),
-    [
-        ({"quant": "hqq-3bit", "method": "qlora"}, "hqq-3bit weights"),
-        ({"n_gpu": "16", "gpu": "L40S"}, "network between them"),
-        ({"precision": "fp8"}, "fp8"),
-        ({"seq_len": ""}, "no length"),
-        ({"micro_batch": ""}, "no length"),
-        ({"peak_gb": "", "tokens_per_s": ""}, "nothing measured"),
-        ({"method": "ia3"}, "method ia3"),
-        ({"notes": "CPU offload"}, "off-load"),
-        ({"notes": "GB; HSDP", "n_gpu": "8"}, "copied between machines"),
-        (
-            {"notes": "GB; DeepSpeed (stage not stated)", "n_gpu": "8", "method": "full"},
-            "DeepSpeed",
-        ),
-        ({"notes": "GB; gradient checkpointing not stated"}, "recomputed"),
-    ],
-)
-def test_what_can_not_be_expressed_says_why(cells: dict[str, str], why: str) -> None:
-    with pytest.raises(NotExpressed, match=why):
-        read_case(row_of(QWEN, "Qwen-7B", **cells))
-
-
-def test_cells_that_are_empty_odd_or_missing_stop_nothing() -> None:
-    rows = [row_of(QWEN, "Qwen-7B", tokens_per_s="1,234.5"), row_of(LITGPT, "tiiuae/falcon-180b")]
-    for name in COLUMNS:
-        for value in ("", "None", "?", "n/a", "yes"):
-            rows.append(row_of(SWIFT, "qwen-7b-chat") | {name: value})
-    rows.append(
-        {
-            name: value
-            for name, value in row_of(QWEN, "Qwen-7B").items()
-            if name not in ("hours", "params_b")
-        }
-    )
-    result = judge(rows)
-    assert len(result["rows"]) + len(result["not_expressed"]) == len(rows)
-    assert result["rows"][0]["measured_tokens_per_s"] == 1234.5

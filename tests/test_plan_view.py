@@ -39,6 +39,7 @@ from farthing.report.plan_report import (
 )
 from farthing.report.plan_view import PlanView, plan_view
 from farthing.report.plan_words import say_cost
+from offers import offer_of
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 OWN = "RTX 4090:1600usd:0.45kW"
@@ -348,21 +349,7 @@ def test_two_plans_are_compared_as_people_would_say_it(typed: PlanView) -> None:
 
 
 def here(usd_per_hour: float, flops: float, **changes: Any) -> tuple[Machine, list[Offer]]:
-    billing, day = Billing("this machine"), date(2026, 11, 20)
-    offer = Offer(
-        "this machine",
-        "Old CPU",
-        "",
-        1,
-        "",
-        "",
-        False,
-        "machine_hour",
-        usd_per_hour,
-        "the job",
-        day,
-        billing,
-    )
+    offer = offer_of("", usd_per_hour, provider="this machine", instance="Old CPU")
     device = cpu_device("Old CPU", flops, 2 if flops < 1e12 else 200)
     machine = Machine("Old CPU", 1, device, "fp32", OnDevice(1 << 40), is_cuda=False)
     return replace(machine, is_local=True, **changes), [offer]
@@ -398,10 +385,8 @@ def test_the_first_is_at_a_price_that_can_be_had(study: Study) -> None:
     machine = machine_of(gpus()["L4"], 1, study.wanted)
 
     def at(provider: str, usd: float, days: int, **terms: Any) -> Offer:
-        billing, day = Billing(provider, **terms), today - timedelta(days=days)
-        return Offer(
-            provider, "", "L4", 1, "", "", False, "machine_hour", usd, "made", day, billing
-        )
+        sold = {"billing": Billing(provider, **terms), "date": today - timedelta(days=days)}
+        return offer_of("L4", usd, provider=provider, **sold)
 
     def plans(*offers: Offer) -> Any:
         return decide(study.wanted, [(machine, offers)], today=today)

@@ -4,12 +4,10 @@ Hub is asked once.
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from farthing.config.load import load_job
 from farthing.config.preflight import look_over
 from farthing.errors import DataError, InputError, ModelError, PreflightError
 from thinned import thinned
+from web import Quiet, serving
 
 HEAVY = ("torch", "transformers", "datasets", "peft")
 
@@ -147,7 +146,7 @@ def test_several_faults_are_there_for_programs_too(desk: Desk, run: Run) -> None
     assert json.loads(run("--json").out)["error"] == "no such file"
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
+class Hub(Quiet):
     """A Hub that counts what it is asked."""
 
     asked: list[str]
@@ -163,21 +162,16 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def log_message(self, *arguments: Any) -> None:
-        """Nothing."""
-
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Hub]]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    with serving(Hub) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
         monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         monkeypatch.setenv("HF_DATASETS_OFFLINE", "0")
         Hub.asked, Hub.status = [], 404
         yield Hub
-        server.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from desk import Desk, Said
 from farthing.data import arrow, blocks
 from farthing.data.read import open_sources
 from farthing.data.rows import Reading
@@ -75,28 +72,6 @@ def test_rates_are_of_what_was_done_since_the_tokenization_was_resumed() -> None
     assert "20 s to go" in log.lines[0]
 
 
-def test_a_quick_one_leaves_no_line_and_another_source_has_its_own_time() -> None:
-    log = Log()
-    log.tokenizing(4, 4)
-    for second in (4, 6, 9.5):
-        log.now = second
-        log.terminal(ReadingData("reading a\x1b.jsonl", 1 << 20, 4 << 20))
-    assert len(log.lines) == 1
-    assert log.lines[0].startswith(r"reading a\x1b.jsonl: 25%, 1.0 MiB of 4.0 MiB")
-    log.now = 20
-    log.terminal(ReadingData("downloading b", 1 << 20, None))
-    log.now = 26
-    log.terminal(ReadingData("downloading b", 3 << 20, None))
-    assert log.lines[1] == "downloading b: 3.0 MiB", "without a total none is made up"
-
-
-def test_a_terminal_has_a_bar() -> None:
-    log = Log(is_terminal=True)
-    log.tokenizing(30, 60)
-    log.terminal.close()
-    assert "██████████░░░░░░░░░░ 50%" in log.file.getvalue()
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "parquet"])
 def test_every_reader_knows_how_far_it_is(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -145,12 +120,3 @@ def test_a_run_tells_of_reading_and_of_tokenizing(tmp_path: Path) -> None:
     assert reading.what.startswith("reading ")
     assert reading.done_bytes == reading.total_bytes == (tmp_path / "data.jsonl").stat().st_size
     assert heard.of(Tokenizing)[-1].role == "train"
-
-
-def test_json_is_left_alone(
-    desk: Desk, run: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("farthing.report.terminal._PLAIN_EVERY_S", 0.0)
-    said = run("--json")
-    assert json.loads(said.out)["state"] == "finished"
-    assert "tokenizing train: 100%" in said.err

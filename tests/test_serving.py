@@ -5,9 +5,7 @@ against a simulation.
 from __future__ import annotations
 
 import csv
-from datetime import date
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ from farthing.planner.serving import (
     serve,
 )
 from farthing.prices.gpus import find_gpu
-from farthing.prices.offers import Billing, Offer
+from offers import offer_of
 from serving import ROWS, judge
 from workshop import job_file
 
@@ -40,23 +38,6 @@ def shape_of(name: str) -> Shape:
 
 LLAMA = shape_of("meta-llama/Llama-3.1-8B")
 H100 = find_gpu("H100-80GB")
-
-
-def offer_of(gpu: str, usd: float, n_gpus: int = 1, **more: Any) -> Offer:
-    return Offer(
-        "A",
-        "",
-        gpu,
-        n_gpus,
-        "",
-        "",
-        False,
-        "machine_hour",
-        usd,
-        "",
-        date(2026, 11, 1),
-        Billing("A"),
-    )._replace(**more)
 
 
 @pytest.mark.parametrize(

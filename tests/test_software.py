@@ -31,16 +31,10 @@ from farthing.planner.software import (
 from farthing.planner.types import JobSpec, Machine
 from farthing.prices.catalog import read_catalog
 from farthing.prices.gpus import find_gpu, gpus
-from farthing.prices.offers import Billing, Offer
 from farthing.tables import FACTS
+from offers import offer_of
 
 TODAY = date(2026, 11, 22)
-
-
-def offer_of(gpu: str) -> Offer:
-    return Offer(
-        "X", gpu, gpu, 1, "", "", False, "machine_hour", 0.3, "a test", TODAY, Billing("X")
-    )
 
 
 def on(gpu: str, wanted: JobSpec) -> Machine:
@@ -199,7 +193,7 @@ def test_a_gpu_without_bf16_computes_such_a_model_in_fp32_unless_fp16_is_asked_f
     asked = replace(wanted, precision="fp16")
     risky, calm = on("T4", asked), on("T4", replace(asked, fp16_risk=""))
     assert risky.precision == "fp16"
-    risk, usual = (decide(asked, [(one, [offer_of("T4")])]).plans[0] for one in (risky, calm))
+    risk, usual = (decide(asked, [(one, [offer_of("T4", 0.3)])]).plans[0] for one in (risky, calm))
     assert risk.total_usd == usual.total_usd
     assert risk.usd_range.high > 1.5 * usual.usd_range.high - 0.5 * usual.total_usd
     assert on("L4", wanted).precision == "bf16"
@@ -207,7 +201,7 @@ def test_a_gpu_without_bf16_computes_such_a_model_in_fp32_unless_fp16_is_asked_f
 
 def test_where_fp32_does_not_fit_fp16_is_offered_with_its_risk() -> None:
     wanted = wanted_of("Qwen/Qwen2.5-7B")
-    offer = offer_of("Quadro RTX 6000")
+    offer = offer_of("Quadro RTX 6000", 0.3)
     (rejected,) = decide(wanted, [(on(offer.gpu, wanted), [offer])]).rejected
     assert rejected.change.startswith("method: qlora, or train.fp16: true at a risk")
     asked = replace(wanted, precision="fp16")

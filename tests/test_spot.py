@@ -215,52 +215,6 @@ def test_the_mixture_meets_deadlines_that_spot_alone_would_miss() -> None:
 # ---- replays ----
 
 
-def second_by_second(
-    trace: spot_replay.Trace, work_s: int, saves: SaveSchedule, start_s: int
-) -> tuple[int, int, int]:
-    """Wall and billed seconds and interruptions of one job: the plainest loop there is."""
-    second, wall, billed, hits = start_s, 0, 0, 0
-    safe = work = restart = saving = 0
-    was_up = False
-    while True:
-        is_up = trace.available[second // trace.gap_s % len(trace.available)] >= 1
-        if was_up and not is_up:
-            hits, work, saving, restart = hits + 1, safe, 0, int(saves.restart_s)
-        if is_up:
-            billed += 1
-            if restart:
-                restart -= 1
-            elif saving:
-                saving -= 1
-                safe = work if saving == 0 else safe
-            else:
-                work += 1
-                if work - safe == saves.interval_s or work == work_s:
-                    saving = int(saves.save_s)
-        was_up = is_up
-        second, wall = second + 1, wall + 1
-        if safe == work_s:
-            return wall, billed, hits
-
-
-@pytest.mark.parametrize("seed", range(7))
-def test_replays_are_those_of_a_loop_over_seconds(seed: int) -> None:
-    chance = np.random.default_rng(seed)
-    lengths = chance.integers(1, [9, 5] * 6)
-    data = [int(i % 2 == seed % 2) for i, length in enumerate(lengths) for _ in range(length)]
-    if seed in (2, 3):
-        data += [data[0]] * 2  # a spell that goes on over the end
-    data = [1] * 9 if seed == 6 else data
-    trace, saves = spot_replay.Trace("small", 40, tuple(data)), SaveSchedule(50, 7, 20)
-    starts = sorted(
-        {0, *(int(s) for s in chance.integers(0, 40 * len(data), 40)), 40 * len(data) - 1}
-    )
-    for work_s in (30, 170, 500):
-        found = spot_replay.replay(trace, work_s, saves, starts)
-        plain = [second_by_second(trace, work_s, saves, start) for start in starts]
-        assert list(zip(found.wall_s, found.billed_s, found.n_interruptions, strict=True)) == plain
-
-
 def measured_traces() -> list[spot_replay.Trace]:
     """The traces beside the test data, or a skip that says so."""
     data = os.environ.get("FARTHING_DATA")

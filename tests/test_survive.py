@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ import torch
 import survive
 import workshop
 from farthing.errors import RunBusyError, RunDamagedError
-from farthing.events import Decided, Emit, Evaluating, Event, Restored, Saved, StepTaken, Tokenizing
-from farthing.report.receipt_types import Receipt
+from farthing.events import Decided, Evaluating, Event, Restored, Saved, StepTaken, Tokenizing
 from farthing.storage.files import only_writer
 from farthing.train.run import train
 from interrupted import job_in, quiet, terminate, when
@@ -209,35 +207,6 @@ def test_dropout_is_a_function_of_seed_and_step() -> None:
     assert torch.equal(first, torch.rand(4))
     seed_everything(1, 6)
     assert not torch.equal(first, torch.rand(4))
-
-
-@pytest.mark.slow
-def test_the_bill_counts_every_attempt_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # this process was started long before
-    monkeypatch.setattr("farthing.run.opening.seconds_since_process_start", lambda: 0.0)
-    job, within_s = job_in(tmp_path, "run"), 0.0
-
-    def timed(tell: Emit) -> Receipt:
-        nonlocal within_s
-        at: list[float] = []
-        receipt = train(job, lambda event: (at.append(time.monotonic()), tell(event))[1]).receipt
-        within_s += at[-1] - at[0]
-        return receipt
-
-    began = time.monotonic()
-    first = timed(when(StepTaken, 5, terminate))
-    second = timed(quiet)
-    elapsed_s = time.monotonic() - began
-    assert [a["ended"] for a in second.attempts] == ["interrupted", "finished"]
-    assert second.wall_s == pytest.approx(first.wall_s + second.attempts[1]["wall_s"], abs=0.01)
-    assert within_s <= second.wall_s <= elapsed_s
-    assert sum(span.seconds for span in second.spans) == pytest.approx(second.wall_s, rel=0.01)
-    assert sum(span.usd for span in second.spans) == pytest.approx(second.usd, rel=0.01)
-    assert second.usd == pytest.approx(second.wall_s / 3600 * 3.6, rel=1e-6)
-    assert second.interruptions == 1
-    assert second.restart_s > 0
 
 
 @pytest.mark.slow
