@@ -25,7 +25,7 @@ class Pairs(NamedTuple):
 class Cards(NamedTuple):
     """Figures at a glance: name, value, what more there is to say. On a page only."""
 
-    rows: tuple[tuple[str, str, str], ...]
+    rows: tuple[tuple[str, ...], ...]
 
 
 class Listed(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 from farthing.config.job import Job
 from farthing.objectives.registry import objective_of
 from farthing.report.html import environment
-from farthing.report.receipt_report import CLASSES, class_rows
+from farthing.report.receipt_report import classes_table
 from farthing.report.receipt_types import Receipt
 from farthing.storage.files import Json
 from farthing.units import digits_of
@@ -42,8 +42,7 @@ def model_card(
         "machine": receipt.machine or {},
         "numbers": _numbers(metrics).items(),
         "n_examples": metrics.get("n_examples", 0),
-        "classes": [head.lstrip("#") for head in CLASSES],
-        "per_class": class_rows(metrics),
+        "classes": classes_table(metrics),
         "comparisons": [
             ("Before and after", receipt.evaluation),
             ("Before and after, by standard tasks", receipt.standard_tasks),

@@ -21,7 +21,6 @@ from farthing.report.blocks import (
     Stack,
     Table,
     Text,
-    bare,
     percent,
 )
 from farthing.report.safe import escape, fitted_table, table_of
@@ -85,10 +84,8 @@ def draw_block(console: Console, block: Block) -> None:
 
 def _table(console: Console, block: Table) -> Grid:
     if block.cuts is not None:
-        names = [bare(head) for head in block.heads]
-        numbers = [bare(head) for head in block.heads if head[:1] == "#"]
-        named = [dict(zip(names, map(str, row), strict=True)) for row in block.rows]
-        return fitted_table(console.width, names, named, numbers, block.cuts)
+        rows = [[str(cell) for cell in row] for row in block.rows]
+        return fitted_table(console.width, block.heads, rows, block.cuts)
     kept = [i for i, head in enumerate(block.heads) if not head.startswith("|")]
     rows = [[escape(row[i]) for i in kept if not isinstance(row[i], Stack)] for row in block.rows]
     title = escape(block.title) if block.title else None

@@ -64,7 +64,7 @@ def environment() -> jinja2.Environment:
     found.globals.update(
         zip=zip, bare=bare, colour=colour, in_order=in_order, stacks=_stacks, percent=percent
     )
-    found.filters |= {"code": _code, "cell": _cell, "plural": plural}
+    found.filters |= {"code": _code, "cell": _cell, "plural": plural, "bare": bare}
     found.filters |= {"count_of": say_count, "bytes_of": say_bytes}
     found.filters["slug"] = lambda text: "".join(c if c.isalnum() else "-" for c in text.lower())
     found.tests["stack"] = lambda value: isinstance(value, Stack)

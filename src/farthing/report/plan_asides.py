@@ -35,7 +35,7 @@ from farthing.planner.serving import (
 from farthing.planner.types import HERE, OWN
 from farthing.prices.offers import HOURS_PER_MONTH, Offer
 from farthing.report.plan_types import RENTED, Choice, machine_name, view_of
-from farthing.report.plan_words import say_cost, say_saving, say_short
+from farthing.report.plan_words import say_cost, say_saving
 from farthing.report.words import say
 from farthing.units import say_seconds
 
@@ -247,16 +247,6 @@ class Years:
     """Against the dearest way."""
     notes: tuple[str, ...]
 
-    @property
-    def rows(self) -> tuple[tuple[str, ...], ...]:
-        """Way, a year, three years, and what it saves in a year: `$1,620 (94%)`."""
-        found = []
-        for name, usd in self.one_year_usd.items():
-            saved = self.saved_in_a_year[name]
-            words = f"{say_cost(saved.usd)} ({saved.share:.0%})" if saved.share else ""
-            found.append((name, say_cost(usd), say_cost(self.three_years_usd[name]), words))
-        return tuple(found)
-
 
 def years_of(
     rows: Sequence[Choice],
@@ -410,24 +400,7 @@ class ServingRow:
     usd_per_million: Mapping[str, float]
     usd_per_million_at_load: Mapping[str, Mapping[str, float]]
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """In the order of `SERVING_HEADS`."""
-        more = f" x{self.n_machines}" if self.n_machines > 1 else ""
-        return (
-            f"{self.machine}{more}, {self.provider}",
-            self.precision,
-            f"{self.weights_bytes / 1e9:.1f}",
-            f"{self.tokens_per_s:,.0f}",
-            say_short(self.first_token_s),
-            say_cost(self.always_on_usd_per_month),
-            say_cost(self.to_zero_usd_per_month),
-            say_cost(self.usd_per_million["output"]),
-        )
 
-
-_HEADS = "machine, =weights, #GB, #tok/s, #first, #$/month on, #to zero, #$/M out"
-SERVING_HEADS = tuple(_HEADS.split(", "))
 _ASSUMED = (
     f"engines on NVIDIA GPUs as published from 2023 to 2026: tokens/s within {ERROR:.0%}, "
     f"{ERROR_UNSEEN:.0%} on GPUs without a row",

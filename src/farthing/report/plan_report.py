@@ -21,18 +21,16 @@ from farthing.report.blocks import (
     sections,
 )
 from farthing.report.html import page
-from farthing.report.plan_asides import SERVING_HEADS
 from farthing.report.plan_scatter import cost_against_time
 from farthing.report.plan_types import Choice, Refused, machine_name
 from farthing.report.plan_view import PlanView
-from farthing.report.plan_words import cost_range, say_cost, say_short, span, time_range
-from farthing.report.words import cards, lines, pairs, report, say
+from farthing.report.plan_words import cost_range, say_short, time_range
+from farthing.report.words import cards, lines, pairs, report, say, table
 from farthing.units import plural, say_bytes, say_seconds, say_usd
 
 N_BRIEF, N_WHOLE, N_PAGE, N_MEMORY, N_WHY_NOT, N_NAMED = 5, 10, 20, 14, 6, 5
 ON_COMMAND_LINE = "given on the command line: "
-_WHY = "why this rank"
-_CUTS = {_WHY: 40, "at": 6, "machine": 12}
+_CUTS = {"why this rank": 40, "at": 6, "machine": 12}
 
 
 # ---- the short answer ----
@@ -52,8 +50,8 @@ def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> li
     facts = pairs("plan.txt", "facts", view, best, supposed, to_check(view, best), old)
     n_rest, n_refused = len(view.plans) - len(shown), sum(one.n_offers for one in view.rejected)
     rest = to_do, limits, _order(view), n_rest, n_refused, next_step
-    table = choices_table([*shown, *here[:1]])
-    found = report("plan.txt", "brief", view, best, *rest, choices=table, facts=facts)
+    choices = choices_table([*shown, *here[:1]])
+    found = report("plan.txt", "brief", view, best, *rest, choices=choices, facts=facts)
     return [*found, *beside(view)]
 
 
@@ -79,56 +77,23 @@ def to_check(view: PlanView, best: Choice) -> str:
 
 def choices_table(choices: Sequence[Choice]) -> Table:
     """A line a choice; a column that says nothing is left out."""
-    heads = ("##", "machine", "at", "#$", "range", "#time", "range ", "#wait", "price, age", _WHY)
-    rows = [_cells(one) for one in choices]
+    heads, rows, *_ = table("plan.txt", "choices_table", choices, AGED_PRICE_DAYS)
     kept = [i for i in range(len(heads)) if any(row[i] for row in rows)]
-    table = tuple(tuple(row[i] for i in kept) for row in rows)
-    return Table(tuple(heads[i] for i in kept), table, "Choices", cuts=_CUTS)
-
-
-def _cells(one: Choice) -> tuple[str, ...]:
-    low, usd, high = (say_cost(value).removeprefix("$") for value in one.usd_range)
-    soon, likely, late = (value * 3600 for value in one.hours_range)
-    return (
-        f"{one.rank}{'*' if one.on_front else ''}",
-        one.machine + (" spot" if one.spot else ""),
-        one.provider if one.kind != "here" else "here",
-        usd if one.is_priced else "?",
-        f"{low}-{high}" if one.is_priced else "",
-        span(likely, likely),
-        span(soon, late),
-        span(one.waiting_s, one.waiting_s) if one.waiting_s >= 60 else "",
-        _price_words(one),
-        one.why,
-    )
-
-
-def _price_words(one: Choice) -> str:
-    """`from`, `389d`, `buy $9.99`: whose price it is, its age where it is not new, what to buy."""
-    words = [one.price_is] if one.price_is else []
-    if one.price_age_days >= AGED_PRICE_DAYS:
-        words.append(say_age(one.price_age_days))
-    if one.must_buy_more:
-        words.append(f"buy {say_cost(one.up_front_usd)}")
-    return " ".join(words)
+    shown = tuple(tuple(row[i] for i in kept) for row in rows)
+    return Table(tuple(heads[i] for i in kept), shown, "Choices", cuts=_CUTS)
 
 
 # ---- the whole answer ----
-
-
-def say_age(days: int) -> str:
-    """Short, for a column: 391d, or 5y from two years on."""
-    return f"{days}d" if days < 730 else f"{days // 365}y"
 
 
 def whole(view: PlanView, limit: int | None = None) -> list[Section]:
     """What to do first, then the choices, then the reasons."""
     shown = view.plans[: limit or N_WHOLE]
     n_rest, n_also = len(view.plans) - len(shown), sum(row.n_also for row in shown)
-    table = choices_table(shown)
+    choices = choices_table(shown)
     return [
         *header(view),
-        *(report("plan.txt", "choices", n_rest, n_also, TIE, table=table) if shown else ()),
+        *(report("plan.txt", "choices", n_rest, n_also, TIE, table=choices) if shown else ()),
         *report("plan.txt", "other_ways", view),
         *why_not(view),
         *report("plan.txt", "savings", view),
@@ -174,14 +139,13 @@ def beside(view: PlanView) -> list[Section]:
     """What was asked for beside the choices: so many runs, figures of one's own, own machines,
     serving, what was paid.
     """
-    years, serving = view.years, view.serving
     blocks: dict[str, Block] = {}
-    if years:
-        heads, title = ("way", "#a year", "#three years", "#saved in a year"), years.runs_per_month
-        blocks["years"] = Table(heads, years.rows, caption=f"{title:g} runs a month")
-    if serving and serving.rows:
-        rows = tuple(row.cells for row in serving.shown)
-        blocks["serving"] = Table(SERVING_HEADS, rows, "Serving")
+    if view.years:
+        title = f"{view.years.runs_per_month:g} runs a month"
+        blocks["years"] = table("plan.txt", "years_table", view.years)._replace(caption=title)
+    if view.serving and view.serving.rows:
+        shown = table("plan.txt", "serving_table", view.serving.shown)
+        blocks["serving"] = shown._replace(title="Serving")
     return report("plan.txt", "beside", view, N_WHY_NOT, **blocks)
 
 
@@ -260,23 +224,11 @@ def _memory(rows: Sequence[Choice]) -> Section:
     heads = ("=GPU", "|", "#needed", "#range", "#there", "micro-batch, checkpointing")
     words = "Each bar is the whole memory of its GPU, grey where free. Of the recipes that fit, "
     words += "the quickest is taken."
-    table = Table(heads, tuple(cells), "Memory", words, has_key=True)
-    return Section("Memory of one GPU", (table,))
+    found = Table(heads, tuple(cells), "Memory", words, has_key=True)
+    return Section("Memory of one GPU", (found,))
 
 
 def _why_not(view: PlanView) -> Section | None:
-    rows = tuple(
-        (
-            machine_name(one.n_gpus, one.gpu),
-            one.reason + (f" ({one.detail})" if one.detail else ""),
-            one.change,
-            one.kind,
-            f"{one.n_offers:,}",
-            "" if one.usd_per_hour is None else say_usd(one.usd_per_hour),
-        )
-        for one in view.rejected
-    )
-    heads = ("GPU", "why not", "what would let it in", "=kind", "#offers", "#from, an hour")
     n = plural(sum(one.n_offers for one in view.rejected), "offer")
-    table = Table(heads, rows, "Why not", n_open=40)
-    return Section(f"Why not the other {n}", (table,)) if rows else None
+    rows = table("plan.txt", "refused_table", view.rejected)._replace(title="Why not", n_open=40)
+    return Section(f"Why not the other {n}", (rows,)) if view.rejected else None

@@ -11,15 +11,12 @@ from rich.console import Console
 from farthing.prices.catalog import Catalog
 from farthing.prices.formats import COLUMNS
 from farthing.prices.offers import Offer
-from farthing.report.safe import fitted_table
-from farthing.report.words import lines
-from farthing.units import say_usd
+from farthing.report.draw import draw_block
+from farthing.report.words import lines, table
 
 if TYPE_CHECKING:
     from farthing.prices.feeds import Update
 
-_UNITS = {"gb_hour": "a GB-hour", "run": "a run", "million_tokens": "/M tokens"}
-_COLUMNS = ("GPUs", "provider", "machine", "where", "kind", "an hour", "per GPU", "age")
 _OF_OFFER = (*(name for name in COLUMNS if name != "date"), "usd_per_hour", "usd_per_gpu_hour")
 _CUTS = {"machine": 30, "provider": 10, "where": 5, "GPUs": 20}
 
@@ -28,9 +25,8 @@ def draw_prices(console: Console, catalog: Catalog, offers: Sequence[Offer], n_f
     """A table of offers, how old they are, and where they were read. Fits 80 columns; wider ones
     show the machine.
     """
-    names = [name for name in _COLUMNS if name != "machine" or console.width >= 110]
-    rows = [_cells(offer, catalog.today) for offer in offers]
-    console.print(fitted_table(console.width, names, rows, ("an hour", "per GPU", "age"), _CUTS))
+    rows = table("prices.txt", "offers", offers, catalog.today, console.width >= 110)
+    draw_block(console, rows._replace(cuts=_CUTS))
     for line in lines("data.rich", "prices", catalog, n_found - len(offers), _sources(offers)):
         console.print(line, soft_wrap=True)
 
@@ -80,23 +76,6 @@ def update_as_json(update: Update) -> dict[str, object]:
 def _row(offer: Offer, today: date) -> dict[str, object]:
     said = {name: getattr(offer, name) for name in _OF_OFFER}
     return {**said, "date": offer.date.isoformat(), "age_days": max(0, (today - offer.date).days)}
-
-
-def _cells(offer: Offer, today: date) -> dict[str, str]:
-    """One row of the table. What is not paid by the hour has its price under the hour and its unit
-    beside.
-    """
-    usd, usd_per_gpu = offer.usd_per_hour, offer.usd_per_gpu_hour
-    return {
-        "GPUs": f"{offer.n_gpus}x {offer.gpu}" if offer.gpu else offer.instance[:20],
-        "provider": offer.provider,
-        "machine": offer.instance,
-        "where": offer.zone or offer.region,
-        "kind": "spot" if offer.is_spot else "demand",
-        "an hour": say_usd(offer.usd if usd is None else usd),
-        "per GPU": _UNITS[offer.unit] if usd_per_gpu is None else say_usd(usd_per_gpu),
-        "age": f"{max(0, (today - offer.date).days)} d",
-    }
 
 
 def _sources(offers: Sequence[Offer]) -> dict[str, date]:

@@ -4,8 +4,7 @@ compared; the trials of a probe. Computes nothing.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from farthing.report.blocks import (
@@ -23,45 +22,34 @@ from farthing.report.blocks import (
 from farthing.report.receipt import ROW_NAMES, Comparison
 from farthing.report.receipt_types import Diagnosis, Pair, Receipt
 from farthing.report.timeline import group_of
-from farthing.report.words import pairs, say
+from farthing.report.words import pairs, report, say, table
 from farthing.settings import Settings
 from farthing.storage.files import Json
 from farthing.units import digits_of, say_bytes, say_seconds, say_usd
 
 _MOST_CLASSES = 30
-_STATES = {
-    "finished": "finished",
-    "limit": "stopped at a limit",
-    "interrupted": "interrupted, can be continued",
-}
-
-
-CLASSES = ("class", "#precision", "#recall", "#F1", "#examples")
 
 
 def receipt_report(receipt: Receipt) -> list[Section]:
     """The receipt for a terminal."""
-    state = _STATES.get(receipt.state, "not finished, can be continued")
-    head: list[Block] = [Text(f"Receipt {receipt.run} ({state})", "answer"), spans(receipt)]
-    if receipt.ancestor:
-        head.append(Text(say("receipt.txt", "ancestor", receipt, receipt.ancestor)))
-    if not receipt.usd_is_known:
-        words = "no price was given: set where.usd_per_hour, or power_watts and usd_per_kwh"
-        head.append(Text(words, "soft"))
-    head += [_machines(receipt.machines)] if receipt.machines else []
     computed = receipt.settings and Settings.from_json(receipt.settings)
     now = receipt.out_of_memory and Settings.from_json(receipt.out_of_memory[-1])
-    head.append(pairs("receipt.txt", "facts", receipt, computed, now))
-    metrics: list[Block] = []
-    rows = class_rows(receipt.metrics or {})
-    if 0 < len(rows) <= _MOST_CLASSES:
-        metrics.append(Table(CLASSES, tuple(rows)))
+    blocks: dict[str, Block] = {
+        "spans": spans(receipt),
+        "facts": pairs("receipt.txt", "facts", receipt, computed, now),
+    }
+    if receipt.machines:
+        total = sum(row["usd"] for row in receipt.machines)
+        costs = receipt.machines, total, digits_of(total)
+        blocks["machines"] = table("receipt.txt", "machines_table", *costs)
+    metrics = [] if receipt.metrics is None else [classes_table(receipt.metrics)]
     measured = (receipt.evaluation, receipt.standard_tasks)
+    metrics = [found for found in metrics if 0 < len(found.rows) <= _MOST_CLASSES]
     metrics += [evaluation_table(found) for found in measured if found is not None]
     found = receipt.diagnosis
     is_held = found is not None and (found.findings or found.advice)
     return sections(
-        Section("", tuple(head)),
+        *report("receipt.txt", "receipt", receipt, **blocks),
         Section("", tuple(metrics)),
         estimate(receipt, 0.005 * receipt.wall_s),
         diagnosis(receipt) if is_held else None,
@@ -89,21 +77,6 @@ def spans(receipt: Receipt) -> Table:
     rows.append(("total", "", f"{receipt.wall_s:,.1f}", "100 %", dollars(receipt.usd)))
     heads = "where the time went", "|", "#seconds", "#share", "#dollars"
     return Table(heads[:n], tuple(row[:n] for row in rows), caption="Parts of the bill")
-
-
-def _machines(machines: list[Json]) -> Table:
-    """What was paid for each rented machine, from the request to the confirmed deletion; training
-    is a part of it.
-    """
-    total = sum(row["usd"] for row in machines)
-    dollars, parts = digits_of(total), ("boot", "train", "idle", "teardown")
-    rows = []
-    for row in machines:
-        gone = "" if row["gone_at"] else ", not confirmed gone"
-        where = f"{row['provider']} {row['instance'] or row['gpu']}{gone}"
-        rows.append((where, *(dollars(row["usd_of"][x]) for x in parts), dollars(row["usd"])))
-    rows.append(("all machines", "", "", "", "", dollars(total)))
-    return Table(("machine", *(f"#{name}" for name in parts), "#dollars"), tuple(rows))
 
 
 def estimate(receipt: Receipt, least_s: float = 0.0) -> Section | None:
@@ -158,12 +131,9 @@ def diagnosis(receipt: Receipt) -> Section:
     return Section("What held it back", tuple(blocks))
 
 
-def class_rows(metrics: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def classes_table(metrics: Json) -> Table:
     """Precision, recall, F1 and the number of examples of each class; empty for other tasks."""
-    return [
-        (name, *(f"{row[key]:.3f}" for key in ("precision", "recall", "f1")), str(row["n"]))
-        for name, row in (metrics.get("per_class") or {}).items()
-    ]
+    return table("receipt.txt", "classes_table", metrics.get("per_class") or {})
 
 
 def evaluation_table(found: Json) -> Table:
@@ -171,19 +141,8 @@ def evaluation_table(found: Json) -> Table:
     hundredth of it has cost.
     """
     sides = [side for side in ("base", "tuned") if side in found]
-    gains = found.get("gains") or {}
-    rows = []
-    for name, value in found.get("tuned", {}).items():
-        if not isinstance(value, float):
-            continue
-        cells = [f"{found[side].get(name, math.nan):.4f}" for side in sides]
-        if gains:
-            gain = gains.get(name) or {}
-            usd = gain.get("usd_per_point")
-            cells += [f"{gain['gain']:+.4f}" if gain else "", say_usd(usd) if usd else ""]
-        rows.append((name, *cells))
-    heads = (*sides, *(["gain", "dollars a point"] if gains else []))
-    return Table(("metric", *(f"#{head}" for head in heads)), tuple(rows), found["examples"])
+    rows = table("receipt.txt", "measured_table", found, sides, found.get("gains"))
+    return rows._replace(title=found["examples"])
 
 
 def compared_rows(comparisons: Sequence[Comparison]) -> Iterator[tuple[str, ...]]:
@@ -191,22 +150,13 @@ def compared_rows(comparisons: Sequence[Comparison]) -> Iterator[tuple[str, ...]
     these.
     """
     for name, row in comparisons[0].rows.items():
-        say = (
-            say_usd
-            if "usd" in name
-            else {"wall_s": say_seconds, "peak_bytes": say_bytes}.get(name, _number)
-        )
-        values = [
-            row.run,
-            *(each.rows[name].baseline if name in each.rows else None for each in comparisons),
-        ]
-        unknown = "no price" if "usd" in name else "-"
-        texts = [unknown if value is None else say(value) for value in values]
-        yield (
-            ROW_NAMES.get(name, name.replace("_", " ")),
-            *texts,
-            "" if row.ratio is None else f"{row.ratio:.3f}",
-        )
+        say, unknown = {"wall_s": say_seconds, "peak_bytes": say_bytes}.get(name, _number), "-"
+        if "usd" in name:
+            say, unknown = say_usd, "no price"
+        others = [each.rows[name].baseline if name in each.rows else None for each in comparisons]
+        texts = [unknown if value is None else say(value) for value in (row.run, *others)]
+        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+        yield ROW_NAMES.get(name, name.replace("_", " ")), *texts, ratio
 
 
 def _number(value: float) -> str:
@@ -215,34 +165,15 @@ def _number(value: float) -> str:
 
 def comparison_report(found: Comparison) -> list[Section]:
     """Two runs side by side."""
-    table = Table(("", "#run", "#baseline", "#ratio"), tuple(compared_rows([found])))
+    rows = Table(("", "#run", "#baseline", "#ratio"), tuple(compared_rows([found])))
     runs = Pairs((("run", found.run), ("baseline", found.baseline)))
-    words = [Text(words) for words in (found.in_words(),) if words]
-    notes = [Text(f"note: {note}", "warn") for note in found.notes]
-    return [Section("", (runs, table, *words, *notes))]
+    return report("receipt.txt", "comparison", found, found.in_words(), runs=runs, rows=rows)
 
 
 def probe_report(found: dict[str, Any]) -> list[Section]:
     """What a probe has tried, the best first."""
-    trials = found["trials"]
-    n = 5 if any(trial["usd_per_million_tokens"] for trial in trials if trial["fits"]) else 4
-    rows = []
-    for trial in trials:
-        usd, fits = trial["usd_per_million_tokens"], trial["fits"]
-        cells = (
-            Settings.from_json(trial).in_words(),
-            f"{trial['tokens_per_s']:,.0f}" if fits else "out of memory",
-            f"{trial['useful_share']:.1%}",
-            say_bytes(trial["peak_bytes"]) if trial["peak_bytes"] else "not known",
-            say_usd(usd) if fits and usd else "",
-        )
-        rows.append(cells[:n])
-    heads = "settings", "#useful tok/s", "#useful", "#peak", "#$ a million"
-    words = f"chosen: {Settings.from_json(found['settings']).in_words()}"
-    if found["tokens_per_s"]:
-        speed = f"{found['tokens_per_s']:,.0f} useful tokens/s"
-        words += f"; {found['steps']} whole steps went at {speed}"
-    if found["usd_per_million_tokens"]:
-        words += f", {say_usd(found['usd_per_million_tokens'])} a million"
-    used = "`farthing train` uses it from now on, and `farthing plan` uses the measurement"
-    return [Section("", (Table(heads[:n], tuple(rows)), Text(words), Text(used)))]
+    trials = [(Settings.from_json(one).in_words(), one) for one in found["trials"]]
+    has_price = any(one["usd_per_million_tokens"] for _, one in trials if one["fits"])
+    rows = table("receipt.txt", "probe_table", trials, has_price)
+    settings = Settings.from_json(found["settings"]).in_words()
+    return report("receipt.txt", "probe", found, settings, trials=rows)

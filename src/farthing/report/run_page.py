@@ -35,7 +35,7 @@ from farthing.report.receipt import Comparison
 from farthing.report.receipt_report import compared_rows, diagnosis, estimate, spans
 from farthing.report.receipt_types import Receipt
 from farthing.report.timeline import Column, grouped
-from farthing.report.words import cards, say
+from farthing.report.words import cards, say, table
 from farthing.run.folder import PAGE
 from farthing.storage.files import write_text
 from farthing.units import digits_of, plural, say_count, say_seconds, say_usd
@@ -306,19 +306,12 @@ def _speed(receipt: Receipt) -> Section | None:
 def _attempts(receipt: Receipt) -> Section | None:
     if len(receipt.attempts) < 2:
         return None
-    dollars, n = digits_of(receipt.usd), 7 if receipt.usd_is_known else 6
-    rows = []
-    for each in receipt.attempts[-_N_ATTEMPTS:]:
-        began = str(each["started_at"]).replace("T", " ")[:19]
-        steps = f"{each['first_step']:,} to {each['last_step']:,}"
-        times = [say_seconds(each[name]) for name in ("wall_s", "redone_s")]
-        cells = str(each["number"]), began, each["ended"], steps, *times, dollars(each["usd"])
-        rows.append(cells[:n])
-    heads = ("attempt", "=began (UTC)", "=ended", "#steps", "#time", "#redone", "#dollars")[:n]
-    n_more = len(receipt.attempts) - len(rows)
+    shown, dollars = receipt.attempts[-_N_ATTEMPTS:], digits_of(receipt.usd)
+    found = shown, dollars if receipt.usd_is_known else None
+    rows = table("receipt.txt", "attempts_table", *found)._replace(title="Attempts")
+    n_more = len(receipt.attempts) - len(shown)
     more = f"The newest; {n_more:,} earlier ones are in receipt.json."
-    table = Table(heads, tuple(rows), "Attempts")
-    return Section("Attempts", (table, Text(more, "soft")) if n_more else (table,))
+    return Section("Attempts", (rows, Text(more, "soft")) if n_more else (rows,))
 
 
 def _settings(receipt: Receipt) -> list[Section]:

@@ -55,40 +55,34 @@ def table_of(
 
 
 def fitted_table(
-    width: int,
-    names: Sequence[str],
-    rows: Sequence[Mapping[str, str]],
-    numbers: Sequence[str],
-    cuts: Mapping[str, int],
+    width: int, heads: Sequence[str], rows: Sequence[Sequence[str]], cuts: Mapping[str, int]
 ) -> Table:
-    """A table of plain texts, no line of which is broken. Columns of `numbers` stand right.
+    """A table of plain texts, no line of which is broken, with heads as `table_of` has them.
 
     `cuts`: how narrow columns may become. Where the terminal is too narrow the first is cut, or
     left out; then columns move together, then the others are cut in their order.
     """
+    names = [head.lstrip("#=") or head[1:] for head in heads]
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     first, least = next(iter(cuts.items()))
-    rest = [name for name in names if name != first]
-    has_room = sum(widest(name, rows) + 2 for name in rest) + least <= width
-    names = names if has_room else rest
-    widths, gap = {name: widest(name, rows) for name in names}, 2
+    at, gap = names.index(first) if first in names else None, 2
+    if at is not None and sum(widths) - widths[at] + gap * (len(names) - 1) + least > width:
+        heads, *rows = ([*row[:at], *row[at + 1 :]] for row in (heads, *rows))
+        return fitted_table(width, heads, rows, cuts)
     for name, least in cuts.items():
-        over = sum(widths.values()) + gap * (len(names) - 1) - width
-        if name in widths:
-            widths[name] -= max(0, min(over, widths[name] - least))
-        if sum(widths.values()) + gap * (len(names) - 1) > width:
+        over = sum(widths) + gap * (len(names) - 1) - width
+        if name in names:
+            at = names.index(name)
+            widths[at] -= max(0, min(over, widths[at] - least))
+        if sum(widths) + gap * (len(names) - 1) > width:
             gap = 1
     table = table_of(flush_gap=gap)
-    for name in names:
-        justify: JustifyMethod = "right" if name in numbers else "left"
-        table.add_column(name.strip(), justify=justify, no_wrap=True, width=widths[name])
+    for head, name, wide in zip(heads, names, widths, strict=True):
+        justify: JustifyMethod = "right" if head.startswith("#") else "left"
+        table.add_column(name, justify=justify, no_wrap=True, width=wide)
     for row in rows:
-        table.add_row(*(escape(row[name]) for name in names))
+        table.add_row(*map(escape, row))
     return table
-
-
-def widest(name: str, rows: Sequence[Mapping[str, str]]) -> int:
-    """Characters that a column needs."""
-    return max(len(name), *(len(row[name]) for row in rows))
 
 
 class SafeConsole(Console):

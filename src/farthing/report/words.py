@@ -16,6 +16,7 @@ from farthing.report.blocks import (
     Listed,
     Pairs,
     Section,
+    Table,
     Text,
     percent,
     sections,
@@ -31,7 +32,9 @@ from farthing.report.plan_words import (
 )
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
 
-_KINDS = {"!": "answer", ".": "plain", "~": "soft", "$": "code"}
+_KINDS = {"!": "answer", ".": "plain", "~": "soft", "?": "warn", "$": "code"}
+_BAR = "\ue000"
+"""A | of a value, while cells are told apart."""
 
 
 @cache
@@ -44,7 +47,7 @@ def _texts(is_markup: bool) -> jinja2.Environment:
         loader=jinja2.FileSystemLoader(TEMPLATES),
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
-        finalize=lambda value: shown(value) if type(value) is str else value,
+        finalize=lambda value: shown(value).replace("|", _BAR) if type(value) is str else value,
     )
     known = (digits_of, plural, say_bytes, say_count, say_seconds, say_usd, percent, say)
     for function in (*known, cost_range, say_cost, say_short, span, sparkline, time_range):
@@ -56,6 +59,10 @@ def lines(file: str, macro: str, *values: Any) -> list[str]:
     """The lines of a macro, those that are empty left out. The values of a file `.rich` are parts
     of rich markup.
     """
+    return [line.replace(_BAR, "|") for line in _lines(file, macro, *values)]
+
+
+def _lines(file: str, macro: str, *values: Any) -> list[str]:
     template = _texts(file.endswith(".rich")).get_template(file)
     text = getattr(template.module, macro)(*values)
     return [line.rstrip() for line in text.split("\n") if line.strip()]
@@ -92,7 +99,17 @@ def pairs(file: str, macro: str, *values: Any) -> Pairs:
     return Pairs(tuple((name.strip(), words.strip()) for name, _, words in parts if words.strip()))
 
 
+def _rows(file: str, macro: str, *values: Any) -> list[tuple[str, ...]]:
+    rows = (line.split("|") for line in _lines(file, macro, *values))
+    return [tuple(cell.strip().replace(_BAR, "|") for cell in row) for row in rows]
+
+
 def cards(file: str, macro: str, *values: Any) -> Cards:
     """Lines of `name | value | more`."""
-    rows = (line.split("|") for line in lines(file, macro, *values))
-    return Cards(tuple((name.strip(), value.strip(), more.strip()) for name, value, more in rows))
+    return Cards(tuple(_rows(file, macro, *values)))
+
+
+def table(file: str, macro: str, *values: Any) -> Table:
+    """Lines of `cell | cell`, of which the first has the heads."""
+    heads, *rows = _rows(file, macro, *values)
+    return Table(heads, tuple(rows))
