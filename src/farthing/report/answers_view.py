@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from farthing.objectives.registry import find_objective
 from farthing.report.receipt_types import OfAnswers
+from farthing.report.words import lines
 from farthing.storage.files import Json
 
-_FALLS = 0.05
-"""Of the reward of chosen answers, from where its fall is worth a word."""
-_LONGER = 1.15
 Points = list[list[float]]
 
 
@@ -29,9 +27,7 @@ def answers_of(
     if objective is None or not objective.learns_units or job is None:
         return None
     compute_s, compute_usd = spans.get("compute", 0.0), usd_of.get("compute", 0.0)
-    shared = 0.0
-    if n_computed and n_tokens > n_computed:
-        shared = n_tokens / n_computed - 1.0
+    shared = max(0.0, n_tokens / n_computed - 1.0) if n_computed else 0.0
     live = 0.0
     if objective.needs_reference:  # a forward pass beside each: 2 of 6, or of 4 with an adapter
         is_full = (job.get("method") or {}).get("name") == "full"
@@ -50,29 +46,12 @@ def answers_of(
 
 
 def _notes(curves: Mapping[str, Points]) -> list[str]:
-    notes = []
-    chosen, rejected = (_ends(curves.get(f"rewards/{side}", ())) for side in ("chosen", "rejected"))
-    if chosen and rejected and chosen[1] < chosen[0] - _FALLS:
-        notes.append(
-            f"The reward of the chosen answers fell from {chosen[0]:.3g} to {chosen[1]:.3g}: they"
-            " became less likely than before training, as often happens while the margin grows."
-            " A term that learns them (loss_type: [sigmoid, sft]) or apo_zero holds them up."
-        )
-    lengths = [_ends(curves.get(f"length/{side}", ())) for side in ("chosen", "rejected")]
-    by_sum, by_token = (
-        _ends(curves.get("rewards/accuracies", ())),
-        _ends(curves.get("accuracy", ())),
-    )
-    if lengths[0] and lengths[1] and by_sum and by_token:
-        longer = lengths[0][1] / max(1.0, lengths[1][1])
-        gained, by_mean = by_sum[1] - by_sum[0], by_token[1] - by_token[0]
-        if longer > _LONGER and gained > 0.1 and by_mean < 0.25 * gained:
-            notes.append(
-                f"Chosen answers are {longer - 1:.0%} longer, and accuracy a token grew by"
-                f" {by_mean:+.2f} where accuracy of sums grew by {gained:+.2f}: the model may"
-                " mostly have learned length. sigmoid_norm and simpo compare answers by token."
-            )
-    return notes
+    def of_sides(name: str) -> list[tuple[float, float] | None]:
+        return [_ends(curves.get(f"{name}/{side}", ())) for side in ("chosen", "rejected")]
+
+    accuracies = [_ends(curves.get(name, ())) for name in ("rewards/accuracies", "accuracy")]
+    found = *of_sides("rewards"), of_sides("length"), *accuracies
+    return lines("receipt.txt", "answers_notes", *found)
 
 
 def _ends(points: Sequence[Sequence[float]]) -> tuple[float, float] | None:

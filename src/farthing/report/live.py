@@ -54,8 +54,7 @@ def progress_of(receipt: Receipt, now: float, *, silent_s: float = SILENT_S) -> 
     left_s = left_usd = total_usd = None
     if likely is not None and n_steps is not None and state in ("running", "silent"):
         rest = max(0, n_steps - step)
-        low, high = spread
-        left_s = (rest * low, rest * likely, rest * high)
+        left_s = (rest * spread[0], rest * likely, rest * spread[1])
         price = receipt.attempts[-1]["usd_per_hour"] / 3600
         if receipt.usd_is_known:
             left_usd = (left_s[0] * price, left_s[1] * price, left_s[2] * price)
@@ -71,15 +70,9 @@ def _step_s(receipt: Receipt) -> tuple[float | None, tuple[float, float]]:
     before = receipt.attempts[-1]["first_step"]
     found: list[tuple[float, int]] = []
     for column in receipt.timeline.columns:
-        if column.end_s <= begin_s + 1e-6:
-            continue
-        if column.step > before:
-            found.append(
-                (
-                    column.end_s - column.begin_s - column.seconds.get("start-up", 0.0),
-                    column.step - before,
-                )
-            )
+        if column.end_s > begin_s + 1e-6 and column.step > before:
+            seconds = column.end_s - column.begin_s - column.seconds.get("start-up", 0.0)
+            found.append((seconds, column.step - before))
             before = column.step
     if not found:
         return None, (0.0, 0.0)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from farthing.planner import serving
 from farthing.planner.managed import bills, say_size
 from farthing.planner.ownership import (
     Owned,
@@ -21,22 +22,11 @@ from farthing.planner.ownership import (
     saving,
     yearly_usd,
 )
-from farthing.planner.serving import (
-    ERROR,
-    ERROR_UNSEEN,
-    SEEN,
-    SERVERLESS_TIMES,
-    WARM_S,
-    NotServed,
-    Served,
-    Traffic,
-    serve,
-)
 from farthing.planner.types import HERE, OWN
 from farthing.prices.offers import HOURS_PER_MONTH, Offer
 from farthing.report.plan_types import RENTED, Choice, machine_name, view_of
 from farthing.report.plan_words import say_cost, say_saving
-from farthing.report.words import say
+from farthing.report.words import lines, say
 from farthing.units import say_seconds
 
 if TYPE_CHECKING:
@@ -401,25 +391,14 @@ class ServingRow:
     usd_per_million_at_load: Mapping[str, Mapping[str, float]]
 
 
-_ASSUMED = (
-    f"engines on NVIDIA GPUs as published from 2023 to 2026: tokens/s within {ERROR:.0%}, "
-    f"{ERROR_UNSEEN:.0%} on GPUs without a row",
-    f"going to zero costs {SERVERLESS_TIMES:g} times the hourly price while it is on, which "
-    f"it stays for {WARM_S:.0f} s after each answer",
-    "`farthing export` writes bf16; the others need a quantizing tool; farthing does not"
-    " judge its loss of quality",
-    "many adapters of one base model can share a machine: k of them cost a k-th each",
-)
-
-
 @dataclass(frozen=True)
 class ServingView:
     """The traffic on every kind of machine that was asked for."""
 
-    traffic: Traffic
+    traffic: serving.Traffic
     answer: str
     rows: tuple[ServingRow, ...]
-    refused: tuple[NotServed, ...]
+    refused: tuple[serving.NotServed, ...]
     assumptions: tuple[str, ...]
 
     @property
@@ -430,17 +409,19 @@ class ServingView:
         return [*of_best, *sorted(others.values(), key=self.rows.index)][:8]
 
 
-def serving_of(study: Study, traffic: Traffic) -> ServingView:
+def serving_of(study: Study, traffic: serving.Traffic) -> ServingView:
     """Raises `InputError` where serving is not known."""
     offers = [p.offer for p in study.answer.plans] + [r.offer for r in study.answer.rejected]
-    found, refused = serve(study.wanted.shape, traffic, offers)
+    found, refused = serving.serve(study.wanted.shape, traffic, offers)
     rows = tuple(_serving_row(one) for one in found)
-    return ServingView(traffic, _serving_answer(rows, traffic), rows, tuple(refused), _ASSUMED)
+    known = serving.ERROR, serving.ERROR_UNSEEN, serving.SERVERLESS_TIMES, serving.WARM_S
+    assumed = tuple(lines("plan.txt", "serving_assumed", *known))
+    return ServingView(traffic, _serving_answer(rows, traffic), rows, tuple(refused), assumed)
 
 
-def _serving_row(one: Served) -> ServingRow:
+def _serving_row(one: serving.Served) -> ServingRow:
     server, traffic = one.server, one.traffic
-    error = ERROR if server.gpu.name in SEEN else ERROR_UNSEEN
+    error = serving.ERROR if server.gpu.name in serving.SEEN else serving.ERROR_UNSEEN
     speed, busy = one.capacity_tokens_per_s, min(1.0, one.load / one.n_machines)
 
     def per_million(load: float) -> dict[str, float]:
@@ -466,7 +447,7 @@ def _serving_row(one: Served) -> ServingRow:
     )
 
 
-def _serving_answer(rows: Sequence[ServingRow], traffic: Traffic) -> str:
+def _serving_answer(rows: Sequence[ServingRow], traffic: serving.Traffic) -> str:
     at = ""
     if rows:
         where = rows[0].provider

@@ -45,10 +45,9 @@ from farthing.report.plan_types import (
     machine_name,
     view_of,
 )
-from farthing.report.plan_words import said, say_cost, say_saving, time_range
+from farthing.report.plan_words import said, say_saving
 from farthing.report.words import lines, say
 from farthing.storage.files import Json
-from farthing.units import say_bytes
 
 if TYPE_CHECKING:
     from farthing.planner.inputs import Study
@@ -370,9 +369,7 @@ def _answer(best: Choice | None, rows: Sequence[Choice], study: Study) -> str:
 def _here(rows: Sequence[Choice], study: Study) -> Here | None:
     row = next((row for row in rows if row.kind == "here"), None)
     if row is not None:
-        cost = say_cost(row.total_usd) if row.is_priced else "no price given (where.usd_per_hour)"
-        spare = say_bytes(row.memory.spare_bytes)
-        return Here(row.name, row.rank, f"{time_range(row)}, {cost}, fits with {spare} to spare")
+        return Here(row.name, row.rank, say("plan.txt", "here", row))
     one = next((one for one in study.answer.rejected if one.offer.provider == HERE), None)
     if one is None:
         return None

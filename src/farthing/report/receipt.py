@@ -33,22 +33,8 @@ from farthing.report.receipt_types import (
 from farthing.report.timeline import OF_SPAN, seconds_of, timeline_of
 from farthing.report.training_log import TrainingLog, read_log
 from farthing.report.words import lines, say
+from farthing.run import folder as files
 from farthing.run.accounts import LOST, Account, Found, read_ledger, with_redone
-from farthing.run.folder import (
-    DATA_NOTES,
-    JOB,
-    LEDGER,
-    LOG,
-    PLAN,
-    PUBLISHED,
-    RECEIPT,
-    RUN,
-    SCHEDULE,
-    SETTINGS,
-    STANDARD_TASKS,
-    evaluation_of,
-    witnesses_of,
-)
 from farthing.run.ledger import SPANS
 from farthing.storage.files import Json, read_json, write_json
 
@@ -70,13 +56,13 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
     """The receipt of the run in `folder`; `log` where it was read already. Raises `InputError` when
     there is none.
     """
-    found = read_ledger(folder / LEDGER, witnesses_of(folder))
-    if not found.accounts and not (folder / LEDGER).exists():
+    found = read_ledger(folder / files.LEDGER, files.witnesses_of(folder))
+    if not found.accounts and not (folder / files.LEDGER).exists():
         to_do = "name the output_dir of a job that has started"
         raise InputError("not a run folder", where=str(folder), to_do=to_do)
-    accounts, log = with_redone(found.ordered), log or read_log(folder / LOG)
-    job, facts = _read_json(folder / JOB), _read_json(folder / RUN) or {}
-    estimate, n_in_epoch = _estimate_in(folder / PLAN), facts.get("steps_per_epoch")
+    accounts, log = with_redone(found.ordered), log or read_log(folder / files.LOG)
+    job, facts = _read_json(folder / files.JOB), _read_json(folder / files.RUN) or {}
+    estimate, n_in_epoch = _estimate_in(folder / files.PLAN), facts.get("steps_per_epoch")
     bill, now = _bill_of(accounts), datetime.now(UTC)
     machines = bill_of(folder, accounts, now.timestamp())
     exported_step = _newest(accounts, lambda a: a.exported)
@@ -89,9 +75,9 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         job=job,
         identity=facts.get("identity"),
         machine=facts.get("machine"),
-        data_notes=_read_json(folder / DATA_NOTES) or [],
-        schedule=_read_json(folder / SCHEDULE),
-        settings=_read_json(folder / SETTINGS),
+        data_notes=_read_json(folder / files.DATA_NOTES) or [],
+        schedule=_read_json(folder / files.SCHEDULE),
+        settings=_read_json(folder / files.SETTINGS),
         steps=log.step,
         steps_per_epoch=n_in_epoch,
         epochs=log.step / n_in_epoch if n_in_epoch else None,
@@ -169,11 +155,11 @@ def _of_afterwards(
     folder: Path, exported_step: int | None, job: Json | None, log: TrainingLog
 ) -> Json:
     """The fields on what becomes of the model."""
-    published = _read_json(folder / PUBLISHED)
+    published = _read_json(folder / files.PUBLISHED)
     sent = published.get("publications", []) if isinstance(published, dict) else []
     measured = {
-        "evaluation": evaluation_of(folder, exported_step),
-        "standard_tasks": evaluation_of(folder, exported_step, STANDARD_TASKS),
+        "evaluation": files.evaluation_of(folder, exported_step),
+        "standard_tasks": files.evaluation_of(folder, exported_step, files.STANDARD_TASKS),
     }
     return {**measured, "published": sent, "serving": serving_of(folder, job, log)}
 
@@ -220,7 +206,7 @@ def _trust(found: Found) -> Trust | None:
 def leave_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
     """Build the receipt and write it into the run's folder."""
     receipt = build_receipt(folder, log)
-    write_json(folder / RECEIPT, receipt.to_json())
+    write_json(folder / files.RECEIPT, receipt.to_json())
     return receipt
 
 

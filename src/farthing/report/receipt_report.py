@@ -56,10 +56,6 @@ def receipt_report(receipt: Receipt) -> list[Section]:
     )
 
 
-def _worth(receipt: Receipt, seconds: float, usd: float) -> str:
-    return say("receipt.txt", "time_and_price", receipt, seconds, usd)
-
-
 def spans(receipt: Receipt) -> Table:
     """Where seconds and dollars went, the largest part first."""
     dollars, n = digits_of(receipt.usd), 5 if receipt.usd_is_known else 4
@@ -115,14 +111,10 @@ def diagnosis(receipt: Receipt) -> Section:
     found, blocks = receipt.diagnosis or Diagnosis([], "", []), list[Block]()
     for one in found.findings:
         fix = f"`--set {one.fix}` " if "=" in one.fix else f"`{one.fix}`: " if one.fix else ""
-        worth = _worth(receipt, one.saves_s, one.saves_usd) + " in a run like this one"
-        if one.rest_s:
-            rest = _worth(receipt, one.rest_s, one.rest_usd)
-            worth += f", {rest} in the rest of this one"
         name = one.area if one.cause == one.area else f"{one.area}: {one.cause}"
-        words = f", worth {worth}" if one.saves_s else ""
+        worth, words = say("receipt.txt", "worth", receipt, one), f"{fix}{one.to_do}"
         is_first = one.cause == found.largest
-        blocks.append(Finding(name, words, (f"{one.evidence}.", f"{fix}{one.to_do}"), is_first))
+        blocks.append(Finding(name, worth, (f"{one.evidence}.", words), is_first))
     for advice in found.advice:
         command = (f"`{advice.command}`",) if advice.command else ()
         blocks.append(Finding("", "", (advice.words, *command)))

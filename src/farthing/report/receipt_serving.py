@@ -58,17 +58,10 @@ def serving_of(folder: Path, values: Json | None, log: TrainingLog) -> Serving |
         if best is not None:
             on, zero = best.always_on_usd, best.to_zero_usd()
             several = f"{best.server.n_gpus}x " if best.server.n_gpus > 1 else ""
-            return Serving(
-                min(on, zero),
-                several + best.server.gpu.name,
-                best.offer.provider,
-                best.server.precision,
-                on <= zero,
-                REQUESTS_PER_DAY,
-                traffic.input_tokens,
-                traffic.output_tokens,
-                best.offer.date.isoformat(),
-            )
+            machine, day = several + best.server.gpu.name, best.offer.date.isoformat()
+            found = machine, best.offer.provider, best.server.precision, on <= zero
+            asked = REQUESTS_PER_DAY, traffic.input_tokens, traffic.output_tokens
+            return Serving(min(on, zero), *found, *asked, day)
     return None
 
 
