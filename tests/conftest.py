@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,15 @@ def pytest_runtest_teardown() -> None:
 
 
 _n_frozen = 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Whoever runs the tests may have prices and models of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hub")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import TypeVar
 
 from farthing.run.accounts import Account, as_line
 from farthing.run.folder import keep
@@ -14,6 +15,7 @@ from farthing.storage.files import commit_folder
 from farthing.storage.logs import line_of
 from farthing.storage.objects import Store, open_store
 
+Kind = TypeVar("Kind", bound=Store)
 QUICK = Pace(
     renew_s=0.05,
     lease_s=0.4,
@@ -78,6 +80,16 @@ def mirror_of(
 def delivered(mirror: Mirror, step: int, *checkpoints: Path, seconds: float = 60.0) -> bool:
     mirror.offer(step, checkpoints)
     return mirror.wait(seconds)
+
+
+def with_copies(store: Kind, run: Path, *steps: int) -> Kind:
+    """A store that a run has brought these steps to."""
+    mirror = mirror_of(store, run)
+    mirror.bring_back()
+    for step in steps:
+        assert delivered(mirror, step, step_done(run, step))
+    mirror.close(1)
+    return store
 
 
 def upload(address: str, folder: str, environment: dict[str, str]) -> None:

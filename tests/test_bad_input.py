@@ -170,6 +170,7 @@ BAD: list[tuple[Spoil, list[str]]] = [
         ["train.jsonl:1: invalid UTF-8 at byte 13", "correct these rows"],
     ),
     (holds(b""), ["train.jsonl: the file is empty", "check how"]),
+    (holds(b"\n\n"), ["train.jsonl: no rows", "check how"]),
     (
         holds(b'{"text": "a"}\n{"text": "' + b"x" * 50_000_000 + b'"}\n'),
         ["train.jsonl:2: a row of 47.7 MiB; the limit is 9.5 MiB", "correct these rows"],
@@ -220,6 +221,10 @@ BAD: list[tuple[Spoil, list[str]]] = [
     ),
     (unknown_target_modules, ["method.target_modules: no adapter", "all-linear", "q_proj"]),
     (sets("where", device="cuda"), ["where.device: no CUDA GPU", "where.device: auto"]),
+    (
+        sets("where", device="cuda:1"),
+        ["job.yaml:{device}: `where.device` can't be 'cuda:1'", "CUDA_VISIBLE_DEVICES"],
+    ),
     (holds(b"in the way", "run"), ["/run: the run folder can't be written", "another output_dir"]),
     (holds(b"in the way", "cache"), ["/cache: the token cache can't be written", "set cache_dir"]),
     (

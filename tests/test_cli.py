@@ -260,37 +260,6 @@ def test_report_reads_the_folder_of_a_killed_run(finished: Path, cli: Cli) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
-def test_a_merged_model_answers_as_base_and_adapter_do(tmp_path: Path, cli: Cli) -> None:
-    for name, method in {
-        "lora": {"name": "lora"},
-        "dora": {"name": "lora", "use_dora": True},
-        "head": {"name": "lora", "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-    }.items():
-        folder = tmp_path / name
-        cli.out("train", job_file(folder, pretrained=True, method=method))
-        adapter = cli.json(
-            "export", folder / "run", "--output", folder / "adapter", "--format", "adapter"
-        )
-        merged = cli.json("export", folder / "run", "--output", folder / "merged")
-        base: Any = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
-        with torch.no_grad():
-            plain = base(IDS).logits
-            beside = peft.PeftModel.from_pretrained(base, adapter["folder"]).eval()(IDS).logits
-            whole = (
-                transformers.AutoModelForCausalLM.from_pretrained(merged["folder"])
-                .eval()(IDS)
-                .logits
-            )
-        torch.testing.assert_close(whole, beside, rtol=0, atol=1e-5)
-        assert float((whole - plain).abs().max()) > 1e-3
-        assert not (folder / "merged/adapter_config.json").exists()
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(merged["folder"])
-        assert tokenizer("name: The Mill")["input_ids"]
-        assert tokenizer.eos_token == "</s>"
-
-
-@pytest.mark.slow
 def test_an_adapter_on_random_weights_merges_into_the_same_ones(
     tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,38 +289,6 @@ def test_a_classifier_keeps_the_names_of_its_classes(tmp_path: Path, cli: Cli) -
     beside = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     with torch.no_grad():
         torch.testing.assert_close(merged(IDS).logits, beside(IDS).logits, rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_a_seq2seq_model_writes_the_same_before_and_after_export(
-    method: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watched = workshop.Watched(monkeypatch)
-    cli.out("train", job_file(tmp_path, "t5", method=method, pretrained=True, max_steps=20))
-    cli.out("export", tmp_path / "run", "--output", tmp_path / "merged")
-    merged: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged").eval()
-    with torch.no_grad():
-        ours, theirs = (
-            model.eval()(input_ids=IDS, decoder_input_ids=IDS[:, :3]).logits
-            for model in (watched.model, merged)
-        )
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
-
-
-def test_a_full_model_loads_plainly_and_can_be_recast(tmp_path: Path, cli: Cli) -> None:
-    cli.out("train", job_file(tmp_path))
-    cli.out("export", tmp_path / "run", "--output", tmp_path / "half", "--dtype", "bfloat16")
-    half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
-    exact = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
-    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in exact.parameters()} == {torch.float32}
-    assert exact.config.use_cache
-    assert half.config.use_cache
-    assert all(
-        torch.equal(a.bfloat16(), b)
-        for a, b in zip(exact.parameters(), half.parameters(), strict=True)
-    )
 
 
 def test_export_refuses_what_it_can_not_do(tmp_path: Path, cli: Cli) -> None:

@@ -18,6 +18,7 @@ from typing import IO, Any
 import pytest
 import yaml
 
+from canaries import CANARIES
 from command import Cli
 from fake_clouds import World
 from farthing.cli import main
@@ -371,25 +372,6 @@ def _ask(demo: Path, on: str) -> Any:
         prepare(_job(demo), Wishes(on=on), NOW), lambda text: None, clock=lambda: NOW.timestamp()
     )
     return session.next_ask()
-
-
-CANARIES = {
-    name: f"canary-{number}-{name.lower()}"
-    for number, name in enumerate(
-        (
-            "HF_TOKEN",
-            "AWS_ACCESS_KEY_ID",
-            "AWS_SECRET_ACCESS_KEY",
-            "AWS_SESSION_TOKEN",
-            "RUNPOD_API_KEY",
-            "VAST_API_KEY",
-            "LAMBDA_API_KEY",
-            "WANDB_API_KEY",
-            "OPENAI_API_KEY",
-            "GOOGLE_API_KEY",
-        )
-    )
-}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from canaries import CANARIES
 from farthing.launch.commands import CommandDriver
 from farthing.launch.driver import InstanceStatus, RefusedError, UnclearError
 from farthing.launch.machines import Machine
@@ -20,18 +21,6 @@ from farthing.launch.targets import hf_jobs, kubernetes, skypilot, slurm, vertex
 from launch_matrix import FILES_OF_CASE
 
 NAME = "farthing-12345678-1"
-CANARIES = (
-    "HF_TOKEN",
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
-    "RUNPOD_API_KEY",
-    "VAST_API_KEY",
-    "LAMBDA_API_KEY",
-    "WANDB_API_KEY",
-    "OPENAI_API_KEY",
-    "GOOGLE_API_KEY",
-)
 JOB = {"metadata": {"name": NAME}, "status": {"active": 1, "ready": 1}}
 FAILED = {
     "metadata": {"name": NAME},
@@ -146,8 +135,8 @@ def files_of(target: str, folder: Path) -> Path:
 def test_a_job_is_made_found_and_ended(
     case: str, programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in CANARIES:
-        monkeypatch.setenv(name, f"canary-{name}")
+    for name, value in CANARIES.items():
+        monkeypatch.setenv(name, value)
     commands, submitted, number, listed, expected, ended = CASES[case]
     (programs / "submitted").write_text(submitted)
     (programs / "listed").write_text(listed)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -112,6 +113,13 @@ class Ears:
         """A watch that is quick."""
         return Watch(list(names), self, base=metadata.base, pause_s=0.01)  # type: ignore[arg-type]
 
+    @contextmanager
+    def watching(self, metadata: Metadata, *names: str) -> Iterator[None]:
+        watch = self.watch(metadata, *names)
+        watch.start()
+        yield
+        watch.stop()
+
     def say(
         self, what: str, source: str, leaves_at: float | None = None, *, is_certain: bool = True
     ) -> None:
@@ -148,16 +156,14 @@ def with_token(body: str, token: str = "token-1") -> Callable[[Any], Answer]:
 
 def test_aws_says_nothing_until_it_interrupts(metadata: Metadata, ears: Ears) -> None:
     metadata.says[TOKEN] = aws_token
-    watch = ears.watch(metadata, "aws")
-    watch.start()
-    until(lambda: metadata.count(ACTION) > 3)
-    assert ears.signs == []
-    leaves_at = int(time.time() + 115)
-    metadata.says[ACTION] = with_token(
-        json.dumps({"action": "terminate", "time": in_words(leaves_at)})
-    )
-    until(lambda: ears.signs)
-    watch.stop()
+    with ears.watching(metadata, "aws"):
+        until(lambda: metadata.count(ACTION) > 3)
+        assert ears.signs == []
+        leaves_at = int(time.time() + 115)
+        metadata.says[ACTION] = with_token(
+            json.dumps({"action": "terminate", "time": in_words(leaves_at)})
+        )
+        until(lambda: ears.signs)
     assert ears.signs == [("aws", Sign("AWS spot: terminate", leaves_at))]
     assert metadata.count(TOKEN) == 1, "a token is kept"
 
@@ -167,10 +173,8 @@ def test_aws_rebalance_is_a_risk_and_is_told_once(metadata: Metadata, ears: Ears
         TOKEN: aws_token,
         REBALANCE: with_token(json.dumps({"noticeTime": moment(0)})),
     }
-    watch = ears.watch(metadata, "aws")
-    watch.start()
-    until(lambda: metadata.count(REBALANCE) > 3)
-    watch.stop()
+    with ears.watching(metadata, "aws"):
+        until(lambda: metadata.count(REBALANCE) > 3)
     assert [(sign.what, sign.is_certain) for _, sign in ears.signs] == [
         ("AWS rebalance recommendation", False)
     ]
@@ -183,10 +187,8 @@ def test_a_token_that_is_refused_is_renewed_at_once(metadata: Metadata, ears: Ea
         ACTION: with_token(json.dumps({"action": "stop", "time": moment(60)}), "new"),
         REBALANCE: (500, ""),
     }
-    watch = ears.watch(metadata, "aws")
-    watch.start()
-    until(lambda: ears.signs)
-    watch.stop()
+    with ears.watching(metadata, "aws"):
+        until(lambda: ears.signs)
     assert ears.signs[0][1].what == "AWS spot: stop"
     assert ears.signs[0][1].is_certain
 
@@ -207,10 +209,8 @@ def test_a_token_is_renewed_before_it_expires() -> None:
 def test_an_interruption_is_heard_though_the_rest_fails(metadata: Metadata, ears: Ears) -> None:
     metadata.says |= {TOKEN: aws_token, REBALANCE: (500, "")}
     metadata.says[ACTION] = with_token(json.dumps({"action": "hibernate", "time": "at once"}))
-    watch = ears.watch(metadata, "aws")
-    watch.start()
-    until(lambda: ears.signs)
-    watch.stop()
+    with ears.watching(metadata, "aws"):
+        until(lambda: ears.signs)
     assert ears.signs == [("aws", Sign("AWS spot: hibernate"))]
 
 
@@ -223,13 +223,11 @@ def test_google_cloud_is_believed_when_it_says_that_it_is_google(
     metadata.says[PREEMPTED] = lambda request: (
         (200, "TRUE") if request.headers.get("Metadata-Flavor") == "Google" else (403, "")
     )
-    watch = ears.watch(metadata, "gcp")
-    watch.start()
-    until(lambda: metadata.count(PREEMPTED) >= 2)
-    assert ears.signs == [], "an answer without its mark is another's"
-    metadata.headers["Metadata-Flavor"] = "Google"
-    until(lambda: ears.signs)
-    watch.stop()
+    with ears.watching(metadata, "gcp"):
+        until(lambda: metadata.count(PREEMPTED) >= 2)
+        assert ears.signs == [], "an answer without its mark is another's"
+        metadata.headers["Metadata-Flavor"] = "Google"
+        until(lambda: ears.signs)
     assert ears.signs == [("gcp", Sign("Google Cloud preemption"))]
 
 
@@ -248,17 +246,15 @@ def test_maintenance_of_a_host_of_google_cloud_is_a_risk_and_the_stop_is_certain
 ) -> None:
     metadata.headers = {"Metadata-Flavor": "Google"}
     metadata.says |= {PREEMPTED: (200, "FALSE\n"), MAINTENANCE: (200, "NONE")}
-    watch = ears.watch(metadata, "gcp")
-    watch.start()
-    until(lambda: metadata.count(MAINTENANCE) > 2)
-    metadata.says[MAINTENANCE] = (200, "MIGRATE_ON_HOST_MAINTENANCE")
-    until(lambda: metadata.count(MAINTENANCE) > 5)
-    assert ears.signs == []
-    metadata.says[MAINTENANCE] = (200, "TERMINATE_ON_HOST_MAINTENANCE")
-    until(lambda: ears.signs)
-    metadata.says[PREEMPTED] = (200, "TRUE")
-    until(lambda: len(ears.signs) == 2)
-    watch.stop()
+    with ears.watching(metadata, "gcp"):
+        until(lambda: metadata.count(MAINTENANCE) > 2)
+        metadata.says[MAINTENANCE] = (200, "MIGRATE_ON_HOST_MAINTENANCE")
+        until(lambda: metadata.count(MAINTENANCE) > 5)
+        assert ears.signs == []
+        metadata.says[MAINTENANCE] = (200, "TERMINATE_ON_HOST_MAINTENANCE")
+        until(lambda: ears.signs)
+        metadata.says[PREEMPTED] = (200, "TRUE")
+        until(lambda: len(ears.signs) == 2)
     said = [(sign.what, sign.is_certain) for _, sign in ears.signs]
     assert said == [("Google Cloud host maintenance", False), ("Google Cloud preemption", True)]
 
@@ -276,16 +272,14 @@ def test_azure_names_the_machines_and_others_are_not_ours(metadata: Metadata, ea
         NAME: (200, "vm_1"),
         EVENTS: (200, json.dumps({"DocumentIncarnation": 1, "Events": events})),
     }
-    watch = ears.watch(metadata, "azure")
-    watch.start()
-    until(lambda: metadata.count(EVENTS) > 2)
-    assert ears.signs == []
-    metadata.says[EVENTS] = (
-        200,
-        json.dumps({"Events": [azure_event("Preempt", ["vm_1", "vm_2"], soon)]}),
-    )
-    until(lambda: ears.signs)
-    watch.stop()
+    with ears.watching(metadata, "azure"):
+        until(lambda: metadata.count(EVENTS) > 2)
+        assert ears.signs == []
+        metadata.says[EVENTS] = (
+            200,
+            json.dumps({"Events": [azure_event("Preempt", ["vm_1", "vm_2"], soon)]}),
+        )
+        until(lambda: ears.signs)
     assert ears.signs == [("azure", Sign("Azure Preempt", leaves_at))]
 
 
@@ -297,13 +291,11 @@ def test_what_is_announced_for_later_is_a_warning_now_and_a_notice_then(
         NAME: (200, "vm"),
         EVENTS: (200, json.dumps({"Events": [azure_event("Reboot", ["vm"], later)]})),
     }
-    watch = ears.watch(metadata, "azure")
-    watch.start()
-    until(lambda: ears.signs)
-    assert [sign.is_certain for _, sign in ears.signs] == [False]
-    monkeypatch.setattr(farthing.run.notices, "LEAVE_BEFORE_S", 1000.0)
-    until(lambda: len(ears.signs) == 2)
-    watch.stop()
+    with ears.watching(metadata, "azure"):
+        until(lambda: ears.signs)
+        assert [sign.is_certain for _, sign in ears.signs] == [False]
+        monkeypatch.setattr(farthing.run.notices, "LEAVE_BEFORE_S", 1000.0)
+        until(lambda: len(ears.signs) == 2)
     assert ears.signs[1][1].is_certain
 
 
@@ -362,16 +354,14 @@ def test_a_service_that_was_there_and_falls_silent_is_said_and_asked_on(
 ) -> None:
     metadata.headers["Metadata-Flavor"] = "Google"
     metadata.says[PREEMPTED] = (200, "FALSE")
-    watch = ears.watch(metadata, "aws", "gcp", "azure")
-    watch.start()
-    until(lambda: metadata.count(PREEMPTED) > 2)
-    assert metadata.count(TOKEN) == 1, "who answered is the only one asked"
-    metadata.says[PREEMPTED] = (503, "")
-    until(lambda: ears.warnings)
-    assert "does not answer" in ears.warnings[0]
-    metadata.says[PREEMPTED] = (200, "TRUE")
-    until(lambda: ears.signs)
-    watch.stop()
+    with ears.watching(metadata, "aws", "gcp", "azure"):
+        until(lambda: metadata.count(PREEMPTED) > 2)
+        assert metadata.count(TOKEN) == 1, "who answered is the only one asked"
+        metadata.says[PREEMPTED] = (503, "")
+        until(lambda: ears.warnings)
+        assert "does not answer" in ears.warnings[0]
+        metadata.says[PREEMPTED] = (200, "TRUE")
+        until(lambda: ears.signs)
     assert len(ears.warnings) == 1
 
 
@@ -382,10 +372,8 @@ def test_proxies_are_passed_by(
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     metadata.headers["Metadata-Flavor"] = "Google"
     metadata.says[PREEMPTED] = (200, "TRUE")
-    watch = ears.watch(metadata, "gcp")
-    watch.start()
-    until(lambda: ears.signs)
-    watch.stop()
+    with ears.watching(metadata, "gcp"):
+        until(lambda: ears.signs)
 
 
 def test_a_watch_that_fails_says_so(

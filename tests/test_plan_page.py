@@ -5,7 +5,6 @@ view.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,14 +22,6 @@ from test_plan_view import OWN, ask
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 NASTY = '<script>alert("x")</script>&'
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hub")))
-        yield
 
 
 @pytest.fixture(scope="module")

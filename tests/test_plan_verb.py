@@ -56,8 +56,6 @@ def _as_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     study_job = study.study_job
     monkeypatch.setattr(study, "study_job", study_once)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(study, "local_machine", lambda: MACHINE)
 
@@ -438,6 +436,7 @@ def test_a_page_that_can_not_be_written(plan: Plan, tmp_path: Path, where: str, 
         (("--runs-per-month", "-3"), "--runs-per-month"),
         (("--runs-per-month", "nan"), "--runs-per-month"),
         (("--explain", "9999"), "there is no plan 9999"),
+        (("--explain", "0"), "there is no plan 0"),
         (("--compare", "H100", "the moon"), "no plan is called `the moon`"),
         (("--compare", "H100", "1x A4000"), "`1x A4000` was rejected: needs "),
         (("--set", "train.learning_rat=1"), "did you mean"),

@@ -7,7 +7,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
@@ -43,14 +42,6 @@ from offers import offer_of
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 OWN = "RTX 4090:1600usd:0.45kW"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hub")))
-        yield
 
 
 def job_of(folder: Path, **keys: Any) -> Job:

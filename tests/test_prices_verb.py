@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from datetime import date, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from farthing import cli, clock
+from command import Cli
+from farthing import clock
 from farthing.prices import feeds as price_feeds
 from farthing.prices.catalog import cache_path
 from farthing.prices.feeds import Feed
@@ -28,23 +25,11 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    code = cli.main(["prices", *argv])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
-    code, out, _ = run(capsys, *argv, "--json")
-    assert code == 0
-    return json.loads(out)
-
-
 def test_the_table_fits_80_columns_and_says_age_and_source(
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
 ) -> None:
-    code, out, err = run(capsys, "--gpu", "rtx 4090")
-    assert (code, err) == (0, "")
+    out, err = cli("prices", "--gpu", "rtx 4090")
+    assert err == ""
     lines = out.splitlines()
     table = lines[
         : next(i for i, line in enumerate(lines) if line.startswith("and ") or "prices of" in line)
@@ -60,8 +45,8 @@ def test_the_table_fits_80_columns_and_says_age_and_source(
     assert "2026-09-20" in out
 
 
-def test_no_table_is_wider_than_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, "--limit", "0")
+def test_no_table_is_wider_than_80_columns(cli: Cli) -> None:
+    out = cli.out("prices", "--limit", "0")
     lines = [line for line in out.splitlines() if line.rstrip().endswith(" d")]
     assert len(lines) > 400
     assert max(map(len, lines)) <= 80
@@ -72,16 +57,16 @@ def test_no_table_is_wider_than_80_columns(capsys: pytest.CaptureFixture[str]) -
         assert " demand " in line or " spot " in line, line
 
 
-def test_sorting_and_limits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sorting_and_limits(cli: Cli) -> None:
     by_hour = [
         offer["usd_per_hour"]
-        for offer in run_json(capsys, "--sort", "usd", "--limit", "30")["offers"]
+        for offer in cli.json("prices", "--sort", "usd", "--limit", "30")["offers"]
     ]
     assert len(by_hour) == 30
     assert by_hour == sorted(by_hour)
-    by_age = [offer["age_days"] for offer in run_json(capsys, "--sort", "age")["offers"]]
+    by_age = [offer["age_days"] for offer in cli.json("prices", "--sort", "age")["offers"]]
     assert by_age == sorted(by_age)
-    everything = run_json(capsys)
+    everything = cli.json("prices")
     assert len(everything["offers"]) == everything["n_found"] > 400, "a program gets all of them"
     assert (
         everything["age_days"]["oldest"]
@@ -91,41 +76,27 @@ def test_sorting_and_limits(capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(everything["is_stale"], bool)
 
 
-def test_managed_training_is_shown_by_what_is_paid_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_managed_training_is_shown_by_what_is_paid_for(tmp_path: Path, cli: Cli) -> None:
     path = tmp_path / "mine.csv"
     header = "provider,instance,gpu,n_gpus,region,zone,kind,unit,usd,vcpus,ram_gib,source,date"
     row = "Together,LoRA up to 16B,,0,any,,on-demand,million_tokens,0.48,,,made,2026-05-08"
     path.write_text(f"{header}\n{row}\n", encoding="utf-8")
-    _, out, _ = run(capsys, "--prices", str(path))
+    out = cli.out("prices", "--prices", str(path))
     line = next(line for line in out.splitlines() if "LoRA up to 16B" in line)
     assert "$0.48" in line
     assert "/M tokens" in line
 
 
-def test_a_file_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_ones_own(tmp_path: Path, cli: Cli) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("provider,gpu,n_gpus,usd\nLab,T4,1,0.2\n", encoding="utf-8")
-    _, out, _ = run(capsys, "--prices", str(path))
+    out = cli.out("prices", "--prices", str(path))
     assert "Lab" in out
     assert "1 price of 1 provider" in out
     path.write_text("provider,gpu,n_gpus,usd\nLab,T5,1,0.2\n", encoding="utf-8")
-    code, _, err = run(capsys, "--prices", str(path))
-    assert code == 2
+    err = cli.err("prices", "--prices", str(path))
     assert f"{path}:2: gpu: no GPU `T5` is known" in err
     assert "did you mean" in err
-
-
-def test_markup_in_a_file_is_only_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "mine.csv"
-    path.write_text(
-        "provider,instance,gpu,n_gpus,usd,source\n[red]x,[/],T4,1,0.2,[link=http://x]y\n",
-        encoding="utf-8",
-    )
-    _, out, _ = run(capsys, "--prices", str(path))
-    assert "[red]x" in out
-    assert "[link=http://x]y" in out
 
 
 @pytest.mark.parametrize(
@@ -138,16 +109,12 @@ def test_markup_in_a_file_is_only_text(tmp_path: Path, capsys: pytest.CaptureFix
         (("--prices", "none.csv"), "none.csv: no such file"),
     ],
 )
-def test_mistakes_are_named(
-    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], words: str
-) -> None:
-    code, out, err = run(capsys, *argv)
-    assert (code, out) == (2, "")
+def test_mistakes_are_named(cli: Cli, argv: tuple[str, ...], words: str) -> None:
+    out, err = cli("prices", *argv, code=2)
+    assert out == ""
     assert words in err
     assert "to do: " in err
-    code, out, _ = run(capsys, *argv, "--json")
-    assert code == 2
-    assert json.loads(out)["exit_code"] == 2
+    assert cli.json("prices", *argv, code=2)["exit_code"] == 2
 
 
 # ---- update ----
@@ -168,70 +135,36 @@ def feeds_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_update_names_what_is_new_and_what_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     feeds_here(tmp_path, monkeypatch)
-    code, out, err = run(capsys, "update")
-    assert (code, err) == (0, "")
+    out, err = cli("prices", "update")
+    assert err == ""
     assert "refreshed 1 provider: GCP" in out
     assert "no answer Azure (gpuhunt): " in out
     assert "not asked" in out
     assert "Lium" in out
     assert str(cache_path()) in out.replace("\n", "")
-    found = run_json(capsys, "--provider", "gcp")
+    found = cli.json("prices", "--provider", "gcp")
     assert [offer["instance"] for offer in found["offers"]] == ["box"]
     assert found["offers"][0]["date"] == os.environ["FARTHING_TODAY"]
     assert str(cache_path()) in found["where"]
 
 
-def test_update_for_a_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    feeds_here(tmp_path, monkeypatch)
-    result = run_json(capsys, "update")
-    assert result["refreshed"] == ["GCP"]
-    assert [
-        (feed["provider"], feed["n_offers"], feed["was_asked"]) for feed in result["feeds"]
-    ] == [
-        ("GCP", 1, True),
-        ("Azure", 0, True),
-        ("Lium", 0, False),
-    ]
-
-
 def test_update_without_a_network_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     closed = (Feed("AWS", "skypilot", "http://127.0.0.1:9/vms.csv"),)
     monkeypatch.setattr(price_feeds, "known_feeds", lambda: closed)
-    code, out, err = run(capsys, "update")
-    assert (code, out) == (2, "")
+    out, err = cli("prices", "update", code=2)
+    assert out == ""
     assert "Errno" not in err
     assert "none of the 1 price feed answered; the prices stay as they are" in err
     assert not cache_path().exists()
-    code, out, _ = run(capsys, "update", "--json")
-    assert code == 2
-    assert json.loads(out)["exit_code"] == 2
+    assert cli.json("prices", "update", code=2)["exit_code"] == 2
 
 
 # ---- quick ----
-
-
-def test_prices_come_without_torch() -> None:
-    code = (
-        "import sys\nfrom farthing import cli\ncli.main(['prices', '--limit', '3'])\nheavy ="
-        " {'torch', 'transformers', 'numpy', 'pydantic', 'httpx'} &"
-        " set(sys.modules)\nassert not heavy, heavy\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "80"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "prices of" in done.stdout
 
 
 def test_the_day_can_be_said_and_the_time_of_day_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ import pytest
 import torch
 import yaml
 
+from canaries import CANARIES
 from checkpoints import newest, restored, save
 from command import Cli
 from desk import Desk, Run
@@ -42,7 +43,7 @@ from farthing.run.checkpoint import Checkpoints
 from farthing.run.folder import keep_job, kept, kept_job
 from farthing.storage.files import seal, unseal, write_text
 from held import Held
-from mirrored import delivered, folder_of_run, mirror_of, step_done
+from mirrored import folder_of_run, mirror_of, with_copies
 from mishaps import fail_at
 from peak_memory import PeakMemory
 from test_store import Model
@@ -76,17 +77,6 @@ def pickles(marker: Path) -> dict[str, bytes]:
 
 
 # ---- secrets ----
-
-CANARIES = {
-    name: f"canary{number}-{name.lower()}-{'0123456789abcdef' * 2}"
-    for number, name in enumerate(
-        [
-            *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY"),
-            *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
-            *("GOOGLE_API_KEY", "GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_KEY"),
-        ]
-    )
-}
 
 
 @pytest.fixture
@@ -444,13 +434,7 @@ def test_parts_that_do_not_fit_are_refused_in_words(two_saves: Path) -> None:
 
 @pytest.fixture
 def two_copies(tmp_path: Path) -> Model:
-    store, folder = Model(), folder_of_run(tmp_path / "run")
-    mirror = mirror_of(store, folder)
-    mirror.bring_back()
-    for step in (1, 2):
-        assert delivered(mirror, step, step_done(folder, step))
-    mirror.close(1)
-    return store
+    return with_copies(Model(), folder_of_run(tmp_path / "run"), 1, 2)
 
 
 def forge_commit(store: Model, change: Callable[[dict[str, Any]], None]) -> None:

@@ -16,15 +16,6 @@ import spot_day
 from farthing.planner.spot import Trace
 
 
-def test_the_day_with_most_interruptions_is_taken() -> None:
-    quiet, restless = [1] * 24, [1, 0] * 12
-    trace = Trace("zone", 3600, (*quiet, *restless, *quiet))
-    assert spot_day.worst_window(trace, 24).available == tuple(restless)
-    assert spot_day.worst_window(trace, 72).available == trace.available
-    with pytest.raises(SystemExit, match="is of 72 h"):
-        spot_day.worst_window(trace, 73)
-
-
 def test_capacity_is_met_in_real_seconds() -> None:
     trace = Trace("zone", 3600, (0, 1, 1, 0, 0, 2, 0, 1))
     assert spot_day.spells_in(trace, 3600) == [(1, 3), (5, 6), (7, 8)]
@@ -54,13 +45,3 @@ def test_a_made_up_day_ends_in_the_same_bits(notice: str, tmp_path: Path) -> Non
     assert (result["n_killed"] > 0) == (notice == "0")
     assert 0 < result["goodput"] < 1
     assert result["on_ledger_hours"] == pytest.approx(result["billed_hours"], rel=0.25)
-
-
-@pytest.mark.slow
-def test_a_measured_day_ends_in_the_same_bits(data_dir: Path) -> None:
-    traces = data_dir.parent / "spot" / "traces"
-    if not traces.is_dir():
-        pytest.skip("no measured traces beside FARTHING_DATA")
-    result = day(traces)
-    assert result["differences"] == []
-    assert result["n_machines"] > 5

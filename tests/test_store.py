@@ -40,7 +40,7 @@ from farthing.storage.objects import (
     StoreError,
     open_store,
 )
-from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
+from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done, with_copies
 from patience import until
 from workshop import Heard, file_system, job_file, make_job, train
 
@@ -381,14 +381,8 @@ def test_a_machine_that_comes_back_takes_what_the_other_did(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def two_copies(tmp_path: Path, run: Path) -> Model:
-    store = Model()
-    mirror = mirror_of(store, run)
-    mirror.bring_back()
-    for step in (1, 2):
-        assert delivered(mirror, step, step_done(run, step))
-    mirror.close(1)
-    return store
+def two_copies(run: Path) -> Model:
+    return with_copies(Model(), run, 1, 2)
 
 
 def newest_objects(store: Model) -> list[str]:

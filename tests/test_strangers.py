@@ -20,6 +20,19 @@ AXOLOTL = (
 NOISE = bytes(range(128, 256)) * 8
 
 
+def odd(path: Path, content: bytes | None) -> Path:
+    """A file of these bytes; without any a folder, a link to nowhere or a pipe, by its name."""
+    if content is not None:
+        path.write_bytes(content)
+    elif path.name == "folder":
+        path.mkdir()
+    elif path.stem == "link":
+        path.symlink_to(path.with_name("nowhere"))
+    else:
+        os.mkfifo(path)
+    return path
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -37,15 +50,7 @@ NOISE = bytes(range(128, 256)) * 8
 def test_an_odd_file_is_no_configuration(
     name: str, content: bytes | None, words: str, tmp_path: Path, cli: Cli
 ) -> None:
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
-    elif name == "folder":
-        path.mkdir()
-    elif name == "link.yaml":
-        path.symlink_to(tmp_path / "nowhere")
-    else:
-        os.mkfifo(path)
+    path = odd(tmp_path / name, content)
     said = cli.err("import", path)
     assert words in said
     assert "to do:" in said
@@ -79,15 +84,7 @@ def test_settings_of_another_tool_than_the_named_one_are_no_job(
 def test_an_odd_file_is_no_data(
     name: str, content: bytes | None, words: str, tmp_path: Path, cli: Cli
 ) -> None:
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
-    elif name == "folder":
-        path.mkdir()
-    elif name == "link.jsonl":
-        path.symlink_to(tmp_path / "nowhere")
-    else:
-        os.mkfifo(path)
+    path = odd(tmp_path / name, content)
     said = cli.err("doctor", "--data", path)
     assert words in said
     assert "to do:" in said
