@@ -267,23 +267,6 @@ def test_bad_input_is_refused_with_its_place_and_what_to_do(
     assert left_behind(desk.folder / "run") == set()
 
 
-def test_a_missing_job_file_is_refused_with_the_nearest_name(desk: Desk, run: Run) -> None:
-    desk.job()
-    said = run(job="jbo.yaml")
-    assert said.code == 2
-    assert "jbo.yaml: no such job file" in said.err
-    assert "did you mean job.yaml?" in said.err
-
-
-def test_the_words_of_a_refusal_are_there_for_programs_too(desk: Desk, run: Run) -> None:
-    desk.set("data", train="trian.jsonl")
-    said = run("--json")
-    answer = json.loads(said.out)
-    assert (said.code, answer["exit_code"], answer["error"]) == (2, 2, "no such file")
-    assert answer["where"] == "trian.jsonl"
-    assert "train.jsonl" in answer["to_do"]
-
-
 def test_a_full_disk_is_refused_before_the_first_step(
     desk: Desk, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

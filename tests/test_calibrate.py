@@ -44,6 +44,23 @@ def shape_of(name: str = "HuggingFaceTB/SmolLM2-135M") -> Shape:
     return read_shape(config)
 
 
+def wanted_of(shape: Shape, method: str = "full", **changes: Any) -> JobSpec:
+    """64 examples of 200 tokens."""
+    lengths = from_arrays(np.full(64, 200), source="made")
+    usual: dict[str, Any] = {"optim": "adamw_torch_fused", "global_batch": 16, "n_epochs": 1.0}
+    return JobSpec(shape=shape, method=method, lengths=lengths, **(usual | changes))
+
+
+def with_gpus(name: str, n: int, gib: int) -> LocalMachine:
+    old = Cpu("Old CPU", 8, 2.0, frozenset())
+    return LocalMachine("cuda", name, n, gib << 30, 8, old)
+
+
+def job_with(**sections: Any) -> Job:
+    values = {"model": "m", "data": "d", "task": "causal-lm", "output_dir": "run"}
+    return Job.model_validate(values | sections)
+
+
 def case_of(shape: Shape, recipe: Recipe = RECIPE) -> Case:
     """Full training on a processor; how long its examples are a run says."""
     padded = Padded(50.0, 0.0, 3200.0, 0.0, 0.0)
@@ -253,15 +270,8 @@ def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sen
     monkeypatch.setattr("farthing.planner.machines.installed_torch", lambda: ("2.13.0", "cu126"))
     monkeypatch.setattr("farthing.planner.machines.free_memory_bytes", lambda: 256 << 30)
     name, shape = "NVIDIA GeForce RTX 4090", shape_of("meta-llama/Llama-3.2-1B")
-    machine = LocalMachine("cuda", name, 4, 24 << 30, 8, Cpu("Old CPU", 8, 2.0, frozenset()))
-    wanted = JobSpec(
-        shape=shape,
-        method="full",
-        optim="adamw_torch_offload",
-        global_batch=32,
-        n_epochs=1.0,
-        lengths=from_arrays(np.full(64, 200), source="made"),
-    )
+    machine = with_gpus(name, 4, 24)
+    wanted = wanted_of(shape, optim="adamw_torch_offload", global_batch=32)
     ran = ((2, 3e9, 19), (2, 12e9, 20), (4, 2e9, 21), (2, 0.0, 22))
     measured = [
         run_of(
@@ -277,15 +287,7 @@ def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sen
     ]
     found = {}
     for gpus, runs in ((2, []), (2, measured), ("all", measured), (9, measured), (None, measured)):
-        job = Job.model_validate(
-            {
-                "model": "m",
-                "data": "d",
-                "task": "causal-lm",
-                "output_dir": "run",
-                "where": {"gpus": gpus, "usd_per_hour": 1.0},
-            }
-        )
+        job = job_with(where={"gpus": gpus, "usd_per_hour": 1.0})
         plan = plan_here(wanted, machine, job, runs, date(2026, 11, 22))
         assert isinstance(plan, Plan)
         found[gpus, bool(runs)] = plan
@@ -314,16 +316,8 @@ def test_a_machine_whose_torch_is_no_release_is_planned_on(
 ) -> None:
     monkeypatch.setattr("farthing.planner.machines.installed_torch", lambda: (version, build))
     name = "Tesla V100-SXM2-16GB"  # in no wheel of 2.13 that PyPI has
-    machine = LocalMachine("cuda", name, 1, 16 << 30, 8, Cpu("Old CPU", 8, 2.0, frozenset()))
-    job = Job.model_validate({"model": "m", "data": "d", "task": "causal-lm", "output_dir": "run"})
-    wanted = JobSpec(
-        shape=shape_of(),
-        method="lora",
-        optim="adamw_torch_fused",
-        global_batch=16,
-        lengths=from_arrays(np.full(64, 200), source="made"),
-    )
-    found = machine_here(wanted, machine, job, [], date(2026, 11, 22))
+    wanted, here = wanted_of(shape_of(), "lora"), with_gpus(name, 1, 16)
+    found = machine_here(wanted, here, job_with(), [], date(2026, 11, 22))
     assert found is not None
     assert isinstance(found[0], Machine)
     assert found[0].gpu == "V100-16GB"
@@ -333,17 +327,8 @@ def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("farthing.planner.machines.installed_torch", lambda: ("2.13.0", "cu126"))
-    wanted = JobSpec(
-        shape=shape_of("meta-llama/Llama-3.2-1B"),
-        method="full",
-        optim="adamw_torch_fused",
-        global_batch=64,
-        n_epochs=1.0,
-        checkpoint_every=0,
-        micro_batch_tokens=8192,
-        lengths=from_arrays(np.full(64, 200), source="made"),
-    )
-    values = {"model": "m", "data": "d", "task": "causal-lm", "output_dir": "run"}
+    cut = {"global_batch": 64, "checkpoint_every": 0, "micro_batch_tokens": 8192}
+    wanted = wanted_of(shape_of("meta-llama/Llama-3.2-1B"), **cut)
     found = {}
     for gpu, memory, is_there, wants in (
         *(
@@ -356,8 +341,7 @@ def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(
         monkeypatch.setattr(
             "importlib.util.find_spec", lambda name, is_there=is_there: is_there or None
         )
-        machine = LocalMachine("cuda", gpu, 1, memory << 30, 8, Cpu("Old CPU", 8, 2.0, frozenset()))
-        job = Job.model_validate({**values, "train": {"use_liger_kernel": wants}})
+        machine, job = with_gpus(gpu, 1, memory), job_with(train={"use_liger_kernel": wants})
         here = machine_here(wanted, machine, job, [], date(2026, 11, 22))
         assert here is not None
         assert isinstance(here[0], Machine)

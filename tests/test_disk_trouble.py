@@ -16,17 +16,14 @@ from typing import Any
 
 import pytest
 
-import farthing.train.run as run_module
-import survive
 import workshop
 from checkpoints import checkpoints as checkpoints
 from checkpoints import newest, restored, save
 from checkpoints import said as said
 from command import Cli
 from farthing.cli import main
-from farthing.config.load import load_job
 from farthing.errors import InputError, RunBusyError
-from farthing.events import Note, Restored, StepTaken
+from farthing.events import Note, Restored
 from farthing.run import checkpoint as checkpoint_module
 from farthing.run import mirror as replica
 from farthing.run.checkpoint import Checkpoints
@@ -282,31 +279,6 @@ def test_what_could_not_be_set_aside_for_the_store_holds_no_room(
     assert "could not be set aside" in warned[0]
     mirror.offer(1, [done])
     assert (done / "model.safetensors").stat().st_nlink == 2
-
-
-def test_a_file_server_that_forgets_us_in_the_middle_of_a_run_is_said_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
-    job_in(tmp_path, "run", max_steps=6)
-    real = run_module.train
-
-    def forgotten(job: Any, emit: Any, **more: Any) -> Any:
-        def tell(event: Any) -> None:
-            emit(event)
-            if isinstance(event, StepTaken) and event.step == 3:
-                monkeypatch.setattr(
-                    "farthing.storage.logs.SummedLines.append", failing(errno.ESTALE)
-                )
-
-        return real(job, tell, **more)
-
-    monkeypatch.setattr(run_module, "train", forgotten)
-    said = cli.err("train", tmp_path / "run.yaml", code=75)
-    assert "Stale file handle" in said
-    assert "Traceback" not in said
-    monkeypatch.undo()
-    assert train(load_job(tmp_path / "run.yaml"), quiet).exit_code == 0
-    assert survive.result_of(tmp_path / "run")
 
 
 @pytest.mark.slow

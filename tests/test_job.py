@@ -586,16 +586,6 @@ def test_every_key_is_in_the_schema() -> None:
 # ---- at once ----
 
 
-def test_the_job_of_the_readme_is_a_job(tmp_path: Path) -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    text = readme.split("```yaml\n")[1].split("```")[0]
-    (tmp_path / "job.yaml").write_text(text)
-    job = load_job(tmp_path / "job.yaml")
-    assert job.model.model_name_or_path == "Qwen/Qwen2.5-0.5B"
-    assert job.limits.max_usd == 5
-    assert (job.global_batch_size, job.learning_rate) == (16, 2e-4)
-
-
 @pytest.mark.parametrize("value", ["9" * 5_000, "2024-13-45"], ids=["digits", "date"])
 def test_a_number_or_date_that_nothing_holds_is_a_mistake_in_the_job(
     value: str, tmp_path: Path

@@ -39,6 +39,7 @@ from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.registry import TARGETS
 from farthing.launch.session import Session, notes_of
 from farthing.launch.supervise import NoBudgetError
+from farthing.launch.targets.runpod import RunPod
 from farthing.launch.wheel import refuse_without_extras
 from farthing.launch.words import Speaker, StoreWords
 from farthing.report.plan_compare import find_in_study
@@ -592,6 +593,15 @@ def test_nobody_listening_is_unclear() -> None:
         Api("http://127.0.0.1:9", {}, sleep=lambda seconds: None).ask("GET", "/")
 
 
+def test_a_pod_that_has_exited_is_over_and_paid_for_until_it_is_deleted(server: Any) -> None:
+    base, handler = server
+    pod = {"id": "p1", "name": "farthing-1-1", "status": "EXITED"}
+    handler.answers += [(200, json.dumps({"pods": [pod]}))]
+    seen = RunPod(Api(base, {}, sleep=lambda seconds: None)).look(Machine("farthing-1-1"))
+    assert seen is not None
+    assert (seen.id, seen.is_over, seen.is_paid) == ("p1", True, True)
+
+
 # ---- inputs ----
 
 
@@ -979,3 +989,11 @@ def test_a_finished_run_rents_nothing_more(tmp_path: Path) -> None:
     for _ in range(2):
         assert supervise(world, prepared, run, Fate(None, is_before=False)) == 0
     assert len(world.machines) == 1
+
+
+def test_a_command_that_is_not_here_is_named(
+    demo: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(demo.parent))
+    said = cli.err("launch", "attach", demo, "--on", "ssh:nowhere")
+    assert "there is no command `ssh` here" in said

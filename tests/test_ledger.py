@@ -291,15 +291,6 @@ def test_the_age_of_a_process_is_counted_once(tmp_path: Path) -> None:
     assert sums_of(tmp_path / "c" / "ledger.jsonl")[0] < 5
 
 
-def test_a_wrong_job_leaves_no_run_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = workshop.job_file(tmp_path, max_steps=2)
-    (tmp_path / "data.jsonl").unlink()
-    assert main(["train", str(path)]) == 2
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_job_that_is_wrong_or_of_another_folder_leaves_the_bill_as_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -243,12 +243,8 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     assert found.hardware == hardware_key(torch.device("cpu")) == local_machine().hardware
     assert (found.device, found.n_devices, found.precision) == ("cpu", 1, "fp32")
     shape = read_shape(json.loads((tmp_path / "base" / "config.json").read_text()), TASK[family], 3)
-    assert (found.n_parameters, found.hidden, found.n_layers) == (
-        shape.n_parameters,
-        shape.hidden,
-        shape.n_layers,
-    )
-    assert (found.vocab, found.model_type) == (shape.vocab, shape.model_type)
+    for name in ("n_parameters", "hidden", "n_layers", "vocab", "model_type"):
+        assert getattr(found, name) == getattr(shape, name)
     assert found.n_trainable == decided.n_trainable
     assert (found.task, found.method, found.lora_r, found.optim) == (
         TASK[family],

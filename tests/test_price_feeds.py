@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import csv
 import io
-import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
 from datetime import date
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -25,6 +24,7 @@ from farthing.prices import feeds as price_feeds
 from farthing.prices.catalog import read_refreshed
 from farthing.prices.feeds import Feed, known_feeds, update
 from farthing.tables import facts
+from web import Quiet, serving
 
 TODAY = date(2026, 11, 21)
 
@@ -53,58 +53,49 @@ def zipped(name: str, text: str) -> bytes:
     return buffer.getvalue()
 
 
-class Server:
+class Server(Quiet):
     """Answers paths with bytes, or with a function of the handler."""
 
-    def __init__(self) -> None:
-        self.answers: dict[str, bytes | Callable[[BaseHTTPRequestHandler], None]] = {}
-        self.asked: list[str] = []
-        outer = self
+    answers: dict[str, bytes | Callable[[BaseHTTPRequestHandler], None]]
+    asked: list[str]
+    address: str
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                outer.asked.append(self.path)
-                answer = outer.answers.get(self.path)
-                if answer is None:
-                    self.send_error(404)
-                elif callable(answer):
-                    answer(self)
-                else:
-                    self.send_response(200)
-                    self.send_header("Content-Length", str(len(answer)))
-                    self.end_headers()
-                    self.wfile.write(answer)
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        self.address = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        answer = self.answers.get(self.path)
+        if answer is None:
+            self.send_error(404)
+        elif callable(answer):
+            answer(self)
+        else:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Server]]:
     for name in ("GPUHUNT_CATALOG_DIR", "GPUHUNT_CATALOG_URL"):
         monkeypatch.delenv(name, raising=False)
-    here = Server()
-    here.answers["/aws.csv"] = AWS.encode()
-    here.answers["/v3/gcp/version"] = b"20261121-77\n"
-    here.answers["/v3/gcp/20261121-77/catalog.zip"] = zipped("gcp.csv", GCP)
-    yield here
-    here.http.shutdown()
-    here.http.server_close()
+    here: Any = type("Here", (Server,), {"asked": []})
+    here.answers = {
+        "/aws.csv": AWS.encode(),
+        "/v3/gcp/version": b"20261121-77\n",
+        "/v3/gcp/20261121-77/catalog.zip": zipped("gcp.csv", GCP),
+    }
+    with serving(here) as here.address:
+        yield here
 
 
-def both(server: Server) -> list[Feed]:
+def both(server: type[Server]) -> list[Feed]:
     return [
         Feed("AWS", "skypilot", f"{server.address}/aws.csv"),
         Feed("GCP", "gpuhunt", f"{server.address}/v3/gcp"),
     ]
 
 
-def test_feeds_become_prices_of_the_day(server: Server, tmp_path: Path) -> None:
+def test_feeds_become_prices_of_the_day(server: type[Server], tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "prices.csv"
     said: list[str] = []
     result = update(path, TODAY, both(server), progress=said.append)
@@ -131,7 +122,7 @@ def test_feeds_become_prices_of_the_day(server: Server, tmp_path: Path) -> None:
 
 
 def test_one_feed_may_fail_alone_and_the_next_of_its_provider_is_taken(
-    server: Server, tmp_path: Path
+    server: type[Server], tmp_path: Path
 ) -> None:
     feeds = [
         Feed("AWS", "skypilot", f"{server.address}/gone.csv"),
@@ -147,7 +138,7 @@ def test_one_feed_may_fail_alone_and_the_next_of_its_provider_is_taken(
 
 
 def test_what_was_known_of_a_provider_stays_when_its_feed_fails(
-    server: Server, tmp_path: Path
+    server: type[Server], tmp_path: Path
 ) -> None:
     path = tmp_path / "prices.csv"
     update(path, TODAY, both(server))
@@ -158,7 +149,7 @@ def test_what_was_known_of_a_provider_stays_when_its_feed_fails(
     assert days == {"AWS": date(2026, 12, 1), "GCP": TODAY}
 
 
-def test_nothing_changes_when_every_feed_fails(server: Server, tmp_path: Path) -> None:
+def test_nothing_changes_when_every_feed_fails(server: type[Server], tmp_path: Path) -> None:
     path = tmp_path / "prices.csv"
     update(path, TODAY, both(server))
     before = path.read_bytes()
@@ -173,7 +164,7 @@ def test_nothing_changes_when_every_feed_fails(server: Server, tmp_path: Path) -
     assert not (tmp_path / "none").exists()
 
 
-def test_a_damaged_file_in_the_cache_is_replaced(server: Server, tmp_path: Path) -> None:
+def test_a_damaged_file_in_the_cache_is_replaced(server: type[Server], tmp_path: Path) -> None:
     path = tmp_path / "prices.csv"
     path.write_bytes(b"\x00\xff torn")
     update(path, TODAY, both(server))
@@ -181,7 +172,7 @@ def test_a_damaged_file_in_the_cache_is_replaced(server: Server, tmp_path: Path)
 
 
 def test_a_disk_that_is_full_leaves_the_old_prices(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: type[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "prices.csv"
     update(path, TODAY, both(server))
@@ -244,7 +235,7 @@ def cut_off(handler: BaseHTTPRequestHandler) -> None:
     ],
 )
 def test_a_bad_answer_is_the_failure_of_one_feed(
-    server: Server,
+    server: type[Server],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     answer: Any,
@@ -282,7 +273,7 @@ def test_a_bad_answer_is_the_failure_of_one_feed(
     ],
 )
 def test_a_bad_archive_is_the_failure_of_one_feed(
-    server: Server,
+    server: type[Server],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     version: bytes,
@@ -310,7 +301,7 @@ def test_only_https_is_used_but_for_this_machine(tmp_path: Path) -> None:
 
 
 def test_a_mirror_and_a_folder_stand_in_for_gpuhunts_servers(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: type[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feeds = [Feed("GCP", "gpuhunt", "https://example.org/v3/gcp")]
     monkeypatch.setenv("GPUHUNT_CATALOG_URL", f"{server.address}/v3/")
@@ -407,7 +398,7 @@ def test_live_providers_are_asked_by_the_library(tmp_path: Path) -> None:
 
 
 def test_without_the_library_live_feeds_are_not_asked(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: type[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import sys
 

@@ -129,19 +129,6 @@ def test_a_stop_signal_at_any_time_can_be_continued(
     assert survive.differences(alone, survive.result_of(Path(job.output_dir))) == []
 
 
-def test_a_finished_run_trains_nothing_more(alone: dict[str, Any], tmp_path: Path) -> None:
-    run = tmp_path / "alone"
-    log, steps = (run / "log.jsonl").read_bytes(), []
-    outcome = train(
-        job_in(tmp_path, "alone"),
-        lambda event: steps.append(event) if isinstance(event, StepTaken) else None,
-    )
-    assert outcome.exit_code == 0
-    assert steps == []
-    assert (run / "log.jsonl").read_bytes() == log
-    assert survive.result_of(run) == alone
-
-
 @pytest.mark.parametrize(
     "file",
     thinned(["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"], 9),
