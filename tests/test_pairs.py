@@ -111,7 +111,7 @@ def test_losses_and_gradients_are_those_of_one_example_at_a_time(
         assert loss.item() == pytest.approx(alone.sum().item(), rel=1e-5)
         for weight_name, gradient in expected.items():
             weight = model.get_parameter(weight_name)
-            assert (weight.grad - gradient).norm() <= 2e-5 * max(1e-2, gradient.norm()), (
+            assert (weight.grad - gradient).norm() <= 5e-5 * max(1e-2, gradient.norm()), (
                 weight_name,
                 every,
             )

@@ -68,6 +68,8 @@ def take_over(namespace: str) -> None:
         for packet, kernel in (
             ("_flash_attention_forward", _flash_forward),
             ("_flash_attention_backward", _flash_backward),
+            ("_scaled_dot_product_efficient_attention", _biased_forward),
+            ("_scaled_dot_product_efficient_attention_backward", _biased_backward),
         ):
             library.impl(packet, kernel, "CUDA")
         library.impl("copy_", _copy, "CUDA")  # for CUDA as for others registered once for all
@@ -422,3 +424,83 @@ def _must_fit(
                 f"cu_seqlens {found.tolist()} do not fit {len(rows)} rows, at most {most} of one"
                 " document"
             )
+
+
+# ---- attention with a bias, by its definition ----
+
+
+def _weights(
+    query: Tensor, key: Tensor, bias: Tensor, state: tuple[Tensor, Tensor], p: float, scale: float
+) -> tuple[Tensor, Tensor | float, Tensor]:
+    """Softmax of the scores [B, H, Q, K] in float32, what dropout makes of it, logsumexp."""
+    scores = query.float() @ key.float().mT * scale + bias.float()
+    seed, offset = (int(on_host(each)) for each in state)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + offset) % 2**63)
+    kept = torch.empty_like(scores).bernoulli_(1 - p, generator=generator) / (1 - p) if p else 1.0
+    return scores.softmax(-1), kept, scores.logsumexp(-1)
+
+
+def _biased_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    if bias is None or is_causal or scale is None:
+        raise NotImplementedError("the hollow GPU attends so with a bias only")
+    if any(stride % 8 for stride in bias.stride()[:-1]) or bias.stride(-1) != 1:
+        raise RuntimeError("a bias that is not aligned")
+    with _below():
+        generator = torch.cuda.default_generators[query.device.index]
+        state = tuple(
+            torch.tensor(number, device=query.device)
+            for number in (generator.initial_seed() % 2**62, generator.get_offset())
+        )
+        if dropout_p:
+            generator.set_offset(generator.get_offset() + 4)
+        q, k, v, added = (on_host(each) for each in (query, key, value, bias))
+        weights, kept, totals = _weights(q, k, added, (state[0], state[1]), dropout_p, scale)
+        result = torch.empty_like(query.transpose(1, 2)).transpose(1, 2)
+        on_host(result).copy_((weights * kept) @ v.float())
+        return result, totals.to(query.device), *state
+
+
+def _biased_backward(
+    upper: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    out: Tensor,
+    totals: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    dropout_p: float,
+    wanted: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float,
+) -> tuple[Tensor | None, ...]:
+    with _below():
+        q, k, v, added = (on_host(each).float() for each in (query, key, value, bias))
+        weights, kept, _ = _weights(q, k, added, (seed, offset), dropout_p, scale)
+        above = on_host(upper).float()
+        through = (above @ v.mT) * kept
+        through = weights * (through - (through * weights).sum(-1, keepdim=True))
+        found = (
+            through @ k * scale,
+            through.mT @ q * scale,
+            (weights * kept).mT @ above,
+            through,
+        )
+        made: list[Tensor | None] = []
+        for one, like, is_wanted in zip(found, (query, key, value, bias), wanted, strict=True):
+            made.append(torch.empty(one.shape, dtype=like.dtype, device=like.device))
+            on_host(made[-1]).copy_(one)  # type: ignore[arg-type]
+            made[-1] = made[-1] if is_wanted else None
+        return tuple(made)

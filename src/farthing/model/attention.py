@@ -226,26 +226,13 @@ def attend(
     if isinstance(documents, Sides):
         documents = documents.own if causal else documents.across
     bias: Tensor | None = others.pop("position_bias", None)
-    if not causal and sliding_window is not None:
-        raise ValueError("a sliding window that looks ahead is not known here")
     unknown = [name for name in ("s_aux", "cache") if others.get(name) is not None]
     if unknown:
         raise ValueError(f"attention with {', '.join(unknown)} is not known here")
-    if not causal and documents.key_rows is not None:
-        raise ValueError("documents with two-way attention can't continue others")
-    window = (
-        sliding_window
-        if sliding_window is not None and documents.most_keys > sliding_window
-        else None
-    )
-    if torch.is_autocast_enabled(query.device.type):  # the kernels are no operations autocast knows
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # [T, H, D] with tokens outermost: how every kernel and the projections around it lay them out
     queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    how = How(causal, scale, window, dropout, softcap, bias)
-    out = over_documents(queries, keys, values, documents, how)
-    return out[None], None
+    how = How(causal, scale, sliding_window, dropout, softcap, bias)
+    return over_documents(queries, keys, values, documents, how)[None], None
 
 
 # ---- batches without documents ----

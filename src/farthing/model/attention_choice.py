@@ -30,8 +30,8 @@ WIDE_FLEX_ON = (*WIDE_HEADS_ON, (10, 0), (10, 3))
 MOST_FLEX_FP32 = 64
 
 # Launching and feeding one more call takes the host about 75 µs forward and backward, in which a
-# GPU computes 2 GFLOP of attention at 27 TFLOP/s: estimates, never measured
-CALL_FLOPS = 2e9
+# GPU computes 6 GFLOP of attention at 80 TFLOP/s: estimates, never measured
+CALL_FLOPS = 6e9
 CPU_CALL_FLOPS = 2e7  # on a CPU: about 20 small operations, forward and backward
 FLOPS_PER_SCORE = (
     14  # times the width of all heads: two products forward, five backward, each 2 FLOP
@@ -103,6 +103,9 @@ def choose(asked: Asked, machine: Machine) -> str:
 
 # ---- documents in padded calls ----
 
+ALIGNED = 16
+"""Numbers: where rows of a bias begin that a fused kernel takes."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -123,20 +126,22 @@ def padded_groups(
     heads of a token.
 
     A call costs `call_flops`, a score of a query and a key `FLOPS_PER_SCORE` times the width,
-    padding too. The best cut of the documents sorted by keys: each group is a stretch of them.
-    Every document is in one group; order does not matter.
+    padding too; lengths are taken in steps of `ALIGNED`. The best cut of the documents sorted by
+    keys: each group is a stretch of them. Every document is in one group; order does not matter.
     """
-    own, seen = np.asarray(lengths, np.int64), np.asarray(key_lengths, np.int64)
-    order = np.lexsort((own, seen))
+    exact = np.stack([key_lengths, lengths], 1).astype(np.int64)
+    steps = exact + -exact % ALIGNED
+    order = np.lexsort((steps[:, 1], steps[:, 0]))
     sizes, first, n_of = np.unique(
-        np.stack([seen[order], own[order]], 1), axis=0, return_index=True, return_counts=True
+        steps[order], axis=0, return_index=True, return_counts=True
     )  # documents alike stay together
     starts = _best_cuts(sizes, n_of, width, call_flops)
     groups = []
     for start, stop in itertools.pairwise([*starts, len(sizes)]):
         members = order[first[start] : first[stop - 1] + n_of[stop - 1]]
-        n_keys, n_tokens = (int(most) for most in sizes[start:stop].max(0))
-        groups.append(Group(tuple(members.tolist()), n_tokens, n_keys, stop - start == 1))
+        is_even = bool((exact[members] == exact[members[0]]).all())
+        n_keys, n_tokens = (int(most) for most in exact[members].max(0))
+        groups.append(Group(tuple(members.tolist()), n_tokens, n_keys, is_even))
     return groups
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farthing.model.attention_choice import (
+    ALIGNED,
     CALL_FLOPS,
     CPU_CALL_FLOPS,
     Asked,
@@ -57,6 +58,15 @@ def over_documents(
     """Attention within each document by the quickest kernel: query [T, Hq, D], key and value [T,
     Hk, D] -> [T, Hq, D].
     """
+    if not how.causal and how.window is not None:
+        raise ValueError("a sliding window that looks ahead is not known here")
+    if not how.causal and documents.key_rows is not None:
+        raise ValueError("documents with two-way attention can't continue others")
+    if how.window is not None and documents.most_keys <= how.window:
+        how = replace(how, window=None)
+    if torch.is_autocast_enabled(query.device.type):  # the kernels are no operations autocast knows
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     key, value = keys_as_seen(key, documents), keys_as_seen(value, documents)
     return KERNELS[choose_kernel(query, how)](query, key, value, documents, how)
 
@@ -139,10 +149,8 @@ def _even(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: 
     """Documents of equally many tokens and of equally many keys: query [n, H, L, D], key and value
     [n, H, K, D].
     """
-    if how.bias is not None:
-        return plain_attention(
-            query, key, value, None, how
-        )  # where it is causal, the bias hides what comes later
+    if how.bias is not None:  # where it is causal, the bias hides what comes later
+        return _biased(query, key, value, None, how)
     length, keys = query.shape[2], key.shape[2]
     mask, is_cut = None, how.causal and how.window is not None and keys > how.window
     is_plain = (
@@ -175,6 +183,37 @@ def _sdpa(
         enable_gqa=groups > 1 and as_is,
     )
     return out
+
+
+def _biased(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How) -> Tensor:
+    """Attention whose scores have a bias, which learns: on GPUs the one fused operation that has
+    gradients for it. Never run on a GPU.
+
+    Its rows begin at multiples of `ALIGNED` numbers: the kernel takes no others.
+    """
+    assert how.bias is not None
+    n_queries, n_keys = query.shape[2], key.shape[2]
+    if query.device.type != "cuda" or query.shape[-1] % ALIGNED:
+        return plain_attention(query, key, value, mask, how)
+    bias = how.bias[:, :, :n_queries].to(query.dtype)
+    if mask is not None:
+        bias = bias[..., : up_to_aligned(n_keys)] + F.pad(mask, (0, -n_keys % ALIGNED))
+    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query,
+        key,
+        value,
+        bias[..., :n_keys].expand(len(query), -1, -1, -1),
+        torch.is_grad_enabled(),
+        how.dropout,
+        False,
+        scale=how.scale,
+    )[0]
+    return out
+
+
+def up_to_aligned(n: int) -> int:
+    """The next multiple of `ALIGNED`."""
+    return n + -n % ALIGNED
 
 
 def plain_attention(
@@ -229,13 +268,17 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how
         ("padded", query.shape[1:]),
         lambda: _Plan.of(documents, query.shape[1] * query.shape[2], query.device),
     )
+    n_heads = query.shape[1], key.shape[1], value.shape[1]
+    if plan.keys is plan.tokens:
+        together = torch.cat((query, key, value), 1).index_select(0, plan.tokens)
+        query, key, value = together.split(n_heads, 1)
+    else:
+        query, key = query.index_select(0, plan.tokens), key.index_select(0, plan.keys)
+        value = value.index_select(0, plan.keys)
     queries, keys, values = (
-        tensor.index_select(0, rows).split(sizes)
-        for tensor, rows, sizes in (
-            (query, plan.tokens, plan.n_tokens),
-            (key, plan.keys, plan.n_keys),
-            (value, plan.keys, plan.n_keys),
-        )
+        query.split(plan.n_tokens),
+        key.split(plan.n_keys),
+        value.split(plan.n_keys),
     )
     outputs = []
     for number, (q, k, v) in enumerate(zip(queries, keys, values, strict=True)):
@@ -250,8 +293,8 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how
         else:
             out = _uneven(q, k, v, documents, how, places)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    together = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return together.index_select(0, plan.back)
+    found = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return found.index_select(0, plan.back)
 
 
 def _uneven(
@@ -284,7 +327,9 @@ def _uneven(
         return mask.masked_fill_(~seen, -torch.inf)[:, None]
 
     mask = documents.once(("mask", id(places), query.dtype, how.causal, how.window), make)
-    if how.softcap is not None or how.bias is not None:
+    if how.bias is not None:
+        return _biased(query, key, value, mask, how)
+    if how.softcap is not None:
         return plain_attention(query, key, value, mask, how)
     return _sdpa(query, key, value, mask, how, is_causal=False)
 
@@ -302,7 +347,7 @@ class _Plan:
     last.
     """
     keys: Tensor
-    """The same of keys."""
+    """The same of keys; the tensor of tokens itself where documents see themselves alone."""
     back: Tensor
     """int64 [T]: the place of each token."""
     places: tuple[Tensor, ...]
@@ -341,13 +386,10 @@ class _Plan:
             )
             places.append(sent(np.stack([(other - own)[:, 0], other[:, 0] - 1]), device))
             shapes.append((len(members), group.n_tokens, group.n_keys, group.is_even))
-        return cls(
-            tuple(shapes),
-            sent(np.concatenate(tokens), device),
-            sent(np.concatenate(keys), device),
-            sent(back, device),
-            tuple(places),
-        )
+        of_tokens = sent(np.concatenate(tokens), device)
+        sees_itself = documents.key_rows is None and np.array_equal(lengths, seen)
+        of_keys = of_tokens if sees_itself else sent(np.concatenate(keys), device)
+        return cls(tuple(shapes), of_tokens, of_keys, sent(back, device), tuple(places))
 
 
 # ---- one kernel for all documents, on CUDA ----

@@ -22,8 +22,10 @@ from typing import Any, Literal
 
 import torch
 
+from farthing.model import pairs
 from farthing.model.attention import NAME as ATTENTION
 from farthing.model.attention import attend
+from farthing.model.attention_kernels import over_documents
 from farthing.model.hardware import find_compiler
 from farthing.model.loss import inner_of
 from farthing.model.norms import leave_to_compiler
@@ -196,6 +198,7 @@ def _keep_attention_out() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, torch.compiler.disable(attend))
+    pairs.over_documents = torch.compiler.disable(over_documents)
 
 
 def _layers(model: Any) -> list[Any]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from farthing.data.batches import collate
 from farthing.data.token_set import TokenSet
+from farthing.model.attention_kernels import How, over_documents, up_to_aligned
 from farthing.model.documents import Batch, Documents
 from farthing.model.loss import decoder_inputs
 from farthing.objectives.objective import IGNORED
@@ -162,30 +163,19 @@ def _biased_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if documents is None:
             bias = {"position_bias": position_bias} if hands_bias_on else {}
             return original(self, hidden_states, *args, **bias, **kwargs)
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
         others = kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
         seen = hidden_states if others is None else others
+        if isinstance(documents, Sides):
+            documents = documents.own if self.is_causal else documents.across
         if others is None and position_bias is None:
-            position_bias = _bias(
-                self, (documents.own if isinstance(documents, Sides) else documents).longest
-            )
+            position_bias = _bias(self, documents.longest)
         query, key, value = (
-            layer(given).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
+            layer(given).view(given.shape[1], -1, self.key_value_proj_dim)
             for layer, given in ((self.q, hidden_states), (self.k, seen), (self.v, seen))
         )
-        out, _ = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](
-            self,
-            query,
-            key,
-            value,
-            None,
-            dropout=self.dropout if self.training else 0.0,
-            scaling=self.scaling,
-            position_bias=position_bias,
-            documents=documents,
-        )
-        found = self.o(out.flatten(2))
+        dropout = self.dropout if self.training else 0.0
+        how = How(self.is_causal, self.scaling, None, dropout, None, position_bias)
+        found = self.o(over_documents(query, key, value, documents, how).flatten(1)[None])
         return (found, position_bias, None) if hands_bias_on else (found, None)
 
     forward.without_documents = original  # type: ignore[attr-defined]
@@ -193,17 +183,20 @@ def _biased_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bias(attention: Any, longest: int) -> Tensor:
-    """[1, H, longest, longest]: a layer's bias by distance, minus infinity where it does
-    not look.
+    """[1, H, L, L], L at least `longest`: a layer's bias by distance, minus infinity where it does
+    not look. As a fused kernel takes it on CUDA: there layers add up its gradients in the precision
+    of the run.
     """
-    bias: Tensor = attention.compute_bias(
-        longest, longest, device=attention.relative_attention_bias.weight.device
-    )
+    device = attention.relative_attention_bias.weight.device
+    is_cuda = device.type == "cuda"
+    n = up_to_aligned(longest) if is_cuda else longest
+    bias: Tensor = attention.compute_bias(n, n, device=device)
     if attention.is_causal:
-        bias = bias + torch.full(
-            bias.shape[-2:], -torch.inf, dtype=bias.dtype, device=bias.device
-        ).triu_(1)
-    return bias
+        hidden = torch.full((n, n), -torch.inf, dtype=bias.dtype, device=device)
+        bias = bias + hidden.triu_(1)
+    if is_cuda and torch.is_autocast_enabled("cuda"):
+        bias = bias.to(torch.get_autocast_dtype("cuda"))
+    return bias.contiguous() if is_cuda else bias
 
 
 def _passes_padding(stack: Any) -> bool:

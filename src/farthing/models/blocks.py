@@ -33,8 +33,6 @@ class Block(NamedTuple):
     """Norms multiply with their weight in fp32, and keep that copy too."""
     is_sliced: bool
     """Values are a slice of one product, which stays whole, while queries and keys are rotated."""
-    takes_powers: bool
-    """In its activation (gelu_new), which autocast computes in fp32 on GPUs from there on."""
     has_eager_scores: bool
     """Soft caps or sinks: scores are computed and kept whole."""
     has_sinks: bool

@@ -131,6 +131,7 @@ def saved_per_token(case: Case) -> tuple[float, float]:
         attention -= c * q * (2 if block.has_sinks else 1)
     if _is_biased(case):
         attention = 3 * c * q + (c * q if is_full else 0)
+        attention += c * q + 4 * shape.n_heads if is_cuda else 0
     elif _is_math(case):
         attention = 12 * q + (c * q if is_full else 0)
     if stack.is_packed and stack.is_flash and is_cuda:
@@ -148,8 +149,6 @@ def saved_per_token(case: Case) -> tuple[float, float]:
         attention += (q + k) * ((0 if is_short else 4) + kept)
 
     activation = float((2 if stack.has_lean_mlp and block.is_gated else block.activation) * c)
-    if block.takes_powers and is_cuda and recipe.has_autocast and c < 4:
-        activation += 3 * (4 - c)
     activation *= f
     if (keeps_inputs or _adapts_down(case)) and not stack.has_fused_mlp:
         activation += c * f
@@ -181,7 +180,7 @@ def _is_math(case: Case) -> bool:
 
 
 def _is_biased(case: Case) -> bool:
-    """Whether whole scores are computed in plain operations for a bias by distance: T5, packed."""
+    """Whether scores have a bias by distance: T5, packed."""
     return case.recipe.stack.is_packed and case.shape.n_decoder_layers > 0
 
 
@@ -193,10 +192,11 @@ def scores_per_pair(case: Case) -> float:
         return n_heads * float(of_score + (c if of_score > c else 0))
     if case.block.has_eager_scores:
         return n_heads * 8.0  # the capped scores, their softmax in fp32, and a copy
-    if _is_biased(case):  # softmax in fp32, its copy, what is dropped of it, and the rest
-        if c == 4 and not case.is_cuda:  # what is dropped is dropped again
-            return n_heads * 8.0
-        return n_heads * (4.0 + (c if c < 4 else 0) + (1 if case.is_cuda else c) + c)
+    if _is_biased(case):
+        if case.is_cuda:  # the bias, with minus infinity for padding
+            return n_heads * float(c)
+        # softmax in fp32, its copy, what is dropped of it, and the rest; fp32 is dropped again
+        return n_heads * (8.0 if c == 4 else 4.0 + 3.0 * c)
     if _is_math(case):
         return n_heads * 12.0
     return case.recipe.stack.mask_bytes(case)

@@ -214,12 +214,13 @@ def _traffic(case: Case, recompute: float) -> float:
     passes = 1 + (1 - below) * (2.0 + recompute)
     # adapters are all above
     body = tokens * (layer + adapted) * passes + tokens * adapted * (3.0 + recompute - passes)
-    # product, mask or bias, softmax in fp32, cast and the second product, each over all scores: two
-    # stacks that are laid end to end add a bias by distance, which no fused kernel takes
+    # two stacks that are laid end to end add a bias by distance: a fused kernel reads it and writes
+    # its gradient; else product, bias, softmax in fp32, cast and the second product, of all scores
     if shape.n_decoder_layers and stack.is_packed:
         pairs = shape.n_layers * padded.token_pairs
         pairs += shape.n_decoder_layers * (padded.target_pairs + padded.cross_pairs)
-        body += pairs * shape.n_heads * (6.0 * c + 8.0) * passes
+        of_score = 3.0 * c if case.is_cuda else 6.0 * c + 8.0
+        body += pairs * shape.n_heads * of_score * passes
     n_scored = (padded.targets or padded.tokens) if shape.scores_tokens else 0.0
     return body + n_scored * shape.vocab * stack.loss_traffic(c, case.labelled_share)
 
