@@ -182,10 +182,9 @@ def own_machine(
     row = next((row for row in alike if row.kind == "own"), None)
     name = f"{owned.n_gpus}x {owned.gpu}"
     if row is None:
-        mine = (OWN, owned.gpu, owned.n_gpus)
         offered = ((one, one.offer) for one in study.answer.rejected)
-        refused = (one for one, o in offered if (o.provider, o.gpu, o.n_gpus) == mine)
-        why = next(refused, None)
+        refused = {(o.provider, o.gpu, o.n_gpus): one for one, o in offered}
+        why = refused.get((OWN, owned.gpu, owned.n_gpus))
         words = f"{why.reason}; {why.change}" if why else "not among the offers"
         return view_of(OwnMachine, owned, name=name, words=words)
     usd = {name: value for name, value in run_on_own(owned, row.hours).items() if value}
@@ -202,24 +201,16 @@ def own_machine(
             against.append(_pays_back(owned, other.name, per_hour or 0.0, at, other.rank, is_equal))
     for service, fee in fees(services_of(study)).items() if runs_per_month else ():
         against.append(_pays_back(owned, service, fee / row.hours, hours))
-    total, cost = sum(usd.values()), f"and {say_seconds(row.wall_s)} for this run"
-    words, found = f"{say_cost(total)} {cost}", tuple(against)
-    return view_of(
-        OwnMachine, owned, row, name=name, usd=usd, total_usd=total, against=found, words=words
-    )
+    total, found = sum(usd.values()), {"name": name, "usd": usd, "against": tuple(against)}
+    words = f"{say_cost(total)} and {say_seconds(row.wall_s)} for this run"
+    return view_of(OwnMachine, owned, row, total_usd=total, words=words, **found)
 
 
 def _pays_back(
-    owned: Owned,
-    name: str,
-    per_hour: float,
-    hours: float,
-    rank: int | None = None,
-    equal: bool = False,
+    owned: Owned, name: str, usd: float, hours: float, rank: int | None = None, equal: bool = False
 ) -> PaysBack:
-    after = break_even_hours(owned, per_hour)
-    months = break_even_months(owned, rent_usd_per_h=per_hour, hours_per_month=hours)
-    found = PaysBack(name, rank, equal, per_hour, after, months, hours)
+    months = break_even_months(owned, rent_usd_per_h=usd, hours_per_month=hours)
+    found = PaysBack(name, rank, equal, usd, break_even_hours(owned, usd), months, hours)
     return replace(found, words=say("plan.txt", "pays_back", found, owned.price_usd))
 
 
@@ -299,12 +290,9 @@ def runs_of(
     if paid is not None:
         each[PAID] = paid.usd
     ways = {name: n * usd for name, usd in each.items()}
-    words = [f"{name}: {say_cost(usd)}" for name, usd in ways.items()]
-    if best is not None and len(ways) > 1:
-        mine, dearest = ways[best.name], max(ways.values())
-        saved = say_saving(saving(mine, dearest))
-        words.append(f"against the dearest {say_cost(dearest - mine)} saved, {saved}")
-    return Runs(n, ways, tuple(words))
+    mine, dearest = ways[best.name] if best else 0.0, max(ways.values(), default=0.0)
+    less = say_saving(saving(mine, dearest)) if best and len(ways) > 1 else ""
+    return Runs(n, ways, tuple(lines("plan.txt", "runs", ways, dearest - mine, less)))
 
 
 # ---- what choices save ----

@@ -40,7 +40,7 @@ def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> li
     """What to take, what it costs, what to check, and the command that is `next_step`."""
     best, limits, shown = view.best, limits_in_words(view), list(view.plans[: n_shown or N_BRIEF])
     if best is None:
-        return report("plan.txt", "brief", view, None, view.answer, limits, "", 0, 0, "")
+        return report("plan.txt", "brief", view, None, view.answer, limits, None, 0, 0, "")
     to_do = f"{say('plan.txt', 'to_do', best)}: {cost_range(best)}"
     here = [one for one in view.plans if one.kind == "here" and one not in shown]
     supposed = re.sub(r" \([^()]*\)|, and memory .*", "", best.confidence)
@@ -49,7 +49,9 @@ def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> li
     old = oldest if oldest > OLD_PRICE_DAYS else 0
     facts = pairs("plan.txt", "facts", view, best, supposed, to_check(view, best), old)
     n_rest, n_refused = len(view.plans) - len(shown), sum(one.n_offers for one in view.rejected)
-    rest = to_do, limits, _order(view), n_rest, n_refused, next_step
+    cheapest = min(one.total_usd for one in view.plans if one.is_priced or one is best)
+    tie = TIE if best.total_usd <= cheapest else None
+    rest = to_do, limits, tie, n_rest, n_refused, next_step
     choices = choices_table([*shown, *here[:1]])
     found = report("plan.txt", "brief", view, best, *rest, choices=choices, facts=facts)
     return [*found, *beside(view)]
@@ -58,16 +60,6 @@ def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> li
 def limits_in_words(view: PlanView) -> str:
     """`at most $5.00, done in 12 h from now`; nothing where there are none."""
     return ", ".join(lines("plan.txt", "limits", view.job.limits))
-
-
-def _order(view: PlanView) -> str:
-    rows, best = view.plans, view.best
-    cheapest = min(one.total_usd for one in rows if one.is_priced or one is rows[0])
-    first = best.total_usd if best else cheapest
-    but = f", within {TIE:.0%} or a cent by time"
-    if first > cheapest:
-        but = "; 1 is the first to be had at its price"
-    return f"By dollars{but}. Ranges: 4 of 5 runs."
 
 
 def to_check(view: PlanView, best: Choice) -> str:

@@ -256,13 +256,8 @@ def _by_hand(study: Study, figures: OwnFigures, best: Choice | None) -> ByHand |
     wanted, plan = study.wanted, study.answer.best
     if figures == OwnFigures() and wanted.max_gpu_hours is None:
         return None
-    known = Known(
-        n_samples=wanted.lengths.n_examples,
-        n_epochs=wanted.n_epochs,
-        tokens_per_sample=wanted.tokens_per_example,
-        save_every_s=wanted.save_every_s,
-        max_gpu_hours=wanted.max_gpu_hours,
-    )
+    n_samples, mean = wanted.lengths.n_examples, wanted.tokens_per_example
+    known = view_of(Known, wanted, n_samples=n_samples, tokens_per_sample=mean)
     if wanted.max_steps is not None:
         known = replace(known, n_samples=wanted.n_steps * wanted.global_batch, n_epochs=1.0)
     if best is not None and plan is not None:

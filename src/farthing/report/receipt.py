@@ -66,6 +66,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
     bill, now = _bill_of(accounts), datetime.now(UTC)
     machines = bill_of(folder, accounts, now.timestamp())
     exported_step = _newest(accounts, lambda a: a.exported)
+    published = _read_json(folder / files.PUBLISHED)
     best, of_model = _evaluations_of_note(log.evaluations, exported_step)
     receipt = Receipt(
         run=str(folder),
@@ -89,7 +90,10 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         best_step=best["step"] if best else None,
         exported_step=exported_step,
         metrics=of_model["metrics"] if of_model else None,
-        **_of_afterwards(folder, exported_step, job if bill.state == "finished" else None, log),
+        evaluation=files.evaluation_of(folder, exported_step),
+        standard_tasks=files.evaluation_of(folder, exported_step, files.STANDARD_TASKS),
+        published=published.get("publications", []) if isinstance(published, dict) else [],
+        serving=serving_of(folder, job if bill.state == "finished" else None, log),
         wall_s=bill.wall_s,
         usd=bill.usd,
         ancestor=facts.get("ancestor"),
@@ -149,19 +153,6 @@ def _bill_of(accounts: list[Account]) -> Bill:
         sum(a.usd for a in accounts),
         max((a.peak_bytes for a in accounts if a.peak_bytes), default=None),
     )
-
-
-def _of_afterwards(
-    folder: Path, exported_step: int | None, job: Json | None, log: TrainingLog
-) -> Json:
-    """The fields on what becomes of the model."""
-    published = _read_json(folder / files.PUBLISHED)
-    sent = published.get("publications", []) if isinstance(published, dict) else []
-    measured = {
-        "evaluation": files.evaluation_of(folder, exported_step),
-        "standard_tasks": files.evaluation_of(folder, exported_step, files.STANDARD_TASKS),
-    }
-    return {**measured, "published": sent, "serving": serving_of(folder, job, log)}
 
 
 def _spans(bill: Bill) -> list[Span]:

@@ -17,7 +17,6 @@ class Finding:
     """data, memory, compute, host, communication, checkpoints, evaluation, start-up or waiting"""
     cause: str
     evidence: str
-    """In words, with figures."""
     fix: str
     """The key to set, as `--set` takes it; empty where no key helps."""
     to_do: str
@@ -201,9 +200,8 @@ class Receipt:
     promised: Promised | None
     forecast: Forecast | None
     peak_bytes: int | None
-    machines: list[
-        Json
-    ]  # that were rented: what each has cost, see `bill_by_machine`; training is a part of it
+    machines: list[Json]
+    """That were rented: what each has cost, training in it."""
     still_billed: list[Json]
     """What costs money though no process of the run is alive, and what ends each: what, ends."""
     tokens_per_s: float | None

@@ -46,6 +46,7 @@ def _texts(is_markup: bool) -> jinja2.Environment:
     found = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         lstrip_blocks=True,
+        auto_reload=False,
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: shown(value).replace("|", _BAR) if type(value) is str else value,
     )
