@@ -38,7 +38,7 @@ WINGS = {  # files to change, and the tests that have to notice
     ),
     "planner": (
         "planner/price.py planner/ranges.py planner/ranking.py planner/calibration.py",
-        "plan.py plan_view plan_verb limits calibrate money speed spot.py",
+        "plan.py plan_figures plan_view plan_verb limits calibrate money speed spot.py",
     ),
     "report": (
         "report/receipt*.py report/timeline.py report/diagnosis.py",

@@ -1,0 +1,172 @@
+"""Every figure of a few plans, worked once: a change of the arithmetic shows here, and nowhere by
+itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from farthing.planner.speed import Calibration
+from farthing.planner.spot import Interruptions, weibull
+from farthing.planner.types import Answer, JobSpec, Plan
+from test_plan import H, decide, place, wanted_of
+
+A100 = place("A100-80GB", 2.0)
+CHEAP = place("A100-80GB", 1.0)
+A100_SPOT = place("A100-80GB", 0.8, spot=True)
+
+
+def zone(_: Any) -> Interruptions:
+    """Half a day of capacity, an hour without, in the mean; three spells were seen."""
+    return Interruptions(weibull(12 * H), weibull(1 * H), n_spells=3.0)
+
+
+def figures(plan: Plan) -> dict[str, Any]:
+    return {
+        "hours": tuple(round(each, 3) for each in plan.hours_range),
+        "usd": tuple(round(each, 3) for each in plan.usd_range),
+        "interval": round(plan.interval_s, 1),
+        "seconds": {name: round(each, 1) for name, each in plan.seconds.items()},
+    }
+
+
+def plans(wanted: JobSpec, *places: Any) -> Answer:
+    return decide(wanted, list(places), hazard=zone)
+
+
+WANTED = wanted_of(n_epochs=30.0)
+ON_DEMAND = {
+    "hours": (1.082, 1.583, 2.664),
+    "usd": (2.169, 3.171, 5.333),
+    "interval": 305.3,
+    "seconds": {
+        "download": 24.7,
+        "start-up": 12.5,
+        "tokenizing": 12.1,
+        "training": 5408.3,
+        "export": 0.6,
+        "setup": 240.0,
+        "checkpoints": 1.4,
+    },
+}
+ON_SPOT = {
+    "hours": (1.098, 1.735, 3.683),
+    "usd": (0.875, 1.282, 2.157),
+    "interval": 79.2,
+    "seconds": ON_DEMAND["seconds"]
+    | {"checkpoints": 5.3, "lost work": 6.3, "restarts": 36.8, "waiting": 498.6},
+}
+IN_FP16 = ON_DEMAND | {"hours": (1.082, 1.583, 4.247), "usd": (2.169, 3.171, 8.499)}
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        (A100, ON_DEMAND),
+        (A100_SPOT, ON_SPOT),
+        (A100.but(precision_note="may overflow", precision="fp16"), IN_FP16),
+    ],
+    ids=["on demand", "spot", "fp16"],
+)
+def test_what_a_plan_comes_to(where: Any, expected: dict[str, Any]) -> None:
+    """Spot is wider than what is interrupted, and a run that may overflow could be done twice."""
+    (plan,) = plans(WANTED, where).plans
+    assert figures(plan) == expected
+
+
+LIMITS: list[tuple[dict[str, float], list[tuple[str, str, float]]]] = [
+    (
+        {"max_usd": 3.0},
+        [
+            (
+                "costs $3.17, the cap is $3.00",
+                "limits.max_usd: 3.18, or train.max_steps: 16798 of 18750",
+                1.0571,
+            )
+        ],
+    ),
+    (
+        {"max_hours": 1.5},
+        [
+            (
+                "takes 1 h 35 min, the cap is 1 h 30 min",
+                "limits.max_hours: 1.59, or train.max_steps: 16826 of 18750",
+                1.0555,
+            ),
+            (
+                "takes 1 h 44 min, the cap is 1 h 30 min",
+                "limits.max_hours: 1.74, or train.max_steps: 15031 of 18750",
+                1.1565,
+            ),
+        ],
+    ),
+    (
+        {"max_gpu_hours": 1.0},
+        [
+            (
+                "takes 1.58 GPU-hours, the cap is 1 GPU-hours",
+                "limits.max_gpu_hours: 1.59, or 10,000 samples/min instead of 6,316, or"
+                " train.max_steps: 10899 of 18750",
+                1.5832,
+            ),
+            (
+                "takes 1.73 GPU-hours, the cap is 1 GPU-hours",
+                "limits.max_gpu_hours: 1.74, or 10,000 samples/min instead of 5,764, or"
+                " train.max_steps: 9108 of 18750",
+                1.7348,
+            ),
+        ],
+    ),
+    (
+        {"deadline_s": 1.5 * H},
+        [
+            ("ends 5 min 00 s after the deadline", "a deadline 1 h 10 min later", 1.7759),
+            ("ends 14 min 05 s after the deadline", "a deadline 2 h 11 min later", 2.4553),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("limits", "refused"), LIMITS, ids=[next(iter(limits)) for limits, _ in LIMITS]
+)
+def test_what_passes_a_limit_and_what_would_not(
+    limits: dict[str, Any], refused: list[tuple[str, str, float]]
+) -> None:
+    rejected = plans(replace(WANTED, **limits), A100, A100_SPOT).rejected
+    found = [(one.reason, one.change, round(one.distance, 4)) for one in rejected]
+    assert found == refused
+
+
+def test_the_limits_themselves_are_kept() -> None:
+    """What ends at its limit to the last digit passes none."""
+    (plan,) = plans(WANTED, A100).plans
+    limits = {"max_usd": plan.total_usd, "max_hours": plan.wall_s / H}
+    assert len(plans(replace(WANTED, **limits), A100).plans) == 1
+    below = {name: value * (1 - 1e-9) for name, value in limits.items()}
+    assert not plans(replace(WANTED, **below), A100).plans
+
+
+def test_chances_of_a_deadline() -> None:
+    found = plans(replace(WANTED, deadline_s=4 * H), A100, A100_SPOT).plans
+    assert [round(plan.chance or 0, 4) for plan in found] == [0.9603, 0.9979]
+
+
+def test_a_machine_that_is_taken_back_too_early_is_no_first_choice() -> None:
+    """Its longest run holds the likely end, and not the late one."""
+    terms = A100.offer.billing
+    short = CHEAP.sold(billing=terms._replace(most_hours=2.0), provider="short")
+    long = CHEAP.sold(billing=terms._replace(most_hours=3.0), provider="long")
+    other = A100.sold(provider="other")
+    assert plans(WANTED, short, other).plans[0].offer.provider == "other"
+    assert plans(WANTED, long, other).plans[0].offer.provider == "long"
+
+
+def test_what_was_measured_narrows_the_hours_to_its_own_error() -> None:
+    measured = A100.but(calibration=Calibration(n_runs=3, spread=0.08, source="three runs"))
+    (plan,) = plans(WANTED, measured).plans
+    hours = plan.hours_range
+    assert (hours.low / hours.likely, hours.high / hours.likely) == pytest.approx((0.92, 1.08))
