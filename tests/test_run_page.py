@@ -15,7 +15,7 @@ import pytest
 import browser
 from command import Cli
 from farthing.cli import main
-from farthing.report.chart import ticks
+from farthing.report.chart import Axes, Line, curves, ticks
 from farthing.report.receipt import build_receipt, compare
 from farthing.report.receipt_types import Receipt
 from farthing.report.run_page import compared_page, run_page
@@ -49,6 +49,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 )
 def test_values_that_are_next_to_equal_have_ticks(low: float, high: float) -> None:
     assert 1 <= len(ticks(low, high, 5)) <= 6
+
+
+def test_the_last_mark_of_an_axis_ends_at_the_edge_of_the_drawing() -> None:
+    axes = Axes((0, 10), (0, 1), str, str, [0, 10], [0, 1])
+    drawn = curves("Loss", "", [Line("loss", [(0, 1), (10, 0)])], axes).svg
+    assert re.search(r'x="846.0" y="\d+" text-anchor="end">10<', drawn)
+    assert re.search(r'x="62.0" y="\d+" text-anchor="middle">0<', drawn)
 
 
 def test_a_run_leaves_its_page_and_it_is_whole(runs: list[Path]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from farthing.units import say_seconds, say_usd
@@ -11,8 +10,6 @@ from farthing.units import say_seconds, say_usd
 if TYPE_CHECKING:
     from farthing.planner.ownership import Saving
     from farthing.report.plan_types import Choice
-
-_BLOCKS, _MOST_BLOCKS = "▁▂▃▄▅▆▇█", 36
 
 
 def say_cost(usd: float | None) -> str:
@@ -63,15 +60,3 @@ def span(low_s: float, high_s: float) -> str:
     ends = (low_s / size, high_s / size)
     low, high = (f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" for value in ends)
     return f"{high} {unit}" if low == high else f"{low}-{high} {unit}"
-
-
-def sparkline(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:
-    """A block a value from `low` to `high`; of more than `_MOST_BLOCKS` values, a block for each
-    stretch.
-    """
-    size = -(-len(values) // _MOST_BLOCKS) or 1
-    stretches = [values[i : i + size] for i in range(0, len(values), size)]
-    values = [sum(stretch) / len(stretch) for stretch in stretches]
-    low, high = min(values) if low is None else low, max(values) if high is None else high
-    span = (high - low) or 1.0
-    return "".join(_BLOCKS[min(7, max(0, int((value - low) / span * 7.999)))] for value in values)

@@ -4,6 +4,7 @@ or lines below each other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -27,7 +28,6 @@ from farthing.report.plan_words import (
     say_cost,
     say_short,
     span,
-    sparkline,
     time_range,
 )
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
@@ -35,6 +35,7 @@ from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds,
 _KINDS = {"!": "answer", ".": "plain", "~": "soft", "?": "warn", "$": "code"}
 _BAR = "\ue000"
 """A | of a value, while cells are told apart."""
+_BLOCKS, _MOST_BLOCKS = "▁▂▃▄▅▆▇█", 36
 
 
 @cache
@@ -114,3 +115,15 @@ def table(file: str, macro: str, *values: Any) -> Table:
     """Lines of `cell | cell`, of which the first has the heads."""
     heads, *rows = _rows(file, macro, *values)
     return Table(heads, tuple(rows))
+
+
+def sparkline(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:
+    """A block a value from `low` to `high`; of more than `_MOST_BLOCKS` values, a block for each
+    stretch.
+    """
+    size = -(-len(values) // _MOST_BLOCKS) or 1
+    stretches = [values[i : i + size] for i in range(0, len(values), size)]
+    values = [sum(stretch) / len(stretch) for stretch in stretches]
+    low, high = min(values) if low is None else low, max(values) if high is None else high
+    span = (high - low) or 1.0
+    return "".join(_BLOCKS[min(7, max(0, int((value - low) / span * 7.999)))] for value in values)
