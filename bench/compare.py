@@ -1,12 +1,9 @@
 """farthing beside its peers: useful tokens a CPU-second, memory, dollars and final loss, side by
 side in one run.
 
-    make peers                                                           # once: trl, accelerate ...
-    in .venv/peers
+    make peers      # once: trl, accelerate ... in .venv/peers
     python bench/compare.py --workload chat --methods full --precision fp32 bf16 --seeds 3 --tune
-    --json chat.json
-    python bench/compare.py --workload chat --data FILE.jsonl ...        # real texts instead of
-    drawn ones
+    python bench/compare.py --workload chat --data FILE.jsonl ...
 
 Every contestant runs in its own process on the same tokenized examples, from the same first
 weights, with the same number of examples a step, optimizer and schedule, on `--threads` threads;
@@ -17,7 +14,7 @@ with
 `--minutes M` the same command, given again, goes on where it stopped. What is fair and what the
 figures are: evidence/race.md.
 
-farthing and the naive loop run in this Python, the others in `--peers-python`. Where there is a
+farthing runs in this Python, the others in `--peers-python`. Where there is a
 GPU, seconds are the GPU's and memory is what torch allocated; that path was never run on a GPU.
 """
 
@@ -35,13 +32,11 @@ from typing import Any
 import yaml
 
 from peers import figures, judge, models, workloads
-from peers.contestant import CAUSAL_ONLY, CONTESTANTS, IN_ORDER, versions
-from peers.race import MALLOC, OWN, TUNABLE, WARM_UP, Piece, Race, shuffled
+from peers.contestant import CAUSAL_ONLY, CONTESTANTS, IN_ORDER, REFERENCE, versions
+from peers.race import MALLOC, TUNABLE, WARM_UP, Piece, Race, shuffled
 from peers.table import draw
 
-METHODS = ("full", "lora", "lora-top")
-EPOCHS = {"lora-top": 3}
-"""Where not one."""
+METHODS = ("full", "lora")
 
 
 def compare(asked: argparse.Namespace, race: Race) -> dict[str, Any]:
@@ -51,8 +46,7 @@ def compare(asked: argparse.Namespace, race: Race) -> dict[str, Any]:
         usual = workloads.SCALES.get(name, 1.0) if models.device().type == "cpu" else 1.0
         shape = workloads.WORKLOADS[name].scaled(asked.scale or usual)
         for method in asked.methods:
-            epochs = asked.epochs or EPOCHS.get(method, 1)
-            n_train = max(1, round(asked.steps / epochs)) * asked.batch
+            n_train = max(1, round(asked.steps / asked.epochs)) * asked.batch
             size = workloads.Size(asked.hidden, asked.layers, asked.words)
             given = workloads.Given(
                 asked.data, asked.model, tuple(tuple(pair.split("=")) for pair in asked.columns)
@@ -60,39 +54,21 @@ def compare(asked: argparse.Namespace, race: Race) -> dict[str, Any]:
             place = workloads.prepare(
                 race.root / "workloads", shape, size, n_train, asked.eval_examples, given
             )
-            by_precision = {}
             for precision in asked.precision:
                 out = race.root / "runs" / f"{place[0].name}-{method}-{precision}"
                 piece = Piece(
                     *place,
                     method,
                     precision,
-                    epochs,
+                    asked.epochs,
                     asked.batch,
                     asked.threads,
                     asked.usd_per_hour,
                     out,
                 )
                 race.say(f"{name}, {method}, {precision}")
-                table = table_of(asked, race, piece, name)
-                by_precision[precision] = table["rows"]
-                tables.append(table)
-            if len(by_precision) > 1:
-                found = against_best(by_precision, name, method, shape.task)
-                if found:
-                    tables.append(
-                        {"workload": name, "method": method, "precision": "best", "targets": found}
-                    )
+                tables.append(table_of(asked, race, piece, name))
     return {"is_whole": all(table.get("is_whole", True) for table in tables), "tables": tables}
-
-
-def against_best(
-    by_precision: dict[str, figures.Table], workload: str, method: str, task: str
-) -> list[dict[str, Any]]:
-    """The targets that leave the precision to each."""
-    return figures.against_targets(
-        figures.best_precision(by_precision), workload, method, "best", task
-    )
 
 
 def table_of(asked: argparse.Namespace, race: Race, piece: Piece, workload: str) -> dict[str, Any]:
@@ -125,10 +101,10 @@ def table_of(asked: argparse.Namespace, race: Race, piece: Piece, workload: str)
             else:
                 records[name].append(record)
     rows: figures.Table = {name: figures.summary(records[name]) for name in names if records[name]}
-    reference = rows.get("naive", {}).get("losses", {})
+    reference = rows.get(REFERENCE, {}).get("losses", {})
     for name, row in rows.items():
         said = judge.verdict(reference, row["losses"], is_in_order=name in IN_ORDER)
-        if name == "naive":
+        if name == REFERENCE:
             said = judge.Verdict("reference")
         if not all(record["saw_all"] for record in records[name]):
             said = judge.Verdict("other tokens")
@@ -148,7 +124,7 @@ def table_of(asked: argparse.Namespace, race: Race, piece: Piece, workload: str)
         "batch": piece.batch,
         "facts": piece.facts,
         "rows": rows,
-        "targets": figures.against_targets(rows, workload, piece.method, piece.precision, task),
+        "targets": figures.against_targets(rows, workload, piece.method, task),
         "is_whole": is_whole,
     }
 
@@ -206,7 +182,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--seeds", type=int, default=1, metavar="N", help="rounds; the loss is judged from three on"
     )
     add("--steps", type=int, default=12, metavar="N", help="optimizer steps of all epochs")
-    add("--epochs", type=int, metavar="N", help="default: 3 for lora-top, else 1")
+    add("--epochs", type=int, default=1, metavar="N")
     add("--batch", type=int, default=8, metavar="N", help="examples of an optimizer step")
     add("--threads", type=int, default=1)
     add(
@@ -283,10 +259,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--peers-python", type=Path, default=Path(".venv/peers/bin/python"))
     add("--json", type=Path, metavar="FILE", help="write everything")
     asked = parser.parse_args(words)
-    if set(asked.contestants) - set(OWN) and not asked.peers_python.exists():
+    if set(asked.contestants) - {"farthing"} and not asked.peers_python.exists():
         parser.error(
-            f"no {asked.peers_python}: `make peers` makes it, or ask for --contestants naive"
-            " farthing"
+            f"no {asked.peers_python}: `make peers` makes it, or ask for --contestants farthing"
         )
     if asked.data and len(asked.workload) > 1:
         parser.error("--data is of one --workload")

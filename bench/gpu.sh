@@ -118,7 +118,7 @@ if [[ $verb == right ]]; then
   [[ -z $killing ]] || wait "$killing" || failed+=("the kills")
   [[ ! -f $out/kills.txt ]] || cut -c1-250 "$out/kills.txt"
 else
-  who=(--who farthing hf hf-tuned trl-tuned)
+  who=(--who farthing hf trl-tuned)
   [[ $verb == vary ]] && who=(--who variants --shapes 1B)
   bench() {
     "$python" bench/gpu.py "$out" --minutes "$("$python" -c "print(max(0.2, $(left) / 60))")" "${who[@]}" "$@" 2>&1 |

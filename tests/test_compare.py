@@ -1,6 +1,4 @@
-"""The side-by-side bench: its judge, its accounting, its verdicts, and the naive loop against
-farthing from end to end.
-"""
+"""The side-by-side bench: its judge, its verdicts and its targets."""
 
 from __future__ import annotations
 
@@ -10,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from peers import figures, judge, models, naive, ours, workloads
+from peers import figures, judge, models, ours, workloads
 from peers.assignment import Assignment
 from peers.clock import Clock
 from peers.race import Piece
@@ -56,14 +55,21 @@ def entry(
 def test_the_judge_agrees_with_the_library_on_padded_rows(
     task: str, places: dict[str, tuple[Path, dict[str, Any]]]
 ) -> None:
-    assignment = entry(places[task], "naive", Path("-"))
+    assignment = entry(places[task], "hf", Path("-"))
     examples = assignment.examples("eval")
     model = models.load(assignment).eval()
-    batch = naive.padded(examples.rows(list(range(6))), assignment, model.config.pad_token_id)
+    rows = examples.rows(list(range(6)))
+    ids = [torch.tensor(row["input_ids"]) for row in rows]
+    labels = [torch.tensor(row["labels"]) for row in rows]
+    is_classes = task == "classification"
     with torch.no_grad():
-        padded = float(model(**batch).loss)
+        padded = model(
+            input_ids=pad_sequence(ids, True, model.config.pad_token_id),
+            attention_mask=pad_sequence([torch.ones_like(each) for each in ids], True),
+            labels=torch.stack(labels) if is_classes else pad_sequence(labels, True, -100),
+        ).loss
     alone = judge.loss_of_folder(assignment.model, assignment.model, examples, task)
-    assert alone == pytest.approx(padded, abs=2e-5)
+    assert alone == pytest.approx(float(padded), abs=2e-5)
 
 
 def test_a_row_counts_when_it_differs_by_less_than_seeds_do() -> None:
@@ -103,29 +109,27 @@ def row_of(speed: float, **more: Any) -> dict[str, Any]:
     return {"speed": speed, "useful_share": 1.0, "peak_bytes": 100, "void": False} | more
 
 
-def states(
-    table: figures.Table, workload: str, method: str, precision: str = "fp32"
-) -> dict[str, str]:
+def states(table: figures.Table, workload: str, method: str) -> dict[str, str]:
     """What became of each target."""
-    found = figures.against_targets(table, workload, method, precision, "causal-lm")
+    found = figures.against_targets(table, workload, method, "causal-lm")
     return {one["target"]: one["state"] for one in found}
 
 
 def test_targets_are_met_missed_or_not_measured() -> None:
     table = {
         "farthing": row_of(300),
-        "naive": row_of(100),
         "hf-tuned": row_of(250),
         "trl-tuned": row_of(100, void=True),
     }
     found = states(table, "chat", "full")
-    assert found["against B0 in fp32"] == "met"
-    assert found["against B2 on chat lengths"] == "missed"
-    assert found["against B3b"] == "not measured"  # a void row proves nothing
+    assert found["against Trainer, tuned, on chat lengths"] == "missed"
+    assert found["against TRL, tuned"] == "not measured"  # a void row proves nothing
     assert found["peak memory over the least of the others"] == "met"
-    assert "against B2 on full-length rows" not in found
+    assert "against Trainer, tuned, on full-length rows" not in found
+    met = states({"farthing": row_of(300), "trl-tuned": row_of(200)}, "chat", "full")
+    assert met["against TRL, tuned"] == "met"
     assert (
-        states({**table, "naive": row_of(100, peak_bytes=90)}, "chat", "full")[
+        states({**table, "hf": row_of(100, peak_bytes=90)}, "chat", "full")[
             "peak memory over the least of the others"
         ]
         == "missed"

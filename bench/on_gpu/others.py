@@ -1,8 +1,8 @@
 """The rows of Hugging Face's Trainer and of TRL on the same random weights, tokens and steps.
 
 "hf" is the Trainer as people run it: 8 examples at once, as they come, padded to the longest.
-"hf-tuned" and "trl-tuned" have Liger, fused AdamW and flash attention, and group by length or pack;
-two settings are tried and the quicker is kept. Where nothing fits, the same with checkpointing. The
+"trl-tuned" has Liger, fused AdamW and flash attention, and packs; two settings are tried and the
+quicker is kept. Where nothing fits, the same with checkpointing. The
 trainers are those of bench/compare.py (`peers.hugging`); only where the weights come from is
 replaced. torch.compile is not tried: it would take a minute a row. Needs nothing that farthing
 needs. Never run on a GPU so far.
@@ -28,7 +28,6 @@ from peers.clock import Clock
 
 NEEDS = {
     "hf": ("transformers", "accelerate", "datasets", "peft"),
-    "hf-tuned": ("transformers", "accelerate", "datasets", "peft"),
     "trl-tuned": ("transformers", "accelerate", "datasets", "peft", "trl"),
 }
 
@@ -56,12 +55,9 @@ def candidates(who: str, batch: int) -> Iterator[dict[str, Any]]:
     for checkpointing in (False, True):
         if who == "hf":
             yield {"checkpointing": checkpointing, "micro_batch": hugging.DEFAULT_MICRO_BATCH}
-        elif who == "trl-tuned":
+        else:
             for n_rows in (batch, 2):  # all of a step at once, or a few
                 yield {**loader, "checkpointing": checkpointing, "packing": True, "rows": n_rows}
-        else:
-            for micro in (batch, max(1, batch // 4)):
-                yield {**loader, "checkpointing": checkpointing, "micro_batch": micro}
 
 
 def device_bytes() -> int | None:

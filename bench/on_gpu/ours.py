@@ -15,7 +15,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -328,7 +327,7 @@ def changed(
 ) -> None:
     """One run, one thing of it changed after the other."""
     with opened(values, drawn) as run:
-        for group, name, way in ways(run, scale):
+        for group, name, way in ways(run):
             what = {**base, "group": group, "way": name}
             if not has_time(f"{group}, {name}: variant of {base['shape']} {base['method']}"):
                 continue
@@ -382,27 +381,14 @@ def on_by_default() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
 
 
-def ways(run: Any, scale: Scale) -> Iterator[tuple[str, str, Way]]:
+def ways(run: Any) -> Iterator[tuple[str, str, Way]]:
     """(group, name, way) of each."""
-    yield "as planned", "", setting()
+    yield "as planned", "", as_planned_again
     yield "attention", "sdpa, padded", padded
     for kernel in kernels():  # flex, which is compiled, last
         yield "attention", kernel, attention_by(kernel)
-    if run.forward.head is not None:
-        for tile in scale.tiles:
-            yield "head tile", str(tile), setting(tile_tokens=tile)
-    for name, every in (("none", 0), ("every second", 2), ("all", 1)):
-        yield "checkpointing", name, setting(checkpoint_every=every)
     if run.kernels.lora is not None:
         yield "adapters", "by peft", by_peft
-    yield "host", "waits each micro-batch", waiting
-    for tokens in scale.micro_batch_tokens:
-        yield (
-            "micro-batch",
-            str(tokens),
-            setting(micro_batch_tokens=tokens, global_batch_size=scale.large_batch),
-        )
-    yield "probe", f"of {scale.probe_s:g} s", probed(scale.probe_s)
 
 
 def kernels() -> list[str]:
@@ -416,47 +402,10 @@ def kernels() -> list[str]:
     return found
 
 
-def setting(**changes: int) -> Way:
-    """Other numbers: micro_batch_tokens, checkpoint_every, tile_tokens, global_batch_size."""
-
-    @contextlib.contextmanager
-    def way(run: Any) -> Iterator[None]:
-        from farthing.train.run_settings import tried
-        from farthing.train.step_log import settle
-
-        before = {
-            **tried(run.settings),
-            "global_batch_size": run.batches.global_batch_size,
-        }
-        apply(run, **before | changes)
-        try:
-            yield
-        finally:
-            settle(run)
-            apply(run, **before)
-
-    return way
-
-
-def probed(seconds: float) -> Way:
-    """The setting that a probe finds in so many seconds."""
-
-    @contextlib.contextmanager
-    def way(run: Any) -> Iterator[None]:
-        from farthing.train.autotune import probe_run
-
-        with setting()(run):  # which puts everything back
-            probe_run(run, seconds)
-            yield
-
-    return way
-
-
-def apply(run: Any, *, global_batch_size: int, **changed: Any) -> None:
-    """Compute the next steps so."""
-    run.steps.feed.close()  # what was made ready was of other micro-batches
-    run.steps.use(replace(run.settings, **changed))
-    run.batches.global_batch_size = global_batch_size
+@contextlib.contextmanager
+def as_planned_again(run: Any) -> Iterator[None]:
+    """Nothing is changed."""
+    yield
 
 
 def attention_by(kernel: str) -> Way:
@@ -499,20 +448,3 @@ def by_peft(run: Any) -> Iterator[None]:
         yield
     finally:
         use_low_rank(run.model)
-
-
-@contextlib.contextmanager
-def waiting(run: Any) -> Iterator[None]:
-    """A host that looks at the loss of every micro-batch, as trainers with a filter for NaN do."""
-    honest = run.forward.loss
-
-    def looked_at(*args: Any) -> Any:
-        loss = honest(*args)
-        loss.item()
-        return loss
-
-    run.forward.loss = looked_at
-    try:
-        yield
-    finally:
-        del run.forward.loss

@@ -96,11 +96,6 @@ class Scale:
     """Steps by shape; six of the others: NVML looks back for up to a second."""
     of_variants: tuple[int, int] = (1, 3)
     """Warm-up and timed steps of a variant."""
-    large_batch: int = 128
-    """Examples of a step of which micro-batches of 64k tokens can be cut."""
-    micro_batch_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
-    tiles: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
-    probe_s: float = 10.0
     matmul: int = 8192
     copy_bytes: int = 2 << 30
 
@@ -118,10 +113,6 @@ SMALL = Scale(
     n_examples=48,
     shrink=32,
     batches=(("chat", 8), ("full", 4), ("seq2seq", 8), ("classes", 8)),
-    large_batch=16,
-    micro_batch_tokens=(64, 256),
-    tiles=(8, 32),
-    probe_s=1.0,
     matmul=256,
     copy_bytes=1 << 20,
 )

@@ -18,14 +18,14 @@ from peers.assignment import Assignment
 from peers.clock import Clock
 
 CONTESTANTS = {
-    "naive": "B0 naive loop",
-    "hf": "B1 HF Trainer, defaults",
-    "hf-tuned": "B2 HF Trainer, tuned",
-    "trl": "B3a TRL, defaults and packing",
-    "trl-tuned": "B3b TRL, tuned",
+    "hf": "HF Trainer, defaults",
+    "hf-tuned": "HF Trainer, tuned",
+    "trl": "TRL, defaults and packing",
+    "trl-tuned": "TRL, tuned",
     "farthing": "farthing",
 }
-IN_ORDER = ("naive", "hf", "farthing")
+REFERENCE = "hf"
+IN_ORDER = (REFERENCE, "farthing")
 """Those that take the steps they are given; the others order or pack for themselves."""
 CAUSAL_ONLY = ("trl", "trl-tuned")
 """Those that train no seq2seq model and no classifier here."""
@@ -49,8 +49,6 @@ def run(assignment: Assignment) -> dict[str, Any]:
     clock = Clock(torch.cuda.is_available())
     if assignment.contestant == "farthing":
         from peers import ours as runner
-    elif assignment.contestant == "naive":
-        from peers import naive as runner  # type: ignore[no-redef]
     else:
         from peers import hugging as runner  # type: ignore[no-redef]
     started = time.perf_counter()

@@ -34,21 +34,10 @@ def rates(run: dict[str, Any], first: int, last: int) -> dict[str, float] | None
     }
 
 
-def windows(n_steps: int, epochs: int, warm_up: int) -> dict[str, tuple[int, int]]:
-    """Steps by what they are: all after the warm-up, and with several epochs the first and the
-    later ones apart.
-    """
-    found = {"steady": (min(warm_up, n_steps - 1), n_steps)}
-    if epochs > 1:
-        first = n_steps // epochs
-        found |= {"first epoch": (min(warm_up, first - 1), first), "later epochs": (first, n_steps)}
-    return found
-
-
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Several runs of one contestant as one row: medians, the range of speed, the highest memory."""  # noqa: E501
     speeds = [run["steady"]["tokens_per_device_s"] for run in runs]
-    row: dict[str, Any] = {
+    return {
         "n": len(runs),
         "speed": median(speeds),
         "speed_range": [min(speeds), max(speeds)],
@@ -64,10 +53,6 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "losses": {run["seed"]: run["eval_loss"] for run in runs},
         "settings": runs[-1]["settings"],
     }
-    for window in ("first epoch", "later epochs"):
-        if all(window in run for run in runs):
-            row[window] = median(run[window]["tokens_per_device_s"] for run in runs)
-    return row
 
 
 # ---- targets ----
@@ -83,74 +68,46 @@ class Target:
     words: str
     least: float
     peer: str
-    figure: str = "speed"
     workloads: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
-    precisions: tuple[str, ...] = ()
 
-    def applies(self, workload: str, method: str, precision: str) -> bool:
+    def applies(self, workload: str, method: str) -> bool:
         """Whether it is about this table."""
-        precisions = self.precisions or ("fp32", "bf16")
-        about = ((self.workloads, workload), (self.methods, method), (precisions, precision))
+        about = ((self.workloads, workload), (self.methods, method))
         return all(not wanted or value in wanted for wanted, value in about)
 
 
 CAUSAL = ("short", "chat", "full", "shared")
 TARGETS = (
-    Target("against B0 in fp32", 3.0, "naive", precisions=("fp32",), methods=("full",)),
-    Target(
-        "against B0, each in its best precision",
-        6.0,
-        "naive",
-        precisions=("best",),
-        methods=("full",),
-    ),
-    Target(
-        "against B0 in fp32, farthing in its best",
-        6.0,
-        "naive in fp32",
-        precisions=("best",),
-        methods=("full",),
-    ),
-    Target("against B2 on chat lengths", 1.4, "hf-tuned", workloads=("chat",)),
-    Target("against B2 on full-length rows", 1.1, "hf-tuned", workloads=("full",)),
-    Target("against B3b", 1.3, "trl-tuned", workloads=CAUSAL),
+    Target("against Trainer, tuned, on chat lengths", 1.4, "hf-tuned", workloads=("chat",)),
+    Target("against Trainer, tuned, on full-length rows", 1.1, "hf-tuned", workloads=("full",)),
+    Target("against TRL, tuned", 1.3, "trl-tuned", workloads=CAUSAL),
     Target(
         "LoRA on all layers against TRL's defaults", 1.4, "trl", methods=("lora",), workloads=CAUSAL
-    ),
-    Target(
-        "LoRA on the top quarter against TRL's defaults, from the second epoch",
-        3.0,
-        "trl",
-        figure="later epochs",
-        methods=("lora-top",),
-        workloads=CAUSAL,
     ),
 )
 LEAST_SHARE = {"causal-lm": 0.9999, "seq2seq": 0.97, "classification": 0.97}
 
 
-def ratio(table: Table, peer: str, figure: str = "speed") -> float | None:
-    """farthing's figure over the peer's; None where one is missing or void."""
+def ratio(table: Table, peer: str) -> float | None:
+    """farthing's speed over the peer's; None where one is missing or void."""
     rows = [table.get(name) for name in ("farthing", peer)]
-    if any(row is None or row.get("void") or figure not in row for row in rows):
+    if any(row is None or row.get("void") or "speed" not in row for row in rows):
         return None
-    return float(rows[0][figure] / rows[1][figure])  # type: ignore[index]
+    return float(rows[0]["speed"] / rows[1]["speed"])  # type: ignore[index]
 
 
-def against_targets(
-    table: Table, workload: str, method: str, precision: str, task: str
-) -> list[dict[str, Any]]:
+def against_targets(table: Table, workload: str, method: str, task: str) -> list[dict[str, Any]]:
     """Each target about this table, with what was measured: met, missed, or not measured."""
     found = []
     for target in TARGETS:
-        if target.applies(workload, method, precision):
-            value = ratio(table, target.peer, target.figure)
+        if target.applies(workload, method):
+            value = ratio(table, target.peer)
             found.append(
                 _judged(target.words, target.least, value, lambda value, least: value >= least)
             )
     ours = table.get("farthing", {})
-    if "peak_bytes" not in ours or precision == "best":
+    if "peak_bytes" not in ours:
         return found
     share = ours["useful_share"]
     found.append(
@@ -190,21 +147,3 @@ def _judged(
         else "missed"
     )
     return {"target": words, "bound": bound, "measured": value, "state": state}
-
-
-def best_precision(tables: dict[str, Table]) -> Table:
-    """farthing and B0, each from the table of the precision in which it is quickest, and B0 in
-    fp32.
-    """
-    found: Table = {}
-    for name in ("farthing", "naive"):
-        rows = [
-            table[name]
-            for table in tables.values()
-            if name in table and not table[name].get("void")
-        ]
-        if rows:
-            found[name] = max(rows, key=lambda row: float(row["speed"]))
-    if "naive" in tables.get("fp32", {}):
-        found["naive in fp32"] = tables["fp32"]["naive"]
-    return found

@@ -96,7 +96,7 @@ def verdict(
         return Verdict("not a number")
     common = sorted(set(reference) & set(losses))
     if len(reference) < fewest or not common:
-        return Verdict(f"not judged: {len(reference)} of {fewest} seeds of B0")
+        return Verdict(f"not judged: {len(reference)} of {fewest} seeds of the reference")
     spread = max(reference.values()) - min(reference.values())
     difference = sum(losses[seed] - reference[seed] for seed in common) / len(common)
     word = "equal"

@@ -30,20 +30,13 @@ from peers.assignment import Assignment
 from peers.hugging import rows_a_step
 
 BENCH = Path(__file__).resolve().parent.parent
-LEARNING_RATES = {"full": 1e-3, "lora": 5e-3, "lora-top": 5e-3}
+LEARNING_RATES = {"full": 1e-3, "lora": 5e-3}
 MALLOC = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
     "MALLOC_TOP_PAD_": "268435456",
 }
 """glibc keeps what it has, as torch's own allocator does on a GPU: for all contestants alike."""
-OWN = ("naive", "farthing")
-"""Those that run in this Python."""
-RUNNERS = {
-    "naive": ("naive.py",),
-    "farthing": ("ours.py",),
-}
-"""The harness's code for a contestant; the others': hugging.py."""
 TUNABLE = ("hf-tuned", "trl", "trl-tuned")
 WARM_UP = 2
 """Steps left out of the steady state; they are part of the dollars."""
@@ -94,7 +87,7 @@ class Race:
         of the process.
         """
         name = assignments[0].contestant
-        is_own = name in OWN
+        is_own = name == "farthing"
         python = sys.executable if is_own else str(self.peers_python)
         out = Path(assignments[0].out)
         shutil.rmtree(out, ignore_errors=True)
@@ -175,9 +168,8 @@ class Race:
     def _record(self, assignment: Assignment, result: dict[str, Any]) -> dict[str, Any]:
         n_steps, n_examples = len(result["useful"]), assignment.n_steps * assignment.batch
         per_epoch = n_steps // assignment.epochs
-        of = figures.windows(n_steps, assignment.epochs, WARM_UP)
         due = int(assignment.examples("train").lengths.sum()) * assignment.epochs
-        record = {
+        return {
             "contestant": assignment.contestant,
             "seed": assignment.seed,
             "settings": assignment.settings,
@@ -191,11 +183,9 @@ class Race:
             "first_loss": result["first_loss"],
             "said": result.get("said", {}),
             "epoch": figures.rates(result, 0, per_epoch),
+            "steady": figures.rates(result, min(WARM_UP, n_steps - 1), n_steps),
             "saw_all": sum(result["useful"]) == due,
             "marks": {name: result[name] for name in ("wall", "cpu", "useful", "computed")},
-        }
-        return record | {
-            name: figures.rates(result, first, last) for name, (first, last) in of.items()
         }
 
     def has_time(self, kind: str) -> bool:
@@ -208,8 +198,8 @@ class Race:
     def key(self, assignment: Assignment) -> str:
         """What a record is kept under."""
         values = asdict(assignment) | {"folder": Path(assignment.folder).name, "out": ""}
-        files = ["assignment.py", "clock.py", "models.py", "contestant.py"]
-        files += RUNNERS.get(assignment.contestant, ("hugging.py",))
+        runner = "ours.py" if assignment.contestant == "farthing" else "hugging.py"
+        files = ["assignment.py", "clock.py", "models.py", "contestant.py", runner]
         code = hashlib.sha256(
             b"".join((Path(__file__).parent / name).read_bytes() for name in files)
         )

@@ -37,9 +37,6 @@ def draw(table: dict[str, Any]) -> str:
             f" {table['facts']['parameters'] / 1e6:.1f} M parameters"
         )
         lines += _columns([HEAD, *(_row(name, rows) for name in CONTESTANTS if name in rows)])
-        lines += [
-            _epochs(name, rows) for name in CONTESTANTS if "later epochs" in rows.get(name, {})
-        ]
         lines += [f"  {name}: {_settings(row)}" for name, row in rows.items() if _settings(row)]
     for target in table["targets"]:
         value = "" if target["measured"] is None else f"{target['measured']:.2f}"
@@ -80,18 +77,6 @@ def _verdict(row: dict[str, Any]) -> str:
     if said["difference"] is not None:
         words += f" ({said['difference']:+.4f}, spread {said['spread']:.4f})"
     return f"VOID: {words}" if row["void"] else words
-
-
-def _epochs(name: str, rows: dict[str, Any]) -> str:
-    row, ours = rows[name], rows.get("farthing", {})
-    words = (
-        f"  {name}: first epoch {row['first epoch']:.0f}, later epochs {row['later epochs']:.0f}"
-        " tok/dev-s"
-    )
-    if name != "farthing" and "later epochs" in ours:
-        words += f", farthing's ratio {ours['first epoch'] / row['first epoch']:.2f} and "
-        words += f"{ours['later epochs'] / row['later epochs']:.2f}"
-    return words
 
 
 def _settings(row: dict[str, Any]) -> str:

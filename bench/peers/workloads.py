@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -354,16 +353,16 @@ def _initial_weights(folder: Path, task: str, label_names: list[str]) -> dict[st
     model.save_pretrained(folder)
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "targets": {"full": [], "lora": all_linear(model), "lora-top": upper_linear(model)},
+        "targets": {"full": [], "lora": all_linear(model)},
     }
 
 
-def _linear(model: Any) -> list[str]:
-    """Names of the linear layers of the body."""
+def all_linear(model: Any) -> list[str]:
+    """The last parts of the names of the linear layers of the body: peft finds all by them."""
     body = model.base_model_prefix
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return [
-        name
+    names = {
+        name.rpartition(".")[2]
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
         and module is not head
@@ -373,27 +372,8 @@ def _linear(model: Any) -> list[str]:
             or not hasattr(model, body)
             or model.get_submodule(body) is model
         )
-    ]
-
-
-def all_linear(model: Any) -> list[str]:
-    """The last parts of those names: peft finds all layers by them."""
-    return sorted({name.rpartition(".")[2] for name in _linear(model)})
-
-
-def upper_linear(model: Any) -> list[str]:
-    """The names of the linear layers in the top quarter (rounded up) of the layers; of a T5, of its
-    decoder.
-    """
-    numbers: dict[str, int] = {}
-    for name in _linear(model):
-        number = next((int(part) for part in name.split(".") if part.isdigit()), None)
-        if number is not None and not name.startswith("encoder."):
-            numbers[name] = number
-    n_layers = max(numbers.values()) + 1
-    return [
-        name for name, number in numbers.items() if number >= n_layers - math.ceil(n_layers / 4)
-    ]
+    }
+    return sorted(names)
 
 
 # ---- tokens ----
