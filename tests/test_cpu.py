@@ -19,7 +19,7 @@ from farthing.model import cpu
 from farthing.model.attention import attend
 from farthing.model.attention_kernels import How, plain_attention
 from farthing.model.documents import Documents
-from farthing.model.norms import KINDS
+from farthing.model.norms import KINDS, use_one_gelu
 
 HEADS, WIDTH = 4, 16
 CLOSE = 1e-2  # of the whole: bf16 has eight bits
@@ -363,3 +363,13 @@ def test_norms_are_those_of_transformers() -> None:
         for left, right in zip(*results, strict=True):
             torch.testing.assert_close(left, right, rtol=2e-5, atol=2e-6)
         assert torch.equal(own(hidden.bfloat16()), plain(hidden.bfloat16()))  # left to transformers
+
+
+def test_a_gelu_with_a_tanh_is_that_of_transformers() -> None:
+    from transformers.activations import ACT2FN
+
+    activation, numbers = ACT2FN["gelu_new"], torch.linspace(-9, 9, 2001)
+    expected = activation(numbers)
+    use_one_gelu(nn.Sequential(activation))
+    torch.testing.assert_close(activation(numbers), expected, rtol=1e-5, atol=1e-6)
+    assert activation(numbers.requires_grad_()).grad_fn.name() == "GeluBackward0"

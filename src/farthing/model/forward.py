@@ -58,6 +58,7 @@ from farthing.model.head import (
 )
 from farthing.model.last_layer import last_layer
 from farthing.model.loss import find_labelled, inner_of, logits_of, summed_loss
+from farthing.model.norms import use_one_gelu
 from farthing.model.pairs import collate_pairs, pair_batch
 from farthing.models.tiles import WRITES_MORE, default_tile_tokens, head_bytes
 from farthing.objectives.objective import Answers, OfStep, Settings
@@ -109,6 +110,7 @@ class Forward:
         self.tile_tokens: int | None = None
         self.micro_batch_cost: MicroBatchCost = ON_CPU
         """By which padded micro-batches are split."""
+        use_one_gelu(inner_of(model))
         other = "the job names another attention, or the run began padded"
         self.why_padded = can_go_packed(model, task) if may_go_packed else other
         if self.why_padded is None:

@@ -46,12 +46,17 @@ def is_known(module: Any) -> bool:
 
 
 def use_one_kernel(inner: nn.Module) -> None:
-    """Let a model be computed so."""
+    """Let the RMS norms of a model on a GPU be computed so where they are in fp32."""
     for module in inner.modules():
-        if type(module).__name__ == "NewGELUActivation":
-            module.forward = _gelu
         if is_known(module) and module.weight.is_cuda:
             module.forward = functools.partial(_forward, module, module.forward)
+
+
+def use_one_gelu(inner: nn.Module) -> None:
+    """Let a model's GELUs with a tanh be computed so."""
+    for module in inner.modules():
+        if type(module).__name__ == "NewGELUActivation":
+            module.forward = functools.partial(F.gelu, approximate="tanh")
 
 
 def leave_to_compiler(inner: nn.Module) -> None:
@@ -62,10 +67,6 @@ def leave_to_compiler(inner: nn.Module) -> None:
         own = vars(module).get("forward")
         if isinstance(own, functools.partial) and own.func.__module__ in OURS:
             del module.forward
-
-
-def _gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
 
 
 def _forward(module: Any, original: Any, hidden: Tensor) -> Tensor:
