@@ -39,10 +39,10 @@ HOST_BYTES_PER_S = 20e9  # of main memory, for each GPU: about what 8 A100 had (
 CPU_MATMUL_SHARE = 0.7  # whole steps of a Llama and a T5 on one thread of an EPYC of family 25
 CPU_BANDWIDTH_BYTES_PER_S = 10e9  # of a thread
 LINK_ERROR, GEFORCE_LINK_ERROR, KNOWN_LINK_ERROR = 0.5, 2.0, 0.2  # by assumption
-CPU_LAUNCH_SHARE = 1.6  # of what a GPU's host needs to launch kernels
+CPU_LAUNCH_SHARE = 1.7  # of what a GPU's host needs to launch kernels
 CPU_ATTENTION_SHARE = 0.3  # of what products reach
 CPU_UPDATE_SHARE = 0.5  # of the bandwidth of a thread that the optimizer reaches
-CPU_STEP_S = 2e-3  # of a step whatever the model: its batch, the update of its tensors, the log
+CPU_STEP_S = 2.3e-3  # of a step whatever the model: its batch, the update of its tensors, the log
 
 
 class Device(NamedTuple):
