@@ -11,11 +11,8 @@ from rich.table import Table as Grid
 from farthing.report.blocks import (
     Bars,
     Block,
-    Cards,
-    Drawing,
     Finding,
     Listed,
-    More,
     Pairs,
     Section,
     Stack,
@@ -51,6 +48,7 @@ def _styled(text: Text) -> str:
 
 
 def draw_block(console: Console, block: Block) -> None:
+    """Cards, drawings and what opens are for a page alone."""
     if isinstance(block, Text):
         console.print(_styled(block), soft_wrap=block.kind == "code")
     elif isinstance(block, Pairs):
@@ -78,8 +76,6 @@ def draw_block(console: Console, block: Block) -> None:
             paragraphs = paragraphs[1:]
         for words in paragraphs:  # commands in them are to be copied: they stay on one line
             console.print(f"  {escape(words.replace('`', ''))}", soft_wrap=True)
-    else:
-        assert isinstance(block, Cards | Drawing | More)  # for a page
 
 
 def _table(console: Console, block: Table) -> Grid:

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 KIND = "farthing plan"
 UNTRIED = "farthing was not run on several real GPUs so far"
-UNTRIED_ALONE = "weights in main memory were not tried with a real GPU so far"
 SOONER_AT_MOST = 2.0  # times the dollars of the best
 N_CHOICES, N_REJECTED, N_NEAREST = 20, 20, 3  # in JSON without --all
 
@@ -356,9 +355,8 @@ def _price_notes(plan: Plan) -> tuple[str, ...]:
 def _answer(best: Choice | None, rows: Sequence[Choice], study: Study) -> str:
     rented = next((row for row in rows if row.is_rented), None)
     here = next((row for row in rows if not row.is_priced), None)
-    untried = UNTRIED if best and best.n_gpus > 1 else UNTRIED_ALONE
     n_refused, cap = len(study.answer.rejected), study.wanted.max_usd
-    return say("plan.txt", "answer", best, n_refused, cap, rented, here, untried)
+    return say("plan.txt", "answer", best, n_refused, cap, rented, here)
 
 
 def _here(rows: Sequence[Choice], study: Study) -> Here | None:

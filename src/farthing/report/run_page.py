@@ -73,11 +73,9 @@ def leave_page(folder: Path, receipt: Receipt) -> None:
 
 def compared_page(receipts: Sequence[Receipt], comparisons: Sequence[Comparison]) -> str:
     """Several runs on one page, the first against each of the others."""
-    first, others = receipts[0], ", ".join(_name(other) for other in receipts[1:])
-    words = comparisons[0].in_words(_name(first), _name(receipts[1]))
-    words = words or f"{_name(first)} against {others}"
     names = [_name(receipt) for receipt in receipts]
     names = [n if names.count(n) == 1 else r.run for n, r in zip(names, receipts, strict=True)]
+    words = comparisons[0].in_words(*names[:2]) or f"{names[0]} against {', '.join(names[1:])}"
     pairs = list(zip(names, receipts, strict=True))
     notes = dict.fromkeys(note for each in comparisons for note in each.notes)
     heads = ("", *(f"#{name}" for name in names), "#first / second")
@@ -102,7 +100,7 @@ def compared_page(receipts: Sequence[Receipt], comparisons: Sequence[Comparison]
         held_back = diagnosis(receipt)
         blocks = Text(held_back.title, "soft"), *held_back.blocks
         report.append(Section(f"{name}: {_headline(receipt)}", blocks))
-    return _page("farthing runs compared", f"farthing: {words}", first, report)
+    return _page("farthing runs compared", f"farthing: {words}", receipts[0], report)
 
 
 def _page(name: str, title: str, receipt: Receipt, report: Iterable[Section | None]) -> str:

@@ -4,7 +4,7 @@ or lines below each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -45,9 +45,7 @@ def _texts(is_markup: bool) -> jinja2.Environment:
 
     shown = escape if is_markup else printable
     found = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
         lstrip_blocks=True,
-        auto_reload=False,
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: shown(value).replace("|", _BAR) if type(value) is str else value,
     )
@@ -55,6 +53,17 @@ def _texts(is_markup: bool) -> jinja2.Environment:
     for function in (*known, cost_range, say_cost, say_short, span, sparkline, time_range):
         found.globals[function.__name__] = function
     return found
+
+
+@cache
+def _macro(file: str, name: str) -> Callable[..., str]:
+    """Compiled alone: a command needs few of the macros of a file."""
+    text = (TEMPLATES / file).read_text(encoding="utf-8")
+    begin = text.index(f"{{% macro {name}(")
+    end = text.index("{% endmacro %}", begin)
+    source = text[begin:end] + "{% endmacro %}"
+    found = _texts(file.endswith(".rich")).from_string(source)
+    return getattr(found.module, name)
 
 
 def lines(file: str, macro: str, *values: Any) -> list[str]:
@@ -65,8 +74,7 @@ def lines(file: str, macro: str, *values: Any) -> list[str]:
 
 
 def _lines(file: str, macro: str, *values: Any) -> list[str]:
-    template = _texts(file.endswith(".rich")).get_template(file)
-    text = getattr(template.module, macro)(*values)
+    text = _macro(file, macro)(*values)
     return [line.rstrip() for line in text.split("\n") if line.strip()]
 
 
