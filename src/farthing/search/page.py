@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from farthing.storage.files import Json
 from farthing.units import say_usd
 
 LEFT, RIGHT, TOP, BOTTOM = 70.0, 780.0, 20.0, 270.0
+LOGARITHMIC = 50.0
+"""Of an axis whose largest number is so many times its smallest."""
 
 
 def search_page(receipt: Json) -> str:
@@ -165,7 +168,7 @@ def _parallel(receipt: Json) -> Json | None:
 
 
 def _column(values: Sequence[Any]) -> Mapping[str, Any]:
-    """Places of values on an axis: numbers by size, others by their order."""
+    """Places of values on an axis: numbers by size, or by its logarithm, others by their order."""
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         numbers, names = [float(value) for value in values], None
     else:
@@ -173,6 +176,9 @@ def _column(values: Sequence[Any]) -> Mapping[str, Any]:
         numbers = [float(names.index(str(value))) for value in values]
     scale = _Scale(numbers, BOTTOM, TOP)
     low, high = (names[0], names[-1]) if names else (f"{scale.low:.4g}", f"{scale.high:.4g}")
+    if scale.low > 0 and scale.high >= LOGARITHMIC * scale.low:
+        numbers = [math.log(number) for number in numbers]
+        scale = _Scale(numbers, BOTTOM, TOP)
     return {"at": [scale(number) for number in numbers], "low": low, "high": high}
 
 
