@@ -17,7 +17,6 @@ of what it computes and of what steps are made to take: a machine that others us
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -32,6 +31,7 @@ from typing import Any
 
 import psutil
 
+from common import command, seeds_of, write_job
 from farthing.run.accounts import read_ledger
 from farthing.run.guard import PIPE
 from farthing.tiny import demo_rows, write_jsonl
@@ -55,6 +55,16 @@ import sys, farthing
 sys.exit({"limit": 3}.get(farthing.fine_tune(sys.argv[1], quiet=True).state, 0))
 """
 USD_PER_HOUR = 3.6
+JOB = """
+task: causal-lm
+model: {model_name_or_path: ./base, init: random}
+data: {train: data.jsonl, eval_fraction: 0.2}
+method: full
+train: {eval_strategy: steps, eval_steps: 20, save_steps: 10, probe: false}
+where: {device: cpu, usd_per_hour: 3.6}
+output_dir: ./run
+cache_dir: ./cache
+"""
 LATE_S = 10.0
 """On a machine with nothing else to do; longer by as much as others slow the bench down."""
 SPIN_S = 0.01
@@ -105,31 +115,13 @@ def job_in(folder: Path, case: dict[str, Any]) -> Path:
     ]
     make_model_folder(folder / "base", [" ".join(row.values()) for row in rows], "llama")
     write_jsonl(folder / "data.jsonl", rows)
-    values = {
-        "task": "causal-lm",
-        "model": {"model_name_or_path": "./base", "init": "random"},
-        "data": {"train": "data.jsonl", "eval_fraction": 0.2},
-        "method": "full",
-        "train": {
-            "max_steps": case["max_steps"],
-            "global_batch_size": case["batch"],
-            "eval_strategy": "steps",
-            "eval_steps": 20,
-            "save_steps": 10,
-            "probe": False,
-        },
-        "limits": {"max_usd": case["cap_s"] / 3600 * USD_PER_HOUR},
-        "where": {
-            "device": "cpu",
-            "usd_per_hour": USD_PER_HOUR,
-            "gpus": case["n_ranks"],
-            "patience_s": case["patience_s"],
-        },
-        "output_dir": "./run",
-        "cache_dir": "./cache",
-    }
-    (folder / "job.yaml").write_text(json.dumps(values), encoding="utf-8")
-    return folder / "job.yaml"
+    return write_job(
+        folder,
+        JOB,
+        train={"max_steps": case["max_steps"], "global_batch_size": case["batch"]},
+        limits={"max_usd": case["cap_s"] / 3600 * USD_PER_HOUR},
+        where={"gpus": case["n_ranks"], "patience_s": case["patience_s"]},
+    )
 
 
 def play(case: dict[str, Any]) -> dict[str, Any]:
@@ -281,19 +273,15 @@ def measure_lengths(seeds: range) -> dict[str, Any]:
 
 def main() -> int:
     """Play the seeds; 1 where one has a fault."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--first-seed", type=int, default=0)
+    parser = command(__doc__)
     parser.add_argument("--lengths", action="store_true", help="jobs that nothing disturbs")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if arguments.lengths:
-        seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
-        measured = measure_lengths(seeds)
+        measured = measure_lengths(seeds_of(arguments))
         print(json.dumps(measured, indent=1))
         return 1 if measured["bad"] else 0
     outcomes = []
-    for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
+    for seed in seeds_of(arguments):
         found = play(draw(seed))
         found["faults"] = faults_of(found)
         outcomes.append(found)
@@ -304,19 +292,9 @@ def main() -> int:
     bad = [found for found in outcomes if found["faults"]]
     worst = max(found["late_s"] for found in outcomes)
     if arguments.json:
-        print(
-            json.dumps(
-                {
-                    "kind": "farthing caps",
-                    "n": len(outcomes),
-                    "n_bad": len(bad),
-                    "most_late_s": worst,
-                    "bad": bad,
-                    "outcomes": outcomes,
-                },
-                indent=1,
-            )
-        )
+        result = {"kind": "farthing caps", "n": len(outcomes), "n_bad": len(bad)}
+        result |= {"most_late_s": worst, "bad": bad, "outcomes": outcomes}
+        print(json.dumps(result, indent=1))
     else:
         print(f"{len(outcomes)} runs, {len(bad)} with a fault, latest {worst:+.1f} s from the cap")
     return 1 if bad else 0

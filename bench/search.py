@@ -12,8 +12,7 @@ are too small for them.
 
 from __future__ import annotations
 
-import argparse
-import hashlib
+import filecmp
 import json
 import os
 import random
@@ -29,8 +28,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
+from common import command, lines_of, seeds_of, write_job
 from farthing.config.job import SearchSection
 from farthing.config.load import load_job
 from farthing.objectives.registry import objective_of
@@ -47,12 +45,21 @@ RATES, BATCHES = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2], [16, 32]
 VARY = {"train.learning_rate": RATES, "train.global_batch_size": BATCHES}
 GRID = [dict(zip(VARY, values, strict=True)) for values in product(RATES, BATCHES)]
 N_TRIALS, N_KILLS, USD_PER_HOUR = len(GRID), 5, 0.36
+WAYS, WEIGHTS = ("search", "optuna", "random"), "model/model.safetensors"
 RUNGS = rungs_of(3, 0.1, N_TRIALS)
+JOB = """
+model: {model_name_or_path: ./model, init: random}
+data: {train: ./data.jsonl, eval_fraction: 0.25, max_length: 64}
+method: full
+train: {num_train_epochs: 3, lr_scheduler_type: cosine, predict_with_generate: false, probe: false}
+where: {device: cpu}
+limits: {max_usd: 10}
+output_dir: ./search
+cache_dir: ./cache
+"""
 
 
 class Task(NamedTuple):
-    """A real task, small enough for a CPU."""
-
     name: str
     family: str
     kind: str
@@ -60,27 +67,20 @@ class Task(NamedTuple):
     rows: Callable[[Path], Iterable[dict[str, str]]]
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def complaints(data: Path) -> Iterable[dict[str, str]]:
-    """Complaints of the four most frequent products."""
-    rows = [row for row in _read(data / "complaints_narratives.jsonl") if row["text"]]
+    rows = [row for row in lines_of(data / "complaints_narratives.jsonl") if row["text"]]
     frequent = [name for name, _ in Counter(row["product"] for row in rows).most_common(4)]
     of_name = (row for name in frequent for row in rows if row["product"] == name)
     return ({"text": row["text"][:400], "label": row["product"]} for row in of_name)
 
 
 def restaurants(data: Path) -> Iterable[dict[str, str]]:
-    """Facts about restaurants, and a sentence that says them."""
-    rows = _read(data / "e2e_nlg_dev_test.jsonl")
+    rows = lines_of(data / "e2e_nlg_dev_test.jsonl")
     return ({"prompt": row["input"], "completion": " " + row["target"]} for row in rows)
 
 
 def prompts(data: Path) -> Iterable[dict[str, str]]:
-    """Short prompts of many tasks, and their answers."""
-    for row in _read(data / "p3_open_license_sample.jsonl"):
+    for row in lines_of(data / "p3_open_license_sample.jsonl"):
         if len(row["prompt"]) < 400 and 0 < len(row["completion"]) < 100:
             yield {"input": row["prompt"], "target": row["completion"]}
 
@@ -92,47 +92,16 @@ TASKS = (
 )
 
 
-def job_file(folder: Path, task: Task, data: Path, seed: int, **keys: Any) -> Path:
-    """The search's job."""
+def job_file(folder: Path, task: Task, data: Path, seed: int, usd: float, **keys: Any) -> Path:
     folder.mkdir(parents=True)
     rows = random.Random(0).sample(list(task.rows(data)), 260)
     texts = (" ".join(row.values()) for row in rows)
     make_model_folder(folder / "model", texts, task.family, hidden=32)
     write_jsonl(folder / "data.jsonl", rows)
-    job = {
-        "task": task.kind,
-        "model": {"model_name_or_path": "./model", "init": "random"},
-        "data": {"train": "./data.jsonl", "eval_fraction": 0.25, "max_length": 64},
-        "method": "full",
-        "train": {
-            "num_train_epochs": 3,
-            "lr_scheduler_type": "cosine",
-            "metric_for_best_model": task.metric,
-            "predict_with_generate": False,
-            "probe": False,
-            "seed": seed,
-        },
-        "search": {"vary": VARY, "trials": N_TRIALS, "seed": seed},
-        "where": {"device": "cpu", "usd_per_hour": USD_PER_HOUR},
-        "limits": {"max_usd": 10},
-        "output_dir": "./search",
-        "cache_dir": "./cache",
-        **keys,
-    }
-    path = folder / "job.yaml"
-    path.write_text(yaml.safe_dump(job), encoding="utf-8")
-    return path
-
-
-def key_of(settings: dict[str, Any]) -> str:
-    """Settings as a key."""
-    return json.dumps(settings, sort_keys=True)
-
-
-def sha256_of(run: Path) -> str:
-    """Of a run's exported weights; empty where it has none."""
-    path = run / "model" / "model.safetensors"
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+    train = {"metric_for_best_model": task.metric, "seed": seed}
+    search = {"vary": VARY, "trials": N_TRIALS, "seed": seed}
+    keys |= {"task": task.kind, "train": train, "search": search, "where": {"usd_per_hour": usd}}
+    return write_job(folder, JOB, **keys)
 
 
 class Grid:
@@ -140,18 +109,20 @@ class Grid:
 
     def __init__(self, task: Task, folder: Path, path: Path) -> None:
         self.greater = objective_of(task.kind).metrics[task.metric]
-        self._metric, self._answers, self.weights = task.metric, {}, {}
+        self._metric, self._answers, self._folder = task.metric, list[Any](), folder / "grid"
         job, ways = load_job(path), {"n_steps": None, "times": None, "is_close": False}
         for number, settings in enumerate(GRID):
-            run = folder / "grid" / f"{number:02d}"
-            values = values_with(job, settings) | {"output_dir": str(run), "limits": {}}
+            run = str(self._folder / str(number))
+            values = values_with(job, settings) | {"output_dir": run, "limits": {}}
             asked = {"values": values, "place": str(path), "first_fraction": RUNGS.fractions[0]}
-            self._answers[key_of(settings)] = train_segment(asked | ways, lambda row: None)
-            self.weights[key_of(settings)] = sha256_of(run)
+            self._answers.append(train_segment(asked | ways, lambda row: None))
+
+    def weights(self, settings: dict[str, Any]) -> Path:
+        return self._folder / str(GRID.index(settings)) / WEIGHTS
 
     def score(self, settings: dict[str, Any], fraction: float) -> float | None:
         """The score of settings after a share of their steps."""
-        rows = self._answers[key_of(settings)]["evaluations"]
+        rows = self._answers[GRID.index(settings)]["evaluations"]
         n = len(rows) if fraction == 1 else round(fraction / RUNGS.fractions[0])
         return best_score(rows[:n], self._metric, greater_is_better=self.greater, best=True)
 
@@ -201,11 +172,10 @@ def run(path: Path, n_kills: int = 0) -> int:
 
 
 def measured(task: Task, data: Path, folder: Path, seeds: range) -> dict[str, Any]:
-    """All figures of one task."""
     rows, of_first = list[dict[str, Any]](), dict[str, Any]()
     n_full = max(1, round(RUNGS.full_runs(N_TRIALS)))
     for seed in seeds:
-        path = job_file(folder / str(seed), task, data, seed)
+        path = job_file(folder / str(seed), task, data, seed, USD_PER_HOUR)
         grid = Grid(task, path.parent, path)
         trials, winner = grid.searched(seed)
         row = {"seed": seed, "search": grid.loss_of(trials[winner])}
@@ -217,9 +187,7 @@ def measured(task: Task, data: Path, folder: Path, seeds: range) -> dict[str, An
     return {
         "task": task.name,
         "compute_share": RUNGS.full_runs(N_TRIALS) / N_TRIALS,
-        "within_1_percent": {
-            name: sum(row[name] <= 0.01 for row in rows) for name in ("search", "optuna", "random")
-        },
+        "within_1_percent": {way: sum(row[way] <= 0.01 for row in rows) for way in WAYS},
         **of_first,
         "seeds": rows,
     }
@@ -231,6 +199,7 @@ def ran(path: Path, grid: Grid, trials: list[dict[str, Any]], winner: int) -> di
     receipt, folder = read_receipt(path.parent / "search"), path.parent / "search"
     won = receipt["winner"]["trial"]
     folder.rename(path.parent / "killed")
+    weights = folder_of(path.parent / "killed", won) / WEIGHTS
     bill = priced(load_job(path), str(path))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert run(path) == 0, (path.parent / "said.txt").read_text()
@@ -240,8 +209,7 @@ def ran(path: Path, grid: Grid, trials: list[dict[str, Any]], winner: int) -> di
         "n_kills": N_KILLS,
         "same_trials": [each["settings"] for each in receipt["trials"]] == trials,
         "same_winner": won == winner,
-        "same_weights": sha256_of(folder_of(path.parent / "killed", won))
-        == grid.weights[key_of(trials[winner])],
+        "same_weights": filecmp.cmp(weights, grid.weights(trials[winner]), shallow=False),
         "planned_usd": bill and bill.of(N_TRIALS)["here"]["usd"],
         "usd": read_receipt(folder)["usd"],
         "usd_of_cpu_time": cpu_s / 3600 * USD_PER_HOUR,
@@ -255,33 +223,25 @@ def capped(data: Path, folder: Path, seeds: range) -> dict[str, Any]:
         chance = random.Random(seed)
         price, seconds = 10 ** chance.uniform(-1, 1.6), chance.uniform(8, 40)
         cap = {"limits": {"max_usd": price * seconds / 3600}}
-        where = {"where": {"device": "cpu", "usd_per_hour": price}}
-        path = job_file(folder / str(seed), TASKS[seed % 3], data, seed, **cap, **where)
+        path = job_file(folder / str(seed), TASKS[seed % 3], data, seed, price, **cap)
         began = time.monotonic()
         codes[run(path)] += 1
-        over_s = time.monotonic() - began - seconds
-        if over_s > 0:
-            over[seed] = over_s
-    return {"task": "caps", "n": len(seeds), "over_s": over, "exit_codes": dict(codes)}
+        over[seed] = time.monotonic() - began - seconds
+    late = {seed: over_s for seed, over_s in over.items() if over_s > 0}
+    return {"task": "caps", "n": len(seeds), "over_s": late, "exit_codes": dict(codes)}
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--first-seed", type=int, default=0)
+    parser = command(__doc__, metavar="FILE", type=Path)
     parser.add_argument("--caps", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", type=Path)
     arguments = parser.parse_args()
     data, first, found = Path(os.environ["FARTHING_DATA"]), arguments.first_seed, []
     with tempfile.TemporaryDirectory() as folder:
-        for task in TASKS if arguments.seeds else ():
-            seeds = range(first, first + arguments.seeds)
-            found.append(measured(task, data, Path(folder) / task.name, seeds))
+        for task in TASKS if arguments.n else ():
+            found.append(measured(task, data, Path(folder) / task.name, seeds_of(arguments)))
             print(json.dumps(found[-1]), flush=True)
         if arguments.caps:
-            seeds = range(first, first + arguments.caps)
-            found.append(capped(data, Path(folder) / "caps", seeds))
+            found.append(capped(data, Path(folder) / "caps", range(first, first + arguments.caps)))
             print(json.dumps(found[-1]), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -47,13 +47,23 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from common import command, seeds_of, write_job
 from farthing.tiny import demo_rows, write_jsonl
 from kills import PLACES, Forked, Whereabouts, finish, kill_at, moments, patched
 from small_models import make_model_folder
 
 N_STEPS = 18
+JOB = """
+model: {init: random}
+data:
+  {eval_fraction: 0.2, max_length: 128, max_target_length: 24, max_train_samples: 64,
+  max_eval_samples: 8, max_bad_rows: 0.2}
+method: {lora_r: 4, lora_dropout: 0.1}
+train:
+  {max_steps: 18, global_batch_size: 8, per_device_train_batch_size: 3, learning_rate: 0.003,
+  save_steps: 2, save_total_limit: 3, eval_steps: 6}
+"""
+PACKAGES = ("torch", "transformers", "peft", "safetensors", "numpy")
 DATED = "dated.jinja"
 MORE_KEYS: dict[str, bool] = {}
 """Of `train` in every job."""
@@ -98,49 +108,38 @@ class Chain:
         )
 
 
-class Farthing:
+def prepare(where: Whereabouts) -> None:
+    """Import what an attempt needs, and have it say where it is."""
+    modules = ["farthing.cli", "farthing.train.run", "peft", "transformers.integrations.peft"]
+    modules += [f"transformers.models.{each}.modeling_{each}" for each in set(FAMILY.values())]
+    for module in modules:
+        importlib.import_module(module)
+    with contextlib.suppress(ImportError):  # seq2seq jobs want it, and say where it is missing
+        importlib.import_module("rouge_score.rouge_scorer")
+    say_where(where)
+
+
+def train(job: Path) -> int:
     """`farthing train`."""
+    import torch
 
-    name = "farthing"
-    packages = ("torch", "transformers", "peft", "safetensors", "numpy")
+    from farthing.cli import main
 
-    def prepare(self, where: Whereabouts) -> None:
-        for module in ("farthing.cli", "farthing.train.run", "peft"):
-            importlib.import_module(module)
-        with contextlib.suppress(
-            ImportError
-        ):  # it is wanted by seq2seq jobs, which say so where it is not there
-            importlib.import_module("rouge_score.rouge_scorer")
-        importlib.import_module("transformers.integrations.peft")
-        for family in FAMILY.values():
-            importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-        say_where(where)
+    torch.set_num_threads(1)  # the model is tiny: a second thread would only wait
+    return main(["train", str(job)])
 
-    def attempt(self, job: Path) -> int:
-        import torch
 
-        from farthing.cli import main
+def steps_of(run: Path) -> list[int]:
+    """The steps in a run's log."""
+    return [row["step"] for row in _rows(run / "log.jsonl", "examples")]
 
-        torch.set_num_threads(1)  # the model is tiny: a second thread would only wait
-        return main(["train", str(job)])
 
-    def last_step(self, run: Path) -> int:
-        return len(_rows(run / "log.jsonl", "examples"))
+def resumed_at(run: Path) -> list[int]:
+    """The first step of each attempt."""
+    from farthing.run.accounts import read_ledger
 
-    def resumed_at(self, run: Path) -> list[int]:
-        from farthing.run.accounts import read_ledger
-
-        return [
-            account.first_step
-            for account in read_ledger(run / "ledger.jsonl").ordered
-            if account.began
-        ]
-
-    def steps(self, run: Path) -> list[int]:
-        return [row["step"] for row in _rows(run / "log.jsonl", "examples")]
-
-    def result_of(self, run: Path) -> dict[str, bytes | str]:
-        return result_of(run)
+    accounts = read_ledger(run / "ledger.jsonl").ordered
+    return [account.first_step for account in accounts if account.began]
 
 
 def say_where(where: Whereabouts) -> None:
@@ -227,7 +226,6 @@ def _rows(path: Path, key: str) -> list[dict[str, Any]]:
 def survive(
     seed: int,
     folder: Path,
-    contestant: Farthing,
     where: Whereabouts,
     data: Path | None = None,
     *,
@@ -272,7 +270,7 @@ def survive(
         words = job.with_suffix(".out")
         home = job.parent if job != alone and new_machine else None
         if not spawn:
-            return Forked(lambda: [become(home), contestant.attempt(job)][1], words)  # type: ignore[list-item, return-value]
+            return Forked(lambda: [become(home), train(job)][1], words)  # type: ignore[list-item, return-value]
         with open(words, "wb") as output:
             command = [
                 sys.executable,
@@ -300,14 +298,14 @@ def survive(
         cache = killed.parent / "cache" / run.name
         if moment.aim == "tokenization":
             shutil.rmtree(cache, ignore_errors=True)  # else nothing is tokenized twice
-        left_s = duration_s * max(0.2, 1 - contestant.last_step(run) / N_STEPS)
+        left_s = duration_s * max(0.2, 1 - len(steps_of(run)) / N_STEPS)
         attempt = start(killed)
         if not kill_at(moment, left_s, attempt, where):
             if finish(attempt) != 0:
                 chain.failure = _last_words(killed, finish(attempt))
                 return chain
             break  # it had reached the end before the moment came
-        chain.kills.append(contestant.last_step(run))
+        chain.kills.append(len(steps_of(run)))
         chain.places.append(where.now())
         if new_machine:
             shutil.rmtree(killed.parents[1])
@@ -321,13 +319,13 @@ def survive(
     if not has_ended_well(killed):
         return chain
     run = killed.with_suffix("")
-    before, steps = contestant.result_of(run), Counter(contestant.steps(run))
-    chain.differences = differences(contestant.result_of(folder / "alone"), before)
+    before, steps = result_of(run), Counter(steps_of(run))
+    chain.differences = differences(result_of(folder / "alone"), before)
     chain.repeated = sum(count - 1 for count in steps.values())
     chain.skipped = len(set(range(1, N_STEPS + 1)) - set(steps))
-    chain.resumed_at = contestant.resumed_at(run)
+    chain.resumed_at = resumed_at(run)
     if has_ended_well(killed):
-        chain.went_further = contestant.result_of(run) != before
+        chain.went_further = result_of(run) != before
     return chain
 
 
@@ -403,38 +401,20 @@ def _job(
     seed: int,
     store: Path | None = None,
 ) -> Path:
-    job = {
-        "task": task,
-        "model": {"model_name_or_path": str(folder / "model"), "init": "random"},
-        "data": {
-            "train": str(train_file),
-            "eval_fraction": 0.2,
-            "max_length": 128,
-            "max_target_length": 24,
-            "max_train_samples": 64,
-            "max_eval_samples": 8,
-            "max_bad_rows": 0.2,
-        }
-        | ({"chat_template": str(folder / DATED)} if (folder / DATED).exists() else {}),
-        "method": {"name": method, "lora_r": 4, "lora_dropout": 0.1},
-        "train": {
-            "max_steps": N_STEPS,
-            "global_batch_size": 8,
-            "per_device_train_batch_size": 3,
-            "learning_rate": 3e-3,
-            "save_steps": 2,
-            "save_total_limit": 3,
-            "eval_steps": 6,
-            "seed": seed,
-            **MORE_KEYS,
-        },
-        "output_dir": str(folder / name),
-        "output_store": store and str(store),
-        "cache_dir": str(folder / "cache" / name),
-    }
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(job), encoding="utf-8")
-    return path
+    template = {"chat_template": str(folder / DATED)} if (folder / DATED).exists() else {}
+    return write_job(
+        folder,
+        JOB,
+        name,
+        task=task,
+        model={"model_name_or_path": str(folder / "model")},
+        data={"train": str(train_file), **template},
+        method={"name": method},
+        train={"seed": seed, **MORE_KEYS},
+        output_dir=str(folder / name),
+        output_store=store and str(store),
+        cache_dir=str(folder / "cache" / name),
+    )
 
 
 def _in_a_child(work: Callable[[], object]) -> None:
@@ -452,15 +432,14 @@ def _last_words(job: Path, code: int) -> str:
 # ---- the figures ----
 
 
-def figures(contestant: Farthing, chains: list[Chain], seconds: float) -> dict[str, Any]:
+def figures(chains: list[Chain], seconds: float) -> dict[str, Any]:
     """What came of all chains."""
     places = Counter(place for chain in chains for place in chain.places)
     n_kills = [len(chain.kills) for chain in chains]
     return {
-        "contestant": contestant.name,
         "versions": {
             "python": sys.version.split()[0],
-            **{name: version(name) for name in contestant.packages},
+            **{name: version(name) for name in PACKAGES},
         },
         "seeds": len(chains),
         "survived": sum(chain.has_survived for chain in chains),
@@ -480,31 +459,6 @@ def figures(contestant: Farthing, chains: list[Chain], seconds: float) -> dict[s
     }
 
 
-def _table(columns: list[dict[str, Any]]) -> str:
-    """Contestants side by side."""
-    rows: list[list[Any]] = [["", *(column["contestant"] for column in columns)]]
-    for name, key in {
-        "runs that were killed": "seeds",
-        "ended bit-identical": "identical",
-        "ended differently": "differ",
-        "could not go on": "could_not_go_on",
-        "finished, and trained further when run again": "finished_runs_trained_further",
-        "steps repeated in the final log": "steps_repeated",
-        "steps missing in it": "steps_skipped",
-        "kills": "kills",
-    }.items():
-        rows.append([name, *(column[key] for column in columns)])
-    for place in PLACES:
-        counts = [column["kills_by_place"].get(place, 0) for column in columns]
-        rows += (
-            [[f"  in {place}" if place != "between" else "  in between", *counts]]
-            if any(counts)
-            else []
-        )
-    rows.append(["seconds", *(round(column["seconds"]) for column in columns)])
-    return "\n".join(f"{row[0]:46}" + "".join(f"{cell!s:>24}" for cell in row[1:]) for row in rows)
-
-
 def _line(chain: Chain) -> str:
     verdict = {"identical": "identical", "differs": f"DIFFERS: {'; '.join(chain.differences)}"}.get(
         chain.outcome, f"COULD NOT GO ON: {' | '.join(chain.failure.splitlines())}"
@@ -521,9 +475,7 @@ def _line(chain: Chain) -> str:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=10, help="how many chains")
-    parser.add_argument("--first-seed", type=int, default=0)
+    parser = command(__doc__)
     parser.add_argument(
         "--data", type=Path, help="train on this JSONL file instead of made-up rows"
     )
@@ -553,32 +505,28 @@ def main() -> int:
             " path is another"
         ),
     )
-    parser.add_argument(
-        "--json", action="store_true", help="the figures as JSON; the seeds' lines go to stderr"
-    )
     for inner in ("--attempt", "--where", "--home"):  # how this file starts itself
         parser.add_argument(inner, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     MORE_KEYS["full_determinism"] = arguments.full_determinism
-    contestant, chains = Farthing(), []
+    chains = []
     if arguments.attempt:
         become(Path(arguments.home) if arguments.home else None)
-        contestant.prepare(Whereabouts(Path(arguments.where)))
-        return contestant.attempt(Path(arguments.attempt))
+        prepare(Whereabouts(Path(arguments.where)))
+        return train(Path(arguments.attempt))
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="farthing-survive-") as folder:
         where = Whereabouts(Path(folder) / "where")
         if not arguments.spawn:
-            contestant.prepare(where)
-        for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
+            prepare(where)
+        for seed in seeds_of(arguments):
             new_machine = bool(arguments.new_machine) and seed % arguments.new_machine == 0
             its_folder = Path(folder) / str(seed)
             chains.append(
                 survive(
                     seed,
                     its_folder,
-                    contestant,
                     where,
                     arguments.data,
                     spawn=arguments.spawn,
@@ -589,11 +537,13 @@ def main() -> int:
             )
             shutil.rmtree(its_folder, ignore_errors=True)
             print(_line(chains[-1]), file=sys.stderr if arguments.json else sys.stdout, flush=True)
-    found = figures(contestant, chains, time.monotonic() - started)
+    found = figures(chains, time.monotonic() - started)
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
-        print(_table([found]))
+        for name, value in found.items():
+            if name not in ("chains", "versions"):
+                print(f"{name.replace('_', ' '):30} {value}")
         print(
             f"{found['survived']} of {found['seeds']} runs survived {found['kills']} kills,"
             f" {found['seconds']:.0f} s"
