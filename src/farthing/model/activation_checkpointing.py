@@ -20,7 +20,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from farthing.device_memory import is_out_of_memory
 from farthing.model.loss import inner_of
-from farthing.planner.activations import WORKING_MLP_PLAIN, WORKING_STREAM
+from farthing.planner.activations import (
+    WORKING_MLP_LEAN,
+    WORKING_MLP_PLAIN,
+    WORKING_STREAM,
+    WORKING_STREAM_LEAN,
+)
 
 SHARE_OF_FREE = 0.9  # the rest is for the allocator's slack
 
@@ -358,10 +363,18 @@ def _working(model: Any) -> Linear:
     hidden = widest("hidden_size", "d_model")
     ffn = widest("intermediate_size", "d_ff", "ffn_dim", "n_inner", "hidden_dim") or 4 * hidden
     in_four_bits = (p for p in model.parameters() if not p.is_floating_point())
+    of_mlp, of_stream = WORKING_MLP_PLAIN, WORKING_STREAM
+    if any(_is_lean(module) for module in model.modules()):
+        of_mlp, of_stream = WORKING_MLP_LEAN, WORKING_STREAM_LEAN
     return Linear(
-        4.0 * max((p.numel() for p in in_four_bits), default=0),
-        WORKING_MLP_PLAIN * ffn + WORKING_STREAM * hidden,
+        4.0 * max((p.numel() for p in in_four_bits), default=0), of_mlp * ffn + of_stream * hidden
     )
+
+
+def _is_lean(module: Any) -> bool:
+    """Whether a module is a feed-forward of Liger's."""
+    by = getattr(vars(module).get("forward"), "__module__", None) or ""
+    return by in ("liger_kernel.transformers.swiglu", "liger_kernel.transformers.geglu")
 
 
 def _last_layer_is_checkpointed(model: Any) -> bool:

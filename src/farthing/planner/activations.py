@@ -13,6 +13,7 @@ from farthing.planner.recipe import Case
 
 WORKING_MLP, WORKING_STREAM = 6, 5  # bytes for each feature of the feed-forward, of the stream
 WORKING_MLP_PLAIN = 4  # in the trainer's own flat pass, where the activation is one kernel
+WORKING_MLP_LEAN, WORKING_STREAM_LEAN = 2, 4  # where gradients take the place of what they are of
 _ATTENTION_OUTPUTS = {"o_proj", "dense", "out_lin", "c_proj", "out_proj", "o"}
 
 
@@ -74,7 +75,7 @@ def _working(case: Case, n_tokens: int, pairs: int) -> float:
     of_mlp = WORKING_MLP_PLAIN if is_plain else WORKING_MLP
     works: float = of_mlp * shape.ffn + WORKING_STREAM * shape.hidden
     if recipe.stack.has_lean_mlp:
-        works = 2 * shape.ffn + 4 * shape.hidden
+        works = WORKING_MLP_LEAN * shape.ffn + WORKING_STREAM_LEAN * shape.hidden
     if shape.n_active:
         routed = shape.hidden * shape.n_active
         if recipe.method == "full":
