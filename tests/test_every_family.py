@@ -29,7 +29,6 @@ from farthing.config.load import load_job
 from farthing.errors import ModelError
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.causality import refuse_looking_ahead
-from farthing.model.compiled import n_kinds
 from farthing.model.head import find_head
 from farthing.model.load import ModelChoice, auto_class, check_fits, load_config, load_model
 from farthing.model.positions import max_positions
@@ -211,15 +210,6 @@ def test_layers_that_differ_in_width_are_trained(tmp_path: Path) -> None:
         workshop.train(load_job(write_job(tmp_path, "causal-lm", "full", max_steps=1))).state
         == "finished"
     )
-
-
-def test_embeddings_may_be_a_weight_by_themselves() -> None:
-    with torch.device("meta"):
-        model = auto_class("classification").from_config(
-            small_config("perceiver", "classification")
-        )
-    assert torch.is_tensor(model.get_input_embeddings())
-    assert n_kinds(model) == 0, "it has no layers that are compiled"
 
 
 # ---- adapters ----

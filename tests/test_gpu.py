@@ -43,7 +43,6 @@ from farthing.model.attention_choice import Asked, choose
 from farthing.model.attention_kernels import KERNELS, How, choose_kernel, here
 from farthing.model.documents import Documents
 from farthing.model.hardware import find_compiler
-from farthing.model.head import How as HeadHow
 from farthing.model.head import head_loss
 from farthing.model.lora_kernels import leave_low_rank
 from farthing.model.loss import Labelled
@@ -56,6 +55,7 @@ from farthing.train.prefix_budget import share_prefix
 from farthing.train.run import opened_attempt
 from farthing.train.step import seed_everything
 from farthing.train.step_log import settle
+from test_head import in_tiles_of
 from workshop import Heard, Watched, job_file, log_of, losses_of, make_job, with_system_prompt
 
 HAS_GPU = torch.cuda.is_available()
@@ -443,7 +443,8 @@ def test_a_head_in_tiles_is_a_head_at_once(precision: str, is_trained: bool) -> 
             if tile is None:  # at once, in fp32
                 loss = F.cross_entropy((states @ matrix.t())[places], targets, reduction="sum")
             else:
-                loss = head_loss(states, matrix, None, Labelled(places, targets), HeadHow(tile))
+                with in_tiles_of(tile):
+                    loss = head_loss(states, matrix, None, Labelled(places, targets))
         loss.backward()
         grads = {"hidden": states.grad, "weight": matrix.grad}
         return {"loss": loss.detach()} | {

@@ -5,6 +5,7 @@ and no logits kept.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import peft
@@ -43,6 +44,12 @@ from heads import (
 )
 from thinned import thinned
 from traced import Alive
+
+
+def in_tiles_of(n: int) -> Any:
+    """The head takes so many positions at once."""
+    return mock.patch.object(farthing.model.head, "default_tile_tokens", return_value=n)
+
 
 ONE_DNN = torch.ops.mkldnn._linear_pointwise
 KINDS_OF_PRODUCT = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_, ONE_DNN)
@@ -98,11 +105,12 @@ def test_loss_and_gradients_are_those_of_whole_logits(
     n: int, tile: int, soft_cap: Any, smoothing: float
 ) -> None:
     results = []
-    how = How(tile, soft_cap, smoothing)
+    how = How(soft_cap, smoothing)
     for is_own in (False, True):
         hidden, weight, bias, labelled = parts(n=n)
         if is_own:
-            loss = head_loss(hidden, weight, bias, labelled, how)
+            with in_tiles_of(tile):
+                loss = head_loss(hidden, weight, bias, labelled, how)
         else:
             loss = plain(
                 hidden, weight, bias, labelled, soft_cap=soft_cap, label_smoothing=smoothing
@@ -130,7 +138,8 @@ def test_the_derivatives_hold_in_double_precision(soft_cap: Any, smoothing: floa
     theirs = torch.autograd.grad(
         plain(hidden, weight, bias, labelled, **how), (hidden, weight, bias)
     )
-    loss = head_loss(hidden, weight, bias, labelled, How(2, gradient_scale=0.3, **how))
+    with in_tiles_of(2):
+        loss = head_loss(hidden, weight, bias, labelled, How(gradient_scale=0.3, **how))
     for ours, expected in zip(
         torch.autograd.grad(loss, (hidden, weight, bias)), theirs, strict=True
     ):
@@ -232,8 +241,8 @@ def test_no_logits_beyond_a_tile_are_ever_alive(trained: bool) -> None:
     weight = torch.randn(n_words, width, requires_grad=trained)
     labelled = Labelled(torch.arange(0, n_all, 4), torch.randint(0, n_words, (n,)))
     alive = Largest()
-    with alive:
-        head_loss(hidden, weight, None, labelled, How(tile)).backward()
+    with alive, in_tiles_of(tile):
+        head_loss(hidden, weight, None, labelled).backward()
     of_weight, of_hidden = 4 * n_words * width * trained, 4 * n_all * width
     assert alive.largest <= max(4 * tile * n_words, of_weight, of_hidden, 1 << 20)
     block = 3 * max(1 << 20, 4 * n_words) * torch.get_num_threads()
@@ -289,7 +298,8 @@ def test_each_family_has_the_loss_and_gradients_of_the_plain_path(
     for smoothing in (0.0, 0.1):
         theirs = summed_loss(model, batch, task, smoothing)[0]
         their_gradients = gradients_of(model, theirs / 5)
-        ours = language_model_loss(model, batch, task, smoothing, tile_tokens=4)
+        with in_tiles_of(4):
+            ours = language_model_loss(model, batch, task, smoothing)
         assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=CLOSE)
         assert_same(gradients_of(model, ours / 5), their_gradients)
 
@@ -300,8 +310,8 @@ def test_under_autocast_it_is_as_close_as_bf16_allows(family: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         theirs = summed_loss(model, batch, task)[0]
         their_gradients = gradients_of(model, theirs / 5)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = language_model_loss(model, batch, task, tile_tokens=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16), in_tiles_of(4):
+        ours = language_model_loss(model, batch, task)
     assert ours.dtype == torch.float32
     assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=2e-3)
     our_gradients = gradients_of(model, ours / 5)
@@ -336,7 +346,8 @@ def test_a_frozen_head_under_an_adapter(family: str) -> None:
     assert isinstance(find_head(model, task), Head)
     theirs = summed_loss(model, batch, task)[0]
     their_gradients = gradients_of(model, theirs)
-    ours = language_model_loss(model, batch, task, tile_tokens=3)
+    with in_tiles_of(3):
+        ours = language_model_loss(model, batch, task)
     assert_same(gradients_of(model, ours), their_gradients)
     assert all("lora_" in name for name in their_gradients)
 
@@ -477,14 +488,15 @@ def test_log_probabilities_of_documents_are_those_of_whole_logits(
         go_packed(model)
         layouts.append(packed(model.get_base_model() if is_adapted else model, batch))
     for one in layouts:
-        loss, ours = loss_and_log_probs(model, one, task, find_head(model, task), 3)
+        with in_tiles_of(3):
+            loss, ours = loss_and_log_probs(model, one, task, find_head(model, task))
         assert ours.shape == (4,)
         assert ours[2] == 0 or family in ("mbart", "plbart")
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
         assert_same(gradients_of(model, (ours * weights).sum()), their_gradients, 1e-5)
-        with torch.no_grad():
-            again, values = loss_and_log_probs(model, one, task, find_head(model, task), 3)
-            expected = language_model_loss(model, one, task, tile_tokens=3)
+        with torch.no_grad(), in_tiles_of(3):
+            again, values = loss_and_log_probs(model, one, task, find_head(model, task))
+            expected = language_model_loss(model, one, task)
         torch.testing.assert_close(values, theirs, rtol=1e-5, atol=1e-5)
         assert float(again) == pytest.approx(float(expected), rel=1e-6)
         assert float(loss.detach()) == pytest.approx(float(expected), rel=CLOSE)
@@ -508,10 +520,9 @@ def test_log_probabilities_keep_no_logits_beyond_a_tile_for_the_backward_pass() 
     assert isinstance(head, Head)
     without = saved_bytes(model, lambda: head.hidden_states(batch))
     n = len(find_labelled(batch["labels"], predicts_next=True).positions)
-    kept = (
-        saved_bytes(model, lambda: loss_and_log_probs(model, batch, "causal-lm", head, 8)[1])
-        - without
-    )
+    with in_tiles_of(8):
+        kept = saved_bytes(model, lambda: loss_and_log_probs(model, batch, "causal-lm", head)[1])
+    kept -= without
     assert kept < n * N_WORDS * 4 / 2
     assert kept <= n * (4 * 16 + 64), "the labelled states, and a few numbers for each"
 

@@ -247,7 +247,6 @@ VALUES: dict[str, dict[str, Any]] = {
     "settings.json": {
         "micro_batch_tokens": 512,
         "checkpoint_every": 2,
-        "tile_tokens": None,
         "compiled": False,
     },
     "schedule.json": {"kind": "farthing schedule", "n_steps": 81, "settled": True, "step_s": 0.25},

@@ -25,7 +25,7 @@ from farthing.model.lora_kernels import LowRankLinear, leave_low_rank, use_low_r
 from farthing.model.loss import summed_loss
 from heads import N_WORDS, assert_same, gradients_of, make_batch, make_model
 from packed_models import model_of
-from test_head import objective_of
+from test_head import in_tiles_of, objective_of
 from thinned import thinned
 from workshop import train
 
@@ -358,9 +358,8 @@ def test_with_the_tiled_head_and_checkpointing_the_gradients_are_still_those_of_
     use_low_rank(model)
     for every in (0, 1):
         checkpoint_layers(model, every)
-        ours = gradients_of(
-            model, language_model_loss(model, make_batch(), "causal-lm", tile_tokens=4)
-        )
+        with in_tiles_of(4):
+            ours = gradients_of(model, language_model_loss(model, make_batch(), "causal-lm"))
         assert_same(ours, theirs)
 
 

@@ -274,10 +274,8 @@ def test_the_head_has_one_block_of_rows_at_work(
     )
     labelled = Labelled(torch.arange(n), torch.zeros(n, dtype=torch.long))
     with Alive() as alive:
-        head_loss(hidden, weight, None, labelled, How(n, soft_cap=cap))
-    said = head_bytes(
-        n, n_words, width, precision, is_cuda=False, has_cap=cap is not None, tile_tokens=n
-    )
+        head_loss(hidden, weight, None, labelled, How(soft_cap=cap))
+    said = head_bytes(n, n_words, width, precision, is_cuda=False, has_cap=cap is not None)
     assert alive.peak == pytest.approx(said, rel=0.05)
 
 

@@ -68,22 +68,9 @@ def run(tmp_path: Path) -> Any:
         yield run
 
 
-def test_it_climbs_to_the_best_size_and_tile(run: Any) -> None:
-    def seconds(setting: Settings) -> float:
-        return (
-            abs(setting.micro_batch_tokens - 1024) / 1024
-            + abs((setting.tile_tokens or 4000) - 500) / 1000
-            + 1.0
-        )
-
-    found = Bench(run, seconds).find()
-    assert found.settings.micro_batch_tokens == 1024
-    assert found.settings.tile_tokens is not None
-    assert found.settings.tile_tokens <= 1024
-    assert (run.settings.micro_batch_tokens, run.forward.tile_tokens) == (
-        1024,
-        found.settings.tile_tokens,
-    )
+def test_it_climbs_to_the_best_size(run: Any) -> None:
+    found = Bench(run, lambda setting: abs(setting.micro_batch_tokens - 1024) / 1024 + 1.0).find()
+    assert found.settings.micro_batch_tokens == run.settings.micro_batch_tokens == 1024
 
 
 def test_smaller_is_found_too_and_noise_is_not_believed(run: Any) -> None:
@@ -172,7 +159,7 @@ def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run: Any) -> None:
     run.notice.reason = "SIGTERM"
     with pytest.raises(RunInterruptedError):
         Prober(run, 4.0).find()
-    assert (run.settings.micro_batch_tokens, run.forward.tile_tokens) == (256, None)
+    assert run.settings.micro_batch_tokens == 256
 
 
 # ---- what it leaves ----
@@ -181,9 +168,9 @@ def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run: Any) -> None:
 def test_what_was_found_holds_for_the_like_and_not_for_others(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "probes.jsonl"
     assert known_settings(path, SUBJECT) is None
-    leave_probe(path, SUBJECT, Settings(4096, 2, None), "then", [])
+    leave_probe(path, SUBJECT, Settings(4096, 2), "then", [])
     leave_probe(path, {**SUBJECT, "hardware": "A100"}, Settings(1024), "later", [])
-    assert known_settings(path, SUBJECT) == Settings(4096, 2, None)
+    assert known_settings(path, SUBJECT) == Settings(4096, 2)
     assert known_settings(path, {**SUBJECT, "mean_tokens": 115.0, "longest": 450}) == Settings(
         4096, 2, None
     )
@@ -206,9 +193,7 @@ def test_what_was_found_holds_for_the_like_and_not_for_others(tmp_path: Path) ->
     [
         {"micro_batch_tokens": 0},
         {"most_tokens": "many"},
-        {"tile_tokens": 0},
         {"checkpoint_every": -1},
-        {"tile_tokens": -2},
     ],
 )
 def test_a_setting_that_no_probe_writes_is_not_used(bad: dict[str, Any], tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from farthing.data.packing import split_by_tokens, split_padded
 from farthing.data.row_table import rows_of as table_of
 from farthing.dist import reduce
 from farthing.dist.ranks import Ranks
-from farthing.dist.reduce import AllReduce, FixedOrder, add_up, n_slots_for, nodes_of, slots_of
+from farthing.dist.reduce import AllReduce, FixedOrder, n_slots_for, slots_of
 from farthing.errors import InputError, RunInterruptedError
 from farthing.local.measurements import append_measurement, read_measurements
 from farthing.model.forward import Forward
@@ -207,31 +207,40 @@ class Seated:
         self.index, self.n, self.n_sums = index, n, 0
 
 
-def summed_on(n_ranks: int, n_slots: int) -> list[torch.Tensor | None]:
-    """The gradients of all slots as ranks add them up: each its slots, then the subtrees of all."""
-    weights = [torch.zeros(4, 3) for _ in range(5)]
-    nodes: list[dict[Any, torch.Tensor]] = [{} for _ in weights]
-    has = [0] * len(weights)
+def summed_on(
+    n_ranks: int, n_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> list[torch.Tensor | None]:
+    """The gradients of all slots, which each rank hands on to the next."""
+    sent: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(n_ranks)}
+    monkeypatch.setattr(reduce.dist, "send", lambda flat, rank: sent[rank].append(flat.clone()))
+    monkeypatch.setattr(reduce.dist, "broadcast", lambda flat, rank: None)
+    has, reducers = [0] * 5, []
     for rank in range(n_ranks):
+        weights = [torch.zeros(4, 3) for _ in has]
         reducer = FixedOrder(Seated(rank, n_ranks), weights, n_slots)  # type: ignore[arg-type]
-        slots = slots_of(rank, n_ranks, n_slots)
-        for slot in slots:
+        for slot in slots_of(rank, n_ranks, n_slots):
             reducer.slot(slot)
             for weight, gradient in zip(weights, gradients_of(slot), strict=True):
                 weight.grad = gradient
         has = [max(a, b) for a, b in zip(has, reducer.end(has_failed=False), strict=True)]
-        for at, of_weight in enumerate(reducer.nodes):
-            for node, gradient in zip(nodes_of(slots, n_slots), of_weight, strict=True):
-                nodes[at][node] = torch.zeros(4, 3) if gradient is None else gradient
-    return [add_up(of, n_slots) if has[at] else None for at, of in enumerate(nodes)]
+        reducers.append(reducer)
+    for rank, reducer in enumerate(reducers):
+
+        def receive(flat: torch.Tensor, _: int, rank: int = rank) -> None:
+            flat.copy_(sent[rank].pop(0))
+
+        monkeypatch.setattr(reduce.dist, "recv", receive)
+        reducer.finish(has)
+    return [weight.grad for weight in weights]
 
 
-def test_sums_are_the_same_bits_on_any_number_of_ranks() -> None:
+def test_sums_are_the_same_bits_on_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduce, "BUCKET", 30)
     for n_slots in (2, 3, 4, 5, 8):
-        alone = summed_on(1, n_slots)
+        alone = summed_on(1, n_slots, monkeypatch)
         assert alone[-1] is None, "nobody has a gradient of the last"
         for n_ranks in range(2, n_slots + 1):
-            for mine, other in zip(alone, summed_on(n_ranks, n_slots), strict=True):
+            for mine, other in zip(alone, summed_on(n_ranks, n_slots, monkeypatch), strict=True):
                 assert (mine is None) == (other is None)
                 assert mine is None or mine.numpy().tobytes() == other.numpy().tobytes()  # type: ignore[union-attr]
 
@@ -307,38 +316,6 @@ def test_gradients_of_passes_that_do_not_count_are_forgotten() -> None:
             reducer.finish(reducer.end(has_failed=False))
         assert weight.grad is not None
         assert weight.grad.tolist() == [1.0, 1.0, 1.0]
-
-
-def test_large_gradients_are_sent_in_pieces_and_written_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """So that sums take a few buckets of memory, and not some times the largest weight."""
-    monkeypatch.setattr(reduce, "BUCKET", 9)
-    weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((7, 4), (3,), (0,), (5, 2))]
-    gradients = [torch.randn(weight.shape) for weight in weights]
-    for weight, gradient in zip(weights, gradients, strict=True):
-        weight.grad = gradient.clone()
-    own = [weight.grad.data_ptr() for weight in weights if weight.grad is not None]
-    sent, sizes = list[torch.Tensor](), []
-
-    def to_all(
-        got: torch.Tensor, mine: torch.Tensor, *shares: Any
-    ) -> None:  # the other has no gradient at all
-        sent[:] = mine.view(2, -1)
-        sizes.append(mine.numel())
-        got.zero_()[: len(got) // 2] = sent[0]
-
-    monkeypatch.setattr(reduce.dist, "all_to_all_single", to_all)
-    monkeypatch.setattr(
-        reduce, "_all_gather", lambda flat, mine: flat.copy_(torch.cat([mine, sent[1]]))
-    )
-    reducer = FixedOrder(Seated(), weights, 2)  # type: ignore[arg-type]
-    reducer.finish(reducer.end(has_failed=False))
-    assert max(sizes) == 10
-    assert [weight.grad.data_ptr() for weight in weights if weight.grad is not None] == own
-    assert all(
-        torch.equal(weight.grad, each) for weight, each in zip(weights, gradients, strict=True)
-    )  # type: ignore[arg-type]
 
 
 def test_slots_are_as_many_as_share_bits() -> None:

@@ -21,7 +21,6 @@ from workshop import Heard, losses_of, make_job, train
 EVERYTHING = Settings(
     512,
     2,
-    64,
     shares_prefix=True,
     packed=False,
     compiled=True,
@@ -37,7 +36,7 @@ def test_what_was_written_is_read() -> None:
     assert MicroBatchCost(Settings().least_tokens, Settings().more_tokens) == MicroBatchCost(
         least_tokens=0, more_tokens=32
     )
-    assert Settings(100).with_probed(EVERYTHING) == Settings(512, 2, 64, probed=True)
+    assert Settings(100).with_probed(EVERYTHING) == Settings(512, 2, probed=True)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,6 @@ def test_what_was_written_is_read() -> None:
     [
         "micro_batch_tokens",
         "checkpoint_every",
-        "tile_tokens",
         "compiled",
         "precision",
         "more_tokens",

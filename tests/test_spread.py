@@ -305,7 +305,7 @@ def test_a_rank_without_memory_ends_all_and_leaves_less_to_the_next_attempt(tmp_
     first, second = train_on(2, tmp_path, spread, [1, 4], 0, True)
     assert first == 76
     assert second["code"] == 75
-    assert "with less at once" in second["why"]
+    assert "with smaller micro-batches" in second["why"]
     settings = kept(Path(spread.output_dir) / "settings.json") or {}
     assert settings["micro_batch_tokens"] < 90
     assert [each["code"] for each in train_on(2, tmp_path, spread)] == [0, 0]

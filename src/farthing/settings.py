@@ -22,8 +22,6 @@ class Settings:
     """
     checkpoint_every: int = 0
     """Activation checkpointing: 0 none, 1 every layer, k every k-th."""
-    tile_tokens: int | None = None
-    """Labelled positions that the head takes at once; None: by the size of the head."""
     shares_prefix: bool | None = None
     """Whether what examples of a micro-batch begin with is computed once in it."""
     packed: bool | None = None
@@ -38,7 +36,7 @@ class Settings:
     """Columns of a step's micro-batches, whose gradients are added up in a fixed order, whichever
     of several GPUs computes them. 0: one for each GPU, and added up in any order."""
     probed: bool = False
-    """Whether tokens, checkpointing and tile are what a probe has found quickest."""
+    """Whether tokens and checkpointing are what a probe has found quickest."""
     least_tokens: int = 0
     """Padded work is cut as if a micro-batch of fewer computed tokens took no less: see
     `data.packing.MicroBatchCost`.
@@ -47,12 +45,13 @@ class Settings:
     """And each as if it had so many more."""
 
     def with_probed(self, found: Settings) -> Settings:
-        """These with what a probe has found: tokens of a micro-batch, checkpointing and tile."""
-        tried = {
-            name: getattr(found, name)
-            for name in ("micro_batch_tokens", "checkpoint_every", "tile_tokens")
-        }
-        return replace(self, **tried, probed=True)
+        """These with what a probe has found: tokens of a micro-batch, and checkpointing."""
+        return replace(
+            self,
+            micro_batch_tokens=found.micro_batch_tokens,
+            checkpoint_every=found.checkpoint_every,
+            probed=True,
+        )
 
     def lowered_by(self, events: Sequence[Mapping[str, Any]]) -> Settings:
         """These as they are after memory has run out: `events` in their order, as the ledger has
@@ -94,7 +93,7 @@ class Settings:
         )
 
     def in_words(self) -> str:
-        """`up to 8,192 tokens at a time, every layer checkpointed, head in tiles of 512`."""
+        """`up to 8,192 tokens at a time, every layer checkpointed`."""
         words = (
             [f"up to {self.micro_batch_tokens:,} tokens at a time"]
             if self.micro_batch_tokens
@@ -103,8 +102,6 @@ class Settings:
         words.append(
             f"{self.checkpointing} checkpointed" if self.checkpoint_every else "no checkpointing"
         )
-        if self.tile_tokens:
-            words.append(f"head in tiles of {self.tile_tokens:,}")
         said = {
             "shared prefixes once": self.shares_prefix,
             "compiled": self.compiled,

@@ -339,10 +339,8 @@ class TrainSection(Section):
     """Products of fp32 numbers in TF32, on GPUs that have it."""
     gradient_checkpointing: bool | Positive | Literal["auto"] = "auto"
     """true: every layer; k: every k-th layer; auto: as much as the measured need asks for."""
-    torch_compile: bool | Literal["auto"] = "auto"
-    """Compile each layer. auto: on a GPU where that is expected to save more seconds than it takes;
-    never on a CPU.
-    """
+    torch_compile: bool = False
+    """Compile each layer."""
     use_liger_kernel: bool | Literal["auto"] = "auto"
     """Liger's kernels for norms, rotations and gated feed-forwards. auto: on a GPU where
     liger-kernel is installed.

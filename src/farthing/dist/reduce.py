@@ -3,8 +3,7 @@
 `AllReduce` is the default: flat buckets leave while the last backward pass is still at work, and
 the sum is the same to rounding on any number of processes. `FixedOrder` adds up in an order that
 does not depend on how many processes there are, for the same bits. A step then has a fixed number
-of slots, columns of its table of micro-batches. Each slot's gradients are added one after the
-other, and slots by a tree: 0 and 1, 2 and 3, then those two, whoever computes them.
+of slots, columns of its table of micro-batches, whose gradients are added one after the other.
 
 Every process sends the same buckets in the same order, one that has failed too: others wait for it.
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,16 +28,7 @@ SLOTS = 4
 compute several.
 """
 BUCKET = 1 << 24
-"""Numbers that are sent at once. `AllReduce` sends a larger weight by itself, `FixedOrder` in
-pieces.
-"""
-Node = tuple[int, int]
-"""(first slot, end) of a subtree."""
-Gradients = list[Tensor | None]
-"""None where a weight had no part in the loss."""
-_all_gather = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # its name before torch 2.13
+"""Numbers that are sent at once; a larger weight goes by itself."""
 
 
 def n_slots_for(n_ranks: int) -> int:
@@ -47,9 +37,7 @@ def n_slots_for(n_ranks: int) -> int:
 
 
 def slots_of(rank: int, n_ranks: int, n_slots: int) -> range:
-    """The slots that a process computes: neighbours, so that it can add up what the tree adds up
-    anyway.
-    """
+    """The slots that a process computes: neighbours, and so those of the process after it."""
     return range(rank * n_slots // n_ranks, (rank + 1) * n_slots // n_ranks)
 
 
@@ -138,11 +126,9 @@ class AllReduce:
         with self._ranks.together():
             for bucket, (flat, work) in zip(self._buckets, self._sent, strict=False):
                 work.wait()
-                parts = flat.split([self._weights[at].numel() for at in bucket])
-                for at, part in zip(bucket, parts, strict=True):
+                for at, part in _parts(flat, bucket, self._weights):
                     if has_gradient[at]:
-                        weight = self._weights[at]
-                        weight.grad = part.view(weight.shape).to(weight.dtype)
+                        self._weights[at].grad = part
         self._sent = []
 
     @contextlib.contextmanager
@@ -179,63 +165,30 @@ def _in_buckets(weights: Iterable[tuple[int, Tensor]]) -> list[list[int]]:
     return buckets
 
 
-# ---- in a fixed order ----
-
-
-class Piece(NamedTuple):
-    """Numbers of a weight, laid out flat, that are sent with one bucket."""
-
-    at: int
-    """Its place among the weights."""
-    start: int
-    end: int
-
-
-def middle(node: Node) -> int:
-    """Where the tree parts a node of several slots."""
-    return node[0] + (node[1] - node[0] + 1) // 2
-
-
-def nodes_of(slots: range, n_slots: int) -> list[Node]:
-    """The largest subtrees that lie within `slots`, in order."""
-
-    def within(node: Node) -> list[Node]:
-        if slots.start <= node[0] and node[1] <= slots.stop:
-            return [node]
-        if node[1] <= slots.start or slots.stop <= node[0] or node[1] - node[0] == 1:
-            return []
-        return [*within((node[0], middle(node))), *within((middle(node), node[1]))]
-
-    return within((0, n_slots))
-
-
-def add_up(nodes: dict[Node, Tensor], n_slots: int) -> Tensor:
-    """The root of the tree from subtrees that make up all slots; tensors are changed in place."""
-
-    def value(node: Node) -> Tensor:
-        found = nodes.pop(node, None)
-        if found is not None:
-            return found
-        return value((node[0], middle(node))).add_(value((middle(node), node[1])))
-
-    return value((0, n_slots))
+def _parts(
+    flat: Tensor, bucket: Sequence[int], weights: Sequence[Tensor]
+) -> Iterator[tuple[int, Tensor]]:
+    """(place of a weight, what `flat` has for it) of a bucket."""
+    parts = flat.split([weights[at].numel() for at in bucket])
+    for at, part in zip(bucket, parts, strict=True):
+        yield at, part.view(weights[at].shape).to(weights[at].dtype)
 
 
 class FixedOrder:
-    """Sums that are the same to the bit on any number of processes: after the backward passes, each
-    process adds up a slice of a bucket, then the slices go to all.
+    """Sums that are the same to the bit on any number of processes: after the backward passes each
+    adds its slots to the sum that it gets from the one before, and the last one tells all.
     """
 
     def __init__(self, ranks: Ranks, weights: Sequence[Tensor], n_slots: int) -> None:
-        self._ranks, self._weights, self._n = ranks, weights, n_slots
+        self._ranks, self._weights = ranks, weights
         self._slots = slots_of(ranks.index, ranks.n, n_slots)
         self.begin()
 
     def begin(self) -> None:
         """A step begins."""
         self._has = [0] * len(self._weights)
-        self.nodes: list[Gradients] = [[] for _ in self._weights]
-        """Of each weight: the sums of the subtrees so far, see `nodes_of`."""
+        self._kept: list[list[Tensor | None]] = []
+        """Gradients of each slot; those of the first process are added up at once."""
         self._next = self._slots.start
 
     def last_backward_begins(self) -> None:
@@ -243,9 +196,22 @@ class FixedOrder:
 
     def slot(self, number: int) -> None:
         """The slots before this one are complete."""
-        for each in range(self._next, number):
-            self._close(each)
+        for _ in range(self._next, number):
+            self._close()
         self._next = max(self._next, number)
+
+    def _close(self) -> None:
+        """Take the weights' gradients as those of a slot."""
+        adds_up = self._ranks.index == 0 and bool(self._kept)
+        if not adds_up:
+            self._kept.append([None] * len(self._weights))
+        sums = self._kept[-1]
+        for at, weight in enumerate(self._weights):
+            gradient, weight.grad = weight.grad, None
+            if gradient is not None:
+                before, self._has[at] = sums[at], 1
+                gradient = gradient.to(SUMS)
+                sums[at] = gradient if before is None else before.add_(gradient)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -258,120 +224,39 @@ class FixedOrder:
     def end(self, has_failed: bool) -> list[int]:
         """No backward pass comes any more. Of each weight, 1 where this process has a gradient."""
         if has_failed:
-            self.nodes = [[] for _ in self._weights]
+            self.give_up()
         else:
             self.slot(self._slots.stop)
         return self._has
 
     def finish(self, has_gradient: Sequence[int]) -> None:
         """As `AllReduce.finish`."""
-        if self._ranks.n == 1:
-            for weight, (gradient,) in zip(self._weights, self.nodes, strict=True):
-                weight.grad = gradient
-        else:
-            with self._ranks.together():
-                for bucket in _in_pieces(
-                    [at for at, each in enumerate(has_gradient) if each], self._weights
-                ):
-                    self._sum(bucket)
-        self.nodes = [[] for _ in self._weights]
+        ranks, weights = self._ranks, self._weights
+        used = [(at, weight) for at, weight in enumerate(weights) if has_gradient[at]]
+        sums: list[tuple[list[int], Tensor]] = []
+        with ranks.together():
+            for bucket in _in_buckets(used):
+                n_numbers = sum(weights[at].numel() for at in bucket)
+                flat = weights[bucket[0]].new_zeros(n_numbers, dtype=SUMS)
+                if ranks.index > 0:
+                    dist.recv(flat, ranks.index - 1)
+                parts = flat.split([weights[at].numel() for at in bucket])
+                for slot in self._kept:
+                    for at, part in zip(bucket, parts, strict=True):
+                        if (gradient := slot[at]) is not None:
+                            part.add_(gradient.reshape(-1))
+                            slot[at] = None
+                if ranks.index < ranks.n - 1:
+                    dist.send(flat, ranks.index + 1)
+                sums.append((bucket, flat))
+            for bucket, flat in sums:
+                if ranks.n > 1:
+                    dist.broadcast(flat, ranks.n - 1)
+                    ranks.n_sums += 1
+                for at, part in _parts(flat, bucket, weights):
+                    weights[at].grad = part
+        self._kept = []
 
     def give_up(self) -> None:
         """Keep nothing of the step."""
-        self.nodes = [[] for _ in self._weights]
-
-    def _close(self, slot: int) -> None:
-        """Take the weights' gradients as those of a slot, and add up what is complete."""
-        for at, weight in enumerate(self._weights):
-            gradient, weight.grad = weight.grad, None
-            self._has[at] |= int(gradient is not None)
-            self.nodes[at].append(gradient)
-        n_before, n_now = (
-            len(nodes_of(range(self._slots.start, end), self._n)) for end in (slot, slot + 1)
-        )
-        for _ in range(n_before + 1 - n_now):
-            others = [each.pop() for each in self.nodes]
-            totals = _added([each.pop() for each in self.nodes], others)
-            for each, total in zip(self.nodes, totals, strict=True):
-                each.append(total)
-
-    def _sum(self, bucket: Sequence[Piece]) -> None:
-        """Leave the gradients of all slots with these pieces of the weights on every process.
-
-        Pieces of a weight come in order, and are written over its gradients: what is taken besides
-        is some times the bucket. A process that has one slot sends 2 (n - 1) / n of the gradient,
-        as in a ring. What a process does not have counts as zeros.
-        """
-        ranks, like = self._ranks, self._weights[bucket[0].at]
-        size = -(-sum(piece.end - piece.start for piece in bucket) // ranks.n)  # of a slice
-        held = [nodes_of(slots_of(rank, ranks.n, self._n), self._n) for rank in range(ranks.n)]
-        n_own = len(held[ranks.index])
-        mine = like.new_zeros(n_own, size * ranks.n)
-        place = 0
-        for at, start, end in bucket:
-            for row, gradient in zip(mine, self.nodes[at], strict=False):
-                if gradient is not None:
-                    row[place : place + end - start].copy_(gradient.reshape(-1)[start:end])
-            place += end - start
-        sent = mine.view(n_own, ranks.n, size).transpose(0, 1).reshape(-1)
-        got = like.new_empty(sum(len(nodes) for nodes in held) * size)
-        ranks.n_sums += 2
-        dist.all_to_all_single(
-            got, sent, [len(nodes) * size for nodes in held], [n_own * size] * ranks.n
-        )
-        slices = dict(
-            zip([node for nodes in held for node in nodes], got.view(-1, size), strict=True)
-        )
-        flat = like.new_empty(size * ranks.n)
-        _all_gather(flat, add_up(slices, self._n).contiguous())
-        place = 0
-        for at, start, end in bucket:
-            weight = self._weights[at]
-            if start == 0:
-                weight.grad = self._room_for(at)
-            assert weight.grad is not None
-            weight.grad.view(-1)[start:end] = flat[place : place + end - start]
-            place += end - start
-            if end == weight.numel():
-                self.nodes[at] = []
-
-    def _room_for(self, at: int) -> Tensor:
-        """Where the sum of a weight's gradients may be written: over one of them, else it is new."""
-        for each in self.nodes[at]:
-            if each is not None and each.is_contiguous():
-                return each
-        return torch.empty_like(self._weights[at], memory_format=torch.contiguous_format)
-
-
-def _added(mine: Gradients, other: Gradients) -> Gradients:
-    """Sums, in place of `mine`. What is missing counts as zeros, as it does where it is sent."""
-    both = [(a, b) for a, b in zip(mine, other, strict=True) if a is not None and b is not None]
-    if both:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
-    alone = [
-        a if a is not None else b
-        for a, b in zip(mine, other, strict=True)
-        if (a is None) != (b is None)
-    ]
-    if alone:
-        torch._foreach_add_(alone, 0.0)  # -0.0 becomes 0.0
-    return [a if a is not None else b for a, b in zip(mine, other, strict=True)]
-
-
-def _in_pieces(wanted: Iterable[int], weights: Sequence[Tensor]) -> list[list[Piece]]:
-    """Weights at these places, in order, in buckets of one dtype and at most `BUCKET` numbers;
-    larger ones in pieces.
-    """
-    buckets: list[list[Piece]] = []
-    n, dtype = 0, None
-    for at in wanted:
-        weight = weights[at]
-        for start in range(0, max(1, weight.numel()), BUCKET):
-            piece = Piece(at, start, min(start + BUCKET, weight.numel()))
-            size = piece.end - start
-            if not buckets or weight.dtype != dtype or n + size > BUCKET:
-                buckets.append([])
-                n, dtype = 0, weight.dtype
-            buckets[-1].append(piece)
-            n += size
-    return buckets
+        self._kept = []

@@ -1,5 +1,4 @@
-"""The layers of a model compiled one by one with torch.compile, where that saves more than it
-takes.
+"""The layers of a model compiled one by one with torch.compile.
 
 `compile_blocks` leaves modules, names and everything that is saved as they are. Layers of a kind
 share their code, so a model takes as many compilations as it has kinds of layers, and one serves
@@ -18,7 +17,7 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -31,83 +30,8 @@ from farthing.model.loss import inner_of
 from farthing.model.norms import leave_to_compiler
 from farthing.model.programs import in_programs
 
-# of a step's seconds. Published: torchtune 21 % (Llama 3.2 3B, A100, README), Axolotl 14 to 19 %
-# (8B LoRA, RTX 3090 and 5090), torchtitan 14 % (Llama 3.1 8B, H100), all as of 2026; the least of
-# them is expected
-CUDA_SAVED_SHARE = 0.14
-# forward and backward of one kind of layer with nothing cached, by assumption: tens of seconds
-CUDA_S_PER_KIND = 40.0
-# measured on one core with g++ 12, 2026-11: 28 to 30 for a layer of Llama, 41 to 55 for two with
-# LoRA
-CPU_S_PER_KIND = 28.0
-
 # dropout draws what it would draw uncompiled, so that it stays a function of the step
 OPTIONS = {"fallback_random": True}
-
-
-# ---- the rule ----
-
-
-def predicted_saving(step_s: float, n_steps_left: int, device: str) -> float:
-    """Seconds that compiled layers are expected to save in `n_steps_left` steps of `step_s`; on a
-    CPU none.
-    """
-    return CUDA_SAVED_SHARE * step_s * n_steps_left if device == "cuda" else 0.0
-
-
-def compile_seconds(n_kinds: int, device: str) -> float:
-    """Seconds that the first steps take longer, for `n_kinds` kinds of layers and nothing
-    cached.
-    """
-    return n_kinds * (CUDA_S_PER_KIND if device == "cuda" else CPU_S_PER_KIND)
-
-
-def worth_compiling(
-    wanted: bool | Literal["auto"],
-    *,
-    device: str,
-    n_kinds: int,
-    step_s: float | None,
-    n_steps_left: int,
-    full_determinism: bool = False,
-) -> bool:
-    """Whether to compile: as `wanted`, or with "auto" when what it saves is more than what it
-    takes.
-
-    "auto" is no where a step's seconds are not known, and where a resume has to be exact to the
-    bit.
-    """
-    if wanted != "auto":
-        return wanted
-    if step_s is None or full_determinism:
-        return False
-    return predicted_saving(step_s, n_steps_left, device) > compile_seconds(n_kinds, device)
-
-
-def n_kinds(model: Any) -> int:
-    """Kinds of layers that have to be compiled apart: by class, by kind of attention, and by what
-    they are given.
-
-    The first layer is a kind of its own where the embeddings are frozen, as its input needs no
-    gradient, and on both sides of an encoder with a decoder. Padded batches may have one row or
-    several, which torch tells apart.
-    """
-    inner, layers = inner_of(model), _layers(model)
-    config = inner.config.get_text_config()
-    kinds = len({type(layer) for layer in layers}) * len(
-        set(getattr(config, "layer_types", None) or [""])
-    )
-    embeddings = inner.get_input_embeddings()  # Perceiver's are a weight by themselves
-    weights = [embeddings] if torch.is_tensor(embeddings) else embeddings.parameters()
-    is_frozen = not any(weight.requires_grad for weight in weights)
-    if inner.config.is_encoder_decoder:
-        kinds *= 4
-    elif is_frozen and len(layers) > 1:
-        kinds *= 2
-    return kinds if inner.config._attn_implementation == ATTENTION else 2 * kinds
-
-
-# ---- the compiling ----
 
 
 def why_not_compiled(model: Any) -> str | None:

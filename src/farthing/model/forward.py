@@ -107,7 +107,6 @@ class Forward:
         the mismatched sequence of each unit [n, k + 1].
         """
         self.label_smoothing = label_smoothing
-        self.tile_tokens: int | None = None
         self.micro_batch_cost: MicroBatchCost = ON_CPU
         """By which padded micro-batches are split."""
         use_one_gelu(inner_of(model))
@@ -414,7 +413,6 @@ class Forward:
                 self.label_smoothing,
                 head=self._found_head,
                 gradient_scale=gradient_scale,
-                tile_tokens=self.tile_tokens,
             )
 
     @_whole
@@ -423,9 +421,7 @@ class Forward:
         self._hear(batch)
         with self.numerics.autocasting():
             assert self._found_head is not None
-            words = target_log_probs(
-                self.model, batch, self.task, self._found_head, self.tile_tokens
-            )
+            words = target_log_probs(self.model, batch, self.task, self._found_head)
         return words[batch[units.SCORED]]
 
     def log_probs(self, batch: Batch) -> Tensor:
@@ -482,9 +478,7 @@ class Forward:
         self._hear(batch)
         with self.numerics.autocasting():
             assert self._found_head is not None
-            return loss_and_log_probs(
-                self.model, batch, self.task, self._found_head, self.tile_tokens
-            )
+            return loss_and_log_probs(self.model, batch, self.task, self._found_head)
 
     @_whole
     def loss_and_scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -543,7 +537,7 @@ class Forward:
         n_words, width = weight.shape
         trained = weight.itemsize if weight.requires_grad else 0
         if not self.head.is_matrix:  # rows in fp32 of what is made again
-            tile = self.tile_tokens or default_tile_tokens(n_words, self.numerics.device.type, 0)
+            tile = default_tile_tokens(n_words, self.numerics.device.type)
             return (size + 12) * min(tile, n_scored) * n_words + size * n_scored * width
         found = head_bytes(
             n_scored,
@@ -553,7 +547,6 @@ class Forward:
             trained_bytes=trained,
             is_cuda=is_cuda,
             has_cap=self.head.soft_cap is not None,
-            tile_tokens=self.tile_tokens,
         )
         return (
             found

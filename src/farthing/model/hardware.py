@@ -15,7 +15,7 @@ import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch
@@ -211,11 +211,9 @@ def be_deterministic() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def why_not_deterministic(
-    attn_implementation: str | None, torch_compile: bool | Literal["auto"]
-) -> str | None:
+def why_not_deterministic(attn_implementation: str | None, torch_compile: bool) -> str | None:
     """What of a job can't give the same bits each time on CUDA; None if all can."""
-    if torch_compile is True:
+    if torch_compile:
         return (
             "train.torch_compile: programs are made for the first lengths that are seen, and others"
             " after a resume"

@@ -14,7 +14,7 @@ documents.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,8 +47,6 @@ class How:
     changes more than rounding.
     """
 
-    tile_tokens: int | None = None
-    """Labelled positions taken at once; None: by the size of the head."""
     soft_cap: float | None = None
     """c makes logits c·tanh(logits / c)."""
     label_smoothing: float = 0.0
@@ -69,14 +67,9 @@ def head_loss(
     and everything between them in fp32; gradients of the weight are added up in fp32, and handed
     out, not copied: one backward pass.
     """
-    how, device = how or How(), hidden.device.type
     rows = hidden.reshape(-1, hidden.shape[-1])
-    n_words, width = weight.shape
-    tile = how.tile_tokens or default_tile_tokens(
-        n_words, device, width if weight.requires_grad else 0
-    )
-    how = replace(how, tile_tokens=tile)
-    loss: Tensor = _HeadLoss.apply(rows, weight, bias, labelled, how, torch.is_grad_enabled())
+    how, records = how or How(), torch.is_grad_enabled()
+    loss: Tensor = _HeadLoss.apply(rows, weight, bias, labelled, how, records)
     return loss
 
 
@@ -111,7 +104,7 @@ class _HeadLoss(torch.autograd.Function):
         of_hidden, of_weight, of_bias = (records and needed for needed in ctx.needs_input_grad[:3])
         wants = of_hidden or of_weight or of_bias
         n, (n_words, width) = len(positions), weight.shape
-        tile = max(1, min(how.tile_tokens or n, n))
+        tile = default_tile_tokens(n_words, device, width if weight.requires_grad else 0)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         new = hidden.new_empty
         grad_hidden = new((n, width), dtype=computed) if of_hidden else None
@@ -196,7 +189,7 @@ class _LogProbs(torch.autograd.Function):
         n, wants = len(positions), records and ctx.needs_input_grad[0]
         found = hidden.new_empty(n, dtype=summed)
         grad_hidden = hidden.new_empty((n, weight.shape[1]), dtype=computed) if wants else None
-        tile = max(1, min(how.tile_tokens or n, n))
+        tile = default_tile_tokens(len(weight), device)
         with torch.autocast(device, enabled=False):
             matrix = weight.to(computed)
             shift = None if bias is None else bias.to(computed)
@@ -222,9 +215,7 @@ class _LogProbs(torch.autograd.Function):
         return of_hidden, None, None, None, None, None
 
 
-def target_log_probs(
-    model: Any, batch: Batch, task: str, head: Head | str, tile_tokens: int | None = None
-) -> Tensor:
+def target_log_probs(model: Any, batch: Batch, task: str, head: Head | str) -> Tensor:
     """[n] in fp32: the log-probability of each of the batch's labelled targets, differentiable. A
     position may have several targets. Logits are made a tile at a time, and of a trained head again
     in the backward pass; where the head is not known, whole.
@@ -241,12 +232,10 @@ def target_log_probs(
     states = head.hidden_states(batch)
     is_trained = head.linear.weight.requires_grad and torch.is_grad_enabled()
     if is_trained or not head.is_matrix:
-        return word_log_probs(states, head, labelled, tile_tokens)
-    rows, weight = states.reshape(-1, states.shape[-1]), head.linear.weight
-    tile = tile_tokens or default_tile_tokens(len(weight), rows.device.type, 0)
-    how = How(tile, head.soft_cap)
+        return word_log_probs(states, head, labelled)
+    rows, how = states.reshape(-1, states.shape[-1]), How(head.soft_cap)
     log_probs: Tensor = _LogProbs.apply(
-        rows, weight, head.bias, labelled, how, torch.is_grad_enabled()
+        rows, head.linear.weight, head.bias, labelled, how, torch.is_grad_enabled()
     )
     return log_probs
 
@@ -408,7 +397,6 @@ def language_model_loss(
     *,
     head: Head | str | None = None,
     gradient_scale: float | Tensor = 1.0,
-    tile_tokens: int | None = None,
 ) -> Tensor:
     """Sum of the cross-entropies of a micro-batch, for training.
 
@@ -419,9 +407,7 @@ def language_model_loss(
     """
     head = find_head(model, task) if head is None else head
     if isinstance(head, Head) and not head.is_matrix and not label_smoothing:
-        return -word_log_probs(
-            head.hidden_states(batch), head, labelled_of(batch, task), tile_tokens
-        ).sum()
+        return -word_log_probs(head.hidden_states(batch), head, labelled_of(batch, task)).sum()
     if isinstance(head, str) or not head.is_matrix:
         return summed_loss(model, batch, task, label_smoothing)[0]
     return head_loss(
@@ -429,17 +415,17 @@ def language_model_loss(
         head.linear.weight,
         head.bias,
         labelled_of(batch, task),
-        How(tile_tokens, head.soft_cap, label_smoothing, gradient_scale),
+        How(head.soft_cap, label_smoothing, gradient_scale),
     )
 
 
 def loss_and_log_probs(
-    model: Any, batch: Batch, task: str, head: Head | str, tile_tokens: int | None = None
+    model: Any, batch: Batch, task: str, head: Head | str
 ) -> tuple[Tensor, Tensor]:
     """(the sum of cross-entropies, the log-probability of all targets of each document
     together [D]), in fp32. A document is one of a packed batch, or a row of a padded one.
     """
-    words = target_log_probs(model, batch, task, head, tile_tokens)
+    words = target_log_probs(model, batch, task, head)
     return -words.double().sum().to(words.dtype), _by_document(words, batch, task)
 
 
@@ -454,14 +440,12 @@ def _by_document(words: Tensor, batch: Batch, task: str) -> Tensor:
     return words.new_zeros(n_documents).index_add(0, owners, words)
 
 
-def word_log_probs(
-    hidden: Tensor, head: Head, labelled: Labelled, tile_tokens: int | None = None
-) -> Tensor:
+def word_log_probs(hidden: Tensor, head: Head, labelled: Labelled) -> Tensor:
     """[n]: the log-probability of each target in fp32, tile by tile; the logits of a tile are made
     again to go backward.
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
-    tile = tile_tokens or default_tile_tokens(head.linear.weight.shape[0], rows.device.type, 0)
+    tile = default_tile_tokens(head.linear.weight.shape[0], rows.device.type)
 
     def of_tile(inputs: Tensor, targets: Tensor) -> Tensor:
         scores = head.linear(inputs)

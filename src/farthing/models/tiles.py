@@ -42,7 +42,6 @@ def head_bytes(
     trained_bytes: int = 0,
     is_cuda: bool = True,
     has_cap: bool = False,
-    tile_tokens: int | None = None,
 ) -> int:
     """What `model/head.py` takes for so many labelled positions beside the gradients of a trained
     head and of the positions: a tile of logits, fp32 rows of it, casts.
@@ -54,10 +53,7 @@ def head_bytes(
     c = 4 if precision == "fp32" else 2
     tile = min(
         n_scored,
-        tile_tokens
-        or default_tile_tokens(
-            n_words, "cuda" if is_cuda else "cpu", width if trained_bytes else 0
-        ),
+        default_tile_tokens(n_words, "cuda" if is_cuda else "cpu", width if trained_bytes else 0),
     )
     rows = min(tile, max(1, (CUDA_BLOCK_BYTES if is_cuda else CPU_BLOCK_BYTES) // (4 * n_words)))
     n_blocks = 3 if has_cap else 1 if c == 4 or (is_cuda and precision == "fp16") else 2

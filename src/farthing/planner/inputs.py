@@ -322,7 +322,7 @@ def wanted_of(
             is_generated
             or (is_adapter and keeps_start)
             or (job.where.same_bits and not is_adapter)
-            or train.torch_compile is True
+            or train.torch_compile
         ),
         reshards=job.where.reshard_after_forward,
         offloads_weights=job.where.offload_weights,

@@ -2,9 +2,8 @@
 for a useful token.
 
 Every trial computes losses and gradients of the same examples as the first steps of the run, and
-throws the gradients away: no weight moves. Tried are the tokens of a micro-batch, activation
-checkpointing where there is any, and the tile of the head, one after the other, uphill from where
-the plan stands.
+throws the gradients away: no weight moves. Tried are the tokens of a micro-batch, then activation
+checkpointing where there is any, uphill from where the plan stands.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from farthing.model.hardware import (
     wait_for,
     window_peak_bytes,
 )
-from farthing.models.tiles import default_tile_tokens
 from farthing.planner.estimate import Estimate
 from farthing.settings import Settings
 from farthing.train.attempt import Attempt
@@ -84,7 +82,7 @@ class Prober:
         try:
             self._choose_sample(start)
             best = self._try(start)
-            for ways in (self._other_budgets, _less_checkpointing, self._other_tiles):
+            for ways in (self._other_budgets, _less_checkpointing):
                 for way in ways(best.settings):
                     best = self._climb(best, way)
         except BaseException:
@@ -117,18 +115,6 @@ class Prober:
         up = [n << k for k in range(1, 8) if n << k < 2 * most]
         down = [n >> k for k in range(1, 8) if n >> k >= longest]
         return [[replace(start, micro_batch_tokens=each) for each in way] for way in (up, down)]
-
-    def _other_tiles(self, start: Settings) -> list[list[Settings]]:
-        if self.forward.head is None:
-            return []
-        weight = self.forward.head.linear.weight
-        trained_width = weight.shape[1] if weight.requires_grad else 0
-        tile = start.tile_tokens or default_tile_tokens(
-            weight.shape[0], self.device.type, trained_width
-        )
-        up = [tile << k for k in range(1, 4)]
-        down = [tile >> k for k in range(1, 4) if tile >> k >= 64]
-        return [[replace(start, tile_tokens=each) for each in way] for way in (up, down)]
 
     def _has_room(self, best: Trial, settings: Settings) -> bool:
         """Whether it may fit: what was taken beyond the resting state grows with the tokens of a

@@ -45,7 +45,7 @@ from farthing.model.adapters import (
 )
 from farthing.model.casts import Casts
 from farthing.model.causality import refuse_looking_ahead
-from farthing.model.compiled import compile_blocks, n_graphs, n_kinds, worth_compiling
+from farthing.model.compiled import compile_blocks, n_graphs
 from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.flops import flops_per_token, recomputed_of_forward, recomputed_share
 from farthing.model.forward import Forward
@@ -166,8 +166,8 @@ def assemble(
         ranks=ranks,
         emit=context.emit,
     )
-    if not ranks.is_fsdp:
-        kernels.compiled = _compile(job, model, kernels.liger, settings, estimate, schedule.n_steps)
+    if job.train.torch_compile:  # refused where weights are spread
+        kernels.compiled = compile_blocks(model)
     every_s = SAVE_EVERY_S if estimate is None else estimate.interval_s
     if job.train.save_minutes:
         every_s = job.train.save_minutes * 60
@@ -231,14 +231,13 @@ def _computed(
         label_smoothing=job.train.label_smoothing_factor,
         may_go_packed=job.model.attn_implementation is None and settings.packed is not False,
     )
-    forward.tile_tokens = settings.tile_tokens
     forward.micro_batch_cost = MicroBatchCost(settings.least_tokens, settings.more_tokens)
     forward.within = context.ranks.within
     if numerics.device.type == "cuda" and numerics.autocast is not None:
         forward.casts = Casts(model, numerics.autocast)
     if job.train.neftune_noise_alpha:
         forward.noise = EmbeddingNoise(model, job.train.neftune_noise_alpha)
-    return forward, Kernels(lora, liger, "layers are not compiled where their weights are gathered")
+    return forward, Kernels(lora, liger, "not asked for")
 
 
 def _steps_of(attempt: Attempt, settings: Settings) -> Steps:
@@ -279,33 +278,6 @@ def _steps_of(attempt: Attempt, settings: Settings) -> Steps:
         ranks=ranks,
     )
     return Steps(step, partial(note_out_of_memory, attempt))
-
-
-def _compile(
-    job: Job,
-    model: Any,
-    liger: str | None,
-    settings: Settings,
-    estimate: Estimate | None,
-    n_steps: int,
-) -> int | str:
-    """Compile the layers where the job says so, earlier attempts did or it pays; returns how many,
-    or why none.
-    """
-    wanted = job.train.torch_compile
-    if wanted == "auto" and settings.compiled is not None:
-        wanted = settings.compiled
-    if wanted == "auto" and liger and not liger.startswith("no "):
-        return "Liger's kernels leave little to gain, and the two were never tried together"
-    pays = worth_compiling(
-        wanted,
-        device=next(model.parameters()).device.type,
-        n_kinds=n_kinds(model) if wanted == "auto" else 0,
-        step_s=None if estimate is None else estimate.step_s,
-        n_steps_left=n_steps,
-        full_determinism=job.train.full_determinism,
-    )
-    return compile_blocks(model) if pays else "it would not pay"
 
 
 def _pace_of(

@@ -52,7 +52,7 @@ class Steps:
         forward = self.step.forward
         if settings.checkpoint_every != self.settings.checkpoint_every:
             checkpoint_layers(forward.model, settings.checkpoint_every)
-        self.feed.settings, forward.tile_tokens = settings, settings.tile_tokens
+        self.feed.settings = settings
 
     def take(self, step: int) -> StepResult:
         """Step number `step`, from 0; nothing has changed when it raises. Raises

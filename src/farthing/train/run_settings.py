@@ -25,7 +25,7 @@ from farthing.train.resolve import Examples, RunSpec
 PROBES = "probes.jsonl"  # in the cache
 _MOST_BYTES = 1 << 20  # of the newest lines that are read
 ALIKE = 0.2  # lengths that differ by less ask for the same settings
-TRIED = ("micro_batch_tokens", "checkpoint_every", "tile_tokens")
+TRIED = ("micro_batch_tokens", "checkpoint_every")
 
 
 def is_like(one: Json, other: Json) -> bool:
@@ -87,7 +87,7 @@ def known_settings(path: Path, subject: Json) -> Settings | None:
             if is_like(row["subject"], subject):
                 found = Settings.from_json(row["settings"])
                 # else it is no probe's
-                return found if found.micro_batch_tokens >= 1 and found.tile_tokens != 0 else None
+                return found if found.micro_batch_tokens >= 1 else None
     return None
 
 

@@ -110,7 +110,7 @@ def why_not_shard(job: Job, autocast: torch.dtype | None = None) -> tuple[str, s
             "gradients in fp16 are not scaled in main memory",
             "use bf16: true, or leave where.offload_weights out",
         )
-    if job.train.torch_compile is True:
+    if job.train.torch_compile:
         return (
             "layers are not compiled where their weights are gathered",
             "leave train.torch_compile out, or use ddp",

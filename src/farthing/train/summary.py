@@ -96,7 +96,7 @@ def _computed_in_words(attempt: Attempt) -> str:
     ]
     if isinstance(attempt.kernels.compiled, int):
         words.append(f"{plural(attempt.kernels.compiled, 'layer')} compiled")
-    elif attempt.job.train.torch_compile is True:
+    elif attempt.job.train.torch_compile:
         words.append(f"not compiled: {attempt.kernels.compiled}")
     return "; ".join(words)
 

@@ -179,7 +179,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "schedule": _of_train("lr_scheduler_type", {}),
     "strategy": _of_train("eval_strategy", {}),
     "seed": lambda value: int(number(value)),
-    "compiled": lambda value: "auto" if value == "auto" else truth(value),
+    "compiled": lambda value: value != "auto" and truth(value),
     "scratch": lambda value: "random" if truth(value) else "pretrained",
     "precision": one_of({"bf16": True, "bfloat16": True}, "set train.bf16 or train.fp16"),
     "too_long": one_of(
