@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from farthing.config.job import Job
 from farthing.config.load import load_job
-from farthing.errors import InputError, RunChangedError, RunDamagedError
+from farthing.errors import RunChangedError, RunDamagedError
 from farthing.events import Decided, Restored
 from farthing.model import weights
 from farthing.model.load import ModelChoice, load_config, model_sha256
@@ -30,10 +30,9 @@ from farthing.run.folder import (
 )
 from farthing.storage.files import DamagedFileError, commit_folder, seal
 from farthing.storage.logs import SummedLines
-from farthing.tiny import write_jsonl
 from interrupted import LeavesAt
 from thinned import thinned
-from workshop import Heard, change_facts, job_file, log_of, make_folder, make_job, rows_of, train
+from workshop import Heard, change_facts, job_file, log_of, make_folder, make_job, train
 
 KEYS: dict[str, Any] = {
     "max_steps": 6,
@@ -177,22 +176,6 @@ def test_weights_that_are_the_same_file_are_read_once(
 
 
 # ---- before anything was saved ----
-
-
-@pytest.mark.slow
-def test_a_failed_check_leaves_the_bill_and_nothing_else(tmp_path: Path) -> None:
-    make_job(tmp_path, **KEYS)
-    path = tmp_path / "job.yaml"
-    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": ""}\n' * 8)
-    with pytest.raises(InputError):
-        train(load_job(path))
-    names = {item.name for item in (tmp_path / "run").iterdir()}
-    assert not names & {"run.json", "job.json", "plan.json", "schedule.json"}
-    write_jsonl(tmp_path / "data.jsonl", rows_of("llama", 24))
-    outcome = train(load_job(path))
-    assert outcome.exit_code == 0
-    assert [attempt["ended"] for attempt in outcome.receipt.attempts] == ["failed", "finished"]
-    assert outcome.receipt.usd > outcome.receipt.attempts[1]["usd"]
 
 
 @pytest.mark.slow
@@ -401,27 +384,6 @@ def test_a_run_with_damaged_files_ends_as_one_without(
     assert train(job, heard).exit_code == 0
     assert "written again from the checkpoint of step" in heard.warnings
     assert are_equal(job, untouched)
-
-
-@pytest.mark.slow
-def test_a_damaged_line_of_the_log_is_said_and_the_others_are_kept(
-    stopped: tuple[Path, Job], tmp_path: Path
-) -> None:
-    folder, untouched = stopped
-    shutil.copytree(folder / "kept", tmp_path / "run")
-    log = tmp_path / "run" / "log.jsonl"
-    lines = log.read_bytes().splitlines(keepends=True)
-    lines[1] = lines[1].replace(b'"loss": ', b'"loss": 1')
-    log.write_bytes(b"".join(lines))
-    heard = Heard()
-    job = load_job(folder / "job.yaml", [f"output_dir={tmp_path / 'run'}"])
-    train(job, heard)
-    assert "1 line of log.jsonl is damaged: left out" in heard.warnings
-    assert "log.jsonl lacks 1 of the 5 steps so far" in heard.warnings
-    assert log_of(job) == [row for row in log_of(untouched) if row["step"] != 2]
-    assert all(
-        torch.equal(weights_of(job)[name], tensor) for name, tensor in weights_of(untouched).items()
-    )
 
 
 def test_every_flipped_bit_of_a_log_is_found_and_touches_no_other_line(tmp_path: Path) -> None:

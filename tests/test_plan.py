@@ -4,7 +4,6 @@ be followed.
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
 from dataclasses import replace
@@ -152,26 +151,19 @@ def refused(answer: Answer) -> Rejected:
 # ---- what a plan is made of ----
 
 
-def test_parts_add_up_and_ranges_hold_what_is_likely() -> None:
-    answer = decide(wanted_of(eval_lengths=lengths_of(500)), MARKET)
+def test_dollars_are_those_of_the_hours_and_ranges_hold_what_is_likely() -> None:
+    asked = wanted_of(eval_lengths=lengths_of(500))
+    answer = decide(asked, MARKET)
     assert len(answer.plans) + len(answer.rejected) == len(MARKET)
     for plan in answer.plans:
-        assert plan.wall_s == pytest.approx(sum(plan.seconds.values()))
-        assert plan.total_usd == pytest.approx(sum(plan.usd.values()))
-        assert min(plan.seconds.values()) > 0
         assert plan.seconds["training"] == pytest.approx(answer.n_steps * plan.on.step.seconds)
-        for known, likely in (
-            (plan.hours_range, plan.wall_s / H),
-            (plan.usd_range, plan.total_usd),
-        ):
-            assert 0 <= known.low < known.likely < known.high
-            assert known.likely == pytest.approx(likely)
+        billed_s = plan.wall_s - plan.seconds.get("waiting", 0.0)
+        usd_per_hour = plan.offer.usd_per_hour or 0
+        assert plan.usd["compute"] == pytest.approx(billed_s / H * usd_per_hour)
+        for found in (plan.hours_range, plan.usd_range):
+            assert 0 <= found.low < found.likely < found.high
         assert plan.on.memory_range.likely <= plan.on.machine.memory.n_bytes
-        assert tokens_of(plan.recipe) >= 32 * wanted_of().lengths.mean
-        waited_s = plan.seconds.get("waiting", 0.0)
-        assert plan.usd["compute"] == pytest.approx(
-            (plan.wall_s - waited_s) / H * (plan.offer.usd_per_hour or 0)
-        )
+        assert tokens_of(plan.recipe) >= 32 * asked.lengths.mean
 
 
 def test_micro_batches_are_budgets_of_tokens() -> None:
@@ -203,36 +195,22 @@ def test_documents_end_to_end_have_no_padding_and_padded_ones_little() -> None:
     assert padded.on.step.seconds > flat.on.step.seconds
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_padded_work_is_cut_for_the_device_and_hardly_waits_for_launches(method: str) -> None:
+def test_padded_work_is_cut_for_the_device_and_hardly_waits_for_launches() -> None:
     """FLAN-T5-base with short pairs on an RTX 4090: cut as for a CPU, launches would be most of the
     step.
     """
     rng = np.random.default_rng(0)
     pairs = from_arrays(rng.integers(10, 80, 2000), rng.integers(5, 60, 2000), source="drawn")
-    asked = wanted_of(
-        "google/flan-t5-base",
-        lengths=pairs,
-        global_batch=32,
-        method=method,
-        target_modules=("q", "v"),
-    )
-    packed = only(decide(asked, [place("RTX 4090", 0.4)]))
-    assert packed.recipe.stack.is_packed
-    asked = replace(asked, may_go_packed=False)
-    plan = only(decide(asked, [place("RTX 4090", 0.4)]))
-    is_one = plan.recipe.n_micro_batches == 1
-    assert plan.on.step.parts.get("launch", 0.0) < 0.2 * plan.on.step.seconds or (
-        is_one and method == "lora"
-    )
+    asked = wanted_of("google/flan-t5-base", lengths=pairs, method="full", may_go_packed=False)
+    there = place("RTX 4090", 0.4)
+    plan = only(decide(asked, [there]))
+    assert plan.on.step.parts["launch"] < 0.2 * plan.on.step.seconds
     assert plan.recipe.cost.least_tokens >= 1024
     as_on_cpu = asked.cut(plan.recipe.settings.micro_batch_tokens)
     assert plan.recipe.n_micro_batches < 0.5 * as_on_cpu.n_micro_batches
     kept = estimate_of(plan, asked).settings
     assert (kept.least_tokens, kept.more_tokens) == plan.recipe.cost
-    here = only(
-        decide(asked, [place("RTX 4090", 0.4).but(device=cpu_device("", 1e11, 2), is_cuda=False)])
-    )
+    here = only(decide(asked, [there.but(device=cpu_device("", 1e11, 2), is_cuda=False)]))
     assert here.recipe.cost == (0, 32)
     assert here.on.step.n_tokens > 0.9 * here.on.step.n_padded_tokens
 
@@ -513,19 +491,6 @@ def test_the_same_question_has_the_same_answer_whatever_the_order() -> None:
         )
 
 
-def test_ten_thousand_offers_are_decided() -> None:
-    offers: dict[Offer, list[Offer]] = {one.offer: [] for one in MARKET}
-    for i, one in zip(range(10_000), itertools.cycle(MARKET), strict=False):
-        sold = one.sold(region=f"r{i}", usd=one.offer.usd * (1 + i * 1e-4))
-        offers[one.offer].append(sold.offer)
-    machines = [(one.machine, offers[one.offer]) for one in MARKET]
-    answer = decide_offered(wanted_of(), machines, today=TODAY)
-    assert len(answer.plans) + len(answer.rejected) == 10_000
-    assert len({id(plan.on) for plan in answer.plans}) <= len(
-        MARKET
-    )  # worked out once for each kind of machine
-
-
 def test_nothing_to_choose_from_and_nothing_to_train_on() -> None:
     empty = decide(wanted_of(), [])
     assert (empty.plans, empty.rejected, empty.best) == ((), (), None)
@@ -757,17 +722,6 @@ def test_each_zone_has_its_own_chance() -> None:
 def fleeting(offer: Offer) -> Interruptions:
     """Capacity that goes within the hour, in each zone after another time."""
     return Interruptions(weibull((0.7 + len(offer.zone) / 1000) * H), weibull(3 * H))
-
-
-def test_spot_that_is_too_unsure_is_refused_however_many_are_cheaper() -> None:
-    last = place("A100-80GB", 1.5, spot=True, zone="z")
-    cheaper = [place("A100-80GB", 1.0, spot=True, zone="z" * n) for n in range(2, 60)]
-    work = wanted_of(n_epochs=20.0)
-    asked = replace(work, deadline_s=1.02 * only(decide(work, [last], hazard=fleeting)).wall_s)
-    assert "only" in refused(decide(asked, [last], hazard=fleeting)).reason
-    answer = decide(asked, [*cheaper, last], hazard=fleeting)
-    assert last.offer not in [plan.offer for plan in answer.plans]
-    assert all(plan.chance is not None for plan in answer.plans)
 
 
 def test_spot_with_on_demand_to_fall_back_on_costs_what_its_own_price_makes_it() -> None:

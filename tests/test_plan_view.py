@@ -4,7 +4,6 @@ for is found.
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from dataclasses import replace
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from farthing.config.job import Job
 from farthing.planner.decide import decide
@@ -27,10 +25,8 @@ from farthing.planner.throughput_arithmetic import OwnFigures
 from farthing.planner.types import Machine
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Billing, Offer
-from farthing.report.draw import draw_block
 from farthing.report.plan_compare import compare, find_plan
 from farthing.report.plan_report import (
-    choices_table,
     limits_in_words,
     summary,
     to_check,
@@ -211,20 +207,6 @@ def test_nothing_fits_and_the_three_nearest_ways_are_named(
     assert words in "\n".join(ways)
     assert len(set(ways)) == len(ways) == min(n_ways, len(found["rejected"]))
     json.dumps(found, allow_nan=False)
-
-
-@pytest.mark.parametrize("width", [80, 118])
-def test_a_long_reason_for_a_rank_cuts_no_other_column(typed: PlanView, width: int) -> None:
-    why = "a reason that is longer than any line. " * 8
-    choices = [replace(one, why=why) for one in typed.plans[:6]]
-    out = io.StringIO()
-    draw_block(Console(file=out, width=width), choices_table(choices))
-    lines = out.getvalue().splitlines()
-    assert len(lines) == 1 + len(choices)
-    assert all(len(line) <= width for line in lines)
-    for one, line in zip(choices, lines[1:], strict=True):
-        assert one.gpu in line
-        assert say_cost(one.usd_range.high).removeprefix("$") in line
 
 
 def test_limits_are_told(tmp_path: Path) -> None:

@@ -453,12 +453,8 @@ def test_swapped_objects_are_detected(two_copies: Model, tmp_path: Path) -> None
 
 
 @pytest.fixture
-def three_copies(two_copies: Model, run: Path) -> Model:
-    mirror = mirror_of(two_copies, run, keep=3)
-    mirror.bring_back()
-    assert delivered(mirror, 3, step_done(run, 3))
-    mirror.close(1)
-    return two_copies
+def three_copies(run: Path) -> Model:
+    return with_copies(Model(), run, 1, 2, 3, keep=3)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "state.json", "manifest.json"])
