@@ -106,18 +106,6 @@ def run_in(folder: Path, family: str = "llama", **keys: Any) -> None:
 
 
 @pytest.mark.slow
-def test_runs_of_different_tasks_are_not_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_in(tmp_path / "a", max_steps=1)
-    run_in(tmp_path / "b", "bert", max_steps=1)
-    capsys.readouterr()
-    assert (
-        "one run is causal-lm, the other classification" in compared(tmp_path, capsys, 2)["error"]
-    )
-
-
-@pytest.mark.slow
 def test_runs_on_other_data_and_of_other_lengths_say_what_can_not_be_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

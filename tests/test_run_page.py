@@ -15,6 +15,7 @@ import pytest
 import browser
 from command import Cli
 from farthing.cli import main
+from farthing.errors import InputError
 from farthing.report.chart import Axes, Line, curves, ticks
 from farthing.report.receipt import build_receipt, compare
 from farthing.report.receipt_types import Receipt
@@ -126,6 +127,18 @@ def test_runs_are_compared_on_one_page(runs: list[Path], tmp_path: Path, cli: Cl
     assert "than busy" in read.text
     assert "--html" in cli.err("report", *map(str, runs), runs[0])
     assert main(["report", str(runs[0]), "--html", str(tmp_path / "no" / "where.html")]) == 2
+
+
+def test_a_run_without_a_price_is_compared_in_all_but_dollars(runs: list[Path]) -> None:
+    receipt = build_receipt(runs[0])
+    found = compare(receipt, replace(receipt, usd_is_known=False))
+    assert found.rows["usd"].baseline is found.rows["usd"].ratio is None
+    assert (found.saved_usd, found.saved_share) == (None, None)
+    assert found.rows["wall_s"].ratio == 1
+    assert found.notes == ["the baseline has no price: dollars can't be compared"]
+    other = replace(receipt, job={**(receipt.job or {}), "task": "seq2seq"})
+    with pytest.raises(InputError, match="one run is causal-lm, the other seq2seq"):
+        compare(receipt, other)
 
 
 def nasty(value: Any) -> Any:
