@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +138,10 @@ def killed_at(k: int, operation: Callable[[], None]) -> bool:
     return code != 0
 
 
-def kill_points() -> Iterator[int]:
-    yield from range(1, 200)
-
-
 def kill_everywhere(folder_of_all: Path) -> None:
     """A save that is killed at its first, second, third ... file operation, until one gets through."""  # noqa: E501
     outcomes = []
-    for k in kill_points():
+    for k in range(1, 200):
         folder = folder_of_all / f"kill-{k}"
         first = Checkpoints(folder, "run-1", 2, warn=print)
         save(first, 1)

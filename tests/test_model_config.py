@@ -4,12 +4,10 @@ published totals.
 
 from __future__ import annotations
 
-import http.server
 import json
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from farthing.models.model_config import (
     nearest_known,
 )
 from farthing.models.shapes import read_shape
+from web import Quiet, serving
 
 # parameters as the Hub's pages and the papers have them; encoders with their pooler
 PUBLISHED = {
@@ -291,7 +290,7 @@ def test_a_model_of_another_version_is_not_what_was_meant(name: str, near: str) 
             find_config(wrong)
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
+class Hub(Quiet):
     """A Hub that has one model, and one behind a gate."""
 
     asked: list[tuple[str, str | None]] = []  # noqa: RUF012
@@ -313,21 +312,15 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
-
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str | None]]]:
     """A Hub on this machine; yields what it was asked."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.delenv("HF_HUB_OFFLINE")
     Hub.asked.clear()
-    yield Hub.asked
-    server.shutdown()
-    server.server_close()
+    with serving(Hub) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        yield Hub.asked
 
 
 def test_last_the_hub_itself(

@@ -330,16 +330,6 @@ def test_geforce_cards_send_through_the_memory_of_the_host() -> None:
     assert links["A100-80GB"] > 10 * links["A6000"]
 
 
-def test_old_gpus_have_fp16_and_no_bf16() -> None:
-    for name in ("T4", "V100-16GB"):
-        gpu = find_gpu(name)
-        assert device_of(gpu, "bf16") is None
-        half, single = device_of(gpu, "fp16"), device_of(gpu, "fp32")
-        assert half is not None
-        assert single is not None
-        assert half.flops_per_s > 4 * single.flops_per_s
-
-
 def test_a_processor_does_one_thing_after_the_other() -> None:
     device = cpu_device("a processor", 2e11, 4)
     assert (device.is_cuda, device.link_bytes_per_s) == (False, 0.0)

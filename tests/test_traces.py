@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from farthing.errors import InputError
 from farthing.planner.spot import Now, hazards, prior, read_traces
-from farthing.prices.offers import Billing, Offer
+from farthing.prices.offers import Offer
+from offers import offer_of
 
 
 def write(folder: Path, name: str, data: object, gap_s: object = 60) -> Path:
@@ -23,21 +24,8 @@ def write(folder: Path, name: str, data: object, gap_s: object = 60) -> Path:
 def offer(
     gpu: str = "V100-16GB", n_gpus: int = 1, region: str = "us-east-1", zone: str = "us-east-1a"
 ) -> Offer:
-    billing = Billing("AWS")
-    return Offer(
-        "AWS",
-        "p3",
-        gpu,
-        n_gpus,
-        region,
-        zone,
-        True,
-        "machine_hour",
-        1.0,
-        "test",
-        date(2026, 1, 1),
-        billing,
-    )
+    where = {"region": region, "zone": zone}
+    return offer_of(gpu, 1.0, n_gpus, provider="AWS", spot=True, **where)
 
 
 LONG, SHORT = [1] * 600 + [0] * 60, [1] * 20 + [0] * 60
