@@ -134,7 +134,7 @@ def test_what_is_asked_is_read_off_the_tensors_and_the_machine(
 
 def cost_of(groups: list[tuple[int, int, int]], width: int) -> float:
     """Of groups (documents, tokens, keys), by the formula."""
-    return sum(2000000000.0 + 14 * width * n * tokens * keys for n, tokens, keys in groups)
+    return sum(6000000000.0 + 14 * width * n * tokens * keys for n, tokens, keys in groups)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -153,7 +153,7 @@ def test_every_document_is_in_one_group_that_is_long_enough(seed: int) -> None:
 
 
 def test_groups_cost_no_more_than_any_other_stretches_of_the_sorted_documents() -> None:
-    lengths = [10, 900, 30, 410, 400, 10, 1800, 950]
+    lengths = [16, 912, 32, 416, 400, 16, 1808, 960]  # in the steps that they are taken in
     for width in (64, 768, 4096):
         found = [
             (len(g.documents), g.n_tokens, g.n_keys) for g in padded_groups(lengths, lengths, width)
