@@ -133,7 +133,6 @@ class Grid:
         return 1.0 if mine is None else abs(mine - best) / abs(best)
 
     def drawn(self, sampler: str, seed: int, n: int, fraction: float) -> list[dict[str, Any]]:
-        """Settings as Optuna draws them after such scores."""
         section = SearchSection.model_validate({"vary": VARY, "seed": seed, "sampler": sampler})
         found: list[tuple[dict[str, Any], float | None]] = []
         for number in range(n):
