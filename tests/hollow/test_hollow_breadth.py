@@ -83,7 +83,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] =
     ),
     "both ways": ("bert", {}, ("flash_fwd_kernel", "flash_bwd_dq_dk_dv"), ("fmha", "flex")),
     "dropout": ("bert", {"size": {"dropout": 0.1}}, ("flash_bwd_dq_dk_dv",), ("flex",)),
-    "biases": ("t5", {}, ("flash_bwd_dq_dk_dv", "softmax_warp_backward"), ("flex",)),
+    "biases": ("t5", {}, ("flash_bwd_dq_dk_dv", "fmha"), ("flex", "softmax_warp_backward")),
     "lora": ("llama", {"method": "lora"}, (*LIGER, "flash_bwd_dq_dk_dv"), ("flex",)),
 }
 
