@@ -42,7 +42,7 @@ WINGS = {  # files to change, and the tests that have to notice
     ),
     "report": (
         "report/receipt*.py report/timeline.py report/diagnosis.py",
-        "diagnosis stretches run_page savings calibrate meter card survive cli.py ledger",
+        "receipts diagnosis run_page savings calibrate meter card survive cli.py ledger",
     ),
 }
 PAIRS: tuple[tuple[type[Any], type[Any]], ...] = (

@@ -6,6 +6,9 @@ nothing was paid for, are left out.
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,19 +147,13 @@ def _some(items: list[Any]) -> list[Any]:
 
 
 def _thinned(columns: list[Column]) -> list[Column]:
-    """At most `N_COLUMNS`: of short neighbours one is made."""
-    if len(columns) <= N_COLUMNS:
-        return columns
-    least_s, found = columns[-1].end_s / N_COLUMNS * 1.02, list[Column]()
-    for column in columns:
-        last = found[-1] if found else None
-        if last and (
-            column.end_s - last.begin_s <= least_s or last.end_s - last.begin_s < least_s / 2
-        ):
-            found[-1] = _joined(last, column)
-        else:
-            found.append(column)
-    return found
+    """At most `N_COLUMNS`: those that end in the same part of the time are joined."""
+    end_s = columns[-1].end_s if columns else 0.0
+
+    def part(column: Column) -> int:
+        return math.ceil(column.end_s / end_s * N_COLUMNS) if end_s else 0
+
+    return [functools.reduce(_joined, each) for _, each in itertools.groupby(columns, part)]
 
 
 def _joined(one: Column, other: Column) -> Column:
