@@ -22,6 +22,7 @@ from rich.console import Console
 from farthing.report.draw import draw
 from farthing.report.receipt import build_receipt
 from farthing.report.receipt_report import receipt_report
+from farthing.report.timeline import timeline_of
 from farthing.run.accounts import Account, as_line
 from farthing.storage.files import write_json
 from farthing.storage.logs import line_of
@@ -67,6 +68,23 @@ def test_every_figure_and_line_of_a_receipt(
     expected = json.loads(path.with_suffix(".json").read_text())
     assert rounded(values) == expected
     assert text.splitlines() == path.with_suffix(".txt").read_text().splitlines()
+
+
+def test_a_long_run_is_thinned_evenly() -> None:
+    run = [
+        Account(n, began=True, first_step=n - 1, step=n, spans={"compute": 10.0}, usd_per_hour=36)
+        for n in range(1, 301)
+    ]
+    found = timeline_of(run, range(1, 301))
+    assert len(found.columns) == 96
+    assert [one.end_s for one in found.columns[:-1]] == [one.begin_s for one in found.columns[1:]]
+    assert {one.end_s - one.begin_s for one in found.columns} == {30.0, 40.0}
+    assert sum(one.seconds["forward and backward"] for one in found.columns) == 3000
+    assert sum(one.usd for one in found.columns) == pytest.approx(30)
+    assert (found.columns[0].step, found.columns[-1].step) == (3, 300)
+    evaluated = [(mark.step, mark.at_s) for mark in found.marks if mark.kind == "evaluation"]
+    assert len(evaluated) == 120
+    assert (evaluated[:2], evaluated[-1]) == ([(1, 10.0), (4, 40.0)], (300, 3000.0))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class _Run:
         """What `seconds` of the time so far went to, of `of_s` that it took, where it is worth
         telling. `once`: at the start, so that the rest of the run can't be spared it.
         """
-        if seconds < WORTH * self.wall_s:
+        if seconds <= 0 or seconds < WORTH * self.wall_s:
             return
         of_s = seconds if of_s is None else of_s
         share = f"({of_s / (self.wall_s or 1):.0%})"
