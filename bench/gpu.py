@@ -6,7 +6,7 @@ OUT`, `... vary OUT`.
     runs, and nothing else
 
 Shapes of 0.5B to 8B, T5-base and BERT-base with random weights and random tokens, 40 % of them
-labelled; chat lengths (lognormal, mean about 660, 2048 at most) and full ones (2048); LoRA of rank
+labelled; chat lengths (lognormal, mean about 590, 1536 at most) and full ones (1536); LoRA of rank
 16 on all linear layers and full fine-tuning. farthing, Hugging Face's Trainer as people run it
 and TRL tuned each in a process of its own, so many steps by events of the GPU after a warm-up.
 On the 1B shape one thing after the other is changed; every row of farthing stands beside what the

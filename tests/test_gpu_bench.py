@@ -20,7 +20,7 @@ import gpu
 from farthing.models.shapes import read_shape
 from farthing.train.optim import state_bytes
 from on_gpu import flash, table, verdict, work
-from on_gpu.work import LABELLED, SHAPES, SMALL
+from on_gpu.work import FULL, LABELLED, SHAPES, SMALL
 
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / ".venv" / "peers" / "bin" / "python"
@@ -53,6 +53,14 @@ def test_flops_are_two_thirds_for_adapters_and_fewer_where_less_is_labelled() ->
         6 * (1 - LABELLED) * shape.n_head_matmul, rel=0.02
     )
     assert 0.66 < lora["needed"] / full["needed"] < 0.72
+
+
+@pytest.mark.parametrize("scale", [FULL, SMALL])
+def test_the_first_row_of_a_method_sets_the_pace_of_the_second(scale: work.Scale) -> None:
+    for shape in SHAPES:
+        assert scale.warm_up + scale.n_timed(shape) - 1 >= 10
+    chat, full = (work.draw_examples(name, 1000, scale).lengths.mean() for name in work.LENGTHS)
+    assert full / chat <= 3
 
 
 def test_everyone_takes_the_examples_that_farthing_draws(tmp_path: Path) -> None:
@@ -349,8 +357,9 @@ def test_state_of_the_optimizer_is_counted_on_a_device_with_a_number_and_without
 @pytest.mark.slow
 def test_the_bench_runs_from_end_to_end_at_toy_sizes(tmp_path: Path) -> None:
     peers = ["--peers-python", str(PEERS)] if PEERS.exists() else []
-    done = call("fast", str(tmp_path), "--smoke", *peers)
-    assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
+    for words in (["fast"], ["vary", "--shapes", "toy"]):
+        done = call(words[0], str(tmp_path), "--smoke", *words[1:], *peers)
+        assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
     rows = table.read_rows(tmp_path / "rows.jsonl")
     ours = [one for one in rows if one.get("who") == "farthing"]
     assert len(ours) == 6
