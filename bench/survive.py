@@ -168,7 +168,7 @@ def say_where(where: Whereabouts) -> None:
 
         return around
 
-    patched(meter.Meter, "_switch", switched)
+    patched(meter.Meter, "enter", switched)
     patched(checkpoint, "commit_folder", meanwhile("save"))
     patched(mirror.Mirror, "send", meanwhile("upload"))
 

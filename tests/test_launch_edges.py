@@ -67,21 +67,25 @@ def test_an_instance_that_its_provider_has_forgotten_is_gone() -> None:
     Lambda(api).destroy(Machine("farthing-1-1", id="i1"))
 
 
-def test_a_machine_that_came_and_went_while_its_watcher_was_suspended_is_counted(
-    tmp_path: Path,
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_machine_that_came_and_went_while_nobody_saw_it_is_counted(
+    is_away: bool, tmp_path: Path
 ) -> None:
+    """Its watcher sleeps for hours, or asks for hours a provider that does not answer."""
     world, run = World("runpod", script=["create never answers after creating"]), tmp_path / "run"
-    handle, n_looks = world.handle, 0
+    handle, n_looks, until = world.handle, 0, 0.0
 
-    def sleepy(request: httpx.Request) -> httpx.Response:
-        nonlocal n_looks
+    def unseen(request: httpx.Request) -> httpx.Response:
+        nonlocal n_looks, until
         n_looks += request.method == "GET" and bool(world.machines)
         if n_looks == 1:
-            n_looks += 1
-            world.sleep(30_000)
+            n_looks, until = 2, world.now + 30_000
+            world.sleep(0 if is_away else 30_000)
+        if world.now < until:
+            raise httpx.ConnectError("away")
         return handle(request)
 
-    world.handle = sleepy  # type: ignore[method-assign]
+    world.handle = unseen  # type: ignore[method-assign]
     code = supervise(world, prepared_for("runpod", run, 0.7, 0.4), run, ALIVE)
     assert (code, world.usd > 0.6) == (3, True)
     assert MachineLedger(run).usd(world.now) == pytest.approx(world.usd, rel=0.1)

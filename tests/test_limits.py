@@ -36,7 +36,7 @@ from farthing.report.receipt import build_receipt
 from farthing.run.accounts import read_ledger
 from farthing.run.exported import seal_export
 from farthing.run.folder import LEDGER, MODEL
-from farthing.run.ledger import Ledger, Meter
+from farthing.run.ledger import Ledger, Meter, steady_clock
 from farthing.run.signals import Notice
 from farthing.train.attempt import Attempt, Clocks, Context, Progress, Saving
 from farthing.train.budget import over_limit, seconds_left, why_not_start
@@ -207,7 +207,7 @@ def attempt(
 ) -> str:
     """One process, as `train` does it: the state it ends in. Raises `Killed`."""
     clock = lambda: machine.now  # noqa: E731
-    meter = Meter(clock=clock, wall=machine.wall, since_boot=clock)
+    meter = Meter(clock=clock, now=steady_clock(machine.wall, clock))
     machine.ledger = None
     if why_not_start(job, folder, Ledger(folder / LEDGER, meter, job.usd_per_hour)):
         return "limit"
@@ -445,7 +445,7 @@ def test_the_age_of_the_process_does_not_follow_the_clock(monkeypatch: pytest.Mo
 
 def test_what_is_left_is_left_until_the_first_limit(plain: Job, tmp_path: Path) -> None:
     machine = Machine()
-    meter = Meter(clock=lambda: machine.now, wall=machine.wall, since_boot=lambda: machine.now)
+    meter = Meter(clock=lambda: machine.now, now=steady_clock(machine.wall, lambda: machine.now))
     ledger = Ledger(tmp_path / "l", meter, plain.usd_per_hour)
     assert seconds_left(plain, ledger) == float("inf")
     section = plain.limits.model_copy(update={"max_usd": 0.2, "max_hours": 1.0})

@@ -149,7 +149,7 @@ def test_a_ledger_keeps_the_stretches_of_each_attempt(tmp_path: Path) -> None:
         assert account.stretches[-1][:2] == (account.step, 700)
         assert "evaluation" not in account.stretches[0].spans
         assert account.stretches[-1].spans.keys() == {"evaluation"}
-        busy = [percent for _, percent in account.utilisation]
+        busy = [each.busy / each.n_busy for each in account.stretches]
         assert (busy[0], busy[-1]) == (20, 80)
 
 

@@ -240,7 +240,7 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path, n_ranks: i
 
     from farthing.run.folder import LEDGER
     from farthing.run.group import Elastic, environ_of, until_it_ends
-    from farthing.run.ledger import bill_tail
+    from farthing.run.ledger import end_for
     from farthing.run.supervisor import Child, Supervisor, begin
 
     words = [
@@ -266,7 +266,7 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path, n_ranks: i
                     [*words, *once], stdout=out, environ=environ_of(seat, slot, place, os.environ)
                 )
 
-            return Elastic(n_ranks, start_rank, complain, lambda: bill_tail(folder / LEDGER))
+            return Elastic(n_ranks, start_rank, complain, lambda: end_for(folder / LEDGER))
 
         def emptied(file: IO[bytes]) -> IO[bytes] | None:
             if not arguments.json:

@@ -536,13 +536,11 @@ class Launch:
         is_said, late_s = False, self._driver.late_s
         while True:
             try:
-                try:
-                    seen = self._asked(lambda: self._driver.look(machine))
-                finally:
-                    now = self._clock()
-                    self._ledger.note(machine.name, "sought", now)
-                    with contextlib.suppress(UnclearError):
-                        self._share()
+                seen = self._asked(lambda: self._driver.look(machine))
+                now = self._clock()
+                self._ledger.note(machine.name, "sought", now)
+                with contextlib.suppress(UnclearError):
+                    self._share()
                 if seen is not None:
                     self._ledger.note(machine.name, "created", now, id=seen.id)
                     self._take_price(machine, seen)

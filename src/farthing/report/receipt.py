@@ -422,7 +422,12 @@ def _utilisation(accounts: list[Account]) -> list[list[float]]:
     """How busy the GPU was over all attempts: at most `N_CURVE_POINTS` points [step, mean of its
     stretch].
     """
-    points = [point for account in accounts for point in account.utilisation]
+    points = [
+        (stretch.step, stretch.busy / stretch.n_busy)
+        for account in accounts
+        for stretch in account.stretches
+        if stretch.n_busy > 0
+    ]
     size = -(-len(points) // N_CURVE_POINTS) or 1
     stretches = [points[start : start + size] for start in range(0, len(points), size)]
     return [[part[-1][0], sum(mean for _, mean in part) / len(part)] for part in stretches]

@@ -106,14 +106,14 @@ def timeline_of(accounts: Sequence[Account], evaluated: Iterable[int]) -> Timeli
             began = True
             steps_at = [point for point in steps_at if point[0] <= account.first_step]
         steps_at.append((account.first_step, begin_s + _start_s(account)))
-        for step, at_end, n_saves, spans in account.stretches:
-            seconds = grouped(spans)
-            end_s, tokens = begin_s + sum(seconds.values()), max(tokens, int(at_end))
+        for stretch in account.stretches:
+            seconds, step = grouped(stretch.spans), stretch.step
+            end_s, tokens = begin_s + sum(seconds.values()), max(tokens, stretch.tokens)
             usd = sum(seconds.values()) / 3600 * account.usd_per_hour
-            columns.append(Column(begin_s, end_s, int(step), tokens, usd, seconds))
-            steps_at.append((int(step), end_s))
-            if n_saves:
-                marks.append(Mark(end_s, "checkpoint", int(step)))
+            columns.append(Column(begin_s, end_s, step, tokens, usd, seconds))
+            steps_at.append((step, end_s))
+            if stretch.n_saves > 0:
+                marks.append(Mark(end_s, "checkpoint", step))
             begin_s = end_s
         steps = [event["step"] for event in account.out_of_memory if "step" in event]
         marks += [Mark(_when(steps_at, step), "out of memory", step) for step in steps]

@@ -26,7 +26,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from farthing.storage.files import DamagedFileError, Json, read_manifest
+from farthing.storage.files import Json
 from farthing.storage.logs import line_of, read_line
 
 MAX_LINE_BYTES = 1 << 20
@@ -47,18 +47,9 @@ class Mark(NamedTuple):
     tokens: int
     n_saves: int
     busy: Amount
-    """Percents of utilisation, one from each of `n_busy` lines of the log."""
+    """Percents of utilisation, one from each of `n_busy` steps."""
     n_busy: int
     spans: dict[str, Amount]
-
-
-class Stretch(NamedTuple):
-    """What happened between two marks; `step` and `tokens` are those at its end."""
-
-    step: int
-    tokens: int
-    n_saves: int
-    spans: dict[str, float]
 
 
 @dataclass
@@ -102,18 +93,11 @@ class Account:
 
     @property
     def wall_s(self) -> float:
-        """Seconds of this attempt."""
         return sum(self.spans.values())
 
     @property
     def usd(self) -> float:
-        """Dollars of this attempt."""
         return self.wall_s / 3600 * self.usd_per_hour
-
-    @property
-    def work_s(self) -> float:
-        """Seconds of training, without start, saves and evaluations."""
-        return _work_s(self.spans)
 
     @property
     def ended(self) -> str:
@@ -121,31 +105,28 @@ class Account:
         return "killed" if self.state in _OPEN_STATES else self.state
 
     @property
-    def stretches(self) -> list[Stretch]:
-        """Where the seconds went over time; the spans add up to those of the attempt."""
+    def stretches(self) -> list[Mark]:
+        """What happened between marks, `step` and `tokens` at the end of each; the spans add up to
+        those of the attempt.
+        """
         marks = [*self.marks[:-1], self._mark()]
-        later = marks[-1].spans
         for at in range(len(marks) - 2, -1, -1):  # seconds that were given to another span since
+            later = marks[at + 1].spans
             spans = {name: min(s, later.get(name, 0.0)) for name, s in marks[at].spans.items()}
             marks[at] = marks[at]._replace(spans=spans)
-            later = spans
-        found, before, n_before = list[Stretch](), dict[str, float](), 0
-        for mark in marks:
-            spans = {name: s - before.get(name, 0.0) for name, s in mark.spans.items()}
-            spans = {name: s for name, s in spans.items() if s > 0}
-            found.append(Stretch(mark.step, mark.tokens, max(0, mark.n_saves - n_before), spans))
-            before, n_before = mark.spans, mark.n_saves
-        return found
-
-    @property
-    def utilisation(self) -> list[tuple[int, float]]:
-        """(last step, mean percent) of stretches."""
-        found, n_before, before = list[tuple[int, float]](), 0, 0.0
-        for mark in self.marks:
-            if mark.n_busy > n_before:
-                found.append((mark.step, (mark.busy - before) / (mark.n_busy - n_before)))
-            n_before, before = mark.n_busy, mark.busy
-        return found
+        return [
+            mark._replace(
+                n_saves=mark.n_saves - before.n_saves,
+                busy=mark.busy - before.busy,
+                n_busy=mark.n_busy - before.n_busy,
+                spans={
+                    name: s - before.spans.get(name, 0.0)
+                    for name, s in mark.spans.items()
+                    if s > before.spans.get(name, 0.0)
+                },
+            )
+            for before, mark in itertools.pairwise([Mark(0, 0, 0, 0.0, 0, {}), *marks])
+        ]
 
     def note(self, facts: Mapping[str, Any]) -> None:
         """Take in what the loop, the saver and the watchers say."""
@@ -181,7 +162,7 @@ class Account:
         tokens = max(0, int(self.facts.get("tokens", 0)))
         return Mark(max(self.step, 0), tokens, self.n_saves, self.busy, self.n_busy, spans)
 
-    def work_until(self, step: int) -> float:
+    def work_until(self, step: float) -> float:
         """Seconds of work when `step` was done, on the straight line between the nearest marks."""
         points = [(self.first_step, 0.0), *((m.step, _work_s(m.spans)) for m in self.marks)]
         if exact := [work_s for known, work_s in points if known == step]:
@@ -193,10 +174,9 @@ class Account:
 
     def as_row(self) -> Json:
         """The account as a line has it."""
-        row: Json = _rows().dump_python(
-            self, by_alias=True, exclude_defaults=True, exclude={"redone_s"}
+        return dict(
+            _rows().dump_python(self, by_alias=True, exclude_defaults=True, exclude={"redone_s"})
         )
-        return row
 
 
 @cache
@@ -219,7 +199,7 @@ class Witness(NamedTuple):
 
 @dataclass
 class Found:
-    """What is in a ledger."""
+    """What is in a ledger, by the number of the attempt."""
 
     accounts: dict[int, Account] = field(default_factory=dict)
     n_broken: int = 0
@@ -237,7 +217,6 @@ class Found:
 
     @property
     def ordered(self) -> list[Account]:
-        """By number."""
         return [self.accounts[number] for number in sorted(self.accounts)]
 
 
@@ -300,28 +279,8 @@ def _make_good(found: Found, witnesses: list[Witness]) -> None:
         spans={"lost": seconds},
         usd_per_hour=usd / seconds * 3600,
         committed=max([earlier.committed, *steps]),
-        step=max([earlier.step, *steps, 0]),
+        step=max([earlier.step, *steps]),
     )
-
-
-def witnesses_in(checkpoints: Path, run_id: str | None) -> list[Witness]:
-    """What the manifests of a run's checkpoints say of the money spent when they were written.
-
-    `run_id` None: nobody knows any more whose they are, and all count.
-    """
-    found = []
-    for folder in sorted(checkpoints.glob("step-*")) if checkpoints.is_dir() else ():
-        try:
-            manifest = read_manifest(folder)
-            witness = Witness(
-                *(manifest[name] for name in ("attempt", "step", "spent_s", "spent_usd"))
-            )
-        except (DamagedFileError, OSError, KeyError):
-            continue
-        is_number = all(isinstance(value, int | float) and 0 <= value < 1e15 for value in witness)
-        if is_number and run_id in (None, manifest.get("run_id")):
-            found.append(witness)
-    return found
 
 
 def merge(first: dict[int, Account], second: dict[int, Account]) -> dict[int, Account]:
@@ -347,13 +306,12 @@ def merge(first: dict[int, Account], second: dict[int, Account]) -> dict[int, Ac
 
 def with_redone(accounts: list[Account]) -> list[Account]:
     """The attempts, in order, with the seconds of work that a later one had to redo."""
-    found, kept_step = [], math.inf
+    found, kept_step = list[Account](), math.inf
     for account in reversed(accounts):
         redone_s = 0.0
-        if account.began and account.step > kept_step:
-            lost_s = account.work_until(account.step) - account.work_until(int(kept_step))
-            redone_s = max(0.0, lost_s)
         if account.began:
+            kept = min(kept_step, account.step)
+            redone_s = max(0.0, account.work_until(account.step) - account.work_until(kept))
             kept_step = min(kept_step, account.first_step)
-        found.append(replace(account, redone_s=redone_s))
-    return found[::-1]
+        found.insert(0, replace(account, redone_s=redone_s))
+    return found

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 import farthing
 from farthing.clock import today
 from farthing.errors import RunChangedError, RunDamagedError
-from farthing.run.accounts import Witness, read_ledger, witnesses_in
+from farthing.run.accounts import Witness, read_ledger
 from farthing.storage.files import (
     DamagedFileError,
     Json,
@@ -447,8 +447,18 @@ def _changed(before: Json, now: Json) -> list[str]:
 
 
 def witnesses_of(folder: Path) -> list[Witness]:
-    """What the checkpoints of the run in `folder` know of the money that was spent."""
-    return witnesses_in(folder / CHECKPOINTS, run_id_of(folder))
+    """What the checkpoints of the run in `folder` know of the money that was spent; all count where
+    nobody knows any more which run it is.
+    """
+    run_id, found = run_id_of(folder), []
+    for save in saves_in(folder / CHECKPOINTS):
+        with contextlib.suppress(DamagedFileError, OSError, KeyError):
+            manifest = read_manifest(save.folder)
+            known = [manifest[name] for name in ("attempt", "step", "spent_s", "spent_usd")]
+            are_numbers = all(isinstance(each, int | float) and 0 <= each < 1e15 for each in known)
+            if are_numbers and run_id in (None, manifest.get("run_id")):
+                found.append(Witness(*known))
+    return found
 
 
 def _brief(value: Any) -> str:

@@ -40,7 +40,7 @@ from farthing.run.accounts import (
     read_ledger,
 )
 from farthing.run.guard import guard_of_this
-from farthing.storage.files import Json, keep_aside, write_text
+from farthing.storage.files import Json, fsync_path, keep_aside, write_text
 
 # The spans, in the order of the receipt, and what each is.
 SPANS = {
@@ -96,8 +96,8 @@ def steady_clock(
 class Meter:
     """A stopwatch that is always in one named span. `clock` gives monotonic seconds.
 
-    What time it is is asked of the `wall` clock once, when the meter begins; from then on
-    `since_boot` is added. A clock that is set while a run continues ends nothing and buys nothing.
+    `now` is the time of day, by the clock as it was when the meter began: a clock that is set while
+    a run continues ends nothing and buys nothing.
     """
 
     def __init__(
@@ -106,30 +106,33 @@ class Meter:
         already_s: float = 0.0,
         idle_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-        since_boot: Callable[[], float] = seconds_since_boot,
+        now: Callable[[], float] | None = None,
     ) -> None:
-        self._clock, self._now = clock, steady_clock(wall, since_boot)
+        self._clock, self.now = clock, now or steady_clock()
         self.lock = threading.RLock()  # the ledger looks on from a thread of its own
         self._since = clock()
-        self._name = "start_up"
-        self.spans: dict[str, float] = {
-            "start_up": already_s,
-            **({"idle": idle_s} if idle_s else {}),
-        }
+        self.at = "start_up"
+        """The span that time belongs to now."""
+        self.spans = {"start_up": already_s, **({"idle": idle_s} if idle_s else {})}
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time inside the block belongs to `name`, and to nothing else."""
-        before = self._switch(name)
+        before = self.enter(name)
         try:
             yield
         finally:
-            self._switch(before)
+            self.enter(before)
 
-    def enter(self, name: str) -> None:
-        """From now on time belongs to `name`, until another span begins."""
-        self._switch(name)
+    def enter(self, name: str) -> str:
+        """From now on time belongs to `name`, until another span begins; the span before."""
+        if name not in SPANS:
+            raise KeyError(f"no such span: {name}")
+        with self.lock:
+            now, before = self._clock(), self.at
+            self.spans[before] = self.spans.get(before, 0.0) + now - self._since
+            self.at, self._since = name, now
+            return before
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Give time that was waited for under one name to the work that was waited for; the sum
@@ -141,31 +144,11 @@ class Meter:
             self.spans[target] = self.spans.get(target, 0.0) + moved
 
     @property
-    def now(self) -> float:
-        """The time of day as seconds since 1970, by the clock as it was when the meter began."""
-        return self._now()
-
-    @property
-    def at(self) -> str:
-        """The span that time belongs to now."""
-        return self._name
-
-    @property
     def wall_s(self) -> float:
         """Seconds since the process began."""
         with self.lock:
-            self._switch(self._name)
+            self.enter(self.at)
             return sum(self.spans.values())
-
-    def _switch(self, name: str) -> str:
-        if name not in SPANS:
-            raise KeyError(f"no such span: {name}")
-        with self.lock:
-            now = self._clock()
-            before = self._name
-            self.spans[before] = self.spans.get(before, 0.0) + now - self._since
-            self._name, self._since = name, now
-            return before
 
 
 class Ledger:
@@ -182,50 +165,40 @@ class Ledger:
         usd_per_hour: float,
         witnesses: Iterable[Witness] = (),
     ) -> None:
-        self._path, self._meter = path, meter
+        self._path, self._meter, self._witnesses = path, meter, list(witnesses)
+        self.lock = meter.lock
+        """Held while a line is made and written."""
         self._mine = Account(LOST, id=uuid.uuid4().hex[:12], usd_per_hour=usd_per_hour)
-        self._past: dict[int, Account] = {}
+        self.past: list[Account] = []
+        """The other attempts, in order."""
         self._past_lines = ""
         self._as_left: tuple[int, ...] | None = None
         self._last_line_at = -1e9
-        self._newest: Json = {}
         self._beats: threading.Thread | None = None
         self._closed = threading.Event()
-        self._is_withdrawn = False
-        self._witnesses = list(witnesses)
+        self._is_withdrawn = self._is_kept_aside = False
         self.damage: Found | None = None
         """What was wrong with the ledger when it was read, if anything was."""
-        self._is_kept_aside = False
         self._read()
 
     def _read(self, others: dict[int, Account] | None = None) -> None:
         """Take over what the file and `others` know of other attempts; find the number of this
         one.
         """
-        found = read_ledger(self._path, self._witnesses)
+        found, mine = read_ledger(self._path, self._witnesses), self._mine
         if found.is_damaged:
             self.damage, self._is_kept_aside = found, False
-        known = merge(merge(found.accounts, self._past), others or {})
-        mine = [number for number, account in known.items() if account.id == self._mine.id]
-        self._past = {number: known[number] for number in known if number not in mine}
-        self._mine.number = mine[0] if mine else self._mine.number
-        if self._mine.number == LOST or self._mine.number in self._past:
-            self._mine.number = max(self._past, default=LOST) + 1
+        known = merge(found.accounts, {account.number: account for account in self.past})
+        known = merge(known, others or {})
+        mine.number = next((n for n, each in known.items() if each.id == mine.id), mine.number)
+        if mine.number == LOST or known.get(mine.number, mine).id != mine.id:
+            mine.number = max(known, default=LOST) + 1
+        self.past = [known[number] for number in sorted(known) if known[number].id != mine.id]
         for account in self.past[:-N_LONG]:
             account.thin(N_SHORT_MARKS)
         self._past_lines = "".join(map(as_line, self.past))
-        self._mine.past_s = sum(account.wall_s for account in self.past)
-        self._mine.past_usd = sum(account.usd for account in self.past)
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Held while a line is made and written."""
-        return self._meter.lock
-
-    @property
-    def past(self) -> list[Account]:
-        """The other attempts, in order."""
-        return [self._past[number] for number in sorted(self._past)]
+        mine.past_s = sum(account.wall_s for account in self.past)
+        mine.past_usd = sum(account.usd for account in self.past)
 
     @property
     def number(self) -> int:
@@ -240,7 +213,7 @@ class Ledger:
     @property
     def committed_step(self) -> int:
         """The newest step that was ever saved; -1 where there is none."""
-        return max([self._mine.committed, *(account.committed for account in self.past)])
+        return max(account.committed for account in [*self.past, self._mine])
 
     @property
     def out_of_memory(self) -> list[Json]:
@@ -250,19 +223,16 @@ class Ledger:
     @property
     def forecast(self) -> Json | None:
         """The first forecast of the run."""
-        return next(
-            (account.forecast for account in [*self.past, self._mine] if account.forecast), None
-        )
+        told = (account.forecast for account in [*self.past, self._mine])
+        return next(filter(None, told), None)
 
     @property
     def takes(self) -> dict[str, float]:
         """Seconds that parts of an attempt took in earlier ones: start_s, step_s, save_s,
         evaluation_s.
         """
-        return next(
-            (account.facts["takes"] for account in reversed(self.past) if "takes" in account.facts),
-            {},
-        )
+        told = (account.facts.get("takes") for account in reversed(self.past))
+        return next(filter(None, told), {})
 
     @property
     def spent_usd(self) -> float:
@@ -277,7 +247,7 @@ class Ledger:
     @property
     def now(self) -> float:
         """The time of day, see `Meter`."""
-        return self._meter.now
+        return self._meter.now()
 
     @property
     def clock_back_s(self) -> float:
@@ -293,9 +263,9 @@ class Ledger:
     def at_step(self, step: int, facts: Json, forecast: Json | None = None) -> None:
         """Note that `step` is done. Written no oftener than a beat, so that quick steps cost
         nothing; a first forecast is written at once and kept for the whole run."""
-        with self._meter.lock:
+        with self.lock:
             self._mine.step = step
-            self._newest = facts
+            self._mine.note(facts)
         if forecast is not None and self.forecast is None:
             self.write("running", forecast=forecast)
         else:
@@ -325,7 +295,7 @@ class Ledger:
 
     def held_up_by_save(self, seconds: float, n_saves: int = 1) -> None:
         """Note that saving has held the loop up, for the next line."""
-        with self._meter.lock:
+        with self.lock:
             self._mine.n_saves += n_saves
             self._mine.held_up_s += seconds
 
@@ -333,7 +303,7 @@ class Ledger:
         """What a checkpoint has to know, to bear witness when the ledger is damaged: written to the
         ledger first.
         """
-        with self._meter.lock:
+        with self.lock:
             self.write()
             mine = self._mine
             return {
@@ -346,22 +316,20 @@ class Ledger:
         """Write this attempt's line now. `state` is what the attempt is if nothing more is said.
         Raises `OSError`.
         """
-        with self._meter.lock:
+        with self.lock:
             if self._is_withdrawn:
                 return
-            mine, wall_s = self._mine, self._meter.wall_s
-            mine.at, mine.state, mine.line = self._meter.now, state or mine.state, mine.line + 1
-            mine.started_at = mine.started_at or mine.at - wall_s
+            mine, self._last_line_at = self._mine, self._meter.wall_s
+            mine.at, mine.state, mine.line = self.now, state or mine.state, mine.line + 1
+            mine.started_at = mine.started_at or mine.at - self._last_line_at
             mine.spans = {name: round(seconds, 4) for name, seconds in self._meter.spans.items()}
-            mine.note({**self._newest, **facts})
-            self._newest = {}
+            mine.note(facts)
             mine.mark()
-            self._last_line_at = wall_s
             self._put()
 
     def take_in(self, rows: list[Json]) -> None:
         """Put attempts of other machines at this run on the bill. Raises `OSError`."""
-        with self._meter.lock:
+        with self.lock:
             self._read(accounts_of(rows))
             self._put()
 
@@ -369,9 +337,9 @@ class Ledger:
         """Take this attempt out again: it turned out to be none of this run. Without others the
         file goes.
         """
-        with self._meter.lock:
+        with self.lock:
             self._is_withdrawn = True
-            if self._as_left is not None and self._past:
+            if self._as_left is not None and self.past:
                 write_text(self._path, self._past_lines, is_private=True)
             elif self._as_left is not None:
                 self._path.unlink(missing_ok=True)
@@ -379,7 +347,7 @@ class Ledger:
     def end(self, state: str) -> None:
         """The attempt's last word, forced to the disk; time continues until `close`."""
         self.write(state)
-        self._sync()
+        fsync_path(self._path)
 
     def close(self, state: str = "") -> None:
         """Stop, with the attempt's last line forced to the disk."""
@@ -389,8 +357,6 @@ class Ledger:
             self._beats = None
         if (self._as_left is not None or state) and not self._is_withdrawn:
             self.end(state)
-
-    # ---- on the disk ----
 
     def _put(self) -> None:
         is_as_left = self._as_left is not None and self._as_left == _identity(self._path)
@@ -410,34 +376,23 @@ class Ledger:
                 file.truncate()
         self._as_left = _identity(self._path)
 
-    def _sync(self) -> None:
-        with open(self._path, "rb") as file:
-            os.fsync(file.fileno())
-
 
 def _identity(path: Path) -> tuple[int, ...] | None:
     """What differs between a file and one that took its place."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         found = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return None
 
 
-def end_for(path: Path, state: str, late_s: float) -> None:
-    """End the newest attempt of a ledger for a process that was killed, at most `late_s` after its
-    last line. Nobody may be writing the file any more. Raises `OSError`.
+def end_for(path: Path, state: str = "", late_s: float = MOST_TAIL_S) -> None:
+    """End the newest attempt of a ledger for a process that was killed just now, at most `late_s`
+    after its last line. Nobody may be writing the file any more. Never raises.
     """
-    accounts = read_ledger(path).ordered
-    if accounts and accounts[-1].ended == "killed":
-        last = accounts[-1]
-        late_s = max(0.0, min(late_s, time.time() - last.at))
-        last.state, last.line, last.at = state or last.state, last.line + 1, last.at + late_s
-        last.spans["idle"] = last.spans.get("idle", 0.0) + late_s
-        write_text(path, map(as_line, accounts))
-
-
-def bill_tail(path: Path) -> None:
-    """Put on the bill what a process cost that hung before it was killed just now."""
     with contextlib.suppress(OSError):
-        end_for(path, "", MOST_TAIL_S)
+        accounts = read_ledger(path).ordered
+        if accounts and (last := accounts[-1]).ended == "killed":
+            late_s = max(0.0, min(late_s, time.time() - last.at))
+            last.state, last.line, last.at = state or last.state, last.line + 1, last.at + late_s
+            last.spans["idle"] = last.spans.get("idle", 0.0) + late_s
+            write_text(path, map(as_line, accounts))
