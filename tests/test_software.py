@@ -218,6 +218,7 @@ def test_the_trainer_does_as_the_plan_says(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70"])
     assert choose_numerics("auto", None, asked, fp16_risk=risk).name == name
     with pytest.raises(HardwareError):
         choose_numerics("auto", True, None, fp16_risk=risk)
