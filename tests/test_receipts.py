@@ -10,7 +10,7 @@ import io
 import json
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,15 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from farthing.report.draw import draw
-from farthing.report.receipt import build_receipt
-from farthing.report.receipt_report import receipt_report
+from farthing.report.receipt import build_receipt, compare
+from farthing.report.receipt_report import compared_rows, receipt_report
 from farthing.report.timeline import timeline_of
 from farthing.run.accounts import Account, as_line
 from farthing.storage.files import write_json
 from farthing.storage.logs import line_of
 
-CASES = sorted((Path(__file__).parent / "receipts").glob("*.yaml"))
+RECEIPTS = Path(__file__).parent / "receipts"
+CASES = sorted(RECEIPTS.glob("*.yaml"))
 
 
 def receipt_of(case: dict[str, Any]) -> tuple[Any, str]:
@@ -68,6 +69,59 @@ def test_every_figure_and_line_of_a_receipt(
     expected = json.loads(path.with_suffix(".json").read_text())
     assert rounded(values) == expected
     assert text.splitlines() == path.with_suffix(".txt").read_text().splitlines()
+
+
+def test_two_receipts_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    receipt_of(yaml.safe_load((RECEIPTS / "spot.yaml").read_text()))
+    run = build_receipt(Path("run"))
+    other = replace(
+        run, run="other", usd=1.66, wall_s=2100.0, metrics={"loss": 4.5}, final_loss=3.0
+    )
+    found = compare(run, other)
+    assert list(compared_rows([found])) == [
+        ("cost", "$0.83", "$1.66", "0.500"),
+        ("time", "17 min 30 s", "35 min 00 s", "0.500"),
+        ("steps", "200", "200", "1.000"),
+        ("tokens", "80,000", "80,000", "1.000"),
+        ("useful tokens/s", "110", "110", "1.000"),
+        ("a million tokens", "$10.37", "$10.37", "1.000"),
+        ("peak memory", "906.0 MiB", "906.0 MiB", "1.000"),
+        ("interruptions", "2", "2", "1.000"),
+        ("last training loss", "1.5", "3", "0.500"),
+        ("evaluation loss", "2.25", "4.5", "0.500"),
+    ]
+    assert found.notes == []
+    words = "the run costs $0.83 (50%) less and takes 17 min 30 s less than the baseline"
+    assert found.in_words() == words
+    shares = found.saved_share, found.saved_share_per_token
+    assert (found.saved_s, *shares) == (1050.0, pytest.approx(0.5), pytest.approx(0.5))
+    unlike: dict[str, Any] = {
+        "identity": {"data.train (content)": "x", "model (content)": "y"},
+        "job": {"task": "causal-lm", "model": {"model_name_or_path": "other/model"}},
+        "steps": 100,
+        "tokens": 40000,
+        "usd_is_known": False,
+        "state": "limit",
+    }
+    found = compare(run, replace(other, **unlike))
+    assert [name for name, row in found.rows.items() if row.ratio is not None] == [
+        *("steps", "tokens", "tokens_per_s", "peak_bytes", "interruptions")
+    ]
+    assert found.notes == [
+        "they trained on other data, or other tokens of it: the last training loss can't be"
+        " compared",
+        "they were evaluated on other examples, or other tokens of them: the metrics can't be"
+        " compared",
+        "the baseline has no price: dollars can't be compared",
+        "they did not do the same work (200 steps and 100 steps): compare their costs a token, not"
+        " their totals",
+        "they trained other models (some/model and other/model): a token is not the same work for"
+        " both",
+        "not both have finished: the figures are as far as they came",
+    ]
+    assert (found.saved_usd, found.saved_s) == (None, 1050.0)
+    assert found.in_words() == "by the token the run takes 75% less than the baseline"
 
 
 def test_a_long_run_is_thinned_evenly() -> None:
