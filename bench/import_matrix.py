@@ -23,7 +23,7 @@ import yaml
 
 from farthing.config.importers.job_text import job_text
 from farthing.config.importers.recognise import import_file
-from farthing.config.importers.record import UNKNOWN, Imported
+from farthing.config.importers.tables import UNKNOWN, Imported
 from farthing.config.load import load_job
 from farthing.errors import FarthingError
 

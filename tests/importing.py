@@ -6,7 +6,7 @@ from pathlib import Path
 
 from farthing.config.importers.job_text import job_text
 from farthing.config.importers.recognise import import_file
-from farthing.config.importers.record import Imported
+from farthing.config.importers.tables import Imported
 from farthing.config.job import Job
 from farthing.config.load import load_job
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from farthing.config.foreign_keys import ALIASES
-from farthing.config.importers.record import exists
-from farthing.config.importers.tables import table
+from farthing.config.importers.tables import exists, table
 from farthing.config.load import load_job
 from farthing.errors import JobError
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from command import Cli
 from farthing.cli import main
 from farthing.config.importers.recognise import import_file
 from farthing.errors import InputError
@@ -464,3 +465,29 @@ def test_code_of_a_script_that_changes_what_is_learned_is_named(
     )
     found = imported(tmp_path, text, "train.py")
     assert [line.effect for key, line in found.lines.items() if key == named] == ["differs"]
+
+
+def test_a_text_that_doubles_with_each_line_of_a_script_is_left_open(tmp_path: Path) -> None:
+    text = (
+        "from transformers import Trainer, TrainingArguments\n"
+        "s = 'x'\n" + "s = s + s\n" * 60 + "args = TrainingArguments(s)\n"
+        "Trainer(model='org/m', args=args)\n"
+    )
+    assert "output_dir" not in imported(tmp_path, text, "train.py").job
+
+
+def test_what_blocks_a_job_is_said_with_its_value(tmp_path: Path, cli: Cli) -> None:
+    path = write(tmp_path, "ax.yaml", "base_model: a/b\nadapter: ia3\ndatasets: [{path: c/d}]\n")
+    assert "adapter: ia3 (farthing has no adapter of this kind)" in cli.err("import", path)
+
+
+def test_a_method_beside_a_preference_of_together_is_mapped(tmp_path: Path) -> None:
+    asked = {
+        "training_file": "a.jsonl",
+        "model": "org/m",
+        "training_type": {"type": "Full"},
+        "training_method": {"method": "dpo"},
+    }
+    found = imported(tmp_path, json.dumps(asked), "job.json")
+    assert found.lines["training_type.type"].became == "method.name"
+    assert found.job["method.name"] == "full"

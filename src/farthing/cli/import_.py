@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write or print the job; 2 where the file asks for a training that farthing can't do."""
     from farthing.config.importers.job_text import job_text
     from farthing.config.importers.recognise import import_file
+    from farthing.config.importers.tables import say
     from farthing.objectives.registry import objective_names
 
     path = Path(arguments.file)
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif found.blockers:
         raise InputError(
             "no job can be made of it: "
-            + "; ".join(f"{line.key} ({line.why})" for line in found.blockers),
+            + "; ".join(f"{line.key}: {say(line.value)} ({line.why})" for line in found.blockers),
             where=str(path),
             to_do=(
                 f"farthing trains {', '.join(objective_names())}, on text: import a configuration"

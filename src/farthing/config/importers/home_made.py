@@ -9,9 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from farthing.config.importers.hf import NO_COUNT_OF_GPUS, warmups
-from farthing.config.importers.record import Imported, flat, read_keys
-from farthing.config.importers.tables import table
+from farthing.config.importers.hf import NO_COUNT_OF_GPUS
+from farthing.config.importers.tables import Imported, flat, read_keys, table
 from farthing.objectives.causal_lm import CAUSAL_LM
 
 NAME = "home-made"
@@ -44,16 +43,13 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     del out.job["task"]
     if isinstance(values.get("lora"), bool):
         out.put("lora", values["lora"], "method.name", "lora" if values["lora"] else "full")
-    warmups(out, values)
-    leaves = ("rope_scaling", "lr_scheduler_kwargs")
-    for key, value in flat(values, whole=leaves):
-        is_said = isinstance(value, str) and (
-            _name_of(key) not in table(NAME).keys or _name_of(key) in ("task", "objective")
-        )
-        if is_said and _OTHER_OBJECTIVE.search(value):
+    for key, value in flat(values):
+        name = _name_of(key)
+        is_word = name not in table(NAME).keys or name in ("task", "objective")
+        if is_word and isinstance(value, str) and _OTHER_OBJECTIVE.search(value):
             why = f"{value}, whose settings and data this importer does not know"
-            out.name(key, value, why, "blocks")
-    read_keys(out, flat(values, whole=leaves), table(NAME), name_of=_name_of)
+            out.refuse(key, value, why)
+    read_keys(out, values, NAME, name_of=_name_of)
     has_lora = any(key.startswith("method.lora") for key in out.job)
     out.default({"method.name": "lora" if has_lora else "full"}, "a loop without an adapter")
     if "task" not in out.job:

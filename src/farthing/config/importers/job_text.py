@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from farthing.config.importers.record import Imported, Line, say
+from farthing.config.importers.tables import Imported, Line, say
 from farthing.printable import printable
 from farthing.storage.files import Json
 

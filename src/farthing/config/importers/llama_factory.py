@@ -11,10 +11,17 @@ from typing import Any
 
 from farthing.config.importers import hf, preference
 from farthing.config.importers.prompts import chat_columns
-from farthing.config.importers.record import Imported, Odd, flat, read_keys
-from farthing.config.importers.tables import fact, names, table, whole
+from farthing.config.importers.tables import (
+    Imported,
+    Odd,
+    defaults,
+    fact,
+    names,
+    read_keys,
+    whole,
+)
 from farthing.objectives.causal_lm import CAUSAL_LM
-from farthing.storage.files import Json
+from farthing.storage.files import Json, small_text
 
 NAME = "llama-factory"
 MAX_REGISTRY_BYTES = 16 << 20
@@ -26,21 +33,24 @@ def read(values: Mapping[str, Any], out: Imported, folder: Path) -> None:
     """
     is_v1 = "train_dataset" in values or "peft_config" in values
     _stage(values, out)
-    if is_v1:
-        _v1_method(values, out)
-    else:
-        _method(values, out)
+    method = _method(values, out)
     _data(values, out, folder)
-    hf.warmups(out, values)
-    stretch = values.get("rope_scaling")
-    if isinstance(stretch, str):
-        why = "stretches positions by a factor that is worked out there; set model.rope_scaling"
-        out.name("rope_scaling", stretch, why, "differs")
-    tool = f"{NAME}-preference" if preference.is_asked(out) else NAME
-    read_keys(out, flat(values, whole=("rope_scaling", "lr_scheduler_kwargs")), table(tool))
+    read_keys(out, values, NAME)
     preference.settle(out, NAME)
-    _tokens(values, out)
-    _defaults(out, is_v1)
+    if "model.new_tokens" in out.job:
+        if not hf.is_true(values.get("resize_vocab")):
+            why = "without resize_vocab no embedding grows"
+            out.drop("model.new_tokens", why, "differs")
+        elif method != "full":
+            out.default({"method.modules_to_save": ["embed_tokens", "lm_head"]}, "resize_vocab")
+    defaults(out, "trainer")
+    if not is_v1:
+        if method != "full":
+            out.default({"method.lora_r": 8})
+            out.default({"method.lora_alpha": 2 * out.job["method.lora_r"]})
+        defaults(out, NAME)
+    out.default({"data.max_length": 2048})
+    out.notes.append(hf.NO_COUNT_OF_GPUS)
 
 
 def _stage(values: Mapping[str, Any], out: Imported) -> None:
@@ -50,111 +60,59 @@ def _stage(values: Mapping[str, Any], out: Imported) -> None:
     elif stage in ("dpo", "kto", "rm"):
         loss = str(values.get("pref_loss", "sigmoid")) if stage == "dpo" else ""
         name = loss if loss in ("orpo", "simpo") else {"rm": "reward"}.get(stage, stage)
-        given = {
-            key: value for key, value in values.items() if stage == "dpo" or key != "pref_loss"
-        }
+        given = dict(values) if stage == "dpo" else {**values, "pref_loss": None}
         preference.read(out, name, given, "pref_loss")
         out.put("stage", stage, "task", out.job["task"])
         if name == "simpo":
-            out.default({"objective.beta": None if "pref_beta" in values else 0.1})
-            out.default({"objective.simpo_gamma": None if "simpo_gamma" in values else 0.5})
-        if values.get("ref_model") == values.get("model_name_or_path"):
-            out.name("ref_model", values.get("ref_model"), "the model as it begins, as here")
+            beta = None if "pref_beta" in values else 0.1
+            gamma = None if "simpo_gamma" in values else 0.5
+            out.default({"objective.beta": beta, "objective.simpo_gamma": gamma})
+        if (model := values.get("ref_model")) == values.get("model_name_or_path"):
+            out.name("ref_model", model, "the model as it begins, as here")
         if stage == "kto" and values.get("pref_ftx"):
             why = "adds a loss of the desirable answers, which farthing's KTO has not"
             out.name("pref_ftx", values["pref_ftx"], why, "differs")
     elif stage is not None:
-        out.name("stage", stage, f"{stage}, which farthing does not do", "blocks")
-    starts = values.get("do_train") is True or "learning_rate" in values
-    if not (stage is not None or "train_dataset" in values or starts):
+        out.refuse("stage", stage, f"{stage}, which farthing does not do")
+    elif not ({"train_dataset", "learning_rate"} & set(values) or values.get("do_train") is True):
         what = "merges or exports" if "export_dir" in values else "chats with or serves"
-        key, value = next(iter(values.items()), ("", None))
-        out.name(key, value, f"no training: this file {what} a model", "blocks")
+        out.refuse(*next(iter(values.items())), f"no training: this file {what} a model")
     asks = values.get("do_predict")
     if values.get("do_train") is False or (asks and not values.get("do_train")):
-        out.name("do_predict", asks, "no training: this file evaluates a model", "blocks")
+        out.refuse("do_predict", asks, "no training: this file evaluates a model")
 
 
-def _v1_method(values: Mapping[str, Any], out: Imported) -> None:
-    config = values.get("peft_config")
-    name = config.get("name") if isinstance(config, Mapping) else None
-    if name == "lora":
+def _method(values: Mapping[str, Any], out: Imported) -> str:
+    given = values.get("peft_config")
+    key, kind = "finetuning_type", values.get("finetuning_type", "lora")
+    is_4bit = values.get("quantization_bit") == 4
+    if "train_dataset" in values or "peft_config" in values:  # its new engine
+        key, kind = "peft_config.name", given.get("name") if isinstance(given, Mapping) else None
         is_4bit = isinstance(values.get("quant_config"), Mapping)
-        out.put("peft_config.name", name, "method.name", "qlora" if is_4bit else "lora")
-    elif name is not None:
-        out.name("peft_config.name", name, f"{name}, which farthing does not do", "blocks")
-    out.default({"method.name": "full"})
-
-
-def _method(values: Mapping[str, Any], out: Imported) -> None:
-    kind, bits = values.get("finetuning_type", "lora"), values.get("quantization_bit")
-    if bits == 4:
-        out.name("quantization_bit", bits, "method: qlora is the 4-bit base")
-    elif bits is not None:
-        why = f"farthing has no {bits}-bit base: it stays in 16 bits, which is more exact"
-        out.name("quantization_bit", bits, why, "differs")
-    if kind in ("lora", "full"):
-        name = "qlora" if kind == "lora" and bits == 4 else kind
-        if "finetuning_type" in values:
-            out.put("finetuning_type", kind, "method.name", name)
-        out.default({"method.name": name})
-    else:
-        out.name("finetuning_type", kind, f"{kind}, which farthing does not do", "blocks")
-    to = "method.init_lora_weights"
+    method = hf.method_of(kind == "lora", is_4bit)
+    if kind not in ("lora", "full", None):
+        out.refuse(key, kind, f"{kind}, which farthing does not do")
+    elif kind and key.partition(".")[0] in values:
+        out.put(key, kind, "method.name", method)
+    out.default({"method.name": method})
     if values.get("pissa_init") is True:
         n = values.get("pissa_iter", 16)
+        to = "method.init_lora_weights"
         out.put("pissa_init", True, to, "pissa" if n == -1 else f"pissa_niter_{n}")
-        out.keep([("pissa_iter", n)] if "pissa_iter" in values else [], to)
+        out.keep({"pissa_iter": n} if "pissa_iter" in values else {}, to)
         why = "the exported adapter always fits the base as it was"
         out.name("pissa_convert", values.get("pissa_convert"), why)
-    elif "pissa_init" in values:
-        out.name("pissa_init", values["pissa_init"], "off there, and off here")
-
-
-def _tokens(values: Mapping[str, Any], out: Imported) -> None:
-    """New tokens; an adapter trains the embeddings then, as there."""
-    wanted = [key for key in ("add_tokens", "add_special_tokens") if values.get(key)]
-    found: list[str] = []
-    for key in wanted:
-        try:
-            found += names(values[key])
-        except Odd as odd:
-            out.name(key, values[key], str(odd), "differs")
-    if found and str(values.get("resize_vocab")).lower() == "true":
-        out.job["model.new_tokens"] = found
-        out.lines = {key: line for key, line in out.lines.items() if key not in wanted}
-        out.keep([(key, values[key]) for key in wanted], "model.new_tokens")
-        if out.job.get("method.name") != "full":
-            out.default({"method.modules_to_save": ["embed_tokens", "lm_head"]}, "resize_vocab")
-    else:
-        for key in wanted:
-            out.lines.pop(key, None)
-            out.name(key, values[key], "without resize_vocab no embedding grows", "differs")
-
-
-def _defaults(out: Imported, is_v1: bool) -> None:
-    hf.trainer_defaults(out)
-    if out.job.get("method.name") in ("lora", "qlora") and not is_v1:
-        out.default({"method.lora_r": 8})
-        out.default({"method.lora_alpha": 2 * out.job["method.lora_r"], "method.lora_dropout": 0.0})
-        out.default({"method.target_modules": ["all-linear"]})
-    out.default({"data.max_length": 2048})
-    if not is_v1:
-        out.default({"train.gradient_accumulation_steps": 1})
-    out.notes.append(hf.NO_COUNT_OF_GPUS)
+    return method
 
 
 # ---- the data ----
 
 
 def _data(values: Mapping[str, Any], out: Imported, folder: Path) -> None:
-    directory = values.get("dataset_dir") or "data"
-    registry, at = _registry(str(directory), folder)
+    directory = str(values.get("dataset_dir") or "data")
+    registry, at = _registry(directory, folder)
     if registry and "dataset_dir" in values:
         out.name("dataset_dir", directory, "where dataset_info.json is")
-    elif "dataset_dir" in values:
-        why = "dataset_info.json is not there: data sets keep their names"
-        out.name("dataset_dir", directory, why, "differs")
     for key in ("dataset", "eval_dataset", "train_dataset"):
         if not values.get(key):
             continue
@@ -167,13 +125,14 @@ def _data(values: Mapping[str, Any], out: Imported, folder: Path) -> None:
             out.notes.append(f"{wanted[0]} describes the data: name its files in data.train")
         to = "data.eval" if key == "eval_dataset" else "data.train"
         out.put(key, values[key], to, [_source(name, registry, at, out) for name in wanted])
-    _template(values, out)
+    frames, name = fact("llama-factory-frames"), values.get("template")
+    if name and values.get("stage") == "pt":
+        out.name("template", name, "text without turns: no template is used")
+    elif name in frames:
+        out.template("template", name, frames[name], f"{name}.jinja")
     most = values.get("max_samples")
     if most and len(out.job.get("data.train") or []) == 1:
         out.put("max_samples", most, "data.max_train_samples", whole(most))
-    elif most:
-        why = "so many rows of each data set; farthing takes all of them"
-        out.name("max_samples", most, why, "differs")
     if out.job.get("data.train") and registry is None:
         out.notes.append(
             "no dataset_info.json was found: the names of data sets are LLaMA-Factory's own, put"
@@ -181,43 +140,17 @@ def _data(values: Mapping[str, Any], out: Imported, folder: Path) -> None:
         )
 
 
-def _template(values: Mapping[str, Any], out: Imported) -> None:
-    name = values.get("template")
-    if name in (None, ""):
-        return
-    if values.get("stage") == "pt":
-        out.name("template", name, "text without turns: no template is used")
-    elif name in fact("llama-factory-frames"):
-        out.files[f"{name}.jinja"] = fact("llama-factory-frames")[name]
-        out.put("template", name, "data.chat_template", f"{name}.jinja")
-    elif name in ("empty", "fewshot", "original"):
-        why = (
-            f"LLaMA-Factory's own `{name}` frame; farthing uses the tokenizer's chat template: the"
-            " text differs"
-        )
-        out.name("template", name, why, "differs")
-    else:
-        why = (
-            "the tokenizer's own chat template is used; for models of that family it writes the"
-            " same turns. The line break behind a turn, which LLaMA-Factory learns too, is not"
-            " learned"
-        )
-        out.name("template", name, why, "differs")
-
-
 def _registry(directory: str, folder: Path) -> tuple[Json | None, Path | None]:
     """dataset_info.json in `directory`, which is relative to where LLaMA-Factory was started: the
     file's folder or above.
     """
-    if ":" in directory:
-        return None, None
     for base in (folder, *folder.resolve().parents):
         path = base / directory / "dataset_info.json"
-        if path.is_file() and path.stat().st_size < MAX_REGISTRY_BYTES:
+        if ":" not in directory and path.is_file():
             try:
-                found = json.loads(path.read_text(encoding="utf-8"))
+                found = json.loads(small_text(path, MAX_REGISTRY_BYTES))
             except (ValueError, OSError, RecursionError):
-                return None, None
+                break
             return (found, path.parent) if isinstance(found, dict) else (None, None)
     return None, None
 
@@ -228,30 +161,26 @@ _PLACES = ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", 
 def _source(name: str, registry: Json | None, at: Path | None, out: Imported) -> Json:
     entry = (registry or {}).get(name)
     if not isinstance(entry, dict):
-        if registry is not None:
-            out.notes.append(f"dataset_info.json has no `{name}`")
+        out.notes += [f"dataset_info.json has no `{name}`"] * (registry is not None)
         return {"path": name}
     key = next((key for key in _PLACES if isinstance(entry.get(key), str)), "")
     is_file = key == "file_name" and at is not None
     source: Json = {"path": str(at / entry[key]) if is_file and at else entry.get(key, name)}
-    for key, own in (("subset", "name"), ("split", "split")):
-        if isinstance(entry.get(key), str):
-            source[own] = entry[key]
+    own = {"name": entry.get("subset"), "split": entry.get("split")}
+    source |= {key: value for key, value in own.items() if isinstance(value, str)}
     given = entry.get("columns")
-    columns: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
-    at_key = f"dataset_info.{name}"
-    ranks, asked = bool(entry.get("ranking")), preference.is_asked(out)
-    is_judged = asked and out.job["task"] == "kto"
-    if ranks != (asked and not is_judged):
+    columns: Json = dict(given) if isinstance(given, Mapping) else {}
+    ranks, task = bool(entry.get("ranking")), out.job["task"]
+    is_judged = task == "kto"
+    if ranks != (out.prefers and not is_judged):
         why = "pairs of answers" if ranks else "rows without a rejected answer"
-        out.name(
-            f"{at_key}.ranking", ranks, f"{why}, which {out.job['task']} does not learn", "blocks"
-        )
+        out.refuse(f"dataset_info.{name}.ranking", ranks, f"{why}, which {task} does not learn")
+    at_key = f"dataset_info.{name}.columns"
     if is_judged and "kto_tag" not in columns:
-        out.name(f"{at_key}.columns", dict(columns), "rows without a verdict (kto_tag)", "blocks")
-    if any(key in columns for key in ("images", "videos", "audios")):
+        out.refuse(at_key, columns, "rows without a verdict (kto_tag)")
+    if {"images", "videos", "audios"} & set(columns):
         why = "images, sound or video, which farthing does not train on"
-        out.name(f"{at_key}.columns", dict(columns), why, "blocks")
+        out.refuse(at_key, columns, why)
     found = _columns(entry, columns)
     if ranks:
         found = {k: v for k, v in found.items() if k not in ("output", "text", "history")}
@@ -273,9 +202,9 @@ def _columns(entry: Mapping[str, Any], columns: Mapping[str, Any]) -> Json:
         content = "content" if is_openai else tags.get("content_tag", "value")
         field = columns.get("messages", "messages" if is_openai else "conversations")
         return chat_columns(field, role, content)
-    question = columns.get("prompt", "instruction")
-    more = columns.get("query", "input" if not columns else None)
-    answer = columns.get("response", "output" if not columns else None)
+    usual = {"query": "input", "response": "output"} if not columns else {}
+    known = {"prompt": "instruction", **usual, **columns}
+    question, more, answer = (known.get(key) for key in ("prompt", "query", "response"))
     if not answer and not entry.get("ranking"):
         return {"text": str(question)}
     asked = [f"{{{question}}}\n{{{more}}}", f"{{{question}}}"] if more else f"{{{question}}}"

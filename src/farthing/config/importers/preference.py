@@ -8,42 +8,24 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from farthing.config.importers.record import Imported, Line, Odd, say
-from farthing.config.importers.tables import fact, number, table
+from farthing.config.importers.tables import Imported, Odd, fact, number, say, table
 from farthing.objectives.registry import find_objective, objective_of
 
 _WORDS = re.compile(r"(?i)(?<![a-z])(dpo|kto|orpo|cpo|simpo|reward|rm)(?![a-z])")
-_OF_KEYS = {
-    "desirable_weight": "kto",
-    "undesirable_weight": "kto",
-    "center_rewards_coefficient": "reward",
-    "cpo_alpha": "cpo",
-    "simpo_gamma": "cpo",
-    "gamma_beta_ratio": "simpo",
-    "rpo_alpha": "dpo",
-    "ld_alpha": "dpo",
-    "loss_weights": "dpo",
-    "discopop_tau": "dpo",
-    "f_divergence_type": "dpo",
-    "reference_free": "dpo",
-    "use_weighting": "dpo",
-}
-"""Settings of TRL that one objective has -> which."""
 
 
 def of_keys(values: Mapping[str, Any]) -> str:
     """The objective of TRL that these keys say, by name or because no other has them."""
-    asked = str(values.get("objective") or "").lower()
-    if asked:
+    if asked := str(values.get("objective") or "").lower():
         return asked
-    found = {_OF_KEYS[key] for key, value in values.items() if key in _OF_KEYS and value}
+    own = fact("keys-of-objectives").items()
+    found = {name for name, keys in own if any(values.get(key) for key in keys.split())}
     return found.pop() if len(found) == 1 else ""
 
 
 def of_words(text: str) -> str:
     """The objective that a name of a program, a file or a folder says; empty for none or two."""
-    found = {word.lower() for word in _WORDS.findall(text)}
-    found = {{"rm": "reward"}.get(word, word) for word in found}
+    found = {re.sub("^rm$", "reward", word.lower()) for word in _WORDS.findall(text)}
     return found.pop() if len(found) == 1 else ""
 
 
@@ -53,106 +35,89 @@ def has_keys(values: Mapping[str, Any]) -> bool:
     return any((why := others.why(key)) and "preference" in why.reason for key in values)
 
 
-def is_asked(out: Imported) -> bool:
-    """Whether the job has an objective of preferences or rewards."""
-    return "objective.name" in out.job
-
-
 def read(out: Imported, name: str, values: Mapping[str, Any], loss: str = "loss_type") -> None:
     """The objective `name` with its loss. `values` are by their keys in the source, `loss` is that
     of the loss; other settings are left to the tool's table.
     """
     given = values.get(loss)
     losses = [str(each) for each in (given if isinstance(given, list) else [given]) if each]
-    name, taken = ("simpo", True) if name == "cpo" and losses == ["simpo"] else (name, False)
+    if name == "cpo" and losses == ["simpo"]:
+        name = "simpo"
     if name == "ipo":
         name, losses = "dpo", ["ipo"]
     found = find_objective(name)
     if found is None or found.settings is None:
-        return out.name(loss, name, f"{name}, which farthing does not do", "blocks")
+        return out.refuse(loss, name, f"{name}, which farthing does not do")
     out.job["task"] = out.job["objective.name"] = name
     if "objective" in values:
         out.put("objective", values["objective"], "task", name)
-    if taken or (name == losses[0] if len(losses) == 1 else False):
-        out.keep([(loss, given)], "objective.name")
+    if losses == [name]:
+        out.keep({loss: given}, "objective.name")
         losses = []
-    smooth = _smoothing(values)
-    if losses == ["robust"] and not smooth:
+    if losses == ["robust"] and not any(_is_set(values, key) for key in _SMOOTHING):
         losses = ["sigmoid"]  # which it is without smoothing
     weights = values.get("loss_weights")
     alpha = next((k for k in ("rpo_alpha", "pref_ftx") if values.get(k)), "")
     if alpha and name == "dpo":
         losses, weights = [*(losses or ["sigmoid"]), "sft"], [1.0, float(values[alpha])]
-        out.keep([(alpha, values[alpha])], "objective.loss_weights")
+        out.keep({alpha: values[alpha]}, "objective.loss_weights")
+    for each in losses:
+        if not _has_loss(name, each):
+            why = f"{name} with the loss {say(each)}, which farthing does not have"
+            return out.refuse(loss, given, why)
     if losses:
-        _put_losses(out, loss, given, losses, weights)
+        out.job["objective.loss_type"] = losses[0] if len(losses) == 1 else losses
+        out.keep({loss: given} if given else {}, "objective.loss_type")
     if weights:
         out.job["objective.loss_weights"] = weights
         if "loss_weights" in values:
-            out.keep([("loss_weights", weights)], "objective.loss_weights")
+            out.keep({"loss_weights": weights}, "objective.loss_weights")
     ratio = values.get("gamma_beta_ratio")
     if name == "simpo" and ratio:
         beta = float(values.get("beta") or 2.0)
         out.put("gamma_beta_ratio", ratio, "objective.simpo_gamma", float(ratio) * beta, "x beta")
-    if name == "simpo" and "cpo_alpha" in values and number(values["cpo_alpha"]):
+    if name == "simpo" and _is_set(values, "cpo_alpha"):
         why = "adds a loss of the chosen answers, which SimPO has not"
         out.name("cpo_alpha", values["cpo_alpha"], why, "differs")
+    return None
 
 
-def _smoothing(values: Mapping[str, Any]) -> float:
-    for key in ("label_smoothing", "dpo_label_smoothing"):
-        try:
-            return float(number(values.get(key) or 0))
-        except Odd:
-            continue
-    return 0.0
+_SMOOTHING = ("label_smoothing", "dpo_label_smoothing")
 
 
-def _put_losses(out: Imported, key: str, given: Any, losses: list[str], weights: Any) -> None:
-    """The losses, each of which the objective has to know."""
-    name = out.job["task"]
+def _is_set(values: Mapping[str, Any], key: str) -> bool:
+    try:
+        return number(values.get(key) or 0) != 0
+    except Odd:
+        return False
+
+
+def _has_loss(name: str, loss: str) -> bool:
     settings = objective_of(name).settings
     assert settings is not None
-    for each in losses:
-        try:
-            settings.model_validate({"name": name, "loss_type": each})
-        except ValidationError as error:
-            if error.errors()[0]["type"] in ("literal_error", "extra_forbidden", "value_error"):
-                if each in ("robust", "exo_pair"):
-                    continue  # they need a label_smoothing
-                why = f"{name} with the loss {say(each)}, which farthing does not have"
-                return out.name(key, given, why, "blocks")
-    to = losses[0] if len(losses) == 1 else losses
-    if key in out.lines or given is None:
-        out.job["objective.loss_type"] = to
-    else:
-        out.put(key, given, "objective.loss_type", to)
+    try:
+        settings.model_validate({"name": name, "loss_type": loss})
+    except ValidationError as error:
+        kinds = ("literal_error", "extra_forbidden", "value_error")
+        # robust and exo_pair lack their label_smoothing here
+        return loss in ("robust", "exo_pair") or error.errors()[0]["type"] not in kinds
+    return True
 
 
 def settle(out: Imported, tool: str) -> None:
     """What goes without saying in a job of preferences, and what `tool` does otherwise."""
-    if not is_asked(out):
+    if not out.prefers:
         return
-    name, notes = out.job["task"], fact("objective-notes").get(tool, {})
-    out.notes += [notes[each] for each in ("all", name) if each in notes]
+    notes = fact("objective-notes").get(tool, {})
+    out.notes += [notes[each] for each in ("all", out.job["task"]) if each in notes]
     losses = str(out.job.get("objective.loss_type", "sigmoid"))
     if "smoothing" in notes and out.job.get("objective.label_smoothing") and "sigmoid" in losses:
         out.notes.append(notes["smoothing"])
-    if out.job.get("method.lora_dropout"):
-        out.drop(
-            "method.lora_dropout", "dropout is switched off there where preferences are learned"
-        )
-    out.job.pop("method.lora_dropout", None)
-    out.drop(
-        "train.label_smoothing_factor", "of answers no token's target is smoothed, there or here"
-    )
-    out.drop("data.train_on_prompt", "answers alone are learned or scored")
+    for key, why in fact("not-of-preferences").items():
+        out.drop(key, why)
     if out.job.get("data.too_long") == "truncate":
-        out.drop(
-            "data.too_long",
-            "answers are never cut here: rows over the limit are skipped",
-            "differs",
-        )
+        why = "answers are never cut here: rows over the limit are skipped"
+        out.drop("data.too_long", why, "differs")
 
 
 def refuse_single(out: Imported) -> None:
@@ -160,19 +125,22 @@ def refuse_single(out: Imported) -> None:
     keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
     found = [out.job.get(f"train.{key}", 1) for key in keys]
     is_one = out.job.get("train.global_batch_size", found[0] * found[1]) == 1
-    if is_asked(out) and objective_of(out.job["task"]).is_mismatched and is_one:
-        line = next((li for li in out.mapped if li.became == f"train.{keys[0]}"), None)
-        key, value = (line.key, line.value) if line else (f"({keys[0]})", 1)
+    if out.prefers and objective_of(out.job["task"]).is_mismatched and is_one:
         why = f"{out.job['task']} compares the rows of a step: raise it to 4 or more"
-        out.lines[key] = Line(key, value, "", why, "blocks")
+        refuse_by(out, f"train.{keys[0]}", f"({keys[0]})", why)
+
+
+def refuse_by(out: Imported, became: str, otherwise: str, why: str) -> None:
+    """Block the key of the source that became one whose name begins so."""
+    line = next((line for line in out.mapped if line.became.startswith(became)), None)
+    out.refuse(line.key if line else otherwise, line.value if line else None, why)
 
 
 def defaults(out: Imported) -> None:
     """What TRL's trainers of preferences do where nothing is said."""
-    if not is_asked(out):
-        return
-    name = out.job["task"]
-    out.default({"train.learning_rate": 1e-4 if name == "reward" else 1e-6})
-    if name == "simpo":
-        out.default({"objective.beta": 0.1, "objective.simpo_gamma": 0.5})
-    out.default({"data.max_length": 1024})
+    if out.prefers:
+        name = out.job["task"]
+        out.default({"train.learning_rate": 1e-4 if name == "reward" else 1e-6})
+        if name == "simpo":
+            out.default({"objective.beta": 0.1, "objective.simpo_gamma": 0.5})
+        out.default({"data.max_length": 1024})

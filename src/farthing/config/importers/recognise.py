@@ -25,9 +25,7 @@ from farthing.config.importers import (
     script_job,
     services,
 )
-from farthing.config.importers.record import Computed, Imported, Line, flat
 from farthing.config.importers.scripts import (
-    MAX_SCRIPT_BYTES,
     Call,
     Command,
     calls_of,
@@ -35,37 +33,54 @@ from farthing.config.importers.scripts import (
     commands_of,
     tree_of,
 )
-from farthing.config.importers.tables import table
+from farthing.config.importers.tables import Computed, Imported, fact, flat, table
 from farthing.config.job import DataSection, MethodSection, TrainSection
 from farthing.errors import InputError
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.registry import objective_of, read_settings
-from farthing.storage.files import Json
+from farthing.storage.files import Json, small_text
 
 FILL_IN = "FILL-IN/the-model"
+
+
+def _of_machines(values: Mapping[str, Any], out: Imported) -> None:
+    why = (
+        "says on which machines another configuration runs; farthing needs no such file, import the"
+        " other one"
+    )
+    for index, (key, value) in enumerate(flat(values)):
+        out.name(key, value, why, "none" if index else "blocks")
+
+
 _READERS = {
     services.OPENAI: services.read_openai,
     services.TOGETHER: services.read_together,
     services.FIREWORKS: services.read_fireworks,
     axolotl.NAME: axolotl.read,
     home_made.NAME: home_made.read,
+    "accelerate or deepspeed": _of_machines,
 }
 _OF_HF = (hf.TRL, hf.UNSLOTH, hf.TRAINER)
 """Tools whose settings have the same names."""
 SOURCES = (*list(_READERS)[:4], llama_factory.NAME, *_OF_HF)
-MAX_DEPTH, MAX_SETTINGS_BYTES, MAX_NODES = 50, 1 << 20, 100_000
+MAX_SCRIPT_BYTES, MAX_SETTINGS_BYTES = 16 << 20, 1 << 20
+MAX_DEPTH, MAX_NODES = 50, 100_000
 
 
 def import_file(path: Path, source: str | None = None) -> Imported:
     """What became of each key of a file. Raises `InputError` for a file of no known tool."""
+    out = _imported(path, source)
+    _finish(out, path.parent)
+    return out
+
+
+def _imported(path: Path, source: str | None) -> Imported:
     text, suffix = _text(path), path.suffix.lower()
     if suffix in (".py", ".ipynb"):
-        return _finish(_script(path, text, source), path.parent)
+        return _script(path, text, source)
     if suffix in (".sh", ".bash", ".md", ".txt"):
-        return _finish(_commands(path, list(commands_of(text)), source), path.parent)
-    values = _mapping(path, text, is_json=suffix == ".json")
-    if source is None and _is_of_machines(values):
-        return _finish(_machines(values), path.parent)
+        return _commands(path, list(commands_of(text)), source)
+    values = _mapping(path, text)
     seen = _whose(values)
     if source is None and seen is None:
         raise InputError(
@@ -73,9 +88,7 @@ def import_file(path: Path, source: str | None = None) -> Imported:
             where=str(path),
             to_do=f"pass --from {' | '.join(SOURCES)}",
         )
-    return _finish(
-        _refuse_strangers(_read(source or str(seen), values, path), seen, path), path.parent
-    )
+    return _refuse_strangers(_read(source or str(seen), values, path), seen, path)
 
 
 def _refuse_strangers(out: Imported, seen: str | None, path: Path) -> Imported:
@@ -94,37 +107,12 @@ def _refuse_strangers(out: Imported, seen: str | None, path: Path) -> Imported:
 
 def _read(source: str, values: Mapping[str, Any], path: Path, program: str = "") -> Imported:
     out = Imported(source, {"task": CAUSAL_LM.name})
-    place = f"{path.absolute().parent.name}/{path.name}"
     if source == llama_factory.NAME:
         llama_factory.read(values, out, path.parent)
-    elif source == hf.TRAINER:
-        hf.read_trainer(values, out, program, place)
     elif source in _OF_HF:
-        hf.read_trl(values, out, program, place)
+        hf.read(values, out, program, f"{path.absolute().parent.name}/{path.name}")
     else:
         _READERS[source](values, out)
-    return out
-
-
-def _is_of_machines(values: Mapping[str, Any]) -> bool:
-    """Whether these are settings of Accelerate or DeepSpeed, which say where a training runs and
-    not what it learns.
-    """
-    marks = {"compute_environment", "distributed_type", "zero_optimization", "fp8_config"}
-    marks |= {"zero_allow_untested_optimizer"}
-    return bool(marks & set(values)) and not {"model_name_or_path", "base_model", "model"} & set(
-        values
-    )
-
-
-def _machines(values: Mapping[str, Any]) -> Imported:
-    out = Imported("accelerate or deepspeed")
-    why = (
-        "says on which machines another configuration runs; farthing needs no such file, import the"
-        " other one"
-    )
-    for index, (key, value) in enumerate(flat(values)):
-        out.name(key, value, why, "blocks" if index == 0 else "none")
     return out
 
 
@@ -135,18 +123,17 @@ def _refuse_other_objectives(out: Imported) -> None:
     """Block settings of another objective: the job would train the same rows as something else.
     Axolotl's and LLaMA-Factory's files name their objective, and such settings alone mean nothing.
     """
-    if preference.is_asked(out) or out.source in (axolotl.NAME, llama_factory.NAME):
+    if out.prefers or out.source in (axolotl.NAME, llama_factory.NAME):
         return
     off: tuple[Any, ...] = (None, False, 0, "", "none", [], "None")
-    lines = [line for line in out.lines.values() if not line.became and line.value not in off]
-    for why in table("other-objectives").reasons:  # what says more comes first
-        for line in lines:
-            if table("other-objectives").why(line.key.rpartition(".")[2]) == why:
-                out.lines[line.key] = Line(line.key, line.value, "", why.reason, "blocks")
-                return
+    others = table("other-objectives")
+    for why in others.reasons:  # what says more comes first
+        for line in out.named:
+            if line.value not in off and others.why(line.key.rpartition(".")[2]) == why:
+                return out.refuse(line.key, line.value, why.reason)
 
 
-def _finish(out: Imported, folder: Path) -> Imported:
+def _finish(out: Imported, folder: Path) -> None:
     """A task, a model, no code of strangers unasked, and nothing that a job would refuse."""
     _refuse_other_objectives(out)
     hf.settle_prompts(out, folder)
@@ -160,14 +147,27 @@ def _finish(out: Imported, folder: Path) -> Imported:
     if job.get("model.trust_remote_code") and not is_known:
         why = "farthing runs the code of a Hub model only with a pinned `model.revision`"
         out.drop("model.trust_remote_code", f"{why}; most families need none")
+    if job.get("method.name") == "full":
+        for key in [key for key in job if key.startswith("method.") and key != "method.name"]:
+            out.drop(key, "about an adapter, and there is none")
+    if "train.warmup_steps" in job:
+        out.drop("train.warmup_ratio", "warmup_steps overrides it")
     if not job.get("data.eval") and not job.get("data.eval_fraction"):
-        _settle_without_evaluation(out)
+        todo = "it names no evaluation data: set data.eval, or data.eval_fraction: 0.05"
+        for key in ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model"):
+            if job.get(f"train.{key}"):
+                out.drop(f"train.{key}", f"{todo}; without it the last step is kept", "differs")
+        for key in ("greater_is_better", "early_stopping_threshold"):
+            out.drop(f"train.{key}", "settles what needs evaluation data")
+        out.drop("train.eval_steps", todo)
+        if job.get("train.eval_strategy") in ("steps", "epoch"):
+            out.drop("train.eval_strategy", todo)
     if job.get("train.eval_strategy") == "steps" and "train.eval_steps" not in job:
         job["train.eval_steps"] = job.get("train.logging_steps", 500)
         out.defaults["train.eval_steps"] = "Trainer: as often as it logs"
     if job.get("train.eval_strategy") in ("no", "epoch"):
         out.drop("train.eval_steps", "eval_strategy does not go by steps")
-    if job.get("train.bf16") and job.get("train.fp16"):
+    if job.get("train.bf16"):
         out.drop("train.fp16", "bf16 is on too, and goes before it")
     metric = str(job.get("train.metric_for_best_model", "loss")).removeprefix("eval_")
     known = objective_of(str(job["task"])).metrics
@@ -175,23 +175,17 @@ def _finish(out: Imported, folder: Path) -> Imported:
         why = f"not measured for {job['task']} ({', '.join(known)} are): the loss is used"
         out.drop("train.metric_for_best_model", why, "differs")
         out.drop("train.greater_is_better", "known from the metric")
-    _settle(out)
-    return out
-
-
-def _settle(out: Imported) -> None:
-    """Take out what a job would refuse, and name it: values out of range, keys that contradict each
-    other.
-    """
     preference.refuse_single(out)
-    if preference.is_asked(out):
-        given = _section(out, "objective")
+    _drop_what_a_job_refuses(out)
+
+
+def _drop_what_a_job_refuses(out: Imported) -> None:
+    """Name values out of range, and keys that contradict each other."""
+    if out.prefers:
         try:
-            read_settings(given)
+            read_settings(_section(out, "objective"))
         except ValueError as error:
-            line = next((li for li in out.mapped if li.became.startswith("objective.")), None)
-            key, value = (line.key, line.value) if line else ("objective", given["name"])
-            out.lines[key] = Line(key, value, "", f"farthing can't take it: {error}", "blocks")
+            preference.refuse_by(out, "objective.", "objective", f"farthing can't take it: {error}")
     for section, model in (
         ("train", TrainSection),
         ("method", MethodSection),
@@ -200,8 +194,7 @@ def _settle(out: Imported) -> None:
         for _ in range(len(out.job)):
             values = _section(out, section)
             if section == "data":
-                values = {k: v for k, v in values.items() if k not in ("train", "eval")}
-                values["train"] = "x"
+                values = {**values, "train": "x", "eval": ()}
             try:
                 model.model_validate(values)
                 break
@@ -222,58 +215,34 @@ def _section(out: Imported, section: str) -> Json:
     return {k.removeprefix(before): v for k, v in out.job.items() if k.startswith(before)}
 
 
-def _settle_without_evaluation(out: Imported) -> None:
-    """Name what asks for evaluation data where the source names none that can be read."""
-    todo = "it names no evaluation data: set data.eval, or data.eval_fraction: 0.05"
-    for key in ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model"):
-        if out.job.get(f"train.{key}"):
-            out.drop(f"train.{key}", f"{todo}; without it the last step is kept", "differs")
-    for key in ("greater_is_better", "early_stopping_threshold"):
-        out.drop(f"train.{key}", "settles what needs evaluation data")
-    if out.job.get("train.eval_strategy") in ("steps", "epoch") or "train.eval_steps" in out.job:
-        out.drop("train.eval_steps", todo)
-        out.drop("train.eval_strategy", todo)
-
-
 # ---- reading ----
 
 
 def _text(path: Path) -> str:
-    where = str(path)
+    is_code = path.suffix.lower() in (".py", ".ipynb", ".md", ".sh")
     try:
-        if not path.is_file():
-            kinds = (("a folder", path.is_dir()), ("no such file", not path.exists()))
-            what = next((what for what, is_so in kinds if is_so), "no ordinary file")
-            raise InputError(what, where=where, to_do="name a file with settings")
-        is_code = path.suffix.lower() in (".py", ".ipynb", ".md", ".sh")
-        most = MAX_SCRIPT_BYTES if is_code else MAX_SETTINGS_BYTES
-        if path.stat().st_size > most:
-            what = f"larger than {most >> 20} MiB: these are no settings"
-            raise InputError(what, where=where, to_do="name the configuration, not the data")
-        text = path.read_text(encoding="utf-8-sig")
+        text = small_text(path, MAX_SCRIPT_BYTES if is_code else MAX_SETTINGS_BYTES)
     except UnicodeDecodeError as error:
-        to_do = "name a text: .yaml, .json, .py, .ipynb, .sh"
-        raise InputError(
-            f"not UTF-8 text (byte {error.start})", where=where, to_do=to_do
-        ) from error
+        what, to_do = f"not UTF-8 text (byte {error.start})", ".yaml, .json, .py, .ipynb, .sh"
+        raise InputError(what, where=str(path), to_do=f"name a text: {to_do}") from error
     except OSError as error:
-        what = f"can't be read: {error.strerror}"
-        raise InputError(what, where=where, to_do="check its permissions") from error
+        what, to_do = f"can't be read: {error.strerror}", "name a readable file with settings"
+        raise InputError(what, where=str(path), to_do=to_do) from error
     if not text.strip():
-        raise InputError("the file is empty", where=where, to_do="check how it was written")
+        raise InputError("the file is empty", where=str(path), to_do="check how it was written")
     return text
 
 
 def settings_in(path: Path) -> Json:
     """The keys of a YAML file, of which JSON is one. Raises `InputError`."""
-    return _mapping(path, _text(path), is_json=False)
+    return _mapping(path, _text(path))
 
 
-def _mapping(path: Path, text: str, *, is_json: bool) -> Json:
+def _mapping(path: Path, text: str) -> Json:
     try:
-        if is_json:
+        try:
             values = json.loads(text)
-        else:
+        except ValueError:
             _refuse_tangles(text)
             values = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -290,75 +259,31 @@ def _mapping(path: Path, text: str, *, is_json: bool) -> Json:
 
 def _refuse_tangles(text: str) -> None:
     """Raises `ValueError` for aliases that expand without bound, before they are expanded."""
-    depth = n_aliases = 0
+    sizes: dict[str, int] = {}  # of what an alias stands for; it can't stand within that
+    open_nodes: list[tuple[str | None, int]] = []
+    n_nodes = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        n_aliases += isinstance(event, yaml.AliasEvent)
-        if depth > MAX_DEPTH or n_aliases > 100:
-            raise ValueError("nested too deep, or too many aliases")
-    if _n_nodes(yaml.compose(text, Loader=yaml.SafeLoader), {}) > MAX_NODES:
-        raise ValueError("aliases that expand to more values than any settings have")
-
-
-def _n_nodes(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """How many values a document has with its aliases written out. Raises `ValueError` for an
-    alias within what it stands for.
-    """
-    if id(node) not in known:
-        known[id(node)] = MAX_NODES + 1  # until it is counted: an alias to itself
-        inner: list[yaml.Node] = []
-        if isinstance(node, yaml.MappingNode):
-            inner = [each for pair in node.value for each in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            inner = node.value
-        known[id(node)] = 1 + sum(_n_nodes(each, known) for each in inner)
-    return known[id(node)]
-
-
-_MARKS: tuple[tuple[str, str, str], ...] = (
-    (
-        axolotl.NAME,
-        "base_model",
-        "datasets sequence_len micro_batch_size adapter num_epochs optimizer pretraining_dataset"
-        " output_dir",
-    ),
-    (services.OPENAI, "", "hyperparameters"),
-    (
-        llama_factory.NAME,
-        "",
-        "finetuning_type stage cutoff_len lora_target peft_config train_dataset template"
-        " infer_backend adapter_name_or_path dist_config",
-    ),
-    (hf.TRAINER, "model_name_or_path", "task_name max_source_length do_train text_column"),
-    (
-        hf.TRL,
-        "model_name_or_path",
-        "dataset_name dataset_mixture dataset_mixer use_peft dataset_train_split"
-        " lora_target_modules max_length assistant_only_loss completion_only_loss",
-    ),
-    (hf.TRAINER, "", "model_name_or_path per_device_train_batch_size"),
-)
-"""Whose settings have all of the first keys and one of the second; the first that fits."""
-_TOGETHER = {
-    *("lora", "n_checkpoints", "training_type", "lora_r", "wandb_api_key", "learning_rate"),
-    *("warmup_ratio", "training_method", "n_evals", "n_epochs"),
-}
+        if isinstance(event, yaml.AliasEvent):
+            n_nodes += sizes.get(str(event.anchor), MAX_NODES)
+        elif isinstance(event, yaml.NodeEvent):
+            n_nodes += 1
+            open_nodes.append((event.anchor, n_nodes))
+        if isinstance(event, yaml.ScalarEvent | yaml.CollectionEndEvent):
+            anchor, n_before = open_nodes.pop()
+            sizes |= {anchor: n_nodes - n_before + 1} if anchor else {}
+        if len(open_nodes) > MAX_DEPTH or n_nodes > MAX_NODES:
+            raise ValueError("nested too deep, or aliases that expand to more than settings have")
 
 
 def _whose(values: Mapping[str, Any]) -> str | None:
     """Whose settings these are, by keys that no other has."""
-    keys = set(values)
-    snakes = {services.snake(key) for key in keys}
-    is_account = str(values.get("base_model", "")).startswith("accounts/")
-    if is_account or "baseModel" in keys or {"display_name", "dataset", "base_model"} <= snakes:
+    keys = {services.snake(key) for key in values}
+    if str(values.get("base_model", "")).startswith("accounts/") or "baseModel" in values:
         return services.FIREWORKS
-    if "training_file" in keys or values.get("object") == "fine_tuning.job":
-        is_together = keys & _TOGETHER and not keys & {"hyperparameters", "method"}
-        return services.TOGETHER if is_together else services.OPENAI
-    for name, all_of, one_of in _MARKS:
-        if keys >= set(all_of.split()) and keys & set(one_of.split()):
-            return name
+    for row in fact("marks"):
+        wanted, some, no = ({*row.get(name, "").split()} for name in ("all", "any", "none"))
+        if wanted <= keys and (some & keys or not some) and not no & keys:
+            return str(row["tool"])
     return home_made.NAME if home_made.is_home_made(values) else None
 
 

@@ -5,19 +5,17 @@ configuration calls.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from farthing.config.importers import hf, preference
-from farthing.config.importers.record import Computed, Effect, Imported, flat, read_keys
 from farthing.config.importers.scripts import OWN_METHODS, Call
-from farthing.config.importers.tables import defaults, fact, table
+from farthing.config.importers.tables import Computed, Imported, defaults, fact, read_keys, table
 from farthing.objectives.classification import CLASSIFICATION
 from farthing.objectives.multi_label import MULTI_LABEL
 from farthing.objectives.regression import REGRESSION
 from farthing.storage.files import Json
 
-Keys = list[tuple[str, Any]]
 _ARGUMENTS = ("SFTConfig", "TrainingArguments", "Seq2SeqTrainingArguments")
 _TRAINERS = ("SFTTrainer", "Trainer", "Seq2SeqTrainer", "UnslothTrainer")
 _PAIRS = {
@@ -25,10 +23,8 @@ _PAIRS = {
     for name in ("DPO", "KTO", "ORPO", "CPO", "Reward")
     for kind in ("Config", "Trainer")
 }
-_OBJECT = "an object of the script"
-Later = tuple[str, Effect]
-_AGAIN: Later = ("a later call of the same kind; the first one is read", "none")
-_SECOND: Later = ("a second training of the script; the first one is read", "differs")
+_AGAIN = "a later call of the same kind; the first one is read"
+_SECOND = "a second training of the script; the first one is read"
 
 
 def read(calls: Sequence[Call], out: Imported) -> None:
@@ -38,25 +34,23 @@ def read(calls: Sequence[Call], out: Imported) -> None:
         script.one(call)
     script.method()
     preference.settle(out, hf.TRL)
-    if out.source == hf.TRAINER and not preference.is_asked(out):
-        return hf.trainer_defaults(out)
-    if script.masks_prompts:
-        out.job.setdefault("data.train_on_prompt", False)
-    hf.learns_prompts(out, {"completion_only_loss": False} if out.source == hf.UNSLOTH else {})
+    if out.source == hf.TRAINER and not out.prefers:
+        return defaults(out, "trainer")
+    hf.learns_prompts(out, is_said=out.source == hf.UNSLOTH)
     if out.source == hf.UNSLOTH:
-        _unsloth(out)
-    hf.trl_defaults(out)
+        model = str(out.job.get("model.model_name_or_path", ""))
+        if model.endswith("-bnb-4bit"):
+            why = "is quantized already; farthing quantizes itself, and takes the name without"
+            out.notes.append(f"{model} {why} -bnb-4bit (and -unsloth)")
+            plain = model.removesuffix("-bnb-4bit").removesuffix("-unsloth")
+            out.job["model.model_name_or_path"] = plain
+        out.default({"data.max_length": None if out.prefers else 2048})
+    return hf.trl_defaults(out)
 
 
-def _unsloth(out: Imported) -> None:
-    model = str(out.job.get("model.model_name_or_path", ""))
-    if model.endswith("-bnb-4bit"):
-        why = "is quantized already; farthing quantizes itself, and takes the name without"
-        out.notes.append(f"{model} {why} -bnb-4bit (and -unsloth)")
-        plain = model.removesuffix("-bnb-4bit").removesuffix("-unsloth")
-        out.job["model.model_name_or_path"] = plain
-    if not preference.is_asked(out):
-        out.default({"data.max_length": 2048})
+def is_text(value: Any) -> bool:
+    """Whether a value is a text that is written down."""
+    return isinstance(value, str) and not isinstance(value, Computed)
 
 
 class _Script:
@@ -65,250 +59,192 @@ class _Script:
     def __init__(self, out: Imported, calls: Sequence[Call]) -> None:
         self.out = out
         self.seen: dict[str, int] = {}
+        self.done: set[str] = set()
         self.text_field = ""
-        self.has_adapter = self.is_4bit = self.masks_prompts = False
-        self.has_arguments = self.has_model = False
-        asked = {_PAIRS[call.last] for call in calls if call.last in _PAIRS}
-        others = {
-            name for call in calls if (name := call.last.removeprefix("Unsloth")) in _TRAINERS
-        }
-        if len(asked) == 1 and not others & {"SFTTrainer"}:
-            named: Json = {}
-            for call in calls:
-                named |= call.named if call.last in _PAIRS else {}
-            preference.read(out, asked.pop(), {k: v for k, v in named.items() if v is not None})
-            # each key has its line by the call it stands in
-            for key in [key for key in out.lines if "." not in key]:
-                line = out.lines.pop(key)
-                for call in calls:
-                    if call.last in _PAIRS and key in call.named:
-                        label = f"{call.last}.{key}"
-                        out.lines[label] = line._replace(key=label)
+        self.is_4bit = False
+        pairs = [call for call in calls if call.last in _PAIRS]
+        asked = {_PAIRS[call.last] for call in pairs}
+        others = {call.last.removeprefix("Unsloth") for call in calls} & {*_TRAINERS}
+        if len(asked) == 1 and "SFTTrainer" not in others:
+            named = {k: v for call in pairs for k, v in call.named.items() if v is not None}
+            preference.read(out, asked.pop(), named)
+            for call in pairs:  # each key has its line by the call it stands in
+                for key in {*call.named} & {*out.lines}:
+                    label = f"{call.last}.{key}"
+                    out.lines[label] = out.lines.pop(key)._replace(key=label)
         elif asked:
             what = f"several trainings ({', '.join(sorted(asked | others))}): import them apart"
-            out.name("(script)", None, what, "blocks")
+            out.refuse("(script)", None, what)
 
     def one(self, call: Call) -> None:
         """What a call says of the training."""
         last, owner = call.last, call.name.rpartition(".")[0].rpartition(".")[2]
+        is_training = last in _TRAINERS or last in _PAIRS
         if last == "from_pretrained":
-            if re.search("Model|For|^Fast", owner) and not re.search(
-                "Peft|Processor|Auto[CFI]", owner
-            ):
+            is_model = re.search("Model|For|^Fast", owner)
+            if is_model and not re.search("Peft|Processor|Auto[CFI]", owner):
                 self._model(call, owner)
-        elif last.removeprefix("Unsloth") in _ARGUMENTS or (last in _PAIRS and "Config" in last):
-            is_first, self.has_arguments = not self.has_arguments, True
-            self.masks_prompts |= call.named.get("assistant_only_loss") is True
-            keys = self._keys(call, call.named, ("output_dir",))
-            self._table(keys, is_first=is_first, later=_SECOND)
+        elif last.removeprefix("Unsloth") in _ARGUMENTS or (is_training and "Config" in last):
+            self._table(call, ("output_dir",), "arguments", _SECOND)
             self._text_field(call.named)
-        elif last in _TRAINERS or last in _PAIRS:
+        elif is_training:
             self._trainer(call)
         elif last.endswith(("Trainer", "TrainingArguments")) or last in fact("other-configs"):
             if last.endswith("Trainer"):
                 why = f"{last.removesuffix('Trainer') or 'a loop'}, which farthing does not do"
-                self.out.name(last, None, why, "blocks")
-            read_keys(
-                self.out, _plain(self._keys(call, call.named)), table("calls"), name_of=_argument
-            )
+                self.out.refuse(last, None, why)
+            self._table(call)
         elif last in ("LoraConfig", "get_peft_model"):
             self._adapter(call)
         elif last == "BitsAndBytesConfig":
             self.is_4bit |= call.named.get("load_in_4bit") is True
-            keys = self._keys(call, call.named)
-            self._bits(keys)
-            self._table(keys)
+            self._table(call)
         elif last == "EarlyStoppingCallback":
-            self._table(self._keys(call, call.named, ("early_stopping_patience",)))
-        elif last in OWN_METHODS and not call.positional:
-            why = "code of the script that farthing does not run; without it the losses differ"
-            self.out.name(call.name, None, why, "differs")
+            self._table(call, ("early_stopping_patience",))
         elif last == "requires_grad_" and call.positional[:1] == [False]:
-            why = "freezes weights of the script's choice; farthing trains all, or an adapter"
-            self.out.name("requires_grad", False, why, "differs")
-        elif last in ("filter", "select") and "." in call.name:
-            why = "chooses rows; farthing takes all of the file: make it so"
-            self.out.name(call.name, None, why, "differs")
+            self._code("requires_grad", last)
+        elif (last in OWN_METHODS and not call.positional) or (
+            last in ("filter", "select") and "." in call.name
+        ):
+            self._code(call.name, last)
         elif last == "load_dataset":
             self._data(call)
         elif last in ("DataCollatorForCompletionOnlyLM", "train_on_responses_only"):
-            self.masks_prompts = True
+            self.out.job["data.train_on_prompt"] = False
         elif last in ("get_chat_template", "apply_chat_template"):
             self._chat(call)
         elif last == "map" and not call.name.startswith("()") and len(call.positional) == 1:
-            keys = self._keys(call, {"function": call.positional[0]})
-            read_keys(self.out, _plain(keys), table("calls"), name_of=lambda key: "formatting_func")
+            before, values = self._arguments(call, ("formatting_func",))
+            self._code(f"{before}function", "formatting_func", values["formatting_func"])
 
-    def _keys(self, call: Call, values: Mapping[str, Any], positions: Sequence[str] = ()) -> Keys:
-        """(key, value) of a call's arguments: `SFTConfig.seed`; of a second such call
-        `SFTConfig#2.seed`.
+    def _code(self, key: str, name: str, value: Any = None) -> None:
+        """Name code of the script that farthing does not run."""
+        why = table("calls").why(name)
+        assert why is not None
+        self.out.name(key, value, why.reason, why.effect)
+
+    def _arguments(self, call: Call, positions: Sequence[str] = ()) -> tuple[str, Json]:
+        """(what their keys begin with, arguments by name): `SFTConfig.`; of a second such call
+        `SFTConfig#2.`.
         """
         name = call.name if call.last == "from_pretrained" else call.last
         self.seen[name] = self.seen.get(name, 0) + 1
         label = name if self.seen[name] == 1 else f"{name}#{self.seen[name]}"
-        given = {
-            (positions[i] if i < len(positions) else f"({i + 1})"): value
-            for i, value in enumerate(call.positional)
-        }
-        return [(f"{label}.{key}", value) for key, value in {**given, **values}.items()]
+        places = (*positions, *(f"({i + 1})" for i in range(len(positions), len(call.positional))))
+        return f"{label}.", dict(zip(places, call.positional, strict=False)) | call.named
 
-    def _table(self, keys: Keys, *, is_first: bool = True, later: Later = _AGAIN) -> None:
-        """By the table of calls; of a later call of the same kind everything is named."""
-        for key, value in keys:
+    def _first(self, kind: str) -> bool:
+        is_first = kind not in self.done
+        self.done.add(kind)
+        return is_first
+
+    def _table(
+        self, call: Call, positions: Sequence[str] = (), kind: str = "", later: str = _AGAIN
+    ) -> bool:
+        """Read a call by the table of calls; of a later call of a `kind` everything is named."""
+        before, values = self._arguments(call, positions)
+        is_first = not kind or self._first(kind)
+        for key, value in values.items():
             if not is_first:
-                self.out.name(key, str(value), *later)
+                self.out.name(before + key, value, later, "differs" if later == _SECOND else "none")
             elif key.endswith(")"):
-                self.out.name(key, str(value), _OBJECT)
-            elif key.endswith(".max_length") and value is None:
-                hf.no_limit(self.out, {key: None}, key)
-        hf.warmups(self.out, {k: v for k, v in keys if not isinstance(v, Computed)})
-        left: Json = {key: value for key, value in keys if key not in self.out.lines}
-        leaves = [key for key in left if key.endswith(("rope_scaling", "lr_scheduler_kwargs"))]
-        tool = "calls-preference" if preference.is_asked(self.out) else "calls"
-        read_keys(self.out, flat(left, whole=leaves), table(tool), name_of=_argument)
+                self.out.name(before + key, value, "an object of the script")
+        if is_first:
+            read_keys(self.out, values, "calls", before=before, name_of=_without(before))
+        return is_first
 
     def _text_field(self, named: Mapping[str, Any]) -> None:
         column = named.get("dataset_text_field")
-        if isinstance(column, str) and not isinstance(column, Computed) and column != "text":
-            self.text_field = column
+        if is_text(column) and column != "text":
+            self.text_field = str(column)
 
     def _model(self, call: Call, owner: str) -> None:
-        is_first, self.has_model = not self.has_model, True
-        keys = self._keys(call, call.named, ("model_name",))
-        if is_first:
-            given = call.named
-            self._task(owner, str(given.get("auto_model", "")))
-            self._labels(given)
+        given = call.named
+        if "model" not in self.done:
+            self._task(f"{owner} {given.get('auto_model', '')}", owner)
+            if self.out.job.get("task") == CLASSIFICATION.name:  # what its head is for
+                kinds = {"regression": REGRESSION, "multi_label_classification": MULTI_LABEL}
+                default = REGRESSION if given.get("num_labels") == 1 else CLASSIFICATION
+                self.out.job["task"] = kinds.get(str(given.get("problem_type")), default).name
             is_16bit = given.get("load_in_8bit") or given.get("load_in_16bit")
             is_fast = owner.startswith("Fast") and not is_16bit
             self.is_4bit |= given.get("load_in_4bit", is_fast) is True
-            if given.get("full_finetuning") is True:
-                key = next(key for key, _ in keys if key.endswith(".full_finetuning"))
-                self.out.put(key, True, "method.name", "full")
-                self.is_4bit = False
-            self._bits(keys)
-        self._table(keys, is_first=is_first)
+        self._table(call, ("model_name",), "model")
 
-    def _task(self, owner: str, auto: str) -> None:
-        kinds = f"{owner} {auto}"
+    def _task(self, kinds: str, owner: str) -> None:
         for name, task in fact("model-classes").items():
             if name not in kinds:
                 continue
             if task in ("images or sound", "another task"):
-                why = f"{task}, which farthing does not train"
-                return self.out.name(owner, None, why, "blocks")
-            if not preference.is_asked(self.out):
+                return self.out.refuse(owner, None, f"{task}, which farthing does not train")
+            if not self.out.prefers:
                 self.out.job.setdefault("task", task)
 
-    def _labels(self, given: Mapping[str, Any]) -> None:
-        """What a classifier's head is for, where the script says it."""
-        if self.out.job.get("task") != CLASSIFICATION.name:
-            return
-        kinds = {"regression": REGRESSION, "multi_label_classification": MULTI_LABEL}
-        is_number = given.get("num_labels") == 1
-        default = REGRESSION if is_number else CLASSIFICATION
-        self.out.job["task"] = kinds.get(str(given.get("problem_type")), default).name
-
-    def _bits(self, keys: Keys) -> None:
-        for key, value in keys:
-            name = _argument(key)
-            if name == "load_in_8bit" and value is True:
-                why = "farthing has no 8-bit base: the base stays in 16 bits"
-                self.out.name(key, True, why, "differs")
-            elif name in ("load_in_4bit", "load_in_8bit", "full_finetuning"):
-                why = "method: qlora is the 4-bit base, lora and full are without"
-                self.out.name(*_plain([(key, value)])[0], why)
-
     def _trainer(self, call: Call) -> None:
-        keys = self._keys(call, call.named, ("model", "args"))
-        for key, value in keys:
-            is_text = isinstance(value, str) and not isinstance(value, Computed)
-            if _argument(key) == "model" and is_text and not self.has_model:
-                self.out.put(key, value, "model.model_name_or_path", value)
-                self.has_model = True
-            elif _argument(key) == "ref_model" and value is not None:
-                why = "another model as the reference; farthing's is the model as it begins"
-                self.out.name(key, str(value), why, "differs")
-            elif _argument(key) in ("model", "args", "tokenizer"):
-                self.out.name(*_plain([(key, value)])[0], _OBJECT)
+        model = call.named.get("model", next(iter(call.positional), None))
+        if is_text(model) and self._first("model"):
+            self.out.job["model.model_name_or_path"] = model
         self._text_field(call.named)
-        self._table(keys)
+        self._table(call, ("model", "args"))
 
     def _adapter(self, call: Call) -> None:
         is_made = call.last == "get_peft_model"
         if is_made and not {"r", "lora_alpha"} & set(call.named):
             return  # its settings are in LoraConfig
-        is_first, self.has_adapter = not self.has_adapter, True
-        self._table(self._keys(call, call.named), is_first=is_first)
-        if is_first and is_made:  # Unsloth's
-            self.out.default({"method.lora_r": 16, "method.lora_alpha": 16})
-            self.out.default({"method.target_modules": ["all-linear"]})
-        if is_first:
+        if self._table(call, (), "adapter"):
+            if is_made:  # Unsloth's
+                self.out.default({"method.lora_r": 16, "method.lora_alpha": 16})
+                self.out.default({"method.target_modules": ["all-linear"]})
             defaults(self.out, "lora")
 
     def _data(self, call: Call) -> None:
-        keys = self._keys(call, call.named, ("path", "name"))
-        values = {_argument(key): value for key, value in keys}
+        before, values = self._arguments(call, ("path", "name"))
         path, files, split = values.get("path"), values.get("data_files"), values.get("split", "")
         if path in ("json", "csv", "parquet", "text") and files:
             train = files.get("train") if isinstance(files, Mapping) else files
             path = train[0] if isinstance(train, list) and train else train
-        is_known = isinstance(path, str) and not isinstance(path, Computed)
         is_train = not any(word in str(split) for word in ("test", "valid", "dev"))
-        if "data.train" not in self.out.job and is_known and is_train:
-            source = {"path": str(path)}
-            for name in ("name", "split"):
-                if isinstance(values.get(name), str) and not isinstance(values[name], Computed):
-                    source[name] = values[name]
-            self.out.job["data.train"] = [source]
-            self.out.keep(_plain(keys), "data.train")
+        if "data.train" not in self.out.job and is_text(path) and is_train:
+            own = {key: values[key] for key in ("name", "split") if is_text(values.get(key))}
+            self.out.job["data.train"] = [{"path": str(path), **own}]
+            self.out.keep(values, "data.train", before)
         else:
-            effect: Effect = "differs" if is_train else "none"
             why = (
                 "another data set of the script; data.train and data.eval take it where it is"
                 " learned or evaluated"
             )
-            for key, value in _plain(keys):
-                self.out.name(key, value, why, effect)
+            for key, value in values.items():
+                self.out.name(before + key, value, why, "differs" if is_train else "none")
 
     def _chat(self, call: Call) -> None:
         """Another template than the tokenizer's own, and what it is told."""
-        for key, value in _plain(self._keys(call, call.named, ("tokenizer", "chat_template"))):
-            name = _argument(key)
+        before, values = self._arguments(call, ("tokenizer", "chat_template"))
+        for name, value in values.items():
             if name == "chat_template" and call.last == "get_chat_template":
                 if value == "chatml":
-                    self.out.files["chatml.jinja"] = fact("chatml")
-                    self.out.put(key, value, "data.chat_template", "chatml.jinja")
+                    self.out.template(before + name, value, fact("chatml"), "chatml.jinja")
                 why = "the tokenizer's own chat template is used; give a Jinja file in"
-                self.out.name(key, value, f"{why} data.chat_template for another", "differs")
+                self.out.name(
+                    before + name, value, f"{why} data.chat_template for another", "differs"
+                )
             elif name in ("enable_thinking", "system_message"):
                 why = "farthing renders chats by the template's defaults"
-                self.out.name(key, value, why, "differs")
+                self.out.name(before + name, value, why, "differs")
 
     def method(self) -> None:
         """How much of the model is trained and which column is read, from all calls."""
         out = self.out
         if self.text_field and out.job.get("data.train"):
             out.job["data.train"][0]["columns"] = {"text": self.text_field}
-        if self.has_adapter and out.job.get("method.name") != "full":
-            out.default({"method.name": "qlora" if self.is_4bit else "lora"}, "the script's calls")
+        if "adapter" in self.done:
+            method = hf.method_of(True, self.is_4bit)
+            out.default({"method.name": method}, "the script's calls")
             hf.peft_targets(out)
-            return
         out.default({"method.name": "full"}, "the script, which makes no adapter")
-        for key in [key for key in out.job if key.startswith("method.") and key != "method.name"]:
-            del out.job[key]
 
 
-def _argument(key: str) -> str:
-    """`SFTConfig#2.dataset_kwargs.skip` as `dataset_kwargs.skip`; `FastModel.from_pretrained.dtype`
-    as `dtype`.
-    """
-    return key.partition(".from_pretrained.")[2] or key.partition(".")[2]
-
-
-def _plain(keys: Keys) -> Keys:
-    """Values as they are shown."""
-    return [(key, str(v) if isinstance(v, Computed) else v) for key, v in keys]
+def _without(before: str) -> Callable[[str], str]:
+    return lambda key: key.removeprefix(before)
 
 
 def no_settings(calls: Sequence[Call]) -> bool:

@@ -15,11 +15,11 @@ import shlex
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from farthing.config.importers.record import Computed
+from farthing.config.importers.tables import Computed
 from farthing.errors import InputError
 from farthing.storage.files import Json
 
-MAX_SCRIPT_BYTES, MAX_DEPTH = 16 << 20, 200
+MAX_DEPTH, MAX_LINE = 200, 1 << 20
 
 
 class Call(NamedTuple):
@@ -152,6 +152,8 @@ _ARITHMETIC: dict[type, Any] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
+    ast.USub: operator.neg,
+    ast.Not: operator.not_,
 }
 
 
@@ -206,20 +208,16 @@ class _Values:
                 return node.value
             case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
                 values = [self.of(item, line, depth) for item in items]
-                is_open = (isinstance(v, Computed) and not _is_constant(v) for v in values)
-                return Computed(ast.unparse(node)) if any(is_open) else values
+                return Computed(ast.unparse(node)) if any(map(_is_open, values)) else values
             case ast.Dict():
                 pairs = zip(node.keys, node.values, strict=True)
                 return {
                     str(self.of(k, line, depth)): self.of(v, line, depth) for k, v in pairs if k
                 }
-            case ast.UnaryOp(op=ast.USub() | ast.Not(), operand=inner):
-                value, is_minus = self.of(inner, line, depth), isinstance(node.op, ast.USub)
-                if is_minus and isinstance(value, int | float):
-                    return -value
-                return not value if isinstance(value, bool) else Computed(ast.unparse(node))
-            case ast.BinOp():
-                return self._arithmetic(node, line, depth)
+            case ast.UnaryOp(op=sign, operand=inner):
+                return _arithmetic(node, sign, [self.of(inner, line, depth)])
+            case ast.BinOp(op=sign, left=left, right=right):
+                return _arithmetic(node, sign, [self.of(x, line, depth) for x in (left, right)])
             case ast.Name() | ast.Attribute():
                 return self._named(node, line, depth)
         return Computed(ast.unparse(node))
@@ -230,26 +228,29 @@ class _Values:
         if before:
             at, expression = before[-1]
             value = self.of(expression, at, depth)
-            is_open = isinstance(value, Computed) and not _is_constant(value)
-            return Computed(name) if is_open else value
+            return Computed(name) if _is_open(value) else value
         last, is_attribute = name.rpartition(".")[2], isinstance(node, ast.Attribute)
         if is_attribute and last in self.defaults and not _is_constant(name):
             return self.of(self.defaults[last], line, depth)
         return Computed(name)
 
-    def _arithmetic(self, node: ast.BinOp, line: int, depth: int) -> Any:
-        sides = self.of(node.left, line, depth), self.of(node.right, line, depth)
-        how = _ARITHMETIC.get(type(node.op))
-        numbers = all(
-            isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < 1e15 for v in sides
-        )
-        texts = all(isinstance(v, str) and not isinstance(v, Computed) for v in sides)
-        if how is None or not (numbers or (texts and isinstance(node.op, ast.Add))):
-            return Computed(ast.unparse(node))
-        try:
-            return how(*sides)
-        except (ArithmeticError, ValueError):
-            return Computed(ast.unparse(node))
+
+def _arithmetic(node: ast.expr, sign: ast.AST, sides: list[Any]) -> Any:
+    """Of numbers, and of texts that stay short: names grow out of one another."""
+    is_number = all(type(v) in (int, float) and abs(v) < 1e15 for v in sides)
+    is_text = isinstance(sign, ast.Add) and all(type(v) is str and len(v) < 1000 for v in sides)
+    is_truth = isinstance(sign, ast.Not) and type(sides[0]) is bool
+    how = _ARITHMETIC.get(type(sign))
+    if how is None or not (is_number or is_text or is_truth):
+        return Computed(ast.unparse(node))
+    try:
+        return how(*sides)
+    except (ArithmeticError, ValueError):
+        return Computed(ast.unparse(node))
+
+
+def _is_open(value: Any) -> bool:
+    return isinstance(value, Computed) and not _is_constant(value)
 
 
 def _is_constant(name: str) -> bool:
@@ -293,7 +294,7 @@ def commands_of(text: str) -> Iterator[Command]:
                     lambda match: variables.get(match[1] or match[3], match[2] or match[0]), line
                 ),
             )
-            if line == before or len(line) > MAX_SCRIPT_BYTES:
+            if line == before or len(line) > MAX_LINE:
                 break
         try:
             words = shlex.split(line[begins.start() :].strip(" `$>"), comments=True)

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from farthing.config.importers import preference
-from farthing.config.importers.record import Imported, Odd, flat, read_keys
-from farthing.config.importers.tables import READERS, defaults, positive, table, text, whole
+from farthing.config.importers.tables import Imported, defaults, fact, flat, read_keys
 
 OPENAI, TOGETHER, FIREWORKS = "openai", "together", "fireworks"
 _STAND_IN = "Qwen/Qwen2.5-7B-Instruct"
@@ -24,45 +23,12 @@ def snake(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name).replace("-", "_").lower()
 
 
-def _multiplier(value: Any) -> float:
-    """Of farthing's rate for adapters, which a multiplier of 1 is taken to mean."""
-    return float(positive(value)) * 2e-4
-
-
-def _batch(value: Any) -> int:
-    if value == "max":
-        why = "max: Together chose it by the model; farthing's default of 16 examples holds"
-        raise Odd(why)
-    return whole(value)
-
-
-def _service_model(value: Any) -> str:
-    name = text(value)
-    if name.startswith("accounts/"):
-        why = "Fireworks' name of a model: put its Hugging Face name here, of which the last part"
-        raise Odd(f"{name} is {why} stands now")
-    return name
-
-
-def _uploaded(value: Any) -> list[dict[str, str]]:
-    name = text(value).rpartition("/")[2]
-    return [{"path": name if "." in name else f"{name}.jsonl"}]
-
-
-READERS.update(
-    multiplier=_multiplier, batch=_batch, service_model=_service_model, uploaded=_uploaded
-)
-
-
-def _files(values: Mapping[str, Any], out: Imported, service: str) -> None:
-    """Files of a service by their names there, as files beside the job."""
-    for key, to in (("training_file", "data.train"), ("validation_file", "data.eval")):
-        file = str(values.get(key) or "")
-        if file:
-            out.put(key, file, to, [{"path": file if "." in file else f"{file}.jsonl"}])
-            if "." not in file:
-                note = f"{file} is a file at {service}: fetch it to {file}.jsonl beside the job"
-                out.notes.append(note)
+def _note_files(out: Imported, service: str) -> None:
+    for key in ("training_file", "validation_file"):
+        line = out.lines.get(key)
+        if line and line.became and "." not in str(line.value):
+            note = f"{line.value} is a file at {service}: fetch it to {line.value}.jsonl beside"
+            out.notes.append(f"{note} the job")
 
 
 def read_openai(values: Mapping[str, Any], out: Imported) -> None:
@@ -78,25 +44,18 @@ def read_openai(values: Mapping[str, Any], out: Imported) -> None:
         out.name("method.type", kind, "supervised: what farthing does")
     elif kind is not None:
         key = next(key for key, _ in flat({"method": method}))
-        out.name(key, kind, f"{kind} learning, which farthing does not do", "blocks")
-    why = f"weights that OpenAI keeps: another model is needed; {_STAND_IN} stands in the job"
-    out.name("model", values.get("model"), f"{why}, choose yours", "differs")
+        out.refuse(key, kind, f"{kind} learning, which farthing does not do")
     out.job["model.model_name_or_path"] = _STAND_IN
-    _files(values, out, "OpenAI (its files API)")
-    inner = flat(values)
     read_keys(
         out,
-        inner,
-        table("openai"),
+        values,
+        OPENAI,
         name_of=lambda key: key.rpartition(".")[2] if "hyperparameters" in key else key,
     )
-    out.default({"train.num_train_epochs": 3}, "OpenAI's usual choice for auto")
-    out.default({"train.global_batch_size": 8}, "a guess for auto")
-    out.default({"method.name": "lora"}, "what OpenAI trains is not published; an adapter")
-    out.notes.append(
-        "OpenAI never published what it trains (all weights or an adapter), its rates and its"
-        " batches for auto: the losses will differ; data, epochs and seed are the same"
-    )
+    _note_files(out, "OpenAI (its files API)")
+    for of, each in fact("openai-guesses").items():
+        out.default(each, of)
+    out.notes.append(fact("openai-note"))
 
 
 def read_together(values: Mapping[str, Any], out: Imported) -> None:
@@ -111,26 +70,22 @@ def read_together(values: Mapping[str, Any], out: Imported) -> None:
         out.put("training_type.type", kind["type"], "method.name", trained)
     out.default({"method.name": trained})
     inner: Mapping[str, Any] = method if isinstance(method, Mapping) else {"method": method}
-    name, key = inner.get("method"), "training_method.method"
-    key = key if isinstance(method, Mapping) else "training_method"
-    if name == "dpo":
+    key = "training_method.method" if isinstance(method, Mapping) else "training_method"
+    if (name := inner.get("method")) == "dpo":
         per_token = inner.get("dpo_normalize_logratios_by_length")
         given = {"rpo_alpha": inner.get("rpo_alpha"), "loss_type": per_token and "sigmoid_norm"}
         preference.read(out, "dpo", given)
-        out.lines.clear()
+        out.lines = {k: v for k, v in out.lines.items() if k not in given}
         out.put(key, name, "task", "dpo")
-        for each in ("rpo_alpha", "dpo_normalize_logratios_by_length"):
-            if each in inner:
-                out.keep([(f"training_method.{each}", inner[each])], "objective.loss_type")
+        losses = ("rpo_alpha", "dpo_normalize_logratios_by_length")
+        known = {each: inner[each] for each in losses if each in inner}
+        out.keep(known, "objective.loss_type", "training_method.")
+        out.name("train_on_inputs", values.get("train_on_inputs"), "answers alone are learned")
     elif name not in (None, "sft"):
-        out.name(key, name, f"{name}, which farthing does not do", "blocks")
-    elif name == "sft":
-        out.name(key, name, "supervised: what farthing does")
-    _files(values, out, "Together")
-    if values.get("train_on_inputs") is True and name != "dpo":
-        out.put("train_on_inputs", True, "data.train_on_prompt", True)
-    read_keys(out, flat(values), table("together"))
-    defaults(out, "together")
+        out.refuse(key, name, f"{name}, which farthing does not do")
+    read_keys(out, values, TOGETHER)
+    _note_files(out, "Together")
+    defaults(out, TOGETHER)
     if is_lora:
         out.default({"method.lora_r": 8})
         out.default({"method.lora_alpha": 2 * out.job["method.lora_r"]})
@@ -138,24 +93,12 @@ def read_together(values: Mapping[str, Any], out: Imported) -> None:
 
 def read_fireworks(values: Mapping[str, Any], out: Imported) -> None:
     """A fine-tuning job of Fireworks."""
-    if values.get("kind") not in (None, "sft", "SFT"):
-        out.name("kind", values["kind"], f"{values['kind']}, which farthing does not do", "blocks")
     known = {snake(key): (key, value) for key, value in values.items()}
     key, template = known.get("jinja_template", ("", None))
     if isinstance(template, str) and template.strip():
-        out.files["chat_template.jinja"] = template
-        out.put(key, template, "data.chat_template", "chat_template.jinja")
-    key, stops = known.get("early_stop", ("", None))
-    if stops:
-        why = "ends when the evaluation loss rises; set train.early_stopping_patience"
-        out.name(key, stops, why, "differs")
-    read_keys(
-        out,
-        flat(values),
-        table("fireworks"),
-        name_of=lambda key: ".".join(snake(part) for part in key.split(".")),
-    )
+        out.template(key, template, template)
+    read_keys(out, values, FIREWORKS, name_of=lambda key: ".".join(map(snake, key.split("."))))
     name = str(known.get("base_model", ("", ""))[1] or "").rpartition("/")[2]
     out.job.setdefault("model.model_name_or_path", name or _STAND_IN)
     out.job.setdefault("train.global_batch_size", 16)
-    defaults(out, "fireworks")
+    defaults(out, FIREWORKS)

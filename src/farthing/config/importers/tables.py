@@ -1,7 +1,7 @@
-"""The tools as data: `facts/importers.yaml` as tables, and the ways in which values are read.
+"""Settings of other tools as keys of the job: each is mapped, or named with the reason.
 
-A row `train whole: max_steps batch=per_device_train_batch_size` maps keys to a section of the job;
-`train.optim optimizer: optim optimizer` maps all of its keys to one.
+`facts/importers.yaml` has the tools as data. A row `train whole: max_steps batch=learning_rate`
+maps keys to a section of the job; `train.optim optimizer: optim optimizer` maps all to one key.
 """
 
 from __future__ import annotations
@@ -9,22 +9,259 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from importlib import resources
-from typing import Any, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
-from farthing.config.importers.record import Effect, Imported, Odd, Table, To, Why, say
-from farthing.config.job import TrainSection
+from farthing.config.job import KEYS, SECTIONS, TrainSection
 from farthing.config.values import known_init
-from farthing.objectives.causal_lm import CAUSAL_LM
-from farthing.objectives.registry import objective_names
+from farthing.objectives.registry import find_objective, objective_names
 from farthing.storage.files import Json
+
+Effect = Literal["none", "differs", "blocks"]
+"""Of a key that is named: the result is the same, the result differs, or no job can be made."""
+UNKNOWN = "farthing does not know this key; look it up, and set it by hand if it matters"
+ONLY_RUNNING = "only running the script would tell this value: set it by hand"
+LEAVES = ("rope_scaling", "lr_scheduler_kwargs")
+"""Keys whose mapping is one value."""
+_UNLESS = {"train.warmup_ratio": "train.warmup_steps", "train.eval_strategy": "train.eval_steps"}
+"""Keys that have no default where another one is set."""
+
+
+class Computed(str):
+    """The source text of a value that only running the script would tell."""
+
+
+class Odd(Exception):
+    """A value without a counterpart. The message says why and what that changes."""
+
+    def __init__(self, why: str, effect: Effect = "differs") -> None:
+        super().__init__(why)
+        self.effect: Effect = effect
+
+
+class At(NamedTuple):
+    """What a reader gives for a value that belongs to another key than its row says."""
+
+    key: str
+    value: Any
+
+
+class To(NamedTuple):
+    """A key of the job that means the same, and how its value is written there."""
+
+    key: str
+    convert: Callable[[Any], Any]
+    note: str
+
+
+class Why(NamedTuple):
+    """Why the keys that match these patterns have no counterpart, and what that changes."""
+
+    effect: Effect
+    reason: str
+    patterns: tuple[str, ...]
+
+
+class Table(NamedTuple):
+    """A tool's keys, and what it does where nothing is written."""
+
+    keys: Mapping[str, To]
+    reasons: tuple[Why, ...]
+    defaults: Json
+
+    def why(self, form: str) -> Why | None:
+        """Why a key, or `key=value`, has no counterpart."""
+        for each in self.reasons:
+            patterns = (p for p in each.patterns if ("=" in p) == ("=" in form))
+            if any(fnmatchcase(form, pattern) for pattern in patterns):
+                return each
+        return None
+
+
+class Line(NamedTuple):
+    """What became of one key of the source."""
+
+    key: str
+    value: Any
+    became: str
+    """The key of the job; empty for a key that is only named."""
+    why: str
+    effect: Effect
+
+
+@dataclass
+class Imported:
+    """A job in the making. `job` is flat: `section.key` to value."""
+
+    source: str
+    job: Json = field(default_factory=dict)
+    lines: dict[str, Line] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    defaults: dict[str, str] = field(default_factory=dict)
+    """Keys of the job that the source leaves to its tool's default: whose default it is."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Files that belong beside the job: name to text."""
+
+    def put(self, key: str, value: Any, to: str, converted: Any, note: str = "") -> None:
+        """Map a key of the source. A key of the job that is set already stays."""
+        if not self.has(to):
+            why = f"farthing has no `{to.rpartition('.')[2]}`"
+            self.name(key, value, f"{why} for {self.job.get('task')}", "differs")
+        elif to in self.job and self.job[to] != converted:
+            self.name(key, value, f"another key set `{to}` to {say(self.job[to])}", "differs")
+        else:
+            self.job[to] = converted
+            self.lines[key] = Line(key, value, to, note, "none")
+
+    def template(self, key: str, value: Any, text: str, name: str = "chat_template.jinja") -> None:
+        """Map a key to a chat template, which becomes a file."""
+        self.files[name] = text
+        self.put(key, value, "data.chat_template", name)
+
+    def name(self, key: str, value: Any, why: str, effect: Effect = "none") -> None:
+        """Say why a key has no counterpart. A mapped key stays mapped."""
+        self.lines.setdefault(key, Line(key, value, "", why, effect))
+
+    def refuse(self, key: str, value: Any, why: str) -> None:
+        """Make no job because of a key, whatever became of it."""
+        self.lines[key] = Line(key, value, "", why, "blocks")
+
+    def keep(self, values: Mapping[str, Any], to: str, before: str = "") -> None:
+        """Keys that became part of a key of the job, such as the split of a data set."""
+        for key, value in flat(values, before):
+            self.lines[key] = Line(key, value, to, "", "none")
+
+    def drop(self, to: str, why: str, effect: Effect = "none") -> None:
+        """Take a key out of the job, and name the keys of the source that set it."""
+        if self.job.pop(to, None) is not None:
+            self.defaults.pop(to, None)
+            for line in [line for line in self.lines.values() if line.became == to]:
+                self.lines[line.key] = Line(line.key, line.value, "", why, effect)
+
+    def default(self, values: Mapping[str, Any], of: str = "") -> None:
+        """What the source's tool does where the source says nothing."""
+        for key, value in values.items():
+            is_open = key not in self.job and _UNLESS.get(key) not in self.job
+            if is_open and self.has(key) and value is not None:
+                self.job[key] = value
+                self.defaults[key] = of or self.source
+
+    def has(self, key: str) -> bool:
+        """Whether such a job has this key."""
+        section, _, name = key.rpartition(".")
+        if section != "objective":
+            return exists(key)
+        found = find_objective(str(self.job.get("task")))
+        return bool(found and found.settings and name in found.settings.model_fields)
+
+    @property
+    def prefers(self) -> bool:
+        """Whether the job has an objective of preferences or rewards."""
+        return "objective.name" in self.job
+
+    @property
+    def mapped(self) -> list[Line]:
+        """Keys with a counterpart."""
+        return [line for line in self.lines.values() if line.became]
+
+    @property
+    def named(self) -> list[Line]:
+        """Keys without one."""
+        return [line for line in self.lines.values() if not line.became]
+
+    @property
+    def blockers(self) -> list[Line]:
+        """Keys that ask for a training which farthing can't do."""
+        return [line for line in self.lines.values() if line.effect == "blocks"]
+
+
+def exists(key: str) -> bool:
+    """Whether any job has this key."""
+    section, _, name = key.rpartition(".")
+    return name in KEYS.get(section, ()) and key not in SECTIONS
+
+
+def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf; items of a list of mappings are `key[0].inner`. An empty
+    mapping is a leaf.
+    """
+    for name, value in values.items():
+        key = f"{before}{name}"
+        if isinstance(value, Mapping) and value and name.rpartition(".")[2] not in LEAVES:
+            yield from flat(value, f"{key}.")
+        elif isinstance(value, list) and value and all(isinstance(v, Mapping) and v for v in value):
+            for index, item in enumerate(value):
+                yield from flat(item, f"{key}[{index}].")
+        else:
+            yield key, value
+
+
+def read_keys(
+    out: Imported,
+    values: Mapping[str, Any],
+    tool: str,
+    *,
+    before: str = "",
+    name_of: Callable[[str], str] = lambda key: key,
+) -> None:
+    """Map or name every key without a line. `name_of` is the key as the tool's table has it."""
+    known = table(
+        f"{tool}-preference" if out.prefers and f"{tool}-preference" in _blocks() else tool
+    )
+    for key, value in flat(values, before):
+        if key in out.lines:
+            continue
+        name = name_of(key)
+        rule, why = known.keys.get(name), known.why(name)
+        if exact := known.why(f"{name}={say(value)}"):
+            out.name(key, value, exact.reason, exact.effect)
+        elif value is None or value == "":
+            out.name(key, value, "empty there: its default holds")
+        elif rule and not _is_open(value):
+            by_rule(out, key, value, rule)
+        elif rule or (_is_open(value) and why is None):
+            out.name(key, value, ONLY_RUNNING, "none" if name == "output_dir" else "differs")
+        elif why and why.effect != "none" and not value:
+            out.name(key, value, "off there, and farthing has none of it: " + why.reason)
+        else:
+            out.name(key, value, *((why.reason, why.effect) if why else (UNKNOWN, "differs")))
+
+
+def _is_open(value: Any) -> bool:
+    """Whether a value is unknown; `torch.bfloat16`, `IntervalStrategy.EPOCH` stand for
+    themselves.
+    """
+    own = ("torch.", "IntervalStrategy", "SchedulerType", "OptimizerNames")
+    return isinstance(value, Computed) and not value.startswith(own)
+
+
+def by_rule(out: Imported, key: str, value: Any, rule: To) -> None:
+    """Map a key as a row of a table says, or name it where its value has no counterpart."""
+    try:
+        found = rule.convert(value)
+    except Odd as odd:
+        return out.name(key, value, str(odd), odd.effect)
+    to, found = found if isinstance(found, At) else (rule.key, found)
+    return out.put(key, value, to, found, rule.note)
+
+
+def say(value: Any) -> str:
+    """A value in a few characters, as YAML would show it."""
+    words = {True: "true", False: "false", None: "empty"}
+    text = words[value] if isinstance(value, bool | None) else " ".join(str(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# ---- the ways in which values are read; each raises `Odd` ----
 
 
 def number(value: Any) -> float | int:
-    """A number, also where YAML took `2e-5` for text. Raises `Odd`."""
+    """A number, also where YAML took `2e-5` for text."""
     if isinstance(value, bool):
         if not value:
             raise Odd("off there: its default holds", "none")
@@ -42,7 +279,7 @@ def number(value: Any) -> float | int:
 
 
 def positive(value: Any) -> float | int:
-    """A number over 0. Raises `Odd`."""
+    """A number over 0."""
     found = number(value)
     if found <= 0:
         raise Odd(f"{say(value)} switches it off there: its default holds", "none")
@@ -50,15 +287,23 @@ def positive(value: Any) -> float | int:
 
 
 def whole(value: Any) -> int:
-    """A whole number over 0. Raises `Odd`."""
+    """A whole number over 0."""
     found = positive(value)
     if found != int(found):
         raise Odd(f"{say(value)} is no whole number")
     return int(found)
 
 
+def warmup(value: Any) -> int | At:
+    """Steps; a number below 1 is a share, as transformers 5 has it."""
+    found = number(value)
+    if found == 0:
+        raise Odd("0: what warmup_ratio says holds", "none")
+    return int(found) if found >= 1 else At("train.warmup_ratio", float(found))
+
+
 def truth(value: Any) -> bool:
-    """true or false. Raises `Odd`."""
+    """true or false."""
     if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "1", "0"):
         return value.lower() in ("true", "yes", "1")
     if not isinstance(value, bool):
@@ -66,26 +311,32 @@ def truth(value: Any) -> bool:
     return value
 
 
+def answers(value: Any) -> bool:
+    """data.train_on_prompt of a switch that leaves the prompts out."""
+    if not truth(value):
+        raise Odd("is data.train_on_prompt", "none")
+    return False
+
+
 def text(value: Any) -> str:
-    """Raises `Odd` for what is no text."""
+    """Text that says something."""
     if not isinstance(value, str) or not value.strip():
         raise Odd(f"no text that can be read here ({say(value)})")
     return value
 
 
 def share(value: Any) -> float:
-    """The share of rows that is held out. Raises `Odd` for a number of rows."""
+    """The share of rows that is held out, and not their number."""
     found = float(number(value))
     if found == 0:
         raise Odd("0: nothing is held out", "none")
     if found >= 1:
-        why = f"holds out {found:g} rows; farthing holds out a share: set data.eval_fraction"
-        raise Odd(why, "differs")
+        raise Odd(f"holds out {found:g} rows; farthing holds out a share: set data.eval_fraction")
     return found
 
 
 def names(value: Any) -> list[str]:
-    """A list of names, also of one that is written with commas or blanks. Raises `Odd`."""
+    """A list of names, also of one that is written with commas or blanks."""
     if isinstance(value, str):
         value = value.replace(",", " ").split()
     is_list = isinstance(value, list | tuple) and bool(value)
@@ -95,17 +346,16 @@ def names(value: Any) -> list[str]:
 
 
 def targets(value: Any) -> list[str]:
-    """Layers that get an adapter. Raises `Odd` for a pattern."""
-    if isinstance(value, str) and any(sign in value for sign in "()|\\*[]"):
+    """Layers that get an adapter: names and no pattern."""
+    whole_value = [value] if isinstance(value, str) else value
+    if set("()|\\*[]") & set("".join(map(str, whole_value or ()))):
         raise Odd("a pattern of layer names; farthing takes names: set method.target_modules")
     found = names(value)
-    if any(sign in name for name in found for sign in "()|\\*[]"):
-        raise Odd("patterns of layer names; farthing takes names: set method.target_modules")
     return ["all-linear"] if found == ["all"] else found
 
 
 def reports(value: Any) -> list[str]:
-    """The trackers that farthing has. Raises `Odd` for none of them."""
+    """The trackers that farthing has."""
     known = [name for name in names(value) if name in ("tensorboard", "wandb", "mlflow", "trackio")]
     if not known:
         raise Odd("farthing logs to its run folder; trackers are train.report_to", "none")
@@ -113,7 +363,7 @@ def reports(value: Any) -> list[str]:
 
 
 def begins(value: Any) -> str:
-    """peft's `init_lora_weights`, as a word. Raises `Odd` for those that farthing has not."""
+    """peft's `init_lora_weights`, as a word."""
     name = value.lower() if isinstance(value, str) else str(truth(value)).lower()
     try:
         return known_init(name)
@@ -122,12 +372,11 @@ def begins(value: Any) -> str:
 
 
 def mapping(value: Any) -> Json:
-    """Settings within a key, also as JSON on a command line. Raises `Odd`."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            value = None
+    """Settings within a key, also as JSON on a command line."""
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        value = None
     if not isinstance(value, Mapping):
         raise Odd("no settings that can be read here: set them by hand")
     return dict(value)
@@ -138,73 +387,52 @@ def files(value: Any) -> list[Json]:
     return [{"path": text(each)} for each in (value if isinstance(value, list) else [value])]
 
 
-def one_of(known: Mapping[str, Any], why: str, effect: Effect = "differs") -> Callable[[Any], Any]:
-    """A reader of words. It raises `Odd` with the reason for others."""
+def uploaded(value: Any) -> list[Json]:
+    """A file of a service by its name there, as a file beside the job."""
+    name = text(value).rpartition("/")[2]
+    return [{"path": name if "." in name else f"{name}.jsonl"}]
+
+
+def one_of(
+    known: Mapping[str, Any], why: str, effect: Effect = "differs", of: str = ""
+) -> Callable[[Any], Any]:
+    """A reader of words: those of the key `of` (`task`, or one of train), and others' for them."""
+    own: tuple[Any, ...] = objective_names() if of == "task" else ()
+    own += get_args(TrainSection.model_fields[of].annotation) if of in KEYS["train"] else ()
+    all_known = {str(each): str(each) for each in own} | {str(k): v for k, v in known.items()}
 
     def read(value: Any) -> Any:
-        name = str(value).rpartition(".")[2].lower()
-        if name not in known:
+        before, _, last = str(value).lower().rpartition(".")
+        name = last if before.isidentifier() else str(value).lower()
+        if name not in all_known:
             raise Odd(f"{say(value)}: {why}", effect)
-        return known[name]
+        found = all_known[name]
+        return At(**found) if isinstance(found, dict) else found
 
     return read
 
 
-def _of_train(key: str, others: Mapping[str, str]) -> Callable[[Any], Any]:
-    """One of the values that a key of `train` takes, under other tools' names too."""
-    known = {str(each): str(each) for each in get_args(TrainSection.model_fields[key].annotation)}
-    return one_of({**known, **others}, "farthing has none; its default is used, the losses differ")
-
-
-_OPTIMIZERS = {
-    **dict.fromkeys(("adamw", "adamw_hf", "adamw_torch_xla", "adamw_anyprecision"), "adamw_torch"),
-    **dict.fromkeys(("adamw_apex_fused", "adamw_torch_npu_fused"), "adamw_torch_fused"),
-    **{"paged_adamw": "paged_adamw_32bit", "adamw_bnb": "adamw_bnb_8bit"},
-    "adamw_torch_8bit": "adamw_8bit",
-}
-_TASKS = {
-    "sft": CAUSAL_LM.name,
-    "text-generation": CAUSAL_LM.name,
-    "text_generation": CAUSAL_LM.name,
-}
-READERS: dict[str, Callable[[Any], Any]] = {
+_READERS: dict[str, Callable[[Any], Any]] = {
     **{
         each.__name__: each
         for each in (
-            *(number, positive, whole, truth, text, share, names, targets, reports, begins),
-            *(mapping, files),
+            *(number, positive, whole, warmup, truth, answers, text, share, names, targets),
+            *(reports, begins, mapping, files),
         )
     },
-    "optimizer": _of_train("optim", _OPTIMIZERS),
-    "schedule": _of_train("lr_scheduler_type", {}),
-    "strategy": _of_train("eval_strategy", {}),
     "seed": lambda value: int(number(value)),
+    "multiplier": lambda value: float(positive(value)) * 2e-4,  # of farthing's rate for adapters
+    "service-file": uploaded,
     "compiled": lambda value: value != "auto" and truth(value),
     "scratch": lambda value: "random" if truth(value) else "pretrained",
-    "precision": one_of({"bf16": True, "bfloat16": True}, "set train.bf16 or train.fp16"),
-    "too_long": one_of(
-        {"drop": "skip", "truncate": "truncate", "raise": "error"}, "set data.too_long"
-    ),
-    "task": one_of(
-        {name: name for name in objective_names()} | _TASKS, "which farthing does not do", "blocks"
-    ),
-    "method": one_of(
-        {"lora": "lora", "full": "full"}, "which training that is is not known here", "blocks"
-    ),
-    "offload": one_of(
-        {"cpu": "adamw_torch_offload"},
-        "where optimizer state is off-loaded; farthing off-loads it to main memory: say cpu",
-        "blocks",
-    ),
-    "offload_weights": one_of(
-        {"cpu": True, "true": True},
-        "where weights are off-loaded; farthing keeps them in main memory: say cpu",
-        "blocks",
-    ),
 }
 
 
-@functools.lru_cache(maxsize=1)
+def _reader(name: str) -> Callable[[Any], Any]:
+    return _READERS.get(name) or one_of(**fact("words")[name])
+
+
+@functools.cache
 def _blocks() -> Json:
     file = resources.files("farthing").joinpath("facts/importers.yaml")
     found: Json = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -216,18 +444,17 @@ def table(name: str) -> Table:
     """A block of the tables with those that it takes."""
     block = _blocks()[name]
     keys: dict[str, To] = {}
-    reasons: list[Why] = []
     for row, words in block.get("keys", {}).items():
         target, _, how = row.partition(" ")
         is_one = "." in target or target in ("task", "output_dir")
         for word in words.split():
             theirs, _, ours = word.partition("=")
             to = target if is_one else f"{target}.{ours or theirs}"
-            keys[theirs] = To(to, READERS[how or "text"], block.get("notes", {}).get(theirs, ""))
-    for each in block.get("reasons", ()):
-        reasons.append(Why(each["effect"], each["why"], tuple(each["keys"].split())))
-    for other in block.get("takes", "").split():
-        taken = table(other)
+            keys[theirs] = To(to, _reader(how), block.get("notes", {}).get(theirs, ""))
+    reasons = [
+        Why(r["effect"], r["why"], tuple(r["keys"].split())) for r in block.get("reasons", ())
+    ]
+    for taken in map(table, block.get("takes", "").split()):
         keys = {**taken.keys, **keys}
         reasons += taken.reasons
     return Table(keys, tuple(reasons), block.get("defaults", {}))
