@@ -23,7 +23,7 @@ from farthing.data.formats import converter
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.data.read import open_sources
 from farthing.data.sample import sample_lengths
-from farthing.data.token_set import Recipe, notes_of
+from farthing.data.token_set import Recipe
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, ModelError
 from farthing.model.load import ModelChoice, load_tokenizer
@@ -394,7 +394,7 @@ def test_a_template_that_ends_no_answer_is_said(made: Any, tmp_path: Path) -> No
         write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 3)
         (source,) = open_sources([str(tmp_path / "chats.jsonl")], cache_dir=tmp_path, split="train")
         found = tokenize([source], tokenizer, Recipe("causal-lm", 512), tmp_path)
-        assert "the model does not learn where to stop" in "".join(notes_of(found.facts))
+        assert "the model does not learn where to stop" in "".join(found.notes)
 
 
 def test_every_answer_is_an_example_of_the_set_and_of_the_plan(made: Any, tmp_path: Path) -> None:
@@ -409,9 +409,7 @@ def test_every_answer_is_an_example_of_the_set_and_of_the_plan(made: Any, tmp_pa
     assert (found.facts["n_rows"], len(found), found.facts["n_unlearned_turns"]) == (6, 12, 0)
     assert len(set(found.groups.tolist())) == 6
     assert [found.place(index).rpartition(":")[2] for index in range(4)] == ["1", "1", "2", "2"]
-    assert "6 earlier answers are learned in examples of their own" in "".join(
-        notes_of(found.facts)
-    )
+    assert "6 earlier answers are learned in examples of their own" in "".join(found.notes)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     planned = sample_lengths(sources, light_tokenizer(tmp_path / "tokenizer", None), recipe)
     assert (planned.n_examples, planned.n_rows) == (12, 6)

@@ -923,8 +923,8 @@ def test_a_tokenization_that_is_killed_resumes_and_gives_the_same_bytes(
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     drafts = list((tmp_path / "cache" / "tokens").glob("*.draft-tokens"))
     assert len(drafts) == 1
-    with open(drafts[0] / "ids.bin", "ab") as file:  # of a part that was half appended
-        file.write(b"half")
+    parts = sorted(drafts[0].glob("part-*.npz"))
+    parts[-1].write_bytes(parts[-1].read_bytes()[:-1000])  # lost with the power
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -937,7 +937,7 @@ def test_a_tokenization_that_is_killed_resumes_and_gives_the_same_bytes(
             made[-1].folder.name
         ]
         if cache == "cache":
-            assert min(count.all_rows) > 16_384, "what was made before the kill is kept"
+            assert min(count.all_rows) >= 16_384, "but for the damaged part all is kept"
     assert made[0].facts == made[1].facts  # with the sha256 of every column
     assert (len(made[0]), made[0].label_names[-1]) == (30_000, "late")
 
@@ -983,21 +983,6 @@ def test_memory_does_not_grow_with_the_tokens(
     assert n_more > 10_000_000
     more_bytes = 1024 * (many["peak_kb"] - few["peak_kb"])
     assert more_bytes < min(80 << 20, 8 * n_more), "columns of examples, not of tokens"
-
-
-def test_a_draft_of_another_version_is_dropped(
-    tmp_path: Path, tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = opened(write_jsonl(tmp_path / "a.jsonl", [{"text": "one two"}] * 9), tmp_path)
-    recipe = Recipe("causal-lm", 64)
-    key = set_key([source], tokenizer_sha256(tokenizers["llama"]), recipe)
-    draft = tmp_path / "tokens" / f"{key}.draft-tokens"
-    draft.mkdir(parents=True, mode=0o700)
-    (draft / "work.json").write_text(json.dumps({"set": draft.name, "version": 1}))
-    (draft / "ids.bin").write_bytes(b"of another version")
-    made = tokenize([source], tokenizers["llama"], recipe, tmp_path)
-    assert len(made.ids) == made.offsets[-1]
-    assert not draft.exists()
 
 
 def test_a_cache_that_cannot_be_written_says_so(

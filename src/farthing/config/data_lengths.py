@@ -40,7 +40,6 @@ from farthing.data.token_set import (
     LINE_BITS,
     Recipe,
     TokenSet,
-    notes_of,
     open_token_set,
 )
 from farthing.errors import FarthingError, InputError
@@ -132,9 +131,7 @@ def _exact(job: Job, tokens: TokenSet, cache: Path) -> tuple[Lengths, Lengths | 
     def lengths_of(of: TokenSet, indices: NDArray[np.int64]) -> Lengths:
         words = f"token cache, {plural(len(indices), 'example')}"
         words += "" if is_exact else "; the data was not looked at again"
-        found = replace(
-            from_token_set(of, indices, job.task, source=words), notes=notes_of(of.facts)
-        )
+        found = replace(from_token_set(of, indices, job.task, source=words), notes=of.notes)
         if not objective_of(job.task).scores_tokens:
             found = replace(found, n_labels=max(1, len(of.label_names)))
         return found if is_exact else replace(found, is_exact=False)

@@ -404,10 +404,9 @@ def _merged(segments: Sequence[tuple[str, bool]]) -> Segments:
 
 def _added_tokens(tokenizer: Any) -> list[str]:
     """The words that a tokenizer was given beside those it learned, ends of turns among them."""
-    rust = getattr(tokenizer, "backend_tokenizer", None)
-    if rust is not None:
-        return [token.content for token in rust.get_added_tokens_decoder().values()]
-    return list(getattr(tokenizer, "added_tokens", ()))
+    return [
+        token.content for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+    ]
 
 
 def _ending(render: Renderer, tokens: Sequence[str]) -> Ending:

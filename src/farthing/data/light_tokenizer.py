@@ -9,45 +9,35 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from farthing.data.chat import default_template
-from farthing.data.encode import Encoding, first_tokens
+from farthing.data.encode import first_tokens
 from farthing.errors import DataError
 from farthing.storage.files import Json, read_json
 
-
-@dataclass(frozen=True)
-class _Encoded:
-    """The tokens of a text, and at which character each begins."""
-
-    ids: list[int]
-    starts: list[int]
-    overflowing: tuple[()] = ()
-
-    def char_to_token(self, char_pos: int, /) -> int | None:
-        """The token that holds a character."""
-        return max(0, bisect_right(self.starts, char_pos) - 1) if self.starts else None
-
-    def __len__(self) -> int:
-        return len(self.ids)
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
 @dataclass(frozen=True)
 class LightTokenizer:
-    """A tokenizer with the few answers that `formats` and `encode.Encoder` ask for."""
+    """What `formats` and `encode.Encoder` ask of a tokenizer of transformers."""
 
-    words: str
-    """What it is, for people."""
+    backend_tokenizer: Any
+    special_tokens_map: dict[str, str]
     bos_token_id: int | None
     eos_token_id: int | None
-    encode: Callable[[list[str], bool], Sequence[Encoding]]
-    special_tokens_map: dict[str, str]
-    chat_template: str | None
-    is_exact: bool = True
-    added_tokens: tuple[str, ...] = ()
-    """Words beside those it learned."""
+    chat_template: str | None = None
     other_templates: tuple[str, ...] = ()
     """Names of its chat templates, where it has several and none is the default."""
+    is_exact: bool = True
+    truncation_side: str = "right"
+
+    @property
+    def rust(self) -> tuple[Any, Any]:
+        """Of inputs and of targets."""
+        return self.backend_tokenizer, self.backend_tokenizer
 
 
 def light_tokenizer(
@@ -56,13 +46,29 @@ def light_tokenizer(
     """The tokenizer in a folder (tokenizer.json, or a SentencePiece model); without one, a token
     for every 4 characters.
     """
-    template, others = chat_template or own_template(folder), _own_templates(folder)
-    tokenizer = _from_folder(folder, _settings(folder)[1], new_tokens)
-    if template is None and others:
-        return replace(tokenizer, chat_template=None, other_templates=tuple(others))
-    return replace(
-        tokenizer, chat_template=template or default_template(bool(first_tokens(tokenizer)))
-    )
+    specials = _settings(folder)[1]
+    given: dict[str, Any] = {}
+    if folder and (folder / "tokenizer.json").is_file():
+        rust = _from_json(folder, new_tokens)
+    elif model := next(
+        (folder / n for n in _SENTENCEPIECE if folder and (folder / n).is_file()), None
+    ):
+        rust, own = _from_sentencepiece(model)
+        specials = own | specials
+    else:
+        rust = _Pieces(
+            lambda texts, special: [([1] * len(at), at) for at in map(_guessed, texts)], {}
+        )
+        given = {"is_exact": False, "eos_token_id": 0, "bos_token_id": None}
+    names = ("bos_token", "eos_token")
+    given = {f"{name}_id": rust.token_to_id(specials.get(name, "")) for name in names} | given
+    templates = _own_templates(folder)
+    template = chat_template or own_template(folder)
+    tokenizer = LightTokenizer(rust, specials, **given, chat_template=template)
+    if template is None and templates:
+        return replace(tokenizer, other_templates=tuple(templates))
+    default = default_template(bool(first_tokens(tokenizer)))
+    return replace(tokenizer, chat_template=template or default)
 
 
 def own_template(folder: Path | None) -> str | None:
@@ -91,25 +97,6 @@ def _own_templates(folder: Path | None) -> Json:
     return found | {name: path.read_text(encoding="utf-8") for name, path in files.items()}
 
 
-def _from_folder(
-    folder: Path | None, specials: dict[str, str], new_tokens: Sequence[str]
-) -> LightTokenizer:
-    if folder is not None and (folder / "tokenizer.json").is_file():
-        return _from_json(folder, specials, new_tokens)
-    model = (
-        next((folder / name for name in _SENTENCEPIECE if (folder / name).is_file()), None)
-        if folder
-        else None
-    )
-    if model is not None:
-        return _from_sentencepiece(model, specials)
-
-    def encode(texts: list[str], special: bool) -> Sequence[Encoding]:
-        return [_Encoded([1] * len(at), at) for at in map(_guessed_tokens, texts)]
-
-    return LightTokenizer("guessed by script", None, 0, encode, specials, "", is_exact=False)
-
-
 CHARACTERS_A_TOKEN, CHARACTERS_A_TOKEN_ELSEWHERE = 4, 2
 """Of Latin text, and of other alphabets; a character of Chinese, Japanese or Korean is a token."""
 _WIDE = re.compile(
@@ -117,7 +104,7 @@ _WIDE = re.compile(
 )
 
 
-def _guessed_tokens(text: str) -> list[int]:
+def _guessed(text: str) -> list[int]:
     """Where the tokens of a text begin, by its script."""
     if text.isascii():
         return list(range(0, len(text), CHARACTERS_A_TOKEN))
@@ -133,9 +120,6 @@ def _guessed_tokens(text: str) -> list[int]:
         else:
             left -= 1 / CHARACTERS_A_TOKEN_ELSEWHERE
     return found
-
-
-_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
 def _settings(folder: Path | None) -> tuple[Json, dict[str, str]]:
@@ -155,7 +139,7 @@ def _settings(folder: Path | None) -> tuple[Json, dict[str, str]]:
     return found, specials
 
 
-def _from_json(folder: Path, specials: dict[str, str], new_tokens: Sequence[str]) -> LightTokenizer:
+def _from_json(folder: Path, new_tokens: Sequence[str]) -> Any:
     from tokenizers import Tokenizer
 
     try:
@@ -169,16 +153,69 @@ def _from_json(folder: Path, specials: dict[str, str], new_tokens: Sequence[str]
     own.no_truncation()
     own.no_padding()
     own.add_tokens(list(new_tokens))
-
-    def encode(texts: list[str], special: bool) -> Sequence[Encoding]:
-        return own.encode_batch(texts, add_special_tokens=special)
-
-    bos, eos = (own.token_to_id(specials.get(name, "")) for name in ("bos_token", "eos_token"))
-    added = tuple(token.content for token in own.get_added_tokens_decoder().values())
-    return LightTokenizer("tokenizer.json", bos, eos, encode, specials, "", added_tokens=added)
+    return own
 
 
-def _from_sentencepiece(path: Path, specials: dict[str, str]) -> LightTokenizer:
+class _Pieces:
+    """What `Encoder` asks of a Rust tokenizer, by (ids, where each begins) of texts."""
+
+    def __init__(
+        self,
+        pieces_of: Callable[[list[str], bool], list[tuple[list[int], list[int]]]],
+        specials: dict[str, int],
+    ) -> None:
+        self._pieces_of, self._specials = pieces_of, specials
+
+    def encode_batch(
+        self, strings: list[Any], add_special_tokens: bool = True, is_pretokenized: bool = False
+    ) -> list[Any]:
+        """Of texts, or of lists of words."""
+        texts = [" ".join(each) for each in strings] if is_pretokenized else strings
+        found = []
+        for text, (ids, starts) in zip(
+            texts, self._pieces_of(texts, add_special_tokens), strict=True
+        ):
+            found.append(_Encoding(ids, starts, text))
+        return found
+
+    encode_batch_fast = encode_batch
+
+    def enable_truncation(self, limit: int, direction: str) -> None:
+        """A plan cuts by itself."""
+
+    def token_to_id(self, token: str) -> int | None:
+        """Of a special token."""
+        return self._specials.get(token)
+
+    def get_added_tokens_decoder(self) -> dict[int, Any]:
+        """Special tokens by number."""
+        return {n: SimpleNamespace(content=token) for token, n in self._specials.items()}
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """The tokens of a text, and at which character each begins."""
+
+    ids: list[int]
+    starts: list[int]
+    text: str
+    overflowing: tuple[()] = ()
+
+    def char_to_token(self, char_pos: int, /) -> int | None:
+        """The token that holds a character."""
+        return max(0, bisect_right(self.starts, char_pos) - 1) if self.starts else None
+
+    @property
+    def word_ids(self) -> list[int]:
+        """The word of each token."""
+        return [self.text.count(" ", 0, start + 1) for start in self.starts]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def _from_sentencepiece(path: Path) -> tuple[_Pieces, dict[str, str]]:
+    """(the tokenizer, its special tokens by name)."""
     try:
         import sentencepiece
     except ImportError as error:
@@ -189,8 +226,10 @@ def _from_sentencepiece(path: Path, specials: dict[str, str]) -> LightTokenizer:
         ) from error
     own = sentencepiece.SentencePieceProcessor(model_file=str(path))
     is_t5 = path.name == "spiece.model"
+    ids = {"bos_token": own.bos_id(), "eos_token": own.eos_id()}
+    specials = {name: own.id_to_piece(number) for name, number in ids.items() if number >= 0}
 
-    def encode(texts: list[str], special: bool) -> Sequence[Encoding]:
+    def pieces_of(texts: list[str], special: bool) -> list[tuple[list[int], list[int]]]:
         before = [own.bos_id()] if special and not is_t5 and own.bos_id() >= 0 else []
         after = [own.eos_id()] if special and is_t5 else []
         found = []
@@ -199,15 +238,7 @@ def _from_sentencepiece(path: Path, specials: dict[str, str]) -> LightTokenizer:
             for piece in own.id_to_piece(of_text):
                 begins.append(max(0, at))
                 at += 1 if piece.startswith("<0x") else len(piece)
-            found.append(_Encoded([*before, *of_text, *after], begins))
+            found.append(([*before, *of_text, *after], begins))
         return found
 
-    bos, eos = (None if i < 0 else i for i in (own.bos_id(), own.eos_id()))
-    names = {
-        "bos_token": own.id_to_piece(bos) if bos else "",
-        "eos_token": own.id_to_piece(eos) if eos else "",
-    }
-    specials = names | specials
-    return LightTokenizer(
-        path.name, bos, eos, encode, specials, "", added_tokens=tuple(specials.values())
-    )
+    return _Pieces(pieces_of, {token: ids[name] for name, token in specials.items()}), specials

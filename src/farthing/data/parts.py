@@ -1,14 +1,16 @@
-"""A part of a token set: some blocks of a source, tokenized. It follows from its place in the
-sources and from what chose the tokens, so any process may make it.
+"""A part of a token set: some blocks of a source, tokenized, in a file that is whole once it is
+there. It follows from its place in the sources and from what chose the tokens, so any process may
+make it.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +79,7 @@ class Part(NamedTuple):
     facts: Json
 
     def write(self, path: Path) -> None:
-        """Keep it in a file that is whole once it is there. Raises `OSError`."""
+        """Raises `OSError`."""
         draft = draft_of(path)
         facts = np.frombuffer(json.dumps(self.facts).encode(), np.uint8)
         with open(draft, "wb") as file:
@@ -85,14 +87,22 @@ class Part(NamedTuple):
         os.replace(draft, path)
 
 
-def read_part(path: Path) -> Part | None:
-    """A part that was kept; None where the file is damaged."""
+def read_part(path: Path, only: Collection[str] | None = None) -> Part:
+    """A part with all columns, or those that are named and there. Raises `OSError` where it is
+    damaged.
+    """
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            columns = {name: arrays[name] for name in arrays.files}
-        return Part(columns, json.loads(columns.pop("facts").tobytes()))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        return None
+            names = [name for name in arrays.files if only is None or name in only]
+            facts = json.loads(arrays["facts"].tobytes())
+            return Part({name: arrays[name] for name in names if name != "facts"}, facts)
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise OSError(errno.EIO, "a part is damaged", str(path)) from error
+
+
+def part_path(folder: Path, number: int) -> Path:
+    """The file of a part."""
+    return folder / f"part-{number:06d}.npz"
 
 
 class Place(NamedTuple):
@@ -137,13 +147,21 @@ class PartMaker:
     ) -> None:
         self._sources, self._understood = sources, understood
         self._tokenizer, self._recipe = tokenizer, recipe
-        self._encode = Encoder(
-            tokenizer,
-            recipe.task,
-            recipe.max_length,
-            recipe.max_target_length,
-            recipe.train_on_prompt,
-        )
+        limits = recipe.max_length, recipe.max_target_length
+        self._encode = Encoder(tokenizer, recipe.task, *limits, recipe.train_on_prompt)
+
+    def make_all(
+        self, folder: Path, number: int = 0, n: int = 1, check: Callable[[], None] = lambda: None
+    ) -> Iterator[Path]:
+        """Make each `n`-th part, from `number` on, that a folder lacks; yields the files of all
+        parts. Raises `DataError`, `OSError`.
+        """
+        for at, place in enumerate(places(self._sources)):
+            check()
+            path = part_path(folder, at)
+            if at % n == number and not path.exists():
+                self.make(place).write(path)
+            yield path
 
     def make(self, place: Place) -> Part:
         """Raises `DataError` for rows that may not be there."""
@@ -233,7 +251,9 @@ class _Making:
         if labels is not None:
             columns["classes"] = labels
         self.tally.n_tokens += len(encoded.ids)
-        self.tally.n_targets += int(columns["target_lengths"].sum())
+        self.tally.n_targets += int(
+            columns["target_lengths"].sum() if labels is None else len(labels)
+        )
         for name, column in columns.items():
             self._columns.setdefault(name, []).append(column)
 

@@ -38,11 +38,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.foreign import say_ignored
 from farthing.data.read import Source
 from farthing.storage.files import DamagedFileError, Json, read_manifest, verify_folder
 
-CACHE_VERSION = 5
+CACHE_VERSION = 6
 """Of the files of a token set, and of how rows become texts, tokens and a split."""
 LINE_BITS = 40
 Indices = Sequence[int] | NDArray[np.int64]
@@ -87,10 +86,6 @@ class Recipe:
     """What is learned of rows with several answers and scores, see `scored.way_of`."""
     date: str = ""
     """ISO date that a chat template sees which asks for it; empty: it does not."""
-
-    def settings(self) -> Json:
-        """Every field."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -144,6 +139,13 @@ class TokenSet:
         content = [[name, files[name]] for name in names if name in files]
         content.append(list(self.label_names))
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What there is to say of its sources: columns that are not used, what was guessed, data of
+        another kind that the job has chosen.
+        """
+        return tuple(self.facts["notes"])
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -225,7 +227,7 @@ def set_key(sources: list[Source], tokenizer_hash: str, recipe: Recipe) -> str:
         CACHE_VERSION,
         [source.identity for source in sources],
         tokenizer_hash,
-        recipe.settings(),
+        asdict(recipe),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -256,18 +258,6 @@ def _mapped(path: Path, dtype: Any) -> NDArray[Any]:
     if hasattr(mmap, "MADV_RANDOM"):  # examples are drawn: what lies around one is not wanted
         mapped.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(mapped, dtype)
-
-
-def notes_of(facts: Json) -> tuple[str, ...]:
-    """What there is to say of a set's sources: columns that are not used, data of another kind that
-    the job has chosen.
-    """
-    ignored = [
-        f"{each['source']}: columns that are not used:"
-        f" {say_ignored(each['columns'], each['n_rows'])}"
-        for each in facts.get("ignored_columns", ())
-    ]
-    return (*ignored, *(f"{each['source']}: {each['what']}" for each in facts.get("chosen", ())))
 
 
 def _check_sizes(folder: Path) -> Json:

@@ -2,20 +2,15 @@
 content.
 
 The sources are cut into parts (`parts.py`), which processes on all cores make where the data is
-large. Parts are appended, in order, to the columns of a draft beside the set:
-
-    work.json           whose draft it is
-    <column>.bin        the columns so far
-    part-000007.json    what is known of a part that was appended, and how long the columns are then
-    part-000009.npz     a part that was made and waits for those before it
-
-A tokenization that was killed resumes there, and gives the same bytes.
+large. Parts are files in a draft beside the set, and the columns of the set are theirs end to end.
+So a tokenization that was killed resumes with the parts it lacks, and gives the same bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import shutil
 import subprocess
@@ -23,14 +18,14 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from farthing.data.chat import said_of_chats
 from farthing.data.encode import TokenizerState
-from farthing.data.formats import Understood
-from farthing.data.parts import Part, PartMaker, Place, Tally, places, read_part
+from farthing.data.parts import Part, PartMaker, Place, Tally, part_path, read_part
 from farthing.data.read import Source, say_names
 from farthing.data.reader import SourceReader, understand
 from farthing.data.rows import Reading
@@ -42,7 +37,7 @@ from farthing.data.token_set import (
     set_key,
     tokenizer_sha256,
 )
-from farthing.data.worker import end_path, error_of, part_path, write_spec
+from farthing.data.worker import error_of, write_spec
 from farthing.errors import DataError, RunInterruptedError
 from farthing.objectives.objective import Labels, in_models_order
 from farthing.objectives.registry import is_installed, objective_of
@@ -54,8 +49,7 @@ from farthing.storage.files import (
     discard,
     is_own,
     own_folder,
-    read_json,
-    write_json,
+    parse_json,
 )
 
 WORKER_BYTES = 8 << 20
@@ -161,18 +155,64 @@ def _held(folder: Path, told: Told) -> Iterator[None]:
 def _make(folder: Path, sources: list[Source], tokenizer: Any, recipe: Recipe, told: Told) -> None:
     """Resume the draft of a set, or begin one, and commit it."""
     state = TokenizerState.of(tokenizer, is_pair=objective_of(recipe.task).is_pair)
-    understood = [understand(source, recipe) for source in sources]
-    draft = _Draft(folder.with_name(f"{folder.name}.draft-tokens"), sources, understood, recipe)
+    known = _Known(sources, recipe)
+    draft = folder.with_name(f"{folder.name}.draft-tokens")
+    if os.path.lexists(draft) and (draft.is_symlink() or belongs_to_another(draft)):
+        discard(draft)
+    draft.mkdir(mode=0o700, exist_ok=True)
+    before = set(filter(_is_whole, draft.glob("part-*.npz")))
+    paths: list[Path] = []
     try:
-        for part in _parts(draft, understood, state, told):
-            draft.take(part)
-            told.progress(draft.tally.n_rows, draft.tally.n_tokens, draft.share)
-        facts = draft.finish(tokenizer)
+        for path in _parts(draft, known, state, told):
+            known.add(read_part(path, only=("groups",)))
+            paths.append(path)
+            if path not in before:
+                told.progress(known.tally.n_rows, known.tally.n_tokens, known.share)
+        facts = known.facts(tokenizer)
+        _refuse_unusable(facts, recipe)
     except DataError:
-        shutil.rmtree(draft.folder, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
         raise
-    commit_folder(folder, draft.link, facts)
-    shutil.rmtree(draft.folder, ignore_errors=True)
+    commit_folder(folder, lambda final: _write_columns(final, paths, facts, known.of_labels), facts)
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a part is; one that is not is removed."""
+    try:
+        read_part(path)
+        return True
+    except OSError:
+        path.unlink()
+        return False
+
+
+def _write_columns(folder: Path, paths: list[Path], facts: Json, of: Labels | None) -> None:
+    """The columns of some parts end to end. Raises `OSError`."""
+    numbers = {name: number for number, name in enumerate(facts["label_names"])}
+    seen, n_tokens = [np.zeros(0, np.uint64)], 0
+    with contextlib.ExitStack() as stack:
+        files: dict[str, IO[bytes]] = {}
+
+        def append(name: str, column: NDArray[Any]) -> None:
+            if name not in files:
+                files[name] = stack.enter_context(open(folder / f"{name}.bin", "wb"))
+            column.tofile(files[name])
+
+        append("offsets", np.zeros(1, np.int64))
+        for columns, about in map(read_part, paths):
+            seen.append(columns.pop("seen"))
+            if "lengths" not in columns:
+                continue
+            offsets = n_tokens + np.cumsum(columns.pop("lengths"), dtype=np.int64)
+            n_tokens = int(offsets[-1]) if len(offsets) else n_tokens
+            append("offsets", offsets)
+            if of is not None:
+                labels = [of.number(_hashable(label), numbers) for label in about["labels"]]
+                append("labels", np.array(labels, of.dtype)[columns.pop("classes")])
+            for name, column in columns.items():
+                append(name, column)
+    np.unique(np.concatenate(seen)).tofile(folder / "inputs.bin")
 
 
 def try_out(
@@ -182,14 +222,10 @@ def try_out(
 
     Nothing is written. Raises `DataError` as `tokenize` does.
     """
-    is_pair = objective_of(recipe.task).is_pair
-    state = TokenizerState.of(tokenizer, is_pair=is_pair)
-    tally, readers, labels, is_whole = Tally(), list[SourceReader](), set[Any](), True
-    groups: list[Any] = [np.zeros(0, np.uint64)]
-    for source in sources:
-        understood = understand(source, recipe)
-        maker = PartMaker([source], [understood], state, recipe)
-        readers.append(SourceReader(source, recipe, None, understood))
+    state = TokenizerState.of(tokenizer, is_pair=objective_of(recipe.task).is_pair)
+    known, is_whole = _Known(sources, recipe), True
+    maker = PartMaker(sources, known.understood, state, recipe)
+    for number, source in enumerate(sources):
         reading = Reading(most_bytes)
         n_bytes = 0
         for block in source.blocks(reading):
@@ -197,27 +233,12 @@ def try_out(
                 is_whole = False
                 break
             n_bytes += int(block.sizes.sum())
-            part = maker.make(Place(0, [block], 1.0))
-            tally.add(part.facts["tally"])
-            readers[-1].merge(part.facts["reader"])
-            labels |= set(part.facts["labels"])
-            groups.append(part.columns.get("groups", groups[0]))
+            known.add(maker.make(Place(number, [block], 1.0)))
         is_whole &= reading.is_whole
-    inputs = np.concatenate(groups)
-    of = objective_of(recipe.task).labels if objective_of(recipe.task).reads_labels else None
-    facts: Json = {
-        **vars(tally),
-        "sources": [{"name": source.name} for source in sources],
-        "formats": [each.understood.format for each in readers if each.understood is not None],
-        "notes": [f"{each.name}: {said}" for each in readers for said in each.said()],
-        "n_targets": tally.n_targets if of is None else len(inputs),
-        "n_examples": len(inputs),
-        "n_distinct_inputs": len(np.unique(inputs)),
-        "label_names": [] if of is None else of.names(labels),
-    }
+    facts = known.facts(tokenizer)
     _refuse_unusable(facts, recipe)
-    if of is not None and is_whole:
-        refuse_one_class(labels, [source.name for source in sources])
+    if known.of_labels is not None and is_whole:
+        refuse_one_class(known.labels, [source.name for source in sources])
     return facts, is_whole
 
 
@@ -234,181 +255,66 @@ def refuse_one_class(labels: Collection[Any], sources: Sequence[str]) -> None:
         )
 
 
-class _Draft:
-    """The columns of a set on their way, and what is known of the parts in them."""
+class _Known:
+    """What is known of a set from the parts so far."""
 
-    def __init__(
-        self,
-        folder: Path,
-        sources: list[Source],
-        understood: list[Understood | None],
-        recipe: Recipe,
-    ) -> None:
-        self.folder, self.sources, self.recipe = folder, sources, recipe
+    def __init__(self, sources: list[Source], recipe: Recipe) -> None:
+        objective = objective_of(recipe.task)
+        self.of_labels = objective.labels if objective.reads_labels else None
+        self.sources, self.recipe = sources, recipe
+        self.understood = [understand(source, recipe) for source in sources]
+        self.tally, self.labels, self.share = Tally(), set[Any](), 0.0
         self._bytes = [source.n_bytes for source in sources]
-        self._understood = understood
-        whose = {"set": folder.name, "version": CACHE_VERSION}
-        is_ours = folder.is_dir() and not belongs_to_another(folder)
-        if not (is_ours and _read(folder / "work.json") == whose and self._resumed()):
-            if os.path.lexists(folder):
-                discard(folder)
-            folder.mkdir(mode=0o700)
-            write_json(folder / "work.json", whose)
-            self._begin()
-
-    def _begin(self) -> None:
-        self.n_parts, self.tally, self.share = 0, Tally(), 0.0
-        self._labels: dict[Any, int] = {}
-        self._sizes: dict[str, int] = {}
+        self._groups = [np.zeros(0, np.uint64)]
         self._readers = [
-            SourceReader(source, self.recipe, None, each)
-            for source, each in zip(self.sources, self._understood, strict=True)
+            SourceReader(source, recipe, None, each)
+            for source, each in zip(sources, self.understood, strict=True)
         ]
 
-    def _resumed(self) -> bool:
-        """Take in the parts that were appended; false where bytes of them are lost."""
-        self._begin()
-        while (noted := _read(self._noted(self.n_parts))) is not None:
-            self._sizes = noted["sizes"]
-            self._note(noted["facts"])
-        for path in self.folder.glob("*.bin"):
-            size = self._sizes.get(path.stem, 0)
-            if path.stat().st_size < size:
-                return False
-            os.truncate(path, size)  # a part may have been half appended
-        for path in self.folder.glob("part-*.npz"):
-            if read_part(path) is None:
-                path.unlink()
-        for path in self.folder.glob("end-*.json"):
-            path.unlink()
-        return all((self.folder / f"{name}.bin").exists() for name in self._sizes)
-
-    def _noted(self, number: int) -> Path:
-        return self.folder / f"part-{number:06d}.json"
-
-    def take(self, part: Part) -> None:
-        """Append a part, for good. Raises `OSError`."""
-        columns = dict(part.columns)
-        number, n_tokens = self.n_parts, self.tally.n_tokens
-        self._note(part.facts)
-        if "lengths" in columns:
-            offsets = n_tokens + np.cumsum(columns.pop("lengths"), dtype=np.int64)
-            is_first = "offsets" not in self._sizes
-            columns["offsets"] = np.concatenate([[0], offsets]) if is_first else offsets
-        if "classes" in columns:
-            own = [self._labels[_hashable(label)] for label in part.facts["labels"]]
-            columns["classes"] = np.array(own, np.int32)[columns["classes"]]
-        for name, column in columns.items():
-            with open(self.folder / f"{name}.bin", "ab") as file:
-                file.write(np.ascontiguousarray(column).data)
-                file.flush()
-                os.fsync(file.fileno())
-                self._sizes[name] = file.tell()
-        write_json(self._noted(number), {"facts": part.facts, "sizes": self._sizes})
-        part_path(self.folder, number).unlink(missing_ok=True)
-
-    def _note(self, facts: Json) -> None:
-        source = facts["source"]
-        for label in facts["labels"]:
-            self._labels.setdefault(_hashable(label), len(self._labels))
+    def add(self, part: Part) -> None:
+        """Take in a part that follows those before."""
+        facts, number = part.facts, part.facts["source"]
+        self.labels.update(map(_hashable, facts["labels"]))
         self.tally.add(facts["tally"])
-        self._readers[source].merge(facts["reader"])
-        done = sum(self._bytes[:source]) + self._bytes[source] * facts["share"]
+        self._readers[number].merge(facts["reader"])
+        self._groups.append(part.columns.get("groups", self._groups[0]))
+        done = sum(self._bytes[:number]) + self._bytes[number] * facts["share"]
         self.share = float(done / max(1, sum(self._bytes)))
-        self.n_parts += 1
 
-    def finish(self, tokenizer: Any) -> Json:
-        """Write the columns that follow from all parts; returns the facts of the set for its
-        manifest. Raises `DataError`.
-        """
-        groups = self._column("groups", np.uint64)
-        names = self._label_names()
-        facts = self._facts(tokenizer, names) | {
+    def facts(self, tokenizer: Any) -> Json:
+        """The facts of the set for its manifest."""
+        recipe, tally, of = self.recipe, self.tally, self.of_labels
+        of_chats = said_of_chats(tally.n_rendered > 0, tokenizer, recipe.date, tally.n_unrolled)
+        groups = np.concatenate(self._groups)
+        facts: Json = {
+            "kind": "farthing token set",
+            "version": CACHE_VERSION,
+            "sources": [{"name": each.name, "sha256": each.sha256} for each in self.sources],
+            "formats": [each.format for each in self.understood if each is not None],
+            **vars(tally),
             "n_examples": len(groups),
             "n_distinct_inputs": len(np.unique(groups)),
+            "notes": [f"{each.name}: {said}" for each in self._readers for said in each.said()]
+            + [f"chats: {said}" for said in of_chats],
+            "max_length": recipe.max_length,
+            "label_names": (names := self._label_names()),
+            "counts_units": objective_of(recipe.task).counts_units,
         }
-        _refuse_unusable(facts, self.recipe)
-        np.unique(self._column("seen", np.uint64)).tofile(self.folder / "inputs.bin")
-        if (of := self._of_labels()) is not None:
+        if of is not None:
             numbers = {name: number for number, name in enumerate(names)}
-            of_each = np.array([of.number(label, numbers) for label in self._labels], of.dtype)
-            if of_each.ndim > 1:
-                facts["label_shape"] = of_each.shape[1:]
-            if of.per_word:
-                facts["labels_per_word"] = True
-            of_each[self._column("classes", np.int32)].tofile(self.folder / "labels.bin")
+            shape = np.shape(of.number(next(iter(self.labels)), numbers)) if self.labels else ()
+            facts |= {"label_dtype": of.dtype, "label_shape": shape}
+            facts |= {"labels_per_word": of.per_word}
         return facts
-
-    def _column(self, name: str, dtype: Any) -> Any:
-        path = self.folder / f"{name}.bin"
-        return np.fromfile(path, dtype) if path.exists() else np.zeros(0, dtype)
-
-    def _of_labels(self) -> Labels | None:
-        objective = objective_of(self.recipe.task)
-        return objective.labels if objective.reads_labels else None
 
     def _label_names(self) -> list[str]:
         """The known labels in their order, else those that the objective finds in the data, in the
         order of the model's classes where they are the same.
         """
-        of = self._of_labels()
-        if self.recipe.label_names or of is None:
+        if self.recipe.label_names or self.of_labels is None:
             return list(self.recipe.label_names)
-        names = of.names(set(self._labels))
+        names = self.of_labels.names(self.labels)
         return in_models_order(names, self.recipe.model_classes) or names
-
-    def _facts(self, tokenizer: Any, names: list[str]) -> Json:
-        tally, readers, labels = self.tally, self._readers, self._of_labels()
-        of_chats = said_of_chats(
-            tally.n_rendered > 0, tokenizer, self.recipe.date, tally.n_unrolled
-        )
-        n_labelled = self._sizes.get("classes", 0) // 4
-        return {
-            "kind": "farthing token set",
-            "version": CACHE_VERSION,
-            "sources": [{"name": each.name, "sha256": each.sha256} for each in self.sources],
-            "formats": [each.understood.format for each in readers if each.understood is not None],
-            **vars(tally),
-            "n_targets": tally.n_targets if labels is None else n_labelled,
-            "ignored_columns": [
-                {"source": reader.name, "columns": reader.ignored, "n_rows": reader.n_rows}
-                for reader in readers
-                if reader.ignored
-            ],
-            "chosen": (
-                [
-                    {"source": reader.name, "what": what}
-                    for reader in readers
-                    for what in reader.notes
-                ]
-                + [{"source": "chats", "what": what} for what in of_chats]
-            ),
-            "max_length": self.recipe.max_length,
-            "label_names": names,
-            "counts_units": objective_of(self.recipe.task).counts_units,
-            **(
-                {"label_dtype": labels.dtype}
-                if labels is not None and labels.dtype != "int32"
-                else {}
-            ),
-        }
-
-    def link(self, final: Path) -> None:
-        """The columns of the set, in its folder."""
-        for path in self.folder.glob("*.bin"):
-            if path.stem not in ("seen", "classes"):
-                try:
-                    os.link(path, final / path.name)
-                except OSError:
-                    shutil.copyfile(path, final / path.name)
-
-
-def _read(path: Path) -> Any:
-    """The content of a JSON file; None where it is not there or not whole."""
-    try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return None
 
 
 def _hashable(label: Any) -> Any:
@@ -422,24 +328,21 @@ class _WorkersLost(Exception):
     """Workers ended without a word."""
 
 
-def _parts(
-    draft: _Draft, understood: list[Understood | None], state: TokenizerState, told: Told
-) -> Iterator[Part]:
-    """The parts that the draft lacks, in order."""
-    n_workers = _n_workers(draft.sources, draft.recipe)
+def _parts(draft: Path, known: _Known, state: TokenizerState, told: Told) -> Iterator[Path]:
+    """The files of all parts, in order, each when it is there."""
+    n_workers, n_done = _n_workers(known.sources, known.recipe), 0
+    given = known.sources, known.understood, state, known.recipe
     if n_workers > 1:
-        write_spec(draft.folder, draft.sources, understood, state, draft.recipe, draft.n_parts)
+        write_spec(draft, *given)
         try:
-            yield from _of_workers(draft, n_workers, told)
+            for path in _of_workers(draft, n_workers, told):
+                n_done += 1
+                yield path
             return
         except _WorkersLost as error:
             told.warn(f"tokenizing continues in one process: {error}")
-    maker = PartMaker(draft.sources, understood, state, draft.recipe)
-    for number, place in enumerate(places(draft.sources)):
-        told.check()
-        if number >= draft.n_parts:
-            path = part_path(draft.folder, number)
-            yield (read_part(path) if path.exists() else None) or maker.make(place)
+    made = PartMaker(*given).make_all(draft, check=told.check)
+    yield from itertools.islice(made, n_done, None)
 
 
 def _n_workers(sources: list[Source], recipe: Recipe) -> int:
@@ -452,41 +355,50 @@ def _n_workers(sources: list[Source], recipe: Recipe) -> int:
     return int(n) if is_installed(recipe.task) else 1
 
 
-def _of_workers(draft: _Draft, n: int, told: Told) -> Iterator[Part]:
+def _of_workers(draft: Path, n: int, told: Told) -> Iterator[Path]:
     """Raises `InputError`, `OSError` as a worker did, and `_WorkersLost`."""
     threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "farthing.data.worker", str(draft.folder)]
+    command = [sys.executable, "-P", "-m", "farthing.data.worker", str(draft)]
     with contextlib.ExitStack() as stack:
         workers = []
         for number in range(n):
             worker = subprocess.Popen(
                 [*command, str(number), str(n)],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=os.environ | threads,
             )
             stack.callback(_end, worker)
             workers.append(worker)
-        n_parts: int | None = None
-        while n_parts is None or draft.n_parts < n_parts:
+        running, ends, n_taken = list(workers), list[Json](), 0
+        while True:
             told.check()
-            are_done = [worker.poll() is not None for worker in workers]
-            path = part_path(draft.folder, draft.n_parts)
-            if path.exists() and (part := read_part(path)):
-                yield part
+            ended = [worker for worker in running if worker.poll() is not None]
+            path = part_path(draft, n_taken)
+            if path.exists():
+                n_taken += 1
+                yield path
                 continue
-            ends = [_read(end_path(draft.folder, number)) for number in range(n)]
-            errors = [end for end in ends if end and "error" in end]
-            if errors:
-                raise error_of(min(errors, key=lambda end: int(end["part"])))
-            for worker, end, is_done in zip(workers, ends, are_done, strict=True):
-                if is_done and end is None:
-                    raise _WorkersLost(f"another ended with exit code {worker.returncode}")
-                n_parts = end["n_parts"] if end else n_parts
-            if all(are_done) and n_parts != draft.n_parts:
-                raise _WorkersLost("a part that another made is damaged")
+            for worker in ended:
+                running.remove(worker)
+                ends.append(_end_of(worker))
+            if last := [end["error"] for end in ends if end["n_parts"] == n_taken]:
+                if error := next(filter(None, last), None):
+                    raise error_of(*error)
+                return
+            if not running:
+                raise _WorkersLost("a part that another made is lost")
             time.sleep(_POLL_S)
+
+
+def _end_of(worker: subprocess.Popen[bytes]) -> Json:
+    assert worker.stdout is not None
+    try:
+        end: Json = parse_json(worker.stdout.read())
+        return end
+    except ValueError as error:
+        raise _WorkersLost(f"another ended with exit code {worker.returncode}") from error
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:

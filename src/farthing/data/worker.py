@@ -1,22 +1,24 @@
 """A process that makes every n-th part of a token set: `python -m farthing.data.worker FOLDER K N`.
 
-It reads what to do from `spec.json` and leaves parts, then `end-K.json`: how many parts there
-are in all, or what is wrong. It ends when its parent does.
+It reads what to do from `spec.json`, leaves parts, and prints how it ended: how many parts there
+are, or what is wrong with which. It ends when its parent does.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from farthing.data.encode import TokenizerState
 from farthing.data.formats import Understood
-from farthing.data.parts import PartMaker, places
+from farthing.data.parts import PartMaker
 from farthing.data.read import Source
 from farthing.data.rows import Layout
 from farthing.data.token_set import Recipe
@@ -26,19 +28,8 @@ from farthing.storage.files import Json, read_json, write_json
 SPEC = "spec.json"
 
 
-def part_path(folder: Path, number: int) -> Path:
-    """The file of a part that waits to be taken into the set."""
-    return folder / f"part-{number:06d}.npz"
-
-
-def end_path(folder: Path, number: int) -> Path:
-    """The file in which a worker says how it ended."""
-    return folder / f"end-{number}.json"
-
-
-def error_of(end: Json) -> Exception:
+def error_of(kind: str, *said: Any) -> Exception:
     """The error with which a worker ended."""
-    kind, *said = end["error"]
     if kind == "os":
         return OSError(*said)
     what, where, to_do = said
@@ -47,54 +38,33 @@ def error_of(end: Json) -> Exception:
 
 def write_spec(
     folder: Path,
-    sources: list[Source],
-    understood: list[Understood | None],
+    sources: Sequence[Source],
+    understood: Sequence[Understood | None],
     tokenizer: TokenizerState,
     recipe: Recipe,
-    first: int,
 ) -> None:
-    """Say what workers are to make, from part `first` on. Raises `OSError`."""
-    write_json(
-        folder / SPEC,
-        {
-            "sources": [
-                [each.name, each.kind, list(map(str, each.paths)), vars(each.layout), each.columns]
-                for each in sources
-            ],
-            "understood": understood,
-            "tokenizer": {each.name: getattr(tokenizer, each.name) for each in fields(tokenizer)},
-            "recipe": recipe.settings(),
-            "first": first,
-        },
-    )
-
-
-def _tuples(value: Any) -> Any:
-    """Lists of JSON as the tuples that were written."""
-    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
-
-
-def _maker(spec: Json) -> tuple[list[Source], PartMaker]:
-    sources = [
-        Source(name, "", kind, tuple(Path(each) for each in paths), Layout(**layout), columns)
-        for name, kind, paths, layout, columns in spec["sources"]
-    ]
-    understood = [
-        None
-        if each is None
-        else Understood(
-            each[0], {name: _tuples(own) for name, own in each[1].items()}, tuple(each[2])
-        )
-        for each in spec["understood"]
-    ]
-    chosen: Json = {
-        name: {key: _tuples(own) for key, own in value.items()}
-        if isinstance(value, dict)
-        else _tuples(value)
-        for name, value in spec["recipe"].items()
+    """Say what workers are to make. Raises `OSError`."""
+    spec = {
+        "sources": [asdict(each) | {"paths": list(map(str, each.paths))} for each in sources],
+        "understood": understood,
+        "tokenizer": asdict(tokenizer),
+        "recipe": asdict(recipe),
     }
-    tokenizer = TokenizerState(**spec["tokenizer"])
-    return sources, PartMaker(sources, understood, tokenizer, Recipe(**chosen))
+    write_json(folder / SPEC, spec)
+
+
+def _maker(folder: Path) -> PartMaker:
+    spec = read_json(folder / SPEC)
+    sources = [
+        Source(
+            **each | {"paths": tuple(map(Path, each["paths"])), "layout": Layout(**each["layout"])}
+        )
+        for each in spec["sources"]
+    ]
+    understood = [each and Understood(*each) for each in spec["understood"]]
+    return PartMaker(
+        sources, understood, TokenizerState(**spec["tokenizer"]), Recipe(**spec["recipe"])
+    )
 
 
 def _end_with_parent() -> None:
@@ -108,24 +78,16 @@ def main() -> None:
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    spec = read_json(folder / SPEC)
-    found: Json = {}
-    n_parts = 0
+    end: Json = {"n_parts": 0, "error": None}
     try:
-        sources, maker = _maker(spec)
-        for n_parts, place in enumerate(places(sources), start=1):
-            at = n_parts - 1
-            path = part_path(folder, at)
-            if at >= spec["first"] and at % n_workers == number and not path.exists():
-                maker.make(place).write(path)
-        found = {"n_parts": n_parts}
+        for _ in _maker(folder).make_all(folder, number, n_workers):
+            end["n_parts"] += 1
     except InputError as error:
         kind = "data" if isinstance(error, DataError) else "input"
-        found = {"error": [kind, error.what, error.where, error.to_do], "part": n_parts}
+        end["error"] = [kind, error.what, error.where, error.to_do]
     except OSError as error:
-        why = ["os", error.errno, error.strerror or str(error)]
-        found = {"error": why, "part": n_parts}
-    write_json(end_path(folder, number), found)
+        end["error"] = ["os", error.errno, error.strerror or str(error)]
+    sys.stdout.write(json.dumps(end))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import farthing
 from farthing.config.job import Job
 from farthing.data.batches import Batches
 from farthing.data.packing import MicroBatchCost, target_lengths_of
-from farthing.data.token_set import notes_of
 from farthing.dist.ranks import Ranks
 from farthing.dist.reduce import reduce_bytes
 from farthing.events import Emit, Note, Working, ignore
@@ -102,7 +101,7 @@ def build(spec: RunSpec, context: Context, *, has_begun: bool = False) -> Attemp
             follow(context)
         examples, held_out = open_examples(spec, emit, context.is_asked_to_leave)
         sets = [each.tokens for each in (examples, held_out) if each is not None]
-        notes = list(dict.fromkeys(note for each in sets for note in notes_of(each.facts)))
+        notes = list(dict.fromkeys(note for each in sets for note in each.notes))
         write_json(context.folder / DATA_NOTES, notes)
         estimate = estimated(spec, context.folder, examples, held_out, emit, ranks.n)
         settings = first_settings(spec, context, examples, estimate)

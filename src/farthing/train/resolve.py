@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from farthing.config.job import Job
 from farthing.data.batches import split_by_input
 from farthing.data.chat import asks_for_the_date
 from farthing.data.read import Source, open_sources
-from farthing.data.token_set import LINE_BITS, Recipe, TokenSet, notes_of, tokenizer_sha256
+from farthing.data.token_set import LINE_BITS, Recipe, TokenSet, tokenizer_sha256
 from farthing.data.tokens import refuse_one_class, tokenize
 from farthing.errors import DataError, HardwareError
 from farthing.events import DataRead, Emit, ReadingData, Tokenizing, Warned, ignore
@@ -211,7 +211,7 @@ def resolve(job: Job, emit: Emit = ignore) -> RunSpec:
         MODEL_CONTENT: model_sha256(choice, config, cache_dir),
         **{
             f"tokenization.{key}": value
-            for key, value in recipe.settings().items()
+            for key, value in asdict(recipe).items()
             if key != "label_names"
         },
     }
@@ -307,7 +307,7 @@ def _say_data(role: str, tokens: TokenSet, emit: Emit) -> None:
             names=tuple(source["name"] for source in facts["sources"]),
             formats=tuple(facts["formats"]),
             bad_rows=tuple((place, reason) for place, reason in facts["bad_rows"]),
-            notes=notes_of(facts),
+            notes=tokens.notes,
             **counts,
         )
     )
