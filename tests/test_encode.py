@@ -219,7 +219,8 @@ def test_segments_of_real_tokenizers(data_dir: Path, name: str) -> None:
 
     tokenizer, texts = AutoTokenizer.from_pretrained(data_dir / "tokenizers" / name), odd_texts(150)
     tokenizer.eos_token = tokenizer.eos_token or tokenizer.sep_token
-    expected = [row_by_row(untrimmed(tokenizer), text) for text in texts]
+    twin = untrimmed(tokenizer)
+    expected = [row_by_row(twin, text) for text in texts]
     found = Encoder(tokenizer, "causal-lm", 1000, 1000)(texts).examples()
     assert [(ids.tolist(), is_target.tolist()) for ids, is_target in found] == expected
 
