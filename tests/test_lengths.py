@@ -726,7 +726,7 @@ def test_samples_of_real_sets(
         patch.setattr(
             Encoder,
             "_encode",
-            lambda self, texts, *more: asked.extend(texts) or encode(self, texts, *more),
+            lambda self, texts, **more: asked.extend(texts) or encode(self, texts, **more),
         )
         n_parsed = []
         parse = blocks._json_row
