@@ -551,8 +551,9 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
     if job.data.pairs is not None and not is_paired:
         yield ("data", "pairs"), f"{job.task} does not learn pairs of answers", "use data.keep"
     if objective.is_mismatched and job.global_batch_size == 1:
+        own = job.train.global_batch_size
         yield (
-            ("train", "global_batch_size"),
+            ("train", "global_batch_size" if own else "per_device_train_batch_size"),
             f"{job.task} compares the examples of a step, and one has no other",
             "use 4 or more",
         )

@@ -72,6 +72,14 @@ def _or_list(item: Json) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [item, {"type": "array", "items": item}]})
 
 
+class PlacedError(ValueError):
+    """A mistake in a part of a value, and the keys that lead to it."""
+
+    def __init__(self, message: str, *place: str) -> None:
+        super().__init__(message)
+        self.place = place
+
+
 _SCHEDULE_KWARGS: dict[str, tuple[str, ...]] = {
     "cosine": ("num_cycles",),
     "cosine_with_restarts": ("num_cycles",),
@@ -91,28 +99,40 @@ _CURVES = ("cosine", "linear", "1-sqrt")
 
 
 def check_schedule(name: str, kwargs: dict[str, int | float | str]) -> None:
-    """Raises `ValueError` for settings that a schedule has not, or that it lacks."""
+    """Raises `PlacedError` for settings that a schedule has not, or that it lacks."""
     known = _SCHEDULE_KWARGS.get(name, ())
     for key, value in kwargs.items():
         if key not in known:
             of = f"; it takes {', '.join(known)}" if known else " and takes none"
-            raise ValueError(f"{name} has no `{key}` in lr_scheduler_kwargs{of}")
+            raise PlacedError(
+                f"{name} has no `{key}` in lr_scheduler_kwargs{of}", "lr_scheduler_kwargs"
+            )
         if key in ("decay_type", "warmup_type"):
             if value not in _CURVES:
-                raise ValueError(f"{key} is one of {', '.join(_CURVES)}, not {value!r}")
+                raise PlacedError(
+                    f"{key} is one of {', '.join(_CURVES)}, not {value!r}", "lr_scheduler_kwargs"
+                )
         elif isinstance(value, str) or value < 0:
-            raise ValueError(f"lr_scheduler_kwargs: {key} is a number from 0 on, not {value!r}")
+            raise PlacedError(
+                f"lr_scheduler_kwargs: {key} is a number from 0 on, not {value!r}",
+                "lr_scheduler_kwargs",
+            )
         elif key in ("min_lr_rate", "min_lr_ratio") and value > 1:
-            raise ValueError(f"lr_scheduler_kwargs: {key} is a share of the learning rate, 0 to 1")
+            raise PlacedError(
+                f"lr_scheduler_kwargs: {key} is a share of the learning rate, 0 to 1",
+                "lr_scheduler_kwargs",
+            )
     if name == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & kwargs.keys()) != 1:
-        raise ValueError(
+        raise PlacedError(
             f"{name} needs one of min_lr and min_lr_rate, e.g. lr_scheduler_kwargs:"
-            " {min_lr_rate: 0.1}"
+            " {min_lr_rate: 0.1}",
+            "lr_scheduler_type",
         )
     if name == "warmup_stable_decay" and "num_decay_steps" not in kwargs:
-        raise ValueError(
+        raise PlacedError(
             f"{name} needs the steps in which the rate comes down at the end, e.g."
-            " lr_scheduler_kwargs: {num_decay_steps: 100}"
+            " lr_scheduler_kwargs: {num_decay_steps: 100}",
+            "lr_scheduler_type",
         )
 
 
@@ -174,14 +194,6 @@ def _labels(value: Any) -> Any:
 ColumnMap = Annotated[dict[str, str | tuple[str, ...]], BeforeValidator(_columns)]
 LabelMap = Annotated[dict[str, str], BeforeValidator(_labels)]
 _COLUMNS = TypeAdapter(ColumnMap, config=ConfigDict(strict=False))
-
-
-class PlacedError(ValueError):
-    """A mistake in a part of a value, and the keys that lead to it."""
-
-    def __init__(self, message: str, *place: str) -> None:
-        super().__init__(message)
-        self.place = place
 
 
 def with_own(values: Json) -> Json:

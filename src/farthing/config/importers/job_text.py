@@ -4,8 +4,10 @@ counterpart, with the reason.
 
 from __future__ import annotations
 
-import json
+import math
 from typing import Any
+
+import yaml
 
 from farthing.config.importers.tables import Imported, Line, say
 from farthing.printable import printable
@@ -95,26 +97,33 @@ def _key(key: str, value: Any, was: list[Line], default_of: str, indent: str) ->
     return [text + comment]
 
 
+class _OneLine(yaml.SafeDumper):
+    """Texts of several lines stay in one, in quotes."""
+
+
+def _text(dumper: _OneLine, text: str) -> yaml.ScalarNode:
+    return (
+        dumper.represent_str(text)
+        if "\n" not in text
+        else dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
+    )
+
+
+_OneLine.add_representer(str, _text)
+_OneLine.add_multi_representer(str, _text)  # as a script has it
+
+
 def yaml_of(value: Any) -> str:
-    """A value in one line of YAML: plain where that is safe, else as JSON, which is YAML too."""
-    if isinstance(value, str):
-        is_plain = value.isascii() and value.translate(_SIGNS).isalnum()
-        is_other = value.lower() in _WORDS or value[:1] in "-.0123456789"
-        return value if is_plain and not is_other else json.dumps(value, ensure_ascii=False)
-    if isinstance(value, float):
-        number, sign, power = repr(value).partition("e")
-        number += ".0" if sign and "." not in number else ""
-        return number + sign + ("+" if power and power[0] != "-" else "") + power.lstrip("+")
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(yaml_of(each) for each in value) + "]"
-    if isinstance(value, dict):
-        pairs = (f"{yaml_of(str(key))}: {yaml_of(each)}" for key, each in value.items())
-        return "{" + ", ".join(pairs) + "}"
-    return json.dumps(value)
-
-
-_SIGNS = str.maketrans("", "", "/-_.")
-_WORDS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
+    """A value in one line of YAML."""
+    text = yaml.dump(
+        value,
+        Dumper=_OneLine,
+        default_flow_style=True,
+        width=math.inf,
+        allow_unicode=True,
+        sort_keys=False,
+    )
+    return str(text).removesuffix("\n").removesuffix("\n...")
 
 
 def _comment(text: str) -> list[str]:

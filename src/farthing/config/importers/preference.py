@@ -120,22 +120,6 @@ def settle(out: Imported, tool: str) -> None:
         out.drop("data.too_long", why, "differs")
 
 
-def refuse_single(out: Imported) -> None:
-    """Block a step of one row where rows are compared with one another, as TRL does."""
-    keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    found = [out.job.get(f"train.{key}", 1) for key in keys]
-    is_one = out.job.get("train.global_batch_size", found[0] * found[1]) == 1
-    if out.prefers and objective_of(out.job["task"]).is_mismatched and is_one:
-        why = f"{out.job['task']} compares the rows of a step: raise it to 4 or more"
-        refuse_by(out, f"train.{keys[0]}", f"({keys[0]})", why)
-
-
-def refuse_by(out: Imported, became: str, otherwise: str, why: str) -> None:
-    """Block the key of the source that became one whose name begins so."""
-    line = next((line for line in out.mapped if line.became.startswith(became)), None)
-    out.refuse(line.key if line else otherwise, line.value if line else None, why)
-
-
 def defaults(out: Imported) -> None:
     """What TRL's trainers of preferences do where nothing is said."""
     if out.prefers:

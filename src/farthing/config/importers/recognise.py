@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from farthing.config.importers import (
     axolotl,
     hf,
     home_made,
     llama_factory,
-    preference,
     script_job,
     services,
 )
@@ -34,10 +32,9 @@ from farthing.config.importers.scripts import (
     tree_of,
 )
 from farthing.config.importers.tables import Computed, Imported, fact, flat, table
-from farthing.config.job import DataSection, MethodSection, TrainSection
-from farthing.errors import InputError
+from farthing.config.load import job_of
+from farthing.errors import InputError, JobError
 from farthing.objectives.causal_lm import CAUSAL_LM
-from farthing.objectives.registry import objective_of, read_settings
 from farthing.storage.files import Json, small_text
 
 FILL_IN = "FILL-IN/the-model"
@@ -153,15 +150,9 @@ def _finish(out: Imported, folder: Path) -> None:
     if "train.warmup_steps" in job:
         out.drop("train.warmup_ratio", "warmup_steps overrides it")
     if not job.get("data.eval") and not job.get("data.eval_fraction"):
-        todo = "it names no evaluation data: set data.eval, or data.eval_fraction: 0.05"
-        for key in ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model"):
-            if job.get(f"train.{key}"):
-                out.drop(f"train.{key}", f"{todo}; without it the last step is kept", "differs")
-        for key in ("greater_is_better", "early_stopping_threshold"):
-            out.drop(f"train.{key}", "settles what needs evaluation data")
-        out.drop("train.eval_steps", todo)
-        if job.get("train.eval_strategy") in ("steps", "epoch"):
-            out.drop("train.eval_strategy", todo)
+        for key, (effect, why) in fact("without-evaluation").items():
+            if job.get(key) not in (None, False, "no"):
+                out.drop(key, why, effect)
     if job.get("train.eval_strategy") == "steps" and "train.eval_steps" not in job:
         job["train.eval_steps"] = job.get("train.logging_steps", 500)
         out.defaults["train.eval_steps"] = "Trainer: as often as it logs"
@@ -169,50 +160,30 @@ def _finish(out: Imported, folder: Path) -> None:
         out.drop("train.eval_steps", "eval_strategy does not go by steps")
     if job.get("train.bf16"):
         out.drop("train.fp16", "bf16 is on too, and goes before it")
-    metric = str(job.get("train.metric_for_best_model", "loss")).removeprefix("eval_")
-    known = objective_of(str(job["task"])).metrics
-    if metric not in known:
-        why = f"not measured for {job['task']} ({', '.join(known)} are): the loss is used"
-        out.drop("train.metric_for_best_model", why, "differs")
-        out.drop("train.greater_is_better", "known from the metric")
-    preference.refuse_single(out)
-    _drop_what_a_job_refuses(out)
+    while not out.blockers and _drops_what_a_job_refuses(out):
+        pass
 
 
-def _drop_what_a_job_refuses(out: Imported) -> None:
-    """Name values out of range, and keys that contradict each other."""
+def _drops_what_a_job_refuses(out: Imported) -> bool:
+    """Name what a job of these keys has wrong; what it can't do without makes no job."""
+    values: Json = {"data": {"train": "train.jsonl"}, "output_dir": "runs/imported"}
+    for key, value in out.job.items():
+        section, _, name = key.rpartition(".")
+        (values.setdefault(section, {}) if section else values)[name] = value
     if out.prefers:
-        try:
-            read_settings(_section(out, "objective"))
-        except ValueError as error:
-            preference.refuse_by(out, "objective.", "objective", f"farthing can't take it: {error}")
-    for section, model in (
-        ("train", TrainSection),
-        ("method", MethodSection),
-        ("data", DataSection),
-    ):
-        for _ in range(len(out.job)):
-            values = _section(out, section)
-            if section == "data":
-                values = {**values, "train": "x", "eval": ()}
-            try:
-                model.model_validate(values)
-                break
-            except ValidationError as error:
-                first = error.errors()[0]
-                message = first["msg"].removeprefix("Value error, ")
-                named = [str(first["loc"][0])] if first["loc"] else []
-                named = named or [key for key in values if key in message]
-                named = named or [k for k, v in values.items() if str(v) == message.split()[0]]
-                if not named:
-                    break
-                why = f"farthing can't take it: {message}"
-                out.drop(f"{section}.{named[-1]}", why, "differs")
-
-
-def _section(out: Imported, section: str) -> Json:
-    before = f"{section}."
-    return {k.removeprefix(before): v for k, v in out.job.items() if k.startswith(before)}
+        del values["task"]
+    try:
+        job_of(values)
+    except JobError as error:
+        for problem in error.problems:
+            key, why = problem.where, f"farthing can't take it: {problem.what}; {problem.to_do}"
+            if key in out.job and not key.startswith(("objective.", "train.per_", "train.global_")):
+                out.drop(key, why, "differs")
+            else:
+                line = next((line for line in out.mapped if line.became == key), None)
+                out.refuse(line.key if line else key, line.value if line else None, why)
+        return True
+    return False
 
 
 # ---- reading ----

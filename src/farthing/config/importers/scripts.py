@@ -20,6 +20,7 @@ from farthing.errors import InputError
 from farthing.storage.files import Json
 
 MAX_DEPTH, MAX_LINE = 200, 1 << 20
+OWN_METHODS = ("compute_loss", "training_step", "create_optimizer", "get_train_dataloader")
 
 
 class Call(NamedTuple):
@@ -54,86 +55,44 @@ def code_of_notebook(text: str, where: str) -> str:
         codes = ["".join(cell["source"]) for cell in cells if cell.get("cell_type") == "code"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError("not a notebook (JSON with cells)", where=where) from error
-    kept = [code for code in codes if not code.lstrip().startswith("%%")]
-    lines = "\n\n".join(kept).split("\n")
-    return "\n".join("pass" if re.match(r"\s*[%!]", line) else line for line in lines)
+    code = "\n\n".join(code for code in codes if not code.lstrip().startswith("%%"))
+    return re.sub(r"(?m)^([ \t]*)[%!](?:.*\\\n)*.*", r"\1pass", code)
 
 
 def tree_of(source: str, where: str) -> ast.Module:
-    """The syntax tree. Code that only newer Pythons parse (quotes within f-strings) is read
-    statement by statement. Raises `InputError`.
-    """
+    """The syntax tree. Raises `InputError`."""
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        parts = _parts_that_parse(source)
-        if parts is None:
-            line = getattr(error, "lineno", None)
-            what = f"not Python that can be read: {getattr(error, 'msg', error)}"
-            raise InputError(what, where=f"{where}:{line}" if line else where) from error
-        return parts
-
-
-def _parts_that_parse(source: str) -> ast.Module | None:
-    """The statements at the margin that parse by themselves, in their places; None for none."""
-    lines, body = source.split("\n"), []
-    starts = [
-        i
-        for i, line in enumerate(lines)
-        if line[:1].strip()
-        and line[0] not in "#)]}"
-        and not line.startswith(("else", "elif", "except", "finally"))
-    ]
-    for start, stop in zip(starts, [*starts[1:], len(lines)], strict=True):
-        try:
-            part = ast.parse("\n".join(lines[start:stop]))
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-        ast.increment_lineno(part, start)
-        body += part.body
-    return ast.Module(body, []) if body else None
-
-
-OWN_METHODS = ("compute_loss", "training_step", "create_optimizer", "get_train_dataloader")
+        line = getattr(error, "lineno", None)
+        what = f"not Python that can be read: {getattr(error, 'msg', error)}"
+        raise InputError(what, where=f"{where}:{line}" if line else where) from error
 
 
 def calls_of(tree: ast.Module) -> list[Call]:
-    """Every call, in the order of their lines."""
+    """Every call in the order of their lines. Methods of a trainer that a script writes itself, and
+    weights that it freezes, are calls too.
+    """
     known, found = _Values(tree), []
     for node in ast.walk(tree):
-        found += _own_code(node)
-        name = _dotted(node.func) if isinstance(node, ast.Call) else ""
-        if not isinstance(node, ast.Call) or not name:
-            continue
-        given = [arg for arg in node.args if not isinstance(arg, ast.Starred)]
-        positional, named = [known.of(arg, node.lineno) for arg in given], Json()
-        for keyword in node.keywords:
-            value = known.of(keyword.value, node.lineno)
-            if keyword.arg is not None:
-                named[keyword.arg] = value
-            elif isinstance(value, dict):
-                named |= {str(key): each for key, each in value.items()}
-            else:
-                source = ast.unparse(keyword.value)
-                named[f"**{source}"] = Computed(source)
-        found.append(Call(name, node.lineno, positional, named))
+        match node:
+            case ast.ClassDef(name=owner, body=body):
+                own = [each for each in body if getattr(each, "name", "") in OWN_METHODS]
+                found += [Call(f"{owner}.{m.name}", m.lineno, [], {}) for m in own]  # type: ignore[attr-defined]
+            case ast.Assign([ast.Attribute(attr="requires_grad")], ast.Constant(False)):
+                found.append(Call("().requires_grad_", node.lineno, [False], {}))
+            case ast.Call(func, args, keywords) if name := _dotted(func):
+                given = [arg for arg in args if not isinstance(arg, ast.Starred)]
+                named = Json()
+                for keyword in keywords:
+                    value = known.of(keyword.value, node.lineno)
+                    if keyword.arg is None and isinstance(value, dict):
+                        named |= value
+                    else:
+                        named[keyword.arg or f"**{value}"] = value
+                positional = [known.of(arg, node.lineno) for arg in given]
+                found.append(Call(name, node.lineno, positional, named))
     return sorted(found, key=lambda call: call.line)
-
-
-def _own_code(node: ast.AST) -> list[Call]:
-    """Methods of a trainer that a script writes itself, and weights that it freezes, as calls."""
-    if isinstance(node, ast.ClassDef):
-        methods = (each for each in node.body if isinstance(each, ast.FunctionDef))
-        return [
-            Call(f"{node.name}.{each.name}", each.lineno, [], {})
-            for each in methods
-            if each.name in OWN_METHODS
-        ]
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-        targets = (each for each in node.targets if isinstance(each, ast.Attribute))
-        if node.value.value is False and any(each.attr == "requires_grad" for each in targets):
-            return [Call("().requires_grad_", node.lineno, [False], {})]
-    return []
 
 
 def _dotted(node: ast.expr) -> str:
@@ -168,31 +127,30 @@ class _Values:
         """Of command line arguments and dataclass fields, by their name."""
         self._known: dict[tuple[ast.expr, int], Any] = {}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                for target in targets:
-                    if isinstance(target, ast.Name | ast.Attribute):
-                        places = self.assigned.setdefault(ast.unparse(target), [])
-                        places.append((node.lineno, node.value))
-            elif isinstance(node, ast.Call) and _dotted(node.func).endswith("add_argument"):
-                self._argument(node)
-            elif isinstance(node, ast.ClassDef):
-                for item in node.body:
-                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                        self._field(item.target.id, item.value)
+            match node:
+                case ast.Assign(targets, value):
+                    self._assign(targets, value, node.lineno)
+                case ast.AnnAssign(target, value=ast.expr() as value):
+                    self._assign([target], value, node.lineno)
+                case ast.Call(func, args) if _dotted(func).endswith("add_argument"):
+                    for arg in args:
+                        flag = str(arg.value) if isinstance(arg, ast.Constant) else ""
+                        if flag.startswith("--"):
+                            self._default(flag.lstrip("-").replace("-", "_"), _default_of(node))
+                case ast.ClassDef(body=body):
+                    for item in body:
+                        match item:
+                            case ast.AnnAssign(ast.Name(name), value=given):
+                                is_field = isinstance(given, ast.Call)
+                                self._default(name, _default_of(given) if is_field else given)
 
-    def _argument(self, node: ast.Call) -> None:
-        default = next((k.value for k in node.keywords if k.arg == "default"), None)
-        for arg in node.args:
-            flag = arg.value if isinstance(arg, ast.Constant) else None
-            if isinstance(flag, str) and flag.startswith("--") and default is not None:
-                self.defaults[flag.lstrip("-").replace("-", "_")] = default
+    def _assign(self, targets: list[ast.expr], value: ast.expr, line: int) -> None:
+        for target in targets:
+            if isinstance(target, ast.Name | ast.Attribute):
+                self.assigned.setdefault(ast.unparse(target), []).append((line, value))
 
-    def _field(self, name: str, value: ast.expr | None) -> None:
-        if isinstance(value, ast.Call):
-            value = next((k.value for k in value.keywords if k.arg == "default"), None)
-        if value is not None:
-            self.defaults[name] = value
+    def _default(self, name: str, value: ast.expr | None) -> None:
+        self.defaults |= {name: value} if value is not None else {}
 
     def of(self, node: ast.expr, line: int, depth: int = 0) -> Any:
         """The value of an expression on a line, or `Computed`."""
@@ -206,17 +164,15 @@ class _Values:
         match node:
             case ast.Constant(value=str() | int() | float() | None):
                 return node.value
-            case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+            case ast.List(items) | ast.Tuple(items) | ast.Set(items):
                 values = [self.of(item, line, depth) for item in items]
                 return Computed(ast.unparse(node)) if any(map(_is_open, values)) else values
-            case ast.Dict():
-                pairs = zip(node.keys, node.values, strict=True)
-                return {
-                    str(self.of(k, line, depth)): self.of(v, line, depth) for k, v in pairs if k
-                }
-            case ast.UnaryOp(op=sign, operand=inner):
+            case ast.Dict(keys, values):
+                pairs = ((k, self.of(v, line, depth)) for k, v in zip(keys, values, strict=True))
+                return {str(self.of(k, line, depth)): value for k, value in pairs if k}
+            case ast.UnaryOp(sign, inner):
                 return _arithmetic(node, sign, [self.of(inner, line, depth)])
-            case ast.BinOp(op=sign, left=left, right=right):
+            case ast.BinOp(left, sign, right):
                 return _arithmetic(node, sign, [self.of(x, line, depth) for x in (left, right)])
             case ast.Name() | ast.Attribute():
                 return self._named(node, line, depth)
@@ -233,6 +189,11 @@ class _Values:
         if is_attribute and last in self.defaults and not _is_constant(name):
             return self.of(self.defaults[last], line, depth)
         return Computed(name)
+
+
+def _default_of(call: ast.expr | None) -> ast.expr | None:
+    keywords = call.keywords if isinstance(call, ast.Call) else []
+    return next((keyword.value for keyword in keywords if keyword.arg == "default"), None)
 
 
 def _arithmetic(node: ast.expr, sign: ast.AST, sides: list[Any]) -> Any:
@@ -283,52 +244,45 @@ def commands_of(text: str) -> Iterator[Command]:
         name: " ".join(value.strip("\"'").split())
         for name, value in re.findall(_ASSIGNED, joined, re.MULTILINE)
     }
+
+    def known(match: re.Match[str]) -> str:
+        return variables.get(match[1] or match[3], match[2] or match[0])
+
     for line in joined.split("\n"):
         begins = _STARTS.search(line)
         if begins is None or "--" not in line:
             continue
         for _ in range(MAX_NESTED):  # a variable may be made of others
-            before, line = (
-                line,
-                _VARIABLE.sub(
-                    lambda match: variables.get(match[1] or match[3], match[2] or match[0]), line
-                ),
-            )
-            if line == before or len(line) > MAX_LINE:
-                break
+            line = _VARIABLE.sub(known, line) if len(line) < MAX_LINE else line
         try:
             words = shlex.split(line[begins.start() :].strip(" `$>"), comments=True)
         except ValueError:
             continue
         found = _command(words)
-        if found is not None and found.values:
+        if found.program and found.values:
             yield found
 
 
-def _command(words: list[str]) -> Command | None:
-    values, launcher = Json(), Json()
-    program, into = "", launcher
+def _command(words: list[str]) -> Command:
+    program, key = "", ""
+    values, launcher = dict[str, list[str]](), dict[str, list[str]]()
     if words[:1] == ["trl"] or words[:2] == ["llamafactory-cli", "train"]:
-        program, into = (words[1] if words[0] == "trl" else words[0]), values
-        words = words[2:]
-    at = 0
-    while at < len(words) and words[at] not in _ENDS:
-        word = words[at]
-        at += 1
-        if not word.startswith("--"):
-            if not program and word.endswith(".py"):
-                program, into = word.rpartition("/")[2], values
-            continue
-        key, sign, value = word.lstrip("-").partition("=")
-        found = [value] if sign else []
-        while not sign and at < len(words) and not words[at].startswith("--"):
-            is_script = into is launcher and words[at].endswith(".py")
-            if is_script or words[at] in _ENDS:
-                break
-            found.append(words[at])
-            at += 1
-        into[key.replace("-", "_")] = _word(found)
-    return Command(program, values, launcher) if program else None
+        program, words = words[words[0] == "trl"], words[2:]
+    for word in words:
+        into = values if program else launcher
+        if word in _ENDS:
+            break
+        if word.startswith("--"):
+            key, sign, value = word.lstrip("-").partition("=")
+            key = key.replace("-", "_")
+            into[key] = [value] if sign else []
+            key = "" if sign else key
+        elif not program and word.endswith(".py"):
+            program, key = word.rpartition("/")[2], ""
+        elif key:
+            into[key].append(word)
+    kept = ({key: _word(found) for key, found in each.items()} for each in (values, launcher))
+    return Command(program, *kept)
 
 
 def _word(found: list[str]) -> Any:
