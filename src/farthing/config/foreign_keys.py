@@ -6,9 +6,15 @@ A name is only taken for another where both mean the same. Nothing is guessed by
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from importlib import resources
 from typing import Any
+
+import yaml
+
+from farthing.storage.files import Json
 
 _OTHER_NAMES: dict[str, str] = {
     "model.model_name_or_path": "model_name base_model pretrained_model_name_or_path",
@@ -73,15 +79,20 @@ def answer(name: str, *, is_exact: bool = False) -> str:
 
     `is_exact`: only of keys that are known by their whole name, not by how they begin or end.
     """
-    from farthing.config.importers.tables import table
-
     for before, of in (("", "job"), ("another tool's key: ", "common")):
-        for group in table(of).reasons:
-            if name in group.patterns or (
-                not is_exact and any(fnmatchcase(name, pattern) for pattern in group.patterns)
-            ):
-                return before + group.reason
+        for group in facts_of_tools()[of]["reasons"]:
+            patterns = group["keys"].split()
+            if name in patterns or (not is_exact and any(fnmatchcase(name, p) for p in patterns)):
+                return before + str(group["why"])
     return ""
+
+
+@functools.cache
+def facts_of_tools() -> Json:
+    """What is known of other tools' settings."""
+    file = resources.files("farthing").joinpath("facts/importers.yaml")
+    found: Json = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return found
 
 
 def adopt(

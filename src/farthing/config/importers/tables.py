@@ -12,11 +12,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from importlib import resources
 from typing import Any, Literal, NamedTuple, get_args
 
-import yaml
-
+from farthing.config.foreign_keys import facts_of_tools
 from farthing.config.job import KEYS, SECTIONS, TrainSection
 from farthing.config.values import known_init
 from farthing.objectives.registry import find_objective, objective_names
@@ -211,7 +209,7 @@ def read_keys(
 ) -> None:
     """Map or name every key without a line. `name_of` is the key as the tool's table has it."""
     known = table(
-        f"{tool}-preference" if out.prefers and f"{tool}-preference" in _blocks() else tool
+        f"{tool}-preference" if out.prefers and f"{tool}-preference" in facts_of_tools() else tool
     )
     for key, value in flat(values, before):
         if key in out.lines:
@@ -433,16 +431,9 @@ def _reader(name: str) -> Callable[[Any], Any]:
 
 
 @functools.cache
-def _blocks() -> Json:
-    file = resources.files("farthing").joinpath("facts/importers.yaml")
-    found: Json = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return found
-
-
-@functools.cache
 def table(name: str) -> Table:
     """A block of the tables with those that it takes."""
-    block = _blocks()[name]
+    block = facts_of_tools()[name]
     keys: dict[str, To] = {}
     for row, words in block.get("keys", {}).items():
         target, _, how = row.partition(" ")
@@ -462,7 +453,7 @@ def table(name: str) -> Table:
 
 def fact(name: str) -> Any:
     """Another block: prompts, layers, columns."""
-    return _blocks()[name]
+    return facts_of_tools()[name]
 
 
 def defaults(out: Imported, *of: str) -> None:
