@@ -285,7 +285,7 @@ def test_flex_attention_is_one_program_also_with_as_many_blocks_as_heads() -> No
             documents = Documents.of(lengths, "cpu")
             tensors = [torch.randn(sum(lengths), heads, 16) for heads in (4, 2, 2)]
             found, expected = (
-                KERNELS[name](*tensors, documents, how) for name in ("flex", "documents")
+                KERNELS[name](*tensors, documents, how) for name in ("flex", "padded")
             )
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert n_graphs() - before == 1

@@ -22,6 +22,7 @@ from farthing.model.documents import Documents
 from farthing.model.norms import KINDS, use_one_gelu
 
 HEADS, WIDTH = 4, 16
+NAMES = ("bfloat16", "float32", "float16")
 CLOSE = 1e-2  # of the whole: bf16 has eight bits
 LENGTHS, SEEN = (5, 1, 9, 3), (4, 7, 1, 6)
 
@@ -83,7 +84,7 @@ def test_answers_and_gradients_are_those_of_the_formula(
     ]
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     passed = torch.randn(sum(lengths), HEADS, WIDTH).bfloat16()
-    out = cpu._Blocks.apply(*given, documents, causal, 0.3)  # type: ignore[no-untyped-call]
+    out = cpu.attend(*given, documents, How(causal, 0.3))  # type: ignore[call-arg]
     right = by_formula(*exact, documents, causal, 0.3)  # type: ignore[no-untyped-call]
     found = [out, *torch.autograd.grad(out, given, passed)]
     wanted = [right, *torch.autograd.grad(right, exact, passed.double())]
@@ -104,7 +105,7 @@ def test_a_document_has_nothing_of_the_next() -> None:
     passed = torch.randn(220, HEADS, WIDTH).bfloat16()
     found = []
     for tensors in (given, changed):
-        out = cpu._Blocks.apply(*tensors, documents, False, 0.3)  # type: ignore[call-arg]
+        out = cpu.attend(*tensors, documents, How(False, 0.3))  # type: ignore[call-arg]
         found.append(
             [out[:130], *(grad[:130] for grad in torch.autograd.grad(out, tensors, passed))]
         )
@@ -177,15 +178,25 @@ def test_sizes_are_few_and_hardly_larger() -> None:
     assert len({cpu.few_sizes(n) for n in range(1, 2049)}) == 40
 
 
-@pytest.mark.parametrize("change", ["in reach", "fp32", "long", "short"])
-def test_blocks_are_for_bf16_of_some_lengths(change: str) -> None:
-    documents = Documents.of((2049 if change == "long" else 64 if change == "short" else 65, 3))
-    query = torch.zeros(1, 1, 1, dtype=torch.float32 if change == "fp32" else torch.bfloat16)
-    blocks, short = cpu.takes_blocks, cpu.takes_short
-    assert blocks(query, documents, How(False, 1.0)) == (change == "in reach")
-    assert blocks(query, documents, How(True, 1.0)) == (change in ("in reach", "short"))
-    assert not blocks(query, documents, How(True, 1.0, dropout=0.1))
-    assert short(query, query, documents, How(False, 1.0, bias=torch.zeros(())))
+def test_blocks_are_for_what_they_are_quicker_at() -> None:
+    near, far, short = (Documents.of((n, 3)) for n in (2048, 2049, 128))
+    bf16, fp32, fp16 = (torch.zeros(1, 1, 1).to(getattr(torch, name)) for name in NAMES)
+    both, back = How(False, 1.0), How(True, 1.0)
+    biased = How(False, 1.0, bias=torch.zeros(()))
+    for documents, query, how, takes in (
+        (near, bf16, both, True),
+        (near, bf16, back, True),
+        (far, bf16, back, False),
+        (near, fp32, back, False),
+        (near, fp32, both, False),
+        (short, fp32, both, True),
+        (short, fp32, back, False),
+        (short, fp16, both, False),
+        (far, fp32, biased, True),
+        (short, bf16, How(True, 1.0, window=4), False),
+        (short, bf16, How(True, 1.0, softcap=4.0), False),
+    ):
+        assert cpu.takes(query, documents, how) == takes, (documents.lengths, query.dtype, how)
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(1, HEADS, 40, 40)])
@@ -197,7 +208,7 @@ def test_short_documents_in_bf16_are_multiplied_in_fp32(bias: Tensor | None) -> 
 
     def attended(tensors: list[Tensor]) -> list[Tensor]:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = cpu._Short.apply(*tensors, bias, documents, 0.3, 0.0)  # type: ignore[call-arg]
+            out = cpu.attend(*tensors, documents, How(False, 0.3, bias=bias))  # type: ignore[call-arg]
         return [out, *torch.autograd.grad(out, tensors, passed.to(out.dtype))]
 
     exact = attended([tensor.detach().float().requires_grad_() for tensor in given])
@@ -264,7 +275,7 @@ def test_short_documents_are_attended_to_as_one_at_a_time(
     bias.requires_grad_()
     how = How(False, 0.7, bias=bias if has_bias else None)
     inputs = (query, key, value, *([bias] if has_bias else []))
-    assert cpu.takes_short(query, key, documents, how)
+    assert cpu.takes(query, documents, how)
     wanted = one_by_one(query, key, value, documents, how)
     found = cpu.attend(query, key, value, documents, how)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
@@ -299,20 +310,6 @@ def test_what_is_dropped_of_weights_is_dropped_of_their_gradients() -> None:
     assert not torch.equal(
         drawn(query, key, value), cpu.attend(query, key, value, documents, How(False, 0.5))
     )
-
-
-@pytest.mark.parametrize(
-    "change",
-    ["fp16", "long", "causal", "shared keys", "shared heads"],
-)
-def test_documents_one_by_one_are_for_short_ones(change: str) -> None:
-    lengths = (200, 4) if change == "long" else LENGTHS
-    documents = Documents.of(lengths)
-    if change == "shared keys":
-        documents = Documents.of((2, 2), "cpu", (2, 4), torch.tensor([0, 1, 0, 1, 2, 3]).numpy())
-    query = tokens(sum(lengths)).to(torch.float16 if change == "fp16" else torch.float32)
-    key = query[:, :1] if change == "shared heads" else query
-    assert not cpu.takes_short(query, key, documents, How(change == "causal", 1.0))
 
 
 def kinds() -> list[Any]:

@@ -91,7 +91,7 @@ def clean_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
     def chosen(query: Tensor, how: How) -> str:
-        return "documents" if query.dtype == torch.float32 else choose_kernel(query, how)
+        return "padded" if query.dtype == torch.float32 else choose_kernel(query, how)
 
     monkeypatch.setattr(attention_kernels, "choose_kernel", chosen)
     yield
@@ -251,7 +251,7 @@ def test_a_whole_run_in_half_precision_learns_as_in_fp32(
 
 def must_be_here(kernel: str) -> None:
     """Skip where a kernel can't be had."""
-    if kernel not in ("documents", "padded") and not HAS_GPU:
+    if kernel != "padded" and not HAS_GPU:
         pytest.skip("only a GPU can show this")
     if kernel == "flex" and attention_kernels._flex() is None:
         pytest.skip("the kernel flex is not installed")
@@ -304,7 +304,7 @@ CASES = [*(("bf16", 64, asked) for asked in ASKED), ("bf16", 128, "causal"), ("f
 
 
 @pytest.mark.parametrize(("precision", "head_size", "asked"), CASES)
-@pytest.mark.parametrize("kernel", ["documents", "padded", "flash", "flex"])
+@pytest.mark.parametrize("kernel", ["padded", "flash", "flex"])
 def test_a_kernel_attends_as_documents_one_by_one(
     kernel: str, precision: str, head_size: int, asked: str
 ) -> None:
@@ -321,13 +321,13 @@ def test_a_kernel_attends_as_documents_one_by_one(
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
     found = attended(kernel, documents, tensors, dtype, **how)
     rounded = [tensor.to(dtype).float() for tensor in tensors]
-    expected = attended("documents", documents, rounded, torch.float32, **how)
+    expected = attended("padded", documents, rounded, torch.float32, **how)
     for what, ours, theirs in zip(("out", "query", "key", "value"), found, expected, strict=True):
         off = float((ours - theirs).norm() / theirs.norm())
         assert off < KERNEL_ROUNDED[precision], (what, off)
 
 
-@pytest.mark.parametrize("kernel", ["documents", "padded", "flash", "flex"])
+@pytest.mark.parametrize("kernel", ["padded", "flash", "flex"])
 def test_no_document_sees_another(kernel: str) -> None:
     must_be_here(kernel)
     documents, n_tokens = one_after_another()
@@ -368,7 +368,7 @@ def test_one_kernel_takes_all_documents_where_the_gpu_has_one(record_property: A
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
-@pytest.mark.parametrize("kernel", ["documents", "padded", "flash", "flex"])
+@pytest.mark.parametrize("kernel", ["padded", "flash", "flex"])
 def test_a_model_with_any_kernel_has_the_same_gradients(
     kernel: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,7 +388,7 @@ def test_the_kernel_that_fp32_gets_has_the_same_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = strict(rows=uneven_rows())
-    expected_loss, expected = first_gradients(make_job(tmp_path / "documents", **keys))
+    expected_loss, expected = first_gradients(make_job(tmp_path / "padded", **keys))
     monkeypatch.setattr(attention_kernels, "choose_kernel", choose_kernel)
     loss, found = first_gradients(make_job(tmp_path / "chosen", **keys))
     assert loss == pytest.approx(expected_loss, rel=1e-5)

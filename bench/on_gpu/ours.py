@@ -183,18 +183,17 @@ def happened_to(run: Any, found: dict[str, Any], rested: dict[str, int]) -> dict
 
 def settings_of(run: Any) -> dict[str, Any]:
     """How it computed."""
-    from farthing.model.attention_choice import Asked, choose
-    from farthing.model.attention_kernels import DTYPES, here
+    from farthing.model.attention_kernels import How, choose_kernel
     from farthing.train.run_settings import tried
 
     config = run.spec.config.get_text_config()
     head_size = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
-    computed = run.numerics.autocast or torch.float32
+    query = torch.empty(1, 1, head_size, dtype=run.numerics.base_dtype, device=run.numerics.device)
     return {
         **tried(run.settings),
-        "attention": (choose(Asked(DTYPES[computed], head_size), here(run.numerics.device, False))),
+        "attention": choose_kernel(query, How(True, 1.0)),
         "precision": run.numerics.name,
         "liger": run.kernels.liger,
         "adapters": str(run.kernels.lora) if run.kernels.lora is not None else None,
@@ -395,7 +394,7 @@ def kernels() -> list[str]:
     """Those of documents end to end that are here."""
     from farthing.model import attention_kernels
 
-    found = ["documents", "padded"]
+    found = ["padded"]
     if torch.cuda.is_available():
         found += ["flash"] * torch.backends.cuda.is_flash_attention_available()
         found += ["flex"] * (attention_kernels._flex() is not None)

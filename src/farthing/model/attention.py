@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farthing.model.attention_kernels import How, causal_mask, over_documents, plain_attention
+from farthing.model.attention_kernels import How, over_documents, plain_attention
 from farthing.model.documents import Documents, owners_of
 from farthing.model.head import find_head
 from farthing.model.last_layer import last_layer, of_first_tokens
@@ -267,8 +267,7 @@ def _without_documents(
         )[0]
         return out
     n_queries, n_keys = query.shape[2], key.shape[2]
-    if (
-        mask is None and how.causal and n_queries > 1
-    ):  # sdpa_mask leaves a causal mask out where it can be implied
-        mask = causal_mask(n_keys, how.window, query.device, n_queries)
+    if mask is None and how.causal and n_queries > 1:  # which sdpa would imply
+        mask = torch.ones(n_queries, n_keys, dtype=torch.bool, device=query.device)
+        mask = mask.tril(n_keys - n_queries)
     return plain_attention(query, key, value, mask, how).transpose(1, 2).contiguous()

@@ -1,9 +1,8 @@
 """The kernels that attend to documents laid end to end: `over_documents` takes the one that
 `choose` names.
 
-On a CPU each run of equally long documents is one call of `scaled_dot_product_attention`. On CUDA
-one kernel takes all documents, torch's flash or flex attention; where neither can, documents are
-padded in as few calls as pay. No kernel was ever run on a GPU.
+On CUDA one kernel takes all documents, torch's flash or flex attention. Where neither can, and on
+a CPU, documents are padded in as few calls as pay. No kernel was ever run on a GPU.
 
 All have one form: query [T, Hq, D], key and value [K, Hk, D], the documents and a `How` -> [T, Hq,
 D]; a document's last query is at its last key.
@@ -12,28 +11,27 @@ D]; a document's last query is at its last key.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farthing.model.attention_choice import (
-    ALIGNED,
-    CALL_FLOPS,
-    CPU_CALL_FLOPS,
-    Asked,
-    Machine,
-    choose,
-    padded_groups,
-)
+from farthing.model.attention_choice import Asked, Machine, choose
 from farthing.model.documents import Documents, owners_of, sent
 from farthing.model.hardware import find_compiler
 from farthing.model.programs import in_programs
 
+ALIGNED = 16
+"""Numbers: where rows of a bias begin that a fused kernel takes, and steps of padded lengths."""
+# What a call costs the host, in FLOP that the device computes meanwhile: on a GPU about 75 µs of 80
+# TFLOP/s forward and backward, an estimate; on a CPU about 20 small operations
+CALL_FLOPS = {"cuda": 6e9, "cpu": 2e7}
+FLOPS_PER_SCORE = 14
+"""Times the width of all heads: two products forward, five backward, each 2 FLOP."""
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -87,7 +85,7 @@ def choose_kernel(query: Tensor, how: How) -> str:
     queries.
     """
     if query.device.type == "cpu":
-        return "documents"
+        return "cpu"
     if how.bias is not None:
         return "padded"
     asked = Asked(
@@ -101,12 +99,9 @@ def choose_kernel(query: Tensor, how: How) -> str:
 
 @functools.lru_cache(maxsize=16)
 def here(device: torch.device, is_deterministic: bool) -> Machine:
-    """What there is to attend with on a device."""
-    if device.type != "cuda":
-        return Machine(device.type)
+    """What there is to attend with on a GPU."""
     capability = torch.cuda.get_device_capability(device)
     return Machine(
-        "cuda",
         capability,
         torch.backends.cuda.is_flash_attention_available(),
         capability == (9, 0) and not is_deterministic and use_flash_3(),
@@ -115,53 +110,7 @@ def here(device: torch.device, is_deterministic: bool) -> Machine:
     )
 
 
-# ---- documents by runs, on a CPU ----
-
-
-def per_document(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How
-) -> Tensor:
-    """Each run of equally long documents as one batch.
-
-    `split` and not slices: the gradient of a slice is as long as the whole, and there would be one
-    for every run.
-    """
-    sizes, key_sizes = (
-        [n * length for n, length, _ in documents.runs],
-        [n * keys for n, _, keys in documents.runs],
-    )
-    parts = zip(
-        documents.runs,
-        query.split(sizes),
-        key.split(key_sizes),
-        value.split(key_sizes),
-        strict=True,
-    )
-    outputs = []
-    for (n, length, keys), q, k, v in parts:
-        q = q.unflatten(0, (n, length)).transpose(1, 2)  # [n, H, length, D]
-        k, v = (tensor.unflatten(0, (n, keys)).transpose(1, 2) for tensor in (k, v))
-        outputs.append(_even(q, k, v, documents, how).transpose(1, 2).flatten(0, 1))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def _even(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
-    """Documents of equally many tokens and of equally many keys: query [n, H, L, D], key and value
-    [n, H, K, D].
-    """
-    if how.bias is not None:  # where it is causal, the bias hides what comes later
-        return _biased(query, key, value, None, how)
-    length, keys = query.shape[2], key.shape[2]
-    mask, is_cut = None, how.causal and how.window is not None and keys > how.window
-    is_plain = (
-        keys == length and how.softcap is None
-    )  # sdpa's own causal mask begins at the first key
-    if is_cut or (how.causal and length > 1 and not is_plain):
-        make = functools.partial(causal_mask, keys, how.window, query.device, length)
-        mask = documents.once((length, keys, how.window), make)
-    if how.softcap is not None:
-        return plain_attention(query, key, value, mask, how)
-    return _sdpa(query, key, value, mask, how, is_causal=how.causal and mask is None and length > 1)
+# ---- one call ----
 
 
 def _sdpa(
@@ -245,151 +194,143 @@ def plain_attention(
     return out
 
 
-def causal_mask(n_keys: int, window: int | None, device: Any, n_queries: int) -> Tensor:
-    """bool [queries, keys]: which keys (columns) a query (row) sees; the last query is at the last
-    key.
-    """
-    before = n_keys - n_queries
-    seen = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril(before)
-    return seen if window is None else seen.triu(before + 1 - window)
-
-
 # ---- documents padded in as few calls as pay ----
 
 
-def _padded(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+def padded(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
     """Documents of similar lengths in one call each, padded at their ends; nothing is computed but
     attention.
-
-    Where a document sees its own tokens alone and looks back, no mask is needed: padding comes
-    after all that is looked at.
     """
     plan = documents.once(
         ("padded", query.shape[1:]),
-        lambda: _Plan.of(documents, query.shape[1] * query.shape[2], query.device),
+        lambda: _plan(documents, query.shape[1] * query.shape[2], query.device),
     )
-    n_heads = query.shape[1], key.shape[1], value.shape[1]
-    if plan.keys is plan.tokens:
-        together = torch.cat((query, key, value), 1).index_select(0, plan.tokens)
-        query, key, value = together.split(n_heads, 1)
-    else:
-        query, key = query.index_select(0, plan.tokens), key.index_select(0, plan.keys)
-        value = value.index_select(0, plan.keys)
-    queries, keys, values = (
-        query.split(plan.n_tokens),
-        key.split(plan.n_keys),
-        value.split(plan.n_keys),
-    )
+    query, key = query.index_select(0, plan.tokens), key.index_select(0, plan.keys)
+    value = value.index_select(0, plan.keys)
+    sizes = [group.n * group.n_tokens for group in plan.groups]
+    key_sizes = [group.n * group.n_keys for group in plan.groups]
+    parts = query.split(sizes), key.split(key_sizes), value.split(key_sizes)
     outputs = []
-    for number, (q, k, v) in enumerate(zip(queries, keys, values, strict=True)):
-        n, n_tokens, n_keys, is_even = plan.groups[number]
-        q = q.unflatten(0, (n, n_tokens)).transpose(1, 2)  # [n, H, L, D]
-        k, v = (tensor.unflatten(0, (n, n_keys)).transpose(1, 2) for tensor in (k, v))
-        places = None if is_even else plan.places[number]
-        if places is None or (
-            how.bias is not None and how.causal
-        ):  # padding comes after all that is looked at
-            out = _even(q, k, v, documents, how)
+    for group, q, k, v in zip(plan.groups, *parts, strict=True):
+        q = q.unflatten(0, (group.n, -1)).transpose(1, 2)  # [n, H, L, D]
+        k, v = (each.unflatten(0, (group.n, -1)).transpose(1, 2) for each in (k, v))
+        mask = _mask(group, documents, how, q)
+        if how.bias is not None:
+            out = _biased(q, k, v, mask, how)
+        elif how.softcap is not None:
+            out = plain_attention(q, k, v, mask, how)
         else:
-            out = _uneven(q, k, v, documents, how, places)
+            out = _sdpa(q, k, v, mask, how, is_causal=how.causal and mask is None)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     found = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return found.index_select(0, plan.back)
 
 
-def _uneven(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How, places: Tensor
-) -> Tensor:
-    """A group of documents padded at their ends: query [n, H, L, D], key and value [n, H, K, D].
+class _Group(NamedTuple):
+    """Documents that are padded to the longest of them and attended to in one call."""
 
-    `places` [2, n]: the key that each document's first query is at, and its last key.
+    n: int
+    n_tokens: int
+    n_keys: int
+    places: Tensor
+    """int64 [2, n]: the key that each document's first query is at, and its last key."""
+    is_even: bool
+    """Nothing is padded."""
+
+
+def _mask(group: _Group, documents: Documents, how: How, query: Tensor) -> Tensor | None:
+    """[n or 1, 1, L or 1, K] to add to scores; none where padding comes after all that is looked
+    at, and where nothing is hidden.
     """
-    needs_no_mask = (
-        how.causal and how.window is None and how.softcap is None and documents.key_rows is None
-    )
-    if needs_no_mask:
-        return _sdpa(query, key, value, None, how, is_causal=True)
+    if how.causal:
+        is_plain = how.window is None and how.softcap is None and documents.key_rows is None
+        if is_plain or how.bias is not None:  # which hides what comes later
+            return None
+    elif group.is_even:
+        return None
+    first, last = group.places[:, :1] if group.is_even else group.places
 
     def make() -> Tensor:
-        first, last = places
-        columns = torch.arange(key.shape[2], device=query.device)
+        columns = torch.arange(group.n_keys, device=query.device)
         if not how.causal:
             seen = (columns <= last[:, None])[:, None]  # [n, 1, K]
-        else:
-            at = first[:, None] + torch.arange(query.shape[2], device=query.device)
-            at = torch.minimum(at, last[:, None])[
-                ..., None
-            ]  # padding sees what the last token sees: never nothing
+        else:  # padding sees what the last token sees: never nothing
+            at = first[:, None] + torch.arange(group.n_tokens, device=query.device)
+            at = torch.minimum(at, last[:, None])[..., None]
             seen = columns <= at  # [n, L, K]
             if how.window is not None:
                 seen &= columns > at - how.window
         mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
         return mask.masked_fill_(~seen, -torch.inf)[:, None]
 
-    mask = documents.once(("mask", id(places), query.dtype, how.causal, how.window), make)
-    if how.bias is not None:
-        return _biased(query, key, value, mask, how)
-    if how.softcap is not None:
-        return plain_attention(query, key, value, mask, how)
-    return _sdpa(query, key, value, mask, how, is_causal=False)
+    made: Tensor = documents.once((id(group), query.dtype, how.causal, how.window), make)
+    return made
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """Where the tokens and keys of documents go when they are padded in groups, and where they come
     back from.
     """
 
-    groups: tuple[tuple[int, int, int, bool], ...]
-    """(documents, tokens of each, keys of each, whether nothing is padded)."""
+    groups: list[_Group]
     tokens: Tensor
     """int64: the token at each place of all groups, one after another; padding repeats a document's
     last.
     """
     keys: Tensor
-    """The same of keys; the tensor of tokens itself where documents see themselves alone."""
+    """The same of keys."""
     back: Tensor
     """int64 [T]: the place of each token."""
-    places: tuple[Tensor, ...]
-    """int64 [2, n] of each group: the key that a document's first query is at, and its last key."""
 
-    @property
-    def n_tokens(self) -> list[int]:
-        """Of each group, padding too."""
-        return [n * n_tokens for n, n_tokens, _, _ in self.groups]
 
-    @property
-    def n_keys(self) -> list[int]:
-        """Of each group, padding too."""
-        return [n * n_keys for n, _, n_keys, _ in self.groups]
+def _plan(documents: Documents, width: int, device: torch.device) -> _Plan:
+    """On the host, from lengths it knows; what is sent is not waited for."""
+    lengths, seen = np.asarray(documents.lengths), np.asarray(documents.key_lengths)
+    starts, key_starts = np.cumsum(lengths) - lengths, np.cumsum(seen) - seen
+    tokens, keys, groups = [], [], []
+    back, n_before = np.empty(int(lengths.sum()), np.int64), 0
+    for members in padded_groups(
+        documents.lengths, documents.key_lengths, width, CALL_FLOPS[device.type]
+    ):
+        own, other = lengths[members, None], seen[members, None]
+        columns = np.arange(own.max())
+        rows = starts[members, None] + np.minimum(columns, own - 1)
+        at = n_before + np.arange(rows.size).reshape(rows.shape)
+        is_real = columns < own
+        back[rows[is_real]] = at[is_real]
+        n_before += rows.size
+        tokens.append(rows.ravel())
+        keys.append(
+            (key_starts[members, None] + np.minimum(np.arange(other.max()), other - 1)).ravel()
+        )
+        places = np.stack([(other - own)[:, 0], other[:, 0] - 1])
+        is_even = len(np.unique(np.hstack([own, other]), axis=0)) == 1
+        shape = len(members), int(own.max()), int(other.max())
+        groups.append(_Group(*shape, sent(places, device), is_even))
+    of_tokens, of_keys = (sent(np.concatenate(each), device) for each in (tokens, keys))
+    return _Plan(groups, of_tokens, of_keys, sent(back, device))
 
-    @classmethod
-    def of(cls, documents: Documents, width: int, device: torch.device) -> _Plan:
-        """On the host, from lengths it knows; what is sent is not waited for."""
-        lengths, seen = np.asarray(documents.lengths), np.asarray(documents.key_lengths)
-        starts, key_starts = np.cumsum(lengths) - lengths, np.cumsum(seen) - seen
-        tokens, keys, places, shapes = [], [], [], []
-        back, n_before = np.empty(int(lengths.sum()), np.int64), 0
-        call_flops = CALL_FLOPS if device.type == "cuda" else CPU_CALL_FLOPS
-        for group in padded_groups(documents.lengths, documents.key_lengths, width, call_flops):
-            members = np.asarray(group.documents)
-            own, other = lengths[members, None], seen[members, None]
-            columns = np.arange(group.n_tokens)
-            rows = starts[members, None] + np.minimum(columns, own - 1)
-            at = n_before + np.arange(rows.size).reshape(rows.shape)
-            is_real = columns < own
-            back[rows[is_real]] = at[is_real]
-            n_before += rows.size
-            tokens.append(rows.ravel())
-            keys.append(
-                (key_starts[members, None] + np.minimum(np.arange(group.n_keys), other - 1)).ravel()
-            )
-            places.append(sent(np.stack([(other - own)[:, 0], other[:, 0] - 1]), device))
-            shapes.append((len(members), group.n_tokens, group.n_keys, group.is_even))
-        of_tokens = sent(np.concatenate(tokens), device)
-        sees_itself = documents.key_rows is None and np.array_equal(lengths, seen)
-        of_keys = of_tokens if sees_itself else sent(np.concatenate(keys), device)
-        return cls(tuple(shapes), of_tokens, of_keys, sent(back, device), tuple(places))
+
+def padded_groups(
+    lengths: Iterable[int], key_lengths: Iterable[int], width: int, call_flops: float
+) -> list[list[int]]:
+    """The numbers of documents that go together, the longest first: a group ends where what it pads
+    costs more than a call. `width` is that of all heads of a token.
+    """
+    sizes = [
+        (up_to_aligned(k), up_to_aligned(n)) for k, n in zip(key_lengths, lengths, strict=True)
+    ]
+    groups: list[list[int]] = []
+    most_keys, most_tokens, padding = 0, 0, 0
+    for number in sorted(range(len(sizes)), key=lambda number: sizes[number], reverse=True):
+        n_keys, n_tokens = sizes[number]
+        most_tokens = max(most_tokens, n_tokens)
+        padding += FLOPS_PER_SCORE * width * (most_keys * most_tokens - n_keys * n_tokens)
+        if not groups or padding > call_flops:
+            groups.append([])
+            most_keys, most_tokens, padding = n_keys, n_tokens, 0
+        groups[-1].append(number)
+    return groups
 
 
 # ---- one kernel for all documents, on CUDA ----
@@ -470,8 +411,8 @@ def _flex_kernel(
 
 
 KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Documents, How], Tensor]] = {
-    "documents": per_document,
-    "padded": _padded,
+    "cpu": padded,
+    "padded": padded,
     "flash": _flash,
     "flex": _flex_kernel,
 }

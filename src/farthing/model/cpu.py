@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,43 +23,38 @@ from farthing.model.attention_kernels import How
 from farthing.model.documents import Documents
 from farthing.model.norms import is_known
 
-MOST_SHORT = 128  # keys from which on torch's fused kernel is as quick, where there is no bias
+MOST_SHORT = 128  # keys up to which documents that look both ways are a block each
 MOST_KEYS = 2048  # up to which blocks are quicker than torch's fused kernel
 MOST_KEPT = 256  # keys that a block may see for its weights to be kept
-# of a block and a head: up to which products in fp32 are quicker
-MOST_KEYS_FP32, MOST_SCORES_FP32 = 64, 64 * 64
+MOST_SCORES_FP32 = 64 * 64  # of a block and a head: up to which products in fp32 are quicker
 # of a block; where nothing is hidden it has as many rows as have so many scores
 ROWS, MOST_SCORES = 128, 2**19
 
 
 def use(inner: nn.Module) -> None:
     """Compute a model that is on a CPU by what is here."""
-    attention_kernels.KERNELS["documents"] = attend
+    attention_kernels.KERNELS["cpu"] = attend
     for module in inner.modules():
         if is_known(module) and module.weight.device.type == "cpu":
             module.forward = functools.partial(_normed, module, module.forward)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
-    """Query [T, H, D], key and value [K, G, D] -> [T, H, D], as every kernel of
-    `attention_kernels`.
+    """As every kernel of `attention_kernels`: query [T, H, D], key and value [K, G, D] -> [T, H,
+    D].
     """
-    is_here = query.device.type == "cpu" and not torch.compiler.is_compiling()
-    if is_here and how.window is None and how.softcap is None:
-        if takes_blocks(query, documents, how):
-            found: Tensor = _Blocks.apply(query, key, value, documents, how.causal, how.scale)
-            return found
-        if takes_short(query, key, documents, how):
-            found = _Short.apply(query, key, value, how.bias, documents, how.scale, how.dropout)
-            return found
-    return attention_kernels.per_document(query, key, value, documents, how)
+    if not takes(query, documents, how):
+        return attention_kernels.padded(query, key, value, documents, how)
+    found: Tensor = _Attention.apply(query, key, value, how.bias, documents, how)
+    return found
 
 
-# ---- bf16, a block of queries at a time ----
+# ---- a block of queries at a time ----
 # oneDNN, by which torch multiplies matrices of bf16, makes code for every shape of a product and
 # keeps it for the life of the process: about 0.65 MiB and 0.8 ms each. So blocks are copied, with
-# zeros up to one of `few_sizes`. Short documents are multiplied in fp32, by MKL, which makes none.
-# Scores live for a block; its weights are kept where they are few, else made again.
+# zeros up to one of `few_sizes`. Short documents, and those with a bias, are a block each, which is
+# multiplied in fp32, by MKL: products this small gain nothing from bf16. Scores live for a block;
+# its weights are kept where they are few, else made again.
 
 
 def few_sizes(n: int) -> int:
@@ -67,11 +63,18 @@ def few_sizes(n: int) -> int:
     return -(-n // step) * step
 
 
-def takes_blocks(query: Tensor, documents: Documents, how: How) -> bool:
-    """Whether `_Blocks` computes what is asked, and is expected to be quicker."""
-    if query.dtype != torch.bfloat16 or how.bias is not None or how.dropout:
+def takes(query: Tensor, documents: Documents, how: How) -> bool:
+    """Whether `_Attention` computes what is asked, and is expected to be quicker."""
+    if query.device.type != "cpu" or torch.compiler.is_compiling() or how.window or how.softcap:
         return False
-    return (0 if how.causal else MOST_KEYS_FP32) < documents.most_keys <= MOST_KEYS
+    if is_small(documents, how):
+        return query.dtype in (torch.float32, torch.bfloat16)
+    return query.dtype == torch.bfloat16 and documents.most_keys <= MOST_KEYS
+
+
+def is_small(documents: Documents, how: How) -> bool:
+    """Whether a document is one block."""
+    return how.bias is not None or (not how.causal and documents.most_keys <= MOST_SHORT)
 
 
 class _Block(NamedTuple):
@@ -79,6 +82,8 @@ class _Block(NamedTuple):
 
     rows: slice
     keys: slice
+    first: int
+    """The place of its first query in the document."""
     dtype: torch.dtype
     """In which they are multiplied."""
     is_last: bool
@@ -86,156 +91,59 @@ class _Block(NamedTuple):
 
     @property
     def n_rows(self) -> int:
-        """Queries."""
         return int(self.rows.stop - self.rows.start)
 
     @property
     def n_keys(self) -> int:
-        """Keys."""
         return int(self.keys.stop - self.keys.start)
 
-    def taken(self, tensor: Tensor, places: slice, n_groups: int) -> Tensor:
-        """[T, H, D] at these places -> [G, H / G * size, D], with zeros behind each head's."""
-        n = places.stop - places.start
-        size = n if self.dtype == torch.float32 else few_sizes(n)
-        found = torch.zeros(tensor.shape[1], size, tensor.shape[2], dtype=self.dtype)
-        found[:, :n] = tensor[places].transpose(0, 1)
-        return found.view(n_groups, -1, tensor.shape[2])
+    @property
+    def keeps(self) -> bool:
+        """Whether its weights are kept."""
+        return self.dtype == torch.float32 or self.n_keys <= MOST_KEPT
+
+    def taken(self, tensor: Tensor, places: slice, n_groups: int, scale: float = 1.0) -> Tensor:
+        """[T, H, D] at these places -> [G, H / G * size, D], scaled; in bf16 with zeros behind each
+        head's.
+        """
+        found = tensor[places].transpose(0, 1)
+        if self.dtype == torch.float32:
+            found = found.to(self.dtype)
+        else:
+            n, size = found.shape[1], few_sizes(found.shape[1])
+            wide = torch.zeros(tensor.shape[1], size, tensor.shape[2], dtype=self.dtype)
+            wide[:, :n] = found
+            found = wide
+        found = found.reshape(n_groups, -1, tensor.shape[2])
+        return found if scale == 1 else found * scale
 
     def given_back(self, tensor: Tensor, n_heads: int) -> Tensor:
         """[G, H / G * size, D] -> [T, H, D] of the queries: the opposite of `taken`."""
         return tensor.view(n_heads, -1, tensor.shape[2])[:, : self.n_rows].transpose(0, 1)
 
+    def of_bias(self, bias: Tensor) -> Tensor:
+        """[1, H, L, L] -> [H, rows, keys]"""
+        return bias[0, :, self.first : self.first + self.n_rows, : self.n_keys]
 
-class _Blocks(torch.autograd.Function):
-    """Works on heads of a key together."""
-
-    @staticmethod
-    @torch.autocast("cpu", enabled=False)
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        documents: Documents,
-        causal: bool,
-        scale: float,
-    ) -> Tensor:
-        """A block after another; weights are kept where there are few."""
-        ctx.documents, ctx.causal, ctx.scale = documents, causal, scale
-        all_weights = []
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        n_heads, n_groups = query.shape[1], key.shape[1]
-        for block in _blocks(documents, n_heads, causal):
-            own = block.taken(query, block.rows, n_groups).mul_(scale)
-            weights = _weights(own, block.taken(key, block.keys, n_groups), block, n_heads, causal)
-            if block.n_keys <= MOST_KEPT:
-                all_weights.append(weights)
-            made = torch.bmm(weights, block.taken(value, block.keys, n_groups))
-            out[block.rows] = block.given_back(made, n_heads)
-        ctx.save_for_backward(query, key, value, *all_weights)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    @torch.autocast("cpu", enabled=False)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Weights of a block, made again where there are many, then what they pass on; sums over
-        blocks in fp32.
+    def weights(self, own: Tensor, seen: Tensor, n_heads: int, how: How) -> Tensor:
+        """Scaled queries [G, H / G * B, D] and keys [G, S, D] -> [G, H / G * B, S]; none for
+        padding.
         """
-        query, key, value, *all_weights = ctx.saved_tensors
-        kept = iter(all_weights)
-        found = [
-            torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            for tensor in (query, key, value)
-        ]
-        to_query, to_key, to_value = found
-        n_heads, n_groups = query.shape[1], key.shape[1]
-        sums: list[Tensor] = []
-        for block in _blocks(ctx.documents, n_heads, ctx.causal):
-            own, given = (block.taken(tensor, block.rows, n_groups) for tensor in (query, grad))
-            seen, read = (block.taken(tensor, block.keys, n_groups) for tensor in (key, value))
-            own.mul_(ctx.scale)
-            weights = (
-                next(kept)
-                if block.n_keys <= MOST_KEPT
-                else _weights(own, seen, block, n_heads, ctx.causal)
+        scores = torch.bmm(own, seen.transpose(1, 2))
+        scores[:, :, self.n_keys :] = -torch.inf
+        if how.bias is not None:  # where a query looks back, it hides what comes later
+            scores.view(n_heads, -1, scores.shape[2]).add_(self.of_bias(how.bias))
+        elif how.causal and self.n_rows > 1:
+            later = torch.ones(self.n_rows, self.n_rows, dtype=torch.bool).triu_(1)
+            last = slice(self.n_keys - self.n_rows, self.n_keys)
+            scores.view(n_heads, -1, scores.shape[2])[:, : self.n_rows, last].masked_fill_(
+                later, -torch.inf
             )
-            of_weights = torch.bmm(given, read.transpose(1, 2))
-            scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
-            to_query[block.rows] = block.given_back(
-                torch.bmm(scores, seen).mul_(ctx.scale), n_heads
-            )
-            more = [
-                torch.bmm(scores.transpose(1, 2), own),
-                torch.bmm(weights.transpose(1, 2), given),
-            ]
-            more = [tensor[:, : block.n_keys] for tensor in more]
-            if sums:
-                for into, one in zip(sums, more, strict=True):
-                    into[:, : block.n_keys] += one
-            else:  # the first of a document: none sees more keys
-                sums = more if block.is_last else [tensor.float() for tensor in more]
-            if block.is_last:
-                places = slice(block.keys.start, block.keys.start + sums[0].shape[1])
-                to_key[places], to_value[places] = (tensor.transpose(0, 1) for tensor in sums)
-                sums = []
-        return *found, None, None, None
+        return torch.softmax(scores, -1, dtype=torch.float32).to(own.dtype)
 
 
-def _blocks(documents: Documents, n_heads: int, causal: bool) -> Iterator[_Block]:
-    """Of one document after another, from its last queries to its first where it looks back, which
-    see fewer keys.
-    """
-    start = key_start = 0
-    for length, n_keys in zip(documents.lengths, documents.key_lengths, strict=True):
-        step = ROWS
-        if not causal:
-            step = max(ROWS, MOST_SCORES // (n_heads * n_keys) // 16 * 16)
-        firsts = range(0, length, step)
-        for number, first in enumerate(reversed(firsts) if causal else firsts):
-            last = min(first + step, length)
-            seen = n_keys - length + last if causal else n_keys
-            dtype = torch.float32 if (last - first) * seen <= MOST_SCORES_FP32 else torch.bfloat16
-            yield _Block(
-                slice(start + first, start + last),
-                slice(key_start, key_start + seen),
-                dtype,
-                number == len(firsts) - 1,
-            )
-        start, key_start = start + length, key_start + n_keys
-
-
-def _weights(own: Tensor, seen: Tensor, block: _Block, n_heads: int, causal: bool) -> Tensor:
-    """Scaled queries [G, H / G * B, D] of a block and keys [G, S, D] -> [G, H / G * B, S]; none for
-    padding.
-    """
-    scores = torch.bmm(own, seen.transpose(1, 2))
-    scores[:, :, block.n_keys :] = -torch.inf
-    if causal and block.n_rows > 1:
-        later = torch.ones(block.n_rows, block.n_rows, dtype=torch.bool).triu_(1)
-        last = slice(block.n_keys - block.n_rows, block.n_keys)
-        scores.view(n_heads, -1, scores.shape[2])[:, : block.n_rows, last].masked_fill_(
-            later, -torch.inf
-        )
-    return torch.softmax(scores, -1, dtype=torch.float32).to(own.dtype)
-
-
-# ---- short documents, or with a bias by distance, one after another ----
-# Each is a view of all tokens, and one node of autograd stands for all of them: no padding, no
-# gathering. In bf16 too products are in fp32, as products this small gain nothing from bf16.
-
-
-def takes_short(query: Tensor, key: Tensor, documents: Documents, how: How) -> bool:
-    """Whether `_Short` computes what is asked, and is expected to be quicker."""
-    is_known_dtype = query.dtype in (torch.float32, torch.bfloat16)
-    if not is_known_dtype or query.shape[1] != key.shape[1] or documents.key_rows is not None:
-        return False
-    return how.bias is not None or (not how.causal and documents.most_keys <= MOST_SHORT)
-
-
-class _Short(torch.autograd.Function):
-    """Keeps weights [H, L, K] of each document, and what was dropped of them."""
+class _Attention(torch.autograd.Function):
+    """Works on heads of a key together; sums over blocks are in fp32."""
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)
@@ -246,91 +154,95 @@ class _Short(torch.autograd.Function):
         value: Tensor,
         bias: Tensor | None,
         documents: Documents,
-        scale: float,
-        dropout: float,
+        how: How,
     ) -> Tensor:
-        """A document after another."""
-        given = query, key, value
-        query, key, value = (_wide(tensor) for tensor in given)
+        """A block after another. `bias` is that of `how`, for its gradient."""
+        ctx.documents, ctx.how, kept = documents, replace(how, bias=None), list[Tensor]()
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        all_weights, all_kept = [], []
-        for (q, o, k, v), biased in _each_document(documents, (query, out), (key, value), bias):
-            scores = torch.bmm(q, k.transpose(1, 2))
-            if scale != 1:
-                scores *= scale
-            if biased is not None:
-                scores += biased
-            weights = torch.softmax(scores, -1)
-            all_weights.append(weights)
-            if dropout:
-                kept = torch.empty_like(weights).bernoulli_(1 - dropout).div_(1 - dropout)
-                all_kept.append(kept)
-                weights = torch.mul(weights, kept, out=scores)
-            o.copy_(torch.bmm(weights, v))
-        ctx.save_for_backward(*given, *all_weights, *all_kept)
-        ctx.documents, ctx.scale, ctx.of_bias = (
-            documents,
-            scale,
-            None if bias is None else bias.shape,
-        )
-        return out.to(given[0].dtype)
+        n_heads, n_groups = query.shape[1], key.shape[1]
+        for block in _blocks(documents, n_heads, how):
+            own = block.taken(query, block.rows, n_groups, how.scale)
+            weights = block.weights(own, block.taken(key, block.keys, n_groups), n_heads, how)
+            if block.keeps:
+                kept.append(weights)
+            if how.dropout:
+                kept.append(torch.empty_like(weights).bernoulli_(1 - how.dropout))
+                weights = weights * kept[-1].div_(1 - how.dropout)
+            made = torch.bmm(weights, block.taken(value, block.keys, n_groups))
+            out[block.rows] = block.given_back(made, n_heads)
+        ctx.save_for_backward(query, key, value, bias, *kept)
+        return out
 
     @staticmethod
     @once_differentiable
     @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of query, key, value and bias; nothing is computed again but what was
-        dropped.
-        """
-        query, key, value, *kept = ctx.saved_tensors
-        dtype = query.dtype
-        query, key, value, grad = (_wide(tensor) for tensor in (query, key, value, grad))
-        n = len(ctx.documents.lengths)
+        """Weights of a block, made again where there are many, then what they pass on."""
+        query, key, value, bias, *all_kept = ctx.saved_tensors
+        how, kept = replace(ctx.how, bias=bias), iter(all_kept)
         found = [
             torch.empty_like(tensor, memory_format=torch.contiguous_format)
             for tensor in (query, key, value)
         ]
-        of_bias = (
-            None
-            if ctx.of_bias is None or not ctx.needs_input_grad[3]
-            else grad.new_zeros(ctx.of_bias)
-        )
-        views = _each_document(
-            ctx.documents, (query, grad, found[0]), (key, value, *found[1:]), of_bias
-        )
-        for number, ((q, g, to_q, k, v, to_k, to_v), to_bias) in enumerate(views):
-            weights = kept[number]
-            of_weights = torch.bmm(g, v.transpose(1, 2))
-            if len(kept) > n:
-                of_weights *= kept[n + number]
-                to_v.copy_(torch.bmm((weights * kept[n + number]).transpose(1, 2), g))
-            else:
-                to_v.copy_(torch.bmm(weights.transpose(1, 2), g))
-            scores = torch._softmax_backward_data(of_weights, weights, -1, torch.float32)
+        to_query, to_key, to_value = found
+        to_bias = torch.zeros_like(bias) if ctx.needs_input_grad[3] else None
+        n_heads, n_groups = query.shape[1], key.shape[1]
+        sums: list[Tensor] = []
+        for block in _blocks(ctx.documents, n_heads, how):
+            own = block.taken(query, block.rows, n_groups, how.scale)
+            given = block.taken(grad, block.rows, n_groups)
+            seen, read = (block.taken(tensor, block.keys, n_groups) for tensor in (key, value))
+            weights = next(kept) if block.keeps else block.weights(own, seen, n_heads, how)
+            of_weights, passed = torch.bmm(given, read.transpose(1, 2)), weights
+            if how.dropout:
+                dropped = next(kept)
+                of_weights, passed = of_weights * dropped, weights * dropped
+            scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
             if to_bias is not None:
-                to_bias += scores
-            if ctx.scale != 1:
-                scores *= ctx.scale
-            to_q.copy_(torch.bmm(scores, k))
-            to_k.copy_(torch.bmm(scores.transpose(1, 2), q))
-        return *(tensor.to(dtype) for tensor in found), of_bias, None, None, None
+                block.of_bias(to_bias).add_(scores.view(n_heads, -1, scores.shape[2]))
+            of_own = torch.bmm(scores, seen).mul_(how.scale)
+            to_query[block.rows] = block.given_back(of_own, n_heads)
+            more = [
+                torch.bmm(scores.transpose(1, 2), own)[:, : block.n_keys],
+                torch.bmm(passed.transpose(1, 2), given)[:, : block.n_keys],
+            ]
+            if sums:
+                for into, one in zip(sums, more, strict=True):
+                    into[:, : block.n_keys] += one
+            else:  # the first of a document: none sees more keys
+                sums = more if block.is_last else [tensor.float() for tensor in more]
+            if block.is_last:
+                places = slice(block.keys.start, block.keys.start + sums[0].shape[1])
+                to_key[places], to_value[places] = (tensor.transpose(0, 1) for tensor in sums)
+                sums = []
+        return *found, to_bias, None, None
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _each_document(
-    documents: Documents, own: tuple[Tensor, ...], seen: tuple[Tensor, ...], bias: Tensor | None
-) -> Iterator[tuple[tuple[Tensor, ...], Tensor | None]]:
-    """Of each document: views [H, L, D] of tensors over tokens, then [H, K, D] of those over keys;
-    of the bias [H, L, K].
+def _blocks(documents: Documents, n_heads: int, how: How) -> Iterator[_Block]:
+    """Of one document after another, from its last queries to its first where it looks back, which
+    see fewer keys.
     """
-    lengths, keys = documents.lengths, documents.key_lengths
-    parts = [tensor.transpose(0, 1).split(lengths, 1) for tensor in own]
-    parts += [tensor.transpose(0, 1).split(keys, 1) for tensor in seen]
-    for length, n_keys, *views in zip(lengths, keys, *parts, strict=True):
-        yield tuple(views), None if bias is None else bias[0, :, :length, :n_keys]
+    start = key_start = 0
+    whole = is_small(documents, how)
+    for length, n_keys in zip(documents.lengths, documents.key_lengths, strict=True):
+        step = ROWS
+        if whole:
+            step = length
+        elif not how.causal:
+            step = max(ROWS, MOST_SCORES // (n_heads * n_keys) // 16 * 16)
+        firsts = range(0, length, step)
+        for first in reversed(firsts) if how.causal else firsts:
+            last = min(first + step, length)
+            seen = n_keys - length + last if how.causal and how.bias is None else n_keys
+            is_few = whole or (last - first) * seen <= MOST_SCORES_FP32
+            yield _Block(
+                slice(start + first, start + last),
+                slice(key_start, key_start + seen),
+                first,
+                torch.float32 if is_few else torch.bfloat16,
+                first == (firsts[0] if how.causal else firsts[-1]),
+            )
+        start, key_start = start + length, key_start + n_keys
 
 
 # ---- RMS norms in fp32 as one node, which keeps its input and one number a row ----

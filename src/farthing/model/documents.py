@@ -6,7 +6,6 @@ Shapes: T tokens of N documents, K keys that they see.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,8 +34,6 @@ class Documents:
     bounds: Tensor
     """int32 [N + 1] on the batch's device: 0, then where each ends."""
     longest: int
-    runs: tuple[tuple[int, int, int], ...]
-    """(how many documents, tokens of each, keys of each) of neighbours alike in both, in order."""
     no_mask: Tensor
     """[1, 1, 1, 1]: transformers takes a mask of four dimensions as made, so it looks for no
     boundaries by itself.
@@ -85,10 +82,6 @@ class Documents:
             sizes,
             bounds,
             max(sizes),
-            tuple(
-                (len(list(alike)), *each)
-                for each, alike in itertools.groupby(zip(sizes, keys, strict=True))
-            ),
             torch.ones(1, 1, 1, 1, device=device),
             bounds if keys == sizes else _ends(keys, device),
             keys,
