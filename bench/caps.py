@@ -42,7 +42,7 @@ PHASES = {
     "reading": "farthing.train.resolve:open_sources",
     "tokenizing": "farthing.train.resolve:tokenize",
     "loading": "farthing.train.build:build_model",
-    "restoring": "farthing.train.run:restore",
+    "restoring": "farthing.train.run:refer",
     "step": "farthing.train.loop:take_step",
     "evaluation": "farthing.train.evaluate:evaluate",
     "saving": "farthing.run.checkpoint:commit_folder",

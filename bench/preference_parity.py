@@ -117,7 +117,7 @@ class Case:
     def ours(self, seed: int) -> tuple[float, dict[str, float], dict[str, Tensor]]:
         """(loss, figures, gradients)"""
         from farthing.config.load import load_job
-        from farthing.train.run import opened_attempt
+        from farthing.train.run import opened_run
 
         (self.folder / "job.yaml").write_text(
             yaml.safe_dump(
@@ -134,7 +134,7 @@ class Case:
             )
         )
         (self.folder / "run").mkdir(exist_ok=True)
-        with opened_attempt(load_job(self.folder / "job.yaml"), lambda event: None) as attempt:
+        with opened_run(load_job(self.folder / "job.yaml"), lambda event: None) as attempt:
             forward, tokens = attempt.forward, attempt.train_examples.tokens
             units = np.arange(len(tokens))
             assert len(units) == N, tokens.facts

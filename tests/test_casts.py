@@ -23,8 +23,7 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.lora_kernels import use_low_rank
 from farthing.train.loop import take_step
-from farthing.train.run import opened_attempt
-from farthing.train.step_log import settle
+from farthing.train.run import opened_run
 from packed_models import documents, model_of
 from thinned import thinned
 from workshop import Heard, make_job
@@ -233,12 +232,12 @@ def test_steps_with_casts_are_those_without(method: Any, tmp_path: Path) -> None
         }
         job = make_job(tmp_path, method=method, output_dir=f"./run-{has_casts}", **how)
         Path(job.output_dir).mkdir()
-        with opened_attempt(job, Heard()) as run:
+        with opened_run(job, Heard()) as run:
             begun = {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
             run.forward.casts = Casts(run.model, torch.bfloat16) if has_casts else None
             for _ in range(3):
                 take_step(run)
-            settle(run)
+            run.log.settle()
             weights.append(
                 {
                     name: weight.detach() - begun[name]

@@ -230,7 +230,8 @@ def test_a_run_in_bf16_that_was_stopped_has_the_losses_of_one_that_was_not(
     }
     stopped, whole = (workshop.make_job(tmp_path / name, **keys) for name in ("stopped", "whole"))
     with monkeypatch.context() as before:
-        before.setattr("farthing.train.loop.is_done", lambda attempt: attempt.progress.step >= 1)
+        is_done = property(lambda forecast: forecast.progress.step >= 1)
+        before.setattr("farthing.train.forecast.Forecast.is_done", is_done)
         workshop.train(stopped)
     workshop.change_facts(Path(stopped.output_dir), finished=None)
     assert {workshop.train(job).state for job in (stopped, whole)} == {"finished"}

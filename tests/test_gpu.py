@@ -48,13 +48,11 @@ from farthing.model.lora_kernels import leave_low_rank
 from farthing.model.loss import Labelled
 from farthing.prices.gpus import gpu_of_device
 from farthing.report.receipt import build_receipt
-from farthing.train.attempt import Attempt
+from farthing.train.built import Run
 from farthing.train.loop import take_step
 from farthing.train.offload import OffloadedAdamW
-from farthing.train.prefix_budget import share_prefix
-from farthing.train.run import opened_attempt
+from farthing.train.run import opened_run
 from farthing.train.step import seed_everything
-from farthing.train.step_log import settle
 from test_head import in_tiles_of
 from workshop import Heard, Watched, job_file, log_of, losses_of, make_job, with_system_prompt
 
@@ -125,37 +123,37 @@ def uneven_rows(n: int = 40) -> list[dict[str, str]]:
 
 
 @contextlib.contextmanager
-def opened(job: Any) -> Iterator[Attempt]:
+def opened(job: Any) -> Iterator[Run]:
     """A run at step 0, not in its loop."""
     Path(job.output_dir).mkdir(parents=True, exist_ok=True)
-    with opened_attempt(job, Heard()) as run:
+    with opened_run(job, Heard()) as run:
         yield run
 
 
-def gradients(run: Attempt, step: int = 0) -> tuple[float, dict[str, Tensor]]:
+def gradients(run: Run, step: int = 0) -> tuple[float, dict[str, Tensor]]:
     """(mean loss, gradients by name, on the CPU in fp64) of a step, added up as the loop does;
     unscaled where fp16 scales.
     """
     tokens = run.train_examples.tokens
     for _ in range(24):  # the scale of fp16 halves until nothing overflows
         run.optimizer.zero_grad(set_to_none=True)
-        seed_everything(run.job.train.seed, step)
+        seed_everything(run.spec.job.train.seed, step)
         ready = micro_batches(
             step,
             step + 1,
-            run.batches.examples_of,
+            run.steps.feed.batches.examples_of,
             lambda examples: run.steps.feed.table_of(examples).cells,
             lambda examples: run.forward.collate(tokens, examples),
         )
         sums = run.steps.step.accumulate(ready)
-        run.scaler.unscale_(run.optimizer)
+        run.steps.step.scaler.unscale_(run.optimizer)
         found = {
             name: p.grad.double().cpu()
             for name, p in run.model.named_parameters()
             if p.grad is not None
         }
-        if run.scaler.is_enabled():
-            run.scaler.update()
+        if run.steps.step.scaler.is_enabled():
+            run.steps.step.scaler.update()
         if all(bool(gradient.isfinite().all()) for gradient in found.values()):
             break
     return float(torch.stack(sums.losses).double().sum()) / sums.n_targets, found
@@ -174,7 +172,7 @@ def first_gradients(job: Any) -> tuple[float, dict[str, Tensor]]:
         return gradients(run)
 
 
-def wake_adapters(run: Attempt) -> None:
+def wake_adapters(run: Run) -> None:
     """Adapters that do something: fresh ones multiply by zero."""
     draw = torch.Generator().manual_seed(5)
     for name, weight in run.model.named_parameters():
@@ -564,7 +562,7 @@ def test_an_off_loaded_step_leaves_nothing_on_the_device(tmp_path: Path) -> None
     with opened(make_job(tmp_path, **strict(optim="adamw_torch_offload"))) as run:
         for _ in range(3):
             take_step(run)
-        settle(run)
+        run.log.settle()
         assert isinstance(run.optimizer, OffloadedAdamW)
         states = [value for state in run.optimizer.state.values() for value in state.values()]
         assert {value.device.type for value in states} == {"cpu"}
@@ -629,8 +627,7 @@ def test_steps_never_wait_for_the_device(kind: str, tmp_path: Path) -> None:
         tmp_path, method="lora" if kind == "lora" else "full", **keys | {"rows": rows} | more
     )
     with opened(job) as run:
-        share_prefix(run)
-        assert run.settings.shares_prefix == (kind == "beginnings")
+        assert run.steps.settings.shares_prefix == (kind == "beginnings")
         steps = run.steps
         taken = [steps.take(step) for step in range(2)]  # what is made once may be waited for
         if HAS_GPU:
@@ -832,7 +829,7 @@ def test_the_need_judged_before_the_first_step_is_the_peak(
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         take_step(run)
-        settle(run)
+        run.log.settle()
         peak = torch.cuda.max_memory_allocated() - resting
         assert run.expected_bytes - resting == pytest.approx(peak, rel=0.1)
 
@@ -873,7 +870,7 @@ def test_paged_state_comes_back_into_pages(tmp_path: Path) -> None:
         make_job(tmp_path, **strict(optim="paged_adamw_32bit", size={"hidden": 512}))
     ) as run:
         take_step(run)
-        settle(run)
+        run.log.settle()
         tensors, values = run.state["optimizer"].state()
         run.state["optimizer"].restore(
             {name: tensor.clone() for name, tensor in tensors.items()}, values
@@ -887,7 +884,7 @@ def test_paged_state_comes_back_into_pages(tmp_path: Path) -> None:
         assert any(getattr(value, "is_paged", False) for value in states)
         assert all(getattr(value, "is_paged", False) for value in states if value.numel() >= 1e5)
         take_step(run)
-        settle(run)
+        run.log.settle()
 
 
 @on_a_gpu

@@ -66,7 +66,6 @@ def test_the_first_row_of_a_method_sets_the_pace_of_the_second(scale: work.Scale
 def test_everyone_takes_the_examples_that_farthing_draws(tmp_path: Path) -> None:
     work.prepare(tmp_path, "toy", SMALL)
     from farthing.train.loop import take_step
-    from farthing.train.step_log import settle
     from peers.assignment import Examples
 
     drawn = Examples.load(tmp_path / "toy-chat" / "train.npz")
@@ -75,10 +74,10 @@ def test_everyone_takes_the_examples_that_farthing_draws(tmp_path: Path) -> None
     assert len({index for step in order for index in step}) == 40
     values = work.job_values(tmp_path / "toy-chat", tmp_path / "out", "lora", 8, 5, 3.0)
     with work.opened(values, drawn) as run:
-        assert [run.batches.examples_of(step).tolist() for step in range(5)] == order
+        assert [run.steps.feed.batches.examples_of(step).tolist() for step in range(5)] == order
         assert (run.train_examples.tokens.lengths == drawn.lengths).all()
         take_step(run)
-        settle(run)
+        run.log.settle()
         assert run.progress.n_tokens == drawn.lengths[order[0]].sum()
 
 
@@ -86,7 +85,6 @@ def test_everyone_takes_the_examples_that_farthing_draws(tmp_path: Path) -> None
 def test_a_step_is_taken_of_models_that_are_no_chat_models(shape: str, tmp_path: Path) -> None:
     work.prepare(tmp_path, shape, SMALL)
     from farthing.train.loop import take_step
-    from farthing.train.step_log import settle
     from peers.assignment import Examples
 
     (lengths,) = work.lengths_of(shape)
@@ -94,8 +92,8 @@ def test_a_step_is_taken_of_models_that_are_no_chat_models(shape: str, tmp_path:
     drawn = Examples.load(folder / "train.npz")
     with work.opened(work.job_values(folder, tmp_path / "out", "full", 8, 2, 3.0), drawn) as run:
         take_step(run)
-        settle(run)
-        assert run.progress.n_tokens == drawn.lengths[run.batches.examples_of(0)].sum()
+        run.log.settle()
+        assert run.progress.n_tokens == drawn.lengths[run.steps.feed.batches.examples_of(0)].sum()
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import pinned
 from farthing.model.liger import use_liger
 from farthing.run.accounts import read_ledger
-from farthing.train.run import opened_attempt
+from farthing.train.run import opened_run
 from farthing.train.update_guard import load_update_kernels
 from scarce import OPTIMIZERS, Failing, optimizer_of, small_model, step_of
 from workshop import Heard, job_file, losses_of, make_job
@@ -124,7 +124,7 @@ def test_a_gpu_that_fails_in_a_restore_says_nothing_against_the_checkpoint(
         raise torch.AcceleratorError(ILLEGAL)
 
     with monkeypatch.context() as patch:
-        patch.setattr("farthing.train.attempt.put_back", broken)
+        patch.setattr("farthing.train.state.put_back", broken)
         with pytest.raises(DeviceError, match="the GPU has failed"):
             workshop.train(job)
     assert workshop.train(job).state == "finished"
@@ -165,7 +165,7 @@ def test_memory_that_runs_out_in_any_verb_is_said(
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr("farthing.train.profiling.opened_attempt", full)
+    monkeypatch.setattr("farthing.train.profiling.opened_run", full)
     assert main(["profile", str(path), *(["--json"] if as_json else [])]) == 1
     out, err = capsys.readouterr()
     assert "the device has no memory left: CUDA out of memory" in (out if as_json else err)
@@ -242,7 +242,7 @@ def test_an_update_without_room_for_its_kernels_is_missed_where_nothing_has_chan
     job = make_job(tmp_path, max_steps=2)
     Path(job.output_dir).mkdir(parents=True)
     heard, failing = Heard(), Failing(torch.optim.AdamW.step, 1)
-    with opened_attempt(job, heard) as run:
+    with opened_run(job, heard) as run:
         before = {name: weight.clone() for name, weight in run.model.state_dict().items()}
         monkeypatch.setattr(torch.optim.AdamW, "step", lambda *args: failing(*args))
         run.steps.rehearse(0)

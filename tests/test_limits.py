@@ -13,22 +13,20 @@ import random
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import caps
 import farthing.train.loop
 import farthing.train.run
-import farthing.train.saver
 import workshop
 from farthing.config.job import Job
 from farthing.errors import RunInterruptedError
@@ -38,13 +36,15 @@ from farthing.run.exported import seal_export
 from farthing.run.folder import LEDGER, MODEL
 from farthing.run.ledger import Ledger, Meter, steady_clock
 from farthing.run.signals import Notice
-from farthing.train.attempt import Attempt, Clocks, Context, Progress, Saving
 from farthing.train.budget import over_limit, seconds_left, why_not_start
-from farthing.train.forecast import leaving_s, takes
-from farthing.train.learning_rate import first_schedule
+from farthing.train.context import Context
+from farthing.train.curves import fitted_schedule, schedule
+from farthing.train.evaluate import Evaluator
+from farthing.train.forecast import Forecast
 from farthing.train.loop import loop
-from farthing.train.optim import fitted_schedule, schedule
-from farthing.train.schedule import Fit, first_fit, keep_fit, kept_fit, settled_fit
+from farthing.train.saver import Saver
+from farthing.train.schedule import Fit, first_fit, first_schedule, keep_fit, kept_fit, settled_fit
+from farthing.train.state import Progress
 from thinned import thinned
 
 STARTED_AT = 1_800_000_000.0  # a moment of the year 2027
@@ -83,82 +83,83 @@ class Machine:
         return STARTED_AT + self.now + self.clock_error_s
 
 
-class Simulated(Attempt):
-    """An attempt on a machine on which work is only time: what the loop calls on it is replaced by
-    `simulate`.
-    """
+class TimedSaver(Saver):
+    """Saves and exports of a machine on which work is only time."""
 
     machine: Machine
-    costs: Any
+    costs: Costs
     disk: dict[str, Any]
 
+    def save(self) -> None:
+        """Take the time of it."""
+        with self.context.meter.span("checkpoint"):
+            self.machine.passes(self.costs.save_s)
+        self.took_s, self.saved_at_s = self.costs.save_s, self.context.meter.wall_s
+        self.mark = self.progress.mark
+        self.disk["progress"] = self.progress.state()[1]
+        self.context.ledger.committed(self.progress.step)
 
-def simulate(patch: pytest.MonkeyPatch) -> None:
-    """Let steps, evaluations, saves and exports be time; the loop, its limits and its order stay."""  # noqa: E501
+    def save_last(self) -> None:
+        """The same, where that is not saved."""
+        if self.progress.step > 0 and self.mark != self.progress.mark:
+            self.save()
 
-    def take_step(run: Simulated) -> None:
-        seconds = run.costs.step_s(run.progress.step)
-        with run.meter.span("compute"):
-            passes_or_leaves(run, seconds)
-        run.progress.step += 1
-        run.pace.longest_step_s = max(run.pace.longest_step_s, seconds)
-        run.pace.most_tokens = max(run.pace.most_tokens, run.costs.lengths[run.progress.step - 1])
-        run.pace.n_steps += 1
-        run.pace.step_s = run.costs.mean_step_s if run.pace.n_steps > 1 else None
-        run.ledger.at_step(run.progress.step, {"takes": takes(run)})
+    def export(self) -> None:
+        """Take the time of it."""
+        context, step = self.context, self.progress.step
+        context.ledger.write("running", exported=step)
+        self.machine.passes(self.costs.export_s)
+        self.export_s = self.costs.export_s
+        (context.folder / MODEL).mkdir(exist_ok=True)
+        seal_export(context.folder / MODEL)
+        self.disk["model"] = step
 
-    def evaluate_run(run: Simulated) -> None:
-        with run.meter.span("evaluation"):
-            passes_or_leaves(run, run.costs.evaluation_s)
-        run.progress.evaluated_step = run.progress.step
-        run.clocks.evaluation_s = run.costs.evaluation_s
-
-    def save(run: Simulated) -> None:
-        with run.meter.span("checkpoint"):
-            run.machine.passes(run.costs.save_s)
-        run.saving.took_s, run.saving.at_s, run.saving.mark = (
-            run.costs.save_s,
-            run.meter.wall_s,
-            mark(run),
-        )
-        run.disk["progress"] = run.progress.state()[1]
-        run.ledger.committed(run.progress.step)
-
-    def save_last(run: Simulated) -> None:
-        if run.progress.step > 0 and run.saving.mark != mark(run):
-            save(run)
-
-    def export(run: Simulated) -> None:
-        run.ledger.write("running", exported=run.progress.step)
-        run.machine.passes(run.costs.export_s)
-        run.saving.export_s = run.costs.export_s
-        (run.folder / MODEL).mkdir(exist_ok=True)
-        seal_export(run.folder / MODEL)
-        run.disk["model"] = run.progress.step
-
-    alone = {"take_step": take_step, "evaluate_run": evaluate_run, "save": save}
-    alone |= dict.fromkeys(("rehearse",), lambda run: None)
-    for name, instead in alone.items():
-        patch.setattr(farthing.train.loop, name, instead)
-    for name, instead in {"save_last": save_last, "export": export}.items():
-        patch.setattr(farthing.train.loop, name, instead)
-        patch.setattr(farthing.train.saver, name, instead)
-    patch.setattr(farthing.train.saver, "_trained", lambda run: {})
+    def trained(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
 
 
-def passes_or_leaves(run: Simulated, seconds: float) -> None:
+class TimedEvaluator(SimpleNamespace):
+    """Evaluations of that machine, every 7 steps."""
+
+    every_steps = 7
+    is_at = Evaluator.is_at
+
+    @property
+    def n_steps_like(self) -> float:
+        """Of training."""
+        return 1 / 8
+
+    def run(self) -> bool:
+        """Take the time of it."""
+        with self.run_of.context.meter.span("evaluation"):
+            passes_or_leaves(self.run_of, self.costs.evaluation_s)
+        self.run_of.progress.evaluated_step = self.run_of.progress.step
+        self.took_s = self.costs.evaluation_s
+        return False
+
+
+def take_step(run: Any) -> None:
+    """A step of that machine."""
+    seconds = run.costs.step_s(run.progress.step)
+    with run.context.meter.span("compute"):
+        passes_or_leaves(run, seconds)
+    run.progress.step += 1
+    run.pace.longest_step_s = max(run.pace.longest_step_s, seconds)
+    run.pace.most_tokens = max(run.pace.most_tokens, run.costs.lengths[run.progress.step - 1])
+    run.pace.n_steps += 1
+    run.pace.step_s = run.costs.mean_step_s if run.pace.n_steps > 1 else None
+    run.context.ledger.at_step(run.progress.step, {"takes": run.forecast.takes()})
+
+
+def passes_or_leaves(run: Any, seconds: float) -> None:
     """Work that asks now and then whether to leave, as the watchdog has it leave."""
     while seconds > 0:
         run.machine.passes(min(seconds, 0.5))
         seconds -= 0.5
-        if limit := over_limit(run.job, run.ledger, leaving_s(run)):
-            run.notice.reach(limit)
+        if limit := run.context.over_limit(run.forecast.leaving_s):
+            run.context.notice.reach(limit)
             raise RunInterruptedError("stopped")
-
-
-def mark(run: Attempt) -> tuple[Any, ...]:
-    """What tells one saved state from another."""
-    return run.progress.step, run.progress.evaluated_step, run.progress.stopped_early
 
 
 class Costs:
@@ -194,7 +195,10 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work is time; and looking for garbage in a process of many tests takes longer than a
     simulated run.
     """
-    monkeypatch.setattr(farthing.train.loop, "rare_collections", nullcontext)
+    instead: dict[str, Any] = {"rare_collections": nullcontext, "take_step": take_step}
+    instead["rehearse"] = lambda run: None
+    for name, other in instead.items():
+        monkeypatch.setattr(farthing.train.loop, name, other)
 
 
 def attempt(
@@ -220,17 +224,20 @@ def attempt(
         return "limit"
     meter.enter("load_model")
     machine.passes(costs.start_s * 0.6)
-    run = Simulated.__new__(Simulated)
-    run.machine, run.costs, run.disk = machine, costs, disk
-    vars(run).update(
-        vars(Context(job, folder, "simulated", meter, ledger, Notice(), lambda *_: None))
+    context = Context(
+        folder,
+        "simulated",
+        meter,
+        ledger,
+        Notice(),
+        lambda *_: None,
+        over_limit=partial(over_limit, job, ledger),
+        seconds_left=partial(seconds_left, job, ledger),
     )
-    run.train_examples = SimpleNamespace(tokens=SimpleNamespace(lengths=costs.lengths))  # type: ignore[assignment]
-    run.eval_examples = [1] if costs.evaluation_s else None  # type: ignore[assignment]
-    run.model, run.estimate, run.progress = torch.nn.Linear(1, 1), estimate, Progress()
-    run.batches = SimpleNamespace(steps_per_epoch=7, examples_of=lambda step: [step])  # type: ignore[assignment]
-    run.schedule = first_schedule(job, folder, ledger, run.estimate, 7)
-    run.pace = SimpleNamespace(  # type: ignore[assignment]
+    run = SimpleNamespace(machine=machine, costs=costs, context=context, progress=Progress())
+    if "progress" in disk:
+        run.progress.restore({}, disk["progress"])
+    run.pace = SimpleNamespace(
         longest_step_s=0.0,
         longest_rest_s=0.0,
         step_s=None,
@@ -238,21 +245,48 @@ def attempt(
         most_tokens=0,
         turn_done=lambda seconds: None,
     )
-    feed = SimpleNamespace(close=lambda: None, n_steps=run.n_steps)
-    run.steps = SimpleNamespace(feed=feed)  # type: ignore[assignment]
-    run.saving, run.clocks, run.in_flight = (
-        Saving(costs.save_every_s, meter.wall_s, mark(run)),
-        Clocks(),
-        deque(),
+    run.schedule = first_schedule(job, folder, context.seconds_left(), estimate, 7)
+    batches = SimpleNamespace(steps_per_epoch=7, examples_of=lambda step: [step])
+    run.steps = SimpleNamespace(
+        feed=SimpleNamespace(
+            close=lambda: None,
+            batches=batches,
+            n_tokens=lambda examples: int(costs.lengths[examples].sum()),
+        )
     )
-    if "progress" in disk:
-        run.progress.restore({}, disk["progress"])
-        run.saving.mark = mark(run)
+    run.log = SimpleNamespace(settle=lambda: None)
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("checkpoints", "state", "log", "record", "model", "tokenizer", "settle")
+    )
+    run.saver = TimedSaver(
+        context=context,
+        progress=run.progress,
+        schedule=run.schedule,
+        save_steps=None,
+        every_s=costs.save_every_s,
+        save_total_limit=1,
+        load_best_model_at_end=False,
+        trained_bytes=8,
+        mark=run.progress.mark,
+        **nothing,
+    )
+    run.saver.machine, run.saver.costs, run.saver.disk = machine, costs, disk
+    run.evaluator = None
+    if costs.evaluation_s:
+        run.evaluator = TimedEvaluator(run_of=run, costs=costs, took_s=0.0)
+    run.forecast = Forecast(
+        context=context,
+        progress=run.progress,
+        schedule=run.schedule,
+        feed=run.steps.feed,
+        pace=run.pace,
+        saver=run.saver,
+        evaluator=run.evaluator,
+        estimate=estimate,
+    )
     ledger.begin_at(run.progress.step)
     meter.enter("idle")
-    with pytest.MonkeyPatch.context() as patch:
-        simulate(patch)
-        state, _ = loop(run)
+    state, _ = loop(run)  # type: ignore[arg-type]
     ledger.close(state)
     return state
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,8 +29,7 @@ from farthing.model.hardware import Numerics
 from farthing.model.head import How, head_loss
 from farthing.model.loss import POSITIONS, TARGETS, Labelled
 from farthing.models.tiles import head_bytes
-from farthing.train.prefix_budget import accumulates
-from farthing.train.run import opened_attempt
+from farthing.train.run import opened_run
 from farthing.train.run_settings import first_settings
 from on_gpu.work import config_of
 from traced import Alive, fake_model, own_loss, traced_peak
@@ -229,20 +227,19 @@ def test_the_need_is_that_of_the_largest_micro_batch_that_comes(
     size = {"hidden": 32, "layers": 1}
     job = make_job(tmp_path, n_rows=40, max_steps=5, micro_batch_tokens=budget, size=size)
     Path(job.output_dir).mkdir()
-    with opened_attempt(job, Heard()) as attempt:
-        steps, has_several = attempt.steps, budget == 200
-        assert attempt.memory.n_tokens == max(steps.feed.largest_of(step)[1] for step in range(5))
-        assert attempt.memory.n_tokens <= min(budget, 8 * 100)
-        assert attempt.memory.gradients.accumulate == has_several
-        asked = (attempt.forward, attempt.train_examples, attempt.batches, 5)
-        assert accumulates(*asked, budget) == has_several
+    with opened_run(job, Heard()) as run:
+        steps, has_several = run.steps, budget == 200
+        assert run.memory.n_tokens == max(steps.feed.largest_of(step)[1] for step in range(5))
+        assert run.memory.n_tokens <= min(budget, 8 * 100)
+        assert run.memory.gradients.accumulate == has_several
+        assert steps.feed.accumulates == has_several
         n_passes, loss = [0], Forward.loss
 
         def counted(forward: Forward, *more: Any) -> Any:
             n_passes[0] += 1
             return loss(forward, *more)
 
-        attempt.forward.casts = Casts(attempt.model, torch.bfloat16)
+        run.forward.casts = Casts(run.model, torch.bfloat16)
         keeps_copies, kept = list[bool](), Casts.kept
 
         def noted(casts: Casts, *, several: bool, at_once: bool) -> Any:
@@ -251,7 +248,7 @@ def test_the_need_is_that_of_the_largest_micro_batch_that_comes(
 
         monkeypatch.setattr(Casts, "kept", noted)
         monkeypatch.setattr(Forward, "loss", counted)
-        steps.rehearse(0, lambda: accumulates(*asked, budget))
+        steps.rehearse(0)
         assert n_passes == [2 if has_several else 1]
         assert keeps_copies == [has_several], "for the next pass, as a step has them"
 
@@ -285,13 +282,10 @@ def test_a_run_without_a_probe_begins_with_no_checkpointing_whatever_was_planned
     """The least that fits is measured."""
     job = make_job(tmp_path, size={"hidden": 32, "layers": 1}, probe=False)
     Path(job.output_dir).mkdir()
-    with opened_attempt(job, Heard()) as attempt:
-        planned = attempt.estimate
+    with opened_run(job, Heard()) as run:
+        planned = run.estimate
         assert planned is not None
         planned = replace(planned, settings=replace(planned.settings, checkpoint_every=2))
-        context: Any = SimpleNamespace(
-            folder=attempt.folder, ledger=attempt.ledger, warn=attempt.warn
-        )
-        found = first_settings(attempt.spec, context, attempt.train_examples, planned)
+        found = first_settings(run.spec, run.context, run.train_examples, planned)
         assert found.checkpoint_every == 0
-        assert attempt.memory.checkpoint_every == 0
+        assert run.memory.checkpoint_every == 0

@@ -31,9 +31,10 @@ from farthing.model.adapters import Adapter, add_adapter, count_parameters
 from farthing.model.hardware import Numerics, choose_numerics
 from farthing.model.load import ModelChoice, load_config, load_model
 from farthing.model.loss import summed_loss
-from farthing.train.attempt import Attempt
+from farthing.train.built import Run
+from farthing.train.curves import schedule
 from farthing.train.loop import take_step
-from farthing.train.optim import decayed_names, make_optimizer, schedule
+from farthing.train.optim import decayed_names, make_optimizer
 from test_mishaps import fail_at
 from thinned import thinned
 from workshop import Heard, Watched, log_of, losses_of, make_job
@@ -248,16 +249,15 @@ def test_random_weights_are_the_same_in_every_precision(tmp_path: Path) -> None:
     assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
 
 
-def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[Attempt, Heard]:
+def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[Run, Heard]:
     """A run on the CPU whose scaler is enabled as it is for fp16 on a GPU."""
     from farthing.run.ledger import Ledger, Meter
     from farthing.run.signals import Notice
     from farthing.settings import Settings
     from farthing.storage.files import make_private
-    from farthing.train.attempt import Context
     from farthing.train.build import assemble, build_model
+    from farthing.train.context import Context
     from farthing.train.resolve import open_examples
-    from farthing.train.saver import restore
 
     job = make_job(tmp_path, max_grad_norm=0.5, **keys)
     heard = Heard()
@@ -268,11 +268,11 @@ def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[Attempt, Heard]:
     model = build_model(spec, examples[0].tokens.label_names)
     meter = Meter()
     context = Context(
-        job, folder, "test", meter, Ledger(folder / "ledger.jsonl", meter, 0.0), Notice(), heard
+        folder, "test", meter, Ledger(folder / "ledger.jsonl", meter, 0.0), Notice(), heard
     )
-    attempt = assemble(spec, context, model, examples, None, Settings(micro_batch_tokens=1024))
-    restore(attempt, allow_restart=False)
-    return attempt, heard
+    run = assemble(spec, context, model, examples, None, Settings(micro_batch_tokens=1024))
+    run.saver.restore(allow_restart=False)
+    return run, heard
 
 
 def test_the_scaler_unscales_before_clipping(
@@ -291,7 +291,7 @@ def test_the_scaler_unscales_before_clipping(
     scaled = seen[0]
     plain = make_job(tmp_path / "plain", max_grad_norm=0.5, max_steps=1)
     workshop.train(plain)
-    assert run.scaler.get_scale() == 2.0**16
+    assert run.steps.step.scaler.get_scale() == 2.0**16
     assert scaled == pytest.approx(log_of(plain)[0]["grad_norm"], rel=1e-5)
 
 
@@ -300,16 +300,16 @@ def test_an_overflow_skips_the_step_and_halves_the_scale_and_is_not_counted_as_n
 ) -> None:
     run, heard = overflowing_run(tmp_path, max_skipped_steps=2)
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    unscale = run.scaler.unscale_
+    unscale = run.steps.step.scaler.unscale_
 
     def overflow(optimizer: torch.optim.Optimizer) -> None:
         next(p for p in run.steps.step.trained if p.grad is not None).grad.fill_(torch.inf)
         unscale(optimizer)
 
-    monkeypatch.setattr(run.scaler, "unscale_", overflow)
+    monkeypatch.setattr(run.steps.step.scaler, "unscale_", overflow)
     for expected in (2.0**15, 2.0**14, 2.0**13):
         take_step(run)
-        assert run.scaler.get_scale() == expected
+        assert run.steps.step.scaler.get_scale() == expected
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
     assert not any(
         bool(value.any()) for state in run.optimizer.state.values() for value in state.values()

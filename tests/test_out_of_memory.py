@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import farthing.run.checkpoint
-import farthing.train.attempt
 import farthing.train.build
 import farthing.train.resolve
 import farthing.train.run
+import farthing.train.state
 import farthing.train.step
 import survive
 import workshop
@@ -39,7 +39,7 @@ from farthing.train.optim import (
     state_bytes,
     state_tensors,
 )
-from farthing.train.run import opened_attempt
+from farthing.train.run import opened_run
 from farthing.train.update_guard import UpdateGuard, forget_unscaling, temporary_bytes, update_bytes
 from scarce import GONE, OPTIMIZERS, Failing, optimizer_of, small_model, step_of
 from thinned import thinned
@@ -212,9 +212,9 @@ def test_a_weight_that_was_saved_without_state_begins_again() -> None:
 def test_a_run_has_its_state_before_memory_is_judged_and_probed(tmp_path: Path) -> None:
     job = make_job(tmp_path, max_steps=2)
     Path(job.output_dir).mkdir(parents=True)
-    with opened_attempt(job, Heard()) as run:
+    with opened_run(job, Heard()) as run:
         trained = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
-        assert run.memory.optimizer_bytes == state_bytes(run.optimizer, run.numerics.device)
+        assert run.memory.optimizer_bytes == state_bytes(run.optimizer, run.spec.numerics.device)
         assert run.memory.optimizer_bytes == pytest.approx(2 * trained, rel=1e-3)
 
 
@@ -431,9 +431,7 @@ def test_a_restore_without_memory_says_nothing_against_the_checkpoint(
     with pytest.raises(ZeroDivisionError):
         workshop.train(job, stop)  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
-        patch.setattr(
-            farthing.train.attempt, "put_back", Failing(farthing.train.attempt.put_back, 1)
-        )
+        patch.setattr(farthing.train.state, "put_back", Failing(farthing.train.state.put_back, 1))
         with pytest.raises(OutOfMemoryError, match=GONE):
             workshop.train(job)
     assert [path for path in (tmp_path / "run/checkpoints").iterdir() if ".bad" in path.name] == []

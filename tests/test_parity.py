@@ -24,8 +24,9 @@ from farthing.model.load import ModelChoice, load_config, load_model, load_token
 from farthing.run.ledger import Ledger, Meter
 from farthing.run.signals import Notice
 from farthing.tiny import demo_rows, write_jsonl
-from farthing.train.attempt import Attempt, Context
 from farthing.train.build import assemble, build_model
+from farthing.train.built import Run
+from farthing.train.context import Context
 from farthing.train.resolve import open_examples
 from farthing.train.run import train
 from farthing.train.run_settings import first_settings
@@ -93,7 +94,7 @@ def job_for(
     return load_job(folder / f"{name}.yaml")
 
 
-def open_run(job: Job) -> Attempt:
+def open_run(job: Job) -> Run:
     """A run as `train` makes it, not yet in its loop."""
     folder = Path(job.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +103,7 @@ def open_run(job: Job) -> Attempt:
     examples = open_examples(spec, quiet)
     model = build_model(spec, examples[0].tokens.label_names)
     ledger = Ledger(folder / "ledger.jsonl", meter, 0.0)
-    context = Context(job, folder, "test", meter, ledger, Notice(), quiet)
+    context = Context(folder, "test", meter, ledger, Notice(), quiet)
     settings = first_settings(spec, context, examples[0], None)
     return assemble(spec, context, model, examples, None, settings)
 
@@ -111,13 +112,13 @@ def cut_by_rows(examples: Any, most: int) -> list[Any]:
     return [examples[start : start + most] for start in range(0, len(examples), most)]
 
 
-def accumulate(run: Attempt, pieces: list[Any]) -> Sums:
+def accumulate(run: Run, pieces: list[Any]) -> Sums:
     """Gradients of the first step, cut like this."""
     tokens = run.train_examples.tokens
     ready = micro_batches(
         0,
         1,
-        run.batches.examples_of,
+        run.steps.feed.batches.examples_of,
         lambda _: in_one_lane(pieces),
         lambda e: run.forward.collate(tokens, e),
     )
@@ -236,7 +237,7 @@ def test_the_first_twenty_losses_and_gradients_are_those_of_plain_transformers(
     assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=10 * CLOSE)
 
     run = open_run(job_for(task, tmp_path, "again"))
-    accumulate(run, cut_by_rows(run.batches.examples_of(0), 5))
+    accumulate(run, cut_by_rows(run.steps.feed.batches.examples_of(0), 5))
     theirs = {
         name: gradient
         for (name, _), gradient in zip(reference.named_parameters(), first, strict=True)
@@ -250,7 +251,7 @@ def test_every_way_of_cutting_the_batch_gives_the_same_gradients(
     task: str, method: str, tmp_path: Path
 ) -> None:
     run = open_run(job_for(task, tmp_path, method=method))
-    examples = run.batches.examples_of(0)
+    examples = run.steps.feed.batches.examples_of(0)
 
     def gradients(pieces: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
         run.optimizer.zero_grad(set_to_none=True)

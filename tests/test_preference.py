@@ -31,7 +31,7 @@ from farthing.objectives.registry import objective_of, read_settings
 from farthing.report import answers_view
 from farthing.run.folder import kept_job
 from farthing.tiny import write_jsonl
-from farthing.train.run import opened_attempt
+from farthing.train.run import opened_run
 from thinned import thinned
 from together import on_ranks
 from workshop import Heard, job_file, log_of, losses_of, train
@@ -88,7 +88,7 @@ def opened(path: Path) -> Any:
     """An attempt at step 0 of a job."""
     job = load_job(path)
     Path(job.output_dir).mkdir(parents=True)
-    return opened_attempt(job, Heard())
+    return opened_run(job, Heard())
 
 
 def preference_job(folder: Path, objective: Any, *, method: str = "lora", **keys: Any) -> Path:

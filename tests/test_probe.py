@@ -21,7 +21,7 @@ from farthing.local.measurements import read_measurements
 from farthing.settings import Settings
 from farthing.storage.logs import append_line
 from farthing.train.autotune import Prober, Trial, is_worth_it
-from farthing.train.run import opened_attempt
+from farthing.train.run import opened_run
 from farthing.train.run_settings import known_settings, leave_probe
 from workshop import ESTIMATE, Heard, Watched, job_file, log_of, make_job
 
@@ -46,7 +46,7 @@ class Bench(Prober):
     """A prober on a machine whose seconds and bytes are given by a formula."""
 
     def __init__(self, run: Any, seconds_of: Any, bytes_of: Any = lambda setting: 0) -> None:
-        super().__init__(run, 60.0, clock=self._now)
+        super().__init__(run.steps, Heard(), 60.0, clock=self._now)
         self._seconds_of, self._bytes_of, self.now_s, self.measured = seconds_of, bytes_of, 0.0, []
 
     def _now(self) -> float:
@@ -64,13 +64,13 @@ class Bench(Prober):
 def run(tmp_path: Path) -> Any:
     job = make_job(tmp_path, n_rows=200, global_batch_size=128, max_steps=2, micro_batch_tokens=256)
     Path(job.output_dir).mkdir(parents=True)
-    with opened_attempt(job, Heard()) as run:
+    with opened_run(job, Heard()) as run:
         yield run
 
 
 def test_it_climbs_to_the_best_size(run: Any) -> None:
     found = Bench(run, lambda setting: abs(setting.micro_batch_tokens - 1024) / 1024 + 1.0).find()
-    assert found.settings.micro_batch_tokens == run.settings.micro_batch_tokens == 1024
+    assert found.settings.micro_batch_tokens == run.steps.settings.micro_batch_tokens == 1024
 
 
 def test_smaller_is_found_too_and_noise_is_not_believed(run: Any) -> None:
@@ -100,18 +100,18 @@ def test_what_does_not_fit_is_not_tried_and_what_ran_out_is_not_chosen(run: Any)
         )
 
     assert Bench(run, short).find().settings.micro_batch_tokens == 512
-    assert run.settings.micro_batch_tokens == 512
+    assert run.steps.settings.micro_batch_tokens == 512
 
 
 def test_less_checkpointing_is_tried_where_there_is_some(run: Any) -> None:
-    run.steps.use(replace(run.settings, checkpoint_every=1))
+    run.steps.use(replace(run.steps.settings, checkpoint_every=1))
     assert (
         Bench(run, lambda setting: 1.0 + 0.1 * bool(setting.checkpoint_every))
         .find()
         .settings.checkpoint_every
         == 0
     )
-    assert run.settings.checkpoint_every == 0
+    assert run.steps.settings.checkpoint_every == 0
 
 
 def test_it_keeps_to_its_time(run: Any) -> None:
@@ -123,7 +123,7 @@ def test_it_keeps_to_its_time(run: Any) -> None:
 
 def test_real_trials_move_no_weight_and_leave_no_gradient(run: Any) -> None:
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    prober = Prober(run, 4.0)
+    prober = Prober(run.steps, Heard(), 4.0)
     best = prober.find()
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
     assert all(p.grad is None for p in run.model.parameters())
@@ -145,21 +145,21 @@ def test_memory_that_runs_out_in_a_trial_is_an_answer(
         return honest(batch, *scale)
 
     monkeypatch.setattr(run.forward, "loss", loss)
-    prober = Prober(run, 4.0)
+    prober = Prober(run.steps, Heard(), 4.0)
     found = prober.measure(Settings(100_000)), prober.measure(Settings(128))
     assert [one.seconds_per_token == float("inf") for one in found] == [
         len(prober.sample[0]) > 9,
         False,
     ]
-    prober.sample = [run.batches.examples_of(0)]
+    prober.sample = [run.steps.feed.batches.examples_of(0)]
     assert prober.measure(Settings(100_000)).seconds_per_token == float("inf")
 
 
 def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run: Any) -> None:
-    run.notice.reason = "SIGTERM"
+    run.context.notice.reason = "SIGTERM"
     with pytest.raises(RunInterruptedError):
-        Prober(run, 4.0).find()
-    assert run.settings.micro_batch_tokens == 256
+        Prober(run.steps, Heard(), 4.0).find()
+    assert run.steps.settings.micro_batch_tokens == 256
 
 
 # ---- what it leaves ----

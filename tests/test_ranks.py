@@ -35,9 +35,8 @@ from farthing.model.forward import Forward
 from farthing.run.folder import kept
 from farthing.run.group import Elastic, Seat, device_of, not_followed, seat_in
 from farthing.settings import Settings
-from farthing.train.forecast import reserve_with_start_s
 from farthing.train.rank_setup import with_slots
-from farthing.train.run import Outcome, opened_attempt
+from farthing.train.run import Outcome, opened_run
 from farthing.train.step import Step
 from patience import until
 from ranks_at_work import child, lora_job
@@ -142,7 +141,7 @@ def test_going_backward_attention_counts_more_where_the_weights_are_frozen(tmp_p
     for method, products in (("lora", 4), ("full", 6)):
         job = make_job(tmp_path / method, method=method, max_steps=1)
         Path(job.output_dir).mkdir()
-        with opened_attempt(job, Heard()) as attempt:
+        with opened_run(job, Heard()) as attempt:
             forward, tokens = attempt.forward, attempt.steps.feed.tokens
             examples, lengths = np.arange(len(tokens)), tokens.lengths.astype(np.int64)
             of_products = forward.costs(tokens, examples) - 7 * lengths**2
@@ -176,15 +175,15 @@ def test_no_step_walks_through_the_model_to_know_what_leaving_takes(tmp_path: Pa
     """Three times a step, it took the first rank 4 % of its steps, which the others waited for."""
     job = lora_job(tmp_path, max_steps=2)
     Path(job.output_dir).mkdir()
-    with opened_attempt(job, Heard()) as attempt:
+    with opened_run(job, Heard()) as attempt:
         n_bytes = sum(
             weight.nbytes for weight in attempt.model.parameters() if weight.requires_grad
         )
-        assert attempt.saving.trained_bytes == n_bytes > 0
-        attempt.model, less_s = None, reserve_with_start_s(attempt)
-        attempt.saving.trained_bytes += 10**9
+        assert attempt.saver.trained_bytes == n_bytes > 0
+        attempt.model, less_s = None, attempt.forecast.reserve_with_start_s
+        attempt.saver.trained_bytes += 10**9
         # 10 s of writing each: twice a margin of 1.15 on two saves of three and one export
-        assert reserve_with_start_s(attempt) == pytest.approx(less_s + 161)
+        assert attempt.forecast.reserve_with_start_s == pytest.approx(less_s + 161)
 
 
 # ---- the order of sums: no process needed ----

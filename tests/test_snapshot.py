@@ -19,8 +19,7 @@ import survive
 import workshop
 from farthing.run.checkpoint import Checkpoints
 from farthing.run.snapshot import Later
-from farthing.train import build
-from farthing.train.attempt import Attempt
+from farthing.train.saver import Saver
 from workshop import losses_of, make_job
 
 
@@ -158,14 +157,14 @@ def test_a_checkpoint_that_is_copied_behind_the_next_step_is_of_one_step(
 ) -> None:
     as_on_a_gpu(monkeypatch, share)
     waited: list[bool] = []
-    honest = build.wait_for_copies
+    honest = Saver.wait_for_copies
 
-    def wait(run: Attempt) -> None:
-        waited.append(run.checkpoints.is_copying)
-        honest(run)
-        assert not run.checkpoints.is_copying
+    def wait(saver: Saver) -> None:
+        waited.append(saver.checkpoints.is_copying)
+        honest(saver)
+        assert not saver.checkpoints.is_copying
 
-    monkeypatch.setattr(build, "wait_for_copies", wait)
+    monkeypatch.setattr(Saver, "wait_for_copies", wait)
     job = make_job(tmp_path, **KEYS)
     outcome = workshop.train(job)
     checkpoints, losses, result = at_once
@@ -184,7 +183,7 @@ def test_without_the_wait_such_a_checkpoint_is_torn(
 ) -> None:
     """The test above would see it."""
     as_on_a_gpu(monkeypatch)
-    monkeypatch.setattr(build, "wait_for_copies", lambda run: None)
+    monkeypatch.setattr(Saver, "wait_for_copies", lambda saver: None)
     workshop.train(make_job(tmp_path, **KEYS))
     found = checkpoints_of(tmp_path)
     assert not all(torch.equal(found[name], tensor) for name, tensor in at_once[0].items())

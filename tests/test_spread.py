@@ -38,7 +38,7 @@ from farthing.train.estimate import estimated
 from farthing.train.rank_setup import joined
 from farthing.train.rehearsal import dearest_step
 from farthing.train.resolve import open_examples
-from farthing.train.run import opened_attempt
+from farthing.train.run import opened_run
 from farthing.train.step import Step
 from farthing.train.strategy import read_where_it_differs, resident_bytes, shard_weights
 from together import on_ranks
@@ -343,7 +343,7 @@ def test_the_largest_micro_batch_is_rehearsed_and_lowered_until_it_has_room(
         return loss(forward, batch, *more)
 
     monkeypatch.setattr(Forward, "loss", limited)
-    with opened_attempt(job, Heard()) as attempt:
+    with opened_run(job, Heard()) as attempt:
         steps, step = attempt.steps, dearest_step(attempt)
         assert step == max(range(5), key=lambda each: steps.feed.largest_of(each)[1])
         before = [weight.clone() for weight in steps.step.trained]

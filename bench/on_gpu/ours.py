@@ -39,7 +39,6 @@ HasTime = Callable[[str], bool]
 def measured(run: Any, n_warm: int, n_timed: int) -> dict[str, Any]:
     """Figures of the next steps of a run, by the clock that everyone gets."""
     from farthing.train.loop import rare_collections, take_step
-    from farthing.train.step_log import settle
 
     clock = Clock(torch.cuda.is_available())
     if torch.cuda.is_available():
@@ -52,7 +51,7 @@ def measured(run: Any, n_warm: int, n_timed: int) -> dict[str, Any]:
             take_step(run)
             clock.count(run.progress.n_tokens - before[0], run.progress.n_padded_tokens - before[1])
             clock.step_done()
-        settle(run)
+        run.log.settle()
         busy.is_on = False
     return row_of(clock.facts(), n_warm, busy.percent)
 
@@ -126,23 +125,22 @@ def as_planned(values: dict[str, Any], drawn: Drawn, n_warm: int) -> dict[str, A
     """
     from farthing.train.loop import take_step
     from farthing.train.measure import leave_measured
-    from farthing.train.step_log import settle
 
     rested, said = resting_bytes(), list[str]()
     with opened(values, drawn, said) as run:
         if run.estimate is None:
             raise RuntimeError("; ".join(said) or "no estimate")
-        planned = run.settings
-        found = measured(run, n_warm, run.n_steps - n_warm - N_PROFILED)
+        planned = run.steps.settings
+        found = measured(run, n_warm, run.schedule.n_steps - n_warm - N_PROFILED)
         row = {**found, "settings": settings_of(run), "promised": run.estimate.to_json()}
-        row["ran_out_of_memory"] = planned != run.settings
+        row["ran_out_of_memory"] = planned != run.steps.settings
         row["happened"] = happened_to(run, found, rested)
         leave_measured(run)
         try:
             row["idle_percent"] = idle_percent(lambda: take_step(run), N_PROFILED)
         except RuntimeError as error:  # no permission to look, say
             row["idle_percent"], row["why_no_idle"] = None, str(error)[:200]
-        settle(run)
+        run.log.settle()
         return row
 
 
@@ -159,7 +157,7 @@ def happened_to(run: Any, found: dict[str, Any], rested: dict[str, int]) -> dict
     accounts for.
     """
     weights = sum(p.nbytes for p in run.model.parameters())
-    optimizer = state_bytes(run.optimizer, run.numerics.device)
+    optimizer = state_bytes(run.optimizer, run.spec.numerics.device)
     gradients = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
     peak = found["peak_bytes"] - rested["allocated"]
     facts = {
@@ -169,8 +167,8 @@ def happened_to(run: Any, found: dict[str, Any], rested: dict[str, int]) -> dict
         "gradients": gradients,
         "rest": peak - weights - optimizer - gradients,
         "step_s": found["step_s"],
-        "usd": found["step_s"] * run.n_steps / 3600 * run.job.usd_per_hour,
-        "spans": {name: round(seconds, 4) for name, seconds in run.meter.spans.items()},
+        "usd": found["step_s"] * run.schedule.n_steps / 3600 * run.spec.job.usd_per_hour,
+        "spans": {name: round(seconds, 4) for name, seconds in run.context.meter.spans.items()},
     }
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -190,11 +188,12 @@ def settings_of(run: Any) -> dict[str, Any]:
     head_size = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
-    query = torch.empty(1, 1, head_size, dtype=run.numerics.base_dtype, device=run.numerics.device)
+    computed = run.spec.numerics
+    query = torch.empty(1, 1, head_size, dtype=computed.base_dtype, device=computed.device)
     return {
-        **tried(run.settings),
+        **tried(run.steps.settings),
         "attention": choose_kernel(query, How(True, 1.0)),
-        "precision": run.numerics.name,
+        "precision": computed.name,
         "liger": run.kernels.liger,
         "adapters": str(run.kernels.lora) if run.kernels.lora is not None else None,
         "compiled": run.kernels.compiled if isinstance(run.kernels.compiled, int) else False,
@@ -331,12 +330,12 @@ def changed(
             if not has_time(f"{group}, {name}: variant of {base['shape']} {base['method']}"):
                 continue
             with failing(what, emit), way(run):
-                wanted = run.settings.micro_batch_tokens
+                wanted = run.steps.settings.micro_batch_tokens
                 found = measured(run, *scale.of_variants)
-                if run.settings.micro_batch_tokens != wanted:
+                if run.steps.settings.micro_batch_tokens != wanted:
                     found = {
                         "failed": (
-                            f"out of memory, went on with {run.settings.micro_batch_tokens:,}"
+                            f"out of memory, went on with {run.steps.settings.micro_batch_tokens:,}"
                             " tokens"
                         )
                     }
@@ -369,7 +368,7 @@ def opened_anew(
         warm_s = time.perf_counter() - began - n_timed * found["step_s"]
         return {
             **found,
-            "micro_batch_tokens": run.settings.micro_batch_tokens,
+            "micro_batch_tokens": run.steps.settings.micro_batch_tokens,
             "warm_up_s": warm_s,
             "said": run.kernels.liger,
         }

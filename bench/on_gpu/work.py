@@ -395,7 +395,7 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
             else [(farthing.train.build, "load_model", random_model)]
         ),
         (farthing.train.build, "open_examples", lambda *_: (examples, None)),
-        (farthing.train.saver, "refuse_small_disk", lambda _: None),
+        (farthing.train.saver.Saver, "refuse_small_disk", lambda _: None),
     ]
 
     def tell(event: Event) -> None:
@@ -405,4 +405,4 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
     with contextlib.ExitStack() as stack:
         for where, name, instead in replaced:
             stack.enter_context(mock.patch.object(where, name, instead))
-        yield stack.enter_context(farthing.train.run.opened_attempt(job, tell))
+        yield stack.enter_context(farthing.train.run.opened_run(job, tell))

@@ -13,8 +13,7 @@ torch = pytest.importorskip("torch")
 
 from farthing.train.loop import take_step  # noqa: E402
 from farthing.train.rehearsal import rehearse  # noqa: E402
-from farthing.train.run import opened_attempt  # noqa: E402
-from farthing.train.step_log import settle  # noqa: E402
+from farthing.train.run import opened_run  # noqa: E402
 from workshop import Heard, make_job, rows_of  # noqa: E402
 
 WORKSPACES = 72 << 20  # of cuBLAS, one for each thread that multiplies: nobody counts them
@@ -55,10 +54,10 @@ def test_what_is_expected_is_the_peak(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     resting = torch.cuda.memory_allocated()
-    with opened_attempt(job, Heard()) as run:
+    with opened_run(job, Heard()) as run:
         rehearse(run)
         take_step(run)
-        settle(run)
+        run.log.settle()
         peak = torch.cuda.max_memory_allocated() - resting
         assert run.memory.n_tokens <= budget
         assert run.memory.gradients.accumulate == (budget == 3000)

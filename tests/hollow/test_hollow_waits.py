@@ -16,8 +16,7 @@ import yaml
 from farthing.config.load import load_job
 from farthing.tiny import write_jsonl
 from farthing.train.loop import take_step
-from farthing.train.run import opened_attempt
-from farthing.train.step_log import settle
+from farthing.train.run import opened_run
 from hollow_gpu import counted
 from small_models import make_model_folder
 from workshop import TASK, rows_of
@@ -61,7 +60,7 @@ def steps_of(
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(values))
     n = 0
-    with opened_attempt(load_job(path), lambda _: None) as run:
+    with opened_run(load_job(path), lambda _: None) as run:
         for _ in range(2):
             take_step(run)
         before, launched = counted(), kernels(folder)
@@ -69,7 +68,7 @@ def steps_of(
             take_step(run)
             n += len(run.steps.feed.table(step).cells)
         after, now = counted(), kernels(folder)
-        settle(run)
+        run.log.settle()
     now.subtract(launched)
     each = {name: (after[name] - before[name]) / N_STEPS for name in after}
     return {

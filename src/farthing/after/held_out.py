@@ -23,7 +23,7 @@ from farthing.metrics import Metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.train.evaluate import Writing, evaluate, with_room
-from farthing.train.reference import begin_as_the_run, references_of
+from farthing.train.reference import references_of
 from farthing.train.resolve import RunSpec, numerics_of, open_examples, resolve
 
 
@@ -54,14 +54,14 @@ class HeldOut:
 
     def _references_of_ancestor(self) -> NDArray[np.float64]:
         """The same of a run that began with another's weights."""
-        from farthing.train.run import opened_attempt
+        from farthing.train.run import opened_run
 
         with tempfile.TemporaryDirectory() as folder:
             job = self.job.model_copy(update={"output_dir": folder})
-            with opened_attempt(job, ignore) as attempt:
-                begin_as_the_run(attempt)
-                attempt.model.eval()
-                return self._referred(attempt.forward)
+            with opened_run(job, ignore) as begun:
+                begun.begin_as_ancestor()
+                begun.model.eval()
+                return self._referred(begun.forward)
 
     def _referred(self, forward: Forward) -> NDArray[np.float64]:
         longest = int(self.tokens.lengths[self.indices].max())

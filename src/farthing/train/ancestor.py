@@ -145,13 +145,16 @@ def _content(found: Ancestor) -> str:
 
 
 def begin_from(
-    found: Ancestor, model: Part, rows_of: RowsOf, label_names: Sequence[str]
-) -> dict[str, Any]:
-    """Put the ancestor's trained weights, or rows of them, into `model`; returns what the receipt
-    says of it. `label_names` are this run's classes.
+    job: Job, model: Part, rows_of: RowsOf, label_names: Sequence[str]
+) -> dict[str, Any] | None:
+    """Put the trained weights of the job's ancestor, or rows of them, into `model`; returns what
+    the receipt says of it, None without an ancestor. `label_names` are this run's classes.
 
     Raises `InputError`, `ModelError`.
     """
+    found = find_ancestor(job)
+    if found is None:
+        return None
     facts = kept(found.run / RUN) or {}
     classes = facts.get(LABEL_NAMES, [])
     if classes != list(label_names):

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from farthing.config.job import Job
 from farthing.data.loader import MicroBatch, micro_batches
 from farthing.device_memory import is_out_of_memory
 from farthing.errors import RunInterruptedError
-from farthing.events import Probed
+from farthing.events import Emit, Probed
 from farthing.model.activation_checkpointing import SHARE_OF_FREE
 from farthing.model.hardware import (
     free_bytes,
@@ -32,7 +31,8 @@ from farthing.model.hardware import (
 )
 from farthing.planner.estimate import Estimate
 from farthing.settings import Settings
-from farthing.train.attempt import Attempt
+from farthing.train.resolve import Examples, RunSpec
+from farthing.train.room import Steps
 from farthing.train.run_settings import PROBES, leave_probe, subject_of, tried
 from farthing.train.update_guard import update_bytes
 
@@ -65,10 +65,14 @@ class Prober:
     """Tries settings on a run that has not begun."""
 
     def __init__(
-        self, attempt: Attempt, budget_s: float, clock: Callable[[], float] = time.perf_counter
+        self,
+        steps: Steps,
+        emit: Emit,
+        budget_s: float,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.attempt, self.steps, self.forward = attempt, attempt.steps, attempt.forward
-        self.feed, self.device = attempt.steps.feed, attempt.numerics.device
+        self.steps, self.emit = steps, emit
+        self.feed, self.forward, self.device = steps.feed, steps.feed.forward, steps.step.device
         self.trials: list[Trial] = []
         self._clock = clock
         self._budget_s = budget_s
@@ -132,7 +136,8 @@ class Prober:
         """As many steps as one trial may take, or a part of one step; the first ones warm up."""
         self.measure(start)
         spent_s, examples = 0.0, 1
-        steps = [self.feed.batches.examples_of(step) for step in range(self.attempt.n_steps)[:64]]
+        n_steps = min(64, self.feed.schedule.n_steps)
+        steps = [self.feed.batches.examples_of(step) for step in range(n_steps)]
         flat, batch = np.concatenate(steps), len(steps[0])
         while (
             spent_s < self._budget_s / TRIALS / 2
@@ -148,7 +153,7 @@ class Prober:
     def _try(self, settings: Settings) -> Trial:
         trial = self.measure(settings)
         self.trials.append(trial)
-        self.attempt.emit(Probed(settings, 1 / trial.seconds_per_token))
+        self.emit(Probed(settings, 1 / trial.seconds_per_token))
         return trial
 
     def _again(self, trial: Trial) -> Trial:
@@ -246,15 +251,17 @@ def is_worth_it(
     return EXPECTED_SAVING * min(left_s, estimate.seconds.get("training", 0.0)) > PROBE_S
 
 
-def probe_run(attempt: Attempt, budget_s: float = PROBE_S) -> list[Trial]:
+def probe_run(
+    spec: RunSpec, examples: Examples, steps: Steps, emit: Emit, budget_s: float = PROBE_S
+) -> list[Trial]:
     """Find the best settings for a run at its first step, and leave it on and written down. Returns
     all trials, best first.
     """
-    prober = Prober(attempt, budget_s)
+    prober = Prober(steps, emit, budget_s)
     best = prober.find()
     trials = [best, *(trial for trial in prober.trials if trial.settings != best.settings)]
     when = datetime.now(UTC).isoformat(timespec="seconds")
     finite = [in_words(trial) for trial in trials if trial.seconds_per_token < float("inf")]
-    subject = subject_of(attempt.spec, attempt.train_examples)
-    leave_probe(Path(attempt.job.cache_dir or ".") / PROBES, subject, best.settings, when, finite)
+    subject = subject_of(spec, examples)
+    leave_probe(spec.cache_dir / PROBES, subject, best.settings, when, finite)
     return trials

@@ -44,7 +44,7 @@ from farthing.model.adapters import (
 )
 from farthing.model.casts import Casts
 from farthing.model.causality import refuse_looking_ahead
-from farthing.model.compiled import compile_blocks, n_graphs
+from farthing.model.compiled import compile_blocks
 from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.flops import flops_per_token, recomputed_of_forward, recomputed_share
 from farthing.model.forward import Forward
@@ -58,19 +58,24 @@ from farthing.run.folder import CHECKPOINTS, COPIES, DATA_NOTES, LOG, copies_of
 from farthing.settings import Settings
 from farthing.storage.files import Json, write_json
 from farthing.storage.logs import SummedLines
-from farthing.train.attempt import Attempt, Clocks, Context, Kernels, Progress, Saving, parts_of
+from farthing.train.ancestor import begin_from
+from farthing.train.built import Kernels, Run
+from farthing.train.context import Context
 from farthing.train.estimate import estimated
-from farthing.train.learning_rate import first_schedule
+from farthing.train.evaluate import Evaluator, Writing
+from farthing.train.forecast import Forecast
 from farthing.train.optim import allocate_state, make_optimizer, state_bytes
-from farthing.train.prefix_budget import micro_batches_of
+from farthing.train.prefix_budget import micro_batches_of, share_prefix
 from farthing.train.rank_setup import follow, lead, with_slots
 from farthing.train.resolve import Examples, RunSpec, open_examples
 from farthing.train.room import Steps
 from farthing.train.run_settings import first_settings
-from farthing.train.saver import wait_for_copies
+from farthing.train.saver import Saver
+from farthing.train.schedule import first_schedule
+from farthing.train.state import Progress, parts_of
 from farthing.train.step import Step
 from farthing.train.step_feed import StepFeed
-from farthing.train.step_log import note_out_of_memory
+from farthing.train.step_log import StepLog
 from farthing.train.strategy import may_shard, read_where_it_differs, shard_weights
 from farthing.train.throughput import Pace, facts_of_lengths
 from farthing.train.update_guard import (
@@ -85,7 +90,7 @@ SAVE_EVERY_S = 300.0  # where there is no plan
 T = TypeVar("T")
 
 
-def build(spec: RunSpec, context: Context, *, has_begun: bool = False) -> Attempt:
+def build(spec: RunSpec, context: Context, *, has_begun: bool = False) -> Run:
     """The run at step 0: tokenized, planned, with its model on the device. `has_begun`: earlier
     attempts knew its examples.
     """
@@ -116,10 +121,10 @@ def build(spec: RunSpec, context: Context, *, has_begun: bool = False) -> Attemp
         model = loading.result() if loading else read(names, reads=reads)
         model = read_where_it_differs(job, ranks, model, lambda: read(names))
     shard_weights(job, ranks, model, spec.numerics, emit)
-    attempt = assemble(spec, context, model, (examples, held_out), estimate, settings)
-    attempt.record.before_model_bytes = before_bytes
+    run = assemble(spec, context, model, (examples, held_out), estimate, settings)
+    run.record.before_model_bytes = before_bytes
     context.ledger.write("starting")
-    return attempt
+    return run
 
 
 def assemble(
@@ -129,22 +134,19 @@ def assemble(
     examples: tuple[Examples, Examples | None],
     estimate: Estimate | None,
     settings: Settings,
-) -> Attempt:
-    """The attempt at step 0. `examples` are those for training and for evaluation."""
-    job, numerics, ranks = spec.job, spec.numerics, context.ranks
+) -> Run:
+    """The run at step 0. `examples` are those for training and for evaluation."""
+    job, train, numerics, ranks = spec.job, spec.job.train, spec.numerics, context.ranks
     train_examples, eval_examples = examples
+    tokens = train_examples.tokens
     batches = Batches(
-        train_examples.indices, job.global_batch_size, job.train.seed, train_examples.weights
+        train_examples.indices, job.global_batch_size, train.seed, train_examples.weights
     )
     schedule = first_schedule(
-        job, context.folder, context.ledger, estimate, batches.steps_per_epoch
+        job, context.folder, context.seconds_left(), estimate, batches.steps_per_epoch
     )
-    weights, parameters, progress = ranks.trained_of(model), count_parameters(model), Progress()
-    trained_bytes = sum(
-        weight.numel() * weight.element_size()
-        for weight in model.parameters()
-        if weight.requires_grad
-    )
+    weights, progress = ranks.trained_of(model), Progress()
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = build_optimizer(job, model, weights)
     scaler = torch.amp.GradScaler(numerics.device.type, enabled=numerics.needs_scaler)
     forward, kernels = _computed(spec, context, model, settings)
@@ -152,7 +154,7 @@ def assemble(
     with out_of_memory_said("train.optim", OPTIMIZER_TO_DO):
         allocate_state(optimizer)
     ahead = micro_batches_of(
-        forward, train_examples, batches, schedule.n_steps, settings.micro_batch_tokens
+        forward, tokens, batches, schedule.n_steps, settings.micro_batch_tokens
     )
     memory = settle_checkpointing(
         job,
@@ -165,43 +167,148 @@ def assemble(
         ranks=ranks,
         emit=context.emit,
     )
-    if job.train.torch_compile:  # refused where weights are spread
+    if train.torch_compile:  # refused where weights are spread
         kernels.compiled = compile_blocks(model)
+    liger, is_compiled = kernels.liger, isinstance(kernels.compiled, int)
+    settings, memory = share_prefix(
+        forward,
+        tokens,
+        batches,
+        schedule.n_steps,
+        settings,
+        memory,
+        may_grow=not (job.says_micro_batch or settings.probed or context.ledger.out_of_memory),
+        emit=context.emit,
+    )
+    settings = replace(
+        settings,
+        checkpoint_every=memory.checkpoint_every,
+        packed=forward.is_packed,
+        compiled=is_compiled,
+        kernels="liger" if liger and not liger.startswith("no ") else "torch",
+    )
+    expected_bytes = before_bytes + memory.total_bytes
+    state = parts_of(model, weights, optimizer, scaler, progress)
+    text_log, record = SummedLines(context.folder / LOG), Record(loaded_bytes=before_bytes)
+    pace = _pace_of(context, forward, train_examples, memory, free)
+    feed = StepFeed(
+        forward=forward,
+        batches=batches,
+        tokens=tokens,
+        schedule=schedule,
+        settings=settings,
+        ranks=ranks,
+        meter=context.meter,
+    )
+
+    def settle() -> None:
+        log.settle()
+
     every_s = SAVE_EVERY_S if estimate is None else estimate.interval_s
-    if job.train.save_minutes:
-        every_s = job.train.save_minutes * 60
-    attempt = Attempt(
-        **vars(context),
+    saver = Saver(
+        context=context,
+        checkpoints=_checkpoints(context, train.save_total_limit),
+        state=state,
+        progress=progress,
+        schedule=schedule,
+        log=text_log,
+        record=record,
+        model=model,
+        tokenizer=spec.tokenizer,
+        settle=settle,
+        save_steps=train.save_steps,
+        every_s=train.save_minutes * 60 if train.save_minutes else every_s,
+        save_total_limit=train.save_total_limit,
+        load_best_model_at_end=train.load_best_model_at_end,
+        trained_bytes=sum(weight.numel() * weight.element_size() for weight in trained),
+    )
+    evaluator = None
+    if eval_examples is not None:
+        greater, metric = train.greater_is_better, spec.metric
+        every = train.eval_steps or batches.steps_per_epoch
+        writing = Writing(spec.tokenizer, job.data.max_target_length)
+        evaluator = Evaluator(
+            context=context,
+            forward=forward,
+            examples=eval_examples,
+            feed=feed,
+            progress=progress,
+            log=text_log,
+            record=record,
+            settle=settle,
+            writing=writing if job.writes_texts else None,
+            every_steps=None if train.eval_strategy == "no" else every,
+            micro_batch_size=train.per_device_eval_batch_size,
+            metric=metric,
+            greater_is_better=forward.of.metrics[metric] if greater is None else greater,
+            early_stopping_threshold=train.early_stopping_threshold,
+            early_stopping_patience=train.early_stopping_patience,
+        )
+    forecast = Forecast(
+        context=context,
+        progress=progress,
+        schedule=schedule,
+        feed=feed,
+        pace=pace,
+        saver=saver,
+        evaluator=evaluator,
+        estimate=estimate,
+    )
+    log = StepLog(
+        context=context,
+        log=text_log,
+        progress=progress,
+        schedule=schedule,
+        feed=feed,
+        scaler=scaler,
+        pace=pace,
+        record=record,
+        forecast=forecast,
+        is_compiled=is_compiled,
+        max_skipped_steps=train.max_skipped_steps,
+        usd_per_hour=job.usd_per_hour,
+        job_fingerprint=job.fingerprint,
+        expected_bytes=expected_bytes,
+    )
+    step = Step(
+        forward=forward,
+        feed=feed,
+        optimizer=optimizer,
+        scaler=scaler,
+        max_grad_norm=train.max_grad_norm,
+        seed=train.seed,
+        meter=context.meter,
+        should_stop=context.is_asked_to_leave,
+        before_update=saver.wait_for_copies,
+        ranks=ranks,
+    )
+    return Run(
         spec=spec,
+        context=context,
         train_examples=train_examples,
         eval_examples=eval_examples,
         estimate=estimate,
         model=model,
         forward=forward,
-        batches=batches,
         optimizer=optimizer,
-        scaler=scaler,
-        schedule=schedule,
         kernels=kernels,
-        parameters=parameters,
+        parameters=count_parameters(model),
         memory=memory,
-        expected_bytes=before_bytes + memory.total_bytes,
+        expected_bytes=expected_bytes,
         progress=progress,
-        state=parts_of(model, weights, optimizer, scaler) | {"progress": progress},
-        checkpoints=_checkpoints(context),
-        log=SummedLines(context.folder / LOG),
-        pace=_pace_of(context, forward, train_examples, memory, free),
-        record=Record(loaded_bytes=before_bytes),
-        saving=Saving(
-            every_s,
-            context.meter.wall_s,
-            (0, 0, False),
-            trained_bytes=trained_bytes,
+        state=state,
+        schedule=schedule,
+        steps=Steps(step, log.note_out_of_memory),
+        pace=pace,
+        record=record,
+        begin_as_ancestor=partial(
+            begin_from, job, state["model"], ranks.rows_of, tokens.label_names
         ),
-        clocks=Clocks(n_graphs=n_graphs()),
+        saver=saver,
+        evaluator=evaluator,
+        forecast=forecast,
+        log=log,
     )
-    attempt.steps = _steps_of(attempt, settings)
-    return attempt
 
 
 def _computed(
@@ -239,46 +346,6 @@ def _computed(
     return forward, Kernels(lora, liger, "not asked for")
 
 
-def _steps_of(attempt: Attempt, settings: Settings) -> Steps:
-    """What takes the attempt's steps, by `settings` with what was decided since."""
-    job, ranks, forward, liger = (
-        attempt.job,
-        attempt.ranks,
-        attempt.forward,
-        attempt.kernels.liger,
-    )
-    settings = replace(
-        settings,
-        checkpoint_every=attempt.memory.checkpoint_every,
-        packed=forward.is_packed,
-        compiled=isinstance(attempt.kernels.compiled, int),
-        kernels="liger" if liger and not liger.startswith("no ") else "torch",
-    )
-    feed = StepFeed(
-        forward=forward,
-        batches=attempt.batches,
-        tokens=attempt.train_examples.tokens,
-        n_steps=attempt.n_steps,
-        settings=settings,
-        ranks=ranks,
-        meter=attempt.meter,
-    )
-    step = Step(
-        forward=forward,
-        feed=feed,
-        optimizer=attempt.optimizer,
-        scaler=attempt.scaler,
-        learning_rate_at=lambda step: job.learning_rate * attempt.schedule.factor(step),
-        max_grad_norm=job.train.max_grad_norm,
-        seed=job.train.seed,
-        meter=attempt.meter,
-        should_stop=attempt.is_asked_to_leave,
-        before_update=lambda: wait_for_copies(attempt),
-        ranks=ranks,
-    )
-    return Steps(step, partial(note_out_of_memory, attempt))
-
-
 def _pace_of(
     context: Context,
     forward: Forward,
@@ -291,28 +358,24 @@ def _pace_of(
     model, lengths = forward.model, examples.tokens.lengths[examples.indices]
     # less where the last layer is computed of the tokens that are read
     flops = flops_per_token(model, *forward.last_layer_read(examples.tokens, examples.indices))
-    layers = checkpointed_layers(model)
+    layers, every = checkpointed_layers(model), memory.checkpoint_every
     kept_bytes = memory.layer.at(memory.n_tokens) * len(layers)
     known = {
-        "recomputed_share": round(recomputed_share(model, layers, memory.checkpoint_every), 4),
-        "recomputed_of_forward": round(
-            recomputed_of_forward(model, layers, memory.checkpoint_every), 4
-        ),
+        "recomputed_share": round(recomputed_share(model, layers, every), 4),
+        "recomputed_of_forward": round(recomputed_of_forward(model, layers, every), 4),
         "need_bytes": memory.total_bytes,
-        "need_without_checkpointing_bytes": int(memory.total_bytes + kept_bytes)
-        if memory.checkpoint_every
-        else None,
+        "need_without_checkpointing_bytes": int(memory.total_bytes + kept_bytes) if every else None,
         "free_bytes": free_bytes,
     }
     return Pace(forward.numerics, flops, context.meter, known | facts_of_lengths(lengths))
 
 
-def _checkpoints(context: Context) -> Checkpoints:
+def _checkpoints(context: Context, save_total_limit: int) -> Checkpoints:
     copies: Json = {}
     return Checkpoints(
         context.folder / CHECKPOINTS,
         context.run_id,
-        context.job.train.save_total_limit,
+        save_total_limit,
         warn=context.warn,
         facts=lambda: manifest_facts(context, copies),
         copy=context.replica.offer if context.replica is not None else None,

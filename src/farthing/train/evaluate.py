@@ -5,7 +5,9 @@ best so far.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,12 +23,16 @@ from farthing.dist.ranks import Ranks
 from farthing.errors import RunInterruptedError
 from farthing.events import Evaluated as EvaluatedEvent
 from farthing.events import Evaluating
+from farthing.local.measurements import Record
 from farthing.metrics import Metrics, stderr_of_mean
 from farthing.model.forward import Forward
 from farthing.model.hardware import free_cached
 from farthing.objectives.objective import IGNORED, Evaluated, OfStep
-from farthing.train.attempt import Attempt
-from farthing.train.step_log import settle
+from farthing.storage.logs import SummedLines
+from farthing.train.context import Context
+from farthing.train.resolve import Examples
+from farthing.train.state import Progress
+from farthing.train.step_feed import StepFeed
 
 T = TypeVar("T")
 SCORED = ("labels", "answers")
@@ -278,72 +284,98 @@ def _joined(parts: list[Any]) -> NDArray[Any]:
 # ---- of a run ----
 
 
-def evaluate_run(attempt: Attempt) -> None:
-    """Measure, and judge whether this is the best so far. Raises `RunInterruptedError`."""
-    settle(attempt)
-    meter, at = attempt.meter, attempt.progress
-    started_s, n_before = meter.wall_s, attempt.forward.n_sent_tokens
-    each: Scores = {}
-    with meter.span("evaluation"):
-        metrics = _measured(attempt, each)
-    at.evaluated_step = at.step
-    attempt.n_evaluated_tokens = attempt.forward.n_sent_tokens - n_before
-    value = metrics.get(attempt.metric)
-    is_best = _judge(attempt, value if isinstance(value, float | int) else None)
-    attempt.clocks.evaluation_s = meter.wall_s - started_s
-    attempt.record.evaluations_s.append(attempt.clocks.evaluation_s)
-    event = EvaluatedEvent(at.step, metrics, is_best, each.get(attempt.metric))
-    attempt.log.append(event.log_row())
-    attempt.emit(event)
+@dataclass(kw_only=True)
+class Evaluator:
+    """Evaluates a run as it trains, and judges whether a step is the best so far."""
 
+    context: Context
+    forward: Forward
+    examples: Examples
+    feed: StepFeed
+    progress: Progress
+    log: SummedLines
+    record: Record
+    settle: Callable[[], None]
+    """Reads the figures of all steps so far."""
+    writing: Writing | None
+    every_steps: int | None
+    """None: at the end alone."""
+    micro_batch_size: int
+    metric: str
+    greater_is_better: bool
+    early_stopping_threshold: float
+    early_stopping_patience: int | None
+    took_s: float = 0.0
+    """Seconds of the last evaluation."""
+    n_tokens: int = 0
+    """Of the last evaluation, as computed."""
 
-def _judge(attempt: Attempt, value: float | None) -> bool:
-    """Whether the step is the best so far; counts the patience of early stopping.
+    def is_at(self, step: int, n_steps: int) -> bool:
+        """Whether to evaluate after `step` of so many: every `every_steps`, and at the very end."""
+        each = self.every_steps
+        return step > 0 and (step >= n_steps or (each is not None and step % each == 0))
 
-    Best is best, by however little; the threshold only says how much better than the best so far
-    counts for the patience (as `EarlyStoppingCallback` of transformers has it). Of equal ones the
-    first is the best.
-    """
-    at, train = attempt.progress, attempt.job.train
-    greater = train.greater_is_better
-    better = attempt.forward.of.metrics[attempt.metric] if greater is None else greater
-    gain = (
-        None
-        if value is None or at.best_metric is None
-        else (value - at.best_metric) * (1 if better else -1)
-    )
-    is_best = value is not None and (gain is None or gain > 0)
-    counts = is_best and (gain is None or gain > train.early_stopping_threshold)
-    at.n_evaluations_without_gain = 0 if counts else at.n_evaluations_without_gain + 1
-    if is_best:
-        at.best_metric, at.best_step = value, at.step
-        attempt.saving.is_due_now = True
-    patience = train.early_stopping_patience
-    at.stopped_early = patience is not None and at.n_evaluations_without_gain >= patience
-    return is_best
+    @property
+    def n_steps_like(self) -> float:
+        """How many steps of training have as many examples."""
+        return len(self.examples) / self.feed.batches.global_batch_size
 
+    def run(self) -> bool:
+        """Measure the model as it is; whether this is the best so far. Raises
+        `RunInterruptedError`.
+        """
+        self.settle()
+        meter, at = self.context.meter, self.progress
+        started_s, n_before = meter.wall_s, self.forward.n_sent_tokens
+        each: Scores = {}
+        with meter.span("evaluation"):
+            metrics = self._measured(each)
+        at.evaluated_step = at.step
+        self.n_tokens = self.forward.n_sent_tokens - n_before
+        value = metrics.get(self.metric)
+        is_best = self._judge(value if isinstance(value, float | int) else None)
+        self.took_s = meter.wall_s - started_s
+        self.record.evaluations_s.append(self.took_s)
+        event = EvaluatedEvent(at.step, metrics, is_best, each.get(self.metric))
+        self.log.append(event.log_row())
+        self.context.emit(event)
+        return is_best
 
-def _measured(attempt: Attempt, each: Scores) -> Metrics:
-    """Metrics of the model as it is; `each` gets those of every example. Raises
-    `RunInterruptedError`.
-    """
-    held_out, train, ranks = attempt.eval_examples, attempt.job.train, attempt.ranks
-    assert held_out is not None
-    writing = Writing(attempt.spec.tokenizer, attempt.job.data.max_target_length)
-    longest = int(held_out.tokens.lengths[held_out.indices].max())
-    # as much at once as training was seen to have room for
-    most_tokens = min(
-        attempt.settings.micro_batch_tokens, train.per_device_eval_batch_size * longest
-    )
-    measure = functools.partial(
-        evaluate,
-        attempt.forward,
-        held_out.tokens,
-        held_out.indices,
-        writing=writing if attempt.job.writes_texts else None,
-        should_stop=attempt.is_asked_to_leave,
-        ranks=ranks,
-        each=each,
-        progress=lambda done, total: attempt.emit(Evaluating(done, total)),
-    )
-    return with_room(measure, most_tokens, longest, attempt.numerics.device, attempt.warn)
+    def _judge(self, value: float | None) -> bool:
+        """Whether the step is the best so far; counts the patience of early stopping.
+
+        Best is best, by however little; the threshold only says how much better than the best so
+        far counts for the patience (as `EarlyStoppingCallback` of transformers has it). Of equal
+        ones the first is the best.
+        """
+        at, gain = self.progress, -math.inf
+        if value is not None:
+            sign = 1 if self.greater_is_better else -1
+            gain = math.inf if at.best_metric is None else (value - at.best_metric) * sign
+        counts = gain > 0 and gain > self.early_stopping_threshold
+        at.n_evaluations_without_gain = 0 if counts else at.n_evaluations_without_gain + 1
+        if gain > 0:
+            at.best_metric, at.best_step = value, at.step
+        patience = self.early_stopping_patience
+        at.stopped_early = patience is not None and at.n_evaluations_without_gain >= patience
+        return gain > 0
+
+    def _measured(self, each: Scores) -> Metrics:
+        """Metrics of the model as it is; `each` gets those of every example."""
+        tokens, indices, context = self.examples.tokens, self.examples.indices, self.context
+        longest = int(tokens.lengths[indices].max())
+        # as much at once as training was seen to have room for
+        most_tokens = min(self.feed.settings.micro_batch_tokens, self.micro_batch_size * longest)
+        measure = functools.partial(
+            evaluate,
+            self.forward,
+            tokens,
+            indices,
+            writing=self.writing,
+            should_stop=context.is_asked_to_leave,
+            ranks=context.ranks,
+            each=each,
+            progress=lambda done, total: context.emit(Evaluating(done, total)),
+        )
+        device = self.forward.numerics.device
+        return with_room(measure, most_tokens, longest, device, context.warn)

@@ -1,7 +1,7 @@
 """The loop: the one place where everything meets.
 
 Evaluate and save when due, stop when asked, take a step. Everything that can change the result is
-in `Attempt.state` or follows from (seed, step): the data order, the dropout masks and the learning
+in `Run.state` or follows from (seed, step): the data order, the dropout masks and the learning
 rate are functions, not state.
 """
 
@@ -10,33 +10,19 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import NamedTuple
 
 from farthing.errors import NotFiniteError, RunInterruptedError
+from farthing.events import Note
+from farthing.run.folder import SCHEDULE
 from farthing.run.ledger import Ledger
 from farthing.run.signals import Heard, Notice
-from farthing.train.attempt import Attempt
-from farthing.train.budget import LONGEST_START_S, over_limit
-from farthing.train.evaluate import evaluate_run
-from farthing.train.forecast import (
-    evaluation_is_due,
-    is_done,
-    leaving_s,
-    reserve_s,
-    reserve_with_start_s,
-)
-from farthing.train.learning_rate import settle_schedule
+from farthing.train.budget import LONGEST_START_S
+from farthing.train.built import Run
 from farthing.train.rehearsal import rehearse
-from farthing.train.saver import (
-    export,
-    mark_of,
-    note_finished_save,
-    save,
-    save_is_due,
-    save_last,
-    write_model_early,
-)
-from farthing.train.step_log import note_rest, settle
+from farthing.train.schedule import Fit, keep_fit, settled_fit
+from farthing.units import plural
 
 COLLECT_EVERY_STEPS = 200  # cycles of references, each of which may hold on to tensors
 STARTING = ("start_up", "load_model", "restore")  # what a start takes when data is tokenized
@@ -52,60 +38,61 @@ class Due(NamedTuple):
     save: int
 
 
-def loop(attempt: Attempt) -> tuple[str, str]:
+def loop(run: Run) -> tuple[str, str]:
     """Steps until done, stopped early, interrupted or over a limit; returns (state, reason). Raises
     `NotFiniteError`.
     """
-    spans = attempt.meter.spans
-    attempt.clocks.start_s = min(LONGEST_START_S, sum(spans.get(name, 0.0) for name in STARTING))
-    with contextlib.closing(attempt.steps.feed), rare_collections():
+    meter = run.context.meter
+    starting_s = sum(meter.spans.get(name, 0.0) for name in STARTING)
+    run.forecast.start_s = min(LONGEST_START_S, starting_s)
+    with contextlib.closing(run.steps.feed), rare_collections():
         try:
             try:
-                rehearse(attempt)
+                rehearse(run)
                 while True:
-                    ended, due = agreed(attempt, why_stop(attempt))
+                    ended, due = agreed(run, why_stop(run))
                     if ended:
                         break
-                    if evaluation_is_due(attempt):
-                        evaluate_run(attempt)
+                    if run.evaluator is not None and run.forecast.evaluation_is_due:
+                        run.saver.is_due_now |= run.evaluator.run()
                     else:
-                        before_step(attempt, due)
-                        began_s = attempt.meter.wall_s
-                        take_step(attempt)
-                        attempt.pace.turn_done(attempt.meter.wall_s - began_s)
+                        before_step(run, due)
+                        began_s = meter.wall_s
+                        take_step(run)
+                        run.pace.turn_done(meter.wall_s - began_s)
             except RunInterruptedError:
-                ended = attempt.notice.how_it_ends()
-            save_last(attempt)
+                ended = run.context.notice.how_it_ends()
+            run.saver.save_last()
         except NotFiniteError:
-            note_rest(attempt)
-            save_last(attempt)
+            run.log.note_rest()
+            run.saver.save_last()
             raise
-    if ended[0] != "interrupted" and attempt.progress.step > 0:
-        with attempt.meter.span("export"):
-            export(attempt)
+    if ended[0] != "interrupted" and run.progress.step > 0:
+        with meter.span("export"):
+            run.saver.export()
     return ended
 
 
-def why_stop(attempt: Attempt) -> tuple[str, str] | None:
+def why_stop(run: Run) -> tuple[str, str] | None:
     """(state, reason) where the run ends here; None where it continues."""
-    hear(attempt)
-    notice, ledger = attempt.notice, attempt.ledger
-    limit = over_limit(attempt.job, ledger, reserve_s(attempt))
-    if evaluation_is_due(attempt) and not limit:
+    hear(run)
+    notice, forecast = run.context.notice, run.forecast
+    limit = run.context.over_limit(forecast.reserve_s)
+    if forecast.evaluation_is_due and not limit:
         return None
-    if is_done(attempt):
-        return "finished", "stopped early" if attempt.progress.stopped_early else "all steps done"
+    if forecast.is_done:
+        return "finished", "stopped early" if run.progress.stopped_early else "all steps done"
     if notice:
         return notice.how_it_ends()
     return ("limit", limit) if limit else None
 
 
-def agreed(attempt: Attempt, ended: tuple[str, str] | None) -> tuple[tuple[str, str] | None, Due]:
+def agreed(run: Run, ended: tuple[str, str] | None) -> tuple[tuple[str, str] | None, Due]:
     """(why the run ends here or None, what is due before the next step) for all ranks; `ended` is
     this one's answer.
     """
-    ranks = attempt.ranks
-    due = what_is_due(attempt) if ranks.is_first and ended is None else Due(0, 0, 0)
+    ranks = run.context.ranks
+    due = what_is_due(run) if ranks.is_first and ended is None else Due(0, 0, 0)
     word, marks = ranks.agree(int(ended is not None), due)
     if word and ranks.n > 1:
         state, reason = next(each for each in ranks.gather(ended) if each is not None)
@@ -113,30 +100,30 @@ def agreed(attempt: Attempt, ended: tuple[str, str] | None) -> tuple[tuple[str, 
     return ended, Due(*marks)
 
 
-def what_is_due(attempt: Attempt) -> Due:
+def what_is_due(run: Run) -> Due:
     """Whether to settle the schedule, to write the model while the limits still pay for a start,
     and to save.
     """
-    fit, saving, ledger = attempt.schedule.fit, attempt.saving, attempt.ledger
-    settles = bool(fit and not fit.settled and attempt.progress.step >= fit.settles_at)
+    fit, forecast, over_limit = run.schedule.fit, run.forecast, run.context.over_limit
+    settles = bool(fit and not fit.settled and run.progress.step >= fit.settles_at)
     early = (
-        not saving.wrote_model_early
-        and over_limit(attempt.job, ledger, reserve_with_start_s(attempt)) is not None
+        not run.saver.wrote_model_early
+        and over_limit(forecast.reserve_with_start_s) is not None
         # else the model is about to be written anyway
-        and over_limit(attempt.job, ledger, reserve_s(attempt) + leaving_s(attempt)) is None
+        and over_limit(forecast.reserve_s + forecast.leaving_s) is None
     )
-    return Due(settles, early, save_is_due(attempt))
+    return Due(settles, early, run.saver.is_due)
 
 
-def hear(attempt: Attempt) -> None:
+def hear(run: Run) -> None:
     """Take note of what clouds and signals have said: where the machine may go, save sooner."""
-    notice = attempt.notice
-    for heard in note_news(notice, attempt.ledger):
+    context = run.context
+    for heard in note_news(context.notice, context.ledger):
         if not heard.is_certain:
-            attempt.saving.is_due_now = True
-            attempt.warn(f"{heard.what}: saving now, then continuing")
-    while notice.warnings:
-        attempt.warn(notice.warnings.pop(0))
+            run.saver.is_due_now = True
+            context.warn(f"{heard.what}: saving now, then continuing")
+    while context.notice.warnings:
+        context.warn(context.notice.warnings.pop(0))
 
 
 def note_news(notice: Notice, ledger: Ledger) -> list[Heard]:
@@ -147,32 +134,49 @@ def note_news(notice: Notice, ledger: Ledger) -> list[Heard]:
     return news
 
 
-def before_step(attempt: Attempt, due: Due) -> None:
+def before_step(run: Run, due: Due) -> None:
     """Settle the schedule, write the model early and save, where they are due."""
     if due.settle:
-        settle_schedule(attempt)
+        settle_schedule(run)
     if due.write_early:
-        write_model_early(attempt)
-    if due.save and attempt.saving.mark != mark_of(attempt):
-        save(attempt)
+        run.saver.write_model_early()
+    if due.save and run.saver.mark != run.progress.mark:
+        run.saver.save()
 
 
-def take_step(attempt: Attempt) -> None:
+def settle_schedule(run: Run) -> None:
+    """Settle for good how many steps the limits buy, by the measured pace, before the rate comes
+    down.
+    """
+    run.log.settle()
+    context, schedule, forecast = run.context, run.schedule, run.forecast
+    assert schedule.fit is not None
+    step_s = forecast.step_with_rest_s
+    # the last step begins only where the longest would fit
+    end_s = forecast.leaving_s + max(0.0, forecast.next_s - (step_s or 0.0))
+    fit = settled_fit(schedule.fit, context.seconds_left(), step_s, end_s)
+    fit = Fit(**context.ranks.tell_all(asdict(fit)))
+    keep_fit(context.folder / SCHEDULE, fit)
+    schedule.follow(fit)
+    run.steps.feed.close()  # what was made ready knew the number
+    steps = plural(fit.n_steps, "step")
+    context.emit(Note(f"the schedule is fixed: {steps} of {fit.asked_steps:,} fit the limits"))
+
+
+def take_step(run: Run) -> None:
     """One optimizer step over the global batch; nothing changes when it is interrupted."""
-    taken = attempt.steps.take(attempt.progress.step)
-    at, sums = attempt.progress, taken.sums
+    taken = run.steps.take(run.progress.step)
+    at, sums = run.progress, taken.sums
     at.step += 1
-    at.n_tokens += int(attempt.train_examples.tokens.lengths[sums.examples].sum())
-    at.n_padded_tokens, at.n_targets = (
-        at.n_padded_tokens + sums.n_computed,
-        at.n_targets + sums.n_targets,
-    )
-    attempt.record.micro_batch(*sums.largest)
-    attempt.in_flight.append(taken)
-    settle(attempt, attempt.steps.step.n_ahead)
-    note_finished_save(attempt, attempt.checkpoints.finished_save())
-    if attempt.replica is not None:
-        attempt.replica.check()
+    at.n_tokens += run.steps.feed.n_tokens(sums.examples)
+    at.n_padded_tokens += sums.n_computed
+    at.n_targets += sums.n_targets
+    run.record.micro_batch(*sums.largest)
+    run.log.in_flight.append(taken)
+    run.log.settle(run.steps.step.n_ahead)
+    run.saver.note_finished(run.saver.checkpoints.finished_save())
+    if run.context.replica is not None:
+        run.context.replica.check()
     if at.step % COLLECT_EVERY_STEPS == 0:
         gc.collect()
 

@@ -1,5 +1,5 @@
-"""How large micro-batches are where their examples begin alike, and that beginning is computed once
-in each.
+"""How large micro-batches are, where examples begin alike and that beginning is computed once in
+each of them.
 """
 
 from __future__ import annotations
@@ -10,72 +10,75 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.batches import Batches
-from farthing.events import Note
+from farthing.data.token_set import TokenSet
+from farthing.events import Emit, Note
 from farthing.model.activation_checkpointing import MemoryNeed
 from farthing.model.forward import Forward
-from farthing.train.attempt import Attempt
-from farthing.train.resolve import Examples
+from farthing.settings import Settings
 
 LOOKED_AT_STEPS = 64  # of a run, before its first: whether they have several micro-batches
 
 
-def share_prefix(attempt: Attempt) -> None:
+def share_prefix(
+    forward: Forward,
+    tokens: TokenSet,
+    batches: Batches,
+    n_steps: int,
+    settings: Settings,
+    memory: MemoryNeed,
+    *,
+    may_grow: bool,
+    emit: Emit,
+) -> tuple[Settings, MemoryNeed]:
     """Compute once in a micro-batch what its examples begin with, where the data has enough of
     that.
 
     Decided by the first attempt, as it changes rounding. A prefix is computed once in each
     micro-batch, so they grow, up to a step, while that saves more and needs no more activation
-    checkpointing, where neither job nor probe has said how large they are.
+    checkpointing; unless somebody else has said how large they are (`may_grow`).
     """
-    settings, tokens = attempt.settings, attempt.train_examples.tokens
+
+    def need_of(micro_batch_tokens: int) -> MemoryNeed:
+        """The memory of this run with larger micro-batches than those it was judged by."""
+        several = accumulates(forward, tokens, batches, n_steps, micro_batch_tokens)
+        gradients = replace(memory.gradients, accumulate=several)
+        return replace(memory, n_tokens=micro_batch_tokens, gradients=gradients)
+
     if settings.shares_prefix is None:
         budgets = [settings.micro_batch_tokens]
-        if not (attempt.job.says_micro_batch or settings.probed or attempt.ledger.out_of_memory):
-            mean = tokens.lengths[attempt.train_examples.indices].mean()
-            of_a_step = int(mean * attempt.job.global_batch_size)
-            while budgets[-1] < of_a_step and _need_of(attempt, 2 * budgets[-1]).fits:
+        if may_grow:
+            mean = tokens.lengths[batches.examples].mean()
+            of_a_step = int(mean * batches.global_batch_size)
+            while budgets[-1] < of_a_step and need_of(2 * budgets[-1]).fits:
                 budgets.append(2 * budgets[-1])
-        saved, n_tokens = attempt.forward.share(tokens, attempt.batches, budgets)
+        saved, n_tokens = forward.share(tokens, batches, budgets)
+        settings = replace(settings, shares_prefix=n_tokens > 0)
         if n_tokens:
             text = (
                 f"{saved:.0%} of the tokens are beginnings that examples share: computed once in"
                 " each micro-batch"
             )
-            attempt.emit(Note(text))
-            need = _need_of(attempt, n_tokens)
-            attempt.expected_bytes += need.total_bytes - attempt.memory.total_bytes
-            attempt.memory, settings = need, replace(settings, micro_batch_tokens=n_tokens)
-        attempt.steps.use(replace(settings, shares_prefix=n_tokens > 0))
-    attempt.forward.shares = bool(attempt.settings.shares_prefix)
-
-
-def _need_of(attempt: Attempt, micro_batch_tokens: int) -> MemoryNeed:
-    """The memory of this run with larger micro-batches than those it was judged by."""
-    n_steps = attempt.n_steps
-    gradients = replace(
-        attempt.memory.gradients,
-        accumulate=accumulates(
-            attempt.forward, attempt.train_examples, attempt.batches, n_steps, micro_batch_tokens
-        ),
-    )
-    return replace(attempt.memory, n_tokens=micro_batch_tokens, gradients=gradients)
+            emit(Note(text))
+            settings = replace(settings, micro_batch_tokens=n_tokens)
+            memory = need_of(n_tokens)
+    forward.shares = bool(settings.shares_prefix)
+    return settings, memory
 
 
 def accumulates(
-    forward: Forward, examples: Examples, batches: Batches, n_steps: int, micro_batch_tokens: int
+    forward: Forward, tokens: TokenSet, batches: Batches, n_steps: int, micro_batch_tokens: int
 ) -> bool:
     """Whether a step may have several micro-batches of so many tokens, by the first steps."""
-    return micro_batches_of(forward, examples, batches, n_steps, micro_batch_tokens)[1]
+    return micro_batches_of(forward, tokens, batches, n_steps, micro_batch_tokens)[1]
 
 
 def micro_batches_of(
-    forward: Forward, examples: Examples, batches: Batches, n_steps: int, micro_batch_tokens: int
+    forward: Forward, tokens: TokenSet, batches: Batches, n_steps: int, micro_batch_tokens: int
 ) -> tuple[NDArray[np.int64], bool]:
     """(examples of the largest micro-batch, whether a step has several), by the first steps of a
     run.
     """
-    tokens, has_several = examples.tokens, False
-    cells: list[NDArray[np.int64]] = []
+    has_several, cells = False, list[NDArray[np.int64]]()
     for step in range(min(n_steps, LOOKED_AT_STEPS)):
         of_step = forward.split(tokens, batches.examples_of(step), micro_batch_tokens)
         cells += of_step

@@ -16,9 +16,8 @@ from farthing.model.hardware import hardware_key
 from farthing.train.autotune import PROBE_S, in_words, probe_run
 from farthing.train.loop import take_step
 from farthing.train.measure import leave_measured
-from farthing.train.run import opened_attempt
+from farthing.train.run import opened_run
 from farthing.train.run_settings import tried
-from farthing.train.step_log import settle
 
 STEPS_AFTER = 8  # real steps with the chosen setting: a measurement needs six
 
@@ -39,18 +38,18 @@ def probe(job: Job, emit: Emit, budget_s: float = PROBE_S) -> dict[str, Any]:
         job = job.model_copy(
             update={"output_dir": folder, "train": job.train.model_copy(update=long_enough)}
         )
-        with opened_attempt(job, emit) as attempt:
+        with opened_run(job, emit) as run:
             started = time.perf_counter()
-            trials = probe_run(attempt, 0.7 * budget_s)
-            while attempt.progress.step < attempt.n_steps and (
-                attempt.progress.step < STEPS_AFTER - 1 or time.perf_counter() - started < budget_s
+            trials = probe_run(run.spec, run.train_examples, run.steps, emit, 0.7 * budget_s)
+            while run.progress.step < run.schedule.n_steps and (
+                run.progress.step < STEPS_AFTER - 1 or time.perf_counter() - started < budget_s
             ):
-                take_step(attempt)
-            settle(attempt)
-            leave_measured(attempt)
-            figures = attempt.pace.figures()
+                take_step(run)
+            run.log.settle()
+            leave_measured(run)
+            figures = run.pace.figures()
             return {
-                "hardware": hardware_key(attempt.numerics.device),
+                "hardware": hardware_key(run.spec.numerics.device),
                 "settings": tried(trials[0].settings),
                 "trials": [
                     {
@@ -60,7 +59,7 @@ def probe(job: Job, emit: Emit, budget_s: float = PROBE_S) -> dict[str, Any]:
                     }
                     for trial in trials
                 ],
-                "steps": attempt.progress.step,
+                "steps": run.progress.step,
                 "tokens_per_s": figures["tokens_per_s"],
                 "usd_per_million_tokens": (
                     1e6 / figures["tokens_per_s"] / 3600 * job.usd_per_hour

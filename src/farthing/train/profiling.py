@@ -22,10 +22,9 @@ from farthing.config.job import Job
 from farthing.errors import HardwareError
 from farthing.events import Emit, Working
 from farthing.model.hardware import Numerics, device_name, wait_for
-from farthing.train.attempt import Attempt
+from farthing.train.built import Run
 from farthing.train.loop import take_step
-from farthing.train.run import opened_attempt
-from farthing.train.step_log import settle
+from farthing.train.run import opened_run
 
 WARM_UP_STEPS = 3
 _MARK = "farthing: "
@@ -48,23 +47,23 @@ def profile_job(job: Job, emit: Emit, folder: Path, n_steps: int) -> dict[str, A
         job = job.model_copy(
             update={"output_dir": scratch, "train": job.train.model_copy(update=short)}
         )
-        with opened_attempt(job, emit) as attempt:
-            for _ in range(min(WARM_UP_STEPS, attempt.n_steps - 1)):
-                take_step(attempt)
-            settle(attempt)
+        with opened_run(job, emit) as run:
+            for _ in range(min(WARM_UP_STEPS, run.schedule.n_steps - 1)):
+                take_step(run)
+            run.log.settle()
             emit(Working("profiling"))
-            return _profiled(attempt, folder, min(n_steps, attempt.n_steps - attempt.progress.step))
+            return _profiled(run, folder, min(n_steps, run.schedule.n_steps - run.progress.step))
 
 
-def _profiled(attempt: Attempt, folder: Path, n_steps: int) -> dict[str, Any]:
-    device, meter, at = attempt.numerics.device, attempt.meter, attempt.progress
+def _profiled(run: Run, folder: Path, n_steps: int) -> dict[str, Any]:
+    device, meter, at = run.spec.numerics.device, run.context.meter, run.progress
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     before_tokens, before_spans = at.n_tokens, dict(meter.spans)
-    with _named(attempt), profile(activities=activities) as profiler:
+    with _named(run), profile(activities=activities) as profiler:
         began = time.perf_counter()
         for _ in range(n_steps):
-            take_step(attempt)
-        settle(attempt)
+            take_step(run)
+        run.log.settle()
         wall_s = time.perf_counter() - began
     folder.mkdir(parents=True, exist_ok=True)
     trace = folder / "farthing.pt.trace.json"
@@ -82,11 +81,11 @@ def _profiled(attempt: Attempt, folder: Path, n_steps: int) -> dict[str, Any]:
     rest_s = wall_s - sum(rows.values())
     if rest_s > 0:
         rows["between operations"] = rest_s
-    flops_per_s = attempt.pace.flops_per_token * (at.n_tokens - before_tokens) / wall_s
-    peak = measured_peak(attempt.numerics)
+    flops_per_s = run.pace.flops_per_token * (at.n_tokens - before_tokens) / wall_s
+    peak = measured_peak(run.spec.numerics)
     return {
         "device": device_name(device),
-        "precision": attempt.numerics.name,
+        "precision": run.spec.numerics.name,
         "n_steps": n_steps,
         "step_s": wall_s / n_steps,
         "parts": [
@@ -104,12 +103,12 @@ def _profiled(attempt: Attempt, folder: Path, n_steps: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _named(attempt: Attempt) -> Iterator[None]:
+def _named(run: Run) -> Iterator[None]:
     """Within the block the parts of a step are ranges of the profiler."""
-    forward = attempt.forward
-    named = [(module, "forward", name) for module, name in named_modules(attempt.model)]
+    forward = run.forward
+    named = [(module, "forward", name) for module, name in named_modules(run.model)]
     named += [(forward, "loss", "head"), (forward, "to_device", "copies")]
-    named += [(forward, "unit_loss", "head"), (attempt.steps.step, "update", "optimizer")]
+    named += [(forward, "unit_loss", "head"), (run.steps.step, "update", "optimizer")]
     before = [(owner, method, vars(owner).get(method)) for owner, method, _ in named]
     for owner, method, name in named:
         vars(owner)[method] = record_function(_MARK + name)(getattr(owner, method))

@@ -37,9 +37,8 @@ from farthing.model.hardware import hardware_key
 from farthing.run.folder import DECIDING, EXAMPLES, RUN, SCHEDULE, keep, kept
 from farthing.run.group import STORE, not_followed, seat_in
 from farthing.settings import Settings
-from farthing.train.ancestor import begin_from, find_ancestor
-from farthing.train.attempt import Attempt, Context
-from farthing.train.learning_rate import as_fitted
+from farthing.train.built import Run
+from farthing.train.context import Context
 from farthing.train.schedule import Fit, keep_fit
 
 
@@ -188,70 +187,58 @@ def with_slots(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit
     return replace(settings, slots=n_slots)
 
 
-def take_over(attempt: Attempt) -> None:
+def take_over(run: Run) -> None:
     """Compute from here on as the first rank does: its state, its cut, its schedule."""
-    ranks, steps, forward = attempt.ranks, attempt.steps, attempt.forward
+    ranks, steps, schedule = run.context.ranks, run.steps, run.schedule
     if ranks.n == 1:
         return
-    measured = (
-        read_measurements(Path(attempt.job.cache_dir or ".") / MEASUREMENTS)
-        if ranks.is_first
-        else []
-    )
-    known = ranks.tell_all(link_of(measured, hardware_key(attempt.numerics.device), ranks.n))
-    attempt.record.link_bytes_per_s = known or ranks.link_bytes_per_s()
-    fit = attempt.schedule.fit
-    settings, fit_values = ranks.tell_all(
-        [steps.settings.to_json(), None if fit is None else asdict(fit)]
-    )
+    run.record.link_bytes_per_s = _link_bytes_per_s(run)
+    fit = None if schedule.fit is None else asdict(schedule.fit)
+    settings, fit = ranks.tell_all([steps.settings.to_json(), fit])
     if not ranks.is_first:
         told = Settings.from_json(settings)
         steps.use(told)
-        forward.shares = bool(told.shares_prefix)
-        forward.micro_batch_cost = MicroBatchCost(told.least_tokens, told.more_tokens)
-        if fit_values is not None:
-            attempt.schedule = as_fitted(
-                attempt.job, keep_fit(attempt.folder / SCHEDULE, Fit(**fit_values))
-            )
-            steps.feed.n_steps = attempt.n_steps
+        run.forward.shares = bool(told.shares_prefix)
+        run.forward.micro_batch_cost = MicroBatchCost(told.least_tokens, told.more_tokens)
+        if fit is not None:
+            keep_fit(run.context.folder / SCHEDULE, Fit(**fit))
+            schedule.follow(Fit(**fit))
     if ranks.trains_rows:
-        _take_rows(attempt)
-    ranks.bring_together(attempt.state)
+        _take_rows(run)
+    ranks.bring_together(run.state)
 
 
-def _take_rows(attempt: Attempt) -> None:
+def _link_bytes_per_s(run: Run) -> float:
+    """Between the ranks: as it was measured before, else now."""
+    ranks = run.context.ranks
+    measured = read_measurements(run.spec.cache_dir / MEASUREMENTS) if ranks.is_first else []
+    found = link_of(measured, hardware_key(run.spec.numerics.device), ranks.n)
+    return float(ranks.tell_all(found) or ranks.link_bytes_per_s())
+
+
+def _take_rows(run: Run) -> None:
     """Restore this rank's rows of what the first rank has restored: of its checkpoint, or of the
     run's ancestor.
     """
-    ranks, checkpoints, step = attempt.ranks, attempt.checkpoints, attempt.progress.step
+    context, checkpoints, step = run.context, run.saver.checkpoints, run.progress.step
+    ranks = context.ranks
     saves = checkpoints.steps() if ranks.is_first else []
-    told = ranks.tell_all(
-        [
-            str(attempt.folder.resolve()),
-            str(checkpoints.folder_of(step).resolve()) if step in saves else None,
-            attempt.saving.mark,
-        ]
-    )
+    saved = str(checkpoints.folder_of(step).resolve()) if step in saves else None
+    folder, saved, mark = ranks.tell_all([str(context.folder.resolve()), saved, run.saver.mark])
     if ranks.is_first:
         return
-    run, folder, mark = Path(told[0]), told[1], told[2]
-    if (kept(run / RUN) or {}).get("run_id") != attempt.run_id:
+    if (kept(Path(folder) / RUN) or {}).get("run_id") != context.run_id:
         raise InputError(
-            f"rank {ranks.index} does not see the run folder of the first rank, {run}, where each"
-            " saves its rows",
+            f"rank {ranks.index} does not see the run folder of the first rank, {folder}, where"
+            " each saves its rows",
             where="output_dir, where.strategy",
             to_do="put output_dir on a disk that all machines share, or use ddp",
         )
-    if folder is not None:
-        checkpoints.restore(Path(folder), attempt.state)
-    elif (found := find_ancestor(attempt.job)) is not None:
-        begin_from(
-            found,
-            attempt.state["model"],
-            ranks.rows_of,
-            attempt.train_examples.tokens.label_names,
-        )
-    attempt.saving.mark = tuple(mark)
+    if saved is not None:
+        checkpoints.restore(Path(saved), run.state)
+    else:
+        run.begin_as_ancestor()
+    run.saver.mark = tuple(mark)
 
 
 def tell_of_launchers(emit: Emit) -> None:

@@ -31,8 +31,7 @@ from farthing.events import Note, Working
 from farthing.model.forward import Forward
 from farthing.storage.files import draft_of, fsync_path, own_folder
 from farthing.train.ancestor import KEY as ANCESTOR
-from farthing.train.ancestor import begin_from, find_ancestor
-from farthing.train.attempt import Attempt
+from farthing.train.built import Run
 from farthing.train.evaluate import with_room
 from farthing.train.resolve import MODEL_CONTENT
 
@@ -45,29 +44,26 @@ _BEGINS_AS_THE_MODEL = ("true", "gaussian")
 """Adapters that add nothing before the first step."""
 
 
-def refer(attempt: Attempt) -> None:
+def refer(run: Run) -> None:
     """Have the references of all examples of a run, before its checkpoint is restored. Raises
     `RunInterruptedError`, `DataError` where the cache holds others than the model finds.
     """
-    forward = attempt.forward
-    if not forward.of.needs_reference:
+    if not run.forward.of.needs_reference:
         return
-    begin_as_the_run(attempt)
-    sets: dict[Path, list[NDArray[np.int64]]] = {}
-    of_folder: dict[Path, TokenSet] = {}
-    for examples in (attempt.train_examples, attempt.eval_examples):
+    run.begin_as_ancestor()  # a checkpoint may have spared the start from that
+    wanted: dict[Path, tuple[TokenSet, list[NDArray[np.int64]]]] = {}
+    for examples in (run.train_examples, run.eval_examples):
         if examples is not None:
-            sets.setdefault(examples.tokens.folder, []).append(examples.indices)
-            of_folder[examples.tokens.folder] = examples.tokens
-    was_training = attempt.model.training
-    attempt.model.eval()
+            _, indices = wanted.setdefault(examples.tokens.folder, (examples.tokens, []))
+            indices.append(examples.indices)
+    was_training = run.model.training
+    run.model.eval()
     try:
-        with attempt.meter.span("reference"), torch.no_grad():
-            for folder, indices in sets.items():
-                wanted = np.unique(np.concatenate(indices))
-                _refer_to(attempt, of_folder[folder], wanted)
+        with run.context.meter.span("reference"), torch.no_grad():
+            for tokens, indices in wanted.values():
+                _refer_to(run, tokens, np.unique(np.concatenate(indices)))
     finally:
-        attempt.model.train(was_training)
+        run.model.train(was_training)
 
 
 def without_references(forward: Forward, tokens: TokenSet) -> None:
@@ -106,18 +102,10 @@ def references_of(
     return np.array([of_all[unit] for unit in units.tolist()])
 
 
-def begin_as_the_run(attempt: Attempt) -> None:
-    """The weights of the run's ancestor, where a checkpoint has spared the start from them."""
-    found, ranks = find_ancestor(attempt.job), attempt.ranks
-    if found is not None:
-        names = attempt.train_examples.tokens.label_names
-        begin_from(found, attempt.state["model"], ranks.rows_of, names)
-
-
-def _refer_to(attempt: Attempt, tokens: TokenSet, wanted: NDArray[np.int64]) -> None:
-    forward, width = attempt.forward, _width(attempt.forward, tokens)
-    cache = own_folder(Path(attempt.job.cache_dir or ".") / "references", attempt.warn)
-    folder = cache / _key(attempt, tokens)
+def _refer_to(run: Run, tokens: TokenSet, wanted: NDArray[np.int64]) -> None:
+    forward, width = run.forward, _width(run.forward, tokens)
+    cache = own_folder(run.spec.cache_dir / "references", run.context.warn)
+    folder = cache / _key(run, tokens)
     folder.mkdir(exist_ok=True)
     found = np.full((len(tokens), width), np.nan)
     blocks, lacking = np.unique(wanted // BLOCK).tolist(), []
@@ -128,17 +116,17 @@ def _refer_to(attempt: Attempt, tokens: TokenSet, wanted: NDArray[np.int64]) -> 
             lacking.append(block)
         else:
             rows[:] = kept
-    missing = sorted({block for of_rank in attempt.ranks.gather(lacking) for block in of_rank})
+    missing = sorted({block for of_rank in run.context.ranks.gather(lacking) for block in of_rank})
     if missing:
-        attempt.emit(Working("scoring the answers by the model as it begins"))
+        run.context.emit(Working("scoring the answers by the model as it begins"))
     for block in missing:
         units = np.arange(block * BLOCK, min(len(tokens), (block + 1) * BLOCK))
-        found[units] = _measured(attempt, tokens, units)
+        found[units] = _measured(run, tokens, units)
         if not (folder / _name(block)).exists():
             write_block(folder, block, found[units])
     if n_kept := len(blocks) - len(missing):
         sample = np.unique(wanted[np.linspace(0, len(wanted) - 1, N_SAMPLED).astype(np.int64)])
-        _compare(attempt, tokens, sample, found[sample], n_kept, folder)
+        _compare(run, tokens, sample, found[sample], n_kept, folder)
     forward.references[tokens.folder] = found
 
 
@@ -146,27 +134,27 @@ def _width(forward: Forward, tokens: TokenSet) -> int:
     return tokens.n_sequences + int(forward.of.is_mismatched)
 
 
-def _measured(attempt: Attempt, tokens: TokenSet, units: NDArray[np.int64]) -> NDArray[np.float64]:
-    forward = attempt.forward
+def _measured(run: Run, tokens: TokenSet, units: NDArray[np.int64]) -> NDArray[np.float64]:
+    forward = run.forward
     return with_room(
         partial(
             references_of,
             forward,
             tokens,
             units,
-            ranks=attempt.ranks,
-            should_stop=attempt.is_asked_to_leave,
+            ranks=run.context.ranks,
+            should_stop=run.context.is_asked_to_leave,
         ),
-        attempt.settings.micro_batch_tokens,
+        run.steps.settings.micro_batch_tokens,
         int(forward.lengths_of(tokens)[units].max()),
-        attempt.numerics.device,
-        attempt.warn,
+        run.forward.numerics.device,
+        run.context.warn,
         "the reference pass",
     )
 
 
 def _compare(
-    attempt: Attempt,
+    run: Run,
     tokens: TokenSet,
     sample: NDArray[np.int64],
     kept: NDArray[np.float64],
@@ -174,17 +162,17 @@ def _compare(
     folder: Path,
 ) -> None:
     """Score a few examples again. Raises `DataError` where the cache says something else."""
-    arrays = attempt.forward.collate_scored(tokens, sample)
+    arrays = run.forward.collate_scored(tokens, sample)
     counts = [each[N_TARGETS].reshape(len(sample), -1) for each in arrays]
     n_targets = np.maximum(1, np.concatenate(counts, axis=1))
-    apart = np.abs(_measured(attempt, tokens, sample) - kept) / n_targets
+    apart = np.abs(_measured(run, tokens, sample) - kept) / n_targets
     most, mean = float(apart.max()), float(apart.mean())
     text = (
         f"references of {n_kept * BLOCK:,} examples or fewer come from the cache; of"
         f" {len(sample)} scored again, an answer differs by {most:.1g} a token at most"
     )
-    attempt.emit(Note(text))
-    if not mean <= MOST_APART.get(attempt.numerics.name, MOST_APART_HALF):
+    run.context.emit(Note(text))
+    if not mean <= MOST_APART.get(run.forward.numerics.name, MOST_APART_HALF):
         raise DataError(
             f"the cached references are not this model's: an answer differs by {most:.3g} a"
             f" token, on average by {mean:.3g}",
@@ -196,9 +184,9 @@ def _compare(
 # ---- the cache ----
 
 
-def _key(attempt: Attempt, tokens: TokenSet) -> str:
+def _key(run: Run, tokens: TokenSet) -> str:
     """The name of a folder: a hash of all that the references follow from."""
-    job, identity = attempt.job, attempt.spec.identity
+    job, identity = run.spec.job, run.spec.identity
     names = [MODEL_CONTENT, "model.init", "model.rope_scaling", "model.new_tokens", ANCESTOR]
     method = job.method
     adapter = method.init_lora_weights if method.name != "full" else "true"
@@ -209,9 +197,9 @@ def _key(attempt: Attempt, tokens: TokenSet) -> str:
     content |= {
         "tokens": tokens.content_sha256,
         "seed": job.train.seed if draws else None,
-        "scored": _width(attempt.forward, tokens),
+        "scored": _width(run.forward, tokens),
         "in_four_bits": method.name == "qlora",
-        "precision": [attempt.numerics.name, attempt.numerics.device.type],
+        "precision": [run.forward.numerics.name, run.forward.numerics.device.type],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 

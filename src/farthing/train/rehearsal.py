@@ -10,10 +10,7 @@ from __future__ import annotations
 import time
 
 from farthing.events import Note
-from farthing.train.attempt import Attempt
-from farthing.train.budget import over_limit
-from farthing.train.forecast import is_done
-from farthing.train.prefix_budget import accumulates
+from farthing.train.built import Run
 from farthing.units import plural
 
 N_STEPS = 8
@@ -21,51 +18,39 @@ N_STEPS = 8
 LOOKS_S = 2.0
 
 
-def rehearse(attempt: Attempt) -> None:
+def rehearse(run: Run) -> None:
     """On a GPU, or where ranks wait for each other in every layer: rehearse before the first step
     of an attempt.
 
     Where it does not fit the micro-batch is lowered, as in a step. Raises as a step does.
     """
-    steps, ranks = attempt.steps, attempt.ranks
-    if attempt.numerics.device.type != "cuda" and not ranks.is_fsdp:
+    context, steps = run.context, run.steps
+    if steps.step.device.type != "cuda" and not context.ranks.is_fsdp:
         return
-    step = ranks.tell_all(dearest_step(attempt) if ranks.is_first else None)
+    step = context.ranks.tell_all(dearest_step(run) if context.ranks.is_first else None)
     if step is None:
         return
-    with attempt.meter.span("probe"):
-        n_examples, n_tokens = steps.rehearse(step, lambda: _adds_up(attempt))
+    with context.meter.span("probe"):
+        n_examples, n_tokens = steps.rehearse(step)
     text = (
         f"the largest micro-batch was rehearsed: {plural(n_examples, 'example')} of step"
         f" {step + 1}, {n_tokens:,} tokens"
     )
-    attempt.emit(Note(text))
+    context.emit(Note(text))
 
 
-def _adds_up(attempt: Attempt) -> bool:
-    """Whether a step has several micro-batches, by what is at once now."""
-    budget = attempt.settings.micro_batch_tokens
-    return accumulates(
-        attempt.forward, attempt.train_examples, attempt.batches, attempt.n_steps, budget
-    )
-
-
-def dearest_step(attempt: Attempt) -> int | None:
+def dearest_step(run: Run) -> int | None:
     """The step that has the largest micro-batch of what is left of the run, as far as was looked;
     None where none is taken.
     """
-    at, steps = attempt.progress, attempt.steps
-    ended = is_done(attempt) or over_limit(attempt.job, attempt.ledger, reserve_s=0.0) is not None
-    if ended or at.step >= attempt.n_steps:
+    at, feed, n_steps = run.progress, run.steps.feed, run.schedule.n_steps
+    if run.forecast.is_done or run.context.over_limit(0.0) is not None or at.step >= n_steps:
         return None
     until, longest = time.monotonic() + LOOKS_S, []
-    for step in range(at.step, attempt.n_steps):
-        longest.append(
-            (-int(steps.feed.tokens.lengths[steps.feed.batches.examples_of(step)].max()), step)
-        )
+    for step in range(at.step, n_steps):
+        longest.append((-int(feed.tokens.lengths[feed.batches.examples_of(step)].max()), step))
         if time.monotonic() > until:
             break
-    looked_at = {step for _, step in sorted(longest)[:N_STEPS]} | set(
-        range(at.step, min(at.step + N_STEPS, attempt.n_steps))
-    )
-    return max(sorted(looked_at), key=lambda step: steps.feed.largest_of(step)[1])
+    looked_at = {step for _, step in sorted(longest)[:N_STEPS]}
+    looked_at |= set(range(at.step, min(at.step + N_STEPS, n_steps)))
+    return max(sorted(looked_at), key=lambda step: feed.largest_of(step)[1])

@@ -7,6 +7,7 @@ tokenized or loaded.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -73,6 +74,16 @@ class RunSpec:
         return numerics_of(self.job, self.config)
 
     @property
+    def metric(self) -> str:
+        """The metric that says which step is best; known, as the job was checked."""
+        return (self.job.train.metric_for_best_model or "loss").removeprefix("eval_")
+
+    @property
+    def cache_dir(self) -> Path:
+        """Where what later runs may use is kept."""
+        return Path(self.job.cache_dir or ".")
+
+    @property
     def pad_id(self) -> int:
         """The token that fills a batch; its positions are masked, so any will do.
 
@@ -107,6 +118,18 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.indices)
+
+
+def sha256_of_examples(*every: Examples | None) -> str:
+    """Identity of what a run reads: the tokens and targets of its examples, and which of them are
+    held out.
+    """
+    digest = hashlib.sha256()
+    for examples in every:
+        if examples is not None:
+            digest.update(examples.tokens.content_sha256.encode())
+            digest.update(np.ascontiguousarray(examples.indices, dtype=np.int64).tobytes())
+    return digest.hexdigest()
 
 
 def numerics_of(job: Job, config: Any = None) -> Numerics:

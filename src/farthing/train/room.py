@@ -60,11 +60,10 @@ class Steps:
         """
         return self._with_room(step, self.step.take)
 
-    def rehearse(self, step: int, adds_up: Callable[[], bool] = lambda: True) -> tuple[int, int]:
+    def rehearse(self, step: int) -> tuple[int, int]:
         """Take the largest micro-batch of a step forward and backward for nothing, twice where
-        `adds_up` says that gradients of several add up; (examples, computed tokens) of it. Raises
-        as `take`."""
-        return self._with_room(step, lambda step: self._rehearse(step, adds_up))
+        gradients of several add up; (examples, computed tokens) of it. Raises as `take`."""
+        return self._with_room(step, self._rehearse)
 
     def _with_room(self, step: int, call: Callable[[int], T]) -> T:
         """What `call(step)` gives, called again with less at once where memory runs out."""
@@ -90,7 +89,7 @@ class Steps:
             free_cached(self.step.forward.numerics.device)
             self.ran_out(step, why, not frees)
 
-    def _rehearse(self, step: int, adds_up: Callable[[], bool]) -> tuple[int, int]:
+    def _rehearse(self, step: int) -> tuple[int, int]:
         feed, of, ranks = self.feed, self.step, self.step.ranks
         of.begin(step)
         examples, largest = feed.batches.examples_of(step), feed.largest(step)
@@ -99,7 +98,7 @@ class Steps:
             MicroBatch(step, examples, largest, arrays, is_last, slot=slot)
             for is_last, slot in ((False, feed.slots[0]), (True, feed.slots[-1]))
         )
-        is_one = feed.n_slots == 1 and not ranks.is_fsdp and not adds_up()
+        is_one = feed.n_slots == 1 and not ranks.is_fsdp and not feed.accumulates
         passes = [last] if is_one else [first, last]
         of.gradients(iter(passes), len(passes), counts=False)
         if ranks.fsdp is not None:

@@ -63,8 +63,6 @@ from farthing.run.notices import Watch, services_for
 from farthing.run.opening import Opened, opened
 from farthing.run.signals import Notice
 from farthing.storage.files import Json, only_writer, set_aside
-from farthing.train.ancestor import begin_from, find_ancestor
-from farthing.train.attempt import Attempt, Context
 from farthing.train.autotune import is_worth_it, probe_run
 from farthing.train.budget import (
     allowance_s,
@@ -74,11 +72,11 @@ from farthing.train.budget import (
     why_not_start,
 )
 from farthing.train.build import build
+from farthing.train.built import Run
+from farthing.train.context import Context
 from farthing.train.finished import STAMPS, publish_finished, stamps_of
-from farthing.train.forecast import leaving_s, reserve_s
 from farthing.train.loop import loop, note_news
 from farthing.train.measure import leave_measured
-from farthing.train.prefix_budget import share_prefix
 from farthing.train.rank_setup import (
     follow,
     joined,
@@ -88,9 +86,8 @@ from farthing.train.rank_setup import (
     tell_of_launchers,
 )
 from farthing.train.reference import refer, without_references
-from farthing.train.resolve import RunSpec, check_extras, resolve
+from farthing.train.resolve import RunSpec, check_extras, resolve, sha256_of_examples
 from farthing.train.run_settings import keep_settings
-from farthing.train.saver import restore
 from farthing.train.summary import emit_summary
 from farthing.train.trackers import metrics_file, tracked
 from farthing.train.watchdog import Watchdog
@@ -163,7 +160,8 @@ def train(
         emit = stack.enter_context(tracked(emit, job.train.report_to, folder))
         if ranks.is_first:
             emit = stack.enter_context(metrics_file(emit, job))
-        context = Context(job, folder, "", meter, ledger, notice, emit, ranks)
+        context = _context(job, folder, "", meter, ledger, notice, emit)
+        context.ranks = ranks
         context.replica = open_mirror(
             job.output_store, folder, job.train.save_total_limit, context.warn
         )
@@ -174,16 +172,16 @@ def train(
         )
         with errors_in_words(folder):
             mend(folder, context.warn)
-            _bring_back(context, allow_restart)
+            _bring_back(job, context, allow_restart)
         if damage := begun.damage_in_words():
             context.warn(damage)
         state = "failed"
         try:
             with errors_in_words(folder):
                 if ranks.is_first:
-                    state, reason = _lead(context, begun, allow_restart)
+                    state, reason = _lead(job, context, begun, allow_restart)
                 else:
-                    state, reason = _compute_along(context)
+                    state, reason = _compute_along(job, context)
         except (RunInterruptedError, RunTakenError, LimitError) as error:
             ranks.fail(EXIT_INTERRUPTED)  # before the loop: the others wait for what does not come
             state = "limit" if isinstance(error, LimitError) else "interrupted"
@@ -200,10 +198,10 @@ def train(
                 ledger.end(state)
             if state == "failed":
                 _close_replica(context)
-        return close(context, begun, state, reason)
+        return close(job, context, begun, state, reason)
 
 
-def close(context: Context, begun: Opened, state: str, reason: str) -> Outcome:
+def close(job: Job, context: Context, begun: Opened, state: str, reason: str) -> Outcome:
     """How an attempt ended, with its receipt, card and copies; what brings them, and the page, up
     to the last second is called when the bill is closed.
     """
@@ -228,7 +226,7 @@ def close(context: Context, begun: Opened, state: str, reason: str) -> Outcome:
 
     begun.at_close = with_the_last_second
     if state == "finished":
-        publish_finished(context.job, context.emit)
+        publish_finished(job, context.emit)
     return outcome
 
 
@@ -273,18 +271,33 @@ def errors_in_words(folder: Path) -> Iterator[None]:
 # ---- the first rank, and the others ----
 
 
-def _resolved(context: Context) -> RunSpec:
-    check_extras(context.job)
+def _context(
+    job: Job, folder: Path, run_id: str, meter: Meter, ledger: Ledger, notice: Notice, emit: Emit
+) -> Context:
+    return Context(
+        folder,
+        run_id,
+        meter,
+        ledger,
+        notice,
+        emit,
+        over_limit=partial(over_limit, job, ledger),
+        seconds_left=partial(seconds_left, job, ledger),
+    )
+
+
+def _resolved(job: Job, context: Context) -> RunSpec:
+    check_extras(job)
     context.meter.enter("tokenize")
-    return resolve(context.job, context.emit)
+    return resolve(job, context.emit)
 
 
-def _lead(context: Context, begun: Opened, allow_restart: bool) -> tuple[str, str]:
+def _lead(job: Job, context: Context, begun: Opened, allow_restart: bool) -> tuple[str, str]:
     """(state, reason) of the attempt of a run, or of its first rank."""
-    job, folder, meter, emit = context.job, context.folder, context.meter, context.emit
+    folder, meter, emit = context.folder, context.meter, context.emit
     begun.refuse_forgotten(allow_restart=allow_restart)
     stamps = stamps_of(job)  # as they are before anything is read
-    spec = _resolved(context)
+    spec = _resolved(job, context)
     run_facts = _claim(spec, context, allow_restart)
     context.run_id, begun.is_accepted = run_facts["run_id"], True
     run_facts = _unfinished_where_more_is_asked(job, folder, run_facts)
@@ -292,53 +305,54 @@ def _lead(context: Context, begun: Opened, allow_restart: bool) -> tuple[str, st
     was_finished = is_finished(folder)
     for text in filter(None, (*unusual_settings(job), spot_without_store(job))):
         context.warn(text)
-    ended = _why_not_let_in(context, was_finished)
+    ended = _why_not_let_in(job, context, was_finished)
     lead(context, ended)
     if ended:
         return ended
-    attempt = build(spec, context, has_begun=EXAMPLES in run_facts)
+    run = build(spec, context, has_begun=EXAMPLES in run_facts)
     if context.watchdog is not None:
-        context.watchdog.reserve_s = partial(leaving_s, attempt)
+        context.watchdog.reserve_s = lambda: run.forecast.leaving_s
+    names = run.train_examples.tokens.label_names
     run_facts = same_examples(
-        folder,
-        run_facts,
-        attempt.examples_sha256(),
-        attempt.train_examples.tokens.label_names,
+        folder, run_facts, sha256_of_examples(run.train_examples, run.eval_examples), names
     )
     meter.enter("restore")
     emit(Working("looking for a checkpoint"))
-    run_facts = _begin(attempt, run_facts)
+    if not run.saver.checkpoints.steps() and (ancestor := run.begin_as_ancestor()) is not None:
+        run_facts = {**run_facts, "ancestor": ancestor}
+        keep(folder / RUN, run_facts)
+        emit(Note(f"begins with the weights of step {ancestor['step']} of {ancestor['run']}"))
     if not was_finished:
-        refer(attempt)
-    restore(attempt, allow_restart)
-    if was_finished or over_limit(job, context.ledger, reserve_s(attempt)):
-        take_over(attempt)  # let in to write its model
-        return loop(attempt)
-    _decide(attempt, run_facts)
-    emit_summary(attempt)
+        refer(run)
+    run.saver.restore(allow_restart)
+    if was_finished or context.over_limit(run.forecast.reserve_s):
+        take_over(run)  # let in to write its model
+        return loop(run)
+    _decide(run, run_facts)
+    emit_summary(run)
     meter.enter("idle")
-    _offer(attempt)
-    take_over(attempt)
-    state, reason = loop(attempt)
-    _offer(attempt, with_model=True)
+    _offer(run)
+    take_over(run)
+    state, reason = loop(run)
+    _offer(run, with_model=True)
     is_copied = _wait_for_replica(context, state)
     if is_copied and state == "finished":  # else the same command brings the model to the store
         keep(folder / RUN, {**run_facts, "finished": True, STAMPS: stamps})
-    leave_measured(attempt)
+    leave_measured(run)
     return state, reason
 
 
-def _compute_along(context: Context) -> tuple[str, str]:
+def _compute_along(job: Job, context: Context) -> tuple[str, str]:
     """(state, reason) of an attempt that the first rank leads."""
     let_in = follow(context)
     if let_in.ended is not None:
         return let_in.ended
-    spec = _resolved(context)
+    spec = _resolved(job, context)
     must_be_the_same(context, spec.identity, let_in.identity)
-    attempt = build(spec, context, has_begun=let_in.has_begun)
-    refer(attempt)
-    take_over(attempt)
-    return loop(attempt)
+    run = build(spec, context, has_begun=let_in.has_begun)
+    refer(run)
+    take_over(run)
+    return loop(run)
 
 
 def _unfinished_where_more_is_asked(job: Job, folder: Path, run_facts: Json) -> Json:
@@ -356,11 +370,11 @@ def _unfinished_where_more_is_asked(job: Job, folder: Path, run_facts: Json) -> 
     return run_facts
 
 
-def _why_not_let_in(context: Context, was_finished: bool) -> tuple[str, str] | None:
+def _why_not_let_in(job: Job, context: Context, was_finished: bool) -> tuple[str, str] | None:
     """(state, reason) where nothing is to be trained: the run has ended, or its limits have no room
     for an attempt.
     """
-    job, folder, ledger = context.job, context.folder, context.ledger
+    folder, ledger = context.folder, context.ledger
     if damage := damage_of(folder):
         aside = set_aside(folder / MODEL)
         context.warn(
@@ -383,29 +397,6 @@ def _why_not_let_in(context: Context, was_finished: bool) -> tuple[str, str] | N
     return None
 
 
-def _begin(attempt: Attempt, run_facts: Json) -> Json:
-    """Begin with the weights of the job's ancestor, where it has one and the run has no checkpoint
-    of its own.
-    """
-    if attempt.checkpoints.steps():
-        return run_facts
-    found = find_ancestor(attempt.job)
-    if found is None:
-        return run_facts
-    run_facts = {
-        **run_facts,
-        "ancestor": begin_from(
-            found,
-            attempt.state["model"],
-            attempt.ranks.rows_of,
-            attempt.train_examples.tokens.label_names,
-        ),
-    }
-    keep(attempt.folder / RUN, run_facts)
-    attempt.emit(Note(f"begins with the weights of step {found.step} of {found.run}"))
-    return run_facts
-
-
 def _claim(spec: RunSpec, context: Context, allow_restart: bool) -> Json:
     """What the folder's run says of itself, which is this one. Raises `RunChangedError`,
     `RunDamagedError`.
@@ -424,30 +415,27 @@ def _claim(spec: RunSpec, context: Context, allow_restart: bool) -> Json:
     return claim(folder, spec.identity, machine, warn, allow_restart=allow_restart)
 
 
-def _decide(attempt: Attempt, run_facts: Json) -> None:
-    """What the first attempt decides for all, as it changes rounding; and the settings, where a
-    probe pays.
-    """
-    job = attempt.job
-    share_prefix(attempt)
-    if run_facts.get("steps_per_epoch") != attempt.batches.steps_per_epoch:
-        run_facts["steps_per_epoch"] = attempt.batches.steps_per_epoch
-        keep(attempt.folder / RUN, run_facts)
-    pays = is_worth_it(job, attempt.estimate, attempt.settings, seconds_left(job, attempt.ledger))
+def _decide(run: Run, run_facts: Json) -> None:
+    """What the first attempt decides for all: the settings, where a probe pays."""
+    context, steps, n = run.context, run.steps, run.steps.feed.batches.steps_per_epoch
+    if run_facts.get("steps_per_epoch") != n:
+        run_facts["steps_per_epoch"] = n
+        keep(context.folder / RUN, run_facts)
+    pays = is_worth_it(run.spec.job, run.estimate, steps.settings, context.seconds_left())
     # over spread weights the others would have to try the same
-    if attempt.progress.step == 0 and pays and not attempt.ranks.is_fsdp:
-        with attempt.meter.span("probe"):
-            attempt.emit(Note("trying a few micro-batch sizes before the first step"))
-            probe_run(attempt)
-    keep_settings(attempt)
+    if run.progress.step == 0 and pays and not context.ranks.is_fsdp:
+        with context.meter.span("probe"):
+            context.emit(Note("trying a few micro-batch sizes before the first step"))
+            probe_run(run.spec, run.train_examples, steps, context.emit)
+    keep_settings(context, steps.settings)
 
 
 # ---- copies in a store ----
 
 
-def _bring_back(context: Context, allow_restart: bool) -> None:
+def _bring_back(job: Job, context: Context, allow_restart: bool) -> None:
     """What the store has and this disk has not."""
-    replica, store = context.replica, context.job.output_store
+    replica, store = context.replica, job.output_store
     if replica is None:
         return
     replica.on_bills = context.ledger.take_in
@@ -460,13 +448,12 @@ def _bring_back(context: Context, allow_restart: bool) -> None:
         context.emit(Note(f"{store} {doubt}"))
 
 
-def _offer(attempt: Attempt, *, with_model: bool = False) -> None:
+def _offer(run: Run, *, with_model: bool = False) -> None:
     """Offer the store what is needed to continue from where the run is."""
-    at, replica = attempt.progress, attempt.replica
+    at, replica = run.progress, run.context.replica
     if replica is not None:
-        replica.offer(
-            at.step, attempt.checkpoints.to_go_on(at.step, at.best_step), with_model=with_model
-        )
+        folders = run.saver.checkpoints.to_go_on(at.step, at.best_step)
+        replica.offer(at.step, folders, with_model=with_model)
 
 
 def _wait_for_replica(context: Context, state: str) -> bool:
@@ -501,8 +488,8 @@ def _close_replica(context: Context) -> None:
 
 
 @contextlib.contextmanager
-def opened_attempt(job: Job, emit: Emit) -> Iterator[Attempt]:
-    """An attempt at step 0 in a folder of its own, to be measured and thrown away: of one process,
+def opened_run(job: Job, emit: Emit) -> Iterator[Run]:
+    """A run at step 0 in a folder of its own, to be measured and thrown away: of one process,
     which has all weights.
     """
     job = job.model_copy(update={"where": job.where.model_copy(update={"strategy": "ddp"})})
@@ -510,11 +497,11 @@ def opened_attempt(job: Job, emit: Emit) -> Iterator[Attempt]:
     quiet_libraries()
     with only_writer(folder), Notice() as notice:
         ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
-        context = Context(job, folder, "probe", meter, ledger, notice, emit)
-        attempt = build(_resolved(context), context)
-        if attempt.forward.of.needs_reference:
-            without_references(attempt.forward, attempt.train_examples.tokens)
-        restore(attempt, allow_restart=False)
-        with contextlib.closing(attempt.steps.feed):
-            yield attempt
+        context = _context(job, folder, "probe", meter, ledger, notice, emit)
+        run = build(_resolved(job, context), context)
+        if run.forward.of.needs_reference:
+            without_references(run.forward, run.train_examples.tokens)
+        run.saver.restore(allow_restart=False)
+        with contextlib.closing(run.steps.feed):
+            yield run
         ledger.close("finished")

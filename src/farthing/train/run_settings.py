@@ -19,7 +19,7 @@ from farthing.run.folder import SETTINGS, keep, kept, kept_as
 from farthing.settings import Settings
 from farthing.storage.files import Json
 from farthing.storage.logs import append_line, newest_lines, read_line
-from farthing.train.attempt import Attempt, Context
+from farthing.train.context import Context
 from farthing.train.resolve import Examples, RunSpec
 
 PROBES = "probes.jsonl"  # in the cache
@@ -119,17 +119,16 @@ def first_settings(
     return settings.lowered_by(events)
 
 
-def keep_settings(attempt: Attempt) -> None:
+def keep_settings(context: Context, now: Settings) -> None:
     """Write down how the run is computed from here on, before a step is taken so. Raises
     `OSError`.
     """
-    path, now = attempt.folder / SETTINGS, attempt.settings
-    values = kept(path)
-    before = Settings() if values is None else Settings.from_json(values)
+    path = context.folder / SETTINGS
+    before = Settings.from_json(kept(path) or {})
     for name in ("kernels", "compiled"):
         was, has = getattr(before, name), getattr(now, name)
         if was not in (None, has):
-            attempt.warn(
+            context.warn(
                 f"{name}: earlier attempts had {was}, this one {has}: equal to rounding, not to"
                 " the bit"
             )

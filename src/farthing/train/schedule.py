@@ -2,22 +2,27 @@
 does.
 
 How many steps a budget buys is worked out before the first step from what the plan estimates a step
-to take, and once more from the measured pace, before the rate begins to come down; kept in the run
-folder from then on, so that a resumed run has the same rate at every step. Pure arithmetic.
+to take, and once more from the measured pace, before the rate begins to come down. It is kept in
+the run folder from then on, so that a resumed run has the same rate at every step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from farthing.config.job import Job
 from farthing.errors import RunDamagedError
-from farthing.run.folder import has_committed, keep, kept_as
+from farthing.planner.estimate import Estimate
+from farthing.run.folder import SCHEDULE, has_committed, keep, kept_as
+from farthing.train.curves import fitted_schedule, schedule
 
 MARGIN = 0.03  # of what is left is not planned for: the pace is a mean
 MEASURED_STEPS = 10  # before the number of steps is settled; fewer in a run of fewer than 40
+EXPORT_S = 0.5  # where the plan does not say
 
 
 @dataclass(frozen=True)
@@ -39,24 +44,75 @@ class Fit:
     """
 
 
-@dataclass(frozen=True)
 class Schedule:
-    """Steps of a run, and the factor on its learning rate as a function of the step, from 0."""
+    """Steps of a run, and its learning rate at each of them."""
 
-    n_steps: int
-    n_warmup_steps: int
-    factor: Callable[[int], float]
-    fit: Fit | None = None
-    """Where the steps are what a budget buys."""
+    def __init__(self, name: str, learning_rate: float, kwargs: Mapping[str, Any] | None) -> None:
+        self._name, self._peak = name, learning_rate
+        self._more: dict[str, Any] = {"learning_rate": learning_rate, "kwargs": kwargs}
+        self.fit: Fit | None = None
+
+    def fix(self, n_steps: int, n_warmup_steps: int) -> None:
+        """As the job says."""
+        self.n_steps, self.n_warmup_steps = n_steps, n_warmup_steps
+        self._factor = schedule(
+            self._name, n_warmup_steps=n_warmup_steps, n_steps=n_steps, **self._more
+        )
+
+    def follow(self, fit: Fit) -> None:
+        """As the limits allow."""
+        self.fit, self.n_steps, self.n_warmup_steps = fit, fit.n_steps, fit.n_warmup_steps
+        self._factor = fitted_schedule(
+            self._name,
+            n_warmup_steps=fit.n_warmup_steps,
+            holds_until=fit.settles_at,
+            n_steps=fit.n_steps,
+            **self._more,
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """At a step, from 0."""
+        return self._peak * self._factor(step)
+
+
+def first_schedule(
+    job: Job, folder: Path, left_s: float, estimate: Estimate | None, steps_per_epoch: int
+) -> Schedule:
+    """The schedule of an attempt: by the job, or as fitted to what the `left_s` of its limits buy.
+
+    A fit is kept for later attempts.
+    """
+    train, n_steps = job.train, job.train.max_steps
+    if n_steps is None:
+        n_steps = math.ceil(train.num_train_epochs * steps_per_epoch)
+    n_fixed = train.warmup_steps
+    if train.warmup_epochs is not None:
+        n_fixed = math.ceil(train.warmup_epochs * steps_per_epoch)
+
+    def n_warmup_of(n_steps: int) -> int:
+        return math.ceil(train.warmup_ratio * n_steps) if n_fixed is None else n_fixed
+
+    found = Schedule(train.lr_scheduler_type, job.learning_rate, train.lr_scheduler_kwargs)
+    if not train.fit_schedule_to_budget:
+        found.fix(n_steps, n_warmup_of(n_steps))
+        return found
+    fit = kept_fit(folder / SCHEDULE)
+    if fit is None:
+        step_s, seconds = (None, {}) if estimate is None else (estimate.step_s, estimate.seconds)
+        if step_s is not None:
+            step_s += (seconds.get("evaluation", 0.0) + seconds.get("checkpoints", 0.0)) / n_steps
+        end_s = seconds.get("export", EXPORT_S)
+        fit = first_fit(n_steps, n_warmup_of, left_s, step_s, end_s)
+        keep_fit(folder / SCHEDULE, fit)
+    found.follow(fit)
+    return found
 
 
 def steps_bought(left_s: float, step_s: float, *, at_the_end_s: float) -> int:
     """How many steps of `step_s` there is time for, when leaving takes `at_the_end_s`."""
-    return (
-        max(0, math.floor((left_s * (1 - MARGIN) - at_the_end_s) / step_s))
-        if math.isfinite(left_s)
-        else 1 << 60
-    )
+    if not math.isfinite(left_s):
+        return 1 << 60
+    return max(0, math.floor((left_s * (1 - MARGIN) - at_the_end_s) / step_s))
 
 
 def first_fit(
@@ -72,10 +128,8 @@ def first_fit(
     bought = asked if step_s is None else steps_bought(left_s, step_s, at_the_end_s=at_the_end_s)
     n_steps = min(asked, max(3, bought))
     n_warmup = n_warmup_of(n_steps)
-    settles_at = max(2, min(max(n_warmup, MEASURED_STEPS), n_steps // 4))
-    if step_s is None:
-        settles_at = max(2, min(MEASURED_STEPS, n_steps // 4))
-        n_warmup = min(n_warmup, settles_at)
+    measured = MEASURED_STEPS if step_s is None else max(n_warmup, MEASURED_STEPS)
+    settles_at = max(2, min(measured, n_steps // 4))
     return Fit(asked, n_steps, min(n_warmup, settles_at), settles_at, False, step_s)
 
 
@@ -86,18 +140,13 @@ def settled_fit(fit: Fit, left_s: float, step_s: float | None, at_the_end_s: flo
     if step_s is None:
         return replace(fit, settled=True)
     bought = steps_bought(left_s, step_s, at_the_end_s=at_the_end_s)
-    return replace(
-        fit,
-        n_steps=min(fit.asked_steps, fit.settles_at + max(1, bought)),
-        settled=True,
-        step_s=step_s,
-    )
+    n_steps = min(fit.asked_steps, fit.settles_at + max(1, bought))
+    return replace(fit, n_steps=n_steps, settled=True, step_s=step_s)
 
 
-def keep_fit(path: Path, fit: Fit) -> Fit:
+def keep_fit(path: Path, fit: Fit) -> None:
     """Write the fit down, before a step is taken by it."""
     keep(path, {"kind": "farthing schedule", **asdict(fit)})
-    return fit
 
 
 def kept_fit(path: Path) -> Fit | None:

@@ -49,7 +49,6 @@ class Step:
     feed: StepFeed
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    learning_rate_at: Callable[[int], float]
     max_grad_norm: float
     seed: int
     meter: Meter
@@ -89,7 +88,7 @@ class Step:
         sums = self.gradients(self.feed.of(number), n_passes)
         if self.feed.n_slots > 1:
             self._gather_places(sums)
-        rate, names = self.learning_rate_at(number), self.forward.of.figures
+        rate, names = self.feed.schedule.learning_rate(number), self.forward.of.figures
         self.before_update()
         with self.meter.span("optimizer"):
             losses = torch.stack(sums.losses).double() / sums.n_targets

@@ -19,6 +19,8 @@ from farthing.dist.reduce import slots_of
 from farthing.model.forward import Forward
 from farthing.run.ledger import Meter
 from farthing.settings import Settings
+from farthing.train.prefix_budget import accumulates
+from farthing.train.schedule import Schedule
 
 
 @dataclass(kw_only=True)
@@ -28,7 +30,7 @@ class StepFeed:
     forward: Forward
     batches: Batches
     tokens: TokenSet
-    n_steps: int
+    schedule: Schedule
     settings: Settings
     ranks: Ranks
     meter: Meter
@@ -45,7 +47,7 @@ class StepFeed:
             self.close()
             ahead = micro_batches(
                 step,
-                self.n_steps,
+                self.schedule.n_steps,
                 self.batches.examples_of,
                 lambda examples: self.table_of(examples).of_slots(self.slots),
                 lambda examples: self.forward.collate(self.tokens, examples),
@@ -58,6 +60,16 @@ class StepFeed:
             is_last = micro_batch.is_last
             yield micro_batch
         self._fed_step = step + 1
+
+    def n_tokens(self, examples: NDArray[np.int64]) -> int:
+        """Without padding."""
+        return int(self.tokens.lengths[examples].sum())
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step may have several micro-batches, as they are cut now."""
+        most_tokens, n_steps = self.settings.micro_batch_tokens, self.schedule.n_steps
+        return accumulates(self.forward, self.tokens, self.batches, n_steps, most_tokens)
 
     def close(self) -> None:
         """Stop what is made ready ahead."""

@@ -13,70 +13,68 @@ from farthing.device_memory import set_allocator
 from farthing.events import Decided
 from farthing.model.hardware import device_name, n_devices
 from farthing.planner.estimate import Estimate
-from farthing.train.attempt import Attempt
+from farthing.train.built import Run
 from farthing.units import plural, say_bytes, say_seconds, say_usd
 
 
-def emit_summary(attempt: Attempt) -> None:
+def emit_summary(run: Run) -> None:
     """One table of everything the job left open."""
-    job, batch = attempt.job, attempt.job.global_batch_size
-    counts = attempt.parameters
-    attempt.emit(
+    job, batch = run.spec.job, run.spec.job.global_batch_size
+    counts = run.parameters
+    run.context.emit(
         Decided(
             model=(
-                f"{Path(attempt.spec.choice.name).name} ({attempt.spec.config.model_type}),"
+                f"{Path(run.spec.choice.name).name} ({run.spec.config.model_type}),"
                 f" {job.method.name}"
             ),
             n_parameters=counts["total"],
             n_trainable=counts["trainable"],
-            n_examples=len(attempt.train_examples),
-            n_eval_examples=len(attempt.eval_examples) if attempt.eval_examples else 0,
-            max_length=attempt.spec.recipe.max_length,
-            n_steps=attempt.n_steps,
+            n_examples=len(run.train_examples),
+            n_eval_examples=len(run.eval_examples) if run.eval_examples else 0,
+            max_length=run.spec.recipe.max_length,
+            n_steps=run.schedule.n_steps,
             batch=(
-                f"{plural(batch, 'example')} a step, up to {attempt.settings.micro_batch_tokens:,}"
-                " tokens at a time"
+                f"{plural(batch, 'example')} a step, up to"
+                f" {run.steps.settings.micro_batch_tokens:,} tokens at a time"
             ),
-            fitted=_fit_in_words(attempt),
+            fitted=_fit_in_words(run),
             learning_rate=f"{job.learning_rate:g}, {job.train.lr_scheduler_type}, "
-            + plural(attempt.schedule.n_warmup_steps, "warm-up step"),
-            device=device_name(attempt.numerics.device),
-            precision=attempt.numerics.name,
-            computed=_computed_in_words(attempt),
-            memory=_memory_in_words(attempt),
-            checkpointing=attempt.settings.checkpointing,
-            checkpoints=_interval_in_words(attempt),
-            price=_price_in_words(job) + _idle_in_words(attempt),
-            estimate=_estimate_in_words(attempt.estimate),
+            + plural(run.schedule.n_warmup_steps, "warm-up step"),
+            device=device_name(run.spec.numerics.device),
+            precision=run.spec.numerics.name,
+            computed=_computed_in_words(run),
+            memory=_memory_in_words(run),
+            checkpointing=run.steps.settings.checkpointing,
+            checkpoints=_interval_in_words(run),
+            price=_price_in_words(job) + _idle_in_words(run),
+            estimate=_estimate_in_words(run.estimate),
         )
     )
-    if not attempt.memory.fits:
-        attempt.warn(
-            f"{say_bytes(attempt.memory.total_bytes)} may be needed and"
-            f" {say_bytes(attempt.memory.free_bytes)} are free: lower"
+    if not run.memory.fits:
+        run.context.warn(
+            f"{say_bytes(run.memory.total_bytes)} may be needed and"
+            f" {say_bytes(run.memory.free_bytes)} are free: lower"
             " train.per_device_train_batch_size (the result stays the same) or data.max_length"
         )
 
 
-def _idle_in_words(attempt: Attempt) -> str:
+def _idle_in_words(run: Run) -> str:
     """Of the GPUs that a process on its own sees, those that compute nothing; empty where there are
     none.
     """
-    n_idle = n_devices(attempt.numerics.device) - 1 if attempt.ranks.n == 1 else 0
+    n_idle = n_devices(run.spec.numerics.device) - 1 if run.context.ranks.n == 1 else 0
     return f"; {plural(n_idle, 'other GPU')} here not used (where.gpus)" if n_idle > 0 else ""
 
 
-def _memory_in_words(attempt: Attempt) -> str:
-    words = (
-        f"{say_bytes(attempt.expected_bytes)} expected, {say_bytes(attempt.memory.free_bytes)} free"
-    )
-    is_cuda = attempt.numerics.device.type == "cuda"
+def _memory_in_words(run: Run) -> str:
+    words = f"{say_bytes(run.expected_bytes)} expected, {say_bytes(run.memory.free_bytes)} free"
+    is_cuda = run.spec.numerics.device.type == "cuda"
     return f"{words}; allocator: {set_allocator(os.environ)}" if is_cuda else words
 
 
-def _computed_in_words(attempt: Attempt) -> str:
+def _computed_in_words(run: Run) -> str:
     """What is computed of a batch, and why not less."""
-    forward = attempt.forward
+    forward = run.forward
     words = [
         (
             f"padded ({forward.why_padded})"
@@ -84,39 +82,35 @@ def _computed_in_words(attempt: Attempt) -> str:
             else "documents packed end to end, no padding"
         )
     ]
-    if attempt.forward.of.scores_tokens:
+    if run.forward.of.scores_tokens:
         words.append(forward.why_all_scored or "output layer: only positions with a target")
-    if forward.mixes(attempt.train_examples.tokens, attempt.train_examples.indices):
+    if forward.mixes(run.train_examples.tokens, run.train_examples.indices):
         assert forward.batching_rule is not None
         words.append(forward.batching_rule.why)
     if forward.shares:
         words.append("shared beginnings computed once")
-    words += [
-        str(what) for what in (attempt.kernels.lora, attempt.kernels.liger) if what is not None
-    ]
-    if isinstance(attempt.kernels.compiled, int):
-        words.append(f"{plural(attempt.kernels.compiled, 'layer')} compiled")
-    elif attempt.job.train.torch_compile:
-        words.append(f"not compiled: {attempt.kernels.compiled}")
+    words += [str(what) for what in (run.kernels.lora, run.kernels.liger) if what is not None]
+    if isinstance(run.kernels.compiled, int):
+        words.append(f"{plural(run.kernels.compiled, 'layer')} compiled")
+    elif run.spec.job.train.torch_compile:
+        words.append(f"not compiled: {run.kernels.compiled}")
     return "; ".join(words)
 
 
-def _fit_in_words(attempt: Attempt) -> str:
-    if attempt.schedule.fit is None:
+def _fit_in_words(run: Run) -> str:
+    if run.schedule.fit is None:
         return ""
     when = (
-        "fixed"
-        if attempt.schedule.fit.settled
-        else f"fixed after step {attempt.schedule.fit.settles_at}"
+        "fixed" if run.schedule.fit.settled else f"fixed after step {run.schedule.fit.settles_at}"
     )
-    return f"as many of {attempt.schedule.fit.asked_steps:,} as the limits allow, {when}"
+    return f"as many of {run.schedule.fit.asked_steps:,} as the limits allow, {when}"
 
 
-def _interval_in_words(attempt: Attempt) -> str:
-    if attempt.job.train.save_steps is not None:
-        return f"every {plural(attempt.job.train.save_steps, 'step')}"
-    asked = "as asked" if attempt.job.train.save_minutes else "the planned interval"
-    return f"every {say_seconds(attempt.saving.every_s)}, {asked}"
+def _interval_in_words(run: Run) -> str:
+    if run.spec.job.train.save_steps is not None:
+        return f"every {plural(run.spec.job.train.save_steps, 'step')}"
+    asked = "as asked" if run.spec.job.train.save_minutes else "the planned interval"
+    return f"every {say_seconds(run.saver.every_s)}, {asked}"
 
 
 def _estimate_in_words(estimate: Estimate | None) -> str:

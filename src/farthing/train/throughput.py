@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from farthing.model.hardware import Numerics, Utilisation, peak_flops
 from farthing.run.ledger import Meter
+from farthing.train.step_result import Sums
 
 LONG_QUANTILE = 0.95
 
@@ -43,33 +44,20 @@ class Pace:
         """Mean seconds of a step."""
         return self._seconds / (self.n_steps - 1) if self.n_steps > 1 else None
 
-    def step_done(
-        self,
-        n_tokens: int,
-        n_padded: int,
-        seconds: float,
-        computed: list[int],
-        forward_s: float,
-        compute_s: float,
-    ) -> None:
-        """Count a step, whose micro-batches of this process had so many `computed` tokens; seconds
-        as in `Sums`.
-        """
+    def step_done(self, n_tokens: int, seconds: float, sums: Sums) -> None:
+        """Count a step of `n_tokens` without padding."""
         self.n_steps += 1
         self.longest_step_s = max(seconds, self.longest_step_s * 0.98)
         self._last_s = seconds
         self.most_tokens = max(n_tokens, self.most_tokens)
         if self.n_steps > 1:
-            self._tokens, self._padded = self._tokens + n_tokens, self._padded + n_padded
+            self._tokens += n_tokens
+            self._padded += sums.n_computed
             self._seconds += seconds
-            self._n_micro_batches, self._n_computed = (
-                self._n_micro_batches + len(computed),
-                self._n_computed + sum(computed),
-            )
-            self._forward_s, self._compute_s = (
-                self._forward_s + forward_s,
-                self._compute_s + compute_s,
-            )
+            self._n_micro_batches += len(sums.computed)
+            self._n_computed += sum(sums.computed)
+            self._forward_s += sums.forward_s
+            self._compute_s += sums.compute_s
 
     def turn_done(self, seconds: float) -> None:
         """Count a turn of the loop: what a step takes beside its own seconds, as telling trackers
