@@ -73,7 +73,7 @@ class Steps:
                 return call(step)
             except BaseException as error:
                 self.step.undo()
-                if not is_out_of_memory(error) or self.step.is_agreed:
+                if not is_out_of_memory(error) or self.step.shared.is_agreed:
                     raise
                 self.step.update_guard.refuse_half_an_update(step, error)
                 frees = not has_freed and self._n_freed < MOST_FREED

@@ -1,9 +1,8 @@
-"""One optimizer step, from top to bottom: micro-batches, losses, gradients, their reduction over
-ranks, clipping, the update.
+"""One optimizer step, from top to bottom: micro-batches, losses, gradients, clipping, the update.
 
 The host never waits for a GPU here: losses and the gradient norm stay on the device until somebody
 reads them, and an update that is not finite is left out on the device. `room.py` takes a step
-again where memory runs out.
+again where memory runs out, `shared_step.py` shares it with other ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,8 @@ import torch
 from torch import Tensor
 
 from farthing.data.loader import MicroBatch
-from farthing.dist.ranks import GO_ON, Ranks, refuse
-from farthing.dist.reduce import reducer_of
+from farthing.dist.ranks import Ranks
+from farthing.dist.reduce import AllReduce, FixedOrder
 from farthing.errors import RunInterruptedError
 from farthing.model.casts import add_up
 from farthing.model.forward import Forward
@@ -31,6 +30,7 @@ from farthing.model.hardware import pinned
 from farthing.objectives.objective import OfStep
 from farthing.run.ledger import Meter
 from farthing.train.bf16_adamw import StochasticAdamW
+from farthing.train.shared_step import SharedStep
 from farthing.train.step_feed import StepFeed
 from farthing.train.step_result import StepResult, Sums
 from farthing.train.update_guard import (
@@ -66,10 +66,8 @@ class Step:
             weight.device.type == self.device.type for weight in self.trained
         ) and all(group.get("fused") for group in self.optimizer.param_groups)
         self.update_guard = UpdateGuard(self.optimizer)
-        self.reducer = reducer_of(self.ranks, self.trained, self.feed.settings.slots)
+        self.shared = SharedStep(self.ranks, self.forward, self.feed, self.trained)
         self.number = 0
-        self.is_agreed = False
-        """All ranks have this step's gradients: none can take it again by itself."""
         self.totals = OfStep(0, ())
 
     @property
@@ -78,30 +76,22 @@ class Step:
         can_wait = self.guards_on_device or self.scaler.is_enabled()
         return 1 if self.device.type == "cuda" and can_wait else 0
 
-    # ---- a step ----
-
     def take(self, number: int) -> StepResult:
         """Step `number`, from 0. Raises `RunInterruptedError`, `torch.OutOfMemoryError`."""
-        started_s = self.meter.wall_s
+        started_s, rate = self.meter.wall_s, self.feed.schedule.learning_rate(number)
         self.begin(number)
         n_passes = self.feed.n_passes(number) if self.ranks.is_fsdp else 1
         sums = self.gradients(self.feed.of(number), n_passes)
-        if self.feed.n_slots > 1:
-            self._gather_places(sums)
-        rate, names = self.feed.schedule.learning_rate(number), self.forward.of.figures
         self.before_update()
         with self.meter.span("optimizer"):
-            losses = torch.stack(sums.losses).double() / sums.n_targets
-            found = torch.stack(sums.figures).flatten() if names else losses[:0]
-            all_ranks = self.ranks.sum_up(torch.cat([losses, found]))
-            losses, found = all_ranks.split([len(losses), len(found)])
-            found = found.reshape(len(losses), 2 * len(names)).sum(0)
+            losses, found = self.shared.of_all_ranks(number, sums)
             arriving = None  # made before the update: after it nothing may fail
             if self.device.type == "cuda":
                 arriving = pinned(torch.empty(len(losses) + 1 + len(found), dtype=losses.dtype))
             began = _now_on(self.device)
             figures = torch.cat([self.update(rate, losses), found])
             update = None if began is None else (began, _now_on(self.device))
+        names = self.forward.of.figures
         taken = StepResult(number, rate, started_s, sums, figures, names, _update=update)
         if arriving is not None:
             taken.figures = arriving.copy_(figures, non_blocking=True)
@@ -110,91 +100,99 @@ class Step:
 
     def begin(self, number: int) -> None:
         """Set the generators, and find what an objective of units has to know of the whole step."""
-        self.number, self.is_agreed = number, False
+        self.number = number
         self.update_guard.begin()
+        self.shared.is_agreed = False
         seed_everything(self.seed, number)
-        if not self.forward.of.learns_units:
-            return
-        examples = self.feed.batches.examples_of(number)
-        self.totals = self.forward.of_step(self.feed.tokens, examples)
-        if self.forward.of.is_mismatched:
-            self.totals = self.totals._replace(baseline=self._baseline(len(examples)))
+        if self.forward.of.learns_units:
+            examples = self.feed.batches.examples_of(number)
+            self.totals = self.forward.of_step(self.feed.tokens, examples)
+            if self.forward.of.is_mismatched:
+                with self.meter.span("compute"):
+                    baseline = self.shared.baseline(number, len(examples))
+                self.totals = self.totals._replace(baseline=baseline)
 
     def gradients(
         self, micro_batches: Iterator[MicroBatch], n_passes: int, *, counts: bool = True
     ) -> Sums:
         """Leave the gradients of a step with the weights, on every rank; zeros where they do not
-        count, as in a rehearsal. Over spread weights the busiest rank has `n_passes` micro-batches.
-
-        Where one rank has to stop or has no memory left, all take the step again. Raises
-        `RunInterruptedError`, `torch.OutOfMemoryError`.
+        count, as in a rehearsal. The busiest rank has `n_passes` micro-batches. Raises as `take`.
         """
-        sums, word, is_shared, fsdp = Sums(), GO_ON, self.feed.n_slots > 1, self.ranks.fsdp
-        if is_shared:
-            self.reducer.begin()
-        if fsdp is not None:
-            fsdp.begin_step(n_passes)
-        try:
-            sums = self.accumulate(micro_batches, shared=is_shared, counts=counts)
-            if is_shared and self.ranks.is_fsdp:
-                self._keep_up(sums, n_passes)
+
+        def idle(micro_batch: MicroBatch) -> None:
+            self.accumulate(iter([micro_batch]), counts=False)
+
+        def compute(reducer: AllReduce | FixedOrder | None) -> Sums:
+            sums = self.accumulate(micro_batches, reducer=reducer, counts=counts)
+            if reducer is not None and self.ranks.is_fsdp:
+                n_more = n_passes - len(sums.losses)
+                self.shared.keep_up(self.number, n_more, idle)
+                if self.should_stop():
+                    raise RunInterruptedError("stopped within a step; it is taken again")
             reserve_for_update(self.optimizer)
             if not counts:
                 load_update_kernels(self.optimizer)
-        except Exception as error:
-            word = self.ranks.word_for(error)
-        if is_shared:
-            self._reduce(sums, word)
-        if fsdp is not None:
-            fsdp.take_gradients()
-        return sums
+            return sums
+
+        return self.shared.gradients(n_passes, compute)
 
     def accumulate(
-        self, micro_batches: Iterator[MicroBatch], *, shared: bool = False, counts: bool = True
+        self,
+        micro_batches: Iterator[MicroBatch],
+        *,
+        reducer: AllReduce | FixedOrder | None = None,
+        counts: bool = True,
     ) -> Sums:
         """Add up the gradients of a step's micro-batches, each divided by the targets of all, or
         zeros where they do not count. Raises `RunInterruptedError`.
 
-        Where the step is `shared` the reducer hears of each micro-batch, and dropout follows from
-        the place in the table.
+        Where a `reducer` hears of each micro-batch, dropout follows from the place in the table.
         """
-        sums, of = Sums(), self.forward.of
         first = next(micro_batches, None)
         if first is None:
-            return sums
-        sums.examples = first.step_examples
-        sums.n_targets = self.feed.tokens.n_targets(first.step_examples)
+            return Sums()
+        sums = Sums(first.step_examples, self.feed.tokens.n_targets(first.step_examples))
         with self._casts_kept(several=not first.is_last):
             for micro_batch in itertools.chain([first], micro_batches):
-                if shared:
-                    self.reducer.slot(micro_batch.slot)
+                if reducer is not None:
+                    reducer.slot(micro_batch.slot)
                     if not len(micro_batch.examples):
                         continue
                     seed_everything(self.seed, micro_batch.step, micro_batch.number)
-                with self.meter.span("host_to_device"):
-                    batch = self.forward.to_device(micro_batch.arrays)
-                before_s = self.meter.spans.get("compute", 0.0)
-                with self.meter.span("compute"):
-                    figures: Tensor | None = None
-                    if not of.learns_units:
-                        loss = self.forward.loss(batch, self._gradient_scale(sums.n_targets))
-                    else:
-                        loss, figures = self.forward.unit_loss(batch, self.totals)
-                forward_s = self.meter.spans["compute"] - before_s
-                if shared and micro_batch.is_last:
-                    self.reducer.last_backward_begins()
-                with self.meter.span("compute"), self.ranks.computing():
-                    self.scaler.scale(loss / sums.n_targets if counts else 0.0 * loss).backward()
-                    add_up()
-                if self.device.type == "cpu":
-                    sums.forward_s += forward_s
-                    sums.compute_s += self.meter.spans["compute"] - before_s
-                n_computed = self.forward.n_computed(micro_batch.arrays)
-                sums.add(micro_batch, loss.detach(), n_computed, figures)
+                self._backward(micro_batch, sums, reducer, counts=counts)
                 # with spread weights others would wait for this rank's
                 if self.should_stop() and not self.ranks.is_fsdp:
                     raise RunInterruptedError("stopped within a step; it is taken again")
         return sums
+
+    def _backward(
+        self,
+        micro_batch: MicroBatch,
+        sums: Sums,
+        reducer: AllReduce | FixedOrder | None = None,
+        *,
+        counts: bool = True,
+    ) -> None:
+        """One micro-batch: to the device, forward, loss / targets of the step, backward."""
+        spans, figures = self.meter.spans, None
+        with self.meter.span("host_to_device"):
+            batch = self.forward.to_device(micro_batch.arrays)
+        before_s = spans.get("compute", 0.0)
+        with self.meter.span("compute"):
+            if self.forward.of.learns_units:
+                loss, figures = self.forward.unit_loss(batch, self.totals)
+            else:
+                loss = self.forward.loss(batch, self._gradient_scale(sums.n_targets))
+        forward_s = spans["compute"] - before_s
+        if reducer is not None and micro_batch.is_last:
+            reducer.last_backward_begins()
+        with self.meter.span("compute"), self.ranks.computing():
+            self.scaler.scale(loss / sums.n_targets if counts else 0.0 * loss).backward()
+            add_up()
+        if self.device.type == "cpu":
+            sums.forward_s += forward_s
+            sums.compute_s += spans["compute"] - before_s
+        sums.add(micro_batch, loss.detach(), self.forward.n_computed(micro_batch.arrays), figures)
 
     def update(self, rate: float, losses: Tensor) -> Tensor:
         """Clip and update, unless something is not finite. Returns losses and norm in one
@@ -233,8 +231,6 @@ class Step:
             self.ranks.fsdp.begin_anew()
         forget_unscaling(self.scaler)
 
-    # ---- parts of it ----
-
     def _casts_kept(self, *, several: bool) -> contextlib.AbstractContextManager[Any]:
         casts = self.forward.casts
         if casts is None or self.feed.settings.compiled:
@@ -246,68 +242,6 @@ class Step:
         if not self.scaler.is_enabled():
             return 1.0
         return self.scaler.scale(torch.ones((), device=self.device)) / n_targets
-
-    @torch.no_grad()
-    def _baseline(self, n_units: int) -> Tensor:
-        """The mean log-ratio to the reference of the step's mismatched sequences, at least 0."""
-        feed = self.feed
-        table = feed.table(self.number)
-        own = {cell.number for cell in table.of_slots(feed.slots)}
-        sums = torch.zeros(len(table.cells), dtype=torch.float64, device=self.device)
-        n_more = feed.n_passes(self.number) if self.ranks.is_fsdp else 0
-        for place, cell in enumerate(table.cells):
-            if cell.number in own:
-                with self.meter.span("compute"):
-                    sums[place] = self.forward.mismatched_ratio(feed.tokens, cell.examples)
-                n_more -= 1
-        for _ in range(n_more):  # all ranks go through the model as often
-            self.forward.mismatched_ratio(feed.tokens, table.cells[-1].examples)
-        return (self.ranks.sum_up(sums).sum() / n_units).clamp(min=0).float()
-
-    def _reduce(self, sums: Sums, word: int) -> None:
-        """Sum gradients and counts over ranks, where all of them have come so far."""
-        of_ranks = [
-            sums.n_computed if rank == self.ranks.index else 0 for rank in range(self.ranks.n)
-        ]
-        has_gradient = self.reducer.end(word != GO_ON)
-        word, marks = self.ranks.agree(word, [*of_ranks, *has_gradient])
-        if word != GO_ON:
-            self.reducer.give_up()
-        refuse(word)
-        self.is_agreed = self.ranks.n > 1
-        self.reducer.finish(marks[self.ranks.n :])
-        sums.n_computed = sum(marks[: self.ranks.n])
-
-    def _gather_places(self, sums: Sums) -> None:
-        """Leave losses and figures of all micro-batches of the step's table: 0 but for those of
-        this rank.
-        """
-        cells = self.feed.table(self.number).cells
-        places = {cell.number: place for place, cell in enumerate(cells)}
-        n_figures = len(self.forward.of.figures)
-        losses = torch.zeros(len(places), device=self.device)
-        figures = torch.zeros(len(places), 2, n_figures, dtype=torch.float64, device=self.device)
-        for at, number in enumerate(sums.numbers):
-            losses[places[number]] = sums.losses[at]
-            if n_figures:
-                figures[places[number]] = sums.figures[at]
-        sums.micro_batches, sums.losses = [cell.examples for cell in cells], list(losses)
-        sums.figures = list(figures)
-
-    def _keep_up(self, sums: Sums, n_passes: int) -> None:
-        """Where weights are spread: go through the model as often as the busiest rank, for nothing.
-        Raises `RunInterruptedError`.
-        """
-        smallest = self.feed.table(self.number).cells[-1].examples
-        small = MicroBatch(self.number, sums.examples, smallest, {}, True)
-        with self.reducer.aside():
-            for _ in range(n_passes - len(sums.losses)):
-                for weight in [] if self.ranks.trains_rows else self.trained:
-                    weight.grad = None
-                arrays = self.forward.collate(self.feed.tokens, smallest)
-                self.accumulate(iter([replace(small, arrays=arrays)]), counts=False)
-        if self.should_stop():
-            raise RunInterruptedError("stopped within a step; it is taken again")
 
 
 def _now_on(device: torch.device) -> Any:
@@ -322,9 +256,8 @@ def _now_on(device: torch.device) -> Any:
 def seed_everything(seed: int, *place: int) -> None:
     """Every generator as a function of (seed, step), in a step of several slots of the micro-batch
     too: dropout after a resume, and on another rank, is what it would have been."""
-    digest = hashlib.blake2b(
-        "/".join(str(each) for each in (seed, *place)).encode(), digest_size=8
-    ).digest()
+    text = "/".join(str(each) for each in (seed, *place))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1
     # as torch.manual_seed, which also notes a stack trace for each kind of device that is not in
     # use

@@ -85,7 +85,7 @@ class StepResult:
         """
         if self._arrived is not None:
             self._arrived.synchronize()
-        n = len(self.sums.losses)
+        n = len(self.sums.micro_batches)
         losses, norm, found = self.figures.split([n, 1, 2 * len(self.names)])
         for name, total, count in zip(self.names, *found.reshape(2, -1).tolist(), strict=True):
             if count:
