@@ -334,9 +334,9 @@ def test_the_best_step_does_not_depend_on_the_threshold_even_over_a_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        evaluation,
-        "_measured",
-        lambda run, each: {"loss": values[run.progress.step - 1], "n_examples": 1},
+        evaluation.Evaluator,
+        "measure",
+        lambda evaluator, each: {"loss": values[evaluator.progress.step - 1], "n_examples": 1},
     )
     job = judged_job(
         tmp_path, greater_is_better=greater, early_stopping_threshold=0.5, max_steps=4, save_steps=1

@@ -39,7 +39,7 @@ def test_the_file_has_the_last_step_and_evaluation(tmp_path: Path) -> None:
     log = log_of(job)
     steps = [row for row in log if "loss" in row]
     metrics = [row["metrics"] for row in log if "metrics" in row][-1]
-    assert found["farthing_step"] == found["farthing_steps"] == 5
+    assert found["farthing_step"] == found["farthing_n_steps"] == 5
     assert found["farthing_running"] == 0
     assert found["farthing_loss"] == pytest.approx(steps[-1]["loss"], rel=1e-5)
     assert found['farthing_evaluation{metric="loss"}'] == pytest.approx(metrics["loss"], rel=1e-5)
@@ -54,7 +54,7 @@ def test_odd_names_are_escaped_and_unknown_figures_left_out(tmp_path: Path) -> N
     model = job.model.model_copy(update={"model_name_or_path": 'a"b\\c\nd'})
     job = job.model_copy(update={"model": model})
     event = step_taken(loss=None, usd=0.25)
-    found = gauges(metrics_text(job, event, None, is_running=True))
+    found = gauges(metrics_text(job, [event], is_running=True))
     assert "farthing_loss" not in found
     assert (found["farthing_usd"], found["farthing_running"]) == (0.25, 1)
     assert any(r'model="a\"b\\c\nd"' in name for name in found)

@@ -29,7 +29,7 @@ from farthing.objectives.columns import Unusable
 from farthing.objectives.objective import Answers, OfStep
 from farthing.objectives.registry import objective_of, read_settings
 from farthing.report import answers_view
-from farthing.run.folder import kept_job
+from farthing.run.folder import keep, kept, kept_job
 from farthing.tiny import write_jsonl
 from farthing.train.run import opened_run
 from thinned import thinned
@@ -355,7 +355,7 @@ def test_padded_and_packed_units_have_the_same_loss(tmp_path: Path) -> None:
 
 
 def references_in(folder: Path) -> list[Path]:
-    return sorted((folder / "cache" / "references").rglob("*.f64"))
+    return sorted((folder / "cache" / "references").rglob("*.json"))
 
 
 def test_references_are_made_once_and_hang_on_content_alone(tmp_path: Path) -> None:
@@ -382,8 +382,6 @@ def test_references_are_made_once_and_hang_on_content_alone(tmp_path: Path) -> N
 
 
 def test_a_damaged_block_is_made_again_and_a_poisoned_one_is_refused(tmp_path: Path) -> None:
-    import hashlib
-
     path = preference_job(tmp_path, "dpo", max_steps=2)
     train(load_job(path), Heard())
     block = references_in(tmp_path)[0]
@@ -391,8 +389,8 @@ def test_a_damaged_block_is_made_again_and_a_poisoned_one_is_refused(tmp_path: P
     block.write_bytes(good[:50] + bytes([good[50] ^ 1]) + good[51:])
     train(load_job(path, overrides=[f"output_dir={tmp_path / 'again'}"]), Heard())
     assert block.read_bytes() == good
-    words = np.frombuffer(good[:-32]) + 5.0
-    block.write_bytes(words.tobytes() + hashlib.sha256(words.tobytes()).digest())
+    rows = np.frombuffer(bytes.fromhex((kept(block) or {})["rows"])) + 5.0
+    keep(block, {"rows": rows.tobytes().hex()})
     with pytest.raises(DataError, match="not this model's"):
         train(load_job(path, overrides=[f"output_dir={tmp_path / 'poisoned'}"]), Heard())
 
@@ -405,7 +403,7 @@ def test_a_pass_that_is_killed_goes_on_to_the_same_bytes(
     monkeypatch.setattr(reference, "BLOCK", 4)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(load_job(preference_job(whole, "kto", max_steps=1)), Heard())
-    write, n = reference.write_block, 0
+    write, n = reference.keep, 0
 
     def dies(*given: Any) -> None:
         nonlocal n
@@ -414,12 +412,12 @@ def test_a_pass_that_is_killed_goes_on_to_the_same_bytes(
             raise KeyboardInterrupt
         write(*given)
 
-    monkeypatch.setattr(reference, "write_block", dies)
+    monkeypatch.setattr(reference, "keep", dies)
     job = load_job(preference_job(parts, "kto", max_steps=1))
     with pytest.raises(KeyboardInterrupt):
         train(job, Heard())
     assert len(references_in(parts)) == 2
-    monkeypatch.setattr(reference, "write_block", write)
+    monkeypatch.setattr(reference, "keep", write)
     train(job, Heard())
     assert [each.read_bytes() for each in references_in(parts)] == [
         each.read_bytes() for each in references_in(whole)

@@ -329,7 +329,7 @@ class Evaluator:
         started_s, n_before = meter.wall_s, self.forward.n_sent_tokens
         each: Scores = {}
         with meter.span("evaluation"):
-            metrics = self._measured(each)
+            metrics = self.measure(each)
         at.evaluated_step = at.step
         self.n_tokens = self.forward.n_sent_tokens - n_before
         value = metrics.get(self.metric)
@@ -360,7 +360,7 @@ class Evaluator:
         at.stopped_early = patience is not None and at.n_evaluations_without_gain >= patience
         return gain > 0
 
-    def _measured(self, each: Scores) -> Metrics:
+    def measure(self, each: Scores) -> Metrics:
         """Metrics of the model as it is; `each` gets those of every example."""
         tokens, indices, context = self.examples.tokens, self.examples.indices, self.context
         longest = int(tokens.lengths[indices].max())

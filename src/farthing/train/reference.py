@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,7 +27,8 @@ from farthing.dist.ranks import Ranks
 from farthing.errors import DataError, RunInterruptedError
 from farthing.events import Note, Working
 from farthing.model.forward import Forward
-from farthing.storage.files import draft_of, fsync_path, own_folder
+from farthing.run.folder import keep, kept
+from farthing.storage.files import DamagedFileError, own_folder
 from farthing.train.ancestor import KEY as ANCESTOR
 from farthing.train.built import Run
 from farthing.train.evaluate import with_room
@@ -59,7 +58,7 @@ def refer(run: Run) -> None:
     was_training = run.model.training
     run.model.eval()
     try:
-        with run.context.meter.span("reference"), torch.no_grad():
+        with run.context.meter.span("reference"):
             for tokens, indices in wanted.values():
                 _refer_to(run, tokens, np.unique(np.concatenate(indices)))
     finally:
@@ -103,31 +102,37 @@ def references_of(
 
 
 def _refer_to(run: Run, tokens: TokenSet, wanted: NDArray[np.int64]) -> None:
-    forward, width = run.forward, _width(run.forward, tokens)
-    cache = own_folder(run.spec.cache_dir / "references", run.context.warn)
-    folder = cache / _key(run, tokens)
+    context = run.context
+    folder = own_folder(run.spec.cache_dir / "references", context.warn) / _key(run, tokens)
     folder.mkdir(exist_ok=True)
-    found = np.full((len(tokens), width), np.nan)
+    found = np.full((len(tokens), _width(run.forward, tokens)), np.nan)
     blocks, lacking = np.unique(wanted // BLOCK).tolist(), []
     for block in blocks:
         rows = found[block * BLOCK : (block + 1) * BLOCK]
-        kept = _read(folder, block, rows.shape)
-        if kept is None:
+        try:
+            content = kept(_path(folder, block))
+        except DamagedFileError:
+            content = None
+        if content is None:
             lacking.append(block)
         else:
-            rows[:] = kept
-    missing = sorted({block for of_rank in run.context.ranks.gather(lacking) for block in of_rank})
+            rows[:] = np.frombuffer(bytes.fromhex(content["rows"])).reshape(rows.shape)
+    missing = sorted({block for of_rank in context.ranks.gather(lacking) for block in of_rank})
     if missing:
-        run.context.emit(Working("scoring the answers by the model as it begins"))
+        context.emit(Working("scoring the answers by the model as it begins"))
     for block in missing:
         units = np.arange(block * BLOCK, min(len(tokens), (block + 1) * BLOCK))
         found[units] = _measured(run, tokens, units)
-        if not (folder / _name(block)).exists():
-            write_block(folder, block, found[units])
+        if block in lacking:
+            keep(_path(folder, block), {"rows": found[units].tobytes().hex()})
     if n_kept := len(blocks) - len(missing):
         sample = np.unique(wanted[np.linspace(0, len(wanted) - 1, N_SAMPLED).astype(np.int64)])
         _compare(run, tokens, sample, found[sample], n_kept, folder)
-    forward.references[tokens.folder] = found
+    run.forward.references[tokens.folder] = found
+
+
+def _path(folder: Path, block: int) -> Path:
+    return folder / f"{block:08d}.json"
 
 
 def _width(forward: Forward, tokens: TokenSet) -> int:
@@ -135,20 +140,20 @@ def _width(forward: Forward, tokens: TokenSet) -> int:
 
 
 def _measured(run: Run, tokens: TokenSet, units: NDArray[np.int64]) -> NDArray[np.float64]:
-    forward = run.forward
+    forward, context = run.forward, run.context
     return with_room(
         partial(
             references_of,
             forward,
             tokens,
             units,
-            ranks=run.context.ranks,
-            should_stop=run.context.is_asked_to_leave,
+            ranks=context.ranks,
+            should_stop=context.is_asked_to_leave,
         ),
         run.steps.settings.micro_batch_tokens,
         int(forward.lengths_of(tokens)[units].max()),
-        run.forward.numerics.device,
-        run.context.warn,
+        forward.numerics.device,
+        context.warn,
         "the reference pass",
     )
 
@@ -157,7 +162,7 @@ def _compare(
     run: Run,
     tokens: TokenSet,
     sample: NDArray[np.int64],
-    kept: NDArray[np.float64],
+    cached: NDArray[np.float64],
     n_kept: int,
     folder: Path,
 ) -> None:
@@ -165,7 +170,7 @@ def _compare(
     arrays = run.forward.collate_scored(tokens, sample)
     counts = [each[N_TARGETS].reshape(len(sample), -1) for each in arrays]
     n_targets = np.maximum(1, np.concatenate(counts, axis=1))
-    apart = np.abs(_measured(run, tokens, sample) - kept) / n_targets
+    apart = np.abs(_measured(run, tokens, sample) - cached) / n_targets
     most, mean = float(apart.max()), float(apart.mean())
     text = (
         f"references of {n_kept * BLOCK:,} examples or fewer come from the cache; of"
@@ -181,12 +186,9 @@ def _compare(
         )
 
 
-# ---- the cache ----
-
-
 def _key(run: Run, tokens: TokenSet) -> str:
     """The name of a folder: a hash of all that the references follow from."""
-    job, identity = run.spec.job, run.spec.identity
+    job, identity, numerics = run.spec.job, run.spec.identity, run.forward.numerics
     names = [MODEL_CONTENT, "model.init", "model.rope_scaling", "model.new_tokens", ANCESTOR]
     method = job.method
     adapter = method.init_lora_weights if method.name != "full" else "true"
@@ -199,36 +201,6 @@ def _key(run: Run, tokens: TokenSet) -> str:
         "seed": job.train.seed if draws else None,
         "scored": _width(run.forward, tokens),
         "in_four_bits": method.name == "qlora",
-        "precision": [run.forward.numerics.name, run.forward.numerics.device.type],
+        "precision": [numerics.name, numerics.device.type],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _name(block: int) -> str:
-    return f"{block:08d}.f64"
-
-
-def _read(folder: Path, block: int, shape: tuple[int, ...]) -> NDArray[np.float64] | None:
-    """The rows of a block; None where it is not there, or damaged: then it is made again."""
-    path = folder / _name(block)
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    rows, digest = content[:-32], content[-32:]
-    if len(rows) != 8 * math.prod(shape) or hashlib.sha256(rows).digest() != digest:
-        path.unlink()
-        return None
-    return np.frombuffer(rows).reshape(shape)
-
-
-def write_block(folder: Path, block: int, rows: NDArray[np.float64]) -> None:
-    content = rows.tobytes()
-    path = folder / _name(block)
-    draft = draft_of(path)
-    with open(draft, "wb") as file:
-        file.write(content + hashlib.sha256(content).digest())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-    fsync_path(folder)

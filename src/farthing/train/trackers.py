@@ -4,21 +4,20 @@ and as `metrics.prom` in its folder, for node_exporter or a cloud's agent.
 Each tracker has a thread, so that one that fails or is slow never holds up training. A resumed run
 continues the tracker's run, and no step is in it twice. Where figures are sent is for the tracker's
 own environment variables to say (WANDB_MODE, MLFLOW_TRACKING_URI ...).
-
-The file is the text format of OpenMetrics 1.0, gauges alone, without timestamps, which
-node_exporter's textfile collector refuses. It is whole at any moment.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -32,27 +31,11 @@ MOST_WAITING, PATIENCE_S = 10_000, 5.0
 PROJECT = "farthing"
 TRACKERS = "trackers"  # in the run folder: the last step that each was told
 METRICS_FILE = "metrics.prom"
-STEP_FIGURES = {
-    "step": ("step", "Optimizer steps taken."),
-    "n_steps": ("steps", "Optimizer steps of the whole run."),
-    "epoch": ("epoch", "Passes over the data."),
-    "loss": ("loss", "Mean training loss of the last step, a target."),
-    "grad_norm": ("grad_norm", "Norm of the gradient before clipping."),
-    "lr": ("learning_rate", "Learning rate of the last step."),
-    "tokens_per_s": ("tokens_per_second", "Tokens trained a second, without padding."),
-    "padded_tokens_per_s": ("padded_tokens_per_second", "Tokens computed a second."),
-    "mfu": ("mfu_ratio", "Share of the device's peak FLOPs."),
-    "utilisation_percent": ("gpu_utilisation_percent", "Utilisation of the GPU."),
-    "peak_bytes": ("peak_memory_bytes", "Peak memory of the device."),
-    "run_tokens": ("tokens", "Tokens trained in the whole run."),
-    "usd": ("usd", "Dollars that the run has cost."),
-    "usd_to_go": ("usd_to_go", "Dollars that the run will still cost."),
-    "s_to_go": ("seconds_to_go", "Seconds until the run ends."),
-}
-"""Of a step, by the name of the field: the name and the help in the file."""
 _EXTRAS = {"tensorboard": "track", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+_STEP_FIGURES = [each.name for each in fields(StepTaken) if "step" not in each.name]
 Figures = dict[str, float]
-Log = Callable[[int, Figures], Any]
+Tracker = tuple[Callable[[int, Figures], Any], Callable[[], Any]]
+"""(log the figures of a step, close)"""
 
 
 class _Tracker(threading.Thread):
@@ -75,7 +58,7 @@ class _Tracker(threading.Thread):
                 self.trouble.append(f"is {MOST_WAITING:,} events behind")
 
     def run(self) -> None:
-        opened: tuple[Log, Callable[[], Any]] | None = None
+        opened: Tracker | None = None
         told, mark = {"train": 0, "eval": 0}, Path()
         try:
             while (event := self.events.get()) is not None:
@@ -139,14 +122,13 @@ def tracked(emit: Emit, names: tuple[str, ...], folder: Path) -> Iterator[Emit]:
 
 def figures_of(event: Event) -> tuple[str, int, Figures]:
     """("train" or "eval", step, numbers), no numbers for an event that has none."""
+    found: dict[str, Any] = {}
     if isinstance(event, StepTaken):
-        found = {name: getattr(event, name) for name in STEP_FIGURES if "step" not in name}
-        found |= event.metrics
-    else:
-        found = event.metrics if isinstance(event, Evaluated) else {}
-    prefix = "train" if isinstance(event, StepTaken) else "eval"
+        found = {name: getattr(event, name) for name in _STEP_FIGURES} | dict(event.metrics)
+    elif isinstance(event, Evaluated):
+        found = dict(event.metrics)
     numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
-    return prefix, getattr(event, "step", 0), numbers
+    return "train" if isinstance(event, StepTaken) else "eval", getattr(event, "step", 0), numbers
 
 
 def _job(folder: Path) -> dict[str, Any]:
@@ -156,7 +138,7 @@ def _job(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _open_tensorboard(folder: Path, run_id: str, step: int) -> tuple[Log, Callable[[], Any]]:
+def _open_tensorboard(folder: Path, run_id: str, step: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
@@ -169,7 +151,7 @@ def _open_tensorboard(folder: Path, run_id: str, step: int) -> tuple[Log, Callab
     return log, writer.close
 
 
-def _open_wandb(folder: Path, run_id: str, step: int) -> tuple[Log, Callable[[], Any]]:
+def _open_wandb(folder: Path, run_id: str, step: int) -> Tracker:
     """Neither code nor what is printed is sent."""
     import wandb
 
@@ -187,30 +169,26 @@ def _open_wandb(folder: Path, run_id: str, step: int) -> tuple[Log, Callable[[],
     return lambda step, figures: run.log({**figures, "step": step}), run.finish
 
 
-def _open_mlflow(folder: Path, run_id: str, step: int) -> tuple[Log, Callable[[], Any]]:
+def _open_mlflow(folder: Path, run_id: str, step: int) -> Tracker:
     """Without MLFLOW_TRACKING_URI in `mlflow.db` of the run's folder."""
     import mlflow
 
-    mlflow.set_tracking_uri(
-        os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
-    )
+    here = f"sqlite:///{folder}/mlflow.db"
+    mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or here)
     experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
-    client, tag = mlflow.MlflowClient(), f"tags.farthing_run = '{run_id}'"
-    same = client.search_runs([experiment.experiment_id], tag, max_results=1)
-    its = mlflow.start_run(
-        run_id=same[0].info.run_id if same else None,
-        run_name=None if same else folder.name,
-        tags={"farthing_run": run_id},
-    )
-    if not same:
+    tag = f"tags.farthing_run = '{run_id}'"
+    same = mlflow.search_runs([experiment.experiment_id], tag, output_format="list")
+    if same:
+        mlflow.start_run(run_id=same[0].info.run_id)
+    else:
+        mlflow.start_run(run_name=folder.name, tags={"farthing_run": run_id})
         for section, values in _job(folder).items():
             for key, value in values.items() if isinstance(values, dict) else [("", values)]:
-                name = f"{section}.{key}".rstrip(".")
-                client.log_param(its.info.run_id, name, str(value)[:500])
+                mlflow.log_param(f"{section}.{key}".rstrip("."), str(value)[:500])
     return lambda step, figures: mlflow.log_metrics(figures, step), mlflow.end_run
 
 
-def _open_trackio(folder: Path, run_id: str, step: int) -> tuple[Log, Callable[[], Any]]:
+def _open_trackio(folder: Path, run_id: str, step: int) -> Tracker:
     import trackio
 
     project, name = os.environ.get("TRACKIO_PROJECT", PROJECT), f"{folder.name}-{run_id[:8]}"
@@ -233,70 +211,51 @@ OPENERS = {
 @contextlib.contextmanager
 def metrics_file(emit: Emit, job: Job) -> Iterator[Emit]:
     """Within the block `emit`, which also keeps the file up to date: every `logging_steps` and
-    after each evaluation. A disk that refuses it stops nothing.
+    after each evaluation. It is whole at any moment; a disk that refuses it stops nothing.
     """
-    path, every = Path(job.output_dir) / METRICS_FILE, job.train.logging_steps
-    step: StepTaken | None = None
-    evaluated: Evaluated | None = None
+    path, last = Path(job.output_dir) / METRICS_FILE, dict[str, Event]()
 
     def write(*, is_running: bool) -> None:
         with contextlib.suppress(OSError):
-            write_text(path, metrics_text(job, step, evaluated, is_running=is_running))
+            write_text(path, metrics_text(job, last.values(), is_running=is_running))
 
     def emit_and_write(event: Event) -> None:
-        nonlocal step, evaluated
         emit(event)
-        if isinstance(event, StepTaken):
-            step = event
-            if event.step % every == 0 or event.step == event.n_steps:
+        if isinstance(event, StepTaken | Evaluated):
+            last[type(event).__name__] = event
+            if isinstance(event, Evaluated) or event.step % job.train.logging_steps == 0:
                 write(is_running=True)
-        elif isinstance(event, Evaluated):
-            evaluated = event
-            write(is_running=True)
 
     try:
         yield emit_and_write
     finally:
-        if step is not None or evaluated is not None:
+        if last:
             write(is_running=False)
 
 
-def metrics_text(
-    job: Job, step: StepTaken | None, evaluated: Evaluated | None, *, is_running: bool
-) -> str:
-    """The file's content."""
-    lines: list[str] = []
-
-    def gauge(name: str, what: str, samples: dict[str, float]) -> None:
-        lines.extend((f"# TYPE farthing_{name} gauge", f"# HELP farthing_{name} {what}"))
-        lines.extend(f"farthing_{name}{labels} {value:g}" for labels, value in samples.items())
-
-    about = {
-        "run": Path(job.output_dir).name,
-        "model": job.model.model_name_or_path,
-        "task": job.task,
-        "method": job.method.name,
-    }
-    gauge("run_info", "What is trained.", {_labels(about): 1})
-    gauge("running", "1 while an attempt trains.", {"": int(is_running)})
-    for field, (name, what) in STEP_FIGURES.items():
-        value = getattr(step, field, None)
-        if isinstance(value, int | float):
-            gauge(name, what, {"": value})
-    if evaluated is not None:
-        gauge("evaluation_step", "Step of the last evaluation.", {"": evaluated.step})
-        found = {
-            _labels({"metric": name}): float(value)
-            for name, value in evaluated.metrics.items()
-            if isinstance(value, int | float)
-        }
-        gauge("evaluation", "Figures of the last evaluation.", found)
+def metrics_text(job: Job, last: Iterable[Event], *, is_running: bool) -> str:
+    """The last figures of a run in the text format of OpenMetrics 1.0: gauges alone, without
+    timestamps, which node_exporter's textfile collector refuses.
+    """
+    run, model = Path(job.output_dir).name, job.model.model_name_or_path
+    about = _labels({"run": run, "model": model, "task": job.task, "method": job.method.name})
+    samples: Figures = {f"run_info{about}": 1, "running": int(is_running)}
+    for event in last:
+        _, step, figures = figures_of(event)
+        if isinstance(event, StepTaken):
+            samples |= {"step": step, "n_steps": event.n_steps, **figures}
+        else:
+            samples["evaluation_step"] = step
+            for name, value in figures.items():
+                samples["evaluation" + _labels({"metric": name})] = value
+    lines = []
+    for name, of_name in itertools.groupby(samples, key=lambda each: each.partition("{")[0]):
+        lines.append(f"# TYPE farthing_{name} gauge")
+        lines += [f"farthing_{each} {samples[each]:g}" for each in of_name]
     return "\n".join([*lines, "# EOF", ""])
 
 
 def _labels(values: dict[str, str]) -> str:
-    escaped = {
-        name: value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        for name, value in values.items()
-    }
-    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}"
+    """As `{name="value"}`: JSON escapes what the format wants escaped."""
+    quoted = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in values.items())
+    return "{" + ",".join(quoted) + "}"
