@@ -8,6 +8,7 @@ checkpointing where there is any, uphill from where the plan stands.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -56,6 +57,10 @@ class Trial:
     peak_bytes: int
     """Most memory taken meanwhile; 0 where it can't be read."""
 
+    def is_better_than(self, other: Trial) -> bool:
+        """By more than noise."""
+        return self.seconds_per_token <= other.seconds_per_token * (1 - BETTER)
+
     def usd_per_million_tokens(self, usd_per_hour: float) -> float:
         """Price of a million useful tokens of forward and backward."""
         return self.seconds_per_token * 1e6 / 3600 * usd_per_hour
@@ -103,12 +108,11 @@ class Prober:
             if self._clock() >= self.deadline or not self._has_room(best, settings):
                 break
             trial = self._try(settings)
-            if trial.seconds_per_token > best.seconds_per_token * (1 - BETTER):
-                break
             # what is better once may have been lucky: both again, and the quicker time of each
             # counts
-            best, trial = self._again(best), self._again(trial)
-            if trial.seconds_per_token > best.seconds_per_token * (1 - BETTER):
+            if trial.is_better_than(best):
+                best, trial = self._again(best), self._again(trial)
+            if not trial.is_better_than(best):
                 break
             best = trial
         return best
@@ -184,10 +188,8 @@ class Prober:
             self.steps.step.optimizer.zero_grad(set_to_none=True)
         seconds = self._clock() - started
         peak = max(window_peak_bytes(self.device), self._update_peak_bytes())
-        failed = failed or peak > self.cap_bytes
-        return Trial(
-            settings, float("inf") if failed else seconds / n_tokens, n_tokens / n_computed, peak
-        )
+        per_token = math.inf if failed or peak > self.cap_bytes else seconds / n_tokens
+        return Trial(settings, per_token, n_tokens / n_computed, peak)
 
     def _update_peak_bytes(self) -> int:
         """What the update of a step takes, which no trial makes: gradients and more beside weights
@@ -220,7 +222,7 @@ def _less_checkpointing(start: Settings) -> list[list[Settings]]:
 
 
 def in_words(trial: Trial) -> dict[str, float | None]:
-    """A trial in plain values."""
+    """In plain values."""
     return {
         **tried(trial.settings),
         "tokens_per_s": 1 / trial.seconds_per_token,
@@ -236,7 +238,7 @@ def is_worth_it(
     job: Job,
     estimate: Estimate | None,
     settings: Settings,
-    left_s: float = float("inf"),
+    left_s: float = math.inf,
 ) -> bool:
     """Whether a probe at the beginning of a run is expected to save more than it takes; `left_s`
     until a limit.
@@ -261,7 +263,7 @@ def probe_run(
     best = prober.find()
     trials = [best, *(trial for trial in prober.trials if trial.settings != best.settings)]
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    finite = [in_words(trial) for trial in trials if trial.seconds_per_token < float("inf")]
+    finite = [in_words(trial) for trial in trials if trial.seconds_per_token < math.inf]
     subject = subject_of(spec, examples)
     leave_probe(spec.cache_dir / PROBES, subject, best.settings, when, finite)
     return trials

@@ -1,13 +1,15 @@
 """A run that has come to its end, recognized without torch: the same command answers at once, and
 adds nothing to the bill.
 
-What identifies a run is hashed when it is trained. Here the job's settings are compared in full,
-and of its local files the sizes and times that they had then; where anything differs, or was never
-noted, the whole check is left to `train`.
+What identifies a run is hashed when it is trained. Here the job's settings are compared, and of its
+local files the sizes and times that they had then; where anything differs, or was never noted, the
+whole check is left to `train`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 from farthing.config.job import Job
@@ -26,23 +28,21 @@ from farthing.run.folder import (
     is_damaged,
     is_finished,
     kept,
-    kept_job,
 )
 from farthing.storage.files import DamagedFileError
 
 FORM = "trained"
 MOST_FILES = 10_000
-STAMPS = "files"
-Stamps = dict[str, list[int]]
+FOLLOWS_FROM = "follows_from"
 
 
-def stamps_of(job: Job) -> Stamps | None:
-    """Size and times of every local file that the job names, itself or by its folder; None where
-    they are too many.
+def follows_from(job: Job) -> str | None:
+    """A digest of the settings that a run follows from, and of size and times of every local file
+    that the job names, itself or by its folder; None where these are too many.
     """
     named = [*job.data.train, *(job.data.eval or ()), job.model.model_name_or_path]
     named += [text for text in (job.model.tokenizer_name_or_path, job.data.chat_template) if text]
-    stamps: Stamps = {}
+    stamps: dict[str, list[int]] = {}
     for name in named:
         try:
             path = Path(name)
@@ -54,7 +54,9 @@ def stamps_of(job: Job) -> Stamps | None:
                 stamps[str(file)] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         except (OSError, ValueError):  # too long for a path: a template, an address
             continue
-    return stamps
+    settings = job.model_dump(mode="json", include={"task", "data", "model", "method", "train"})
+    content = json.dumps([settings, job.identity(), stamps], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def receipt_of_finished(job: Job) -> Receipt | None:
@@ -65,25 +67,10 @@ def receipt_of_finished(job: Job) -> Receipt | None:
     if not is_finished(folder) or is_to_publish(job):
         return None
     try:
-        if is_damaged(folder):
-            return None
-        facts, before = kept(folder / RUN) or {}, kept_job(folder)
-        now, settings = job.model_dump(mode="json"), job.identity()
-        of_settings = {
-            key
-            for key in facts["identity"]
-            if "(content)" not in key and not key.startswith("tokenization.")
-        }
-        is_same = (
-            {key: facts["identity"][key] for key in of_settings} == settings
-            and all(
-                before[section] == now[section]
-                for section in ("task", "data", "model", "method", "train")
-            )
-            and facts.get(STAMPS) is not None
-            and facts[STAMPS] == stamps_of(job)
-        )
-        if not is_same or damage_of(folder) is not None or not (folder / MODEL / CARD).is_file():
+        before = (kept(folder / RUN) or {}).get(FOLLOWS_FROM)
+        is_same = before is not None and before == follows_from(job)
+        is_whole = not is_damaged(folder) and damage_of(folder) is None
+        if not (is_same and is_whole and (folder / MODEL / CARD).is_file()):
             return None
         log = read_log(folder / LOG, whole=True)
         is_written = (folder / RECEIPT).exists()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,9 +29,7 @@ from farthing.train.run import opened_run
 
 WARM_UP_STEPS = 3
 _MARK = "farthing: "
-_REST = "everything else"
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC")
-_BACKWARD = "autograd::engine::evaluate_function"
 
 
 def profile_job(job: Job, emit: Emit, folder: Path, n_steps: int) -> dict[str, Any]:
@@ -77,7 +76,7 @@ def _profiled(run: Run, folder: Path, n_steps: int) -> dict[str, Any]:
             to_do="run it as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0",
         )
     waited_s = meter.spans.get("data_wait", 0.0) - before_spans.get("data_wait", 0.0)
-    rows["data"] = rows.get("data", 0.0) + waited_s
+    rows["data"] += waited_s
     rest_s = wall_s - sum(rows.values())
     if rest_s > 0:
         rows["between operations"] = rest_s
@@ -120,70 +119,60 @@ def _named(run: Run) -> Iterator[None]:
             vars(owner).update({} if own is None else {method: own})
 
 
+FEED_FORWARDS = ("MLP", "DenseReluDense", "DenseGatedActDense", "Intermediate", "FFN")
+
+
 def named_modules(model: Any) -> list[tuple[Any, str]]:
     """The modules that have a name of ours; what lies within one belongs to the innermost."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    body = (
-        getattr(inner, inner.base_model_prefix, None)
-        if hasattr(inner, "base_model_prefix")
-        else None
-    )
+    body = getattr(inner, getattr(inner, "base_model_prefix", "") or "_", None)
     found = [] if body is None or body is inner else [(body, "other layers")]
     for module in model.modules():
         kind = type(module).__name__
-        if hasattr(module, "lora_A"):
-            found.append((module, "layers with LoRA"))
-        elif "Attention" in kind:
-            found.append((module, "attention"))
-        elif kind.endswith(("MLP", "DenseReluDense", "DenseGatedActDense", "Intermediate", "FFN")):
-            found.append((module, "feed-forward"))
-        elif "Norm" in kind:
-            found.append((module, "norms"))
-        elif "Embedding" in kind:
-            found.append((module, "embeddings"))
+        signs = {
+            "layers with LoRA": hasattr(module, "lora_A"),
+            "attention": "Attention" in kind,
+            "feed-forward": kind.endswith(FEED_FORWARDS),
+            "norms": "Norm" in kind,
+            "embeddings": "Embedding" in kind,
+        }
+        found += [(module, name) for name, is_so in signs.items() if is_so][:1]
     return found
 
 
-def seconds_by_name(events: Any, device: str) -> dict[str, float]:
+def seconds_by_name(events: Any, device: str) -> defaultdict[str, float]:
     """Seconds of the device by our names; on a GPU the launches of its kernels, which the host
     pays, besides.
     """
     of_sequence: dict[int, str] = {}
+
+    def name_of(event: Any) -> str | None:
+        """The innermost of our ranges that an event lies in, or that of the forward operation whose
+        gradient is computed here.
+        """
+        while event is not None:
+            if event.name.startswith(_MARK):
+                return str(event.name.removeprefix(_MARK))
+            if event.name.startswith("Optimizer.step"):
+                return "optimizer"
+            if event.sequence_nr in of_sequence:
+                return of_sequence[event.sequence_nr]
+            event = event.cpu_parent
+        return None
+
     for event in events:
-        name = _range_of(event)
-        if name is not None and event.sequence_nr >= 0:
+        if event.sequence_nr >= 0 and (name := name_of(event)) is not None:
             of_sequence.setdefault(event.sequence_nr, name)
-    found: dict[str, float] = {}
+    found = defaultdict[str, float](float)
     for event in events:
         own_us = event.self_cpu_time_total if device == "cpu" else event.self_device_time_total
         if event.name.startswith(_MARK) or event.name == "[memory]":
             continue
         if device == "cuda" and event.name in _LAUNCHES:
-            found["launches"] = found.get("launches", 0.0) + event.self_cpu_time_total / 1e6
+            found["launches"] += event.self_cpu_time_total / 1e6
         elif own_us:
-            name = _range_of(event) or _backward_of(event, of_sequence) or _REST
-            found[name] = found.get(name, 0.0) + own_us / 1e6
+            found[name_of(event) or "everything else"] += own_us / 1e6
     return found
-
-
-def _range_of(event: Any) -> str | None:
-    """The innermost of our ranges that an event lies in."""
-    while event is not None:
-        if event.name.startswith(_MARK):
-            return str(event.name.removeprefix(_MARK))
-        if event.name.startswith("Optimizer.step"):
-            return "optimizer"
-        event = event.cpu_parent
-    return None
-
-
-def _backward_of(event: Any, of_sequence: dict[int, str]) -> str | None:
-    """The name of the forward operation whose gradient is computed here."""
-    while event is not None:
-        if event.name.startswith(_BACKWARD) or event.sequence_nr in of_sequence:
-            return of_sequence.get(event.sequence_nr)
-        event = event.cpu_parent
-    return None
 
 
 def measured_peak(numerics: Numerics, seconds: float = 0.5) -> float:

@@ -74,7 +74,7 @@ from farthing.train.budget import (
 from farthing.train.build import build
 from farthing.train.built import Run
 from farthing.train.context import Context
-from farthing.train.finished import STAMPS, publish_finished, stamps_of
+from farthing.train.finished import FOLLOWS_FROM, follows_from, publish_finished
 from farthing.train.loop import loop, note_news
 from farthing.train.measure import leave_measured
 from farthing.train.rank_setup import (
@@ -296,7 +296,7 @@ def _lead(job: Job, context: Context, begun: Opened, allow_restart: bool) -> tup
     """(state, reason) of the attempt of a run, or of its first rank."""
     folder, meter, emit = context.folder, context.meter, context.emit
     begun.refuse_forgotten(allow_restart=allow_restart)
-    stamps = stamps_of(job)  # as they are before anything is read
+    read_from = follows_from(job)  # as it is before anything is read
     spec = _resolved(job, context)
     run_facts = _claim(spec, context, allow_restart)
     context.run_id, begun.is_accepted = run_facts["run_id"], True
@@ -337,7 +337,7 @@ def _lead(job: Job, context: Context, begun: Opened, allow_restart: bool) -> tup
     _offer(run, with_model=True)
     is_copied = _wait_for_replica(context, state)
     if is_copied and state == "finished":  # else the same command brings the model to the store
-        keep(folder / RUN, {**run_facts, "finished": True, STAMPS: stamps})
+        keep(folder / RUN, {**run_facts, "finished": True, FOLLOWS_FROM: read_from})
     leave_measured(run)
     return state, reason
 
