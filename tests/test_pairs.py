@@ -198,8 +198,8 @@ def test_texts_are_those_that_are_written_for_one_example_at_a_time(name: str) -
     tokenizer = Spelling()
     examples = np.arange(len(LENGTHS))
     with torch.no_grad():
-        found = write_texts(forward, tokens, examples, 0, Writing(tokenizer, 5))
-    for index, text in enumerate(found.predictions or ()):
+        found = write_texts(forward, tokens, examples, Writing(tokenizer, 5))
+    for index, text in enumerate(found["predictions"]):
         ids, is_target = (torch.from_numpy(part.astype(np.int64)) for part in tokens.example(index))
         source = ids[is_target == 0][None]
         alone = model.generate(
@@ -213,7 +213,7 @@ def test_texts_are_those_that_are_written_for_one_example_at_a_time(name: str) -
             text.split()
             == tokenizer.batch_decode(alone.numpy(), skip_special_tokens=True)[0].split()
         ), index
-    assert len({*(found.predictions or ())}) > 1
+    assert len({*(found["predictions"])}) > 1
 
 
 class Spelling:

@@ -35,7 +35,6 @@ from farthing.train.state import Progress
 from farthing.train.step_feed import StepFeed
 
 T = TypeVar("T")
-SCORED = ("labels", "answers")
 Scores = dict[str, tuple[list[float], list[float]]]
 """Metric -> (what each example adds, how much of the mean it is), in the order of the examples."""
 
@@ -47,22 +46,13 @@ class Writing(NamedTuple):
     max_new_tokens: int
 
 
-class Found(NamedTuple):
-    """What a batch has shown: tensors on the device, plain values once all are gathered."""
+Seen = dict[str, Any]
+"""What a micro-batch has shown: tensors on the device, plain values once those of all ranks are
+gathered.
 
-    number: int
-    """Of the batch among all."""
-    loss: Any = None
-    each: Any = None
-    """[N]: the loss of each example, summed over its targets."""
-    of_documents: Any = None
-    """Sum over the documents of the mean loss of each, where tokens are scored."""
-    labels: Any = None
-    answers: Any = None
-    predictions: list[str] | None = None
-    references: list[str] | None = None
-    figures: Any = None
-    """[2, F] of an objective of units: see `Forward.unit_loss`."""
+`loss`: a sum; `each` [N]: of each example; `documents`: the sum of the mean loss of each; `labels`,
+`answers` [N, ...]; `figures` [2, F] of an objective of units; `predictions`, `references`: texts.
+"""
 
 
 def with_room(
@@ -113,103 +103,99 @@ def evaluate(
     all metrics. `each` gets what every example has added. Raises
     `RunInterruptedError` when asked to stop in between.
     """
-    model, ranks = forward.model, ranks or Ranks()
-    was_training = model.training
-    model.eval()
+    ranks, of, step = ranks or Ranks(), forward.of, None
+    was_training = forward.model.training
+    forward.model.eval()
 
-    def go_through(
-        micro_batches: list[NDArray[np.int64]], look: Callable[..., Found]
-    ) -> list[Found]:
-        found: list[Found] = []
-        done = 0
-        for number, micro_batch in list(enumerate(micro_batches))[ranks.index :: ranks.n]:
+    def go_through(parts: list[NDArray[np.int64]], look: Callable[..., Seen]) -> list[Any]:
+        """[(number, what is seen)] of this rank's part."""
+        found, n_done = [], 0
+        for number in range(ranks.index, len(parts), ranks.n):
             if should_stop() and not ranks.is_fsdp:
                 raise RunInterruptedError("stopped while evaluating")
-            found.append(look(forward, tokens, micro_batch, number))
-            done += len(micro_batch)
-            progress(done, len(examples))
+            found.append((number, look(parts[number])))
+            n_done += len(parts[number])
+            progress(n_done, len(examples))
         if ranks.is_fsdp:  # all go through the model as often
-            if len(found) < -(-len(micro_batches) // ranks.n):
-                look(forward, tokens, micro_batches[-1], len(micro_batches))
+            if len(found) < -(-len(parts) // ranks.n):
+                look(parts[-1])
             if should_stop():
                 raise RunInterruptedError("stopped while evaluating")
         return found
 
-    of, step = forward.of, None
+    def mismatched(part: NDArray[np.int64]) -> Seen:
+        return {"loss": forward.mismatched_ratio(tokens, part)}
+
+    written: list[Any] = []
     try:
         with ranks.all_or_none():
-            micro_batches = forward.split(tokens, examples, micro_batch_tokens)
+            parts = forward.split(tokens, examples, micro_batch_tokens)
             if of.learns_units:
                 step = forward.of_step(tokens, examples)
             if step is not None and of.is_mismatched:
-                ratios = _of_all(ranks, go_through(micro_batches, _measure_mismatched))
-                ratio = sum(one.loss for one in ratios) / len(examples)
+                ratios = _of_all(ranks, go_through(parts, mismatched))
+                ratio = sum(one["loss"] for one in ratios) / len(examples)
                 step = step._replace(baseline=max(0.0, ratio))
-            found = go_through(micro_batches, functools.partial(_measure, step=step))
+            found = go_through(parts, lambda part: _measure(forward, tokens, part, step))
             if writing is not None and of.is_pair:
                 like_lengths = forward.split_to_write(
                     tokens, examples, micro_batch_tokens, writing.max_new_tokens
                 )
-                write = functools.partial(write_texts, writing=writing)
-                found += go_through(like_lengths, write)
+                written = go_through(
+                    like_lengths, lambda part: write_texts(forward, tokens, part, writing)
+                )
     finally:
-        model.train(was_training)
-    found = _of_all(ranks, found)
-    mean = sum(one.loss or 0.0 for one in found) / max(1, tokens.n_targets(examples))
+        forward.model.train(was_training)
+    seen, texts = _of_all(ranks, found), _of_all(ranks, written)
+    mean = sum(one["loss"] for one in seen) / max(1, tokens.n_targets(examples))
     if not np.isfinite(mean):  # what such scores choose means nothing
         return {"loss": None, "n_examples": len(examples)}
     metrics: Metrics = {"loss": mean, "n_examples": len(examples)}
-    order = np.argsort(np.concatenate(micro_batches), kind="stable")
-    weights = _weights(forward, tokens, np.sort(examples))
-    if step is None:
-        losses = _joined([one.each for one in found])[order]
-        metrics["loss_stderr"] = stderr_of_mean(losses, weights)
-        if each is not None:
-            each["loss"] = losses.tolist(), weights.tolist()
     if of.figures:
-        sums = np.sum([one.figures for one in found], axis=0).T.tolist()
+        sums = np.sum([one["figures"] for one in seen], axis=0).T.tolist()
         named = zip(of.figures, sums, strict=True)
         return metrics | {name: value / count for name, (value, count) in named if count}
-    labels, answers = (_joined([getattr(one, name) for one in found]) for name in SCORED)
-    n_each = tokens.target_lengths[np.concatenate(micro_batches)]
+    in_parts = np.concatenate(parts)
+    order, n_each = np.argsort(in_parts, kind="stable"), tokens.target_lengths[in_parts]
+    n_targets = target_lengths_of(tokens, np.sort(examples)).astype(float)
+    weights = np.ones(len(examples)) if of.counts_units else n_targets
+    losses, labels, answers = (_joined(seen, name) for name in ("each", "labels", "answers"))
+    if step is None:
+        metrics["loss_stderr"] = stderr_of_mean(losses[order], weights)
+        if each is not None:
+            each["loss"] = losses[order].tolist(), weights.tolist()
     if each is not None and "accuracy" in of.metrics and len(answers):
-        are_right = labels == answers
-        hits = are_right.reshape(len(are_right), -1).all(1).astype(float)
+        hits = (labels == answers).reshape(len(answers), -1).all(1).astype(float)
         if of.scores_words:
             hits = np.add.reduceat(hits, np.cumsum(n_each) - n_each)
         each["accuracy"] = hits[order].tolist(), weights.tolist()
     of_task = Evaluated(
         mean,
-        sum(one.of_documents or 0.0 for one in found) / max(1, len(examples)),
+        sum(one.get("documents", 0.0) for one in seen) / max(1, len(examples)),
         labels,
         answers,
         tokens.label_names,
-        [text for one in found for text in one.predictions or ()],
-        [text for one in found for text in one.references or ()],
+        [text for one in texts for text in one["predictions"]],
+        [text for one in texts for text in one["references"]],
         n_each,
     )
     return metrics | of.judge(of_task)
 
 
 def _measure(
-    forward: Forward,
-    tokens: TokenSet,
-    micro_batch: NDArray[np.int64],
-    number: int,
-    step: OfStep | None,
-) -> Found:
-    """One batch through the model."""
+    forward: Forward, tokens: TokenSet, part: NDArray[np.int64], step: OfStep | None
+) -> Seen:
+    """One micro-batch through the model."""
     task = forward.of
-    batch = forward.to_device(forward.collate(tokens, micro_batch))
+    batch = forward.to_device(forward.collate(tokens, part))
     if step is not None:
         loss, figures = forward.unit_loss(batch, step)
-        return Found(number, loss.double(), figures=figures)
-    n_targets = torch.from_numpy(target_lengths_of(tokens, micro_batch))
+        return {"loss": loss.double(), "figures": figures}
+    n_targets = torch.from_numpy(target_lengths_of(tokens, part))
     if task.labels is None:
         loss, log_probs = forward.loss_and_log_probs(batch)
-        n_targets = n_targets.to(log_probs.device, non_blocking=True)
-        of_documents = -(log_probs / n_targets).double().sum()
-        return Found(number, loss.double(), -log_probs, of_documents)
+        means = log_probs / n_targets.to(log_probs.device, non_blocking=True)
+        return {"loss": loss.double(), "each": -log_probs, "documents": -means.double().sum()}
     loss, scores = forward.loss_and_scores(batch)
     labels, of_one = batch["labels"], task.labels.loss
     if task.scores_words:
@@ -220,36 +206,16 @@ def _measure(
         n_targets = n_targets.to(each.device)
         owners = torch.arange(len(n_targets), device=each.device).repeat_interleave(n_targets)
         each = each.new_zeros(len(n_targets)).index_add(0, owners, each)
-    return Found(number, loss.double(), each, labels=labels, answers=task.labels.answers(scores))
-
-
-def _weights(
-    forward: Forward, tokens: TokenSet, examples: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """[n]: how many targets of each example the loss is the mean over."""
-    if forward.of.counts_units:
-        return np.ones(len(examples))
-    return target_lengths_of(tokens, examples).astype(float)
-
-
-def _measure_mismatched(
-    forward: Forward, tokens: TokenSet, micro_batch: NDArray[np.int64], number: int
-) -> Found:
-    return Found(number, forward.mismatched_ratio(tokens, micro_batch))
+    answers = task.labels.answers(scores)
+    return {"loss": loss.double(), "each": each, "labels": labels, "answers": answers}
 
 
 def write_texts(
-    forward: Forward,
-    tokens: TokenSet,
-    micro_batch: NDArray[np.int64],
-    number: int,
-    writing: Writing,
-) -> Found:
-    """What the model writes for one batch, and what it should write."""
-    arrays, device = (
-        collate(tokens, micro_batch, forward.task, forward.pad_id),
-        forward.numerics.device,
-    )
+    forward: Forward, tokens: TokenSet, part: NDArray[np.int64], writing: Writing
+) -> Seen:
+    """What the model writes for a micro-batch, and what it should write."""
+    arrays = collate(tokens, part, forward.task, forward.pad_id)
+    device = forward.numerics.device
     batch = {
         name: torch.from_numpy(arrays[name]).to(device) for name in ("input_ids", "attention_mask")
     }
@@ -262,22 +228,23 @@ def write_texts(
             use_cache=True,
         )
     targets = np.where(arrays["labels"] >= 0, arrays["labels"], forward.pad_id)
-    predictions, references = (
-        writing.tokenizer.batch_decode(each, skip_special_tokens=True)
-        for each in (written, targets)
-    )
-    return Found(number, predictions=predictions, references=references)
+    both = {"predictions": written, "references": targets}
+    decode = writing.tokenizer.batch_decode
+    return {name: decode(ids, skip_special_tokens=True) for name, ids in both.items()}
 
 
-def _of_all(ranks: Ranks, found: list[Found]) -> list[Found]:
+def _of_all(ranks: Ranks, found: list[Any]) -> list[Seen]:
     """What all ranks have found, on the host, in the order that one alone has."""
-    own = [[each.tolist() if isinstance(each, Tensor) else each for each in one] for one in found]
-    of_all = [Found(*row) for of_rank in ranks.gather(own) for row in of_rank]
-    return sorted(of_all, key=lambda one: one.number)
+    own = [
+        (number, {name: each.tolist() if isinstance(each, Tensor) else each for name, each in one})
+        for number, one in ((number, seen.items()) for number, seen in found)
+    ]
+    of_all = [pair for told in ranks.gather(own) for pair in told]
+    return [seen for _, seen in sorted(of_all, key=lambda pair: pair[0])]
 
 
-def _joined(parts: list[Any]) -> NDArray[Any]:
-    there = [np.array(part) for part in parts if part]
+def _joined(seen: list[Seen], name: str) -> NDArray[Any]:
+    there = [np.array(one[name]) for one in seen if one.get(name)]
     return np.concatenate(there) if there else np.empty(0)
 
 
