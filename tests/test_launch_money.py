@@ -216,7 +216,7 @@ def test_a_provider_that_never_answers_is_given_up_where_nothing_is_rented(
 def test_credentials_that_are_refused_on_the_way_name_what_is_still_billed(tmp_path: Path) -> None:
     world, run = World("runpod", n_steps=10**9), tmp_path / "run"
     world.refuses = (world.now + 600, 9e18, 403)
-    with pytest.raises(InputError, match=r"still billed at \$0.40 an hour, .* more at the most"):
+    with pytest.raises(InputError, match=r"still billed: .* \$0.40 an hour, .* more at the most"):
         supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE)
     assert world.n_alive == 1
     assert len(MachineLedger(run).open) == 1, "not taken for gone"

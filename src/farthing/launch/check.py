@@ -67,11 +67,7 @@ def check_target(text: str) -> Iterator[Check]:
 
 def _login(command: str, to_do: str) -> Check:
     try:
-        why = (
-            ""
-            if run_command(command.split()).strip()
-            else f"`{command}` fails: you are not logged in"
-        )
+        why = "" if run_command(command).strip() else f"`{command}` fails: you are not logged in"
     except (UnclearError, RefusedError) as error:
         why = str(error)
     return _ok("login", not why, why or f"`{command}` works", to_do)

@@ -8,6 +8,7 @@ work: that is an `UnclearError`, and the job is looked for by its name.
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,7 +53,6 @@ class CommandDriver(Driver):
         return Created(self._commands.id_of(printed) or ask.name)
 
     def listed(self, prefix: str) -> list[InstanceStatus]:
-        """See `Driver`."""
         try:
             return self._commands.parse(run_command(self._commands.listing(prefix)))
         except (ValueError, KeyError, TypeError) as error:
@@ -61,11 +61,9 @@ class CommandDriver(Driver):
             ) from error
 
     def delete(self, machine: Machine) -> None:
-        """See `Driver`."""
         run_command(self._commands.destroy(machine))
 
     def log(self, machine: Machine) -> str:
-        """See `Driver`."""
         return run_command(self._commands.log(machine))
 
 
@@ -89,8 +87,9 @@ def ended(
         ) from error
 
 
-def run_command(words: Sequence[str]) -> str:
+def run_command(command: str | Sequence[str]) -> str:
     """What a command of the user's prints. Raises as `ended`, and `UnclearError` where it fails."""
+    words = shlex.split(command) if isinstance(command, str) else command
     done = ended(words)
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())[-300:]

@@ -141,7 +141,6 @@ class Client(Driver):
 
     @property
     def clock_offset_s(self) -> float:
-        """See `Driver`."""
         return self._api.clock_offset_s
 
 

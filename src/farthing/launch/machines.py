@@ -15,6 +15,7 @@ from typing import Any
 from farthing.run.accounts import Account
 from farthing.storage.files import Json, fsync_path, make_private
 from farthing.storage.logs import SummedLines
+from farthing.units import say_seconds, say_usd
 
 MACHINES = "machines.jsonl"
 EVENTS = ("asked", "sought", "created", "refused", "priced", "booted", "left", "gone")
@@ -178,16 +179,14 @@ class MachineLedger:
         return self._take_in(row)
 
     def _take_in(self, row: Json) -> Machine:
-        machine = self.machines.setdefault(
-            str(row.get("machine")), Machine(str(row.get("machine")))
-        )
-        event, at = row.get("event"), float(row.get("at") or 0.0)
+        name, event, at = str(row.get("machine")), row.get("event"), float(row.get("at") or 0.0)
+        machine = self.machines.setdefault(name, Machine(name))
         if event == "asked" and machine.created_at is None:  # see `take_over`
-            machine = self.machines[machine.name] = Machine(machine.name)
-            self.rows[machine.name] = []
+            machine = self.machines[name] = Machine(name)
+            self.rows[name] = []
         elif event == "asked" and machine.asked_at:
             at = min(at, machine.asked_at)
-        self.rows.setdefault(machine.name, []).append(row)
+        self.rows.setdefault(name, []).append(row)
         for key in row.keys() & _OF_ROWS:
             setattr(machine, key, row[key])
         if event in ("created", "priced") and "usd_per_hour" in row:
@@ -209,6 +208,18 @@ class MachineLedger:
     def open(self) -> list[Machine]:
         """Those that may still cost money, the oldest first."""
         return [machine for machine in self.machines.values() if machine.is_open]
+
+    def open_in_words(self, end_by_themselves: bool, now: float) -> list[str]:
+        """Each machine that may still cost money, with its price and its latest end."""
+        return [
+            f"{machine.name}, {say_usd(machine.usd_per_hour)} an hour, "
+            + (
+                f"{say_seconds(max(0.0, machine.asked_at + machine.most_s - now))} more at the most"
+                if end_by_themselves and machine.most_s
+                else "until somebody ends it"
+            )
+            for machine in self.open
+        ]
 
     def usd(self, now: float) -> float:
         """Dollars of all machines up to `now`."""
@@ -243,13 +254,9 @@ def bill_by_machine(
         parts = {"boot": max(0.0, first - start)}
         parts["teardown"] = max(0.0, end - machine.left_at) if machine.left_at is not None else 0.0
         parts["train"] = sum(a.wall_s for a in own)
-        left_s = total_s
-        seconds = {}
-        for part in (
-            "train",
-            "boot",
-            "teardown",
-        ):  # clocks of two machines differ: no part is longer than what is left
+        left_s, seconds = total_s, dict[str, float]()
+        # clocks of two machines differ: no part is longer than what is left
+        for part in ("train", "boot", "teardown"):
             seconds[part] = min(parts[part], left_s)
             left_s -= seconds[part]
         seconds["idle"] = left_s

@@ -50,27 +50,10 @@ from farthing.units import say_seconds, say_usd
 
 NO_LIMIT_S = 366 * 86400
 SETTINGS = [
-    "AWS_ENDPOINT_URL",
-    "AWS_ENDPOINT_URL_S3",
-    "AWS_DEFAULT_REGION",
-    "AWS_REGION",
-    "HF_ENDPOINT",
-    "HF_HUB_OFFLINE",
+    *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION", "AWS_REGION"),
+    *("HF_ENDPOINT", "HF_HUB_OFFLINE"),
 ]
 GOOGLE_KEY = "GOOGLE_SERVICE_ACCOUNT_KEY"
-TRACKER_KEYS = {"wandb": ("WANDB_API_KEY",), "mlflow": ("MLFLOW_TRACKING_URI",)}
-"""Variables without which a tracker can't be told anything from another machine."""
-TRACKER_SECRETS = {
-    "wandb": ("WANDB_ENTITY", "WANDB_PROJECT", "WANDB_BASE_URL", "WANDB_MODE"),
-    "trackio": ("TRACKIO_PROJECT",),
-    "mlflow": (
-        "MLFLOW_TRACKING_USERNAME",
-        "MLFLOW_TRACKING_PASSWORD",
-        "MLFLOW_TRACKING_TOKEN",
-        "MLFLOW_EXPERIMENT_NAME",
-    ),
-}
-"""Those that travel where they are set."""
 TRACKER_PLACES = {"wandb": ("WANDB_BASE_URL",), "mlflow": ("MLFLOW_TRACKING_URI",)}
 """Those that say where its server is."""
 EXTRA_OF = {
@@ -83,25 +66,34 @@ EXTRA_OF = {
 ATTENTION_OF_TORCH = ("sdpa", "eager", "flex_attention")
 """What needs no package besides."""
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-STORE_KEYS = {
+VARIABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "s3": (S3_KEYS, ("AWS_SESSION_TOKEN",)),
     "gs": ((), (GOOGLE_KEY,)),
     "az": (
         ("AZURE_STORAGE_ACCOUNT_NAME",),
         ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY"),
     ),
+    "wandb": (
+        ("WANDB_API_KEY",),
+        ("WANDB_ENTITY", "WANDB_PROJECT", "WANDB_BASE_URL", "WANDB_MODE"),
+    ),
+    "trackio": ((), ("TRACKIO_PROJECT",)),
+    "mlflow": (
+        ("MLFLOW_TRACKING_URI",),
+        (
+            "MLFLOW_TRACKING_USERNAME",
+            "MLFLOW_TRACKING_PASSWORD",
+            "MLFLOW_TRACKING_TOKEN",
+            "MLFLOW_EXPERIMENT_NAME",
+        ),
+    ),
 }
-"""By scheme: what a machine needs to reach the store, and what else travels where it is set."""
+"""By the scheme of an address or the name of a tracker: what a machine needs for it, and what else
+travels where it is set.
+"""
 OF_PLACE = (
-    "device",
-    "usd_per_hour",
-    "power_watts",
-    "usd_per_kwh",
-    "gpu",
-    "provider",
-    "region",
-    "offers",
-    "spot",
+    *("device", "usd_per_hour", "power_watts", "usd_per_kwh"),
+    *("gpu", "provider", "region", "offers", "spot"),
 )
 """What `where` says of this machine, or of which one to rent; the rest is about the run, and goes
 along.
@@ -377,15 +369,18 @@ def secrets_of(job: Job, target: Target) -> tuple[str, ...]:
     """Names of the variables that a run needs there: keys of the store and of data in buckets,
     those of trackers, and the Hub's token where there is one here.
     """
-    names = [name for name in ("HF_TOKEN",) if os.environ.get(name)]
-    for tracker in job.train.report_to:
-        names += TRACKER_KEYS.get(tracker, ())
-        names += [name for name in TRACKER_SECRETS.get(tracker, ()) if os.environ.get(name)]
+    names = ["HF_TOKEN"] if os.environ.get("HF_TOKEN") else []
     is_strangers = target.is_rented or target.name == "kubernetes"
-    for address in (job.output_store or "", *job.data.train, *job.data.eval):
-        needed, others = STORE_KEYS.get(address.partition("://")[0], ((), ()))
-        names += [name for name in needed if is_strangers or os.environ.get(name)]
-        names += [name for name in others if os.environ.get(name)]
+    addresses = (job.output_store or "", *job.data.train, *job.data.eval)
+    uses: list[tuple[str, bool]] = [(tracker, True) for tracker in job.train.report_to]
+    uses += [(address.partition("://")[0], is_strangers) for address in addresses]
+    for use, is_needed in uses:
+        needed, others = VARIABLES.get(use, ((), ()))
+        names += [
+            name
+            for name in (*needed, *others)
+            if (is_needed and name in needed) or os.environ.get(name)
+        ]
     return tuple(sorted(set(names)))
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from farthing.clock import seconds_since_boot
 from farthing.config.job import Job
@@ -94,13 +95,10 @@ class Session:
 
     def next_ask(self) -> LaunchRequest:
         """What would be asked for first. Raises `NoBudgetError`."""
-        accounts, first = self._local_accounts(), self.prepared.offers[0]
+        accounts, first = read_ledger(self.folder / LEDGER).ordered, self.prepared.offers[0]
         return self.prepared.ask(
             self.ledger.next_number, first, self.ledger, accounts, self.clock()
         )
-
-    def _local_accounts(self) -> list[Account]:
-        return read_ledger(self.folder / LEDGER).ordered
 
     # ---- doing ----
 
@@ -188,13 +186,6 @@ class Session:
 
         lease = Lease(self.folder / FOLDER, LEASE_S, list, self.say)
 
-        def busy(error: LeaseLostError) -> RunBusyError:
-            return RunBusyError(
-                f"another process watches this launch ({error})",
-                where=str(self.prepared.job.output_store),
-                to_do="let it, or end it; launch status and launch stop work from anywhere",
-            )
-
         def reclaim() -> None:
             """Raises `RunInterruptedError`, `UnclearError`."""
             try:
@@ -219,7 +210,11 @@ class Session:
         try:
             lease.claim(store(), lambda: False)
         except LeaseLostError as error:
-            raise busy(error) from error
+            raise RunBusyError(
+                f"another process watches this launch ({error})",
+                where=str(self.prepared.job.output_store),
+                to_do="let it, or end it; launch status and launch stop work from anywhere",
+            ) from error
         except StoreError as error:
             raise StoreUnavailableError(
                 f"the store does not answer ({error})", to_do="try again when it does"
@@ -258,22 +253,12 @@ class Session:
             self.write(ask)
             return ask
 
-        launch = Launch(
-            self.ledger,
-            driver,
-            self.prepared.offers,
-            make_ask,
-            self.words(patient_s),
-            say=self.say,
-            clock=self.clock,
-            sleep=sleep,
-        )
+        offers, words = self.prepared.offers, self.words(patient_s)
+        times: Any = {"clock": self.clock, "sleep": sleep}
+        launch = Launch(self.ledger, driver, offers, make_ask, words, say=self.say, **times)
         launch.patience = patience or Patience(boot_s=self.prepared.wishes.boot_s)
-        launch.may_take, launch.reaches, launch.awake = (
-            self.is_in_time,
-            self._reaches,
-            seconds_since_boot,
-        )
+        launch.may_take, launch.reaches = self.is_in_time, self._reaches
+        launch.awake = seconds_since_boot
         return launch
 
     def _reaches(self, machine: Machine) -> bool:
@@ -331,11 +316,8 @@ class Session:
 
     def words(self, patient_s: float = STORE_S) -> StoreWords:
         """Where the machines' words are."""
-        shared = (
-            Path(self.prepared.folder)
-            if self.prepared.folder and self.prepared.job.output_store is None
-            else None
-        )
+        is_shared = self.prepared.folder and self.prepared.job.output_store is None
+        shared = Path(self.prepared.folder) if is_shared else None
         return StoreWords(lambda: self._store(patient_s), self.prepared.launch_id, shared)
 
     def driver(self) -> Driver:
@@ -355,26 +337,15 @@ class Session:
                 target.commands(self.prepared.at), self.write, restarts=target.name != "hf"
             )
         if target.name in ("local", "ssh"):
-            return HostDriver(
-                [offer.instance for offer in self.prepared.offers], self.prepared.folder
-            )
+            hosts = [offer.instance for offer in self.prepared.offers]
+            return HostDriver(hosts, self.prepared.folder)
         return target.connect()
 
     # ---- afterwards, and meanwhile ----
 
     def open_in_words(self) -> list[str]:
         """Each machine that may still be billed, with its price and its latest end."""
-        ends_by_itself, now = self.driver().ends_by_itself, self.clock()
-        words = []
-        for machine in self.ledger.open:
-            left_s = max(0.0, machine.asked_at + machine.most_s - now)
-            until = (
-                f"{say_seconds(left_s)} more at the most"
-                if ends_by_itself and machine.most_s
-                else "until somebody ends it"
-            )
-            words.append(f"{machine.name}, {say_usd(machine.usd_per_hour)} an hour, {until}")
-        return words
+        return self.ledger.open_in_words(self.driver().ends_by_itself, self.clock())
 
     def bring_back(self) -> None:
         """The run's files and its model from the store into the run folder, where that holds none
@@ -394,7 +365,7 @@ class Session:
         """How the launch stands: every machine with its seconds and dollars, and how far the run
         is.
         """
-        accounts, step, asked = self._local_accounts(), None, ""
+        accounts, step, asked = read_ledger(self.folder / LEDGER).ordered, None, ""
         stored: int | None = None
         try:
             words = self.words(LOOK_S)

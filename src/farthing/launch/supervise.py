@@ -16,7 +16,8 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, takewhile
 from typing import TypeVar
 
 from farthing.errors import (
@@ -160,23 +161,21 @@ class Launch:
             except NoBudgetError as error:
                 self._say(str(error))
                 return self._closed(EXIT_LIMIT)
-            if current is None and self._out_of_stock and n_rounds < self.patience.n_stock_rounds:
+            if current is None:
+                if not self._out_of_stock or n_rounds == self.patience.n_stock_rounds:
+                    self._say(
+                        "no offer is left that could be had: try again later, or allow more (--on,"
+                        " where.provider)"
+                    )
+                    return self._closed(EXIT_INTERRUPTED)
                 n_rounds += 1
-                pause_s = self.patience.stock_s
                 self._say(
-                    f"nothing is available now; asking again in {say_seconds(pause_s)}, which costs"
-                    " nothing"
+                    "nothing is available now; asking again in"
+                    f" {say_seconds(self.patience.stock_s)}, which costs nothing"
                 )
                 self._out_of_stock.clear()
-                self._sleep(pause_s)
-                self._hold()
+                self._pause(self.patience.stock_s)
                 continue
-            if current is None:
-                self._say(
-                    "no offer is left that could be had: try again later, or allow more (--on,"
-                    " where.provider)"
-                )
-                return self._closed(EXIT_INTERRUPTED)
             ending = self._watch(current)
             may_be_held = (
                 ending.code == EXIT_MISTAKE and len(self._ledger.open) > 1
@@ -186,8 +185,7 @@ class Launch:
             self._release(current, ending)
             self._terminate(current)
             if may_be_held:
-                self._sleep(self.patience.stock_s)
-                self._hold()
+                self._pause(self.patience.stock_s)
             current = None
             if ending.code is not None and ending.code != EXIT_INTERRUPTED:
                 return self._closed(ending.code)
@@ -242,6 +240,10 @@ class Launch:
             self._locked_at = None
         self._held_at = self.awake()
 
+    def _pause(self, seconds: float) -> None:
+        self._sleep(seconds)
+        self._hold()
+
     def _asked(self, call: Callable[[], T]) -> T:
         """The provider's answer. Raises `UnclearError`, and `InputError` once the credentials have
         been refused for a while.
@@ -259,18 +261,10 @@ class Launch:
 
     def _locked_out(self, error: Exception) -> InputError:
         """The provider refuses the credentials: what is still billed, and until when."""
-        still = [
-            f"{machine.name} is still billed at {say_usd(machine.usd_per_hour)} an hour"
-            + (
-                f", {say_seconds(max(0.0, machine.asked_at + machine.most_s - self._clock()))} more"
-                " at the most"
-                if self._driver.ends_by_itself and machine.most_s
-                else ", and nothing ends it"
-            )
-            for machine in self._ledger.open
-        ]
+        still = self._ledger.open_in_words(self._driver.ends_by_itself, self._clock())
         return InputError(
-            "; ".join([f"the provider refuses the credentials ({error})", *still]),
+            f"the provider refuses the credentials ({error})"
+            + (f"; still billed: {'; '.join(still)}" if still else ""),
             where="environment",
             to_do="export a valid key, then: farthing launch attach JOB, or launch stop JOB",
         )
@@ -408,26 +402,18 @@ class Launch:
                 self._ledger.note(ask.name, "refused", self._clock(), why=str(error.what))
                 raise
             self._until_clear(self._share, "the store")
+            is_there = True
             try:
                 made = self._driver.create(ask, now)
-                self._ledger.note(
-                    ask.name,
-                    "created",
-                    self._clock(),
-                    id=made.id,
-                    **({} if made.usd_per_hour is None else {"usd_per_hour": made.usd_per_hour}),
-                )
+                told = {} if made.usd_per_hour is None else {"usd_per_hour": made.usd_per_hour}
+                self._ledger.note(ask.name, "created", self._clock(), id=made.id, **told)
                 self._hold_or_undo(machine)
-                price = machine.usd_per_hour
                 self._say(
                     f"{ask.name}: made ({offer.provider} {offer.instance or offer.gpu}, id"
-                    f" {made.id}), {say_usd(price)} an hour, {machine.price_from}"
+                    f" {made.id}), {say_usd(machine.usd_per_hour)} an hour, {machine.price_from}"
                 )
-                self._look_at_price(machine)
-                if not self._is_too_dear(machine):
-                    self._tell_price(machine)
-                    return machine
-                self._send_back(machine, offer)
+                with contextlib.suppress(UnclearError):
+                    self._take_price(machine, self._asked(partial(self._driver.look, machine)))
             except (RefusedError, UnauthorizedError) as error:
                 self._ledger.note(ask.name, "refused", self._clock(), why=str(error))
                 self._say(f"{ask.name}: refused by {offer.provider}: {error}")
@@ -438,18 +424,20 @@ class Launch:
                     ) from error
                 is_stock = isinstance(error, OutOfStockError)
                 (self._out_of_stock if is_stock else self._left_out).add(offer)
+                continue
             except UnclearError as error:
                 self._say(
                     f"{ask.name}: {offer.provider} gave no clear answer ({error}); looking for it"
                     " by name"
                 )
-                if self._found(machine) and self._is_secured(machine):
-                    if not self._is_too_dear(machine):
-                        self._tell_price(machine)
-                        return machine
-                    self._send_back(machine, offer)
-                else:
-                    self._left_out.add(offer)
+                is_there = self._found(machine) and self._is_secured(machine)
+            if not is_there:
+                self._left_out.add(offer)
+            elif self._is_too_dear(machine):
+                self._send_back(machine, offer)
+            else:
+                self._tell_price(machine)
+                return machine
         return None
 
     def _hold_or_undo(self, machine: Machine) -> None:
@@ -473,10 +461,6 @@ class Launch:
             raise
 
     # ---- the price that is charged ----
-
-    def _look_at_price(self, machine: Machine) -> None:
-        with contextlib.suppress(UnclearError):
-            self._take_price(machine, self._asked(lambda: self._driver.look(machine)))
 
     def _take_price(self, machine: Machine, seen: InstanceStatus | None) -> None:
         """Book the price that the provider tells, where it is another than the one known."""
@@ -563,8 +547,7 @@ class Launch:
                         f"{machine.name}: {error}; nothing else is requested until this is known"
                     )
                 is_said = True
-            self._sleep(self.patience.poll_s)
-            self._hold()
+            self._pause(self.patience.poll_s)
 
     def _is_secured(self, machine: Machine) -> bool:
         """Whether a machine that was found has its end; one that has none is destroyed."""
@@ -691,8 +674,7 @@ class Launch:
                     " until then"
                 )
                 return
-            self._sleep(pause_s)
-            self._hold()
+            self._pause(pause_s)
             pause_s = min(60.0, pause_s * 2)
 
     def _is_gone(self, machine: Machine) -> bool:
@@ -764,8 +746,7 @@ class Launch:
                     " stop` asks again"
                 )
                 break
-            self._sleep(self.patience.poll_s)
-            self._hold()
+            self._pause(self.patience.poll_s)
             self._sweep()
         with contextlib.suppress(UnclearError):
             self._share()
@@ -795,12 +776,8 @@ class Launch:
     def _in_vain(self) -> int:
         """How many machines in a row, up to now, have brought the run no further."""
         made = [machine for machine in self._ledger.machines.values() if not machine.is_refused]
-        reached, n = self._committed(), 0
-        for machine in reversed(made):
-            if reached > machine.committed:
-                break
-            n += 1
-        return n
+        reached = self._committed()
+        return len(list(takewhile(lambda each: reached <= each.committed, reversed(made))))
 
 
 def _how(machine: Machine, code: int | None) -> str:

@@ -18,15 +18,17 @@ Files = dict[str, str]
 
 @dataclass(frozen=True)
 class Commands:
-    """A command of the target's own: argument lists, and how to read what they print."""
+    """A command of the target's own, and how to read what it prints. A string is split as a shell
+    does.
+    """
 
     submit: Callable[[LaunchRequest, Path], Sequence[str]]
     """Files of the launch lie in the folder."""
     id_of: Callable[[str], str]
-    listing: Callable[[str], Sequence[str]]
+    listing: Callable[[str], str]
     parse: Callable[[str], list[InstanceStatus]]
-    destroy: Callable[[Machine], Sequence[str]]
-    log: Callable[[Machine], Sequence[str]]
+    destroy: Callable[[Machine], str]
+    log: Callable[[Machine], str]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 from farthing.launch.driver import InstanceStatus, job_status
@@ -33,23 +34,14 @@ def render(ask: LaunchRequest) -> Files:
 
 def _submit(ask: LaunchRequest, folder: Path) -> list[str]:
     call = json.loads((folder / CALL).read_text(encoding="utf-8"))
-    words = [
-        "--flavor",
-        call["flavor"],
-        "--timeout",
-        call["timeout"],
-        "--name",
-        call["name"],
-        "--detach",
-        "--quiet",
+    pairs = [
+        *((key, call[key]) for key in ("flavor", "timeout", "name", "namespace") if key in call),
+        *(("label", f"{key}={value}") for key, value in call["labels"].items()),
+        *(("env", f"{key}={value}") for key, value in call["env"].items()),
+        *(("secrets", name) for name in call["secrets"]),
     ]
-    words += [
-        word for key, value in call["labels"].items() for word in ("--label", f"{key}={value}")
-    ]
-    words += [word for key, value in call["env"].items() for word in ("--env", f"{key}={value}")]
-    words += [word for name in call["secrets"] for word in ("--secrets", name)]
-    words += ["--namespace", call["namespace"]] if "namespace" in call else []
-    return ["hf", "jobs", "run", *words, call["image"], *call["command"]]
+    options = [word for key, value in pairs for word in (f"--{key}", value)]
+    return ["hf", "jobs", "run", *options, "--detach", "--quiet", call["image"], *call["command"]]
 
 
 def _parse(text: str) -> list[InstanceStatus]:
@@ -65,23 +57,14 @@ def _parse(text: str) -> list[InstanceStatus]:
 
 def commands(at: str) -> Commands:
     """How `hf jobs` is used in a namespace."""
-    space = ["--namespace", at] if at else []
+    space = f"--namespace {shlex.quote(at)}" if at else ""
     return Commands(
         submit=_submit,
         id_of=lambda text: text.split()[-1],
-        listing=lambda prefix: [
-            "hf",
-            "jobs",
-            "ps",
-            "--all",
-            "--label",
-            f"farthing-launch={prefix}",
-            "--json",
-            *space,
-        ],
+        listing=lambda prefix: f"hf jobs ps --all --label farthing-launch={prefix} --json {space}",
         parse=_parse,
-        destroy=lambda m: ["hf", "jobs", "cancel", m.id, *space],
-        log=lambda m: ["hf", "jobs", "logs", m.id, "--tail", "200", *space],
+        destroy=lambda m: f"hf jobs cancel {m.id} {space}",
+        log=lambda m: f"hf jobs logs {m.id} --tail 200 {space}",
     )
 
 

@@ -126,7 +126,6 @@ cat "$d/pid"
         return Created(said.split()[-1] if said.split() else ask.name)
 
     def look(self, machine: Machine) -> InstanceStatus | None:
-        """See `Driver`."""
         script = (
             f'{LOOK}\nd={self._home}/{machine.name}\n[ -e "$d/pid" ] && echo "$(cat "$d/pid") $(one'
             ' "$d")"; true'
@@ -176,7 +175,6 @@ true
         )
 
     def log(self, machine: Machine) -> str:
-        """See `Driver`."""
         return self.tell(
             machine.instance, f"tail -n 200 {self._home}/{machine.name}/log.txt 2>/dev/null; true"
         )

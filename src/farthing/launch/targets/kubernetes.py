@@ -5,6 +5,7 @@ secrets by reference.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,40 @@ import yaml
 from farthing.launch.driver import InstanceStatus, job_status
 from farthing.launch.request import GRACE_S, SCRIPT, LaunchRequest, script_of
 from farthing.launch.target import Commands, Files, Target
-from farthing.storage.files import Json
 
 MANIFEST = "job.k8s.yaml"
 SECRET = "farthing"
 """The Secret that the user makes, a key for each variable."""
 MOST_CONFIG_BYTES = 1 << 20
+JOB = f"""
+apiVersion: batch/v1
+kind: Job
+metadata: {{}}
+spec:
+  backoffLimit: 3
+  ttlSecondsAfterFinished: 86400
+  podFailurePolicy:
+    rules:
+    - action: Ignore
+      onExitCodes: {{containerName: train, operator: In, values: [75]}}
+    - action: Ignore
+      onPodConditions: [{{type: DisruptionTarget, status: "True"}}]
+    - action: FailJob
+      onExitCodes: {{containerName: train, operator: In, values: [1, 2, 3]}}
+  template:
+    metadata: {{}}
+    spec:
+      restartPolicy: Never
+      containers:
+      - name: train
+        command: [sh, /farthing/{SCRIPT}]
+        volumeMounts:
+        - {{name: script, mountPath: /farthing}}
+        - {{name: shm, mountPath: /dev/shm}}
+      volumes:
+      - name: script
+      - {{name: shm, emptyDir: {{medium: Memory}}}}
+"""
 
 
 def render(ask: LaunchRequest) -> Files:
@@ -27,73 +56,30 @@ def render(ask: LaunchRequest) -> Files:
     run folder.
     """
     namespace, _, claim = ask.at.partition("/")
+    script, job = script_of(ask), yaml.safe_load(JOB)
     meta = {"name": ask.name, "labels": {"farthing-launch": ask.launch_id}}
     meta |= {"namespace": namespace} if namespace else {}
-    env: list[Json] = [
-        {"name": name, "value": value} for name, value in sorted(ask.settings.items())
-    ]
-    env += [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": SECRET, "key": name}}}
-        for name in ask.secrets
-    ]
-    volumes: list[Json] = [
-        {"name": "script", "configMap": {"name": ask.name}},
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},
-    ]
-    mounts = [
-        {"name": "script", "mountPath": "/farthing"},
-        {"name": "shm", "mountPath": "/dev/shm"},
+    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {SCRIPT: script}}
+    job["metadata"], job["spec"]["activeDeadlineSeconds"] = meta, ask.most_s
+    job["spec"]["template"]["metadata"] = {"labels": meta["labels"]}
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    pod["terminationGracePeriodSeconds"] = GRACE_S
+    pod["volumes"][0]["configMap"] = {"name": ask.name}
+    container["image"] = ask.image
+    container["env"] = [
+        *({"name": name, "value": value} for name, value in sorted(ask.settings.items())),
+        *(
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": SECRET, "key": name}}}
+            for name in ask.secrets
+        ),
     ]
     if claim:
-        volumes.append({"name": "run", "persistentVolumeClaim": {"claimName": claim}})
-        mounts.append({"name": "run", "mountPath": ask.folder})
-    container = {
-        "name": "train",
-        "image": ask.image,
-        "command": ["sh", f"/farthing/{SCRIPT}"],
-        "env": env,
-        "volumeMounts": mounts,
-    } | (
-        {"resources": {"limits": {"nvidia.com/gpu": ask.offer.n_gpus}}} if ask.offer.n_gpus else {}
-    )
-    rules = [
-        {
-            "action": "Ignore",
-            "onExitCodes": {"containerName": "train", "operator": "In", "values": [75]},
-        },
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {
-            "action": "FailJob",
-            "onExitCodes": {"containerName": "train", "operator": "In", "values": [1, 2, 3]},
-        },
-    ]
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": meta,
-        "spec": {
-            "backoffLimit": 3,
-            "activeDeadlineSeconds": ask.most_s,
-            "ttlSecondsAfterFinished": 86400,
-            "podFailurePolicy": {"rules": rules},
-            "template": {
-                "metadata": {"labels": meta["labels"]},
-                "spec": {
-                    "restartPolicy": "Never",
-                    "terminationGracePeriodSeconds": GRACE_S,
-                    "containers": [container],
-                    "volumes": volumes,
-                },
-            },
-        },
-    }
-    config = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": meta,
-        "data": {SCRIPT: script_of(ask)},
-    }
-    return {MANIFEST: yaml.safe_dump_all([config, job], sort_keys=False), SCRIPT: script_of(ask)}
+        pod["volumes"].append({"name": "run", "persistentVolumeClaim": {"claimName": claim}})
+        container["volumeMounts"].append({"name": "run", "mountPath": ask.folder})
+    if ask.offer.n_gpus:
+        container["resources"] = {"limits": {"nvidia.com/gpu": ask.offer.n_gpus}}
+    return {MANIFEST: yaml.safe_dump_all([config, job], sort_keys=False), SCRIPT: script}
 
 
 def check(files: Mapping[str, str]) -> list[str]:
@@ -121,30 +107,18 @@ def _submit(ask: Any, folder: Path) -> list[str]:
 
 def commands(at: str) -> Commands:
     """How `kubectl` is used in a namespace."""
-    space = ["--namespace", at.partition("/")[0]] if at else []
+    space = f"--namespace {shlex.quote(at.partition('/')[0])}" if at else ""
     return Commands(
         submit=_submit,
         id_of=lambda text: text.split()[-1].rpartition("/")[2],
-        listing=lambda prefix: [
-            "kubectl",
-            "get",
-            "jobs",
-            "-o",
-            "json",
-            f"--selector=farthing-launch={prefix}",
-            *space,
-        ],
+        listing=lambda prefix: (
+            f"kubectl get jobs -o json --selector=farthing-launch={prefix} {space}"
+        ),
         parse=_parse,
-        destroy=lambda m: [
-            "kubectl",
-            "delete",
-            "job,configmap",
-            m.name,
-            *space,
-            "--ignore-not-found",
-            "--wait=false",
-        ],
-        log=lambda m: ["kubectl", "logs", f"job/{m.name}", *space, "--tail=200"],
+        destroy=lambda m: (
+            f"kubectl delete job,configmap {m.name} {space} --ignore-not-found --wait=false"
+        ),
+        log=lambda m: f"kubectl logs job/{m.name} {space} --tail=200",
     )
 
 

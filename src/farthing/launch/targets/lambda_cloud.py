@@ -59,7 +59,6 @@ class Lambda(Client):
 
     @understood()
     def create(self, ask: LaunchRequest, asked_at: float) -> Created:
-        """See `Driver`."""
         body = request_of(ask)
         values = {**ask.settings, **values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"}
         exports = "".join(
@@ -74,7 +73,6 @@ class Lambda(Client):
 
     @understood()
     def listed(self, prefix: str) -> list[InstanceStatus]:
-        """See `Driver`."""
         found = (sure(self._api, "GET", "/api/v1/instances") or {}).get("data") or []
         return statuses(
             found,
@@ -86,7 +84,6 @@ class Lambda(Client):
         )
 
     def delete(self, machine: Machine) -> None:
-        """See `Driver`."""
         sure(
             self._api,
             "POST",

@@ -78,7 +78,6 @@ class RunPod(Client):
 
     @understood()
     def create(self, ask: LaunchRequest, asked_at: float) -> Created:
-        """See `Driver`."""
         ends = datetime.fromtimestamp(asked_at + ask.most_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         body = request_of(ask, {CREATED_AT: f"{asked_at:.0f}", ENDS_AT: ends}.__getitem__)
         answer = self._api.ask("POST", "/graphql", body, n_tries=1) or {}
@@ -93,7 +92,6 @@ class RunPod(Client):
 
     @understood()
     def listed(self, prefix: str) -> list[InstanceStatus]:
-        """See `Driver`."""
         answer = sure(self._api, "GET", "/v2/pods")
         pods = (
             answer.get("pods") or answer.get("data") or []
@@ -110,7 +108,6 @@ class RunPod(Client):
         )
 
     def delete(self, machine: Machine) -> None:
-        """See `Driver`."""
         sure(self._api, "DELETE", f"/v2/pods/{machine.id}")
 
 

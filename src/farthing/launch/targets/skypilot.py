@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,7 @@ INFRA = {
 }
 """Its names of the providers that the price table has."""
 STRANGERS = ("runpod", "vast")
-_OVER = [
-    "SUCCEEDED",
-    "CANCELLED",
-    *(f"FAILED{why}" for why in ("", "_SETUP", "_PRECHECKS", "_NO_RESOURCE", "_CONTROLLER")),
-]
+_OVER = re.compile("SUCCEEDED|CANCELLED|FAILED(_SETUP|_PRECHECKS|_NO_RESOURCE|_CONTROLLER)?")
 
 
 def render(ask: LaunchRequest) -> Files:
@@ -73,7 +71,8 @@ def _resource(offer: Any, gpu: str) -> Json:
 def _submit(ask: LaunchRequest, folder: Path) -> list[str]:
     secrets = [word for name in ask.secrets for word in ("--secret", name)]
     config = ["--config", str(folder / CONFIG)]
-    return ["sky", "jobs", "launch", "--yes", "--detach-run", *config, *secrets, str(folder / TASK)]
+    words = shlex.split("sky jobs launch --yes --detach-run")
+    return [*words, *config, *secrets, str(folder / TASK)]
 
 
 def _parse(text: str) -> list[InstanceStatus]:
@@ -85,7 +84,9 @@ def _parse(text: str) -> list[InstanceStatus]:
         code = {"SUCCEEDED": 0, "FAILED_SETUP": 2, "FAILED_PRECHECKS": 2}.get(state)
         waits = state in ("PENDING", "SUBMITTED", "STARTING", "RECOVERING")
         found.append(
-            job_status(name, str(job.get("job_id")), state in _OVER, waits=waits, code=code)
+            job_status(
+                name, str(job.get("job_id")), bool(_OVER.fullmatch(state)), waits=waits, code=code
+            )
         )
     return found
 
@@ -93,10 +94,10 @@ def _parse(text: str) -> list[InstanceStatus]:
 COMMANDS = Commands(
     submit=_submit,
     id_of=lambda text: "",  # known by its name
-    listing=lambda prefix: ["sky", "jobs", "queue", "--all", "--refresh", "--output", "json"],
+    listing=lambda prefix: "sky jobs queue --all --refresh --output json",
     parse=_parse,
-    destroy=lambda m: ["sky", "jobs", "cancel", "--yes", "--name", m.name],
-    log=lambda m: ["sky", "jobs", "logs", "--no-follow", "--name", m.name],
+    destroy=lambda m: f"sky jobs cancel --yes --name {m.name}",
+    log=lambda m: f"sky jobs logs --no-follow --name {m.name}",
 )
 TARGET = Target(
     "skypilot",

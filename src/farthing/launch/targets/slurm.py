@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import shlex
 from pathlib import Path
 
 from farthing.launch.driver import InstanceStatus, job_status
@@ -11,40 +13,26 @@ from farthing.launch.request import GRACE_S, LaunchRequest, script_of
 from farthing.launch.target import Commands, Files, Target
 
 BATCH = "run.sbatch"
-_OVER = [
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-]
+_OVER = re.compile("COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE")
 
 
 def render(ask: LaunchRequest) -> Files:
     """The batch script. `ask.at` is the partition, `ask.folder` the run folder, which all nodes
     see.
     """
-    n_gpus = ask.offer.n_gpus
-    options = [
-        f"--job-name={ask.name}",
-        f"--output={ask.folder}/launch/{ask.name}/log.txt",
-        *([f"--partition={ask.at}"] if ask.at else []),
-        *([f"--gres=gpu:{n_gpus}"] if n_gpus else []),
-        *(
-            [f"--time={math.ceil((ask.most_s + 2 * GRACE_S) / 60)}"]
-            if ask.most_s < 365 * 86400
-            else []
-        ),
-        "--nodes=1",
-        "--ntasks=1",
-        "--requeue",
-        "--open-mode=append",
-        f"--signal=B:USR1@{GRACE_S}",
-    ]
-    head = "".join(f"#SBATCH {option}\n" for option in options)
+    n_gpus, minutes = ask.offer.n_gpus, math.ceil((ask.most_s + 2 * GRACE_S) / 60)
+    options = f"""--job-name={ask.name}
+--output={ask.folder}/launch/{ask.name}/log.txt
+--nodes=1
+--ntasks=1
+--requeue
+--open-mode=append
+--signal=B:USR1@{GRACE_S}
+"""
+    options += f"--partition={ask.at}\n" if ask.at else ""
+    options += f"--gres=gpu:{n_gpus}\n" if n_gpus else ""
+    options += f"--time={minutes}\n" if ask.most_s < 365 * 86400 else ""
+    head = "".join(f"#SBATCH {option}\n" for option in options.splitlines())
     body = script_of(ask).removeprefix("#!/bin/sh\n").removesuffix('exit "$code"\n')
     again = '[ "$code" -eq 75 ] && scontrol requeue "$SLURM_JOB_ID"\n'
     return {BATCH: f'#!/bin/sh\n{head}{body}{again}exit "$code"\n'}
@@ -53,7 +41,9 @@ def render(ask: LaunchRequest) -> Files:
 def _rows(text: str) -> list[InstanceStatus]:
     rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
     return [
-        job_status(name, number, state in _OVER, waits=state in ("PENDING", "REQUEUED"))
+        job_status(
+            name, number, bool(_OVER.fullmatch(state)), waits=state in ("PENDING", "REQUEUED")
+        )
         for number, name, state in rows
     ]
 
@@ -62,20 +52,17 @@ def _submit(ask: LaunchRequest, folder: Path) -> list[str]:
     return ["sbatch", "--parsable", str(folder / BATCH)]
 
 
-def _log(machine: Machine) -> list[str]:
-    return [
-        "sh",
-        "-c",
-        f"scontrol show job {machine.id} | sed -n 's/ *StdOut=//p' | xargs -r tail -n 200",
-    ]
+def _log(machine: Machine) -> str:
+    where = f"scontrol show job {machine.id} | sed -n 's/ *StdOut=//p'"
+    return f"sh -c {shlex.quote(f'{where} | xargs -r tail -n 200')}"
 
 
 COMMANDS = Commands(
     submit=_submit,
     id_of=lambda text: text.strip().partition(";")[0],
-    listing=lambda prefix: ["squeue", "--noheader", "--states=all", "--me", "--format=%i|%j|%T"],
+    listing=lambda prefix: "squeue --noheader --states=all --me '--format=%i|%j|%T'",
     parse=_rows,
-    destroy=lambda machine: ["scancel", "--full", machine.id],
+    destroy=lambda machine: f"scancel --full {machine.id}",
     log=_log,
 )
 TARGET = Target(

@@ -191,11 +191,9 @@ class Vast(Client):
         )
 
     def delete(self, machine: Machine) -> None:
-        """See `Driver`."""
         sure(self._api, "DELETE", f"/api/v0/instances/{machine.id}/", {})
 
     def log(self, machine: Machine) -> str:
-        """See `Driver`."""
         return json.dumps(
             sure(self._api, "PUT", f"/api/v0/instances/request_logs/{machine.id}/", {"tail": "200"})
         )

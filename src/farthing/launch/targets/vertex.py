@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 from farthing.launch.driver import InstanceStatus, job_status
+from farthing.launch.machines import Machine
 from farthing.launch.request import SCRIPT, LaunchRequest, script_of
 from farthing.launch.target import Commands, Files, Target
 from farthing.storage.files import Json
@@ -49,9 +50,8 @@ def render(ask: LaunchRequest) -> Files:
     """
     account, script = ask.at.split("/")[2:], with_secrets(ask)
     machine: Json = {"machineType": ask.machine_type}
-    machine |= (
-        {"acceleratorType": ask.gpu_id, "acceleratorCount": ask.offer.n_gpus} if ask.gpu_id else {}
-    )
+    if ask.gpu_id:
+        machine |= {"acceleratorType": ask.gpu_id, "acceleratorCount": ask.offer.n_gpus}
     job: Json = {
         "workerPoolSpecs": [
             {
@@ -104,45 +104,30 @@ def _parse(text: str) -> list[InstanceStatus]:
 
 def commands(at: str) -> Commands:
     """How `gcloud` is used in a project and region."""
-    project, region = [*at.split("/"), "", ""][:2]
-    place = [f"--project={project}", f"--region={region}"]
-    ai = ["gcloud", "ai", "custom-jobs"]
-    read = [
-        "gcloud",
-        "logging",
-        "read",
-        "--limit=200",
-        "--order=asc",
-        "--format=value(jsonPayload.message)",
-    ]
-    of = 'resource.type="ml_job" AND resource.labels.job_id='
+    project, region = map(shlex.quote, [*at.split("/"), "", ""][:2])
+    place = f"--project={project} --region={region}"
+    ai = "gcloud ai custom-jobs"
 
     def submit(ask: LaunchRequest, folder: Path) -> list[str]:
-        labels = f"--labels=farthing-launch={ask.launch_id}"
-        config = f"--config={folder / 'job_spec.json'}"
-        return [
-            *ai,
-            "create",
-            *place,
-            f"--display-name={ask.name}",
-            labels,
-            config,
-            "--format=value(name)",
-        ]
+        named = f"--display-name={ask.name} --labels=farthing-launch={ask.launch_id}"
+        command = f"{ai} create {place} {named} '--format=value(name)'"
+        return [*shlex.split(command), f"--config={folder / 'job_spec.json'}"]
+
+    def log(machine: Machine) -> str:
+        job = machine.id.rpartition("/")[2]
+        of = f'resource.type="ml_job" AND resource.labels.job_id="{job}"'
+        read = "gcloud logging read --limit=200 --order=asc '--format=value(jsonPayload.message)'"
+        return f"{read} {shlex.quote(of)} --project={project}"
 
     return Commands(
         submit=submit,
         id_of=lambda text: text.split()[-1],
-        listing=lambda prefix: [
-            *ai,
-            "list",
-            *place,
-            f"--filter=labels.farthing-launch={prefix}",
-            "--format=json",
-        ],
+        listing=lambda prefix: (
+            f"{ai} list {place} --filter=labels.farthing-launch={prefix} --format=json"
+        ),
         parse=_parse,
-        destroy=lambda m: [*ai, "cancel", m.id, *place],
-        log=lambda m: [*read, f'{of}"{m.id.rpartition("/")[2]}"', f"--project={project}"],
+        destroy=lambda m: f"{ai} cancel {m.id} {place}",
+        log=log,
     )
 
 
