@@ -36,11 +36,12 @@ from farthing.storage.files import (
     commit_folder,
     discard,
     make_private,
-    read_json,
+    parse_json,
     read_manifest,
     refuse_other,
     seal_file,
     set_aside,
+    small_text,
     sweep_drafts,
     verify_folder,
 )
@@ -330,9 +331,7 @@ def _values_of(folder: Path) -> dict[str, Json]:
     """The values of each part of a checkpoint, their form checked. Raises `DamagedFileError`."""
     path = folder / "state.json"
     try:
-        if path.stat().st_size > MAX_STATE_BYTES:
-            raise DamagedFileError(f"{path.name} is larger than {MAX_STATE_BYTES} bytes")
-        values = read_json(path)
+        values = parse_json(small_text(path, MAX_STATE_BYTES))
     except (OSError, ValueError) as error:
         raise DamagedFileError(f"{path.name} can't be read: {error}") from error
     is_whole = isinstance(values, dict) and all(

@@ -26,7 +26,7 @@ from typing import Any
 
 from farthing.clock import seconds_since_boot
 from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_LIMIT, EXIT_MISTAKE
-from farthing.run.signals import heeded
+from farthing.run.signals import handled
 
 PIPE = "FARTHING_GUARD"
 """The environment variable with the file descriptor to which a worker writes."""
@@ -122,9 +122,7 @@ def guarded(work: Callable[[], int], last_words: Callable[[Path, str, float], No
     """
     if is_guarded() or not hasattr(os, "fork"):
         return work()
-    reads, writes = os.pipe()
-    os.set_inheritable(writes, True)
-    os.set_blocking(writes, False)
+    reads, writes = _pipe_for_words()
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -174,9 +172,7 @@ def watched_from_beside(module: str, folder: Path) -> Iterator[None]:
     if is_guarded() or sys.platform == "win32":
         yield
         return
-    reads, writes = os.pipe()
-    os.set_inheritable(writes, True)
-    os.set_blocking(writes, False)
+    reads, writes = _pipe_for_words()
     command = [sys.executable, "-P", "-m", module, str(os.getpid())]
     beside = subprocess.Popen(command, stdin=reads, start_new_session=True)
     os.close(reads)
@@ -202,6 +198,14 @@ def watch_beside(pid: int, last_words: Callable[[Path, str, float], None]) -> No
     if pipe.is_open and os.getppid() == pid:
         _kill([pid, *(each for each in _descendants(pid) if each != os.getpid())])
         _say_killed(told, last_words)
+
+
+def _pipe_for_words() -> tuple[int, int]:
+    """The ends of the guard, and of the worker and all that it begins."""
+    reads, writes = os.pipe()
+    os.set_inheritable(writes, True)
+    os.set_blocking(writes, False)
+    return reads, writes
 
 
 def _follow(parent: int) -> None:
@@ -271,30 +275,20 @@ def _watch(pid: int, reads: int) -> tuple[int, Told, bool]:
             pipe.read_into(told, told.left_s + KILLED_AFTER_S)
 
 
-@contextlib.contextmanager
-def _handing_on(pid: int) -> Iterator[None]:
+def _handing_on(pid: int) -> contextlib.AbstractContextManager[None]:
     """Within the block signals go to the worker; a stop from the terminal stops both."""
 
     def hand_on(number: int, frame: Any) -> None:
+        is_stop = number == signal.SIGTSTP
         with contextlib.suppress(OSError):
-            os.kill(pid, number)
+            if is_stop or number == signal.SIGCONT:
+                os.killpg(pid, signal.SIGSTOP if is_stop else number)
+            else:
+                os.kill(pid, number)
+        if is_stop:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
-    def stop(number: int, frame: Any) -> None:
-        with contextlib.suppress(OSError):
-            os.killpg(pid, signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    def go_on(number: int, frame: Any) -> None:
-        with contextlib.suppress(OSError):
-            os.killpg(pid, signal.SIGCONT)
-
-    handlers = dict.fromkeys(heeded(), hand_on) | {signal.SIGTSTP: stop, signal.SIGCONT: go_on}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handled(hand_on, (signal.SIGTSTP, signal.SIGCONT))
 
 
 def _kill(pids: list[int]) -> None:

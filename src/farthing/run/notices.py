@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -73,40 +74,31 @@ class Aws:
             if value.get("action") not in self.ACTIONS:
                 raise UnreadableAnswerError("instance-action: no action")
             yield Sign(f"AWS spot: {value['action']}", _moment(value.get("time")))
-        if (
-            body := self._get(ask, "/latest/meta-data/events/recommendations/rebalance")
-        ) is not None:
+        path = "/latest/meta-data/events/recommendations/rebalance"
+        if (body := self._get(ask, path)) is not None:
             if "noticeTime" not in _json(body):
                 raise UnreadableAnswerError("rebalance: no time")
             yield Sign("AWS rebalance recommendation", is_certain=False)
 
     def _get(self, ask: Ask, path: str) -> bytes | None:
         """The body; None where there is nothing (404)."""
-        for is_last in (False, True):
+        for _ in range(2):
             if self._clock() >= self._until:
                 self._renew(ask)
             status, body, _ = ask("GET", path, {"X-aws-ec2-metadata-token": self._token})
-            if status == 404:
-                return None
-            if status == 200:
-                return body
-            if status != 401 or is_last:
-                raise UnreadableAnswerError(f"{path}: HTTP {status}")
+            if status in (200, 404):
+                return body if status == 200 else None
+            if status != 401:
+                break
             self._until = 0.0
-        raise AssertionError("not reached")
+        raise UnreadableAnswerError(f"{path}: HTTP {status}")
 
     def _renew(self, ask: Ask) -> None:
         status, body, _ = ask(
             "PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(self.LIFE_S)}
         )
         token = body.decode("ascii", "replace").strip()
-        if (
-            status != 200
-            or not token.isprintable()
-            or not token
-            or len(token) > 1024
-            or "\ufffd" in token
-        ):
+        if status != 200 or not re.fullmatch("[ -~]{1,1024}", token):
             raise UnreadableAnswerError(f"no token: HTTP {status}")
         self._token, self._until = token, self._clock() + self.LIFE_S / 2
 

@@ -37,9 +37,11 @@ def heeded() -> list[signal.Signals]:
 
 
 @contextlib.contextmanager
-def handled(handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """Within the block each of `heeded` calls `handler(number, frame)`."""
-    before = {number: signal.signal(number, handler) for number in heeded()}
+def handled(
+    handler: Callable[[int, Any], object], also: tuple[signal.Signals, ...] = ()
+) -> Iterator[None]:
+    """Within the block each of `heeded`, and of those besides, calls `handler(number, frame)`."""
+    before = {number: signal.signal(number, handler) for number in (*heeded(), *also)}
     try:
         yield
     finally:
@@ -122,11 +124,7 @@ class Notice:
 
         `unknown_s` where nobody has said when that is.
         """
-        ends = [
-            heard.leaves_at
-            for heard in self.heard
-            if heard.is_certain and heard.leaves_at is not None
-        ]
+        ends = [heard.leaves_at for heard in self.heard if heard.is_certain and heard.leaves_at]
         if not ends:
             return unknown_s
         return min(most_s, max(1.0, min(ends) - time.time() - LAST_WORDS_S))

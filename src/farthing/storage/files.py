@@ -21,13 +21,14 @@ import stat
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypedDict
 
 from farthing.errors import DiskFullError, FarthingError, InputError, RunBusyError, RunChangedError
 
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = MAX_TEXT_BYTES = 16 << 20
+MAX_TEXT_BYTES = 16 << 20
 DRAFT = ".draft-"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 """What flock(2) says on file systems without locks: NFS without its lock daemon, Lustre mounted
@@ -133,17 +134,15 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def sha256_of(path: Path, progress: Callable[[int], None] | None = None) -> str:
+def sha256_of(path: Path, progress: Callable[[int], object] = lambda done: None) -> str:
     """Hex digest of a file's bytes; `progress(bytes read)` is called about once for 16 MB."""
+    digest, done = hashlib.sha256(), 0
     with open(path, "rb") as file:
-        if progress is None:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        digest, done = hashlib.sha256(), 0
         while piece := file.read(16 << 20):
             digest.update(piece)
             done += len(piece)
             progress(done)
-        return digest.hexdigest()
+    return digest.hexdigest()
 
 
 def make_private(folder: Path) -> Path:
@@ -216,11 +215,7 @@ def write_text(
 
     Raises `OSError`.
     """
-    draft = draft_of(path)
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags, 0o600 if is_private else 0o666)
-
+    draft, opener = draft_of(path), partial(os.open, mode=0o600 if is_private else 0o666)
     try:
         with open(draft, "w", encoding="utf-8", newline="", opener=opener) as file:
             file.writelines([text] if isinstance(text, str) else text)
@@ -335,11 +330,7 @@ def read_manifest(folder: Path) -> Json:
     if folder.is_symlink() or path.is_symlink():
         raise DamagedFileError("it is a symbolic link")
     try:
-        if path.exists() and not path.is_file():
-            raise DamagedFileError(f"{MANIFEST} is no file")
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise DamagedFileError(f"{MANIFEST} is larger than {MAX_MANIFEST_BYTES} bytes")
-        manifest = unseal(path.read_text(encoding="utf-8"), MANIFEST)
+        manifest = unseal(small_text(path), MANIFEST)
     except FileNotFoundError as error:
         raise DamagedFileError(f"no {MANIFEST}: it was never committed") from error
     except (ValueError, OSError) as error:
