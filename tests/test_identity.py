@@ -5,6 +5,7 @@ damaged.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 from collections.abc import Callable
@@ -15,12 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from command import Cli
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.errors import RunChangedError, RunDamagedError
 from farthing.events import Decided, Restored
 from farthing.model import weights
 from farthing.model.load import ModelChoice, load_config, model_sha256
+from farthing.report.receipt import build_receipt
 from farthing.run.folder import (
     claim,
     keep,
@@ -419,6 +422,37 @@ def test_a_damaged_job_is_not_exported_by(stopped: tuple[Path, Job]) -> None:
             kept_job(run)
     finally:
         (run / "job.json").write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    "name", ["job.json", "run.json", "plan.json", "settings.json", "data_notes.json"]
+)
+def test_a_report_names_a_file_that_was_changed_and_leaves_it_out(
+    name: str, stopped: tuple[Path, Job], tmp_path: Path, cli: Cli
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stopped[1].output_dir, run)
+    assert build_receipt(run).damaged_files == []
+    content = bytearray((run / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (run / name).write_bytes(content)
+    assert any(each.startswith(name) for each in build_receipt(run).damaged_files)
+    assert re.search(rf"damaged 1 +{name}", cli.out("report", run))
+
+
+def test_a_price_in_a_changed_receipt_is_not_taken_over(
+    stopped: tuple[Path, Job], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stopped[1].output_dir, run)
+    serving = build_receipt(run).serving
+    assert serving is not None
+    text = (run / "receipt.json").read_text()
+    (run / "receipt.json").write_text(
+        text.replace(f'"usd_per_month": {serving.usd_per_month}', '"usd_per_month": 1.0')
+    )
+    assert (run / "receipt.json").read_text() != text
+    assert build_receipt(run).serving == serving
 
 
 def test_a_seal_is_the_last_line_of_a_file_that_decides(tmp_path: Path) -> None:

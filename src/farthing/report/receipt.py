@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from farthing.errors import InputError
+from farthing.errors import InputError, RunDamagedError
 from farthing.launch.machines import bill_of
 from farthing.launch.still_billed import still_billed
 from farthing.planner.estimate import Estimate
@@ -36,7 +36,7 @@ from farthing.report.words import lines, say
 from farthing.run import folder as files
 from farthing.run.accounts import LOST, Account, Found, read_ledger, with_redone
 from farthing.run.ledger import SPANS
-from farthing.storage.files import Json, read_json, write_json
+from farthing.storage.files import DamagedFileError, Json
 
 N_CURVE_POINTS, N_BANDS = 60, 240
 ROW_NAMES = {
@@ -61,12 +61,25 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         to_do = "name the output_dir of a job that has started"
         raise InputError("not a run folder", where=str(folder), to_do=to_do)
     accounts, log = with_redone(found.ordered), log or read_log(folder / files.LOG)
-    job, facts = _read_json(folder / files.JOB), _read_json(folder / files.RUN) or {}
-    estimate, n_in_epoch = _estimate_in(folder / files.PLAN), facts.get("steps_per_epoch")
+    damaged: list[str] = []
+
+    def kept(name: str) -> Json | None:
+        try:
+            return files.kept(folder / name)
+        except DamagedFileError as error:
+            damaged.append(str(error))
+            return None
+
+    facts, job = kept(files.RUN) or {}, None
+    try:
+        job = files.kept_job(folder) if (folder / files.JOB).exists() else None
+    except RunDamagedError as error:
+        damaged.append(f"{files.JOB} {error.what}")
+    estimate, n_in_epoch = _estimate_of(kept(files.PLAN)), facts.get("steps_per_epoch")
     bill, now = _bill_of(accounts), datetime.now(UTC)
     machines = bill_of(folder, accounts, now.timestamp())
     exported_step = _newest(accounts, lambda a: a.exported)
-    published = _read_json(folder / files.PUBLISHED)
+    published = kept(files.PUBLISHED)
     best, of_model = _evaluations_of_note(log.evaluations, exported_step)
     receipt = Receipt(
         run=str(folder),
@@ -76,9 +89,9 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         job=job,
         identity=facts.get("identity"),
         machine=facts.get("machine"),
-        data_notes=_read_json(folder / files.DATA_NOTES) or [],
-        schedule=_read_json(folder / files.SCHEDULE),
-        settings=_read_json(folder / files.SETTINGS),
+        data_notes=(kept(files.DATA_NOTES) or {}).get("notes", []),
+        schedule=kept(files.SCHEDULE),
+        settings=kept(files.SETTINGS),
         steps=log.step,
         steps_per_epoch=n_in_epoch,
         epochs=log.step / n_in_epoch if n_in_epoch else None,
@@ -92,7 +105,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         metrics=of_model["metrics"] if of_model else None,
         evaluation=files.evaluation_of(folder, exported_step),
         standard_tasks=files.evaluation_of(folder, exported_step, files.STANDARD_TASKS),
-        published=published.get("publications", []) if isinstance(published, dict) else [],
+        published=(published or {}).get("publications", []),
         serving=serving_of(folder, job if bill.state == "finished" else None, log),
         wall_s=bill.wall_s,
         usd=bill.usd,
@@ -103,6 +116,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         spans=_spans(bill),
         ledger=_trust(found),
         damaged_log_lines=log.n_damaged,
+        damaged_files=damaged,
         checkpoints=_checkpoints(job, estimate, accounts, bill.wall_s),
         attempts=[_attempt(a) for a in accounts],
         notices=[_notice(each, a) for a in accounts for each in a.notices],
@@ -197,7 +211,7 @@ def _trust(found: Found) -> Trust | None:
 def leave_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
     """Build the receipt and write it into the run's folder."""
     receipt = build_receipt(folder, log)
-    write_json(folder / files.RECEIPT, receipt.to_json())
+    files.keep(folder / files.RECEIPT, receipt.to_json())
     return receipt
 
 
@@ -373,10 +387,10 @@ def _pair(promised: float, happened: float | None, bill: Bill) -> Pair:
     return Pair(promised, happened, happened / promised)
 
 
-def _estimate_in(path: Path) -> Estimate | None:
-    """What plan.json says; None where it says nothing or is damaged."""
+def _estimate_of(plan: Json | None) -> Estimate | None:
+    """What plan.json says; None where it says nothing."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        return Estimate.from_json(_read_json(path))
+        return Estimate.from_json(plan)
     return None
 
 
@@ -431,12 +445,3 @@ def _utilisation(accounts: list[Account]) -> list[list[float]]:
     size = -(-len(points) // N_CURVE_POINTS) or 1
     stretches = [points[start : start + size] for start in range(0, len(points), size)]
     return [[part[-1][0], sum(mean for _, mean in part) / len(part)] for part in stretches]
-
-
-def _read_json(path: Path) -> Any:
-    with contextlib.suppress(OSError, ValueError):
-        value = read_json(path)
-        if isinstance(value, dict):
-            value.pop("sha256", None)
-        return value
-    return None

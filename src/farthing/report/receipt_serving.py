@@ -20,8 +20,8 @@ from farthing.objectives.registry import objective_of
 from farthing.planner.serving import Served, Traffic, serve
 from farthing.prices.catalog import Catalog, read_catalog
 from farthing.report.training_log import TrainingLog
-from farthing.run.folder import MODEL, RECEIPT
-from farthing.storage.files import Json, read_json
+from farthing.run.folder import MODEL, RECEIPT, kept
+from farthing.storage.files import DamagedFileError, Json, read_json
 
 REQUESTS_PER_DAY = 1000.0
 CONFIGS = ("model_config.json", "config.json")
@@ -51,8 +51,8 @@ def serving_of(folder: Path, values: Json | None, log: TrainingLog) -> Serving |
         traffic = traffic_of(job, log)
         if traffic is None or not objective_of(job.task).scores_tokens:
             return None
-        if (kept := _kept(folder, traffic)) is not None:
-            return kept
+        if (known := _known(folder, traffic)) is not None:
+            return known
         path = next(path for name in CONFIGS if (path := folder / MODEL / name).exists())
         best = _cheapest(read_shape(read_json(path), job.task), traffic)
         if best is not None:
@@ -65,10 +65,10 @@ def serving_of(folder: Path, values: Json | None, log: TrainingLog) -> Serving |
     return None
 
 
-def _kept(folder: Path, traffic: Traffic) -> Serving | None:
+def _known(folder: Path, traffic: Traffic) -> Serving | None:
     """What the run's own receipt says of that traffic: at the prices of its day, not of today."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found = Serving(**read_json(folder / RECEIPT)["serving"])
+    with contextlib.suppress(DamagedFileError, KeyError, TypeError):
+        found = Serving(**(kept(folder / RECEIPT) or {})["serving"])
         asked = traffic.input_tokens, traffic.output_tokens
         if (found.input_tokens, found.output_tokens) == asked:
             return found

@@ -189,6 +189,8 @@ class Receipt:
     spans: list[Span]
     ledger: Trust | None
     damaged_log_lines: int
+    damaged_files: list[str]
+    """Of the run folder, and left out: which, and in what way."""
     checkpoints: Saves
     attempts: list[Json]
     notices: list[Json]

@@ -54,9 +54,9 @@ from farthing.model.load import FourBits, load_model, speak
 from farthing.model.precision import precision_of
 from farthing.planner.estimate import Estimate
 from farthing.run.checkpoint import Checkpoints
-from farthing.run.folder import CHECKPOINTS, COPIES, DATA_NOTES, LOG, copies_of
+from farthing.run.folder import CHECKPOINTS, COPIES, DATA_NOTES, LOG, copies_of, keep
 from farthing.settings import Settings
-from farthing.storage.files import Json, write_json
+from farthing.storage.files import Json
 from farthing.storage.logs import SummedLines
 from farthing.train.ancestor import begin_from
 from farthing.train.built import Kernels, Run
@@ -107,7 +107,7 @@ def build(spec: RunSpec, context: Context, *, has_begun: bool = False) -> Run:
         examples, held_out = open_examples(spec, emit, context.is_asked_to_leave)
         sets = [each.tokens for each in (examples, held_out) if each is not None]
         notes = list(dict.fromkeys(note for each in sets for note in each.notes))
-        write_json(context.folder / DATA_NOTES, notes)
+        keep(context.folder / DATA_NOTES, {"notes": notes})
         estimate = estimated(spec, context.folder, examples, held_out, emit, ranks.n)
         settings = first_settings(spec, context, examples, estimate)
         settings = with_slots(job, ranks, settings, has_begun, emit)
