@@ -1,4 +1,4 @@
-"""A small job to launch, and keys that are none."""
+"""A small job to launch, keys that are none, and launches at a provider that is played."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
+
+from fake_clouds import World
+from farthing.launch.machines import MachineLedger
+from launch_faults import Fate, Killed, prepared_for, supervise
+
+ALIVE = Fate(None, is_before=False)
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +36,32 @@ def job_at(folder: Path, tiny_folders: dict[str, Path], **more: Any) -> Path:
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(values))
     return folder / "job.yaml"
+
+
+class Course:
+    """A launch with its provider, its run folder and what it says."""
+
+    def __init__(
+        self, folder: Path, provider: str = "runpod", max_usd: float = 4.0, **world: Any
+    ) -> None:
+        self.world, self.run, self.said = World(provider, **world), folder / "run", list[str]()
+        self.prepared = prepared_for(provider, self.run, max_usd, 0.4)
+
+    def goes(self, fate: Fate = ALIVE, at: Path | None = None, **how: Any) -> int:
+        """A process that watches it from a folder; its exit code."""
+        how = {"say": self.said.append, **how}
+        return supervise(self.world, self.prepared, at or self.run, fate, **how)
+
+    def dies(self, n: int, at: Path | None = None) -> None:
+        """A process that is killed at its n-th call, when a machine is there."""
+        with pytest.raises(Killed):
+            self.goes(Fate(n, is_before=False), at)
+        assert self.world.n_alive == 1
+
+    @property
+    def ledger(self) -> MachineLedger:
+        return MachineLedger(self.run)
+
+    def is_counted(self, **about: float) -> None:
+        """The ledger has what the provider bills."""
+        assert self.ledger.usd(self.world.now) == pytest.approx(self.world.usd, **about)

@@ -46,10 +46,10 @@ from farthing.report.plan_compare import find_in_study
 from farthing.run.accounts import Account
 from farthing.storage.files import only_writer
 from farthing.storage.objects import LocalStore
-from launch_faults import Fate, Killed, is_good, prepared_for, run_case, supervise
+from launch_faults import Killed, is_good, run_case
 from launch_matrix import AT, FILES_OF_CASE, cases, outcome_of
 from launch_rules import RULES
-from launched import job_at
+from launched import Course, job_at
 from launched import keys as keys
 from thinned import thinned
 from web import Quiet, serving
@@ -422,12 +422,9 @@ def test_values_of_secrets_are_in_the_request_and_nowhere_else(
 ) -> None:
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
-    said: list[str] = []
-    world, prepared = World("vast", n_steps=24), prepared_for("vast", tmp_path / "run", 2.0, 0.4)
-    assert (
-        supervise(world, prepared, tmp_path / "run", Fate(None, is_before=False), say=said.append)
-        == 0
-    )
+    course = Course(tmp_path, "vast", 2.0, n_steps=24)
+    assert course.goes() == 0
+    world, said = course.world, course.said
     creation = next(
         body for method, path, body in world.requests if path.startswith("/api/v0/asks/")
     )
@@ -447,8 +444,8 @@ def test_faulty_launches_leave_nothing_behind_and_keep_the_cap(seed: int) -> Non
 
 @pytest.mark.parametrize("provider", ["runpod", "vast"])
 def test_the_cap_holds_when_nobody_of_ours_lives(provider: str, tmp_path: Path) -> None:
-    world = World(provider, n_steps=10**9)
-    prepared = prepared_for(provider, tmp_path / "run", 0.9, 0.4)
+    course = Course(tmp_path, provider, 0.9, n_steps=10**9)
+    world = course.world
 
     class Dead(BaseException):
         pass
@@ -459,7 +456,7 @@ def test_the_cap_holds_when_nobody_of_ours_lives(provider: str, tmp_path: Path) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(World, "sleep", lambda self, seconds: die(seconds) if seconds > 5 else None)
         with pytest.raises(Dead):
-            supervise(world, prepared, tmp_path / "run", Fate(None, is_before=False))
+            course.goes()
     assert world.n_alive == 1
     world.machines[0].most_train_usd = 1e9  # not even training knows its cap
     world.sleep(100 * 3600)
@@ -471,12 +468,11 @@ def test_the_cap_holds_when_nobody_of_ours_lives(provider: str, tmp_path: Path) 
 def test_a_lost_machine_is_followed_by_the_next_offer_and_boot_failures_leave_theirs_out(
     tmp_path: Path,
 ) -> None:
-    world = World("runpod", n_steps=240, script=["never boots", "taken away", ""])
-    run = tmp_path / "run"
-    prepared = prepared_for("runpod", run, 4.0, 0.4)
-    assert supervise(world, prepared, run, Fate(None, is_before=False)) == 0
-    machines = list(MachineLedger(run).machines.values())
-    assert [machine.gpu for machine in machines] == [offer.gpu for offer in prepared.offers[:3]]
+    course = Course(tmp_path, n_steps=240, script=["never boots", "taken away", ""])
+    assert course.goes() == 0
+    world, machines = course.world, list(course.ledger.machines.values())
+    offers = course.prepared.offers[:3]
+    assert [machine.gpu for machine in machines] == [offer.gpu for offer in offers]
     assert [machine.number for machine in machines] == [1, 2, 3]
     assert "not booted" in machines[0].why
     rows = bill_by_machine(machines, world.accounts(), world.now)
@@ -485,37 +481,25 @@ def test_a_lost_machine_is_followed_by_the_next_offer_and_boot_failures_leave_th
 
 
 def test_a_line_stands_in_the_ledger_before_each_creation(tmp_path: Path) -> None:
-    world = World("runpod", n_steps=12)
-    run = tmp_path / "run"
-    seen = []
-    make = world.create
+    course, seen = Course(tmp_path, n_steps=12), []
+    make = course.world.create
 
     def watched(name: str, *rest: Any) -> Any:
-        seen.append(
-            [
-                machine.state
-                for machine in MachineLedger(run).machines.values()
-                if machine.name == name
-            ]
-        )
+        seen.append(course.ledger.machines[name].state)
         return make(name, *rest)
 
-    world.create = watched  # type: ignore[method-assign]
-    supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, Fate(None, is_before=False))
-    assert seen == [["asked"]]
+    course.world.create = watched  # type: ignore[method-assign]
+    course.goes()
+    assert seen == ["asked"]
 
 
 def test_stop_asks_until_the_provider_confirms(tmp_path: Path) -> None:
-    world = World("runpod", n_steps=10**6, script=["terminate fails three times"])
-    run = tmp_path / "run"
-    prepared = prepared_for("runpod", run, 4.0, 0.4)
-    with pytest.raises(Killed):
-        supervise(world, prepared, run, Fate(40, is_before=False))
-    assert world.n_alive == 1
-    supervise(world, prepared, run, Fate(None, is_before=False), stop=True)
-    assert world.n_alive == 0
-    assert world.machines[0].n_terminations > 3
-    assert MachineLedger(run).open == []
+    course = Course(tmp_path, n_steps=10**6, script=["terminate fails three times"])
+    course.dies(40)
+    course.goes(stop=True)
+    assert course.world.n_alive == 0
+    assert course.world.machines[0].n_terminations > 3
+    assert course.ledger.open == []
 
 
 def test_after_the_cap_nothing_is_asked_for(demo: Path) -> None:
@@ -874,52 +858,44 @@ def test_doctor_says_what_a_target_lacks(monkeypatch: pytest.MonkeyPatch, cli: C
 
 
 def test_a_launch_that_is_stopped_from_elsewhere_rents_no_other_machine(tmp_path: Path) -> None:
-    world = World("runpod", n_steps=10**6)
-    run = tmp_path / "run"
+    course = Course(tmp_path, n_steps=10**6)
+    world = course.world
 
     def stop_soon(text: str) -> None:
         world.stopped |= "booted" in text
 
-    prepared = prepared_for("runpod", run, 4.0, 0.4)
-    code = supervise(world, prepared, run, Fate(None, is_before=False), say=stop_soon)
+    code = course.goes(say=stop_soon)
     assert (code, world.n_alive, len(world.machines)) == (75, 0, 1)
 
 
 def test_a_machine_that_another_folder_asked_for_is_taken_over_not_doubled(tmp_path: Path) -> None:
-    world = World("runpod", n_steps=120)
-    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
-    with pytest.raises(Killed):
-        supervise(world, prepared, tmp_path / "laptop", Fate(25, is_before=False))
-    assert world.n_alive == 1
-    assert supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False)) == 0
+    course = Course(tmp_path, n_steps=120)
+    course.dies(25, tmp_path / "laptop")
+    assert course.goes() == 0
+    world = course.world
     assert (len(world.machines), world.n_alive, world.n_double) == (1, 0, 0)
-    assert list(MachineLedger(tmp_path / "desktop").machines) == [world.machines[0].name]
+    assert list(course.ledger.machines) == [world.machines[0].name]
 
 
 def test_a_second_folder_counts_on_from_what_the_first_has_paid(tmp_path: Path) -> None:
-    world = World("runpod", n_steps=10**9, script=["never boots", "never boots"])
-    prepared = prepared_for("runpod", tmp_path / "run", 0.3, 0.4)
+    course = Course(tmp_path, max_usd=0.3, n_steps=10**9, script=["never boots", "never boots"])
+    world = course.world
 
     def die(text: str) -> None:
         if "confirmed gone" in text and len(world.machines) == 2:
             raise Killed
 
     with pytest.raises(Killed):
-        supervise(world, prepared, tmp_path / "laptop", Fate(None, is_before=False), say=die)
-    assert [machine.why_gone for machine in world.machines] == [
-        "destroyed",
-        "destroyed",
-    ], "boots that led to nothing"
-    paid = world.usd
-    assert paid > 0.1
-    assert supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False)) == 3
-    assert world.usd <= 0.3 + prepared.wishes.boot_s / 3600 * 0.4
+        course.goes(at=tmp_path / "laptop", say=die)
+    gone = [machine.why_gone for machine in world.machines]
+    assert gone == ["destroyed", "destroyed"], "boots that led to nothing"
+    assert world.usd > 0.1
+    assert course.goes() == 3
+    assert world.usd <= 0.3 + course.prepared.wishes.boot_s / 3600 * 0.4
     names = [machine.name for machine in world.machines]
     assert len(set(names)) == len(names) == 3, "no machine is taken for another one"
-    for folder in ("desktop", "laptop"):
-        if folder == "laptop":
-            assert supervise(world, prepared, tmp_path / folder, Fate(None, is_before=False)) == 3
-        ledger = MachineLedger(tmp_path / folder)
+    assert course.goes(at=tmp_path / "laptop") == 3
+    for ledger in (course.ledger, MachineLedger(tmp_path / "laptop")):
         assert sorted(ledger.machines) == sorted(names)
         assert ledger.usd(world.now) == pytest.approx(world.usd, abs=0.03)
 
@@ -983,12 +959,8 @@ def test_one_process_watches_a_launch(
 
 
 def test_a_finished_run_rents_nothing_more(tmp_path: Path) -> None:
-    world = World("runpod", n_steps=24)
-    run = tmp_path / "run"
-    prepared = prepared_for("runpod", run, 4.0, 0.4)
-    for _ in range(2):
-        assert supervise(world, prepared, run, Fate(None, is_before=False)) == 0
-    assert len(world.machines) == 1
+    course = Course(tmp_path, n_steps=24)
+    assert (course.goes(), course.goes(), len(course.world.machines)) == (0, 0, 1)
 
 
 def test_a_command_that_is_not_here_is_named(

@@ -16,39 +16,36 @@ import pytest
 
 import launched
 from command import Cli
-from fake_clouds import World
 from farthing.cli import main
 from farthing.launch.driver import OutOfStockError, UnauthorizedError, refusal
 from farthing.launch.http import Api
 from farthing.launch.machines import Machine, MachineLedger
 from farthing.launch.targets.lambda_cloud import Lambda
-from launch_faults import Fate, Killed, prepared_for, supervise
+from launch_faults import Fate, Killed
+from launched import Course
 from launched import keys as keys
 
-ALIVE = Fate(None, is_before=False)
+A_LITTLE = "costs a little more than listed"
 
 
 @pytest.mark.parametrize("provider", ["runpod", "vast", "lambda"])
 def test_a_price_that_differs_a_little_sends_no_machine_back(provider: str, tmp_path: Path) -> None:
-    script = ["costs a little more than listed"]
-    world, run = World(provider, n_steps=120, script=script), tmp_path / "run"
-    assert supervise(world, prepared_for(provider, run, 0.7, 0.4), run, ALIVE) == 0
-    assert len(world.machines) == 1
-    ledger = MachineLedger(run)
-    assert [each.usd_per_hour for each in ledger.machines.values()] == [pytest.approx(0.42)]
-    assert ledger.usd(world.now) == pytest.approx(world.usd, rel=0.02)
+    course = Course(tmp_path, provider, 0.7, n_steps=120, script=[A_LITTLE])
+    assert course.goes() == 0
+    assert len(course.world.machines) == 1
+    prices = [each.usd_per_hour for each in course.ledger.machines.values()]
+    assert prices == [pytest.approx(0.42)]
+    course.is_counted(rel=0.02)
 
 
 @pytest.mark.parametrize("provider", ["runpod", "vast"])
 def test_the_cap_holds_at_a_higher_price_though_nobody_of_ours_lives(
     provider: str, tmp_path: Path
 ) -> None:
-    script = ["costs a little more than listed"]
-    world, run = World(provider, n_steps=10**9, script=script), tmp_path / "run"
-    with pytest.raises(Killed):
-        supervise(world, prepared_for(provider, run, 0.7, 0.4), run, Fate(40, is_before=False))
-    world.sleep(40 * 3600)
-    assert (world.n_alive, world.usd <= 0.7) == (0, True)
+    course = Course(tmp_path, provider, 0.7, n_steps=10**9, script=[A_LITTLE])
+    course.dies(40)
+    course.world.sleep(40 * 3600)
+    assert (course.world.n_alive, course.world.usd <= 0.7) == (0, True)
 
 
 def test_refused_credentials_are_not_taken_for_a_lack_of_machines() -> None:
@@ -72,7 +69,8 @@ def test_a_machine_that_came_and_went_while_nobody_saw_it_is_counted(
     is_away: bool, tmp_path: Path
 ) -> None:
     """Its watcher sleeps for hours, or asks for hours a provider that does not answer."""
-    world, run = World("runpod", script=["create never answers after creating"]), tmp_path / "run"
+    course = Course(tmp_path, max_usd=0.7, script=["create never answers after creating"])
+    world = course.world
     handle, n_looks, until = world.handle, 0, 0.0
 
     def unseen(request: httpx.Request) -> httpx.Response:
@@ -86,25 +84,21 @@ def test_a_machine_that_came_and_went_while_nobody_saw_it_is_counted(
         return handle(request)
 
     world.handle = unseen  # type: ignore[method-assign]
-    code = supervise(world, prepared_for("runpod", run, 0.7, 0.4), run, ALIVE)
-    assert (code, world.usd > 0.6) == (3, True)
-    assert MachineLedger(run).usd(world.now) == pytest.approx(world.usd, rel=0.1)
+    assert (course.goes(), world.usd > 0.6) == (3, True)
+    course.is_counted(rel=0.1)
     assert world.usd <= 0.7
 
 
 def test_a_machine_that_several_processes_looked_for_in_vain_costs_nothing(tmp_path: Path) -> None:
-    world, run = World("lambda", n_steps=120, script=["create never answers"]), tmp_path / "run"
+    course = Course(tmp_path, "lambda", 0.7, n_steps=120, script=["create never answers"])
     for n_calls, pause_s in ((33, 30), (18, 30), (23, 4000)):
         with pytest.raises(Killed):
-            supervise(
-                world, prepared_for("lambda", run, 0.7, 0.4), run, Fate(n_calls, is_before=True)
-            )
-        with world.unattended():
-            world.sleep(pause_s)
-    assert supervise(world, prepared_for("lambda", run, 0.7, 0.4), run, ALIVE) == 0
-    ledger = MachineLedger(run)
-    assert [each.state for each in ledger.machines.values()] == ["refused", "gone"]
-    assert ledger.usd(world.now) == pytest.approx(world.usd, rel=0.01)
+            course.goes(Fate(n_calls, is_before=True))
+        with course.world.unattended():
+            course.world.sleep(pause_s)
+    assert course.goes() == 0
+    assert [each.state for each in course.ledger.machines.values()] == ["refused", "gone"]
+    course.is_counted(rel=0.01)
 
 
 @pytest.mark.parametrize("own", [False, True])

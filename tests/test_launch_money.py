@@ -18,7 +18,6 @@ import pytest
 
 import launched
 from command import Cli
-from fake_clouds import World
 from farthing.cli import main
 from farthing.errors import (
     InputError,
@@ -40,12 +39,10 @@ from farthing.launch.targets.lambda_cloud import Lambda
 from farthing.launch.targets.runpod import RunPod
 from farthing.launch.targets.vast import Vast
 from farthing.launch.wheel import fetch_script, wheel_of_this
-from launch_faults import Fate, prepared_for, supervise
+from launch_faults import Fate, Killed, prepared_for
+from launched import Course
 from launched import keys as keys
 from thinned import thinned
-
-ALIVE = Fate(None, is_before=False)
-
 
 # ---- the price that is charged ----
 
@@ -55,48 +52,47 @@ ALIVE = Fate(None, is_before=False)
 def test_a_machine_that_the_cap_does_not_allow_at_its_price_is_ended_before_it_trains(
     provider: str, fault: str, tmp_path: Path
 ) -> None:
-    world, run = World(provider, n_steps=120, script=[fault]), tmp_path / "run"
-    assert supervise(world, prepared_for(provider, run, 0.7, 0.4), run, ALIVE) == 0
-    dear, other = world.machines
-    assert (dear.trained_s, other.saved if hasattr(other, "saved") else world.saved) == (0.0, 120)
-    ledger = MachineLedger(run)
-    first, second = ledger.machines.values()
+    course = Course(tmp_path, provider, 0.7, n_steps=120, script=[fault])
+    assert course.goes() == 0
+    dear, _ = course.world.machines
+    assert (dear.trained_s, course.world.saved) == (0.0, 120)
+    first, second = course.ledger.machines.values()
     assert first.usd_per_hour == pytest.approx(0.52 if "more" in fault else 1.2)
     assert (first.price_from, second.usd_per_hour) == ("the provider", 0.4)
     assert "the cap does not allow it" in first.why
-    assert world.usd <= 0.7
-    assert ledger.usd(world.now) == pytest.approx(world.usd, rel=0.02)
+    assert course.world.usd <= 0.7
+    course.is_counted(rel=0.02)
 
 
 def test_a_cheaper_machine_is_booked_at_its_price_and_the_machine_is_told(tmp_path: Path) -> None:
-    world, run = World("runpod", n_steps=120, script=["costs less than listed"]), tmp_path / "run"
-    assert supervise(world, prepared_for("runpod", run, 0.7, 0.4), run, ALIVE) == 0
-    ledger = MachineLedger(run)
-    assert ledger.usd(world.now) == pytest.approx(world.usd, rel=0.01)
+    course = Course(tmp_path, max_usd=0.7, n_steps=120, script=["costs less than listed"])
+    assert course.goes() == 0
+    course.is_counted(rel=0.01)
+    world, machines = course.world, list(course.ledger.machines.values())
     assert list(world.told.values()) == [pytest.approx(0.24)]
-    rows = bill_by_machine(list(ledger.machines.values()), world.accounts(), world.now)
+    rows = bill_by_machine(machines, world.accounts(), world.now)
     assert rows[0]["usd_per_hour"] == pytest.approx(0.24)
     assert sum(rows[0]["usd_of"].values()) == pytest.approx(rows[0]["usd"])
 
 
 def test_a_machine_that_gets_dearer_ends_at_the_cap(tmp_path: Path) -> None:
-    world, run = World("lambda", n_steps=10**9, script=["gets dearer on the way"]), tmp_path / "run"
-    assert supervise(world, prepared_for("lambda", run, 0.7, 0.4), run, ALIVE) == 3
-    assert 0.55 < world.usd <= 0.7
-    assert MachineLedger(run).usd(world.now) == pytest.approx(world.usd, rel=0.02)
+    course = Course(tmp_path, "lambda", 0.7, n_steps=10**9, script=["gets dearer on the way"])
+    assert course.goes() == 3
+    assert 0.55 < course.world.usd <= 0.7
+    course.is_counted(rel=0.02)
 
 
 def test_a_machine_that_its_provider_has_ended_is_billed_until_then(tmp_path: Path) -> None:
-    world, run = World("runpod", n_steps=10**9), tmp_path / "run"
+    course = Course(tmp_path, max_usd=0.3, n_steps=10**9)
+    world = course.world
 
     def ends_meanwhile() -> None:
         with world.unattended():
             world.sleep(3600.0)
 
-    fate = Fate(40, is_before=True, kind="suspend", meanwhile=ends_meanwhile)
-    supervise(world, prepared_for("runpod", run, 0.3, 0.4), run, fate)
+    course.goes(Fate(40, is_before=True, kind="suspend", meanwhile=ends_meanwhile))
     assert world.machines[0].why_gone == "its own end"
-    billed = MachineLedger(run).machines[world.machines[0].name]
+    billed = course.ledger.machines[world.machines[0].name]
     assert billed.usd(world.now) == pytest.approx(world.usd_of(world.machines[0]), abs=0.01)
 
 
@@ -192,34 +188,34 @@ def test_time_is_the_providers_by_whose_clock_it_bills() -> None:
 
 
 def test_refused_credentials_end_a_launch_before_anything_is_rented(tmp_path: Path) -> None:
-    world, run = World("runpod", refuses=(0.0, 9e9, 401)), tmp_path / "run"
-    before = world.now
+    course = Course(tmp_path, refuses=(0.0, 9e9, 401))
+    before = course.world.now
     with pytest.raises(InputError, match="refuses the credentials"):
-        supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE)
-    assert world.machines == []
-    assert world.now - before < 60, "it is not asked for ever"
+        course.goes()
+    assert course.world.machines == []
+    assert course.world.now - before < 60, "it is not asked for ever"
 
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_provider_that_never_answers_is_given_up_where_nothing_is_rented(
     status: int, tmp_path: Path
 ) -> None:
-    world, run, said = World("runpod"), tmp_path / "run", list[str]()
-    world.refuses, began = (0.0, 1e12, status), world.now
+    course = Course(tmp_path, refuses=(0.0, 1e12, status))
+    began = course.world.now
     with pytest.raises(RunInterruptedError, match="the provider has not answered for 15 min"):
-        supervise(world, prepared_for("runpod", run, 0.7, 0.4), run, ALIVE, say=said.append)
-    assert 900 < world.now - began < 1000
-    assert len(said) == 1, "one reason, one line"
-    assert (world.machines, MachineLedger(run).machines) == ([], {})
+        course.goes()
+    assert 900 < course.world.now - began < 1000
+    assert len(course.said) == 1, "one reason, one line"
+    assert (course.world.machines, course.ledger.machines) == ([], {})
 
 
 def test_credentials_that_are_refused_on_the_way_name_what_is_still_billed(tmp_path: Path) -> None:
-    world, run = World("runpod", n_steps=10**9), tmp_path / "run"
-    world.refuses = (world.now + 600, 9e18, 403)
+    course = Course(tmp_path, n_steps=10**9)
+    course.world.refuses = (course.world.now + 600, 9e18, 403)
     with pytest.raises(InputError, match=r"still billed: .* \$0.40 an hour, .* more at the most"):
-        supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE)
-    assert world.n_alive == 1
-    assert len(MachineLedger(run).open) == 1, "not taken for gone"
+        course.goes()
+    assert course.world.n_alive == 1
+    assert len(course.ledger.open) == 1, "not taken for gone"
 
 
 # ---- more than one of us ----
@@ -230,42 +226,36 @@ def test_credentials_that_are_refused_on_the_way_name_what_is_still_billed(tmp_p
 def test_a_watcher_that_wakes_beside_one_that_took_over_destroys_nothing(
     n: int, is_before: bool, tmp_path: Path
 ) -> None:
-    world = World("runpod", n_steps=600)
-    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
-    alive: list[list[str]] = []
+    course = Course(tmp_path, n_steps=600)
+    world, alive = course.world, list[list[str]]()
+
+    def there() -> list[str]:
+        return [machine.name for machine in world.machines if machine.gone_at is None]
 
     def meanwhile() -> None:
         world.sleep(900)
-        from launch_faults import Killed
-
         with pytest.raises(Killed):
-            supervise(world, prepared, tmp_path / "b", Fate(30, is_before=False), holder=2)
-        alive.append([machine.name for machine in world.machines if machine.gone_at is None])
+            course.goes(Fate(30, is_before=False), tmp_path / "b", holder=2)
+        alive.append(there())
 
     fate = Fate(n, is_before=is_before, kind="suspend", meanwhile=meanwhile)
     try:
-        code = supervise(world, prepared, tmp_path / "a", fate, holder=1)
+        code = course.goes(fate, tmp_path / "a", holder=1)
     except RunInterruptedError:
         code = 75
     if alive:
         assert code == 75
-        left = [machine.name for machine in world.machines if machine.gone_at is None]
-        assert left == alive[0], "the machine of the one that took over trains on"
+        assert there() == alive[0], "the machine of the one that took over trains on"
     assert world.n_double == 0
 
 
 @pytest.mark.parametrize("skew_s", [-2 * 86400.0, 130.0, 2 * 86400.0])
 def test_a_watcher_whose_clock_is_off_evicts_nobody(skew_s: float, tmp_path: Path) -> None:
-    from launch_faults import Killed
-
-    world = World("runpod", n_steps=240)
-    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
-    with pytest.raises(Killed):
-        supervise(world, prepared, tmp_path / "a", Fate(40, is_before=False))
-    assert world.n_alive == 1
-    code = supervise(world, prepared, tmp_path / "b", ALIVE, skew_s=skew_s, holder=2)
-    assert (code, len(world.machines), world.n_alive) == (0, 1, 0)
-    assert MachineLedger(tmp_path / "b").usd(world.now) == pytest.approx(world.usd, rel=0.01)
+    course = Course(tmp_path, n_steps=240)
+    course.dies(40, tmp_path / "a")
+    code = course.goes(skew_s=skew_s, holder=2)
+    assert (code, len(course.world.machines), course.world.n_alive) == (0, 1, 0)
+    course.is_counted(rel=0.01)
 
 
 # ---- nothing else ends a machine ----
@@ -273,12 +263,10 @@ def test_a_watcher_whose_clock_is_off_evicts_nobody(skew_s: float, tmp_path: Pat
 
 @pytest.mark.parametrize("n", range(2, 60, 9))
 def test_a_signal_ends_what_nothing_else_would_end(n: int, tmp_path: Path) -> None:
-    world, run = World("lambda", n_steps=10**6), tmp_path / "run"
-    fate = Fate(n, is_before=False, kind="signal")
-    prepared = prepared_for("lambda", run, 40.0, 0.4)
-    assert supervise(world, prepared, run, fate) == 75
-    assert world.n_alive == 0
-    assert MachineLedger(run).open == []
+    course = Course(tmp_path, "lambda", 40.0, n_steps=10**6)
+    assert course.goes(Fate(n, is_before=False, kind="signal")) == 75
+    assert course.world.n_alive == 0
+    assert course.ledger.open == []
 
 
 @pytest.mark.parametrize("number", thinned([signal.SIGTERM, signal.SIGHUP, signal.SIGINT], 9))

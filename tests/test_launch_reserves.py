@@ -9,32 +9,21 @@ from pathlib import Path
 import pytest
 
 from fake_clouds import Machine as CloudMachine
-from fake_clouds import World
 from farthing.launch.machines import MachineLedger
 from farthing.launch.prepare import Prepared
 from farthing.launch.session import Session
 from farthing.prices.offers import boot_of
-from launch_faults import Fate, prepared_for, supervise
+from launch_faults import prepared_for
+from launched import Course
 from launched import keys as keys
 
-ALIVE = Fate(None, is_before=False)
 
-
-def there(world: World, prepared: Prepared, run: Path, number: int, *events: str) -> CloudMachine:
+def there(course: Course, number: int, *events: str) -> CloudMachine:
     """A machine that an earlier watcher asked for: in its ledger, in the store and in the cloud."""
-    name = f"{prepared.launch_id}-{number}"
-    ledger = MachineLedger(run)
-    ledger.note(
-        name,
-        "asked",
-        world.now,
-        number=number,
-        target="runpod",
-        provider="RunPod",
-        usd_per_hour=0.4,
-        most_s=30_000,
-        left_usd=4.0,
-    )
+    world, ledger = course.world, course.ledger
+    name = f"{course.prepared.launch_id}-{number}"
+    asked = {"target": "runpod", "provider": "RunPod", "usd_per_hour": 0.4, "left_usd": 4.0}
+    ledger.note(name, "asked", world.now, number=number, most_s=30_000, **asked)
     for event in events:
         ledger.note(name, event, world.now, **({"id": str(number)} if event == "created" else {}))
     world.keep(name, ledger.rows[name])
@@ -46,27 +35,25 @@ def there(world: World, prepared: Prepared, run: Path, number: int, *events: str
 
 
 def test_of_two_machines_the_younger_is_adopted_and_the_older_is_ended(tmp_path: Path) -> None:
-    world, run = World("runpod", n_steps=240), tmp_path / "run"
-    prepared = prepared_for("runpod", run, 4.0, 0.4)
-    older = there(world, prepared, run, 1, "created")
-    younger = there(world, prepared, run, 2, "created")
-    began = world.now
-    assert supervise(world, prepared, run, ALIVE) == 0
+    course = Course(tmp_path, n_steps=240)
+    older, younger = (there(course, number, "created") for number in (1, 2))
+    began = course.world.now
+    assert course.goes() == 0
     assert older.gone_at is not None
     assert older.gone_at - began < 60, "before the younger one trained"
-    assert (younger.trained_s > 0, len(world.machines), world.n_alive) == (True, 2, 0)
+    assert younger.trained_s > 0
+    assert (len(course.world.machines), course.world.n_alive) == (2, 0)
 
 
 def test_a_machine_that_was_left_and_not_ended_is_ended_before_another_is_rented(
     tmp_path: Path,
 ) -> None:
-    world, run = World("runpod", n_steps=24), tmp_path / "run"
-    prepared = prepared_for("runpod", run, 4.0, 0.4)
-    left = there(world, prepared, run, 1, "created", "left")
-    assert supervise(world, prepared, run, ALIVE) == 0
+    course = Course(tmp_path, n_steps=24)
+    left = there(course, 1, "created", "left")
+    assert course.goes() == 0
     assert left.gone_at is not None
-    assert left.gone_at <= world.machines[1].made_at
-    assert world.n_alive == 0
+    assert left.gone_at <= course.world.machines[1].made_at
+    assert course.world.n_alive == 0
 
 
 def with_limits(prepared: Prepared, **limits: object) -> Prepared:

@@ -33,13 +33,12 @@ from farthing.launch.targets.vast import Vast
 from farthing.launch.words import StoreWords, Word
 from farthing.storage.logs import SummedLines
 from farthing.storage.objects import LocalStore
-from launch_faults import Fate, Killed, prepared_for, supervise
+from launch_faults import prepared_for
+from launched import Course
+from launched import keys as keys
 from patience import until
 from test_launch_hosts import ask_for, machine_of
 from test_launch_hosts import host as host
-
-ALIVE = Fate(None, is_before=False)
-
 
 # ---- time ----
 
@@ -50,8 +49,8 @@ def test_a_watcher_that_was_asleep_does_not_take_its_own_silence_for_the_machine
     """A lid is closed for an hour while a machine trains; the network comes back a minute after the
     lid was opened.
     """
-    world = World("runpod", n_steps=600)
-    real, handle = World.sleep, World.handle
+    course = Course(tmp_path, n_steps=600)
+    world, real, handle = course.world, World.sleep, World.handle
     slept: list[float] = []
 
     def sleep(self: World, seconds: float) -> None:
@@ -68,8 +67,7 @@ def test_a_watcher_that_was_asleep_does_not_take_its_own_silence_for_the_machine
 
     monkeypatch.setattr(World, "sleep", sleep)
     monkeypatch.setattr(World, "handle", handle_where_there_is_a_network)
-    run = tmp_path / "run"
-    assert supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE) == 0
+    assert course.goes() == 0
     assert len(slept) == 2
     assert len(world.machines) == 1, "it was at work all the while"
 
@@ -91,8 +89,7 @@ def test_a_clock_that_is_set_ends_no_machine(
 def test_a_machine_is_watched_and_given_back_though_nothing_can_be_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, run, said = World("runpod", n_steps=60), tmp_path / "run", list[str]()
-    real = SummedLines.append
+    course, real = Course(tmp_path, n_steps=60), SummedLines.append
 
     def append(lines: SummedLines, row: Any) -> None:
         if row["event"] != "asked":
@@ -100,9 +97,10 @@ def test_a_machine_is_watched_and_given_back_though_nothing_can_be_written_down(
         real(lines, row)
 
     monkeypatch.setattr(SummedLines, "append", append)
-    assert supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE, say=said.append) == 0
+    assert course.goes() == 0
+    world = course.world
     assert (world.n_alive, len(world.machines), world.saved) == (0, 1, 60)
-    assert sum("No space left" in text for text in said) == 1
+    assert sum("No space left" in text for text in course.said) == 1
     events = [row["event"] for row in world.lines[world.machines[0].name]]
     assert events == ["asked", "created", "booted", "left", "gone"], "the store knows it"
 
@@ -110,16 +108,17 @@ def test_a_machine_is_watched_and_given_back_though_nothing_can_be_written_down(
 def test_nothing_is_rented_that_can_not_be_written_down_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, run = World("runpod"), tmp_path / "run"
+    course = Course(tmp_path)
+    world = course.world
     monkeypatch.setattr(
         SummedLines,
         "append",
         lambda lines, row: (_ for _ in ()).throw(OSError(28, "No space left")),
     )
     with pytest.raises(OSError, match="No space left"):
-        supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE)
+        course.goes()
     assert world.machines == []
-    session = Session(prepared_for("runpod", run, 4.0, 0.4), lambda text: None)
+    session = Session(course.prepared, lambda text: None)
     monkeypatch.setattr(
         Session,
         "driver",
@@ -248,61 +247,46 @@ def damage(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
-def lost_after(world: World, run: Path, n_calls: int) -> None:
-    """Rent a machine and die."""
-    with pytest.raises(Killed):
-        supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, Fate(n_calls, is_before=False))
-    assert world.n_alive == 1
+@pytest.fixture
+def lost(tmp_path: Path) -> Course:
+    """Whoever rented its machine has died."""
+    course = Course(tmp_path, n_steps=120)
+    course.dies(25)
+    return course
 
 
 def test_the_price_of_a_machine_that_is_damaged_here_comes_back_from_the_store(
-    tmp_path: Path,
+    lost: Course,
 ) -> None:
-    world, run = World("runpod", n_steps=120), tmp_path / "run"
-    lost_after(world, run, 25)
-    damage(run / "machines.jsonl", '"usd_per_hour": 0.4', '"usd_per_hour": 0.1')
-    assert supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE) == 0
-    ledger = MachineLedger(run)
-    assert list(ledger.machines) == [machine.name for machine in world.machines]
-    assert ledger.usd(world.now) == pytest.approx(world.usd, abs=0.03)
+    damage(lost.run / "machines.jsonl", '"usd_per_hour": 0.4', '"usd_per_hour": 0.1')
+    assert lost.goes() == 0
+    assert list(lost.ledger.machines) == [machine.name for machine in lost.world.machines]
+    lost.is_counted(abs=0.03)
 
 
 def test_without_any_line_of_its_price_nothing_more_is_rented_and_stop_still_works(
-    tmp_path: Path,
+    lost: Course,
 ) -> None:
-    world, run = World("runpod", n_steps=10**6), tmp_path / "run"
-    lost_after(world, run, 25)
-    damage(run / "machines.jsonl", '"usd_per_hour": 0.4', '"usd_per_hour": 0.1')
-    world.lines.clear()
+    damage(lost.run / "machines.jsonl", '"usd_per_hour": 0.4', '"usd_per_hour": 0.1')
+    lost.world.lines.clear()
     with pytest.raises(InputError, match="the cap can't be kept"):
-        supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE)
-    assert len(world.machines) == 1
-    supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE, stop=True)
-    assert world.n_alive == 0
+        lost.goes()
+    assert len(lost.world.machines) == 1
+    lost.goes(stop=True)
+    assert lost.world.n_alive == 0
 
 
 def test_stop_ends_every_machine_though_what_the_store_knows_of_them_is_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lost: Course, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, run, said = World("runpod", n_steps=10**6), tmp_path / "run", list[str]()
-    lost_after(world, run, 25)
-
     def kept(self: World) -> Any:
-        raise InputError(
-            "what is known of a machine is damaged", where="store", to_do="look at the bill"
-        )
+        raise InputError("what is known of a machine is damaged", where="store", to_do="look")
 
     monkeypatch.setattr(World, "kept", kept)
-    supervise(
-        world,
-        prepared_for("runpod", run, 4.0, 0.4),
-        tmp_path / "elsewhere",
-        ALIVE,
-        stop=True,
-        say=said.append,
-    )
-    assert world.n_alive == 0
-    assert "damaged" in said[0]
+    lost.said.clear()
+    lost.goes(at=tmp_path / "elsewhere", stop=True)
+    assert lost.world.n_alive == 0
+    assert "damaged" in lost.said[0]
 
 
 # ---- answers of no known form ----
@@ -332,19 +316,17 @@ def test_a_list_that_is_none_is_no_answer(client: Any, answer: str) -> None:
 
 @pytest.mark.parametrize("provider", ["runpod", "vast"])
 def test_a_creation_answered_with_something_else_is_looked_for_by_name(
-    provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    provider: str, tmp_path: Path
 ) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "no key")
-    world, run = World(provider, n_steps=60), tmp_path / "run"
-    real = world.create
+    course = Course(tmp_path, provider, n_steps=60)
+    world, real = course.world, course.world.create
 
     def made_and_garbled(*args: Any) -> Any:
         status, value = real(*args)
         return (status, [json.dumps(value)]) if world.n_created == 1 else (status, value)
 
     world.create = made_and_garbled  # type: ignore[method-assign]
-    assert supervise(world, prepared_for(provider, run, 4.0, 0.4), run, ALIVE) == 0
+    assert course.goes() == 0
     assert (world.n_alive, len(world.machines), world.n_double) == (0, 1, 0)
 
 

@@ -60,8 +60,8 @@ class Model:
         self._write(key, data)
         return True
 
-    def put(self, key: str, path: Path) -> None:
-        self._write(key, path.read_bytes())
+    def put(self, key: str, content: Path | bytes) -> None:
+        self._write(key, content if isinstance(content, bytes) else content.read_bytes())
 
     def get(self, key: str) -> bytes:
         if key not in self.objects:

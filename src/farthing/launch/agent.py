@@ -43,9 +43,7 @@ class HostAgent:
         self._was_told = False
 
     def _boot_s(self) -> float:
-        """Since the machine was asked for, by the clock of who asked; a clock that is off counts as
-        the whole boot limit.
-        """
+        """Since it was asked for; a clock that is off counts as the whole boot limit."""
         try:
             since = self.clock() - float(os.environ[CREATED_AT])
         except (KeyError, ValueError):
@@ -86,9 +84,7 @@ class HostAgent:
         return code
 
     def _until_free(self) -> None:
-        """Wait while the machine before this one still saves in a run folder that both see, for as
-        long as it may.
-        """
+        """Wait while the machine before this one may still save in a shared run folder."""
         folder, until = Path(self.facts["store"]), time.monotonic() + GRACE_S
         while (folder / ".lock").exists() and time.monotonic() < until and not self._was_told:
             try:
@@ -150,5 +146,4 @@ class HostAgent:
 
 
 def run_agent(job: str, told: str) -> int:
-    """Run the job on this machine as a file beside it tells; the exit code."""
     return HostAgent(Path(job), read_json(Path(told))).run()

@@ -24,7 +24,7 @@ def _ok(name: str, is_so: bool, found: str, to_do: str) -> Check:
 
 
 def check_target(text: str) -> Iterator[Check]:
-    """Everything that is known to be needed. Raises `InputError` where there is no such target."""
+    """Raises `InputError` where there is no such target."""
     known = TARGETS.get(text.strip().lower())
     is_open = known is not None and known.needs_place
     target, at = find_target(f"{text}:WHERE/KEY" if is_open else text)
@@ -74,7 +74,6 @@ def _login(command: str, to_do: str) -> Check:
 
 
 def _answers(target: Target) -> Check:
-    """Whether the provider takes the key."""
     try:
         target.connect().look(Machine("farthing-none"))
         return Check("login", "ok", "the key is taken")

@@ -36,9 +36,7 @@ _NO_LOGIN = re.compile(
 
 
 class CommandDriver(Driver):
-    """A target by its own command, see `Driver`. `files` gives the folder where an ask was
-    written.
-    """
+    """A target by its own command. `files` gives the folder where an ask was written."""
 
     is_paid_in_queue, late_s, may_refuse_twice = False, 30.0, True
 
@@ -48,7 +46,7 @@ class CommandDriver(Driver):
         self._commands, self._files, self.restarts = commands, files, restarts
 
     def create(self, ask: LaunchRequest, asked_at: float) -> Created:
-        """See `Driver`. Secrets are in this process' environment, where the command finds them."""
+        """Secrets are in this process' environment, where the command finds them."""
         printed = run_command(self._commands.submit(ask, self._files(ask)))
         return Created(self._commands.id_of(printed) or ask.name)
 

@@ -104,9 +104,7 @@ def job_status(
 
 
 class Driver:
-    """A target. Every call may raise `UnclearError` and `UnauthorizedError`. The methods with a
-    body serve targets that list their machines.
-    """
+    """A target. Every call may raise `UnclearError` and `UnauthorizedError`."""
 
     is_paid_in_queue = True
     """Whether waiting for a machine to boot is paid for."""
@@ -115,9 +113,7 @@ class Driver:
     ends_by_itself = True
     """Whether a machine ends at `Ask.most_s` when nobody of ours lives."""
     may_overlap = False
-    """Whether the next machine may be asked for before this one is confirmed to be gone: hosts of
-    one's own.
-    """
+    """Whether the next may be asked for before this one is confirmed gone: own hosts."""
     late_s = 120.0
     """For so long a new machine may be missing in its lists."""
     may_refuse_twice = False
@@ -133,18 +129,14 @@ class Driver:
         raise NotImplementedError
 
     def secure(self, machine: Machine) -> None:
-        """Give a machine its end, where that is a request of its own that may not have been sent.
-        Raises `RefusedError`.
-        """
+        """Give a machine its end, where that is a request of its own. Raises `RefusedError`."""
 
     def listed(self, prefix: str) -> list[InstanceStatus]:
         """The machines of a launch, and maybe others."""
         raise NotImplementedError
 
     def look(self, machine: Machine) -> InstanceStatus | None:
-        """The machine by its name, None where there is none. Of jobs begun again under one name the
-        last one counts.
-        """
+        """The machine by its name, None where there is none; of jobs begun again the last."""
         found = [
             seen
             for seen in self.listed(machine.name.rpartition("-")[0])
@@ -158,9 +150,7 @@ class Driver:
         return {seen.name: seen.id for seen in ours if seen.is_paid}
 
     def destroy(self, machine: Machine) -> None:
-        """Ask that it be deleted; returns when that was acknowledged, also where it was gone
-        already.
-        """
+        """Ask that it be deleted; returns when that was acknowledged, or it was gone already."""
         if self.may_refuse_twice or not machine.id:
             seen = self.look(machine)
             if seen is None or not seen.is_paid:

@@ -108,7 +108,6 @@ class Api:
 
 
 def _words(text: bytes) -> str:
-    """The reason that an answer gives, shortened."""
     said = " ".join(text.decode("utf-8", "replace").split())
     try:
         value = json.loads(said)
@@ -183,9 +182,7 @@ def price_of(value: Any) -> float | None:
 
 
 def sure(api: Api, method: str, path: str, body: Any = None, *, may_be_gone: bool = False) -> Any:
-    """The answer to a question or a deletion, whose refusal settles nothing. Raises `UnclearError`,
-    `UnauthorizedError`.
-    """
+    """`Api.ask` of what is asked or deleted: a refusal settles nothing. Raises `UnclearError`."""
     try:
         return api.ask(method, path, body)
     except RefusedError as error:

@@ -35,14 +35,11 @@ class Packed:
 
     @property
     def n_bytes(self) -> int:
-        """Of all files."""
         return sum(path.stat().st_size for path, _ in self.files)
 
 
 def pack(job: Job) -> Packed:
-    """Every local file that the job needs. Reads no file. Raises `InputError` for one that is not
-    there.
-    """
+    """Every local file that the job needs. Raises `InputError` for one that is not there."""
     files: dict[str, Path] = {}
 
     def take(name: str | None, place: str) -> str | None:
@@ -97,7 +94,6 @@ def with_token_sets(packed: Packed, folders: list[Path]) -> Packed:
 
 
 def inputs_key(launch_id: str) -> str:
-    """The object that lists the inputs of a launch."""
     return f"launch/{launch_id}/inputs.json"
 
 
@@ -123,9 +119,7 @@ def send_inputs(store: Store, packed: Packed, key: str) -> int:
                 store.put(name, path)
                 sent += size
             entries.append({"path": to, "object": name, "size": size, "sha256": digest})
-        text = seal({"kind": "farthing inputs", "files": entries})
-        store.remove([key])
-        store.create(key, text.encode())
+        store.put(key, seal({"kind": "farthing inputs", "files": entries}).encode())
     except StoreError as error:
         raise StoreUnavailableError(
             f"the store does not take the inputs ({error})", to_do="try again when it does"
@@ -163,9 +157,7 @@ def fetch_inputs(store: Store, key: str, folder: Path) -> None:
 
 
 def _safe(path: str) -> PurePosixPath:
-    """A path of a list that stays within the folders of inputs and cache. Raises
-    `DamagedFileError`.
-    """
+    """A path that stays within the folders of inputs and cache. Raises `DamagedFileError`."""
     parts = PurePosixPath(path)
     if (
         parts.is_absolute()

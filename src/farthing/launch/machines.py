@@ -33,9 +33,7 @@ class Machine:
     number: int = 0
     target: str = ""
     on: str = ""
-    """The target with what stands behind its colon, as in ssh:host; empty in ledgers from before it
-    was noted.
-    """
+    """The target with what stands behind its colon, as in ssh:host."""
     provider: str = ""
     instance: str = ""
     gpu: str = ""
@@ -47,8 +45,7 @@ class Machine:
     left_usd: float | None = None
     """What of the cap was left when it was asked for; None without a cap in dollars."""
     is_paid_in_queue: bool = True
-    """Whether money is counted from the request on; False for queues, where it is from the start.
-    """
+    """Whether money is counted from the request on; of queues from the start of the job."""
     most_s: float = 0.0
     """Seconds from the request after which the provider ends it by itself."""
     committed: int = 0
@@ -101,9 +98,7 @@ class Machine:
         return max(0.0, (now if self.gone_at is None else self.gone_at) - start)
 
     def usd(self, now: float) -> float:
-        """Dollars up to `now`, at the prices that were charged; at the planned one where the
-        provider tells none.
-        """
+        """Dollars up to `now`, at the prices charged; at the planned one where none is told."""
         end = now if self.gone_at is None else self.gone_at
         start = end - self.billed_s(now)
         prices = self.charged or [(start, self.usd_per_hour)]
@@ -116,7 +111,6 @@ class Machine:
 
     @property
     def price_from(self) -> str:
-        """Who told the price."""
         if self.charged:
             return "the provider"
         return f"assumed: {self.price_source}" if self.price_source else "assumed"
@@ -129,9 +123,7 @@ _OF_ROWS = {
 
 
 class MachineLedger:
-    """The machines of the run in a folder. Raises `OSError` where the file can't be written: then
-    nothing may be rented.
-    """
+    """The machines of the run in a folder. Raises `OSError`: then nothing may be rented."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -222,11 +214,9 @@ class MachineLedger:
         ]
 
     def usd(self, now: float) -> float:
-        """Dollars of all machines up to `now`."""
         return sum(machine.usd(now) for machine in self.machines.values())
 
     def close(self) -> None:
-        """Close the file."""
         self._lines.close()
 
 

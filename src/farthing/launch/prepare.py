@@ -88,16 +88,12 @@ VARIABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
 }
-"""By the scheme of an address or the name of a tracker: what a machine needs for it, and what else
-travels where it is set.
-"""
+"""By scheme of an address or tracker: variables that are needed, and what else travels if set."""
 OF_PLACE = (
     *("device", "usd_per_hour", "power_watts", "usd_per_kwh"),
     *("gpu", "provider", "region", "offers", "spot"),
 )
-"""What `where` says of this machine, or of which one to rent; the rest is about the run, and goes
-along.
-"""
+"""What `where` says of this machine, or of which to rent; the rest goes along."""
 OF_DATA = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 LAUNCH_ID = "launch/id"
 OWN_FOLDERS = ("local", "slurm")
@@ -139,14 +135,11 @@ class Prepared:
 
     @property
     def launch_id(self) -> str:
-        """See `launch_id_of`."""
         return launch_id_of(self.job)
 
     @property
     def folder(self) -> str:
-        """The run folder, where all machines of the target see it; empty where the store carries
-        the run.
-        """
+        """The run folder, where all machines of the target see it; else empty."""
         return self.job.output_dir if _shares(self.target, self.at) else ""
 
     @property
@@ -243,9 +236,7 @@ class Prepared:
         )
 
     def _install(self, offer: Offer) -> str:
-        """Shell commands that install farthing: what the user names, else the wheel of this very
-        farthing, never a bare name.
-        """
+        """Shell commands that install farthing: what the user names, else this very one."""
         pip = "python3 -m pip install --quiet"
         if self.wishes.install:
             return f"{pip} {shlex.quote(self.wishes.install)}"
@@ -328,9 +319,7 @@ def launch_id_of(job: Job) -> str:
 
 
 def _one_spelling(place: str) -> str:
-    """The same text for every way to write a store: s3://b/run/ is s3://b/run, file:///mnt/run is
-    /mnt/run.
-    """
+    """One text for every way to write a store: s3://b/run/ is s3://b/run."""
     scheme, is_url, path = place.rpartition("://")
     if is_url and scheme != "file":
         return f"{scheme}://{'/'.join(filter(None, path.split('/')))}"
@@ -366,9 +355,7 @@ def _is_plain(value: str | None) -> bool:
 
 
 def secrets_of(job: Job, target: Target) -> tuple[str, ...]:
-    """Names of the variables that a run needs there: keys of the store and of data in buckets,
-    those of trackers, and the Hub's token where there is one here.
-    """
+    """Names of the variables that a run needs there, and of the Hub's token where it is set."""
     names = ["HF_TOKEN"] if os.environ.get("HF_TOKEN") else []
     is_strangers = target.is_rented or target.name == "kubernetes"
     addresses = (job.output_store or "", *job.data.train, *job.data.eval)
@@ -420,9 +407,7 @@ def prepare(job: Job, wishes: Wishes, now: datetime, *, asks: bool = True) -> Pr
 
 
 def _own_offers(job: Job, target: Target, at: str, today: date) -> list[Offer]:
-    """Machines that no price table has: hosts, queues and clusters, at the price that the job
-    names.
-    """
+    """Machines that no price table has, at the price that the job names."""
     hosts = [HERE if target.name == HERE else ""]
     if target.name == "ssh":
         hosts = [host for host in at.split(",") if host]
@@ -510,9 +495,7 @@ def _rented_offers(
 
 
 def _chosen(study: Any, text: str, find: Finding, most: int) -> list[Plan]:
-    """The plans that a rank or a name of `farthing plan` means. Raises `InputError`, for more than
-    `most` GPUs too.
-    """
+    """The plans that a rank or a name of `farthing plan` means. Raises `InputError`."""
     row = find(study, text)
     wanted = (row.provider, row.gpu, row.n_gpus, row.kind == "spot")
     found = [

@@ -74,9 +74,7 @@ def refuse_nowhere(target: Target, at: str) -> None:
 
 
 def target_of(offer: Offer) -> Target | None:
-    """The target by which a provider's offer is rented when none was named: our own client, else
-    SkyPilot.
-    """
+    """The target that rents an offer when none was named: our own client, else SkyPilot."""
     able = [target for target in TARGETS.values() if offer.provider in target.providers]
     own = [target for target in able if target.client is not None]
     return next(iter([*own, *(target for target in able if target.name == "skypilot")]), None)

@@ -42,6 +42,7 @@ from farthing.launch.request import LaunchRequest
 from farthing.launch.words import StoreWords, Word
 from farthing.prices.offers import Offer
 from farthing.run.accounts import Account
+from farthing.storage.files import Json
 from farthing.units import plural, say_seconds, say_usd
 
 T = TypeVar("T")
@@ -124,17 +125,15 @@ class Launch:
         self.may_take: Callable[[Offer], bool] = lambda offer: True
         """Whether an offer will do at this moment: spot is left out when the deadline is near."""
         self.reaches: Callable[[Machine], bool] = lambda machine: True
-        """Whether a machine is where the driver looks: one of another target would be taken for
-        gone.
-        """
+        """Whether a machine is where the driver looks: elsewhere it would be taken for gone."""
         self.awake: Callable[[], float] = clock
         """Seconds that also pass while this machine is suspended, and that nobody sets."""
         self.reclaim: Callable[[], None] = lambda: None
         """Make sure that this launch is still ours to watch. Raises `RunInterruptedError`."""
         self._left_out: set[Offer] = set()
         self._out_of_stock: set[Offer] = set()
-        self._n_shared: dict[str, int] = {}
-        """How many lines of each machine the store has."""
+        self._shared: dict[str, list[Json]] = {}
+        """The lines of each machine that the store has."""
         self._is_ending = False
         """Everything is to be destroyed, whoever knows of it."""
         self._n_repriced = Counter[tuple[str, str, bool]]()
@@ -143,9 +142,7 @@ class Launch:
         self._locked_at: float | None = None
 
     def run(self, prefix: str) -> int:
-        """Until the run has ended or cannot continue; the exit code. `prefix` begins the name of
-        each of our machines.
-        """
+        """Until the run has ended or cannot continue; the exit code. `prefix` begins all names."""
         self._prefix, n_rounds, self._held_at = prefix, 0, self.awake()
         self._until_clear(self._take_over, "the store")
         self._refuse_what_has_no_price()
@@ -293,14 +290,9 @@ class Launch:
                 self._sleep(self.patience.poll_s)
 
     def _take_over(self) -> None:
-        """What other folders of this run have asked for and paid is ours to count, to number on
-        from and to give back.
-        """
-        kept = self._words.kept()
-        self._ledger.take_over(kept)
-        self._n_shared = {
-            name: len(rows) for name, rows in kept.items() if rows == self._ledger.rows.get(name)
-        }
+        """What other folders of this run asked for and paid is ours to count and give back."""
+        self._shared = self._words.kept()
+        self._ledger.take_over(self._shared)
         self._share()
 
     def _refuse_what_has_no_price(self) -> None:
@@ -324,14 +316,12 @@ class Launch:
 
     def _share(self) -> None:
         for name, rows in self._ledger.rows.items():
-            if self._n_shared.get(name) != len(rows):
+            if self._shared.get(name) != rows:
                 self._words.keep(name, rows)
-                self._n_shared[name] = len(rows)
+                self._shared[name] = list(rows)
 
     def _adopt_orphans(self) -> None:
-        """Put machines of this launch that are there and in no line of the ledger into it: another
-        folder asked for them.
-        """
+        """Put machines of this launch that no line of the ledger knows into it."""
         there = self._asked(lambda: self._driver.names(self._prefix))
         if set(there) - set(self._ledger.machines):
             self._take_over()  # another process may have asked for them since
@@ -353,9 +343,7 @@ class Launch:
                 self._ledger.note(name, "created", now, id=number)
 
     def _adopted(self) -> Machine | None:
-        """The machine that an earlier process of ours asked for and that still works for the run;
-        others are sent away.
-        """
+        """The machine of an earlier process of ours that still works; others are sent away."""
         waiting = [machine for machine in self._ledger.open if machine.left_at is None]
         for machine in waiting[:-1]:
             self._release(machine, Ending("a younger machine took the run over"))
@@ -441,9 +429,7 @@ class Launch:
         return None
 
     def _hold_or_undo(self, machine: Machine) -> None:
-        """A machine made by a watcher that was suspended meanwhile is ended at once, unless whoever
-        took over has adopted it.
-        """
+        """End a machine made by a watcher that was suspended, unless it was adopted."""
         try:
             self._hold()
         except RunInterruptedError:
@@ -492,9 +478,7 @@ class Launch:
         return most_usd > machine.left_usd * (1 + 1e-6) + 1e-6
 
     def _send_back(self, machine: Machine, offer: Offer) -> None:
-        """End a machine that costs more than the cap allows, before it trains; its offer comes last
-        from now on, at the price that was charged.
-        """
+        """End a machine that is too dear before it trains; its offer comes last from now on."""
         price = machine.usd_per_hour
         why = f"{say_usd(price)} an hour instead of {say_usd(offer.usd_per_hour or 0.0)}"
         self._release(machine, Ending(f"{why}: the cap does not allow it for that long"))
@@ -635,9 +619,7 @@ class Launch:
         return machine.usd(soon) > machine.left_usd
 
     def _last_word(self, machine: Machine) -> int | None:
-        """The exit code of a machine that runs no more, from its words, which may be a
-        moment late.
-        """
+        """The exit code of a machine that runs no more, whose words may be late."""
         for _ in range(2):
             with contextlib.suppress(UnclearError):
                 if (code := self._words.of(machine.name).code) is not None:
@@ -705,9 +687,7 @@ class Launch:
         return True
 
     def _sweep(self) -> None:
-        """Destroy what bears our name and should not be there: late to come into being, or not yet
-        confirmed gone.
-        """
+        """Destroy what bears our name and should not be there, or is not confirmed gone."""
         if self._ledger.trouble not in ("", self._trouble_said):
             self._trouble_said = self._ledger.trouble
             self._say(
@@ -761,15 +741,11 @@ class Launch:
             return max((machine.committed for machine in self._ledger.machines.values()), default=0)
 
     def _accounts(self) -> list[Account]:
-        """The attempts so far. A store that is away is waited for: without it the rest of the cap
-        is not known.
-        """
+        """The attempts so far: without the store the rest of the cap is not known."""
         return self._until_clear(self._words.accounts, "the store")
 
     def _is_finished(self) -> bool:
-        """Whether the run has finished, also where the machine that did it was lost before it could
-        say so.
-        """
+        """Also where the machine that did it was lost before it could say so."""
         accounts = self._accounts()
         return bool(accounts) and accounts[-1].state == "finished"
 

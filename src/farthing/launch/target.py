@@ -18,9 +18,7 @@ Files = dict[str, str]
 
 @dataclass(frozen=True)
 class Commands:
-    """A command of the target's own, and how to read what it prints. A string is split as a shell
-    does.
-    """
+    """A command of the target's own, split as a shell does, and how to read what it prints."""
 
     submit: Callable[[LaunchRequest, Path], Sequence[str]]
     """Files of the launch lie in the folder."""
@@ -41,8 +39,7 @@ class Target:
     ends: str
     """What ends the machine when every process of ours is dead; empty where nothing does."""
     is_rented: bool = False
-    """From somebody who bills: a cap is asked for, and a store that can be reached from anywhere.
-    """
+    """From somebody who bills: a cap is asked for, and a store reached from anywhere."""
     at: str = ""
     """What stands behind the colon of --on; in brackets where it may be left out."""
     keys: tuple[str, ...] = ()
@@ -65,9 +62,7 @@ class Target:
     client: Callable[[Api], Driver] | None = None
     """Our own client, for the API at that address."""
     login: tuple[str, str] | None = None
-    """A command that works and prints something only where one is logged in, and what to do where
-    it does not.
-    """
+    """A command that prints only where one is logged in, and what to do elsewhere."""
     quota: str = ""
     """What an account may lack."""
     takes_values: bool = False

@@ -40,9 +40,7 @@ class Wheel(NamedTuple):
 
 @cache
 def wheel_of_this() -> Wheel:
-    """The wheel of the package that is running. Raises `InputError` where nothing tells what it
-    needs.
-    """
+    """Of the running package. Raises `InputError` where nothing tells what it needs."""
     info = f"farthing-{farthing.__version__}.dist-info"
     root = Path(farthing.__file__).parent
     files = {
@@ -99,9 +97,7 @@ def _metadata() -> str:
 
 
 def refuse_without_extras(names: Sequence[str]) -> None:
-    """Raise `InputError` where the wheel does not know extras that a job needs: pip would leave
-    those out with a warning.
-    """
+    """Raise `InputError` for extras unknown here: pip would leave them out with a warning."""
     known = message_from_string(_metadata()).get_all("Provides-Extra") or []
     if absent := [name for name in names if name not in known]:
         raise InputError(
@@ -118,9 +114,7 @@ def lacking(modules: Sequence[str]) -> list[str]:
 
 
 def say_lacking(version: str, modules: Sequence[str]) -> int:
-    """2, and what is missing to stderr, where this farthing is not of that version ("any": of any)
-    or lacks modules.
-    """
+    """2, and what is missing to stderr, for another version (but "any") or lacking modules."""
     lacks = [f"`{name}`" for name in lacking(modules)]
     if version not in ("any", farthing.__version__):
         lacks.append(f"version {version} of farthing, this is {farthing.__version__}")
@@ -135,9 +129,7 @@ def _digest(content: bytes) -> str:
 
 
 def fetch_script(wheel: Wheel, store: str, key: str) -> str:
-    """A Python script that brings the wheel from the store, an address or a folder; it fails where
-    the bytes are not those that were sent.
-    """
+    """A script that brings the wheel from the store; it fails where the bytes are others."""
     address = store if "://" in store else f"file://{store}"
     return f"""import hashlib, pathlib
 import obstore, obstore.store

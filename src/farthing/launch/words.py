@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -68,7 +67,6 @@ class StoreWords:
             raise UnclearError(str(error)) from error
 
     def of(self, name: str) -> Word:
-        """The newest of a machine."""
         place = f"launch/{name}"
         with self._store() as store:
             there = store.list(f"{place}/")
@@ -85,7 +83,7 @@ class StoreWords:
         """Leave the price that the provider charges where the machine finds it."""
         text = json.dumps({"usd_per_hour": usd_per_hour})
         with self._store() as store:
-            put_text(store, f"launch/{name}/{PRICE}", text)
+            store.put(f"launch/{name}/{PRICE}", text.encode())
 
     def log(self, name: str) -> str:
         """The end of what a machine has printed; empty where it has not yet."""
@@ -107,16 +105,13 @@ class StoreWords:
                 store.remove([f"{self._launch}/{STOP}"])
 
     def committed(self) -> int:
-        """The newest step that is saved."""
         if self._folder is not None:
             return max([0, *(account.committed for account in self.accounts())])
         with self._store() as store:
             return max((commit.step for commit in list_commits(store)), default=0)
 
     def accounts(self) -> list[Account]:
-        """What each attempt of the run has cost: the newest link of the lease has the account of
-        every one.
-        """
+        """What each attempt has cost: the newest link of the lease has every account."""
         if self._folder is not None:
             return read_ledger(self._folder / LEDGER).ordered
         with self._store() as store:
@@ -124,16 +119,11 @@ class StoreWords:
         return [told[number] for number in sorted(told)]
 
     def keep(self, name: str, rows: list[Json]) -> None:
-        """Leave the lines of a machine where other folders of this run find them; one that is
-        shared has them already.
-        """
+        """Leave the lines of a machine where other folders of this run find them."""
         if self._folder is None:
             with self._store() as store:
-                put_text(
-                    store,
-                    f"{self._launch}/{MACHINES}/{name}.json",
-                    seal({"kind": "farthing machine", "rows": rows}),
-                )
+                text = seal({"kind": "farthing machine", "rows": rows})
+                store.put(f"{self._launch}/{MACHINES}/{name}.json", text.encode())
 
     def kept(self) -> dict[str, list[Json]]:
         """The lines of every machine of this run, whichever folder it was asked for from.
@@ -159,9 +149,7 @@ class StoreWords:
 
 
 class Speaker:
-    """The machine's side: what it leaves for us. Nothing here ends a run: a store that is away is
-    tried again later.
-    """
+    """What a machine leaves for us. A store that is away is tried again, and ends no run."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store, self._place = store, f"launch/{name}"
@@ -180,7 +168,6 @@ class Speaker:
         return None
 
     def beat(self, log: str) -> None:
-        """The newest of what was printed."""
         self._put(LOG, log)
 
     def left(self, code: int, why: str) -> None:
@@ -192,14 +179,6 @@ class Speaker:
 
     def _put(self, name: str, text: str) -> bool:
         with contextlib.suppress(StoreError, OSError):
-            put_text(self._store, f"{self._place}/{name}", text)
+            self._store.put(f"{self._place}/{name}", text.encode())
             return True
         return False
-
-
-def put_text(store: Store, key: str, text: str) -> None:
-    """Write a small object over what was there. Raises `StoreError`."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        store.put(key, Path(file.name))

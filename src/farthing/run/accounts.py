@@ -173,7 +173,6 @@ class Account:
         return low[1] + share * (high[1] - low[1])
 
     def as_row(self) -> Json:
-        """The account as a line has it."""
         return dict(
             _rows().dump_python(self, by_alias=True, exclude_defaults=True, exclude={"redone_s"})
         )
@@ -206,9 +205,7 @@ class Found:
     """Lines that can't be read or have another checksum."""
     lost_s: float = 0.0
     lost_usd: float = 0.0
-    """What is known to have been spent, and is on no line: made good as an attempt with the number
-    `LOST`.
-    """
+    """Known to be spent, and on no line: made good as the attempt `LOST`."""
 
     @property
     def is_damaged(self) -> bool:
@@ -221,7 +218,6 @@ class Found:
 
 
 def as_line(account: Account) -> str:
-    """A line of the ledger, with its checksum."""
     return line_of(account.as_row(), ensure_ascii=True) + "\n"
 
 

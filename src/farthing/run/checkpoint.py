@@ -68,8 +68,6 @@ class Part(Protocol):
 
 @dataclass
 class SaveResult:
-    """What became of one background save."""
-
     step: int
     n_bytes: int = 0
     seconds: float = 0.0
@@ -136,25 +134,19 @@ class Checkpoints:
         return self._later is not None and not self._later.is_copied
 
     def wait_until_copied(self) -> None:
-        """Until training may change weights and state. What has to be written still is written
-        behind it.
-        """
+        """Until training may change weights and state; they are written behind it."""
         if self._later is not None:
             self._later.wait()
             self._later = None
 
     def finished_save(self) -> SaveResult | None:
-        """The result of the background save if it has just ended; raises `SaveError` after several
-        failures.
-        """
+        """The result of the background save if it has ended. Raises `SaveError`."""
         if self._thread is None or self._thread.is_alive():
             return None
         return self.wait()
 
     def wait(self) -> SaveResult | None:
-        """Wait for the background save and return its result; raises `SaveError` after several
-        failures in a row.
-        """
+        """Wait for the background save. Raises `SaveError` after several failures in a row."""
         if self._thread is None:
             return None
         self._thread.join()
@@ -223,9 +215,7 @@ class Checkpoints:
         self._result = result
 
     def _rotate(self, best_step: int | None) -> None:
-        """Remove what is older than the newest `keep`, the best one excepted, and earlier saves of
-        the same step.
-        """
+        """Remove all but the newest `keep` steps and the best, and earlier saves of a step."""
         kept: set[int] = set()
         for step, _, folder in saves_in(self.folder):
             if step in kept or (len(kept) >= self._keep and step != best_step):
@@ -301,9 +291,7 @@ class Checkpoints:
             set_aside(save.folder)
 
     def to_go_on(self, step: int, best_step: int | None) -> list[Path]:
-        """The folders that a run needs to resume at `step`: its checkpoint and the best one, where
-        there are any.
-        """
+        """The folders that resume a run at `step`: its checkpoint and the best one."""
         newest = {save.step: save.folder for save in reversed(saves_in(self.folder))}
         return [newest[wanted] for wanted in sorted({step, best_step or step}) if wanted in newest]
 
@@ -343,9 +331,7 @@ def _values_of(folder: Path) -> dict[str, Json]:
 
 
 def _check_header(path: Path) -> None:
-    """Refuse a file of tensors whose header is not of it: nothing is allocated by what a header
-    says. Raises `DamagedFileError`.
-    """
+    """Refuse a header that is not of its file. Raises `DamagedFileError`."""
     with open(path, "rb") as file:
         n_bytes = int.from_bytes(file.read(8), "little")
     if n_bytes > min(MAX_HEADER_BYTES, path.stat().st_size - 8):
@@ -387,9 +373,7 @@ def _give_up(error: Exception, draft: Path) -> list[Path]:
 
 
 def commit_together(shared: Shared, final: Path, fill: Fill, facts: Json) -> Json:
-    """On the first rank: `commit_folder` of what all ranks write. Whatever fails on one has failed
-    on all. Raises `OSError`.
-    """
+    """On the first rank: `commit_folder` of all ranks' files; fails for all. Raises `OSError`."""
     was_told, why = False, "it was not committed"
 
     def fill_all(draft: Path) -> list[FileEntry]:
@@ -415,9 +399,7 @@ def commit_together(shared: Shared, final: Path, fill: Fill, facts: Json) -> Jso
 
 
 def fill_along(shared: Shared, fill: Fill) -> None:
-    """On another rank: write this rank's files where the first one says. Raises `OSError` where it
-    has failed on any.
-    """
+    """On another rank: write where the first one says. Raises `OSError` if any has failed."""
     draft = shared.gather(None)[0]
     if draft is not None:
         shared.gather(_sealed_by(fill, Path(draft)))
@@ -426,9 +408,7 @@ def fill_along(shared: Shared, fill: Fill) -> None:
 
 
 def _sealed_by(fill: Fill, draft: Path) -> list[FileEntry] | str:
-    """Entries of the files that this process has written into a draft; why it could not, in
-    words.
-    """
+    """Entries of the files that this process has written; why it could not, in words."""
     try:
         return [seal_file(path) for path in fill(draft)]
     except (OSError, safetensors.SafetensorError, ValueError, RuntimeError, MemoryError) as error:
@@ -463,9 +443,7 @@ def _snapshot(parts: Mapping[str, Part], shared: Shared) -> tuple[dict[str, Stat
 
 
 def copied(state: State) -> State:
-    """The state apart from what training will change next: tensors copied to the CPU, values
-    through JSON.
-    """
+    """The state, copied: tensors to the CPU, values through JSON."""
     tensors, values = state
     copies = {
         name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()

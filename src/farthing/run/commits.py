@@ -61,9 +61,7 @@ from farthing.units import say_bytes
 
 SCHEMA = 2  # 1: the log is sent whole
 LOG_PARTS = "log.parts"
-"""Of the log, which grows for as long as the run: pieces that end with a line, of which all but the
-last never change.
-"""
+"""Of the log: pieces that end with a line, of which all but the last never change."""
 SMALL = (
     *(JOB, RUN, PLAN, SETTINGS, SCHEDULE, LOG, LEDGER, RECEIPT, SEARCH_LOG),
     "measurements.json",
@@ -84,7 +82,6 @@ class Commit(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its object's."""
         return f"commits/{self.epoch:08d}-{self.number:06d}-{self.step:08d}.json"
 
 
@@ -95,9 +92,7 @@ def list_commits(store: Store) -> list[Commit]:
 
 
 def read_commit(store: Store, commit: Commit) -> Json:
-    """What a commit names, its form checked. Raises `DamagedFileError`, `RunChangedError`,
-    `StoreError`.
-    """
+    """Its form checked. Raises `DamagedFileError`, `RunChangedError`, `StoreError`."""
     try:
         manifest = unseal(store.get(commit.key).decode("utf-8"), "its commit")
     except (UnicodeDecodeError, TooLarge) as error:
@@ -296,9 +291,7 @@ def _fetch_all(store: Store, draft: Path, entries: list[StoredFile]) -> dict[str
 
 
 def fetch_whole(store: Store, entry: StoredFile, path: Path) -> None:
-    """The bytes of an entry into a file, verified. Raises `DamagedFileError`, `NoSuchObject`,
-    `Garbled`, `StoreError`.
-    """
+    """Raises `DamagedFileError`, `NoSuchObject`, `Garbled`, `StoreError`."""
     store.fetch(entry["object"], path, entry["size"])
     check_file(path, entry, entry["path"])
 
@@ -329,9 +322,7 @@ def _join_log(draft: Path) -> None:
 def _put_in_place(
     draft: Path, folder: Path, step: int, words: list[Json], warn: Callable[[str], None]
 ) -> None:
-    """Checkpoints and model first, run.json last: a kill in between leaves a folder that is brought
-    back again.
-    """
+    """run.json comes last: a kill before leaves a folder that is brought back again."""
     checkpoints = make_private(folder / CHECKPOINTS)
     arrived = [save.folder for save in saves_in(draft / CHECKPOINTS)]
     for here, _, path in saves_in(checkpoints):
@@ -372,9 +363,7 @@ def _may_be_written(path: str) -> bool:
 
 
 def join_ledgers(here: Path, from_store: Path, words: list[Json]) -> None:
-    """Write at `here` what the store's ledger, the lease's `words` and the ledger here know
-    together, see `merge`.
-    """
+    """Write at `here` what the store's ledger, the lease's `words` and the one here know."""
     # what was committed elsewhere is not here
     told = {
         number: replace(account, committed=-1) for number, account in accounts_of(words).items()

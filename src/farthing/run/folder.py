@@ -67,9 +67,7 @@ DECIDING = (RUN, PLAN, SETTINGS, SCHEDULE)
 SEARCH_LOG = "search.jsonl"
 """In the folder of a search: what was decided and came out."""
 EVALUATION, STANDARD_TASKS = "evaluation.json", "standard_tasks.json"
-"""What `farthing eval` has measured of the run's model: on held-out examples, and by tasks of
-lm-eval.
-"""
+"""What `farthing eval` has measured: on held-out examples, and by lm-eval."""
 PUBLISHED = "published.json"
 """What of the run was sent to the Hub, and what is still to be."""
 COPIES = "run_files"
@@ -130,9 +128,7 @@ def kept_as(path: Path, read: Callable[[Json], T], warn: Warn) -> T | None:
 
 
 def copies_of(folder: Path, before: Mapping[str, Any] | None = None) -> Json:
-    """The deciding files of a run folder, for the manifest of a checkpoint. What is damaged or gone
-    is as it was `before`.
-    """
+    """For the manifest of a checkpoint. What is damaged or gone is as it was `before`."""
     copies: Json = {}
     for name in DECIDING:
         copies[name] = (before or {}).get(name)
@@ -143,9 +139,7 @@ def copies_of(folder: Path, before: Mapping[str, Any] | None = None) -> Json:
 
 
 def mend(folder: Path, warn: Warn) -> None:
-    """Write the deciding files that are damaged or gone again from the newest checkpoint that has
-    a copy of them; without one they are left as they are. Raises `OSError`.
-    """
+    """Write deciding files that are damaged or gone again from a checkpoint. Raises `OSError`."""
     manifest = _newest_with_copies(folder)
     if manifest is None:
         return
@@ -166,9 +160,7 @@ def mend(folder: Path, warn: Warn) -> None:
 
 
 def _newest_with_copies(folder: Path) -> Json | None:
-    """The manifest of the newest checkpoint that has copies of the deciding files, of this run
-    where that is known.
-    """
+    """The newest manifest with copies of the deciding files, of this run if known."""
     run_id = run_id_of(folder)
     for save in saves_in(folder / CHECKPOINTS):
         with contextlib.suppress(DamagedFileError, OSError):
@@ -200,7 +192,6 @@ def saves_in(checkpoints: Path) -> list[Save]:
 
 
 def is_damaged(folder: Path) -> bool:
-    """Whether a deciding file of a run folder can't be trusted."""
     try:
         for name in DECIDING:
             kept(folder / name)
@@ -210,9 +201,7 @@ def is_damaged(folder: Path) -> bool:
 
 
 def has_committed(folder: Path) -> bool:
-    """Whether the run in a folder has ever saved a step, by its checkpoints, its model or its
-    ledger.
-    """
+    """Whether a step was ever saved, by checkpoints, model or ledger."""
     return (
         bool(saves_in(folder / CHECKPOINTS))
         or (folder / MODEL).exists()
@@ -221,7 +210,7 @@ def has_committed(folder: Path) -> bool:
 
 
 def run_id_of(folder: Path) -> str | None:
-    """The id of the run in a folder; None where it can't be read."""
+    """None where it can't be read."""
     try:
         facts = kept(folder / RUN)
         return None if facts is None else str(facts["run_id"])
@@ -230,7 +219,6 @@ def run_id_of(folder: Path) -> str | None:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run in `folder` has come to its end, and its model is there."""
     try:
         return bool((kept(folder / RUN) or {}).get("finished")) and (folder / MODEL).is_dir()
     except DamagedFileError:
@@ -251,9 +239,7 @@ def keep_job(folder: Path, job: Mapping[str, Any], facts: Json) -> None:
 
 
 def kept_job(folder: Path) -> Json:
-    """The job of a run as it was read. Raises `RunDamagedError` where it is not what was
-    written.
-    """
+    """Raises `RunDamagedError` where it is not what was written."""
     to_do = "run `farthing train` with the job once more: it writes the file again"
     try:
         text = (folder / JOB).read_text(encoding="utf-8")
@@ -274,9 +260,7 @@ def kept_job(folder: Path) -> Json:
 
 
 def evaluation_of(folder: Path, exported_step: int | None, name: str = EVALUATION) -> Json | None:
-    """What `farthing eval` has measured of the model of this step and kept under `name`; None where
-    that can't be read.
-    """
+    """What was measured of the model of this step; None where that can't be read."""
     try:
         values = kept(folder / name)
     except DamagedFileError:
@@ -291,9 +275,7 @@ FORMAT = 1
 
 
 def began(folder: Path) -> str:
-    """The ISO date on which the run in `folder` began, today where none has: later attempts, plans
-    and other machines render templates on it.
-    """
+    """The ISO date on which the run began, today where none has: templates render on it."""
     try:
         facts = kept(folder / RUN)
         if facts is not None:
@@ -304,9 +286,7 @@ def began(folder: Path) -> str:
 
 
 def same_examples(folder: Path, facts: Json, sha256: str, label_names: Sequence[str]) -> Json:
-    """Note which examples and classes the run has, or check that they are those it began with.
-    Raises `RunChangedError`.
-    """
+    """Note examples and classes of the run, or check them. Raises `RunChangedError`."""
     before = facts.get(EXAMPLES)
     if before is None:
         facts = {**facts, EXAMPLES: sha256, LABEL_NAMES: list(label_names)}
@@ -390,18 +370,14 @@ def claim(
 
 
 def unclaim(folder: Path) -> None:
-    """Take back what a run that has saved nothing says of itself; its ledger stays. Raises
-    `OSError`.
-    """
+    """Take back what a run that saved nothing says of itself. Raises `OSError`."""
     if not has_committed(folder):
         for name in (*DECIDING, JOB):
             (folder / name).unlink(missing_ok=True)
 
 
 def _facts_of(folder: Path, warn: Warn, *, allow_restart: bool) -> Json | None:
-    """What the folder's run says of itself; None where there is none. Raises `RunDamagedError`
-    where steps would be lost.
-    """
+    """None where there is no run. Raises `RunDamagedError` where steps would be lost."""
     why = f"{RUN} is gone"
     try:
         facts = kept(folder / RUN)
@@ -438,7 +414,6 @@ def _facts_of(folder: Path, warn: Warn, *, allow_restart: bool) -> Json | None:
 
 
 def _changed(before: Json, now: Json) -> list[str]:
-    """What differs between two identities, a line for each key."""
     return [
         f"{key}: {_brief(before.get(key))} -> {_brief(now.get(key))}"
         for key in {**before, **now}
@@ -447,9 +422,7 @@ def _changed(before: Json, now: Json) -> list[str]:
 
 
 def witnesses_of(folder: Path) -> list[Witness]:
-    """What the checkpoints of the run in `folder` know of the money that was spent; all count where
-    nobody knows any more which run it is.
-    """
+    """What the checkpoints know of the money spent; all count where the run is unknown."""
     run_id, found = run_id_of(folder), []
     for save in saves_in(folder / CHECKPOINTS):
         with contextlib.suppress(DamagedFileError, OSError, KeyError):

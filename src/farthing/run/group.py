@@ -23,14 +23,11 @@ from farthing.run.supervisor import Child, how_it_ended
 from farthing.units import plural
 
 EXIT_RANK_LOST = 76
-"""Of a process that ends because another one of its attempt was lost; seen by nobody but `Elastic`.
-"""
+"""Of a process whose fellow was lost; seen by nobody but `Elastic`."""
 GRACE_S, LAST_WORDS_S = 5.0, 60.0
-"""So long the others may take to end by themselves: once one was lost, or the first has ended; once
-another has ended in order."""
+"""For the others to end: once one was lost or the first has ended; once another has."""
 STUCK_S = 30.0
-"""After so long a killed process is taken for gone: it waits in the kernel, for a device or a file
-system that does not answer."""
+"""After so long a killed process is taken for gone: it waits in the kernel."""
 MOST_VAIN_STARTS = 3
 """Attempts in a row that end as their processes lose each other, and none of them is gone."""
 STORE = "FARTHING_RANKS_STORE"
@@ -128,9 +125,7 @@ def _refuse_no_address(environ: Mapping[str, str], by: str, n: int) -> None:
 
 
 def _refuse_half(environ: Mapping[str, str]) -> None:
-    """Refuse a process that is one of several, by what is said of them, and does not know which.
-    Raises `InputError`.
-    """
+    """Refuse one of several that does not know which it is. Raises `InputError`."""
     for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if name in environ and (name, environ[name]) != ("WORLD_SIZE", "1"):
             raise InputError(
@@ -157,16 +152,12 @@ def _number(text: str, name: str) -> int:
 
 
 def not_followed(environ: Mapping[str, str]) -> list[str]:
-    """Names of a launcher's variables that say how to train: the job says that, and they are left
-    aside.
-    """
+    """A launcher's variables that say how to train: the job says that."""
     return sorted(name for name in environ if name.startswith(_FOREIGN))
 
 
 def device_of(seat: Seat, environ: Mapping[str, str]) -> str:
-    """What CUDA_VISIBLE_DEVICES is for this process: the one GPU of its seat, of those that it may
-    see.
-    """
+    """CUDA_VISIBLE_DEVICES of this process: the one GPU of its seat."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return str(seat.local_index)
@@ -175,17 +166,13 @@ def device_of(seat: Seat, environ: Mapping[str, str]) -> str:
 
 
 def sit_down(seat: Seat, environ: MutableMapping[str, str]) -> None:
-    """Leave this process the one GPU of its seat, before torch is imported; `farthing` has done so
-    where it has started it.
-    """
+    """Leave this process the one GPU of its seat, before torch is imported."""
     if seat.by != "farthing":
         environ["CUDA_VISIBLE_DEVICES"] = device_of(seat, environ)
 
 
 def environ_of(seat: Seat, slot: int, meeting: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """What the process of a seat finds in its environment, on GPU number `slot`; they meet in the
-    file `meeting`.
-    """
+    """The environment of a seat, on GPU number `slot`; all meet in the file `meeting`."""
     added = {
         "RANK": seat.index,
         "WORLD_SIZE": seat.n,

@@ -31,17 +31,13 @@ MANIFEST = "manifest.json"
 MAX_TEXT_BYTES = 16 << 20
 DRAFT = ".draft-"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
-"""What flock(2) says on file systems without locks: NFS without its lock daemon, Lustre mounted
-without `-o flock`.
-"""
+"""flock(2) without locks: NFS without its lock daemon, Lustre without `-o flock`."""
 
 FREED_S = 0.5
 """So long after the end of a process its lock may still be there."""
 
 Json = dict[str, Any]
-"""An object of a JSON text that others may have written: whatever it holds, nothing of it is known
-before it is checked.
-"""
+"""An object that others may have written: nothing of it is known before it is checked."""
 
 
 class FileEntry(TypedDict):
@@ -53,9 +49,7 @@ class FileEntry(TypedDict):
 
 
 class StoredFile(TypedDict):
-    """A file of a run as a commit in a store names it: its path in the folder, and the object that
-    holds its bytes.
-    """
+    """A file of a run as a commit names it, and the object that holds its bytes."""
 
     path: str
     size: int
@@ -68,9 +62,7 @@ class DamagedFileError(Exception):
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text that others may have written. Raises `ValueError`, also for one that
-    is nested too deep.
-    """
+    """Of a text that others may have written. Raises `ValueError`, also if nested too deep."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -83,9 +75,7 @@ def read_json(path: Path) -> Any:
 
 
 def small_text(path: Path, most_bytes: int = MAX_TEXT_BYTES) -> str:
-    """The text of a file that others may have put there. Raises `UnicodeDecodeError`, and `OSError`
-    also for a pipe, a device or a larger file.
-    """
+    """Raises `UnicodeDecodeError`, and `OSError` also for a pipe, a device or a larger file."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         raise OSError(errno.EINVAL, "a pipe or a device, not a file")
@@ -95,19 +85,16 @@ def small_text(path: Path, most_bytes: int = MAX_TEXT_BYTES) -> str:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """The files of a folder and of those within it, in their order."""
+    """Those within its folders too, in their order."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def bytes_below(folder: Path) -> int:
-    """Of all these files."""
     return sum(path.stat().st_size for path in files_below(folder))
 
 
 def open_own(path: Path, mode: str) -> IO[Any]:
-    """Open a file of a run folder, text or unbuffered bytes, readable by its owner alone. No link
-    is followed: `OSError`.
-    """
+    """Text or unbuffered bytes, for its owner alone. No link is followed: `OSError`."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW, 0o600)
@@ -119,9 +106,7 @@ def open_own(path: Path, mode: str) -> IO[Any]:
 
 
 def draft_of(path: Path) -> Path:
-    """A new name beside a path, for what is not whole yet or is on its way out; `sweep_drafts`
-    removes what is left.
-    """
+    """A new name for what is not whole yet or on its way out; see `sweep_drafts`."""
     return path.with_name(f"{path.name}{DRAFT}{uuid.uuid4().hex[:8]}")
 
 
@@ -146,9 +131,7 @@ def sha256_of(path: Path, progress: Callable[[int], object] = lambda done: None)
 
 
 def make_private(folder: Path) -> Path:
-    """Create `folder` if need be, readable by its owner alone: it may hold data. Raises
-    `OSError`.
-    """
+    """Create `folder` if need be, for its owner alone: it may hold data. Raises `OSError`."""
     if folder.is_symlink() and folder.lstat().st_uid not in (0, os.getuid()):
         raise PermissionError(errno.EPERM, "it is a link made by another user")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -184,9 +167,7 @@ def own_folder(folder: Path, warn: Callable[[str], None]) -> Path:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether a folder and the files in it are one's own (or root's), and nobody else can write to
-    them.
-    """
+    """Whether a folder and its files are one's own (or root's), and nobody else can write."""
 
     def is_mine(path: Path, is_kind: Callable[[int], bool]) -> bool:
         found = path.lstat()
@@ -202,7 +183,6 @@ def is_own(folder: Path) -> bool:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_text` of a value as JSON."""
     write_text(path, _as_text(value))
 
 
@@ -235,9 +215,7 @@ def _as_text(value: Any) -> str:
 
 
 def seal(manifest: Json) -> str:
-    """A manifest as text, with the sha256 of its own content as its last key; what is before it is
-    written once.
-    """
+    """A manifest as text, with the sha256 of its own content as its last key."""
     text = _as_text({key: value for key, value in manifest.items() if key != "sha256"})
     digest = hashlib.sha256(text.encode()).hexdigest()
     head = text.removesuffix("\n}\n") + "," if text != "{}\n" else "{"
@@ -245,9 +223,7 @@ def seal(manifest: Json) -> str:
 
 
 def unseal(text: str, name: str) -> Json:
-    """The manifest of a text that `seal` wrote, which is called `name`. Raises
-    `DamagedFileError`.
-    """
+    """What `seal` wrote, which is called `name`. Raises `DamagedFileError`."""
     try:
         manifest = parse_json(text)
         is_whole = isinstance(manifest, dict) and text == seal(manifest)
@@ -352,9 +328,7 @@ def read_manifest(folder: Path) -> Json:
 
 
 def check_file(path: Path, entry: FileEntry | StoredFile, name: str) -> None:
-    """Hold a file, called `name`, byte for byte against what a manifest says of it. Raises
-    `DamagedFileError`.
-    """
+    """Hold a file, called `name`, against its manifest. Raises `DamagedFileError`."""
     if path.is_symlink() or not path.is_file():
         raise DamagedFileError(f"{name} is missing")
     size = path.stat().st_size
@@ -394,9 +368,7 @@ def discard(folder: Path) -> None:
 
 
 def sweep_drafts(folder: Path, of: Collection[str] = ()) -> int:
-    """Remove what killed writers left behind in `folder`, or of it the drafts of certain names;
-    returns how many there were.
-    """
+    """Remove what killed writers left behind, all or of certain names; how many there were."""
     drafts = [path for path in folder.iterdir() if DRAFT in path.name] if folder.is_dir() else []
     drafts = [path for path in drafts if not of or path.name.partition(DRAFT)[0] in of]
     for path in drafts:
@@ -424,16 +396,12 @@ def install_folder(final: Path, fill: Callable[[Path], None]) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged folder, so that its place is free and nothing of it is lost; returns its new
-    name.
-    """
+    """Rename a damaged folder, so that nothing of it is lost; its new name."""
     return folder.rename(_free_name(folder, "bad"))
 
 
 def keep_aside(path: Path) -> None:
-    """Keep what a file holds under another name beside it, for whoever wants to know what became of
-    it.
-    """
+    """Keep what a file holds under another name beside it."""
     if path.exists():
         shutil.copyfile(path, _free_name(path, "damaged"))
 
@@ -470,9 +438,7 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 def _lock(fd: int) -> None:
-    """Lock a file. The kernel frees the lock of a killed process a moment after its end. Raises
-    `OSError`.
-    """
+    """The kernel frees the lock of a killed process a moment late. Raises `OSError`."""
     until = time.monotonic() + FREED_S
     while True:
         try:
@@ -484,7 +450,6 @@ def _lock(fd: int) -> None:
 
 
 def _not_held(folder: Path, error: OSError) -> FarthingError:
-    """Why a folder could not be held against other processes."""
     if isinstance(error, BlockingIOError):
         pid = ""
         with contextlib.suppress(OSError):
@@ -505,7 +470,6 @@ def _not_held(folder: Path, error: OSError) -> FarthingError:
 
 
 def cannot_write(folder: Path, error: OSError) -> FarthingError:
-    """What it means for a run that its folder takes no file."""
     is_forbidden = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
     return (InputError if is_forbidden else DiskFullError)(
         f"the run folder can't be written: {error.strerror or error}",

@@ -61,7 +61,6 @@ class Gaps:
         self._lock = threading.Lock()
 
     def tick(self) -> None:
-        """The process runs."""
         with self._lock:
             now = [clock() for clock in self._clocks]
             pairs = zip(now, self._last, strict=True)
@@ -77,9 +76,7 @@ class Gaps:
 
 
 class Lease:
-    """The hold of the run in `folder`. `words` gives the last ledger row of each attempt; `say` is
-    for waiting.
-    """
+    """The hold of the run in `folder`. `words` gives the ledger's rows; `say` is for waiting."""
 
     def __init__(
         self, folder: Path, lease_s: float, words: Words, say: Callable[[str], None]
@@ -133,9 +130,7 @@ class Lease:
                     store.remove([_key(self._number - N_LINKS)])
 
     def release(self, store: Store) -> None:
-        """Give the run back, so that others need not wait. Raises `LeaseLostError`,
-        `StoreError`.
-        """
+        """So that others need not wait. Raises `LeaseLostError`, `StoreError`."""
         if self.epoch is not None and self._lock.acquire(timeout=2.0):
             try:
                 self._add(store, self._number + 1, self.epoch, self._words(), is_last=True)
@@ -187,9 +182,7 @@ class Lease:
     def _wait_for_silence(
         self, store: Store, number: int, link: Json, should_stop: Callable[[], bool]
     ) -> tuple[int, Json]:
-        """The newest link, once its holder has added none for as long as its lease, or has given
-        the run back.
-        """
+        """The newest link, once its holder is silent for its lease or has given it back."""
         lease_s = min(float(link.get("lease_s", 0.0)), MOST_LEASE_S)
         self._say(
             f"{link.get('host')} held this run last: waiting up to {say_seconds(lease_s)} to see"
@@ -210,16 +203,12 @@ class Lease:
 
 
 def newest_words(store: Store) -> list[Json]:
-    """The ledger rows that whoever holds the run, or held it last, has told the store. Raises
-    `StoreError`.
-    """
+    """The ledger rows of whoever holds the run, or held it last. Raises `StoreError`."""
     return _words_of(get_json(store, _key(number))) if (number := _newest(store)) else []
 
 
 def bills_left(store: Store, known: set[str]) -> list[Json]:
-    """The ledger rows of attempts that have lost the run; adds the keys of those read to `known`.
-    Raises `StoreError`.
-    """
+    """The ledger rows of attempts that lost the run; `known` keys are passed over."""
     rows: list[Json] = []
     for key in store.list("bills/"):
         if key not in known and _BILL.fullmatch(key):

@@ -23,9 +23,7 @@ _TAIL_BYTES = len(b', "crc32": "01234567"}')
 
 
 def line_of(row: Json, *, ensure_ascii: bool = False) -> str:
-    """A row as a line without its end, with the CRC-32 of its own content, eight hex digits, as its
-    last value.
-    """
+    """Without its end, with the CRC-32 of its own content, eight hex digits, as its last value."""
     text = json.dumps(row, allow_nan=False, ensure_ascii=ensure_ascii)
     return f'{text[:-1]}, "crc32": "{zlib.crc32(text.encode()):08x}"}}'
 
@@ -69,9 +67,7 @@ def append_line(path: Path, row: Json) -> None:
 
 
 class SummedLines:
-    """An append-only log of one JSON object a line, each with its checksum. Damaged lines are left
-    out when it is read.
-    """
+    """An append-only log, a JSON object with its checksum a line. Damaged ones are left out."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -106,9 +102,7 @@ class SummedLines:
             self._file = None
 
     def rows(self) -> Iterator[Json]:
-        """Every whole line without its checksum, in order. The last one may have been torn by a
-        kill: it is not counted.
-        """
+        """Every whole line, in order. The last one may be torn by a kill: it is not counted."""
         self.damaged = []
         if not self.path.exists():
             return

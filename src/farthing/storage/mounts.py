@@ -23,15 +23,11 @@ _OF_BUCKETS = (
     "obsfs",
     "cosfs",
 )
-"""What each calls itself as type (`fuse.gcsfuse`) or source of its mount; blobfuse2 is the second
-blobfuse.
-"""
+"""Each as type (`fuse.gcsfuse`) or source of its mount."""
 
 
 def bucket_mount_of(folder: Path) -> str | None:
-    """The program that shows a bucket at `folder` or above it; None on a disk, and where the system
-    has no such table.
-    """
+    """The program that shows a bucket at `folder` or above; None on a disk, or if unknown."""
     try:
         lines = TABLE.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -84,18 +84,14 @@ class Store(Protocol):
     def create(self, key: str, data: bytes) -> bool:
         """Write an object where none is, in one step; False when there is one already."""
 
-    def put(self, key: str, path: Path) -> None:
-        """Write a file as an object."""
+    def put(self, key: str, content: Path | bytes) -> None:
+        """Write a file, or a few bytes, over what may be there."""
 
     def get(self, key: str) -> bytes:
-        """A small object whole. Raises `NoSuchObject`, and `TooLarge` for more than
-        `MOST_SMALL_BYTES`.
-        """
+        """Raises `NoSuchObject`, and `TooLarge` for more than `MOST_SMALL_BYTES`."""
 
     def fetch(self, key: str, path: Path, n_bytes: int) -> None:
-        """An object of `n_bytes` into a file. Raises `NoSuchObject`, and `TooLarge` before it
-        fetches more.
-        """
+        """Into a file. Raises `NoSuchObject`, and `TooLarge` before it fetches more."""
 
     def list(self, prefix: str) -> dict[str, Entry]:
         """Every object whose key begins with `prefix`, which ends with a slash."""
@@ -127,9 +123,7 @@ class LocalStore:
         self.root, self.name = root, str(root)
 
     def create(self, key: str, data: bytes) -> bool:
-        """See `Store`. By a hard link; a file system without them gets an exclusive open, which a
-        kill can tear.
-        """
+        """By a hard link; without those by an exclusive open, which a kill can tear."""
         final = self._path(key)
         with _draft_for(final) as draft, contextlib.suppress(FileExistsError):
             _write(draft, data)
@@ -142,10 +136,13 @@ class LocalStore:
             return True
         return False
 
-    def put(self, key: str, path: Path) -> None:
+    def put(self, key: str, content: Path | bytes) -> None:
         final = self._path(key)
         with _draft_for(final) as draft:
-            shutil.copyfile(path, draft)
+            if isinstance(content, bytes):
+                draft.write_bytes(content)
+            else:
+                shutil.copyfile(content, draft)
             fsync_path(draft)
             os.replace(draft, final)
 
@@ -209,10 +206,11 @@ class BucketStore:
             return True
         return False
 
-    def put(self, key: str, path: Path) -> None:
-        part_bytes = max(PART_BYTES, path.stat().st_size // MOST_PARTS)
+    def put(self, key: str, content: Path | bytes) -> None:
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        part_bytes = max(PART_BYTES, size // MOST_PARTS)
         with self._faults(is_write=True):
-            self._bulk.put(key, path, chunk_size=part_bytes, max_concurrency=N_AT_ONCE)
+            self._bulk.put(key, content, chunk_size=part_bytes, max_concurrency=N_AT_ONCE)
 
     def get(self, key: str) -> bytes:
         with self._faults():
@@ -232,9 +230,7 @@ class BucketStore:
         n_bytes: int,
         progress: Callable[[int], None] = lambda n_bytes: None,
     ) -> None:
-        """See `Store`. `progress` gets the size of each part. Raises `OSError` where `path` can't
-        be written.
-        """
+        """`progress` gets the size of each part. Raises `OSError` where `path` can't be written."""
         size = self.head(key).n_bytes
         _refuse_larger(size, n_bytes, key)
         path.write_bytes(b"")
@@ -351,8 +347,8 @@ class Retrying:
         """
         return self._retried(lambda: self._store.create(key, data) or self._store.get(key) == data)
 
-    def put(self, key: str, path: Path) -> None:
-        self._retried(lambda: self._store.put(key, path))
+    def put(self, key: str, content: Path | bytes) -> None:
+        self._retried(lambda: self._store.put(key, content))
 
     def get(self, key: str) -> bytes:
         return self._retried(lambda: self._store.get(key))
@@ -389,9 +385,7 @@ class Retrying:
 
 
 def get_json(store: Store, key: str) -> Json:
-    """A small object that others may have written; empty where none is there, or is understood.
-    Raises `StoreError`.
-    """
+    """Empty where there is no object, or none that is understood. Raises `StoreError`."""
     with contextlib.suppress(NoSuchObject, TooLarge, ValueError):
         value = parse_json(store.get(key))
         if isinstance(value, dict):
@@ -416,9 +410,7 @@ def _os_faults(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _draft_for(final: Path) -> Iterator[Path]:
-    """A draft beside a file that is to be; nothing of it is left, and the folder's entries are on
-    the disk.
-    """
+    """A draft of which nothing is left; the folder's entries are on the disk."""
     with _os_faults(final):
         _make_folders(final.parent)
         draft = draft_of(final)

@@ -15,9 +15,7 @@ _OVER = {"COMPLETED": 0, "CANCELED": None, "ERROR": None, "DELETED": None}
 
 
 def render(ask: LaunchRequest) -> Files:
-    """The arguments of its `run_job`. `ask.at` is the namespace. The default limit is 30 minutes,
-    so one is always set.
-    """
+    """`ask.at` is the namespace. The default limit is 30 minutes: one is always set."""
     call = {
         "image": ask.image,
         "command": ["sh", "-c", script_of(ask)],
@@ -56,7 +54,6 @@ def _parse(text: str) -> list[InstanceStatus]:
 
 
 def commands(at: str) -> Commands:
-    """How `hf jobs` is used in a namespace."""
     space = f"--namespace {shlex.quote(at)}" if at else ""
     return Commands(
         submit=_submit,

@@ -66,15 +66,11 @@ sh "$0/{SCRIPT}" > "$0/log.txt" 2>&1 < /dev/null; echo $? > "$0/code.new"; mv "$
 
 
 class UnreachableError(UnclearError):
-    """Nothing came as far as the host: whether a machine is at work there is not known, but a new
-    one was not made.
-    """
+    """Nothing came as far as the host: no new machine was made."""
 
 
 class HostDriver(Driver):
-    """Hosts, each by its name; `local` is this one. `shared` is the run folder where there is no
-    store.
-    """
+    """Hosts by name; `local` is this one. `shared` is the run folder without a store."""
 
     may_overlap, late_s = True, 0.0
 
@@ -95,9 +91,7 @@ class HostDriver(Driver):
         return done.stdout
 
     def create(self, ask: LaunchRequest, asked_at: float) -> Created:
-        """See `Driver`. A script of that name which runs already is left to run: this is the same
-        request again.
-        """
+        """A script of that name which runs already is left to run: the same request again."""
         values = {**ask.settings, **values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"}
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
         if (
@@ -143,7 +137,7 @@ cat "$d/pid"
         )
 
     def names(self, prefix: str) -> dict[str, str]:
-        """See `Driver`. A host that does not answer is asked again at the next look."""
+        """A host that does not answer is asked again at the next look."""
         found: dict[str, str] = {}
         script = f"""{LOOK}
 for d in {self._home}/{prefix}-*; do
@@ -158,9 +152,7 @@ done; true"""
         return found
 
     def destroy(self, machine: Machine) -> None:
-        """See `Driver`. First a polite signal, which saves; after a minute of asking everything of
-        the session is killed.
-        """
+        """A polite signal, which saves; after a minute the session is killed."""
         self.tell(
             machine.instance,
             f"""
@@ -181,9 +173,7 @@ true
 
 
 def render(ask: LaunchRequest) -> Files:
-    """The script; it goes there by the standard input of a shell, with the values of the secrets
-    before it.
-    """
+    """The script, which goes to a shell's standard input after the values of the secrets."""
     return {SCRIPT: script_of(ask)}
 
 

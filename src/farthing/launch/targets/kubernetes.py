@@ -52,9 +52,7 @@ spec:
 
 
 def render(ask: LaunchRequest) -> Files:
-    """A ConfigMap and a Job. `ask.at` is NAMESPACE, or NAMESPACE/CLAIM for a volume that holds the
-    run folder.
-    """
+    """`ask.at` is NAMESPACE, or NAMESPACE/CLAIM for a volume that holds the run folder."""
     namespace, _, claim = ask.at.partition("/")
     script, job = script_of(ask), yaml.safe_load(JOB)
     meta = {"name": ask.name, "labels": {"farthing-launch": ask.launch_id}}
@@ -106,7 +104,6 @@ def _submit(ask: Any, folder: Path) -> list[str]:
 
 
 def commands(at: str) -> Commands:
-    """How `kubectl` is used in a namespace."""
     space = f"--namespace {shlex.quote(at.partition('/')[0])}" if at else ""
     return Commands(
         submit=_submit,

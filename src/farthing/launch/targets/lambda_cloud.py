@@ -21,9 +21,7 @@ MOST_USER_DATA_BYTES = 1_000_000
 
 
 def request_of(ask: LaunchRequest) -> Json:
-    """`ask.at` is REGION/SSH_KEY; the values of secrets are put before the script when it is
-    sent.
-    """
+    """`ask.at` is REGION/SSH_KEY; values of secrets are put before the script when sent."""
     region, _, key = ask.at.partition("/")
     return {
         "region_name": region or (ask.offer.region if ask.offer.region != "any" else ""),
@@ -35,7 +33,6 @@ def request_of(ask: LaunchRequest) -> Json:
 
 
 def render(ask: LaunchRequest) -> Files:
-    """The request, and the script of it."""
     return {REQUEST: json.dumps(request_of(ask), indent=1) + "\n", SCRIPT: script_of(ask)}
 
 

@@ -34,9 +34,7 @@ START = json.dumps({"entrypoint": ["sh", "-c"], "cmd": [_COMMAND]})
 
 
 def request_of(ask: LaunchRequest, value: Value) -> Json:
-    """Spot is a bid at the planned price, on demand is what is listed; secrets are
-    those of the account.
-    """
+    """Spot is a bid at the planned price; secrets are those of the account."""
     offer = ask.offer
     kind = "podRentInterruptable" if offer.is_spot else "podFindAndDeployOnDemand"
     of = "PodRentInterruptableInput" if offer.is_spot else "PodFindAndDeployOnDemandInput"
@@ -66,15 +64,12 @@ def request_of(ask: LaunchRequest, value: Value) -> Json:
 
 
 def render(ask: LaunchRequest) -> Files:
-    """The request, and the script of it."""
     request = json.dumps(request_of(ask, placeholder), indent=1)
     return {REQUEST: f"{request}\n", SCRIPT: script_of(ask)}
 
 
 class RunPod(Client):
-    """Pods: made by GraphQL, which knows an end; found and deleted by REST v2, which has no list of
-    words but a stream.
-    """
+    """Pods: made by GraphQL, which knows an end; found and deleted by REST."""
 
     @understood()
     def create(self, ask: LaunchRequest, asked_at: float) -> Created:

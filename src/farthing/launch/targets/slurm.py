@@ -17,9 +17,7 @@ _OVER = re.compile("COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|B
 
 
 def render(ask: LaunchRequest) -> Files:
-    """The batch script. `ask.at` is the partition, `ask.folder` the run folder, which all nodes
-    see.
-    """
+    """`ask.at` is the partition, `ask.folder` the run folder, which all nodes see."""
     n_gpus, minutes = ask.offer.n_gpus, math.ceil((ask.most_s + 2 * GRACE_S) / 60)
     options = f"""--job-name={ask.name}
 --output={ask.folder}/launch/{ask.name}/log.txt

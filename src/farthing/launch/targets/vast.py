@@ -120,7 +120,6 @@ def end_of(value: Value) -> Json:
 
 
 def render(ask: LaunchRequest) -> Files:
-    """Three requests, and the script of the second."""
     requests = {
         SEARCH: search_of(ask),
         CREATE: creation_of(ask, placeholder),
@@ -135,9 +134,7 @@ class Vast(Client):
 
     @understood()
     def create(self, ask: LaunchRequest, asked_at: float) -> Created:
-        """See `Driver`. An instance that can't be given its end is destroyed at once, and the offer
-        refused.
-        """
+        """An instance that can't be given its end is destroyed, and the offer refused."""
         answer = sure(self._api, "POST", "/api/v0/bundles/", search_of(ask)) or {}
         found = answer.get("offers") or []
         if not found:
@@ -161,7 +158,7 @@ class Vast(Client):
         return Created(made.id, None if ask.offer.is_spot else price_of(found[0].get("dph_total")))
 
     def secure(self, machine: Machine) -> None:
-        """See `Driver`. Status 422: such a job is there already."""
+        """Status 422: such a job is there already."""
         ends = machine.asked_at + machine.most_s
         number = int(machine.id)
         values = {ENDS_AT: ends, f"{ENDS_AT}_LATER": ends + END_WINDOW_S, INSTANCE: number}
@@ -173,7 +170,6 @@ class Vast(Client):
 
     @understood()
     def listed(self, prefix: str) -> list[InstanceStatus]:
-        """See `Driver`. Page by page."""
         found: list[Json] = []
         path = "/api/v1/instances/?limit=25"
         for _ in range(200):

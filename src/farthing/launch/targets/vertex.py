@@ -28,9 +28,7 @@ _SECRET = (
 
 
 def with_secrets(ask: LaunchRequest) -> str:
-    """The script of the machine, which first fetches its secrets by their names: the document has
-    no place for them.
-    """
+    """The script, which first fetches its secrets by name: the document has no place for them."""
     script, project = script_of(ask), ask.at.partition("/")[0]
     lines = "".join(
         f'{name}=$(python3 -c "$read" {shlex.quote(project)} {name}) && export {name} || {{ '
@@ -103,7 +101,6 @@ def _parse(text: str) -> list[InstanceStatus]:
 
 
 def commands(at: str) -> Commands:
-    """How `gcloud` is used in a project and region."""
     project, region = map(shlex.quote, [*at.split("/"), "", ""][:2])
     place = f"--project={project} --region={region}"
     ai = "gcloud ai custom-jobs"
