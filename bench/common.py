@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,16 @@ def lines_of(path: Path, key: str = "") -> list[dict[str, Any]]:
     """The rows of a JSONL file, those that have a key; none where there is no file."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else ()
     return [row for row in map(json.loads, lines) if not key or key in row]
+
+
+def aligned(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Columns of equal width, words to the left and numbers to the right."""
+    every = [list(line) for line in (head, *lines)]
+    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if text[:1] in tuple("0123456789-+") else text.ljust(width)
+            for text, width in zip(line, widths, strict=True)
+        ).rstrip()
+        for line in every
+    )

@@ -1,61 +1,19 @@
-"""Seconds, memory and how busy the device is, for everyone alike; and the ceilings: a copy and a
-matrix product.
+"""How busy the device is, what it does at best (a copy and a matrix product), and what it is.
 
-Seconds are between events in the queue of the GPU. Never run on a GPU so far; on a CPU the host's
-clock stands in.
+Never run on a GPU so far; on a CPU the host's clock stands in.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import platform
 import sys
-import threading
-import time
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from on_gpu.work import Scale
-
-SAMPLE_S = 0.05
-
-
-class Busy:
-    """The share of time in which a kernel ran, in percent, by NVML, while `is_on`; None where it
-    can't be read.
-    """
-
-    def __init__(self) -> None:
-        self.is_on = False
-        self._found: list[int] = []
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Busy:
-        if torch.cuda.is_available():
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closed.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    @property
-    def percent(self) -> float | None:
-        """The mean of what was seen."""
-        return sum(self._found) / len(self._found) if self._found else None
-
-    def _watch(self) -> None:
-        while not self._closed.wait(SAMPLE_S):
-            try:
-                percent = torch.cuda.utilization()
-            except Exception:  # no NVML, or no permission
-                return
-            if self.is_on:
-                self._found.append(percent)
 
 
 def idle_percent(step: Any, n: int) -> float | None:
@@ -72,10 +30,9 @@ def idle_percent(step: Any, n: int) -> float | None:
             step()
         torch.cuda.synchronize()
     kineto = profile.profiler.kineto_results if profile.profiler is not None else None
-    events = kineto.events() if kineto is not None else []
     spans = sorted(
         (event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in events
+        for event in (kineto.events() if kineto is not None else [])
         if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation()
     )
     if not spans:
@@ -97,55 +54,26 @@ def clean() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def seconds_of(function: Any, n: int) -> float:
-    """Mean seconds of a call, after three that warm up."""
-    on_gpu = torch.cuda.is_available()
-    for _ in range(3):
-        function()
-    if not on_gpu:
-        began = time.perf_counter()
-        for _ in range(n):
-            function()
-        return (time.perf_counter() - began) / n
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    events[0].record()
-    for _ in range(n):
-        function()
-    events[1].record()
-    torch.cuda.synchronize()
-    return events[0].elapsed_time(events[1]) / 1000 / n
-
-
 def ceilings(scale: Scale) -> dict[str, Any]:
     """What this device does at best: bytes/s of a copy (read and written), FLOP/s of a bf16 product
-    of random numbers.
+    of random numbers, as one of zeros is quicker.
     """
-    found = {
-        "copy_bytes_per_s": copy_bytes_per_s(scale.copy_bytes),
-        "matmul_flops": matmul_flops(scale.matmul),
-        "matmul_size": scale.matmul,
+    here, n = torch.device("cuda" if torch.cuda.is_available() else "cpu"), scale.matmul
+
+    def seconds(statement: str, **given: Any) -> float:
+        timer = Timer(statement, globals=given)
+        timer.timeit(3)
+        return float(timer.timeit(20).mean)
+
+    source = torch.randint(0, 255, (scale.copy_bytes,), dtype=torch.uint8, device=here)
+    copy_s = seconds("a.copy_(b)", a=torch.empty_like(source), b=source)
+    one, other = (torch.randn(n, n, device=here, dtype=torch.bfloat16) for _ in range(2))
+    product_s = seconds("a.mm(b)", a=one, b=other)
+    return {
+        "copy_bytes_per_s": 2 * scale.copy_bytes / copy_s,
+        "matmul_flops": 2 * n**3 / product_s,
+        "matmul_size": n,
     }
-    clean()
-    return found
-
-
-def copy_bytes_per_s(n_bytes: int) -> float:
-    """Read and written, within the device."""
-    source = torch.randint(0, 255, (n_bytes,), dtype=torch.uint8, device=here())
-    target = torch.empty_like(source)
-    return 2 * n_bytes / seconds_of(lambda: target.copy_(source), 10)
-
-
-def matmul_flops(n: int) -> float:
-    """FLOP/s of an n x n x n product in bf16: of random numbers, as one of zeros is quicker."""
-    one, other = (torch.randn(n, n, device=here(), dtype=torch.bfloat16) for _ in range(2))
-    product = torch.empty_like(one)
-    return 2 * n**3 / seconds_of(lambda: torch.mm(one, other, out=product), 20)
-
-
-def here() -> torch.device:
-    """Where everything is computed."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def machine() -> dict[str, Any]:
@@ -153,33 +81,14 @@ def machine() -> dict[str, Any]:
     from farthing.prices.gpus import gpu_of_device
     from peers.contestant import versions
 
-    found: dict[str, Any] = {
-        "versions": versions(),
-        "platform": platform.platform(),
-        "device": platform.processor() or "CPU",
-    }
+    found = {"versions": versions(), "platform": platform.platform(), "device": "CPU"}
     if not torch.cuda.is_available():
         return found
     properties = torch.cuda.get_device_properties(0)
     gpu = gpu_of_device(properties.name, properties.total_memory)
-    found |= {
+    return found | {
         "device": properties.name,
         "memory_bytes": properties.total_memory,
-        "cuda": torch.version.cuda,
-    }
-    found |= {
         "capability": list(torch.cuda.get_device_capability()),
-        "multiprocessors": properties.multi_processor_count,
+        "peak_flops": None if gpu is None else gpu.flops.get("bf16"),
     }
-    if gpu is not None:
-        found |= {
-            "peak_flops": gpu.flops.get("bf16"),
-            "peak_bytes_per_s": gpu.bandwidth_bytes_per_s,
-        }
-    with contextlib.suppress(ImportError):
-        import inspect
-
-        from torch.nn.attention.varlen import varlen_attn
-
-        found["varlen_attn"] = str(inspect.signature(varlen_attn))
-    return found

@@ -2,147 +2,105 @@
 
 "hf" is the Trainer as people run it: 8 examples at once, as they come, padded to the longest.
 "trl-tuned" has Liger, fused AdamW and flash attention, and packs; two settings are tried and the
-quicker is kept. Where nothing fits, the same with checkpointing. The
-trainers are those of bench/compare.py (`peers.hugging`); only where the weights come from is
-replaced. torch.compile is not tried: it would take a minute a row. Needs nothing that farthing
-needs. Never run on a GPU so far.
+quicker is kept. Where nothing fits, the same with checkpointing. The trainers are those of
+bench/compare.py (`peers.hugging`); only where the weights come from is replaced. torch.compile is
+not tried: it would take a minute a row. Never run on a GPU so far.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import logging
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from on_gpu.clocks import Busy, clean
-from on_gpu.ours import Emit, HasTime, row_of
+from on_gpu.clocks import clean
+from on_gpu.ours import Emit, Row, failing, row_of
+from on_gpu.work import LORA_R, SEED, SHAPES, TARGETS, WARM_UP, facts_of
 from peers import hugging, models
 from peers.assignment import Assignment
 from peers.clock import Clock
 
-NEEDS = {
-    "hf": ("transformers", "accelerate", "datasets", "peft"),
-    "trl-tuned": ("transformers", "accelerate", "datasets", "peft", "trl"),
-}
-
-
-class Watching(Clock):
-    """A clock that also says from when on the device is watched."""
-
-    def __init__(self, busy: Busy, n_warm: int) -> None:
-        super().__init__(torch.cuda.is_available())
-        self._busy, self._n_warm = busy, n_warm
-
-    def _mark(self) -> None:
-        super()._mark()
-        self._busy.is_on = self.n_steps >= self._n_warm
+NEEDS = ("transformers", "accelerate", "datasets", "peft")
 
 
 def missing(who: str) -> list[str]:
     """Packages that a contestant needs and that are not installed."""
-    return [name for name in NEEDS[who] if importlib.util.find_spec(name) is None]
+    needs = (*NEEDS, "trl") if who.startswith("trl") else NEEDS
+    return [name for name in needs if importlib.util.find_spec(name) is None]
 
 
-def candidates(who: str, batch: int) -> Iterator[dict[str, Any]]:
-    """Settings to try, each pair's quicker one to be kept; the later pairs recompute activations."""  # noqa: E501
-    loader = {"workers": 2} if torch.cuda.is_available() else {}
-    for checkpointing in (False, True):
-        if who == "hf":
-            yield {"checkpointing": checkpointing, "micro_batch": hugging.DEFAULT_MICRO_BATCH}
-        else:
-            for n_rows in (batch, 2):  # all of a step at once, or a few
-                yield {**loader, "checkpointing": checkpointing, "packing": True, "rows": n_rows}
+def candidates(who: str, batch: int, checkpointing: bool) -> Iterator[dict[str, Any]]:
+    """Settings to try, the quickest to be kept."""
+    if who == "hf":
+        yield {"checkpointing": checkpointing}
+        return
+    for n_rows in (batch, 2):  # all of a step at once, or a few
+        workers = 2 if torch.cuda.is_available() else 0
+        yield {"checkpointing": checkpointing, "rows": n_rows, "workers": workers}
 
 
-def device_bytes() -> int | None:
-    """Memory of the GPU."""
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+def rows(who: str, shape: str, work: Path, emit: Emit) -> None:
+    """Every method, on lengths that vary."""
+    lengths = SHAPES[shape]["lengths"][0]
+    for method in SHAPES[shape]["methods"]:
+        what = {"kind": "row", "who": who, "shape": shape, "method": method, "lengths": lengths}
+        with failing(what, emit):
+            if lacking := missing(who):
+                raise ModuleNotFoundError(f"{', '.join(lacking)} not installed")
+            assignment = assignment_of(who, shape, method, work / f"{shape}-{lengths}")
+            found, why = list[Row](), list[Row]()
+            for checkpointing in (False, True):
+                tried = [*candidates(who, assignment.batch, checkpointing)]
+                for settings in [] if found else tried:
+                    with failing({}, why.append):
+                        figures = trained(replace(assignment, settings=settings))
+                        found.append({**figures, "settings": settings})
+            if not found:
+                raise RuntimeError(why[-1]["failed"])
+            emit({**what, **max(found, key=lambda row: row["tokens_per_s"])})
 
 
-def rows(
-    assignments: list[tuple[dict[str, Any], Assignment, int]],
-    room: int | None,
-    n_warm: int,
-    emit: Emit,
-    has_time: HasTime,
-) -> None:
-    """(what it is, assignment, bytes that it takes at the least) one after the other, on a device
-    of `room` bytes.
-    """
-    for what, assignment, least_bytes in assignments:
-        who = assignment.contestant
-        name = f"{who} {what['shape']} {what['method']} {what['lengths']}"
-        if lacking := missing(who):
-            emit({**what, "failed": f"{', '.join(lacking)} not installed"})
-            continue
-        if room is not None and least_bytes > room:
-            emit(
-                {
-                    **what,
-                    "failed": (
-                        f"{least_bytes / 2**30:.0f} GiB of weights, gradients and moments do"
-                        " not fit"
-                    ),
-                }
-            )
-            continue
-        best: dict[str, Any] | None = None
-        why = ""
-        for settings in candidates(who, assignment.batch):
-            if best is not None and settings["checkpointing"]:
-                break
-            if not has_time(name):
-                break
-            found, error = tried(replace(assignment, settings=settings), n_warm)
-            why = error or why
-            if found is not None and (best is None or found["tokens_per_s"] > best["tokens_per_s"]):
-                best = found | {"settings": settings}
-        if best is not None:
-            emit({**what, **best})
-        elif why:
-            emit({**what, "failed": why})
+def assignment_of(who: str, shape: str, method: str, folder: Path) -> Assignment:
+    """What a peer has to do. Raises `MemoryError` where it does not fit this GPU."""
+    facts = facts_of(folder, method)
+    return Assignment(
+        contestant=who,
+        folder=str(folder),
+        out=str(folder / f"{who}-{method}"),
+        task=SHAPES[shape]["task"],
+        method=method,
+        precision="bf16" if torch.cuda.is_available() else "fp32",
+        order=facts["order"],
+        seed=SEED,
+        max_length=facts["longest"],
+        max_target_length=facts["longest"],
+        learning_rate=1e-5,
+        targets=TARGETS,
+        lora_r=LORA_R,
+    )
 
 
-def tried(assignment: Assignment, n_warm: int) -> tuple[dict[str, Any] | None, str]:
-    """(figures, "") of a whole training, or (None, why it failed)."""
-    clean()
-    try:
-        return trained(assignment, n_warm), ""
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        return None, f"{type(error).__name__}: {lines[0][:200]}"
-    finally:
-        clean()
-
-
-def trained(assignment: Assignment, n_warm: int) -> dict[str, Any]:
+def trained(assignment: Assignment) -> Row:
     """Train by the contestant's trainer, all steps, and look at the clock."""
-    import datasets
-    import transformers
-
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
+    clean()
+    hugging.quieten()
     weights = RandomWeights(models.auto_class(assignment.task), assignment.contestant)
-    with Busy() as busy, mock.patch.object(models, "auto_class", return_value=weights):
-        clock = Watching(busy, n_warm)
+    clock = Clock(torch.cuda.is_available())
+    with mock.patch.object(models, "auto_class", return_value=weights):
         if assignment.contestant.startswith("trl"):
             import trl
 
             with mock.patch.object(trl, "SFTTrainer", with_random_weights(trl.SFTTrainer, weights)):
-                trainer = hugging._sft_trainer(assignment, clock)
+                trainer = hugging.sft_trainer(assignment, clock)
         else:
-            trainer = hugging._trainer(assignment, clock)
+            trainer = hugging.trainer(assignment, clock)
         trainer.train()
-        busy.is_on = False
-        return row_of(clock.facts(), n_warm, busy.percent)
+    return row_of(clock.facts(), WARM_UP)
 
 
 class RandomWeights:

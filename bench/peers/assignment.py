@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 IGNORED = -100
 ADAM = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 MAX_GRAD_NORM = 1.0
+USD_PER_HOUR = 0.10
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,10 @@ class Examples:
         """Tokens of each example [n]."""
         return np.diff(self.offsets)
 
-    def n_targets(self, indices: list[int]) -> int:
-        """How many predictions these examples ask for."""
-        if self.classes is not None:
-            return len(indices)
-        return sum(
-            int(self.is_target[self.offsets[i] : self.offsets[i + 1]].sum()) for i in indices
-        )
+    @property
+    def n_targets(self) -> int:
+        """How many predictions the examples ask for."""
+        return int(self.is_target.sum()) if self.classes is None else len(self)
 
     def row(self, index: int) -> dict[str, Any]:
         """`input_ids` and `labels` as the libraries want them: aligned, -100 where nothing is to be
@@ -57,34 +55,15 @@ class Examples:
             return {"input_ids": ids[~is_target].tolist(), "labels": ids[is_target].tolist()}
         return {"input_ids": ids.tolist(), "labels": np.where(is_target, ids, IGNORED).tolist()}
 
-    def rows(self, indices: list[int]) -> list[dict[str, Any]]:
-        """Several of them."""
-        return [self.row(index) for index in indices]
-
     def save(self, path: Path) -> None:
         """Write the one file that all contestants read."""
-        classes = {} if self.classes is None else {"classes": self.classes}
-        np.savez(
-            path,
-            ids=self.ids,
-            is_target=self.is_target,
-            offsets=self.offsets,
-            is_seq2seq=np.array(self.is_seq2seq),
-            **classes,
-        )
+        np.savez(path, **{key: value for key, value in vars(self).items() if value is not None})
 
     @classmethod
     def load(cls, path: Path) -> Examples:
         """Read it."""
         with np.load(path) as arrays:
-            classes = arrays.get("classes")
-            return cls(
-                arrays["ids"],
-                arrays["is_target"],
-                arrays["offsets"],
-                classes,
-                bool(arrays["is_seq2seq"]),
-            )
+            return cls(**{"classes": None, **arrays, "is_seq2seq": bool(arrays["is_seq2seq"])})
 
 
 @dataclass(frozen=True)
@@ -103,8 +82,7 @@ class Assignment:
     method: str
     precision: str
     order: list[list[int]]
-    """The examples of every optimizer step, all epochs."""
-    epochs: int
+    """The examples of every optimizer step."""
     seed: int
     max_length: int
     max_target_length: int
@@ -112,24 +90,16 @@ class Assignment:
     targets: list[str]
     """Layers that get an adapter, as peft wants them named."""
     lora_r: int = 16
-    lora_alpha: float = 32.0
-    threads: int = 1
     columns: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     """What is the contestant's own to choose: micro-batch, checkpointing, workers; for farthing
     keys of its job.
     """
-    usd_per_hour: float = 0.0
 
     @property
     def batch(self) -> int:
         """Examples of an optimizer step."""
         return len(self.order[0])
-
-    @property
-    def n_steps(self) -> int:
-        """Optimizer steps of all epochs."""
-        return len(self.order)
 
     @property
     def model(self) -> Path:
@@ -140,14 +110,9 @@ class Assignment:
         """The tokenized file."""
         return Examples.load(Path(self.folder) / f"{split}.npz")
 
-    def in_order(self) -> list[int]:
-        """Every example as often as it is taken, in the order in which it is."""
-        return [index for step in self.order for index in step]
-
-    def write(self, path: Path) -> Path:
+    def write(self, path: Path) -> None:
         """As JSON, for the process that will run it."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        return path
 
     @classmethod
     def read(cls, path: Path) -> Assignment:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,11 @@ import psutil
 
 def cpu_seconds() -> float:
     """CPU-seconds of this process, all threads, and of its children, those that still run included."""  # noqa: E501
-    total = 0.0
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        used = resource.getrusage(who)
-        total += used.ru_utime + used.ru_stime
-    for child in psutil.Process().children(recursive=True):
-        try:
-            times = child.cpu_times()
-        except psutil.Error:  # it has just ended, and is among the children already counted
-            continue
-        total += times.user + times.system
+    own = psutil.Process()
+    total = time.process_time() + sum(own.cpu_times()[2:4])  # those of children that have ended
+    for child in own.children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended, and is among those already counted
+            total += sum(child.cpu_times()[:2])
     return total
 
 
@@ -37,12 +33,9 @@ def peak_bytes() -> int:
     """
     status = Path("/proc/self/status")
     if status.exists():
-        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+        return int(status.read_text(errors="replace").partition("VmHWM:")[2].split()[0]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Clock:
@@ -52,19 +45,19 @@ class Clock:
 
     def __init__(self, on_gpu: bool = False) -> None:
         self._on_gpu = on_gpu
-        self._wall: list[Any] = []
-        self._cpu: list[float] = []
-        self._counted: list[list[tuple[Any, Any]]] = []
+        self.begin()
 
     @property
     def n_steps(self) -> int:
         """Steps done so far."""
-        return max(0, len(self._wall) - 1)
+        return len(self._wall) - 1
 
     def begin(self) -> None:
         """The first step begins now."""
-        self._wall, self._cpu, self._counted = [], [], []
-        self._mark()
+        self._wall: list[Any] = []
+        self._cpu: list[float] = []
+        self._counted: list[list[tuple[Any, Any]]] = []
+        self.step_done()
 
     def count(self, useful: Any, computed: Any) -> None:
         """Tokens of the data, and tokens that the model was given, in the step at hand: numbers, or
@@ -74,9 +67,6 @@ class Clock:
 
     def step_done(self) -> None:
         """An optimizer step has ended."""
-        self._mark()
-
-    def _mark(self) -> None:
         self._wall.append(_event() if self._on_gpu else time.perf_counter())
         self._cpu.append(cpu_seconds())
         self._counted.append([])
@@ -85,23 +75,19 @@ class Clock:
         """Marks [steps + 1] and tokens [steps], and the peak of memory until now. Call it when the
         last step is done.
         """
-        facts: dict[str, Any] = {"peak_bytes": peak_bytes()}
+        facts: dict[str, Any] = {"peak_bytes": peak_bytes(), "on_gpu": self._on_gpu}
         if self._on_gpu:
             import torch
 
             torch.cuda.synchronize()
-            facts["gpu_peak_bytes"] = int(torch.cuda.max_memory_allocated())
+            facts["peak_bytes"] = int(torch.cuda.max_memory_allocated())
             wall = [self._wall[0].elapsed_time(event) / 1000 for event in self._wall]
         else:
             wall = [mark - self._wall[0] for mark in self._wall]
-        counted = self._counted[: self.n_steps]
-        return facts | {
-            "wall": wall,
-            "cpu": [mark - self._cpu[0] for mark in self._cpu],
-            "useful": [int(sum(float(useful) for useful, _ in step)) for step in counted],
-            "computed": [int(sum(float(computed) for _, computed in step)) for step in counted],
-            "on_gpu": self._on_gpu,
-        }
+        for place, name in enumerate(("useful", "computed")):
+            steps = self._counted[: self.n_steps]
+            facts[name] = [int(sum(float(each[place]) for each in step)) for step in steps]
+        return facts | {"wall": wall, "cpu": [mark - self._cpu[0] for mark in self._cpu]}
 
 
 def _event() -> Any:

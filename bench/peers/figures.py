@@ -1,149 +1,133 @@
-"""From the marks of a clock to figures, from figures to ratios, from ratios to what was aimed at.
+"""From the marks of a clock to figures, from figures to what was aimed at, and all of it as text.
 Plain numbers only.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
+from common import aligned
+from peers.contestant import CONTESTANTS
 
-def rates(run: dict[str, Any], first: int, last: int) -> dict[str, float] | None:
-    """Figures of the steps `first` to `last` (counted from 0, `last` not included); None when there
-    are none.
+Table = dict[str, dict[str, Any]]
+"""The rows of one workload, method and precision, by contestant."""
+CAUSAL = ("short", "chat", "full", "shared")
+TARGETS = (
+    ("against Trainer, tuned, on chat lengths", 1.4, "hf-tuned", ("chat",)),
+    ("against Trainer, tuned, on full-length rows", 1.1, "hf-tuned", ("full",)),
+    ("against TRL, tuned", 1.3, "trl-tuned", CAUSAL),
+)
+"""(in words, the least ratio of farthing's speed to a peer's, the peer, workloads)."""
+
+
+def rates(run: dict[str, Any], first: int, last: int) -> dict[str, float]:
+    """Figures of the steps `first` to `last` (counted from 0, `last` not included).
 
     `run` has the marks `wall` and `cpu` [steps + 1] and the tokens `useful` and `computed` [steps]
     of a `Clock`. `useful_share` is over 1 where a shared prefix was computed once.
     """
-    if not 0 <= first < last <= len(run["useful"]):
-        return None
     useful, computed = sum(run["useful"][first:last]), sum(run["computed"][first:last])
     wall_s, cpu_s = (run[name][last] - run[name][first] for name in ("wall", "cpu"))
-    device_s = wall_s if run.get("on_gpu") else cpu_s
     return {
-        "useful_tokens": useful,
         "wall_s": wall_s,
-        "device_s": device_s,
         "tokens_per_s": useful / wall_s,
-        "tokens_per_device_s": useful / device_s,
-        "device_s_per_million": device_s / useful * 1e6,
+        "tokens_per_device_s": useful / (wall_s if run["on_gpu"] else cpu_s),
         "useful_share": useful / computed,
     }
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs of one contestant as one row: medians, the range of speed, the highest memory."""  # noqa: E501
-    speeds = [run["steady"]["tokens_per_device_s"] for run in runs]
+    """Several runs of one contestant as one row: medians, and the highest memory."""
     return {
-        "n": len(runs),
-        "speed": median(speeds),
-        "speed_range": [min(speeds), max(speeds)],
-        "per_s": median(run["steady"]["tokens_per_s"] for run in runs),
-        "device_s_per_million": median(run["steady"]["device_s_per_million"] for run in runs),
-        "useful_share": median(run["epoch"]["useful_share"] for run in runs),
+        **{
+            name: median(run["steady"][name] for run in runs)
+            for name in ("tokens_per_device_s", "tokens_per_s")
+        },
+        "useful_share": median(run["whole"]["useful_share"] for run in runs),
         "peak_bytes": max(run["peak_bytes"] for run in runs),
         "usd": median(run["usd"] for run in runs),
-        "process_s": median(run["process_wall_s"] for run in runs),
-        "process_cpu_s": median(run["process_cpu_s"] for run in runs),
         "examples_per_step": median(run["examples_per_step"] for run in runs),
-        "eval_loss": sum(run["eval_loss"] for run in runs) / len(runs),
+        "eval_loss": mean(run["eval_loss"] for run in runs),
         "losses": {run["seed"]: run["eval_loss"] for run in runs},
         "settings": runs[-1]["settings"],
     }
 
 
-# ---- targets ----
-
-Table = dict[str, dict[str, Any]]
-"""The rows of one workload, method and precision, by contestant."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """Something aimed at: a least ratio of farthing's figure to a peer's."""
-
-    words: str
-    least: float
-    peer: str
-    workloads: tuple[str, ...] = ()
-    methods: tuple[str, ...] = ()
-
-    def applies(self, workload: str, method: str) -> bool:
-        """Whether it is about this table."""
-        about = ((self.workloads, workload), (self.methods, method))
-        return all(not wanted or value in wanted for wanted, value in about)
-
-
-CAUSAL = ("short", "chat", "full", "shared")
-TARGETS = (
-    Target("against Trainer, tuned, on chat lengths", 1.4, "hf-tuned", workloads=("chat",)),
-    Target("against Trainer, tuned, on full-length rows", 1.1, "hf-tuned", workloads=("full",)),
-    Target("against TRL, tuned", 1.3, "trl-tuned", workloads=CAUSAL),
-    Target(
-        "LoRA on all layers against TRL's defaults", 1.4, "trl", methods=("lora",), workloads=CAUSAL
-    ),
-)
-LEAST_SHARE = {"causal-lm": 0.9999, "seq2seq": 0.97, "classification": 0.97}
-
-
-def ratio(table: Table, peer: str) -> float | None:
-    """farthing's speed over the peer's; None where one is missing or void."""
-    rows = [table.get(name) for name in ("farthing", peer)]
-    if any(row is None or row.get("void") or "speed" not in row for row in rows):
-        return None
-    return float(rows[0]["speed"] / rows[1]["speed"])  # type: ignore[index]
-
-
-def against_targets(table: Table, workload: str, method: str, task: str) -> list[dict[str, Any]]:
+def against_targets(table: Table, workload: str, task: str) -> list[dict[str, Any]]:
     """Each target about this table, with what was measured: met, missed, or not measured."""
-    found = []
-    for target in TARGETS:
-        if target.applies(workload, method):
-            value = ratio(table, target.peer)
-            found.append(
-                _judged(target.words, target.least, value, lambda value, least: value >= least)
-            )
-    ours = table.get("farthing", {})
-    if "peak_bytes" not in ours:
-        return found
-    share = ours["useful_share"]
-    found.append(
-        _judged(
-            "useful share of computed tokens",
-            LEAST_SHARE[task],
-            share,
-            lambda value, least: value >= least,
-        )
-    )
-    others = [
-        row["peak_bytes"]
-        for name, row in table.items()
-        if name != "farthing" and "peak_bytes" in row
+    fine = {name: row for name, row in table.items() if not row.get("void") and "usd" in row}
+    ours = fine.get("farthing")
+    found: list[tuple[str, float, float | None, bool]] = []
+    for words, least, peer, workloads in TARGETS:
+        if workload in workloads:
+            speeds = [one and one["tokens_per_device_s"] for one in (ours, fine.get(peer))]
+            ratio = speeds[0] / speeds[1] if all(speeds) else None
+            found.append((words, least, ratio, (ratio or 0) >= least))
+    if ours is not None:
+        share, least = ours["useful_share"], 0.9999 if task == "causal-lm" else 0.97
+        found.append(("useful share of computed tokens", least, share, share >= least))
+        others = [row["peak_bytes"] for name, row in table.items() if name != "farthing"]
+        ratio = ours["peak_bytes"] / min(others) if others else None
+        words = "peak memory over the least of the others"
+        found.append((words, 1.0, ratio, (ratio or 0) <= 1))
+    return [
+        {
+            "target": words,
+            "bound": bound,
+            "measured": value,
+            "state": "not measured" if value is None else "met" if is_met else "missed",
+        }
+        for words, bound, value, is_met in found
     ]
-    if others:
-        value = ours["peak_bytes"] / min(others)
-        found.append(
-            _judged(
-                "peak memory over the least of the others",
-                1.0,
-                value,
-                lambda value, most: value <= most,
-            )
-        )
-    return found
 
 
-def _judged(
-    words: str, bound: float, value: float | None, holds: Callable[[float, float], bool]
-) -> dict[str, Any]:
-    state = (
-        "not measured"
-        if value is None or math.isnan(value)
-        else "met"
-        if holds(value, bound)
-        else "missed"
+# ---- as text ----
+
+
+def draw(table: dict[str, Any]) -> str:
+    """A table of `compare`, in text: contestants with farthing's ratio to each, and what was aimed
+    at.
+    """
+    rows, train = table["rows"], table["facts"]["train"]
+    title = (
+        f"\n{table['workload']}, {table['method']}, {table['precision']}: {train['examples']}"
+        f" examples of {train['mean']:.0f} tokens ({train['longest']} at most),"
+        f" {table['facts']['parameters'] / 1e6:.1f} M parameters"
     )
-    return {"target": words, "bound": bound, "measured": value, "state": state}
+    head = ["", "tok/s", "x", "tok/dev-s", "x", "useful", "MiB", "$/run", "ex/step", "loss", ""]
+    good = {name: row for name, row in rows.items() if "failed" not in row}
+    lines = [title, aligned(head, [_row(name, good) for name in CONTESTANTS if name in good])]
+    for name, row in rows.items():
+        words = ", ".join(f"{key} {value}" for key, value in (row.get("settings") or {}).items())
+        if words or "failed" in row:
+            lines.append(f"  {name}: {row.get('failed') or words}")
+    for target in table["targets"]:
+        value = "" if target["measured"] is None else f"{target['measured']:.2f}"
+        said = f"{target['target']}: {value} (aim {target['bound']:g})"
+        lines.append(f"  {target['state']:12} {said}")
+    return "\n".join(lines)
+
+
+def _row(name: str, rows: Table) -> list[str]:
+    row, ours = rows[name], rows.get("farthing")
+
+    def speed(figure: str) -> list[str]:
+        ratio = f"{ours[figure] / row[figure]:.2f}" if ours and name != "farthing" else ""
+        return [f"{row[figure]:.0f}", ratio]
+
+    verdict = row["verdict"]
+    words = verdict["word"]
+    if verdict["difference"] is not None:
+        words += f" ({verdict['difference']:+.4f}, spread {verdict['spread']:.4f})"
+    return [
+        CONTESTANTS[name],
+        *speed("tokens_per_s"),
+        *speed("tokens_per_device_s"),
+        f"{row['useful_share']:.1%}",
+        f"{row['peak_bytes'] / 2**20:.0f}",
+        f"{row['usd']:.5f}",
+        f"{row['examples_per_step']:.1f}",
+        f"{row['eval_loss']:.4f}",
+        f"VOID: {words}" if row["void"] else words,
+    ]

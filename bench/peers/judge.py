@@ -1,5 +1,4 @@
-"""The one judge of all contestants: the final loss, whether it is as good as the reference's, and
-whether documents leak.
+"""The one judge of all contestants: the final loss, and whether it is as good as the reference's.
 
 Everything is computed in fp32, one document at a time and without padding, by plain transformers.
 """
@@ -20,10 +19,13 @@ from peers.assignment import IGNORED, Examples
 
 
 @torch.no_grad()
-def mean_loss(model: Any, examples: Examples, indices: list[int], task: str) -> float:
-    """Cross-entropy a target (classification: an example) over these examples."""
-    total = sum(float(document_loss(model, examples.row(index), task)) for index in indices)
-    return total / examples.n_targets(indices)
+def loss_of_folder(initial: Path, trained: Path, examples: Examples, task: str) -> float:
+    """The mean cross-entropy a target (classification: an example) of a trained model: a whole one,
+    or an adapter for `initial`.
+    """
+    model = models.load_trained(initial, trained, task)
+    rows = map(examples.row, range(len(examples)))
+    return sum(float(document_loss(model, row, task)) for row in rows) / examples.n_targets
 
 
 def document_loss(model: Any, row: dict[str, Any], task: str) -> Tensor:
@@ -31,27 +33,15 @@ def document_loss(model: Any, row: dict[str, Any], task: str) -> Tensor:
     ids, labels = (
         torch.tensor([row[name]], device=model.device) for name in ("input_ids", "labels")
     )
-    if task == "causal-lm":
-        return summed(model(input_ids=ids, use_cache=False).logits[:, :-1], labels[:, 1:])
     if task == "seq2seq":
-        return summed(model(input_ids=ids, labels=labels, use_cache=False).logits, labels)
-    return summed(model(input_ids=ids).logits, labels)
-
-
-def summed(logits: Tensor, labels: Tensor) -> Tensor:
-    """Of logits [..., classes] and labels [...]."""
+        logits = model(input_ids=ids, labels=labels, use_cache=False).logits
+    else:
+        logits = model(input_ids=ids).logits
+    if task == "causal-lm":
+        logits, labels = logits[:, :-1], labels[:, 1:]
     return F.cross_entropy(
         logits.float().flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=IGNORED
     )
-
-
-def loss_of_folder(initial: Path, trained: Path, examples: Examples, task: str) -> float:
-    """The mean loss of a trained model (whole, or an adapter for `initial`) over all examples."""
-    model = models.load_trained(initial, trained, task)
-    return mean_loss(model, examples, list(range(len(examples))), task)
-
-
-# ---- as good as the reference ----
 
 
 @dataclass(frozen=True)
@@ -74,29 +64,25 @@ class Verdict:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self) | {"is_void": self.is_void}
+        return asdict(self)
 
 
 def verdict(
-    reference: dict[int, float],
-    losses: dict[int, float],
-    *,
-    is_in_order: bool = True,
-    fewest: int = 3,
+    reference: dict[int, float], losses: dict[int, float], *, is_in_order: bool = True
 ) -> Verdict:
     """By final losses of each seed. The spread is the largest less the smallest loss of the
     reference's seeds.
 
     Seeds draw the order (and an adapter's first weights), the same for the same seed, so that
-    losses are compared seed by seed and the differences averaged; with fewer than `fewest` of the
+    losses are compared seed by seed and the differences averaged; with fewer than three of the
     reference nothing is said. Who takes the steps of the reference must end where it ends; who
     orders or packs for itself (not `is_in_order`) may also end lower.
     """
     if any(not math.isfinite(loss) for loss in losses.values()):
         return Verdict("not a number")
-    common = sorted(set(reference) & set(losses))
-    if len(reference) < fewest or not common:
-        return Verdict(f"not judged: {len(reference)} of {fewest} seeds of the reference")
+    common = set(reference) & set(losses)
+    if len(reference) < 3 or not common:
+        return Verdict(f"not judged: {len(reference)} of 3 seeds of the reference")
     spread = max(reference.values()) - min(reference.values())
     difference = sum(losses[seed] - reference[seed] for seed in common) / len(common)
     word = "equal"

@@ -4,7 +4,6 @@ for all of them.
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,19 @@ import torch
 
 from peers.assignment import Assignment
 
-PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classification": "SEQ_CLS"}
+CLASSES = {
+    "causal-lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
+    "seq2seq": ("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
+    "classification": ("AutoModelForSequenceClassification", "SEQ_CLS"),
+}
+"""Of a task: the class of transformers, and its name in peft."""
 
 
 def auto_class(task: str) -> Any:
     """The transformers class that loads a model for a task."""
     import transformers
 
-    return {
-        "causal-lm": transformers.AutoModelForCausalLM,
-        "seq2seq": transformers.AutoModelForSeq2SeqLM,
-        "classification": transformers.AutoModelForSequenceClassification,
-    }[task]
+    return getattr(transformers, CLASSES[task][0])
 
 
 def device() -> torch.device:
@@ -39,22 +39,19 @@ def adapter_config(assignment: Assignment) -> Any:
 
     return peft.LoraConfig(
         r=assignment.lora_r,
-        lora_alpha=assignment.lora_alpha,
+        lora_alpha=2 * assignment.lora_r,
         lora_dropout=0.0,
         target_modules=list(assignment.targets),
-        task_type=PEFT_TASKS[assignment.task],
+        task_type=CLASSES[assignment.task][1],
     )
 
 
-def dtype_of(assignment: Assignment) -> torch.dtype:
+def dtype_of(assignment: Assignment) -> str:
     """What weights are loaded in: trained ones in fp32 always, the frozen ones under an adapter in
     the run's precision.
     """
-    return (
-        torch.bfloat16
-        if assignment.precision == "bf16" and assignment.method != "full"
-        else torch.float32
-    )
+    is_half = assignment.precision == "bf16" and assignment.method != "full"
+    return "bfloat16" if is_half else "float32"
 
 
 def load(assignment: Assignment) -> Any:
@@ -83,9 +80,5 @@ def load_trained(initial: Path, trained: Path, task: str) -> Any:
     if is_adapter:
         import peft
 
-        with (
-            warnings.catch_warnings()
-        ):  # of names that will change, between versions of the libraries
-            warnings.simplefilter("ignore", FutureWarning)
-            model = peft.PeftModel.from_pretrained(model, trained)
+        model = peft.PeftModel.from_pretrained(model, trained)
     return model.to(device()).eval()

@@ -10,40 +10,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import yaml
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from farthing.events import Decided, Event, StepTaken
-from peers.assignment import ADAM, MAX_GRAD_NORM, Assignment
+from common import lines_of
+from farthing.events import Decided, Event
+from peers.assignment import ADAM, MAX_GRAD_NORM, USD_PER_HOUR, Assignment
 from peers.clock import Clock
 
 
-def job_values(assignment: Assignment, **more: Any) -> dict[str, Any]:
-    """The job as a person would write it."""
-    method: Any = "full"
-    if assignment.method != "full":
-        method = {
-            "name": "lora",
-            "lora_r": assignment.lora_r,
-            "lora_alpha": assignment.lora_alpha,
-            "target_modules": list(assignment.targets),
-        }
-    return {
+def write_job(assignment: Assignment, **data: Any) -> Path:
+    """The job as a person would write it, with more keys of `data`."""
+    folder, out = Path(assignment.folder), Path(assignment.out)
+    lora = {"name": "lora", "lora_r": assignment.lora_r, "target_modules": assignment.targets}
+    lora["lora_alpha"] = 2 * assignment.lora_r
+    values = {
         "task": assignment.task,
-        "model": f"{assignment.folder}/model",
+        "model": {"model_name_or_path": str(assignment.model)},
         "data": {
-            "train": f"{assignment.folder}/train.jsonl",
+            "train": f"{folder}/train.jsonl",
             "columns": assignment.columns,
             "max_length": assignment.max_length,
             "max_target_length": assignment.max_target_length,
-            "max_train_samples": assignment.n_steps * assignment.batch // assignment.epochs,
+            "max_train_samples": sum(map(len, assignment.order)),
             "max_bad_rows": 0.2,
+            **data,
         },
-        "method": method,
+        "method": "full" if assignment.method == "full" else lora,
         "train": {
-            "num_train_epochs": assignment.epochs,
+            "num_train_epochs": 1,
             "global_batch_size": assignment.batch,
             "learning_rate": assignment.learning_rate,
             "lr_scheduler_type": "linear",
@@ -55,19 +53,13 @@ def job_values(assignment: Assignment, **more: Any) -> dict[str, Any]:
             "eval_strategy": "no",
             **ADAM,
         },
-        "where": {"usd_per_hour": assignment.usd_per_hour},
-        "output_dir": f"{assignment.out}/run",
-        "cache_dir": f"{assignment.out}/cache",
-        **more,
+        "where": {"usd_per_hour": USD_PER_HOUR},
+        "output_dir": f"{out}/run",
+        "cache_dir": f"{out}/cache",
     }
-
-
-def write_job(folder: Path, values: dict[str, Any]) -> Path:
-    """As `job.yaml` in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "job.yaml"
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    return path
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "job.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    return out / "job.yaml"
 
 
 def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
@@ -76,16 +68,11 @@ def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
     from farthing.config.load import load_job
 
     # tokenized before, as for everyone; measurements of other runs are not there to learn from
-    shutil.copytree(
-        f"{assignment.folder}/cache/tokens", f"{assignment.out}/cache/tokens", dirs_exist_ok=True
-    )
-    path = write_job(Path(assignment.out), job_values(assignment))
-    job = load_job(
-        path, [f"{key}={json.dumps(value)}" for key, value in assignment.settings.items()]
-    )
-    lengths = assignment.examples("train").lengths
-    losses: list[float] = []
-    said: dict[str, Any] = {}
+    out = Path(assignment.out)
+    cache = Path(assignment.folder) / "cache" / "tokens"
+    shutil.copytree(cache, out / "cache" / "tokens", dirs_exist_ok=True)
+    more = [f"{key}={json.dumps(value)}" for key, value in assignment.settings.items()]
+    job, lengths = load_job(write_job(assignment), more), assignment.examples("train").lengths
 
     with embedded() as computed:
 
@@ -96,11 +83,8 @@ def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
 
         def tell(event: Event) -> None:
             if isinstance(event, Decided):  # the last that is said before the first step
-                said.update(vars(event))
                 computed.clear()
                 clock.begin()
-            elif isinstance(event, StepTaken) and event.loss is not None:
-                losses.append(event.loss)
 
         # not when a step is told of: on a GPU that is some steps later
         hook = register_optimizer_step_post_hook(step_taken)
@@ -110,18 +94,12 @@ def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
             hook.remove()
     if outcome.state != "finished":
         raise SystemExit(f"farthing stopped: {outcome.reason}")
-    _same_examples(assignment)
-    return {"model": f"{assignment.out}/run/model", "first_loss": losses[0], "said": said}
-
-
-def _same_examples(assignment: Assignment) -> None:
-    """The steps must have had the examples that the other contestants had."""
-    lines = (Path(assignment.out) / "run" / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    taken = [sorted(row["examples"]) for row in map(json.loads, lines) if "examples" in row]
+    taken = [sorted(row["examples"]) for row in lines_of(out / "run" / "log.jsonl", "examples")]
     if taken != [sorted(step) for step in assignment.order]:
         raise SystemExit(
             "farthing took other examples than the order says: the rows can't be compared"
         )
+    return {"model": f"{out}/run/model"}
 
 
 @contextmanager
@@ -129,20 +107,15 @@ def embedded() -> Iterator[list[int]]:
     """Counts what the model is given: the ids that go through its largest embedding, a number for
     each forward pass.
     """
-    counted: list[int] = []
-    largest: dict[str, int] = {"rows": 0}
-    forward = torch.nn.Embedding.forward
+    counted, largest, forward = list[int](), [0], torch.nn.Embedding.forward
 
     def counting(self: torch.nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
-        if self.num_embeddings > largest["rows"]:
-            largest["rows"] = self.num_embeddings
+        if self.num_embeddings > largest[0]:
+            largest[0] = self.num_embeddings
             counted.clear()
-        if self.num_embeddings == largest["rows"]:
+        if self.num_embeddings == largest[0]:
             counted.append(ids.numel())
         return forward(self, ids)
 
-    torch.nn.Embedding.forward = counting  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(torch.nn.Embedding, "forward", counting):
         yield counted
-    finally:
-        torch.nn.Embedding.forward = forward  # type: ignore[method-assign]

@@ -7,9 +7,8 @@ same ones as tokens.
     cache/       farthing's token cache: nobody tokenizes while the clock runs
     facts.json   what is in it
 
-Without `--data` the texts are words drawn at random from a vocabulary in which a word is a token,
-each likely to be followed by a few others, so that there is something to learn; their lengths are
-those of the workload.
+Without `--data` the texts are words drawn at random, each likely to be followed by a few others, so
+that there is something to learn; a word is a token, and lengths are those of the workload.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,14 +24,16 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from farthing.config.load import load_job
 from farthing.tiny import write_jsonl
 from farthing.train.resolve import open_examples, resolve
 from peers import models
 from peers.assignment import Assignment, Examples
-from peers.ours import job_values, write_job
-from small_models import make_tokenizer
+from peers.ours import write_job
+from small_models import make_model_folder, make_tokenizer
 
 N_CLASSES = 8
 TARGET_SHARE = 0.4
@@ -43,7 +43,6 @@ TARGET_SHARE = 0.4
 class Workload:
     """The shape of the data: lengths are drawn from a lognormal law, or are all `max_length`."""
 
-    name: str
     task: str
     mean: float
     spread: float
@@ -55,131 +54,81 @@ class Workload:
 
     def scaled(self, scale: float) -> Workload:
         """With all lengths times `scale`."""
-        return replace(
-            self,
-            mean=self.mean * scale,
-            max_length=max(16, round(self.max_length * scale)),
-            prefix=round(self.prefix * scale),
-            max_target_length=max(8, round(self.max_target_length * scale)),
-        )
+        names = ("max_length", "prefix", "max_target_length")
+        sizes = {name: round(getattr(self, name) * scale) for name in names}
+        return replace(self, mean=self.mean * scale, **sizes)
 
 
 WORKLOADS = {
-    "short": Workload("short", "causal-lm", mean=110, spread=0.7, max_length=512),
-    "chat": Workload("chat", "causal-lm", mean=660, spread=0.8, max_length=2048),
-    "full": Workload("full", "causal-lm", mean=2048, spread=0.0, max_length=2048),
-    "shared": Workload("shared", "causal-lm", mean=145, spread=0.4, max_length=1536, prefix=1000),
-    "classes": Workload("classes", "classification", mean=110, spread=0.7, max_length=256),
-    "seq2seq": Workload("seq2seq", "seq2seq", mean=60, spread=0.5, max_length=128),
+    "short": Workload("causal-lm", mean=110, spread=0.7, max_length=512),
+    "chat": Workload("causal-lm", mean=660, spread=0.8, max_length=2048),
+    "full": Workload("causal-lm", mean=2048, spread=0.0, max_length=2048),
+    "shared": Workload("causal-lm", mean=145, spread=0.4, max_length=1536, prefix=1000),
+    "classes": Workload("classification", mean=110, spread=0.7, max_length=256),
+    "seq2seq": Workload("seq2seq", mean=60, spread=0.5, max_length=128),
 }
 SCALES = {"chat": 1 / 3, "full": 0.25, "shared": 0.4}
 """What the lengths are multiplied with on a CPU, so that a run takes less than a minute."""
 FAMILY = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}
-
-
-@dataclass(frozen=True)
-class Size:
-    """Of the model that is made where none is given."""
-
-    hidden: int = 256
-    layers: int = 6
-    words: int = 16000
-    spread: float = 0.02
-    """Standard deviation of the first weights."""
-
-
-@dataclass(frozen=True)
-class Given:
-    """What replaces drawn data and the made model."""
-
-    data: str = ""
-    model: str = ""
-    columns: tuple[tuple[str, str], ...] = ()
-
-
-Rows = tuple[list[dict[str, Any]], list[dict[str, Any]]]
-"""To train on, and held out."""
+SIZE = {"hidden": 256, "layers": 6, "words": 16000}
+"""Of the model."""
+Rows = list[dict[str, Any]]
 
 
 def prepare(
     root: Path,
     workload: Workload,
-    size: Size,
     n_train: int,
     n_eval: int,
-    given: Given | None = None,
-    rows: Rows | None = None,
+    data: str = "",
+    columns: dict[str, str] | None = None,
+    size: dict[str, int] = SIZE,
 ) -> tuple[Path, dict[str, Any]]:
-    """(folder, facts) of the workload, of `rows` where there are some; made once for the same
-    arguments.
-    """
-    given = given or Given()
-    stamps = [_stamp(given.data), _stamp(given.model)]
-    identity = [asdict(workload), asdict(size), n_train, n_eval, asdict(given), stamps, rows]
+    """(folder, facts) of the workload; made once for the same arguments."""
+    stamp = [Path(data).stat().st_size, Path(data).stat().st_mtime_ns] if data else []
+    identity = [asdict(workload), size, n_train, n_eval, data, columns, stamp]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:10]
-    folder = root / f"{workload.name}-{key}"
+    folder = root / f"{workload.task}-{key}"
     if (folder / "facts.json").exists():
         return folder, json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     shutil.rmtree(folder, ignore_errors=True)
-    (folder / "model").mkdir(parents=True)
-    if rows is None and given.data:
-        rows = _read_rows(Path(given.data), n_train, n_eval)
-    elif rows is None:
-        rows = (
-            drawn_rows(workload, size.words, n_train, 1),
-            drawn_rows(workload, size.words, n_eval, 2),
-        )
-    write_jsonl(folder / "train.jsonl", rows[0])
-    write_jsonl(folder / "eval.jsonl", rows[1])
-    if given.model:
-        shutil.copytree(given.model, folder / "model", dirs_exist_ok=True)
+    if data:
+        train, held_out = _read_rows(Path(data), n_train, n_eval)
     else:
-        _make_model_folder(
-            folder / "model", workload, size, [*rows[0], *rows[1]] if given.data else None
+        train, held_out = (
+            drawn_rows(workload, size["words"], n, seed) for n, seed in ((n_train, 1), (n_eval, 2))
         )
-    facts = _tokenize(folder, workload, n_train, n_eval, given)
-    facts |= _initial_weights(folder / "model", workload.task, facts.pop("label_names"))
-    facts |= {"workload": asdict(workload), "size": asdict(size), "given": asdict(given)}
+    _make_model_folder(folder / "model", workload, size, [*train, *held_out], not data)
+    write_jsonl(folder / "train.jsonl", train)
+    write_jsonl(folder / "eval.jsonl", held_out)
+    facts = _tokenize(folder, workload, n_train, n_eval, columns or {})
+    facts |= _initial_weights(folder / "model", workload.task, facts["label_names"])
+    facts |= {"workload": asdict(workload), "columns": columns or {}}
     (folder / "facts.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
     return folder, facts
-
-
-def _stamp(path: str) -> list[int]:
-    if not path:
-        return []
-    status = Path(path).stat()
-    return [status.st_size, status.st_mtime_ns]
 
 
 # ---- texts ----
 
 
-def drawn_rows(workload: Workload, n_words: int, n: int, seed: int) -> list[dict[str, str]]:
-    """`n` rows of random words: the task's columns, a token a word."""
-    draw = np.random.Generator(np.random.PCG64(seed))
-    lengths = drawn_lengths(workload, n, draw)
-    prefix = sentence(np.random.Generator(np.random.PCG64(0)), workload.prefix, n_words)
-    rows = []
-    for length in lengths:
-        words = sentence(
-            draw, max(2, int(length) - workload.prefix - 1), n_words
-        )  # one token closes it
+def drawn_rows(workload: Workload, n_words: int, n: int, seed: int) -> Rows:
+    """`n` rows of random words with the task's columns."""
+    draw, rows = np.random.default_rng(seed), Rows()
+    prefix = sentence(np.random.default_rng(0), workload.prefix, n_words)
+    for length in drawn_lengths(workload, n, draw):
+        # one token closes it
+        words = sentence(draw, max(2, int(length) - workload.prefix - 1), n_words)
         n_target = max(1, round(len(words) * TARGET_SHARE))
         given, wanted = words[:-n_target], words[-n_target:]
         if workload.task == "classification":
-            rows.append(
-                {"text": " ".join(words), "label": f"class {int(words[0][1:]) % N_CLASSES}"}
-            )
+            label = f"class {int(words[0][1:]) % N_CLASSES}"
+            rows.append({"text": " ".join(words), "label": label})
         elif workload.task == "seq2seq":
             wanted = wanted[: workload.max_target_length - 1]
             rows.append({"input": " ".join(given or words), "target": " ".join(wanted)})
         else:
-            rows.append(
-                {
-                    "prompt": " ".join([*prefix, *given]) or "w0",
-                    "completion": " " + " ".join(wanted),
-                }
-            )
+            prompt = " ".join([*prefix, *given]) or "w0"
+            rows.append({"prompt": prompt, "completion": " " + " ".join(wanted)})
     return rows
 
 
@@ -188,51 +137,42 @@ def drawn_lengths(workload: Workload, n: int, draw: np.random.Generator) -> Any:
     if workload.spread == 0:
         return np.full(n, workload.max_length)
     law = np.log(workload.mean) - workload.spread**2 / 2
-    own = np.exp(law + workload.spread * draw.standard_normal(n))
-    return (
-        np.clip(np.round(own), 4, workload.max_length - workload.prefix).astype(int)
-        + workload.prefix
-    )
+    own = np.round(np.exp(law + workload.spread * draw.standard_normal(n)))
+    return np.clip(own, 4, workload.max_length - workload.prefix).astype(int) + workload.prefix
 
 
 def sentence(draw: np.random.Generator, n: int, n_words: int) -> list[str]:
     """Words of a Zipf law, each followed by one of four others seven times in ten."""
-    most = n_words - 16  # room for special tokens
-    rare = np.minimum((most ** draw.random(n)).astype(int), most - 1)
+    rare = ((n_words - 16) ** draw.random(n)).astype(int)  # room for special tokens
     follows, which = draw.random(n) < 0.7, draw.integers(4, size=n)
     words, last = [], 0
     for i in range(n):
-        last = (
-            (last * 7 + 11 * int(which[i]) + 3) % min(most, 512)
-            if follows[i] and i
-            else int(rare[i])
-        )
+        last = (last * 7 + 11 * int(which[i]) + 3) % 512 if follows[i] and i else int(rare[i])
         words.append(f"w{last}")
     return words
 
 
-def _read_rows(path: Path, n_train: int, n_eval: int) -> Rows:
+def _read_rows(path: Path, n_train: int, n_eval: int) -> tuple[Rows, Rows]:
     """Lines of a JSONL file, shuffled, no line on both sides; more than needed, as prompts may fill
     what is allowed.
     """
     lines = sorted({line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()})
-    order = np.random.Generator(np.random.PCG64(0)).permutation(len(lines))
     if len(lines) < n_eval + n_train:
         raise SystemExit(
             f"{path}: {len(lines)} different rows, {n_eval + n_train} are needed: give fewer"
             " --steps"
         )
     spare = min(4.0, len(lines) / (n_eval + n_train))
-    rows, n_held_out = [json.loads(lines[i]) for i in order], int(n_eval * spare)
+    rows = [json.loads(lines[i]) for i in np.random.default_rng(0).permutation(len(lines))]
+    n_held_out = int(n_eval * spare)
     return rows[n_held_out : n_held_out + int(n_train * spare)], rows[:n_held_out]
 
 
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    for part in (
-        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    ):
+    parts = value.values() if isinstance(value, dict) else value
+    for part in parts if isinstance(value, dict | list) else ():
         yield from _strings(part)
 
 
@@ -240,147 +180,49 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _make_model_folder(
-    folder: Path, workload: Workload, size: Size, rows: list[dict[str, Any]] | None
+    folder: Path, workload: Workload, size: dict[str, int], rows: Rows, is_drawn: bool
 ) -> None:
     """Tokenizer (of the rows' text, or a word a token) and configuration of a small model."""
-    family = FAMILY[workload.task]
-    if rows is None:
-        tokenizer = word_tokenizer(folder, size.words, family)
-    else:
-        tokenizer = make_tokenizer(
-            folder, (text for row in rows for text in _strings(row)), size.words, family
-        )
-    heads = max(1, size.hidden // 32)
-    wide = size.hidden * 11 // 4
-    common = {
-        "vocab_size": max(size.words, len(tokenizer)),
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    positions = workload.max_length + 8
-    if family == "llama":
-        config: Any = transformers.LlamaConfig(
-            hidden_size=size.hidden,
-            intermediate_size=wide,
-            num_hidden_layers=size.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=max(1, heads // 2),
-            max_position_embeddings=positions,
-            tie_word_embeddings=True,
-            initializer_range=size.spread,
-            **common,
-        )
-    elif family == "t5":
-        config = transformers.T5Config(
-            d_model=size.hidden,
-            d_ff=wide,
-            d_kv=32,
-            num_layers=size.layers,
-            num_heads=heads,
-            dropout_rate=0.0,
-            initializer_factor=size.spread / 0.02,
-            decoder_start_token_id=0,
-            **common,
-        )
-    else:
-        config = transformers.BertConfig(
-            hidden_size=size.hidden,
-            intermediate_size=wide,
-            num_hidden_layers=size.layers,
-            num_attention_heads=heads,
-            max_position_embeddings=positions,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            initializer_range=size.spread,
-            **common,
-        )
-    config.save_pretrained(folder)
-
-
-def word_tokenizer(folder: Path, n_words: int, family: str) -> Any:
-    """Words w0, w1, ... between spaces, each one token."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from tokenizers.processors import TemplateProcessing
-
-    special = ["<pad>", "<s>", "</s>", "<unk>"]
-    vocabulary = {
-        word: i
-        for i, word in enumerate([*special, *(f"w{i}" for i in range(n_words - len(special)))])
-    }
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    if family != "llama":
-        single = "$A </s>" if family == "t5" else "<s> $A </s>"
-        tokenizer.post_processor = TemplateProcessing(
-            single=single, special_tokens=[("<s>", 1), ("</s>", 2)]
-        )
-    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=1 << 20, **names
-    )
-    fast.save_pretrained(folder)
-    return fast
+    family, texts = FAMILY[workload.task], [*_strings(rows)]
+    make_model_folder(folder, texts, family, hidden=size["hidden"], layers=size["layers"])
+    tokenizer = make_tokenizer(folder, texts, size["words"], family)
+    if is_drawn:
+        back = tokenizer.backend_tokenizer
+        names = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(size["words"] - 3))]
+        back.model = WordLevel({name: i for i, name in enumerate(names)}, "w0")
+        back.pre_tokenizer = WhitespaceSplit()
+        tokenizer.save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["vocab_size"] = max(size["words"], len(tokenizer))
+    path.write_text(json.dumps(config), encoding="utf-8")
 
 
 def _initial_weights(folder: Path, task: str, label_names: list[str]) -> dict[str, Any]:
-    """Write the first weights of everyone, in fp32: those in the folder, or drawn. Returns what the
-    model is made of.
-    """
+    """Write the first weights of everyone, drawn, in fp32. Returns what the model is made of."""
     transformers.utils.logging.disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(folder)
     if task == "classification":
-        config.num_labels = len(label_names)
         config.id2label = dict(enumerate(label_names))
         config.label2id = {name: index for index, name in enumerate(label_names)}
         config.problem_type = "single_label_classification"
     torch.manual_seed(0)
-    if any(folder.glob("*.safetensors")):
-        loaded = {
-            "config": config,
-            "dtype": torch.float32,
-            "ignore_mismatched_sizes": task == "classification",
-        }
-        model = models.auto_class(task).from_pretrained(folder, **loaded)
-    else:
-        model = models.auto_class(task).from_config(config, dtype=torch.float32)
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = model.config.eos_token_id
-    for path in folder.glob("*.safetensors*"):
-        path.unlink()
+    model = models.auto_class(task).from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
-    return {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "targets": {"full": [], "lora": all_linear(model)},
-    }
-
-
-def all_linear(model: Any) -> list[str]:
-    """The last parts of the names of the linear layers of the body: peft finds all by them."""
-    body = model.base_model_prefix
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    names = {
+    # the last parts of the names of the linear layers of the body: peft finds all by them
+    linear = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-        and module is not head
-        and ".pooler." not in name
-        and (
-            name.startswith(f"{body}.")
-            or not hasattr(model, body)
-            or model.get_submodule(body) is model
-        )
+        if isinstance(module, torch.nn.Linear) and ".pooler." not in name and "." in name
     }
-    return sorted(names)
+    return {"parameters": model.num_parameters(), "targets": sorted(linear)}
 
 
 # ---- tokens ----
 
 
 def _tokenize(
-    folder: Path, workload: Workload, n_train: int, n_eval: int, given: Given
+    folder: Path, workload: Workload, n_train: int, n_eval: int, columns: dict[str, str]
 ) -> dict[str, Any]:
     """The examples as farthing tokenizes them, into the one file for all; returns what is known of
     them.
@@ -388,51 +230,38 @@ def _tokenize(
     one_step = Assignment(
         contestant="farthing",
         folder=str(folder),
-        out=str(folder / "tokenizing"),
+        out=str(folder),
         task=workload.task,
         method="full",
         precision="fp32",
         order=[[0] * n_train],
-        epochs=1,
         seed=0,
         max_length=workload.max_length,
         max_target_length=workload.max_target_length,
         learning_rate=1e-3,
         targets=[],
-        columns=dict(given.columns),
+        columns=columns,
     )
-    values = job_values(one_step, cache_dir=str(folder / "cache"))
-    values["data"] |= {"eval": str(folder / "eval.jsonl"), "max_eval_samples": n_eval}
-    values["model"] = {"model_name_or_path": str(folder / "model"), "init": "random"}
-    job = load_job(write_job(Path(one_step.out), values))
-    started, cpu = time.perf_counter(), time.process_time()
+    more = {"eval": str(folder / "eval.jsonl"), "max_eval_samples": n_eval}
+    job = load_job(write_job(one_step, **more), ["model.init=random"])
     train, held_out = open_examples(resolve(job), lambda event: None)
-    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     assert held_out is not None
     if len(train) < n_train:
         raise SystemExit(
             f"{folder}: {len(train)} of the rows can be used, {n_train} are needed: give fewer"
             " --steps"
         )
-    n_all = int(train.tokens.lengths.sum() + held_out.tokens.lengths.sum())
-    found = {"tokenizing": {"tokens": n_all, "wall_s": seconds, "cpu_s": cpu}}
     for split, examples in (("train", train), ("eval", held_out)):
         tokens, n = examples.tokens, len(examples)
         end = int(tokens.offsets[n])
-        Examples(
+        drawn = Examples(
             np.array(tokens.ids[:end]),
             np.array(tokens.targets[:end]),
             np.array(tokens.offsets[: n + 1]),
             None if tokens.labels is None else np.array(tokens.labels[:n]).astype(np.int64),
-            is_seq2seq=workload.task == "seq2seq",
-        ).save(folder / f"{split}.npz")
-        lengths = np.diff(tokens.offsets[: n + 1])
-        n_targets = tokens.n_targets(range(n))
-        found[split] = {
-            "examples": n,
-            "tokens": end,
-            "mean": float(lengths.mean()),
-            "longest": int(lengths.max()),
-            "targets": n_targets,
-        }
-    return found | {"label_names": list(train.tokens.label_names)}
+            workload.task == "seq2seq",
+        )
+        drawn.save(folder / f"{split}.npz")
+    lengths = Examples.load(folder / "train.npz").lengths
+    of_train = {"examples": n_train, "mean": lengths.mean(), "longest": int(lengths.max())}
+    return {"train": of_train, "label_names": list(train.tokens.label_names)}
