@@ -192,8 +192,10 @@ def main() -> int:
     all_of = [mutant for file in files for mutant in mutants_of(file)]
     drawn = random.Random(asked.seed).sample(all_of, min(asked.sample, len(all_of)))
     with tempfile.TemporaryDirectory(prefix="farthing-mutants-") as top:
-        places = [Path(top) / str(number) for number in range(asked.workers)]
+        places = [Path(top) / str(number) / "src" for number in range(asked.workers)]
         for place in places:
+            place.parent.mkdir()
+            shutil.copy(ROOT / "pyproject.toml", place.parent)  # a launch packs a checkout by it
             shutil.copytree(ROOT / "src", place, ignore=shutil.ignore_patterns("__pycache__"))
         process = FORK.Process(target=run_tests, args=(places[0], given, Path(top) / "notes"))
         process.start()
