@@ -12,6 +12,7 @@ import io
 import re
 import shlex
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -137,6 +138,8 @@ def test_written_pages_are_current(name: str, pages: Any) -> None:
     assert {name for name in pages.PAGES if name.endswith(".md")} == {
         path.name for path in (ROOT / "docs/reference").glob("*.md")
     } - BY_HAND
+    if name.endswith(".svg") and int(metadata.version("rich").partition(".")[0]) < 15:
+        pytest.skip("pictures are drawn by rich 15")
     written = (ROOT / "docs/reference" / name).read_text(encoding="utf-8")
     assert written == pages.PAGES[name](), "run `make pages`"
 

@@ -35,7 +35,7 @@ from farthing.launch.driver import (
 from farthing.launch.http import Api
 from farthing.launch.inputs import fetch_inputs, pack, send_inputs, with_token_sets
 from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
-from farthing.launch.prepare import Wishes, prepare
+from farthing.launch.prepare import Wishes, plain_image, prepare
 from farthing.launch.registry import TARGETS
 from farthing.launch.session import Session, notes_of
 from farthing.launch.supervise import NoBudgetError
@@ -163,6 +163,14 @@ def test_what_can_not_run_there_is_refused(
     with pytest.raises(InputError) as refused:
         prepare(_job(demo, *overrides), Wishes(on=on), NOW)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cuda"),
+    [("V100-16GB", "12.6"), ("T4", "12.6"), ("H100-80GB", "12.6"), ("B200", "13.0"), ("", "12.6")],
+)
+def test_the_image_has_a_torch_for_the_gpu(gpu: str, cuda: str) -> None:
+    assert plain_image(gpu) == f"pytorch/pytorch:2.13.0-cuda{cuda}-cudnn9-runtime"
 
 
 def test_what_only_an_image_of_ones_own_has_is_taken_with_one(demo: Path) -> None:

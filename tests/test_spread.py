@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import farthing.train.resolve
@@ -571,23 +570,6 @@ def test_experts_that_nobody_asks_have_no_gradient_as_on_one_process() -> None:
     first = torch.nn.functional.linear(torch.ones(1, 2), before["experts.1.weight"])
     own(first.detach()).square().sum().backward()
     assert torch.allclose(found["layers.0.linear.weight"], own.weight.grad)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("has_experts", [True, False])
-def test_a_torch_before_2_13_spreads_all_but_what_ranks_may_skip(
-    has_experts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
-    model = Shares()
-    if has_experts:
-        model.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)])
-    expected = (
-        pytest.raises(ModelError, match="experts that some ranks skip")
-        if has_experts
-        else contextlib.nullcontext()
-    )
-    with contextlib.closing(Ranks()) as ranks, expected:
-        ranks.apply_fsdp(model, How())
 
 
 @pytest.mark.parametrize(

@@ -124,13 +124,6 @@ class ShardedModel:
             for name, each in model.named_modules()
         )
         if self._may_skip:
-            if not hasattr(self._root, "set_reduce_scatter_unused_params"):
-                raise ModelError(
-                    f"the weights can't be spread: torch {torch.__version__} has no sums for"
-                    " experts that some ranks skip",
-                    where="where.strategy",
-                    to_do="install torch 2.13 or later, or use ddp",
-                )
             self._units()[-1].set_reduce_scatter_unused_params(True)
         self._is_within = self._has_begun = False
         self._passes_left, self._is_last = 1, True

@@ -14,7 +14,7 @@ from farthing.launch.driver import RefusedError, UnclearError
 from farthing.launch.machines import Machine
 from farthing.launch.prepare import S3_KEYS
 from farthing.launch.registry import TARGETS, find_target
-from farthing.launch.request import PLAIN_IMAGE
+from farthing.launch.request import PLAIN_IMAGES
 from farthing.launch.target import Target
 from farthing.launch.targets.hosts import HostDriver
 
@@ -61,7 +61,8 @@ def check_target(text: str) -> Iterator[Check]:
             "docker build --target cuda at the root of farthing's repository, push it, name it with"
             " --image"
         )
-        found = f"without --image {PLAIN_IMAGE}, on which farthing is installed at every start"
+        found = f"without --image {PLAIN_IMAGES['cu126']}, on which farthing is installed at every"
+        found += " start; for Blackwell its build for CUDA 13"
         yield Check("image", "warning", found, to_do)
 
 

@@ -29,7 +29,7 @@ from farthing.errors import InputError
 from farthing.launch.inputs import INPUTS, Packed, inputs_key, pack
 from farthing.launch.machines import MachineLedger
 from farthing.launch.registry import HERE, called, find_target, refuse_nowhere, target_of
-from farthing.launch.request import FETCH, GRACE_S, MOST_OVER, PLAIN_IMAGE, LaunchRequest, least_s
+from farthing.launch.request import FETCH, GRACE_S, MOST_OVER, PLAIN_IMAGES, LaunchRequest, least_s
 from farthing.launch.supervise import TEARDOWN_S, NoBudgetError, Patience
 from farthing.launch.target import Target
 from farthing.launch.wheel import (
@@ -42,7 +42,9 @@ from farthing.launch.wheel import (
 from farthing.objectives.registry import package_of
 from farthing.planner.inputs import Asked, study_job
 from farthing.planner.optimizers import optimizer
+from farthing.planner.software import Torch, build_of
 from farthing.planner.types import Plan
+from farthing.prices.gpus import find_gpu
 from farthing.prices.offers import Billing, Offer, boot_of
 from farthing.run.accounts import Account
 from farthing.storage.files import Json, cannot_write, make_private, write_text
@@ -219,7 +221,7 @@ class Prepared:
             told=told,
             gpu_id=calls.gpu_id,
             machine_type=calls.machine_type,
-            image="" if is_here else self.wishes.image or PLAIN_IMAGE,
+            image="" if is_here else self.wishes.image or plain_image(offer.gpu),
             install=self._install(offer),
             needs=("any" if self.wishes.install else __version__, *modules_of(self.job)),
             fetch=self._fetch(),
@@ -347,6 +349,18 @@ def extras_of(job: Job, n_gpus: int) -> tuple[str, ...]:
     extras = {EXTRA_OF.get(name, name) for name in modules_of(job)}
     extras |= {"sentencepiece"}  # which tokenizer a model has is known there
     return tuple(sorted(extras | ({"gpu"} if n_gpus else set())))
+
+
+def plain_image(gpu: str) -> str:
+    """The image for a GPU where none is named: of those with code for it the one that the oldest
+    drivers run.
+    """
+    fits = (
+        image
+        for build, image in PLAIN_IMAGES.items()
+        if gpu and build_of(Torch("2.13.0", build)).runs_on(find_gpu(gpu))
+    )
+    return next(fits, PLAIN_IMAGES["cu126"])
 
 
 def _is_plain(value: str | None) -> bool:

@@ -18,8 +18,11 @@ from farthing.errors import InputError
 from farthing.prices.offers import Offer
 from farthing.storage.files import Json
 
-PLAIN_IMAGE = "pytorch/pytorch:2.10.0-cuda12.8-cudnn9-runtime"
-"""What is used where no image is named: hosts have it at hand, and farthing is installed on top."""
+PLAIN_IMAGES = {
+    "cu126": "pytorch/pytorch:2.13.0-cuda12.6-cudnn9-runtime",
+    "cu130": "pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime",
+}
+"""What is used where no image is named, by the build of torch: farthing is installed on top."""
 GRACE_S = 120
 """Between a polite end and a hard one: for the last checkpoint and its way to the store."""
 CREATED_AT, ENDS_AT = "FARTHING_CREATED_AT", "FARTHING_ENDS_AT"

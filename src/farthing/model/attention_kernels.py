@@ -421,7 +421,7 @@ KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Documents, How], Tensor]] =
 @functools.cache
 def use_flash_3() -> bool:
     """Let torch's flash attention be FlashAttention 3; whether it is installed
-    (`flash_attn_interface`) and torch takes it (from 2.13). Never run on a GPU.
+    (`flash_attn_interface`) and torch takes it. Never run on a GPU.
     """
     try:
         from torch.nn.attention import activate_flash_attention_impl

@@ -3,7 +3,7 @@ capability; and fp16's risk.
 
 Facts are rows of `facts/gpu_software.csv` and `facts/trained_dtypes.csv`, each with its source and
 date. A build of torch has code for some compute capabilities only: V100 and P100 are in none that
-PyPI has since 2.11.
+PyPI has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from farthing.errors import InputError
 from farthing.prices.gpus import Gpu, gpus
 from farthing.tables import facts
 
-OLDEST_TORCH = "2.10"
+OLDEST_TORCH = "2.13"
 _INDEX = "https://download.pytorch.org/whl"
 _ARM_HOSTS = ("GH200", "GB200", "GB300")
 _BUILD = r"cu\d+|rocm[\d.]+|cpu"
@@ -175,7 +175,8 @@ def pip_line(gpu: Gpu, torch: Torch) -> str | None:
         older = [one for one in builds() if one.package == "torch" and one.runs_on(gpu)]
         if not older:
             return None
-        version, build = ".".join(map(str, older[-1].since)), older[-1].build
+        since = max(older[-1].since, _numbers(OLDEST_TORCH))
+        version, build = ".".join(map(str, since)), older[-1].build
         wanted = f"'torch=={version}.*'"
     return (
         f"pip install {wanted} --index-url {_INDEX}/{build}, and plan with --torch"
