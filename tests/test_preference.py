@@ -666,6 +666,12 @@ def test_a_reward_model_scores_answers_of_a_file(
     scored = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert scored[0]["score"] > scored[1]["score"] + 0.1
     assert scored[0]["prompt"] == row["prompt"]
+    both = write_jsonl(tmp_path / "pairs.jsonl", pairs(24))
+    assert main(["eval", str(run), "--score", str(both)]) == 2
+    said = capsys.readouterr().err
+    assert "give one answer a row" in said
+    assert "--data FILE` measures pairs" in said
+    assert "objective:" not in said
     other = run_of(tmp_path / "dpo", "dpo")
     assert main(["eval", str(other), "--score", str(file)]) == 2
     assert "scores no answers" in capsys.readouterr().err

@@ -105,7 +105,7 @@ def test_a_file_of_ones_own(tmp_path: Path, cli: Cli) -> None:
         (("--gpu", "h1000"), "did you mean `H100"),
         (("--provider", "runpd"), "did you mean `RunPod`?"),
         (("--region", "the-moon"), "no offer matches"),
-        (("--limit", "-1"), "-1 rows can't be shown"),
+        (("--limit", "-1"), "--limit: -1 is too small"),
         (("--prices", "none.csv"), "none.csv: no such file"),
     ],
 )

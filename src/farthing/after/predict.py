@@ -105,6 +105,14 @@ class Predictor:
             tokenizer, task.name, 1 << 30 if task.predicts_next else self._max_length, 1 << 30
         )
 
+    def _wanted(self) -> str:
+        if self.scores_answers:
+            return (
+                "give one answer a row (prompt + completion, or messages), without a verdict;"
+                " `farthing eval RUN --data FILE` measures pairs"
+            )
+        return "give rows like those of the training, without the answers; its data.columns apply"
+
     def _targets(self) -> set[str]:
         """The standard columns that hold what is to be predicted."""
         if self.scores_answers:
@@ -158,7 +166,11 @@ class Predictor:
     def _asked(self, window: list[Row | BadRow], source: Source) -> list[_Asked]:
         reader = SourceReader(source, self._recipe, self.speaker.tokenizer)
         filled = [self._with_target(row) for row in window]
-        reader.look(filled)
+        try:
+            reader.look(filled)
+        except DataError as error:
+            what = error.what.partition(", of which")[0].partition(", which")[0]
+            raise DataError(what, where=error.where, to_do=self._wanted()) from error
         asked = []
         for row, whole in zip(window, filled, strict=True):
             one = _Asked({} if isinstance(row, BadRow) else row.value)

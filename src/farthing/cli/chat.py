@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from farthing.cli.console import print_json, write
-from farthing.cli.parser import add_run_argument, run_folder
+from farthing.cli.parser import MAX_TOKENS, add_options, add_run_argument, in_range, run_folder
 from farthing.errors import EXIT_FINISHED, InputError
 from farthing.printable import printable_lines
 
@@ -20,34 +20,22 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing chat`."""
     add_run_argument(parser)
-    parser.add_argument("--prompt", metavar="TEXT", help="answer this text and exit")
-    parser.add_argument("--base", action="store_true", help="also answer with the base model")
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        default=256,
-        metavar="N",
-        help="maximum tokens of an answer (default: 256)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        help="0 (default) always picks the likeliest token",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="random seed for a temperature above 0")
-    parser.add_argument(
-        "--json", action="store_true", help="print one answer as JSON; needs --prompt"
-    )
+    options = {
+        "--prompt TEXT": "answer this text and exit",
+        "--base": "also answer with the base model",
+        **MAX_TOKENS,
+        "--temperature T=0.0": "0 (default) always picks the likeliest token",
+        "--seed N=0": "random seed for a temperature above 0",
+        "--json": "print one answer as JSON; needs --prompt",
+    }
+    add_options(parser, options)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer one prompt, or whatever is typed."""
     folder = run_folder(arguments)
-    if arguments.max_tokens < 1 or arguments.temperature < 0:
-        raise InputError(
-            "at least one token, and no temperature below 0", where="--max-tokens, --temperature"
-        )
+    in_range("--max-tokens", arguments.max_tokens, 1)
+    in_range("--temperature", arguments.temperature, 0)
     prompt = arguments.prompt
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read().removesuffix("\n")

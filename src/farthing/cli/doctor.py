@@ -8,33 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from farthing.cli.console import print_json, rich_console
-from farthing.cli.parser import add_set_argument
+from farthing.cli.parser import add_options, add_set_argument, as_json
 from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing doctor`."""
     parser.add_argument("job", nargs="?", help="job file (YAML)")
-    parser.add_argument(
-        "--target", metavar="TARGET", help="check what `farthing launch --on TARGET` needs here"
-    )
     add_set_argument(parser)
-    parser.add_argument(
-        "--data", metavar="FILE", help="show the format of a data file; a job's columns apply"
-    )
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help="with --data and no job: use this model's tokenizer and template",
-    )
-    parser.add_argument(
-        "--try",
-        dest="trial",
-        type=int,
-        metavar="N",
-        help=("train, save, kill, resume and export N examples in a separate folder"),
-    )
-    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    options = {
+        "--target TARGET": "check what `farthing launch --on TARGET` needs here",
+        "--data FILE": "show the format of a data file; a job's columns apply",
+        "--model NAME": "with --data and no job: use this model's tokenizer and template",
+        "--try N": "train, save, kill, resume and export N examples in a separate folder",
+        **as_json("the checks"),
+    }
+    add_options(parser, options)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(
             "there is no job to override", where="--set", to_do="name the job file as well"
         )
-    if arguments.trial is not None and (arguments.trial < 2 or not arguments.job):
+    trial = getattr(arguments, "try")
+    if trial is not None and (trial < 2 or not arguments.job):
         raise InputError(
             "a trial needs a job and 2 examples or more",
             where="--try",
@@ -67,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     checks = list(check_machine(Path.cwd(), with_device=not faults)) + faults
     if arguments.job and not any(check.state == "failed" for check in checks):
         checks += check_job(Path(arguments.job), arguments.set)
-    if arguments.trial and not any(check.state == "failed" for check in checks):
-        checks += check_trial(Path(arguments.job), arguments.set, arguments.trial)
+    if trial and not any(check.state == "failed" for check in checks):
+        checks += check_trial(Path(arguments.job), arguments.set, trial)
     return _show(
         checks, arguments, next_step=f"farthing train {arguments.job}" if arguments.job else ""
     )

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from farthing.cli.console import print_json, rich_console
-from farthing.cli.parser import add_run_argument, run_folder
+from farthing.cli.parser import add_options, add_run_argument, as_json, in_range, run_folder
 from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, InputError
 from farthing.storage.files import Json
 
@@ -17,33 +17,23 @@ from farthing.storage.files import Json
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing eval`."""
     add_run_argument(parser)
-    parser.add_argument(
-        "--data", metavar="FILE", help="use these examples instead of the run's held-out ones"
-    )
-    parser.add_argument(
-        "--base", action="store_true", help="also measure the base model, and the gain"
-    )
-    parser.add_argument(
-        "--tasks",
-        metavar="A,B",
-        help="lm-eval tasks, or a folder with your own (pip install 'farthing[eval]')",
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="measure at most N examples")
-    parser.add_argument(
-        "--score",
-        metavar="FILE",
-        help="score a file's answers with a reward model: a JSON line with `score` for each row",
-    )
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    options = {
+        "--data FILE": "use these examples instead of the run's held-out ones",
+        "--base": "also measure the base model, and the gain",
+        "--tasks A,B": "lm-eval tasks, or a folder with your own (pip install 'farthing[eval]')",
+        "--limit N": "measure at most N examples",
+        "--score FILE": (
+            "score a file's answers with a reward model: a JSON line with `score` for each row"
+        ),
+        **as_json("the figures"),
+    }
+    add_options(parser, options)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print the figures side by side."""
     folder = run_folder(arguments)
-    if arguments.limit is not None and arguments.limit < 1:
-        raise InputError(
-            "at least one example is needed", where="--limit", to_do="e.g. --limit 100"
-        )
+    in_range("--limit", arguments.limit, 1)
     from farthing.model.load import quiet_libraries
 
     quiet_libraries()

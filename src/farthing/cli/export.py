@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from farthing.cli.console import print_json
-from farthing.cli.parser import add_run_argument, run_folder
+from farthing.cli.parser import add_options, add_run_argument, as_json, run_folder
 from farthing.errors import EXIT_FINISHED, InputError
 from farthing.printable import printable
 from farthing.storage.files import Json, bytes_below, read_json
@@ -19,52 +19,27 @@ WHOLE = ("adapter", "merged")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing export`."""
     add_run_argument(parser)
-    parser.add_argument("--output", required=True, help="new folder for the model")
-    parser.add_argument(
-        "--format",
-        choices=(*WHOLE, "gguf", "fp8", "w8a16", "w4a16"),
-        help="format of the model (default: merged; with --serve the cheapest to serve)",
-    )
-    parser.add_argument(
-        "--serve",
-        metavar="SERVER",
-        help="also write files for a server: vllm, or vertex:PROJECT/REGION/BUCKET",
-    )
-    parser.add_argument(
-        "--traffic",
-        metavar="TRAFFIC",
-        help='traffic for --serve, such as "requests=2000/day,input=800,output=200,latency=2s"',
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the merged weights"
-    )
-    parser.add_argument(
-        "--bits",
-        help="GGUF type: f32, f16, bf16, q8_0 (default), q4_0; with llama.cpp q4_k_m ...",
-    )
-    parser.add_argument(
-        "--max-kl",
-        type=float,
-        metavar="NATS",
-        help="reject the export if KL from the merged model exceeds NATS (default: 0.1)",
-    )
-    parser.add_argument("--force", action="store_true", help="keep the export despite --max-kl")
-    parser.add_argument(
-        "--data",
-        metavar="FILE",
-        help="judge the export on these examples instead of the run's held-out ones",
-    )
-    parser.add_argument(
-        "--push",
-        metavar="hub:NAME",
-        help="publish the model on the Hugging Face Hub (token: HF_TOKEN)",
-    )
-    parser.add_argument(
-        "--public",
-        action="store_true",
-        help="with --push: make the repository public (default: private)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the written files as JSON")
+    options = {
+        "--output FOLDER!": "new folder for the model",
+        "--format {adapter,merged,gguf,fp8,w8a16,w4a16}": (
+            "format of the model (default: merged; with --serve the cheapest to serve)"
+        ),
+        "--serve SERVER": "also write files for a server: vllm, or vertex:PROJECT/REGION/BUCKET",
+        "--traffic TRAFFIC": (
+            'traffic for --serve, such as "requests=2000/day,input=800,output=200,latency=2s"'
+        ),
+        "--dtype {float32,bfloat16,float16}": "dtype of the merged weights",
+        "--bits BITS": "GGUF type: f32, f16, bf16, q8_0 (default), q4_0; with llama.cpp q4_k_m ...",
+        "--max-kl NATS:float": (
+            "reject the export if KL from the merged model exceeds NATS (default: 0.1)"
+        ),
+        "--force": "keep the export despite --max-kl",
+        "--data FILE": "judge the export on these examples instead of the run's held-out ones",
+        "--push hub:NAME": "publish the model on the Hugging Face Hub (token: HF_TOKEN)",
+        "--public": "with --push: make the repository public (default: private)",
+        **as_json("the written files"),
+    }
+    add_options(parser, options)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.cli.console import print_json, rich_console
+from farthing.cli.parser import add_options, as_json
 from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, InputError
 
 SOURCES = (
@@ -26,20 +27,12 @@ SOURCES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing import`."""
-    parser.add_argument(
-        "file", help="settings, script or notebook of another tool (.yaml .json .py .ipynb .sh)"
-    )
-    parser.add_argument(
-        "--from",
-        dest="source",
-        metavar="TOOL",
-        choices=SOURCES,
-        help=f"{', '.join(SOURCES)} (default: recognised by content)",
-    )
-    parser.add_argument(
-        "-o", "--output", metavar="JOB", help="where to write the job (default: print it)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the fate of each key as JSON")
+    words = "settings, script or notebook of another tool (.yaml .json .py .ipynb .sh)"
+    parser.add_argument("file", help=words)
+    words = f"{', '.join(SOURCES)} (default: recognised by content)"
+    parser.add_argument("--from", dest="source", metavar="TOOL", choices=SOURCES, help=words)
+    output = {"-o --output JOB": "where to write the job (default: print it)"}
+    add_options(parser, {**output, **as_json("the fate of each key")})
 
 
 def run(arguments: argparse.Namespace) -> int:

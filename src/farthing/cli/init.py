@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from farthing.cli.parser import add_options, as_json
 from farthing.errors import EXIT_FINISHED, InputError
 from farthing.objectives.registry import objective_names
 from farthing.printable import printable
@@ -13,24 +14,16 @@ from farthing.printable import printable
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing init`."""
-    parser.add_argument(
-        "path", nargs="?", help="where to write (default: job.yaml; with --demo: demo/)"
-    )
-    parser.add_argument(
-        "--task",
-        choices=objective_names(),
-        default=objective_names()[0],
-        help=f"objective of the starter (default: {objective_names()[0]})",
-    )
-    parser.add_argument(
-        "--demo",
-        action="store_true",
-        help="a small model, data and job that run offline in a minute",
-    )
-    parser.add_argument(
-        "--schema", action="store_true", help="print the JSON Schema of the job file, for editors"
-    )
-    parser.add_argument("--json", action="store_true", help="print the written files as JSON")
+    words = "where to write (default: job.yaml; with --demo: demo/)"
+    parser.add_argument("path", nargs="?", help=words)
+    tasks = ",".join(objective_names())
+    options = {
+        f"--task {{{tasks}}}={objective_names()[0]}": "objective of the starter",
+        "--demo": "a small model, data and job that run offline in a minute",
+        "--schema": "print the JSON Schema of the job file, for editors",
+        **as_json("the written files"),
+    }
+    add_options(parser, options)
 
 
 def run(arguments: argparse.Namespace) -> int:

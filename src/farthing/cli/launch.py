@@ -12,7 +12,7 @@ from typing import Any
 
 from farthing import clock
 from farthing.cli.console import print_json, write
-from farthing.cli.parser import add_set_argument
+from farthing.cli.parser import add_options, add_set_argument, as_json, in_range
 from farthing.errors import (
     EXIT_CRASH,
     EXIT_FINISHED,
@@ -37,62 +37,31 @@ RARE = ("--image", "--install", "--disk", "--boot-limit", "--prices")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing launch`."""
-    parser.add_argument(
-        "words",
-        nargs="+",
-        metavar="[status|logs|stop|attach] JOB",
-        help=(
-            "job file (YAML). status: machines, dollars, progress. logs: the newest machine's last"
-            " output. stop: destroy all machines and wait for confirmation. attach: resume the"
-            " watch"
-        ),
+    words = (
+        "job file (YAML). status: machines, dollars, progress. logs: the newest machine's last"
+        " output. stop: destroy all machines and wait for confirmation. attach: resume the watch"
     )
+    parser.add_argument("words", nargs="+", metavar="[status|logs|stop|attach] JOB", help=words)
     add_set_argument(parser)
-    add = parser.add_argument
-    add("--yes", action="store_true", help="rent and train; without it, a dry run")
-    add(
-        "--on",
-        metavar="TARGET",
-        help=(
+    options = {
+        "--yes": "rent and train; without it, a dry run",
+        "--on TARGET": (
             "local, ssh:HOST, slurm, kubernetes, vertex:PROJECT/REGION, skypilot, runpod, vast,"
             " lambda:REGION/KEY, hf (default: provider of the cheapest plan)"
         ),
-    )
-    add(
-        "--offer",
-        metavar="OFFER",
-        help='rank or name in `farthing plan`: 3, "RTX 4090 spot", RunPod/L40S',
-    )
-    add(
-        "--attended",
-        action="store_true",
-        help=(
+        "--offer OFFER": 'rank or name in `farthing plan`: 3, "RTX 4090 spot", RunPod/L40S',
+        "--attended": (
             "allow providers without auto-termination; billing continues if this process is killed"
         ),
-    )
-    add("--image", default="", help="container image with farthing installed")
-    add(
-        "--install",
-        default="",
-        metavar="REQUIREMENT",
-        help="pip requirement to install in place of this farthing",
-    )
-    add(
-        "--disk",
-        type=int,
-        default=100,
-        metavar="GB",
-        help="disk of a rented machine (default: 100)",
-    )
-    add(
-        "--boot-limit",
-        type=float,
-        default=10.0,
-        metavar="MIN",
-        help="minutes in which a machine must boot (default: 10)",
-    )
-    add("--prices", metavar="FILE", help="use only the prices in this CSV file")
-    add("--json", action="store_true", help="print the result as JSON; progress goes to stderr")
+        "--image IMAGE": "container image with farthing installed",
+        "--install REQUIREMENT": "pip requirement to install in place of this farthing",
+        "--disk N=100": "GB on the disk of a rented machine",
+        "--boot-limit MIN=10.0": "minutes in which a machine must boot",
+        "--prices FILE": "use only the prices in this CSV file",
+        **as_json("the result", progress=True),
+    }
+    add_options(parser, options)
+    parser.set_defaults(image="", install="")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -140,12 +109,8 @@ def _session(arguments: argparse.Namespace, action: str) -> Any:
     from farthing.launch.session import Session
     from farthing.report.plan_compare import find_in_study
 
-    for name, value, low, high in (
-        ("--disk", arguments.disk, 10, 20_000),
-        ("--boot-limit", arguments.boot_limit, 1, 120),
-    ):
-        if not low <= value <= high:
-            raise InputError(f"{value:g}", where=name, to_do=f"give {low} to {high}")
+    in_range("--disk", arguments.disk, 10, 20_000)
+    in_range("--boot-limit", arguments.boot_limit, 1, 120)
     job = load_job(arguments.job, arguments.set)
     asks = action in ("", "attach")
     if asks:

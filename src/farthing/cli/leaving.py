@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from farthing.cli.console import print_json, rich_console
-from farthing.errors import EXIT_INTERRUPTED
+from farthing.errors import EXIT_INTERRUPTED, InputError
 from farthing.run.signals import handled
 
 
@@ -33,6 +33,27 @@ def measure(job: Any, work: Callable[[Any], Any], *, as_json: bool, goes_on: boo
     if as_json:
         print_json(found)
     return None if as_json else found
+
+
+def n_processes_of(job: Any, *, on_cpu: bool) -> int:
+    """One for each GPU that the job may use; as many as it names without a GPU where `on_cpu`.
+    Raises `InputError` where this machine has fewer.
+    """
+    wanted, device = job.where.gpus, job.where.device
+    if wanted in (None, 1) or (device == "cpu" and wanted != "all"):
+        return int(wanted or 1)
+    from farthing.local.machine import local_machine
+
+    n_gpus = 0 if device == "cpu" else local_machine().n_gpus
+    if wanted == "all":
+        return max(1, n_gpus)
+    if wanted > max(1, n_gpus) and (n_gpus or device == "cuda" or not on_cpu):
+        raise InputError(
+            f"the job wants {wanted} GPUs, this machine has {n_gpus}",
+            where="where.gpus",
+            to_do=f"set it to {max(1, n_gpus)}, or to all",
+        )
+    return int(wanted)
 
 
 def leave_before_the_start(number: int, frame: Any) -> None:

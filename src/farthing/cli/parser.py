@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from keyword import iskeyword
 from pathlib import Path
@@ -167,10 +168,52 @@ def build_parser(verbs: Iterable[str]) -> Parser:
     return parser
 
 
-def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    """The job file and `--set`, as every verb takes them that needs a job."""
+def add_options(parser: Any, options: Mapping[str, str]) -> None:
+    """Arguments by how they are written, with their help: `--yes` is a switch, `--limit N` takes a
+    whole number and `--every SECONDS:float` a number, `--seed N=0` has a default,
+    `--kind {spot,on-demand}` takes one of these words, `--gpu GPU...` can be repeated,
+    `--serve [TRAFFIC]` may stand alone, `--output FILE!` is required.
+    """
+    for form, words in options.items():
+        *flags, last = form.split(" ")
+        if last.startswith("--"):
+            parser.add_argument(*flags, last, action="store_true", help=words)
+            continue
+        keys: dict[str, Any] = {"required": True} if last.endswith("!") else {}
+        if last.endswith("..."):
+            keys |= {"action": "append", "default": []}
+            words += " (repeatable)"
+        if last.startswith("["):
+            keys |= {"nargs": "?", "const": ""}
+        name, _, default = last.strip("[]!.").partition("=")
+        if name.endswith(":float") or "." in default:
+            keys["type"] = float
+        elif name == "N":
+            keys["type"] = int
+        if default:
+            keys["default"] = keys.get("type", str)(default)
+            words += "" if "default" in words else f" (default: {default.removesuffix('.0')})"
+        name = name.removesuffix(":float")
+        keys |= {"choices": name[1:-1].split(",")} if name[0] == "{" else {"metavar": name}
+        parser.add_argument(*flags, help=words, **keys)
+
+
+MAX_TOKENS = {"--max-tokens N=256": "maximum tokens of an answer"}
+TRUST = {
+    "--trust-remote-code": "run the code that comes with the base model, as the job does",
+}
+
+
+def as_json(what: str, *, progress: bool = False) -> dict[str, str]:
+    """The switch `--json`, which prints `what`; `progress` then goes to stderr."""
+    return {"--json": f"print {what} as JSON" + "; progress goes to stderr" * progress}
+
+
+def add_job_arguments(parser: argparse.ArgumentParser, options: Mapping[str, str] = {}) -> None:
+    """The job file and `--set`, as every verb takes them that needs a job, and its `options`."""
     parser.add_argument("job", help="job file (YAML)")
     add_set_argument(parser)
+    add_options(parser, options)
 
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:
@@ -178,11 +221,7 @@ def add_run_argument(parser: argparse.ArgumentParser) -> None:
     for it.
     """
     parser.add_argument("folder", help="run folder (output_dir)")
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the code that comes with the base model, as the job does",
-    )
+    add_options(parser, TRUST)
 
 
 def run_folder(arguments: argparse.Namespace) -> Path:
@@ -204,3 +243,13 @@ def add_set_argument(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="override a key, e.g. --set train.learning_rate=1e-4 (repeatable)",
     )
+
+
+def in_range(name: str, value: float | None, least: float, most: float = math.inf) -> None:
+    """Raises `InputError` for an option's number outside its bounds; none was given where it is
+    None.
+    """
+    if value is not None and not least <= value <= most:
+        bounds = f"{least:g} or more" if most == math.inf else f"{least:g} to {most:g}"
+        what = f"{value:g} is too {'large' if value > most else 'small'}"
+        raise InputError(what, where=name, to_do=f"give {bounds}")

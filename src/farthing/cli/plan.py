@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from farthing import clock
 from farthing.cli.console import complain, print_json, rich_console, write_page
-from farthing.cli.parser import add_job_arguments
+from farthing.cli.parser import add_job_arguments, add_options, as_json, in_range
 from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, InputError
 from farthing.printable import printable
 
@@ -31,90 +31,55 @@ RARE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing plan`."""
-    add_job_arguments(parser)
-    add = parser.add_argument
-    add("--gpu", action="append", default=[], help='only these GPUs: "RTX 4090", h100 (repeatable)')
-    add("--provider", action="append", default=[], help="only these providers (repeatable)")
-    add(
-        "--region",
-        action="append",
-        default=[],
-        help="only these regions; a prefix such as us- works (repeatable)",
-    )
-    add("--offers", choices=("spot", "on-demand"), help="only offers of this kind")
-    add(
-        "--max-gpus",
-        type=int,
-        default=8,
-        metavar="N",
-        help="maximum GPUs of a machine (default: 8)",
-    )
-    add("--budget", metavar="USD", help="maximum dollars, instead of limits.max_usd")
-    add("--deadline", metavar="WHEN", help='finish by "2026-12-01 18:00", or within 12h, 90min, 2d')
-    text = 'your own GPU, such as "RTX 4090:1600usd:0.45kW" (repeatable)'
-    add("--own", action="append", default=[], metavar="GPU:PRICE:POWER", help=text)
-    add("--runs", type=int, metavar="N", help="add the cost of N such runs")
-    add(
-        "--runs-per-month",
-        type=float,
-        metavar="N",
-        help="add the yearly cost of N such runs a month",
-    )
-    text = (
-        'add the cost of serving: "requests=2000/day,input=800,output=200,latency=2s", or nothing'
-        " for the default traffic"
-    )
-    add("--serve", nargs="?", const="", metavar="TRAFFIC", help=text)
-    text = (
-        "folder with your own traces of spot capacity, used instead of the built-in ones where they"
-        " tell more"
-    )
-    add("--traces", metavar="DIR", help=text)
-    add("--prices", metavar="FILE", help="use only the prices of this CSV file")
-    text = "torch version of rented machines, e.g. 2.13.0+cu126 (default: the one installed here)"
-    add("--torch", metavar="VERSION", help=text)
-    add(
-        "--examples",
-        type=int,
-        metavar="N",
-        help="plan for N examples without reading the data; needs --mean-tokens",
-    )
-    add("--mean-tokens", type=float, metavar="M", help="average tokens of these examples")
-    add(
-        "--paid",
-        metavar="USD",
-        help="a service's fee for this job, to compare with the cost here",
-    )
-    add(
-        "--all",
-        action="store_true",
-        help="show everything: more choices, refusals with reasons, savings, sources",
-    )
-    text = "choices to show; 0 shows all (default: 5; with --all 10, with --json all)"
-    add("--limit", type=int, metavar="N", help=text)
-    text = "show the components of the best plan, or of the plan with this rank or name"
-    add("--explain", nargs="?", const="", metavar="PLAN", help=text)
-    add(
-        "--compare",
-        nargs=2,
-        metavar=("A", "B"),
-        help='two ranks, names ("2x RTX 4090 spot"), "A100 at $2.50 for 10h", or "NAME: $250"',
-    )
-    add("--html", metavar="FILE", help="also write the plan as one self-contained page")
-    add("--json", action="store_true", help="print everything as JSON")
-    add = parser.add_argument_group("arithmetic with your own figures").add_argument
-    add("--samples-per-min", type=float, metavar="N", help="your own speed in samples a minute")
-    add("--tokens-per-s", type=float, metavar="N", help="your own speed in tokens a second")
-    add("--spot-discount", metavar="SHARE", help="discount of an hour on spot, e.g. 50%%")
-    add("--spot-overhead", metavar="SHARE", help="extra hours on spot, e.g. 10%%")
-    add("--interrupted-every", metavar="TIME", help="mean time between interruptions, e.g. 8h")
-    add("--restart", metavar="TIME", help="time to resume after an interruption, e.g. 3min")
-    add(
-        "--step-time",
-        nargs=2,
-        metavar=("BEFORE", "AFTER"),
-        help="step time before and after a change, e.g. 200ms 130ms",
-    )
+    options = {
+        "--gpu GPU...": 'only these GPUs: "RTX 4090", h100',
+        "--provider PROVIDER...": "only these providers",
+        "--region REGION...": "only these regions; a prefix such as us- works",
+        "--offers {spot,on-demand}": "only offers of this kind",
+        "--max-gpus N=8": "maximum GPUs of a machine",
+        "--budget USD": "maximum dollars, instead of limits.max_usd",
+        "--deadline WHEN": 'finish by "2026-12-01 18:00", or within 12h, 90min, 2d',
+        "--own GPU:PRICE:POWER...": 'your own GPU, such as "RTX 4090:1600usd:0.45kW"',
+        "--runs N": "add the cost of N such runs",
+        "--runs-per-month N:float": "add the yearly cost of N such runs a month",
+        "--serve [TRAFFIC]": (
+            'add the cost of serving: "requests=2000/day,input=800,output=200,latency=2s", or'
+            " nothing for the default traffic"
+        ),
+        "--traces DIR": (
+            "folder with your own traces of spot capacity, used instead of the built-in ones where"
+            " they tell more"
+        ),
+        "--prices FILE": "use only the prices of this CSV file",
+        "--torch VERSION": (
+            "torch version of rented machines, e.g. 2.13.0+cu126 (default: the one installed here)"
+        ),
+        "--examples N": "plan for N examples without reading the data; needs --mean-tokens",
+        "--mean-tokens M:float": "average tokens of these examples",
+        "--paid USD": "a service's fee for this job, to compare with the cost here",
+        "--all": "show everything: more choices, refusals with reasons, savings, sources",
+        "--limit N": "choices to show; 0 shows all (default: 5; with --all 10, with --json all)",
+        "--explain [PLAN]": (
+            "show the components of the best plan, or of the plan with this rank or name"
+        ),
+        "--html FILE": "also write the plan as one self-contained page",
+        **as_json("everything"),
+    }
+    add_job_arguments(parser, options)
+    words = 'two ranks, names ("2x RTX 4090 spot"), "A100 at $2.50 for 10h", or "NAME: $250"'
+    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help=words)
+    figures = parser.add_argument_group("arithmetic with your own figures")
+    options = {
+        "--samples-per-min N:float": "your own speed in samples a minute",
+        "--tokens-per-s N:float": "your own speed in tokens a second",
+        "--spot-discount SHARE": "discount of an hour on spot, e.g. 50%%",
+        "--spot-overhead SHARE": "extra hours on spot, e.g. 10%%",
+        "--interrupted-every TIME": "mean time between interruptions, e.g. 8h",
+        "--restart TIME": "time to resume after an interruption, e.g. 3min",
+    }
+    add_options(figures, options)
+    words = "step time before and after a change, e.g. 200ms 130ms"
+    figures.add_argument("--step-time", nargs=2, metavar=("BEFORE", "AFTER"), help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -149,19 +114,10 @@ def _view(arguments: argparse.Namespace) -> tuple[PlanView, Any]:
     from farthing.planner.throughput_arithmetic import parse_figures
 
     now = clock.now().replace(second=0, microsecond=0)
-    for name, least in (("max_gpus", 1), ("limit", 0), ("examples", 1), ("runs", 1)):
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            raise InputError(
-                f"{value} is too few",
-                where=f"--{name.replace('_', '-')}",
-                to_do=f"give {least} or more",
-            )
+    for name, least in (("--max-gpus", 1), ("--limit", 0), ("--examples", 1), ("--runs", 1)):
+        in_range(name, getattr(arguments, name[2:].replace("-", "_")), least)
     runs: float | None = arguments.runs_per_month
-    if runs is not None and not 0 < runs <= 1e6:
-        raise InputError(
-            f"{runs:g} runs a month", where="--runs-per-month", to_do="give a number above 0"
-        )
+    in_range("--runs-per-month", runs, 1e-6, 1e6)
     own = [parse_owned(text) for text in arguments.own]
     budget_usd, deadline_s = _dollars(arguments.budget), _seconds_until(arguments.deadline, now)
     figures = parse_figures(vars(arguments))

@@ -7,7 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from farthing.cli.console import print_json
-from farthing.cli.parser import add_run_argument, run_folder
+from farthing.cli.parser import (
+    MAX_TOKENS,
+    add_options,
+    add_run_argument,
+    as_json,
+    in_range,
+    run_folder,
+)
 from farthing.errors import EXIT_FINISHED, InputError
 from farthing.printable import printable
 
@@ -16,31 +23,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing predict`."""
     add_run_argument(parser)
     parser.add_argument("data", help="file of rows, in any format that the run's job reads")
-    parser.add_argument(
-        "-o",
-        "--output",
-        required=True,
-        metavar="FILE",
-        help="new JSON Lines file with prediction and score for each row",
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        default=256,
-        metavar="N",
-        help="maximum tokens of an answer (default: 256)",
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=16, metavar="N", help="rows in a batch (default: 16)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the counts as JSON")
+    options = {
+        "-o --output FILE!": "new JSON Lines file with prediction and score for each row",
+        **MAX_TOKENS,
+        "--batch-size N=16": "rows in a batch",
+        **as_json("the counts"),
+    }
+    add_options(parser, options)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Predict, and print what became of the rows."""
     folder = run_folder(arguments)
-    if arguments.max_tokens < 1 or arguments.batch_size < 1:
-        raise InputError("a number from 1 on", where="--max-tokens, --batch-size")
+    in_range("--max-tokens", arguments.max_tokens, 1)
+    in_range("--batch-size", arguments.batch_size, 1)
     data, output = Path(arguments.data), Path(arguments.output)
     if not data.is_file():
         raise InputError("no such file", where=arguments.data, to_do="name a file with rows")

@@ -8,35 +8,27 @@ import argparse
 
 from farthing import clock
 from farthing.cli.console import print_json, rich_console
+from farthing.cli.parser import add_options, as_json, in_range
 from farthing.errors import EXIT_FINISHED, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing prices`."""
-    parser.add_argument(
-        "action",
-        nargs="?",
-        choices=("update",),
-        help="update: refresh the prices kept in the cache",
-    )
-    parser.add_argument("--gpu", help='only this GPU, such as "RTX 4090" or h100')
-    parser.add_argument("--provider", help="only this provider")
-    parser.add_argument("--region", help="only these regions; a prefix such as us- works")
-    parser.add_argument("--kind", choices=("spot", "on-demand"), help="only offers of this kind")
-    parser.add_argument(
-        "--sort",
-        choices=("usd-per-gpu", "usd", "age"),
-        default="usd-per-gpu",
-        help="sort by dollars a GPU-hour (default), dollars a machine-hour, or age",
-    )
-    parser.add_argument(
-        "--limit",
-        type=int,
-        metavar="N",
-        help="rows to show; 0 shows all (default: 20; with --json all)",
-    )
-    parser.add_argument("--prices", metavar="FILE", help="use only the prices of this CSV file")
-    parser.add_argument("--json", action="store_true", help="print the offers as JSON")
+    words = "update: refresh the prices kept in the cache"
+    parser.add_argument("action", nargs="?", choices=("update",), help=words)
+    options = {
+        "--gpu GPU": 'only this GPU, such as "RTX 4090" or h100',
+        "--provider PROVIDER": "only this provider",
+        "--region REGION": "only these regions; a prefix such as us- works",
+        "--kind {spot,on-demand}": "only offers of this kind",
+        "--sort {usd-per-gpu,usd,age}=usd-per-gpu": (
+            "sort by dollars a GPU-hour (default), dollars a machine-hour, or age"
+        ),
+        "--limit N": "rows to show; 0 shows all (default: 20; with --json all)",
+        "--prices FILE": "use only the prices of this CSV file",
+        **as_json("the offers"),
+    }
+    add_options(parser, options)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,10 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             draw_update(console, result)
         return EXIT_FINISHED
-    if arguments.limit is not None and arguments.limit < 0:
-        raise InputError(
-            f"{arguments.limit} rows can't be shown", where="--limit", to_do="give 0 (all) or more"
-        )
+    in_range("--limit", arguments.limit, 0)
     catalog = read_catalog(arguments.prices, clock.today())
     found = select(catalog, arguments.gpu, arguments.provider, arguments.region, arguments.kind)
     if not found:

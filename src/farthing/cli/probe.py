@@ -9,8 +9,8 @@ from typing import Any
 
 from farthing.cli.console import rich_console
 from farthing.cli.leaving import measure
-from farthing.cli.parser import add_job_arguments
-from farthing.errors import EXIT_FINISHED, InputError
+from farthing.cli.parser import add_job_arguments, as_json, in_range
+from farthing.errors import EXIT_FINISHED
 
 GOES_ON_UNREAD = True
 """What is measured is kept for later runs, whether it is read or not."""
@@ -18,23 +18,15 @@ GOES_ON_UNREAD = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing probe`."""
-    add_job_arguments(parser)
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="time to spend (default: 60)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print every trial as JSON; progress goes to stderr"
-    )
+    options = {"--seconds S=60.0": "time to spend", **as_json("every trial", progress=True)}
+    add_job_arguments(parser, options)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, then print every trial."""
     from farthing.config.preflight import load_job_or_tell_all
 
-    if not 5 <= arguments.seconds <= 3600:
-        raise InputError(
-            f"{arguments.seconds:g} seconds", where="--seconds", to_do="give 5 to 3600"
-        )
+    in_range("--seconds", arguments.seconds, 5, 3600)
     job = load_job_or_tell_all(arguments.job, arguments.set)
 
     def work(terminal: Any) -> Any:

@@ -10,41 +10,25 @@ from typing import Any
 
 from farthing.cli.console import rich_console
 from farthing.cli.leaving import measure
-from farthing.cli.parser import add_job_arguments
+from farthing.cli.parser import add_job_arguments, as_json, in_range
 from farthing.errors import EXIT_FINISHED, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing profile`."""
-    add_job_arguments(parser)
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=5,
-        metavar="N",
-        help="steps to profile after 3 warm-up steps (default: 5)",
-    )
-    parser.add_argument(
-        "--output",
-        default="profile",
-        metavar="FOLDER",
-        help="folder for the trace (default: ./profile)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the table as JSON; progress goes to stderr"
-    )
+    options = {
+        "--steps N=5": "steps to profile after 3 warm-up steps",
+        "--output FOLDER=profile": "folder for the trace (default: ./profile)",
+        **as_json("the table", progress=True),
+    }
+    add_job_arguments(parser, options)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Profile, then print the table."""
     from farthing.config.load import load_job
 
-    if not 1 <= arguments.steps <= 100:
-        raise InputError(
-            f"{arguments.steps} steps",
-            where="--steps",
-            to_do="give 1 to 100: a trace has every operation",
-        )
+    in_range("--steps", arguments.steps, 1, 100)
     if Path(arguments.output).is_file():
         raise InputError("is a file", where=f"--output {arguments.output}", to_do="name a folder")
     job = load_job(arguments.job, arguments.set)

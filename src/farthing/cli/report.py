@@ -6,19 +6,17 @@ import argparse
 from pathlib import Path
 
 from farthing.cli.console import complain, print_json, rich_console, write, write_page
+from farthing.cli.parser import add_options, as_json
 from farthing.errors import EXIT_FINISHED, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing report`."""
     parser.add_argument("folder", help="run folder (output_dir)")
-    parser.add_argument(
-        "baseline", nargs="*", help="run folder to compare with (several with --html)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the receipt or the comparison as JSON"
-    )
-    parser.add_argument("--html", metavar="FILE", help="write one self-contained page")
+    words = "run folder to compare with (several with --html)"
+    parser.add_argument("baseline", nargs="*", help=words)
+    page = {"--html FILE": "write one self-contained page"}
+    add_options(parser, {**as_json("the receipt or the comparison"), **page})
 
 
 def run(arguments: argparse.Namespace) -> int:

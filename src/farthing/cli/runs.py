@@ -13,19 +13,16 @@ from typing import Any
 
 from farthing.cli.console import print_json, rich_console
 from farthing.cli.looking import looked_at, names_a_store
+from farthing.cli.parser import add_options, as_json
 from farthing.errors import EXIT_FINISHED, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing runs`."""
-    parser.add_argument(
-        "where",
-        nargs="*",
-        default=["."],
-        help="folders, or addresses of stores (default: this folder)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the runs and the totals as JSON")
-    parser.add_argument("--csv", action="store_true", help="print a table for spreadsheets")
+    words = "folders, or addresses of stores (default: this folder)"
+    parser.add_argument("where", nargs="*", default=["."], help=words)
+    csv = {"--csv": "print a table for spreadsheets"}
+    add_options(parser, {**as_json("the runs and the totals"), **csv})
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from farthing.cli.console import print_json, rich_console
-from farthing.cli.parser import add_job_arguments
-from farthing.errors import InputError
+from farthing.cli.leaving import n_processes_of
+from farthing.cli.parser import add_job_arguments, as_json
 from farthing.run.guard import forget_done, tell
 
 GOES_ON_UNREAD = True
@@ -17,10 +17,7 @@ GOES_ON_UNREAD = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing search`."""
-    add_job_arguments(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print the receipt as JSON; progress goes to stderr"
-    )
+    add_job_arguments(parser, as_json("the receipt", progress=True))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         job,
         Path(arguments.job),
         _Progress(console).show,
-        n_at_a_time=n_at_a_time(job),
+        n_at_a_time=n_processes_of(job, on_cpu=False),
     )
     if arguments.json:
         print_json(outcome.receipt)
@@ -52,23 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
         f"{outcome.state}: {outcome.reason}{to_do.get(outcome.state, '')}", highlight=False
     )
     return outcome.exit_code
-
-
-def n_at_a_time(job: Any) -> int:
-    """Trials side by side: one for each GPU that the job may use. Raises `InputError`."""
-    wanted = job.where.gpus
-    if wanted is None or (job.where.device == "cpu" and wanted != "all"):
-        return int(wanted or 1)
-    from farthing.local.machine import local_machine
-
-    n_gpus = 0 if job.where.device == "cpu" else local_machine().n_gpus
-    if wanted != "all" and wanted > max(1, n_gpus):
-        raise InputError(
-            f"the job wants {wanted} GPUs, this machine has {n_gpus}",
-            where="where.gpus",
-            to_do=f"set it to {max(1, n_gpus)}, or to all",
-        )
-    return max(1, n_gpus) if wanted == "all" else int(wanted)
 
 
 def draw_bill(console: Any, bill: Any) -> None:

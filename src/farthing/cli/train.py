@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from farthing.cli.console import complain, print_json, put, rich_console
-from farthing.cli.leaving import leave_before_the_start
-from farthing.cli.parser import add_job_arguments
+from farthing.cli.leaving import leave_before_the_start, n_processes_of
+from farthing.cli.parser import add_job_arguments, as_json, in_range
 from farthing.errors import EXIT_FINISHED, EXIT_LIMIT, FarthingError, InputError, JobError
 from farthing.run.group import Seat, seat_in, sit_down
 from farthing.run.guard import forget_done, tell
@@ -31,51 +31,26 @@ RARE = ("--deepspeed", "--accelerate", "--local_rank", "--local-rank")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing train`."""
-    add_job_arguments(parser)
-    parser.add_argument(
-        "--allow-restart",
-        action="store_true",
-        help=(
+    options = {
+        "--allow-restart": (
             "start over if every checkpoint is damaged; start the bill at $0 if the ledger is gone"
         ),
+        "--dry-run": "show limits, price and `when_done`, without starting",
+        **as_json("the receipt", progress=True),
+    }
+    add_job_arguments(parser, options)
+    words = (
+        "restart after interruptions, crashes and kills, until N attempts in a row saved nothing"
+        " (default: 3)"
     )
-    parser.add_argument(
-        "--retry",
-        nargs="?",
-        type=int,
-        const=3,
-        metavar="N",
-        help=(
-            "restart after interruptions, crashes and kills, until N attempts in a row saved"
-            " nothing (default: 3)"
-        ),
-    )
-    parser.add_argument(
-        "--from",
-        dest="ancestor",
-        metavar="RUN[:STEP]",
-        help=("start from another run's weights; the receipt includes that run's cost"),
-    )
+    parser.add_argument("--retry", nargs="?", type=int, const=3, metavar="N", help=words)
+    words = "start from another run's weights; the receipt includes that run's cost"
+    parser.add_argument("--from", dest="ancestor", metavar="RUN[:STEP]", help=words)
     for kind in ("deepspeed", "accelerate"):
-        parser.add_argument(
-            f"--{kind}",
-            metavar="FILE",
-            help=f"read parallelism settings from a {kind} file; unsupported keys are listed",
-        )
-    parser.add_argument(
-        "--local_rank",
-        "--local-rank",
-        metavar="N",
-        help="set by deepspeed; farthing reads the environment instead",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="show limits, price and `when_done`, without starting",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the receipt as JSON; progress goes to stderr"
-    )
+        words = f"read parallelism settings from a {kind} file; unsupported keys are listed"
+        parser.add_argument(f"--{kind}", metavar="FILE", help=words)
+    words = "set by deepspeed; farthing reads the environment instead"
+    parser.add_argument("--local_rank", "--local-rank", metavar="N", help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -94,8 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.ancestor is not None:
         arguments.set = [*arguments.set, f"model.from_run={json.dumps(arguments.ancestor)}"]
-    if arguments.retry is not None and arguments.retry < 1:
-        raise InputError(f"{arguments.retry} attempts", where="--retry", to_do="give 1 or more")
+    in_range("--retry", arguments.retry, 1)
     seat = seat_in(os.environ)
     if arguments.retry is not None and seat.n > 1:
         raise InputError(
@@ -138,7 +112,7 @@ def _run(arguments: argparse.Namespace) -> int:
             console = rich_console(stderr=arguments.json)
             return _show_end(arguments, console, "finished", FINISHED_ALREADY, done, EXIT_FINISHED)
     tell(folder=str(folder), when_done=job.when_done)
-    n_ranks = 1 if seat.by else n_ranks_of(job)
+    n_ranks = 1 if seat.by else n_processes_of(job, on_cpu=True)
     if arguments.retry is not None or n_ranks > 1:
         look_over(job)
         return _train_until_it_ends(arguments, folder, n_ranks)
@@ -282,27 +256,6 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path, n_ranks: i
         printed.seek(0)
         put(printed.read().decode())
     return code
-
-
-def n_ranks_of(job: Any) -> int:
-    """How many processes the job wants on this machine. Raises `InputError` where it has fewer
-    GPUs.
-    """
-    wanted = job.where.gpus
-    if wanted in (None, 1) or (job.where.device == "cpu" and wanted != "all"):
-        return int(wanted or 1)
-    from farthing.local.machine import local_machine
-
-    n_gpus = 0 if job.where.device == "cpu" else local_machine().n_gpus
-    if wanted == "all":
-        return max(1, n_gpus)
-    if n_gpus < wanted and (n_gpus or job.where.device == "cuda"):
-        raise InputError(
-            f"the job wants {wanted} GPUs, this machine has {n_gpus}",
-            where="where.gpus",
-            to_do=f"set it to {max(1, n_gpus)}, or to all",
-        )
-    return int(wanted)
 
 
 def _compute_along(arguments: argparse.Namespace) -> int:
