@@ -35,6 +35,7 @@ from farthing.local.measurements import read_measurements
 from farthing.tiny import demo_rows, write_jsonl
 from plan_padding import padded_by_number
 from thinned import thinned
+from web import Files
 from workshop import Heard, cut, job_file, make_job, rows_of, train
 
 # ---- padding ----
@@ -441,16 +442,13 @@ def test_a_run_finishes_when_lengths_cannot_be_written_to_the_cache(tmp_path: Pa
 def test_remote_data_is_remembered_but_not_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fsspec
-
-    rows = write_jsonl(tmp_path / "rows.jsonl", demo_rows(20))
-    memory = fsspec.filesystem("memory")
-    memory.pipe("/set/rows.jsonl", rows.read_bytes())
-    job = make_job(tmp_path, n_rows=20, max_steps=1, data={"train": "memory://set/rows.jsonl"})
-    with pytest.raises(InputError, match="network") as caught:
-        read_lengths(job, cache_dir=cache_of(job))
-    assert "--mean-tokens" in caught.value.to_do
-    train(job)
+    rows = write_jsonl(tmp_path / "rows.jsonl", demo_rows(20)).read_bytes()
+    with Files(rows=rows).served() as address:
+        job = make_job(tmp_path, n_rows=20, max_steps=1, data={"train": f"{address}/rows.jsonl"})
+        with pytest.raises(InputError, match="network") as caught:
+            read_lengths(job, cache_dir=cache_of(job))
+        assert "--mean-tokens" in caught.value.to_do
+        train(job)
     monkeypatch.setattr("farthing.data.read.fetch", lambda *_: pytest.fail("the network was asked"))
     lengths, _ = read_lengths(job, cache_dir=cache_of(job))
     assert (lengths.n_examples, lengths.is_exact) == (20, False)

@@ -48,6 +48,7 @@ from mishaps import fail_at
 from peak_memory import PeakMemory
 from test_store import Model
 from thinned import thinned
+from web import Files
 from workshop import job_file
 
 MOST_BYTES = 200 << 20  # that reading something hostile may add to the memory
@@ -224,19 +225,16 @@ def test_a_password_in_the_address_of_data_is_kept_nowhere(
     run: Run,
     tmp_path: Path,
 ) -> None:
-    import fsspec
-
-    memory = fsspec.filesystem("memory")
-    memory.pipe("/sets/a.jsonl", (desk.folder / "train.jsonl").read_bytes())
     secret = CANARIES["AWS_SECRET_ACCESS_KEY"]
-    desk.set("data", train=f"simplecache::memory://user:{secret}@sets/a.jsonl")
-    memory.pipe(f"/user:{secret}@sets/a.jsonl", (desk.folder / "train.jsonl").read_bytes())
-    said = run()
+    with Files(a=(desk.folder / "train.jsonl").read_bytes()).served() as address:
+        host = address.removeprefix("http://")
+        desk.set("data", train=f"http://user:{secret}@{host}/a.jsonl?key={secret}")
+        said = run()
     assert said.code == 0, said.err
     assert secrets_in((said.out + said.err).encode()) == []
     (desk.folder / "job.yaml").unlink()
     assert files_with_secrets(desk.folder) == {}
-    assert "memory://sets/a.jsonl" in (desk.folder / "run" / "job.json").read_text()
+    assert f"{address}/a.jsonl" in (desk.folder / "run" / "job.json").read_text()
 
 
 def test_what_may_hold_data_is_for_its_owner_alone(desk: Desk, run: Run) -> None:

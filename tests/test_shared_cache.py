@@ -18,6 +18,7 @@ from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError
 from farthing.tiny import demo_rows, write_jsonl
+from web import Files
 from workshop import Heard, make_job, train
 
 SOMEBODY = 54321
@@ -147,13 +148,11 @@ def test_a_run_says_it_and_a_plan_does_not_go_by_it(tmp_path: Path) -> None:
 
 @needs_root
 def test_a_download_and_a_data_set_of_another_are_fetched_again(tmp_path: Path) -> None:
-    import fsspec
-
-    fsspec.filesystem("memory").pipe("/shared/a.jsonl", b'{"text": "right"}\n')
-    path = fetch("memory://shared/a.jsonl", tmp_path)
-    path.write_bytes(b'{"text": "wrong"}\n')
-    os.chown(path, SOMEBODY, SOMEBODY)
-    assert fetch("memory://shared/a.jsonl", tmp_path).read_bytes() == b'{"text": "right"}\n'
+    with Files(a=b'{"text": "right"}\n').served() as address:
+        path = fetch(f"{address}/a.jsonl", tmp_path)
+        path.write_bytes(b'{"text": "wrong"}\n')
+        os.chown(path, SOMEBODY, SOMEBODY)
+        assert fetch(f"{address}/a.jsonl", tmp_path).read_bytes() == b'{"text": "right"}\n'
 
     folder = write_jsonl(tmp_path / "set" / "train.jsonl", [{"text": "right"}]).parent
     (first,) = open_sources((str(folder),), cache_dir=tmp_path, split="train")

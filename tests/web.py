@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,3 +25,28 @@ def serving(handler: Any) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+class Files:
+    """Files on a web server, by path without the slash, each with an ETag of its content."""
+
+    def __init__(self, **files: bytes) -> None:
+        self.files = files
+
+    @contextmanager
+    def served(self) -> Iterator[str]:
+        """The server's address."""
+        files = self.files
+
+        class Answers(Quiet):
+            def do_GET(self) -> None:
+                """A file, or 404."""
+                body = files.get(self.path.lstrip("/").partition(".")[0])
+                self.send_response(404 if body is None else 200)
+                self.send_header("ETag", str(zlib.crc32(body or b"")))
+                self.send_header("Content-Length", str(len(body or b"")))
+                self.end_headers()
+                self.wfile.write(body or b"")
+
+        with serving(Answers) as address:
+            yield address

@@ -1,11 +1,12 @@
-"""Files behind an address, fetched into the cache.
+"""Files behind an address, fetched into the cache: of buckets by `storage.objects`, of the web by
+httpx.
 
-Web addresses are checked where a connection is made, so that redirects and names that lead there
-are refused too.
+Hosts of the web are checked before they are asked, redirects and names that lead elsewhere too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -13,32 +14,27 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from farthing.addresses import is_metadata_host, without_secrets
-from farthing.errors import DataError, InputError
+from farthing.errors import DataError
 from farthing.storage.files import belongs_to_another, own_folder, sha256_of
 from farthing.storage.objects import BUCKETS, BucketStore, NoSuchObject, StoreError
 
-_NO_HOSTS = (
-    *BUCKETS,
-    "s3a",
-    "gcs",
-    "abfs",
-    "abfss",
-    "adl",
-    "hf",
-    "memory",
-    "file",
-    "local",
-    "github",
-)
+if TYPE_CHECKING:
+    import httpx
+
 _PIECE_BYTES = 1 << 20
 
 
-class _Refused(OSError):
-    """A connection to where credentials are kept."""
+class _Remote(NamedTuple):
+    """A file elsewhere: what changes when its content does, if anything tells; and its bytes
+    written to a file, `add` told of how many more and how many in all.
+    """
+
+    version: str
+    copy: Callable[[Path, Callable[[int, int | None], None]], None]
 
 
 def fetch(
@@ -53,94 +49,130 @@ def fetch(
     Without a version it is fetched each time and named by its content. `progress(what, bytes done,
     bytes in all or None)`. Raises `DataError`.
     """
-    shown = without_secrets(url)
+    import httpx
+
+    shown, scheme, done = without_secrets(url), url.partition("://")[0].lower(), 0
     refuse_metadata(url)
+    if scheme not in (*BUCKETS, "http", "https"):
+        raise DataError(
+            f"no file is read from {scheme}://",
+            where=shown,
+            to_do="use s3://, gs://, az://, https://, the name of a data set, or a path here",
+        )
+
+    def add(n_bytes: int, total: int | None) -> None:
+        nonlocal done
+        done += n_bytes
+        progress(f"downloading {shown}", done, total)
+
+    folder = own_folder(cache_dir / "downloads", warn)
+    draft = folder / f"{uuid.uuid4().hex}.draft-"
     try:
-        source = _Object(url) if url.partition("://")[0] in BUCKETS else _File(url)
-        folder = own_folder(cache_dir / "downloads", warn)
-        endings = "".join(Path(urlsplit(shown).path).suffixes[-2:])
-
-        def named(version: str) -> Path:
-            # the query is part of what is asked for; user and password are not
-            asked = re.sub(r"://[^/?#]*@", "://", url)
-            return folder / (
-                hashlib.sha256(f"{asked}\n{version}".encode()).hexdigest()[:32] + endings
-            )
-
-        path = named(source.version) if source.version else None
-        if path is not None and path.exists() and belongs_to_another(path):
-            path.unlink()
-        if path is None or not path.exists():
-            draft = folder / f"{uuid.uuid4().hex}.draft-"
-            try:
-                source.copy(
-                    draft, lambda done, total: progress(f"downloading {shown}", done, total)
-                )
-                path = path or named(sha256_of(draft))
+        with (_object if scheme in BUCKETS else _page)(url) as remote:
+            path = _named(folder, url, remote.version)
+            if path.exists() and belongs_to_another(path):
+                path.unlink()
+            if not remote.version or not path.exists():
+                remote.copy(draft, add)
+                path = path if remote.version else _named(folder, url, sha256_of(draft))
                 os.replace(draft, path)
-            finally:
-                draft.unlink(missing_ok=True)
         return path
-    except InputError:  # of an address that names no bucket
-        raise
-    except NoSuchObject as error:
-        raise _no_file(shown) from error
     except StoreError as error:
+        raise _unreadable(error, url) from error
+    except httpx.HTTPStatusError as error:
+        host, status = error.request.url.netloc.decode(), error.response.status_code
+        if status == 404:
+            raise _no_file(shown) from error
+        to_do = "try again later, or fetch the file yourself"
+        if status in (401, 403):
+            to_do = "check the credentials"
+        raise DataError(f"{host} answers {status}", where=shown, to_do=to_do) from error
+    except httpx.TransportError as error:
         raise DataError(
-            f"can't be read ({_redacted(str(error), url)})",
+            f"no connection to {error.request.url.netloc.decode()}: {error or 'no answer in time'}",
             where=shown,
-            to_do="check the address, the network and the credentials",
+            to_do="check the host and port in `data:`, and the network",
         ) from error
-    except ImportError as error:
-        scheme = url.split(":", 1)[0]
-        raise DataError(
-            f"{scheme}:// needs a package that is not installed",
-            where=shown,
-            to_do=f"install the fsspec package for {scheme}://",
-        ) from error
-    except Exception as error:  # every fsspec backend has errors of its own
-        raise _in_words(error, url, shown) from error
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        raise _unreadable(error, url) from error
+    finally:
+        draft.unlink(missing_ok=True)
 
 
-class _Object:
+def _named(folder: Path, url: str, version: str) -> Path:
+    # the query is part of what is asked for; user and password are not
+    asked = re.sub(r"://[^/?#]*@", "://", url)
+    endings = "".join(Path(urlsplit(without_secrets(url)).path).suffixes[-2:])
+    digest = hashlib.sha256(f"{asked}\n{version}".encode()).hexdigest()
+    return folder / (digest[:32] + endings)
+
+
+@contextlib.contextmanager
+def _object(url: str) -> Iterator[_Remote]:
     """An object in a bucket."""
-
-    def __init__(self, url: str) -> None:
-        folder, _, self._key = url.rpartition("/")
-        self._store = BucketStore(folder)
-        entry = self._store.head(self._key)
-        self._n_bytes, self.version = entry.n_bytes, entry.tag
-
-    def copy(self, draft: Path, progress: Callable[[int, int | None], None]) -> None:
-        """Write its bytes to a file, part by part."""
-        done = 0
-
-        def add(n_bytes: int) -> None:
-            nonlocal done
-            done += n_bytes
-            progress(done, self._n_bytes)
-
-        self._store.fetch(self._key, draft, self._n_bytes, add)
+    folder, _, key = url.rpartition("/")
+    store = BucketStore(folder)
+    try:
+        entry = store.head(key)
+        n_bytes = entry.n_bytes
+        yield _Remote(
+            entry.tag,
+            lambda draft, add: store.fetch(key, draft, n_bytes, lambda n: add(n, n_bytes)),
+        )
+    except NoSuchObject as error:
+        raise _no_file(without_secrets(url)) from error
 
 
-class _File:
-    """A file that fsspec reaches."""
+@contextlib.contextmanager
+def _page(url: str) -> Iterator[_Remote]:
+    """A file of a web server."""
+    import httpx
 
-    def __init__(self, url: str) -> None:
-        import fsspec
+    wait = httpx.Timeout(60.0, connect=20.0)  # of silence: a download may take long
+    hooks: dict[str, list[Callable[..., None]]] = {
+        "request": [_refuse_to_ask],
+        "response": [_refuse_answer],
+    }
+    headers = {"Accept-Encoding": "identity"}
+    with (
+        httpx.Client(
+            event_hooks=hooks, headers=headers, timeout=wait, follow_redirects=True, trust_env=False
+        ) as client,
+        client.stream("GET", url) as answer,
+    ):
+        answer.raise_for_status()
+        total = int(answer.headers.get("Content-Length") or 0) or None
+        # a server may say of a file's own packing that it is one of the way
+        pieces = answer.iter_raw if answer.url.path.endswith(".gz") else answer.iter_bytes
 
-        self._filesystem, self._remote = fsspec.core.url_to_fs(url, **_guarded(url))
-        self.version = _version(self._filesystem, self._remote)
+        def copy(draft: Path, add: Callable[[int, int | None], None]) -> None:
+            with open(draft, "wb") as file:
+                for piece in pieces(_PIECE_BYTES):
+                    file.write(piece)
+                    add(len(piece), total)
 
-    def copy(self, draft: Path, progress: Callable[[int, int | None], None]) -> None:
-        """Write its bytes to a file, piece by piece."""
-        done = 0
-        with self._filesystem.open(self._remote, "rb") as source, open(draft, "wb") as target:
-            total = getattr(source, "size", None)
-            while piece := source.read(_PIECE_BYTES):
-                target.write(piece)
-                done += len(piece)
-                progress(done, total if isinstance(total, int) and total > 0 else None)
+        yield _Remote(answer.headers.get("ETag", ""), copy)
+
+
+def _refuse_to_ask(request: httpx.Request) -> None:
+    """Refuse hosts that are, or whose names lead to, where credentials are kept."""
+    import httpx
+
+    host = request.url.host
+    try:
+        addresses = [str(found[4][0]) for found in socket.getaddrinfo(host, request.url.port)]
+    except socket.gaierror as error:
+        why = f"the name is not known ({error.strerror})"
+        raise httpx.ConnectError(why, request=request) from error
+    if any(map(is_metadata_host, (host, *addresses))):
+        raise _metadata_error(str(request.url))
+
+
+def _refuse_answer(answer: httpx.Response) -> None:
+    """The same of who has answered, whatever a name meant meanwhile."""
+    address = answer.extensions["network_stream"].get_extra_info("server_addr")
+    if is_metadata_host(str(address[0])):
+        raise _metadata_error(str(answer.url))
 
 
 def refuse_metadata(url: str) -> None:
@@ -148,19 +180,16 @@ def refuse_metadata(url: str) -> None:
     credentials.
     """
     for scheme, place in re.findall(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)", url):
-        if scheme.lower().rpartition(":")[2] not in _NO_HOSTS and is_metadata_host(_host_of(place)):
-            raise _metadata_error(without_secrets(url))
+        place = place.rpartition("@")[2]
+        bare = place[1:].partition("]")[0] if place.startswith("[") else place.partition(":")[0]
+        if scheme.lower() not in BUCKETS and is_metadata_host(bare):
+            raise _metadata_error(url)
 
 
-def _host_of(place: str) -> str:
-    place = place.rpartition("@")[2]
-    return place[1:].partition("]")[0] if place.startswith("[") else place.partition(":")[0]
-
-
-def _metadata_error(shown: str) -> DataError:
+def _metadata_error(url: str) -> DataError:
     return DataError(
         "an address at which machines keep their credentials, or one that leads there",
-        where=shown,
+        where=without_secrets(url),
         to_do=(
             "data is never read from link-local and metadata addresses; name the server that has"
             " the file"
@@ -168,122 +197,19 @@ def _metadata_error(shown: str) -> DataError:
     )
 
 
-def _guarded(url: str) -> dict[str, Any]:
-    """What fsspec is told for the web addresses in a chain."""
-    schemes = {part.partition("://")[0].lower() for part in url.split("::")}
-    return {scheme: {"get_client": _client} for scheme in ("http", "https") if scheme in schemes}
-
-
-async def _client(**settings: Any) -> Any:
-    """A web client that connects to no metadata address. A download may take long, silence
-    may not.
-    """
-    import aiohttp
-
-    def guarded_socket(address: Any) -> socket.socket:
-        if is_metadata_host(str(address[4][0]).partition("%")[0]):
-            raise _Refused("a metadata address")
-        return socket.socket(*address[:3])
-
-    settings.pop("loop", None)
-    wait = aiohttp.ClientTimeout(total=None, sock_connect=20, sock_read=60)
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(socket_factory=guarded_socket), timeout=wait, **settings
-    )
-
-
-def _version(filesystem: Any, remote: str) -> str:
-    """What changes when the file does; empty for a web server that gives no ETag."""
-    if "http" in filesystem.protocol or "https" in filesystem.protocol:
-        return str(filesystem.info(remote).get("ETag") or "")
-    return str(filesystem.ukey(remote))
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and what led to it."""
-    seen: list[BaseException] = []
-    at: BaseException | None = error
-    while at is not None and at not in seen:
-        seen.append(at)
-        yield at
-        of_system = getattr(at, "os_error", None)
-        if isinstance(of_system, OSError):
-            yield of_system
-        at = at.__cause__ or at.__context__
-
-
-def _in_words(error: Exception, url: str, shown: str) -> DataError:
-    """Which of the many: refused by us, no connection, an answer of the server, or no such file."""
-    causes = list(_causes(error))
-    if any(isinstance(cause, _Refused) or "a metadata address" in str(cause) for cause in causes):
-        return _metadata_error(shown)
-    for cause in causes:
-        status = getattr(cause, "status", None)
-        if isinstance(status, int) and status >= 400 and status != 404:
-            to_do = (
-                "check the credentials"
-                if status in (401, 403)
-                else "try again later, or fetch the file yourself"
-            )
-            return DataError(f"{_host(cause, shown)} answers {status}", where=shown, to_do=to_do)
-    for cause in causes:
-        reason = _no_connection(cause)
-        if reason:
-            what = f"no connection to {_host(cause, shown)}: {_redacted(reason, url)}"
-            return DataError(
-                what, where=shown, to_do="check the host and port in `data:`, and the network"
-            )
-    others = [
-        cause
-        for cause in causes
-        if not isinstance(cause, FileNotFoundError) and getattr(cause, "status", 0) != 404
-    ]
-    if isinstance(error, FileNotFoundError) and not others:
-        return _no_file(shown)
-    first = others[0] if isinstance(error, FileNotFoundError) else error
-    what = f"can't be read ({type(first).__name__}: {_redacted(str(first), url)})"
-    return DataError(what, where=shown, to_do="check the address, the network and the credentials")
-
-
 def _no_file(shown: str) -> DataError:
     return DataError("no such file", where=shown, to_do="check the address in `data:`")
 
 
-def _no_connection(cause: BaseException) -> str:
-    """Why there is no connection; nothing when that is not what is wrong."""
-    if isinstance(cause, socket.gaierror):
-        return f"the name is not known ({cause.strerror})"
-    if isinstance(cause, ConnectionError | TimeoutError):
-        return getattr(cause, "strerror", None) or str(cause) or "no answer in time"
-    name = type(cause).__name__
-    if name in (
-        "EndpointConnectionError",
-        "ConnectTimeoutError",
-        "ReadTimeoutError",
-        "ClientConnectorError",
-        "ClientConnectorDNSError",
-        "ServerTimeoutError",
-        "ConnectionTimeoutError",
-        "ConnectError",
-    ):
-        return str(cause)
-    return ""
-
-
-def _host(cause: BaseException, shown: str) -> str:
-    named = re.search(r"https?://([^/\s\"'?]+)", str(cause))
-    host, port = getattr(cause, "host", None), getattr(cause, "port", None)
-    if host:
-        return f"{host}:{port}" if port else str(host)
-    return named[1].rpartition("@")[2] if named else re.sub(r"^.*://", "", shown).partition("/")[0]
-
-
-def _redacted(text: str, url: str) -> str:
-    """An error's text without what the address keeps secret, in whatever form the text
-    repeats it.
-    """
-    text = text.replace(url, without_secrets(url))
+def _unreadable(error: Exception, url: str) -> DataError:
+    """With the error's text without what the address keeps secret, however it is repeated there."""
+    text = str(error).replace(url, without_secrets(url))
     for secret in re.findall(r"://([^/?#]*)@", url):
-        for part in sorted({secret, *secret.split(":", 1)[1:]}, key=len, reverse=True):
-            text = text.replace(part, "***") if part else text
-    return re.sub(r"(https?://[^\s'\"?]*)\?[^\s'\"]*", r"\1", text)[:300]
+        for part in sorted({secret, *secret.split(":", 1)[1:]} - {""}, key=len, reverse=True):
+            text = text.replace(part, "***")
+    text = re.sub(r"(https?://[^\s'\"?]*)\?[^\s'\"]*", r"\1", text)[:300]
+    return DataError(
+        f"can't be read ({text})",
+        where=without_secrets(url),
+        to_do="check the address, the network and the credentials",
+    )

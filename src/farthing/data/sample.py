@@ -1,10 +1,9 @@
 """How long the rows of a file become, from a few of them: for a plan, which can't wait for all to
 be tokenized.
 
-The rows are ordered by their bytes and cut into strata; one row of each is read, and of those again
-some are tokenized exactly as for training. The others are taken to have as many tokens a character,
-and the rows that were not read as many a byte, as the one that stands for them. The longest rows
-are strata of their own.
+The rows are ordered by their bytes and cut into strata; one row of each is read and tokenized as
+for training, and the others are taken to have as many tokens a byte as the one that stands for
+them. The longest rows are strata of their own.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.blocks import n_characters
 from farthing.data.encode import Encoder
-from farthing.data.formats import RENDERED
 from farthing.data.read import Source
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Block, Reading, Row, Text
@@ -29,11 +26,7 @@ from farthing.objectives.registry import objective_of
 
 MOST_ROWS = 2000
 _FEWEST_ROWS, _MOST_BYTES_OF_FEWEST = 250, 64 << 20
-_MOST_SAMPLED_BYTES = 800_000  # what is tokenized in about a quarter of a second
-_MOST_READ_ROWS, _MOST_ROW_BYTES = (
-    6000,
-    4_000_000,
-)  # rows and bytes that are read; a tenth of a second
+_MOST_SAMPLED_BYTES = 1_500_000  # what is tokenized in about half a second
 _N_LONGEST = 16  # rows that are strata of their own
 _MOST_READ_BYTES = 256 << 20
 _NO_LIMIT = 1 << 40
@@ -65,30 +58,24 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
     of_rows = n_seen / max(1.0, total_bytes)
     fewest = max(1, min(_FEWEST_ROWS, int(_MOST_BYTES_OF_FEWEST * of_rows)))
     n_wanted = min(MOST_ROWS, max(fewest, int(_MOST_SAMPLED_BYTES * of_rows)))
-    n_read = min(_MOST_READ_ROWS, max(n_wanted, int(_MOST_ROW_BYTES * of_rows)))
     lengths, weights = [], []
     n_rows, n_tokenized = 0.0, 0
     why, notes = "", []
     for source, population in zip(sources, populations, strict=True):
-        share = len(population.sizes) / n_seen
-        picked, stratum = _strata(population.sizes, max(1, round(n_read * share)))
+        sizes = population.sizes
+        picked, stratum = _strata(sizes, max(1, round(n_wanted * len(sizes) / n_seen)))
         rows = population.rows(picked)
         reader = SourceReader(source, recipe, tokenizer)
         reader.look(rows)
-        n_tried = max(1, round(n_wanted * share))
-        of_picked, counts, n, reasons = _tokenized(reader, rows, n_tried, tokenizer, recipe)
+        of_picked, counts, reasons = _tokenized(reader, rows, tokenizer, recipe)
         notes += [f"{source.name}: {what}" for what in reader.said()]
         why = why or next(iter(reasons), "")
-        of_all = _spread(of_picked, population.sizes[picked], population.sizes, stratum)
-        of_all[picked] = of_picked
-        lengths.append(np.repeat(of_all, counts[stratum], axis=0))
-        weights.append(
-            np.full(
-                len(lengths[-1]), source.weight * population.n_rows / max(1, len(population.sizes))
-            )
-        )
+        shares = sizes / np.maximum(sizes[picked], 1)[stratum]
+        lengths.append(np.repeat(of_picked[stratum] * shares[:, None], counts[stratum], axis=0))
+        of_each = source.weight * population.n_rows / max(1, len(sizes))
+        weights.append(np.full(len(lengths[-1]), of_each))
         n_rows += population.n_rows
-        n_tokenized += n
+        n_tokenized += int(counts.sum())
     found, weight = np.concatenate(lengths), np.concatenate(weights)
     tokens, targets, labelled = found.T
     limit = recipe.max_length * objective_of(recipe.task).n_sequences
@@ -141,113 +128,38 @@ def _strata(sizes: NDArray[np.int64], n_wanted: int) -> tuple[NDArray[np.int64],
     return order[middles], stratum
 
 
-def _spread(
-    tokens: NDArray[np.float64],
-    sizes: NDArray[Any],
-    all_sizes: NDArray[Any],
-    stands_for: NDArray[np.int64],
-) -> NDArray[np.float64]:
-    """[row, kind of token] for all rows from [stratum, kind of token], in proportion to their
-    sizes.
-    """
-    return np.asarray(tokens[stands_for] * (all_sizes / np.maximum(sizes, 1)[stands_for])[:, None])
-
-
 def _tokenized(
-    reader: SourceReader, rows: list[Row | BadRow], n_wanted: int, tokenizer: Any, recipe: Recipe
-) -> tuple[NDArray[np.float64], NDArray[np.int64], int, list[str]]:
-    """[row, (input, target, labelled tokens)] of an example of each row, [row] how many such, how
-    many were tokenized for it, and why rows can't be used. Before truncation, but for the labelled
-    tokens: only those within max_length.
+    reader: SourceReader, rows: list[Row | BadRow], tokenizer: Any, recipe: Recipe
+) -> tuple[NDArray[np.float64], NDArray[np.int64], list[str]]:
+    """[row, (input, target, labelled tokens)] of a mean example of each row, [row] how many it has,
+    and why rows can't be used. Before truncation, but for the labelled tokens of causal-lm: only
+    those within max_length.
     """
     found, counts = np.zeros((len(rows), 3)), np.zeros(len(rows), np.int64)
     reasons = [row.reason for row in rows if isinstance(row, BadRow)]
-    good = [(index, row) for index, row in enumerate(rows) if isinstance(row, Row)]
-    if reader.understood is None:
-        return found, counts, 0, reasons
-    all_good, picked, stands_for, sizes = good, np.arange(0), None, np.arange(0)
-    if objective_of(recipe.task).predicts_next and reader.understood.format in RENDERED:
-        sizes = np.array([n_characters(row.value) for _, row in good])
-        picked, stands_for = _strata(sizes, n_wanted)
-        good = [good[i] for i in picked]
-    n_encoded = 0
     texts: list[tuple[int, Text]] = []
-    for index, row in good:
+    for index, row in enumerate(rows if reader.understood is not None else ()):
         try:
             texts += [(index, text) for text in reader.text(row).of_row]
         except Unusable as error:
             reasons.append(str(error))
-    if texts:
-        of_texts, n_encoded = _of_texts([text for _, text in texts], n_wanted, tokenizer, recipe)
-        of_rows = [index for index, _ in texts]
-        counts = np.bincount(of_rows, of_texts[:, 0] > 0, minlength=len(rows)).astype(np.int64)
-        np.add.at(found, of_rows, of_texts)
-        found /= np.maximum(counts, 1)[:, None]
-    if stands_for is not None:
-        of_picked = found[[index for index, _ in good]]
-        found[[index for index, _ in all_good]] = _spread(
-            of_picked, sizes[picked], sizes, stands_for
-        )
-        found[[index for index, _ in good]] = of_picked
-        counts[[index for index, _ in all_good]] = counts[[index for index, _ in good]][stands_for]
-    if not found[:, 0].any() and texts:
-        reasons.append("every target is masked: prompts fill max_length")
-    return found, counts, n_encoded, reasons
-
-
-def _of_texts(
-    texts: list[Text], n_wanted: int, tokenizer: Any, recipe: Recipe
-) -> tuple[NDArray[np.float64], int]:
-    """[text, (input, target, labelled tokens)]: some tokenized, the others by their characters; and
-    how many were.
-    """
-    characters = np.zeros((len(texts), 2))
-    for index, text in enumerate(texts):
-        for sequence in text.sequences:
-            for part, is_target in sequence.segments:
-                if is_target or sequence is text:  # the prompt is computed once
-                    characters[index, int(is_target)] += len(part)
     task = objective_of(recipe.task)
-    if recipe.train_on_prompt and task.predicts_next:
-        characters = np.column_stack([characters[:, 0] * 0, characters.sum(axis=1)])
-    picked, stands_for = _strata(characters.sum(axis=1).astype(np.int64), n_wanted)
-    found = np.zeros((len(texts), 3))
     encode = Encoder(tokenizer, recipe.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt)
-    encoded = encode([texts[index] for index in picked])
-    shared = computed_once(encoded)
-    for index, (ids, mask), n_shared in zip(picked, encoded.examples(), shared, strict=True):
-        n_targets = int(mask.sum())
-        if n_targets == 0 and task.scores_tokens:
-            continue
-        n_tokens = len(ids) - int(n_shared)
-        found[index] = n_tokens - (n_targets if task.is_pair else 0), n_targets, n_targets
-        if task.predicts_next:
-            found[index, 2] = mask[: recipe.max_length * task.n_sequences].sum()
-    of_source = characters[:, 0] if task.is_pair else characters.sum(axis=1)
-    of_target = characters[:, 1]
-    other = np.setdiff1d(np.arange(len(texts)), picked)
-    if len(other):
-        found[other, 0] = _spread(
-            found[picked, :1], of_source[picked], of_source[other], stands_for[other]
-        )[:, 0]
-        # a token at the end of each, and as many a character as all that were tokenized have
-        # together
-        closed = found[picked, 1] > 0
-        rate = np.maximum(found[picked, 1] - 1, 0)[closed].sum() / max(
-            1.0, of_target[picked][closed].sum()
-        )
-        found[other, 1] = np.where(of_target[other] > 0, 1 + rate * of_target[other], 0)
-        before = found[other, 0] - found[other, 1]  # of causal-lm, whose targets come last
+    encoded = encode([text for _, text in texts])
+    n_computed = encoded.lengths - computed_once(encoded)
+    examples = zip(texts, encoded.examples(), n_computed.tolist(), strict=True)
+    for (index, _), (_, is_target), n_tokens in examples:
+        n_targets = int(is_target.sum())
         within = (
-            recipe.max_length - np.maximum(before, 0) if task.predicts_next else found[other, 1]
+            is_target[: recipe.max_length * task.n_sequences] if task.predicts_next else is_target
         )
-        found[other, 2] = np.clip(within, 0, found[other, 1])
-    if not task.scores_tokens:
-        found[:, 1:] = 0, 1
-    elif task.predicts_next:
-        found[found[:, 2] < 0.5] = 0
-        found[:, 1] = 0
-    return found, len(picked)
+        if task.scores_tokens and not within.any():
+            continue
+        found[index] += n_tokens - n_targets * task.is_pair, n_targets, within.sum()
+        counts[index] += 1
+    if texts and not counts.any():
+        reasons.append("every target is masked: prompts fill max_length")
+    return found / np.maximum(counts, 1)[:, None], counts, reasons
 
 
 # ---- the rows of a file ----
