@@ -28,6 +28,7 @@ from farthing.data.token_set import Recipe
 from farthing.errors import DataError
 from farthing.tiny import demo_rows
 from peak_memory import PeakMemory
+from token_sets import with_words
 
 MOST_BYTES = 250 << 20
 
@@ -340,8 +341,7 @@ def test_keys_that_an_object_lacks_are_not_learned_as_null(tmp_path: Path) -> No
     tokenizer = SimpleNamespace(
         chat_template=DEFAULT_CHAT_TEMPLATE,
         special_tokens_map={"eos_token": "</s>"},
-        added_tokens=["</s>"],
-        backend_tokenizer=None,
+        backend_tokenizer=with_words("</s>"),
     )
 
     reader = SourceReader(opened(path), Recipe("causal-lm", 64), tokenizer)

@@ -14,6 +14,7 @@ from farthing.data.foreign import foreign_kind
 from farthing.data.formats import converter
 from farthing.data.shown import Shown
 from farthing.objectives.columns import Unusable
+from token_sets import with_words
 
 PLAIN = (
     "{%- for m in messages %}{{- '<' + m.role + '>' + (m.content or '') + '</s>' }}{%- for call in"
@@ -27,8 +28,7 @@ def read(row: dict[str, Any], template: str = PLAIN) -> Any:
     tokenizer = SimpleNamespace(
         chat_template=template,
         special_tokens_map={"eos_token": "</s>"},
-        added_tokens=["</s>"],
-        backend_tokenizer=None,
+        backend_tokenizer=with_words("</s>"),
     )
     name = "conversations" if "conversations" in row else "messages"
     return converter(name, {}, {}, tokenizer, "causal-lm")(row)
@@ -231,8 +231,7 @@ def test_whether_a_call_is_shown_does_not_hang_on_the_rows_before() -> None:
     tokenizer = SimpleNamespace(
         chat_template=either,
         special_tokens_map={"eos_token": "</s>"},
-        added_tokens=["</s>"],
-        backend_tokenizer=None,
+        backend_tokenizer=with_words("</s>"),
     )
     both, alone = (
         {
@@ -290,8 +289,7 @@ def test_an_answer_of_sharegpt_and_an_earlier_one_of_alpaca_may_not_be_empty_eit
     tokenizer = SimpleNamespace(
         chat_template=PLAIN,
         special_tokens_map={"eos_token": "</s>"},
-        added_tokens=["</s>"],
-        backend_tokenizer=None,
+        backend_tokenizer=with_words("</s>"),
     )
     row = {"instruction": "b?", "output": "B", "history": [["a?", ""]]}
     with pytest.raises(Unusable, match="message 2: the assistant's turn is empty"):

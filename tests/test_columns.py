@@ -22,6 +22,7 @@ from farthing.data.read import open_sources
 from farthing.data.rows import Row
 from farthing.errors import DataError, JobError
 from farthing.objectives.columns import Unusable
+from token_sets import with_words
 
 GSM = {"question": "2 + 2?", "chain_of_thought": "Count.", "answer": "4"}
 
@@ -291,8 +292,7 @@ def test_earlier_turns_of_an_instruction_are_a_chat_and_learned() -> None:
         special_tokens_map={"eos_token": "</s>"},
         other_templates=(),
         all_special_tokens=["</s>"],
-        added_tokens_decoder={},
-        added_tokens=("</s>",),
+        backend_tokenizer=with_words("</s>"),
     )
     row = {
         "instruction": "And soup?",
@@ -323,7 +323,7 @@ TEMPLATE = SimpleNamespace(
     special_tokens_map={"eos_token": "</s>"},
     other_templates=(),
     all_special_tokens=["</s>"],
-    added_tokens=("</s>",),
+    backend_tokenizer=with_words("</s>"),
 )
 ASKED = {"role": "user", "content": "Hi?"}
 

@@ -16,6 +16,7 @@ from farthing.config.load import load_job
 from farthing.data.formats import converter
 from farthing.errors import InputError
 from importing import imported, job_of
+from token_sets import with_words
 
 AXOLOTL = """\
 base_model: org/base-1b
@@ -187,6 +188,7 @@ def test_a_frame_of_llama_factory_is_a_template_beside_the_job(
         chat_template=found.files[f"{name}.jinja"],
         special_tokens_map={"eos_token": "</s>"},
         other_templates=(),
+        backend_tokenizer=with_words(),
     )
     row = {
         "messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yo."}]

@@ -23,7 +23,6 @@ from farthing.data.packing import (
     padded_tokens,
     split_by_tokens,
     split_padded,
-    target_lengths_of,
 )
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import first_position, go_packed, packed_logits
@@ -134,7 +133,7 @@ def test_no_piece_is_split_for_less_than_a_micro_batch_costs() -> None:
 def test_padded_tokens_are_those_of_the_collation() -> None:
     tokens = token_set(np.array([9, 3, 6]))
     batch = collate(tokens, [0, 1, 2], "seq2seq", 0)
-    targets = target_lengths_of(tokens, np.arange(3))
+    targets = tokens.target_lengths[np.arange(3)]
     sizes = np.stack([tokens.lengths - targets, targets], 1)
     assert padded_tokens(sizes) == batch["input_ids"].size + batch["labels"].size
 

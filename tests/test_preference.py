@@ -34,6 +34,7 @@ from farthing.tiny import write_jsonl
 from farthing.train.run import opened_run
 from thinned import thinned
 from together import on_ranks
+from token_sets import with_words
 from workshop import Heard, job_file, log_of, losses_of, train
 
 WORDS = [
@@ -525,7 +526,7 @@ class _Tokenizer:
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     special_tokens_map = MappingProxyType({"eos_token": "<|end|>"})
-    added_tokens = ("<|end|>",)
+    backend_tokenizer = with_words("<|end|>")
 
 
 @pytest.mark.parametrize("name", CHAT_ROWS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer, models
 
 from farthing.data.token_set import TokenSet
 
@@ -26,3 +27,10 @@ def token_set(
         groups=np.arange(len(rows), dtype=np.uint64),
         labels=None if labels is None else np.array(labels, dtype=np.int32),
     )
+
+
+def with_words(*words: str) -> Tokenizer:
+    """A Rust tokenizer that knows these words alone."""
+    rust = Tokenizer(models.BPE())
+    rust.add_special_tokens(list(words))
+    return rust

@@ -45,16 +45,18 @@ _N_SPANS = 64
 """Parts of a large file that are read where not all of it is."""
 
 
-class Line(NamedTuple):
-    """A line of a file in UTF-8, with its break. `n_bytes` is more than it holds where it is over
-    the limit.
-    """
+class Raw(NamedTuple):
+    """A row on its way, or a line of a file in UTF-8 with its break."""
 
     number: int
-    raw: bytes
     n_bytes: int
+    """More than it holds where it is over the limit."""
+    content: Any
+    """The bytes of a line, of which JSON is parsed when it is asked for; else the row or bad row
+    itself.
+    """
     n_quotes: int = 0
-    """In the rest that was passed over."""
+    """In the rest of a line that was passed over."""
 
 
 class Lines:
@@ -94,29 +96,23 @@ class Lines:
     def read(self, n_bytes: int) -> bytes:
         """The next bytes in UTF-8, some more or fewer than these; none at the end."""
         self._check()
-        try:
-            if self._text is not None:
-                return self._text.read(n_bytes).encode()
-        except UnicodeError as error:
-            raise self._undecodable(error) from error
-        return bytes(self._packed.read(n_bytes))
+        return self._taken((self._text or self._packed).read, n_bytes)
 
     def _readline(self, n_bytes: int) -> bytes:
+        return self._taken((self._text or self._packed).readline, n_bytes)
+
+    def _taken(self, take: Callable[[int], str | bytes], n_bytes: int) -> bytes:
         try:
-            if self._text is not None:
-                return self._text.readline(n_bytes).encode(errors="surrogatepass")
+            taken = take(n_bytes)
+            return taken.encode(errors="surrogatepass") if isinstance(taken, str) else taken
         except UnicodeError as error:
-            raise self._undecodable(error) from error
-        return bytes(self._packed.readline(n_bytes))
+            raise DataError(
+                f"it is not written in {self._encoding}: {getattr(error, 'reason', error)}",
+                where=f"{self.name}:{self.n + 1}",
+                to_do="name its encoding: data.encoding: utf-8, cp1252, utf-16 ...",
+            ) from error
 
-    def _undecodable(self, error: UnicodeError) -> DataError:
-        return DataError(
-            f"it is not written in {self._encoding}: {getattr(error, 'reason', error)}",
-            where=f"{self.name}:{self.n + 1}",
-            to_do="name its encoding: data.encoding: utf-8, cp1252, utf-16 ...",
-        )
-
-    def __iter__(self) -> Iterator[Line]:
+    def __iter__(self) -> Iterator[Raw]:
         if not self._spans:
             yield from self._to(None)
         for start, stop in self._spans:
@@ -126,16 +122,16 @@ class Lines:
                 self._raw.readline(MAX_ROW_BYTES)
             yield from self._to(stop)
 
-    def _to(self, stop: int | None) -> Iterator[Line]:
+    def _to(self, stop: int | None) -> Iterator[Raw]:
         while raw := self._readline(MAX_ROW_BYTES + 1):
             self.n += 1
             if self.n % 1024 == 0:
                 self._check()
-            line = Line(self.n, raw, len(raw))
+            line = Raw(self.n, len(raw), raw)
             if len(raw) > MAX_ROW_BYTES and not raw.endswith(b"\n"):
                 line = self._skipped(line)
             elif self.n == 1:
-                line = line._replace(raw=raw.removeprefix(b"\xef\xbb\xbf"))
+                line = line._replace(content=raw.removeprefix(b"\xef\xbb\xbf"))
             self._seen_bytes += line.n_bytes
             yield line
             if stop is not None and self._raw.tell() >= stop:
@@ -144,7 +140,7 @@ class Lines:
                 self._reading.is_whole = False
                 return
 
-    def _skipped(self, line: Line) -> Line:
+    def _skipped(self, line: Raw) -> Raw:
         """A line that is too long to be held, passed over to its end."""
         n_bytes = n_quotes = 0
         while raw := self._readline(1 << 20):
@@ -166,18 +162,7 @@ class Lines:
             )
 
 
-class Raw(NamedTuple):
-    """A row that is not parsed yet."""
-
-    number: int
-    n_bytes: int
-    content: Any
-    """What `parse` takes, or the row or bad row itself."""
-
-
-def _blocks(
-    rows: Iterable[Raw], parse: Callable[[Sequence[Raw]], Iterable[Row | BadRow]]
-) -> Iterator[Block]:
+def _blocks(rows: Iterable[Raw]) -> Iterator[Block]:
     """Rows in blocks of as many and as large as a block may be."""
     pending: list[Raw] = []
     n_bytes = 0
@@ -185,15 +170,18 @@ def _blocks(
         pending.append(row)
         n_bytes += row.n_bytes
         if len(pending) == BLOCK_ROWS or n_bytes > BLOCK_BYTES:
-            yield _block(pending, parse)
+            yield _block(pending)
             pending, n_bytes = [], 0
     if pending:
-        yield _block(pending, parse)
+        yield _block(pending)
 
 
-def _block(rows: list[Raw], parse: Callable[[Sequence[Raw]], Iterable[Row | BadRow]]) -> Block:
-    sizes = np.fromiter((row.n_bytes for row in rows), np.int64, len(rows))
-    return Block(sizes, lambda picked: parse([rows[index] for index in picked]))
+def _block(rows: list[Raw]) -> Block:
+    def read(picked: Sequence[int]) -> Iterator[Row | BadRow]:
+        for row in (rows[index] for index in picked):
+            yield _json_row(row) if isinstance(row.content, bytes) else row.content
+
+    return Block(np.fromiter((row.n_bytes for row in rows), np.int64, len(rows)), read)
 
 
 # ---- JSON lines ----
@@ -202,12 +190,7 @@ def _block(rows: list[Raw], parse: Callable[[Sequence[Raw]], Iterable[Row | BadR
 def jsonl_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iterator[Block]:
     """One object a line."""
     with Lines(path, name, layout, reading) as lines:
-        rows = (
-            Raw(line.number, line.n_bytes, line.raw)
-            for line in lines
-            if line.n_bytes > MAX_ROW_BYTES or line.raw.strip()
-        )
-        yield from _blocks(rows, lambda some: map(_json_row, some))
+        yield from _blocks(line for line in lines if line.content.strip())
 
 
 def _json_row(row: Raw) -> Row | BadRow:
@@ -262,18 +245,15 @@ def json_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iter
             values: Iterable[Any] = document.items()
         else:
             values = _list_of(document.whole(), name, layout.field)
-        rows = (
-            Raw(number, n_characters(value), value) for number, value in enumerate(values, start=1)
-        )
-        yield from _blocks(rows, lambda some: map(_value_row, some))
+        yield from _blocks(_value_row(number, value) for number, value in enumerate(values, 1))
 
 
-def _value_row(row: Raw) -> Row | BadRow:
-    if not isinstance(row.content, dict):
-        return BadRow(row.number, "not a JSON object")
-    if row.n_bytes > MAX_ROW_BYTES:
-        return BadRow(row.number, too_large(row.n_bytes))
-    return Row(row.number, row.content)
+def _value_row(number: int, value: Any) -> Raw:
+    n_bytes = _n_characters(value)
+    row = Row(number, value) if isinstance(value, dict) else BadRow(number, "not a JSON object")
+    if n_bytes > MAX_ROW_BYTES:
+        row = BadRow(number, too_large(n_bytes))
+    return Raw(number, n_bytes, row)
 
 
 class _Document:
@@ -417,12 +397,12 @@ def _lists_in(value: RowValue, before: str = "", depth: int = 3) -> dict[str, li
     return found
 
 
-def n_characters(value: Any) -> int:
+def _n_characters(value: Any) -> int:
     """Characters of all texts within a value, and one for everything else."""
     if isinstance(value, str):
         return len(value)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + sum(n_characters(part) for part in parts)
+    return 1 + sum(_n_characters(part) for part in parts)
 
 
 # ---- CSV ----
@@ -434,14 +414,8 @@ def csv_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Itera
     delimiter = layout.separator or delimiter_of(path, layout)
     with Lines(path, name, layout, reading) as lines:
         records = _records(lines, delimiter)
-        header = _header(records, name, delimiter)
-
-        def rows(some: Sequence[Raw]) -> Iterator[Row | BadRow]:
-            for row in some:
-                fields = _fields(row, delimiter)
-                yield fields if isinstance(fields, BadRow) else _csv_row(fields, header, row.number)
-
-        yield from _blocks(records, rows)
+        header = _header(next(records, None), name)
+        yield from _blocks(raw._replace(content=_csv_row(raw, header)) for raw in records)
 
 
 def _text(raw: bytes) -> str:
@@ -454,16 +428,14 @@ class _RowTooLarge(csv.Error):
 
 
 def _records(lines: Lines, delimiter: str) -> Iterator[Raw]:
-    """The records of a file; only those with quotes are parsed to find where they end."""
+    """The records of a file: fields, or a bad row."""
     each = iter(lines)
     for line in each:
-        if b'"' in line.raw or line.n_bytes > MAX_ROW_BYTES:
-            yield _quoted(line, each, delimiter)
-        elif line.raw.strip(b"\r\n"):
-            yield Raw(line.number, line.n_bytes, line.raw)
+        if line.content.strip(b"\r\n"):
+            yield _record(line, each, delimiter)
 
 
-def _quoted(first: Line, lines: Iterator[Line], delimiter: str) -> Raw:
+def _record(first: Raw, lines: Iterator[Raw], delimiter: str) -> Raw:
     n_bytes = 0
 
     def feed() -> Iterator[str]:
@@ -471,55 +443,46 @@ def _quoted(first: Line, lines: Iterator[Line], delimiter: str) -> Raw:
         is_quoted = False
         for line in itertools.chain([first], lines):
             n_bytes += line.n_bytes
-            is_quoted ^= (line.raw.count(b'"') + line.n_quotes) % 2 == 1
+            is_quoted ^= (line.content.count(b'"') + line.n_quotes) % 2 == 1
             if n_bytes > MAX_ROW_BYTES:
                 while is_quoted and (more := next(lines, None)):
-                    is_quoted ^= (more.raw.count(b'"') + more.n_quotes) % 2 == 1
+                    is_quoted ^= (more.content.count(b'"') + more.n_quotes) % 2 == 1
                 raise _RowTooLarge(too_large(n_bytes))
-            yield _text(line.raw)
+            yield _text(line.content)
 
     # strict: a quote that is never closed is an error, not a field with the rest of the file
     reader = csv.reader(feed(), delimiter=delimiter, strict=True)
+    content: list[str] | BadRow
     try:
-        return Raw(first.number, n_bytes, next(reader, []))
-    except _RowTooLarge as error:
-        return Raw(first.number, n_bytes, BadRow(first.number, str(error)))
+        content = next(reader, [])
     except csv.Error as error:
-        return Raw(first.number, n_bytes, BadRow(first.number, f"invalid CSV: {error}"))
+        why = str(error) if isinstance(error, _RowTooLarge) else f"invalid CSV: {error}"
+        content = BadRow(first.number, why)
+    return Raw(first.number, n_bytes, content)
 
 
-def _fields(row: Raw, delimiter: str) -> list[str] | BadRow:
-    if not isinstance(row.content, bytes):
-        found: list[str] | BadRow = row.content
-        return found
-    try:
-        return next(csv.reader([_text(row.content)], delimiter=delimiter, strict=True))
-    except csv.Error as error:
-        return BadRow(row.number, f"invalid CSV: {error}")
-
-
-def _header(records: Iterator[Raw], name: str, delimiter: str) -> list[str]:
+def _header(first: Raw | None, name: str) -> list[str]:
     """The names of a CSV file's columns, from its first line. Raises `DataError`."""
     where, to_do = f"{name}:1", "the first line of a CSV file names its columns, each once"
-    first = next(records, None)
-    fields = [] if first is None else _fields(first, delimiter)
+    fields = [] if first is None else first.content
     if isinstance(fields, BadRow):
         raise DataError(f"the header line is {fields.reason}", where=where, to_do=to_do)
     header = [column.strip() for column in fields]
     if not any(header):
         raise DataError("no header line", where=where, to_do=to_do)
-    if len(set(header)) < len(header):
-        twice = next(column for column in header if header.count(column) > 1)
+    if twice := next((column for column in header if header.count(column) > 1), None):
         raise DataError(f"column `{twice}` appears twice in the header", where=where, to_do=to_do)
     return header
 
 
-def _csv_row(fields: list[str], header: list[str], line: int) -> Row | BadRow:
-    if len(fields) != len(header):
-        return BadRow(line, f"{len(fields)} fields, the header has {len(header)}")
-    if any(re.search("[\udc80-\udcff]", field) for field in fields):
-        return BadRow(line, "invalid UTF-8")
-    return Row(line, dict(zip(header, fields, strict=True)))
+def _csv_row(raw: Raw, header: list[str]) -> Row | BadRow:
+    if isinstance(raw.content, BadRow):
+        return raw.content
+    if len(raw.content) != len(header):
+        return BadRow(raw.number, f"{len(raw.content)} fields, the header has {len(header)}")
+    if any(re.search("[\udc80-\udcff]", field) for field in raw.content):
+        return BadRow(raw.number, "invalid UTF-8")
+    return Row(raw.number, dict(zip(header, raw.content, strict=True)))
 
 
 # ---- plain text ----
@@ -537,47 +500,39 @@ def text_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iter
         number = 0
         for file in files:
             with Lines(file, name, layout, Reading()) as lines:
-                if layout.text_unit == "line":
-                    for line in lines:
-                        number += 1
-                        if line.raw.strip():
-                            yield Raw(number, line.n_bytes, line.raw.rstrip(b"\r\n"))
-                else:
+                by_line = layout.text_unit == "line"
+                for text in lines if by_line else [_whole(lines)]:
                     number += 1
-                    yield from _document_row(file, lines, number)
+                    row = _text_row(number, text, "" if by_line else f"{file.name}: ")
+                    if row is not None:
+                        yield Raw(number, text.n_bytes, row)
             done += 1
 
     reading.share = lambda: done / max(1, len(files))
-    yield from _blocks(rows(), lambda some: map(_text_row, some))
+    yield from _blocks(rows())
 
 
-def _document_row(file: Path, lines: Lines, number: int) -> Iterator[Raw]:
-    pieces, n_bytes = [], 0
-    while n_bytes <= MAX_ROW_BYTES and (piece := lines.read(1 << 20)):
+def _whole(lines: Lines) -> Raw:
+    """All of a file up to the limit."""
+    pieces: list[bytes] = []
+    while sum(map(len, pieces)) <= MAX_ROW_BYTES and (piece := lines.read(1 << 20)):
         pieces.append(piece)
-        n_bytes += len(piece)
-    why = f"{too_large(n_bytes)}; data.text_unit: line reads each line as a text"
-    if n_bytes <= MAX_ROW_BYTES:
-        try:
-            text = b"".join(pieces).decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            why = f"invalid UTF-8 at byte {error.start}"
-        else:
-            if text.strip():
-                yield Raw(number, n_bytes, Row(number, {"text": text}))
-            return
-    yield Raw(number, 1, BadRow(number, f"{file.name}: {why}"))
+    content = b"".join(pieces)
+    return Raw(1, len(content), content)
 
 
-def _text_row(row: Raw) -> Row | BadRow:
-    if isinstance(row.content, Row | BadRow):
-        return row.content
-    if row.n_bytes > MAX_ROW_BYTES + 1:
-        return BadRow(row.number, too_large(row.n_bytes))
+def _text_row(number: int, text: Raw, of_file: str) -> Row | BadRow | None:
+    """None for white space alone. `of_file` is before what is wrong with a file as a whole."""
+    if text.n_bytes > MAX_ROW_BYTES + 1:
+        more = "; data.text_unit: line reads each line as a text" if of_file else ""
+        return BadRow(number, f"{of_file}{too_large(text.n_bytes)}{more}")
     try:
-        return Row(row.number, {"text": row.content.decode("utf-8")})
+        value = text.content.decode("utf-8-sig" if of_file else "utf-8")
     except UnicodeDecodeError as error:
-        return BadRow(row.number, f"invalid UTF-8 at byte {error.start} of the line")
+        more = "" if of_file else " of the line"
+        return BadRow(number, f"{of_file}invalid UTF-8 at byte {error.start}{more}")
+    value = value if of_file else value.rstrip("\r\n")
+    return Row(number, {"text": value}) if value.strip() else None
 
 
 def is_text(path: Path) -> bool:
@@ -591,7 +546,7 @@ def is_text(path: Path) -> bool:
 def _first_line(path: Path, layout: Layout) -> str:
     try:
         with Lines(path, path.name, layout, Reading()) as lines:
-            return _text(next(iter(lines)).raw)
+            return _text(next(iter(lines)).content)
     except (OSError, EOFError, zlib.error, StopIteration, DataError):
         return ""
 
@@ -618,7 +573,7 @@ def json_kind(path: Path) -> str:
     """
     try:
         with Lines(path, path.name, AS_GUESSED, Reading()) as lines:
-            some = [line.raw for line in itertools.islice(lines, 100)]
+            some = [line.content for line in itertools.islice(lines, 100)]
     except (OSError, EOFError, zlib.error, DataError):
         some = []
     first, *more = [raw.strip() for raw in some if raw.strip()] or [b""]

@@ -260,11 +260,7 @@ def _instruction(row: RowValue, read: ChatReader | None, shown: Shown) -> Text:
     `history` has earlier turns, [[question, answer], ...], which are learned as the last one is:
     LLaMA-Factory's rule.
     """
-    instruction, more = text_of(row, "instruction"), text_of(row, "input", may_be_empty=True)
-    asked, answer = (
-        f"{instruction}\n\n{more}" if more.strip() else instruction,
-        text_of(row, "output"),
-    )
+    asked, answer = asked_of(row), text_of(row, "output")
     system = text_of(row, "system", may_be_empty=True)
     earlier = _history(row)
     if read is None:
@@ -283,6 +279,12 @@ def _instruction(row: RowValue, read: ChatReader | None, shown: Shown) -> Text:
     return chat_text(
         ([{"role": "system", "content": system}] if system else []) + messages, None, read, shown
     )
+
+
+def asked_of(row: RowValue) -> str:
+    """Alpaca's instruction, with its input where there is one."""
+    instruction, more = text_of(row, "instruction"), text_of(row, "input", may_be_empty=True)
+    return f"{instruction}\n\n{more}" if more.strip() else instruction
 
 
 def _history(row: RowValue) -> list[RowValue]:
@@ -360,7 +362,7 @@ def _as_object(tool: Any) -> Any:
         raise Unusable("`tools` holds text that is not JSON") from error
 
 
-def _with_system(messages: list[RowValue], row: RowValue) -> list[RowValue]:
+def with_system(messages: list[RowValue], row: RowValue) -> list[RowValue]:
     """A chat that begins with what a column `system` says. Raises `Unusable` where the chat begins
     with another.
     """
@@ -368,7 +370,7 @@ def _with_system(messages: list[RowValue], row: RowValue) -> list[RowValue]:
     system = text_of({"system": said["content"]}, "system", may_be_empty=True)
     if not system.strip():
         return messages
-    if messages[0]["role"] != "system":
+    if not messages or messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
     if str(messages[0].get("content") or "").strip() != system.strip():
         raise Unusable(
@@ -398,7 +400,7 @@ def messages_of(row: RowValue, column: str = "messages") -> list[RowValue]:
                 _parsed_arguments(call) for call in as_list(kept["tool_calls"], "tool_calls")
             ]
         messages.append(kept)
-    return _with_system(messages, row) if column == "messages" else messages
+    return with_system(messages, row) if column == "messages" else messages
 
 
 def _parsed_arguments(call: Any) -> Any:
@@ -429,7 +431,7 @@ def conversations_of(row: RowValue, writes_calls: bool) -> list[RowValue]:
             marks |= {"tool_calls": [_parsed_arguments(call) for call in calls]}
             said = ""
         messages.append({"role": _ROLES[who], "content": said, **marks})
-    return _with_system(messages, row)
+    return with_system(messages, row)
 
 
 def _calls(said: str, index: int) -> list[RowValue]:
@@ -458,10 +460,5 @@ def hash_of_input(given: Sequence[str]) -> int:
     """A hash of `Text.given`, 64 bits; spaces around its parts make no difference, as most
     templates strip them.
     """
-    return _hash_of("\0".join([part.strip() for part in given]))
-
-
-def _hash_of(text: str) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little"
-    )
+    text = "\0".join([part.strip() for part in given]).encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

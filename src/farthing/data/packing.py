@@ -200,11 +200,6 @@ def _best_split(
     return best
 
 
-def target_lengths_of(tokens: TokenSet, examples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Target tokens of each of `examples` [n]; the rest of a seq2seq example is its input."""
-    return tokens.target_lengths[examples]
-
-
 def collate_packed(
     tokens: TokenSet,
     examples: Sequence[int] | NDArray[np.int64],

@@ -30,7 +30,7 @@ from farthing.objectives.columns import Unusable
 from farthing.objectives.registry import objective_of
 from farthing.storage.files import Json, draft_of
 
-PART_BLOCKS = 8
+PART_BLOCKS = 4
 CHUNK_CHARACTERS = 1 << 18
 """Encoded together: enough for the threads of many cores, and few for their caches."""
 MOST_NAMED = 1000

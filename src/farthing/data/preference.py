@@ -18,12 +18,14 @@ from farthing.data.chat import ChatReader
 from farthing.data.columns import Columns
 from farthing.data.formats import (
     as_list,
+    asked_of,
     chat_reader,
     chat_text,
     checked,
     conversations_of,
     messages_of,
     tools_of,
+    with_system,
 )
 from farthing.data.rows import RowValue, Text
 from farthing.data.shown import Shown
@@ -105,17 +107,17 @@ def _prompted(row: RowValue, prompt: str, *answers: str) -> Unit:
         return _whole(row, *answers)
     if isinstance(given, list) or _is_json_list(given):
         return Unit(
-            _with_system(row, messages_of(row, prompt)),
+            with_system(messages_of(row, prompt), row),
             tuple(_answer(row, name) for name in answers),
             tools,
         )
     asked = text_of(row, prompt)
     if all(isinstance(row.get(name), list | dict) for name in answers):
-        turns = _with_system(row, [{"role": "user", "content": asked}])
+        turns = with_system([{"role": "user", "content": asked}], row)
         return Unit(turns, tuple(_answer(row, name) for name in answers), tools)
     texts = tuple(text_of(row, name) for name in answers)
     if "system" in row or tools:  # a frame that only a chat has
-        turns = _with_system(row, [{"role": "user", "content": asked}])
+        turns = with_system([{"role": "user", "content": asked}], row)
         return Unit(turns, tuple(texts), tools)
     return Unit(asked, texts)
 
@@ -143,7 +145,7 @@ def _whole(row: RowValue, *answers: str) -> Unit:
     if heads[0] == 0:
         raise Unusable("no turn of the user: the answers have no prompt")
     return Unit(
-        _with_system(row, chats[0][: heads[0]]),
+        with_system(chats[0][: heads[0]], row),
         tuple(chat[n:] for chat, n in zip(chats, heads, strict=True)),
         tools_of(row),
     )
@@ -195,22 +197,9 @@ def _is_json_list(value: Any) -> bool:
     return isinstance(value, str) and value.lstrip().startswith("[{")
 
 
-def _with_system(row: RowValue, turns: Turns) -> Turns:
-    system = text_of(row, "system", may_be_empty=True) if row.get("system") else ""
-    if not system.strip() or (turns and turns[0]["role"] == "system"):
-        return turns
-    return [{"role": "system", "content": system}, *turns]
-
-
-def _shares_prompt(row: RowValue) -> Unit:
-    return _whole(row, "chosen", "rejected")
-
-
 def _asked(row: RowValue, *answers: str) -> Unit:
     """Alpaca's: an instruction, perhaps with an input, in a chat of one turn."""
-    instruction, more = text_of(row, "instruction"), text_of(row, "input", may_be_empty=True)
-    asked = f"{instruction}\n\n{more}" if more.strip() else instruction
-    turns = _with_system(row, [{"role": "user", "content": asked}])
+    turns = with_system([{"role": "user", "content": asked_of(row)}], row)
     return Unit(turns, tuple(_answer(row, name) for name in answers), tools_of(row))
 
 
@@ -233,29 +222,12 @@ def _chat_and(row: RowValue, column: str) -> Unit:
     if turns[-1]["role"] == "assistant":
         raise Unusable(f"`{column}` ends with an answer, and `chosen` is another")
     return Unit(
-        _with_system(row, turns), (_answer(row, "chosen"), _answer(row, "rejected")), tools_of(row)
+        with_system(turns, row), (_answer(row, "chosen"), _answer(row, "rejected")), tools_of(row)
     )
 
 
-def _and_rejected(row: RowValue, rejected: str) -> Unit:
-    """ms-swift's: turns that end with the good answer, and another one."""
-    turns = messages_of(row)
-    n = _behind_last_user(turns)
-    if n == 0 or turns[-1]["role"] != "assistant":
-        raise Unusable("`messages` does not end with an answer to the user")
-    other = row.get(rejected)
-    if isinstance(other, list) or _is_json_list(other):
-        others = messages_of(row, rejected)
-        if any(turn["role"] == "user" for turn in others):
-            m = _behind_last_user(others)
-            if others[:m] != turns[:n]:
-                raise Unusable(f"`{rejected}` has another prompt than `messages`")
-            others = others[m:]
-        return Unit(turns[:n], (turns[n:], others), tools_of(row))
-    return Unit(turns[:n], (turns[n:], text_of(row, rejected)), tools_of(row))
-
-
 def _judged_chat(row: RowValue) -> Unit:
+    """Turns that end with an answer."""
     turns = messages_of(row)
     n = _behind_last_user(turns)
     if n == 0 or turns[-1]["role"] != "assistant":
@@ -263,9 +235,22 @@ def _judged_chat(row: RowValue) -> Unit:
     return Unit(turns[:n], (turns[n:],), tools_of(row))
 
 
+def _and_rejected(row: RowValue, rejected: str) -> Unit:
+    """ms-swift's: turns that end with the good answer, and another one."""
+    unit, other = _judged_chat(row), row.get(rejected)
+    if not isinstance(other, list) and not _is_json_list(other):
+        return unit._replace(answers=(*unit.answers, text_of(row, rejected)))
+    others = messages_of(row, rejected)
+    if m := _behind_last_user(others):
+        if others[:m] != unit.prompt:
+            raise Unusable(f"`{rejected}` has another prompt than `messages`")
+        others = others[m:]
+    return unit._replace(answers=(*unit.answers, others))
+
+
 _FORMS: dict[str, Callable[[RowValue], Unit]] = {
     "prompt/chosen/rejected": lambda row: _prompted(row, "prompt", "chosen", "rejected"),
-    "chosen/rejected": _shares_prompt,
+    "chosen/rejected": lambda row: _whole(row, "chosen", "rejected"),
     "instruction/chosen/rejected": lambda row: _asked(row, "chosen", "rejected"),
     "conversations/chosen/rejected": lambda row: _chat_and(row, "conversations"),
     "messages/chosen/rejected": lambda row: (

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from farthing.data.batches import Batches
 from farthing.data.packing import collate_packed
 from farthing.data.token_set import TokenSet
+from farthing.data.units import LEAST_TOKENS, n_common
 
-LEAST_TOKENS = 32  # to take over: for fewer it is not worth copying keys and values
 # of all tokens, saved: at 5 % the copies and the masks took the time that was saved, at 13 % the
 # step was 11 % quicker, at 61 % 2.3 times as quick (6 layers of 256 on one thread of a CPU)
 WORTH = 0.1
@@ -54,19 +54,11 @@ def in_common(
         one, other = texts[order[at - 1]], texts[order[at]]
         if one[:head] == other[:head]:
             n = min(
-                _n_common(one, other),
+                n_common(np.frombuffer(one, np.int32), np.frombuffer(other, np.int32)),
                 _n_unscored(tokens.targets[starts[order[at]] : stops[order[at]]]),
             )
             taken[at] = n if n >= LEAST_TOKENS else 0
     return order, taken
-
-
-def _n_common(one: bytes, other: bytes) -> int:
-    """How many tokens both begin with."""
-    n = min(len(one), len(other)) // 4
-    differ = np.frombuffer(one, np.int32, n) != np.frombuffer(other, np.int32, n)
-    first = int(differ.argmax()) if n else 0
-    return first if n and differ[first] else n
 
 
 def _n_unscored(is_target: NDArray[np.uint8]) -> int:
@@ -90,7 +82,7 @@ def split_shared(
     with most tokens of its own.
     """
     order, taken = in_common(tokens, examples)
-    sizes = _lengths(tokens, examples)[order]
+    sizes = tokens.lengths[examples][order]
     saved = taken - np.ceil(COPY_SHARE * taken).astype(
         np.int64
     )  # unless it is the first of its micro-batch
@@ -158,11 +150,7 @@ def saved_by_sharing(tokens: TokenSet, batches: Batches, micro_batch_tokens: int
     n_all = n_saved = 0
     for number in range(n_sampled):
         step = batches.examples_of(number * n_steps // n_sampled)[: 2 * SAMPLED]
-        n_all += int(_lengths(tokens, step).sum())
+        n_all += int(tokens.lengths[step].sum())
         for micro_batch in split_shared(tokens, step, micro_batch_tokens):
             n_saved += int(in_common(tokens, micro_batch)[1].sum())
     return n_saved / max(1, n_all)
-
-
-def _lengths(tokens: TokenSet, examples: NDArray[np.int64]) -> NDArray[np.int64]:
-    return tokens.offsets[examples + 1] - tokens.offsets[examples]

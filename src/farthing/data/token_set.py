@@ -125,10 +125,7 @@ class TokenSet:
         chosen = np.asarray(indices, dtype=np.int64)
         if self.labels is None or not self.facts.get("labels_per_word"):
             return None if self.labels is None else self.labels[chosen]
-        lengths = self.target_lengths[chosen]
-        stops = np.cumsum(lengths)
-        starts = self._of_words[chosen]
-        return self.labels[np.arange(lengths.sum()) + np.repeat(starts - stops + lengths, lengths)]
+        return self.labels[ranges(self._of_words[chosen], self.target_lengths[chosen])]
 
     @property
     def content_sha256(self) -> str:
@@ -182,8 +179,7 @@ class TokenSet:
         chosen = np.asarray(indices, dtype=np.int64)
         starts = self.offsets[chosen] + skipped
         lengths = self.offsets[chosen + 1] - starts
-        stops = np.cumsum(lengths)
-        return np.arange(lengths.sum()) + np.repeat(starts - stops + lengths, lengths), lengths
+        return ranges(starts, lengths), lengths
 
     def n_targets(self, indices: Indices) -> int:
         """How many predictions these examples ask for: target tokens, or units where these are
@@ -197,6 +193,12 @@ class TokenSet:
         """`file:line` of one example."""
         source, line = divmod(int(self.lines[index]), 1 << LINE_BITS)
         return f"{self.facts['sources'][source]['name']}:{line}"
+
+
+def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """start, start + 1, ... of each, end to end."""
+    stops = np.cumsum(lengths)
+    return np.arange(int(lengths.sum())) + np.repeat(starts - stops + lengths, lengths)
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.encode import Encoded
-from farthing.data.token_set import TokenSet
+from farthing.data.token_set import TokenSet, ranges
 
 LEAST_TOKENS = 32  # that a sequence takes over; for fewer it is not worth copying keys and values
 POSITIONS, TARGETS = "labelled_positions", "labelled_targets"
@@ -47,26 +47,33 @@ def n_shared(ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> NDArray[np.i
         for place in range(1, len(begins)):
             n = int(min(sizes[0], sizes[place] - 1))
             one = ids[begins[0] : begins[0] + n]
-            differ = one != ids[begins[place] : begins[place] + n]
-            first = int(differ.argmax()) if n else 0
-            found[unit, place] = first if n and differ[first] else n
+            found[unit, place] = n_common(one, ids[begins[place] : begins[place] + n])
     return found
+
+
+def n_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """How many tokens both begin with."""
+    n = min(len(one), len(other))
+    differ = np.flatnonzero(one[:n] != other[:n])
+    return int(differ[0]) if len(differ) else n
 
 
 def computed_once(encoded: Encoded) -> NDArray[np.int64]:
     """[n]: tokens of each unit, as it was encoded, that need not be computed."""
-    if encoded.sequences is None:
-        return np.zeros(len(encoded.lengths), np.int64)
-    shared = n_shared(encoded.ids, encoded.sequences)
-    return np.where(shared >= LEAST_TOKENS, shared, 0).sum(1, dtype=np.int64)
+    sequences = encoded.sequences
+    shared = None if sequences is None else n_shared(encoded.ids, sequences)
+    return _worth_sharing(shared, len(encoded.lengths))
 
 
 def shared_tokens(tokens: TokenSet) -> NDArray[np.int64]:
     """[n]: tokens of each unit of a set that need not be computed."""
-    if tokens.shared is None:
-        return np.zeros(len(tokens), np.int64)
-    shared = tokens.shared.reshape(len(tokens), -1)
-    return np.where(shared >= LEAST_TOKENS, shared, 0).sum(1, dtype=np.int64)
+    return _worth_sharing(tokens.shared, len(tokens))
+
+
+def _worth_sharing(shared: NDArray[Any] | None, n: int) -> NDArray[np.int64]:
+    if shared is None:
+        return np.zeros(n, np.int64)
+    return np.where(shared >= LEAST_TOKENS, shared, 0).reshape(n, -1).sum(1, dtype=np.int64)
 
 
 def sequences_of(tokens: TokenSet, units: NDArray[np.int64]) -> Sequences:
@@ -103,12 +110,6 @@ def mismatched(tokens: TokenSet, units: NDArray[np.int64]) -> Sequences:
         np.zeros(len(lengths), np.int64),
         1,
     )
-
-
-def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """start, start + 1, ... of each, end to end."""
-    stops = np.cumsum(lengths)
-    return np.arange(int(lengths.sum())) + np.repeat(starts - stops + lengths, lengths)
 
 
 def collate_units(

@@ -31,10 +31,9 @@ from farthing.data.packing import (
     collate_packed,
     split_by_tokens,
     split_padded,
-    target_lengths_of,
 )
 from farthing.data.prefix_sharing import WORTH, collate_shared, saved_by_sharing, split_shared
-from farthing.data.token_set import TokenSet
+from farthing.data.token_set import TokenSet, ranges
 from farthing.model import cpu
 from farthing.model.attention import (
     can_go_packed,
@@ -199,7 +198,7 @@ class Forward:
         """What a step of these examples has, of an objective of units."""
         k = tokens.n_sequences
         starts, lengths = tokens.sequences_of(examples)
-        targets = sums_of(tokens.targets[units.ranges(starts, lengths)], lengths)
+        targets = sums_of(tokens.targets[ranges(starts, lengths)], lengths)
         n_targets = targets.reshape(-1, k).sum(0)
         return OfStep(len(examples), tuple(n_targets.tolist()))
 
@@ -230,7 +229,7 @@ class Forward:
         weights are frozen once.
         """
         lengths = tokens.lengths[examples].astype(np.int64)
-        of_products = lengths * self.squares_at + self.head_at * target_lengths_of(tokens, examples)
+        of_products = lengths * self.squares_at + self.head_at * tokens.target_lengths[examples]
         if not self.squares_at:
             return lengths + of_products
         products = 4 if hasattr(self.model, "peft_config") else 6
@@ -255,7 +254,7 @@ class Forward:
         micro-batch has: they are as many as fit. Nothing is kept to go backward, so they are
         `WRITES_MORE` times as many tokens as in training.
         """
-        lengths = tokens.lengths[examples] - target_lengths_of(tokens, examples)
+        lengths = tokens.lengths[examples] - tokens.target_lengths[examples]
         if self.batching_rule is not None:
             return self.split(tokens, examples, micro_batch_tokens)
         order = np.argsort(-lengths, kind="stable")
@@ -291,7 +290,7 @@ class Forward:
         assert self.batching_rule is not None
         lengths, targets = tokens.lengths[examples], None
         if self.of.is_pair:
-            targets = target_lengths_of(tokens, examples)
+            targets = tokens.target_lengths[examples]
             lengths = lengths - targets
         return self.batching_rule.classes(lengths, targets)
 
@@ -305,7 +304,7 @@ class Forward:
         lengths, targets = self.lengths_of(tokens)[examples], None
         places = np.arange(len(examples))
         if self.of.is_pair:
-            targets = target_lengths_of(tokens, examples)
+            targets = tokens.target_lengths[examples]
             lengths = lengths - targets
         micro_batches = split_padded(
             places, lengths, micro_batch_tokens, target_lengths=targets, cost=self.micro_batch_cost
@@ -378,7 +377,7 @@ class Forward:
             return int(lengths.sum())
         if not self.of.is_pair:
             return len(lengths) * int(lengths.max())
-        targets = target_lengths_of(tokens, examples)
+        targets = tokens.target_lengths[examples]
         return len(lengths) * int((lengths - targets).max() + targets.max())
 
     # ---- on the device ----

@@ -20,7 +20,7 @@ from torch import nn
 import farthing
 from farthing.config.job import Job
 from farthing.data.batches import Batches
-from farthing.data.packing import MicroBatchCost, target_lengths_of
+from farthing.data.packing import MicroBatchCost
 from farthing.dist.ranks import Ranks
 from farthing.dist.reduce import reduce_bytes
 from farthing.events import Emit, Note, Working, ignore
@@ -516,7 +516,7 @@ def settle_checkpointing(
     middle = np.argmin(abs(of_all - (of_all**2).sum() / of_all.sum()))
     sorted_largest = largest[np.argsort(lengths[largest])]
     some = train.indices[:: max(1, len(of_all) // 4096)]
-    scored = float(target_lengths_of(train.tokens, some).sum()) / max(
+    scored = float(train.tokens.target_lengths[some].sum()) / max(
         1.0, float(train.tokens.lengths[some].sum())
     )
     fsdp = ranks.fsdp

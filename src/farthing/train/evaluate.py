@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farthing.data.batches import collate
-from farthing.data.packing import target_lengths_of
 from farthing.data.token_set import TokenSet
 from farthing.device_memory import is_out_of_memory
 from farthing.dist.ranks import Ranks
@@ -157,7 +156,7 @@ def evaluate(
         return metrics | {name: value / count for name, (value, count) in named if count}
     in_parts = np.concatenate(parts)
     order, n_each = np.argsort(in_parts, kind="stable"), tokens.target_lengths[in_parts]
-    n_targets = target_lengths_of(tokens, np.sort(examples)).astype(float)
+    n_targets = tokens.target_lengths[np.sort(examples)].astype(float)
     weights = np.ones(len(examples)) if of.counts_units else n_targets
     losses, labels, answers = (_joined(seen, name) for name in ("each", "labels", "answers"))
     if step is None:
@@ -191,7 +190,7 @@ def _measure(
     if step is not None:
         loss, figures = forward.unit_loss(batch, step)
         return {"loss": loss.double(), "figures": figures}
-    n_targets = torch.from_numpy(target_lengths_of(tokens, part))
+    n_targets = torch.from_numpy(tokens.target_lengths[part])
     if task.labels is None:
         loss, log_probs = forward.loss_and_log_probs(batch)
         means = log_probs / n_targets.to(log_probs.device, non_blocking=True)
