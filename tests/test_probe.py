@@ -17,29 +17,13 @@ import farthing.train.run
 from farthing.cli import main
 from farthing.errors import RunInterruptedError
 from farthing.events import Decided, Probed
-from farthing.local.measurements import read_measurements
+from farthing.local.measurements import append_measurement, read_measurements
 from farthing.settings import Settings
-from farthing.storage.logs import append_line
 from farthing.train.autotune import Prober, Trial, is_worth_it
+from farthing.train.resolve import open_examples, resolve
 from farthing.train.run import opened_run
-from farthing.train.run_settings import known_settings, leave_probe
+from farthing.train.run_settings import lengths_of, probed_settings
 from workshop import ESTIMATE, Heard, Watched, job_file, log_of, make_job
-
-SUBJECT: dict[str, Any] = {
-    "hardware": "H100",
-    "model_type": "llama",
-    "hidden": 64,
-    "n_layers": 4,
-    "vocab": 1000,
-    "task": "causal-lm",
-    "method": "lora",
-    "lora_r": 16,
-    "precision": "bf16",
-    "optim": "adamw_torch",
-    "global_batch_size": 16,
-    "mean_tokens": 100.0,
-    "longest": 500,
-}
 
 
 class Bench(Prober):
@@ -166,42 +150,26 @@ def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run: Any) -> None:
 
 
 def test_what_was_found_holds_for_the_like_and_not_for_others(tmp_path: Path) -> None:
-    path = tmp_path / "cache" / "probes.jsonl"
-    assert known_settings(path, SUBJECT) is None
-    leave_probe(path, SUBJECT, Settings(4096, 2), "then", [])
-    leave_probe(path, {**SUBJECT, "hardware": "A100"}, Settings(1024), "later", [])
-    assert known_settings(path, SUBJECT) == Settings(4096, 2)
-    assert known_settings(path, {**SUBJECT, "mean_tokens": 115.0, "longest": 450}) == Settings(
-        4096, 2, None
-    )
-    for name, value in (
-        ("mean_tokens", 150.0),
-        ("longest", 900),
-        ("method", "full"),
-        ("precision", "fp32"),
-    ):
-        assert known_settings(path, {**SUBJECT, name: value}) is None
-    leave_probe(path, SUBJECT, Settings(8192), "last", [])
-    assert known_settings(path, SUBJECT) == Settings(8192)
-    with open(path, "ab") as file:
-        file.write(b'{"torn": ')
-    assert known_settings(path, SUBJECT) == Settings(8192)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"micro_batch_tokens": 0},
-        {"most_tokens": "many"},
-        {"checkpoint_every": -1},
-    ],
-)
-def test_a_setting_that_no_probe_writes_is_not_used(bad: dict[str, Any], tmp_path: Path) -> None:
-    leave_probe(tmp_path / "probes.jsonl", SUBJECT, Settings(100), "then", [])
-    row = json.loads((tmp_path / "probes.jsonl").read_text())
-    row["settings"] |= bad
-    (tmp_path / "probes.jsonl").write_text(json.dumps(row) + "\n")
-    assert known_settings(tmp_path / "probes.jsonl", SUBJECT) is None
+    job = make_job(tmp_path, max_steps=8, global_batch_size=4)
+    path = tmp_path / "cache" / "measurements.jsonl"
+    farthing.train.run.train(job, Heard())
+    (measured,) = read_measurements(path)
+    spec = resolve(job)
+    lengths = lengths_of(spec, open_examples(spec, Heard())[0])
+    assert probed_settings(spec, lengths) is None, "nobody has probed"
+    found = replace(measured, probed=True, micro_batch_tokens=4096, checkpoint_every=2)
+    append_measurement(path, found)
+    longer = {name: 1.15 * value for name, value in lengths.items()}
+    for of_run in (lengths, longer):
+        assert probed_settings(spec, of_run) == Settings(4096, 2)
+    assert probed_settings(spec, {**lengths, "mean": 1.5 * lengths["mean"]}) is None
+    path.unlink()
+    for name, value in (("method", "lora"), ("precision", "bf16"), ("hardware", "A100")):
+        append_measurement(path, replace(found, **{name: value}))
+    assert probed_settings(spec, lengths) is None
+    append_measurement(path, replace(found, micro_batch_tokens=8192, when="3000-01-01"))
+    append_measurement(path, found)
+    assert probed_settings(spec, lengths) == Settings(8192, 2), "the last one"
 
 
 @pytest.mark.slow
@@ -223,11 +191,11 @@ def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
 
     job = make_job(tmp_path, n_rows=96, max_steps=3)
     # what is used is what was found, whatever that is
-    row = json.loads((tmp_path / "cache" / "probes.jsonl").read_text())
-    row["settings"] |= {"micro_batch_tokens": 77, "checkpoint_every": 0}
-    del row["crc32"]
-    (tmp_path / "cache" / "probes.jsonl").unlink()
-    append_line(tmp_path / "cache" / "probes.jsonl", row)
+    (tmp_path / "cache" / "measurements.jsonl").unlink()
+    append_measurement(
+        tmp_path / "cache" / "measurements.jsonl",
+        replace(measured, micro_batch_tokens=77, checkpoint_every=0),
+    )
     heard = Heard()
     farthing.train.run.train(job, heard)
     assert "up to 77 tokens at a time" in heard.of(Decided)[0].batch

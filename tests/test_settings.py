@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 
 from farthing.data.packing import MicroBatchCost
 from farthing.events import Decided, Event
+from farthing.local.measurements import MEASUREMENTS, append_measurement, read_measurements
 from farthing.model.forward import Forward
 from farthing.settings import Settings
-from farthing.train.run_settings import leave_probe
 from interrupted import LeavesAt
 from workshop import Heard, losses_of, make_job, train
 
@@ -107,15 +108,11 @@ def test_what_others_probe_between_two_attempts_changes_nothing(tmp_path: Path) 
     shutil.copytree(tmp_path / "run", tmp_path / "alone")
     alone = make_job(tmp_path / "alone", max_steps=6, n_rows=48)
     assert train(alone).state == "finished"
-    found: list[dict[str, Any]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "farthing.train.run_settings.known_settings",
-            lambda path, subject: found.append(subject),
-        )
-        train(make_job(tmp_path / "like", max_steps=1, n_rows=48))
     assert job.cache_dir is not None
-    leave_probe(Path(job.cache_dir) / "probes.jsonl", found[0], Settings(64, 0, 32), "now", [])
+    train(make_job(tmp_path / "like", max_steps=8, n_rows=48))
+    measured = read_measurements(tmp_path / "like" / "cache" / MEASUREMENTS)[-1]
+    probed = replace(measured, probed=True, micro_batch_tokens=64)
+    append_measurement(Path(job.cache_dir) / MEASUREMENTS, probed)
     heard = Heard()
     assert train(job, heard).state == "finished"
     assert losses_of(job) == losses_of(alone)

@@ -95,6 +95,7 @@ class Measurement:
     version: int = VERSION
     # that each of `n_devices` sent to the others, of all together; 0: one alone, not known
     link_bytes_per_s: float = 0.0
+    probed: bool = False  # micro-batches and checkpointing are what a probe found quickest
 
     @property
     def step_s(self) -> float:

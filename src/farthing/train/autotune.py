@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +31,7 @@ from farthing.model.hardware import (
 )
 from farthing.planner.estimate import Estimate
 from farthing.settings import Settings
-from farthing.train.resolve import Examples, RunSpec
 from farthing.train.room import Steps
-from farthing.train.run_settings import PROBES, leave_probe, subject_of, tried
 from farthing.train.update_guard import update_bytes
 
 PROBE_S = 60.0
@@ -221,16 +218,6 @@ def _less_checkpointing(start: Settings) -> list[list[Settings]]:
     return ways
 
 
-def in_words(trial: Trial) -> dict[str, float | None]:
-    """In plain values."""
-    return {
-        **tried(trial.settings),
-        "tokens_per_s": 1 / trial.seconds_per_token,
-        "useful_share": trial.computed_share,
-        "peak_bytes": trial.peak_bytes,
-    }
-
-
 # ---- for a run ----
 
 
@@ -253,17 +240,10 @@ def is_worth_it(
     return EXPECTED_SAVING * min(left_s, estimate.seconds.get("training", 0.0)) > PROBE_S
 
 
-def probe_run(
-    spec: RunSpec, examples: Examples, steps: Steps, emit: Emit, budget_s: float = PROBE_S
-) -> list[Trial]:
-    """Find the best settings for a run at its first step, and leave it on and written down. Returns
-    all trials, best first.
+def probe_run(steps: Steps, emit: Emit, budget_s: float = PROBE_S) -> list[Trial]:
+    """Find the best settings for a run at its first step, and leave it on. Returns all trials, best
+    first.
     """
     prober = Prober(steps, emit, budget_s)
     best = prober.find()
-    trials = [best, *(trial for trial in prober.trials if trial.settings != best.settings)]
-    when = datetime.now(UTC).isoformat(timespec="seconds")
-    finite = [in_words(trial) for trial in trials if trial.seconds_per_token < math.inf]
-    subject = subject_of(spec, examples)
-    leave_probe(spec.cache_dir / PROBES, subject, best.settings, when, finite)
-    return trials
+    return [best, *(trial for trial in prober.trials if trial.settings != best.settings)]

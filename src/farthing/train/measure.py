@@ -10,13 +10,10 @@ from datetime import UTC, datetime
 import torch
 
 import farthing
-from farthing.data.lengths import from_token_set
 from farthing.local.measurements import Measurement, leave_measurement
 from farthing.model.hardware import peak_bytes
 from farthing.train.built import Run
-from farthing.train.run_settings import subject_of
-
-OF_LENGTHS = ("n_examples", "mean", "mean_of_squares", "longest", "mean_target", "longest_target")
+from farthing.train.run_settings import lengths_of, subject_of
 
 
 def leave_measured(run: Run) -> None:
@@ -35,11 +32,6 @@ def measurement_of(run: Run) -> Measurement | None:
     if measured is None:
         return None
     job, spans = run.spec.job, run.context.meter.spans
-    subject = subject_of(run.spec, run.train_examples)
-    del subject["mean_tokens"], subject["longest"]  # `lengths` say more
-    lengths = from_token_set(
-        run.train_examples.tokens, run.train_examples.indices, job.task, source=""
-    )
     return Measurement(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         farthing=farthing.__version__,
@@ -52,7 +44,7 @@ def measurement_of(run: Run) -> Measurement | None:
         micro_batch_tokens=run.steps.settings.micro_batch_tokens,
         is_packed=run.forward.is_packed,
         checkpoint_every=run.steps.settings.checkpoint_every,
-        lengths={name: getattr(lengths, name) for name in OF_LENGTHS},
+        lengths=lengths_of(run.spec, run.train_examples),
         spans={name: round(seconds, 4) for name, seconds in spans.items()},
         n_eval_examples=0 if run.eval_examples is None else len(run.eval_examples),
         n_eval_padded_tokens=0 if run.evaluator is None else run.evaluator.n_tokens,
@@ -60,6 +52,7 @@ def measurement_of(run: Run) -> Measurement | None:
         was_tokenized_before=run.train_examples.were_tokenized,
         peak_bytes=peak_bytes(run.spec.numerics.device),
         promised={} if run.estimate is None else run.estimate.to_json(),
-        **subject,
+        probed=run.steps.settings.probed,
+        **subject_of(run.spec),
         **measured,
     )

@@ -13,7 +13,7 @@ from typing import Any
 from farthing.config.job import Job
 from farthing.events import Emit
 from farthing.model.hardware import hardware_key
-from farthing.train.autotune import PROBE_S, in_words, probe_run
+from farthing.train.autotune import PROBE_S, probe_run
 from farthing.train.loop import take_step
 from farthing.train.measure import leave_measured
 from farthing.train.run import opened_run
@@ -23,8 +23,8 @@ STEPS_AFTER = 8  # real steps with the chosen setting: a measurement needs six
 
 
 def probe(job: Job, emit: Emit, budget_s: float = PROBE_S) -> dict[str, Any]:
-    """Probe a job on this machine and leave a setting and a measurement for plans and runs; its run
-    folder is not touched.
+    """Probe a job on this machine and leave a measurement for plans and runs, which also take
+    its settings; its run folder is not touched.
 
     Returns the trials, best first, and what the chosen setting made of a few real steps.
     """
@@ -40,7 +40,7 @@ def probe(job: Job, emit: Emit, budget_s: float = PROBE_S) -> dict[str, Any]:
         )
         with opened_run(job, emit) as run:
             started = time.perf_counter()
-            trials = probe_run(run.spec, run.train_examples, run.steps, emit, 0.7 * budget_s)
+            trials = probe_run(run.steps, emit, 0.7 * budget_s)
             while run.progress.step < run.schedule.n_steps and (
                 run.progress.step < STEPS_AFTER - 1 or time.perf_counter() - started < budget_s
             ):
@@ -53,7 +53,10 @@ def probe(job: Job, emit: Emit, budget_s: float = PROBE_S) -> dict[str, Any]:
                 "settings": tried(trials[0].settings),
                 "trials": [
                     {
-                        **in_words(trial),
+                        **tried(trial.settings),
+                        "tokens_per_s": 1 / trial.seconds_per_token,
+                        "useful_share": trial.computed_share,
+                        "peak_bytes": trial.peak_bytes,
                         "usd_per_million_tokens": trial.usd_per_million_tokens(job.usd_per_hour),
                         "fits": trial.seconds_per_token < float("inf"),
                     }

@@ -426,7 +426,7 @@ def _decide(run: Run, run_facts: Json) -> None:
     if run.progress.step == 0 and pays and not context.ranks.is_fsdp:
         with context.meter.span("probe"):
             context.emit(Note("trying a few micro-batch sizes before the first step"))
-            probe_run(run.spec, run.train_examples, steps, context.emit)
+            probe_run(steps, context.emit)
     keep_settings(context, steps.settings)
 
 

@@ -1,48 +1,31 @@
 """How a run is computed from its first step on: settings.json, which its later attempts follow so
 that they continue to the bit.
 
-An attempt begins with what earlier ones settled on; the first one with what was planned, or what a
-probe of the like has found: one line of JSON a probe, in the cache.
+An attempt begins with what earlier ones settled on; the first one with what was planned, or what
+runs of the like have measured after a probe.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from farthing.data.lengths import from_token_set
+from farthing.local.measurements import MEASUREMENTS, matching, read_measurements
 from farthing.model.hardware import hardware_key
 from farthing.planner.estimate import Estimate
 from farthing.run.folder import SETTINGS, keep, kept, kept_as
 from farthing.settings import Settings
 from farthing.storage.files import Json
-from farthing.storage.logs import append_line, newest_lines, read_line
 from farthing.train.context import Context
 from farthing.train.resolve import Examples, RunSpec
 
-PROBES = "probes.jsonl"  # in the cache
-_MOST_BYTES = 1 << 20  # of the newest lines that are read
 ALIKE = 0.2  # lengths that differ by less ask for the same settings
-TRIED = ("micro_batch_tokens", "checkpoint_every")
+OF_LENGTHS = ("n_examples", "mean", "mean_of_squares", "longest", "mean_target", "longest_target")
 
 
-def is_like(one: Json, other: Json) -> bool:
-    """Whether what was found for one run holds for another: the same but for lengths that differ a
-    little.
-    """
-    if one.keys() != other.keys():
-        return False
-    lengths = ("mean_tokens", "longest")
-    are_close = all(abs(one[n] - other[n]) <= ALIKE * max(one[n], other[n]) for n in lengths)
-    return are_close and all(one[n] == other[n] for n in one if n not in lengths)
-
-
-def subject_of(spec: RunSpec, examples: Examples) -> Json:
+def subject_of(spec: RunSpec) -> Json:
     """What settings of this run are found for, or measured."""
     job, numerics, text = spec.job, spec.numerics, spec.config.get_text_config()
-    lengths = from_token_set(examples.tokens, examples.indices, job.task, source="")
     return {
         "hardware": hardware_key(numerics.device),
         "model_type": spec.config.model_type,
@@ -55,39 +38,30 @@ def subject_of(spec: RunSpec, examples: Examples) -> Json:
         "precision": numerics.name,
         "optim": job.train.optim,
         "global_batch_size": job.global_batch_size,
-        "mean_tokens": spec.objective.n_tokens(lengths.mean, lengths.mean_target),
-        "longest": lengths.longest + lengths.longest_target,
     }
 
 
-def tried(settings: Settings) -> dict[str, int | None]:
+def lengths_of(spec: RunSpec, examples: Examples) -> dict[str, float]:
+    """Of the examples, as a measurement has them."""
+    found = from_token_set(examples.tokens, examples.indices, spec.job.task, source="")
+    return {name: getattr(found, name) for name in OF_LENGTHS}
+
+
+def tried(settings: Settings) -> dict[str, int]:
     """What a probe tries of settings."""
-    return {name: getattr(settings, name) for name in TRIED}
+    return {
+        "micro_batch_tokens": settings.micro_batch_tokens,
+        "checkpoint_every": settings.checkpoint_every,
+    }
 
 
-def leave_probe(
-    path: Path,
-    subject: Json,
-    settings: Settings,
-    when: str,
-    trials: Sequence[Mapping[str, object]],
-) -> None:
-    """Add what a probe has found. Raises `OSError`."""
-    row = {"when": when, "subject": subject, "settings": tried(settings), "trials": trials}
-    append_line(path, row)
-
-
-def known_settings(path: Path, subject: Json) -> Settings | None:
-    """The newest settings that were found for the like of `subject`; lines that are torn or foreign
-    are passed over.
-    """
-    for line in reversed(newest_lines(path, _MOST_BYTES)):
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-            row = read_line(line) or {}
-            if is_like(row["subject"], subject):
-                found = Settings.from_json(row["settings"])
-                # else it is no probe's
-                return found if found.micro_batch_tokens >= 1 else None
+def probed_settings(spec: RunSpec, lengths: dict[str, float]) -> Settings | None:
+    """What the last run of the like was computed with, of those that were probed."""
+    known = read_measurements(spec.cache_dir / MEASUREMENTS)
+    for found in matching(known, probed=True, **subject_of(spec)):
+        pairs = [(lengths[name], found.lengths[name]) for name in ("mean", *OF_LENGTHS[3:])]
+        if all(abs(one - other) <= ALIKE * max(one, other) for one, other in pairs):
+            return Settings(found.micro_batch_tokens, found.checkpoint_every)
     return None
 
 
@@ -105,8 +79,7 @@ def first_settings(
     if settings is None:
         settings, may_look = planned, job.train.probe is not False and not job.says_micro_batch
         if estimate is not None and may_look and not settings.probed:
-            cache = Path(job.cache_dir or ".") / PROBES
-            found = known_settings(cache, subject_of(spec, examples))
+            found = probed_settings(spec, lengths_of(spec, examples))
             settings = settings if found is None else settings.with_probed(found)
     if not settings.probed:  # the least that fits is measured anew: it changes no bit
         settings = replace(settings, checkpoint_every=0)
