@@ -263,22 +263,6 @@ def test_the_best_checkpoint_is_the_one_exported(
 
 
 @pytest.mark.slow
-def test_a_real_run_that_gets_worse_exports_its_best_step(tmp_path: Path) -> None:
-    rows = workshop.rows_of("llama", 16)
-    others = [{**row, "completion": rows[-1 - i]["completion"]} for i, row in enumerate(rows)]
-    job = make_job(tmp_path, rows=rows, eval_rows=others, eval_steps=4, max_steps=40)
-    outcome = workshop.train(job)
-    by_step = {row["step"]: row["metrics"]["loss"] for row in evaluations(job)}
-    best = min(by_step, key=lambda step: by_step[step])
-    assert 4 < best < 40  # it learns to speak, and then by heart what is wrong here
-    assert outcome.receipt.best_step == best
-    exported = load_file(tmp_path / "run/model/model.safetensors")
-    saved = checkpoint_weights(job, best)
-    assert all(torch.equal(exported[name], saved[name]) for name in exported)
-    assert outcome.receipt.metrics["loss"] == by_step[best]
-
-
-@pytest.mark.slow
 def test_the_last_step_is_exported_when_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,20 +283,6 @@ def test_patience_counts_evaluations_without_a_gain(
     assert outcome.receipt.steps == 6
     assert outcome.receipt.best_step == 4
     assert workshop.train(job).receipt.steps == 6  # the same command trains nothing more
-
-
-@pytest.mark.slow
-def test_a_gain_below_the_threshold_does_not_count_for_patience_and_is_still_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_metrics(monkeypatch, 3.0, 2.95, 2.91, 2.0)
-    job = judged_job(
-        tmp_path, early_stopping_patience=2, early_stopping_threshold=0.1, max_steps=20
-    )
-    outcome = workshop.train(job)
-    assert outcome.receipt.steps == 3
-    assert outcome.receipt.best_step == 3
-    assert [row["is_best"] for row in evaluations(job)] == [True, True, True]
 
 
 @pytest.mark.slow
@@ -412,16 +382,6 @@ def test_more_or_less_is_better_as_the_metric_has_it(
     assert workshop.train(job).receipt.best_step == best_step
 
 
-def test_the_job_may_turn_the_direction_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_metrics(monkeypatch, 1.0, 3.0, 2.0)
-    assert (
-        workshop.train(judged_job(tmp_path, max_steps=3, greater_is_better=True)).receipt.best_step
-        == 2
-    )
-
-
 def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refused(
     tmp_path: Path,
 ) -> None:
@@ -448,15 +408,6 @@ def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refuse
     assert "'HAM' and 'ham', 'Spam ' and 'spam'; make them one with data.label_map" in said
     with pytest.raises(DataError, match="every training example has the same label, 'spam'"):
         examples_of("spam")
-
-
-def test_a_loss_that_is_not_a_number_is_never_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_metrics(monkeypatch, None, 2.0, None)
-    job = judged_job(tmp_path, max_steps=3)
-    assert workshop.train(job).receipt.best_step == 2
-    assert [row["is_best"] for row in evaluations(job)] == [False, True, False]
 
 
 def test_a_model_that_computes_no_numbers_is_measured_as_none(

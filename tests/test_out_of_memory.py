@@ -194,21 +194,6 @@ def test_saved_state_goes_into_the_memory_that_is_there(name: str) -> None:
     )
 
 
-def test_a_weight_that_was_saved_without_state_begins_again() -> None:
-    """Checkpoints of earlier versions have no state of a weight that never had a gradient."""
-    model = small_model()
-    optimizer = optimizer_of(model, "adamw_torch_fused")
-    step_of(model, optimizer)
-    tensors, _ = state_tensors(optimizer, {id(p): name for name, p in model.named_parameters()})
-    tensors = {
-        place: value.clone() for place, value in tensors.items() if not place.startswith("3.bias")
-    }
-    step_of(model, optimizer, 1)
-    load_state(optimizer, model.named_parameters(), tensors, {})
-    assert not optimizer.state[model[3].bias]["exp_avg"].any()
-    assert torch.equal(optimizer.state[model[0].weight]["exp_avg"], tensors["0.weight|exp_avg"])
-
-
 def test_a_run_has_its_state_before_memory_is_judged_and_probed(tmp_path: Path) -> None:
     job = make_job(tmp_path, max_steps=2)
     Path(job.output_dir).mkdir(parents=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 from farthing.cli import main
 from farthing.config.job import Job
 from farthing.config.load import load_job
+from farthing.data.formats import recognise
 from farthing.data.preference import converter
 from farthing.data.scored import expanded
 from farthing.data.token_set import TokenSet, open_token_set
@@ -532,6 +533,7 @@ class _Tokenizer:
 @pytest.mark.parametrize("name", CHAT_ROWS)
 def test_every_form_of_a_pair_is_the_same_chat(name: str) -> None:
     form, row = CHAT_ROWS[name]
+    assert recognise({*row}, "dpo", {}, "here").format == form
     text = converter(form, {}, "dpo", _Tokenizer())(row)
     joined = ["".join(part for part, _ in each) for each in (text.segments, *text.beside)]
     before = "<user>How much?<|end|><assistant>"
@@ -542,14 +544,6 @@ def test_every_form_of_a_pair_is_the_same_chat(name: str) -> None:
     ]
     assert learned == ["A farthing.<|end|>", "Go away.<|end|>"]
     assert text.given == ("How much?",)
-
-
-@pytest.mark.parametrize("name", CHAT_ROWS)
-def test_every_form_of_a_pair_is_known_by_its_columns(name: str) -> None:
-    from farthing.data.formats import recognise
-
-    form, row = CHAT_ROWS[name]
-    assert recognise({*row}, "dpo", {}, "here").format == form
 
 
 def test_texts_of_hh_are_cut_at_the_last_turn_in_common() -> None:

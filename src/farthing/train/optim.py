@@ -217,8 +217,6 @@ def load_state(
             "the checkpoint's optimizer knows weights that this model has not, e.g."
             f" {sorted(strange)[0]}"
         )
-    for name in set(known) - set(by_name):  # saved before it had a gradient
-        optimizer.state.pop(known[name], None)
     allocate_state(optimizer)
     for name, state in by_name.items():
         parameter = known[name]
