@@ -130,11 +130,7 @@ def _measured_usd(run: Path) -> float:
     """Dollars of everything that was measured of the run, on examples and tasks of earlier calls
     too.
     """
-    return sum(_spent_usd(_kept(run / name)) for name in (EVALUATION, STANDARD_TASKS))
-
-
-def _spent_usd(values: Json) -> float:
-    return float(values.get("spent_usd", values.get("usd")) or 0.0)
+    return sum(_kept(run / name).get("spent_usd", 0.0) for name in (EVALUATION, STANDARD_TASKS))
 
 
 def _kept(path: Path) -> Json:
@@ -148,11 +144,8 @@ def _earlier(path: Path, subject: Mapping[str, object]) -> Json:
     """What an earlier call has measured of the same subject, and which parts of it."""
     values = _kept(path)
     if any(values.get(key) != value for key, value in subject.items()):
-        return {"done": [], "spent_usd": _spent_usd(values)}
-    found = {key: values[key] for key in (*SIDES, "usd", "gains") if key in values} | {
-        "spent_usd": _spent_usd(values)
-    }
-    return found | {"done": values.get("done", [[side, ""] for side in SIDES if side in values])}
+        return {"done": [], "spent_usd": values.get("spent_usd", 0.0)}
+    return {key: value for key, value in values.items() if key not in ("kind", *subject)}
 
 
 def _gains(

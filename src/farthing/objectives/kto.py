@@ -34,6 +34,7 @@ class KTO(Settings):
     """The same of answers that were not accepted."""
 
 
+VERDICTS = ("chosen", "rejected")
 _YES = {"true", "1", "desirable", "good", "chosen", "yes"}
 _NO = {"false", "0", "undesirable", "bad", "rejected", "no"}
 
@@ -65,7 +66,7 @@ def _loss(answers: Answers, settings: KTO) -> tuple[Any, Figures]:
             "logps": answers.log_probs[:, 0].detach(),
             "length": answers.n_targets[:, 0],
         }
-        verdicts = {"chosen": is_good, "rejected": 1 - is_good}
+        verdicts = dict(zip(VERDICTS, (is_good, 1 - is_good), strict=True))
         baseline = torch.as_tensor(answers.step.baseline, device=n.device).float()
         figures = {
             **{
@@ -97,12 +98,7 @@ OBJECTIVE = CAUSAL_LM._replace(
     is_mismatched=True,
     value=_verdict,
     figures=(
-        "rewards/chosen",
-        "rewards/rejected",
-        "logps/chosen",
-        "logps/rejected",
-        "length/chosen",
-        "length/rejected",
+        *(f"{name}/{verdict}" for name in ("rewards", "logps", "length") for verdict in VERDICTS),
         "baseline",
         "kl",
     ),

@@ -13,14 +13,16 @@ from farthing.objectives import columns
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.objective import Answers, Evaluated, Figures, Objective, Starter
 
-METRICS = {
-    "loss": False,
-    "accuracy": True,
-    "rewards/accuracies": True,
-    "rewards/margins": True,
-    "rewards/chosen": True,
-    "rewards/rejected": False,
-}
+OF_REWARDS = (
+    "accuracy",
+    "rewards/accuracies",
+    "rewards/margins",
+    "rewards/chosen",
+    "rewards/rejected",
+)
+FIGURES = (*OF_REWARDS, "logps/chosen", "logps/rejected", "length/chosen", "length/rejected")
+"""Of objectives with log-probabilities; those with a reference have `kl` besides."""
+METRICS = {"loss": False, **dict.fromkeys(OF_REWARDS, True), "rewards/rejected": False}
 STARTER = Starter(
     "Qwen/Qwen2.5-0.5B-Instruct",
     "5.0e-6",
@@ -63,14 +65,9 @@ def figures_of(answers: Answers, rewards: Any, ranked_by: Any = None) -> Figures
         else:
             mean = per_token(answers).detach()
             ranked = mean[:, 0] - mean[:, 1]
-        found = {
-            "accuracy": (ranked > 0).float().sum(),
-            "rewards/accuracies": (margins > 0).float().sum(),
-            "rewards/margins": margins.sum(),
-            "rewards/chosen": rewards[:, 0].sum(),
-            "rewards/rejected": rewards[:, 1].sum(),
-        }
-        figures = {name: (value, n) for name, value in found.items()}
+        right, above = (ranked > 0).float(), (margins > 0).float()
+        found = (right, above, margins, rewards[:, 0], rewards[:, 1])
+        figures = {name: (value.sum(), n) for name, value in zip(OF_REWARDS, found, strict=True)}
         if answers.log_probs is not None:
             for place, which in enumerate(("chosen", "rejected")):
                 figures[f"logps/{which}"] = answers.log_probs[:, place].detach().sum(), n
@@ -78,20 +75,6 @@ def figures_of(answers: Answers, rewards: Any, ranked_by: Any = None) -> Figures
         if answers.reference is not None:
             figures["kl"] = divergence(answers), n * answers.log_probs.shape[1]
         return figures
-
-
-FIGURES = (
-    "accuracy",
-    "rewards/accuracies",
-    "rewards/margins",
-    "rewards/chosen",
-    "rewards/rejected",
-    "logps/chosen",
-    "logps/rejected",
-    "length/chosen",
-    "length/rejected",
-)
-"""Of objectives with log-probabilities; those with a reference have `kl` besides."""
 
 
 def divergence(answers: Answers) -> Any:

@@ -15,7 +15,7 @@ from pydantic import Field
 from farthing.objectives.classification import CLASSIFICATION, LABELS
 from farthing.objectives.columns import Unusable
 from farthing.objectives.objective import Answers, Figures, Settings, Starter
-from farthing.objectives.preference import METRICS, figures_of, objective, softplus
+from farthing.objectives.preference import OF_REWARDS, figures_of, objective, softplus
 
 
 class Reward(Settings):
@@ -61,16 +61,9 @@ OBJECTIVE = objective(
     auto_class=CLASSIFICATION.auto_class,
     peft_type=CLASSIFICATION.peft_type,
     pipeline_tag=CLASSIFICATION.pipeline_tag,
-    metrics=METRICS,
     starter=Starter(
         "Qwen/Qwen2.5-0.5B-Instruct", "1.0e-4", "rewards/accuracies", "prompt, chosen, rejected"
     ),
-    figures=(
-        "accuracy",
-        "rewards/accuracies",
-        "rewards/margins",
-        "rewards/chosen",
-        "rewards/rejected",
-    ),
+    figures=OF_REWARDS,
     labels=LABELS._replace(set_head=_set_head, answers=lambda scores: scores[:, 0]),
 )

@@ -58,10 +58,6 @@ class Trial:
         """By more than noise."""
         return self.seconds_per_token <= other.seconds_per_token * (1 - BETTER)
 
-    def usd_per_million_tokens(self, usd_per_hour: float) -> float:
-        """Price of a million useful tokens of forward and backward."""
-        return self.seconds_per_token * 1e6 / 3600 * usd_per_hour
-
 
 class Prober:
     """Tries settings on a run that has not begun."""

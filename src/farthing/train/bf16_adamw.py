@@ -13,7 +13,7 @@ it before a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,12 +34,8 @@ class StochasticAdamW(torch.optim.AdamW):
         super().__init__(params, fused=True, **settings)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: None = None) -> None:
         """Update every weight that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         found_inf = getattr(self, "found_inf", None)
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
@@ -54,7 +50,6 @@ class StochasticAdamW(torch.optim.AdamW):
             noise = torch.empty_like(room[0], dtype=torch.int32)
             for bucket in _buckets(weights):
                 self._update(bucket, group, room, noise, found_inf)
-        return loss
 
     def allocate(self, weights: list[Tensor]) -> None:
         """State of the weights that have none, all zeros."""

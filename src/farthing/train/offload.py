@@ -12,7 +12,7 @@ pinned. The streams were never run on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,16 +80,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Make copies and state of every weight now, the state all zeros: on the host, whatever the
         weights' device.
         """
-        new = [
-            weight
-            for group in self.param_groups
-            for weight in group["params"]
-            if weight not in self._copies
-        ]
-        for weight, room in zip(
-            new, _pairs(_host_tensors([w for w in new for _ in range(2)])), strict=True
-        ):
-            self._copies[weight] = _Copy(*room)
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        new = [weight for weight in weights if weight not in self._copies]
+        room = iter(_host_tensors([weight for weight in new for _ in range(2)]))
+        self._copies |= {weight: _Copy(next(room), next(room)) for weight in new}
         for weight, copy in self._copies.items():
             if not self.state[weight]:
                 self.state[weight] = {
@@ -101,14 +95,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 }
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: None = None) -> None:
         """Update every weight that has a gradient. The device continues only when its weights are
         there.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         self.allocate()
         for stream in (self._down, self._up):
             if stream is not None:
@@ -122,7 +112,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self._send(weights)
         if self._up is not None:
             torch.cuda.current_stream(self._up.device).wait_stream(self._up)
-        return loss
 
     def _buckets(self) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
         """(param group, weights that have a gradient), cut where a bucket is full."""
@@ -190,10 +179,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
 
 # ---- memory of the host ----
-
-
-def _pairs(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(tensors[::2], tensors[1::2], strict=True)
 
 
 def _host_tensors(weights: list[Tensor]) -> list[Tensor]:

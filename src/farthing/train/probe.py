@@ -57,7 +57,10 @@ def probe(job: Job, emit: Emit, budget_s: float = PROBE_S) -> dict[str, Any]:
                         "tokens_per_s": 1 / trial.seconds_per_token,
                         "useful_share": trial.computed_share,
                         "peak_bytes": trial.peak_bytes,
-                        "usd_per_million_tokens": trial.usd_per_million_tokens(job.usd_per_hour),
+                        "usd_per_million_tokens": trial.seconds_per_token
+                        * 1e6
+                        / 3600
+                        * job.usd_per_hour,
                         "fits": trial.seconds_per_token < float("inf"),
                     }
                     for trial in trials
