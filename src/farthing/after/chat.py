@@ -33,8 +33,6 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Asked:
-    """How an answer is wanted."""
-
     max_new_tokens: int = 256
     temperature: float = 0.0
     """0: always the likeliest token."""
@@ -67,12 +65,10 @@ class Speaker:
 
     @property
     def classes(self) -> bool:
-        """Whether it answers with a class."""
         return not self.task.scores_tokens
 
     @property
     def says_a_number(self) -> bool:
-        """Whether it answers with a number."""
         labels = self.task.labels
         return self.model.config.num_labels == 1 and labels is not None and labels.shares is None
 

@@ -62,8 +62,6 @@ class Place:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A server for a run's model."""
-
     place: Place
     name: str
     task: str
@@ -146,7 +144,6 @@ def write_deployment(plan: Deployment, folder: Path) -> list[str]:
 
 
 def _is_offered(place: Place, offer: Offer) -> bool:
-    """Whether the server can be put on an offer."""
     if place.server == "vllm":
         return True
     vertex = TARGETS["vertex"]

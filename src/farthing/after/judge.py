@@ -37,12 +37,10 @@ class Verdict:
     compressed: dict[str, float]
 
     def to_json(self) -> dict[str, object]:
-        """As it stands in `export.json`."""
         finite = math.isfinite(self.mean_kl)
         return asdict(self) | {"mean_kl": self.mean_kl if finite else None}
 
     def in_words(self) -> str:
-        """One line."""
         pairs = [
             f"{name} {self.merged[name]:.4f} -> {self.compressed[name]:.4f}"
             for name in self.compressed

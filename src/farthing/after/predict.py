@@ -69,8 +69,6 @@ class _Asked:
 
 
 class Predictor:
-    """The model of a run, ready for rows."""
-
     def __init__(
         self,
         run: Path,
@@ -131,7 +129,6 @@ class Predictor:
         yield from self._predicted(source.rows(), source)
 
     def rows(self, rows: Iterable[RowValue]) -> Iterator[RowValue]:
-        """Rows with their predictions."""
         numbered = (Row(number, dict(row)) for number, row in enumerate(rows, 1))
         yield from self._predicted(numbered, Source("rows", "", "jsonl"))
 

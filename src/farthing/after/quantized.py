@@ -44,8 +44,6 @@ MOST_KL = 0.1
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked for."""
-
     form: str
     """One of `FORMATS`."""
     bits: str = "q8_0"
@@ -227,7 +225,6 @@ def _refuse_far(verdict: Verdict | None, wish: Wish) -> None:
 
 
 def _on_card(said: Json, verdict: Verdict | None) -> list[str]:
-    """The card's section on the form."""
     judged = (
         "It was not judged: the run's data is gone."
         if verdict is None

@@ -59,7 +59,6 @@ class Compression:
     """How many of `whole` do so for their width."""
 
     def in_words(self) -> str:
-        """How it is done."""
         odd = (
             f"; {self.n_odd} layers whose width is no multiple of {self.group} stay whole"
             if self.n_odd

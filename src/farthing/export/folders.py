@@ -194,7 +194,6 @@ def export_run(
 
 
 def _copy_adapter(run: Path, source: Path, draft: Path) -> None:
-    """The adapter's folder with today's card."""
     shutil.copytree(source, draft, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
     (draft / CARD).write_text(model_card(build_receipt(run), is_merged=False), encoding="utf-8")
 

@@ -156,7 +156,6 @@ def _refuse_scales(config: Any, family: Family) -> None:
 
 
 def head_width(config: Any) -> int:
-    """Numbers of an attention head."""
     return int(
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )

@@ -210,7 +210,6 @@ class Weights:
         self.names = sorted(self._of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one weight."""
         return tuple(self._of[name].get_slice(name).get_shape())
 
     def read(self, name: str) -> Array:

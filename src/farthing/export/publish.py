@@ -47,7 +47,6 @@ class Publication:
     url: str = ""
 
     def to_json(self) -> Json:
-        """As it stands on the receipt."""
         return asdict(self)
 
 

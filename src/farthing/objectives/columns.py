@@ -77,7 +77,6 @@ _KINDS = {
 
 
 def kind_of(value: Any) -> str:
-    """What a value is."""
     return _KINDS.get(type(value).__name__, type(value).__name__)
 
 

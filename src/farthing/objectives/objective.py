@@ -60,8 +60,6 @@ def filled(values: NDArray[Any], where: NDArray[np.bool_], otherwise: int) -> ND
 
 
 class Evaluated(NamedTuple):
-    """What an evaluation has seen."""
-
     loss: float
     """Mean over all targets."""
     document_loss: float
@@ -278,7 +276,6 @@ class Objective(NamedTuple):
 
     @property
     def scores_words(self) -> bool:
-        """Whether each word of a text has a label."""
         return self.labels is not None and self.labels.per_word
 
     @property
@@ -303,7 +300,6 @@ class Objective(NamedTuple):
 
     @property
     def reads_labels(self) -> bool:
-        """Whether each text of the data has a label."""
         return self.labels is not None and self.loss is None
 
     @property

@@ -59,7 +59,6 @@ def package_of(name: str) -> str:
 
 
 def objective_names() -> tuple[str, ...]:
-    """The names of all that are known so far."""
     return tuple(_OBJECTIVES)
 
 
@@ -130,7 +129,6 @@ def keys_of_objectives() -> list[str]:
 
 
 def schema() -> dict[str, object]:
-    """JSON schema of `objective` in a job."""
     known = {name: each.settings for name, each in _OBJECTIVES.items() if each.settings}
     return {
         "anyOf": [
@@ -156,12 +154,10 @@ def _explained(error: ValidationError, settings: type[Settings], name: str) -> s
 
 
 def format_of(name: str) -> Format:
-    """The form of rows of this name, whichever task reads it."""
     return next(each for task in _OBJECTIVES.values() for each in task.formats if each.name == name)
 
 
 def standard_columns() -> set[str]:
-    """The names of columns that any task reads."""
     return {
         name
         for task in _OBJECTIVES.values()

@@ -26,8 +26,6 @@ _WHERE = "model.from_run"
 
 
 class Ancestor(NamedTuple):
-    """A checkpoint of another run."""
-
     run: Path
     step: int
     folder: Path

@@ -60,8 +60,6 @@ class Trial:
 
 
 class Prober:
-    """Tries settings on a run that has not begun."""
-
     def __init__(
         self,
         steps: Steps,
@@ -96,7 +94,6 @@ class Prober:
     # ---- the search ----
 
     def _climb(self, best: Trial, way: list[Settings]) -> Trial:
-        """Along the way, as long as it gets better."""
         for settings in way:
             if self._clock() >= self.deadline or not self._has_room(best, settings):
                 break

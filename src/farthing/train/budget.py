@@ -29,8 +29,6 @@ LONGEST_ONLY_WRITES_S = 60.0
 
 
 class Left(NamedTuple):
-    """One limit of a job."""
-
     seconds: float
     """Until it is reached; below zero once it was passed."""
     limit: str
@@ -45,7 +43,6 @@ class Left(NamedTuple):
 
 
 def limits_left(job: Job, ledger: Ledger | _Spent) -> list[Left]:
-    """How far each limit of the job is away."""
     limits, found = job.limits, list[Left]()
     if limits.max_usd is not None and job.usd_per_hour > 0:
         seconds = (limits.max_usd - ledger.spent_usd) / job.usd_per_hour * 3600

@@ -17,8 +17,6 @@ from farthing.train.watchdog import Watchdog
 
 @dataclass
 class Context:
-    """What every part of an attempt shares."""
-
     folder: Path
     run_id: str
     """Which run the folder's checkpoints belong to."""

@@ -184,7 +184,6 @@ def evaluate(
 def _measure(
     forward: Forward, tokens: TokenSet, part: NDArray[np.int64], step: OfStep | None
 ) -> Seen:
-    """One micro-batch through the model."""
     task = forward.of
     batch = forward.to_device(forward.collate(tokens, part))
     if step is not None:
@@ -283,7 +282,6 @@ class Evaluator:
 
     @property
     def n_steps_like(self) -> float:
-        """How many steps of training have as many examples."""
         return len(self.examples) / self.feed.batches.global_batch_size
 
     def run(self) -> bool:

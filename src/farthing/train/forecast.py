@@ -43,7 +43,6 @@ class Forecast:
 
     @property
     def evaluation_is_due(self) -> bool:
-        """Whether the step that the run is at has yet to be evaluated."""
         at = self.progress
         return at.evaluated_step != at.step and self._evaluation_is_at(at.step)
 
@@ -138,7 +137,6 @@ class Forecast:
         return step_s + self.saver.took_s / between
 
     def takes(self) -> dict[str, float]:
-        """What parts of this attempt took, for a later one."""
         return {
             "start_s": round(self.start_s, 3),
             "step_s": round(self.pace.longest_step_s, 4),

@@ -170,7 +170,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
         )
 
     def _send(self, weights: list[Tensor]) -> None:
-        """Begin to copy the new weights to the device."""
         with torch.cuda.stream(self._up):
             for weight in weights:
                 copy = self._copies[weight]

@@ -113,8 +113,6 @@ def lead(context: Context, ended: tuple[str, str] | None = None) -> None:
 
 
 class LetIn(NamedTuple):
-    """What another rank hears from the first."""
-
     ended: tuple[str, str] | None
     """How the run has ended already: (state, reason)."""
     identity: Mapping[str, object]
@@ -242,6 +240,5 @@ def _take_rows(run: Run) -> None:
 
 
 def tell_of_launchers(emit: Emit) -> None:
-    """Say what of a launcher's settings is left aside."""
     if names := not_followed(os.environ):
         emit(Note(f"not followed, the job says how to train: {', '.join(names)}"))

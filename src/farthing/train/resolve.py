@@ -65,7 +65,6 @@ class RunSpec:
 
     @property
     def objective(self) -> Objective:
-        """What the run learns."""
         return objective_of(self.job.task)
 
     @cached_property
@@ -80,7 +79,6 @@ class RunSpec:
 
     @property
     def cache_dir(self) -> Path:
-        """Where what later runs may use is kept."""
         return Path(self.job.cache_dir or ".")
 
     @property

@@ -39,7 +39,6 @@ class Steps:
 
     @property
     def feed(self) -> StepFeed:
-        """Where the micro-batches of the steps come from."""
         return self.step.feed
 
     @property
@@ -48,7 +47,6 @@ class Steps:
         return self.feed.settings
 
     def use(self, settings: Settings) -> None:
-        """Compute as these settings say from now on."""
         forward = self.step.forward
         if settings.checkpoint_every != self.settings.checkpoint_every:
             checkpoint_layers(forward.model, settings.checkpoint_every)

@@ -48,7 +48,6 @@ def lengths_of(spec: RunSpec, examples: Examples) -> dict[str, float]:
 
 
 def tried(settings: Settings) -> dict[str, int]:
-    """What a probe tries of settings."""
     return {
         "micro_batch_tokens": settings.micro_batch_tokens,
         "checkpoint_every": settings.checkpoint_every,

@@ -35,8 +35,6 @@ from farthing.units import plural, say_bytes
 
 @dataclass(kw_only=True)
 class Saver:
-    """Saves, restores and exports a run."""
-
     context: Context
     checkpoints: Checkpoints
     state: dict[str, Part]
@@ -99,7 +97,6 @@ class Saver:
         ledger.begin_at(self.progress.step)
 
     def _newest(self, allow_restart: bool) -> int | None:
-        """The step of the newest whole checkpoint."""
         checkpoints, committed = self.checkpoints, self.context.ledger.committed_step
         may_be_in_store = self.context.replica is not None and bool(checkpoints.steps())
         try:
@@ -213,7 +210,6 @@ class Saver:
         return found, waited_s
 
     def note_finished(self, result: SaveResult | None) -> None:
-        """Put a finished background save on the ledger."""
         if result is not None and result.error is None:
             self.context.ledger.committed(result.step)
             self.write_s = result.seconds
@@ -266,7 +262,6 @@ class Saver:
             return at.step
 
     def trained(self) -> dict[str, Tensor]:
-        """The trained tensors by name."""
         return self.state["model"].state()[0]
 
     def write_model_early(self) -> None:

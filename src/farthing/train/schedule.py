@@ -45,22 +45,18 @@ class Fit:
 
 
 class Schedule:
-    """Steps of a run, and its learning rate at each of them."""
-
     def __init__(self, name: str, learning_rate: float, kwargs: Mapping[str, Any] | None) -> None:
         self._name, self._peak = name, learning_rate
         self._more: dict[str, Any] = {"learning_rate": learning_rate, "kwargs": kwargs}
         self.fit: Fit | None = None
 
     def fix(self, n_steps: int, n_warmup_steps: int) -> None:
-        """As the job says."""
         self.n_steps, self.n_warmup_steps = n_steps, n_warmup_steps
         self._factor = schedule(
             self._name, n_warmup_steps=n_warmup_steps, n_steps=n_steps, **self._more
         )
 
     def follow(self, fit: Fit) -> None:
-        """As the limits allow."""
         self.fit, self.n_steps, self.n_warmup_steps = fit, fit.n_steps, fit.n_warmup_steps
         self._factor = fitted_schedule(
             self._name,

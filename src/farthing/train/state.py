@@ -48,7 +48,6 @@ class Progress:
 
     @property
     def mark(self) -> tuple[Any, ...]:
-        """Tells one saved state from another."""
         return self.step, self.evaluated_step, self.stopped_early
 
 

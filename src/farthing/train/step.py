@@ -43,8 +43,6 @@ from farthing.train.update_guard import (
 
 @dataclass(kw_only=True)
 class Step:
-    """Takes one optimizer step at a time."""
-
     forward: Forward
     feed: StepFeed
     optimizer: torch.optim.Optimizer
@@ -224,7 +222,6 @@ class Step:
         return figures
 
     def undo(self) -> None:
-        """Forget a step that failed."""
         self.feed.close()
         self.optimizer.zero_grad(set_to_none=True)
         if self.ranks.fsdp is not None:

@@ -72,7 +72,6 @@ class StepFeed:
         return accumulates(self.forward, self.tokens, self.batches, n_steps, most_tokens)
 
     def close(self) -> None:
-        """Stop what is made ready ahead."""
         if self._feed is not None:
             self._feed.close()
         self._feed = None
@@ -82,8 +81,6 @@ class StepFeed:
         return self.table_of(self.batches.examples_of(step))
 
     def table_of(self, examples: NDArray[np.int64]) -> Table:
-        """The micro-batches of a step that has these examples."""
-
         def costs(some: NDArray[np.int64]) -> NDArray[np.int64]:
             return self.forward.costs(self.tokens, some)
 
@@ -98,12 +95,10 @@ class StepFeed:
         )
 
     def n_passes(self, step: int) -> int:
-        """Micro-batches of the busiest rank."""
         table, n = self.table(step), self.ranks.n
         return max(len(table.of_slots(slots_of(rank, n, self.n_slots))) for rank in range(n))
 
     def largest(self, step: int) -> NDArray[np.int64]:
-        """The examples of the step's largest micro-batch."""
         cells = self.table(step).cells
         if self.n_slots == 1 and not self.ranks.is_fsdp:
             return cells[0].examples  # comes first

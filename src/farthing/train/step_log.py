@@ -35,8 +35,6 @@ FIGURES = ("tokens_per_s", "padded_tokens_per_s", "mfu", "utilisation_percent")
 
 @dataclass(kw_only=True)
 class StepLog:
-    """Writes the steps of an attempt down."""
-
     context: Context
     log: SummedLines
     progress: Progress
@@ -67,7 +65,6 @@ class StepLog:
             self._judge_finite(taken, *self._note(taken))
 
     def note_rest(self) -> None:
-        """Read what is left without judging it."""
         while self.in_flight:
             self._note(self.in_flight.popleft())
 
@@ -105,7 +102,6 @@ class StepLog:
     def _report(
         self, taken: StepResult, loss: float, norm: float, n_tokens: int, peak: int
     ) -> None:
-        """Put a step in the log and on the ledger, and say how it went."""
         ledger, at, settings = self.context.ledger, self.progress, self.feed.settings
         step, left_s, figures = taken.step + 1, self.forecast.remaining_s, self.pace.figures()
         event = StepTaken(

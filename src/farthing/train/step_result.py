@@ -46,7 +46,6 @@ class Sums:
     def add(
         self, micro_batch: MicroBatch, loss: Tensor, n_computed: int, figures: Tensor | None
     ) -> None:
-        """Count a micro-batch."""
         if figures is not None:
             self.figures.append(figures)
         self.micro_batches.append(micro_batch.examples)

@@ -18,7 +18,6 @@ from farthing.units import plural, say_bytes, say_seconds, say_usd
 
 
 def emit_summary(run: Run) -> None:
-    """One table of everything the job left open."""
     job, batch = run.spec.job, run.spec.job.global_batch_size
     counts = run.parameters
     run.context.emit(

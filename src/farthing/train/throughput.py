@@ -41,7 +41,6 @@ class Pace:
 
     @property
     def step_s(self) -> float | None:
-        """Mean seconds of a step."""
         return self._seconds / (self.n_steps - 1) if self.n_steps > 1 else None
 
     def step_done(self, n_tokens: int, seconds: float, sums: Sums) -> None:

@@ -30,8 +30,6 @@ PATIENCE_S = 1800.0
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the trial, and what came of it."""
-
     name: str
     is_good: bool
     found: str

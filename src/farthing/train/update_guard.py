@@ -62,11 +62,9 @@ class UpdateGuard:
         self._versions: list[int] | None = None
 
     def begin(self) -> None:
-        """A step begins: nothing was written."""
         self._versions = None
 
     def enter(self) -> None:
-        """From here on weights and state may be written."""
         self._versions = self._now()
 
     def refuse_half_an_update(self, step: int, error: BaseException) -> None:
