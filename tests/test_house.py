@@ -68,6 +68,19 @@ def test_one_place_goes_backward() -> None:
     assert calls == ["step.py"]
 
 
+BEHIND_BUILD = (
+    *("loop", "step", "shared_step", "step_feed", "step_result", "room", "rehearsal", "state"),
+    *("saver", "evaluate", "forecast", "step_log", "throughput", "reference", "measure", "built"),
+)
+
+
+def test_who_runs_behind_build_asks_no_job() -> None:
+    for name in BEHIND_BUILD:
+        for node in nodes_of(SOURCE / "train" / f"{name}.py"):
+            assert not (isinstance(node, ast.Attribute) and node.attr == "job"), name
+            assert not (isinstance(node, ast.arg) and node.arg in ("job", "attempt")), name
+
+
 def test_three_files_talk_to_other_processes_of_a_run() -> None:
     talks = [
         module_of(path)

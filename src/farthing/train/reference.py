@@ -29,18 +29,14 @@ from farthing.events import Note, Working
 from farthing.model.forward import Forward
 from farthing.run.folder import keep, kept
 from farthing.storage.files import DamagedFileError, own_folder
-from farthing.train.ancestor import KEY as ANCESTOR
 from farthing.train.built import Run
 from farthing.train.evaluate import with_room
-from farthing.train.resolve import MODEL_CONTENT
 
 BLOCK = 256  # examples
 N_SAMPLED = 8
 MOST_APART = {"fp32": 1e-3}
 """Nats a token between a cached log-probability and the live model's, by precision."""
 MOST_APART_HALF = 0.25
-_BEGINS_AS_THE_MODEL = ("true", "gaussian")
-"""Adapters that add nothing before the first step."""
 
 
 def refer(run: Run) -> None:
@@ -188,19 +184,10 @@ def _compare(
 
 def _key(run: Run, tokens: TokenSet) -> str:
     """The name of a folder: a hash of all that the references follow from."""
-    job, identity, numerics = run.spec.job, run.spec.identity, run.forward.numerics
-    names = [MODEL_CONTENT, "model.init", "model.rope_scaling", "model.new_tokens", ANCESTOR]
-    method = job.method
-    adapter = method.init_lora_weights if method.name != "full" else "true"
-    if adapter not in _BEGINS_AS_THE_MODEL:
-        names += [name for name in identity if name.startswith("method.")]
-    draws = job.model.init == "random" or job.model.new_tokens or adapter == "false"
-    content = {name: identity.get(name) for name in names}
-    content |= {
+    numerics = run.forward.numerics
+    content = run.spec.beginning | {
         "tokens": tokens.content_sha256,
-        "seed": job.train.seed if draws else None,
         "scored": _width(run.forward, tokens),
-        "in_four_bits": method.name == "qlora",
         "precision": [numerics.name, numerics.device.type],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]

@@ -42,11 +42,14 @@ from farthing.objectives.objective import Objective, class_names
 from farthing.objectives.registry import objective_of
 from farthing.planner.software import fp16_risk
 from farthing.run.folder import began
+from farthing.train.ancestor import KEY as ANCESTOR
 from farthing.train.ancestor import ancestor_identity
 from farthing.train.finished import published_as
 from farthing.units import plural
 
 MODEL_CONTENT = "model (content)"
+ADDS_NOTHING = ("true", "gaussian")
+"""How adapters begin that add nothing before the first step."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,21 @@ class RunSpec:
     def numerics(self) -> Numerics:
         """What this machine computes the run in. Raises `HardwareError`."""
         return numerics_of(self.job, self.config)
+
+    @property
+    def beginning(self) -> dict[str, object]:
+        """What the model follows from as it is before the first step."""
+        job, method = self.job, self.job.method
+        names = [MODEL_CONTENT, "model.init", "model.rope_scaling", "model.new_tokens", ANCESTOR]
+        adapter = method.init_lora_weights if method.name != "full" else "true"
+        if adapter not in ADDS_NOTHING:
+            names += [name for name in self.identity if name.startswith("method.")]
+        draws = job.model.init == "random" or job.model.new_tokens or adapter == "false"
+        return {
+            **{name: self.identity.get(name) for name in names},
+            "seed": job.train.seed if draws else None,
+            "in_four_bits": method.name == "qlora",
+        }
 
     @property
     def metric(self) -> str:

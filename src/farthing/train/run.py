@@ -328,8 +328,8 @@ def _lead(job: Job, context: Context, begun: Opened, allow_restart: bool) -> tup
     if was_finished or context.over_limit(run.forecast.reserve_s):
         take_over(run)  # let in to write its model
         return loop(run)
-    _decide(run, run_facts)
-    emit_summary(run)
+    _decide(job, run, run_facts)
+    emit_summary(job, run)
     meter.enter("idle")
     _offer(run)
     take_over(run)
@@ -415,13 +415,13 @@ def _claim(spec: RunSpec, context: Context, allow_restart: bool) -> Json:
     return claim(folder, spec.identity, machine, warn, allow_restart=allow_restart)
 
 
-def _decide(run: Run, run_facts: Json) -> None:
+def _decide(job: Job, run: Run, run_facts: Json) -> None:
     """What the first attempt decides for all: the settings, where a probe pays."""
     context, steps, n = run.context, run.steps, run.steps.feed.batches.steps_per_epoch
     if run_facts.get("steps_per_epoch") != n:
         run_facts["steps_per_epoch"] = n
         keep(context.folder / RUN, run_facts)
-    pays = is_worth_it(run.spec.job, run.estimate, steps.settings, context.seconds_left())
+    pays = is_worth_it(job, run.estimate, steps.settings, context.seconds_left())
     # over spread weights the others would have to try the same
     if run.progress.step == 0 and pays and not context.ranks.is_fsdp:
         with context.meter.span("probe"):

@@ -17,8 +17,8 @@ from farthing.train.built import Run
 from farthing.units import plural, say_bytes, say_seconds, say_usd
 
 
-def emit_summary(run: Run) -> None:
-    job, batch = run.spec.job, run.spec.job.global_batch_size
+def emit_summary(job: Job, run: Run) -> None:
+    batch = job.global_batch_size
     counts = run.parameters
     run.context.emit(
         Decided(
@@ -41,10 +41,10 @@ def emit_summary(run: Run) -> None:
             + plural(run.schedule.n_warmup_steps, "warm-up step"),
             device=device_name(run.spec.numerics.device),
             precision=run.spec.numerics.name,
-            computed=_computed_in_words(run),
+            computed=_computed_in_words(job, run),
             memory=_memory_in_words(run),
             checkpointing=run.steps.settings.checkpointing,
-            checkpoints=_interval_in_words(run),
+            checkpoints=_interval_in_words(job, run),
             price=_price_in_words(job) + _idle_in_words(run),
             estimate=_estimate_in_words(run.estimate),
         )
@@ -71,7 +71,7 @@ def _memory_in_words(run: Run) -> str:
     return f"{words}; allocator: {set_allocator(os.environ)}" if is_cuda else words
 
 
-def _computed_in_words(run: Run) -> str:
+def _computed_in_words(job: Job, run: Run) -> str:
     """What is computed of a batch, and why not less."""
     forward = run.forward
     words = [
@@ -91,7 +91,7 @@ def _computed_in_words(run: Run) -> str:
     words += [str(what) for what in (run.kernels.lora, run.kernels.liger) if what is not None]
     if isinstance(run.kernels.compiled, int):
         words.append(f"{plural(run.kernels.compiled, 'layer')} compiled")
-    elif run.spec.job.train.torch_compile:
+    elif job.train.torch_compile:
         words.append(f"not compiled: {run.kernels.compiled}")
     return "; ".join(words)
 
@@ -105,10 +105,10 @@ def _fit_in_words(run: Run) -> str:
     return f"as many of {run.schedule.fit.asked_steps:,} as the limits allow, {when}"
 
 
-def _interval_in_words(run: Run) -> str:
-    if run.spec.job.train.save_steps is not None:
-        return f"every {plural(run.spec.job.train.save_steps, 'step')}"
-    asked = "as asked" if run.spec.job.train.save_minutes else "the planned interval"
+def _interval_in_words(job: Job, run: Run) -> str:
+    if job.train.save_steps is not None:
+        return f"every {plural(job.train.save_steps, 'step')}"
+    asked = "as asked" if job.train.save_minutes else "the planned interval"
     return f"every {say_seconds(run.saver.every_s)}, {asked}"
 
 
