@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,20 @@ def lines_of(path: Path, key: str = "") -> list[dict[str, Any]]:
     """The rows of a JSONL file, those that have a key; none where there is no file."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else ()
     return [row for row in map(json.loads, lines) if not key or key in row]
+
+
+def play(cases: Iterable[Any], of_one: Callable[[Any], dict[str, Any]], as_json: bool) -> int:
+    """Try each case, whose row says with `ok` whether all is well and tells of itself in `said`;
+    one object of JSON at the end, or the sum. The exit code: 1 where one is not.
+    """
+    rows = []
+    for case in cases:
+        rows.append(of_one(case))
+        verdict = "" if rows[-1]["ok"] else "NOT OK: "
+        print(verdict + rows[-1]["said"], file=sys.stderr if as_json else sys.stdout, flush=True)
+    n_bad = sum(not row["ok"] for row in rows)
+    print(json.dumps({"n_bad": n_bad, "cases": rows}) if as_json else f"{len(rows)}, {n_bad} bad")
+    return 1 if n_bad or not rows else 0
 
 
 def aligned(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -28,16 +29,8 @@ from farthing.config.load import load_job
 from farthing.errors import FarthingError
 
 ENDINGS = (".yaml", ".yml", ".json", ".py", ".ipynb", ".sh")
-CALLS = (
-    "SFTConfig",
-    "TrainingArguments",
-    "Seq2SeqTrainingArguments",
-    "UnslothTrainingArguments",
-    "LoraConfig",
-    "BitsAndBytesConfig",
-    "SFTTrainer",
-    "load_dataset",
-)
+CALLS = """SFTConfig TrainingArguments Seq2SeqTrainingArguments UnslothTrainingArguments LoraConfig
+BitsAndBytesConfig SFTTrainer load_dataset"""
 
 
 def leaves(value: Any, at: str = "") -> list[str]:
@@ -75,41 +68,27 @@ def keys_of(path: Path) -> list[str]:
     found = []
     for node in ast.walk(tree):
         name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
-        if name in CALLS:
+        if name in CALLS.split():
             found += [f"{name}.{k.arg}" for k in node.keywords if k.arg]  # type: ignore[attr-defined]
     return found
 
 
-def accounted(imported: Imported, path: Path) -> tuple[list[str], list[str]]:
-    """(keys that the importer has dealt with, keys that are lost)."""
+def lost_of(imported: Imported, path: Path) -> list[str]:
+    """Keys that the importer has not dealt with."""
     dealt = set(imported.lines)
     if path.suffix in (".py", ".ipynb"):
-        without_number = {
-            key.partition("#")[0] + "." + key.rpartition(".")[2] if "#" in key else key
-            for key in dealt
-        }
-        without_depth = without_number | {".".join(key.split(".")[:2]) for key in without_number}
-        is_by_command = not any("." in key and key[0].isupper() for key in dealt)
-        wanted = [] if is_by_command else keys_of(path)
-        return sorted(dealt), sorted({key for key in wanted if key not in without_depth})
+        if not any("." in key and key[0].isupper() for key in dealt):  # read by its command
+            return []
+        dealt = {re.sub(r"#.*\.", ".", key) for key in dealt}
+        dealt |= {".".join(key.split(".")[:2]) for key in dealt}
+        return sorted(set(keys_of(path)) - dealt)
     parents = {key for line in dealt for key in _prefixes(line)}
-    lost = {key for key in keys_of(path) if key not in dealt and key not in parents}
-    return sorted(dealt), sorted(key for key in lost if not dealt & set(_prefixes(key)))
+    lost = set(keys_of(path)) - dealt - parents
+    return sorted(key for key in lost if not dealt & set(_prefixes(key)))
 
 
 def _prefixes(key: str) -> list[str]:
     return [key[:i] for i, sign in enumerate(key) if sign in ".["]
-
-
-def reads_back(imported: Imported, path: Path, folder: Path) -> str:
-    """Why the written job is not accepted; nothing where it is."""
-    job = folder / "job.yaml"
-    job.write_text(job_text(imported, path.name), encoding="utf-8")
-    try:
-        load_job(job)
-    except FarthingError as error:
-        return str(error)
-    return ""
 
 
 def look_at(path: Path, folder: Path) -> dict[str, Any]:
@@ -119,18 +98,22 @@ def look_at(path: Path, folder: Path) -> dict[str, Any]:
         imported = import_file(path)
     except FarthingError as error:
         return row | {"unread": str(error).splitlines()[0]}
-    dealt, lost = accounted(imported, path)
-    blockers = [f"{line.key}: {line.why}" for line in imported.blockers]
+    refused = []
+    if not imported.blockers:
+        job = folder / "job.yaml"
+        job.write_text(job_text(imported, path.name), encoding="utf-8")
+        try:
+            load_job(job)
+        except FarthingError as error:
+            refused = [str(error)]
     return row | {
         "source": imported.source,
-        "n_keys": len(dealt) + len(lost),
-        "mapped": len(imported.mapped),
-        "named": len(imported.named),
-        "lost": lost,
+        "mapped": [line.key for line in imported.mapped],
+        "named": [line.key for line in imported.named],
+        "lost": lost_of(imported, path),
         "unknown": [line.key for line in imported.named if line.why == UNKNOWN],
-        "differs": [line.key for line in imported.named if line.effect == "differs"],
-        "not_trainable": blockers,
-        "job_refused": "" if blockers else reads_back(imported, path, folder),
+        "not_trainable": [f"{line.key}: {line.why}" for line in imported.blockers],
+        "job_refused": refused,
     }
 
 
@@ -146,30 +129,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         rows = [look_at(path, Path(folder)) for path in files]
     read = [row for row in rows if "source" in row]
-    total = {
-        "files": len(rows),
-        "read": len(read),
-        "unread": len(rows) - len(read),
-        "by_source": dict(Counter(row["source"] for row in read)),
-        "mapped": sum(row["mapped"] for row in read),
-        "named": sum(row["named"] for row in read),
-        "lost": sum(len(row["lost"]) for row in read),
-        "unknown": dict(Counter(key for row in read for key in row["unknown"]).most_common()),
-        "not_trainable": sum(bool(row["not_trainable"]) for row in read),
-        "jobs_accepted": sum(not row["not_trainable"] and not row["job_refused"] for row in read),
-        "jobs_refused": sum(bool(row["job_refused"]) for row in read),
-    }
-    if arguments.json:
-        print(json.dumps({"total": total, "files": rows}, indent=1))
-    else:
-        for row in rows:
-            if row.get("unread") or row.get("lost") or row.get("job_refused"):
-                print(
-                    row["file"],
-                    row.get("unread") or f"lost {row['lost']} refused {row['job_refused']}",
-                )
-        print(json.dumps(total, indent=1))
-    return 1 if total["lost"] or total["jobs_refused"] else 0
+    total: dict[str, Any] = {"files": len(rows), "unread": len(rows) - len(read)}
+    total["by_source"] = Counter(row["source"] for row in read)
+    for name in ("mapped", "named", "lost"):
+        total[name] = sum(len(row[name]) for row in read)
+    total["unknown"] = Counter(key for row in read for key in row["unknown"])
+    for name in ("not_trainable", "job_refused"):
+        total[name] = sum(bool(row[name]) for row in read)
+    for row in [] if arguments.json else rows:
+        if why := row.get("unread") or [*row["lost"], *row["job_refused"]]:
+            print(row["file"], why)
+    print(json.dumps({"total": total, "files": rows} if arguments.json else total, indent=1))
+    return 1 if total["lost"] or total["job_refused"] else 0
 
 
 if __name__ == "__main__":

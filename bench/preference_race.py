@@ -1,12 +1,11 @@
 """DPO by farthing and by TRL on one CPU: useful tokens a CPU-second, peak memory, loss.
 
-    python bench/compare.py --workload preference --data PAIRS.jsonl [--methods full lora]
-    [--epochs 3] [--batch 8] [--json FILE]
+    python bench/preference_race.py --data PAIRS.jsonl [--methods full lora] [--json]
 
-Both train the same small Llama (or `--model`) on the same rows, with the same batch, rate and
-epochs, one thread each, one after the other. TRL is at its best here: references precomputed, and
-the quickest of the micro-batches `--trl-batches`. CPU-seconds are of the process from the first
-reference on; useful tokens are those of both answers with their prompts.
+Both train the same small Llama on the same rows (prompt, chosen and rejected as texts), with the
+same batch, rate and three epochs, one thread each, one after the other. TRL is at its best here:
+references precomputed, and the quickest of the micro-batches 1, 2 and 4. CPU-seconds are of the
+process from the first reference on; useful tokens are those of both answers with their prompts.
 TRL shuffles in another way, so losses of the last epoch are compared by their mean.
 """
 
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -22,80 +20,58 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common import lines_of, play, write_job
+
 LIMIT = 0.02  # how far the mean losses of the last epoch may be apart, relative
+EPOCHS, BATCH = 3, 8
+RATES = {"full": 1e-5, "lora": 1e-4}
+JOB = """
+objective: {name: dpo, beta: 0.1}
+data: {max_length: 512}
+where: {device: cpu}
+train: {num_train_epochs: 3, global_batch_size: 8, lr_scheduler_type: constant, warmup_ratio: 0.0}
+output_dir: ./run
+cache_dir: ./cache
+"""
 
 
 def ours(asked: dict[str, Any]) -> dict[str, Any]:
     """Train by farthing."""
-    import torch
-    import yaml
-
     from farthing.config.load import load_job
     from farthing.events import Event, StepTaken, Working
     from farthing.train.run import train
 
-    torch.set_num_threads(1)
-    folder, marks, losses = Path(asked["folder"]), {}, []
+    marks, losses = list[float](), list[float | None]()
 
     def emit(event: Event) -> None:
-        if isinstance(event, Working) and "scoring" in event.on:
-            marks.setdefault("began", time.process_time())
+        if (isinstance(event, Working) and "scoring" in event.on) or isinstance(event, StepTaken):
+            marks.append(time.process_time())
         if isinstance(event, StepTaken):
-            marks["ended"] = time.process_time()
-            marks["tokens"] = marks.get("tokens", 0) + event.n_tokens
             losses.append(event.loss)
 
-    job = {
-        "objective": {"name": "dpo", "beta": 0.1},
-        "model": asked["model"],
-        "data": {"train": asked["data"], "max_length": asked["max_length"]},
-        "method": asked["method"],
-        "where": {"device": "cpu"},
-        "train": {
-            "num_train_epochs": asked["epochs"],
-            "global_batch_size": asked["batch"],
-            "learning_rate": asked["rate"],
-            "lr_scheduler_type": "constant",
-            "warmup_ratio": 0.0,
-        },
-        "output_dir": str(folder / "run"),
-        "cache_dir": str(folder / "cache"),
-    }
-    (folder / "job.yaml").write_text(yaml.safe_dump(job))
-    train(load_job(folder / "job.yaml"), emit)
-    return {"cpu_s": marks["ended"] - marks["began"], "tokens": marks["tokens"], "losses": losses}
+    train(load_job(Path(asked["job"])), emit)
+    return {"cpu_s": marks[-1] - marks[0], "losses": losses}
 
 
 def theirs(asked: dict[str, Any]) -> dict[str, Any]:
-    """Train by TRL, of rows with the columns prompt, chosen and rejected as texts."""
+    """Train by TRL."""
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
     torch.set_num_threads(1)
-    folder = Path(asked["folder"])
-    rows = [json.loads(line) for line in Path(asked["data"]).read_text("utf-8").splitlines()]
-    tokenizer = AutoTokenizer.from_pretrained(asked["model"])
-    model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32)
     peft = None
     if asked["method"] == "lora":
         from peft import LoraConfig
 
         peft = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    losses: list[float] = []
-
-    class Note(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if "loss" in (logs or {}):
-                losses.append(float(logs["loss"]))
-
     config = DPOConfig(
-        output_dir=str(folder / "trl"),
+        output_dir=asked["out"],
         per_device_train_batch_size=asked["micro_batch"],
-        gradient_accumulation_steps=asked["batch"] // asked["micro_batch"],
-        num_train_epochs=asked["epochs"],
-        learning_rate=asked["rate"],
+        gradient_accumulation_steps=BATCH // asked["micro_batch"],
+        num_train_epochs=EPOCHS,
+        learning_rate=RATES[asked["method"]],
         lr_scheduler_type="constant",
         warmup_steps=0,
         max_grad_norm=1.0,
@@ -111,38 +87,27 @@ def theirs(asked: dict[str, Any]) -> dict[str, Any]:
         logging_steps=1,
         optim="adamw_torch_fused",
     )
-    marks: dict[str, float] = {}
-    precompute = DPOTrainer._precompute_ref_logps
+    marks, precompute = list[float](), DPOTrainer._precompute_ref_logps
 
     def marked(*given: Any, **named: Any) -> Any:
-        marks.setdefault("began", time.process_time())
+        marks.append(time.process_time())
         return precompute(*given, **named)
 
     DPOTrainer._precompute_ref_logps = marked
     trainer = DPOTrainer(
-        model,
+        AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32),
         args=config,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(lines_of(Path(asked["data"]))),
+        processing_class=AutoTokenizer.from_pretrained(asked["model"]),
         peft_config=peft,
-        callbacks=[Note()],
     )
     trainer.train()
-    ended = time.process_time()
-    tokens = asked["epochs"] * asked["n_tokens"]
-    return {"cpu_s": ended - marks["began"], "tokens": tokens, "losses": losses}
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return {"cpu_s": time.process_time() - marks[0], "losses": losses}
 
 
-def work(path: str) -> None:
-    """One contestant in its own process."""
-    asked = json.loads(Path(path).read_text())
-    found = (ours if asked["by"] == "farthing" else theirs)(asked)
-    found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    Path(path).with_suffix(".result.json").write_text(json.dumps(found))
-
-
-def prepare(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
-    """The model with its first weights, and how many tokens the rows have."""
+def prepare(folder: Path, data: Path, method: str) -> int:
+    """The job, and the model with its first weights; how many tokens the rows have."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -150,103 +115,61 @@ def prepare(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     from farthing.train.resolve import open_examples, resolve
     from small_models import make_model_folder
 
-    model = Path(asked.model) if asked.model else folder / "model"
-    if not asked.model:
-        texts = Path(asked.data).read_text(encoding="utf-8").splitlines()
-        make_model_folder(model, texts, "llama", hidden=asked.hidden, layers=asked.layers)
-        torch.manual_seed(0)
-        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-        made.save_pretrained(model)
-    (folder / "job.yaml").write_text(
-        json.dumps(
-            {
-                "objective": "dpo",
-                "model": str(model),
-                "data": {"train": str(Path(asked.data).resolve()), "max_length": asked.max_length},
-                "output_dir": str(folder / "none"),
-                "cache_dir": str(folder / "cache"),
-            }
-        )
-    )
-    job = load_job(folder / "job.yaml")
-    train, _ = open_examples(resolve(job), lambda event: None)
-    return {
-        "model": str(model),
-        "data": str(Path(asked.data).resolve()),
-        "n_tokens": int(train.tokens.lengths.sum()),
-    }
+    texts = data.read_text(encoding="utf-8").splitlines()
+    make_model_folder(folder / "model", texts, "llama", hidden=256, layers=6)
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model"))
+    made.save_pretrained(folder / "model")
+    its = {"model": "./model", "method": method, "train": {"learning_rate": RATES[method]}}
+    job = write_job(folder, JOB, data={"train": str(data)}, **its)
+    train, _ = open_examples(resolve(load_job(job)), lambda event: None)
+    return int(train.tokens.lengths.sum())
 
 
-def race(folder: Path, asked: argparse.Namespace, method: str) -> dict[str, Any]:
+def race(method: str, asked: argparse.Namespace) -> dict[str, Any]:
     """farthing, and TRL with each micro-batch; the quickest of TRL counts."""
-    common = {
-        **prepare(folder, asked),
-        "method": method,
-        "epochs": asked.epochs,
-        "batch": asked.batch,
-        "max_length": asked.max_length,
-        "rate": 1e-5 if method == "full" else 1e-4,
-    }
+    with tempfile.TemporaryDirectory() as name:
+        folder, data = Path(name), asked.data.resolve()
+        n_tokens = EPOCHS * prepare(folder, data, method)
 
-    def run(by: str, python: str, **more: Any) -> dict[str, Any]:
-        place = folder / f"{method}-{by}-{more.get('micro_batch', 0)}"
-        place.mkdir()
-        path = place / "asked.json"
-        path.write_text(json.dumps({**common, "by": by, "folder": str(place), **more}))
-        subprocess.run([python, __file__, "--work", str(path)], check=True, stdout=sys.stderr)
-        found = json.loads(path.with_suffix(".result.json").read_text())
-        return {**found, **more, "tokens_per_cpu_s": found["tokens"] / found["cpu_s"]}
+        def run(python: str, micro_batch: int = 0) -> dict[str, Any]:
+            told = {"job": folder / "job.yaml", "model": folder / "model", "out": folder / "trl"}
+            told |= {"data": data, "method": method, "micro_batch": micro_batch}
+            words = [python, __file__, "--work", json.dumps(told, default=str)]
+            done = subprocess.run(words, check=True, stdout=subprocess.PIPE)
+            return dict(json.loads(done.stdout.splitlines()[-1]))
 
-    mine = run("farthing", sys.executable)
-    batches = [n for n in asked.trl_batches if asked.batch % n == 0]
-    trl = [run("trl", str(asked.peers_python), micro_batch=n) for n in batches]
-    best = max(trl, key=lambda one: one["tokens_per_cpu_s"])
-    n_last = max(1, len(mine["losses"]) // asked.epochs)
+        mine, *trl = run(sys.executable), *(run(str(asked.peers_python), n) for n in (1, 2, 4))
+    best = min(trl, key=lambda one: one["cpu_s"])
+    n_last = max(1, len(mine["losses"]) // EPOCHS)
     last = [sum(one["losses"][-n_last:]) / n_last for one in (mine, best)]
-    return {
-        "method": method,
-        "speed": mine["tokens_per_cpu_s"] / best["tokens_per_cpu_s"],
-        "memory": mine["peak_bytes"] / min(one["peak_bytes"] for one in trl),
-        "losses": last,
-        "is_same_loss": abs(last[0] - last[1]) <= LIMIT * max(last),
-        "farthing": {key: mine[key] for key in ("cpu_s", "tokens", "peak_bytes")},
-        "trl": {key: best[key] for key in ("cpu_s", "tokens", "peak_bytes", "micro_batch")},
-    }
+    memory = mine["peak_bytes"] / min(one["peak_bytes"] for one in trl)
+    said = (
+        f"{method}: {n_tokens / mine['cpu_s']:.0f} useful tokens a CPU-second,"
+        f" {best['cpu_s'] / mine['cpu_s']:.2f} times TRL's, {memory:.2f} of its memory, losses"
+        f" {last[0]:.4f} and {last[1]:.4f}"
+    )
+    is_same = abs(last[0] - last[1]) <= LIMIT * max(last)
+    return {"method": method, "said": said, "ok": is_same, "farthing": mine, "trl": best}
 
 
-def main(words: list[str]) -> int:
+def main() -> int:
     """Race, and print ratios."""
-    parser = argparse.ArgumentParser(description="DPO by farthing and by TRL")
-    parser.add_argument("--data", required=True, metavar="FILE.jsonl")
-    parser.add_argument("--model", default="")
-    parser.add_argument("--methods", nargs="+", default=["lora", "full"], choices=("lora", "full"))
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--trl-batches", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--max-length", type=int, default=512)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=6)
+    if sys.argv[1:2] == ["--work"]:
+        from peers.clock import peak_bytes
+
+        asked = json.loads(sys.argv[2])
+        found = theirs(asked) if asked["micro_batch"] else ours(asked)
+        print(json.dumps({**found, "peak_bytes": peak_bytes()}))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", required=True, type=Path, metavar="FILE.jsonl")
+    parser.add_argument("--methods", nargs="+", default=["lora", "full"], choices=tuple(RATES))
     parser.add_argument("--peers-python", type=Path, default=Path(".venv/peers/bin/python"))
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    asked = parser.parse_args(words)
-    found = []
-    for method in asked.methods:
-        with tempfile.TemporaryDirectory() as folder:
-            found.append(race(Path(folder), asked, method))
-        one = found[-1]
-        print(
-            f"{method}: {one['speed']:.2f} times TRL's useful tokens a CPU-second,"
-            f" {one['memory']:.2f} of its memory, losses {one['losses'][0]:.4f} and"
-            f" {one['losses'][1]:.4f}",
-            flush=True,
-        )
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1))
-    return 0 if all(one["is_same_loss"] for one in found) else 1
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    return play(given.methods, lambda method: race(method, given), given.json)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--work"]:
-        work(sys.argv[2])
-    else:
-        sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

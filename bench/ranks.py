@@ -14,7 +14,6 @@ process to rounding. CPU only.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -26,15 +25,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common import command, play, seeds_of
 from farthing.run.group import Elastic
-from farthing.tiny import demo_rows, write_jsonl
-from forked import make_job, sha256_of, start_of
-from small_models import make_model_folder
+from forked import FULL, TASKS, apart, make_job, run_on, sha256_of, start_of
 
-TASKS = {"llama": "causal-lm", "t5": "seq2seq", "bert": "classification"}
 TOLERANCE = 1e-5
-
-
 COLLECTIVES = (
     "all_reduce",
     "all_to_all_single",
@@ -58,9 +53,8 @@ def note_gradients(folder: str, rank: int, attempt: int) -> None:
     from farthing.train.step import Step
 
     update, done = Step.update, []
-    calls: list[
-        str
-    ] = []  # appended to: the thread that beats goes through here too, and an addition could be lost  # noqa: E501
+    # appended to: the thread that beats goes through here too, and an addition could be lost
+    calls: list[str] = []
 
     def counted(name: str) -> None:
         plain = getattr(dist, name, None)
@@ -94,79 +88,46 @@ def note_gradients(folder: str, rank: int, attempt: int) -> None:
     Step.update = noted
 
 
-def rows_for(family: str, n: int, seed: int) -> list[dict[str, str]]:
-    """Rows of a task, of very uneven lengths."""
-    drawn = random.Random(seed)
-    rows = demo_rows(n, seed)
-    for row in rows:
-        row["completion"] = " ".join([row["completion"]] * drawn.choice((1, 1, 1, 2, 5)))
-    if family == "t5":
-        return [{"input": row["prompt"], "target": row["completion"]} for row in rows]
-    if family == "bert":
-        return [
-            {"text": row["prompt"] + row["completion"], "label": row["prompt"].split(";")[0]}
-            for row in rows
-        ]
-    return rows
-
-
-def gradient_cases() -> Iterator[dict[str, Any]]:
-    """What is compared: (family, method, tied, processes, examples of a step)."""
+def cases(seeds: range) -> Iterator[dict[str, Any]]:
+    """What is compared: gradients of (way, family, method, tied, processes, examples of a step),
+    and for each seed bits and spread weights.
+    """
     for family, method, tied in itertools.product(TASKS, ("full", "lora"), (True, False)):
         if family != "bert" or tied:  # a classifier has no output embeddings
             ways = "replicated", "sharded" if method == "full" else "frozen sharded"
             for way, (n, batch) in itertools.product(ways, ((2, 13), (3, 2))):
-                yield {
-                    "way": way,
-                    "family": family,
-                    "method": method,
-                    "tied": tied,
-                    "n": n,
-                    "batch": batch,
-                }
+                case = {"way": way, "family": family, "method": method, "tied": tied}
+                yield case | {"what": "gradients", "n": n, "batch": batch, "seed": seeds[0]}
+    for seed, what in itertools.product(seeds, ("bits", "spread")):
+        yield {"what": what, "seed": seed}
 
 
-def compare_gradients(case: dict[str, Any], folder: Path, seed: int) -> dict[str, Any]:
+def compare(case: dict[str, Any]) -> dict[str, Any]:
+    """One case."""
+    how = {"gradients": compare_gradients, "bits": compare_bits, "spread": compare_spread}
+    with tempfile.TemporaryDirectory(prefix="farthing-ranks-") as top:
+        found = how[case["what"]](case, Path(top))
+    return {**case, **found, "said": f"{case} {found}"}
+
+
+def compare_gradients(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The worst relative error of a weight's gradient on every rank, and the collectives of each."""  # noqa: E501
-    rows = rows_for(case["family"], 40, seed)
-    base = folder / "base"
-    make_model_folder(
-        base, (" ".join(row.values()) for row in rows), case["family"], hidden=32, layers=2
-    )
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": case["tied"]}))
-    method = (
-        {"name": case["method"]}
-        if case["method"] == "full"
-        else {"name": "lora", "lora_r": 2, "lora_dropout": 0.0}
-    )
+    base, way, family = folder / "base", case["way"], case["family"]
+    train = {"max_steps": 1, "global_batch_size": case["batch"], "max_grad_norm": 0}
+    train |= {"micro_batch_tokens": 200, "eval_strategy": "no", "eval_steps": None}
+    train |= {"predict_with_generate": False} if family == "t5" else {}
+    method = FULL if case["method"] == "full" else {"lora_dropout": 0.0}
     for n in (1, case["n"]):
         place = folder / str(n)
-        make_job(
-            place,
-            base,
-            seed,
-            task=TASKS[case["family"]],
-            method=method,
-            where={
-                "gpus": n,
-                "same_bits": n > 1 and case["way"] != "sharded",
-                "strategy": "fsdp" if n > 1 and case["way"] != "replicated" else "ddp",
-            },
-            train={
-                "max_steps": 1,
-                "global_batch_size": case["batch"],
-                "max_grad_norm": 0,
-                "micro_batch_tokens": 200,
-                "eval_strategy": "no",
-                "predict_with_generate": False,
-            },
-            data={"eval": None},
-        )
-        write_jsonl(place / "data.jsonl", rows)
-        code = Elastic(n, start_of(place, note_gradients, str(place)), lambda text: None).wait()
-        assert code == 0, (place / "out.txt").read_text()[-2000:]
-    return {**case, **_difference(folder / "1", folder / str(case["n"]), case["n"], case["way"])}
+        where = {"gpus": n, "same_bits": n > 1 and way != "sharded"}
+        where["strategy"] = "fsdp" if n > 1 and way != "replicated" else "ddp"
+        keys = {"method": method, "where": where, "train": train, "data": {"eval": None}}
+        make_job(place, base, case["seed"], family, **keys)
+        config = json.loads((base / "config.json").read_text())
+        tied = json.dumps(config | {"tie_word_embeddings": case["tied"]})
+        (base / "config.json").write_text(tied)
+        run_on(n, place, note_gradients, str(place))
+    return _difference(folder / "1", folder / str(case["n"]), case["n"], way)
 
 
 def _difference(alone: Path, together: Path, n: int, way: str) -> dict[str, Any]:
@@ -206,134 +167,63 @@ def kill_at(folder: str, victim: int, step: int, rank: int, attempt: int) -> Non
     Step.take = taken
 
 
-def compare_bits(seed: int, folder: Path) -> dict[str, Any]:
-    """One digest of runs on 1 to 4 processes, and of one that loses a process and goes on with
-    another number.
-    """
-    drawn = random.Random(seed)
-    n_steps = drawn.randint(5, 12)
-    train = {
-        "max_steps": n_steps,
+def killed(folder: Path, drawn: random.Random, keys: dict[str, Any]) -> str:
+    """A run that loses a process and goes on with another number; what happened."""
+    n_steps = keys["train"]["max_steps"]
+    begins, goes_on = drawn.randint(2, 4), drawn.randint(1, 4)
+    victim, step = drawn.randrange(begins), drawn.randrange(1, n_steps)
+    make_job(folder, folder.parent / "base", **{**keys, "where": keys["where"] | {"gpus": begins}})
+    first = Elastic(begins, start_of(folder, kill_at, str(folder), victim, step), lambda text: None)
+    first.group.wait()  # nothing goes on by itself here: another number does
+    run_on(goes_on, folder)
+    return f"{begins} ranks, {victim} killed in step {step + 1} of {n_steps}, then {goes_on}"
+
+
+def drawn_train(drawn: random.Random) -> dict[str, Any]:
+    """Settings of a small run."""
+    return {
+        "max_steps": drawn.randint(5, 12),
         "global_batch_size": drawn.randint(2, 17),
         "micro_batch_tokens": drawn.randint(60, 300),
         "save_steps": drawn.randint(1, 4),
         "eval_steps": drawn.randint(2, 5),
     }
-    digests, base = {}, folder / "base"
+
+
+def compare_bits(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One digest of runs on 1 to 4 processes, and of one that loses a process and goes on with
+    another number.
+    """
+    seed, drawn = case["seed"], random.Random(case["seed"])
+    keys: dict[str, Any] = {"seed": seed, "train": drawn_train(drawn), "where": {"same_bits": True}}
+    digests = set()
     for n in (1, 2, 3, 4):
         strategy = "fsdp" if n in (2, 4) and seed % 2 else "ddp"
-        make_job(
-            folder / str(n),
-            base,
-            seed,
-            where={"gpus": n, "strategy": strategy, "same_bits": True},
-            train=train,
-        )
-        code = Elastic(n, start_of(folder / str(n)), lambda text: None).wait()
-        assert code == 0, (folder / str(n) / "out.txt").read_text()[-2000:]
-        digests[n] = sha256_of(folder / str(n) / "run", n_steps)
-    begins, goes_on = drawn.randint(2, 4), drawn.randint(1, 4)
-    victim, step = drawn.randrange(begins), drawn.randrange(1, n_steps)
-    place = folder / "killed"
-    make_job(place, base, seed, where={"gpus": begins, "same_bits": True}, train=train)
-    first = Elastic(begins, start_of(place, kill_at, str(place), victim, step), lambda text: None)
-    first.group.wait()  # nothing goes on by itself here: another number does
-    code = Elastic(goes_on, start_of(place), lambda text: None).wait()
-    digests["killed"] = sha256_of(place / "run", n_steps) if code == 0 else f"ended with {code}"
-    said = (
-        f"began on {begins}, rank {victim} killed in step {step + 1} of {n_steps}, went on with"
-        f" {goes_on}"
-    )
-    return {"seed": seed, "said": said, "sha256": digests[1], "ok": len(set(digests.values())) == 1}
+        where = {"gpus": n, "strategy": strategy, "same_bits": True}
+        make_job(folder / str(n), folder / "base", **{**keys, "where": where})
+        run_on(n, folder / str(n))
+        digests.add(sha256_of(folder / str(n) / "run", keys["train"]["max_steps"]))
+    happened = killed(folder / "killed", drawn, keys)
+    digests.add(sha256_of(folder / "killed" / "run", keys["train"]["max_steps"]))
+    return {"happened": happened, "sha256": sorted(digests), "ok": len(digests) == 1}
 
 
-def compare_spread(seed: int, folder: Path) -> dict[str, Any]:
+def compare_spread(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Full training on one process, and spread over some, of which one is killed, then over another
     number: how far apart.
     """
-    from farthing.run.parts import read_part
-
-    drawn = random.Random(seed + 1000)
-    n_steps, base = drawn.randint(5, 10), folder / "base"
-    train = {
-        "max_steps": n_steps,
-        "global_batch_size": drawn.randint(2, 13),
-        "micro_batch_tokens": drawn.randint(60, 300),
-        "save_steps": drawn.randint(1, 3),
-        "eval_steps": drawn.randint(2, 5),
-        "learning_rate": 0.001,
-        "optim": drawn.choice(("adamw_torch", "adamw_torch_fused", "adamw_torch_offload", "sgd")),
-    }
-    begins, goes_on = drawn.randint(2, 4), drawn.randint(1, 4)
-    victim, step = drawn.randrange(begins), drawn.randrange(1, n_steps)
+    drawn = random.Random(case["seed"] + 1000)
+    optim = drawn.choice(("adamw_torch", "adamw_torch_fused", "adamw_torch_offload", "sgd"))
+    train = drawn_train(drawn) | {"learning_rate": 0.001, "optim": optim}
+    keys: dict[str, Any] = {"seed": case["seed"], "method": FULL, "train": train}
+    make_job(folder / "alone", folder / "base", **keys)
+    run_on(1, folder / "alone")
     where = {"strategy": "fsdp", "reshard_after_forward": drawn.random() < 0.5}
-    make_job(
-        folder / "alone",
-        base,
-        seed,
-        method={"name": "full", "lora_r": None, "lora_dropout": None},
-        where={"gpus": None},
-        train=train,
-    )
-    assert Elastic(1, start_of(folder / "alone"), lambda text: None).wait() == 0
-    place = folder / "spread"
-    make_job(
-        place,
-        base,
-        seed,
-        method={"name": "full", "lora_r": None, "lora_dropout": None},
-        where={**where, "gpus": begins},
-        train=train,
-    )
-    Elastic(
-        begins, start_of(place, kill_at, str(place), victim, step), lambda text: None
-    ).group.wait()
-    code = Elastic(goes_on, start_of(place), lambda text: None).wait()
-    worst = float("inf")
-    if code == 0:
-        saves = [
-            sorted((each / "run/checkpoints").glob(f"step-{n_steps:08d}-*"))[-1]
-            for each in (folder / "alone", place)
-        ]
-        one, other = (read_part(save, "model") for save in saves)
-        worst = max(
-            float((one[name] - other[name]).abs().max() / one[name].abs().max()) for name in one
-        )
-    said = (
-        f"{train['optim']}, {begins} ranks, {victim} killed in step {step + 1} of {n_steps}, then"
-        f" {goes_on}: {code}"
-    )
-    return {"seed": seed, "said": said, "worst": worst, "ok": worst < 1e-3}
-
-
-def main() -> int:
-    """Everything that was asked for; 1 where something differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    result: dict[str, Any] = {"gradients": [], "bits": [], "spread": []}
-    with tempfile.TemporaryDirectory(prefix="farthing-ranks-") as top:
-        for number, case in enumerate(gradient_cases()):
-            result["gradients"].append(
-                compare_gradients(case, Path(top) / f"gradients-{number}", arguments.first_seed)
-            )
-            print(json.dumps(result["gradients"][-1]), file=sys.stderr, flush=True)
-        for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
-            result["bits"].append(compare_bits(seed, Path(top) / f"bits-{seed}"))
-            print(json.dumps(result["bits"][-1]), file=sys.stderr, flush=True)
-            result["spread"].append(compare_spread(seed, Path(top) / f"spread-{seed}"))
-            print(json.dumps(result["spread"][-1]), file=sys.stderr, flush=True)
-    n_failed = sum(
-        not each["ok"] for each in [*result["gradients"], *result["bits"], *result["spread"]]
-    )
-    result["n_failed"] = n_failed
-    print(json.dumps(result) if arguments.json else f"{n_failed} failed")
-    return 1 if n_failed else 0
+    happened = killed(folder / "spread", drawn, {**keys, "where": where})
+    worst = apart(folder / "spread" / "run", folder / "alone" / "run", train["max_steps"])
+    return {"happened": f"{optim}, {happened}", "worst": worst, "ok": worst < 1e-3}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    asked = command(__doc__, n=3).parse_args()
+    sys.exit(play(cases(seeds_of(asked)), compare, asked.json))

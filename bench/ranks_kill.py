@@ -14,9 +14,8 @@ without `where.same_bits` its masks depend on the number of processes. CPU only.
 
 from __future__ import annotations
 
-import argparse
 import errno
-import json
+import itertools
 import os
 import random
 import signal
@@ -26,11 +25,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common import command, play, seeds_of
 from farthing.run.group import Elastic
-from farthing.tiny import write_jsonl
-from forked import Forked, make_job, sha256_of, start_of
-from ranks import TASKS, rows_for
-from small_models import make_model_folder
+from forked import FULL, TASKS, Forked, apart, make_job, run_on, sha256_of, start_of
 
 PATIENCE_S, MARGIN_S = 6.0, 10.0
 N_STEPS = 9
@@ -50,7 +47,9 @@ PARTS = (
     "between parts and commit",
     "export",
 )
-FAMILIES = ("llama", "t5", "bert")
+CALLS = {"step": 5, "sums": 4, "update": 4, "saving": 2, "writing": 3}
+CALLS["between parts and commit"] = 2
+"""At which of a part's calls a mishap happens, where it is not the first."""
 SHARDED_ONLY = ("rehearsal", "writing")
 REPLICATED_ONLY = ("sums",)
 BY_FIRST_ONLY = ("tokenizing", "saving", "between parts and commit", "export")
@@ -171,91 +170,51 @@ def draw(seed: int) -> dict[str, Any]:
     """What happens, in which part, to which rank of how many."""
     drawn = random.Random(seed)
     while True:
-        what, part, n, way = (
-            drawn.choice(MISHAPS),
-            drawn.choice(PARTS),
-            drawn.choice((2, 3, 4)),
-            drawn.choice(WAYS),
-        )
+        what, part, n, way = (drawn.choice(each) for each in (MISHAPS, PARTS, (2, 3, 4), WAYS))
         if can_happen(what, part, way):
             return case_of(what, part, n, way, drawn)
 
 
 def case_of(what: str, part: str, n: int, way: str, drawn: random.Random) -> dict[str, Any]:
-    by_first = part in BY_FIRST_ONLY and not what.startswith("SIG")
-    calls = {
-        "step": 5,
-        "sums": 4,
-        "update": 4,
-        "saving": 2,
-        "writing": 3,
-        "between parts and commit": 2,
-    }.get(part, 1)
+    victim = drawn.randrange(n)
+    if part in BY_FIRST_ONLY and not what.startswith("SIG"):
+        victim = 0
+    elif (what, part) == ("full disk", "joining"):
+        victim = max(1, victim)
     return {
         "way": way,
         "what": what,
         "part": part,
         "n": n,
-        "victim": 0
-        if by_first
-        else 1 + drawn.randrange(n - 1)
-        if (what, part) == ("full disk", "joining")
-        else drawn.randrange(n),
-        "calls": calls,
-        "family": drawn.choice(FAMILIES),
+        "victim": victim,
+        "calls": CALLS.get(part, 1),
+        "family": drawn.choice([*TASKS]),
         "same_bits": way == "replicated" and drawn.random() < 0.5,
     }
 
 
-def make_job_of(
-    folder: Path, base: Path, case: dict[str, Any], where: dict[str, Any] | None = None
-) -> None:
-    """The job of a case; the folder of its family of models is in `base`."""
+def make_job_of(folder: Path, case: dict[str, Any], **where: Any) -> None:
+    """The job of a case; models are in folders beside it."""
     way, family = case["way"], case["family"]
-    where = {"same_bits": case["same_bits"], **(where or {})}
-    rows = rows_for(family, 60, 0)
-    if not (base / family).exists():
-        make_model_folder(
-            base / family, (" ".join(row.values()) for row in rows), family, hidden=32, layers=2
-        )
     train = {"max_steps": N_STEPS, **({} if case["same_bits"] else {"learning_rate": 0.001})}
     train |= {"predict_with_generate": way == "replicated"} if family == "t5" else {}
-    method: dict[str, Any] = {} if case["same_bits"] else {"lora_dropout": 0.0}
-    if way == "sharded":
-        method = {"name": "full", "lora_r": None, "lora_dropout": None}
-    make_job(folder, base / family, where=where, train=train, task=TASKS[family], method=method)
-    write_jsonl(folder / "data.jsonl", rows[:45])
-    write_jsonl(folder / "eval.jsonl", rows[45:])
+    method = {} if case["same_bits"] else {"lora_dropout": 0.0}
+    keys = {"method": FULL if way == "sharded" else method, "train": train}
+    where = {"same_bits": case["same_bits"], **where}
+    make_job(folder, folder.parent / f"base-{family}", 0, family, where=where, **keys)
 
 
 def is_same(to_the_bit: bool, run: Path, alone: Path) -> bool:
     """Whether a run has come to what one process has, to the bit or to rounding."""
     if to_the_bit:
         return sha256_of(run, N_STEPS) == sha256_of(alone, N_STEPS)
-    from farthing.run.parts import read_part
-
-    one, other = (
-        read_part(sorted((each / "checkpoints").glob(f"step-{N_STEPS:08d}-*[0-9]"))[-1], "model")
-        for each in (alone, run)
-    )
-    least = 1e-3 * max(
-        float(each.abs().max()) for each in one.values()
-    )  # below are sums that should be 0: biases of keys
-    scales = {name: max(float(each.abs().max()), least) for name, each in one.items()}
-    return all(
-        float((one[name] - other[name]).abs().max()) < 1e-3 * scale
-        for name, scale in scales.items()
-    )
+    return apart(run, alone, N_STEPS) < 1e-3
 
 
-def try_case(case: dict[str, Any], folder: Path, base: Path, alone: Path) -> dict[str, Any]:
+def try_case(case: dict[str, Any], folder: Path, alone: Path) -> dict[str, Any]:
     """Run the job with the mishap, and once more where it has left as asked; what came of it."""
-    where = {
-        "gpus": case["n"],
-        "patience_s": PATIENCE_S,
-        **({"strategy": "fsdp"} if case["way"] == "sharded" else {}),
-    }
-    make_job_of(folder, base, case, where)
+    strategy = {"strategy": "fsdp"} if case["way"] == "sharded" else {}
+    make_job_of(folder, case, gpus=case["n"], patience_s=PATIENCE_S, **strategy)
     case = {**case, "starter": os.getpid()}
     began, children, said = [], [], []
     start = start_of(folder, arm, case, str(folder))
@@ -296,7 +255,7 @@ def try_case(case: dict[str, Any], folder: Path, base: Path, alone: Path) -> dic
         "n_left": len(lives),
         "went_on_by_itself": code == 0,
         "same": same,
-        "said": said,
+        "told": said,
         "ok": fired and not lives and codes[-1] == 0 and end_s <= PATIENCE_S + MARGIN_S and same,
     }
 
@@ -317,55 +276,30 @@ def _continue_later(folder: Path, children: list[Any]) -> None:
 
 def main() -> int:
     """Every case that was asked for; 1 where one failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=12)
-    parser.add_argument("--first-seed", type=int, default=0)
+    parser = command(__doc__, n=12)
     parser.add_argument("--all", action="store_true", help="every pair of mishap and part")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    cases = [
-        draw(seed) for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds)
-    ]
-    if arguments.all:
-        drawn = random.Random(arguments.first_seed)
+    asked = parser.parse_args()
+    cases = [draw(seed) for seed in seeds_of(asked)]
+    if asked.all:
+        drawn = random.Random(asked.first_seed)
         cases = [
             case_of(what, part, drawn.choice((2, 3, 4)), way, drawn)
-            for way in WAYS
-            for what in MISHAPS
-            for part in PARTS
+            for way, what, part in itertools.product(WAYS, MISHAPS, PARTS)
             if can_happen(what, part, way)
         ]
-    found = []
     with tempfile.TemporaryDirectory(prefix="farthing-ranks-kill-") as top:
-        folder, base = Path(top), Path(top) / "base"
-        for number, case in enumerate(cases):
-            alone = folder / f"{case['way']}-{case['same_bits']}-{case['family']}"
+
+        def tried(case: dict[str, Any]) -> dict[str, Any]:
+            alone = Path(top) / f"{case['way']}-{case['same_bits']}-{case['family']}"
             if not alone.exists():
-                make_job_of(alone, base, case)
-                assert Elastic(1, start_of(alone), print).wait() == 0, (
-                    alone / "out.txt"
-                ).read_text()
-            found.append(try_case(case, folder / f"case-{number}", base, alone))
-            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-            if not found[-1]["ok"]:
-                print((folder / f"case-{number}" / "out.txt").read_text()[-3000:], file=sys.stderr)
-    n_failed = sum(not each["ok"] for each in found)
-    longest = max((each["end_s"] for each in found), default=0.0)
-    result = {
-        "n_cases": len(found),
-        "n_failed": n_failed,
-        "longest_end_s": longest,
-        "bound_s": PATIENCE_S + MARGIN_S,
-        "cases": found,
-    }
-    print(
-        json.dumps(result)
-        if arguments.json
-        else f"{len(found)} cases, {n_failed} failed, longest end {longest:.1f} s"
-    )
-    return 1 if n_failed else 0
+                make_job_of(alone, case)
+                run_on(1, alone)
+            folder = Path(tempfile.mkdtemp(dir=top))
+            found = try_case(case, folder, alone)
+            words = "" if found["ok"] else (folder / "out.txt").read_text()[-3000:]
+            return {**found, "said": f"{found} {words}"}
+
+        return play(cases, tried, asked.json)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from common import lines_of, play
 from farthing.cli import main as farthing
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 
@@ -87,31 +88,25 @@ def said(values: dict[str, Any]) -> str:
 # ---- each tool: its configuration, and its losses ----
 
 
-def script_of_trainer(run: Run) -> str:
-    """A script with Trainer."""
+def script_of(run: Run, of_trl: bool) -> str:
+    """A script with Trainer, or with SFTTrainer."""
     settings = said({**ARGUMENTS, "max_steps": run.steps})
-    return (
-        "from datasets import load_dataset\nfrom transformers import AutoModelForCausalLM,"
-        ' Trainer, TrainingArguments\nrows = load_dataset("json", data_files="rows.jsonl",'
-        " split=\"train\")\nmodel = AutoModelForCausalLM.from_pretrained('model')\ntrainer ="
-        f" Trainer(model=model, args=TrainingArguments('out', {settings}), train_dataset=rows)\n"
-    )
-
-
-def script_of_trl(run: Run) -> str:
-    """A script with SFTTrainer."""
-    settings = said({**ARGUMENTS, "max_steps": run.steps})
-    peft = (
-        f"from peft import LoraConfig\npeft_config = LoraConfig({said(LORA)})\n"
-        if run.with_lora
-        else ""
-    )
-    return (
-        f"from datasets import load_dataset\nfrom trl import SFTConfig, SFTTrainer\n{peft}rows ="
-        ' load_dataset("json", data_files="rows.jsonl", split="train")\ntrainer ='
-        f" SFTTrainer(model='model', args=SFTConfig('out', max_length=64, {settings}),"
-        f" train_dataset=rows{', peft_config=peft_config' if run.with_lora else ''})\n"
-    )
+    rows = 'load_dataset("json", data_files="rows.jsonl", split="train")'
+    lines = ["from datasets import load_dataset"]
+    given = f"train_dataset={rows}"
+    if of_trl:
+        lines.append("from trl import SFTConfig, SFTTrainer")
+        if run.with_lora:
+            lines.append("from peft import LoraConfig")
+            given += f", peft_config=LoraConfig({said(LORA)})"
+        config = f"SFTConfig('out', max_length=64, {settings})"
+        lines.append(f"trainer = SFTTrainer(model='model', args={config}, {given})")
+    else:
+        lines.append("from transformers import AutoModelForCausalLM, Trainer, TrainingArguments")
+        lines.append("model = AutoModelForCausalLM.from_pretrained('model')")
+        config = f"TrainingArguments('out', {settings})"
+        lines.append(f"trainer = Trainer(model=model, args={config}, {given})")
+    return "\n".join(lines) + "\n"
 
 
 def yaml_of_llama_factory(run: Run) -> str:
@@ -264,35 +259,16 @@ def losses_here(run: Run, ordered: Rows, of_trl: bool) -> list[float]:
         rows = datasets.Dataset.from_list(ordered)
         trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
     else:
-
-        def encoded(row: dict[str, str]) -> dict[str, list[int]]:
-            ids = tokenizer(row["text"])["input_ids"]
-            ids = ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
-            return {"input_ids": ids, "labels": ids}
-
-        def padded(batch: list[dict[str, list[int]]]) -> dict[str, Any]:
-            longest = max(len(each["input_ids"]) for each in batch)
-
-            def filled(key: str, value: int) -> Any:
-                return torch.tensor(
-                    [each[key] + [value] * (longest - len(each[key])) for each in batch]
-                )
-
-            mask = [
-                [1] * len(each["input_ids"]) + [0] * (longest - len(each["input_ids"]))
-                for each in batch
-            ]
-            return {
-                "input_ids": filled("input_ids", 0),
-                "labels": filled("labels", -100),
-                "attention_mask": torch.tensor(mask),
-            }
-
         arguments = transformers.TrainingArguments(
             str(run.folder / "out"), remove_unused_columns=False, **settings
         )
-        data: Any = [encoded(row) for row in ordered]
-        trainer = transformers.Trainer(model, arguments, train_dataset=data, data_collator=padded)
+        data = []
+        for row in ordered:
+            ids = tokenizer(row["text"])["input_ids"]
+            ids += [tokenizer.eos_token_id] * (ids[-1:] != [tokenizer.eos_token_id])
+            data.append({"input_ids": ids, "labels": ids})
+        collator = transformers.DataCollatorForSeq2Seq(tokenizer)
+        trainer = transformers.Trainer(model, arguments, train_dataset=data, data_collator=collator)
     trainer.train()
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
@@ -320,11 +296,15 @@ TOOLS = {
         ".py",
         ("full",),
         lambda row: {"text": row["prompt"] + row["completion"]},
-        script_of_trainer,
+        lambda run: script_of(run, of_trl=False),
         lambda run, rows: losses_here(run, rows, of_trl=False),
     ),
     "trl": Tool(
-        ".py", BOTH, dict, script_of_trl, lambda run, rows: losses_here(run, rows, of_trl=True)
+        ".py",
+        BOTH,
+        dict,
+        lambda run: script_of(run, of_trl=True),
+        lambda run, rows: losses_here(run, rows, of_trl=True),
     ),
     "llama-factory": Tool(".yaml", BOTH, alpaca, yaml_of_llama_factory, losses_of_llama_factory),
     "axolotl": Tool(".yaml", BOTH, alpaca, yaml_of_axolotl, losses_of_axolotl),
@@ -334,23 +314,12 @@ TOOLS = {
 def of_farthing(run: Run, config: Path) -> tuple[list[float], list[list[int]]]:
     """(losses, rows of each step) of the imported job."""
     job, output = run.folder / "job.yaml", run.folder / "run"
-    assert farthing(["import", str(config), "-o", str(job)]) == 0
-    assert (
-        farthing(
-            [
-                "train",
-                str(job),
-                "--set",
-                f"output_dir={output}",
-                "--set",
-                "where.device=cpu",
-                "--json",
-            ]
-        )
-        == 0
-    )
-    log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    steps = [row for row in log if "examples" in row]
+    words = ["train", str(job), "--json"]
+    for key in (f"output_dir={output}", "where.device=cpu"):
+        words += ["--set", key]
+    for each in (["import", str(config), "-o", str(job)], words):
+        assert farthing(each) == 0
+    steps = lines_of(output / "log.jsonl", "examples")
     return [row["loss"] for row in steps], [row["examples"] for row in steps]
 
 
@@ -378,7 +347,8 @@ def compare(name: str, run: Run) -> dict[str, Any]:
     theirs = tool.losses(run, [rows[index] for step in order for index in step])
     os.chdir("/")
     worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-    return {"farthing": ours, name: theirs, "largest_difference": worst, "same": worst <= BOUND}
+    said = f"{'lora' if run.with_lora else 'full'}: {len(ours)} losses, at most {worst:.2e} apart"
+    return {"farthing": ours, name: theirs, "said": said, "ok": worst <= BOUND}
 
 
 def main() -> int:
@@ -386,32 +356,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tool", choices=tuple(TOOLS), default="trainer")
-    parser.add_argument(
-        "--python",
-        default=sys.executable,
-        metavar="PATH",
-        help="of the environment that has the tool",
-    )
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    add = parser.add_argument
+    add("--tool", choices=tuple(TOOLS), default="trainer")
+    add("--python", type=Path, default=Path(sys.executable), help="that has the tool")
+    add("--steps", type=int, default=20)
+    add("--json", action="store_true")
+    asked = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    python, found = str(Path(arguments.python).absolute()), {}
-    for kind in TOOLS[arguments.tool].kinds:
+    python = str(asked.python.absolute())
+
+    def compared(kind: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
-            found[kind] = compare(
-                arguments.tool, Run(Path(folder), arguments.steps, kind == "lora", python)
-            )
-    if arguments.json:
-        print(json.dumps(found))
-    else:
-        for kind, each in found.items():
-            print(
-                f"{kind}: {len(each['farthing'])} losses, largest difference"
-                f" {each['largest_difference']:.2e}"
-            )
-    return 0 if all(each["same"] for each in found.values()) else 1
+            return compare(asked.tool, Run(Path(folder), asked.steps, kind == "lora", python))
+
+    return play(TOOLS[asked.tool].kinds, compared, asked.json)
 
 
 if __name__ == "__main__":
