@@ -136,7 +136,7 @@ def gradients(run: Run, step: int = 0) -> tuple[float, dict[str, Tensor]]:
     """
     tokens = run.train_examples.tokens
     for _ in range(24):  # the scale of fp16 halves until nothing overflows
-        run.optimizer.zero_grad(set_to_none=True)
+        run.steps.step.optimizer.zero_grad(set_to_none=True)
         seed_everything(run.spec.job.train.seed, step)
         ready = micro_batches(
             step,
@@ -146,7 +146,7 @@ def gradients(run: Run, step: int = 0) -> tuple[float, dict[str, Tensor]]:
             lambda examples: run.forward.collate(tokens, examples),
         )
         sums = run.steps.step.accumulate(ready)
-        run.steps.step.scaler.unscale_(run.optimizer)
+        run.steps.step.scaler.unscale_(run.steps.step.optimizer)
         found = {
             name: p.grad.double().cpu()
             for name, p in run.model.named_parameters()
@@ -563,8 +563,10 @@ def test_an_off_loaded_step_leaves_nothing_on_the_device(tmp_path: Path) -> None
         for _ in range(3):
             take_step(run)
         run.log.settle()
-        assert isinstance(run.optimizer, OffloadedAdamW)
-        states = [value for state in run.optimizer.state.values() for value in state.values()]
+        assert isinstance(run.steps.step.optimizer, OffloadedAdamW)
+        states = [
+            value for state in run.steps.step.optimizer.state.values() for value in state.values()
+        ]
         assert {value.device.type for value in states} == {"cpu"}
         assert len(states) == 3 * sum(p.requires_grad for p in run.model.parameters())
 
@@ -831,7 +833,7 @@ def test_the_need_judged_before_the_first_step_is_the_peak(
         take_step(run)
         run.log.settle()
         peak = torch.cuda.max_memory_allocated() - resting
-        assert run.expected_bytes - resting == pytest.approx(peak, rel=0.1)
+        assert run.log.expected_bytes - resting == pytest.approx(peak, rel=0.1)
 
 
 @on_a_gpu
@@ -877,7 +879,7 @@ def test_paged_state_comes_back_into_pages(tmp_path: Path) -> None:
         )
         states = [
             value
-            for state in run.optimizer.state.values()
+            for state in run.steps.step.optimizer.state.values()
             for value in state.values()
             if torch.is_tensor(value)
         ]

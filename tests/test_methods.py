@@ -303,7 +303,9 @@ def test_an_overflow_skips_the_step_and_halves_the_scale_and_is_not_counted_as_n
         assert run.steps.step.scaler.get_scale() == expected
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
     assert not any(
-        bool(value.any()) for state in run.optimizer.state.values() for value in state.values()
+        bool(value.any())
+        for state in run.steps.step.optimizer.state.values()
+        for value in state.values()
     )
     assert (run.progress.step, run.progress.skipped_steps, run.progress.skipped_in_a_row) == (
         3,

@@ -199,7 +199,9 @@ def test_a_run_has_its_state_before_memory_is_judged_and_probed(tmp_path: Path) 
     Path(job.output_dir).mkdir(parents=True)
     with opened_run(job, Heard()) as run:
         trained = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
-        assert run.memory.optimizer_bytes == state_bytes(run.optimizer, run.spec.numerics.device)
+        assert run.memory.optimizer_bytes == state_bytes(
+            run.steps.step.optimizer, run.spec.numerics.device
+        )
         assert run.memory.optimizer_bytes == pytest.approx(2 * trained, rel=1e-3)
 
 

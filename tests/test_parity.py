@@ -254,7 +254,7 @@ def test_every_way_of_cutting_the_batch_gives_the_same_gradients(
     examples = run.steps.feed.batches.examples_of(0)
 
     def gradients(pieces: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
-        run.optimizer.zero_grad(set_to_none=True)
+        run.steps.step.optimizer.zero_grad(set_to_none=True)
         sums = accumulate(run, pieces)
         grads = {
             name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None

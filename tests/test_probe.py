@@ -112,7 +112,8 @@ def test_real_trials_move_no_weight_and_leave_no_gradient(run: Any) -> None:
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
     assert all(p.grad is None for p in run.model.parameters())
     assert not any(
-        state["step"].any() or state["exp_avg"].any() for state in run.optimizer.state.values()
+        state["step"].any() or state["exp_avg"].any()
+        for state in run.steps.step.optimizer.state.values()
     )
     assert best.seconds_per_token <= 1.1 * min(trial.seconds_per_token for trial in prober.trials)
     assert best.computed_share == 1.0

@@ -106,10 +106,10 @@ def as_planned(values: Row, drawn: Drawn) -> Row:
     with opened(values, drawn, said) as run:
         if run.estimate is None:
             raise RuntimeError("; ".join(said) or "no estimate")
-        planned = run.settings
-        row = measured(run, WARM_UP, run.n_steps - WARM_UP - N_PROFILED)
+        planned = run.steps.settings
+        row = measured(run, WARM_UP, run.schedule.n_steps - WARM_UP - N_PROFILED)
         row |= {"settings": settings_of(run), "promised": run.estimate.to_json()}
-        row["ran_out_of_memory"] = planned != run.settings
+        row["ran_out_of_memory"] = planned != run.steps.settings
         row["happened"] = happened_to(run, row, row["peak_bytes"] - resting)
         leave_measured(run)
         try:
@@ -125,7 +125,7 @@ def happened_to(run: Any, found: Row, peak_bytes: int) -> Row:
     accounts for.
     """
     weights = sum(p.nbytes for p in run.model.parameters())
-    optimizer = state_bytes(run.optimizer, run.numerics.device)
+    optimizer = state_bytes(run.steps.step.optimizer, run.spec.numerics.device)
     gradients = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
     facts = {
         "peak_bytes": peak_bytes,
@@ -134,7 +134,7 @@ def happened_to(run: Any, found: Row, peak_bytes: int) -> Row:
         "gradients": gradients,
         "rest": peak_bytes - weights - optimizer - gradients,
         "step_s": found["step_s"],
-        "usd": found["step_s"] * run.n_steps / 3600 * run.job.usd_per_hour,
+        "usd": found["step_s"] * run.schedule.n_steps / 3600 * run.spec.job.usd_per_hour,
     }
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -149,11 +149,13 @@ def settings_of(run: Any) -> Row:
 
     config = run.spec.config.get_text_config()
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    query = torch.empty(1, 1, width, dtype=run.numerics.base_dtype, device=run.numerics.device)
+    query = torch.empty(
+        1, 1, width, dtype=run.spec.numerics.base_dtype, device=run.spec.numerics.device
+    )
     return {
-        **tried(run.settings),
+        **tried(run.steps.settings),
         "attention": choose_kernel(query, How(True, 1.0)),
-        "precision": run.numerics.name,
+        "precision": run.spec.numerics.name,
         "liger": run.kernels.liger,
     }
 
@@ -236,10 +238,10 @@ def changed(run: Any, what: Row, emit: Emit) -> None:
     for group, name, way in ways(run):
         its = {**what, "group": group, "way": name}
         with failing(its, emit), way:
-            wanted = run.settings.micro_batch_tokens
+            wanted = run.steps.settings.micro_batch_tokens
             found = measured(run, N_WARM, N_TIMED)
-            if run.settings.micro_batch_tokens != wanted:
-                raise MemoryError(f"went on with {run.settings.micro_batch_tokens:,} tokens")
+            if run.steps.settings.micro_batch_tokens != wanted:
+                raise MemoryError(f"went on with {run.steps.settings.micro_batch_tokens:,} tokens")
             emit({**its, **found, "micro_batch_tokens": wanted, "settings": settings_of(run)})
     run.steps.feed.close()
 
@@ -260,7 +262,7 @@ def opened_anew(values: Row, drawn: Drawn, is_smoke: bool) -> Row:
         if isinstance(run.kernels.compiled, str):
             raise RuntimeError(run.kernels.compiled)
         found = measured(run, n_warm, N_TIMED)
-        return {**found, "micro_batch_tokens": run.settings.micro_batch_tokens}
+        return {**found, "micro_batch_tokens": run.steps.settings.micro_batch_tokens}
 
 
 def ways(run: Any) -> Iterator[tuple[str, str, AbstractContextManager[Any]]]:

@@ -37,7 +37,6 @@ from farthing.model.activation_checkpointing import (
 from farthing.model.adapters import (
     Adapter,
     add_adapter,
-    count_parameters,
     refuse_unreached,
     refuse_untrained_words,
     word_layers,
@@ -187,7 +186,6 @@ def assemble(
         compiled=is_compiled,
         kernels="liger" if liger and not liger.startswith("no ") else "torch",
     )
-    expected_bytes = before_bytes + memory.total_bytes
     state = parts_of(model, weights, optimizer, scaler, progress)
     text_log, record = SummedLines(context.folder / LOG), Record(loaded_bytes=before_bytes)
     pace = _pace_of(context, forward, train_examples, memory, free)
@@ -268,7 +266,7 @@ def assemble(
         max_skipped_steps=train.max_skipped_steps,
         usd_per_hour=job.usd_per_hour,
         job_fingerprint=job.fingerprint,
-        expected_bytes=expected_bytes,
+        expected_bytes=before_bytes + memory.total_bytes,
     )
     step = Step(
         forward=forward,
@@ -290,11 +288,8 @@ def assemble(
         estimate=estimate,
         model=model,
         forward=forward,
-        optimizer=optimizer,
         kernels=kernels,
-        parameters=count_parameters(model),
         memory=memory,
-        expected_bytes=expected_bytes,
         progress=progress,
         state=state,
         schedule=schedule,

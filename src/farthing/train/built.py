@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from farthing.local.measurements import Record
 from farthing.model.activation_checkpointing import MemoryNeed
 from farthing.model.forward import Forward
@@ -50,11 +48,8 @@ class Run:
     """What the plan said of this run before it began; None where it could say nothing."""
     model: Any
     forward: Forward
-    optimizer: torch.optim.Optimizer
     kernels: Kernels
-    parameters: dict[str, int]
     memory: MemoryNeed
-    expected_bytes: int
     progress: Progress
     state: dict[str, Part]
     """Everything resumable."""

@@ -11,6 +11,7 @@ import torch
 
 import farthing
 from farthing.local.measurements import Measurement, leave_measurement
+from farthing.model.adapters import count_parameters
 from farthing.model.hardware import peak_bytes
 from farthing.train.built import Run
 from farthing.train.run_settings import lengths_of, subject_of
@@ -31,15 +32,15 @@ def measurement_of(run: Run) -> Measurement | None:
     measured = run.record.measured()
     if measured is None:
         return None
-    spans = run.context.meter.spans
+    spans, counts = run.context.meter.spans, count_parameters(run.model)
     return Measurement(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         farthing=farthing.__version__,
         torch=torch.__version__,
         device=run.spec.numerics.device.type,
         n_devices=run.context.ranks.n,
-        n_parameters=run.parameters["total"] - run.parameters["adapter"],
-        n_trainable=run.parameters["trainable"],
+        n_parameters=counts["total"] - counts["adapter"],
+        n_trainable=counts["trainable"],
         first_layer=0 if run.estimate is None else run.estimate.first_layer,
         micro_batch_tokens=run.steps.settings.micro_batch_tokens,
         is_packed=run.forward.is_packed,

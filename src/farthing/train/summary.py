@@ -11,6 +11,7 @@ from pathlib import Path
 from farthing.config.job import Job
 from farthing.device_memory import set_allocator
 from farthing.events import Decided
+from farthing.model.adapters import count_parameters
 from farthing.model.hardware import device_name, n_devices
 from farthing.planner.estimate import Estimate
 from farthing.train.built import Run
@@ -19,7 +20,7 @@ from farthing.units import plural, say_bytes, say_seconds, say_usd
 
 def emit_summary(job: Job, run: Run) -> None:
     batch = job.global_batch_size
-    counts = run.parameters
+    counts = count_parameters(run.model)
     run.context.emit(
         Decided(
             model=(
@@ -66,7 +67,7 @@ def _idle_in_words(run: Run) -> str:
 
 
 def _memory_in_words(run: Run) -> str:
-    words = f"{say_bytes(run.expected_bytes)} expected, {say_bytes(run.memory.free_bytes)} free"
+    words = f"{say_bytes(run.log.expected_bytes)} expected, {say_bytes(run.memory.free_bytes)} free"
     is_cuda = run.spec.numerics.device.type == "cuda"
     return f"{words}; allocator: {set_allocator(os.environ)}" if is_cuda else words
 
