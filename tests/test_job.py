@@ -306,7 +306,6 @@ def test_missing_keys_say_what_to_write(read: Any) -> None:
         ("task: [causal-lm\nmodel: x\n", ":2", "colons"),
         ("where:\n\tdevice: cpu\n", ":2", "spaces"),
         ("where: !!python/object/apply:os.system ['echo']\n", ":1", "plain values only"),
-        ("a: &a x\nb: *a\n", ":2", "plainly"),
         ("a: &a {b: *a}\n", ":1", "plainly"),
         ("where: " + "[" * 3000 + "]" * 3000 + "\n", ":1", "plainly"),
         ("- a list\n", "", "farthing init"),

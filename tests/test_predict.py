@@ -150,7 +150,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     run = run_of(tmp_path, "bert", max_steps=2)
     data = write_jsonl(tmp_path / "new.jsonl", [{"text": "x"}])
     assert main(["predict", str(run), str(data), "-o", str(data)]) == 2
-    assert "there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert json.loads(data.read_text()) == {"text": "x"}
 
 

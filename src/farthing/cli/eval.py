@@ -9,7 +9,14 @@ import json
 from pathlib import Path
 
 from farthing.cli.console import print_json, rich_console
-from farthing.cli.parser import add_options, add_run_argument, as_json, in_range, run_folder
+from farthing.cli.parser import (
+    add_options,
+    add_run_argument,
+    as_json,
+    existing_file,
+    in_range,
+    run_folder,
+)
 from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, InputError
 from farthing.storage.files import Json
 
@@ -38,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     quiet_libraries()
     if arguments.score:
-        return _score(folder, Path(arguments.score), arguments)
+        return _score(folder, existing_file(arguments.score, "--score"), arguments)
     found = _measured(folder, arguments)
     if arguments.json:
         print_json(found)
@@ -53,8 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _score(folder: Path, path: Path, arguments: argparse.Namespace) -> int:
     from farthing.after.predict import Predictor
 
-    if not path.is_file():
-        raise InputError("no such file", where=str(path), to_do="check --score")
     predictor = Predictor(folder, trust_remote_code=arguments.trust_remote_code)
     if not predictor.scores_answers:
         raise InputError(

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from farthing.cli.parser import add_options, as_json
+from farthing.cli.parser import add_options, as_json, new_file
 from farthing.errors import EXIT_FINISHED, InputError
 from farthing.objectives.registry import objective_names
 from farthing.printable import printable
@@ -43,11 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         from farthing.config.starter import starter
 
-        written = Path(arguments.path or "job.yaml")
-        if written.exists():
-            raise InputError("this file exists already", where=str(written), to_do="name a new one")
-        if not written.parent.is_dir():
-            raise InputError("no such folder", where=str(written.parent), to_do="make it first")
+        written = new_file(arguments.path or "job.yaml")
         written.write_text(starter(arguments.task), encoding="utf-8")
     next_step = f"farthing train {written}" if arguments.demo else f"farthing doctor {written}"
     if arguments.json:

@@ -253,3 +253,20 @@ def in_range(name: str, value: float | None, least: float, most: float = math.in
         bounds = f"{least:g} or more" if most == math.inf else f"{least:g} to {most:g}"
         what = f"{value:g} is too {'large' if value > most else 'small'}"
         raise InputError(what, where=name, to_do=f"give {bounds}")
+
+
+def existing_file(name: str, where: str = "") -> Path:
+    """Raises `InputError` where there is no such file."""
+    if not Path(name).is_file():
+        raise InputError("no such file", where=name, to_do=f"check {where or 'its name'}")
+    return Path(name)
+
+
+def new_file(name: str) -> Path:
+    """Where a file may be written: nothing is there yet, and its folder is. Raises `InputError`."""
+    path = Path(name)
+    if path.exists():
+        raise InputError("this file exists already", where=str(path), to_do="name a new one")
+    if not path.parent.is_dir():
+        raise InputError("no such folder", where=str(path.parent), to_do="make it first")
+    return path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 
 from farthing.cli.console import print_json
 from farthing.cli.parser import (
@@ -12,10 +11,12 @@ from farthing.cli.parser import (
     add_options,
     add_run_argument,
     as_json,
+    existing_file,
     in_range,
+    new_file,
     run_folder,
 )
-from farthing.errors import EXIT_FINISHED, InputError
+from farthing.errors import EXIT_FINISHED
 from farthing.printable import printable
 
 
@@ -37,11 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = run_folder(arguments)
     in_range("--max-tokens", arguments.max_tokens, 1)
     in_range("--batch-size", arguments.batch_size, 1)
-    data, output = Path(arguments.data), Path(arguments.output)
-    if not data.is_file():
-        raise InputError("no such file", where=arguments.data, to_do="name a file with rows")
-    if output.exists():
-        raise InputError("the file is there already", where=str(output), to_do="name a new one")
+    data, output = existing_file(arguments.data), new_file(arguments.output)
     from farthing.after.predict import Predictor, predict_file
     from farthing.model.load import quiet_libraries
     from farthing.units import plural

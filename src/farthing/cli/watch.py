@@ -64,19 +64,5 @@ def run(arguments: argparse.Namespace) -> int:
 def _as_json(receipt: Any, progress: Any) -> dict[str, object]:
     """One look, for programs."""
     found = receipt.to_json()
-    kept = (
-        "run",
-        "usd",
-        "wall_s",
-        "final_loss",
-        "metrics",
-        "tokens_per_s",
-        "mfu",
-        "peak_bytes",
-        "interruptions",
-    )
-    return {
-        **progress.to_json(),
-        **{name: found[name] for name in kept},
-        "diagnosis": found["diagnosis"],
-    }
+    kept = "run usd wall_s final_loss metrics tokens_per_s mfu peak_bytes interruptions diagnosis"
+    return {**progress.to_json(), **{name: found[name] for name in kept.split()}}

@@ -816,29 +816,20 @@ class Job(Section):
         if self.goes_on_behind_its_end:
             del train["max_steps"], train["num_train_epochs"]
         train |= {"global_batch_size": self.global_batch_size, "learning_rate": self.learning_rate}
-        method = self.method.model_dump()
-        for section, key in (
-            (train, "fit_schedule_to_budget"),
-            (train, "neftune_noise_alpha"),
-            (method, "lora_bias"),
-        ):
-            if not section[key]:  # as runs have it that began before there was such a key
-                del section[key]
         data = self.data.model_dump(
             include={"eval_fraction", "max_train_samples", "max_eval_samples"}
         )
-        parts = {"train": train, "data": data, "method": method}
+        model = self.model.model_dump(include={"init", "rope_scaling", "new_tokens"})
+        parts = {"train": train, "data": data, "method": self.method.model_dump(), "model": model}
         flat = {
             f"{section}.{key}": value
             for section, keys in parts.items()
             for key, value in keys.items()
         }
-        flat |= {"task": self.task, "model.init": self.model.init}
+        flat["task"] = self.task
         if self.objective is not None:
             settings = self.objective.model_dump(mode="json")
             flat |= {f"objective.{key}": value for key, value in settings.items()}
-        flat |= {"model.rope_scaling": self.model.rope_scaling} if self.model.rope_scaling else {}
-        flat |= {"model.new_tokens": self.model.new_tokens} if self.model.new_tokens else {}
         return dict(json.loads(json.dumps(flat)))
 
 

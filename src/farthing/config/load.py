@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from farthing.addresses import is_remote
 from farthing.config import job as sections
+from farthing.config.bounded import read_yaml
 from farthing.config.foreign_keys import Foreign, adopt, answer
 from farthing.config.job import KEYS, SECTIONS, Job
 from farthing.data.rows import Own
@@ -30,24 +31,8 @@ from farthing.objectives.registry import objective_names, objective_of, standard
 from farthing.storage.files import Json, small_text
 
 MAX_JOB_BYTES = 1 << 20
-MAX_DEPTH = 20
 MOST_NAME_BYTES = 255  # of ext4, XFS, APFS and NTFS
-FILE_ENDINGS = {
-    *(
-        ".jsonl",
-        ".ndjson",
-        ".json",
-        ".csv",
-        ".tsv",
-        ".parquet",
-        ".gz",
-        ".txt",
-        ".zip",
-        ".zst",
-        ".arrow",
-        ".xlsx",
-    ),
-}
+OF_FILES = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|gz|txt|zip|zst|arrow|xlsx)$", re.I)
 OF_TOKENS = ("loss", "perplexity", "document_loss")
 """Metrics of models that write, a mean over tokens: other cuts of the same text have others."""
 OF_TRAINING_DATA = ("", "train", "train_split", "max_train_samples")
@@ -75,9 +60,8 @@ def parse_job(text: str, path: Path, overrides: list[str] | None = None) -> Job:
     beside it.
     """
     try:
-        _refuse_tangles(text, path)
+        values = read_yaml(text)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
     except ValueError as error:
         problem = InputError(
             f"a value that can't be read: {str(error).partition(';')[0]}",
@@ -90,7 +74,9 @@ def parse_job(text: str, path: Path, overrides: list[str] | None = None) -> Job:
         line = f":{mark.line + 1}" if mark else ""
         what = str(getattr(error, "problem", None) or error)
         to_do = "check the indentation, quotes and colons on this line and the one above"
-        if "'\\t'" in what:
+        if what.startswith(("aliases", "nested")):
+            to_do = "write it out plainly"
+        elif "'\\t'" in what:
             to_do = "indent with spaces, not with tabs"
         elif "constructor" in what:
             to_do = "a job holds plain values only"
@@ -248,23 +234,6 @@ def _read_text(path: Path) -> str:
         raise _refused(f"can't be read: {error.strerror}", path) from error
 
 
-def _refuse_tangles(text: str, path: Path) -> None:
-    """Aliases and deep nesting: nothing a job needs, and a small file of them can fill the
-    memory.
-    """
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-            event, yaml.CollectionEndEvent
-        )
-        what = f"an alias (*{event.anchor})" if isinstance(event, yaml.AliasEvent) else ""
-        if depth > MAX_DEPTH:
-            what = "nested too deep"
-        if what:
-            where = f"{path}:{event.start_mark.line + 1}" if event.start_mark else path
-            raise _refused(f"{what}: not understood in a job", where, "write it out plainly")
-
-
 def _walk(
     node: yaml.Node | None, at: tuple[str, ...], lines: Places, path: Path
 ) -> Iterator[InputError]:
@@ -322,7 +291,7 @@ def _override(values: dict[Any, Any], text: str) -> tuple[str, ...]:
         raise ValueError("expected key=value")
     names = tuple(key.strip().split("."))
     try:
-        value = yaml.safe_load(raw) if raw else None
+        value = read_yaml(raw) if raw else None
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"the value is not valid YAML: {raw[:80]!r}") from error
     if len(names) == 1 and names[0] in SHORTHAND and not isinstance(value, dict):
@@ -656,7 +625,7 @@ def _looks_local(name: str, base: Path) -> bool:
     _refuse_long(name)
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or (base / name).exists():
         return True
-    return Path(name).suffix.lower() in FILE_ENDINGS or any(c in name for c in "*?[")
+    return OF_FILES.search(name) is not None or any(c in name for c in "*?[")
 
 
 def _with_absolute_paths(
@@ -692,17 +661,11 @@ def _with_absolute_paths(
         run, step = (match[1], f":{match[2]}") if match else (name, "")
         return run and _absolute(run, base_of("model", "from_run")) + step
 
-    model = job.model.model_copy(
-        update={
-            "from_run": run_folder(job.model.from_run),
-            "model_name_or_path": local(
-                job.model.model_name_or_path, "model", "model_name_or_path"
-            ),
-            "tokenizer_name_or_path": local(
-                job.model.tokenizer_name_or_path, "model", "tokenizer_name_or_path"
-            ),
-        }
-    )
+    names = {
+        key: local(getattr(job.model, key), "model", key)
+        for key in ("model_name_or_path", "tokenizer_name_or_path")
+    }
+    model = job.model.model_copy(update={"from_run": run_folder(job.model.from_run), **names})
     template = job.data.chat_template
     data = job.data.model_copy(
         update={

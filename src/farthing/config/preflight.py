@@ -190,10 +190,7 @@ def _look_at_file(job: Job, path: Path, said: Own) -> None:
     source = file_source(path, job.data.layout)
     if source.kind == "json" and source.n_bytes > _LARGEST_JSON_BYTES:
         return
-    _look_at_source(job, replace(source, columns=said.columns))
-
-
-def _look_at_source(job: Job, source: Source) -> None:
+    source = replace(source, columns=said.columns)
     rows = list(itertools.islice(source.rows(), _FIRST_ROWS))
     recipe = Recipe(job.task, 0, columns=dict(job.data.columns), scored=job.scored)
     reader = SourceReader(source, recipe, None)
@@ -202,12 +199,6 @@ def _look_at_source(job: Job, source: Source) -> None:
         _look_at_values(job.task, source, rows, reader)
     elif not rows:
         raise DataError("no rows", where=source.name, to_do="check how the file was written")
-
-
-def _rows_behind(source: Source, n: int) -> Iterator[Row | BadRow]:
-    """The rows behind the first `n`, where there may be any; read only when one is asked for."""
-    if n == _FIRST_ROWS:
-        yield from itertools.islice(source.rows(), n, _MOST_ROWS)
 
 
 def _look_at_values(
@@ -221,7 +212,8 @@ def _look_at_values(
         return  # what chats mean is not known without the tokenizer ...
     if objective.learns_units or not objective.scores_tokens:
         return  # ... nor labels without the other rows; answers are texts or chats
-    for row in itertools.chain(first, _rows_behind(source, len(first))):
+    behind = itertools.islice(source.rows(), _FIRST_ROWS, _MOST_ROWS)
+    for row in itertools.chain(first, behind if len(first) == _FIRST_ROWS else ()):
         if isinstance(row, Row):
             if isinstance(row.value.get("prompt"), list):
                 return  # of messages, as above

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from farthing.config.bounded import read_yaml
 from farthing.config.importers import (
     axolotl,
     hf,
@@ -61,7 +62,6 @@ _OF_HF = (hf.TRL, hf.UNSLOTH, hf.TRAINER)
 """Tools whose settings have the same names."""
 SOURCES = (*list(_READERS)[:4], llama_factory.NAME, *_OF_HF)
 MAX_SCRIPT_BYTES, MAX_SETTINGS_BYTES = 16 << 20, 1 << 20
-MAX_DEPTH, MAX_NODES = 50, 100_000
 
 
 def import_file(path: Path, source: str | None = None) -> Imported:
@@ -214,8 +214,7 @@ def _mapping(path: Path, text: str) -> Json:
         try:
             values = json.loads(text)
         except ValueError:
-            _refuse_tangles(text)
-            values = yaml.safe_load(text)
+            values = read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -226,24 +225,6 @@ def _mapping(path: Path, text: str) -> Json:
         to_do = "name a configuration or a script"
         raise InputError("not a mapping of settings", where=str(path), to_do=to_do)
     return {str(key): value for key, value in values.items()}
-
-
-def _refuse_tangles(text: str) -> None:
-    """Raises `ValueError` for aliases that expand without bound, before they are expanded."""
-    sizes: dict[str, int] = {}  # of what an alias stands for; it can't stand within that
-    open_nodes: list[tuple[str | None, int]] = []
-    n_nodes = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.AliasEvent):
-            n_nodes += sizes.get(str(event.anchor), MAX_NODES)
-        elif isinstance(event, yaml.NodeEvent):
-            n_nodes += 1
-            open_nodes.append((event.anchor, n_nodes))
-        if isinstance(event, yaml.ScalarEvent | yaml.CollectionEndEvent):
-            anchor, n_before = open_nodes.pop()
-            sizes |= {anchor: n_nodes - n_before + 1} if anchor else {}
-        if len(open_nodes) > MAX_DEPTH or n_nodes > MAX_NODES:
-            raise ValueError("nested too deep, or aliases that expand to more than settings have")
 
 
 def _whose(values: Mapping[str, Any]) -> str | None:
