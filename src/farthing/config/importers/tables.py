@@ -190,7 +190,7 @@ def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
     """
     for name, value in values.items():
         key = f"{before}{name}"
-        if isinstance(value, Mapping) and value and name.rpartition(".")[2] not in LEAVES:
+        if isinstance(value, Mapping) and value and key.rpartition(".")[2] not in LEAVES:
             yield from flat(value, f"{key}.")
         elif isinstance(value, list) and value and all(isinstance(v, Mapping) and v for v in value):
             for index, item in enumerate(value):
