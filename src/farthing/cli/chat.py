@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing chat`."""
     add_run_argument(parser)
     options = {
         "--prompt TEXT": "answer this text and exit",
@@ -32,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer one prompt, or whatever is typed."""
     folder = run_folder(arguments)
     in_range("--max-tokens", arguments.max_tokens, 1)
     in_range("--temperature", arguments.temperature, 0)
@@ -112,7 +110,6 @@ def _say(
 
 
 def _converse(speakers: dict[str, Speaker], arguments: argparse.Namespace) -> None:
-    """Until end of input; each of the models remembers the chat as it has answered itself."""
     write("an empty line begins a new chat, Ctrl-D ends")
     chats: dict[str, list[dict[str, str]]] = {name: [] for name in speakers}
     while True:

@@ -11,7 +11,6 @@ from farthing.errors import EXIT_FINISHED, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing completion`."""
     parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="bash, zsh or tcsh")
 
 

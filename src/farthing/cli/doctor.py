@@ -13,7 +13,6 @@ from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing doctor`."""
     parser.add_argument("job", nargs="?", help="job file (YAML)")
     add_set_argument(parser)
     options = {

@@ -22,7 +22,6 @@ from farthing.storage.files import Json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing eval`."""
     add_run_argument(parser)
     options = {
         "--data FILE": "use these examples instead of the run's held-out ones",
@@ -38,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, and print the figures side by side."""
     folder = run_folder(arguments)
     in_range("--limit", arguments.limit, 1)
     from farthing.model.load import quiet_libraries

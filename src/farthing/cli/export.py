@@ -17,7 +17,6 @@ WHOLE = ("adapter", "merged")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing export`."""
     add_run_argument(parser)
     options = {
         "--output FOLDER!": "new folder for the model",
@@ -43,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the model into a new folder."""
     run = run_folder(arguments)
     if arguments.public and not arguments.push:
         raise InputError("it needs --push", where="--public", to_do="leave it out")

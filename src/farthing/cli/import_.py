@@ -26,7 +26,6 @@ SOURCES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing import`."""
     words = "settings, script or notebook of another tool (.yaml .json .py .ipynb .sh)"
     parser.add_argument("file", help=words)
     words = f"{', '.join(SOURCES)} (default: recognised by content)"

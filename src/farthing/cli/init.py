@@ -13,7 +13,6 @@ from farthing.printable import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing init`."""
     words = "where to write (default: job.yaml; with --demo: demo/)"
     parser.add_argument("path", nargs="?", help=words)
     tasks = ",".join(objective_names())
@@ -27,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write what was asked for and name the next command."""
     if arguments.schema:
         from farthing.config.load import job_schema
 

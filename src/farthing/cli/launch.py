@@ -36,7 +36,6 @@ RARE = ("--image", "--install", "--disk", "--boot-limit", "--prices")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing launch`."""
     words = (
         "job file (YAML). status: machines, dollars, progress. logs: the newest machine's last"
         " output. stop: destroy all machines and wait for confirmation. attach: resume the watch"
@@ -65,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show what would be done, or do it."""
     first, *rest = arguments.words
     if first == AGENT and len(rest) == 2:
         from farthing.launch.agent import run_agent

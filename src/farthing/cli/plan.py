@@ -30,7 +30,6 @@ RARE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing plan`."""
     options = {
         "--gpu GPU...": 'only these GPUs: "RTX 4090", h100',
         "--provider PROVIDER...": "only these providers",
@@ -83,7 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan and print."""
     from farthing.report.plan_compare import compare, find_side
     from farthing.report.plan_report import plan_page
 

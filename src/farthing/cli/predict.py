@@ -21,7 +21,6 @@ from farthing.printable import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing predict`."""
     add_run_argument(parser)
     parser.add_argument("data", help="file of rows, in any format that the run's job reads")
     options = {
@@ -34,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Predict, and print what became of the rows."""
     folder = run_folder(arguments)
     in_range("--max-tokens", arguments.max_tokens, 1)
     in_range("--batch-size", arguments.batch_size, 1)

@@ -13,7 +13,6 @@ from farthing.errors import EXIT_FINISHED, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing prices`."""
     words = "update: refresh the prices kept in the cache"
     parser.add_argument("action", nargs="?", choices=("update",), help=words)
     options = {
@@ -32,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the prices, or refresh them."""
     from farthing.prices.catalog import cache_path, read_catalog, select, sort_offers
 
     if arguments.action == "update":

@@ -17,13 +17,11 @@ GOES_ON_UNREAD = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing probe`."""
     options = {"--seconds S=60.0": "time to spend", **as_json("every trial", progress=True)}
     add_job_arguments(parser, options)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, then print every trial."""
     from farthing.config.preflight import load_job_or_tell_all
 
     in_range("--seconds", arguments.seconds, 5, 3600)

@@ -15,7 +15,6 @@ from farthing.errors import EXIT_FINISHED, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing profile`."""
     options = {
         "--steps N=5": "steps to profile after 3 warm-up steps",
         "--output FOLDER=profile": "folder for the trace (default: ./profile)",
@@ -25,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Profile, then print the table."""
     from farthing.config.load import load_job
 
     in_range("--steps", arguments.steps, 1, 100)

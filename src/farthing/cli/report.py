@@ -11,7 +11,6 @@ from farthing.errors import EXIT_FINISHED, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing report`."""
     parser.add_argument("folder", help="run folder (output_dir)")
     words = "run folder to compare with (several with --html)"
     parser.add_argument("baseline", nargs="*", help=words)
@@ -61,7 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show_search(arguments: argparse.Namespace) -> int:
-    """The receipt of a search, or its page."""
     from farthing.cli.search import draw
     from farthing.search.page import search_page
     from farthing.search.receipt import read_receipt

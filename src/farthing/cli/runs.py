@@ -18,7 +18,6 @@ from farthing.errors import EXIT_FINISHED, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing runs`."""
     words = "folders, or addresses of stores (default: this folder)"
     parser.add_argument("where", nargs="*", default=["."], help=words)
     csv = {"--csv": "print a table for spreadsheets"}
@@ -26,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every run found."""
     from farthing.report.runs import as_csv, stores_in, totals
 
     now = time.time()

@@ -16,12 +16,10 @@ GOES_ON_UNREAD = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing search`."""
     add_job_arguments(parser, as_json("the receipt", progress=True))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Search, or resume the search, and print its receipt."""
     from farthing.config.preflight import load_job_or_tell_all, look_over
     from farthing.search.run import check, search
 

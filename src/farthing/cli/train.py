@@ -30,7 +30,6 @@ RARE = ("--deepspeed", "--accelerate", "--local_rank", "--local-rank")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing train`."""
     options = {
         "--allow-restart": (
             "start over if every checkpoint is damaged; start the bill at $0 if the ledger is gone"

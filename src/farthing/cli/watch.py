@@ -20,7 +20,6 @@ SILENT_STORE_S = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `farthing watch`."""
     parser.add_argument("run", help="run folder (output_dir), or the address of its output_store")
     options = {
         "--every SECONDS:float": "seconds between updates (default: 2; 20 for a store)",

@@ -10,7 +10,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -217,7 +217,11 @@ def reading_of(job: Job, day: str) -> tuple[LightTokenizer, Recipe]:
     """
     folder = _tokenizer_folder(job)
     tokenizer = light_tokenizer(folder, _template_of_job(job), job.model.new_tokens)
-    recipe = Recipe(
+    return tokenizer, _recipe_of(job, folder, day, tokenizer.chat_template)
+
+
+def _recipe_of(job: Job, folder: Path | None, day: str, template: str | None) -> Recipe:
+    return Recipe(
         task=job.task,
         max_length=_max_length(job, folder),
         max_target_length=job.data.max_target_length,
@@ -228,9 +232,9 @@ def reading_of(job: Job, day: str) -> tuple[LightTokenizer, Recipe]:
         label_map=dict(job.data.label_map),
         source_lang=job.data.source_lang or "",
         target_lang=job.data.target_lang or "",
-        date=day if asks_for_the_date(tokenizer.chat_template) else "",
+        date=day if asks_for_the_date(template) else "",
+        max_bad_rows=job.data.max_bad_rows,
     )
-    return tokenizer, recipe
 
 
 def _template_of_job(job: Job) -> str | None:
@@ -346,49 +350,22 @@ def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
     if folder is None:
         return None
     data = job.data
-    day = began(Path(job.output_dir))
-    is_of_a_day = asks_for_the_date(_template_of_job(job) or own_template(folder))
     names = {"train": (data.train, data.train_split), "eval": (data.eval, data.eval_split)}
-    template = data.chat_template
+    template = _template_of_job(job) or own_template(folder)
     content = {
-        "version": [
-            CACHE_VERSION,
-            _version("transformers"),
-            _version("tokenizers"),
-        ],
+        "version": [CACHE_VERSION, _version("transformers"), _version("tokenizers")],
         "data": {  # the labels of the evaluation data are those of the training data
             each: _content_of(*names[each], data.dataset_config_name, known.get(each))
             for each in (("train",) if role == "train" else ("train", "eval"))
         },
         "role": role,
-        "task": job.task,
+        "recipe": asdict(_recipe_of(job, folder, began(Path(job.output_dir)), template)),
+        "template": template,
         "tokenizer": _files_sha256(folder),
         "model": sha256_of(config) if (config := _model_folder(job) / CONFIG).is_file() else None,
-        "max_length": job.max_length,
-        "template": sha256_of(Path(template)) if template else None,
-        "day": day if is_of_a_day else "",
-        "settings": data.model_dump(
-            include={
-                "columns",
-                "label_map",
-                "max_length",
-                "max_target_length",
-                "too_long",
-                "train_on_prompt",
-                "max_bad_rows",
-                "keep",
-                "pairs",
-                "encoding",
-                "separator",
-                "field",
-                "text_unit",
-                "source_lang",
-                "target_lang",
-            }
-        ),
+        "layout": asdict(data.layout),
+        "own": [data.of_train, data.of_eval],
     }
-    if data.of_train or data.of_eval:
-        content["own"] = [data.of_train, data.of_eval]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 

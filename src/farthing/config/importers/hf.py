@@ -4,6 +4,7 @@ TRL (`trl sft --config`), and transformers' `run_*.py`. Scripts are read by `scr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -37,7 +38,6 @@ def is_true(value: Any) -> bool:
 
 
 def method_of(has_adapter: bool, is_4bit: bool) -> str:
-    """The job's method."""
     return "full" if not has_adapter else "qlora" if is_4bit else "lora"
 
 
@@ -74,14 +74,12 @@ def settle_prompts(out: Imported, folder: Path) -> None:
 
 
 def _has_completions(path: Path) -> bool:
-    if path.suffix != ".jsonl" or not path.is_file():
-        return False
-    try:
-        with path.open("rb") as file:
-            row = json.loads(file.readline(1 << 20))
-    except (ValueError, OSError, RecursionError):
-        return False
-    return isinstance(row, dict) and {"prompt", "completion"} <= row.keys()
+    with contextlib.suppress(ValueError, OSError, RecursionError):
+        if path.suffix == ".jsonl" and path.is_file():
+            with path.open("rb") as file:
+                row = json.loads(file.readline(1 << 20))
+            return isinstance(row, dict) and {"prompt", "completion"} <= row.keys()
+    return False
 
 
 def read(values: Mapping[str, Any], out: Imported, program: str, place: str) -> None:

@@ -39,7 +39,6 @@ def is_home_made(values: Mapping[str, Any]) -> bool:
 
 
 def read(values: Mapping[str, Any], out: Imported) -> None:
-    """A configuration of one's own."""
     del out.job["task"]
     if isinstance(values.get("lora"), bool):
         out.put("lora", values["lora"], "method.name", "lora" if values["lora"] else "full")

@@ -4,6 +4,7 @@ counterpart, with the reason.
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -97,37 +98,16 @@ def _key(key: str, value: Any, was: list[Line], default_of: str, indent: str) ->
     return [text + comment]
 
 
-class _OneLine(yaml.SafeDumper):
-    """Texts of several lines stay in one, in quotes."""
-
-
-def _text(dumper: _OneLine, text: str) -> yaml.ScalarNode:
-    return (
-        dumper.represent_str(text)
-        if "\n" not in text
-        else dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
-    )
-
-
-_OneLine.add_representer(str, _text)
-_OneLine.add_multi_representer(str, _text)  # as a script has it
-
-
 def yaml_of(value: Any) -> str:
-    """A value in one line of YAML."""
-    text = yaml.dump(
-        value,
-        Dumper=_OneLine,
-        default_flow_style=True,
-        width=math.inf,
-        allow_unicode=True,
-        sort_keys=False,
+    text = yaml.safe_dump(
+        value, default_flow_style=True, width=math.inf, allow_unicode=True, sort_keys=False
     )
-    return str(text).removesuffix("\n").removesuffix("\n...")
+    text = text.removesuffix("\n").removesuffix("\n...")
+    # in one line: JSON is YAML too
+    return json.dumps(value, ensure_ascii=False) if "\n" in text else text
 
 
 def _comment(text: str) -> list[str]:
-    """A comment in lines of a readable length."""
     rows, row = [], "#"
     for word in printable(" ".join(text.split())).split(" "):
         if len(row) + len(word) > _WIDTH and row.strip("# "):

@@ -21,7 +21,6 @@ from farthing.storage.files import Json
 
 
 def _deepspeed(values: Mapping[str, Any], out: Imported, method: str) -> None:
-    """A DeepSpeed configuration, for a job of `method`."""
     leaves = dict(flat(values))
     _stage(out, "zero_optimization.stage", leaves, method)
     kind = leaves.get("optimizer.type")
@@ -53,7 +52,6 @@ def _stage(out: Imported, key: str, leaves: Mapping[str, Any], method: str) -> N
 
 
 def _accelerate(values: Mapping[str, Any], out: Imported, method: str) -> None:
-    """A file of `accelerate config`, for a job of `method`."""
     kind = str(values.get("distributed_type")).upper()
     if kind in ("FSDP", "DEEPSPEED"):
         out.keep({"distributed_type": kind}, "where.strategy")

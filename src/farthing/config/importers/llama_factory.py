@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.config.importers import hf, preference
-from farthing.config.importers.prompts import chat_columns
+from farthing.config.importers.axolotl import chat_columns
 from farthing.config.importers.tables import (
     Imported,
     Odd,

@@ -30,7 +30,6 @@ def of_words(text: str) -> str:
 
 
 def has_keys(values: Mapping[str, Any]) -> bool:
-    """Whether settings of a preference are there."""
     others = table("other-objectives")
     return any((why := others.why(key)) and "preference" in why.reason for key in values)
 

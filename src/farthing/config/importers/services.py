@@ -32,7 +32,6 @@ def _note_files(out: Imported, service: str) -> None:
 
 
 def read_openai(values: Mapping[str, Any], out: Imported) -> None:
-    """A fine-tuning job of OpenAI."""
     given = values.get("method")
     method: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     kinds = ("dpo", "reinforcement", "supervised")
@@ -59,7 +58,6 @@ def read_openai(values: Mapping[str, Any], out: Imported) -> None:
 
 
 def read_together(values: Mapping[str, Any], out: Imported) -> None:
-    """A fine-tuning job of Together."""
     given, method = values.get("training_type"), values.get("training_method")
     kind: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     is_lora = values.get("lora", str(kind.get("type", "lora")).lower() == "lora")
@@ -92,7 +90,6 @@ def read_together(values: Mapping[str, Any], out: Imported) -> None:
 
 
 def read_fireworks(values: Mapping[str, Any], out: Imported) -> None:
-    """A fine-tuning job of Fireworks."""
     known = {snake(key): (key, value) for key, value in values.items()}
     key, template = known.get("jinja_template", ("", None))
     if isinstance(template, str) and template.strip():

@@ -150,7 +150,6 @@ class Imported:
                 self.defaults[key] = of or self.source
 
     def has(self, key: str) -> bool:
-        """Whether such a job has this key."""
         section, _, name = key.rpartition(".")
         if section != "objective":
             return exists(key)
@@ -164,12 +163,10 @@ class Imported:
 
     @property
     def mapped(self) -> list[Line]:
-        """Keys with a counterpart."""
         return [line for line in self.lines.values() if line.became]
 
     @property
     def named(self) -> list[Line]:
-        """Keys without one."""
         return [line for line in self.lines.values() if not line.became]
 
     @property
@@ -179,7 +176,6 @@ class Imported:
 
 
 def exists(key: str) -> bool:
-    """Whether any job has this key."""
     section, _, name = key.rpartition(".")
     return name in KEYS.get(section, ()) and key not in SECTIONS
 
@@ -277,7 +273,6 @@ def number(value: Any) -> float | int:
 
 
 def positive(value: Any) -> float | int:
-    """A number over 0."""
     found = number(value)
     if found <= 0:
         raise Odd(f"{say(value)} switches it off there: its default holds", "none")
@@ -285,7 +280,6 @@ def positive(value: Any) -> float | int:
 
 
 def whole(value: Any) -> int:
-    """A whole number over 0."""
     found = positive(value)
     if found != int(found):
         raise Odd(f"{say(value)} is no whole number")
@@ -301,7 +295,6 @@ def warmup(value: Any) -> int | At:
 
 
 def truth(value: Any) -> bool:
-    """true or false."""
     if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "1", "0"):
         return value.lower() in ("true", "yes", "1")
     if not isinstance(value, bool):
@@ -317,10 +310,9 @@ def answers(value: Any) -> bool:
 
 
 def text(value: Any) -> str:
-    """Text that says something."""
     if not isinstance(value, str) or not value.strip():
         raise Odd(f"no text that can be read here ({say(value)})")
-    return value
+    return str(value)
 
 
 def share(value: Any) -> float:
@@ -340,7 +332,7 @@ def names(value: Any) -> list[str]:
     is_list = isinstance(value, list | tuple) and bool(value)
     if not is_list or not all(isinstance(item, str) for item in value):
         raise Odd(f"no list of names that can be read here ({say(value)})")
-    return list(value)
+    return [str(item) for item in value]
 
 
 def targets(value: Any) -> list[str]:
@@ -377,6 +369,8 @@ def mapping(value: Any) -> Json:
         value = None
     if not isinstance(value, Mapping):
         raise Odd("no settings that can be read here: set them by hand")
+    if any(isinstance(each, Computed) for each in value.values()):
+        raise Odd(ONLY_RUNNING)
     return dict(value)
 
 
