@@ -15,7 +15,7 @@ from farthing.config.importers.tables import UNKNOWN
 from farthing.config.load import load_job
 from farthing.data.formats import converter
 from farthing.errors import InputError
-from importing import imported, job_of
+from importing import imported, job_of, says
 from token_sets import with_words
 
 AXOLOTL = """\
@@ -57,24 +57,12 @@ surely_unknown: 3
 def test_axolotl(tmp_path: Path) -> None:
     found = imported(tmp_path, AXOLOTL)
     job = job_of(tmp_path, found)
-    assert (found.source, job.method.name, job.global_batch_size, job.data.max_length) == (
-        "axolotl",
-        "qlora",
-        8,
-        2048,
-    )
-    assert job.method.target_modules == ("all-linear",)
-    assert (job.train.num_train_epochs, job.train.learning_rate, job.train.warmup_steps) == (
-        2,
-        2e-4,
-        10,
-    )
-    assert (job.train.lr_scheduler_type, job.train.optim, job.data.eval_fraction) == (
-        "cosine",
-        "adamw_bnb_8bit",
-        0.05,
-    )
-    assert job.data.too_long == "skip"  # as Axolotl drops what is too long
+    assert (found.source, job.global_batch_size) == ("axolotl", 8)
+    assert says(found, method_name="qlora", method_target_modules=["all-linear"])
+    assert says(found, train_num_train_epochs=2, train_learning_rate=2e-4, train_warmup_steps=10)
+    assert says(found, train_lr_scheduler_type="cosine", train_optim="adamw_bnb_8bit")
+    # as Axolotl drops what is too long
+    assert says(found, data_max_length=2048, data_eval_fraction=0.05, data_too_long="skip")
     instructions, talks = job.data.of_train
     assert instructions.split == "train[:90%]"
     assert instructions.columns["prompt"][0].endswith("### Input:\n{input}\n\n### Response:\n")
@@ -86,15 +74,11 @@ def test_axolotl(tmp_path: Path) -> None:
 
 
 def test_axolotl_says_its_own_defaults(tmp_path: Path) -> None:
-    job = job_of(
-        tmp_path, imported(tmp_path, "base_model: a/b\ndatasets: [{path: c/d, type: completion}]\n")
-    )
-    assert (job.train.num_train_epochs, job.train.lr_scheduler_type, job.global_batch_size) == (
-        1,
-        "cosine",
-        1,
-    )
-    assert (job.method.name, job.data.max_length) == ("full", 512)
+    text = "base_model: a/b\ndatasets: [{path: c/d, type: completion}]\n"
+    found = imported(tmp_path, text)
+    assert job_of(tmp_path, found).global_batch_size == 1
+    assert says(found, train_num_train_epochs=1, train_lr_scheduler_type="cosine")
+    assert says(found, method_name="full", data_max_length=512)
 
 
 @pytest.mark.parametrize(
@@ -135,13 +119,9 @@ def test_llama_factory_and_the_registry_of_its_data(tmp_path: Path) -> None:
         " 4\nwarmup_ratio: 0.1\nval_size: 0.1\n",
     )
     job = job_of(tmp_path, found)
-    assert (found.source, job.method.name, job.method.lora_alpha, job.data.max_length) == (
-        "llama-factory",
-        "qlora",
-        8,
-        512,
-    )
-    assert job.method.target_modules == ("all-linear",)
+    assert found.source == "llama-factory"
+    assert says(found, method_name="qlora", method_lora_alpha=8, data_max_length=512)
+    assert says(found, method_target_modules=["all-linear"])
     assert job.data.train == (str(tmp_path / "data" / "mine.json"), "org/talks")
     assert job.data.of_train[0].columns == {
         "instruction": ("{ask}\n{more}", "{ask}"),
@@ -149,7 +129,7 @@ def test_llama_factory_and_the_registry_of_its_data(tmp_path: Path) -> None:
         "history": "before",
     }
     assert job.data.of_train[1].name == "small"
-    assert (job.data.eval_fraction, job.train.num_train_epochs) == (0.1, 3)
+    assert says(found, data_eval_fraction=0.1, train_num_train_epochs=3)
 
 
 @pytest.mark.parametrize(
@@ -376,18 +356,10 @@ def test_an_unsloth_script_is_read_and_never_run(
     found = imported(tmp_path, text, f"script.{kind}")
     job = job_of(tmp_path, found)
     assert not (tmp_path / "was_executed").exists()
-    assert (found.source, job.model.model_name_or_path, job.method.name) == (
-        "unsloth",
-        "unsloth/some-3b",
-        "qlora",
-    )
-    assert (job.method.lora_r, job.method.lora_alpha, job.data.max_length, job.train.max_steps) == (
-        16,
-        32,
-        2048,
-        60,
-    )
-    assert job.method.target_modules == ("q_proj", "v_proj")
+    assert (found.source, job.model.model_name_or_path) == ("unsloth", "unsloth/some-3b")
+    assert says(found, method_name="qlora", method_lora_r=16, method_lora_alpha=32)
+    assert says(found, method_target_modules=["q_proj", "v_proj"])
+    assert says(found, data_max_length=2048, train_max_steps=60)
     assert (job.global_batch_size, job.train.seed, job.data.train) == (8, 3407, ("org/rows",))
     assert job.data.train_on_prompt  # no train_on_responses_only: every token is learned
     assert "only running the script" in found.lines["SFTConfig.logging_steps"].why
@@ -408,12 +380,9 @@ def test_a_trainer_script_with_arguments_of_its_own(tmp_path: Path) -> None:
         "train.py",
     )
     job = job_of(tmp_path, found)
-    assert (found.source, job.task, job.method.name) == ("hf-trainer", "classification", "full")
-    assert (job.train.learning_rate, job.global_batch_size, job.train.num_train_epochs) == (
-        3e-5,
-        8,
-        2,
-    )
+    assert (found.source, job.global_batch_size) == ("hf-trainer", 8)
+    assert says(found, task="classification", method_name="full")
+    assert says(found, train_learning_rate=3e-5, train_num_train_epochs=2)
 
 
 def test_a_run_script_of_transformers_by_its_command_line(tmp_path: Path) -> None:
@@ -432,67 +401,31 @@ def test_a_run_script_of_transformers_by_its_command_line(tmp_path: Path) -> Non
 def test_openai_together_and_fireworks(tmp_path: Path) -> None:
     openai = imported(
         tmp_path,
-        json.dumps(
-            {
-                "training_file": "file-abc",
-                "model": "gpt-4o-mini-2024-07-18",
-                "seed": 7,
-                "method": {
-                    "type": "supervised",
-                    "supervised": {
-                        "hyperparameters": {
-                            "n_epochs": 2,
-                            "batch_size": "auto",
-                            "learning_rate_multiplier": 2,
-                        }
-                    },
-                },
-            }
-        ),
+        '{"training_file": "file-abc", "model": "gpt-4o-mini-2024-07-18", "seed": 7, "method": {'
+        '"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2,'
+        ' "batch_size": "auto", "learning_rate_multiplier": 2}}}}',
         "job.json",
     )
     job = job_of(tmp_path, openai)
-    assert (openai.source, job.train.num_train_epochs, job.train.seed, job.learning_rate) == (
-        "openai",
-        2,
-        7,
-        4e-4,
-    )
+    assert openai.source == "openai"
+    assert says(openai, train_num_train_epochs=2, train_seed=7, train_learning_rate=4e-4)
     assert "weights that OpenAI keeps" in openai.lines["model"].why
     assert any("never published" in note for note in openai.notes)
     together = imported(
         tmp_path,
-        json.dumps(
-            {
-                "training_file": "rows.jsonl",
-                "model": "org/b",
-                "n_epochs": 2,
-                "batch_size": "max",
-                "lora": True,
-                "lora_r": 4,
-            }
-        ),
+        '{"training_file": "rows.jsonl", "model": "org/b", "n_epochs": 2, "batch_size": "max",'
+        ' "lora": true, "lora_r": 4}',
         "job2.json",
     )
     assert (together.source, job_of(tmp_path, together).method.lora_r) == ("together", 4)
     fireworks = imported(
         tmp_path,
-        json.dumps(
-            {
-                "baseModel": "accounts/fireworks/models/llama-x",
-                "dataset": "accounts/me/datasets/rows",
-                "loraRank": 8,
-                "learningRate": 1e-4,
-            }
-        ),
+        '{"baseModel": "accounts/fireworks/models/llama-x", "dataset":'
+        ' "accounts/me/datasets/rows", "loraRank": 8, "learningRate": 1e-4}',
         "job3.json",
     )
-    job = job_of(tmp_path, fireworks)
-    assert (fireworks.source, job.method.lora_r, job.model.model_name_or_path) == (
-        "fireworks",
-        8,
-        "llama-x",
-    )
+    assert job_of(tmp_path, fireworks).model.model_name_or_path == "llama-x"
+    assert (fireworks.source, fireworks.job["method.lora_r"]) == ("fireworks", 8)
     dpo = imported(
         tmp_path,
         '{"training_file": "file-a", "model": "gpt-4o", "method": {"type": "dpo"}}',

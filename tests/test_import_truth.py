@@ -12,7 +12,7 @@ from command import Cli
 from farthing.cli import main
 from farthing.config.importers.recognise import import_file
 from farthing.errors import InputError
-from importing import imported
+from importing import imported, says
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -56,10 +56,10 @@ ARGS="
 OUT='runs/x y'
 python run_clm.py --model_name_or_path "$MODEL" $ARGS --output_dir "${OUT}" --seed ${SEED:-13} \\
   --train_file data.json \\"""
-    job = imported(tmp_path, script, "run.sh").job
-    assert job["model.model_name_or_path"] == "org/model"
-    assert (job["train.learning_rate"], job["train.num_train_epochs"]) == (1e-5, 7)
-    assert (job["output_dir"], job["train.seed"]) == ("runs/x y", 13)
+    found = imported(tmp_path, script, "run.sh")
+    assert says(found, train_learning_rate=1e-5, train_num_train_epochs=7, train_seed=13)
+    assert says(found, model_model_name_or_path="org/model")
+    assert found.job["output_dir"] == "runs/x y"
 
 
 def test_a_loop_by_hand_is_refused_with_what_is_seen(tmp_path: Path) -> None:
@@ -125,15 +125,8 @@ def test_keys_that_were_lost_are_mapped_or_named(tmp_path: Path) -> None:
     assert {line.key: line.effect for line in clm.named}["block_size"] == "differs"
     fireworks = imported(
         tmp_path,
-        json.dumps(
-            {
-                "baseModel": "accounts/fireworks/models/qwen2p5-7b",
-                "dataset": "d",
-                "displayName": "x",
-                "earlyStop": True,
-                "jinjaTemplate": "{{ messages }}",
-            }
-        ),
+        '{"baseModel": "accounts/fireworks/models/qwen2p5-7b", "dataset": "d",'
+        ' "displayName": "x", "earlyStop": true, "jinjaTemplate": "{{ messages }}"}',
         "fw.json",
     )
     assert {line.key: line.effect for line in fireworks.named}["earlyStop"] == "differs"
@@ -158,11 +151,8 @@ client.fine_tuning.jobs.create(
 """,
         "openai.py",
     )
-    assert (openai.source, openai.job["train.num_train_epochs"], openai.job["train.seed"]) == (
-        "openai",
-        2,
-        7,
-    )
+    assert openai.source == "openai"
+    assert says(openai, train_num_train_epochs=2, train_seed=7)
     together = imported(
         tmp_path,
         """from together import Together
@@ -364,19 +354,12 @@ checkpoint_dir: ./ckpt
 def test_a_configuration_of_ones_own_is_read_by_its_words(tmp_path: Path) -> None:
     found = imported(tmp_path, HOME_MADE)
     assert found.blockers == found.named == []
-    expected = {
-        "task": "causal-lm",
-        "model.model_name_or_path": "distilgpt2",
-        "data.train": [{"path": "data.jsonl"}],
-        "train.per_device_train_batch_size": 8,
-        "train.gradient_accumulation_steps": 4,
-        "train.num_train_epochs": 3,
-        "train.learning_rate": 3e-4,
-        "train.optim": "adamw_torch",
-        "output_dir": "./ckpt",
-        "method.name": "full",
-    }
-    assert {key: found.job[key] for key in expected} == expected
+    assert says(found, model_model_name_or_path="distilgpt2", method_name="full")
+    assert says(found, task="causal-lm", data_train=[{"path": "data.jsonl"}])
+    assert says(found, train_per_device_train_batch_size=8, train_gradient_accumulation_steps=4)
+    assert says(found, train_num_train_epochs=3, train_learning_rate=3e-4)
+    assert says(found, train_optim="adamw_torch")
+    assert found.job["output_dir"] == "./ckpt"
 
 
 @pytest.mark.parametrize(
@@ -491,3 +474,29 @@ def test_a_method_beside_a_preference_of_together_is_mapped(tmp_path: Path) -> N
     found = imported(tmp_path, json.dumps(asked), "job.json")
     assert found.lines["training_type.type"].became == "method.name"
     assert found.job["method.name"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lf.yaml", "model_name_or_path: a/b\nstage: sft\ndataset: x\nenable_thinking: false\n"),
+        ("ax.yaml", "base_model: a/b\ndatasets: [{path: c/d}]\nchat_template: x\n1: {2: 3}\n"),
+    ],
+)
+def test_what_is_off_and_still_changes_the_text_is_named(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    found = imported(tmp_path, text, name)
+    key = "enable_thinking" if name == "lf.yaml" else "1.2"
+    assert found.lines[key].effect == "differs"
+
+
+def test_a_setting_that_only_running_tells_is_not_taken_as_its_source(tmp_path: Path) -> None:
+    text = (
+        "from transformers import Trainer, TrainingArguments\n"
+        "args = TrainingArguments('out', lr_scheduler_type='warmup_stable_decay',\n"
+        "    lr_scheduler_kwargs={'num_decay_steps': n})\nTrainer(model='org/m', args=args)\n"
+    )
+    found = imported(tmp_path, text, "train.py")
+    assert "train.lr_scheduler_kwargs" not in found.job
+    assert found.lines["TrainingArguments.lr_scheduler_kwargs"].effect == "differs"

@@ -20,8 +20,6 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     if asked in ("dpo", "ipo", "kto", "orpo", "simpo"):
         preference.read(out, asked, values, "dpo_loss_type")
         out.put("rl", asked, "task", out.job["task"])
-        if asked == "simpo" and "rl_beta" not in values:
-            out.default({"objective.beta": 0.1}, "TRL")
     elif values.get("reward_model") is True:
         preference.read(out, "reward", {})
         out.put("reward_model", True, "task", "reward")

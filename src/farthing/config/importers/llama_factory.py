@@ -63,10 +63,6 @@ def _stage(values: Mapping[str, Any], out: Imported) -> None:
         given = dict(values) if stage == "dpo" else {**values, "pref_loss": None}
         preference.read(out, name, given, "pref_loss")
         out.put("stage", stage, "task", out.job["task"])
-        if name == "simpo":
-            beta = None if "pref_beta" in values else 0.1
-            gamma = None if "simpo_gamma" in values else 0.5
-            out.default({"objective.beta": beta, "objective.simpo_gamma": gamma})
         if (model := values.get("ref_model")) == values.get("model_name_or_path"):
             out.name("ref_model", model, "the model as it begins, as here")
         if stage == "kto" and values.get("pref_ftx"):

@@ -107,6 +107,8 @@ def settle(out: Imported, tool: str) -> None:
     """What goes without saying in a job of preferences, and what `tool` does otherwise."""
     if not out.prefers:
         return
+    if out.job["task"] == "simpo":  # of TRL, of which Axolotl and LLaMA-Factory have it
+        out.default({"objective.beta": 0.1, "objective.simpo_gamma": 0.5})
     notes = fact("objective-notes").get(tool, {})
     out.notes += [notes[each] for each in ("all", out.job["task"]) if each in notes]
     losses = str(out.job.get("objective.loss_type", "sigmoid"))
@@ -122,8 +124,5 @@ def settle(out: Imported, tool: str) -> None:
 def defaults(out: Imported) -> None:
     """What TRL's trainers of preferences do where nothing is said."""
     if out.prefers:
-        name = out.job["task"]
-        out.default({"train.learning_rate": 1e-4 if name == "reward" else 1e-6})
-        if name == "simpo":
-            out.default({"objective.beta": 0.1, "objective.simpo_gamma": 0.5})
-        out.default({"data.max_length": 1024})
+        rate = 1e-4 if out.job["task"] == "reward" else 1e-6
+        out.default({"train.learning_rate": rate, "data.max_length": 1024})

@@ -219,17 +219,14 @@ class _Script:
     def _chat(self, call: Call) -> None:
         """Another template than the tokenizer's own, and what it is told."""
         before, values = self._arguments(call, ("tokenizer", "chat_template"))
-        for name, value in values.items():
-            if name == "chat_template" and call.last == "get_chat_template":
-                if value == "chatml":
-                    self.out.template(before + name, value, fact("chatml"), "chatml.jinja")
-                why = "the tokenizer's own chat template is used; give a Jinja file in"
-                self.out.name(
-                    before + name, value, f"{why} data.chat_template for another", "differs"
-                )
-            elif name in ("enable_thinking", "system_message"):
-                why = "farthing renders chats by the template's defaults"
-                self.out.name(before + name, value, why, "differs")
+        name = values.get("chat_template")
+        if call.last == "apply_chat_template":
+            values.pop("chat_template", None)
+        elif name == "chatml":
+            self.out.template(f"{before}chat_template", name, fact("chatml"), "chatml.jinja")
+        known = ("chat_template", "enable_thinking", "system_message")
+        told = {key: value for key, value in values.items() if key in known}
+        read_keys(self.out, told, "calls", before=before, name_of=_without(before))
 
     def method(self) -> None:
         """How much of the model is trained and which column is read, from all calls."""
