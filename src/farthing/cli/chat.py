@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from farthing.cli.console import print_json, write
 from farthing.cli.parser import MAX_TOKENS, add_options, add_run_argument, in_range, run_folder
@@ -14,7 +14,7 @@ from farthing.errors import EXIT_FINISHED, InputError
 from farthing.printable import printable_lines
 
 if TYPE_CHECKING:
-    from farthing.after.chat import Speaker
+    from farthing.after.chat import Asked, Speaker
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if prompt is not None and not prompt.strip():
         raise InputError("the prompt is empty", where="--prompt", to_do="write a text")
-    from farthing.after.chat import Speaker
+    from farthing.after.chat import Asked, Speaker
     from farthing.model.load import quiet_libraries
 
     quiet_libraries()
@@ -51,44 +51,29 @@ def run(arguments: argparse.Namespace) -> int:
     speakers = {"tuned": Speaker(folder, trust_remote_code=trust)}
     if arguments.base:
         speakers = {"base": Speaker(folder, is_base=True, trust_remote_code=trust), **speakers}
+    asked = Asked(arguments.max_tokens, arguments.temperature, arguments.seed)
     if prompt is None:
-        _converse(speakers, arguments)
+        _converse(speakers, asked)
     else:
-        _answer_once(speakers, prompt, arguments)
+        _answer_once(speakers, prompt, asked, as_json=arguments.json)
     return EXIT_FINISHED
 
 
-def _asked(arguments: argparse.Namespace) -> Any:
-    from farthing.after.chat import Asked
-
-    return Asked(arguments.max_tokens, arguments.temperature, arguments.seed)
-
-
-def _answer_once(speakers: dict[str, Speaker], prompt: str, arguments: argparse.Namespace) -> None:
-    if not arguments.json:
-        for name, speaker in speakers.items():
-            _say(
-                name if len(speakers) > 1 else "",
-                speaker,
-                [{"role": "user", "content": prompt}],
-                arguments,
-            )
-        return
-    answers: dict[str, object] = {}
+def _answer_once(speakers: dict[str, Speaker], prompt: str, asked: Asked, *, as_json: bool) -> None:
+    messages = [{"role": "user", "content": prompt}]
+    answers: dict[str, object] = {"prompt": prompt}
     for name, speaker in speakers.items():
-        messages = [{"role": "user", "content": prompt}]
-        text = (
-            {}
-            if speaker.classes
-            else {"text": "".join(speaker.stream(messages, _asked(arguments)))}
-        )
-        answers[name] = speaker.classify(prompt) if speaker.classes else text
-    print_json({"prompt": prompt, **answers})
+        if not as_json:
+            _say(name if len(speakers) > 1 else "", speaker, messages, asked)
+        elif speaker.classes:
+            answers[name] = speaker.classify(prompt)
+        else:
+            answers[name] = {"text": "".join(speaker.stream(messages, asked))}
+    if as_json:
+        print_json(answers)
 
 
-def _say(
-    name: str, speaker: Speaker, messages: list[dict[str, str]], arguments: argparse.Namespace
-) -> str:
+def _say(name: str, speaker: Speaker, messages: list[dict[str, str]], asked: Asked) -> str:
     """Print an answer as it comes; returns it."""
     if name:
         print(f"{name}:", end=" ", flush=True)
@@ -102,14 +87,14 @@ def _say(
         print(printable_lines(text), flush=True)
         return text
     said = ""
-    for piece in speaker.stream(messages, _asked(arguments)):
+    for piece in speaker.stream(messages, asked):
         print(printable_lines(piece), end="", flush=True)
         said += piece
     print(flush=True)
     return said
 
 
-def _converse(speakers: dict[str, Speaker], arguments: argparse.Namespace) -> None:
+def _converse(speakers: dict[str, Speaker], asked: Asked) -> None:
     write("an empty line begins a new chat, Ctrl-D ends")
     chats: dict[str, list[dict[str, str]]] = {name: [] for name in speakers}
     while True:
@@ -123,5 +108,5 @@ def _converse(speakers: dict[str, Speaker], arguments: argparse.Namespace) -> No
             continue
         for name, speaker in speakers.items():
             messages = [*chats[name], {"role": "user", "content": line}]
-            said = _say(name if len(speakers) > 1 else "", speaker, messages, arguments)
+            said = _say(name if len(speakers) > 1 else "", speaker, messages, asked)
             chats[name] = [*messages, {"role": "assistant", "content": said}]

@@ -130,48 +130,40 @@ def _view(arguments: argparse.Namespace) -> tuple[PlanView, Any]:
     with_data = arguments.examples is None
     job = load_job_or_tell_all(arguments.job, arguments.set, only_plans=True, with_data=with_data)
     look_over(job, only_plans=True, with_data=with_data)
-    asked = Asked(
-        gpu=arguments.gpu,
-        provider=arguments.provider,
-        region=arguments.region,
-        kind=arguments.offers,
-        max_gpus=arguments.max_gpus,
-        prices=arguments.prices,
+    asked: dict[str, Any] = {
+        "gpu": arguments.gpu,
+        "provider": arguments.provider,
+        "region": arguments.region,
+        "kind": arguments.offers,
+        "max_gpus": arguments.max_gpus,
+        "prices": arguments.prices,
+        "n_examples": arguments.examples,
+        "mean_tokens": arguments.mean_tokens,
+    }
+    wishes = Asked(
+        **asked,
         traces=None if arguments.traces is None else Path(arguments.traces),
         own=own,
         budget_usd=budget_usd,
         deadline_s=deadline_s,
-        n_examples=arguments.examples,
-        mean_tokens=arguments.mean_tokens,
         torch=arguments.torch,
     )
-    study = study_job(job, asked, now=now)
+    study = study_job(job, wishes, now=now)
     view = plan_view(
         study, runs, figures, traffic, arguments.runs, _dollars(arguments.paid, "--paid")
     )
-    return view, _search_bill(job, arguments) if job.search.is_asked else None
+    return view, _search_bill(job, arguments.job, asked) if job.search.is_asked else None
 
 
-def _search_bill(job: Any, arguments: argparse.Namespace) -> Any:
+def _search_bill(job: Any, place: str, asked: dict[str, Any]) -> Any:
     """What the job costs as a search; None where its trials can't be planned."""
     from farthing.search.bill import priced
     from farthing.search.run import MOST_TRIALS, check
     from farthing.search.space import refuse_choices
 
     check(job)
-    refuse_choices(job, arguments.job)
-    bill = priced(
-        job,
-        arguments.job,
-        gpu=arguments.gpu,
-        provider=arguments.provider,
-        region=arguments.region,
-        kind=arguments.offers,
-        max_gpus=arguments.max_gpus,
-        prices=arguments.prices,
-        n_examples=arguments.examples,
-        mean_tokens=arguments.mean_tokens,
-    )
+    refuse_choices(job, place)
+    bill = priced(job, place, **asked)
     return bill and bill.of(bill.n_trials(MOST_TRIALS))
 
 

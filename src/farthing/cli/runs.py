@@ -77,13 +77,8 @@ def _draw(rows: list[Any], total: dict[str, Any], stores: list[str]) -> None:
         console.print("no runs here")
         return
     for row in rows:
-        usd = (
-            "no price"
-            if row.usd is None and not row.problem
-            else ""
-            if row.usd is None
-            else say_usd(row.usd)
-        )
+        usd = "" if row.problem else "no price"
+        usd = usd if row.usd is None else say_usd(row.usd)
         began = "" if row.began is None else f", began {row.began.replace('T', ' ')[:16]}"
         best = "" if row.best is None else f"{row.metric} {row.best:.4g}"
         ratio = "" if row.ratio is None else f"{row.ratio:.0%} of the estimate"
