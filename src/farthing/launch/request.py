@@ -35,13 +35,10 @@ class LaunchRequest:
     """One machine for one run."""
 
     name: str
-    """`farthing-<launch id>-<number>`: the same on every try, so that a machine is never made twice
-    unseen.
-    """
+    """`farthing-<launch id>-<number>`: the same on every try."""
     target: str
     at: str
-    """What stood behind the colon of --on: a host, a partition, a project; empty where nothing did.
-    """
+    """What stood behind the colon of --on: a host, a partition, a project."""
     offer: Offer
     usd_per_hour: float
     most_s: int
@@ -90,9 +87,7 @@ def placeholder(name: str) -> str:
 
 
 MOST_OVER = 1.1
-"""A provider may charge this many times the planned price. A rented machine's end holds the cap at
-that price, so that a small difference sends no machine back.
-"""
+"""So many times the planned price may be charged: a machine's own end holds the cap then."""
 LEAST_USE_S = 60.0
 """A machine that could train for less is not rented."""
 
@@ -103,9 +98,7 @@ def least_s(boot_s: float) -> float:
 
 
 def values_of(names: Sequence[str], who: str = "the machine") -> dict[str, str]:
-    """Variables of the environment here that somebody needs. Raises `InputError` where one is not
-    set.
-    """
+    """Variables of the environment here. Raises `InputError` where one is not set."""
     absent = [name for name in names if not os.environ.get(name, "").strip()]
     if absent:
         raise InputError(
@@ -117,9 +110,7 @@ def values_of(names: Sequence[str], who: str = "the machine") -> dict[str, str]:
 
 
 def home_of(shared: str) -> str:
-    """The folder of a host's machines, for a shell; within `shared`, a run folder that all of them
-    see, if there is one.
-    """
+    """The folder of a host's machines, for a shell; within `shared`, if there is one."""
     return f"{shlex.quote(shared)}/launch" if shared else '"${FARTHING_HOME:-$HOME/.farthing}"'
 
 

@@ -66,9 +66,7 @@ class Session:
     # ---- files ----
 
     def files_of(self, ask: LaunchRequest) -> dict[str, str]:
-        """What is written for a machine, checked. Raises `InputError` for files that the target
-        would not take.
-        """
+        """Checked. Raises `InputError` for files that the target would not take."""
         files = self.prepared.target.render(ask)
         wrong = self.prepared.target.check(files)
         if wrong:
@@ -80,9 +78,7 @@ class Session:
         return files
 
     def write(self, ask: LaunchRequest) -> Path:
-        """The files of a machine in the run folder: `launch/NAME/`, readable by their owner
-        alone.
-        """
+        """The files of a machine, in `launch/NAME/` of the run folder."""
         folder = make_private(make_private(self.folder / FOLDER) / ask.name)
         for name, text in self.files_of(ask).items():
             write_text(folder / name, text)
@@ -152,9 +148,7 @@ class Session:
         return code
 
     def _there(self, driver: Driver) -> dict[str, str]:
-        """The machines of this launch as the target shows them. Raises `InputError` for refused
-        credentials, `RunInterruptedError` for no answer.
-        """
+        """By name. Raises `InputError` for refused credentials, `RunInterruptedError`."""
         try:
             return driver.names(self.prepared.launch_id)
         except UnauthorizedError as error:
@@ -226,9 +220,7 @@ class Session:
                 lease.release(store())
 
     def stop(self, patience: Patience | None = None) -> bool:
-        """Tell whoever watches, destroy every machine of the launch, and ask until each is
-        confirmed to be gone. False where the store could not be read.
-        """
+        """Destroy every machine, for sure. False where the store could not be read."""
         try:
             self.words(LOOK_S).ask_to_stop(is_wanted=True)
         except UnclearError as error:
@@ -262,18 +254,14 @@ class Session:
         return launch
 
     def _reaches(self, machine: Machine) -> bool:
-        """Whether a machine is where our driver looks; of most targets the account or the cluster
-        is all there is to say.
-        """
+        """Whether a machine is where our driver looks."""
         target, at = self.prepared.target.name, self.prepared.at
         if target in ("kubernetes", "vertex", "hf") and machine.on:
             return machine.on == (f"{target}:{at}" if at else target)
         return machine.target in ("", target)
 
     def is_in_time(self, offer: Offer) -> bool:
-        """Spot only as long as the deadline leaves room for the rest of the run on demand, with a
-        quarter to spare.
-        """
+        """Spot only while the deadline leaves room, and a quarter, for on demand."""
         deadline = self.prepared.job.limits.deadline
         steady = [plan for plan in self.prepared.plans.values() if not plan.offer.is_spot]
         if deadline is None or not offer.is_spot or not steady:
@@ -321,9 +309,7 @@ class Session:
         return StoreWords(lambda: self._store(patient_s), self.prepared.launch_id, shared)
 
     def driver(self) -> Driver:
-        """What speaks to the target. Raises `InputError` where its command is not there or a key is
-        not set.
-        """
+        """Raises `InputError` where its command is not there or a key is not set."""
         target = self.prepared.target
         program = target.program
         if target.name == "ssh":
@@ -348,9 +334,7 @@ class Session:
         return self.ledger.open_in_words(self.driver().ends_by_itself, self.clock())
 
     def bring_back(self) -> None:
-        """The run's files and its model from the store into the run folder, where that holds none
-        of another run.
-        """
+        """Run and model from the store into a run folder that holds no other run."""
         if self.prepared.folder or self.prepared.job.output_store is None:
             return
         store = self._store()
@@ -362,9 +346,7 @@ class Session:
             self.say(f"the run is in the store, and could not be brought back: {error}")
 
     def standing(self) -> Json:
-        """How the launch stands: every machine with its seconds and dollars, and how far the run
-        is.
-        """
+        """Every machine with its seconds and dollars, and how far the run is."""
         accounts, step, asked = read_ledger(self.folder / LEDGER).ordered, None, ""
         stored: int | None = None
         try:
@@ -401,9 +383,7 @@ class Session:
         }
 
     def log(self) -> str:
-        """The end of what the newest machine has printed: from the store, else from the target.
-        Raises `InputError`.
-        """
+        """The end of what the newest machine has printed. Raises `InputError`."""
         try:
             self.ledger.take_over(self.words(LOOK_S).kept(), to_disk=False)
         except UnclearError as error:
@@ -457,9 +437,7 @@ def dry_view(
     files: Sequence[str],
     searches_s: float | None = None,
 ) -> Json:
-    """What would be rented, for how long at most, the bill and what ends it, as plain values. A
-    search takes so many seconds; None: not known.
-    """
+    """As plain values. A search takes so many seconds; None: not known."""
     prepared, offer, rate = session.prepared, ask.offer, ask.usd_per_hour
     target, plan, boot = prepared.target, prepared.plans.get(offer), boot_of(offer.provider)
     train_s = None if plan is None else paid_s(plan)

@@ -10,9 +10,7 @@ from farthing.units import say_bytes, say_usd
 
 
 def still_billed(job: Json, machines: Sequence[Json], n_bytes: int | None = None) -> list[Json]:
-    """`what` and `ends` of each thing. `machines` are rows of `bill_by_machine`; `n_bytes` of the
-    store, where they were counted.
-    """
+    """`what` and `ends` of each thing; `n_bytes` of the store, where they were counted."""
     found = [
         (f"{row['name']}: {say_usd(row['usd_per_hour'])} an hour", "farthing launch stop JOB")
         for row in machines

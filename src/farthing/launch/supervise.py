@@ -54,9 +54,7 @@ class Patience:
 
     poll_s: float = 10.0
     boot_s: float = 600.0
-    """From the request to the first word of the machine; then it is destroyed and its offer left
-    out.
-    """
+    """From the request to the first word; then it is destroyed, its offer left out."""
     lost_s: float = 180.0
     """Without any answer about a machine it is given up, and the next one asked for."""
     silent_s: float = 600.0
@@ -82,9 +80,7 @@ MOST_REPRICED = 2
 
 
 class NoBudgetError(Exception):
-    """The rest of the cap, of the hours or of the time until the deadline buys no further
-    machine.
-    """
+    """The rest of the cap, the hours or the time buys no further machine."""
 
 
 MakeAsk = Callable[[int, Offer, list[Account], float], LaunchRequest]
@@ -195,9 +191,7 @@ class Launch:
         return self._closed(EXIT_INTERRUPTED)
 
     def stop(self, prefix: str) -> bool:
-        """Destroy every machine of the launch, and ask until each is confirmed to be gone. False
-        where the store could not be read: it may know of machines that are not known here.
-        """
+        """Destroy every machine, for sure. False where the store could not be read."""
         self._prefix, self._held_at, self._is_ending = prefix, self.awake(), True
         is_whole = True
         try:
@@ -242,9 +236,7 @@ class Launch:
         self._hold()
 
     def _asked(self, call: Callable[[], T]) -> T:
-        """The provider's answer. Raises `UnclearError`, and `InputError` once the credentials have
-        been refused for a while.
-        """
+        """Raises `UnclearError`; `InputError` once credentials were refused for a while."""
         try:
             answer = call()
         except UnauthorizedError as error:

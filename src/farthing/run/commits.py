@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from farthing.errors import DiskFullError, RunChangedError, RunDamagedError
-from farthing.run.accounts import accounts_of, as_line, merge, read_ledger
+from farthing.run.accounts import WRITES, accounts_of, as_line, merge, read_ledger
 from farthing.run.folder import (
     CHECKPOINT_NAME,
     CHECKPOINTS,
@@ -368,6 +368,7 @@ def join_ledgers(here: Path, from_store: Path, words: list[Json]) -> None:
     told = {
         number: replace(account, committed=-1) for number, account in accounts_of(words).items()
     }
-    joined = merge(merge(read_ledger(from_store).accounts, told), read_ledger(here).accounts)
-    if joined:
-        write_text(here, (as_line(joined[number]) for number in sorted(joined)))
+    known = merge(read_ledger(from_store).accounts, told)
+    with WRITES:
+        if joined := merge(known, read_ledger(here).accounts):
+            write_text(here, (as_line(joined[number]) for number in sorted(joined)))

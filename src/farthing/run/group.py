@@ -231,8 +231,7 @@ class Group:
 
     @property
     def lost(self) -> list[int]:
-        """Those that were killed from outside, or crashed; where none was, those that did not
-        answer. Others may have had to be killed with them as they waited for who never came."""
+        """Those that were killed or crashed; where none was, those that did not answer."""
         gone = [
             index for index, code in sorted(self.codes.items()) if code < 0 or code == EXIT_CRASH
         ]
@@ -246,9 +245,7 @@ class Group:
 
     @property
     def code(self) -> int:
-        """What the attempt ended with where nobody was lost: a mistake of any, else what the first
-        says.
-        """
+        """Where nobody was lost: a mistake of any, else what the first says."""
         codes = list(self.codes.values())
         return next(
             (wanted for wanted in (EXIT_MISTAKE, EXIT_LIMIT) if wanted in codes), self.codes[0]
@@ -288,9 +285,7 @@ class Elastic:
         )
 
     def wait(self) -> int:
-        """Until the attempt has ended for good; its exit code, negative: the signal that killed the
-        last one.
-        """
+        """Until the attempt has ended for good; its exit code, negative: a signal."""
         n_vain = 0
         while True:
             group = self.group
@@ -321,9 +316,7 @@ class Elastic:
 
 
 def until_it_ends(attempt: Child) -> int:
-    """The exit code of an attempt that is not tried again, 1 where it was killed; signals are
-    handed to it meanwhile.
-    """
+    """Of an attempt that is not tried again, 1 where it was killed; signals go to it."""
     with handled(lambda number, frame: attempt.send_signal(number)):
         code = attempt.wait()
         return code if code >= 0 else EXIT_CRASH

@@ -225,9 +225,7 @@ def _prctl(what: int, value: int) -> None:
 
 
 def _end_orphans(grace_s: float) -> list[int]:
-    """Attempts that a dead worker has left were asked to leave as it died: they get a while, then
-    they are killed. Those that no signal ends.
-    """
+    """Kill what a dead worker has left, after a while; those that no signal ends."""
     until, is_killed = time.monotonic() + grace_s, False
     with contextlib.suppress(ChildProcessError):
         while True:

@@ -31,6 +31,7 @@ from farthing.clock import seconds_since_boot
 from farthing.run.accounts import (
     LOST,
     N_SHORT_MARKS,
+    WRITES,
     Account,
     Found,
     Witness,
@@ -69,9 +70,7 @@ MOST_TAIL_S = 3600.0
 
 
 def seconds_since_process_start() -> float:
-    """Age of this process in seconds: what imports and start-up have cost before the meter
-    existed.
-    """
+    """What imports and start-up have cost before the meter existed."""
     try:  # the kernel counts from the boot, as a clock that jumps does not
         stat = Path(f"/proc/{guard_of_this() or 'self'}/stat").read_text()
         ticks = int(stat.rpartition(")")[2].split()[19])
@@ -86,9 +85,7 @@ def seconds_since_process_start() -> float:
 def steady_clock(
     wall: Callable[[], float] = time.time, since_boot: Callable[[], float] = seconds_since_boot
 ) -> Callable[[], float]:
-    """A clock of the time of day that continues the `wall` clock as it is now, wherever that is
-    set later.
-    """
+    """Of the time of day, from the `wall` clock as it is now, wherever that is set later."""
     boot_at = wall() - since_boot()
     return lambda: boot_at + since_boot()
 
@@ -135,9 +132,7 @@ class Meter:
             return before
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Give time that was waited for under one name to the work that was waited for; the sum
-        stays.
-        """
+        """Give time waited for under one name to the work that was waited for."""
         with self.lock:
             moved = min(seconds, self.spans.get(source, 0.0))
             self.spans[source] = self.spans.get(source, 0.0) - moved
@@ -182,9 +177,7 @@ class Ledger:
         self._read()
 
     def _read(self, others: dict[int, Account] | None = None) -> None:
-        """Take over what the file and `others` know of other attempts; find the number of this
-        one.
-        """
+        """Take over what the file and `others` know of other attempts; number this one."""
         found, mine = read_ledger(self._path, self._witnesses), self._mine
         if found.is_damaged:
             self.damage, self._is_kept_aside = found, False
@@ -217,7 +210,6 @@ class Ledger:
 
     @property
     def out_of_memory(self) -> list[Json]:
-        """What was done whenever memory ran out."""
         return [event for account in [*self.past, self._mine] for event in account.out_of_memory]
 
     @property
@@ -228,25 +220,22 @@ class Ledger:
 
     @property
     def takes(self) -> dict[str, float]:
-        """Seconds that parts of an attempt took in earlier ones: start_s, step_s, save_s,
-        evaluation_s.
-        """
+        """Seconds of parts of earlier attempts: start_s, step_s, save_s, evaluation_s."""
         told = (account.facts.get("takes") for account in reversed(self.past))
         return next(filter(None, told), {})
 
     @property
     def spent_usd(self) -> float:
-        """Dollars of the whole run so far, all attempts."""
+        """Of the whole run so far, all attempts."""
         return self._mine.past_usd + self._meter.wall_s / 3600 * self._mine.usd_per_hour
 
     @property
     def spent_s(self) -> float:
-        """Seconds of the whole run so far, all attempts."""
+        """Of the whole run so far, all attempts."""
         return self._mine.past_s + self._meter.wall_s
 
     @property
     def now(self) -> float:
-        """The time of day, see `Meter`."""
         return self._meter.now()
 
     @property
@@ -277,9 +266,7 @@ class Ledger:
             self.write()
 
     def keep_beating(self) -> None:
-        """`beat` from a thread until `close`: a kill in a long import, step or evaluation is on the
-        bill.
-        """
+        """`beat` from a thread until `close`: so a kill in a long step is on the bill."""
 
         def beats() -> None:
             while not self._closed.wait(BEAT_S):
@@ -290,7 +277,6 @@ class Ledger:
         self._beats.start()
 
     def committed(self, step: int) -> None:
-        """Note that the checkpoint of `step` is safe on disk."""
         self.write("running", committed=step)
 
     def held_up_by_save(self, seconds: float, n_saves: int = 1) -> None:
@@ -300,9 +286,7 @@ class Ledger:
             self._mine.held_up_s += seconds
 
     def witness(self) -> Json:
-        """What a checkpoint has to know, to bear witness when the ledger is damaged: written to the
-        ledger first.
-        """
+        """What a checkpoint's manifest knows of the money; on the ledger first."""
         with self.lock:
             self.write()
             mine = self._mine
@@ -313,9 +297,7 @@ class Ledger:
             }
 
     def write(self, state: str = "", **facts: Any) -> None:
-        """Write this attempt's line now. `state` is what the attempt is if nothing more is said.
-        Raises `OSError`.
-        """
+        """This attempt's line, now; `state` is what it is if nothing follows. Raises `OSError`."""
         with self.lock:
             if self._is_withdrawn:
                 return
@@ -334,9 +316,7 @@ class Ledger:
             self._put()
 
     def withdraw(self) -> None:
-        """Take this attempt out again: it turned out to be none of this run. Without others the
-        file goes.
-        """
+        """Take this attempt out: it was none of this run. Without others the file goes."""
         with self.lock:
             self._is_withdrawn = True
             if self._as_left is not None and self.past:
@@ -350,7 +330,7 @@ class Ledger:
         fsync_path(self._path)
 
     def close(self, state: str = "") -> None:
-        """Stop, with the attempt's last line forced to the disk."""
+        """With the attempt's last line forced to the disk."""
         self._closed.set()
         if self._beats is not None:
             self._beats.join()
@@ -359,22 +339,23 @@ class Ledger:
             self.end(state)
 
     def _put(self) -> None:
-        is_as_left = self._as_left is not None and self._as_left == _identity(self._path)
-        if not is_as_left and self._path.exists():
-            self._read()
-        if self.damage is not None and not self._is_kept_aside:
-            keep_aside(self._path)
-            self._is_kept_aside = True
-        text = self._past_lines + 2 * as_line(self._mine)
-        try:
-            write_text(self._path, text, is_synced=False, is_private=True)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not is_as_left:
-                raise
-            with open(self._path, "r+", encoding="utf-8") as file:  # its blocks are there
-                file.write(text)
-                file.truncate()
-        self._as_left = _identity(self._path)
+        with WRITES:
+            is_as_left = self._as_left is not None and self._as_left == _identity(self._path)
+            if not is_as_left and self._path.exists():
+                self._read()
+            if self.damage is not None and not self._is_kept_aside:
+                keep_aside(self._path)
+                self._is_kept_aside = True
+            text = self._past_lines + 2 * as_line(self._mine)
+            try:
+                write_text(self._path, text, is_synced=False, is_private=True)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not is_as_left:
+                    raise
+                with open(self._path, "r+", encoding="utf-8") as file:  # its blocks are there
+                    file.write(text)
+                    file.truncate()
+            self._as_left = _identity(self._path)
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:

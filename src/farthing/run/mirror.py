@@ -128,16 +128,12 @@ class _Parcel:
 def open_mirror(
     address: str | None, folder: Path, keep: int, warn: Callable[[str], None]
 ) -> Mirror | None:
-    """The mirror of a run folder at an address, of which nothing is asked yet; None without one.
-    Raises `InputError`.
-    """
+    """The mirror at an address, of which nothing is asked yet. Raises `InputError`."""
     return None if address is None else Mirror(open_store(address), folder, keep, warn, PACE)
 
 
 class Mirror:
-    """The copy of the run in `folder`, in `store`. `warn` is called by the caller's thread only,
-    see `check`.
-    """
+    """The copy of the run in `folder`, in `store`. `warn` is called by `check` alone."""
 
     def __init__(
         self, store: Store, folder: Path, keep: int, warn: Callable[[str], None], pace: Pace
@@ -254,9 +250,7 @@ class Mirror:
         return step
 
     def _seen_epoch(self) -> int:
-        """The epoch this folder held last, in this store: commits of later ones were made
-        elsewhere.
-        """
+        """What this folder held last in this store: later commits were made elsewhere."""
         try:
             seen = read_json(self.folder / SEEN)
             return int(seen["epoch"]) if seen["store"] == self._store.name else 0
@@ -271,9 +265,7 @@ class Mirror:
     def offer(
         self, step: int, checkpoints: Iterable[Path] = (), *, with_model: bool = False
     ) -> None:
-        """Set aside what a commit of `step` needs, and let it be sent. Takes the time of some
-        links. Never raises.
-        """
+        """Set aside what a commit of `step` needs, and let it be sent. Never raises."""
         try:
             sources = [path for checkpoint in checkpoints for path in checkpoint.iterdir()]
             if with_model:
@@ -406,9 +398,7 @@ class Mirror:
                 continue
 
     def _hold(self, store: Store) -> None:
-        """Renew the lease, or take it late when the store was away at the start. Raises
-        `LeaseLostError`, `StoreError`.
-        """
+        """Renew the lease, or take it late. Raises `LeaseLostError`, `StoreError`."""
         with self._late:
             if self.lease.epoch is None:
                 self.lease.claim(store, self._stop.is_set)
@@ -537,9 +527,7 @@ class Mirror:
         return entries
 
     def _rotate(self, store: Store) -> None:
-        """Keep the newest commits of `keep` steps; then remove objects that no commit names,
-        others' only by age.
-        """
+        """Keep the newest commits of `keep` steps, and the objects that those name."""
         kept: dict[int, Commit] = {}
         gone = []
         for commit in list_commits(store):
@@ -571,9 +559,7 @@ class Mirror:
     # ---- at the end ----
 
     def wait(self, seconds: float) -> bool:
-        """Wait until everything that was offered is in the store; False when time, or the store's
-        chance, has run out.
-        """
+        """Until all that was offered is in the store; False when time has run out."""
         began = time.monotonic()
         with self._wake:
             self._wake.notify_all()
@@ -614,9 +600,7 @@ class Mirror:
 
 
 def _link(path: Path, target: Path) -> None:
-    """A link to a file that is never changed, which stays when the file goes; a copy where there
-    are no links.
-    """
+    """A link to a file that is never changed; a copy where there are no links."""
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         os.link(path, target)

@@ -172,9 +172,7 @@ class Azure:
 
 
 Service = Aws | Gcp | Azure
-"""One cloud's way to say it: what it says now, the worst first. Raises `UnreadableAnswerError`, and
-what `Ask` does.
-"""
+"""What one cloud says now, the worst first. Raises `UnreadableAnswerError`."""
 SERVICES: dict[str, Callable[[], Service]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"  # the chassis tag of Azure's machines
 
@@ -182,9 +180,7 @@ AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"  # the chassis tag of Azure's mac
 def services_for(
     wanted: str, *, is_spot: bool, firmware: Path = Path("/sys/class/dmi/id")
 ) -> list[str]:
-    """Whom to ask: `wanted` is `where.notices` of a job. Reads three small files and asks
-    nobody.
-    """
+    """Whom to ask: `wanted` is `where.notices` of a job. Asks nobody."""
     if wanted != "auto":
         return [] if wanted == "off" else [wanted]
     if here := cloud_here(firmware):
@@ -209,9 +205,7 @@ def cloud_here(firmware: Path) -> str | None:
 
 
 class Watch:
-    """Asks in the background until `stop`, and tells `notice`; of several services, from then on,
-    the first that answers.
-    """
+    """Asks until `stop`, and tells `notice`; of several services the first that answers."""
 
     def __init__(
         self,
@@ -320,9 +314,7 @@ def _json(body: bytes) -> Json:
 
 
 def _moment(value: Any) -> float | None:
-    """Seconds since 1970 of `2026-11-21T08:22:00Z` or `Sat, 21 Nov 2026 08:22:00 GMT`; None where
-    it is neither.
-    """
+    """Of ISO 8601 or of an HTTP date, in seconds since 1970; None where it is neither."""
     if not isinstance(value, str) or not value:
         return None
     try:

@@ -44,9 +44,7 @@ PAUSED = "FARTHING_PAUSED_S"
 """By this variable a supervisor tells an attempt how long ago the one before has ended."""
 MOST_PAUSED_S = 3600.0
 _DRAFTS = (MODEL, LOG, LEDGER, "restore")
-"""What an attempt writes anew, and may leave half done when it is killed; nobody without the lock
-writes them.
-"""
+"""What a killed attempt may leave half done; nobody without the lock writes them."""
 
 
 @dataclass
@@ -62,9 +60,7 @@ class Opened:
     """Called when the last second is on the bill: what shows the bill can be written then."""
 
     def belongs_elsewhere(self, error: BaseException) -> bool:
-        """Whether the attempt was none of this run: refused before there was a run, or because it
-        is another one's.
-        """
+        """Whether the attempt was none of this run: refused before it, or another's."""
         is_first = not any(account.wall_s for account in self.ledger.past)
         of_others = isinstance(error, JobError | RunBusyError | RunChangedError | RunDamagedError)
         refused = isinstance(error, InputError) and (is_first or of_others)
@@ -89,9 +85,7 @@ class Opened:
         return f"{LEDGER} was damaged ({broken}; kept as {LEDGER}.damaged-*): {lost}"
 
     def refuse_forgotten(self, *, allow_restart: bool) -> None:
-        """Refuse a run that has begun, and of whose cost nothing is known any more. Raises
-        `RunDamagedError`.
-        """
+        """Refuse a run of whose cost nothing is known. Raises `RunDamagedError`."""
         if allow_restart or any(account.wall_s for account in self.ledger.past):
             return
         left = [name for name in (RUN, LOG) if (self.folder / name).exists()]
@@ -210,9 +204,7 @@ def uncounted_age_s() -> float:
 
 
 def _paused_s() -> float:
-    """Seconds that a supervisor has let pass since the attempt before, on this machine: they are
-    paid for too.
-    """
+    """Since the attempt before, by its supervisor, on this machine: paid for too."""
     try:
         seconds = float(os.environ.pop(PAUSED, "0"))
     except ValueError:

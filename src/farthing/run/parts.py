@@ -29,9 +29,7 @@ _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors")
 
 @dataclass(frozen=True)
 class Shared:
-    """A rank's part in the checkpoints of a run whose trained tensors are spread. All ranks save,
-    and restore, together.
-    """
+    """A rank's part in checkpoints of spread tensors; all save and restore together."""
 
     is_first: bool
     shard: int
@@ -58,9 +56,7 @@ ALONE = Shared(True, 0, 1, False, lambda name: None, lambda value: [value])
 
 
 def files_of(folder: Path, part: str) -> list[Path]:
-    """The files of a part, by rows; none where it has no tensors. Raises `DamagedFileError` where
-    one is missing.
-    """
+    """By rows; none without tensors. Raises `DamagedFileError` where one is missing."""
     whole = folder / f"{part}.safetensors"
     found = {}
     for path in folder.glob(f"{part}-*.safetensors"):
@@ -102,9 +98,7 @@ def _cut(tensor: Tensor, rows: tuple[int, int] | None) -> Tensor:
 
 
 def _joined(slices: Sequence[Any], rows: tuple[int, int] | None) -> Tensor:
-    """The rows from `rows[0]` to `rows[1]` of what stands in several files; all of it where `rows`
-    is None.
-    """
+    """The rows of what stands in several files; all of it where `rows` is None."""
     if not slices[0].get_shape():
         return slices[0][...]
     pieces, start = [], 0

@@ -22,16 +22,12 @@ SIGNALS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
     *(signal.SIGUSR1, signal.SIGUSR2),  # of schedulers, before they kill
 )
-"""Each is a wish that the run saves and leaves; stopped and continued (SIGSTOP, SIGTSTP, SIGCONT)
-it just continues.
-"""
+"""Each is a wish that the run saves and leaves; stopped and continued it just continues."""
 LAST_WORDS_S = 5.0  # before the machine goes: receipt, lease and the end of the process
 
 
 def heeded() -> list[signal.Signals]:
-    """The signals to listen to: all of `SIGNALS`, but for a SIGHUP that the caller has switched off
-    (`nohup`).
-    """
+    """All of `SIGNALS`, but for a SIGHUP that the caller has switched off (`nohup`)."""
     is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in SIGNALS if not (is_nohup and number == signal.SIGHUP)]
 
@@ -100,9 +96,7 @@ class Notice:
     def say(
         self, what: str, source: str, leaves_at: float | None = None, *, is_certain: bool = True
     ) -> None:
-        """Take note of a cloud's words, from any thread: of a certain end as of a signal, of a risk
-        only for `news`.
-        """
+        """From any thread: a certain end is as a signal, a risk only for `news`."""
         self.heard.append(Heard(what, source, time.time(), leaves_at, is_certain))
         if is_certain and self.reason is None:
             self.reason = what

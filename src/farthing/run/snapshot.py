@@ -23,8 +23,7 @@ from torch import Tensor
 
 PIECE_BYTES = 32 << 20
 AT_ONCE_BYTES = 1 << 20
-"""Tensors up to this are copied at once: buffers, which a forward pass may change, are among them.
-"""
+"""Up to this tensors are copied at once: buffers that a forward pass may change."""
 HOST_SHARE = 0.5
 DTYPES = {
     torch.float64: "F64",
@@ -45,15 +44,11 @@ class Lane(Protocol):
     """A way from the device to main memory, beside the one on which training computes."""
 
     def fetch(self, piece: Tensor, number: int) -> tuple[Tensor, Any]:
-        """Begin to copy bytes [n] into buffer `number`; returns what they will be in, and an event
-        to `synchronize`.
-        """
+        """Begin to copy bytes [n] into buffer `number`; these, and what to `synchronize`."""
 
 
 class CudaLane:
-    """A stream of its own. What was queued before the lane was made is done before its
-    first copy.
-    """
+    """A stream of its own, behind what was queued before it was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -76,9 +71,7 @@ def can_wait(tensor: Tensor) -> bool:
 
 
 class Later:
-    """Tensors that are still where training has them. Only the thread that writes calls `fetch` and
-    `write`.
-    """
+    """Tensors that are still where training has them; `fetch`, `write` in one thread."""
 
     def __init__(self, tensors: dict[str, dict[str, Tensor]], lane: Lane) -> None:
         self._tensors, self._lane = tensors, lane
@@ -113,15 +106,11 @@ class Later:
             self.release()
 
     def copies(self, part: str) -> dict[str, Tensor]:
-        """The tensors of a part: after `fetch` their copies in main memory, if that is where they
-        go.
-        """
+        """Of a part: after `fetch` in main memory, if that is where they go."""
         return self._tensors[part]
 
     def write(self, part: str, more: dict[str, Tensor], path: Path) -> None:
-        """Write a part as a file of safetensors, with what was copied at once: large numbers first,
-        so that all are aligned.
-        """
+        """As a file of safetensors: large numbers first, so that all are aligned."""
         own = self._tensors[part]
         tensors = {**more, **own}
         order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
@@ -145,9 +134,7 @@ class Later:
                     file.write(memoryview(piece.numpy()))
 
     def _pieces(self, tensor: Tensor) -> Iterator[Tensor]:
-        """Its bytes in main memory, piece by piece; each is there until the next but one is asked
-        for.
-        """
+        """Bytes in main memory; each piece is there until the next but one is asked for."""
         flat, under_way = _bytes_of(tensor), deque[tuple[Tensor, Any]]()
         for number, start in enumerate(range(0, len(flat), PIECE_BYTES)):
             under_way.append(self._lane.fetch(flat[start : start + PIECE_BYTES], number % 2))

@@ -380,9 +380,7 @@ def sweep_drafts(folder: Path, of: Collection[str] = ()) -> int:
 
 
 def install_folder(final: Path, fill: Callable[[Path], None]) -> None:
-    """Write a folder for others (an exported model) so that it appears whole, replacing an earlier
-    one. Who may read the folder may read its files, whatever a library has made them.
-    """
+    """Write a folder for others so that it appears whole, replacing an earlier one."""
     with _folder_draft(final) as draft:
         fill(draft)
         mode = draft.stat().st_mode & 0o777

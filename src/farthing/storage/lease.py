@@ -227,9 +227,7 @@ def _key(number: int) -> str:
 
 
 def _newest(store: Store, known: int = 0) -> int:
-    """The number of the newest link; 0 when there is none. A list may lack the last ones: the
-    numbers that follow are asked for one by one.
-    """
+    """0 when there is none. A list may lack the last links: the next are asked for by number."""
     numbers = (int(match[1]) for key in store.list("writers/") if (match := _LINK.fullmatch(key)))
     newest = max(numbers, default=known)
     with contextlib.suppress(NoSuchObject):
