@@ -425,15 +425,19 @@ class Launch:
         try:
             self._hold()
         except RunInterruptedError:
+            told: list[Json] = []
             with contextlib.suppress(UnclearError):
                 told = self._words.kept().get(machine.name, [])
                 if any(row.get("event") == "created" for row in told):
                     raise
-            why = "made after another process had taken over"
-            self._ledger.note(machine.name, "left", self._clock(), why=why)
+            why, counted = "made after another process had taken over", 0.0
+            if ends := [row["at"] for row in told if row.get("event") == "gone"]:
+                # it was looked for in vain, and counted until then as if it had been there
+                counted = (machine.created_at or 0.0) - max(ends)
+            self._ledger.note(machine.name, "left", self._clock() - counted, why=why)
             with contextlib.suppress(ProviderError):
                 self._driver.destroy(machine)
-                self._ledger.note(machine.name, "gone", self._clock(), why=why)
+                self._ledger.note(machine.name, "gone", self._clock() - counted, why=why)
             with contextlib.suppress(UnclearError):
                 self._words.keep(machine.name, self._ledger.rows[machine.name])
             raise
