@@ -500,3 +500,17 @@ def test_a_setting_that_only_running_tells_is_not_taken_as_its_source(tmp_path: 
     found = imported(tmp_path, text, "train.py")
     assert "train.lr_scheduler_kwargs" not in found.job
     assert found.lines["TrainingArguments.lr_scheduler_kwargs"].effect == "differs"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "base_model: a/b\ndatasets: 2.5\nplugins: 3\nlora_target_modules: 1\n",
+        "model_name_or_path: a/b\nstage: sft\ndataset: x\ntemplate: {a: 1}\n",
+        "model_name_or_path: a/b\ndataset_mixer: {x: 1}\ndataset_splits: [[1]]\nmax_length: 9\n",
+        "model_name_or_path: a/b\ndataset_name: x\nobjective: dpo\nrpo_alpha: {a: 1}\n",
+    ],
+)
+def test_a_value_of_an_odd_kind_is_named_or_refused(text: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "odd.yaml", text)
+    assert main(["import", str(path)]) in (0, 2)

@@ -43,10 +43,9 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
         out.put("cosine_min_lr_ratio", lowest, to, {"min_lr_rate": lowest})
         out.job["train.lr_scheduler_type"] = "cosine_with_min_lr"
         out.keep({"lr_scheduler": "cosine"}, "train.lr_scheduler_type")
-    known = tuple(fact("axolotl-plugins").split())
-    if odd := [
-        p for p in values.get("plugins") or () if not any(k in str(p).lower() for k in known)
-    ]:
+    given, known = values.get("plugins"), fact("axolotl-plugins").split()
+    plugins = [str(each) for each in (given if isinstance(given, list) else [given or ""])]
+    if odd := [each for each in plugins if each and not any(k in each.lower() for k in known)]:
         out.name("plugins", odd, "a plugin that may change what is learned", "differs")
     read_keys(out, values, NAME)
     preference.settle(out, NAME)
@@ -73,7 +72,7 @@ def _data(values: Mapping[str, Any], out: Imported) -> None:
         if isinstance(given, str):
             out.keep({section: given}, to)
             given = [{"path": given, "type": "completion"}]
-        for index, item in enumerate(given or []):
+        for index, item in enumerate(given if isinstance(given, list) else ()):
             if isinstance(item, Mapping):
                 at = f"{section}[{index}]."
                 is_text = section == "pretraining_dataset"

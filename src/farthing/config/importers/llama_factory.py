@@ -124,7 +124,7 @@ def _data(values: Mapping[str, Any], out: Imported, folder: Path) -> None:
     frames, name = fact("llama-factory-frames"), values.get("template")
     if name and values.get("stage") == "pt":
         out.name("template", name, "text without turns: no template is used")
-    elif name in frames:
+    elif isinstance(name, str) and name in frames:
         out.template("template", name, frames[name], f"{name}.jinja")
     most = values.get("max_samples")
     if most and len(out.job.get("data.train") or []) == 1:

@@ -53,12 +53,12 @@ def read(out: Imported, name: str, values: Mapping[str, Any], loss: str = "loss_
     if losses == [name]:
         out.keep({loss: given}, "objective.name")
         losses = []
-    if losses == ["robust"] and not any(_is_set(values, key) for key in _SMOOTHING):
+    if losses == ["robust"] and not any(_amount(values, key) for key in _SMOOTHING):
         losses = ["sigmoid"]  # which it is without smoothing
     weights = values.get("loss_weights")
-    alpha = next((k for k in ("rpo_alpha", "pref_ftx") if values.get(k)), "")
+    alpha = next((k for k in ("rpo_alpha", "pref_ftx") if _amount(values, k)), "")
     if alpha and name == "dpo":
-        losses, weights = [*(losses or ["sigmoid"]), "sft"], [1.0, float(values[alpha])]
+        losses, weights = [*(losses or ["sigmoid"]), "sft"], [1.0, _amount(values, alpha)]
         out.keep({alpha: values[alpha]}, "objective.loss_weights")
     for each in losses:
         if not _has_loss(name, each):
@@ -71,11 +71,10 @@ def read(out: Imported, name: str, values: Mapping[str, Any], loss: str = "loss_
         out.job["objective.loss_weights"] = weights
         if "loss_weights" in values:
             out.keep({"loss_weights": weights}, "objective.loss_weights")
-    ratio = values.get("gamma_beta_ratio")
-    if name == "simpo" and ratio:
-        beta = float(values.get("beta") or 2.0)
-        out.put("gamma_beta_ratio", ratio, "objective.simpo_gamma", float(ratio) * beta, "x beta")
-    if name == "simpo" and _is_set(values, "cpo_alpha"):
+    if name == "simpo" and (ratio := _amount(values, "gamma_beta_ratio")):
+        gamma = ratio * (_amount(values, "beta") or 2.0)
+        out.put("gamma_beta_ratio", ratio, "objective.simpo_gamma", gamma, "x beta")
+    if name == "simpo" and _amount(values, "cpo_alpha"):
         why = "adds a loss of the chosen answers, which SimPO has not"
         out.name("cpo_alpha", values["cpo_alpha"], why, "differs")
     return None
@@ -84,11 +83,11 @@ def read(out: Imported, name: str, values: Mapping[str, Any], loss: str = "loss_
 _SMOOTHING = ("label_smoothing", "dpo_label_smoothing")
 
 
-def _is_set(values: Mapping[str, Any], key: str) -> bool:
+def _amount(values: Mapping[str, Any], key: str) -> float:
     try:
-        return number(values.get(key) or 0) != 0
+        return float(number(values.get(key) or 0))
     except Odd:
-        return False
+        return 0.0
 
 
 def _has_loss(name: str, loss: str) -> bool:

@@ -32,7 +32,7 @@ from farthing.config.importers.scripts import (
     commands_of,
     tree_of,
 )
-from farthing.config.importers.tables import Computed, Imported, fact, flat, table
+from farthing.config.importers.tables import Computed, Imported, Odd, fact, flat, table
 from farthing.config.load import job_of
 from farthing.errors import InputError, JobError
 from farthing.objectives.causal_lm import CAUSAL_LM
@@ -66,7 +66,10 @@ MAX_SCRIPT_BYTES, MAX_SETTINGS_BYTES = 16 << 20, 1 << 20
 
 def import_file(path: Path, source: str | None = None) -> Imported:
     """What became of each key of a file. Raises `InputError` for a file of no known tool."""
-    out = _imported(path, source)
+    try:
+        out = _imported(path, source)
+    except Odd as odd:
+        raise InputError(f"a setting is odd: {odd}", where=str(path), to_do="mend it") from odd
     _finish(out, path.parent)
     return out
 

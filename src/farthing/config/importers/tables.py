@@ -337,8 +337,8 @@ def names(value: Any) -> list[str]:
 
 def targets(value: Any) -> list[str]:
     """Layers that get an adapter: names and no pattern."""
-    whole_value = [value] if isinstance(value, str) else value
-    if set("()|\\*[]") & set("".join(map(str, whole_value or ()))):
+    several = value if isinstance(value, list | tuple) else [value]
+    if set("()|\\*[]") & set("".join(map(str, several))):
         raise Odd("a pattern of layer names; farthing takes names: set method.target_modules")
     found = names(value)
     return ["all-linear"] if found == ["all"] else found
