@@ -259,7 +259,7 @@ def opened_anew(values: Row, drawn: Drawn, is_smoke: bool) -> Row:
         mock.patch.object(farthing.train.build, "compile_blocks", compiles),
         opened(values, drawn) as run,
     ):
-        if isinstance(run.kernels.compiled, str):
+        if "torch_compile" in values["train"] and isinstance(run.kernels.compiled, str):
             raise RuntimeError(run.kernels.compiled)
         found = measured(run, n_warm, N_TIMED)
         return {**found, "micro_batch_tokens": run.steps.settings.micro_batch_tokens}
