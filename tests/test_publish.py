@@ -22,6 +22,7 @@ from farthing.models.shapes import read_shape
 from farthing.planner.serving import Traffic, serve
 from farthing.prices.catalog import read_catalog
 from farthing.report.receipt import build_receipt
+from farthing.run.folder import keep
 from hub_server import Hub, hub_server
 
 
@@ -171,7 +172,7 @@ def test_a_receipt_that_is_made_again_keeps_the_prices_of_its_day(
     shutil.copytree(trained, folder)
     receipt = json.loads((folder / "receipt.json").read_text())
     receipt["serving"] |= {"usd_per_month": 12.5, "price_date": "2026-01-02"}
-    (folder / "receipt.json").write_text(json.dumps(receipt))
+    keep(folder / "receipt.json", receipt)
     serving = build_receipt(folder).serving
     assert serving is not None
     assert (serving.usd_per_month, serving.price_date) == (12.5, "2026-01-02")
