@@ -8,9 +8,10 @@ grad_ckpt, gpu, n_gpu, peak_gb, tokens_per_s, notes. Each row is read into the w
 what the planner can't express, is listed with the reason. Errors are predicted / measured - 1.
 
 `--strangers` reads every row as if nobody had read its trainer's code, from its own words alone.
-`--write` makes `facts/estimate_errors.csv`, the ranges that plans print, of all files, read as
-strangers: for each class of models and GPUs the middle 80 % of measured / predicted over sources,
-each alike, widened until it holds 80 % of each source when that has no say in it.
+Each file is judged apart. `--write` makes `facts/estimate_errors.csv`, the ranges that plans print,
+of all files together, read as strangers: for each class of models and GPUs the middle 80 % of
+measured / predicted over sources, each alike, widened until it holds 80 % of each source when that
+has no say in it.
 """
 
 from __future__ import annotations
@@ -27,19 +28,14 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import farthing
 from farthing.errors import FarthingError
-from farthing.models.blocks import Block, block_of
-from farthing.models.shapes import Shape
-from farthing.planner.memory import Memory, estimate_memory
+from farthing.planner.memory import Memory
 from farthing.planner.ranges import class_of, published_spread
 from farthing.planner.speed import step_time
-from farthing.planner.work import work_of
-from farthing.prices.gpus import find_gpu
-from plan_rows import NotExpressed, Published, every_of, gpu_of, read_case
-from plan_stacks import GIB
+from plan_rows import NotExpressed, Published, every_of, read_case
+from plan_stacks import GIB, memory_of, other_work
 
 FACTS = Path(farthing.__file__).parent / "facts" / "estimate_errors.csv"
 SHARE = 0.80
@@ -48,24 +44,14 @@ Row = dict[str, Any]
 
 def predict(row: Published) -> tuple[Memory, float]:
     """(memory, tokens a second)."""
-    case = row.case
-    if row.saves_products:
-        case = replace(case, recipe=case.recipe.with_settings(checkpoint_every=1))
-    memory = estimate_memory(case)
+    memory = memory_of(row.case)
     if row.beside_bytes:
         memory = replace(memory, parts=memory.parts | {"beside": int(row.beside_bytes)})
-    return memory, step_time(work_of(row.case), row.device()).tokens_per_s
-
-
-def block_of_others(shape: Shape) -> Block:
-    """A layer as other trainers compute it: gelu_new is a chain, in fp32 under autocast."""
-    block = block_of(shape)
-    more = 6 if shape.model_type == "gpt2" else 7 if "wi_1" in str(shape.weights) else 0
-    return block._replace(activation=block.activation + more)
+    return memory, step_time(other_work(row.case), row.device()).tokens_per_s
 
 
 def judge(rows: Iterable[dict[str, str]], *, strangers: bool = False) -> dict[str, Any]:
-    """Every row predicted, or listed with the reason why not."""
+    """Every row of a file predicted, or listed with the reason why not."""
     judged, unexpressed, limits = [], [], []
     for number, raw in enumerate(rows, 2):
         row = {name: value or "" for name, value in raw.items() if name is not None}
@@ -74,59 +60,45 @@ def judge(rows: Iterable[dict[str, str]], *, strangers: bool = False) -> dict[st
             if strangers:  # but whether layers are recomputed every table says
                 every = every_of(row["grad_ckpt"], row["notes"].lower(), row["source"])
                 row |= {"source": "a stranger", "grad_ckpt": ("no", "full", "selective")[every]}
-            with mock.patch("farthing.planner.recipe.block_of", block_of_others):
-                found = read_case(row)
-                memory, tokens_per_s = predict(found)
+            found = read_case(row)
+            memory, tokens_per_s = predict(found)
         except (NotExpressed, FarthingError, ValueError) as error:
             why = str(error).splitlines()[0]
             unexpressed.append({"line": number, "model": row["model"], "why": why})
             continue
-        case, recipe = found.case, found.case.recipe
-        about = {
-            "line": number,
-            "source": source,
-            "model": row["model"].split("/")[-1],
-            "method": row["method"],
-            "gpu": found.gpu,
-            "n_gpus": recipe.n_gpus,
-            "seq_len": row["seq_len"],
-        }
+        shape, precision = found.case.shape, found.case.recipe.precision
+        of = shape, found.gpu.architecture, precision
+        about = {"line": number, "source": source, "model": row["model"].split("/")[-1]}
+        about |= {"method": row["method"], "gpu": found.gpu.name, "seq_len": row["seq_len"]}
         if found.limit:  # what is needed, over what the GPU has: within 9 %, or too much
-            error = memory.on_device.n_bytes / gpu_of(found.gpu).usable_bytes - 1
+            error = memory.on_device.n_bytes / found.gpu.usable_bytes - 1
             is_right = error > -0.09 if found.limit == "too much" else abs(error) <= 0.09
             limits.append(about | {"says": found.limit, "error": error, "is_right": is_right})
             continue
         meters: dict[str, Any] = {"allocated": memory.allocated, "reserved": memory.reserved}
         predicted = {**meters, "nvidia-smi": memory.on_device}[found.meter].n_bytes
-        architecture = find_gpu(found.gpu).architecture
-        ranges = [
-            published_spread(quantity, case.shape, architecture, recipe.precision)
-            for quantity in ("memory", "speed")
-        ]
         bytes_, speed = found.measured_bytes, found.measured_tokens_per_s
         of_rest = None  # of what is not certain, measured over predicted
         if bytes_:
-            certain = memory.certain.n_bytes
-            if found.meter == "nvidia-smi":
-                certain = memory.certain_on_device.n_bytes
-            rest = predicted - certain
-            of_rest = max(0.05, (bytes_ - certain) / max(rest, 0.01 * predicted))
+            is_smi = found.meter == "nvidia-smi"
+            certain = (memory.certain_on_device if is_smi else memory.certain).n_bytes
+            rest = max(predicted - certain, 0.01 * predicted)
+            of_rest = max(0.05, (bytes_ - certain) / rest)
+        faster = tokens_per_s / speed if speed else None
         judged.append(
             about
             | {
-                "class": class_of(case.shape, architecture, recipe.precision),
+                "class": class_of(*of),
                 "meter": found.meter,
                 "moment": memory.moment,
-                "measured_gib": bytes_ / GIB if bytes_ else None,
                 "predicted_gib": predicted / GIB,
                 "memory_error": predicted / bytes_ - 1 if bytes_ else None,
                 "memory_times": of_rest,
-                "memory_is_held": _held(of_rest, ranges[0]),
-                "measured_tokens_per_s": speed,
+                "memory_is_held": _held(of_rest, published_spread("memory", *of)),
                 "predicted_tokens_per_s": tokens_per_s,
-                "speed_error": tokens_per_s / speed - 1 if speed else None,
-                "speed_times": tokens_per_s / speed if speed else None,
-                "speed_is_held": _held(tokens_per_s / speed if speed else None, ranges[1]),
+                "speed_error": faster - 1 if faster else None,
+                "speed_times": faster,
+                "speed_is_held": _held(faster, published_spread("speed", *of)),
             }
         )
     return {
@@ -146,23 +118,21 @@ def _held(happened: float | None, spread: Any) -> bool | None:
 
 def table(rows: Sequence[Row], key: str) -> list[Row]:
     """Median, 90th percentile and bias of all rows, and by source, method and GPU."""
-    groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[float]] = {("all", "", ""): []}
     for row in rows:
         if row[key] is not None:
             for group in (("all", "", ""), (row["source"], row["method"], row["gpu"])):
-                groups[group].append(row[key])
+                groups.setdefault(group, []).append(row[key])
     found = []
-    for group, errors in sorted(groups.items(), key=lambda item: item[0] != ("all", "", "")):
-        sizes = sorted(abs(error) for error in errors)
-        found.append(
-            dict(zip(("source", "method", "gpu"), group, strict=True))
-            | {
-                "n": len(sizes),
-                "median_percent": 100 * statistics.median(sizes),
-                "p90_percent": 100 * sizes[min(len(sizes) - 1, round(0.9 * (len(sizes) - 1)))],
-                "bias_percent": 100 * statistics.median(errors),
-            }
-        )
+    for (source, method, gpu), errors in groups.items():
+        sizes = sorted(abs(error) for error in errors) or [math.nan]
+        percents = {
+            "median_percent": 100 * statistics.median(sizes),
+            "p90_percent": 100 * sizes[round(0.9 * (len(sizes) - 1))],
+            "bias_percent": 100 * statistics.median(errors or sizes),
+        }
+        about = {"source": source, "method": method, "gpu": gpu, "n": len(errors)}
+        found.append(about | percents)
     return found
 
 
@@ -229,21 +199,10 @@ def error_table(rows: Sequence[Row], today: date) -> list[list[object]]:
                 wider += 0.02
             low, high = (math.exp(wider * edge) for edge in width(errors))
             n = sum(map(len, errors.values()))
-            words = f"{n} published runs of {len(errors)} trainers whose code was not read"
-            found.append(
-                [
-                    quantity,
-                    *of,
-                    f"{low:.3g}",
-                    f"{high:.3g}",
-                    n,
-                    len(errors),
-                    words,
-                    f"bench/plan_accuracy.py --write; {held_out(errors, wider):.0%} held "
-                    "with each source left out",
-                    today,
-                ]
-            )
+            known = f"{n} published runs of {len(errors)} trainers whose code was not read"
+            held = f"{held_out(errors, wider):.0%} held with each source left out"
+            row = [quantity, *of, f"{low:.3g}", f"{high:.3g}", n, len(errors), known]
+            found.append([*row, f"bench/plan_accuracy.py --write; {held}", today])
     return found
 
 
@@ -265,16 +224,23 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    rows: list[dict[str, str]] = []
+    results = {}
     for path in asked.files:
         with open(path, encoding="utf-8", newline="") as file:
-            rows += csv.DictReader(file)
-    result = judge(rows, strangers=asked.strangers or asked.write)
+            rows = list(csv.DictReader(file))
+        results[path.name] = judge(rows, strangers=asked.strangers or asked.write)
     if asked.write:
-        write_errors(result["rows"], date.today())
+        write_errors([row for each in results.values() for row in each["rows"]], date.today())
     if asked.json:
-        print(json.dumps(result, indent=1, default=str))
+        print(json.dumps(results, indent=1, default=str))
         return
+    for name, result in results.items():
+        print(f"\n# {name}")
+        say(result, every_row=asked.rows)
+
+
+def say(result: dict[str, Any], *, every_row: bool) -> None:
+    """Print the errors of a file, and what its rows were not judged by."""
     for name in ("memory", "speed"):
         print(f"\n{name:44}{'method':8}{'GPU':14}{'rows':>6}{'median':>10}{'p90':>9}{'bias':>9}")
         for row in result[name]:
@@ -285,15 +251,13 @@ def main() -> None:
             )
         for one in result["ranges"][name]:
             print(f"  range holds {one['share']:6.1%} of {one['n']:4d} rows: {one['class']}")
-    for row in result["rows"] if asked.rows else ():
-        errors = [f"{100 * (row[f'{n}_error'] or 0):+7.1f} %" for n in ("memory", "speed")]
-        print(
-            f"  {row['line']:4d} {row['model'][:24]:24} {row['method']:6} {row['gpu']:12}", *errors
-        )
-    for row in result["boundaries"]:
+    for row in [*result["rows"], *result["boundaries"]] if every_row else result["boundaries"]:
         words = f"{row['line']:4d} {row['model'][:24]:24} {row['method']:6} {row['gpu']:12}"
-        right = "" if row["is_right"] else "!"
-        print(f"  {words} {row['seq_len']:>8} {row['says']:9}{100 * row['error']:+6.1f} % {right}")
+        if "says" in row:
+            right = "" if row["is_right"] else "!"
+            print(f"  {words} {row['seq_len']:>8} {row['says']:9}{row['error']:+7.1%} {right}")
+        else:
+            print(f"  {words}", *(f"{row[f'{n}_error'] or 0:+8.1%}" for n in ("memory", "speed")))
     reasons = Counter(row["why"] for row in result["not_expressed"])
     print(f"\nnot expressed: {sum(reasons.values())} rows")
     for why, n in reasons.most_common():

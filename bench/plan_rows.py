@@ -14,26 +14,27 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from farthing.data.lengths import Largest, Padded, from_mean
+import numpy as np
+
+from farthing.data.lengths import Largest, Lengths, Padded, from_mean
 from farthing.errors import FarthingError
 from farthing.models.model_config import known_config, known_models
 from farthing.models.shapes import Shape, read_shape
 from farthing.models.weights import Weight
-from farthing.planner.recipe import Case, Recipe
+from farthing.planner.recipe import DDP, FSDP, NONE
 from farthing.planner.speed import Device, device_of
 from farthing.prices.gpus import Gpu, find_gpu
 from farthing.settings import Settings
-from plan_padding import padded_by_number
 from plan_stacks import (
     FREED,
     FUSED,
     QWEN,
     WHOLE,
+    OtherCase,
+    OtherRecipe,
     attention_share_of,
     beside_bytes,
-    deepspeed_of_qwen,
-    meter_of_source,
-    saves_products,
+    meter_of,
     stack_of,
     takes_logits_as_they_are,
     trains_ends,
@@ -45,9 +46,7 @@ GPUS_OF_MACHINE = 8
 # nine tenths of it are reached
 NETWORK_BYTES_PER_S = {"Ampere": 200e9, "Hopper": 400e9, "Blackwell": 400e9}
 NETWORK_SHARE = 0.9
-SPREAD = (
-    0.5  # of ln(length) in a set of questions and worked answers, where only the mean is stated
-)
+SPREAD = 0.5  # of ln(length) in questions and worked answers, where only the mean is stated
 
 
 @functools.cache
@@ -77,23 +76,7 @@ SAME_AS = {  # the first Llama has the sizes of the second
     **{"mistral-7b": "mistralai/Mistral-7B-v0.1", "llama-3-8b": "meta-llama/Meta-Llama-3-8B"},
     **{"tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "pythia-1b": "EleutherAI/pythia-1b"},
 }
-NO_FAMILY = (
-    "mpt",
-    "moe",
-    "deepseek",
-    "falcon",
-    "bloom",
-    "glm",
-    "baichuan",
-    "internlm",
-    "stablelm",
-    "vl",
-)
 GPUS = {"RTX6000Ada": "RTX 6000 Ada", "6000Ada": "RTX 6000 Ada"}
-TARGETS_OF = {  # adapters where a source does not name them: what its scripts are known to adapt
-    "peft": ("q_proj", "v_proj"),
-    "default": ("all-linear",),
-}
 
 
 class NotExpressed(Exception):
@@ -104,8 +87,8 @@ class NotExpressed(Exception):
 class Published:
     """A row as the planner would have it, with what was measured."""
 
-    case: Case
-    gpu: str
+    case: OtherCase
+    gpu: Gpu
     meter: str
     measured_bytes: float | None
     measured_tokens_per_s: float | None
@@ -119,15 +102,13 @@ class Published:
     """That its code has at the peak beside what the recipe says."""
     tf32: bool = False
     """The row says so: torch's own default is off."""
-    saves_products: bool = False
-    """Layers are recomputed but for every second product, which is among `beside_bytes`."""
 
     def device(self) -> Device:
         """The GPU as it computes the row. Raises `NotExpressed` where it has no such precision."""
-        gpu, precision = gpu_of(self.gpu), self.case.recipe.precision
+        gpu, precision = self.gpu, self.case.recipe.precision
         device = device_of(gpu, precision, tf32=self.tf32)
         if device is None:
-            raise NotExpressed(f"{self.gpu} has no {precision}")
+            raise NotExpressed(f"{gpu.name} has no {precision}")
         if self.attention_share is not None:
             share = self.attention_share * gpu.flops[precision] / device.flops_per_s
             device = device._replace(attention_share=share)
@@ -162,9 +143,6 @@ def shape_of(model: str) -> Shape:
         config = known_config(found) if found else None
     if config is not None:
         return read_shape(config)
-    for family in NO_FAMILY:
-        if re.search(rf"(^|-){family}", plain):
-            raise NotExpressed(f"no shapes for the family of {model}")
     raise NotExpressed(f"no config of {model}")
 
 
@@ -177,14 +155,13 @@ def mixture(shape: Shape, n_experts: int, n_active: int) -> Shape:
     def widened(w: Weight) -> Weight:
         if w.part != "mlp" or w.kind != "linear":
             return w
-        n_in, n_out = (
-            (w.n_in, w.n_out * n_experts) if w.n_out == shape.ffn else (w.n_in * n_experts, w.n_out)
-        )
-        return w._replace(n_in=n_in, n_out=n_out, share=share)
+        wide = {"n_out": w.n_out * n_experts}
+        if w.n_out != shape.ffn:
+            wide = {"n_in": w.n_in * n_experts}
+        return w._replace(**wide, share=share)
 
-    return shape._replace(
-        weights=tuple(widened(w) for w in shape.weights), ffn=shape.ffn * n_active
-    )
+    weights = tuple(widened(w) for w in shape.weights)
+    return shape._replace(weights=weights, ffn=shape.ffn * n_active)
 
 
 @functools.cache
@@ -201,28 +178,19 @@ def gpu_of(text: str, peak_gb: float | None = None) -> Gpu:
     `FarthingError`.
     """
     name = re.sub(r"^\s*\d+\s*[x*]\s*", "", text)
-    name = re.sub(
-        r"(?<![a-zA-Z\d])(\d+)\s*(?:g|gb|gib)\b", r"\1GB", name, flags=re.IGNORECASE
-    ).strip()
-    name = re.sub(r"^(\d{4})( ?ti| ?super)?$", r"RTX \1\2", name, flags=re.IGNORECASE)
-    if found := re.match(r"(?:nvidia )?h100\W*9([46])\s?GB", name, re.IGNORECASE):
-        name = (
-            "H100-NVL" if found[1] == "4" else "H100-80GB"
-        )  # SXM cards of machines of eight, with more memory
-    if re.fullmatch(r"(?:nvidia )?a100", name, re.IGNORECASE) and peak_gb and peak_gb > 40:
+    name = re.sub(r"(?i)(?<![a-z\d])(\d+)\s*(?:g|gb|gib)\b", r"\1GB", name).strip()
+    name = re.sub(r"(?i)^(\d{4})( ?ti| ?super)?$", r"RTX \1\2", name)
+    if found := re.match(r"(?i)(?:nvidia )?h100\W*9([46])\s?GB", name):
+        # SXM cards of machines of eight, with more memory
+        name = "H100-NVL" if found[1] == "4" else "H100-80GB"
+    if re.fullmatch(r"(?i)(?:nvidia )?a100", name) and peak_gb and peak_gb > 40:
         name = "A100 80GB"  # more than the smaller one has
     whole = re.sub(r"[()\[\],]", " ", name)
     without = re.sub(r"\(.*?\)|\[.*?\]", " ", name)
-    plain = re.sub(
-        r"\b(sxm\d?|hbm\d?e?|nvlink|nodes?|x\d+|nvidia|geforce|gpu)\b",
-        " ",
-        without,
-        flags=re.IGNORECASE,
-    )
+    beside = r"(?i)\b(sxm\d?|hbm\d?e?|nvlink|nodes?|x\d+|nvidia|geforce|gpu)\b"
     error: FarthingError | None = None
-    for one in dict.fromkeys(
-        " ".join(each.split()).strip(" -") for each in (whole, without, plain)
-    ):
+    for one in (whole, without, re.sub(beside, " ", without)):
+        one = " ".join(one.split()).strip(" -")
         try:
             return find_gpu(GPUS.get(one.replace(" ", ""), one))
         except FarthingError as failed:
@@ -231,32 +199,30 @@ def gpu_of(text: str, peak_gb: float | None = None) -> Gpu:
     raise error
 
 
+_REFUSED = {  # by what a row's words have
+    r"lora-fa|bdlora|mica|galore|lisa|lomo": "a variant of LoRA that the trainer has not",
+    r"cpu.?off-?load|zero3-offload": "CPU off-load",
+    r"config not stated \(low|must differ in settings": "its settings are not stated",
+    r"\bhsdp\b|hybrid.shard": "weights that are copied between machines, and spread within them",
+    r"(?=.*(?:deepspeed|\bzero\b)).*stage (?:is )?not stated": "DeepSpeed, and what it spreads is "
+    "not stated",
+    "checkpointing not stated": "whether layers are recomputed is not stated",
+    "unpacked": "lengths of the unpacked data are not stated",
+}
+
+
 def refuse(row: dict[str, str], words: str, method: str) -> None:
     """Raise `NotExpressed` for what no recipe has."""
-    if row["quant"] and not re.search(
-        r"nf4|bnb|gptq|awq|4bit|4-bit|fp4|int4", row["quant"].lower()
-    ):
+    quant = row["quant"].lower()
+    if quant and not re.search(r"nf4|bnb|gptq|awq|4-?bit|fp4|int4", quant):
         raise NotExpressed(f"{row['quant']} weights")
-    if method == "ia3":
-        raise NotExpressed("method ia3: activations are scaled, no weight is adapted")
     if method not in ("full", "lora", "qlora"):
         raise NotExpressed(f"method {method}")
-    if any(word in words for word in ("lora-fa", "bdlora", "mica", "galore", "lisa", "lomo")):
-        raise NotExpressed("a variant of LoRA that the trainer has not")
     if "fp8" in row["precision"]:
         raise NotExpressed("products in fp8, whose peak is twice that of any precision of a recipe")
-    if re.search(r"cpu.?off-?load", words) or "zero3-offload" in words:
-        raise NotExpressed("CPU off-load")
-    if "config not stated (low" in words or "must differ in settings" in words:
-        raise NotExpressed("its settings are not stated")
-    if re.search(r"\bhsdp\b|hybrid.shard", words):
-        raise NotExpressed("weights that are spread within a machine and copied between machines")
-    if re.search(r"deepspeed|\bzero\b", words) and re.search(r"stage (?:is )?not stated", words):
-        raise NotExpressed("DeepSpeed, and what it spreads is not stated")
-    if "checkpointing not stated" in words:
-        raise NotExpressed("whether layers are recomputed is not stated")
-    if "unpacked" in words:
-        raise NotExpressed("lengths of the unpacked data are not stated")
+    for pattern, why in _REFUSED.items():
+        if re.search(pattern, words, re.DOTALL):
+            raise NotExpressed(why)
 
 
 def read_case(row: dict[str, str]) -> Published:
@@ -265,126 +231,114 @@ def read_case(row: dict[str, str]) -> Published:
     words = f"{notes} {row['optimizer']} {row.get('grad_ckpt', '')} {row['method']}".lower()
     method = re.sub(r"q-lora", "qlora", re.sub(r"\s*\(.*?\)", "", row["method"].lower())).strip()
     refuse(row, words, method)
-    seq_len, micro = _number(row["seq_len"]), _number(row["micro_batch"])
+    seq_len, micro = (int(_number(row[name]) or 0) for name in ("seq_len", "micro_batch"))
     if not seq_len or not micro:
         raise NotExpressed("no length or no batch size")
-    shape = shape_of(row["model"])
-    n_gpus = int(float(row["n_gpu"] or 1))
-    if QWEN in source:
-        words += deepspeed_of_qwen(row["model"].lower(), method, n_gpus)
+    shape, n_gpus = shape_of(row["model"]), int(float(row["n_gpu"] or 1))
+    if QWEN in source and (method != "lora" or n_gpus > 1):
+        raise NotExpressed("DeepSpeed, with copies of its own in fp32")
+    if "torchtune" in source and re.search(r"in.(?:bwd|backward)", words):
+        raise NotExpressed("gradients that are freed within the backward pass")
+    if "torchtitan" in source and "selective op" in words:
+        raise NotExpressed("layers that are recomputed but for every second product")
     all_words = f"{words} {row['quant'].lower()}"
     stack = stack_of(source, all_words, method)
-    if (
-        "fsdp" in words and stack.autocasts and "fms-acceleration" in source
-    ):  # accelerate makes what is trained fp32
+    if "fsdp" in words and stack.autocasts and "fms-acceleration" in source:
+        # accelerate makes what is trained fp32
         stack = replace(stack, has_master_weights=True, upcasts_frozen=False)
     if shape.model_type == "gpt_bigcode" and stack.loss == WHOLE and not stack.autocasts:
         stack = replace(stack, loss=FUSED)  # its loss is computed in the precision of the logits
-    if stack.loss == WHOLE and takes_logits_as_they_are(source, row["model"], int(micro)):
+    if stack.loss == WHOLE and takes_logits_as_they_are(source, row["model"], micro):
         stack = replace(stack, loss=FREED)
     precision = precision_of(row["precision"])
-    if (
-        "universal-llm-trainer" in source and method == "qlora"
-    ):  # what is not quantized is loaded in fp32 (src/models)
-        precision = "fp32"
-    adapters, r, targets, saved = None, 0, (), ()
+    if "universal-llm-trainer" in source and method == "qlora":
+        precision = "fp32"  # what is not quantized is loaded in fp32 (src/models)
+    adapters, r = None, 0
     if method != "full":
         r = rank_of(words, source)
-        targets = targets_of(words, shape, source)
         saved = ("embed_tokens", "lm_head") if trains_ends(words) else ()
+        targets = targets_of(words, shape, source)
         adapters = shape.with_lora(r, targets, saved, use_dora="dora" in words)
-    every = every_of(row["grad_ckpt"], words, source)
-    of_torchtune = "torchtune" in source  # its distributed recipes divide everything
-    sharding = (
-        "none"
-        if n_gpus == 1
-        else (
-            "ddp"
-            if re.search(r"\bddp\b|no_shard", words)
-            else (
-                "fsdp"
-                if of_torchtune or re.search(r"fsdp|zero-?3|zero3|full.?shard", f"{words} {source}")
-                else "ddp"
-            )
-        )
-    )
-    optim = "adamw_8bit" if "8bit" in words or "8-bit" in words else "adamw_torch_fused"
-    if (
-        re.search(r"foreach|adamw_torch|\badamw\b", words)
-        and "torchtune" not in source
-        and "fused" not in row["optimizer"]
-    ):
-        optim = "adamw_torch"
-    if "paged" in words and "8bit" in words:
-        optim = "paged_adamw_8bit"
-    if not row["optimizer"] and "torchtune" not in source:
-        optim = "adamw_torch"
-    n_micro = n_micro_batches_of(words, int(micro) * n_gpus)
-    recipe = Recipe(
+    n_micro = n_micro_batches_of(words, micro * n_gpus)
+    recipe = OtherRecipe(
         method,
-        Settings(checkpoint_every=every, precision=precision),
-        optim,
-        int(micro) * n_gpus * n_micro,
+        Settings(checkpoint_every=every_of(row["grad_ckpt"], words, source), precision=precision),
+        optim_of(row["optimizer"], words, source),
+        micro * n_gpus * n_micro,
         r,
         dropout_of(words, source) if r else 0.0,
         "dora" in words,
         n_gpus,
-        sharding,
+        sharding_of(words, source) if n_gpus > 1 else NONE,
         stack,
         float(n_micro),
     )
     variable = re.search(r"mean (\d+) real tokens", words)
-    is_cut = (
-        "variable length" in words and not variable
-    )  # the longest is the limit, what is usual is not told
+    # the longest is the limit, what is usual is not told
+    is_cut = "variable length" in words and not variable
     if is_cut and "swift" not in source and "max_length" not in words:
         raise NotExpressed("lengths of the data are not stated")
-    if variable:  # batches of similar lengths: twenty of them are sorted together
-        lengths = from_mean(20000, float(variable[1]), int(seq_len), spread=SPREAD)
-        padded = padded_by_number(lengths, int(micro), 20 * int(micro))
-        largest = Largest(int(micro), int(lengths.percentile(99)), 0)
-        mean = lengths.mean
-    else:
-        n = int(seq_len)
-        padded, largest, mean = (
-            Padded(n, 0.0, float(n * n), 0.0, 0.0),
-            Largest(int(micro), n, 0),
-            float(n),
-        )
+    padded, longest, mean = Padded(seq_len, 0.0, float(seq_len**2), 0.0, 0.0), seq_len, seq_len
+    if variable:
+        lengths = from_mean(20000, float(variable[1]), seq_len, spread=SPREAD)
+        padded = padded_by_number(lengths, micro)
+        longest, mean = int(lengths.percentile(99)), lengths.mean
+    case = OtherCase(shape, recipe, adapters, Largest(micro, longest, 0), padded, float(mean))
     peak, speed = _number(row["peak_gb"]), _number(row["tokens_per_s"])
-    gpu = gpu_of(row["gpu"], peak).name
-    meter, unit = meter_of_source(source, words)
+    gpu = gpu_of(row["gpu"], peak)
+    meter, unit = meter_of(source, words)
     if "suspect" in words or is_cut:
         speed = None
     limit = limit_of(words, f"{row['peak_gb']} {row['tokens_per_s']}".lower())
     if peak is None and speed is None and not limit:
         raise NotExpressed("nothing measured that can be compared")
-    measured = peak * unit if peak and not limit else None
-    network = network_of(words, gpu) if n_gpus > GPUS_OF_MACHINE else math.inf
-    speed = None if limit else speed
-    older = attention_share_of(source, find_gpu(gpu).architecture)
-    case = Case(shape, recipe, adapters, largest, padded, mean)
     return Published(
         case,
         gpu,
         meter,
-        measured,
-        speed,
-        network,
+        peak * unit if peak and not limit else None,
+        None if limit else speed,
+        network_of(words, gpu) if n_gpus > GPUS_OF_MACHINE else math.inf,
         limit,
-        older,
+        attention_share_of(source, gpu.architecture),
         beside_bytes(source, all_words, case),
         "tf32" in f"{all_words} {row['precision'].lower()}" or "nvidia" in source,
-        saves_products(source, all_words),
     )
 
 
-def network_of(words: str, gpu: str) -> float:
+def padded_by_number(lengths: Lengths, micro: int) -> Padded:
+    """A mean example of batches of `micro`, as long as their longest, where twenty of them are
+    sorted together.
+    """
+    drawn = np.random.default_rng(0).choice(lengths.tokens, (1000, 20 * micro))
+    longest = np.sort(drawn, axis=1)[:, ::-1][:, ::micro].astype(float)
+    return Padded(float(longest.mean()), 0.0, float((longest**2).mean()), 0.0, 0.0)
+
+
+def sharding_of(words: str, source: str) -> str:
+    """Of several GPUs; torchtune's distributed recipes divide everything."""
+    if re.search(r"\bddp\b|no_shard", words):
+        return DDP
+    is_spread = re.search(r"torchtune|fsdp|zero-?3|full.?shard", f"{words} {source}")
+    return FSDP if is_spread else DDP
+
+
+def optim_of(cell: str, words: str, source: str) -> str:
+    is_8bit = re.search("8-?bit", words) is not None
+    if "paged" in words and is_8bit:
+        return "paged_adamw_8bit"
+    is_named = re.search(r"foreach|adamw_torch|\badamw\b", words) and "fused" not in cell
+    if "torchtune" not in source and (is_named or not cell):
+        return "adamw_torch"
+    return "adamw_8bit" if is_8bit else "adamw_torch_fused"
+
+
+def network_of(words: str, gpu: Gpu) -> float:
     """Bytes a second between machines of eight, from the row or as the maker's own machine has it.
     Raises `NotExpressed`.
     """
     said = re.search(r"([\d.]+) ?gbps", words)
-    rate = float(said[1]) * 1e9 / 8 if said else NETWORK_BYTES_PER_S.get(find_gpu(gpu).architecture)
+    rate = float(said[1]) * 1e9 / 8 if said else NETWORK_BYTES_PER_S.get(gpu.architecture)
     if rate is None:
         raise NotExpressed("GPUs of several machines: the network between them is not stated")
     return NETWORK_SHARE * rate
@@ -394,24 +348,22 @@ def limit_of(words: str, cells: str) -> str:
     """What a row says of memory without a figure: `longest` (no longer input fits), `too much`, or
     nothing.
     """
-    if "boundary" in words or re.search(
-        r"(?:longest|max\w*) (?:sequence|context|seq\w*|length) that fits", words
-    ):
+    longest = r"boundary|(?:longest|max\w*) (?:sequence|context|seq\w*|length) that fits"
+    if re.search(longest, words):
         return "longest"
-    is_over = re.search(
-        r"\boom\b|out of memory|does(?:n't| not) fit", f"{words.split(';')[0]} {cells}"
-    )
-    return "too much" if is_over else ""
+    over = r"\boom\b|out of memory|does(?:n't| not) fit"
+    return "too much" if re.search(over, f"{words.split(';')[0]} {cells}") else ""
 
 
 def precision_of(text: str) -> str:
     """bf16, fp16 or fp32: `bf16-true`, `amp_bf16`, `bfloat16 mixed`. Raises `NotExpressed`."""
     words = text.lower()
-    for name, pattern in (
-        ("bf16", r"bf16|bfloat16"),
-        ("fp16", r"fp16|float16|half"),
-        ("fp32", r"fp32|float32|tf32"),
-    ):
+    patterns = {
+        "bf16": r"bf16|bfloat16",
+        "fp16": r"fp16|float16|half",
+        "fp32": r"fp32|float32|tf32",
+    }
+    for name, pattern in patterns.items():
         if re.search(pattern, words):
             return name
     if not words.strip() or re.search(r"nf4|int4|4-?bit", words):
@@ -421,10 +373,8 @@ def precision_of(text: str) -> str:
 
 def rank_of(words: str, source: str) -> int:
     """The rank that a row names, else that of its source's scripts."""
-    found = re.search(
-        r"(?:\br|lora_r|lora_rank|\brank|\brank of)(?:\s?[=:]\s?|\s)([1-9]\d*)|\br([1-9]\d*)\b",
-        words,
-    )
+    named = r"(?:\br|lora_r|lora_rank|\brank|\brank of)(?:\s?[=:]\s?|\s)([1-9]\d*)"
+    found = re.search(rf"{named}|\br([1-9]\d*)\b", words)
     if found:
         return int(found[1] or found[2])
     defaults = {"qwen": 64, "fsdp_qlora": 64, "lit": 8, "swift": 8, "factory": 8}
@@ -436,11 +386,7 @@ def dropout_of(words: str, source: str) -> float:
     found = re.search(r"dropout(?:_p)?\s?[=: ]\s?(0?\.\d+|0)", words)
     if found:
         return float(found[1])
-    return (
-        0.05
-        if any(name in source.lower() for name in ("qwen", "swift", "lit-gpt", "litgpt"))
-        else 0.0
-    )
+    return 0.05 if re.search("qwen|swift|lit-?gpt", source) else 0.0
 
 
 def every_of(cell: str, words: str, source: str) -> int:
@@ -454,18 +400,13 @@ def every_of(cell: str, words: str, source: str) -> int:
         return 0
     if "selective" in said:  # of every second layer; by operation is about as much
         return 2
-    if re.search(
-        r"no (?:gradient |activation )?checkpointing|checkpointing[=: ]*(?:false|off)", words
-    ):
+    off = r"no (?:gradient |activation )?checkpointing|checkpointing[=: ]*(?:false|off)"
+    if re.search(off, words):
         return 0
     if re.search(r"(?:gradient|activation)[_ ]checkpointing", words):
         return 1
-    return int(
-        any(
-            name in source.lower()
-            for name in ("torchtune", "qwen", "swift", "factory", "unsloth", "fsdp_qlora")
-        )
-    )
+    usual = r"torchtune|qwen|swift|factory|unsloth|fsdp_qlora"
+    return int(re.search(usual, source.lower()) is not None)
 
 
 def n_micro_batches_of(words: str, at_once: int) -> int:
@@ -488,38 +429,25 @@ _OF_QWEN = {  # its names for the layers of the stand-in
 def targets_of(words: str, shape: Shape, source: str) -> tuple[str, ...]:
     """The adapted layers that a row names."""
     names = {layer.name.rsplit(".", 1)[-1] for layer in shape.linear_layers}
-    listed = re.search(r"targets=\[([^\]]*)\]", words)
-    if listed:
+    whole = tuple(name for name in ("query_key_value", "c_attn", "qkv_proj") if name in names)
+    if listed := re.search(r"targets=\[([^\]]*)\]", words):
         found = re.findall(r"[\w-]+", listed[1])
-        return tuple(
-            name
-            for word in found
-            for name in ((word,) if word in names else _OF_QWEN.get(word, (word,)))
-        )
+        plain = [(word,) if word in names else _OF_QWEN.get(word, (word,)) for word in found]
+        return tuple(name for each in plain for name in each)
     if "q,k,v,o" in words or "qkvo" in words:
-        wanted = (
-            ("q_proj", "k_proj", "v_proj", "o_proj") if "q_proj" in names else ("c_attn", "c_proj")
-        )
+        wanted = ("q_proj", "k_proj", "v_proj", "o_proj", "c_attn", "c_proj")
         return tuple(name for name in wanted if name in names)
-    if re.search(r"all[- ]linear|all linear", words):
+    if re.search(r"all[- ]linear", words):
         return ("all-linear",)
     if re.search(r"q,\s?v\b|q_proj,? ?v_proj|\bqv\b|query,? ?value", words):
-        return _one_product(shape) or shape.query_and_value
-    if "swift" in source.lower() or re.search(
-        r"q_proj,? ?k_proj,? ?v_proj|q,\s?k,\s?v\b|c_attn\b(?!,)", words
-    ):
-        return _one_product(shape) or tuple(
-            name for name in ("q_proj", "k_proj", "v_proj") if name in names
-        )
-    if "lit-gpt" in source.lower() or "litgpt" in source.lower():
-        return _one_product(shape) or shape.query_and_value
-    return TARGETS_OF["peft" if "peft" in source else "default"]
-
-
-def _one_product(shape: Shape) -> tuple[str, ...]:
-    """The layer that makes queries, keys and values at once, where there is one."""
-    names = {layer.name.rsplit(".", 1)[-1] for layer in shape.linear_layers}
-    return tuple(name for name in ("query_key_value", "c_attn", "qkv_proj") if name in names)
+        return whole or shape.query_and_value
+    three = r"q_proj,? ?k_proj,? ?v_proj|q,\s?k,\s?v\b|c_attn\b(?!,)"
+    if "swift" in source or re.search(three, words):
+        return whole or tuple(name for name in ("q_proj", "k_proj", "v_proj") if name in names)
+    if "lit-gpt" in source or "litgpt" in source:
+        return whole or shape.query_and_value
+    # what scripts are known to adapt
+    return ("q_proj", "v_proj") if "peft" in source else ("all-linear",)
 
 
 def _number(text: str | None) -> float | None:

@@ -28,7 +28,7 @@ from farthing.planner.memory import (
     logits_bytes,
     writing_memory,
 )
-from farthing.planner.recipe import FARTHING, Case, Recipe, stack_for
+from farthing.planner.recipe import Case, Recipe, Stack, stack_for
 from farthing.settings import Settings
 from thinned import thinned
 from traced import Alive, labelled_loss, own_loss, traced_peak
@@ -164,7 +164,7 @@ def compare(case: Traced, is_ours: bool) -> tuple[Memory, int]:
             "lora_dropout": case.dropout,
             "use_dora": case.dora,
         }
-    stack = FARTHING
+    stack = Stack()
     if is_ours:
         is_plain = not (case.dropout or case.dora or case.keeps_start)
         stack = stack_for(
@@ -326,7 +326,8 @@ def test_layers_that_are_kept_to_the_backward_pass_and_fp16_take_more_of_spread_
     on_four = replace(FULL, n_gpus=4, sharding="fsdp")
     root = shape.n_parameters - in_layers(shape)
     for reshards, precision, of_each in ((True, "bf16", 2), (False, "bf16", 2), (True, "fp16", 4)):
-        recipe = replace(on_four, reshards=reshards).with_settings(precision=precision)
+        settings = replace(on_four.settings, precision=precision)
+        recipe = replace(on_four, reshards=reshards, settings=settings)
         found = evaluation_memory(case_of(shape, recipe, SHORT)).parts["gathered weights"]
         layers = in_layers(shape) / (shape.n_layers if reshards else 1)
         assert found == pytest.approx(of_each * (root + layers), rel=1e-6)
@@ -442,7 +443,7 @@ def test_only_labelled_positions_are_paid_for_and_a_tile_of_them_at_most() -> No
     assert logits(1000, 0.1) == 2 * 100 * (words + h) + 2 * 4 * 100 * words + 2 * 100 * h, (
         "fewer than a tile or a block"
     )
-    whole = peak(shape, replace(recipe, stack=FARTHING), Largest(1, 65_536, 0), adapters)
+    whole = peak(shape, replace(recipe, stack=Stack()), Largest(1, 65_536, 0), adapters)
     tiled = peak(shape, recipe, Largest(1, 65_536, 0), adapters)
     assert whole.allocated.n_bytes > 4 * tiled.allocated.n_bytes
 
@@ -560,9 +561,7 @@ def test_flash_attention_needs_no_mask_and_no_repeated_keys() -> None:
     shape, long = shape_of("llama"), Largest(1, 16384, 0)
     adapters = shape.with_lora(16)
     padded = peak(shape, LORA, long, adapters).allocated.n_bytes
-    flash = peak(
-        shape, replace(LORA, stack=replace(FARTHING, is_flash=True)), long, adapters
-    ).allocated.n_bytes
+    flash = peak(shape, replace(LORA, stack=Stack(is_flash=True)), long, adapters).allocated.n_bytes
     mask = 2 * 16384**2 * shape.n_layers
     repeated = 2 * 2 * (shape.n_heads - shape.n_kv_heads) * shape.head_dim * 16384 * shape.n_layers
     assert padded - flash == pytest.approx(mask + repeated, rel=0.01)

@@ -36,7 +36,6 @@ def layers_of(case: Case) -> Layers:
     own, of_decoder, across = _adapter_inputs(case)
     pairs = largest.pairs or source * largest.tokens
     layer = (attention + feed_forward + own) * source + squares * pairs
-    layer += recipe.stack.kept_of_layer(case)
     if adapters is not None:  # experts with their adapters added
         layer += recipe.compute_bytes * adapters.n_merged / max(1, shape.n_layers)
     decoder = 0.0
@@ -74,7 +73,7 @@ def _working(case: Case, n_tokens: int, pairs: int) -> float:
     is_plain = recipe.stack.is_packed and case.block.activation == 1
     of_mlp = WORKING_MLP_PLAIN if is_plain else WORKING_MLP
     works: float = of_mlp * shape.ffn + WORKING_STREAM * shape.hidden
-    if recipe.stack.has_lean_mlp:
+    if recipe.stack.has_liger:
         works = WORKING_MLP_LEAN * shape.ffn + WORKING_STREAM_LEAN * shape.hidden
     if shape.n_active:
         routed = shape.hidden * shape.n_active
@@ -104,7 +103,7 @@ def saved_per_token(case: Case) -> tuple[float, float]:
     shape, recipe, block, is_cuda = case.shape, case.recipe, case.block, case.is_cuda
     stack, (q, k), is_full = recipe.stack, case.width, case.adapters is None
     c, r, h, f = recipe.compute_bytes, recipe.residual_bytes, shape.hidden, shape.ffn
-    is_fused = stack.fuses_norms
+    is_fused = stack.has_liger
 
     is_one_pass = stack.is_packed and not is_cuda and r == 4 and not block.scales_fp32
     if block.has_norm_copies and not is_fused and not is_one_pass:
@@ -117,10 +116,8 @@ def saved_per_token(case: Case) -> tuple[float, float]:
         n_norms = 2  # each makes its own fp32 copy of the input that they share
     both = n_norms / 2 * norm + mask
     to_attention = to_mlp = 0
-    keeps_inputs = is_full or stack.keeps_inputs(recipe.method)
-    if keeps_inputs:
-        has_copies = recipe.has_autocast and r > c
-        has_copies = has_copies and not (stack.shares_inputs and is_cuda)
+    if is_full:  # on GPUs one copy in the run's precision serves all products that read it
+        has_copies = recipe.has_autocast and r > c and not is_cuda
         to_attention = c * h * (block.n_attention_inputs if has_copies else 1)
         to_mlp = c * h * (block.n_mlp_inputs if has_copies else 1)
 
@@ -149,9 +146,9 @@ def saved_per_token(case: Case) -> tuple[float, float]:
         kept = of_scaled if is_full or is_short else 0
         attention += (q + k) * ((0 if is_short else 4) + kept)
 
-    activation = float((2 if stack.has_lean_mlp and block.is_gated else block.activation) * c)
+    activation = float((2 if is_fused and block.is_gated else block.activation) * c)
     activation *= f
-    if (keeps_inputs or _adapts_down(case)) and not stack.has_fused_mlp:
+    if is_full or adapts_down(case):
         activation += c * f
     if shape.n_active:
         activation += _routed_per_token(case)
@@ -200,7 +197,9 @@ def scores_per_pair(case: Case) -> float:
         return n_heads * (8.0 if c == 4 else 4.0 + 3.0 * c)
     if _is_math(case):
         return n_heads * 12.0
-    return case.recipe.stack.mask_bytes(case)
+    stack = case.recipe.stack
+    has_mask = case.shape.attention == "causal" and not (stack.is_flash or stack.is_packed)
+    return float(c) if has_mask else 0.0  # of padding, kept as numbers
 
 
 def _adapter_inputs(case: Case) -> tuple[float, float, float]:
@@ -233,9 +232,7 @@ def _adapter_input(weight: Weight, case: Case, shared: set[str]) -> float:
     kept = 0.0
     if is_wider and not recipe.has_autocast:
         kept = 4.0 * width  # the adapter casts its input, and keeps the copy
-    elif is_wider and not (
-        stack.fuses_adapters or (stack.shares_inputs and recipe.method == "qlora")
-    ):
+    elif is_wider and not (stack.fuses_adapters or recipe.method == "qlora"):
         kept = 0.0 if is_down else float(c * width)  # the feed-forward's own counts it
     elif not is_down:  # products of one input share it, and so does attention with what it gave
         last = weight.name.rsplit(".", 1)
@@ -264,7 +261,7 @@ def _keeps_outputs(case: Case) -> bool:
     )
 
 
-def _adapts_down(case: Case) -> bool:
+def adapts_down(case: Case) -> bool:
     """Whether what a down projection reads is kept: where it has an adapter, or experts are merged
     with theirs.
     """

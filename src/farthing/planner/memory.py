@@ -18,11 +18,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from farthing.data.lengths import Largest
+from farthing.models.tiles import head_bytes
 from farthing.planner.activations import Layers, layers_of
 from farthing.planner.recipe import DDP, FSDP, Case
 
 SLACK = 0.05  # of what torch has allocated: blocks that the allocator can't use
 CUDA_CONTEXT_BYTES = int(0.8 * 2**30)
+# of whole logits: blocks that are too large for anything else, and are kept. Between 0.47 of one
+# source (fms-acceleration, nvidia-smi) and nothing of another (PEFT, reserved)
+CACHED_LOGITS = 0.25
 COMMUNICATION_BYTES = {  # what gathered layers leave in the pools of streams; buffers of NCCL
     FSDP: int(4.6 * 2**30),
     DDP: 2**29,
@@ -109,11 +113,11 @@ class Memory:
 def estimate_memory(case: Case) -> Memory:
     """Peak of a step. Sharding divides what it divides evenly."""
     recipe, is_cuda = case.recipe, case.is_cuda
-    standing, layers = _standing(case), layers_of(case)
+    standing, layers = standing_of(case), layers_of(case)
     logits = logits_bytes(case, is_trained=case.adapters is None)
     moments = _moments(case, standing, layers, logits)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
-    beside = int(recipe.stack.cached_logits * logits)
+    beside = 0 if recipe.stack.scores_positions else int(CACHED_LOGITS * logits)
     beside = beside + COMMUNICATION_BYTES.get(recipe.sharding, 0) if is_cuda else 0
     return Memory(_whole(moments[moment]), moment, is_cuda, beside)
 
@@ -122,7 +126,7 @@ def _whole(parts: Parts) -> dict[str, int]:
     return {name: int(value) for name, value in parts.items() if value >= 1}
 
 
-class _Standing(NamedTuple):
+class Standing(NamedTuple):
     """Bytes of one GPU that a micro-batch has no say in."""
 
     weights: float
@@ -134,63 +138,57 @@ class _Standing(NamedTuple):
     head_gradients: float
 
 
-def _standing(case: Case) -> _Standing:
-    shape, recipe, stack = case.shape, case.recipe, case.recipe.stack
+def standing_of(case: Case) -> Standing:
+    shape, recipe = case.shape, case.recipe
     is_full, n_trained = case.adapters is None, case.n_trained
     # of trained weights: what this GPU keeps
-    own = 1.0 if not is_full and recipe.keeps_adapters_whole else recipe.kept_share
+    own = recipe.kept_share if is_full else 1.0
     of_trained = n_trained * recipe.trained_bytes
     weights = own * of_trained + recipe.kept_share * (_weights_bytes(case) - of_trained)
     gradients = of_trained * own
     head_gradients = 0.0
     if is_full:
         head_gradients = shape.n_head_matmul * recipe.trained_bytes / recipe.n_shards
-        if recipe.is_traced:  # whole until the backward pass is over
+        if recipe.gathers:  # whole until the backward pass is over
             head_gradients = float(shape.n_head_matmul * recipe.gathered_bytes)
-    if stack.frees_gradients:
-        gradients = max(gradients / max(1, shape.n_layers), head_gradients)
-    is_held = recipe.n_micro_batches > 1 and not stack.frees_gradients
-    return _Standing(
+    return Standing(
         weights,
         gradients,
-        gradients if is_held else 0.0,
+        gradients if recipe.n_micro_batches > 1 else 0.0,
         n_trained * case.state_bytes * own,
         _casts_bytes(case),
-        _gathered_bytes(case) if recipe.gathers else 0.0,
+        gathered_bytes(case) if recipe.gathers else 0.0,
         head_gradients,
     )
 
 
-def _moments(case: Case, standing: _Standing, layers: Layers, logits: float) -> dict[str, Parts]:
+def _moments(case: Case, standing: Standing, layers: Layers, logits: float) -> dict[str, Parts]:
     """What is there at each moment of a step, part by part."""
-    shape, recipe, stack, largest = case.shape, case.recipe, case.recipe.stack, case.largest
+    shape, recipe, largest = case.shape, case.recipe, case.largest
     every, is_full = recipe.settings.checkpoint_every, case.adapters is None
     weights, gradients, held, state, casts, gathered, of_head = standing
-    saved, boundaries = layers.saved, layers.boundaries
-    if stack.offloads_checkpoints:
-        saved, boundaries = saved - boundaries, 0.0
+    saved = layers.saved
     # made in the forward pass; where the embeddings share its weight it waits for theirs
-    in_loss = of_head if stack.scores_positions and shape.scores_tokens else 0.0
+    in_loss = of_head if recipe.stack.scores_positions and shape.scores_tokens else 0.0
     in_backward = in_loss if shape.is_tied and held else 0.0
-    if recipe.is_traced and is_full:  # beside the rows; in the loss in fp32, without a cast
+    if recipe.gathers and is_full:  # beside the rows; in the loss in fp32, without a cast
         in_backward = of_head if held else 0.0
     n_last = largest.n_rows * (largest.targets or largest.tokens)
     last = n_last * shape.hidden * (4 + recipe.residual_bytes)
     more = _embeddings_working(case, held > 0) if is_full else 0.0
-    is_plain = recipe.optim == "adamw_torch" and not stack.frees_gradients
-    step = gradients if is_plain else 0.0
+    step = gradients if recipe.optim == "adamw_torch" else 0.0
     if recipe.optimizer.is_factored:  # the update and its factors, of the largest weight
         step = 3.0 * recipe.trained_bytes * case.largest_trained
     beside = _dora_working(case) + _merging_bytes(case)
     of_rows = recipe.trained_bytes * recipe.kept_share
     before_last = gradients
-    if is_full and not stack.frees_gradients:
+    if is_full:
         before_last = of_head + shape.n_matmul * of_rows * (1 - 1 / case.n_layers)
     base = {"weights": weights, "optimizer": state}
     at_work = base | {"gathered weights": gathered}
-    going_back = base | {"gathered weights": gathered + _gathered_beside(case)}
+    going_back = base | {"gathered weights": gathered + gathered_beside(case)}
     forward = at_work | {"gradients": held, "casts": casts}
-    top = saved if every != 1 else recipe.stack.edge_copies(recipe) * boundaries + layers.top
+    top = saved if every != 1 else layers.boundaries + layers.top
     works = max(layers.working, beside)
     moments: dict[str, Parts] = {
         "forward": forward | {"activations": saved, "working": beside},
@@ -213,7 +211,7 @@ def _moments(case: Case, standing: _Standing, layers: Layers, logits: float) -> 
         "optimizer": base | {"gradients": gradients, "working": step},
     }
     # of several micro-batches copies of weights are kept to the end of the step (model/casts.py)
-    if case.is_cuda and stack.shares_inputs and recipe.sharding != FSDP and held:
+    if case.is_cuda and recipe.sharding != FSDP and held:
         for name in ("backward", "last layer", "embeddings"):
             moments[name]["casts"] = casts
     if shape.n_decoder_layers and shape.is_tied and is_full:  # before the encoder's layers
@@ -226,7 +224,7 @@ def _moments(case: Case, standing: _Standing, layers: Layers, logits: float) -> 
     return moments
 
 
-def _gathered_beside(case: Case) -> float:
+def gathered_beside(case: Case) -> float:
     """Bytes that spread weights take in the backward pass alone: the next layer's, gathered
     meanwhile; and of a trained layer its gradient, whole in fp32 as it is summed, while those of
     the next one are made.
@@ -234,7 +232,7 @@ def _gathered_beside(case: Case) -> float:
     recipe = case.recipe
     if not recipe.gathers:
         return 0.0
-    c = recipe.gathered_bytes if recipe.is_traced else 0
+    c = recipe.gathered_bytes
     of_gradients = 4.0 + c if case.adapters is None else 0.0
     return case.of_layer * ((c if recipe.reshards else 0) + of_gradients)
 
@@ -244,7 +242,7 @@ def _embeddings_working(case: Case, adds_up: bool) -> float:
     added to those before.
     """
     shape, recipe = case.shape, case.recipe
-    if recipe.is_traced:  # embeddings and head whole, as computed and in fp32 as they are summed
+    if recipe.gathers:  # embeddings and head whole, as computed and in fp32 as they are summed
         return (4.0 + recipe.gathered_bytes) * (shape.n_parameters - case.in_layers)
     embedding = shape.vocab * shape.hidden * recipe.trained_bytes / recipe.n_shards
     return embedding * ((2 if shape.is_tied else 0) + (1 if adds_up else 0))
@@ -252,7 +250,7 @@ def _embeddings_working(case: Case, adds_up: bool) -> float:
 
 def evaluation_memory(case: Case) -> Memory:
     """Peak of an evaluation: the optimizer's state stays, and no layer keeps anything."""
-    standing, layer = _standing(case), layers_of(case).top
+    standing, layer = standing_of(case), layers_of(case).top
     logits = logits_bytes(case, is_trained=None)
     found: Parts = {"weights": standing.weights, "gathered weights": standing.gathered}
     found |= {"optimizer": standing.state, "casts": standing.casts}
@@ -269,7 +267,7 @@ def writing_memory(case: Case, written: Largest) -> Memory:
     words, in fp32 once more.
     """
     shape, recipe, n = case.shape, case.recipe, written.n_rows
-    standing, c = _standing(case), recipe.compute_bytes
+    standing, c = standing_of(case), recipe.compute_bytes
     n_kept = shape.n_decoder_layers * (written.tokens + written.targets) + written.targets
     kept = n * 2.0 * c * case.width[1] * n_kept
     states = float(n * written.tokens * shape.hidden * recipe.residual_bytes)
@@ -294,7 +292,7 @@ def host_bytes(case: Case) -> int:
         is_spread = recipe.sharding == FSDP and adapters is None
         return int(of_state * (1 if is_spread else recipe.n_gpus))
     if adapters is not None:  # adapters stay on the GPU
-        frozen = (adapters.n_total - adapters.n_trainable) * recipe.frozen_bytes
+        frozen = (adapters.n_total - adapters.n_trainable) * recipe.compute_bytes
         return int(frozen + of_state * recipe.n_gpus)
     return int(n_trained * (2.0 * recipe.trained_bytes + case.state_bytes) + of_state)
 
@@ -317,7 +315,7 @@ def _casts_bytes(case: Case) -> float:
     return float((shape.n_matmul - of_experts + of_head) * c)
 
 
-def _gathered_bytes(case: Case) -> float:
+def gathered_bytes(case: Case) -> float:
     """What is whole on a GPU that computes with spread weights: embeddings, last norm and head from
     the forward to the end of the backward pass, and the layer at work (FSDP2; held against
     fms-acceleration's runs on 2 and 4 GPUs).
@@ -325,10 +323,10 @@ def _gathered_bytes(case: Case) -> float:
     recipe, root = case.recipe, case.shape.n_parameters - case.in_layers
     of_layer = case.of_layer if recipe.reshards else float(case.in_layers)
     if recipe.method == "qlora":
-        return root * recipe.frozen_bytes + of_layer * NF4_BYTES
+        return root * recipe.compute_bytes + of_layer * NF4_BYTES
     copied = 0.0
     if recipe.offloads_weights:  # rows as the host has them, until they are cast and gathered
-        kept = recipe.trained_bytes if recipe.method == "full" else recipe.frozen_bytes
+        kept = recipe.trained_bytes if recipe.method == "full" else recipe.compute_bytes
         copied = of_layer / recipe.n_gpus * kept
     return float((root + of_layer) * recipe.gathered_bytes) + copied
 
@@ -342,15 +340,34 @@ def _weights_bytes(case: Case) -> float:
     frozen = adapters.n_total - adapters.n_trainable
     frozen += sum(n * (w.n_weights + w.n_bias) for w, n in adapters.saved)
     n_packed = case.shape.n_packed if recipe.method == "qlora" else 0
-    return n_packed * NF4_BYTES + float((frozen - n_packed) * recipe.frozen_bytes + trained)
+    return n_packed * NF4_BYTES + float((frozen - n_packed) * recipe.compute_bytes + trained)
 
 
 def logits_bytes(case: Case, is_trained: bool | None) -> float:
-    """What the loss has at its worst; `is_trained` is None where nothing is (evaluation)."""
-    if not case.shape.scores_tokens:
+    """What the loss has at its worst. `is_trained` is None where nothing is (evaluation).
+
+    Of all positions the logits, of labelled ones an fp32 copy, its log-softmax and two gradients;
+    in fp32 the gradient of all positions comes on top of what is left.
+    """
+    shape, recipe = case.shape, case.recipe
+    c, share, has_cap = recipe.compute_bytes, case.labelled_share, case.block.caps_logits
+    if not shape.scores_tokens:
         return 0.0
     n_tokens = case.largest.n_rows * (case.largest.targets or case.largest.tokens)
-    return case.recipe.stack.logits_bytes(case, n_tokens, is_trained)
+    if not recipe.stack.scores_positions:
+        of_each = 8.0 + 4.0 * share if c == 4 else c + (c + 8.0) * share
+        return (of_each + (c if has_cap else 0)) * shape.vocab * n_tokens
+    n_scored = -int(-n_tokens * share // 1)
+    found = head_bytes(
+        n_scored,
+        shape.vocab,
+        shape.hidden,
+        recipe.precision,
+        trained_bytes=recipe.trained_bytes if is_trained else 0,
+        is_cuda=case.is_cuda,
+        has_cap=has_cap,
+    )
+    return found + (0.0 if is_trained is None else c * n_scored * shape.hidden)
 
 
 def _dora_working(case: Case) -> float:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from farthing.data.lengths import Largest, Padded
 from farthing.data.packing import MicroBatchCost
 from farthing.models.blocks import Block, block_of
 from farthing.models.families import ENCODERS, KNOWN_HEADS, PACKED
 from farthing.models.shapes import Shape
-from farthing.models.tiles import head_bytes
 from farthing.models.weights import Adapters
 from farthing.objectives.registry import objective_of
 from farthing.planner.optimizers import Optimizer, optimizer
@@ -25,155 +23,23 @@ TO_SET: dict[str, tuple[str, ...]] = {
     FSDP: ("where.gpus: all", "where.strategy: fsdp"),
 }
 """What a job says for each way of sharing the weights."""
-CACHED_LOGITS = 0.25
-"""Of whole logits: blocks that are too large for anything else, and are kept. Between 0.47 of one
-source (fms-acceleration, nvidia-smi) and nothing of another (PEFT, reserved).
-"""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """How farthing's code computes a model. `bench/plan_stacks.py` has the ways of other trainers,
-    whose published runs the formulas are held against; the methods are what differs there.
-    """
+    """What farthing's code can do with a model; by default only what it can with any."""
 
     is_packed: bool = False
     """Documents end to end: neither padding nor a mask of it."""
     is_flash: bool = False
     """Attention reads keys and values as they are, not repeated for their groups."""
     reads_first: bool = False
-    """The last layer of an encoder is computed for the tokens that a classifier reads."""
+    """The last layer of an encoder is computed for the one token that a classifier reads."""
     scores_positions: bool = False
     """The head takes labelled positions only, a tile at a time; else all logits are there."""
     fuses_adapters: bool = False
     """LoRA layers are one function each: their input is kept once, in the run's precision."""
     has_liger: bool = False
-
-    @property
-    def n_read(self) -> float | None:
-        """Tokens of an example for which alone the last layer is computed; None: for all."""
-        return 1.0 if self.reads_first else None
-
-    # ---- dtypes ----
-
-    def has_autocast(self, precision: str) -> bool:
-        return precision != "fp32"
-
-    def trained_bytes(self, method: str, compute_bytes: int) -> int:
-        return 4
-
-    def frozen_bytes(self, method: str, compute_bytes: int) -> int:
-        return compute_bytes
-
-    # ---- layers ----
-
-    @property
-    def fuses_norms(self) -> bool:
-        return self.has_liger
-
-    @property
-    def has_lean_mlp(self) -> bool:
-        """A gated activation keeps both halves and their product."""
-        return self.has_liger
-
-    @property
-    def has_fused_mlp(self) -> bool:
-        return False
-
-    @property
-    def shares_inputs(self) -> bool:
-        """One copy of an input in the run's precision serves all layers that read it, on GPUs."""
-        return True
-
-    @property
-    def spreads_adapters(self) -> bool:
-        """Adapters are divided over GPUs as frozen weights are."""
-        return False
-
-    @property
-    def is_traced(self) -> bool:
-        """FSDP2's own buffers are known moment by moment."""
-        return True
-
-    @property
-    def frees_gradients(self) -> bool:
-        """The optimizer steps within the backward pass, a layer at a time."""
-        return False
-
-    @property
-    def offloads_checkpoints(self) -> bool:
-        return False
-
-    @property
-    def unpacking(self) -> float:
-        """Times as long as bitsandbytes' kernels for NF4 take to unpack weights."""
-        return 1.0
-
-    def keeps_inputs(self, method: str) -> bool:
-        """Whether frozen layers keep what they read."""
-        return False
-
-    def kept_of_layer(self, case: Case) -> float:
-        """Bytes of a layer beside its activations."""
-        return 0.0
-
-    def edge_copies(self, recipe: Recipe) -> int:
-        """How often the backward pass holds what recomputed layers begin with."""
-        return 1
-
-    def mask_bytes(self, case: Case) -> float:
-        """Of one layer for each pair of tokens: the mask of padding, kept as numbers."""
-        has_mask = case.shape.attention == "causal" and not (self.is_flash or self.is_packed)
-        return float(case.recipe.compute_bytes) if has_mask else 0.0
-
-    # ---- the loss ----
-
-    def logits_bytes(self, case: Case, n_tokens: float, is_trained: bool | None) -> float:
-        """What the loss has at its worst. `is_trained` is None where nothing is (evaluation).
-
-        Of all positions the logits, of labelled ones an fp32 copy, its log-softmax and two
-        gradients; in fp32 the gradient of all positions comes on top of what is left.
-        """
-        shape, c = case.shape, case.recipe.compute_bytes
-        caps = c if case.block.caps_logits else 0.0
-        if not self.scores_positions:
-            share = case.labelled_share
-            of_each = 8.0 + 4.0 * share if c == 4 else c + (c + 8.0) * share
-            return (of_each + caps) * shape.vocab * n_tokens
-        n_scored = -int(-n_tokens * case.labelled_share // 1)
-        found = head_bytes(
-            n_scored,
-            shape.vocab,
-            shape.hidden,
-            case.recipe.precision,
-            trained_bytes=case.recipe.trained_bytes if is_trained else 0,
-            is_cuda=case.is_cuda,
-            has_cap=bool(caps),
-        )
-        return found + (0.0 if is_trained is None else c * n_scored * shape.hidden)
-
-    @property
-    def cached_logits(self) -> float:
-        """Share of them that the allocator keeps."""
-        return 0.0 if self.scores_positions else CACHED_LOGITS
-
-    def loss_traffic(self, compute_bytes: int, labelled_share: float) -> float:
-        """Bytes for each word and token: eight passes in fp32, or over positions two in fp32 and
-        five in the precision of the run.
-        """
-        if self.scores_positions:
-            return (8.0 + 5.0 * compute_bytes) * labelled_share
-        return compute_bytes + 32.0 * labelled_share
-
-    # ---- the host ----
-
-    def host_s(self, recipe: Recipe, launches: float, adapted: float, launch_s: float) -> float:
-        """Seconds of the host for a layer's kernels, forward and backward."""
-        return launch_s * (launches + (adapted if recipe.method != "full" else 0.0))
-
-
-FARTHING = Stack()
-"""With a model that it can neither lay end to end nor score by positions."""
 
 
 def stack_for(
@@ -217,7 +83,7 @@ class Recipe:
     use_dora: bool = False
     n_gpus: int = 1
     sharding: str = NONE
-    stack: Stack = FARTHING
+    stack: Stack = Stack()
     n_micro_batches: float = 1.0
     """Forward passes of one GPU in a mean step."""
     reshards: bool = True
@@ -242,41 +108,28 @@ class Recipe:
     @property
     def trained_bytes(self) -> int:
         """Of a trained weight, and of its gradient."""
-        if self.optimizer.has_bf16_weights:
-            return 2
-        return self.stack.trained_bytes(self.method, self.compute_bytes)
-
-    @property
-    def frozen_bytes(self) -> int:
-        """Of a frozen weight that is not quantized."""
-        return self.stack.frozen_bytes(self.method, self.compute_bytes)
+        return 2 if self.optimizer.has_bf16_weights else 4
 
     @property
     def has_autocast(self) -> bool:
         """The forward pass casts what it multiplies."""
-        return self.stack.has_autocast(self.precision)
+        return self.precision != "fp32"
 
     @property
     def gathered_bytes(self) -> int:
         """Of a spread weight while it is whole: rows are cast to bf16 and not to fp16."""
-        is_as_kept = (
-            self.method == "full" and self.precision == "fp16" and self.keeps_adapters_whole
-        )
+        is_as_kept = self.method == "full" and self.precision == "fp16"
         return self.trained_bytes if is_as_kept else self.compute_bytes
 
     @property
     def residual_bytes(self) -> int:
         """Of a number in the residual stream, and at the edges of recomputed layers."""
-        return self.trained_bytes if self.method == "full" else self.frozen_bytes
+        return self.trained_bytes if self.method == "full" else self.compute_bytes
 
     @property
     def cost(self) -> MicroBatchCost:
         """What padded work is cut by."""
         return MicroBatchCost(self.settings.least_tokens, self.settings.more_tokens)
-
-    @property
-    def keeps_adapters_whole(self) -> bool:
-        return not self.stack.spreads_adapters
 
     @property
     def n_shards(self) -> int:
@@ -293,19 +146,12 @@ class Recipe:
         return self.offloads_weights or self.n_shards > 1
 
     @property
-    def is_traced(self) -> bool:
-        return self.gathers and (self.offloads_weights or self.stack.is_traced)
-
-    @property
     def to_set(self) -> tuple[str, ...]:
         """What the job has to say for it, beside what it says by itself."""
         if not self.offloads_weights:
             return TO_SET[self.sharding]
         gpus = TO_SET[DDP] if self.n_gpus > 1 else ()
         return (*gpus, "where.strategy: fsdp", "where.offload_weights: true")
-
-    def with_settings(self, **changed: Any) -> Recipe:
-        return replace(self, settings=replace(self.settings, **changed))
 
     def in_words(self) -> str:
         """`lora, bf16, up to 8,192 tokens at a time, every layer checkpointed`."""

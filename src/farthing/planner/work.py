@@ -94,7 +94,7 @@ def work_of(case: Case) -> Work:
     if adapters is not None and adapters.keeps_start:
         adapted *= 2.0
     launches = case.block.launches * (EXPERTS_LAUNCHES if shape.n_active else 1.0)
-    of_layer = recipe.stack.host_s(recipe, launches, adapted, LAUNCH_S)
+    of_layer = LAUNCH_S * (launches + adapted)
     of_passes = 1 + recompute / 3 - below * (2 + recompute) / 3
     packed = shape.n_packed * (NF4_BYTES + c) if recipe.method == "qlora" else 0.0
     n_read = c * (shape.n_matmul + shape.n_head_matmul + 2 * n_merged) + whole.more_bytes
@@ -103,7 +103,7 @@ def work_of(case: Case) -> Work:
         attention_flops=n_each * flops.attention / rate,
         read_bytes=n_micro * passes * n_read,
         traffic_bytes=n_each * _traffic(case, recompute) + whole.moved_bytes + casts,
-        dequantization_bytes=n_micro * passes * recipe.stack.unpacking * packed,
+        dequantization_bytes=n_micro * passes * packed,
         optimizer_bytes=0.0 if _updates_there(case) else _update_bytes(case),
         sent_bytes=_sent_bytes(case),
         host_s=n_micro * (case.n_layers * of_layer * of_passes + OUTER_LAUNCHES * LAUNCH_S),
@@ -149,7 +149,7 @@ def _flops(case: Case, recompute: float) -> _Flops:
     shape, padded, adapters, stack = case.shape, case.padded, case.adapters, case.recipe.stack
     tokens, targets = max(1, round(padded.tokens)), round(padded.targets)
     scale = padded.tokens / tokens
-    n_read = stack.n_read
+    n_read = 1.0 if stack.reads_first else None
     once = shape.forward_flops(tokens, targets, n_read=n_read)
     both = shape.training_flops(tokens, targets, adapters=adapters, n_read=n_read)
     first = 0 if adapters is None else adapters.first_layer
@@ -199,18 +199,17 @@ def _traffic(case: Case, recompute: float) -> float:
     shape, recipe, padded = case.shape, case.recipe, case.padded
     block, stack, c = case.block, recipe.stack, recipe.compute_bytes
     h, r, (q, k) = shape.hidden, recipe.residual_bytes, case.width
-    is_fused = stack.fuses_norms or not block.has_norm_copies  # LayerNorm is one kernel in torch
+    is_fused = stack.has_liger or not block.has_norm_copies  # LayerNorm is one kernel in torch
     norms = block.n_norms * h * (4.0 * r if is_fused else 28.0 + 4.0 * r)
     rotations = (3.0 if is_fused else 10.0) * c * (q + k)
-    is_lean = stack.has_fused_mlp or stack.has_lean_mlp
-    of_gated = 3.0 if is_lean else 5.0
+    of_gated = 3.0 if stack.has_liger else 5.0
     activation = c * shape.ffn * (of_gated if block.is_gated else 2.0 * block.activation)
     layer = norms + 6.0 * r * h + rotations + activation
     adapted = _adapter_traffic(case)
     below = _share_below(case)
     tokens = _layer_tokens(padded, (shape.n_layers, shape.n_decoder_layers))
-    if (n_read := stack.n_read) is not None:
-        tokens -= padded.tokens - n_read
+    if stack.reads_first:
+        tokens -= padded.tokens - 1.0
     passes = 1 + (1 - below) * (2.0 + recompute)
     # adapters are all above
     body = tokens * (layer + adapted) * passes + tokens * adapted * (3.0 + recompute - passes)
@@ -222,7 +221,10 @@ def _traffic(case: Case, recompute: float) -> float:
         of_score = 3.0 * c if case.is_cuda else 6.0 * c + 8.0
         body += pairs * shape.n_heads * of_score * passes
     n_scored = (padded.targets or padded.tokens) if shape.scores_tokens else 0.0
-    return body + n_scored * shape.vocab * stack.loss_traffic(c, case.labelled_share)
+    # for each word eight passes in fp32; of positions two in fp32 and five in the run's precision
+    of_word = (8.0 + 5.0 * c) if stack.scores_positions else 32.0
+    whole = 0.0 if stack.scores_positions else c
+    return body + n_scored * shape.vocab * (whole + of_word * case.labelled_share)
 
 
 def _adapter_traffic(case: Case) -> float:
@@ -291,8 +293,7 @@ def _host_update_bytes(case: Case) -> float:
 
 def _n_stepped(case: Case) -> int:
     """Trained weights that one GPU's optimizer has."""
-    is_whole = case.adapters is not None and case.recipe.keeps_adapters_whole
-    return case.n_trained if is_whole else case.n_trained // case.recipe.n_shards
+    return case.n_trained // (case.recipe.n_shards if case.adapters is None else 1)
 
 
 # ---- bytes of links ----
@@ -307,7 +308,7 @@ def _hauled_bytes(case: Case) -> float:
     if not recipe.offloads_weights:
         return 0.0
     is_full = case.adapters is None
-    of_weight = recipe.trained_bytes if is_full else recipe.frozen_bytes
+    of_weight = recipe.trained_bytes if is_full else recipe.compute_bytes
     rows = of_weight * (n + (case.in_layers if recipe.reshards else 0))
     gradients = recipe.trained_bytes * n if is_full else 0.0
     return recipe.n_micro_batches * (rows + gradients) / recipe.n_gpus
@@ -328,6 +329,6 @@ def _sent_bytes(case: Case) -> float:
         return 2 * share * gradients
     of_weight = NF4_BYTES if recipe.method == "qlora" else float(recipe.gathered_bytes)
     gathered = of_weight * (case.shape.n_parameters + (case.in_layers if recipe.reshards else 0))
-    if case.adapters is not None and recipe.keeps_adapters_whole:
+    if case.adapters is not None:
         return share * (recipe.n_micro_batches * gathered + 2 * gradients)
     return share * recipe.n_micro_batches * (gathered + gradients)
