@@ -324,11 +324,13 @@ def sharding_of(words: str, source: str) -> str:
 
 
 def optim_of(cell: str, words: str, source: str) -> str:
-    is_8bit = re.search("8-?bit", words) is not None
+    is_8bit, is_torchtune = re.search("8-?bit", words) is not None, "torchtune" in source
+    if not cell and not is_torchtune:
+        return "adamw_torch"
     if "paged" in words and is_8bit:
         return "paged_adamw_8bit"
     is_named = re.search(r"foreach|adamw_torch|\badamw\b", words) and "fused" not in cell
-    if "torchtune" not in source and (is_named or not cell):
+    if is_named and not is_torchtune:
         return "adamw_torch"
     return "adamw_8bit" if is_8bit else "adamw_torch_fused"
 
