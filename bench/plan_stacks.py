@@ -124,6 +124,12 @@ def other_work(case: OtherCase) -> Work:
     n_scored = recipe.global_batch / recipe.n_gpus * case.padded.tokens * case.shape.scores_tokens
     layer_s = stack.layer_s + (stack.adapted_layer_s if recipe.method != "full" else 0.0)
     layer_s *= 1 + (1 / every / 3 if every else 0)
+    if case.adapters is not None and recipe.n_shards > 1:  # adapters are spread too
+        more_sent = (1 - recipe.kept_share) * (n - 2) * case.n_trained * recipe.trained_bytes
+        work = work._replace(
+            sent_bytes=work.sent_bytes + more_sent,
+            optimizer_bytes=work.optimizer_bytes * recipe.kept_share,
+        )
     return work._replace(
         traffic_bytes=work.traffic_bytes + n_scored * case.shape.vocab * more,
         dequantization_bytes=work.dequantization_bytes * (3 if stack.keeps_unpacked else 1),
