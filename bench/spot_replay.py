@@ -1,7 +1,7 @@
 """Replay training jobs on measured spot capacity, and hold what was predicted against what
 happened.
 
-    python bench/spot_replay.py --traces DIR [--nodes 1] [--half-life-days 2] [--share 0.4] [--json]
+    python bench/spot_replay.py --traces DIR [--half-life-days 2] [--share 0.4] [--json]
 
 DIR is any tree of files {"metadata": {"gap_seconds": g}, "data": [instances available, ...]}. The
 model of a zone comes from the first half of its trace and is judged on the second half ("hold-out";
@@ -67,13 +67,11 @@ class Replayed:
     n_interruptions: Floats
 
 
-def replay(
-    trace: Trace, work_s: float, saves: SaveSchedule, starts_s: Sequence[int], nodes: int = 1
-) -> Replayed:
+def replay(trace: Trace, work_s: float, saves: SaveSchedule, starts_s: Sequence[int]) -> Replayed:
     """Jobs wanted at `starts_s`, event by event and all starts at once; the trace begins again when
     it ends.
     """
-    is_up = np.asarray(trace.available) >= nodes
+    is_up = np.asarray(trace.available) > 0
     if not is_up.any():
         raise ValueError(f"{trace.name}: never up")
     edges = np.flatnonzero(np.diff(np.r_[False, is_up, False].astype(int)))
@@ -121,7 +119,7 @@ def halves(trace: Trace) -> tuple[Trace, Trace]:
 
 
 def models(
-    traces: Sequence[Trace], way: str, nodes: int, half_life_s: float, share: float
+    traces: Sequence[Trace], way: str, half_life_s: float, share: float
 ) -> list[list[Interruptions]]:
     """The models of each zone that the predictions of its second half are made from: one, or one
     for each new look.
@@ -134,13 +132,13 @@ def models(
             begin, end = (
                 (middle, n) if way == "same half" else (0, middle + (n - middle) * look // N_LOOKS)
             )
-            seen = spells_of(trace.available[begin:end], trace.gap_s, nodes)
+            seen = spells_of(trace.available[begin:end], trace.gap_s)
             zones.append(fit(*seen, half_life_s=math.inf if way == "same half" else half_life_s))
         looks.append(zones if way == "same half" else drawn_together(zones, share))
     return [list(zones) for zones in zip(*looks, strict=True)]
 
 
-def judge(trace: Trace, zones: Sequence[Interruptions], nodes: int) -> dict[str, Any]:
+def judge(trace: Trace, zones: Sequence[Interruptions]) -> dict[str, Any]:
     """Predicted and replayed hours of each job in the second half of one zone."""
     future = halves(trace)[1]
     saves = SaveSchedule(
@@ -151,7 +149,7 @@ def judge(trace: Trace, zones: Sequence[Interruptions], nodes: int) -> dict[str,
     jobs = []
     for hours in JOB_HOURS:
         work_s = hours * 3600.0
-        happened = replay(future, work_s, saves, starts, nodes)
+        happened = replay(future, work_s, saves, starts)
         middles = [expect(work_s, saves, zone) for zone in zones]
         edges = [[expect(work_s, saves, one) for one in zone.good_and_bad] for zone in zones]
         chances = chances_of(trace, work_s, saves, zones) if len(zones) > 1 else None
@@ -198,7 +196,9 @@ def chances_of(
     happened = replay(halves(trace)[1], work_s, saves, starts)
     predicted = []
     for i, place in enumerate(places):
-        zone = replace(zones[i // N_MOMENTS], now=trace.state(place))
+        zone = replace(
+            zones[i // N_MOMENTS], now=replace(trace, available=trace.available[: place + 1]).last
+        )
         predicted.append(chance_by(2 * work_s, work_s, saves, zone))
     return float(np.mean(predicted)), float(np.mean(happened.wall_s <= 2 * work_s))
 
@@ -213,18 +213,15 @@ def error_percent(jobs: Sequence[dict[str, Any]], what: str) -> float:
 def judge_all(
     traces: Sequence[Trace],
     way: str,
-    nodes: int = 1,
     half_life_s: float = HALF_LIFE_S,
     share: float = SHARE,
 ) -> dict[str, Any]:
     """Every zone that is up in both halves, the mean error over zones and jobs, and that of the
     sums over the zones.
     """
-    usable = [
-        trace for trace in traces if all(max(half.available) >= nodes for half in halves(trace))
-    ]
-    made = models(usable, way, nodes, half_life_s, share)
-    zones = [judge(trace, each, nodes) for trace, each in zip(usable, made, strict=True)]
+    usable = [trace for trace in traces if all(max(half.available) > 0 for half in halves(trace))]
+    made = models(usable, way, half_life_s, share)
+    zones = [judge(trace, each) for trace, each in zip(usable, made, strict=True)]
     jobs = [job for zone in zones for job in zone["jobs"]]
     sums = [
         {
@@ -258,7 +255,6 @@ def main() -> None:
         description="predicted against replayed hours and cost of jobs on spot capacity"
     )
     parser.add_argument("--traces", type=Path, required=True)
-    parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--half-life-days", type=float, default=HALF_LIFE_S / 86400)
     parser.add_argument(
         "--share", type=float, default=SHARE, help="of the way to the mean of all zones"
@@ -266,10 +262,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     traces = read_traces(asked.traces)
-    results = [
-        judge_all(traces, way, asked.nodes, asked.half_life_days * 86400, asked.share)
-        for way in WAYS
-    ]
+    results = [judge_all(traces, way, asked.half_life_days * 86400, asked.share) for way in WAYS]
     if asked.json:
         print(json.dumps(results, indent=1))
         return

@@ -30,7 +30,7 @@ def spec(
 
 def a_service(counts: str) -> Service:
     return Service(
-        "N", "", "lora", 0, 16, 0.5, 1.0, counts, "the adapter", "", None, "made", date(2026, 1, 1)
+        "N", "", "lora", 0, 0.5, counts, "the adapter", "", None, "made", date(2026, 1, 1), 16, 1.0
     )
 
 
@@ -52,7 +52,8 @@ def test_every_row_has_its_source_its_day_and_its_unit() -> None:
     for service in services():
         assert service.source
         assert date(2025, 1, 1) <= service.date <= date(2026, 11, 22)
-        assert 0 < service.usd <= service.usd_high <= 100
+        assert 0 < service.usd_per_million_tokens <= 100
+        assert service.usd_high == 0 or service.usd_per_million_tokens < service.usd_high <= 100
         assert service.counts in ("tokens", "with validation")
         assert service.you_get in ("the adapter", "the weights", "no weights")
         assert (service.method == "closed") == (service.you_get == "no weights")

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
+from datetime import date
 from functools import cache
 from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+Row = TypeVar("Row")
 
 FACTS = Path(__file__).parent / "facts"
 
@@ -17,3 +23,19 @@ def _text(name: str) -> str:
 def facts(name: str) -> list[dict[str, str]]:
     """The rows of a table."""
     return list(csv.DictReader(_text(name).splitlines()))
+
+
+def typed(name: str, kind: Callable[..., Row]) -> list[Row]:
+    """The rows of a table as values of a `NamedTuple`, each cell by the type of its field. An empty
+    one is the field's default; where there is none, None if it may be, else "", 0 or False.
+    """
+    parsers: dict[type, Any] = {bool: bool, date: date.fromisoformat}
+    types, empty = {}, {}
+    for field, hint in get_type_hints(kind).items():
+        of = types[field] = next(iter(get_args(hint)), hint)
+        empty[field] = None if NoneType in get_args(hint) or of is date else of()
+    empty |= getattr(kind, "_field_defaults", {})
+    return [
+        kind(**{f: parsers.get(of, of)(row[f]) if row[f] else empty[f] for f, of in types.items()})
+        for row in facts(name)
+    ]

@@ -124,11 +124,7 @@ def as_run(m: Measurement, case: Case) -> Case:
     is_flash = m.is_packed and m.precision != "fp16"
     ran = replace(
         recipe,
-        settings=Settings(
-            m.micro_batch_tokens,
-            m.checkpoint_every,
-            precision=recipe.precision,
-        ),
+        settings=Settings(m.micro_batch_tokens, m.checkpoint_every, precision=recipe.precision),
         optim=m.optim,
         global_batch=m.global_batch_size,
         n_micro_batches=m.n_micro_batches / m.n_steps,

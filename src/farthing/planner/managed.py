@@ -11,18 +11,19 @@ published.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
+from typing import NamedTuple
 
 from farthing.objectives.registry import objective_of
 from farthing.planner.types import JobSpec
-from farthing.tables import facts
+from farthing.tables import typed
 
 
-@dataclass(frozen=True)
-class Service:
-    """A row of prices, USD for a million trained tokens."""
+class Service(NamedTuple):
+    """A row of prices."""
 
     provider: str
     model: str
@@ -30,9 +31,8 @@ class Service:
     method: str
     """lora, full, or closed: a model whose weights nobody gets."""
     over_billion: float
-    upto_billion: float
-    usd: float
-    usd_high: float
+    usd_per_million_tokens: float
+    """Of trained ones."""
     counts: str
     you_get: str
     afterwards: str
@@ -40,12 +40,15 @@ class Service:
     """No new jobs from this day on."""
     source: str
     date: date
+    upto_billion: float = math.inf
+    usd_high: float = 0.0
+    """Where it is a range; else 0."""
 
 
 def say_size(service: Service) -> str:
     """The method and the sizes of models that a row is for, such as "LoRA up to 16B"."""
     method = "LoRA" if service.method == "lora" else service.method
-    if service.upto_billion == float("inf"):
+    if service.upto_billion == math.inf:
         return f"{method} over {service.over_billion:g}B"
     begins = f"{service.over_billion:g}B to" if service.over_billion else "up to"
     return f"{method} {begins} {service.upto_billion:g}B"
@@ -65,29 +68,7 @@ class Bill:
 
 @cache
 def services() -> tuple[Service, ...]:
-    """All rows."""
-
-    def number(text: str, otherwise: float) -> float:
-        return float(text) if text else otherwise
-
-    return tuple(
-        Service(
-            row["provider"],
-            row["model"],
-            row["method"],
-            number(row["over_billion"], 0.0),
-            number(row["upto_billion"], float("inf")),
-            float(row["usd_per_million_tokens"]),
-            number(row["usd_high"], float(row["usd_per_million_tokens"])),
-            row["counts"],
-            row["you_get"],
-            row["afterwards"],
-            date.fromisoformat(row["ends"]) if row["ends"] else None,
-            row["source"],
-            date.fromisoformat(row["date"]),
-        )
-        for row in facts("managed")
-    )
+    return tuple(typed("managed", Service))
 
 
 def bills(wanted: JobSpec, task: str, model: str, max_length: int, today: date) -> list[Bill]:
@@ -127,14 +108,14 @@ def bill_of(service: Service, wanted: JobSpec, max_length: int) -> Bill:
         evaluated = (
             wanted.eval_lengths.n_tokens * max(1.0, n_epochs) if wanted.eval_lengths else 0.0
         )
-    million = (n_tokens + evaluated) / 1e6
+    million, usd = (n_tokens + evaluated) / 1e6, service.usd_per_million_tokens
     unpacked = (
-        (n_rows * max_length + evaluated) / 1e6 * service.usd
+        (n_rows * max_length + evaluated) / 1e6 * usd
         if service.counts == "with validation"
         else None
     )
     return Bill(
-        service, n_tokens + evaluated, million * service.usd, million * service.usd_high, unpacked
+        service, n_tokens + evaluated, million * usd, million * (service.usd_high or usd), unpacked
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from farthing.tables import facts
+from farthing.tables import typed
 
 BF16_WEIGHTS = "adamw_bf16_stochastic_round"
 
@@ -13,6 +13,7 @@ BF16_WEIGHTS = "adamw_bf16_stochastic_round"
 class Optimizer(NamedTuple):
     """Bytes and accesses for one trained weight."""
 
+    name: str
     moments: float
     """Kept on the GPU in the dtype of the weight."""
     own_bytes: float
@@ -51,24 +52,4 @@ class Optimizer(NamedTuple):
 
 @cache
 def optimizer(name: str) -> Optimizer:
-    row = next(row for row in facts("optimizers") if row["name"] == name)
-    moments, state, saved, widths, moved, times = (
-        float(row[key] or 0)
-        for key in ("moments", "state_bytes", "saved_bytes", "moved_widths", "moved_bytes", "times")
-    )
-    is_other, is_on_host, is_factored, has_bf16 = (
-        bool(row[key]) for key in ("bitsandbytes", "on_host", "factored", "bf16")
-    )
-    return Optimizer(
-        moments,
-        state,
-        saved,
-        widths,
-        moved,
-        times,
-        is_other,
-        is_on_host,
-        is_factored,
-        has_bf16,
-        row["quality"],
-    )
+    return next(one for one in typed("optimizers", Optimizer) if one.name == name)

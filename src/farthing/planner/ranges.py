@@ -14,7 +14,7 @@ from farthing.models.blocks import block_of
 from farthing.models.shapes import Shape
 from farthing.planner.speed import LINK_ERROR, Calibration, StepTime
 from farthing.planner.types import Machine, Plan, Spread
-from farthing.tables import facts
+from farthing.tables import typed
 
 NARROWEST = 0.30  # of seconds, until several runs of the same model on a machine agree
 CPU_SPREAD = Spread(0.45, 1.7, "no run was measured on this processor")
@@ -39,18 +39,7 @@ class ErrorClass(NamedTuple):
 
 @cache
 def error_classes() -> tuple[ErrorClass, ...]:
-    found = (
-        ErrorClass(
-            row["quantity"],
-            row["era"],
-            row["kind"],
-            row["precision"],
-            float(row["low"]),
-            float(row["high"]),
-            row["known"],
-        )
-        for row in facts("estimate_errors")
-    )
+    found = typed("estimate_errors", ErrorClass)
     return tuple(sorted(found, key=lambda row: -sum(map(bool, row[1:4]))))
 
 

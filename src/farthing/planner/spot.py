@@ -37,7 +37,7 @@ from farthing.tables import facts
 from farthing.units import plural
 
 Floats = NDArray[np.float64]
-N_PATHS, MOST_SPELLS, FEW_SPELLS = 256, 160, 12
+N_PATHS, MOST_SPELLS = 256, 160
 N_QUANTILES = 512  # of a law that is known by its formula
 Z80 = 1.2816  # standard deviations on either side of the middle that hold 80 % of a normal law
 KNOWN_SPREAD = 0.75  # of the spread, that the scenarios of a zone lie apart: the least error
@@ -229,54 +229,12 @@ class Expected(NamedTuple):
         return self.billed_s + self.waiting_s
 
 
-class _Ran(NamedTuple):
-    """Of each path; infinite where nothing is ever saved."""
-
-    wall_s: Floats
-    billed_s: Floats
-    restart_s: Floats
-    n_interruptions: Floats
-
-
-def _run(work_s: float, saves: SaveSchedule, zone: Interruptions) -> _Ran:
-    """Each path until its work is done. Most need few spells, so that few are looked at first."""
-    ran, is_done = _follow(work_s, saves, zone.drawn, FEW_SPELLS)
-    return ran if is_done else _follow(work_s, saves, zone.drawn, MOST_SPELLS)[0]
-
-
-def _follow(work_s: float, saves: SaveSchedule, drawn: _Drawn, n_spells: int) -> tuple[_Ran, bool]:
-    """Through so many spells, and beyond them at their mean pace; whether all ended within."""
-    rows, up, down = np.arange(N_PATHS), drawn.up[:, :n_spells], drawn.down[:, :n_spells]
-    restart = np.full(n_spells, saves.restart_s)
-    restart[0] = 0.0
-    kept = saves.kept_s(up, restart)
-    left = np.maximum(0.0, work_s - np.cumsum(kept, axis=1) + kept)  # at the start of each spell
-    needed = restart + saves.needed_s(left)
-    ends = up >= needed
-    last, is_done = ends.argmax(axis=1), ends.any(axis=1)
-    last = np.where(is_done, last, n_spells - 1)
-    before = np.arange(n_spells) < last[:, None]
-    began = np.minimum(restart, up)
-    billed = np.where(before, up, 0.0).sum(axis=1) + needed[rows, last]
-    wall = billed + drawn.wait + np.where(before, down, 0.0).sum(axis=1)
-    restarts = np.where(before, began, 0.0).sum(axis=1) + restart[last]
-    n = last.astype(float)
-    if not is_done.all():
-        pace = float(kept[:, 1:].mean())
-        more = np.where(is_done, 0.0, left[:, -1] / pace if pace > 0 else math.inf)
-        off = np.where(is_done, 0.0, needed[rows, last])
-        with np.errstate(invalid="ignore"):
-            per_spell = (up.mean(), down.mean(), began[:, 1:].mean())
-            billed = np.where(is_done, billed, billed - off + more * per_spell[0])
-            wall = np.where(is_done, wall, wall - off + more * (per_spell[0] + per_spell[1]))
-            restarts, n = restarts + more * per_spell[2], n + more
-    return _Ran(wall, billed, restarts, n), bool(is_done.all())
-
-
 def expect(work_s: float, saves: SaveSchedule, zone: Interruptions) -> Expected:
     """Mean times of a job wanted at a random moment, or now where the zone's state is known."""
-    ran = _run(work_s, saves, zone)
-    wall, billed, restart, n = (float(each.mean()) for each in ran)
+    runs = _followed(work_s, saves, zone)
+    wall, billed, restart, n = (
+        float(each.mean()) for each in (runs.wall, runs.spot, runs.restarting, runs.n_interruptions)
+    )
     saving = math.ceil(work_s / saves.interval_s - 1e-9) * saves.save_s
     if not math.isfinite(wall):
         return Expected(work_s, saving, math.inf, math.inf, math.inf, math.inf)
@@ -287,7 +245,7 @@ def expect(work_s: float, saves: SaveSchedule, zone: Interruptions) -> Expected:
 def chance_by(deadline_s: float, work_s: float, saves: SaveSchedule, zone: Interruptions) -> float:
     """Share of runs that end in time, whatever the zone may be."""
     shares = [
-        (float(np.mean(_run(work_s, saves, one).wall_s <= deadline_s)), weight)
+        (float(np.mean(_followed(work_s, saves, one).wall <= deadline_s)), weight)
         for one, weight in zone.scenarios
     ]
     return sum(share * weight for share, weight in shares)
@@ -328,14 +286,7 @@ def mixture(deadline_s: float, work_s: float, saves: SaveSchedule, zone: Interru
     """
     found = []
     for one, weight in zone.scenarios:
-        runs = _Mixed(work_s, saves, deadline_s)
-        waiting = runs.off(np.arange(N_PATHS), one.drawn.wait)
-        for spell in range(MOST_SPELLS):
-            waiting = runs.on(waiting, one.drawn.up[waiting, spell])
-            waiting = runs.off(waiting, one.drawn.down[waiting, spell])
-            if not waiting.size:
-                break
-        runs.wall[waiting] = math.inf
+        runs = _followed(work_s, saves, one, deadline_s)
         in_time = float(np.mean(runs.wall <= deadline_s))
         walls = np.minimum(runs.wall, 2 * deadline_s)
         found.append(
@@ -344,13 +295,42 @@ def mixture(deadline_s: float, work_s: float, saves: SaveSchedule, zone: Interru
     return Mixture(*(sum(column) for column in zip(*found, strict=True)))
 
 
-class _Mixed:
-    """Runs that are followed together: seconds so far, and of work that is left, of each."""
+def _followed(
+    work_s: float, saves: SaveSchedule, zone: Interruptions, deadline_s: float = math.inf
+) -> _Runs:
+    """Runs through the drawn spells of a zone until their work is done, and beyond these at their
+    mean pace. With a deadline on demand steps in.
+    """
+    drawn, runs = zone.drawn, _Runs(work_s, saves, deadline_s)
+    waiting = runs.off(np.arange(N_PATHS), drawn.wait)
+    for spell in range(MOST_SPELLS):
+        waiting = runs.on(waiting, drawn.up[waiting, spell])
+        if not waiting.size:
+            return runs
+        waiting = runs.off(waiting, drawn.down[waiting, spell])
+    if deadline_s < math.inf:
+        runs.wall[waiting] = math.inf
+        return runs
+    pace = float(saves.kept_s(drawn.up, saves.restart_s).mean())
+    more = runs.left[waiting] / pace if pace > 0 else math.inf
+    up_s = drawn.up.mean()
+    runs.wall[waiting] += more * (up_s + drawn.down.mean())
+    runs.spot[waiting] += more * up_s
+    runs.restarting[waiting] += more * np.minimum(drawn.up, saves.restart_s).mean()
+    runs.n_interruptions[waiting] += more
+    return runs
+
+
+class _Runs:
+    """Runs that are followed together: seconds so far, and of work that is left, of each; infinite
+    where nothing is ever saved.
+    """
 
     def __init__(self, work_s: float, saves: SaveSchedule, deadline_s: float) -> None:
         self.work_s, self.saves, self.deadline_s = work_s, saves, deadline_s
         self.left = np.full(N_PATHS, float(work_s))
         self.wall, self.spot, self.own, self.restart = np.zeros((4, N_PATHS))
+        self.restarting, self.n_interruptions = np.zeros((2, N_PATHS))
 
     def slack_s(self, who: NDArray[np.intp]) -> Floats:
         """Until on demand alone could not finish any more, after one more interruption."""
@@ -360,22 +340,26 @@ class _Mixed:
     def on(self, who: NDArray[np.intp], spell: Floats) -> NDArray[np.intp]:
         """A spell of spot capacity for each of these runs; returns those that have not ended."""
         saves, restart = self.saves, self.restart[who]
-        # every checkpoint takes from the slack: leave before an interruption could make it late
-        n_saves = np.floor(np.maximum(self.slack_s(who), 0.0) / max(saves.save_s, 1e-9))
-        spell = np.minimum(
-            spell, (restart + n_saves * (saves.interval_s + saves.save_s)) * (n_saves > 0)
-        )
+        if self.deadline_s < math.inf:
+            # every checkpoint takes from the slack: leave before an interruption could make it late
+            n_saves = np.floor(np.maximum(self.slack_s(who), 0.0) / max(saves.save_s, 1e-9))
+            most = (restart + n_saves * (saves.interval_s + saves.save_s)) * (n_saves > 0)
+            spell = np.minimum(spell, most)
         needed = restart + saves.needed_s(self.left[who])
         ends, used = spell >= needed, np.minimum(spell, needed)
         self.spot[who] += used
         self.wall[who] += used
+        self.restarting[who] += np.minimum(restart, used)
         self.left[who] -= np.where(ends, self.left[who], saves.kept_s(spell, restart))
         self.restart[who] = np.where(used > 0, saves.restart_s, restart)
+        self.n_interruptions[who] += ~ends
         return who[~ends]
 
     def off(self, who: NDArray[np.intp], down_s: Floats) -> NDArray[np.intp]:
         """So long without spot capacity; returns those that have not ended on demand."""
-        down_s = np.broadcast_to(down_s, who.shape)
+        if self.deadline_s == math.inf:
+            self.wall[who] += down_s
+            return who
         ahead = (self.work_s - self.left[who]) / self.work_s * self.deadline_s - self.wall[who]
         last_call, restart_s, save_s = self.slack_s(who), self.restart[who], self.saves.save_s
         idle = np.clip(np.minimum(ahead, last_call), 0.0, down_s)
@@ -401,15 +385,13 @@ class Spell(NamedTuple):
     is_censored: bool = False
 
 
-def spells_of(
-    available: Sequence[int], gap_s: float, nodes: int = 1
-) -> tuple[list[Spell], list[Spell]]:
-    """Up and down spells of a trace, one number per `gap_s`; up means `nodes` or more.
+def spells_of(available: Sequence[int], gap_s: float) -> tuple[list[Spell], list[Spell]]:
+    """Up and down spells of a trace, one number per `gap_s`; up means one or more.
 
     The spell that was under way when the trace began is dropped, because its age is unknown, unless
     it is the only one of its kind; the last is censored.
     """
-    is_up = np.asarray(available) >= nodes
+    is_up = np.asarray(available) > 0
     edges = np.r_[0, np.flatnonzero(np.diff(is_up)) + 1, len(is_up)]
     found: dict[bool, list[Spell]] = {True: [], False: []}
     for begin, end in itertools.pairwise(edges):
@@ -478,9 +460,10 @@ class Trace:
     until: datetime | None = None
     """When it ends, where it says so (`metadata.until`)."""
 
-    def state(self, at: int | None = None) -> Now:
-        """What the zone is like at the end, or at place `at` of the trace."""
-        is_up = np.asarray(self.available[: None if at is None else at + 1]) > 0
+    @property
+    def last(self) -> Now:
+        """What the zone is like at the end."""
+        is_up = np.asarray(self.available) > 0
         changes = np.flatnonzero(np.diff(is_up))
         n_alike = len(is_up) - (int(changes[-1]) + 1 if len(changes) else 0)
         return Now(bool(is_up[-1]), (n_alike - 1) * float(self.gap_s))
@@ -551,7 +534,7 @@ def hazards(
         for trace, zone in zip(group, drawn_together(zones, SHARE), strict=True):
             gap = abs((now - trace.until).total_seconds()) if now and trace.until else math.inf
             n_recent += gap <= RECENT_S
-            known[trace.kind] = replace(zone, now=trace.state()) if gap <= RECENT_S else zone
+            known[trace.kind] = replace(zone, now=trace.last) if gap <= RECENT_S else zone
 
     @functools.cache
     def of(gpu: str, n_gpus: int, region: str, zone: str) -> Interruptions:

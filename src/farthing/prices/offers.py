@@ -10,7 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from farthing.prices.gpus import gpus
-from farthing.tables import facts
+from farthing.tables import facts, typed
 
 UNITS = ("machine_hour", "gb_hour", "run", "million_tokens")
 KINDS = ("on-demand", "spot")
@@ -138,29 +138,7 @@ def up_front_usd(offer: Offer, usd: float) -> float:
 
 @cache
 def billings() -> dict[str, Billing]:
-    """The terms of every provider whose terms are known, by name."""
-    found = {}
-    for row in facts("billing"):
-        found[row["provider"]] = Billing(
-            provider=row["provider"],
-            minimum_s=float(row["minimum_s"] or 0),
-            increment_s=float(row["increment_s"] or 1),
-            storage_usd_per_gb_month=_known(row["storage_usd_per_gb_month"]),
-            egress_usd_per_gb=_known(row["egress_usd_per_gb"]),
-            minimum_usd=float(row["minimum_usd"] or 0),
-            pack_usd=float(row["pack_usd"] or 0),
-            notes=row["notes"],
-            source=row["source"],
-            date=date.fromisoformat(row["date"]),
-            deposit_usd=float(row["deposit_usd"] or 0),
-            prices_are=row["prices_are"],
-            most_hours=float(row["most_hours"] or math.inf),
-        )
-    return found
-
-
-def _known(cell: str) -> float | None:
-    return float(cell) if cell else None
+    return {one.provider: one for one in typed("billing", Billing)}
 
 
 def billing_of(provider: str) -> Billing:

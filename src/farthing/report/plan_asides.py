@@ -83,7 +83,7 @@ def services_of(study: Study) -> tuple[Service, ...]:
             *(bill, bill.service),
             what=bill.service.model or say_size(bill.service),
             unit="million_tokens",
-            usd_per_unit=bill.service.usd,
+            usd_per_unit=bill.service.usd_per_million_tokens,
             price_source=bill.service.source,
             price_date=bill.service.date.isoformat(),
             takes_the_model=bill.service.method != "closed",
