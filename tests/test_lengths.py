@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from plan_padding import padded_by_number
 from transformers import AutoTokenizer
 
 from farthing.config.data_lengths import read_lengths
@@ -33,7 +34,6 @@ from farthing.errors import DataError, InputError, ModelError
 from farthing.events import Decided, StepTaken
 from farthing.local.measurements import read_measurements
 from farthing.tiny import demo_rows, write_jsonl
-from plan_padding import padded_by_number
 from thinned import thinned
 from web import Files
 from workshop import Heard, cut, job_file, make_job, rows_of, train
