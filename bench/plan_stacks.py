@@ -16,7 +16,7 @@ from farthing.models.blocks import Block, block_of
 from farthing.planner import memory as planned
 from farthing.planner.activations import Layers, adapts_down, layers_of, scores_per_pair
 from farthing.planner.memory import NF4_BYTES, Memory, estimate_memory
-from farthing.planner.recipe import Case, Recipe, Stack
+from farthing.planner.recipe import FSDP, Case, Recipe, Stack
 from farthing.planner.work import LAUNCH_S, OUTER_LAUNCHES, Work, work_of
 
 # what a loss keeps of the logits, see `_logits_bytes`
@@ -83,7 +83,10 @@ class OtherRecipe(Recipe):
 
     @property
     def residual_bytes(self) -> int:
-        return 4 if self.stack.upcasts_frozen else super().residual_bytes
+        if self.stack.upcasts_frozen:
+            return 4
+        is_spread = self.method == "full" and self.sharding == FSDP  # which casts what it gathers
+        return self.compute_bytes if is_spread else super().residual_bytes
 
     @property
     def gathers(self) -> bool:
