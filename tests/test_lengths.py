@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from plan_padding import padded_by_number
 from transformers import AutoTokenizer
 
 from farthing.config.data_lengths import read_lengths
@@ -36,7 +35,7 @@ from farthing.local.measurements import read_measurements
 from farthing.tiny import demo_rows, write_jsonl
 from thinned import thinned
 from web import Files
-from workshop import Heard, cut, job_file, make_job, rows_of, train
+from workshop import Heard, job_file, make_job, rows_of, train
 
 # ---- padding ----
 
@@ -47,38 +46,6 @@ def drawn(
     """Lengths with a long tail."""
     draws = np.random.default_rng(seed).normal(mean, spread, n)
     return np.minimum(np.exp(draws).astype(np.int64) + 1, most)
-
-
-@pytest.mark.parametrize(
-    ("n", "batch", "micro"),
-    [(1000, 16, 8), (1000, 64, 8), (300, 128, 10), (700, 8, 1), (96, 32, 32)],
-)
-def test_padding_of_sorted_rows_is_what_batches_have(n: int, batch: int, micro: int) -> None:
-    tokens = drawn(n)
-    batches = Batches(np.arange(n), batch, seed=7)
-    total = pairs = n_taken = 0.0
-    for step in range(max(3, 60_000 // n) * batches.steps_per_epoch):
-        examples = batches.examples_of(step)
-        if len(examples) == batch:
-            n_taken += batch
-            for piece in cut(examples, tokens, micro):
-                total += len(piece) * int(tokens[piece].max())
-                pairs += len(piece) * int(tokens[piece].max()) ** 2
-    found = padded_by_number(from_arrays(tokens, source="drawn"), micro, batch)
-    assert found.tokens == pytest.approx(total / n_taken, rel=0.01)
-    assert found.token_pairs == pytest.approx(pairs / n_taken, rel=0.02)
-
-
-def test_padding_of_sorted_rows_at_its_ends() -> None:
-    tokens = drawn(500)
-    lengths = from_arrays(tokens, source="drawn")
-    assert padded_by_number(lengths, 1, 16).tokens == pytest.approx(lengths.mean), (
-        "one row has no padding"
-    )
-    assert padded_by_number(lengths, 1, 16).token_pairs == pytest.approx(lengths.mean_of_squares)
-    assert padded_by_number(lengths, 9999, 9999).tokens == pytest.approx(int(tokens.max()))
-    wide = [padded_by_number(lengths, 8, batch).tokens for batch in (8, 16, 32, 64, 128)]
-    assert wide == sorted(wide, reverse=True), "more to sort, less to pad"
 
 
 # ---- cut by tokens ----

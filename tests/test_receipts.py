@@ -24,6 +24,7 @@ from farthing.report.receipt import build_receipt, compare
 from farthing.report.receipt_report import compared_rows, receipt_report
 from farthing.report.timeline import timeline_of
 from farthing.run.accounts import Account, as_line
+from farthing.run.folder import keep
 from farthing.storage.files import write_json
 from farthing.storage.logs import line_of
 
@@ -36,7 +37,8 @@ def receipt_of(case: dict[str, Any]) -> tuple[Any, str]:
     folder = Path("run")
     folder.mkdir()
     for name, value in case["files"].items():
-        write_json(folder / name, value)
+        write = write_json if name == "job.json" else keep
+        write(folder / name, value)
     accounts = TypeAdapter(list[Account]).validate_python(case["attempts"])
     (folder / "ledger.jsonl").write_text("".join(map(as_line, accounts)) + case.get("torn", ""))
     for name in ("log", "machines"):

@@ -42,9 +42,9 @@ def odd(path: Path, content: bytes | None) -> Path:
         ("list.json", b"[]", "not a mapping of settings"),
         ("deep.json", b"[" * 100_000, "nested too deep"),
         ("data.yaml", b"base_model: x\n" + b"k: 1\n" * 220_000, "larger than 1 MiB"),
-        ("folder", None, "a folder"),
-        ("link.yaml", None, "no such file"),
-        ("pipe.yaml", None, "no ordinary file"),
+        ("folder", None, "Is a directory"),
+        ("link.yaml", None, "No such file"),
+        ("pipe.yaml", None, "a pipe or a device"),
     ],
 )
 def test_an_odd_file_is_no_configuration(

@@ -159,12 +159,13 @@ def test_all_runs_are_listed_with_what_the_month_has_cost(
     assert {Path(row["run"]).name: row["state"] for row in rows} == {
         "a": "finished",
         "b": "finished",
-        "broken": "unreadable",
+        "broken": "finished",
     }
+    assert {Path(row["run"]).name for row in rows if "job.json" in row["problem"]} == {"broken"}
     receipt = build_receipt(finished)
     assert rows[0]["best"] == min(row["loss"] for row in receipt.curves.evaluation)
     assert rows[0]["metric"] == "loss"
-    assert total["usd"] == pytest.approx(2 * receipt.usd)
+    assert total["usd"] == pytest.approx(3 * receipt.usd)
     assert sum(total["usd_by_month"].values()) == pytest.approx(total["usd"])
     assert next(iter(total["usd_by_month"])) == rows[0]["began"][:7]
     table = list(csv.DictReader(io.StringIO(cli.out("runs", tmp_path, "--csv"))))

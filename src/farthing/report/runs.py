@@ -102,6 +102,7 @@ def row_of(folder: Path, now: float, *, name: str) -> Row:
         best,
         None if pair is None else pair.ratio,
         months if receipt.usd_is_known else {},
+        "; ".join(receipt.damaged_files),
     )
 
 
