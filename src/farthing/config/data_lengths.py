@@ -22,8 +22,9 @@ from farthing.addresses import is_remote, without_secrets
 from farthing.config.job import Job
 from farthing.data.batches import Batches, split_by_input
 from farthing.data.chat import asks_for_the_date, read_template
+from farthing.data.encode import PlainTokenizer
 from farthing.data.lengths import Lengths, from_arrays, from_token_set
-from farthing.data.light_tokenizer import LightTokenizer, light_tokenizer, own_template
+from farthing.data.light_tokenizer import light_tokenizer, own_template
 from farthing.data.read import (
     KINDS,
     Source,
@@ -189,7 +190,7 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
     return lengths_of(train, 1.0, data.max_train_samples), None
 
 
-def _n_labels(job: Job, tokenizer: LightTokenizer, recipe: Recipe) -> int:
+def _n_labels(job: Job, tokenizer: PlainTokenizer, recipe: Recipe) -> int:
     """Outputs of the head for the labels of the training data; 0 where the task has none."""
     labels = objective_of(job.task).labels
     if labels is None:
@@ -211,7 +212,7 @@ def _n_labels(job: Job, tokenizer: LightTokenizer, recipe: Recipe) -> int:
     return max(1, len(labels.names(found)))
 
 
-def reading_of(job: Job, day: str) -> tuple[LightTokenizer, Recipe]:
+def reading_of(job: Job, day: str) -> tuple[PlainTokenizer, Recipe]:
     """How a job reads its rows, without transformers: its tokenizer, or a guess where none is here.
     Raises `ModelError`.
     """

@@ -157,13 +157,40 @@ def _block(table: Any, n_before: int) -> Block:
     sizes = bytes_of_rows(table)
 
     def read(picked: Sequence[int]) -> Iterator[Row | BadRow]:
-        if len(picked) == len(sizes):
-            yield from table_rows(table, n_before)
-            return
+        few: list[int] = []
+        n_bytes = 0
         for index in picked:
-            yield from table_rows(table.slice(index, 1), n_before + index)
+            n_bytes += int(sizes[index])
+            if few and n_bytes > BATCH_BYTES:
+                yield from _values(table, few, n_before)
+                few, n_bytes = [], int(sizes[index])
+            if sizes[index] > MAX_ROW_BYTES:
+                yield from _values(table, few, n_before)
+                yield BadRow(n_before + index + 1, too_large(int(sizes[index])))
+                few, n_bytes = [], 0
+            else:
+                few.append(index)
+        yield from _values(table, few, n_before)
 
     return Block(sizes, read)
+
+
+def _values(table: Any, few: list[int], n_before: int) -> Iterator[Row | BadRow]:
+    """Rows as Python's values, those after `n_before` others."""
+    try:
+        values = table.take(few).to_pylist() if few else []
+        yield from [Row(n_before + i + 1, value) for i, value in zip(few, values, strict=True)]
+    except (
+        ValueError,
+        OverflowError,
+        ArithmeticError,
+    ) as error:  # bytes that are no text, a date beyond Python's
+        if len(few) == 1:
+            reason = f"a value that can't be read: {str(error)[:200]}"
+            yield BadRow(n_before + few[0] + 1, reason)
+            return
+        for index in few:
+            yield from _values(table, [index], n_before)
 
 
 def unreadable(error: Exception, where: str) -> DataError:
@@ -180,45 +207,6 @@ def unreadable(error: Exception, where: str) -> DataError:
     return DataError(
         f"not a readable Parquet file: {why}", where=where, to_do="it is damaged: copy it again"
     )
-
-
-def table_rows(table: Any, n_before: int) -> Iterator[Row | BadRow]:
-    """The rows of a table or batch that follow `n_before` others; a few are made into Python's
-    values at a time.
-    """
-    sizes = bytes_of_rows(table)
-    start, n_bytes = 0, 0
-    for stop in range(len(sizes) + 1):
-        is_large = stop < len(sizes) and sizes[stop] > MAX_ROW_BYTES
-        if stop == len(sizes) or is_large or n_bytes + sizes[stop] > BATCH_BYTES:
-            yield from _values(table, start, stop, n_before)
-            start, n_bytes = stop, 0
-        if is_large:
-            yield BadRow(n_before + stop + 1, too_large(int(sizes[stop])))
-            start = stop + 1
-        elif stop < len(sizes):
-            n_bytes += int(sizes[stop])
-
-
-def _values(table: Any, start: int, stop: int, n_before: int) -> Iterator[Row | BadRow]:
-    if stop <= start:
-        return
-    try:
-        rows: list[Row | BadRow] = [
-            Row(n_before + start + 1 + i, value)
-            for i, value in enumerate(table.slice(start, stop - start).to_pylist())
-        ]
-    except (
-        ValueError,
-        OverflowError,
-        ArithmeticError,
-    ) as error:  # bytes that are no text, a date beyond Python's
-        if stop - start > 1:
-            for index in range(start, stop):
-                yield from _values(table, index, index + 1, n_before)
-            return
-        rows = [BadRow(n_before + start + 1, f"a value that can't be read: {str(error)[:200]}")]
-    yield from rows
 
 
 def without_missing(value: Any) -> Any:
@@ -258,18 +246,10 @@ def _sizes(array: Any) -> NDArray[np.int64]:
     if types.is_string_view(kind) or types.is_binary_view(kind):
         array = array.cast(pyarrow.large_binary())
         kind = array.type
-    if any(
-        is_kind(kind)
-        for is_kind in (
-            types.is_string,
-            types.is_large_string,
-            types.is_binary,
-            types.is_large_binary,
-        )
-    ):
-        return 1 + pyarrow.compute.binary_length(array).fill_null(0).to_numpy(
-            zero_copy_only=False
-        ).astype(np.int64)
+    texts = pyarrow.string(), pyarrow.binary(), pyarrow.large_string(), pyarrow.large_binary()
+    if kind in texts:
+        lengths = pyarrow.compute.binary_length(array).fill_null(0)
+        return 1 + lengths.to_numpy(zero_copy_only=False).astype(np.int64)
     if types.is_struct(kind):
         return 16 + sum(
             (_sizes(array.field(i)) for i in range(kind.num_fields)), np.zeros(len(array), np.int64)

@@ -535,6 +535,10 @@ def _text_row(number: int, text: Raw, of_file: str) -> Row | BadRow | None:
     return Row(number, {"text": value}) if value.strip() else None
 
 
+READERS = {"jsonl": jsonl_blocks, "json": json_blocks, "csv": csv_blocks, "texts": text_blocks}
+"""By kind of file."""
+
+
 def is_text(path: Path) -> bool:
     """Whether a file is plain text by its name, zipped or not."""
     return path.name.lower().endswith((".txt", ".txt.gz"))

@@ -8,7 +8,6 @@ would give.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from farthing.data.rows import Text
 from farthing.objectives.registry import objective_of
+from farthing.storage.files import Json
 
 
 class Encoded(NamedTuple):
@@ -69,45 +69,48 @@ class Encoded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenizerState:
-    """What tokenizing takes of a transformers tokenizer, in plain values that another process can
-    read.
-    """
+class PlainTokenizer:
+    """What reading and encoding rows take of a tokenizer of transformers."""
 
-    sides: tuple[str, str]
+    rust: tuple[Any, Any]
     """The Rust tokenizers of inputs and of targets."""
     bos_token_id: int | None
     eos_token_id: int | None
-    truncation_side: str
-    special_tokens_map: dict[str, str | list[str]]
+    special_tokens_map: dict[str, Any]
     chat_template: str | None
-    other_templates: tuple[str, ...]
+    other_templates: tuple[str, ...] = ()
+    """Names of its chat templates, where it has several and none is the default."""
+    truncation_side: str = "right"
+    is_exact: bool = True
 
     @classmethod
-    def of(cls, tokenizer: Any, *, is_pair: bool) -> TokenizerState:
+    def of(cls, tokenizer: Any, *, is_pair: bool) -> PlainTokenizer:
         """Of a tokenizer with its chat template set."""
-        source, target = sides_of(tokenizer, is_pair=is_pair)
         special = {
             name: [str(each) for each in token] if isinstance(token, list | tuple) else str(token)
             for name, token in tokenizer.special_tokens_map.items()
         }
         return cls(
-            (source.to_str(), target.to_str()),
+            sides_of(tokenizer, is_pair=is_pair),
             tokenizer.bos_token_id,
             tokenizer.eos_token_id,
-            tokenizer.truncation_side,
             special,
             tokenizer.chat_template,
             tuple(getattr(tokenizer, "other_templates", None) or ()),
+            tokenizer.truncation_side,
         )
 
-    @functools.cached_property
-    def rust(self) -> tuple[Any, Any]:
-        """Of inputs and of targets."""
+    def state(self) -> Json:
+        """Values for `from_state` of another process."""
+        return vars(self) | {"rust": [side.to_str() for side in self.rust]}
+
+    @classmethod
+    def from_state(cls, state: Json) -> PlainTokenizer:
+        """The same tokenizer again."""
         from tokenizers import Tokenizer
 
-        source, target = (Tokenizer.from_str(side) for side in self.sides)
-        return source, target
+        source, target = map(Tokenizer.from_str, state["rust"])
+        return cls(**state | {"rust": (source, target)})
 
     @property
     def backend_tokenizer(self) -> Any:
@@ -121,9 +124,8 @@ def sides_of(tokenizer: Any, *, is_pair: bool) -> tuple[Any, Any]:
     With `is_pair` targets are encoded as `tokenizer(text_target=...)` does, in the tokenizer's
     target language where it has one, else as inputs.
     """
-    if hasattr(tokenizer, "rust"):
-        source, target = tokenizer.rust
-        return source, target
+    if isinstance(tokenizer, PlainTokenizer):
+        return tokenizer.rust
     own, target = tokenizer, None
     if is_pair and hasattr(tokenizer, "_switch_to_target_mode"):
         own = copy.deepcopy(tokenizer)
@@ -234,10 +236,7 @@ class Encoder:
             first, stop = at + len(begins), at + len(begins) + len(row)
             for start, end in self._learned(text, encoding):
                 learned.append(
-                    (
-                        stop if start is None else first + start,
-                        stop if end is None else first + end,
-                    )
+                    (stop if start is None else first + start, stop if end is None else first + end)
                 )
             learned.append((stop, stop + len(ends)))
             rows.append([*begins, *row, *ends])

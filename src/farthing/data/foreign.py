@@ -36,15 +36,15 @@ class Foreign(NamedTuple):
 
 _PREFERENCE = re.compile(
     r"(?i)(^|[_. -])(chosen|rejected|reject|dispreferred|(non|un|not)[_-]?preferred)($|[_. -])"
-    r"|(^|_)preferred_(output|response|completion|answer|messages?)$",
+    r"|(^|_)preferred_(output|response|completion|answer|messages?)$"
 )
 _SIDES = re.compile(
     r"(?i)^(response|completion|answer|output|conversation|reply|summary|generation|human_ref|messages?)s?_?(a|b|[0-9]|i|j|k|w|l|win|lose|"
-    r"better|worse|good|bad|pos|neg|positive|negative)$",
+    r"better|worse|good|bad|pos|neg|positive|negative)$"
 )
 _MEDIA = re.compile(
     r"(?i)^(input_)?(image|img|picture|photo|pixel_value|video|audio|sound|speech)s?"
-    r"(_?(path|file|filename|url|uri|bytes|data|base64|b64))?s?$",
+    r"(_?(path|file|filename|url|uri|bytes|data|base64|b64))?s?$"
 )
 _VERDICTS = ("label", "kto_tag", "desirable", "is_desirable", "is_chosen", "accepted", "thumbs_up")
 _VERDICT_VALUES = {

@@ -13,36 +13,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from farthing.data.chat import default_template
-from farthing.data.encode import first_tokens
+from farthing.data.encode import PlainTokenizer, first_tokens
 from farthing.errors import DataError
 from farthing.storage.files import Json, read_json
 
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
-@dataclass(frozen=True)
-class LightTokenizer:
-    """What `formats` and `encode.Encoder` ask of a tokenizer of transformers."""
-
-    backend_tokenizer: Any
-    special_tokens_map: dict[str, str]
-    bos_token_id: int | None
-    eos_token_id: int | None
-    chat_template: str | None = None
-    other_templates: tuple[str, ...] = ()
-    """Names of its chat templates, where it has several and none is the default."""
-    is_exact: bool = True
-    truncation_side: str = "right"
-
-    @property
-    def rust(self) -> tuple[Any, Any]:
-        """Of inputs and of targets."""
-        return self.backend_tokenizer, self.backend_tokenizer
-
-
 def light_tokenizer(
     folder: Path | None, chat_template: str | None, new_tokens: Sequence[str] = ()
-) -> LightTokenizer:
+) -> PlainTokenizer:
     """The tokenizer in a folder (tokenizer.json, or a SentencePiece model); without one, a token
     for every 4 characters.
     """
@@ -64,7 +44,9 @@ def light_tokenizer(
     given = {f"{name}_id": rust.token_to_id(specials.get(name, "")) for name in names} | given
     templates = _own_templates(folder)
     template = chat_template or own_template(folder)
-    tokenizer = LightTokenizer(rust, specials, **given, chat_template=template)
+    tokenizer = PlainTokenizer(
+        (rust, rust), **given, special_tokens_map=specials, chat_template=template
+    )
     if template is None and templates:
         return replace(tokenizer, other_templates=tuple(templates))
     default = default_template(bool(first_tokens(tokenizer)))

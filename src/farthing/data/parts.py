@@ -26,7 +26,6 @@ from farthing.data.rows import Block, Reading, Text
 from farthing.data.token_set import LINE_BITS, Recipe
 from farthing.data.units import n_shared
 from farthing.errors import DataError
-from farthing.objectives.columns import Unusable
 from farthing.objectives.registry import objective_of
 from farthing.storage.files import Json, draft_of
 
@@ -169,14 +168,12 @@ class PartMaker:
         reader = SourceReader(source, self._recipe, self._tokenizer, self._understood[place.source])
         made = _Making(place.source, source.name, self._recipe, self._encode)
         for block in place.blocks:
-            rows = list(block.rows())
-            reader.look(rows)
-            for row in rows:
+            for row, text in reader.texts(list(block.rows())):
                 made.tally.n_rows += 1
-                try:
-                    made.add(row.line, reader.text(row))
-                except Unusable as error:
-                    made.reject(row.line, str(error), error.given)
+                if isinstance(text, Text):
+                    made.add(row.line, text)
+                else:
+                    made.reject(row.line, str(text), text.given)
         columns = made.finish()
         facts = {"source": place.source, "share": place.share, "tally": asdict(made.tally)}
         return Part(columns, facts | {"reader": reader.state(), "labels": list(made.labels)})
@@ -282,11 +279,7 @@ class _Making:
         return kept
 
     def _numbered(
-        self,
-        texts: list[Text],
-        lines: NDArray[np.int64],
-        kept: NDArray[np.bool_],
-        encoded: Encoded,
+        self, texts: list[Text], lines: NDArray[np.int64], kept: NDArray[np.bool_], encoded: Encoded
     ) -> NDArray[np.int32] | None:
         """The labels of the kept examples, or of their words, by their place in `labels`; one that
         is not known is a bad row, and not kept.

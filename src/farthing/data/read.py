@@ -42,6 +42,7 @@ from farthing.data.rows import (
 from farthing.errors import DataError
 from farthing.storage.files import (
     belongs_to_another,
+    bytes_below,
     discard,
     draft_of,
     files_below,
@@ -89,17 +90,12 @@ class Source:
         more += [] if self.columns is None else [self.columns]
         return [self.sha256, *more] if more else self.sha256
 
-    def columns_or(self, others: Any) -> Any:
-        """Its own columns, or those of all."""
-        return others if self.columns is None else self.columns
-
     @property
     def n_bytes(self) -> int:
         """Its size, for progress."""
-        files = [
-            file for path in self.paths for file in (files_below(path) if path.is_dir() else [path])
-        ]
-        return sum(file.stat().st_size for file in files)
+        return sum(
+            bytes_below(each) if each.is_dir() else each.stat().st_size for each in self.paths
+        )
 
     def rows(self) -> Iterator[Row | BadRow]:
         """All rows, in order. Raises `DataError`."""
@@ -140,13 +136,7 @@ class Source:
         (path,) = self.paths
         if self.kind == "parquet":
             return parquet_blocks(path, self.name, reading)
-        read = {
-            "jsonl": blocks.jsonl_blocks,
-            "json": blocks.json_blocks,
-            "csv": blocks.csv_blocks,
-            "texts": blocks.text_blocks,
-        }[self.kind]
-        return read(path, self.name, self.layout, reading)
+        return blocks.READERS[self.kind](path, self.name, self.layout, reading)
 
 
 def open_sources(
@@ -356,14 +346,8 @@ def _open_dataset(
 
 def _arrow_files(data: Any, cache: Path, sha256: str) -> tuple[Path, ...]:
     """The files of a data set; of a part of them one of its own, made once."""
-    import pyarrow
-
     files = tuple(Path(each["filename"]) for each in data.cache_files)
-    n_rows = 0
-    for file in files:
-        with pyarrow.memory_map(str(file)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
-            n_rows += sum(len(batch) for batch in stream)
-    if files and n_rows == len(data):
+    if files and len(data) == sum(type(data).from_file(str(file)).num_rows for file in files):
         return files
     path = cache / f"part-{sha256[:32]}.arrow"
     if not path.exists():

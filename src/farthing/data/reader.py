@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -33,11 +33,7 @@ class SourceReader:
     """
 
     def __init__(
-        self,
-        source: Source,
-        recipe: Recipe,
-        tokenizer: Any,
-        understood: Understood | None = None,
+        self, source: Source, recipe: Recipe, tokenizer: Any, understood: Understood | None = None
     ) -> None:
         self.name, self.n_rows, self.shown = source.name, 0, Shown()
         self.understood = understood
@@ -45,7 +41,7 @@ class SourceReader:
         self._recipe, self._tokenizer, self._columns = (
             recipe,
             tokenizer,
-            source.columns_or(recipe.columns),
+            recipe.columns if source.columns is None else source.columns,
         )
         self._is_arrow = source.kind in ("parquet", "arrow")
         self._shapes: Counter[tuple[str, ...]] = Counter()
@@ -77,6 +73,15 @@ class SourceReader:
         if self.understood is None and self.n_rows:
             columns = {name for shape in self._shapes for name in shape}
             self.understood = recognise(columns, self._recipe.task, self._columns, self.name)
+
+    def texts(self, rows: Sequence[Row | BadRow]) -> Iterator[tuple[Row | BadRow, Text | Unusable]]:
+        """Each row with its text, or with why it can't be used; all are looked at first."""
+        self.look(rows)
+        for row in rows:
+            try:
+                yield row, self.text(row)
+            except Unusable as error:
+                yield row, error
 
     def text(self, row: Row | BadRow) -> Text:
         """Raises `Unusable` with the reason."""

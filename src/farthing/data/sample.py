@@ -21,7 +21,6 @@ from farthing.data.rows import BadRow, Block, Reading, Row, Text
 from farthing.data.token_set import Recipe
 from farthing.data.units import computed_once
 from farthing.errors import DataError
-from farthing.objectives.columns import Unusable
 from farthing.objectives.registry import objective_of
 
 MOST_ROWS = 2000
@@ -66,7 +65,6 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
         picked, stratum = _strata(sizes, max(1, round(n_wanted * len(sizes) / n_seen)))
         rows = population.rows(picked)
         reader = SourceReader(source, recipe, tokenizer)
-        reader.look(rows)
         of_picked, counts, reasons = _tokenized(reader, rows, tokenizer, recipe)
         notes += [f"{source.name}: {what}" for what in reader.said()]
         why = why or next(iter(reasons), "")
@@ -136,13 +134,13 @@ def _tokenized(
     those within max_length.
     """
     found, counts = np.zeros((len(rows), 3)), np.zeros(len(rows), np.int64)
-    reasons = [row.reason for row in rows if isinstance(row, BadRow)]
+    reasons: list[str] = []
     texts: list[tuple[int, Text]] = []
-    for index, row in enumerate(rows if reader.understood is not None else ()):
-        try:
-            texts += [(index, text) for text in reader.text(row).of_row]
-        except Unusable as error:
-            reasons.append(str(error))
+    for index, (_, text) in enumerate(reader.texts(rows)):
+        if isinstance(text, Text):
+            texts += [(index, each) for each in text.of_row]
+        else:
+            reasons.append(str(text))
     task = objective_of(recipe.task)
     encode = Encoder(tokenizer, recipe.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt)
     encoded = encode([text for _, text in texts])

@@ -102,7 +102,7 @@ def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) 
     """Look at every row of a source. `task`: None takes the one that its columns fit. Raises
     `DataError`.
     """
-    recipe = replace(recipe, columns=source.columns_or(recipe.columns))
+    recipe = recipe if source.columns is None else replace(recipe, columns=source.columns)
     rows = source.rows()
     first = list(itertools.islice(rows, _AT_ONCE))
     good = [row for row in first if isinstance(row, Row)]
@@ -121,12 +121,9 @@ def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) 
         n_good += len(good)
         equal.update(_hash(row.value) for row in good)
         ours = _not_foreign(good, found, recipe)
-        reader.look(ours)
-        for row in ours:
-            try:
-                text = reader.text(row)
-            except Unusable as error:
-                found.reject(row.line, str(error))
+        for row, text in reader.texts(ours):
+            if isinstance(text, Unusable):
+                found.reject(row.line, str(text))
                 continue
             found.n_usable += 1
             inputs.add(hash_of_input(text.given))

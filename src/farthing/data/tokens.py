@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.chat import said_of_chats
-from farthing.data.encode import TokenizerState
+from farthing.data.encode import PlainTokenizer
 from farthing.data.parts import Part, PartMaker, Place, Tally, part_path, read_part
 from farthing.data.read import Source, say_names
 from farthing.data.reader import SourceReader, understand
@@ -154,7 +154,7 @@ def _held(folder: Path, told: Told) -> Iterator[None]:
 
 def _make(folder: Path, sources: list[Source], tokenizer: Any, recipe: Recipe, told: Told) -> None:
     """Resume the draft of a set, or begin one, and commit it."""
-    state = TokenizerState.of(tokenizer, is_pair=objective_of(recipe.task).is_pair)
+    state = PlainTokenizer.of(tokenizer, is_pair=objective_of(recipe.task).is_pair)
     known = _Known(sources, recipe)
     draft = folder.with_name(f"{folder.name}.draft-tokens")
     if os.path.lexists(draft) and (draft.is_symlink() or belongs_to_another(draft)):
@@ -222,7 +222,7 @@ def try_out(
 
     Nothing is written. Raises `DataError` as `tokenize` does.
     """
-    state = TokenizerState.of(tokenizer, is_pair=objective_of(recipe.task).is_pair)
+    state = PlainTokenizer.of(tokenizer, is_pair=objective_of(recipe.task).is_pair)
     known, is_whole = _Known(sources, recipe), True
     maker = PartMaker(sources, known.understood, state, recipe)
     for number, source in enumerate(sources):
@@ -328,7 +328,7 @@ class _WorkersLost(Exception):
     """Workers ended without a word."""
 
 
-def _parts(draft: Path, known: _Known, state: TokenizerState, told: Told) -> Iterator[Path]:
+def _parts(draft: Path, known: _Known, state: PlainTokenizer, told: Told) -> Iterator[Path]:
     """The files of all parts, in order, each when it is there."""
     n_workers, n_done = _n_workers(known.sources, known.recipe), 0
     given = known.sources, known.understood, state, known.recipe

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from farthing.data.encode import TokenizerState
+from farthing.data.encode import PlainTokenizer
 from farthing.data.formats import Understood
 from farthing.data.parts import PartMaker
 from farthing.data.read import Source
@@ -40,14 +40,14 @@ def write_spec(
     folder: Path,
     sources: Sequence[Source],
     understood: Sequence[Understood | None],
-    tokenizer: TokenizerState,
+    tokenizer: PlainTokenizer,
     recipe: Recipe,
 ) -> None:
     """Say what workers are to make. Raises `OSError`."""
     spec = {
         "sources": [asdict(each) | {"paths": list(map(str, each.paths))} for each in sources],
         "understood": understood,
-        "tokenizer": asdict(tokenizer),
+        "tokenizer": tokenizer.state(),
         "recipe": asdict(recipe),
     }
     write_json(folder / SPEC, spec)
@@ -63,7 +63,7 @@ def _maker(folder: Path) -> PartMaker:
     ]
     understood = [each and Understood(*each) for each in spec["understood"]]
     return PartMaker(
-        sources, understood, TokenizerState(**spec["tokenizer"]), Recipe(**spec["recipe"])
+        sources, understood, PlainTokenizer.from_state(spec["tokenizer"]), Recipe(**spec["recipe"])
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor
 
 from farthing.data.encode import Encoder
-from farthing.data.formats import converter, recognise
 from farthing.data.read import open_sources
-from farthing.data.rows import Layout, Row, Text
+from farthing.data.reader import SourceReader
+from farthing.data.rows import Layout, Text
+from farthing.data.token_set import Recipe
 from farthing.errors import FarthingError, ModelError
-from farthing.objectives.columns import Unusable
 from farthing.objectives.registry import objective_of
 from farthing.storage.files import Json
 
@@ -67,22 +68,14 @@ def _first_rows(job: Json, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     own = dict(zip(data["train"], data.get("of_train") or (), strict=False)).get(
         names[0] if names else "", [None]
     )
-    texts: list[Text] = []
     with contextlib.suppress(FarthingError, OSError, ValueError, KeyError):
         opened = {"split": data["train_split"], "config_name": data["dataset_config_name"]}
         opened["layout"] = Layout.of(data)
         source, *_ = open_sources(names[:1], cache_dir=Path(job["cache_dir"] or "."), **opened)  # type: ignore[arg-type]
-        found = [
-            row.value for row in itertools.islice(source.rows(), N_ROWS) if isinstance(row, Row)
-        ]
-        columns: set[str] = set().union(*found)
-        name, read, _ = recognise(
-            columns, task, data["columns"] if own[0] is None else own[0], source.name
-        )
-        convert = converter(name, read, data["label_map"], tokenizer, task)
-        for value in found:
-            with contextlib.suppress(Unusable):
-                texts.append(convert(value))
+        recipe = Recipe(task, 0, columns=data["columns"], label_map=data["label_map"])
+        reader = SourceReader(replace(source, columns=own[0]), recipe, tokenizer)
+        rows_there = list(itertools.islice(source.rows(), N_ROWS))
+        texts = [text for _, text in reader.texts(rows_there) if isinstance(text, Text)]
         encoded = Encoder(tokenizer, task, MOST_TOKENS, MOST_TOKENS)(texts[:N_EXAMPLES])
         rows, start = [], 0
         for length in encoded.lengths.tolist():
