@@ -1,13 +1,11 @@
-"""Replay training jobs on measured spot capacity, and hold what was predicted against what
-happened.
+"""Replay training jobs on measured spot capacity, and compare prediction and outcome.
 
-    python bench/spot_replay.py --traces DIR [--half-life-days 2] [--share 0.4] [--json]
+    python bench/spot_replay.py --traces DIR [--json]
 
 DIR is any tree of files {"metadata": {"gap_seconds": g}, "data": [instances available, ...]}. The
-model of a zone comes from the first half of its trace and is judged on the second half ("hold-out";
-two more ways, named when they are printed, tell drift from error of the model). There, jobs of
-several lengths are wanted at evenly spaced moments, wait for capacity, save at the planned
-interval, lose what was not saved, and restart; a job that reaches the end of the trace goes on at
+model of a zone comes from the first half of its trace and is judged on the second half. There, jobs
+of several lengths are wanted at evenly spaced moments, wait for capacity, save at the planned
+interval, lose what was not saved, and restart; a job that reaches the end of the trace continues at
 the start of the half, so that no start is left out. Errors are of the mean over all starts.
 "Pooled" sums the hours of all zones before they are compared.
 """
@@ -32,7 +30,6 @@ from farthing.planner.spot import (
     SaveSchedule,
     Trace,
     best_interval_s,
-    chance_by,
     drawn_together,
     expect,
     fit,
@@ -43,19 +40,6 @@ from farthing.planner.spot import (
 JOB_HOURS = (1, 2, 4, 8, 12, 24, 48)
 SAVE_S, RESTART_S = 20, 180
 N_STARTS = 400
-N_LOOKS, N_MOMENTS = 12, 8  # moments between two looks, at which it is seen whether the zone is up
-WAYS = {
-    "hold-out": "the model is made once, from the first half",
-    "rolling": (
-        "the model is made anew at 12 moments from all that came before; predictions are averaged;"
-        " chances are those of 96 moments at which it is known whether the zone is up, and since"
-        " when"
-    ),
-    "same half": (
-        "the model has seen what it is judged on: the error that is left is the model's own, not"
-        " drift"
-    ),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,89 +102,33 @@ def halves(trace: Trace) -> tuple[Trace, Trace]:
     return replace(trace, available=first), replace(trace, available=second)
 
 
-def models(
-    traces: Sequence[Trace], way: str, half_life_s: float, share: float
-) -> list[list[Interruptions]]:
-    """The models of each zone that the predictions of its second half are made from: one, or one
-    for each new look.
-    """
-    looks = []
-    for look in range(N_LOOKS if way == "rolling" else 1):
-        zones = []
-        for trace in traces:
-            middle, n = len(trace.available) // 2, len(trace.available)
-            begin, end = (
-                (middle, n) if way == "same half" else (0, middle + (n - middle) * look // N_LOOKS)
-            )
-            seen = spells_of(trace.available[begin:end], trace.gap_s)
-            zones.append(fit(*seen, half_life_s=math.inf if way == "same half" else half_life_s))
-        looks.append(zones if way == "same half" else drawn_together(zones, share))
-    return [list(zones) for zones in zip(*looks, strict=True)]
-
-
-def judge(trace: Trace, zones: Sequence[Interruptions]) -> dict[str, Any]:
+def judge(trace: Trace, zone: Interruptions) -> dict[str, Any]:
     """Predicted and replayed hours of each job in the second half of one zone."""
     future = halves(trace)[1]
     saves = SaveSchedule(
-        max(60, round(best_interval_s(SAVE_S, RESTART_S, zones[0]))), SAVE_S, RESTART_S
+        max(60, round(best_interval_s(SAVE_S, RESTART_S, zone))), SAVE_S, RESTART_S
     )
     length_s = len(future.available) * trace.gap_s
     starts = [round(i * length_s / N_STARTS) for i in range(N_STARTS)]
     jobs = []
     for hours in JOB_HOURS:
         work_s = hours * 3600.0
-        happened = replay(future, work_s, saves, starts)
-        middles = [expect(work_s, saves, zone) for zone in zones]
-        edges = [[expect(work_s, saves, one) for one in zone.good_and_bad] for zone in zones]
-        chances = chances_of(trace, work_s, saves, zones) if len(zones) > 1 else None
-        if chances is None:
-            in_time = float(np.mean(happened.wall_s <= 2 * work_s))
-            chances = chance_by(2 * work_s, work_s, saves, zones[0]), in_time
+        happened, predicted = replay(future, work_s, saves, starts), expect(work_s, saves, zone)
+        edges = [expect(work_s, saves, one).wall_s / 3600 for one in zone.good_and_bad]
         jobs.append(
             {
                 "job_hours": hours,
-                "predicted_wall_h": float(np.mean([each.wall_s for each in middles])) / 3600,
-                "range_wall_h": [
-                    float(np.mean([each[side].wall_s for each in edges])) / 3600 for side in (0, 1)
-                ],
+                "predicted_wall_h": predicted.wall_s / 3600,
+                "range_wall_h": edges,
                 "replayed_wall_h": float(happened.wall_s.mean()) / 3600,
-                "predicted_billed_h": float(np.mean([each.billed_s for each in middles])) / 3600,
+                "predicted_billed_h": predicted.billed_s / 3600,
                 "replayed_billed_h": float(happened.billed_s.mean()) / 3600,
-                "predicted_interruptions": float(
-                    np.mean([each.n_interruptions for each in middles])
-                ),
+                "predicted_interruptions": predicted.n_interruptions,
                 "replayed_interruptions": float(happened.n_interruptions.mean()),
-                "chance_in_twice_the_time": list(chances),
             }
         )
     errors = {f"{what}_error_percent": error_percent(jobs, what) for what in ("billed_h", "wall_h")}
-    return {
-        "zone": trace.name,
-        "interval_s": saves.interval_s,
-        "spread": zones[0].spread,
-        **errors,
-        "jobs": jobs,
-    }
-
-
-def chances_of(
-    trace: Trace, work_s: float, saves: SaveSchedule, zones: Sequence[Interruptions]
-) -> tuple[float, float]:
-    """(predicted, replayed) share of jobs done in twice their work, wanted at moments when the
-    zone's state is known.
-    """
-    middle, n = len(trace.available) // 2, len(trace.available)
-    n_all = len(zones) * N_MOMENTS
-    places = [middle + (n - middle) * i // n_all for i in range(n_all)]
-    starts = [(place - middle) * trace.gap_s for place in places]
-    happened = replay(halves(trace)[1], work_s, saves, starts)
-    predicted = []
-    for i, place in enumerate(places):
-        zone = replace(
-            zones[i // N_MOMENTS], now=replace(trace, available=trace.available[: place + 1]).last
-        )
-        predicted.append(chance_by(2 * work_s, work_s, saves, zone))
-    return float(np.mean(predicted)), float(np.mean(happened.wall_s <= 2 * work_s))
+    return {"zone": trace.name, "interval_s": saves.interval_s, **errors, "jobs": jobs}
 
 
 def error_percent(jobs: Sequence[dict[str, Any]], what: str) -> float:
@@ -210,18 +138,15 @@ def error_percent(jobs: Sequence[dict[str, Any]], what: str) -> float:
     )
 
 
-def judge_all(
-    traces: Sequence[Trace],
-    way: str,
-    half_life_s: float = HALF_LIFE_S,
-    share: float = SHARE,
-) -> dict[str, Any]:
+def judge_all(traces: Sequence[Trace]) -> dict[str, Any]:
     """Every zone that is up in both halves, the mean error over zones and jobs, and that of the
     sums over the zones.
     """
     usable = [trace for trace in traces if all(max(half.available) > 0 for half in halves(trace))]
-    made = models(usable, way, half_life_s, share)
-    zones = [judge(trace, each) for trace, each in zip(usable, made, strict=True)]
+    seen = [
+        fit(*spells_of(halves(trace)[0].available, trace.gap_s), HALF_LIFE_S) for trace in usable
+    ]
+    zones = [judge(*pair) for pair in zip(usable, drawn_together(seen, SHARE), strict=True)]
     jobs = [job for zone in zones for job in zone["jobs"]]
     sums = [
         {
@@ -235,15 +160,10 @@ def judge_all(
         job["range_wall_h"][0] <= job["replayed_wall_h"] <= job["range_wall_h"][1] for job in jobs
     ]
     return {
-        "way": way,
         "mean_error_percent": {what: error_percent(jobs, what) for what in ("billed_h", "wall_h")},
         "pooled_error_percent": {
             what: error_percent(sums, what) for what in ("billed_h", "wall_h")
         },
-        "chance_error_points": (
-            100
-            * float(np.mean([abs(a - b) for a, b in (j["chance_in_twice_the_time"] for j in jobs)]))
-        ),
         "wall_in_range_percent": 100 * float(np.mean(inside)),
         "zones": zones,
     }
@@ -255,44 +175,27 @@ def main() -> None:
         description="predicted against replayed hours and cost of jobs on spot capacity"
     )
     parser.add_argument("--traces", type=Path, required=True)
-    parser.add_argument("--half-life-days", type=float, default=HALF_LIFE_S / 86400)
-    parser.add_argument(
-        "--share", type=float, default=SHARE, help="of the way to the mean of all zones"
-    )
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    traces = read_traces(asked.traces)
-    results = [judge_all(traces, way, asked.half_life_days * 86400, asked.share) for way in WAYS]
+    result = judge_all(read_traces(asked.traces))
     if asked.json:
-        print(json.dumps(results, indent=1))
+        print(json.dumps(result, indent=1))
         return
-    for result in results:
-        mean, pooled = result["mean_error_percent"], result["pooled_error_percent"]
-        print(f"\n{result['way']}: {WAYS[result['way']]}")
+    print(f"{'zone':44} {'cost error':>11} {'wall error':>11}   12 h job: predicted / replayed")
+    for zone in result["zones"]:
+        job = next(job for job in zone["jobs"] if job["job_hours"] == 12)
+        good, bad = job["range_wall_h"]
         print(
-            f"  {'zone':44} {'cost error':>11} {'wall error':>11}   12 h job, wall predicted (80 %"
-            " range) / replayed"
+            f"{zone['zone']:44} {zone['billed_h_error_percent']:9.1f} %"
+            f" {zone['wall_h_error_percent']:9.1f} %   {job['predicted_wall_h']:.1f} h"
+            f" ({good:.1f} to {bad:.1f}) / {job['replayed_wall_h']:.1f} h"
         )
-        for zone in result["zones"]:
-            job = next(job for job in zone["jobs"] if job["job_hours"] == 12)
-            good, bad = job["range_wall_h"]
-            print(
-                f"  {zone['zone']:44} {zone['billed_h_error_percent']:9.1f} %"
-                f" {zone['wall_h_error_percent']:9.1f} %   {job['predicted_wall_h']:.1f} h"
-                f" ({good:.1f} to {bad:.1f}) / {job['replayed_wall_h']:.1f} h"
-            )
-        print(
-            f"  {'mean over zones and jobs':44} {mean['billed_h']:9.1f} % {mean['wall_h']:9.1f} %"
-        )
-        print(f"  {'zones pooled':44} {pooled['billed_h']:9.1f} % {pooled['wall_h']:9.1f} %")
-        print(
-            f"  chance to end within twice the work: off by {result['chance_error_points']:.0f}"
-            " points on average"
-        )
-        print(
-            f"  replayed mean inside the predicted range: {result['wall_in_range_percent']:.0f} %"
-            " of zones and jobs"
-        )
+    for words, errors in (
+        ("mean over zones and jobs", result["mean_error_percent"]),
+        ("zones pooled", result["pooled_error_percent"]),
+    ):
+        print(f"{words:44} {errors['billed_h']:9.1f} % {errors['wall_h']:9.1f} %")
+    print(f"replayed mean inside the range: {result['wall_in_range_percent']:.0f} % of jobs")
 
 
 if __name__ == "__main__":

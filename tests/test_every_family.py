@@ -56,7 +56,7 @@ from workshop import make_job
 def test_losses_and_gradients_are_those_of_transformers_alone(
     task: str, family: str, tmp_path: Path
 ) -> None:
-    row = look_at(family, task, tmp_path, runs=False)
+    row = look_at(family, task, tmp_path)
     safe = PADS_SAFELY[objective_of(task).head]
     assert row["outcome"] in (
         ("exact", "lora refused")
@@ -70,7 +70,7 @@ def test_losses_and_gradients_are_those_of_transformers_alone(
 def test_a_family_that_reads_padding_beside_a_text_gets_texts_of_one_length(
     family: str, tmp_path: Path
 ) -> None:
-    row = look_at(family, "causal-lm", tmp_path, runs=False)
+    row = look_at(family, "causal-lm", tmp_path)
     assert (row["outcome"], row["how"]) == ("exact", "padded, of one length"), row
 
 
