@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
+import farthing.train.run as run_module
 import workshop
 from farthing.errors import InputError, LimitError
 from farthing.run.accounts import read_ledger
@@ -162,6 +163,26 @@ def test_a_python_program_that_hangs_is_killed_and_is_on_the_bill(
     assert "stopped by the cap of" in done.stderr
     (account,) = read_ledger(run / "ledger.jsonl").ordered
     assert (account.state, account.usd > cap_usd) == ("limit", True)
+
+
+def test_a_close_that_hangs_past_the_cap_ends_by_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, calls = run_module.leave_receipt, list[Path]()
+
+    def hangs_once(folder: Path, *log: Any) -> Any:
+        calls.append(folder)
+        if len(calls) == 1:
+            threading.Event().wait(300)
+        return honest(folder, *log)
+
+    monkeypatch.setattr(run_module, "leave_receipt", hangs_once)
+    monkeypatch.setattr("farthing.run.opening.uncounted_age_s", lambda: 0.0)
+    job = workshop.make_job(tmp_path, max_steps=2, limits={"max_hours": "6s"})
+    outcome = run_module.train(job, lambda event: None)
+    assert (outcome.state, outcome.exit_code) == ("limit", 3)
+    assert "6 s" in outcome.reason
+    assert len(calls) > 1
 
 
 def test_who_watches_from_beside_kills_nobody_but_who_began_it() -> None:

@@ -198,7 +198,12 @@ def train(
                 ledger.end(state)
             if state == "failed":
                 _close_replica(context)
-        return close(job, context, begun, state, reason)
+        try:
+            return close(job, context, begun, state, reason)
+        except LimitError as error:  # the close hung
+            if context.watchdog is not None:
+                context.watchdog.raise_no_more()
+            return Outcome("limit", error.what, leave_receipt(folder))
 
 
 def close(job: Job, context: Context, begun: Opened, state: str, reason: str) -> Outcome:

@@ -65,7 +65,7 @@ class Watchdog:
         self.reserve_s: Callable[[], float] = lambda: 0.0
         """Seconds that saving and leaving take."""
         self._main = threading.main_thread()
-        self._closed = threading.Event()
+        self._closed, self._raises = threading.Event(), True
         self._why = ""
         self._read_at, self._left_s = time.monotonic(), float("inf")
         self._before: Any = None
@@ -94,8 +94,12 @@ class Watchdog:
             signal.signal(_SIGNAL, signal.SIG_IGN)
             signal.signal(_SIGNAL, self._before)
 
+    def raise_no_more(self) -> None:
+        """From here on whatever hangs ends the process."""
+        self._raises = False
+
     def _raise(self, number: int, frame: Any) -> None:
-        if not self._closed.is_set():
+        if self._raises and not self._closed.is_set():
             raise LimitError(self._why)
 
     def _left(self) -> float:
