@@ -195,7 +195,9 @@ def faults_of(found: dict[str, Any]) -> list[str]:
     wrong = []
     # a Python program of somebody's is killed, where the command has a guard that ends with 3
     is_killed = found["in_python"] and found["way"] in ("lock", "stop")
-    if found["code"] not in ((3, -signal.SIGKILL) if is_killed else (3,)):
+    # ranks that no start brings further give up by themselves, perhaps before the cap
+    gives_up = found["n_ranks"] > 1
+    if found["code"] not in (3, *[-signal.SIGKILL] * is_killed, *[75] * gives_up):
         wrong.append(f"exit code {found['code']}")
     late_s = LATE_S * found["slowdown"]
     if found["late_s"] > late_s:
