@@ -94,7 +94,6 @@ rehearse-gpu: $(VENV)/rehearse/.ready  ## whole runs on a GPU that computes noth
 	$(ON_HOLLOW_GPU) -- $(VENV)/rehearse/bin/python -m pytest -q -p no:cacheprovider tests/hollow
 	$(ON_HOLLOW_GPU) -- $(VENV)/rehearse/bin/python -m pytest -q -p no:cacheprovider tests/test_gpu.py \
 	  -k "need_judged or runs_out or grows or pinned"
-	$(ON_HOLLOW_GPU) --values -- $(VENV)/rehearse/bin/python -m pytest -q -p no:cacheprovider tests/test_gpu.py
 	OMP_NUM_THREADS=1 $(VENV)/rehearse/bin/python bench/rehearse_gpu.py
 
 # `===`: the build without a local version, which on Linux is for CUDA; constraints.txt may name a CPU's elsewhere

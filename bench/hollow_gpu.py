@@ -2,25 +2,20 @@
 nothing is computed on it.
 
     python bench/hollow_gpu.py [--gpu H100] [--count 1] [--gib 79.1] [--copy-mib 1] [--report FILE]
-    [--launch-us 3]
-                                [--values] COMMAND ...
+    [--launch-us 3] COMMAND ...
 
 For machines without a GPU. Below torch everything is stood in for (`bench/hollow/`); torch, its
 allocator, streams, autograd, Triton's compiler, bitsandbytes' and NCCL's callers are the real ones.
 So this finds what fails on a GPU for other reasons than what a kernel computes: devices, dtypes,
 arguments, backward passes, streams, growing segments, memory that runs out; and it counts, to the
 byte and to the launch, what torch's own allocator gives out, what is launched and where the host
-waits. It says nothing of values (what a kernel would have written is whatever lay there, and the
-host reads zeros) nor of time on the GPU.
+waits. It shows no values (what a kernel would have written is whatever lay there, and the host
+reads zeros), no order of streams (waits return at once, copies are synchronous) and no time.
 
 `--copy-mib`: copies larger than this are not made, so that weights of 8B or 70B need no memory.
 `--report`: counts of launches by kernel, waits, copies and products' floating-point operations, as
 JSON; %%d in the file's name is the process. `--launch-us`: what each launch costs the host.
 `HOLLOW_FAIL_AT`, `HOLLOW_BREAK` and their kin make memory run out or break it (`cudart.c`).
-
-`--values`: operations are computed by torch's kernels for CPUs on the hollow GPU's memory
-(`bench/hollow/values/on_host.py`), and Triton's kernels in its interpreter. Then values are right
-as far as the GPU's kernels are, and runs compare to the bit.
 """
 
 from __future__ import annotations
@@ -72,7 +67,6 @@ def environment(
     copy_mib: float = 0,
     report: str = "",
     launch_us: float = 0,
-    values: bool = False,
 ) -> dict[str, str]:
     """The variables with which a process of this Python's torch sees `count` hollow GPUs. Builds
     the libraries where needed.
@@ -99,17 +93,6 @@ def environment(
         "HOLLOW_SHARED_KIB": str(shared_kib),
         "HOLLOW_COUNT": str(count),
     }
-    if values:
-        paths = [
-            str(Path(__file__).resolve().parent / "hollow" / "values"),
-            os.environ.get("PYTHONPATH", ""),
-        ]
-        found |= {
-            "HOLLOW_VALUES": "1",
-            "TRITON_INTERPRET": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        }
     return found | {
         name: str(value)
         for name, value in (
@@ -134,7 +117,6 @@ def main() -> None:
     parser.add_argument("--copy-mib", type=float, default=0)
     parser.add_argument("--report", default="")
     parser.add_argument("--launch-us", type=float, default=0)
-    parser.add_argument("--values", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     asked = vars(parser.parse_args())
     command = [word for at, word in enumerate(asked.pop("command")) if at or word != "--"]

@@ -1,4 +1,4 @@
-"""The side-by-side bench: its judge, its verdicts and its targets."""
+"""The side-by-side bench: its judge and its verdicts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from peers import figures, judge, models, ours, workloads
+from peers import judge, models, ours, workloads
 from peers.assignment import Assignment
 from peers.clock import Clock
 from peers.race import Piece
@@ -91,40 +91,6 @@ def test_other_examples_than_the_order_says_are_no_comparison(
     assignment = entry(places["causal-lm"], "farthing", tmp_path)
     with pytest.raises(SystemExit, match="other examples"):
         ours.train(replace(assignment, order=assignment.order[::-1]), Clock())
-
-
-# ---- ratios and targets ----
-
-
-def row_of(speed: float, **more: Any) -> dict[str, Any]:
-    """A row of a table, made up."""
-    row = {"tokens_per_device_s": speed, "useful_share": 1.0, "peak_bytes": 100, "usd": 0.1}
-    return row | {"void": False} | more
-
-
-def states(table: figures.Table) -> dict[str, str]:
-    """What became of each target."""
-    found = figures.against_targets(table, "chat", "causal-lm")
-    return {one["target"]: one["state"] for one in found}
-
-
-def test_targets_are_met_missed_or_not_measured() -> None:
-    table = {
-        "farthing": row_of(300),
-        "hf-tuned": row_of(250),
-        "trl-tuned": row_of(100, void=True),
-    }
-    found = states(table)
-    assert found["against Trainer, tuned, on chat lengths"] == "missed"
-    assert found["against TRL, tuned"] == "not measured"  # a void row proves nothing
-    assert found["peak memory over the least of the others"] == "met"
-    assert "against Trainer, tuned, on full-length rows" not in found
-    met = states({"farthing": row_of(300), "trl-tuned": row_of(200)})
-    assert met["against TRL, tuned"] == "met"
-    more = states({**table, "hf": row_of(100, peak_bytes=90)})
-    assert more["peak memory over the least of the others"] == "missed"
-    less = states({"farthing": row_of(1, useful_share=0.9)})
-    assert less["useful share of computed tokens"] == "missed"
 
 
 # ---- the peers ----

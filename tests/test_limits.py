@@ -402,7 +402,7 @@ def test_a_run_stops_before_the_step_that_would_pass_its_cap(
 def test_what_a_step_takes_beside_its_own_seconds_is_kept_back_too(
     is_within: bool, tmp_path: Path
 ) -> None:
-    case = caps.draw_lengths(1) | {
+    case = caps.draw(1) | {
         "cap_s": 20.0,
         "step_s": 1.5,
         "max_steps": 100,
@@ -412,8 +412,7 @@ def test_what_a_step_takes_beside_its_own_seconds_is_kept_back_too(
     }
     code = (
         "import sys, json; sys.path[:0] = json.loads(sys.argv[1]); import caps\n"
-        "caps.draw_lengths = lambda seed: json.loads(sys.argv[2])\n"
-        "print(json.dumps(caps.measure_lengths(range(1))))"
+        "print(json.dumps(caps.measure([json.loads(sys.argv[2])])))"
     )
     words = [sys.executable, "-c", code, json.dumps(sys.path), json.dumps(case)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)

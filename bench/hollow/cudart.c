@@ -4,7 +4,7 @@
 //
 // HOLLOW_NAME, HOLLOW_CAPABILITY (9.0), HOLLOW_GIB, HOLLOW_SMS, HOLLOW_SHARED_KIB, HOLLOW_COUNT say what GPU this is.
 // The host reads back what it copied there, but values of up to HOLLOW_ZERO_BYTES (16), which kernels write as a rule: those are
-// zero, and a single byte is 1 (yes), unless HOLLOW_VALUES is set. HOLLOW_COPY_MIB: larger copies are counted and not made (weights of large
+// zero, and a single byte is 1 (yes). HOLLOW_COPY_MIB: larger copies are counted and not made (weights of large
 // models). HOLLOW_REPORT: where a process that launched anything writes its counts at its end, as JSON; %d is its number. HOLLOW_US:
 // what a launch costs the host, in microseconds (none).
 //
@@ -273,7 +273,7 @@ static cudaError_t copy(void *to, const void *from, size_t size, enum cudaMemcpy
   if (stays) hollow_counts.waits_for_copies++;
   hear(stays ? "copy waited for" : "copy", up && down ? "within" : up ? "up" : down ? "down" : "host", size);
   if (size > (size_t)(setting("HOLLOW_COPY_MIB", 1e9) * (1 << 20))) return 0;
-  if (down && !up && size <= (size_t)setting("HOLLOW_ZERO_BYTES", 16) && !setting("HOLLOW_VALUES", 0))
+  if (down && !up && size <= (size_t)setting("HOLLOW_ZERO_BYTES", 16))
     memset(to, size == 1, size);  // what kernels would have written: zero, and yes
   else memmove(to, from, size);
   return 0;

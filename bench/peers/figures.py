@@ -1,6 +1,4 @@
-"""From the marks of a clock to figures, from figures to what was aimed at, and all of it as text.
-Plain numbers only.
-"""
+"""From the marks of a clock to figures, and these as text. Plain numbers only."""
 
 from __future__ import annotations
 
@@ -12,13 +10,6 @@ from peers.contestant import CONTESTANTS
 
 Table = dict[str, dict[str, Any]]
 """The rows of one workload, method and precision, by contestant."""
-CAUSAL = ("short", "chat", "full", "shared")
-TARGETS = (
-    ("against Trainer, tuned, on chat lengths", 1.4, "hf-tuned", ("chat",)),
-    ("against Trainer, tuned, on full-length rows", 1.1, "hf-tuned", ("full",)),
-    ("against TRL, tuned", 1.3, "trl-tuned", CAUSAL),
-)
-"""(in words, the least ratio of farthing's speed to a peer's, the peer, workloads)."""
 
 
 def rates(run: dict[str, Any], first: int, last: int) -> dict[str, float]:
@@ -54,41 +45,8 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def against_targets(table: Table, workload: str, task: str) -> list[dict[str, Any]]:
-    """Each target about this table, with what was measured: met, missed, or not measured."""
-    fine = {name: row for name, row in table.items() if not row.get("void") and "usd" in row}
-    ours = fine.get("farthing")
-    found: list[tuple[str, float, float | None, bool]] = []
-    for words, least, peer, workloads in TARGETS:
-        if workload in workloads:
-            speeds = [one and one["tokens_per_device_s"] for one in (ours, fine.get(peer))]
-            ratio = speeds[0] / speeds[1] if all(speeds) else None
-            found.append((words, least, ratio, (ratio or 0) >= least))
-    if ours is not None:
-        share, least = ours["useful_share"], 0.9999 if task == "causal-lm" else 0.97
-        found.append(("useful share of computed tokens", least, share, share >= least))
-        others = [row["peak_bytes"] for name, row in table.items() if name != "farthing"]
-        ratio = ours["peak_bytes"] / min(others) if others else None
-        words = "peak memory over the least of the others"
-        found.append((words, 1.0, ratio, (ratio or 0) <= 1))
-    return [
-        {
-            "target": words,
-            "bound": bound,
-            "measured": value,
-            "state": "not measured" if value is None else "met" if is_met else "missed",
-        }
-        for words, bound, value, is_met in found
-    ]
-
-
-# ---- as text ----
-
-
 def draw(table: dict[str, Any]) -> str:
-    """A table of `compare`, in text: contestants with farthing's ratio to each, and what was aimed
-    at.
-    """
+    """A table of `compare`, in text: contestants with farthing's ratio to each."""
     rows, train = table["rows"], table["facts"]["train"]
     title = (
         f"\n{table['workload']}, {table['method']}, {table['precision']}: {train['examples']}"
@@ -102,10 +60,6 @@ def draw(table: dict[str, Any]) -> str:
         words = ", ".join(f"{key} {value}" for key, value in (row.get("settings") or {}).items())
         if words or "failed" in row:
             lines.append(f"  {name}: {row.get('failed') or words}")
-    for target in table["targets"]:
-        value = "" if target["measured"] is None else f"{target['measured']:.2f}"
-        said = f"{target['target']}: {value} (aim {target['bound']:g})"
-        lines.append(f"  {target['state']:12} {said}")
     return "\n".join(lines)
 
 

@@ -1,5 +1,5 @@
 """Runs contestants, each in its own process, and keeps what came out, so that a race that was cut
-short goes on.
+short resumes.
 
 A record is kept under a hash of all it follows from: what was assigned, the harness's own code and,
 for farthing, its code.
@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,11 @@ TIMEOUT_S = 3600
 
 @dataclass
 class Race:
-    """Where things are, and how long there still is."""
+    """Where things are, and how contestants run."""
 
     root: Path
     peers_python: Path
     threads: int = 1
-    ends_at: float = float("inf")
-    """On `time.monotonic`: nothing is begun that would probably end later."""
-    took_s: dict[str, float] = field(default_factory=dict)
 
     def spawn(self, assignment: Assignment) -> dict[str, Any]:
         """Run it in a process of the contestant's environment: one number of threads, one way to
@@ -84,22 +81,14 @@ class Race:
         result = json.loads(path.with_suffix(".result.json").read_text(encoding="utf-8"))
         return {**result, "process_s": wall_s}
 
-    def run(self, assignment: Assignment, *, is_trial: bool = False) -> dict[str, Any] | None:
-        """The record of this run: kept from before, or run and judged now; None when there is no
-        time left.
-
-        The loss of a trial is not judged.
+    def run(self, assignment: Assignment, *, is_trial: bool = False) -> dict[str, Any]:
+        """The record of this run: kept from before, or run and judged now. The loss of a trial is
+        not judged.
         """
         key, who = self.key(assignment), assignment.contestant
         path = self.root / "records" / f"{'trial-' * is_trial}{key}.json"
         if path.exists():
             return dict(json.loads(path.read_text(encoding="utf-8")))
-        kind = f"{who}{' compiled' * bool(assignment.settings.get('compile'))}"
-        # as long as the last of its kind, else as the longest of all
-        needed_s = self.took_s.get(kind, max(self.took_s.values(), default=0.0))
-        started = time.monotonic()
-        if started + needed_s > self.ends_at:
-            return None
         folder = Path(assignment.out) / key
         record = self.spawn(replace(assignment, out=str(folder)))
         if "failed" not in record:
@@ -122,7 +111,6 @@ class Race:
             shutil.rmtree(folder)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(record), encoding="utf-8")
-        self.took_s[kind] = time.monotonic() - started
         speed = record.get("steady", {}).get("tokens_per_device_s", 0)
         words = record.get("failed") or f"{speed:9.0f} useful tokens a device-second"
         said = f"  {who:10} seed {assignment.seed} {words}  {assignment.settings or ''}"
@@ -141,9 +129,8 @@ class Race:
                 code.update(path.read_bytes())
         return code.hexdigest()[:16]
 
-    def tuned(self, assignment: Assignment, compiles: bool) -> dict[str, Any] | None:
-        """The best settings of a contestant that can be tuned, by useful tokens a device-second;
-        None: no time left.
+    def tuned(self, assignment: Assignment, compiles: bool) -> dict[str, Any]:
+        """The best settings of a contestant that can be tuned, by useful tokens a device-second.
 
         The micro-batch first, then one other thing at a time with the best of those; `compiles`:
         torch.compile too.
@@ -153,8 +140,6 @@ class Race:
         for stage in (micro_batches(assignment), None):
             for settings in stage or others(assignment, best, compiles):
                 record = self.run(replace(short, settings=settings), is_trial=True)
-                if record is None:
-                    return None
                 speed = record.get("steady", {}).get("tokens_per_device_s", 0.0)
                 if speed > of_best:
                     best, of_best = settings, speed
