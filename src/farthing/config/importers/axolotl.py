@@ -23,17 +23,16 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     elif values.get("reward_model") is True:
         preference.read(out, "reward", {})
         out.put("reward_model", True, "task", "reward")
-    adapter = values.get("adapter")
-    is_4bit = values.get("load_in_4bit") is True
+    adapter, is_4bit = values.get("adapter"), values.get("load_in_4bit") is True
     if is_4bit and not adapter:
         out.refuse("load_in_4bit", True, "a 4-bit base without an adapter can't be trained")
     method = hf.method_of(bool(adapter), is_4bit or adapter == "qlora")
     if adapter in ("lora", "qlora"):
         out.put("adapter", adapter, "method.name", method)
-        if values.get("lora_target_linear") is True and "lora_target_modules" in values:
-            layers = values["lora_target_modules"]
-            out.name("lora_target_modules", layers, "lora_target_linear covers them")
     out.default({"method.name": method})
+    layers = values.get("lora_target_modules")
+    if values.get("lora_target_linear") is True and layers:
+        out.name("lora_target_modules", layers, "lora_target_linear covers them")
     _data(values, out)
     if values.get("hub_model_id"):  # there a name alone publishes
         out.job["train.push_to_hub"] = True
@@ -43,9 +42,9 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
         out.put("cosine_min_lr_ratio", lowest, to, {"min_lr_rate": lowest})
         out.job["train.lr_scheduler_type"] = "cosine_with_min_lr"
         out.keep({"lr_scheduler": "cosine"}, "train.lr_scheduler_type")
-    given, known = values.get("plugins"), fact("axolotl-plugins").split()
-    plugins = [str(each) for each in (given if isinstance(given, list) else [given or ""])]
-    if odd := [each for each in plugins if each and not any(k in each.lower() for k in known)]:
+    given, known = values.get("plugins"), "|".join(fact("axolotl-plugins").split())
+    plugins = map(str, given if isinstance(given, list) else [given or known])
+    if odd := [each for each in plugins if not re.search(known, each.lower())]:
         out.name("plugins", odd, "a plugin that may change what is learned", "differs")
     read_keys(out, values, NAME)
     preference.settle(out, NAME)
@@ -56,8 +55,8 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     notes = fact("axolotl-notes")
     out.notes += [notes["warmup"]] * ("train.warmup_ratio" in out.defaults)
     out.notes.append(hf.NO_COUNT_OF_GPUS)
-    if out.job.get("train.gradient_accumulation_steps", 1) > 1 and not out.prefers:
-        out.notes.append(notes["accumulation"])
+    is_split = out.job.get("train.gradient_accumulation_steps", 1) > 1 and not out.prefers
+    out.notes += [notes["accumulation"]] * is_split
     out.notes += [notes["packing"]] * bool(values.get("sample_packing"))
 
 
@@ -74,35 +73,28 @@ def _data(values: Mapping[str, Any], out: Imported) -> None:
             given = [{"path": given, "type": "completion"}]
         for index, item in enumerate(given if isinstance(given, list) else ()):
             if isinstance(item, Mapping):
-                at = f"{section}[{index}]."
-                is_text = section == "pretraining_dataset"
-                out.job.setdefault(to, []).append(_one(at, item, out, is_text=is_text))
+                out.job.setdefault(to, []).append(_source(section, index, item, out))
                 kinds.append(str(item.get("type")) if to == "data.train" else "")
     name, jinja = values.get("chat_template"), values.get("chat_template_jinja")
     uses_it = any("chat_template" in each for each in kinds)
-    if name == "chatml" or {"chatml.ultra", "chatml.argilla_chat"} & set(kinds):
-        out.files["chatml.jinja"] = fact("chatml")
-        out.job["data.chat_template"] = "chatml.jinja"
-        out.keep({"chat_template": name} if name == "chatml" else {}, "data.chat_template")
-        why = "the format of the data has a frame of its own"
+    if name == "chatml" or {"chatml.ultra", "chatml.argilla_chat"} & {*kinds}:
+        out.template("chat_template", name, fact("chatml"), "chatml.jinja")
     elif name == "jinja" and isinstance(jinja, str):
         out.template("chat_template_jinja", jinja, jinja)
-        why = "chat_template_jinja has it"
-    elif uses_it and name != "tokenizer_default":
-        return  # named with what differs
-    else:
+        out.name("chat_template", name, "chat_template_jinja has it")
+    elif name and (name == "tokenizer_default" or not uses_it):
         why = "the tokenizer's own chat template is used" if uses_it else "no data set asks for it"
-    if name:
         out.name("chat_template", name, why)
 
 
-def _one(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) -> Json:
+def _source(section: str, index: int, item: Mapping[str, Any], out: Imported) -> Json:
     """A data set with what it is called in a job."""
+    at = f"{section}[{index}]."
     own = {key: item[key] for key in ("path", "name", "split") if item.get(key) is not None}
     out.keep(own, "data.train", at)
     source: Json = {key: str(value) for key, value in own.items()}
     files = item.get("data_files")
-    found = [files] if isinstance(files, str) else files if isinstance(files, list) else []
+    found = files if isinstance(files, list) else [files] * bool(files)
     if len(found) == 1 and "path" in source:
         is_kind = source["path"] in _FILES
         source["path"] = str(found[0]) if is_kind else f"{source['path'].rstrip('/')}/{found[0]}"
@@ -112,7 +104,7 @@ def _one(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) -> J
         out.keep({"data_files": files}, "data.train", at)
     if item.get("path") is None:
         out.refuse(f"{at}path", None, "a data set without a path")
-    columns, used = _columns(at, item, out, is_text=is_text)
+    columns, used = _columns(at, item, out, is_text=section == "pretraining_dataset")
     out.keep({key: item[key] for key in used.split() if item.get(key)}, "data.columns", at)
     read_keys(out, item, "axolotl-dataset", before=at, name_of=lambda key: key.removeprefix(at))
     return source | ({"columns": columns} if columns else {})
@@ -193,27 +185,32 @@ def pair_style(name: str, task: str) -> Json | None:
 
 def chat_columns(field: Any, role: Any, content: Any) -> dict[str, str]:
     """`data.columns` of chats in a column of this name, whose turns have these keys."""
-    in_sharegpt = role == "from" or content == "value"
-    standard = "conversations" if in_sharegpt else "messages"
+    standard = "conversations" if role == "from" or content == "value" else "messages"
     field = str(field or standard)
     return {} if field == standard else {standard: field}
 
 
-def _own(template: str, fields: Mapping[str, str]) -> str:
+def _fields(given: Mapping[str, Any], *known: str) -> dict[str, str]:
+    return {name: str(given.get(f"field_{name}") or name) for name in known}
+
+
+def _own(template: Any, fields: Mapping[str, str]) -> str:
     """A format string with a data set's own columns."""
-    return re.sub(r"\{(\w+)\}", lambda found: "{" + fields.get(found[1], found[1]) + "}", template)
+    return re.sub(
+        r"\{(\w+)\}", lambda found: "{" + fields.get(found[1], found[1]) + "}", str(template)
+    )
 
 
 def columns_of_fields(given: Mapping[str, Any]) -> Json:
     """Axolotl's own formats: fields with a format string each way."""
-    known = ("system", "instruction", "input", "output")
-    fields = {name: str(given.get(f"field_{name}") or name) for name in known}
+    fields = _fields(given, "system", "instruction", "input", "output")
     system = str(given.get("system_prompt") or "")
-    start = str(given.get("system_format") or "{system}").replace("{system}", system)
-    start = start if system else ""
-    ways = (given.get("format") or "{instruction} {input} ", given.get("no_input_format"))
-    forms = dict.fromkeys((str(ways[0]), str(ways[1] or "{instruction} ")))
-    found = [start + _own(each, fields) for each in forms]
+    start = str(given.get("system_format") or "{system}").replace("{system}", system) * bool(system)
+    ways = (
+        given.get("format") or "{instruction} {input} ",
+        given.get("no_input_format") or "{instruction} ",
+    )
+    found = [start + _own(each, fields) for each in dict.fromkeys(ways)]
     return {
         "prompt": found if len(found) > 1 else found[0],
         "completion": "{" + fields["output"] + "}",
@@ -222,10 +219,10 @@ def columns_of_fields(given: Mapping[str, Any]) -> Json:
 
 def pair_columns(given: Mapping[str, Any], task: str) -> Json:
     """The same of preferences: a format string for each part."""
-    is_pair = objective_of(task).n_sequences > 1
-    parts = ("prompt", *(("chosen", "rejected") if is_pair else ("completion",)))
-    fields = {name: str(given.get(f"field_{name}") or name) for name in (*parts, "system", "label")}
+    answers = ("chosen", "rejected") if objective_of(task).n_sequences > 1 else ("completion",)
+    fields = _fields(given, "prompt", *answers, "system", "label")
     found: Json = {
-        part: _own(str(given.get(f"{part}_format") or f"{{{part}}}"), fields) for part in parts
+        part: _own(given.get(f"{part}_format") or f"{{{part}}}", fields)
+        for part in ("prompt", *answers)
     }
     return found | ({"label": fields["label"]} if fields["label"] != "label" else {})

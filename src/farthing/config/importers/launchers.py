@@ -84,7 +84,7 @@ def beside(job: Job, files: Iterable[tuple[str, str]]) -> tuple[list[str], list[
     overrides: Json = {}
     said: list[str] = []
     for kind, name in files:
-        out, values = Imported(kind), settings_in(Path(name))
+        out, values = Imported(kind, Path(name)), settings_in(Path(name))
         (_deepspeed if kind == "deepspeed" else _accelerate)(values, out, job.method.name)
         if out.blockers:
             lines = [f"{line.key}: {say(line.value)} - {line.why}" for line in out.blockers]

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +17,9 @@ from farthing.config.importers.tables import (
     Odd,
     defaults,
     fact,
+    is_true,
     names,
     read_keys,
-    whole,
 )
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.storage.files import Json, small_text
@@ -27,18 +28,15 @@ NAME = "llama-factory"
 MAX_REGISTRY_BYTES = 16 << 20
 
 
-def read(values: Mapping[str, Any], out: Imported, folder: Path) -> None:
-    """LLaMA-Factory's settings. `folder` is where the file lies: `dataset_dir` is looked for beside
-    and above it.
-    """
-    is_v1 = "train_dataset" in values or "peft_config" in values
+def read(values: Mapping[str, Any], out: Imported) -> None:
+    is_v1 = "train_dataset" in values or "peft_config" in values  # its new engine
     _stage(values, out)
-    method = _method(values, out)
-    _data(values, out, folder)
+    method = _method(values, out, is_v1=is_v1)
+    _data(values, out)
     read_keys(out, values, NAME)
     preference.settle(out, NAME)
     if "model.new_tokens" in out.job:
-        if not hf.is_true(values.get("resize_vocab")):
+        if not is_true(values.get("resize_vocab")):
             why = "without resize_vocab no embedding grows"
             out.drop("model.new_tokens", why, "differs")
         elif method != "full":
@@ -78,13 +76,12 @@ def _stage(values: Mapping[str, Any], out: Imported) -> None:
         out.refuse("do_predict", asks, "no training: this file evaluates a model")
 
 
-def _method(values: Mapping[str, Any], out: Imported) -> str:
-    given = values.get("peft_config")
+def _method(values: Mapping[str, Any], out: Imported, *, is_v1: bool) -> str:
     key, kind = "finetuning_type", values.get("finetuning_type", "lora")
     is_4bit = values.get("quantization_bit") == 4
-    if "train_dataset" in values or "peft_config" in values:  # its new engine
+    if is_v1:
+        given, is_4bit = values.get("peft_config"), isinstance(values.get("quant_config"), Mapping)
         key, kind = "peft_config.name", given.get("name") if isinstance(given, Mapping) else None
-        is_4bit = isinstance(values.get("quant_config"), Mapping)
     method = hf.method_of(kind == "lora", is_4bit)
     if kind not in ("lora", "full", None):
         out.refuse(key, kind, f"{kind}, which farthing does not do")
@@ -104,9 +101,9 @@ def _method(values: Mapping[str, Any], out: Imported) -> str:
 # ---- the data ----
 
 
-def _data(values: Mapping[str, Any], out: Imported, folder: Path) -> None:
+def _data(values: Mapping[str, Any], out: Imported) -> None:
     directory = str(values.get("dataset_dir") or "data")
-    registry, at = _registry(directory, folder)
+    registry, at = _registry(directory, out.path.parent)
     if registry and "dataset_dir" in values:
         out.name("dataset_dir", directory, "where dataset_info.json is")
     for key in ("dataset", "eval_dataset", "train_dataset"):
@@ -117,7 +114,7 @@ def _data(values: Mapping[str, Any], out: Imported, folder: Path) -> None:
         except Odd as odd:
             out.name(key, values[key], str(odd), "differs")
             continue
-        if at is None and key == "train_dataset":
+        if not registry and key == "train_dataset":
             out.notes.append(f"{wanted[0]} describes the data: name its files in data.train")
         to = "data.eval" if key == "eval_dataset" else "data.train"
         out.put(key, values[key], to, [_source(name, registry, at, out) for name in wanted])
@@ -128,40 +125,39 @@ def _data(values: Mapping[str, Any], out: Imported, folder: Path) -> None:
         out.template("template", name, frames[name], f"{name}.jinja")
     most = values.get("max_samples")
     if most and len(out.job.get("data.train") or []) == 1:
-        out.put("max_samples", most, "data.max_train_samples", whole(most))
-    if out.job.get("data.train") and registry is None:
+        to = "data.max_train_samples"
+        out.put("max_samples", most, to, out.fit(to, most))
+    if out.job.get("data.train") and not registry:
         out.notes.append(
             "no dataset_info.json was found: the names of data sets are LLaMA-Factory's own, put"
             " their files in their place"
         )
 
 
-def _registry(directory: str, folder: Path) -> tuple[Json | None, Path | None]:
+def _registry(directory: str, folder: Path) -> tuple[Json, Path]:
     """dataset_info.json in `directory`, which is relative to where LLaMA-Factory was started: the
-    file's folder or above.
+    file's folder or above. Empty where there is none.
     """
     for base in (folder, *folder.resolve().parents):
         path = base / directory / "dataset_info.json"
         if ":" not in directory and path.is_file():
-            try:
+            with contextlib.suppress(ValueError, OSError, RecursionError):
                 found = json.loads(small_text(path, MAX_REGISTRY_BYTES))
-            except (ValueError, OSError, RecursionError):
-                break
-            return (found, path.parent) if isinstance(found, dict) else (None, None)
-    return None, None
+                return (found if isinstance(found, dict) else {}), path.parent
+            break
+    return {}, folder
 
 
 _PLACES = ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 
 
-def _source(name: str, registry: Json | None, at: Path | None, out: Imported) -> Json:
-    entry = (registry or {}).get(name)
+def _source(name: str, registry: Json, at: Path, out: Imported) -> Json:
+    entry = registry.get(name)
     if not isinstance(entry, dict):
-        out.notes += [f"dataset_info.json has no `{name}`"] * (registry is not None)
+        out.notes += [f"dataset_info.json has no `{name}`"] * bool(registry)
         return {"path": name}
     key = next((key for key in _PLACES if isinstance(entry.get(key), str)), "")
-    is_file = key == "file_name" and at is not None
-    source: Json = {"path": str(at / entry[key]) if is_file and at else entry.get(key, name)}
+    source: Json = {"path": str(at / entry[key]) if key == "file_name" else entry.get(key, name)}
     own = {"name": entry.get("subset"), "split": entry.get("split")}
     source |= {key: value for key, value in own.items() if isinstance(value, str)}
     given = entry.get("columns")
@@ -174,7 +170,7 @@ def _source(name: str, registry: Json | None, at: Path | None, out: Imported) ->
     at_key = f"dataset_info.{name}.columns"
     if is_judged and "kto_tag" not in columns:
         out.refuse(at_key, columns, "rows without a verdict (kto_tag)")
-    if {"images", "videos", "audios"} & set(columns):
+    if {"images", "videos", "audios"} & {*columns}:
         why = "images, sound or video, which farthing does not train on"
         out.refuse(at_key, columns, why)
     found = _columns(entry, columns)
@@ -182,8 +178,6 @@ def _source(name: str, registry: Json | None, at: Path | None, out: Imported) ->
         found = {k: v for k, v in found.items() if k not in ("output", "text", "history")}
         pair = {name: str(columns.get(name, name)) for name in ("chosen", "rejected")}
         found |= {name: column for name, column in pair.items() if name != column}
-        if "instruction" not in found and entry.get("formatting", "alpaca") == "alpaca":
-            found["instruction"] = f"{{{columns.get('prompt', 'instruction')}}}"
     if is_judged and columns.get("kto_tag", "label") != "label":
         found["label"] = str(columns["kto_tag"])
     return source | ({"columns": found} if found else {})

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from farthing.config.importers.tables import Imported, Odd, fact, number, say, table
-from farthing.objectives.registry import find_objective, objective_of
+from farthing.objectives.registry import find_objective
 
 _WORDS = re.compile(r"(?i)(?<![a-z])(dpo|kto|orpo|cpo|simpo|reward|rm)(?![a-z])")
 
@@ -55,22 +54,23 @@ def read(out: Imported, name: str, values: Mapping[str, Any], loss: str = "loss_
         losses = []
     if losses == ["robust"] and not any(_amount(values, key) for key in _SMOOTHING):
         losses = ["sigmoid"]  # which it is without smoothing
-    weights = values.get("loss_weights")
-    alpha = next((k for k in ("rpo_alpha", "pref_ftx") if _amount(values, k)), "")
-    if alpha and name == "dpo":
-        losses, weights = [*(losses or ["sigmoid"]), "sft"], [1.0, _amount(values, alpha)]
-        out.keep({alpha: values[alpha]}, "objective.loss_weights")
+    for alpha in ("rpo_alpha", "pref_ftx") if name == "dpo" else ():
+        if weight := _amount(values, alpha):
+            losses = [*(losses or ["sigmoid"]), "sft"]
+            out.put(alpha, values[alpha], "objective.loss_weights", [1.0, weight])
     for each in losses:
-        if not _has_loss(name, each):
+        try:
+            known = out.has("objective.loss_type") and out.fit("objective.loss_type", each)
+        except Odd:
+            known = False
+        if not known:
             why = f"{name} with the loss {say(each)}, which farthing does not have"
             return out.refuse(loss, given, why)
     if losses:
         out.job["objective.loss_type"] = losses[0] if len(losses) == 1 else losses
         out.keep({loss: given} if given else {}, "objective.loss_type")
-    if weights:
-        out.job["objective.loss_weights"] = weights
-        if "loss_weights" in values:
-            out.keep({"loss_weights": weights}, "objective.loss_weights")
+    if weights := values.get("loss_weights"):
+        out.put("loss_weights", weights, "objective.loss_weights", weights)
     if name == "simpo" and (ratio := _amount(values, "gamma_beta_ratio")):
         gamma = ratio * (_amount(values, "beta") or 2.0)
         out.put("gamma_beta_ratio", ratio, "objective.simpo_gamma", gamma, "x beta")
@@ -84,22 +84,9 @@ _SMOOTHING = ("label_smoothing", "dpo_label_smoothing")
 
 
 def _amount(values: Mapping[str, Any], key: str) -> float:
-    try:
-        return float(number(values.get(key) or 0))
-    except Odd:
-        return 0.0
-
-
-def _has_loss(name: str, loss: str) -> bool:
-    settings = objective_of(name).settings
-    assert settings is not None
-    try:
-        settings.model_validate({"name": name, "loss_type": loss})
-    except ValidationError as error:
-        kinds = ("literal_error", "extra_forbidden", "value_error")
-        # robust and exo_pair lack their label_smoothing here
-        return loss in ("robust", "exo_pair") or error.errors()[0]["type"] not in kinds
-    return True
+    with contextlib.suppress(Odd):
+        return number(values.get(key))
+    return 0.0
 
 
 def settle(out: Imported, tool: str) -> None:
@@ -118,10 +105,3 @@ def settle(out: Imported, tool: str) -> None:
     if out.job.get("data.too_long") == "truncate":
         why = "answers are never cut here: rows over the limit are skipped"
         out.drop("data.too_long", why, "differs")
-
-
-def defaults(out: Imported) -> None:
-    """What TRL's trainers of preferences do where nothing is said."""
-    if out.prefers:
-        rate = 1e-4 if out.job["task"] == "reward" else 1e-6
-        out.default({"train.learning_rate": rate, "data.max_length": 1024})

@@ -16,23 +16,9 @@ from typing import Any
 import yaml
 
 from farthing.config.bounded import read_yaml
-from farthing.config.importers import (
-    axolotl,
-    hf,
-    home_made,
-    llama_factory,
-    script_job,
-    services,
-)
-from farthing.config.importers.scripts import (
-    Call,
-    Command,
-    calls_of,
-    code_of_notebook,
-    commands_of,
-    tree_of,
-)
-from farthing.config.importers.tables import Computed, Imported, Odd, fact, flat, table
+from farthing.config.importers import axolotl, hf, llama_factory, script_job, services
+from farthing.config.importers.scripts import Call, Command, calls_of, code_of_notebook, commands_of
+from farthing.config.importers.tables import Imported, Odd, fact, flat, table
 from farthing.config.load import job_of
 from farthing.errors import InputError, JobError
 from farthing.objectives.causal_lm import CAUSAL_LM
@@ -50,17 +36,18 @@ def _of_machines(values: Mapping[str, Any], out: Imported) -> None:
         out.name(key, value, why, "none" if index else "blocks")
 
 
+_OF_HF = (hf.TRL, hf.UNSLOTH, hf.TRAINER)
+"""Tools whose settings have the same names."""
 _READERS = {
     services.OPENAI: services.read_openai,
     services.TOGETHER: services.read_together,
     services.FIREWORKS: services.read_fireworks,
     axolotl.NAME: axolotl.read,
-    home_made.NAME: home_made.read,
-    "accelerate or deepspeed": _of_machines,
+    llama_factory.NAME: llama_factory.read,
+    **dict.fromkeys(_OF_HF, hf.read),
 }
-_OF_HF = (hf.TRL, hf.UNSLOTH, hf.TRAINER)
-"""Tools whose settings have the same names."""
-SOURCES = (*list(_READERS)[:4], llama_factory.NAME, *_OF_HF)
+SOURCES = (*_READERS,)
+_CODE = (".py", ".ipynb", ".md", ".sh", ".bash", ".txt")
 MAX_SCRIPT_BYTES, MAX_SETTINGS_BYTES = 16 << 20, 1 << 20
 
 
@@ -68,9 +55,9 @@ def import_file(path: Path, source: str | None = None) -> Imported:
     """What became of each key of a file. Raises `InputError` for a file of no known tool."""
     try:
         out = _imported(path, source)
+        _finish(out)
     except Odd as odd:
         raise InputError(f"a setting is odd: {odd}", where=str(path), to_do="mend it") from odd
-    _finish(out, path.parent)
     return out
 
 
@@ -78,7 +65,7 @@ def _imported(path: Path, source: str | None) -> Imported:
     text, suffix = _text(path), path.suffix.lower()
     if suffix in (".py", ".ipynb"):
         return _script(path, text, source)
-    if suffix in (".sh", ".bash", ".md", ".txt"):
+    if suffix in _CODE:
         return _commands(path, list(commands_of(text)), source)
     values = _mapping(path, text)
     seen = _whose(values)
@@ -88,31 +75,24 @@ def _imported(path: Path, source: str | None) -> Imported:
             where=str(path),
             to_do=f"pass --from {' | '.join(SOURCES)}",
         )
-    return _refuse_strangers(_read(source or str(seen), values, path), seen, path)
+    return _read(source or str(seen), values, path, seen=seen)
 
 
-def _refuse_strangers(out: Imported, seen: str | None, path: Path) -> Imported:
+def _read(
+    source: str, values: Mapping[str, Any], path: Path, program: str = "", seen: str | None = None
+) -> Imported:
     """Raises `InputError` for settings that are not those of the tool that was named."""
-    is_other = seen not in (None, out.source) and not {seen, out.source} <= {*_OF_HF}
+    out = Imported(source, path, program, {"task": CAUSAL_LM.name})
+    _READERS.get(source, _of_machines)(values, out)
+    is_other = seen not in (None, source) and not {seen, source} <= {*_OF_HF}
     if not out.blockers and (not out.mapped or (is_other and 2 * len(out.mapped) < len(out.lines))):
         looks = f"; they look like those of {seen}" if is_other else ""
         raise InputError(
-            f"these are no settings of {out.source}: of {len(out.lines)} keys it has"
+            f"these are no settings of {source}: of {len(out.lines)} keys it has"
             f" {len(out.mapped)}{looks}",
             where=str(path),
             to_do=f"pass --from {seen}" if is_other else "name the tool's own configuration file",
         )
-    return out
-
-
-def _read(source: str, values: Mapping[str, Any], path: Path, program: str = "") -> Imported:
-    out = Imported(source, {"task": CAUSAL_LM.name})
-    if source == llama_factory.NAME:
-        llama_factory.read(values, out, path.parent)
-    elif source in _OF_HF:
-        hf.read(values, out, program, f"{path.absolute().parent.name}/{path.name}")
-    else:
-        _READERS[source](values, out)
     return out
 
 
@@ -133,10 +113,9 @@ def _refuse_other_objectives(out: Imported) -> None:
                 return out.refuse(line.key, line.value, why.reason)
 
 
-def _finish(out: Imported, folder: Path) -> None:
+def _finish(out: Imported) -> None:
     """A task, a model, no code of strangers unasked, and nothing that a job would refuse."""
     _refuse_other_objectives(out)
-    hf.settle_prompts(out, folder)
     job = out.job
     job.setdefault("task", CAUSAL_LM.name)
     model, revision = job.get("model.model_name_or_path"), str(job.get("model.revision") or "")
@@ -193,9 +172,9 @@ def _drops_what_a_job_refuses(out: Imported) -> bool:
 
 
 def _text(path: Path) -> str:
-    is_code = path.suffix.lower() in (".py", ".ipynb", ".md", ".sh")
+    most = MAX_SCRIPT_BYTES if path.suffix.lower() in _CODE else MAX_SETTINGS_BYTES
     try:
-        text = small_text(path, MAX_SCRIPT_BYTES if is_code else MAX_SETTINGS_BYTES)
+        text = small_text(path, most)
     except UnicodeDecodeError as error:
         what, to_do = f"not UTF-8 text (byte {error.start})", ".yaml, .json, .py, .ipynb, .sh"
         raise InputError(what, where=str(path), to_do=f"name a text: {to_do}") from error
@@ -239,7 +218,7 @@ def _whose(values: Mapping[str, Any]) -> str | None:
         wanted, some, no = ({*row.get(name, "").split()} for name in ("all", "any", "none"))
         if wanted <= keys and (some & keys or not some) and not no & keys:
             return str(row["tool"])
-    return home_made.NAME if home_made.is_home_made(values) else None
+    return None
 
 
 # ---- scripts ----
@@ -247,73 +226,41 @@ def _whose(values: Mapping[str, Any]) -> str | None:
 
 def _script(path: Path, text: str, source: str | None) -> Imported:
     code = code_of_notebook(text, str(path)) if path.suffix.lower() == ".ipynb" else text
-    calls = calls_of(tree_of(code, str(path)))
-    if (service := _service(calls, code)) is not None:
-        return _refuse_strangers(_read(*service, path), service[0], path)
-    _refuse_own_loop(calls, path)
-    commands = [command for doc in _docstrings(code) for command in commands_of(doc)]
-    source = source or _whose_script(code)
+    calls = calls_of(code, str(path))
+    imports = re.findall(r"^\s*(?:from|import)\s+(\w+)", code, re.MULTILINE)
+    if (call := _service_call(calls)) is not None:
+        is_together = "together" in imports or ".jobs." not in call.name
+        return _read(services.TOGETHER if is_together else services.OPENAI, call.named, path)
+    tools = {"unsloth": hf.UNSLOTH, "trl": hf.TRL, "transformers": hf.TRAINER}
+    source = source or next((tool for word, tool in tools.items() if word in imports), None)
     takes_all = re.search(r"\b(TrlParser|HfArgumentParser)\(", code) is not None
-    if (takes_all or script_job.no_settings(calls)) and not commands:
+    if takes_all or not script_job.has_settings(calls):
+        commands = [command for doc in _docstrings(code) for command in commands_of(doc)]
+        if commands:
+            return _commands(path, commands, source)
         raise InputError(
-            "a script without training settings of its own",
+            "a script without training settings of its own, or with a training loop of its own",
             where=str(path),
             to_do="import the file or command line that it takes its settings from"
-            " (.yaml, .json, .sh)",
+            " (.yaml, .json, .sh), or write a job: farthing init JOB",
         )
     if source is None:
         to_do = "pass --from trl | unsloth | hf-trainer"
         raise InputError("can't tell which library this script uses", where=str(path), to_do=to_do)
-    if (commands and takes_all) or script_job.no_settings(calls):
-        return _commands(path, commands, source)
-    out = Imported(source)
+    out = Imported(source, path)
     script_job.read(calls, out)
     return out
 
 
-def _service(calls: list[Call], code: str) -> tuple[str, Json] | None:
-    """A fine-tuning job of OpenAI or Together that a script creates by its Python client."""
-    for call in calls:
-        if call.name.endswith(("fine_tuning.jobs.create", "fine_tuning.create")):
-            imports = re.search(r"^\s*(from|import)\s+together\b", code, re.MULTILINE)
-            is_together = imports is not None or ".jobs." not in call.name
-            return services.TOGETHER if is_together else services.OPENAI, call.named
-    return None
-
-
-def _refuse_own_loop(calls: list[Call], path: Path) -> None:
-    """Raises `InputError` where a script goes backward by itself: its settings are in its code."""
-    trainers = ("Trainer", "TrainingArguments", "SFTConfig")
-    if not any(call.last == "backward" for call in calls) or any(
-        call.last.endswith(trainers) for call in calls
-    ):
-        return
-    optimizers = ("adam", "sgd", "adafactor", "lion")
-    seen = [
-        f"{key}={value}"
-        for call in calls
-        if call.last.lower().startswith(optimizers)
-        for key, value in call.named.items()
-        if not isinstance(value, Computed)
-    ]
-    raise InputError(
-        "a home-made training loop; its settings are in its code"
-        + (f" ({', '.join(seen)})" if seen else ""),
-        where=str(path),
-        to_do="farthing init JOB writes a job: set learning_rate, epochs and batch there",
-    )
+def _service_call(calls: list[Call]) -> Call | None:
+    """The call of OpenAI's or Together's Python client that creates a fine-tuning job."""
+    ends = ("fine_tuning.jobs.create", "fine_tuning.create")
+    return next((call for call in calls if call.name.endswith(ends)), None)
 
 
 def _docstrings(code: str) -> list[str]:
     comments = "\n".join(re.findall(r"^\s*#\s?(.*)$", code, re.MULTILINE))
     return [*re.findall(r'"""(.*?)"""', code, re.DOTALL), comments]
-
-
-def _whose_script(code: str) -> str | None:
-    for name, word in ((hf.UNSLOTH, "unsloth"), (hf.TRL, "trl"), (hf.TRAINER, "transformers")):
-        if re.search(rf"^\s*(from|import)\s+{word}\b", code, re.MULTILINE):
-            return name
-    return None
 
 
 def _commands(path: Path, commands: list[Command], source: str | None) -> Imported:
@@ -343,4 +290,4 @@ def _commands(path: Path, commands: list[Command], source: str | None) -> Import
     if len(commands) > 1:
         note = f"{len(commands)} command lines are there; the one with {best.program} was read"
         out.notes.append(note)
-    return _refuse_strangers(out, source, path)
+    return out

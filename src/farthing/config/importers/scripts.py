@@ -2,12 +2,14 @@
 and never executed.
 
 A value is known where it is written down: literals, names and attributes that were given one,
-defaults of `argparse` and of dataclass fields, arithmetic on these. Everything else is `Computed`.
+arithmetic on these. Everything else is `Computed`, defaults of a script's own arguments too: a
+command line may say otherwise.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import operator
 import re
@@ -19,8 +21,7 @@ from farthing.config.importers.tables import Computed
 from farthing.errors import InputError
 from farthing.storage.files import Json
 
-MAX_DEPTH, MAX_LINE = 200, 1 << 20
-OWN_METHODS = ("compute_loss", "training_step", "create_optimizer", "get_train_dataloader")
+MAX_LINE = 1 << 20
 
 
 class Call(NamedTuple):
@@ -38,12 +39,16 @@ class Call(NamedTuple):
         """The name without what it belongs to."""
         return self.name.rpartition(".")[2]
 
+    @property
+    def owner(self) -> str:
+        """What the name belongs to."""
+        return self.name.rpartition(".")[0].rpartition(".")[2]
+
 
 class Command(NamedTuple):
-    """A command line that starts a training."""
+    """A command line that starts a training: the script or verb, its flags and its launcher's."""
 
     program: str
-    """The script or verb: `run_glue.py`, `sft`."""
     values: Json
     launcher: Json
 
@@ -59,37 +64,31 @@ def code_of_notebook(text: str, where: str) -> str:
     return re.sub(r"(?m)^([ \t]*)[%!](?:.*\\\n)*.*", r"\1pass", code)
 
 
-def tree_of(source: str, where: str) -> ast.Module:
-    """The syntax tree. Raises `InputError`."""
+def calls_of(source: str, where: str) -> list[Call]:
+    """Every call in the order of their lines. Methods that a script writes itself, and weights that
+    it freezes, are calls too. Raises `InputError`.
+    """
     try:
-        return ast.parse(source)
+        tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
         what = f"not Python that can be read: {getattr(error, 'msg', error)}"
         raise InputError(what, where=f"{where}:{line}" if line else where) from error
-
-
-def calls_of(tree: ast.Module) -> list[Call]:
-    """Every call in the order of their lines. Methods of a trainer that a script writes itself, and
-    weights that it freezes, are calls too.
-    """
     known, found = _Values(tree), []
     for node in ast.walk(tree):
         match node:
             case ast.ClassDef(name=owner, body=body):
-                own = [each for each in body if getattr(each, "name", "") in OWN_METHODS]
-                found += [Call(f"{owner}.{m.name}", m.lineno, [], {}) for m in own]  # type: ignore[attr-defined]
+                own = (each for each in body if isinstance(each, ast.FunctionDef))
+                found += [Call(f"{owner}.{method.name}", method.lineno, [], {}) for method in own]
             case ast.Assign([ast.Attribute(attr="requires_grad")], ast.Constant(False)):
-                found.append(Call("().requires_grad_", node.lineno, [False], {}))
+                found.append(Call("parameters.requires_grad_", node.lineno, [False], {}))
             case ast.Call(func, args, keywords) if name := _dotted(func):
-                given = [arg for arg in args if not isinstance(arg, ast.Starred)]
                 named = Json()
                 for keyword in keywords:
                     value = known.of(keyword.value, node.lineno)
-                    if keyword.arg is None and isinstance(value, dict):
-                        named |= value
-                    else:
-                        named[keyword.arg or f"**{value}"] = value
+                    is_spread = keyword.arg is None and isinstance(value, dict)
+                    named |= value if is_spread else {keyword.arg or f"**{value}": value}
+                given = [arg for arg in args if not isinstance(arg, ast.Starred)]
                 positional = [known.of(arg, node.lineno) for arg in given]
                 found.append(Call(name, node.lineno, positional, named))
     return sorted(found, key=lambda call: call.line)
@@ -105,109 +104,70 @@ def _dotted(node: ast.expr) -> str:
     return f"().{parts[0]}" if parts else ""
 
 
-_ARITHMETIC: dict[type, Any] = {
+_ARITHMETIC: dict[type[ast.operator], Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
-    ast.USub: operator.neg,
-    ast.Not: operator.not_,
 }
 
 
 class _Values:
-    """What expressions are worth, where that can be seen. Each is worked out once: names grow out
-    of one another.
-    """
+    """What expressions are worth, where that can be seen."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.assigned: dict[str, list[tuple[int, ast.expr]]] = {}
-        self.defaults: dict[str, ast.expr] = {}
-        """Of command line arguments and dataclass fields, by their name."""
-        self._known: dict[tuple[ast.expr, int], Any] = {}
+        self.of = functools.cache(self._of)  # names grow out of one another
         for node in ast.walk(tree):
             match node:
                 case ast.Assign(targets, value):
-                    self._assign(targets, value, node.lineno)
+                    self._assign(targets, value)
                 case ast.AnnAssign(target, value=ast.expr() as value):
-                    self._assign([target], value, node.lineno)
-                case ast.Call(func, args) if _dotted(func).endswith("add_argument"):
-                    for arg in args:
-                        flag = str(arg.value) if isinstance(arg, ast.Constant) else ""
-                        if flag.startswith("--"):
-                            self._default(flag.lstrip("-").replace("-", "_"), _default_of(node))
-                case ast.ClassDef(body=body):
-                    for item in body:
-                        match item:
-                            case ast.AnnAssign(ast.Name(name), value=given):
-                                is_field = isinstance(given, ast.Call)
-                                self._default(name, _default_of(given) if is_field else given)
+                    self._assign([target], value)
 
-    def _assign(self, targets: list[ast.expr], value: ast.expr, line: int) -> None:
+    def _assign(self, targets: list[ast.expr], value: ast.expr) -> None:
         for target in targets:
             if isinstance(target, ast.Name | ast.Attribute):
-                self.assigned.setdefault(ast.unparse(target), []).append((line, value))
+                self.assigned.setdefault(ast.unparse(target), []).append((target.lineno, value))
 
-    def _default(self, name: str, value: ast.expr | None) -> None:
-        self.defaults |= {name: value} if value is not None else {}
-
-    def of(self, node: ast.expr, line: int, depth: int = 0) -> Any:
+    def _of(self, node: ast.expr, line: int) -> Any:
         """The value of an expression on a line, or `Computed`."""
-        if depth > MAX_DEPTH:
+        try:
+            return self._seen(node, line)
+        except (RecursionError, ArithmeticError):
             return Computed("...")
-        if (node, line) not in self._known:
-            self._known[node, line] = self._of(node, line, depth + 1)
-        return self._known[node, line]
 
-    def _of(self, node: ast.expr, line: int, depth: int) -> Any:
+    def _seen(self, node: ast.expr, line: int) -> Any:
         match node:
             case ast.Constant(value=str() | int() | float() | None):
                 return node.value
             case ast.List(items) | ast.Tuple(items) | ast.Set(items):
-                values = [self.of(item, line, depth) for item in items]
+                values = [self.of(item, line) for item in items]
                 return Computed(ast.unparse(node)) if any(map(_is_open, values)) else values
             case ast.Dict(keys, values):
-                pairs = ((k, self.of(v, line, depth)) for k, v in zip(keys, values, strict=True))
-                return {str(self.of(k, line, depth)): value for k, value in pairs if k}
-            case ast.UnaryOp(sign, inner):
-                return _arithmetic(node, sign, [self.of(inner, line, depth)])
+                pairs = zip(keys, values, strict=True)
+                return {
+                    str(self.of(key, line)): self.of(value, line) for key, value in pairs if key
+                }
+            case ast.UnaryOp(ast.USub(), inner):
+                return self._arithmetic(node, operator.neg, inner, line=line)
             case ast.BinOp(left, sign, right):
-                return _arithmetic(node, sign, [self.of(x, line, depth) for x in (left, right)])
+                return self._arithmetic(node, _ARITHMETIC.get(type(sign)), left, right, line=line)
             case ast.Name() | ast.Attribute():
-                return self._named(node, line, depth)
+                return self._named(node, line)
         return Computed(ast.unparse(node))
 
-    def _named(self, node: ast.Name | ast.Attribute, line: int, depth: int) -> Any:
+    def _arithmetic(self, node: ast.expr, how: Any, *sides: ast.expr, line: int) -> Any:
+        values = [self.of(side, line) for side in sides]
+        is_number = all(type(value) in (int, float) and abs(value) < 1e15 for value in values)
+        return how(*values) if how and is_number else Computed(ast.unparse(node))
+
+    def _named(self, node: ast.Name | ast.Attribute, line: int) -> Any:
         name = ast.unparse(node)
         before = [(at, value) for at, value in self.assigned.get(name, ()) if at < line]
-        if before:
-            at, expression = before[-1]
-            value = self.of(expression, at, depth)
-            return Computed(name) if _is_open(value) else value
-        last, is_attribute = name.rpartition(".")[2], isinstance(node, ast.Attribute)
-        if is_attribute and last in self.defaults and not _is_constant(name):
-            return self.of(self.defaults[last], line, depth)
-        return Computed(name)
-
-
-def _default_of(call: ast.expr | None) -> ast.expr | None:
-    keywords = call.keywords if isinstance(call, ast.Call) else []
-    return next((keyword.value for keyword in keywords if keyword.arg == "default"), None)
-
-
-def _arithmetic(node: ast.expr, sign: ast.AST, sides: list[Any]) -> Any:
-    """Of numbers, and of texts that stay short: names grow out of one another."""
-    is_number = all(type(v) in (int, float) and abs(v) < 1e15 for v in sides)
-    is_text = isinstance(sign, ast.Add) and all(type(v) is str and len(v) < 1000 for v in sides)
-    is_truth = isinstance(sign, ast.Not) and type(sides[0]) is bool
-    how = _ARITHMETIC.get(type(sign))
-    if how is None or not (is_number or is_text or is_truth):
-        return Computed(ast.unparse(node))
-    try:
-        return how(*sides)
-    except (ArithmeticError, ValueError):
-        return Computed(ast.unparse(node))
+        value = self.of(before[-1][1], before[-1][0]) if before else Computed(name)
+        return Computed(name) if _is_open(value) else value
 
 
 def _is_open(value: Any) -> bool:

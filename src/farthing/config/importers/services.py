@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from farthing.config.importers import preference
-from farthing.config.importers.tables import Imported, defaults, fact, flat, read_keys
+from farthing.config.importers.tables import Imported, defaults, fact, read_keys
 
 OPENAI, TOGETHER, FIREWORKS = "openai", "together", "fireworks"
 _STAND_IN = "Qwen/Qwen2.5-7B-Instruct"
@@ -21,6 +21,12 @@ _STAND_IN = "Qwen/Qwen2.5-7B-Instruct"
 def snake(name: str) -> str:
     """`loraRank` and `lora-rank` as `lora_rank`."""
     return re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name).replace("-", "_").lower()
+
+
+def _inner(values: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
+    """A section of a job; one that is a word stands for its `name`."""
+    given = values.get(key)
+    return given if isinstance(given, Mapping) else {name: given} if given else {}
 
 
 def _note_files(out: Imported, service: str) -> None:
@@ -32,55 +38,50 @@ def _note_files(out: Imported, service: str) -> None:
 
 
 def read_openai(values: Mapping[str, Any], out: Imported) -> None:
-    given = values.get("method")
-    method: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    method = _inner(values, "method", "type")
     kinds = ("dpo", "reinforcement", "supervised")
-    kind = method.get("type") or next((k for k in kinds if k in method), None)
+    kind = method.get("type") or next((each for each in kinds if each in method), None)
     if kind == "dpo":
         preference.read(out, "dpo", {})
         out.put("method.type", kind, "task", "dpo")
     elif kind == "supervised":
         out.name("method.type", kind, "supervised: what farthing does")
     elif kind is not None:
-        key = next(key for key, _ in flat({"method": method}))
-        out.refuse(key, kind, f"{kind} learning, which farthing does not do")
+        out.refuse("method.type", kind, f"{kind} learning, which farthing does not do")
     out.job["model.model_name_or_path"] = _STAND_IN
-    read_keys(
-        out,
-        values,
-        OPENAI,
-        name_of=lambda key: key.rpartition(".")[2] if "hyperparameters" in key else key,
-    )
+    read_keys(out, values, OPENAI, name_of=_within_hyperparameters)
     _note_files(out, "OpenAI (its files API)")
     for of, each in fact("openai-guesses").items():
         out.default(each, of)
     out.notes.append(fact("openai-note"))
 
 
+def _within_hyperparameters(key: str) -> str:
+    return key.rpartition(".")[2] if "hyperparameters" in key else key
+
+
 def read_together(values: Mapping[str, Any], out: Imported) -> None:
-    given, method = values.get("training_type"), values.get("training_method")
-    kind: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
-    is_lora = values.get("lora", str(kind.get("type", "lora")).lower() == "lora")
-    trained = "lora" if is_lora else "full"
-    if "lora" in values:
-        out.put("lora", values["lora"], "method.name", trained)
-    if "type" in kind:
-        out.put("training_type.type", kind["type"], "method.name", trained)
-    out.default({"method.name": trained})
-    inner: Mapping[str, Any] = method if isinstance(method, Mapping) else {"method": method}
-    key = "training_method.method" if isinstance(method, Mapping) else "training_method"
-    if (name := inner.get("method")) == "dpo":
-        per_token = inner.get("dpo_normalize_logratios_by_length")
-        given = {"rpo_alpha": inner.get("rpo_alpha"), "loss_type": per_token and "sigmoid_norm"}
-        preference.read(out, "dpo", given)
-        out.lines = {k: v for k, v in out.lines.items() if k not in given}
+    method = _inner(values, "training_method", "method")
+    before = "training_method." if isinstance(values.get("training_method"), Mapping) else ""
+    key = f"{before}method" if before else "training_method"
+    if (name := method.get("method")) == "dpo":
+        inner = method if before else values
+        mean = inner.get("dpo_normalize_logratios_by_length") and "sigmoid_norm"
+        preference.read(out, "dpo", {"rpo_alpha": inner.get("rpo_alpha"), "loss_type": mean})
+        out.lines = {}  # of names that stand in `training_method`
         out.put(key, name, "task", "dpo")
-        losses = ("rpo_alpha", "dpo_normalize_logratios_by_length")
-        known = {each: inner[each] for each in losses if each in inner}
-        out.keep(known, "objective.loss_type", "training_method.")
+        losses = {"rpo_alpha", "dpo_normalize_logratios_by_length"}
+        out.keep({k: v for k, v in inner.items() if k in losses}, "objective.loss_type", before)
         out.name("train_on_inputs", values.get("train_on_inputs"), "answers alone are learned")
     elif name not in (None, "sft"):
         out.refuse(key, name, f"{name}, which farthing does not do")
+    kind = _inner(values, "training_type", "type").get("type")
+    is_lora = values.get("lora", str(kind or "lora").lower() == "lora")
+    trained = "lora" if is_lora else "full"
+    for key, value in (("lora", values.get("lora")), ("training_type.type", kind)):
+        if value is not None:
+            out.put(key, value, "method.name", trained)
+    out.default({"method.name": trained})
     read_keys(out, values, TOGETHER)
     _note_files(out, "Together")
     defaults(out, TOGETHER)
@@ -94,7 +95,7 @@ def read_fireworks(values: Mapping[str, Any], out: Imported) -> None:
     key, template = known.get("jinja_template", ("", None))
     if isinstance(template, str) and template.strip():
         out.template(key, template, template)
-    read_keys(out, values, FIREWORKS, name_of=lambda key: ".".join(map(snake, key.split("."))))
+    read_keys(out, values, FIREWORKS, name_of=snake)
     name = str(known.get("base_model", ("", ""))[1] or "").rpartition("/")[2]
     out.job.setdefault("model.model_name_or_path", name or _STAND_IN)
     out.job.setdefault("train.global_batch_size", 16)

@@ -6,18 +6,22 @@ maps keys to a section of the job; `train.optim optimizer: optim optimizer` maps
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple, get_args
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from farthing.config.foreign_keys import facts_of_tools
-from farthing.config.job import KEYS, SECTIONS, TrainSection
-from farthing.config.values import known_init
-from farthing.objectives.registry import find_objective, objective_names
+from farthing.config.job import SECTIONS, Job
+from farthing.config.values import Tracker
+from farthing.objectives.registry import find_objective
 from farthing.storage.files import Json
 
 Effect = Literal["none", "differs", "blocks"]
@@ -49,11 +53,12 @@ class At(NamedTuple):
     value: Any
 
 
-class To(NamedTuple):
+class Rule(NamedTuple):
     """A key of the job that means the same, and how its value is written there."""
 
     key: str
-    convert: Callable[[Any], Any]
+    reader: str
+    """A function below, one of `words`, or empty: the value is what the key takes."""
     note: str
 
 
@@ -68,7 +73,7 @@ class Why(NamedTuple):
 class Table(NamedTuple):
     """A tool's keys, and what it does where nothing is written."""
 
-    keys: Mapping[str, To]
+    keys: Mapping[str, Rule]
     reasons: tuple[Why, ...]
     defaults: Json
 
@@ -97,6 +102,10 @@ class Imported:
     """A job in the making. `job` is flat: `section.key` to value."""
 
     source: str
+    path: Path
+    """The file that is read."""
+    program: str = ""
+    """The script or verb of a command line: `run_glue.py`, `sft`."""
     job: Json = field(default_factory=dict)
     lines: dict[str, Line] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -104,6 +113,12 @@ class Imported:
     """Keys of the job that the source leaves to its tool's default: whose default it is."""
     files: dict[str, str] = field(default_factory=dict)
     """Files that belong beside the job: name to text."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Of a script, keys with the call they stand in: `beta` is `DPOConfig.beta`."""
+
+    def _note(self, key: str, value: Any, to: str, why: str, effect: Effect) -> None:
+        key = self.labels.get(key, key)
+        self.lines[key] = Line(key, value, to, why, effect)
 
     def put(self, key: str, value: Any, to: str, converted: Any, note: str = "") -> None:
         """Map a key of the source. A key of the job that is set already stays."""
@@ -114,7 +129,7 @@ class Imported:
             self.name(key, value, f"another key set `{to}` to {say(self.job[to])}", "differs")
         else:
             self.job[to] = converted
-            self.lines[key] = Line(key, value, to, note, "none")
+            self._note(key, value, to, note, "none")
 
     def template(self, key: str, value: Any, text: str, name: str = "chat_template.jinja") -> None:
         """Map a key to a chat template, which becomes a file."""
@@ -123,23 +138,24 @@ class Imported:
 
     def name(self, key: str, value: Any, why: str, effect: Effect = "none") -> None:
         """Say why a key has no counterpart. A mapped key stays mapped."""
-        self.lines.setdefault(key, Line(key, value, "", why, effect))
+        if self.labels.get(key, key) not in self.lines:
+            self._note(key, value, "", why, effect)
 
     def refuse(self, key: str, value: Any, why: str) -> None:
         """Make no job because of a key, whatever became of it."""
-        self.lines[key] = Line(key, value, "", why, "blocks")
+        self._note(key, value, "", why, "blocks")
 
     def keep(self, values: Mapping[str, Any], to: str, before: str = "") -> None:
         """Keys that became part of a key of the job, such as the split of a data set."""
         for key, value in flat(values, before):
-            self.lines[key] = Line(key, value, to, "", "none")
+            self._note(key, value, to, "", "none")
 
     def drop(self, to: str, why: str, effect: Effect = "none") -> None:
         """Take a key out of the job, and name the keys of the source that set it."""
         if self.job.pop(to, None) is not None:
             self.defaults.pop(to, None)
-            for line in [line for line in self.lines.values() if line.became == to]:
-                self.lines[line.key] = Line(line.key, line.value, "", why, effect)
+            for line in [line for line in self.mapped if line.became == to]:
+                self._note(line.key, line.value, "", why, effect)
 
     def default(self, values: Mapping[str, Any], of: str = "") -> None:
         """What the source's tool does where the source says nothing."""
@@ -149,12 +165,37 @@ class Imported:
                 self.job[key] = value
                 self.defaults[key] = of or self.source
 
+    def _section(self, name: str) -> type[BaseModel] | None:
+        if name == "objective":
+            found = find_objective(str(self.job.get("task")))
+            return found and found.settings
+        return Job if name == "" else SECTIONS.get(name)
+
     def has(self, key: str) -> bool:
+        """Whether a job of this task has the key."""
         section, _, name = key.rpartition(".")
-        if section != "objective":
-            return exists(key)
-        found = find_objective(str(self.job.get("task")))
-        return bool(found and found.settings and name in found.settings.model_fields)
+        found = self._section(section)
+        return found is not None and name in found.model_fields
+
+    def fit(self, key: str, value: Any) -> Any:
+        """A value as the key of the job takes it. Raises `Odd`."""
+        section, _, name = key.rpartition(".")
+        found = self._section(section)
+        if found is None or name not in found.model_fields:
+            return value  # `put` says so
+        try:
+            fitted = _type_of(found, name).validate_python(value)
+        except ValidationError as error:
+            first = error.errors()[0]
+            if value is False or first["type"] == "greater_than" or first.get("ctx", {}).get("ge"):
+                raise Odd(
+                    f"{say(value)} switches it off there: its default holds", "none"
+                ) from None
+            why = first["msg"].removeprefix("Value error, ").partition(";")[0]
+            raise Odd(f"farthing's `{key}` can't be {say(value)}: {why}") from None
+        if type(value) is int and type(fitted) is float:
+            return value
+        return list(fitted) if isinstance(fitted, tuple) else fitted
 
     @property
     def prefers(self) -> bool:
@@ -175,9 +216,11 @@ class Imported:
         return [line for line in self.lines.values() if line.effect == "blocks"]
 
 
-def exists(key: str) -> bool:
-    section, _, name = key.rpartition(".")
-    return name in KEYS.get(section, ()) and key not in SECTIONS
+@functools.cache
+def _type_of(section: type[BaseModel], name: str) -> TypeAdapter[Any]:
+    info = section.model_fields[name]
+    annotated: Any = Annotated[(info.annotation, Field(), *info.metadata)]
+    return TypeAdapter(annotated, config=ConfigDict(allow_inf_nan=False))
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -234,14 +277,33 @@ def _is_open(value: Any) -> bool:
     return isinstance(value, Computed) and not value.startswith(own)
 
 
-def by_rule(out: Imported, key: str, value: Any, rule: To) -> None:
+def by_rule(out: Imported, key: str, value: Any, rule: Rule) -> None:
     """Map a key as a row of a table says, or name it where its value has no counterpart."""
+    words = fact("words").get(rule.reader)
     try:
-        found = rule.convert(value)
+        if rule.reader in _READERS:
+            found = _READERS[rule.reader](value)
+        elif words:
+            found = _by_words(out, rule.key, value, words)
+        else:
+            found = out.fit(rule.key, str(value) if isinstance(value, Computed) else value)
     except Odd as odd:
         return out.name(key, value, str(odd), odd.effect)
     to, found = found if isinstance(found, At) else (rule.key, found)
     return out.put(key, value, to, found, rule.note)
+
+
+def _by_words(out: Imported, key: str, value: Any, words: Json) -> Any:
+    """A tool's word for what the key takes, or the key's own."""
+    before, _, last = str(value).lower().rpartition(".")
+    word = last if before.isidentifier() else str(value).lower()
+    found = words["known"].get(word)
+    if isinstance(found, dict):
+        return At(**found)
+    with contextlib.suppress(Odd):
+        if found is not None or "own" in words:
+            return out.fit(key, word if found is None else found)
+    raise Odd(f"{say(value)}: {words['why']}", words.get("effect", "differs"))
 
 
 def say(value: Any) -> str:
@@ -251,94 +313,49 @@ def say(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-# ---- the ways in which values are read; each raises `Odd` ----
+# ---- values that are not what the key of the job takes; each raises `Odd` ----
 
 
-def number(value: Any) -> float | int:
-    """A number, also where YAML took `2e-5` for text."""
-    if isinstance(value, bool):
-        if not value:
-            raise Odd("off there: its default holds", "none")
-        raise Odd("true where a number is wanted")
-    if isinstance(value, int):
-        return value
+def number(value: Any) -> float:
+    """A number above 0, also where YAML took `2e-5` for text."""
     try:
         found = float(value)
     except (TypeError, ValueError):
-        raise Odd(f"not a number that can be read here ({say(value)}): set it by hand") from None
-    if not math.isfinite(found):
-        raise Odd("not a finite number")
-    is_whole = found.is_integer() and not {".", "e", "E"} & set(str(value))
-    return int(found) if is_whole else found
-
-
-def positive(value: Any) -> float | int:
-    found = number(value)
-    if found <= 0:
+        raise Odd(f"no number that can be read here ({say(value)}): set it by hand") from None
+    if not 0 < found < math.inf:
         raise Odd(f"{say(value)} switches it off there: its default holds", "none")
     return found
-
-
-def whole(value: Any) -> int:
-    found = positive(value)
-    if found != int(found):
-        raise Odd(f"{say(value)} is no whole number")
-    return int(found)
 
 
 def warmup(value: Any) -> int | At:
     """Steps; a number below 1 is a share, as transformers 5 has it."""
     found = number(value)
-    if found == 0:
-        raise Odd("0: what warmup_ratio says holds", "none")
-    return int(found) if found >= 1 else At("train.warmup_ratio", float(found))
-
-
-def truth(value: Any) -> bool:
-    if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "1", "0"):
-        return value.lower() in ("true", "yes", "1")
-    if not isinstance(value, bool):
-        raise Odd(f"neither true nor false ({say(value)})")
-    return value
+    return int(found) if found >= 1 else At("train.warmup_ratio", found)
 
 
 def answers(value: Any) -> bool:
     """data.train_on_prompt of a switch that leaves the prompts out."""
-    if not truth(value):
+    if not is_true(value):
         raise Odd("is data.train_on_prompt", "none")
     return False
 
 
-def text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise Odd(f"no text that can be read here ({say(value)})")
-    return str(value)
-
-
-def share(value: Any) -> float:
-    """The share of rows that is held out, and not their number."""
-    found = float(number(value))
-    if found == 0:
-        raise Odd("0: nothing is held out", "none")
-    if found >= 1:
-        raise Odd(f"holds out {found:g} rows; farthing holds out a share: set data.eval_fraction")
-    return found
+def is_true(value: Any) -> bool:
+    """Whether a switch is on, in a file or on a command line."""
+    return str(value).lower() == "true"
 
 
 def names(value: Any) -> list[str]:
     """A list of names, also of one that is written with commas or blanks."""
-    if isinstance(value, str):
-        value = value.replace(",", " ").split()
-    is_list = isinstance(value, list | tuple) and bool(value)
-    if not is_list or not all(isinstance(item, str) for item in value):
+    found = value.replace(",", " ").split() if isinstance(value, str) else value
+    if not isinstance(found, list) or not found or not all(isinstance(x, str) for x in found):
         raise Odd(f"no list of names that can be read here ({say(value)})")
-    return [str(item) for item in value]
+    return [str(item) for item in found]
 
 
 def targets(value: Any) -> list[str]:
     """Layers that get an adapter: names and no pattern."""
-    several = value if isinstance(value, list | tuple) else [value]
-    if set("()|\\*[]") & set("".join(map(str, several))):
+    if set("()|\\*[]") & set("".join(map(str, value if isinstance(value, list) else [value]))):
         raise Odd("a pattern of layer names; farthing takes names: set method.target_modules")
     found = names(value)
     return ["all-linear"] if found == ["all"] else found
@@ -346,27 +363,16 @@ def targets(value: Any) -> list[str]:
 
 def reports(value: Any) -> list[str]:
     """The trackers that farthing has."""
-    known = [name for name in names(value) if name in ("tensorboard", "wandb", "mlflow", "trackio")]
+    known = [name for name in names(value) if name in get_args(Tracker)]
     if not known:
         raise Odd("farthing logs to its run folder; trackers are train.report_to", "none")
     return known
 
 
-def begins(value: Any) -> str:
-    """peft's `init_lora_weights`, as a word."""
-    name = value.lower() if isinstance(value, str) else str(truth(value)).lower()
-    try:
-        return known_init(name)
-    except ValueError as error:
-        raise Odd(f"{str(error).partition(';')[0]}: it begins as usual") from None
-
-
 def mapping(value: Any) -> Json:
     """Settings within a key, also as JSON on a command line."""
-    try:
+    with contextlib.suppress(ValueError):
         value = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        value = None
     if not isinstance(value, Mapping):
         raise Odd("no settings that can be read here: set them by hand")
     if any(isinstance(each, Computed) for each in value.values()):
@@ -376,66 +382,37 @@ def mapping(value: Any) -> Json:
 
 def files(value: Any) -> list[Json]:
     """Data by the name of a file or a data set."""
-    return [{"path": text(each)} for each in (value if isinstance(value, list) else [value])]
+    found = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, str) and each.strip() for each in found):
+        raise Odd(f"no name of data ({say(value)})")
+    return [{"path": str(each)} for each in found]
 
 
 def uploaded(value: Any) -> list[Json]:
     """A file of a service by its name there, as a file beside the job."""
-    name = text(value).rpartition("/")[2]
+    name = files(value)[0]["path"].rpartition("/")[2]
     return [{"path": name if "." in name else f"{name}.jsonl"}]
 
 
-def one_of(
-    known: Mapping[str, Any], why: str, effect: Effect = "differs", of: str = ""
-) -> Callable[[Any], Any]:
-    """A reader of words: those of the key `of` (`task`, or one of train), and others' for them."""
-    own: tuple[Any, ...] = objective_names() if of == "task" else ()
-    own += get_args(TrainSection.model_fields[of].annotation) if of in KEYS["train"] else ()
-    all_known = {str(each): str(each) for each in own} | {str(k): v for k, v in known.items()}
-
-    def read(value: Any) -> Any:
-        before, _, last = str(value).lower().rpartition(".")
-        name = last if before.isidentifier() else str(value).lower()
-        if name not in all_known:
-            raise Odd(f"{say(value)}: {why}", effect)
-        found = all_known[name]
-        return At(**found) if isinstance(found, dict) else found
-
-    return read
-
-
 _READERS: dict[str, Callable[[Any], Any]] = {
-    **{
-        each.__name__: each
-        for each in (
-            *(number, positive, whole, warmup, truth, answers, text, share, names, targets),
-            *(reports, begins, mapping, files),
-        )
-    },
-    "seed": lambda value: int(number(value)),
-    "multiplier": lambda value: float(positive(value)) * 2e-4,  # of farthing's rate for adapters
+    **{each.__name__: each for each in (warmup, answers, names, targets, reports, mapping, files)},
     "service-file": uploaded,
-    "compiled": lambda value: value != "auto" and truth(value),
-    "scratch": lambda value: "random" if truth(value) else "pretrained",
+    "multiplier": lambda value: number(value) * 2e-4,  # of farthing's rate for adapters
 }
-
-
-def _reader(name: str) -> Callable[[Any], Any]:
-    return _READERS.get(name) or one_of(**fact("words")[name])
 
 
 @functools.cache
 def table(name: str) -> Table:
     """A block of the tables with those that it takes."""
     block = facts_of_tools()[name]
-    keys: dict[str, To] = {}
+    keys: dict[str, Rule] = {}
     for row, words in block.get("keys", {}).items():
         target, _, how = row.partition(" ")
         is_one = "." in target or target in ("task", "output_dir")
         for word in words.split():
             theirs, _, ours = word.partition("=")
             to = target if is_one else f"{target}.{ours or theirs}"
-            keys[theirs] = To(to, _reader(how), block.get("notes", {}).get(theirs, ""))
+            keys[theirs] = Rule(to, how, block.get("notes", {}).get(theirs, ""))
     reasons = [
         Why(r["effect"], r["why"], tuple(r["keys"].split())) for r in block.get("reasons", ())
     ]
