@@ -98,6 +98,7 @@ def run_of(shape: Shape, compute: float, optimizer: float = 1.0, **changes: Any)
         **{
             "micro_batch_tokens": 512,
             "is_packed": True,
+            "has_liger": False,
             "global_batch_size": 16,
             "n_steps": 10,
             "n_micro_batches": 25,
@@ -158,6 +159,15 @@ def test_a_run_is_taken_as_it_was_cut() -> None:
     assert not ran.recipe.stack.is_packed
     assert not ran.recipe.stack.is_flash
     assert (ran.padded.tokens, ran.mean_tokens, ran.largest) == (60.0, 50.0, (5, 100, 0, 0))
+
+
+def test_a_run_with_ligers_kernels_is_compared_as_one() -> None:
+    shape = shape_of()
+    fused, plain = run_of(shape, 2.0, has_liger=True), run_of(shape, 2.0)
+    assert fused.peak_bytes < plain.peak_bytes
+    found = calibrate([fused], shape)
+    assert found.compute == pytest.approx(2.0)
+    assert found.extra_bytes == 100 << 20
 
 
 def test_runs_of_other_layers_are_others() -> None:

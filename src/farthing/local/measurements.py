@@ -19,7 +19,7 @@ from farthing.storage.logs import append_line, newest_lines, read_line
 
 MEASUREMENTS = "measurements.jsonl"  # in the cache
 OF_RUN = "measurements.json"  # in a run's folder
-VERSION = 2  # 1: micro-batches were a number of padded rows
+VERSION = 3  # 2 did not know of Liger's kernels
 STEP_SPANS = ("compute", "optimizer", "data_wait", "host_to_device")
 FEWEST_STEPS = 5  # fewer measured steps say nothing
 _MOST_BYTES = 8 << 20  # of the newest lines that are read: thousands of runs
@@ -51,6 +51,7 @@ class Measurement:
     optim: str
     micro_batch_tokens: int  # most computed tokens of a micro-batch; a longer example went alone
     is_packed: bool  # documents end to end, without padding
+    has_liger: bool  # norms, rotations and feed-forwards by Liger's kernels
     global_batch_size: int
     checkpoint_every: int  # activation checkpointing: 0 none, 1 every layer, 2 every second
     lengths: dict[

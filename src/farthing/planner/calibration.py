@@ -129,7 +129,9 @@ def as_run(m: Measurement, case: Case) -> Case:
         global_batch=m.global_batch_size,
         n_micro_batches=m.n_micro_batches / m.n_steps,
         lora_r=m.lora_r,
-        stack=replace(recipe.stack, is_packed=m.is_packed, is_flash=is_flash),
+        stack=replace(
+            recipe.stack, is_packed=m.is_packed, is_flash=is_flash, has_liger=m.has_liger
+        ),
     )
     n_examples = m.n_steps * m.global_batch_size
     mean, target = (

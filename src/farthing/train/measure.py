@@ -44,6 +44,7 @@ def measurement_of(run: Run) -> Measurement | None:
         first_layer=0 if run.estimate is None else run.estimate.first_layer,
         micro_batch_tokens=run.steps.settings.micro_batch_tokens,
         is_packed=run.forward.is_packed,
+        has_liger=run.steps.settings.kernels == "liger",
         checkpoint_every=run.steps.settings.checkpoint_every,
         lengths=lengths_of(run.spec, run.train_examples),
         spans={name: round(seconds, 4) for name, seconds in spans.items()},
