@@ -16,7 +16,7 @@ What the targets ask for comes first (`IN_ORDER`). The next process is started w
 and waits with its libraries imported. What would end after `--minutes` is stopped or not begun, and
 is listed as left out; so is a process that has nothing to show for a long time. Every row is in
 OUT/rows.jsonl as soon as it is measured; the tables in OUT/tables.txt, with the targets at the end,
-come last. There was no GPU yet to run it on.
+come last.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from farthing.device_memory import ALLOCATOR_SETTING, ALLOCATOR_VARIABLES
 from on_gpu import flash, table
 from on_gpu.work import FULL, SHAPES, SMALL
 
@@ -126,6 +127,7 @@ def started(who: str, shape: str, asked: argparse.Namespace, work: Path) -> subp
     paths = [] if has_flash or not who.endswith("-tuned") else [str(work / FLASH)]
     paths += [str(BENCH.parent / "src"), str(BENCH), os.environ.get("PYTHONPATH", "")]
     environment = {
+        ALLOCATOR_VARIABLES[0]: ALLOCATOR_SETTING,  # what `farthing` sets, for all alike
         **os.environ,
         **({"CUDA_VISIBLE_DEVICES": ""} if asked.smoke else {}),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

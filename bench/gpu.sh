@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that farthing says of GPUs, in three calls on a machine that has one. Not run yet: there was no GPU to run it on.
+# Everything that farthing says of GPUs, in three calls on a machine that has one.
 #
 #   bash bench/gpu.sh right OUT [--wheels DIR] [--minutes 9]     is it right: tests/test_gpu.py, kills, ceilings of the machine
 #   bash bench/gpu.sh fast OUT [--wheels DIR] [--minutes 9] [options of bench/gpu.py]     is it quick, beside its peers
@@ -84,7 +84,7 @@ tests() {  # tests LOG WHICH SECONDS [OPTIONS]: those of tests/test_gpu.py, into
   local log=$1 which=$2 seconds=$3
   shift 3
   FARTHING_GPU=${FARTHING_GPU:-1} timeout -k 15 -s INT "$seconds" "$python" -m pytest tests/test_gpu.py -k "$which" \
-    -p no:cacheprovider -rfEs --tb=short --show-capture=stdout --durations=15 -o junit_logging=no \
+    -p no:cacheprovider -p no:benchmark -rfEs --tb=short --show-capture=stdout --durations=15 -o junit_logging=no \
     ${each[@]+"${each[@]}"} "$@" > "$out/$log.txt" 2>&1 || { shorter "$out/$log.txt"; return 1; }
   shorter "$out/$log.txt"
 }

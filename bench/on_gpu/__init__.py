@@ -1,1 +1,1 @@
-"""The parts of bench/gpu.py. Never run on a GPU so far."""
+"""The parts of bench/gpu.py."""

@@ -1,6 +1,5 @@
-"""How busy the device is, what it does at best (a copy and a matrix product), and what it is.
-
-Never run on a GPU so far; on a CPU the host's clock stands in.
+"""How busy the device is, what it does at best (a copy and a matrix product), and what it is. On
+a CPU the host's clock stands in.
 """
 
 from __future__ import annotations
@@ -25,10 +24,12 @@ def idle_percent(step: Any, n: int) -> float | None:
     """
     if not torch.cuda.is_available():
         return None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(n):
-            step()
-        torch.cuda.synchronize()
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    for _ in range(2):  # the first of a process waits for CUPTI to start
+        with torch.profiler.profile(activities=kinds) as profile:
+            for _ in range(n):
+                step()
+            torch.cuda.synchronize()
     kineto = profile.profiler.kineto_results if profile.profiler is not None else None
     spans = sorted(
         (event.start_ns(), event.start_ns() + event.duration_ns())

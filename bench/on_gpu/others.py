@@ -4,7 +4,7 @@
 "trl-tuned" has Liger, fused AdamW and flash attention, and packs; two settings are tried and the
 quicker is kept. Where nothing fits, the same with checkpointing. The trainers are those of
 bench/compare.py (`peers.hugging`); only where the weights come from is replaced. torch.compile is
-not tried: it would take a minute a row. Never run on a GPU so far.
+not tried: it would take a minute a row.
 """
 
 from __future__ import annotations

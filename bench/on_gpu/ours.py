@@ -2,7 +2,7 @@
 one thing changed at a time.
 
 A run is opened by the code of `farthing train` and its steps are taken by `loop.take_step`, as the
-loop takes them; nothing is evaluated, saved or exported. Never run on a GPU so far.
+loop takes them; nothing is evaluated, saved or exported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from peers.assignment import Examples as Drawn
 from peers.clock import Clock
 
 MOST_STEPS = 1000  # of a run whose settings are changed: more than are ever taken
-N_PROFILED = 2  # steps of which every kernel is recorded, after the timed ones
+N_PROFILED = 2  # steps of which every kernel is recorded, after the timed ones, and as many before
 N_WARM, N_TIMED = 1, 3  # of a variant
 Row = dict[str, Any]
 Emit = Callable[[Row], None]
@@ -82,7 +82,7 @@ def failing(what: Row, emit: Emit) -> Iterator[None]:
 def rows(shape: str, work: Path, scale: Scale, usd_per_hour: float, emit: Emit) -> None:
     """Every method on every law of lengths. The first of a method is planned by formulas alone, the
     second after one measurement."""
-    n_steps = WARM_UP + SHAPES[shape]["timed"] + N_PROFILED
+    n_steps = WARM_UP + SHAPES[shape]["timed"] + 2 * N_PROFILED
     for method in SHAPES[shape]["methods"]:
         for lengths in SHAPES[shape]["lengths"]:
             folder, out = work / f"{shape}-{lengths}", work / f"ours-{shape}-{method}"
@@ -107,7 +107,7 @@ def as_planned(values: Row, drawn: Drawn) -> Row:
         if run.estimate is None:
             raise RuntimeError("; ".join(said) or "no estimate")
         planned = run.steps.settings
-        row = measured(run, WARM_UP, run.schedule.n_steps - WARM_UP - N_PROFILED)
+        row = measured(run, WARM_UP, run.schedule.n_steps - WARM_UP - 2 * N_PROFILED)
         row |= {"settings": settings_of(run), "promised": run.estimate.to_json()}
         row["ran_out_of_memory"] = planned != run.steps.settings
         row["happened"] = happened_to(run, row, row["peak_bytes"] - resting)
