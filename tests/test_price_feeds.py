@@ -21,7 +21,7 @@ import pytest
 
 from farthing.errors import FarthingError, FeedsUnavailableError, InputError
 from farthing.prices import feeds as price_feeds
-from farthing.prices.catalog import read_refreshed
+from farthing.prices.formats import read_prices
 from farthing.prices.feeds import Feed, known_feeds, update
 from farthing.tables import facts
 from web import Quiet, serving
@@ -101,7 +101,7 @@ def test_feeds_become_prices_of_the_day(server: type[Server], tmp_path: Path) ->
     result = update(path, TODAY, both(server), progress=said.append)
     assert (result.refreshed, result.kept, result.failed) == (("AWS", "GCP"), (), ())
     assert sorted(said) == ["AWS (skypilot): 5 prices", "GCP (gpuhunt): 1 price"]
-    offers = read_refreshed(path, TODAY).offers
+    offers = read_prices(path, TODAY)[0]
     assert result.n_offers == len(offers) == 6
     rows = {(o.instance, o.kind, o.zone): o for o in offers}
     assert set(rows) == {
@@ -145,7 +145,7 @@ def test_what_was_known_of_a_provider_stays_when_its_feed_fails(
     del server.answers["/v3/gcp/version"]
     result = update(path, date(2026, 12, 1), both(server))
     assert (result.refreshed, result.kept) == (("AWS",), ("GCP",))
-    days = {offer.provider: offer.date for offer in read_refreshed(path, date(2026, 12, 1)).offers}
+    days = {offer.provider: offer.date for offer in read_prices(path, date(2026, 12, 1))[0]}
     assert days == {"AWS": date(2026, 12, 1), "GCP": TODAY}
 
 
@@ -168,7 +168,7 @@ def test_a_damaged_file_in_the_cache_is_replaced(server: type[Server], tmp_path:
     path = tmp_path / "prices.csv"
     path.write_bytes(b"\x00\xff torn")
     update(path, TODAY, both(server))
-    assert len(read_refreshed(path, TODAY).offers) == 6
+    assert len(read_prices(path, TODAY)[0]) == 6
 
 
 def test_a_disk_that_is_full_leaves_the_old_prices(
@@ -391,7 +391,7 @@ def test_live_providers_are_asked_by_the_library(tmp_path: Path) -> None:
         ("Gone", False),
     ]
     assert "the API has changed" in result.failed[0].problem
-    offers = read_refreshed(tmp_path / "prices.csv", TODAY).offers
+    offers = read_prices(tmp_path / "prices.csv", TODAY)[0]
     assert [(o.gpu, o.kind, o.usd) for o in offers] == [
         ("RTX 4090", "on-demand", 0.4),
         ("RTX 3090", "spot", 0.2),
@@ -423,7 +423,7 @@ def test_the_library_itself_reads_the_same_from_a_folder(
     monkeypatch.setenv("GPUHUNT_CATALOG_DIR", str(tmp_path))
     theirs = gpuhunt.Catalog(balance_resources=False, auto_reload=False).query(provider="aws")
     update(tmp_path / "prices.csv", TODAY, [Feed("AWS", "gpuhunt", "https://example.org/v3/aws")])
-    ours = read_refreshed(tmp_path / "prices.csv", TODAY).offers
+    ours = read_prices(tmp_path / "prices.csv", TODAY)[0]
     assert sorted((i.instance_name, i.gpu_count, i.price, i.spot) for i in theirs) == sorted(
         (o.instance, o.n_gpus, o.usd, o.is_spot) for o in ours
     )

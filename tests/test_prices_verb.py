@@ -104,7 +104,7 @@ def test_a_file_of_ones_own(tmp_path: Path, cli: Cli) -> None:
     [
         (("--gpu", "h1000"), "did you mean `H100"),
         (("--provider", "runpd"), "did you mean `RunPod`?"),
-        (("--region", "the-moon"), "no offer matches"),
+        (("--region", "the-moon"), "no offer has region the-moon"),
         (("--limit", "-1"), "--limit: -1 is too small"),
         (("--prices", "none.csv"), "none.csv: no such file"),
     ],

@@ -9,16 +9,16 @@ import argparse
 from farthing import clock
 from farthing.cli.console import print_json, rich_console
 from farthing.cli.parser import add_options, as_json, in_range
-from farthing.errors import EXIT_FINISHED, InputError
+from farthing.errors import EXIT_FINISHED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "update: refresh the prices kept in the cache"
     parser.add_argument("action", nargs="?", choices=("update",), help=words)
     options = {
-        "--gpu GPU": 'only this GPU, such as "RTX 4090" or h100',
-        "--provider PROVIDER": "only this provider",
-        "--region REGION": "only these regions; a prefix such as us- works",
+        "--gpu GPU...": 'only these GPUs, such as "RTX 4090" or h100',
+        "--provider PROVIDER...": "only these providers",
+        "--region REGION...": "only these regions; a prefix such as us- works",
         "--kind {spot,on-demand}": "only offers of this kind",
         "--sort {usd-per-gpu,usd,age}=usd-per-gpu": (
             "sort by dollars a GPU-hour (default), dollars a machine-hour, or age"
@@ -51,10 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
     in_range("--limit", arguments.limit, 0)
     catalog = read_catalog(arguments.prices, clock.today())
     found = select(catalog, arguments.gpu, arguments.provider, arguments.region, arguments.kind)
-    if not found:
-        raise InputError(
-            "no offer matches", where="prices", to_do="leave out --region, --kind or --provider"
-        )
     found = sort_offers(found, arguments.sort)
     n_shown = (
         (len(found) if arguments.json else 20)

@@ -40,7 +40,7 @@ from farthing.planner.speed import step_time
 from farthing.planner.spot import hazards, read_traces
 from farthing.planner.types import Answer, Assumptions, JobSpec, Plan, Rejected, open_ended
 from farthing.planner.work import work_of
-from farthing.prices.catalog import Catalog, read_catalog, select_any
+from farthing.prices.catalog import Catalog, read_catalog, select
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Offer
 from farthing.storage.files import Json
@@ -136,7 +136,7 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
     if asked.traces is not None:
         if not Path(asked.traces).is_dir():
             raise InputError("no such folder", where=str(asked.traces), to_do="name one of traces")
-        hazard, law = hazards(read_traces(asked.traces), now)
+        hazard, law = hazards(read_traces(asked.traces))
         notes.append(law)
     assumptions, managed = Assumptions(), [offer for offer in offers if offer.usd_per_hour is None]
     answer = decide(
@@ -205,7 +205,7 @@ def _not_offered(answer: Answer) -> list[str]:
 def _offers(catalog: Catalog, job: Job, asked: Asked) -> list[Offer]:
     """Those that are asked for. Raises `InputError` where there are none."""
     may = job.where
-    chosen = select_any(
+    chosen = select(
         catalog,
         asked.gpu or may.gpu,
         asked.provider or may.provider,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from farthing.errors import InputError
 from farthing.prices.formats import read_prices
 from farthing.prices.gpus import did_you_mean, find_gpu, name_key
-from farthing.prices.offers import KINDS, Offer
+from farthing.prices.offers import Offer
 from farthing.tables import FACTS
 from farthing.units import plural
 
@@ -104,75 +104,46 @@ def _newest(offers: Iterable[Offer]) -> dict[tuple[str, str], date]:
 
 def select(
     catalog: Catalog,
-    gpu: str | None = None,
-    provider: str | None = None,
-    region: str | None = None,
+    gpu: Sequence[str] = (),
+    provider: Sequence[str] = (),
+    region: Sequence[str] = (),
     kind: str | None = None,
-    max_usd_per_hour: float | None = None,
 ) -> list[Offer]:
-    """The offers that answer every wish; a region may be the beginning of its name ("us-"). Raises
-    `InputError`.
-    """
-    name = None if gpu is None else find_gpu(gpu).name
-    if kind is not None and kind not in KINDS:
-        raise InputError(
-            f"no kind `{kind}` is known", where="kind", to_do=f"use one of {', '.join(KINDS)}"
-        )
-    wanted = None
-    if provider is not None:
-        by_key = {name_key(who): who for who in catalog.providers}
-        wanted = by_key.get(name_key(provider))
-        if wanted is None:
-            hint = did_you_mean(provider, catalog.providers)
-            to_do = f"{hint}known: {', '.join(catalog.providers)}"
-            raise InputError(f"no prices of `{provider}` are known", where="provider", to_do=to_do)
-
-    def answers(offer: Offer) -> bool:
-        usd = offer.usd_per_hour
-        return (
-            name in (None, offer.gpu)
-            and wanted in (None, offer.provider)
-            and offer.region.lower().startswith((region or "").lower())
-            and kind in (None, offer.kind)
-            and (max_usd_per_hour is None or (usd is not None and usd <= max_usd_per_hour))
-        )
-
-    return [offer for offer in catalog.offers if answers(offer)]
-
-
-def select_any(
-    catalog: Catalog,
-    gpu: Sequence[str],
-    provider: Sequence[str],
-    region: Sequence[str],
-    kind: str | None,
-) -> list[Offer]:
-    """Offers that have any of the names of each sort. Raises `InputError` for names that nothing
-    has, alone or together.
+    """Offers that have any of the names of each sort; a region may be the beginning of its name
+    ("us-"). Raises `InputError` for names that nothing has, alone or together.
     """
     found, asked = list(catalog.offers), list[str]()
-    for narrow, names in (
-        ("gpu", gpu),
-        ("provider", provider),
-        ("region", region),
-        ("offers", [kind] if kind else []),
-    ):
+    known = {find_gpu(name).name for name in gpu}
+    sellers = {_provider(catalog, name) for name in provider}
+    regions = tuple(name.lower() for name in region)
+    wishes: dict[str, tuple[Sequence[str], Callable[[Offer], bool]]] = {
+        "gpu": (gpu, lambda offer: offer.gpu in known),
+        "provider": (provider, lambda offer: offer.provider in sellers),
+        "region": (region, lambda offer: offer.region.lower().startswith(regions)),
+        "kind": ([kind] if kind else [], lambda offer: offer.kind == kind),
+    }
+    for what, (names, has) in wishes.items():
         if not names:
             continue
-        key = "kind" if narrow == "offers" else narrow
-        keep = {id(offer) for name in names for offer in select(catalog, **{key: name})}  # type: ignore[arg-type]
-        found = [offer for offer in found if id(offer) in keep]
-        asked.append(f"{narrow} {' or '.join(names)}")
+        found = [offer for offer in found if has(offer)]
+        asked.append(f"{what} {' or '.join(names)}")
         if not found:
             to_do = "`farthing prices` lists all"
             if len(asked) > 1:
                 to_do = f"leave out {asked[-1]}; {to_do}"
-            elif narrow == "gpu":
+            elif what == "gpu":
                 to_do = "the GPU is known, but no price of it is here: "
                 to_do += "bring one with --prices FILE, or `farthing prices update`"
-            what = f"no offer has {', '.join(asked)}"
-            raise InputError(what, where=f"--{narrow}, or where.{narrow} in the job", to_do=to_do)
+            raise InputError(f"no offer has {', '.join(asked)}", where=what, to_do=to_do)
     return found
+
+
+def _provider(catalog: Catalog, text: str) -> str:
+    for known in catalog.providers:
+        if name_key(known) == name_key(text):
+            return known
+    to_do = f"{did_you_mean(text, catalog.providers)}known: {', '.join(catalog.providers)}"
+    raise InputError(f"no prices of `{text}` are known", where="provider", to_do=to_do)
 
 
 def sort_offers(offers: Iterable[Offer], by: str) -> list[Offer]:
@@ -180,32 +151,11 @@ def sort_offers(offers: Iterable[Offer], by: str) -> list[Offer]:
     hour come last.
     """
     if by == "age":
-        return sorted(
-            offers,
-            key=lambda offer: (
-                -offer.date.toordinal(),
-                offer.usd_per_gpu_hour or math.inf,
-                offer[:7],
-            ),
-        )
+        return sorted(sort_offers(offers, "usd-per-gpu"), key=lambda o: -o.date.toordinal())
     hourly = {"usd": lambda o: o.usd_per_hour, "usd-per-gpu": lambda o: o.usd_per_gpu_hour}[by]
     return sorted(offers, key=lambda offer: (hourly(offer) or math.inf, offer.usd, offer[:7]))
 
 
-def read_feed(path: Path, today: date) -> Catalog:
-    """The prices of one feed, as downloaded: a file in the layout of gpuhunt or of SkyPilot.
-
-    A feed has rows twice, GPUs that are not known here and prices that are none: these rows are
-    left out, and the feed is refused when they are more than a tenth. Raises `InputError`.
-    """
-    return _read(path, today, is_feed=True)
-
-
-def read_refreshed(path: Path, today: date) -> Catalog:
-    """The prices that `price_feeds.update` wrote, by themselves. Raises `InputError`."""
-    return _read(path, today)
-
-
-def _read(path: Path, today: date, *, is_own: bool = False, is_feed: bool = False) -> Catalog:
-    offers, skipped = read_prices(path, today, is_own=is_own, is_feed=is_feed)
+def _read(path: Path, today: date, *, is_own: bool = False) -> Catalog:
+    offers, skipped = read_prices(path, today, is_own=is_own)
     return Catalog(offers, str(path), today, skipped, is_own)

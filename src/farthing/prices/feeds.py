@@ -27,11 +27,10 @@ import httpx
 
 from farthing.addresses import without_secrets
 from farthing.errors import FeedsUnavailableError, InputError
-from farthing.prices.catalog import read_feed, read_refreshed
-from farthing.prices.formats import COLUMNS
+from farthing.prices.formats import COLUMNS, read_prices
 from farthing.prices.offers import Offer
 from farthing.storage.files import write_text
-from farthing.tables import facts
+from farthing.tables import typed
 from farthing.units import plural
 
 MAX_FEED_BYTES = 96 << 20
@@ -84,9 +83,7 @@ def known_feeds() -> tuple[Feed, ...]:
     """The feeds of `facts/price_feeds.csv`; of two for one provider the first that answers is
     taken.
     """
-    return tuple(
-        Feed(row["provider"], row["layout"], row["address"]) for row in facts("price_feeds")
-    )
+    return tuple(typed("price_feeds", Feed))
 
 
 def update(
@@ -171,23 +168,19 @@ def _ask(feed: Feed, folder: Path, today: date, timeout_s: float, feed_s: float)
             write_items(path, _live_items(feed.address))
         else:
             return Outcome(feed, problem=f"no layout `{feed.layout}` is known")
-        catalog = read_feed(path, today)
+        offers, skipped = read_prices(path, today, is_feed=True)
     except _Absent as absent:
         return Outcome(feed, problem=str(absent), is_absent=True)
     except InputError as mistake:
         line = mistake.where.rpartition(path.name)[2].strip(":")
         return Outcome(feed, problem=f"{mistake.what}{f' (line {line})' if line else ''}")
-    except (OSError, ValueError, zipfile.BadZipFile, httpx.HTTPError, httpx.InvalidURL) as error:
-        return Outcome(feed, problem=_reason(error))
-    except (
-        Exception
-    ) as error:  # a library of others: whatever it raises is the failure of this feed alone
-        return Outcome(feed, problem=f"{type(error).__name__}: {_reason(error)}")
-    offers = tuple(
-        offer._replace(provider=feed.provider, source=_source(feed), date=today)
-        for offer in _without_zones(catalog.offers)
-    )
-    return Outcome(feed, offers, n_skipped=sum(catalog.skipped.values()))
+    except Exception as error:  # whatever a server or a library does is the failure of this feed
+        known = OSError, ValueError, zipfile.BadZipFile, httpx.HTTPError, httpx.InvalidURL
+        name = "" if isinstance(error, known) else f"{type(error).__name__}: "
+        return Outcome(feed, problem=name + _reason(error))
+    said = {"provider": feed.provider, "source": _source(feed), "date": today}
+    offers = tuple(offer._replace(**said) for offer in _without_zones(offers))
+    return Outcome(feed, offers, n_skipped=sum(skipped.values()))
 
 
 class _Absent(Exception):
@@ -241,11 +234,7 @@ def _gpuhunt_csv(address: str, timeout_s: float, give_up_at: float) -> bytes:
     mirror = os.environ.get("GPUHUNT_CATALOG_URL")
     base = f"{mirror.rstrip('/')}/{name}" if mirror else address.rstrip("/")
     version = download(f"{base}/version", timeout_s, give_up_at).decode("utf-8", "replace").strip()
-    if (
-        not version
-        or not version.replace("-", "").replace(".", "").replace("_", "").isalnum()
-        or len(version) > 64
-    ):
+    if not re.fullmatch(r"[\w-][\w.-]{0,63}", version):
         raise ValueError(f"{version[:40]!r} is not a version")
     data = download(f"{base}/{version}/catalog.zip", timeout_s, give_up_at)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -298,17 +287,13 @@ def _without_zones(offers: Sequence[Offer]) -> list[Offer]:
     """One row for a region where all its zones have one price: most on demand; spot differs by zone
     and stays.
     """
-    groups: dict[tuple[str, str, int, str, bool], list[Offer]] = {}
+    groups: dict[Offer, list[Offer]] = {}
     for offer in offers:
-        groups.setdefault(
-            (offer.instance, offer.gpu, offer.n_gpus, offer.region, offer.is_spot), []
-        ).append(offer)
+        groups.setdefault(offer._replace(zone="", usd=0.0), []).append(offer)
     found = []
     for group in groups.values():
-        if len({offer.usd for offer in group}) == 1:
-            found.append(group[0]._replace(zone="" if len(group) > 1 else group[0].zone))
-        else:
-            found += group
+        is_alike = len(group) > 1 and len({offer.usd for offer in group}) == 1
+        found += [group[0]._replace(zone="")] if is_alike else group
     return found
 
 
@@ -317,10 +302,8 @@ def _without_zones(offers: Sequence[Offer]) -> list[Offer]:
 
 def _earlier(path: Path, today: date) -> tuple[Offer, ...]:
     """What the file had; a file that can't be read is replaced."""
-    if not path.is_file():
-        return ()
     with contextlib.suppress(InputError):
-        return read_refreshed(path, today).offers
+        return read_prices(path, today)[0]
     return ()
 
 
@@ -341,14 +324,5 @@ def _write(path: Path, offers: Sequence[Offer]) -> None:
 
 
 def _row(offer: Offer) -> list[object]:
-    sizes = ["" if number is None else f"{number:g}" for number in (offer.vcpus, offer.ram_gib)]
-    what = (
-        offer.provider,
-        offer.instance,
-        offer.gpu,
-        offer.n_gpus,
-        offer.region,
-        offer.zone,
-        offer.kind,
-    )
-    return [*what, offer.unit, f"{offer.usd:.6g}", *sizes, offer.source, offer.date.isoformat()]
+    cells = (getattr(offer, name) for name in COLUMNS)
+    return [f"{cell:.6g}" if isinstance(cell, float) else cell for cell in cells]

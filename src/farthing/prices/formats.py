@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import date, timedelta
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from farthing.errors import InputError
 from farthing.prices.gpus import did_you_mean, find_gpu, gpu_named
@@ -24,30 +23,20 @@ COLUMNS = (
     *("ram_gib", "source", "date"),
 )
 _LARGEST_USD = 100_000.0
-
-
-class _Line(NamedTuple):
-    """One row of a price file, as its cells; a number that may be missing is the empty string."""
-
-    provider: str
-    instance: str
-    gpu: str
-    memory_gib: float | None  # of one GPU, where the file says it
-    n_gpus: str
-    region: str
-    source: str
-    date: str
-    zone: str = ""
-    kind: str = "on-demand"
-    unit: str = "machine_hour"
-    usd: str = ""
-    vcpus: str = ""
-    ram_gib: str = ""
-
-
-_Cells = Callable[[str], str]
-"""The cell of a row below the name of a column; empty where there is no such column."""
-_Layout = Callable[[_Cells, Path, str], list[_Line]]
+Cells = dict[str, str]
+"""A row of a file, by its header."""
+Line = dict[str, Any]
+"""What a row says in our columns, and `memory_gib` of one GPU where the file has it."""
+_MISSING: Line = dict.fromkeys(COLUMNS, "") | {"kind": "on-demand", "unit": "machine_hour"}
+# our columns in files of others
+_GPUHUNT = {
+    **{"instance": "instance_name", "region": "location", "usd": "price", "vcpus": "cpu"},
+    **{"ram_gib": "memory", "n_gpus": "gpu_count", "gpu": "gpu_name"},
+}
+_SKYPILOT = {
+    **{"instance": "InstanceType", "gpu": "AcceleratorName", "n_gpus": "AcceleratorCount"},
+    **{"region": "Region", "zone": "AvailabilityZone", "vcpus": "vCPUs", "ram_gib": "MemoryGiB"},
+}
 
 
 def read_prices(
@@ -56,193 +45,126 @@ def read_prices(
     """The offers of a price file, and the GPU names that are not known with their rows.
 
     In columns of our own in a file of one's own, GPUs must be known and offers be there once. A
-    price without a date counts as read `today`; a date may be one day later, which it is already in
-    other time zones.
+    feed may have bad rows, up to a tenth. A price without a date counts as read `today`; a date may
+    be one day later, which it is already in other time zones. Raises `InputError` with file, line
+    and column.
     """
-    offers: list[Offer] = []
-    skipped: dict[str, int] = {}
-    bad: list[InputError] = []
-    seen: dict[tuple[str, str, str, int, str, str, bool, str], int] = {}
-    with _opened(path, today) as (layout, rows):
-        is_strict = is_own and layout is _own_line
-        parse = _Parser(today, is_strict)
-        for number, lines in rows:
-            for line in lines:
-                try:
-                    offer = parse.offer(line)
-                except InputError as error:
-                    where = f"{path}:{number}: {error.where}"
-                    bad.append(InputError(error.what, where=where, to_do=error.to_do))
-                    if is_feed:
-                        continue
-                    raise bad[0] from None
-                if offer is None:
-                    name = (
-                        line.gpu
-                        if line.memory_gib is None
-                        else f"{line.gpu} ({line.memory_gib:.0f} GiB)"
-                    )
-                    skipped[name] = skipped.get(name, 0) + 1
-                    continue
-                first = seen.setdefault((*offer[:7], offer.unit), number)
-                if first == number:
-                    offers.append(offer)
-                elif is_strict:
-                    raise InputError(
-                        f"the same offer as on line {first}",
-                        where=f"{path}:{number}",
-                        to_do="keep one of the two, or give them different instances",
-                    )
-    if len(bad) > len(offers) / 9:
-        raise bad[0]
-    if not offers:
-        what = (
-            f"no GPU in it is known: {', '.join(skipped)}" if skipped else "there is no price in it"
-        )
-        raise InputError(
-            what, where=str(path), to_do=f"give it rows with the columns {', '.join(COLUMNS)}"
-        )
-    return tuple(offers), MappingProxyType(skipped)
-
-
-@contextlib.contextmanager
-def _opened(path: Path, today: date) -> Iterator[tuple[_Layout, Iterator[tuple[int, list[_Line]]]]]:
-    """The layout of a file and its rows with their lines; what is wrong with the file as a whole is
-    said in words.
-    """
+    to_do = "name a CSV file of prices, in UTF-8"
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             rows = csv.reader(file, strict=True)
-            header = [name.strip() for name in next(rows, [])]
-            layout = _layout_of(header, path)
-            yield layout, _lines(rows, header, layout, path, today.isoformat())
-    except FileNotFoundError:
-        raise InputError(
-            "no such file", where=str(path), to_do="name a CSV file of prices"
-        ) from None
-    except IsADirectoryError:
-        raise InputError(
-            "a folder, not a file", where=str(path), to_do="name a CSV file of prices"
-        ) from None
+            return _read(rows, path, today, is_own=is_own, is_feed=is_feed)
     except OSError as error:
-        what = f"can't be read: {error.strerror}"
-        raise InputError(
-            what, where=str(path), to_do="check the path and its permissions"
-        ) from None
+        what = (error.strerror or str(error)).lower()
+        raise InputError(what, where=str(path), to_do=to_do) from None
     except UnicodeDecodeError:
-        raise InputError(
-            "not text in UTF-8", where=str(path), to_do="save it as CSV in UTF-8"
-        ) from None
+        raise InputError("not text in UTF-8", where=str(path), to_do=to_do) from None
     except csv.Error as error:
         where = f"{path}:{rows.line_num}"
-        raise InputError(
-            f"not CSV: {error}", where=where, to_do="save it as CSV in UTF-8"
-        ) from None
+        raise InputError(f"not CSV: {error}", where=where, to_do=to_do) from None
 
 
-def _lines(
-    rows: Any, header: list[str], layout: _Layout, path: Path, read_on: str
-) -> Iterator[tuple[int, list[_Line]]]:
-    """Line and content of each row; one row of SkyPilot is an on-demand and a spot offer."""
-    index = {name: at for at, name in enumerate(header)}
-    for row in rows:
-        if not row:
-            continue
+def _read(
+    rows: Any, path: Path, today: date, *, is_own: bool, is_feed: bool
+) -> tuple[tuple[Offer, ...], Mapping[str, int]]:
+    header = [name.strip() for name in next(rows, [])]
+    lines_of = _layout_of(header, path)
+    is_strict = is_own and lines_of is _own_lines
+    offers: list[Offer] = []
+    bad: list[InputError] = []
+    skipped: dict[str, int] = {}
+    seen: dict[tuple[object, ...], int] = {}
+    for row in filter(None, rows):
+        number, where = rows.line_num, f"{path}:{rows.line_num}"
         if len(row) != len(header):
-            raise InputError(
-                f"{plural(len(row), 'cell')} where the header has {len(header)}",
-                where=f"{path}:{rows.line_num}",
-                to_do=(
-                    "put cells with commas in quotes; write nothing between two commas for an empty"
-                    " cell"
-                ),
-            )
+            what = f"{plural(len(row), 'cell')} where the header has {len(header)}"
+            to_do = "put cells with commas in quotes; write nothing for an empty cell"
+            raise InputError(what, where=where, to_do=to_do)
+        cells = {name: cell.strip() for name, cell in zip(header, row, strict=True)}
+        for line in lines_of(cells, path):
+            try:
+                offer = _offer(_MISSING | line, today, is_strict)
+            except InputError as error:
+                where = f"{where}: {error.where}"
+                bad.append(InputError(error.what, where=where, to_do=error.to_do))
+                if is_feed:
+                    continue
+                raise bad[0] from None
+            if offer is None:
+                gib = line.get("memory_gib")
+                name = line["gpu"] + ("" if gib is None else f" ({gib:.0f} GiB)")
+                skipped[name] = skipped.get(name, 0) + 1
+                continue
+            first = seen.setdefault((*offer[:7], offer.unit), number)
+            if first == number:
+                offers.append(offer)
+            elif is_strict:
+                to_do = "keep one of the two, or give them different instances"
+                raise InputError(f"the same offer as on line {first}", where=where, to_do=to_do)
+    if len(bad) > len(offers) / 9:
+        raise bad[0]
+    if not offers:
+        unknown = ", ".join(skipped)
+        what = f"no GPU in it is known: {unknown}" if skipped else "there is no price in it"
+        to_do = f"give it rows with the columns {', '.join(COLUMNS)}"
+        raise InputError(what, where=str(path), to_do=to_do)
+    return tuple(offers), MappingProxyType(skipped)
 
-        def cell(name: str, row: list[str] = row) -> str:
-            return row[index[name]].strip() if name in index else ""
 
-        yield rows.line_num, layout(cell, path, read_on)
+# ---- layouts ----
 
 
-def _layout_of(header: list[str], path: Path) -> _Layout:
+def _layout_of(header: list[str], path: Path) -> Callable[[Cells, Path], list[Line]]:
     """How to read a file with these columns."""
-    names = set(header)
-    for needed, layout in (
-        ({"provider", "gpu", "n_gpus", "usd"}, _own_line),
-        ({"instance_name", "location", "price", "gpu_count", "gpu_name", "spot"}, _gpuhunt_line),
-        (
-            {"InstanceType", "AcceleratorName", "AcceleratorCount", "Price", "Region"},
-            _skypilot_line,
-        ),
+    own = ("provider", "gpu", "n_gpus", "usd")
+    for needed, lines_of in (
+        (own, _own_lines),
+        (("instance_name", "location", "price", "gpu_count", "gpu_name", "spot"), _gpuhunt_lines),
+        (("InstanceType", "AcceleratorName", "AcceleratorCount", "Price", "Region"), _sky_lines),
     ):
-        if needed <= names:
-            return layout
-    missing = [name for name in ("provider", "gpu", "n_gpus", "usd") if name not in names]
-    raise InputError(
-        f"the header lacks {', '.join(missing)}" if header else "the file is empty",
-        where=f"{path}:1",
-        to_do=(
-            f"use the columns {', '.join(COLUMNS)} (those of gpuhunt and of SkyPilot are read too)"
-        ),
-    )
+        if {*needed} <= {*header}:
+            return lines_of
+    missing = ", ".join(name for name in own if name not in header)
+    what = f"the header lacks {missing}" if header else "the file is empty"
+    to_do = f"use the columns {', '.join(COLUMNS)} (those of gpuhunt and of SkyPilot are read too)"
+    raise InputError(what, where=f"{path}:1", to_do=to_do)
 
 
-def _own_line(cell: _Cells, path: Path, read_on: str) -> list[_Line]:
-    defaults = {"kind": "on-demand", "unit": "machine_hour", "source": path.name, "date": read_on}
-    return [
-        _Line(**{name: cell(name) or defaults.get(name, "") for name in COLUMNS}, memory_gib=None)
-    ]
+def _own_lines(cells: Cells, path: Path) -> list[Line]:
+    known = {name: cell for name, cell in cells.items() if cell and name in COLUMNS}
+    return [{"gpu": "", "source": path.name} | known]
 
 
-def _gpuhunt_line(cell: _Cells, path: Path, read_on: str) -> list[_Line]:
+def _gpuhunt_lines(cells: Cells, path: Path) -> list[Line]:
     """A row of gpuhunt's catalogs, version 2 and later: the provider is the name of the file."""
-    if _is_none(cell("gpu_count")):
+    if _is_none(cells["gpu_count"]):
         return []
-    memory = cell("gpu_memory")
+    memory = cells.get("gpu_memory", "")
     return [
-        _Line(
-            provider=provider_name(cell("provider") or path.stem),
-            instance=cell("instance_name"),
-            gpu=cell("gpu_name"),
-            memory_gib=(
-                float(memory)
-                if re.fullmatch(r"\d+(\.\d+)?", memory) and float(memory) > 0
-                else None
-            ),
-            n_gpus=cell("gpu_count"),
-            region=cell("location"),
-            kind="spot" if cell("spot").lower() in ("true", "1") else "on-demand",
-            usd=cell("price"),
-            vcpus=cell("cpu"),
-            ram_gib=cell("memory"),
-            source=f"gpuhunt catalog {path.name}",
-            date=read_on,
-        )
+        {ours: cells.get(theirs, "") for ours, theirs in _GPUHUNT.items()}
+        | {
+            "provider": provider_name(cells.get("provider") or path.stem),
+            "memory_gib": None if _is_none(memory) else float(memory),
+            "kind": "spot" if cells["spot"].lower() in ("true", "1") else "on-demand",
+            "source": f"gpuhunt catalog {path.name}",
+        }
     ]
 
 
-def _skypilot_line(cell: _Cells, path: Path, read_on: str) -> list[_Line]:
+def _sky_lines(cells: Cells, path: Path) -> list[Line]:
     """A row of a catalog of SkyPilot, on demand and on spot. Google's hosts are priced apart from
     their GPUs there.
     """
-    n_gpus = cell("AcceleratorCount")
-    if _is_none(n_gpus) or not cell("InstanceType"):
+    line: Line = {ours: cells.get(theirs, "") for ours, theirs in _SKYPILOT.items()}
+    if _is_none(line["n_gpus"]) or not line["instance"]:
         return []
-    line = _Line(
-        provider=provider_name(path.parent.name if path.stem == "vms" else path.stem),
-        instance=cell("InstanceType"),
-        gpu=cell("AcceleratorName"),
-        memory_gib=_skypilot_memory(cell("GpuInfo"), n_gpus, cell("AcceleratorName")),
-        n_gpus=n_gpus,
-        region=cell("Region"),
-        zone=cell("AvailabilityZone"),
-        vcpus=cell("vCPUs"),
-        ram_gib=cell("MemoryGiB"),
-        source=f"SkyPilot catalog {path.parent.name}/{path.name}",
-        date=read_on,
-    )
-    prices = {"on-demand": cell("Price"), "spot": cell("SpotPrice")}
-    return [line._replace(kind=kind, usd=usd) for kind, usd in prices.items() if not _is_none(usd)]
+    line |= {
+        "provider": provider_name(path.parent.name if path.stem == "vms" else path.stem),
+        "memory_gib": _skypilot_memory(cells.get("GpuInfo", ""), line["n_gpus"], line["gpu"]),
+        "source": f"SkyPilot catalog {path.parent.name}/{path.name}",
+    }
+    prices = {"on-demand": cells["Price"], "spot": cells.get("SpotPrice", "")}
+    return [line | {"kind": kind, "usd": usd} for kind, usd in prices.items() if not _is_none(usd)]
 
 
 def _is_none(text: str) -> bool:
@@ -276,84 +198,74 @@ def provider_name(text: str) -> str:
     return _names().get(text.lower(), text)
 
 
-class _Parser:
-    """Cells to offers. What many rows share (GPUs, dates, terms) is looked up once."""
+# ---- cells ----
 
-    def __init__(self, today: date, is_strict: bool) -> None:
-        self._today = today
-        self._is_strict = is_strict
-        self._dates: dict[str, date] = {}
 
-    def offer(self, line: _Line) -> Offer | None:
-        """The offer of a line; None where a feed names a GPU that is not known. Raises with the
-        column as `where`.
-        """
-        if not line.provider:
-            raise InputError("there is no provider", where="provider", to_do="name who sells it")
-        if line.unit not in UNITS:
-            to_do = f"{did_you_mean(line.unit, UNITS)}use one of {', '.join(UNITS)}"
-            raise InputError(f"no unit `{line.unit}` is known", where="unit", to_do=to_do)
-        if line.kind not in KINDS:
-            to_do = f"use one of {', '.join(KINDS)}"
-            raise InputError(f"no kind `{line.kind}` is known", where="kind", to_do=to_do)
-        is_managed = line.unit in ("run", "million_tokens")
-        gpu = ""
-        if line.gpu or not is_managed:
-            known = gpu_named(line.gpu, line.memory_gib)
-            if known is None:
-                if not self._is_strict:
-                    return None
-                known = find_gpu(line.gpu, line.memory_gib)
-            gpu = known.name
-        return Offer(
-            provider=line.provider,
-            instance=line.instance,
-            gpu=gpu,
-            n_gpus=self._count(line.n_gpus, 0 if is_managed else 1),
-            region=line.region,
-            zone=line.zone,
-            is_spot=line.kind == "spot",
-            unit=line.unit,
-            usd=_usd(line.usd),
-            source=line.source,
-            date=self._date(line.date),
-            billing=billing_of(line.provider),
-            vcpus=_amount(line.vcpus, "vcpus"),
-            ram_gib=_amount(line.ram_gib, "ram_gib"),
-        )
+def _offer(line: Line, today: date, is_strict: bool) -> Offer | None:
+    """The offer of a line; None where a feed names a GPU that is not known. Raises with the column
+    as `where`.
+    """
+    unit, kind, gpu = line["unit"], line["kind"], line["gpu"]
+    if not line["provider"]:
+        raise InputError("there is no provider", where="provider", to_do="name who sells it")
+    for column, word, known in (("unit", unit, UNITS), ("kind", kind, KINDS)):
+        if word not in known:
+            to_do = f"{did_you_mean(word, known)}use one of {', '.join(known)}"
+            raise InputError(f"no {column} `{word}` is known", where=column, to_do=to_do)
+    is_managed = unit in ("run", "million_tokens")
+    if gpu or not is_managed:
+        asked = gpu, line.get("memory_gib")
+        found = find_gpu(*asked) if is_strict else gpu_named(*asked)
+        if found is None:
+            return None
+        gpu = found.name
+    return Offer(
+        provider=line["provider"],
+        instance=line["instance"],
+        gpu=gpu,
+        n_gpus=_count(line["n_gpus"], 0 if is_managed else 1),
+        region=line["region"],
+        zone=line["zone"],
+        is_spot=kind == "spot",
+        unit=unit,
+        usd=_usd(line["usd"]),
+        source=line["source"],
+        date=_date(line["date"], today, is_strict) if line["date"] else today,
+        billing=billing_of(line["provider"]),
+        vcpus=_amount(line["vcpus"], "vcpus"),
+        ram_gib=_amount(line["ram_gib"], "ram_gib"),
+    )
 
-    def _count(self, text: str, least: int) -> int:
-        try:
-            number = float(text or "0")
-        except ValueError:
-            number = math.nan
-        if not number >= least or number != int(number) or number > 1024:
-            what = f"{text!r} is not a whole number from {least} to 1024"
-            raise InputError(what, where="n_gpus", to_do="write how many GPUs the price is for")
-        return int(number)
 
-    def _date(self, text: str) -> date:
-        day = self._dates.get(text)
-        if day is None:
-            try:
-                day = date.fromisoformat(text)
-            except ValueError:
-                what = f"{text!r} is not a date"
-                raise InputError(what, where="date", to_do="write it as in 2026-11-21") from None
-            if (
-                day > self._today + timedelta(days=1) and self._is_strict
-            ):  # a day later elsewhere on Earth
-                what = f"{text} is after today ({self._today.isoformat()})"
-                raise InputError(what, where="date", to_do="write the day the price was read")
-            self._dates[text] = day
-        return day
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _count(text: str, least: int) -> int:
+    number = _number(text or "0")
+    if not (least <= number <= 1024 and number.is_integer()):
+        what = f"{text!r} is not a whole number from {least} to 1024"
+        raise InputError(what, where="n_gpus", to_do="write how many GPUs the price is for")
+    return int(number)
+
+
+def _date(text: str, today: date, is_strict: bool) -> date:
+    try:
+        day = date.fromisoformat(text)
+    except ValueError:
+        to_do = "write it as in 2026-11-21"
+        raise InputError(f"{text!r} is not a date", where="date", to_do=to_do) from None
+    if is_strict and day > today + timedelta(days=1):  # a day later elsewhere on Earth
+        what = f"{text} is after today ({today.isoformat()})"
+        raise InputError(what, where="date", to_do="write the day the price was read")
+    return day
 
 
 def _usd(text: str) -> float:
-    try:
-        usd = float(text.removeprefix("$"))
-    except ValueError:
-        usd = math.nan
+    usd = _number(text.removeprefix("$"))
     if not 0 < usd <= _LARGEST_USD:
         what = f"{text!r} is not a price in dollars above 0 and at most {_LARGEST_USD:,.0f}"
         raise InputError(what, where="usd", to_do="write dollars for one unit, as in 1.29")
@@ -361,14 +273,10 @@ def _usd(text: str) -> float:
 
 
 def _amount(text: str, column: str) -> float | None:
-    if not text or text.lower() in ("nan", "none"):
+    if text.lower() in ("", "nan", "none"):
         return None
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
+    number = _number(text)
     if not 0 <= number < math.inf:
-        raise InputError(
-            f"{text!r} is not a number", where=column, to_do="write a number, or leave it empty"
-        )
+        to_do = "write a number, or leave it empty"
+        raise InputError(f"{text!r} is not a number", where=column, to_do=to_do)
     return number
