@@ -590,9 +590,7 @@ def test_a_feed_may_have_a_few_bad_rows_but_not_many(tmp_path: Path) -> None:
     path = write(tmp_path / "aws.csv", GPUHUNT, *good, good[0], bad)
     assert len(read_prices(path, TODAY, is_feed=True)[0]) == 20
     with pytest.raises(InputError, match="'-1'"):
-        read_prices(
-            write(tmp_path / "gcp.csv", GPUHUNT, *good[:5], bad), TODAY, is_feed=True
-        )
+        read_prices(write(tmp_path / "gcp.csv", GPUHUNT, *good[:5], bad), TODAY, is_feed=True)
     with pytest.raises(InputError, match="'-1'"):
         read_catalog(path, TODAY)
 

@@ -21,8 +21,8 @@ import pytest
 
 from farthing.errors import FarthingError, FeedsUnavailableError, InputError
 from farthing.prices import feeds as price_feeds
-from farthing.prices.formats import read_prices
 from farthing.prices.feeds import Feed, known_feeds, update
+from farthing.prices.formats import read_prices
 from farthing.tables import facts
 from web import Quiet, serving
 

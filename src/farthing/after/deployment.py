@@ -33,14 +33,16 @@ from farthing.prices.catalog import read_catalog
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import HOURS_PER_MONTH, Offer
 from farthing.report.plan_words import say_cost
-from farthing.report.receipt_serving import CONFIGS, traffic_of
-from farthing.report.training_log import read_log
+from farthing.report.training_log import TrainingLog, read_log
 from farthing.run.folder import LOG, MODEL, kept_job
 from farthing.storage.files import Json, read_json, write_text
 from farthing.tables import facts
 
 FORMATS = {"merged": "bf16", "fp8": "fp8", "w8a16": "int8", "w4a16": "int4"}
 """Formats that the servers load -> the precision that they compute in."""
+CONFIGS = ("model_config.json", "config.json")
+"""Of the whole model, beside an adapter and in its own folder."""
+REQUESTS_PER_DAY = 1000.0
 FOLDER = "serve"
 """Beside the model, in its folder."""
 IDLE_S = 300
@@ -85,6 +87,17 @@ def parse_place(text: str) -> Place:
         where="--serve",
         to_do="use vllm, or vertex:PROJECT/REGION/BUCKET",
     )
+
+
+def traffic_of(job: Job, log: TrainingLog) -> Traffic | None:
+    """Requests as long as the run's examples, of which what was learned is written and the rest
+    read; None before a step was taken.
+    """
+    n_examples = log.step * job.global_batch_size
+    if not n_examples or not log.n_targets:
+        return None
+    n_out = max(1.0, log.n_targets / n_examples)
+    return Traffic(REQUESTS_PER_DAY, max(1.0, log.n_tokens / n_examples - n_out), n_out)
 
 
 def plan_deployment(
