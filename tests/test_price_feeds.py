@@ -429,7 +429,7 @@ def test_the_library_itself_reads_the_same_from_a_folder(
     )
     items = tmp_path / "items.csv"
     price_feeds.write_items(items, theirs)
-    assert len(price_feeds.read_feed(items, TODAY).offers) == 2
+    assert len(read_prices(items, TODAY, is_feed=True)[0]) == 2
 
 
 def test_the_librarys_providers_are_where_the_feeds_say() -> None:

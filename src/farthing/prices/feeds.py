@@ -178,8 +178,10 @@ def _ask(feed: Feed, folder: Path, today: date, timeout_s: float, feed_s: float)
         known = OSError, ValueError, zipfile.BadZipFile, httpx.HTTPError, httpx.InvalidURL
         name = "" if isinstance(error, known) else f"{type(error).__name__}: "
         return Outcome(feed, problem=name + _reason(error))
-    said = {"provider": feed.provider, "source": _source(feed), "date": today}
-    offers = tuple(offer._replace(**said) for offer in _without_zones(offers))
+    offers = tuple(
+        offer._replace(provider=feed.provider, source=_source(feed), date=today)
+        for offer in _without_zones(offers)
+    )
     return Outcome(feed, offers, n_skipped=sum(skipped.values()))
 
 
