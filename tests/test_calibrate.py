@@ -355,11 +355,11 @@ def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(
         here = machine_here(wanted, machine, job, [], date(2026, 11, 22))
         assert here is not None
         assert isinstance(here[0], Machine)
-        assert here[0].has_liger == (gpu != "Tesla T4" and is_there and wants == "auto")
+        assert here[0].kernels.has_liger == (gpu != "Tesla T4" and is_there and wants == "auto")
         if gpu != "Tesla T4":
             plan = plan_here(wanted, machine, job, [], date(2026, 11, 22))
             assert isinstance(plan, Plan)
-            found[here[0].has_liger] = plan.on.memory.parts["activations"]
+            found[here[0].kernels.has_liger] = plan.on.memory.parts["activations"]
     # of a layer, for each token: fp32 copies of two norms' inputs, and one number as wide as the
     # feed-forward
     assert found[False] - found[True] == pytest.approx(

@@ -17,6 +17,7 @@ from farthing.models.families import FUSED_BY_LIGER
 from farthing.planner.calibration import calibrate
 from farthing.planner.memory import OnDevice
 from farthing.planner.ownership import Owned
+from farthing.planner.recipe import PLAIN, Kernels
 from farthing.planner.search import CPU_TOKENS, Refusal, recipe_of
 from farthing.planner.software import (
     OLDEST_TORCH,
@@ -72,7 +73,17 @@ def machine_of(
         gpu.architecture,
         precision_note=note,
         host_note=host_note(gpu, torch) if torch is not None else "",
+        kernels=Kernels(has_flex=takes_flex(gpu, precision, wanted.shape.head_dim)),
     )
+
+
+def takes_flex(gpu: Gpu, precision: str, head_dim: int) -> bool:
+    """Whether flex attention runs there, as `model.attention_choice` has it: its backward pass of
+    wide heads needs the shared memory of the larger chips.
+    """
+    is_large = gpu.compute_capability in ("8.0", "9.0", "10.0", "10.3")
+    most = 64 if precision == "fp32" else 256 if is_large else 128
+    return float(gpu.compute_capability or 0) >= 8.0 and 16 <= head_dim <= most
 
 
 class Calibrations:
@@ -97,18 +108,22 @@ class Calibrations:
             precision = choose_precision(wanted.precision, gpu.has_bf16, has_fp16, wanted.fp16_risk)
             device, made = device_of(gpu, precision, tf32=wanted.tf32), UNCALIBRATED
             if device is not None:
-                made = self.on(hardware, precision, device)
+                flex = takes_flex(gpu, precision, wanted.shape.head_dim)
+                made = self.on(hardware, precision, device, Kernels(has_flex=flex))
             # the rest is of that machine
             self._made[gpu.name] = replace(made, start_s=None, load_s=None, save_s=None)
         return self._made[gpu.name]
 
-    def on(self, hardware: str, precision: str, device: Device) -> Calibration:
+    def on(
+        self, hardware: str, precision: str, device: Device, kernels: Kernels = PLAIN
+    ) -> Calibration:
         """What is known of one kind of hardware, by the name that measurements are kept under."""
         if not self._measurements:
             return UNCALIBRATED
         wanted = self._wanted
         most, every = wanted.micro_batch_tokens or CPU_TOKENS, wanted.checkpoint_every or 0
-        case = wanted.case(recipe_of(wanted, precision, most, every), is_cuda=device.is_cuda)
+        recipe = recipe_of(wanted, precision, most, every, kernels=kernels)
+        case = wanted.case(recipe, is_cuda=device.is_cuda)
         return calibrate(self._measurements, hardware, case, device, wanted.lengths.mean)
 
     @property
@@ -180,14 +195,15 @@ def machine_here(
         and float(gpu.compute_capability or 0) >= 8.0
         and importlib.util.find_spec("liger_kernel") is not None
     )
+    kernels = judged.kernels._replace(has_liger=has_liger)
     found = replace(
         judged,
         device=device,
         memory=_steady(min(machine.memory_bytes, gpu.usable_bytes)),
-        calibration=known.on(machine.hardware, judged.precision, device),
+        calibration=known.on(machine.hardware, judged.precision, device, kernels),
         is_local=True,
         is_part=n_gpus < machine.n_gpus,
-        has_liger=has_liger,
+        kernels=kernels,
         host_note="",
     )
     return found, at

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from farthing.data.lengths import Largest, Padded
 from farthing.data.packing import MicroBatchCost
@@ -25,6 +26,18 @@ TO_SET: dict[str, tuple[str, ...]] = {
 """What a job says for each way of sharing the weights."""
 
 
+class Kernels(NamedTuple):
+    """What a machine has beside torch's own kernels."""
+
+    has_liger: bool = False
+    """Liger's, and the trainer takes them."""
+    has_flex: bool = False
+    """Flex attention takes heads of this size: scores with a soft cap are computed in one pass."""
+
+
+PLAIN = Kernels()
+
+
 @dataclass(frozen=True)
 class Stack:
     """What farthing's code can do with a model; by default only what it can with any."""
@@ -40,6 +53,7 @@ class Stack:
     fuses_adapters: bool = False
     """LoRA layers are one function each: their input is kept once, in the run's precision."""
     has_liger: bool = False
+    has_flex: bool = False
 
 
 def stack_for(
@@ -186,7 +200,10 @@ class Case:
 
     @cached_property
     def block(self) -> Block:
-        return block_of(self.shape)
+        """Flex attention keeps no scores."""
+        own = block_of(self.shape)
+        is_flex = self.recipe.stack.is_packed and self.recipe.stack.has_flex and not own.has_sinks
+        return own._replace(has_eager_scores=False) if is_flex else own
 
     @cached_property
     def n_trained(self) -> int:

@@ -22,7 +22,7 @@ from farthing.planner.memory import (
 )
 from farthing.planner.optimizers import BF16_WEIGHTS
 from farthing.planner.ranges import memory_spread, speed_spread
-from farthing.planner.recipe import DDP, FSDP, NONE, Case, Recipe
+from farthing.planner.recipe import DDP, FSDP, NONE, PLAIN, Case, Kernels, Recipe
 from farthing.planner.speed import StepTime, micro_batch_cost, step_time
 from farthing.planner.types import Assumptions, JobSpec, Machine, MachinePlan, Rejected, Spread
 from farthing.planner.work import Work, forward_work, work_of
@@ -87,7 +87,7 @@ class Search:
         if offloads and (why := self._why_not_offloaded(machine)):
             return why
         n_gpus, is_cuda, precision = machine.n_gpus, machine.is_cuda, machine.precision
-        how = precision, n_gpus, is_cuda, self.cost_on(machine), offloads, machine.has_liger
+        how = precision, n_gpus, is_cuda, self.cost_on(machine), offloads, machine.kernels
         found = [
             one._replace(memory=self._on(machine, one.memory)) for one in self.candidates(*how)
         ]
@@ -140,7 +140,7 @@ class Search:
         is_cuda: bool,
         cost: MicroBatchCost,
         offloads: bool,
-        has_liger: bool,
+        kernels: Kernels,
     ) -> list[Candidate]:
         wanted, found = self.wanted, []
         if n_gpus > wanted.global_batch:
@@ -150,9 +150,9 @@ class Search:
         for most in budgets(wanted, n_gpus, is_cuda):
             for every in everies:
                 for sharding in shardings:
-                    recipe = recipe_of(wanted, precision, most, every, n_gpus, sharding, cost)
-                    stack = replace(recipe.stack, has_liger=has_liger)
-                    recipe = replace(recipe, offloads_weights=offloads, stack=stack)
+                    shared = n_gpus, sharding, cost, kernels
+                    recipe = recipe_of(wanted, precision, most, every, *shared)
+                    recipe = replace(recipe, offloads_weights=offloads)
                     case = wanted.case(recipe, is_cuda=is_cuda)
                     found.append(Candidate(case, peak_memory(wanted, case), work_of(case)))
         return found
@@ -261,7 +261,7 @@ class Search:
         is_safe = wanted.precision or not wanted.fp16_risk
         if machine.precision != "fp32" or not machine.is_cuda or is_safe:
             return ""
-        found = self.candidates("fp16", machine.n_gpus, True, ON_CPU, False, False)
+        found = self.candidates("fp16", machine.n_gpus, True, ON_CPU, False, PLAIN)
         fits = any(self._on(machine, one.memory).on_device <= machine.memory for one in found)
         return f"train.fp16: true at a risk: {wanted.fp16_risk}" if fits else ""
 
@@ -424,11 +424,13 @@ def recipe_of(
     n_gpus: int = 1,
     sharding: str = NONE,
     cost: MicroBatchCost = ON_CPU,
+    kernels: Kernels = PLAIN,
 ) -> Recipe:
     """The recipe that the trainer would run with these choices."""
     once = _one_pass(wanted, precision, Settings(micro_batch_tokens, every, **cost._asdict()))
     n = wanted.cut(micro_batch_tokens, n_gpus, cost).n_micro_batches
-    return replace(once, n_gpus=n_gpus, sharding=sharding, n_micro_batches=n)
+    stack = replace(once.stack, **kernels._asdict())
+    return replace(once, n_gpus=n_gpus, sharding=sharding, n_micro_batches=n, stack=stack)
 
 
 def _one_pass(wanted: JobSpec, precision: str, settings: Settings) -> Recipe:

@@ -15,7 +15,7 @@ from farthing.models.weights import Adapters
 from farthing.objectives.registry import objective_of
 from farthing.planner.memory import Memory, OnDevice
 from farthing.planner.optimizers import Optimizer, optimizer
-from farthing.planner.recipe import Case, Recipe, Stack, stack_for
+from farthing.planner.recipe import PLAIN, Case, Kernels, Recipe, Stack, stack_for
 from farthing.planner.speed import Calibration, Device, StepTime
 from farthing.planner.spot import Expected
 from farthing.prices.offers import (
@@ -265,8 +265,7 @@ class Machine:
     is_cuda: bool = True
     is_part: bool = False
     """The machine has more GPUs than these."""
-    has_liger: bool = False
-    """Liger's kernels are there, and the trainer takes them."""
+    kernels: Kernels = PLAIN
     precision_note: str = ""
     host_note: str = ""
     """What has to be installed by hand."""
