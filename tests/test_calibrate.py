@@ -14,19 +14,24 @@ from farthing.config.job import Job
 from farthing.data.lengths import Largest, Padded, from_arrays
 from farthing.local.machine import Cpu, LocalMachine
 from farthing.local.measurements import Measurement
+from farthing.model.attention_choice import Asked, choose
+from farthing.model.attention_choice import Machine as AttentionMachine
 from farthing.models.model_config import known_config
 from farthing.models.shapes import Shape, read_shape
 from farthing.planner.calibration import as_run
 from farthing.planner.calibration import calibrate as calibrate_case
 from farthing.planner.estimate import Estimate
 from farthing.planner.inputs import plan_here
-from farthing.planner.machines import machine_here
+from farthing.planner.machines import machine_here, machine_of, takes_flex
 from farthing.planner.memory import estimate_memory
 from farthing.planner.ranges import speed_spread
 from farthing.planner.recipe import Case, Recipe, stack_for
+from farthing.planner.search import recipe_of
 from farthing.planner.speed import Calibration, cpu_device, step_time
 from farthing.planner.types import JobSpec, Machine, Plan
 from farthing.planner.work import forward_work, work_of
+from farthing.prices.gpus import find_gpu
+from farthing.prices.gpus import gpus as known_gpus
 from farthing.report.receipt import APART, Bill, against_estimate
 from farthing.settings import Settings
 
@@ -365,3 +370,27 @@ def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(
     assert found[False] - found[True] == pytest.approx(
         16 * 8192 * (2 * 4 * 2048 + 2 * 8192), rel=0.1
     )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 256, 512])
+def test_a_soft_cap_is_planned_as_the_attention_of_each_gpu_computes_it(
+    precision: str, head_dim: int
+) -> None:
+    for gpu in known_gpus().values():
+        if gpu.vendor == "nvidia":
+            major, minor = map(int, gpu.compute_capability.split("."))
+            asked = Asked(precision, head_dim, has_softcap=True)
+            chosen = choose(asked, AttentionMachine((major, minor), has_flex=True))
+            assert takes_flex(gpu, precision, head_dim) == (chosen == "flex"), gpu.name
+
+
+def test_scores_under_a_soft_cap_are_kept_where_no_one_kernel_takes_its_heads() -> None:
+    asked = wanted_of(shape_of("google/gemma-2-2b"), checkpoint_every=0)
+    kept = {}
+    for name in ("A100-80GB", "A40"):
+        machine = machine_of(find_gpu(name), 1, asked)
+        assert isinstance(machine, Machine)
+        recipe = recipe_of(asked, "bf16", 2048, 0, kernels=machine.kernels)
+        kept[name] = estimate_memory(asked.case(recipe)).parts["activations"]
+    assert kept["A100-80GB"] < 0.95 * kept["A40"]

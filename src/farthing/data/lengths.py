@@ -29,6 +29,7 @@ _N_CUT, _N_CUT_PADDED = (
     2048,
     768,
 )  # examples of those that are really cut, flat and padded, which takes longer
+_N_EVEN = 128  # examples of a step from which on only a remainder of a micro-batch is empty
 MORE_THAN_DRAWN = (
     1.4  # the largest padded micro-batch against that of the simulated steps, by assumption
 )
@@ -254,12 +255,12 @@ class Lengths:
         """Mean number of packed micro-batches of a step."""
         if self.largest_step(batch) <= micro_batch_tokens:
             return 1.0
-        if batch > _N_CUT:  # so many examples fill their micro-batches
-            return max(1.0, batch * float(self._both.mean()) / micro_batch_tokens)
         steps = self._steps(batch, min(4 * _N_CUT, max(_N_CUT, 32 * batch)))
         sizes = self._both[steps]
         of_step, longest = sizes.sum(axis=1), sizes.max(axis=1)
         least = np.ceil(of_step / micro_batch_tokens)
+        if batch > _N_EVEN:  # so many examples fill their micro-batches
+            return float(least.mean())
         # longest first onto the lightest is never above the mean by more than this (Graham 1969)
         is_sure = (of_step / least + (1 - 1 / least) * longest <= micro_batch_tokens) & (
             longest < micro_batch_tokens

@@ -82,12 +82,12 @@ def _spread(
     """
     lightest = [(0, number) for number in range(n_micro_batches)]
     micro_batches: list[list[int]] = [[] for _ in range(n_micro_batches)]
-    for place in order:
-        if lightest[0][0] + sizes[place] > micro_batch_tokens:
+    for place, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        n_tokens, number = lightest[0]
+        if n_tokens + size > micro_batch_tokens:
             return None
-        n_tokens, number = heapq.heappop(lightest)
-        micro_batches[number].append(int(place))
-        heapq.heappush(lightest, (n_tokens + int(sizes[place]), number))
+        micro_batches[number].append(place)
+        heapq.heapreplace(lightest, (n_tokens + size, number))
     return [micro_batch for micro_batch in micro_batches if micro_batch]
 
 

@@ -24,7 +24,15 @@ from farthing.planner.spot import (
     mixture,
     young_interval_s,
 )
-from farthing.planner.types import Assumptions, JobSpec, MachinePlan, Plan, Range, Rejected
+from farthing.planner.types import (
+    OLD_PRICE_DAYS,
+    Assumptions,
+    JobSpec,
+    MachinePlan,
+    Plan,
+    Range,
+    Rejected,
+)
 from farthing.prices.offers import Offer, bill, boot_of
 from farthing.units import said_apart, say_seconds, say_usd
 
@@ -93,7 +101,11 @@ class Pricing:
             egress_gb=self._leaving_gb(offer, timed.n_saves),
         )
         total, rate = sum(usd.values()), (offer.usd_per_hour or 0.0) / 3600
-        found = Plan(
+        is_old = price_age_days > OLD_PRICE_DAYS and not is_users_price
+        cheaper, dearer = price_error(offer, price_age_days if is_old else 0)
+        less, _, more = (rate * (s - timed.billed_s) for s in timed.billed_range)
+        low = max(0.0, (total + less) * (1 - cheaper))
+        return Plan(
             offer,
             self.on,
             timed.seconds,
@@ -101,16 +113,12 @@ class Pricing:
             usd,
             total,
             timed.hours_range,
-            Range(total, total, total),
+            Range(low, total, (total + more) * (1 + dearer)),
             timed.interval_s,
             price_age_days,
             timed.spot,
             is_users_price=is_users_price,
         )
-        cheaper, dearer = price_error(found)
-        less, _, more = (rate * (s - timed.billed_s) for s in timed.billed_range)
-        low = max(0.0, (total + less) * (1 - cheaper))
-        return found._replace(usd_range=Range(low, total, (total + more) * (1 + dearer)))
 
     def setup_s(self, offer: Offer) -> float:
         """From the request for a machine until it can begin."""

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from farthing.models.blocks import block_of
 from farthing.models.shapes import Shape
 from farthing.planner.speed import LINK_ERROR, Calibration, StepTime
-from farthing.planner.types import Machine, Plan, Spread
+from farthing.planner.types import Machine, Spread, is_from_price
+from farthing.prices.offers import Offer
 from farthing.tables import typed
 
 NARROWEST = 0.30  # of seconds, until several runs of the same model on a machine agree
@@ -117,9 +118,9 @@ def _said(spread: Spread) -> str:
     return f"{spread.low:.2g} to {spread.high:.2g} times"
 
 
-def price_error(plan: Plan) -> tuple[float, float]:
+def price_error(offer: Offer, old_days: int) -> tuple[float, float]:
     """Relative error of a price, downwards and upwards: of old ones, and of the lowest price of a
     marketplace.
     """
-    old = min(0.9, OLD_PRICE_ERROR * plan.price_age_days / 365) if plan.has_old_price else 0.0
-    return old, old + (FROM_PRICE_ERROR if plan.is_from_price else 0.0)
+    old = min(0.9, OLD_PRICE_ERROR * old_days / 365)
+    return old, old + (FROM_PRICE_ERROR if is_from_price(offer) else 0.0)

@@ -51,10 +51,6 @@ class Refusal(NamedTuple):
         return Rejected(offer, *self)
 
 
-_Savers = tuple[list[tuple[str, str, Memory]], Iterator[tuple[str, JobSpec]]]
-"""Those that were worked out, and the others."""
-
-
 class Candidate(NamedTuple):
     """A recipe that is worth a look."""
 
@@ -77,8 +73,7 @@ class Search:
 
     def __init__(self, wanted: JobSpec, assumptions: Assumptions, *, explains: bool = True) -> None:
         self.wanted, self.assumptions, self.explains = wanted, assumptions, explains
-        self.candidates = cache(self._candidates)
-        self._savers: dict[tuple[str, int, bool], _Savers] = {}
+        self.candidates, self._savers = cache(self._candidates), cache(self._memory_savers)
 
     def plan(self, machine: Machine, *, offloads: bool | None = None) -> MachinePlan | Refusal:
         """`offloads`: weights stay in main memory; None: as the job asks."""
@@ -237,7 +232,7 @@ class Search:
         return Refusal("main memory", what, change, "offload", 3.0)
 
     def _too_large(self, machine: Machine, found: Sequence[Candidate]) -> Refusal:
-        least = min(found, key=lambda one: one.memory.on_device)
+        least, is_cuda = min(found, key=lambda one: one.memory.on_device), machine.is_cuda
         needed, there = least.memory.on_device.n_bytes, machine.memory.n_bytes
         gib = said_apart(needed / 2**30, there / 2**30, lambda n: say_bytes(n * 2**30), "{} GiB")
         reason, distance = f"needs {gib[0]} at least, has {gib[1]}", needed / there
@@ -245,8 +240,7 @@ class Search:
         if not self.explains:
             return no
         in_fp16 = self._fp16_instead(machine)
-        key = machine.precision, machine.n_gpus, machine.is_cuda
-        for change, kind, memory in self._least_with_savers(*key):
+        for change, kind, memory in self._savers(machine.precision, machine.n_gpus, is_cuda):
             if self._on(machine, memory).on_device <= machine.memory:
                 change = f"{change}, or {in_fp16}" if in_fp16 else change
                 return no._replace(change=change, change_kind=kind)
@@ -265,17 +259,12 @@ class Search:
         fits = any(self._on(machine, one.memory).on_device <= machine.memory for one in found)
         return f"train.fp16: true at a risk: {wanted.fp16_risk}" if fits else ""
 
-    def _least_with_savers(
+    def _memory_savers(
         self, precision: str, n_gpus: int, is_cuda: bool
-    ) -> Iterator[tuple[str, str, Memory]]:
-        """Changes of the job that save memory, the mildest first, with what it then needs: worked
-        out when asked for.
-        """
-        key = precision, n_gpus, is_cuda
-        others = _memory_savers(self.wanted, is_cuda, has_bf16=precision == "bf16")
-        known, rest = self._savers.setdefault(key, ([], others))
-        yield from known
-        for kind, other in rest:
+    ) -> list[tuple[str, str, Memory]]:
+        """Changes of the job that save memory, the mildest first, with what it then needs."""
+        found = []
+        for kind, other in _milder(self.wanted, is_cuda, has_bf16=precision == "bf16"):
             most = min(budgets(other, n_gpus, is_cuda))
             every = other.checkpoint_every if other.checkpoint_every is not None else 1
             recipe = replace(
@@ -285,8 +274,8 @@ class Search:
                 n_micro_batches=2.0,
             )
             memory = peak_memory(other, other.case(recipe, is_cuda=is_cuda))
-            known.append((_said(other, self.wanted), kind, memory))
-            yield known[-1]
+            found.append((_said(other, self.wanted), kind, memory))
+        return found
 
 
 def lacks_main_memory(offer: Offer, plan: MachinePlan) -> Rejected | None:
@@ -358,9 +347,7 @@ def shardings_of(wanted: JobSpec, n_gpus: int, offloads: bool = False) -> list[s
     return [FSDP] if wanted.spreads else [DDP, FSDP]
 
 
-def _memory_savers(
-    wanted: JobSpec, is_cuda: bool, *, has_bf16: bool
-) -> Iterator[tuple[str, JobSpec]]:
+def _milder(wanted: JobSpec, is_cuda: bool, *, has_bf16: bool) -> Iterator[tuple[str, JobSpec]]:
     """The job with settings that save memory: the mildest first, each with those before."""
     longest, milder = wanted.lengths.longest, wanted
     if (wanted.micro_batch_tokens or 0) > wanted.lengths.longest_example:
@@ -376,10 +363,8 @@ def _memory_savers(
         if has_bf16:
             yield "optimizer", replace(milder, optim=BF16_WEIGHTS)
         yield "optimizer", replace(milder, optim="adamw_8bit")
-    methods = [
-        name for name in (["lora", "qlora"] if is_cuda else ["lora"]) if name != wanted.method
-    ]
-    methods = [] if wanted.method == "qlora" else methods
+    smaller = {"full": ["lora", "qlora"], "lora": ["qlora"], "qlora": []}[wanted.method]
+    methods = smaller if is_cuda else [name for name in smaller if name != "qlora"]
     for name in methods:
         yield name, replace(milder, method=name)
     for n in (longest // 2, longest // 4):

@@ -87,7 +87,14 @@ def device_of(gpu: Gpu, precision: str, *, tf32: bool = True) -> Device | None:
     link = _share("link", f"{'geforce' if is_geforce else gpu.link}/") * gpu.link_bytes_per_s
     bandwidth = gpu.bandwidth_bytes_per_s * BANDWIDTH_SHARE
     return Device(
-        gpu.name, peak * share, bandwidth, link, True, attention, has_tiles=kind != "fp32"
+        gpu.name,
+        peak * share,
+        bandwidth,
+        link,
+        True,
+        attention,
+        GEFORCE_LINK_ERROR if is_geforce else LINK_ERROR,
+        has_tiles=kind != "fp32",
     )
 
 

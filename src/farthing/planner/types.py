@@ -321,6 +321,11 @@ class MachinePlan:
         return self.memory_range.high > self.machine.memory.n_bytes
 
 
+def is_from_price(offer: Offer) -> bool:
+    """The price is the lowest of many hosts', who may have nothing left."""
+    return offer.billing.prices_are == "from" and not offer.is_spot
+
+
 class Plan(NamedTuple):
     """One way to run the job: where, how, and what it comes to."""
 
@@ -362,8 +367,7 @@ class Plan(NamedTuple):
 
     @property
     def is_from_price(self) -> bool:
-        """The price is the lowest of many hosts', who may have nothing left."""
-        return self.offer.billing.prices_are == "from" and not self.offer.is_spot
+        return is_from_price(self.offer)
 
     @property
     def has_old_price(self) -> bool:
