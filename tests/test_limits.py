@@ -417,7 +417,8 @@ def test_what_a_step_takes_beside_its_own_seconds_is_kept_back_too(
     words = [sys.executable, "-c", code, json.dumps(sys.path), json.dumps(case)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     (found,) = json.loads(done.stdout)["outcomes"]
-    assert (found["state"], found["over_s"] <= 0) == ("limit", True)
+    assert found["state"] == "limit"
+    assert -5 < found["over_s"] <= 0
     assert found["steps"] >= 5
 
 
