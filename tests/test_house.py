@@ -8,10 +8,9 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 import farthing
 from farthing.cli.parser import VERBS
@@ -22,9 +21,14 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 
 @cache
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
 def tree_of(path: Path) -> ast.Module:
     """What a file of Python says."""
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return ast.parse(text_of(path))
 
 
 @cache
@@ -52,20 +56,18 @@ def room(name: str) -> list[Path]:
 
 
 def test_tests_and_benches_import_no_private_names() -> None:
-    root = Path(__file__).parents[1]
-    taken = re.compile(r"^ *from farthing[\w.]* import (\([^)]*\)|.*)$", re.MULTILINE)
-    for path in (*root.glob("tests/*.py"), *root.glob("bench/**/*.py")):
-        for names in taken.findall(path.read_text(encoding="utf-8")):
-            assert not re.search(r"(?<![\w.])_[a-zA-Z]", names), (path, names)
+    root = SOURCE.parents[1]
+    private = re.compile(
+        r"^ *from farthing\S* import (?:\([^)]*?|.*?)(?<![\w.])_[a-zA-Z]", re.MULTILINE
+    )
+    for path in (*root.glob("tests/**/*.py"), *root.glob("bench/**/*.py")):
+        assert not private.search(path.read_text(encoding="utf-8")), path
 
 
 def test_one_place_goes_backward() -> None:
-    calls = [
-        path.name
-        for path in FILES
-        for _ in re.findall(r"\.backward\(", path.read_text(encoding="utf-8"))
+    assert [path.name for path in FILES for _ in re.findall(r"\.backward\(", text_of(path))] == [
+        "step.py"
     ]
-    assert calls == ["step.py"]
 
 
 BEHIND_BUILD = (
@@ -81,17 +83,16 @@ def test_who_runs_behind_build_asks_no_job() -> None:
             assert not (isinstance(node, ast.arg) and node.arg in ("job", "attempt")), name
 
 
-def test_three_files_talk_to_other_processes_of_a_run() -> None:
-    talks = [
-        module_of(path)
-        for path in FILES
-        if {name for name in imports(path) if name.startswith("torch.distributed")}
-        or re.search(
-            r"torch\.distributed\.\w|from torch import distributed",
-            path.read_text(encoding="utf-8"),
-        )
+def test_four_files_talk_to_other_processes_of_a_run() -> None:
+    talks = re.compile(
+        r"(?:import|from) torch\.distributed|torch\.distributed\.\w|import distributed"
+    )
+    assert [module_of(path) for path in FILES if talks.search(text_of(path))] == [
+        "dist.fsdp",
+        "dist.ranks",
+        "dist.reduce",
+        "dist.rendezvous",
     ]
-    assert talks == ["dist.fsdp", "dist.ranks", "dist.reduce", "dist.rendezvous"]
 
 
 HEAVY = {"torch", "transformers", "peft", "datasets"}
@@ -103,29 +104,16 @@ def module_of(path: Path) -> str:
     return ".".join(part for part in parts if part != "__init__")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "objectives",
-        "storage",
-        "run",
-        "models",
-        "data",
-        "prices",
-        "config",
-        "local",
-        "planner",
-        "report",
-        "launch",
-    ],
-)
-def test_wings_without_torch(name: str) -> None:
+def test_wings_without_torch() -> None:
+    wings = "objectives storage run models data prices config local planner report launch"
     loads_tensors = {"run.checkpoint", "run.parts", "run.snapshot"}
-    for path in room(name):
-        if module_of(path) not in loads_tensors:
-            assert not {module.split(".")[0] for module in imports(path, top_only=True)} & HEAVY, (
-                path
-            )
+    heavy = {
+        module_of(path): found
+        for wing in wings.split()
+        for path in room(wing)
+        if (found := {name.split(".")[0] for name in imports(path, top_only=True)} & HEAVY)
+    }
+    assert heavy.keys() <= loads_tensors
 
 
 @cache
@@ -185,16 +173,13 @@ def test_what_the_planner_says_hangs_on_no_clock_and_no_network() -> None:
     for path in [*room("planner"), *room("prices"), *sorted((SOURCE / "report").glob("plan_*.py"))]:
         if module_of(path) not in measures_or_reads:
             assert not imports(path) & CLOCKS, path
-            assert not re.search(r"\b(today|now)\(\)", path.read_text(encoding="utf-8")), path
+            assert not re.search(r"\b(today|now)\(\)", text_of(path)), path
 
 
 def test_nothing_is_unpickled_or_evaluated() -> None:
     """Beside what ruff forbids: S102, S301, S307, TID251."""
-    for path in FILES:
-        text = path.read_text(encoding="utf-8")
-        assert not re.search(
-            r"torch\.load\(|yaml\.(unsafe_|full_)?load\(|allow_pickle=True", text
-        ), path
+    loads = re.compile(r"torch\.load\(|yaml\.(unsafe_|full_)?load\(|allow_pickle=True")
+    assert [path for path in FILES if loads.search(text_of(path))] == []
 
 
 def test_help_and_job_files_need_no_torch() -> None:
@@ -252,92 +237,58 @@ def declared() -> dict[str, set[str]]:
     }
 
 
-def undeclared(path: Path, known: set[str]) -> set[str]:
-    """Packages of others that a file imports, by their distribution, and that are not among the
-    known.
-    """
-    tops = (
-        {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names) - {"farthing"}
-    )
+def undeclared(path: Path, known: set[str], *, top_only: bool = False) -> set[str]:
+    """Distributions that a file imports and that are not among the known."""
+    tops = {name.split(".")[0] for name in imports(path, top_only=top_only)}
+    tops -= {*sys.stdlib_module_names, "farthing"}
     return {DISTRIBUTIONS.get(top, top) for top in tops} - known
 
 
 def test_what_is_imported_is_declared() -> None:
     distributions = declared()
-    always = {"numpy", "pydantic", "pyyaml", "rich", "torch", "transformers", "pyarrow", "httpx"}
-    assert always <= distributions[""]
     known = BUILT_BY_HAND.union(*distributions.values())
     assert {path.name: names for path in FILES if (names := undeclared(path, known))} == {}
-    assert undeclared(SOURCE / "data" / "arrow.py", known - {"pyarrow"}) == {"pyarrow"}, (
-        "and it would have been found"
-    )
-    at_top = {path.name: undeclared_at_top(path, distributions[""]) for path in FILES}
-    assert {name: names for name, names in at_top.items() if names} == {}, (
-        "an extra is imported where it is needed"
-    )
-
-
-def undeclared_at_top(path: Path, known: set[str]) -> set[str]:
-    """The same for what is imported whenever the file is."""
-    tops = (
-        {name.split(".")[0] for name in imports(path, top_only=True)}
-        - set(sys.stdlib_module_names)
-        - {"farthing"}
-    )
-    return {DISTRIBUTIONS.get(top, top) for top in tops} - known
-
-
-# ---- sizes: what is over them stands here, with the day it was put there; the list only shrinks
-# ----
-
-WAITING_FOR_A_CALLER: dict[str, str] = {}
-"""Public things that nothing in src, bench or pyproject.toml names yet; the list only shrinks."""
+    assert undeclared(SOURCE / "data" / "arrow.py", known - {"pyarrow"}) == {"pyarrow"}
+    at_top = (undeclared(path, distributions[""], top_only=True) for path in FILES)
+    assert set().union(*at_top) == set(), "an extra is imported where it is needed"
 
 
 def test_nothing_in_src_is_for_tests_alone() -> None:
     """Names in code count, in docstrings and comments they don't; overrides of a library's methods
     are not public.
     """
-    trees = {path: tree_of(path) for path in FILES}
-    root = SOURCE.parent.parent
-    used = sum((named(tree) for tree in trees.values()), Counter())
-    for path in (root / "bench").rglob("*.py"):
-        used += named(tree_of(path))
-    used += Counter(re.findall(r"\w+", (root / "pyproject.toml").read_text(encoding="utf-8")))
+    in_file = {path: named(nodes_of(path)) for path in FILES}
+    used, root = Counter[str](), SOURCE.parent.parent
+    for names in (*in_file.values(), *(named(nodes_of(p)) for p in root.glob("bench/**/*.py"))):
+        used.update(names)
+    used.update(re.findall(r"\w+", text_of(root / "pyproject.toml")))
     for path in SOURCE.rglob("templates/*"):  # in their expressions
-        for code in re.findall(r"{[{%](.*?)[%}]}", path.read_text(encoding="utf-8"), re.DOTALL):
-            used += Counter(re.findall(r"\w+", code))
-    # of rich.console.Console, argparse.ArgumentParser, urllib.request.HTTPRedirectHandler, torch's
-    # compiler, importlib
+        for code in re.findall(r"{[{%](.*?)[%}]}", text_of(path), re.DOTALL):
+            used.update(re.findall(r"\w+", code))
+    # methods of rich's console, argparse, importlib, torch's compiler, jinja2's visitor and sandbox
     overrides = {
-        "on_broken_pipe",
-        "format_help",
-        "parse_known_args",
-        "redirect_request",
-        "assume_constant_result",
-        "graph_break",
+        *("on_broken_pipe", "format_help", "parse_known_args", "create_module", "exec_module"),
+        *("assume_constant_result", "graph_break", "visit_For", "visit_Concat", "visit_Operand"),
+        *("visit_Getitem", "wrap_str_format", "is_safe_callable", "call_binop"),
     }
-    overrides |= {"create_module", "exec_module"}
-    # of jinja2's visitor and sandbox
-    overrides |= {"visit_For", "visit_Concat", "visit_Operand", "visit_Getitem"}
-    overrides |= {"wrap_str_format", "is_safe_callable", "call_binop"}
     unused = {
         f"{module_of(path)}.{node.name}"
         for path in FILES
         for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
         if node.name not in overrides
-        and (not used[node.name] or used[node.name] <= named(node)[node.name])
+        and used[node.name] == in_file[path][node.name]
+        and used[node.name] <= named(ast.walk(node))[node.name]
     }
-    assert unused <= set(WAITING_FOR_A_CALLER), "remove it, or move it to the tests"
+    assert unused == set(), "remove it, or move it to the tests"
 
 
-def named(tree: ast.AST) -> Counter[str]:
+def named(nodes: Iterable[ast.AST]) -> Counter[str]:
     """How often each name is used as a variable, an attribute, a keyword or a text that is one
     word.
     """
     found: Counter[str] = Counter()
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.keyword(arg=str(name)):
                 found[name] += 1
