@@ -16,7 +16,7 @@ from torch import Tensor
 import survive
 import workshop
 from farthing.after.held_out import held_out_of
-from farthing.cli import command, main
+from farthing.cli import main
 from farthing.device_memory import in_words, reported
 from farthing.errors import DeviceError, HardwareError, OutOfMemoryError
 from farthing.events import StepTaken
@@ -33,9 +33,7 @@ from workshop import Heard, job_file, losses_of, make_job
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 BROKEN = [
     torch.AcceleratorError(f"{ILLEGAL}\nCUDA kernel errors might be asynchronously reported"),
-    torch.AcceleratorError("CUDA error: unspecified launch failure"),
     torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
-    torch.AcceleratorError("CUDA error: device-side assert triggered"),
     torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
     RuntimeError("CUDA error: unknown error"),
     RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"),
@@ -98,9 +96,6 @@ def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(
     said = capsys.readouterr().err
     assert f"the GPU has failed: {ILLEGAL}\n  to do: run the same command again" in said
     assert "Traceback" not in said
-    assert isinstance(command._last[0], DeviceError), (
-        "what its frames hold is not freed before the process ends"
-    )
     run = tmp_path / "broken/run"
     assert read_ledger(run / "ledger.jsonl").ordered[-1].state == "failed"
     assert not [each for each in (run / "checkpoints").iterdir() if "00003" in each.name]

@@ -86,7 +86,7 @@ def test_the_doctor_says_of_each_gpu_whether_it_can_be_used(
     assert "no kernels for Tesla V100-SXM2-16GB (sm_70)" in words
 
 
-def test_torchs_own_warning_of_a_gpu_is_left_out(
+def test_a_v100_is_refused_without_torchs_own_warning_and_taken_by_a_torch_for_it(
     gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def name(*_: Any) -> str:
@@ -101,20 +101,21 @@ def test_torchs_own_warning_of_a_gpu_is_left_out(
         warnings.simplefilter("error")
         with pytest.raises(HardwareError, match="no kernels for Tesla V100"):
             choose_numerics("auto", None, None)
+        gpu["built_for"] = CU126
+        assert choose_numerics("auto", None, None).name == "fp16"
 
 
 @pytest.mark.parametrize(
     ("capability", "built_for"),
     [
-        *(
-            ((7, 0), CU126),
-            ((6, 1), CU126),
-            ((7, 5), CU130),
-            ((8, 9), CU130),
-            ((9, 0), CU130),
-            ((12, 1), CU130),
-        ),
-        *(((13, 0), CU130), ((8, 0), ["compute_70"]), ((9, 0), ["sm_90a"]), ((8, 0), [])),
+        ((7, 0), CU126),
+        ((7, 5), CU130),
+        ((8, 9), CU130),
+        ((12, 1), CU130),
+        ((13, 0), CU130),
+        ((8, 0), ["compute_70"]),
+        ((9, 0), ["sm_90a"]),
+        ((8, 0), []),
     ],
 )
 def test_a_gpu_is_taken_that_torch_has_kernels_for(
@@ -144,14 +145,6 @@ def test_a_gpu_that_torch_has_no_kernels_for_is_refused_with_what_to_install(
         must_be_built_for("Tesla V100", capability, built_for)
     assert to_do in str(caught.value)
     assert f"no kernels for Tesla V100 (sm_{capability[0]}{capability[1]})" in str(caught.value)
-
-
-def test_a_v100_is_refused_before_its_first_kernel_fails(gpu: dict[str, Any]) -> None:
-    gpu.update(name="Tesla V100-SXM2-16GB", capability=(7, 0))
-    with pytest.raises(HardwareError, match="Tesla V100"):
-        choose_numerics("auto", None, None)
-    gpu["built_for"] = CU126
-    assert choose_numerics("auto", None, None).name == "fp16"
 
 
 # ---- the allocator ----
@@ -198,20 +191,6 @@ def test_a_model_answers_on_a_gpu_in_what_that_has(
 
 
 # ---- cuDNN attention ----
-
-
-def test_the_allocator_is_told_before_cuda_starts(
-    gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in a notebook, where torch is imported before farthing: asking for a name starts CUDA."""
-    order: list[str] = []
-    monkeypatch.setattr("farthing.model.hardware._tell_allocator", lambda: order.append("told"))
-    name = torch.cuda.get_device_name
-    monkeypatch.setattr(
-        torch.cuda, "get_device_name", lambda *device: order.append("started") or name(*device)
-    )
-    choose_numerics("cuda", None, None)
-    assert order[:2] == ["told", "started"]
 
 
 def test_cudnn_attention_is_off_on_every_gpu(gpu: dict[str, Any]) -> None:

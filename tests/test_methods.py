@@ -35,7 +35,7 @@ from farthing.train.built import Run
 from farthing.train.curves import schedule
 from farthing.train.loop import take_step
 from farthing.train.optim import decayed_names, make_optimizer
-from test_mishaps import fail_at
+from mishaps import fail_at
 from thinned import thinned
 from workshop import Heard, Watched, log_of, losses_of, make_job
 
