@@ -146,9 +146,12 @@ def test_each_source_has_its_own_keys_and_globs_keep_them(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("data: {train: [{path: a.jsonl, wieght: 2}]}", "`wieght` is no key of a source"),
-        ("data: {train: [{path: a.jsonl, weight: 0}]}", "weight 0"),
-        ("data: {train: [{weight: 1}]}", "without a path"),
+        ("data: {train: [{path: a.jsonl, wieght: 2}]}", "`wieght` of a source: extra"),
+        (
+            "data: {train: [{path: a.jsonl, weight: 0}]}",
+            "`weight` of a source: input should be greater than 0",
+        ),
+        ("data: {train: [{weight: 1}]}", "`path` of a source: field required"),
         (
             "data: {train: a.jsonl, eval: [{path: a.jsonl, weight: 2}]}",
             "evaluation takes each example once",
@@ -158,13 +161,16 @@ def test_each_source_has_its_own_keys_and_globs_keep_them(tmp_path: Path) -> Non
             "data: {train: a.jsonl, columns: {text: '{a!r}'}}",
             "only a column's name may stand in braces",
         ),
-        ("data: {train: a.jsonl, columns: {text: no}}", "put the word in quotes"),
+        ("data: {train: a.jsonl, columns: {text: no}}", "put (the )?words? in quotes"),
         (
             "data: {train: a.jsonl, label_map: {no: refused, yes: granted}}",
-            "put the word in quotes",
+            "put (the )?words? in quotes",
         ),
-        ("data: {train: a.jsonl, label_map: {a: no}}", "put the word in quotes"),
-        ("data: {train: [{path: a.jsonl, columns: {txt: a}}]}", "no standard column"),
+        ("data: {train: a.jsonl, label_map: {a: no}}", "put (the )?words? in quotes"),
+        (
+            "data: {train: [{path: a.jsonl, columns: {txt: a}}]}",
+            "of a source: input should be .*text",
+        ),
     ],
 )
 def test_a_wrong_key_of_data_is_explained(tmp_path: Path, text: str, words: str) -> None:

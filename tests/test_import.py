@@ -228,7 +228,7 @@ def test_an_adapter_of_llama_factory_begins_as_pissa(tmp_path: Path, keys: str, 
 
 def test_a_way_to_begin_that_farthing_has_not_is_named(tmp_path: Path) -> None:
     found = imported(tmp_path, AXOLOTL + "peft_init_lora_weights: loftq\n")
-    assert "quantized base of its own" in found.lines["peft_init_lora_weights"].why
+    assert found.lines["peft_init_lora_weights"].effect == "differs"
 
 
 def test_unsloth_puts_an_adapter_on_all_layers(tmp_path: Path) -> None:

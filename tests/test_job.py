@@ -336,7 +336,7 @@ def test_a_column_of_no_standard_name_gets_a_suggestion(read: Any) -> None:
         read, base=BASE.replace("train.jsonl", "\n  train: a.jsonl\n  columns:\n    txt: body")
     )
     assert (where, to_do) == ("job.yaml:6", "did you mean `text`?")
-    assert "`txt`" in what
+    assert "'txt'" in what
 
 
 def test_a_metric_of_another_task_is_refused_at_its_line(read: Any) -> None:

@@ -734,14 +734,14 @@ def test_a_run_follows_its_schedule_to_the_least_rate(tmp_path: Path) -> None:
                 "lr_scheduler_type": "cosine_with_min_lr",
                 "lr_scheduler_kwargs": {"min_lr_rate": 10},
             },
-            "a share of the learning rate",
+            "min_lr_rate: Input should be less than or equal to 1",
         ),
         (
             {
                 "lr_scheduler_type": "warmup_stable_decay",
                 "lr_scheduler_kwargs": {"num_decay_steps": 2, "decay_type": "square"},
             },
-            "decay_type is one of cosine, linear, 1-sqrt",
+            "decay_type: Input should be 'cosine'",
         ),
         (
             {

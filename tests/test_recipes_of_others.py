@@ -223,9 +223,8 @@ def test_warm_up_by_epochs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("method: {name: lora, init_lora_weights: eva}", "looks at a sample of the data"),
-        ("method: {name: lora, init_lora_weights: loftq}", "LoftQ makes a quantized base"),
-        ("method: {name: lora, init_lora_weights: pissa_niter_0}", "use true, false"),
+        ("method: {name: lora, init_lora_weights: eva}", "should match pattern"),
+        ("method: {name: lora, init_lora_weights: pissa_niter_0}", "should match pattern"),
         ("method: {name: qlora, init_lora_weights: pissa}", "pissa does not go with qlora"),
         (
             "method: {name: lora, init_lora_weights: olora, use_dora: true}",

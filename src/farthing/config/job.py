@@ -44,7 +44,6 @@ from farthing.config.values import (
     Whole,
     check_schedule,
     known_encoding,
-    known_init,
     with_own,
 )
 from farthing.data.rows import Layout, Own
@@ -202,6 +201,9 @@ class DataSection(Section):
         return [without_secrets(name) for name in names]
 
 
+_INITS = "^(true|false|gaussian|orthogonal|olora|pissa|pissa_niter_[1-9][0-9]*)$"
+
+
 class MethodSection(Section):
     """How much of the model is trained. `method: lora` is short for `method: {name: lora}`."""
 
@@ -223,7 +225,7 @@ class MethodSection(Section):
     """DoRA (Liu et al. 2024): direction and size of each weight are trained apart."""
     use_rslora: bool = False
     """rsLoRA (Kalajdzievski 2023): adapters are scaled by lora_alpha / sqrt(lora_r)."""
-    init_lora_weights: Annotated[str, AfterValidator(known_init), AsWord] = "true"
+    init_lora_weights: Annotated[str, AsWord, Field(pattern=_INITS)] = "true"
     """How an adapter begins, as in peft: true (A as Kaiming draws it, B zero), false (both drawn:
     it begins as noise), gaussian, orthogonal, or as the main part of the weights themselves: pissa,
     pissa_niter_N (by N rounds, much sooner) and olora. For those three the exported adapter has

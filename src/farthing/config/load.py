@@ -10,24 +10,22 @@ import difflib
 import glob
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from farthing.addresses import is_remote
-from farthing.config import job as sections
 from farthing.config.bounded import read_yaml
 from farthing.config.foreign_keys import Foreign, adopt, answer
-from farthing.config.job import KEYS, SECTIONS, Job
+from farthing.config.job import KEYS, SECTIONS, Job, Range
 from farthing.data.rows import Own
 from farthing.errors import InputError, JobError
-from farthing.objectives.registry import objective_names, objective_of, standard_columns
+from farthing.objectives.registry import objective_names, objective_of
 from farthing.storage.files import Json, small_text
 
 MAX_JOB_BYTES = 1 << 20
@@ -39,10 +37,41 @@ OF_TRAINING_DATA = ("", "train", "train_split", "max_train_samples")
 OF_TEXTS = ("max_length", "max_target_length", "columns", "chat_template", "train_on_prompt")
 """Keys of data that leave the examples as they are, and change their texts."""
 SHORTHAND = {"model": "model_name_or_path", "data": "train", "method": "name", "objective": "name"}
+_YAML_ADVICE = {
+    "aliases": "write it out plainly",
+    "nested": "write it out plainly",
+    "'\\t'": "indent with spaces, not with tabs",
+    "constructor": "a job holds plain values only",
+    "": "check the indentation, quotes and colons on this line and the one above",
+}
+
+Key = tuple[str, ...]
 
 
-Places = dict[tuple[str, ...], str]
-"""Key -> where it stands, for people."""
+@dataclass
+class _Origin:
+    """Where the keys of a job stand."""
+
+    path: Path
+    """What messages call the job. Relative names stand beside it."""
+    places: dict[Key, str] = field(default_factory=dict)
+    """Key -> where it stands, for people."""
+    overrides: set[Key] = field(default_factory=set)
+    """Keys of the command line."""
+
+    def of(self, key: Key) -> str:
+        """`--set key` or `file:line` of a key, or of the nearest thing around it."""
+        for given in sorted(self.overrides, key=lambda given: (key[: len(given)] != given, given)):
+            is_within = given[: len(key)] == key and key not in self.places
+            if key[: len(given)] == given or is_within:
+                return f"--set {'.'.join(given)}"
+        around = (self.places.get(key[:n]) for n in range(len(key), 0, -1))
+        return next(filter(None, around), str(self.path))
+
+    def folder_of(self, *key: str) -> Path:
+        """The folder that a relative name of this key stands in."""
+        is_given = any(key[: n + 1] in self.overrides for n in range(len(key)))
+        return Path.cwd() if is_given else self.path.resolve().parent
 
 
 def load_job(path: str | Path, overrides: list[str] | None = None) -> Job:
@@ -63,41 +92,29 @@ def parse_job(text: str, path: Path, overrides: list[str] | None = None) -> Job:
         values = read_yaml(text)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except ValueError as error:
-        problem = InputError(
-            f"a value that can't be read: {str(error).partition(';')[0]}",
-            where=str(path),
-            to_do="write a smaller number, or a date that exists",
-        )
-        raise JobError([problem]) from error
+        what = f"a value that can't be read: {str(error).partition(';')[0]}"
+        raise _refused(what, path, "write a smaller number, or a date that exists") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
         what = str(getattr(error, "problem", None) or error)
-        to_do = "check the indentation, quotes and colons on this line and the one above"
-        if what.startswith(("aliases", "nested")):
-            to_do = "write it out plainly"
-        elif "'\\t'" in what:
-            to_do = "indent with spaces, not with tabs"
-        elif "constructor" in what:
-            to_do = "a job holds plain values only"
-        raise _refused(f"not valid YAML: {what}", f"{path}{line}", to_do) from error
+        to_do = next(advice for word, advice in _YAML_ADVICE.items() if word in what)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise _refused(f"not valid YAML: {what}", where, to_do) from error
     if not isinstance(values, dict):
-        raise _refused(
-            "a job is a mapping of keys to values", path, "`farthing init` writes a starter"
-        )
-    places: Places = {}
-    problems = list(_walk(node, (), places, path))
-    return _checked(values, problems, places, path, overrides)
+        to_do = "`farthing init` writes a starter"
+        raise _refused("a job is a mapping of keys to values", path, to_do)
+    origin = _Origin(path)
+    return _checked(values, list(_walk(node, (), origin)), origin, overrides)
 
 
 def job_of(values: Json, overrides: list[str] | None = None) -> Job:
     """`load_job` of a mapping, whose relative names stand in the working folder."""
-    places: Places = {}
-    _note_keys(values, (), places)
-    return _checked(values, [], places, Path.cwd() / "job", overrides)
+    origin = _Origin(Path.cwd() / "job")
+    _note_keys(values, (), origin.places)
+    return _checked(values, [], origin, overrides)
 
 
-def _note_keys(value: Any, at: tuple[str, ...], places: Places) -> None:
+def _note_keys(value: Any, at: Key, places: dict[Key, str]) -> None:
     """Fill `places` with the path of every key of a mapping."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in items:
@@ -110,39 +127,32 @@ def _note_keys(value: Any, at: tuple[str, ...], places: Places) -> None:
 def _checked(
     values: dict[Any, Any],
     problems: list[InputError],
-    lines: Places,
-    path: Path,
+    origin: _Origin,
     overrides: list[str] | None,
 ) -> Job:
-    """A job of values whose keys stand at `lines`. Raises `JobError`."""
+    """A job of values with their origin. Raises `JobError`."""
     values = _expand(values)
-    from_command_line: set[tuple[str, ...]] = set()
     for text in overrides or []:
         try:
-            from_command_line.add(_override(values, text))
+            origin.overrides.add(_override(values, text))
         except ValueError as error:
-            problems.append(
-                InputError(
-                    str(error), where=f"--set {text}", to_do="--set train.learning_rate=1e-4"
-                )
-            )
-    problems += _adopt(values, lines, path)
-
-    def absolute(job: Job) -> Job:
-        return _with_absolute_paths(job, path.resolve().parent, Path.cwd(), from_command_line)
-
+            to_do = "--set train.learning_rate=1e-4"
+            problems.append(InputError(str(error), where=f"--set {text}", to_do=to_do))
     try:
-        job = absolute(Job.model_validate(values))
+        for stood, stands in adopt(values, KEYS):
+            if stood in origin.places:
+                origin.places.setdefault(stands, origin.places[stood])
+    except Foreign as error:
+        to_do = "keep one of them"
+        problems.append(InputError(str(error), where=str(origin.path), to_do=to_do))
+    try:
+        job = _with_absolute_paths(Job.model_validate(values), origin)
     except ValidationError as error:
-        problems += _once_each(
-            _explain(item, lines, from_command_line, path) for item in error.errors()
-        )
+        problems += _once_each(_explain(item, origin) for item in error.errors())
         rest = _without(values, [item["loc"] for item in error.errors()])
-        raise JobError(problems, rest and absolute(rest)) from error
+        raise JobError(problems, rest and _with_absolute_paths(rest, origin)) from error
     for key, what, to_do in _contradictions(job):
-        problems.append(
-            InputError(what, where=_place(key, lines, from_command_line, path), to_do=to_do)
-        )
+        problems.append(InputError(what, where=origin.of(tuple(key.split("."))), to_do=to_do))
     if problems:
         raise JobError(problems, job)
     return job
@@ -151,7 +161,7 @@ def _checked(
 def _without(values: Json, places: Iterable[tuple[int | str, ...]]) -> Job | None:
     """The job without the keys at these places; None where what is left of it is none."""
     for place in places:
-        inner = values
+        inner: Any = values
         for key in place[:-1]:
             if not isinstance(inner.get(str(key)), dict):
                 break
@@ -165,49 +175,37 @@ def _without(values: Json, places: Iterable[tuple[int | str, ...]]) -> Job | Non
         return None
 
 
-def _words_of_keys(module: ModuleType = sections) -> dict[str, dict[str, str]]:
-    """What is written below each key in a module, by section. Read when asked for: pydantic would
-    at every start.
-    """
+def _docs_of(model: type[BaseModel]) -> dict[str, str]:
+    """What is written below each key of a model. pydantic would read it at every start."""
     import ast
     import inspect
+    import textwrap
 
-    found: dict[str, dict[str, str]] = {}
-    for section in ast.parse(inspect.getsource(module)).body:
-        if not isinstance(section, ast.ClassDef):
-            continue
-        for key, words in pairwise(section.body):
-            match key, words:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                    value=ast.Constant(value=str(told))
-                ):
-                    found.setdefault(section.name, {})[name] = inspect.cleandoc(told)
+    found = {}
+    of_model: Any = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0]
+    for key, words in pairwise(of_model.body):
+        if isinstance(key, ast.AnnAssign) and isinstance(words, ast.Expr):
+            found[ast.unparse(key.target)] = inspect.cleandoc(ast.literal_eval(words.value))
     return found
 
 
 def job_schema() -> Json:
     """The JSON Schema of the job file, for editors. The short forms (`model: NAME`) are in it."""
     schema = Job.model_json_schema()
-    for name, words in _words_of_keys().items():
-        properties = schema["$defs"].get(name, schema)["properties"]
-        for key, told in words.items():
-            properties[key] = dict(sorted({**properties[key], "description": told}.items()))
-    by_title = {each.get("title"): each for each in schema["properties"]["objective"]["anyOf"]}
-    for settings in filter(None, (objective_of(name).settings for name in objective_names())):
-        told_of = _words_of_keys(sys.modules[settings.__module__]).get(settings.__name__, {})
-        for key, told in told_of.items():
-            by_title[settings.__name__]["properties"][key]["description"] = told
+    settings = [objective_of(name).settings for name in objective_names()]
+    parts = {each.get("title"): each for each in schema["properties"]["objective"]["anyOf"]}
+    parts |= {**schema["$defs"], "Job": schema}
+    for model in filter(None, (Job, Range, *SECTIONS.values(), *settings)):
+        for key, words in _docs_of(model).items():
+            parts[model.__name__]["properties"][key]["description"] = words
     schema["required"].remove("task")  # where there is an objective
     for section, key in SHORTHAND.items():
         if section == "objective":  # has it
             continue
         short = {"type": "string", "description": f"short for {section}: {{{key}: ...}}"}
         schema["properties"][section] = {"anyOf": [short, schema["properties"][section]]}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "farthing job",
-        **schema,
-    }
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": dialect, "title": "farthing job", **schema}
 
 
 def _refused(what: str, where: Path | str, to_do: str = "") -> JobError:
@@ -219,9 +217,8 @@ def _read_text(path: Path) -> str:
     try:
         return small_text(path, MAX_JOB_BYTES)
     except FileNotFoundError as error:
-        near = difflib.get_close_matches(
-            path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1
-        )
+        names = [other.name for other in path.parent.glob("*.y*ml")]
+        near = difflib.get_close_matches(path.name, names, n=1)
         to_do = (
             f"did you mean {path.parent / near[0]}?" if near else "`farthing init` writes a starter"
         )
@@ -234,29 +231,24 @@ def _read_text(path: Path) -> str:
         raise _refused(f"can't be read: {error.strerror}", path) from error
 
 
-def _walk(
-    node: yaml.Node | None, at: tuple[str, ...], lines: Places, path: Path
-) -> Iterator[InputError]:
-    """Fill `lines` with the line of every key; yield keys that stand twice (YAML would silently
-    keep the last).
+def _walk(node: yaml.Node | None, at: Key, origin: _Origin) -> Iterator[InputError]:
+    """Note the line of every key; yield keys that stand twice (YAML would silently keep the
+    last).
     """
     if isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            lines[(*at, str(index))] = f"{path}:{value.start_mark.line + 1}"
-            yield from _walk(value, (*at, str(index)), lines, path)
+            origin.places[(*at, str(index))] = f"{origin.path}:{value.start_mark.line + 1}"
+            yield from _walk(value, (*at, str(index)), origin)
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             name = (*at, str(getattr(key, "value", "?")))
-            place = f"{path}:{key.start_mark.line + 1}"
-            if name in lines:
-                first = lines[name].rpartition(":")[2]
-                yield InputError(
-                    f"`{'.'.join(name)}` appears twice (first on line {first})",
-                    where=place,
-                    to_do="keep one of them",
-                )
-            lines[name] = place
-            yield from _walk(value, name, lines, path)
+            place = f"{origin.path}:{key.start_mark.line + 1}"
+            if name in origin.places:
+                first = origin.places[name].rpartition(":")[2]
+                what = f"`{'.'.join(name)}` appears twice (first on line {first})"
+                yield InputError(what, where=place, to_do="keep one of them")
+            origin.places[name] = place
+            yield from _walk(value, name, origin)
 
 
 def _expand(values: dict[Any, Any]) -> dict[Any, Any]:
@@ -274,17 +266,7 @@ def _expand(values: dict[Any, Any]) -> dict[Any, Any]:
     }
 
 
-def _adopt(values: dict[Any, Any], lines: Places, path: Path) -> Iterator[InputError]:
-    """Other names of our keys are put in their place, and have the line where they stood."""
-    try:
-        for stood, stands in adopt(values, KEYS):
-            if stood in lines:
-                lines.setdefault(stands, lines[stood])
-    except Foreign as error:
-        yield InputError(str(error), where=str(path), to_do="keep one of them")
-
-
-def _override(values: dict[Any, Any], text: str) -> tuple[str, ...]:
+def _override(values: dict[Any, Any], text: str) -> Key:
     """Put `a.b=value` into `values`; returns its key path."""
     key, sign, raw = text.partition("=")
     if not sign or not key.strip():
@@ -305,120 +287,90 @@ def _override(values: dict[Any, Any], text: str) -> tuple[str, ...]:
     return names
 
 
+# ---- mistakes ----
+
 _WANTED = {
-    "string_type": "text is wanted: put it in quotes if it is meant so",
-    "string_too_short": "name something, or leave the key out",
     "too_short": "name at least one",
-    "int_type": "a whole number is wanted",
-    "int_parsing": "a whole number is wanted",
-    "int_from_float": "a whole number is wanted",
-    "float_type": "a number is wanted",
-    "float_parsing": "a number is wanted",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "tuple_type": "a list is wanted, as in [a, b]",
-    "dict_type": "a mapping is wanted, as in {a: b}",
-    "model_type": "it is a section: its keys stand below it, indented",
-    "datetime_type": "a date and time is wanted, as in 2027-01-31T18:00",
-    "datetime_parsing": "a date and time is wanted, as in 2027-01-31T18:00",
-    "datetime_from_date_parsing": "a date and time is wanted, as in 2027-01-31T18:00",
+    "string_too_short": "name something, or leave the key out",
+    "string": "text is wanted: put it in quotes if it is meant so",
+    "int": "a whole number is wanted",
+    "float": "a number is wanted",
+    "bool": "true or false",
+    "tuple": "a list is wanted, as in [a, b]",
+    "dict": "a mapping is wanted, as in {a: b}",
+    "model": "it is a section: its keys stand below it, indented",
+    "datetime": "a date and time is wanted, as in 2027-01-31T18:00",
+}
+"""A kind of value -> what to do about a value of another kind."""
+_OTHER_KIND = re.compile(r"^([a-z]+)_(type|parsing|from_float|from_date_parsing)$")
+_ADD = {
+    "model": " a Hub name or a folder",
+    "data": " a file, or a section with `train:`",
+    "output_dir": " a folder for the run",
 }
 
 
-def _place(
-    loc: tuple[str, ...],
-    lines: Places,
-    from_command_line: set[tuple[str, ...]],
-    path: Path,
-) -> str:
-    """`--set key` or `file:line` of a key, or of the nearest thing around it that has a place."""
-    for key in sorted(from_command_line, key=lambda key: (loc[: len(key)] != key, key)):
-        if loc[: len(key)] == key or (key[: len(loc)] == loc and loc not in lines):
-            return f"--set {'.'.join(key)}"
-    found = (lines[loc[:n]] for n in range(len(loc), 0, -1) if loc[:n] in lines)
-    return next(found, str(path))
-
-
-def _explain(
-    item: Any,
-    lines: Places,
-    from_command_line: set[tuple[str, ...]],
-    path: Path,
-) -> InputError:
+def _explain(item: Any, origin: _Origin) -> InputError:
     """A pydantic error in our words, with the line it stands on."""
     kind, message, value = item["type"], item["msg"].removeprefix("Value error, "), item["input"]
     loc = tuple(str(part) for part in item["loc"])
     loc = loc[:3] + loc[4:] if loc[:2] == ("search", "vary") else loc  # not which form it has
     raised = item.get("ctx", {}).get("error")
-    where = _place((*loc, *getattr(raised, "place", ())), lines, from_command_line, path)
-    if kind not in (
-        "extra_forbidden",
-        "missing",
-    ):  # leave out which alternative or item of a key it was
-        loc = _up_to_key(loc)
-    key = ".".join(loc)
+    where = origin.of((*loc, *getattr(raised, "place", ())))
     if kind == "extra_forbidden":
-        return InputError(f"unknown key `{key}`", where=where, to_do=_meant(loc))
+        return InputError(f"unknown key `{'.'.join(loc)}`", where=where, to_do=_meant(loc))
     if kind == "missing":
-        to_do = f"add `{loc[-1]}:`" + {
-            "task": " " + " or ".join(", ".join(objective_names()).rsplit(", ", 1)),
-            "model": " a Hub name or a folder",
-            "data": " a file, or a section with `train:`",
-            "output_dir": " a folder for the run",
-        }.get(loc[-1], "")
-        return InputError(f"`{key}` is missing", where=where, to_do=to_do)
-    given = (
-        {True: "true", False: "false", None: "empty"}.get(value)
-        if isinstance(value, bool | None)
-        else repr(value)
-    )
-    given = given if given and len(given) <= 80 else f"{given}"[:80] + "..."
+        names = f" {' or '.join(', '.join(objective_names()).rsplit(', ', 1))}"
+        to_do = f"add `{loc[-1]}:`" + ({"task": names} | _ADD).get(loc[-1], "")
+        return InputError(f"`{'.'.join(loc)}` is missing", where=where, to_do=to_do)
+    if loc[:2] == ("search", "vary"):
+        loc = loc[:3]
+    else:  # leave out which alternative or item of a key it was
+        loc = loc[:2] if loc and loc[0] in SECTIONS else loc[:1]
+    key = ".".join(loc)
+    if kind == "value_error":
+        there = {*origin.places, *origin.overrides}
+        named = next((name for name in re.findall(r"\w+", message) if (*loc, name) in there), None)
+        if named and not getattr(raised, "place", ()):
+            where = origin.of((*loc, named))
+        what, _, to_do = message.partition("; ")
+        return InputError(f"`{key}`: {what}" if key else what, where=where, to_do=to_do)
+    words = {True: "true", False: "false", None: "empty"}
+    given = words[value] if isinstance(value, bool | None) else repr(value)
+    what = f"`{key}` can't be {given if len(given) <= 80 else given[:80] + '...'}"
+    to_do = message[:1].lower() + message[1:]
     if kind == "literal_error":
         expected = item.get("ctx", {}).get("expected", "")
         near = difflib.get_close_matches(str(value), re.findall(r"'([^']+)'", expected), n=1)
         to_do = f"did you mean `{near[0]}`?" if near else f"use {expected}"
         if str(value).startswith(("cuda:", "gpu")):
             to_do = "use cuda; CUDA_VISIBLE_DEVICES=NUMBER in the environment chooses among GPUs"
-        return InputError(f"`{key}` can't be {given}", where=where, to_do=to_do)
-    if kind == "value_error":
-        there = {*lines, *from_command_line}
-        named = next((name for name in re.findall(r"\w+", message) if (*loc, name) in there), None)
-        if named and not getattr(raised, "place", ()):
-            where = _place((*loc, named), lines, from_command_line, path)
-        what, _, to_do = message.partition("; ")
-        return InputError(f"`{key}`: {what}" if key else what, where=where, to_do=to_do)
-    wanted = message[:1].lower() + message[1:]
-    return InputError(f"`{key}` can't be {given}", where=where, to_do=_WANTED.get(kind, wanted))
+    else:
+        to_do = _WANTED.get(_OTHER_KIND.sub(r"\1", kind), to_do)
+    return InputError(what, where=where, to_do=to_do)
 
 
-def _meant(loc: tuple[str, ...]) -> str:
+def _meant(loc: Key) -> str:
     """What to do about an unknown key: the nearest one here, the section it belongs in, or all
     there are.
     """
     *section, name = loc
     known = KEYS.get(".".join(section), [])
-    everywhere = [f"{name}.{key}" for name, keys in KEYS.items() if name for key in keys]
+    everywhere = {
+        key: f"{home}.{key}" for home, keys in reversed(KEYS.items()) if home for key in keys
+    }
     is_slip = bool(difflib.get_close_matches(name, known, n=1, cutoff=0.9))
     if words := answer(name, is_exact=is_slip):
         return f"{words}; take the key out"
-    elsewhere = [full for full in everywhere if full.split(".")[-1] == name]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    near.sort(
-        key=lambda key: sorted(key) != sorted(name)
-    )  # letters that changed places are the likelier slip
-    if elsewhere and not (near and difflib.SequenceMatcher(None, name, near[0]).ratio() > 0.9):
-        return f"it belongs in `{elsewhere[0]}`"
+    # letters that changed places are the likelier slip
+    near.sort(key=lambda key: sorted(key) != sorted(name))
+    if name in everywhere and not is_slip:
+        return f"it belongs in `{everywhere[name]}`"
     if near:
         return f"did you mean `{near[0]}`?"
-    afar = difflib.get_close_matches(
-        name, [full.split(".")[-1] for full in everywhere], n=1, cutoff=0.8
-    )
-    if afar:
-        return (
-            "did you mean `"
-            + next(full for full in everywhere if full.split(".")[-1] == afar[0])
-            + "`?"
-        )
+    if afar := difflib.get_close_matches(name, everywhere, n=1, cutoff=0.8):
+        return f"did you mean `{everywhere[afar[0]]}`?"
     return f"known here: {', '.join(known)}" if known else f"`{'.'.join(section)}` has no such key"
 
 
@@ -437,109 +389,56 @@ def _once_each(problems: Iterable[InputError]) -> list[InputError]:
     ]
 
 
-def _up_to_key(loc: tuple[str, ...]) -> tuple[str, ...]:
-    """The part of a pydantic location that names a key of the job."""
-    if loc[:2] == ("search", "vary"):
-        return loc[:3]
-    return loc[:2] if loc and loc[0] in SECTIONS else loc[:1]
-
-
-def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
+def _contradictions(job: Job) -> Iterator[tuple[str, str, str]]:
     """(key, what, to do) of settings that are well-formed and can't work; paths are absolute
     already.
     """
-    model = job.model
-    on_hub = [
-        name
-        for name in (model.model_name_or_path, model.tokenizer_name_or_path)
-        if name and name[0] != "/"
-    ]
-    if (
-        model.trust_remote_code
-        and on_hub
-        and not re.fullmatch(r"[0-9a-f]{40}", model.revision or "")
-    ):
+    model, data, train, method = job.model, job.data, job.train, job.method
+    names = filter(None, (model.model_name_or_path, model.tokenizer_name_or_path))
+    on_hub = [name for name in names if not name.startswith("/")]
+    is_pinned = re.fullmatch(r"[0-9a-f]{40}", model.revision or "")
+    if model.trust_remote_code and on_hub and not is_pinned:
         what = f"trust_remote_code runs whatever {on_hub[0]} holds on that day"
-        yield (
-            ("model", "trust_remote_code"),
-            what,
-            "pin `model.revision:` to a full commit (40 hex digits)",
-        )
-    for name in {name: None for columns in _all_columns(job) for name in columns}:
-        if name not in standard_columns():
-            near = difflib.get_close_matches(name, standard_columns(), n=1)
-            to_do = (
-                f"did you mean `{near[0]}`?"
-                if near
-                else f"use {', '.join(sorted(standard_columns()))}"
-            )
-            yield (
-                ("data", "columns", name),
-                f"`{name}` is no standard column (standard name: name in the data)",
-                to_do,
-            )
-    if (init := job.method.init_lora_weights).startswith(("pissa", "olora")):
-        odd = {
-            "qlora": job.method.name == "qlora",
-            "use_dora": job.method.use_dora,
-            "lora_bias": job.method.lora_bias,
-            f"strategy: {job.where.strategy}": job.where.strategy in ("fsdp", "hsdp"),
-        }
-        if names := [name for name, is_so in odd.items() if is_so]:
-            yield (
-                ("method", "init_lora_weights"),
-                f"{init} does not go with {names[0]}",
-                "leave one of the two out",
-            )
+        to_do = "pin `model.revision:` to a full commit (40 hex digits)"
+        yield "model.trust_remote_code", what, to_do
+    odd = {
+        "qlora": method.name == "qlora",
+        "use_dora": method.use_dora,
+        "lora_bias": method.lora_bias,
+        f"strategy: {job.where.strategy}": job.where.strategy in ("fsdp", "hsdp"),
+    }
+    init = method.init_lora_weights
+    if init.startswith(("pissa", "olora")) and (found := [name for name in odd if odd[name]]):
+        what = f"{init} does not go with {found[0]}"
+        yield "method.init_lora_weights", what, "leave one of the two out"
     objective = objective_of(job.task)
-    if job.data.train_on_prompt and (not objective.predicts_next or objective.loss):
-        yield ("data", "train_on_prompt"), f"{job.task} has no prompt to train on", "leave it out"
-    if objective.loss and job.data.too_long == "truncate":
-        yield (
-            ("data", "too_long"),
-            f"{job.task} compares whole answers, and none of them is cut",
-            "use skip or error",
-        )
-    if objective.loss and job.train.label_smoothing_factor:
-        yield (
-            ("train", "label_smoothing_factor"),
-            f"{job.task} has no token targets to smooth",
-            "leave it out; some objectives have a key `label_smoothing`",
-        )
-    if objective.labels and not objective.labels.smooths and job.train.label_smoothing_factor:
-        yield (
-            ("train", "label_smoothing_factor"),
-            f"{job.task} has no probabilities of one class among others to smooth",
-            "leave it out",
-        )
+    if data.train_on_prompt and (not objective.predicts_next or objective.loss):
+        yield "data.train_on_prompt", f"{job.task} has no prompt to train on", "leave it out"
+    if objective.loss and data.too_long == "truncate":
+        what = f"{job.task} compares whole answers, and none of them is cut"
+        yield "data.too_long", what, "use skip or error"
+    smooths = not objective.loss and (not objective.labels or objective.labels.smooths)
+    if train.label_smoothing_factor and not smooths:
+        what = f"{job.task} has no probabilities of targets to smooth"
+        to_do = "leave it out; some objectives have a key `label_smoothing`"
+        yield "train.label_smoothing_factor", what, to_do
     yield from _incomparable(job)
     is_paired = objective.n_sequences > 1
-    if job.data.keep is not None and (is_paired or not objective.reads_answers):
+    if data.keep is not None and (is_paired or not objective.reads_answers):
         to_do = "use data.pairs" if is_paired else "leave it out"
-        yield ("data", "keep"), f"{job.task} does not learn single answers", to_do
-    if job.data.pairs is not None and not is_paired:
-        yield ("data", "pairs"), f"{job.task} does not learn pairs of answers", "use data.keep"
+        yield "data.keep", f"{job.task} does not learn single answers", to_do
+    if data.pairs is not None and not is_paired:
+        yield "data.pairs", f"{job.task} does not learn pairs of answers", "use data.keep"
     if objective.is_mismatched and job.global_batch_size == 1:
-        own = job.train.global_batch_size
-        yield (
-            ("train", "global_batch_size" if own else "per_device_train_batch_size"),
-            f"{job.task} compares the examples of a step, and one has no other",
-            "use 4 or more",
-        )
+        key = "global_batch_size" if train.global_batch_size else "per_device_train_batch_size"
+        what = f"{job.task} compares the examples of a step, and one has no other"
+        yield f"train.{key}", what, "use 4 or more"
     yield from _without_evaluation(job)
-    if job.train.metric_for_best_model is not None:
-        metric, known = (
-            job.train.metric_for_best_model.removeprefix("eval_"),
-            objective_of(job.task).metrics,
-        )
-        if metric not in known:
-            near = difflib.get_close_matches(metric, known, n=1)
-            to_do = f"did you mean `{near[0]}`?" if near else f"use one of {', '.join(known)}"
-            yield (
-                ("train", "metric_for_best_model"),
-                f"`{metric}` is not measured for {job.task}",
-                to_do,
-            )
+    metric = (train.metric_for_best_model or "loss").removeprefix("eval_")
+    if metric not in objective.metrics:
+        near = difflib.get_close_matches(metric, objective.metrics, n=1)
+        to_do = f"did you mean `{near[0]}`?" if near else f"use {', '.join(objective.metrics)}"
+        yield "train.metric_for_best_model", f"`{metric}` is not measured for {job.task}", to_do
 
 
 def is_mean_of_tokens(job: Job) -> bool:
@@ -553,30 +452,27 @@ def other_metric(job: Job) -> str:
     return next((name for name in objective_of(job.task).metrics if name not in OF_TOKENS), "")
 
 
-def _incomparable(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
+def _incomparable(job: Job) -> Iterator[tuple[str, str, str]]:
     """Keys of a search under which scores are no longer of one thing."""
     metric = (job.train.metric_for_best_model or "loss").removeprefix("eval_")
     is_of_tokens, instead = is_mean_of_tokens(job), other_metric(job)
-    to_measure = f"set train.metric_for_best_model: {instead}" if instead else "leave it out"
     for key in job.search.vary:
         section, _, name = key.partition(".")
+        is_text = (section == "data" and name in OF_TEXTS) or key == "model.tokenizer_name_or_path"
         splits = (section == "data" and name != "max_train_samples") or key == "train.seed"
-        losses = f"losses under different `{key}` are different things and can't be compared"
         if splits and job.data.eval_fraction and not job.data.eval:
             what = f"data.eval_fraction holds out other examples under each `{key}`"
-            yield ("search", "vary"), what, "name the evaluation data: data.eval"
+            yield "search.vary", what, "name the evaluation data: data.eval"
         elif section == "data" and name not in (*OF_TRAINING_DATA, *OF_TEXTS):
             what = f"trials under different `{key}` would be scored on different examples"
-            yield ("search", "vary"), what, "leave it out"
-        elif (
-            (section == "data" and name in OF_TEXTS and is_of_tokens)
-            or (key == "model.tokenizer_name_or_path" and is_of_tokens)
-            or (section == "objective" and metric == "loss")
-        ):
-            yield ("search", "vary"), losses, to_measure
+            yield "search.vary", what, "leave it out"
+        elif (is_text and is_of_tokens) or (section == "objective" and metric == "loss"):
+            what = f"losses under different `{key}` are different things and can't be compared"
+            to_do = f"set train.metric_for_best_model: {instead}" if instead else "leave it out"
+            yield "search.vary", what, to_do
 
 
-def _without_evaluation(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
+def _without_evaluation(job: Job) -> Iterator[tuple[str, str, str]]:
     """Keys that choose by evaluations of a job that has none."""
     train = job.train
     why = ""
@@ -584,22 +480,13 @@ def _without_evaluation(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
         why = "there is no evaluation data"
     elif train.eval_strategy == "no" and train.eval_steps is None:
         why = "eval_strategy is no"
-    asked = {
-        "early_stopping_patience": train.early_stopping_patience is not None,
-        "load_best_model_at_end": train.load_best_model_at_end
-        and "load_best_model_at_end" in train.model_fields_set,
-    }
-    for key, is_asked in asked.items():
-        if why and is_asked:
+    for key in ("early_stopping_patience", "load_best_model_at_end"):
+        if why and key in train.model_fields_set and getattr(train, key):
             to_do = f"hold out a part with data.eval_fraction: 0.05, name data.eval, or drop {key}"
-            yield ("train", key), f"{key} needs evaluations, and {why}", to_do
+            yield f"train.{key}", f"{key} needs evaluations, and {why}", to_do
 
 
-def _all_columns(job: Job) -> list[Json]:
-    return [
-        job.data.columns,
-        *(each.columns for each in (*job.data.of_train, *job.data.of_eval) if each.columns),
-    ]
+# ---- paths ----
 
 
 def _absolute(path: str, base: Path) -> str:
@@ -618,81 +505,64 @@ def _refuse_long(path: str) -> None:
         )
 
 
-def _looks_local(name: str, base: Path) -> bool:
-    """A Hub name has at most one slash and no leading dot; whatever exists, or looks like a path,
-    is a path.
+def _local(name: str, base: Path) -> str:
+    """An absolute path, or a Hub name or address as it is. A Hub name has at most one slash and no
+    leading dot; whatever exists, or looks like a path, is a path.
     """
+    if is_remote(name):
+        return name
     _refuse_long(name)
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or (base / name).exists():
-        return True
-    return OF_FILES.search(name) is not None or any(c in name for c in "*?[")
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or (base / name).exists()
+    is_path = is_path or OF_FILES.search(name) is not None or any(c in name for c in "*?[")
+    return _absolute(name, base) if is_path else name
 
 
-def _with_absolute_paths(
-    job: Job, base: Path, cwd: Path, from_command_line: set[tuple[str, ...]]
-) -> Job:
+def _with_absolute_paths(job: Job, origin: _Origin) -> Job:
     """The same job with local paths made absolute and globs spelled out."""
 
-    def base_of(*key: str) -> Path:
-        return cwd if any(key[:n] in from_command_line for n in range(1, len(key) + 1)) else base
-
-    def local(name: str | None, *key: str) -> str | None:
-        if name is None or is_remote(name) or not _looks_local(name, base_of(*key)):
-            return name
-        return _absolute(name, base_of(*key))
-
-    def sources(names: tuple[str, ...], own: tuple[Own, ...], role: str) -> Json:
+    def sources(role: str) -> Json:
+        names, own = getattr(job.data, role), getattr(job.data, f"of_{role}")
         found: list[str] = []
         said: list[Own] = []
         for name, each in zip(names, own or (Own(),) * len(names), strict=True):
-            path = str(local(name, "data", role))
-            spread = (
-                sorted(glob.glob(path))
-                if any(c in path for c in "*?[") and not is_remote(path)
-                else [path]
-            )
-            found += spread or [path]
-            said += [each] * len(spread or [path])
+            path = _local(name, origin.folder_of("data", role))
+            is_glob = any(c in path for c in "*?[") and not is_remote(path)
+            spread = (sorted(glob.glob(path)) if is_glob else []) or [path]
+            found += spread
+            said += [each] * len(spread)
         return {role: tuple(found), f"of_{role}": tuple(said) if own else ()}
 
-    def run_folder(name: str | None) -> str | None:
-        """`RUN` or `RUN:STEP`, with the folder made absolute."""
-        match = re.fullmatch(r"(.+):(\d+)", name or "")
-        run, step = (match[1], f":{match[2]}") if match else (name, "")
-        return run and _absolute(run, base_of("model", "from_run")) + step
+    def placed(section: Any, at: Key, *keys: str) -> Json:
+        """Keys that are paths whatever they look like."""
+        given = {key: getattr(section, key) for key in keys}
+        return {
+            key: value if value is None else _absolute(value, origin.folder_of(*at, key))
+            for key, value in given.items()
+        }
 
-    names = {
-        key: local(getattr(job.model, key), "model", key)
+    model = {
+        key: (name := getattr(job.model, key)) and _local(name, origin.folder_of("model", key))
         for key in ("model_name_or_path", "tokenizer_name_or_path")
     }
-    model = job.model.model_copy(update={"from_run": run_folder(job.model.from_run), **names})
-    template = job.data.chat_template
-    data = job.data.model_copy(
-        update={
-            **sources(job.data.train, job.data.of_train, "train"),
-            **sources(job.data.eval, job.data.of_eval, "eval"),
-            "chat_template": template and _absolute(template, base_of("data", "chat_template")),
-        }
-    )
-    cache, store = job.cache_dir, job.output_store
+    match = re.fullmatch(r"(.+):(\d+)", job.model.from_run or "")  # `RUN` or `RUN:STEP`
+    if run := match[1] if match else job.model.from_run:
+        step = f":{match[2]}" if match else ""
+        model["from_run"] = _absolute(run, origin.folder_of("model", "from_run")) + step
+    data = {**sources("train"), **sources("eval"), **placed(job.data, ("data",), "chat_template")}
     _refuse_long(job.output_dir)
+    # a link stays one: whose it is will be looked at
+    output = origin.folder_of("output_dir") / Path(job.output_dir).expanduser()
+    places = {
+        "output_dir": os.path.abspath(output),
+        "cache_dir": str(Path.home() / ".cache" / "farthing"),
+        **{key: each for key, each in placed(job, (), "cache_dir").items() if each},
+    }
+    if job.output_store and not is_remote(job.output_store):
+        places |= placed(job, (), "output_store")
     return job.model_copy(
         update={
-            "model": model,
-            "data": data,
-            # a link stays one: whose it is will be looked at
-            "output_dir": os.path.abspath(
-                base_of("output_dir") / Path(job.output_dir).expanduser()
-            ),
-            "output_store": (
-                store
-                if store is None or is_remote(store)
-                else _absolute(store, base_of("output_store"))
-            ),
-            "cache_dir": (
-                _absolute(cache, base_of("cache_dir"))
-                if cache
-                else str(Path.home() / ".cache" / "farthing")
-            ),
+            "model": job.model.model_copy(update=model),
+            "data": job.data.model_copy(update=data),
+            **places,
         }
     )
