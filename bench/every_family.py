@@ -303,7 +303,7 @@ def compare(path: Path, row: dict[str, Any], method: str) -> None:
         if forward.is_packed
         else "padded" + ("" if forward.batching_rule is None else ", of one length")
     )
-    row["head"] = "labelled" if forward.why_all_scored is None else "all"
+    row["head"] = "all" if forward.why_all_scored else "labelled"
     pieces = forward.split(tokens, np.arange(len(tokens)), MICRO_BATCH_TOKENS)
     for is_training in (True, False):
         model.train(is_training), plain.train(is_training)

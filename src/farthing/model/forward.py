@@ -11,9 +11,10 @@ Shapes: T tokens of N documents, or B x T padded ones; h hidden size, V words, C
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ from farthing.model.head import (
     target_log_probs,
 )
 from farthing.model.last_layer import last_layer
-from farthing.model.loss import find_labelled, inner_of, logits_of, summed_loss
+from farthing.model.loss import find_labelled, inner_of, logits_of
 from farthing.model.norms import use_one_gelu
 from farthing.model.pairs import collate_pairs, pair_batch
 from farthing.models.tiles import WRITES_MORE, default_tile_tokens, head_bytes
@@ -116,14 +117,8 @@ class Forward:
             if numerics.device.type == "cpu":
                 cpu.use(inner_of(model))
         self.of = objective_of(task)
-        head = find_head(model, task) if self.of.scores_tokens else None
-        if isinstance(head, Head) and not head.is_matrix and label_smoothing:
-            head = "all positions are scored: the head has an adapter, and labels are smoothed"
-            if self.of.is_pair:  # whole logits are taken of padded batches
-                self.why_padded = self.why_padded or head
-        self._found_head = head
-        self.head = None if isinstance(head, str) else head
-        self.why_all_scored = head if isinstance(head, str) else None
+        head: Head | str = find_head(model, task) if self.of.scores_tokens else ""
+        self.head, self.why_all_scored = (None, head) if isinstance(head, str) else (head, "")
         inner = self._inner = inner_of(model)
         self._first_position = first_position(inner.config)
         refuse_batch_norms(inner)
@@ -131,11 +126,12 @@ class Forward:
             int(getattr(inner.config.get_text_config(), name, 0) or 0)
             for name in ("hidden_size", "num_hidden_layers", "vocab_size")
         )
+        self._n_words = n_words if self.of.scores_tokens else 0
         self.squares_at = 12 * width
         """Tokens of a document whose attention takes about as long as its products with weights; 0
         where not known.
         """
-        self.head_at = n_words // max(1, n_layers) if self.of.scores_tokens else 0
+        self.head_at = self._n_words // max(1, n_layers)
         """What a labelled token costs besides, where a token costs `squares_at`: the head beside 12
         x width^2 a layer.
         """
@@ -288,11 +284,17 @@ class Forward:
     def _classes(self, tokens: TokenSet, examples: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n]: examples with equal numbers may be computed together."""
         assert self.batching_rule is not None
-        lengths, targets = tokens.lengths[examples], None
-        if self.of.is_pair:
-            targets = tokens.target_lengths[examples]
-            lengths = lengths - targets
-        return self.batching_rule.classes(lengths, targets)
+        return self.batching_rule.classes(*self._sides(tokens, tokens.lengths, examples))
+
+    def _sides(
+        self, tokens: TokenSet, lengths: NDArray[np.int64], examples: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+        """([n]: tokens of the inputs of these examples, of their targets where they are apart)."""
+        own = lengths[examples]
+        if not self.of.is_pair:
+            return own, None
+        targets = tokens.target_lengths[examples]
+        return own - targets, targets
 
     def _split(
         self, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int
@@ -301,13 +303,13 @@ class Forward:
             return split_shared(tokens, examples, micro_batch_tokens)
         if self.is_packed:
             return split_by_tokens(examples, self.lengths_of(tokens), micro_batch_tokens)
-        lengths, targets = self.lengths_of(tokens)[examples], None
-        places = np.arange(len(examples))
-        if self.of.is_pair:
-            targets = tokens.target_lengths[examples]
-            lengths = lengths - targets
+        lengths, targets = self._sides(tokens, self.lengths_of(tokens), examples)
         micro_batches = split_padded(
-            places, lengths, micro_batch_tokens, target_lengths=targets, cost=self.micro_batch_cost
+            np.arange(len(examples)),
+            lengths,
+            micro_batch_tokens,
+            target_lengths=targets,
+            cost=self.micro_batch_cost,
         )
         return [examples[micro_batch] for micro_batch in micro_batches]
 
@@ -372,13 +374,11 @@ class Forward:
 
     def n_tokens_of(self, tokens: TokenSet, examples: NDArray[np.int64]) -> int:
         """`n_computed` of a micro-batch of these examples, from their lengths."""
-        lengths = self.lengths_of(tokens)[examples]
+        lengths = self.lengths_of(tokens)
         if self.is_packed:
-            return int(lengths.sum())
-        if not self.of.is_pair:
-            return len(lengths) * int(lengths.max())
-        targets = tokens.target_lengths[examples]
-        return len(lengths) * int((lengths - targets).max() + targets.max())
+            return int(lengths[examples].sum())
+        sides = self._sides(tokens, lengths, examples)
+        return len(examples) * sum(int(each.max()) for each in sides if each is not None)
 
     # ---- on the device ----
 
@@ -391,36 +391,41 @@ class Forward:
                 name: torch.from_numpy(array).to(device, non_blocking=True)
                 for name, array in arrays.items()
             }
-        batch = pair_batch(arrays, device) if self.of.is_pair else packed_batch(arrays, device)
-        return batch
+        return pair_batch(arrays, device) if self.of.is_pair else packed_batch(arrays, device)
+
+    @contextlib.contextmanager
+    def _passing(self, batch: Batch) -> Iterator[None]:
+        """A batch goes through the model within the block."""
+        if self.noise is not None:
+            self.noise.hear(batch)
+        with self.numerics.autocasting():
+            yield
 
     @_whole
     def loss(self, batch: Batch, gradient_scale: float | Tensor = 1.0) -> Tensor:
         """Sum of the cross-entropies of a micro-batch, a scalar.
 
         `gradient_scale` is what its gradient is expected to be: it changes no result, see
-        `head.head_loss`.
+        `head.How`.
         """
         if not self.of.scores_tokens:
             return self._loss_and_scores(batch, self.label_smoothing)[0]
-        self._hear(batch)
-        with self.numerics.autocasting():
+        with self._passing(batch):
             return language_model_loss(
                 self.model,
                 batch,
                 self.task,
                 self.label_smoothing,
-                head=self._found_head,
+                head=self.head or self.why_all_scored,
                 gradient_scale=gradient_scale,
             )
 
     @_whole
     def target_log_probs(self, batch: Batch) -> Tensor:
         """[s] in fp32: of each target of each sequence of a batch of units, in their order."""
-        self._hear(batch)
-        with self.numerics.autocasting():
-            assert self._found_head is not None
-            words = target_log_probs(self.model, batch, self.task, self._found_head)
+        with self._passing(batch):
+            head = self.head or self.why_all_scored
+            words = target_log_probs(self.model, batch, self.task, head)
         return words[batch[units.SCORED]]
 
     def log_probs(self, batch: Batch) -> Tensor:
@@ -432,18 +437,15 @@ class Forward:
         return empty.index_add(0, batch[units.OWNERS], found)
 
     def _scores(self, batch: Batch) -> Tensor:
-        """[m, 1]"""
-        self._hear(batch)
-        with self.numerics.autocasting():
-            if self.is_packed:
-                return packed_logits(self.model, batch, self.task)
-            return logits_of(self.model, batch, self.task)
+        """[N, C]: logits of the examples, or of each token [1, T, C]."""
+        with self._passing(batch):
+            compute = packed_logits if self.is_packed else logits_of
+            return compute(self.model, batch, self.task)
 
     def mismatched_ratio(self, tokens: TokenSet, examples: NDArray[np.int64]) -> Tensor:
         """The sum over these examples' mismatched sequences of the log-ratio to the reference."""
         batch = self.to_device(self.collate_mismatched(tokens, examples))
-        found = self.log_probs(batch) - batch[units.REFERENCE][:, 0]
-        return found.double().sum()
+        return (self.log_probs(batch) - batch[units.REFERENCE][:, 0]).double().sum()
 
     @_whole
     def unit_loss(self, batch: Batch, step: OfStep) -> tuple[Tensor, Tensor]:
@@ -474,10 +476,9 @@ class Forward:
         """Where tokens are scored: (sum of the cross-entropies without label smoothing, the
         log-probability of all targets of each example together [N]).
         """
-        self._hear(batch)
-        with self.numerics.autocasting():
-            assert self._found_head is not None
-            return loss_and_log_probs(self.model, batch, self.task, self._found_head)
+        with self._passing(batch):
+            head = self.head or self.why_all_scored
+            return loss_and_log_probs(self.model, batch, self.task, head)
 
     @_whole
     def loss_and_scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -487,17 +488,9 @@ class Forward:
         return self._loss_and_scores(batch, 0.0)
 
     def _loss_and_scores(self, batch: Batch, label_smoothing: float) -> tuple[Tensor, Tensor]:
-        self._hear(batch)
-        with self.numerics.autocasting():
-            if not self.is_packed:
-                return summed_loss(self.model, batch, self.task, label_smoothing)
-            scores = packed_logits(self.model, batch, self.task)
-            assert self.of.labels is not None
-            return self.of.labels.loss(scores, batch["labels"], label_smoothing), scores
-
-    def _hear(self, batch: Batch) -> None:
-        if self.noise is not None:
-            self.noise.hear(batch)
+        assert self.of.labels is not None
+        scores = self._scores(batch)
+        return self.of.labels.loss(scores, batch["labels"], label_smoothing), scores
 
     # ---- for those who count memory ----
 
@@ -509,14 +502,12 @@ class Forward:
         Where the head is not known, or small, it is the loss itself. The last layer is that of a
         batch with labels everywhere.
         """
-        if self.head is None and not self.of.learns_units:
+        if self.head is not None:
+            with self._passing(batch):
+                return self.head.hidden_states(batch).float().sum()
+        if not self.of.learns_units:
             return self.loss(batch)
-        if self.head is None:
-            scored = self.of.scores_tokens
-            return (self.log_probs(batch) if scored else self._scores(batch).float()).sum()
-        self._hear(batch)
-        with self.numerics.autocasting():
-            return self.head.hidden_states(batch).float().sum()
+        return (self.log_probs if self.of.scores_tokens else self._scores)(batch).float().sum()
 
     def head_bytes(self, n_tokens: int, scored_share: float = 1.0) -> int:
         """What the head takes of so many tokens beside what `before_head` keeps: a tile of logits,
@@ -525,13 +516,8 @@ class Forward:
         size, is_cuda = self.numerics.base_dtype.itemsize, self.numerics.device.type == "cuda"
         n_scored = math.ceil(n_tokens * scored_share)
         if self.head is None:
-            n_words = (
-                getattr(self._inner.config.get_text_config(), "vocab_size", 0)
-                if self.of.scores_tokens
-                else 0
-            )
             n_all = n_scored if self.of.is_pair else n_tokens
-            return int(n_words) * (size * n_all + (size + 4 if size < 4 else 4) * n_scored)
+            return self._n_words * (size * n_all + (size + 4 if size < 4 else 4) * n_scored)
         weight = self.head.linear.weight
         n_words, width = weight.shape
         trained = weight.itemsize if weight.requires_grad else 0

@@ -1,11 +1,10 @@
 """The output layer and its loss, paid for only where there is a label, and without the logits of a
 whole batch.
 
-Labelled positions are taken tile by tile: logits, loss and gradients of a tile are made at once in
-the forward pass, so no logits outlive their tile and no product is done twice; the backward pass
-only scales what is there. One sum, the same as that of `farthing.model.loss`. A head with an
-adapter on it is more than a matrix: its tiles are computed again in the backward pass
-(`word_log_probs`). Never run on a GPU so far.
+Labelled positions are taken tile by tile: logits, losses and gradients of a tile are made at once
+in the forward pass, so no logits outlive their tile and no product is done twice; the backward pass
+only scales what is there. A head with an adapter on it is more than a matrix: its tiles are
+computed again in the backward pass (`word_losses`). A head that is not known has whole logits.
 
 Shapes: N positions, of which n are labelled; h hidden size, V words, B examples, T tokens, D
 documents.
@@ -14,7 +13,8 @@ documents.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,27 +60,29 @@ class How:
 def head_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, how: How | None = None
 ) -> Tensor:
-    """Sum of the cross-entropies of the labelled positions, a scalar in fp32 (fp64 for fp64
-    weights).
+    """Sum of the cross-entropies of the labelled positions, see `head_losses`."""
+    return head_losses(hidden, weight, bias, labelled, how or How())[0]
+
+
+def head_losses(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, how: How
+) -> tuple[Tensor, Tensor]:
+    """(sum of the cross-entropies of the labelled positions, each of them [n]) in fp32 (fp64 for
+    fp64 weights). Each has a gradient where the head is not trained.
 
     hidden [..., h], weight [V, h], bias [V] or none. Under autocast the products are in its dtype
     and everything between them in fp32; gradients of the weight are added up in fp32, and handed
     out, not copied: one backward pass.
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
-    how, records = how or How(), torch.is_grad_enabled()
-    loss: Tensor = _HeadLoss.apply(rows, weight, bias, labelled, how, records)
-    return loss
-
-
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """rows [n, i], weight [o, i], bias [o] -> [n, o], without a gradient."""
-    found = torch.mm(rows, weight.t())
-    return found if bias is None else found.add_(bias)
+    found: tuple[Tensor, Tensor] = _HeadLoss.apply(
+        rows, weight, bias, labelled, how, torch.is_grad_enabled()
+    )
+    return found
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Loss and gradients of the head in one pass over tiles of labelled positions."""
+    """Losses and gradients of the head in one pass over tiles of labelled positions."""
 
     @staticmethod
     def forward(
@@ -91,10 +93,8 @@ class _HeadLoss(torch.autograd.Function):
         labelled: Labelled,
         how: How,
         records: bool,
-    ) -> Tensor:
-        """hidden [N, h], weight [V, h], bias [V]; returns the summed loss. `records`: gradients are
-        recorded.
-        """
+    ) -> tuple[Tensor, Tensor]:
+        """hidden [N, h], weight [V, h], bias [V]. `records`: gradients are recorded."""
         positions, targets = labelled.positions, labelled.targets
         device = hidden.device.type
         computed = (
@@ -102,11 +102,10 @@ class _HeadLoss(torch.autograd.Function):
         )
         summed = torch.promote_types(computed, torch.float32)
         of_hidden, of_weight, of_bias = (records and needed for needed in ctx.needs_input_grad[:3])
-        wants = of_hidden or of_weight or of_bias
         n, (n_words, width) = len(positions), weight.shape
         tile = default_tile_tokens(n_words, device, width if weight.requires_grad else 0)
-        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         new = hidden.new_empty
+        losses = new(n, dtype=summed)
         grad_hidden = new((n, width), dtype=computed) if of_hidden else None
         grad_weight = new((n_words, width), dtype=summed) if of_weight else None
         grad_bias = new((n_words,), dtype=summed).zero_() if of_bias else None
@@ -123,10 +122,13 @@ class _HeadLoss(torch.autograd.Function):
             for start in range(0, n, tile):
                 part = slice(start, start + tile)
                 inputs = hidden.index_select(0, positions[part]).to(computed)
-                scores = _product(inputs, matrix, shift)
-                total += _to_gradients(scores, targets[part], how, wants, summed)
+                scores = torch.mm(inputs, matrix.t())
+                if shift is not None:
+                    scores.add_(shift)
+                wants = of_hidden or of_weight or of_bias
+                _to_gradients(scores, targets[part], losses[part], how, wants)
                 if grad_hidden is not None:
-                    grad_hidden[part] = torch.mm(scores, matrix)
+                    torch.mm(scores, matrix, out=grad_hidden[part])
                 if grad_weight is not None:
                     _add_product(grad_weight, scores.t(), inputs, product, is_first=start == 0)
                 if grad_bias is not None:
@@ -134,28 +136,37 @@ class _HeadLoss(torch.autograd.Function):
                 del scores  # before those of the next tile are made
         ctx.how, ctx.n_rows, ctx.dtypes = how, len(hidden), (hidden.dtype, weight.dtype)
         ctx.of_weight, ctx.of_bias, ctx.is_spent = grad_weight, grad_bias, False
+        ctx.is_trained = of_weight or of_bias
         ctx.save_for_backward(positions, grad_hidden)
-        return total.to(summed)
+        ctx.set_materialize_grads(False)
+        if ctx.is_trained:
+            ctx.mark_non_differentiable(losses)
+        return losses.sum(dtype=torch.float64).to(summed), losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the forward pass times what its `gradient_scale` did not foresee."""
+    def backward(ctx: Any, of_sum: Tensor | None, of_each: Tensor | None) -> Any:
+        """The gradients of the forward pass times what its `gradient_scale` did not foresee. A
+        hidden state may be scored against several targets where each loss has a gradient.
+        """
         if ctx.is_spent:
             raise RuntimeError(
                 "the head's gradients were handed out already: there is one backward pass"
             )
         positions, grad_hidden = ctx.saved_tensors
-        factor = grad_output / ctx.how.gradient_scale
+        factor = 0.0 if of_sum is None else of_sum
+        if of_each is not None:
+            factor = factor + of_each[:, None]
+        factor = factor / ctx.how.gradient_scale
         of_hidden = None
         if grad_hidden is not None:
-            of_hidden = grad_hidden.new_zeros(
-                (ctx.n_rows, grad_hidden.shape[1]), dtype=ctx.dtypes[0]
-            )
-            of_hidden.index_copy_(0, positions, (grad_hidden * factor).to(ctx.dtypes[0]))
+            rows = (grad_hidden * factor).to(ctx.dtypes[0])
+            of_hidden = rows.new_zeros(ctx.n_rows, rows.shape[1])
+            add = of_hidden.index_copy_ if of_each is None else of_hidden.index_add_
+            add(0, positions, rows)
         of_weight, of_bias = ctx.of_weight, ctx.of_bias
         ctx.of_weight = ctx.of_bias = None
-        ctx.is_spent = True
+        ctx.is_spent = ctx.is_trained
         for one in (of_weight, of_bias):
             if one is not None:
                 one.mul_(factor)
@@ -164,143 +175,48 @@ class _HeadLoss(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None, None, None
 
 
-class _LogProbs(torch.autograd.Function):
-    """The log-probability of each target in one pass over tiles, under a head that is not trained:
-    its gradient for the hidden states is kept, [n, h], and scaled in the backward pass.
+def _to_gradients(scores: Tensor, targets: Tensor, losses: Tensor, how: How, wants: bool) -> None:
+    """Fill in the losses [t] of scores [t, V], which become their gradients (scaled) where
+    `wants`. A few rows at a time, so that little is in fp32 at once (`models.tiles.head_bytes`).
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labelled: Labelled,
-        how: How,
-        records: bool,
-    ) -> Tensor:
-        """hidden [N, h], weight [V, h], bias [V]; returns [n] in fp32."""
-        positions, targets = labelled.positions, labelled.targets
-        device = hidden.device.type
-        computed = (
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        )
-        summed = torch.promote_types(computed, torch.float32)
-        n, wants = len(positions), records and ctx.needs_input_grad[0]
-        found = hidden.new_empty(n, dtype=summed)
-        grad_hidden = hidden.new_empty((n, weight.shape[1]), dtype=computed) if wants else None
-        tile = default_tile_tokens(len(weight), device)
-        with torch.autocast(device, enabled=False):
-            matrix = weight.to(computed)
-            shift = None if bias is None else bias.to(computed)
-            for start in range(0, n, tile):
-                part = slice(start, start + tile)
-                inputs = hidden.index_select(0, positions[part]).to(computed)
-                scores = _product(inputs, matrix, shift)
-                _to_gradients(scores, targets[part], how, wants, summed, found[part])
-                if grad_hidden is not None:
-                    torch.mm(scores, matrix, out=grad_hidden[part])
-                del scores
-        ctx.n_rows, ctx.dtype = len(hidden), hidden.dtype
-        ctx.save_for_backward(positions, grad_hidden)
-        return found
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """grad_output [n]; a hidden state may be scored against several targets."""
-        positions, grad_hidden = ctx.saved_tensors
-        rows = (grad_hidden * -grad_output[:, None]).to(ctx.dtype)
-        of_hidden = rows.new_zeros(ctx.n_rows, rows.shape[1]).index_add_(0, positions, rows)
-        return of_hidden, None, None, None, None, None
-
-
-def target_log_probs(model: Any, batch: Batch, task: str, head: Head | str) -> Tensor:
-    """[n] in fp32: the log-probability of each of the batch's labelled targets, differentiable. A
-    position may have several targets. Logits are made a tile at a time, and of a trained head again
-    in the backward pass; where the head is not known, whole.
-    """
-    labelled = labelled_of(batch, task)
-    if isinstance(head, str):
-        logits = logits_of(model, batch, task).flatten(0, 1)
-        parts = zip(labelled.positions.split(TILE), labelled.targets.split(TILE), strict=True)
-        found = [
-            F.cross_entropy(logits[places].float(), words, reduction="none")
-            for places, words in parts
-        ]
-        return -torch.cat(found)
-    states = head.hidden_states(batch)
-    is_trained = head.linear.weight.requires_grad and torch.is_grad_enabled()
-    if is_trained or not head.is_matrix:
-        return word_log_probs(states, head, labelled)
-    rows, how = states.reshape(-1, states.shape[-1]), How(head.soft_cap)
-    log_probs: Tensor = _LogProbs.apply(
-        rows, head.linear.weight, head.bias, labelled, how, torch.is_grad_enabled()
-    )
-    return log_probs
-
-
-def _to_gradients(
-    scores: Tensor,
-    targets: Tensor,
-    how: How,
-    wants: bool,
-    summed: torch.dtype,
-    log_probs: Tensor | None = None,
-) -> Tensor:
-    """The summed loss of scores [t, V], which become its gradient (scaled) where `wants`; fills
-    `log_probs` [t].
-    """
-    n_words = scores.shape[1]
     n_threads = torch.get_num_threads() if scores.device.type == "cpu" else 0
     block_bytes = CPU_BLOCK_BYTES * n_threads or CUDA_BLOCK_BYTES
-    n_rows = max(1, n_threads, block_bytes // (summed.itemsize * n_words))
-    total = torch.zeros((), dtype=torch.float64, device=scores.device)
-    for start in range(0, len(scores), n_rows):
-        block, words = scores[start : start + n_rows], targets[start : start + n_rows].unsqueeze(1)
-        of_words, of_all = _block_to_gradients(block, words, how, wants, summed)
-        total -= (1 - how.label_smoothing) * of_words.sum()
-        if log_probs is not None:
-            log_probs[start : start + n_rows] = of_words[:, 0]
-        if of_all is not None:
-            total -= how.label_smoothing / n_words * of_all
-    return total
+    n_rows = max(1, n_threads, block_bytes // (losses.itemsize * scores.shape[1]))
+    parts = (each.split(n_rows) for each in (scores, targets.unsqueeze(1), losses))
+    for block, words, found in zip(*parts, strict=True):
+        _block_to_gradients(block, words, found, how, wants)
 
 
 def _block_to_gradients(
-    block: Tensor, words: Tensor, how: How, wants: bool, summed: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """(log-probabilities [t, 1] of the words [t, 1], the sum of all where labels are smoothed);
-    scores [t, V] become gradients.
-
-    What it makes in fp32 is gone when it returns: the next block finds it free
-    (`models.tiles.head_bytes`).
+    block: Tensor, words: Tensor, losses: Tensor, how: How, wants: bool
+) -> None:
+    """Fill in the losses [t] of the words [t, 1]; scores [t, V] become gradients. What it makes in
+    fp32 is gone when it returns: the next block finds it free.
     """
-    n_words, smooth, cap, scale = (
-        block.shape[1],
-        how.label_smoothing,
-        how.soft_cap,
-        how.gradient_scale,
-    )
-    is_simple = cap is None and not smooth and not isinstance(scale, Tensor) and scale == 1
+    smooth, cap, scale, summed = how.label_smoothing, how.soft_cap, how.gradient_scale, losses.dtype
+    is_scaled = isinstance(scale, Tensor) or scale != 1
     bent = block if cap is None else torch.tanh(block.to(summed) / cap)
     logs = torch.log_softmax(bent if cap is None else bent * cap, -1, dtype=summed)
     of_words = logs.gather(1, words)
-    of_all = logs.sum() if smooth else None
-    if wants and is_simple:  # softmax minus one at the word, which is rounded only once
+    torch.mul(of_words[:, 0], smooth - 1, out=losses)
+    if smooth:
+        losses -= smooth * logs.mean(1)
+    if not wants:
+        return
+    if cap is None and not smooth and not is_scaled:
+        # softmax minus one at the word, which is rounded only once
         torch.exp(logs, out=block)
         block.scatter_(1, words, torch.expm1(of_words).to(block.dtype))
-    elif wants:
-        gradient = logs.exp_()
-        if smooth:
-            gradient -= smooth / n_words
-        gradient.scatter_add_(1, words, gradient.new_full((1, 1), smooth - 1).expand_as(words))
-        if cap is not None:
-            gradient *= bent.square_().neg_().add_(1)
-        if isinstance(scale, Tensor) or scale != 1:
-            gradient *= scale
-        block.copy_(gradient)
-    return of_words, of_all
+        return
+    gradient = logs.exp_()
+    if smooth:
+        gradient -= smooth / block.shape[1]
+    gradient.scatter_add_(1, words, gradient.new_full((1, 1), smooth - 1).expand_as(words))
+    if cap is not None:
+        gradient *= bent.square_().neg_().add_(1)
+    if is_scaled:
+        gradient *= scale
+    block.copy_(gradient)
 
 
 def _add_product(
@@ -308,18 +224,40 @@ def _add_product(
 ) -> None:
     """into += left @ right (= for the first), by way of `product` where the dtypes differ."""
     if into.dtype == left.dtype:
-        if is_first:
-            torch.mm(left, right, out=into)
-        else:
-            into.addmm_(left, right)
-    elif product is None:
-        into.copy_(left @ right)
+        into.addmm_(left, right, beta=0 if is_first else 1)
+        return
+    found = left @ right if product is None else torch.mm(left, right, out=product)
+    if is_first:
+        into.copy_(found)
     else:
-        torch.mm(left, right, out=product)
-        if is_first:
-            into.copy_(product)
-        else:
-            into += product
+        into += found
+
+
+def word_losses(
+    hidden: Tensor, head: Head, labelled: Labelled, label_smoothing: float = 0.0
+) -> Tensor:
+    """[n]: the loss of each target in fp32, tile by tile; the logits of a tile are made again to go
+    backward.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    tile = default_tile_tokens(head.linear.weight.shape[0], rows.device.type)
+
+    def of_tile(inputs: Tensor, targets: Tensor) -> Tensor:
+        scores = head.linear(inputs)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if head.shift is not None:
+            scores = scores + head.shift
+        if head.soft_cap is not None:
+            scores = torch.tanh(scores / head.soft_cap) * head.soft_cap
+        return F.cross_entropy(scores, targets, reduction="none", label_smoothing=label_smoothing)
+
+    parts = zip(labelled.positions.split(tile), labelled.targets.split(tile), strict=True)
+    return torch.cat(
+        [
+            checkpoint(of_tile, rows[places], targets, use_reentrant=False)
+            for places, targets in parts
+        ]
+    )
 
 
 # ---- whole models ----
@@ -352,6 +290,11 @@ class Head:
         """Whether the layer is a matrix, perhaps with a bias, and nothing more."""
         return type(self.linear) is nn.Linear
 
+    def losses(self, states: Tensor, labelled: Labelled, how: How) -> tuple[Tensor, Tensor]:
+        """As `head_losses`, with this head's cap."""
+        how = replace(how, soft_cap=self.soft_cap)
+        return head_losses(states, self.linear.weight, self.bias, labelled, how)
+
 
 def find_head(model: Any, task: str) -> Head | str:
     """The head of a causal or sequence-to-sequence model of `transformers`, wrapped by `peft` or
@@ -360,33 +303,26 @@ def find_head(model: Any, task: str) -> Head | str:
     inner = inner_of(model)
     family = getattr(getattr(inner, "config", None), "model_type", "")
     known = KNOWN_HEADS.get(objective_of(task).head, frozenset())
-    if family not in known or not type(inner).__module__.startswith("transformers.models."):
-        return (
-            f"all positions are scored: the head of a {family or type(inner).__name__} for {task}"
-            " is not known"
-        )
     linear: Any = inner.get_output_embeddings()
     matrix: Any = linear.get_base_layer() if hasattr(linear, "get_base_layer") else linear
-    if type(matrix) is not nn.Linear:
-        return (
-            "all positions are scored: the head is wrapped in"
-            f" {type(linear).__module__}.{type(linear).__name__}"
-        )
-    if any(
+    if family not in known or not type(inner).__module__.startswith("transformers.models."):
+        why = f"the head of a {family or type(inner).__name__} for {task} is not known"
+    elif type(matrix) is not nn.Linear:
+        why = f"the head is wrapped in {type(linear).__module__}.{type(linear).__name__}"
+    elif any(
         one._forward_hooks or one._forward_pre_hooks or nn.utils.parametrize.is_parametrized(one)
         for one in {linear, matrix}
     ):
-        return "all positions are scored: something listens to the head or rewrites its weights"
-    if not matrix.weight.is_floating_point():
-        return f"all positions are scored: the head's weights are {matrix.weight.dtype}"
-    if objective_of(task).is_pair:
+        why = "something listens to the head or rewrites its weights"
+    elif not matrix.weight.is_floating_point():
+        why = f"the head's weights are {matrix.weight.dtype}"
+    elif objective_of(task).is_pair:
         shift = getattr(inner, "final_logits_bias", None)
-        return Head(lambda batch: _decoder_states(inner, batch), linear, None, shift)
-    return Head(
-        lambda batch: _causal_states(inner, batch),
-        linear,
-        _said(inner.config, "final_logit_softcapping"),
-    )
+        return Head(partial(_decoder_states, inner), linear, None, shift)
+    else:
+        cap = _said(inner.config, "final_logit_softcapping")
+        return Head(partial(_causal_states, inner), linear, cap)
+    return f"all positions are scored: {why}"
 
 
 def language_model_loss(
@@ -403,20 +339,37 @@ def language_model_loss(
     `batch` has what the model takes, `labels` [B, T] and, so that a GPU is not waited for, the
     `labelled_positions` and
     `labelled_targets` that `find_labelled` made on the CPU. `head` is what `find_head` says of the
-    model, found here if it is not given; what that can't take goes through `summed_loss`.
+    model, found here if it is not given.
     """
     head = find_head(model, task) if head is None else head
-    if isinstance(head, Head) and not head.is_matrix and not label_smoothing:
-        return -word_log_probs(head.hidden_states(batch), head, labelled_of(batch, task)).sum()
-    if isinstance(head, str) or not head.is_matrix:
+    if isinstance(head, str):
         return summed_loss(model, batch, task, label_smoothing)[0]
-    return head_loss(
-        head.hidden_states(batch),
-        head.linear.weight,
-        head.bias,
-        labelled_of(batch, task),
-        How(head.soft_cap, label_smoothing, gradient_scale),
-    )
+    states, labelled = head.hidden_states(batch), labelled_of(batch, task)
+    if not head.is_matrix:
+        return word_losses(states, head, labelled, label_smoothing).sum()
+    how = How(label_smoothing=label_smoothing, gradient_scale=gradient_scale)
+    return head.losses(states, labelled, how)[0]
+
+
+def target_log_probs(model: Any, batch: Batch, task: str, head: Head | str) -> Tensor:
+    """[n] in fp32: the log-probability of each of the batch's labelled targets, differentiable. A
+    position may have several targets. Logits are made a tile at a time, and of a trained head again
+    in the backward pass; where the head is not known, whole.
+    """
+    labelled = labelled_of(batch, task)
+    if isinstance(head, str):
+        logits = logits_of(model, batch, task).flatten(0, 1)
+        parts = zip(labelled.positions.split(TILE), labelled.targets.split(TILE), strict=True)
+        found = [
+            F.cross_entropy(logits[places].float(), words, reduction="none")
+            for places, words in parts
+        ]
+        return -torch.cat(found)
+    states = head.hidden_states(batch)
+    is_trained = head.linear.weight.requires_grad and torch.is_grad_enabled()
+    if is_trained or not head.is_matrix:
+        return -word_losses(states, head, labelled)
+    return -head.losses(states, labelled, How())[1]
 
 
 def loss_and_log_probs(
@@ -426,43 +379,14 @@ def loss_and_log_probs(
     together [D]), in fp32. A document is one of a packed batch, or a row of a padded one.
     """
     words = target_log_probs(model, batch, task, head)
-    return -words.double().sum().to(words.dtype), _by_document(words, batch, task)
-
-
-def _by_document(words: Tensor, batch: Batch, task: str) -> Tensor:
-    """The sum over each document [D] of `words` [n]."""
     documents, positions = batch.get("documents"), labelled_of(batch, task).positions
     if documents is None:
         owners, n_documents = positions // batch["labels"].shape[1], len(batch["labels"])
     else:
         owners = torch.bucketize(positions, documents.bounds[1:], right=True)
         n_documents = len(documents.lengths)
-    return words.new_zeros(n_documents).index_add(0, owners, words)
-
-
-def word_log_probs(hidden: Tensor, head: Head, labelled: Labelled) -> Tensor:
-    """[n]: the log-probability of each target in fp32, tile by tile; the logits of a tile are made
-    again to go backward.
-    """
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    tile = default_tile_tokens(head.linear.weight.shape[0], rows.device.type)
-
-    def of_tile(inputs: Tensor, targets: Tensor) -> Tensor:
-        scores = head.linear(inputs)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        if head.shift is not None:
-            scores = scores + head.shift
-        if head.soft_cap is not None:
-            scores = torch.tanh(scores / head.soft_cap) * head.soft_cap
-        return -F.cross_entropy(scores, targets, reduction="none")
-
-    parts = zip(labelled.positions.split(tile), labelled.targets.split(tile), strict=True)
-    return torch.cat(
-        [
-            checkpoint(of_tile, rows[places], targets, use_reentrant=False)
-            for places, targets in parts
-        ]
-    )
+    of_documents = words.new_zeros(n_documents).index_add(0, owners, words)
+    return -words.double().sum().to(words.dtype), of_documents
 
 
 def _causal_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:

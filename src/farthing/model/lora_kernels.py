@@ -48,11 +48,7 @@ class Replaced:
 
 
 def use_low_rank(model: Any) -> Replaced:
-    """Give every plain LoRA layer of `model` the fused forward pass.
-
-    Whether a layer is plain is looked at again in each forward pass, so merging, disabling or
-    adding adapters is safe.
-    """
+    """Give every plain LoRA layer of `model` the fused forward pass."""
     reasons: Counter[str] = Counter()
     n_fused = 0
     for module in model.modules():
@@ -65,14 +61,14 @@ def use_low_rank(model: Any) -> Replaced:
         n_fused += 1
         if not isinstance(module, LowRank):
             module.__class__ = _fused_class(type(module))  # type: ignore[arg-type]
+        module.plain = module.active_adapters[0]  # type: ignore[union-attr]
     return Replaced(n_fused, sum(reasons.values()), dict(reasons))
 
 
 def leave_low_rank(model: Any) -> None:
     """Give the layers of `model` the forward pass of `peft` back."""
     for module in model.modules():
-        if isinstance(module, LowRank):
-            module.__class__ = _theirs(module)
+        module.__class__ = _theirs(module)
 
 
 def _theirs(module: Any) -> type:
@@ -80,34 +76,26 @@ def _theirs(module: Any) -> type:
     return type(module).__bases__[1] if isinstance(module, LowRank) else type(module)
 
 
-def _path(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__.rpartition('.')[2]}"
-
-
 def _why_not(module: Any) -> str:
     """What keeps a layer from being fused as it is; empty when nothing does."""
-    kind = _theirs(module)
-    if kind is not PeftLinear and _path(kind) != _FOUR_BITS:
+    kind, base = _theirs(module), module.base_layer
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    if kind is not PeftLinear and f"{kind.__module__}.{kind.__name__}" != _FOUR_BITS:
         return f"a layer of another kind ({kind.__module__.split('.')[-1]}.{kind.__name__})"
-    base = module.base_layer
     if kind is PeftLinear and type(base) not in (nn.Linear, Conv1D):
         return f"a base layer of another kind ({type(base).__name__})"
     if kind is PeftLinear and not base.weight.is_floating_point():
         return "quantized weights"
     if base._forward_hooks or base._forward_pre_hooks or nn.utils.parametrize.is_parametrized(base):
         return "a base layer that something listens to or rewrites"
-    names = [name for name in module.active_adapters if name in module.lora_A]
     if len(names) != 1:
         return f"{len(names)} adapters at once"
-    name = names[0]
-    if name in module.lora_variant:
-        variant = type(module.lora_variant[name]).__name__.removesuffix("LinearVariant")
+    if names[0] in module.lora_variant:
+        variant = type(module.lora_variant[names[0]]).__name__.removesuffix("LinearVariant")
         return f"a variant of LoRA ({variant})"
-    if module.lora_bias.get(name, False):
+    if module.lora_bias.get(names[0]):
         return "a bias in the adapter"
-    if type(module.lora_A[name]) is not nn.Linear or type(module.lora_B[name]) is not nn.Linear:
-        return "adapter weights of another kind"
-    if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
+    if any(weight.requires_grad for weight in base.parameters()):
         return "a base layer that is trained too"
     return ""
 
@@ -115,58 +103,31 @@ def _why_not(module: Any) -> str:
 class LowRank:
     """A LoRA layer of `peft` whose plain case is one function; the rest is inherited."""
 
+    plain = "default"
+    """The adapter that is fused while it is the only active one."""
+
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x [..., i] -> [..., o]."""
-        # what `_why_not` asks, without the detours of `nn.Module`: on small models they cost as
-        # much as the products
-        modules, active = self._modules, self._active_adapter
-        if not isinstance(active, str):
-            active = active[0] if len(active) == 1 else ""
-        lora_a, lora_b, dropout = (
-            modules[name]._modules.get(active) for name in ("lora_A", "lora_B", "lora_dropout")
-        )
-        base = modules["base_layer"]
-        weight, bias = base._parameters["weight"], base._parameters["bias"]
-        if (
-            args
-            or kwargs
-            or type(lora_a) is not nn.Linear
-            or type(lora_b) is not nn.Linear
-            or self._disable_adapters
-            or self.merged_adapters
-            or active in self.lora_variant
-            or self.lora_bias.get(active)
-            or weight.requires_grad
-            or (bias is not None and bias.requires_grad)
-        ):
-            return self._as_peft(x, *args, **kwargs)
-        a, b = lora_a._parameters["weight"], lora_b._parameters["weight"]
+        # without the detours of `nn.Module`: on small models they cost as much as the products
+        modules, name = self._modules, self.plain
+        weight, bias = (modules["base_layer"]._parameters[each] for each in ("weight", "bias"))
+        a, b = (modules[each]._modules[name]._parameters["weight"] for each in ("lora_A", "lora_B"))
         packed = getattr(weight, "quant_state", None)
         kept, device = weight.dtype if packed is None else packed.dtype, x.device.type
-        if torch.is_autocast_enabled(device):
-            computed = torch.get_autocast_dtype(device)
-        elif x.dtype == kept == a.dtype == b.dtype:
-            computed = x.dtype
-        else:  # mixed without autocast: peft multiplies each in its own
-            return self._as_peft(x)
-        if type(base) is Conv1D:
+        is_cast = torch.is_autocast_enabled(device)
+        is_one = self._active_adapter in (name, [name])
+        # mixed without autocast: peft multiplies each in its own
+        is_mixed = not is_cast and not x.dtype == kept == a.dtype == b.dtype
+        if args or kwargs or self._disable_adapters or self.merged or not is_one or is_mixed:
+            found: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+            return found
+        if type(modules["base_layer"]) is Conv1D:
             weight = weight.t()
+        dropout = modules["lora_dropout"]._modules[name]
         p = dropout.p if self.training and type(dropout) is nn.Dropout else 0.0
-        result: Tensor = _LowRank.apply(
-            x,
-            weight,
-            bias,
-            leaf_of(a),
-            leaf_of(b),
-            float(self.scaling[active]),
-            computed,
-            packed,
-            p,
-        )
-        return result
-
-    def _as_peft(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        computed = torch.get_autocast_dtype(device) if is_cast else x.dtype
+        a, b, scale = leaf_of(a), leaf_of(b), float(self.scaling[name])
+        result: Tensor = _LowRank.apply(x, weight, bias, a, b, scale, computed, packed, p)
         return result
 
 
@@ -241,19 +202,12 @@ class _LowRank(torch.autograd.Function):
         grad = grad_y.reshape(-1, grad_y.shape[-1]).to(seen.dtype)
         needs_x, _, _, needs_a, needs_b, *_ = ctx.needs_input_grad
         of_x = of_a = of_b = None
-        on_cuda = grad.is_cuda
-        if needs_b and on_cuda:  # where a product scales by itself
-            of_b = thin_b.new_empty(thin_b.shape)
-            of_b = of_b.addmm_(grad.t(), thin, beta=0, alpha=ctx.scale).to(ctx.trained)
-        elif needs_b:
-            of_b = torch.mm(grad.t(), thin).to(ctx.trained).mul_(ctx.scale)
+        # products that scale by themselves
+        if needs_b:
+            of_b = torch.empty_like(thin_b).addmm_(grad.t(), thin, beta=0, alpha=ctx.scale)
+            of_b = of_b.to(ctx.trained)
         if needs_x or needs_a:
-            if on_cuda:
-                of_thin = thin.new_empty(thin.shape).addmm_(
-                    grad, thin_b, beta=0, alpha=ctx.scale
-                )  # [n, r]
-            else:
-                of_thin = torch.mm(grad, thin_b * ctx.scale)
+            of_thin = torch.empty_like(thin).addmm_(grad, thin_b, beta=0, alpha=ctx.scale)  # [n, r]
             if needs_a:
                 dropped = rows if mask is None else _dropped(rows, mask, ctx.grows)
                 of_a = torch.mm(of_thin.t(), dropped).to(ctx.trained)
