@@ -30,7 +30,7 @@ from farthing.model.load import (
     load_tokenizer,
     quiet_libraries,
 )
-from farthing.model.same_answers import answers, check_examples, refuse_other_answers
+from farthing.model.same_answers import answers, refuse_other_answers
 from farthing.objectives.registry import objective_of
 from farthing.report.card import model_card
 from farthing.report.receipt import build_receipt
@@ -300,8 +300,7 @@ def _write_merged(
         model = _adapted(job, source, getattr(torch, dtype or "float32"), trust_remote_code)
     else:
         model = _read(source, job, "auto", trust_remote_code)
-    examples = check_examples(job, tokenizer, model.config.get_text_config().vocab_size)
-    expected, receipt = answers(model, examples), build_receipt(run)
+    expected, receipt = answers(model, job["task"]), build_receipt(run)
     if is_adapter:
         with warnings.catch_warnings():  # of weights that are no longer tied
             warnings.simplefilter("ignore")
@@ -317,9 +316,8 @@ def _write_merged(
         (draft / CARD).write_text(model_card(receipt, is_merged=True), encoding="utf-8")
         model.to("meta")  # its memory is for the copy that is read back
         written = _read(draft, job, "auto", trust_remote_code)
-        refuse_other_answers(
-            answers(written, examples), expected, written.dtype, job["model"]["model_name_or_path"]
-        )
+        found = answers(written, job["task"])
+        refuse_other_answers(found, expected, written.dtype, job["model"]["model_name_or_path"])
 
     install_folder(folder, fill)
 

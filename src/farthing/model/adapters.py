@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from farthing.errors import ModelError
 from farthing.model.adapter_start import START, base_is_kept, start_tensors, take_start_away
-from farthing.model.loss import logits_of
+from farthing.model.loss import drawn_ids, logits_of
 from farthing.models.counted import QUERY_AND_VALUE
 from farthing.models.weights import begins_from_base
 from farthing.objectives.registry import objective_of
@@ -181,11 +181,7 @@ def refuse_unreached(model: Any, adapter: Adapter, task: str) -> None:
     if not named:
         return
     inner = model.get_base_model()
-    text_config, device = inner.config.get_text_config(), next(model.parameters()).device
-    ids = torch.arange(2, 10, device=device).remainder(text_config.vocab_size).unsqueeze(0)
-    end = text_config.eos_token_id
-    if isinstance(end, int) and 0 <= end < text_config.vocab_size:
-        ids[0, -1] = end  # where BART looks for the class
+    ids = drawn_ids(inner.config, 1, 8).to(next(model.parameters()).device)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     was_training = model.training
     model.eval()
@@ -197,20 +193,14 @@ def refuse_unreached(model: Any, adapter: Adapter, task: str) -> None:
         idle = {name for name, gradient in zip(trained, found, strict=True) if gradient is None}
     finally:
         model.train(was_training)
-    paths = {
-        ".".join(part for part in name.split(".") if part not in ("base_model", "model"))
-        for name in idle
-    }
     for name in sorted(named):
-        own = ".".join(part for part in name.split(".") if part not in ("base_model", "model"))
-        if any(f".{own}." in f".{path}" and "expert" not in path for path in paths):
+        own = name.removeprefix("model.")
+        if any(f".{own}." in path and "expert" not in path for path in idle):
             key = "target_modules" if name in adapter.target_modules else "modules_to_save"
-            same = [each for each in _tied_names(inner) if f".{name}." not in f".{each}"]
             raise ModelError(
                 f"the model is computed without `{name}`: nothing of it would be trained",
                 where=f"method.{key}",
-                to_do=f"remove it, or name a module that is used{': ' if same else ''}"
-                + ", ".join(sorted({each.removesuffix(".weight") for each in same})),
+                to_do="remove it, or name a module that is used",
             )
 
 

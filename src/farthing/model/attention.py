@@ -22,11 +22,11 @@ them. Dropout elsewhere in a model is not touched.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from farthing.model.attention_kernels import How, over_documents, plain_attention
 from farthing.model.documents import Documents, owners_of
@@ -50,36 +50,34 @@ PADDING_FIRST = frozenset(
 
 def can_go_packed(model: Any, task: str) -> str | None:
     """Why this model can't take documents end to end for `task`; None if it can."""
-    inner = inner_of(model)
-    config = inner.config
-    kind = config.model_type
-    known = PACKED.get(objective_of(task).head)
+    inner, of = inner_of(model), objective_of(task)
+    config, kind = inner.config, inner.config.model_type
+    odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    why = ""
     if kind in WHY_NOT_PACKED:
-        return f"{kind}: {WHY_NOT_PACKED[kind]}"
-    if known is None or kind not in known:
-        return f"{kind}: not among the families whose packed batches are tested"
-    if objective_of(task).is_pair:
+        why = WHY_NOT_PACKED[kind]
+    elif kind not in PACKED.get(of.head, ()):
+        why = "not among the families whose packed batches are tested"
+    elif of.is_pair:
         head = find_head(model, task)
         return head if isinstance(head, str) else None
-    if not getattr(inner, "_supports_attention_backend", False):
-        return f"{kind}: this version of transformers lets no other attention in"
-    odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if odd:
-        return f"{kind}: layers of {', '.join(sorted(odd))}"
-    if getattr(config, "output_router_logits", False):
-        return f"{kind}: its configuration asks for the logits of its routers"
-    if kind in DECODERS and getattr(config, "use_bidirectional_attention", False):
-        return f"{kind}: it attends in both directions"
-    if kind in ENCODERS and (
+    elif not getattr(inner, "_supports_attention_backend", False):
+        why = "this version of transformers lets no other attention in"
+    elif odd:
+        why = f"layers of {', '.join(sorted(odd))}"
+    elif getattr(config, "output_router_logits", False):
+        why = "its configuration asks for the logits of its routers"
+    elif kind in DECODERS and getattr(config, "use_bidirectional_attention", False):
+        why = "it attends in both directions"
+    elif kind in ENCODERS and (
         getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False)
     ):
-        return f"{kind}: used as a decoder"
-    if getattr(config, "position_embedding_type", None) not in (None, "absolute"):
-        return f"{kind}: its scores are biased by the distance of tokens"
-    of = objective_of(task)
-    if not (of.scores_tokens or of.scores_words) and _head_kind(inner) is None:
-        return f"{kind}: its classification head is not known"
-    return None
+        why = "used as a decoder"
+    elif getattr(config, "position_embedding_type", None) not in (None, "absolute"):
+        why = "its scores are biased by the distance of tokens"
+    elif not (of.scores_tokens or of.scores_words or _head_kind(inner)):
+        why = "its classification head is not known"
+    return f"{kind}: {why}" if why else None
 
 
 def can_share(model: Any, task: str) -> str | None:
@@ -87,11 +85,9 @@ def can_share(model: Any, task: str) -> str | None:
     kind = inner_of(model).config.model_type
     if objective_of(task).is_pair:
         return f"{kind}: its sources are read in both directions"
-    return (
-        f"{kind}: a token's meaning depends on what follows it"
-        if kind in ENCODERS
-        else can_go_packed(model, task)
-    )
+    if kind in ENCODERS:
+        return f"{kind}: a token's meaning depends on what follows it"
+    return can_go_packed(model, task)
 
 
 def go_packed(model: Any) -> None:
@@ -135,9 +131,9 @@ def packed_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
 
     The last layer of an encoder is computed for the tokens alone that its classifier reads.
     """
-    documents, inputs = batch["documents"], packed_inputs(batch)
+    documents, inputs, of = batch["documents"], packed_inputs(batch), objective_of(task)
     logits: Tensor
-    if objective_of(task).scores_tokens or objective_of(task).scores_words:
+    if of.scores_tokens or of.scores_words:
         logits = model(**inputs).logits
         return logits
     inner = inner_of(model)
@@ -153,7 +149,7 @@ def packed_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
         read = of_first_tokens(last, hidden, documents, attend)
         return read.new_zeros(hidden.shape).index_copy(1, starts, read)
 
-    with contextlib.nullcontext() if last is None else answering([last], answer):
+    with answering([] if last is None else [last], answer):
         first = body(**inputs).last_hidden_state[0, starts, None]  # [N, 1, H]: N of one token
     logits = inner.classifier(first if kind == "first" else inner.dropout(body.pooler(first)))
     return logits
@@ -212,17 +208,25 @@ def attend(
     looked at.
     """
     documents: Documents | Sides | None = others.pop("documents", None)
-    sliding_window: int | None = others.pop("sliding_window", None)
+    window: int | None = others.pop("sliding_window", None)
     softcap: float | None = others.pop("softcap", None)
     is_causal: bool | None = others.pop("is_causal", None)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    if documents is None:
-        how = How(causal, scale, sliding_window, dropout, softcap)
-        return (
-            _without_documents(module, query, key, value, attention_mask, scaling, how, others),
-            None,
+    if documents is None and softcap is None:
+        how = {"dropout": dropout, "scaling": scaling, "is_causal": causal}
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **how, **others
         )
+        return found
+    if documents is None:
+        n_queries, n_keys = query.shape[2], key.shape[2]
+        if attention_mask is None and causal and n_queries > 1:  # which sdpa would imply
+            mask = torch.ones(n_queries, n_keys, dtype=torch.bool, device=query.device)
+            attention_mask = mask.tril(n_keys - n_queries)
+        capped = How(causal, scale, window, dropout, softcap)
+        out = plain_attention(query, key, value, attention_mask, capped)
+        return out.transpose(1, 2).contiguous(), None
     if isinstance(documents, Sides):
         documents = documents.own if causal else documents.across
     bias: Tensor | None = others.pop("position_bias", None)
@@ -231,43 +235,5 @@ def attend(
         raise ValueError(f"attention with {', '.join(unknown)} is not known here")
     # [T, H, D] with tokens outermost: how every kernel and the projections around it lay them out
     queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    how = How(causal, scale, sliding_window, dropout, softcap, bias)
-    return over_documents(queries, keys, values, documents, how)[None], None
-
-
-# ---- batches without documents ----
-
-
-def _without_documents(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    how: How,
-    others: dict[str, Any],
-) -> Tensor:
-    """What `sdpa` does with the mask that was made for it, and soft-capping besides: [B, T,
-    Hq, D].
-    """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    if how.softcap is None:
-        out: Tensor = sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            mask,
-            dropout=how.dropout,
-            scaling=scaling,
-            is_causal=how.causal,
-            **others,
-        )[0]
-        return out
-    n_queries, n_keys = query.shape[2], key.shape[2]
-    if mask is None and how.causal and n_queries > 1:  # which sdpa would imply
-        mask = torch.ones(n_queries, n_keys, dtype=torch.bool, device=query.device)
-        mask = mask.tril(n_keys - n_queries)
-    return plain_attention(query, key, value, mask, how).transpose(1, 2).contiguous()
+    asked = How(causal, scale, window, dropout, softcap, bias)
+    return over_documents(queries, keys, values, documents, asked)[None], None

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from farthing.errors import ModelError
+from farthing.model.loss import drawn_ids
 
-N_TOKENS, N_NUMBERS = 4, 8
+N_TOKENS = 4
 _LOOKS_BACK = {"is_decoder": "is_decoder: true", "causal": "causal: true"}
 """A key by which families of encoders look back only, and what it is to be."""
 ROUNDING, ROUNDING_HALF = 1e-5, 2e-2  # of the largest score: fp32, and what is shorter
@@ -22,39 +23,18 @@ ROUNDING, ROUNDING_HALF = 1e-5, 2e-2  # of the largest score: fp32, and what is 
 @torch.no_grad()
 def refuse_looking_ahead(model: Any, name: str) -> None:
     """Compute two short documents that differ in their last token: what stands before it must be
-    predicted alike.
-
-    Raises `ModelError`.
+    predicted alike. Raises `ModelError`.
     """
-    vocab, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
-    first = torch.arange(2, 2 + N_TOKENS, device=device).remainder(vocab).unsqueeze(0)
-    second = first.clone()
-    second[0, -1] = (first[0, -1] + 1) % vocab
-    was_training, weights = model.training, _beginnings(model)
+    config, device = model.config, next(model.parameters()).device
+    ids = drawn_ids(config, 1, N_TOKENS).repeat(2, 1).to(device)
+    ids[1, -1] = (ids[0, -1] + 1) % config.get_text_config().vocab_size
+    was_training = model.training
     model.eval()
     try:
-        ids = torch.cat([first, second])  # [2, N_TOKENS]
-        before, after = (
-            model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, :-1].float()
-        )
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     finally:
         model.train(was_training)
-    config = model.config
-    if changed := [
-        weight
-        for weight, now in _beginnings(model).items()
-        if not torch.equal(now, weights[weight])
-    ]:
-        raise ModelError(
-            f"a {config.model_type} changes its weights when it is evaluated ({changed[0]}): the"
-            " saved model would differ from the trained one",
-            where=name,
-            to_do="use another model"
-            + (
-                ", or a copy of this one with `rescale_every: 0` in its config.json"
-                * hasattr(config, "rescale_every")
-            ),
-        )
+    before, after = logits[:, :-1].float()
     # experts are given other numbers of tokens, which rounds otherwise; all else is the same to the
     # bit
     is_half = any(
@@ -70,14 +50,3 @@ def refuse_looking_ahead(model: Any, name: str) -> None:
             to_do="use a decoder (Llama, Qwen ...)"
             + (own and f", or a copy of this one with `{own}` in its config.json"),
         )
-
-
-def _beginnings(model: Any) -> dict[str, torch.Tensor]:
-    """A few numbers of every weight by its name: peft's adapters of experts write into weights, and
-    put back what was there.
-    """
-    named = {name: p.detach() for name, p in model.named_parameters() if p.numel()}
-    return {
-        name: p[(0,) * (p.ndim - 1)][:N_NUMBERS].clone() if p.ndim else p.clone()
-        for name, p in named.items()
-    }

@@ -118,7 +118,8 @@ class Forward:
                 cpu.use(inner_of(model))
         self.of = objective_of(task)
         head: Head | str = find_head(model, task) if self.of.scores_tokens else ""
-        self.head, self.why_all_scored = (None, head) if isinstance(head, str) else (head, "")
+        self.head = None if isinstance(head, str) else head
+        self.why_all_scored = head if isinstance(head, str) else ""
         inner = self._inner = inner_of(model)
         self._first_position = first_position(inner.config)
         refuse_batch_norms(inner)

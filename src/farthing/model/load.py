@@ -7,7 +7,6 @@ Every failure of the libraries becomes a `ModelError` in words.
 from __future__ import annotations
 
 import copy
-import difflib
 import hashlib
 import importlib.util
 import json
@@ -31,7 +30,7 @@ from farthing.model.adapters import new_heads
 from farthing.model.loss import decoder_inputs
 from farthing.model.meta_init import skeleton, without_weights
 from farthing.model.positions import max_positions, scale_positions, stretch
-from farthing.model.weights import weights_sha256
+from farthing.model.weights import weight_files, weights_sha256
 from farthing.models.model_config import TOKENIZERS
 from farthing.objectives.objective import class_names, in_models_order
 from farthing.objectives.registry import objective_of
@@ -83,7 +82,8 @@ def quiet_libraries() -> None:
 
 def load_config(choice: ModelChoice) -> Any:
     """The model's configuration. Raises `ModelError`."""
-    _must_be_there(choice.name, "config.json", "the model", choice)
+    if choice.is_local:
+        _refuse_folder(choice)
     try:
         config = AutoConfig.from_pretrained(choice.name, **choice.where_from)
         config.get_text_config()  # of several it names none
@@ -92,16 +92,12 @@ def load_config(choice: ModelChoice) -> Any:
     ) as error:  # transformers raises OSError, ValueError, KeyError and errors of the Hub client
         raise _in_words("the model's configuration can't be loaded", choice.name, error) from error
     attention = choice.attn_implementation or getattr(config, "_attn_implementation", None)
-    if (
-        "/" in str(attention) and not choice.trust_remote_code
-    ):  # a repository of compiled kernels, fetched and run
+    # a repository of compiled kernels, fetched and run
+    if "/" in str(attention) and not choice.trust_remote_code:
         raise ModelError(
             f"attention {attention!r} is code from the Hub",
             where=choice.name,
-            to_do=(
-                "model.attn_implementation: sdpa, or if you trust that code:"
-                " model.trust_remote_code: true"
-            ),
+            to_do="use model.attn_implementation: sdpa, or set model.trust_remote_code: true",
         )
     if choice.rope_scaling:
         scale_positions(config.get_text_config(), choice.rope_scaling)
@@ -224,12 +220,10 @@ def set_languages(
         )
     for key, language in found.items():
         if language_id(tokenizer, language) is None:
-            known = [token for token in tokenizer.get_vocab() if "_" in token.strip("_")]
-            near = difflib.get_close_matches(language, known, n=1)
             raise ModelError(
                 f"data.{key} {language!r} is not a language of its tokenizer",
                 where=tokenizer.name_or_path,
-                to_do=f"did you mean {near[0]}?" if near else "use a code of the tokenizer's own",
+                to_do="use a code of the tokenizer's own, e.g. eng_Latn (NLLB) or en_XX (mBART)",
             )
     tokenizer.src_lang, tokenizer.tgt_lang = found["source_lang"], found["target_lang"]
     return tokenizer.src_lang, tokenizer.tgt_lang
@@ -305,40 +299,33 @@ def load_model(
         labels.set_head(config, label_names)
     auto = auto_class(task)
     torch.manual_seed(seed)
-    attention = (
-        {"attn_implementation": choice.attn_implementation} if choice.attn_implementation else {}
-    )
+    how: dict[str, Any] = {"trust_remote_code": choice.trust_remote_code}
+    if choice.attn_implementation:
+        how["attn_implementation"] = choice.attn_implementation
     try:
         if choice.init == "meta":
-            model = without_weights(
-                auto, config, dtype, trust_remote_code=choice.trust_remote_code, **attention
-            )
+            model = without_weights(auto, config, dtype, **how)
         elif choice.init == "random":
             if in_four_bits is not None:
                 raise ModelError(
                     "qlora needs pretrained weights", where="model.init", to_do="use method: lora"
                 )
-            model = _drawn(
-                auto, config, dtype, trust_remote_code=choice.trust_remote_code, **attention
-            )
+            model = _drawn(auto, config, dtype, **how)
         else:
-            four_bit = {}
             if in_four_bits is not None:
                 skip = [*_head_of(config, choice, task), *in_four_bits.but]
-                four_bit = _four_bit(dtype, in_four_bits.device, skip)
+                how |= _four_bit(dtype, in_four_bits.device, skip)
             model, loaded = auto.from_pretrained(
                 choice.name,
                 config=config,
                 dtype=dtype,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=labels
-                is not None,  # a head for other classes is drawn again
-                **choice.where_from,
-                **attention,
-                **four_bit,
+                ignore_mismatched_sizes=labels is not None,  # a head for other classes
+                revision=choice.revision,
+                **how,
             )
-            for module in model.modules() if four_bit else ():
+            for module in model.modules() if in_four_bits is not None else ():
                 if hasattr(module, "support_avx512bf16_for_cpu"):
                     # bitsandbytes would write over the weights at the first evaluation on a CPU
                     module.support_avx512bf16_for_cpu = False
@@ -356,12 +343,9 @@ def load_model(
         raise _in_words(f"can't be loaded for {task}", choice.name, error) from error
     model.config.use_cache = False
     if objective_of(task).is_pair:
-        pad = (
-            getattr(model.config, "pad_token_id", None) or 0
-        )  # of nothing but padding some make no inputs
-        decoder_inputs(
-            model, torch.tensor([[pad + 1] * 2])
-        )  # what it lacks is found now, not at the first step
+        # what it lacks is found now, not at the first step; of padding alone some make no inputs
+        pad = getattr(model.config, "pad_token_id", None) or 0
+        decoder_inputs(model, torch.tensor([[pad + 1] * 2]))
     return model
 
 
@@ -397,33 +381,29 @@ def _draw_output_again(
     """Draw the layer of a head whose scores are of other classes, and say it of a head that was in
     the files.
     """
-    layers = {
-        name: module
+    layers = [
+        (f"{head}.{name}".removesuffix("."), module)
         for head in new_heads(model)
-        for name, module in model.get_submodule(head).named_modules(prefix=head)
+        for name, module in model.get_submodule(head).named_modules()
         if isinstance(module, torch.nn.Linear) and module.out_features == model.config.num_labels
-    }
-    if not layers:
+    ]
+    if not layers or f"{layers[-1][0]}.weight" in loaded["missing_keys"]:
         return
-    name, layer = layers.popitem()
-    drawn = {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])}
-    if f"{name}.weight" in loaded["missing_keys"]:
-        return
-    if f"{name}.weight" not in drawn:
+    name, layer = layers[-1]
+    if f"{name}.weight" not in {key for key, *_ in loaded["mismatched_keys"]}:
         torch.manual_seed(seed)
-        layer._is_hf_initialized = False
-        for weight in layer.parameters():
-            weight._is_hf_initialized = False
+        for each in (layer, *layer.parameters()):
+            each._is_hf_initialized = False
         model._init_weights(layer)
-    warn(
-        f"the model's classifier was trained for {_listed(trained_for)}, the data has"
-        f" {_listed(class_names(model.config))}: its output layer begins anew. Where they mean the"
-        " same, give the data the model's names with data.label_map"
+    of_model, of_data = (
+        f"{', '.join(map(repr, names[:5]))}{' ...' if len(names) > 5 else ''}"
+        for names in (trained_for, class_names(model.config))
     )
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return f"{', '.join(map(repr, names[:5]))}{' ...' if len(names) > 5 else ''}"
+    warn(
+        f"the model's classifier was trained for {of_model}, the data has {of_data}: its output"
+        " layer begins anew. Where they mean the same, give the data the model's names with"
+        " data.label_map"
+    )
 
 
 def _body_must_be_whole(model: Any, loaded: Any, task: str, name: str) -> None:
@@ -553,38 +533,27 @@ def need_bitsandbytes(what: str) -> Any:
     return bitsandbytes
 
 
-def _must_be_there(name: str, file: str, what: str, choice: ModelChoice) -> None:
-    folder = Path(name)
-    if not choice.is_local:
-        return
-    if not folder.is_dir():
-        raise ModelError(f"no such folder for {what}", where=name, to_do="check model: in the job")
-    if not (folder / file).exists():
-        raise ModelError(
-            f"no {file} in the folder", where=name, to_do="name a folder in Hugging Face format"
-        )
+def _refuse_folder(choice: ModelChoice) -> None:
+    """Raises `ModelError` for a folder without what a model needs in it."""
+    folder = Path(choice.name)
+    why, to_do = "", "name a folder in Hugging Face format"
     index = folder / "model.safetensors.index.json"
-    if index.exists():
-        _must_name_its_own(index)
-    weights = list(folder.glob("*.safetensors"))
-    if choice.init == "pretrained" and not weights:
-        pickles = [
-            path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
-        ]
-        if pickles:
-            raise ModelError(
-                f"weights only as a pickle ({pickles[0]}), which can run code when it is loaded",
-                where=name,
-                to_do=(
-                    "convert them to safetensors with transformers' save_pretrained on a machine"
-                    " you trust"
-                ),
-            )
-        raise ModelError(
-            "no weights (*.safetensors) in the folder",
-            where=name,
-            to_do="put them there, or train from fresh weights with model.init: random",
-        )
+    if not folder.is_dir():
+        why, to_do = "no such folder for the model", "check model: in the job"
+    elif not (folder / "config.json").exists():
+        why = "no config.json in the folder"
+    else:
+        if index.exists():
+            _must_name_its_own(index)
+        if choice.init == "pretrained" and not weight_files(folder):
+            why = "no weights (*.safetensors) in the folder"
+            to_do = "put them there, or train from fresh weights with model.init: random"
+            pickles = [p.name for kind in ("*.bin", "*.pt", "*.pth") for p in folder.glob(kind)]
+            if pickles:
+                why = f"weights only as a pickle ({pickles[0]}), which can run code"
+                to_do = "convert them to safetensors with transformers on a machine you trust"
+    if why:
+        raise ModelError(why, where=choice.name, to_do=to_do)
 
 
 def _must_name_its_own(index: Path) -> None:
@@ -592,20 +561,12 @@ def _must_name_its_own(index: Path) -> None:
     open them.
     """
     try:
-        names = {
-            str(name)
-            for name in parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
-        }
+        weight_map = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
+        names = {str(name) for name in weight_map.values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"can't be read ({type(error).__name__})"
         raise ModelError(why, where=str(index), to_do="it is damaged: copy it again") from error
-    odd = [
-        name
-        for name in names
-        if not isinstance(name, str)
-        or Path(name).name != name
-        or Path(name).suffix != ".safetensors"
-    ]
+    odd = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
     if odd:
         raise ModelError(
             f"names files outside its folder, e.g. {odd[0]!r}",
@@ -623,18 +584,15 @@ def _is_installed(module: str) -> bool:
 
 def _in_words(what: str, name: str, error: Exception) -> ModelError:
     """The libraries' long explanations as one line, and what to do."""
-    message = " ".join(str(error).split())
+    message, is_local = " ".join(str(error).split()), Path(name).is_absolute()
+    said = f"{type(error).__name__}: {message[:300]}"
     reads = ("sentencepiece", "tiktoken", "protobuf")  # transformers tries one after the other
     absent = [name for name in ("sentencepiece", "google.protobuf") if not _is_installed(name)]
     if absent and any(name in message.lower() for name in reads):
-        return ModelError(
-            f"{what}: it is a SentencePiece model, and {absent[0]} is not installed",
-            where=name,
-            to_do="pip install 'farthing[sentencepiece]'",
-        )
-    if not Path(name).is_absolute() and (
-        isinstance(error, OSError) or "connect" in message.lower()
-    ):
+        said = f"it is a SentencePiece model, and {absent[0]} is not installed"
+        to_do = "pip install 'farthing[sentencepiece]'"
+    elif not is_local and (isinstance(error, OSError) or "connect" in message.lower()):
+        said = message.split(". ")[0][:200]
         if "gated" in message or "401" in message or "403" in message:
             to_do = "accept its licence on the Hub and set HF_TOKEN"
         elif "is not a valid model identifier" in message or "404" in message:
@@ -644,33 +602,16 @@ def _in_words(what: str, name: str, error: Exception) -> ModelError:
                 "no such local folder, and the Hub can't be reached: check the name or the network,"
                 " or give a folder"
             )
-        return ModelError(f"{what}: {message.split('. ')[0][:200]}", where=name, to_do=to_do)
-    if isinstance(error, ModelError | HardwareError):
-        return error  # type: ignore[return-value]
-    if message.startswith("Unrecognized configuration class"):
-        return ModelError(
-            f"{what}: transformers has no such class for it",
-            where=name,
-            to_do="change task: or model:",
-        )
-    if "trust_remote_code" in message:
+    elif message.startswith("Unrecognized configuration class"):
+        said, to_do = "transformers has no such class for it", "change task: or model:"
+    elif "trust_remote_code" in message:
+        said = "it needs Python code that comes with it"
         to_do = (
             "read that code; if you trust it: model.trust_remote_code: true with a pinned"
             " model.revision"
         )
-        return ModelError(
-            f"{what}: it needs Python code that comes with it", where=name, to_do=to_do
-        )
-    to_do = (
-        "copy the folder again: it is damaged"
-        if Path(name).is_absolute()
-        else "see the model's own page"
-    )
-    if re.search(
-        r"attn_implementation|attention implementation|FlashAttention|flash_attn", message
-    ):
-        to_do = (
-            "leave model.attn_implementation out, or set it to eager, sdpa or another whose package"
-            " is installed"
-        )
-    return ModelError(f"{what}: {type(error).__name__}: {message[:300]}", where=name, to_do=to_do)
+    elif re.search(r"attn_implementation|(?i:flash.?attention|flash_attn)", message):
+        to_do = "leave model.attn_implementation out, or set it to eager or sdpa"
+    else:
+        to_do = "copy the folder again: it is damaged" if is_local else "see the model's own page"
+    return ModelError(f"{what}: {said}", where=name, to_do=to_do)

@@ -61,7 +61,7 @@ def use_low_rank(model: Any) -> Replaced:
         n_fused += 1
         if not isinstance(module, LowRank):
             module.__class__ = _fused_class(type(module))  # type: ignore[arg-type]
-        module.plain = module.active_adapters[0]  # type: ignore[union-attr]
+        module.plain = module.active_adapters[0]
     return Replaced(n_fused, sum(reasons.values()), dict(reasons))
 
 

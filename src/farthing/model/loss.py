@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -113,6 +114,20 @@ def labelled_of(batch: dict[str, Tensor], task: str) -> Labelled:
     return find_labelled(
         batch["labels"], predicts_next=predicts_next, position_ids=batch.get("position_ids")
     )
+
+
+def drawn_ids(config: Any, n_rows: int, n_tokens: int) -> Tensor:
+    """[n_rows, n_tokens]: tokens to try a model with, the same each time. The end of a text is the
+    last of each row alone: BART looks there for the class.
+    """
+    text_config = config.get_text_config()
+    n_words, end = text_config.vocab_size, text_config.eos_token_id
+    dice = torch.Generator().manual_seed(0)
+    ids = torch.randint(n_words, (n_rows, n_tokens), generator=dice)
+    if isinstance(end, int) and 0 <= end < n_words:
+        ids[ids == end] = (end + 1) % n_words
+        ids[:, -1] = end
+    return ids
 
 
 def decoder_inputs(inner: Any, labels: Tensor) -> Tensor:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import numpy as np
+from numpy.typing import NDArray
 
+from farthing.metrics import Metrics, perplexity
 from farthing.objectives import columns
 from farthing.objectives.objective import IGNORED, Evaluated, Objective, Rows, Starter
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from farthing.metrics import Metrics
 
 
 def _targets(rows: Rows) -> NDArray[np.int64]:
     """[T], aligned with the tokens and not shifted; the first of each document is ignored: nothing
     is predicted across a boundary.
     """
-    import numpy as np
 
     labels = np.where(rows.is_target, rows.ids.astype(np.int64), IGNORED)
     labels[np.cumsum(rows.lengths) - rows.lengths] = IGNORED
@@ -26,7 +21,6 @@ def _targets(rows: Rows) -> NDArray[np.int64]:
 
 
 def _judge(seen: Evaluated) -> Metrics:
-    from farthing.metrics import perplexity
 
     return {"perplexity": perplexity(seen.loss), "document_loss": seen.document_loss}
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from farthing.metrics import Metrics, classification_metrics
 from farthing.objectives.columns import TEXT_LABEL, Unusable, kind_of, parsed_list, text_of
 from farthing.objectives.objective import Evaluated, Labels, Objective, Rows, Starter
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from farthing.metrics import Metrics
 
 
 def _read(row: Mapping[str, Any], label_map: Mapping[str, str]) -> tuple[str, str]:
@@ -64,9 +63,6 @@ def _loss(scores: Any, labels: Any, label_smoothing: float) -> Any:
 
 
 def confusion_of(seen: Evaluated) -> Metrics:
-    import numpy as np
-
-    from farthing.metrics import classification_metrics
 
     confusion = np.zeros((len(seen.label_names),) * 2, dtype=np.int64)
     np.add.at(confusion, (seen.labels, seen.answers), 1)

@@ -8,6 +8,7 @@ of TRL's `DPOTrainer`, but for `label_smoothing` of `sigmoid`, which TRL takes a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -18,7 +19,6 @@ from farthing.objectives.preference import (
     figures_of,
     nll_of_chosen,
     objective,
-    per_token,
     softplus,
 )
 
@@ -45,72 +45,64 @@ class DPO(Settings):
     """Temperature of discopop's mixture."""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
+
+    @property
     def losses(self) -> tuple[tuple[str, float], ...]:
         """(loss, weight)"""
-        names = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
-        return tuple(zip(names, self.loss_weights or (1.0,) * len(names), strict=True))
+        weights = self.loss_weights or (1.0,) * len(self.names)
+        return tuple(zip(self.names, weights, strict=True))
 
     @model_validator(mode="after")
     def _fits_together(self) -> DPO:
-        names = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
+        names = self.names
         if not names or len(set(names)) < len(names):
             raise ValueError("loss_type names each loss once, and at least one")
         if self.loss_weights and len(self.loss_weights) != len(names):
             raise ValueError(f"loss_weights has {len(self.loss_weights)} of {len(names)} weights")
-        smoothed = {"sigmoid", "robust", "exo_pair"}
-        if self.label_smoothing and not smoothed & {*names}:
+        if self.label_smoothing and not {"sigmoid", "robust", "exo_pair"} & {*names}:
             raise ValueError(f"label_smoothing changes nothing in {', '.join(names)}")
         if not self.label_smoothing and {"robust", "exo_pair"} & {*names}:
             raise ValueError("robust and exo_pair need a label_smoothing above 0")
         return self
 
 
-def _of_pairs(name: str, answers: Answers, a: Any, b: Any, settings: DPO) -> Any:
-    """The sum of one loss over the pairs; a and b [n]."""
-    beta, eps = settings.beta, settings.label_smoothing
-    delta = a - b
-    if name == "sigmoid":
-        return ((1 - eps) * softplus(-beta * delta) + eps * softplus(beta * delta)).sum()
-    if name == "robust":
-        kept = (1 - eps) * softplus(-beta * delta) - eps * softplus(beta * delta)
-        return (kept / (1 - 2 * eps)).sum()
-    if name == "exo_pair":
-        better, worse = -softplus(-beta * delta), -softplus(beta * delta)
-        return (
-            better.exp() * (better - math.log1p(-eps)) + worse.exp() * (worse - math.log(eps))
-        ).sum()
-    if name == "hinge":
-        return (1 - beta * delta).clamp(min=0).sum()
-    if name == "sft":
-        return nll_of_chosen(answers)
-    if name in ("ipo", "sigmoid_norm"):
-        ratio = per_token(answers) - answers.reference / answers.n_targets
-        mean = ratio[:, 0] - ratio[:, 1]
-        if name == "ipo":
-            return (mean - 1 / (2 * beta)).square().sum()
-        return softplus(-beta * mean).sum()
-    if name == "bco_pair":
-        return (softplus(-beta * a) + softplus(beta * b)).sum()
-    if name == "nca_pair":
-        return (softplus(-beta * a) + 0.5 * softplus(beta * a) + 0.5 * softplus(beta * b)).sum()
-    if name == "sppo_hard":
-        return ((a - 0.5 / beta).square() + (b + 0.5 / beta).square()).sum()
-    if name == "discopop":
-        x = beta * delta
-        mixed = (x / settings.discopop_tau).sigmoid()
-        return ((1 - mixed) * softplus(-x) + mixed * (-x).exp()).sum()
-    if name == "apo_zero":
-        return (1 - (beta * a).sigmoid() + (beta * b).sigmoid()).sum()
-    return ((beta * a).sigmoid() + 1 - (beta * delta).sigmoid()).sum()  # apo_down
-
-
 def _loss(answers: Answers, settings: DPO) -> tuple[Any, Figures]:
+    beta, eps = settings.beta, settings.label_smoothing
     ratios = answers.log_probs - answers.reference
-    a, b = ratios[:, 0], ratios[:, 1]
-    loss = sum(
-        weight * _of_pairs(name, answers, a, b, settings) for name, weight in settings.losses
-    )
-    return loss, figures_of(answers, settings.beta * ratios)
+    rewards = beta * ratios
+    c, r = rewards[:, 0], rewards[:, 1]
+    x = c - r
+    means = beta * ratios / answers.n_targets
+    mean = means[:, 0] - means[:, 1]
+    won, lost = softplus(-x), softplus(x)  # -log of the share of either answer
+
+    def discopop() -> Any:
+        mixed = (x / settings.discopop_tau).sigmoid()
+        return (1 - mixed) * won + mixed * (-x).exp()
+
+    def exo_pair() -> Any:
+        better, worse = (-won).exp(), (-lost).exp()
+        return better * (-won - math.log1p(-eps)) + worse * (-lost - math.log(eps))
+
+    losses: dict[str, Callable[[], Any]] = {
+        "sigmoid": lambda: (1 - eps) * won + eps * lost,
+        "robust": lambda: ((1 - eps) * won - eps * lost) / (1 - 2 * eps),
+        "exo_pair": exo_pair,
+        "hinge": lambda: (1 - x).clamp(min=0),
+        "sft": lambda: nll_of_chosen(answers),
+        "ipo": lambda: (mean / beta - 1 / (2 * beta)).square(),
+        "sigmoid_norm": lambda: softplus(-mean),
+        "bco_pair": lambda: softplus(-c) + softplus(r),
+        "nca_pair": lambda: softplus(-c) + 0.5 * softplus(c) + 0.5 * softplus(r),
+        "sppo_hard": lambda: ((c - 0.5) / beta).square() + ((r + 0.5) / beta).square(),
+        "discopop": discopop,
+        "apo_zero": lambda: 1 - c.sigmoid() + r.sigmoid(),
+        "apo_down": lambda: c.sigmoid() + 1 - x.sigmoid(),
+    }
+    loss = sum(weight * losses[name]().sum() for name, weight in settings.losses)
+    return loss, figures_of(answers, rewards)
 
 
 OBJECTIVE = objective(

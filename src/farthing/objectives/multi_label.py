@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from farthing.metrics import Metrics, multi_label_metrics
 from farthing.objectives.classification import CLASSIFICATION, LABELS, in_order, set_head
 from farthing.objectives.columns import TEXT_LABELS, Unusable, kind_of, list_of, text_of
 from farthing.objectives.objective import Evaluated, Starter
-
-if TYPE_CHECKING:
-    from farthing.metrics import Metrics
 
 Names = tuple[str, ...]
 
@@ -62,7 +60,6 @@ def _loss(scores: Any, labels: Any, _: float) -> Any:
 
 
 def _judge(seen: Evaluated) -> Metrics:
-    from farthing.metrics import multi_label_metrics
 
     return multi_label_metrics(seen.labels > 0.5, seen.answers, seen.label_names)
 

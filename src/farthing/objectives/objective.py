@@ -9,17 +9,14 @@ T tokens in all, N examples of a micro-batch, C scores of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from farthing.metrics import Metrics
 from farthing.objectives.columns import Format
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from farthing.metrics import Metrics
 
 IGNORED = -100  # label of a position the loss does not count, as in transformers
 
@@ -45,14 +42,12 @@ class Rows(NamedTuple):
 
 def is_within(lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
     """[N, longest]: where a padded batch holds something."""
-    import numpy as np
 
     return np.arange(lengths.max()) < lengths[:, None]
 
 
 def filled(values: NDArray[Any], where: NDArray[np.bool_], otherwise: int) -> NDArray[np.int64]:
     """`values`, in order, where `where` is true; elsewhere `otherwise`."""
-    import numpy as np
 
     array = np.full(where.shape, otherwise, dtype=np.int64)
     array[where] = values

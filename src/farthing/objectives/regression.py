@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from farthing.metrics import Metrics
 from farthing.objectives.classification import CLASSIFICATION, LABELS
 from farthing.objectives.columns import TEXT_LABEL, TEXT_SCORE, Unusable, kind_of, text_of
 from farthing.objectives.objective import Evaluated, Starter
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from farthing.metrics import Metrics
 
 
 def _read(row: Mapping[str, Any], label_map: Mapping[str, str]) -> tuple[str, float]:
@@ -45,7 +44,6 @@ def _loss(scores: Any, labels: Any, _: float) -> Any:
 
 def _ranks(values: NDArray[Any]) -> NDArray[Any]:
     """[n]: the place of each in order; equal values share the mean of theirs."""
-    import numpy as np
 
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[which]
@@ -59,7 +57,6 @@ def _correlation(one: NDArray[Any], other: NDArray[Any]) -> float | None:
 
 
 def _judge(seen: Evaluated) -> Metrics:
-    import numpy as np
 
     labels, answers = seen.labels.astype(np.float64), seen.answers.astype(np.float64)
     return {

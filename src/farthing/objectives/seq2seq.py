@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from farthing.metrics import Metrics, text_metrics
 from farthing.objectives import columns
 from farthing.objectives.objective import (
     IGNORED,
@@ -15,17 +19,11 @@ from farthing.objectives.objective import (
     is_within,
 )
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from farthing.metrics import Metrics
-
 
 def _lay_out(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
     """input_ids and attention_mask [N, longest input], labels [N, longest target]; an example is
     its input, then its target.
     """
-    import numpy as np
 
     upto = np.concatenate([[0], np.cumsum(rows.is_target, dtype=np.int64)])
     stops = np.cumsum(rows.lengths)
@@ -36,7 +34,6 @@ def _lay_out(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
 
 
 def _judge(seen: Evaluated) -> Metrics:
-    from farthing.metrics import text_metrics
 
     texts = text_metrics(seen.predictions, seen.references) if seen.predictions else {}
     return {"document_loss": seen.document_loss, **texts}

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from farthing.metrics import Metrics, entity_metrics
 from farthing.objectives.classification import CLASSIFICATION, LABELS, confusion_of, set_head
 from farthing.objectives.columns import TOKENS_TAGS, Unusable, kind_of, list_of
 from farthing.objectives.objective import IGNORED, Evaluated, Rows, Starter, filled
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from farthing.metrics import Metrics
 
 _OF_ENTITIES = re.compile(r"O|[BIESLUM]-.+")
 
@@ -75,9 +74,6 @@ def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
 
 def _judge(seen: Evaluated) -> Metrics:
     """Of entities where the tags mark these, else the means over the tags."""
-    import numpy as np
-
-    from farthing.metrics import entity_metrics
 
     if not all(map(_OF_ENTITIES.fullmatch, seen.label_names)):
         return confusion_of(seen)
