@@ -105,7 +105,7 @@ def judged(case: Case) -> tuple[MemoryNeed, int]:
             model,
             (sample_of(1), sample_of(2)),
             Beside(
-                largest_tokens=largest,
+                n_tokens=largest,
                 accumulates=case.accumulates,
                 optimizer_bytes=2 * trained,
                 update_bytes=0,
@@ -231,7 +231,7 @@ def test_the_need_is_that_of_the_largest_micro_batch_that_comes(
         steps, has_several = run.steps, budget == 200
         assert run.memory.n_tokens == max(steps.feed.largest_of(step)[1] for step in range(5))
         assert run.memory.n_tokens <= min(budget, 8 * 100)
-        assert run.memory.gradients.accumulate == has_several
+        assert run.memory.accumulates == has_several
         assert steps.feed.accumulates == has_several
         n_passes, loss = [0], Forward.loss
 

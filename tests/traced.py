@@ -29,10 +29,10 @@ from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapter_start import take_start_away
 from farthing.model.attention import Documents, go_packed, packed_logits
 from farthing.model.casts import Casts, add_up
+from farthing.model.documents import packed_batch
 from farthing.model.head import language_model_loss
 from farthing.model.lora_kernels import use_low_rank
 from farthing.model.loss import inner_of
-from farthing.model.pairs import pair_batch
 
 CLASSES: dict[str, Any] = {
     "causal-lm": AutoModelForCausalLM,
@@ -110,7 +110,7 @@ def own_loss(
     if documents and task == "seq2seq":
         of_targets = [length * n_targets // sum(documents) for length in documents]
         lengths = {"source_lengths": np.array(documents), "lengths": np.array(of_targets)}
-        batch = pair_batch(lengths, torch.device("cpu"))
+        batch = packed_batch(lengths)
         of_source, of_target = (
             torch.zeros(1, sum(lengths[name]), dtype=torch.long) for name in lengths
         )

@@ -60,7 +60,7 @@ def test_what_is_expected_is_the_peak(
         run.log.settle()
         peak = torch.cuda.max_memory_allocated() - resting
         assert run.memory.n_tokens <= budget
-        assert run.memory.gradients.accumulate == (budget == 3000)
+        assert run.memory.accumulates == (budget == 3000)
         assert run.log.expected_bytes - resting == pytest.approx(peak, rel=0.05, abs=WORKSPACES), (
             run.memory.moments()
         )

@@ -28,6 +28,8 @@ from farthing.planner.activations import (
 )
 
 SHARE_OF_FREE = 0.9  # the rest is for the allocator's slack
+# feed-forwards that keep less
+LIGERS = {f"liger_kernel.transformers.{name}" for name in ("swiglu", "geglu")}
 
 
 class Linear(NamedTuple):
@@ -67,22 +69,35 @@ class Gradients:
     embedding_bytes: int = 0
     is_tied: bool = False
     """The head's weight is the embeddings': its two gradients are added up at the end."""
-    accumulate: bool = False
-    """A step has several micro-batches: the gradients of earlier ones are held."""
 
 
-@dataclass(frozen=True)
-class MemoryNeed:
-    """What training takes beyond the loaded weights, in bytes, and the checkpointing that makes it
-    fit.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What a step needs beside its body, and what there is, in bytes."""
 
     n_tokens: int
     """Of the largest micro-batch."""
-    gradients: Gradients
+    accumulates: bool
+    """A step may have several micro-batches: the gradients of earlier ones are held."""
     optimizer_bytes: int
     update_bytes: int
     """That the update takes besides."""
+    free_bytes: int
+    head: Linear
+    """What the head and the loss take of a micro-batch."""
+    autocast: torch.dtype | None = None
+    casts_once: bool = False
+    """Copies of trained matrices are made once a step (`Casts`), and are there until they are not
+    needed again. Else autocast keeps them until the forward pass is over.
+    """
+    gathered: Gathered = NOTHING
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeed(Beside):
+    """What training takes beyond the loaded weights, and the checkpointing that makes it fit."""
+
+    gradients: Gradients
     saved: Linear
     """What autograd keeps of the forward pass, inputs of checkpointed layers included."""
     layer: Linear
@@ -90,15 +105,9 @@ class MemoryNeed:
     working: Linear
     """Of the backward pass of a layer, besides what was saved."""
     casts_bytes: int
-    """Copies of trained matrices: autocast keeps them until the forward pass is over."""
-    head: Linear
-    """Of the loss."""
-    free_bytes: int
+    """Copies of trained matrices."""
     checkpoint_every: int
     """0: no layer is checkpointed; 1: each; 2: each second."""
-    gathered: Gathered = NOTHING
-    casts_once: bool = False
-    """The copies are made once a step (`Casts`), and are there until they are not needed again."""
     begins_with_a_layer: bool = False
     """The last layer is checkpointed: the backward pass begins with computing it again, beside all
     that was saved.
@@ -107,14 +116,14 @@ class MemoryNeed:
     def moments(self) -> dict[str, float]:
         """Bytes besides weights and optimizer state, at each moment of a step."""
         grad, n = self.gradients, self.n_tokens
-        held = grad.all_bytes if grad.accumulate else 0
+        held = grad.all_bytes if self.accumulates else 0
         saved, working = self.saved.at(n), self.working.at(n)
         waiting = grad.head_bytes if grad.is_tied and held else 0
         layer = self.layer.at(n) if self.begins_with_a_layer else 0.0
         almost_all = grad.all_bytes - grad.embedding_bytes - grad.layer_bytes
         copies = max(0.0, self.casts_bytes - self.saved.constant_bytes)
         going_back = copies if self.casts_once else 0.0
-        at_the_end = self.casts_bytes if self.casts_once and grad.accumulate else 0
+        at_the_end = self.casts_bytes if self.casts_once and self.accumulates else 0
         sums = grad.embedding_bytes * ((2 if grad.is_tied else 0) + (1 if held else 0))
         taken = {
             "loss": held + grad.head_bytes + saved + copies + self.head.at(n),
@@ -177,11 +186,8 @@ def saved_bytes(model: Any, forward: Callable[[], Tensor]) -> int:
     """Bytes that autograd keeps for the backward pass of `forward`, weights left out; nothing of it
     is kept after.
     """
-    weights, gathers = (
-        _storages_of(model),
-        any(hasattr(p, "_local_tensor") for p in model.parameters()),
-    )
-    storages: dict[int, int] = {}
+    is_spread = any(hasattr(p, "_local_tensor") for p in model.parameters())
+    weights, storages = _storages_of(model), dict[int, int]()
     held: list[Tensor] = []
 
     def note(tensor: Tensor) -> None:
@@ -189,9 +195,8 @@ def saved_bytes(model: Any, forward: Callable[[], Tensor]) -> int:
         given out twice.
         """
         storage = tensor.untyped_storage()
-        if storage._cdata not in weights and not (
-            gathers and storage._cdata in _storages_of(model)
-        ):
+        # weights of a layer that is spread are elsewhere while it computes
+        if storage._cdata not in (weights | _storages_of(model) if is_spread else weights):
             storages[storage._cdata] = storage.nbytes()
             held.append(tensor)
 
@@ -205,7 +210,6 @@ def saved_bytes(model: Any, forward: Callable[[], Tensor]) -> int:
 
 
 def _storages_of(model: Any) -> set[int]:
-    """Where the weights are now: those of a layer that is spread elsewhere while it computes."""
     return {p.untyped_storage()._cdata for p in model.parameters()}
 
 
@@ -214,24 +218,6 @@ def saved_linear(model: Any, samples: tuple[Sample, Sample]) -> Linear:
     small, large = (saved_bytes(model, sample.forward) for sample in samples)
     of_each = max(0.0, (large - small) / max(1, samples[1].n_tokens - samples[0].n_tokens))
     return Linear(max(0.0, small - of_each * samples[0].n_tokens), of_each)
-
-
-class Beside(NamedTuple):
-    """What a step needs beside its body, and what there is."""
-
-    largest_tokens: int
-    """Of a micro-batch."""
-    accumulates: bool
-    """A step may have several micro-batches."""
-    optimizer_bytes: int
-    update_bytes: int
-    free_bytes: int
-    head: Linear
-    """What the head and the loss take of a micro-batch."""
-    autocast: torch.dtype | None = None
-    casts_once: bool = False
-    """Copies of the weights are made once a step, see `MemoryNeed`."""
-    gathered: Gathered = NOTHING
 
 
 def choose_checkpointing(
@@ -249,6 +235,7 @@ def choose_checkpointing(
     for the least that fits in what is free, beginning at `planned`; `fits_all` asks all who have to
     choose alike. Raises what says that memory ran out where even a sample has no room.
     """
+    checkpointed = checkpointed_layers(model)
     layers = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
     modes = {0: [0, 2, 1], 1: [1]}.get(planned, [2, 1]) if wanted == "auto" else [int(wanted)]
     if wanted == "auto" and not layers:
@@ -264,20 +251,16 @@ def choose_checkpointing(
                 raise
             continue
         need = MemoryNeed(
-            n_tokens=beside.largest_tokens,
-            gradients=gradients_of(model, beside.accumulates),
-            optimizer_bytes=beside.optimizer_bytes,
-            update_bytes=beside.update_bytes,
+            **vars(beside),
+            gradients=gradients_of(model),
             saved=saved,
             layer=layer,
             working=_working(model),
             casts_bytes=_casts_bytes(model, beside.autocast),
-            casts_once=beside.casts_once,
-            head=beside.head,
-            free_bytes=beside.free_bytes,
             checkpoint_every=every,
-            begins_with_a_layer=bool(every) and _last_layer_is_checkpointed(model),
-            gathered=beside.gathered,
+            begins_with_a_layer=bool(
+                every and checkpointed and checkpointed[-1].gradient_checkpointing
+            ),
         )
         if fits_all(need.fits):
             break
@@ -310,39 +293,31 @@ def saved_of_a_layer(model: Any, samples: tuple[Sample, Sample], saved: Linear) 
     return max(found, key=lambda each: each.at(samples[1].n_tokens))
 
 
-def gradients_of(model: Any, accumulate: bool) -> Gradients:
+def gradients_of(model: Any) -> Gradients:
     """The gradients of the weights that are trained, fp32 as these are; of spread ones rows, and of
-    the ends whole ones in
-    `Gathered`."""
+    the ends whole ones in `Gathered`.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     layers = checkpointed_layers(model)
     inner = inner_of(model)
-    embedding, head = (getattr(module, "weight", None) for module in _ends(inner))
+    ends = inner.get_input_embeddings(), inner.get_output_embeddings()
+    embedding, head = (getattr(module, "weight", None) for module in ends)
     if any(hasattr(weight, "_local_tensor") for weight in trained):
         embedding = head = None
 
-    def bytes_of(weight: Tensor | None) -> int:
-        return _held_bytes(weight) if isinstance(weight, Tensor) and weight.requires_grad else 0
+    def bytes_of(*weights: Tensor | None) -> int:
+        """What this process holds of trained weights, each spread over others or whole."""
+        whole = (w for w in weights if isinstance(w, Tensor) and w.requires_grad)
+        return sum(int(getattr(weight, "_local_tensor", weight).nbytes) for weight in whole)
 
-    of_layers = sum(bytes_of(p) for layer in layers for p in layer.parameters())
     return Gradients(
-        all_bytes=sum(_held_bytes(p) for p in trained),
-        layer_bytes=of_layers // max(1, len(layers)),
+        all_bytes=bytes_of(*trained),
+        layer_bytes=bytes_of(*(p for layer in layers for p in layer.parameters()))
+        // max(1, len(layers)),
         head_bytes=bytes_of(head),
         embedding_bytes=bytes_of(embedding),
         is_tied=head is not None and head is embedding,
-        accumulate=accumulate,
     )
-
-
-def _held_bytes(weight: Tensor) -> int:
-    """What this process holds of a weight, which is spread over others or whole."""
-    return int(getattr(weight, "_local_tensor", weight).nbytes)
-
-
-def _ends(inner: Any) -> tuple[Any, Any]:
-    """Input embeddings and output layer, where there are such."""
-    return inner.get_input_embeddings(), inner.get_output_embeddings()
 
 
 def _working(model: Any) -> Linear:
@@ -353,9 +328,8 @@ def _working(model: Any) -> Linear:
 
     def widest(*names: str) -> int:
         for name in names:
-            with contextlib.suppress(
-                AttributeError, RuntimeError
-            ):  # of layers that differ some have no one width
+            # of layers that differ some have no one width
+            with contextlib.suppress(AttributeError, RuntimeError):
                 if width := getattr(config, name):
                     return int(max(width) if isinstance(width, list | tuple) else width)
         return 0
@@ -364,22 +338,12 @@ def _working(model: Any) -> Linear:
     ffn = widest("intermediate_size", "d_ff", "ffn_dim", "n_inner", "hidden_dim") or 4 * hidden
     in_four_bits = (p for p in model.parameters() if not p.is_floating_point())
     of_mlp, of_stream = WORKING_MLP_PLAIN, WORKING_STREAM
-    if any(_is_lean(module) for module in model.modules()):
+    forwards = (getattr(vars(each).get("forward"), "__module__", "") for each in model.modules())
+    if not LIGERS.isdisjoint(forwards):
         of_mlp, of_stream = WORKING_MLP_LEAN, WORKING_STREAM_LEAN
     return Linear(
         4.0 * max((p.numel() for p in in_four_bits), default=0), of_mlp * ffn + of_stream * hidden
     )
-
-
-def _is_lean(module: Any) -> bool:
-    """Whether a module is a feed-forward of Liger's."""
-    by = getattr(vars(module).get("forward"), "__module__", None) or ""
-    return by in ("liger_kernel.transformers.swiglu", "liger_kernel.transformers.geglu")
-
-
-def _last_layer_is_checkpointed(model: Any) -> bool:
-    layers = checkpointed_layers(model)
-    return bool(layers) and bool(layers[-1].gradient_checkpointing)
 
 
 def _casts_bytes(model: Any, autocast: torch.dtype | None) -> int:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farthing.model.attention_choice import Asked, Machine, choose
-from farthing.model.documents import Documents, owners_of, sent
+from farthing.model.documents import Documents, numbered, owners_of, sent
 from farthing.model.hardware import find_compiler
 from farthing.model.programs import in_programs
 
@@ -381,8 +381,7 @@ def _flex_kernel(
     @torch.no_grad()  # one program for training and for evaluation
     def find_blocks() -> Any:
         owners = owners_of(documents)
-        numbers = torch.arange(len(documents.lengths), device=device)
-        reading = numbers.repeat_interleave(documents.bounds.diff(), output_size=n_tokens)
+        reading = numbered(documents.bounds, n_tokens)
         gaps = documents.key_bounds[1:] - documents.bounds[1:]
         own = (
             torch.arange(n_tokens, device=device) + gaps[reading]

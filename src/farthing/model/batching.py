@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from farthing.errors import ModelError
+from farthing.model.documents import Ints
 from farthing.models.families import PADS_SAFELY
 from farthing.objectives.registry import objective_of
 
@@ -28,9 +28,7 @@ class BatchingRule(NamedTuple):
     """Inputs of more tokens than this go apart from the others; None: every length goes by itself.
     """
 
-    def classes(
-        self, lengths: NDArray[np.int64], targets: NDArray[np.int64] | None
-    ) -> NDArray[np.int64]:
+    def classes(self, lengths: Ints, targets: Ints | None) -> Ints:
         """[n] from the input tokens of each example [n] and, for seq2seq, its target tokens [n],
         which are padded too.
 
@@ -73,19 +71,16 @@ def refuse_batch_norms(inner: Any) -> None:
 def longrope_limit(config: Any) -> int | None:
     """The most tokens that LongRoPE's short factors are for; None for other models."""
     text_config = config.get_text_config()
-    rope = (
-        getattr(text_config, "rope_parameters", None)
-        or getattr(text_config, "rope_scaling", None)
-        or {}
-    )
-    of_layers = [
-        each for each in rope.values() if isinstance(each, dict)
-    ]  # some have one for each type of layer
-    limits = []
-    for each in of_layers or [rope]:
-        if each.get("rope_type", each.get("type")) in ("longrope", "su"):
-            limit = each.get("original_max_position_embeddings")
-            limits.append(
-                int(limit or getattr(text_config, "original_max_position_embeddings", 0) or 0)
-            )
-    return min(limits) if limits and min(limits) > 0 else None
+    scaling = getattr(text_config, "rope_scaling", None)
+    rope = getattr(text_config, "rope_parameters", None) or scaling or {}
+    limits = [
+        int(
+            each.get("original_max_position_embeddings")
+            or getattr(text_config, "original_max_position_embeddings", None)
+            or 0
+        )
+        # some have one for each type of layer
+        for each in [each for each in rope.values() if isinstance(each, dict)] or [rope]
+        if each.get("rope_type", each.get("type")) in ("longrope", "su")
+    ]
+    return min(limits, default=0) or None

@@ -6,7 +6,7 @@ Shapes: T tokens of N documents, K keys that they see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from farthing.model.hardware import pinned
 
+Ints = NDArray[np.int64]
 Batch = dict[str, Any]
 """What the forward pass of a model of `transformers` takes of a micro-batch, by name: tensors, and
 where documents begin.
@@ -52,10 +53,10 @@ class Documents:
     @classmethod
     def of(
         cls,
-        lengths: Sequence[int] | NDArray[np.int64],
+        lengths: Sequence[int] | Ints,
         device: torch.device | str = "cpu",
-        key_lengths: Sequence[int] | NDArray[np.int64] | None = None,
-        key_rows: NDArray[np.int64] | None = None,
+        key_lengths: Sequence[int] | Ints | None = None,
+        key_rows: Ints | None = None,
         *,
         reads_others: bool = False,
     ) -> Documents:
@@ -123,27 +124,34 @@ def owners_of(documents: Documents) -> Tensor:
     """
 
     def make() -> Tensor:
-        numbers = torch.arange(len(documents.lengths), device=documents.bounds.device)
-        n_keys = sum(documents.key_lengths)
-        return numbers.repeat_interleave(documents.key_bounds.diff(), output_size=n_keys)
+        return numbered(documents.key_bounds, sum(documents.key_lengths))
 
     owners: Tensor = documents.once("owners", make)
     return owners
 
 
-def packed_batch(arrays: dict[str, NDArray[np.int64]], device: torch.device | str = "cpu") -> Batch:
-    """The arrays of `collate_packed` or `collate_shared`, and others beside them, as tensors on
-    `device`.
+def numbered(bounds: Tensor, n: int) -> Tensor:
+    """int64 [n]: the number of the document between whose bounds [N + 1] each place is."""
+    numbers = torch.arange(len(bounds) - 1, device=bounds.device)
+    return numbers.repeat_interleave(bounds.diff(), output_size=n)
 
-    Those that say where documents are become `documents`. But for the labels it is what a model
-    takes.
+
+def packed_batch(arrays: Mapping[str, Ints], device: torch.device | str = "cpu") -> Batch:
+    """The arrays of `collate_packed`, `collate_shared` or `collate_pairs`, and others beside them,
+    as tensors on `device`.
+
+    Those that say where documents are become `documents`; of pairs these are the targets, `sources`
+    the sources, and `across` the targets as they see their sources. But for the labels it is what a
+    model takes.
     """
     batch: Batch = {
         name: torch.from_numpy(array).to(device, non_blocking=True)
         for name, array in arrays.items()
-        if name not in ("lengths", "key_lengths", "key_rows")
+        if name not in ("lengths", "source_lengths", "key_lengths", "key_rows")
     }
-    documents = Documents.of(
-        arrays["lengths"], device, arrays.get("key_lengths"), arrays.get("key_rows")
-    )
+    lengths, sources = arrays["lengths"], arrays.get("source_lengths")
+    documents = Documents.of(lengths, device, arrays.get("key_lengths"), arrays.get("key_rows"))
+    if sources is not None:
+        batch["sources"] = Documents.of(sources, device)
+        batch["across"] = Documents.of(lengths, device, sources, reads_others=True)
     return {**batch, "attention_mask": documents.no_mask, "documents": documents}

@@ -46,7 +46,7 @@ from farthing.model.attention import (
 )
 from farthing.model.batching import batching_rule, refuse_batch_norms
 from farthing.model.casts import Casts
-from farthing.model.documents import Batch, packed_batch
+from farthing.model.documents import Batch, Ints, packed_batch
 from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.hardware import Numerics, pinned
 from farthing.model.head import (
@@ -59,7 +59,7 @@ from farthing.model.head import (
 from farthing.model.last_layer import last_layer
 from farthing.model.loss import find_labelled, inner_of, logits_of
 from farthing.model.norms import use_one_gelu
-from farthing.model.pairs import collate_pairs, pair_batch
+from farthing.model.pairs import collate_pairs
 from farthing.models.tiles import WRITES_MORE, default_tile_tokens, head_bytes
 from farthing.objectives.objective import Answers, OfStep, Settings
 from farthing.objectives.registry import objective_of
@@ -177,7 +177,7 @@ class Forward:
 
     # ---- on the host ----
 
-    def lengths_of(self, tokens: TokenSet) -> NDArray[np.int64]:
+    def lengths_of(self, tokens: TokenSet) -> Ints:
         """[n]: the tokens that each example of a set is computed with; of a padded unit as many for
         each of its sequences.
         """
@@ -191,7 +191,7 @@ class Forward:
         each = tokens.sequences.reshape(len(tokens), -1)
         return each.max(1).astype(np.int64) * each.shape[1]
 
-    def of_step(self, tokens: TokenSet, examples: NDArray[np.int64]) -> OfStep:
+    def of_step(self, tokens: TokenSet, examples: Ints) -> OfStep:
         """What a step of these examples has, of an objective of units."""
         k = tokens.n_sequences
         starts, lengths = tokens.sequences_of(examples)
@@ -199,9 +199,7 @@ class Forward:
         n_targets = targets.reshape(-1, k).sum(0)
         return OfStep(len(examples), tuple(n_targets.tolist()))
 
-    def split(
-        self, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int
-    ) -> list[NDArray[np.int64]]:
+    def split(self, tokens: TokenSet, examples: Ints, micro_batch_tokens: int) -> list[Ints]:
         """`examples` in micro-batches of at most `micro_batch_tokens` computed tokens; a longer
         example goes alone.
         """
@@ -218,7 +216,7 @@ class Forward:
             micro_batches, key=lambda micro_batch: -int(tokens.lengths[micro_batch].sum())
         )
 
-    def costs(self, tokens: TokenSet, examples: NDArray[np.int64]) -> NDArray[np.int64]:
+    def costs(self, tokens: TokenSet, examples: Ints) -> Ints:
         """[n]: what each example costs beside the others: its tokens in the layers, its attention,
         its targets in the head.
 
@@ -240,10 +238,10 @@ class Forward:
     def split_to_write(
         self,
         tokens: TokenSet,
-        examples: NDArray[np.int64],
+        examples: Ints,
         micro_batch_tokens: int,
         max_new_tokens: int,
-    ) -> list[NDArray[np.int64]]:
+    ) -> list[Ints]:
         """`examples` of similar inputs in padded micro-batches, for each of which the model writes
         so many tokens.
 
@@ -264,7 +262,7 @@ class Forward:
             start += n
         return micro_batches
 
-    def last_layer_read(self, tokens: TokenSet, examples: NDArray[np.int64]) -> tuple[Any, float]:
+    def last_layer_read(self, tokens: TokenSet, examples: Ints) -> tuple[Any, float]:
         """(the layer that is computed for the tokens alone that are read, which share of all these
         are); None and 1 without.
         """
@@ -276,20 +274,18 @@ class Forward:
         share = len(examples) / float(tokens.lengths[examples].sum())
         return (None, 1.0) if last is None else (last, share)
 
-    def mixes(self, tokens: TokenSet, examples: NDArray[np.int64]) -> bool:
+    def mixes(self, tokens: TokenSet, examples: Ints) -> bool:
         """Whether some of these examples must not be computed together."""
         return (
             self.batching_rule is not None and len(np.unique(self._classes(tokens, examples))) > 1
         )
 
-    def _classes(self, tokens: TokenSet, examples: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _classes(self, tokens: TokenSet, examples: Ints) -> Ints:
         """[n]: examples with equal numbers may be computed together."""
         assert self.batching_rule is not None
         return self.batching_rule.classes(*self._sides(tokens, tokens.lengths, examples))
 
-    def _sides(
-        self, tokens: TokenSet, lengths: NDArray[np.int64], examples: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    def _sides(self, tokens: TokenSet, lengths: Ints, examples: Ints) -> tuple[Ints, Ints | None]:
         """([n]: tokens of the inputs of these examples, of their targets where they are apart)."""
         own = lengths[examples]
         if not self.of.is_pair:
@@ -297,9 +293,7 @@ class Forward:
         targets = tokens.target_lengths[examples]
         return own - targets, targets
 
-    def _split(
-        self, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int
-    ) -> list[NDArray[np.int64]]:
+    def _split(self, tokens: TokenSet, examples: Ints, micro_batch_tokens: int) -> list[Ints]:
         if self.shares:
             return split_shared(tokens, examples, micro_batch_tokens)
         if self.is_packed:
@@ -314,7 +308,7 @@ class Forward:
         )
         return [examples[micro_batch] for micro_batch in micro_batches]
 
-    def collate(self, tokens: TokenSet, examples: NDArray[np.int64]) -> Host:
+    def collate(self, tokens: TokenSet, examples: Ints) -> Host:
         """Arrays of one micro-batch, the labelled positions among them; pinned for a GPU."""
         if self.of.learns_units:
             arrays = self._collate_units(tokens, examples, units.sequences_of(tokens, examples), 0)
@@ -336,18 +330,18 @@ class Forward:
             }
         return self._pinned(arrays)
 
-    def collate_mismatched(self, tokens: TokenSet, examples: NDArray[np.int64]) -> Host:
+    def collate_mismatched(self, tokens: TokenSet, examples: Ints) -> Host:
         """Arrays of the mismatched sequences of these examples: see `units.mismatched`."""
         found = units.mismatched(tokens, examples)
         return self._pinned(self._collate_units(tokens, examples, found, tokens.n_sequences))
 
-    def collate_scored(self, tokens: TokenSet, examples: NDArray[np.int64]) -> list[Host]:
+    def collate_scored(self, tokens: TokenSet, examples: Ints) -> list[Host]:
         """Arrays of all sequences that the reference scores, those of mismatched ones last."""
         more = [self.collate_mismatched(tokens, examples)] if self.of.is_mismatched else []
         return [self.collate(tokens, examples), *more]
 
     def _collate_units(
-        self, tokens: TokenSet, examples: NDArray[np.int64], found: units.Sequences, first: int
+        self, tokens: TokenSet, examples: Ints, found: units.Sequences, first: int
     ) -> Host:
         """`first`: of the columns of references."""
         arrays = units.collate_units(
@@ -373,7 +367,7 @@ class Forward:
         """Tokens that a micro-batch makes the model compute; seq2seq: of both sides."""
         return arrays["input_ids"].size + (arrays["labels"].size if self.of.is_pair else 0)
 
-    def n_tokens_of(self, tokens: TokenSet, examples: NDArray[np.int64]) -> int:
+    def n_tokens_of(self, tokens: TokenSet, examples: Ints) -> int:
         """`n_computed` of a micro-batch of these examples, from their lengths."""
         lengths = self.lengths_of(tokens)
         if self.is_packed:
@@ -392,7 +386,7 @@ class Forward:
                 name: torch.from_numpy(array).to(device, non_blocking=True)
                 for name, array in arrays.items()
             }
-        return pair_batch(arrays, device) if self.of.is_pair else packed_batch(arrays, device)
+        return packed_batch(arrays, device)
 
     @contextlib.contextmanager
     def _passing(self, batch: Batch) -> Iterator[None]:
@@ -443,7 +437,7 @@ class Forward:
             compute = packed_logits if self.is_packed else logits_of
             return compute(self.model, batch, self.task)
 
-    def mismatched_ratio(self, tokens: TokenSet, examples: NDArray[np.int64]) -> Tensor:
+    def mismatched_ratio(self, tokens: TokenSet, examples: Ints) -> Tensor:
         """The sum over these examples' mismatched sequences of the log-ratio to the reference."""
         batch = self.to_device(self.collate_mismatched(tokens, examples))
         return (self.log_probs(batch) - batch[units.REFERENCE][:, 0]).double().sum()

@@ -121,12 +121,9 @@ def find_compiler(device: str) -> str | None:
     """The compiler that torch.compile would call for this kind of device: C++ on a CPU, C for
     Triton on CUDA.
     """
-    names = (
-        [os.environ.get("CC"), "gcc", "clang"]
-        if device == "cuda"
-        else [os.environ.get("CXX"), "g++", "clang++"]
-    )
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    variable, *names = ("CC", "gcc", "clang") if device == "cuda" else ("CXX", "g++", "clang++")
+    wanted = [os.environ.get(variable), *names]
+    return next((found for name in wanted if name and (found := shutil.which(name))), None)
 
 
 # CUDA 13 has dropped everything before sm_75; torch 2.14 is the last with wheels of CUDA 12.6
@@ -156,19 +153,16 @@ def must_be_built_for(name: str, capability: tuple[int, int], built_for: list[st
     GPUs, PTX on all later ones (CUDA C++ Programming Guide, 5.2 and 5.3); letters behind a number
     bind it to that one GPU.
     """
-    major, minor = capability
-    if not built_for:
-        return
-    for one in built_for:
+
+    def runs(one: str) -> bool:
         kind, _, number = one.partition("_")
         if not number.isdigit():  # sm_90a
-            fits = number.rstrip("af") == f"{major}{minor}"
-        elif kind == "compute":
-            fits = int(number) <= major * 10 + minor
-        else:
-            fits = int(number) // 10 == major and int(number) % 10 <= minor
-        if fits:
-            return
+            return number.rstrip("af") == "{}{}".format(*capability)
+        theirs = divmod(int(number), 10)
+        return theirs <= capability and (kind == "compute" or theirs[0] == capability[0])
+
+    if not built_for or any(map(runs, built_for)):
+        return
     to_do = "pip install --upgrade torch, or use another GPU"
     if capability < (7, 5):
         to_do = (
@@ -176,8 +170,8 @@ def must_be_built_for(name: str, capability: tuple[int, int], built_for: list[st
             " or use another GPU"
         )
     raise HardwareError(
-        f"torch {torch.__version__} has no kernels for {name} (sm_{major}{minor}): it is built for"
-        f" {', '.join(built_for)}",
+        f"torch {torch.__version__} has no kernels for {name} (sm_{capability[0]}{capability[1]}):"
+        f" it is built for {', '.join(built_for)}",
         where="where.device",
         to_do=to_do,
     )
@@ -249,25 +243,20 @@ def of_models_code(error: Exception) -> ModelError | None:
             where="method",
             to_do="train other layers (method.target_modules), or all of them (method: full)",
         )
-    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     ours = str(Path(__file__).parents[1])
-    of_model: list[Any] = []
-    for code in codes:
-        if code.co_filename.startswith(ours):
-            of_model = []  # what it calls from here on is no fault of a model outside
-        elif re.search(r"transformers(_modules|[/\\]models)[/\\]", code.co_filename):
-            of_model.append(code)
-    if not of_model:
-        return None
-    return ModelError(
-        f"the model's own code can't compute this: {type(error).__name__}:"
-        f" {' '.join(str(error).split())[:200]}",
-        where=f"{Path(of_model[-1].co_filename).name}, {of_model[-1].co_name}",
-        to_do=(
-            "it may want more than text, other settings in its config.json, or longer texts: try it"
-            " with transformers alone, or use another model"
-        ),
-    )
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        code = frame.f_code
+        if code.co_filename.startswith(ours):  # what it calls is no fault of a model
+            return None
+        if re.search(r"transformers(_modules|[/\\]models)[/\\]", code.co_filename):
+            return ModelError(
+                f"the model's own code can't compute this: {type(error).__name__}:"
+                f" {' '.join(str(error).split())[:200]}",
+                where=f"{Path(code.co_filename).name}, {code.co_name}",
+                to_do="try it with transformers alone; it may want more than text, other settings"
+                " in its config.json, or longer texts",
+            )
+    return None
 
 
 def _tell_allocator() -> None:
@@ -331,13 +320,12 @@ def free_bytes(device: torch.device) -> int:
 
 def peak_bytes(device: torch.device) -> int:
     """Most memory taken so far: by torch on a GPU, by the whole process on a CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    # Linux keeps the parent's peak in ru_maxrss when a process begins another
     own = window_peak_bytes(device)
-    return own or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    if own or device.type == "cuda":
+        return own
+    # Linux keeps the parent's peak in ru_maxrss when a process begins another
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def reset_peak_bytes(device: torch.device) -> None:

@@ -267,7 +267,7 @@ def word_losses(
 class Head:
     """What is behind the last hidden states of a model, and how to get those."""
 
-    hidden_states: Callable[[dict[str, Tensor]], Tensor]
+    hidden_states: Callable[[Batch], Tensor]
     """From a batch to hidden states [B, T, h], scaled as the head takes them."""
     linear: Any
     """The output layer: a `nn.Linear`, or one with an adapter of `peft`."""
@@ -327,7 +327,7 @@ def find_head(model: Any, task: str) -> Head | str:
 
 def language_model_loss(
     model: Any,
-    batch: dict[str, Tensor],
+    batch: Batch,
     task: str,
     label_smoothing: float = 0.0,
     *,
@@ -389,7 +389,7 @@ def loss_and_log_probs(
     return -words.double().sum().to(words.dtype), of_documents
 
 
-def _causal_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:
+def _causal_states(inner: Any, batch: Batch) -> Tensor:
     """Hidden states [B, T, h] after the last norm, scaled where the family scales its logits
     (Cohere, Granite).
     """
@@ -406,7 +406,7 @@ def _said(config: Any, key: str) -> Any:
     return getattr(config, key) if hasattr(type(config), key) else None
 
 
-def _decoder_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:
+def _decoder_states(inner: Any, batch: Batch) -> Tensor:
     """Hidden states [B, T, h] of the decoder, scaled where the head shares the embeddings'
     weights.
     """

@@ -24,6 +24,7 @@ from farthing.data.units import (
     VALUES,
 )
 from farthing.errors import ModelError
+from farthing.model.documents import Batch
 from farthing.objectives.objective import IGNORED
 from farthing.objectives.registry import objective_of
 
@@ -37,7 +38,7 @@ def inner_of(model: Any) -> Any:
 
 
 def summed_loss(
-    model: Any, batch: dict[str, Tensor], task: str, label_smoothing: float = 0.0
+    model: Any, batch: Batch, task: str, label_smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(sum of cross-entropies in fp32, logits).
 
@@ -60,7 +61,7 @@ def summed_loss(
     )
 
 
-def logits_of(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
+def logits_of(model: Any, batch: Batch, task: str) -> Tensor:
     """Forward pass without the library's own loss."""
     inputs, of = inputs_of(batch), objective_of(task)
     if of.is_pair:
@@ -71,7 +72,7 @@ def logits_of(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
     return logits
 
 
-def inputs_of(batch: dict[str, Tensor]) -> dict[str, Any]:
+def inputs_of(batch: Batch) -> dict[str, Any]:
     """What of a batch the model takes."""
     return {name: value for name, value in batch.items() if name not in OF_LOSS}
 
@@ -106,7 +107,7 @@ def find_labelled(
     return Labelled(rows * n_tokens + columns, labels[rows, columns])
 
 
-def labelled_of(batch: dict[str, Tensor], task: str) -> Labelled:
+def labelled_of(batch: Batch, task: str) -> Labelled:
     """The labelled positions of a batch: those that it says, or those of its labels."""
     if POSITIONS in batch:
         return Labelled(batch[POSITIONS], batch[TARGETS])

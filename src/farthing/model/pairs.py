@@ -20,17 +20,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from farthing.data.batches import collate
 from farthing.data.token_set import TokenSet
 from farthing.model.attention_kernels import How, over_documents, up_to_aligned
-from farthing.model.documents import Batch, Documents
+from farthing.model.documents import Batch, Documents, Ints
 from farthing.model.loss import decoder_inputs
 from farthing.objectives.objective import IGNORED
-
-Arrays = dict[str, NDArray[np.int64]]
 
 
 class Sides(NamedTuple):
@@ -46,8 +43,8 @@ class Sides(NamedTuple):
 
 
 def collate_pairs(
-    inner: Any, tokens: TokenSet, examples: NDArray[np.int64], task: str, pad_id: int
-) -> Arrays:
+    inner: Any, tokens: TokenSet, examples: Ints, task: str, pad_id: int
+) -> dict[str, Ints]:
     """Arrays of a micro-batch of `examples`, sources and targets each end to end.
 
     input_ids, position_ids [1, S]; labels, decoder_ids, decoder_position_ids [1, T]; source_lengths
@@ -74,7 +71,7 @@ def collate_pairs(
     }
 
 
-def _positions(inner: Any, ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def _positions(inner: Any, ids: Ints, lengths: Ints) -> Ints:
     """[tokens]: the place of each in its document; where a family counts no padding, -1 for
     padding.
     """
@@ -86,31 +83,11 @@ def _positions(inner: Any, ids: NDArray[np.int64], lengths: NDArray[np.int64]) -
     return np.where(is_text, n_before[:-1] - n_before[starts], -1)
 
 
-def pair_batch(arrays: Arrays, device: torch.device) -> Batch:
-    """The arrays of `collate_pairs`, and others beside them, as tensors on `device`.
-
-    `documents` are the targets, `sources` the sources, and `across` the targets as they see their
-    sources.
-    """
-    batch: Batch = {
-        name: torch.from_numpy(array).to(device, non_blocking=True)
-        for name, array in arrays.items()
-        if name not in ("lengths", "source_lengths")
-    }
-    of_sources, of_targets = arrays["source_lengths"], arrays["lengths"]
-    batch["sources"], batch["documents"] = (
-        Documents.of(of_sources, device),
-        Documents.of(of_targets, device),
-    )
-    batch["across"] = Documents.of(of_targets, device, of_sources, reads_others=True)
-    return batch
-
-
 # ---- the model ----
 
 
 def decoder_states(inner: Any, batch: Batch) -> Tensor:
-    """Hidden states [1, T, h] of the decoder after its last norm, from a batch of `pair_batch`."""
+    """Hidden states [1, T, h] of the decoder after its last norm, from a packed batch."""
     decoder, targets, across = inner.get_decoder(), batch["documents"], batch["across"]
     source = source_states(inner, batch)
     with _placed(decoder, batch["decoder_position_ids"], targets.longest):
@@ -126,7 +103,7 @@ def decoder_states(inner: Any, batch: Batch) -> Tensor:
 
 
 def source_states(inner: Any, batch: Batch) -> Tensor:
-    """Hidden states [1, S, h] of the encoder, from a batch of `pair_batch`."""
+    """Hidden states [1, S, h] of the encoder, from a packed batch."""
     encoder, sources = inner.get_encoder(), batch["sources"]
     with _placed(encoder, batch["position_ids"], sources.longest):
         found = encoder(

@@ -533,7 +533,7 @@ def settle_checkpointing(
         forward.model,
         (sample_of(1), sample_of(2)),
         Beside(
-            largest_tokens=n_tokens,
+            n_tokens=n_tokens,
             accumulates=has_several or settings.slots > ranks.n,
             optimizer_bytes=state_bytes(optimizer, forward.numerics.device),
             update_bytes=max(update_bytes(optimizer), reduce_bytes(ranks, trained))

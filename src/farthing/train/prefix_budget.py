@@ -41,8 +41,7 @@ def share_prefix(
     def need_of(micro_batch_tokens: int) -> MemoryNeed:
         """The memory of this run with larger micro-batches than those it was judged by."""
         several = accumulates(forward, tokens, batches, n_steps, micro_batch_tokens)
-        gradients = replace(memory.gradients, accumulate=several)
-        return replace(memory, n_tokens=micro_batch_tokens, gradients=gradients)
+        return replace(memory, n_tokens=micro_batch_tokens, accumulates=several)
 
     if settings.shares_prefix is None:
         budgets = [settings.micro_batch_tokens]
