@@ -620,9 +620,6 @@ def test_models_that_look_ahead_do_not_share(family: str) -> None:
 
 def test_models_with_two_stacks_do_not_share() -> None:
     assert "both directions" in str(can_share(model_of("llama"), "seq2seq"))
-    documents = Documents.of([2, 1], "cpu", [2, 2], np.array([0, 1, 0, 2]))
-    with pytest.raises(ValueError, match="two-way attention"):
-        attend(Layer(), *heads(3), None, is_causal=False, documents=documents)
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,6 @@ def over_documents(
     """
     if not how.causal and how.window is not None:
         raise ValueError("a sliding window that looks ahead is not known here")
-    if not how.causal and documents.key_rows is not None:
-        raise ValueError("documents with two-way attention can't continue others")
     if how.window is not None and documents.most_keys <= how.window:
         how = replace(how, window=None)
     if torch.is_autocast_enabled(query.device.type):  # the kernels are no operations autocast knows

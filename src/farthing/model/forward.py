@@ -162,18 +162,17 @@ class Forward:
         ascending, that saves nearly as much as the largest; 0 where sharing does not pay).
         """
         self.shares = False
-        if self.of.learns_units or self.of.scores_words or not self.is_packed or self.noise:
+        of = self.of
+        if of.learns_units or of.scores_words or self.noise or not self.is_packed:
             return 0.0, 0
         if can_share(self.model, self.task):
             return 0.0, 0
         most = saved_by_sharing(tokens, batches, budgets[-1])
-        if most < WORTH:
+        self.shares = most >= WORTH
+        if not self.shares:
             return most, 0
-        self.shares = True
-        for budget in budgets[:-1]:
-            if (saved := saved_by_sharing(tokens, batches, budget)) >= most - NEARLY:
-                return saved, budget
-        return most, budgets[-1]
+        found = ((saved_by_sharing(tokens, batches, each), each) for each in budgets)
+        return next((saved, budget) for saved, budget in found if saved >= most - NEARLY)
 
     # ---- on the host ----
 
@@ -249,30 +248,27 @@ class Forward:
         micro-batch has: they are as many as fit. Nothing is kept to go backward, so they are
         `WRITES_MORE` times as many tokens as in training.
         """
-        lengths = tokens.lengths[examples] - tokens.target_lengths[examples]
         if self.batching_rule is not None:
             return self.split(tokens, examples, micro_batch_tokens)
-        order = np.argsort(-lengths, kind="stable")
-        micro_batches, start = [], 0
-        while start < len(order):
-            n = max(
-                1, WRITES_MORE * micro_batch_tokens // int(lengths[order[start]] + max_new_tokens)
-            )
-            micro_batches.append(examples[order[start : start + n]])
-            start += n
+        lengths = tokens.lengths[examples] - tokens.target_lengths[examples]
+        rest, micro_batches = np.argsort(-lengths, kind="stable"), []
+        while len(rest):
+            n_each = int(lengths[rest[0]]) + max_new_tokens
+            n = max(1, WRITES_MORE * micro_batch_tokens // n_each)
+            micro_batches.append(examples[rest[:n]])
+            rest = rest[n:]
         return micro_batches
 
     def last_layer_read(self, tokens: TokenSet, examples: Ints) -> tuple[Any, float]:
         """(the layer that is computed for the tokens alone that are read, which share of all these
         are); None and 1 without.
         """
-        if self.of.scores_tokens or self.of.scores_words or not self.is_packed:
-            return None, 1.0
-        if not reads_first_tokens(self._inner):
-            return None, 1.0
-        last = last_layer(self._inner)
-        share = len(examples) / float(tokens.lengths[examples].sum())
-        return (None, 1.0) if last is None else (last, share)
+        of_each = not (self.of.scores_tokens or self.of.scores_words)
+        if of_each and self.is_packed and reads_first_tokens(self._inner):
+            last = last_layer(self._inner)
+            if last is not None:
+                return last, len(examples) / float(tokens.lengths[examples].sum())
+        return None, 1.0
 
     def mixes(self, tokens: TokenSet, examples: Ints) -> bool:
         """Whether some of these examples must not be computed together."""

@@ -46,19 +46,13 @@ def scale_positions(config: Any, wanted: dict[str, Any]) -> None:
         raise ModelError(
             f"a {config.model_type} {why}", where=where, to_do="leave it out for this model"
         )
-    if kind not in ("default", *ROPE_INIT_FUNCTIONS):
-        known = ", ".join(ROPE_INIT_FUNCTIONS)
-        raise ModelError(
-            f"transformers has no rope_type {kind!r}", where=where, to_do=f"use one of {known}"
-        )
-    rest = {key: value for key, value in wanted.items() if key not in ("type", "rope_type")}
-    config.rope_parameters = {
-        "rope_theta": now["rope_theta"],
-        **_kept_part(now),
-        **rest,
-        "rope_type": kind,
-    }
+    # how much of each head is turned is the model's
+    kept = {key: now[key] for key in ("rope_theta", "partial_rotary_factor") if key in now}
+    own = {key: value for key, value in wanted.items() if key != "type"}
+    config.rope_parameters = {**kept, **own, "rope_type": kind}
     try:
+        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise ValueError(f"transformers has {', '.join(ROPE_INIT_FUNCTIONS)}")
         config.validate_rope()
         ROPE_INIT_FUNCTIONS.get(kind, lambda *_: None)(config, torch.device("cpu"))
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
@@ -68,8 +62,3 @@ def scale_positions(config: Any, wanted: dict[str, Any]) -> None:
             where=where,
             to_do="see rope_scaling of transformers",
         ) from error
-
-
-def _kept_part(now: dict[str, Any]) -> dict[str, Any]:
-    """How much of each head is turned, which is the model's."""
-    return {key: now[key] for key in ("partial_rotary_factor",) if key in now}

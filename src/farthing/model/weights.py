@@ -27,35 +27,24 @@ def weights_sha256(folder: Path, cache_dir: Path | None = None) -> list[tuple[st
     size, time or place change. Raises `OSError`."""
     files = weight_files(folder)
     with ThreadPoolExecutor(N_THREADS) as threads:
-        return list(
-            zip(
-                [path.name for path in files],
-                threads.map(lambda path: _noted(path, cache_dir), files),
-                strict=True,
-            )
-        )
+        sums = threads.map(lambda path: _noted(path, cache_dir), files)
+        return [(path.name, found) for path, found in zip(files, sums, strict=True)]
 
 
 def _noted(path: Path, cache_dir: Path | None) -> str:
     """The sha256 of a file. What can't be noted is read again the next time."""
     if cache_dir is None:
         return sha256_of(path)
-    status = path.stat()
-    now = {
-        "size": status.st_size,
-        "mtime_ns": status.st_mtime_ns,
-        "inode": status.st_ino,
-        "device": status.st_dev,
-    }
-    note = None
+    status, note = path.stat(), None
+    now = [status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev]
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         folder = own_folder(cache_dir / "weights", lambda text: None)
         note = folder / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]}.json"
         before = parse_json(note.read_text(encoding="utf-8")) if is_own(folder) else {}
-        if {key: before[key] for key in now} == now and len(before["sha256"]) == 64:
+        if before["of"] == now and len(before["sha256"]) == 64:
             return str(before["sha256"])
     found = sha256_of(path)
     if note is not None and path.stat().st_mtime_ns == status.st_mtime_ns:
         with contextlib.suppress(OSError):
-            write_json(note, {**now, "sha256": found})
+            write_json(note, {"of": now, "sha256": found})
     return found

@@ -106,7 +106,7 @@ def read_settings(given: object) -> Settings:
     values = {"name": given} if isinstance(given, str) else given
     if isinstance(values, Settings):
         return values
-    known = [name for name, each in _OBJECTIVES.items() if each.settings]
+    known = list(_with_keys())
     if not isinstance(values, dict) or not isinstance(values.get("name"), str):
         raise ValueError(f"`name` is missing; use one of {', '.join(known)}")
     name = values["name"]
@@ -122,21 +122,20 @@ def read_settings(given: object) -> Settings:
         raise ValueError(_explained(error, found.settings, name)) from None
 
 
+def _with_keys() -> dict[str, type[Settings]]:
+    """The settings of the objectives that have keys, by name."""
+    return {name: each.settings for name, each in _OBJECTIVES.items() if each.settings}
+
+
 def keys_of_objectives() -> list[str]:
     """The keys that the objectives of this folder have, each once."""
-    of_all = [each.settings.model_fields for each in _OBJECTIVES.values() if each.settings]
-    return list(dict.fromkeys(key for fields in of_all for key in fields))
+    return list(dict.fromkeys(key for each in _with_keys().values() for key in each.model_fields))
 
 
 def schema() -> dict[str, object]:
-    known = {name: each.settings for name, each in _OBJECTIVES.items() if each.settings}
-    return {
-        "anyOf": [
-            {"type": "string", "enum": list(known)},
-            *(settings.model_json_schema() for settings in known.values()),
-            {"type": "null"},
-        ]
-    }
+    known = _with_keys()
+    keys = (settings.model_json_schema() for settings in known.values())
+    return {"anyOf": [{"type": "string", "enum": list(known)}, *keys, {"type": "null"}]}
 
 
 def _explained(error: ValidationError, settings: type[Settings], name: str) -> str:
@@ -158,9 +157,5 @@ def format_of(name: str) -> Format:
 
 
 def standard_columns() -> set[str]:
-    return {
-        name
-        for task in _OBJECTIVES.values()
-        for each in task.formats
-        for name in (*each.needs, *each.may_have)
-    }
+    formats = (each for task in _OBJECTIVES.values() for each in task.formats)
+    return {name for each in formats for name in (*each.needs, *each.may_have)}

@@ -51,9 +51,7 @@ def _ranks(values: NDArray[Any]) -> NDArray[Any]:
 
 def _correlation(one: NDArray[Any], other: NDArray[Any]) -> float | None:
     """Pearson's; None where one of both is constant."""
-    one, other = one - one.mean(), other - other.mean()
-    norm = float((one**2).sum() * (other**2).sum()) ** 0.5
-    return float((one * other).sum()) / norm if norm else None
+    return float(np.corrcoef(one, other)[0, 1]) if one.std() and other.std() else None
 
 
 def _judge(seen: Evaluated) -> Metrics:
