@@ -13,7 +13,7 @@ documents.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -290,11 +290,6 @@ class Head:
         """Whether the layer is a matrix, perhaps with a bias, and nothing more."""
         return type(self.linear) is nn.Linear
 
-    def losses(self, states: Tensor, labelled: Labelled, how: How) -> tuple[Tensor, Tensor]:
-        """As `head_losses`, with this head's cap."""
-        how = replace(how, soft_cap=self.soft_cap)
-        return head_losses(states, self.linear.weight, self.bias, labelled, how)
-
 
 def find_head(model: Any, task: str) -> Head | str:
     """The head of a causal or sequence-to-sequence model of `transformers`, wrapped by `peft` or
@@ -347,8 +342,8 @@ def language_model_loss(
     states, labelled = head.hidden_states(batch), labelled_of(batch, task)
     if not head.is_matrix:
         return word_losses(states, head, labelled, label_smoothing).sum()
-    how = How(label_smoothing=label_smoothing, gradient_scale=gradient_scale)
-    return head.losses(states, labelled, how)[0]
+    how = How(head.soft_cap, label_smoothing, gradient_scale)
+    return head_loss(states, head.linear.weight, head.bias, labelled, how)
 
 
 def target_log_probs(model: Any, batch: Batch, task: str, head: Head | str) -> Tensor:
@@ -369,7 +364,8 @@ def target_log_probs(model: Any, batch: Batch, task: str, head: Head | str) -> T
     is_trained = head.linear.weight.requires_grad and torch.is_grad_enabled()
     if is_trained or not head.is_matrix:
         return -word_losses(states, head, labelled)
-    return -head.losses(states, labelled, How())[1]
+    how = How(head.soft_cap)
+    return -head_losses(states, head.linear.weight, head.bias, labelled, how)[1]
 
 
 def loss_and_log_probs(
