@@ -40,7 +40,7 @@ from on_gpu import flash, table
 from on_gpu.work import FULL, SHAPES, SMALL
 
 BENCH = Path(__file__).resolve().parent
-IN_ORDER = """farthing 1B, farthing 8B, trl-tuned 1B, hf 1B, farthing 3B, trl-tuned 8B, hf 8B,
+IN_ORDER = """farthing 1B, trl-tuned 1B, hf 1B, farthing 8B, farthing 3B, trl-tuned 8B, hf 8B,
 farthing T5, farthing BERT, hf T5, hf BERT, farthing 0.5B, trl-tuned 3B, hf 3B, trl-tuned 0.5B,
 hf 0.5B, variants 1B, farthing toy, hf toy, trl-tuned toy, variants toy"""
 """What is measured, the first first: what targets hang on, then what stands beside it."""
