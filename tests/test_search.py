@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -32,10 +31,9 @@ from farthing.search.halving import (
     ranked,
     rungs_of,
 )
-from farthing.search.page import search_page
+from farthing.search.report import in_words
 from farthing.search.run import search
 from farthing.search.space import draw, n_choices, refuse_choices
-from farthing.search.words import in_words
 from small_models import make_model_folder
 from workshop import job_file
 
@@ -47,7 +45,7 @@ def test_rungs_are_powers_of_the_factor_and_end_at_the_whole() -> None:
     assert rungs.fractions == pytest.approx((1 / 9, 1 / 3, 1))
     assert rungs.n_trials(27) == [27, 9, 3]
     assert rungs.full_runs(27) == pytest.approx(27 / 9 + 9 * (2 / 9) + 3 * (2 / 3))
-    assert rungs_of(3, 0.1, 4).n == 2
+    assert len(rungs_of(3, 0.1, 4).fractions) == 2
     assert rungs_of(2, 1.0, 8).fractions == (1.0,)
 
 
@@ -112,13 +110,13 @@ def test_a_range_is_drawn_within_its_bounds() -> None:
 def test_a_power_law_is_found_again_and_not_taken_further_than_twice() -> None:
     points = [(n, 0.9 - 2.0 * n**-0.5) for n in (250, 500, 1000)]
     found = gain(points, 2000, [0.0, 0.0, 0.0], greater_is_better=True)
+    assert found is not None
     assert found.likely == pytest.approx(2.0 * (1000**-0.5 - 2000**-0.5), rel=0.05)
     noisy = gain(points, 2000, [0.02, 0.02, 0.02], greater_is_better=True)
+    assert noisy is not None
     assert noisy.low < found.likely < noisy.high
-    with pytest.raises(InputError, match="more than twice"):
-        gain(points, 2001, [0.0, 0.0, 0.0], greater_is_better=True)
-    with pytest.raises(InputError, match="three points"):
-        gain(points[:2], 600, [0.0, 0.0], greater_is_better=True)
+    assert gain(points, 2001, [0.0, 0.0, 0.0], greater_is_better=True) is None
+    assert gain(points[:2], 600, [0.0, 0.0], greater_is_better=True) is None, "three points"
 
 
 @pytest.mark.parametrize(
@@ -228,11 +226,6 @@ def test_the_best_settings_win(tmp_path: Path) -> None:
     page = (folder / "search.html").read_text(encoding="utf-8")
     assert "Learning curves" in page
     assert "0.003" in page
-    scored = [each for each in receipt["trials"] if each["score"] is not None]
-    far_apart = zip(scored, (1.0e-4, 1.0e-3, 1.0e-2), strict=True)
-    rates = [each | {"settings": {"train.learning_rate": rate}} for each, rate in far_apart]
-    places = re.findall(r'points="100\.0,([\d.]+)', search_page(receipt | {"trials": rates}))
-    assert sorted(map(float, places)) == [20.0, 145.0, 270.0], "rates are on a logarithmic axis"
     assert load_job(folder / "winner.yaml").train.learning_rate == 3.0e-3
     winner = f"trials/{receipt['winner']['trial']:03d}/model/model.safetensors"
     assert list(weights_of(folder)) == [winner]

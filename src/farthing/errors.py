@@ -12,6 +12,8 @@ EXIT_CRASH = 1
 EXIT_MISTAKE = 2
 EXIT_LIMIT = 3
 EXIT_INTERRUPTED = 75
+EXIT_CODES = {"finished": EXIT_FINISHED, "limit": EXIT_LIMIT, "interrupted": EXIT_INTERRUPTED}
+"""By how a run or a search ended."""
 
 
 class FarthingError(Exception):

@@ -37,13 +37,14 @@ FREE = {
     *("use_rslora", "init_lora_weights", "loraplus_lr_ratio"),
 }
 """Keys whose value changes no cost."""
-ONE_GPU = {"gpus": 1}
 MOST_PLANS, MOST_AFFORDED = 6, 81
 """Kinds of trials that are planned; trials of a search that only a cap bounds."""
 N_DRAWN = 24
 KEPT_BACK = 0.15
 """Of the cap, for restarts and for trials that cost more than planned."""
 OF_TRAINING = ("training", "checkpoints")
+OF_TRIALS = ("start-up", "tokenizing", "evaluation", "export", *OF_TRAINING)
+"""Parts of a plan that are counted for each trial; the others once for the machine."""
 SEGMENT_S = 0.4
 """That each segment of a trial takes besides its model: to open data and run, and to leave."""
 
@@ -55,6 +56,11 @@ class Place:
     machine: Choice
     at_a_time: int
     trials: Sequence[Choice]
+
+    def mean_s(self, *parts: str) -> float:
+        """Seconds of these parts, the mean over kinds of trials."""
+        seconds = [row.seconds.get(part, 0.0) for row in self.trials for part in parts]
+        return sum(seconds) / len(self.trials)
 
 
 @dataclass(frozen=True)
@@ -75,19 +81,18 @@ class Bill:
 
     def of(self, n_trials: int) -> Json:
         """The bill of so many trials."""
-        at_rungs = Counter[float]()
-        for rungs, n in self._brackets(n_trials):
+        brackets, at_rungs = self._brackets(n_trials), Counter[float]()
+        for rungs, n in brackets:
             at_rungs.update(dict(zip(rungs.fractions, rungs.n_trials(n), strict=True)))
         rows = [self._row(place, n_trials) for place in self.places]
         rows.sort(key=lambda row: (row["usd"], row["hours"]))
-        section = self.job.search
         best = rows[0] if rows else None
         here = next((row for row in rows if row["kind"] == "here"), None)
         return {
             "trials": n_trials,
             "rungs": [{"fraction": each, "trials": at_rungs[each]} for each in sorted(at_rungs)],
-            "full_trainings": sum(rungs.full_runs(n) for rungs, n in self._brackets(n_trials)),
-            "n_settings": n_choices(section) if section.vary else 1,
+            "full_trainings": sum(rungs.full_runs(n) for rungs, n in brackets),
+            "n_settings": n_choices(self.job.search),
             "max_usd": self.job.limits.max_usd,
             "machines": rows,
             "best": best,
@@ -104,8 +109,7 @@ class Bill:
         """
         section = self.job.search
         wanted = section.trials or self.affordable or most
-        n = n_choices(section) if section.vary else 1
-        return wanted if n is None else min(wanted, n)
+        return min(wanted, n_choices(section) or wanted)
 
     @property
     def affordable(self) -> int | None:
@@ -116,12 +120,14 @@ class Bill:
         there = [place for place in self.places if place.machine.kind == "here"] or self.places
         if cap_usd is None or not there:
             return None
-        place = min(there, key=lambda each: float(self._row(each, 1)["usd"]))
-        if self._row(place, 1)["usd"] <= 0:
-            return None
+
+        def usd(n: int) -> float:
+            return min(float(self._row(place, n)["usd"]) for place in there)
+
         n, most = 1, n_choices(self.job.search) or MOST_AFFORDED
-        room = cap_usd * (1 - KEPT_BACK)
-        while n < most and self._row(place, n + 1)["usd"] <= room:
+        if usd(n) <= 0:
+            return None
+        while n < most and usd(n + 1) <= cap_usd * (1 - KEPT_BACK):
             n += 1
         return n
 
@@ -133,85 +139,76 @@ class Bill:
         return [(rungs_of(factor, least, n), n) for n in parts]
 
     def _row(self, place: Place, n_trials: int) -> Json:
-        """What a machine takes for it: the mean over kinds of trials."""
-        machine, section, choices = place.machine, self.job.search, place.trials
-
-        def mean(*names: str) -> float:
-            return sum(row.seconds.get(each, 0) for row in choices for each in names) / len(choices)
-
-        of_one = mean("evaluation") / max(1, self.n_evaluations) / (2 if section.stop_at else 1)
-        wall_s, shares = mean("start-up", "tokenizing"), list[float]()
+        """What a machine takes for it."""
+        machine, section, at_a_time = place.machine, self.job.search, place.at_a_time
+        evaluation_s = place.mean_s("evaluation") / max(1, self.n_evaluations)
+        evaluation_s /= 2 if section.stop_at else 1
+        wall_s = place.mean_s("start-up", "tokenizing")
+        wall_s += sum(each for name, each in machine.seconds.items() if name not in OF_TRIALS)
         for rungs, n in self._brackets(n_trials):
-            full_s = mean(*OF_TRAINING) + of_one / rungs.fractions[0]
+            full_s = place.mean_s(*OF_TRAINING) + evaluation_s / rungs.fractions[0]
             before = 0.0
             for fraction, at_rung in zip(rungs.fractions, rungs.n_trials(n), strict=True):
                 segment_s = SEGMENT_S + self.load_s + (fraction - before) * full_s
-                before, wall_s = fraction, wall_s + ceil(at_rung / place.at_a_time) * segment_s
-            wall_s += ceil(at_rung / place.at_a_time) * mean("export")
+                before, wall_s = fraction, wall_s + ceil(at_rung / at_a_time) * segment_s
+            wall_s += ceil(at_rung / at_a_time) * place.mean_s("export")
             if section.stop_at:
-                wall_s += self.load_s + of_one
-            shares = sorted(share for share in section.data_fraction if share < 1)[::-1]
-            wall_s += (n == n_trials) * sum(shares[:: place.at_a_time]) * full_s
-        of_machine = ("start-up", "tokenizing", "evaluation", "export", *OF_TRAINING)
-        wall_s += sum(each for name, each in machine.seconds.items() if name not in of_machine)
-        spread = [each / max(machine.hours, 1e-12) for each in machine.hours_range]
-        hours = wall_s / 3600
-        rate = machine.total_usd / max(machine.hours, 1e-12) if machine.total_usd else 0.0
+                wall_s += self.load_s + evaluation_s
+        if section.data_fraction:  # by one bracket: `stop_at` excludes it
+            shares = sorted((share for share in section.data_fraction if share < 1), reverse=True)
+            wall_s += sum(shares[::at_a_time]) * full_s
+        per_hour = 1 / max(machine.hours, 1e-12)
+        hours, rate_usd = wall_s / 3600, (machine.total_usd or 0.0) * per_hour
+        ranged_hours = [hours * each * per_hour for each in machine.hours_range]
         return {
             "name": machine.name,
             "kind": machine.kind,
-            "usd": hours * rate,
-            "usd_range": [hours * rate * each for each in spread],
+            "usd": hours * rate_usd,
+            "usd_range": [each * rate_usd for each in ranged_hours],
             "hours": hours,
-            "hours_range": [hours * each for each in spread],
-            "usd_of_one_full_training": sum(row.total_usd for row in choices) / len(choices),
+            "hours_range": ranged_hours,
+            "usd_of_one_full_training": sum(row.total_usd for row in place.trials)
+            / len(place.trials),
         }
 
     def _warnings(self, n_trials: int, row: Mapping[str, Any] | None) -> list[str]:
-        found = []
+        found, cap_usd = [], self.job.limits.max_usd
         metric = (self.job.train.metric_for_best_model or "loss").removeprefix("eval_")
         if metric in SHARES:
             found.append(
                 f"{self.n_eval:,} evaluation examples: two settings whose {metric} differs by less"
                 f" than {100 * least_difference(self.n_eval):.1f} points can't be told apart"
             )
-        cap_usd, factor = self.job.limits.max_usd, self.job.search.reduction_factor
         if cap_usd is not None and row is not None and row["usd"] > cap_usd:
             found.append(
                 f"the cap of ${cap_usd:g} pays for {self.affordable or 0} trials, not {n_trials}:"
                 " the search would stop before it has a winner"
             )
-        if 1 < n_trials < factor:
+        if 1 < n_trials < self.job.search.reduction_factor:
             found.append(
                 f"{n_trials} trials can't be told apart by halving: fewer than the"
-                f" reduction_factor of {factor}"
+                f" reduction_factor of {self.job.search.reduction_factor}"
             )
         return found
 
 
 def priced(job: Job, place: str, **asked: Any) -> Bill | None:
     """The bill of a search; None where its trials can't be planned. `asked` as for `api.plan`."""
-    views = []
+    views: list[PlanView] = []
     machines: PlanView | None = None
-    sizes: dict[str, int] = {}
-    serving: dict[str, float] = {}
-    seen: set[str] = set()
-    for settings in _samples(job):
-        kind = str({key: settings[key] for key in settings if key.split(".")[-1] not in FREE})
-        if kind in seen or len(seen) >= MOST_PLANS:
-            continue
-        seen.add(kind)
-        values = {key: part for key, part in values_with(job, settings).items() if key != "limits"}
+    sizes, serving = dict[str, int](), dict[str, float]()
+    for settings in _kinds(job):
+        values = values_with(job, settings)
+        values.pop("limits", None)
         with contextlib.suppress(InputError):
             trial = job_of(values, place)
             if machines is None and job.where.gpus is not None:
                 machines = api.plan(trial, **asked).view
-            alone = trial.model_copy(update={"where": trial.where.model_copy(update=ONE_GPU)})
-            plan = api.plan(alone, **asked)
-            views.append(plan.view)
-            model = model_of(settings)
-            if model is not None:
-                sizes[str(model)] = plan.view.job.n_parameters
+            on_one = trial.where.model_copy(update={"gpus": 1})
+            view = api.plan(trial.model_copy(update={"where": on_one}), **asked).view
+            views.append(view)
+            if (model := model_of(settings)) is not None:
+                sizes[str(model)] = view.job.n_parameters
                 config, _ = find_config(trial.model.model_name_or_path, trial.model.revision)
                 offers = read_catalog(asked.get("prices"), today()).offers
                 served, _ = serve(read_shape(config, job.task), Traffic(), list(offers))
@@ -219,48 +216,48 @@ def priced(job: Job, place: str, **asked: Any) -> Bill | None:
                     serving[str(model)] = min(each.usd_per_million_tokens for each in served)
     if not views:
         return None
-    of_one = views[0].job
     bytes_of_weights = sum(2.0 * view.job.n_parameters for view in views) / len(views)
-    load_s = bytes_of_weights / Assumptions().load_bytes_per_s
     return Bill(
         job,
         _places(job, machines or views[0], views),
         sizes,
         serving,
-        of_one.n_eval_examples,
-        of_one.n_evaluations,
-        load_s,
+        views[0].job.n_eval_examples,
+        views[0].job.n_evaluations,
+        bytes_of_weights / Assumptions().load_bytes_per_s,
     )
 
 
 def _places(job: Job, machines: PlanView, views: Sequence[PlanView]) -> list[Place]:
     """Machines on one GPU of which every kind of trial can be done, the cheapest first."""
-    found: dict[str, Place] = {}
+    found, wanted = dict[str, Place](), job.where.gpus or 1
     for machine in machines.plans:
-        wanted, trials = job.where.gpus or 1, [_on_one(machine, view) for view in views]
-        at_a_time = max(1, machine.n_gpus) if wanted == "all" else int(wanted)
-        if all(trials):
-            there = [trial for trial in trials if trial is not None]
-            found.setdefault(machine.name, Place(machine, at_a_time, there))
+        trials = [choice for view in views if (choice := _on_one(machine, view)) is not None]
+        if len(trials) == len(views):
+            at_a_time = max(1, machine.n_gpus) if wanted == "all" else int(wanted)
+            found.setdefault(machine.name, Place(machine, at_a_time, trials))
     return list(found.values())
 
 
 def _on_one(machine: Choice, view: PlanView) -> Choice | None:
     """The choice of one GPU of a machine in a plan."""
     rows = [row for row in view.plans if row.gpu == machine.gpu and row.is_cpu == machine.is_cpu]
+    same = [row for row in rows if (row.kind, row.provider) == (machine.kind, machine.provider)]
     is_here = machine.kind == "here"
-    same = [row for row in rows if row.kind == machine.kind and row.provider == machine.provider]
-    rows = same or [row for row in rows if is_here == (row.kind == "here")]
-    return next(iter(rows), None)
+    return next(iter(same or [row for row in rows if is_here == (row.kind == "here")]), None)
 
 
-def _samples(job: Job) -> list[Json]:
-    """Settings as a search would begin with; of a small grid all, so that no model is left out."""
+def _kinds(job: Job) -> list[Json]:
+    """Settings of different costs, as a search would begin with; of a small grid all, so that no
+    model is left out.
+    """
     section = job.search.model_copy(update={"sampler": "random"})
-    found: list[Json] = []
+    drawn, kinds = list[Json](), dict[str, Json]()
     for number in range(N_DRAWN if section.vary else 0):
-        settings = draw(section, number, [(each, None) for each in found], greater_is_better=True)
+        settings = draw(section, number, [(each, None) for each in drawn], greater_is_better=True)
         if settings is None:
             break
-        found.append(settings)
-    return found or [{}]
+        drawn.append(settings)
+        costly = {key: value for key, value in settings.items() if key.split(".")[-1] not in FREE}
+        kinds.setdefault(str(costly), settings)
+    return list(kinds.values())[:MOST_PLANS] or [{}]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,21 +33,15 @@ class Rungs:
     factor: int
     fractions: tuple[float, ...]
 
-    @property
-    def n(self) -> int:
-        """How many there are."""
-        return len(self.fractions)
-
     def n_trials(self, n: int) -> list[int]:
         """Trials at each rung of a bracket that begins with `n`."""
-        return [max(1, n // self.factor**rung) for rung in range(self.n)]
+        return [max(1, n // self.factor**rung) for rung in range(len(self.fractions))]
 
     def full_runs(self, n: int) -> float:
         """Training of a bracket of `n` trials, in full trainings of one."""
-        before = (0.0, *self.fractions)
+        counts, at_rungs = self.n_trials(n), pairwise((0.0, *self.fractions))
         return sum(
-            count * (self.fractions[rung] - before[rung])
-            for rung, count in enumerate(self.n_trials(n))
+            count * (to - before) for count, (before, to) in zip(counts, at_rungs, strict=True)
         )
 
 

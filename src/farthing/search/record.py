@@ -1,5 +1,4 @@
-"""What a search knows: `search.jsonl` in its folder, a line for each thing that was decided or came
-out.
+"""What a search knows: `search.jsonl` in its folder, a line for each decision and each result.
 
 A search that is begun again reads it and repeats nothing. The file is on the disk before anything
 follows from a line.
@@ -51,7 +50,6 @@ class SearchRecord:
         return row
 
     def close(self) -> None:
-        """Close the file."""
         self._lines.close()
 
     def _take(self, row: Json) -> None:
@@ -73,9 +71,8 @@ class SearchRecord:
 
     def must_be(self, asked: Mapping[str, Any]) -> None:
         """Raises `RunChangedError` where the folder holds another search."""
-        before = self.header.get("asked", {})
-        keys = sorted(key for key in {*before, *asked} if before.get(key) != asked.get(key))
-        if self.header and keys:
+        before = self.header.get("asked", asked)
+        if keys := sorted(k for k in {*before, *asked} if before.get(k) != asked.get(k)):
             raise RunChangedError(
                 f"this folder holds a search of another job ({', '.join(keys)} differ)",
                 where=str(self._lines.path.parent),

@@ -13,7 +13,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,17 +23,15 @@ from typing import Any
 from farthing.config.job import Job, SearchSection
 from farthing.config.load import is_mean_of_tokens, other_metric
 from farthing.errors import (
-    EXIT_FINISHED,
-    EXIT_INTERRUPTED,
-    EXIT_LIMIT,
+    EXIT_CODES,
     FarthingError,
     InputError,
+    LimitError,
     RunInterruptedError,
     RunTakenError,
 )
 from farthing.objectives.registry import objective_of
-from farthing.run.accounts import read_ledger
-from farthing.run.folder import LEDGER, MODEL, SEARCH_LOG, claim
+from farthing.run.folder import MODEL, SEARCH_LOG, claim
 from farthing.run.ledger import Ledger
 from farthing.run.mirror import Mirror, open_mirror
 from farthing.run.opening import Opened, opened
@@ -41,7 +39,15 @@ from farthing.run.signals import handled
 from farthing.search.bill import Bill, priced
 from farthing.search.halving import Rungs, best_score, interval, ranked, rungs_of, shares_of
 from farthing.search.pool import Worker, WorkerDiedError, environs
-from farthing.search.receipt import bring_trial, is_search, leave_receipt, read_receipt
+from farthing.search.receipt import (
+    PART,
+    bring_trial,
+    is_search,
+    leave_receipt,
+    reaches,
+    read_receipt,
+    usd_of,
+)
 from farthing.search.record import SearchRecord, folder_of, store_of
 from farthing.search.space import (
     by_model,
@@ -88,14 +94,7 @@ class SearchOutcome:
 
     @property
     def exit_code(self) -> int:
-        """What the process should tell its caller."""
-        return {"finished": EXIT_FINISHED, "limit": EXIT_LIMIT, "interrupted": EXIT_INTERRUPTED}[
-            self.state
-        ]
-
-
-class _LimitError(Exception):
-    """The limits leave no room for more."""
+        return EXIT_CODES[self.state]
 
 
 def search(
@@ -108,73 +107,63 @@ def search(
     """
     check(job)
     folder = Path(job.output_dir)
-    if (done := _finished(job, folder)) is not None:
-        return done
+    if is_search(folder):
+        with contextlib.closing(SearchRecord(folder)) as record:
+            record.must_be(asked_of(job))
+            if record.ended.get("state") == "finished":
+                return SearchOutcome("finished", record.ended["reason"], read_receipt(folder))
     if not (folder / SEARCH_LOG).exists():
         refuse_limits(job, 0.0, 0.0)
-    with opened(folder, job.usd_per_hour) as begun, contextlib.ExitStack() as stack:
+    with opened(folder, job.usd_per_hour) as begun:
         closing_s = min(LONGEST_CLOSING_S, max(CLOSING_S, begun.meter.wall_s))
-        mirror = stack.enter_context(_mirrored(job, begun, tell, closing_s))
-        record = SearchRecord(folder)
-        with contextlib.closing(record):
-            found = _Search(
-                job, str(place), folder, record, begun.ledger, mirror, tell, n_at_a_time, closing_s
-            )
-            stack.callback(found.end)
-            found.begin()
-            begun.is_accepted = True
-            state, reason = found.run()
+        with (
+            _mirrored(job, begun, tell, closing_s) as mirror,
+            contextlib.closing(SearchRecord(folder)) as record,
+        ):
+            environments = environs(n_at_a_time, job.where.device, folder.name)
+            workers = [
+                Worker(folder / f"worker-{number}.log", environ)
+                for number, environ in enumerate(environments)
+            ]
+            found = _Search(job, str(place), record, begun.ledger, mirror, tell, closing_s, workers)
+            try:
+                found.begin()
+                begun.is_accepted = True
+                state, reason = found.run()
+            finally:
+                found.end()
             record.add("ended", state=state, reason=reason)
             begun.ledger.end(state)
             receipt = leave_receipt(job, record, begun.ledger.spent_usd)
-            if state == "finished":
-                _drop_partial_models(folder, receipt)
+            for trial in receipt["trials"] if state == "finished" else ():
+                # which partial models a limit had exported depends on the moment it was reached
+                if trial["fraction"] != 1.0:
+                    model = folder_of(folder, trial["trial"]) / MODEL
+                    shutil.rmtree(model, ignore_errors=True)
             found.copy()
     return SearchOutcome(state, reason, receipt)
 
 
 @contextlib.contextmanager
 def _mirrored(job: Job, begun: Opened, tell: Tell, closing_s: float) -> Iterator[Mirror | None]:
-    """The copy of record and ledger in the job's store, and the hold of the search there; what the
+    """The copy of record and ledger in the job's store, and the lease of the search there; what the
     store knows is here first. None without a store.
     """
 
     def warn(text: str) -> None:
         tell({"trial": None, "warning": text})
 
-    def is_over() -> bool:
-        return seconds_left(job, begun.ledger) <= closing_s
-
     mirror = open_mirror(job.output_store, begun.folder, N_COPIES, warn)
-    if mirror is not None:
-        mirror.on_bills = begun.ledger.take_in
-        mirror.bring_back(should_stop=is_over)
-        begun.ledger.write()
+    if mirror is None:
+        yield None
+        return
     try:
+        mirror.on_bills = begun.ledger.take_in
+        mirror.bring_back(should_stop=lambda: seconds_left(job, begun.ledger) <= closing_s)
+        begun.ledger.write()
         yield mirror
     finally:
-        if mirror is not None:
-            mirror.close(min(STORE_S, max(1.0, seconds_left(job, begun.ledger))))
-
-
-def _drop_partial_models(folder: Path, receipt: Json) -> None:
-    """Remove models that a limit made a trial export before its end: which ones there are depends
-    on when the limit was reached.
-    """
-    for trial in receipt["trials"]:
-        if trial["fraction"] != 1.0:
-            shutil.rmtree(folder / "trials" / f"{trial['trial']:03d}" / MODEL, ignore_errors=True)
-
-
-def _finished(job: Job, folder: Path) -> SearchOutcome | None:
-    """The outcome of a search that has come to its end; asking again costs nothing."""
-    if not is_search(folder):
-        return None
-    with contextlib.closing(SearchRecord(folder)) as record:
-        record.must_be(asked_of(job))
-        if record.ended.get("state") != "finished":
-            return None
-        return SearchOutcome("finished", record.ended["reason"], read_receipt(folder))
+        mirror.close(min(STORE_S, max(1.0, seconds_left(job, begun.ledger))))
 
 
 def asked_of(job: Job) -> Json:
@@ -191,89 +180,84 @@ def asked_of(job: Job) -> Json:
 def check(job: Job) -> None:
     """Raises `InputError` where a job is no search that can be run."""
     section, known = job.search, objective_of(job.task).metrics
-    problems = [
+    refuse_cap_without_price(job)
+    for is_wrong, where, what, to_do in (
         (
             not section.is_asked,
-            ("the job names nothing to vary", "search.vary"),
+            "search.vary",
+            "the job names nothing to vary",
             "add search: {vary: {train.learning_rate: [1.0e-4, 3.0e-4]}}",
         ),
         (
             not job.data.eval and not job.data.eval_fraction,
-            ("a search compares trials on evaluation data, and the job has none", "data.eval"),
+            "data.eval",
+            "a search compares trials on evaluation data, and the job has none",
             "set data.eval, or data.eval_fraction: 0.1",
         ),
         (
             not {*section.stop_at} <= {*known},
-            (f"{', '.join(section.stop_at)} is no metric of {job.task}", "search.stop_at"),
+            "search.stop_at",
+            f"{', '.join(section.stop_at)} is no metric of {job.task}",
             f"use one of {', '.join(known)}",
         ),
         (
             job.train.push_to_hub,
-            ("every trial would be published", "train.push_to_hub"),
+            "train.push_to_hub",
+            "every trial would be published",
             "leave it out, and publish the winner with `farthing export`",
         ),
         (
             job.train.fit_schedule_to_budget,
-            ("the limits are those of the whole search", "train.fit_schedule_to_budget"),
+            "train.fit_schedule_to_budget",
+            "the limits are those of the whole search",
             "leave it out: every trial has the schedule of its full length",
         ),
-    ]
-    refuse_cap_without_price(job)
-    for is_wrong, (what, where), to_do in problems:
+    ):
         if is_wrong:
             raise InputError(what, where=where, to_do=to_do)
 
 
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        job: Job,
-        place: str,
-        folder: Path,
-        record: SearchRecord,
-        ledger: Ledger,
-        mirror: Mirror | None,
-        tell: Tell,
-        n_at_a_time: int,
-        closing_s: float,
-    ) -> None:
-        self.job, self.place, self.folder, self.record = job, place, folder, record
-        self.ledger, self.mirror, self.tell = ledger, mirror, tell
-        self.closing_s = closing_s
-        self.metric = (job.train.metric_for_best_model or "loss").removeprefix("eval_")
-        greater = job.train.greater_is_better
-        known = objective_of(job.task).metrics
+    job: Job
+    place: str
+    record: SearchRecord
+    ledger: Ledger
+    mirror: Mirror | None
+    tell: Tell
+    closing_s: float
+    workers: list[Worker]
+
+    def __post_init__(self) -> None:
+        train, known = self.job.train, objective_of(self.job.task).metrics
+        self.metric = (train.metric_for_best_model or "loss").removeprefix("eval_")
+        greater = train.greater_is_better
         self.greater = known[self.metric] if greater is None else greater
-        self.workers = [
-            Worker(folder / f"worker-{number}.log", environ)
-            for number, environ in enumerate(environs(n_at_a_time, job.where.device, folder.name))
-        ]
+        self.folder, self.section = Path(self.job.output_dir), self.job.search
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         for worker in self.workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(len(self.workers))
-        self._asked = self._over = ""
-        self._has_ended = threading.Event()
-        self._writing = threading.Lock()
+        self._signal = self._limit = ""
+        self._has_ended, self._writing = threading.Event(), threading.Lock()
 
     # ---- the search ----
 
     def begin(self) -> None:
-        """Settle once what the search depends on. Raises `RunChangedError`."""
-        section = self.job.search
+        """Settle once what the search depends on. Raises `RunChangedError`, `InputError`."""
         asked = asked_of(self.job)
         self.record.must_be(asked)
-        if not self.record.header:
+        is_new = not self.record.header
+        if is_new:
             refuse_choices(self.job, self.place)
         for worker in self.workers:
             worker.start()  # they import while this process plans
-        if self.record.header:
+        if not is_new:
             return
-        bill = self._priced()
-        most = n_choices(section) if section.vary else 1
-        n_trials = min(section.trials or MOST_TRIALS, most or MOST_TRIALS)
+        bill, most = self._priced(), n_choices(self.section) or MOST_TRIALS
+        n_trials = min(self.section.trials or MOST_TRIALS, most)
         n_trials = n_trials if bill is None else bill.n_trials(MOST_TRIALS)
-        if n_trials < 2 < (most or MOST_TRIALS) and section.trials is None:
+        if n_trials < 2 < most and self.section.trials is None:
             raise InputError(
                 "the cap pays for one trial: there is nothing to compare",
                 where="limits.max_usd",
@@ -297,46 +281,33 @@ class _Search:
 
     def _priced(self) -> Bill | None:
         """The bill of the search, while the limits leave time to plan. Raises `InputError`."""
-        found: Future[Bill | None] = Future()
+        found: SimpleQueue[Bill | Exception | None] = SimpleQueue()
 
         def plan() -> None:
             try:
-                found.set_result(priced(self.job, self.place))
-            except BaseException as error:
-                found.set_exception(error)
+                found.put(priced(self.job, self.place))
+            except Exception as error:
+                found.put(error)
 
-        thread = threading.Thread(target=plan, daemon=True)
+        thread = threading.Thread(target=plan, daemon=True)  # one that is late is left behind
         thread.start()
         thread.join(min(threading.TIMEOUT_MAX, max(0.0, self._left()[0] - self.closing_s)))
-        if thread.is_alive():
-            raise InputError(
-                f"{self._left()[1]} leaves no time for a trial", where="limits", to_do="raise it"
-            )
-        return found.result()
-
-    def copy(self) -> None:
-        """Bring what was decided and came out to the store."""
-        n_done = len(self.record.results) + len(self.record.confirmed)
-        if not self.ledger.has_ended:
-            self.ledger.committed(n_done)
-        if self.mirror is not None:
-            self.mirror.offer(n_done)
-
-    def _count(self) -> None:
-        """How many examples there are, where parts of them are taken."""
-        section = self.job.search
-        if (section.stop_at or section.data_fraction) and not self.record.counts:
-            found = self._ask({"do": "count", "values": values_with(self.job, {})})
-            self.record.add("counts", n_train=found["n_train"], n_eval=found["n_eval"])
+        if found.empty():
+            what = f"{self._left()[1]} leaves no time for a trial"
+            raise InputError(what, where="limits", to_do="raise it")
+        bill = found.get()
+        if isinstance(bill, Exception):
+            raise bill
+        return bill
 
     def _refuse_other_tokens(self) -> None:
         """Raises `InputError` where the metric is a mean over tokens, and models have others."""
-        section, key = self.job.search, model_key(self.job.search)
+        key = model_key(self.section)
         if key is None or not is_mean_of_tokens(self.job):
             return
         found = {
             self._ask({"do": "identify", "values": values_with(self.job, {key: model})})["sha256"]
-            for model in section.vary[key]
+            for model in self.section.vary[key]
         }
         if len(found) > 1:
             other = other_metric(self.job)
@@ -352,14 +323,11 @@ class _Search:
         threading.Thread(target=self._keep_limits, daemon=True).start()
         try:
             with handled(self._leave):
-                self._count()
                 return "finished", self._run()
-        except _LimitError as error:
-            return "limit", str(error)
+        except LimitError as error:
+            return "limit", error.what
         except (RunInterruptedError, RunTakenError) as error:
-            return "interrupted", self._asked or error.what
-        finally:
-            self.end()
+            return "interrupted", self._signal or error.what
 
     def end(self) -> None:
         """End the workers, which are idle. A search that did not begin leaves nothing of them."""
@@ -370,17 +338,27 @@ class _Search:
             if not self.record.header:
                 worker.log.unlink(missing_ok=True)
 
+    def copy(self) -> None:
+        """Bring decisions and results to the store."""
+        n_done = len(self.record.results) + len(self.record.confirmed)
+        if not self.ledger.has_ended:
+            self.ledger.committed(n_done)
+        if self.mirror is not None:
+            self.mirror.offer(n_done)
+
     def _run(self) -> str:
-        section, n_all, first = self.job.search, self.record.header["n_trials"], 0
-        parts = self._brackets()
-        finalists: list[int] = []
-        for part, n in zip(parts, shares_of(n_all, len(parts)), strict=True):
+        section, record = self.section, self.record
+        if (section.stop_at or section.data_fraction) and not record.counts:
+            found = self._ask({"do": "count", "values": values_with(self.job, {})})
+            record.add("counts", n_train=found["n_train"], n_eval=found["n_eval"])
+        parts, first, finalists = self._brackets(), 0, list[int]()
+        for part, n in zip(parts, shares_of(record.header["n_trials"], len(parts)), strict=True):
             trials = self._halve(part, first, n)
             first, finalists = first + n, [*finalists, *trials]
             if section.stop_at and trials and (said := self._good_enough(self._rank(trials)[0])):
                 return said
         if not finalists:
-            reasons = sorted({row["reason"] for row in self.record.results.values()})
+            reasons = sorted({row["reason"] for row in record.results.values()})
             raise InputError(
                 f"no trial was trained to its end with a score: {'; '.join(reasons)[:500]}",
                 where=str(self.folder),
@@ -394,80 +372,68 @@ class _Search:
         """One bracket; with `stop_at` one for each model, the cheapest to serve first, else the
         smallest.
         """
-        section = self.job.search
-        parts = by_model(section) if section.stop_at else [section]
+        if not self.section.stop_at:
+            return [self.section]
         plan = self.record.header["plan"] or {}
         usd, sizes = plan.get("usd_per_million_tokens", {}), plan.get("n_parameters", {})
-        return sorted(
-            parts,
-            key=lambda part: (usd.get(model_in(part), math.inf), sizes.get(model_in(part), 0)),
-        )
+
+        def price(part: SearchSection) -> tuple[float, int]:
+            values = model_of(part.vary)
+            model = str(values[0]) if isinstance(values, tuple) else ""
+            return usd.get(model, math.inf), sizes.get(model, 0)
+
+        return sorted(by_model(self.section), key=price)
 
     def _halve(self, section: SearchSection, first: int, n: int) -> list[int]:
         """Successive halving over `n` trials from number `first`; those trained in full."""
         rungs = rungs_of(section.reduction_factor, section.min_fraction, n)
-        trials: list[int] = []
+        settings, results, trials = self.record.settings, self.record.results, list[int]()
+        at_a_time = self.record.header["at_a_time"]  # as the search began, on whatever machine
         while len(trials) < n:
-            before = [(self.record.settings[each], self._score(each, 0)) for each in trials]
-            batch = range(first + len(trials), first + min(n, len(trials) + self._at_a_time))
+            known = [(settings[each], results[each, 0]["score"]) for each in trials]
             drawn: list[int] = []
-            for trial in batch:
-                known = [*before, *((self.record.settings[each], None) for each in drawn)]
-                if self._draw(section, trial, known):
-                    drawn.append(trial)
+            for trial in range(first + len(trials), first + min(n, len(trials) + at_a_time)):
+                if trial not in settings:
+                    before = [*known, *((settings[each], None) for each in drawn)]
+                    found = draw(section, trial, before, greater_is_better=self.greater)
+                    if found is None:
+                        break
+                    self.record.add("trial", trial=trial, settings=found)
+                drawn.append(trial)
             if not drawn:
                 break
             self._train_all(drawn, 0, rungs)
             trials += drawn
         for rung, keep in list(enumerate(rungs.n_trials(n)))[1:]:
-            scores = {trial: self._score(trial, rung - 1) for trial in trials}
-            trials = ranked(scores, greater_is_better=self.greater)[:keep]
+            trials = self._rank(trials, rung - 1)[:keep]
             self._train_all(sorted(trials), rung, rungs)
-        last = {trial: self._score(trial, rungs.n - 1) for trial in trials}
-        return ranked(last, greater_is_better=self.greater)
-
-    @property
-    def _at_a_time(self) -> int:
-        """Trials drawn at a time: as when the search began, on whatever machine it is now."""
-        return int(self.record.header["at_a_time"])
-
-    def _draw(self, section: SearchSection, trial: int, known: Any) -> bool:
-        """Whether there are settings for a trial: drawn once, then those of the record."""
-        if trial not in self.record.settings:
-            settings = (
-                draw(section, trial, known, greater_is_better=self.greater) if section.vary else {}
-            )
-            if settings is None:
-                return False
-            self.record.add("trial", trial=trial, settings=settings)
-        return True
+        return self._rank(trials, len(rungs.fractions) - 1)
 
     def _good_enough(self, trial: int) -> str:
         """That a model holds `stop_at` on examples that no choice was made on; empty if not."""
-        ((metric, wanted),) = self.job.search.stop_at.items()
+        ((metric, wanted),) = self.section.stop_at.items()
         better = objective_of(self.job.task).metrics[metric]
         found = self.record.confirmed.get(trial)
         if found is None:
             values = self._values(trial)
             values["data"].pop("max_eval_samples", None)
-            asked = {"do": "confirm", "values": values, "skip": self._n_chosen_on}
             bring_trial(self.job, trial)
-            answer = self._ask(asked)
-            score, n_examples = answer["metrics"].get(metric), answer["n_examples"]
+            answer = self._ask({"do": "confirm", "values": values, "skip": self._n_chosen_on})
+            metrics = answer["metrics"] | {"n_examples": answer["n_examples"]}
             found = self.record.add(
                 "confirmed",
                 trial=trial,
                 metric=metric,
-                score=score,
-                n_examples=n_examples,
-                interval=interval(metric, {**answer["metrics"], "n_examples": n_examples}),
+                score=metrics.get(metric),
+                n_examples=metrics["n_examples"],
+                interval=interval(metric, metrics),
                 is_greater_better=better,
             )
             self.copy()
-        score = found["score"]
-        if score is None or (score < wanted if better else score > wanted):
+        if not reaches(found["score"], wanted, better):
             return ""
-        return f"trial {trial} has {metric} {score:.4g} on {found['n_examples']:,} new examples"
+        score, n_examples = found["score"], found["n_examples"]
+        return f"trial {trial} has {metric} {score:.4g} on {n_examples:,} new examples"
 
     @property
     def _n_chosen_on(self) -> int:
@@ -477,22 +443,22 @@ class _Search:
     def _vary_data(self, best: int, first: int, n: int) -> None:
         """Train the winner's settings on parts of the data, each in full and evaluated as often."""
         n_train = int(self.record.counts["n_train"])
-        shares = sorted({share for share in self.job.search.data_fraction if share < 1})
+        shares = sorted({share for share in self.section.data_fraction if share < 1})
         for trial, share in enumerate(shares, first):
             if trial not in self.record.settings:
-                part = {"data.max_train_samples": max(2, round(share * n_train))}
-                settings = self.record.settings[best] | part
+                settings = self.record.settings[best] | {PART: max(2, round(share * n_train))}
                 self.record.add("trial", trial=trial, settings=settings, part_of=best)
-        rungs = rungs_of(self.job.search.reduction_factor, self.job.search.min_fraction, n)
-        self._train_all(range(first, first + len(shares)), rungs.n - 1, rungs)
+        rungs = rungs_of(self.section.reduction_factor, self.section.min_fraction, n)
+        self._train_all(range(first, first + len(shares)), len(rungs.fractions) - 1, rungs)
 
-    def _rank(self, trials: Sequence[int]) -> list[int]:
-        scores = {trial: self.record.newest(trial)["score"] for trial in trials}
+    def _rank(self, trials: Sequence[int], rung: int | None = None) -> list[int]:
+        """By the scores at a rung, or by the newest."""
+        rows = {
+            trial: self.record.newest(trial) if rung is None else self.record.results[trial, rung]
+            for trial in trials
+        }
+        scores = {trial: row["score"] for trial, row in rows.items()}
         return ranked(scores, greater_is_better=self.greater)
-
-    def _score(self, trial: int, rung: int) -> float | None:
-        score: float | None = self.record.results[trial, rung]["score"]
-        return score
 
     # ---- a segment of a trial ----
 
@@ -510,35 +476,34 @@ class _Search:
             raise errors[0]
 
     def _train(self, trial: int, rung: int, rungs: Rungs) -> None:
-        before = self.record.newest(trial)
+        before, n_rungs = self.record.newest(trial), len(rungs.fractions)
         if before.get("state") == "finished":  # it has stopped early
-            self._note(trial, {**before, "rung": rung})
+            self._note({**before, "rung": rung})
             return
-        values = self._values(trial)
-        values["limits"] = self._limits()
         task = {
             "do": "train",
-            "values": values,
+            "values": self._values(trial) | {"limits": self._limits()},
             "first_fraction": rungs.fractions[0],
-            "times": None if rung == rungs.n - 1 else rungs.factor**rung,
+            "times": None if rung == n_rungs - 1 else rungs.factor**rung,
             "n_steps": before.get("n_steps"),
-            "is_close": rung >= rungs.n - 2,  # to the end: few trials, each of which may win
+            "is_close": rung >= n_rungs - 2,  # to the end: few trials, each of which may win
         }
-        self.tell({"trial": trial, "rung": rung, "n_rungs": rungs.n})
+        self.tell({"trial": trial, "rung": rung, "n_rungs": n_rungs})
         answer = self._ask(task, trial)
         if answer["state"] == "limit" or answer.get("kind") == "LimitError":
-            raise _LimitError(self._left()[1])
-        rows = answer.get("evaluations", [])
-        keeps_best = self.job.train.load_best_model_at_end
+            raise LimitError(self._left()[1])
+        rows, keeps_best = answer.get("evaluations", []), self.job.train.load_best_model_at_end
         score = best_score(rows, self.metric, greater_is_better=self.greater, best=keeps_best)
-        state = "diverged" if rows and score is None else answer["state"]
-        reason = answer.get("reason") or answer.get("error", "")
+        state, reason = answer["state"], answer.get("reason") or answer.get("error", "")
+        if rows and score is None:
+            state, reason = "diverged", f"its {self.metric} is not a number"
         scored = next((each for each in rows if each.get(self.metric) == score), None)
         row = {
+            "trial": trial,
             "rung": rung,
             "fraction": rungs.fractions[rung] if rows else 0.0,
             "state": state,
-            "reason": f"its {self.metric} is not a number" if state == "diverged" else reason,
+            "reason": reason,
             "score": score,
             "metrics": scored or {},
             "interval": scored and interval(self.metric, scored),
@@ -547,22 +512,23 @@ class _Search:
             "usd": usd_of(folder_of(self.folder, trial)),
         }
         names = ("step", "n_steps", "spans", "epochs")
-        self._note(trial, row | {name: answer.get(name) for name in names})
+        self._note(row | {name: answer.get(name) for name in names})
 
-    def _note(self, trial: int, row: Json) -> None:
+    def _note(self, row: Json) -> None:
         with self._writing:
-            self.record.add("rung", **{**row, "trial": trial})
-            self.tell({"done": trial, **row})
+            self.record.add("rung", **row)
+            self.tell({**row, "done": row["trial"]})
             self.copy()
 
     def _ask(self, task: Json, trial: int | None = None) -> Json:
         """The answer of a worker. One that dies is begun again. Raises what is not the trial's."""
-        task = {**task, "place": self.place}
         for n_deaths in range(1, MOST_DEATHS + 1):
             self._refuse_to_begin()
             worker = self._idle.get()
             try:
-                answer = worker.call(task, lambda row: self.tell({"trial": trial, **row}))
+                answer = worker.call(
+                    {**task, "place": self.place}, lambda row: self.tell({"trial": trial, **row})
+                )
                 break
             except WorkerDiedError as error:
                 answer = {"state": "failed", "kind": "killed", "error": str(error)}
@@ -585,31 +551,32 @@ class _Search:
         """Raises what ends the search, where something does."""
         if self.mirror is not None:
             self.mirror.check()
-        if self._asked:
-            raise RunInterruptedError(self._asked)
-        if self._over:
-            raise _LimitError(self._over)
+        if self._signal:
+            raise RunInterruptedError(self._signal)
+        if self._limit:
+            raise LimitError(self._limit)
 
     def _values(self, trial: int) -> Json:
         """The job of a trial, as plain values."""
-        values: Json = values_with(self.job, self.record.settings[trial])
+        job, values = self.job, values_with(self.job, self.record.settings[trial])
         values["output_dir"] = str(folder_of(self.folder, trial))
-        if self.job.output_store:
-            values["output_store"] = store_of(self.job.output_store, trial)
-        where = self.job.where.model_dump(
-            exclude_unset=True, exclude={"gpus", "power_watts", "usd_per_kwh"}
-        )
-        each_usd = self.job.usd_per_hour / self._at_a_time
+        if job.output_store:
+            values["output_store"] = store_of(job.output_store, trial)
+        of_machine = {"gpus", "power_watts", "usd_per_kwh"}
+        each_usd = job.usd_per_hour / self.record.header["at_a_time"]
+        where = job.where.model_dump(exclude_unset=True, exclude=of_machine)
         values["where"] = {**where, "usd_per_hour": each_usd}
-        if self.job.search.stop_at:
+        if self.section.stop_at:
             values["data"]["max_eval_samples"] = self._n_chosen_on
         return values
 
+    # ---- limits and signals ----
+
     def _limits(self) -> Json:
-        """The limits of a trial: what those of the search leave."""
+        """The limits of a trial: what those of the search leave. Raises `LimitError`."""
         left_s, limit = self._left()
         if left_s <= self.closing_s:
-            raise _LimitError(limit)
+            raise LimitError(limit)
         if math.isinf(left_s):
             return {}
         # a moment: what another machine has spent on the trial is known only once it begins
@@ -628,23 +595,12 @@ class _Search:
         killed_s = self.closing_s / 2
         while not self._has_ended.wait(min(60.0, max(0.05, self._left()[0] - killed_s))):
             if self._left()[0] <= killed_s:
-                self._over = self._left()[1]
+                self._limit = self._left()[1]
                 for worker in self.workers:
                     worker.kill()
                 return
 
     def _leave(self, number: int, frame: Any) -> None:
-        self._asked = signal.Signals(number).name
+        self._signal = signal.Signals(number).name
         for worker in self.workers:
             worker.leave()
-
-
-def model_in(section: SearchSection) -> str:
-    """The model of a section with one choice of it; empty where it does not vary."""
-    values = model_of(section.vary)
-    return str(values[0]) if isinstance(values, tuple) else ""
-
-
-def usd_of(folder: Path) -> float:
-    """Dollars that the run in a folder has taken so far."""
-    return sum(each.usd for each in read_ledger(folder / LEDGER).ordered)

@@ -6,7 +6,6 @@ search which is begun again draws the same ones.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import islice, product
@@ -28,12 +27,12 @@ def n_choices(section: SearchSection) -> int | None:
     """How many settings there are; None where a range has no end of them."""
     n = 1
     for values in section.vary.values():
-        if isinstance(values, Range):
-            if values.step is None and not _is_whole(values):
-                return None
-            n *= int((values.high - values.low) / (values.step or 1) + 1e-9) + 1
-        else:
+        if not isinstance(values, Range):
             n *= len(values)
+        elif values.step is None and not _is_whole(values):
+            return None
+        else:
+            n *= int((values.high - values.low) / (values.step or 1) + 1e-9) + 1
     return n
 
 
@@ -41,23 +40,38 @@ def draw(
     section: SearchSection, number: int, before: Sequence[Scored], *, greater_is_better: bool
 ) -> Json | None:
     """The settings of a trial, none of those `before`; None where all were tried."""
+    tried = [settings for settings, _ in before]
+    if len(tried) >= (n_choices(section) or len(tried) + 1):
+        return None
     optuna = _optuna()
     space = _distributions(optuna, section)
-    tried = {_key(settings) for settings, _ in before}
-    n = n_choices(section)
-    if n is not None and len(tried) >= n:
-        return None
+    states = optuna.trial.TrialState
+    trials = [
+        optuna.trial.create_trial(
+            # one that failed is pruned before its first score, which TPE takes for the worst
+            state=states.PRUNED if score is None else states.COMPLETE,
+            value=score,
+            params={
+                key: value
+                if isinstance(values := section.vary[key], Range)
+                else values.index(value)
+                for key, value in settings.items()
+            },
+            distributions=space,
+        )
+        for settings, score in before
+    ]
+    direction = "maximize" if greater_is_better else "minimize"
     for attempt in range(MOST_DRAWS):
         kind = section.sampler if attempt < MOST_DRAWS - 1 else "grid"
         sampler = _sampler(optuna, kind, seed_of(section.seed, number, attempt))
-        study = optuna.create_study(
-            direction="maximize" if greater_is_better else "minimize", sampler=sampler
-        )
-        for settings, score in before:
-            study.add_trial(_as_trial(optuna, section, space, settings, score))
-        asked = study.ask(space)
-        settings = {key: _value(section, key, asked.params[key]) for key in space}
-        if _key(settings) not in tried:
+        study = optuna.create_study(direction=direction, sampler=sampler)
+        study.add_trials(trials)
+        drawn, settings = study.ask(space).params, {}
+        for key in space:
+            values = section.vary[key]
+            settings[key] = drawn[key] if isinstance(values, Range) else values[drawn[key]]
+        if settings not in tried:
             return settings
     return None
 
@@ -93,16 +107,15 @@ def _sampler(optuna: Any, kind: str, seed: int) -> Any:
 
 
 def _distributions(optuna: Any, section: SearchSection) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found, known = dict[str, Any](), optuna.distributions
     for key, values in sorted(section.vary.items()):  # whatever the order in the file
         if not isinstance(values, Range):
-            found[key] = optuna.distributions.CategoricalDistribution(list(range(len(values))))
+            found[key] = known.CategoricalDistribution(list(range(len(values))))
         elif _is_whole(values):
-            found[key] = optuna.distributions.IntDistribution(
-                int(values.low), int(values.high), log=values.log, step=int(values.step or 1)
-            )
+            low, high, step = int(values.low), int(values.high), int(values.step or 1)
+            found[key] = known.IntDistribution(low, high, log=values.log, step=step)
         else:
-            found[key] = optuna.distributions.FloatDistribution(
+            found[key] = known.FloatDistribution(
                 values.low, values.high, log=values.log, step=values.step
             )
     return found
@@ -110,34 +123,6 @@ def _distributions(optuna: Any, section: SearchSection) -> dict[str, Any]:
 
 def _is_whole(values: Range) -> bool:
     return all(isinstance(each, int) for each in (values.low, values.high, values.step or 1))
-
-
-def _value(section: SearchSection, key: str, drawn: Any) -> Any:
-    values = section.vary[key]
-    return drawn if isinstance(values, Range) else values[drawn]
-
-
-def _as_trial(
-    optuna: Any, section: SearchSection, space: Mapping[str, Any], settings: Json, score: Any
-) -> Any:
-    """What Optuna is told of a trial. One that failed is pruned before its first score, which TPE
-    takes for the worst.
-    """
-    parameters = {}
-    for key, value in settings.items():
-        values = section.vary[key]
-        parameters[key] = value if isinstance(values, Range) else list(values).index(value)
-    states = optuna.trial.TrialState
-    return optuna.trial.create_trial(
-        state=states.PRUNED if score is None else states.COMPLETE,
-        value=score,
-        params=parameters,
-        distributions=dict(space),
-    )
-
-
-def _key(settings: Json) -> str:
-    return json.dumps(settings, sort_keys=True, default=str)
 
 
 def values_with(job: Job, settings: Json) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from farthing.config.job import Job
 from farthing.errors import EXIT_INTERRUPTED, FarthingError, RunInterruptedError
 from farthing.events import Evaluated, Event, Restored, Warned, ignore
 from farthing.report.training_log import read_log
@@ -78,62 +79,52 @@ def train_segment(task: Json, tell: Tell) -> Json:
     n_steps = task["n_steps"] or _n_steps(job)
     every = max(1, math.ceil(n_steps * task["first_fraction"]))
     until = n_steps if task["times"] is None else min(n_steps, every * task["times"])
-    job = job.model_copy(
-        update={
-            "train": job.train.model_copy(update={"eval_strategy": "steps", "eval_steps": every})
-        }
-    )
-    folder, is_paused, each = Path(job.output_dir), False, dict[int, Any]()
-
-    def pause(step: int) -> None:
-        nonlocal is_paused
-        if until <= step and until < n_steps:
-            is_paused = True
-            raise RunInterruptedError("paused")
+    scored = job.train.model_copy(update={"eval_strategy": "steps", "eval_steps": every})
+    job = job.model_copy(update={"train": scored})
+    log, is_paused, each = Path(job.output_dir) / LOG, False, dict[int, Any]()
 
     def on_event(event: Event) -> None:
+        nonlocal is_paused
+        if isinstance(event, Warned):
+            tell({"warning": event.text})
         if isinstance(event, Evaluated):
             each[event.step] = event.each
             tell({"step": event.step, "n_steps": n_steps, "metrics": event.log_row()})
-            pause(event.step)
-        elif isinstance(event, Restored) and event.step in [
-            row["step"] for row in _evaluations(folder)
-        ]:
-            pause(event.step)
-        elif isinstance(event, Warned):
-            tell({"warning": event.text})
+        elif not isinstance(event, Restored) or event.step not in _evaluations(log):
+            return
+        if until <= event.step < n_steps:
+            is_paused = True
+            raise RunInterruptedError("paused")
 
     outcome = train(job, on_event)
-    state = "paused" if is_paused else outcome.state
     receipt = outcome.receipt
-    rows = [row for row in _evaluations(folder) if row["step"] <= until]
     _free_memory()
     return {
-        "state": state,
+        "state": "paused" if is_paused else outcome.state,
         "reason": f"paused at step {receipt.steps}" if is_paused else outcome.reason,
         "step": receipt.steps,
         "n_steps": n_steps,
-        "evaluations": rows,
+        "evaluations": [row for step, row in _evaluations(log).items() if step <= until],
         "each": each if task["is_close"] else {},
         "spans": {span.name: span.seconds for span in receipt.spans},
         "epochs": receipt.epochs,
     }
 
 
-def _evaluations(folder: Path) -> list[Json]:
-    """Steps that were evaluated, and the numbers found there."""
-    return [
-        {"step": row["step"]}
+def _evaluations(log: Path) -> dict[int, Json]:
+    """The numbers of each evaluation, by its step."""
+    return {
+        row["step"]: {"step": row["step"]}
         | {
             name: value
             for name, value in row["metrics"].items()
             if isinstance(value, int | float | None) or name == "confusion"
         }
-        for row in read_log(folder / LOG).evaluations
-    ]
+        for row in read_log(log).evaluations
+    }
 
 
-def _n_steps(job: Any) -> int:
+def _n_steps(job: Job) -> int:
     """Steps of the whole job, by its examples."""
     from farthing.data.batches import Batches
     from farthing.train.resolve import open_examples, resolve
@@ -147,8 +138,7 @@ def count_examples(task: Json, tell: Tell) -> Json:
     """How many examples a job trains on and evaluates with."""
     from farthing.train.resolve import open_examples, resolve
 
-    job = job_of(task["values"], task["place"])
-    train, held_out = open_examples(resolve(job), ignore)
+    train, held_out = open_examples(resolve(job_of(task["values"], task["place"])), ignore)
     n_held_out = 0 if held_out is None else len(held_out.indices)
     return {"state": "finished", "n_train": len(train.indices), "n_eval": n_held_out}
 
@@ -171,19 +161,14 @@ def confirm(task: Json, tell: Tell) -> Json:
     from farthing.train.resolve import open_examples, resolve
 
     job = job_of(task["values"], task["place"])
-    spec = resolve(job)
+    spec, run = resolve(job), Path(job.output_dir)
     _, held_out = open_examples(spec, ignore)
     assert held_out is not None
     indices = held_out.indices[task["skip"] :]
-    what, run = "examples no choice was made on", Path(job.output_dir)
-    examples = HeldOut(job, spec, held_out.tokens, indices, what, run)
-    found = evaluate_run(
-        Path(job.output_dir),
-        on_examples(examples),
-        with_base=False,
-        trust_remote_code=job.model.trust_remote_code,
-        progress=lambda side, done, total: None,
-    )
+    what = "examples no choice was made on"
+    by = on_examples(HeldOut(job, spec, held_out.tokens, indices, what, run))
+    trusts = job.model.trust_remote_code
+    found = evaluate_run(run, by, with_base=False, trust_remote_code=trusts)
     return {"state": "finished", "metrics": found["tuned"], "n_examples": len(indices)}
 
 

@@ -21,9 +21,8 @@ from farthing.config.job import Job
 from farthing.config.preflight import spot_without_store, unusual_settings
 from farthing.device_memory import in_words, is_out_of_memory
 from farthing.errors import (
-    EXIT_FINISHED,
+    EXIT_CODES,
     EXIT_INTERRUPTED,
-    EXIT_LIMIT,
     DiskFullError,
     FarthingError,
     InputError,
@@ -117,9 +116,7 @@ class Outcome:
     @property
     def exit_code(self) -> int:
         """What the process should tell its caller."""
-        return {"finished": EXIT_FINISHED, "limit": EXIT_LIMIT, "interrupted": EXIT_INTERRUPTED}[
-            self.state
-        ]
+        return EXIT_CODES[self.state]
 
 
 def train(
