@@ -13,12 +13,11 @@ import yaml
 
 import workshop
 from farthing.after import evaluation
-from farthing.after.chat import trained_on_chats
+from farthing.after.predict import trained_on_chats
 from farthing.cli import main
 from farthing.errors import InputError
 from farthing.report.receipt import build_receipt
 from farthing.run.folder import kept
-from farthing.tiny import write_jsonl
 from thinned import thinned
 
 
@@ -80,9 +79,7 @@ def test_an_evaluation_that_is_interrupted_goes_on_with_what_is_left(
 
     monkeypatch.setattr(evaluation, "trained_model", torn)
     with pytest.raises(KeyboardInterrupt):
-        evaluation.evaluate_run(
-            run, evaluation_set(run), with_base=True, progress=lambda side, done, total: None
-        )
+        evaluation.evaluate_run(run, evaluation_set(run), with_base=True)
     first = kept(run / "evaluation.json")
     assert first is not None
     assert "tuned" not in first
@@ -129,13 +126,10 @@ def test_tasks_are_kept_one_by_one_beside_the_examples_and_shown(
 ) -> None:
     run = run_of(tmp_path, "llama")
     assert main(["eval", str(run), "--base"]) == 0
-    quiet: evaluation.Progress = lambda side, done, total: None  # noqa: E731
     with pytest.raises(KeyboardInterrupt):
-        evaluation.evaluate_run(
-            run, two_tasks(run, [], is_torn=True), with_base=False, progress=quiet
-        )
+        evaluation.evaluate_run(run, two_tasks(run, [], is_torn=True), with_base=False)
     asked: list[str] = []
-    found = evaluation.evaluate_run(run, two_tasks(run, asked), with_base=True, progress=quiet)
+    found = evaluation.evaluate_run(run, two_tasks(run, asked), with_base=True)
     assert asked == ["one", "two", "two"], "of the tuned model one was done"
     assert found["gains"]["two loss"]["gain"] == pytest.approx(
         found["base"]["two loss"] - found["tuned"]["two loss"]
@@ -148,7 +142,7 @@ def test_tasks_are_kept_one_by_one_beside_the_examples_and_shown(
         "## Before and after, by standard tasks"
     )
     others = two_tasks(run, [], what="other tasks")
-    more = evaluation.evaluate_run(run, others, with_base=False, progress=quiet)
+    more = evaluation.evaluate_run(run, others, with_base=False)
     spent = (kept(run / "standard_tasks.json") or {})["spent_usd"]
     assert spent == pytest.approx(found["usd"] + more["usd"]), (
         "what others have cost counts for the cap"
@@ -159,7 +153,7 @@ def test_tasks_are_kept_one_by_one_beside_the_examples_and_shown(
     workshop.change_facts(run, job_sha256=None)
     again = two_tasks(run, [], what="three tasks", parts=("one", "two", "three"))
     with pytest.raises(InputError, match="all that its job allows"):
-        evaluation.evaluate_run(run, again, with_base=False, progress=quiet)
+        evaluation.evaluate_run(run, again, with_base=False)
 
 
 def test_a_cap_that_is_spent_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,9 +320,4 @@ def test_a_chat_needs_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_model_is_asked_by_the_template_where_its_rows_were_rendered_by_it(
     row: dict[str, Any], is_chat: bool, tmp_path: Path
 ) -> None:
-    data = {"train": [str(write_jsonl(tmp_path / "data.jsonl", [row]))], "columns": {}}
-    data |= {"train_split": "train", "dataset_config_name": None}
-    data |= {"encoding": None, "separator": None, "field": None, "text_unit": "document"}
-    assert (
-        trained_on_chats({"task": "causal-lm", "data": data, "cache_dir": str(tmp_path)}) is is_chat
-    )
+    assert trained_on_chats(workshop.make_job(tmp_path, rows=[row])) is is_chat

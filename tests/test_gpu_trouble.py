@@ -273,8 +273,8 @@ def test_an_evaluation_afterwards_goes_on_with_less_where_memory_runs_out(
     finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held_out = held_out_of(finished)
-    model, numerics = trained_model(finished), held_out.numerics()
-    expected = held_out.measure(model, numerics)
+    model = trained_model(finished)
+    expected = held_out.measure(model)
     honest, asked = Forward.loss_and_log_probs, list[int]()
 
     def loss(forward: Any, batch: dict[str, Any]) -> Any:
@@ -284,7 +284,7 @@ def test_an_evaluation_afterwards_goes_on_with_less_where_memory_runs_out(
         return honest(forward, batch)
 
     monkeypatch.setattr(Forward, "loss_and_log_probs", loss)
-    found = held_out.measure(model, numerics)
+    found = held_out.measure(model)
     assert max(asked) > 90 >= asked[-1]
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import workshop
-from farthing.after.chat import answers_in
+from farthing.after.predict import numerics_of_run
 from farthing.doctor import check_machine
 from farthing.errors import HardwareError
 from farthing.model.hardware import (
@@ -186,7 +186,7 @@ def test_a_model_answers_on_a_gpu_in_what_that_has(
     gpu["capability"] = capability
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(config), encoding="utf-8")
-    numerics = answers_in(tmp_path)
+    numerics = numerics_of_run(tmp_path)
     assert (numerics.name, numerics.device.type) == (precision, "cuda")
 
 

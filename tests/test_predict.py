@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import workshop
-from farthing.after.chat import Asked, Speaker
 from farthing.after.predict import Predictor
 from farthing.cli import main
 from farthing.tiny import write_jsonl
@@ -44,9 +43,9 @@ def test_classes_come_with_their_probabilities(tmp_path: Path) -> None:
     rows = workshop.rows_of("bert", 37, seed=1)
     texts = [{"text": row["text"], "number": i} for i, row in enumerate(rows)]
     found = predicted(run, texts, "--batch-size", "5")
-    speaker = Speaker(run)
+    model = Predictor(run)
     for row, given in zip(found, texts, strict=True):
-        alone = speaker.classify(given["text"])
+        alone = model.classify(given["text"])
         assert {name: row[name] for name in given} == given
         assert row["prediction"] == alone["label"]
         assert row["scores"] == pytest.approx(alone["probabilities"], abs=1e-5)
@@ -64,10 +63,10 @@ def test_answers_of_a_batch_are_those_of_one_row_at_a_time(family: str, tmp_path
     column = "prompt" if family == "llama" else "input"
     asked = [{column: row[column][: 20 + 5 * i]} for i, row in enumerate(rows)]
     found = predicted(run, asked, "--batch-size", "4", "--max-tokens", "12")
-    speaker = Speaker(run)
+    model = Predictor(run, max_new_tokens=12)
     for row, given in zip(found, asked, strict=True):
         messages = [{"role": "user", "content": given[column]}]
-        assert row["prediction"] == "".join(speaker.stream(messages, Asked(12)))
+        assert row["prediction"] == "".join(model.stream(messages))
         assert row["score"] < 0
         assert row["finish_reason"] in ("stop", "length")
     again = predicted(run, rows, "--max-tokens", "12")[3]
@@ -81,15 +80,15 @@ def test_answers_of_a_batch_are_those_of_one_row_at_a_time(family: str, tmp_path
 def test_the_score_is_the_mean_log_probability_of_the_answer(tmp_path: Path) -> None:
     run = run_of(tmp_path, "llama")
     row = predicted(run, [{"prompt": "name: The Mill; food:"}], "--max-tokens", "6")[0]
-    speaker = Speaker(run)
-    ids = speaker.tokenizer("name: The Mill; food:")["input_ids"]
+    model = Predictor(run)
+    ids = model.tokenizer("name: The Mill; food:")["input_ids"]
     log_probs = []
     for _ in range(6):
         with torch.no_grad():
-            step = speaker.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            step = model.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
         log_probs.append(float(step.max()))
         ids.append(int(step.argmax()))
-        if ids[-1] == speaker.tokenizer.eos_token_id:
+        if ids[-1] == model.tokenizer.eos_token_id:
             break
     assert row["score"] == pytest.approx(sum(log_probs) / len(log_probs), abs=1e-4)
 
@@ -101,9 +100,9 @@ def test_a_chat_is_asked_as_it_was_in_training(tmp_path: Path) -> None:
     earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     chats = [turns[:1], turns, [*earlier, turns[0]]]
     found = predicted(run, [{"messages": chat} for chat in chats], "--max-tokens", "8")
-    speaker = Speaker(run)
+    model = Predictor(run, max_new_tokens=8)
     for row, asked in zip(found, [turns[:1], turns[:1], chats[2]], strict=True):
-        assert row["prediction"] == "".join(speaker.stream(asked, Asked(8)))
+        assert row["prediction"] == "".join(model.stream(asked))
 
 
 def test_the_columns_of_the_job_are_read_and_its_target_is_not_needed(tmp_path: Path) -> None:
@@ -113,7 +112,7 @@ def test_the_columns_of_the_job_are_read_and_its_target_is_not_needed(tmp_path: 
     columns = {"text": "about: {narrative}", "label": "product"}
     run = run_of(tmp_path, "bert", rows=rows, data={"columns": columns}, max_steps=2)
     found = predicted(run, [{"narrative": "the bread"}, {"narrative": ""}])
-    alone = Speaker(run).classify("about: the bread")
+    alone = Predictor(run).classify("about: the bread")
     assert found[0]["scores"] == pytest.approx(alone["probabilities"], abs=1e-5)
     assert "`narrative` is empty" in found[1]["error"]
 

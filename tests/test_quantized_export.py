@@ -20,7 +20,7 @@ from exported_families import FAMILIES, make_family
 from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.errors import FarthingError, InputError
-from farthing.export.gguf_families import family_of, lay_out, taken_back
+from farthing.export.gguf_families import family_of, lay_out
 from farthing.export.gguf_file import plan_gguf
 from farthing.export.modelfile import modelfile
 from llama_cpp import LlamaCpp, greedy_of
@@ -60,7 +60,8 @@ def test_what_is_laid_out_for_llama_cpp_is_taken_back() -> None:
         ):
             shape = (rows, 12) if name.endswith("attn.weight") or "q_proj" in name else (rows,)
             weight = torch.randn(shape, generator=dice).numpy()
-            back = taken_back(name, lay_out(name, weight, config, family), config, family)
+            there = lay_out(name, weight, config, family)
+            back = lay_out(name, there, config, family, is_back=True)
             torch.testing.assert_close(
                 torch.from_numpy(back), torch.from_numpy(weight), rtol=1e-6, atol=1e-6
             )

@@ -14,20 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from farthing.after.held_out import HeldOut
 from farthing.config.job import Job
 from farthing.errors import InputError
 from farthing.export.folders import trained_model, untrained_model, write_card
 from farthing.metrics import Metrics
+from farthing.model.hardware import Numerics
 from farthing.objectives.registry import objective_of
 from farthing.report.receipt import build_receipt
 from farthing.run.folder import EVALUATION, STANDARD_TASKS, keep, kept
 from farthing.storage.files import DamagedFileError, Json
 
 Progress = Callable[[str, int, int], None]
-SIDES = ("base", "tuned")
+"""(side, examples done, examples in all)"""
 
 
 @dataclass(frozen=True)
@@ -42,66 +41,71 @@ class Measure:
     of_part: Callable[[Any, str, Callable[[int, int], None]], Metrics]
     """(model, part, progress) -> figures by name"""
     better: Mapping[str, bool]
-    """Metrics that have a better and a worse: whether greater is better. May be known only when
-    they are measured.
-    """
+    """Whether greater is better, by metric. May be known only when they are measured."""
     kept_in: str
     """File of the run folder."""
+    numerics: Numerics
     parts: Sequence[str] = ("",)
     n_examples: int | None = None
-    dtype: torch.dtype = torch.float32
-    """That the model is loaded in."""
-    precision: str = "fp32"
 
 
 def on_examples(held_out: HeldOut) -> Measure:
     """Loss and the task's metrics on held-out examples, in one part."""
-    numerics, better = held_out.numerics(), objective_of(held_out.job.task).metrics
-
-    def measured(model: Any, part: str, progress: Callable[[int, int], None]) -> Metrics:
-        return held_out.measure(model, numerics, generates=True, emit=progress)
-
     return Measure(
         held_out.job,
         held_out.what,
         held_out.sha256,
-        measured,
-        better,
+        lambda model, part, progress: held_out.measure(model, generates=True, progress=progress),
+        objective_of(held_out.job.task).metrics,
         EVALUATION,
+        held_out.numerics,
         n_examples=len(held_out.indices),
-        dtype=numerics.base_dtype,
-        precision=numerics.name,
     )
 
 
 def evaluate_run(
-    run: Path, by: Measure, *, with_base: bool, trust_remote_code: bool = False, progress: Progress
+    run: Path,
+    by: Measure,
+    *,
+    with_base: bool,
+    trust_remote_code: bool = False,
+    progress: Progress = lambda side, done, total: None,
 ) -> Json:
-    """Figures of `tuned`, of `base` where asked for, and what each point of gain has cost; kept
+    """Figures of `tuned`, of `base` where asked for, and the dollars for each point of gain; kept
     beside the run.
 
     Each part is kept when it is done, and not measured again. Raises `InputError` where the run and
-    what was measured of it have cost what the job allows.
+    its evaluations have cost what the job allows.
     """
-    receipt = build_receipt(run)
+    receipt, cap_usd = build_receipt(run), by.job.limits.max_usd
     subject = {
         "examples_sha256": by.sha256,
         "examples": by.what,
         "n_examples": by.n_examples,
         "exported_step": receipt.exported_step,
-        "precision": by.precision,
+        "precision": by.numerics.name,
     }
-    found = _earlier(run / by.kept_in, subject)
-    makers = {"base": untrained_model, "tuned": trained_model}
-    for side in SIDES[0 if with_base else 1 :]:
+    found = _kept(run / by.kept_in)
+    if any(found.get(key) != value for key, value in subject.items()):
+        found = {"done": [], "spent_usd": found.get("spent_usd", 0.0)}  # of other examples
+    for side in ("base", "tuned")[0 if with_base else 1 :]:
         model = None
         for part in by.parts:
             if [side, part] in found["done"]:
                 continue
-            _refuse_past_cap(by.job.limits.max_usd, receipt.usd + _measured_usd(run))
+            kept_of = (_kept(run / name) for name in (EVALUATION, STANDARD_TASKS))
+            spent_usd = receipt.usd + sum(each.get("spent_usd", 0.0) for each in kept_of)
+            if cap_usd is not None and spent_usd >= cap_usd:
+                raise InputError(
+                    f"the run and its evaluation have cost {spent_usd:.4f} dollars, all that its"
+                    " job allows",
+                    where="limits.max_usd",
+                    to_do="raise it in the job and run `farthing train` once more",
+                )
             started_s = time.monotonic()
             if model is None:
-                model = makers[side](run, by.dtype, trust_remote_code=trust_remote_code)
+                make = trained_model if side == "tuned" else untrained_model
+                model = make(run, by.numerics.base_dtype, trust_remote_code=trust_remote_code)
             figures = by.of_part(model, part, functools.partial(progress, side))
             found[side] = found.get(side, {}) | figures
             found["done"].append([side, part])
@@ -113,54 +117,21 @@ def evaluate_run(
     return {"run": str(run), **subject, **found}
 
 
-def _refuse_past_cap(cap_usd: float | None, spent_usd: float) -> None:
-    if cap_usd is not None and spent_usd >= cap_usd:
-        raise InputError(
-            f"the run and its evaluation have cost {spent_usd:.4f} dollars, all that its job"
-            " allows",
-            where="limits.max_usd",
-            to_do=(
-                "raise it in the job and run `farthing train` once more, or export the model and"
-                " measure it elsewhere"
-            ),
-        )
-
-
-def _measured_usd(run: Path) -> float:
-    """Dollars of everything that was measured of the run, on examples and tasks of earlier calls
-    too.
-    """
-    return sum(_kept(run / name).get("spent_usd", 0.0) for name in (EVALUATION, STANDARD_TASKS))
-
-
 def _kept(path: Path) -> Json:
     try:
-        return kept(path) or {}
+        values = kept(path) or {}
     except DamagedFileError:
         return {}
+    return {key: value for key, value in values.items() if key != "kind"}
 
 
-def _earlier(path: Path, subject: Mapping[str, object]) -> Json:
-    """What an earlier call has measured of the same subject, and which parts of it."""
-    values = _kept(path)
-    if any(values.get(key) != value for key, value in subject.items()):
-        return {"done": [], "spent_usd": values.get("spent_usd", 0.0)}
-    return {key: value for key, value in values.items() if key not in ("kind", *subject)}
-
-
-def _gains(
-    found: Json, usd: float, better: Mapping[str, bool]
-) -> dict[str, dict[str, float | None]]:
-    """By metric: what the run has gained on its base, and the dollars for each point: a hundredth
-    of it.
-    """
-    gains: dict[str, dict[str, float | None]] = {}
+def _gains(found: Json, usd: float, better: Mapping[str, bool]) -> Json:
+    """By metric: the gain of the run on its base, and the dollars for each point, a hundredth."""
+    gains: Json = {}
     for name, value in found.get("tuned", {}).items():
         before = found.get("base", {}).get(name)
         if name in better and isinstance(value, float) and isinstance(before, float):
             gain = (value - before) * (1 if better[name] else -1)
-            gains[name] = {
-                "gain": gain,
-                "usd_per_point": usd / (100 * gain) if gain > 0 and usd > 0 else None,
-            }
+            usd_per_point = usd / (100 * gain) if gain > 0 and usd > 0 else None
+            gains[name] = {"gain": gain, "usd_per_point": usd_per_point}
     return gains

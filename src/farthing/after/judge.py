@@ -17,7 +17,7 @@ from torch import Tensor
 
 from farthing.after.held_out import HeldOut
 from farthing.data.batches import collate
-from farthing.metrics import Metrics
+from farthing.objectives.objective import Objective
 from farthing.objectives.registry import objective_of
 
 
@@ -52,46 +52,32 @@ class Verdict:
 
 
 def judge(merged: Any, compressed: Any, held_out: HeldOut) -> Verdict:
-    """Hold `compressed` against `merged`, both on the device and in the dtype that they were loaded
-    in.
-    """
-    total, agreed, n = 0.0, 0, 0
+    """Compare `compressed` with `merged`, both on the device and in the dtype of their weights."""
+    task, total, agreed, n = objective_of(held_out.job.task), 0.0, 0, 0
     for index in held_out.indices:
-        batch = _batch(held_out, int(index))
-        expected, found = (
-            _scores(model, batch, held_out.job.task) for model in (merged, compressed)
-        )
+        arrays = collate(held_out.tokens, np.array([index]), task.name, held_out.spec.pad_id)
+        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        expected, found = (_scores(model, batch, task) for model in (merged, compressed))
         p, q = expected.log_softmax(-1), found.log_softmax(-1)
         total += float((p.exp() * (p - q)).sum())
         agreed += int((expected.argmax(-1) == found.argmax(-1)).sum())
         n += len(expected)
     metrics = [
-        _numbers(held_out.measure(model, held_out.numerics())) for model in (merged, compressed)
+        {name: value for name, value in held_out.measure(model).items() if isinstance(value, float)}
+        for model in (merged, compressed)
     ]
     kl = max(0.0, total / n) if math.isfinite(total) else math.inf
     return Verdict(kl, agreed / n, len(held_out.indices), n, held_out.what, *metrics)
 
 
-def _numbers(metrics: Metrics) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items() if isinstance(value, float)}
-
-
-def _batch(held_out: HeldOut, index: int) -> dict[str, Tensor]:
-    """One example as the model takes it, with its labels."""
-    arrays = collate(held_out.tokens, np.array([index]), held_out.job.task, held_out.spec.pad_id)
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
 @torch.no_grad()
-def _scores(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
+def _scores(model: Any, batch: dict[str, Tensor], task: Objective) -> Tensor:
     """Logits [targets, V] in fp64, or [1, C] of a classifier."""
-    labels = batch["labels"]
     given = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    of = objective_of(task)
-    if not of.is_pair:
+    if not task.is_pair:
         given.pop("labels")
     logits = model(**given).logits[0].double().cpu()
-    if not (of.scores_tokens or of.scores_words):
+    if not (task.scores_tokens or task.scores_words):
         return logits[None]
-    wanted = labels[0] >= 0
-    return logits[:-1][wanted[1:]] if of.predicts_next else logits[wanted]
+    wanted = batch["labels"][0] >= 0
+    return logits[:-1][wanted[1:]] if task.predicts_next else logits[wanted]

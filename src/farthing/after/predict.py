@@ -1,5 +1,4 @@
-"""What the model of a run says of many rows: a class with its probabilities, a number, or an answer
-with the mean log-probability of its tokens. In batches, in the order of the rows.
+"""Answers of a run's model, or of its base: for rows in batches, and for chats as a stream.
 
 A row is read and rendered as in training, by the columns of the run's job. Its target may be
 missing. A row that can't be read gets an `error` in place of a prediction.
@@ -12,42 +11,54 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LogitsProcessorList, TextIteratorStreamer
 
-from farthing.after.chat import Speaker
 from farthing.config.job import Job
 from farthing.data.chat import asks_for_the_date
 from farthing.data.encode import Encoder
-from farthing.data.formats import Understood
-from farthing.data.read import Source, file_source
+from farthing.data.formats import RENDERED, recognise
+from farthing.data.read import Source, file_source, open_sources
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Row, RowValue, Text
 from farthing.data.token_set import Recipe
 from farthing.device_memory import is_out_of_memory
-from farthing.errors import DataError, InputError
-from farthing.model.hardware import free_cached
-from farthing.model.load import set_languages
+from farthing.errors import DataError, FarthingError, InputError
+from farthing.export.folders import trained_model, trusted_job, tuned_config, untrained_model
+from farthing.model.hardware import Numerics, choose_numerics, free_cached
+from farthing.model.load import ModelChoice, load_tokenizer, set_languages
 from farthing.model.positions import max_positions
 from farthing.objectives.columns import Unusable, list_of
 from farthing.objectives.objective import class_names
 from farthing.objectives.registry import objective_of
-from farthing.run.folder import began
+from farthing.planner.software import fp16_risk
+from farthing.run.folder import MODEL, began
 from farthing.storage.files import draft_of
 
+Message = dict[str, str]
 WINDOW = 1024  # rows whose lengths are sorted together
 ADDED = ("prediction", "score", "scores", "finish_reason", "error")
 """The columns that a prediction adds to its row."""
+_UNLIMITED = 1 << 30
 _ANSWER = "?"  # stands where a target would, and is cut off again
+
+
+def numerics_of_run(run: Path) -> Numerics:
+    """Device and precision in which the model of a run answers: half precision on a GPU."""
+    config = tuned_config(run / MODEL) if (run / MODEL).is_dir() else {}
+    return choose_numerics("auto", None, None, fp16_risk=fp16_risk(config))
 
 
 @dataclass
 class Predicted:
-    """What became of the rows of a file."""
+    """Counts of the rows that were answered."""
 
     n_rows: int = 0
     n_failed: int = 0
@@ -58,8 +69,8 @@ class Predicted:
 
 
 @dataclass
-class _Asked:
-    """A row on its way: its place in the window, its tokens or what is wrong with it."""
+class _Prompt:
+    """A row with its tokens, and with its prediction or what is wrong with it."""
 
     row: RowValue
     ids: list[int] = field(default_factory=list)
@@ -69,59 +80,85 @@ class _Asked:
 
 
 class Predictor:
+    """A model of a run that answers."""
+
     def __init__(
         self,
         run: Path,
         *,
+        is_base: bool = False,
         max_new_tokens: int = 256,
         batch_size: int = 16,
         trust_remote_code: bool = False,
     ) -> None:
-        self.speaker = Speaker(run, trust_remote_code=trust_remote_code)
-        self.job = Job.model_validate(self.speaker.job)
+        self.job = trusted_job(run, trust_remote_code)
+        self.task = objective_of(self.job.task)
+        self.scores_answers = self.task.learns_units and not self.task.scores_tokens
+        """Whether a row's answer is scored, not made."""
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
         self.summary = Predicted()
-        task, tokenizer, data = self.speaker.task, self.speaker.tokenizer, self.job.data
-        self.scores_answers = task.learns_units and not task.scores_tokens
-        """Whether a row's answer is scored, not made."""
-        task = objective_of(task.asked_as) if task.asked_as else task
-        source, target = set_languages(tokenizer, task.name, data.source_lang, data.target_lang)
-        self._longest = max_positions(self.speaker.model.config) or 1 << 30
-        limits = [self.job.max_length, self._longest, tokenizer.model_max_length]
-        self._max_length = data.max_length or min(limits)
-        wants_date = task.predicts_next and asks_for_the_date(tokenizer.chat_template)
+        make = untrained_model if is_base else trained_model
+        numerics = numerics_of_run(run)
+        model = make(run, numerics.base_dtype, trust_remote_code=trust_remote_code)
+        self.model = model.to(numerics.device)
+        self.tokenizer = load_tokenizer(ModelChoice(str(run / MODEL)), None)
+        task, data = objective_of(self.task.asked_as or self.task.name), self.job.data
+        languages = set_languages(self.tokenizer, task.name, data.source_lang, data.target_lang)
+        self._longest = max_positions(self.model.config) or _UNLIMITED
+        limits = self.job.max_length, self._longest, self.tokenizer.model_max_length
+        max_length = data.max_length or min(limits)
+        wants_date = task.predicts_next and asks_for_the_date(self.tokenizer.chat_template)
         self._recipe = Recipe(
             task.name,
-            self._max_length,
-            columns=self._of_inputs(data.columns),
-            source_lang=source,
-            target_lang=target,
+            max_length,
+            columns={name: own for name, own in data.columns.items() if name not in self._targets},
+            source_lang=languages[0],
+            target_lang=languages[1],
             date=began(run) if wants_date else "",
         )
-        # a prompt is cut nowhere: where it is too long there is no answer to it
-        self._encode = Encoder(
-            tokenizer, task.name, 1 << 30 if task.predicts_next else self._max_length, 1 << 30
+        # a prompt is never cut: without its end there is no answer to it
+        most = _UNLIMITED if task.predicts_next else max_length
+        self._encode = Encoder(self.tokenizer, task.name, most, _UNLIMITED)
+
+    @property
+    def classifies(self) -> bool:
+        return not self.task.scores_tokens
+
+    @property
+    def says_a_number(self) -> bool:
+        labels = self.task.labels
+        return self.model.config.num_labels == 1 and labels is not None and labels.shares is None
+
+    @cached_property
+    def is_chat(self) -> bool:
+        return self.task.predicts_next and trained_on_chats(self.job)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Tokens that end an answer: the tokenizer's, and those that the model names."""
+        named = self.model.generation_config.eos_token_id
+        found = [self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
+        return [index for index in dict.fromkeys(found) if index is not None]
+
+    @cached_property
+    def _pad_id(self) -> int:
+        known = (
+            self.model.config.get_text_config().pad_token_id,
+            self.tokenizer.pad_token_id,
+            self.tokenizer.eos_token_id,
         )
+        return next((int(index) for index in known if index is not None and index >= 0), 0)
 
-    def _wanted(self) -> str:
-        if self.scores_answers:
-            return (
-                "give one answer a row (prompt + completion, or messages), without a verdict;"
-                " `farthing eval RUN --data FILE` measures pairs"
-            )
-        return "give rows like those of the training, without the answers; its data.columns apply"
-
+    @property
     def _targets(self) -> set[str]:
         """The standard columns that hold what is to be predicted."""
         if self.scores_answers:
             return {"chosen", "rejected"}
-        if self.speaker.classes:
-            return {name for each in self.speaker.task.formats for name in each.needs[1:]}
+        if self.classifies:
+            return {name for each in self.task.formats for name in each.needs[1:]}
         return {"completion", "target", "output", "chosen", "rejected"}
 
-    def _of_inputs(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        targets = self._targets()
-        return {name: own for name, own in columns.items() if name not in targets}
+    # ---- rows, texts and chats ----
 
     def file(self, path: Path) -> Iterator[RowValue]:
         """The rows of a file with their predictions. Raises `DataError`."""
@@ -132,139 +169,193 @@ class Predictor:
         numbered = (Row(number, dict(row)) for number, row in enumerate(rows, 1))
         yield from self._predicted(numbered, Source("rows", "", "jsonl"))
 
-    def _predicted(self, rows: Iterator[Row | BadRow], source: Source) -> Iterator[RowValue]:
-        while window := list(itertools.islice(rows, WINDOW)):
-            asked = self._asked(window, source)
-            ready = sorted((one for one in asked if one.ids), key=lambda one: -len(one.ids))
-            self._answer(ready)
-            for one in asked:
-                self.summary.n_rows += 1
-                self.summary.n_failed += "error" in one.found
-                yield one.row | one.found
-
     def row_of(self, text: str) -> RowValue:
-        """A text as a row: what is asked in a chat, or the input."""
-        if self.speaker.is_chat:
-            return {"messages": [{"role": "user", "content": text}]}
-        name = "input" if self.speaker.task.is_pair else "prompt"
-        if self.speaker.classes:
-            name = self.speaker.task.formats[0].needs[0]
-        own = self._recipe.columns.get(name, name)
+        """A text as a row in the columns of the job. Raises `InputError`."""
+        ((name, value),) = self._standard_row([{"role": "user", "content": text}]).items()
+        own = name if self.is_chat else self._recipe.columns.get(name, name)
         if not isinstance(own, str) or "{" in own:
             raise InputError(
                 f"the run's job makes `{name}` of several columns",
                 where="data.columns",
                 to_do="give rows with these columns instead of texts",
             )
-        return {own: text}
+        return {own: value}
+
+    def classify(self, text: str) -> dict[str, Any]:
+        """The likeliest class and the probability of each, the likeliest first; of a number, the
+        score. Raises `InputError` for a model that labels words.
+        """
+        if self.task.scores_words:
+            raise InputError(
+                f"a model of {self.task.name} reads words, not a text",
+                where="the prompt",
+                to_do="write rows with `tokens`, and use `farthing predict`",
+            )
+        prompt = self._prompt_of([{"role": "user", "content": text}])
+        self._answer([prompt])
+        found = prompt.found
+        if "error" in found:
+            raise InputError(found["error"], where="the model", to_do="train it with a lower rate")
+        if "scores" not in found:
+            return {"score": found["prediction"]}
+        ordered = dict(sorted(found["scores"].items(), key=lambda item: -item[1]))
+        return {"label": found["prediction"], "probabilities": ordered}
+
+    def stream(
+        self, messages: list[Message], temperature: float = 0.0, seed: int = 0
+    ) -> Iterator[str]:
+        """The answer to the last message, piece by piece; temperature 0 takes the likeliest."""
+        pieces = TextIteratorStreamer(
+            self.tokenizer, skip_prompt=not self.task.is_pair, skip_special_tokens=True
+        )
+        batch, errors = self._padded([self._prompt_of(messages).ids]), list[Exception]()
+        how = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
+        torch.manual_seed(seed)
+
+        def generate() -> None:
+            try:
+                self._generate(batch, streamer=pieces, **how)
+            except Exception as error:
+                errors.append(error)
+                pieces.end()
+
+        thread = threading.Thread(target=generate, name="farthing-answer", daemon=True)
+        thread.start()
+        yield from filter(None, pieces)
+        thread.join()
+        if errors:
+            raise errors[0]
+
+    def _standard_row(self, messages: list[Message]) -> RowValue:
+        """The last message, or the chat, under the standard name of its column."""
+        if self.is_chat:
+            return {"messages": messages}
+        name = "input" if self.task.is_pair else "prompt"
+        if self.classifies:
+            name = self.task.formats[0].needs[0]
+        return {name: messages[-1]["content"]}
+
+    def _prompt_of(self, messages: list[Message]) -> _Prompt:
+        """Raises `InputError`."""
+        source = Source("the prompt", "", "jsonl", columns={})
+        (prompt,) = self._prompts([Row(1, self._standard_row(messages))], source)
+        if "error" in prompt.found:
+            why = str(prompt.found["error"]).partition(": ")[2]
+            raise InputError(why, where="the prompt", to_do="write another text")
+        return prompt
+
+    def _predicted(self, rows: Iterator[Row | BadRow], source: Source) -> Iterator[RowValue]:
+        while window := list(itertools.islice(rows, WINDOW)):
+            prompts = self._prompts(window, source)
+            self._answer(sorted((one for one in prompts if one.ids), key=lambda one: -len(one.ids)))
+            for one in prompts:
+                self.summary.n_rows += 1
+                self.summary.n_failed += "error" in one.found
+                yield one.row | one.found
 
     # ---- rows to tokens ----
 
-    def _asked(self, window: list[Row | BadRow], source: Source) -> list[_Asked]:
-        reader = SourceReader(source, self._recipe, self.speaker.tokenizer)
+    def _prompts(self, window: list[Row | BadRow], source: Source) -> list[_Prompt]:
+        reader = SourceReader(source, self._recipe, self.tokenizer)
         filled = [self._with_target(row) for row in window]
         try:
             reader.look(filled)
         except DataError as error:
+            to_do = "give rows like those of the training, without the answers; data.columns apply"
+            if self.scores_answers:
+                to_do = (
+                    "give one answer a row (prompt + completion, or messages), without a verdict;"
+                    " `farthing eval RUN --data FILE` measures pairs"
+                )
             what = error.what.partition(", of which")[0].partition(", which")[0]
-            raise DataError(what, where=error.where, to_do=self._wanted()) from error
-        asked = []
+            raise DataError(what, where=error.where, to_do=to_do) from error
+        prompts = []
         for row, whole in zip(window, filled, strict=True):
-            one = _Asked({} if isinstance(row, BadRow) else row.value)
+            one = _Prompt({} if isinstance(row, BadRow) else row.value)
+            if odd := [name for name in ADDED if name in one.row]:
+                raise DataError(
+                    f"has a column `{odd[0]}`, which a prediction would overwrite",
+                    where=f"{source.name}:{row.line}",
+                    to_do="rename it in the file",
+                )
             try:
-                if odd := [name for name in ADDED if name in one.row]:
-                    raise DataError(
-                        f"has a column `{odd[0]}`, which a prediction would overwrite",
-                        where=f"{source.name}:{row.line}",
-                        to_do="rename it in the file",
-                    )
-                text = reader.text(self._with_tags(whole, reader.understood))
-                one.ids, one.words = self._words(text) if text.words else (self._ids(text), [])
+                one.ids, one.words = self._tokens(reader.text(self._with_tags(whole, reader)))
             except Unusable as error:
                 one.found = {"error": f"{source.name}:{row.line}: {error}"}
                 if len(self.summary.first_errors) < 5:
-                    self.summary.first_errors.append(str(one.found["error"]))
-            asked.append(one)
-        return asked
+                    self.summary.first_errors.append(one.found["error"])
+            prompts.append(one)
+        return prompts
 
     def _with_target(self, row: Row | BadRow) -> Row | BadRow:
         """The row with something in place of the target that it lacks."""
         if isinstance(row, BadRow) or self.scores_answers:
             return row
-        value = dict(row.value)
-        turn = {"role": "assistant", "content": _ANSWER}
-        messages: Any = value.get("messages")
-        said: Any = value.get("conversations")
-        if self.speaker.classes:
-            names = class_names(self.speaker.model.config)
-            answer: Any = 0.0 if self.speaker.says_a_number else names[0]
-            labels = self.speaker.task.labels
+        value, answer = dict(row.value), _answer_for(row.value)
+        if self.classifies:
+            labels = self.task.labels
+            answer = 0.0 if self.says_a_number else class_names(self.model.config)[0]
             answer = [] if labels is not None and labels.predict else answer
-        else:
-            answer = [turn] if isinstance(value.get("prompt"), list) else _ANSWER
-        if _ends_with_a_question(messages, "role", "assistant"):
-            value["messages"] = [*messages, turn]
-        elif _ends_with_a_question(said, "from", "gpt"):
-            value["conversations"] = [*said, {"from": "gpt", "value": _ANSWER}]
-        for name in self._targets() - {"chosen", "rejected"}:
-            if not value.get(name) or self.speaker.classes:
+        for column, of, content in (
+            ("messages", "role", "content"),
+            ("conversations", "from", "value"),
+        ):
+            turns: Any = value.get(column)
+            last = turns[-1] if isinstance(turns, list) and turns else None
+            if isinstance(last, dict) and last.get(of) not in ("assistant", "gpt"):
+                value[column] = [*turns, {of: "assistant", content: _ANSWER}]
+        for name in self._targets - {"chosen", "rejected"}:
+            if not value.get(name) or self.classifies:
                 value[name] = answer
         return Row(row.line, value)
 
-    def _with_tags(self, row: Row | BadRow, understood: Understood | None) -> Row | BadRow:
+    def _with_tags(self, row: Row | BadRow, reader: SourceReader) -> Row | BadRow:
         """The row with as many tags as words, where these have labels."""
-        if not self.speaker.task.scores_words or isinstance(row, BadRow) or understood is None:
+        if not self.task.scores_words or isinstance(row, BadRow) or reader.understood is None:
             return row
-        own = understood.columns.get("tokens", "tokens")
+        own = reader.understood.columns.get("tokens", "tokens")
         words = list_of(row.value, own) if isinstance(own, str) else []
         return Row(row.line, {**row.value, "tags": ["O"] * len(words)})
 
-    def _words(self, text: Text) -> tuple[list[int], list[int | None]]:
-        """The tokens of a text, and the first of each of its words."""
+    def _tokens(self, text: Text) -> tuple[list[int], list[int | None]]:
+        """The tokens that the model is asked with, and where words have labels the first of each.
+        Raises `Unusable`.
+        """
+        if not (text.words or self.scores_answers):
+            learned = [index for index, (_, is_target) in enumerate(text.segments) if is_target]
+            end = learned[-1] if learned and learned[-1] > 0 else None
+            prompt = tuple((part, False) for part, _ in text.segments[:end])
+            text = Text(prompt, is_raw=text.is_raw)
         found = self._encode([text])
         self.summary.n_cut += bool(found.was_cut[0])
-        places: list[int | None] = [None] * len(text.words)
-        assert found.words is not None
-        for word, at in zip(found.words.tolist(), found.is_target.nonzero()[0], strict=True):
-            places[word] = int(at)
-        return found.ids.tolist(), places
-
-    def _ids(self, text: Text) -> list[int]:
-        """The tokens that the model is asked with. Raises `Unusable`."""
-        segments = text.segments
-        if self.scores_answers:
-            found = self._encode([text])
-            self.summary.n_cut += bool(found.was_cut[0])
-            return [int(index) for index in found.ids]
-        learned = [index for index, (_, is_target) in enumerate(segments) if is_target]
-        if learned and learned[-1] > 0:
-            segments = segments[: learned[-1]]
-        prompt = tuple((part, False) for part, _ in segments)
-        encoded = self._encode([Text(prompt, is_raw=text.is_raw)])
-        ids = [int(index) for index in encoded.ids[encoded.is_target == 0]]
-        self.summary.n_cut += bool(encoded.was_cut[0])
-        room = self._longest - self.max_new_tokens
-        if self.speaker.task.predicts_next and len(ids) > room:
+        if text.words:
+            assert found.words is not None
+            places: list[int | None] = [None] * len(text.words)
+            for word, at in zip(found.words.tolist(), found.is_target.nonzero()[0], strict=True):
+                places[word] = int(at)
+            return found.ids.tolist(), places
+        ids = (found.ids if self.scores_answers else found.ids[found.is_target == 0]).tolist()
+        if self.task.predicts_next and len(ids) + self.max_new_tokens > self._longest:
             raise Unusable(
                 f"{len(ids):,} tokens and {self.max_new_tokens:,} of an answer are more than the"
                 f" model's {self._longest:,} positions"
             )
         if not ids:
             raise Unusable("no text to answer")
-        return ids
+        return ids, []
 
     # ---- tokens to answers ----
 
-    def _answer(self, ready: list[_Asked]) -> None:
+    def _answer(self, prompts: list[_Prompt]) -> None:
         at, size = 0, self.batch_size
-        while at < len(ready):
-            batch = ready[at : at + size]
+        while at < len(prompts):
+            batch = prompts[at : at + size]
             try:
                 found = self._of_batch(batch)
             except Exception as error:
                 if not is_out_of_memory(error) or size == 1:
                     raise
-                free_cached(self.speaker.model.device)
+                free_cached(self.model.device)
                 size = max(1, size // 2)
                 continue
             for one, each in zip(batch, found, strict=True):
@@ -272,90 +363,113 @@ class Predictor:
             at += len(batch)
 
     @torch.no_grad()
-    def _of_batch(self, asked: list[_Asked]) -> list[dict[str, Any]]:
-        """What is said of each; nothing where scores are no numbers."""
-        speaker, rows = self.speaker, [one.ids for one in asked]
-        longest, pad = max(map(len, rows)), self._pad_id()
-        is_left = speaker.task.predicts_next
-        gaps = [[pad] * (longest - len(row)) for row in rows]
-        ids = torch.tensor(
-            [gap + row if is_left else row + gap for gap, row in zip(gaps, rows, strict=True)]
+    def _of_batch(self, prompts: list[_Prompt]) -> list[dict[str, Any]]:
+        """The prediction of each; empty where its scores are no numbers."""
+        batch = self._padded([one.ids for one in prompts])
+        if not self.classifies:
+            return self._written(batch)
+        scores = self.model(**batch).logits.float().cpu()  # [B, C], or [B, T, C] of words
+        return [
+            self._judged(of, one.words) if of.isfinite().all() else {}
+            for of, one in zip(scores, prompts, strict=True)
+        ]
+
+    def _padded(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
+        """On the left where the model continues its input."""
+        side = "left" if self.task.predicts_next else "right"
+        ids, mask = (
+            torch.nn.utils.rnn.pad_sequence(
+                [torch.tensor(row) for row in of], True, padding, padding_side=side
+            )
+            for of, padding in ((rows, self._pad_id), ([[1] * len(row) for row in rows], 0))
         )
-        lengths = torch.tensor([len(row) for row in rows])[:, None]
-        places = torch.arange(longest)
-        mask = (places >= longest - lengths) if is_left else (places < lengths)
-        given = {
-            "input_ids": ids.to(speaker.model.device),
-            "attention_mask": mask.long().to(speaker.model.device),
-        }
-        if not speaker.classes:
-            found = self._written(given)
-            return [each if math.isfinite(each["score"]) else {} for each in found]
-        scores = speaker.model(**given).logits.float().cpu()  # [B, C], or [B, T, C] of words
-        if speaker.task.scores_words:
-            found = [self._tagged(of, one.words) for of, one in zip(scores, asked, strict=True)]
-        else:
-            found = self._classified(scores)
-        are_finite = scores.isfinite().flatten(1).all(1).tolist()
-        return [each if finite else {} for each, finite in zip(found, are_finite, strict=True)]
+        device = self.model.device
+        return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
-    def _pad_id(self) -> int:
-        config, tokenizer = self.speaker.model.config.get_text_config(), self.speaker.tokenizer
-        known = (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
-        return next((int(index) for index in known if index is not None and index >= 0), 0)
+    def _judged(self, scores: torch.Tensor, words: list[int | None]) -> dict[str, Any]:
+        """The prediction of scores [C], or of each word of scores [T, C]: None behind the limit."""
+        if self.task.scores_words:
+            of_words = [None if at is None else self._label(scores[at]) for at in words]
+            return {
+                "prediction": [each and each[0] for each in of_words],
+                "scores": [each and each[1][each[0]] for each in of_words],
+            }
+        if self.says_a_number:
+            return {"prediction": float(scores[0])}
+        label, shares = self._label(scores)
+        one = {} if isinstance(label, list) else {"score": shares[label]}
+        return {"prediction": label, **one, "scores": shares}
 
-    def _classified(self, scores: torch.Tensor) -> list[dict[str, Any]]:
-        if self.speaker.says_a_number:
-            return [{"prediction": float(score)} for score in scores[:, 0]]
-        found = []
-        for each in scores:
-            label, shares = self.speaker.said(each)
-            one = {} if isinstance(label, list) else {"score": shares[label]}
-            found.append({"prediction": label, **one, "scores": shares})
-        return found
+    def _label(self, scores: torch.Tensor) -> tuple[Any, dict[str, float]]:
+        """The predicted class or classes of scores [C], and the share of each."""
+        labels, names = self.task.labels, class_names(self.model.config)
+        assert labels is not None
+        of_all = (labels.shares or (lambda each: each.softmax(-1)))(scores).tolist()
+        shares = dict(zip(names, of_all, strict=True))
+        if labels.predict is not None:
+            return labels.predict(of_all, names), shares
+        return max(shares, key=lambda name: shares[name]), shares
 
-    def _tagged(self, scores: torch.Tensor, words: list[int | None]) -> dict[str, Any]:
-        """The tag of each word and how sure it is, from scores [T, C]; None of words behind the
-        limit. `words`: the first token of each.
-        """
-        said = [None if at is None else self.speaker.said(scores[at]) for at in words]
-        sure = [None if each is None else each[1][each[0]] for each in said]
-        return {"prediction": [each and each[0] for each in said], "scores": sure}
+    def _generate(self, batch: dict[str, torch.Tensor], **how: Any) -> Any:
+        return self.model.generate(
+            **batch,
+            **{"do_sample": False, **how},
+            num_beams=1,
+            use_cache=True,
+            max_new_tokens=self.max_new_tokens,
+            eos_token_id=self._ends or None,
+            pad_token_id=self._pad_id,
+        )
 
-    def _written(self, given: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
-        speaker, ends, log_probs = self.speaker, self.speaker.ends(), list[torch.Tensor]()
+    def _written(self, batch: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+        """Answers with the mean log-probability of their tokens."""
+        log_probs = list[torch.Tensor]()
 
         def note(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             log_probs.append(scores.float().log_softmax(-1).amax(-1))  # of the token that is taken
             return scores
 
-        from transformers import LogitsProcessorList
-
-        written = speaker.model.generate(
-            **given,
-            do_sample=False,
-            num_beams=1,
-            use_cache=True,
-            max_new_tokens=self.max_new_tokens,
-            eos_token_id=ends or None,
-            pad_token_id=self._pad_id(),
-            logits_processor=LogitsProcessorList([note]),
-        )
+        written = self._generate(batch, logits_processor=LogitsProcessorList([note]))
         answers = written[:, -len(log_probs) :].tolist()
-        found = []
+        found: list[dict[str, Any]] = []
         for answer, each in zip(answers, torch.stack(log_probs, 1).tolist(), strict=True):
-            stop = next((at for at, index in enumerate(answer) if index in ends), None)
+            stop = next((at for at, index in enumerate(answer) if index in self._ends), None)
             n = len(answer) if stop is None else stop + 1
-            text = speaker.tokenizer.decode(answer[:n], skip_special_tokens=True)
-            reason = "length" if stop is None else "stop"
-            found.append({"prediction": text, "score": sum(each[:n]) / n, "finish_reason": reason})
+            text = self.tokenizer.decode(answer[:n], skip_special_tokens=True)
+            reason, score = "length" if stop is None else "stop", sum(each[:n]) / n
+            one = {"prediction": text, "score": score, "finish_reason": reason}
+            found.append(one if math.isfinite(score) else {})
         return found
 
 
-def _ends_with_a_question(turns: Any, key: str, speaker: str) -> bool:
-    """Whether a chat ends with a turn that is not the assistant's."""
-    last = turns[-1] if isinstance(turns, list) and turns else None
-    return isinstance(last, dict) and last.get(key) not in (speaker, "assistant")
+def _answer_for(row: RowValue) -> Any:
+    """An answer in the form of the row's prompt: a text, or a turn of a chat."""
+    is_chat = isinstance(row.get("prompt"), list)
+    return [{"role": "assistant", "content": _ANSWER}] if is_chat else _ANSWER
+
+
+def trained_on_chats(job: Job) -> bool:
+    """Whether the run's rows are rendered by the chat template; True where they are gone."""
+    data, task = job.data, objective_of(job.task)
+    try:
+        source, *_ = open_sources(
+            data.train[:1],
+            cache_dir=Path(job.cache_dir or "."),
+            split=data.train_split,
+            config_name=data.dataset_config_name,
+            layout=data.layout,
+        )
+        rows = [row.value for row in itertools.islice(source.rows(), 16) if isinstance(row, Row)]
+        columns = set[str]().union(*rows)
+        if task.learns_units:
+            values = (value for row in rows for value in row.values())
+            has_chats = any(isinstance(value, list | dict) for value in values)
+            return has_chats or bool({"instruction", "system"} & columns)
+        if any(isinstance(row.get("prompt"), list) for row in rows):
+            return True
+        return recognise(columns, task.name, data.columns, source.name).format in RENDERED
+    except (FarthingError, OSError, ValueError, KeyError):
+        return True
 
 
 def _without_nan(row: RowValue) -> RowValue:
@@ -369,11 +483,8 @@ def _without_nan(row: RowValue) -> RowValue:
 def predict_file(predictor: Predictor, path: Path, output: Path) -> Predicted:
     """Write the rows of a file with their predictions as JSON lines; the file appears whole.
 
-    Raises `InputError` where `output` is there already, `DataError` where no row can be used.
+    Raises `DataError` where no row can be used.
     """
-    if output.exists():
-        raise InputError("the file is there already", where=str(output), to_do="name a new one")
-    output.parent.mkdir(parents=True, exist_ok=True)
     draft = draft_of(output)
     try:
         with open(draft, "w", encoding="utf-8") as file:

@@ -1,22 +1,22 @@
 """A run's model in fewer bits, judged before it is kept: GGUF files and compressed-tensors folders.
 
-The model is merged first, into a folder that goes away again; what was written is read back and
-held against it on held-out examples of the run.
+The model is merged first, into a folder that goes away again; the export is read back and compared
+with it on held-out examples of the run.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import AutoConfig
 
-from farthing.after.chat import trained_on_chats
-from farthing.after.held_out import held_out_of
-from farthing.after.judge import Verdict, judge
+from farthing.after.held_out import HeldOut, held_out_of
+from farthing.after.judge import judge
+from farthing.after.predict import trained_on_chats
+from farthing.config.job import Job
 from farthing.errors import InputError, ModelError
 from farthing.export.compressed import plan_compressed, write_compressed
 from farthing.export.folders import (
@@ -34,7 +34,7 @@ from farthing.model.load import ModelChoice, auto_class, load_tokenizer, quiet_l
 from farthing.report.card import model_card
 from farthing.report.receipt import build_receipt
 from farthing.run.exported import CARD
-from farthing.storage.files import Json, bytes_below, install_folder
+from farthing.storage.files import Json, bytes_below, install_folder, write_json, write_text
 
 WHOLE = ("adapter", "merged")
 FORMATS = ("gguf", "fp8", "w8a16", "w4a16")
@@ -42,18 +42,12 @@ MOST_EXAMPLES = 200
 MOST_KL = 0.1
 
 
-@dataclass(frozen=True)
-class Wish:
-    form: str
-    """One of `FORMATS`."""
-    bits: str = "q8_0"
-    """Of a GGUF file."""
-    max_kl: float = MOST_KL
-    is_forced: bool = False
-    """Keep it whatever the judgement, or without one where the data is gone."""
-    data: Path | None = None
-    """Examples to judge on, instead of the run's own."""
-    trust_remote_code: bool = False
+class _Quantizer(NamedTuple):
+    """How a model is written in fewer bits."""
+
+    method: str
+    write: Callable[[Path, Path], tuple[Any, list[str]]]
+    """(folder of the merged model, new folder) -> the model read back from there, notes"""
 
 
 def export_as(
@@ -69,171 +63,125 @@ def export_as(
     trust_remote_code: bool = False,
 ) -> Json:
     """Write the run's model to the new `folder` as `form`: adapter, merged or one of `FORMATS`.
+    Returns what was written, and how it was judged on the run's held-out examples or on `data`.
 
-    Raises `InputError` for what a form has not.
+    With `is_forced` it is kept whatever the judgement, or without one where the data is gone.
+    Raises `InputError` for what a form has not or can't hold, before a byte is written;
+    `ModelError` for a judgement above `max_kl`.
     """
-    if form not in (*WHOLE, *FORMATS):
-        raise InputError(
-            f"there is no format {form!r}",
-            where="--format",
-            to_do=f"use one of {', '.join((*WHOLE, *FORMATS))}",
-        )
-    given = {
+    wanted = (bits or "q8_0").lower()
+    for name, value, known in (
+        ("--format", form, (*WHOLE, *FORMATS)),
+        ("--bits", wanted, (*BITS, *K_BITS)),
+    ):
+        if value not in known:
+            what = f"there is no {value!r}"
+            raise InputError(what, where=name, to_do=f"use one of {', '.join(known)}")
+    misplaced = {
         "--bits": bits is not None and form != "gguf",
         "--dtype": dtype is not None and form != "merged",
         "--max-kl": max_kl is not None and form in WHOLE,
         "--force": is_forced and form in WHOLE,
         "--data": data is not None and form in WHOLE,
     }
-    for name, is_odd in given.items():
+    for name, is_odd in misplaced.items():
         if is_odd:
             raise InputError(f"--format {form} has no {name}", where=name, to_do="leave it out")
-    if max_kl is not None and not max_kl >= 0:
-        raise InputError("a limit is 0 or more", where="--max-kl", to_do="e.g. --max-kl 0.1")
     if form in WHOLE:
         return export_run(run, folder, form, dtype, trust_remote_code=trust_remote_code)
-    wanted = (bits or "q8_0").lower()
-    if wanted not in (*BITS, *K_BITS):
-        raise InputError(
-            f"there is no {wanted!r}",
-            where="--bits",
-            to_do=f"use one of {', '.join((*BITS, *K_BITS))}",
-        )
     limit = MOST_KL if max_kl is None else max_kl
-    return export_quantized(
-        run, folder, Wish(form, wanted, limit, is_forced, data, trust_remote_code)
-    )
-
-
-def export_quantized(run: Path, folder: Path, wish: Wish) -> Json:
-    """Write the run's model to the new `folder` as wished; returns what was written and how it was
-    judged.
-
-    Raises `InputError` before a byte is written for what the form can't hold, `ModelError` for a
-    judgement above the limit.
-    """
+    if not limit >= 0:
+        raise InputError("a limit is 0 or more", where="--max-kl", to_do="e.g. --max-kl 0.1")
     quiet_libraries()
     refuse_used(folder)
-    source = whole_model(run)
-    job = trusted_job(run, wish.trust_remote_code)
-    tokenizer = load_tokenizer(ModelChoice(str(source)), None)
-    beside = source / MODEL_CONFIG
-    config = AutoConfig.from_pretrained(
-        beside if beside.exists() else source, trust_remote_code=wish.trust_remote_code
-    )
-    name = run.resolve().name
-    gguf, compression = None, None
-    if wish.form == "gguf":
-        gguf = plan_gguf(
-            config, tokenizer, job["task"], wish.bits, name, is_chat=trained_on_chats(job)
-        )
-    else:
-        compression = plan_compressed(
-            config, job["task"], wish.form, trust_remote_code=wish.trust_remote_code
-        )
-    held_out = _held_out(run, wish)
-    said: Json = {"folder": str(folder), "format": wish.form, "bits": wish.bits if gguf else None}
+    quantizer = _quantizer(run, trusted_job(run, trust_remote_code), form, wanted)
+    held_out: HeldOut | None = None
+    try:
+        held_out = held_out_of(run, data, MOST_EXAMPLES, trust_remote_code=trust_remote_code)
+    except InputError:
+        if not is_forced:
+            raise
+    said: Json = {"format": form, "bits": wanted if form == "gguf" else None}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as work:
-        merged_folder = Path(work) / "merged"
-        export_run(run, merged_folder, "merged", trust_remote_code=wish.trust_remote_code)
-
-        def load(place: Path) -> Any:
-            return _load_whole(place, job["task"], wish)
+        merged = Path(work) / "merged"
+        export_run(run, merged, "merged", trust_remote_code=trust_remote_code)
 
         def fill(draft: Path) -> None:
-            if gguf:
-                path = draft / "model.gguf"
-                write_gguf(gguf, merged_folder, path, wish.bits)
-                said.update(method=f"GGUF {wish.bits}", notes=list(gguf.notes))
-                compressed = load(merged_folder)
-                compressed.load_state_dict(dict(read_back(gguf, path, merged_folder)), strict=False)
-                stops = (
-                    merged_folder / GENERATION_CONFIG
-                ).exists() and compressed.generation_config
-                text, notes = modelfile(tokenizer, stops or None, is_chat=trained_on_chats(job))
-                (draft / "Modelfile").write_text(text, encoding="utf-8")
-                said["notes"] += notes
-            elif compression:
-                write_compressed(compression, merged_folder, draft)
-                said.update(method=compression.in_words(), notes=[])
-                save_tokenizer(tokenizer, draft)
-                compressed = load(draft)
-            verdict = None if held_out is None else judge(load(merged_folder), compressed, held_out)
-            said["judged"] = None if verdict is None else verdict.to_json()
-            said["judged_in_words"] = (
-                "not judged: its data is gone" if verdict is None else verdict.in_words()
-            )
-            _refuse_far(verdict, wish)
-            public = {
-                key: value for key, value in said.items() if key != "folder"
-            }  # no path of this machine
-            (draft / "export.json").write_text(
-                json.dumps(public, indent=1, allow_nan=False) + "\n", encoding="utf-8"
-            )
-            card = model_card(build_receipt(run), is_merged=True, in_form=_on_card(said, verdict))
-            (draft / CARD).write_text(card, encoding="utf-8")
+            compressed, notes = quantizer.write(merged, draft)
+            words, judged = "not judged: its data is gone", None
+            if held_out is not None:
+                whole = _load(merged, held_out.job, form)
+                verdict = judge(whole, compressed, held_out)
+                words, judged = verdict.in_words(), verdict.to_json()
+                if verdict.mean_kl > limit and not is_forced:
+                    raise ModelError(
+                        f"its answers differ from the merged model's, so it was deleted: {words}",
+                        where=f"--max-kl {limit:g}",
+                        to_do="choose more bits (--bits q8_0, --format w8a16), or keep it as it is"
+                        " with --force",
+                    )
+            said.update(method=quantizer.method, notes=notes, judged=judged, judged_in_words=words)
+            write_json(draft / "export.json", said)
+            against = f"Against the merged model: {words}" if judged else f"It was {words}"
+            lines = ["", "## Form", "", f"{quantizer.method}. {against}."]
+            lines += [f"- {note}" for note in notes]
+            card = model_card(build_receipt(run), is_merged=True, in_form=lines)
+            write_text(draft / CARD, card)
 
         install_folder(folder, fill)
-    said["bytes"] = bytes_below(folder)
-    return said
+    return {"folder": str(folder), **said, "bytes": bytes_below(folder)}
 
 
-def _load_whole(folder: Path, task: str, wish: Wish) -> Any:
+def _quantizer(run: Path, job: Job, form: str, bits: str) -> _Quantizer:
+    """Raises `InputError` for a model that the form can't hold."""
+    source, trust = whole_model(run), {"trust_remote_code": job.model.trust_remote_code}
+    tokenizer = load_tokenizer(ModelChoice(str(source)), None)
+    path = source / MODEL_CONFIG
+    config = AutoConfig.from_pretrained(path if path.exists() else source, **trust)
+    if form != "gguf":
+        compression = plan_compressed(config, job.task, form, **trust)
+
+        def write_folder(merged: Path, draft: Path) -> tuple[Any, list[str]]:
+            write_compressed(compression, merged, draft)
+            save_tokenizer(tokenizer, draft)
+            return _load(draft, job, form), []
+
+        return _Quantizer(compression.method, write_folder)
+    is_chat = trained_on_chats(job)
+    plan = plan_gguf(config, tokenizer, job.task, bits, run.resolve().name, is_chat=is_chat)
+
+    def write_file(merged: Path, draft: Path) -> tuple[Any, list[str]]:
+        path = draft / "model.gguf"
+        write_gguf(plan, merged, path, bits)
+        model = _load(merged, job, form)
+        model.load_state_dict(dict(read_back(plan, path, merged)), strict=False)
+        stops = model.generation_config if (merged / GENERATION_CONFIG).exists() else None
+        text, notes = modelfile(tokenizer, stops, is_chat=is_chat)
+        write_text(draft / "Modelfile", text)
+        return model, [*plan.notes, *notes]
+
+    return _Quantizer(f"GGUF {bits}", write_file)
+
+
+def _load(folder: Path, job: Job, form: str) -> Any:
     """The model in a folder, all of whose weights were found there. Raises `ModelError`."""
-    trust = {"trust_remote_code": wish.trust_remote_code}
     try:
-        model, loading = auto_class(task).from_pretrained(
-            folder, use_safetensors=True, dtype="auto", output_loading_info=True, **trust
+        model, loading = auto_class(job.task).from_pretrained(
+            folder,
+            use_safetensors=True,
+            dtype="auto",
+            output_loading_info=True,
+            trust_remote_code=job.model.trust_remote_code,
         )
         lacks = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
         why = f"it finds no {lacks[0]}" if lacks else ""
-    except (
-        Exception
-    ) as error:  # of a library, in the middle of a family that it does not know in this form
+    except Exception as error:  # of a library, within a family that it does not know in this form
         why = f"{type(error).__name__}: {error}"
     if why:
         raise ModelError(
             f"transformers can't load the model in this form, so it was deleted: {why}",
-            where=f"--format {wish.form}",
+            where=f"--format {form}",
             to_do="use --format merged, or gguf where llama.cpp has the family",
         )
     return model.eval()
-
-
-def _held_out(run: Path, wish: Wish) -> Any:
-    """What the model is judged on; None where there is none and the person insists. Raises
-    `InputError`.
-    """
-    try:
-        return held_out_of(run, wish.data, MOST_EXAMPLES, trust_remote_code=wish.trust_remote_code)
-    except InputError:
-        if not wish.is_forced:
-            raise
-        return None
-
-
-def _refuse_far(verdict: Verdict | None, wish: Wish) -> None:
-    """Raises `ModelError` for a model that answers otherwise than the merged one."""
-    if verdict is None or wish.is_forced or verdict.mean_kl <= wish.max_kl:
-        return
-    raise ModelError(
-        f"its answers differ from the merged model's, so it was deleted: {verdict.in_words()}",
-        where=f"--max-kl {wish.max_kl:g}",
-        to_do="choose more bits (--bits q8_0, --format w8a16), or keep it as it is with --force",
-    )
-
-
-def _on_card(said: Json, verdict: Verdict | None) -> list[str]:
-    judged = (
-        "It was not judged: the run's data is gone."
-        if verdict is None
-        else f"Against the merged model: {verdict.in_words()}."
-    )
-    return [
-        "",
-        "## Form",
-        "",
-        f"{said['method']}. {judged}",
-        *(f"- {note}" for note in said["notes"]),
-    ]

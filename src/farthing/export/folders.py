@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import GenerationConfig
 
+from farthing.config.job import Job
 from farthing.errors import InputError, ModelError
 from farthing.model.adapter_start import as_one_adapter
 from farthing.model.adapters import break_ties
@@ -51,6 +52,9 @@ GENERATION_CONFIG = "generation_config.json"
 MODEL_CONFIG = "model_config.json"
 """The configuration of an adapter's whole model. It is not called config.json: a folder that has
 one beside an adapter is taken by transformers for a whole model."""
+WRITE_AGAIN = (
+    "run `farthing train` with its job again: it writes the model again from the checkpoint"
+)
 
 
 def export_model(
@@ -62,9 +66,7 @@ def export_model(
     trained: dict[str, Tensor] | None = None,
 ) -> None:
     """Write `model` as it was trained (an adapter, or the whole model), its tokenizer, a card and a
-    manifest.
-
-    `trained` are its trained tensors, where the model itself has rows of them only.
+    manifest. `trained` are its trained tensors, where the model itself has rows of them only.
 
     An adapter comes with the configuration of the whole and how it generates, so that the names of
     its classes and the language that it was taught to write are not lost.
@@ -72,50 +74,42 @@ def export_model(
 
     def fill(draft: Path) -> None:
         model.config.use_cache = True
-        tensors = None if trained is None else {**_untrained_tensors(model), **trained}
+        tensors = None
+        if trained is not None:
+            frozen = {n: w for n, w in model.named_parameters() if not w.requires_grad}
+            tensors = {name: weight.detach().cpu() for name, weight in frozen.items()} | trained
         try:
             with as_one_adapter(model) as whole:
                 model.save_pretrained(draft, safe_serialization=True, state_dict=whole or tensors)
             if (draft / ADAPTER_CONFIG).exists():
-                _in_one_order(draft / ADAPTER_CONFIG)
+                _sort_layers(draft / ADAPTER_CONFIG)
                 model.config.to_json_file(draft / MODEL_CONFIG)
                 if (inner := model.get_base_model()).can_generate():
                     inner.generation_config.save_pretrained(draft)
         finally:
             model.config.use_cache = False
         save_tokenizer(tokenizer, draft)
-        (draft / CARD).write_text(model_card(receipt, step=step, is_merged=False), encoding="utf-8")
+        write_text(draft / CARD, model_card(receipt, step=step, is_merged=False))
         seal_export(draft)
 
     install_folder(folder, fill)
 
 
-def _untrained_tensors(model: Any) -> dict[str, Tensor]:
-    """What a whole model saves besides what was trained: weights that stay as they are."""
-    return {
-        name: weight.detach().cpu()
-        for name, weight in model.named_parameters()
-        if not weight.requires_grad
-    }
-
-
 def write_card(run: Path, receipt: Receipt) -> None:
-    """Bring the card of a run's exported model up to its receipt. Nothing is done where no model
-    is. Raises `OSError`.
+    """Bring the card of a run's exported model, if there is one, up to its receipt. Raises
+    `OSError`.
     """
     folder = run / MODEL
     if folder.is_dir() and not folder.is_symlink():
         write_text(folder / CARD, model_card(receipt, is_merged=False))
 
 
-def _in_one_order(path: Path) -> None:
-    """Sort the names of layers, which `peft` keeps as a set: its order is another one in every
-    process.
-    """
+def _sort_layers(path: Path) -> None:
+    """Sort the names of layers, which `peft` keeps as a set, in another order in every process."""
     values = read_json(path)
-    for key, value in values.items():
-        if key in ("target_modules", "exclude_modules") and isinstance(value, list):
-            values[key] = sorted(value)
+    for key in ("target_modules", "exclude_modules"):
+        if isinstance(values.get(key), list):
+            values[key].sort()
     path.write_text(json.dumps(values, indent=2, sort_keys=True), encoding="utf-8")
 
 
@@ -148,14 +142,8 @@ def whole_model(run: Path) -> Path:
             to_do="finish it with `farthing train`",
         )
     if damage := damage_of(run):
-        raise InputError(
-            f"the run's model is damaged: {damage}",
-            where=str(source),
-            to_do=(
-                "run `farthing train` with its job again: it writes the model again from the"
-                " checkpoint"
-            ),
-        )
+        what = f"the run's model is damaged: {damage}"
+        raise InputError(what, where=str(source), to_do=WRITE_AGAIN)
     return source
 
 
@@ -171,39 +159,45 @@ def export_run(
     run: Path, folder: Path, form: str, dtype: str | None = None, *, trust_remote_code: bool = False
 ) -> Json:
     """Write the model of a run to `folder` as `adapter` (what was trained) or `merged` (the whole,
-    ready to serve).
+    ready to serve). Returns what was written.
 
-    Whether code that came with the base model may run is not the run folder's to say. Returns what
-    was written. Raises
-    `InputError` when the run has no model, or a damaged one, or no adapter, or `folder` is in use;
-    `ModelError` when the model that was written does not answer as the trained one.
+    Raises `InputError` when the run has no model, or a damaged one, or no adapter, or `folder` is
+    in use; `ModelError` when the model that was written does not answer as the trained one.
     """
     quiet_libraries()
     source = whole_model(run)
     refuse_used(folder)
+    is_adapter = (source / ADAPTER_CONFIG).exists()
     if form == "merged":
         _write_merged(run, source, folder, dtype, trust_remote_code)
-    elif (source / ADAPTER_CONFIG).exists():
-        install_folder(folder, lambda draft: _copy_adapter(run, source, draft))
-    else:
+    elif not is_adapter:
         raise InputError(
             "a full fine-tune has no adapter", where=str(run), to_do="use --format merged"
         )
-    n_bytes = bytes_below(folder)
-    return {"folder": str(folder), "format": form, "bytes": n_bytes}
+    else:
+
+        def fill(draft: Path) -> None:
+            ignored = shutil.ignore_patterns(MANIFEST)
+            shutil.copytree(source, draft, dirs_exist_ok=True, ignore=ignored)
+            write_text(draft / CARD, model_card(build_receipt(run), is_merged=False))
+
+        install_folder(folder, fill)
+    return {"folder": str(folder), "format": form, "bytes": bytes_below(folder)}
 
 
-def _copy_adapter(run: Path, source: Path, draft: Path) -> None:
-    shutil.copytree(source, draft, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
-    (draft / CARD).write_text(model_card(build_receipt(run), is_merged=False), encoding="utf-8")
-
-
-def trusted_job(run: Path, trust_remote_code: bool) -> Json:
+def trusted_job(run: Path, trust_remote_code: bool) -> Job:
     """The job of a run. Raises `RunDamagedError`, and `InputError` where it needs code that nobody
-    has said to trust.
+    has said to trust, or is of another version.
     """
-    job = kept_job(run)
-    if job["model"]["trust_remote_code"] and not trust_remote_code:
+    try:
+        job = Job.model_validate(kept_job(run))
+    except ValueError as error:
+        raise InputError(
+            "its job is that of another version of farthing",
+            where=str(run),
+            to_do="use the version that trained it",
+        ) from error
+    if job.model.trust_remote_code and not trust_remote_code:
         raise InputError(
             "its job allows the Python code that comes with the base model to run",
             where=str(run / JOB),
@@ -218,134 +212,112 @@ def trained_model(
     """The model of a run in evaluation mode: an adapter on its base, or the whole. Raises as
     `export_run` does.
     """
-    source = whole_model(run)
-    job = trusted_job(run, trust_remote_code)
+    source, job = whole_model(run), trusted_job(run, trust_remote_code)
     if (source / ADAPTER_CONFIG).exists():
-        return _adapted(job, source, dtype, trust_remote_code)
-    return _read(source, job, dtype, trust_remote_code)
+        return _adapted(job, source, dtype)
+    return _read(source, job, dtype)
 
 
 def untrained_model(
     run: Path, dtype: torch.dtype = torch.float32, *, trust_remote_code: bool = False
 ) -> Any:
-    """What the run began with, in evaluation mode; a head that the base has not is drawn as it was.
-    Raises `ModelError`.
+    """The model that the run began with, in evaluation mode; a head that the base lacks is drawn
+    as it was. Raises `ModelError`.
     """
     job = trusted_job(run, trust_remote_code)
-    return _base_of(job, tuned_config(whole_model(run)), dtype, trust_remote_code).eval()
+    return _base_of(job, tuned_config(whole_model(run)), dtype).eval()
 
 
-def _base_of(job: Json, tuned: Json, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    section = job["model"]
-    choice = ModelChoice(
-        section["model_name_or_path"],
-        section["revision"],
-        None,
-        section["init"],
-        None,  # the attention of the job may need a GPU, and is none of the weights
-        trust_remote_code,
-        section.get("rope_scaling"),
+def _base_of(job: Job, tuned: Json, dtype: torch.dtype) -> Any:
+    model, of_text = job.model, tuned.get("text_config") or tuned
+    choice = ModelChoice(  # the attention of the job may need a GPU, and is none of the weights
+        model.model_name_or_path,
+        model.revision,
+        init=model.init,
+        trust_remote_code=model.trust_remote_code,
+        rope_scaling=model.rope_scaling,
     )
+    # transformers leaves out the names that it would make up itself
+    names = {int(index): str(name) for index, name in tuned.get("id2label", {}).items()}
+    classes = tuple(name for _, name in sorted(names.items())) or ("LABEL_0", "LABEL_1")
     return load_model(
         choice,
         load_config(choice),
-        job["task"],
+        job.task,
         dtype=dtype,
-        seed=job["train"]["seed"],
-        label_names=() if objective_of(job["task"]).scores_tokens else _label_names(tuned),
-        pad_id=(tuned.get("text_config") or tuned).get("pad_token_id"),
-        n_words=(
-            (tuned.get("text_config") or tuned).get("vocab_size")
-            if section.get("new_tokens")
-            else None
-        ),
+        seed=job.train.seed,
+        label_names=() if objective_of(job.task).scores_tokens else classes,
+        pad_id=of_text.get("pad_token_id"),
+        n_words=of_text.get("vocab_size") if model.new_tokens else None,
     )
 
 
-def _adapted(job: Json, source: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _adapted(job: Job, source: Path, dtype: torch.dtype) -> Any:
     """The adapter in `source` on its base."""
     import peft
 
-    base = _base_of(job, tuned_config(source), dtype, trust_remote_code)
+    base = _base_of(job, tuned_config(source), dtype)
     if (source / GENERATION_CONFIG).exists():
         base.generation_config = GenerationConfig.from_pretrained(source)
     with safe_open(source / ADAPTER_WEIGHTS, framework="pt") as weights:
         break_ties(base, weights.keys())
-    with (
-        warnings.catch_warnings()
-    ):  # of an output layer that is no longer tied to the embedding: it is saved beside it
+    with warnings.catch_warnings():  # an untied output layer is saved beside the embedding
         warnings.simplefilter("ignore")
         # else peft reads the adapter onto a GPU, which another run may have filled
         return peft.PeftModel.from_pretrained(base, source, torch_device="cpu").eval()
 
 
-def _read(folder: Path, job: Json, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:
+def _read(folder: Path, job: Job, dtype: torch.dtype | str) -> Any:
     """A whole model in a folder, in evaluation mode."""
-    auto, trust = auto_class(job["task"]), {"trust_remote_code": trust_remote_code}
-    return auto.from_pretrained(folder, use_safetensors=True, dtype=dtype, **trust).eval()
+    trusts = job.model.trust_remote_code
+    return (
+        auto_class(job.task)
+        .from_pretrained(folder, use_safetensors=True, dtype=dtype, trust_remote_code=trusts)
+        .eval()
+    )
 
 
 def _write_merged(
     run: Path, source: Path, folder: Path, dtype: str | None, trust_remote_code: bool
 ) -> None:
-    """The whole model into a folder; read back from there it has to answer as it did. Raises
+    """Write the whole model into a folder; read back from there it must answer as it did. Raises
     `ModelError`.
     """
-    job, tokenizer = (
-        trusted_job(run, trust_remote_code),
-        load_tokenizer(ModelChoice(str(source)), None),
-    )
+    job = trusted_job(run, trust_remote_code)
+    tokenizer = load_tokenizer(ModelChoice(str(source)), None)
     is_adapter = (source / ADAPTER_CONFIG).exists()
-    if is_adapter:
-        model = _adapted(job, source, getattr(torch, dtype or "float32"), trust_remote_code)
-    else:
-        model = _read(source, job, "auto", trust_remote_code)
-    expected, receipt = answers(model, job["task"]), build_receipt(run)
+    asked = getattr(torch, dtype or "float32")
+    model = _adapted(job, source, asked) if is_adapter else _read(source, job, "auto")
+    expected, receipt = answers(model, job.task), build_receipt(run)
     if is_adapter:
         with warnings.catch_warnings():  # of weights that are no longer tied
             warnings.simplefilter("ignore")
             model = model.merge_and_unload()
     elif dtype:
         del model
-        model = _read(source, job, getattr(torch, dtype), trust_remote_code)
+        model = _read(source, job, asked)
 
     def fill(draft: Path) -> None:
         model.config.use_cache = True
         model.save_pretrained(draft, safe_serialization=True)
         save_tokenizer(tokenizer, draft)
-        (draft / CARD).write_text(model_card(receipt, is_merged=True), encoding="utf-8")
+        write_text(draft / CARD, model_card(receipt, is_merged=True))
         model.to("meta")  # its memory is for the copy that is read back
-        written = _read(draft, job, "auto", trust_remote_code)
-        found = answers(written, job["task"])
-        refuse_other_answers(found, expected, written.dtype, job["model"]["model_name_or_path"])
+        written = _read(draft, job, "auto")
+        found, base = answers(written, job.task), job.model.model_name_or_path
+        refuse_other_answers(found, expected, written.dtype, base)
 
     install_folder(folder, fill)
 
 
 def tuned_config(source: Path) -> Json:
-    """The configuration of the whole model as it stands beside an adapter. Raises `ModelError`."""
-    path = source / MODEL_CONFIG
-    if not path.exists():
-        path = source / "config.json"  # of a whole model
-    try:
-        values = read_json(path)
-        if not isinstance(values, dict):
-            raise ValueError("no object")
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"the adapter's configuration can't be read ({type(error).__name__})",
-            where=str(path),
-            to_do=(
-                "run `farthing train` with the job again: it writes the model again from the"
-                " checkpoint"
-            ),
-        ) from error
-    return values
-
-
-def _label_names(tuned: Json) -> tuple[str, ...]:
-    """The names of the classes in order; transformers leaves out those that it would make up
-    itself.
+    """The configuration of the whole model, which stands beside an adapter too. Raises
+    `ModelError`.
     """
-    names = {int(index): str(name) for index, name in tuned.get("id2label", {}).items()}
-    return tuple(name for _, name in sorted(names.items())) or ("LABEL_0", "LABEL_1")
+    path = source / MODEL_CONFIG
+    path = path if path.exists() else source / "config.json"
+    try:
+        return dict(read_json(path))
+    except (OSError, ValueError, TypeError) as error:
+        what = f"the adapter's configuration can't be read ({type(error).__name__})"
+        raise ModelError(what, where=str(path), to_do=WRITE_AGAIN) from error

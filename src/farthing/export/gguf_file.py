@@ -20,7 +20,14 @@ import torch
 from safetensors import safe_open
 
 from farthing.errors import InputError, ModelError
-from farthing.export.gguf_families import Array, Family, family_of, lay_out, settings_of, taken_back
+from farthing.export.gguf_families import (
+    Array,
+    Family,
+    family_of,
+    is_transposed,
+    lay_out,
+    settings_of,
+)
 from farthing.export.gguf_tokens import tokenizer_settings
 from farthing.model.load import auto_class
 from farthing.model.meta_init import skeleton
@@ -74,40 +81,50 @@ def plan_gguf(
     model = skeleton(auto_class(task), config)
     own = dict(model.named_parameters())  # each once: what another weight is too is not written
     shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own.keys()
-    for weight in model.state_dict():
-        if weight not in shared:
-            _placed(weight, places)  # raises
+    for weight in model.state_dict().keys() - shared:
+        _placed(weight, places)  # raises
     values, tensors, notes = settings_of(config, family)
     tokens, more = tokenizer_settings(tokenizer, config.vocab_size, is_chat=is_chat)
-    values |= {"vocab_size": config.vocab_size, "name": _name(name, tokenizer, family), **tokens}
+    kind = BITS.get(bits, "F32")
+    file_type = gguf.LlamaFileType[f"{'ALL' if kind == 'F32' else 'MOSTLY'}_{kind}"]
+    values |= {
+        "vocab_size": config.vocab_size,
+        "name": _name(name, tokenizer, family),
+        "quantization_version": gguf.GGML_QUANT_VERSION,
+        "file_type": int(file_type),
+        **tokens,
+    }
     if "rope_scaling_type" in values:
         values["rope_scaling_type"] = gguf.RopeScalingType(values["rope_scaling_type"])
-    values |= {"quantization_version": gguf.GGML_QUANT_VERSION, "file_type": _file_type(gguf, bits)}
     return Plan(config, family, values, tensors, (*notes, *more))
 
 
 def _places(gguf: Any, config: Any, family: Family) -> Any:
-    """What llama.cpp calls the weights of a model."""
-    return gguf.get_tensor_name_map(
-        gguf.MODEL_ARCH[family.architecture.upper()], config.num_hidden_layers
-    )
+    """llama.cpp's names of the weights of a model."""
+    architecture = gguf.MODEL_ARCH[family.architecture.upper()]
+    return gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+
+
+def _placed(name: str, places: Any) -> str:
+    """llama.cpp's name of a weight. Raises `ModelError`."""
+    place = places.get_name(name, try_suffixes=(".weight", ".bias"))
+    if place is None:
+        raise ModelError(
+            "llama.cpp has no place for one of the weights",
+            where=name,
+            to_do="use --format merged for this model",
+        )
+    return str(place)
 
 
 def _name(name: str, tokenizer: Any, family: Family) -> str:
     """llama.cpp strips what follows the special tokens of models that are named phi-3, and of no
     others.
     """
-    strips = any(
-        token.rstrip and token.special for token in tokenizer.added_tokens_decoder.values()
-    )
-    if strips and family.architecture == "phi3":
-        return f"{name} (phi-3)"
-    return name if strips else name.lower().replace("phi-3", "phi 3").replace("phi3", "phi 3")
-
-
-def _file_type(gguf: Any, bits: str) -> int:
-    name = BITS.get(bits, "F32")
-    return int(gguf.LlamaFileType[f"{'ALL' if name == 'F32' else 'MOSTLY'}_{name}"])
+    tokens = tokenizer.added_tokens_decoder.values()
+    if not any(token.rstrip and token.special for token in tokens):
+        return name.lower().replace("phi-3", "phi 3").replace("phi3", "phi 3")
+    return f"{name} (phi-3)" if family.architecture == "phi3" else name
 
 
 def write_gguf(plan: Plan, source: Path, path: Path, bits: str) -> None:
@@ -119,21 +136,24 @@ def write_gguf(plan: Plan, source: Path, path: Path, bits: str) -> None:
     writer = gguf.GGUFWriter(whole, plan.family.architecture)
     for name, value in plan.settings.items():
         getattr(writer, f"add_{name}")(value)
+
+    def announce(place: str, shape: tuple[int, ...], kind: Any) -> None:
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        n_bytes = int(np.prod(shape)) // block * block_bytes
+        writer.add_tensor_info(place, shape, np.dtype(np.float32), n_bytes, kind)
+
     names, weights = _places(gguf, plan.config, plan.family), Weights(source)
-    written = [(name, _placed(name, names)) for name in weights.names]
-    for name, place in written:
-        kind = _kind(gguf, place, weights.shape(name), bits)
-        shape = (
-            weights.shape(name)[::-1] if _is_turned(name, weights, plan) else weights.shape(name)
-        )
-        _announce(gguf, writer, place, shape, kind)
+    kinds = {}
+    for name in weights.names:
+        shape, place = weights.shape(name), _placed(name, names)
+        kinds[name] = _kind(gguf, place, shape, bits)
+        announce(place, shape[::-1] if is_transposed(name, plan.family) else shape, kinds[name])
     for name, values in plan.tensors.items():
-        _announce(gguf, writer, name, values.shape, gguf.GGMLQuantizationType.F32)
+        announce(name, values.shape, gguf.GGMLQuantizationType.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, place in written:
-        kind = _kind(gguf, place, weights.shape(name), bits)
+    for name, kind in kinds.items():
         weight = lay_out(name, weights.read(name), plan.config, plan.family)
         writer.write_tensor_data(gguf.quants.quantize(weight, kind))
     for values in plan.tensors.values():
@@ -143,27 +163,9 @@ def write_gguf(plan: Plan, source: Path, path: Path, bits: str) -> None:
         _make_k_quants(whole, path, bits)
 
 
-def _announce(gguf: Any, writer: Any, place: str, shape: tuple[int, ...], kind: Any) -> None:
-    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    n_bytes = int(np.prod(shape)) // block * block_bytes
-    writer.add_tensor_info(place, shape, np.dtype(np.float32), n_bytes, kind)
-
-
-def _placed(name: str, names: Any) -> str:
-    """llama.cpp's name of a weight. Raises `ModelError`."""
-    place = names.get_name(name, try_suffixes=(".weight", ".bias"))
-    if place is None:
-        raise ModelError(
-            "llama.cpp has no place for one of the weights",
-            where=name,
-            to_do="use --format merged for this model",
-        )
-    return str(place)
-
-
 def _kind(gguf: Any, place: str, shape: tuple[int, ...], bits: str) -> Any:
     """Vectors and positions stay F32. What has no whole blocks stays F16; embeddings and the output
-    layer are coarser by 8 bits at most, as they are hurt most."""
+    layer have 8 bits at least, as they are hurt most."""
     kinds = gguf.GGMLQuantizationType
     if len(shape) < 2 or place.startswith("position_embd"):
         return kinds.F32
@@ -173,27 +175,14 @@ def _kind(gguf: Any, place: str, shape: tuple[int, ...], bits: str) -> Any:
     return kinds.F16 if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
 
 
-def _is_turned(name: str, weights: Weights, plan: Plan) -> bool:
-    return (
-        plan.family.conv_weights
-        and (".attn." in name or ".mlp." in name)
-        and len(weights.shape(name)) == 2
-    )
-
-
 def _make_k_quants(whole: Path, path: Path, bits: str) -> None:
-    done = subprocess.run(
-        [QUANTIZER, str(whole), str(path), bits.upper()],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
+    words = [QUANTIZER, str(whole), str(path), bits.upper()]
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
     whole.unlink(missing_ok=True)
     if done.returncode or not path.exists():
+        said = (done.stderr or done.stdout).strip()[-200:]
         raise ModelError(
-            f"{QUANTIZER} ended with {done.returncode}:"
-            f" {(done.stderr or done.stdout).strip()[-200:]}",
+            f"{QUANTIZER} ended with {done.returncode}: {said}",
             where=f"--bits {bits}",
             to_do="choose --bits q8_0 or q4_0, or install another version of llama.cpp",
         )
@@ -203,10 +192,8 @@ class Weights:
     """The weights in a folder of safetensors files, read one at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = [
-            safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))
-        ]
-        self._of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+        files = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
+        self._of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         self.names = sorted(self._of)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -224,8 +211,8 @@ def read_back(plan: Plan, path: Path, source: Path) -> Iterator[tuple[str, torch
     gguf = need_gguf()
     names = _places(gguf, plan.config, plan.family)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    weights = Weights(source)
-    for name in weights.names:
+    for name in Weights(source).names:
         tensor = stored[_placed(name, names)]
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        yield name, torch.from_numpy(taken_back(name, values, plan.config, plan.family).copy())
+        weight = lay_out(name, values, plan.config, plan.family, is_back=True)
+        yield name, torch.from_numpy(weight.copy())

@@ -52,7 +52,7 @@ def tokenizer_settings(
     if backend is None:
         _refuse("it has no tokenizer.json")
     said = json.loads(backend.to_str())
-    model, notes = said["model"], []
+    model = said["model"]
     if model["type"] != "BPE":
         _refuse(f"its model is {model['type']}; BPE can be written")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
@@ -60,12 +60,10 @@ def tokenizer_settings(
             _refuse(f"its BPE has a {key}")
     tokens, kinds = _tokens(tokenizer, said, n_rows)
     if model.get("byte_fallback"):
-        values, more = _sentence_piece(tokenizer, said, tokens, kinds, is_chat)
+        values, notes = _sentence_piece(tokenizer, said, tokens, kinds, is_chat)
     else:
-        values, more = _byte_level(said)
-    notes += more
-    values |= {"token_list": tokens, "token_types": kinds} | _special(tokenizer)
-    return values, notes
+        values, notes = _byte_level(said)
+    return values | {"token_list": tokens, "token_types": kinds} | _special(tokenizer), notes
 
 
 def _refuse(why: str) -> NoReturn:
@@ -81,22 +79,21 @@ def _tokens(tokenizer: Any, said: Json, n_rows: int) -> tuple[list[str], list[in
     of their own.
     """
     texts = {index: text for text, index in tokenizer.get_vocab().items()}
-    added = {entry["id"]: entry for entry in said["added_tokens"]}
+    added = {entry["id"]: entry["special"] for entry in said["added_tokens"]}
     is_pieces, unknown = bool(said["model"].get("byte_fallback")), said["model"].get("unk_token")
     tokens, kinds = [], []
     for index in range(n_rows):
-        text = texts.get(index)
-        if text is None:
-            kind = UNUSED
-        elif is_pieces and text == unknown:
+        text = str(texts.get(index, f"[PAD{index}]"))
+        kind = NORMAL if index in texts else UNUSED
+        if is_pieces and text == unknown:
             kind = UNKNOWN
         elif index in added:
-            kind = CONTROL if added[index]["special"] else USER_DEFINED
-        else:
-            kind = BYTE if is_pieces and len(text) == 6 and text.startswith("<0x") else NORMAL
+            kind = CONTROL if added[index] else USER_DEFINED
+        elif is_pieces and len(text) == 6 and text.startswith("<0x"):
+            kind = BYTE
         if kind == USER_DEFINED and is_pieces:
-            text = str(text).replace(SPACE, " ")
-        tokens.append(f"[PAD{index}]" if text is None else str(text))
+            text = text.replace(SPACE, " ")
+        tokens.append(text)
         kinds.append(kind)
     return tokens, kinds
 
@@ -114,26 +111,22 @@ def _steps(step: Json | None) -> list[Json]:
     if step is None:
         return []
     inner = step.get("normalizers") or step.get("pretokenizers")
-    return (
-        [each for part in inner for each in _steps(part)]
-        if step["type"] == "Sequence" and inner
-        else [step]
-    )
+    return [each for part in inner for each in _steps(part)] if inner else [step]
 
 
 def _byte_level(said: Json) -> tuple[dict[str, object], list[str]]:
     signs: list[str] = []
     for step in _steps(said["pre_tokenizer"]):
-        kind = step["type"]
-        if kind == "ByteLevel" and not step.get("add_prefix_space"):
-            signs.append("bytes by words" if step.get("use_regex", True) else "bytes")
-        elif kind == "Digits" and step.get("individual_digits"):
-            signs.append("digits")
-        elif kind == "Split" and step["behavior"] == "Isolated" and not step.get("invert"):
-            signs.append(str(step["pattern"].get("Regex")))
-        else:
-            with_what = " with add_prefix_space" if step.get("add_prefix_space") else ""
-            _refuse(f"it splits texts by {kind}{with_what}")
+        match step:
+            case {"type": "ByteLevel", "add_prefix_space": False}:
+                signs.append("bytes by words" if step.get("use_regex", True) else "bytes")
+            case {"type": "Digits", "individual_digits": True}:
+                signs.append("digits")
+            case {"type": "Split", "behavior": "Isolated", "invert": False}:
+                signs.append(str(step["pattern"].get("Regex")))
+            case {"type": kind}:
+                with_what = " with add_prefix_space" if step.get("add_prefix_space") else ""
+                _refuse(f"it splits texts by {kind}{with_what}")
     names = SPLITS.get(tuple(signs), ("", ""))
     name = names[bool(said["model"].get("ignore_merges"))]
     if not name:
@@ -141,13 +134,14 @@ def _byte_level(said: Json) -> tuple[dict[str, object], list[str]]:
     normal = [step["type"] for step in _steps(said["normalizer"])]
     if normal not in ([], ["NFC"]):
         _refuse(f"it changes texts before it splits them ({', '.join(normal)})")
-    notes = (
-        ["llama.cpp does not bring texts into the Unicode form NFC, as the tokenizer does"]
-        if normal
-        else []
-    )
+    note = "llama.cpp does not bring texts into the Unicode form NFC, as the tokenizer does"
     merges = [" ".join(pair) for pair in _merges(said)]
-    return {"tokenizer_model": "gpt2", "tokenizer_pre": name, "token_merges": merges}, notes
+    values: dict[str, object] = {
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": name,
+        "token_merges": merges,
+    }
+    return values, [note] * bool(normal)
 
 
 def _sentence_piece(
@@ -157,34 +151,32 @@ def _sentence_piece(
     that it makes.
     """
     for step in _steps(said["normalizer"]):
-        if step["type"] == "Replace" and (step["pattern"].get("String"), step["content"]) == (
-            " ",
-            SPACE,
-        ):
-            continue
-        if step["type"] != "Prepend":
-            _refuse(f"it changes texts before it splits them ({step['type']})")
+        match step:
+            case {"type": "Prepend"} | {
+                "type": "Replace",
+                "pattern": {"String": " "},
+                "content": "▁",
+            }:
+                pass
+            case _:
+                _refuse(f"it changes texts before it splits them ({step['type']})")
     for step in _steps(said["pre_tokenizer"]):
-        by_space = step["type"] == "Split" and step["pattern"].get("String") == " "
-        if step["type"] != "Metaspace" and not by_space:
-            _refuse(f"it splits texts by {step['type']}")
-    made: dict[str, tuple[int, int]] = {}
+        match step:
+            case {"type": "Metaspace"} | {"type": "Split", "pattern": {"String": " "}}:
+                pass
+            case _:
+                _refuse(f"it splits texts by {step['type']}")
+    ranks: dict[str, list[int]] = {}
     for rank, (left, right) in enumerate(_merges(said)):
-        piece = left + right
-        made[piece] = (made[piece][0] if piece in made else rank, rank)
-    ordered = sorted(made.values())
-    if any(after[0] < before[1] for before, after in itertools.pairwise(ordered)):
+        ranks.setdefault(left + right, []).append(rank)
+    if any(after[0] < before[-1] for before, after in itertools.pairwise(ranks.values())):
         _refuse("its merges follow no order of pieces")
-    scores = [
-        (
-            -float(made[text][0])
-            if text in made
-            else 0.0
-            if len(text) == 1 or kind != NORMAL
-            else NEVER
-        )
-        for text, kind in zip(tokens, kinds, strict=True)
-    ]
+
+    def score(text: str, kind: int) -> float:
+        if text in ranks:
+            return -float(ranks[text][0])
+        return 0.0 if len(text) == 1 or kind != NORMAL else NEVER
+
     begins, notes = _begins_with_space(tokenizer, ""), []
     if begins and not _begins_with_space(tokenizer, tokenizer.eos_token or ""):
         begins = not is_chat
@@ -199,7 +191,7 @@ def _sentence_piece(
     return {
         "tokenizer_model": "llama",
         "tokenizer_pre": "default",
-        "token_scores": scores,
+        "token_scores": [score(*each) for each in zip(tokens, kinds, strict=True)],
         "add_space_prefix": begins,
     }, notes
 
@@ -223,11 +215,9 @@ def _special(tokenizer: Any) -> dict[str, object]:
     for name in ("bos", "eos", "unk", "sep", "pad"):
         if (index := getattr(tokenizer, f"{name}_token_id", None)) is not None:
             values[f"{name}_token_id"] = int(index)
-    if isinstance(tokenizer.chat_template, str):
-        others = getattr(tokenizer, "other_templates", None) or {}
-        named = [
-            {"name": name, "template": text} for name, text in others.items() if name != "default"
-        ]
-        default = [{"name": "default", "template": tokenizer.chat_template}]
-        values["chat_template"] = [*default, *named] if named else tokenizer.chat_template
+    template, others = tokenizer.chat_template, getattr(tokenizer, "other_templates", None) or {}
+    if isinstance(template, str):
+        named = {"default": template} | {n: t for n, t in others.items() if n != "default"}
+        several = [{"name": name, "template": text} for name, text in named.items()]
+        values["chat_template"] = several if len(several) > 1 else template
     return values

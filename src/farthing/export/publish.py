@@ -58,13 +58,9 @@ def wanted_at(
     Raises `InputError` for what is no name, and where there is no token.
     """
     name = address.removeprefix(PREFIX)
-    parts = name.split("/")
-    if len(parts) > 2 or not all(
-        re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}", part) for part in parts
-    ):
-        raise InputError(
-            f"{address!r} is no repository", where=where, to_do="e.g. hub:my-team/my-model"
-        )
+    if not re.fullmatch(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", name, re.ASCII):
+        what = f"{address!r} is no repository"
+        raise InputError(what, where=where, to_do="e.g. hub:my-team/my-model")
     if not _token():
         raise InputError(
             "there is no token for the Hub",
@@ -81,9 +77,8 @@ def _token() -> str:
 def content_of(folder: Path) -> str:
     """A digest of the files of a folder; the card is of the receipt, not of the model."""
     files = [path for path in files_below(folder) if path.name not in ("README.md", *LEFT_OUT)]
-    return hashlib.sha256(
-        "".join(f"{path.name} {sha256_of(path)}\n" for path in files).encode()
-    ).hexdigest()
+    lines = [f"{path.name} {sha256_of(path)}\n" for path in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def publications(run: Path) -> list[Publication]:
@@ -107,55 +102,42 @@ def announce(run: Path, note: Publication) -> None:
     """Note that a folder, which may be yet to be written, is to be published, or was. Raises
     `OSError`.
     """
-    others = [
-        one for one in publications(run) if (one.folder, one.form) != (note.folder, note.form)
-    ]
-    keep(
-        run / PUBLISHED,
-        {"kind": "farthing publications", "publications": [asdict(one) for one in [*others, note]]},
-    )
+    place, known = (note.folder, note.form), publications(run)
+    rows = [asdict(one) for one in known if (one.folder, one.form) != place] + [asdict(note)]
+    keep(run / PUBLISHED, {"kind": "farthing publications", "publications": rows})
 
 
 def publish(run: Path, wanted: Publication) -> Publication:
     """Send a folder to the Hub and note the commit. Raises `PublishError`, `InputError`."""
+    from huggingface_hub import HfApi
+
     note = replace(wanted, content=content_of(Path(wanted.folder)))
     announce(run, note)
     try:
-        sent = _sent(run, note)
+        api: Any = HfApi(os.environ.get("HF_ENDPOINT"), _token(), library_name="farthing")
+        name = api.create_repo(note.to, private=note.is_private, exist_ok=True).repo_id
+        if note.is_private and not api.model_info(name).private:
+            raise InputError(
+                "this repository is public, but you asked for a private one; nothing was sent",
+                where=f"{PREFIX}{name}",
+                to_do="name another one, or say --public (train.hub_private_repo: false)",
+            )
+        done = api.upload_folder(
+            repo_id=name,
+            folder_path=note.folder,
+            commit_message=f"{note.form} model of the run {run.resolve().name}",
+            ignore_patterns=list(LEFT_OUT),
+        )
     except FarthingError:
         raise
     except Exception as error:  # of the client: refused, not reached, cut off
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".replace(
-            _token(), "..."
-        )
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise PublishError(
-            f"the Hub has not taken the model ({why}); it is whole in {note.folder}",
+            f"the Hub has not taken the model ({why.replace(_token(), '...')}); it is whole in"
+            f" {note.folder}",
             where=f"{PREFIX}{note.to}",
             to_do="run the same command again: it sends the missing files",
         ) from error
+    sent = replace(note, to=name, commit=done.oid, url=str(done.commit_url))
     announce(run, sent)
     return sent
-
-
-def _sent(run: Path, note: Publication) -> Publication:
-    """The same with the commit that it has become."""
-    from huggingface_hub import HfApi
-
-    api: Any = HfApi(
-        endpoint=os.environ.get("HF_ENDPOINT"), token=_token(), library_name="farthing"
-    )
-    repository = api.create_repo(note.to, private=note.is_private, exist_ok=True).repo_id
-    if note.is_private and not api.model_info(repository).private:
-        raise InputError(
-            "this repository is public, but you asked for a private one; nothing was sent",
-            where=f"{PREFIX}{repository}",
-            to_do="name another one, or say --public (train.hub_private_repo: false)",
-        )
-    message = f"{note.form} model of the run {run.resolve().name}"
-    done = api.upload_folder(
-        repo_id=repository,
-        folder_path=note.folder,
-        commit_message=message,
-        ignore_patterns=list(LEFT_OUT),
-    )
-    return replace(note, to=repository, commit=done.oid, url=str(done.commit_url))
