@@ -9,25 +9,23 @@ import sys
 from typing import TYPE_CHECKING
 
 from farthing.cli.console import print_json, write
-from farthing.cli.parser import MAX_TOKENS, add_options, add_run_argument, in_range, run_folder
+from farthing.cli.parser import MAX_TOKENS, RUN, in_range, run_folder
 from farthing.errors import EXIT_FINISHED, InputError
 from farthing.printable import printable_lines
 
 if TYPE_CHECKING:
-    from farthing.after.chat import Asked, Speaker
+    from farthing.after.predict import Message, Predictor
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_argument(parser)
-    options = {
-        "--prompt TEXT": "answer this text and exit",
-        "--base": "also answer with the base model",
-        **MAX_TOKENS,
-        "--temperature T=0.0": "0 (default) always picks the likeliest token",
-        "--seed N=0": "random seed for a temperature above 0",
-        "--json": "print one answer as JSON; needs --prompt",
-    }
-    add_options(parser, options)
+ARGUMENTS = {
+    **RUN,
+    "--prompt TEXT": "answer this text and exit",
+    "--base": "also answer with the base model",
+    **MAX_TOKENS,
+    "--temperature T:=0.0": "0 (default) always picks the likeliest token",
+    "--seed N:=0": "random seed for a temperature above 0",
+    "--json": "print one answer as JSON; needs --prompt",
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,70 +41,70 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if prompt is not None and not prompt.strip():
         raise InputError("the prompt is empty", where="--prompt", to_do="write a text")
-    from farthing.after.chat import Asked, Speaker
+    from farthing.after.predict import Predictor
     from farthing.model.load import quiet_libraries
 
     quiet_libraries()
-    trust = arguments.trust_remote_code
-    speakers = {"tuned": Speaker(folder, trust_remote_code=trust)}
-    if arguments.base:
-        speakers = {"base": Speaker(folder, is_base=True, trust_remote_code=trust), **speakers}
-    asked = Asked(arguments.max_tokens, arguments.temperature, arguments.seed)
+    models = {
+        name: Predictor(
+            folder,
+            is_base=name == "base",
+            max_new_tokens=arguments.max_tokens,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+        for name in (("base", "tuned") if arguments.base else ("tuned",))
+    }
     if prompt is None:
-        _converse(speakers, asked)
-    else:
-        _answer_once(speakers, prompt, asked, as_json=arguments.json)
+        _converse(models, arguments)
+        return EXIT_FINISHED
+    messages, answers = [{"role": "user", "content": prompt}], dict[str, object](prompt=prompt)
+    for name, model in models.items():
+        if not arguments.json:
+            _say(name if arguments.base else "", model, messages, arguments)
+        elif model.classifies:
+            answers[name] = model.classify(prompt)
+        else:
+            pieces = model.stream(messages, arguments.temperature, arguments.seed)
+            answers[name] = {"text": "".join(pieces)}
+    if arguments.json:
+        print_json(answers)
     return EXIT_FINISHED
 
 
-def _answer_once(speakers: dict[str, Speaker], prompt: str, asked: Asked, *, as_json: bool) -> None:
-    messages = [{"role": "user", "content": prompt}]
-    answers: dict[str, object] = {"prompt": prompt}
-    for name, speaker in speakers.items():
-        if not as_json:
-            _say(name if len(speakers) > 1 else "", speaker, messages, asked)
-        elif speaker.classes:
-            answers[name] = speaker.classify(prompt)
-        else:
-            answers[name] = {"text": "".join(speaker.stream(messages, asked))}
-    if as_json:
-        print_json(answers)
-
-
-def _say(name: str, speaker: Speaker, messages: list[dict[str, str]], asked: Asked) -> str:
+def _say(
+    name: str, model: Predictor, messages: list[Message], arguments: argparse.Namespace
+) -> str:
     """Print an answer as it comes; returns it."""
     if name:
         print(f"{name}:", end=" ", flush=True)
-    if speaker.classes:
-        found = speaker.classify(messages[-1]["content"])
+    if model.classifies:
+        found = model.classify(messages[-1]["content"])
         shares = found.get("probabilities", {})
-        text = (
-            ", ".join(f"{label} {share:.1%}" for label, share in list(shares.items())[:5])
-            or f"{found['score']:.4g}"
-        )
-        print(printable_lines(text), flush=True)
-        return text
+        likeliest = [f"{label} {share:.1%}" for label, share in list(shares.items())[:5]]
+        pieces = iter([", ".join(likeliest) or f"{found['score']:.4g}"])
+    else:
+        pieces = model.stream(messages, arguments.temperature, arguments.seed)
     said = ""
-    for piece in speaker.stream(messages, asked):
+    for piece in pieces:
         print(printable_lines(piece), end="", flush=True)
         said += piece
     print(flush=True)
     return said
 
 
-def _converse(speakers: dict[str, Speaker], asked: Asked) -> None:
+def _converse(models: dict[str, Predictor], arguments: argparse.Namespace) -> None:
     write("an empty line begins a new chat, Ctrl-D ends")
-    chats: dict[str, list[dict[str, str]]] = {name: [] for name in speakers}
+    chats: dict[str, list[Message]] = {name: [] for name in models}
     while True:
         try:
             line = input("> ")
         except (EOFError, KeyboardInterrupt):
             write("")
             return
-        if not line.strip():
-            chats = {name: [] for name in speakers}
-            continue
-        for name, speaker in speakers.items():
+        for name, model in models.items():
+            if not line.strip():
+                chats[name] = []
+                continue
             messages = [*chats[name], {"role": "user", "content": line}]
-            said = _say(name if len(speakers) > 1 else "", speaker, messages, asked)
+            said = _say(name if arguments.base else "", model, messages, arguments)
             chats[name] = [*messages, {"role": "assistant", "content": said}]

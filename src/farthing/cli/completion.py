@@ -9,9 +9,7 @@ import argparse
 from farthing.cli.parser import VERBS, build_parser
 from farthing.errors import EXIT_FINISHED, InputError
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="bash, zsh or tcsh")
+ARGUMENTS = {"shell{bash,zsh,tcsh}": "bash, zsh or tcsh"}
 
 
 def run(arguments: argparse.Namespace) -> int:

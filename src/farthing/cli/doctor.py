@@ -5,102 +5,91 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from farthing.cli.console import print_json, rich_console
-from farthing.cli.parser import add_options, add_set_argument, as_json
-from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, InputError
+from farthing.cli.parser import SET
+from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, Check, InputError
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", nargs="?", help="job file (YAML)")
-    add_set_argument(parser)
-    options = {
-        "--target TARGET": "check what `farthing launch --on TARGET` needs here",
-        "--data FILE": "show the format of a data file; a job's columns apply",
-        "--model NAME": "with --data and no job: use this model's tokenizer and template",
-        "--try N": "train, save, kill, resume and export N examples in a separate folder",
-        **as_json("the checks"),
-    }
-    add_options(parser, options)
+ARGUMENTS = {
+    "[job]": "job file (YAML)",
+    **SET,
+    "--target TARGET": "check what `farthing launch --on TARGET` needs here",
+    "--data FILE": "show the format of a data file; a job's columns apply",
+    "--model NAME": "with --data and no job: use this model's tokenizer and template",
+    "--try N": "train, save, kill, resume and export N examples in a separate folder",
+    "--json": "print the checks as JSON",
+}
+COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print every check; 2 when one has failed."""
-    if arguments.data:
-        return _look_at_data(arguments)
-    if arguments.model:
+    job = Path(arguments.job) if arguments.job else None
+    n_tried, needs_job = arguments.try_, {"--set": arguments.set, "--try": arguments.try_}
+    for option, value in needs_job.items():
+        if value and job is None:
+            raise InputError("it needs a job", where=option, to_do="name the job file as well")
+    if n_tried is not None and n_tried < 2:
+        raise InputError("a trial needs 2 examples or more", where="--try", to_do="e.g. --try 16")
+    if arguments.model and (job or not arguments.data):
         raise InputError(
-            "only for a data file",
+            "only for a data file without a job",
             where="--model",
-            to_do="farthing doctor --data FILE --model NAME",
+            to_do="farthing doctor --data FILE --model NAME, or JOB --set model=NAME",
         )
-    if arguments.set and not arguments.job:
-        raise InputError(
-            "there is no job to override", where="--set", to_do="name the job file as well"
-        )
-    trial = getattr(arguments, "try")
-    if trial is not None and (trial < 2 or not arguments.job):
-        raise InputError(
-            "a trial needs a job and 2 examples or more",
-            where="--try",
-            to_do="farthing doctor JOB --try 16",
-        )
+    if arguments.data:
+        return _look_at_data(arguments, job)
     from farthing.doctor import check_before, check_job, check_machine, check_trial
 
     if arguments.target:
         from farthing.launch.check import check_target
 
-        return _show(list(check_target(arguments.target)), arguments, next_step="")
-    faults = check_before(Path(arguments.job), arguments.set) if arguments.job else []
-    checks = list(check_machine(Path.cwd(), with_device=not faults)) + faults
-    if arguments.job and not any(check.state == "failed" for check in checks):
-        checks += check_job(Path(arguments.job), arguments.set)
-    if trial and not any(check.state == "failed" for check in checks):
-        checks += check_trial(Path(arguments.job), arguments.set, trial)
-    return _show(
-        checks, arguments, next_step=f"farthing train {arguments.job}" if arguments.job else ""
-    )
+        return _show(list(check_target(arguments.target)), arguments)
+    faults = check_before(job, arguments.set) if job else []
+    checks = [*check_machine(Path.cwd(), with_device=not faults), *faults]
+    if job and not _failed(checks):
+        checks += check_job(job, arguments.set)
+    if job and n_tried and not _failed(checks):
+        checks += check_trial(job, arguments.set, n_tried)
+    return _show(checks, arguments)
 
 
-def _show(checks: list[Any], arguments: argparse.Namespace, *, next_step: str) -> int:
-    failed = [check for check in checks if check.state == "failed"]
+def _failed(checks: list[Check]) -> list[Check]:
+    return [check for check in checks if check.state == "failed"]
+
+
+def _show(checks: list[Check], arguments: argparse.Namespace) -> int:
+    failed = _failed(checks)
+    code = EXIT_MISTAKE if failed else EXIT_FINISHED
     if arguments.json:
         print_json({"ok": not failed, "checks": [check._asdict() for check in checks]})
-    else:
-        from farthing.report.safe import escape, escape_lines
-        from farthing.units import plural
+        return code
+    from farthing.report.safe import escape, escape_lines
+    from farthing.units import plural
 
-        console = rich_console()
-        colours = {"ok": "green", "warning": "yellow", "failed": "red"}
-        for check in checks:
-            console.print(
-                f"[{colours[check.state]}]{check.state:8}[/] [bold]{escape(check.name)}[/]:"
-                f" {escape_lines(check.found)}",
-                soft_wrap=True,
-            )
-            if check.to_do and (check.state != "ok"):
-                console.print(f"         to do: {escape_lines(check.to_do)}", soft_wrap=True)
-        n_warnings = sum(check.state == "warning" for check in checks)
-        also = f", {plural(n_warnings, 'warning')}" if n_warnings else ""
-        if failed:
-            console.print(f"\n[red]{plural(len(failed), 'check')} failed[/]{also}")
-        else:
-            ready = f"\nnext: {escape(next_step)}" if next_step else ""
-            console.print(f"\n[green]nothing failed[/]{also}{ready}", soft_wrap=True)
-    return EXIT_MISTAKE if failed else EXIT_FINISHED
+    console = rich_console()
+    for check in checks:
+        state = f"[{COLOURS[check.state]}]{check.state:8}[/]"
+        line = f"{state} [bold]{escape(check.name)}[/]: {escape_lines(check.found)}"
+        console.print(line, soft_wrap=True)
+        if check.to_do and check.state != "ok":
+            console.print(f"         to do: {escape_lines(check.to_do)}", soft_wrap=True)
+    n_warnings = sum(check.state == "warning" for check in checks)
+    also = f", {plural(n_warnings, 'warning')}" if n_warnings else ""
+    if arguments.job and not (failed or arguments.target):
+        also += f"\nnext: farthing train {escape(arguments.job)}"
+    result = (
+        f"[red]{plural(len(failed), 'check')} failed[/]" if failed else "[green]nothing failed[/]"
+    )
+    console.print(f"\n{result}{also}", soft_wrap=True)
+    return code
 
 
-def _look_at_data(arguments: argparse.Namespace) -> int:
+def _look_at_data(arguments: argparse.Namespace, job: Path | None) -> int:
     """What a file holds; 2 where none of its rows can be trained on."""
     from farthing.doctor import look_at_data
     from farthing.report.data_view import as_json, data_lines
 
-    if arguments.model and arguments.job:
-        raise InputError(
-            "the job names its model", where="--model", to_do="leave it out, or --set model=NAME"
-        )
-    job = Path(arguments.job) if arguments.job else None
     found = look_at_data(Path(arguments.data), job, arguments.set, arguments.model)
     if arguments.json:
         print_json(as_json(found))

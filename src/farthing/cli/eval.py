@@ -9,31 +9,21 @@ import json
 from pathlib import Path
 
 from farthing.cli.console import print_json, rich_console
-from farthing.cli.parser import (
-    add_options,
-    add_run_argument,
-    as_json,
-    existing_file,
-    in_range,
-    run_folder,
-)
+from farthing.cli.parser import RUN, existing_file, in_range, run_folder
 from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, InputError
 from farthing.storage.files import Json
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_argument(parser)
-    options = {
-        "--data FILE": "use these examples instead of the run's held-out ones",
-        "--base": "also measure the base model, and the gain",
-        "--tasks A,B": "lm-eval tasks, or a folder with your own (pip install 'farthing[eval]')",
-        "--limit N": "measure at most N examples",
-        "--score FILE": (
-            "score a file's answers with a reward model: a JSON line with `score` for each row"
-        ),
-        **as_json("the figures"),
-    }
-    add_options(parser, options)
+ARGUMENTS = {
+    **RUN,
+    "--data FILE": "use these examples instead of the run's held-out ones",
+    "--base": "also measure the base model, and the gain",
+    "--tasks A,B": "lm-eval tasks, or a folder with your own (pip install 'farthing[eval]')",
+    "--limit N": "measure at most N examples",
+    "--score FILE": (
+        "score a file's answers with a reward model: a JSON line with `score` for each row"
+    ),
+    "--json": "print the figures as JSON",
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -93,12 +83,10 @@ def _measured(folder: Path, arguments: argparse.Namespace) -> Json:
         console=rich_console(stderr=True), transient=True, disable=arguments.json
     ) as bars:
         shown = {side: bars.add_task(side, total=None) for side in ("base", "tuned")}
+
+        def progress(side: str, done: int, total: int) -> None:
+            bars.update(shown[side], completed=done, total=total)
+
         return evaluate_run(
-            folder,
-            by,
-            with_base=arguments.base,
-            trust_remote_code=trust,
-            progress=lambda side, done, total: bars.update(
-                shown[side], completed=done, total=total
-            ),
+            folder, by, with_base=arguments.base, trust_remote_code=trust, progress=progress
         )

@@ -10,28 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from farthing.cli.console import print_json, rich_console
-from farthing.cli.parser import add_options, as_json
 from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, InputError
 
-SOURCES = (
-    "openai",
-    "together",
-    "fireworks",
-    "axolotl",
-    "llama-factory",
-    "trl",
-    "unsloth",
-    "hf-trainer",
-)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    words = "settings, script or notebook of another tool (.yaml .json .py .ipynb .sh)"
-    parser.add_argument("file", help=words)
-    words = f"{', '.join(SOURCES)} (default: recognised by content)"
-    parser.add_argument("--from", dest="source", metavar="TOOL", choices=SOURCES, help=words)
-    output = {"-o --output JOB": "where to write the job (default: print it)"}
-    add_options(parser, {**output, **as_json("the fate of each key")})
+SOURCES = "openai,together,fireworks,axolotl,llama-factory,trl,unsloth,hf-trainer"
+ARGUMENTS = {
+    "file": "settings, script or notebook of another tool (.yaml .json .py .ipynb .sh)",
+    f"--from TOOL{{{SOURCES}}}": (f"{SOURCES.replace(',', ', ')} (default: recognised by content)"),
+    "-o --output JOB": "where to write the job (default: print it)",
+    "--json": "print the fate of each key as JSON",
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     from farthing.objectives.registry import objective_names
 
     path = Path(arguments.file)
-    found = import_file(path, arguments.source)
+    found = import_file(path, arguments.from_)
     text = "" if found.blockers else job_text(found, path.name)
     written: list[str] = []
     if arguments.output and text:
@@ -50,9 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(_as_json(found, text, written))
     elif found.blockers:
+        whys = [f"{line.key}: {say(line.value)} ({line.why})" for line in found.blockers]
         raise InputError(
-            "no job can be made of it: "
-            + "; ".join(f"{line.key}: {say(line.value)} ({line.why})" for line in found.blockers),
+            f"no job can be made of it: {'; '.join(whys)}",
             where=str(path),
             to_do=(
                 f"farthing trains {', '.join(objective_names())}, on text: import a configuration"
@@ -64,39 +51,32 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(text, end="")
         if found.files:
-            print(
-                f"note: this job needs {', '.join(found.files)} beside it: -o writes both",
-                file=sys.stderr,
-            )
+            beside = ", ".join(found.files)
+            print(f"note: this job needs {beside} beside it: -o writes both", file=sys.stderr)
     return EXIT_MISTAKE if found.blockers else EXIT_FINISHED
 
 
 def _write(output: Path, text: str, files: dict[str, str]) -> list[str]:
-    """The job and the files that belong to it; overwrites nothing."""
-    named = {name: _free_name(output, name, content) for name, content in files.items()}
-    for name, to in named.items():
-        text = text.replace(name, to)
-    wanted = {output: text} | {
-        output.parent / named[name]: content for name, content in files.items()
-    }
+    """The job and the files that belong to it; overwrites nothing. A file whose name another one
+    has is named after the job.
+    """
     if not output.parent.is_dir():
         raise InputError("no such folder", where=str(output.parent), to_do="make it first")
-    for path, content in wanted.items():
-        if path.exists() and (path == output or path.read_text(encoding="utf-8") != content):
-            raise InputError(
-                "this file exists already", where=str(path), to_do="name a new one with -o"
-            )
+    wanted = {}
+    for name, content in files.items():
+        path = output.parent / name
+        if path.exists() and path.read_text(encoding="utf-8", errors="replace") != content:
+            path = output.parent / f"{output.stem}-{name}"
+            text = text.replace(name, path.name)
+        wanted[path] = content
+    for path in (output, *wanted):
+        if path.exists() and (path == output or path.read_text(encoding="utf-8") != wanted[path]):
+            what = "this file exists already"
+            raise InputError(what, where=str(path), to_do="name a new one with -o")
+    wanted = {output: text, **wanted}
     for path, content in wanted.items():
         path.write_text(content, encoding="utf-8")
     return [str(path) for path in wanted]
-
-
-def _free_name(output: Path, name: str, content: str) -> str:
-    """A name for a file beside the job: its own, or one with the job's where another job has it."""
-    path = output.parent / name
-    if not path.exists() or path.read_text(encoding="utf-8", errors="replace") == content:
-        return name
-    return f"{output.stem}-{name}"
 
 
 def _as_json(found: Any, text: str, written: list[str]) -> dict[str, object]:

@@ -6,23 +6,18 @@ import argparse
 import json
 from pathlib import Path
 
-from farthing.cli.parser import add_options, as_json, new_file
+from farthing.cli.parser import new_file
 from farthing.errors import EXIT_FINISHED, InputError
 from farthing.objectives.registry import objective_names
 from farthing.printable import printable
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    words = "where to write (default: job.yaml; with --demo: demo/)"
-    parser.add_argument("path", nargs="?", help=words)
-    tasks = ",".join(objective_names())
-    options = {
-        f"--task {{{tasks}}}={objective_names()[0]}": "objective of the starter",
-        "--demo": "a small model, data and job that run offline in a minute",
-        "--schema": "print the JSON Schema of the job file, for editors",
-        **as_json("the written files"),
-    }
-    add_options(parser, options)
+ARGUMENTS = {
+    "[path]": "where to write (default: job.yaml; with --demo: demo/)",
+    f"--task {{{','.join(objective_names())}}}:={objective_names()[0]}": "objective of the starter",
+    "--demo": "a small model, data and job that run offline in a minute",
+    "--schema": "print the JSON Schema of the job file, for editors",
+    "--json": "print the written files as JSON",
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from farthing import clock
 from farthing.cli.console import print_json, write
-from farthing.cli.parser import add_options, add_set_argument, as_json, in_range
+from farthing.cli.parser import SET, in_range
 from farthing.errors import (
     EXIT_CRASH,
     EXIT_FINISHED,
@@ -31,8 +31,26 @@ ACTIONS = ("status", "logs", "stop", "attach")
 AGENT, NEEDS = "agent", "needs"
 """What a rented machine runs."""
 
-RARE = ("--image", "--install", "--disk", "--boot-limit", "--prices")
-"""Options that only `--help-all` shows."""
+ARGUMENTS = {
+    **SET,
+    "--yes": "rent and train; without it, a dry run",
+    "--on TARGET": (
+        "local, ssh:HOST, slurm, kubernetes, vertex:PROJECT/REGION, skypilot, runpod, vast,"
+        " lambda:REGION/KEY, hf (default: provider of the cheapest plan)"
+    ),
+    "--offer OFFER": 'rank or name in `farthing plan`: 3, "RTX 4090 spot", RunPod/L40S',
+    "--attended": (
+        "allow providers without auto-termination; billing continues if this process is killed"
+    ),
+    "--json": "print the result as JSON; progress goes to stderr",
+}
+RARE = {
+    "--image IMAGE:=": "container image with farthing installed",
+    "--install REQUIREMENT:=": "pip requirement to install in place of this farthing",
+    "--disk N:=100": "GB on the disk of a rented machine",
+    "--boot-limit MIN:=10.0": "minutes in which a machine must boot",
+    "--prices FILE": "use only the prices in this CSV file",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,26 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " output. stop: destroy all machines and wait for confirmation. attach: resume the watch"
     )
     parser.add_argument("words", nargs="+", metavar="[status|logs|stop|attach] JOB", help=words)
-    add_set_argument(parser)
-    options = {
-        "--yes": "rent and train; without it, a dry run",
-        "--on TARGET": (
-            "local, ssh:HOST, slurm, kubernetes, vertex:PROJECT/REGION, skypilot, runpod, vast,"
-            " lambda:REGION/KEY, hf (default: provider of the cheapest plan)"
-        ),
-        "--offer OFFER": 'rank or name in `farthing plan`: 3, "RTX 4090 spot", RunPod/L40S',
-        "--attended": (
-            "allow providers without auto-termination; billing continues if this process is killed"
-        ),
-        "--image IMAGE": "container image with farthing installed",
-        "--install REQUIREMENT": "pip requirement to install in place of this farthing",
-        "--disk N=100": "GB on the disk of a rented machine",
-        "--boot-limit MIN=10.0": "minutes in which a machine must boot",
-        "--prices FILE": "use only the prices in this CSV file",
-        **as_json("the result", progress=True),
-    }
-    add_options(parser, options)
-    parser.set_defaults(image="", install="")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -100,11 +98,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _session(arguments: argparse.Namespace, action: str) -> Any:
-    """The launch of a job; None where its standing is asked for and nothing was launched."""
+    """The launch of a job; None where its standing is asked for and nothing was launched. Raises
+    `InputError`, and `StoreUnavailableError` where a store that does not answer might know.
+    """
     from farthing.config.load import load_job
     from farthing.config.preflight import look_over
     from farthing.launch.prepare import Wishes, prepare
-    from farthing.launch.session import Session
+    from farthing.launch.session import Session, where_it_is
     from farthing.report.plan_compare import find_in_study
 
     in_range("--disk", arguments.disk, 10, 20_000)
@@ -114,9 +114,17 @@ def _session(arguments: argparse.Namespace, action: str) -> Any:
     if asks:
         # a folder travels as it is: a rented machine can't mend what it lacks
         look_over(job, only_plans=not Path(job.model.model_name_or_path).is_absolute())
-    on, boot_s = arguments.on or _where_it_is(job, arguments, action), arguments.boot_limit * 60
-    if on is None and action == "status":
+    on = arguments.on
+    if not on and not arguments.offer:
+        on = where_it_is(job, only_open=not action)
+    if not on and action == "status":
         return None
+    if not on and action:
+        raise InputError(
+            "no launch is recorded in this folder or in the store",
+            where=action,
+            to_do="launch with --yes, or name where to look: --on TARGET",
+        )
     wishes = Wishes(
         on,
         arguments.offer,
@@ -124,27 +132,11 @@ def _session(arguments: argparse.Namespace, action: str) -> Any:
         arguments.image,
         arguments.install,
         arguments.disk,
-        boot_s,
+        arguments.boot_limit * 60,
         arguments.prices,
     )
     prepared = prepare(job, wishes, clock.now().replace(microsecond=0), asks=asks)
-    return Session(prepared, lambda text: write(f"farthing: {printable_lines(text)}"))
-
-
-def _where_it_is(job: Any, arguments: argparse.Namespace, action: str) -> str | None:
-    """Where the machines of the launch are: nobody has to name the target twice. Raises
-    `InputError`, and `StoreUnavailableError` where a store that does not answer might know.
-    """
-    from farthing.launch.session import where_it_is
-
-    on = None if arguments.offer else where_it_is(job, only_open=not action)
-    if on is None and action in ("logs", "stop", "attach"):
-        raise InputError(
-            "no launch is recorded in this folder or in the store",
-            where=action,
-            to_do="launch with --yes, or name where to look: --on TARGET",
-        )
-    return on
+    return Session(prepared, _tell)
 
 
 def _show_dry(session: Any, arguments: argparse.Namespace) -> int:
@@ -173,18 +165,18 @@ def _searches_s(session: Any, offer: Any, arguments: argparse.Namespace) -> floa
     from farthing.search.bill import priced
     from farthing.search.run import MOST_TRIALS
 
-    job, prepared = session.prepared.job, session.prepared
+    job, is_rented = session.prepared.job, session.prepared.target.is_rented
     if not job.search.is_asked:
         return None
-    names = (offer.provider,) if prepared.target.is_rented else ()
+    names = (offer.provider,) if is_rented else ()
     bill = priced(job, arguments.job, provider=names, prices=arguments.prices)
-    if bill is None:
-        return None
-    kind = offer.kind if prepared.target.is_rented else "here"
-    name = f"{max(1, offer.n_gpus)}x {offer.gpu} {kind.replace('-', ' ')} at {offer.provider}"
-    rows = bill.of(bill.n_trials(MOST_TRIALS))["machines"]
-    found = [row for row in rows if row["kind"] == "here" == kind or row["name"] == name]
-    return found[0]["hours"] * 3600 if found else None
+    kind = offer.kind.replace("-", " ")
+    name = f"{max(1, offer.n_gpus)}x {offer.gpu} {kind} at {offer.provider}"
+    rows = bill.of(bill.n_trials(MOST_TRIALS))["machines"] if bill else []
+    hours = [row["hours"] for row in rows if is_rented or row["kind"] == "here"]
+    if is_rented:
+        hours = [row["hours"] for row in rows if row["name"] == name]
+    return hours[0] * 3600 if hours else None
 
 
 @contextlib.contextmanager
@@ -194,16 +186,14 @@ def _interruptible() -> Iterator[None]:
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    numbers = [
-        number
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) is not signal.SIG_IGN
-    ]
-    before = [signal.signal(number, interrupt) for number in numbers]
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {key: handler for key, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
@@ -212,7 +202,7 @@ def _do(session: Any, action: str, arguments: argparse.Namespace) -> int:
     from farthing.run.folder import LEDGER
     from farthing.units import say_usd
 
-    code = EXIT_FINISHED
+    job = session.prepared.job
     with _interruptible():
         try:
             if action == "stop":
@@ -220,7 +210,7 @@ def _do(session: Any, action: str, arguments: argparse.Namespace) -> int:
             else:
                 code = session.run(
                     is_attended=arguments.attended,
-                    tokenize=lambda: _token_sets(session.prepared.job),
+                    tokenize=lambda: _token_sets(job),
                     is_new=action != "attach",
                 )
         except KeyboardInterrupt:
@@ -229,42 +219,24 @@ def _do(session: Any, action: str, arguments: argparse.Namespace) -> int:
             with contextlib.suppress(FarthingError):
                 _say_open(session)
             raise
-    standing = session.standing()
-    if session.prepared.job.search.is_asked:
-        _bring_winner(session.prepared.job)
-    elif (session.folder / LEDGER).exists() and not session.prepared.folder:
+    standing, has_receipt = session.standing(), (session.folder / LEDGER).exists()
+    if job.search.is_asked:
+        from farthing.search.receipt import leave_receipt_of_copy
+
+        leave_receipt_of_copy(job)
+    elif has_receipt and not session.prepared.folder:
         leave_receipt(session.folder)
     if arguments.json:
         print_json(standing | {"exit_code": code})
         return code
     for row in standing["machines"]:
         parts = ", ".join(f"{name} {say_usd(usd)}" for name, usd in row["usd_of"].items() if usd)
-        _say(
-            f"{row['name']}  {row['provider']} {row['instance']}  {say_usd(row['usd'])} "
-            f"({parts}; {say_usd(row['usd_per_hour'])} an hour, {row['price_from']})  {row['why']}"
-        )
-    has_receipt = (session.folder / LEDGER).exists()
+        _say(_row(row, f"{row['provider']} {row['instance']}", f"{parts}; "))
     where = f"; `farthing report {standing['run']}` has the receipt" if has_receipt else ""
-    _say(f"{say_usd(standing['usd'])} in all{where}")
-    _say_still_billed(standing)
+    _say(f"{say_usd(standing['usd'])} in all{where}", *_still_billed(standing))
     if code == EXIT_LIMIT:
-        write("farthing: stopped by a limit; raise it and launch again to continue")
+        _tell("stopped by a limit; raise it and launch again to continue")
     return code
-
-
-def _bring_winner(job: Any) -> None:
-    """The receipt of a search that came back from its store, and its winner's run."""
-    from farthing.run.accounts import read_ledger
-    from farthing.run.folder import LEDGER, SEARCH_LOG
-    from farthing.search.receipt import leave_receipt
-    from farthing.search.record import SearchRecord
-
-    folder = Path(job.output_dir)
-    if not (folder / SEARCH_LOG).exists():
-        return
-    with contextlib.closing(SearchRecord(folder)) as record:
-        usd = sum(account.usd for account in read_ledger(folder / LEDGER).ordered)
-        leave_receipt(job, record, usd)
 
 
 def _left_alone(session: Any) -> int:
@@ -274,24 +246,23 @@ def _left_alone(session: Any) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a closed terminal sends two
     if session.ledger.open and not session.driver().ends_by_itself:
-        write("farthing: nothing else ends the machine, so it is ended now; Ctrl-C again to leave")
+        _tell("nothing else ends the machine, so it is ended now; Ctrl-C again to leave")
         try:
             session.stop()
         except (KeyboardInterrupt, FarthingError, OSError) as error:
-            write(f"farthing: {error or 'interrupted'}")
+            _tell(str(error) or "interrupted")
     _say_open(session)
     return EXIT_INTERRUPTED
 
 
 def _say_open(session: Any) -> None:
     """The machines that may still be billed, and the commands for them."""
-    job = session.prepared.job.output_dir
     for line in session.open_in_words():
-        write(f"farthing: STILL BILLED: {printable(line)}")
+        _tell(f"STILL BILLED: {line}")
     if session.ledger.open:
-        write(
-            "farthing: `farthing launch attach JOB` resumes the watch, `farthing launch stop JOB`"
-            f" ends the machines ({job})"
+        _tell(
+            "`farthing launch attach JOB` resumes the watch, `farthing launch stop JOB` ends the"
+            f" machines ({session.prepared.job.output_dir})"
         )
 
 
@@ -304,45 +275,50 @@ def _show_standing(session: Any, *, as_json: bool) -> int:
         print_json(standing)
         return code
     for row in standing["machines"]:
-        _say(
-            f"{row['name']}  {row['state']:8} {row['provider']} {row['instance']} "
-            f" {say_seconds(row['wall_s'])}  {say_usd(row['usd'])} "
-            f" ({say_usd(row['usd_per_hour'])} an hour, {row['price_from']})  {row['why']}"
-        )
+        where = f"{row['state']:8} {row['provider']} {row['instance']}"
+        _say(_row(row, f"{where}  {say_seconds(row['wall_s'])}"))
     if not standing["machines"] and not standing["not_known"]:
-        print(NOTHING_YET)
-    strays = sorted(
-        set(standing["there_now"] or {}) - {row["name"] for row in standing["machines"]}
-    )
-    for name in strays:
+        _say(NOTHING_YET)
+    known = {row["name"] for row in standing["machines"]}
+    for name in sorted(set(standing["there_now"] or {}) - known):
         _say(f"{name}  there, and in no line of this folder: farthing launch stop destroys it")
     if standing["committed_step"] is not None:
-        is_search = session.prepared.job.search.is_asked
-        unit = "result of trials" if is_search else "step"
-        print(
-            f"saved up to {unit} {standing['committed_step']:,}; {say_usd(standing['usd'])} so far"
-        )
-    _say_still_billed(standing)
+        unit = "result of trials" if session.prepared.job.search.is_asked else "step"
+        usd = say_usd(standing["usd"])
+        _say(f"saved up to {unit} {standing['committed_step']:,}; {usd} so far")
+    _say(*_still_billed(standing))
     if standing["not_known"]:
-        write(f"farthing: could not ask: {printable(standing['not_known'])}")
-        write(
-            "farthing: the lines above are all that this folder knows; there may be more machines"
-        )
+        _tell(f"could not ask: {printable(standing['not_known'])}")
+        _tell("the lines above are all that this folder knows; there may be more machines")
     return code
 
 
-def _say_still_billed(standing: Any) -> None:
-    for each in standing["still_billed"]:
-        _say(f"still billed: {each['what']}  (ends with: {each['ends']})")
+def _row(row: Any, where: str, parts: str = "") -> str:
+    """A machine with its dollars."""
+    from farthing.units import say_usd
+
+    price = f"{parts}{say_usd(row['usd_per_hour'])} an hour, {row['price_from']}"
+    return f"{row['name']}  {where}  {say_usd(row['usd'])} ({price})  {row['why']}"
 
 
-def _say(text: str) -> None:
-    """A line, which may have names of others in it, to stdout."""
-    print(printable(text))
+def _still_billed(standing: Any) -> list[str]:
+    billed = standing["still_billed"]
+    return [f"still billed: {each['what']}  (ends with: {each['ends']})" for each in billed]
+
+
+def _say(*lines: str) -> None:
+    """Lines, which may have names of others in them, to stdout."""
+    for line in lines:
+        print(printable(line))
+
+
+def _tell(text: str) -> None:
+    """To stderr."""
+    write(f"farthing: {printable_lines(text)}")
 
 
 def _token_sets(job: Any) -> list[Path]:
-    """The data of a job tokenized here, where that costs nothing: the folders of its token sets."""
+    """The folders of the job's token sets, tokenized here, where that costs nothing."""
     from farthing.events import ignore
     from farthing.train.resolve import open_examples, resolve
 

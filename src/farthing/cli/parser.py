@@ -1,9 +1,8 @@
-"""The words of the command line: its verbs, their options, and what to say of a word that is not
-known.
+"""The words of the command line: its verbs, their arguments, and suggestions for unknown words.
 
-A verb is a file of this folder, named after it, and a line in `VERBS`. The file has
-`add_arguments(parser)`, `run(arguments) -> exit code`, and maybe `RARE`, options that only
-`--help-all` shows. It imports nothing heavy at its top, and is imported when its verb is called.
+A verb is a file of this folder, named after it, and a line in `VERBS`. The file has `ARGUMENTS`,
+`run(arguments) -> exit code`, and maybe `RARE`, options that only `--help-all` shows. It imports
+nothing heavy at its top, and is imported when its verb is called.
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from keyword import iskeyword
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import farthing
 from farthing.errors import EXIT_MISTAKE, InputError
@@ -54,34 +54,46 @@ EPILOG = (
 )
 
 
+Arguments = Mapping[str, str]
+"""Arguments by how they are written, with their help:
+
+    --yes                 a switch
+    --limit N             a whole number; --every SECONDS:float a number; anything else a text
+    --seed N:=0           with its default
+    --kind {spot,owned}   one of these words
+    --compare A B         two values
+    --gpu GPU...          may be repeated
+    --serve [TRAFFIC]     may stand alone, which gives "", or with [N:=3] the value behind :=
+    --output FILE!        required
+    job, [path], [data]...    a position: required, optional, any number
+"""
+SET: Arguments = {
+    "--set KEY=VALUE...": "override a key, e.g. --set train.learning_rate=1e-4",
+}
+JOB: Arguments = {"job": "job file (YAML)", **SET}
+RUN: Arguments = {
+    "folder": "run folder (output_dir)",
+    "--trust-remote-code": "run the code that comes with the base model, as the job does",
+}
+MAX_TOKENS: Arguments = {"--max-tokens N:=256": "maximum tokens of an answer"}
+_VALUE = re.compile(
+    r"(?P<open>\[)?(?P<name>.*?)(?P<choices>\{.*\})?(?P<float>:float)?(:=(?P<default>.*?))?(?(open)\])"
+    r"(?P<more>\.\.\.)?(?P<needed>!)?"
+)
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser that suggests the nearest word, and prints what was typed without letting
-    it steer a terminal. `--help` leaves out the options in `rare`, `--help-all` shows them.
+    it steer a terminal.
     """
-
-    rare: tuple[str, ...] = ()
-
-    def format_help(self) -> str:
-        """The help without rare options."""
-        hidden = [each for each in self._actions if set(each.option_strings) & set(self.rare)]
-        helps = [each.help for each in hidden]
-        for each in hidden:
-            each.help = argparse.SUPPRESS
-        try:
-            return super().format_help()
-        finally:
-            for each, words in zip(hidden, helps, strict=True):
-                each.help = words
 
     def _print_message(self, message: str, file: Any = None) -> None:
         super()._print_message("\n".join(map(printable, message.split("\n"))), file)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            message = (
-                f"{value!r} is not one of"
-                f" {', '.join(map(str, action.choices))}{did_you_mean(value, action.choices)}"
-            )
+            known = ", ".join(map(str, action.choices))
+            message = f"{value!r} is not one of {known}{did_you_mean(value, action.choices)}"
             raise argparse.ArgumentError(action, message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -91,28 +103,15 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def refuse_unknown_options(self, words: Sequence[str]) -> None:
-        """Exit with a suggestion when a word looks like an option and is none, before anything else
-        is complained of.
+        """Exit with a suggestion when a word looks like an option and is none, before any other
+        complaint.
         """
         known = [name for action in self._actions for name in action.option_strings]
         for word in words[: words.index("--")] if "--" in words else words:
             name = word.split("=")[0]
-            if (
-                word.startswith("--")
-                and " " not in word
-                and not any(each.startswith(name) for each in known)
-            ):
+            is_known = any(each.startswith(name) for each in known)
+            if word.startswith("--") and " " not in word and not is_known:
                 self.error(f"no such option: {name}{did_you_mean(name, known)}")
-
-
-class HelpAll(argparse.Action):
-    """`--help-all`: every option, also the rare ones."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        assert isinstance(parser, Parser)
-        parser.rare = ()
-        parser.print_help()
-        parser.exit()
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -126,24 +125,16 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, ModuleType]:
     when it is wrong.
     """
     verb = next((word for word in words if not word.startswith("-")), "")
-    parser = build_parser([verb] if verb in VERBS else [])
+    parser = build_parser([verb] if verb in VERBS else [], shows_rare="--help-all" in words)
     if verb not in VERBS and not {"-h", "--help", "--version"} & set(words):
-        _refuse_verb(parser, verb, words)
+        if not verb:
+            parser.refuse_unknown_options(words)
+        parser.print_help(sys.stderr)
+        what = "which verb? `farthing init --demo` writes an example to start from"
+        if verb:
+            what = f"there is no verb {verb!r}{did_you_mean(verb, VERBS)}"
+        parser.exit(EXIT_MISTAKE, f"\nfarthing: {what}\n")
     return parser.parse_args(words), verb_module(verb)
-
-
-def _refuse_verb(parser: Parser, verb: str, words: Sequence[str]) -> NoReturn:
-    if not verb:
-        parser.refuse_unknown_options(words)
-    parser.print_help(sys.stderr)
-    if verb:
-        parser.exit(
-            EXIT_MISTAKE, f"\nfarthing: there is no verb {verb!r}{did_you_mean(verb, VERBS)}\n"
-        )
-    parser.exit(
-        EXIT_MISTAKE,
-        "\nfarthing: which verb? `farthing init --demo` writes an example to start from\n",
-    )
 
 
 def verb_module(verb: str) -> ModuleType:
@@ -151,8 +142,8 @@ def verb_module(verb: str) -> ModuleType:
     return import_module(f"farthing.cli.{verb}{'_' * iskeyword(verb)}")
 
 
-def build_parser(verbs: Iterable[str]) -> Parser:
-    """The parser that knows all verbs, and the options of the `verbs` named."""
+def build_parser(verbs: Iterable[str], *, shows_rare: bool = True) -> Parser:
+    """The parser that knows all verbs, and the arguments of the `verbs` named."""
     parser = Parser(prog="farthing", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"farthing {farthing.__version__}")
     added = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
@@ -160,68 +151,58 @@ def build_parser(verbs: Iterable[str]) -> Parser:
         sub = added.add_parser(verb, help=summary, description=summary, epilog=EPILOG)
         if verb in verbs:
             module = verb_module(verb)
-            module.add_arguments(sub)
-            sub.rare = getattr(module, "RARE", ())
-            if sub.rare:
-                words = f"show all options; {len(sub.rare)} more"
-                sub.add_argument("--help-all", action=HelpAll, nargs=0, help=words)
+            if hasattr(module, "add_arguments"):  # what a form can't say
+                module.add_arguments(sub)
+            _add_arguments(sub, module.ARGUMENTS)
+            rare: Arguments = getattr(module, "RARE", {})
+            _add_arguments(sub, rare, is_hidden=not shows_rare)
+            if rare:
+                words = f"show all options; {len(rare)} more"
+                sub.add_argument("--help-all", action="help", help=words)
     return parser
 
 
-def add_options(parser: Any, options: Mapping[str, str]) -> None:
-    """Arguments by how they are written, with their help: `--yes` is a switch, `--limit N` takes a
-    whole number and `--every SECONDS:float` a number, `--seed N=0` has a default,
-    `--kind {spot,on-demand}` takes one of these words, `--gpu GPU...` can be repeated,
-    `--serve [TRAFFIC]` may stand alone, `--output FILE!` is required.
-    """
-    for form, words in options.items():
-        *flags, last = form.split(" ")
-        if last.startswith("--"):
-            parser.add_argument(*flags, last, action="store_true", help=words)
-            continue
-        keys: dict[str, Any] = {"required": True} if last.endswith("!") else {}
-        if last.endswith("..."):
-            keys |= {"action": "append", "default": []}
-            words += " (repeatable)"
-        if last.startswith("["):
-            keys |= {"nargs": "?", "const": ""}
-        name, _, default = last.strip("[]!.").partition("=")
-        if name.endswith(":float") or "." in default:
-            keys["type"] = float
-        elif name == "N":
-            keys["type"] = int
-        if default:
-            keys["default"] = keys.get("type", str)(default)
-            words += "" if "default" in words else f" (default: {default.removesuffix('.0')})"
-        name = name.removesuffix(":float")
-        keys |= {"choices": name[1:-1].split(",")} if name[0] == "{" else {"metavar": name}
-        parser.add_argument(*flags, help=words, **keys)
+def _add_arguments(parser: Parser, arguments: Arguments, *, is_hidden: bool = False) -> None:
+    for form, words in arguments.items():
+        flags = [word for word in form.split(" ") if word.startswith("-")]
+        values = form.split(" ")[len(flags) :]
+        keys: dict[str, Any] = {"action": "store_true"}
+        if len(values) == 2:
+            keys = {"nargs": 2, "metavar": tuple(values)}
+        elif values:
+            keys = _taking(values[0], is_position=not flags)
+            words += "" if "default" in words else keys.pop("said", "")
+        names = flags or [keys.pop("metavar")]
+        if iskeyword(names[-1].lstrip("-")):
+            keys["dest"] = f"{names[-1].lstrip('-')}_"
+        keys.pop("said", None)
+        parser.add_argument(*names, help=argparse.SUPPRESS if is_hidden else words, **keys)
 
 
-MAX_TOKENS = {"--max-tokens N=256": "maximum tokens of an answer"}
-TRUST = {
-    "--trust-remote-code": "run the code that comes with the base model, as the job does",
-}
-
-
-def as_json(what: str, *, progress: bool = False) -> dict[str, str]:
-    """The switch `--json`, which prints `what`; `progress` then goes to stderr."""
-    return {"--json": f"print {what} as JSON" + "; progress goes to stderr" * progress}
-
-
-def add_job_arguments(parser: argparse.ArgumentParser, options: Mapping[str, str] = {}) -> None:
-    """The job file and `--set`, as every verb takes them that needs a job, and its `options`."""
-    parser.add_argument("job", help="job file (YAML)")
-    add_set_argument(parser)
-    add_options(parser, options)
-
-
-def add_run_argument(parser: argparse.ArgumentParser) -> None:
-    """A run folder, as every verb takes it that loads the model of one; `run_folder` looks
-    for it.
-    """
-    parser.add_argument("folder", help="run folder (output_dir)")
-    add_options(parser, TRUST)
+def _taking(form: str, *, is_position: bool) -> dict[str, Any]:
+    """What argparse is told of a value."""
+    found = _VALUE.fullmatch(form)
+    assert found is not None
+    name, default = found["name"], found["default"]
+    is_float = found["float"] or re.fullmatch(r"\d+\.\d+", default or "")
+    kind = float if is_float else int if name == "N" else str
+    keys: dict[str, Any] = {"metavar": name or None, "type": kind}
+    if found["choices"]:
+        keys["choices"] = found["choices"][1:-1].split(",")
+    value = None if default is None else kind(default)
+    if is_position and found["more"]:
+        return keys | {"nargs": "*", "default": [] if value is None else [value]}
+    if is_position:
+        return keys | {"nargs": "?" if found["open"] else None, "default": value}
+    if found["more"]:
+        return keys | {"action": "append", "default": [], "said": " (repeatable)"}
+    if found["open"]:
+        said = "" if default is None else f" (default: {default})"
+        return keys | {"nargs": "?", "const": "" if value is None else value, "said": said}
+    if default is not None:
+        said = f" (default: {default.removesuffix('.0')})" if default else ""
+        return keys | {"default": value, "said": said}
+    return keys | {"required": bool(found["needed"])}
 
 
 def run_folder(arguments: argparse.Namespace) -> Path:
@@ -232,17 +213,6 @@ def run_folder(arguments: argparse.Namespace) -> Path:
             "no such run folder", where=str(folder), to_do="name the output_dir of a job"
         )
     return folder
-
-
-def add_set_argument(parser: argparse.ArgumentParser) -> None:
-    """`--set KEY=VALUE`, repeatable."""
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key, e.g. --set train.learning_rate=1e-4 (repeatable)",
-    )
 
 
 def in_range(name: str, value: float | None, least: float, most: float = math.inf) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from farthing import clock
 from farthing.cli.console import complain, print_json, rich_console, write_page
-from farthing.cli.parser import add_job_arguments, add_options, as_json, in_range
+from farthing.cli.parser import JOB, in_range
 from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, InputError
 from farthing.printable import printable
 
@@ -21,64 +21,53 @@ if TYPE_CHECKING:
     from farthing.report.blocks import Section
     from farthing.report.plan_view import PlanView
 
-RARE = (
-    *("--region", "--own", "--runs", "--runs-per-month", "--traces", "--torch", "--paid"),
-    *("--examples", "--mean-tokens", "--samples-per-min", "--tokens-per-s", "--spot-discount"),
-    *("--spot-overhead", "--interrupted-every", "--restart", "--step-time", "--max-gpus"),
-)
-"""Options that only `--help-all` shows."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options = {
-        "--gpu GPU...": 'only these GPUs: "RTX 4090", h100',
-        "--provider PROVIDER...": "only these providers",
-        "--region REGION...": "only these regions; a prefix such as us- works",
-        "--offers {spot,on-demand}": "only offers of this kind",
-        "--max-gpus N=8": "maximum GPUs of a machine",
-        "--budget USD": "maximum dollars, instead of limits.max_usd",
-        "--deadline WHEN": 'finish by "2026-12-01 18:00", or within 12h, 90min, 2d',
-        "--own GPU:PRICE:POWER...": 'your own GPU, such as "RTX 4090:1600usd:0.45kW"',
-        "--runs N": "add the cost of N such runs",
-        "--runs-per-month N:float": "add the yearly cost of N such runs a month",
-        "--serve [TRAFFIC]": (
-            'add the cost of serving: "requests=2000/day,input=800,output=200,latency=2s", or'
-            " nothing for the default traffic"
-        ),
-        "--traces DIR": (
-            "folder with your own traces of spot capacity, used instead of the built-in ones where"
-            " they tell more"
-        ),
-        "--prices FILE": "use only the prices of this CSV file",
-        "--torch VERSION": (
-            "torch version of rented machines, e.g. 2.13.0+cu126 (default: the one installed here)"
-        ),
-        "--examples N": "plan for N examples without reading the data; needs --mean-tokens",
-        "--mean-tokens M:float": "average tokens of these examples",
-        "--paid USD": "a service's fee for this job, to compare with the cost here",
-        "--all": "show everything: more choices, refusals with reasons, savings, sources",
-        "--limit N": "choices to show; 0 shows all (default: 5; with --all 10, with --json all)",
-        "--explain [PLAN]": (
-            "show the components of the best plan, or of the plan with this rank or name"
-        ),
-        "--html FILE": "also write the plan as one self-contained page",
-        **as_json("everything"),
-    }
-    add_job_arguments(parser, options)
-    words = 'two ranks, names ("2x RTX 4090 spot"), "A100 at $2.50 for 10h", or "NAME: $250"'
-    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help=words)
-    figures = parser.add_argument_group("arithmetic with your own figures")
-    options = {
-        "--samples-per-min N:float": "your own speed in samples a minute",
-        "--tokens-per-s N:float": "your own speed in tokens a second",
-        "--spot-discount SHARE": "discount of an hour on spot, e.g. 50%%",
-        "--spot-overhead SHARE": "extra hours on spot, e.g. 10%%",
-        "--interrupted-every TIME": "mean time between interruptions, e.g. 8h",
-        "--restart TIME": "time to resume after an interruption, e.g. 3min",
-    }
-    add_options(figures, options)
-    words = "step time before and after a change, e.g. 200ms 130ms"
-    figures.add_argument("--step-time", nargs=2, metavar=("BEFORE", "AFTER"), help=words)
+ARGUMENTS = {
+    **JOB,
+    "--gpu GPU...": 'only these GPUs: "RTX 4090", h100',
+    "--provider PROVIDER...": "only these providers",
+    "--offers {spot,on-demand}": "only offers of this kind",
+    "--budget USD": "maximum dollars, instead of limits.max_usd",
+    "--deadline WHEN": 'finish by "2026-12-01 18:00", or within 12h, 90min, 2d',
+    "--serve [TRAFFIC]": (
+        'add the cost of serving: "requests=2000/day,input=800,output=200,latency=2s", or'
+        " nothing for the default traffic"
+    ),
+    "--prices FILE": "use only the prices of this CSV file",
+    "--all": "show everything: more choices, refusals with reasons, savings, sources",
+    "--limit N": "choices to show; 0 shows all (default: 5; with --all 10, with --json all)",
+    "--explain [PLAN]": (
+        "show the components of the best plan, or of the plan with this rank or name"
+    ),
+    "--compare A B": (
+        'two ranks, names ("2x RTX 4090 spot"), "A100 at $2.50 for 10h", or "NAME: $250"'
+    ),
+    "--html FILE": "also write the plan as one self-contained page",
+    "--json": "print everything as JSON",
+}
+RARE = {
+    "--region REGION...": "only these regions; a prefix such as us- works",
+    "--max-gpus N:=8": "maximum GPUs of a machine",
+    "--own GPU:PRICE:POWER...": 'your own GPU, such as "RTX 4090:1600usd:0.45kW"',
+    "--runs N": "add the cost of N such runs",
+    "--runs-per-month N:float": "add the yearly cost of N such runs a month",
+    "--traces DIR": (
+        "folder with your own traces of spot capacity, used instead of the built-in ones where"
+        " they tell more"
+    ),
+    "--torch VERSION": (
+        "torch version of rented machines, e.g. 2.13.0+cu126 (default: the one installed here)"
+    ),
+    "--examples N": "plan for N examples without reading the data; needs --mean-tokens",
+    "--mean-tokens M:float": "average tokens of these examples",
+    "--paid USD": "a service's fee for this job, to compare with the cost here",
+    "--samples-per-min N:float": "your own speed in samples a minute",
+    "--tokens-per-s N:float": "your own speed in tokens a second",
+    "--spot-discount SHARE": "discount of an hour on spot, e.g. 50%%",
+    "--spot-overhead SHARE": "extra hours on spot, e.g. 10%%",
+    "--interrupted-every TIME": "mean time between interruptions, e.g. 8h",
+    "--restart TIME": "time to resume after an interruption, e.g. 3min",
+    "--step-time BEFORE AFTER": "step time before and after a change, e.g. 200ms 130ms",
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -92,33 +81,40 @@ def run(arguments: argparse.Namespace) -> int:
         view = replace(view, comparison=compare(a, b, arguments.runs, arguments.runs_per_month))
     if arguments.html is not None:
         write_page(Path(arguments.html), plan_page(view))
-    if arguments.json:
-        found = view.to_json(is_whole=arguments.all, limit=arguments.limit)
-        found |= {"search": bill} if bill is not None else {}
-        print_json({**found, **(impossible.as_dict() if impossible else {})})
-        if impossible:
-            complain(impossible)
-        return EXIT_MISTAKE if impossible else EXIT_FINISHED
-    _draw(arguments, view, bill, impossible)
-    if arguments.html is not None:
-        print(f"\nwrote {printable(arguments.html)}")
-    return EXIT_FINISHED
+    if not arguments.json:
+        _draw(arguments, view, bill, impossible)
+        if arguments.html is not None:
+            print(f"\nwrote {printable(arguments.html)}")
+        return EXIT_FINISHED
+    found = view.to_json(is_whole=arguments.all, limit=arguments.limit)
+    if bill is not None:
+        found["search"] = bill
+    if impossible is None:
+        print_json(found)
+        return EXIT_FINISHED
+    print_json(found | impossible.as_dict())
+    complain(impossible)
+    return EXIT_MISTAKE
 
 
 def _view(arguments: argparse.Namespace) -> tuple[PlanView, Any]:
-    """What is to be shown, and what the job costs as a search; None where it is none."""
+    """The plan to show, and the bill of the job as a search; None where it is none."""
     from farthing.planner.ownership import parse_owned
     from farthing.planner.serving import parse_traffic
     from farthing.planner.throughput_arithmetic import parse_figures
 
-    now = clock.now().replace(second=0, microsecond=0)
-    for name, least in (("--max-gpus", 1), ("--limit", 0), ("--examples", 1), ("--runs", 1)):
-        in_range(name, getattr(arguments, name[2:].replace("-", "_")), least)
-    runs: float | None = arguments.runs_per_month
-    in_range("--runs-per-month", runs, 1e-6, 1e6)
-    own = [parse_owned(text) for text in arguments.own]
-    budget_usd, deadline_s = _dollars(arguments.budget), _seconds_until(arguments.deadline, now)
-    figures = parse_figures(vars(arguments))
+    given, now = vars(arguments), clock.now().replace(second=0, microsecond=0)
+    for name, least in (("max_gpus", 1), ("limit", 0), ("examples", 1), ("runs", 1)):
+        in_range(f"--{name.replace('_', '-')}", given[name], least)
+    in_range("--runs-per-month", arguments.runs_per_month, 1e-6, 1e6)
+    more = {
+        "own": [parse_owned(text) for text in arguments.own],
+        "budget_usd": _dollars(arguments.budget, "--budget"),
+        "deadline_s": _seconds_until(arguments.deadline, now),
+        "torch": arguments.torch,
+        "traces": None if arguments.traces is None else Path(arguments.traces),
+    }
+    figures, paid_usd = parse_figures(given), _dollars(arguments.paid, "--paid")
     traffic = None if arguments.serve is None else parse_traffic(arguments.serve)
     if arguments.html is not None:
         _check_page_path(Path(arguments.html))
@@ -130,33 +126,16 @@ def _view(arguments: argparse.Namespace) -> tuple[PlanView, Any]:
     with_data = arguments.examples is None
     job = load_job_or_tell_all(arguments.job, arguments.set, only_plans=True, with_data=with_data)
     look_over(job, only_plans=True, with_data=with_data)
-    asked: dict[str, Any] = {
-        "gpu": arguments.gpu,
-        "provider": arguments.provider,
-        "region": arguments.region,
-        "kind": arguments.offers,
-        "max_gpus": arguments.max_gpus,
-        "prices": arguments.prices,
-        "n_examples": arguments.examples,
-        "mean_tokens": arguments.mean_tokens,
-    }
-    wishes = Asked(
-        **asked,
-        traces=None if arguments.traces is None else Path(arguments.traces),
-        own=own,
-        budget_usd=budget_usd,
-        deadline_s=deadline_s,
-        torch=arguments.torch,
-    )
-    study = study_job(job, wishes, now=now)
-    view = plan_view(
-        study, runs, figures, traffic, arguments.runs, _dollars(arguments.paid, "--paid")
-    )
+    names = ("gpu", "provider", "region", "max_gpus", "prices", "mean_tokens")
+    asked = {name: given[name] for name in names}
+    asked |= {"kind": arguments.offers, "n_examples": arguments.examples}
+    study = study_job(job, Asked(**asked, **more), now=now)
+    view = plan_view(study, arguments.runs_per_month, figures, traffic, arguments.runs, paid_usd)
     return view, _search_bill(job, arguments.job, asked) if job.search.is_asked else None
 
 
 def _search_bill(job: Any, place: str, asked: dict[str, Any]) -> Any:
-    """What the job costs as a search; None where its trials can't be planned."""
+    """The bill of the job as a search; None where its trials can't be planned."""
     from farthing.search.bill import priced
     from farthing.search.run import MOST_TRIALS, check
     from farthing.search.space import refuse_choices
@@ -199,9 +178,10 @@ def _draw(
     if impossible:
         raise impossible
     if bill:
-        from farthing.cli.search import draw_bill
+        from farthing.search.report import bill_report
 
-        draw_bill(console, bill)
+        console.print()
+        draw(console, bill_report(bill))
 
 
 def _next_step(arguments: argparse.Namespace, view: PlanView, bill: Any) -> str:
@@ -225,7 +205,7 @@ def _next_step(arguments: argparse.Namespace, view: PlanView, bill: Any) -> str:
     return f"rent it at {best.provider}, then: farthing launch {words} --on ssh:HOST"
 
 
-def _dollars(text: str | None, where: str = "--budget") -> float | None:
+def _dollars(text: str | None, where: str) -> float | None:
     from farthing.units import parse_usd
 
     if text is None:

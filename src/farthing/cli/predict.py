@@ -6,30 +6,18 @@ import argparse
 from dataclasses import asdict
 
 from farthing.cli.console import print_json
-from farthing.cli.parser import (
-    MAX_TOKENS,
-    add_options,
-    add_run_argument,
-    as_json,
-    existing_file,
-    in_range,
-    new_file,
-    run_folder,
-)
+from farthing.cli.parser import MAX_TOKENS, RUN, existing_file, in_range, new_file, run_folder
 from farthing.errors import EXIT_FINISHED
 from farthing.printable import printable
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_argument(parser)
-    parser.add_argument("data", help="file of rows, in any format that the run's job reads")
-    options = {
-        "-o --output FILE!": "new JSON Lines file with prediction and score for each row",
-        **MAX_TOKENS,
-        "--batch-size N=16": "rows in a batch",
-        **as_json("the counts"),
-    }
-    add_options(parser, options)
+ARGUMENTS = {
+    **RUN,
+    "data": "file of rows, in any format that the run's job reads",
+    "-o --output FILE!": "new JSON Lines file with prediction and score for each row",
+    **MAX_TOKENS,
+    "--batch-size N:=16": "rows in a batch",
+    "--json": "print the counts as JSON",
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,26 +8,22 @@ import argparse
 
 from farthing import clock
 from farthing.cli.console import print_json, rich_console
-from farthing.cli.parser import add_options, as_json, in_range
+from farthing.cli.parser import in_range
 from farthing.errors import EXIT_FINISHED
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    words = "update: refresh the prices kept in the cache"
-    parser.add_argument("action", nargs="?", choices=("update",), help=words)
-    options = {
-        "--gpu GPU...": 'only these GPUs, such as "RTX 4090" or h100',
-        "--provider PROVIDER...": "only these providers",
-        "--region REGION...": "only these regions; a prefix such as us- works",
-        "--kind {spot,on-demand}": "only offers of this kind",
-        "--sort {usd-per-gpu,usd,age}=usd-per-gpu": (
-            "sort by dollars a GPU-hour (default), dollars a machine-hour, or age"
-        ),
-        "--limit N": "rows to show; 0 shows all (default: 20; with --json all)",
-        "--prices FILE": "use only the prices of this CSV file",
-        **as_json("the offers"),
-    }
-    add_options(parser, options)
+ARGUMENTS = {
+    "[action{update}]": "update: refresh the prices kept in the cache",
+    "--gpu GPU...": 'only these GPUs, such as "RTX 4090" or h100',
+    "--provider PROVIDER...": "only these providers",
+    "--region REGION...": "only these regions; a prefix such as us- works",
+    "--kind {spot,on-demand}": "only offers of this kind",
+    "--sort {usd-per-gpu,usd,age}:=usd-per-gpu": (
+        "sort by dollars a GPU-hour (default), dollars a machine-hour, or age"
+    ),
+    "--limit N": "rows to show; 0 shows all (default: 20; with --json all)",
+    "--prices FILE": "use only the prices of this CSV file",
+    "--json": "print the offers as JSON",
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,18 +47,14 @@ def run(arguments: argparse.Namespace) -> int:
     in_range("--limit", arguments.limit, 0)
     catalog = read_catalog(arguments.prices, clock.today())
     found = select(catalog, arguments.gpu, arguments.provider, arguments.region, arguments.kind)
-    found = sort_offers(found, arguments.sort)
-    n_shown = (
-        (len(found) if arguments.json else 20)
-        if arguments.limit is None
-        else arguments.limit or len(found)
-    )
+    found, n_shown = sort_offers(found, arguments.sort), arguments.limit
+    if n_shown is None:
+        n_shown = 0 if arguments.json else 20
+    shown = found[: n_shown or len(found)]
+    from farthing.report.price_table import draw_prices, prices_as_json
+
     if arguments.json:
-        from farthing.report.price_table import prices_as_json
-
-        print_json(prices_as_json(catalog, found[:n_shown], len(found)))
-        return EXIT_FINISHED
-    from farthing.report.price_table import draw_prices
-
-    draw_prices(rich_console(), catalog, found[:n_shown], len(found))
+        print_json(prices_as_json(catalog, shown, len(found)))
+    else:
+        draw_prices(rich_console(), catalog, shown, len(found))
     return EXIT_FINISHED

@@ -9,16 +9,18 @@ from typing import Any
 
 from farthing.cli.console import rich_console
 from farthing.cli.leaving import measure
-from farthing.cli.parser import add_job_arguments, as_json, in_range
+from farthing.cli.parser import JOB, in_range
 from farthing.errors import EXIT_FINISHED
 
 GOES_ON_UNREAD = True
 """What is measured is kept for later runs, whether it is read or not."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options = {"--seconds S=60.0": "time to spend", **as_json("every trial", progress=True)}
-    add_job_arguments(parser, options)
+ARGUMENTS = {
+    **JOB,
+    "--seconds S:=60.0": "time to spend",
+    "--json": "print every trial as JSON; progress goes to stderr",
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

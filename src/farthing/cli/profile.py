@@ -10,17 +10,15 @@ from typing import Any
 
 from farthing.cli.console import rich_console
 from farthing.cli.leaving import measure
-from farthing.cli.parser import add_job_arguments, as_json, in_range
+from farthing.cli.parser import JOB, in_range
 from farthing.errors import EXIT_FINISHED, InputError
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options = {
-        "--steps N=5": "steps to profile after 3 warm-up steps",
-        "--output FOLDER=profile": "folder for the trace (default: ./profile)",
-        **as_json("the table", progress=True),
-    }
-    add_job_arguments(parser, options)
+ARGUMENTS = {
+    **JOB,
+    "--steps N:=5": "steps to profile after 3 warm-up steps",
+    "--output FOLDER:=profile": "folder for the trace (default: ./profile)",
+    "--json": "print the table as JSON; progress goes to stderr",
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

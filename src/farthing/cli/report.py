@@ -6,16 +6,14 @@ import argparse
 from pathlib import Path
 
 from farthing.cli.console import complain, print_json, rich_console, write, write_page
-from farthing.cli.parser import add_options, as_json
 from farthing.errors import EXIT_FINISHED, InputError
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="run folder (output_dir)")
-    words = "run folder to compare with (several with --html)"
-    parser.add_argument("baseline", nargs="*", help=words)
-    page = {"--html FILE": "write one self-contained page"}
-    add_options(parser, {**as_json("the receipt or the comparison"), **page})
+ARGUMENTS = {
+    "folder": "run folder (output_dir)",
+    "[baseline]...": "run folder to compare with (several with --html)",
+    "--json": "print the receipt or the comparison as JSON",
+    "--html FILE": "write one self-contained page",
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,9 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show_search(arguments: argparse.Namespace) -> int:
-    from farthing.cli.search import draw
-    from farthing.search.page import search_page
+    from farthing.report.draw import draw
     from farthing.search.receipt import read_receipt
+    from farthing.search.report import search_page, search_report
 
     receipt = read_receipt(Path(arguments.folder))
     if arguments.html:
@@ -71,5 +69,5 @@ def _show_search(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(receipt)
     elif not arguments.html:
-        draw(rich_console(), receipt)
+        draw(rich_console(), search_report(receipt))
     return EXIT_FINISHED

@@ -13,15 +13,13 @@ from typing import Any
 
 from farthing.cli.console import print_json, rich_console
 from farthing.cli.looking import looked_at, names_a_store
-from farthing.cli.parser import add_options, as_json
 from farthing.errors import EXIT_FINISHED, InputError
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    words = "folders, or addresses of stores (default: this folder)"
-    parser.add_argument("where", nargs="*", default=["."], help=words)
-    csv = {"--csv": "print a table for spreadsheets"}
-    add_options(parser, {**as_json("the runs and the totals"), **csv})
+ARGUMENTS = {
+    "[where:=.]...": "folders, or addresses of stores (default: this folder)",
+    "--json": "print the runs and the totals as JSON",
+    "--csv": "print a table for spreadsheets",
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,15 +8,14 @@ from typing import Any
 
 from farthing.cli.console import print_json, rich_console
 from farthing.cli.leaving import n_processes_of
-from farthing.cli.parser import add_job_arguments, as_json
+from farthing.cli.parser import JOB
 from farthing.run.guard import forget_done, tell
 
 GOES_ON_UNREAD = True
 """A search does not end because nobody reads what it prints."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_job_arguments(parser, as_json("the receipt", progress=True))
+ARGUMENTS = {**JOB, "--json": "print the receipt as JSON; progress goes to stderr"}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,7 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(outcome.receipt)
     else:
-        draw(console, outcome.receipt)
+        from farthing.report.draw import draw
+        from farthing.search.report import search_report
+
+        draw(console, search_report(outcome.receipt))
     to_do = {
         "limit": "; raise the limit and run the same command to continue",
         "interrupted": "; run the same command to continue",
@@ -47,69 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
         f"{outcome.state}: {outcome.reason}{to_do.get(outcome.state, '')}", highlight=False
     )
     return outcome.exit_code
-
-
-def draw_bill(console: Any, bill: Any) -> None:
-    """What a search will cost, below the plan of one of its trials in full."""
-    from farthing.report.safe import escape, table_of
-    from farthing.search.words import bill_in_words
-    from farthing.units import say_seconds, say_usd
-
-    rows = [
-        (
-            escape(each["name"]),
-            say_usd(each["usd"]),
-            f"{say_usd(each['usd_range'][0])} to {say_usd(each['usd_range'][-1])}",
-            say_seconds(each["hours"] * 3600),
-        )
-        for each in bill["machines"][:5]
-    ]
-    console.print()
-    for line in bill_in_words(bill):
-        console.print(escape(line), highlight=False, soft_wrap=True)
-    console.print(table_of("the search on", "#dollars", "range", "#time", rows=rows))
-
-
-def draw(console: Any, receipt: Any) -> None:
-    """The receipt of a search for the terminal."""
-    from farthing.report.safe import escape, table_of
-    from farthing.search.words import (
-        dollars_in_words,
-        in_words,
-        score_in_words,
-        setting_in_words,
-        state_in_words,
-    )
-    from farthing.units import plural, say_usd
-
-    winner = receipt["winner"]
-    order = [winner["trial"]] if winner else []
-    order += [each["trial"] for each in receipt["trials"] if each["trial"] not in order]
-    by_number = {each["trial"]: each for each in receipt["trials"]}
-    rows = [
-        (
-            str(trial),
-            *(escape(setting_in_words(each, key)) for key in receipt["varied"]),
-            f"{100 * each['fraction']:.0f} %",
-            score_in_words(each),
-            say_usd(each["usd"]),
-            escape(state_in_words(each)[:120]),
-        )
-        for trial in order
-        if (each := by_number[trial])
-    ]
-    heads = ("#trial", *receipt["varied"], "#trained", f"={receipt['metric']}", "#dollars", "state")
-    console.print(table_of(*heads, rows=rows))
-    for each in receipt["rungs"]:
-        console.print(
-            f"  {100 * each['fraction']:.0f} % of the steps: {plural(each['n_trials'], 'trial')},"
-            f" {say_usd(each['usd'])}",
-            highlight=False,
-        )
-    for line in (*in_words(receipt), dollars_in_words(receipt)):
-        console.print(escape(line), highlight=False, soft_wrap=True)
-    for command in receipt["next"]:
-        console.print(f"  {escape(command)}", highlight=False, soft_wrap=True)
 
 
 class _Progress:

@@ -15,8 +15,8 @@ from typing import IO, Any
 
 from farthing.cli.console import complain, print_json, put, rich_console
 from farthing.cli.leaving import leave_before_the_start, n_processes_of
-from farthing.cli.parser import add_job_arguments, as_json, in_range
-from farthing.errors import EXIT_FINISHED, EXIT_LIMIT, FarthingError, InputError, JobError
+from farthing.cli.parser import JOB, in_range
+from farthing.errors import EXIT_CODES, EXIT_FINISHED, FarthingError, InputError, JobError
 from farthing.run.group import Seat, seat_in, sit_down
 from farthing.run.guard import forget_done, tell
 from farthing.run.signals import handled
@@ -25,31 +25,25 @@ GOES_ON_UNREAD = True
 """Training does not end because nobody reads what it prints."""
 FINISHED_ALREADY = "the run had finished already; nothing was trained"
 
-RARE = ("--deepspeed", "--accelerate", "--local_rank", "--local-rank")
-"""Options that only `--help-all` shows."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options = {
-        "--allow-restart": (
-            "start over if every checkpoint is damaged; start the bill at $0 if the ledger is gone"
-        ),
-        "--dry-run": "show limits, price and `when_done`, without starting",
-        **as_json("the receipt", progress=True),
-    }
-    add_job_arguments(parser, options)
-    words = (
+ARGUMENTS = {
+    **JOB,
+    "--allow-restart": (
+        "start over if every checkpoint is damaged; start the bill at $0 if the ledger is gone"
+    ),
+    "--dry-run": "show limits, price and `when_done`, without starting",
+    "--retry [N:=3]": (
         "restart after interruptions, crashes and kills, until N attempts in a row saved nothing"
-        " (default: 3)"
-    )
-    parser.add_argument("--retry", nargs="?", type=int, const=3, metavar="N", help=words)
-    words = "start from another run's weights; the receipt includes that run's cost"
-    parser.add_argument("--from", dest="ancestor", metavar="RUN[:STEP]", help=words)
-    for kind in ("deepspeed", "accelerate"):
-        words = f"read parallelism settings from a {kind} file; unsupported keys are listed"
-        parser.add_argument(f"--{kind}", metavar="FILE", help=words)
-    words = "set by deepspeed; farthing reads the environment instead"
-    parser.add_argument("--local_rank", "--local-rank", metavar="N", help=words)
+    ),
+    "--from RUN[:STEP]": "start from another run's weights; the receipt includes that run's cost",
+    "--json": "print the receipt as JSON; progress goes to stderr",
+}
+RARE = {
+    "--deepspeed FILE": "read parallelism settings from a deepspeed file; unsupported keys are"
+    " listed",
+    "--accelerate FILE": "read parallelism settings from an accelerate file; unsupported keys are"
+    " listed",
+    "--local_rank --local-rank N": "set by deepspeed; farthing reads the environment instead",
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,8 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.ancestor is not None:
-        arguments.set = [*arguments.set, f"model.from_run={json.dumps(arguments.ancestor)}"]
+    if arguments.from_ is not None:
+        arguments.set = [*arguments.set, f"model.from_run={json.dumps(arguments.from_)}"]
     in_range("--retry", arguments.retry, 1)
     seat = seat_in(os.environ)
     if arguments.retry is not None and seat.n > 1:
@@ -108,8 +102,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if done := receipt_of_finished(job):
             for text in damaged_checkpoints(folder):
                 complain(text)
-            console = rich_console(stderr=arguments.json)
-            return _show_end(arguments, console, "finished", FINISHED_ALREADY, done, EXIT_FINISHED)
+            return _show_end(arguments, "finished", FINISHED_ALREADY, done)
     tell(folder=str(folder), when_done=job.when_done)
     n_ranks = 1 if seat.by else n_processes_of(job, on_cpu=True)
     if arguments.retry is not None or n_ranks > 1:
@@ -119,14 +112,8 @@ def _run(arguments: argparse.Namespace) -> int:
         tell_limits(job, attempt.ledger, allowance_s(job, folder, attempt.ledger))
         outcome = _train_once(arguments, job, offer, attempt)
     if isinstance(outcome, str):
-        receipt = leave_receipt(folder)
-        return _show_end(
-            arguments, rich_console(stderr=arguments.json), "limit", outcome, receipt, EXIT_LIMIT
-        )
-    console = rich_console(stderr=arguments.json, goes_on=True)
-    return _show_end(
-        arguments, console, outcome.state, outcome.reason, outcome.receipt, outcome.exit_code
-    )
+        return _show_end(arguments, "limit", outcome, leave_receipt(folder))
+    return _show_end(arguments, outcome.state, outcome.reason, outcome.receipt, goes_on=True)
 
 
 def _show_dry_run(job: Any) -> int:
@@ -137,16 +124,15 @@ def _show_dry_run(job: Any) -> int:
     from farthing.train.budget import say_what_bills_on
     from farthing.units import say_seconds, say_usd
 
-    limits = job.limits
-    most_hours = limits.most_hours()
-    said = [
-        f"an hour costs {say_usd(job.usd_per_hour)}",
-        f"it stops at {say_usd(limits.max_usd)}" if limits.max_usd is not None else "",
-        f"it stops after {say_seconds(most_hours * 3600)}" if most_hours is not None else "",
-        f"it stops at {limits.deadline}" if limits.deadline is not None else "",
-        *say_what_bills_on(job),
-    ]
-    for line in filter(None, said):
+    limits, most_hours = job.limits, job.limits.most_hours()
+    print(f"an hour costs {say_usd(job.usd_per_hour)}")
+    if limits.max_usd is not None:
+        print(f"it stops at {say_usd(limits.max_usd)}")
+    if most_hours is not None:
+        print(f"it stops after {say_seconds(most_hours * 3600)}")
+    if limits.deadline is not None:
+        print(f"it stops at {limits.deadline}")
+    for line in say_what_bills_on(job):
         print(line)
     words = shlex.split(job.when_done or "")
     if words and shutil.which(words[0]) is None:
@@ -216,37 +202,33 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path, n_ranks: i
     from farthing.run.ledger import end_for
     from farthing.run.supervisor import Child, Supervisor, begin
 
-    words = [
-        "train",
-        arguments.job,
-        *(word for value in arguments.set for word in ("--set", value)),
-    ]
+    words = ["train", arguments.job]
+    for value in arguments.set:
+        words += ["--set", value]
     words += ["--json"] if arguments.json else []
     with (
         tempfile.TemporaryFile() as printed,
         tempfile.TemporaryDirectory(prefix="farthing-ranks-") as meeting,
     ):
 
+        def emptied() -> IO[bytes] | None:
+            printed.seek(0)
+            printed.truncate()
+            return printed if arguments.json else None
+
         def start(number: int) -> Child:
-            once = ["--allow-restart"] if arguments.allow_restart and number == 0 else []
+            is_restart = arguments.allow_restart and number == 0
+            command = [*words, "--allow-restart"] if is_restart else words
             if n_ranks == 1:
-                return begin([*words, *once], stdout=emptied(printed))
+                return begin(command, stdout=emptied())
 
             def start_rank(seat: Seat, slot: int, attempt: int) -> subprocess.Popen[bytes]:
-                out = emptied(printed) if seat.is_first else subprocess.DEVNULL
                 place = Path(meeting) / f"attempt-{number}-{attempt}"
-                return begin(
-                    [*words, *once], stdout=out, environ=environ_of(seat, slot, place, os.environ)
-                )
+                environ = environ_of(seat, slot, place, os.environ)
+                out = emptied() if seat.is_first else subprocess.DEVNULL
+                return begin(command, stdout=out, environ=environ)
 
             return Elastic(n_ranks, start_rank, complain, lambda: end_for(folder / LEDGER))
-
-        def emptied(file: IO[bytes]) -> IO[bytes] | None:
-            if not arguments.json:
-                return None
-            file.seek(0)
-            file.truncate()
-            return file
 
         if arguments.retry is None:
             code = until_it_ends(start(0))
@@ -278,31 +260,28 @@ def _compute_along(arguments: argparse.Namespace) -> int:
 
 
 def _show_end(
-    arguments: argparse.Namespace, console: Any, state: str, reason: str, receipt: Any, code: int
+    arguments: argparse.Namespace, state: str, reason: str, receipt: Any, *, goes_on: bool = False
 ) -> int:
     """The receipt, and how it ended."""
     from farthing.report.draw import draw
     from farthing.report.receipt_report import receipt_report
     from farthing.report.safe import escape
 
+    console, reason = rich_console(stderr=arguments.json, goes_on=goes_on), escape(reason)
     if arguments.json:
         print_json(receipt.to_json())
     else:
         console.print()
         draw(console, receipt_report(receipt))
         console.print()
+    again = "run the same command to continue"
     words = {
-        "finished": f"[green]finished[/]: {escape(reason)}",
-        "limit": (
-            f"[yellow]stopped[/] by {escape(reason)}; raise the limit and run the same command to"
-            " continue"
-        ),
-        "interrupted": (
-            f"[yellow]interrupted[/] ({escape(reason)}); run the same command to continue"
-        ),
+        "finished": f"[green]finished[/]: {reason}",
+        "limit": f"[yellow]stopped[/] by {reason}; raise the limit and {again}",
+        "interrupted": f"[yellow]interrupted[/] ({reason}); {again}",
     }
     console.print(words[state], highlight=False, soft_wrap=True)
-    return code
+    return EXIT_CODES[state]
 
 
 def _scaling_offer(arguments: argparse.Namespace, job: Any) -> str:

@@ -12,21 +12,18 @@ from typing import Any
 
 from farthing.cli.console import rich_console
 from farthing.cli.looking import looked_at, names_a_store
-from farthing.cli.parser import add_options
 from farthing.errors import EXIT_FINISHED, InputError
 
 LOCAL_S, STORE_S = 2.0, 20.0
 SILENT_STORE_S = 300.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="run folder (output_dir), or the address of its output_store")
-    options = {
-        "--every SECONDS:float": "seconds between updates (default: 2; 20 for a store)",
-        "--once": "print one update and exit",
-        "--json": "print a JSON line for each update",
-    }
-    add_options(parser, options)
+ARGUMENTS = {
+    "run": "run folder (output_dir), or the address of its output_store",
+    "--every SECONDS:float": "seconds between updates (default: 2; 20 for a store)",
+    "--once": "print one update and exit",
+    "--json": "print a JSON line for each update",
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
