@@ -13,13 +13,13 @@ import json
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from farthing.addresses import is_remote, without_secrets
-from farthing.config.job import Job
+from farthing.config.job import DataSection, Job
 from farthing.data.batches import Batches, split_by_input
 from farthing.data.chat import asks_for_the_date, read_template
 from farthing.data.encode import PlainTokenizer
@@ -34,7 +34,6 @@ from farthing.data.read import (
     is_text_folder,
 )
 from farthing.data.reader import SourceReader
-from farthing.data.rows import Layout, Own
 from farthing.data.sample import Sampled, sample_lengths
 from farthing.data.token_set import (
     CACHE_VERSION,
@@ -149,23 +148,17 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
     """From a sample of the rows."""
     tokenizer, recipe = reading_of(job, began(Path(job.output_dir)))
 
-    def sampled(names: tuple[str, ...], own: tuple[Own, ...], split: str) -> Sampled:
-        sources = [
-            replace(source, columns=said.columns, weight=said.weight)
-            for name, said in zip(names, own or (Own(),) * len(names), strict=True)
-            for source in _local_sources((name,), said.split or split, job.data.layout)
-        ]
-        return sample_lengths(sources, tokenizer, recipe)
+    def sampled(role: Literal["train", "eval"]) -> Sampled:
+        return sample_lengths(_local_sources(job, role), tokenizer, recipe)
 
     def lengths_of(found: Sampled, share: float, most: int | None) -> Lengths:
         n_examples = max(1, round(found.n_examples * share))
         n_rows = f"{found.n_rows:,}" if found.is_all_read else f"about {found.n_rows:,}"
-        words = f"{found.n_tokenized:,} of {n_rows} rows tokenized"
-        if not tokenizer.is_exact:
-            words = (
-                f"guessed from characters, no tokenizer was found here: {found.n_tokenized:,} of"
-                f" {n_rows} rows"
-            )
+        words = f"{found.n_tokenized:,} of {n_rows} rows"
+        if tokenizer.is_exact:
+            words += " tokenized"
+        else:
+            words = f"guessed from characters, no tokenizer was found here: {words}"
         lengths = from_arrays(
             found.tokens,
             found.targets,
@@ -178,16 +171,11 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
 
     data = job.data
     n_labels = _n_labels(job, tokenizer, recipe)
-    train = sampled(data.train, data.of_train, data.train_split)
-    if data.eval:
-        held_out = lengths_of(
-            sampled(data.eval, data.of_eval, data.eval_split), 1.0, data.max_eval_samples
-        )
-        return lengths_of(train, 1.0, data.max_train_samples), held_out
-    if data.eval_fraction > 0:
-        held_out = lengths_of(train, data.eval_fraction, data.max_eval_samples)
-        return lengths_of(train, 1 - data.eval_fraction, data.max_train_samples), held_out
-    return lengths_of(train, 1.0, data.max_train_samples), None
+    train, held_out, share = sampled("train"), None, 0.0 if data.eval else data.eval_fraction
+    if data.eval or share:
+        of_eval = sampled("eval") if data.eval else train
+        held_out = lengths_of(of_eval, share or 1.0, data.max_eval_samples)
+    return lengths_of(train, 1 - share, data.max_train_samples), held_out
 
 
 def _n_labels(job: Job, tokenizer: PlainTokenizer, recipe: Recipe) -> int:
@@ -196,19 +184,16 @@ def _n_labels(job: Job, tokenizer: PlainTokenizer, recipe: Recipe) -> int:
     if labels is None:
         return 0
     found = set[Any]()
-    of_train = job.data.of_train or (Own(),) * len(job.data.train)
-    for name, said in zip(job.data.train, of_train, strict=True):
-        for source in _local_sources((name,), said.split or job.data.train_split, job.data.layout):
-            own = replace(source, columns=said.columns, weight=said.weight)
-            reader, rows = SourceReader(own, recipe, tokenizer), own.rows()
-            first = list(itertools.islice(rows, _LOOKED_AT))
-            reader.look(first)
-            for row in itertools.islice(itertools.chain(first, rows), _MOST_LABELLED):
-                if reader.understood is None:  # none of the first could be read
-                    reader.look([row])
-                with contextlib.suppress(Unusable):
-                    for text in reader.text(row).of_row:
-                        found.update(text.label if labels.per_word else [text.label])
+    for source in _local_sources(job, "train"):
+        reader, rows = SourceReader(source, recipe, tokenizer), source.rows()
+        first = list(itertools.islice(rows, _LOOKED_AT))
+        reader.look(first)
+        for row in itertools.islice(itertools.chain(first, rows), _MOST_LABELLED):
+            if reader.understood is None:  # none of the first could be read
+                reader.look([row])
+            with contextlib.suppress(Unusable):
+                for text in reader.text(row).of_row:
+                    found.update(text.label if labels.per_word else [text.label])
     return max(1, len(labels.names(found)))
 
 
@@ -248,29 +233,27 @@ def _is_elsewhere(name: str) -> bool:
     return is_remote(name) or (is_dataset(name) and not Path(name).is_dir())
 
 
-def _local_sources(names: tuple[str, ...], split: str, layout: Layout) -> list[Source]:
-    """The files that these names mean; their content is not hashed. Raises `InputError`,
-    `DataError`.
-    """
+_TO_DO = (
+    "give --examples N --mean-tokens M, or run `farthing train` once: tokenized data is remembered"
+)
+
+
+def _local_sources(job: Job, role: Literal["train", "eval"]) -> list[Source]:
+    """The files of the job's data; no content is hashed. Raises `InputError`, `DataError`."""
     sources = []
-    for name in names:
+    for name, own in job.data.sources(role):
         if _is_elsewhere(name):
-            what = (
-                "a file of another machine"
-                if is_remote(name)
-                else "no file here; as a data set of the Hub"
-            )
+            what = "no file here; as a data set of the Hub"
+            what = "a file of another machine" if is_remote(name) else what
             raise InputError(
                 f"{what}, it can't be looked at without the network",
                 where=without_secrets(name),
-                to_do=(
-                    "give --examples N --mean-tokens M, or run `farthing train` once: tokenized"
-                    " data is remembered"
-                ),
+                to_do=_TO_DO,
             )
         is_data_set = Path(name).is_dir() and not is_text_folder(Path(name))
-        paths = files_of_split(Path(name), split) if is_data_set else [Path(name)]
-        sources += [file_source(path, layout) for path in paths]
+        paths = files_of_split(Path(name), str(own.split)) if is_data_set else [Path(name)]
+        found = [file_source(path, job.data.layout) for path in paths]
+        sources += [replace(each, columns=own.columns, weight=own.weight) for each in found]
     return sources
 
 
@@ -278,32 +261,20 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
     """The data files of a data set folder that hold a split: its name is in theirs, or no file
     names a split at all.
     """
-    files = sorted(
-        path for path in folder.rglob("*") if path.suffix.lower() in KINDS and path.is_file()
-    )
-    files = [
-        path
-        for path in files
-        if path.name not in ("dataset_info.json", "state.json", "dataset_dict.json")
-    ]
+    about = ("dataset_info.json", "state.json", "dataset_dict.json")
+    inside = {
+        path: str(path.relative_to(folder)).lower()
+        for path in sorted(folder.rglob("*"))
+        if path.suffix.lower() in KINDS and path.is_file() and path.name not in about
+    }
     words = {"validation": ("valid", "dev")}.get(split, (split,))
-    inside = {path: str(path.relative_to(folder)).lower() for path in files}
-    named = [path for path in files if any(word in inside[path] for word in words)]
+    named = [path for path, name in inside.items() if any(word in name for word in words)]
     if not named and split == "train":
-        named = [
-            path
-            for path in files
-            if not any(word in inside[path] for word in ("valid", "dev", "test", "eval"))
-        ]
+        others = ("valid", "dev", "test", "eval")
+        named = [path for path, name in inside.items() if not any(each in name for each in others)]
     if not named:
-        raise InputError(
-            f"no file of the folder can be recognised as its split `{split}`",
-            where=str(folder),
-            to_do=(
-                "give --examples N --mean-tokens M, or run `farthing train` once: tokenized data is"
-                " remembered"
-            ),
-        )
+        what = f"no file of the folder can be recognised as its split `{split}`"
+        raise InputError(what, where=str(folder), to_do=_TO_DO)
     return named
 
 
@@ -320,12 +291,8 @@ def _tokens_of(job: Job, role: str, cache: Path) -> TokenSet | None:
         key = _index_key(job, role, {})
         name = None if key is None else _noted(cache, key)
         folder = cache / "tokens" / (name or "")
-        if (
-            name is None
-            or belongs_to_another(cache / INDEX)
-            or belongs_to_another(folder.parent)
-            or not is_own(folder)
-        ):
+        of_others = any(map(belongs_to_another, (cache / INDEX, folder.parent)))
+        if name is None or of_others or not is_own(folder):
             return None
         return open_token_set(folder, check_bytes=False)
     except (OSError, ValueError, DamagedFileError):
@@ -351,13 +318,16 @@ def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
     if folder is None:
         return None
     data = job.data
-    names = {"train": (data.train, data.train_split), "eval": (data.eval, data.eval_split)}
     template = _template_of_job(job) or own_template(folder)
     content = {
         "version": [CACHE_VERSION, _version("transformers"), _version("tokenizers")],
         "data": {  # the labels of the evaluation data are those of the training data
-            each: _content_of(*names[each], data.dataset_config_name, known.get(each))
-            for each in (("train",) if role == "train" else ("train", "eval"))
+            "train": _content_of(data.train, data.train_split, data, known.get("train")),
+            "eval": (
+                _content_of(data.eval, data.eval_split, data, known.get("eval"))
+                if role == "eval"
+                else None
+            ),
         },
         "role": role,
         "recipe": asdict(_recipe_of(job, folder, began(Path(job.output_dir)), template)),
@@ -371,20 +341,19 @@ def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
 
 
 def _content_of(
-    names: tuple[str, ...], split: str, config_name: str | None, known: list[str] | None
+    names: tuple[str, ...], split: str, data: DataSection, known: list[str] | None
 ) -> list[str]:
     """The identity of data: of its bytes, or of the address where only the network could tell."""
     found = []
     for index, name in enumerate(names):
         if _is_elsewhere(name):
-            asked = json.dumps([name, split, config_name])
+            asked = json.dumps([name, split, data.dataset_config_name])
             found.append("at " + hashlib.sha256(asked.encode()).hexdigest())
         elif known is not None:
             found.append(known[index])
         else:
-            found.append(
-                folder_sha256(Path(name), split) if Path(name).is_dir() else sha256_of(Path(name))
-            )
+            path = Path(name)
+            found.append(folder_sha256(path, split) if path.is_dir() else sha256_of(path))
     return found
 
 
@@ -423,20 +392,13 @@ def _max_length(job: Job, folder: Path | None) -> int:
     if job.data.max_length:
         return job.data.max_length
     limits = [job.max_length]
-    try:
+    with contextlib.suppress(FarthingError):  # whoever needs the model will say so
         config, _ = find_config(job.model.model_name_or_path, job.model.revision, ask_hub=False)
         limits.append(read_shape(config, "body").max_positions or job.max_length)
-    except FarthingError:
-        pass  # whoever needs the model will say so
-    try:
-        says = (
-            json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-            if folder
-            else {}
-        )
-        limits.append(int(says.get("model_max_length") or job.max_length))
-    except (OSError, ValueError, AttributeError):
-        pass
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if folder:
+            says = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+            limits.append(int(says.get("model_max_length") or job.max_length))
     return min(limits)
 
 

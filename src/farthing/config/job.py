@@ -190,6 +190,13 @@ class DataSection(Section):
         """How its files are written."""
         return Layout(self.encoding, self.separator, self.field, self.text_unit)
 
+    def sources(self, role: Literal["train", "eval"]) -> list[tuple[str, Own]]:
+        """Each file or data set with its own settings, its split among them."""
+        names, own = (self.train, self.of_train) if role == "train" else (self.eval, self.of_eval)
+        split = self.train_split if role == "train" else self.eval_split
+        several = zip(names, own or (Own(),) * len(names), strict=True)
+        return [(name, each._replace(split=each.split or split)) for name, each in several]
+
     @model_validator(mode="before")
     @classmethod
     def _sources_are_paths(cls, values: Any) -> Any:

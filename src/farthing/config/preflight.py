@@ -12,6 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -134,39 +135,28 @@ def unusual_settings(job: Job) -> list[str]:
 
 
 def _checks(job: Job, only_plans: bool, with_data: bool) -> Iterator[Callable[[], object]]:
-    data = job.data
-    for names, own, split in (
-        (data.train, data.of_train, data.train_split),
-        (data.eval, data.of_eval, data.eval_split),
-    ):
-        for name, said in (
-            zip(names, own or (Own(),) * len(names), strict=True) if with_data else ()
-        ):
-            yield lambda name=name, said=said, split=split: _look_at_data(
-                job, name, said, split, only_plans
-            )  # type: ignore[misc]
-    if job.data.chat_template is not None and with_data:
-        yield lambda: read_template(str(job.data.chat_template))
-    if only_plans:
-        yield lambda: _look_at_config(job)
-    else:
-        yield lambda: _look_at_model(job)
+    if with_data:
+        for name, own in (*job.data.sources("train"), *job.data.sources("eval")):
+            yield partial(_look_at_data, job, name, own, only_plans)
+        if job.data.chat_template is not None:
+            yield partial(read_template, job.data.chat_template)
+    yield partial(_look_at_config if only_plans else _look_at_model, job)
 
 
 # ---- the data ----
 
 
-def _look_at_data(job: Job, name: str, said: Own, split: str, only_plans: bool) -> None:
+def _look_at_data(job: Job, name: str, own: Own, only_plans: bool) -> None:
     """A file, the first file of a folder's split, or whether an address may be asked and the Hub
     knows a name.
     """
     if is_remote(name):
         refuse_metadata(name)
     elif not is_dataset(name) or is_text_folder(Path(name)):
-        _look_at_file(job, Path(name), said)
+        _look_at_file(job, Path(name), own)
     elif Path(name).is_dir():
-        for path in _first_of(Path(name), said.split or split):
-            _look_at_file(job, path, said)
+        for path in _first_of(Path(name), str(own.split)):
+            _look_at_file(job, path, own)
     elif not only_plans:
         _look_for_data_set(job, name)
 
@@ -183,14 +173,14 @@ def _first_of(folder: Path, split: str) -> list[Path]:
         return []
 
 
-def _look_at_file(job: Job, path: Path, said: Own) -> None:
+def _look_at_file(job: Job, path: Path, own: Own) -> None:
     """Whether a file's first rows can be read, and whether their columns are of a kind that is
     known.
     """
     source = file_source(path, job.data.layout)
     if source.kind == "json" and source.n_bytes > _LARGEST_JSON_BYTES:
         return
-    source = replace(source, columns=said.columns)
+    source = replace(source, columns=own.columns)
     rows = list(itertools.islice(source.rows(), _FIRST_ROWS))
     recipe = Recipe(job.task, 0, columns=dict(job.data.columns), scored=job.scored)
     reader = SourceReader(source, recipe, None)
@@ -214,31 +204,26 @@ def _look_at_values(
         return  # ... nor labels without the other rows; answers are texts or chats
     behind = itertools.islice(source.rows(), _FIRST_ROWS, _MOST_ROWS)
     for row in itertools.chain(first, behind if len(first) == _FIRST_ROWS else ()):
-        if isinstance(row, Row):
-            if isinstance(row.value.get("prompt"), list):
-                return  # of messages, as above
-            try:
-                reader.text(row)
-            except Unusable as error:
-                reason = reason or f"line {row.line}: {error}"
-                continue
-        else:
+        if not isinstance(row, Row):
             continue
-        return
+        if isinstance(row.value.get("prompt"), list):
+            return  # of messages, as above
+        try:
+            reader.text(row)
+        except Unusable as error:
+            reason = reason or f"line {row.line}: {error}"
+        else:
+            return
     if not reason:
         return
     to_do = "check the columns, or map others with data.columns"
     if found := re.search(r"`(\w+)` is (?:a number|true/false), not text", reason):
-        needs = {
-            name: str(understood.columns.get(name, name)) for name in understood.format.split("/")
-        }
+        needs = {name: understood.columns.get(name, name) for name in understood.format.split("/")}
         own = needs.get(found[1], found[1])
-        mapped = ", ".join(
-            f"{name}: {one}" for name, one in (needs | {found[1]: f'"{{{own}}}"'}).items()
-        )
+        mapped = [f"{name}: {one}" for name, one in {**needs, found[1]: f'"{{{own}}}"'}.items()]
         to_do = (
-            f"write it as text: data.columns: {{{mapped}}}; to pick a text by its number:"
-            f' "{{choices[{own}]}}"'
+            f"write it as text: data.columns: {{{', '.join(mapped)}}}; to pick a text by its"
+            f' number: "{{choices[{own}]}}"'
         )
     raise DataError(f"no row can be used: {reason}", where=source.name, to_do=to_do)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from typing import Any
 
 import yaml
@@ -15,7 +16,11 @@ from farthing.printable import printable
 from farthing.storage.files import Json
 
 _SECTIONS = ("objective", "model", "data", "method", "train")
-_WIDTH = 110
+_TITLES = {
+    "differs": "What trains differently here",
+    "none": "What has no counterpart and changes no result",
+}
+_WIDTH = 111
 
 
 def job_text(imported: Imported, name: str) -> str:
@@ -38,22 +43,18 @@ def job_text(imported: Imported, name: str) -> str:
     values = {**job, **_data(job)}
     for section in _SECTIONS:
         keys = [key for key in values if key.startswith(f"{section}.")]
-        rows += [f"{section}:"] if keys else []
-        for key in keys:
-            rows += written(key, values[key], "  ")
-        rows += [""] if keys else []
+        if keys:
+            own = [row for key in keys for row in written(key, values[key], "  ")]
+            rows += [f"{section}:", *own, ""]
     rows += written("output_dir", output)
-    for effect, title in (
-        ("differs", "What trains differently here"),
-        ("none", "What has no counterpart and changes no result"),
-    ):
+    for effect, title in _TITLES.items():
         by_reason: dict[str, list[str]] = {}
         for line in imported.named:
             if line.effect == effect:
                 by_reason.setdefault(line.why, []).append(f"{line.key}: {say(line.value)}")
         rows += ["", f"# {title}:"] if by_reason else []
-        for why, keys in by_reason.items():
-            rows += _comment(f"{', '.join(keys)} - {why}")
+        for why, said in by_reason.items():
+            rows += _comment(f"{', '.join(said)} - {why}")
     rows += ["", "# Good to know:"] if imported.notes else []
     for note in imported.notes:
         rows += _comment(note)
@@ -62,23 +63,20 @@ def job_text(imported: Imported, name: str) -> str:
 
 def _data(job: Json) -> Json:
     """`data.train` in its shortest form: one data set stands with its keys in the section."""
-    found: Json = {}
+    found: Json = {"data.train": "train.jsonl"}
     for role in ("train", "eval"):
-        sources = job.pop(f"data.{role}", None)
-        if not sources:
-            continue
-        one, keys = sources[0], {key for each in sources for key in each}
+        sources = job.pop(f"data.{role}", None) or []
+        keys = {key for each in sources for key in each}
         if len(sources) == 1 and keys <= {"path", "columns", "name", "split"}:
-            found[f"data.{role}"] = one["path"]
-            own = ("split", f"data.{role}_split"), ("name", "data.dataset_config_name")
-            for name, key in (*own, ("columns", "data.columns")):
-                if name in one:
-                    found[key] = one[name]
-        elif keys == {"path"}:
-            found[f"data.{role}"] = [each["path"] for each in sources]
-        else:
-            found[f"data.{role}"] = sources
-    return {"data.train": "train.jsonl", **found}
+            to = {"path": role, "name": "dataset_config_name", "split": f"{role}_split"}
+            own = {f"data.{to.get(key, key)}": sources[0][key] for key in sorted(keys, key=_ORDER)}
+            found |= own
+        elif sources:
+            found[f"data.{role}"] = [s["path"] for s in sources] if keys == {"path"} else sources
+    return found
+
+
+_ORDER = ("path", "split", "name", "columns").index
 
 
 def _key(key: str, value: Any, was: list[Line], default_of: str, indent: str) -> list[str]:
@@ -93,7 +91,7 @@ def _key(key: str, value: Any, was: list[Line], default_of: str, indent: str) ->
         words = f"the default of {default_of}"
     text = f"{indent}{own[0]}: {yaml_of(value)}"
     comment = f"  # {printable(words)}" if words else ""
-    if comment and len(text) + len(comment) > 140:
+    if len(text) + len(comment) > _WIDTH + 29 and comment:
         return [f"{indent}{line}" for line in _comment(words)] + [text]
     return [text + comment]
 
@@ -108,10 +106,11 @@ def yaml_of(value: Any) -> str:
 
 
 def _comment(text: str) -> list[str]:
-    rows, row = [], "#"
-    for word in printable(" ".join(text.split())).split(" "):
-        if len(row) + len(word) > _WIDTH and row.strip("# "):
-            rows.append(row)
-            row = "#    "
-        row += f" {word}"
-    return [*rows, row]
+    return textwrap.wrap(
+        printable(" ".join(text.split())),
+        _WIDTH,
+        initial_indent="# ",
+        subsequent_indent="#     ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
