@@ -278,7 +278,7 @@ def test_splits_of_a_recipe_train_and_evaluate(tmp_path: Path) -> None:
 
 
 def test_a_command_that_trains_nothing_makes_no_job(tmp_path: Path) -> None:
-    line = "python measure.py --config other.yaml --hub_repo_id a/b\n"
+    line = "python measure.py --tasks other --hub_repo_id a/b\n"
     with pytest.raises(InputError, match="no settings of"):
         imported(tmp_path, line, "run.sh")
 
@@ -466,3 +466,65 @@ def test_a_setting_that_only_running_tells_is_not_taken_as_its_source(tmp_path: 
 def test_a_value_of_an_odd_kind_is_named_or_refused(text: str, tmp_path: Path) -> None:
     path = write(tmp_path, "odd.yaml", text)
     assert main(["import", str(path)]) in (0, 2)
+
+
+SCRIPT = """from unsloth import FastLanguageModel, PatchDPOTrainer
+from trl import SFTConfig, SFTTrainer
+PatchDPOTrainer()
+model, tokenizer = FastLanguageModel.from_pretrained("org/m", load_in_4bit=False)
+model = FastLanguageModel.get_peft_model(model, r=8, target_modules=["q_proj", "lm_head"])
+tokenizer.chat_template = text
+rows = load_dataset("org/d", split="train").train_test_split(test_size=0.1)
+args = SFTConfig("out", learning_rate=1e-5)
+args.max_steps = 50
+SFTTrainer(model=model, args=args, train_dataset=rows["train"]).train()
+"""
+
+
+def test_what_a_script_sets_beside_its_calls_is_read_or_named(tmp_path: Path) -> None:
+    found = imported(tmp_path, SCRIPT, "train.py")
+    assert found.blockers == []
+    assert says(found, data_eval_fraction=0.1, method_target_modules=["q_proj"])
+    assert says(found, method_modules_to_save=["lm_head"])  # Unsloth trains it in full
+    effects = {line.key: line.effect for line in found.named}
+    assert effects["SFTConfig#2.max_steps"] == "differs"
+    assert effects["get_chat_template.chat_template"] == "differs"
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "effect"),
+    [
+        ("torchrun --nproc_per_node 8 run_clm.py", "launcher.nproc_per_node", "differs"),
+        ("torchrun --nproc_per_node 1 run_clm.py", "launcher.nproc_per_node", "none"),
+        ("torchrun --master_port 1 run_clm.py", "launcher.master_port", "none"),
+        ("python my_train.py", "(script)", "differs"),
+        ("trl sft --config sft.yaml", "config", "blocks"),
+    ],
+)
+def test_what_a_command_says_beside_its_settings(
+    line: str, key: str, effect: str, tmp_path: Path
+) -> None:
+    found = imported(tmp_path, f"{line} --model_name_or_path org/m --seed 3\n", "run.sh")
+    assert found.lines[key].effect == effect
+
+
+def test_pairs_of_glue_are_kept_apart_otherwise(tmp_path: Path) -> None:
+    line = "python run_glue.py --model_name_or_path org/m --task_name {}\n"
+    notes = [imported(tmp_path, line.format(of), "run.sh").notes for of in ("mrpc", "sst2")]
+    assert ["separator" in " ".join(each) for each in notes] == [True, False]
+
+
+def test_services_are_known_in_every_case_of_their_keys(tmp_path: Path) -> None:
+    text = "base-model: accounts/fireworks/models/m\ndataset: d\nlora-rank: 4\nepochs: 2\n"
+    found = imported(tmp_path, text)
+    assert (found.source, found.job["method.lora_r"]) == ("fireworks", 4)
+    text = (
+        "from together import Together\nTogether().fine_tuning.create(training_file='a.jsonl',"
+        " model='org/m', training_method='dpo', dpo_beta=0.3)\n"
+    )
+    assert imported(tmp_path, text, "together.py").job["objective.beta"] == 0.3
+
+
+def test_attention_that_is_shifted_changes_the_result(tmp_path: Path) -> None:
+    text = "model_name_or_path: a/b\nstage: sft\ndataset: x\nshift_attn: true\n"
+    assert imported(tmp_path, text).lines["shift_attn"].effect == "differs"

@@ -54,20 +54,19 @@ def settle(values: Mapping[str, Any], out: Imported, *, has_adapter: bool) -> No
     if has_adapter:
         defaults(out, "lora")
         peft_targets(out)
-    if out.source == TRAINER and not (out.prefers and out.labels):
-        return defaults(out, "trainer")
-    if out.prefers:
+    of_trl = (TRL,) if out.source != TRAINER or (out.prefers and out.labels) else ()
+    if of_trl and out.prefers:
         rate = 1e-4 if out.job["task"] == "reward" else 1e-6
         out.default({"train.learning_rate": rate, "data.max_length": 1024})
-    elif out.job.setdefault("task", CAUSAL_LM.name) == CAUSAL_LM.name:
+    elif of_trl and out.job.setdefault("task", CAUSAL_LM.name) == CAUSAL_LM.name:
         paths = (out.path.parent / str(each.get("path")) for each in out.job.get("data.train", ()))
         learns_all = values.get("completion_only_loss") is False
         if learns_all or not any(map(_has_completions, paths)):
             out.default({"data.train_on_prompt": True})
         is_open = "data.train_on_prompt" in out.defaults and not learns_all
         out.notes += [fact("trl-learns")] * (is_open and out.source != UNSLOTH)
-    defaults(out, TRL, "trainer")
-    return out.notes.append(NO_COUNT_OF_GPUS)
+    defaults(out, *of_trl, "trainer")
+    out.notes.append(NO_COUNT_OF_GPUS)
 
 
 def _has_completions(path: Path) -> bool:
@@ -111,7 +110,7 @@ def read_objective(values: Mapping[str, Any], out: Imported, name: str) -> None:
         out.notes.append(note)
     if found:
         preference.read(out, found, values)
-    elif name and not name.startswith("sft") and out.source != TRAINER:
+    elif name and not name.startswith(("sft", "run_", *fact("run-scripts"))):
         out.name("(script)", name, "this script's training is in its code", "differs")
     return None
 
@@ -154,8 +153,9 @@ def _task(values: Mapping[str, Any], out: Imported, name: str) -> None:
     out.job["task"] = task
     if of_glue and task in (CLASSIFICATION.name, REGRESSION.name):
         source: Json = {"path": "nyu-mll/glue", "name": of_glue}
-        if of_glue in fact("glue"):
-            source["columns"] = {"text": fact("glue")[of_glue], "label": "label"}
+        if text := fact("glue").get(of_glue):
+            source["columns"] = {"text": text, "label": "label"}
+            out.notes += [fact("glue-pairs")] * ("\n" in text)
         out.put("task_name", of_glue, "data.train", [source])
     if block := values.get("block_size"):
         out.job["data.max_length"] = out.fit("data.max_length", block)

@@ -211,9 +211,10 @@ def _mapping(path: Path, text: str) -> Json:
 
 def _whose(values: Mapping[str, Any]) -> str | None:
     """Whose settings these are, by keys that no other has."""
-    keys = {services.snake(key) for key in values}
-    if str(values.get("base_model", "")).startswith("accounts/") or "baseModel" in values:
+    known = {services.snake(key): value for key, value in values.items()}
+    if str(known.get("base_model", "")).startswith("accounts/") or "baseModel" in values:
         return services.FIREWORKS
+    keys = {*known}
     for row in fact("marks"):
         wanted, some, no = ({*row.get(name, "").split()} for name in ("all", "any", "none"))
         if wanted <= keys and (some & keys or not some) and not no & keys:
@@ -281,12 +282,11 @@ def _commands(path: Path, commands: list[Command], source: str | None) -> Import
         elif "dataset_name" in best.values:
             source = hf.TRL
     out = _read(source, best.values, path, best.program)
-    why = (
-        "starts it on several GPUs or machines; say where.gpus, or `farthing train --accelerate"
-        " FILE`"
-    )
     for key, value in flat(best.launcher):
-        out.name(f"launcher.{key}", value, why)
+        is_count = value != 1 and bool(re.search("nproc|num_(proc|gpus|machines)|nnodes", key))
+        why = "how it is started; say where.gpus, or `farthing train --accelerate FILE`"
+        why = "so many GPUs each took a batch of their own: multiply it in" if is_count else why
+        out.name(f"launcher.{key}", value, why, "differs" if is_count else "none")
     if len(commands) > 1:
         note = f"{len(commands)} command lines are there; the one with {best.program} was read"
         out.notes.append(note)

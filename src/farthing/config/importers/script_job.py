@@ -60,6 +60,10 @@ def read(calls: Sequence[Call], out: Imported) -> None:
         if has_adapter:
             own = {"method.target_modules": ["all-linear"], "method.lora_r": 16}
             out.default({**own, "method.lora_alpha": 16})
+            layers = out.job["method.target_modules"]
+            if whole := [each for each in layers if each in ("embed_tokens", "lm_head")]:
+                out.job["method.target_modules"] = [each for each in layers if each not in whole]
+                out.job.setdefault("method.modules_to_save", whole)
         model = str(out.job.get("model.model_name_or_path", ""))
         if model.endswith("-bnb-4bit"):
             why = "is quantized already; farthing quantizes itself, and takes the name without"

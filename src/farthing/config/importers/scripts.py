@@ -82,6 +82,10 @@ def calls_of(source: str, where: str) -> list[Call]:
                 found += [Call(f"{owner}.{method.name}", method.lineno, [], {}) for method in own]
             case ast.Assign([ast.Attribute(attr="requires_grad")], ast.Constant(False)):
                 found.append(Call("parameters.requires_grad_", node.lineno, [False], {}))
+            case ast.Assign([ast.Attribute(ast.Name(owner), attr)], value):
+                made = known.made(owner, node.lineno)  # `args.max_steps = 5` is a call's key
+                made = "get_chat_template" if attr == "chat_template" else made
+                found.append(Call(made, node.lineno, [], {attr: known.of(value, node.lineno)}))
             case ast.Call(func, args, keywords) if name := _dotted(func):
                 named = Json()
                 for keyword in keywords:
@@ -101,7 +105,7 @@ def _dotted(node: ast.expr) -> str:
         node = node.value
     if isinstance(node, ast.Name):
         return ".".join([node.id, *reversed(parts)])
-    return f"().{parts[0]}" if parts else ""
+    return ".".join(["()", *reversed(parts)]) if parts else ""
 
 
 _ARITHMETIC: dict[type[ast.operator], Any] = {
@@ -157,6 +161,11 @@ class _Values:
             case ast.Name() | ast.Attribute():
                 return self._named(node, line)
         return Computed(ast.unparse(node))
+
+    def made(self, name: str, line: int) -> str:
+        """The name of the call that a variable was made by; empty for others."""
+        before = [value for at, value in self.assigned.get(name, ()) if at < line]
+        return _dotted(before[-1].func) if before and isinstance(before[-1], ast.Call) else ""
 
     def _arithmetic(self, node: ast.expr, how: Any, *sides: ast.expr, line: int) -> Any:
         values = [self.of(side, line) for side in sides]

@@ -342,7 +342,7 @@ def answers(value: Any) -> bool:
 
 def is_true(value: Any) -> bool:
     """Whether a switch is on, in a file or on a command line."""
-    return str(value).lower() == "true"
+    return str(value).lower() in ("true", "yes", "on", "1")
 
 
 def names(value: Any) -> list[str]:
