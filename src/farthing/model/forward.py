@@ -54,6 +54,7 @@ from farthing.model.head import (
     find_head,
     language_model_loss,
     loss_and_log_probs,
+    one_kernel,
     target_log_probs,
 )
 from farthing.model.last_layer import last_layer
@@ -522,6 +523,7 @@ class Forward:
             self.numerics.name,
             trained_bytes=trained,
             is_cuda=is_cuda,
+            is_one_kernel=one_kernel(weight.device) is not None,
             has_cap=self.head.soft_cap is not None,
         )
         return (

@@ -12,9 +12,10 @@ documents.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from farthing.device_memory import in_words
+from farthing.errors import DeviceError, OutOfMemoryError
 from farthing.model import pairs
 from farthing.model.documents import Batch
 from farthing.model.loss import (
@@ -175,10 +178,39 @@ class _HeadLoss(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None, None, None
 
 
+@cache
+def one_kernel(device: torch.device) -> Callable[..., None] | None:
+    """`cross_entropy.fill_gradients` where Triton runs it on this device; else None."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from farthing.model import cross_entropy
+
+    try:
+        return cross_entropy.fill_gradients if cross_entropy.works_on(device) else None
+    except Exception as error:
+        if isinstance(in_words(error), DeviceError | OutOfMemoryError):
+            raise
+        return None  # a Triton without a compiler, or one that does not know this GPU
+
+
 def _to_gradients(scores: Tensor, targets: Tensor, losses: Tensor, how: How, wants: bool) -> None:
     """Fill in the losses [t] of scores [t, V], which become their gradients (scaled) where
-    `wants`. A few rows at a time, so that little is in fp32 at once (`models.tiles.head_bytes`).
+    `wants`: in one kernel, or a few rows at a time, so that little is in fp32 at once
+    (`models.tiles.head_bytes`).
     """
+    if (fill := one_kernel(scores.device)) is not None and losses.dtype == torch.float32:
+        fill(
+            scores,
+            targets,
+            losses,
+            scale=how.gradient_scale,
+            label_smoothing=how.label_smoothing,
+            soft_cap=how.soft_cap,
+            has_gradient=wants,
+        )
+        return
     n_threads = torch.get_num_threads() if scores.device.type == "cpu" else 0
     block_bytes = CPU_BLOCK_BYTES * n_threads or CUDA_BLOCK_BYTES
     n_rows = max(1, n_threads, block_bytes // (losses.itemsize * scores.shape[1]))

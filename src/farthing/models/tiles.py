@@ -41,14 +41,15 @@ def head_bytes(
     *,
     trained_bytes: int = 0,
     is_cuda: bool = True,
+    is_one_kernel: bool = False,
     has_cap: bool = False,
 ) -> int:
     """What `model/head.py` takes for so many labelled positions beside the gradients of a trained
     head and of the positions: a tile of logits, fp32 rows of it, casts.
 
-    `trained_bytes` are those of a number of a trained matrix, 0 where it is frozen. Of the rows at
-    work there are log-softmax and, in bf16, the fp32 copy that it is made of (of fp16 CUDA's kernel
-    makes none); with a cap three.
+    `trained_bytes` are those of a number of a trained matrix, 0 where it is frozen. One kernel
+    makes no rows in fp32. Else there are log-softmax and, in bf16, the fp32 copy that it is made
+    of (of fp16 CUDA's kernel makes none); with a cap three.
     """
     c = 4 if precision == "fp32" else 2
     tile = min(
@@ -57,7 +58,9 @@ def head_bytes(
     )
     rows = min(tile, max(1, (CUDA_BLOCK_BYTES if is_cuda else CPU_BLOCK_BYTES) // (4 * n_words)))
     n_blocks = 3 if has_cap else 1 if c == 4 or (is_cuda and precision == "fp16") else 2
-    found = c * tile * (n_words + width) + 4 * n_blocks * rows * n_words
+    found = c * tile * (n_words + width)
+    if not is_one_kernel:
+        found += 4 * n_blocks * rows * n_words
     if trained_bytes > c:  # the matrix in the precision of the run, and the product of a tile
         found += 2 * c * n_words * width
     return found

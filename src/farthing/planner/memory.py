@@ -365,6 +365,7 @@ def logits_bytes(case: Case, is_trained: bool | None) -> float:
         recipe.precision,
         trained_bytes=recipe.trained_bytes if is_trained else 0,
         is_cuda=case.is_cuda,
+        is_one_kernel=case.is_cuda and recipe.precision != "fp16",  # from Ampere on
         has_cap=has_cap,
     )
     return found + (0.0 if is_trained is None else c * n_scored * shape.hidden)
