@@ -1,0 +1,160 @@
+"""The links of a lease in a real store: who waits how long, which links stay, and what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from farthing.errors import RunInterruptedError
+from farthing.storage import lease as lease_module
+from farthing.storage.lease import Gaps, Lease, LeaseLostError, newest_words
+from farthing.storage.objects import Store, open_store
+
+
+class Clock:
+    """Seconds that pass only where somebody waits."""
+
+    now = 1000.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(lease_module, "seconds_since_boot", lambda: made.now)
+    times = SimpleNamespace(time=lambda: 1.8e9 + made.now, sleep=made.sleep)
+    monkeypatch.setattr(lease_module, "time", times)
+    return made
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "store"))
+
+
+def lease_in(folder: Path, lease_s: float = 60.0, said: list[str] | None = None) -> Lease:
+    folder.mkdir()
+    words = [{"by": folder.name}]
+    return Lease(folder, lease_s, lambda: words, (said if said is not None else []).append)
+
+
+def never() -> bool:
+    return False
+
+
+def links_in(store: Store) -> list[str]:
+    return sorted(store.list("writers/"))
+
+
+def test_a_run_that_was_given_back_is_taken_at_once_with_the_words_of_who_had_it(
+    clock: Clock, store: Store, tmp_path: Path
+) -> None:
+    first, second = lease_in(tmp_path / "first"), lease_in(tmp_path / "second")
+    assert first.claim(store, never) == []
+    first.release(store)
+    assert newest_words(store) == [{"by": "first"}]
+    assert second.claim(store, never) == [{"by": "first"}]
+    assert clock.now == 1000.0
+    assert (first.epoch, second.epoch) == (1, 3)
+    with pytest.raises(LeaseLostError, match=r"is training this run in .*second"):
+        first.renew(store)
+
+
+def test_the_folder_that_held_a_run_takes_it_again_at_once(
+    clock: Clock, store: Store, tmp_path: Path
+) -> None:
+    first = lease_in(tmp_path / "first")
+    first.claim(store, never)
+    again = Lease(tmp_path / "first", 60.0, list, print)
+    assert again.claim(store, never) == []
+    assert clock.now == 1000.0
+
+
+@pytest.mark.parametrize(
+    ("lease_s", "least_s", "most_s"), [(60.0, 60.0, 61.0), (864_000.0, 3600.0, 3601.0)]
+)
+def test_a_silent_holder_is_waited_for_as_long_as_its_lease_and_an_hour_at_most(
+    lease_s: float, least_s: float, most_s: float, clock: Clock, store: Store, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    lease_in(tmp_path / "first", lease_s).claim(store, never)
+    lease_in(tmp_path / "second", 1.0, said).claim(store, never)
+    assert least_s <= clock.now - 1000.0 <= most_s
+    assert len(said) == 1
+    assert "held this run last" in said[0]
+
+
+def test_a_holder_that_gives_back_while_it_is_waited_for_is_not_waited_for_any_longer(
+    clock: Clock, store: Store, tmp_path: Path
+) -> None:
+    first, second = lease_in(tmp_path / "first"), lease_in(tmp_path / "second")
+    first.claim(store, never)
+
+    def released_after_10_s() -> bool:
+        if clock.now == 1010.0:
+            first.release(store)
+        return False
+
+    assert second.claim(store, released_after_10_s) == [{"by": "first"}]
+    assert 1010.0 <= clock.now <= 1012.0
+
+
+def test_who_waits_for_a_lease_can_be_told_to_leave(
+    clock: Clock, store: Store, tmp_path: Path
+) -> None:
+    lease_in(tmp_path / "first").claim(store, never)
+    with pytest.raises(RunInterruptedError):
+        lease_in(tmp_path / "second").claim(store, lambda: clock.now >= 1005.0)
+    assert 1005.0 <= clock.now <= 1006.0
+    assert links_in(store) == ["writers/00000001.json"]
+
+
+def test_renewals_keep_the_last_eight_links_and_the_epoch(
+    clock: Clock, store: Store, tmp_path: Path
+) -> None:
+    first = lease_in(tmp_path / "first")
+    first.claim(store, never)
+    for _ in range(20):
+        clock.now += 20.0
+        first.renew(store)
+        assert first.renewed_at == clock.now
+    assert first.epoch == 1
+    assert links_in(store) == [f"writers/{number:08d}.json" for number in range(14, 22)]
+
+
+def test_a_store_that_overwrites_is_named(
+    clock: Clock, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    lease_in(tmp_path / "first", 60.0, said).claim(store, never)
+    assert said == []
+    real = store.create
+    monkeypatch.setattr(store, "create", lambda key, data: real(key, data) or "condition" in key)
+    lease_in(tmp_path / "first" / "other", 1.0, said)
+    Lease(tmp_path / "first", 60.0, list, said.append).claim(store, never)
+    assert len(said) == 1
+    assert "overwrites where it was told not to" in said[0]
+
+
+def test_words_of_a_link_that_are_no_rows_are_passed_over(
+    clock: Clock, store: Store, tmp_path: Path
+) -> None:
+    first = Lease(tmp_path / "first", 60.0, lambda: ["no row", {"by": "first"}], print)  # type: ignore[list-item]
+    (tmp_path / "first").mkdir()
+    first.claim(store, never)
+    first.renew(store)
+    assert newest_words(store) == [{"by": "first"}]
+    assert newest_words(open_store(str(tmp_path / "empty"))) == []
+
+
+@pytest.mark.parametrize(("gap_s", "is_gap"), [(10.0, False), (10.5, True), (-10.5, True)])
+def test_a_gap_is_longer_than_the_lease_in_either_direction(gap_s: float, is_gap: bool) -> None:
+    now: list[Any] = [0.0]
+    gaps = Gaps(10.0, (lambda: now[0],))
+    now[0] = gap_s
+    assert gaps.taken() is is_gap
