@@ -50,6 +50,8 @@ def receipt_of(case: dict[str, Any]) -> tuple[Any, str]:
     console = Console(file=io.StringIO(), width=80, legacy_windows=False)
     draw(console, receipt_report(receipt))
     values = {name: value for name, value in asdict(receipt).items() if name != "written"}
+    assert receipt.to_json().keys() - values.keys() == {"kind", "version", "written"}
+    assert (receipt.to_json()["kind"], receipt.to_json()["version"]) == ("farthing receipt", 1)
     return json.loads(json.dumps(values)), console.file.getvalue()  # type: ignore[attr-defined]
 
 
