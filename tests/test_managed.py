@@ -10,7 +10,7 @@ import pytest
 
 import workshop
 from command import Cli
-from farthing.planner.managed import Service, bill_of, services
+from farthing.planner.managed import Service, fee_of, services
 
 
 def spec(
@@ -35,17 +35,17 @@ def a_service(counts: str) -> Service:
 
 
 def test_tokens_are_counted_by_the_rules_of_each() -> None:
-    plain = bill_of(a_service("tokens"), spec(), 512)
+    plain = fee_of(a_service("tokens"), spec(), 512)
     assert (plain.n_tokens, plain.usd, plain.usd_high, plain.usd_unpacked) == (
         300_000,
         0.15,
         0.3,
         None,
     )
-    with_validation = bill_of(a_service("with validation"), spec(), 512)
+    with_validation = fee_of(a_service("with validation"), spec(), 512)
     assert with_validation.n_tokens == 600_000  # the validation data once an epoch
     assert with_validation.usd_unpacked == pytest.approx((3 * 1000 * 512 + 300_000) / 1e6 * 0.5)
-    assert bill_of(a_service("tokens"), spec(max_steps=50), 512).n_tokens == 50 * 10 * 100
+    assert fee_of(a_service("tokens"), spec(max_steps=50), 512).n_tokens == 50 * 10 * 100
 
 
 def test_every_row_has_its_source_its_day_and_its_unit() -> None:

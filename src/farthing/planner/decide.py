@@ -21,7 +21,7 @@ from farthing.planner.types import (
     Plan,
     Rejected,
 )
-from farthing.prices.offers import Offer, bill
+from farthing.prices.offers import Offer
 
 Hazard = Callable[[Offer], Interruptions]
 Offered = tuple[Machine | Refusal, Sequence[Offer]]
@@ -33,7 +33,6 @@ def decide(
     *,
     today: date | None = None,
     assumptions: Assumptions | None = None,
-    managed: Iterable[Offer] = (),
     hazard: Hazard | None = None,
     explains: bool = True,
     has_own_prices: bool = False,
@@ -58,10 +57,7 @@ def decide(
     if wanted.deadline_s is not None:
         plans, late = meet_deadline(sorted(plans, key=lambda p: p.total_usd), wanted, hazard)
         rejected += late
-    tokens = wanted.n_tokens
-    fees = [(offer, sum(bill(offer, n_tokens=tokens).values())) for offer in managed]
-    fees.sort(key=lambda fee: fee[1])
-    return Answer(tuple(ranked(plans)), tuple(rejected), tuple(fees), wanted.n_steps)
+    return Answer(tuple(ranked(plans)), tuple(rejected), wanted.n_steps)
 
 
 def _on_machine(

@@ -33,6 +33,7 @@ from farthing.planner.machines import (
     owned_offer,
     rented_torch,
 )
+from farthing.planner.managed import Fee, fees_of
 from farthing.planner.ownership import Owned
 from farthing.planner.search import Refusal
 from farthing.planner.software import Torch, asked_precision, fp16_risk, parse_torch, runs_in_words
@@ -72,6 +73,8 @@ class Study:
     """From the plain way to the first rented choice."""
     methods: tuple[tuple[str, Plan | None], ...] = ()
     """The first choice by each method."""
+    managed: tuple[Fee, ...] = ()
+    """Services that train for a fee."""
 
 
 @dataclass(frozen=True)
@@ -138,13 +141,12 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
             raise InputError("no such folder", where=str(asked.traces), to_do="name one of traces")
         hazard, law = hazards(read_traces(asked.traces))
         notes.append(law)
-    assumptions, managed = Assumptions(), [offer for offer in offers if offer.usd_per_hour is None]
+    assumptions, by_fee = Assumptions(), [offer for offer in offers if offer.usd_per_hour is None]
     answer = decide(
         wanted,
         [*here, *own, *rented],
         today=today,
         assumptions=assumptions,
-        managed=managed,
         hazard=hazard,
         has_own_prices=asked.prices not in (None, FACTS / "prices.csv"),  # the package's own
     )
@@ -173,6 +175,7 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
         law,
         savings,
         methods,
+        fees_of(wanted, job.model.model_name_or_path, job.max_length, by_fee, today),
     )
 
 

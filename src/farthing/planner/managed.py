@@ -12,13 +12,16 @@ published.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 from farthing.objectives.registry import objective_of
 from farthing.planner.types import JobSpec
+from farthing.prices.offers import Offer, bill
 from farthing.tables import typed
 
 
@@ -45,25 +48,39 @@ class Service(NamedTuple):
     """Where it is a range; else 0."""
 
 
-def say_size(service: Service) -> str:
-    """The method and the sizes of models that a row is for, such as "LoRA up to 16B"."""
-    method = "LoRA" if service.method == "lora" else service.method
-    if service.upto_billion == math.inf:
-        return f"{method} over {service.over_billion:g}B"
-    begins = f"{service.over_billion:g}B to" if service.over_billion else "up to"
-    return f"{method} {begins} {service.upto_billion:g}B"
-
-
 @dataclass(frozen=True)
-class Bill:
-    """What a service would charge for a job."""
+class Fee:
+    """What a service would charge for a job, and whether it takes this model."""
 
-    service: Service
-    n_tokens: float
+    provider: str
+    what: str
     usd: float
     usd_high: float
-    usd_unpacked: float | None
+    unit: str
+    usd_per_unit: float
+    price_source: str
+    price_date: str
+    takes_the_model: bool = True
+    is_known: bool = False
+    """Of farthing's own table, not of a price file."""
+    usd_unpacked: float | None = None
     """Where it counts rows x max length without packing."""
+    n_tokens: float | None = None
+    you_get: str = ""
+    afterwards: str = ""
+    ends: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.provider}, {self.what}"
+
+    @property
+    def total_usd(self) -> float:
+        return self.usd
+
+    @property
+    def hours(self) -> None:
+        """Nobody says how long it takes."""
 
 
 @cache
@@ -71,52 +88,69 @@ def services() -> tuple[Service, ...]:
     return tuple(typed("managed", Service))
 
 
-def bills(wanted: JobSpec, task: str, model: str, max_length: int, today: date) -> list[Bill]:
-    """What the services would charge for a job, cheapest first; none for a task that they do not
-    have.
+def fees_of(
+    wanted: JobSpec, model: str, max_length: int, offers: Iterable[Offer], today: date
+) -> tuple[Fee, ...]:
+    """What the services that are known would charge, then those of a price file; each the cheapest
+    first.
 
     `model` is a name on the Hub or a folder. A closed model is listed beside the others, as it is
-    what one may have now.
+    what one may have now. The known services train causal models alone.
     """
-    if not objective_of(task).predicts_next:
-        return []
-    method, name = (
-        "full" if wanted.method == "full" else "lora",
-        model.rstrip("/").rpartition("/")[2].lower(),
+    method, name = "full" if wanted.method == "full" else "lora", Path(model).name.lower()
+    billion, known = wanted.shape.n_parameters / 1e9, list[Fee]()
+    for one in services() if objective_of(wanted.shape.task).predicts_next else ():
+        fits = one.method == "closed" or (one.method == method and one.model.lower() == name)
+        if not one.model:
+            fits = one.method == method and one.over_billion < billion <= one.upto_billion
+        if fits and (one.ends is None or today < one.ends):
+            known.append(fee_of(one, wanted, max_length))
+    of_file = []
+    for offer in offers:
+        usd = sum(bill(offer, n_tokens=wanted.n_tokens).values())
+        said = offer.unit, offer.usd, offer.source, offer.date.isoformat()
+        of_file.append(Fee(offer.provider, offer.instance, usd, usd, *said))
+    return (
+        *sorted(known, key=lambda fee: (fee.usd, fee.provider)),
+        *sorted(of_file, key=lambda fee: fee.usd),
     )
-    billion = wanted.shape.n_parameters / 1e9
-    found = []
-    for service in services():
-        fits = service.method in (method, "closed") and (
-            service.ends is None or today < service.ends
-        )
-        if service.model and service.method != "closed":
-            fits = fits and service.model.lower() == name
-        elif not service.model:
-            fits = fits and service.over_billion < billion <= service.upto_billion
-        if fits:
-            found.append(bill_of(service, wanted, max_length))
-    return sorted(found, key=lambda bill: (bill.usd, bill.service.provider))
 
 
-def bill_of(service: Service, wanted: JobSpec, max_length: int) -> Bill:
+def fee_of(service: Service, wanted: JobSpec, max_length: int) -> Fee:
     """What a service would charge for a job whose rows it cuts or fills to `max_length` tokens."""
-    lengths, n_epochs = wanted.lengths, _epochs(wanted)
-    n_tokens, n_rows = lengths.n_tokens * n_epochs, lengths.n_examples * n_epochs
-    evaluated = 0.0
-    if service.counts == "with validation":
-        evaluated = (
-            wanted.eval_lengths.n_tokens * max(1.0, n_epochs) if wanted.eval_lengths else 0.0
-        )
-    million, usd = (n_tokens + evaluated) / 1e6, service.usd_per_million_tokens
-    unpacked = (
-        (n_rows * max_length + evaluated) / 1e6 * usd
-        if service.counts == "with validation"
-        else None
+    lengths, n_epochs, held_out = wanted.lengths, _epochs(wanted), wanted.eval_lengths
+    counts_validation = service.counts == "with validation"
+    evaluated, usd = 0.0, service.usd_per_million_tokens
+    if counts_validation and held_out is not None:
+        evaluated = held_out.n_tokens * max(1.0, n_epochs)
+    n_tokens = lengths.n_tokens * n_epochs + evaluated
+    n_unpacked = lengths.n_examples * n_epochs * max_length + evaluated
+    return Fee(
+        service.provider,
+        service.model or _sizes(service),
+        n_tokens / 1e6 * usd,
+        n_tokens / 1e6 * (service.usd_high or usd),
+        "million_tokens",
+        usd,
+        service.source,
+        service.date.isoformat(),
+        service.method != "closed",
+        is_known=True,
+        usd_unpacked=n_unpacked / 1e6 * usd if counts_validation else None,
+        n_tokens=n_tokens,
+        you_get=service.you_get,
+        afterwards=service.afterwards,
+        ends=service.ends.isoformat() if service.ends else None,
     )
-    return Bill(
-        service, n_tokens + evaluated, million * usd, million * (service.usd_high or usd), unpacked
-    )
+
+
+def _sizes(service: Service) -> str:
+    """The method and the sizes of models that a row is for, such as "LoRA up to 16B"."""
+    method = "LoRA" if service.method == "lora" else service.method
+    if service.upto_billion == math.inf:
+        return f"{method} over {service.over_billion:g}B"
+    begins = f"{service.over_billion:g}B to" if service.over_billion else "up to"
+    return f"{method} {begins} {service.upto_billion:g}B"
 
 
 def _epochs(wanted: JobSpec) -> float:

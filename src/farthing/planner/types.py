@@ -408,8 +408,6 @@ class Answer(NamedTuple):
 
     plans: tuple[Plan, ...]
     rejected: tuple[Rejected, ...]
-    managed: tuple[tuple[Offer, float], ...]
-    """Services that train for a fee, with their dollars."""
     n_steps: int
 
     @property

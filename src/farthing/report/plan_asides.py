@@ -4,13 +4,12 @@ what somebody paid. Typed values with their words.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from farthing.planner import serving
-from farthing.planner.managed import bills, say_size
+from farthing.planner.managed import Fee
 from farthing.planner.ownership import (
     Owned,
     Saving,
@@ -23,7 +22,7 @@ from farthing.planner.ownership import (
     yearly_usd,
 )
 from farthing.planner.types import HERE, OWN
-from farthing.prices.offers import HOURS_PER_MONTH, Offer
+from farthing.prices.offers import HOURS_PER_MONTH
 from farthing.report.plan_types import RENTED, Choice, machine_name, view_of
 from farthing.report.plan_words import say_cost, say_saving
 from farthing.report.words import lines, say
@@ -39,81 +38,7 @@ PAID = "what you paid"
 # ---- services ----
 
 
-@dataclass(frozen=True)
-class Service:
-    """A service that trains for a fee, and whether it takes this model."""
-
-    provider: str
-    what: str
-    usd: float
-    usd_high: float
-    unit: str
-    usd_per_unit: float
-    price_source: str
-    price_date: str
-    takes_the_model: bool
-    is_known: bool = False
-    """Of farthing's own table, not of a price file."""
-    usd_unpacked: float | None = None
-    n_tokens: float | None = None
-    you_get: str = ""
-    afterwards: str = ""
-    ends: str | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.provider}, {self.what}"
-
-    @property
-    def total_usd(self) -> float:
-        return self.usd
-
-    @property
-    def hours(self) -> None:
-        """Nobody says how long it takes."""
-
-
-def services_of(study: Study) -> tuple[Service, ...]:
-    """Those that are known, then those of a price file."""
-    job, wanted = study.job, study.wanted
-    model = job.model.model_name_or_path
-    known = [
-        view_of(
-            Service,
-            *(bill, bill.service),
-            what=bill.service.model or say_size(bill.service),
-            unit="million_tokens",
-            usd_per_unit=bill.service.usd_per_million_tokens,
-            price_source=bill.service.source,
-            price_date=bill.service.date.isoformat(),
-            takes_the_model=bill.service.method != "closed",
-            is_known=True,
-            ends=bill.service.ends and bill.service.ends.isoformat(),
-        )
-        for bill in bills(wanted, job.task, model, job.max_length, study.today)
-    ]
-    of_file = []
-    for offer, usd in study.answer.managed:
-        price = offer.usd, offer.source, offer.date.isoformat(), _takes(offer, study)
-        of_file.append(Service(offer.provider, offer.instance, usd, usd, offer.unit, *price))
-    return (*known, *of_file)
-
-
-def _takes(offer: Offer, study: Study) -> bool:
-    """Whether the service names this model, or a range of sizes and a method that it is in."""
-    if offer.unit == "run":
-        return True
-    billions = study.wanted.shape.n_parameters / 1e9
-    size = re.search(r"(?:up to (\d+)B)|(?:(\d+)B to (\d+)B)", offer.instance)
-    if size:
-        low, high = (0.0, float(size[1])) if size[1] else (float(size[2]), float(size[3]))
-        is_lora = "lora" in offer.instance.lower()
-        return low * 0.97 <= billions < high + 1 and is_lora == (study.wanted.method != "full")
-    name = study.job.model.model_name_or_path.rpartition("/")[2].lower()
-    return offer.instance.lower().removesuffix(" hosted") == name
-
-
-def fees(managed: Sequence[Service]) -> dict[str, float]:
+def fees(managed: Sequence[Fee]) -> dict[str, float]:
     """Dollars of a run at services that take the model: all of a price file's, and the cheapest of
     those that are known.
     """
@@ -199,7 +124,7 @@ def own_machine(
             per_hour = other.usd_per_hour if is_equal else other.total_usd / row.hours
             at = min(hours, HOURS_PER_MONTH)
             against.append(_pays_back(owned, other.name, per_hour or 0.0, at, other.rank, is_equal))
-    for service, fee in fees(services_of(study)).items() if runs_per_month else ():
+    for service, fee in fees(study.managed).items() if runs_per_month else ():
         against.append(_pays_back(owned, service, fee / row.hours, hours))
     total, found = sum(usd.values()), {"name": name, "usd": usd, "against": tuple(against)}
     words = f"{say_cost(total)} and {say_seconds(row.wall_s)} for this run"
@@ -233,8 +158,8 @@ def years_of(
     rows: Sequence[Choice],
     own: Sequence[OwnMachine],
     owned: Sequence[Owned],
-    managed: Sequence[Service],
     runs_per_month: float,
+    managed: Sequence[Fee],
     paid: Paid | None,
 ) -> Years:
     ways: dict[str, Way] = {}
@@ -278,7 +203,7 @@ def runs_of(
     n: int,
     best: Choice | None,
     savings: Savings | None,
-    managed: Sequence[Service],
+    managed: Sequence[Fee],
     paid: Paid | None,
 ) -> Runs:
     each: dict[str, float] = {}

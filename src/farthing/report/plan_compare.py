@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from farthing.errors import InputError
+from farthing.planner.managed import Fee
 from farthing.planner.ownership import saving
 from farthing.planner.types import HERE
 from farthing.prices.gpus import find_gpu, gpus
-from farthing.report.plan_asides import Service
 from farthing.report.plan_types import Choice, Refused
 from farthing.report.plan_view import Compared, PlanView, plan_view
 from farthing.report.plan_words import say_cost, say_saving, say_short
@@ -29,7 +29,7 @@ class OwnTerms:
     total_usd: float
 
 
-Side = Choice | Service | OwnTerms
+Side = Choice | Fee | OwnTerms
 
 
 def find_in_study(study: Any, text: str) -> Choice:
@@ -189,7 +189,7 @@ def compare(
     return Compared(left, right, rows, tuple(table), saved.usd, saved.share, words)
 
 
-def _of_service(one: Service | OwnTerms, words: str) -> str:
+def _of_service(one: Fee | OwnTerms, words: str) -> str:
     if isinstance(one, OwnTerms):
         return "-"
     usd = f"{say_cost(one.usd)} to {say_cost(one.usd_high)}"
@@ -209,7 +209,7 @@ def _sum_of(one: Side) -> str:
     name, total = one.name, say_cost(one.total_usd)
     if isinstance(one, Choice):
         name = f"{one.n_gpus}x {one.gpu}" + (" spot" if one.kind == "spot" else "")
-    if isinstance(one, Service) or one.usd_per_gpu_hour is None or one.hours is None:
+    if isinstance(one, Fee) or one.usd_per_gpu_hour is None or one.hours is None:
         return f"{name} = {total}"
     each = " each" if one.n_gpus > 1 else ""
     return f"{name} at {say_usd(one.usd_per_gpu_hour)}{each} for {_say_hours(one.hours)} = {total}"

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import farthing
+from farthing.planner.managed import Fee
 from farthing.planner.ownership import saving
 from farthing.planner.ranges import how_sure
 from farthing.planner.serving import Traffic
@@ -128,7 +129,7 @@ class PlanView:
     two_or_one: Against | None
     nearest: tuple[Refused, ...]
     rejected: tuple[Refused, ...]
-    managed: tuple[aside.Service, ...]
+    managed: tuple[Fee, ...]
     savings: aside.Savings | None
     methods: tuple[Method, ...]
     own: tuple[aside.OwnMachine, ...] = ()
@@ -171,7 +172,6 @@ def plan_view(
         groups.setdefault((o.provider, o.gpu, o.n_gpus, o.is_spot, which), []).append(plan)
     choices = tuple(_choice(n, group, study.law) for n, group in enumerate(groups.values(), 1))
     best = choices[0] if choices else None
-    managed = aside.services_of(study)
     held_out = wanted.eval_lengths
     data_notes = [*wanted.lengths.notes, *(held_out.notes if held_out else ())]
     prices = study.catalog
@@ -197,7 +197,7 @@ def plan_view(
         two_or_one=_two_or_one(choices),
         nearest=tuple(_refused([one]) for one in _nearest(answer.rejected)),
         rejected=_grouped(answer.rejected),
-        managed=managed,
+        managed=study.managed,
         savings=aside.savings_of(study),
         methods=_methods(study),
         own=tuple(aside.own_machine(owned, choices, study, runs_per_month) for owned in study.own),
@@ -207,10 +207,11 @@ def plan_view(
         if paid_usd is None
         else aside.Paid.of(paid_usd, best.total_usd if best else None),
     )
+    fees = study.managed, view.paid
     if n_runs:
-        view = replace(view, runs=aside.runs_of(n_runs, best, view.savings, managed, view.paid))
+        view = replace(view, runs=aside.runs_of(n_runs, best, view.savings, *fees))
     if runs_per_month:
-        years = aside.years_of(choices, view.own, study.own, managed, runs_per_month, view.paid)
+        years = aside.years_of(choices, view.own, study.own, runs_per_month, *fees)
         view = replace(view, years=years)
     return view
 

@@ -7,7 +7,6 @@ of its steps were read.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from farthing.export.folders import export_model
 from farthing.local.measurements import Record
 from farthing.model.adapters import put_back
 from farthing.report.receipt import build_receipt
-from farthing.report.training_log import keep_digest
 from farthing.run.checkpoint import Checkpoints, Part, SaveResult, n_bytes_of
 from farthing.run.folder import LOG, MODEL
 from farthing.run.parts import read_part
@@ -72,7 +70,6 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.saved_at_s = self.context.meter.wall_s  # when the last save was
-        self._digest_bytes = 0  # of the log, up to where its digest holds
 
     # ---- the state that an earlier attempt left ----
 
@@ -178,8 +175,6 @@ class Saver:
             with context.meter.span("checkpoint"):
                 started_s = context.meter.wall_s
                 self.log.sync()
-                with contextlib.suppress(OSError):  # the log itself is safe
-                    self._digest_bytes = keep_digest(self.log.path, self._digest_bytes)
                 self.note_finished(self.checkpoints.save(at.step, self.state, at.best_step))
                 self.took_s = context.meter.wall_s - started_s
                 context.ledger.held_up_by_save(self.took_s)
