@@ -315,9 +315,11 @@ def test_calibration_moves_and_narrows_the_ranges() -> None:
 def test_a_family_that_was_not_traced_is_planned_with_a_wider_range() -> None:
     sizes = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192}
     sizes |= {"num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 4}
+    asked = {"micro_batch_tokens": 1024, "checkpoint_every": 1}
     wide, known = (
-        only(decide(wanted_of(shape=read_shape(sizes | {"model_type": kind})), [place("L4", 0.6)]))
+        only(decide(wanted_of(shape=shape, **asked), [place("L4", 0.6)]))
         for kind in ("granite", "llama")
+        for shape in [read_shape(sizes | {"model_type": kind})]
     )
     assert wide.on.memory.allocated == known.on.memory.allocated, "layers of a usual kind"
     assert wide.on.speed_spread.high == pytest.approx(1.15 * known.on.speed_spread.high, rel=0.05)
@@ -989,3 +991,14 @@ def test_errors_are_alike_within_era_kind_and_precision() -> None:
     llama = shape_of("meta-llama/Llama-3.1-8B")
     assert class_of(llama, "Volta", "fp16") == ("old", "causal", "16")
     assert class_of(llama, "Ada", "fp32") == ("recent", "causal", "fp32")
+
+
+def test_ranges_of_farthings_own_runs_come_before_those_of_other_trainers() -> None:
+    found = {name: only(decide(wanted_of(), [place(name, 2.0)])).on for name in ("H100-80GB", "L4")}
+    h100, l4 = found["H100-80GB"], found["L4"]
+    assert h100.memory_spread[:2] == (0.9, 1.1)
+    assert l4.memory_spread[:2] == (0.8, 1.2), "the kernels are the same"
+    assert h100.speed_spread.high < 1.3 < l4.speed_spread.high
+    old = only(decide(wanted_of(), [place("T4", 0.3)])).on
+    assert not old.memory_spread.is_own
+    assert not l4.speed_spread.is_own

@@ -1,5 +1,6 @@
-"""How far off an estimate may be, in 4 of 5 cases: by what runs here measured, else by how far off
-it was on published runs of that class, of trainers that had no say in it.
+"""How far off an estimate may be, in 4 of 5 cases: by what runs here measured, else by farthing's
+own runs elsewhere (`facts/own_runs.csv`), else by how far off it was on published runs of that
+class, of trainers that had no say in it.
 
 The classes are rows of `facts/estimate_errors.csv`, which `bench/plan_accuracy.py --write` makes.
 Of memory they are of all but weights, gradients and an optimizer's state, which are certain.
@@ -36,6 +37,25 @@ class ErrorClass(NamedTuple):
     low: float
     high: float
     known: str
+
+
+class OwnRuns(NamedTuple):
+    """A row: what farthing's own runs took over what was predicted, on a GPU, or on all since
+    Ampere.
+    """
+
+    quantity: str
+    gpu: str
+    kind: str
+    precision: str
+    low: float
+    high: float
+    known: str
+
+
+@cache
+def own_runs() -> tuple[OwnRuns, ...]:
+    return tuple(typed("own_runs", OwnRuns))
 
 
 @cache
@@ -75,6 +95,15 @@ def published_spread(quantity: str, shape: Shape, architecture: str, precision: 
     return Spread(row.low / wider, row.high * wider, known)
 
 
+def _spread(quantity: str, machine: Machine, shape: Shape) -> Spread:
+    era, *of = class_of(shape, machine.architecture, machine.precision)
+    for row in own_runs():
+        is_there = row.gpu in ("", machine.gpu) and era == "recent" and block_of(shape).is_traced
+        if is_there and row.quantity == quantity and [row.kind, row.precision] == of:
+            return Spread(row.low, row.high, row.known, is_own=True)
+    return published_spread(quantity, shape, machine.architecture, machine.precision)
+
+
 def memory_spread(machine: Machine, shape: Shape) -> Spread:
     known = machine.calibration
     if known.extra_bytes is not None:  # a longer process keeps 4 to 6 % more than a shorter one
@@ -82,7 +111,7 @@ def memory_spread(machine: Machine, shape: Shape) -> Spread:
         return Spread(1 - error, 1 + error, known.source)
     if not machine.is_cuda:
         return Spread(0.8, 1.2, CPU_SPREAD.known)
-    return published_spread("memory", shape, machine.architecture, machine.precision)
+    return _spread("memory", machine, shape)
 
 
 def speed_spread(machine: Machine, shape: Shape, step: StepTime) -> Spread:
@@ -100,16 +129,17 @@ def speed_spread(machine: Machine, shape: Shape, step: StepTime) -> Spread:
     elif not machine.is_cuda:
         found = CPU_SPREAD
     else:
-        found = published_spread("speed", shape, machine.architecture, machine.precision)
-    return Spread(max(0.1, found.low - less), found.high + more, found.known)
+        found = _spread("speed", machine, shape)
+    return found._replace(low=max(0.1, found.low - less), high=found.high + more)
 
 
 def how_sure(calibration: Calibration, speed: Spread, memory: Spread) -> str:
     """Where the ranges of a plan come from."""
     if calibration.n_runs:
         return f"calibrated by {calibration.source}: seconds {_said(speed)} in 4 of 5 runs"
+    measured = "measured with other models" if speed.is_own else "never measured"
     return (
-        f"never measured: take seconds as {_said(speed)} ({speed.known}), and memory beside "
+        f"{measured}: take seconds as {_said(speed)} ({speed.known}), and memory beside "
         f"weights, gradients and state as {_said(memory)} ({memory.known})"
     )
 

@@ -286,6 +286,8 @@ class Spread(NamedTuple):
     high: float
     known: str
     """What it rests on."""
+    is_own: bool = False
+    """On farthing's own runs."""
 
     def of(self, likely: float, certain: float = 0.0) -> Range:
         """`certain` is a part of it that has no error."""
