@@ -144,7 +144,7 @@ def test_power_that_is_not_said_is_the_gpus_own_and_a_price_that_is_not_said_is_
         ("RTX 4090:1600usd:1700usd", "says price_usd once more"),
         ("RTX 4090:resele=1", "did you mean `resale`?"),
         ("RTX 4090:colour=red", "known: price, power, kwh, resale, life, other, use"),
-        ("RTX 4090:resale=2", "at most 1"),
+        ("RTX 4090:resale=2", "not a share"),
         ("RTX 4090:resale=much", "not a share"),
         ("RTX 4090:power=5", "not a power"),
         ("RTX 4090:life=0", "above 0"),

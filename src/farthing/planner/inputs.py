@@ -281,6 +281,9 @@ def _counts_here(machine: LocalMachine, job: Job, asked: Asked) -> list[int]:
 
 # ---- the job ----
 
+_OF_METHOD = ("lora_r", "lora_dropout", "target_modules", "modules_to_save", "use_dora")
+"""Settings of a method that the planner takes as they are."""
+
 
 def shape_of(job: Job, config: Json, n_labels: int = 2) -> Shape:
     """The sizes of the job's model with its head: by the table of its family, else counted on its
@@ -335,11 +338,7 @@ def wanted_of(
         tf32=train.tf32,
         fp16_risk=fp16_risk(config),
         attention=job.model.attn_implementation or "",
-        lora_r=method.lora_r,
-        lora_dropout=method.lora_dropout,
-        target_modules=method.target_modules,
-        modules_to_save=method.modules_to_save,
-        use_dora=method.use_dora,
+        **{name: getattr(method, name) for name in _OF_METHOD},
         keeps_start=keeps_start,
         eval_lengths=held_out,
         eval_steps=0 if train.eval_strategy == "no" else train.eval_steps,
@@ -349,9 +348,7 @@ def wanted_of(
         save_steps=train.save_steps,
         store=job.output_store or "",
         is_tokenized=lengths.is_exact,
-        max_usd=job.limits.max_usd,
-        max_hours=job.limits.max_hours,
-        max_gpu_hours=job.limits.max_gpu_hours,
+        **{name: getattr(job.limits, name) for name in ("max_usd", "max_hours", "max_gpu_hours")},
         deadline_s=deadline_s,
     )
 

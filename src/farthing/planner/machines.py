@@ -149,22 +149,11 @@ def machine_here(
         n_gpus = machine.n_gpus if all_gpus else min(int(job.where.gpus or 1), machine.n_gpus)
     known = Calibrations(wanted, measurements)
 
+    words = "the job's own price: where.usd_per_hour and electricity"
+
     def offer(gpu: str, n: int, name: str) -> Offer:
-        words = "the job's own price: where.usd_per_hour and electricity"
-        return Offer(
-            HERE,
-            name,
-            gpu,
-            n,
-            "",
-            "",
-            job.where.spot,
-            "machine_hour",
-            job.usd_per_hour,
-            words,
-            today,
-            Billing(HERE),
-        )
+        here = _unsold(HERE, name, gpu, n, job.usd_per_hour, words, today)
+        return here._replace(is_spot=job.where.spot)
 
     if not is_cuda:
         cpu, precision = machine.cpu, wanted.precision or "fp32"
@@ -232,17 +221,12 @@ def owned_offer(owned: Owned, today: date) -> Offer:
     words = f"own: {owned.power_kw:g} kW at ${owned.usd_per_kwh:g} a kWh, wear "
     words += f"${owned.wear_usd_per_h:.3f} an hour"
     name = f"{owned.n_gpus}x {owned.gpu}"
-    return Offer(
-        OWN,
-        name,
-        owned.gpu,
-        owned.n_gpus,
-        "",
-        "",
-        False,
-        "machine_hour",
-        usd,
-        words,
-        today,
-        Billing(OWN),
-    )
+    return _unsold(OWN, name, owned.gpu, owned.n_gpus, usd, words, today)
+
+
+def _unsold(
+    provider: str, name: str, gpu: str, n_gpus: int, usd_per_hour: float, words: str, today: date
+) -> Offer:
+    """A machine that nobody sells."""
+    hourly = False, "machine_hour", usd_per_hour
+    return Offer(provider, name, gpu, n_gpus, "", "", *hourly, words, today, Billing(provider))

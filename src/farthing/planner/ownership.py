@@ -7,13 +7,13 @@ Plain arithmetic on plain values.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from farthing.errors import InputError
-from farthing.prices.gpus import find_gpu
+from farthing.prices.gpus import did_you_mean, find_gpu
 from farthing.prices.offers import HOURS_PER_MONTH
-from farthing.units import parse_hours, parse_usd
+from farthing.units import parse_hours, parse_share, parse_usd
 
 MONTHS_PER_YEAR = 12
 
@@ -153,15 +153,33 @@ def faster(before_s: float, after_s: float) -> tuple[float, float]:
 
 # ---- what people write ----
 
-_KEYS = {
-    "price": "price_usd",
-    "power": "power_kw",
-    "kwh": "usd_per_kwh",
-    "resale": "resale_share",
-    "life": "life_months",
-    "other": "other_usd_per_h",
-    "use": "hours_per_month",
+
+def _quantity(units: Mapping[str, float], example: str) -> Callable[[str], float]:
+    """A parser of a number with one of these units."""
+
+    def parse(text: str) -> float:
+        match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.lower())
+        if match is None or match[2] not in units:
+            raise ValueError(f"{text!r} is not {example}")
+        return float(match[1]) * units[match[2]]
+
+    return parse
+
+
+_WATTS = {"kw": 1.0, "w": 0.001, "watt": 0.001, "watts": 0.001}
+_KEYS: dict[str, tuple[str, Callable[[str], float]]] = {
+    "price": ("price_usd", parse_usd),
+    "power": ("power_kw", _quantity(_WATTS, 'a power such as "0.45kW" or "450W"')),
+    "kwh": ("usd_per_kwh", parse_usd),
+    "resale": ("resale_share", parse_share),
+    "life": (
+        "life_months",
+        _quantity(dict.fromkeys(("", "mo", "month", "months"), 1.0), "a number of months"),
+    ),
+    "other": ("other_usd_per_h", parse_usd),
+    "use": ("hours_per_month", parse_hours),
 }
+"""By what people write: the field, and how its text is read."""
 _EXAMPLE = (
     '"RTX 4090:1600usd:0.45kW" or "2x RTX'
     ' 3090:1400usd:0.7kW:kwh=0.30usd:resale=30%:life=36:use=100h"'
@@ -202,42 +220,19 @@ def _pair(text: str, part: str) -> tuple[str, float]:
         lowered = part.lower()
         word = "power" if re.search(r"k?w$|watts?$", lowered) else "price"
         value = part
-    key = _KEYS.get(word.strip().lower())
-    if key is None:
-        import difflib
-
-        near = difflib.get_close_matches(word.strip().lower(), list(_KEYS), n=1)
-        hint = f", did you mean `{near[0]}`?" if near else f"; known: {', '.join(_KEYS)}"
-        raise _mistake(text, f"no key `{word.strip()}` is known{hint}")
+    word = word.strip()
+    if word.lower() not in _KEYS:
+        near = did_you_mean(word, _KEYS) or f"known: {', '.join(_KEYS)}"
+        raise _mistake(text, f"no key `{word}` is known, {near}")
+    key, parse = _KEYS[word.lower()]
     try:
-        number = _number(key, value.strip())
+        number = parse(value.strip())
     except ValueError as error:
         raise _mistake(text, str(error)) from None
-    most = {"resale_share": 1.0, "hours_per_month": 744.0}.get(key, 1e7)
+    most = 744.0 if key == "hours_per_month" else 1e7
     if not 0 <= number <= most or (number == 0 and key in ("life_months", "hours_per_month")):
         raise _mistake(text, f"{part!r} is not above 0 and at most {most:g}")
     return key, number
-
-
-def _number(key: str, value: str) -> float:
-    if key == "power_kw":
-        match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(kw|w|watts?)", value, re.IGNORECASE)
-        if match is None:
-            raise ValueError(f'{value!r} is not a power such as "0.45kW" or "450W"')
-        return float(match[1]) / (1 if match[2].lower() == "kw" else 1000)
-    if key == "resale_share":
-        match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(%?)", value)
-        if match is None:
-            raise ValueError(f'{value!r} is not a share such as "0.3" or "30%"')
-        return float(match[1]) / (100 if match[2] else 1)
-    if key == "life_months":
-        match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(?:mo|months?)?", value, re.IGNORECASE)
-        if match is None:
-            raise ValueError(f'{value!r} is not a number of months such as "36"')
-        return float(match[1])
-    if key == "hours_per_month":
-        return parse_hours(value)
-    return parse_usd(value)
 
 
 def _mistake(text: str, what: str) -> InputError:

@@ -216,32 +216,31 @@ class Pricing:
 
 def within_limits(plan: Plan, wanted: JobSpec) -> Plan | Rejected:
     """The plan, or why it passes the dollars, the hours or the deadline of the job."""
-    usd, hours = plan.total_usd, plan.wall_s / 3600
-    gpu_hours, n_gpus = hours * plan.recipe.n_gpus, plan.recipe.n_gpus
-
-    def refused(kind: str, what: str, change: str, over: float) -> Rejected:
-        return Rejected(plan.offer, kind, what, change, kind, over)
-
-    if wanted.max_usd is not None and usd > wanted.max_usd:
-        what = "costs {}, the cap is {}".format(*said_apart(usd, wanted.max_usd, say_usd, "${}"))
-        fewer = _or_fewer_steps(plan, wanted, wanted.max_usd / usd, ("waiting",))
-        change = f"limits.max_usd: {_rounded_up(usd)}{fewer}"
-        return refused("dollars", what, change, usd / max(wanted.max_usd, 1e-9))
-    if wanted.max_hours is not None and hours > wanted.max_hours:
-        says = said_apart(hours, wanted.max_hours, lambda h: say_seconds(h * 3600), "{} h")
-        fewer = _or_fewer_steps(plan, wanted, wanted.max_hours / hours)
-        change = f"limits.max_hours: {_rounded_up(hours)}{fewer}"
-        what = "takes {}, the cap is {}".format(*says)
-        return refused("hours", what, change, hours / max(wanted.max_hours, 1e-9))
-    cap = wanted.max_gpu_hours
-    if cap is not None and gpu_hours > cap:
-        n_samples = wanted.n_steps * wanted.global_batch
-        needed, now = needed_samples_per_min(n_samples, 1, cap, n_gpus), n_samples / (hours * 60)
-        says = said_apart(gpu_hours, cap, lambda h: f"{h:,.3g} GPU-hours", "{} GPU-hours")
-        change = f"limits.max_gpu_hours: {_rounded_up(gpu_hours)}, or {needed:,.0f} samples/min "
-        change += f"instead of {now:,.0f}{_or_fewer_steps(plan, wanted, cap / gpu_hours)}"
-        what = "takes {}, the cap is {}".format(*says)
-        return refused("gpu-hours", what, change, gpu_hours / max(cap, 1e-9))
+    hours, n_gpus = plan.wall_s / 3600, plan.recipe.n_gpus
+    for name, spent, cap, say, unit in (
+        ("usd", plan.total_usd, wanted.max_usd, say_usd, "${}"),
+        ("hours", hours, wanted.max_hours, lambda h: say_seconds(h * 3600), "{} h"),
+        (
+            *("gpu_hours", hours * n_gpus, wanted.max_gpu_hours),
+            *(lambda h: f"{h:,.3g} GPU-hours", "{} GPU-hours"),
+        ),
+    ):
+        if cap is None or spent <= cap:
+            continue
+        change = f"limits.max_{name}: {_rounded_up(spent)}"
+        if name == "gpu_hours":
+            n_samples = wanted.n_steps * wanted.global_batch
+            needed, now = (
+                needed_samples_per_min(n_samples, 1, cap, n_gpus),
+                n_samples / (hours * 60),
+            )
+            change += f", or {needed:,.0f} samples/min instead of {now:,.0f}"
+        free = ("waiting",) if name == "usd" else ()
+        change += _or_fewer_steps(plan, wanted, cap / spent, free)
+        kind = "dollars" if name == "usd" else name.replace("_", "-")
+        verb, says = "costs" if name == "usd" else "takes", said_apart(spent, cap, say, unit)
+        what = "{} {}, the cap is {}".format(verb, *says)
+        return Rejected(plan.offer, kind, what, change, kind, spent / max(cap, 1e-9))
     least_s = plan.wall_s - plan.seconds.get("waiting", 0.0)  # on demand may step in
     if wanted.deadline_s is not None and least_s > wanted.deadline_s:
         late = say_seconds(plan.wall_s - max(0.0, wanted.deadline_s))

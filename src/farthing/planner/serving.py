@@ -12,7 +12,7 @@ Pure.
 from __future__ import annotations
 
 import math
-import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -350,42 +350,50 @@ def _why_not(server: Server, traffic: Traffic) -> str:
     return f"one answer alone takes {server.answer_s(traffic, 1):.1f} s"
 
 
+_PER_DAY = {"": 1.0, "day": 1.0, "d": 1.0, "hour": 24.0, "h": 24.0, "min": 1440.0, "s": 86_400.0}
+
+
+def _count(text: str) -> float:
+    """`200`, `1k`, `2_000`."""
+    scale = {"k": 1e3, "m": 1e6}.get(text[-1:], 1.0)
+    number = float(text[:-1] if scale > 1 else text)
+    if not 0 < number < math.inf:
+        raise ValueError("not above 0")
+    return number * scale
+
+
+def _per_day(text: str) -> float:
+    number, _, unit = text.partition("/")
+    return _count(number.strip()) * _PER_DAY[unit.strip()]
+
+
+def _seconds(text: str) -> float:
+    """Of a number alone too."""
+    return 3600 * parse_hours(text if text[-1:].isalpha() else f"{text}s")
+
+
+_TRAFFIC: dict[str, tuple[str, Callable[[str], float]]] = {
+    "requests": ("requests_per_day", _per_day),
+    "input": ("input_tokens", _count),
+    "output": ("output_tokens", _count),
+    "latency": ("latency_s", _seconds),
+}
+
+
 def parse_traffic(text: str) -> Traffic:
     """`requests=2000/day,input=800,output=200,latency=2s`; what is left out is as in `Traffic`.
     Raises `InputError`.
     """
     says: dict[str, float] = {}
-    to_do = 'e.g. --serve "requests=2000/day,input=800,output=200,latency=2s"'
-    per_day = {"": 1.0, "day": 1.0, "d": 1.0, "hour": 24.0, "h": 24.0, "min": 1440.0, "s": 86_400.0}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (word.strip() for word in part.partition("="))
-        number = re.fullmatch(r"([\d_]*\.?\d+)\s*(k|m)?\s*(?:/\s*(\w+))?", value.lower())
         try:
-            if name == "latency":
-                text = value if re.search(r"[a-z]", value) else f"{value}s"
-                says["latency_s"] = parse_hours(text) * 3600
-                continue
-            unit = (number[3] or "") if number else "?"
-            field = {
-                "requests": "requests_per_day",
-                "input": "input_tokens",
-                "output": "output_tokens",
-            }[name]
-            assert number is not None
-            scale = {"k": 1e3, "m": 1e6}.get(number[2] or "", 1.0)
-            says[field] = (
-                float(number[1].replace("_", ""))
-                * scale
-                * (per_day[unit] if name == "requests" else 1.0)
-            )
-        except (KeyError, AssertionError, ValueError):
-            raise InputError(f"`{part}` is not understood", where="--serve", to_do=to_do) from None
-    traffic = Traffic(**says)
-    if (
-        min(traffic.requests_per_day, traffic.input_tokens, traffic.output_tokens) <= 0
-        or (traffic.latency_s or 1) <= 0
-    ):
-        raise InputError(
-            "requests, input, output and latency are above 0", where="--serve", to_do=to_do
-        )
-    return traffic
+            field, parse = _TRAFFIC[name]
+            says[field] = parse(value.lower())
+            if says[field] <= 0:
+                raise ValueError("not above 0")
+        except (KeyError, ValueError):
+            to_do = 'e.g. --serve "requests=2000/day,input=800,output=200,latency=2s"'
+            what = f"`{part}` is not understood; figures are above 0"
+            raise InputError(what, where="--serve", to_do=to_do) from None
+    return Traffic(**says)
