@@ -8,7 +8,7 @@ from datetime import date
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 Row = TypeVar("Row")
 
@@ -26,16 +26,21 @@ def facts(name: str) -> list[dict[str, str]]:
 
 
 def typed(name: str, kind: Callable[..., Row]) -> list[Row]:
-    """The rows of a table as values of a `NamedTuple`, each cell by the type of its field. An empty
-    one is the field's default; where there is none, None if it may be, else "", 0 or False.
+    """The rows of a table as values of a `NamedTuple`, each cell by the type of its field; those of
+    a tuple stand between semicolons. An empty cell is the field's default; where there is none,
+    None if it may be, else "", 0, False or ().
     """
-    parsers: dict[type, Any] = {bool: bool, date: date.fromisoformat}
-    types, empty = {}, {}
+    parsers: dict[Any, Any] = {bool: bool, date: date.fromisoformat}
+    parse, empty = {}, {}
     for field, hint in get_type_hints(kind).items():
-        of = types[field] = next(iter(get_args(hint)), hint)
-        empty[field] = None if NoneType in get_args(hint) or of is date else of()
+        of = next(iter(get_args(hint)), hint)
+        parse[field] = _parts if get_origin(hint) is tuple else parsers.get(of, of)
+        empty[field] = None if NoneType in get_args(hint) or of is date else parse[field]()
     empty |= getattr(kind, "_field_defaults", {})
     return [
-        kind(**{f: parsers.get(of, of)(row[f]) if row[f] else empty[f] for f, of in types.items()})
-        for row in facts(name)
+        kind(**{f: parse[f](row[f]) if row[f] else empty[f] for f in parse}) for row in facts(name)
     ]
+
+
+def _parts(cell: str = "") -> tuple[str, ...]:
+    return tuple(cell.split(";")) if cell else ()

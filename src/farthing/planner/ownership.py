@@ -155,18 +155,18 @@ def faster(before_s: float, after_s: float) -> tuple[float, float]:
 
 
 def _quantity(units: Mapping[str, float], example: str) -> Callable[[str], float]:
-    """A parser of a number with one of these units."""
+    """A parser of a number in one of these units, by how many of it make one."""
 
     def parse(text: str) -> float:
         match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.lower())
         if match is None or match[2] not in units:
             raise ValueError(f"{text!r} is not {example}")
-        return float(match[1]) * units[match[2]]
+        return float(match[1]) / units[match[2]]
 
     return parse
 
 
-_WATTS = {"kw": 1.0, "w": 0.001, "watt": 0.001, "watts": 0.001}
+_WATTS = {"kw": 1.0, "w": 1000.0, "watt": 1000.0, "watts": 1000.0}
 _KEYS: dict[str, tuple[str, Callable[[str], float]]] = {
     "price": ("price_usd", parse_usd),
     "power": ("power_kw", _quantity(_WATTS, 'a power such as "0.45kW" or "450W"')),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from farthing.errors import InputError
 from farthing.prices.gpus import Gpu, gpus
-from farthing.tables import facts
+from farthing.tables import facts, typed
 
 OLDEST_TORCH = "2.13"
 _INDEX = "https://download.pytorch.org/whl"
@@ -43,7 +43,7 @@ class Build(NamedTuple):
     """Wheels of a package with code for these compute capabilities."""
 
     package: str
-    since: tuple[int, ...]
+    since: str
     build: str
     is_default: bool
     capabilities: tuple[str, ...]
@@ -64,17 +64,8 @@ class Build(NamedTuple):
 @cache
 def builds() -> tuple[Build, ...]:
     """All that are known, the oldest first."""
-    found = [
-        Build(
-            row["package"],
-            _numbers(row["since"]),
-            row["build"],
-            bool(row["is_default"]),
-            tuple(row["capabilities"].split(";")),
-        )
-        for row in facts("gpu_software")
-    ]
-    return tuple(sorted(found, key=lambda one: (one.package, one.since)))
+    found = typed("gpu_software", Build)
+    return tuple(sorted(found, key=lambda one: (one.package, _numbers(one.since))))
 
 
 def parse_torch(text: str) -> Torch:
@@ -175,8 +166,8 @@ def pip_line(gpu: Gpu, torch: Torch) -> str | None:
         older = [one for one in builds() if one.package == "torch" and one.runs_on(gpu)]
         if not older:
             return None
-        since = max(older[-1].since, _numbers(OLDEST_TORCH))
-        version, build = ".".join(map(str, since)), older[-1].build
+        since = max(older[-1].since, OLDEST_TORCH, key=_numbers)
+        version, build = since, older[-1].build
         wanted = f"'torch=={version}.*'"
     return (
         f"pip install {wanted} --index-url {_INDEX}/{build}, and plan with --torch"
@@ -210,8 +201,8 @@ def _of_version(version: str) -> list[Build]:
     older ones.
     """
     of_torch = [one for one in builds() if one.package == "torch"]
-    until = [one.since for one in of_torch if one.since <= _numbers(version)]
-    since = max(until, default=of_torch[0].since)
+    until = [one.since for one in of_torch if _numbers(one.since) <= _numbers(version)]
+    since = until[-1] if until else of_torch[0].since
     return [one for one in of_torch if one.since == since]
 
 

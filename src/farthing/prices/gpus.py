@@ -5,15 +5,15 @@ finding one by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import date
 from functools import cache
-from types import MappingProxyType
 from typing import NamedTuple
 
 from farthing.errors import InputError
-from farthing.tables import facts
+from farthing.tables import facts, typed
 
+_DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8")
 _MEMORY_TOLERANCE = 0.12  # marketing says 24 GB where the driver shows 22.5 GiB
 
 
@@ -25,21 +25,45 @@ class Gpu(NamedTuple):
     vendor: str
     architecture: str
     compute_capability: str
-    memory_bytes: int  # what the driver shows
-    bandwidth_bytes_per_s: float
-    flops: Mapping[
-        str, float
-    ]  # FLOP/s by dtype; a dtype it does not compute in natively is not there
+    memory_mib: int  # what the driver shows
+    bandwidth_gb_per_s: float
+    bf16_tflops: float
+    fp16_tflops: float
+    tf32_tflops: float
+    fp32_tflops: float
+    fp8_tflops: float
     link: str  # to other GPUs of its machine: nvlink, pcie or infinity-fabric
-    link_bytes_per_s: float  # of one GPU in one direction
+    link_gb_per_s: float  # of one GPU in one direction
     power_watts: float
     source: str
     date: date
 
     @property
+    def memory_bytes(self) -> int:
+        return self.memory_mib << 20
+
+    @property
+    def memory_gib(self) -> float:
+        return self.memory_mib / 1024
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        return self.bandwidth_gb_per_s * 1e9
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        return self.link_gb_per_s * 1e9
+
+    @property
+    def flops(self) -> dict[str, float]:
+        """FLOP/s by dtype; a dtype it does not compute in natively is not there."""
+        peaks = {name: getattr(self, f"{name}_tflops") for name in _DTYPES}
+        return {name: tflops * 1e12 for name, tflops in peaks.items() if tflops}
+
+    @property
     def has_bf16(self) -> bool:
         """Whether it computes in bf16 natively (Ampere and later)."""
-        return "bf16" in self.flops
+        return bool(self.bf16_tflops)
 
     @property
     def usable_bytes(self) -> int:
@@ -49,38 +73,11 @@ class Gpu(NamedTuple):
         seen = _usable_gib().get(self.name)
         return int(seen * 2**30 if seen is not None else self.memory_bytes * _usable_share())
 
-    @property
-    def memory_gib(self) -> float:
-        """Memory in GiB, as the driver shows it."""
-        return self.memory_bytes / 2**30
-
 
 @cache
 def gpus() -> dict[str, Gpu]:
     """Every GPU that is known, by its name here."""
-    found = {}
-    for row in facts("gpus"):
-        flops = {
-            dtype: float(row[f"{dtype}_tflops"]) * 1e12
-            for dtype in ("bf16", "fp16", "tf32", "fp32", "fp8")
-            if row[f"{dtype}_tflops"]
-        }
-        found[row["name"]] = Gpu(
-            name=row["name"],
-            aliases=tuple(row["aliases"].split(";")) if row["aliases"] else (),
-            vendor=row["vendor"],
-            architecture=row["architecture"],
-            compute_capability=row["compute_capability"],
-            memory_bytes=int(row["memory_mib"]) << 20,
-            bandwidth_bytes_per_s=float(row["bandwidth_gb_per_s"]) * 1e9,
-            flops=MappingProxyType(flops),
-            link=row["link"],
-            link_bytes_per_s=float(row["link_gb_per_s"]) * 1e9,
-            power_watts=float(row["power_watts"]),
-            source=row["source"],
-            date=date.fromisoformat(row["date"]),
-        )
-    return found
+    return {gpu.name: gpu for gpu in typed("gpus", Gpu)}
 
 
 @cache
