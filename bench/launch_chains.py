@@ -45,7 +45,7 @@ from farthing.launch.session import Session
 from farthing.launch.supervise import Patience
 from farthing.report.receipt import leave_receipt
 from farthing.run.commits import list_commits
-from farthing.storage.objects import LocalStore, StoreError
+from farthing.storage.objects import Store, StoreError, open_store
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 
 N_STEPS, SAVE_STEPS = 120, 12
@@ -115,7 +115,7 @@ def left_alone(folder: Path, n_steps: int = N_STEPS) -> dict[str, Any]:
     return result_of(folder / "run")
 
 
-def saved_step(store: LocalStore) -> int:
+def saved_step(store: Store) -> int:
     """The newest step in a store."""
     try:
         return max((commit.step for commit in list_commits(store)), default=0)
@@ -148,8 +148,8 @@ def ssh_chain(
 ) -> dict[str, Any]:
     """One chain over some machines of a fleet; they are all up again afterwards."""
     dice = random.Random(seed)
-    store = LocalStore(folder / "store")
-    job = write_job(folder / "job", store.root)
+    store = open_store(str(folder / "store"))
+    job = write_job(folder / "job", folder / "store")
     moments = sorted(dice.sample(range(1, N_STEPS // SAVE_STEPS), dice.choice((1, 1, 2))))
     wishes = Wishes(on="ssh:" + ",".join(machine.name for machine in machines))
     said: list[str] = []

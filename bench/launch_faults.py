@@ -179,15 +179,15 @@ def supervise(
     launch = Launch(
         Mortal(ledger, fate),
         Mortal(driver, fate),
-        prepared.offers,
+        [*prepared.offers],
         make_ask,
         world,
         say=say,
         clock=world_clock(world, skew_s),
         sleep=world.sleep,
+        awake=world.clock,
+        reclaim=lambda: reclaim(world, holder),
     )
-    launch.awake = world.clock
-    launch.reclaim = lambda: reclaim(world, holder)
     try:
         if stop:
             launch.stop(prepared.launch_id)

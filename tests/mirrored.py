@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from farthing.run.accounts import Account, as_line
-from farthing.run.folder import keep
+from farthing.run.folder import COPIES, copies_of, keep
 from farthing.run.mirror import Mirror, Pace
 from farthing.storage.files import commit_folder
 from farthing.storage.logs import line_of
@@ -66,7 +66,8 @@ def step_done(folder: Path, step: int, attempt: int = 1) -> Path:
         (draft / "state.json").write_text(json.dumps({"step": step}))
 
     final = folder / "checkpoints" / f"step-{step:08d}-{attempt:04d}"
-    commit_folder(final, fill, {"kind": "farthing checkpoint", "step": step, "run_id": "run-1"})
+    facts = {"kind": "farthing checkpoint", "step": step, "run_id": "run-1"}
+    commit_folder(final, fill, {**facts, COPIES: copies_of(folder)})
     return final
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -29,7 +29,7 @@ from farthing.run import mirror as replica
 from farthing.run.checkpoint import Checkpoints
 from farthing.storage import files, mounts
 from farthing.storage.files import install_folder, only_writer
-from farthing.storage.objects import LocalStore
+from farthing.storage.objects import open_store
 from farthing.train.run import train
 from interrupted import job_in, quiet
 from mirrored import folder_of_run, mirror_of, step_done
@@ -44,6 +44,14 @@ def failing(number: int) -> Any:
         raise OSError(number, os.strerror(number))
 
     return call
+
+
+class Mount(NamedTuple):
+    """As psutil lists them."""
+
+    device: str
+    mountpoint: str
+    fstype: str
 
 
 # ---- the folder itself ----
@@ -67,34 +75,27 @@ def test_a_run_folder_that_is_there_and_takes_no_writes_is_refused_in_words(
 
 
 @pytest.mark.parametrize(
-    ("mounted", "program"),
+    ("kind", "source", "program"),
     [
-        ("- fuse.gcsfuse gcsfuse rw", "gcsfuse"),
-        ("- fuse.s3fs s3fs rw", "s3fs"),
-        ("- fuse mountpoint-s3 rw", "mountpoint-s3"),
-        ("shared:7 - fuse.rclone remote:bucket rw", "rclone"),
-        ("- fuse.blobfuse2 blobfuse2 rw", "blobfuse"),
-        ("- fuse.sshfs me@host:/ rw", None),
-        ("- ext4 /dev/gcsfuse rw", None),
-        ("- nfs4 server:/s3fs rw", None),
-        ("- ", None),
+        ("fuse.gcsfuse", "gcsfuse", "gcsfuse"),
+        ("fuse", "mountpoint-s3", "mountpoint-s3"),
+        ("fuse.rclone", "remote:bucket", "rclone"),
+        ("fuse.sshfs", "me@host:/", None),
+        ("ext4", "/dev/gcsfuse", None),
+        ("nfs4", "server:/s3fs", None),
     ],
 )
 def test_a_bucket_that_looks_like_a_folder_is_known(
-    mounted: str, program: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, source: str, program: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table, place = tmp_path / "mountinfo", tmp_path / "a bucket"
-    point = str(place).replace(" ", "\\040")
-    table.write_text(
-        f"22 1 8:1 / / rw - ext4 /dev/sda rw\n35 22 0:40 / {point} rw {mounted}\nno mount\n"
-    )
-    monkeypatch.setattr(mounts, "TABLE", table)
+    place = tmp_path / "a bucket"
+    disk = Mount("/dev/sda", "/", "ext4")
+    mounted = [disk, Mount(source, str(place), kind)]
+    monkeypatch.setattr(mounts.psutil, "disk_partitions", lambda all: mounted)
     assert mounts.bucket_mount_of(place / "runs" / "first") == program
     assert mounts.bucket_mount_of(tmp_path / "a bucket of another name") is None
-    table.write_text(f"{table.read_text()}36 35 8:1 / {point}/runs rw - ext4 /dev/sdb rw\n")
+    mounted.append(Mount("/dev/sdb", str(place / "runs"), "ext4"))
     assert mounts.bucket_mount_of(place / "runs" / "first") is None, "a disk is mounted within it"
-    table.unlink()
-    assert mounts.bucket_mount_of(place) is None
 
 
 @pytest.mark.slow
@@ -104,9 +105,8 @@ def test_no_run_begins_in_a_bucket_and_one_that_did_goes_on(
     job = job_in(tmp_path, "run")
     begun = job_in(tmp_path, "begun")
     train(begun, stop_after(2))
-    table = tmp_path / "mountinfo"
-    table.write_text(f"35 22 0:40 / {tmp_path} rw - fuse.gcsfuse gcsfuse rw\n")
-    monkeypatch.setattr(mounts, "TABLE", table)
+    bucket = Mount("gcsfuse", str(tmp_path), "fuse.gcsfuse")
+    monkeypatch.setattr(mounts.psutil, "disk_partitions", lambda all: [bucket])
     assert "this folder is a bucket, mounted by gcsfuse" in cli.err("train", tmp_path / "run.yaml")
     assert not Path(job.output_dir).exists()
     assert "is a bucket, mounted by gcsfuse" in cli.out("doctor", tmp_path / "run.yaml", code=2)
@@ -268,7 +268,7 @@ def test_what_could_not_be_set_aside_for_the_store_holds_no_room(
     keep its room for good.
     """
     run, warned = folder_of_run(tmp_path / "run"), list[str]()
-    mirror = mirror_of(LocalStore(tmp_path / "store"), run, warned)
+    mirror = mirror_of(open_store(str(tmp_path / "store")), run, warned)
     done = step_done(run, 1)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", failing(errno.ENOSPC))

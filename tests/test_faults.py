@@ -34,7 +34,7 @@ from farthing.run import mirror as mirror_module
 from farthing.run.checkpoint import Checkpoints, saves_in
 from farthing.storage.files import seal, unseal
 from farthing.storage.logs import SummedLines
-from farthing.storage.objects import Entry, LocalStore, open_store
+from farthing.storage.objects import Entry, ObjectStore, open_store
 from farthing.train.run import train
 from interrupted import job_in, quiet, when
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
@@ -267,7 +267,7 @@ def test_bad_rows_are_left_out_alike_by_every_attempt(tmp_path: Path) -> None:
 def test_a_stop_signal_within_an_upload_is_heard_and_the_copy_is_whole(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    real, sent = LocalStore(tmp_path / "store"), []
+    real, sent = open_store(str(tmp_path / "store")), []
 
     def trouble(name: str, key: str, operation: Callable[[], Any]) -> Any:
         if name == "put" and not sent:
@@ -306,7 +306,7 @@ def test_a_bucket_that_is_emptied_in_the_middle_of_a_run_gets_a_whole_copy_again
 
     outcome = train(machine(tmp_path, "run", tmp_path / "store"), tell)
     assert outcome.exit_code == 0
-    fresh = mirror_of(LocalStore(tmp_path / "store"), tmp_path / "empty")
+    fresh = mirror_of(open_store(str(tmp_path / "store")), tmp_path / "empty")
     assert fresh.bring_back() == 8
     fresh.close(1)
 
@@ -355,13 +355,13 @@ def train_with_slow_store(job: str, put_s: float) -> None:
     """In a process of its own: each object takes a while, and the run is told to leave after its
     sixth step.
     """
-    put = LocalStore.put
+    put = ObjectStore.put
 
-    def slow(store: LocalStore, key: str, path: Path) -> None:
+    def slow(store: ObjectStore, key: str, path: Path) -> None:
         time.sleep(put_s)
         put(store, key, path)
 
-    LocalStore.put = slow  # type: ignore[method-assign]
+    ObjectStore.put = slow  # type: ignore[method-assign]
     mirror_module.PACE = QUICK
     torch.set_num_threads(1)
 

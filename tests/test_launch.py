@@ -45,7 +45,7 @@ from farthing.launch.words import Speaker, StoreWords
 from farthing.report.plan_compare import find_in_study
 from farthing.run.accounts import Account
 from farthing.storage.files import only_writer
-from farthing.storage.objects import LocalStore
+from farthing.storage.objects import open_store
 from launch_faults import Killed, is_good, run_case
 from launch_matrix import AT, FILES_OF_CASE, cases, outcome_of
 from launch_rules import RULES
@@ -602,7 +602,7 @@ def test_inputs_travel_by_content_and_only_once(demo: Path, tmp_path: Path) -> N
     tokens.mkdir()
     (tokens / "ids.bin").write_bytes(b"123")
     packed = with_token_sets(pack(_job(demo)), [tokens])
-    store = LocalStore(tmp_path / "store")
+    store = open_store(str(tmp_path / "store"))
     first = send_inputs(store, packed, "launch/x/inputs.json")
     assert first == packed.n_bytes
     assert send_inputs(store, packed, "launch/x/inputs.json") == 0
@@ -619,7 +619,7 @@ def test_inputs_travel_by_content_and_only_once(demo: Path, tmp_path: Path) -> N
 def test_damaged_and_malicious_inputs_are_refused(demo: Path, tmp_path: Path) -> None:
     from farthing.storage.files import seal
 
-    store, there = LocalStore(tmp_path / "store"), tmp_path / "there"
+    store, there = open_store(str(tmp_path / "store")), tmp_path / "there"
     there.mkdir()
     send_inputs(store, pack(_job(demo)), "launch/x/inputs.json")
     data = next(
@@ -706,7 +706,7 @@ def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(
         "--set=limits.max_usd=3.8",
         "--set=when_done=null",
     ]  # 5 - 1 - 0.1 - 100 s
-    words = StoreWords(lambda: LocalStore(tmp_path / "store"))
+    words = StoreWords(lambda: open_store(str(tmp_path / "store")))
     assert words.of("farthing-1-1").code == 0
     assert words.of("farthing-1-1").has_booted
     assert "step 1" in words.log("farthing-1-1")
@@ -723,13 +723,13 @@ def test_training_is_told_to_leave_before_the_machine_ends(
     stay, children = _on_machine(tmp_path, monkeypatch, code=75, most_s=120)
     assert stay.run() == 3, "another machine would find no money left"
     assert children[0].signals == [15]
-    assert StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1").code == 3
+    assert StoreWords(lambda: open_store(str(tmp_path / "store"))).of("farthing-1-1").code == 3
 
 
 def test_a_child_that_was_killed_is_told_by_its_signal(tmp_path: Path, monkeypatch: Any) -> None:
     stay, _ = _on_machine(tmp_path, monkeypatch, code=-9)
     assert stay.run() == 137
-    assert StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1").code == 137
+    assert StoreWords(lambda: open_store(str(tmp_path / "store"))).of("farthing-1-1").code == 137
 
 
 def test_training_waits_for_the_machine_before_that_still_saves_in_the_same_folder(
@@ -755,13 +755,16 @@ def test_inputs_that_do_not_come_are_said_to_whoever_watches(
     stay, children = _on_machine(tmp_path, monkeypatch, inputs="launch/none/inputs.json")
     assert stay.run() == 2
     assert children == []
-    assert "not whole" in StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1").why
+    assert (
+        "not whole"
+        in StoreWords(lambda: open_store(str(tmp_path / "store"))).of("farthing-1-1").why
+    )
 
 
 def test_a_machine_begun_again_forgets_how_it_left(tmp_path: Path) -> None:
     speaker, words = (
-        Speaker(LocalStore(tmp_path), "farthing-1-1"),
-        StoreWords(lambda: LocalStore(tmp_path)),
+        Speaker(open_store(str(tmp_path)), "farthing-1-1"),
+        StoreWords(lambda: open_store(str(tmp_path))),
     )
     speaker.booted()
     speaker.left(75, "asked to leave")
@@ -909,7 +912,7 @@ def test_a_second_folder_counts_on_from_what_the_first_has_paid(tmp_path: Path) 
 
 
 def test_lines_of_machines_are_kept_in_the_store_and_damage_is_refused(tmp_path: Path) -> None:
-    words = StoreWords(lambda: LocalStore(tmp_path / "store"), "farthing-1")
+    words = StoreWords(lambda: open_store(str(tmp_path / "store")), "farthing-1")
     ledger = MachineLedger(tmp_path / "a")
     ledger.note("farthing-1-1", "asked", 1.0, number=1, usd_per_hour=2.0)
     ledger.note("farthing-1-1", "gone", 3601.0)

@@ -32,7 +32,7 @@ from farthing.launch.targets.runpod import RunPod
 from farthing.launch.targets.vast import Vast
 from farthing.launch.words import StoreWords, Word
 from farthing.storage.logs import SummedLines
-from farthing.storage.objects import LocalStore
+from farthing.storage.objects import open_store
 from launch_faults import prepared_for
 from launched import Course
 from launched import keys as keys
@@ -126,9 +126,9 @@ def test_nothing_is_rented_that_can_not_be_written_down_before(
             Api("https://x", {}, transport=httpx.MockTransport(world.handle), sleep=world.sleep)
         ),
     )
-    monkeypatch.setattr(Session, "_opened", LocalStore(tmp_path / "store"))
+    monkeypatch.setattr(Session, "_opened", open_store(str(tmp_path / "store")))
     monkeypatch.setattr(
-        "farthing.launch.session.open_store", lambda place: LocalStore(Path(tmp_path / "lease"))
+        "farthing.launch.session.open_store", lambda place: open_store(str(tmp_path / "lease"))
     )
     with pytest.raises(DiskFullError, match="the run folder can't be written: No space left"):
         session.run(is_attended=False, tokenize=list)
@@ -151,7 +151,7 @@ def test_a_machine_without_room_for_the_inputs_says_so_and_another_one_may_do(
         "usd_per_hour": 1.0,
     }
     assert HostAgent(Path("job.yaml"), facts).run() == 75
-    word = StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1")
+    word = StoreWords(lambda: open_store(str(tmp_path / "store"))).of("farthing-1-1")
     assert (word.code, "No space left" in word.why) == (75, True)
 
 
@@ -224,12 +224,13 @@ def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(
     launch = Launch(
         ledger,
         driver,
-        prepared.offers,
+        [*prepared.offers],
         make_ask,
         world,
         say=print,
         clock=world.clock,
         sleep=world.sleep,
+        awake=world.clock,
     )  # type: ignore[arg-type]
     assert launch.run("farthing-1") == 0
     assert 2 < len(driver.made) < 30

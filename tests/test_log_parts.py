@@ -1,6 +1,4 @@
-"""The log of a run reaches a store in pieces: each once, the last with every commit, and old stores
-are read as they are.
-"""
+"""The log of a run reaches a store in pieces: each once."""
 
 from __future__ import annotations
 
@@ -12,16 +10,10 @@ from typing import Any
 import pytest
 
 from farthing.errors import RunChangedError
+from farthing.run import mirror as mirror_module
 from farthing.run.commits import LOG_PARTS
-from farthing.storage import logs
 from farthing.storage.files import seal, unseal
-from farthing.storage.logs import LogParts
 from test_store import Faulty, Model, delivered, folder_of_run, mirror_of, step_done, taken
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "PART_BYTES", 1000)
 
 
 def write_steps(run: Path, first: int, last: int) -> None:
@@ -54,13 +46,9 @@ def commits_of(tmp_path: Path, n: int) -> tuple[Model, list[str], Path]:
     return store, sent, run
 
 
-def test_each_piece_is_sent_once_and_the_last_with_every_commit(tmp_path: Path) -> None:
+def test_each_piece_is_sent_once(tmp_path: Path) -> None:
     store, sent, run = commits_of(tmp_path, 6)
-    n_whole = len(set(sent)) - 1
-    assert n_whole > 15
-    assert (
-        len(sent) <= n_whole + 6
-    )  # the last one of a commit may be whole in the next, with more lines
+    assert sent == [f"{n:06d}" for n in range(6)]
     assert taken(store, tmp_path / "empty") == 6
     assert (tmp_path / "empty" / "log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
     assert not (tmp_path / "empty" / LOG_PARTS).exists()
@@ -68,9 +56,44 @@ def test_each_piece_is_sent_once_and_the_last_with_every_commit(tmp_path: Path) 
     assert held == set(sent), "old commits go, what newer ones share with them stays"
 
 
+def test_a_log_that_was_cut_back_or_is_in_many_pieces_is_sent_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror_module, "MOST_PIECES", 4)
+    store, sent, run = commits_of(tmp_path, 6)
+    assert sent == ["000000", "000001", "000002", "000003", "000000", "000001"]
+    assert taken(store, tmp_path / "empty") == 6
+    assert (tmp_path / "empty" / "log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
+    mirror = mirror_of(store, run)
+    mirror.bring_back()
+    for step, n_lines in ((7, 300), (8, 20)):
+        lines = (run / "log.jsonl").read_bytes().splitlines(keepends=True)
+        (run / "log.jsonl").write_bytes(b"".join(lines[:n_lines]))
+        assert delivered(mirror, step, step_done(run, step))
+    mirror.close(1)
+    assert taken(store, tmp_path / "shorter") == 8
+    assert (tmp_path / "shorter" / "log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
+
+
+def test_a_last_line_without_its_end_waits_for_it(tmp_path: Path) -> None:
+    store, run = Model(), folder_of_run(tmp_path / "run")
+    mirror = mirror_of(store, run)
+    mirror.bring_back()
+    write_steps(run, 0, 5)
+    whole = (run / "log.jsonl").read_bytes()
+    for step, more in ((1, b'{"step": 5'), (2, b", 1}\n")):
+        checkpoint = step_done(run, step)
+        (run / "log.jsonl").write_bytes(whole + more)
+        whole = whole + more
+        assert delivered(mirror, step, checkpoint)
+    mirror.close(1)
+    assert taken(store, tmp_path / "empty") == 2
+    assert (tmp_path / "empty" / "log.jsonl").read_bytes() == whole
+
+
 def test_a_machine_that_goes_on_sends_only_what_is_new(tmp_path: Path) -> None:
-    store, sent, _ = commits_of(tmp_path, 4)
-    n_before, other, puts = len(set(sent)), tmp_path / "other", []
+    store, _, _ = commits_of(tmp_path, 4)
+    other, puts = tmp_path / "other", []
 
     def note(name: str, key: str, operation: Callable[[], Any]) -> Any:
         puts.extend([key] if name == "put" and f"/{LOG_PARTS}/" in key else [])
@@ -81,18 +104,18 @@ def test_a_machine_that_goes_on_sends_only_what_is_new(tmp_path: Path) -> None:
     write_steps(other, 180, 200)
     assert delivered(mirror, 5, step_done(other, 5))
     mirror.close(1)
-    assert len(puts) <= 4 < n_before
+    assert len(puts) == 1
     assert taken(store, tmp_path / "third") == 5
     assert (tmp_path / "third" / "log.jsonl").read_bytes() == (other / "log.jsonl").read_bytes()
 
 
 def test_a_lost_micro_batch_costs_its_lines_and_is_said(tmp_path: Path) -> None:
     store, _, run = commits_of(tmp_path, 3)
-    (lost,) = [key for key in store.objects if key.endswith(f"/{LOG_PARTS}/000004")]
+    (lost,) = [key for key in store.objects if key.endswith(f"/{LOG_PARTS}/000001")]
     n_lost = store.objects.pop(lost).count(b"\n")
     said: list[str] = []
     assert taken(store, tmp_path / "empty", said) == 3
-    assert "log.parts/000004 of the copy of step 3 in the store is lost" in said[0]
+    assert "log.parts of the copy of step 3 in the store is lost" in said[0]
     whole, found = (
         (folder / "log.jsonl").read_bytes().splitlines() for folder in (run, tmp_path / "empty")
     )
@@ -108,23 +131,3 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
         store.objects[key] = seal({**manifest, "schema": 1}).encode()
     with pytest.raises(RunChangedError, match="another version of farthing wrote this"):
         mirror_of(store, tmp_path / "other").bring_back()
-
-
-def test_a_log_that_was_cut_back_is_cut_into_pieces_anew(tmp_path: Path) -> None:
-    write_steps(tmp_path, 0, 60)
-    parts = LogParts(tmp_path / "log.jsonl", tmp_path / "parts")
-
-    def whole() -> bytes:
-        rest = parts.bring_up()
-        names = [*parts.digests, *([rest.name] if rest else [])]
-        return b"".join((tmp_path / "parts" / name).read_bytes() for name in names)
-
-    assert whole() == (tmp_path / "log.jsonl").read_bytes()
-    assert len(parts.digests) > 4
-    lines = (tmp_path / "log.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "log.jsonl").write_bytes(b"".join(lines[:20]))
-    write_steps(tmp_path, 100, 110)
-    assert whole() == (tmp_path / "log.jsonl").read_bytes()
-    with open(tmp_path / "log.jsonl", "a") as log:
-        log.write("torn" * 600)  # a last line without its end
-    assert whole() == (tmp_path / "log.jsonl").read_bytes()

@@ -24,7 +24,7 @@ from farthing.launch.supervise import Patience
 from farthing.run.commits import list_commits
 from farthing.search.receipt import read_receipt
 from farthing.search.run import search
-from farthing.storage.objects import LocalStore, StoreError
+from farthing.storage.objects import StoreError, open_store
 from test_search import SEARCH, job_of, told, weights_of
 
 QUICK = Patience(
@@ -74,7 +74,7 @@ def test_a_launched_search_goes_on_elsewhere_to_the_same_end(
     session = Session(prepare(job, Wishes(on="ssh:one,two"), datetime.now(UTC)), said.append)
 
     def take_away() -> None:
-        store, n_done = LocalStore(tmp_path / "store"), 0
+        store, n_done = open_store(str(tmp_path / "store")), 0
         while n_done < 3:
             time.sleep(0.1)
             try:

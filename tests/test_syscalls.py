@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from farthing.run.checkpoint import Checkpoints
-from farthing.storage.objects import LocalStore
+from farthing.storage.objects import open_store
 from mirrored import STILL, folder_of_run, mirror_of, step_done
 
 CALLS = "%file,%desc"
@@ -146,7 +146,7 @@ def a_save(folder: Path) -> tuple[Callable[[], None], Callable[[], int]]:
     that of 1 removed.
     """
     run = folder_of_run(folder)
-    mirror = mirror_of(LocalStore(folder / "store"), run)
+    mirror = mirror_of(open_store(str(folder / "store")), run)
     checkpoints = Checkpoints(run / "checkpoints", "run-1", 2, warn=print, copy=mirror.offer)
     for step in (1, 2):
         checkpoints.save(step, parts_of(step), None)
@@ -167,7 +167,7 @@ def an_upload(folder: Path) -> tuple[Callable[[], None], Callable[[], int]]:
     """
     run, store, pace = (
         folder_of_run(folder / "run"),
-        LocalStore(folder / "store"),
+        open_store(str(folder / "store")),
         replace(STILL, lease_s=0.02),
     )
 

@@ -24,7 +24,7 @@ from farthing.report.receipt_types import Receipt
 from farthing.report.watch_view import Watcher, line_of, lines_of
 from farthing.run.commits import take_small
 from farthing.storage.lease import newest_words
-from farthing.storage.objects import LocalStore
+from farthing.storage.objects import open_store
 from patience import until
 from workshop import job_file, make_job, train
 
@@ -114,7 +114,7 @@ def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path: P
 def test_a_run_in_a_store_is_looked_at_without_its_checkpoints(
     finished: Path, tmp_path: Path
 ) -> None:
-    store, fetched = LocalStore(finished.parent / "store"), list[str]()
+    store, fetched = open_store(str(finished.parent / "store")), list[str]()
     fetch = store.fetch
 
     def counted(key: str, path: Path, n_bytes: int) -> None:
@@ -135,7 +135,7 @@ def test_a_run_in_a_store_is_looked_at_without_its_checkpoints(
     before = sorted((finished.parent / "store").rglob("*"))
     assert main(["watch", str(finished.parent / "store"), "--once"]) == 0
     assert sorted((finished.parent / "store").rglob("*")) == before, "looking leaves no trace"
-    assert not take_small(LocalStore(tmp_path / "empty"), tmp_path, [])
+    assert not take_small(open_store(str(tmp_path / "empty")), tmp_path, [])
 
 
 def test_what_can_not_be_watched_is_refused_in_words(tmp_path: Path, cli: Cli) -> None:

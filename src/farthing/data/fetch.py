@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from farthing.addresses import is_metadata_host, without_secrets
 from farthing.errors import DataError
 from farthing.storage.files import belongs_to_another, own_folder, sha256_of
-from farthing.storage.objects import BUCKETS, BucketStore, NoSuchObject, StoreError
+from farthing.storage.objects import BUCKETS, NoSuchObject, ObjectStore, StoreError
 
 if TYPE_CHECKING:
     import httpx
@@ -111,7 +111,7 @@ def _named(folder: Path, url: str, version: str) -> Path:
 def _object(url: str) -> Iterator[_Remote]:
     """An object in a bucket."""
     folder, _, key = url.rpartition("/")
-    store = BucketStore(folder)
+    store = ObjectStore(folder)
     try:
         entry = store.head(key)
         n_bytes = entry.n_bytes

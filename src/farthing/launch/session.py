@@ -44,7 +44,7 @@ from farthing.run.folder import LEDGER, run_id_of
 from farthing.run.ledger import steady_clock
 from farthing.storage.files import Json, cannot_write, make_private, only_writer, write_text
 from farthing.storage.lease import Lease, LeaseLostError
-from farthing.storage.objects import LocalStore, Retrying, Store, StoreError, open_store
+from farthing.storage.objects import Retrying, Store, StoreError, open_store
 from farthing.units import say_bytes, say_seconds, say_usd
 
 FOLDER = "launch"
@@ -136,8 +136,7 @@ class Session:
                 self._send(tokenize)
             with self.only_watcher() as (sleep, reclaim):
                 self.words().ask_to_stop(is_wanted=False)
-                launch = self._launch(driver, patience, sleep)
-                launch.reclaim = reclaim
+                launch = self._launch(driver, patience, sleep, reclaim)
                 try:
                     code = launch.run(self.prepared.launch_id)
                 except (
@@ -236,6 +235,7 @@ class Session:
         driver: Driver,
         patience: Patience | None,
         sleep: Callable[[float], None] = time.sleep,
+        reclaim: Callable[[], None] = lambda: None,
         patient_s: float = STORE_S,
     ) -> Launch:
         def make_ask(
@@ -245,13 +245,21 @@ class Session:
             self.write(ask)
             return ask
 
-        offers, words = self.prepared.offers, self.words(patient_s)
-        times: Any = {"clock": self.clock, "sleep": sleep}
-        launch = Launch(self.ledger, driver, offers, make_ask, words, say=self.say, **times)
-        launch.patience = patience or Patience(boot_s=self.prepared.wishes.boot_s)
-        launch.may_take, launch.reaches = self.is_in_time, self._reaches
-        launch.awake = seconds_since_boot
-        return launch
+        return Launch(
+            self.ledger,
+            driver,
+            list(self.prepared.offers),
+            make_ask,
+            self.words(patient_s),
+            say=self.say,
+            clock=self.clock,
+            sleep=sleep,
+            awake=seconds_since_boot,
+            patience=patience or Patience(boot_s=self.prepared.wishes.boot_s),
+            may_take=self.is_in_time,
+            reaches=self._reaches,
+            reclaim=reclaim,
+        )
 
     def _reaches(self, machine: Machine) -> bool:
         """Whether a machine is where our driver looks."""
@@ -297,7 +305,7 @@ class Session:
     @cached_property
     def _opened(self) -> Store:
         address = self.prepared.job.output_store
-        return LocalStore(self.folder) if address is None else open_store(address)
+        return open_store(str(self.folder) if address is None else address)
 
     def _store(self, patient_s: float = STORE_S) -> Store:
         return Retrying(self._opened, patient_s)

@@ -2,8 +2,7 @@
 
     data/00000005-3f2a.../PATH             under a prefix of its own for every upload, never
     overwritten
-    data/.../log.parts/000007              the log in pieces: those that earlier commits have are
-    not sent again
+    data/.../log.parts/000007              what the log has grown by since the commit before
     commits/00000005-000003-00000042.json  epoch, number and step; created last: without it nothing
     of it exists
 
@@ -19,7 +18,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -50,25 +49,28 @@ from farthing.storage.files import (
     check_file,
     discard,
     draft_of,
+    entries_of,
     make_private,
     refuse_other,
     sweep_drafts,
     unseal,
     write_text,
 )
-from farthing.storage.objects import Garbled, NoSuchObject, Store, TooLarge
+from farthing.storage.objects import NoSuchObject, Store
 from farthing.units import say_bytes
 
-SCHEMA = 2  # 1: the log is sent whole
+SCHEMA = 2
 LOG_PARTS = "log.parts"
-"""Of the log: pieces that end with a line, of which all but the last never change."""
+"""Of the log: pieces that end with a line and never change."""
 SMALL = (
     *(JOB, RUN, PLAN, SETTINGS, SCHEDULE, LOG, LEDGER, RECEIPT, SEARCH_LOG),
     "measurements.json",
 )
 _COMMIT = re.compile(r"commits/(\d{8})-(\d{6})-(\d{8,})\.json")
-
-
+_PATH = re.compile(
+    rf"{CHECKPOINTS}/{CHECKPOINT_NAME.pattern}/[^/]+|{LOG_PARTS}/\d{{6}}|{MODEL}(/[^/]+)+"
+)
+_IS_LOST = (DamagedFileError, NoSuchObject)
 Objects = dict[tuple[str, str], str]
 """(path, sha256) -> the object that holds it."""
 
@@ -88,44 +90,42 @@ class Commit(NamedTuple):
 def list_commits(store: Store) -> list[Commit]:
     """Every commit, newest first. Raises `StoreError`."""
     matches = (_COMMIT.fullmatch(key) for key in store.list("commits/"))
-    return sorted((Commit(int(m[1]), int(m[2]), int(m[3])) for m in matches if m), reverse=True)
+    return sorted((Commit(*map(int, match.groups())) for match in matches if match), reverse=True)
 
 
 def read_commit(store: Store, commit: Commit) -> Json:
     """Its form checked. Raises `DamagedFileError`, `RunChangedError`, `StoreError`."""
     try:
         manifest = unseal(store.get(commit.key).decode("utf-8"), "its commit")
-    except (UnicodeDecodeError, TooLarge) as error:
+    except UnicodeDecodeError as error:
         raise DamagedFileError(f"its commit can't be read: {error}") from error
     refuse_other(manifest, SCHEMA, store.name)
     if [manifest.get(key) for key in Commit._fields] != list(commit):
         raise DamagedFileError("its commit is that of another copy")
-    if not isinstance(manifest.get("files"), list):
-        raise DamagedFileError("its commit lists no files")
-    for entry in manifest["files"]:
-        path, name = (
-            (entry.get("path"), entry.get("object")) if isinstance(entry, dict) else (None, None)
-        )
-        if not isinstance(path, str) or not _may_be_written(path):
+    entries = entries_of(manifest, StoredFile, "its commit")
+    for path in (entry["path"] for entry in entries):
+        if path not in SMALL and not (_PATH.fullmatch(path) and _is_plain(path)):
             raise DamagedFileError(f"its commit names a file outside the run: {path!r}")
-        if not isinstance(name, str) or not name.startswith("data/") or ".." in name.split("/"):
+    for name in (entry["object"] for entry in entries):
+        if not name.startswith("data/") or ".." in name.split("/"):
             raise DamagedFileError(f"its commit names an object outside its own: {name!r}")
-        if (
-            not isinstance(entry.get("size"), int)
-            or entry["size"] < 0
-            or not isinstance(entry.get("sha256"), str)
-        ):
-            raise DamagedFileError(f"its commit gives no size and sha256 for {path}")
-    paths = [entry["path"] for entry in manifest["files"]]
+    paths = {entry["path"] for entry in entries}
     folders = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
-    if len(set(paths)) < len(paths) or folders & set(paths):
+    if len(paths) < len(entries) or folders & paths:
         raise DamagedFileError("its commit names a file twice, or as a folder too")
     return manifest
 
 
-def objects_of(manifest: Json) -> Objects:
+def _is_plain(path: str) -> bool:
+    parts = path.split("/")
+    return not {"\\", "\0"} & set(path) and all(
+        part not in (".", "..") and len(part) <= 200 for part in parts
+    )
+
+
+def objects_of(entries: Iterable[StoredFile]) -> Objects:
     """Which object holds which file of a commit."""
-    return {(entry["path"], entry["sha256"]): entry["object"] for entry in manifest["files"]}
+    return {(entry["path"], entry["sha256"]): entry["object"] for entry in entries}
 
 
 # ---- onto a disk ----
@@ -138,26 +138,22 @@ def take_small(store: Store, folder: Path, words: list[Json]) -> bool:
     What is there already is not fetched again; the ledger is joined with `words`, see
     `join_ledgers`. False where the store holds no run. Raises `StoreError`, `RunChangedError`.
     """
+    is_there = bool(words)
     for commit in list_commits(store):
-        try:
-            manifest = read_commit(store, commit)
-        except (DamagedFileError, NoSuchObject, Garbled):
-            continue
-        files = manifest["files"]
-        wanted = [
-            each
-            for each in files
-            if each["path"] in SMALL or each["path"].startswith(f"{LOG_PARTS}/")
-        ]
-        _fetch_all(
-            store, folder, [each for each in wanted if not is_here(folder / each["path"], each)]
-        )
-        _join_log(folder)
+        with contextlib.suppress(*_IS_LOST):
+            files = read_commit(store, commit)["files"]
+            wanted = [
+                each for each in files if each["path"] in SMALL or _unit(each["path"]) == LOG_PARTS
+            ]
+            _fetch_all(
+                store, folder, [each for each in wanted if not is_here(folder / each["path"], each)]
+            )
+            _join_log(folder)
+            is_there = True
+            break
+    if is_there:
         join_ledgers(folder / LEDGER, folder / LEDGER, words)
-        return True
-    if words:
-        join_ledgers(folder / LEDGER, folder / LEDGER, words)
-    return bool(words)
+    return is_there
 
 
 def take_newest(
@@ -175,20 +171,22 @@ def take_newest(
     `join_ledgers`. Raises `RunDamagedError` when no checkpoint is whole, `RunChangedError` when the
     folder holds another run, `DiskFullError`, `StoreError`.
     """
+
+    def say_damaged(commit: Commit, error: Exception) -> None:
+        warn(
+            f"the copy of step {commit.step} in the store is damaged ({error}); trying the one"
+            " before"
+        )
+
     readable: list[tuple[Commit, Json]] = []
     for commit in commits:
         try:
             manifest = read_commit(store, commit)
-        except (DamagedFileError, NoSuchObject, Garbled) as error:
-            warn(
-                f"the copy of step {commit.step} in the store is damaged ({error}); trying the one"
-                " before"
-            )
+        except _IS_LOST as error:
+            say_damaged(commit, error)
             continue
-        theirs = manifest.get(
-            "run_id"
-        )  # None where the file that says so was damaged when it was sent
-        if theirs is not None and (ours := run_id_of(folder)) is not None and ours != theirs:
+        # None where the file that says so was damaged when it was sent, or is not here
+        if len({manifest.get("run_id"), run_id_of(folder)} - {None}) > 1:
             raise RunChangedError(
                 f"the store holds another run than {folder}",
                 where=f"output_store: {store.name}",
@@ -196,19 +194,14 @@ def take_newest(
             )
         readable.append((commit, manifest))
     for needs_its_step in (True, False):
-        for at, (commit, manifest) in enumerate(readable):
-            older = [other for _, other in readable[at + 1 :]]
+        for commit, manifest in readable:
             try:
-                step, objects = _install(
-                    store, folder, manifest, older, words, warn, needs_its_step=needs_its_step
+                return commit, *_install(
+                    store, folder, manifest, words, warn, needs_its_step=needs_its_step
                 )
-                return commit, step, objects
-            except (DamagedFileError, NoSuchObject, Garbled) as error:
+            except _IS_LOST as error:
                 if needs_its_step:
-                    warn(
-                        f"the copy of step {commit.step} in the store is damaged ({error}); trying"
-                        " the one before"
-                    )
+                    say_damaged(commit, error)
     raise RunDamagedError(
         f"none of the {len(commits)} commits in the store is whole",
         where=store.name,
@@ -220,7 +213,6 @@ def _install(
     store: Store,
     folder: Path,
     manifest: Json,
-    older: list[Json],
     words: list[Json],
     warn: Callable[[str], None],
     *,
@@ -228,11 +220,12 @@ def _install(
 ) -> tuple[int, Objects]:
     """Fetch every file, verify it, and only then put in place what is whole.
 
-    A checkpoint or model with a file that is lost is left out. A lost small file is taken from
-    `older` commits, where they have it; those that decide the result come from the checkpoint, see
-    `run_folder.mend`. Raises `DamagedFileError` when there would be no step to continue from.
+    A checkpoint or model with a file that is lost is left out. Lost files that decide the result
+    are written again from a checkpoint, see `run_folder.mend`. Raises `DamagedFileError` when there
+    would be no step to continue from.
     """
-    n_bytes = sum(entry["size"] for entry in manifest["files"])
+    entries, own = manifest["files"], manifest["step"]
+    n_bytes = sum(entry["size"] for entry in entries)
     if shutil.disk_usage(folder).free < 2 * n_bytes:
         raise DiskFullError(
             f"the copy in the store takes {say_bytes(n_bytes)}, and twice as much must be free",
@@ -242,31 +235,22 @@ def _install(
     sweep_drafts(folder)
     draft = make_private(draft_of(folder / "restore"))
     try:
-        lost = _fetch_all(store, draft, manifest["files"])
+        lost = _fetch_all(store, draft, entries)
         steps = {save.step for save in saves_in(draft / CHECKPOINTS)}
-        own = manifest["step"]
-        if lost and own > 0 and (not steps or (needs_its_step and own not in steps)):
+        has_a_step = own == 0 or (own in steps if needs_its_step else bool(steps))
+        if lost and (SEARCH_LOG in lost or not has_a_step):
             raise DamagedFileError(next(iter(lost.values())))
         mend(draft, lambda text: None)
-        small = {path for path in lost if path in SMALL or path.startswith(f"{LOG_PARTS}/")}
-        for path in [
-            path
-            for path in lost
-            if path in small - {SETTINGS, SCHEDULE} and not (draft / path).exists()
-        ]:
-            spares = [entry for other in older for entry in other["files"] if entry["path"] == path]
-            if any(not _fetch_all(store, draft, [spare]) for spare in spares):
-                lost[path] += "; an older copy is used"
         _join_log(draft)
         if run_id_of(draft) is None or manifest.get("run_id") not in (None, run_id_of(draft)):
             raise DamagedFileError(lost.get(RUN, f"{RUN} is of another run"))
         for path, why in lost.items():
             warn(f"{path} of the copy of step {own} in the store is lost ({why}); the rest is used")
-        _put_in_place(draft, folder, manifest["step"], words, warn)
+        _put_in_place(draft, folder, own, words, warn)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    whole = [entry for entry in manifest["files"] if _unit(entry["path"]) not in lost]
-    return max((step for step in steps if step <= own), default=own), objects_of({"files": whole})
+    whole = [entry for entry in entries if _unit(entry["path"]) not in lost]
+    return max((step for step in steps if step <= own), default=own), objects_of(whole)
 
 
 def _fetch_all(store: Store, draft: Path, entries: list[StoredFile]) -> dict[str, str]:
@@ -274,24 +258,21 @@ def _fetch_all(store: Store, draft: Path, entries: list[StoredFile]) -> dict[str
     checkpoint or a model is there whole or not at all. Raises `StoreError`."""
     lost: dict[str, str] = {}
     for entry in entries:
-        unit = _unit(entry["path"])
-        if unit in lost:
+        unit, path = _unit(entry["path"]), draft / entry["path"]
+        if unit in lost and unit != LOG_PARTS:
             continue
-        path = draft / entry["path"]
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             fetch_whole(store, entry, path)
-        except (DamagedFileError, NoSuchObject, Garbled) as error:
+        except _IS_LOST as error:
             lost[unit] = str(error)
-            gone = draft / unit
-            if gone.is_dir():
-                shutil.rmtree(gone)
-            gone.unlink(missing_ok=True)
+            gone = path if unit == LOG_PARTS else draft / unit
+            shutil.rmtree(gone) if gone.is_dir() else gone.unlink(missing_ok=True)
     return lost
 
 
 def fetch_whole(store: Store, entry: StoredFile, path: Path) -> None:
-    """Raises `DamagedFileError`, `NoSuchObject`, `Garbled`, `StoreError`."""
+    """Raises `DamagedFileError`, `NoSuchObject`, `StoreError`."""
     store.fetch(entry["object"], path, entry["size"])
     check_file(path, entry, entry["path"])
 
@@ -305,18 +286,15 @@ def is_here(path: Path, entry: StoredFile) -> bool:
 
 
 def _unit(path: str) -> str:
-    """What has to be whole together: a checkpoint, the model, or a file by itself."""
+    """What has to be whole together: a checkpoint, the model, or a file; the log counts as one."""
     parts = path.split("/")
-    return "/".join(parts[:2]) if parts[0] in (CHECKPOINTS, LOG_PARTS) else parts[0]
+    return "/".join(parts[:2]) if parts[0] == CHECKPOINTS else parts[0]
 
 
 def _join_log(draft: Path) -> None:
     """Put the pieces of a log together again; a lost one leaves out its lines."""
-    pieces = sorted((draft / LOG_PARTS).glob("*"))
-    if pieces:
-        with open(draft / LOG, "wb") as whole:
-            for piece in pieces:
-                whole.write(piece.read_bytes())
+    if pieces := sorted((draft / LOG_PARTS).glob("*")):
+        (draft / LOG).write_bytes(b"".join(piece.read_bytes() for piece in pieces))
 
 
 def _put_in_place(
@@ -324,15 +302,15 @@ def _put_in_place(
 ) -> None:
     """run.json comes last: a kill before leaves a folder that is brought back again."""
     checkpoints = make_private(folder / CHECKPOINTS)
-    arrived = [save.folder for save in saves_in(draft / CHECKPOINTS)]
+    arrived = {save.folder.name: save.folder for save in saves_in(draft / CHECKPOINTS)}
     for here, _, path in saves_in(checkpoints):
-        if path.name in [each.name for each in arrived]:
+        if path.name in arrived:
             discard(path)
         elif here >= step:
             warn(f"{path.name} here is not part of the run that the store has: set aside")
             path.rename(path.with_name(f"{path.name}.elsewhere-{uuid.uuid4().hex[:4]}"))
-    for path in arrived:
-        path.rename(checkpoints / path.name)
+    for name, path in arrived.items():
+        path.rename(checkpoints / name)
     if (draft / MODEL).is_dir():
         if (folder / MODEL).exists():
             discard(folder / MODEL)
@@ -341,22 +319,6 @@ def _put_in_place(
     for name in (*(name for name in SMALL if name not in (RUN, LEDGER)), RUN):
         if (draft / name).exists():
             os.replace(draft / name, folder / name)
-
-
-def _may_be_written(path: str) -> bool:
-    """Whether a path of a commit is one that a run folder has."""
-    parts = path.split("/")
-    if (
-        "\\" in path
-        or "\0" in path
-        or any(part in ("", ".", "..") or len(part) > 200 for part in parts)
-    ):
-        return False
-    if parts[0] == CHECKPOINTS:
-        return len(parts) == 3 and CHECKPOINT_NAME.fullmatch(parts[1]) is not None
-    if parts[0] == LOG_PARTS:
-        return len(parts) == 2 and re.fullmatch(r"\d{6}", parts[1]) is not None
-    return (parts[0] == MODEL and len(parts) > 1) or path in SMALL
 
 
 # ---- spending ----

@@ -76,9 +76,7 @@ def seconds_since_process_start() -> float:
         ticks = int(stat.rpartition(")")[2].split()[19])
         age = seconds_since_boot() - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
-        import psutil
-
-        age = time.time() - psutil.Process().create_time()
+        return 0.0
     return age if 0 <= age < 3600 else 0.0
 
 

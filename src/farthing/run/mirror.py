@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from farthing.addresses import is_remote
 from farthing.clock import seconds_since_boot
 from farthing.errors import (
     InputError,
@@ -63,11 +64,8 @@ from farthing.storage.files import (
     write_json,
 )
 from farthing.storage.lease import Gaps, Lease, LeaseLostError, bills_left
-from farthing.storage.logs import LogParts
 from farthing.storage.mounts import bucket_mount_of
 from farthing.storage.objects import (
-    Entry,
-    LocalStore,
     NoSuchBucket,
     NoSuchObject,
     Retrying,
@@ -80,6 +78,8 @@ from farthing.units import plural
 
 OUTBOX, SEEN = "outbox", "store.json"
 N_WORDS = 64
+MOST_PIECES = 100
+"""Of the log in a store; then it is sent whole again."""
 SAFE_AGE_S = 86400.0  # what no commit names is removed when it is older
 
 
@@ -117,10 +117,8 @@ class _Parcel:
     folder: Path
     step: int
     files: list[str]
-    carried: list[StoredFile] = field(default_factory=list)
+    carried: Sequence[StoredFile] = ()
     """Entries of the commit before, whose files are the same."""
-    log_digests: dict[str, str] = field(default_factory=dict)
-    """sha256 of the pieces of the log that are whole, by name."""
     prefix: str = ""
     arrived: Objects = field(default_factory=dict)
 
@@ -153,14 +151,16 @@ class Mirror:
         self._gaps = Gaps(pace.lease_s)
         self.on_bills: Callable[[list[Json]], None] = lambda rows: None
         """Gets the ledger rows of attempts that have lost the run, see `check`."""
-        self._bills: list[list[Json]] = []
+        self._bills: list[Json] = []
         self._known_bills: set[str] = set()
         self.failing = False
         self._wake, self._late = threading.Condition(), threading.Lock()
         self.pending: _Parcel | None = None
         self._sending: _Parcel | None = None
         self._stop = threading.Event()
-        self._log = LogParts(folder / LOG, folder / OUTBOX / LOG_PARTS)
+        self._log_pieces: list[str] = []
+        self._log_bytes = 0
+        """How much of the log is in the pieces."""
         self._threads: list[threading.Thread] = []
         shutil.rmtree(folder / OUTBOX, ignore_errors=True)
 
@@ -169,21 +169,18 @@ class Mirror:
     def doubt(self) -> str | None:
         """Why a folder as a store may not be one, in words that follow its name. A disk that is not
         mounted is another folder on the run's own."""
-        if not isinstance(self._store, LocalStore):
+        if is_remote(self._store.name):
             return None
-        root = self._store.root
+        root = Path(self._store.name)
         if program := bucket_mount_of(root):
             return (
                 f"is a bucket, mounted by {program}: by its own address (s3://..., gs://...) two"
                 " machines are kept apart"
             )
-        try:
-            is_same = root.stat().st_dev == self.folder.stat().st_dev
-        except OSError:  # the store does not answer
-            return None
-        return (
-            "is on the disk of the run: mount one that outlives this machine" if is_same else None
-        )
+        with contextlib.suppress(OSError):  # the store does not answer
+            if root.stat().st_dev == self.folder.stat().st_dev:
+                return "is on the disk of the run: mount one that outlives this machine"
+        return None
 
     def bring_back(
         self, allow_restart: bool = False, should_stop: Callable[[], bool] = lambda: False
@@ -203,20 +200,26 @@ class Mirror:
             step = self.catch_up(words, allow_restart)
         except LeaseLostError as error:
             raise self._busy(str(error)) from error
-        except StoreRefuses as error:
-            if patient.has_answered and not isinstance(error, NoSuchBucket):
-                raise self._unavailable(error) from error
-            raise InputError(
-                f"the store refuses: {error}",
-                where=f"output_store: {self._store.name}",
-                to_do=(
-                    "check the address, and the credentials in the environment (read, write, list,"
-                    " delete)"
-                ),
-            ) from error
         except StoreError as error:
-            if not (self.folder / RUN).exists():
-                raise self._unavailable(error) from error
+            is_refused = isinstance(error, StoreRefuses)
+            if is_refused and (not patient.has_answered or isinstance(error, NoSuchBucket)):
+                raise InputError(
+                    f"the store refuses: {error}",
+                    where=f"output_store: {self._store.name}",
+                    to_do=(
+                        "check the address, and the credentials in the environment (read, write,"
+                        " list, delete)"
+                    ),
+                ) from error
+            if is_refused or not (self.folder / RUN).exists():
+                raise StoreUnavailableError(
+                    f"the store does not answer ({error}), and this folder does not hold the run",
+                    where=f"output_store: {self._store.name}",
+                    to_do=(
+                        "try the same command again when it does; without output_store the run"
+                        " would begin again"
+                    ),
+                ) from error
             self.lease.epoch = None
             self._warn(f"the store does not answer ({error}); the run continues from this folder")
         for work in (self._keep_lease, self._keep_sending):
@@ -227,12 +230,13 @@ class Mirror:
     def catch_up(self, words: list[Json], allow_restart: bool) -> int | None:
         store, step = self.patient(self.pace.deliver_s), None
         commits = list_commits(store)
-        is_empty = run_id_of(self.folder) is None or is_damaged(self.folder)
-        if commits and (
-            is_empty
+        is_behind = bool(commits) and (
+            run_id_of(self.folder) is None
+            or is_damaged(self.folder)
             or commits[0].epoch > self._seen_epoch()  # it continued elsewhere
             or (commits[0].step > 0 and not saves_in(self.folder / CHECKPOINTS))
-        ):
+        )
+        if is_behind:
             try:
                 commit, step, self._known[commit] = take_newest(
                     store, self.folder, commits, words, self._warn
@@ -241,9 +245,8 @@ class Mirror:
                 if not allow_restart:
                     raise
                 self._warn("the store has no whole checkpoint: starting without it, as you asked")
-        elif commits:
-            with contextlib.suppress(DamagedFileError, NoSuchObject):
-                self._known[commits[0]] = objects_of(read_commit(store, commits[0]))
+        else:
+            self._known = {commit: self._objects(store, commit) for commit in commits[:1]}
         if words and step is None:
             join_ledgers(self.folder / LEDGER, self.folder / "none", words)
         self._note_seen()
@@ -281,11 +284,10 @@ class Mirror:
     def offer_last_words(self) -> None:
         """The newest commit once more, with ledger and receipt as they are now. Never raises."""
         if self._newest is not None and self.pending is None:
-            again = (*SMALL, LOG_PARTS)
             carried = [
                 entry
                 for entry in self._newest["files"]
-                if entry["path"].partition("/")[0] not in again
+                if entry["path"].partition("/")[0] in (CHECKPOINTS, MODEL)
             ]
             with contextlib.suppress(OSError):
                 self._set_aside(self._newest["step"], [], carried)
@@ -295,64 +297,63 @@ class Mirror:
         over. After a gap in which this process did not run the store is asked at once.
         """
         if self._threads and self._lost is None and self._gaps.taken():
-            self._confirm()
+            try:
+                self._hold(self.patient(self.pace.answer_s))
+            except LeaseLostError as error:
+                self._lost = str(error)
+            except StoreError as error:
+                self._said.append(f"the store does not answer ({error}); the run continues")
         while self._said:
             self._warn(self._said.pop(0))
-        while self._bills:
-            self.on_bills(self._bills.pop(0))
+        if self._bills:
+            rows, self._bills = self._bills, []
+            self.on_bills(rows)
         if self._lost is not None:
             raise self._busy(self._lost)
-
-    def _confirm(self) -> None:
-        """Hold the run again after a gap, before anything of it continues."""
-        try:
-            self._hold(self.patient(self.pace.answer_s))
-        except LeaseLostError as error:
-            self._lost = str(error)
-        except StoreError as error:
-            self._said.append(f"the store does not answer ({error}); the run continues")
 
     def _set_aside(self, step: int, names: list[str], carried: Sequence[StoredFile] = ()) -> None:
         """Link files, copy the small ones, and let the parcel be sent in place of one that waits.
         One that is not filled is removed: its links would hold on to old checkpoints. Raises
         `OSError`."""
-        make_private(self.folder / OUTBOX)
-        folder = make_private(self.folder / OUTBOX / uuid.uuid4().hex[:12])
+        outbox = make_private(self.folder / OUTBOX)
+        folder = make_private(outbox / uuid.uuid4().hex[:12])
+        small = [name for name in SMALL if name != LOG and (self.folder / name).exists()]
         try:
             for name in names:
                 _link(self.folder / name, folder / name)
-            files = [*names, *self._copy_small(folder)]
+            for name in small:
+                shutil.copyfile(self.folder / name, folder / name)
+            self._cut_log(outbox)
+            for name in self._log_pieces:
+                _link(outbox / name, folder / name)
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        parcel = _Parcel(folder, step, files, list(carried), dict(self._log.digests))
+        parcel = _Parcel(folder, step, [*names, *small, *self._log_pieces], carried)
         with self._wake:
             replaced, self.pending = self.pending, parcel
             self._wake.notify_all()
         if replaced is not None:
             shutil.rmtree(replaced.folder, ignore_errors=True)
 
-    def _copy_small(self, folder: Path) -> list[str]:
-        names = [name for name in SMALL if name != LOG and (self.folder / name).exists()]
-        for name in names:
-            shutil.copyfile(self.folder / name, folder / name)
-        rest = self._log.bring_up()
-        parts = [
-            f"{LOG_PARTS}/{name}" for name in (*self._log.digests, *([rest.name] if rest else []))
-        ]
-        for name in parts:
-            _link(self.folder / OUTBOX / name, folder / name)
-        return [*names, *parts]
-
-    def _unavailable(self, error: StoreError) -> StoreUnavailableError:
-        return StoreUnavailableError(
-            f"the store does not answer ({error}), and this folder does not hold the run",
-            where=f"output_store: {self._store.name}",
-            to_do=(
-                "try the same command again when it does; without output_store the run would begin"
-                " again"
-            ),
-        )
+    def _cut_log(self, outbox: Path) -> None:
+        """Copy the lines by which the log has grown into a piece of their own. A log that has
+        become shorter, as after a restore, is copied whole."""
+        log = self.folder / LOG
+        n_bytes = log.stat().st_size if log.exists() else 0
+        if n_bytes < self._log_bytes or len(self._log_pieces) == MOST_PIECES:
+            self._log_pieces, self._log_bytes = [], 0
+        if n_bytes > self._log_bytes:
+            with open(log, "rb") as file:
+                file.seek(self._log_bytes)
+                lines = file.read()
+            lines = lines[: lines.rfind(b"\n") + 1]
+            name = f"{LOG_PARTS}/{len(self._log_pieces):06d}"
+            (outbox / name).parent.mkdir(exist_ok=True)
+            (outbox / name).unlink(missing_ok=True)  # it may still be linked elsewhere
+            (outbox / name).write_bytes(lines)
+            self._log_pieces.append(name)
+            self._log_bytes += len(lines)
 
     def _busy(self, holder: str) -> RunTakenError:
         return RunTakenError(
@@ -372,24 +373,23 @@ class Mirror:
     def _words(self) -> list[Json]:
         """The accounts of the newest attempts: spending that no commit holds yet travels with the
         lease. Each knows what all before it have cost."""
-        try:
-            return [
-                account.as_row() for account in read_ledger(self.folder / LEDGER).ordered[-N_WORDS:]
-            ]
-        except OSError:
-            return []
+        with contextlib.suppress(OSError):
+            newest = read_ledger(self.folder / LEDGER).ordered[-N_WORDS:]
+            return [account.as_row() for account in newest]
+        return []
 
     # ---- the threads ----
 
     def _keep_lease(self) -> None:
-        tick_s = min(1.0, self.pace.lease_s / 4)
+        tick_s = min(1.0, self.pace.lease_s / 4, self.pace.renew_s)
         due_at = seconds_since_boot() + self.pace.renew_s
-        while not self._stop.wait(min(tick_s, self.pace.renew_s)):
+        while not self._stop.wait(tick_s):
             self._gaps.tick()
             try:
-                if seconds_since_boot() >= due_at:
-                    due_at = seconds_since_boot() + self.pace.renew_s
-                    if seconds_since_boot() - self.lease.renewed_at >= self.pace.renew_s / 2:
+                now = seconds_since_boot()
+                if now >= due_at:
+                    due_at = now + self.pace.renew_s
+                    if now - self.lease.renewed_at >= self.pace.renew_s / 2:
                         self._hold(self.patient(self.pace.answer_s))
             except LeaseLostError as error:
                 self._lost = str(error)
@@ -412,12 +412,11 @@ class Mirror:
 
     def _keep_sending(self) -> None:
         """The newest parcel; one that failed goes again unless there is a newer one."""
-        while True:
+        while not self._stop.is_set() and self._lost is None:
             with self._wake:
-                while self.pending is None and not self._stop.is_set():
+                if self.pending is None:
                     self._wake.wait(1.0)
-                if self.pending is None or self._stop.is_set():
-                    return
+                    continue
                 parcel, self.pending = self.pending, None
                 self._sending = parcel
             is_done, began_s = True, time.monotonic()
@@ -434,10 +433,8 @@ class Mirror:
                     f"the checkpoint of step {parcel.step} is damaged on this disk ({error}): not"
                     " copied"
                 )
-            except (
-                Exception
-            ) as error:  # of whatever library: it must not end the run, nor go unsaid
-                is_done = False
+            except Exception as error:  # of whatever library: it must not end the run, nor go
+                is_done = False  # unsaid
                 if not self.failing:
                     self._said.append(
                         f"the copy of step {parcel.step} has not reached the store ({error});"
@@ -451,8 +448,6 @@ class Mirror:
                     shutil.rmtree(parcel.folder, ignore_errors=True)
                 self._sending = None
                 self._wake.notify_all()
-                if self._lost is not None:
-                    return
                 if not is_done and not self._stop.is_set():
                     self._wake.wait(self.pace.again_s)
 
@@ -466,8 +461,7 @@ class Mirror:
         assert epoch is not None
         parcel.prefix = parcel.prefix or f"data/{epoch:08d}-{uuid.uuid4().hex}"
         entries = self._send_data(parcel, store)
-        if rows := bills_left(store, self._known_bills):
-            self._bills.append(rows)
+        self._bills += bills_left(store, self._known_bills)
         self._hold(store)
         self._n_commits += 1
         commit = Commit(epoch, self._n_commits, parcel.step)
@@ -482,7 +476,7 @@ class Mirror:
         }
         if not store.create(commit.key, seal(manifest).encode()):
             raise LeaseLostError("another process committed in the name of this one")
-        self._known[commit] = objects_of(manifest)
+        self._known[commit] = objects_of(entries)
         self.delivered_step, self._newest = parcel.step, manifest
         with contextlib.suppress(StoreError):
             self._rotate(store)
@@ -495,25 +489,20 @@ class Mirror:
         fall back to.
         """
         digests: dict[str, str] = {}
-        for name in {
-            path.rpartition("/")[0] for path in parcel.files if path.startswith(f"{CHECKPOINTS}/")
-        }:
-            files = verify_folder(parcel.folder / name)["files"]
-            digests |= {f"{name}/{file['name']}": file["sha256"] for file in files}
-        digests |= {f"{LOG_PARTS}/{name}": digest for name, digest in parcel.log_digests.items()}
+        for folder in sorted((parcel.folder / CHECKPOINTS).glob("*")):
+            place = folder.relative_to(parcel.folder).as_posix()
+            for file in verify_folder(folder)["files"]:
+                digests[f"{place}/{file['name']}"] = file["sha256"]
         entries = list(parcel.carried)
         for path in parcel.files:
             local = parcel.folder / path
             digest = digests.get(path) or sha256_of(local)
-            key = path, digest
-            there_already = (
-                [parcel.arrived] if path in SMALL else [parcel.arrived, *self._known.values()]
-            )
-            name = next((objects[key] for objects in there_already if key in objects), "")
+            there = [parcel.arrived, *(() if path in SMALL else self._known.values())]
+            name = next((each[path, digest] for each in there if (path, digest) in each), "")
             if not name:
                 name = f"{parcel.prefix}/{path}"
                 store.put(name, local)
-                parcel.arrived[key] = name
+                parcel.arrived[path, digest] = name
             entries.append(
                 {"path": path, "size": local.stat().st_size, "sha256": digest, "object": name}
             )
@@ -529,32 +518,24 @@ class Mirror:
     def _rotate(self, store: Store) -> None:
         """Keep the newest commits of `keep` steps, and the objects that those name."""
         kept: dict[int, Commit] = {}
-        gone = []
-        for commit in list_commits(store):
-            if commit.step in kept or len(kept) >= self._keep:
-                gone.append(commit.key)
-            else:
-                kept[commit.step] = commit
-        store.remove(gone)
-        for commit in kept.values():
-            if commit not in self._known:
-                try:
-                    self._known[commit] = objects_of(read_commit(store, commit))
-                except (DamagedFileError, RunChangedError):
-                    self._known[commit] = {}
-        self._known = {commit: self._known[commit] for commit in kept.values()}
+        commits = list_commits(store)
+        for commit in commits:
+            if len(kept) < self._keep:
+                kept.setdefault(commit.step, commit)
+        store.remove([commit.key for commit in commits if commit not in kept.values()])
+        self._known = {commit: self._objects(store, commit) for commit in kept.values()}
         named = {name for objects in self._known.values() for name in objects.values()}
+        mine, now = f"data/{self.lease.epoch:08d}-", time.time()
         store.remove(
-            [
-                key
-                for key, entry in store.list("data/").items()
-                if key not in named and self._is_old(key, entry)
-            ]
+            key
+            for key, entry in store.list("data/").items()
+            if key not in named and (key.startswith(mine) or now - entry.at > SAFE_AGE_S)
         )
 
-    def _is_old(self, key: str, entry: Entry) -> bool:
-        is_mine = key.startswith(f"data/{self.lease.epoch:08d}-")
-        return is_mine or time.time() - entry.at > SAFE_AGE_S
+    def _objects(self, store: Store, commit: Commit) -> Objects:
+        with contextlib.suppress(DamagedFileError, RunChangedError, NoSuchObject):
+            return self._known.get(commit) or objects_of(read_commit(store, commit)["files"])
+        return {}
 
     # ---- at the end ----
 
@@ -582,14 +563,12 @@ class Mirror:
                 " attempt is there"
             )
         self._stop.set()
-        if self._lost is not None:
-            with contextlib.suppress(StoreError):
-                self.lease.leave_bill(Retrying(self._store, 5.0, pause_s=self.pace.pause_s))
-        elif not self.failing:
-            with contextlib.suppress(LeaseLostError, StoreError):
-                self.lease.release(
-                    Retrying(self._store, min(5.0, seconds), pause_s=self.pace.pause_s)
-                )
+        store = Retrying(self._store, min(5.0, max(seconds, 1.0)), pause_s=self.pace.pause_s)
+        with contextlib.suppress(LeaseLostError, StoreError):
+            if self._lost is not None:
+                self.lease.leave_bill(store)
+            elif not self.failing:
+                self.lease.release(store)
         with self._wake:
             self._wake.notify_all()
         for thread in self._threads:

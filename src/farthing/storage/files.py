@@ -21,9 +21,12 @@ import stat
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import IO, Any, TypedDict
+from typing import IO, Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from farthing.errors import DiskFullError, FarthingError, InputError, RunBusyError, RunChangedError
 
@@ -36,15 +39,19 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 FREED_S = 0.5
 """So long after the end of a process its lock may still be there."""
 
+_OWNERS = (0, os.geteuid())
 Json = dict[str, Any]
 """An object that others may have written: nothing of it is known before it is checked."""
+
+
+Size = Annotated[int, Field(ge=0)]
 
 
 class FileEntry(TypedDict):
     """A file of a committed folder, as its manifest lists it."""
 
     name: str
-    size: int
+    size: Size
     sha256: str
 
 
@@ -52,7 +59,7 @@ class StoredFile(TypedDict):
     """A file of a run as a commit names it, and the object that holds its bytes."""
 
     path: str
-    size: int
+    size: Size
     sha256: str
     object: str
 
@@ -132,7 +139,7 @@ def sha256_of(path: Path, progress: Callable[[int], object] = lambda done: None)
 
 def make_private(folder: Path) -> Path:
     """Create `folder` if need be, for its owner alone: it may hold data. Raises `OSError`."""
-    if folder.is_symlink() and folder.lstat().st_uid not in (0, os.getuid()):
+    if folder.is_symlink() and belongs_to_another(folder):
         raise PermissionError(errno.EPERM, "it is a link made by another user")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(OSError):
@@ -142,7 +149,7 @@ def make_private(folder: Path) -> Path:
 
 def belongs_to_another(path: Path) -> bool:
     """Whether a file, folder or link was made by another user than root and whoever runs this."""
-    return path.lstat().st_uid not in (0, os.geteuid())
+    return path.lstat().st_uid not in _OWNERS
 
 
 def own_folder(folder: Path, warn: Callable[[str], None]) -> Path:
@@ -151,10 +158,7 @@ def own_folder(folder: Path, warn: Callable[[str], None]) -> Path:
 
     What another user has put there could be anything: data to learn among it. Raises `OSError`.
     """
-    owners = (0, os.geteuid())
-    if os.path.lexists(folder) and (
-        belongs_to_another(folder) or (folder.exists() and folder.stat().st_uid not in owners)
-    ):
+    if os.path.lexists(folder) and any(map(belongs_to_another, (folder, folder.resolve()))):
         own = folder.with_name(f"{folder.name}-of-{os.geteuid()}")
         if os.path.lexists(own) and (belongs_to_another(own) or own.is_symlink()):
             raise PermissionError(errno.EPERM, f"{own} belongs to another user")
@@ -168,17 +172,11 @@ def own_folder(folder: Path, warn: Callable[[str], None]) -> Path:
 
 def is_own(folder: Path) -> bool:
     """Whether a folder and its files are one's own (or root's), and nobody else can write."""
-
-    def is_mine(path: Path, is_kind: Callable[[int], bool]) -> bool:
-        found = path.lstat()
-        return (
-            is_kind(found.st_mode)
-            and found.st_uid in (0, os.geteuid())
-            and not found.st_mode & 0o022
-        )
-
-    return is_mine(folder, stat.S_ISDIR) and all(
-        is_mine(path, stat.S_ISREG) for path in folder.iterdir()
+    found = [folder.lstat(), *(path.lstat() for path in folder.iterdir())]
+    return (
+        stat.S_ISDIR(found[0].st_mode)
+        and all(stat.S_ISREG(each.st_mode) for each in found[1:])
+        and all(each.st_uid in _OWNERS and not each.st_mode & 0o022 for each in found)
     )
 
 
@@ -272,19 +270,15 @@ def commit_folder(
             raise FileNotFoundError(
                 errno.ENOENT, f"{sorted(lost)[0]} of another rank is not here", str(draft)
             )
-        text = seal({**facts, "files": entries})
-        write_text(draft / MANIFEST, text)
-        (draft / MANIFEST).chmod(0o600)
+        manifest = {**facts, "files": entries}
+        write_text(draft / MANIFEST, seal(manifest), is_private=True)
         try:
             os.rename(draft, final)
         except OSError as error:  # onto a folder with files: who has made it meanwhile was quicker
             if error.errno == errno.ENOTEMPTY:
-                raise FileExistsError(
-                    errno.EEXIST, os.strerror(errno.EEXIST), str(final)
-                ) from error
+                raise FileExistsError(error.errno, os.strerror(errno.EEXIST), str(final)) from error
             raise
-    manifest: Json = parse_json(text)
-    return manifest
+    return read_manifest(final)
 
 
 @contextlib.contextmanager
@@ -311,20 +305,23 @@ def read_manifest(folder: Path) -> Json:
         raise DamagedFileError(f"no {MANIFEST}: it was never committed") from error
     except (ValueError, OSError) as error:
         raise DamagedFileError(f"{MANIFEST} can't be read: {error}") from error
-    if not isinstance(manifest.get("files"), list):
-        raise DamagedFileError(f"{MANIFEST} lists no files")
-    for entry in manifest["files"]:
-        name = entry.get("name") if isinstance(entry, dict) else None
-        if (
-            not isinstance(name, str)
-            or name in ("", ".", "..", MANIFEST)
-            or "/" in name
-            or "\\" in name
-        ):
-            raise DamagedFileError(f"{MANIFEST} names a file outside its folder: {name!r}")
-        if not isinstance(entry.get("size"), int) or not isinstance(entry.get("sha256"), str):
-            raise DamagedFileError(f"{MANIFEST} gives no size and sha256 for {name}")
+    for entry in entries_of(manifest, FileEntry, MANIFEST):
+        if entry["name"] in ("", ".", "..", MANIFEST) or {"/", "\\"} & set(entry["name"]):
+            raise DamagedFileError(f"{MANIFEST} names a file outside its folder: {entry['name']!r}")
     return manifest
+
+
+@cache
+def _lists_of(kind: Any) -> TypeAdapter[list[Any]]:
+    return TypeAdapter(list[kind])
+
+
+def entries_of(manifest: Json, kind: type, name: str) -> list[Any]:
+    """The files that a manifest called `name` lists, each of a kind. Raises `DamagedFileError`."""
+    try:
+        return _lists_of(kind).validate_python(manifest.get("files"), strict=True)
+    except ValidationError as error:
+        raise DamagedFileError(f"{name} does not list its files: {error.errors()[0]}") from error
 
 
 def check_file(path: Path, entry: FileEntry | StoredFile, name: str) -> None:
@@ -367,16 +364,13 @@ def discard(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def sweep_drafts(folder: Path, of: Collection[str] = ()) -> int:
-    """Remove what killed writers left behind, all or of certain names; how many there were."""
-    drafts = [path for path in folder.iterdir() if DRAFT in path.name] if folder.is_dir() else []
-    drafts = [path for path in drafts if not of or path.name.partition(DRAFT)[0] in of]
-    for path in drafts:
+def sweep_drafts(folder: Path, of: Collection[str] = ("*",)) -> None:
+    """Remove what killed writers left behind, all or of certain names."""
+    for path in [path for name in of for path in folder.glob(f"{name}{DRAFT}*")]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    return len(drafts)
 
 
 def install_folder(final: Path, fill: Callable[[Path], None]) -> None:
@@ -423,48 +417,42 @@ def only_writer(folder: Path) -> Iterator[None]:
                 where=str(folder),
                 to_do="remove it, or choose another output_dir",
             )
+    path, until = folder / ".lock", time.monotonic() + FREED_S
     with contextlib.ExitStack() as stack:
         try:
-            file = stack.enter_context(open_own(folder / ".lock", "a+"))
-            _lock(file.fileno())
+            file = stack.enter_context(open_own(path, "a+"))
+            while not _is_locked(file, waits=time.monotonic() < until):
+                time.sleep(0.02)
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
+        except BlockingIOError as error:
+            raise RunBusyError(
+                f"another process is training in this folder (pid {path.read_text() or 'unknown'})",
+                where=str(folder),
+                to_do="wait for it, stop it, or give this job another output_dir",
+            ) from error
         except OSError as error:
-            raise _not_held(folder, error) from error
+            if error.errno in _NO_LOCKS:
+                raise InputError(
+                    f"this file system can't lock files ({error.strerror}): two processes could"
+                    " train here at once",
+                    where=str(folder),
+                    to_do="set output_dir to a local disk; output_store may be a folder here",
+                ) from error
+            raise cannot_write(folder, error) from error
         yield
 
 
-def _lock(fd: int) -> None:
+def _is_locked(file: IO[str], *, waits: bool) -> bool:
     """The kernel frees the lock of a killed process a moment late. Raises `OSError`."""
-    until = time.monotonic() + FREED_S
-    while True:
-        try:
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.02)
-
-
-def _not_held(folder: Path, error: OSError) -> FarthingError:
-    if isinstance(error, BlockingIOError):
-        pid = ""
-        with contextlib.suppress(OSError):
-            pid = (folder / ".lock").read_text(encoding="utf-8").strip()
-        return RunBusyError(
-            f"another process is training in this folder (pid {pid or 'unknown'})",
-            where=str(folder),
-            to_do="wait for it, stop it, or give this job another output_dir",
-        )
-    if error.errno in _NO_LOCKS:
-        return InputError(
-            f"this file system can't lock files ({error.strerror}): two processes could train here"
-            " at once",
-            where=str(folder),
-            to_do="set output_dir to a local disk; output_store may be a folder here",
-        )
-    return cannot_write(folder, error)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        if waits:
+            return False
+        raise
 
 
 def cannot_write(folder: Path, error: OSError) -> FarthingError:

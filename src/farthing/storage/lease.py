@@ -103,12 +103,11 @@ class Lease:
         Raises `LeaseLostError`,
         `StoreError`, `RunInterruptedError`.
         """
-        number, before = _newest(store), []
-        if number:
-            link = get_json(store, _key(number))
-            if link.get("writer") != self.writer and not link.get("released"):
-                number, link = self._wait_for_silence(store, number, link, should_stop)
-            before = _words_of(link)
+        number = _newest(store)
+        link = get_json(store, _key(number)) if number else {"released": True}
+        if link.get("writer") != self.writer and not link.get("released"):
+            number, link = self._wait_for_silence(store, number, link, should_stop)
+        before = _words_of(link)
         self._add(store, number + 1, number + 1, before)
         self.epoch = number + 1
         key = f"writers/condition-{self.epoch:08d}"
@@ -151,28 +150,22 @@ class Lease:
             "nonce": uuid.uuid4().hex,
             "ledger": words,
         }
-        is_new = store.create(_key(number), json.dumps(link).encode())
-        while not is_new and self._is_mine(get_json(store, _key(number)), epoch):
+        while not store.create(_key(number), json.dumps(link).encode()):
+            there = get_json(store, _key(number))
+            if (there.get("writer"), there.get("epoch")) != (self.writer, epoch):
+                raise LeaseLostError(_holder_in_words(there))
             number += 1  # the answer to an earlier request was lost
-            is_new = store.create(_key(number), json.dumps(link).encode())
-        if is_new:
-            self._number = number  # also where the store does not answer what comes now
-        newest = _newest(store)
+        self._number = number  # also where the store does not answer what comes now
         until = seconds_since_boot() + STALE_S
-        while is_new and newest < number and seconds_since_boot() < until:
+        while (newest := _newest(store)) < number:
+            if seconds_since_boot() > until:
+                raise StoreError(
+                    "the store's lists lack a new object: it can't keep two machines apart"
+                )
             time.sleep(LOOK_AGAIN_S)
-            newest = _newest(store)
-        if is_new and newest < number:
-            raise StoreError(
-                "the store's lists lack a new object: it can't keep two machines apart"
-            )
-        if not is_new or newest > number:
-            raise LeaseLostError(_holder_in_words(get_json(store, _key(max(number, newest)))))
+        if newest > number:
+            raise LeaseLostError(_holder_in_words(get_json(store, _key(newest))))
         self.renewed_at = seconds_since_boot()
-
-    def _is_mine(self, link: Json, epoch: int) -> bool:
-        """Whether this hold has added a link."""
-        return (link.get("writer"), link.get("epoch")) == (self.writer, epoch)
 
     def leave_bill(self, store: Store) -> None:
         """What this attempt has cost, for whoever holds the run now. Raises `StoreError`."""

@@ -9,16 +9,14 @@ import errno
 import json
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from farthing.storage.files import Json, make_private, open_own, parse_json, sha256_of, write_text
+from farthing.storage.files import Json, open_own, parse_json, write_text
 
 _TAIL = re.compile(rb', "crc32": "([0-9a-f]{8})"\}')
-PART_BYTES = 1 << 20
 _TAIL_BYTES = len(b', "crc32": "01234567"}')
 
 
@@ -43,9 +41,7 @@ def newest_lines(path: Path, most_bytes: int) -> list[bytes]:
         with open(path, "rb") as file:
             start = max(0, file.seek(0, 2) - most_bytes)
             file.seek(start)
-            return file.read().split(b"\n")[
-                1 if start else 0 :
-            ]  # the first is from the middle of a line
+            return file.read().split(b"\n")[bool(start) :]  # the first is the end of a line
     except OSError:
         return []
 
@@ -118,48 +114,3 @@ class SummedLines:
         self.close()
         if self.path.exists():
             write_text(self.path, (line_of(row) + "\n" for row in self.rows() if wanted(row)))
-
-
-class LogParts:
-    """The pieces of the log at `path`, kept in `folder`, which is made when there are any. They end
-    with a line; all but the last are written once, and a store is sent each of those once.
-    """
-
-    def __init__(self, path: Path, folder: Path) -> None:
-        self.path, self.folder = path, folder
-        self.digests: dict[str, str] = {}
-        """sha256 of the pieces that are whole, by name."""
-        self._cut_bytes = 0
-
-    def bring_up(self) -> Path | None:
-        """Cut off what is whole; returns a new copy of the rest, named as the last piece, or None
-        where nothing is left.
-
-        A log that has become shorter, as after a restore, is cut anew. Raises `OSError`.
-        """
-        if not self.path.exists():
-            return None
-        make_private(self.folder)
-        if self.path.stat().st_size < self._cut_bytes:
-            shutil.rmtree(self.folder)
-            make_private(self.folder)
-            self.digests, self._cut_bytes = {}, 0
-        with open(self.path, "rb") as log:
-            log.seek(self._cut_bytes)
-            while len(piece := log.read(PART_BYTES)) == PART_BYTES:
-                piece += log.readline()
-                if not piece.endswith(b"\n"):
-                    break
-                name = self._next_name()
-                (self.folder / name).write_bytes(piece)
-                self.digests[name] = sha256_of(self.folder / name)
-                self._cut_bytes += len(piece)
-        if not piece:
-            return None
-        rest = self.folder / self._next_name()
-        rest.unlink(missing_ok=True)  # of the commit before, which may still be linked elsewhere
-        rest.write_bytes(piece)
-        return rest
-
-    def _next_name(self) -> str:
-        return f"{len(self.digests):06d}"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-TABLE = Path("/proc/self/mountinfo")
+import psutil
+
 _OF_BUCKETS = (
     "gcsfuse",
     "s3fs",
@@ -28,28 +29,12 @@ _OF_BUCKETS = (
 
 def bucket_mount_of(folder: Path) -> str | None:
     """The program that shows a bucket at `folder` or above; None on a disk, or if unknown."""
-    try:
-        lines = TABLE.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+    place, found, longest = folder.resolve(), None, 0
+    for mount in psutil.disk_partitions(all=True):
+        length = len(Path(mount.mountpoint).parts)
+        if place.is_relative_to(mount.mountpoint) and length >= longest:  # later ones cover others
+            longest, found = length, mount
+    if found is None or not found.fstype.startswith("fuse"):
         return None
-    place, found = folder.resolve(), None
-    longest = -1
-    for line in lines:
-        mount, _, about = line.partition(" - ")
-        if len(fields := mount.split(" ")) < 5 or len(kinds := about.split(" ")) < 2:
-            continue
-        point = Path(fields[4].encode().decode("unicode_escape"))
-        if (
-            place.is_relative_to(point) and len(point.parts) >= longest
-        ):  # later ones cover earlier ones
-            longest, found = len(point.parts), _program(kinds[0], kinds[1])
-    return found
-
-
-def _program(kind: str, source: str) -> str | None:
-    family, _, name = kind.partition(".")
-    if family not in ("fuse", "fuseblk"):
-        return None
-    return next(
-        (each for each in _OF_BUCKETS if name.startswith(each) or source.startswith(each)), None
-    )
+    names = found.fstype.rpartition(".")[2], found.device
+    return next((each for each in _OF_BUCKETS if any(n.startswith(each) for n in names)), None)

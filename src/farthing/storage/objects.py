@@ -1,31 +1,30 @@
 """Where copies are kept that outlive a machine: a folder, or a bucket of S3, Google or Azure.
 
 Six operations on objects, named by relative keys. An object is written whole or not at all, and
-`create` writes only where nothing was: all that commits and leases need. `LocalStore` and
-`BucketStore` try each operation once, within a time limit; `Retrying` tries again, with a deadline
-of its own. Credentials come from the environment, or from where the cloud keeps them on a machine.
+`create` writes only where nothing was: all that commits and leases need. `ObjectStore` tries each
+operation once, within a time limit; `Retrying` tries again, with a deadline of its own. Credentials
+come from the environment, or from where the cloud keeps them on a machine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import random
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from farthing.addresses import is_remote, without_secrets
 from farthing.errors import InputError
-from farthing.storage.files import DRAFT, Json, draft_of, fsync_path, parse_json
+from farthing.storage.files import DamagedFileError, Json, fsync_path, make_private, parse_json
 
 TRY_S = 30.0
 MOST_SMALL_BYTES = 16 << 20  # of what is read whole: leases and commits
@@ -37,7 +36,9 @@ MOST_REFUSALS = 5
 BUCKETS = ("s3", "gs", "az")
 # What the library's errors have no classes for, or not for each request: its text is matched.
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|The specified bucket does not exist")
-_REFUSAL = re.compile("status code: 40[13]|redirect|[Cc]redential|token request|privileges")
+_REFUSAL = re.compile(
+    "status code: 40[13]|redirect|[Cc]redential|token request|privileges|[Pp]ermission denied"
+)
 Result = TypeVar("Result")
 
 
@@ -55,14 +56,6 @@ class NoSuchBucket(StoreRefuses):
 
 class NoSuchObject(StoreError):
     """There is no object of that key."""
-
-
-class Garbled(StoreError):
-    """What arrived is not what the store says it holds."""
-
-
-class TooLarge(Garbled):
-    """An object has more bytes than anything of its kind; none of them was fetched."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +81,11 @@ class Store(Protocol):
         """Write a file, or a few bytes, over what may be there."""
 
     def get(self, key: str) -> bytes:
-        """Raises `NoSuchObject`, and `TooLarge` for more than `MOST_SMALL_BYTES`."""
+        """Raises `NoSuchObject`, and `DamagedFileError` for more than `MOST_SMALL_BYTES`."""
 
     def fetch(self, key: str, path: Path, n_bytes: int) -> None:
-        """Into a file. Raises `NoSuchObject`, and `TooLarge` before it fetches more."""
+        """Into a file. Raises `NoSuchObject`, and `DamagedFileError` for an object that is larger;
+        none of that is fetched."""
 
     def list(self, prefix: str) -> dict[str, Entry]:
         """Every object whose key begins with `prefix`, which ends with a slash."""
@@ -100,109 +94,43 @@ class Store(Protocol):
         """Remove objects; one that is gone already is no fault."""
 
 
-def open_store(address: str) -> Store:
+def open_store(address: str) -> ObjectStore:
     """The store at a folder or URL; nothing is asked of it yet. Raises `InputError`."""
-    if not is_remote(address):
-        return LocalStore(Path(address))
-    protocol, _, path = address.partition("://")
-    if protocol == "file":
-        return LocalStore(Path(path))
-    if protocol not in BUCKETS:
+    protocol, _, path = address.partition("://") if is_remote(address) else ("file", "", address)
+    if protocol not in (*BUCKETS, "file"):
         raise InputError(
             f"{protocol}:// is no store",
             where=f"output_store: {without_secrets(address)}",
             to_do="name a folder, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
         )
-    return BucketStore(address)
+    return ObjectStore(address if protocol in BUCKETS else path)
 
 
-class LocalStore:
-    """A folder, on a disk that outlives the machine."""
+class ObjectStore:
+    """A folder on a disk that outlives the machine, or a bucket of S3 (or what speaks it), Google
+    Cloud Storage or Azure Blob Storage.
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.name = root, str(root)
-
-    def create(self, key: str, data: bytes) -> bool:
-        """By a hard link; without those by an exclusive open, which a kill can tear."""
-        final = self._path(key)
-        with _draft_for(final) as draft, contextlib.suppress(FileExistsError):
-            _write(draft, data)
-            try:
-                os.link(draft, final)
-            except OSError as error:
-                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
-                    raise
-                _write(final, data)
-            return True
-        return False
-
-    def put(self, key: str, content: Path | bytes) -> None:
-        final = self._path(key)
-        with _draft_for(final) as draft:
-            if isinstance(content, bytes):
-                draft.write_bytes(content)
-            else:
-                shutil.copyfile(content, draft)
-            fsync_path(draft)
-            os.replace(draft, final)
-
-    def get(self, key: str) -> bytes:
-        with _os_faults(self._path(key)):
-            _refuse_larger(self._path(key).stat().st_size, MOST_SMALL_BYTES, key)
-            return self._path(key).read_bytes()
-
-    def fetch(self, key: str, path: Path, n_bytes: int) -> None:
-        with _os_faults(self._path(key)):
-            _refuse_larger(self._path(key).stat().st_size, n_bytes, key)
-            shutil.copyfile(self._path(key), path)
-
-    def list(self, prefix: str) -> dict[str, Entry]:
-        found = {}
-        with _os_faults(self.root):
-            for path in self._path(prefix).rglob("*"):
-                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                    if path.is_file() and DRAFT not in path.name:
-                        facts = path.stat()
-                        found[path.relative_to(self.root).as_posix()] = Entry(
-                            facts.st_size, facts.st_mtime
-                        )
-        return found
-
-    def remove(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            with _os_faults(self.root):
-                path = self._path(key)
-                path.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # the last one takes its folder along
-                    path.parent.rmdir()
-
-    def _path(self, key: str) -> Path:
-        return self.root / key
-
-
-class BucketStore:
-    """A bucket of S3 (or what speaks it), Google Cloud Storage or Azure Blob Storage.
-
-    `create` is the bucket's own condition: If-None-Match, or a generation match. Raises
-    `InputError` for an address or a configuration that names no bucket.
+    `create` is the bucket's own condition (If-None-Match, or a generation match), or a hard link in
+    a folder. Raises `InputError` for an address or a configuration that names no bucket.
     """
 
     def __init__(self, address: str) -> None:
-        from obstore.exceptions import BaseError
+        self.name, self._address = without_secrets(address.rstrip("/")), address
+        if is_remote(address):
+            self._small, self._bulk  # noqa: B018 - a wrong address is refused here
 
-        self.name = without_secrets(address.rstrip("/"))
-        part_s = N_AT_ONCE * PART_BYTES / LEAST_BYTES_PER_S
-        try:
-            self._small, self._bulk = _client(address, TRY_S), _client(address, TRY_S + part_s)
-        except (BaseError, ValueError) as error:
-            to_do = "check the address, and the variables of the environment with the credentials"
-            if "Account must be specified" in str(error):
-                to_do = "export AZURE_STORAGE_ACCOUNT_NAME=..., and AZURE_STORAGE_ACCOUNT_KEY=..."
-            raise InputError(_first_line(error), where=self.name, to_do=to_do) from error
+    @cached_property
+    def _small(self) -> Any:
+        return self._client(TRY_S)
+
+    @cached_property
+    def _bulk(self) -> Any:
+        return self._client(TRY_S + N_AT_ONCE * PART_BYTES / LEAST_BYTES_PER_S)
 
     def create(self, key: str, data: bytes) -> bool:
         with contextlib.suppress(FileExistsError), self._faults(is_write=True):
             self._small.put(key, data, mode="create")
+            self._settle(key)
             return True
         return False
 
@@ -211,6 +139,7 @@ class BucketStore:
         part_bytes = max(PART_BYTES, size // MOST_PARTS)
         with self._faults(is_write=True):
             self._bulk.put(key, content, chunk_size=part_bytes, max_concurrency=N_AT_ONCE)
+            self._settle(key)
 
     def get(self, key: str) -> bytes:
         with self._faults():
@@ -257,6 +186,13 @@ class BucketStore:
             with contextlib.suppress(NoSuchObject), self._faults():
                 self._small.delete(key)
 
+    def _settle(self, key: str) -> None:
+        """Force an object of a folder to the disk."""
+        if not is_remote(self._address):
+            path = Path(self._address, key)
+            fsync_path(path)
+            fsync_path(path.parent)
+
     @contextlib.contextmanager
     def _faults(self, *, is_write: bool = False) -> Iterator[None]:
         """What the library's errors mean here. Raises `StoreError`, and `FileExistsError` where a
@@ -279,31 +215,46 @@ class BucketStore:
             kind = StoreRefuses if _REFUSAL.search(text) else StoreError
             raise kind(f"{self.name}: {_first_line(error)}") from error
 
+    def _client(self, request_s: float) -> Any:
+        """A client whose requests end within a time and are tried twice."""
+        from obstore.exceptions import BaseError
+        from obstore.store import LocalStore, from_url
+
+        if not is_remote(self._address):
+            root = Path(self._address)
+            make_private(root) if not root.exists() else None
+            return LocalStore(root, automatic_cleanup=True)
+        options: dict[str, Any] = {
+            "client_options": {
+                "timeout": timedelta(seconds=request_s),
+                "connect_timeout": timedelta(seconds=min(5.0, request_s)),
+                "allow_http": True,  # where the environment names such an endpoint
+            },
+            "retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=request_s)},
+        }
+        if self._address.startswith("s3://"):
+            options["checksum_algorithm"] = "SHA256"  # of each request, held against what arrived
+            if not os.environ.get("AWS_ACCESS_KEY_ID"):
+                with contextlib.suppress(ImportError, ValueError):  # profiles and logins of ~/.aws
+                    from obstore.auth.boto3 import Boto3CredentialProvider
+
+                    options["credential_provider"] = Boto3CredentialProvider()
+        try:
+            return from_url(self._address, **options)
+        except (BaseError, ValueError) as error:
+            to_do = "check the address, and the variables of the environment with the credentials"
+            if "Account must be specified" in str(error):
+                to_do = "export AZURE_STORAGE_ACCOUNT_NAME=..., and AZURE_STORAGE_ACCOUNT_KEY=..."
+            raise InputError(_first_line(error), where=self.name, to_do=to_do) from error
+
 
 def _entry_of(meta: Any) -> Entry:
     return Entry(meta["size"], meta["last_modified"].timestamp(), meta["e_tag"] or "")
 
 
-def _client(address: str, request_s: float) -> Any:
-    """A client of a bucket, whose requests end within a time and are tried twice."""
-    from obstore.store import from_url
-
-    options: dict[str, Any] = {
-        "client_options": {
-            "timeout": timedelta(seconds=request_s),
-            "connect_timeout": timedelta(seconds=min(5.0, request_s)),
-            "allow_http": True,  # where the environment names such an endpoint
-        },
-        "retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=request_s)},
-    }
-    if address.startswith("s3://"):
-        options["checksum_algorithm"] = "SHA256"  # of each request, held against what arrived
-        if not os.environ.get("AWS_ACCESS_KEY_ID"):
-            with contextlib.suppress(ImportError, ValueError):  # profiles and logins of ~/.aws
-                from obstore.auth.boto3 import Boto3CredentialProvider
-
-                options["credential_provider"] = Boto3CredentialProvider()
-    return from_url(address, **options)
+def _refuse_larger(n_bytes: int, most: int, key: str) -> None:
+    if n_bytes > most:
+        raise DamagedFileError(f"{key} has {n_bytes:,} bytes, no more than {most:,} are expected")
 
 
 def _first_line(error: BaseException) -> str:
@@ -370,15 +321,14 @@ class Retrying:
                 found = operation()
                 self.has_answered = True
                 return found
-            except (NoSuchObject, TooLarge):
+            except (NoSuchObject, DamagedFileError):
                 self.has_answered = True
                 raise
             except StoreError as fault:
                 n_tries += 1
                 most = MOST_REFUSALS if isinstance(fault, StoreRefuses) else MOST_TRIES
-                pause_s = min(MOST_PAUSE_S, self._pause_s * 2 ** (n_tries - 1)) * random.uniform(
-                    0.5, 1.5
-                )
+                pause_s = min(MOST_PAUSE_S, self._pause_s * 2 ** (n_tries - 1))
+                pause_s *= random.uniform(0.5, 1.5)
                 late = time.monotonic() + pause_s > until
                 if n_tries >= most or late or self._stop.wait(pause_s):
                     raise
@@ -386,55 +336,8 @@ class Retrying:
 
 def get_json(store: Store, key: str) -> Json:
     """Empty where there is no object, or none that is understood. Raises `StoreError`."""
-    with contextlib.suppress(NoSuchObject, TooLarge, ValueError):
+    with contextlib.suppress(NoSuchObject, DamagedFileError, ValueError):
         value = parse_json(store.get(key))
         if isinstance(value, dict):
             return value
     return {}
-
-
-# ---- faults in words ----
-
-
-@contextlib.contextmanager
-def _os_faults(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise NoSuchObject(f"{path}: {error.strerror}") from error
-    except PermissionError as error:
-        raise StoreRefuses(f"{path}: {error.strerror}") from error
-    except OSError as error:
-        raise StoreError(f"{path}: {error.strerror or error}") from error
-
-
-@contextlib.contextmanager
-def _draft_for(final: Path) -> Iterator[Path]:
-    """A draft of which nothing is left; the folder's entries are on the disk."""
-    with _os_faults(final):
-        _make_folders(final.parent)
-        draft = draft_of(final)
-        try:
-            yield draft
-        finally:
-            draft.unlink(missing_ok=True)
-        fsync_path(final.parent)
-
-
-def _refuse_larger(n_bytes: int, most: int, key: str) -> None:
-    if n_bytes > most:
-        raise TooLarge(f"{key} has {n_bytes:,} bytes, no more than {most:,} are expected")
-
-
-def _make_folders(folder: Path) -> None:
-    """Make a folder and what it is missing above it, each for its owner alone."""
-    if not folder.is_dir():
-        _make_folders(folder.parent)
-        folder.mkdir(exist_ok=True, mode=0o700)
-
-
-def _write(path: Path, data: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
