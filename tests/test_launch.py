@@ -706,7 +706,7 @@ def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(
         "--set=limits.max_usd=3.8",
         "--set=when_done=null",
     ]  # 5 - 1 - 0.1 - 100 s
-    words = StoreWords(lambda: open_store(str(tmp_path / "store")))
+    words = StoreWords(open_store(str(tmp_path / "store")))
     assert words.of("farthing-1-1").code == 0
     assert words.of("farthing-1-1").has_booted
     assert "step 1" in words.log("farthing-1-1")
@@ -723,13 +723,13 @@ def test_training_is_told_to_leave_before_the_machine_ends(
     stay, children = _on_machine(tmp_path, monkeypatch, code=75, most_s=120)
     assert stay.run() == 3, "another machine would find no money left"
     assert children[0].signals == [15]
-    assert StoreWords(lambda: open_store(str(tmp_path / "store"))).of("farthing-1-1").code == 3
+    assert StoreWords(open_store(str(tmp_path / "store"))).of("farthing-1-1").code == 3
 
 
 def test_a_child_that_was_killed_is_told_by_its_signal(tmp_path: Path, monkeypatch: Any) -> None:
     stay, _ = _on_machine(tmp_path, monkeypatch, code=-9)
     assert stay.run() == 137
-    assert StoreWords(lambda: open_store(str(tmp_path / "store"))).of("farthing-1-1").code == 137
+    assert StoreWords(open_store(str(tmp_path / "store"))).of("farthing-1-1").code == 137
 
 
 def test_training_waits_for_the_machine_before_that_still_saves_in_the_same_folder(
@@ -755,16 +755,13 @@ def test_inputs_that_do_not_come_are_said_to_whoever_watches(
     stay, children = _on_machine(tmp_path, monkeypatch, inputs="launch/none/inputs.json")
     assert stay.run() == 2
     assert children == []
-    assert (
-        "not whole"
-        in StoreWords(lambda: open_store(str(tmp_path / "store"))).of("farthing-1-1").why
-    )
+    assert "not whole" in StoreWords(open_store(str(tmp_path / "store"))).of("farthing-1-1").why
 
 
 def test_a_machine_begun_again_forgets_how_it_left(tmp_path: Path) -> None:
     speaker, words = (
         Speaker(open_store(str(tmp_path)), "farthing-1-1"),
-        StoreWords(lambda: open_store(str(tmp_path))),
+        StoreWords(open_store(str(tmp_path))),
     )
     speaker.booted()
     speaker.left(75, "asked to leave")
@@ -912,7 +909,7 @@ def test_a_second_folder_counts_on_from_what_the_first_has_paid(tmp_path: Path) 
 
 
 def test_lines_of_machines_are_kept_in_the_store_and_damage_is_refused(tmp_path: Path) -> None:
-    words = StoreWords(lambda: open_store(str(tmp_path / "store")), "farthing-1")
+    words = StoreWords(open_store(str(tmp_path / "store")), "farthing-1")
     ledger = MachineLedger(tmp_path / "a")
     ledger.note("farthing-1-1", "asked", 1.0, number=1, usd_per_hour=2.0)
     ledger.note("farthing-1-1", "gone", 3601.0)

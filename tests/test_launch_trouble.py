@@ -151,7 +151,7 @@ def test_a_machine_without_room_for_the_inputs_says_so_and_another_one_may_do(
         "usd_per_hour": 1.0,
     }
     assert HostAgent(Path("job.yaml"), facts).run() == 75
-    word = StoreWords(lambda: open_store(str(tmp_path / "store"))).of("farthing-1-1")
+    word = StoreWords(open_store(str(tmp_path / "store"))).of("farthing-1-1")
     assert (word.code, "No space left" in word.why) == (75, True)
 
 

@@ -28,7 +28,6 @@ from farthing.errors import InputError
 from farthing.events import Evaluating, Event, Saved, StepTaken, Tokenizing
 from farthing.run import mirror as mirror_module
 from farthing.run.notices import (
-    Aws,
     Sign,
     Watch,
     services_for,
@@ -142,7 +141,7 @@ def moment(seconds_from_now: float) -> str:
 
 def aws_token(request: Any) -> Answer:
     ttl = request.headers.get("X-aws-ec2-metadata-token-ttl-seconds")
-    return (200, "token-1") if request.command == "PUT" and ttl == "21600" else (400, "")
+    return (200, "token-1") if request.command == "PUT" and ttl == "60" else (400, "")
 
 
 def with_token(body: str, token: str = "token-1") -> Callable[[Any], Answer]:
@@ -165,7 +164,6 @@ def test_aws_says_nothing_until_it_interrupts(metadata: Metadata, ears: Ears) ->
         )
         until(lambda: ears.signs)
     assert ears.signs == [("aws", Sign("AWS spot: terminate", leaves_at))]
-    assert metadata.count(TOKEN) == 1, "a token is kept"
 
 
 def test_aws_rebalance_is_a_risk_and_is_told_once(metadata: Metadata, ears: Ears) -> None:
@@ -178,32 +176,6 @@ def test_aws_rebalance_is_a_risk_and_is_told_once(metadata: Metadata, ears: Ears
     assert [(sign.what, sign.is_certain) for _, sign in ears.signs] == [
         ("AWS rebalance recommendation", False)
     ]
-
-
-def test_a_token_that_is_refused_is_renewed_at_once(metadata: Metadata, ears: Ears) -> None:
-    tokens = iter(["old", "new", "newer"])
-    metadata.says |= {
-        TOKEN: lambda request: (200, next(tokens)),
-        ACTION: with_token(json.dumps({"action": "stop", "time": moment(60)}), "new"),
-        REBALANCE: (500, ""),
-    }
-    with ears.watching(metadata, "aws"):
-        until(lambda: ears.signs)
-    assert ears.signs[0][1].what == "AWS spot: stop"
-    assert ears.signs[0][1].is_certain
-
-
-def test_a_token_is_renewed_before_it_expires() -> None:
-    now, asked = [0.0], []
-
-    def ask(method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes, dict[str, str]]:
-        asked.append(method)
-        return (200, b"token", {}) if method == "PUT" else (404, b"", {})
-
-    aws = Aws(clock=lambda: now[0])
-    for now[0] in (0.0, 10000.0, 11000.0):
-        assert list(aws.look(ask)) == []
-    assert asked == ["PUT", "GET", "GET", "GET", "GET", "PUT", "GET", "GET"]
 
 
 def test_an_interruption_is_heard_though_the_rest_fails(metadata: Metadata, ears: Ears) -> None:
@@ -334,7 +306,7 @@ def test_without_a_service_it_is_given_up_and_nobody_waits(
     metadata: Metadata, ears: Ears, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hang, first = threading.Event(), threading.Event()
-    metadata.says = dict.fromkeys((PREEMPTED, NAME), lambda request: (200, str(hang.wait(60))))
+    metadata.says = dict.fromkeys((PREEMPTED, EVENTS), lambda request: (200, str(hang.wait(60))))
     metadata.says[TOKEN] = lambda request: (404, "") if first.wait(60) else (200, "")
     watch = ears.watch(metadata, "aws", "gcp", "azure")
     watch.start()
@@ -380,7 +352,7 @@ def test_a_watch_that_fails_says_so(
     metadata: Metadata, ears: Ears, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = ears.watch(metadata, "gcp")
-    monkeypatch.setattr(watch, "_look", lambda service: 1 / 0)
+    monkeypatch.setattr(watch, "_look", lambda name: 1 / 0)
     watch.start()
     until(lambda: ears.warnings)
     assert "no longer watched: ZeroDivisionError" in ears.warnings[0]
@@ -495,12 +467,9 @@ def of_cloud(job: Job, cloud: str) -> Job:
 def quick(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> Metadata:
     """The service that runs ask, often."""
     monkeypatch.setenv("FARTHING_METADATA", metadata.base)
-    for service in (
-        farthing.run.notices.Aws,
-        farthing.run.notices.Gcp,
-        farthing.run.notices.Azure,
-    ):
-        monkeypatch.setattr(service, "every_s", 0.005)
+    services = farthing.run.notices.SERVICES
+    quick = {name: (look, 0.005) for name, (look, _) in services.items()}
+    monkeypatch.setattr(farthing.run.notices, "SERVICES", quick)
     metadata.says[TOKEN] = aws_token
     metadata.headers["Metadata-Flavor"] = "Google"
     return metadata

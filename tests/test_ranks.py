@@ -599,8 +599,8 @@ def test_seats_are_those_that_launchers_give() -> None:
     ):
         with pytest.raises(InputError):
             seat_in(wrong)
-    assert device_of(Seat(3, 4, 1, 2, "x"), {"CUDA_VISIBLE_DEVICES": "5, 7"}) == "7"
-    assert device_of(Seat(3, 4, 1, 2, "x"), {}) == "1"
+    assert device_of(1, {"CUDA_VISIBLE_DEVICES": "5, 7"}) == "7"
+    assert device_of(1, {}) == "1"
     assert not_followed({"FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "fp8", "PATH": ""}) == [
         "ACCELERATE_MIXED_PRECISION",
         "FSDP_VERSION",

@@ -21,7 +21,6 @@ from farthing.launch.driver import (
     Driver,
     InstanceStatus,
     NotFoundError,
-    ProviderError,
     RateLimitedError,
     RefusedError,
     ServerError,
@@ -61,63 +60,50 @@ class Api:
         Raises `RefusedError`, `UnauthorizedError`, and `UnclearError` for no answer, 429, 5xx and
         answers that are not JSON.
         """
-        data = None if body is None else json.dumps(body).encode()
-        error: ProviderError = UnclearError("not asked")
-        for n in range(n_tries):
-            if n:
+        for n in range(1, n_tries + 1):
+            try:
+                return self._asked(method, path, body)
+            except UnclearError:
+                if n == n_tries:
+                    raise
                 self._sleep(2.0**n)
-            try:
-                status, text = self._send(method, path, data)
-            except httpx.TimeoutException:
-                error = TimedOutError(f"no answer within {TIMEOUT_S:.0f} s")
-                continue
-            except (httpx.HTTPError, httpx.InvalidURL) as cause:
-                error = UnclearError(f"no answer ({type(cause).__name__})")
-                continue
-            if status == 404 and method == "DELETE":
-                return None
-            if 200 <= status < 300:
-                try:
-                    return parse_json(text) if text.strip() else None
-                except ValueError:
-                    error = UnclearError("an answer that is not JSON")
-                    continue
-            why = f"status {status}: {_words(text)}"
-            if status == 429:
-                error = RateLimitedError(why)
-            elif status >= 500 or status == 408:
-                error = ServerError(why)
-            else:
-                raise refusal(why, status)
-        raise error
+        raise AssertionError
 
-    def _send(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
-        with self._client.stream(method, self._base + path, content=data) as answer:
-            text = b""
-            for piece in answer.iter_bytes():
-                text += piece
-                if len(text) > MOST_BYTES:
-                    break
+    def _asked(self, method: str, path: str, body: Any) -> Any:
+        data, text = None if body is None else json.dumps(body).encode(), b""
+        try:
+            with self._client.stream(method, self._base + path, content=data) as answer:
+                for piece in answer.iter_bytes():
+                    text += piece
+                    if len(text) > MOST_BYTES:
+                        raise UnclearError("an answer that is too long")
+        except httpx.TimeoutException as error:
+            raise TimedOutError(f"no answer within {TIMEOUT_S:.0f} s") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise UnclearError(f"no answer ({type(error).__name__})") from error
+        with contextlib.suppress(KeyError, ValueError, TypeError):
+            told = parsedate_to_datetime(answer.headers["date"]).timestamp()
+            self.clock_offset_s = told - self._clock()
+        status = answer.status_code
+        if status == 404 and method == "DELETE":
+            return None
+        if answer.is_success:
             try:
-                told = parsedate_to_datetime(answer.headers["date"]).timestamp()
-            except (KeyError, ValueError, TypeError):
-                pass
-            else:
-                self.clock_offset_s = told - self._clock()
-            return answer.status_code, text[:MOST_BYTES]
+                return parse_json(text) if text.strip() else None
+            except ValueError as error:
+                raise UnclearError("an answer that is not JSON") from error
+        why = f"status {status}: {_words(text)}"
+        if status == 429:
+            raise RateLimitedError(why)
+        raise ServerError(why) if status >= 500 or status == 408 else refusal(why, status)
 
 
 def _words(text: bytes) -> str:
     said = " ".join(text.decode("utf-8", "replace").split())
-    try:
+    with contextlib.suppress(ValueError, AttributeError, StopIteration):
         value = json.loads(said)
-        said = next(
-            str(value[key])
-            for key in ("detail", "title", "msg", "message", "error")
-            if value.get(key)
-        )
-    except (ValueError, AttributeError, StopIteration):
-        pass
+        keys = ("detail", "title", "msg", "message", "error")
+        said = next(str(value[key]) for key in keys if value.get(key))
     return said[:200]
 
 
@@ -155,20 +141,17 @@ def statuses(
     """Machines as a provider lists them, by the names of its fields."""
     found = []
     for row in rows:
-        if row.get(state) in gone:
-            continue
-        try:
+        usd_per_hour = None
+        with contextlib.suppress(LookupError, TypeError):
             usd_per_hour = price_of(price(row))
-        except (LookupError, TypeError):
-            usd_per_hour = None
-        found.append(
-            InstanceStatus(
-                str(row.get(name)),
-                str(row["id"]),
-                is_over=row.get(state) in over,
-                usd_per_hour=usd_per_hour,
-            )
+        seen = InstanceStatus(
+            str(row.get(name)),
+            str(row["id"]),
+            is_over=row.get(state) in over,
+            usd_per_hour=usd_per_hour,
         )
+        if row.get(state) not in gone:
+            found.append(seen)
     return found
 
 

@@ -100,13 +100,12 @@ class Machine:
     def usd(self, now: float) -> float:
         """Dollars up to `now`, at the prices charged; at the planned one where none is told."""
         end = now if self.gone_at is None else self.gone_at
-        start = end - self.billed_s(now)
+        start, total = end - self.billed_s(now), 0.0
         prices = self.charged or [(start, self.usd_per_hour)]
-        total = 0.0
-        for n, (since, price) in enumerate(prices):
+        ends = [*(since for since, _ in prices[1:]), end]
+        for n, (until, (since, price)) in enumerate(zip(ends, prices, strict=True)):
             begins = max(start, since) if n else start
-            ends = prices[n + 1][0] if n + 1 < len(prices) else end
-            total += max(0.0, min(end, ends) - begins) / 3600 * price
+            total += max(0.0, min(end, until) - begins) / 3600 * price
         return total
 
     @property

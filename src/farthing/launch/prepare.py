@@ -132,8 +132,6 @@ class Prepared:
     offers: tuple[Offer, ...]
     plans: dict[Offer, Plan]
     packed: Packed
-    n_steps: int = 0
-    """Of the whole job, where it was planned."""
 
     @property
     def launch_id(self) -> str:
@@ -403,13 +401,12 @@ def prepare(job: Job, wishes: Wishes, now: datetime, *, asks: bool = True) -> Pr
         target, at = named
         offers = _own_offers(job, target, at, now.date())
         plans: dict[Offer, Plan] = {}
-        n_steps = 0
     else:
-        target, at, offers, plans, n_steps = _rented_offers(job, wishes, named, now)
+        target, at, offers, plans = _rented_offers(job, wishes, named, now)
     if named is None:
         _refuse_what_cannot_work(job, target, at, wishes)
     packed = Packed() if target.name in OWN_FOLDERS else pack(job)
-    prepared = Prepared(job, target, at, wishes, tuple(offers), plans, packed, n_steps)
+    prepared = Prepared(job, target, at, wishes, tuple(offers), plans, packed)
     outside = [str(path) for path, _ in packed.files if not path.is_relative_to(job.output_dir)]
     if outside and not prepared.travels:  # on a volume with the run folder, and nothing else
         raise InputError(
@@ -457,7 +454,7 @@ def _own_offers(job: Job, target: Target, at: str, today: date) -> list[Offer]:
 
 def _rented_offers(
     job: Job, wishes: Wishes, named: tuple[Target, str] | None, now: datetime
-) -> tuple[Target, str, list[Offer], dict[Offer, Plan], int]:
+) -> tuple[Target, str, list[Offer], dict[Offer, Plan]]:
     """The offers of the plan that the target, or any, can rent, the best first."""
     providers = named[0].providers if named else ()
     # where one is, no rank of the whole plan is asked for
@@ -504,7 +501,6 @@ def _rented_offers(
         at,
         [plan.offer for plan in ours],
         {plan.offer: plan for plan in ours},
-        study.answer.n_steps,
     )
 
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from farthing.clock import seconds_since_boot
 from farthing.config.job import Job
@@ -256,7 +255,6 @@ class Session:
             sleep=sleep,
             awake=seconds_since_boot,
             patience=patience or Patience(boot_s=self.prepared.wishes.boot_s),
-            may_take=self.is_in_time,
             reaches=self._reaches,
             reclaim=reclaim,
         )
@@ -267,24 +265,6 @@ class Session:
         if target in ("kubernetes", "vertex", "hf") and machine.on:
             return machine.on == (f"{target}:{at}" if at else target)
         return machine.target in ("", target)
-
-    def is_in_time(self, offer: Offer) -> bool:
-        """Spot only while the deadline leaves room, and a quarter, for on demand."""
-        deadline = self.prepared.job.limits.deadline
-        steady = [plan for plan in self.prepared.plans.values() if not plan.offer.is_spot]
-        if deadline is None or not offer.is_spot or not steady:
-            return True
-        done = 0.0
-        with contextlib.suppress(UnclearError):
-            done = min(1.0, self.words(LOOK_S).committed() / max(1, self.prepared.n_steps))
-        needed_s = (
-            min(plan.wall_s for plan in steady) * (1.0 - done)
-            + boot_of(steady[0].offer.provider).seconds
-        )
-        return (
-            deadline.timestamp() - self.clock()
-            > 1.25 * needed_s + 2 * boot_of(offer.provider).seconds
-        )
 
     def _send(self, tokenize: Callable[[], list[Path]]) -> None:
         packed = self.prepared.packed
@@ -314,7 +294,7 @@ class Session:
         """Where the machines' words are."""
         is_shared = self.prepared.folder and self.prepared.job.output_store is None
         shared = Path(self.prepared.folder) if is_shared else None
-        return StoreWords(lambda: self._store(patient_s), self.prepared.launch_id, shared)
+        return StoreWords(self._store(patient_s), self.prepared.launch_id, shared)
 
     def driver(self) -> Driver:
         """Raises `InputError` where its command is not there or a key is not set."""
@@ -422,7 +402,7 @@ def where_it_is(job: Job, *, only_open: bool) -> str | None:
     if not (only_open or ledger.machines) and job.output_store:
         store = Retrying(open_store(job.output_store), LOOK_S)
         try:
-            ledger.take_over(StoreWords(lambda: store, launch_id_of(job)).kept(), to_disk=False)
+            ledger.take_over(StoreWords(store, launch_id_of(job)).kept(), to_disk=False)
         except UnclearError as error:
             raise StoreUnavailableError(
                 f"can't tell whether anything was launched: the store does not answer ({error})",

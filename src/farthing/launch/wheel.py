@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import io
 import sys
-import tomllib
 import zipfile
 from collections.abc import Sequence
 from email import message_from_string
@@ -22,10 +21,10 @@ from typing import NamedTuple
 
 import farthing
 from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, InputError
+from farthing.storage.files import files_below
 
 FETCHER = "obstore==0.12.1"
 """The library by which a machine without farthing reads the store."""
-_SKIPPED = {"__pycache__"}
 _WHEN = (2020, 1, 1, 0, 0, 0)
 """The same files make the same wheel, to the byte."""
 
@@ -45,8 +44,8 @@ def wheel_of_this() -> Wheel:
     root = Path(farthing.__file__).parent
     files = {
         f"farthing/{path.relative_to(root).as_posix()}": path.read_bytes()
-        for path in sorted(root.rglob("*"))
-        if path.is_file() and not _SKIPPED & set(path.parts) and path.suffix != ".pyc"
+        for path in files_below(root)
+        if "__pycache__" not in path.parts
     }
     files[f"{info}/METADATA"] = _metadata().encode()
     files[f"{info}/WHEEL"] = (
@@ -67,33 +66,15 @@ def wheel_of_this() -> Wheel:
 
 
 def _metadata() -> str:
-    """What farthing needs: of a checkout by its pyproject.toml, since what was noted when it was
-    installed may be older than the code. Raises `InputError` where nothing tells.
-    """
-    root = Path(farthing.__file__).parents[2]
+    """What farthing needs, as noted when it was installed. Raises `InputError`."""
     try:
-        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    except (OSError, KeyError):
-        project = {}
-    if project.get("name") != "farthing":
-        try:
-            return metadata.distribution("farthing").read_text("METADATA") or ""
-        except metadata.PackageNotFoundError:
-            raise InputError(
-                "farthing runs from a folder without its metadata, so it can't be packed",
-                where=str(root),
-                to_do="pip install -e . there, or name an image with farthing in it: --image",
-            ) from None
-    lines = ["Metadata-Version: 2.4", "Name: farthing", f"Version: {farthing.__version__}"]
-    lines += [f"Requires-Python: {project['requires-python']}"]
-    lines += [f"Requires-Dist: {each}" for each in project["dependencies"]]
-    for extra, needs in project["optional-dependencies"].items():
-        lines.append(f"Provides-Extra: {extra}")
-        for each in needs:
-            what, _, marker = (part.strip() for part in each.partition(";"))
-            also = f"({marker}) and " if marker else ""
-            lines.append(f'Requires-Dist: {what}; {also}extra == "{extra}"')
-    return "\n".join(lines) + "\n"
+        return metadata.distribution("farthing").read_text("METADATA") or ""
+    except metadata.PackageNotFoundError:
+        raise InputError(
+            "farthing runs from a folder without its metadata, so it can't be packed",
+            where=str(Path(farthing.__file__).parents[2]),
+            to_do="pip install -e . there, or name an image with farthing in it: --image",
+        ) from None
 
 
 def refuse_without_extras(names: Sequence[str]) -> None:
@@ -109,8 +90,7 @@ def refuse_without_extras(names: Sequence[str]) -> None:
 
 def lacking(modules: Sequence[str]) -> list[str]:
     """Those that can't be imported here."""
-    found = {name: importlib.util.find_spec(name) for name in modules if sys.modules.get(name, 1)}
-    return [name for name in modules if found.get(name) is None]
+    return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
 def say_lacking(version: str, modules: Sequence[str]) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -46,31 +46,28 @@ class Word:
     """Changes as long as the machine lives."""
 
 
+@contextlib.contextmanager
+def _answered() -> Iterator[None]:
+    """Also as a decorator. Raises `UnclearError` where the store does not answer."""
+    try:
+        yield
+    except StoreError as error:
+        raise UnclearError(str(error)) from error
+
+
 class StoreWords:
     """The words of machines in a store. `folder`: the run folder that all share, where the store is
-    only that.
-
-    `opened` gives the store anew for each question, which so has a deadline of its own. Every call
-    may raise `UnclearError`.
+    only that. Every call may raise `UnclearError`.
     """
 
-    def __init__(
-        self, opened: Callable[[], Store], launch_id: str = "", folder: Path | None = None
-    ) -> None:
-        self._opened, self._launch, self._folder = opened, f"launch/{launch_id}", folder
+    def __init__(self, store: Store, launch_id: str = "", folder: Path | None = None) -> None:
+        self._store, self._launch, self._folder = store, f"launch/{launch_id}", folder
 
-    @contextlib.contextmanager
-    def _store(self) -> Iterator[Store]:
-        try:
-            yield self._opened()
-        except StoreError as error:
-            raise UnclearError(str(error)) from error
-
+    @_answered()
     def of(self, name: str) -> Word:
         place = f"launch/{name}"
-        with self._store() as store:
-            there = store.list(f"{place}/")
-            left = get_json(store, f"{place}/{LEFT}") if f"{place}/{LEFT}" in there else {}
+        there = self._store.list(f"{place}/")
+        left = get_json(self._store, f"{place}/{LEFT}") if f"{place}/{LEFT}" in there else {}
         log, code = there.get(f"{place}/{LOG}"), left.get("code")
         return Word(
             has_booted=f"{place}/{BOOTED}" in there,
@@ -79,72 +76,70 @@ class StoreWords:
             beat="" if log is None else f"{log.n_bytes} {log.at}",
         )
 
+    @_answered()
     def tell_price(self, name: str, usd_per_hour: float) -> None:
         """Leave the price that the provider charges where the machine finds it."""
         text = json.dumps({"usd_per_hour": usd_per_hour})
-        with self._store() as store:
-            store.put(f"launch/{name}/{PRICE}", text.encode())
+        self._store.put(f"launch/{name}/{PRICE}", text.encode())
 
+    @_answered()
     def log(self, name: str) -> str:
         """The end of what a machine has printed; empty where it has not yet."""
-        with self._store() as store, contextlib.suppress(NoSuchObject):
-            return store.get(f"launch/{name}/{LOG}").decode("utf-8", "replace")
+        with contextlib.suppress(NoSuchObject):
+            return self._store.get(f"launch/{name}/{LOG}").decode("utf-8", "replace")
         return ""
 
+    @_answered()
     def is_stopped(self) -> bool:
         """Whether somebody has asked, from anywhere, that the launch be stopped."""
-        with self._store() as store:
-            return f"{self._launch}/{STOP}" in store.list(f"{self._launch}/")
+        return f"{self._launch}/{STOP}" in self._store.list(f"{self._launch}/")
 
+    @_answered()
     def ask_to_stop(self, *, is_wanted: bool) -> None:
         """Leave word that the launch be stopped, or take it back. Raises `UnclearError`."""
-        with self._store() as store:
-            if is_wanted:
-                store.create(f"{self._launch}/{STOP}", json.dumps({"at": time.time()}).encode())
-            else:
-                store.remove([f"{self._launch}/{STOP}"])
+        if is_wanted:
+            self._store.put(f"{self._launch}/{STOP}", json.dumps({"at": time.time()}).encode())
+        else:
+            self._store.remove([f"{self._launch}/{STOP}"])
 
+    @_answered()
     def committed(self) -> int:
         if self._folder is not None:
             return max([0, *(account.committed for account in self.accounts())])
-        with self._store() as store:
-            return max((commit.step for commit in list_commits(store)), default=0)
+        return max((commit.step for commit in list_commits(self._store)), default=0)
 
+    @_answered()
     def accounts(self) -> list[Account]:
         """What each attempt has cost: the newest link of the lease has every account."""
         if self._folder is not None:
             return read_ledger(self._folder / LEDGER).ordered
-        with self._store() as store:
-            told = accounts_of(newest_words(store))
+        told = accounts_of(newest_words(self._store))
         return [told[number] for number in sorted(told)]
 
+    @_answered()
     def keep(self, name: str, rows: list[Json]) -> None:
         """Leave the lines of a machine where other folders of this run find them."""
         if self._folder is None:
-            with self._store() as store:
-                text = seal({"kind": "farthing machine", "rows": rows})
-                store.put(f"{self._launch}/{MACHINES}/{name}.json", text.encode())
+            text = seal({"kind": "farthing machine", "rows": rows})
+            self._store.put(f"{self._launch}/{MACHINES}/{name}.json", text.encode())
 
+    @_answered()
     def kept(self) -> dict[str, list[Json]]:
         """The lines of every machine of this run, whichever folder it was asked for from.
 
         Raises `InputError` for lines that are damaged: without them the cap can't be held.
         """
         found: dict[str, list[Json]] = {}
-        if self._folder is not None:
-            return found
-        with self._store() as store:
-            for key in store.list(f"{self._launch}/{MACHINES}/"):
-                try:
-                    found[PurePosixPath(key).stem] = unseal(store.get(key).decode(), key)["rows"]
-                except (DamagedFileError, KeyError, TypeError, UnicodeDecodeError) as error:
-                    raise InputError(
-                        f"the record of a machine is damaged ({error})",
-                        where=f"{store.name}: {key}",
-                        to_do=(
-                            "look at the provider's bill for that machine, then remove the object"
-                        ),
-                    ) from error
+        there = self._store.list(f"{self._launch}/{MACHINES}/") if self._folder is None else {}
+        for key in there:
+            try:
+                found[PurePosixPath(key).stem] = unseal(self._store.get(key).decode(), key)["rows"]
+            except (DamagedFileError, KeyError, TypeError, UnicodeDecodeError) as error:
+                raise InputError(
+                    f"the record of a machine is damaged ({error})",
+                    where=f"{self._store.name}: {key}",
+                    to_do="look at the provider's bill for that machine, then remove the object",
+                ) from error
         return found
 
 

@@ -8,7 +8,6 @@ with those that are left.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -35,6 +34,8 @@ STORE = "FARTHING_RANKS_STORE"
 ATTEMPT = "FARTHING_RANKS_ATTEMPT"
 _LEFT = {EXIT_INTERRUPTED, -signal.SIGTERM, -signal.SIGINT}
 """Codes of a process that was asked to leave: in order, or before it could listen."""
+_SLURM_LOCAL = "SLURM_STEP_TASKS_PER_NODE"
+_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _FOREIGN = ("ACCELERATE_", "FSDP_", "DEEPSPEED_", "PARALLELISM_CONFIG_")
 
 
@@ -64,91 +65,50 @@ def seat_in(environ: Mapping[str, str]) -> Seat:
     ones are those of a step that `srun` has begun (a batch script itself has no
     SLURM_STEP_NUM_TASKS). MASTER_ADDR alone means nothing.
     """
-    n_tasks = _number(environ.get("SLURM_STEP_NUM_TASKS", "1"), "SLURM_STEP_NUM_TASKS")
+
+    def number(name: str, unset: int) -> int:
+        text = environ.get(name, str(unset)).split("(")[0]  # as Slurm has it: 1(x2)
+        try:
+            return int(text)
+        except ValueError:
+            raise _refusal(f"{text!r} is no number", name) from None
+
+    by, names = "", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        by = (
-            "farthing"
-            if STORE in environ
-            else "torchrun"
-            if "TORCHELASTIC_RUN_ID" in environ
-            else "a launcher"
-        )
-        names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-    elif n_tasks > 1:
-        by, names = (
-            "srun",
-            ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-        )
-    else:
-        _refuse_half(environ)
-        return Seat()
-    index, n = (_number(environ[name], name) for name in names[:2])
-    local, n_local = (
-        _number(environ.get(name, other).split("(")[0], name)
-        for name, other in ((names[2], str(index)), (names[3], str(n)))
-    )
-    told = {
-        name: number for name, number in (("RANK", index), ("WORLD_SIZE", n)) if name in environ
-    }
-    says_else = any(_number(environ[name], name) != number for name, number in told.items())
-    if says_else or not (0 <= index < n and 0 <= local < n_local):
-        raise InputError(
+        is_torchrun = "TORCHELASTIC_RUN_ID" in environ
+        by = "farthing" if STORE in environ else "torchrun" if is_torchrun else "a launcher"
+    elif number("SLURM_STEP_NUM_TASKS", 1) > 1:
+        by = "srun"
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", _SLURM_LOCAL)
+    elif "RANK" in environ or number("WORLD_SIZE", 1) != 1:
+        raise _refusal("of RANK and WORLD_SIZE only one is set", "RANK, WORLD_SIZE")
+    elif also := next((each for each in _OF_MPI if number(each, 1) > 1), ""):
+        raise _refusal("mpirun has started several processes, and farthing does not join", also)
+    index, n = number(names[0], 0), number(names[1], 1)
+    local, n_local = number(names[2], index), number(names[3], n)
+    is_so = (number("RANK", index), number("WORLD_SIZE", n)) == (index, n)
+    if not (is_so and 0 <= index < n and 0 <= local < n_local):
+        raise _refusal(
             f"process {index} of {n}, {local} of {n_local} on this machine: that can't be",
-            where=", ".join(dict.fromkeys([*names, *told])),
-            to_do="start it with torchrun, or leave these variables out and set where.gpus",
+            ", ".join(dict.fromkeys([*names, "RANK", "WORLD_SIZE"])),
         )
-    if by == "srun" and os.isatty(0):
-        raise InputError(
-            f"this terminal is one of the {n} tasks of a Slurm step, and the others start nothing"
-            " by themselves",
-            where="SLURM_STEP_NUM_TASKS",
-            to_do="start it with `srun`, or unset SLURM_STEP_NUM_TASKS and set where.gpus",
-        )
-    if n > 1 and by != "farthing":
-        _refuse_no_address(environ, by, n)
-    return Seat(index, n, local, n_local, by)
-
-
-def _refuse_no_address(environ: Mapping[str, str], by: str, n: int) -> None:
-    """Refuse processes that can't find each other. Raises `InputError`."""
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
-    if missing:
+    lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if n > 1 and by != "farthing" and lacking:
         raise InputError(
             f"{by} has started {n} processes, which can't find each other",
-            where=", ".join(missing),
+            where=", ".join(lacking),
             to_do=(
                 "export the first machine's name and a free port, or start one process a machine"
                 " with where.gpus: all"
             ),
         )
-    _number(environ["MASTER_PORT"], "MASTER_PORT")
+    number("MASTER_PORT", 0)
+    return Seat(index, n, local, n_local, by)
 
 
-def _refuse_half(environ: Mapping[str, str]) -> None:
-    """Refuse one of several that does not know which it is. Raises `InputError`."""
-    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
-        if name in environ and (name, environ[name]) != ("WORLD_SIZE", "1"):
-            raise InputError(
-                f"it is {environ[name]!r}, and {other} is not set",
-                where=name,
-                to_do="start with torchrun, or unset it and set where.gpus",
-            )
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if _number(environ.get(name, "1"), name) > 1:
-            raise InputError(
-                f"mpirun has started {environ[name]} processes, and farthing does not join those",
-                where=name,
-                to_do="start with torchrun or srun, or `farthing train` alone with where.gpus",
-            )
-
-
-def _number(text: str, name: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise InputError(
-            f"{text!r} is no number", where=name, to_do="unset it, or start with torchrun"
-        ) from None
+def _refusal(what: str, where: str) -> InputError:
+    to_do = "start with torchrun or srun, or unset it and set where.gpus"
+    return InputError(what, where=where, to_do=to_do)
 
 
 def not_followed(environ: Mapping[str, str]) -> list[str]:
@@ -156,35 +116,35 @@ def not_followed(environ: Mapping[str, str]) -> list[str]:
     return sorted(name for name in environ if name.startswith(_FOREIGN))
 
 
-def device_of(seat: Seat, environ: Mapping[str, str]) -> str:
-    """CUDA_VISIBLE_DEVICES of this process: the one GPU of its seat."""
+def device_of(slot: int, environ: Mapping[str, str]) -> str:
+    """CUDA_VISIBLE_DEVICES of a process on GPU number `slot` of this machine's visible ones."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return str(seat.local_index)
+        return str(slot)
     names = [name.strip() for name in visible.split(",") if name.strip()]
-    return names[seat.local_index] if seat.local_index < len(names) else ",".join(names)
+    return names[slot] if slot < len(names) else ",".join(names)
 
 
 def sit_down(seat: Seat, environ: MutableMapping[str, str]) -> None:
     """Leave this process the one GPU of its seat, before torch is imported."""
     if seat.by != "farthing":
-        environ["CUDA_VISIBLE_DEVICES"] = device_of(seat, environ)
+        environ["CUDA_VISIBLE_DEVICES"] = device_of(seat.local_index, environ)
 
 
 def environ_of(seat: Seat, slot: int, meeting: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a seat, on GPU number `slot`; all meet in the file `meeting`."""
     added = {
-        "RANK": seat.index,
-        "WORLD_SIZE": seat.n,
-        "LOCAL_RANK": seat.local_index,
-        "LOCAL_WORLD_SIZE": seat.n_local,
-        STORE: meeting,
-        ATTEMPT: 0,
-        "CUDA_VISIBLE_DEVICES": device_of(Seat(local_index=slot, n_local=slot + 1), environ),
+        "RANK": str(seat.index),
+        "WORLD_SIZE": str(seat.n),
+        "LOCAL_RANK": str(seat.local_index),
+        "LOCAL_WORLD_SIZE": str(seat.n_local),
+        STORE: str(meeting),
+        ATTEMPT: "0",
+        "CUDA_VISIBLE_DEVICES": device_of(slot, environ),
     }
     if "GLOO_SOCKET_IFNAME" not in environ and sys.platform == "linux":
         added["GLOO_SOCKET_IFNAME"] = "lo"  # the name of a container's host need not lead anywhere
-    return {name: str(value) for name, value in added.items()}
+    return added
 
 
 Start = Callable[[Seat, int, int], "subprocess.Popen[bytes]"]

@@ -76,7 +76,9 @@ def seconds_since_process_start() -> float:
         ticks = int(stat.rpartition(")")[2].split()[19])
         age = seconds_since_boot() - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
-        return 0.0
+        import psutil
+
+        age = time.time() - psutil.Process().create_time()
     return age if 0 <= age < 3600 else 0.0
 
 

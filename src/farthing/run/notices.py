@@ -11,13 +11,14 @@ FARTHING_METADATA is for tests: a port of this machine (http://127.0.0.1:PORT) t
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -51,129 +52,77 @@ class Sign:
 
 
 Ask = Callable[..., tuple[int, bytes, dict[str, str]]]
-"""`ask(method, path, headers)` gives (status, body, headers in lower case). Raises `OSError`,
+"""`ask(path, method, **headers)` gives (status, body, headers in lower case). Raises `OSError`,
 `http.client.HTTPException`.
 """
 
 
-class Aws:
-    """EC2, by IMDSv2: a token first, renewed at half its life or when it is refused."""
-
-    name, every_s = "aws", 5.0
-    LIFE_S = 21600
-    ACTIONS = ("terminate", "stop", "hibernate")
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._token, self._until = "", 0.0
-
-    def look(self, ask: Ask) -> Iterator[Sign]:
-        """The interruption (`spot/instance-action`) and the risk of one (`rebalance`)."""
-        if (body := self._get(ask, "/latest/meta-data/spot/instance-action")) is not None:
-            value = _json(body)
-            if value.get("action") not in self.ACTIONS:
-                raise UnreadableAnswerError("instance-action: no action")
-            yield Sign(f"AWS spot: {value['action']}", _moment(value.get("time")))
-        path = "/latest/meta-data/events/recommendations/rebalance"
-        if (body := self._get(ask, path)) is not None:
-            if "noticeTime" not in _json(body):
-                raise UnreadableAnswerError("rebalance: no time")
-            yield Sign("AWS rebalance recommendation", is_certain=False)
-
-    def _get(self, ask: Ask, path: str) -> bytes | None:
-        """The body; None where there is nothing (404)."""
-        for _ in range(2):
-            if self._clock() >= self._until:
-                self._renew(ask)
-            status, body, _ = ask("GET", path, {"X-aws-ec2-metadata-token": self._token})
-            if status in (200, 404):
-                return body if status == 200 else None
-            if status != 401:
-                break
-            self._until = 0.0
-        raise UnreadableAnswerError(f"{path}: HTTP {status}")
-
-    def _renew(self, ask: Ask) -> None:
-        status, body, _ = ask(
-            "PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(self.LIFE_S)}
-        )
-        token = body.decode("ascii", "replace").strip()
-        if status != 200 or not re.fullmatch("[ -~]{1,1024}", token):
-            raise UnreadableAnswerError(f"no token: HTTP {status}")
-        self._token, self._until = token, self._clock() + self.LIFE_S / 2
+def _aws(ask: Ask) -> Iterator[Sign]:
+    """EC2, by IMDSv2: the interruption (`spot/instance-action`), the risk of one (`rebalance`)."""
+    # a token first, for as long as this look takes
+    lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+    status, token, _ = ask("/latest/api/token", "PUT", **lifetime)
+    if status != 200 or not re.fullmatch(b"[ -~]{1,1024}", token.strip()):
+        raise UnreadableAnswerError(f"no token: HTTP {status}")
+    own = {"X-aws-ec2-metadata-token": token.strip().decode()}
+    status, body, _ = ask("/latest/meta-data/spot/instance-action", **own)
+    if status != 404:
+        value = _json(status, body)
+        if value.get("action") not in ("terminate", "stop", "hibernate"):
+            raise UnreadableAnswerError("instance-action: no action")
+        yield Sign(f"AWS spot: {value['action']}", _moment(value.get("time")))
+    status, body, _ = ask("/latest/meta-data/events/recommendations/rebalance", **own)
+    if status != 404 and "noticeTime" in _json(status, body):
+        yield Sign("AWS rebalance recommendation", is_certain=False)
 
 
-class Gcp:
+def _gcp(ask: Ask) -> Iterator[Sign]:
     """Google Cloud: `instance/preempted` is TRUE from the notice on; 30 seconds are left, or less.
 
     Machines with GPUs are stopped for maintenance of their host an hour after
     `instance/maintenance-event` says so, others after a minute
     (cloud.google.com/compute/docs/gpus/gpu-host-maintenance): nobody says when.
     """
-
-    name, every_s = "gcp", 2.0
-
-    def look(self, ask: Ask) -> Iterator[Sign]:
-        """Whether it is preempted, or will be stopped for maintenance."""
-        status, word, headers = self._get(ask, "preempted")
-        if (
-            status != 200
-            or headers.get("metadata-flavor") != "Google"
-            or word not in (b"TRUE", b"FALSE")
-        ):
-            raise UnreadableAnswerError(f"preempted: HTTP {status}")
-        if word == b"TRUE":
-            yield Sign("Google Cloud preemption")
-        status, word, _ = self._get(ask, "maintenance-event")
-        if status == 200 and word == b"TERMINATE_ON_HOST_MAINTENANCE":
-            yield Sign("Google Cloud host maintenance", is_certain=False)
-
-    def _get(self, ask: Ask, key: str) -> tuple[int, bytes, dict[str, str]]:
-        status, body, headers = ask(
-            "GET", f"/computeMetadata/v1/instance/{key}", {"Metadata-Flavor": "Google"}
-        )
-        return status, body.strip().upper(), headers
+    place, own = "/computeMetadata/v1/instance", {"Metadata-Flavor": "Google"}
+    status, body, headers = ask(f"{place}/preempted", **own)
+    word = body.strip().upper()
+    is_google = headers.get("metadata-flavor") == "Google"
+    if status != 200 or not is_google or word not in (b"TRUE", b"FALSE"):
+        raise UnreadableAnswerError(f"preempted: HTTP {status}")
+    if word == b"TRUE":
+        yield Sign("Google Cloud preemption")
+    status, body, _ = ask(f"{place}/maintenance-event", **own)
+    if status == 200 and body.strip() == b"TERMINATE_ON_HOST_MAINTENANCE":
+        yield Sign("Google Cloud host maintenance", is_certain=False)
 
 
-class Azure:
-    """Azure's scheduled events: of this machine, and only those that end its work."""
-
-    name, every_s = "azure", 2.0
-    ENDING = ("Preempt", "Terminate", "Reboot", "Redeploy")
-
-    def __init__(self) -> None:
-        self._own_name: str | None = None
-
-    def look(self, ask: Ask) -> Iterator[Sign]:
-        """Events that are coming; they name every machine of a set."""
-        if self._own_name is None:
-            path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-            status, body, _ = ask("GET", path, {"Metadata": "true"})
-            self._own_name = body.decode("utf-8", "replace").strip() if status == 200 else ""
-        status, body, _ = ask(
-            "GET", "/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"}
-        )
-        if status != 200:
-            raise UnreadableAnswerError(f"scheduledevents: HTTP {status}")
-        events = _json(body).get("Events")
-        if not isinstance(events, list):
-            raise UnreadableAnswerError("scheduledevents: no list of events")
-        for event in events:
-            if (
-                isinstance(event, dict)
-                and event.get("EventType") in self.ENDING
-                and self._is_ours(event)
-            ):
-                yield Sign(f"Azure {event['EventType']}", _moment(event.get("NotBefore")))
-
-    def _is_ours(self, event: Json) -> bool:
+def _azure(ask: Ask) -> Iterator[Sign]:
+    """Azure's scheduled events that end work here; they name every machine of a set."""
+    own = {"Metadata": "true"}
+    status, body, _ = ask("/metadata/scheduledevents?api-version=2020-07-01", **own)
+    events = _json(status, body).get("Events")
+    if not isinstance(events, list):
+        raise UnreadableAnswerError("scheduledevents: no list of events")
+    place = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+    status, body, _ = ask(place, **own) if events else (404, b"", {})
+    name = body.decode("utf-8", "replace").strip() if status == 200 else ""
+    for event in events:
+        if not isinstance(event, dict) or event.get("EventType") not in _AZURE_ENDS:
+            continue
         names = event.get("Resources")
-        return not self._own_name or not isinstance(names, list) or self._own_name in names
+        if not name or not isinstance(names, list) or name in names:
+            yield Sign(f"Azure {event['EventType']}", _moment(event.get("NotBefore")))
 
 
-Service = Aws | Gcp | Azure
-"""What one cloud says now, the worst first. Raises `UnreadableAnswerError`."""
-SERVICES: dict[str, Callable[[], Service]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+_AZURE_ENDS = ("Preempt", "Terminate", "Reboot", "Redeploy")
+SERVICES: dict[str, tuple[Callable[[Ask], Iterator[Sign]], float]] = {
+    "aws": (_aws, 5.0),
+    "gcp": (_gcp, 2.0),
+    "azure": (_azure, 2.0),
+}
+"""What one cloud says now, the worst first, and how often it is asked, in seconds. Raises
+`UnreadableAnswerError`.
+"""
 AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"  # the chassis tag of Azure's machines
 
 
@@ -215,17 +164,15 @@ class Watch:
         base: str | None = None,
         pause_s: float | None = None,
     ) -> None:
-        self._services = [SERVICES[name]() for name in names]
-        self._notice, self._pause_s = notice, pause_s
+        self._names, self._notice, self._pause_s = names, notice, pause_s
         self._address = _address(base or os.environ.get(ENVIRONMENT))
-        self._is_known = len(names) == 1
         self._told: set[tuple[str, bool]] = set()
         self._stop = threading.Event()
         self.thread = threading.Thread(target=self._run, name="notices", daemon=True)
 
     def start(self) -> None:
         """Begin to ask, without waiting for an answer."""
-        if self._services:
+        if self._names:
             self.thread.start()
 
     def stop(self) -> None:
@@ -241,52 +188,46 @@ class Watch:
             )
 
     def _ask_until_told(self) -> None:
-        n_failures = 0
-        while self._services and not self._stop.is_set():
-            answered = [service for service in self._services if self._look(service)]
-            if answered and not self._is_known:
-                self._services, self._is_known = answered[:1], True
+        names, n_failures, is_known = self._names, 0, len(self._names) == 1
+        while not self._stop.is_set():
+            answered = [name for name in names if self._look(name)]
+            if answered and not is_known:
+                names, is_known = answered[:1], True
             n_failures = 0 if answered else n_failures + 1
-            if n_failures >= FAILURES_UNTIL_GIVEN_UP and not self._is_known:
+            is_silent = n_failures >= FAILURES_UNTIL_GIVEN_UP
+            if is_silent and not is_known:
                 return  # no cloud's machine, or a container that can't reach the service
             if n_failures == FAILURES_UNTIL_GIVEN_UP:
                 self._notice.warnings.append(
-                    f"the metadata service ({self._services[0].name}) does not answer; asking on,"
-                    " less often"
+                    f"the metadata service ({names[0]}) does not answer; asking on, less often"
                 )
-            slowed = 12 if n_failures >= FAILURES_UNTIL_GIVEN_UP else 1
-            pause_s = self._services[0].every_s if self._pause_s is None else self._pause_s
-            self._stop.wait(pause_s * slowed)
+            pause_s = SERVICES[names[0]][1] if self._pause_s is None else self._pause_s
+            self._stop.wait(pause_s * (12 if is_silent else 1))
 
-    def _look(self, service: Service) -> bool:
+    def _look(self, name: str) -> bool:
         """Ask one service and pass on what is new; False where it gave no readable answer."""
         try:
-            for sign in service.look(self._ask):
-                self._pass_on(service.name, sign)
+            for sign in SERVICES[name][0](self._ask):
+                leaves_at = sign.leaves_at or 0.0
+                is_certain = sign.is_certain and leaves_at - time.time() <= LEAVE_BEFORE_S
+                if (sign.what, is_certain) not in self._told and not self._stop.is_set():
+                    self._told.add((sign.what, is_certain))
+                    self._notice.say(sign.what, name, sign.leaves_at, is_certain=is_certain)
         except (OSError, http.client.HTTPException, UnreadableAnswerError):
             return False
         return True
 
-    def _pass_on(self, cloud: str, sign: Sign) -> None:
-        is_near = sign.leaves_at is None or sign.leaves_at - time.time() <= LEAVE_BEFORE_S
-        sign = replace(sign, is_certain=sign.is_certain and is_near)
-        if (sign.what, sign.is_certain) not in self._told and not self._stop.is_set():
-            self._told.add((sign.what, sign.is_certain))
-            self._notice.say(sign.what, cloud, sign.leaves_at, is_certain=sign.is_certain)
-
     def _ask(
-        self, method: str, path: str, headers: dict[str, str]
+        self, path: str, method: str = "GET", **headers: str
     ) -> tuple[int, bytes, dict[str, str]]:
         connection = http.client.HTTPConnection(self._address, timeout=TIMEOUT_S)
-        try:
+        with contextlib.closing(connection):
             connection.request(method, path, headers=headers)
             answer = connection.getresponse()
             body = answer.read(LONGEST_ANSWER + 1)
             if len(body) > LONGEST_ANSWER:
                 raise UnreadableAnswerError("too long an answer")
             return answer.status, body, {name.lower(): value for name, value in answer.getheaders()}
-        finally:
-            connection.close()
 
 
 def _address(base: str | None) -> str:
@@ -303,24 +244,20 @@ def _address(base: str | None) -> str:
     return f"{parts.hostname}:{parts.port}"
 
 
-def _json(body: bytes) -> Json:
+def _json(status: int, body: bytes) -> Json:
     try:
-        value = parse_json(body)
+        value = parse_json(body) if status == 200 else None
     except ValueError as error:
         raise UnreadableAnswerError(f"no JSON: {error}") from error
     if not isinstance(value, dict):
-        raise UnreadableAnswerError("no JSON object")
+        raise UnreadableAnswerError(f"no JSON object: HTTP {status}")
     return value
 
 
 def _moment(value: Any) -> float | None:
     """Of ISO 8601 or of an HTTP date, in seconds since 1970; None where it is neither."""
-    if not isinstance(value, str) or not value:
-        return None
-    try:
-        moment = (
-            datetime.fromisoformat(value) if value[:1].isdigit() else parsedate_to_datetime(value)
-        )
-        return moment.timestamp() if moment.tzinfo else moment.replace(tzinfo=UTC).timestamp()
-    except (ValueError, OverflowError, IndexError):
-        return None
+    for read in (datetime.fromisoformat, parsedate_to_datetime):
+        with contextlib.suppress(ValueError, TypeError, OverflowError, IndexError):
+            moment = read(value)
+            return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    return None
