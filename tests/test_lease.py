@@ -105,7 +105,7 @@ class Machine:
         if self.was_told or self.world.now < self.suspended_until:
             return
         self.gaps.tick()
-        if is_due and self.lease.epoch is not None:
+        if is_due and self.lease.epoch:
             try:
                 self.lease.renew(self.shelf)  # type: ignore[arg-type]
                 self.renewed_at = self.world.now

@@ -6,54 +6,46 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from farthing.errors import Check, InputError
 from farthing.launch.commands import run_command
-from farthing.launch.driver import RefusedError, UnclearError
+from farthing.launch.driver import ProviderError
 from farthing.launch.machines import Machine
 from farthing.launch.prepare import S3_KEYS
 from farthing.launch.registry import TARGETS, find_target
 from farthing.launch.request import PLAIN_IMAGES
-from farthing.launch.target import Target
 from farthing.launch.targets.hosts import HostDriver
-
-
-def _ok(name: str, is_so: bool, found: str, to_do: str) -> Check:
-    return Check(name, "ok" if is_so else "failed", found, to_do)
 
 
 def check_target(text: str) -> Iterator[Check]:
     """Raises `InputError` where there is no such target."""
     known = TARGETS.get(text.strip().lower())
-    is_open = known is not None and known.needs_place
-    target, at = find_target(f"{text}:WHERE/KEY" if is_open else text)
+    target, at = find_target(f"{text}:WHERE/KEY" if known and known.needs_place else text)
     yield Check("target", "ok", target.title)
-    yield Check(
-        "ended by",
-        "ok" if target.ends else "warning",
-        target.ends or "only this process",
-        "launch with --attended",
-    )
+    yield _check("ended by", target.ends, "only this process", "launch with --attended", "warning")
     if target.program:
-        path = shutil.which(target.program)
-        yield _ok(
-            "command", path is not None, path or f"there is no `{target.program}`", target.install
-        )
+        path = shutil.which(target.program) or ""
+        yield _check("command", path, f"there is no `{target.program}`", target.install)
         if path and target.login:
-            yield _login(*target.login)
+            command, to_do = target.login
+            yield _tried("login", lambda: run_command(command), to_do)
     for key in target.keys:
-        is_set = bool(os.environ.get(key, "").strip())
-        yield _ok("key", is_set, f"{key} is {'set' if is_set else 'not set'}", f"export {key}=...")
+        is_set = f"{key} is set" if os.environ.get(key, "").strip() else ""
+        yield _check("key", is_set, f"{key} is not set", f"export {key}=...")
         if is_set:
-            yield _answers(target)
-    if target.name == "ssh" and ":" in text:
-        yield from _hosts(at)
+            to_do = "check the key and its permissions"
+            yield _tried("login", lambda: target.connect().look(Machine("farthing-none")), to_do)
+    for host in at.split(",") if target.name == "ssh" and ":" in text else ():
+        to_do = f"ssh {host} has to work without a password, and pgrep and timeout there"
+        tell = partial(HostDriver([host]).tell, host, "command -v pgrep && command -v timeout")
+        yield _tried(host, tell, to_do)
     if target.is_rented:
         absent = ", ".join(name for name in S3_KEYS if not os.environ.get(name))
-        found = f"{absent} not set" if absent else "keys for s3:// are set"
+        found = "" if absent else "keys for s3:// are set"
         to_do = "export them, of a user who may write to the store's prefix only"
-        yield Check("store", "warning" if absent else "ok", found, to_do)
+        yield _check("store", found, f"{absent} not set", to_do, "warning")
     if target.quota:
         yield Check("quota", "warning", "not asked", target.quota)
     if target.name not in ("local", "ssh", "slurm"):
@@ -66,41 +58,13 @@ def check_target(text: str) -> Iterator[Check]:
         yield Check("image", "warning", found, to_do)
 
 
-def _login(command: str, to_do: str) -> Check:
+def _check(name: str, found: str, why: str, to_do: str, state: str = "failed") -> Check:
+    return Check(name, "ok", found) if found else Check(name, state, why, to_do)
+
+
+def _tried(name: str, call: Callable[[], object], to_do: str) -> Check:
+    """Failed where the call fails, or a command prints nothing."""
     try:
-        why = "" if run_command(command).strip() else f"`{command}` fails: you are not logged in"
-    except (UnclearError, RefusedError) as error:
-        why = str(error)
-    return _ok("login", not why, why or f"`{command}` works", to_do)
-
-
-def _answers(target: Target) -> Check:
-    try:
-        target.connect().look(Machine("farthing-none"))
-        return Check("login", "ok", "the key is taken")
-    except (UnclearError, RefusedError, InputError) as error:
-        return Check(
-            "login", "failed", str(error).splitlines()[0], "check the key and its permissions"
-        )
-
-
-def _hosts(at: str) -> Iterator[Check]:
-    script = "command -v farthing || true; command -v pgrep || true; command -v timeout || true"
-    for host in at.split(","):
-        try:
-            there = HostDriver([host]).tell(host, script)
-        except (UnclearError, RefusedError) as error:
-            yield Check(
-                host,
-                "failed",
-                str(error),
-                f"ssh {host} has to work without a password (keys, ssh-agent)",
-            )
-            continue
-        lacks = ", ".join(name for name in ("pgrep", "timeout") if f"/{name}" not in there)
-        yield _ok(
-            host, not lacks, f"lacks {lacks}" if lacks else "answers", "install procps, coreutils"
-        )
-        if "/farthing" not in there:
-            found = "not on its PATH: pip installs it at the start"
-            yield Check(f"{host}: farthing", "warning", found, "install it there once")
+        return _check(name, "it works" if call() != "" else "", "not logged in", to_do)
+    except (ProviderError, InputError) as error:
+        return Check(name, "failed", str(error).splitlines()[0], to_do)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -48,6 +49,7 @@ from farthing.prices.gpus import find_gpu
 from farthing.prices.offers import Billing, Offer, boot_of
 from farthing.run.accounts import Account
 from farthing.storage.files import Json, cannot_write, make_private, write_text
+from farthing.tables import facts
 from farthing.units import say_seconds, say_usd
 
 NO_LIMIT_S = 366 * 86400
@@ -56,7 +58,7 @@ SETTINGS = [
     *("HF_ENDPOINT", "HF_HUB_OFFLINE"),
 ]
 GOOGLE_KEY = "GOOGLE_SERVICE_ACCOUNT_KEY"
-TRACKER_PLACES = {"wandb": ("WANDB_BASE_URL",), "mlflow": ("MLFLOW_TRACKING_URI",)}
+TRACKER_PLACES = (("wandb", "WANDB_BASE_URL"), ("mlflow", "MLFLOW_TRACKING_URI"))
 """Those that say where its server is."""
 EXTRA_OF = {
     "bitsandbytes": "gpu",
@@ -68,29 +70,6 @@ EXTRA_OF = {
 ATTENTION_OF_TORCH = ("sdpa", "eager", "flex_attention")
 """What needs no package besides."""
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-VARIABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "s3": (S3_KEYS, ("AWS_SESSION_TOKEN",)),
-    "gs": ((), (GOOGLE_KEY,)),
-    "az": (
-        ("AZURE_STORAGE_ACCOUNT_NAME",),
-        ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY"),
-    ),
-    "wandb": (
-        ("WANDB_API_KEY",),
-        ("WANDB_ENTITY", "WANDB_PROJECT", "WANDB_BASE_URL", "WANDB_MODE"),
-    ),
-    "trackio": ((), ("TRACKIO_PROJECT",)),
-    "mlflow": (
-        ("MLFLOW_TRACKING_URI",),
-        (
-            "MLFLOW_TRACKING_USERNAME",
-            "MLFLOW_TRACKING_PASSWORD",
-            "MLFLOW_TRACKING_TOKEN",
-            "MLFLOW_EXPERIMENT_NAME",
-        ),
-    ),
-}
-"""By scheme of an address or tracker: variables that are needed, and what else travels if set."""
 OF_PLACE = (
     *("device", "usd_per_hour", "power_watts", "usd_per_kwh"),
     *("gpu", "provider", "region", "offers", "spot"),
@@ -267,14 +246,10 @@ class Prepared:
             of_run = {
                 key: value for key, value in values.get("where", {}).items() if key not in OF_PLACE
             }
-            if "gpus" in of_run:
-                of_run["gpus"] = (
-                    "all"  # of the machine: none with more than the job would use is rented
-                )
-            values["where"] = of_run | {
-                "usd_per_hour": offer.usd_per_hour or 0.0,
-                "spot": offer.is_spot,
-            }
+            # no machine with more GPUs than the job would use is rented
+            of_run |= {"gpus": "all"} if "gpus" in of_run else {}
+            of_run |= {"usd_per_hour": offer.usd_per_hour or 0.0, "spot": offer.is_spot}
+            values["where"] = of_run
         if self.job.limits.deadline is not None:
             moment = datetime.fromtimestamp(self.job.limits.deadline.timestamp(), UTC)
             values["limits"]["deadline"] = moment.isoformat(timespec="seconds")
@@ -367,20 +342,22 @@ def _is_plain(value: str | None) -> bool:
 
 
 def secrets_of(job: Job, target: Target) -> tuple[str, ...]:
-    """Names of the variables that a run needs there, and of the Hub's token where it is set."""
-    names = ["HF_TOKEN"] if os.environ.get("HF_TOKEN") else []
+    """Names of the variables that a run needs there, and of those that travel where they are set:
+    of its trackers, of the addresses of its data and store, and the Hub's token.
+    """
+    schemes = {
+        address.partition("://")[0]
+        for address in (job.output_store or "", *job.data.train, *job.data.eval)
+    }
     is_strangers = target.is_rented or target.name == "kubernetes"
-    addresses = (job.output_store or "", *job.data.train, *job.data.eval)
-    uses: list[tuple[str, bool]] = [(tracker, True) for tracker in job.train.report_to]
-    uses += [(address.partition("://")[0], is_strangers) for address in addresses]
-    for use, is_needed in uses:
-        needed, others = VARIABLES.get(use, ((), ()))
-        names += [
-            name
-            for name in (*needed, *others)
-            if (is_needed and name in needed) or os.environ.get(name)
-        ]
-    return tuple(sorted(set(names)))
+    needed = {*job.train.report_to, *(schemes if is_strangers else ())}
+    names = {
+        row["name"]
+        for row in facts("variables")
+        if (row["use"] in needed and row["is_needed"])
+        or (row["use"] in needed | schemes and os.environ.get(row["name"]))
+    }
+    return tuple(sorted(names | ({"HF_TOKEN"} if os.environ.get("HF_TOKEN") else set())))
 
 
 # ---- what may be launched ----
@@ -397,12 +374,13 @@ def prepare(job: Job, wishes: Wishes, now: datetime, *, asks: bool = True) -> Pr
         return Prepared(job, *named, wishes, (), {}, Packed())
     if named is not None and asks:
         _refuse_what_cannot_work(job, *named, wishes)  # before anything is planned
+    plans: dict[Offer, Plan] = {}
     if named is not None and not named[0].providers:
         target, at = named
         offers = _own_offers(job, target, at, now.date())
-        plans: dict[Offer, Plan] = {}
     else:
-        target, at, offers, plans = _rented_offers(job, wishes, named, now)
+        target, at, plans = _rented_offers(job, wishes, named, now)
+        offers = list(plans)
     if named is None:
         _refuse_what_cannot_work(job, target, at, wishes)
     packed = Packed() if target.name in OWN_FOLDERS else pack(job)
@@ -454,7 +432,7 @@ def _own_offers(job: Job, target: Target, at: str, today: date) -> list[Offer]:
 
 def _rented_offers(
     job: Job, wishes: Wishes, named: tuple[Target, str] | None, now: datetime
-) -> tuple[Target, str, list[Offer], dict[Offer, Plan]]:
+) -> tuple[Target, str, dict[Offer, Plan]]:
     """The offers of the plan that the target, or any, can rent, the best first."""
     providers = named[0].providers if named else ()
     # where one is, no rank of the whole plan is asked for
@@ -495,13 +473,7 @@ def _rented_offers(
     target = next(iter(found.values()))[0]
     at = named[1] if named else ""
     refuse_nowhere(target, at)
-    ours = [plan for one, plan in found.values() if one is target]
-    return (
-        target,
-        at,
-        [plan.offer for plan in ours],
-        {plan.offer: plan for plan in ours},
-    )
+    return target, at, {plan.offer: plan for one, plan in found.values() if one is target}
 
 
 def _chosen(study: Any, text: str, find: Finding, most: int) -> list[Plan]:
@@ -559,24 +531,21 @@ def _refuse_what_stays_here(job: Job, wishes: Wishes) -> None:
                 where=f"data: {without_secrets(name)}",
                 to_do="name the file by its path: then it travels",
             )
-    for tracker in job.train.report_to:
-        for variable in TRACKER_PLACES.get(tracker, ()):
-            place = os.environ.get(variable, "")
-            if _is_here(place):
-                raise InputError(
-                    "a tracker on this machine can't be told anything from another one",
-                    where=f"{variable}={place}",
-                    to_do="export the address of a server, or take it out of train.report_to",
-                )
+    for tracker, variable in TRACKER_PLACES:
+        place = os.environ.get(variable, "")
+        if tracker in job.train.report_to and _is_here(place):
+            raise InputError(
+                "a tracker on this machine can't be told anything from another one",
+                where=f"{variable}={place}",
+                to_do="export the address of a server, or take it out of train.report_to",
+            )
 
 
 def _is_here(place: str) -> bool:
     """Whether a tracker's address means this machine: a file, or a server on it."""
-    scheme, is_address, rest = place.partition("://")
-    if scheme.partition("+")[0] in ("file", "sqlite") or place.startswith(("/", ".", "file:")):
-        return True
-    host = rest.rpartition("@")[2].partition("/")[0].rpartition(":")[0] or rest.partition("/")[0]
-    return bool(is_address) and (host in ("localhost", "[::1]") or host.startswith("127."))
+    parts = urlsplit(place)
+    is_file = parts.scheme.partition("+")[0] in ("file", "sqlite") or place.startswith(("/", "."))
+    return is_file or (parts.hostname or "").startswith(("localhost", "127.", "::1"))
 
 
 def _refuse_what_cannot_work(job: Job, target: Target, at: str, wishes: Wishes) -> None:

@@ -181,8 +181,8 @@ class Witness(NamedTuple):
 
     attempt: int
     step: int
-    s: float
-    usd: float
+    s: Amount
+    usd: Amount
 
 
 @dataclass

@@ -27,8 +27,11 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, date, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 import farthing
 from farthing.clock import today
@@ -110,18 +113,13 @@ def kept_as(path: Path, read: Callable[[Json], T], warn: Warn) -> T | None:
     try:
         values = kept(path)
         return None if values is None else read(values)
-    except (DamagedFileError, ValueError, KeyError, TypeError) as error:
-        why = (
-            str(error)
-            if isinstance(error, DamagedFileError)
-            else f"{path.name} holds something else"
-        )
+    except DamagedFileError as error:
+        why = str(error)
+    except (ValueError, KeyError, TypeError):
+        why = f"{path.name} holds something else"
     if has_committed(path.parent):
-        raise RunDamagedError(
-            why,
-            where=str(path),
-            to_do="restore it from a copy, or give the job another output_dir",
-        )
+        to_do = "restore it from a copy, or give the job another output_dir"
+        raise RunDamagedError(why, where=str(path), to_do=to_do)
     warn(f"{why}; it had saved nothing, so it is made anew")
     return None
 
@@ -208,20 +206,20 @@ def has_committed(folder: Path) -> bool:
     )
 
 
+def _known_facts(folder: Path) -> Json:
+    """What run.json says; empty where it can't be read."""
+    with contextlib.suppress(DamagedFileError):
+        return kept(folder / RUN) or {}
+    return {}
+
+
 def run_id_of(folder: Path) -> str | None:
     """None where it can't be read."""
-    try:
-        facts = kept(folder / RUN)
-        return None if facts is None else str(facts["run_id"])
-    except (DamagedFileError, KeyError):
-        return None
+    return _known_facts(folder).get("run_id")
 
 
 def is_finished(folder: Path) -> bool:
-    try:
-        return bool((kept(folder / RUN) or {}).get("finished")) and (folder / MODEL).is_dir()
-    except DamagedFileError:
-        return False
+    return bool(_known_facts(folder).get("finished")) and (folder / MODEL).is_dir()
 
 
 # ---- the job as it was read ----
@@ -239,20 +237,17 @@ def keep_job(folder: Path, job: Mapping[str, Any], facts: Json) -> None:
 
 def kept_job(folder: Path) -> Json:
     """Raises `RunDamagedError` where it is not what was written."""
-    to_do = "run `farthing train` with the job once more: it writes the file again"
     try:
         text = (folder / JOB).read_text(encoding="utf-8")
-        digest = (kept(folder / RUN) or {}).get("job_sha256")
-        job = parse_json(text)
+        digest, job = (kept(folder / RUN) or {}).get("job_sha256"), parse_json(text)
+        is_whole = digest in (None, hashlib.sha256(text.encode()).hexdigest())
+        if is_whole and isinstance(job, dict):
+            return job
+        why = "differs from the file that was written (sha256)"
     except (OSError, ValueError, DamagedFileError) as error:
-        raise RunDamagedError(
-            f"can't be read ({type(error).__name__})", where=str(folder / JOB), to_do=to_do
-        ) from error
-    if not isinstance(job, dict) or digest not in (None, hashlib.sha256(text.encode()).hexdigest()):
-        raise RunDamagedError(
-            "differs from the file that was written (sha256)", where=str(folder / JOB), to_do=to_do
-        )
-    return job
+        why = f"can't be read ({type(error).__name__})"
+    to_do = "run `farthing train` with the job once more: it writes the file again"
+    raise RunDamagedError(why, where=str(folder / JOB), to_do=to_do)
 
 
 # ---- what was measured of its model afterwards ----
@@ -275,12 +270,8 @@ FORMAT = 1
 
 def began(folder: Path) -> str:
     """The ISO date on which the run began, today where none has: templates render on it."""
-    try:
-        facts = kept(folder / RUN)
-        if facts is not None:
-            return date.fromisoformat(facts["date"]).isoformat()
-    except (DamagedFileError, ValueError, KeyError, TypeError):
-        pass  # damaged: `claim` says so
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # damaged: `claim` says so
+        return date.fromisoformat(_known_facts(folder)["date"]).isoformat()
     return today().isoformat()
 
 
@@ -352,10 +343,9 @@ def claim(
             (folder / name).unlink(missing_ok=True)
         facts = {key: value for key, value in facts.items() if key not in _OF_ATTEMPTS}
         facts["machine"] = machine
+    was = facts["machine"]
     moved = [
-        f"{key} {facts['machine'].get(key)} -> {value}"
-        for key, value in machine.items()
-        if facts["machine"].get(key) != value
+        f"{key} {was.get(key)} -> {here}" for key, here in machine.items() if here != was.get(key)
     ]
     if moved and not facts.get("finished"):
         warn(
@@ -381,24 +371,20 @@ def _facts_of(folder: Path, warn: Warn, *, allow_restart: bool) -> Json | None:
     try:
         facts = kept(folder / RUN)
         if facts is not None:
-            if not isinstance(facts.get("identity"), dict) or not isinstance(
-                facts.get("run_id"), str
-            ):
-                raise DamagedFileError(f"{RUN} holds something else")
             if facts.get("format") != FORMAT:
                 raise RunChangedError(
                     f"another version of farthing began this run ({facts.get('farthing')})",
                     where=str(folder),
                     to_do="finish it with that version, or give the job another output_dir",
                 )
-            return {
-                **facts,
-                "machine": facts["machine"] if isinstance(facts.get("machine"), dict) else {},
-            }
-        if not has_committed(folder):
-            return None
+            kinds = {"identity": dict, "machine": dict, "run_id": str}
+            if all(isinstance(facts.get(name), kind) for name, kind in kinds.items()):
+                return facts
+            why = f"{RUN} holds something else"
     except DamagedFileError as error:
         why = str(error)
+    if not has_committed(folder) and not (folder / RUN).exists():
+        return None
     if has_committed(folder) and not allow_restart:
         raise RunDamagedError(
             f"{why}: it is not known which run this is",
@@ -424,13 +410,17 @@ def witnesses_of(folder: Path) -> list[Witness]:
     """What the checkpoints know of the money spent; all count where the run is unknown."""
     run_id, found = run_id_of(folder), []
     for save in saves_in(folder / CHECKPOINTS):
-        with contextlib.suppress(DamagedFileError, OSError, KeyError):
+        with contextlib.suppress(DamagedFileError, OSError, ValidationError):
             manifest = read_manifest(save.folder)
-            known = [manifest[name] for name in ("attempt", "step", "spent_s", "spent_usd")]
-            are_numbers = all(isinstance(each, int | float) and 0 <= each < 1e15 for each in known)
-            if are_numbers and run_id in (None, manifest.get("run_id")):
-                found.append(Witness(*known))
+            known = [manifest.get(name) for name in ("attempt", "step", "spent_s", "spent_usd")]
+            if run_id in (None, manifest.get("run_id")):
+                found.append(_witnesses().validate_python(known))
     return found
+
+
+@cache
+def _witnesses() -> TypeAdapter[Witness]:
+    return TypeAdapter(Witness)
 
 
 def _brief(value: Any) -> str:

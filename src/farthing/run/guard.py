@@ -79,8 +79,9 @@ def pipe_to_hand_on() -> tuple[int, ...]:
 
 @dataclass
 class Told:
-    """What a worker has said of itself."""
+    """What a worker says of itself through a pipe, a line at a time."""
 
+    pipe: int = -1
     folder: str = ""
     why: str = ""
     """The first limit that it would pass."""
@@ -91,27 +92,45 @@ class Told:
     """By the clock that counts suspended time."""
     heard_at: float = 0.0
     """When limits were told last, by the monotonic clock."""
+    is_open: bool = True
+    _rest: bytes = b""
+
+    def listen(self) -> bool:
+        """Wait for lines, for half a second at most, and take them in; False once a limit was
+        passed by so much that the worker will not end itself.
+        """
+        wait_s = min(_TICK_S, max(0.01, self.left_s + KILLED_AFTER_S))
+        if not self.is_open:
+            time.sleep(min(wait_s, 0.01))
+        elif select.select([self.pipe], [], [], wait_s)[0]:
+            data = os.read(self.pipe, 1 << 16)
+            self.is_open = bool(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self.take(line)
+        return self.left_s >= -KILLED_AFTER_S
 
     def take(self, line: bytes) -> None:
-        """Take in a line of the pipe; one that makes no sense is passed over."""
+        """Take in a line; one that makes no sense is passed over."""
         with contextlib.suppress(ValueError, TypeError, AttributeError):
             words = json.loads(line)
-            self.folder = str(words.get("folder", self.folder))
-            self.why = str(words.get("why", self.why))
-            self.when_done = str(words.get("when_done") or self.when_done)
-            if (left_s := words.get("left_s", "")) != "":
+            for name in {"folder", "why", "when_done"} & words.keys():
+                setattr(self, name, str(words[name] or getattr(self, name)))
+            if "left_s" in words:
                 self.heard_at = time.monotonic()
-                ends_at = time.monotonic() + (float("inf") if left_s is None else left_s)
+                ends_at = self.heard_at + _seconds(words["left_s"])
                 self.ends_at = min(self.ends_at, ends_at)  # what was spent is not given back
-            if (left_s := words.get("deadline_s", "")) != "":
-                self.deadline_at = seconds_since_boot() + (
-                    float("inf") if left_s is None else left_s
-                )
+            if "deadline_s" in words:
+                self.deadline_at = seconds_since_boot() + _seconds(words["deadline_s"])
 
     @property
     def left_s(self) -> float:
         """Seconds until the first limit, below zero once it was passed."""
         return min(self.ends_at - time.monotonic(), self.deadline_at - seconds_since_boot())
+
+
+def _seconds(told: float | None) -> float:
+    return float("inf") if told is None else told
 
 
 def guarded(work: Callable[[], int], last_words: Callable[[Path, str, float], None]) -> int:
@@ -191,13 +210,13 @@ def watch_beside(pid: int, last_words: Callable[[Path, str, float], None]) -> No
     """Read limits from standard input until it ends; kill process `pid`, which has begun this one,
     and all that descend from it, where it passes one. See `guarded` for `last_words`.
     """
-    told, pipe = Told(), _Pipe(0)
-    while pipe.is_open and os.getppid() == pid and told.left_s >= -KILLED_AFTER_S:
-        pipe.read_into(told, told.left_s + KILLED_AFTER_S)
+    told = Told(0)
     # children may hold the pipe open when it is dead, and its number may be a stranger's
-    if pipe.is_open and os.getppid() == pid:
-        _kill([pid, *(each for each in _descendants(pid) if each != os.getpid())])
-        _say_killed(told, last_words)
+    while told.is_open and os.getppid() == pid:
+        if not told.listen() and told.is_open and os.getppid() == pid:
+            _kill([pid, *(each for each in _descendants(pid) if each != os.getpid())])
+            _say_killed(told, last_words)
+            return
 
 
 def _pipe_for_words() -> tuple[int, int]:
@@ -240,37 +259,17 @@ def _end_orphans(grace_s: float) -> list[int]:
     return []
 
 
-class _Pipe:
-    """What a worker writes, a line at a time."""
-
-    def __init__(self, pipe: int) -> None:
-        self._pipe, self._rest, self.is_open = pipe, b"", True
-
-    def read_into(self, told: Told, most_s: float) -> None:
-        """Wait for lines, for half a second at most, and take them in."""
-        wait_s = min(_TICK_S, max(0.01, most_s))
-        if not self.is_open:
-            time.sleep(min(wait_s, 0.01))
-        elif select.select([self._pipe], [], [], wait_s)[0]:
-            data = os.read(self._pipe, 1 << 16)
-            self.is_open = bool(data)
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            for line in lines:
-                told.take(line)
-
-
 def _watch(pid: int, reads: int) -> tuple[int, Told, bool]:
     """(exit code or, negative, the signal; what was told; whether the guard has killed it)."""
-    told, pipe = Told(), _Pipe(reads)
+    told = Told(reads)
     with _handing_on(pid):
         while True:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 return os.waitstatus_to_exitcode(status), told, False
-            if told.left_s < -KILLED_AFTER_S:
+            if not told.listen():
                 _kill([pid, *_descendants(pid)])
                 return EXIT_LIMIT, told, True
-            pipe.read_into(told, told.left_s + KILLED_AFTER_S)
 
 
 def _handing_on(pid: int) -> contextlib.AbstractContextManager[None]:

@@ -21,12 +21,9 @@ import stat
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import IO, Annotated, Any
-
-from pydantic import Field, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
+from typing import IO, Any, TypedDict, get_type_hints
 
 from farthing.errors import DiskFullError, FarthingError, InputError, RunBusyError, RunChangedError
 
@@ -44,14 +41,11 @@ Json = dict[str, Any]
 """An object that others may have written: nothing of it is known before it is checked."""
 
 
-Size = Annotated[int, Field(ge=0)]
-
-
 class FileEntry(TypedDict):
     """A file of a committed folder, as its manifest lists it."""
 
     name: str
-    size: Size
+    size: int
     sha256: str
 
 
@@ -59,7 +53,7 @@ class StoredFile(TypedDict):
     """A file of a run as a commit names it, and the object that holds its bytes."""
 
     path: str
-    size: Size
+    size: int
     sha256: str
     object: str
 
@@ -311,17 +305,18 @@ def read_manifest(folder: Path) -> Json:
     return manifest
 
 
-@cache
-def _lists_of(kind: Any) -> TypeAdapter[list[Any]]:
-    return TypeAdapter(list[kind])
-
-
 def entries_of(manifest: Json, kind: type, name: str) -> list[Any]:
     """The files that a manifest called `name` lists, each of a kind. Raises `DamagedFileError`."""
-    try:
-        return _lists_of(kind).validate_python(manifest.get("files"), strict=True)
-    except ValidationError as error:
-        raise DamagedFileError(f"{name} does not list its files: {error.errors()[0]}") from error
+    entries, hints = manifest.get("files"), get_type_hints(kind)
+    is_whole = isinstance(entries, list) and all(
+        isinstance(entry, dict)
+        and all(isinstance(entry.get(key), hint) for key, hint in hints.items())
+        and entry["size"] >= 0
+        for entry in entries
+    )
+    if not is_whole:
+        raise DamagedFileError(f"{name} does not list its files as farthing writes them")
+    return manifest["files"]  # type: ignore[no-any-return]
 
 
 def check_file(path: Path, entry: FileEntry | StoredFile, name: str) -> None:

@@ -81,8 +81,8 @@ class Lease:
     def __init__(
         self, folder: Path, lease_s: float, words: Words, say: Callable[[str], None]
     ) -> None:
-        self.epoch: int | None = None
-        """The fencing token of this attempt; None until the store could be asked."""
+        self.epoch = 0
+        """The fencing token of this attempt; 0 until it has the run."""
         boot = ""
         with contextlib.suppress(OSError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -121,7 +121,6 @@ class Lease:
 
     def renew(self, store: Store) -> None:
         """Hold the run for another while. Raises `LeaseLostError`, `StoreError`."""
-        assert self.epoch is not None
         with self._lock:
             self._add(store, self._number + 1, self.epoch, self._words())
             with contextlib.suppress(StoreError):
@@ -130,7 +129,7 @@ class Lease:
 
     def release(self, store: Store) -> None:
         """So that others need not wait. Raises `LeaseLostError`, `StoreError`."""
-        if self.epoch is not None and self._lock.acquire(timeout=2.0):
+        if self.epoch and self._lock.acquire(timeout=2.0):
             try:
                 self._add(store, self._number + 1, self.epoch, self._words(), is_last=True)
             finally:
