@@ -109,7 +109,7 @@ def outcome_of(target: str, offer: Offer) -> dict[str, Any]:
         ask = prepared.ask(1, prepared.offers[0], _nobody(), [], 1.8e9)
     except NoBudgetError as error:
         return row | {"state": "refused", "why": str(error)}
-    files = prepared.target.render(ask)
+    files = prepared.target.files(ask)
     wrong = RULES[target](files)
     return row | {"state": "wrong" if wrong else "ok", "why": "; ".join(wrong), "files": files}
 

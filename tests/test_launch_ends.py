@@ -87,7 +87,7 @@ def begun(
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\n[ "$2" = needs ] && exit 0\n{farthing}\n')
     program.chmod(0o755)
-    words = json.loads(vast.render(ask_for(most_s))[vast.CREATE])["args"]
+    words = vast.render(ask_for(most_s))[vast.CREATE]["args"]
     values = {
         "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
         "HOME": str(tmp_path),
@@ -140,14 +140,13 @@ def test_an_instance_that_is_taken_away_saves_first(
 
 
 def test_an_image_with_an_entrypoint_runs_our_command_and_not_its_own() -> None:
-    create = json.loads(vast.render(ask_for(60))[vast.CREATE])
+    create = vast.render(ask_for(60))[vast.CREATE]
     done = subprocess.run(
         [create["onstart"], "sh", "-c", "echo it ran"], capture_output=True, text=True, check=True
     )
     assert (create["args"][:2], done.stdout) == (["sh", "-c"], "it ran\n")
-    pod = json.loads(runpod.render(replace(ask_for(60), target="runpod"))[runpod.REQUEST])[
-        "variables"
-    ]["input"]
+    request = runpod.render(replace(ask_for(60), target="runpod"))[runpod.REQUEST]
+    pod = request["variables"]["input"]
     start = json.loads(pod["dockerArgs"])
     assert start["entrypoint"] == ["sh", "-c"]
     assert len(start["cmd"]) == 1
@@ -189,7 +188,7 @@ def test_secrets_of_vertex_are_read_by_name_when_the_machine_starts(
         machine_type="g2-standard-8",
     )
     files = vertex.render(ask)
-    container = json.loads(files[vertex.DOCUMENT])["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]
+    container = files[vertex.DOCUMENT]["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]
     values = {
         "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
         "HOME": str(tmp_path),

@@ -66,7 +66,7 @@ class Session:
 
     def files_of(self, ask: LaunchRequest) -> dict[str, str]:
         """Checked. Raises `InputError` for files that the target would not take."""
-        files = self.prepared.target.render(ask)
+        files = self.prepared.target.files(ask)
         wrong = self.prepared.target.check(files)
         if wrong:
             raise InputError(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from farthing.launch.driver import Driver, InstanceStatus
 from farthing.launch.http import Api
 from farthing.launch.machines import Machine
-from farthing.launch.request import LaunchRequest, values_of
+from farthing.launch.request import SCRIPT, LaunchRequest, script_of, values_of
 
 Files = dict[str, str]
 """Name -> text."""
@@ -35,9 +37,10 @@ class Target:
 
     name: str
     title: str
-    render: Callable[[LaunchRequest], Files]
     ends: str
     """What ends the machine when every process of ours is dead; empty where nothing does."""
+    render: Callable[[LaunchRequest], dict[str, Any]] = lambda ask: {}
+    """Files of its own beside the script: texts, and values that are written as JSON."""
     is_rented: bool = False
     """From somebody who bills: a cap is asked for, and a store reached from anywhere."""
     at: str = ""
@@ -74,6 +77,15 @@ class Target:
     def needs_place(self) -> bool:
         """Whether it has to be told where."""
         return bool(self.at) and not self.at.startswith("[")
+
+    def files(self, ask: LaunchRequest) -> Files:
+        """What is written for a machine; the same on every day."""
+        own = self.render(ask)
+        texts = {
+            name: text if isinstance(text, str) else json.dumps(text, indent=1) + "\n"
+            for name, text in own.items()
+        }
+        return {SCRIPT: script_of(ask), **texts}
 
     def connect(self) -> Driver:
         """Our own client, with the key from the environment. Raises `InputError`.

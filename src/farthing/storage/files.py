@@ -316,7 +316,7 @@ def entries_of(manifest: Json, kind: type, name: str) -> list[Any]:
     )
     if not is_whole:
         raise DamagedFileError(f"{name} does not list its files as farthing writes them")
-    return manifest["files"]  # type: ignore[no-any-return]
+    return manifest["files"]
 
 
 def check_file(path: Path, entry: FileEntry | StoredFile, name: str) -> None:

@@ -7,14 +7,15 @@ import shlex
 from pathlib import Path
 
 from farthing.launch.driver import InstanceStatus, job_status
-from farthing.launch.request import SCRIPT, LaunchRequest, script_of
-from farthing.launch.target import Commands, Files, Target
+from farthing.launch.request import LaunchRequest, script_of
+from farthing.launch.target import Commands, Target
+from farthing.storage.files import Json
 
 CALL = "run_job.json"
 _OVER = {"COMPLETED": 0, "CANCELED": None, "ERROR": None, "DELETED": None}
 
 
-def render(ask: LaunchRequest) -> Files:
+def render(ask: LaunchRequest) -> Json:
     """`ask.at` is the namespace. The default limit is 30 minutes: one is always set."""
     call = {
         "image": ask.image,
@@ -27,7 +28,7 @@ def render(ask: LaunchRequest) -> Files:
         "labels": {"farthing-launch": ask.launch_id},
     }
     call |= {"namespace": ask.at} if ask.at else {}
-    return {CALL: json.dumps(call, indent=1) + "\n", SCRIPT: script_of(ask)}
+    return {CALL: call}
 
 
 def _submit(ask: LaunchRequest, folder: Path) -> list[str]:
@@ -68,8 +69,8 @@ def commands(at: str) -> Commands:
 TARGET = Target(
     "hf",
     "Hugging Face Jobs",
-    render,
     ends="Hugging Face, at the timeout of the job",
+    render=render,
     is_rented=True,
     at="[NAMESPACE]",
     commands=commands,

@@ -20,7 +20,7 @@ from farthing.launch.commands import ended
 from farthing.launch.driver import Created, Driver, InstanceStatus, RefusedError, UnclearError
 from farthing.launch.machines import Machine
 from farthing.launch.request import CREATED_AT, SCRIPT, LaunchRequest, home_of, script_of, values_of
-from farthing.launch.target import Files, Target
+from farthing.launch.target import Target
 
 HERE = "local"
 PATIENT_S, KILL_AFTER_S = 60.0, 60
@@ -172,22 +172,15 @@ true
         )
 
 
-def render(ask: LaunchRequest) -> Files:
-    """The script, which goes to a shell's standard input after the values of the secrets."""
-    return {SCRIPT: script_of(ask)}
-
-
 LOCAL = Target(
     "local",
     "this machine",
-    render,
     ends="`timeout` around the run, a separate process",
     takes_values=True,
 )
 SSH = Target(
     "ssh",
     "machines by ssh",
-    render,
     ends=(
         "`timeout` around the run ends the run; a rented host is yours to end: its provider"
         " counts on"

@@ -14,7 +14,8 @@ import yaml
 
 from farthing.launch.driver import InstanceStatus, job_status
 from farthing.launch.request import GRACE_S, SCRIPT, LaunchRequest, script_of
-from farthing.launch.target import Commands, Files, Target
+from farthing.launch.target import Commands, Target
+from farthing.storage.files import Json
 
 MANIFEST = "job.k8s.yaml"
 SECRET = "farthing"
@@ -51,7 +52,7 @@ spec:
 """
 
 
-def render(ask: LaunchRequest) -> Files:
+def render(ask: LaunchRequest) -> Json:
     """`ask.at` is NAMESPACE, or NAMESPACE/CLAIM for a volume that holds the run folder."""
     namespace, _, claim = ask.at.partition("/")
     script, job = script_of(ask), yaml.safe_load(JOB)
@@ -77,7 +78,7 @@ def render(ask: LaunchRequest) -> Files:
         container["volumeMounts"].append({"name": "run", "mountPath": ask.folder})
     if ask.offer.n_gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": ask.offer.n_gpus}}
-    return {MANIFEST: yaml.safe_dump_all([config, job], sort_keys=False), SCRIPT: script}
+    return {MANIFEST: yaml.safe_dump_all([config, job], sort_keys=False)}
 
 
 def check(files: Mapping[str, str]) -> list[str]:
@@ -122,9 +123,9 @@ def commands(at: str) -> Commands:
 TARGET = Target(
     "kubernetes",
     "Kubernetes",
-    render,
-    check=check,
     ends="the cluster, at activeDeadlineSeconds",
+    render=render,
+    check=check,
     at="[NAMESPACE[/CLAIM]]",
     commands=commands,
     program="kubectl",

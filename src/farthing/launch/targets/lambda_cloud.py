@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from farthing.launch.driver import Created, InstanceStatus, UnclearError
 from farthing.launch.http import Client, statuses, sure, understood
 from farthing.launch.machines import Machine
-from farthing.launch.request import CREATED_AT, SCRIPT, LaunchRequest, script_of, values_of
-from farthing.launch.target import Files, Target
+from farthing.launch.request import CREATED_AT, LaunchRequest, script_of, values_of
+from farthing.launch.target import Target
 from farthing.storage.files import Json
 
 REQUEST = "launch.json"
@@ -32,8 +32,8 @@ def request_of(ask: LaunchRequest) -> Json:
     }
 
 
-def render(ask: LaunchRequest) -> Files:
-    return {REQUEST: json.dumps(request_of(ask), indent=1) + "\n", SCRIPT: script_of(ask)}
+def render(ask: LaunchRequest) -> Json:
+    return {REQUEST: request_of(ask)}
 
 
 def check(files: Mapping[str, str]) -> list[str]:
@@ -93,9 +93,9 @@ class Lambda(Client):
 TARGET = Target(
     "lambda",
     "Lambda",
-    render,
-    check=check,
     ends="",
+    render=render,
+    check=check,
     is_rented=True,
     at="REGION/SSH_KEY",
     keys=("LAMBDA_API_KEY",),

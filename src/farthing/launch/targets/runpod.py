@@ -14,13 +14,12 @@ from farthing.launch.machines import Machine
 from farthing.launch.request import (
     CREATED_AT,
     ENDS_AT,
-    SCRIPT,
     LaunchRequest,
     Value,
     placeholder,
     script_of,
 )
-from farthing.launch.target import Files, Target
+from farthing.launch.target import Target
 from farthing.storage.files import Json
 
 REQUEST = "pod.json"
@@ -63,9 +62,8 @@ def request_of(ask: LaunchRequest, value: Value) -> Json:
     }
 
 
-def render(ask: LaunchRequest) -> Files:
-    request = json.dumps(request_of(ask, placeholder), indent=1)
-    return {REQUEST: f"{request}\n", SCRIPT: script_of(ask)}
+def render(ask: LaunchRequest) -> Json:
+    return {REQUEST: request_of(ask, placeholder)}
 
 
 class RunPod(Client):
@@ -109,8 +107,8 @@ class RunPod(Client):
 TARGET = Target(
     "runpod",
     "RunPod",
-    render,
     ends="RunPod, at terminateAfter",
+    render=render,
     is_rented=True,
     keys=("RUNPOD_API_KEY",),
     picks_gpus=True,

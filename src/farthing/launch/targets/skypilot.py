@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from farthing.launch.driver import InstanceStatus, job_status
-from farthing.launch.request import SCRIPT, LaunchRequest, script_of
-from farthing.launch.target import Commands, Files, Target
+from farthing.launch.request import LaunchRequest, script_of
+from farthing.launch.target import Commands, Target
 from farthing.storage.files import Json
 
 TASK, CONFIG = "task.sky.yaml", "config.sky.yaml"
@@ -35,7 +35,7 @@ STRANGERS = ("runpod", "vast")
 _OVER = re.compile("SUCCEEDED|CANCELLED|FAILED(_SETUP|_PRECHECKS|_NO_RESOURCE|_CONTROLLER)?")
 
 
-def render(ask: LaunchRequest) -> Files:
+def render(ask: LaunchRequest) -> dict[str, str]:
     """The task, for one resource: the cap and the time limit are those of its price. A
     configuration keeps the user's cloud credentials off hosts of strangers. The run has a `timeout`
     of its own: SkyPilot has none on the wall.
@@ -57,7 +57,6 @@ def render(ask: LaunchRequest) -> Files:
     return {
         TASK: yaml.safe_dump(task, sort_keys=False),
         CONFIG: yaml.safe_dump(config),
-        SCRIPT: script_of(ask),
     }
 
 
@@ -102,11 +101,11 @@ COMMANDS = Commands(
 TARGET = Target(
     "skypilot",
     "SkyPilot",
-    render,
     ends=(
         "`timeout` around the run; SkyPilot's controller, a small machine of yours, then takes the"
         " rest down"
     ),
+    render=render,
     is_rented=True,
     commands=lambda at: COMMANDS,
     program="sky",

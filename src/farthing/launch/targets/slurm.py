@@ -10,13 +10,13 @@ from pathlib import Path
 from farthing.launch.driver import InstanceStatus, job_status
 from farthing.launch.machines import Machine
 from farthing.launch.request import GRACE_S, LaunchRequest, script_of
-from farthing.launch.target import Commands, Files, Target
+from farthing.launch.target import Commands, Target
 
 BATCH = "run.sbatch"
 _OVER = re.compile("COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE")
 
 
-def render(ask: LaunchRequest) -> Files:
+def render(ask: LaunchRequest) -> dict[str, str]:
     """`ask.at` is the partition, `ask.folder` the run folder, which all nodes see."""
     n_gpus, minutes = ask.offer.n_gpus, math.ceil((ask.most_s + 2 * GRACE_S) / 60)
     options = f"""--job-name={ask.name}
@@ -66,8 +66,8 @@ COMMANDS = Commands(
 TARGET = Target(
     "slurm",
     "Slurm",
-    render,
     ends="the controller, at --time",
+    render=render,
     at="[PARTITION]",
     commands=lambda at: COMMANDS,
     program="sbatch",

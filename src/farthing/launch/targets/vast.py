@@ -24,14 +24,13 @@ from farthing.launch.request import (
     CREATED_AT,
     ENDS_AT,
     MOST_OVER,
-    SCRIPT,
     LaunchRequest,
     Value,
     placeholder,
     script_of,
     values_of,
 )
-from farthing.launch.target import Files, Target
+from farthing.launch.target import Target
 from farthing.storage.files import Json
 
 SEARCH, CREATE, END = "search.json", "create.json", "schedule.json"
@@ -119,14 +118,12 @@ def end_of(value: Value) -> Json:
     }
 
 
-def render(ask: LaunchRequest) -> Files:
-    requests = {
+def render(ask: LaunchRequest) -> Json:
+    return {
         SEARCH: search_of(ask),
         CREATE: creation_of(ask, placeholder),
         END: end_of(placeholder),
     }
-    files = {name: json.dumps(request, indent=1) + "\n" for name, request in requests.items()}
-    return files | {SCRIPT: script_of(ask)}
 
 
 class Vast(Client):
@@ -198,8 +195,8 @@ class Vast(Client):
 TARGET = Target(
     "vast",
     "Vast.ai",
-    render,
     ends="the instance, with its own key, and a scheduled job at Vast.ai: either deletes it",
+    render=render,
     is_rented=True,
     keys=("VAST_API_KEY",),
     picks_gpus=True,

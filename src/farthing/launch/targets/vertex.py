@@ -9,7 +9,7 @@ from pathlib import Path
 from farthing.launch.driver import InstanceStatus, job_status
 from farthing.launch.machines import Machine
 from farthing.launch.request import SCRIPT, LaunchRequest, script_of
-from farthing.launch.target import Commands, Files, Target
+from farthing.launch.target import Commands, Target
 from farthing.storage.files import Json
 
 DOCUMENT = "custom_job.json"
@@ -39,7 +39,7 @@ def with_secrets(ask: LaunchRequest) -> str:
     return f"{head}\nread={shlex.quote(_SECRET)}\n{lines}{rest}" if lines else script
 
 
-def render(ask: LaunchRequest) -> Files:
+def render(ask: LaunchRequest) -> Json:
     """The job. `ask.at` is PROJECT/REGION, with /SERVICE_ACCOUNT where that is another than the
     default.
 
@@ -81,8 +81,8 @@ def render(ask: LaunchRequest) -> Files:
         "jobSpec": job,
     }
     return {
-        DOCUMENT: json.dumps(document, indent=1) + "\n",
-        "job_spec.json": json.dumps(job, indent=1) + "\n",
+        DOCUMENT: document,
+        "job_spec.json": job,
         SCRIPT: script,
     }
 
@@ -131,8 +131,8 @@ def commands(at: str) -> Commands:
 TARGET = Target(
     "vertex",
     "Vertex AI",
-    render,
     ends="Vertex, at scheduling.timeout",
+    render=render,
     is_rented=True,
     at="PROJECT/REGION[/SERVICE_ACCOUNT]",
     commands=commands,
