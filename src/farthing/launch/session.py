@@ -122,13 +122,10 @@ class Session:
                 where="--on",
                 to_do="stay with it and say so with --attended, or take another target",
             )
-        if self.prepared.target.takes_values:
-            values_of(
-                secrets_of(self.prepared.job, self.prepared.target)
-            )  # what is missing is said before anything is sent
+        if self.prepared.target.takes_values:  # what is missing is said before anything is sent
+            values_of(secrets_of(self.prepared.job, self.prepared.target))
         make_private(self.folder)
-        make_private(self.folder / FOLDER)
-        with only_writer(self.folder / FOLDER):
+        with only_writer(make_private(self.folder / FOLDER)):
             with contextlib.suppress(RunInterruptedError):  # the launch itself waits for an answer
                 self._there(driver)  # whoever refuses the key refuses it before anything is sent
             if self.prepared.travels:
@@ -138,9 +135,7 @@ class Session:
                 launch = self._launch(driver, patience, sleep, reclaim)
                 try:
                     code = launch.run(self.prepared.launch_id)
-                except (
-                    OSError
-                ) as error:  # of the files that stand before a request: nothing was rented by it
+                except OSError as error:  # of the files before a request: nothing was rented by it
                     raise cannot_write(self.folder, error) from error
         self.bring_back()
         return code
@@ -284,8 +279,7 @@ class Session:
 
     @cached_property
     def _opened(self) -> Store:
-        address = self.prepared.job.output_store
-        return open_store(str(self.folder) if address is None else address)
+        return open_store(self.prepared.job.output_store or str(self.folder))
 
     def _store(self, patient_s: float = STORE_S) -> Store:
         return Retrying(self._opened, patient_s)
@@ -306,14 +300,13 @@ class Session:
             raise InputError(
                 f"there is no command `{program}` here", where="PATH", to_do=target.install
             )
+        if target.client is not None:
+            return target.connect()
         if target.commands is not None:
-            return CommandDriver(
-                target.commands(self.prepared.at), self.write, restarts=target.name != "hf"
-            )
-        if target.name in ("local", "ssh"):
-            hosts = [offer.instance for offer in self.prepared.offers]
-            return HostDriver(hosts, self.prepared.folder)
-        return target.connect()
+            commands = target.commands(self.prepared.at)
+            return CommandDriver(commands, self.write, restarts=target.name != "hf")
+        hosts = [offer.instance for offer in self.prepared.offers]
+        return HostDriver(hosts, self.prepared.folder)
 
     # ---- afterwards, and meanwhile ----
 
@@ -376,14 +369,13 @@ class Session:
             self.ledger.take_over(self.words(LOOK_S).kept(), to_disk=False)
         except UnclearError as error:
             self.say(f"the store does not answer ({error}): only machines known here are looked at")
-        machines = list(self.ledger.machines.values())
-        if not machines:
+        if not self.ledger.machines:
             raise InputError(
                 "nothing has been launched yet",
                 where=str(self.folder),
                 to_do="launch it with --yes",
             )
-        newest: Machine = machines[-1]
+        newest = list(self.ledger.machines.values())[-1]
         try:
             said = self.words().log(newest.name) or self.driver().log(newest)
             return said or f"{newest.name} has printed nothing yet"
@@ -400,9 +392,9 @@ def where_it_is(job: Job, *, only_open: bool) -> str | None:
     """
     ledger = MachineLedger(Path(job.output_dir))
     if not (only_open or ledger.machines) and job.output_store:
-        store = Retrying(open_store(job.output_store), LOOK_S)
+        words = StoreWords(Retrying(open_store(job.output_store), LOOK_S), launch_id_of(job))
         try:
-            ledger.take_over(StoreWords(store, launch_id_of(job)).kept(), to_disk=False)
+            ledger.take_over(words.kept(), to_disk=False)
         except UnclearError as error:
             raise StoreUnavailableError(
                 f"can't tell whether anything was launched: the store does not answer ({error})",
@@ -410,7 +402,7 @@ def where_it_is(job: Job, *, only_open: bool) -> str | None:
                 to_do="try again when it does, or name where to look: --on TARGET",
             ) from error
     known = ledger.open or ([] if only_open else list(ledger.machines.values()))
-    return (known[-1].on or known[-1].target or None) if known else None
+    return next((machine.on or machine.target or None for machine in reversed(known)), None)
 
 
 def paid_s(plan: Plan) -> float:
@@ -522,46 +514,37 @@ def _has_hub_login() -> bool:
 
 def said(view: Json) -> list[str]:
     """A dry run in lines for people."""
-    kind = "spot" if view["is_spot"] else "on demand"
-    what = (
-        f"{view['n_gpus']}x {view['gpu']}, {kind}"
-        if view["gpu"]
-        else view["instance"] or view["title"]
-    )
-    at = (
-        view["provider"]
-        if view["provider"] == view["title"]
-        else f"{view['provider']} by {view['title']}"
-    )
     price = f"{say_usd(view['usd_per_hour'])} an hour" if view["usd_per_hour"] else "no price"
-    rows = [("would rent", f"{what} at {at}: {price} ({view['price_date']})")]
     if view["target"] in ("local", "ssh", "slurm", "kubernetes"):
-        rows = [
-            (
-                "would run",
-                f"on {' '.join(filter(None, (view['title'], view['instance'])))}: {price}",
-            )
-        ]
+        where = " ".join(filter(None, (view["title"], view["instance"])))
+        rows = [("would run", f"on {where}: {price}")]
+    else:
+        kind = "spot" if view["is_spot"] else "on demand"
+        at = " by ".join(dict.fromkeys([view["provider"], view["title"]]))
+        what = (
+            f"{view['n_gpus']}x {view['gpu']}, {kind}"
+            if view["gpu"]
+            else view["instance"] or view["title"]
+        )
+        rows = [("would rent", f"{what} at {at}: {price} ({view['price_date']})")]
     if view["planned_usd"] is not None:
         parts = (
             f"{name} {say_usd(usd)} ({say_seconds(view['seconds'][name])})"
             for name, usd in view["usd_of"].items()
         )
         rows.append(("planned", f"{say_usd(view['planned_usd'])}: {', '.join(parts)}"))
-    cap = f" of {say_usd(view['max_usd'])}" if view["max_usd"] is not None else ""
-    most_usd = f"{say_usd(view['most_usd'])}{cap}" if view["usd_per_hour"] else "dollars not known"
-    most = f"{say_seconds(view['most_s'])}, {most_usd}"
-    rows.append(
-        ("at most", most if view["most_s"] < 365 * 86400 else "nothing limits its time there")
-    )
-    rows.append(("ended by", view["ends"] or "nothing but this process"))
+    most = "nothing limits its time there"
+    if view["most_s"] < 365 * 86400:
+        cap = f" of {say_usd(view['max_usd'])}" if view["max_usd"] is not None else ""
+        usd = f"{say_usd(view['most_usd'])}{cap}" if view["usd_per_hour"] else "dollars not known"
+        most = f"{say_seconds(view['most_s'])}, {usd}"
+    rows += [("at most", most), ("ended by", view["ends"] or "nothing but this process")]
     if view["n_inputs"]:
         size = say_bytes(view["inputs_bytes"])
         rows.append(("goes along", f"{view['n_inputs']} files, {size}, by way of {view['store']}"))
     if view["secrets"]:
-        rows.append(
-            ("secrets", f"{', '.join(view['secrets'])}: by name, the values are in no file")
-        )
+        names = ", ".join(view["secrets"])
+        rows.append(("secrets", f"{names}: by name, the values are in no file"))
     if view["next_offers"]:
         rows.append(("then", "; ".join(view["next_offers"])))
     rows += [("note", note) for note in view["notes"]]

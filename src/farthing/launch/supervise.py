@@ -291,6 +291,7 @@ class Launch:
                 )
 
     def _share(self) -> None:
+        """Raises `UnclearError`."""
         for name, rows in self.ledger.rows.items():
             if self._shared.get(name) != rows:
                 self.words.keep(name, rows)
@@ -339,8 +340,7 @@ class Launch:
         """The next machine, made; None where no offer is left. Raises `NoBudgetError`."""
         while offer := self._next_offer():
             self._hold()
-            number = self.ledger.next_number
-            now = self._clock()
+            number, now = self.ledger.next_number, self._clock()
             ask = self.make_ask(number, offer, self._accounts(), now)
             machine = self.ledger.note(
                 ask.name,
@@ -363,10 +363,9 @@ class Launch:
             try:
                 self._hold()
             except RunInterruptedError as error:  # the number may be another machine's by now
-                self.ledger.note(ask.name, "refused", self._clock(), why=str(error.what))
+                self._refused(machine, error.what)
                 raise
             self._until_clear(self._share, "the store")
-            is_there = True
             try:
                 made = self.driver.create(ask, now)
                 told = {} if made.usd_per_hour is None else {"usd_per_hour": made.usd_per_hour}
@@ -378,14 +377,14 @@ class Launch:
                 )
                 with contextlib.suppress(UnclearError):
                     self._take_price(machine, self._asked(partial(self.driver.look, machine)))
-            except (RefusedError, UnauthorizedError) as error:
-                self.ledger.note(ask.name, "refused", self._clock(), why=str(error))
+            except UnauthorizedError as error:
+                self._refused(machine, str(error))
+                self._closed(EXIT_MISTAKE)
+                to_do = "mend it there, then launch again"
+                raise InputError(str(error), where=offer.provider, to_do=to_do) from error
+            except RefusedError as error:
+                self._refused(machine, str(error))
                 self.say(f"{ask.name}: refused by {offer.provider}: {error}")
-                if isinstance(error, UnauthorizedError):
-                    self._closed(EXIT_MISTAKE)
-                    raise InputError(
-                        str(error), where=offer.provider, to_do="mend it there, then launch again"
-                    ) from error
                 is_stock = isinstance(error, OutOfStockError)
                 (self._out_of_stock if is_stock else self._left_out).add(offer)
                 continue
@@ -394,15 +393,17 @@ class Launch:
                     f"{ask.name}: {offer.provider} gave no clear answer ({error}); looking for it"
                     " by name"
                 )
-                is_there = self._found(machine) and self._is_secured(machine)
-            if not is_there:
-                self._left_out.add(offer)
-            elif self._is_too_dear(machine):
-                self._send_back(machine, offer)
-            else:
+                if not (self._found(machine) and self._is_secured(machine)):
+                    self._left_out.add(offer)
+                    continue
+            if not self._is_too_dear(machine):
                 self._tell_price(machine)
                 return machine
+            self._send_back(machine, offer)
         return None
+
+    def _refused(self, machine: Machine, why: str) -> None:
+        self.ledger.note(machine.name, "refused", self._clock(), why=why)
 
     def _hold_or_undo(self, machine: Machine) -> None:
         """End a machine made by a watcher that was suspended, unless it was adopted."""
@@ -500,8 +501,7 @@ class Launch:
                     self.ledger.note(machine.name, "gone", at, why=why)
                     return False
                 if now >= began + late_s:
-                    why = "no such machine came into being"
-                    self.ledger.note(machine.name, "refused", now, why=why)
+                    self._refused(machine, "no such machine came into being")
                     return False
             except UnclearError as error:
                 if not is_said:
