@@ -8,7 +8,6 @@ import json
 import os
 import random
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from farthing.errors import DataError, RunChangedError, RunDamagedError
 from farthing.events import StepTaken
 from farthing.report.receipt import build_receipt
 from farthing.run.accounts import read_ledger
-from farthing.run.commits import join_ledgers
 from farthing.run.folder import keep, witnesses_of
 from farthing.run.ledger import Ledger, Meter
 from farthing.run.opening import opened
@@ -247,25 +245,13 @@ def test_a_kill_at_any_file_operation_of_a_ledger_loses_nothing_of_it(tmp_path: 
     assert len(found.accounts[4].notices) == 3
 
 
-def test_attempts_that_are_brought_back_while_a_line_is_written_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread that beats was about to write what it knew before them."""
+def test_attempts_that_are_brought_back_come_before_the_one_under_way(tmp_path: Path) -> None:
     path, clock = tmp_path / "ledger.jsonl", Clock()
     three_attempts(tmp_path / "stored")
     ledger = attempt(path, clock, 3.6, 0, 1)
-    brings = threading.Thread(target=join_ledgers, args=(path, tmp_path / "stored", []))
-
-    def write(*arguments: Any, **more: Any) -> None:
-        if brings.ident is None:
-            brings.start()
-            brings.join(0.5)
-        files.write_text(*arguments, **more)
-
-    monkeypatch.setattr("farthing.run.ledger.write_text", write)
-    ledger.write()
-    brings.join()
-    ledger.write()
+    for _ in range(2):
+        ledger.take_in(read_ledger(tmp_path / "stored").accounts)
+        ledger.write()
     assert ledger.number == 4
     assert sums_of(path) == (pytest.approx(210), pytest.approx(0.25))
 

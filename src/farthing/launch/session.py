@@ -38,11 +38,11 @@ from farthing.launch.words import StoreWords
 from farthing.planner.types import AGED_PRICE_DAYS, Plan
 from farthing.prices.offers import Offer, boot_of
 from farthing.run.accounts import Account, read_ledger
-from farthing.run.commits import list_commits, take_newest
+from farthing.run.commits import join_ledgers, list_commits, take_newest, with_words
 from farthing.run.folder import LEDGER, run_id_of
 from farthing.run.ledger import steady_clock
 from farthing.storage.files import Json, cannot_write, make_private, only_writer, write_text
-from farthing.storage.lease import Lease, LeaseLostError
+from farthing.storage.lease import Lease, LeaseLostError, newest_words
 from farthing.storage.objects import Retrying, Store, StoreError, open_store
 from farthing.units import say_bytes, say_seconds, say_usd
 
@@ -321,8 +321,9 @@ class Session:
         store = self._store()
         try:
             if commits := list_commits(store):
-                words = [account.as_row() for account in self.words().accounts()]
-                take_newest(store, self.folder, commits, words, self.say)
+                taken = take_newest(store, self.folder, commits, self.say)
+                known = with_words(taken.accounts, newest_words(store))
+                join_ledgers(self.folder / LEDGER, known)
         except (StoreError, FarthingError, UnclearError, OSError) as error:
             self.say(f"the run is in the store, and could not be brought back: {error}")
 

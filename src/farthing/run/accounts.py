@@ -18,7 +18,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -36,8 +35,6 @@ NO_LOSS_S, NO_LOSS_USD = 0.01, 1e-6  # rounding
 WORK = ("compile", "data_wait", "host_to_device", "compute", "optimizer")
 LOST = 0
 """The number of the attempt that stands for all whose lines are lost."""
-WRITES = threading.RLock()
-"""Held from a look at a ledger until it is written: a thread beats while a run is brought back."""
 _OPEN_STATES = ("starting", "started", "running")
 _KEPT = ("tokens_per_s", "padded_tokens_per_s", "mfu", "takes", "tokens", "padded_tokens", "work")
 Amount = Annotated[float, Field(ge=0, lt=1e15)]

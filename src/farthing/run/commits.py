@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from farthing.errors import DiskFullError, RunChangedError, RunDamagedError
-from farthing.run.accounts import WRITES, accounts_of, as_line, merge, read_ledger
+from farthing.run.accounts import Account, accounts_of, as_line, merge, read_ledger
 from farthing.run.folder import (
     CHECKPOINT_NAME,
     CHECKPOINTS,
@@ -135,8 +135,8 @@ def take_small(store: Store, folder: Path, words: list[Json]) -> bool:
     """Bring what the store's newest whole commit says of its run into `folder`, without checkpoints
     and model, to look at.
 
-    What is there already is not fetched again; the ledger is joined with `words`, see
-    `join_ledgers`. False where the store holds no run. Raises `StoreError`, `RunChangedError`.
+    What is there already is not fetched again; the ledger is joined with `words`. False where the
+    store holds no run. Raises `StoreError`, `RunChangedError`.
     """
     is_there = bool(words)
     for commit in list_commits(store):
@@ -152,24 +152,31 @@ def take_small(store: Store, folder: Path, words: list[Json]) -> bool:
             is_there = True
             break
     if is_there:
-        join_ledgers(folder / LEDGER, folder / LEDGER, words)
+        join_ledgers(folder / LEDGER, with_words({}, words))
     return is_there
 
 
+class Taken(NamedTuple):
+    """A commit that is on the disk now."""
+
+    commit: Commit
+    step: int
+    """Of its newest checkpoint."""
+    objects: Objects
+    """Those that were found whole."""
+    accounts: dict[int, Account]
+    """Of its ledger, which the caller has to join with the one here."""
+
+
 def take_newest(
-    store: Store,
-    folder: Path,
-    commits: list[Commit],
-    words: list[Json],
-    warn: Callable[[str], None],
-) -> tuple[Commit, int, Objects]:
+    store: Store, folder: Path, commits: list[Commit], warn: Callable[[str], None]
+) -> Taken:
     """Bring the newest commit whose own checkpoint is whole into a run folder, else the newest
     other checkpoint that is.
 
-    Returns (commit, step of its newest checkpoint, the objects that were found whole). What else of
-    it is lost is named in a warning and done without; the ledger is joined with `words`, see
-    `join_ledgers`. Raises `RunDamagedError` when no checkpoint is whole, `RunChangedError` when the
-    folder holds another run, `DiskFullError`, `StoreError`.
+    What else of it is lost is named in a warning and done without. Raises `RunDamagedError` when no
+    checkpoint is whole, `RunChangedError` when the folder holds another run, `DiskFullError`,
+    `StoreError`.
     """
 
     def say_damaged(commit: Commit, error: Exception) -> None:
@@ -196,9 +203,7 @@ def take_newest(
     for needs_its_step in (True, False):
         for commit, manifest in readable:
             try:
-                return commit, *_install(
-                    store, folder, manifest, words, warn, needs_its_step=needs_its_step
-                )
+                return _install(store, folder, commit, manifest, warn, needs_its_step)
             except _IS_LOST as error:
                 if needs_its_step:
                     say_damaged(commit, error)
@@ -212,19 +217,18 @@ def take_newest(
 def _install(
     store: Store,
     folder: Path,
+    commit: Commit,
     manifest: Json,
-    words: list[Json],
     warn: Callable[[str], None],
-    *,
     needs_its_step: bool,
-) -> tuple[int, Objects]:
+) -> Taken:
     """Fetch every file, verify it, and only then put in place what is whole.
 
     A checkpoint or model with a file that is lost is left out. Lost files that decide the result
     are written again from a checkpoint, see `run_folder.mend`. Raises `DamagedFileError` when there
     would be no step to continue from.
     """
-    entries, own = manifest["files"], manifest["step"]
+    entries, own = manifest["files"], commit.step
     n_bytes = sum(entry["size"] for entry in entries)
     if shutil.disk_usage(folder).free < 2 * n_bytes:
         raise DiskFullError(
@@ -246,11 +250,13 @@ def _install(
             raise DamagedFileError(lost.get(RUN, f"{RUN} is of another run"))
         for path, why in lost.items():
             warn(f"{path} of the copy of step {own} in the store is lost ({why}); the rest is used")
-        _put_in_place(draft, folder, own, words, warn)
+        accounts = read_ledger(draft / LEDGER).accounts
+        _put_in_place(draft, folder, own, warn)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     whole = [entry for entry in entries if _unit(entry["path"]) not in lost]
-    return max((step for step in steps if step <= own), default=own), objects_of(whole)
+    step = max((step for step in steps if step <= own), default=own)
+    return Taken(commit, step, objects_of(whole), accounts)
 
 
 def _fetch_all(store: Store, draft: Path, entries: list[StoredFile]) -> dict[str, str]:
@@ -297,9 +303,7 @@ def _join_log(draft: Path) -> None:
         (draft / LOG).write_bytes(b"".join(piece.read_bytes() for piece in pieces))
 
 
-def _put_in_place(
-    draft: Path, folder: Path, step: int, words: list[Json], warn: Callable[[str], None]
-) -> None:
+def _put_in_place(draft: Path, folder: Path, step: int, warn: Callable[[str], None]) -> None:
     """run.json comes last: a kill before leaves a folder that is brought back again."""
     checkpoints = make_private(folder / CHECKPOINTS)
     arrived = {save.folder.name: save.folder for save in saves_in(draft / CHECKPOINTS)}
@@ -315,7 +319,6 @@ def _put_in_place(
         if (folder / MODEL).exists():
             discard(folder / MODEL)
         (draft / MODEL).rename(folder / MODEL)
-    join_ledgers(folder / LEDGER, draft / LEDGER, words)
     for name in (*(name for name in SMALL if name not in (RUN, LEDGER)), RUN):
         if (draft / name).exists():
             os.replace(draft / name, folder / name)
@@ -324,13 +327,16 @@ def _put_in_place(
 # ---- spending ----
 
 
-def join_ledgers(here: Path, from_store: Path, words: list[Json]) -> None:
-    """Write at `here` what the store's ledger, the lease's `words` and the one here know."""
+def with_words(accounts: dict[int, Account], words: list[Json]) -> dict[int, Account]:
+    """What a store's ledger and the lease's `words` know together."""
     # what was committed elsewhere is not here
     told = {
         number: replace(account, committed=-1) for number, account in accounts_of(words).items()
     }
-    known = merge(read_ledger(from_store).accounts, told)
-    with WRITES:
-        if joined := merge(known, read_ledger(here).accounts):
-            write_text(here, (as_line(joined[number]) for number in sorted(joined)))
+    return merge(accounts, told)
+
+
+def join_ledgers(here: Path, known: dict[int, Account]) -> None:
+    """Add to the ledger at `here`, which no attempt is writing, what is known besides."""
+    if joined := merge(known, read_ledger(here).accounts):
+        write_text(here, (as_line(joined[number]) for number in sorted(joined)))

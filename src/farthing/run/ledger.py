@@ -11,8 +11,8 @@ time that was paid for stays on the bill even when its work was lost.
       (seconds)                                     attempt, two for this one; draft, then rename
 
 A kill at any moment leaves the file before or after: it costs what was spent since the last beat.
-On a full disk the file is written over in place, where one of the two lines is always whole. What
-somebody else has put in the file's place is taken in before it is written again.
+On a full disk the file is written over in place, where one of the two lines is always whole. Nobody
+else writes the file meanwhile: attempts of other machines come by `take_in`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,8 @@ from farthing.clock import seconds_since_boot
 from farthing.run.accounts import (
     LOST,
     N_SHORT_MARKS,
-    WRITES,
     Account,
-    Found,
     Witness,
-    accounts_of,
     as_line,
     merge,
     read_ledger,
@@ -160,33 +157,30 @@ class Ledger:
         usd_per_hour: float,
         witnesses: Iterable[Witness] = (),
     ) -> None:
-        self._path, self._meter, self._witnesses = path, meter, list(witnesses)
+        self._path, self._meter = path, meter
         self.lock = meter.lock
         """Held while a line is made and written."""
         self._mine = Account(LOST, id=uuid.uuid4().hex[:12], usd_per_hour=usd_per_hour)
         self.past: list[Account] = []
         """The other attempts, in order."""
         self._past_lines = ""
-        self._as_left: tuple[int, ...] | None = None
         self._last_line_at = -1e9
         self._beats: threading.Thread | None = None
         self._closed = threading.Event()
-        self._is_withdrawn = self._is_kept_aside = False
-        self.damage: Found | None = None
+        self._is_written = self._is_withdrawn = False
+        found = read_ledger(path, witnesses)
+        self.damage = found if found.is_damaged else None
         """What was wrong with the ledger when it was read, if anything was."""
-        self._read()
+        self._add(found.accounts)
 
-    def _read(self, others: dict[int, Account] | None = None) -> None:
-        """Take over what the file and `others` know of other attempts; number this one."""
-        found, mine = read_ledger(self._path, self._witnesses), self._mine
-        if found.is_damaged:
-            self.damage, self._is_kept_aside = found, False
-        known = merge(found.accounts, {account.number: account for account in self.past})
-        known = merge(known, others or {})
-        mine.number = next((n for n, each in known.items() if each.id == mine.id), mine.number)
-        if mine.number == LOST or known.get(mine.number, mine).id != mine.id:
+    def _add(self, known: dict[int, Account]) -> None:
+        """Take over what is known of other attempts; number this one after them."""
+        mine = self._mine
+        known = merge(known, {account.number: account for account in self.past})
+        known = {number: each for number, each in known.items() if each.id != mine.id}
+        if mine.number == LOST or mine.number in known:
             mine.number = max(known, default=LOST) + 1
-        self.past = [known[number] for number in sorted(known) if known[number].id != mine.id]
+        self.past = [known[number] for number in sorted(known)]
         for account in self.past[:-N_LONG]:
             account.thin(N_SHORT_MARKS)
         self._past_lines = "".join(map(as_line, self.past))
@@ -204,19 +198,22 @@ class Ledger:
         return self._mine.ended == self._mine.state
 
     @property
+    def _all(self) -> list[Account]:
+        return [*self.past, self._mine]
+
+    @property
     def committed_step(self) -> int:
         """The newest step that was ever saved; -1 where there is none."""
-        return max(account.committed for account in [*self.past, self._mine])
+        return max(account.committed for account in self._all)
 
     @property
     def out_of_memory(self) -> list[Json]:
-        return [event for account in [*self.past, self._mine] for event in account.out_of_memory]
+        return [event for account in self._all for event in account.out_of_memory]
 
     @property
     def forecast(self) -> Json | None:
         """The first forecast of the run."""
-        told = (account.forecast for account in [*self.past, self._mine])
-        return next(filter(None, told), None)
+        return next((account.forecast for account in self._all if account.forecast), None)
 
     @property
     def takes(self) -> dict[str, float]:
@@ -309,19 +306,19 @@ class Ledger:
             mine.mark()
             self._put()
 
-    def take_in(self, rows: list[Json]) -> None:
+    def take_in(self, accounts: dict[int, Account]) -> None:
         """Put attempts of other machines at this run on the bill. Raises `OSError`."""
         with self.lock:
-            self._read(accounts_of(rows))
+            self._add(accounts)
             self._put()
 
     def withdraw(self) -> None:
         """Take this attempt out: it was none of this run. Without others the file goes."""
         with self.lock:
             self._is_withdrawn = True
-            if self._as_left is not None and self.past:
+            if self._is_written and self.past:
                 write_text(self._path, self._past_lines, is_private=True)
-            elif self._as_left is not None:
+            elif self._is_written:
                 self._path.unlink(missing_ok=True)
 
     def end(self, state: str) -> None:
@@ -335,35 +332,22 @@ class Ledger:
         if self._beats is not None:
             self._beats.join()
             self._beats = None
-        if (self._as_left is not None or state) and not self._is_withdrawn:
+        if (self._is_written or state) and not self._is_withdrawn:
             self.end(state)
 
     def _put(self) -> None:
-        with WRITES:
-            is_as_left = self._as_left is not None and self._as_left == _identity(self._path)
-            if not is_as_left and self._path.exists():
-                self._read()
-            if self.damage is not None and not self._is_kept_aside:
-                keep_aside(self._path)
-                self._is_kept_aside = True
-            text = self._past_lines + 2 * as_line(self._mine)
-            try:
-                write_text(self._path, text, is_synced=False, is_private=True)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not is_as_left:
-                    raise
-                with open(self._path, "r+", encoding="utf-8") as file:  # its blocks are there
-                    file.write(text)
-                    file.truncate()
-            self._as_left = _identity(self._path)
-
-
-def _identity(path: Path) -> tuple[int, ...] | None:
-    """What differs between a file and one that took its place."""
-    with contextlib.suppress(FileNotFoundError):
-        found = os.stat(path, follow_symlinks=False)
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-    return None
+        if self.damage is not None and not self._is_written:
+            keep_aside(self._path)
+        text = self._past_lines + 2 * as_line(self._mine)
+        try:
+            write_text(self._path, text, is_synced=False, is_private=True)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._is_written:
+                raise
+            with open(self._path, "r+", encoding="utf-8") as file:  # its blocks are there
+                file.write(text)
+                file.truncate()
+        self._is_written = True
 
 
 def end_for(path: Path, state: str = "", late_s: float = MOST_TAIL_S) -> None:

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from farthing.addresses import is_remote
@@ -28,7 +29,7 @@ from farthing.errors import (
     RunTakenError,
     StoreUnavailableError,
 )
-from farthing.run.accounts import read_ledger
+from farthing.run.accounts import Account, accounts_of, read_ledger
 from farthing.run.commits import (
     LOG_PARTS,
     SCHEMA,
@@ -40,6 +41,7 @@ from farthing.run.commits import (
     objects_of,
     read_commit,
     take_newest,
+    with_words,
 )
 from farthing.run.folder import (
     CHECKPOINTS,
@@ -107,6 +109,7 @@ class Pace:
 
 
 PACE = Pace()
+Accept = Callable[[dict[int, Account]], None]
 
 
 @dataclass
@@ -148,8 +151,8 @@ class Mirror:
         self._said: list[str] = []
         self._lost: str | None = None
         self._gaps = Gaps(pace.lease_s)
-        self.on_bills: Callable[[list[Json]], None] = lambda rows: None
-        """Gets the ledger rows of attempts that have lost the run, see `check`."""
+        self.on_bills: Accept = partial(join_ledgers, folder / LEDGER)
+        """Gets attempts of other machines: of those before, and of those that lost the run."""
         self._bills: list[Json] = []
         self._known_bills: set[str] = set()
         self.failing = False
@@ -221,7 +224,7 @@ class Mirror:
 
     def catch_up(self, words: list[Json], allow_restart: bool) -> int | None:
         store, step = self.patient(self.pace.deliver_s), None
-        commits = list_commits(store)
+        commits, known = list_commits(store), dict[int, Account]()
         is_behind = bool(commits) and (
             run_id_of(self.folder) is None
             or is_damaged(self.folder)
@@ -230,17 +233,16 @@ class Mirror:
         )
         if is_behind:
             try:
-                commit, step, self._known[commit] = take_newest(
-                    store, self.folder, commits, words, self._warn
-                )
+                taken = take_newest(store, self.folder, commits, self._warn)
+                step, known, self._known[taken.commit] = taken.step, taken.accounts, taken.objects
             except RunDamagedError:
                 if not allow_restart:
                     raise
                 self._warn("the store has no whole checkpoint: starting without it, as you asked")
         else:
             self._known = {commit: self._objects(store, commit) for commit in commits[:1]}
-        if words and step is None:
-            join_ledgers(self.folder / LEDGER, self.folder / "none", words)
+        if known := with_words(known, words):
+            self.on_bills(known)
         seen = {"store": self._store.name, "epoch": self.lease.epoch}
         write_json(self.folder / SEEN, seen)
         return step
@@ -297,7 +299,7 @@ class Mirror:
             self._warn(self._said.pop(0))
         if self._bills:
             rows, self._bills = self._bills, []
-            self.on_bills(rows)
+            self.on_bills(accounts_of(rows))
         if self._lost is not None:
             raise self._busy(self._lost)
 

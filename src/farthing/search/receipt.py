@@ -13,7 +13,7 @@ import farthing
 from farthing.config.job import Job
 from farthing.errors import InputError
 from farthing.run.accounts import WORK, read_ledger
-from farthing.run.commits import list_commits, take_newest
+from farthing.run.commits import join_ledgers, list_commits, take_newest, with_words
 from farthing.run.folder import LEDGER, RUN, SEARCH_LOG, kept_job
 from farthing.search.curve import gain
 from farthing.search.halving import SHARES, Z_95, paired, ranked
@@ -99,7 +99,8 @@ def bring_trial(job: Job, trial: int) -> None:
         return
     store = Retrying(open_store(store_of(job.output_store, trial)), STORE_S)
     commits = list_commits(store)
-    take_newest(store, make_private(run), commits, newest_words(store), lambda text: None)
+    taken = take_newest(store, make_private(run), commits, lambda text: None)
+    join_ledgers(run / LEDGER, with_words(taken.accounts, newest_words(store)))
 
 
 def build(folder: Path, record: SearchRecord, usd: float) -> Json:
