@@ -323,7 +323,7 @@ class World:
         ask = self.asks[name]
         boot_usd = BOOT_S / 3600 * self.usd_per_hour
         told = ask.told
-        cap = told["max_usd"] - told["overhead_usd"] - told["reserve_usd"] - boot_usd
+        cap = told["max_usd"] - boot_usd
         number = str(1000 + len(self.machines))
         times = {
             "costs a little more than listed": 1.05,

@@ -649,9 +649,7 @@ FACTS: dict[str, Any] = {
     "most_s": 1000,
     "boot_limit_s": 600.0,
     "usd_per_hour": 3.6,
-    "max_usd": 5.0,
-    "overhead_usd": 1.0,
-    "reserve_usd": 0.1,
+    "max_usd": 3.9,
 }
 
 
@@ -705,7 +703,7 @@ def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(
         "--retry",
         "--set=limits.max_usd=3.8",
         "--set=when_done=null",
-    ]  # 5 - 1 - 0.1 - 100 s
+    ]  # 3.9 - 100 s
     words = StoreWords(open_store(str(tmp_path / "store")))
     assert words.of("farthing-1-1").code == 0
     assert words.of("farthing-1-1").has_booted
@@ -713,7 +711,7 @@ def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(
     monkeypatch.setenv(
         "FARTHING_CREATED_AT", "0"
     )  # a clock that is off counts as the whole boot limit
-    assert _on_machine(tmp_path, monkeypatch)[0].max_usd == pytest.approx(5 - 1 - 0.1 - 0.6)
+    assert _on_machine(tmp_path, monkeypatch)[0].max_usd == pytest.approx(3.9 - 0.6)
 
 
 def test_training_is_told_to_leave_before_the_machine_ends(

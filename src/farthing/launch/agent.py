@@ -54,13 +54,9 @@ class HostAgent:
     @property
     def max_usd(self) -> float | None:
         """What training may cost in all; None without a cap."""
-        facts = self.facts
-        if facts.get("max_usd") is None:
+        if (left_usd := self.facts.get("max_usd")) is None:
             return None
-        elsewhere = (
-            facts["overhead_usd"] + facts["reserve_usd"] + self.boot_s / 3600 * self.usd_per_hour
-        )
-        return max(0.0, round(facts["max_usd"] - elsewhere, 6))
+        return max(0.0, round(left_usd - self.boot_s / 3600 * self.usd_per_hour, 6))
 
     def run(self) -> int:
         """The exit code of the run or search here."""
@@ -98,13 +94,14 @@ class HostAgent:
         if left_s < LEAST_USE_S:
             return EXIT_LIMIT, f"booting left {max(0.0, left_s):.0f} s to train: too little"
         ends_at, does = time.monotonic() + left_s, self.facts["does"]
-        cap = [] if self.max_usd is None else [f"limits.max_usd={self.max_usd!r}"]
-        cap += ["when_done=null"]  # who has rented the machine gives it back
+        values = {"limits.max_usd": self.max_usd} if self.max_usd is not None else {}
         if self.usd_per_hour != self.facts["usd_per_hour"]:
-            cap += [f"where.usd_per_hour={self.usd_per_hour!r}"]
-        words = [does[0], str(self.job), *does[1:], *(f"--set={each}" for each in cap)]
+            values["where.usd_per_hour"] = self.usd_per_hour
+        settings = [f"--set={name}={value!r}" for name, value in values.items()]
+        settings += ["--set=when_done=null"]  # who has rented the machine gives it back
         with open(LOG, "ab") as out, open(LOG, "rb") as log:
             log.seek(0, os.SEEK_END)
+            words = [does[0], str(self.job), *does[1:], *settings]
             self._child = begin(words, stdout=out, stderr=subprocess.STDOUT)
             done = threading.Event()
             follower = threading.Thread(target=self._follow, args=(log, done), daemon=True)

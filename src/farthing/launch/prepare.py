@@ -151,10 +151,9 @@ class Prepared:
         reserve_usd = TEARDOWN_S / 3600 * most_rate
         boot_s = boot_of(offer.provider).seconds if self.target.is_rented else 0.0
         lasts = {"": float(NO_LIMIT_S)}
-        if limits.max_usd is not None and rate > 0:
-            lasts[f"limits.max_usd ({say_usd(limits.max_usd)})"] = (
-                (limits.max_usd - spent_usd - reserve_usd) / most_rate * 3600
-            )
+        if (max_usd := limits.max_usd) is not None and rate > 0:
+            seconds = (max_usd - spent_usd - reserve_usd) / most_rate * 3600
+            lasts[f"limits.max_usd ({say_usd(max_usd)})"] = seconds
         hours = limits.most_hours(max(1, offer.n_gpus))
         if hours is not None:
             lasts["limits.max_hours"] = (
@@ -170,7 +169,6 @@ class Prepared:
                 f" train; {say_usd(spent_usd)} were spent"
             )
         name = f"{self.launch_id}-{number}"
-        has_cap = limits.max_usd is not None
         told = {
             "name": name,
             "does": ["search"] if self.job.search.is_asked else ["train", "--retry"],
@@ -179,9 +177,7 @@ class Prepared:
             "most_s": int(lasts[which]),
             "boot_limit_s": self.wishes.boot_s,
             "usd_per_hour": rate,
-            "max_usd": limits.max_usd,
-            "overhead_usd": round(overhead_usd, 6) if has_cap else 0.0,
-            "reserve_usd": round(reserve_usd, 6) if has_cap else 0.0,
+            "max_usd": None if max_usd is None else round(max_usd - overhead_usd - reserve_usd, 6),
         }
         is_here = self.target.name in (*OWN_FOLDERS, "ssh")
         calls = called(self.target, offer)
@@ -193,7 +189,7 @@ class Prepared:
             offer=offer,
             usd_per_hour=rate,
             most_s=int(lasts[which]),
-            left_usd=None if limits.max_usd is None else limits.max_usd - spent_usd,
+            left_usd=None if max_usd is None else max_usd - spent_usd,
             job_text=self._job_text(offer),
             told=told,
             gpu_id=calls.gpu_id,
