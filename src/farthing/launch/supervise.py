@@ -370,6 +370,8 @@ class Launch:
                 made = self.driver.create(ask, now)
                 told = {} if made.usd_per_hour is None else {"usd_per_hour": made.usd_per_hour}
                 self.ledger.note(ask.name, "created", self._clock(), id=made.id, **told)
+                if not self._is_secured(machine):
+                    continue
                 self._hold_or_undo(machine)
                 self.say(
                     f"{ask.name}: made ({offer.provider} {offer.instance or offer.gpu}, id"
@@ -512,7 +514,7 @@ class Launch:
             self._pause(self.patience.poll_s)
 
     def _is_secured(self, machine: Machine) -> bool:
-        """Whether a machine that was found has its end; one that has none is destroyed."""
+        """Whether a machine that was made has its end; one that has none is destroyed."""
         try:
             self._asked(lambda: self.driver.secure(machine))
             return True

@@ -14,7 +14,6 @@ from farthing.launch.driver import (
     Created,
     InstanceStatus,
     OutOfStockError,
-    ProviderError,
     RefusedError,
     refusal,
 )
@@ -131,7 +130,6 @@ class Vast(Client):
 
     @understood()
     def create(self, ask: LaunchRequest, asked_at: float) -> Created:
-        """An instance that can't be given its end is destroyed, and the offer refused."""
         answer = sure(self._api, "POST", "/api/v0/bundles/", search_of(ask)) or {}
         found = answer.get("offers") or []
         if not found:
@@ -142,17 +140,8 @@ class Vast(Client):
         if not answer.get("success") or not answer.get("new_contract"):
             why = str(answer.get("msg") or answer.get("error") or answer)[:200]
             raise refusal(why)
-        made = Machine(
-            ask.name, id=str(answer["new_contract"]), asked_at=asked_at, most_s=ask.most_s
-        )
-        try:
-            self.secure(made)
-        except ProviderError as error:
-            self.destroy(made)
-            raise RefusedError(
-                f"its end could not be scheduled ({error}), so it was destroyed at once"
-            ) from error
-        return Created(made.id, None if ask.offer.is_spot else price_of(found[0].get("dph_total")))
+        price = None if ask.offer.is_spot else price_of(found[0].get("dph_total"))
+        return Created(str(answer["new_contract"]), price)
 
     def secure(self, machine: Machine) -> None:
         """Status 422: such a job is there already."""
