@@ -340,8 +340,8 @@ class Launch:
         """The next machine, made; None where no offer is left. Raises `NoBudgetError`."""
         while offer := self._next_offer():
             self._hold()
-            number, now = self.ledger.next_number, self._clock()
-            ask = self.make_ask(number, offer, self._accounts(), now)
+            number, accounts, now = self.ledger.next_number, self._accounts(), self._clock()
+            ask = self.make_ask(number, offer, accounts, now)
             machine = self.ledger.note(
                 ask.name,
                 "asked",
