@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,32 +37,24 @@ def classification_metrics(confusion: NDArray[np.int64], names: tuple[str, ...])
     Macro is the mean over classes that occur in truth or prediction; a ratio with an empty
     denominator is 0 (the convention of scikit-learn's `zero_division=0`).
     """
-    hits = np.diag(confusion).astype(float)
-    n_true, n_predicted = confusion.sum(axis=1), confusion.sum(axis=0)
-    precision = np.divide(hits, n_predicted, out=np.zeros_like(hits), where=n_predicted > 0)
-    recall = np.divide(hits, n_true, out=np.zeros_like(hits), where=n_true > 0)
-    both = precision + recall
-    f1 = np.divide(2 * precision * recall, both, out=np.zeros_like(hits), where=both > 0)
-    occurs = (n_true + n_predicted) > 0
-    n = max(1, int(confusion.sum()))
-    majority = int(np.argmax(n_true))
+    hits, n_true = np.diag(confusion).tolist(), confusion.sum(axis=1).tolist()
+    n_predicted, n = confusion.sum(axis=0).tolist(), max(1, int(confusion.sum()))
+    counts = list(zip(hits, n_predicted, n_true, strict=True))
+    per_class = [_scores(*each) | {"n": each[2]} for each in counts]
+    occurring = [row for row, each in zip(per_class, counts, strict=True) if sum(each)]
     return {
-        "accuracy": float(hits.sum() / n),
-        "precision": float(precision[occurs].mean()) if occurs.any() else 0.0,
-        "recall": float(recall[occurs].mean()) if occurs.any() else 0.0,
-        "f1": float(f1[occurs].mean()) if occurs.any() else 0.0,
-        "majority_accuracy": float(n_true[majority] / n),
-        "per_class": {
-            name: {
-                "precision": float(precision[i]),
-                "recall": float(recall[i]),
-                "f1": float(f1[i]),
-                "n": int(n_true[i]),
-            }
-            for i, name in enumerate(names)
-        },
+        "accuracy": sum(hits) / n,
+        **_macro(occurring),
+        "majority_accuracy": max(n_true) / n,
+        "per_class": dict(zip(names, per_class, strict=True)),
         "confusion": confusion.tolist(),
     }
+
+
+def _macro(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean over classes."""
+    names, n = ("precision", "recall", "f1"), max(1, len(rows))
+    return {name: sum(row[name] for row in rows) / n for name in names}
 
 
 def _scores(hits: float, n_predicted: float, n_true: float) -> dict[str, float]:
@@ -87,13 +79,9 @@ def multi_label_metrics(
         name: _scores(*of_class) | {"n": of_class[2]}
         for name, *of_class in zip(names, hits, n_predicted, n_true, strict=True)
     }
-    n = max(1, len(names))
     return {
         "accuracy": float((labels == answers).all(1).mean()),
-        **{
-            key: sum(each[key] for each in per_class.values()) / n
-            for key in ("precision", "recall", "f1")
-        },
+        **_macro(list(per_class.values())),
         "f1_micro": _scores(sum(hits), sum(n_predicted), sum(n_true))["f1"],
         "per_class": per_class,
     }

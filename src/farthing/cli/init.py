@@ -13,7 +13,9 @@ from farthing.printable import printable
 
 ARGUMENTS = {
     "[path]": "where to write (default: job.yaml; with --demo: demo/)",
-    f"--task {{{','.join(objective_names())}}}:={objective_names()[0]}": "objective of the starter",
+    f"--task TASK{{{','.join(objective_names())}}}:={objective_names()[0]}": (
+        f"objective of the starter: {', '.join(objective_names())}"
+    ),
     "--demo": "a small model, data and job that run offline in a minute",
     "--schema": "print the JSON Schema of the job file, for editors",
     "--json": "print the written files as JSON",

@@ -14,12 +14,11 @@ from farthing.units import plural, say_count, say_seconds, say_usd
 
 def search_report(receipt: Json) -> list[Section]:
     """The receipt for a terminal."""
-    commands = tuple(Text(command, "code") for command in receipt["next"])
     return sections(
         Section("", (_trials(receipt),)),
         Section("", (_rungs(receipt),)),
         Section("", (Listed((*in_words(receipt), _dollars(receipt))),)),
-        Section("Next", (Listed(()), *commands)) if commands else None,
+        _next(receipt)._replace(title=""),
     )
 
 
@@ -32,13 +31,17 @@ def search_page(receipt: Json) -> str:
     report = sections(
         Section("", (head,)),
         listed("Result", in_words(receipt)),
-        Section("Next", tuple(Text(command, "code") for command in receipt["next"])),
+        _next(receipt),
         *(Section(drawing.title, (drawing,)) for drawing in drawings),
         Section("Trials", (_trials(receipt),)),
         Section("Rungs", (_rungs(receipt),)),
     )
     title = f"farthing search: {receipt['folder']}"
     return page("farthing search", title, report, f"farthing {receipt['version']}")
+
+
+def _next(receipt: Json) -> Section:
+    return Section("Next", tuple(Text(command, "code") for command in receipt["next"]))
 
 
 def bill_report(bill: Json) -> list[Section]:
