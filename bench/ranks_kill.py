@@ -87,7 +87,7 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
     from farthing.dist import reduce
     from farthing.run import checkpoint
     from farthing.train import build, evaluate, rank_setup, resolve, run, saver
-    from farthing.train.room import Steps
+    from farthing.train.memory import Steps
     from farthing.train.step import Step
 
     place, what, victim = Path(folder), case["what"], case["victim"]

@@ -71,8 +71,9 @@ def test_one_place_goes_backward() -> None:
 
 
 BEHIND_BUILD = (
-    *("loop", "step", "shared_step", "step_feed", "step_result", "room", "rehearsal", "state"),
-    *("saver", "evaluate", "forecast", "step_log", "throughput", "reference", "measure", "built"),
+    *("loop", "step", "shared_step", "step_feed", "step_result", "memory", "memory_fit", "state"),
+    *("saver", "copies", "evaluate", "forecast", "step_log", "throughput", "reference", "measure"),
+    *("context", "built"),
 )
 
 

@@ -86,9 +86,13 @@ class Machine:
 class TimedSaver(Saver):
     """Saves and exports of a machine on which work is only time."""
 
-    machine: Machine
-    costs: Costs
-    disk: dict[str, Any]
+    def __init__(self, run: Any, disk: dict[str, Any]) -> None:
+        self.training, self.context, self.progress = run, run.context, run.progress
+        self.machine, self.costs, self.disk = run.machine, run.costs, disk
+        self.save_steps, self.every_s, self.trained_bytes = None, run.costs.save_every_s, 8
+        self.mark, self.saved_at_s = run.progress.mark, run.context.meter.wall_s
+        self.is_due_now = self.wrote_model_early = False
+        self.took_s = self.write_s = self.export_s = 0.0
 
     def save(self) -> None:
         """Take the time of it."""
@@ -196,7 +200,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated run.
     """
     instead: dict[str, Any] = {"rare_collections": nullcontext, "take_step": take_step}
-    instead["rehearse"] = lambda run: None
+    instead["rehearse"] = lambda *_: None
     for name, other in instead.items():
         monkeypatch.setattr(farthing.train.loop, name, other)
 
@@ -255,35 +259,12 @@ def attempt(
         )
     )
     run.log = SimpleNamespace(settle=lambda: None)
-    nothing: dict[str, Any] = dict.fromkeys(
-        ("checkpoints", "state", "log", "record", "model", "tokenizer", "settle")
-    )
-    run.saver = TimedSaver(
-        context=context,
-        progress=run.progress,
-        schedule=run.schedule,
-        save_steps=None,
-        every_s=costs.save_every_s,
-        save_total_limit=1,
-        load_best_model_at_end=False,
-        trained_bytes=8,
-        mark=run.progress.mark,
-        **nothing,
-    )
-    run.saver.machine, run.saver.costs, run.saver.disk = machine, costs, disk
+    run.feed, run.estimate = run.steps.feed, estimate
+    run.saver = TimedSaver(run, disk)
     run.evaluator = None
     if costs.evaluation_s:
         run.evaluator = TimedEvaluator(run_of=run, costs=costs, took_s=0.0)
-    run.forecast = Forecast(
-        context=context,
-        progress=run.progress,
-        schedule=run.schedule,
-        feed=run.steps.feed,
-        pace=run.pace,
-        saver=run.saver,
-        evaluator=run.evaluator,
-        estimate=estimate,
-    )
+    run.forecast = Forecast(run, run.saver, run.evaluator)
     ledger.begin_at(run.progress.step)
     meter.enter("idle")
     state, _ = loop(run)  # type: ignore[arg-type]

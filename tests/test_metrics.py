@@ -306,7 +306,10 @@ def test_the_best_step_does_not_depend_on_the_threshold_even_over_a_stop(
     monkeypatch.setattr(
         evaluation.Evaluator,
         "measure",
-        lambda evaluator, each: {"loss": values[evaluator.progress.step - 1], "n_examples": 1},
+        lambda evaluator, each: {
+            "loss": values[evaluator.training.progress.step - 1],
+            "n_examples": 1,
+        },
     )
     job = judged_job(
         tmp_path, greater_is_better=greater, early_stopping_threshold=0.5, max_steps=4, save_steps=1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farthing.train.trackers import metrics_text
+from farthing.train.metrics_file import metrics_text
 from workshop import log_of, make_job, rows_of, step_taken, train
 
 SAMPLE = re.compile(r'farthing_[a-z_]+(\{([a-z]+="(?:[^"\\\n]|\\.)*",?)+\})? [-+0-9.e]+')

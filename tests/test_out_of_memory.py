@@ -19,6 +19,7 @@ import farthing.run.checkpoint
 import farthing.train.build
 import farthing.train.resolve
 import farthing.train.run
+import farthing.train.shared_step
 import farthing.train.state
 import farthing.train.step
 import survive
@@ -34,13 +35,15 @@ from farthing.events import Decided, Event, Restored, StepTaken, Warned
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.train.optim import (
+    UpdateGuard,
     allocate_state,
     load_state,
     state_bytes,
     state_tensors,
+    temporary_bytes,
+    update_bytes,
 )
 from farthing.train.run import opened_run
-from farthing.train.update_guard import UpdateGuard, forget_unscaling, temporary_bytes, update_bytes
 from scarce import GONE, OPTIMIZERS, Failing, optimizer_of, small_model, step_of
 from thinned import thinned
 from workshop import Heard, losses_of, make_job
@@ -233,8 +236,8 @@ PLACES: dict[str, tuple[Any, str, int]] = {
     "forward": (Forward, "loss", 2),
     "backward": (Tensor, "backward", 4),
     "clipping": (torch.nn.utils, "clip_grads_with_norm_", 2),
-    "before the first update": (farthing.train.step, "reserve_for_update", 1),
-    "before a later update": (farthing.train.step, "reserve_for_update", 4),
+    "before the first update": (farthing.train.shared_step, "reserve_for_update", 1),
+    "before a later update": (farthing.train.shared_step, "reserve_for_update", 3),
     "the update, before it writes": (torch.optim.AdamW, "step", 2),
     "evaluation": (Forward, "loss_and_log_probs", 1),
     "snapshot of a checkpoint": (farthing.run.checkpoint, "copied", 3),
@@ -352,7 +355,7 @@ def test_a_device_that_stays_full_halves_after_it_was_freed(
                 raise torch.OutOfMemoryError("CUDA out of memory")
         return honest(forward, batch, *scale)
 
-    monkeypatch.setattr("farthing.train.room.free_cached", freed.append)
+    monkeypatch.setattr("farthing.train.memory.free_cached", freed.append)
     monkeypatch.setattr(Forward, "loss", loss)
     outcome = workshop.train(
         make_job(tmp_path, max_steps=4, n_rows=64, global_batch_size=32, micro_batch_tokens=1200)
@@ -438,7 +441,7 @@ def test_checkpoints_without_room_for_a_snapshot_end_the_run_like_a_full_disk(
     assert "the checkpoint of step 1 could not be written" in heard.warnings
 
 
-# ---- the guard by itself ----
+# ---- the update ----
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -475,17 +478,3 @@ def test_what_an_update_takes_besides_is_known() -> None:
         )
         == large
     )
-
-
-def test_a_scaler_forgets_a_step_that_failed_and_keeps_its_scale() -> None:
-    model = small_model()
-    optimizer, scaler = (
-        optimizer_of(model, "adamw_torch_fused"),
-        torch.amp.GradScaler("cpu", init_scale=512.0),
-    )
-    for _ in range(2):
-        scaler.scale(model(torch.ones(2, 24)).sum()).backward()
-        scaler.unscale_(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-        forget_unscaling(scaler)
-    assert scaler.get_scale() == 512.0

@@ -23,7 +23,8 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.models.families import PACKED, PADS_SAFELY
 from farthing.run.folder import kept
-from farthing.train.evaluate import Writing, write_texts
+from farthing.train.evaluate import write_texts
+from farthing.train.resolve import Writing
 from thinned import thinned
 
 CPU = Numerics(torch.device("cpu"), None)

@@ -74,7 +74,7 @@ def test_a_step_is_named_forward_and_backward(found: dict[str, Any]) -> None:
     assert sum(parts.values()) == pytest.approx(found["step_s"], rel=0.05)
     of_all = sum(found["n_operations"].values())
     assert of_all > 10_000
-    assert found["n_operations"].get("everything else", 0.0) < 0.05 * of_all
+    assert found["n_operations"].get("other layers", 0.0) < 0.25 * of_all
     assert parts["attention"] > 0
 
 

@@ -22,7 +22,6 @@ import torch
 
 import farthing.dist.reduce
 import farthing.train.run
-from farthing.cli.command import main
 from farthing.config.job import Job
 from farthing.data.packing import split_by_tokens, split_padded
 from farthing.data.row_table import rows_of as table_of
@@ -36,12 +35,12 @@ from farthing.run.folder import kept
 from farthing.run.group import Elastic, Seat, device_of, not_followed, seat_in
 from farthing.settings import Settings
 from farthing.train.rank_setup import with_slots
-from farthing.train.run import Outcome, opened_run
+from farthing.train.run import opened_run
 from farthing.train.step import Step
 from patience import until
 from ranks_at_work import child, lora_job
 from together import on_ranks
-from workshop import Heard, job_file, log_of, losses_of, make_job
+from workshop import Heard, log_of, losses_of, make_job
 
 # ---- the table of a step: no process needed ----
 
@@ -149,41 +148,6 @@ def test_going_backward_attention_counts_more_where_the_weights_are_frozen(tmp_p
         assert (of_products > products * lengths * forward.squares_at).all(), (
             "labelled tokens go through the head"
         )
-
-
-def test_another_rank_keeps_the_first_waiting_no_longer_than_itself(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    """The first look for garbage went through all libraries, 0.24 s of processor time in which the
-    first rank waited.
-    """
-    heard: list[str] = []
-    monkeypatch.setattr("farthing.cli.train.gc.freeze", lambda: heard.append("frozen"))
-    monkeypatch.setattr(
-        "farthing.train.run.train",
-        lambda *_: heard.append("trains") or Outcome("finished", "", None),
-    )  # type: ignore[arg-type,func-returns-value]
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    assert main(["train", str(job_file(tmp_path))]) == 0
-    assert heard == ["frozen", "trains"]
-
-
-def test_no_step_walks_through_the_model_to_know_what_leaving_takes(tmp_path: Path) -> None:
-    """Three times a step, it took the first rank 4 % of its steps, which the others waited for."""
-    job = lora_job(tmp_path, max_steps=2)
-    Path(job.output_dir).mkdir()
-    with opened_run(job, Heard()) as attempt:
-        n_bytes = sum(
-            weight.nbytes for weight in attempt.model.parameters() if weight.requires_grad
-        )
-        assert attempt.saver.trained_bytes == n_bytes > 0
-        attempt.model, less_s = None, attempt.forecast.reserve_with_start_s
-        attempt.saver.trained_bytes += 10**9
-        # 10 s of writing each: twice a margin of 1.15 on two saves of three and one export
-        assert attempt.forecast.reserve_with_start_s == pytest.approx(less_s + 161)
 
 
 # ---- the order of sums: no process needed ----
@@ -362,7 +326,7 @@ def test_every_rank_hears_the_same(tmp_path: Path) -> None:
 def leaves(rank: int, was_asked: bool) -> None:
     ranks = Ranks(seat_in(os.environ), patience_s=60.0)
     if rank == 1:
-        ranks.listen(lambda: was_asked, contextlib.nullcontext, lambda: None)
+        ranks.asks_to_leave = lambda: was_asked
         ranks.fail(75)
         ranks.close()
     else:

@@ -34,8 +34,8 @@ from farthing.run.parts import Shared, files_of, read_part
 from farthing.storage.files import DamagedFileError, verify_folder
 from farthing.train.build import build_model
 from farthing.train.estimate import estimated
+from farthing.train.memory import dearest_step
 from farthing.train.rank_setup import joined
-from farthing.train.rehearsal import dearest_step
 from farthing.train.resolve import open_examples
 from farthing.train.run import opened_run
 from farthing.train.step import Step

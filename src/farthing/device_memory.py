@@ -4,10 +4,11 @@ allocator for CUDA is set.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 import traceback
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 
 from farthing.errors import DeviceError, FarthingError, HardwareError, OutOfMemoryError
 
@@ -99,6 +100,19 @@ def in_words(error: BaseException, where: str = "") -> FarthingError | None:
     else:
         return None
     return kind(f"{what}: {first_line(error)}", where=where, to_do=to_do)
+
+
+@contextlib.contextmanager
+def out_of_memory_said(
+    where: str, to_do: str, what: str = "the device has no memory left"
+) -> Iterator[None]:
+    """Raise `OutOfMemoryError` where memory runs out within, with the key of the job that helps."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(f"{what}: {first_line(error)}", where=where, to_do=to_do) from error
 
 
 def reported(error: BaseException) -> BaseException:

@@ -285,15 +285,6 @@ def check_choices(job: Job) -> Iterator[Check]:
         yield _check("cap", "none", "set limits.max_usd", warns=True)
 
 
-def check_trial(path: Path, overrides: list[str], n_examples: int) -> Iterator[Check]:
-    """Some examples through train, save, kill, resume and export."""
-    from farthing.train.trial import try_out
-
-    for stage in try_out(path, overrides, load_job(path, overrides), n_examples):
-        state = "ok" if stage.is_good else "failed"
-        yield Check(f"trial: {stage.name}", state, stage.found, "mend it before a long run")
-
-
 def _limits(job: Job) -> str:
     """How much time a run has. Raises `InputError`."""
     from farthing.report.receipt import build_receipt

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from farthing.train.loop import take_step  # noqa: E402
-from farthing.train.rehearsal import rehearse  # noqa: E402
+from farthing.train.memory import rehearse  # noqa: E402
 from farthing.train.run import opened_run  # noqa: E402
 from workshop import Heard, make_job, rows_of  # noqa: E402
 
@@ -55,7 +55,7 @@ def test_what_is_expected_is_the_peak(
     torch.cuda.reset_peak_memory_stats()
     resting = torch.cuda.memory_allocated()
     with opened_run(job, Heard()) as run:
-        rehearse(run)
+        rehearse(run, run.steps, run.forecast)
         take_step(run)
         run.log.settle()
         peak = torch.cuda.max_memory_allocated() - resting

@@ -23,9 +23,9 @@ from farthing.export.folders import trusted_job, untrained_model
 from farthing.metrics import Metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
-from farthing.train.evaluate import Writing, evaluate, with_room
+from farthing.train.evaluate import evaluate, with_room
 from farthing.train.reference import references_of
-from farthing.train.resolve import RunSpec, numerics_of, open_examples, resolve
+from farthing.train.resolve import RunSpec, Writing, numerics_of, open_examples, resolve
 
 T = TypeVar("T")
 

@@ -1,5 +1,4 @@
-"""`farthing doctor`: checks of this machine, and of a job before it starts. Changes nothing;
-with --try it trains a few examples, in a folder of their own."""
+"""`farthing doctor`: checks of this machine, and of a job before it starts. Changes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +15,6 @@ ARGUMENTS = {
     "--target TARGET": "check what `farthing launch --on TARGET` needs here",
     "--data FILE": "show the format of a data file; a job's columns apply",
     "--model NAME": "with --data and no job: use this model's tokenizer and template",
-    "--try N": "train, save, kill, resume and export N examples in a separate folder",
     "--json": "print the checks as JSON",
 }
 COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
@@ -25,12 +23,8 @@ COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
 def run(arguments: argparse.Namespace) -> int:
     """Print every check; 2 when one has failed."""
     job = Path(arguments.job) if arguments.job else None
-    n_tried, needs_job = arguments.try_, {"--set": arguments.set, "--try": arguments.try_}
-    for option, value in needs_job.items():
-        if value and job is None:
-            raise InputError("it needs a job", where=option, to_do="name the job file as well")
-    if n_tried is not None and n_tried < 2:
-        raise InputError("a trial needs 2 examples or more", where="--try", to_do="e.g. --try 16")
+    if arguments.set and job is None:
+        raise InputError("it needs a job", where="--set", to_do="name the job file as well")
     if arguments.model and (job or not arguments.data):
         raise InputError(
             "only for a data file without a job",
@@ -39,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.data:
         return _look_at_data(arguments, job)
-    from farthing.doctor import check_before, check_job, check_machine, check_trial
+    from farthing.doctor import check_before, check_job, check_machine
 
     if arguments.target:
         from farthing.launch.check import check_target
@@ -49,8 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
     checks = [*check_machine(Path.cwd(), with_device=not faults), *faults]
     if job and not _failed(checks):
         checks += check_job(job, arguments.set)
-    if job and n_tried and not _failed(checks):
-        checks += check_trial(job, arguments.set, n_tried)
     return _show(checks, arguments)
 
 

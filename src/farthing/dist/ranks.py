@@ -62,11 +62,8 @@ class Ranks:
     def __init__(
         self, seat: Seat | None = None, device: torch.device | None = None, patience_s: float = 60.0
     ) -> None:
-        self.seat, self.device, self.patience_s = (
-            seat or Seat(),
-            device or torch.device("cpu"),
-            patience_s,
-        )
+        self.seat, self.device = seat or Seat(), device or torch.device("cpu")
+        self.patience_s = patience_s
         self.index, self.n, self.is_first = self.seat.index, self.seat.n, self.seat.is_first
         self.waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.at_loss: Callable[[], None] = lambda: None
@@ -97,20 +94,6 @@ class Ranks:
         has sent to all.
         """
         return 0.0 if self.seat.by in ("", "farthing") else 2.0
-
-    def listen(
-        self,
-        asks_to_leave: Callable[[], bool],
-        waiting: Callable[[], contextlib.AbstractContextManager[None]],
-        at_loss: Callable[[], None],
-        may_be_still: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """From now on tell the others when this one is asked to leave, wait in `waiting`, and call
-        `at_loss` on the first rank before it ends because another one is lost."""
-        self.asks_to_leave, self.waiting = asks_to_leave, waiting
-        self.may_be_still = may_be_still
-        if self.is_first:
-            self.at_loss = at_loss
 
     # ---- joining and leaving ----
 
@@ -176,9 +159,7 @@ class Ranks:
         return max(0.0, self._stillness.seconds() - (STILL_S if self.may_be_still() else 0.0))
 
     def _leave_the_lost(self, why: str, code: int, hangs: bool = False) -> None:
-        if (
-            self.word and not hangs
-        ):  # this one has failed, or is done, and says so in its own words
+        if self.word and not hangs:  # this one has failed, or is done, and says so itself
             self._words = [_GONE] * self.n
             raise SystemExit
         last = threading.Thread(target=self.at_loss, daemon=True)
@@ -289,15 +270,8 @@ class Ranks:
         """This rank's part in checkpoints, where ranks have rows of what is saved."""
         if self.fsdp is None or not self.trains_rows:
             return None
-        fsdp = self.fsdp
-        return Shared(
-            self.is_first,
-            fsdp.shard,
-            fsdp.n_shards,
-            fsdp.is_copy,
-            self.rows_of,
-            self.gather_for_save,
-        )
+        place = self.is_first, self.fsdp.shard, self.fsdp.n_shards, self.fsdp.is_copy
+        return Shared(*place, self.rows_of, self.gather_for_save)
 
     def clip(self, weights: Sequence[Tensor], most: float) -> Tensor:
         """Scale gradients down to a norm of `most` over all ranks' rows; the norm before."""
@@ -322,9 +296,8 @@ class Ranks:
     ) -> None:
         """Where a rank's gradients in fp16 have overflowed, those of all have."""
         if self.trains_rows and self.n > 1 and scaler.is_enabled():
-            for found in scaler._per_optimizer_states[id(optimizer)][
-                "found_inf_per_device"
-            ].values():
+            state = scaler._per_optimizer_states[id(optimizer)]
+            for found in state["found_inf_per_device"].values():
                 dist.all_reduce(found, dist.ReduceOp.MAX)
 
     def gather_for_save(self, value: Any) -> list[Any]:
@@ -398,9 +371,8 @@ class Ranks:
         """
         if self.n == 1 or not (isinstance(error, RunInterruptedError) or is_out_of_memory(error)):
             raise error
-        if self.is_fsdp and is_out_of_memory(
-            error
-        ):  # the others are in a layer, and wait for its weights
+        if self.is_fsdp and is_out_of_memory(error):
+            # the others are in a layer, and wait for its weights
             if not self.leave_less():
                 raise HardwareError(
                     f"rank {self.index} has no memory left for one example with every layer"
@@ -472,13 +444,12 @@ class Ranks:
         rank has.
         """
         found = list(tensors)
-        for tensor, dtype in zip(
-            found, self.tell_all([str(each.dtype) for each in found]), strict=True
-        ):
+        dtypes = self.tell_all([str(each.dtype).removeprefix("torch.") for each in found])
+        for tensor, dtype in zip(found, dtypes, strict=True):
             if self.is_first:
                 tensor.data = tensor.data.to(self.device).contiguous()
             else:
-                kind = getattr(torch, dtype.removeprefix("torch."))
+                kind = getattr(torch, dtype)
                 tensor.data = torch.empty(tensor.shape, dtype=kind, device=self.device)
             if self.n > 1 and tensor.numel():
                 with self.together():
@@ -499,13 +470,10 @@ class Ranks:
                     " rank",
                     to_do="use the same versions and the same job everywhere",
                 )
-            told = {}
-            for each in names:
-                own = tensors[each]
-                whole = own.detach().clone().contiguous()
+            told = {each: tensors[each].detach().clone().contiguous() for each in names}
+            for whole in told.values():
                 with self.together():
                     dist.broadcast(whole.view(torch.uint8) if whole.ndim else whole, 0)
-                told[each] = whole
             if not self.is_first:
                 parts[name].restore(told, values)
 

@@ -41,7 +41,7 @@ def slots_of(rank: int, n_ranks: int, n_slots: int) -> range:
     return range(rank * n_slots // n_ranks, (rank + 1) * n_slots // n_ranks)
 
 
-def reducer_of(ranks: Ranks, weights: Sequence[Tensor], n_slots: int) -> AllReduce | FixedOrder:
+def reducer_of(ranks: Ranks, weights: Sequence[Tensor], n_slots: int) -> Reducer:
     """For `n_slots` in a fixed order, or 0: in any. Rows of weights that FSDP2 sums are no matter
     of a reducer.
     """
@@ -57,23 +57,17 @@ def reduce_bytes(ranks: Ranks, weights: Sequence[Tensor]) -> int:
     return 0 if ranks.n == 1 or ranks.trains_rows else 3 * 4 * n_numbers
 
 
-class AllReduce:
-    """`all_reduce` of flat buckets. A weight's gradient becomes a view of its bucket."""
+class Reducer:
+    """What a step tells of its backward passes, and how the sums come to the weights."""
 
     def __init__(self, ranks: Ranks, weights: Sequence[Tensor]) -> None:
         self._ranks, self._weights = ranks, weights
-        # a backward pass comes to the last weights first
-        self._buckets = _in_buckets(list(enumerate(weights))[::-1])
-        self._bucket_of = {at: n for n, bucket in enumerate(self._buckets) for at in bucket}
-        self._overlaps = ranks.n > 1 and ranks.device.type == "cuda"
         self._hooks: list[Any] = []
         self.begin()
 
     def begin(self) -> None:
         """A step begins."""
         self._forget_hooks()
-        self._missing = [len(bucket) for bucket in self._buckets]
-        self._sent: list[tuple[Tensor, Any]] = []
         self._has = [0] * len(self._weights)
 
     def slot(self, number: int) -> None:
@@ -81,6 +75,72 @@ class AllReduce:
 
     def last_backward_begins(self) -> None:
         """The backward pass that comes now is the last one of the step."""
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Gradients of the backward passes in the block are not of the step, and forgotten."""
+        self._forget_hooks()
+        kept = [weight.grad for weight in self._weights]
+        yield
+        for weight, gradient in zip(self._weights, kept, strict=True):
+            weight.grad = gradient
+
+    def end(self, has_failed: bool) -> list[int]:
+        """No backward pass comes any more. Of each weight, 1 where this process has a gradient."""
+        raise NotImplementedError
+
+    def finish(self, has_gradient: Sequence[int]) -> None:
+        """Leave the sums with the weights of every process. `has_gradient` says of each weight
+        whether any process has a gradient; the others keep none.
+        """
+        raise NotImplementedError
+
+    def give_up(self) -> None:
+        """Wait for what is under way, and keep nothing of it."""
+        self.finish([0] * len(self._weights))
+
+    def _forget_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _in_buckets(self, places: Iterable[int]) -> list[list[int]]:
+        """Places of weights, in order, in buckets of one dtype and at most `BUCKET` numbers; a
+        larger weight has one of its own.
+        """
+        buckets: list[list[int]] = []
+        n, dtype = 0, None
+        for at in places:
+            weight = self._weights[at]
+            if not buckets or weight.dtype != dtype or n + weight.numel() > BUCKET:
+                buckets.append([])
+                n, dtype = 0, weight.dtype
+            buckets[-1].append(at)
+            n += weight.numel()
+        return buckets
+
+    def _parts(self, flat: Tensor, bucket: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """(place of a weight, what `flat` has for it) of a bucket."""
+        parts = flat.split([self._weights[at].numel() for at in bucket])
+        for at, part in zip(bucket, parts, strict=True):
+            yield at, part.view(self._weights[at].shape)
+
+
+class AllReduce(Reducer):
+    """`all_reduce` of flat buckets. A weight's gradient becomes a view of its bucket."""
+
+    def __init__(self, ranks: Ranks, weights: Sequence[Tensor]) -> None:
+        super().__init__(ranks, weights)
+        # a backward pass comes to the last weights first
+        self._buckets = self._in_buckets(reversed(range(len(weights))))
+        self._overlaps = ranks.n > 1 and ranks.device.type == "cuda"
+
+    def begin(self) -> None:
+        super().begin()
+        self._ready = set[int]()
+        self._sent: list[tuple[Tensor, Any]] = []
+
+    def last_backward_begins(self) -> None:
         if self._overlaps:
             self._hooks = [
                 leaf_of(weight).register_post_accumulate_grad_hook(partial(self._is_there, at))
@@ -88,26 +148,25 @@ class AllReduce:
             ]
 
     def _is_there(self, at: int, _: Tensor) -> None:
-        self._missing[self._bucket_of[at]] -= 1
-        while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
+        self._ready.add(at)
+        while len(self._sent) < len(self._buckets) and self._ready.issuperset(
+            self._buckets[len(self._sent)]
+        ):
             self._send()
 
     def _send(self) -> None:
-        weights = [self._weights[at] for at in self._buckets[len(self._sent)]]
-        for at, weight in zip(self._buckets[len(self._sent)], weights, strict=True):
+        parts = []
+        for at in self._buckets[len(self._sent)]:
+            weight = self._weights[at]
             self._has[at] = int(weight.grad is not None)
-        parts = [
-            weight.new_zeros(weight.numel()) if weight.grad is None else weight.grad.reshape(-1)
-            for weight in weights
-        ]
-        flat = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(SUMS)
-        for weight in weights:
+            zeros = weight.grad is None
+            parts.append(weight.new_zeros(weight.numel()) if zeros else weight.grad.reshape(-1))
             weight.grad = None
+        flat = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(SUMS)
         self._ranks.n_sums += 1
         self._sent.append((flat, dist.all_reduce(flat, async_op=True)))
 
     def end(self, has_failed: bool) -> list[int]:
-        """No backward pass comes any more. Of each weight, 1 where this process has a gradient."""
         self._forget_hooks()
         if has_failed:
             for weight in self._weights:
@@ -120,82 +179,31 @@ class AllReduce:
         return self._has
 
     def finish(self, has_gradient: Sequence[int]) -> None:
-        """Leave the sums with the weights of every process. `has_gradient` says of each weight
-        whether any process has a gradient; the others keep none.
-        """
         with self._ranks.together():
             for bucket, (flat, work) in zip(self._buckets, self._sent, strict=False):
                 work.wait()
-                for at, part in _parts(flat, bucket, self._weights):
+                for at, part in self._parts(flat, bucket):
                     if has_gradient[at]:
-                        self._weights[at].grad = part
+                        self._weights[at].grad = part.to(self._weights[at].dtype)
         self._sent = []
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Gradients of the backward passes in the block are not of the step, and forgotten."""
-        self._forget_hooks()
-        kept = [weight.grad for weight in self._weights]
-        yield
-        for weight, gradient in zip(self._weights, kept, strict=True):
-            weight.grad = gradient
 
-    def give_up(self) -> None:
-        """Wait for what is under way, and keep nothing of it."""
-        self.finish([0] * len(self._weights))
-
-    def _forget_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-
-def _in_buckets(weights: Iterable[tuple[int, Tensor]]) -> list[list[int]]:
-    """Places of weights, in order, in buckets of one dtype and at most `BUCKET` numbers; a larger
-    weight has one of its own.
-    """
-    buckets: list[list[int]] = []
-    n, dtype = 0, None
-    for at, weight in weights:
-        if not buckets or weight.dtype != dtype or n + weight.numel() > BUCKET:
-            buckets.append([])
-            n, dtype = 0, weight.dtype
-        buckets[-1].append(at)
-        n += weight.numel()
-    return buckets
-
-
-def _parts(
-    flat: Tensor, bucket: Sequence[int], weights: Sequence[Tensor]
-) -> Iterator[tuple[int, Tensor]]:
-    """(place of a weight, what `flat` has for it) of a bucket."""
-    parts = flat.split([weights[at].numel() for at in bucket])
-    for at, part in zip(bucket, parts, strict=True):
-        yield at, part.view(weights[at].shape).to(weights[at].dtype)
-
-
-class FixedOrder:
+class FixedOrder(Reducer):
     """Sums that are the same to the bit on any number of processes: after the backward passes each
     adds its slots to the sum that it gets from the one before, and the last one tells all.
     """
 
     def __init__(self, ranks: Ranks, weights: Sequence[Tensor], n_slots: int) -> None:
-        self._ranks, self._weights = ranks, weights
         self._slots = slots_of(ranks.index, ranks.n, n_slots)
-        self.begin()
+        super().__init__(ranks, weights)
 
     def begin(self) -> None:
-        """A step begins."""
-        self._has = [0] * len(self._weights)
+        super().begin()
         self._kept: list[list[Tensor | None]] = []
         """Gradients of each slot; those of the first process are added up at once."""
         self._next = self._slots.start
 
-    def last_backward_begins(self) -> None:
-        """Nothing is sent before all slots are complete."""
-
     def slot(self, number: int) -> None:
-        """The slots before this one are complete."""
         for _ in range(self._next, number):
             self._close()
         self._next = max(self._next, number)
@@ -213,38 +221,27 @@ class FixedOrder:
                 gradient = gradient.to(SUMS)
                 sums[at] = gradient if before is None else before.add_(gradient)
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """As `AllReduce.aside`."""
-        self.slot(self._slots.stop)
-        yield
-        for weight in self._weights:
-            weight.grad = None
-
     def end(self, has_failed: bool) -> list[int]:
-        """No backward pass comes any more. Of each weight, 1 where this process has a gradient."""
         if has_failed:
-            self.give_up()
+            self._kept = []
         else:
             self.slot(self._slots.stop)
         return self._has
 
     def finish(self, has_gradient: Sequence[int]) -> None:
-        """As `AllReduce.finish`."""
         ranks, weights = self._ranks, self._weights
-        used = [(at, weight) for at, weight in enumerate(weights) if has_gradient[at]]
+        used = (at for at in range(len(weights)) if has_gradient[at])
         sums: list[tuple[list[int], Tensor]] = []
         with ranks.together():
-            for bucket in _in_buckets(used):
+            for bucket in self._in_buckets(used):
                 n_numbers = sum(weights[at].numel() for at in bucket)
                 flat = weights[bucket[0]].new_zeros(n_numbers, dtype=SUMS)
                 if ranks.index > 0:
                     dist.recv(flat, ranks.index - 1)
-                parts = flat.split([weights[at].numel() for at in bucket])
                 for slot in self._kept:
-                    for at, part in zip(bucket, parts, strict=True):
+                    for at, part in self._parts(flat, bucket):
                         if (gradient := slot[at]) is not None:
-                            part.add_(gradient.reshape(-1))
+                            part.add_(gradient)
                             slot[at] = None
                 if ranks.index < ranks.n - 1:
                     dist.send(flat, ranks.index + 1)
@@ -253,10 +250,6 @@ class FixedOrder:
                 if ranks.n > 1:
                     dist.broadcast(flat, ranks.n - 1)
                     ranks.n_sums += 1
-                for at, part in _parts(flat, bucket, weights):
-                    weights[at].grad = part
-        self._kept = []
-
-    def give_up(self) -> None:
-        """Keep nothing of the step."""
+                for at, part in self._parts(flat, bucket):
+                    weights[at].grad = part.to(weights[at].dtype)
         self._kept = []

@@ -17,12 +17,18 @@ from farthing.config.job import Job
 from farthing.errors import InputError, RunDamagedError
 from farthing.report.receipt import build_receipt
 from farthing.run.checkpoint import Part
-from farthing.run.folder import CHECKPOINT_NAME, CHECKPOINTS, LABEL_NAMES, RUN, kept, kept_job
+from farthing.run.folder import CHECKPOINTS, LABEL_NAMES, RUN, kept, kept_job, saves_in
 from farthing.run.parts import RowsOf, contents_of, read_part
 from farthing.storage.files import DamagedFileError, read_manifest, verify_folder
 
 KEY = "model.from_run (content)"
 _WHERE = "model.from_run"
+_OF_ADAPTER = ("method.lora_r", "method.lora_alpha", "method.use_rslora", "method.use_dora")
+_MEANING = (
+    *("task", "method.name", *_OF_ADAPTER, "model.init", "model.rope_scaling", "model.new_tokens"),
+    *("model (content)", "tokenizer (content)", "train.seed"),
+)
+"""Keys of an identity without which tensors of the same names and shapes compute something else."""
 
 
 class Ancestor(NamedTuple):
@@ -31,37 +37,23 @@ class Ancestor(NamedTuple):
     folder: Path
 
 
-def split_step(text: str) -> tuple[str, int | None]:
-    """`RUN:STEP` as (RUN, STEP); `RUN` alone has no step."""
-    match = re.fullmatch(r"(.+):(\d+)", text)
-    return (match[1], int(match[2])) if match else (text, None)
-
-
-def find_ancestor(job: Job) -> Ancestor | None:
-    """The checkpoint that the job begins from; None where it names none. Raises `InputError`."""
-    if job.model.from_run is None:
-        return None
-    name, step = split_step(job.model.from_run)
-    run = Path(name)
-    saves: dict[int, Path] = {}
-    for folder in sorted(
-        (run / CHECKPOINTS).glob("step-*")
-    ):  # of two saves of a step the later one
-        match = CHECKPOINT_NAME.fullmatch(folder.name)
-        if match:
-            saves[int(match[1])] = folder
+def find_ancestor(from_run: str) -> Ancestor:
+    """The checkpoint that a job begins from: of `RUN:STEP`, or the last one of `RUN`. Raises
+    `InputError`.
+    """
+    match = re.fullmatch(r"(.+):(\d+)", from_run)
+    run = Path(match[1] if match else from_run)
+    saves = {save.step: save.folder for save in reversed(saves_in(run / CHECKPOINTS))}
     if not saves:
         what = "has no checkpoint" if run.is_dir() else "no such run folder"
-        raise InputError(
-            what, where=f"{_WHERE}: {name}", to_do="name the output_dir of a run that has saved"
-        )
-    wanted = max(saves) if step is None else step
+        to_do = "name the output_dir of a run that has saved"
+        raise InputError(what, where=f"{_WHERE}: {run}", to_do=to_do)
+    wanted = int(match[2]) if match else max(saves)
     if wanted not in saves:
-        there = ", ".join(str(each) for each in sorted(saves))
         raise InputError(
             f"has no checkpoint of step {wanted}",
-            where=f"{_WHERE}: {name}",
-            to_do=f"there are: {there}",
+            where=f"{_WHERE}: {run}",
+            to_do=f"there are: {', '.join(str(each) for each in sorted(saves))}",
         )
     return Ancestor(run, wanted, saves[wanted])
 
@@ -75,8 +67,7 @@ def ancestor_identity(job: Job, identity: Mapping[str, object]) -> dict[str, str
         return {}
     noted = (kept(Path(job.output_dir) / RUN) or {}).get("identity", {}).get(KEY)
     try:
-        found = find_ancestor(job)
-        assert found is not None
+        found = find_ancestor(job.model.from_run)
         content = {KEY: _content(found)}
     except (InputError, DamagedFileError):
         if noted is None:
@@ -87,50 +78,30 @@ def ancestor_identity(job: Job, identity: Mapping[str, object]) -> dict[str, str
     return content
 
 
-_MEANING = (
-    "task",
-    "method.name",
-    "method.lora_r",
-    "method.lora_alpha",
-    "method.use_rslora",
-    "method.use_dora",
-    "model.init",
-    "model.rope_scaling",
-    "model.new_tokens",
-    "model (content)",
-    "tokenizer (content)",
-    "train.seed",
-)
-"""Keys of an identity without which tensors of the same names and shapes compute something else."""
-
-
 def _refuse_other_meaning(job: Job, found: Ancestor, identity: Mapping[str, object]) -> None:
     before = (kept(found.run / RUN) or {}).get("identity", {})
-    keys = set(_MEANING)
+    beside = set[str]()
     if job.method.name == "full":
-        keys -= {key for key in _MEANING if key.startswith("method.") and key != "method.name"}
+        beside |= set(_OF_ADAPTER)
     if job.method.name == "full" or job.model.init != "random":
-        keys.discard("train.seed")  # else the frozen weights are drawn from it
+        beside.add("train.seed")  # else the frozen weights are drawn from it
     with contextlib.suppress(RunDamagedError):
         if kept_job(found.run)["data"]["chat_template"] != job.data.chat_template:
-            keys.discard("tokenizer (content)")  # which the template is a part of
+            beside.add("tokenizer (content)")  # which the template is a part of
     for key in _MEANING:
-        if key in keys and before.get(key) != identity.get(key):
-            _refuse(found, f"{key} is", _brief(before.get(key)), _brief(identity.get(key)))
+        if key not in beside and before.get(key) != identity.get(key):
+            _refuse(found, f"{key} is", before.get(key), identity.get(key))
 
 
-def _refuse(found: Ancestor, what: str, there: str, here: str) -> None:
+def _refuse(found: Ancestor, what: str, there: object, here: object) -> None:
+    words = [json.dumps(value) for value in (there, here)]
+    there, here = (text if len(text) <= 60 else f"{text[:24]}..." for text in words)
     raise InputError(
         f"the weights of step {found.step} mean something else in this job: {what} {there} there"
         f" and {here} here",
         where=f"{_WHERE}: {found.run}",
         to_do="use the settings of that run, or export its model and name that folder as model:",
     )
-
-
-def _brief(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:24]}..."
 
 
 def _content(found: Ancestor) -> str:
@@ -143,20 +114,18 @@ def _content(found: Ancestor) -> str:
 
 
 def begin_from(
-    job: Job, model: Part, rows_of: RowsOf, label_names: Sequence[str]
-) -> dict[str, Any] | None:
-    """Put the trained weights of the job's ancestor, or rows of them, into `model`; returns what
-    the receipt says of it, None without an ancestor. `label_names` are this run's classes.
+    from_run: str, model: Part, rows_of: RowsOf, label_names: Sequence[str]
+) -> dict[str, Any]:
+    """Put the trained weights of the ancestor, or rows of them, into `model`; returns what the
+    receipt says of it. `label_names` are this run's classes.
 
     Raises `InputError`, `ModelError`.
     """
-    found = find_ancestor(job)
-    if found is None:
-        return None
+    found = find_ancestor(from_run)
     facts = kept(found.run / RUN) or {}
     classes = facts.get(LABEL_NAMES, [])
     if classes != list(label_names):
-        _refuse(found, "the classes are", _brief(classes), _brief(list(label_names)))
+        _refuse(found, "the classes are", classes, list(label_names))
     try:
         verify_folder(found.folder)
         tensors = read_part(found.folder, "model", rows_of)

@@ -2,24 +2,23 @@
 for a useful token.
 
 Every trial computes losses and gradients of the same examples as the first steps of the run, and
-throws the gradients away: no weight moves. Tried are the tokens of a micro-batch, then activation
-checkpointing where there is any, uphill from where the plan stands.
+throws the gradients away: no weight moves. Tried are the tokens of a micro-batch, then less
+activation checkpointing where there is any, uphill from where the plan stands.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from farthing.config.job import Job
-from farthing.data.loader import MicroBatch, micro_batches
+from farthing.data.loader import micro_batches
 from farthing.device_memory import is_out_of_memory
-from farthing.errors import RunInterruptedError
 from farthing.events import Emit, Probed
 from farthing.model.activation_checkpointing import SHARE_OF_FREE
 from farthing.model.hardware import (
@@ -31,15 +30,14 @@ from farthing.model.hardware import (
 )
 from farthing.planner.estimate import Estimate
 from farthing.settings import Settings
-from farthing.train.room import Steps
-from farthing.train.update_guard import update_bytes
+from farthing.train.memory import Steps
+from farthing.train.optim import update_bytes
 
 PROBE_S = 60.0
 TRIALS = 16  # that should fit into that time
 BETTER = 0.02  # less than this is noise
-EXPECTED_SAVING = (
-    0.08  # of a run's training time, by assumption: what makes a probe worth its own time
-)
+EXPECTED_SAVING = 0.08
+"""Of a run's training time, by assumption: what makes a probe worth its own time."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +66,9 @@ class Prober:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.steps, self.emit = steps, emit
-        self.feed, self.forward, self.device = steps.feed, steps.feed.forward, steps.step.device
+        self.feed, self.step, self.device = steps.feed, steps.step, steps.step.device
         self.trials: list[Trial] = []
-        self._clock = clock
-        self._budget_s = budget_s
+        self._clock, self._budget_s = clock, budget_s
         self.deadline = clock() + budget_s
         self.cap_bytes = taken_bytes(self.device) + int(SHARE_OF_FREE * free_bytes(self.device))
         self.sample: list[NDArray[np.int64]] = [self.feed.batches.examples_of(0)[:1]]
@@ -82,7 +79,7 @@ class Prober:
         try:
             self._choose_sample(start)
             best = self._try(start)
-            for ways in (self._other_budgets, _less_checkpointing):
+            for ways in (self._other_sizes, _less_checkpointing):
                 for way in ways(best.settings):
                     best = self._climb(best, way)
         except BaseException:
@@ -91,55 +88,39 @@ class Prober:
         self.steps.use(best.settings.with_probed(best.settings))
         return best
 
-    # ---- the search ----
-
     def _climb(self, best: Trial, way: list[Settings]) -> Trial:
+        """The last of the settings on the way up. What is better once may have been lucky: it is
+        measured again, and the slower time counts.
+        """
         for settings in way:
-            if self._clock() >= self.deadline or not self._has_room(best, settings):
+            if self._clock() >= self.deadline:
                 break
             trial = self._try(settings)
-            # what is better once may have been lucky: both again, and the quicker time of each
-            # counts
             if trial.is_better_than(best):
-                best, trial = self._again(best), self._again(trial)
+                again = self.measure(settings)
+                trial = max(trial, again, key=lambda each: each.seconds_per_token)
             if not trial.is_better_than(best):
                 break
             best = trial
         return best
 
-    def _other_budgets(self, start: Settings) -> list[list[Settings]]:
+    def _other_sizes(self, start: Settings) -> list[list[Settings]]:
         lengths = self.feed.tokens.lengths[np.concatenate(self.sample)]
         n, most, longest = start.micro_batch_tokens, int(lengths.sum()), int(lengths.max())
         up = [n << k for k in range(1, 8) if n << k < 2 * most]
         down = [n >> k for k in range(1, 8) if n >> k >= longest]
         return [[replace(start, micro_batch_tokens=each) for each in way] for way in (up, down)]
 
-    def _has_room(self, best: Trial, settings: Settings) -> bool:
-        """Whether it may fit: what was taken beyond the resting state grows with the tokens of a
-        micro-batch.
-        """
-        if not best.peak_bytes or settings.checkpoint_every != best.settings.checkpoint_every:
-            return True  # tried; memory that runs out is an answer too
-        growth = max(1.0, settings.micro_batch_tokens / best.settings.micro_batch_tokens)
-        resting = taken_bytes(self.device)
-        return resting + growth * max(0, best.peak_bytes - resting) <= self.cap_bytes
-
-    # ---- one trial ----
-
     def _choose_sample(self, start: Settings) -> None:
         """As many steps as one trial may take, or a part of one step; the first ones warm up."""
         self.measure(start)
-        spent_s, examples = 0.0, 1
         n_steps = min(64, self.feed.schedule.n_steps)
         steps = [self.feed.batches.examples_of(step) for step in range(n_steps)]
-        flat, batch = np.concatenate(steps), len(steps[0])
-        while (
-            spent_s < self._budget_s / TRIALS / 2
-            and examples < len(flat)
-            and self._clock() < self.deadline
-        ):
-            examples = min(len(flat), 2 * examples)
-            self.sample = [flat[at : min(at + batch, examples)] for at in range(0, examples, batch)]
+        flat, batch, spent_s, n = np.concatenate(steps), len(steps[0]), 0.0, 1
+        most_s = self._budget_s / TRIALS / 2
+        while spent_s < most_s and n < len(flat) and self._clock() < self.deadline:
+            n = min(len(flat), 2 * n)
+            self.sample = [flat[at : min(at + batch, n)] for at in range(0, n, batch)]
             started = self._clock()
             self.measure(start)
             spent_s = self._clock() - started
@@ -150,35 +131,36 @@ class Prober:
         self.emit(Probed(settings, 1 / trial.seconds_per_token))
         return trial
 
-    def _again(self, trial: Trial) -> Trial:
-        if self._clock() >= self.deadline:
-            return trial
-        second = self.measure(trial.settings)
-        return second if second.seconds_per_token < trial.seconds_per_token else trial
-
     def measure(self, settings: Settings) -> Trial:
         """Losses and gradients of the sample under a settings. Raises `RunInterruptedError`."""
         self.steps.use(settings)
-        ready = list(self._micro_batches())
-        n_tokens = sum(int(self.feed.tokens.lengths[examples].sum()) for examples in self.sample)
-        n_computed = sum(self.forward.n_computed(one.arrays) for one in ready)
+        feed, forward, optimizer = self.feed, self.feed.forward, self.step.optimizer
+        found = micro_batches(
+            0,
+            len(self.sample),
+            lambda step: self.sample[step],
+            lambda examples: feed.table_of(examples).cells,
+            lambda examples: forward.collate(feed.tokens, examples),
+        )
+        ready = list(found)
+        n_tokens = sum(feed.n_tokens(examples) for examples in self.sample)
+        n_computed = sum(forward.n_computed(one.arrays) for one in ready)
         reset_peak_bytes(self.device)
-        failed = False
-        started = self._clock()
+        has_failed, started = False, self._clock()
         try:
             for step in range(len(self.sample)):
-                self.steps.step.accumulate(one for one in ready if one.step == step)
+                self.step.accumulate(one for one in ready if one.step == step)
                 wait_for(self.device)
-                self.steps.step.optimizer.zero_grad(set_to_none=True)
+                optimizer.zero_grad(set_to_none=True)
         except Exception as error:
-            if isinstance(error, RunInterruptedError) or not is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
-            failed = True
+            has_failed = True
         finally:
-            self.steps.step.optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)
         seconds = self._clock() - started
         peak = max(window_peak_bytes(self.device), self._update_peak_bytes())
-        per_token = math.inf if failed or peak > self.cap_bytes else seconds / n_tokens
+        per_token = math.inf if has_failed or peak > self.cap_bytes else seconds / n_tokens
         return Trial(settings, per_token, n_tokens / n_computed, peak)
 
     def _update_peak_bytes(self) -> int:
@@ -187,18 +169,8 @@ class Prober:
         """
         if self.device.type != "cuda":
             return 0
-        gradients = sum(weight.nbytes for weight in self.steps.step.trained)
-        return taken_bytes(self.device) + gradients + update_bytes(self.steps.step.optimizer)
-
-    def _micro_batches(self) -> Iterator[MicroBatch]:
-        tokens = self.feed.tokens
-        return micro_batches(
-            0,
-            len(self.sample),
-            lambda step: self.sample[step],
-            lambda examples: self.feed.table_of(examples).cells,
-            lambda examples: self.forward.collate(tokens, examples),
-        )
+        gradients = sum(weight.nbytes for weight in self.step.trained)
+        return taken_bytes(self.device) + gradients + update_bytes(self.step.optimizer)
 
 
 def _less_checkpointing(start: Settings) -> list[list[Settings]]:
@@ -211,14 +183,8 @@ def _less_checkpointing(start: Settings) -> list[list[Settings]]:
     return ways
 
 
-# ---- for a run ----
-
-
 def is_worth_it(
-    job: Job,
-    estimate: Estimate | None,
-    settings: Settings,
-    left_s: float = math.inf,
+    job: Job, estimate: Estimate | None, settings: Settings, left_s: float = math.inf
 ) -> bool:
     """Whether a probe at the beginning of a run is expected to save more than it takes; `left_s`
     until a limit.

@@ -42,20 +42,23 @@ class Left(NamedTuple):
         return f"{self.limit}: {self.spent} are spent" if self.spent else self.limit
 
 
-def limits_left(job: Job, ledger: Ledger | _Spent) -> list[Left]:
+def limits_left(job: Job, ledger: Ledger) -> list[Left]:
+    return _left(job, ledger.spent_usd, ledger.spent_s, ledger.now)
+
+
+def _left(job: Job, spent_usd: float, spent_s: float, now: float) -> list[Left]:
     limits, found = job.limits, list[Left]()
     if limits.max_usd is not None and job.usd_per_hour > 0:
-        seconds = (limits.max_usd - ledger.spent_usd) / job.usd_per_hour * 3600
-        cap, spent = say_usd(limits.max_usd), say_usd(ledger.spent_usd)
-        found.append(Left(seconds, f"the cap of {cap}", spent))
+        seconds = (limits.max_usd - spent_usd) / job.usd_per_hour * 3600
+        found.append(Left(seconds, f"the cap of {say_usd(limits.max_usd)}", say_usd(spent_usd)))
     most_hours = limits.most_hours(seat_in(os.environ).n)
     if most_hours is not None:
-        seconds = most_hours * 3600 - ledger.spent_s
-        cap, spent = say_seconds(most_hours * 3600), say_seconds(ledger.spent_s)
-        found.append(Left(seconds, f"the cap of {cap}", spent))
+        most_s = most_hours * 3600
+        cap = f"the cap of {say_seconds(most_s)}"
+        found.append(Left(most_s - spent_s, cap, say_seconds(spent_s)))
     if limits.deadline is not None:
         moment = limits.deadline.isoformat(sep=" ", timespec="minutes")
-        seconds = limits.deadline.timestamp() - ledger.now
+        seconds = limits.deadline.timestamp() - now
         found.append(Left(seconds, f"the deadline {moment}", is_time_of_day=True))
     return found
 
@@ -94,7 +97,7 @@ def refuse_limits(
 ) -> None:
     """Refuse limits that leave no time for a start, which takes `least_s`. Raises `InputError`."""
     refuse_cap_without_price(job)
-    for each in limits_left(job, _Spent(spent_usd, spent_s, time.time())):
+    for each in _left(job, spent_usd, spent_s, time.time()):
         if each.seconds <= least_s:
             raise InputError(
                 f"{each.why} leaves {say_seconds(max(0.0, each.seconds))}, and a start takes"
@@ -102,14 +105,6 @@ def refuse_limits(
                 where="limits",
                 to_do="raise it",
             )
-
-
-class _Spent(NamedTuple):
-    """What `limits_left` asks of a ledger."""
-
-    spent_usd: float
-    spent_s: float
-    now: float
 
 
 def say_what_bills_on(job: Job) -> list[str]:

@@ -1,4 +1,4 @@
-"""What an attempt runs in: where it writes, who pays, who may ask it to leave, who hears of it."""
+"""What the parts of a run share: the attempt that they run in, and what is trained and how far."""
 
 from __future__ import annotations
 
@@ -6,17 +6,32 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from farthing.dist.ranks import Ranks
 from farthing.events import Emit, Warned
+from farthing.local.measurements import Record
+from farthing.model.activation_checkpointing import MemoryNeed
+from farthing.model.forward import Forward
+from farthing.planner.estimate import Estimate
 from farthing.run.ledger import Ledger, Meter
 from farthing.run.mirror import Mirror
 from farthing.run.signals import Notice
+from farthing.storage.logs import SummedLines
+from farthing.train.resolve import Examples, RunSpec
+from farthing.train.schedule import Schedule
+from farthing.train.state import Progress
+from farthing.train.step_feed import StepFeed
+from farthing.train.throughput import Pace
 from farthing.train.watchdog import Watchdog
 
 
 @dataclass
 class Context:
+    """Where an attempt writes, who pays for it, who may ask it to leave, and who hears of it."""
+
     folder: Path
     run_id: str
     """Which run the folder's checkpoints belong to."""
@@ -45,3 +60,37 @@ class Context:
 
     def warn(self, text: str) -> None:
         self.emit(Warned(text))
+
+
+@dataclass
+class Kernels:
+    """What replaces parts of the model's own code; None where nothing does."""
+
+    lora: Any
+    liger: str | None
+    compiled: int | str
+    """Layers that are compiled, or why none are."""
+
+
+@dataclass(kw_only=True)
+class Training:
+    """What is trained, with what, and how far. `built.Run` adds what drives it."""
+
+    spec: RunSpec
+    context: Context
+    train_examples: Examples
+    eval_examples: Examples | None
+    estimate: Estimate | None
+    """What the plan said of this run before it began; None where it could say nothing."""
+    model: Any
+    forward: Forward
+    kernels: Kernels
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    memory: MemoryNeed
+    schedule: Schedule
+    feed: StepFeed
+    progress: Progress
+    pace: Pace
+    record: Record
+    log_file: SummedLines

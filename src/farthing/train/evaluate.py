@@ -7,8 +7,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,27 +21,16 @@ from farthing.dist.ranks import Ranks
 from farthing.errors import RunInterruptedError
 from farthing.events import Evaluated as EvaluatedEvent
 from farthing.events import Evaluating
-from farthing.local.measurements import Record
 from farthing.metrics import Metrics, stderr_of_mean
 from farthing.model.forward import Forward
 from farthing.model.hardware import free_cached
 from farthing.objectives.objective import IGNORED, Evaluated, OfStep
-from farthing.storage.logs import SummedLines
-from farthing.train.context import Context
-from farthing.train.resolve import Examples
-from farthing.train.state import Progress
-from farthing.train.step_feed import StepFeed
+from farthing.train.context import Training
+from farthing.train.resolve import Examples, Writing
 
 T = TypeVar("T")
 Scores = dict[str, tuple[list[float], list[float]]]
 """Metric -> (what each example adds, how much of the mean it is), in the order of the examples."""
-
-
-class Writing(NamedTuple):
-    """With what, and how much, a model may write for an example."""
-
-    tokenizer: Any
-    max_new_tokens: int
 
 
 Seen = dict[str, Any]
@@ -81,6 +69,37 @@ def with_room(
         has_freed = True
 
 
+def look_at_all(
+    ranks: Ranks,
+    parts: list[NDArray[np.int64]],
+    look: Callable[[NDArray[np.int64]], Seen],
+    should_stop: Callable[[], bool],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Seen]:
+    """What `look` finds in each part, in order and on the host; ranks share the parts, and all know
+    all. Raises `RunInterruptedError` when asked to stop in between.
+    """
+    found, n_done, n_all = list[tuple[int, Seen]](), 0, sum(len(part) for part in parts)
+    with ranks.all_or_none():
+        for number in range(ranks.index, len(parts), ranks.n):
+            if should_stop() and not ranks.is_fsdp:
+                raise RunInterruptedError("stopped between micro-batches")
+            found.append((number, look(parts[number])))
+            n_done += len(parts[number])
+            progress(n_done, n_all)
+        if ranks.is_fsdp:  # all go through the model as often
+            if len(found) < -(-len(parts) // ranks.n):
+                look(parts[-1])
+            if should_stop():
+                raise RunInterruptedError("stopped between micro-batches")
+    own = [
+        (at, {name: each.tolist() if isinstance(each, Tensor) else each for name, each in seen})
+        for at, seen in ((at, one.items()) for at, one in found)
+    ]
+    of_all = [pair for told in ranks.gather(own) for pair in told]
+    return [seen for _, seen in sorted(of_all, key=lambda pair: pair[0])]
+
+
 @torch.no_grad()
 def evaluate(
     forward: Forward,
@@ -102,62 +121,37 @@ def evaluate(
     all metrics. `each` gets what every example has added. Raises
     `RunInterruptedError` when asked to stop in between.
     """
-    ranks, of, step = ranks or Ranks(), forward.of, None
+    of, step, texts, n = forward.of, None, list[Seen](), len(examples)
+    look = functools.partial(look_at_all, ranks or Ranks(), should_stop=should_stop)
     was_training = forward.model.training
     forward.model.eval()
-
-    def go_through(parts: list[NDArray[np.int64]], look: Callable[..., Seen]) -> list[Any]:
-        """[(number, what is seen)] of this rank's part."""
-        found, n_done = [], 0
-        for number in range(ranks.index, len(parts), ranks.n):
-            if should_stop() and not ranks.is_fsdp:
-                raise RunInterruptedError("stopped while evaluating")
-            found.append((number, look(parts[number])))
-            n_done += len(parts[number])
-            progress(n_done, len(examples))
-        if ranks.is_fsdp:  # all go through the model as often
-            if len(found) < -(-len(parts) // ranks.n):
-                look(parts[-1])
-            if should_stop():
-                raise RunInterruptedError("stopped while evaluating")
-        return found
-
-    def mismatched(part: NDArray[np.int64]) -> Seen:
-        return {"loss": forward.mismatched_ratio(tokens, part)}
-
-    written: list[Any] = []
     try:
-        with ranks.all_or_none():
-            parts = forward.split(tokens, examples, micro_batch_tokens)
-            if of.learns_units:
-                step = forward.of_step(tokens, examples)
-            if step is not None and of.is_mismatched:
-                ratios = _of_all(ranks, go_through(parts, mismatched))
-                ratio = sum(one["loss"] for one in ratios) / len(examples)
-                step = step._replace(baseline=max(0.0, ratio))
-            found = go_through(parts, lambda part: _measure(forward, tokens, part, step))
-            if writing is not None and of.is_pair:
-                like_lengths = forward.split_to_write(
-                    tokens, examples, micro_batch_tokens, writing.max_new_tokens
-                )
-                written = go_through(
-                    like_lengths, lambda part: write_texts(forward, tokens, part, writing)
-                )
+        parts = forward.split(tokens, examples, micro_batch_tokens)
+        if of.learns_units:
+            step = forward.of_step(tokens, examples)
+        if step is not None and of.is_mismatched:
+            ratios = look(parts, lambda part: {"loss": forward.mismatched_ratio(tokens, part)})
+            step = step._replace(baseline=max(0.0, sum(one["loss"] for one in ratios) / n))
+        seen = look(parts, lambda part: _measure(forward, tokens, part, step), progress=progress)
+        if writing is not None and of.is_pair:
+            most_new = writing.max_new_tokens
+            alike = forward.split_to_write(tokens, examples, micro_batch_tokens, most_new)
+            texts = look(
+                alike, lambda part: write_texts(forward, tokens, part, writing), progress=progress
+            )
     finally:
         forward.model.train(was_training)
-    seen, texts = _of_all(ranks, found), _of_all(ranks, written)
     mean = sum(one["loss"] for one in seen) / max(1, tokens.n_targets(examples))
     if not np.isfinite(mean):  # what such scores choose means nothing
-        return {"loss": None, "n_examples": len(examples)}
-    metrics: Metrics = {"loss": mean, "n_examples": len(examples)}
+        return {"loss": None, "n_examples": n}
+    metrics: Metrics = {"loss": mean, "n_examples": n}
     if of.figures:
         sums = np.sum([one["figures"] for one in seen], axis=0).T.tolist()
         named = zip(of.figures, sums, strict=True)
         return metrics | {name: value / count for name, (value, count) in named if count}
     in_parts = np.concatenate(parts)
     order, n_each = np.argsort(in_parts, kind="stable"), tokens.target_lengths[in_parts]
-    n_targets = tokens.target_lengths[np.sort(examples)].astype(float)
-    weights = np.ones(len(examples)) if of.counts_units else n_targets
+    weights = np.ones(n) if of.counts_units else n_each[order].astype(float)
     losses, labels, answers = (_joined(seen, name) for name in ("each", "labels", "answers"))
     if step is None:
         metrics["loss_stderr"] = stderr_of_mean(losses[order], weights)
@@ -170,7 +164,7 @@ def evaluate(
         each["accuracy"] = hits[order].tolist(), weights.tolist()
     of_task = Evaluated(
         mean,
-        sum(one.get("documents", 0.0) for one in seen) / max(1, len(examples)),
+        sum(one.get("documents", 0.0) for one in seen) / max(1, n),
         labels,
         answers,
         tokens.label_names,
@@ -231,16 +225,6 @@ def write_texts(
     return {name: decode(ids, skip_special_tokens=True) for name, ids in both.items()}
 
 
-def _of_all(ranks: Ranks, found: list[Any]) -> list[Seen]:
-    """What all ranks have found, on the host, in the order that one alone has."""
-    own = [
-        (number, {name: each.tolist() if isinstance(each, Tensor) else each for name, each in one})
-        for number, one in ((number, seen.items()) for number, seen in found)
-    ]
-    of_all = [pair for told in ranks.gather(own) for pair in told]
-    return [seen for _, seen in sorted(of_all, key=lambda pair: pair[0])]
-
-
 def _joined(seen: list[Seen], name: str) -> NDArray[Any]:
     there = [np.array(one[name]) for one in seen if one.get(name)]
     return np.concatenate(there) if there else np.empty(0)
@@ -249,31 +233,21 @@ def _joined(seen: list[Seen], name: str) -> NDArray[Any]:
 # ---- of a run ----
 
 
-@dataclass(kw_only=True)
 class Evaluator:
     """Evaluates a run as it trains, and judges whether a step is the best so far."""
 
-    context: Context
-    forward: Forward
-    examples: Examples
-    feed: StepFeed
-    progress: Progress
-    log: SummedLines
-    record: Record
-    settle: Callable[[], None]
-    """Reads the figures of all steps so far."""
-    writing: Writing | None
-    every_steps: int | None
-    """None: at the end alone."""
-    micro_batch_size: int
-    metric: str
-    greater_is_better: bool
-    early_stopping_threshold: float
-    early_stopping_patience: int | None
-    took_s: float = 0.0
-    """Seconds of the last evaluation."""
-    n_tokens: int = 0
-    """Of the last evaluation, as computed."""
+    def __init__(self, training: Training, examples: Examples) -> None:
+        spec, train = training.spec, training.spec.train
+        self.training, self.examples = training, examples
+        every = train.eval_steps or training.feed.batches.steps_per_epoch
+        self.every_steps = None if train.eval_strategy == "no" else every
+        """None: at the end alone."""
+        wanted = train.greater_is_better
+        self.greater_is_better = spec.objective.metrics[spec.metric] if wanted is None else wanted
+        self.took_s = 0.0
+        """Seconds of the last evaluation."""
+        self.n_tokens = 0
+        """Of the last evaluation, as computed."""
 
     def is_at(self, step: int, n_steps: int) -> bool:
         """Whether to evaluate after `step` of so many: every `every_steps`, and at the very end."""
@@ -282,27 +256,26 @@ class Evaluator:
 
     @property
     def n_steps_like(self) -> float:
-        return len(self.examples) / self.feed.batches.global_batch_size
+        return len(self.examples) / self.training.feed.batches.global_batch_size
 
     def run(self) -> bool:
         """Measure the model as it is; whether this is the best so far. Raises
         `RunInterruptedError`.
         """
-        self.settle()
-        meter, at = self.context.meter, self.progress
-        started_s, n_before = meter.wall_s, self.forward.n_sent_tokens
+        run, meter, at = self.training, self.training.context.meter, self.training.progress
+        started_s, n_before = meter.wall_s, run.forward.n_sent_tokens
         each: Scores = {}
         with meter.span("evaluation"):
             metrics = self.measure(each)
         at.evaluated_step = at.step
-        self.n_tokens = self.forward.n_sent_tokens - n_before
-        value = metrics.get(self.metric)
+        self.n_tokens = run.forward.n_sent_tokens - n_before
+        value = metrics.get(run.spec.metric)
         is_best = self._judge(value if isinstance(value, float | int) else None)
         self.took_s = meter.wall_s - started_s
-        self.record.evaluations_s.append(self.took_s)
-        event = EvaluatedEvent(at.step, metrics, is_best, each.get(self.metric))
-        self.log.append(event.log_row())
-        self.context.emit(event)
+        run.record.evaluations_s.append(self.took_s)
+        event = EvaluatedEvent(at.step, metrics, is_best, each.get(run.spec.metric))
+        run.log_file.append(event.log_row())
+        run.context.emit(event)
         return is_best
 
     def _judge(self, value: float | None) -> bool:
@@ -312,34 +285,35 @@ class Evaluator:
         far counts for the patience (as `EarlyStoppingCallback` of transformers has it). Of equal
         ones the first is the best.
         """
-        at, gain = self.progress, -math.inf
+        at, train, gain = self.training.progress, self.training.spec.train, -math.inf
         if value is not None:
             sign = 1 if self.greater_is_better else -1
             gain = math.inf if at.best_metric is None else (value - at.best_metric) * sign
-        counts = gain > 0 and gain > self.early_stopping_threshold
+        counts = gain > 0 and gain > train.early_stopping_threshold
         at.n_evaluations_without_gain = 0 if counts else at.n_evaluations_without_gain + 1
         if gain > 0:
             at.best_metric, at.best_step = value, at.step
-        patience = self.early_stopping_patience
+        patience = train.early_stopping_patience
         at.stopped_early = patience is not None and at.n_evaluations_without_gain >= patience
         return gain > 0
 
     def measure(self, each: Scores) -> Metrics:
         """Metrics of the model as it is; `each` gets those of every example."""
-        tokens, indices, context = self.examples.tokens, self.examples.indices, self.context
+        run, context = self.training, self.training.context
+        tokens, indices = self.examples.tokens, self.examples.indices
         longest = int(tokens.lengths[indices].max())
         # as much at once as training was seen to have room for
-        most_tokens = min(self.feed.settings.micro_batch_tokens, self.micro_batch_size * longest)
+        most_examples = run.spec.train.per_device_eval_batch_size
+        most_tokens = min(run.feed.settings.micro_batch_tokens, most_examples * longest)
         measure = functools.partial(
             evaluate,
-            self.forward,
+            run.forward,
             tokens,
             indices,
-            writing=self.writing,
+            writing=run.spec.writing,
             should_stop=context.is_asked_to_leave,
             ranks=context.ranks,
             each=each,
             progress=lambda done, total: context.emit(Evaluating(done, total)),
         )
-        device = self.forward.numerics.device
-        return with_room(measure, most_tokens, longest, device, context.warn)
+        return with_room(measure, most_tokens, longest, run.spec.numerics.device, context.warn)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from farthing.planner.estimate import Estimate
-from farthing.train.context import Context
+from farthing.train.context import Training
 from farthing.train.evaluate import Evaluator
 from farthing.train.saver import Saver
-from farthing.train.schedule import EXPORT_S, Schedule
-from farthing.train.state import Progress
-from farthing.train.step_feed import StepFeed
-from farthing.train.throughput import Pace
+from farthing.train.schedule import EXPORT_S
 
 WRITE_BYTES_PER_S = 100e6  # of a slow disk: a guess until an export is measured
 END_S = 0.3
@@ -21,47 +16,43 @@ MARGIN = 1.15
 """What comes next may take so many times what it took before."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Forecast:
     """Answers from what this attempt has measured, else from what earlier ones have, else from the
     plan.
     """
 
-    context: Context
-    progress: Progress
-    schedule: Schedule
-    feed: StepFeed
-    pace: Pace
+    training: Training
     saver: Saver
     evaluator: Evaluator | None
-    estimate: Estimate | None
     start_s: float = 0.0
     """Of this attempt."""
 
     def _evaluation_is_at(self, step: int) -> bool:
-        return self.evaluator is not None and self.evaluator.is_at(step, self.schedule.n_steps)
+        n_steps = self.training.schedule.n_steps
+        return self.evaluator is not None and self.evaluator.is_at(step, n_steps)
 
     @property
     def evaluation_is_due(self) -> bool:
-        at = self.progress
+        at = self.training.progress
         return at.evaluated_step != at.step and self._evaluation_is_at(at.step)
 
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to be trained or evaluated."""
-        at = self.progress
-        has_ended = at.step >= self.schedule.n_steps or at.stopped_early
+        at = self.training.progress
+        has_ended = at.step >= self.training.schedule.n_steps or at.stopped_early
         return has_ended and not self.evaluation_is_due
 
     def _before(self, name: str) -> float:
-        return self.context.ledger.takes.get(name, 0.0)
+        return self.training.context.ledger.takes.get(name, 0.0)
 
     @property
     def evaluation_s(self) -> float:
         """Of the last evaluation, or as if a forward pass took a third of a step."""
         if self.evaluator is None:
             return 0.0
-        guess_s = (self.pace.step_s or 0.0) * self.evaluator.n_steps_like / 3
+        guess_s = (self.training.pace.step_s or 0.0) * self.evaluator.n_steps_like / 3
         return self.evaluator.took_s or self._before("evaluation_s") or guess_s
 
     @property
@@ -69,20 +60,20 @@ class Forecast:
         """Of an evaluation that is due; else of a step and the evaluation after it."""
         if self.evaluation_is_due:
             return MARGIN * self.evaluation_s
-        comes_after = self._evaluation_is_at(self.progress.step + 1)
+        comes_after = self._evaluation_is_at(self.training.progress.step + 1)
         return MARGIN * self._next_step_s() + (self.evaluation_s if comes_after else 0.0)
 
     def _next_step_s(self) -> float:
         """The longest step so far, and longer where the next has more tokens than any before; at
         first as in earlier attempts, else the least that the plan expects.
         """
-        pace, planned_s = self.pace, 0.0
+        run, pace, planned_s = self.training, self.training.pace, 0.0
         if not pace.longest_step_s:
-            if self.estimate is not None:
-                least_s, likely_s, _ = self.estimate.wall_range_s
-                planned_s = self.estimate.step_s * least_s / likely_s
+            if run.estimate is not None:
+                least_s, likely_s, _ = run.estimate.wall_range_s
+                planned_s = run.estimate.step_s * least_s / likely_s
             return self._before("step_s") or planned_s
-        n_tokens = self.feed.n_tokens(self.feed.batches.examples_of(self.progress.step))
+        n_tokens = run.feed.n_tokens(run.feed.batches.examples_of(run.progress.step))
         step_s = pace.longest_step_s * max(1.0, n_tokens / max(1, pace.most_tokens))
         return step_s + pace.longest_rest_s
 
@@ -96,7 +87,7 @@ class Forecast:
     @property
     def leaving_s(self) -> float:
         """Of saving, exporting, sending both to the store, and ending."""
-        saver, replica = self.saver, self.context.replica
+        saver, replica = self.saver, self.training.context.replica
         export_s = saver.export_s or self._before("export_s")
         export_s = export_s or EXPORT_S + saver.trained_bytes / WRITE_BYTES_PER_S
         sent_s = 0.0 if replica is None else replica.delivery_s
@@ -117,18 +108,15 @@ class Forecast:
     @property
     def remaining_s(self) -> float | None:
         """Until the end at the present pace; None before a pace is known."""
-        if self.pace.step_s is None:
+        step_s = self.step_with_rest_s
+        if self.training.pace.step_s is None or step_s is None:
             return None
-        step, n_steps = self.progress.step, self.schedule.n_steps
-        rest = (n_steps - step) * self.pace.step_s
-        if self.evaluator is not None and (each := self.evaluator.every_steps):
-            rest += max(0, math.ceil(n_steps / each) - step // each) * self.evaluation_s
-        return rest
+        return (self.training.schedule.n_steps - self.training.progress.step) * step_s
 
     @property
     def step_with_rest_s(self) -> float | None:
         """Of a step with its share of evaluations and saves; None before any was measured."""
-        step_s = self.pace.step_s or self._before("step_s") or None
+        step_s = self.training.pace.step_s or self._before("step_s") or None
         if step_s is None:
             return None
         if self.evaluator is not None and self.evaluator.every_steps:
@@ -137,9 +125,10 @@ class Forecast:
         return step_s + self.saver.took_s / between
 
     def takes(self) -> dict[str, float]:
+        """For the attempts that come."""
         return {
             "start_s": round(self.start_s, 3),
-            "step_s": round(self.pace.longest_step_s, 4),
+            "step_s": round(self.training.pace.longest_step_s, 4),
             "save_s": round(self.save_s, 4),
             "export_s": round(self.saver.export_s, 4),
             "evaluation_s": round(self.evaluation_s, 4),

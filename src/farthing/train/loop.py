@@ -20,7 +20,7 @@ from farthing.run.ledger import Ledger
 from farthing.run.signals import Heard, Notice
 from farthing.train.budget import LONGEST_START_S
 from farthing.train.built import Run
-from farthing.train.rehearsal import rehearse
+from farthing.train.memory import rehearse
 from farthing.train.schedule import Fit, keep_fit, settled_fit
 from farthing.units import plural
 
@@ -48,12 +48,13 @@ def loop(run: Run) -> tuple[str, str]:
     with contextlib.closing(run.steps.feed), rare_collections():
         try:
             try:
-                rehearse(run)
+                rehearse(run, run.steps, run.forecast)
                 while True:
                     ended, due = agreed(run, why_stop(run))
                     if ended:
                         break
                     if run.evaluator is not None and run.forecast.evaluation_is_due:
+                        run.log.settle()
                         run.saver.is_due_now |= run.evaluator.run()
                     else:
                         before_step(run, due)
@@ -62,6 +63,7 @@ def loop(run: Run) -> tuple[str, str]:
                         run.pace.turn_done(meter.wall_s - began_s)
             except RunInterruptedError:
                 ended = run.context.notice.how_it_ends()
+            run.log.settle()
             run.saver.save_last()
         except NotFiniteError:
             run.log.note_rest()
@@ -138,6 +140,8 @@ def before_step(run: Run, due: Due) -> None:
     """Settle the schedule, write the model early and save, where they are due."""
     if due.settle:
         settle_schedule(run)
+    if due.write_early or due.save:
+        run.log.settle()
     if due.write_early:
         run.saver.write_model_early()
     if due.save and run.saver.mark != run.progress.mark:

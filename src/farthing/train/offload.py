@@ -20,12 +20,15 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from farthing.device_memory import out_of_memory_said
 from farthing.errors import ModelError
-from farthing.train.update_guard import PINNED_TO_DO, out_of_memory_said
 from farthing.units import say_bytes
 
 BUCKET_BYTES = 64 << 20  # of gradients whose arrival is waited for together: a few ms of the bus
 ALIGNED_BYTES = 512
+PINNED_TO_DO = (
+    "use adamw_8bit or method: lora, or more main memory (`ulimit -l` and a container may limit it)"
+)
 
 
 @dataclass

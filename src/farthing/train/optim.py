@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from farthing.errors import ModelError
+from farthing.errors import ModelError, OutOfMemoryError
 from farthing.model.load import need_bitsandbytes
 from farthing.planner.optimizers import BF16_WEIGHTS
 from farthing.run.checkpoint import State
 from farthing.storage.files import Json
-from farthing.train.bf16_adamw import StochasticAdamW
+from farthing.train.bf16_adamw import BUCKET, BYTES_PER_WEIGHT, StochasticAdamW
 from farthing.train.offload import OffloadedAdamW
-from farthing.train.update_guard import is_adafactor
 
+SMALL_BYTES = 1 << 20
+"""Tensors up to this come from blocks of their own in torch's allocator for CUDA."""
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
@@ -71,10 +73,8 @@ def make_optimizer(
         for (is_fast, is_undecayed), weights in sorted(places.items(), key=lambda item: item[0])
     ]
     plain = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
-    if name in plain:
-        return plain[name](
-            groups, lr=learning_rate, foreach=False
-        )  # decay copies a weight at a time, not all
+    if name in plain:  # decay copies a weight at a time, not all
+        return plain[name](groups, lr=learning_rate, foreach=False)
     if name == "adafactor":
         from transformers.optimization import Adafactor
 
@@ -83,22 +83,22 @@ def make_optimizer(
         )
         return made
     adam: dict[str, Any] = {"lr": learning_rate, "betas": betas, "eps": epsilon}
-    if name == "adamw_torch_fused":
-        return torch.optim.AdamW(groups, fused=True, **adam)
-    if name == "adamw_torch":
-        return torch.optim.AdamW(groups, fused=False, **adam)
-    if name == BF16_WEIGHTS:
-        return StochasticAdamW(groups, **adam)
-    if name == "adamw_torch_offload":
-        return OffloadedAdamW(groups, **adam)
+    ours: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adamw_torch_fused": partial(torch.optim.AdamW, fused=True),
+        "adamw_torch": partial(torch.optim.AdamW, fused=False),
+        "adamw_torch_offload": OffloadedAdamW,
+        BF16_WEIGHTS: StochasticAdamW,
+    }
+    if name in ours:
+        return ours[name](groups, **adam)
     bitsandbytes = need_bitsandbytes(f"optim: {name}")
     kind = {
-        "adamw_8bit": bitsandbytes.optim.AdamW8bit,
-        "adamw_bnb_8bit": bitsandbytes.optim.AdamW8bit,
-        "paged_adamw_8bit": bitsandbytes.optim.PagedAdamW8bit,
-        "paged_adamw_32bit": bitsandbytes.optim.PagedAdamW32bit,
+        "adamw_8bit": "AdamW8bit",
+        "adamw_bnb_8bit": "AdamW8bit",
+        "paged_adamw_8bit": "PagedAdamW8bit",
+        "paged_adamw_32bit": "PagedAdamW32bit",
     }[name]
-    optimizer: torch.optim.Optimizer = kind(groups, **adam)
+    optimizer: torch.optim.Optimizer = getattr(bitsandbytes.optim, kind)(groups, **adam)
     return waiting_once(optimizer, bitsandbytes.optim.optimizer)
 
 
@@ -161,38 +161,34 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
 
     What is there stays as it is. Plain SGD has none.
     """
+    is_bitsandbytes = hasattr(optimizer, "init_state")  # 8 bits, and pages that the driver moves
     if isinstance(optimizer, OffloadedAdamW):
         optimizer.allocate()
-    elif isinstance(optimizer, torch.optim.AdamW):
-        for group in optimizer.param_groups:
-            for weight in group["params"]:
-                if not optimizer.state[weight]:
-                    where = weight.device if group["fused"] else torch.device("cpu")
-                    optimizer.state[weight] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=where),
-                        "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),
-                        "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
-                    }
-    elif is_adafactor(optimizer):
-        for group in optimizer.param_groups:
-            for weight in group["params"]:
-                if not optimizer.state[weight]:
-                    shape = weight.shape
-                    sums = {"exp_avg_sq": shape}
-                    if weight.ndim > 1:
-                        column = shape[:-2] + shape[-1:]
-                        sums = {"exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": column}
-                    zeros = {key: weight.new_zeros(of) for key, of in sums.items()}
-                    optimizer.state[weight] = {"step": 0, **zeros, "RMS": 0}
-    elif hasattr(optimizer, "init_state"):  # bitsandbytes: 8 bits, and pages that the driver moves
-        if not optimizer.initialized:
-            optimizer.check_overrides()
-            optimizer.to_gpu()
-            optimizer.initialized = True
-        for at, group in enumerate(optimizer.param_groups):
-            for within, weight in enumerate(group["params"]):
-                if not optimizer.state[weight]:
-                    optimizer.init_state(group, weight, at, within)
+    if is_bitsandbytes and not optimizer.initialized:
+        optimizer.check_overrides()
+        optimizer.to_gpu()
+        optimizer.initialized = True
+    for at, group in enumerate(optimizer.param_groups):
+        for within, weight in enumerate(group["params"]):
+            if optimizer.state[weight]:
+                continue
+            if is_bitsandbytes:
+                optimizer.init_state(group, weight, at, within)
+            elif isinstance(optimizer, torch.optim.AdamW):
+                where = weight.device if group["fused"] else torch.device("cpu")
+                optimizer.state[weight] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=where),
+                    "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
+                }
+            elif is_adafactor(optimizer):
+                shape = weight.shape
+                sums = {"exp_avg_sq": shape}
+                if weight.ndim > 1:
+                    column = shape[:-2] + shape[-1:]
+                    sums = {"exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": column}
+                zeros = {key: weight.new_zeros(of) for key, of in sums.items()}
+                optimizer.state[weight] = {"step": 0, **zeros, "RMS": 0}
 
 
 def load_state(
@@ -225,21 +221,117 @@ def load_state(
             there = own.get(key)
             if not isinstance(value, Tensor):
                 own[key] = value
-            elif isinstance(there, Tensor) and (there.shape, there.dtype) == (
-                value.shape,
-                value.dtype,
+            elif (
+                isinstance(there, Tensor)
+                and there.shape == value.shape
+                and there.dtype == value.dtype
             ):
                 there.copy_(value)
+            elif getattr(optimizer, "keeps_state_on_host", False) or (
+                key == "step" and not any(group.get("fused") for group in optimizer.param_groups)
+            ):
+                own[key] = value.clone()
             else:
-                own[key] = _beside(value, parameter, optimizer, key)
+                own[key] = value.to(parameter.device, copy=True)
 
 
-def _beside(value: Tensor, parameter: Tensor, optimizer: torch.optim.Optimizer, key: str) -> Tensor:
-    """A copy where this optimizer keeps such state: the counter of steps on the CPU, but beside the
-    weight when fused.
+# ---- memory of the update ----
+
+
+def reserve_for_update(optimizer: torch.optim.Optimizer) -> None:
+    """Take what the update of torch's unfused optimizers needs besides, and give it back to the
+    allocator's cache.
+
+    Memory that is not there is missed here, where no weight has changed, and not in the middle of
+    the update. Nothing on a CPU, whose allocator keeps no cache.
     """
-    is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    stays_on_cpu = getattr(optimizer, "keeps_state_on_host", False) or (
-        key == "step" and not is_fused
-    )
-    return value.clone() if stays_on_cpu else value.to(parameter.device, copy=True)
+    for group in optimizer.param_groups:
+        n_bytes = temporary_bytes(optimizer, group)
+        device = group["params"][0].device
+        if n_bytes and device.type == "cuda":
+            torch.empty(n_bytes, dtype=torch.uint8, device=device)
+
+
+def load_update_kernels(optimizer: torch.optim.Optimizer) -> None:
+    """Update a made-up weight in each group's way. CUDA loads a kernel into the GPU's memory when
+    it is launched first: where there is no room for that it is missed here, where no weight has
+    changed. bitsandbytes would end the process."""
+    if not isinstance(optimizer, StochasticAdamW) and not type(optimizer).__module__.startswith(
+        "torch.optim"
+    ):
+        return
+    for group in optimizer.param_groups:
+        weight = group["params"][0].detach().new_zeros(1).requires_grad_()
+        weight.grad = torch.zeros_like(weight)
+        type(optimizer)([{**group, "params": [weight]}]).step()
+
+
+def update_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What the update takes on a GPU besides weights, gradients and state, at its worst."""
+    return max(temporary_bytes(optimizer, group) for group in optimizer.param_groups)
+
+
+def temporary_bytes(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+    """Bytes that the update of a group takes besides weights, gradients and state; 0 where it is
+    not known.
+
+    AdamW has the roots of its second moments (`_multi_tensor_adam`: of all weights at once), SGD
+    with decay a copy of a gradient at a time (`_single_tensor_sgd`), Adafactor the update and its
+    factors, three times a weight; AdamW over bf16 weights a bucket in fp32; fused kernels nothing.
+    """
+    if is_adafactor(optimizer):
+        return 3 * max(weight.nbytes for weight in group["params"])
+    if isinstance(optimizer, StochasticAdamW):
+        return BYTES_PER_WEIGHT * min(BUCKET, sum(weight.numel() for weight in group["params"]))
+    if group.get("fused") or not isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD):
+        return 0
+    of_each = [weight.nbytes for weight in group["params"] if weight.nbytes > SMALL_BYTES]
+    if isinstance(optimizer, torch.optim.SGD) or group.get("foreach") is False:
+        return max(of_each, default=0)
+    return sum(of_each)
+
+
+def is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is transformers' Adafactor, which is not imported for other optimizers."""
+    return type(optimizer).__name__ == "Adafactor"
+
+
+class UpdateGuard:
+    """Tells whether an update has begun to write, by the version counters that torch keeps for
+    every tensor.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        # kernels of bitsandbytes write by address, and no counter hears of it
+        self._is_counted = not hasattr(optimizer, "init_state")
+        self._versions: list[int] | None = None
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._versions = None
+
+    def enter(self) -> None:
+        """The update begins."""
+        self._versions = self._now()
+
+    def refuse_half_an_update(self, step: int, error: BaseException) -> None:
+        """Raise `OutOfMemoryError` where the update of `step` (from 0) can't be taken again."""
+        if self._versions is None or (self._is_counted and self._now() == self._versions):
+            return
+        raise OutOfMemoryError(
+            f"memory ran out in the update of step {step + 1}, after some weights had changed: it"
+            " can't be taken again",
+            where="train.optim",
+            to_do=(
+                "run the same command again: it resumes from the last checkpoint; if it happens"
+                " again, use optim: adamw_torch_fused, which needs nothing besides its state, or"
+                " adamw_torch_offload"
+            ),
+        ) from error
+
+    def _now(self) -> list[int]:
+        """Versions of all weights and all state."""
+        states = [value for of in self._optimizer.state.values() for value in of.values()]
+        weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
+        return [each._version for each in (*weights, *states) if isinstance(each, Tensor)]

@@ -16,7 +16,7 @@ from farthing.model.hardware import hardware_key
 from farthing.train.autotune import PROBE_S, probe_run
 from farthing.train.loop import take_step
 from farthing.train.measure import leave_measured
-from farthing.train.run import opened_run
+from farthing.train.run import opened_run, short_job
 from farthing.train.run_settings import tried
 
 STEPS_AFTER = 8  # real steps with the chosen setting: a measurement needs six
@@ -28,17 +28,13 @@ def probe(job: Job, emit: Emit, budget_s: float = PROBE_S) -> dict[str, Any]:
 
     Returns the trials, best first, and what the chosen setting made of a few real steps.
     """
-    long_enough = {
-        "max_steps": STEPS_AFTER,
-        "num_train_epochs": 1.0,
-        "eval_strategy": "no",
-        "report_to": (),
-    }
+
+    def usd_per_million_tokens(seconds_per_token: float) -> float:
+        return seconds_per_token * 1e6 / 3600 * job.usd_per_hour
+
     with tempfile.TemporaryDirectory(prefix="farthing-probe-") as folder:
-        job = job.model_copy(
-            update={"output_dir": folder, "train": job.train.model_copy(update=long_enough)}
-        )
-        with opened_run(job, emit) as run:
+        short = short_job(job, folder, max_steps=STEPS_AFTER)
+        with opened_run(short, emit) as run:
             started = time.perf_counter()
             trials = probe_run(run.steps, emit, 0.7 * budget_s)
             while run.progress.step < run.schedule.n_steps and (
@@ -47,7 +43,7 @@ def probe(job: Job, emit: Emit, budget_s: float = PROBE_S) -> dict[str, Any]:
                 take_step(run)
             run.log.settle()
             leave_measured(run)
-            figures = run.pace.figures()
+            tokens_per_s = run.pace.figures()["tokens_per_s"]
             return {
                 "hardware": hardware_key(run.spec.numerics.device),
                 "settings": tried(trials[0].settings),
@@ -57,19 +53,14 @@ def probe(job: Job, emit: Emit, budget_s: float = PROBE_S) -> dict[str, Any]:
                         "tokens_per_s": 1 / trial.seconds_per_token,
                         "useful_share": trial.computed_share,
                         "peak_bytes": trial.peak_bytes,
-                        "usd_per_million_tokens": trial.seconds_per_token
-                        * 1e6
-                        / 3600
-                        * job.usd_per_hour,
+                        "usd_per_million_tokens": usd_per_million_tokens(trial.seconds_per_token),
                         "fits": trial.seconds_per_token < float("inf"),
                     }
                     for trial in trials
                 ],
                 "steps": run.progress.step,
-                "tokens_per_s": figures["tokens_per_s"],
+                "tokens_per_s": tokens_per_s,
                 "usd_per_million_tokens": (
-                    1e6 / figures["tokens_per_s"] / 3600 * job.usd_per_hour
-                    if figures["tokens_per_s"]
-                    else None
+                    usd_per_million_tokens(1 / tokens_per_s) if tokens_per_s else None
                 ),
             }

@@ -8,6 +8,7 @@ touched.
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections import defaultdict
@@ -25,39 +26,38 @@ from farthing.events import Emit, Working
 from farthing.model.hardware import Numerics, device_name, wait_for
 from farthing.train.built import Run
 from farthing.train.loop import take_step
-from farthing.train.run import opened_run
+from farthing.train.run import opened_run, short_job
 
 WARM_UP_STEPS = 3
 _MARK = "farthing: "
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC")
+_MODULES = {
+    "attention": "Attention",
+    "norms": "Norm",
+    "embeddings": "Embedding",
+    "feed-forward": "(MLP|DenseReluDense|DenseGatedActDense|Intermediate|FFN)$",
+}
+"""Name of a part -> what the class of its modules is called, as a pattern."""
 
 
 def profile_job(job: Job, emit: Emit, folder: Path, n_steps: int) -> dict[str, Any]:
     """Profile `n_steps` steps of a job and write their trace into `folder`; returns the table and
     what goes with it.
     """
-    short = {
-        "max_steps": WARM_UP_STEPS + n_steps,
-        "eval_strategy": "no",
-        "report_to": (),
-        "probe": False,
-    }
     with tempfile.TemporaryDirectory(prefix="farthing-profile-") as scratch:
-        job = job.model_copy(
-            update={"output_dir": scratch, "train": job.train.model_copy(update=short)}
-        )
+        job = short_job(job, scratch, max_steps=WARM_UP_STEPS + n_steps, probe=False)
         with opened_run(job, emit) as run:
             for _ in range(min(WARM_UP_STEPS, run.schedule.n_steps - 1)):
                 take_step(run)
             run.log.settle()
             emit(Working("profiling"))
-            return _profiled(run, folder, min(n_steps, run.schedule.n_steps - run.progress.step))
+            return _profiled(run, folder, run.schedule.n_steps - run.progress.step)
 
 
 def _profiled(run: Run, folder: Path, n_steps: int) -> dict[str, Any]:
-    device, meter, at = run.spec.numerics.device, run.context.meter, run.progress
+    device, spans, at = run.spec.numerics.device, run.context.meter.spans, run.progress
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    before_tokens, before_spans = at.n_tokens, dict(meter.spans)
+    before_tokens, waited_s = at.n_tokens, spans.get("data_wait", 0.0)
     with _named(run), profile(activities=activities) as profiler:
         began = time.perf_counter()
         for _ in range(n_steps):
@@ -75,11 +75,8 @@ def _profiled(run: Run, folder: Path, n_steps: int) -> dict[str, Any]:
             where="farthing profile",
             to_do="run it as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0",
         )
-    waited_s = meter.spans.get("data_wait", 0.0) - before_spans.get("data_wait", 0.0)
-    rows["data"] += waited_s
-    rest_s = wall_s - sum(rows.values())
-    if rest_s > 0:
-        rows["between operations"] = rest_s
+    rows["data"] += spans.get("data_wait", 0.0) - waited_s
+    rows["between operations"] = max(0.0, wall_s - sum(rows.values()))
     flops_per_s = run.pace.flops_per_token * (at.n_tokens - before_tokens) / wall_s
     peak = measured_peak(run.spec.numerics)
     return {
@@ -98,16 +95,17 @@ def _profiled(run: Run, folder: Path, n_steps: int) -> dict[str, Any]:
     }
 
 
-# ---- names ----
-
-
 @contextmanager
 def _named(run: Run) -> Iterator[None]:
     """Within the block the parts of a step are ranges of the profiler."""
     forward = run.forward
-    named = [(module, "forward", name) for module, name in named_modules(run.model)]
-    named += [(forward, "loss", "head"), (forward, "to_device", "copies")]
-    named += [(forward, "unit_loss", "head"), (run.steps.step, "update", "optimizer")]
+    named: list[tuple[Any, str, str]] = [(forward, "loss", "head"), (forward, "unit_loss", "head")]
+    named += [(forward, "to_device", "copies"), (run.steps.step, "update", "optimizer")]
+    for module in run.model.modules():
+        kind = type(module).__name__
+        names = ["layers with LoRA"] if hasattr(module, "lora_A") else []
+        names += [name for name, pattern in _MODULES.items() if re.search(pattern, kind)]
+        named += [(module, "forward", name) for name in names[:1]]
     before = [(owner, method, vars(owner).get(method)) for owner, method, _ in named]
     for owner, method, name in named:
         vars(owner)[method] = record_function(_MARK + name)(getattr(owner, method))
@@ -117,27 +115,6 @@ def _named(run: Run) -> Iterator[None]:
         for owner, method, own in before:
             del vars(owner)[method]
             vars(owner).update({} if own is None else {method: own})
-
-
-FEED_FORWARDS = ("MLP", "DenseReluDense", "DenseGatedActDense", "Intermediate", "FFN")
-
-
-def named_modules(model: Any) -> list[tuple[Any, str]]:
-    """The modules that have a name of ours; what lies within one belongs to the innermost."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    body = getattr(inner, getattr(inner, "base_model_prefix", "") or "_", None)
-    found = [] if body is None or body is inner else [(body, "other layers")]
-    for module in model.modules():
-        kind = type(module).__name__
-        signs = {
-            "layers with LoRA": hasattr(module, "lora_A"),
-            "attention": "Attention" in kind,
-            "feed-forward": kind.endswith(FEED_FORWARDS),
-            "norms": "Norm" in kind,
-            "embeddings": "Embedding" in kind,
-        }
-        found += [(module, name) for name, is_so in signs.items() if is_so][:1]
-    return found
 
 
 def seconds_by_name(events: Any, device: str) -> defaultdict[str, float]:
@@ -153,8 +130,6 @@ def seconds_by_name(events: Any, device: str) -> defaultdict[str, float]:
         while event is not None:
             if event.name.startswith(_MARK):
                 return str(event.name.removeprefix(_MARK))
-            if event.name.startswith("Optimizer.step"):
-                return "optimizer"
             if event.sequence_nr in of_sequence:
                 return of_sequence[event.sequence_nr]
             event = event.cpu_parent
@@ -171,15 +146,14 @@ def seconds_by_name(events: Any, device: str) -> defaultdict[str, float]:
         if device == "cuda" and event.name in _LAUNCHES:
             found["launches"] += event.self_cpu_time_total / 1e6
         elif own_us:
-            found[name_of(event) or "everything else"] += own_us / 1e6
+            found[name_of(event) or "other layers"] += own_us / 1e6
     return found
 
 
 def measured_peak(numerics: Numerics, seconds: float = 0.5) -> float:
     """FLOPs a second of a large product of matrices in the run's precision, measured."""
     n = 1024 if numerics.device.type == "cpu" else 8192
-    dtype = numerics.autocast or torch.float32
-    one = torch.randn(n, n, device=numerics.device).to(dtype)
+    one = torch.randn(n, n, device=numerics.device).to(numerics.autocast or torch.float32)
     torch.mm(one, one)
     wait_for(numerics.device)
     began, n_done = time.perf_counter(), 0

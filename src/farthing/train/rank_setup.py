@@ -50,9 +50,8 @@ def joined(job: Job) -> Iterator[tuple[Ranks, Job]]:
     An error that the first rank speaks of is marked `is_told`.
     """
     seat = seat_in(os.environ)
-    device = torch.device(
-        "cuda" if torch.cuda.is_available() and job.where.device != "cpu" else "cpu"
-    )
+    has_gpu = torch.cuda.is_available() and job.where.device != "cpu"
+    device = torch.device("cuda" if has_gpu else "cpu")
     if not seat.by:
         with contextlib.closing(Ranks(device=device)) as alone:
             yield alone, job
@@ -129,11 +128,8 @@ def follow(context: Context) -> LetIn:
             keep(context.folder / name, value)
     context.run_id = told["run_id"]
     facts, ended = told["files"].get(RUN) or {}, told["ended"]
-    return LetIn(
-        None if ended is None else (ended[0], ended[1]),
-        facts.get("identity", {}),
-        EXAMPLES in facts,
-    )
+    ended = None if ended is None else (ended[0], ended[1])
+    return LetIn(ended, facts.get("identity", {}), EXAMPLES in facts)
 
 
 def must_be_the_same(
@@ -147,10 +143,7 @@ def must_be_the_same(
     if odd:
         raise RunChangedError(
             f"rank {context.ranks.index} has another {', '.join(odd[:3])} than the first rank",
-            to_do=(
-                "give every machine the same job, data and model, or put them on a disk that all"
-                " share"
-            ),
+            to_do="give every machine the same job, data and model, or a disk that all share",
         )
 
 
@@ -172,11 +165,11 @@ def with_slots(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit
         emit(Warned(text))
     if not job.where.same_bits:
         return replace(settings, slots=0)
-    before = settings.slots or (1 if has_begun else None)
-    if before is not None and ranks.n <= before:
+    before = settings.slots or (1 if has_begun else 0)
+    if before > 0 and ranks.n <= before:
         return replace(settings, slots=before)
     n_slots = n_slots_for(ranks.n)
-    if before is not None:
+    if before:
         text = (
             f"the run's steps were shared out among {before}, now among {n_slots}: equal to"
             " rounding, not to the bit"

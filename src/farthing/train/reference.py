@@ -1,12 +1,11 @@
 """Log-probabilities of the answers under the reference: the model as it began.
 
 They are found once, before the first step, a block of neighbouring examples at a time, and kept in
-the cache by what they follow from: tokens, the model's weights, how it begins, precision. Neither
-the learning rate nor the loss nor the rank of an adapter is part of that, so every epoch, every
-trial of a search and every later run uses them, and no second model is in memory. A block is a file
-that is whole or not there: a pass that is killed continues behind its last block.
-
-At every start a sample is computed again and compared.
+the cache by what they follow from: tokens, the model's weights, how it begins, precision, the
+version of torch. Neither the learning rate nor the loss nor the rank of an adapter is part of that,
+so every epoch, every trial of a search and every later run uses them, and no second model is in
+memory. A block is a file with a checksum that is whole or not there: a pass that is killed
+continues behind its last block.
 """
 
 from __future__ import annotations
@@ -22,26 +21,20 @@ import torch
 from numpy.typing import NDArray
 
 from farthing.data.token_set import TokenSet
-from farthing.data.units import N_TARGETS
 from farthing.dist.ranks import Ranks
-from farthing.errors import DataError, RunInterruptedError
 from farthing.events import Note, Working
 from farthing.model.forward import Forward
 from farthing.run.folder import keep, kept
 from farthing.storage.files import DamagedFileError, own_folder
 from farthing.train.built import Run
-from farthing.train.evaluate import with_room
+from farthing.train.evaluate import Seen, look_at_all, with_room
 
 BLOCK = 256  # examples
-N_SAMPLED = 8
-MOST_APART = {"fp32": 1e-3}
-"""Nats a token between a cached log-probability and the live model's, by precision."""
-MOST_APART_HALF = 0.25
 
 
 def refer(run: Run) -> None:
     """Have the references of all examples of a run, before its checkpoint is restored. Raises
-    `RunInterruptedError`, `DataError` where the cache holds others than the model finds.
+    `RunInterruptedError`.
     """
     if not run.forward.of.needs_reference:
         return
@@ -79,22 +72,17 @@ def references_of(
     """[len(units), k] by this very model, mismatched ones last; all ranks share the work. Raises
     `RunInterruptedError`.
     """
-    ranks = ranks or Ranks()
-    micro_batches = forward.split(tokens, units, micro_batch_tokens)
-    own: dict[int, list[float]] = {}
-    with ranks.all_or_none():
-        mine = micro_batches[ranks.index :: ranks.n]
-        if ranks.is_fsdp:  # all go through the model as often
-            mine = mine + micro_batches[-1:] * (-(-len(micro_batches) // ranks.n) - len(mine))
-        for micro_batch in mine:
-            if should_stop() and not ranks.is_fsdp:
-                raise RunInterruptedError("stopped while scoring by the reference")
-            arrays = forward.collate_scored(tokens, micro_batch)
-            found = [forward.log_probs(forward.to_device(each)) for each in arrays]
-            rows = torch.cat([each.reshape(len(micro_batch), -1) for each in found], 1)
-            own |= dict(zip(micro_batch.tolist(), rows.tolist(), strict=True))
-    of_all = {unit: row for told in ranks.gather(list(own.items())) for unit, row in told}
-    return np.array([of_all[unit] for unit in units.tolist()])
+
+    def look(part: NDArray[np.int64]) -> Seen:
+        arrays = forward.collate_scored(tokens, part)
+        found = [forward.log_probs(forward.to_device(each)) for each in arrays]
+        return {"rows": torch.cat([each.reshape(len(part), -1) for each in found], 1)}
+
+    parts = forward.split(tokens, units, micro_batch_tokens)
+    seen = look_at_all(ranks or Ranks(), parts, look, should_stop)
+    rows = [row for one in seen for row in one["rows"]]
+    of_unit = dict(zip(np.concatenate(parts).tolist(), rows, strict=True))
+    return np.array([of_unit[unit] for unit in units.tolist()])
 
 
 def _refer_to(run: Run, tokens: TokenSet, wanted: NDArray[np.int64]) -> None:
@@ -122,8 +110,8 @@ def _refer_to(run: Run, tokens: TokenSet, wanted: NDArray[np.int64]) -> None:
         if block in lacking:
             keep(_path(folder, block), {"rows": found[units].tobytes().hex()})
     if n_kept := len(blocks) - len(missing):
-        sample = np.unique(wanted[np.linspace(0, len(wanted) - 1, N_SAMPLED).astype(np.int64)])
-        _compare(run, tokens, sample, found[sample], n_kept, folder)
+        n_examples = min(n_kept * BLOCK, len(tokens))
+        context.emit(Note(f"references of {n_examples:,} examples come from the cache"))
     run.forward.references[tokens.folder] = found
 
 
@@ -137,49 +125,17 @@ def _width(forward: Forward, tokens: TokenSet) -> int:
 
 def _measured(run: Run, tokens: TokenSet, units: NDArray[np.int64]) -> NDArray[np.float64]:
     forward, context = run.forward, run.context
-    return with_room(
-        partial(
-            references_of,
-            forward,
-            tokens,
-            units,
-            ranks=context.ranks,
-            should_stop=context.is_asked_to_leave,
-        ),
-        run.steps.settings.micro_batch_tokens,
-        int(forward.lengths_of(tokens)[units].max()),
-        forward.numerics.device,
-        context.warn,
-        "the reference pass",
+    measure = partial(
+        references_of,
+        forward,
+        tokens,
+        units,
+        ranks=context.ranks,
+        should_stop=context.is_asked_to_leave,
     )
-
-
-def _compare(
-    run: Run,
-    tokens: TokenSet,
-    sample: NDArray[np.int64],
-    cached: NDArray[np.float64],
-    n_kept: int,
-    folder: Path,
-) -> None:
-    """Score a few examples again. Raises `DataError` where the cache says something else."""
-    arrays = run.forward.collate_scored(tokens, sample)
-    counts = [each[N_TARGETS].reshape(len(sample), -1) for each in arrays]
-    n_targets = np.maximum(1, np.concatenate(counts, axis=1))
-    apart = np.abs(_measured(run, tokens, sample) - cached) / n_targets
-    most, mean = float(apart.max()), float(apart.mean())
-    text = (
-        f"references of {n_kept * BLOCK:,} examples or fewer come from the cache; of"
-        f" {len(sample)} scored again, an answer differs by {most:.1g} a token at most"
-    )
-    run.context.emit(Note(text))
-    if not mean <= MOST_APART.get(run.forward.numerics.name, MOST_APART_HALF):
-        raise DataError(
-            f"the cached references are not this model's: an answer differs by {most:.3g} a"
-            f" token, on average by {mean:.3g}",
-            where=str(folder),
-            to_do="delete that folder and run the same command again: they are made anew",
-        )
+    most_tokens, device = run.steps.settings.micro_batch_tokens, forward.numerics.device
+    longest = int(forward.lengths_of(tokens)[units].max())
+    return with_room(measure, most_tokens, longest, device, context.warn, "the reference pass")
 
 
 def _key(run: Run, tokens: TokenSet) -> str:
@@ -188,6 +144,6 @@ def _key(run: Run, tokens: TokenSet) -> str:
     content = run.spec.beginning | {
         "tokens": tokens.content_sha256,
         "scored": _width(run.forward, tokens),
-        "precision": [numerics.name, numerics.device.type],
+        "computed": [numerics.name, numerics.device.type, torch.__version__],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]

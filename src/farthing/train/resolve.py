@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from farthing.config.data_lengths import note_token_set
-from farthing.config.job import Job
+from farthing.config.job import Job, TrainSection
 from farthing.data.batches import split_by_input
 from farthing.data.chat import asks_for_the_date
 from farthing.data.read import Source, open_sources
@@ -52,6 +52,13 @@ ADDS_NOTHING = ("true", "gaussian")
 """How adapters begin that add nothing before the first step."""
 
 
+class Writing(NamedTuple):
+    """With what, and how much, a model may write for an example."""
+
+    tokenizer: Any
+    max_new_tokens: int
+
+
 @dataclass(frozen=True)
 class RunSpec:
     """What a run starts from and computes in, identified but not yet tokenized or loaded."""
@@ -65,6 +72,31 @@ class RunSpec:
     recipe: Recipe
     identity: dict[str, object]
     """What two attempts have to agree on, flat: settings, and content wherever it lies."""
+
+    @property
+    def train(self) -> TrainSection:
+        return self.job.train
+
+    @property
+    def from_run(self) -> str | None:
+        """The run whose weights this one begins with."""
+        return self.job.model.from_run
+
+    @property
+    def usd_per_hour(self) -> float:
+        return self.job.usd_per_hour
+
+    @property
+    def fingerprint(self) -> str:
+        """Which job it is, for what was learned by running out of memory."""
+        return self.job.fingerprint
+
+    @property
+    def writing(self) -> Writing | None:
+        """With what an evaluation has the model write; None where it does not."""
+        if not self.job.writes_texts:
+            return None
+        return Writing(self.tokenizer, self.job.data.max_target_length)
 
     @property
     def objective(self) -> Objective:
@@ -93,7 +125,7 @@ class RunSpec:
     @property
     def metric(self) -> str:
         """The metric that says which step is best; known, as the job was checked."""
-        return (self.job.train.metric_for_best_model or "loss").removeprefix("eval_")
+        return (self.train.metric_for_best_model or "loss").removeprefix("eval_")
 
     @property
     def cache_dir(self) -> Path:
@@ -228,17 +260,16 @@ def resolve(job: Job, emit: Emit = ignore) -> RunSpec:
         ),
         date=day if task.reads_answers and asks_for_the_date(tokenizer.chat_template) else "",
     )
-    opened: dict[str, Any] = {
-        "cache_dir": Path(job.cache_dir or "."),
-        "config_name": data.dataset_config_name,
-        "layout": data.layout,
-        "progress": lambda what, done, total: emit(ReadingData(what, done, total)),
-        "warn": lambda text: emit(Warned(text)),
-    }
-    train = open_sources(data.train, split=data.train_split, own=data.of_train, **opened)
-    held_out = []
-    if data.eval:
-        held_out = open_sources(data.eval, split=data.eval_split, own=data.of_eval, **opened)
+    read = partial(
+        open_sources,
+        cache_dir=Path(job.cache_dir or "."),
+        config_name=data.dataset_config_name,
+        layout=data.layout,
+        progress=lambda what, done, total: emit(ReadingData(what, done, total)),
+        warn=lambda text: emit(Warned(text)),
+    )
+    train = read(data.train, split=data.train_split, own=data.of_train)
+    held_out = read(data.eval, split=data.eval_split, own=data.of_eval) if data.eval else []
     weights = [source.weight for source in train]
     cache_dir = Path(job.cache_dir) if job.cache_dir else None
     identity = {
@@ -264,8 +295,7 @@ def open_examples(
     """(train, eval) examples, tokenized or from the cache. Raises `DataError`,
     `RunInterruptedError`.
     """
-    job, cache_dir = spec.job, Path(spec.job.cache_dir or ".")
-    n_chunks = 0
+    data, n_chunks = spec.job.data, 0
 
     def tokens_of(role: str, sources: list[Source], recipe: Recipe) -> TokenSet:
         def progress(rows: int, n_tokens: int, share: float) -> None:
@@ -277,52 +307,35 @@ def open_examples(
             sources,
             spec.tokenizer,
             recipe,
-            cache_dir,
+            spec.cache_dir,
             progress=progress,
             should_stop=should_stop,
             warn=lambda text: emit(Warned(text)),
         )
         with contextlib.suppress(OSError):  # a plan would have to do without
-            note_token_set(
-                job,
-                role,
-                spec.train_sources,
-                spec.eval_sources,
-                tokens.folder,
-                cache_dir=cache_dir,
-            )
+            both, folder = (spec.train_sources, spec.eval_sources), tokens.folder
+            note_token_set(spec.job, role, *both, folder, cache_dir=spec.cache_dir)
+        _say_data(role, tokens, emit)
         return tokens
 
     train_tokens = tokens_of("train", spec.train_sources, spec.recipe)
-    _say_data("train", train_tokens, emit)
-    train = np.arange(len(train_tokens))
-    held_out: Examples | None = None
+    train, held_out = np.arange(len(train_tokens)), None
     if spec.eval_sources:
         recipe = replace(spec.recipe, label_names=train_tokens.label_names)
         eval_tokens = tokens_of("eval", spec.eval_sources, recipe)
-        _say_data("eval", eval_tokens, emit)
-        held_out = Examples(eval_tokens, np.arange(len(eval_tokens)))
-    elif job.data.eval_fraction > 0:
-        groups, inputs_of_all = train_tokens.groups, train_tokens.inputs
+        held_out = Examples(eval_tokens, np.arange(len(eval_tokens))[: data.max_eval_samples])
+    elif data.eval_fraction > 0:
         train, chosen = split_by_input(
-            groups, job.data.eval_fraction, job.train.seed, inputs_of_all
+            train_tokens.groups, data.eval_fraction, spec.train.seed, train_tokens.inputs
         )
-        refuse_too_few(
-            int(train_tokens.facts["n_distinct_inputs"]) if len(chosen) else 0,
-            spec.train_sources[0].name,
-        )
-        held_out = Examples(train_tokens, chosen)
+        n_inputs = int(train_tokens.facts["n_distinct_inputs"]) if len(chosen) else 0
+        refuse_too_few(n_inputs, spec.train_sources[0].name)
+        held_out = Examples(train_tokens, chosen[: data.max_eval_samples])
     weights = tuple(source.weight for source in spec.train_sources)
-    train_examples = Examples(
-        train_tokens, train[: job.data.max_train_samples], n_chunks == 0, weights
-    )
-    _judge_labels(train_examples, spec.recipe.label_map, emit)
-    if held_out is not None:
-        held_out = Examples(held_out.tokens, held_out.indices[: job.data.max_eval_samples])
-        _say_unseen_labels(train_examples, held_out, emit)
-        if spec.eval_sources:
-            _say_shared_inputs(train_examples, held_out, emit)
-    return train_examples, held_out
+    examples = Examples(train_tokens, train[: data.max_train_samples], n_chunks == 0, weights)
+    for text in _doubts(spec, examples, held_out):
+        emit(Warned(text))
+    return examples, held_out
 
 
 def refuse_too_few(n_distinct_inputs: int, where: str) -> None:
@@ -359,50 +372,49 @@ def _say_data(role: str, tokens: TokenSet, emit: Emit) -> None:
         emit(Warned(text))
 
 
-def _judge_labels(train: Examples, label_map: dict[str, str], emit: Emit) -> None:
-    """Refuse data of one class, of which nothing can be learned; name classes that may be one, and
-    labels to be mapped that there are none of. Raises `DataError`."""
-    names = train.tokens.label_names
-    if train.tokens.labels is None or not names:
-        return
-    sources = [source["name"] for source in train.tokens.facts["sources"]]
-    seen = np.unique(_labels_of(train), axis=0).tolist()
-    refuse_one_class([names[each] if isinstance(each, int) else each for each in seen], sources)
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault(" ".join(name.lower().split()), []).append(name)
-    if doubts := [" and ".join(map(repr, each)) for each in alike.values() if len(each) > 1]:
-        text = (
-            "labels that differ in capitals or spaces alone are different classes:"
-            f" {', '.join(doubts[:5])}"
-        )
-        emit(Warned(f"{text}; make them one with data.label_map, or in the data"))
-    if idle := [f"{key!r} ({name!r})" for key, name in label_map.items() if name not in names]:
-        text = f"data.label_map names values that no row has: {', '.join(idle[:5])}"
-        emit(
-            Warned(
-                f"{text}; the classes are"
-                f" {', '.join(map(repr, names[:8]))}{' ...' if len(names) > 8 else ''}"
+def _doubts(spec: RunSpec, train: Examples, held_out: Examples | None) -> Iterator[str]:
+    """What to look at in the examples, in words. Raises `DataError` for data of one class, of which
+    nothing can be learned.
+    """
+    names, label_map = train.tokens.label_names, spec.recipe.label_map
+    has_classes = train.tokens.labels is not None and bool(names)
+    if has_classes:
+        sources = [source["name"] for source in train.tokens.facts["sources"]]
+        seen = np.unique(_labels_of(train), axis=0).tolist()
+        refuse_one_class([names[each] if isinstance(each, int) else each for each in seen], sources)
+        alike: dict[str, list[str]] = {}
+        for name in names:
+            alike.setdefault(" ".join(name.lower().split()), []).append(name)
+        if found := [" and ".join(map(repr, each)) for each in alike.values() if len(each) > 1]:
+            yield (
+                "labels that differ in capitals or spaces alone are different classes:"
+                f" {', '.join(found[:5])}; make them one with data.label_map, or in the data"
             )
-        )
-
-
-def _say_unseen_labels(train: Examples, held_out: Examples, emit: Emit) -> None:
-    if (
-        train.tokens.labels is None
-        or held_out.tokens.labels is None
-        or not train.tokens.label_names
-    ):
+        if idle := [f"{key!r} ({name!r})" for key, name in label_map.items() if name not in names]:
+            classes = ", ".join(map(repr, names[:8])) + (" ..." if len(names) > 8 else "")
+            yield (
+                f"data.label_map names values that no row has: {', '.join(idle[:5])}; the classes"
+                f" are {classes}"
+            )
+    if held_out is None:
         return
-    of_train, of_held_out = (_classes_in(_labels_of(each)) for each in (train, held_out))
-    unseen = of_held_out - of_train
-    if unseen:
-        names = ", ".join(repr(held_out.tokens.label_names[label]) for label in sorted(unseen)[:5])
-        text = (
-            f"{len(unseen)} labels are in the evaluation data and never seen in training ({names}):"
-            " they count as errors"
+    if has_classes and held_out.tokens.labels is not None:
+        of_train, of_held_out = (_classes_in(_labels_of(each)) for each in (train, held_out))
+        if unseen := sorted(of_held_out - of_train):
+            some = ", ".join(repr(held_out.tokens.label_names[label]) for label in unseen[:5])
+            yield (
+                f"{len(unseen)} labels are in the evaluation data and never seen in training"
+                f" ({some}): they count as errors"
+            )
+    groups = train.tokens.groups[train.indices]
+    is_shared = np.isin(held_out.tokens.groups[held_out.indices], groups)
+    if spec.eval_sources and is_shared.any():
+        first = held_out.tokens.place(int(held_out.indices[int(np.argmax(is_shared))]))
+        yield (
+            f"{int(is_shared.sum()):,} of {len(held_out):,} evaluation examples have an input that"
+            f" is trained on too (the first: {first}): the evaluation is too good by that; leave"
+            " them out of one of the files"
         )
-        emit(Warned(text))
 
 
 def _labels_of(examples: Examples) -> NDArray[Any]:
@@ -414,21 +426,3 @@ def _labels_of(examples: Examples) -> NDArray[Any]:
 def _classes_in(labels: NDArray[Any]) -> set[int]:
     """The classes that occur in labels [n], or are marked in [n, C]."""
     return set((np.flatnonzero(labels.any(0)) if labels.ndim > 1 else np.unique(labels)).tolist())
-
-
-def _say_shared_inputs(train: Examples, held_out: Examples, emit: Emit) -> None:
-    """Inputs that are learned and evaluated on: what is measured on them says nothing of
-    new ones.
-    """
-    is_shared = np.isin(
-        held_out.tokens.groups[held_out.indices], train.tokens.groups[train.indices]
-    )
-    if not is_shared.any():
-        return
-    first = held_out.tokens.place(int(held_out.indices[int(np.argmax(is_shared))]))
-    text = (
-        f"{int(is_shared.sum()):,} of {len(held_out):,} evaluation examples have an input that is"
-        f" trained on too (the first: {first}): the evaluation is too good by that; leave them out"
-        " of one of the files"
-    )
-    emit(Warned(text))

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -20,6 +21,7 @@ import transformers
 from farthing.config.job import Job
 from farthing.config.preflight import spot_without_store, unusual_settings
 from farthing.device_memory import in_words, is_out_of_memory
+from farthing.dist.ranks import Ranks
 from farthing.errors import (
     EXIT_CODES,
     EXIT_INTERRUPTED,
@@ -73,9 +75,11 @@ from farthing.train.budget import (
 from farthing.train.build import build
 from farthing.train.built import Run
 from farthing.train.context import Context
+from farthing.train.copies import bring_back, close_replica, offer, wait_for_copies
 from farthing.train.finished import FOLLOWS_FROM, follows_from, publish_finished
 from farthing.train.loop import loop, note_news
 from farthing.train.measure import leave_measured
+from farthing.train.metrics_file import metrics_file
 from farthing.train.rank_setup import (
     follow,
     joined,
@@ -88,7 +92,7 @@ from farthing.train.reference import refer, without_references
 from farthing.train.resolve import RunSpec, check_extras, resolve, sha256_of_examples
 from farthing.train.run_settings import keep_settings
 from farthing.train.summary import emit_summary
-from farthing.train.trackers import metrics_file, tracked
+from farthing.train.trackers import tracked
 from farthing.train.watchdog import Watchdog
 from farthing.units import say_seconds
 
@@ -143,33 +147,10 @@ def train(
         if begun is None:
             with errors_in_words(folder):
                 begun = stack.enter_context(opened(folder, job.usd_per_hour))
-        meter, ledger = begun.meter, begun.ledger
-        notice = stack.enter_context(Notice(ranks.one_press_s))
-        ranks.listen(
-            lambda: bool(notice),
-            lambda: meter.span("ranks"),
-            lambda: ledger.end("interrupted"),
-            lambda: meter.at in ON_DISKS_AND_NETWORKS,
-        )
-        watch = Watch(services_for(job.where.notices, is_spot=job.where.spot), notice)
-        watch.start()
-        stack.callback(watch.stop)
-        emit = stack.enter_context(tracked(emit, job.train.report_to, folder))
-        if ranks.is_first:
-            emit = stack.enter_context(metrics_file(emit, job))
-        context = _context(job, folder, "", meter, ledger, notice, emit)
-        context.ranks = ranks
-        context.replica = open_mirror(
-            job.output_store, folder, job.train.save_total_limit, context.warn
-        )
-        last_words = partial(_last_words, folder, ledger)
-        allowed_s = allowance_s(job, folder, ledger)
-        context.watchdog = stack.enter_context(
-            Watchdog(job, ledger, notice.reach, last_words, allowed_s)
-        )
+        context = _watched_context(job, ranks, begun, emit, stack)
         with errors_in_words(folder):
             mend(folder, context.warn)
-            _bring_back(job, context, allow_restart)
+            bring_back(context, job.output_store, allow_restart=allow_restart)
         if damage := begun.damage_in_words():
             context.warn(damage)
         state = "failed"
@@ -183,24 +164,74 @@ def train(
             ranks.fail(EXIT_INTERRUPTED)  # before the loop: the others wait for what does not come
             state = "limit" if isinstance(error, LimitError) else "interrupted"
             reason = error.what
-            if isinstance(error, RunInterruptedError) and notice:
-                state, reason = notice.how_it_ends()
+            if isinstance(error, RunInterruptedError) and context.notice:
+                state, reason = context.notice.how_it_ends()
         except InputError:
             with contextlib.suppress(OSError):
                 unclaim(folder)
             raise
         finally:
             with contextlib.suppress(OSError):  # a full disk must not hide the error on its way
-                note_news(notice, ledger)
-                ledger.end(state)
+                note_news(context.notice, context.ledger)
+                context.ledger.end(state)
             if state == "failed":
-                _close_replica(context)
+                close_replica(context)
         try:
             return close(job, context, begun, state, reason)
         except LimitError as error:  # the close hung
             if context.watchdog is not None:
                 context.watchdog.raise_no_more()
             return Outcome("limit", error.what, leave_receipt(folder))
+
+
+def _context(
+    job: Job, meter: Meter, ledger: Ledger, notice: Notice, emit: Emit, run_id: str = ""
+) -> Context:
+    return Context(
+        Path(job.output_dir),
+        run_id,
+        meter,
+        ledger,
+        notice,
+        emit,
+        over_limit=partial(over_limit, job, ledger),
+        seconds_left=partial(seconds_left, job, ledger),
+    )
+
+
+def _watched_context(
+    job: Job, ranks: Ranks, begun: Opened, emit: Emit, stack: contextlib.ExitStack
+) -> Context:
+    """The context of an attempt, with all who listen to it and may end it until `stack` closes."""
+    folder, meter, ledger = begun.folder, begun.meter, begun.ledger
+    notice = stack.enter_context(Notice(ranks.one_press_s))
+    ranks.asks_to_leave = lambda: bool(notice)
+    ranks.waiting = lambda: meter.span("ranks")
+    ranks.may_be_still = lambda: meter.at in ON_DISKS_AND_NETWORKS
+    if ranks.is_first:
+        ranks.at_loss = lambda: ledger.end("interrupted")
+    watch = Watch(services_for(job.where.notices, is_spot=job.where.spot), notice)
+    watch.start()
+    stack.callback(watch.stop)
+    emit = stack.enter_context(tracked(emit, job.train.report_to, folder))
+    if ranks.is_first:
+        emit = stack.enter_context(metrics_file(emit, job))
+    context = _context(job, meter, ledger, notice, emit)
+    context.ranks = ranks
+    context.replica = open_mirror(
+        job.output_store, folder, job.train.save_total_limit, context.warn
+    )
+
+    def last_words() -> None:
+        """Bill and receipt of a run that hangs, whose main thread may hold anything."""
+        with contextlib.suppress(Exception):
+            ledger.end("limit")
+            leave_receipt(folder)
+
+    allowed_s = allowance_s(job, folder, ledger)
+    watchdog = Watchdog(job, ledger, notice.reach, last_words, allowed_s)
+    context.watchdog = stack.enter_context(watchdog)
+    return context
 
 
 def close(job: Job, context: Context, begun: Opened, state: str, reason: str) -> Outcome:
@@ -214,7 +245,7 @@ def close(job: Job, context: Context, begun: Opened, state: str, reason: str) ->
     outcome = Outcome(state, reason, leave_receipt(folder, log))
     if replica is not None:
         replica.offer_last_words()
-        _close_replica(context)
+        close_replica(context)
         outcome.receipt = leave_receipt(folder, log)
     with contextlib.suppress(OSError):  # a full disk: the receipt is there
         write_card(folder, outcome.receipt)
@@ -228,13 +259,6 @@ def close(job: Job, context: Context, begun: Opened, state: str, reason: str) ->
     if state == "finished":
         publish_finished(job, context.emit)
     return outcome
-
-
-def _last_words(folder: Path, ledger: Ledger) -> None:
-    """Bill and receipt of a run that hangs; called while its main thread may hold anything."""
-    with contextlib.suppress(Exception):
-        ledger.end("limit")
-        leave_receipt(folder)
 
 
 @contextlib.contextmanager
@@ -269,21 +293,6 @@ def errors_in_words(folder: Path) -> Iterator[None]:
 
 
 # ---- the first rank, and the others ----
-
-
-def _context(
-    job: Job, folder: Path, run_id: str, meter: Meter, ledger: Ledger, notice: Notice, emit: Emit
-) -> Context:
-    return Context(
-        folder,
-        run_id,
-        meter,
-        ledger,
-        notice,
-        emit,
-        over_limit=partial(over_limit, job, ledger),
-        seconds_left=partial(seconds_left, job, ledger),
-    )
 
 
 def _resolved(job: Job, context: Context) -> RunSpec:
@@ -331,11 +340,11 @@ def _lead(job: Job, context: Context, begun: Opened, allow_restart: bool) -> tup
     _decide(job, run, run_facts)
     emit_summary(job, run)
     meter.enter("idle")
-    _offer(run)
+    offer(run)
     take_over(run)
     state, reason = loop(run)
-    _offer(run, with_model=True)
-    is_copied = _wait_for_replica(context, state)
+    offer(run, with_model=True)
+    is_copied = wait_for_copies(context, state)
     if is_copied and state == "finished":  # else the same command brings the model to the store
         keep(folder / RUN, {**run_facts, "finished": True, FOLLOWS_FROM: read_from})
     leave_measured(run)
@@ -430,61 +439,10 @@ def _decide(job: Job, run: Run, run_facts: Json) -> None:
     keep_settings(context, steps.settings)
 
 
-# ---- copies in a store ----
-
-
-def _bring_back(job: Job, context: Context, allow_restart: bool) -> None:
-    """What the store has and this disk has not."""
-    replica, store = context.replica, job.output_store
-    if replica is None:
-        return
-    replica.on_bills = context.ledger.take_in
-    with context.meter.span("restore"):
-        step = replica.bring_back(allow_restart, context.is_asked_to_leave)
-    context.ledger.write()
-    if step is not None:
-        context.emit(Note(f"step {step} was brought back from {store}"))
-    if doubt := replica.doubt():
-        context.emit(Note(f"{store} {doubt}"))
-
-
-def _offer(run: Run, *, with_model: bool = False) -> None:
-    """Offer the store what is needed to continue from where the run is."""
-    at, replica = run.progress, run.context.replica
-    if replica is not None:
-        folders = run.saver.checkpoints.to_go_on(at.step, at.best_step)
-        replica.offer(at.step, folders, with_model=with_model)
-
-
-def _wait_for_replica(context: Context, state: str) -> bool:
-    """Until the copies are made, not longer than until the machine goes; whether they are, or there
-    is no store. Raises what has made the copying end."""
-    replica, notice = context.replica, context.notice
-    if replica is None:
-        return True
-    with context.meter.span("checkpoint"):
-        leaves_in_s = notice.patience_s(replica.pace.leave_s, replica.pace.finish_s)
-        most_s = leaves_in_s if state == "interrupted" else replica.pace.finish_s
-        is_copied = replica.wait(min(most_s, context.left_s))
-    replica.check()
-    return is_copied
-
-
-def _close_replica(context: Context) -> None:
-    """Wait for the last copies, not longer than until the machine goes or a limit is reached, and
-    give the lease back; the wait is on the bill.
-    """
-    replica, ledger = context.replica, context.ledger
-    if replica is None:
-        return
-    context.meter.enter("checkpoint")
-    leaves_in_s = context.notice.patience_s(replica.pace.leave_s, replica.pace.finish_s)
-    is_done = replica.wait(min(leaves_in_s, context.left_s))
-    with contextlib.suppress(OSError):
-        ledger.beat(at_once=True)  # the lease takes it along: the store knows it too
-    replica.close(min(5.0 if is_done else 1.0, context.left_s))
-    with contextlib.suppress(OSError):
-        ledger.beat(at_once=True)
+def short_job(job: Job, folder: str, **train: Any) -> Job:
+    """A few steps of a job, in a folder of their own."""
+    keys = {"eval_strategy": "no", "report_to": (), **train}
+    return job.model_copy(update={"output_dir": folder, "train": job.train.model_copy(update=keys)})
 
 
 @contextlib.contextmanager
@@ -497,7 +455,7 @@ def opened_run(job: Job, emit: Emit) -> Iterator[Run]:
     quiet_libraries()
     with only_writer(folder), Notice() as notice:
         ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
-        context = _context(job, folder, "probe", meter, ledger, notice, emit)
+        context = _context(job, meter, ledger, notice, emit, "probe")
         run = build(_resolved(job, context), context)
         if run.forward.of.needs_reference:
             without_references(run.forward, run.train_examples.tokens)

@@ -9,67 +9,70 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+import farthing
 from farthing.errors import DiskFullError, RunDamagedError, RunInterruptedError
 from farthing.events import Exported, Note, Restored, Saved, Working
 from farthing.export.folders import export_model
-from farthing.local.measurements import Record
 from farthing.model.adapters import put_back
 from farthing.report.receipt import build_receipt
 from farthing.run.checkpoint import Checkpoints, Part, SaveResult, n_bytes_of
-from farthing.run.folder import LOG, MODEL
+from farthing.run.folder import CHECKPOINTS, COPIES, LOG, MODEL, copies_of
 from farthing.run.parts import read_part
 from farthing.storage.files import DamagedFileError, Json
-from farthing.storage.logs import SummedLines
-from farthing.train.context import Context
-from farthing.train.schedule import Schedule
-from farthing.train.state import Progress
+from farthing.train.context import Context, Training
+from farthing.train.state import parts_of
 from farthing.units import plural, say_bytes
 
+SAVE_EVERY_S = 300.0  # where there is no plan
 
-@dataclass(kw_only=True)
+
 class Saver:
-    context: Context
-    checkpoints: Checkpoints
-    state: dict[str, Part]
-    progress: Progress
-    schedule: Schedule
-    log: SummedLines
-    record: Record
-    model: Any
-    tokenizer: Any
-    settle: Callable[[], None]
-    """Reads the figures of all steps so far."""
-    save_steps: int | None
-    every_s: float
-    """Between saves, where `save_steps` does not say."""
-    save_total_limit: int
-    load_best_model_at_end: bool
-    trained_bytes: int
-    """Of the trained weights, on all ranks together: to walk through a model's modules takes
-    milliseconds.
-    """
-    mark: tuple[Any, ...] = (0, 0, False)
-    """Which state the last save holds."""
-    is_due_now: bool = False
-    """Whatever the interval says: the best so far was found, or the machine may go."""
-    wrote_model_early: bool = False
-    """The model was exported while the limits still paid for a start."""
-    exported_step: int | None = None
-    """Whose weights this attempt has exported."""
-    took_s: float = 0.0
-    """Seconds in which training stood still for the last save."""
-    write_s: float = 0.0
-    """Seconds until the last checkpoint was on the disk."""
-    export_s: float = 0.0
-    """Seconds of the last export."""
-
-    def __post_init__(self) -> None:
-        self.saved_at_s = self.context.meter.wall_s  # when the last save was
+    def __init__(self, training: Training) -> None:
+        spec, context, model = training.spec, training.context, training.model
+        self.training, self.context, self.progress = training, context, training.progress
+        self.state: dict[str, Part] = parts_of(
+            model,
+            context.ranks.trained_of(model),
+            training.optimizer,
+            training.scaler,
+            training.progress,
+        )
+        """Everything resumable."""
+        copies: Json = {}
+        self.checkpoints = Checkpoints(
+            context.folder / CHECKPOINTS,
+            context.run_id,
+            spec.train.save_total_limit,
+            warn=context.warn,
+            facts=lambda: _manifest_facts(context, copies),
+            copy=context.replica.offer if context.replica is not None else None,
+            shared=context.ranks.shared_checkpoints(),
+        )
+        self.save_steps = spec.train.save_steps
+        planned_s = SAVE_EVERY_S if training.estimate is None else training.estimate.interval_s
+        self.every_s = 60 * (spec.train.save_minutes or 0.0) or planned_s
+        """Between saves, where `save_steps` does not say."""
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        self.trained_bytes = sum(weight.numel() * weight.element_size() for weight in trained)
+        """On all ranks together."""
+        self.mark: tuple[Any, ...] = (0, 0, False)
+        """Which state the last save holds."""
+        self.is_due_now = False
+        """Whatever the interval says: the best so far was found, or the machine may go."""
+        self.wrote_model_early = False
+        """The model was exported while the limits still paid for a start."""
+        self.exported_step: int | None = None
+        """Whose weights this attempt has exported."""
+        self.took_s = 0.0
+        """Seconds in which training stood still for the last save."""
+        self.write_s = 0.0
+        """Seconds until the last checkpoint was on the disk."""
+        self.export_s = 0.0
+        self.saved_at_s = context.meter.wall_s
 
     # ---- the state that an earlier attempt left ----
 
@@ -86,7 +89,7 @@ class Saver:
         if step is not None:
             checkpoints.restore(checkpoints.folder_of(step), self.state)
             self.mark = self.progress.mark
-            context.emit(Restored(step, self.schedule.n_steps, ledger.number))
+            context.emit(Restored(step, self.training.schedule.n_steps, ledger.number))
         elif ledger.number > 1:
             context.emit(Note("an earlier attempt left no checkpoint: starting at step 0"))
         self._keep_log()
@@ -121,7 +124,7 @@ class Saver:
         """Drop the log's lines of steps that are taken again; warn of damaged ones, and of steps
         that it does not have.
         """
-        at, steps = self.progress, set[int]()
+        at, log, steps = self.progress, self.training.log_file, set[int]()
 
         def is_kept(row: Json) -> bool:
             step = row.get("step", 0)
@@ -129,8 +132,8 @@ class Saver:
                 steps.add(step)
             return step <= at.step and ("metrics" not in row or step <= at.evaluated_step)
 
-        self.log.keep(is_kept)
-        if n_damaged := len(self.log.damaged):
+        log.keep(is_kept)
+        if n_damaged := len(log.damaged):
             are = "is" if n_damaged == 1 else "are"
             self.context.warn(f"{plural(n_damaged, 'line')} of {LOG} {are} damaged: left out")
         if n_lost := at.step - len(steps):
@@ -144,7 +147,7 @@ class Saver:
         state_bytes = n_bytes_of(self.state) * (fsdp.n_shards if fsdp and fsdp.trains_rows else 1)
         # one that is being sent, and the next
         n_aside = 2 if self.context.replica is not None else 0
-        need = state_bytes * (self.save_total_limit + 2 + n_aside)
+        need = state_bytes * (self.training.spec.train.save_total_limit + 2 + n_aside)
         free = shutil.disk_usage(folder).free
         if free < need:
             raise DiskFullError(
@@ -169,12 +172,11 @@ class Saver:
 
     def save(self) -> None:
         """Snapshot now, write in the background."""
-        self.settle()
         context, at = self.context, self.progress
         if context.ranks.is_first or context.ranks.trains_rows:
             with context.meter.span("checkpoint"):
                 started_s = context.meter.wall_s
-                self.log.sync()
+                self.training.log_file.sync()
                 self.note_finished(self.checkpoints.save(at.step, self.state, at.best_step))
                 self.took_s = context.meter.wall_s - started_s
                 context.ledger.held_up_by_save(self.took_s)
@@ -183,7 +185,6 @@ class Saver:
 
     def save_last(self) -> None:
         """Commit where the run is, and wait until it is on the disk."""
-        self.settle()
         if self.progress.step > 0 and self.mark != self.progress.mark:
             self.save()
         self.note_finished(self._waited(self.checkpoints.wait)[0])
@@ -208,7 +209,7 @@ class Saver:
         if result is not None and result.error is None:
             self.context.ledger.committed(result.step)
             self.write_s = result.seconds
-            self.record.saves_bytes.append(result.n_bytes)
+            self.training.record.saves_bytes.append(result.n_bytes)
             self.context.emit(Saved(result.step, result.n_bytes))
 
     # ---- the model for others ----
@@ -238,14 +239,15 @@ class Saver:
             whole = None
         context.ledger.write("running", exported=step)
         receipt = build_receipt(context.folder)
-        export_model(folder, self.model, self.tokenizer, receipt, step, whole)
+        run = self.training
+        export_model(folder, run.model, run.spec.tokenizer, receipt, step, whole)
         self.exported_step = step
         self.export_s = context.meter.wall_s - started_s
         context.emit(Exported(str(folder), step))
 
     def _step_to_export(self) -> int:
         at, best = self.progress, self.progress.best_step
-        if not self.load_best_model_at_end or best is None or best == at.step:
+        if not self.training.spec.train.load_best_model_at_end or best is None or best == at.step:
             return at.step
         try:
             self.checkpoints.verify(best)
@@ -272,3 +274,11 @@ class Saver:
             now = {name: tensor.to("cpu", copy=True) for name, tensor in own.items()}
             self.export()
             put_back(own, now)  # the best may have been written, which is another
+
+
+def _manifest_facts(context: Context, copies: Json) -> Json:
+    """What a checkpoint's manifest says of the run, with the files that decide its result. Brings
+    `copies` up to date.
+    """
+    copies.update(copies_of(context.folder, copies))
+    return {"farthing": farthing.__version__, **context.ledger.witness(), COPIES: dict(copies)}

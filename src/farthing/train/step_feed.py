@@ -19,8 +19,9 @@ from farthing.dist.reduce import slots_of
 from farthing.model.forward import Forward
 from farthing.run.ledger import Meter
 from farthing.settings import Settings
-from farthing.train.prefix_budget import accumulates
 from farthing.train.schedule import Schedule
+
+LOOKED_AT_STEPS = 64  # of a run, before its first: whether they have several micro-batches
 
 
 @dataclass(kw_only=True)
@@ -61,44 +62,50 @@ class StepFeed:
             yield micro_batch
         self._fed_step = step + 1
 
-    def n_tokens(self, examples: NDArray[np.int64]) -> int:
-        """Without padding."""
-        return int(self.tokens.lengths[examples].sum())
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether a step may have several micro-batches, as they are cut now."""
-        most_tokens, n_steps = self.settings.micro_batch_tokens, self.schedule.n_steps
-        return accumulates(self.forward, self.tokens, self.batches, n_steps, most_tokens)
-
     def close(self) -> None:
         if self._feed is not None:
             self._feed.close()
         self._feed = None
+
+    def n_tokens(self, examples: NDArray[np.int64]) -> int:
+        """Without padding."""
+        return int(self.tokens.lengths[examples].sum())
+
+    def first_steps(self, micro_batch_tokens: int = 0) -> tuple[NDArray[np.int64], bool]:
+        """(examples of the largest micro-batch, whether a step has several), by the first steps,
+        cut as the settings say or into micro-batches of so many tokens.
+        """
+        has_several, cells = False, list[NDArray[np.int64]]()
+        most_tokens = micro_batch_tokens or self.settings.micro_batch_tokens
+        for step in range(min(self.schedule.n_steps, LOOKED_AT_STEPS)):
+            of_step = self.forward.split(self.tokens, self.batches.examples_of(step), most_tokens)
+            cells += of_step
+            has_several = has_several or len(of_step) > 1
+        return max(cells, key=lambda cell: self.forward.n_tokens_of(self.tokens, cell)), has_several
 
     def table(self, step: int) -> Table:
         """All micro-batches of a step, whichever rank computes them."""
         return self.table_of(self.batches.examples_of(step))
 
     def table_of(self, examples: NDArray[np.int64]) -> Table:
-        def costs(some: NDArray[np.int64]) -> NDArray[np.int64]:
-            return self.forward.costs(self.tokens, some)
-
+        forward, tokens = self.forward, self.tokens
         return rows_of(
             examples,
-            self.forward.lengths_of(self.tokens),
+            forward.lengths_of(tokens),
             self.settings.micro_batch_tokens,
             self.n_slots,
-            split=lambda some, most: self.forward.split(self.tokens, some, most),
-            squares_at=self.forward.squares_at,
-            costs=costs if self.forward.mixes_freely else None,
+            split=lambda some, most: forward.split(tokens, some, most),
+            squares_at=forward.squares_at,
+            costs=(lambda some: forward.costs(tokens, some)) if forward.mixes_freely else None,
         )
 
     def n_passes(self, step: int) -> int:
+        """Micro-batches of the busiest rank."""
         table, n = self.table(step), self.ranks.n
         return max(len(table.of_slots(slots_of(rank, n, self.n_slots))) for rank in range(n))
 
     def largest(self, step: int) -> NDArray[np.int64]:
+        """The examples of the step's largest micro-batch."""
         cells = self.table(step).cells
         if self.n_slots == 1 and not self.ranks.is_fsdp:
             return cells[0].examples  # comes first

@@ -9,49 +9,25 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
-
-import torch
 
 from farthing.errors import NotFiniteError
 from farthing.events import StepSkipped, StepTaken
-from farthing.local.measurements import Record
 from farthing.model.compiled import n_graphs
 from farthing.model.hardware import peak_bytes
 from farthing.storage.files import Json
-from farthing.storage.logs import SummedLines
-from farthing.train.context import Context
+from farthing.train.context import Training
 from farthing.train.forecast import Forecast
-from farthing.train.run_settings import keep_settings
-from farthing.train.schedule import Schedule
-from farthing.train.state import Progress
-from farthing.train.step_feed import StepFeed
+from farthing.train.run_settings import keep_settings, tried
 from farthing.train.step_result import StepResult
-from farthing.train.throughput import Pace
 
 FORECAST_AFTER_STEPS = 5
-FIGURES = ("tokens_per_s", "padded_tokens_per_s", "mfu", "utilisation_percent")
 
 
-@dataclass(kw_only=True)
 class StepLog:
-    context: Context
-    log: SummedLines
-    progress: Progress
-    schedule: Schedule
-    feed: StepFeed
-    scaler: torch.amp.GradScaler
-    pace: Pace
-    record: Record
-    forecast: Forecast
-    is_compiled: bool
-    max_skipped_steps: int
-    usd_per_hour: float
-    job_fingerprint: str
-    expected_bytes: int
-    """Peak memory, as it was reckoned before the first step."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, training: Training, forecast: Forecast) -> None:
+        self.training, self.forecast = training, forecast
+        self.expected_bytes = training.record.loaded_bytes + training.memory.total_bytes
+        """Peak memory, as it was reckoned before the first step."""
         self.in_flight = deque[StepResult]()  # their figures may be on their way from the device
         self._n_graphs = n_graphs()
         self._compute_s = self._settled_s = 0.0  # by the meter, when figures were last read
@@ -72,17 +48,17 @@ class StepLog:
         """Put a step in the log, on the meter and before the user. Returns its losses and gradient
         norm.
         """
-        meter, sums = self.context.meter, taken.sums
+        run, meter, sums = self.training, self.training.context.meter, taken.sums
         with meter.span("compute"):  # a GPU is waited for here
             losses, norm = taken.read()
         meter.move("compute", "optimizer", taken.update_s())
         self._note_compiling()
         seconds = meter.wall_s - max(taken.started_s, self._settled_s)
         self._settled_s = meter.wall_s
-        n_tokens, peak = self.feed.n_tokens(sums.examples), peak_bytes(self.pace.numerics.device)
-        self.pace.step_done(n_tokens, seconds, sums)
+        n_tokens, peak = run.feed.n_tokens(sums.examples), peak_bytes(run.spec.numerics.device)
+        run.pace.step_done(n_tokens, seconds, sums)
         n_micro_batches = len(sums.micro_batches)
-        self.record.step_done(
+        run.record.step_done(
             n_micro_batches, n_tokens, sums.n_computed, sums.n_targets, seconds, meter.spans, peak
         )
         self._report(taken, math.fsum(losses), norm, n_tokens, peak)
@@ -92,18 +68,18 @@ class StepLog:
         """A step in which torch has compiled is warm-up: its time goes under that name, and figures
         begin again.
         """
-        meter, n = self.context.meter, n_graphs()
-        if self.is_compiled and n > self._n_graphs:
+        run, meter, n = self.training, self.training.context.meter, n_graphs()
+        if isinstance(run.kernels.compiled, int) and n > self._n_graphs:
             meter.move("compute", "compile", meter.spans.get("compute", 0.0) - self._compute_s)
-            self.pace.begin_again()
-            self.record.begin_again()
+            run.pace.begin_again()
+            run.record.begin_again()
         self._n_graphs, self._compute_s = n, meter.spans.get("compute", 0.0)
 
     def _report(
         self, taken: StepResult, loss: float, norm: float, n_tokens: int, peak: int
     ) -> None:
-        ledger, at, settings = self.context.ledger, self.progress, self.feed.settings
-        step, left_s, figures = taken.step + 1, self.forecast.remaining_s, self.pace.figures()
+        run, ledger, at = self.training, self.training.context.ledger, self.training.progress
+        step, left_s, figures = taken.step + 1, self.forecast.remaining_s, run.pace.figures()
         event = StepTaken(
             step=step,
             loss=loss if math.isfinite(loss) else None,
@@ -112,20 +88,20 @@ class StepLog:
             n_targets=taken.sums.n_targets,
             n_tokens=n_tokens,
             examples=tuple(taken.sums.examples.tolist()),
-            n_steps=self.schedule.n_steps,
-            epoch=step / self.feed.batches.steps_per_epoch,
+            n_steps=run.schedule.n_steps,
+            epoch=step / run.feed.batches.steps_per_epoch,
             peak_bytes=peak,
             run_tokens=at.n_tokens,
             run_padded_tokens=at.n_padded_tokens,
             usd=ledger.spent_usd,
-            usd_to_go=None if left_s is None else left_s * self.usd_per_hour / 3600,
+            usd_to_go=None if left_s is None else left_s * run.spec.usd_per_hour / 3600,
             s_to_go=left_s,
             metrics=taken.metrics,
             **figures,
         )
-        self.log.append(event.log_row())
+        run.log_file.append(event.log_row())
         forecast: Json | None = None
-        is_first = ledger.forecast is None and self.pace.n_steps >= FORECAST_AFTER_STEPS
+        is_first = ledger.forecast is None and run.pace.n_steps >= FORECAST_AFTER_STEPS
         if is_first and event.s_to_go is not None and event.usd_to_go is not None:
             forecast = {
                 "step": step,
@@ -133,28 +109,28 @@ class StepLog:
                 "usd": event.usd + event.usd_to_go,
                 "peak_bytes": self.expected_bytes,
             }
+        work = run.pace.facts(
+            n_steps=run.schedule.n_steps,
+            device=run.spec.numerics.device.type,
+            **tried(run.feed.settings),
+        )
         facts = {
             "peak_bytes": peak,
             **figures,
             "tokens": at.n_tokens,
             "padded_tokens": at.n_padded_tokens,
             "takes": self.forecast.takes(),
-            "work": self.pace.facts(
-                n_steps=self.schedule.n_steps,
-                micro_batch_tokens=settings.micro_batch_tokens,
-                checkpoint_every=settings.checkpoint_every,
-                device=self.pace.numerics.device.type,
-            ),
+            "work": work,
         }
         ledger.at_step(step, facts, forecast)
-        self.context.emit(event)
+        run.context.emit(event)
 
     def _judge_finite(self, taken: StepResult, losses: list[float], norm: float) -> None:
         """Count a skipped step and name its samples. Raises `NotFiniteError` when there were too
         many in a row.
         """
-        at, scaler, warn = self.progress, self.scaler, self.context.warn
-        loss, step = math.fsum(losses), taken.step + 1
+        run, at, scaler = self.training, self.training.progress, self.training.scaler
+        loss, step, warn = math.fsum(losses), taken.step + 1, self.training.context.warn
         if math.isfinite(loss) and math.isfinite(norm):
             at.skipped_in_a_row = 0
             return
@@ -168,37 +144,32 @@ class StepLog:
         micro_batches = taken.sums.micro_batches
         of_each = zip(micro_batches, losses, strict=True)
         guilty = [one for one, value in of_each if not math.isfinite(value)] or micro_batches
-        places = [self.feed.tokens.place(int(index)) for one in guilty for index in one]
+        places = [run.feed.tokens.place(int(index)) for one in guilty for index in one]
         named = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
         what = "the gradient is" if math.isfinite(loss) else "the loss is"
         self._skipped(StepSkipped(step, what, tuple(places)))
         warn(f"step {step}: {what} not a number, step skipped; it may come from {named}")
-        if at.skipped_in_a_row >= self.max_skipped_steps:
+        if at.skipped_in_a_row >= run.spec.train.max_skipped_steps:
             raise NotFiniteError(
                 f"{at.skipped_in_a_row} steps in a row had a loss or gradient that is not a number"
                 f" (last: {named})",
-                where=str(self.context.folder),
+                where=str(run.context.folder),
                 to_do="lower learning_rate, look at these rows, or use bf16/fp32 instead of fp16",
             )
 
     def _skipped(self, event: StepSkipped) -> None:
-        self.log.append(event.log_row())
-        self.context.emit(event)
+        self.training.log_file.append(event.log_row())
+        self.training.context.emit(event)
 
     def note_out_of_memory(self, step: int, why: str, is_less: bool) -> None:
         """Say that a step is taken again, and put on the receipt that it is with less at once."""
-        context, settings = self.context, self.feed.settings
+        context, settings = self.training.context, self.training.feed.settings
         if not is_less:
             freed = "unused memory was freed, and the step is taken again"
             context.warn(f"step {step + 1}: out of memory ({why}); {freed}")
             return
-        event = {
-            "step": step + 1,
-            "micro_batch_tokens": settings.micro_batch_tokens,
-            "checkpoint_every": settings.checkpoint_every,
-            "why": why,
-            "job": self.job_fingerprint,
-        }
+        job = self.training.spec.fingerprint
+        event = {"step": step + 1, **tried(settings), "why": why, "job": job}
         context.ledger.write("running", out_of_memory=event)
         keep_settings(context, settings)
         more = ", with more activation checkpointing" if settings.checkpoint_every else ""

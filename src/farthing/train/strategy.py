@@ -76,56 +76,55 @@ def shard_weights(job: Job, ranks: Ranks, model: Any, numerics: Numerics, emit: 
     )
     zero = "ZeRO-3" if job.where.reshard_after_forward else "ZeRO-2"
     what = "all weights are" if ranks.trains_rows else "the frozen weights are"
-    copies = (
-        f", with a copy on each of {ranks.n // n_shards} machines" if n_shards < ranks.n else ""
-    )
-    kept = ", and kept in main memory" if job.where.offload_weights else ""
-    emit(
-        Note(
-            f"{way} ({zero}): {what} spread over {plural(n_shards, 'rank')}{copies}{kept}{because}"
-        )
-    )
+    over = plural(n_shards, "rank")
+    if n_shards < ranks.n:
+        over += f", with a copy on each of {ranks.n // n_shards} machines"
+    if job.where.offload_weights:
+        over += ", and kept in main memory"
+    emit(Note(f"{way} ({zero}): {what} spread over {over}{because}"))
 
 
 def why_not_shard(job: Job, autocast: torch.dtype | None = None) -> tuple[str, str] | None:
     """(why the weights of this job can't be spread, what to do about it); None where they can."""
-    is_full = job.method.name == "full"
-    if begins_from_base(job.method.init_lora_weights) and not is_full:
-        return (
+    is_full, optim = job.method.name == "full", job.train.optim
+    refusals = [
+        (
+            begins_from_base(job.method.init_lora_weights) and not is_full,
             "the adapter's start has no rows to share",
             "use ddp, or leave method.init_lora_weights out",
-        )
-    if job.method.name == "qlora":
-        return (
+        ),
+        (
+            job.method.name == "qlora",
             "4-bit weights lose their quantization when they are gathered",
             "use ddp, or method: lora",
-        )
-    if is_full and not optimizer(job.train.optim).has_rows:
-        return (
-            f"the state of optim: {job.train.optim} is not by rows of the weights",
+        ),
+        (
+            is_full and not optimizer(optim).has_rows,
+            f"the state of optim: {optim} is not by rows of the weights",
             "use adamw_torch_fused, or adamw_torch_offload, which takes no memory of the GPUs",
-        )
-    if job.where.offload_weights and autocast == torch.float16:
-        return (
+        ),
+        (
+            job.where.offload_weights and autocast == torch.float16,
             "gradients in fp16 are not scaled in main memory",
             "use bf16: true, or leave where.offload_weights out",
-        )
-    if job.train.torch_compile:
-        return (
+        ),
+        (
+            job.train.torch_compile,
             "layers are not compiled where their weights are gathered",
             "leave train.torch_compile out, or use ddp",
-        )
-    if is_full and job.where.same_bits:
-        return (
+        ),
+        (
+            is_full and job.where.same_bits,
             "sums over spread gradients are equal to rounding, and where.same_bits asks for more",
             "leave where.same_bits out, or use ddp",
-        )
-    if job.writes_texts:
-        return (
+        ),
+        (
+            job.writes_texts,
             "texts of different lengths are written by ranks that have to compute alike",
             "set train.predict_with_generate: false, or use ddp",
-        )
-    return None
+        ),
+    ]
+    return next(((why, to_do) for is_so, why, to_do in refusals if is_so), None)
 
 
 def _way_of(job: Job, ranks: Ranks, model: Any) -> tuple[str, str]:
@@ -138,13 +137,8 @@ def _way_of(job: Job, ranks: Ranks, model: Any) -> tuple[str, str]:
     have_bytes = ranks.least(torch.cuda.get_device_properties(ranks.device).total_memory)
     if need_bytes <= SHARE * have_bytes:
         return "ddp", ""
-    return (
-        "fsdp",
-        (
-            f", as {say_bytes(need_bytes)} of weights, gradients and state leave no room for a step"
-            " on one GPU"
-        ),
-    )
+    need = f"{say_bytes(need_bytes)} of weights, gradients and state"
+    return "fsdp", f", as {need} leave no room for a step on one GPU"
 
 
 def resident_bytes(model: Any, optim: str) -> int:

@@ -36,8 +36,7 @@ class Pace:
         """Forget the steps so far: they were warm-up."""
         self.n_steps = self._tokens = self._padded = self._n_micro_batches = self._n_computed = 0
         self.most_tokens = 0
-        self._seconds = self.longest_step_s = self._forward_s = self._compute_s = 0.0
-        self.longest_rest_s = self._last_s = 0.0
+        self._seconds = self.longest_step_s = self.longest_rest_s = self._last_s = 0.0
 
     @property
     def step_s(self) -> float | None:
@@ -55,8 +54,6 @@ class Pace:
             self._seconds += seconds
             self._n_micro_batches += len(sums.computed)
             self._n_computed += sum(sums.computed)
-            self._forward_s += sums.forward_s
-            self._compute_s += sums.compute_s
 
     def turn_done(self, seconds: float) -> None:
         """Count a turn of the loop: what a step takes beside its own seconds, as telling trackers
@@ -71,23 +68,23 @@ class Pace:
         if self.meter.wall_s - self._sampled_at_s >= 1:
             self._percent, self._sampled_at_s = self._utilisation.percent(), self.meter.wall_s
         useful = self._tokens / self._seconds if self._seconds else None
+        mfu = None
+        if useful and self._peak_flops:
+            mfu = useful * self.flops_per_token / self._peak_flops
         return {
             "tokens_per_s": useful,
             "padded_tokens_per_s": self._padded / self._seconds if self._seconds else None,
-            "mfu": useful * self.flops_per_token / self._peak_flops
-            if useful and self._peak_flops
-            else None,
+            "mfu": mfu,
             "utilisation_percent": self._percent,
         }
 
     def facts(self, **now: Any) -> dict[str, Any]:
         """What a step consists of, as far as it is known, `now` with it."""
-        found = {**self.known, **now, "n_measured_steps": max(0, self.n_steps - 1)}
-        if self.n_steps > 1:
-            found["micro_batches_per_step"] = round(self._n_micro_batches / (self.n_steps - 1), 3)
-            found["computed_tokens_per_step"] = round(self._n_computed / (self.n_steps - 1), 1)
-        if self._compute_s:
-            found["forward_share"] = round(self._forward_s / self._compute_s, 4)
+        n = self.n_steps - 1
+        found = {**self.known, **now, "n_measured_steps": max(0, n)}
+        if n > 0:
+            found["micro_batches_per_step"] = round(self._n_micro_batches / n, 3)
+            found["computed_tokens_per_step"] = round(self._n_computed / n, 1)
         return found
 
 

@@ -1,5 +1,4 @@
-"""Figures of a run for TensorBoard, Weights & Biases, MLflow and Trackio, by their own libraries,
-and as `metrics.prom` in its folder, for node_exporter or a cloud's agent.
+"""Figures of a run for TensorBoard, Weights & Biases, MLflow and Trackio, by their own libraries.
 
 Each tracker has a thread, so that one that fails or is slow never holds up training. A resumed run
 continues the tracker's run, and no step is in it twice. Where figures are sent is for the tracker's
@@ -10,18 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
 import json
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from farthing.config.job import Job
 from farthing.errors import InputError
 from farthing.events import Emit, Evaluated, Event, StepTaken, Warned
 from farthing.run.folder import JOB, run_id_of
@@ -30,22 +27,19 @@ from farthing.storage.files import make_private, write_text
 MOST_WAITING, PATIENCE_S = 10_000, 5.0
 PROJECT = "farthing"
 TRACKERS = "trackers"  # in the run folder: the last step that each was told
-METRICS_FILE = "metrics.prom"
-_EXTRAS = {"tensorboard": "track", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
-_STEP_FIGURES = [each.name for each in fields(StepTaken) if "step" not in each.name]
 Figures = dict[str, float]
 Tracker = tuple[Callable[[int, Figures], Any], Callable[[], Any]]
 """(log the figures of a step, close)"""
 
 
-class _Tracker(threading.Thread):
+class _Thread(threading.Thread):
     """Hears events until it fails. Steps that are taken again are told once: what it was told is
     noted first, in a file that outlives the process.
     """
 
     def __init__(self, name: str, folder: Path) -> None:
-        super().__init__(name=f"tracker-{name}", daemon=True)
-        self.kind, self.folder, self.trouble = name, folder, list[str]()
+        super().__init__(name=name, daemon=True)
+        self.folder, self.trouble = folder, ""
         self.events: queue.Queue[Event | None] = queue.Queue(MOST_WAITING)
         self.start()
 
@@ -54,31 +48,33 @@ class _Tracker(threading.Thread):
         try:
             self.events.put_nowait(event)
         except queue.Full:
-            if not self.trouble:
-                self.trouble.append(f"is {MOST_WAITING:,} events behind")
+            self.trouble = self.trouble or f"is {MOST_WAITING:,} events behind"
 
     def run(self) -> None:
-        opened: Tracker | None = None
-        told, mark = {"train": 0, "eval": 0}, Path()
         try:
-            while (event := self.events.get()) is not None:
-                prefix, step, figures = figures_of(event)
-                if opened is None and figures:
-                    run_id = run_id_of(self.folder) or "unknown"
-                    mark = make_private(self.folder / TRACKERS) / f"{self.kind}-{run_id[:12]}.json"
-                    with contextlib.suppress(OSError, ValueError, TypeError):
-                        told |= json.loads(mark.read_text(encoding="utf-8"))
-                    opened = OPENERS[self.kind](self.folder, run_id, told["train"])
-                if opened and figures and step > told[prefix]:
-                    told[prefix] = step
-                    draft = mark.with_suffix(".draft")
-                    draft.write_text(json.dumps(told), encoding="utf-8")
-                    draft.replace(mark)
-                    opened[0](step, {f"{prefix}/{key}": value for key, value in figures.items()})
-            if opened:
-                opened[1]()
+            self._hear()
         except Exception as error:  # a disk, a server, a library: none of it is worth a run
-            self.trouble.append(f"failed ({error})")
+            self.trouble = f"failed ({error})"
+
+    def _hear(self) -> None:
+        opened: Tracker | None = None
+        told = {"train": 0, "eval": 0}
+        while (event := self.events.get()) is not None:
+            prefix, step, figures = figures_of(event)
+            if not figures:
+                continue
+            run_id = run_id_of(self.folder) or "unknown"
+            mark = make_private(self.folder / TRACKERS) / f"{self.name}-{run_id[:12]}.json"
+            if opened is None:
+                with contextlib.suppress(OSError, ValueError, TypeError):
+                    told |= json.loads(mark.read_text(encoding="utf-8"))
+                opened = OPENERS[self.name](self.folder, run_id, told["train"])
+            if step > told[prefix]:
+                told[prefix] = step
+                write_text(mark, json.dumps(told))
+                opened[0](step, {f"{prefix}/{key}": value for key, value in figures.items()})
+        if opened:
+            opened[1]()
 
 
 @contextlib.contextmanager
@@ -88,24 +84,22 @@ def tracked(emit: Emit, names: tuple[str, ...], folder: Path) -> Iterator[Emit]:
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
-            to_do = f"pip install 'farthing[{_EXTRAS[name]}]'"
+            extra = "track" if name == "tensorboard" else name
+            to_do = f"pip install 'farthing[{extra}]'"
             raise InputError(f"{name} is not installed", where="train.report_to", to_do=to_do)
-    trackers = [_Tracker(name, folder) for name in dict.fromkeys(names)]
+    trackers = [_Thread(name, folder) for name in dict.fromkeys(names)]
 
-    off: list[_Tracker] = []
-
-    def warn() -> None:
-        for tracker in trackers:
-            if tracker.trouble and tracker not in off:
-                off.append(tracker)
-                what = f"{tracker.kind} {tracker.trouble.pop()}"
-                emit(Warned(f"report_to: {what} and is off from here on"))
+    def drop_failed() -> None:
+        for tracker in [each for each in trackers if each.trouble]:
+            trackers.remove(tracker)
+            what = f"{tracker.name} {tracker.trouble}"
+            emit(Warned(f"report_to: {what} and is off from here on"))
 
     def emit_to_all(event: Event) -> None:
         emit(event)
         for tracker in trackers:
             tracker.tell(event)
-        warn()
+        drop_failed()
 
     try:
         yield emit_to_all if trackers else emit
@@ -116,19 +110,23 @@ def tracked(emit: Emit, names: tuple[str, ...], folder: Path) -> Iterator[Emit]:
         for tracker in trackers:
             tracker.join(max(0.0, until - time.monotonic()))
             if tracker.is_alive():
-                tracker.trouble.append(f"has not written everything within {PATIENCE_S:g} s")
-        warn()
+                tracker.trouble = f"has not written everything within {PATIENCE_S:g} s"
+        drop_failed()
 
 
 def figures_of(event: Event) -> tuple[str, int, Figures]:
     """("train" or "eval", step, numbers), no numbers for an event that has none."""
     found: dict[str, Any] = {}
     if isinstance(event, StepTaken):
-        found = {name: getattr(event, name) for name in _STEP_FIGURES} | dict(event.metrics)
+        names = [each.name for each in fields(event) if "step" not in each.name]
+        found = {name: getattr(event, name) for name in names} | dict(event.metrics)
     elif isinstance(event, Evaluated):
         found = dict(event.metrics)
     numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
     return "train" if isinstance(event, StepTaken) else "eval", getattr(event, "step", 0), numbers
+
+
+# ---- each tracker: what opens it in a run's folder, for a run that has told `step` steps ----
 
 
 def _job(folder: Path) -> dict[str, Any]:
@@ -155,7 +153,6 @@ def _open_wandb(folder: Path, run_id: str, step: int) -> Tracker:
     """Neither code nor what is printed is sent."""
     import wandb
 
-    settings = wandb.Settings(console="off", disable_code=True, disable_git=True, silent=True)
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         id=run_id,
@@ -163,7 +160,7 @@ def _open_wandb(folder: Path, run_id: str, step: int) -> Tracker:
         dir=str(folder),
         resume="allow",
         config=_job(folder),
-        settings=settings,
+        settings=wandb.Settings(console="off", disable_code=True, disable_git=True, silent=True),
     )
     run.define_metric("*", step_metric="step")
     return lambda step, figures: run.log({**figures, "step": step}), run.finish
@@ -203,59 +200,3 @@ OPENERS = {
     "mlflow": _open_mlflow,
     "trackio": _open_trackio,
 }
-
-
-# ---- the file ----
-
-
-@contextlib.contextmanager
-def metrics_file(emit: Emit, job: Job) -> Iterator[Emit]:
-    """Within the block `emit`, which also keeps the file up to date: every `logging_steps` and
-    after each evaluation. It is whole at any moment; a disk that refuses it stops nothing.
-    """
-    path, last = Path(job.output_dir) / METRICS_FILE, dict[str, Event]()
-
-    def write(*, is_running: bool) -> None:
-        with contextlib.suppress(OSError):
-            write_text(path, metrics_text(job, last.values(), is_running=is_running))
-
-    def emit_and_write(event: Event) -> None:
-        emit(event)
-        if isinstance(event, StepTaken | Evaluated):
-            last[type(event).__name__] = event
-            if isinstance(event, Evaluated) or event.step % job.train.logging_steps == 0:
-                write(is_running=True)
-
-    try:
-        yield emit_and_write
-    finally:
-        if last:
-            write(is_running=False)
-
-
-def metrics_text(job: Job, last: Iterable[Event], *, is_running: bool) -> str:
-    """The last figures of a run in the text format of OpenMetrics 1.0: gauges alone, without
-    timestamps, which node_exporter's textfile collector refuses.
-    """
-    run, model = Path(job.output_dir).name, job.model.model_name_or_path
-    about = _labels({"run": run, "model": model, "task": job.task, "method": job.method.name})
-    samples: Figures = {f"run_info{about}": 1, "running": int(is_running)}
-    for event in last:
-        _, step, figures = figures_of(event)
-        if isinstance(event, StepTaken):
-            samples |= {"step": step, "n_steps": event.n_steps, **figures}
-        else:
-            samples["evaluation_step"] = step
-            for name, value in figures.items():
-                samples["evaluation" + _labels({"metric": name})] = value
-    lines = []
-    for name, of_name in itertools.groupby(samples, key=lambda each: each.partition("{")[0]):
-        lines.append(f"# TYPE farthing_{name} gauge")
-        lines += [f"farthing_{each} {samples[each]:g}" for each in of_name]
-    return "\n".join([*lines, "# EOF", ""])
-
-
-def _labels(values: dict[str, str]) -> str:
-    """As `{name="value"}`: JSON escapes what the format wants escaped."""
-    quoted = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in values.items())
-    return "{" + ",".join(quoted) + "}"

@@ -1,28 +1,37 @@
-"""Steps where memory may run out: what nobody needs is given back and the step is taken again; then
-the micro-batch is halved, then layers are computed again. What a step is made of stays the same.
+"""What stands around a step for memory: steps that run out of it are taken again, and the largest
+is rehearsed before the first.
 
-An update that has begun to change weights can't be taken again: memory that runs out in it ends the
-run.
+What nobody needs is given back and the step is taken again; then the micro-batch is halved, then
+layers are computed again. What a step is made of stays the same. An update that has begun to change
+weights can't be taken again: memory that runs out in it ends the attempt.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from farthing.data.loader import MicroBatch
 from farthing.device_memory import first_line, is_out_of_memory
+from farthing.events import Note
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.hardware import free_cached
 from farthing.settings import Settings
+from farthing.train.context import Training
+from farthing.train.forecast import Forecast
 from farthing.train.step import Step
 from farthing.train.step_feed import StepFeed
 from farthing.train.step_result import StepResult
+from farthing.units import plural
 
 T = TypeVar("T")
 # steps of an attempt that are taken again as they were: a device that is full again is too small
 MOST_FREED = 3
+REHEARSED_OF = 8
+"""Steps with the longest examples, and as many of the first, whose cuts are looked at."""
+LOOKS_S = 2.0
 
 
 @dataclass
@@ -47,9 +56,8 @@ class Steps:
         return self.feed.settings
 
     def use(self, settings: Settings) -> None:
-        forward = self.step.forward
         if settings.checkpoint_every != self.settings.checkpoint_every:
-            checkpoint_layers(forward.model, settings.checkpoint_every)
+            checkpoint_layers(self.step.forward.model, settings.checkpoint_every)
         self.feed.settings = settings
 
     def take(self, step: int) -> StepResult:
@@ -84,7 +92,7 @@ class Steps:
                 self._n_freed += 1
             else:
                 self.use(self._lowered(step))
-            free_cached(self.step.forward.numerics.device)
+            free_cached(self.step.device)
             self.ran_out(step, why, not frees)
 
     def _rehearse(self, step: int) -> tuple[int, int]:
@@ -92,13 +100,13 @@ class Steps:
         of.begin(step)
         examples, largest = feed.batches.examples_of(step), feed.largest(step)
         arrays = of.forward.collate(feed.tokens, largest)
-        first, last = (
+        passes = [
             MicroBatch(step, examples, largest, arrays, is_last, slot=slot)
             for is_last, slot in ((False, feed.slots[0]), (True, feed.slots[-1]))
-        )
-        is_one = feed.n_slots == 1 and not ranks.is_fsdp and not feed.accumulates
-        passes = [last] if is_one else [first, last]
-        of.gradients(iter(passes), len(passes), counts=False)
+        ]
+        if feed.n_slots == 1 and not ranks.is_fsdp and not feed.first_steps()[1]:
+            passes = passes[1:]
+        of.shared.gradients(step, iter(passes), len(passes), counts=False)
         if ranks.fsdp is not None:
             ranks.fsdp.begin_anew()
         for weight in of.trained:
@@ -127,3 +135,45 @@ class Steps:
         self.feed.settings = self._lowered(step)
         self.ran_out(step, "a rank has no memory left", True)
         return True
+
+
+# ---- the rehearsal ----
+
+
+def rehearse(training: Training, steps: Steps, forecast: Forecast) -> None:
+    """On a GPU, or where ranks wait for each other in every layer: take the dearest micro-batch
+    forward and backward before the first step of an attempt. Memory that is not there is missed
+    where nothing is lost yet.
+
+    Gradients are thrown away, random generators are set anew by each step. Raises as a step does.
+    """
+    context = training.context
+    if steps.step.device.type != "cuda" and not context.ranks.is_fsdp:
+        return
+    is_over = forecast.is_done or context.over_limit(0.0) is not None
+    own = None if is_over or not context.ranks.is_first else dearest_step(training)
+    step = context.ranks.tell_all(own)
+    if step is None:
+        return
+    with context.meter.span("probe"):
+        n_examples, n_tokens = steps.rehearse(step)
+    text = (
+        f"the largest micro-batch was rehearsed: {plural(n_examples, 'example')} of step"
+        f" {step + 1}, {n_tokens:,} tokens"
+    )
+    context.emit(Note(text))
+
+
+def dearest_step(training: Training) -> int | None:
+    """The step that has the largest micro-batch of what is left of the run, as far as was looked;
+    None where none is left.
+    """
+    at, feed, n_steps = training.progress.step, training.feed, training.schedule.n_steps
+    until, longest = time.monotonic() + LOOKS_S, list[tuple[int, int]]()
+    for step in range(at, n_steps):
+        longest.append((-int(feed.tokens.lengths[feed.batches.examples_of(step)].max()), step))
+        if time.monotonic() > until:
+            break
+    looked_at = {step for _, step in sorted(longest)[:REHEARSED_OF]}
+    looked_at |= set(range(at, min(at + REHEARSED_OF, n_steps)))
+    return max(sorted(looked_at), key=lambda step: feed.largest_of(step)[1], default=None)
