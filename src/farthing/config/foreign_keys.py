@@ -32,7 +32,7 @@ _OPTIMIZERS = {
 _SWITCHES = {"use_lora": "lora", "use_peft": "lora", "use_qlora": "qlora"}
 
 
-class Foreign(Exception):
+class ForeignKeyError(Exception):
     """A key of others that can't be taken as one of ours; the message says why."""
 
 
@@ -61,8 +61,8 @@ def adopt(
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Move aliases to where they belong, in place; yields (where it stood, where it is now).
 
-    `known` has the keys of each section, and of the job itself as "". Raises `Foreign` where both
-    names are given.
+    `known` has the keys of each section, of the job itself as "". Raises `ForeignKeyError`
+    where both names are given.
     """
     # a search's own seed or trials are named within its section alone, and `name` is of two
     sections = [section for section in known if section not in ("", "search")]
@@ -98,9 +98,9 @@ def _put(values: dict[Any, Any], target: str, value: Any, name: str) -> None:
     section, _, key = target.rpartition(".")
     place = values.setdefault(section, {}) if section else values
     if not isinstance(place, dict):
-        raise Foreign(f"`{name}` means `{target}`, and `{section}` is no section here")
+        raise ForeignKeyError(f"`{name}` means `{target}`, and `{section}` is no section here")
     given = place.setdefault(key, value)
     if target == "method.name" and (given, value) in (("lora", "qlora"), ("qlora", "lora")):
         place[key] = "qlora"
     elif given != value:
-        raise Foreign(f"`{name}` means `{target}`, which is {given!r} already")
+        raise ForeignKeyError(f"`{name}` means `{target}`, which is {given!r} already")

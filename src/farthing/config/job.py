@@ -22,22 +22,27 @@ from pydantic import (
     Tag,
     WithJsonSchema,
     field_serializer,
-    field_validator,
     model_validator,
 )
 
-from farthing.addresses import is_remote, without_secrets
+from farthing.addresses import without_secrets
 from farthing.config.values import (
     AsWord,
     ColumnMap,
+    Folder,
+    Fraction,
     Hours,
+    HubName,
     LabelMap,
     Name,
     Names,
+    NonNegative,
     Number,
     Paths,
     Positive,
+    PositiveNumber,
     Share,
+    Store,
     TaskName,
     Trackers,
     Usd,
@@ -57,7 +62,6 @@ from farthing.objectives.registry import (
     read_settings,
     schema,
 )
-from farthing.storage.objects import BUCKETS
 
 
 class Section(BaseModel):
@@ -71,11 +75,11 @@ class Section(BaseModel):
 class ModelSection(Section):
     """Which model. `model: NAME` is short for `model: {model_name_or_path: NAME}`."""
 
-    model_name_or_path: Name
+    model_name_or_path: HubName
     """Hub name (`Qwen/Qwen2.5-0.5B`) or local folder in Hugging Face format."""
     revision: str | None = None
     """Hub branch, tag or commit."""
-    tokenizer_name_or_path: str | None = None
+    tokenizer_name_or_path: HubName | None = None
     """Where the tokenizer is, when it is not with the model."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` trains from fresh weights: a folder with config.json and a tokenizer is enough."""
@@ -96,16 +100,6 @@ class ModelSection(Section):
     """Run code that comes with the model. Needs a Hub `revision` of 40 hex digits, or a local
     folder.
     """
-
-    @field_validator("model_name_or_path", "tokenizer_name_or_path")
-    @classmethod
-    def _is_no_address(cls, name: str | None) -> str | None:
-        if name is not None and is_remote(name):
-            raise ValueError(
-                "this is a URL; give a Hub name or a folder, and put tokens into the environment"
-                " (HF_TOKEN)"
-            )
-        return name
 
 
 class Above(Section):
@@ -128,7 +122,7 @@ class DataSection(Section):
     data set."""
     of_eval: tuple[Own, ...] = ()
     """The same of `eval`."""
-    eval_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    eval_fraction: Fraction = 0.0
     """Without `eval`: the fraction of `train` that is held out (rows with equal input stay on one
     side).
     """
@@ -218,9 +212,9 @@ class MethodSection(Section):
     """full: every weight. lora: adapters on a frozen model. qlora: the same with 4-bit weights."""
     lora_r: Positive = 16
     """Rank of the adapters."""
-    lora_alpha: Annotated[Number, Field(gt=0)] = 32.0
+    lora_alpha: PositiveNumber = 32.0
     """Adapters are scaled by lora_alpha / lora_r."""
-    lora_dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    lora_dropout: Fraction = 0.0
     """Share of the inputs of adapters that training drops."""
     target_modules: Names = ()
     """Layers that get an adapter: names, or `all-linear`. Default: all-linear (query and value for
@@ -241,7 +235,7 @@ class MethodSection(Section):
     """A bias beside each B matrix, as in peft; for layers that have a bias of their own, else it
     could not be merged.
     """
-    loraplus_lr_ratio: Annotated[Number, Field(gt=0)] | None = None
+    loraplus_lr_ratio: PositiveNumber | None = None
     """LoRA+ (Hayou et al. 2024): the learning rate of the B matrices, and of vectors, as a multiple
     of the others'.
     """
@@ -250,7 +244,7 @@ class MethodSection(Section):
 class TrainSection(Section):
     """The training arguments."""
 
-    num_train_epochs: Annotated[Number, Field(gt=0)] = 3.0
+    num_train_epochs: PositiveNumber = 3.0
     """Passes over the training data; a part of one is allowed."""
     max_steps: Positive | None = None
     """Stop after this many optimizer steps, whatever the epochs."""
@@ -271,7 +265,7 @@ class TrainSection(Section):
     is used."""
     per_device_eval_batch_size: Positive = 16
     """Most examples in one forward pass of an evaluation."""
-    learning_rate: Annotated[Number, Field(gt=0)] | None = None
+    learning_rate: PositiveNumber | None = None
     """Default: 2e-4 for lora and qlora, 2e-5 for full."""
     learning_rate_batch_size: Positive | None = None
     """The global batch the learning rate was tuned for: the rate is scaled linearly to the one in
@@ -298,14 +292,14 @@ class TrainSection(Section):
     """Share of the steps in which the learning rate rises from 0."""
     warmup_steps: Annotated[Whole, Field(ge=0)] | None = None
     """Overrides warmup_ratio."""
-    warmup_epochs: Annotated[Number, Field(ge=0)] | None = None
+    warmup_epochs: NonNegative | None = None
     """The same in passes over the data; only one of the two may be given."""
     fit_schedule_to_budget: bool = False
     """The learning rate comes down to its end when the limits are reached: as many steps as they
     buy, never more than asked. Needs one of the limits."""
-    weight_decay: Annotated[Number, Field(ge=0)] = 0.0
+    weight_decay: NonNegative = 0.0
     """Decay of the weights in each step, as the optimizer has it."""
-    max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
+    max_grad_norm: NonNegative = 1.0
     """0 switches clipping off."""
     optim: Literal[
         "adamw_torch_fused",
@@ -327,16 +321,16 @@ class TrainSection(Section):
     bf16 and no copies in fp32: 8 bytes for each weight instead of 16. adafactor keeps a row and a
     column of each matrix, at a rate that is the job's (`scale_parameter=False`,
     `relative_step=False`). The 8-bit and paged ones need bitsandbytes."""
-    adam_beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
+    adam_beta1: Fraction = 0.9
     """Decay of the mean of gradients in Adam."""
-    adam_beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.999
+    adam_beta2: Fraction = 0.999
     """Decay of the mean of squared gradients in Adam."""
-    adam_epsilon: Annotated[Number, Field(gt=0)] = 1e-8
+    adam_epsilon: PositiveNumber = 1e-8
     """Added to Adam's divisor."""
-    neftune_noise_alpha: Annotated[Number, Field(gt=0)] | None = None
+    neftune_noise_alpha: PositiveNumber | None = None
     """NEFTune (Jain et al. 2023): noise on the input embeddings in training, within alpha /
     sqrt(tokens x width) for each document."""
-    label_smoothing_factor: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    label_smoothing_factor: Fraction = 0.0
     """Of the loss in training; an evaluation measures the plain loss."""
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 42
     """Order of the examples, dropout, new weights."""
@@ -374,13 +368,13 @@ class TrainSection(Section):
     """Export the best checkpoint, when there is evaluation data; else the last one."""
     early_stopping_patience: Positive | None = None
     """Stop after this many evaluations without an improvement."""
-    early_stopping_threshold: Annotated[Number, Field(ge=0)] = 0.0
+    early_stopping_threshold: NonNegative = 0.0
     """The least gain on the best so far that counts for the patience (min-delta). Which step is
     best does not depend on it.
     """
     save_steps: Positive | None = None
     """Optimizer steps between checkpoints. Default: by time, see save_minutes."""
-    save_minutes: Annotated[Number, Field(gt=0)] | None = None
+    save_minutes: PositiveNumber | None = None
     """Minutes between checkpoints. Default: the planned interval, which weighs what saving costs
     against what may be lost.
     """
@@ -464,7 +458,7 @@ class WhereSection(Section):
     """auto: a GPU where torch sees one."""
     usd_per_hour: Usd = 0.0
     """Price of the machine."""
-    power_watts: Annotated[Number, Field(ge=0)] = 0.0
+    power_watts: NonNegative = 0.0
     """An owned machine: what it draws under load ..."""
     usd_per_kwh: Usd = 0.0
     """... and what a kWh costs."""
@@ -614,9 +608,9 @@ class Job(Section):
     limits: LimitsSection = LimitsSection()
     where: WhereSection = WhereSection()
     search: SearchSection = SearchSection()
-    output_dir: Name
+    output_dir: Folder
     """The run folder: checkpoints, logs, the receipt and the trained model."""
-    output_store: Name | None = None
+    output_store: Store | None = None
     """A place of this run alone that outlives the machine: s3://bucket/prefix, gs://bucket/prefix,
     az://container/prefix, or a folder. farthing copies there, in the background, what an empty
     machine needs to resume. Credentials and endpoints come from the environment (AWS_PROFILE,
@@ -625,7 +619,7 @@ class Job(Section):
     """A shell command that `farthing train` runs once on this machine when the run has ended:
     finished, at a limit, after a mistake or a crash, not after an interruption. For example
     `sudo shutdown -h now`. `farthing train --dry-run` shows it."""
-    cache_dir: str | None = None
+    cache_dir: Folder | None = None
     """Where tokenized data is kept. Default: ~/.cache/farthing."""
 
     @model_validator(mode="before")
@@ -666,31 +660,6 @@ class Job(Section):
                 " deadline"
             )
         return self
-
-    @field_validator("output_dir", "cache_dir")
-    @classmethod
-    def _is_a_folder(cls, name: str | None) -> str | None:
-        if name is not None and is_remote(name):
-            raise ValueError(
-                "this is a URL; give a folder of this machine, and use `output_store:` for a copy"
-                " elsewhere"
-            )
-        return name
-
-    @field_validator("output_store")
-    @classmethod
-    def _is_a_store(cls, name: str | None) -> str | None:
-        scheme = (name or "").partition("://")[0] if is_remote(name or "") else ""
-        if scheme and scheme not in (*BUCKETS, "file"):
-            raise ValueError(
-                f"{scheme}:// is no store; give a folder, s3://bucket/prefix, gs://bucket/prefix or"
-                " az://container/prefix"
-            )
-        if name is not None and name != without_secrets(name):
-            raise ValueError(
-                "give a URL without user, password and query: credentials go into the environment"
-            )
-        return name
 
     # ---- what follows from the keys ----
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from farthing.addresses import is_remote
 from farthing.config.bounded import read_yaml
-from farthing.config.foreign_keys import Foreign, adopt, answer
+from farthing.config.foreign_keys import ForeignKeyError, adopt, answer
 from farthing.config.job import KEYS, SECTIONS, Job, Range
 from farthing.data.rows import Own
 from farthing.errors import InputError, JobError
@@ -142,7 +142,7 @@ def _checked(
         for stood, stands in adopt(values, KEYS):
             if stood in origin.places:
                 origin.places.setdefault(stands, origin.places[stood])
-    except Foreign as error:
+    except ForeignKeyError as error:
         to_do = "keep one of them"
         problems.append(InputError(str(error), where=str(origin.path), to_do=to_do))
     try:

@@ -30,7 +30,6 @@ from farthing.data.token_set import Recipe
 from farthing.errors import DataError, InputError, JobError, ModelError, PreflightError
 from farthing.models.model_config import (
     CONFIG,
-    TOKENIZERS,
     HubStatusError,
     ask_hub,
     cached_snapshot,
@@ -38,6 +37,8 @@ from farthing.models.model_config import (
     is_hub_name,
     is_offline,
     read_from_hub,
+    refuse_folder,
+    refuse_tokenizer,
 )
 from farthing.models.refused import refuse_model
 from farthing.objectives.columns import Unusable
@@ -239,62 +240,15 @@ def _look_at_config(job: Job) -> None:
 def _look_at_model(job: Job) -> None:
     """Its folder with what has to be in it, or that the Hub or its cache has it."""
     section = job.model
-    name, tokenizer = (
-        section.model_name_or_path,
-        section.tokenizer_name_or_path or section.model_name_or_path,
-    )
+    name, needs_weights = section.model_name_or_path, section.init == "pretrained"
     if Path(name).is_absolute():
-        _look_at_folder(Path(name), needs_weights=section.init == "pretrained")
+        refuse_folder(Path(name), needs_weights=needs_weights)
+        find_config(name)
     else:
-        _look_on_hub(name, section.revision, needs_weights=section.init == "pretrained")
+        _look_on_hub(name, section.revision, needs_weights=needs_weights)
+    tokenizer = section.tokenizer_name_or_path or name
     if Path(tokenizer).is_absolute():
-        folder = Path(tokenizer)
-        if not folder.is_dir():
-            raise ModelError(
-                "no such tokenizer folder",
-                where=tokenizer,
-                to_do="check model.tokenizer_name_or_path",
-            )
-        if not any((folder / file).exists() for file in TOKENIZERS):
-            raise ModelError(
-                f"no tokenizer in the model folder (none of {', '.join(TOKENIZERS)})",
-                where=tokenizer,
-                to_do=(
-                    "copy the tokenizer's files there, or name its folder:"
-                    " model.tokenizer_name_or_path"
-                ),
-            )
-
-
-def _look_at_folder(folder: Path, *, needs_weights: bool) -> None:
-    if not folder.is_dir():
-        raise ModelError(
-            "no such folder for the model", where=str(folder), to_do="check model: in the job"
-        )
-    for path in (*folder.glob("*.safetensors"), *folder.glob("*.json")):
-        if not path.is_file():  # a pipe or a device would be read for ever
-            raise ModelError(
-                "this is no file", where=str(path), to_do="copy the model's files into the folder"
-            )
-    find_config(str(folder))
-    if needs_weights and not any(folder.glob("*.safetensors")):
-        pickles = sorted(
-            path.name for ending in ("bin", "pt", "pth") for path in folder.glob(f"*.{ending}")
-        )
-        if pickles:
-            raise ModelError(
-                f"weights only as a pickle ({pickles[0]}), which can run code when it is loaded",
-                where=str(folder),
-                to_do=(
-                    "convert them to safetensors with transformers' save_pretrained on a machine"
-                    " you trust"
-                ),
-            )
-        raise ModelError(
-            "no weights (*.safetensors) in the folder",
-            where=str(folder),
-            to_do="put them there, or train from fresh weights with model.init: random",
-        )
+        refuse_tokenizer(Path(tokenizer))
 
 
 def _look_on_hub(name: str, revision: str | None, *, needs_weights: bool) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -18,10 +19,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from farthing.addresses import is_remote, without_secrets
 from farthing.data.columns import parts_of, templates_of
 from farthing.data.rows import Own
 from farthing.objectives.registry import find_objective, objective_names, standard_columns
 from farthing.storage.files import Json
+from farthing.storage.objects import BUCKETS
 from farthing.units import parse_hours, parse_usd
 
 
@@ -50,6 +53,9 @@ TaskName = Annotated[
 ]
 Number = Annotated[float, BeforeValidator(_is_no_bool)]
 Whole = Annotated[int, BeforeValidator(_is_no_bool)]
+PositiveNumber = Annotated[Number, Field(gt=0)]
+NonNegative = Annotated[Number, Field(ge=0)]
+Fraction = Annotated[Number, Field(ge=0, lt=1)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 Positive = Annotated[Whole, Field(ge=1)]
 _MEASURE = WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})
@@ -57,6 +63,43 @@ Usd = Annotated[float, BeforeValidator(parse_usd), Field(ge=0), _MEASURE]
 Hours = Annotated[float, BeforeValidator(parse_hours), Field(gt=0), _MEASURE]
 AsWord = BeforeValidator(lambda value: str(value).lower() if isinstance(value, bool) else value)
 Name = Annotated[str, Field(min_length=1)]
+
+
+def _here(name: str) -> str:
+    if is_remote(name):
+        raise ValueError(
+            "this is a URL; give a folder of this machine, and use `output_store:` for a copy"
+            " elsewhere"
+        )
+    return name
+
+
+def _on_hub(name: str) -> str:
+    if is_remote(name):
+        raise ValueError(
+            "this is a URL; give a Hub name or a folder, and put tokens into the environment"
+            " (HF_TOKEN)"
+        )
+    return name
+
+
+def _in_store(name: str) -> str:
+    scheme = name.partition("://")[0] if is_remote(name) else "file"
+    if scheme not in (*BUCKETS, "file"):
+        raise ValueError(
+            f"{scheme}:// is no store; give a folder, s3://bucket/prefix, gs://bucket/prefix or"
+            " az://container/prefix"
+        )
+    if name != without_secrets(name):
+        raise ValueError(
+            "give a URL without user, password and query: credentials go into the environment"
+        )
+    return name
+
+
+Folder = Annotated[Name, AfterValidator(_here)]
+HubName = Annotated[Name, AfterValidator(_on_hub)]
+Store = Annotated[Name, AfterValidator(_in_store)]
 OneOrMany = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 
 
@@ -175,14 +218,14 @@ class ScheduleKwargs(BaseModel):
     """What the settings of schedules take."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    num_cycles: Annotated[Number, Field(ge=0)] = 0.5
-    min_lr: Annotated[Number, Field(ge=0)] = 0
+    num_cycles: NonNegative = 0.5
+    min_lr: NonNegative = 0
     min_lr_rate: Share = 0
     min_lr_ratio: Share = 0
-    lr_end: Annotated[Number, Field(ge=0)] = 0
-    power: Annotated[Number, Field(ge=0)] = 1
-    timescale: Annotated[Number, Field(ge=0)] = 0
-    num_decay_steps: Annotated[Number, Field(ge=0)] = 0
+    lr_end: NonNegative = 0
+    power: NonNegative = 1
+    timescale: NonNegative = 0
+    num_decay_steps: NonNegative = 0
     decay_type: Literal["cosine", "linear", "1-sqrt"] = "linear"
     warmup_type: Literal["cosine", "linear", "1-sqrt"] = "linear"
 

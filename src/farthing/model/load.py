@@ -30,8 +30,8 @@ from farthing.model.adapters import new_heads
 from farthing.model.loss import decoder_inputs
 from farthing.model.meta_init import skeleton, without_weights
 from farthing.model.positions import max_positions, scale_positions, stretch
-from farthing.model.weights import weight_files, weights_sha256
-from farthing.models.model_config import TOKENIZERS
+from farthing.model.weights import weights_sha256
+from farthing.models.model_config import refuse_folder, refuse_tokenizer
 from farthing.objectives.objective import class_names, in_models_order
 from farthing.objectives.registry import objective_of
 from farthing.storage.files import parse_json, sha256_of
@@ -83,7 +83,10 @@ def quiet_libraries() -> None:
 def load_config(choice: ModelChoice) -> Any:
     """The model's configuration. Raises `ModelError`."""
     if choice.is_local:
-        _refuse_folder(choice)
+        folder = Path(choice.name)
+        refuse_folder(folder, needs_weights=choice.init == "pretrained")
+        if (index := folder / "model.safetensors.index.json").exists():
+            _must_name_its_own(index)
     try:
         config = AutoConfig.from_pretrained(choice.name, **choice.where_from)
         config.get_text_config()  # of several it names none
@@ -118,20 +121,7 @@ def load_tokenizer(
     """
     name = choice.tokenizer_name or choice.name
     if Path(name).is_absolute():
-        folder = Path(name)
-        if not folder.is_dir():
-            raise ModelError(
-                "no such tokenizer folder", where=name, to_do="check model.tokenizer_name_or_path"
-            )
-        if not any((folder / file).exists() for file in TOKENIZERS):
-            raise ModelError(
-                f"no tokenizer in the model folder (none of {', '.join(TOKENIZERS)})",
-                where=name,
-                to_do=(
-                    "copy the tokenizer's files there, or name its folder:"
-                    " model.tokenizer_name_or_path"
-                ),
-            )
+        refuse_tokenizer(Path(name))
     try:
         where_from = (
             choice.where_from
@@ -531,29 +521,6 @@ def need_bitsandbytes(what: str) -> Any:
             to_do="pip install 'farthing[gpu]', or use method: lora and optim: adamw_torch_fused",
         ) from error
     return bitsandbytes
-
-
-def _refuse_folder(choice: ModelChoice) -> None:
-    """Raises `ModelError` for a folder without what a model needs in it."""
-    folder = Path(choice.name)
-    why, to_do = "", "name a folder in Hugging Face format"
-    index = folder / "model.safetensors.index.json"
-    if not folder.is_dir():
-        why, to_do = "no such folder for the model", "check model: in the job"
-    elif not (folder / "config.json").exists():
-        why = "no config.json in the folder"
-    else:
-        if index.exists():
-            _must_name_its_own(index)
-        if choice.init == "pretrained" and not weight_files(folder):
-            why = "no weights (*.safetensors) in the folder"
-            to_do = "put them there, or train from fresh weights with model.init: random"
-            pickles = [p.name for kind in ("*.bin", "*.pt", "*.pth") for p in folder.glob(kind)]
-            if pickles:
-                why = f"weights only as a pickle ({pickles[0]}), which can run code"
-                to_do = "convert them to safetensors with transformers on a machine you trust"
-    if why:
-        raise ModelError(why, where=choice.name, to_do=to_do)
 
 
 def _must_name_its_own(index: Path) -> None:

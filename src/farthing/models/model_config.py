@@ -41,6 +41,43 @@ _SIZES = re.compile(
 _LAYERS = re.compile(r"num_\w*layers|n_layers?|(en|de)coder_layers")
 
 
+def refuse_folder(folder: Path, *, needs_weights: bool) -> None:
+    """Raises `ModelError` for a folder without what a model needs in it."""
+    why, to_do = "", "name a folder in Hugging Face format"
+    files = (*folder.glob("*.safetensors"), *folder.glob("*.json"))
+    if not folder.is_dir():
+        why, to_do = "no such folder for the model", "check model: in the job"
+    elif odd := [path for path in files if not path.is_file()]:
+        # a pipe or a device would be read for ever
+        why, to_do = f"this is no file: {odd[0].name}", "copy the model's files into the folder"
+    elif not (folder / CONFIG).exists():
+        why = f"no {CONFIG} in the folder"
+    elif needs_weights and not any(folder.glob("*.safetensors")):
+        why = "no weights (*.safetensors) in the folder"
+        to_do = "put them there, or train from fresh weights with model.init: random"
+        pickles = [p.name for kind in ("*.bin", "*.pt", "*.pth") for p in folder.glob(kind)]
+        if pickles:
+            why = f"weights only as a pickle ({min(pickles)}), which can run code when it is loaded"
+            to_do = (
+                "convert them to safetensors with transformers' save_pretrained on a machine you"
+                " trust"
+            )
+    if why:
+        raise ModelError(why, where=str(folder), to_do=to_do)
+
+
+def refuse_tokenizer(folder: Path) -> None:
+    """Raises `ModelError` for a folder without a tokenizer."""
+    why, to_do = "", "check model.tokenizer_name_or_path"
+    if not folder.is_dir():
+        why = "no such tokenizer folder"
+    elif not any((folder / file).exists() for file in TOKENIZERS):
+        why = f"no tokenizer in the model folder (none of {', '.join(TOKENIZERS)})"
+        to_do = "copy the tokenizer's files there, or name its folder: model.tokenizer_name_or_path"
+    if why:
+        raise ModelError(why, where=str(folder), to_do=to_do)
+
+
 def find_config(
     name_or_path: str, revision: str | None = None, *, ask_hub: bool = True
 ) -> tuple[Json, str]:

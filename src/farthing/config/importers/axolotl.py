@@ -15,7 +15,7 @@ NAME = "axolotl"
 _FILES = ("json", "csv", "parquet", "text")
 
 
-def read(values: Mapping[str, Any], out: Imported) -> None:
+def read(values: Json, out: Imported) -> None:
     asked = values.get("rl")
     if asked in ("dpo", "ipo", "kto", "orpo", "simpo"):
         preference.read(out, asked, values, "dpo_loss_type")
@@ -63,7 +63,7 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
 # ---- the data ----
 
 
-def _data(values: Mapping[str, Any], out: Imported) -> None:
+def _data(values: Json, out: Imported) -> None:
     kinds: list[str] = []
     for section in ("datasets", "pretraining_dataset", "test_datasets"):
         given = values.get(section)
@@ -72,7 +72,7 @@ def _data(values: Mapping[str, Any], out: Imported) -> None:
             out.keep({section: given}, to)
             given = [{"path": given, "type": "completion"}]
         for index, item in enumerate(given if isinstance(given, list) else ()):
-            if isinstance(item, Mapping):
+            if isinstance(item, dict):
                 out.job.setdefault(to, []).append(_source(section, index, item, out))
                 kinds.append(str(item.get("type")) if to == "data.train" else "")
     name, jinja = values.get("chat_template"), values.get("chat_template_jinja")
@@ -87,7 +87,7 @@ def _data(values: Mapping[str, Any], out: Imported) -> None:
         out.name("chat_template", name, why)
 
 
-def _source(section: str, index: int, item: Mapping[str, Any], out: Imported) -> Json:
+def _source(section: str, index: int, item: Json, out: Imported) -> Json:
     """A data set with what it is called in a job."""
     at = f"{section}[{index}]."
     own = {key: item[key] for key in ("path", "name", "split") if item.get(key) is not None}
@@ -110,10 +110,10 @@ def _source(section: str, index: int, item: Mapping[str, Any], out: Imported) ->
     return source | ({"columns": columns} if columns else {})
 
 
-def _columns(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) -> tuple[Json, str]:
+def _columns(at: str, item: Json, out: Imported, *, is_text: bool) -> tuple[Json, str]:
     """(columns of a data set, the keys that say them)."""
     kind, styles = item.get("type"), fact("axolotl-styles")
-    if isinstance(kind, Mapping):
+    if isinstance(kind, dict):
         of_kind = pair_columns(kind, out.job["task"]) if out.prefers else columns_of_fields(kind)
         return of_kind, "type"
     name, key = str(kind or ""), f"{at}type"
@@ -148,7 +148,7 @@ def _columns(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) 
     return {}, ""
 
 
-def _chat(item: Mapping[str, Any], out: Imported) -> Json:
+def _chat(item: Json, out: Imported) -> Json:
     if out.prefers:
         known = {name: item.get(f"field_{name}") for name in ("messages", "chosen", "rejected")}
         return {name: str(column) for name, column in known.items() if column not in (None, name)}
@@ -190,7 +190,7 @@ def chat_columns(field: Any, role: Any, content: Any) -> dict[str, str]:
     return {} if field == standard else {standard: field}
 
 
-def _fields(given: Mapping[str, Any], *known: str) -> dict[str, str]:
+def _fields(given: Json, *known: str) -> dict[str, str]:
     return {name: str(given.get(f"field_{name}") or name) for name in known}
 
 
@@ -201,7 +201,7 @@ def _own(template: Any, fields: Mapping[str, str]) -> str:
     )
 
 
-def columns_of_fields(given: Mapping[str, Any]) -> Json:
+def columns_of_fields(given: Json) -> Json:
     """Axolotl's own formats: fields with a format string each way."""
     fields = _fields(given, "system", "instruction", "input", "output")
     system = str(given.get("system_prompt") or "")
@@ -217,7 +217,7 @@ def columns_of_fields(given: Mapping[str, Any]) -> Json:
     }
 
 
-def pair_columns(given: Mapping[str, Any], task: str) -> Json:
+def pair_columns(given: Json, task: str) -> Json:
     """The same of preferences: a format string for each part."""
     answers = ("chosen", "rejected") if objective_of(task).n_sequences > 1 else ("completion",)
     fields = _fields(given, "prompt", *answers, "system", "label")

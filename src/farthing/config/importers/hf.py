@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def peft_targets(out: Imported) -> None:
     out.default({"method.target_modules": layers.split()}, "peft for models of this name")
 
 
-def settle(values: Mapping[str, Any], out: Imported, *, has_adapter: bool) -> None:
+def settle(values: Json, out: Imported, *, has_adapter: bool) -> None:
     """What the libraries do where nothing is said. `SFTTrainer` learns every token, and of
     prompt/completion rows completions alone.
     """
@@ -78,7 +77,7 @@ def _has_completions(path: Path) -> bool:
     return False
 
 
-def read(values: Mapping[str, Any], out: Imported) -> None:
+def read(values: Json, out: Imported) -> None:
     """Flat settings of TRL's programs or of transformers' scripts."""
     name = out.program.removesuffix(".py").removesuffix("_no_trainer")
     is_trainer = out.source == TRAINER
@@ -96,7 +95,7 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     settle(values, out, has_adapter=has_adapter)
 
 
-def read_objective(values: Mapping[str, Any], out: Imported, name: str) -> None:
+def read_objective(values: Json, out: Imported, name: str) -> None:
     """The objective that a program of TRL has, or that a file's keys, name and folder tell."""
     if "vlm" in name or "_vl" in name:
         return out.refuse("(script)", name, "images, which farthing does not train on")
@@ -115,7 +114,7 @@ def read_objective(values: Mapping[str, Any], out: Imported, name: str) -> None:
     return None
 
 
-def _method(values: Mapping[str, Any], out: Imported, program: str) -> bool:
+def _method(values: Json, out: Imported, program: str) -> bool:
     """Whether there is an adapter: by a switch, and of a script also by the adapter's settings or
     by its own name.
     """
@@ -136,7 +135,7 @@ def _method(values: Mapping[str, Any], out: Imported, program: str) -> bool:
 # ---- transformers' scripts ----
 
 
-def _task(values: Mapping[str, Any], out: Imported, name: str) -> None:
+def _task(values: Json, out: Imported, name: str) -> None:
     known = fact("run-scripts").items()
     task = next((task for begins, task in known if name.startswith(begins)), None)
     if name.startswith("run_") and task is None:
@@ -161,7 +160,7 @@ def _task(values: Mapping[str, Any], out: Imported, name: str) -> None:
         out.job["data.max_length"] = out.fit("data.max_length", block)
 
 
-def _columns(values: Mapping[str, Any], out: Imported) -> None:
+def _columns(values: Json, out: Imported) -> None:
     """Columns by name and the prefix of T5's inputs, as templates."""
     given = {k: str(v) for k, v in values.items() if v and k in fact("run-columns").split()}
     source = given.get("text_column", given.get("text_column_name", ""))
@@ -200,7 +199,7 @@ _OF_SOURCE = {
 }
 
 
-def read_data(values: Mapping[str, Any], out: Imported) -> None:
+def read_data(values: Json, out: Imported) -> None:
     """`dataset_name` and what goes with it, or the lists `datasets` (TRL), `dataset_mixture` and
     `dataset_mixer` (Hugging Face's recipes).
     """
@@ -227,13 +226,13 @@ def read_data(values: Mapping[str, Any], out: Imported) -> None:
             other = "split" if held_key == "dataset_test_split" else "path"
             out.put(held_key, held, "data.eval", [{**source, other: held}])
     _mixture(values.get("datasets"), "datasets", out)
-    if isinstance(mixed := values.get("dataset_mixture"), Mapping):
+    if isinstance(mixed := values.get("dataset_mixture"), dict):
         _mixture(mixed.get("datasets"), "dataset_mixture.datasets", out)
-    if isinstance(mixer := values.get("dataset_mixer"), Mapping):
+    if isinstance(mixer := values.get("dataset_mixer"), dict):
         _mixer(mixer, values.get("dataset_splits"), out, evaluates=evaluates)
 
 
-def _mixer(mixer: Mapping[str, Any], splits: Any, out: Imported, *, evaluates: bool) -> None:
+def _mixer(mixer: Json, splits: Any, out: Imported, *, evaluates: bool) -> None:
     """Weights of data sets by their names, and their splits: of training, then of evaluation."""
     first, *others = names(splits or ["train"])
     out.keep({"dataset_mixer": mixer}, "data.train")
@@ -249,7 +248,7 @@ def _mixer(mixer: Mapping[str, Any], splits: Any, out: Imported, *, evaluates: b
 
 def _mixture(given: Any, at: str, out: Imported) -> None:
     """Several data sets, each with the share of its rows that is taken."""
-    if not (isinstance(given, list) and given and all(isinstance(each, Mapping) for each in given)):
+    if not (isinstance(given, list) and given and all(isinstance(each, dict) for each in given)):
         return
     found = []
     for index, each in enumerate(given):

@@ -9,9 +9,8 @@ as of mid 2026. Weights on NVMe, tensor and pipeline parallelism are refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from farthing.config.importers.recognise import settings_in
 from farthing.config.importers.tables import Imported, Line, flat, read_keys, say
@@ -20,7 +19,7 @@ from farthing.errors import InputError
 from farthing.storage.files import Json
 
 
-def _deepspeed(values: Mapping[str, Any], out: Imported, method: str) -> None:
+def _deepspeed(values: Json, out: Imported, method: str) -> None:
     leaves = dict(flat(values))
     _stage(out, "zero_optimization.stage", leaves, method)
     kind = leaves.get("optimizer.type")
@@ -33,7 +32,7 @@ def _deepspeed(values: Mapping[str, Any], out: Imported, method: str) -> None:
     read_keys(out, values, "deepspeed")
 
 
-def _stage(out: Imported, key: str, leaves: Mapping[str, Any], method: str) -> None:
+def _stage(out: Imported, key: str, leaves: Json, method: str) -> None:
     """ZeRO's stage as a strategy: an adapter's base is spread in stage 3 alone, as there."""
     value = leaves.get(key)
     if value is None:
@@ -51,12 +50,12 @@ def _stage(out: Imported, key: str, leaves: Mapping[str, Any], method: str) -> N
     return None
 
 
-def _accelerate(values: Mapping[str, Any], out: Imported, method: str) -> None:
+def _accelerate(values: Json, out: Imported, method: str) -> None:
     kind = str(values.get("distributed_type")).upper()
     if kind in ("FSDP", "DEEPSPEED"):
         out.keep({"distributed_type": kind}, "where.strategy")
     given = values.get("fsdp_config")
-    fsdp: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    fsdp: Json = given if isinstance(given, dict) else {}
     if kind != "FSDP":
         for key, value in flat(fsdp, "fsdp_config."):
             out.name(key, value, "distributed_type is not FSDP")

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from farthing.config.importers import hf, preference
 from farthing.config.importers.axolotl import chat_columns
 from farthing.config.importers.tables import (
     Imported,
-    Odd,
+    UnmatchedError,
     defaults,
     fact,
     is_true,
@@ -28,7 +26,7 @@ NAME = "llama-factory"
 MAX_REGISTRY_BYTES = 16 << 20
 
 
-def read(values: Mapping[str, Any], out: Imported) -> None:
+def read(values: Json, out: Imported) -> None:
     is_v1 = "train_dataset" in values or "peft_config" in values  # its new engine
     _stage(values, out)
     method = _method(values, out, is_v1=is_v1)
@@ -51,7 +49,7 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     out.notes.append(hf.NO_COUNT_OF_GPUS)
 
 
-def _stage(values: Mapping[str, Any], out: Imported) -> None:
+def _stage(values: Json, out: Imported) -> None:
     stage = values.get("stage")
     if stage in ("sft", "pt"):
         out.put("stage", stage, "task", CAUSAL_LM.name)
@@ -59,7 +57,7 @@ def _stage(values: Mapping[str, Any], out: Imported) -> None:
         loss = str(values.get("pref_loss", "sigmoid")) if stage == "dpo" else ""
         name = loss if loss in ("orpo", "simpo") else {"rm": "reward"}.get(stage, stage)
         given = dict(values) if stage == "dpo" else {**values, "pref_loss": None}
-        preference.read(out, name, given, "pref_loss")
+        preference.read(out, str(name), given, "pref_loss")
         out.put("stage", stage, "task", out.job["task"])
         if (model := values.get("ref_model")) == values.get("model_name_or_path"):
             out.name("ref_model", model, "the model as it begins, as here")
@@ -76,12 +74,12 @@ def _stage(values: Mapping[str, Any], out: Imported) -> None:
         out.refuse("do_predict", asks, "no training: this file evaluates a model")
 
 
-def _method(values: Mapping[str, Any], out: Imported, *, is_v1: bool) -> str:
+def _method(values: Json, out: Imported, *, is_v1: bool) -> str:
     key, kind = "finetuning_type", values.get("finetuning_type", "lora")
     is_4bit = values.get("quantization_bit") == 4
     if is_v1:
-        given, is_4bit = values.get("peft_config"), isinstance(values.get("quant_config"), Mapping)
-        key, kind = "peft_config.name", given.get("name") if isinstance(given, Mapping) else None
+        given, is_4bit = values.get("peft_config"), isinstance(values.get("quant_config"), dict)
+        key, kind = "peft_config.name", given.get("name") if isinstance(given, dict) else None
     method = hf.method_of(kind == "lora", is_4bit)
     if kind not in ("lora", "full", None):
         out.refuse(key, kind, f"{kind}, which farthing does not do")
@@ -101,7 +99,7 @@ def _method(values: Mapping[str, Any], out: Imported, *, is_v1: bool) -> str:
 # ---- the data ----
 
 
-def _data(values: Mapping[str, Any], out: Imported) -> None:
+def _data(values: Json, out: Imported) -> None:
     directory = str(values.get("dataset_dir") or "data")
     registry, at = _registry(directory, out.path.parent)
     if registry and "dataset_dir" in values:
@@ -111,7 +109,7 @@ def _data(values: Mapping[str, Any], out: Imported) -> None:
             continue
         try:
             wanted = names(values[key])
-        except Odd as odd:
+        except UnmatchedError as odd:
             out.name(key, values[key], str(odd), "differs")
             continue
         if not registry and key == "train_dataset":
@@ -161,7 +159,7 @@ def _source(name: str, registry: Json, at: Path, out: Imported) -> Json:
     own = {"name": entry.get("subset"), "split": entry.get("split")}
     source |= {key: value for key, value in own.items() if isinstance(value, str)}
     given = entry.get("columns")
-    columns: Json = dict(given) if isinstance(given, Mapping) else {}
+    columns: Json = dict(given) if isinstance(given, dict) else {}
     ranks, task = bool(entry.get("ranking")), out.job["task"]
     is_judged = task == "kto"
     if ranks != (out.prefers and not is_judged):
@@ -183,9 +181,9 @@ def _source(name: str, registry: Json, at: Path, out: Imported) -> Json:
     return source | ({"columns": found} if found else {})
 
 
-def _columns(entry: Mapping[str, Any], columns: Mapping[str, Any]) -> Json:
+def _columns(entry: Json, columns: Json) -> Json:
     given = entry.get("tags")
-    tags: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    tags: Json = given if isinstance(given, dict) else {}
     if entry.get("formatting", "alpaca") in ("sharegpt", "openai"):
         is_openai = entry.get("formatting") == "openai" or tags.get("role_tag") == "role"
         role = "role" if is_openai else tags.get("role_tag", "from")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
-from typing import Any
 
-from farthing.config.importers.tables import Imported, Odd, fact, number, say, table
+from farthing.config.importers.tables import Imported, UnmatchedError, fact, number, say, table
 from farthing.objectives.registry import find_objective
+from farthing.storage.files import Json
 
 _WORDS = re.compile(r"(?i)(?<![a-z])(dpo|kto|orpo|cpo|simpo|reward|rm)(?![a-z])")
 
 
-def of_keys(values: Mapping[str, Any]) -> str:
+def of_keys(values: Json) -> str:
     """The objective of TRL that these keys say, by name or because no other has them."""
     if asked := str(values.get("objective") or "").lower():
         return asked
@@ -28,12 +27,12 @@ def of_words(text: str) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def has_keys(values: Mapping[str, Any]) -> bool:
+def has_keys(values: Json) -> bool:
     others = table("other-objectives")
     return any((why := others.why(key)) and "preference" in why.reason for key in values)
 
 
-def read(out: Imported, name: str, values: Mapping[str, Any], loss: str = "loss_type") -> None:
+def read(out: Imported, name: str, values: Json, loss: str = "loss_type") -> None:
     """The objective `name` with its loss. `values` are by their keys in the source, `loss` is that
     of the loss; other settings are left to the tool's table.
     """
@@ -61,7 +60,7 @@ def read(out: Imported, name: str, values: Mapping[str, Any], loss: str = "loss_
     for each in losses:
         try:
             known = out.has("objective.loss_type") and out.fit("objective.loss_type", each)
-        except Odd:
+        except UnmatchedError:
             known = False
         if not known:
             why = f"{name} with the loss {say(each)}, which farthing does not have"
@@ -83,8 +82,8 @@ def read(out: Imported, name: str, values: Mapping[str, Any], loss: str = "loss_
 _SMOOTHING = ("label_smoothing", "dpo_label_smoothing")
 
 
-def _amount(values: Mapping[str, Any], key: str) -> float:
-    with contextlib.suppress(Odd):
+def _amount(values: Json, key: str) -> float:
+    with contextlib.suppress(UnmatchedError):
         return number(values.get(key))
     return 0.0
 

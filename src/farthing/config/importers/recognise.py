@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import yaml
 from farthing.config.bounded import read_yaml
 from farthing.config.importers import axolotl, hf, llama_factory, script_job, services
 from farthing.config.importers.scripts import Call, Command, calls_of, code_of_notebook, commands_of
-from farthing.config.importers.tables import Imported, Odd, fact, flat, table
+from farthing.config.importers.tables import Imported, UnmatchedError, fact, flat, table
 from farthing.config.load import job_of
 from farthing.errors import InputError, JobError
 from farthing.objectives.causal_lm import CAUSAL_LM
@@ -27,7 +26,7 @@ from farthing.storage.files import Json, small_text
 FILL_IN = "FILL-IN/the-model"
 
 
-def _of_machines(values: Mapping[str, Any], out: Imported) -> None:
+def _of_machines(values: Json, out: Imported) -> None:
     why = (
         "says on which machines another configuration runs; farthing needs no such file, import the"
         " other one"
@@ -56,7 +55,7 @@ def import_file(path: Path, source: str | None = None) -> Imported:
     try:
         out = _imported(path, source)
         _finish(out)
-    except Odd as odd:
+    except UnmatchedError as odd:
         raise InputError(f"a setting is odd: {odd}", where=str(path), to_do="mend it") from odd
     return out
 
@@ -79,7 +78,7 @@ def _imported(path: Path, source: str | None) -> Imported:
 
 
 def _read(
-    source: str, values: Mapping[str, Any], path: Path, program: str = "", seen: str | None = None
+    source: str, values: Json, path: Path, program: str = "", seen: str | None = None
 ) -> Imported:
     """Raises `InputError` for settings that are not those of the tool that was named."""
     out = Imported(source, path, program, {"task": CAUSAL_LM.name})
@@ -209,7 +208,7 @@ def _mapping(path: Path, text: str) -> Json:
     return {str(key): value for key, value in values.items()}
 
 
-def _whose(values: Mapping[str, Any]) -> str | None:
+def _whose(values: Json) -> str | None:
     """Whose settings these are, by keys that no other has."""
     known = {services.snake(key): value for key, value in values.items()}
     if str(known.get("base_model", "")).startswith("accounts/") or "baseModel" in values:

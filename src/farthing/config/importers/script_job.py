@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from farthing.config.importers import hf
@@ -173,7 +173,7 @@ class _Script:
         """Whether a call names the training data."""
         path, files = given.get("path"), given.get("data_files")
         if path in ("json", "csv", "parquet", "text") and files:
-            train = files.get("train") if isinstance(files, Mapping) else files
+            train = files.get("train") if isinstance(files, dict) else files
             path = train[0] if isinstance(train, list) and train else train
         if not _is_text(path):
             return False

@@ -8,11 +8,10 @@ only suggested.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from farthing.config.importers import preference
 from farthing.config.importers.tables import Imported, defaults, fact, read_keys
+from farthing.storage.files import Json
 
 OPENAI, TOGETHER, FIREWORKS = "openai", "together", "fireworks"
 _STAND_IN = "Qwen/Qwen2.5-7B-Instruct"
@@ -23,10 +22,10 @@ def snake(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name).replace("-", "_").lower()
 
 
-def _inner(values: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
+def _inner(values: Json, key: str, name: str) -> Json:
     """A section of a job; one that is a word stands for its `name`."""
     given = values.get(key)
-    return given if isinstance(given, Mapping) else {name: given} if given else {}
+    return given if isinstance(given, dict) else {name: given} if given else {}
 
 
 def _note_files(out: Imported, service: str) -> None:
@@ -37,7 +36,7 @@ def _note_files(out: Imported, service: str) -> None:
             out.notes.append(f"{note} the job")
 
 
-def read_openai(values: Mapping[str, Any], out: Imported) -> None:
+def read_openai(values: Json, out: Imported) -> None:
     method = _inner(values, "method", "type")
     kinds = ("dpo", "reinforcement", "supervised")
     kind = method.get("type") or next((each for each in kinds if each in method), None)
@@ -60,9 +59,9 @@ def _within_hyperparameters(key: str) -> str:
     return key.rpartition(".")[2] if "hyperparameters" in key else key
 
 
-def read_together(values: Mapping[str, Any], out: Imported) -> None:
+def read_together(values: Json, out: Imported) -> None:
     method = _inner(values, "training_method", "method")
-    before = "training_method." if isinstance(values.get("training_method"), Mapping) else ""
+    before = "training_method." if isinstance(values.get("training_method"), dict) else ""
     key = f"{before}method" if before else "training_method"
     if (name := method.get("method")) == "dpo":
         inner = method if before else values
@@ -90,7 +89,7 @@ def read_together(values: Mapping[str, Any], out: Imported) -> None:
         out.default({"method.lora_alpha": 2 * out.job["method.lora_r"]})
 
 
-def read_fireworks(values: Mapping[str, Any], out: Imported) -> None:
+def read_fireworks(values: Json, out: Imported) -> None:
     known = {snake(key): (key, value) for key, value in values.items()}
     key, template = known.get("jinja_template", ("", None))
     if isinstance(template, str) and template.strip():

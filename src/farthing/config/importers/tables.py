@@ -38,7 +38,7 @@ class Computed(str):
     """The source text of a value that only running the script would tell."""
 
 
-class Odd(Exception):
+class UnmatchedError(Exception):
     """A value without a counterpart. The message says why and what that changes."""
 
     def __init__(self, why: str, effect: Effect = "differs") -> None:
@@ -145,7 +145,7 @@ class Imported:
         """Make no job because of a key, whatever became of it."""
         self._note(key, value, "", why, "blocks")
 
-    def keep(self, values: Mapping[str, Any], to: str, before: str = "") -> None:
+    def keep(self, values: Json, to: str, before: str = "") -> None:
         """Keys that became part of a key of the job, such as the split of a data set."""
         for key, value in flat(values, before):
             self._note(key, value, to, "", "none")
@@ -157,7 +157,7 @@ class Imported:
             for line in [line for line in self.mapped if line.became == to]:
                 self._note(line.key, line.value, "", why, effect)
 
-    def default(self, values: Mapping[str, Any], of: str = "") -> None:
+    def default(self, values: Json, of: str = "") -> None:
         """What the source's tool does where the source says nothing."""
         for key, value in values.items():
             is_open = key not in self.job and _UNLESS.get(key) not in self.job
@@ -178,7 +178,7 @@ class Imported:
         return found is not None and name in found.model_fields
 
     def fit(self, key: str, value: Any) -> Any:
-        """A value as the key of the job takes it. Raises `Odd`."""
+        """A value as the key of the job takes it. Raises `UnmatchedError`."""
         section, _, name = key.rpartition(".")
         found = self._section(section)
         if found is None or name not in found.model_fields:
@@ -188,11 +188,11 @@ class Imported:
         except ValidationError as error:
             first = error.errors()[0]
             if value is False or first["type"] == "greater_than" or first.get("ctx", {}).get("ge"):
-                raise Odd(
+                raise UnmatchedError(
                     f"{say(value)} switches it off there: its default holds", "none"
                 ) from None
             why = first["msg"].removeprefix("Value error, ").partition(";")[0]
-            raise Odd(f"farthing's `{key}` can't be {say(value)}: {why}") from None
+            raise UnmatchedError(f"farthing's `{key}` can't be {say(value)}: {why}") from None
         if type(value) is int and type(fitted) is float:
             return value
         return list(fitted) if isinstance(fitted, tuple) else fitted
@@ -223,15 +223,15 @@ def _type_of(section: type[BaseModel], name: str) -> TypeAdapter[Any]:
     return TypeAdapter(annotated, config=ConfigDict(allow_inf_nan=False))
 
 
-def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Json, before: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of every leaf; items of a list of mappings are `key[0].inner`. An empty
     mapping is a leaf.
     """
     for name, value in values.items():
         key = f"{before}{name}"
-        if isinstance(value, Mapping) and value and key.rpartition(".")[2] not in LEAVES:
+        if isinstance(value, dict) and value and key.rpartition(".")[2] not in LEAVES:
             yield from flat(value, f"{key}.")
-        elif isinstance(value, list) and value and all(isinstance(v, Mapping) and v for v in value):
+        elif isinstance(value, list) and value and all(isinstance(v, dict) and v for v in value):
             for index, item in enumerate(value):
                 yield from flat(item, f"{key}[{index}].")
         else:
@@ -240,7 +240,7 @@ def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 
 def read_keys(
     out: Imported,
-    values: Mapping[str, Any],
+    values: Json,
     tool: str,
     *,
     before: str = "",
@@ -287,7 +287,7 @@ def by_rule(out: Imported, key: str, value: Any, rule: Rule) -> None:
             found = _by_words(out, rule.key, value, words)
         else:
             found = out.fit(rule.key, str(value) if isinstance(value, Computed) else value)
-    except Odd as odd:
+    except UnmatchedError as odd:
         return out.name(key, value, str(odd), odd.effect)
     to, found = found if isinstance(found, At) else (rule.key, found)
     return out.put(key, value, to, found, rule.note)
@@ -300,10 +300,10 @@ def _by_words(out: Imported, key: str, value: Any, words: Json) -> Any:
     found = words["known"].get(word)
     if isinstance(found, dict):
         return At(**found)
-    with contextlib.suppress(Odd):
+    with contextlib.suppress(UnmatchedError):
         if found is not None or "own" in words:
             return out.fit(key, word if found is None else found)
-    raise Odd(f"{say(value)}: {words['why']}", words.get("effect", "differs"))
+    raise UnmatchedError(f"{say(value)}: {words['why']}", words.get("effect", "differs"))
 
 
 def say(value: Any) -> str:
@@ -313,7 +313,7 @@ def say(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-# ---- values that are not what the key of the job takes; each raises `Odd` ----
+# ---- values that are not what the key of the job takes; each raises `UnmatchedError` ----
 
 
 def number(value: Any) -> float:
@@ -321,9 +321,11 @@ def number(value: Any) -> float:
     try:
         found = float(value)
     except (TypeError, ValueError):
-        raise Odd(f"no number that can be read here ({say(value)}): set it by hand") from None
+        raise UnmatchedError(
+            f"no number that can be read here ({say(value)}): set it by hand"
+        ) from None
     if not 0 < found < math.inf:
-        raise Odd(f"{say(value)} switches it off there: its default holds", "none")
+        raise UnmatchedError(f"{say(value)} switches it off there: its default holds", "none")
     return found
 
 
@@ -336,7 +338,7 @@ def warmup(value: Any) -> int | At:
 def answers(value: Any) -> bool:
     """data.train_on_prompt of a switch that leaves the prompts out."""
     if not is_true(value):
-        raise Odd("is data.train_on_prompt", "none")
+        raise UnmatchedError("is data.train_on_prompt", "none")
     return False
 
 
@@ -349,14 +351,16 @@ def names(value: Any) -> list[str]:
     """A list of names, also of one that is written with commas or blanks."""
     found = value.replace(",", " ").split() if isinstance(value, str) else value
     if not isinstance(found, list) or not found or not all(isinstance(x, str) for x in found):
-        raise Odd(f"no list of names that can be read here ({say(value)})")
+        raise UnmatchedError(f"no list of names that can be read here ({say(value)})")
     return [str(item) for item in found]
 
 
 def targets(value: Any) -> list[str]:
     """Layers that get an adapter: names and no pattern."""
     if set("()|\\*[]") & set("".join(map(str, value if isinstance(value, list) else [value]))):
-        raise Odd("a pattern of layer names; farthing takes names: set method.target_modules")
+        raise UnmatchedError(
+            "a pattern of layer names; farthing takes names: set method.target_modules"
+        )
     found = names(value)
     return ["all-linear"] if found == ["all"] else found
 
@@ -365,7 +369,9 @@ def reports(value: Any) -> list[str]:
     """The trackers that farthing has."""
     known = [name for name in names(value) if name in get_args(Tracker)]
     if not known:
-        raise Odd("farthing logs to its run folder; trackers are train.report_to", "none")
+        raise UnmatchedError(
+            "farthing logs to its run folder; trackers are train.report_to", "none"
+        )
     return known
 
 
@@ -373,10 +379,10 @@ def mapping(value: Any) -> Json:
     """Settings within a key, also as JSON on a command line."""
     with contextlib.suppress(ValueError):
         value = json.loads(value) if isinstance(value, str) else value
-    if not isinstance(value, Mapping):
-        raise Odd("no settings that can be read here: set them by hand")
+    if not isinstance(value, dict):
+        raise UnmatchedError("no settings that can be read here: set them by hand")
     if any(isinstance(each, Computed) for each in value.values()):
-        raise Odd(ONLY_RUNNING)
+        raise UnmatchedError(ONLY_RUNNING)
     return dict(value)
 
 
@@ -384,7 +390,7 @@ def files(value: Any) -> list[Json]:
     """Data by the name of a file or a data set."""
     found = value if isinstance(value, list) else [value]
     if not all(isinstance(each, str) and each.strip() for each in found):
-        raise Odd(f"no name of data ({say(value)})")
+        raise UnmatchedError(f"no name of data ({say(value)})")
     return [{"path": str(each)} for each in found]
 
 
