@@ -382,8 +382,7 @@ def test_a_trainer_script_with_arguments_of_its_own(tmp_path: Path) -> None:
     job = job_of(tmp_path, found)
     assert (found.source, job.global_batch_size) == ("hf-trainer", 8)
     assert says(found, task="classification", method_name="full")
-    assert says(found, train_num_train_epochs=2)
-    assert "only running the script" in found.lines["TrainingArguments.learning_rate"].why
+    assert says(found, train_learning_rate=3e-5, train_num_train_epochs=2)
 
 
 def test_a_run_script_of_transformers_by_its_command_line(tmp_path: Path) -> None:

@@ -340,6 +340,54 @@ def test_two_recipes_with_templates_share_a_folder(tmp_path: Path) -> None:
         assert (tmp_path / job["data"]["chat_template"]).read_text() == template
 
 
+HOME_MADE = """model: distilgpt2
+dataset: data.jsonl
+batch_size: 8
+gradient_accumulation: 4
+epochs: 3
+learning_rate: 3e-4
+optimizer: AdamW
+checkpoint_dir: ./ckpt
+"""
+
+
+def test_a_configuration_of_ones_own_is_read_by_its_words(tmp_path: Path) -> None:
+    found = imported(tmp_path, HOME_MADE)
+    assert found.blockers == found.named == []
+    assert says(found, model_model_name_or_path="distilgpt2", method_name="full")
+    assert says(found, task="causal-lm", data_train=[{"path": "data.jsonl"}])
+    assert says(found, train_per_device_train_batch_size=8, train_gradient_accumulation_steps=4)
+    assert says(found, train_num_train_epochs=3, train_learning_rate=3e-4)
+    assert says(found, train_optim="adamw_torch")
+    assert found.job["output_dir"] == "./ckpt"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "objective: dpo\n",
+        "beta: 0.1\n",
+        "method: grpo\n",
+        "training:\n  beta: 0.1\n",
+        "loss: dpo\n",
+        "algorithm: ppo\n",
+        "trainer: DPOTrainer\n",
+        "training_type: orpo\n",
+    ],
+)
+def test_no_other_objective_of_ones_own_makes_a_job(setting: str, tmp_path: Path) -> None:
+    assert imported(tmp_path, HOME_MADE + setting).blockers
+
+
+def test_an_unknown_or_other_word_of_ones_own_is_named(tmp_path: Path) -> None:
+    text = HOME_MADE + "eval:\n  batch_size: 64\nfancy_noise: 0.5\n"
+    found = imported(tmp_path, text)
+    assert {line.key: line.effect for line in found.named} == {
+        "eval.batch_size": "differs",
+        "fancy_noise": "differs",
+    }
+
+
 @pytest.mark.parametrize(
     ("head", "task"),
     [

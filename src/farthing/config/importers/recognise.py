@@ -15,7 +15,14 @@ from typing import Any
 import yaml
 
 from farthing.config.bounded import read_yaml
-from farthing.config.importers import axolotl, hf, llama_factory, script_job, services
+from farthing.config.importers import (
+    axolotl,
+    hf,
+    home_made,
+    llama_factory,
+    script_job,
+    services,
+)
 from farthing.config.importers.scripts import Call, Command, calls_of, code_of_notebook, commands_of
 from farthing.config.importers.tables import Imported, UnmatchedError, fact, flat, table
 from farthing.config.load import job_of
@@ -46,6 +53,7 @@ _READERS = {
     **dict.fromkeys(_OF_HF, hf.read),
 }
 SOURCES = (*_READERS,)
+_UNNAMED = {home_made.NAME: home_made.read, "accelerate or deepspeed": _of_machines}
 _CODE = (".py", ".ipynb", ".md", ".sh", ".bash", ".txt")
 MAX_SCRIPT_BYTES, MAX_SETTINGS_BYTES = 16 << 20, 1 << 20
 
@@ -82,7 +90,7 @@ def _read(
 ) -> Imported:
     """Raises `InputError` for settings that are not those of the tool that was named."""
     out = Imported(source, path, program, {"task": CAUSAL_LM.name})
-    _READERS.get(source, _of_machines)(values, out)
+    (_READERS | _UNNAMED)[source](values, out)
     is_other = seen not in (None, source) and not {seen, source} <= {*_OF_HF}
     if not out.blockers and (not out.mapped or (is_other and 2 * len(out.mapped) < len(out.lines))):
         looks = f"; they look like those of {seen}" if is_other else ""
@@ -218,7 +226,7 @@ def _whose(values: Json) -> str | None:
         wanted, some, no = ({*row.get(name, "").split()} for name in ("all", "any", "none"))
         if wanted <= keys and (some & keys or not some) and not no & keys:
             return str(row["tool"])
-    return None
+    return home_made.NAME if home_made.is_home_made(values) else None
 
 
 # ---- scripts ----

@@ -2,8 +2,7 @@
 and never executed.
 
 A value is known where it is written down: literals, names and attributes that were given one,
-arithmetic on these. Everything else is `Computed`, defaults of a script's own arguments too: a
-command line may say otherwise.
+defaults of `argparse` and of dataclass fields, arithmetic on these. Everything else is `Computed`.
 """
 
 from __future__ import annotations
@@ -122,6 +121,8 @@ class _Values:
 
     def __init__(self, tree: ast.Module) -> None:
         self.assigned: dict[str, list[tuple[int, ast.expr]]] = {}
+        self.defaults: dict[str, ast.expr] = {}
+        """Of command line arguments and dataclass fields, by their name."""
         self.of = functools.cache(self._of)  # names grow out of one another
         for node in ast.walk(tree):
             match node:
@@ -129,6 +130,12 @@ class _Values:
                     self._assign(targets, value)
                 case ast.AnnAssign(target, value=ast.expr() as value):
                     self._assign([target], value)
+                    self.defaults[ast.unparse(target)] = _default_of(value) or value
+                case ast.Call(func, flags) if _dotted(func).endswith("add_argument"):
+                    for flag in flags:
+                        if isinstance(flag, ast.Constant) and (default := _default_of(node)):
+                            name = str(flag.value).lstrip("-").replace("-", "_")
+                            self.defaults[name] = default
 
     def _assign(self, targets: list[ast.expr], value: ast.expr) -> None:
         for target in targets:
@@ -175,8 +182,19 @@ class _Values:
     def _named(self, node: ast.Name | ast.Attribute, line: int) -> Any:
         name = ast.unparse(node)
         before = [(at, value) for at, value in self.assigned.get(name, ()) if at < line]
-        value = self.of(before[-1][1], before[-1][0]) if before else Computed(name)
+        owner, _, last = name.rpartition(".")
+        if before:
+            value = self.of(before[-1][1], before[-1][0])
+        elif owner and last in self.defaults and not _is_constant(name):
+            value = self.of(self.defaults[last], line)
+        else:
+            return Computed(name)
         return Computed(name) if _is_open(value) else value
+
+
+def _default_of(node: ast.expr) -> ast.expr | None:
+    keywords = node.keywords if isinstance(node, ast.Call) else []
+    return next((keyword.value for keyword in keywords if keyword.arg == "default"), None)
 
 
 def _is_open(value: Any) -> bool:
