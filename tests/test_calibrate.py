@@ -127,6 +127,15 @@ def run_of(shape: Shape, compute: float, optimizer: float = 1.0, **changes: Any)
     )
 
 
+def test_an_evaluation_that_wrote_texts_says_nothing_of_forward_passes() -> None:
+    shape = shape_of()
+    read = run_of(shape, 1.0, n_evaluations=2, n_eval_padded_tokens=8000, evaluation_s=1e6)
+    wrote = replace(read, has_generated=True)
+    assert calibrate([read], shape).evaluation > 1000
+    assert calibrate([wrote], shape).evaluation == 1.0
+    assert calibrate([wrote, read], shape).evaluation == calibrate([read], shape).evaluation
+
+
 def test_runs_of_the_same_model_give_their_factors_back() -> None:
     shape = shape_of()
     found = calibrate([run_of(shape, 2.0, 3.0)], shape)
