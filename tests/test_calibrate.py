@@ -24,7 +24,7 @@ from farthing.planner.estimate import Estimate
 from farthing.planner.inputs import plan_here
 from farthing.planner.machines import machine_here, machine_of, takes_flex
 from farthing.planner.memory import estimate_memory
-from farthing.planner.ranges import speed_spread
+from farthing.planner.ranges import memory_spread, speed_spread
 from farthing.planner.recipe import Case, Recipe, stack_for
 from farthing.planner.search import recipe_of
 from farthing.planner.speed import Calibration, cpu_device, step_time
@@ -134,6 +134,26 @@ def test_an_evaluation_that_wrote_texts_says_nothing_of_forward_passes() -> None
     assert calibrate([read], shape).evaluation > 1000
     assert calibrate([wrote], shape).evaluation == 1.0
     assert calibrate([wrote, read], shape).evaluation == calibrate([read], shape).evaluation
+
+
+@pytest.mark.parametrize(
+    ("factors", "says"),
+    [
+        ([1.0, 1.0], "2 runs of this model here, the last on 2026-11-21 (too few to agree)"),
+        ([1.0, 2.0, 3.0], "3 runs of this model here, the last on 2026-11-21 (they differ)"),
+        ([1.0, 1.0, 1.0], "3 runs of this model here, the last on 2026-11-21"),
+    ],
+)
+def test_three_runs_can_agree(factors: list[float], says: str) -> None:
+    shape = shape_of()
+    assert calibrate([run_of(shape, each) for each in factors], shape).source == says
+
+
+@pytest.mark.parametrize(("is_cuda", "error"), [(True, 0.05), (False, 0.08)])
+def test_memory_that_was_measured_has_a_narrow_range(is_cuda: bool, error: float) -> None:
+    known = Calibration(extra_bytes=0, source="3 runs")
+    found = memory_spread(SimpleNamespace(calibration=known, is_cuda=is_cuda), shape_of())
+    assert (found.low, found.high, found.known) == (1 - error, 1 + error, "3 runs")
 
 
 def test_runs_of_the_same_model_give_their_factors_back() -> None:

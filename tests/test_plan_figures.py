@@ -155,6 +155,44 @@ def test_chances_of_a_deadline() -> None:
     assert [round(plan.chance or 0, 4) for plan in found] == [0.9603, 0.9976]
 
 
+@pytest.mark.parametrize(
+    ("deadline_h", "confidence", "refused"),
+    [
+        (1.7, 0.9, ("it is done by the deadline with 55% only", "a deadline 59 min 00 s later")),
+        (1.7, 0.99, ("it is done by the deadline with 55% only", "a deadline 1 h 53 min later")),
+        (1.6, 0.9, ("it is done by the deadline with 51% only", "a deadline 1 h 05 min later")),
+    ],
+)
+def test_a_deadline_that_is_not_sure_enough_is_refused_with_one_that_is(
+    deadline_h: float, confidence: float, refused: tuple[str, str]
+) -> None:
+    asked = replace(WANTED, deadline_s=deadline_h * H, confidence=confidence)
+    (found,) = plans(asked, A100).rejected
+    assert (found.reason, found.change) == refused
+    assert len(plans(replace(asked, confidence=0.5), A100).plans) == 1
+
+
+def test_spot_with_on_demand_behind_it_has_its_own_figures_and_is_not_refused_besides() -> None:
+    """Capacity for 42 minutes in the mean, and three hours without."""
+    spot, own = A100_SPOT.sold(usd=2.0), place("A100-80GB", 9.0)
+
+    def fleeting(_: Any) -> Interruptions:
+        return Interruptions(weibull(0.701 * H), weibull(3 * H))
+
+    asked = replace(wanted_of(n_epochs=20.0), deadline_s=8.92 * H)
+    (alone,) = decide(asked, [spot], hazard=fleeting).rejected
+    assert alone.reason == "spot is done by the deadline with 62% only"
+    found = decide(asked, [spot, own], hazard=fleeting)
+    assert not found.rejected
+    mixed = found.plans[0]
+    assert mixed.mixture == (
+        "spot alone meets the deadline with 62%; with on demand when it falls behind it saves 22%"
+        " of $9.75"
+    )
+    assert [round(each, 2) for each in mixed.usd_range] == [4.69, 7.6, 12.31]
+    assert [round(each, 2) for each in mixed.hours_range] == [2.03, 2.03, 9.5]
+
+
 def test_a_machine_that_is_taken_back_too_early_is_no_first_choice() -> None:
     """Its longest run holds the likely end, and not the late one."""
     terms = A100.offer.billing
