@@ -282,7 +282,7 @@ def read_case(row: dict[str, str]) -> Published:
     if variable:
         lengths = from_mean(20000, float(variable[1]), seq_len, spread=SPREAD)
         padded = padded_by_number(lengths, micro)
-        longest, mean = int(lengths.percentile(99)), lengths.mean
+        longest, mean = int(np.percentile(lengths.tokens, 99)), lengths.mean
     case = OtherCase(shape, recipe, adapters, Largest(micro, longest, 0), padded, float(mean))
     peak, speed = _number(row["peak_gb"]), _number(row["tokens_per_s"])
     gpu = gpu_of(row["gpu"], peak)

@@ -29,6 +29,7 @@ from farthing.model.load import set_languages, speak
 from farthing.model.loss import decoder_inputs
 from farthing.models.families import DECODERS, ENCODERS, PADS_SAFELY
 from thinned import thinned
+from token_sets import encoded_examples
 
 CPU = Numerics(torch.device("cpu"), None)
 
@@ -263,7 +264,7 @@ def test_inputs_and_targets_carry_their_own_languages(family: str) -> None:
     assert set_languages(tokenizer, "seq2seq", source, target) == (source, target)
     text = Text((("the bread", False), ("das Brot", True)))
     before = tokenizer.backend_tokenizer.to_str()
-    ((ids, is_target),) = Encoder(tokenizer, "seq2seq", 20, 20)([text]).examples()
+    ((ids, is_target),) = encoded_examples(Encoder(tokenizer, "seq2seq", 20, 20)([text]))
     assert tokenizer.backend_tokenizer.to_str() == before
     expected = tokenizer("the bread", text_target="das Brot")
     assert ids[is_target == 0].tolist() == expected["input_ids"]

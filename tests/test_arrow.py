@@ -19,7 +19,7 @@ import pyarrow.parquet
 import pytest
 
 from desk import Desk, Said
-from farthing.data import arrow, blocks
+from farthing.data import arrow, blocks, read
 from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.read import Source, open_sources
 from farthing.data.reader import SourceReader
@@ -29,6 +29,7 @@ from farthing.errors import DataError
 from farthing.tiny import demo_rows
 from peak_memory import PeakMemory
 from token_sets import with_words
+from web import Files
 
 MOST_BYTES = 250 << 20
 
@@ -83,36 +84,48 @@ def test_rows_over_the_limit_are_named_and_the_others_read(tmp_path: Path) -> No
         assert "a row of 9.5 MiB; the limit is 9.5 MiB" in rows[1].reason  # type: ignore[union-attr]
 
 
-BOMBS: dict[str, tuple[dict[str, Any], str]] = {
-    "one text": ({"text": ["x" * 4_000_000]}, "column `text` unfolds from"),
-    "a list": (
-        {"text": ["a", "b"], "n": pyarrow.array([np.zeros(2_000_000, np.int8), [1]])},
-        "2,000,001 values in 2 rows",
+def gzipped(content: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(gzip.compress(content))
+
+
+FROM_ELSEWHERE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "one text.parquet": (
+        lambda path: written(path, {"text": ["x" * 4_000_000]}, store_schema=False),
+        "column `text` unfolds from",
     ),
-    "rows": ({"text": repeated("a", 300_000)}, "300,000 rows in"),
+    "a list.parquet": (
+        lambda path: written(
+            path, {"n": pyarrow.array([np.zeros(2_000_000, np.int8), [1]])}, store_schema=False
+        ),
+        "column `n.list.element` unfolds from",
+    ),
+    "rows.parquet": (
+        lambda path: written(path, {"text": repeated("a", 2_000_000)}, store_schema=False),
+        "the file unfolds from",
+    ),
+    "rows.jsonl.gz": (gzipped(b'{"text": "a"}\n' * 200_000), "it unpacks from"),
+    "line.jsonl.gz": (gzipped(b"x" * (4 << 20)), "it unpacks from"),
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
-def test_a_file_whose_figures_are_beyond_measure_is_refused_unread(
+@pytest.mark.parametrize("name", FROM_ELSEWHERE)
+def test_a_fetched_file_that_unfolds_beyond_measure_is_refused_unread(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    columns, words = BOMBS[name]
-    for limit, value in {
-        "_MOST_CHUNK_BYTES": 1 << 20,
-        "_MANY_VALUES": 1 << 20,
-        "_MANY_ROWS": 1000,
-    }.items():
-        monkeypatch.setattr(arrow, limit, value)
+    make, words = FROM_ELSEWHERE[name]
+    make(tmp_path / "file")
+    content = (tmp_path / "file").read_bytes()
+    assert len(content) < 20_000
+    monkeypatch.setattr(arrow, "MOST_UNFOLDED_BYTES", 1 << 20)
+    monkeypatch.setattr(read, "MOST_UNPACKED_BYTES", 1 << 20)
     monkeypatch.setattr(
         pyarrow.parquet.ParquetFile, "iter_batches", lambda *_, **__: pytest.fail("it was read")
     )
-    path = written(tmp_path / "a.parquet", columns, store_schema=False)
-    assert path.stat().st_size < 20_000
-    with pytest.raises(DataError, match=words) as caught:
-        list(opened(path).rows())
-    assert "device" not in str(caught.value)
-    assert "row groups" in caught.value.to_do
+
+    with Files(file=content).served() as address:
+        url = f"{address}/file.{name.partition('.')[2]}"
+        with pytest.raises(DataError, match=words):
+            open_sources((url,), cache_dir=tmp_path, split="train")
 
 
 @pytest.mark.parametrize("verb", ["train", "plan", "doctor"])
@@ -258,40 +271,12 @@ def test_bytes_of_rows_are_about_what_they_are_unfolded() -> None:
 # ---- the other readers ----
 
 
-@pytest.mark.slow
-def test_gzip_that_unfolds_beyond_measure_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blocks, "_MANY_BYTES", 1 << 20)
-    monkeypatch.setattr(blocks, "MAX_ROW_BYTES", 1000)
-    for name, content in {
-        "a.jsonl.gz": b'{"text": "a"}\n' * 200_000,
-        "line.jsonl.gz": b"x" * (4 << 20),
-        "a.json.gz": b"[" + b" " * (4 << 20),
-        "a.csv.gz": b"text\n" + b"a\n" * 1_500_000,
-    }.items():
-        path = tmp_path / name
-        path.write_bytes(gzip.compress(content))
-        with pytest.raises(DataError, match="it unpacks from"):
-            for _ in opened(path).rows():
-                pass
-
-
-def test_a_csv_row_over_the_limit_is_one_bad_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blocks, "MAX_ROW_BYTES", 1000)
+def test_a_csv_row_over_the_limit_is_refused_at_its_line(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    long = "x" * 2005
-    path.write_text(f"text,label\na,b\n{long},c\nd,e\n" + '"' + "y\n" * 2000 + '",f\ng,h\n')
-    rows = list(opened(path).rows())
-    assert [row.line for row in rows] == [2, 3, 4, 5, 2006]
-    assert [row.value for row in rows if isinstance(row, Row)] == [
-        {"text": "a", "label": "b"},
-        {"text": "d", "label": "e"},
-        {"text": "g", "label": "h"},
-    ]
-    assert ["the limit is" in row.reason for row in rows if isinstance(row, BadRow)] == [True, True]
+    path.write_text('text,label\na,b\n"' + "y\n" * 5_100_000 + '",f\ng,h\n')
+    with pytest.raises(DataError, match=r"the limit is 9\.5 MiB") as caught:
+        list(opened(path).rows())
+    assert caught.value.where.endswith("a.csv:3")
 
 
 def test_a_large_row_of_a_json_document_is_a_bad_row(tmp_path: Path) -> None:

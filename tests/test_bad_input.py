@@ -236,7 +236,7 @@ BAD: list[tuple[Spoil, list[str]]] = [
     ),
     (
         columns_of_another_task,
-        ["train.jsonl: the columns (label, left)", "{{text: left, label: label}}"],
+        ["train.jsonl: the columns (label, left)", "{{text: narrative, label: product}}"],
     ),
     (seq2seq_with_a_causal_model, ["can't be loaded for seq2seq", "task"]),
     (nothing_left_to_hold_out, ["train.jsonl: too few distinct inputs", "data.eval"]),

@@ -30,6 +30,7 @@ from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.objectives.columns import Unusable
 from farthing.tiny import write_jsonl
 from thinned import thinned
+from token_sets import encoded_examples
 
 LLAMA_2 = (
     "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system ="
@@ -209,9 +210,7 @@ def read(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], lis
     text = converter("messages", {}, {}, tokenizer, "causal-lm", on="2025-01-02")(
         {"messages": messages}
     )
-    ((ids, is_target),) = Encoder(tokenizer, "causal-lm", 4096, 4096)(
-        [text]
-    ).examples()  # the whole chat
+    ((ids, is_target),) = encoded_examples(Encoder(tokenizer, "causal-lm", 4096, 4096)([text]))
     return ids.tolist(), is_target.tolist()
 
 

@@ -5,14 +5,12 @@ with its own.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from farthing.config.load import load_job
 from farthing.data.batches import Batches
@@ -110,8 +108,8 @@ def test_usual_names_are_read_and_said(columns: set[str], task: str, found: dict
 
 
 def test_two_columns_that_could_be_meant_are_no_guess() -> None:
-    assert guessed({"question", "query", "answer"}, ("prompt", "completion")) is None
-    assert guessed({"question", "answer", "response"}, ("prompt", "completion")) is None
+    assert guessed({"question", "query", "answer"}, ("prompt", "completion"), ()) is None
+    assert guessed({"question", "answer", "response"}, ("prompt", "completion"), ()) is None
     with pytest.raises(DataError, match="match no format"):
         recognise({"question", "answer", "response"}, "causal-lm", {}, "rows.jsonl")
 
@@ -238,52 +236,11 @@ def test_a_part_of_an_object_is_a_column() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("columns", "task", "row"),
-    [
-        (
-            {"sentence1", "sentence2", "label", "idx"},
-            "classification",
-            {"sentence1": "a", "sentence2": "b", "label": "x"},
-        ),
-        (
-            {"Premise", "Hypothesis", "gold"},
-            "classification",
-            {"Premise": "a", "Hypothesis": "b", "gold": "x"},
-        ),
-        (
-            {"question", "passage", "answer"},
-            "classification",
-            {"question": "a", "passage": "b", "answer": "x"},
-        ),
-    ],
-)
-def test_a_pair_of_texts_with_a_label_is_suggested_as_it_can_be_written(
-    columns: set[str], task: str, row: dict[str, Any]
-) -> None:
-    with pytest.raises(DataError) as caught:
-        recognise(columns, task, {}, "rows.csv")
-    written = re.search(r"data\.columns: (\{.*\})`", str(caught.value))
-    assert written is not None
-    assert segments(row, yaml.safe_load(written[1]), task) == [("a\nb", False)]
-
-
-def test_the_languages_of_a_translation_are_suggested() -> None:
-    with pytest.raises(
-        DataError, match=r'prompt: "\{translation.en\}", completion: "\{translation.de\}"'
-    ):
-        recognise({"translation"}, "seq2seq", {}, "rows.jsonl")
-
-
-def test_spaces_around_the_names_of_a_csv_file_are_left_out_and_said(tmp_path: Path) -> None:
+def test_spaces_around_the_names_of_a_csv_file_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("instruction , input, output\nSay it, bread,Bread.\n")
-    said: list[str] = []
-    (source,) = open_sources(
-        (str(tmp_path / "rows.csv"),), cache_dir=tmp_path, split="train", warn=said.append
-    )
+    (source,) = open_sources((str(tmp_path / "rows.csv"),), cache_dir=tmp_path, split="train")
     (row,) = [row for row in source.rows() if isinstance(row, Row)]
     assert row.value == {"instruction": "Say it", "input": " bread", "output": "Bread."}
-    assert "'instruction ', ' input', ' output'" in said[0]
     found = recognise(
         set(row.value), "seq2seq", {"prompt": " input", "completion": "{output}"}, "rows.csv"
     )
@@ -389,15 +346,6 @@ def test_chats_as_other_services_write_them(
     assert [part for part, is_learned in text.segments if is_learned] == learned
 
 
-@pytest.mark.parametrize(
-    ("columns", "words"),
-    [
-        ({"contents", "systemInstruction"}, "Gemini's chats"),
-        ({"id", "data", "annotations"}, "Label Studio"),
-        ({"title", "paragraphs"}, "SQuAD"),
-        ({"0", "a sentence"}, "put one before it"),
-    ],
-)
-def test_files_of_others_are_known_by_their_columns(columns: set[str], words: str) -> None:
-    with pytest.raises(DataError, match=words):
-        recognise(columns, "causal-lm", {}, "rows.tsv")
+def test_a_table_without_a_header_is_told_to_have_one() -> None:
+    with pytest.raises(DataError, match="put one before it"):
+        recognise({"0", "a sentence"}, "causal-lm", {}, "rows.tsv")

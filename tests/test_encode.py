@@ -30,6 +30,7 @@ from farthing.data.tokens import tokenize
 from farthing.errors import DataError, RunInterruptedError
 from farthing.tiny import write_jsonl
 from thinned import thinned
+from token_sets import encoded_examples
 
 PIECES = [
     "hello",
@@ -206,7 +207,7 @@ def test_segments_are_found_as_by_one_call_for_each_row(
     twin = untrimmed(tokenizer)
     expected = [row_by_row(twin, text, train_on_prompt) for text in texts]
     encoded = Encoder(tokenizer, "causal-lm", 1000, 1000, train_on_prompt)(texts)
-    found = [(ids.tolist(), is_target.tolist()) for ids, is_target in encoded.examples()]
+    found = [(ids.tolist(), is_target.tolist()) for ids, is_target in encoded_examples(encoded)]
     assert found == expected
 
 
@@ -221,7 +222,7 @@ def test_segments_of_real_tokenizers(data_dir: Path, name: str) -> None:
     tokenizer.eos_token = tokenizer.eos_token or tokenizer.sep_token
     twin = untrimmed(tokenizer)
     expected = [row_by_row(twin, text) for text in texts]
-    found = Encoder(tokenizer, "causal-lm", 1000, 1000)(texts).examples()
+    found = encoded_examples(Encoder(tokenizer, "causal-lm", 1000, 1000)(texts))
     assert [(ids.tolist(), is_target.tolist()) for ids, is_target in found] == expected
 
 
@@ -232,7 +233,7 @@ def test_blanks_that_begin_a_completion_are_learned_where_offsets_are_trimmed(
 
     tokenizer = AutoTokenizer.from_pretrained(data_dir / "tokenizers" / "roberta-base")
     text = Text((("x = [", False), ("    1,", True)))
-    ((ids, is_target),) = Encoder(tokenizer, "causal-lm", 100, 100)([text]).examples()
+    ((ids, is_target),) = encoded_examples(Encoder(tokenizer, "causal-lm", 100, 100)([text]))
     learned = [int(i) for i, t in zip(ids, is_target, strict=True) if t]
     assert tokenizer.decode(learned[:-1]) == "    1,"
 
@@ -250,7 +251,7 @@ def test_inputs_and_targets_are_cut_as_transformers_cuts_them(
     ]
     encoded = Encoder(tokenizer, "seq2seq", limit, limit + 1)(texts)
     for text, (ids, is_target), was_cut in zip(
-        texts, encoded.examples(), encoded.was_cut, strict=True
+        texts, encoded_examples(encoded), encoded.was_cut, strict=True
     ):
         sides = [
             tokenizer(part, truncation=True, max_length=most)["input_ids"]
@@ -280,7 +281,7 @@ def test_a_tokenizer_that_others_told_to_cut_and_pad_does_neither(
 def test_equal_inputs_are_encoded_alike(tokenizers: dict[str, Any]) -> None:
     texts = [Text((("the same", False), (f"answer {n % 3}", True))) for n in range(30)]
     encoded = Encoder(tokenizers["t5"], "seq2seq", 64, 64)(texts)
-    ids = [ids.tolist() for ids, _ in encoded.examples()]
+    ids = [ids.tolist() for ids, _ in encoded_examples(encoded)]
     assert ids == [
         tokenizers["t5"]("the same").input_ids + tokenizers["t5"](f"answer {n % 3}").input_ids
         for n in range(30)

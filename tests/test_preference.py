@@ -18,8 +18,7 @@ from torch import Tensor
 from farthing.cli import main
 from farthing.config.job import Job
 from farthing.config.load import load_job
-from farthing.data.formats import recognise
-from farthing.data.preference import converter
+from farthing.data.formats import converter, recognise
 from farthing.data.scored import expanded
 from farthing.data.token_set import TokenSet, open_token_set
 from farthing.data.units import n_shared
@@ -530,7 +529,7 @@ class _Tokenizer:
 def test_every_form_of_a_pair_is_the_same_chat(name: str) -> None:
     form, row = CHAT_ROWS[name]
     assert recognise({*row}, "dpo", {}, "here").format == form
-    text = converter(form, {}, "dpo", _Tokenizer())(row)
+    text = converter(form, {}, {}, _Tokenizer(), "dpo")(row)
     joined = ["".join(part for part, _ in each) for each in (text.segments, *text.beside)]
     before = "<user>How much?<|end|><assistant>"
     assert joined == [f"{before}A farthing.<|end|>", f"{before}Go away.<|end|>"]
@@ -545,7 +544,7 @@ def test_every_form_of_a_pair_is_the_same_chat(name: str) -> None:
 def test_texts_of_hh_are_cut_at_the_last_turn_in_common() -> None:
     begin = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: How much?\n\nAssistant:"
     row = {"chosen": f"{begin} A farthing.", "rejected": f"{begin} Go away."}
-    text = converter("chosen/rejected", {}, "dpo", _Tokenizer())(row)
+    text = converter("chosen/rejected", {}, {}, _Tokenizer(), "dpo")(row)
     assert text.segments == ((begin, False), (" A farthing.", True))
     assert text.beside == (((begin, False), (" Go away.", True)),)
 
@@ -580,17 +579,17 @@ def test_texts_of_hh_are_cut_at_the_last_turn_in_common() -> None:
 )
 def test_rows_that_are_no_pair_are_named(form: str, row: dict[str, Any], word: str) -> None:
     with pytest.raises(Unusable, match=word):
-        converter(form, {}, "dpo", _Tokenizer())(row)
+        converter(form, {}, {}, _Tokenizer(), "dpo")(row)
 
 
 @pytest.mark.parametrize("value", [True, 1, "true", "desirable", "1.0"])
 def test_verdicts_are_read_as_they_are_written(value: Any) -> None:
     row = {"prompt": "a", "completion": " b", "label": value}
-    assert converter("prompt/completion/label", {}, "kto", _Tokenizer())(row).value == 1.0
+    assert converter("prompt/completion/label", {}, {}, _Tokenizer(), "kto")(row).value == 1.0
     row["label"] = {"True": False, "1": 0, "true": "False", "desirable": "bad"}.get(str(value), 0.0)
-    assert converter("prompt/completion/label", {}, "kto", _Tokenizer())(row).value == 0.0
+    assert converter("prompt/completion/label", {}, {}, _Tokenizer(), "kto")(row).value == 0.0
     with pytest.raises(Unusable, match="verdict"):
-        converter("prompt/completion/label", {}, "kto", _Tokenizer())(row | {"label": "maybe"})
+        converter("prompt/completion/label", {}, {}, _Tokenizer(), "kto")(row | {"label": "maybe"})
 
 
 def test_a_pair_is_never_cut(tmp_path: Path) -> None:

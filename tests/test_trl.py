@@ -25,6 +25,7 @@ from farthing.data.formats import Text, converter
 from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.objectives.columns import Unusable
 from test_chat import GEMMA, MARKED, PHI_3, QWEN_3, WORDS
+from token_sets import encoded_examples
 
 GOLDEN = Path(__file__).parent / "golden" / "trl_chats.json"
 ASKED = [{"role": "user", "content": "What is bread?"}, {"role": "user", "content": "And soup?"}]
@@ -84,7 +85,7 @@ def ours(tokenizer: Any, chat: list[dict[str, str]]) -> list[tuple[list[int], li
     texts = converter("messages", {}, {}, tokenizer, "causal-lm", on="2025-01-02")(
         {"messages": chat}
     ).of_row
-    examples = Encoder(tokenizer, "causal-lm", 4096, 4096)(texts).examples()
+    examples = encoded_examples(Encoder(tokenizer, "causal-lm", 4096, 4096)(texts))
     return [
         (ids.tolist(), mask.tolist(), text)
         for (ids, mask), text in zip(examples, texts, strict=True)

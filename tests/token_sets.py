@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
+from farthing.data.encode import Encoded
 from farthing.data.token_set import TokenSet
 
 
@@ -34,3 +36,10 @@ def with_words(*words: str) -> Tokenizer:
     rust = Tokenizer(models.BPE())
     rust.add_special_tokens(list(words))
     return rust
+
+
+def encoded_examples(encoded: Encoded) -> list[tuple[NDArray[np.int32], NDArray[np.uint8]]]:
+    """(ids, is_target) of each example."""
+    stops = np.cumsum(encoded.lengths)[:-1]
+    ids, is_target = np.split(encoded.ids, stops), np.split(encoded.is_target, stops)
+    return list(zip(ids, is_target, strict=True))

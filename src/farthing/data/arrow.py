@@ -1,4 +1,4 @@
-"""Rows from Parquet files and Arrow tables, in bounded memory whatever a small file unfolds to.
+"""Rows from Parquet files and Arrow tables, a few at a time.
 
 Texts stay in the dictionaries that a file keeps them in until a row is known to be within the
 limit, so that a million rows of one long text cost one.
@@ -18,72 +18,48 @@ from farthing.errors import DataError
 from farthing.units import say_bytes
 
 BATCH_ROWS, BATCH_BYTES = 1024, 16 << 20
-_MOST_CHUNK_BYTES, _MOST_UNFOLDING = (
-    64 << 20,
-    200,
-)  # of a column in a row group: unfolded, and how many times its size
-_MOST_VALUES, _MANY_VALUES, _MANY_IN_A_ROW = (
-    256 << 20,
-    32 << 20,
-    4096,
-)  # of a nested column in a row group
-_MANY_ROWS, _ROWS_A_BYTE = 1_000_000, 100
-_MOST_FOOTER_BYTES = 64 << 20
+MOST_UNFOLDED_BYTES, MOST_UNFOLDING = 64 << 20, 200
+"""Of a column in a row group of a file from elsewhere, and how many times its size that is."""
 
 
 def open_parquet(path: Path, name: str) -> Any:
     """The `pyarrow.parquet.ParquetFile` of a path, its texts left in their dictionaries. Raises
     `DataError`.
     """
-    import pyarrow
     import pyarrow.parquet
 
-    limits = {
-        "thrift_string_size_limit": _MOST_FOOTER_BYTES,
-        "thrift_container_size_limit": 10_000_000,
-    }
     try:
-        file = pyarrow.parquet.ParquetFile(path, **limits)
-        metadata, names = file.metadata, file.schema_arrow.names
-        leaves = [metadata.schema.column(i) for i in range(len(metadata.schema))]
-        _refuse_unfolding(metadata, leaves, path.stat().st_size, name)
+        file = pyarrow.parquet.ParquetFile(path)
+        leaves, names = file.schema, file.schema_arrow.names
         if twice := next((each for each in names if names.count(each) > 1), ""):
             raise DataError(
                 f"there are two columns `{twice}`", where=name, to_do="write it with one of them"
             )
-        texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
-        return pyarrow.parquet.ParquetFile(path, read_dictionary=texts, pre_buffer=False, **limits)
+        columns = [leaves.column(i) for i in range(len(leaves))]
+        texts = [each.path for each in columns if each.physical_type == "BYTE_ARRAY"]
+        return pyarrow.parquet.ParquetFile(path, read_dictionary=texts, pre_buffer=False)
     except (pyarrow.ArrowException, OSError, RecursionError) as error:
-        raise unreadable(error, f"{name}:1") from error
+        raise _unreadable(error, f"{name}:1") from error
 
 
-def _refuse_unfolding(metadata: Any, leaves: list[Any], n_bytes: int, name: str) -> None:
-    to_do = (
-        "look at who made it; an honest one can be written again in smaller row groups"
-        " (row_group_size=10000)"
-    )
-    if metadata.num_rows > _MANY_ROWS and metadata.num_rows > _ROWS_A_BYTE * n_bytes:
-        what = f"{metadata.num_rows:,} rows in {say_bytes(n_bytes)} are more than data can be"
-        raise DataError(what, where=name, to_do=to_do)
-    for group in range(metadata.num_row_groups):
-        of_group = metadata.row_group(group)
-        for index, leaf in enumerate(leaves):
-            chunk = of_group.column(index)
-            unfolded, packed = chunk.total_uncompressed_size, max(1, chunk.total_compressed_size)
-            if unfolded > _MOST_CHUNK_BYTES and unfolded > _MOST_UNFOLDING * packed:
-                what = (
-                    f"column `{leaf.path}` unfolds from {say_bytes(packed)} to"
-                    f" {say_bytes(unfolded)}"
-                )
-                raise DataError(what, where=name, to_do=to_do)
-            in_a_row = chunk.num_values / max(1, of_group.num_rows)
-            is_dense = chunk.num_values > _MANY_VALUES and in_a_row > _MANY_IN_A_ROW
-            if leaf.max_repetition_level and (is_dense or chunk.num_values > _MOST_VALUES):
-                what = (
-                    f"column `{leaf.path}` has {chunk.num_values:,} values in {of_group.num_rows:,}"
-                    " rows"
-                )
-                raise DataError(what, where=name, to_do=to_do)
+def refuse_parquet_bomb(path: Path, name: str) -> None:
+    """Refuse a file from elsewhere that unfolds beyond measure by its own figures. Raises
+    `DataError`.
+    """
+    metadata = open_parquet(path, name).metadata
+    figures = [("the file", metadata.num_rows, path.stat().st_size)]
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            unfolded = max(chunk.total_uncompressed_size, chunk.num_values)
+            packed = max(1, chunk.total_compressed_size)
+            figures.append((f"column `{chunk.path_in_schema}`", unfolded, packed))
+    for what, unfolded, packed in figures:
+        if unfolded > max(MOST_UNFOLDED_BYTES, MOST_UNFOLDING * packed):
+            raise DataError(
+                f"{what} unfolds from {say_bytes(packed)} to {say_bytes(unfolded)}",
+                where=name,
+                to_do="look at who made it, or write it again with row_group_size=10000",
+            )
 
 
 def parquet_blocks(path: Path, name: str, reading: Reading) -> Iterator[Block]:
@@ -93,23 +69,24 @@ def parquet_blocks(path: Path, name: str, reading: Reading) -> Iterator[Block]:
     file = open_parquet(path, name)
     metadata = file.metadata
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    mean_bytes = max(
-        (group.total_byte_size / max(1, group.num_rows) for group in groups), default=1.0
+    sizes = [group.total_byte_size for group in groups]
+    row_bytes = max(
+        (size / max(1, group.num_rows) for size, group in zip(sizes, groups, strict=True)),
+        default=1.0,
     )
-    n_together = int(min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, mean_bytes))))
-    chosen = _spread([group.total_byte_size for group in groups], reading)
-    starts = np.concatenate([[0], np.cumsum([group.num_rows for group in groups])]).astype(int)
+    n_together = int(min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, row_bytes))))
+    starts = np.cumsum([0, *(group.num_rows for group in groups)]).tolist()
     done = 0
     reading.share = lambda: done / max(1, metadata.num_rows)
-    for number in chosen:
-        index = int(starts[number])
+    for number in _spread(sizes, reading):
+        index = starts[number]
         try:
             for batch in file.iter_batches(batch_size=n_together, row_groups=[number]):
                 done += len(batch)
                 yield _block(batch, index)
                 index += len(batch)
         except (pyarrow.ArrowException, OSError, RecursionError) as error:
-            raise unreadable(error, f"{name}:{index + 1}") from error
+            raise _unreadable(error, f"{name}:{index + 1}") from error
 
 
 def _spread(sizes: list[int], reading: Reading) -> list[int]:
@@ -158,16 +135,13 @@ def _block(table: Any, n_before: int) -> Block:
 
     def read(picked: Sequence[int]) -> Iterator[Row | BadRow]:
         few: list[int] = []
-        n_bytes = 0
         for index in picked:
-            n_bytes += int(sizes[index])
-            if few and n_bytes > BATCH_BYTES:
+            is_large = sizes[index] > MAX_ROW_BYTES
+            if is_large or sizes[few].sum() + sizes[index] > BATCH_BYTES:
                 yield from _values(table, few, n_before)
-                few, n_bytes = [], int(sizes[index])
-            if sizes[index] > MAX_ROW_BYTES:
-                yield from _values(table, few, n_before)
+                few = []
+            if is_large:
                 yield BadRow(n_before + index + 1, too_large(int(sizes[index])))
-                few, n_bytes = [], 0
             else:
                 few.append(index)
         yield from _values(table, few, n_before)
@@ -180,11 +154,8 @@ def _values(table: Any, few: list[int], n_before: int) -> Iterator[Row | BadRow]
     try:
         values = table.take(few).to_pylist() if few else []
         yield from [Row(n_before + i + 1, value) for i, value in zip(few, values, strict=True)]
-    except (
-        ValueError,
-        OverflowError,
-        ArithmeticError,
-    ) as error:  # bytes that are no text, a date beyond Python's
+    except (ValueError, OverflowError, ArithmeticError) as error:
+        # bytes that are no text, a date beyond Python's
         if len(few) == 1:
             reason = f"a value that can't be read: {str(error)[:200]}"
             yield BadRow(n_before + few[0] + 1, reason)
@@ -193,20 +164,15 @@ def _values(table: Any, few: list[int], n_before: int) -> Iterator[Row | BadRow]
             yield from _values(table, [index], n_before)
 
 
-def unreadable(error: Exception, where: str) -> DataError:
-    """In words; memory that is not enough is that of this machine, not of a GPU."""
+def _unreadable(error: Exception, where: str) -> DataError:
     import pyarrow
 
-    if isinstance(error, pyarrow.ArrowMemoryError):
-        return DataError(
-            "this machine has not enough memory to read it",
-            where=where,
-            to_do="write it in smaller row groups",
-        )
-    why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    return DataError(
-        f"not a readable Parquet file: {why}", where=where, to_do="it is damaged: copy it again"
-    )
+    if isinstance(error, pyarrow.ArrowMemoryError):  # of this machine, not of a GPU
+        what, to_do = "this machine has not enough memory to read it", "write smaller row groups"
+    else:
+        why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        what, to_do = f"not a readable Parquet file: {why}", "it is damaged: copy it again"
+    return DataError(what, where=where, to_do=to_do)
 
 
 def without_missing(value: Any) -> Any:
@@ -224,9 +190,8 @@ def bytes_of_rows(table: Any) -> NDArray[np.int64]:
 
     sizes = np.zeros(len(table), np.int64)
     for column in table.columns:
-        pieces = column.chunks if isinstance(column, pyarrow.ChunkedArray) else [column]
-        if pieces:
-            sizes += np.concatenate([_sizes(piece) for piece in pieces])
+        whole = column.combine_chunks() if isinstance(column, pyarrow.ChunkedArray) else column
+        sizes += _sizes(whole)
     return sizes
 
 
@@ -235,35 +200,21 @@ def _sizes(array: Any) -> NDArray[np.int64]:
     import pyarrow
     import pyarrow.compute
 
+    compute, types, kind = pyarrow.compute, pyarrow.types, array.type
     if isinstance(array, pyarrow.ExtensionArray):
         return _sizes(array.storage)
-    kind, types = array.type, pyarrow.types
-    if types.is_dictionary(kind):
-        if not len(array.dictionary):
-            return np.full(len(array), 8, np.int64)
-        of_word = _sizes(array.dictionary)
-        return np.asarray(of_word[array.indices.fill_null(0).to_numpy(zero_copy_only=False)])
+    if types.is_dictionary(kind) and len(array.dictionary):
+        indices = array.indices.fill_null(0).to_numpy(zero_copy_only=False)
+        return _sizes(array.dictionary)[indices]
     if types.is_string_view(kind) or types.is_binary_view(kind):
-        array = array.cast(pyarrow.large_binary())
-        kind = array.type
-    texts = pyarrow.string(), pyarrow.binary(), pyarrow.large_string(), pyarrow.large_binary()
-    if kind in texts:
-        lengths = pyarrow.compute.binary_length(array).fill_null(0)
+        return _sizes(array.cast(pyarrow.large_binary()))
+    if str(kind).removeprefix("large_") in ("string", "binary"):
+        lengths = compute.binary_length(array).fill_null(0)
         return 1 + lengths.to_numpy(zero_copy_only=False).astype(np.int64)
     if types.is_struct(kind):
-        return 16 + sum(
-            (_sizes(array.field(i)) for i in range(kind.num_fields)), np.zeros(len(array), np.int64)
-        )
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
-        offsets = array.offsets.to_numpy()
-        inner = (
-            _sizes(array.keys) + _sizes(array.items) if types.is_map(kind) else _sizes(array.values)
-        )
-        upto = np.concatenate([[0], np.cumsum(inner)])
-        return np.asarray(16 + upto[offsets[1:]] - upto[offsets[:-1]])
-    if types.is_fixed_size_list(kind):
-        inner = _sizes(array.values)[
-            array.offset * kind.list_size : (array.offset + len(array)) * kind.list_size
-        ]
-        return np.asarray(16 + inner.reshape(len(array), kind.list_size).sum(1))
+        return sum(map(_sizes, array.flatten()), np.full(len(array), 16, np.int64))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        owners = compute.list_parent_indices(array).to_numpy()
+        inner = _sizes(compute.list_flatten(array))
+        return 16 + np.bincount(owners, inner, len(array)).astype(np.int64)
     return np.full(len(array), 8, np.int64)

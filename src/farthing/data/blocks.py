@@ -12,7 +12,6 @@ import io
 import itertools
 import json
 import re
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -33,16 +32,15 @@ from farthing.data.rows import (
 )
 from farthing.errors import DataError
 from farthing.storage.files import files_below
-from farthing.units import say_bytes
 
 BLOCK_ROWS, BLOCK_BYTES = 1024, 2 << 20
 MAX_JSON_BYTES = 2 << 30
 """Of a JSON document that is one object."""
 _MOST_PENDING = 8 * MAX_ROW_BYTES
-_MANY_BYTES, _MOST_UNFOLDING = 256 << 20, 200
-"""What gzip may make of a file: so many bytes, or so many times its own."""
 _N_SPANS = 64
 """Parts of a large file that are read where not all of it is."""
+_GUESSED_BYTES = 64 << 20
+"""From which the encoding is guessed."""
 
 
 class Raw(NamedTuple):
@@ -55,51 +53,49 @@ class Raw(NamedTuple):
     """The bytes of a line, of which JSON is parsed when it is asked for; else the row or bad row
     itself.
     """
-    n_quotes: int = 0
-    """In the rest of a line that was passed over."""
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]
 
 
 class Lines:
-    """The lines of a file. Refuses one that unpacks beyond all measure."""
+    """The lines of a file, and how far it has been read."""
 
     def __init__(self, path: Path, name: str, layout: Layout, reading: Reading) -> None:
-        self.name, self.n = name, 0
-        self._raw = open(path, "rb")  # noqa: SIM115 - closed by __exit__
-        self._is_zipped = path.suffix == ".gz"
-        self._n_bytes = max(1, path.stat().st_size)
+        self.name, self.n, self._reading = name, 0, reading
         self._encoding = layout.encoding or encoding_of(path)
-        unpacked: Any = gzip.GzipFile(fileobj=self._raw) if self._is_zipped else self._raw
-        self._packed = unpacked
+        self._bytes = _opened(path)
         is_utf8 = codecs.lookup(self._encoding).name == "utf-8"
-        self._text = None if is_utf8 else io.TextIOWrapper(unpacked, self._encoding, newline="\n")
-        reading.share = self._share
-        most = reading.most_bytes
-        self._most_unpacked = most if most is not None and (self._is_zipped or self._text) else None
-        self._spans: list[tuple[int, int]] = []
-        if most is not None and self._most_unpacked is None and self._n_bytes > most:
-            starts = [self._n_bytes * i // _N_SPANS for i in range(_N_SPANS)]
+        is_plain = is_utf8 and path.suffix != ".gz"
+        self._file: Any = (
+            self._bytes if is_utf8 else io.TextIOWrapper(self._bytes, self._encoding, newline="\n")
+        )
+        n_bytes, most = max(1, path.stat().st_size), reading.most_bytes
+        self._most, self._n_seen = most if most and not is_plain else None, 0
+        self._spans: list[tuple[int, int | None]] = [(0, None)]
+        if is_plain and most and n_bytes > most:
+            starts = [n_bytes * i // _N_SPANS for i in range(_N_SPANS)]
             self._spans = [(start, start + most // _N_SPANS) for start in starts]
-        self._reading, self._seen_bytes = reading, 0
+            reading.is_whole = False
+        packed = getattr(self._bytes, "fileobj", self._bytes)
+
+        def share() -> float:
+            is_part = len(self._spans) > 1
+            done = self._n_seen if is_part else n_bytes if packed.closed else packed.tell()
+            return min(1.0, done / n_bytes)
+
+        reading.share = share
 
     def __enter__(self) -> Lines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._packed.close()
-        self._raw.close()
-
-    def _share(self) -> float:
-        if not self._reading.is_whole and not self._is_zipped:
-            return min(1.0, self._seen_bytes / self._n_bytes)
-        return 1.0 if self._raw.closed else min(1.0, self._raw.tell() / self._n_bytes)
+        self._bytes.close()
 
     def read(self, n_bytes: int) -> bytes:
         """The next bytes in UTF-8, some more or fewer than these; none at the end."""
-        self._check()
-        return self._taken((self._text or self._packed).read, n_bytes)
-
-    def _readline(self, n_bytes: int) -> bytes:
-        return self._taken((self._text or self._packed).readline, n_bytes)
+        return self._taken(self._file.read, n_bytes)
 
     def _taken(self, take: Callable[[int], str | bytes], n_bytes: int) -> bytes:
         try:
@@ -113,53 +109,33 @@ class Lines:
             ) from error
 
     def __iter__(self) -> Iterator[Raw]:
-        if not self._spans:
-            yield from self._to(None)
         for start, stop in self._spans:
-            self._reading.is_whole = False
-            self._raw.seek(start)
             if start:
-                self._raw.readline(MAX_ROW_BYTES)
-            yield from self._to(stop)
+                self._bytes.seek(start)
+                self._bytes.readline(MAX_ROW_BYTES)
+            while raw := self._taken(self._file.readline, MAX_ROW_BYTES + 1):
+                self.n += 1
+                n_bytes = len(raw)
+                if n_bytes > MAX_ROW_BYTES and not raw.endswith(b"\n"):
+                    n_bytes += self._skip_line()
+                elif self.n == 1:
+                    raw = raw.removeprefix(b"\xef\xbb\xbf")
+                self._n_seen += n_bytes
+                yield Raw(self.n, n_bytes, raw)
+                if stop is not None and self._bytes.tell() >= stop:
+                    break
+                if self._most is not None and self._n_seen > self._most:
+                    self._reading.is_whole = False
+                    return
 
-    def _to(self, stop: int | None) -> Iterator[Raw]:
-        while raw := self._readline(MAX_ROW_BYTES + 1):
-            self.n += 1
-            if self.n % 1024 == 0:
-                self._check()
-            line = Raw(self.n, len(raw), raw)
-            if len(raw) > MAX_ROW_BYTES and not raw.endswith(b"\n"):
-                line = self._skipped(line)
-            elif self.n == 1:
-                line = line._replace(content=raw.removeprefix(b"\xef\xbb\xbf"))
-            self._seen_bytes += line.n_bytes
-            yield line
-            if stop is not None and self._raw.tell() >= stop:
-                return
-            if self._most_unpacked is not None and self._seen_bytes > self._most_unpacked:
-                self._reading.is_whole = False
-                return
-
-    def _skipped(self, line: Raw) -> Raw:
-        """A line that is too long to be held, passed over to its end."""
-        n_bytes = n_quotes = 0
-        while raw := self._readline(1 << 20):
-            n_bytes, n_quotes = n_bytes + len(raw), n_quotes + raw.count(b'"')
-            self._check()
+    def _skip_line(self) -> int:
+        """Pass over the rest of a line that is too long to be held; its bytes."""
+        n_bytes = 0
+        while raw := self._taken(self._file.readline, 1 << 20):
+            n_bytes += len(raw)
             if raw.endswith(b"\n"):
                 break
-        return line._replace(n_bytes=line.n_bytes + n_bytes, n_quotes=n_quotes)
-
-    def _check(self) -> None:
-        n_bytes = self._packed.tell() if self._is_zipped else 0
-        if n_bytes > _MANY_BYTES and n_bytes > _MOST_UNFOLDING * self._n_bytes:
-            raise DataError(
-                f"it unpacks from {say_bytes(self._n_bytes)} to more than {say_bytes(n_bytes)}",
-                where=self.name,
-                to_do=(
-                    "check where it comes from; if you trust it, unpack it and use it without .gz"
-                ),
-            )
+        return n_bytes
 
 
 def _blocks(rows: Iterable[Raw]) -> Iterator[Block]:
@@ -184,7 +160,15 @@ def _block(rows: list[Raw]) -> Block:
     return Block(np.fromiter((row.n_bytes for row in rows), np.int64, len(rows)), read)
 
 
-# ---- JSON lines ----
+def _made(number: int, n_bytes: int, made: RowValue | str) -> Raw:
+    """A row of so many bytes, or why there is none."""
+    if n_bytes > MAX_ROW_BYTES + 1:
+        made = too_large(n_bytes)
+    row = BadRow(number, made) if isinstance(made, str) else Row(number, made)
+    return Raw(number, n_bytes, row)
+
+
+# ---- JSON ----
 
 
 def jsonl_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iterator[Block]:
@@ -232,65 +216,55 @@ _DECODER = json.JSONDecoder(
 )  # made once: `json.loads` would make one for each row
 
 
-# ---- a JSON document ----
-
-
 def json_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iterator[Block]:
     """The objects of an array, or of the list within an object that `layout.field` names or that is
     its only one.
     """
     with Lines(path, name, layout, reading) as file:
-        document = _Document(file, name)
-        if document.skip_blanks() == "[" and not layout.field:
+        document = _Document(file)
+        if document.next_mark() == "[" and not layout.field:
             values: Iterable[Any] = document.items()
         else:
             values = _list_of(document.whole(), name, layout.field)
-        yield from _blocks(_value_row(number, value) for number, value in enumerate(values, 1))
-
-
-def _value_row(number: int, value: Any) -> Raw:
-    n_bytes = _n_characters(value)
-    row = Row(number, value) if isinstance(value, dict) else BadRow(number, "not a JSON object")
-    if n_bytes > MAX_ROW_BYTES:
-        row = BadRow(number, too_large(n_bytes))
-    return Raw(number, n_bytes, row)
+        yield from _blocks(
+            _made(
+                number,
+                _n_characters(value),
+                value if isinstance(value, dict) else "not a JSON object",
+            )
+            for number, value in enumerate(values, 1)
+        )
 
 
 class _Document:
     """The text of a JSON document, of which only what is being parsed is held."""
 
-    def __init__(self, file: Lines, name: str) -> None:
-        self._file, self._name = file, name
+    def __init__(self, file: Lines) -> None:
+        self._file, self._text, self._at = file, "", 0
         self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-        self._text, self._at, self._is_end = "", 0, False
-        self._n_lines, self._column = 0, 0
+        self._is_end, self._line, self._column = False, 1, 1  # of where the text begins
 
-    def skip_blanks(self) -> str:
+    def next_mark(self) -> str:
         """The next character that is no white space; empty at the end."""
         while True:
-            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
-                self._at += 1
-            if self._at < len(self._text) or self._is_end:
-                return self._text[self._at : self._at + 1]
+            rest = self._text[self._at :].lstrip(" \t\r\n")
+            self._at = len(self._text) - len(rest)
+            if rest or self._is_end:
+                return rest[:1]
             self._more(1 << 18)
 
     def items(self) -> Iterator[Any]:
         """The items of an array that begins here. Raises `DataError`."""
         self._at += 1
-        mark = self.skip_blanks()
-        while mark != "]":
+        mark = "" if self.next_mark() == "]" else ","
+        while mark == ",":
             yield self._value()
-            mark = self.skip_blanks()
+            mark = self.next_mark()
+            self._at += mark == ","
             if mark not in (",", "]"):
                 raise self._invalid("Expecting ',' delimiter", self._at)
-            if mark == ",":
-                self._at += 1
-                mark = self.skip_blanks()
-                if mark == "]":
-                    raise self._invalid("Expecting value", self._at)
         self._at += 1
-        if self.skip_blanks():
-            raise self._invalid("Extra data", self._at)
+        self._end()
 
     def whole(self) -> Any:
         """The one value of the document. Raises `DataError`."""
@@ -299,16 +273,20 @@ class _Document:
             if len(self._text) > MAX_JSON_BYTES:
                 raise DataError(
                     "too large for one JSON document",
-                    where=self._name,
+                    where=self._file.name,
                     to_do="write it as .jsonl, one object a line",
                 )
         value = self._value()
-        if self.skip_blanks():
-            raise self._invalid("Extra data", self._at)
+        self._end()
         return value
+
+    def _end(self) -> None:
+        if self.next_mark():
+            raise self._invalid("Extra data", self._at)
 
     def _value(self) -> Any:
         n_more = 1 << 18
+        self.next_mark()
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
@@ -319,81 +297,64 @@ class _Document:
                 if self._is_end or len(self._text) - self._at > _MOST_PENDING:
                     raise self._invalid(error.msg, error.pos) from error
             except (ValueError, RecursionError) as error:
-                raise DataError(
-                    f"invalid JSON: {_why(error)}",
-                    where=self._name,
-                    to_do="check how it was written",
-                ) from error
+                raise self._invalid(_why(error), self._at) from error
             self._more(n_more)
             n_more *= 2
 
     def _more(self, n_bytes: int) -> None:
         """Forget what was parsed, and read on."""
-        done = self._text[: self._at]
-        if n := done.count("\n"):
-            self._n_lines, self._column = self._n_lines + n, 0
-        self._column += len(done) - done.rfind("\n") - 1
+        self._line, self._column = self._place(self._at)
         raw = self._file.read(n_bytes)
         try:
             text = self._decode(raw, not raw)
         except UnicodeDecodeError as error:
             raise DataError(
-                f"invalid UTF-8 at byte {error.start} behind line {self._n_lines + 1}",
-                where=self._name,
+                f"invalid UTF-8 at byte {error.start} behind line {self._line}",
+                where=self._file.name,
                 to_do="write it as UTF-8, or name its encoding: data.encoding",
             ) from error
         self._text, self._at, self._is_end = self._text[self._at :] + text, 0, not raw
 
-    def _invalid(self, what: str, at: int) -> DataError:
+    def _place(self, at: int) -> tuple[int, int]:
+        """Line and column of a character of the text, from 1."""
         before = self._text[:at]
-        n = before.count("\n")
-        column = len(before) - before.rfind("\n") - 1 + (0 if n else self._column)
-        return DataError(
-            f"invalid JSON: {what}",
-            where=f"{self._name}:{self._n_lines + n + 1}:{column + 1}",
-            to_do="correct it",
-        )
+        n_lines, line_start = before.count("\n"), before.rfind("\n") + 1
+        return self._line + n_lines, at - line_start + (1 if n_lines else self._column)
+
+    def _invalid(self, what: str, at: int) -> DataError:
+        line, column = self._place(at)
+        where = f"{self._file.name}:{line}:{column}"
+        return DataError(f"invalid JSON: {what}", where=where, to_do="correct it")
 
 
 def _list_of(value: Any, name: str, field: str | None) -> list[Any]:
     """The list of a document's rows. Raises `DataError`."""
     lists = _lists_in(value) if isinstance(value, dict) else {}
-    if field:
-        found = value
-        for key in field.split("."):
-            found = found.get(key) if isinstance(found, dict) else None
-        if isinstance(found, list):
-            return found
-        what = f"there is no list at `{field}` (data.field)"
-    else:
-        outer = value.values() if isinstance(value, dict) else ()
-        direct = [each for each in outer if isinstance(each, list)]
-        if len(direct) == 1:
-            return direct[0]
-        if not direct and len(lists) == 1:
-            return next(iter(lists.values()))
-        what = "not an array of objects"
+    if field and field in lists:
+        return lists[field]
+    outer = [path for path in lists if "." not in path] or list(lists)
+    if len(outer) == 1 and not field:
+        return lists[outer[0]]
     shown = ", ".join(f"`{path}` ({len(items)} items)" for path, items in list(lists.items())[:8])
-    example = next(iter(lists), "")
     raise DataError(
-        what,
+        f"there is no list at `{field}` (data.field)" if field else "not an array of objects",
         where=name,
         to_do=(
-            f"name the one that holds the rows of {shown}: data.field: {example}"
+            f"name the one that holds the rows of {shown}: data.field: {next(iter(lists))}"
             if lists
             else "write [{...}, {...}], or .jsonl"
         ),
     )
 
 
-def _lists_in(value: RowValue, before: str = "", depth: int = 3) -> dict[str, list[Any]]:
+def _lists_in(value: RowValue, before: str = "") -> dict[str, list[Any]]:
     """Lists within an object by their path."""
     found: dict[str, list[Any]] = {}
     for name, inner in value.items():
         if isinstance(inner, list):
             found[f"{before}{name}"] = inner
-        elif isinstance(inner, dict) and depth:
-            found |= _lists_in(inner, f"{before}{name}.", depth - 1)
+        elif isinstance(inner, dict):
+            found |= _lists_in(inner, f"{before}{name}.")
     return found
 
 
@@ -408,81 +369,83 @@ def _n_characters(value: Any) -> int:
 # ---- CSV ----
 
 
+class _Fed:
+    """The lines of a CSV file as text for `csv.reader`: which record they are of, and its bytes."""
+
+    def __init__(self, lines: Lines) -> None:
+        self._lines, self._name = iter(lines), lines.name
+        self.first_line = self.n_bytes = 0
+
+    def __iter__(self) -> _Fed:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self.first_line = self.first_line if self.n_bytes else line.number
+        self.n_bytes += line.n_bytes
+        if self.n_bytes > MAX_ROW_BYTES + 1:
+            raise DataError(
+                too_large(self.n_bytes),
+                where=f"{self._name}:{self.first_line}",
+                to_do="take this row out, or close its quotes",
+            )
+        # bytes that are no UTF-8 become lone surrogates: the row they are in is then named
+        return str(line.content, "utf-8", "surrogateescape")
+
+
 def csv_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iterator[Block]:
     """Records under a header line, quoted as RFC 4180 has it."""
-    csv.field_size_limit(min(sys.maxsize, MAX_ROW_BYTES))
+    csv.field_size_limit(MAX_ROW_BYTES)
     delimiter = layout.separator or delimiter_of(path, layout)
     with Lines(path, name, layout, reading) as lines:
-        records = _records(lines, delimiter)
+        records = _records(_Fed(lines), delimiter)
         header = _header(next(records, None), name)
-        yield from _blocks(raw._replace(content=_csv_row(raw, header)) for raw in records)
+        yield from _blocks(_csv_row(raw, header) for raw in records)
 
 
-def _text(raw: bytes) -> str:
-    """Bytes that are no UTF-8 become lone surrogates; the row they are in is then named."""
-    return raw.decode("utf-8", errors="surrogateescape")
-
-
-class _RowTooLarge(csv.Error):
-    """A CSV row beyond the limit was passed over."""
-
-
-def _records(lines: Lines, delimiter: str) -> Iterator[Raw]:
-    """The records of a file: fields, or a bad row."""
-    each = iter(lines)
-    for line in each:
-        if line.content.strip(b"\r\n"):
-            yield _record(line, each, delimiter)
-
-
-def _record(first: Raw, lines: Iterator[Raw], delimiter: str) -> Raw:
-    n_bytes = 0
-
-    def feed() -> Iterator[str]:
-        nonlocal n_bytes
-        is_quoted = False
-        for line in itertools.chain([first], lines):
-            n_bytes += line.n_bytes
-            is_quoted ^= (line.content.count(b'"') + line.n_quotes) % 2 == 1
-            if n_bytes > MAX_ROW_BYTES:
-                while is_quoted and (more := next(lines, None)):
-                    is_quoted ^= (more.content.count(b'"') + more.n_quotes) % 2 == 1
-                raise _RowTooLarge(too_large(n_bytes))
-            yield _text(line.content)
-
+def _records(fed: _Fed, delimiter: str) -> Iterator[Raw]:
+    """The records of a file: fields, or why there are none. Blank lines are passed over."""
     # strict: a quote that is never closed is an error, not a field with the rest of the file
-    reader = csv.reader(feed(), delimiter=delimiter, strict=True)
-    content: list[str] | BadRow
-    try:
-        content = next(reader, [])
-    except csv.Error as error:
-        why = str(error) if isinstance(error, _RowTooLarge) else f"invalid CSV: {error}"
-        content = BadRow(first.number, why)
-    return Raw(first.number, n_bytes, content)
+    reader = csv.reader(fed, delimiter=delimiter, strict=True)
+    while True:
+        fed.n_bytes = 0
+        try:
+            content: list[str] | str = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            content = f"invalid CSV: {error}"
+        if content:
+            yield Raw(fed.first_line, fed.n_bytes, content)
 
 
 def _header(first: Raw | None, name: str) -> list[str]:
     """The names of a CSV file's columns, from its first line. Raises `DataError`."""
-    where, to_do = f"{name}:1", "the first line of a CSV file names its columns, each once"
-    fields = [] if first is None else first.content
-    if isinstance(fields, BadRow):
-        raise DataError(f"the header line is {fields.reason}", where=where, to_do=to_do)
-    header = [column.strip() for column in fields]
-    if not any(header):
-        raise DataError("no header line", where=where, to_do=to_do)
-    if twice := next((column for column in header if header.count(column) > 1), None):
-        raise DataError(f"column `{twice}` appears twice in the header", where=where, to_do=to_do)
-    return header
+    fields: list[str] | str = [] if first is None else first.content
+    header = [] if isinstance(fields, str) else [column.strip() for column in fields]
+    twice = next((column for column in header if header.count(column) > 1), None)
+    if any(header) and twice is None:
+        return header
+    what = "no header line" if twice is None else f"column `{twice}` appears twice in the header"
+    raise DataError(
+        f"the header line is {fields}" if isinstance(fields, str) else what,
+        where=f"{name}:1",
+        to_do="the first line of a CSV file names its columns, each once",
+    )
 
 
-def _csv_row(raw: Raw, header: list[str]) -> Row | BadRow:
-    if isinstance(raw.content, BadRow):
-        return raw.content
-    if len(raw.content) != len(header):
-        return BadRow(raw.number, f"{len(raw.content)} fields, the header has {len(header)}")
-    if any(re.search("[\udc80-\udcff]", field) for field in raw.content):
-        return BadRow(raw.number, "invalid UTF-8")
-    return Row(raw.number, dict(zip(header, raw.content, strict=True)))
+def _csv_row(raw: Raw, header: list[str]) -> Raw:
+    fields: list[str] | str = raw.content
+    made: RowValue | str
+    if isinstance(fields, str):
+        made = fields
+    elif len(fields) != len(header):
+        made = f"{len(fields)} fields, the header has {len(header)}"
+    elif any(re.search("[\udc80-\udcff]", field) for field in fields):
+        made = "invalid UTF-8"
+    else:
+        made = dict(zip(header, fields, strict=True))
+    return _made(raw.number, raw.n_bytes, made)
 
 
 # ---- plain text ----
@@ -495,44 +458,34 @@ def text_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iter
     files = [path] if path.is_file() else [file for file in files_below(path) if is_text(file)]
     done = 0
 
+    by_line = layout.text_unit == "line"
+
     def rows() -> Iterator[Raw]:
         nonlocal done
         number = 0
         for file in files:
             with Lines(file, name, layout, Reading()) as lines:
-                by_line = layout.text_unit == "line"
-                for text in lines if by_line else [_whole(lines)]:
+                whole = [] if by_line else [lines.read(MAX_ROW_BYTES + 2)]
+                for raw in lines if by_line else [Raw(1, len(each), each) for each in whole]:
                     number += 1
-                    row = _text_row(number, text, "" if by_line else f"{file.name}: ")
-                    if row is not None:
-                        yield Raw(number, text.n_bytes, row)
+                    made = _text(raw.content, "" if by_line else f"{file.name}: ")
+                    if made:
+                        yield _made(number, raw.n_bytes, made)
             done += 1
 
     reading.share = lambda: done / max(1, len(files))
     yield from _blocks(rows())
 
 
-def _whole(lines: Lines) -> Raw:
-    """All of a file up to the limit."""
-    pieces: list[bytes] = []
-    while sum(map(len, pieces)) <= MAX_ROW_BYTES and (piece := lines.read(1 << 20)):
-        pieces.append(piece)
-    content = b"".join(pieces)
-    return Raw(1, len(content), content)
-
-
-def _text_row(number: int, text: Raw, of_file: str) -> Row | BadRow | None:
-    """None for white space alone. `of_file` is before what is wrong with a file as a whole."""
-    if text.n_bytes > MAX_ROW_BYTES + 1:
-        more = "; data.text_unit: line reads each line as a text" if of_file else ""
-        return BadRow(number, f"{of_file}{too_large(text.n_bytes)}{more}")
+def _text(content: bytes, of_file: str) -> RowValue | str:
+    """Why a text is none, after the file that is one; empty for white space alone."""
     try:
-        value = text.content.decode("utf-8-sig" if of_file else "utf-8")
+        text = content.decode("utf-8-sig" if of_file else "utf-8")
     except UnicodeDecodeError as error:
         more = "" if of_file else " of the line"
-        return BadRow(number, f"{of_file}invalid UTF-8 at byte {error.start}{more}")
-    value = value if of_file else value.rstrip("\r\n")
-    return Row(number, {"text": value}) if value.strip() else None
+        return f"{of_file}invalid UTF-8 at byte {error.start}{more}"
+    text = text if of_file else text.rstrip("\r\n")
+    return {"text": text} if text.strip() else ""
 
 
 READERS = {"jsonl": jsonl_blocks, "json": json_blocks, "csv": csv_blocks, "texts": text_blocks}
@@ -547,40 +500,30 @@ def is_text(path: Path) -> bool:
 # ---- guesses ----
 
 
-def _first_line(path: Path, layout: Layout) -> str:
+def _first_lines(path: Path, layout: Layout, n: int) -> list[bytes]:
+    """At most `n` lines; fewer where the file can't be read, which its reader says."""
     try:
         with Lines(path, path.name, layout, Reading()) as lines:
-            return _text(next(iter(lines)).content)
-    except (OSError, EOFError, zlib.error, StopIteration, DataError):
-        return ""
+            return [line.content for line in itertools.islice(lines, n)]
+    except (OSError, EOFError, zlib.error, DataError):
+        return []
 
 
 def delimiter_of(path: Path, layout: Layout = AS_GUESSED) -> str:
     """What separates the columns of a CSV file: a comma, or what its first line has instead."""
     if ".tsv" in path.suffixes:
         return "\t"
-    line = re.sub(r'"[^"]*"', "", _first_line(path, layout))
-    found = [mark for mark in ";\t|" if mark in line]
-    return found[0] if "," not in line and len(found) == 1 else ","
-
-
-def spaced_columns(path: Path, layout: Layout) -> list[str]:
-    """Names in the first line of a CSV file that begin or end with spaces."""
-    line = _first_line(path, layout).rstrip("\r\n")
-    names = line.split(layout.separator or delimiter_of(path, layout))
-    return [name for name in names if name != name.strip()]
+    line = re.sub(rb'"[^"]*"', b"", b"".join(_first_lines(path, layout, 1)))
+    found = [mark for mark in ";\t|" if mark.encode() in line]
+    return found[0] if b"," not in line and len(found) == 1 else ","
 
 
 def json_kind(path: Path) -> str:
     """jsonl or json: an array is a document, and a file whose first line is a whole object of
     several lines has one a line, whatever its name is.
     """
-    try:
-        with Lines(path, path.name, AS_GUESSED, Reading()) as lines:
-            some = [line.content for line in itertools.islice(lines, 100)]
-    except (OSError, EOFError, zlib.error, DataError):
-        some = []
-    first, *more = [raw.strip() for raw in some if raw.strip()] or [b""]
+    some = [line.strip() for line in _first_lines(path, AS_GUESSED, 100) if line.strip()]
+    first, *more = some or [b""]
     if first[:1] == b"[":
         return "json"
     if ".json" not in path.suffixes:
@@ -595,8 +538,8 @@ _MULTIBYTE = re.compile(rb"[\xc2-\xf4][\x80-\xbf]{1,3}")
 
 
 def encoding_of(path: Path) -> str:
-    """utf-8, utf-16 by its mark, or cp1252 for a file that is no UTF-8 anywhere, in three lines at
-    least.
+    """utf-8, utf-16 by its mark, or cp1252 for a file whose beginning is no UTF-8 anywhere, in
+    three lines at least.
     """
     status = path.stat()
     return _encoding_of(path, status.st_mtime_ns, status.st_size)
@@ -604,26 +547,18 @@ def encoding_of(path: Path) -> str:
 
 @functools.cache
 def _encoding_of(path: Path, changed_ns: int, n_bytes: int) -> str:
-    n_broken, has_multibyte = 0, False
-    opened: Callable[..., IO[bytes]] = gzip.open if path.suffix == ".gz" else open  # type: ignore[assignment]
     try:
-        with opened(path, "rb") as file:
+        with _opened(path) as file:
             start = file.read(4096)
             if start[:2] in (b"\xff\xfe", b"\xfe\xff") and len(start) % 2 == 0:
                 return "utf-16"
             if path.suffix == ".gz":
                 return "utf-8"
-            file.seek(0)
-            for line in iter(lambda: file.readline(1 << 20), b""):
-                if line.isascii():
-                    continue
-                try:
-                    line.decode("utf-8")
-                    has_multibyte = True
-                except UnicodeDecodeError:
-                    n_broken += 1
-                    has_multibyte |= bool(_MULTIBYTE.search(line))
-                    line.decode("cp1252")
+            start += file.read(_GUESSED_BYTES)
+            if start.isascii() or _MULTIBYTE.search(start):
+                return "utf-8"
+            start.decode("cp1252")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError):
         return "utf-8"
-    return "cp1252" if n_broken >= 3 and not has_multibyte else "utf-8"
+    n_broken = sum(not line.isascii() for line in start.split(b"\n"))
+    return "cp1252" if n_broken >= 3 else "utf-8"

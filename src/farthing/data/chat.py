@@ -8,6 +8,7 @@ must not depend on the day it is rendered again.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.clock import today
+from farthing.data.encode import special_tokens_of
 from farthing.data.rows import START, STOP, RowValue, Segments, Text
 from farthing.errors import ModelError
 from farthing.objectives.columns import Unusable
@@ -85,8 +87,7 @@ class Renderer:
         """The renderer of a tokenizer's template."""
         if not on and asks_for_the_date(tokenizer.chat_template):
             on = today().isoformat()
-        named = {name: _as_text(token) for name, token in tokenizer.special_tokens_map.items()}
-        return cls(tokenizer.chat_template, tuple(named.items()), on)
+        return cls(tokenizer.chat_template, tuple(special_tokens_of(tokenizer).items()), on)
 
     def marked(self, messages: Messages, tools: Any, is_prompt: bool = False, **flags: bool) -> str:
         """The text of a chat, with marks where the template says that the assistant speaks."""
@@ -123,10 +124,6 @@ class Renderer:
                     for value in (False, True)
                 ]
         return list(dict.fromkeys(asked))
-
-
-def _as_text(token: Any) -> Any:
-    return [str(each) for each in token] if isinstance(token, list | tuple) else str(token)
 
 
 # ---- what the assistant says ----
@@ -261,10 +258,9 @@ class ChatReader:
             segments, left = self._learned(turns[last], wanted, asked, turns)
             if last in left:
                 try:
-                    segments = self._dropped(
-                        messages[: last + 1], tools, asked[last][0], turns[last]
-                    ) or self._opened(messages[: last + 1], last, asked[last][0])
-                    left = wanted[:-1]
+                    chat, prompt = messages[: last + 1], asked[last][0]
+                    dropped = self._dropped(chat, tools, prompt, turns[last])
+                    segments, left = dropped or self._opened(chat[-1], prompt), wanted[:-1]
                 except Unusable as error:
                     n_unlearned, why, wanted = n_unlearned + 1, error, wanted[:-1]
                     continue
@@ -281,10 +277,8 @@ class ChatReader:
         All up to what a template writes to ask for an answer; where it shows that in another form,
         up to what is said.
         """
-        asked, said = (
-            self.render(messages[:1], tools, is_prompt=True),
-            str(messages[0].get("content") or "").strip(),
-        )
+        asked = self.render(messages[:1], tools, is_prompt=True)
+        said = str(messages[0].get("content") or "").strip()
         opening = asked.removeprefix(turn) if asked.startswith(turn) else ""
         if opening and opening in turn:
             return turn[: turn.index(opening) + len(opening)]
@@ -329,11 +323,8 @@ class ChatReader:
         # an answer of another form, such as the call of a tool: what ends the turn is the same, or
         # is not known
         stripped = text.rstrip()
-        return (
-            stripped
-            if trailer and not trailer.strip() and end and stripped.endswith(end.rstrip())
-            else text
-        )
+        is_blank = bool(trailer) and not trailer.strip()
+        return stripped if is_blank and end and stripped.endswith(end.rstrip()) else text
 
     def _dropped(self, messages: Messages, tools: Any, before: str, turn: str) -> Segments | None:
         """A last answer whose prompt ends with what the template drops from the answers of a chat,
@@ -348,14 +339,8 @@ class ChatReader:
         plain = shown(_PROBE)
         shared = plain.partition(_PROBE)[0]
         extra = before[len(shared) :]
-        is_dropped = (
-            shared != plain
-            and bool(extra.strip())
-            and before.startswith(shared)
-            and turn.startswith(shared)
-            and shown(extra + _PROBE) == plain
-        )
-        if not is_dropped:
+        begins = shared != plain and before.startswith(shared) and turn.startswith(shared)
+        if not begins or not extra.strip() or shown(extra + _PROBE) != plain:
             return None
         if str(messages[-1].get("content") or "").strip() not in turn:
             raise Unusable(
@@ -364,25 +349,22 @@ class ChatReader:
             )
         return _merged([(before, False), (self._without_trailer(turn)[len(shared) :], True)])
 
-    def _opened(self, messages: Messages, index: int, before: str) -> Segments:
+    def _opened(self, message: RowValue, before: str) -> Segments:
         """A last answer whose prompt says more than the template shows of it: a prompt that opens
         the thinking.
 
         The answer continues from the prompt, as when the model is asked, if it begins with what the
         prompt opens. Raises `Unusable`.
         """
-        content = str(messages[index].get("content") or "").lstrip()
+        content = str(message.get("content") or "").lstrip()
         opener = before[before.rstrip().rfind("<") :] if before.rstrip().endswith(">") else ""
-        if opener.strip() and index == len(messages) - 1 and content.startswith(opener.strip()):
-            answer = content.removeprefix(opener.strip())
+        tag = opener.strip()
+        if tag and content.startswith(tag):
+            answer = content.removeprefix(tag)
             answer = answer.lstrip("\n") if opener.endswith("\n") else answer
-            return _merged(
-                [
-                    (before, False),
-                    (answer.rstrip() + (self.ending.end or self.ending.opens_next), True),
-                ]
-            )
-        asked = f" (its prompt ends with {opener.strip()!r})" if opener.strip() else ""
+            end = self.ending.end or self.ending.opens_next
+            return _merged([(before, False), (answer.rstrip() + end, True)])
+        asked = f" (its prompt ends with {tag!r})" if tag else ""
         raise Unusable(
             "the chat template shows the answer in another form than the model would write"
             f" it{asked}; give one with {{% generation %}} marks"
@@ -411,13 +393,11 @@ def _added_tokens(tokenizer: Any) -> list[str]:
 
 def _ending(render: Renderer, tokens: Sequence[str]) -> Ending:
     """What a template writes behind an answer; nothing where it can't be seen."""
-    behind, within = (
-        _behind_answer(render, _PROBES),
-        _behind_answer(render, [[*chat, *_MORE] for chat in _PROBES]),
-    )
+    behind = _behind_answer(render, _PROBES)
+    within = _behind_answer(render, [[*chat, *_MORE] for chat in _PROBES])
     if behind is None:
         return Ending()
-    common = _common_start(behind, within) if within is not None else ""
+    common = os.path.commonprefix([behind, within or ""])  # noqa: RUF071 - of texts
     is_known = any(token in common for token in tokens)
     begins = [behind.index(token) for token in tokens if token in (common if is_known else behind)]
     if not begins:
@@ -435,14 +415,6 @@ def _ending(render: Renderer, tokens: Sequence[str]) -> Ending:
                 (len(token) for token in tokens if common.startswith(token, stop)), default=0
             )
     return Ending(behind[:stop], behind[stop:])
-
-
-def _common_start(one: str, other: str) -> str:
-    n = next(
-        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
-    )
-    return one[:n]
 
 
 def _shown(render: Renderer, chats: Sequence[Messages]) -> str | None:

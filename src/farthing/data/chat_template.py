@@ -89,10 +89,10 @@ def _bounded(name: str, call: Callable[..., Any], own: Any, given: list[Any]) ->
     _spend(_WORK_OF_A_CALL)
     texts = [each for each in (own, *given) if isinstance(each, str)]
     numbers = [each for each in given if isinstance(each, int)]
-    if name == "format":
-        numbers += [int(digits) for each in texts for digits in re.findall(r"\d{1,20}", each)]
-        numbers += [n for each in given if isinstance(each, tuple) for n in each if type(n) is int]
-    if any(abs(each) > _LARGEST_ARGUMENT for each in numbers):
+    is_wide = name.startswith("format") and any(
+        re.search(r"\d{7}|\*|\{[^}]*\{", each) for each in texts
+    )
+    if is_wide or any(abs(each) > _LARGEST_ARGUMENT for each in numbers):
         raise _unbounded()
     if name in _WRITERS:
         _spend_all(given)
@@ -169,21 +169,13 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call(self, context: Any, of: Any, /, *args: Any, **named: Any) -> Any:
         """Of methods, macros and functions."""
         call = functools.partial(super().call, context, of, *args, **named)
-        own, name = getattr(of, "__self__", None), getattr(of, "__name__", "")
+        name = getattr(of, "__name__", "")
+        own = getattr(getattr(of, "__wrapped__", of), "__self__", None)  # jinja2 wraps str.format
         return _bounded(name, call, own, [*args, *named.values()])
 
     def is_safe_callable(self, of: Any) -> bool:
         """Whether a template may call this."""
         return getattr(of, "__name__", "") not in _UNSAFE and super().is_safe_callable(of)
-
-    def wrap_str_format(self, value: Any) -> Any:
-        """`str.format` of a text that the caller can't see any more."""
-        found = super().wrap_str_format(value)
-        if found is None:
-            return None
-        return lambda *args, **named: _bounded(
-            "format", lambda: found(*args, **named), value.__self__, [*args, *named.values()]
-        )
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Numbers of thousands of digits are refused; what texts and lists grow by is spent."""

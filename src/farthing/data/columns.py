@@ -23,106 +23,48 @@ Template = str | tuple[str, ...]
 Columns = Mapping[str, Template]
 _PICK = re.compile(r"([^\[\]]+)\[([^\[\]]+)\]")
 
-SYNONYMS: dict[str, tuple[str, ...]] = {
-    "messages": ("conversation", "chat", "dialog", "dialogue", "turns", "message"),
-    "conversations": (),
-    "instruction": (),
-    "prompt": ("question", "query", "problem", "user", "human", "request", "source", "input_text"),
-    "completion": (
-        "response",
-        "answer",
-        "reply",
-        "solution",
-        "assistant",
-        "bot",
-        "target_text",
-        "output_text",
-    ),
-    "input": (
-        "source",
-        "article",
-        "document",
-        "dialogue",
-        "source_text",
-        "input_text",
-        "question",
-        "context",
-    ),
-    "target": (
-        "summary",
-        "highlights",
-        "target_text",
-        "output_text",
-        "answer",
-        "response",
-        "output",
-        "translation",
-    ),
-    "output": ("response", "answer", "completion"),
-    "text": (
-        "content",
-        "document",
-        "sentence",
-        "review",
-        "body",
-        "narrative",
-        "tweet",
-        "comment",
-        "utterance",
-    ),
-    "labels": ("label", "categories", "topics", "tags", "classes", "genres", "emotions"),
-    "score": ("rating", "stars", "similarity", "similarity_score", "grade"),
-    "tokens": ("words",),
-    "tags": ("ner_tags", "labels", "ner", "bio_tags", "iob_tags"),
-    "chosen": ("chosen_response", "preferred", "chosen_answer", "accepted", "better"),
-    "rejected": ("rejected_answer", "dispreferred", "worse"),
-    "label": (
-        "labels",
-        "kto_tag",
-        "is_desirable",
-        "desirable",
-        "category",
-        "class",
-        "sentiment",
-        "intent",
-        "topic",
-        "product",
-        "target",
-        "emotion",
-        "tag",
-    ),
+_USUAL_NAMES = {
+    "messages": "conversation chat dialog dialogue turns message",
+    "prompt": "question query problem user human request source input_text",
+    "completion": "response answer reply solution assistant bot target_text output_text",
+    "input": "source article document dialogue source_text input_text question context",
+    "target": "summary highlights target_text output_text answer response output translation",
+    "output": "response answer completion",
+    "text": "content document sentence review body narrative tweet comment utterance",
+    "labels": "label categories topics tags classes genres emotions",
+    "score": "rating stars similarity similarity_score grade",
+    "tokens": "words",
+    "tags": "ner_tags labels ner bio_tags iob_tags",
+    "chosen": "chosen_response preferred chosen_answer accepted better",
+    "rejected": "rejected_answer dispreferred worse",
+    "label": "labels kto_tag is_desirable desirable category class sentiment intent topic product"
+    " target emotion tag",
 }
 """Other names that the columns of formats go by. What is read so is said."""
-
-
-_MORE = {"input": ("context",), "system": ("system_prompt", "system_message")}
+_ALSO_READ = {"input": "context", "system": "system_prompt system_message"}
 """The same of columns that a format reads where they are."""
-ELSEWHERE = {
-    "contents": (
-        "these are Gemini's chats: write each row as `messages`, [{role: user, content: ...},"
-        " {role: assistant, ...}]"
-    ),
-    "annotations": "an export of Label Studio has its values nested: export it as CSV or JSON-MIN",
-    "paragraphs": (
-        "SQuAD nests its questions: write a row for each, with `context`, `question` and `answer`"
-    ),
-}
-"""Columns of other services' files, by which they are known: what to do."""
 
 
-def guessed_more(columns: set[str], may_have: Iterable[str]) -> dict[str, str]:
-    """Columns of the data that stand for those that a format reads where they are (Dolly's
-    `context` for `input`).
+def guessed(
+    columns: set[str], needs: Iterable[str], may_have: Iterable[str]
+) -> dict[str, str] | None:
+    """Columns of the data that stand, by their usual names, for those that a format needs, and for
+    those that it reads where they are; None where one that it needs is not found.
+
+    A column that could be read as two, or two for one, is no guess. Capitals make no difference.
     """
-    found = {
-        standard: [own for own in _MORE.get(standard, ()) if own in columns]
-        for standard in may_have
-    }
-    return {
-        standard: own[0]
-        for standard, own in found.items()
-        if len(own) == 1 and standard not in columns
-    }
+    found: dict[str, str] = {}
+    for names, needed in ((needs, _USUAL_NAMES), (may_have, _ALSO_READ)):
+        for standard in names:
+            if standard in columns:
+                continue
+            usual = {standard, *needed.get(standard, "").split()}
+            own = [name for name in columns if name.lower() in usual]
+            if len(own) == 1 and own[0] not in found.values():
+                found[standard] = own[0]
+            elif needed is _USUAL_NAMES:
+                return None
+    return found
 
 
 def templates_of(template: Template) -> tuple[str, ...]:
@@ -143,16 +85,11 @@ def parts_of(template: str) -> tuple[tuple[str, str], ...]:
         raise ValueError(
             f"not a template ({error}); a brace that is meant as one is doubled"
         ) from error
-    parts = []
-    for text, name, spec, conversion in parsed:
-        if name == "" or spec or conversion:
-            raise ValueError(
-                "only a column's name may stand in braces; write a literal brace twice"
-            )
-        parts.append((text, name or ""))
-    if not any(name for _, name in parts):
+    if any(name == "" or spec or conversion for _, name, spec, conversion in parsed):
+        raise ValueError("only a column's name may stand in braces; write a literal brace twice")
+    if not any(name for _, name, _, _ in parsed):
         raise ValueError("a template without a column in braces")
-    return tuple(parts)
+    return tuple((text, name or "") for text, name, _, _ in parsed)
 
 
 def columns_of(template: Template) -> tuple[str, ...]:
@@ -193,59 +130,39 @@ def renamed(row: RowValue, columns: Columns) -> RowValue:
 
 
 def _value(template: Template, row: Mapping[str, Any]) -> Any:
-    alternatives = templates_of(template)
-    lacking = ""
+    alternatives, lacking = templates_of(template), ""
     for each in alternatives:
         if "{" not in each and (len(alternatives) == 1 or not _is_empty(_part(row, each))):
             return _part(row, each)  # as it is: the format says what is wrong with it
-        filled, why = _filled(each, row)
-        if filled is not None:
-            return filled
-        lacking = lacking or why
-    more = (
-        ""
-        if len(alternatives) > 1
-        else "; give a second template without it in a list for such rows"
-    )
-    raise Unusable(f"{lacking}{more}")
-
-
-def _filled(template: str, row: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The text of a template, or None and why."""
-    written = []
-    for text, name in parts_of(template):
-        written.append(text)
-        if not name:
-            continue
-        match = _PICK.fullmatch(name)
-        value = (
-            _picked(row.get(match[1]), row.get(match[2]), match[1], match[2])
-            if match
-            else _part(row, name)
-        )
-        if _is_empty(value):
-            return (
-                None,
-                (
-                    f"`{match[1] if match else name}` is empty, which its template in data.columns"
-                    " needs"
-                ),
+        parts = [(text, name, _part(row, name)) for text, name in parts_of(each)]
+        empty = next((name for _, name, value in parts if name and _is_empty(value)), "")
+        if not empty:
+            return "".join(
+                text + (_as_text(value, name) if name else "") for text, name, value in parts
             )
-        written.append(_as_text(value, name))
-    return "".join(written), ""
+        lacking = lacking or empty.partition("[")[0]
+    more = "; give a second template without it in a list for such rows"
+    raise Unusable(
+        f"`{lacking}` is empty, which its template in data.columns needs"
+        f"{more if len(alternatives) == 1 else ''}"
+    )
 
 
 def _part(row: Mapping[str, Any], name: str) -> Any:
-    """A column, or a part of an object in one: `translation.en`."""
+    """A column, a part of an object in one, `translation.en`, or an item of a list in one,
+    `choices[answer]`.
+    """
     if name in row:
         return row[name]
+    if match := _PICK.fullmatch(name):
+        return _picked(row, *match.groups())
     column, _, inner = name.partition(".")
     value = row.get(column)
     return _part(value, inner) if inner and isinstance(value, Mapping) else None
 
 
 def _is_empty(value: Any) -> bool:
-    return value is None or value in ("", [], {}) or (isinstance(value, str) and not value.strip())
+    return value in (None, [], {}) or (isinstance(value, str) and not value.strip())
 
 
 def _as_text(value: Any, name: str) -> str:
@@ -258,122 +175,33 @@ def _as_text(value: Any, name: str) -> str:
     if isinstance(value, dict) and isinstance(value.get("text"), list):
         value = value["text"]
     if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+        letters = string.ascii_uppercase if len(value) <= 26 else ""
         return "\n".join(
-            f"{chr(65 + index)}. {item}" if len(value) <= 26 else str(item)
+            f"{letters[index]}. {item}" if letters else str(item)
             for index, item in enumerate(value)
         )
     raise Unusable(f"`{name}` is neither text nor a number nor a list of these")
 
 
-def _picked(choices: Any, which: Any, name: str, pointer: str) -> Any:
-    """The item of `choices` that `which` points at. ARC's form, {text: [...], label: [...]}, goes
-    by its labels.
+def _picked(row: Mapping[str, Any], name: str, pointer: str) -> Any:
+    """The item of the list `name` that `pointer` points at. ARC's form, {text: [...], label:
+    [...]}, goes by its labels.
     """
-    labels: list[Any] = []
+    choices, which = row.get(name), row.get(pointer)
     if isinstance(choices, dict):
         labels, choices = list(choices.get("label") or []), choices.get("text")
+        which = labels.index(which) if which in labels else which
     if not isinstance(choices, list) or not choices:
         raise Unusable(f"`{name}` is no list to choose from")
     if isinstance(which, list) and len(which) == 1:
         which = which[0]
-    if labels and which in labels:
-        return choices[labels.index(which)]
-    if isinstance(which, str) and which in choices:
-        return which
-    index = which
+    index: Any = which
     if isinstance(which, str):
-        digits = which.strip()
-        index = (
-            int(digits)
-            if digits.isdecimal()
-            else ord(digits.upper()) - 65
-            if len(digits) == 1
-            else None
-        )
+        if which in choices:
+            return which
+        digits = which.strip().upper()
+        is_letter = len(digits) == 1 and digits in string.ascii_uppercase
+        index = int(digits) if digits.isdecimal() else ord(digits) - 65 if is_letter else None
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(choices):
         raise Unusable(f"`{pointer}` is {which!r}, which is none of the {len(choices)} in `{name}`")
     return choices[index]
-
-
-def guessed(columns: set[str], needed: tuple[str, ...]) -> dict[str, str] | None:
-    """Columns of the data that stand for those a format needs, by their usual names; None where one
-    is not found.
-
-    A column that could be read as two, or two for one, is no guess. Capitals make no difference.
-    """
-    by_lower: dict[str, list[str]] = {}
-    for name in columns:
-        by_lower.setdefault(name.lower(), []).append(name)
-    found: dict[str, str] = {}
-    for standard in needed:
-        if standard in columns:
-            continue
-        names = [
-            own
-            for each in (standard, *SYNONYMS.get(standard, ()))
-            for own in by_lower.get(each, ())
-        ]
-        if len(names) != 1 or names[0] in found.values():
-            return None
-        found[standard] = names[0]
-    return found or None
-
-
-_PAIRS = (
-    ("sentence1", "sentence2"),
-    ("premise", "hypothesis"),
-    ("question", "passage"),
-    ("question", "sentence"),
-    ("question1", "question2"),
-    ("text1", "text2"),
-    ("text_a", "text_b"),
-    ("sentence_a", "sentence_b"),
-    ("query", "document"),
-    ("query", "passage"),
-    ("question", "context"),
-    ("claim", "evidence"),
-    ("title", "text"),
-    ("title", "body"),
-)
-"""Columns whose two texts are classified together."""
-
-
-_NEVER_LEARNED = {"negative", "negatives", "neg", "rejected", "id", "index", "url", "source"}
-"""Columns that nobody means to learn, whatever else is there."""
-_POINTERS = ("answer", "gold", "label", "answerkey", "answer_idx", "answer_index", "correct")
-
-
-def suggested(columns: set[str], needs: tuple[str, ...]) -> str:
-    """What to write as `data.columns` for a format that needs these: by usual names where they are,
-    else by the file's own.
-    """
-    by_lower = {name.lower(): name for name in sorted(columns)}
-    if own := by_lower.get("translation"):
-        source, target = (
-            needs if needs in (("input", "target"), ("prompt", "completion")) else ("", "")
-        )
-        mapped = (
-            f'{{{source}: "{{{own}.en}}", {target}: "{{{own}.de}}"}}, with its languages in place'
-            " of en and de"
-        )
-        return mapped if source else ""
-    left = dict(by_lower)
-    found: dict[str, str] = {}
-    for standard in needs:
-        names = [name for name in (standard, *SYNONYMS.get(standard, ())) if name in left]
-        if names:
-            found[standard] = left.pop(names[0])
-    pair = next((each for each in _PAIRS if set(each) <= set(by_lower)), None)
-    if needs[0] == "text" and pair is not None:
-        found["text"] = '"' + "\\n".join(f"{{{by_lower[name]}}}" for name in pair) + '"'
-        left = {name: own for name, own in left.items() if name not in pair}
-    lacking = [standard for standard in needs if standard not in found]
-    if len(lacking) == 1 and len(left) == 1 and not set(left) & _NEVER_LEARNED:
-        found[lacking[0]] = left.pop(next(iter(left)))
-    if "choices" in by_lower and needs[-1] in ("completion", "target", "output"):
-        pointers = [by_lower[name] for name in _POINTERS if name in by_lower]
-        if len(pointers) == 1:
-            found[needs[-1]] = f'"{{{by_lower["choices"]}[{pointers[0]}]}}"'
-    if len(found) < len(needs):
-        return ""
-    return "{" + ", ".join(f"{standard}: {found[standard]}" for standard in needs) + "}"

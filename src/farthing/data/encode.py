@@ -42,12 +42,6 @@ class Encoded(NamedTuple):
         was_cut: NDArray[np.bool_] = self.was_cut.reshape(-1, n_sequences).max(1)
         return self._replace(lengths=lengths.sum(1), was_cut=was_cut, sequences=lengths)
 
-    def examples(self) -> Iterator[tuple[NDArray[np.int32], NDArray[np.uint8]]]:
-        """(ids, is_target) of each."""
-        stops = np.cumsum(self.lengths)
-        for start, stop in zip(stops - self.lengths, stops, strict=True):
-            yield self.ids[start:stop], self.is_target[start:stop]
-
     def n_targets(self) -> NDArray[np.int64]:
         """Target tokens of each [n_examples]."""
         return sums_of(self.is_target, self.lengths)
@@ -86,15 +80,11 @@ class PlainTokenizer:
     @classmethod
     def of(cls, tokenizer: Any, *, is_pair: bool) -> PlainTokenizer:
         """Of a tokenizer with its chat template set."""
-        special = {
-            name: [str(each) for each in token] if isinstance(token, list | tuple) else str(token)
-            for name, token in tokenizer.special_tokens_map.items()
-        }
         return cls(
             sides_of(tokenizer, is_pair=is_pair),
             tokenizer.bos_token_id,
             tokenizer.eos_token_id,
-            special,
+            special_tokens_of(tokenizer),
             tokenizer.chat_template,
             tuple(getattr(tokenizer, "other_templates", None) or ()),
             tokenizer.truncation_side,
@@ -116,6 +106,14 @@ class PlainTokenizer:
     def backend_tokenizer(self) -> Any:
         """As transformers calls it."""
         return self.rust[0]
+
+
+def special_tokens_of(tokenizer: Any) -> dict[str, Any]:
+    """Its special tokens by name, as text or lists of texts."""
+    return {
+        name: [str(each) for each in token] if isinstance(token, list | tuple) else str(token)
+        for name, token in tokenizer.special_tokens_map.items()
+    }
 
 
 def sides_of(tokenizer: Any, *, is_pair: bool) -> tuple[Any, Any]:
@@ -190,19 +188,14 @@ class Encoder:
         if self._objective.scores_words:
             encodings = self._encode([text.words for text in texts], limit=self.max_length)
             return _of_first_pieces(self._apart([encodings]), encodings)
-        sides = [
-            [
+        sides = []
+        for side, limit in enumerate(self._limits):
+            strings = [
                 "".join([part for part, is_target in text.segments if is_target == side])
                 for text in texts
             ]
-            for side in range(len(self._limits))
-        ]
-        return self._apart(
-            [
-                self._encode(strings, limit=limit, side=side)
-                for side, (strings, limit) in enumerate(zip(sides, self._limits, strict=True))
-            ]
-        )
+            sides.append(self._encode(strings, limit=limit, side=side))
+        return self._apart(sides)
 
     def _encode(
         self, strings: Sequence[Any], *, limit: int | None = None, side: int = 0
@@ -233,11 +226,10 @@ class Encoder:
             begins = self.bos if text.is_raw and row[:1] != self.bos else []
             is_open = text.is_raw and text.segments[-1][1] and row[-1:] != self.eos
             ends = self.eos if is_open else []
-            first, stop = at + len(begins), at + len(begins) + len(row)
+            first = at + len(begins)
+            stop = first + len(row)
             for start, end in self._learned(text, encoding):
-                learned.append(
-                    (stop if start is None else first + start, stop if end is None else first + end)
-                )
+                learned.append((first + start, first + end))
             learned.append((stop, stop + len(ends)))
             rows.append([*begins, *row, *ends])
             at = stop + len(ends)
@@ -255,9 +247,9 @@ class Encoder:
             lengths = np.minimum(lengths, self.max_length)
         return Encoded(ids, is_target, lengths, was_cut)
 
-    def _learned(self, text: Text, encoding: Any) -> Iterator[tuple[int | None, int | None]]:
+    def _learned(self, text: Text, encoding: Any) -> Iterator[tuple[int, int]]:
         """Spans of tokens that are learned: of each, the first token that has a character of it or
-        of what follows. None: behind the last.
+        of what follows.
         """
         at, n_characters = 0, sum(len(part) for part, _ in text.segments)
         for part, is_target in text.segments:
@@ -270,16 +262,17 @@ class Encoder:
 
     def _apart(self, sides: list[list[Any]]) -> Encoded:
         """Of each example its input, then its target, if it has one."""
-        of_examples = zip(*sides, strict=True)
-        rows = [each.ids for each in itertools.chain.from_iterable(of_examples)]
-        ids, lengths = _end_to_end(rows)
+        in_order = list(itertools.chain.from_iterable(zip(*sides, strict=True)))
+        ids, lengths = _end_to_end([each.ids for each in in_order])
         n_sides, n_examples = len(sides), len(sides[0])
         is_target = np.repeat(np.tile(np.arange(n_sides, dtype=np.uint8), n_examples), lengths)
-        was_cut = np.zeros(n_examples, bool)
-        for encodings, limit in zip(sides, self._limits, strict=True):
-            for index, encoding in enumerate(encodings):
-                n = len(encoding)  # more than the limit where the special tokens are too many
-                was_cut[index] |= n > limit or (n == limit and bool(encoding.overflowing))
+        # more than the limit where the special tokens are too many
+        is_over = lengths.reshape(-1, n_sides) > self._limits
+        is_full = lengths.reshape(-1, n_sides) == self._limits
+        overflows = np.array([bool(each.overflowing) for each in in_order], bool).reshape(
+            -1, n_sides
+        )
+        was_cut: NDArray[np.bool_] = (is_over | (is_full & overflows)).any(1)
         return Encoded(ids, is_target, lengths.reshape(-1, n_sides).sum(1), was_cut)
 
 
@@ -306,7 +299,7 @@ def sums_of(values: NDArray[Any], lengths: NDArray[np.int64]) -> NDArray[np.int6
     return upto[stops] - upto[stops - lengths]
 
 
-def _token_at(encoding: Any, start: int, stop: int) -> int | None:
-    """The first token that holds a character of [start, stop); None when there is none."""
+def _token_at(encoding: Any, start: int, stop: int) -> int:
+    """The first token that holds a character of [start, stop); behind the last where none does."""
     found = map(encoding.char_to_token, range(start, stop))
-    return next((token for token in found if token is not None), None)
+    return next((token for token in found if token is not None), len(encoding))

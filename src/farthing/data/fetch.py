@@ -14,7 +14,7 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from farthing.addresses import is_metadata_host, without_secrets
@@ -28,13 +28,8 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 1 << 20
 
 
-class _Remote(NamedTuple):
-    """A file elsewhere: what changes when its content does, if anything tells; and its bytes
-    written to a file, `add` told of how many more and how many in all.
-    """
-
-    version: str
-    copy: Callable[[Path, Callable[[int, int | None], None]], None]
+Copy = Callable[[Path, Callable[[int, int | None], None]], None]
+"""The bytes of a remote file written to a file, told of how many more and how many in all."""
 
 
 def fetch(
@@ -68,33 +63,17 @@ def fetch(
     folder = own_folder(cache_dir / "downloads", warn)
     draft = folder / f"{uuid.uuid4().hex}.draft-"
     try:
-        with (_object if scheme in BUCKETS else _page)(url) as remote:
-            path = _named(folder, url, remote.version)
+        with (_object if scheme in BUCKETS else _page)(url) as (version, copy):
+            path = _named(folder, url, version)
             if path.exists() and belongs_to_another(path):
                 path.unlink()
-            if not remote.version or not path.exists():
-                remote.copy(draft, add)
-                path = path if remote.version else _named(folder, url, sha256_of(draft))
+            if not version or not path.exists():
+                copy(draft, add)
+                path = path if version else _named(folder, url, sha256_of(draft))
                 os.replace(draft, path)
         return path
-    except StoreError as error:
-        raise _unreadable(error, url) from error
-    except httpx.HTTPStatusError as error:
-        host, status = error.request.url.netloc.decode(), error.response.status_code
-        if status == 404:
-            raise _no_file(shown) from error
-        to_do = "try again later, or fetch the file yourself"
-        if status in (401, 403):
-            to_do = "check the credentials"
-        raise DataError(f"{host} answers {status}", where=shown, to_do=to_do) from error
-    except httpx.TransportError as error:
-        raise DataError(
-            f"no connection to {error.request.url.netloc.decode()}: {error or 'no answer in time'}",
-            where=shown,
-            to_do="check the host and port in `data:`, and the network",
-        ) from error
-    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-        raise _unreadable(error, url) from error
+    except (StoreError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        raise _error(error, url) from error
     finally:
         draft.unlink(missing_ok=True)
 
@@ -108,24 +87,18 @@ def _named(folder: Path, url: str, version: str) -> Path:
 
 
 @contextlib.contextmanager
-def _object(url: str) -> Iterator[_Remote]:
-    """An object in a bucket."""
+def _object(url: str) -> Iterator[tuple[str, Copy]]:
+    """(version, copy) of an object in a bucket."""
     folder, _, key = url.rpartition("/")
     store = ObjectStore(folder)
-    try:
-        entry = store.head(key)
-        n_bytes = entry.n_bytes
-        yield _Remote(
-            entry.tag,
-            lambda draft, add: store.fetch(key, draft, n_bytes, lambda n: add(n, n_bytes)),
-        )
-    except NoSuchObject as error:
-        raise _no_file(without_secrets(url)) from error
+    entry = store.head(key)
+    n = entry.n_bytes
+    yield entry.tag, lambda draft, add: store.fetch(key, draft, n, lambda more: add(more, n))
 
 
 @contextlib.contextmanager
-def _page(url: str) -> Iterator[_Remote]:
-    """A file of a web server."""
+def _page(url: str) -> Iterator[tuple[str, Copy]]:
+    """(version, copy) of a file of a web server."""
     import httpx
 
     wait = httpx.Timeout(60.0, connect=20.0)  # of silence: a download may take long
@@ -151,7 +124,7 @@ def _page(url: str) -> Iterator[_Remote]:
                     file.write(piece)
                     add(len(piece), total)
 
-        yield _Remote(answer.headers.get("ETag", ""), copy)
+        yield answer.headers.get("ETag", ""), copy
 
 
 def _refuse_to_ask(request: httpx.Request) -> None:
@@ -197,19 +170,27 @@ def _metadata_error(url: str) -> DataError:
     )
 
 
-def _no_file(shown: str) -> DataError:
-    return DataError("no such file", where=shown, to_do="check the address in `data:`")
+def _error(error: Exception, url: str) -> DataError:
+    import httpx
+
+    shown, to_do = without_secrets(url), "check the address, the network and the credentials"
+    status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
+    host = error.request.url.netloc.decode() if isinstance(error, httpx.HTTPError) else ""
+    if isinstance(error, NoSuchObject) or status == 404:
+        what, to_do = "no such file", "check the address in `data:`"
+    elif status:
+        what = f"{host} answers {status}"
+    elif isinstance(error, httpx.TransportError):
+        what = f"no connection to {host}: {error or 'no answer in time'}"
+    else:
+        what = f"can't be read ({_without_secrets_of(url, str(error))})"
+    return DataError(what, where=shown, to_do=to_do)
 
 
-def _unreadable(error: Exception, url: str) -> DataError:
-    """With the error's text without what the address keeps secret, however it is repeated there."""
-    text = str(error).replace(url, without_secrets(url))
+def _without_secrets_of(url: str, text: str) -> str:
+    """A text without what an address keeps secret, however it is repeated there."""
+    text = text.replace(url, without_secrets(url))
     for secret in re.findall(r"://([^/?#]*)@", url):
         for part in sorted({secret, *secret.split(":", 1)[1:]} - {""}, key=len, reverse=True):
             text = text.replace(part, "***")
-    text = re.sub(r"(https?://[^\s'\"?]*)\?[^\s'\"]*", r"\1", text)[:300]
-    return DataError(
-        f"can't be read ({text})",
-        where=without_secrets(url),
-        to_do="check the address, the network and the credentials",
-    )
+    return re.sub(r"(https?://[^\s'\"?]*)\?[^\s'\"]*", r"\1", text)[:300]

@@ -7,9 +7,11 @@ budget of tokens (`data/packing`).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +35,9 @@ _N_EVEN = 128  # examples of a step from which on only a remainder of a micro-ba
 MORE_THAN_DRAWN = (
     1.4  # the largest padded micro-batch against that of the simulated steps, by assumption
 )
+
+
+Found = TypeVar("Found")
 
 
 class Padded(NamedTuple):
@@ -117,11 +122,48 @@ class Lengths:
     @property
     def mean_of_squares(self) -> float:
         """Mean of the input length squared, without padding."""
-        return float(np.mean(np.square(self.tokens, dtype=np.float64)))
+        return self._example.token_pairs
 
-    def percentile(self, percent: float) -> float:
-        """The input length that so many percent of the examples do not exceed."""
-        return float(np.percentile(self.tokens, percent))
+    @cached_property
+    def _targets(self) -> NDArray[np.int64]:
+        return np.zeros_like(self.tokens) if self.targets is None else self.targets
+
+    @cached_property
+    def _both(self) -> NDArray[np.int64]:
+        return self.tokens + self._targets
+
+    @cached_property
+    def _example(self) -> Padded:
+        """A mean example without padding."""
+        found = Padded(*_figures(self.tokens, self._targets).mean(1).tolist())
+        return found._replace(
+            tokens=self.mean, targets=0.0 if self.targets is None else self.mean_target
+        )
+
+    def repeated(self, n_examples: int) -> Lengths:
+        """So many examples of the same lengths."""
+        share = n_examples / self.n_examples
+        return replace(
+            self,
+            n_examples=n_examples,
+            n_tokens=self.n_tokens * share,
+            n_target_tokens=self.n_target_tokens * share,
+            is_exact=False,
+            source=f"{n_examples:,} examples as long as these: {self.source}",
+        )
+
+    def truncated(self, most: int) -> Lengths:
+        """The same examples with inputs of at most `most` tokens."""
+        tokens = np.minimum(self.tokens, most)
+        share = float(tokens.sum()) / max(1.0, float(self.tokens.sum()))
+        return replace(
+            self,
+            tokens=tokens,
+            n_tokens=self.n_tokens * share,
+            n_target_tokens=self.n_target_tokens * (share if self.targets is None else 1.0),
+            longest=min(self.longest, most),
+            longest_example=int((tokens + self._targets).max()),
+        )
 
     # ---- cut by tokens ----
 
@@ -143,16 +185,14 @@ class Lengths:
         micro-batches and 5 % for padded ones (tests).
         """
         batch = self._batch(global_batch)
-        widest = batch * (self.longest + self.longest_target)  # more is never needed
-        most = max(1, micro_batch_tokens if is_packed else min(micro_batch_tokens, widest))
-        cost = cost._replace(
-            least_tokens=min(cost.least_tokens, max(most, self.longest_example))
-        )  # no micro-batch is larger
-        key = ("cut", most, batch, is_packed or cost)
-        if key not in self._known:
-            self._known[key] = self._cut(most, batch, is_packed, cost)
-        found: Cut = self._known[key]
-        return found
+        if is_packed:
+            most = max(1, micro_batch_tokens)
+            return self._once(("packed", most, batch), lambda: self._packed(most, batch))
+        # more than all of the longest is never needed, and no micro-batch is larger
+        most = max(1, min(micro_batch_tokens, batch * (self.longest + self.longest_target)))
+        least = min(cost.least_tokens, max(most, self.longest_example))
+        own = cost._replace(least_tokens=least)
+        return self._once((most, batch, own), lambda: self._padded(most, batch, own))
 
     def largest(
         self,
@@ -164,19 +204,24 @@ class Lengths:
     ) -> Largest:
         """The largest micro-batch of such steps."""
         if not is_packed:
-            return self.cut(
-                micro_batch_tokens, global_batch, is_packed=is_packed, cost=cost
-            ).largest
+            return self.cut(micro_batch_tokens, global_batch, is_packed=False, cost=cost).largest
         batch = self._batch(global_batch)
         top = self._top(micro_batch_tokens, batch)
-        of_targets = (
-            0
-            if self.targets is None
-            else round(top * self.mean_target / (self.mean + self.mean_target))
-        )
-        return Largest(
-            1, top - of_targets, of_targets, self._pairs_of_packed(top - of_targets, batch)
-        )
+        of_targets = 0
+        if self.targets is not None:
+            of_targets = round(top * self.mean_target / (self.mean + self.mean_target))
+        of_inputs = top - of_targets
+        of_step, pairs = self._largest_step(batch)
+        if of_inputs < of_step:  # the longest example and mean ones
+            beside = max(0, of_inputs - self.longest) * self.mean_of_squares
+            pairs = round(min(pairs, self.longest**2 + beside / max(1.0, self.mean)))
+        return Largest(1, of_inputs, of_targets, pairs)
+
+    def largest_step(self, global_batch: int) -> int:
+        """The most tokens of a step, sources and targets together, among as many as are drawn from
+        a fixed seed.
+        """
+        return self._largest_step(self._batch(global_batch))[0]
 
     def _batch(self, global_batch: int) -> int:
         return max(1, min(global_batch, self.n_examples))
@@ -185,148 +230,63 @@ class Lengths:
         """The most tokens of a micro-batch."""
         return min(max(micro_batch_tokens, self.longest_example), self.largest_step(batch))
 
-    def largest_step(self, global_batch: int) -> int:
-        """The most tokens of a step, sources and targets together, among as many as are drawn from
-        a fixed seed.
-        """
-        return self._largest_step(self._batch(global_batch))[0]
+    def _once(self, key: Any, make: Callable[[], Found]) -> Found:
+        if key not in self._known:
+            self._known[key] = make()
+        found: Found = self._known[key]
+        return found
 
     def _largest_step(self, batch: int) -> tuple[int, int]:
         """(most tokens, most squares of input lengths added up) of the drawn steps."""
-        key = ("largest step", batch)
-        if key not in self._known:
+
+        def drawn() -> tuple[int, int]:
             steps = self._steps(batch, _N_SIMULATED)
             squares = self.tokens[steps] ** 2
-            self._known[key] = (
-                int(self._both[steps].sum(axis=1).max()),
-                int(squares.sum(axis=1).max()),
-            )
-        found: tuple[int, int] = self._known[key]
-        return found
+            return int(self._both[steps].sum(1).max()), int(squares.sum(1).max())
 
-    def repeated(self, n_examples: int) -> Lengths:
-        """So many examples of the same lengths."""
-        share = n_examples / self.n_examples
-        return replace(
-            self,
-            n_examples=n_examples,
-            n_tokens=self.n_tokens * share,
-            n_target_tokens=self.n_target_tokens * share,
-            is_exact=False,
-            source=f"{n_examples:,} examples as long as these: {self.source}",
-        )
+        return self._once(("largest step", batch), drawn)
 
-    def truncated(self, most: int) -> Lengths:
-        """The same examples with inputs of at most `most` tokens."""
-        tokens = np.minimum(self.tokens, most)
-        share = float(tokens.sum()) / max(1.0, float(self.tokens.sum()))
-        of_targets = 1.0 if self.targets is not None else share
-        return replace(
-            self,
-            tokens=tokens,
-            n_tokens=self.n_tokens * share,
-            n_target_tokens=self.n_target_tokens * of_targets,
-            longest=min(self.longest, most),
-            longest_example=int((tokens if self.targets is None else tokens + self.targets).max()),
-        )
+    def _packed(self, micro_batch_tokens: int, batch: int) -> Cut:
+        largest = self.largest(micro_batch_tokens, batch, is_packed=True)
+        n = 1.0
+        if self.largest_step(batch) > micro_batch_tokens:
+            steps = self._steps(batch, min(4 * _N_CUT, max(_N_CUT, 32 * batch)))
+            if batch > _N_EVEN:  # so many examples fill their micro-batches
+                n = float(np.ceil(self._both[steps].sum(1) / micro_batch_tokens).mean())
+            else:
+                cuts = [split_by_tokens(step, self._both, micro_batch_tokens) for step in steps]
+                n = sum(map(len, cuts)) / len(steps)
+        return Cut(self._example, n, largest)
 
-    @property
-    def _both(self) -> NDArray[np.int64]:
-        return self.tokens if self.targets is None else self.tokens + self.targets
-
-    def _cut(
-        self, micro_batch_tokens: int, batch: int, is_packed: bool, cost: MicroBatchCost
-    ) -> Cut:
-        if is_packed:
-            targets = np.zeros(1) if self.targets is None else self.targets.astype(np.float64)
-            squares, crossed = (
-                float(np.square(targets).mean()),
-                float((self.tokens * targets).mean()),
-            )
-            mean_target = 0.0 if self.targets is None else self.mean_target
-            example = Padded(self.mean, mean_target, self.mean_of_squares, squares, crossed)
-            largest = self.largest(micro_batch_tokens, batch, is_packed=True)
-            return Cut(example, self._n_packed(micro_batch_tokens, batch), largest)
-        return self._cut_padded(
-            micro_batch_tokens, batch, self._top(micro_batch_tokens, batch), cost
-        )
-
-    def _n_packed(self, micro_batch_tokens: int, batch: int) -> float:
-        """Mean number of packed micro-batches of a step."""
-        if self.largest_step(batch) <= micro_batch_tokens:
-            return 1.0
-        steps = self._steps(batch, min(4 * _N_CUT, max(_N_CUT, 32 * batch)))
-        sizes = self._both[steps]
-        of_step, longest = sizes.sum(axis=1), sizes.max(axis=1)
-        least = np.ceil(of_step / micro_batch_tokens)
-        if batch > _N_EVEN:  # so many examples fill their micro-batches
-            return float(least.mean())
-        # longest first onto the lightest is never above the mean by more than this (Graham 1969)
-        is_sure = (of_step / least + (1 - 1 / least) * longest <= micro_batch_tokens) & (
-            longest < micro_batch_tokens
-        )
-        rest = sum(
-            len(split_by_tokens(step, self._both, micro_batch_tokens)) for step in steps[~is_sure]
-        )
-        return (float(least[is_sure].sum()) + rest) / len(steps)
-
-    def _pairs_of_packed(self, top: int, batch: int) -> int:
-        """Squares of the lengths in a micro-batch of `top` tokens: a step, or the longest example
-        and mean ones.
-        """
-        of_step, squares = self._largest_step(batch)
-        if top < of_step:
-            beside = max(0, top - self.longest) * self.mean_of_squares / max(1.0, self.mean)
-            return round(min(squares, self.longest**2 + beside))
-        return squares
-
-    def _cut_padded(
-        self, micro_batch_tokens: int, batch: int, top: int, cost: MicroBatchCost
-    ) -> Cut:
-        n = min(
-            batch, _N_CUT_PADDED
-        )  # of a larger set a part stands for the whole: no better sorted, so padded a little more
+    def _padded(self, micro_batch_tokens: int, batch: int, cost: MicroBatchCost) -> Cut:
+        # of a larger step a part stands for the whole: no better sorted, so padded a little more
+        n = min(batch, _N_CUT_PADDED)
         steps = self._steps(n, _N_CUT_PADDED)
-        targets = np.zeros_like(self.tokens) if self.targets is None else self.targets
-        of_micro_batches = []
-        for step in steps:
-            of_targets = None if self.targets is None else targets
-            micro_batches = split_padded(
-                step, self.tokens, micro_batch_tokens, target_lengths=of_targets, cost=cost
+        cuts = [
+            split_padded(
+                step, self.tokens, micro_batch_tokens, target_lengths=self.targets, cost=cost
             )
-            of_micro_batches += [
-                (len(micro_batch), self.tokens[micro_batch].max(), targets[micro_batch].max())
-                for micro_batch in micro_batches
-            ]
-        rows, source, target = (
-            np.array(column, dtype=np.float64) for column in zip(*of_micro_batches, strict=True)
-        )
-        drawn = self.tokens[steps].astype(np.float64), targets[steps].astype(np.float64)
-
-        def scaled(padded: NDArray[np.float64], useful: NDArray[np.float64], mean: float) -> float:
-            """The mean of all, padded as the drawn ones were: what was drawn is longer or shorter
-            by chance.
-            """
-            return mean * float(padded @ rows) / max(1.0, float(useful.sum()))
-
-        squares = [np.square(of, dtype=np.float64).mean() for of in (self.tokens, targets)]
-        crossed = float(np.mean(self.tokens.astype(np.float64) * targets))
-        example = Padded(
-            scaled(source, drawn[0], self.mean),
-            scaled(target, drawn[1], 0.0 if self.targets is None else self.mean_target),
-            scaled(source**2, drawn[0] ** 2, float(squares[0])),
-            scaled(target**2, drawn[1] ** 2, float(squares[1])),
-            scaled(source * target, drawn[0] * drawn[1], crossed),
-        )
+            for step in steps
+        ]
+        cells = [
+            (len(each), self.tokens[each].max(), self._targets[each].max())
+            for micro_batches in cuts
+            for each in micro_batches
+        ]
+        rows, source, target = np.array(cells, np.float64).T
+        # means of all, padded as the drawn ones were, which are longer or shorter by chance
+        useful = _figures(self.tokens[steps].ravel(), self._targets[steps].ravel()).sum(1)
+        padding = _figures(source, target) @ rows / np.maximum(1.0, useful)
+        example = Padded(*(np.array(self._example) * padding).tolist())
         n_passes = len(rows) / len(steps)
         if batch > n:
-            n_passes = max(
-                n_passes, batch * (example.tokens + example.targets) / micro_batch_tokens
-            )
+            of_batch = batch * (example.tokens + example.targets)
+            n_passes = max(n_passes, of_batch / micro_batch_tokens)
         # micro-batches are split before they fill a large budget; others may be larger than those
         # that were drawn
-        drawn_top = MORE_THAN_DRAWN * float((rows * (source + target)).max())
-        top = max(min(top, self.longest_example), min(top, math.ceil(drawn_top)))
+        drawn_top = math.ceil(MORE_THAN_DRAWN * float((rows * (source + target)).max()))
+        top = self._top(micro_batch_tokens, batch)
+        top = max(min(top, self.longest_example), min(top, drawn_top))
         widest = self.longest + self.longest_target
         n_rows = max(1, min(batch, -(-top // widest)))
         share = min(1.0, top / (n_rows * widest))
@@ -351,6 +311,12 @@ class Lengths:
             self._known[key] = np.argsort(draws, axis=1, kind="stable")
         found: NDArray[np.int64] = self._known[key][:n_rounds]
         return found
+
+
+def _figures(source: NDArray[Any], target: NDArray[Any]) -> NDArray[np.float64]:
+    """[5, n]: the figures of `Padded` for examples of such lengths."""
+    source, target = source.astype(np.float64), target.astype(np.float64)
+    return np.stack([source, target, source**2, target**2, source * target])
 
 
 # ---- making one ----

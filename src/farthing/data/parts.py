@@ -50,21 +50,14 @@ class Tally:
     n_rendered: int = 0
     n_tokens: int = 0
     n_targets: int = 0
-    bad_rows: list[tuple[str, str]] = field(default_factory=list)
-
-    def reject(self, place: str, reason: str) -> None:
-        """Count a bad row; the first thousand are named."""
-        self.n_bad += 1
-        if len(self.bad_rows) < MOST_NAMED:
-            self.bad_rows.append((place, reason))
+    bad_rows: list[Sequence[str]] = field(default_factory=list)
+    """(place, reason) of the first thousand."""
 
     def add(self, other: Json) -> None:
         """The same of other rows, as `asdict` has it."""
         for name, value in other.items():
-            if name != "bad_rows":
-                setattr(self, name, getattr(self, name) + value)
-        named = [(place, reason) for place, reason in other["bad_rows"]]
-        self.bad_rows += named[: MOST_NAMED - len(self.bad_rows)]
+            setattr(self, name, getattr(self, name) + value)
+        del self.bad_rows[MOST_NAMED:]
 
 
 class Part(NamedTuple):
@@ -97,11 +90,6 @@ def read_part(path: Path, only: Collection[str] | None = None) -> Part:
             return Part({name: arrays[name] for name in names if name != "facts"}, facts)
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise OSError(errno.EIO, "a part is damaged", str(path)) from error
-
-
-def part_path(folder: Path, number: int) -> Path:
-    """The file of a part."""
-    return folder / f"part-{number:06d}.npz"
 
 
 class Place(NamedTuple):
@@ -149,16 +137,13 @@ class PartMaker:
         limits = recipe.max_length, recipe.max_target_length
         self._encode = Encoder(tokenizer, recipe.task, *limits, recipe.train_on_prompt)
 
-    def make_all(
-        self, folder: Path, number: int = 0, n: int = 1, check: Callable[[], None] = lambda: None
-    ) -> Iterator[Path]:
-        """Make each `n`-th part, from `number` on, that a folder lacks; yields the files of all
-        parts. Raises `DataError`, `OSError`.
+    def make_all(self, folder: Path, is_ours: Callable[[int, Path], bool]) -> Iterator[Path]:
+        """Make each part that a folder lacks and that `is_ours` by its number and file; yields the
+        files of all parts. Raises `DataError`, `OSError`.
         """
-        for at, place in enumerate(places(self._sources)):
-            check()
-            path = part_path(folder, at)
-            if at % n == number and not path.exists():
+        for number, place in enumerate(places(self._sources)):
+            path = folder / f"part-{number:06d}.npz"
+            if is_ours(number, path) and not path.exists():
                 self.make(place).write(path)
             yield path
 
@@ -168,12 +153,7 @@ class PartMaker:
         reader = SourceReader(source, self._recipe, self._tokenizer, self._understood[place.source])
         made = _Making(place.source, source.name, self._recipe, self._encode)
         for block in place.blocks:
-            for row, text in reader.texts(list(block.rows())):
-                made.tally.n_rows += 1
-                if isinstance(text, Text):
-                    made.add(row.line, text)
-                else:
-                    made.reject(row.line, str(text), text.given)
+            made.add(reader, block)
         columns = made.finish()
         facts = {"source": place.source, "share": place.share, "tally": asdict(made.tally)}
         return Part(columns, facts | {"reader": reader.state(), "labels": list(made.labels)})
@@ -193,44 +173,47 @@ class _Making:
         self._inputs: list[int] = []
         self._columns: dict[str, list[NDArray[Any]]] = {}
 
-    def add(self, line: int, text: Text) -> None:
-        """A row that is a text, or several."""
-        for each in text.of_row:
-            self._texts.append(each)
-            self._lines.append(line)
-            pieces = itertools.chain(each.segments, *each.beside)
-            self._n_characters += sum([len(part) for part, _ in pieces])
-        self.tally.n_unrolled += len(text.earlier)
-        if self._n_characters > CHUNK_CHARACTERS:
-            self._flush()
+    def add(self, reader: SourceReader, block: Block) -> None:
+        """The rows of a block."""
+        for row, text in reader.texts(list(block.rows())):
+            self.tally.n_rows += 1
+            if not isinstance(text, Text):
+                self._reject(row.line, str(text))
+                if text.given:  # its input counts among the inputs
+                    self._inputs.append(hash_of_input(text.given))
+                continue
+            for each in text.of_row:
+                self._texts.append(each)
+                self._lines.append(row.line)
+                pieces = itertools.chain(each.segments, *each.beside)
+                self._n_characters += sum([len(part) for part, _ in pieces])
+            self.tally.n_unrolled += len(text.earlier)
+            if self._n_characters > CHUNK_CHARACTERS:
+                self._flush()
 
-    def reject(self, line: int, reason: str, given: tuple[str, ...] = ()) -> None:
-        """A row that can't be used; its input counts among the inputs where it could be read."""
-        self.tally.reject(f"{self._name}:{line}", reason)
-        if given:
-            self._inputs.append(hash_of_input(given))
+    def _reject(self, line: int, reason: str) -> None:
+        self.tally.n_bad += 1
+        if len(self.tally.bad_rows) < MOST_NAMED:
+            self.tally.bad_rows.append((f"{self._name}:{line}", reason))
 
     def finish(self) -> dict[str, NDArray[Any]]:
         """The columns."""
-        self._flush()
+        if self._texts:
+            self._flush()
         columns = {name: np.concatenate(pieces) for name, pieces in self._columns.items()}
         return columns | {"seen": np.unique(np.array(self._inputs, np.uint64))}
 
     def _flush(self) -> None:
         texts, lines = self._texts, np.array(self._lines, np.int64)
         self._texts, self._lines, self._n_characters = [], [], 0
-        encoded = self._encode(texts) if texts else None
-        if encoded is None:
-            return
-        kept = self._usable(encoded, texts, lines)
+        encoded = self._encode(texts)
+        kept = self._usable(encoded, lines)
         groups = np.array([hash_of_input(text.given) for text in texts], np.uint64)
         self._inputs += groups.tolist()
         labels = self._numbered(texts, lines, kept, encoded)
-        self.tally.n_unlearned_turns += sum(
-            texts[index].n_unlearned for index in np.flatnonzero(kept)
-        )
-        self.tally.n_rendered += sum(not text.is_raw for text in texts)
-        encoded = encoded.only(kept)
+        tally, encoded = self.tally, encoded.only(kept)
+        tally.n_unlearned_turns += sum(texts[at].n_unlearned for at in np.flatnonzero(kept))
+        tally.n_rendered += sum(not text.is_raw for text in texts)
         columns: dict[str, NDArray[Any]] = {
             "ids": encoded.ids,
             "targets": encoded.is_target,
@@ -243,35 +226,31 @@ class _Making:
             columns["sequences"] = encoded.sequences.astype(np.int32)
             columns["shared"] = n_shared(encoded.ids, encoded.sequences).astype(np.int32)
         if self._objective.value is not None:
-            values = [text.value for text in texts]
-            columns["values"] = np.array(values, np.float32)[kept]
+            columns["values"] = np.array([text.value for text in texts], np.float32)[kept]
         if labels is not None:
             columns["classes"] = labels
-        self.tally.n_tokens += len(encoded.ids)
-        self.tally.n_targets += int(
-            columns["target_lengths"].sum() if labels is None else len(labels)
-        )
+        tally.n_tokens += len(encoded.ids)
+        tally.n_targets += int(columns["target_lengths"].sum()) if labels is None else len(labels)
         for name, column in columns.items():
             self._columns.setdefault(name, []).append(column)
 
-    def _usable(
-        self, encoded: Encoded, texts: list[Text], lines: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
+    def _usable(self, encoded: Encoded, lines: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which examples become some of the set [n]; the others are counted. Raises `DataError`."""
         recipe, tally = self._recipe, self.tally
-        long_ones = np.flatnonzero(encoded.was_cut)
-        tally.n_too_long += len(long_ones)
-        if len(long_ones) and recipe.too_long == "error":
+        tally.n_too_long += int(encoded.was_cut.sum())
+        if recipe.too_long == "error" and encoded.was_cut.any():
             limits = f"max_length {recipe.max_length}"
             if self._objective.is_pair:
                 limits += f" or max_target_length {recipe.max_target_length}"
             raise DataError(
                 f"longer than {limits}",
-                where=f"{self._name}:{lines[int(long_ones[0])]}",
+                where=f"{self._name}:{lines[int(encoded.was_cut.argmax())]}",
                 to_do="raise data.max_length, or set data.too_long to truncate or skip",
             )
-        kept = ~encoded.was_cut if recipe.too_long == "skip" else np.ones(len(texts), bool)
-        tally.n_skipped_long += len(kept) - int(kept.sum())
+        kept = np.ones(len(lines), bool)
+        if recipe.too_long == "skip":
+            kept = ~encoded.was_cut
+            tally.n_skipped_long += int(encoded.was_cut.sum())
         if self._objective.scores_tokens or self._objective.scores_words:
             has_target = encoded.n_targets() > 0
             tally.n_without_target += int((kept & ~has_target).sum())
@@ -288,22 +267,19 @@ class _Making:
         if of is None or not self._objective.reads_labels:
             return None
         found = []
-        words = encoded.words
         stops = np.cumsum(encoded.n_targets())
         for index in np.flatnonzero(kept).tolist():
             label = texts[index].label
             own = [label]
-            if words is not None:
+            if encoded.words is not None:
                 start = stops[index - 1] if index else 0
-                own = [label[word] for word in words[start : stops[index]].tolist()]
+                own = [label[word] for word in encoded.words[start : stops[index]].tolist()]
             try:
                 for each in own if self._known else ():
                     label = each
                     of.number(each, self._known)
                 found += [self.labels.setdefault(each, len(self.labels)) for each in own]
             except KeyError:
-                self.tally.reject(
-                    f"{self._name}:{lines[index]}", f"label {label!r} is never seen in training"
-                )
+                self._reject(lines[index], f"label {label!r} is never seen in training")
                 kept[index] = False
         return np.array(found, np.int32)

@@ -8,29 +8,13 @@ taken as they are, and end with the tokenizer's end of sequence.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-from farthing.data.chat import ChatReader
-from farthing.data.columns import Columns
-from farthing.data.formats import (
-    as_list,
-    asked_of,
-    chat_reader,
-    chat_text,
-    checked,
-    conversations_of,
-    messages_of,
-    tools_of,
-    with_system,
-)
-from farthing.data.rows import RowValue, Text
-from farthing.data.shown import Shown
+from farthing.data.chat_rows import asked_of, messages_of, tools_of, with_system
+from farthing.data.rows import RowValue
 from farthing.objectives.columns import Unusable, kind_of, text_of
-from farthing.objectives.registry import objective_of
 
 Turns = list[RowValue]
 _HH = re.compile(r"\n\nAssistant:")
@@ -42,87 +26,29 @@ class Unit(NamedTuple):
 
     prompt: str | Turns
     answers: tuple[str | Turns, ...]
-    tools: Any = None
+    tools: list[Any] | None = None
 
 
-def converter(
-    format_name: str,
-    columns: Columns,
-    task: str,
-    tokenizer: Any,
-    *,
-    on: str = "",
-    shown: Shown | None = None,
-) -> Callable[[RowValue], Text]:
-    """A function from a row to the `Text` of its unit. It raises `Unusable` with the reason."""
-    shown, value = shown or Shown(), objective_of(task).value
-    read_unit = _FORMS[format_name]
-
-    @functools.cache
-    def reader() -> ChatReader:
-        return chat_reader(tokenizer, on)
-
-    def one(row: RowValue) -> Text:
-        unit = read_unit(row)
-        texts = [_text(unit, answer, reader, shown) for answer in unit.answers]
-        first = texts[0]
-        return replace(
-            first,
-            given=_given(unit),
-            beside=tuple(text.segments for text in texts[1:]),
-            value=0.0 if value is None else value(row),
-        )
-
-    return checked(one, columns)
-
-
-def _text(unit: Unit, answer: str | Turns, reader: Callable[[], ChatReader], shown: Shown) -> Text:
-    if isinstance(unit.prompt, str):
-        assert isinstance(answer, str)
-        return Text(((unit.prompt, False), (answer, True)))
-    turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    before = [
-        {**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in unit.prompt
-    ]
-    text = chat_text([*before, *turns], unit.tools, reader(), shown)
-    if text.earlier:
-        raise Unusable("the chat template shows the answer in several forms")
-    return text
-
-
-def _given(unit: Unit) -> tuple[str, ...]:
-    if isinstance(unit.prompt, str):
-        return (unit.prompt,)
-    return tuple(str(turn.get("content") or "").strip() for turn in unit.prompt)
-
-
-# ---- forms of rows ----
-
-
-def _prompted(row: RowValue, prompt: str, *answers: str) -> Unit:
-    """A prompt and answers, each texts or turns."""
-    given, tools = row.get(prompt), tools_of(row)
-    first = row.get(answers[0])
-    if isinstance(first, list) and _says_the_prompt(first, given, row):
+def _prompted(row: RowValue, *answers: str) -> Unit:
+    """A column `prompt` and answers, each texts or turns."""
+    prompt, first = row.get("prompt"), row.get(answers[0])
+    if isinstance(first, list) and _says_the_prompt(first, prompt):
         return _whole(row, *answers)
-    if isinstance(given, list) or _is_json_list(given):
-        return Unit(
-            with_system(messages_of(row, prompt), row),
-            tuple(_answer(row, name) for name in answers),
-            tools,
-        )
-    asked = text_of(row, prompt)
-    if all(isinstance(row.get(name), list | dict) for name in answers):
-        turns = with_system([{"role": "user", "content": asked}], row)
-        return Unit(turns, tuple(_answer(row, name) for name in answers), tools)
-    texts = tuple(text_of(row, name) for name in answers)
-    if "system" in row or tools:  # a frame that only a chat has
-        turns = with_system([{"role": "user", "content": asked}], row)
-        return Unit(turns, tuple(texts), tools)
-    return Unit(asked, texts)
+    if isinstance(prompt, list) or _is_json_list(prompt):
+        return _unit(messages_of(row, "prompt"), row, *answers)
+    asked = text_of(row, "prompt")
+    are_turns = all(isinstance(row.get(name), list | dict) for name in answers)
+    if are_turns or "system" in row or tools_of(row):  # a frame that only a chat has
+        return _unit([{"role": "user", "content": asked}], row, *answers)
+    return Unit(asked, tuple(text_of(row, name) for name in answers))
 
 
-def _says_the_prompt(turns: list[Any], prompt: Any, row: RowValue) -> bool:
+def _unit(prompt: Turns, row: RowValue, *answers: str) -> Unit:
+    found = tuple(_answer(row, name) for name in answers)
+    return Unit(with_system(prompt, row), found, tools_of(row))
+
+
+def _says_the_prompt(turns: list[Any], prompt: Any) -> bool:
     """Whether an answer begins with its prompt: UltraFeedback's `prompt` is the user's turn too."""
     first = next(
         (turn for turn in turns if isinstance(turn, dict) and turn.get("role") != "system"), {}
@@ -144,11 +70,9 @@ def _whole(row: RowValue, *answers: str) -> Unit:
         raise Unusable("the answers have different prompts: turns before the last user's differ")
     if heads[0] == 0:
         raise Unusable("no turn of the user: the answers have no prompt")
-    return Unit(
-        with_system(chats[0][: heads[0]], row),
-        tuple(chat[n:] for chat, n in zip(chats, heads, strict=True)),
-        tools_of(row),
-    )
+    prompt = with_system(chats[0][: heads[0]], row)
+    ends = tuple(chat[n:] for chat, n in zip(chats, heads, strict=True))
+    return Unit(prompt, ends, tools_of(row))
 
 
 def _behind_last_user(turns: Turns) -> int:
@@ -158,18 +82,13 @@ def _behind_last_user(turns: Turns) -> int:
 
 def _of_texts(texts: list[str]) -> Unit:
     """Whole texts. Of Anthropic's HH the prompt ends at the last `Assistant:` that all have."""
-    if not all(_IS_HH.match(text) for text in texts):
+    if not all(map(_IS_HH.match, texts)):
         raise Unusable("no prompt: `chosen` and `rejected` are texts; give the prompt in a column")
-    ends = [[match.end() for match in _HH.finditer(text)] for text in texts]
-    common = [
-        end
-        for end in ends[0]
-        if all(end in ends[n] and texts[n][:end] == texts[0][:end] for n in range(len(texts)))
-    ]
-    if not common:
+    starts = [{text[: match.end()] for match in _HH.finditer(text)} for text in texts]
+    if not (common := set.intersection(*starts)):
         raise Unusable("the texts have no `Assistant:` in common: their prompts differ")
-    cut = common[-1]
-    return Unit(texts[0][:cut], tuple(text[cut:] for text in texts))
+    prompt = max(common, key=len)
+    return Unit(prompt, tuple(text.removeprefix(prompt) for text in texts))
 
 
 def _answer(row: RowValue, name: str) -> str | Turns:
@@ -177,20 +96,12 @@ def _answer(row: RowValue, name: str) -> str | Turns:
     value = row.get(name)
     if isinstance(value, str) and not _is_json_list(value):
         return text_of(row, name)
-    turns = _turns({**row, name: [value] if isinstance(value, dict) else value}, name)
-    if not turns or turns[-1]["role"] != "assistant":
+    turns = messages_of({**row, name: [value] if isinstance(value, dict) else value}, name)
+    if turns[-1]["role"] != "assistant":
         raise Unusable(f"`{name}` does not end with a turn of the assistant")
     if any(turn["role"] == "user" for turn in turns):
         raise Unusable(f"`{name}` has a user's turn: preference tuning compares single answers")
     return turns
-
-
-def _turns(row: RowValue, name: str) -> Turns:
-    """Messages, or ShareGPT's turns."""
-    first = next(iter(as_list(row.get(name), name)), None)
-    if isinstance(first, dict) and "from" in first:
-        return conversations_of({"conversations": row[name]}, True)
-    return messages_of(row, name)
 
 
 def _is_json_list(value: Any) -> bool:
@@ -199,31 +110,24 @@ def _is_json_list(value: Any) -> bool:
 
 def _asked(row: RowValue, *answers: str) -> Unit:
     """Alpaca's: an instruction, perhaps with an input, in a chat of one turn."""
-    turns = with_system([{"role": "user", "content": asked_of(row)}], row)
-    return Unit(turns, tuple(_answer(row, name) for name in answers), tools_of(row))
+    return _unit([{"role": "user", "content": asked_of(row)}], row, *answers)
 
 
 def _openai(row: RowValue) -> Unit:
     given = row.get("input")
     if not isinstance(given, dict) or "messages" not in given:
         raise Unusable(f"`input` is {kind_of(given)}, not an object with `messages`")
-    inner = {**given, **{name: row.get(name) for name in _OPENAI}}
-    return Unit(
-        messages_of(inner), tuple(_answer(inner, name) for name in _OPENAI), tools_of(inner)
-    )
-
-
-_OPENAI = ("preferred_output", "non_preferred_output")
+    answers = "preferred_output", "non_preferred_output"
+    found = tuple(_answer(row, name) for name in answers)
+    return Unit(messages_of(given), found, tools_of(given))
 
 
 def _chat_and(row: RowValue, column: str) -> Unit:
     """Turns that end with the user's, and answers beside them."""
-    turns = _turns(row, column)
+    turns = messages_of(row, column)
     if turns[-1]["role"] == "assistant":
         raise Unusable(f"`{column}` ends with an answer, and `chosen` is another")
-    return Unit(
-        with_system(turns, row), (_answer(row, "chosen"), _answer(row, "rejected")), tools_of(row)
-    )
+    return _unit(turns, row, "chosen", "rejected")
 
 
 def _judged_chat(row: RowValue) -> Unit:
@@ -241,15 +145,14 @@ def _and_rejected(row: RowValue, rejected: str) -> Unit:
     if not isinstance(other, list) and not _is_json_list(other):
         return unit._replace(answers=(*unit.answers, text_of(row, rejected)))
     others = messages_of(row, rejected)
-    if m := _behind_last_user(others):
-        if others[:m] != unit.prompt:
-            raise Unusable(f"`{rejected}` has another prompt than `messages`")
-        others = others[m:]
-    return unit._replace(answers=(*unit.answers, others))
+    n = _behind_last_user(others)
+    if n and others[:n] != unit.prompt:
+        raise Unusable(f"`{rejected}` has another prompt than `messages`")
+    return unit._replace(answers=(*unit.answers, others[n:]))
 
 
-_FORMS: dict[str, Callable[[RowValue], Unit]] = {
-    "prompt/chosen/rejected": lambda row: _prompted(row, "prompt", "chosen", "rejected"),
+FORMS: dict[str, Callable[[RowValue], Unit]] = {
+    "prompt/chosen/rejected": lambda row: _prompted(row, "chosen", "rejected"),
     "chosen/rejected": lambda row: _whole(row, "chosen", "rejected"),
     "instruction/chosen/rejected": lambda row: _asked(row, "chosen", "rejected"),
     "conversations/chosen/rejected": lambda row: _chat_and(row, "conversations"),
@@ -261,7 +164,7 @@ _FORMS: dict[str, Callable[[RowValue], Unit]] = {
     "input/preferred": _openai,
     "messages/rejected_response": lambda row: _and_rejected(row, "rejected_response"),
     "messages/rejected_messages": lambda row: _and_rejected(row, "rejected_messages"),
-    "prompt/completion/label": lambda row: _prompted(row, "prompt", "completion"),
+    "prompt/completion/label": lambda row: _prompted(row, "completion"),
     "instruction/output/label": lambda row: _asked(row, "output"),
     "messages/label": _judged_chat,
 }

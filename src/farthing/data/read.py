@@ -2,13 +2,14 @@
 again.
 
 Anything with a scheme is fetched into the cache first, so that hashing and reading see the same
-bytes. Folders and Hub names go through `datasets`. Rows and files that would fill the memory are
-refused.
+bytes. Folders and Hub names go through `datasets`. Files from elsewhere that would fill the memory
+are refused.
 """
 
 from __future__ import annotations
 
 import difflib
+import gzip
 import hashlib
 import os
 import zlib
@@ -18,15 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from farthing.addresses import is_remote, without_secrets
-from farthing.data import blocks
 from farthing.data.arrow import (
     arrow_blocks,
-    bytes_of_rows,
-    open_parquet,
     parquet_blocks,
+    refuse_parquet_bomb,
     write_arrow,
 )
-from farthing.data.blocks import Lines, delimiter_of, encoding_of, json_kind
+from farthing.data.blocks import READERS, delimiter_of, encoding_of, json_kind
 from farthing.data.fetch import fetch
 from farthing.data.rows import (
     AS_GUESSED,
@@ -49,6 +48,7 @@ from farthing.storage.files import (
     own_folder,
     sha256_of,
 )
+from farthing.units import say_bytes
 
 Progress = Callable[[str, int, int | None], None]
 KINDS = {
@@ -61,6 +61,8 @@ KINDS = {
     ".txt": "texts",
 }
 """Ending -> kind of file. A text file is one document."""
+MOST_UNPACKED_BYTES, MOST_UNPACKING = 256 << 20, 200
+"""What gzip may make of a file from elsewhere: so many bytes, or so many times its own."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,8 @@ class Source:
 
     @property
     def identity(self) -> Any:
-        """What its examples follow from: the content, its layout and its own columns where it has
-        any.
-        """
-        layout = {key: value for key, value in asdict(self.layout).items() if value is not None}
-        more = [layout] if self.layout != AS_GUESSED else []
-        more += [] if self.columns is None else [self.columns]
-        return [self.sha256, *more] if more else self.sha256
+        """What its examples follow from."""
+        return [self.sha256, asdict(self.layout), self.columns]
 
     @property
     def n_bytes(self) -> int:
@@ -104,31 +101,19 @@ class Source:
 
     def blocks(self, reading: Reading | None = None) -> Iterator[Block]:
         """The rows unparsed, in order; `reading` is told how far it has got. Raises `DataError`."""
-        reading = reading or Reading()
         n = 0
         try:
-            for block in self._read(reading):
+            for block in self._read(reading or Reading()):
                 n += len(block.sizes)
                 yield block
-        except (
-            OSError,
-            EOFError,
-            zlib.error,
-        ) as error:  # a disk that fails, a file cut short, a broken gzip
+        except (OSError, EOFError, zlib.error, MemoryError) as error:
+            # a disk that fails, a file cut short, a broken gzip
             why = getattr(error, "strerror", None) or str(error)
-            raise DataError(
-                f"can't be read any further: {why}",
-                where=f"{self.name}:{n + 1}",
-                to_do="it is damaged: copy it again",
-            ) from error
-        except MemoryError as error:
-            raise DataError(
-                "this machine has not enough memory to read it",
-                where=f"{self.name}:{n + 1}",
-                to_do=(
-                    "write it as .jsonl with one example a line, or use a machine with more memory"
-                ),
-            ) from error
+            what, to_do = f"can't be read any further: {why}", "it is damaged: copy it again"
+            if isinstance(error, MemoryError):
+                what = "this machine has not enough memory to read it"
+                to_do = "write it as .jsonl, one example a line, or use a larger machine"
+            raise DataError(what, where=f"{self.name}:{n + 1}", to_do=to_do) from error
 
     def _read(self, reading: Reading) -> Iterator[Block]:
         if self.kind == "arrow":
@@ -136,7 +121,7 @@ class Source:
         (path,) = self.paths
         if self.kind == "parquet":
             return parquet_blocks(path, self.name, reading)
-        return blocks.READERS[self.kind](path, self.name, self.layout, reading)
+        return READERS[self.kind](path, self.name, self.layout, reading)
 
 
 def open_sources(
@@ -159,19 +144,15 @@ def open_sources(
     """
     found = []
     for name, said in zip(names, own or (Own(),) * len(names), strict=True):
-        if is_remote(name):
-            path = fetch(name, cache_dir, progress, warn)
-            source = file_source(path, layout, without_secrets(name))
-        elif is_dataset(name) and not is_text_folder(Path(name)):
-            source = _open_dataset(
-                name, said.split or split, said.name or config_name, cache_dir, warn
-            )
+        if is_dataset(name) and not is_text_folder(Path(name)):
+            of = said.split or split, said.name or config_name
+            source = _open_dataset(name, *of, cache_dir, warn)
         else:
-            source = file_source(Path(name), layout)
-        if source.kind != "arrow":
-            for text in _guesses(source):
-                warn(text)
-            source = replace(source, sha256=_content_sha256(source, progress))
+            path, shown = Path(name), None
+            if is_remote(name):
+                path, shown = fetch(name, cache_dir, progress, warn), without_secrets(name)
+                _refuse_bomb(path, shown)
+            source = _hashed(file_source(path, layout, shown), progress, warn)
         found.append(replace(source, columns=said.columns, weight=said.weight))
     return found
 
@@ -179,8 +160,8 @@ def open_sources(
 def file_source(path: Path, layout: Layout = AS_GUESSED, shown: str | None = None) -> Source:
     """A file, or a folder of text files, whose content is not hashed. Raises `DataError`."""
     shown = short_name(str(path)) if shown is None else shown
-    kind = "texts" if is_text_folder(path) else kind_of_file(path, shown)
     try:
+        kind = "texts" if is_text_folder(path) else _kind_of_file(path, shown)
         if kind in ("json", "jsonl") and not layout.encoding:
             kind = json_kind(path)
     except OSError as error:
@@ -190,44 +171,32 @@ def file_source(path: Path, layout: Layout = AS_GUESSED, shown: str | None = Non
     return Source(shown, "", kind, (path,), layout)
 
 
-def _guesses(source: Source) -> list[str]:
-    """What is read otherwise than the name of a file says."""
+def _hashed(source: Source, progress: Progress, warn: Callable[[str], None]) -> Source:
+    """The source with its identity, after what is read otherwise than the name says was told."""
     (path,), shown, kind, layout = source.paths, source.name, source.kind, source.layout
     if path.is_dir():
-        return []
-    said = []
-    mark = delimiter_of(path, layout) if kind == "csv" and not layout.separator else ","
-    if mark not in (",", "\t"):
-        said.append(f"{shown}: its columns are read as separated by `{mark}`")
+        return replace(source, sha256=folder_sha256(path, ""))
+    if kind == "csv" and not layout.separator and (mark := delimiter_of(path, layout)) not in ",\t":
+        warn(f"{shown}: its columns are read as separated by `{mark}`")
     is_guessed = kind != "parquet" and not layout.encoding
-    if is_guessed and (encoding := encoding_of(path)) != "utf-8":
-        said.append(f"{shown}: it is not UTF-8, and is read as {encoding}")
-    if kind in ("json", "jsonl") and KINDS[_ending(path)] != kind:
-        is_document = "a document" if kind == "json" else "one object a line"
-        said.append(f"{shown}: it is read as {is_document}")
-    if kind == "csv" and (spaced := blocks.spaced_columns(path, layout)):
-        said.append(
-            f"{shown}: spaces around the names of columns are left out:"
-            f" {', '.join(repr(name) for name in spaced[:5])}"
-        )
-    return said
-
-
-def _content_sha256(source: Source, progress: Progress) -> str:
-    (path,), shown = source.paths, source.name
-    if path.is_dir():
-        return folder_sha256(path, "")
     try:
+        if is_guessed and (encoding := encoding_of(path)) != "utf-8":
+            warn(f"{shown}: it is not UTF-8, and is read as {encoding}")
+        if kind in ("json", "jsonl") and KINDS[_ending(path)] != kind:
+            is_document = "a document" if kind == "json" else "one object a line"
+            warn(f"{shown}: it is read as {is_document}")
         n_bytes = path.stat().st_size
-        return sha256_of(path, lambda done: progress(f"reading {shown}", done, n_bytes))
+        sha256 = sha256_of(path, lambda done: progress(f"reading {shown}", done, n_bytes))
     except OSError as error:
         raise DataError(f"can't be read: {error.strerror}", where=shown) from error
+    return replace(source, sha256=sha256)
 
 
 def is_dataset(name: str) -> bool:
-    """Whether a name that is no address means a data set: a folder here, or on the Hub."""
+    """Whether a name means a data set: a folder here, or on the Hub."""
     path = Path(name)
-    return path.is_dir() or (not path.exists() and not path.is_absolute())
+    is_name = not path.exists() and not path.is_absolute() and not is_remote(name)
+    return path.is_dir() or is_name
 
 
 def say_names(names: Sequence[str]) -> str:
@@ -250,28 +219,24 @@ def _ending(path: Path) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def kind_of_file(path: Path, shown: str) -> str:
-    """jsonl, json, csv or parquet. Raises `DataError` when there is no such file, or nothing in it
-    that can be read.
+def _kind_of_file(path: Path, shown: str) -> str:
+    """jsonl, json, csv or parquet. Raises `OSError`, and `DataError` when there is no such file, or
+    nothing in it that can be read.
     """
+    kind = KINDS.get(_ending(path))
     if not path.exists():
-        near = difflib.get_close_matches(
-            path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1
-        )
-        to_do = f"did you mean {path.parent / near[0]}?" if near else "check the path in `data:`"
+        folder = path.parent
+        near = difflib.get_close_matches(path.name, os.listdir(folder) if folder.is_dir() else [])
+        to_do = f"did you mean {folder / near[0]}?" if near else "check the path in `data:`"
         raise DataError("no such file", where=shown, to_do=to_do)
-    if not path.is_file() and not path.is_dir():
+    if not path.is_file():
         what = "a pipe or a device, not a file"
         raise DataError(what, where=shown, to_do="copy its content to a file, and name that")
-    kind = KINDS.get(_ending(path))
     if kind is None:
         to_do = f"use one of {', '.join(sorted(KINDS))}; a .txt file is one document"
         raise DataError("unknown kind of data file", where=shown, to_do=to_do)
-    try:
-        if path.stat().st_size == 0:
-            raise DataError("the file is empty", where=shown, to_do="check how it was written")
-    except OSError as error:
-        raise DataError(f"can't be read: {error.strerror}", where=shown) from error
+    if path.stat().st_size == 0:
+        raise DataError("the file is empty", where=shown, to_do="check how it was written")
     return kind
 
 
@@ -287,11 +252,11 @@ def _open_dataset(
     """A Hub data set or a folder in a layout that `datasets` knows. No loading script is
     ever run.
     """
-    if Path(name).is_dir():
-        _refuse_leading_out(Path(name))
-        for path in sorted(Path(name).rglob("*")):
-            _refuse_unfolding(path, short_name(str(path)))
-    shown = short_name(name) if Path(name).is_absolute() else name
+    folder, shown = Path(name), short_name(name)
+    if folder.is_dir():
+        _refuse_leading_out(folder)
+        for path in files_below(folder):
+            _refuse_large_rows(path, short_name(str(path)))
     try:
         import datasets
     except ImportError as error:
@@ -303,40 +268,28 @@ def _open_dataset(
         ) from error
     datasets.disable_progress_bars()
     # `datasets` goes by file times, we by bytes: each content has a cache of its own
-    content = folder_sha256(Path(name), split) if Path(name).is_dir() else ""
+    content = folder_sha256(folder, split) if folder.is_dir() else ""
     cache = own_folder(cache_dir / "datasets", warn) / content[:32]
     if cache.exists() and any(belongs_to_another(path) for path in (cache, *cache.rglob("*"))):
         discard(cache)
     try:
         builder = datasets.load_dataset_builder(name, config_name, cache_dir=str(cache))
         if not content and not Path(builder.cache_dir).exists():
-            _refuse_unfolding_on_hub(name, builder)
+            _refuse_large_rows_on_hub(name, builder)
         builder.download_and_prepare()
         data = builder.as_dataset(split=split)
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = (
-            error.__cause__
-            if isinstance(error, datasets.exceptions.DatasetGenerationError)
-            else error
-        )
-        said = str(reason or error).strip().splitlines()
-        message = said[0][:300] if said else type(error).__name__
-        if not Path(name).exists() and isinstance(
-            error, ConnectionError | FileNotFoundError | OSError
-        ):
-            raise DataError(
-                f"neither a local file nor a data set that can be reached ({message})",
-                where=shown,
-                to_do=(
-                    "check the name, or the network; a local path needs its file ending (.jsonl,"
-                    " .csv ...)"
-                ),
-            ) from error
-        raise DataError(
-            message,
-            where=shown,
-            to_do="check `train_split`, `eval_split` and `dataset_config_name`",
-        ) from error
+        reason: BaseException = error
+        if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__:
+            reason = error.__cause__
+        what = (str(reason).strip().splitlines() or [type(error).__name__])[0][:300]
+        to_do = "check `train_split`, `eval_split` and `dataset_config_name`"
+        if isinstance(error, OSError) and not folder.exists():
+            what = f"neither a local file nor a data set that can be reached ({what})"
+            to_do = (
+                "check the name, or the network; a local path needs its file ending (.jsonl ...)"
+            )
+        raise DataError(what, where=shown, to_do=to_do) from error
     if len(data) == 0:
         raise DataError(f"split `{split}` is empty", where=shown, to_do="choose another split")
     version = f"{name}/{config_name}/{split}/{data._fingerprint}"
@@ -357,6 +310,17 @@ def _arrow_files(data: Any, cache: Path, sha256: str) -> tuple[Path, ...]:
     return (path,)
 
 
+def folder_sha256(folder: Path, split: str) -> str:
+    """Identity of a data set in a folder: the split and every file's name and bytes."""
+    digest = hashlib.sha256(split.encode())
+    for path in files_below(folder):
+        digest.update(f"{path.relative_to(folder)}:{sha256_of(path)}".encode())
+    return digest.hexdigest()
+
+
+# ---- files from elsewhere ----
+
+
 def _refuse_leading_out(folder: Path) -> None:
     """Refuse links in a folder to what is not of it: who made the folder would choose a file of its
     reader's to learn.
@@ -375,44 +339,44 @@ def _refuse_leading_out(folder: Path) -> None:
             )
 
 
-def _refuse_unfolding_on_hub(name: str, builder: Any) -> None:
-    """As in a folder. The files are then in the Hub's cache, where the builder of `datasets` finds
-    them.
-    """
-    from datasets.utils.file_utils import cached_path
-
-    for urls in (builder.config.data_files or {}).values():
-        for url in urls:
-            _refuse_unfolding(
-                Path(cached_path(url)), f"{name}/{url.partition('@')[2].partition('/')[2] or url}"
-            )
-
-
-def _refuse_unfolding(path: Path, name: str) -> None:
-    """Refuse a file of a data set of which a row would fill the memory of `datasets`. Raises
-    `DataError`.
-    """
-    kind = KINDS.get(_ending(path))
-    if kind is None or not path.is_file() or path.stat().st_size == 0:
+def _refuse_bomb(path: Path, name: str) -> None:
+    """Refuse a file that unpacks beyond measure. Raises `DataError`."""
+    if _ending(path) == ".parquet":
+        refuse_parquet_bomb(path, name)
+    if path.suffix != ".gz":
         return
-    large: list[int] = []
-    if kind == "parquet":
-        for batch in open_parquet(path, name).iter_batches(batch_size=256):
-            large = large or [int(n) for n in bytes_of_rows(batch) if n > MAX_ROW_BYTES][:1]
-    elif kind in ("jsonl", "csv"):
-        with Lines(path, name, AS_GUESSED, Reading()) as lines:
-            large = [line.n_bytes for line in lines if line.n_bytes > MAX_ROW_BYTES + 1][:1]
-    if large:
+    n_bytes, most = 0, max(MOST_UNPACKED_BYTES, MOST_UNPACKING * path.stat().st_size)
+    try:
+        with gzip.open(path) as file:
+            while (piece := file.read(1 << 20)) and n_bytes <= most:
+                n_bytes += len(piece)
+    except (OSError, EOFError, zlib.error):
+        return  # its reader says where it is damaged
+    if n_bytes > most:
         raise DataError(
-            too_large(large[0]),
+            f"it unpacks from {say_bytes(path.stat().st_size)} to more than {say_bytes(most)}",
             where=name,
-            to_do="take it out, or cut it into rows that can be learned",
+            to_do="check where it comes from; if you trust it, fetch and unpack it yourself",
         )
 
 
-def folder_sha256(folder: Path, split: str) -> str:
-    """Identity of a data set in a folder: the split and every file's name and bytes."""
-    digest = hashlib.sha256(split.encode())
-    for path in files_below(folder):
-        digest.update(f"{path.relative_to(folder)}:{sha256_of(path)}".encode())
-    return digest.hexdigest()
+def _refuse_large_rows(path: Path, name: str) -> None:
+    """Refuse a file of a data set of which a row would fill the memory of `datasets`. Raises
+    `DataError`.
+    """
+    if KINDS.get(_ending(path)) not in ("parquet", "jsonl", "csv") or not path.stat().st_size:
+        return
+    _refuse_bomb(path, name)
+    for block in file_source(path, shown=name).blocks():
+        if (most := int(block.sizes.max())) > MAX_ROW_BYTES + 1:
+            to_do = "take it out, or cut it into rows that can be learned"
+            raise DataError(too_large(most), where=name, to_do=to_do)
+
+
+def _refuse_large_rows_on_hub(name: str, builder: Any) -> None:
+    """The files are then in the Hub's cache, where the builder of `datasets` finds them."""
+    from datasets.utils.file_utils import cached_path
+
+    for url in (each for urls in (builder.config.data_files or {}).values() for each in urls):
+        shown = f"{name}/{url.partition('@')[2].partition('/')[2] or url}"
+        _refuse_large_rows(Path(cached_path(url)), shown)

@@ -11,9 +11,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from farthing.data import preference
 from farthing.data.arrow import without_missing
-from farthing.data.foreign import LEARNED, foreign_kind, say_ignored
+from farthing.data.foreign import LEARNED, Foreign, foreign_kind, say_ignored
 from farthing.data.formats import Understood, converter, recognise, used_columns
 from farthing.data.read import Source
 from farthing.data.rows import BadRow, Row, RowValue, Text
@@ -22,62 +21,66 @@ from farthing.data.shown import Shown
 from farthing.data.token_set import Recipe
 from farthing.errors import DataError
 from farthing.objectives.columns import Unusable
-from farthing.objectives.registry import objective_of
 from farthing.storage.files import Json
 
 
 class SourceReader:
     """A source's rows, a few at a time: `look` at them first, then take the text of each.
 
-    The tokenizer is only needed for texts.
+    The tokenizer is only needed for texts. `on_foreign` is told of a row of another kind that was
+    not chosen, which is then passed over; without it such a row is an error.
     """
 
     def __init__(
-        self, source: Source, recipe: Recipe, tokenizer: Any, understood: Understood | None = None
+        self,
+        source: Source,
+        recipe: Recipe,
+        tokenizer: Any,
+        understood: Understood | None = None,
+        on_foreign: Callable[[Row, Foreign], None] | None = None,
     ) -> None:
         self.name, self.n_rows, self.shown = source.name, 0, Shown()
         self.understood = understood
         """Known once it has looked at a row with columns."""
-        self._recipe, self._tokenizer, self._columns = (
-            recipe,
-            tokenizer,
-            recipe.columns if source.columns is None else source.columns,
-        )
+        self._recipe, self._tokenizer, self._on_foreign = recipe, tokenizer, on_foreign
+        self._columns = recipe.columns if source.columns is None else source.columns
         self._is_arrow = source.kind in ("parquet", "arrow")
         self._shapes: Counter[tuple[str, ...]] = Counter()
         self._chosen: dict[str, str] = {}
 
-    def look(self, rows: Iterable[Row | BadRow]) -> None:
-        """Raises `DataError` for rows of another kind that were not chosen, or of no known
-        format.
+    def look(self, rows: Iterable[Row | BadRow]) -> list[Row | BadRow]:
+        """The rows that are not of another kind. Raises `DataError` for such a row, and for columns
+        of no known format.
         """
-        for row in rows:
-            if isinstance(row, BadRow):
-                continue
-            self.n_rows += 1
-            value = row.value
-            if self._recipe.scored:
-                with contextlib.suppress(Unusable):
-                    value = expanded(value, self._recipe.scored)[0]
-            self._shapes[tuple(value)] += 1
-            kind = foreign_kind(value, self._recipe.task, self._columns)
-            if kind is None:
-                continue
-            own = next((self._columns[name] for name in LEARNED if name in self._columns), None)
-            if own is None or not kind.can_be_chosen:
-                raise DataError(kind.what, where=f"{self.name}:{row.line}", to_do=kind.to_do)
-            what = kind.what.partition(", which")[0]
-            self._chosen.setdefault(
-                kind.column, f"{what}: `{own}` alone is learned, as data.columns says"
-            )
-        if self.understood is None and self.n_rows:
+        ours = [row for row in rows if isinstance(row, BadRow) or self._is_ours(row)]
+        if self.understood is None and self._shapes:
             columns = {name for shape in self._shapes for name in shape}
             self.understood = recognise(columns, self._recipe.task, self._columns, self.name)
+        return ours
+
+    def _is_ours(self, row: Row) -> bool:
+        value = row.value
+        if self._recipe.scored:
+            with contextlib.suppress(Unusable):
+                value = expanded(value, self._recipe.scored)[0]
+        kind = foreign_kind(value, self._recipe.task, self._columns)
+        own = next((self._columns[name] for name in LEARNED if name in self._columns), None)
+        if kind is not None and own is not None:
+            what = kind.what.partition(", which")[0]
+            words = f"{what}: `{own}` alone is learned, as data.columns says"
+            self._chosen.setdefault(kind.column, words)
+        elif kind is not None:
+            if self._on_foreign is None:
+                raise DataError(kind.what, where=f"{self.name}:{row.line}", to_do=kind.to_do)
+            self._on_foreign(row, kind)
+            return False
+        self.n_rows += 1
+        self._shapes[tuple(value)] += 1
+        return True
 
     def texts(self, rows: Sequence[Row | BadRow]) -> Iterator[tuple[Row | BadRow, Text | Unusable]]:
         """Each row with its text, or with why it can't be used; all are looked at first."""
-        self.look(rows)
-        for row in rows:
+        for row in self.look(rows):
             try:
                 yield row, self.text(row)
             except Unusable as error:
@@ -97,9 +100,6 @@ class SourceReader:
     def _convert(self) -> Callable[[RowValue], Text]:
         assert self.understood is not None
         recipe, (name, columns, _) = self._recipe, self.understood
-        if objective_of(recipe.task).learns_units:
-            of_answers = name, columns, recipe.task, self._tokenizer
-            return preference.converter(*of_answers, on=recipe.date, shown=self.shown)
         given = (name, columns, recipe.label_map, self._tokenizer, recipe.task)
         return converter(*given, on=recipe.date, shown=self.shown)
 
@@ -135,11 +135,8 @@ class SourceReader:
         """What was guessed, what of another kind is learned all the same, and what a chat template
         leaves out.
         """
-        return (
-            []
-            if self.understood is None
-            else [*self.understood.notes, *self._chosen.values(), *self.shown.said()]
-        )
+        guessed = () if self.understood is None else self.understood.notes
+        return [*guessed, *self._chosen.values(), *self.shown.said()]
 
     def said(self) -> list[str]:
         """`ignored` and `notes` in words."""
@@ -147,13 +144,13 @@ class SourceReader:
         return [f"columns that are not used: {ignored}"] * bool(ignored) + self.notes
 
 
-def understand(source: Source, recipe: Recipe) -> Understood | None:
-    """The format of a source, from its first rows; None where none can be read. Raises
-    `DataError`.
+def understood_reader(source: Source, recipe: Recipe) -> SourceReader:
+    """A reader that has looked at nothing and knows the format of its source, if the first rows
+    have one. Raises `DataError`.
     """
-    reader = SourceReader(source, recipe, None)
+    scout = SourceReader(source, recipe, None)
     for block in source.blocks():
-        reader.look(block.rows())
-        if reader.understood is not None:
+        scout.look(block.rows())
+        if scout.understood is not None:
             break
-    return reader.understood
+    return SourceReader(source, recipe, None, scout.understood)

@@ -163,7 +163,7 @@ def _dealt(costs: list[tuple[int, int]], n: int) -> list[list[int]]:
 
 def in_one_lane(micro_batches: list[Examples]) -> tuple[Cell, ...]:
     """Micro-batches one after the other."""
-    return tuple(Cell(number, 0, micro_batch) for number, micro_batch in enumerate(micro_batches))
+    return tuple(Cell(number, 0, each) for number, each in enumerate(micro_batches))
 
 
 def _dearest_first(micro_batches: list[Examples], costs: Costs) -> list[Examples]:

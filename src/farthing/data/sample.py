@@ -8,18 +8,18 @@ them. The longest rows are strata of their own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.encode import Encoder
+from farthing.data.parts import Part, PartMaker, Place
 from farthing.data.read import Source
-from farthing.data.reader import SourceReader
-from farthing.data.rows import BadRow, Block, Reading, Row, Text
+from farthing.data.reader import understood_reader
+from farthing.data.rows import BadRow, Block, Reading, Row
 from farthing.data.token_set import Recipe
-from farthing.data.units import computed_once
+from farthing.data.units import worth_sharing
 from farthing.errors import DataError
 from farthing.objectives.registry import objective_of
 
@@ -28,7 +28,6 @@ _FEWEST_ROWS, _MOST_BYTES_OF_FEWEST = 250, 64 << 20
 _MOST_SAMPLED_BYTES = 1_500_000  # what is tokenized in about half a second
 _N_LONGEST = 16  # rows that are strata of their own
 _MOST_READ_BYTES = 256 << 20
-_NO_LIMIT = 1 << 40
 
 
 class Sampled(NamedTuple):
@@ -49,63 +48,63 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
     """The lengths of these files' rows after tokenization by `tokenizer`. Raises `DataError` when
     no row can be used.
     """
-    populations = [_population(source) for source in sources]
-    total_bytes = sum(float(each.sizes.sum()) for each in populations)
-    n_seen = sum(len(each.sizes) for each in populations)
+    seen = [_seen(source) for source in sources]
+    total_bytes = sum(float(each.sizes.sum()) for each in seen)
+    n_seen = sum(len(each.sizes) for each in seen)
     if n_seen == 0:
         raise DataError("no rows", where=sources[0].name, to_do="check how the file was written")
     of_rows = n_seen / max(1.0, total_bytes)
     fewest = max(1, min(_FEWEST_ROWS, int(_MOST_BYTES_OF_FEWEST * of_rows)))
     n_wanted = min(MOST_ROWS, max(fewest, int(_MOST_SAMPLED_BYTES * of_rows)))
+    if recipe.too_long == "error":
+        recipe = replace(recipe, too_long="truncate")
     lengths, weights = [], []
     n_rows, n_tokenized = 0.0, 0
     why, notes = "", []
-    for source, population in zip(sources, populations, strict=True):
-        sizes = population.sizes
+    for source, (blocks, sizes, share, _) in zip(sources, seen, strict=True):
         picked, stratum = _strata(sizes, max(1, round(n_wanted * len(sizes) / n_seen)))
-        rows = population.rows(picked)
-        reader = SourceReader(source, recipe, tokenizer)
-        of_picked, counts, reasons = _tokenized(reader, rows, tokenizer, recipe)
-        notes += [f"{source.name}: {what}" for what in reader.said()]
-        why = why or next(iter(reasons), "")
-        shares = sizes / np.maximum(sizes[picked], 1)[stratum]
-        lengths.append(np.repeat(of_picked[stratum] * shares[:, None], counts[stratum], axis=0))
-        of_each = source.weight * population.n_rows / max(1, len(sizes))
-        weights.append(np.full(len(lengths[-1]), of_each))
-        n_rows += population.n_rows
-        n_tokenized += int(counts.sum())
-    found, weight = np.concatenate(lengths), np.concatenate(weights)
-    tokens, targets, labelled = found.T
-    limit = recipe.max_length * objective_of(recipe.task).n_sequences
-    kept = np.ones(len(found), bool)
-    if recipe.too_long == "skip":
-        kept = (tokens <= limit + 0.5) & (targets <= recipe.max_target_length + 0.5)
-    tokens, targets, labelled, weight = tokens[kept], targets[kept], labelled[kept], weight[kept]
-    if len(tokens) == 0:
-        reason = why or f"all are longer than max_length {limit}"
-        raise DataError(
-            f"no usable row ({reason})",
-            where=sources[0].name,
-            to_do="correct them, or check `data:`",
+        reader, rows = understood_reader(source, recipe), _rows_at(blocks, picked)
+        part = PartMaker([source], [reader.understood], tokenizer, recipe).make(
+            Place(0, [Block(sizes[picked], lambda _, rows=rows: rows)], 1.0)  # type: ignore[misc]
         )
-    tokens = np.clip(np.round(tokens), 1, limit).astype(np.int64)
-    pairs = np.clip(np.round(targets), 1, recipe.max_target_length).astype(np.int64)
+        reader.merge(part.facts["reader"])
+        notes += [f"{source.name}: {what}" for what in reader.said()]
+        why = why or _why_none(part, recipe)
+        of_picked, counts = _lengths_of(part, [row.line for row in rows], recipe)
+        scale = sizes / np.maximum(sizes[picked], 1)[stratum]
+        lengths.append(np.repeat(of_picked[stratum] * scale[:, None], counts[stratum], axis=0))
+        weights.append(np.full(len(lengths[-1]), source.weight / share))
+        n_rows += len(sizes) / share
+        n_tokenized += int(counts.sum())
+    found = np.concatenate(lengths)
+    if len(found) == 0:
+        raise DataError(
+            f"no usable row ({why})", where=sources[0].name, to_do="correct them, or check `data:`"
+        )
     task = objective_of(recipe.task)
-    n_labelled = (
-        float((pairs if task.is_pair else labelled).sum())
-        if task.scores_tokens
-        else float(len(tokens))
-    )
+    limits = recipe.max_length * task.n_sequences, recipe.max_target_length
+    tokens, targets = np.clip(np.round(found), 1, limits).astype(np.int64).T
+    n_labelled = float((targets if task.is_pair else found[:, 1]).sum())
     return Sampled(
         tokens=tokens,
-        targets=pairs if task.is_pair else None,
-        n_target_tokens=n_labelled,
-        n_examples=max(1, round(float(weight.sum()))),
+        targets=targets if task.is_pair else None,
+        n_target_tokens=n_labelled if task.scores_tokens else float(len(tokens)),
+        n_examples=max(1, round(float(np.concatenate(weights).sum()))),
         n_rows=round(n_rows),
         n_tokenized=n_tokenized,
-        is_all_read=all(each.is_whole for each in populations),
+        is_all_read=all(each.is_whole for each in seen),
         notes=tuple(notes),
     )
+
+
+def _why_none(part: Part, recipe: Recipe) -> str:
+    """Why rows of a part could not be used; empty where all could."""
+    tally = part.facts["tally"]
+    if tally["bad_rows"]:
+        return str(tally["bad_rows"][0][1])
+    if tally["n_skipped_long"]:
+        return f"all are longer than max_length {recipe.max_length}"
+    return "every target is masked: prompts fill max_length" if tally["n_without_target"] else ""
 
 
 def _strata(sizes: NDArray[np.int64], n_wanted: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -126,67 +125,50 @@ def _strata(sizes: NDArray[np.int64], n_wanted: int) -> tuple[NDArray[np.int64],
     return order[middles], stratum
 
 
-def _tokenized(
-    reader: SourceReader, rows: list[Row | BadRow], tokenizer: Any, recipe: Recipe
-) -> tuple[NDArray[np.float64], NDArray[np.int64], list[str]]:
-    """[row, (input, target, labelled tokens)] of a mean example of each row, [row] how many it has,
-    and why rows can't be used. Before truncation, but for the labelled tokens of causal-lm: only
-    those within max_length.
-    """
-    found, counts = np.zeros((len(rows), 3)), np.zeros(len(rows), np.int64)
-    reasons: list[str] = []
-    texts: list[tuple[int, Text]] = []
-    for index, (_, text) in enumerate(reader.texts(rows)):
-        if isinstance(text, Text):
-            texts += [(index, each) for each in text.of_row]
-        else:
-            reasons.append(str(text))
-    task = objective_of(recipe.task)
-    encode = Encoder(tokenizer, recipe.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt)
-    encoded = encode([text for _, text in texts])
-    n_computed = encoded.lengths - computed_once(encoded)
-    examples = zip(texts, encoded.examples(), n_computed.tolist(), strict=True)
-    for (index, _), (_, is_target), n_tokens in examples:
-        n_targets = int(is_target.sum())
-        within = (
-            is_target[: recipe.max_length * task.n_sequences] if task.predicts_next else is_target
-        )
-        if task.scores_tokens and not within.any():
-            continue
-        found[index] += n_tokens - n_targets * task.is_pair, n_targets, within.sum()
-        counts[index] += 1
-    if texts and not counts.any():
-        reasons.append("every target is masked: prompts fill max_length")
-    return found / np.maximum(counts, 1)[:, None], counts, reasons
+def _lengths_of(
+    part: Part, lines: list[int], recipe: Recipe
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """[row, (input, labelled tokens)] of a mean example of each row, and [row] how many it has."""
+    found, counts = np.zeros((len(lines), 2)), np.zeros(len(lines), np.int64)
+    columns = part.columns
+    if "lengths" in columns:
+        lengths, targets = columns["lengths"], columns["target_lengths"]
+        n_apart = targets * objective_of(recipe.task).is_pair
+        n_computed = lengths - worth_sharing(columns.get("shared"), len(lengths))
+        index_of = {line: index for index, line in enumerate(lines)}
+        rows = [index_of[line] for line in columns["lines"].tolist()]
+        np.add.at(found, rows, np.stack([n_computed - n_apart, targets], 1))
+        np.add.at(counts, rows, 1)
+    return found / np.maximum(counts, 1)[:, None], counts
 
 
 # ---- the rows of a file ----
 
 
-@dataclass(frozen=True)
-class _Population:
-    """What was seen of a file: bytes of each row, and a way to read some of them."""
+class _Seen(NamedTuple):
+    """What was seen of a file: its rows unparsed, the bytes of each, and the share of it."""
 
     blocks: list[Block]
     sizes: NDArray[np.int64]
-    n_rows: float
+    share: float
     is_whole: bool
 
-    def rows(self, picked: NDArray[np.int64]) -> list[Row | BadRow]:
-        """The rows at these places, in this order."""
-        starts = np.cumsum([0, *(len(block.sizes) for block in self.blocks)])
-        of_block = np.searchsorted(starts, picked, side="right") - 1
-        found: dict[int, Row | BadRow] = {}
-        for number in np.unique(of_block).tolist():
-            places = picked[of_block == number]
-            rows = self.blocks[number].read((places - starts[number]).tolist())
-            found.update(zip(places.tolist(), rows, strict=True))
-        return [found[place] for place in picked.tolist()]
 
-
-def _population(source: Source) -> _Population:
+def _seen(source: Source) -> _Seen:
     reading = Reading(_MOST_READ_BYTES)
     blocks = list(source.blocks(reading))
     share = 1.0 if reading.is_whole else reading.share()
     sizes = np.concatenate([np.zeros(0, np.int64), *(block.sizes for block in blocks)])
-    return _Population(blocks, sizes, len(sizes) / share, reading.is_whole)
+    return _Seen(blocks, sizes, share, reading.is_whole)
+
+
+def _rows_at(blocks: list[Block], picked: NDArray[np.int64]) -> list[Row | BadRow]:
+    """The rows at these places, in this order."""
+    starts = np.cumsum([0, *(len(block.sizes) for block in blocks)])
+    of_block = np.searchsorted(starts, picked, side="right") - 1
+    found: dict[int, Row | BadRow] = {}
+    for number in np.unique(of_block).tolist():
+        at = picked[of_block == number]
+        rows = blocks[number].read((at - starts[number]).tolist())
+        found.update(zip(at.tolist(), rows, strict=True))
+    return [found[place] for place in picked.tolist()]

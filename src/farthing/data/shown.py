@@ -38,24 +38,18 @@ class Shown:
 
         After so many chats of which a thing was not written it is not tried again.
         """
-        asked = {key for message in messages for key in message if key not in _SILENT} - self._shown
-        asked |= {
-            f"role {message['role']}" for message in messages if message["role"] != "assistant"
-        } - self._shown
-        asked |= ({"tools"} if tools else set()) - self._shown
-        whole = None
-        for thing in sorted(asked):
-            if self._left_out[thing] < _MOST_TRIES:
-                try:
-                    whole = render(messages, tools) if whole is None else whole
-                    is_shown = render(*_without(thing, messages, tools)) != whole
-                except Exception:  # templates are programs: one that misses a thing reads it
-                    is_shown = True
-                if is_shown:
-                    self._shown.add(thing)
-                    del self._left_out[thing]
-                    continue
-            self._left_out[thing] += 1
+        asked = {key for message in messages for key in message if key not in _SILENT}
+        roles = {message["role"] for message in messages} - {"assistant"}
+        asked |= {f"role {role}" for role in roles} | ({"tools"} if tools else set())
+        for thing in sorted(asked - self._shown):
+            is_tried = self._left_out[thing] < _MOST_TRIES
+            if is_tried and not _is_same(
+                render, (messages, tools), _without(thing, messages, tools)
+            ):
+                self._shown.add(thing)
+                del self._left_out[thing]
+            else:
+                self._left_out[thing] += 1
 
     def state(self) -> Json:
         """What was seen, in plain values."""
@@ -73,13 +67,8 @@ class Shown:
         said = []
         for thing, n in sorted(self._left_out.items()):
             key, _, role = thing.partition(" ")
-            what = (
-                f"messages of `{role}`"
-                if role
-                else "`tools`"
-                if key == "tools"
-                else f"`{key}` of messages"
-            )
+            of_messages = f"`{key}`" if key == "tools" else f"`{key}` of messages"
+            what = f"messages of `{role}`" if role else of_messages
             said.append(
                 f"the chat template leaves out {what} (in {n:,} chats): the model does not see it"
             )
@@ -92,21 +81,24 @@ def leaves_an_answer_empty(
     """Whether answers that are learned and are calls of tools alone are written as if they said
     nothing.
     """
-    calls = [
-        index
-        for index, message in enumerate(messages)
-        if message["role"] == "assistant" and message.get("tool_calls") and index not in unlearned
-        if not str(message.get("content") or "").strip()
-    ]
-    if not calls:
-        return False
     without = [
-        {key: value for key, value in message.items() if index not in calls or key != "tool_calls"}
+        {**message, "tool_calls": None}
+        if message["role"] == "assistant"
+        and message.get("tool_calls")
+        and index not in unlearned
+        and not str(message.get("content") or "").strip()
+        else message
         for index, message in enumerate(messages)
     ]
+    return without != messages and _is_same(render, (messages, tools), (without, tools))
+
+
+def _is_same(
+    render: Render, one: tuple[list[RowValue], Any], other: tuple[list[RowValue], Any]
+) -> bool:
     try:
-        return render(without, tools) == render(messages, tools)
-    except Exception:  # as above; what is wrong with the chat itself is said where it is read
+        return render(*one) == render(*other)
+    except Exception:  # templates are programs: one that misses a thing reads it
         return False
 
 
@@ -116,7 +108,6 @@ def _without(thing: str, messages: list[RowValue], tools: Any) -> tuple[list[Row
         return messages, None
     role = thing.partition(" ")[2]
     if role:
-        return [
-            {**each, "content": _OTHER} if each["role"] == role else each for each in messages
-        ], tools
+        other = [{**each, "content": _OTHER} if each["role"] == role else each for each in messages]
+        return other, tools
     return [{key: value for key, value in each.items() if key != thing} for each in messages], tools

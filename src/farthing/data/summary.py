@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from farthing.data.chat_rows import of_usual_role
+from farthing.data.chat_rows import usual_role
 from farthing.data.encode import Encoder
-from farthing.data.foreign import LEARNED, foreign_kind, say_ignored
-from farthing.data.formats import Understood, converter, hash_of_input, recognise
+from farthing.data.foreign import Foreign, say_ignored
+from farthing.data.formats import converter, hash_of_input, recognise
 from farthing.data.read import Source
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Row, Text
@@ -39,20 +39,11 @@ MOST_CHARACTERS = 8_000_000  # that are tokenized: some seconds
 N_EXAMPLES = 3
 TASKS = (CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, CAUSAL_LM, SEQ2SEQ)
 _NO_LIMIT = 1 << 40
-_AT_ONCE = 1024  # rows in memory
 _MOST_NAMED = 100
+_USER, _ASSISTANT, _SYSTEM = ("user", "human"), ("assistant", "gpt"), ("system", "developer")
 _USUAL_ROLES = {
-    "system",
-    "developer",
-    "user",
-    "assistant",
-    "tool",
-    "function",
-    "human",
-    "gpt",
-    "observation",
-    "function_call",
-    "function_response",
+    *(*_USER, *_ASSISTANT, *_SYSTEM),
+    *("tool", "function", "observation", "function_call", "function_response"),
 }
 
 
@@ -81,21 +72,20 @@ class Summary:
     max_length: int = 0
     is_exact: bool = True
     turns: dict[str, float] = field(default_factory=dict)
-    roles: dict[str, int] = field(default_factory=dict)
-    odd_roles: dict[str, int] = field(default_factory=dict)
+    roles: Counter[str] = field(default_factory=Counter)
+    odd_roles: Counter[str] = field(default_factory=Counter)
     n_unlearned_turns: int = 0
-    labels: dict[str, int] = field(default_factory=dict)
+    labels: Counter[str] = field(default_factory=Counter)
     ignored: str = ""
     left_out: list[str] = field(default_factory=list)
     """What of chats the template does not write."""
     examples: list[list[tuple[str, bool]]] = field(default_factory=list)
     """Rendered: (text, is_learned) in order."""
 
-    def reject(self, line: int, reason: str) -> None:
-        """Count a row that can't be used."""
-        self.n_bad += 1
-        if len(self.bad) < _MOST_NAMED:
-            self.bad.append(f"line {line}: {reason}")
+    def see_foreign(self, row: Row, kind: Foreign) -> None:
+        """Count a row of another kind of training."""
+        what = kind.what.partition(", which")[0]
+        self.foreign.setdefault(what, [0, row.line, kind.to_do])[0] += 1
 
 
 def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) -> Summary:
@@ -103,35 +93,37 @@ def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) 
     `DataError`.
     """
     recipe = recipe if source.columns is None else replace(recipe, columns=source.columns)
-    rows = source.rows()
-    first = list(itertools.islice(rows, _AT_ONCE))
-    good = [row for row in first if isinstance(row, Row)]
-    found = Summary(source.name, task or _task_of(good, recipe), max_length=recipe.max_length)
-    recipe = replace(recipe, task=found.task)
+    blocks = (list(block.rows()) for block in source.blocks())
+    first = next(blocks, [])
+    recipe = replace(recipe, task=task or _task_of(first, recipe))
+    found = Summary(source.name, recipe.task, max_length=recipe.max_length)
     found.is_exact = bool(getattr(tokenizer, "is_exact", True))
-    reader, turns, tokens = SourceReader(source, recipe, tokenizer), _Turns(), _Kept()
-    equal, inputs = set[bytes](), set[int]()
-    n_good = 0
-    while first:
-        for each in first:
-            if isinstance(each, BadRow):
-                found.reject(each.line, each.reason)
-        found.n_rows += len(first)
-        good = [row for row in first if isinstance(row, Row)]
+    reader = SourceReader(source, recipe, tokenizer, on_foreign=found.see_foreign)
+    equal, inputs, labels = set[bytes](), set[int](), Counter[Any]()
+    kept: list[Text] = []
+    n_good = n_texts = n_characters = 0
+    n_turns: list[int] = []
+    for rows in itertools.chain([first], blocks):
+        found.n_rows += len(rows)
+        good = [row.value for row in rows if isinstance(row, Row)]
         n_good += len(good)
-        equal.update(_hash(row.value) for row in good)
-        ours = _not_foreign(good, found, recipe)
-        for row, text in reader.texts(ours):
+        equal.update(map(_hash, good))
+        for row, text in reader.texts(rows):
+            if isinstance(row, Row) and reader.understood is not None:
+                form, columns, _ = reader.understood
+                n_turns += _count_turns(row.value.get(str(columns.get(form, form))), found)
             if isinstance(text, Unusable):
-                found.reject(row.line, str(text))
+                found.n_bad += 1
+                found.bad += [f"line {row.line}: {text}"] * (len(found.bad) < _MOST_NAMED)
                 continue
             found.n_usable += 1
             inputs.add(hash_of_input(text.given))
-            found.n_unlearned_turns += sum(each.n_unlearned for each in text.of_row)
-            tokens.add(text)
-        if reader.understood is not None:
-            turns.count(ours, reader.understood)
-        first = list(itertools.islice(rows, _AT_ONCE))
+            for each in text.of_row:
+                found.n_unlearned_turns += each.n_unlearned
+                n_texts += 1
+                labels.update(each.label if isinstance(each.label, tuple) else (each.label,))
+                n_characters += sum(len(part) for part, _ in each.segments)
+                kept += [each] * (not kept or n_characters <= MOST_CHARACTERS)
     found.n_equal_rows = n_good - len(equal)
     if reader.understood is None:
         return found
@@ -139,14 +131,25 @@ def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) 
     found.notes, found.ignored = list(notes), say_ignored(reader.ignored, reader.n_rows)
     found.n_equal_inputs = found.n_usable - len(inputs)
     found.left_out = reader.shown.said() if found.is_exact else []
-    turns.say(found)
-    tokens.say(tokenizer, recipe, found)
+    if n_turns:
+        found.turns = {"mean": sum(n_turns) / len(n_turns), "most": float(max(n_turns))}
+    found.roles, found.odd_roles = _ordered(found.roles), _ordered(found.odd_roles)
+    if kept:
+        _count_tokens(kept, n_texts, tokenizer, recipe, found)
+    is_class = objective_of(found.task).reads_labels
+    if is_class and not any(isinstance(each, float) for each in labels):
+        found.labels = Counter({str(label): n for label, n in labels.most_common(50)})
     return found
 
 
-def _task_of(rows: list[Row], recipe: Recipe) -> str:
+def _ordered(counts: Counter[str]) -> Counter[str]:
+    return Counter(dict(counts.most_common()))
+
+
+def _task_of(rows: list[Row | BadRow], recipe: Recipe) -> str:
     """The first task that can read these rows by their columns, and their labels."""
-    columns: set[str] = set().union(*(row.value.keys() for row in rows))
+    values = [row.value for row in rows if isinstance(row, Row)]
+    columns: set[str] = set().union(*values)
     for task in TASKS:
         try:
             name, own, _ = recognise(columns, task.name, recipe.columns, "")
@@ -156,116 +159,58 @@ def _task_of(rows: list[Row], recipe: Recipe) -> str:
             return task.name
         if "text" not in columns or {"label", "labels", "score"} & columns:
             convert = converter(name, own, {}, None, task.name)
-            for row in rows[:_MOST_NAMED]:
+            for value in values[:_MOST_NAMED]:
                 with contextlib.suppress(Unusable):
-                    convert(row.value)
+                    convert(value)
                     return task.name
     return CLASSIFICATION.name if "label" in columns else CAUSAL_LM.name
 
 
 def _hash(value: Any) -> bytes:
-    return hashlib.blake2b(
-        json.dumps(value, sort_keys=True, default=str).encode(errors="surrogatepass"),
-        digest_size=16,
-    ).digest()
+    text = json.dumps(value, sort_keys=True, default=str).encode(errors="surrogatepass")
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
-def _not_foreign(rows: list[Row], found: Summary, recipe: Recipe) -> list[Row]:
-    """The rows that are of our kind, or chosen by data.columns; the others are counted."""
-    ours = []
-    for row in rows:
-        kind = foreign_kind(row.value, found.task, recipe.columns)
-        if kind is None or (kind.can_be_chosen and set(LEARNED) & set(recipe.columns)):
-            ours.append(row)
-        else:
-            entry = found.foreign.setdefault(
-                kind.what.partition(", which")[0], [0, row.line, kind.to_do]
-            )
-            entry[0] += 1
-    return ours
+def _count_turns(turns: Any, found: Summary) -> list[int]:
+    """Count roles, and what is odd about them; how many turns a chat has, nothing for no chat."""
+    if not isinstance(turns, list):
+        return []
+    said = [
+        usual_role(str(turn.get("role", turn.get("from"))))
+        for turn in turns
+        if isinstance(turn, dict)
+    ]
+    odd = {f"role `{role}`" for role in set(said) - _USUAL_ROLES}
+    if said and said[-1] not in (*_ASSISTANT, "function_call"):
+        odd.add("ends without an answer")
+    if any(a == b and a in (*_USER, *_ASSISTANT) for a, b in itertools.pairwise(said)):
+        odd.add("two turns in a row with the same role")
+    if set(said[1:]) & set(_SYSTEM):
+        odd.add("a system turn that is not the first")
+    found.roles.update(said)
+    found.odd_roles.update(odd)
+    return [len(said)]
 
 
-class _Turns:
-    """Turns and roles of chats; odd: roles that are not usual, and chats whose order is not."""
-
-    def __init__(self) -> None:
-        self._roles, self._odd = Counter[str](), Counter[str]()
-        self._n_chats = self._most = 0
-
-    def count(self, rows: list[Row], understood: Understood) -> None:
-        """Those of some rows."""
-        if understood.format not in ("messages", "conversations"):
-            return
-        for row in rows:
-            turns = row.value.get(str(understood.columns.get(understood.format, understood.format)))
-            turns = turns if isinstance(turns, list) else []
-            said = [
-                str(of_usual_role({"role": str(turn.get("role", turn.get("from")))})["role"])
-                for turn in turns
-                if isinstance(turn, dict)
-            ]
-            self._roles.update(said)
-            self._n_chats, self._most = self._n_chats + 1, max(self._most, len(said))
-            odd = self._odd
-            odd.update({f"role `{role}`": 1 for role in set(said) - _USUAL_ROLES})
-            if said and said[-1] not in ("assistant", "gpt", "function_call"):
-                odd["ends without an answer"] += 1
-            if any(
-                a == b and a in ("user", "human", "assistant", "gpt")
-                for a, b in itertools.pairwise(said)
-            ):
-                odd["two turns in a row with the same role"] += 1
-            if any(role in ("system", "developer") for role in said[1:]):
-                odd["a system turn that is not the first"] += 1
-
-    def say(self, found: Summary) -> None:
-        """What was counted."""
-        found.roles, found.odd_roles = (
-            dict(self._roles.most_common()),
-            dict(self._odd.most_common()),
-        )
-        if self._n_chats:
-            mean = self._roles.total() / self._n_chats
-            found.turns = {"mean": mean, "most": float(self._most)}
-
-
-class _Kept:
-    """The first texts, which are tokenized, and the labels of all."""
-
-    def __init__(self) -> None:
-        self._texts: list[Text] = []
-        self._n_texts = self._n_characters = 0
-        self._labels = Counter[Any]()
-
-    def add(self, row: Text) -> None:
-        """A row that is a text, or several."""
-        for text in row.of_row:
-            self._n_texts += 1
-            self._labels.update(text.label if isinstance(text.label, tuple) else (text.label,))
-            self._n_characters += sum(len(part) for part, _ in text.segments)
-            if not self._texts or self._n_characters <= MOST_CHARACTERS:
-                self._texts.append(text)
-
-    def say(self, tokenizer: Any, recipe: Recipe, found: Summary) -> None:
-        """Tokenize, and say what was found."""
-        kept, task = self._texts, objective_of(found.task)
-        if not kept:
-            return
-        encode = Encoder(tokenizer, found.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt)
-        encoded = encode(kept)
-        lengths, targets = encoded.lengths, encoded.n_targets()
-        found.n_tokenized = len(kept)
-        found.tokens = {
-            "mean": float(lengths.mean()),
-            "median": float(np.median(lengths)),
-            "nine_in_ten": float(np.quantile(lengths, 0.9)),
-            "longest": float(lengths.max()),
-            "all": float(lengths.sum()) * self._n_texts / len(kept),
-            "learned_share": float(targets.sum() / max(1, lengths.sum())),
-        }
-        found.n_too_long = int((lengths > recipe.max_length).sum())
-        if task.reads_labels and not any(isinstance(each, float) for each in self._labels):
-            found.labels = {str(label): n for label, n in self._labels.most_common(50)}
-        found.examples = [list(text.segments) for text in kept[:N_EXAMPLES]]
-        if recipe.train_on_prompt and task.predicts_next:
-            found.examples = [[(part, True) for part, _ in example] for example in found.examples]
+def _count_tokens(
+    kept: list[Text], n_texts: int, tokenizer: Any, recipe: Recipe, found: Summary
+) -> None:
+    """Tokenize the first of `n_texts` texts, and say what was found."""
+    encode = Encoder(tokenizer, found.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt)
+    encoded = encode(kept)
+    lengths = encoded.lengths
+    found.n_tokenized = len(kept)
+    found.tokens = {
+        "mean": float(lengths.mean()),
+        "median": float(np.median(lengths)),
+        "nine_in_ten": float(np.quantile(lengths, 0.9)),
+        "longest": float(lengths.max()),
+        "all": float(lengths.sum()) * n_texts / len(kept),
+        "learned_share": float(encoded.n_targets().sum() / max(1, lengths.sum())),
+    }
+    found.n_too_long = int((lengths > recipe.max_length).sum())
+    is_all_learned = recipe.train_on_prompt and objective_of(found.task).predicts_next
+    found.examples = [
+        [(part, is_learned or is_all_learned) for part, is_learned in text.segments]
+        for text in kept[:N_EXAMPLES]
+    ]

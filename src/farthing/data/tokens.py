@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import os
 import shutil
 import subprocess
@@ -25,9 +24,9 @@ from numpy.typing import NDArray
 
 from farthing.data.chat import said_of_chats
 from farthing.data.encode import PlainTokenizer
-from farthing.data.parts import Part, PartMaker, Place, Tally, part_path, read_part
+from farthing.data.parts import Part, PartMaker, Place, Tally, read_part
 from farthing.data.read import Source, say_names
-from farthing.data.reader import SourceReader, understand
+from farthing.data.reader import understood_reader
 from farthing.data.rows import Reading
 from farthing.data.token_set import (
     CACHE_VERSION,
@@ -37,7 +36,7 @@ from farthing.data.token_set import (
     set_key,
     tokenizer_sha256,
 )
-from farthing.data.worker import error_of, write_spec
+from farthing.data.worker import Spec
 from farthing.errors import DataError, RunInterruptedError
 from farthing.objectives.objective import Labels, in_models_order
 from farthing.objectives.registry import is_installed, objective_of
@@ -49,7 +48,6 @@ from farthing.storage.files import (
     discard,
     is_own,
     own_folder,
-    parse_json,
 )
 
 WORKER_BYTES = 8 << 20
@@ -127,10 +125,7 @@ def _sweep(cache: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime < _ABANDONED_S:
                 continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @contextlib.contextmanager
@@ -138,16 +133,16 @@ def _held(folder: Path, told: Told) -> Iterator[None]:
     """Wait until no other process makes this set. Where files can't be locked, nobody waits."""
     path = folder.with_name(f"{folder.name}.lock")
     with open(path, "a") as file:
-        while True:
+        is_locked = False
+        while not is_locked:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_locked = True
             except BlockingIOError:
                 told.check()
                 time.sleep(_POLL_S)
-                continue
             except OSError:
-                pass
-            break
+                is_locked = True
         yield
         path.unlink(missing_ok=True)
 
@@ -169,7 +164,6 @@ def _make(folder: Path, sources: list[Source], tokenizer: Any, recipe: Recipe, t
             if path not in before:
                 told.progress(known.tally.n_rows, known.tally.n_tokens, known.share)
         facts = known.facts(tokenizer)
-        _refuse_unusable(facts, recipe)
     except DataError:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -236,7 +230,6 @@ def try_out(
             known.add(maker.make(Place(number, [block], 1.0)))
         is_whole &= reading.is_whole
     facts = known.facts(tokenizer)
-    _refuse_unusable(facts, recipe)
     if known.of_labels is not None and is_whole:
         refuse_one_class(known.labels, [source.name for source in sources])
     return facts, is_whole
@@ -262,30 +255,31 @@ class _Known:
         objective = objective_of(recipe.task)
         self.of_labels = objective.labels if objective.reads_labels else None
         self.sources, self.recipe = sources, recipe
-        self.understood = [understand(source, recipe) for source in sources]
+        self.readers = [understood_reader(source, recipe) for source in sources]
+        self.understood = [reader.understood for reader in self.readers]
         self.tally, self.labels, self.share = Tally(), set[Any](), 0.0
         self._bytes = [source.n_bytes for source in sources]
         self._groups = [np.zeros(0, np.uint64)]
-        self._readers = [
-            SourceReader(source, recipe, None, each)
-            for source, each in zip(sources, self.understood, strict=True)
-        ]
 
     def add(self, part: Part) -> None:
         """Take in a part that follows those before."""
         facts, number = part.facts, part.facts["source"]
         self.labels.update(map(_hashable, facts["labels"]))
         self.tally.add(facts["tally"])
-        self._readers[number].merge(facts["reader"])
+        self.readers[number].merge(facts["reader"])
         self._groups.append(part.columns.get("groups", self._groups[0]))
         done = sum(self._bytes[:number]) + self._bytes[number] * facts["share"]
         self.share = float(done / max(1, sum(self._bytes)))
 
     def facts(self, tokenizer: Any) -> Json:
-        """The facts of the set for its manifest."""
+        """The facts of the set for its manifest. Raises `DataError` where nothing can be learned of
+        it.
+        """
         recipe, tally, of = self.recipe, self.tally, self.of_labels
-        of_chats = said_of_chats(tally.n_rendered > 0, tokenizer, recipe.date, tally.n_unrolled)
         groups = np.concatenate(self._groups)
+        self._refuse_unusable(len(groups))
+        of_chats = said_of_chats(tally.n_rendered > 0, tokenizer, recipe.date, tally.n_unrolled)
+        names = self._label_names()
         facts: Json = {
             "kind": "farthing token set",
             "version": CACHE_VERSION,
@@ -294,10 +288,10 @@ class _Known:
             **vars(tally),
             "n_examples": len(groups),
             "n_distinct_inputs": len(np.unique(groups)),
-            "notes": [f"{each.name}: {said}" for each in self._readers for said in each.said()]
+            "notes": [f"{each.name}: {said}" for each in self.readers for said in each.said()]
             + [f"chats: {said}" for said in of_chats],
             "max_length": recipe.max_length,
-            "label_names": (names := self._label_names()),
+            "label_names": names,
             "counts_units": objective_of(recipe.task).counts_units,
         }
         if of is not None:
@@ -316,6 +310,38 @@ class _Known:
         names = self.of_labels.names(self.labels)
         return in_models_order(names, self.recipe.model_classes) or names
 
+    def _refuse_unusable(self, n_examples: int) -> None:
+        recipe, tally = self.recipe, self.tally
+        where = say_names([source.name for source in self.sources])
+        n_rows, n_bad = tally.n_rows, tally.n_bad
+        if n_rows == 0:
+            raise DataError("no rows", where=where, to_do="check how the file was written")
+        if n_bad > recipe.max_bad_rows * n_rows:
+            shown = "".join(f"\n    {place}: {reason}" for place, reason in tally.bad_rows[:5])
+            more = f"\n    ... and {n_bad - 5:,} more" if n_bad > 5 else ""
+            to_do = "correct these rows: none can be used"
+            if n_bad < n_rows:
+                enough = min(1.0, round(n_bad / n_rows + 0.005, 2))
+                to_do = f"correct these rows, or allow more with data.max_bad_rows: {enough}"
+            raise DataError(
+                f"{n_bad:,} of {n_rows:,} rows can't be used, at most {recipe.max_bad_rows:.0%} are"
+                f" allowed:{shown}{more}",
+                where=where,
+                to_do=to_do,
+            )
+        if n_examples == 0 or tally.n_targets == 0:
+            why = f"{tally.n_without_target:,} of {n_rows:,} rows have no target token"
+            if tally.n_skipped_long:
+                why += f", {tally.n_skipped_long:,} are longer than max_length {recipe.max_length}"
+            raise DataError(
+                f"nothing to learn: every target is masked ({why})",
+                where=where,
+                to_do=(
+                    "raise data.max_length (prompts may fill it), or check the columns and the chat"
+                    " template"
+                ),
+            )
+
 
 def _hashable(label: Any) -> Any:
     return tuple(_hashable(each) for each in label) if isinstance(label, list) else label
@@ -324,117 +350,48 @@ def _hashable(label: Any) -> Any:
 # ---- who makes the parts ----
 
 
-class _WorkersLost(Exception):
-    """Workers ended without a word."""
-
-
 def _parts(draft: Path, known: _Known, state: PlainTokenizer, told: Told) -> Iterator[Path]:
-    """The files of all parts, in order, each when it is there."""
-    n_workers, n_done = _n_workers(known.sources, known.recipe), 0
-    given = known.sources, known.understood, state, known.recipe
-    if n_workers > 1:
-        write_spec(draft, *given)
-        try:
-            for path in _of_workers(draft, n_workers, told):
-                n_done += 1
-                yield path
-            return
-        except _WorkersLost as error:
-            told.warn(f"tokenizing continues in one process: {error}")
-    made = PartMaker(*given).make_all(draft, check=told.check)
-    yield from itertools.islice(made, n_done, None)
+    """The files of all parts, in order, each when it is there.
 
-
-def _n_workers(sources: list[Source], recipe: Recipe) -> int:
-    """One for each core and 8 MB of data, as far as memory holds them."""
-    import psutil
-
-    most = psutil.virtual_memory().available // _WORKER_MEMORY_BYTES
-    n_bytes = sum(source.n_bytes for source in sources)
-    n = min(len(os.sched_getaffinity(0)), n_bytes // WORKER_BYTES, most, MOST_WORKERS)
-    return int(n) if is_installed(recipe.task) else 1
-
-
-def _of_workers(draft: Path, n: int, told: Told) -> Iterator[Path]:
-    """Raises `InputError`, `OSError` as a worker did, and `_WorkersLost`."""
+    Of n processes each makes every n-th; this one also what a process that has ended left undone.
+    """
+    n, recipe = _n_processes(known.sources, known.recipe), known.recipe
+    maker = PartMaker(known.sources, known.understood, state, recipe)
+    if n > 1:
+        Spec(known.sources, known.understood, state.state(), recipe).write(draft)
     threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "farthing.data.worker", str(draft)]
     with contextlib.ExitStack() as stack:
-        workers = []
-        for number in range(n):
+        workers: list[subprocess.Popen[bytes]] = []
+        for number in range(1, n):
+            command = [sys.executable, "-P", "-m", "farthing.data.worker", draft, number, n]
             worker = subprocess.Popen(
-                [*command, str(number), str(n)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                list(map(str, command)),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=os.environ | threads,
             )
-            stack.callback(_end, worker)
+            stack.callback(worker.wait)
+            stack.callback(worker.kill)
             workers.append(worker)
-        running, ends, n_taken = list(workers), list[Json](), 0
-        while True:
+
+        def is_ours(number: int, path: Path) -> bool:
             told.check()
-            ended = [worker for worker in running if worker.poll() is not None]
-            path = part_path(draft, n_taken)
-            if path.exists():
-                n_taken += 1
-                yield path
-                continue
-            for worker in ended:
-                running.remove(worker)
-                ends.append(_end_of(worker))
-            if last := [end["error"] for end in ends if end["n_parts"] == n_taken]:
-                if error := next(filter(None, last), None):
-                    raise error_of(*error)
-                return
-            if not running:
-                raise _WorkersLost("a part that another made is lost")
-            time.sleep(_POLL_S)
+            while number % n and not path.exists() and workers[number % n - 1].poll() is None:
+                told.check()
+                time.sleep(_POLL_S)
+            return True
+
+        yield from maker.make_all(draft, is_ours)
 
 
-def _end_of(worker: subprocess.Popen[bytes]) -> Json:
-    assert worker.stdout is not None
-    try:
-        end: Json = parse_json(worker.stdout.read())
-        return end
-    except ValueError as error:
-        raise _WorkersLost(f"another ended with exit code {worker.returncode}") from error
+def _n_processes(sources: list[Source], recipe: Recipe) -> int:
+    """One for each core and 8 MB of data, as far as memory holds them."""
+    import psutil
 
-
-def _end(worker: subprocess.Popen[bytes]) -> None:
-    worker.kill()
-    worker.communicate()
-
-
-def _refuse_unusable(facts: Json, recipe: Recipe) -> None:
-    where = say_names([source["name"] for source in facts["sources"]])
-    n_rows, n_bad = facts["n_rows"], facts["n_bad"]
-    if n_rows == 0:
-        raise DataError("no rows", where=where, to_do="check how the file was written")
-    if n_bad > recipe.max_bad_rows * n_rows:
-        shown = "".join(f"\n    {place}: {reason}" for place, reason in facts["bad_rows"][:5])
-        more = f"\n    ... and {n_bad - 5:,} more" if n_bad > 5 else ""
-        to_do = "correct these rows: none can be used"
-        if n_bad < n_rows:
-            to_do = (
-                "correct these rows, or allow more with data.max_bad_rows:"
-                f" {min(1.0, round(n_bad / n_rows + 0.005, 2))}"
-            )
-        raise DataError(
-            f"{n_bad:,} of {n_rows:,} rows can't be used, at most {recipe.max_bad_rows:.0%} are"
-            f" allowed:{shown}{more}",
-            where=where,
-            to_do=to_do,
-        )
-    if facts["n_examples"] == 0 or facts["n_targets"] == 0:
-        why = f"{facts['n_without_target']:,} of {n_rows:,} rows have no target token"
-        if facts["n_skipped_long"]:
-            why += f", {facts['n_skipped_long']:,} are longer than max_length {recipe.max_length}"
-        raise DataError(
-            f"nothing to learn: every target is masked ({why})",
-            where=where,
-            to_do=(
-                "raise data.max_length (prompts may fill it), or check the columns and the chat"
-                " template"
-            ),
-        )
+    if not is_installed(recipe.task):
+        return 1
+    most = psutil.virtual_memory().available // _WORKER_MEMORY_BYTES
+    n_bytes = sum(source.n_bytes for source in sources)
+    n = min(len(os.sched_getaffinity(0)), n_bytes // WORKER_BYTES, most, MOST_WORKERS)
+    return max(1, int(n))

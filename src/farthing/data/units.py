@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.encode import Encoded
 from farthing.data.token_set import TokenSet, ranges
 
 LEAST_TOKENS = 32  # that a sequence takes over; for fewer it is not worth copying keys and values
@@ -58,19 +57,13 @@ def n_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     return int(differ[0]) if len(differ) else n
 
 
-def computed_once(encoded: Encoded) -> NDArray[np.int64]:
-    """[n]: tokens of each unit, as it was encoded, that need not be computed."""
-    sequences = encoded.sequences
-    shared = None if sequences is None else n_shared(encoded.ids, sequences)
-    return _worth_sharing(shared, len(encoded.lengths))
-
-
 def shared_tokens(tokens: TokenSet) -> NDArray[np.int64]:
     """[n]: tokens of each unit of a set that need not be computed."""
-    return _worth_sharing(tokens.shared, len(tokens))
+    return worth_sharing(tokens.shared, len(tokens))
 
 
-def _worth_sharing(shared: NDArray[Any] | None, n: int) -> NDArray[np.int64]:
+def worth_sharing(shared: NDArray[Any] | None, n: int) -> NDArray[np.int64]:
+    """[n]: the same of n units that have so many tokens in common with their first sequence."""
     if shared is None:
         return np.zeros(n, np.int64)
     return np.where(shared >= LEAST_TOKENS, shared, 0).reshape(n, -1).sum(1, dtype=np.int64)
