@@ -566,7 +566,14 @@ def choose(
     return choose_checkpointing(
         model,
         (Sample(96, forward), Sample(192, lambda: forward(2))),
-        Beside(4000, False, 8 * count_parameters(model)["trainable"], 0, free_bytes, Linear()),
+        Beside(
+            n_tokens=4000,
+            accumulates=False,
+            optimizer_bytes=8 * count_parameters(model)["trainable"],
+            update_bytes=0,
+            free_bytes=free_bytes,
+            head=Linear(),
+        ),
         wanted=wanted,
     )
 

@@ -22,14 +22,14 @@ from farthing.data.formats import converter, recognise
 from farthing.data.scored import expanded
 from farthing.data.token_set import TokenSet, open_token_set
 from farthing.data.units import n_shared
-from farthing.errors import InputError, JobError
+from farthing.errors import DataError, InputError, JobError
 from farthing.events import Evaluated, Note, StepTaken
 from farthing.model.forward import Forward
 from farthing.objectives.columns import Unusable
 from farthing.objectives.objective import Answers, OfStep
 from farthing.objectives.registry import objective_of, read_settings
 from farthing.report import answers_view
-from farthing.run.folder import kept_job
+from farthing.run.folder import keep, kept, kept_job
 from farthing.tiny import write_jsonl
 from farthing.train.run import opened_run
 from thinned import thinned
@@ -382,7 +382,7 @@ def test_references_are_made_once_and_hang_on_content_alone(tmp_path: Path) -> N
     assert [each.read_bytes() for each in made] == content
 
 
-def test_a_damaged_block_is_made_again(tmp_path: Path) -> None:
+def test_a_damaged_block_is_made_again_and_a_poisoned_one_is_refused(tmp_path: Path) -> None:
     path = preference_job(tmp_path, "dpo", max_steps=2)
     train(load_job(path), Heard())
     block = references_in(tmp_path)[0]
@@ -390,6 +390,10 @@ def test_a_damaged_block_is_made_again(tmp_path: Path) -> None:
     block.write_bytes(good[:50] + bytes([good[50] ^ 1]) + good[51:])
     train(load_job(path, overrides=[f"output_dir={tmp_path / 'again'}"]), Heard())
     assert block.read_bytes() == good
+    rows = np.frombuffer(bytes.fromhex((kept(block) or {})["rows"])) + 5.0
+    keep(block, {"rows": rows.tobytes().hex()})
+    with pytest.raises(DataError, match="not this model's"):
+        train(load_job(path, overrides=[f"output_dir={tmp_path / 'poisoned'}"]), Heard())
 
 
 def test_a_pass_that_is_killed_goes_on_to_the_same_bytes(
@@ -443,7 +447,7 @@ def test_the_reference_of_a_run_that_goes_on_from_another_is_that_one(tmp_path: 
         ("objective: dpo\ntask: seq2seq", "leave `task` out"),
         ("objective: dpo\ndata: {train: data.jsonl, too_long: truncate}", "none of them is cut"),
         ("objective: kto\ntrain: {global_batch_size: 1}", "no other"),
-        ("objective: dpo\ntrain: {label_smoothing_factor: 0.1}", "no token targets"),
+        ("objective: dpo\ntrain: {label_smoothing_factor: 0.1}", "no probabilities of targets"),
         ("objective: dpo\nsearch: {vary: {objective.beta: [0.1, 0.5]}}", "can't be compared"),
     ],
 )

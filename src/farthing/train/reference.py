@@ -1,11 +1,12 @@
 """Log-probabilities of the answers under the reference: the model as it began.
 
 They are found once, before the first step, a block of neighbouring examples at a time, and kept in
-the cache by what they follow from: tokens, the model's weights, how it begins, precision, the
-version of torch. Neither the learning rate nor the loss nor the rank of an adapter is part of that,
-so every epoch, every trial of a search and every later run uses them, and no second model is in
-memory. A block is a file with a checksum that is whole or not there: a pass that is killed
-continues behind its last block.
+the cache by what they follow from: tokens, the model's weights, how it begins, precision. Neither
+the learning rate nor the loss nor the rank of an adapter is part of that, so every epoch, every
+trial of a search and every later run uses them, and no second model is in memory. A block is a file
+with a checksum that is whole or not there: a pass that is killed continues behind its last block.
+
+At every start a sample is computed again and compared.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import torch
 from numpy.typing import NDArray
 
 from farthing.data.token_set import TokenSet
+from farthing.data.units import N_TARGETS
 from farthing.dist.ranks import Ranks
+from farthing.errors import DataError
 from farthing.events import Note, Working
 from farthing.model.forward import Forward
 from farthing.run.folder import keep, kept
@@ -30,11 +33,15 @@ from farthing.train.built import Run
 from farthing.train.evaluate import Seen, look_at_all, with_room
 
 BLOCK = 256  # examples
+N_SAMPLED = 8
+MOST_APART = {"fp32": 1e-3}
+"""Nats a token between a cached log-probability and the live model's, by precision."""
+MOST_APART_HALF = 0.25
 
 
 def refer(run: Run) -> None:
     """Have the references of all examples of a run, before its checkpoint is restored. Raises
-    `RunInterruptedError`.
+    `RunInterruptedError`, `DataError` where the cache holds others than the model finds.
     """
     if not run.forward.of.needs_reference:
         return
@@ -111,7 +118,20 @@ def _refer_to(run: Run, tokens: TokenSet, wanted: NDArray[np.int64]) -> None:
             keep(_path(folder, block), {"rows": found[units].tobytes().hex()})
     if n_kept := len(blocks) - len(missing):
         n_examples = min(n_kept * BLOCK, len(tokens))
-        context.emit(Note(f"references of {n_examples:,} examples come from the cache"))
+        sample = np.unique(wanted[np.linspace(0, len(wanted) - 1, N_SAMPLED).astype(np.int64)])
+        most, mean = _apart(run, tokens, sample, found[sample])
+        text = (
+            f"references of {n_examples:,} examples come from the cache; of {len(sample)} scored"
+            f" again, an answer differs by {most:.1g} a token at most"
+        )
+        context.emit(Note(text))
+        if not mean <= MOST_APART.get(run.forward.numerics.name, MOST_APART_HALF):
+            raise DataError(
+                f"the cached references are not this model's: an answer differs by {most:.3g} a"
+                f" token, on average by {mean:.3g}",
+                where=str(folder),
+                to_do="delete that folder and run the same command again: they are made anew",
+            )
     run.forward.references[tokens.folder] = found
 
 
@@ -138,12 +158,23 @@ def _measured(run: Run, tokens: TokenSet, units: NDArray[np.int64]) -> NDArray[n
     return with_room(measure, most_tokens, longest, device, context.warn, "the reference pass")
 
 
+def _apart(
+    run: Run, tokens: TokenSet, sample: NDArray[np.int64], cached: NDArray[np.float64]
+) -> tuple[float, float]:
+    """(most, mean) nats a token between cached log-probabilities and those of the live model."""
+    arrays = run.forward.collate_scored(tokens, sample)
+    counts = [each[N_TARGETS].reshape(len(sample), -1) for each in arrays]
+    n_targets = np.maximum(1, np.concatenate(counts, axis=1))
+    apart = np.abs(_measured(run, tokens, sample) - cached) / n_targets
+    return float(apart.max()), float(apart.mean())
+
+
 def _key(run: Run, tokens: TokenSet) -> str:
     """The name of a folder: a hash of all that the references follow from."""
     numerics = run.forward.numerics
     content = run.spec.beginning | {
         "tokens": tokens.content_sha256,
         "scored": _width(run.forward, tokens),
-        "computed": [numerics.name, numerics.device.type, torch.__version__],
+        "precision": [numerics.name, numerics.device.type],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
