@@ -67,28 +67,6 @@ def test_base_and_tuned_are_measured_on_the_same_examples(
     assert main(["export", str(run), "--output", str(tmp_path / "out"), "--format", "adapter"]) == 0
 
 
-@pytest.mark.slow
-def test_an_evaluation_that_is_interrupted_goes_on_with_what_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = run_of(tmp_path, "llama")
-    make = evaluation.trained_model
-
-    def torn(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(evaluation, "trained_model", torn)
-    with pytest.raises(KeyboardInterrupt):
-        evaluation.evaluate_run(run, evaluation_set(run), with_base=True)
-    first = kept(run / "evaluation.json")
-    assert first is not None
-    assert "tuned" not in first
-    monkeypatch.setattr(evaluation, "trained_model", make)
-    monkeypatch.setattr(evaluation, "untrained_model", torn)
-    assert main(["eval", str(run), "--base", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["base"] == first["base"]
-
-
 def evaluation_set(run: Path) -> evaluation.Measure:
     """The held-out examples of a run."""
     from farthing.after.held_out import held_out_of

@@ -159,15 +159,15 @@ def test_memory_that_runs_out_halves_the_batch(
 ) -> None:
     run = run_of(tmp_path, "bert", max_steps=2)
     predictor, sizes = Predictor(run), list[int]()
-    answer = predictor._of_batch
+    forward = predictor.model.forward
 
-    def full(rows: list[list[int]]) -> Any:
-        sizes.append(len(rows))
-        if len(rows) > 3:
+    def full(input_ids: torch.Tensor, **more: Any) -> Any:
+        sizes.append(len(input_ids))
+        if len(input_ids) > 3:
             raise torch.OutOfMemoryError("full")
-        return answer(rows)
+        return forward(input_ids, **more)
 
-    monkeypatch.setattr(predictor, "_of_batch", full)
+    monkeypatch.setattr(predictor.model, "forward", full)
     found = list(predictor.rows({"text": f"row {i}"} for i in range(9)))
     assert all("prediction" in row for row in found)
     assert sizes == [9, 8, 4, 2, 2, 2, 2, 1]

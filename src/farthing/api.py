@@ -178,13 +178,7 @@ def evaluate(
     with tempfile.TemporaryDirectory(prefix="farthing-rows-") as scratch:
         file = _file_of(data, Path(scratch))
         held_out = held_out_of(folder, file, limit, trust_remote_code=trust_remote_code)
-        return evaluate_run(
-            folder,
-            on_examples(held_out),
-            with_base=base,
-            trust_remote_code=trust_remote_code,
-            progress=lambda side, done, total: None,
-        )
+        return evaluate_run(folder, on_examples(held_out), with_base=base)
 
 
 def generate(

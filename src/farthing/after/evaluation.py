@@ -68,7 +68,6 @@ def evaluate_run(
     by: Measure,
     *,
     with_base: bool,
-    trust_remote_code: bool = False,
     progress: Progress = lambda side, done, total: None,
 ) -> Json:
     """Figures of `tuned`, of `base` where asked for, and the dollars for each point of gain; kept
@@ -105,7 +104,8 @@ def evaluate_run(
             started_s = time.monotonic()
             if model is None:
                 make = trained_model if side == "tuned" else untrained_model
-                model = make(run, by.numerics.base_dtype, trust_remote_code=trust_remote_code)
+                trusts = by.job.model.trust_remote_code  # as the user does, who was asked
+                model = make(run, by.numerics.base_dtype, trust_remote_code=trusts)
             figures = by.of_part(model, part, functools.partial(progress, side))
             found[side] = found.get(side, {}) | figures
             found["done"].append([side, part])

@@ -87,6 +87,4 @@ def _measured(folder: Path, arguments: argparse.Namespace) -> Json:
         def progress(side: str, done: int, total: int) -> None:
             bars.update(shown[side], completed=done, total=total)
 
-        return evaluate_run(
-            folder, by, with_base=arguments.base, trust_remote_code=trust, progress=progress
-        )
+        return evaluate_run(folder, by, with_base=arguments.base, progress=progress)

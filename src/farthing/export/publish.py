@@ -20,7 +20,7 @@ from farthing.run.folder import PUBLISHED, keep, kept
 from farthing.storage.files import DamagedFileError, Json, files_below, sha256_of
 
 PREFIX = "hub:"
-TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+TOKEN = "HF_TOKEN"
 LEFT_OUT = ("manifest.json", ".*", "*.part")
 
 
@@ -65,13 +65,13 @@ def wanted_at(
         raise InputError(
             "there is no token for the Hub",
             where=where,
-            to_do=f"set {TOKENS[0]} in the environment, never in the job",
+            to_do=f"set {TOKEN} in the environment, never in the job",
         )
     return Publication(name, str(folder.resolve()), form, "", is_private)
 
 
 def _token() -> str:
-    return next((value for name in TOKENS if (value := os.environ.get(name, "").strip())), "")
+    return os.environ.get(TOKEN, "").strip()
 
 
 def content_of(folder: Path) -> str:

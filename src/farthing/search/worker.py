@@ -167,8 +167,7 @@ def confirm(task: Json, tell: Tell) -> Json:
     indices = held_out.indices[task["skip"] :]
     what = "examples no choice was made on"
     by = on_examples(HeldOut(job, spec, held_out.tokens, indices, what, run))
-    trusts = job.model.trust_remote_code
-    found = evaluate_run(run, by, with_base=False, trust_remote_code=trusts)
+    found = evaluate_run(run, by, with_base=False)
     return {"state": "finished", "metrics": found["tuned"], "n_examples": len(indices)}
 
 
