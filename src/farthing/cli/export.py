@@ -16,7 +16,13 @@ from farthing.storage.files import Json, bytes_below, read_json
 ARGUMENTS = {
     **RUN,
     "--output FOLDER!": "new folder for the model",
-    "--format {adapter,merged,gguf,fp8,w8a16,w4a16}:=merged": "format of the model",
+    "--format {adapter,merged,gguf,fp8,w8a16,w4a16}": (
+        "format of the model (default: merged; with --serve the cheapest to serve)"
+    ),
+    "--serve SERVER": "also write files for a server: vllm, or vertex:PROJECT/REGION/BUCKET",
+    "--traffic TRAFFIC": (
+        'traffic for --serve, such as "requests=2000/day,input=800,output=200,latency=2s"'
+    ),
     "--dtype {float32,bfloat16,float16}": "dtype of the merged weights",
     "--bits BITS": "GGUF type: f32, f16, bf16, q8_0 (default), q4_0; with llama.cpp q4_k_m ...",
     "--max-kl NATS:float": (
@@ -34,7 +40,22 @@ def run(arguments: argparse.Namespace) -> int:
     run = run_folder(arguments)
     if arguments.public and not arguments.push:
         raise InputError("it needs --push", where="--public", to_do="leave it out")
-    written = _publish(run, arguments) if arguments.push else _write(run, arguments)
+    if arguments.traffic and not arguments.serve:
+        raise InputError("it needs --serve", where="--traffic", to_do="add --serve")
+    if arguments.serve and arguments.push:
+        what = "a served model is not published by the same command"
+        raise InputError(what, where="--serve, --push", to_do="export twice")
+    if not arguments.serve:
+        arguments.format = arguments.format or "merged"
+        written = _publish(run, arguments) if arguments.push else _write(run, arguments)
+    else:
+        from farthing.after.deployment import plan_deployment, write_deployment
+
+        plan = plan_deployment(run, arguments.serve, arguments.format, arguments.traffic)
+        arguments.format = plan.export_format
+        written = _write(run, arguments)
+        lines = write_deployment(plan, Path(arguments.output))
+        written |= {"server": arguments.serve, "notes": [*written.get("notes", ()), *lines]}
     if arguments.json:
         print_json(written)
         return EXIT_FINISHED

@@ -1,0 +1,162 @@
+"""`farthing export --serve`: files for vLLM and Vertex AI, and the dollars of a month."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import workshop
+from command import Cli
+from farthing.after.deployment import parse_place, plan_deployment, write_deployment
+from farthing.cli import main
+from farthing.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[1]
+VERTEX = "vertex:my-project/us-central1/my-bucket"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A finished run of each task."""
+    found = {}
+    for family in ("llama", "t5", "bert"):
+        job = workshop.make_job(tmp_path_factory.mktemp(family), family, max_steps=1)
+        workshop.train(job)
+        found[family] = Path(job.output_dir)
+    return found
+
+
+def written(run: Path, folder: Path, serve: str, **wish: Any) -> dict[str, str]:
+    """The files beside a model, by name."""
+    folder.mkdir(parents=True)
+    plan = plan_deployment(run, serve, wish.get("export_format"), wish.get("traffic"))
+    write_deployment(plan, folder)
+    return {path.name: path.read_text() for path in (folder / "serve").iterdir()}
+
+
+def test_vllm_gets_the_memory_and_the_precision_of_the_plan(
+    runs: dict[str, Path], tmp_path: Path, cli: Cli
+) -> None:
+    words = ["--serve", "vllm", "--traffic", "requests=500/day,input=300,output=100"]
+    said = " ".join(cli.out("export", runs["llama"], "--output", tmp_path / "m", *words).split())
+    assert "500 requests a day of 300 tokens in and 100 out, in bf16: always on $" in said
+    assert "nothing scales to zero by itself" in said
+    assert (tmp_path / "m/model.safetensors").exists()
+    service = yaml.safe_load((tmp_path / "m/serve/compose.yaml").read_text())["services"]["vllm"]
+    assert "--gpu-memory-utilization=0.9" in service["command"]
+    assert "--max-model-len=2048" in service["command"], "as long as its positions"
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    subprocess.run(["sh", "-n", str(tmp_path / "m/serve/serve.sh")], check=True)
+
+
+def test_a_quantized_format_is_served_as_such(runs: dict[str, Path], tmp_path: Path) -> None:
+    files = written(runs["llama"], tmp_path / "m", "vllm", export_format="fp8")
+    assert "--kv-cache-dtype=fp8" in files["serve.sh"]
+
+
+def test_vertex_gets_a_model_an_endpoint_and_a_machine(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    files = written(runs["t5"], tmp_path / "m", VERTEX)
+    model = json.loads(files["model.json"])["model"]
+    assert model["artifactUri"] == "gs://my-bucket/run"
+    assert model["containerSpec"]["env"] == [{"name": "HF_TASK", "value": "text2text-generation"}]
+    deployed = json.loads(files["deploy.json"])["deployedModel"]
+    assert deployed["model"] == "projects/my-project/locations/us-central1/models/run"
+    assert deployed["dedicatedResources"]["minReplicaCount"] == 1
+    assert deployed["dedicatedResources"]["machineSpec"]["machineType"]
+    zero = json.loads(files["deploy_to_zero.json"])["deployedModel"]["dedicatedResources"]
+    assert (zero["minReplicaCount"], zero["initialReplicaCount"]) == (0, 1)
+    subprocess.run(["sh", "-n", str(tmp_path / "m/serve/deploy.sh")], check=True)
+
+
+def test_what_can_not_be_served_is_refused_before_anything_is_written(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    for text in ("vertex", "vertex:project", "vllm:here", "sagemaker"):
+        with pytest.raises(InputError, match="names no server"):
+            parse_place(text)
+    with pytest.raises(InputError, match="does not know how to serve seq2seq"):
+        plan_deployment(runs["t5"], "vllm", None, None)
+    with pytest.raises(InputError, match="do not load the format gguf"):
+        plan_deployment(runs["llama"], "vllm", "gguf", None)
+    assert (
+        main(["export", str(runs["t5"]), "--output", str(tmp_path / "m"), "--serve", "vllm"]) == 2
+    )
+    assert not (tmp_path / "m").exists()
+
+
+MESSAGES = """
+import json, sys
+from google.cloud import aiplatform_v1 as v1, aiplatform_v1beta1 as v1beta1
+from google.protobuf.json_format import ParseError
+kinds = {"model.json": v1.UploadModelRequest, "endpoint.json": v1.Endpoint,
+         "deploy.json": v1.DeployModelRequest, "deploy_to_zero.json": v1beta1.DeployModelRequest}
+try:
+    for name, text in json.load(sys.stdin).items():
+        if name in kinds:
+            kinds[name].from_json(text)
+    print("taken")
+except ParseError:
+    print("refused")
+"""
+COMPOSE = """
+import json, sys
+from importlib.util import find_spec
+from pathlib import Path
+import jsonschema, yaml
+schemas = Path(find_spec("check_jsonschema").origin).parent / "builtin_schemas/vendor"
+schema = json.loads((schemas / "compose-spec.json").read_text())
+try:
+    jsonschema.validate(yaml.safe_load(json.load(sys.stdin)["compose.yaml"]), schema)
+    print("taken")
+except jsonschema.ValidationError:
+    print("refused")
+"""
+
+
+def verdict(judge: str, files: dict[str, str]) -> str:
+    """What another project's own schema says to the files: taken or refused."""
+    python = Path(os.environ.get("FARTHING_LAUNCH_TOOLS") or ROOT / ".venv/launch") / "bin/python"
+    if not python.exists():
+        pytest.skip(f"{python} is not there: `make launch-tools` makes it")
+    words = [python, "-c", judge]
+    return subprocess.run(
+        words, input=json.dumps(files), text=True, stdout=subprocess.PIPE, check=True
+    ).stdout.strip()
+
+
+def changed(files: dict[str, str], old: str, new: str) -> dict[str, str]:
+    assert any(old in text for text in files.values())
+    return {name: text.replace(old, new) for name, text in files.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+def test_vertex_takes_the_files(family: str, runs: dict[str, Path], tmp_path: Path) -> None:
+    files = written(runs[family], tmp_path / "m", VERTEX)
+    assert verdict(MESSAGES, files) == "taken"
+    wrong = changed(files, "minReplicaCount", "minReplicas")
+    assert verdict(MESSAGES, wrong) == "refused"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("export_format", [None, "fp8"])
+def test_compose_takes_the_file(
+    export_format: str | None, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    files = written(runs["llama"], tmp_path / "m", "vllm", export_format=export_format)
+    assert verdict(COMPOSE, files) == "taken"
+    for wrong in (
+        ("capabilities:", "capability:"),
+        ("volumes:", "volume:"),
+        ("count: 1", "count: []"),
+    ):
+        assert verdict(COMPOSE, changed(files, *wrong)) == "refused"
