@@ -604,6 +604,11 @@ def test_a_mapping_with_what_no_file_holds_is_refused(value: object) -> None:
         farthing.load_job({"train": {"max_steps": value}})
 
 
+def test_a_mapping_may_hold_paths(tmp_path: Path) -> None:
+    values = {"task": "causal-lm", "model": "m", "data": tmp_path / "a.jsonl", "output_dir": "r"}
+    assert farthing.load_job(values).data.train == (str(tmp_path / "a.jsonl"),)
+
+
 @pytest.mark.parametrize(
     ("data", "place"),
     [

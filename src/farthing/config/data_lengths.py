@@ -321,14 +321,9 @@ def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
     template = _template_of_job(job) or own_template(folder)
     content = {
         "version": [CACHE_VERSION, _version("transformers"), _version("tokenizers")],
-        "data": {  # the labels of the evaluation data are those of the training data
-            "train": _content_of(data.train, data.train_split, data, known.get("train")),
-            "eval": (
-                _content_of(data.eval, data.eval_split, data, known.get("eval"))
-                if role == "eval"
-                else None
-            ),
-        },
+        # the labels of the evaluation data are those of the training data
+        "train": _content_of(data.train, data.train_split, data, known.get("train")),
+        "eval": role == "eval" and _content_of(data.eval, data.eval_split, data, known.get("eval")),
         "role": role,
         "recipe": asdict(_recipe_of(job, folder, began(Path(job.output_dir)), template)),
         "template": template,

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -323,10 +323,8 @@ def _explain(item: Any, origin: _Origin) -> InputError:
         names = f" {' or '.join(', '.join(objective_names()).rsplit(', ', 1))}"
         to_do = f"add `{loc[-1]}:`" + ({"task": names} | _ADD).get(loc[-1], "")
         return InputError(f"`{'.'.join(loc)}` is missing", where=where, to_do=to_do)
-    if loc[:2] == ("search", "vary"):
-        loc = loc[:3]
-    else:  # leave out which alternative or item of a key it was
-        loc = loc[:2] if loc and loc[0] in SECTIONS else loc[:1]
+    # leave out which alternative or item of a key it was
+    loc = loc[: 3 if loc[:2] == ("search", "vary") else 2 if loc and loc[0] in SECTIONS else 1]
     key = ".".join(loc)
     if kind == "value_error":
         there = {*origin.places, *origin.overrides}
@@ -519,50 +517,47 @@ def _local(name: str, base: Path) -> str:
 
 def _with_absolute_paths(job: Job, origin: _Origin) -> Job:
     """The same job with local paths made absolute and globs spelled out."""
+    model, data, store = job.model, job.data, job.output_store
 
-    def sources(role: str) -> Json:
-        names, own = getattr(job.data, role), getattr(job.data, f"of_{role}")
-        found: list[str] = []
-        said: list[Own] = []
+    def local(name: str | None, *key: str) -> str | None:
+        return name and _local(name, origin.folder_of(*key))
+
+    def absolute(path: str | None, *key: str) -> str | None:
+        return path and _absolute(path, origin.folder_of(*key))
+
+    def sources(role: Literal["train", "eval"]) -> Json:
+        found: list[tuple[str, Own]] = []
+        own = data.of_train if role == "train" else data.of_eval
+        names = data.train if role == "train" else data.eval
         for name, each in zip(names, own or (Own(),) * len(names), strict=True):
-            path = _local(name, origin.folder_of("data", role))
+            path = str(local(name, "data", role))
             is_glob = any(c in path for c in "*?[") and not is_remote(path)
             spread = (sorted(glob.glob(path)) if is_glob else []) or [path]
-            found += spread
-            said += [each] * len(spread)
-        return {role: tuple(found), f"of_{role}": tuple(said) if own else ()}
+            found += [(one, each) for one in spread]
+        paths, said = zip(*found, strict=True) if found else ((), ())
+        return {role: paths, f"of_{role}": said if own else ()}
 
-    def placed(section: Any, at: Key, *keys: str) -> Json:
-        """Keys that are paths whatever they look like."""
-        given = {key: getattr(section, key) for key in keys}
-        return {
-            key: value if value is None else _absolute(value, origin.folder_of(*at, key))
-            for key, value in given.items()
-        }
-
-    model = {
-        key: (name := getattr(job.model, key)) and _local(name, origin.folder_of("model", key))
+    names = {
+        key: local(getattr(model, key), "model", key)
         for key in ("model_name_or_path", "tokenizer_name_or_path")
     }
-    match = re.fullmatch(r"(.+):(\d+)", job.model.from_run or "")  # `RUN` or `RUN:STEP`
-    if run := match[1] if match else job.model.from_run:
-        step = f":{match[2]}" if match else ""
-        model["from_run"] = _absolute(run, origin.folder_of("model", "from_run")) + step
-    data = {**sources("train"), **sources("eval"), **placed(job.data, ("data",), "chat_template")}
+    match = re.fullmatch(r"(.+):(\d+)", model.from_run or "")  # `RUN` or `RUN:STEP`
+    run = absolute(match[1] if match else model.from_run, "model", "from_run")
+    template = absolute(data.chat_template, "data", "chat_template")
     _refuse_long(job.output_dir)
     # a link stays one: whose it is will be looked at
     output = origin.folder_of("output_dir") / Path(job.output_dir).expanduser()
-    places = {
-        "output_dir": os.path.abspath(output),
-        "cache_dir": str(Path.home() / ".cache" / "farthing"),
-        **{key: each for key, each in placed(job, (), "cache_dir").items() if each},
-    }
-    if job.output_store and not is_remote(job.output_store):
-        places |= placed(job, (), "output_store")
     return job.model_copy(
         update={
-            "model": job.model.model_copy(update=model),
-            "data": job.data.model_copy(update=data),
-            **places,
+            "model": model.model_copy(
+                update={**names, "from_run": f"{run}:{match[2]}" if match else run}
+            ),
+            "data": data.model_copy(
+                update={**sources("train"), **sources("eval"), "chat_template": template}
+            ),
+            "output_dir": os.path.abspath(output),
+            "output_store": store if is_remote(store or "") else absolute(store, "output_store"),
+            "cache_dir": absolute(job.cache_dir, "cache_dir")
+            or str(Path.home() / ".cache" / "farthing"),
         }
     )
