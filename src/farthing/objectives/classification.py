@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from farthing.metrics import Metrics, classification_metrics
-from farthing.objectives.columns import TEXT_LABEL, Unusable, kind_of, parsed_list, text_of
-from farthing.objectives.objective import Evaluated, Labels, Objective, Rows, Starter
+from farthing.objectives.columns import TEXT_LABEL, Row, Unusable, kind_of, parsed_list, text_of
+from farthing.objectives.objective import IGNORED, Evaluated, Labels, Objective, Rows, Starter
 
 
-def _read(row: Mapping[str, Any], label_map: Mapping[str, str]) -> tuple[str, str]:
+def _read(row: Row, label_map: Mapping[str, str]) -> tuple[str, str]:
     """The text, and the name of its class: text or a whole number. Raises `Unusable`."""
     label = row.get("label")
     if label is None or label == "":
@@ -49,17 +49,28 @@ def in_order(names: Collection[str]) -> list[str]:
         return sorted(names)
 
 
-def set_head(config: Any, names: Sequence[str]) -> None:
-    config.num_labels = len(names)
-    config.id2label = dict(enumerate(names))
-    config.label2id = {name: index for index, name in enumerate(names)}
-    config.problem_type = "single_label_classification"
+def head_of(problem_type: str | None, *own: str) -> Callable[[Any, Sequence[str]], None]:
+    """Says in a model's configuration that it scores these classes, or `own` ones."""
+
+    def set_head(config: Any, names: Sequence[str]) -> None:
+        found = dict(enumerate(own or names))
+        config.num_labels, config.problem_type = len(found), problem_type
+        config.id2label = found
+        config.label2id = {name: index for index, name in found.items()}
+
+    return set_head
 
 
 def _loss(scores: Any, labels: Any, label_smoothing: float) -> Any:
     from torch.nn.functional import cross_entropy
 
-    return cross_entropy(scores.float(), labels, reduction="sum", label_smoothing=label_smoothing)
+    return cross_entropy(
+        scores.flatten(0, -2).float(),
+        labels.flatten(),
+        reduction="sum",
+        ignore_index=IGNORED,
+        label_smoothing=label_smoothing,
+    )
 
 
 def confusion_of(seen: Evaluated) -> Metrics:
@@ -79,7 +90,7 @@ LABELS = Labels(
     read=_read,
     names=in_order,
     number=lambda label, numbers: numbers[label],
-    set_head=set_head,
+    set_head=head_of("single_label_classification"),
     loss=_loss,
     answers=lambda scores: scores.argmax(-1),
 )

@@ -8,6 +8,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+Row = Mapping[str, Any]
+"""A row of the data, by standard columns."""
+
 
 class Unusable(Exception):
     """A row that can't become an example. The message is the reason, in words for its owner.
@@ -29,34 +32,38 @@ class Format(NamedTuple):
     may_have: tuple[str, ...] = ()
 
 
-MESSAGES = Format("messages", ("messages",), ("tools", "functions", "system"))
-CONVERSATIONS = Format("conversations", ("conversations",), ("system", "tools"))
-INSTRUCTION = Format("instruction", ("instruction", "output"), ("input", "system", "history"))
-PROMPT_COMPLETION = Format("prompt/completion", ("prompt", "completion"), ("tools",))
-INPUT_TARGET = Format("input/target", ("input", "target"))
-TEXT_LABEL = Format("text/label", ("text", "label"))
-TEXT = Format("text", ("text",))
-TEXT_LABELS = Format("text/labels", ("text", "labels"))
-TEXT_SCORE = Format("text/score", ("text", "score"))
-TOKENS_TAGS = Format("tokens/tags", ("tokens", "tags"))
+def _form(name: str, *may_have: str, needs: tuple[str, ...] = ()) -> Format:
+    """A form that is named by the columns it needs, unless these are given."""
+    return Format(name, needs or tuple(name.split("/")), may_have)
+
+
+MESSAGES = _form("messages", "tools", "functions", "system")
+CONVERSATIONS = _form("conversations", "system", "tools")
+INSTRUCTION = _form("instruction", "input", "system", "history", needs=("instruction", "output"))
+PROMPT_COMPLETION = _form("prompt/completion", "tools")
+INPUT_TARGET = _form("input/target")
+TEXT_LABEL = _form("text/label")
+TEXT = _form("text")
+TEXT_LABELS = _form("text/labels")
+TEXT_SCORE = _form("text/score")
+TOKENS_TAGS = _form("tokens/tags")
 
 _BESIDE = ("system", "tools", "margin")
+_PREFERRED = ("input", "preferred_output", "non_preferred_output")
 PAIRS = (
-    Format("input/preferred", ("input", "preferred_output", "non_preferred_output")),
-    Format("messages/rejected_response", ("messages", "rejected_response"), _BESIDE),
-    Format("messages/rejected_messages", ("messages", "rejected_messages"), _BESIDE),
-    Format("conversations/chosen/rejected", ("conversations", "chosen", "rejected"), _BESIDE),
-    Format(
-        "instruction/chosen/rejected", ("instruction", "chosen", "rejected"), ("input", *_BESIDE)
-    ),
-    Format("prompt/chosen/rejected", ("prompt", "chosen", "rejected"), _BESIDE),
-    Format("messages/chosen/rejected", ("messages", "chosen", "rejected"), _BESIDE),
-    Format("chosen/rejected", ("chosen", "rejected"), _BESIDE),
+    _form("input/preferred", needs=_PREFERRED),
+    _form("messages/rejected_response", *_BESIDE),
+    _form("messages/rejected_messages", *_BESIDE),
+    _form("conversations/chosen/rejected", *_BESIDE),
+    _form("instruction/chosen/rejected", "input", *_BESIDE),
+    _form("prompt/chosen/rejected", *_BESIDE),
+    _form("messages/chosen/rejected", *_BESIDE),
+    _form("chosen/rejected", *_BESIDE),
 )
 VERDICTS = (
-    Format("prompt/completion/label", ("prompt", "completion", "label"), ("tools",)),
-    Format("messages/label", ("messages", "label"), ("tools", "system")),
-    Format("instruction/output/label", ("instruction", "output", "label"), ("input", "system")),
+    _form("prompt/completion/label", "tools"),
+    _form("messages/label", "tools", "system"),
+    _form("instruction/output/label", "input", "system"),
 )
 
 _KINDS = {
@@ -89,7 +96,7 @@ def parsed_list(value: Any) -> Any:
     return value
 
 
-def list_of(row: Mapping[str, Any], column: str) -> list[Any]:
+def list_of(row: Row, column: str) -> list[Any]:
     """The list in a column of a row; a table has it as JSON, or as Python writes it. Raises
     `Unusable`.
     """
@@ -102,7 +109,7 @@ def list_of(row: Mapping[str, Any], column: str) -> list[Any]:
     return list(value)
 
 
-def text_of(row: Mapping[str, Any], column: str, *, may_be_empty: bool = False) -> str:
+def text_of(row: Row, column: str, *, may_be_empty: bool = False) -> str:
     """The text in a column of a row. Raises `Unusable`."""
     value = row.get(column)
     if value is None:

@@ -4,11 +4,9 @@ of the chosen answers that holds the model near them.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
-from farthing.objectives.objective import Answers, Figures, Settings
+from farthing.objectives.objective import Answers, Figures, NotNegative, Positive, Settings, Swapped
 from farthing.objectives.preference import figures_of, nll_of_chosen, objective, softplus
 
 
@@ -16,13 +14,13 @@ class CPO(Settings):
     """Learn to prefer an answer, and to write it, without a reference."""
 
     name: Literal["cpo"] = "cpo"
-    beta: Annotated[float, Field(gt=0)] = 0.1
+    beta: Positive = 0.1
     """Scale of the log-probabilities that are compared."""
     loss_type: Literal["sigmoid", "hinge"] = "sigmoid"
     """How the difference is judged."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Swapped = 0.0
     """Of sigmoid: share of pairs whose answers are taken to be swapped."""
-    cpo_alpha: Annotated[float, Field(ge=0)] = 1.0
+    cpo_alpha: NotNegative = 1.0
     """Weight of the chosen answers' own loss."""
 
 

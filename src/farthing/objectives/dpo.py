@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from farthing.objectives.objective import Answers, Figures, Settings
+from farthing.objectives.objective import Answers, Figures, NotNegative, Positive, Settings, Swapped
 from farthing.objectives.preference import (
     FIGURES,
     figures_of,
@@ -31,17 +31,17 @@ class DPO(Settings):
     """Learn to prefer an answer to another, held near the model as it began."""
 
     name: Literal["dpo"] = "dpo"
-    beta: Annotated[float, Field(gt=0)] = 0.1
+    beta: Positive = 0.1
     """How strongly the model is held near its reference; for ipo its target is 1 / (2 beta)."""
     loss_type: Loss | tuple[Loss, ...] = "sigmoid"
     """One loss, or several that are added up by `loss_weights`: [sigmoid, sft] is RPO."""
-    loss_weights: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    loss_weights: tuple[NotNegative, ...] = ()
     """Weight of each loss; default 1."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Swapped = 0.0
     """Share of pairs whose answers are taken to be swapped: cDPO for sigmoid; robust and exo_pair
     need it above 0.
     """
-    discopop_tau: Annotated[float, Field(gt=0)] = 0.05
+    discopop_tau: Positive = 0.05
     """Temperature of discopop's mixture."""
 
     @property

@@ -8,15 +8,12 @@ it is of the whole step, however that is split.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from farthing.objectives import columns
 from farthing.objectives.causal_lm import CAUSAL_LM
-from farthing.objectives.columns import Unusable
-from farthing.objectives.objective import Answers, Figures, Settings, Starter
+from farthing.objectives.columns import Row, Unusable
+from farthing.objectives.objective import Answers, Figures, NotNegative, Positive, Settings, Starter
 from farthing.objectives.preference import divergence
 
 
@@ -24,13 +21,13 @@ class KTO(Settings):
     """Learn from answers that were accepted or not, held near the model as it began."""
 
     name: Literal["kto"] = "kto"
-    beta: Annotated[float, Field(gt=0)] = 0.1
+    beta: Positive = 0.1
     """How strongly the model is held near its reference."""
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
     """apo_zero_unpaired needs no baseline, and spares a pass over each step's answers."""
-    desirable_weight: Annotated[float, Field(ge=0)] = 1.0
+    desirable_weight: NotNegative = 1.0
     """The paper asks for weights whose products with the counts of rows are in 1 to 4/3."""
-    undesirable_weight: Annotated[float, Field(ge=0)] = 1.0
+    undesirable_weight: NotNegative = 1.0
     """The same of answers that were not accepted."""
 
 
@@ -39,7 +36,7 @@ _YES = {"true", "1", "desirable", "good", "chosen", "yes"}
 _NO = {"false", "0", "undesirable", "bad", "rejected", "no"}
 
 
-def _verdict(row: Mapping[str, Any]) -> float:
+def _verdict(row: Row) -> float:
     """1 for a desirable answer, 0 for another."""
     value = str(row.get("label")).strip().lower().removesuffix(".0")
     if value not in _YES | _NO:
@@ -50,15 +47,11 @@ def _verdict(row: Mapping[str, Any]) -> float:
 def _loss(answers: Answers, settings: KTO) -> tuple[Any, Figures]:
     import torch
 
-    ratio = (answers.log_probs - answers.reference)[:, 0]
-    is_good, rewards = answers.values, settings.beta * ratio
-    if settings.loss_type == "kto":
-        x = rewards - settings.beta * answers.step.baseline
-        good, bad = 1 - x.sigmoid(), 1 - (-x).sigmoid()
-    else:
-        good, bad = 1 - rewards.sigmoid(), rewards.sigmoid()
-    weighed = settings.desirable_weight * is_good * good
-    loss = (weighed + settings.undesirable_weight * (1 - is_good) * bad).sum()
+    rewards = settings.beta * (answers.log_probs - answers.reference)[:, 0]
+    is_good, baseline = answers.values, answers.step.baseline
+    x = rewards - settings.beta * baseline if settings.loss_type == "kto" else rewards
+    weights = settings.desirable_weight * is_good + settings.undesirable_weight * (1 - is_good)
+    loss = (weights * ((1 - 2 * is_good) * x).sigmoid()).sum()
     with torch.no_grad():
         n = is_good.new_tensor(float(len(is_good)))
         found = {
@@ -67,7 +60,7 @@ def _loss(answers: Answers, settings: KTO) -> tuple[Any, Figures]:
             "length": answers.n_targets[:, 0],
         }
         verdicts = dict(zip(VERDICTS, (is_good, 1 - is_good), strict=True))
-        baseline = torch.as_tensor(answers.step.baseline, device=n.device).float()
+        baseline = torch.as_tensor(baseline, device=n.device).float()
         figures = {
             **{
                 f"{name}/{verdict}": ((each * mask).sum(), mask.sum())

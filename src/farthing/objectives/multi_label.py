@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from farthing.metrics import Metrics, multi_label_metrics
-from farthing.objectives.classification import CLASSIFICATION, LABELS, in_order, set_head
-from farthing.objectives.columns import TEXT_LABELS, Unusable, kind_of, list_of, text_of
+from farthing.objectives.classification import CLASSIFICATION, LABELS, head_of, in_order
+from farthing.objectives.columns import TEXT_LABELS, Row, Unusable, kind_of, list_of, text_of
 from farthing.objectives.objective import Evaluated, Starter
 
 Names = tuple[str, ...]
 
 
-def _read(row: Mapping[str, Any], label_map: Mapping[str, str]) -> tuple[str, Names]:
+def _read(row: Row, label_map: Mapping[str, str]) -> tuple[str, Names]:
     """The text, and the names of its classes: of a list of texts or whole numbers, or of one of
     fractions or truths, 1 at the place of each class. Raises `Unusable`.
     """
@@ -43,11 +43,6 @@ def _number(label: Names, numbers: Mapping[str, int]) -> list[int]:
     """1 at the place of each class that is there."""
     there = {numbers[name] for name in label}
     return [int(place in there) for place in range(len(numbers))]
-
-
-def _set_head(config: Any, names: Sequence[str]) -> None:
-    set_head(config, names)
-    config.problem_type = "multi_label_classification"
 
 
 def _loss(scores: Any, labels: Any, _: float) -> Any:
@@ -80,7 +75,7 @@ MULTI_LABEL = CLASSIFICATION._replace(
         read=_read,
         names=_names,
         number=_number,
-        set_head=_set_head,
+        set_head=head_of("multi_label_classification"),
         loss=_loss,
         answers=lambda scores: scores > 0,
         dtype="uint8",

@@ -9,14 +9,14 @@ T tokens in all, N examples of a micro-batch, C scores of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from farthing.metrics import Metrics
-from farthing.objectives.columns import Format
+from farthing.objectives.columns import Format, Row
 
 IGNORED = -100  # label of a position the loss does not count, as in transformers
 
@@ -102,7 +102,7 @@ class Labels(NamedTuple):
     word.
     """
 
-    read: Callable[[Mapping[str, Any], Mapping[str, str]], tuple[Any, Any]]
+    read: Callable[[Row, Mapping[str, str]], tuple[Any, Any]]
     """(input text, label) of a row with standard columns, under the job's `label_map`; with
     `per_word` tuples: the words, and the label of each. Raises `Unusable`.
     """
@@ -137,6 +137,12 @@ class Labels(NamedTuple):
     predict: Callable[[Sequence[float], Sequence[str]], Any] | None = None
     """What is said of the shares of one example, by the names of the classes. None: the likeliest.
     """
+
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Swapped = Annotated[float, Field(ge=0, lt=0.5)]
+"""A share of pairs whose answers are taken to be swapped."""
 
 
 class Settings(BaseModel):
@@ -242,7 +248,7 @@ class Objective(NamedTuple):
     """
     figures: tuple[str, ...] = ()
     """Names of what `loss` finds."""
-    value: Callable[[Mapping[str, Any]], float] | None = None
+    value: Callable[[Row], float] | None = None
     """The number of a row's unit, with standard columns. Raises `Unusable`."""
 
     def pad(self, rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:

@@ -7,11 +7,9 @@ as the paper's.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
-from farthing.objectives.objective import Answers, Figures, Settings
+from farthing.objectives.objective import Answers, Figures, Positive, Settings
 from farthing.objectives.preference import figures_of, nll_of_chosen, objective, per_token, softplus
 
 
@@ -19,7 +17,7 @@ class ORPO(Settings):
     """Learn the chosen answers, away from the rejected ones, without a reference."""
 
     name: Literal["orpo"] = "orpo"
-    beta: Annotated[float, Field(gt=0)] = 0.1
+    beta: Positive = 0.1
     """Weight of the odds ratio: the paper's lambda."""
 
 

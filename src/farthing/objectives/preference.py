@@ -11,7 +11,7 @@ from typing import Any
 
 from farthing.objectives import columns
 from farthing.objectives.causal_lm import CAUSAL_LM
-from farthing.objectives.objective import Answers, Evaluated, Figures, Objective, Starter
+from farthing.objectives.objective import Answers, Figures, Objective, Starter
 
 OF_REWARDS = (
     "accuracy",
@@ -86,15 +86,11 @@ def divergence(answers: Answers) -> Any:
     return (d.exp() - 1 - d).sum()
 
 
-def _judge(seen: Evaluated) -> dict[str, Any]:
-    return {}
-
-
 PAIRS = CAUSAL_LM._replace(
     formats=columns.PAIRS,
     example_columns="prompt: question, chosen: better, rejected: worse",
     metrics=METRICS,
-    judge=_judge,
+    judge=lambda seen: {},
     same_head_as=CAUSAL_LM.name,
     asked_as=CAUSAL_LM.name,
     starter=STARTER,

@@ -8,6 +8,7 @@ its objective is asked for.
 from __future__ import annotations
 
 import difflib
+from importlib.metadata import entry_points
 
 from pydantic import ValidationError
 
@@ -50,11 +51,7 @@ def is_installed(name: str) -> bool:
 
 def package_of(name: str) -> str:
     """The installed package that brings an objective; empty for farthing's own."""
-    from importlib.metadata import entry_points
-
-    if name in _BUILT_IN:
-        return ""
-    points = entry_points(group=ENTRY_POINTS, name=name)
+    points = [] if name in _BUILT_IN else entry_points(group=ENTRY_POINTS, name=name)
     return next((point.dist.name if point.dist else point.module for point in points), "")
 
 
@@ -66,29 +63,21 @@ def find_objective(name: str) -> Objective | None:
     """The task of this name; None where there is none. Raises `InputError` for a package whose task
     can't be taken.
     """
-    if name not in _OBJECTIVES:
-        from importlib.metadata import entry_points
-
-        for point in entry_points(group=ENTRY_POINTS, name=name):
-            try:
-                task = point.load()
-            except Exception as error:
-                raise _broken(
-                    name, point.value, f"{type(error).__name__}: {str(error)[:200]}"
-                ) from error
+    points = () if name in _OBJECTIVES else entry_points(group=ENTRY_POINTS, name=name)
+    for point in [*points][:1]:
+        try:
+            task = point.load()
             if not isinstance(task, Objective) or task.name != name:
-                raise _broken(name, point.value, "it is no farthing Objective of that name")
-            register(task)
-            break
+                raise TypeError("it is no farthing Objective of that name")
+        except Exception as error:
+            raise InputError(
+                f"the task `{name}` of an installed package can't be used:"
+                f" {type(error).__name__}: {str(error)[:200]}",
+                where=point.value,
+                to_do="mend it",
+            ) from error
+        register(task)
     return _OBJECTIVES.get(name)
-
-
-def _broken(name: str, place: str, why: str) -> InputError:
-    return InputError(
-        f"the task `{name}` of an installed package can't be used: {why}",
-        where=place,
-        to_do="mend it",
-    )
 
 
 def objective_of(name: str) -> Objective:

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.metrics import Metrics
-from farthing.objectives.classification import CLASSIFICATION, LABELS
-from farthing.objectives.columns import TEXT_LABEL, TEXT_SCORE, Unusable, kind_of, text_of
+from farthing.objectives.classification import CLASSIFICATION, LABELS, head_of
+from farthing.objectives.columns import TEXT_LABEL, TEXT_SCORE, Row, Unusable, kind_of, text_of
 from farthing.objectives.objective import Evaluated, Starter
 
 
-def _read(row: Mapping[str, Any], label_map: Mapping[str, str]) -> tuple[str, float]:
+def _read(row: Row, label_map: Mapping[str, str]) -> tuple[str, float]:
     """The text, and its number. Raises `Unusable`."""
     column = "score" if row.get("score") is not None else "label"
     value = row.get(column)
@@ -30,12 +30,6 @@ def _read(row: Mapping[str, Any], label_map: Mapping[str, str]) -> tuple[str, fl
     if not math.isfinite(number):
         raise Unusable(f"`{column}` is {number}, which can't be learned")
     return text_of(row, "text"), number
-
-
-def _set_head(config: Any, _: Any) -> None:
-    config.num_labels = 1
-    config.id2label, config.label2id = {0: "LABEL_0"}, {"LABEL_0": 0}
-    config.problem_type = "regression"
 
 
 def _loss(scores: Any, labels: Any, _: float) -> Any:
@@ -77,7 +71,7 @@ REGRESSION = CLASSIFICATION._replace(
         read=_read,
         names=lambda labels: [],
         number=lambda label, numbers: label,
-        set_head=_set_head,
+        set_head=head_of("regression", "LABEL_0"),
         loss=_loss,
         answers=lambda scores: scores[:, 0],
         dtype="float32",

@@ -7,14 +7,11 @@ The head reads the last token, as transformers' sequence classifiers do. Names a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
-from farthing.objectives.classification import CLASSIFICATION, LABELS
-from farthing.objectives.columns import Unusable
-from farthing.objectives.objective import Answers, Figures, Settings, Starter
+from farthing.objectives.classification import CLASSIFICATION, LABELS, head_of
+from farthing.objectives.columns import Row, Unusable
+from farthing.objectives.objective import Answers, Figures, NotNegative, Settings, Starter
 from farthing.objectives.preference import OF_REWARDS, figures_of, objective, softplus
 
 
@@ -22,13 +19,13 @@ class Reward(Settings):
     """Learn to score answers as people prefer them."""
 
     name: Literal["reward"] = "reward"
-    center_rewards_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    center_rewards_coefficient: NotNegative = 0.0
     """Weight of the squared sum of both scores, which holds them around 0 (Eisenstein et al.
     2023).
     """
 
 
-def _margin(row: Mapping[str, Any]) -> float:
+def _margin(row: Row) -> float:
     """By how much more the chosen answer should score; 0 where the data says nothing."""
     value = row.get("margin")
     if value is None or value == "":
@@ -36,11 +33,6 @@ def _margin(row: Mapping[str, Any]) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Unusable("`margin` is no number")
     return float(value)
-
-
-def _set_head(config: Any, names: Any) -> None:
-    config.num_labels, config.id2label, config.label2id = 1, {0: "reward"}, {"reward": 0}
-    config.problem_type = "regression"
 
 
 def _loss(answers: Answers, settings: Reward) -> tuple[Any, Figures]:
@@ -65,5 +57,7 @@ OBJECTIVE = objective(
         "Qwen/Qwen2.5-0.5B-Instruct", "1.0e-4", "rewards/accuracies", "prompt, chosen, rejected"
     ),
     figures=OF_REWARDS,
-    labels=LABELS._replace(set_head=_set_head, answers=lambda scores: scores[:, 0]),
+    labels=LABELS._replace(
+        set_head=head_of("regression", "reward"), answers=lambda scores: scores[:, 0]
+    ),
 )

@@ -7,11 +7,9 @@ and 0.5, with a loss of the chosen answers) are CPO's.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
-from farthing.objectives.objective import Answers, Figures, Settings
+from farthing.objectives.objective import Answers, Figures, NotNegative, Positive, Settings
 from farthing.objectives.preference import figures_of, objective, per_token, softplus
 
 
@@ -19,9 +17,9 @@ class SimPO(Settings):
     """Learn to prefer an answer by its log-probability a token, without a reference."""
 
     name: Literal["simpo"] = "simpo"
-    beta: Annotated[float, Field(gt=0)] = 2.5
+    beta: Positive = 2.5
     """Scale of the reward; its authors used 2 to 10."""
-    simpo_gamma: Annotated[float, Field(ge=0)] = 1.375
+    simpo_gamma: NotNegative = 1.375
     """Margin between the rewards; its authors used 0.1 to 0.8 of beta."""
 
 

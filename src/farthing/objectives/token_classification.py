@@ -10,16 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.metrics import Metrics, entity_metrics
-from farthing.objectives.classification import CLASSIFICATION, LABELS, confusion_of, set_head
-from farthing.objectives.columns import TOKENS_TAGS, Unusable, kind_of, list_of
+from farthing.objectives.classification import CLASSIFICATION, LABELS, confusion_of, head_of
+from farthing.objectives.columns import TOKENS_TAGS, Row, Unusable, kind_of, list_of
 from farthing.objectives.objective import IGNORED, Evaluated, Rows, Starter, filled
 
 _OF_ENTITIES = re.compile(r"O|[BIESLUM]-.+")
 
 
-def _read(
-    row: Mapping[str, Any], label_map: Mapping[str, str]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _read(row: Row, label_map: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The words, and the tag of each: text or a whole number. Raises `Unusable`."""
     words, tags = list_of(row, "tokens"), list_of(row, "tags")
     if not words:
@@ -34,23 +32,6 @@ def _read(
             what = "an empty text" if each == "" else kind_of(each)
             raise Unusable(f"`{name}` holds {what}, not {name[:-1]}s")
     return tuple(words), tuple(label_map.get(str(tag), str(tag)) for tag in tags)
-
-
-def _set_head(config: Any, names: Sequence[str]) -> None:
-    set_head(config, names)
-    config.problem_type = None
-
-
-def _loss(scores: Any, labels: Any, label_smoothing: float) -> Any:
-    from torch.nn.functional import cross_entropy
-
-    return cross_entropy(
-        scores.flatten(0, -2).float(),
-        labels.flatten(),
-        reduction="sum",
-        ignore_index=IGNORED,
-        label_smoothing=label_smoothing,
-    )
 
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
@@ -102,5 +83,5 @@ TOKEN_CLASSIFICATION = CLASSIFICATION._replace(
     peft_type="TOKEN_CLS",
     pipeline_tag="token-classification",
     starter=Starter("FacebookAI/roberta-base", "2.0e-4", "f1", "tokens, tags (or ner_tags)"),
-    labels=LABELS._replace(read=_read, set_head=_set_head, loss=_loss, per_word=True),
+    labels=LABELS._replace(read=_read, set_head=head_of(None), per_word=True),
 )
