@@ -156,7 +156,7 @@ def test_padding_is_said_where_a_configuration_leaves_it_open(
 
 
 def test_a_model_without_a_vocabulary_is_refused(tokenizers: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match="a canine has no vocab_size"):
+    with pytest.raises(ModelError, match="the model embeds 0"):
         check_fits(
             small_config("canine", "classification"),
             tokenizers["llama"],
@@ -299,11 +299,9 @@ def test_a_key_of_another_family_changes_no_loss(key: str) -> None:
     assert torch.equal(*states)
 
 
-@pytest.mark.parametrize(
-    ("family", "words"), [("bert", "is_decoder: true"), ("xlm", "causal: true")]
-)
-def test_an_encoder_is_told_its_own_key_to_look_back(family: str, words: str) -> None:
-    with pytest.raises(ModelError, match=f"looks ahead.*\n.*`{words}`"):
+@pytest.mark.parametrize("family", ["bert", "xlm"])
+def test_an_encoder_as_a_language_model_is_refused(family: str) -> None:
+    with pytest.raises(ModelError, match="looks ahead"):
         refuse_looking_ahead(small(family, AutoModelForCausalLM), family)
 
 

@@ -1,10 +1,20 @@
-"""Activation checkpointing chosen by measured need: off, every second layer, or every layer.
+"""What is kept for the backward pass, and activation checkpointing chosen by measured need: off,
+every second layer, or every layer.
+
+| part | kept |
+|---|---|
+| a checkpointed layer | its input; the rest is computed again, a layer at a time |
+| a layer | what transformers' operations save |
+| a LoRA layer (`lora_kernels.py`) | its input, shared; the thin product; dropout's byte a number |
+| attention (`attention_kernels.py`) | queries, keys, values, output, one number a row |
+| short documents on a CPU (`cpu.py`) | attention's weights besides |
+| the head (`head.py`) | gradients of the labelled states, and of a trained matrix |
+| trained weights (`casts.py`) | a copy in the precision of the run, once a step |
 
 A short forward pass is run at two lengths, and every tensor that autograd saves is counted. What
-grows between the two grows linearly with the tokens of a micro-batch (attention is never
-materialised with sdpa); what does not, copies of the trained matrices in the precision of the run
-among it, is there once. The need is that of the moment that takes most, as the planner's `memory`
-has them: the loss, the backward pass, its end with all gradients, the update.
+grows between the two grows linearly with the tokens of a micro-batch; what does not, copies of the
+trained matrices among it, is there once. The need is that of the moment that takes most, as the
+planner's `memory` has them: the loss, the backward pass, its end with all gradients, the update.
 """
 
 from __future__ import annotations

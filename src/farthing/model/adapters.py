@@ -70,13 +70,7 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
     )
     if targets == "all-linear" and (others := _not_linear(model)):
         config.exclude_modules = others
-    linear = sorted(
-        {
-            name.split(".")[-1]
-            for name, m in model.named_modules()
-            if isinstance(m, nn.Linear | Conv1D)
-        }
-    )
+    linear = _linear_names(model)
     if begins_from_base(adapter.init) and (odd := _embeddings_among(model, targets)):
         raise ModelError(
             f"`{odd[0]}` is an embedding: {adapter.init} takes the weights of linear layers apart",
@@ -253,19 +247,21 @@ def _query_and_value(model: Any) -> list[str]:
     """The names this family gives to the query and value projections (Hu et al. 2021,
     section 4.2).
     """
-    names = {
-        name.split(".")[-1]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
-    }
+    names = _linear_names(model)
     for pair in QUERY_AND_VALUE:
-        if set(pair) <= names:
+        if set(pair) <= set(names):
             return list(pair)
     raise ModelError(
         "the query and value layers of this model are not known",
         where="method.target_modules",
-        to_do=f"name them, or use all-linear; its linear layers: {', '.join(sorted(names))}",
+        to_do=f"name them, or use all-linear; its linear layers: {', '.join(names)}",
     )
+
+
+def _linear_names(model: Any) -> list[str]:
+    """The last parts of the names of a model's linear layers."""
+    named = model.named_modules()
+    return sorted({name.split(".")[-1] for name, m in named if isinstance(m, nn.Linear | Conv1D)})
 
 
 @torch.no_grad()

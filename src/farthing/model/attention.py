@@ -149,7 +149,7 @@ def packed_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
         read = of_first_tokens(last, hidden, documents, attend)
         return read.new_zeros(hidden.shape).index_copy(1, starts, read)
 
-    with answering([] if last is None else [last], answer):
+    with answering(last, answer):
         first = body(**inputs).last_hidden_state[0, starts, None]  # [N, 1, H]: N of one token
     logits = inner.classifier(first if kind == "first" else inner.dropout(body.pooler(first)))
     return logits

@@ -293,16 +293,15 @@ def _plan(documents: Documents, width: int, device: torch.device) -> _Plan:
         own, other = lengths[members, None], seen[members, None]
         columns = np.arange(own.max())
         rows = starts[members, None] + np.minimum(columns, own - 1)
-        at = n_before + np.arange(rows.size).reshape(rows.shape)
         is_real = columns < own
-        back[rows[is_real]] = at[is_real]
+        back[rows[is_real]] = n_before + np.flatnonzero(is_real)
         n_before += rows.size
         tokens.append(rows.ravel())
         keys.append(
             (key_starts[members, None] + np.minimum(np.arange(other.max()), other - 1)).ravel()
         )
         places = np.stack([(other - own)[:, 0], other[:, 0] - 1])
-        is_even = len(np.unique(np.hstack([own, other]), axis=0)) == 1
+        is_even = bool(np.ptp(own) == np.ptp(other) == 0)
         shape = len(members), int(own.max()), int(other.max())
         groups.append(_Group(*shape, sent(places, device), is_even))
     of_tokens, of_keys = (sent(np.concatenate(each), device) for each in (tokens, keys))

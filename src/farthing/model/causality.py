@@ -15,8 +15,6 @@ from farthing.errors import ModelError
 from farthing.model.loss import drawn_ids
 
 N_TOKENS = 4
-_LOOKS_BACK = {"is_decoder": "is_decoder: true", "causal": "causal: true"}
-"""A key by which families of encoders look back only, and what it is to be."""
 ROUNDING, ROUNDING_HALF = 1e-5, 2e-2  # of the largest score: fp32, and what is shorter
 
 
@@ -42,11 +40,9 @@ def refuse_looking_ahead(model: Any, name: str) -> None:
     ) or torch.is_autocast_enabled(device.type)
     share = ROUNDING_HALF if is_half else ROUNDING
     if float((before - after).abs().max()) > share * float(before.abs().max()):
-        own = next((words for key, words in _LOOKS_BACK.items() if hasattr(type(config), key)), "")
         raise ModelError(
             f"a {config.model_type} with this config.json looks ahead: it sees the tokens that it"
             " is to predict",
             where=name,
-            to_do="use a decoder (Llama, Qwen ...)"
-            + (own and f", or a copy of this one with `{own}` in its config.json"),
+            to_do="use a decoder (Llama, Qwen ...), or set the key of its family that makes it one",
         )

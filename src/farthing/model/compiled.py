@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from farthing.model import pairs
+from farthing.model.activation_checkpointing import checkpointed_layers
 from farthing.model.attention import NAME as ATTENTION
 from farthing.model.attention import attend
 from farthing.model.attention_kernels import over_documents
@@ -127,15 +128,6 @@ def _keep_attention_out() -> None:
 
 def _layers(model: Any) -> list[Any]:
     """The layers that transformers knows as such; of layers within layers the outer ones."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, GradientCheckpointingLayer)
-    }
-    return [
-        module
-        for name, module in found.items()
-        if not any(name.startswith(f"{other}.") for other in found)
-    ]
+    found = checkpointed_layers(model)
+    inner = {each for layer in found for each in layer.modules() if each is not layer}
+    return [layer for layer in found if layer not in inner]

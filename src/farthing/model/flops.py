@@ -20,7 +20,7 @@ def flops_per_token(model: Any, last_layer: Any = None, read_share: float = 1.0)
     """
     found = _of_weights(model)
     if last_layer is not None:
-        of_all = sum(_of_weights(each) for each in of_all_tokens(last_layer))
+        of_all = sum(map(_of_weights, of_all_tokens(last_layer)))
         found -= (_of_weights(last_layer) - of_all) * (1 - read_share)
     return found
 
@@ -32,33 +32,27 @@ def _of_weights(module: Any) -> float:
 
 def matrix_weights(model: Any) -> tuple[int, int]:
     """(frozen, trained) weights of the matrix products of a module."""
-    matrix = nn.Linear, nn.Conv1d
-    frozen = trained = 0
+    found = [0, 0]
     for name, module in model.named_modules():
-        if isinstance(module, matrix) or module.__class__.__name__ in ("Conv1D", "Linear4bit"):
-            weight = getattr(module, "weight", None)
-            if weight is None or ".original_module" in name:
-                continue
-            n = weight.numel()
-            if weight.__class__.__name__ == "Params4bit":
-                n = n * 2 * weight.element_size()
-            if weight.requires_grad:
-                trained += n
-            else:
-                frozen += n
-    return frozen, trained
+        is_matrix = isinstance(module, nn.Linear | nn.Conv1d)
+        weight = getattr(module, "weight", None)
+        if weight is None or ".original_module" in name:
+            continue
+        if is_matrix or type(module).__name__ in ("Conv1D", "Linear4bit"):
+            in_four_bits = type(weight).__name__ == "Params4bit"
+            n = weight.numel() * (2 * weight.element_size() if in_four_bits else 1)
+            found[weight.requires_grad] += n
+    return found[0], found[1]
 
 
 def recomputed_of_forward(model: Any, layers: list[Any], checkpoint_every: int) -> float:
     """Of the FLOPs of a forward pass, those that activation checkpointing of every so many `layers`
     does again.
     """
-    weights = sum(matrix_weights(model))
-    return (
-        sum(sum(matrix_weights(layer)) for layer in layers) / checkpoint_every / weights
-        if checkpoint_every
-        else 0.0
-    )
+    if not checkpoint_every:
+        return 0.0
+    of_layers = sum(sum(matrix_weights(layer)) for layer in layers)
+    return of_layers / checkpoint_every / sum(matrix_weights(model))
 
 
 def recomputed_share(model: Any, layers: list[Any], checkpoint_every: int) -> float:

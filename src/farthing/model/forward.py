@@ -413,18 +413,14 @@ class Forward:
             )
 
     @_whole
-    def target_log_probs(self, batch: Batch) -> Tensor:
-        """[s] in fp32: of each target of each sequence of a batch of units, in their order."""
-        with self._passing(batch):
-            head = self.head or self.why_all_scored
-            words = target_log_probs(self.model, batch, self.task, head)
-        return words[batch[units.SCORED]]
-
     def log_probs(self, batch: Batch) -> Tensor:
         """[m] in fp64: of all targets of each sequence of a batch of units together. Losses are of
         small differences of large sums.
         """
-        found = self.target_log_probs(batch).double()
+        with self._passing(batch):
+            head = self.head or self.why_all_scored
+            words = target_log_probs(self.model, batch, self.task, head)
+        found = words[batch[units.SCORED]].double()
         empty = found.new_zeros(len(batch[units.N_TARGETS]))
         return empty.index_add(0, batch[units.OWNERS], found)
 

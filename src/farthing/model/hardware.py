@@ -27,8 +27,8 @@ from farthing.device_memory import (
     set_allocator,
 )
 from farthing.errors import HardwareError, ModelError
+from farthing.local.machine import free_memory_bytes, local_cpu
 from farthing.local.machine import hardware_key as hardware_name
-from farthing.local.machine import local_cpu
 from farthing.planner.software import asked_precision, choose_precision
 from farthing.prices.gpus import gpu_of_device
 from farthing.units import plural
@@ -315,7 +315,7 @@ def free_bytes(device: torch.device) -> int:
     """Memory that can still be taken."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return free_memory_bytes()
 
 
 def peak_bytes(device: torch.device) -> int:

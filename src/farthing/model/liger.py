@@ -30,8 +30,8 @@ from farthing.errors import DeviceError, OutOfMemoryError
 from farthing.model.loss import inner_of
 from farthing.models.families import FUSED_BY_LIGER
 
-WANTED = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True}
-NOT_WANTED = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+WANTED = {"rope", "rms_norm", "swiglu", "geglu"}
+NOT_WANTED = {"cross_entropy", "fused_linear_cross_entropy"}
 ROTATION = "apply_rotary_pos_emb"
 
 
@@ -108,7 +108,7 @@ def patch(model: Any) -> dict[str, int]:
     before, already = dict(vars(family)), _own_forwards(inner)
     apply(
         model=inner,
-        **{name: value for name, value in (WANTED | NOT_WANTED).items() if name in known},
+        **{name: name in WANTED for name in WANTED | NOT_WANTED if name in known},
     )
     changed = {
         name: vars(family)[name]

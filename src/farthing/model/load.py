@@ -197,23 +197,15 @@ def set_languages(
         "source_lang": source or own.get("src_lang"),
         "target_lang": target or own.get("tgt_lang"),
     }
-    missing = [f"data.{key}" for key, value in found.items() if not value]
-    if missing:
-        raise ModelError(
-            f"its tokenizer writes the language into each text, and {' and '.join(missing)} is"
-            " not set",
-            where=tokenizer.name_or_path,
-            to_do=(
-                "name them as the tokenizer does, e.g. data.source_lang: eng_Latn (NLLB) or en_XX"
-                " (mBART)"
-            ),
-        )
     for key, language in found.items():
-        if language_id(tokenizer, language) is None:
+        if not language or language_id(tokenizer, language) is None:
+            what = f"{language!r} is not a language of its tokenizer"
+            if not language:
+                what = "is not set, and its tokenizer writes the language into each text"
             raise ModelError(
-                f"data.{key} {language!r} is not a language of its tokenizer",
+                f"data.{key} {what}",
                 where=tokenizer.name_or_path,
-                to_do="use a code of the tokenizer's own, e.g. eng_Latn (NLLB) or en_XX (mBART)",
+                to_do="name it as the tokenizer does, e.g. eng_Latn (NLLB) or en_XX (mBART)",
             )
     tokenizer.src_lang, tokenizer.tgt_lang = found["source_lang"], found["target_lang"]
     return tokenizer.src_lang, tokenizer.tgt_lang
@@ -417,14 +409,7 @@ def check_fits(config: Any, tokenizer: Any, lengths: dict[str, int], choice: Mod
     """Refuse a tokenizer, or lengths by their keys in the job, that the model has no embeddings
     for. Raises `ModelError`.
     """
-    name, n_words = choice.name, getattr(config.get_text_config(), "vocab_size", None)
-    if not isinstance(n_words, int):
-        raise ModelError(
-            f"a {config.model_type} has no vocab_size in its config.json: farthing trains models"
-            " that embed tokens",
-            where=name,
-            to_do="use a model that has a tokenizer",
-        )
+    name, n_words = choice.name, getattr(config.get_text_config(), "vocab_size", None) or 0
     if len(tokenizer) - len(choice.new_tokens) > n_words:
         raise ModelError(
             f"the tokenizer has {len(tokenizer):,} tokens, the model embeds {n_words:,}",

@@ -16,23 +16,23 @@ OURS = tuple(f"farthing.model.{name}" for name in ("norms", "casts", "cpu"))
 
 KINDS = frozenset(
     {
-        *(
-            "LlamaRMSNorm",
-            "MinistralRMSNorm",
-            "MistralRMSNorm",
-            "MixtralRMSNorm",
-            "Phi3RMSNorm",
-            "Qwen2MoeRMSNorm",
-        ),
-        *("Qwen2RMSNorm", "Qwen3MoeRMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm", "GraniteRMSNorm"),
-        *(
-            "Exaone4RMSNorm",
-            "MT5LayerNorm",
-            "Olmo2RMSNorm",
-            "Olmo3RMSNorm",
-            "T5LayerNorm",
-            "UMT5LayerNorm",
-        ),
+        "Exaone4RMSNorm",
+        "GraniteRMSNorm",
+        "LlamaRMSNorm",
+        "MT5LayerNorm",
+        "MinistralRMSNorm",
+        "MistralRMSNorm",
+        "MixtralRMSNorm",
+        "Olmo2RMSNorm",
+        "Olmo3RMSNorm",
+        "Phi3RMSNorm",
+        "Qwen2MoeRMSNorm",
+        "Qwen2RMSNorm",
+        "Qwen3MoeRMSNorm",
+        "Qwen3RMSNorm",
+        "SmolLM3RMSNorm",
+        "T5LayerNorm",
+        "UMT5LayerNorm",
     }
 )
 """Classes of transformers that compute what is computed here (tests/test_cpu.py)."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,15 +165,14 @@ def _bias(attention: Any, longest: int) -> Tensor:
     of the run.
     """
     device = attention.relative_attention_bias.weight.device
-    is_cuda = device.type == "cuda"
-    n = up_to_aligned(longest) if is_cuda else longest
+    n = up_to_aligned(longest)
     bias: Tensor = attention.compute_bias(n, n, device=device)
     if attention.is_causal:
         hidden = torch.full((n, n), -torch.inf, dtype=bias.dtype, device=device)
         bias = bias + hidden.triu_(1)
-    if is_cuda and torch.is_autocast_enabled("cuda"):
+    if device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         bias = bias.to(torch.get_autocast_dtype("cuda"))
-    return bias.contiguous() if is_cuda else bias
+    return bias.contiguous()
 
 
 def _passes_padding(stack: Any) -> bool:
@@ -188,16 +187,12 @@ def _passes_padding(stack: Any) -> bool:
     )
 
 
-@contextlib.contextmanager
-def _placed(stack: Any, positions: Tensor, longest: int) -> Iterator[None]:
+def _placed(stack: Any, positions: Tensor, longest: int) -> contextlib.AbstractContextManager[None]:
     """Within the block a stack's positions [1, tokens] are these, if it has any; no document is
     longer than `longest`.
     """
     places = getattr(stack, "embed_positions", None)
-    if places is None:
-        yield
-        return
-    original = places.forward
+    original: Any = getattr(places, "forward", None)
 
     def embed(first: Any, hidden: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
         found: Tensor
@@ -209,26 +204,20 @@ def _placed(stack: Any, positions: Tensor, longest: int) -> Iterator[None]:
         found = table[positions.clamp(min=0)] * (positions >= 0)[..., None]  # padding has no place
         return found
 
-    with answering([places], embed):
-        yield
+    return answering(places, embed)
 
 
 @contextlib.contextmanager
-def answering(modules: Iterable[nn.Module], answer: Callable[..., Tensor]) -> Iterator[None]:
-    """Calls of `modules` are answered by `answer` within the block, compiled ones too; hooks and
+def answering(module: nn.Module | None, answer: Callable[..., Tensor]) -> Iterator[None]:
+    """Calls of a module are answered by `answer` within the block, compiled ones too; hooks and
     names stay.
     """
-    own = ("forward", "_compiled_call_impl")
-    before = [
-        (vars(module), {name: vars(module)[name] for name in own if name in vars(module)})
-        for module in modules
-    ]
+    own: dict[str, Any] = {} if module is None else vars(module)
+    kept = [name for name in ("forward", "_compiled_call_impl") if name in own]
+    before: dict[str, Any] = {name: own[name] for name in kept}
+    own.update(forward=answer, _compiled_call_impl=None)
     try:
-        for attributes, _ in before:
-            attributes.update(forward=answer, _compiled_call_impl=None)
         yield
     finally:
-        for attributes, kept in before:
-            for name in own:
-                attributes.pop(name, None)
-            attributes.update(kept)
+        del own["forward"], own["_compiled_call_impl"]
+        own.update(before)
