@@ -73,19 +73,63 @@ VERDICTS = {
     "a tag": {"conversations": TURNS, "kto_tag": True},
     "instruction": {"instruction": "a", "output": "b", "label": False},
 }
+RANKED = {
+    "scores beside": {
+        "prompt": "a",
+        "completion": "b",
+        "responses": ["b", "c"],
+        "scores": [1.0, 0.5],
+    },
+    "scores inside": {
+        "instruction": "a",
+        "output": "b",
+        "completions": [{"response": "b", "score": 4}, {"score": 1}],
+    },
+    "scores of many kinds": {
+        "instruction": "a",
+        "output": "b",
+        "completions": [{"overall_score": 4}, {"r": 1}],
+    },
+    "steps that are judged": {
+        "prompt": "a",
+        "completion": "b",
+        "completions": ["b", "c"],
+        "labels": [True, False],
+    },
+    "ranks": {"prompt": "a", "completion": "b", "answers": ["b", "c"], "rank": [0, 1]},
+}
 MEDIA = {
     "a column of pictures": {"messages": [USER, GOOD], "images": ["a.png"]},
     "llava": {
         "conversations": [{"from": "human", "value": "<image>\nWhat?"}, TURNS[1]],
         "image": "a.png",
     },
+    "a place for one": {
+        "conversations": [{"from": "human", "value": "What is this?\n<image>"}, TURNS[1]]
+    },
+    "a place in a message": {"messages": [{"role": "user", "content": "<image>What?"}, GOOD]},
+    "a place in json": {
+        "messages": json.dumps([{"role": "user", "content": "<video> What?"}, GOOD])
+    },
+    "parts of openai": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "?"}, SEES]}, GOOD]
+    },
+    "sound": {"messages": [{"role": "user", "content": [HEARS]}, GOOD]},
+    "parts without a type": {"messages": [{"role": "user", "content": [{"image": "a.png"}]}, GOOD]},
+    "pictures of a message": {"messages": [{**USER, "images": ["aGk="]}, GOOD]},
+    "a spoken answer": {"messages": [USER, {**GOOD, "audio": {"id": "audio_1"}}]},
     "a path": {"prompt": "a", "completion": "b", "image_path": "a.png"},
     "sound beside": {"prompt": "a", "completion": "b", "audio": {"bytes": b"RIFF", "path": None}},
+    "special tokens": {"prompt": "<|vision_start|><|image_pad|><|vision_end|>a", "completion": "b"},
 }
 OURS = {
     "a label of a topic": {"prompt": "a", "completion": "b", "label": "science"},
     "no picture": {"messages": [USER, GOOD], "images": []},
     "no rejected answer": {"prompt": "a", "completion": "b", "chosen": None, "rejected": None},
+    "xml": {"prompt": "Mend it:\n<image>\n<url>x</url>\n</image>", "completion": "b"},
+    "words on tags": {
+        "messages": [{"role": "user", "content": "What does <image> mean in RSS?"}, GOOD]
+    },
     "options of a question": {"prompt": "a", "completion": "b", "choices": ["b", "c"]},
     "a language that is preferred": {"prompt": "a", "completion": "b", "preferred_language": "en"},
     "where it was said": {"text": "a", "video_id": "x1"},
@@ -101,9 +145,10 @@ OURS = {
     [
         (PREFERENCES, "preference data"),
         (VERDICTS, "verdict"),
+        (RANKED, "ranked"),
         (MEDIA, "images, sound or video"),
     ],
-    ids=["preferences", "verdicts", "media"],
+    ids=["preferences", "verdicts", "ranked", "media"],
 )
 def test_rows_of_other_kinds_are_known_by_name(rows: dict[str, dict[str, Any]], word: str) -> None:
     for name, row in rows.items():
@@ -194,19 +239,17 @@ def test_what_the_job_names_wins_over_a_guess(desk: Desk, run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "words"),
+    ("row", "words"),
     [
-        ({"role": "user", "content": [{"type": "text", "text": "?"}, SEES]}, "type `image_url`"),
-        ({"role": "user", "content": [HEARS]}, "type `input_audio`"),
-        ({"role": "user", "content": [{"image": "a.png"}]}, "`content` is a list"),
-        ({**USER, "images": ["aGk="]}, "images, sound or video (`images`)"),
-        ({**GOOD, "audio": {"id": "audio_1"}}, "images, sound or video (`audio`)"),
+        ({"prompt": "a", "response": "b", "score": 0.5}, "answers with a score"),
+        ({"prompt": "a", "completion": "b", "rating": 3}, "answers with a score"),
+        ({"instruction": "a", "output": ["good", "bad"]}, "several answers to a prompt"),
     ],
 )
-def test_a_message_of_more_than_text_is_no_example(
-    desk: Desk, run: Run, message: dict[str, Any], words: str
+def test_scored_and_several_answers_are_named(
+    desk: Desk, run: Run, row: dict[str, Any], words: str
 ) -> None:
-    desk.rows([{"messages": [message, GOOD]}] * 8)
+    desk.rows([row] * 8)
     for verb in ("train", "plan", "doctor"):
         said = run(verb=verb)
         assert said.code == 2

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from farthing.data.foreign import is_media
 from farthing.data.rows import RowValue
 from farthing.objectives.columns import Unusable, kind_of, text_of
 from farthing.storage.files import parse_json
@@ -60,13 +59,9 @@ def _of_openai(message: Any, index: int) -> RowValue:
         raise Unusable(f"message {index} has no `role`")
     kept = {key: value for key, value in message.items() if value is not None or key == "content"}
     kept["role"] = usual_role(kept["role"])
-    if media := next((key for key in kept if is_media(key) and kept[key]), ""):
-        raise Unusable(f"message {index} has images, sound or video (`{media}`)")
     content = _joined(kept.get("content"))
     if content is not None and not isinstance(content, str):
-        kinds = [part.get("type") for part in content if isinstance(part, dict)]
-        parts = f" (a part of type `{kinds[-1]}`)" if kinds else ""
-        raise Unusable(f"message {index}: `content` is {kind_of(content)}{parts}, not text")
+        raise Unusable(f"message {index}: `content` is {kind_of(content)}, not text")
     if "content" in kept:
         kept["content"] = content
     calls = kept.pop("tool_calls", None)
