@@ -1,0 +1,70 @@
+"""What each rented machine has cost, by what it did: figures worked by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from farthing.launch.machines import Machine, bill_by_machine
+from farthing.run.accounts import Account
+
+
+def machine(number: int, **more: Any) -> Machine:
+    """Asked for at 1000 s, booted at 1100 s, left at 1500 s, gone at 1520 s, at $3.60 an hour."""
+    times = {"asked_at": 1000.0, "booted_at": 1100.0, "left_at": 1500.0, "gone_at": 1520.0}
+    known = {"number": number, "usd_per_hour": 3.6, "is_paid_in_queue": True, **times}
+    return Machine(f"farthing-{number}", **(known | more))
+
+
+def attempt(number: int, started_at: float, seconds: float) -> Account:
+    return Account(
+        number, str(number), at=started_at, started_at=started_at, spans={"compute": seconds}
+    )
+
+
+def parts_of(row: dict[str, Any]) -> list[float]:
+    assert row["usd"] == pytest.approx(row["wall_s"] / 1000)
+    assert row["usd_of"] == pytest.approx({name: s / 1000 for name, s in row["seconds"].items()})
+    return [round(row["seconds"][name], 6) for name in ("boot", "train", "teardown", "idle")]
+
+
+def test_a_machine_boots_trains_and_ends_and_the_rest_is_idle() -> None:
+    attempts = [attempt(1, 1120.0, 300.0), attempt(2, 1450.0, 40.0)]
+    (row,) = bill_by_machine([machine(1)], attempts, 2000.0)
+    assert (row["wall_s"], row["state"]) == (520.0, "gone")
+    assert parts_of(row) == [120.0, 340.0, 20.0, 40.0]
+
+
+@pytest.mark.parametrize(
+    ("known", "parts"),
+    [
+        ({}, [100.0, 0.0, 20.0, 400.0]),
+        ({"booted_at": None}, [500.0, 0.0, 20.0, 0.0]),
+        ({"booted_at": None, "left_at": None}, [520.0, 0.0, 0.0, 0.0]),
+        ({"gone_at": None}, [100.0, 0.0, 500.0, 400.0]),
+        ({"is_paid_in_queue": False}, [0.0, 0.0, 20.0, 400.0]),
+    ],
+    ids=["booted", "never booted", "never left", "not yet gone", "paid from its boot"],
+)
+def test_a_machine_without_an_attempt_boots_until_it_has_booted_or_left(
+    known: dict[str, Any], parts: list[float]
+) -> None:
+    (row,) = bill_by_machine([machine(1, **known)], [], 2000.0)
+    assert parts_of(row) == parts
+
+
+def test_attempts_of_two_machines_at_once_belong_to_the_younger() -> None:
+    older, younger = machine(1), machine(2, asked_at=1300.0, booted_at=1350.0, gone_at=1800.0)
+    attempts = [attempt(1, 1120.0, 100.0), attempt(2, 1400.0, 90.0)]
+    rows = bill_by_machine([older, younger], attempts, 2000.0)
+    assert [row["seconds"]["train"] for row in rows] == [100.0, 90.0]
+
+
+def test_no_part_is_longer_than_what_is_left_where_clocks_differ() -> None:
+    (row,) = bill_by_machine([machine(1)], [attempt(1, 1010.0, 600.0)], 2000.0)
+    assert parts_of(row) == [0.0, 520.0, 0.0, 0.0]
+
+
+def test_a_refused_machine_is_on_no_bill() -> None:
+    assert bill_by_machine([machine(1, is_refused=True)], [], 2000.0) == []
