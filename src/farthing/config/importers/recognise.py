@@ -64,7 +64,9 @@ def import_file(path: Path, source: str | None = None) -> Imported:
         out = _imported(path, source)
         _finish(out)
     except UnmatchedError as odd:
-        raise InputError(f"a setting is odd: {odd}", where=str(path), to_do="mend it") from odd
+        raise InputError(
+            f"a setting can't be read: {odd}", where=str(path), to_do="correct it"
+        ) from odd
     return out
 
 
@@ -209,7 +211,9 @@ def _mapping(path: Path, text: str) -> Json:
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         what = str(getattr(error, "problem", None) or error).splitlines()[0][:200]
         what = "nested too deep" if isinstance(error, RecursionError) else what
-        raise InputError(f"not valid YAML or JSON: {what}", where=where, to_do="mend it") from error
+        raise InputError(
+            f"not valid YAML or JSON: {what}", where=where, to_do="correct the syntax"
+        ) from error
     if not isinstance(values, dict) or not values:
         to_do = "name a configuration or a script"
         raise InputError("not a mapping of settings", where=str(path), to_do=to_do)

@@ -189,7 +189,7 @@ class Imported:
             first = error.errors()[0]
             if value is False or first["type"] == "greater_than" or first.get("ctx", {}).get("ge"):
                 raise UnmatchedError(
-                    f"{say(value)} switches it off there: its default holds", "none"
+                    f"{say(value)} disables it there; the default of farthing applies", "none"
                 ) from None
             why = first["msg"].removeprefix("Value error, ").partition(";")[0]
             raise UnmatchedError(f"farthing's `{key}` can't be {say(value)}: {why}") from None
@@ -258,13 +258,13 @@ def read_keys(
         if exact := known.why(f"{name}={say(value)}"):
             out.name(key, value, exact.reason, exact.effect)
         elif value is None or value == "":
-            out.name(key, value, "empty there: its default holds")
+            out.name(key, value, "empty there; the default of farthing applies")
         elif rule and not _is_open(value):
             by_rule(out, key, value, rule)
         elif rule or (_is_open(value) and why is None):
             out.name(key, value, ONLY_RUNNING, "none" if name == "output_dir" else "differs")
         elif why and why.effect != "none" and not value:
-            out.name(key, value, "off there, and farthing has none of it: " + why.reason)
+            out.name(key, value, "disabled there, and farthing lacks it: " + why.reason)
         else:
             out.name(key, value, *((why.reason, why.effect) if why else (UNKNOWN, "differs")))
 
@@ -325,7 +325,9 @@ def number(value: Any) -> float:
             f"no number that can be read here ({say(value)}): set it by hand"
         ) from None
     if not 0 < found < math.inf:
-        raise UnmatchedError(f"{say(value)} switches it off there: its default holds", "none")
+        raise UnmatchedError(
+            f"{say(value)} disables it there; the default of farthing applies", "none"
+        )
     return found
 
 
