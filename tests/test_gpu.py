@@ -38,7 +38,7 @@ import farthing.train.run
 import workshop
 from farthing.data.loader import micro_batches
 from farthing.events import Decided, Event, StepTaken
-from farthing.model import attention_kernels
+from farthing.model import attention_kernels, head
 from farthing.model.attention_choice import Asked, choose
 from farthing.model.attention_kernels import KERNELS, How, choose_kernel, here
 from farthing.model.documents import Documents
@@ -456,6 +456,38 @@ def test_a_head_in_tiles_is_a_head_at_once(precision: str, is_trained: bool) -> 
         for name, tensor in plain.items():
             off = float((ours[name].double() - tensor.double()).norm() / tensor.double().norm())
             assert off < (1e-5 if precision == "fp32" else 0.015), (tile, name, off)
+
+
+@on_its_own_kernels
+@on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_losses_in_one_kernel_are_those_of_operations(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a cap, smoothed labels and a scale; a missing kernel fails."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("the kernel is for GPUs from Ampere on")
+    assert head.one_kernel(torch.device("cuda:0")) is not None
+    draw = torch.Generator("cuda").manual_seed(3)
+    n, n_words, width = 70, 40_003, 64
+    hidden = torch.randn(n, width, generator=draw, device="cuda", dtype=dtype)
+    weight = torch.randn(n_words, width, generator=draw, device="cuda", dtype=dtype) * 0.2
+    targets = torch.randint(0, n_words, (n,), generator=draw, device="cuda")
+    labelled = Labelled(torch.arange(n, device="cuda"), targets)
+    for cap, smoothing in ((None, 0.0), (5.0, 0.0), (None, 0.1), (5.0, 0.1)):
+        how = head.How(cap, smoothing, torch.full((), 0.5, device="cuda"))
+        found = []
+        for kernel in (head.one_kernel, lambda device: None):
+            with monkeypatch.context() as patched:
+                patched.setattr(head, "one_kernel", kernel)
+                states = hidden.clone().requires_grad_()
+                loss = head_loss(states, weight, None, labelled, how)
+                (loss * 0.5).backward()
+            assert states.grad is not None
+            found.append((loss.detach(), states.grad.double()))
+        assert float(found[0][0]) == pytest.approx(float(found[1][0]), rel=1e-5)
+        off = float((found[0][1] - found[1][1]).norm() / found[1][1].norm())
+        assert off < (1e-5 if dtype == torch.float32 else 0.015), (cap, smoothing, off)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

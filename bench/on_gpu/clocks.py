@@ -15,21 +15,18 @@ from torch.utils.benchmark import Timer
 from on_gpu.work import Scale
 
 
-def idle_percent(step: Any, n: int) -> float | None:
-    """The share of time in which nothing ran or was copied on the GPU, in percent, over `n` calls,
-    by CUPTI's records.
+def busy_s(step: Any, n: int) -> float | None:
+    """Seconds in which something ran or was copied on the GPU over `n` calls, by CUPTI's records.
 
-    From the first kernel's begin to the last one's end. None without a GPU, or where CUPTI records
-    nothing.
+    The host is slower while CUPTI looks on, the kernels are not: idle time is what other steps,
+    that nobody looks at, take longer. None without a GPU, or where CUPTI records nothing.
     """
     if not torch.cuda.is_available():
         return None
-    kinds = [torch.profiler.ProfilerActivity.CUDA]
-    for _ in range(2):  # the first of a process waits for CUPTI to start
-        with torch.profiler.profile(activities=kinds) as profile:
-            for _ in range(n):
-                step()
-            torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(n):
+            step()
+        torch.cuda.synchronize()
     kineto = profile.profiler.kineto_results if profile.profiler is not None else None
     spans = sorted(
         (event.start_ns(), event.start_ns() + event.duration_ns())
@@ -42,7 +39,7 @@ def idle_percent(step: Any, n: int) -> float | None:
     for start, stop in spans:
         busy_ns += max(0, stop - max(start, until))
         until = max(until, stop)
-    return 100 * (1 - busy_ns / max(1, until - spans[0][0]))
+    return busy_ns / 1e9
 
 
 def clean() -> None:

@@ -20,14 +20,14 @@ from unittest import mock
 import torch
 
 from farthing.train.optim import state_bytes
-from on_gpu.clocks import clean, idle_percent
+from on_gpu.clocks import busy_s, clean
 from on_gpu.work import SHAPES, WARM_UP, Scale, facts_of, job_values, opened
 from peers import figures
 from peers.assignment import Examples as Drawn
 from peers.clock import Clock
 
 MOST_STEPS = 1000  # of a run whose settings are changed: more than are ever taken
-N_PROFILED = 2  # steps of which every kernel is recorded, after the timed ones, and as many before
+N_PROFILED = 2  # steps of which every kernel is recorded, after the timed ones
 N_WARM, N_TIMED = 1, 3  # of a variant
 Row = dict[str, Any]
 Emit = Callable[[Row], None]
@@ -82,7 +82,7 @@ def failing(what: Row, emit: Emit) -> Iterator[None]:
 def rows(shape: str, work: Path, scale: Scale, usd_per_hour: float, emit: Emit) -> None:
     """Every method on every law of lengths. The first of a method is planned by formulas alone, the
     second after one measurement."""
-    n_steps = WARM_UP + SHAPES[shape]["timed"] + 2 * N_PROFILED
+    n_steps = WARM_UP + SHAPES[shape]["timed"] + N_PROFILED
     for method in SHAPES[shape]["methods"]:
         for lengths in SHAPES[shape]["lengths"]:
             folder, out = work / f"{shape}-{lengths}", work / f"ours-{shape}-{method}"
@@ -107,13 +107,16 @@ def as_planned(values: Row, drawn: Drawn) -> Row:
         if run.estimate is None:
             raise RuntimeError("; ".join(said) or "no estimate")
         planned = run.steps.settings
-        row = measured(run, WARM_UP, run.schedule.n_steps - WARM_UP - 2 * N_PROFILED)
+        row = measured(run, WARM_UP, run.schedule.n_steps - WARM_UP - N_PROFILED)
         row |= {"settings": settings_of(run), "promised": run.estimate.to_json()}
         row["ran_out_of_memory"] = planned != run.steps.settings
         row["happened"] = happened_to(run, row, row["peak_bytes"] - resting)
         leave_measured(run)
         try:
-            row["idle_percent"] = idle_percent(lambda: take_step(run), N_PROFILED)
+            n_before = run.progress.n_tokens
+            if busy := busy_s(lambda: take_step(run), N_PROFILED):
+                busy_share = busy / (run.progress.n_tokens - n_before) * row["tokens_per_s"]
+                row["idle_percent"] = 100 * max(0.0, 1 - busy_share)
         except RuntimeError as error:  # no permission to look, say
             row["why_no_idle"] = str(error)[:200]
         run.log.settle()

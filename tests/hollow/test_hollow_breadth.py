@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] =
     "bf16": (
         "llama",
         {},
-        (*LIGER, "flash_fwd_kernel", "flash_bwd_dq_dk_dv", "FusedOptimizer"),
+        (*LIGER, "_cross_entropy", "flash_fwd_kernel", "flash_bwd_dq_dk_dv", "FusedOptimizer"),
         ("fmha", "flex"),
     ),
     "fp16": (

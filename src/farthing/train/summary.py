@@ -10,6 +10,7 @@ from farthing.device_memory import set_allocator
 from farthing.events import Decided
 from farthing.model.adapters import count_parameters
 from farthing.model.hardware import device_name, n_devices
+from farthing.model.head import one_kernel
 from farthing.planner.estimate import Estimate
 from farthing.train.built import Run
 from farthing.units import plural, say_bytes, say_seconds, say_usd
@@ -80,6 +81,11 @@ def _computed_in_words(run: Run) -> str:
     if forward.shares:
         words.append("shared beginnings computed once")
     words += [str(what) for what in (kernels.lora, kernels.liger) if what is not None]
+    device = run.spec.numerics.device
+    if forward.head is not None and device.type == "cuda":
+        words.append(
+            f"losses {'in one kernel' if one_kernel(device) else 'by operations of torch'}"
+        )
     if isinstance(kernels.compiled, int):
         words.append(f"{plural(kernels.compiled, 'layer')} compiled")
     elif run.spec.train.torch_compile:
