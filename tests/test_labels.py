@@ -285,7 +285,7 @@ def test_a_class_that_is_not_in_the_training_data_is_a_bad_row(tmp_path: Path) -
 
 @pytest.mark.parametrize("task", [NUMBERS, SEVERAL])
 def test_label_smoothing_that_means_nothing_is_refused(task: str, tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="of one class among others to smooth"):
+    with pytest.raises(JobError, match="no probabilities of targets to smooth"):
         load_job(write_job(tmp_path, task, label_smoothing_factor=0.1))
 
 
