@@ -222,8 +222,12 @@ class ObjectStore:
 
         if not is_remote(self._address):
             root = Path(self._address)
-            make_private(root) if not root.exists() else None
-            return LocalStore(root, automatic_cleanup=True)
+            try:
+                return LocalStore(
+                    root if root.exists() else make_private(root), automatic_cleanup=True
+                )
+            except OSError as error:
+                raise NoSuchBucket(f"{root}: {error.strerror or error}") from error
         options: dict[str, Any] = {
             "client_options": {
                 "timeout": timedelta(seconds=request_s),
