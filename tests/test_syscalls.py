@@ -1,5 +1,5 @@
-"""SIGKILL before every system call of a save, and of an upload to a folder: what the kernel was
-told is all that is left.
+"""SIGKILL before every system call of a save, and within a write to a folder that is a store: what
+the kernel was told is all that is left.
 
 One process is traced to see which calls it makes on files. Then for each of them `strace` attaches
 to another that is about to do the same, and kills it there. Refuses to stand in for a disk that
@@ -17,7 +17,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ import torch
 
 from farthing.run.checkpoint import Checkpoints
 from farthing.storage.objects import open_store
-from mirrored import STILL, folder_of_run, mirror_of, step_done
+from mirrored import folder_of_run, mirror_of
 
 CALLS = "%file,%desc"
 LOOKING = {
@@ -161,35 +160,6 @@ def a_save(folder: Path) -> tuple[Callable[[], None], Callable[[], int]]:
     return save, lambda: resumed(run / "checkpoints")
 
 
-def an_upload(folder: Path) -> tuple[Callable[[], None], Callable[[], int]]:
-    """Step 1 is in the store; a second process claims the run, sends step 2, commits it, and
-    removes what is older.
-    """
-    run, store, pace = (
-        folder_of_run(folder / "run"),
-        open_store(str(folder / "store")),
-        replace(STILL, lease_s=0.02),
-    )
-
-    def send(step: int, checkpoint: Path) -> None:
-        mirror = mirror_of(store, run, pace=pace, keep=1)
-        mirror.catch_up(mirror.lease.claim(store, lambda: False), False)
-        mirror.offer(step, [checkpoint])
-        assert mirror.pending is not None
-        mirror.send(mirror.pending, store)
-
-    def taken() -> int:
-        """The step that an empty machine goes on from; all of it is verified."""
-        empty = mirror_of(store, folder / "empty", pace=pace)
-        step = empty.catch_up(empty.lease.claim(store, lambda: False), False)
-        assert not list((folder / "empty").rglob("*.draft-*"))
-        return step or 0
-
-    send(1, step_done(run, 1))
-    second = step_done(run, 2)
-    return lambda: send(2, second), taken
-
-
 def tell_of_each_call(
     scene: Callable[[Path], tuple[Callable[[], None], Callable[[], int]]], folder: Path
 ) -> None:
@@ -211,15 +181,14 @@ def tell_of_each_call(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scene", ["a_save", "an_upload"])
-def test_a_kill_before_any_system_call_leaves_what_was_there_or_what_is_new(
-    scene: str, tmp_path: Path
+def test_a_kill_before_any_system_call_of_a_save_leaves_what_was_there_or_what_is_new(
+    tmp_path: Path,
 ) -> None:
     """In a process of its own: it forks, which is safe only where no other thread runs."""
     if why := why_not_here():
         pytest.skip(why)
     code = (
-        f"import pathlib, test_syscalls as t; t.tell_of_each_call(t.{scene},"
+        "import pathlib, test_syscalls as t; t.tell_of_each_call(t.a_save,"
         f" pathlib.Path({str(tmp_path)!r}))"
     )
     command = [sys.executable, "-c", code]
@@ -228,3 +197,22 @@ def test_a_kill_before_any_system_call_leaves_what_was_there_or_what_is_new(
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) > 50
+
+
+def test_a_kill_within_a_write_to_a_folder_leaves_no_part_of_an_object(tmp_path: Path) -> None:
+    size = 64 << 20
+    (tmp_path / "large").write_bytes(bytes(size))
+    code = (
+        "import pathlib, sys\nfrom farthing.storage.objects import open_store\n"
+        f"store = open_store({str(tmp_path / 'store')!r})\n"
+        "store.create('first', b'')\nprint('there', flush=True)\n"
+        f"store.put('data/large', pathlib.Path({str(tmp_path / 'large')!r}))\n"
+    )
+    store = open_store(str(tmp_path / "store"))
+    for after_s in (0.0, 0.005, 0.02, 0.08):
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(after_s)
+            process.kill()
+        assert [each.n_bytes for each in store.list("data/").values()] in ([], [size])
