@@ -128,18 +128,16 @@ class ObjectStore:
         return self._client(TRY_S + N_AT_ONCE * PART_BYTES / LEAST_BYTES_PER_S)
 
     def create(self, key: str, data: bytes) -> bool:
-        with contextlib.suppress(FileExistsError), self._faults(is_write=True):
+        with contextlib.suppress(FileExistsError), self._writing(key):
             self._small.put(key, data, mode="create")
-            self._settle(key)
             return True
         return False
 
     def put(self, key: str, content: Path | bytes) -> None:
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
         part_bytes = max(PART_BYTES, size // MOST_PARTS)
-        with self._faults(is_write=True):
+        with self._writing(key):
             self._bulk.put(key, content, chunk_size=part_bytes, max_concurrency=N_AT_ONCE)
-            self._settle(key)
 
     def get(self, key: str) -> bytes:
         with self._faults():
@@ -186,12 +184,18 @@ class ObjectStore:
             with contextlib.suppress(NoSuchObject), self._faults():
                 self._small.delete(key)
 
-    def _settle(self, key: str) -> None:
-        """Force an object of a folder to the disk."""
-        if not is_remote(self._address):
+    @contextlib.contextmanager
+    def _writing(self, key: str) -> Iterator[None]:
+        """An object of a folder is its owner's alone, and forced to the disk."""
+        with self._faults(is_write=True):
             path = Path(self._address, key)
-            fsync_path(path)
-            fsync_path(path.parent)
+            if not is_remote(self._address):
+                self._small  # noqa: B018 - the store's own folder comes first
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            yield
+            if not is_remote(self._address):
+                fsync_path(path)
+                fsync_path(path.parent)
 
     @contextlib.contextmanager
     def _faults(self, *, is_write: bool = False) -> Iterator[None]:
