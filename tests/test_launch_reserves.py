@@ -6,9 +6,12 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pytest
+
 from fake_clouds import Machine as CloudMachine
 from farthing.launch.machines import MachineLedger
 from farthing.launch.prepare import Prepared
+from farthing.launch.session import Session
 from farthing.prices.offers import boot_of
 from launch_faults import prepared_for
 from launched import Course
@@ -71,3 +74,29 @@ def test_a_deadline_is_the_end_of_a_machine_and_hours_are_those_of_training(
     by_hours = with_limits(prepared, max_hours=2)
     asked = by_hours.ask(1, offer, ledger, [], now.timestamp())
     assert asked.most_s == int(7200 + boot_s + 120 + 120), "boot, grace and teardown come on top"
+
+
+@pytest.mark.parametrize(("more_s", "may"), [(-30.0, False), (30.0, True)])
+def test_spot_is_taken_as_long_as_a_quarter_and_two_boots_are_left(
+    more_s: float, may: bool, tmp_path: Path
+) -> None:
+    deadline = datetime(2026, 11, 23, tzinfo=UTC)
+    prepared = with_limits(
+        prepared_for("runpod", tmp_path / "run", 4.0, 0.4), max_usd=4.0, deadline=deadline
+    )
+    spot, steady = prepared.offers[1], prepared.offers[0]
+
+    class Timed:
+        offer, wall_s = steady, 3600.0
+
+    boot_s = boot_of("RunPod").seconds
+    least_s = 1.25 * (3600.0 + boot_s) + 2 * boot_s
+    prepared = replace(
+        prepared,
+        plans={steady: Timed()},  # type: ignore[dict-item]
+        job=prepared.job.model_copy(update={"output_store": str(tmp_path / "store")}),
+    )
+    at = deadline.timestamp() - least_s - more_s
+    session = Session(prepared, lambda text: None, clock=lambda: at)
+    assert session.is_in_time(spot) is may
+    assert session.is_in_time(steady)

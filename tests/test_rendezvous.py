@@ -45,6 +45,7 @@ TASK = {
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*RANKS, *ADDRESS, *TASK, "FARTHING_RANKS_STORE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("farthing.run.group.os.isatty", lambda number: False)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,18 @@ def test_a_process_that_is_alone_or_knows_all_is_let_be() -> None:
     )
     srun = seat_in({**TASK, **ADDRESS, "WORLD_SIZE": "2", "PMI_SIZE": "2"})
     assert srun == Seat(1, 2, 1, 2, "srun")
+
+
+def test_a_terminal_of_a_slurm_step_joins_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun -n 2 --pty bash`: what is typed there is started once, and waited for others that
+    nobody had started.
+    """
+    monkeypatch.setattr("farthing.run.group.os.isatty", lambda number: number == 0)
+    with pytest.raises(InputError, match="one of the 2 tasks"):
+        seat_in({**TASK, **ADDRESS})
+    assert seat_in({**RANKS, **ADDRESS, **TASK}).by == "a launcher", (
+        "torchrun in that terminal knows who is who"
+    )
 
 
 class Clock:

@@ -111,6 +111,8 @@ class Prepared:
     offers: tuple[Offer, ...]
     plans: dict[Offer, Plan]
     packed: Packed
+    n_steps: int = 0
+    """Of the whole job, where it was planned."""
 
     @property
     def launch_id(self) -> str:
@@ -370,17 +372,17 @@ def prepare(job: Job, wishes: Wishes, now: datetime, *, asks: bool = True) -> Pr
         return Prepared(job, *named, wishes, (), {}, Packed())
     if named is not None and asks:
         _refuse_what_cannot_work(job, *named, wishes)  # before anything is planned
-    plans: dict[Offer, Plan] = {}
+    plans, n_steps = dict[Offer, Plan](), 0
     if named is not None and not named[0].providers:
         target, at = named
         offers = _own_offers(job, target, at, now.date())
     else:
-        target, at, plans = _rented_offers(job, wishes, named, now)
+        target, at, plans, n_steps = _rented_offers(job, wishes, named, now)
         offers = list(plans)
     if named is None:
         _refuse_what_cannot_work(job, target, at, wishes)
     packed = Packed() if target.name in OWN_FOLDERS else pack(job)
-    prepared = Prepared(job, target, at, wishes, tuple(offers), plans, packed)
+    prepared = Prepared(job, target, at, wishes, tuple(offers), plans, packed, n_steps)
     outside = [str(path) for path, _ in packed.files if not path.is_relative_to(job.output_dir)]
     if outside and not prepared.travels:  # on a volume with the run folder, and nothing else
         raise InputError(
@@ -428,7 +430,7 @@ def _own_offers(job: Job, target: Target, at: str, today: date) -> list[Offer]:
 
 def _rented_offers(
     job: Job, wishes: Wishes, named: tuple[Target, str] | None, now: datetime
-) -> tuple[Target, str, dict[Offer, Plan]]:
+) -> tuple[Target, str, dict[Offer, Plan], int]:
     """The offers of the plan that the target, or any, can rent, the best first."""
     providers = named[0].providers if named else ()
     # where one is, no rank of the whole plan is asked for
@@ -469,7 +471,8 @@ def _rented_offers(
     target = next(iter(found.values()))[0]
     at = named[1] if named else ""
     refuse_nowhere(target, at)
-    return target, at, {plan.offer: plan for one, plan in found.values() if one is target}
+    ours = {plan.offer: plan for one, plan in found.values() if one is target}
+    return target, at, ours, study.answer.n_steps
 
 
 def _chosen(study: Any, text: str, find: Finding, most: int) -> list[Plan]:

@@ -250,6 +250,7 @@ class Session:
             sleep=sleep,
             awake=seconds_since_boot,
             patience=patience or Patience(boot_s=self.prepared.wishes.boot_s),
+            may_take=self.is_in_time,
             reaches=self._reaches,
             reclaim=reclaim,
         )
@@ -260,6 +261,24 @@ class Session:
         if target in ("kubernetes", "vertex", "hf") and machine.on:
             return machine.on == (f"{target}:{at}" if at else target)
         return machine.target in ("", target)
+
+    def is_in_time(self, offer: Offer) -> bool:
+        """Spot only while the deadline leaves room, and a quarter, for on demand."""
+        deadline = self.prepared.job.limits.deadline
+        steady = [plan for plan in self.prepared.plans.values() if not plan.offer.is_spot]
+        if deadline is None or not offer.is_spot or not steady:
+            return True
+        done = 0.0
+        with contextlib.suppress(UnclearError):
+            done = min(1.0, self.words(LOOK_S).committed() / max(1, self.prepared.n_steps))
+        needed_s = (
+            min(plan.wall_s for plan in steady) * (1.0 - done)
+            + boot_of(steady[0].offer.provider).seconds
+        )
+        return (
+            deadline.timestamp() - self.clock()
+            > 1.25 * needed_s + 2 * boot_of(offer.provider).seconds
+        )
 
     def _send(self, tokenize: Callable[[], list[Path]]) -> None:
         packed = self.prepared.packed

@@ -111,6 +111,8 @@ class Launch:
     awake: Callable[[], float]
     """Seconds that also pass while this machine is suspended, and that nobody sets."""
     patience: Patience = Patience()
+    may_take: Callable[[Offer], bool] = lambda offer: True
+    """Whether an offer will do at this moment: spot is left out when the deadline is near."""
     reaches: Callable[[Machine], bool] = lambda machine: True
     """Whether a machine is where the driver looks: elsewhere it would be taken for gone."""
     reclaim: Callable[[], None] = lambda: None
@@ -474,7 +476,7 @@ class Launch:
 
     def _next_offer(self) -> Offer | None:
         out = self._left_out | self._out_of_stock
-        return next((each for each in self.offers if each not in out), None)
+        return next((each for each in self.offers if each not in out and self.may_take(each)), None)
 
     def _found(self, machine: Machine) -> bool:
         """Whether a machine is there whose creation was not answered; looked for until it must be

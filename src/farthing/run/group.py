@@ -8,6 +8,7 @@ with those that are left.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -91,6 +92,12 @@ def seat_in(environ: Mapping[str, str]) -> Seat:
         raise _refusal(
             f"process {index} of {n}, {local} of {n_local} on this machine: that can't be",
             ", ".join(dict.fromkeys([*names, "RANK", "WORLD_SIZE"])),
+        )
+    if by == "srun" and os.isatty(0):
+        raise _refusal(
+            f"this terminal is one of the {n} tasks of a Slurm step, and the others start nothing"
+            " by themselves",
+            names[1],
         )
     lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if n > 1 and by != "farthing" and lacking:

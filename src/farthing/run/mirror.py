@@ -48,6 +48,7 @@ from farthing.run.folder import (
     LEDGER,
     LOG,
     MODEL,
+    RUN,
     is_damaged,
     run_id_of,
     saves_in,
@@ -156,7 +157,7 @@ class Mirror:
         self._bills: list[Json] = []
         self._known_bills: set[str] = set()
         self.failing = False
-        self._wake = threading.Condition()
+        self._wake, self._late = threading.Condition(), threading.Lock()
         self.pending: _Parcel | None = None
         self._sending: _Parcel | None = None
         self._stop = threading.Event()
@@ -192,7 +193,8 @@ class Mirror:
 
         Raises `RunTakenError` (another machine trains this run), `RunDamagedError`,
         `RunChangedError`, `InputError` (the store refuses),
-        `DiskFullError`, `RunInterruptedError`; `StoreUnavailableError` when it doesn't answer.
+        `DiskFullError`, `RunInterruptedError`; `StoreUnavailableError` when it doesn't answer and
+        the folder alone does not hold the run.
         """
         step, patient = None, self.patient(self.pace.answer_s)
         try:
@@ -212,11 +214,17 @@ class Mirror:
                         " list, delete)"
                     ),
                 ) from error
-            raise StoreUnavailableError(
-                f"the store does not answer ({error}), and another machine may train this run",
-                where=f"output_store: {self._store.name}",
-                to_do="try the same command again when it does",
-            ) from error
+            if isinstance(error, StoreRefuses) or not (self.folder / RUN).exists():
+                raise StoreUnavailableError(
+                    f"the store does not answer ({error}), and this folder does not hold the run",
+                    where=f"output_store: {self._store.name}",
+                    to_do=(
+                        "try the same command again when it does; without output_store the run"
+                        " would begin again"
+                    ),
+                ) from error
+            self.lease.epoch = 0
+            self._warn(f"the store does not answer ({error}); the run continues from this folder")
         for work in (self._keep_lease, self._keep_sending):
             self._threads.append(threading.Thread(target=work, name="store", daemon=True))
             self._threads[-1].start()
@@ -243,8 +251,7 @@ class Mirror:
             self._known = {commit: self._objects(store, commit) for commit in commits[:1]}
         if known := with_words(known, words):
             self.on_bills(known)
-        seen = {"store": self._store.name, "epoch": self.lease.epoch}
-        write_json(self.folder / SEEN, seen)
+        self._note_seen()
         return step
 
     def _seen_epoch(self) -> int:
@@ -254,6 +261,9 @@ class Mirror:
             return int(seen["epoch"]) if seen["store"] == self._store.name else 0
         except (OSError, ValueError, KeyError, TypeError):
             return 0
+
+    def _note_seen(self) -> None:
+        write_json(self.folder / SEEN, {"store": self._store.name, "epoch": self.lease.epoch})
 
     # ---- while the run continues ----
 
@@ -290,7 +300,7 @@ class Mirror:
         """
         if self._threads and self._lost is None and self._gaps.taken():
             try:
-                self.lease.renew(self.patient(self.pace.answer_s))
+                self._hold(self.patient(self.pace.answer_s))
             except LeaseLostError as error:
                 self._lost = str(error)
             except StoreError as error:
@@ -382,12 +392,25 @@ class Mirror:
                 if now >= due_at:
                     due_at = now + self.pace.renew_s
                     if now - self.lease.renewed_at >= self.pace.renew_s / 2:
-                        self.lease.renew(self.patient(self.pace.answer_s))
+                        self._hold(self.patient(self.pace.answer_s))
             except LeaseLostError as error:
                 self._lost = str(error)
                 return
             except Exception:  # the other thread warns that the store is away
                 continue
+
+    def _hold(self, store: Store) -> None:
+        """Renew the lease, or take it late. Raises `LeaseLostError`, `StoreError`."""
+        with self._late:
+            if not self.lease.epoch:
+                self.lease.claim(store, self._stop.is_set)
+                if any(commit.epoch > self._seen_epoch() for commit in list_commits(store)):
+                    raise LeaseLostError(
+                        "the run has gone on elsewhere while the store could not be reached"
+                    )
+                self._note_seen()
+                return
+        self.lease.renew(store)
 
     def _keep_sending(self) -> None:
         """The newest parcel; one that failed goes again unless there is a newer one."""
@@ -434,11 +457,13 @@ class Mirror:
         """Data first, the lease once more, the commit last; then what is older goes. Raises
         `LeaseLostError`, `StoreError`, `DamagedFileError`.
         """
+        if not self.lease.epoch:
+            self._hold(store)
         epoch = self.lease.epoch
         parcel.prefix = parcel.prefix or f"data/{epoch:08d}-{uuid.uuid4().hex}"
         entries = self._send_data(parcel, store)
         self._bills += bills_left(store, self._known_bills)
-        self.lease.renew(store)
+        self._hold(store)
         self._n_commits += 1
         commit = Commit(epoch, self._n_commits, parcel.step)
         manifest = {

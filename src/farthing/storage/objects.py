@@ -9,6 +9,7 @@ come from the environment, or from where the cloud keeps them on a machine.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import re
@@ -39,6 +40,7 @@ _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|The specified bucket doe
 _REFUSAL = re.compile(
     "status code: 40[13]|redirect|[Cc]redential|token request|privileges|[Pp]ermission denied"
 )
+_NO_LINKS = re.compile(rf"os error ({errno.EPERM}|{errno.ENOTSUP}|{errno.ENOSYS}|{errno.EMLINK})\b")
 Result = TypeVar("Result")
 
 
@@ -111,7 +113,8 @@ class ObjectStore:
     Cloud Storage or Azure Blob Storage.
 
     `create` is the bucket's own condition (If-None-Match, or a generation match), or a hard link in
-    a folder. Raises `InputError` for an address or a configuration that names no bucket.
+    a folder; where there are none an exclusive open, which a kill can tear. Raises `InputError` for
+    an address or a configuration that names no bucket.
     """
 
     def __init__(self, address: str) -> None:
@@ -129,7 +132,13 @@ class ObjectStore:
 
     def create(self, key: str, data: bytes) -> bool:
         with contextlib.suppress(FileExistsError), self._writing(key):
-            self._small.put(key, data, mode="create")
+            try:
+                self._small.put(key, data, mode="create")
+            except Exception as error:
+                if is_remote(self._address) or not _NO_LINKS.search(str(error)):
+                    raise
+                with open(Path(self._address, key), "xb") as file:
+                    file.write(data)
             return True
         return False
 
@@ -205,7 +214,7 @@ class ObjectStore:
 
         try:
             yield
-        except StoreError:
+        except (StoreError, FileExistsError):
             raise
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
             raise FileExistsError from error
