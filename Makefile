@@ -18,7 +18,7 @@ test-all: setup launch-tools $(VENV)/all/.ready  ## the long ones too, with ever
 
 # prices grow old and templates ask for the date: what depends on the day, on two other days
 DAYS := 2026-11-20 2031-01-01
-OF_DAYS := catalog prices_verb price_feeds plan plan_verb plan_page same_data chat
+OF_DAYS := catalog prices_verb price_feeds plan plan_verb plan_page managed same_data chat
 test-days: setup  ## the tests of prices, plans and dates on other days
 	for day in $(DAYS); do \
 	  FARTHING_TODAY=$$day $(PYTEST) -q -m "not slow" $(OF_DAYS:%=tests/test_%.py) || exit 1; \

@@ -60,7 +60,10 @@ def test_every_row_has_its_source_its_day_and_its_unit() -> None:
         assert service.model or service.upto_billion > service.over_billion
 
 
-def test_a_plan_answers_what_was_paid(tmp_path: Path, cli: Cli) -> None:
+def test_a_plan_answers_what_was_paid(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FARTHING_TODAY", "2026-11-22")
     size = ("--examples", "20000", "--mean-tokens", "500")
     words = ["plan", workshop.job_file(tmp_path), *size, "--paid", "$90"]
     view = cli.json(*words)
@@ -72,3 +75,5 @@ def test_a_plan_answers_what_was_paid(tmp_path: Path, cli: Cli) -> None:
     assert "you paid $90.00: here it is" in said
     assert "no new jobs from 2027-01-06" in said
     assert "--paid" in cli.err(*words[:-1], "much")
+    monkeypatch.setenv("FARTHING_TODAY", "2027-01-06")  # on which OpenAI takes no new jobs
+    assert "OpenAI" not in {each["provider"] for each in cli.json(*words)["managed"]}
