@@ -2,24 +2,24 @@
 knows.
 
 The `liger-kernel` package (BSD-2, from 0.8) patches an instance, but also the family's module, for
-every model of the process to come. `use_liger` lets it, and puts the module back as it was but for
-the rotation, which is Liger's for all models of the family on a GPU. Its cross-entropies are not
-used: `model/head.py` makes no logits either, and is quicker. Weights, names and what is saved stay
-as they are.
+every model of the process to come. `use_liger` lets it, puts the module back as it was, and gives
+the rotation to the attention of this model alone. Its cross-entropies are not used: `model/head.py`
+makes no logits either, and is quicker. Weights, names and what is saved stay as they are.
 
 `FUSED_BY_LIGER` has the families whose loss and gradients agreed with the plain model when Liger's
-own kernels ran in Triton's interpreter on a CPU (tests/test_liger.py). Never run on a GPU.
+own kernels ran in Triton's interpreter on a CPU (tests/test_liger.py). On an H100 a small Llama's
+loss and gradients agreed too, in full and with LoRA (2026-11-28).
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import importlib.util
 import inspect
 import logging
 import sys
 from collections.abc import Callable
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ from farthing.errors import DeviceError, OutOfMemoryError
 from farthing.model.loss import inner_of
 from farthing.models.families import FUSED_BY_LIGER
 
-WANTED = {"rope", "rms_norm", "swiglu", "geglu"}
-NOT_WANTED = {"cross_entropy", "fused_linear_cross_entropy"}
+WANTED = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True}
+NOT_WANTED = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 ROTATION = "apply_rotary_pos_emb"
 
 
@@ -93,8 +93,8 @@ def try_one_kernel(model: Any) -> None:
 
 
 def patch(model: Any) -> dict[str, int]:
-    """Give the norms and feed-forwards of `model`, and the rotation of its family on GPUs, Liger's
-    kernels; how many of each.
+    """Give the norms, feed-forwards and attentions of `model` Liger's kernels, and no other model;
+    how many of each.
 
     Raises `ValueError` before anything is changed where an activation is none that Liger has.
     """
@@ -108,7 +108,7 @@ def patch(model: Any) -> dict[str, int]:
     before, already = dict(vars(family)), _own_forwards(inner)
     apply(
         model=inner,
-        **{name: name in WANTED for name in WANTED | NOT_WANTED if name in known},
+        **{name: value for name, value in (WANTED | NOT_WANTED).items() if name in known},
     )
     changed = {
         name: vars(family)[name]
@@ -117,22 +117,12 @@ def patch(model: Any) -> dict[str, int]:
     }
     for name in changed:
         setattr(family, name, before[name])
-    if ROTATION in changed:
-        setattr(family, ROTATION, _on_gpus(changed[ROTATION], before[ROTATION]))
     patched = _own_forwards(inner) - already
     n_norms = sum("RMSNorm" in type(module).__name__ for module in patched)
-    found = {"norms": n_norms, "feed-forwards": len(patched) - n_norms}
-    return found | {"rotation": int(ROTATION in changed)}
-
-
-def _on_gpus(rotate: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A family's rotation that is Liger's for tensors on a GPU."""
-
-    @functools.wraps(plain)
-    def rotated(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (rotate if query.is_cuda else plain)(query, *args, **kwargs)
-
-    return rotated
+    n_rotations = (
+        _rotate_with(inner, family.__name__, changed[ROTATION]) if ROTATION in changed else 0
+    )
+    return {"norms": n_norms, "feed-forwards": len(patched) - n_norms, "rotations": n_rotations}
 
 
 def must_have_activation(inner: Any, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -149,6 +139,50 @@ def must_have_activation(inner: Any, activation: Callable[[torch.Tensor], torch.
 def _own_forwards(inner: Any) -> set[torch.nn.Module]:
     """Modules whose forward pass is not that of their class."""
     return {module for module in inner.modules() if "forward" in vars(module)}
+
+
+def _rotate_with(inner: Any, family: str, rotate: Callable[..., Any]) -> int:
+    """Let the attention of this model find `rotate` where its module has the family's rotation; how
+    many did.
+    """
+    rotating = [
+        module
+        for module in inner.modules()
+        if type(module).__module__ == family and ROTATION in type(module).forward.__code__.co_names
+    ]
+    twin = _module_with(family, ROTATION, rotate)
+    forwards = {
+        kind: _of_module(kind.forward, twin) for kind in {type(module) for module in rotating}
+    }
+    for module in rotating:
+        module.forward = MethodType(forwards[type(module)], module)
+    return len(rotating)
+
+
+def _module_with(family: str, name: str, value: Any) -> ModuleType:
+    """A copy of a module in which `name` is `value`, known by a name of its own: torch.compile
+    looks for globals by it.
+    """
+    twin = ModuleType(f"{family}_with_liger")
+    vars(twin).update(
+        {key: of for key, of in vars(sys.modules[family]).items() if key != "__name__"}
+        | {name: value}
+    )
+    sys.modules[twin.__name__] = twin
+    return twin
+
+
+def _of_module(function: FunctionType, module: ModuleType) -> FunctionType:
+    """A copy of `function` that finds its globals in `module`."""
+    twin = FunctionType(
+        function.__code__,
+        vars(module),
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
 
 
 def _gelu_tanh(values: torch.Tensor) -> torch.Tensor:
