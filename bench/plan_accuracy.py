@@ -1,6 +1,6 @@
 """Hold the planner's memory and speed against what others measured.
 
-    python bench/plan_accuracy.py FILE.csv ... [--json] [--rows] [--strangers] [--write]
+    python bench/plan_accuracy.py FILE.csv ... [--json] [--strangers] [--write]
 
 A FILE has the columns source, model, method, precision, quant, optimizer, seq_len, micro_batch,
 grad_ckpt, gpu, n_gpu, peak_gb, tokens_per_s, notes. Each row is read into the way its code computes
@@ -24,7 +24,6 @@ import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -44,10 +43,7 @@ Row = dict[str, Any]
 
 def predict(row: Published) -> tuple[Memory, float]:
     """(memory, tokens a second)."""
-    memory = memory_of(row.case)
-    if row.beside_bytes:
-        memory = replace(memory, parts=memory.parts | {"beside": int(row.beside_bytes)})
-    return memory, step_time(other_work(row.case), row.device()).tokens_per_s
+    return memory_of(row.case), step_time(other_work(row.case), row.device()).tokens_per_s
 
 
 def judge(rows: Iterable[dict[str, str]], *, strangers: bool = False) -> dict[str, Any]:
@@ -219,7 +215,6 @@ def write_errors(rows: Sequence[Row], today: date) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="the planner against published measurements")
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--strangers", action="store_true")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -236,10 +231,10 @@ def main() -> None:
         return
     for name, result in results.items():
         print(f"\n# {name}")
-        say(result, every_row=asked.rows)
+        say(result)
 
 
-def say(result: dict[str, Any], *, every_row: bool) -> None:
+def say(result: dict[str, Any]) -> None:
     """Print the errors of a file, and what its rows were not judged by."""
     for name in ("memory", "speed"):
         print(f"\n{name:44}{'method':8}{'GPU':14}{'rows':>6}{'median':>10}{'p90':>9}{'bias':>9}")
@@ -251,13 +246,10 @@ def say(result: dict[str, Any], *, every_row: bool) -> None:
             )
         for one in result["ranges"][name]:
             print(f"  range holds {one['share']:6.1%} of {one['n']:4d} rows: {one['class']}")
-    for row in [*result["rows"], *result["boundaries"]] if every_row else result["boundaries"]:
+    for row in result["boundaries"]:
         words = f"{row['line']:4d} {row['model'][:24]:24} {row['method']:6} {row['gpu']:12}"
-        if "says" in row:
-            right = "" if row["is_right"] else "!"
-            print(f"  {words} {row['seq_len']:>8} {row['says']:9}{row['error']:+7.1%} {right}")
-        else:
-            print(f"  {words}", *(f"{row[f'{n}_error'] or 0:+8.1%}" for n in ("memory", "speed")))
+        right = "" if row["is_right"] else "!"
+        print(f"  {words} {row['seq_len']:>8} {row['says']:9}{row['error']:+7.1%} {right}")
     reasons = Counter(row["why"] for row in result["not_expressed"])
     print(f"\nnot expressed: {sum(reasons.values())} rows")
     for why, n in reasons.most_common():

@@ -26,17 +26,14 @@ from farthing.planner.speed import Device, device_of
 from farthing.prices.gpus import Gpu, find_gpu
 from farthing.settings import Settings
 from plan_stacks import (
-    FREED,
     FUSED,
     QWEN,
     WHOLE,
     OtherCase,
     OtherRecipe,
     attention_share_of,
-    beside_bytes,
     meter_of,
     stack_of,
-    takes_logits_as_they_are,
     trains_ends,
 )
 
@@ -98,8 +95,6 @@ class Published:
     """Of a row that says what fits and not how much it takes: see `limit_of`."""
     attention_share: float | None = None
     """Of the GPU's peak, where the row's attention is not that of today."""
-    beside_bytes: float = 0.0
-    """That its code has at the peak beside what the recipe says."""
     tf32: bool = False
     """The row says so: torch's own default is off."""
 
@@ -202,6 +197,7 @@ def gpu_of(text: str, peak_gb: float | None = None) -> Gpu:
 _REFUSED = {  # by what a row's words have
     r"lora-fa|bdlora|mica|galore|lisa|lomo": "a variant of LoRA that the trainer has not",
     r"cpu.?off-?load|zero3-offload": "CPU off-load",
+    "gptq-int8": "weights in 8 bits",
     r"config not stated \(low|must differ in settings": "its settings are not stated",
     r"\bhsdp\b|hybrid.shard": "weights that are copied between machines, and spread within them",
     r"(?=.*(?:deepspeed|\bzero\b)).*stage (?:is )?not stated": "DeepSpeed, and what it spreads is "
@@ -221,7 +217,7 @@ def refuse(row: dict[str, str], words: str, method: str) -> None:
     if "fp8" in row["precision"]:
         raise NotExpressed("products in fp8, whose peak is twice that of any precision of a recipe")
     for pattern, why in _REFUSED.items():
-        if re.search(pattern, words, re.DOTALL):
+        if re.search(pattern, f"{words} {quant}", re.DOTALL):
             raise NotExpressed(why)
 
 
@@ -248,8 +244,6 @@ def read_case(row: dict[str, str]) -> Published:
         stack = replace(stack, has_master_weights=True, upcasts_frozen=False)
     if shape.model_type == "gpt_bigcode" and stack.loss == WHOLE and not stack.autocasts:
         stack = replace(stack, loss=FUSED)  # its loss is computed in the precision of the logits
-    if stack.loss == WHOLE and takes_logits_as_they_are(source, row["model"], micro):
-        stack = replace(stack, loss=FREED)
     precision = precision_of(row["precision"])
     if "universal-llm-trainer" in source and method == "qlora":
         precision = "fp32"  # what is not quantized is loaded in fp32 (src/models)
@@ -301,7 +295,6 @@ def read_case(row: dict[str, str]) -> Published:
         network_of(words, gpu) if n_gpus > GPUS_OF_MACHINE else math.inf,
         limit,
         attention_share_of(source, gpu.architecture),
-        beside_bytes(source, all_words, case),
         "tf32" in f"{all_words} {row['precision'].lower()}" or "nvidia" in source,
     )
 

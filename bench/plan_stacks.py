@@ -15,7 +15,7 @@ from unittest import mock
 from farthing.models.blocks import Block, block_of
 from farthing.planner import memory as planned
 from farthing.planner.activations import Layers, adapts_down, layers_of, scores_per_pair
-from farthing.planner.memory import NF4_BYTES, Memory, estimate_memory
+from farthing.planner.memory import Memory, estimate_memory
 from farthing.planner.recipe import FSDP, Case, Recipe, Stack
 from farthing.planner.work import LAUNCH_S, OUTER_LAUNCHES, Work, work_of
 
@@ -345,18 +345,6 @@ def attention_share_of(source: str, architecture: str) -> float | None:
     return {"Ampere": 0.30, "Hopper": 0.20}.get(architecture) if "llm-foundry" in source else None
 
 
-def takes_logits_as_they_are(source: str, model: str, n_rows: int) -> bool:
-    """Whether the loss of transformers' trainer of 2023 and 2024 copies no fp32 logits of all words
-    but those it casts.
-
-    All but the last token of one row are in one piece, and of several rows are copied. The first
-    Qwen and Baichuan 2 bring code that copies them before they are cast (modeling_qwen.py,
-    modeling_baichuan.py); transformers' own casts them first.
-    """
-    is_old = any(name in source for name in ("swift", "factory", QWEN))
-    return is_old and (n_rows == 1 or bool(re.search(r"qwen-|qwen1_|baichuan", model.lower())))
-
-
 def trains_ends(words: str) -> bool:
     """Whether embeddings and head are trained beside adapters."""
     return re.search(r"\(emb\)|incl\w*\.? (?:the )?embedding|with embedding", words) is not None
@@ -387,40 +375,3 @@ def meter_of(source: str, words: str) -> tuple[str, float]:
         meter, unit = "nvidia-smi", 1000.0 * 2**20
     # torch.cuda.memory_reserved() / 1E9 (src/trainer/trainer.py)
     return meter, 1e9 if "universal-llm-trainer" in source else unit
-
-
-# ---- copies, buffers and things that are kept too long, beside what a recipe can say ----
-
-
-def beside_bytes(source: str, words: str, case: OtherCase) -> float:
-    """Bytes of one GPU at the peak; `source` and `words` in small letters."""
-    if "gptq-int8" in words:  # twice the bits of what a recipe calls quantized
-        return 0.5 * case.shape.n_packed
-    return _of_litgpt(source, words, case) if re.search("lit-?gpt", source) else 0.0
-
-
-def _of_litgpt(source: str, words: str, case: OtherCase) -> float:
-    """Its head is never the embedding. Queries, keys and values are one product, of which the
-    values are a view where heads are not grouped, so that all of it stays (litgpt/model.py).
-
-    Quantized, Lightning quantizes the head as well, out of fp16, and leaves the scales of blocks in
-    fp32 but for `-dq` (fabric/plugins/precision/bitsandbytes.py). So the head is unpacked in fp16
-    and cast when all layers' inputs are there. What a quantized layer reads hangs on its node of
-    the graph (bitsandbytes 0.42, `MatMul4Bit`), also where its adapter keeps what dropout has left
-    of it. The node lives until the variable `loss` is set again, after the next forward pass
-    (litgpt/finetune/lora.py): where lengths are cut, one as long came before.
-    """
-    shape, recipe, c = case.shape, case.recipe, case.recipe.compute_bytes
-    head, of_token = float(shape.vocab * shape.hidden), 0.0
-    if shape.model_type != "gpt_neox" and shape.n_heads == shape.n_kv_heads:
-        of_token = c * 2.0 * case.width[0]  # where the recipe has it not
-    found = c * head if shape.is_tied else 0.0
-    if recipe.method == "qlora":
-        of_weight = NF4_BYTES if "nf4-dq" in words else 0.5 + 4 / 64
-        found = shape.n_packed * (of_weight - NF4_BYTES)
-        found += head * (of_weight - (0 if shape.is_tied else c) + 2 + c)
-        again = c * shape.ffn if recipe.lora_dropout > 0 and adapts_down(case) else 0.0
-        of_token += again
-        if re.search(r"config_hub|cut at", f"{source} {words}"):
-            of_token += _inputs_bytes(case) + again
-    return found + shape.n_layers * case.n_tokens * of_token
