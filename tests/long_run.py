@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from farthing.report.training_log import keep_digest
 from farthing.run.accounts import Account, Mark, as_line
 from farthing.run.folder import LEDGER, LOG, RUN, keep
 from farthing.run.ledger import SPANS, Ledger, Meter
@@ -23,6 +24,7 @@ def make_run(
     chance = random.Random(seed)
     folder.mkdir(parents=True)
     keep(folder / RUN, {"run_id": "made-up", "identity": {}, "machine": {}})
+    kept_bytes = 0
     every = max(1, n_steps // max(1, n_evaluations))
     with open(folder / LOG, "w", encoding="utf-8") as log:
         for step in range(1, n_steps + 1):
@@ -38,6 +40,8 @@ def make_run(
             if step % every == 0:
                 metrics = {"loss": 1 + chance.random(), "perplexity": 3 + chance.random()}
                 log.write(line_of({"step": step, "metrics": metrics, "is_best": False}) + "\n")
+                log.flush()
+                kept_bytes = keep_digest(folder / LOG, kept_bytes)  # as the loop does when it saves
     return _make_ledger(folder, n_steps, n_attempts, chance)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from farthing.report.receipt import build_receipt
-from farthing.report.training_log import Curve, read_log
+from farthing.report.training_log import Curve, TrainingLog, keep_digest, read_log
 from farthing.storage.logs import line_of
 from long_run import make_run
 
@@ -86,6 +86,58 @@ def test_a_log_is_read_fast_to_what_reading_every_line_as_json_gives(tmp_path: P
     assert log.losses.means(1024) == [[row["step"], row["loss"]] for row in with_loss]
     assert log.evaluations == [row for row in rows if "metrics" in row]
     assert log.n_skipped == 1
+
+
+def test_a_digest_changes_nothing_of_what_a_log_says(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", n_steps=5_000, n_evaluations=5, n_attempts=2)
+    path, digest = tmp_path / "run" / "log.jsonl", tmp_path / "run" / "log.digest.json"
+    digest.unlink(missing_ok=True)
+    whole, lines = read_log(path), path.read_bytes().splitlines(keepends=True)
+    assert not digest.exists(), "reading writes nothing"
+    for n_lines in (1, 1023, 2500, len(lines) - 1):
+        path.write_bytes(b"".join(lines[:n_lines]) + lines[n_lines][:40])
+        end = keep_digest(path, worth_bytes=0)
+        assert end == sum(map(len, lines[:n_lines])), "a torn line is not in it"
+        path.write_bytes(b"".join(lines))
+        assert read_log(path) == whole
+    assert keep_digest(path, end, worth_bytes=1 << 30) == end, "not worth writing"
+    path.write_bytes(b"".join(lines[1:]))  # another log
+    assert read_log(path) != whole
+    path.write_bytes(b"".join(lines))
+    good = digest.read_bytes()
+    for damaged in (
+        b"",
+        good[:-9],
+        good.replace(b'"n_tokens": ', b'"n_tokens": 1', 1),
+        b'{"version": 1}',
+    ):
+        digest.write_bytes(damaged)
+        assert read_log(path) == whole
+    digest.write_bytes(good)
+    path.write_bytes(b"".join(lines[:-2]))  # a resume has taken steps back
+    assert read_log(path).step < whole.step
+
+
+def test_only_what_was_added_to_a_log_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "run", n_steps=3_000, n_evaluations=3, n_attempts=2)
+    path = tmp_path / "run" / "log.jsonl"
+    keep_digest(path, worth_bytes=0)
+    last = path.read_bytes().splitlines(keepends=True)[-2:]
+    with open(path, "ab") as file:
+        file.write(b"".join(last))
+    n_read = 0
+    add_line = TrainingLog.add_line
+
+    def counted(log: TrainingLog, line: bytes) -> None:
+        nonlocal n_read
+        n_read += 1
+        add_line(log, line)
+
+    monkeypatch.setattr(TrainingLog, "add_line", counted)
+    read_log(path)
+    assert n_read == len(last)
 
 
 def test_a_curve_keeps_its_sums_and_both_ends() -> None:

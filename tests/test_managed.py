@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import workshop
 from command import Cli
-from farthing.planner.managed import Service, fee_of, services
+from farthing.planner.managed import Service, fee_of, fees_of, services
+from offers import offer_of
 
 
 def spec(
     n_examples: int = 1000, mean: float = 100, n_epochs: float = 3, max_steps: int | None = None
 ) -> Any:
-    from types import SimpleNamespace
 
     lengths = SimpleNamespace(n_tokens=n_examples * mean, n_examples=n_examples)
     return SimpleNamespace(
@@ -77,3 +78,15 @@ def test_a_plan_answers_what_was_paid(
     assert "--paid" in cli.err(*words[:-1], "much")
     monkeypatch.setenv("FARTHING_TODAY", "2027-01-06")  # on which OpenAI takes no new jobs
     assert "OpenAI" not in {each["provider"] for each in cli.json(*words)["managed"]}
+
+
+def test_a_row_of_a_price_file_is_for_models_of_its_size_and_method() -> None:
+    asked = SimpleNamespace(
+        method="lora",
+        shape=SimpleNamespace(n_parameters=8_000_000_000, task="seq2seq"),
+        n_tokens=1e6,
+    )
+    rows = ("LoRA up to 16B", "full up to 16B", "LoRA 16B to 80B", "Llama-3.1-8B", "other")
+    offers = [offer_of("", 1.0, 0, instance=name)._replace(unit="million_tokens") for name in rows]
+    found = fees_of(asked, "meta-llama/Llama-3.1-8B", 512, offers, date(2026, 1, 1))  # type: ignore[arg-type]
+    assert {fee.what for fee in found if fee.takes_the_model} == {"LoRA up to 16B", "Llama-3.1-8B"}

@@ -16,8 +16,10 @@ import spot_replay
 from farthing.errors import InputError
 from farthing.planner.spot import (
     Interruptions,
+    Now,
     SaveSchedule,
     Spell,
+    Spells,
     best_interval_s,
     chance_by,
     drawn_together,
@@ -230,7 +232,24 @@ def test_replayed_cost_and_hours_are_about_the_predicted_ones() -> None:
     assert result["wall_in_range_percent"] > 80
 
 
-# ---- what is not known of a zone ----
+# ---- what is known now, and what is not known of a zone ----
+
+
+def test_the_old_last_and_the_young_are_at_risk() -> None:
+    u = v = np.linspace(0.01, 0.99, 99)
+    law = BURSTY.up
+    assert np.median(law.rest(u, v, 3 * H)) > np.median(law.rest(u, v, 0.0))
+    old = Spells(np.array([600.0, 1200.0]), np.array([0.5, 0.5]))
+    assert np.median(old.rest(u, v, 5 * H)) == pytest.approx(5 * H), "as long again"
+
+
+def test_a_zone_that_is_up_now_is_likelier_to_be_in_time() -> None:
+    zone, saves = measured(BURSTY, 300), SaveSchedule(600, 10, 120)
+    chances = [
+        chance_by(2 * H, H, saves, replace(zone, now=now))
+        for now in (Now(True, 6 * H), None, Now(False, 6 * H))
+    ]
+    assert chances[0] > chances[1] > chances[2]
 
 
 def test_what_is_not_known_of_a_zone_widens_its_chances() -> None:

@@ -139,7 +139,7 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
     if asked.traces is not None:
         if not Path(asked.traces).is_dir():
             raise InputError("no such folder", where=str(asked.traces), to_do="name one of traces")
-        hazard, law = hazards(read_traces(asked.traces))
+        hazard, law = hazards(read_traces(asked.traces), now)
         notes.append(law)
     assumptions, by_fee = Assumptions(), [offer for offer in offers if offer.usd_per_hour is None]
     answer = decide(

@@ -12,6 +12,7 @@ published.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
@@ -109,11 +110,24 @@ def fees_of(
     for offer in offers:
         usd = sum(bill(offer, n_tokens=wanted.n_tokens).values())
         said = offer.unit, offer.usd, offer.source, offer.date.isoformat()
-        of_file.append(Fee(offer.provider, offer.instance, usd, usd, *said))
+        takes = _takes(offer, name, method, billion)
+        of_file.append(Fee(offer.provider, offer.instance, usd, usd, *said, takes))
     return (
         *sorted(known, key=lambda fee: (fee.usd, fee.provider)),
         *sorted(of_file, key=lambda fee: fee.usd),
     )
+
+
+def _takes(offer: Offer, name: str, method: str, billion: float) -> bool:
+    """Whether a row of a price file is for this model: by its name, or by a method and a range of
+    sizes.
+    """
+    instance = offer.instance.lower()
+    size = re.search(r"up to (\d+)b|(\d+)b to (\d+)b", instance)
+    if size is None:
+        return offer.unit == "run" or instance.removesuffix(" hosted") == name
+    low, high = float(size[2] or 0), float(size[1] or size[3])
+    return low * 0.97 <= billion < high + 1 and ("lora" in instance) == (method == "lora")
 
 
 def fee_of(service: Service, wanted: JobSpec, max_length: int) -> Fee:

@@ -23,6 +23,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ N_PATHS, MOST_SPELLS = 256, 160
 N_QUANTILES = 512  # of a law that is known by its formula
 Z80 = 1.2816  # standard deviations on either side of the middle that hold 80 % of a normal law
 KNOWN_SPREAD = 0.75  # of the spread, that the scenarios of a zone lie apart: the least error
+RECENT_S = 3600.0  # a trace that ends no longer ago says what a zone is like now
 HALF_LIFE_S = 2 * 86400.0  # capacity drifts: what is two days older counts half
 SHARE = 0.4  # of the way a zone is moved to the mean of all. Both had the least error on nine zones
 
@@ -65,11 +67,16 @@ class Spells:
         edges = np.cumsum(self.shares if weights is None else weights)
         return self.lengths_s[np.minimum(np.searchsorted(edges / edges[-1], u), len(edges) - 1)]
 
-    def rest(self, u: Floats, v: Floats) -> Floats:
+    def rest(self, u: Floats, v: Floats, age_s: float | None = None) -> Floats:
         """What is left of the spell under way at a random moment, which long spells are met by more
-        often.
+        often; or of one that has lasted `age_s`: as of those that were longer, else as long again.
         """
-        return self.at(u, self.shares * self.lengths_s) * v
+        if age_s is None:
+            return self.at(u, self.shares * self.lengths_s) * v
+        longer = self.lengths_s > age_s
+        if longer.sum() < 3:
+            return age_s * (1 / (1 - u) - 1) if age_s else self.at(u)
+        return Spells(self.lengths_s[longer], self.shares[longer]).at(u) - age_s
 
     def stretched(self, factor: float) -> Spells:
         return Spells(self.lengths_s * factor, self.shares)
@@ -80,6 +87,13 @@ def weibull(mean_s: float, shape: float = 1.0) -> Spells:
     u = (np.arange(N_QUANTILES) + 0.5) / N_QUANTILES
     lengths = (-np.log1p(-u)) ** (1 / shape)
     return Spells(lengths * mean_s / lengths.mean(), np.full(N_QUANTILES, 1 / N_QUANTILES))
+
+
+class Now(NamedTuple):
+    """What a zone is like at the moment, where that is known."""
+
+    is_up: bool
+    age_s: float
 
 
 class _Drawn(NamedTuple):
@@ -102,6 +116,7 @@ class Interruptions:
     drift: float = 0.0
     """Standard deviation of the logarithm of the mean spell from one period of days to the next."""
     is_prior: bool = False
+    now: Now | None = None
 
     @property
     def availability(self) -> float:
@@ -148,12 +163,15 @@ class Interruptions:
             return np.asarray((ranks + chance.random(shape)) / shape[0])
 
         u, v, n = even(N_PATHS, MOST_SPELLS), even(N_PATHS, MOST_SPELLS), N_PATHS
-        is_up = even(n) < self.availability
+        begins, age_s = even(n), None
+        is_up = begins < self.availability
+        if self.now is not None:
+            is_up, age_s = np.full(n, self.now.is_up or self.down is None), self.now.age_s
         up, down, wait = self.up.at(u), np.zeros_like(u), np.zeros(n)
-        up[:, 0] = np.where(is_up, self.up.rest(u[:, 0], v[:, 0]), up[:, 0])
+        up[:, 0] = np.where(is_up, self.up.rest(u[:, 0], v[:, 0], age_s), up[:, 0])
         if self.down:
             down = self.down.at(v)
-            wait = np.where(is_up, 0.0, self.down.rest(even(n), even(n)))
+            wait = np.where(is_up, 0.0, self.down.rest(even(n), even(n), age_s))
         return _Drawn(up, down, wait)
 
 
@@ -212,7 +230,7 @@ class Expected(NamedTuple):
 
 
 def expect(work_s: float, saves: SaveSchedule, zone: Interruptions) -> Expected:
-    """Mean times of a job wanted at a random moment."""
+    """Mean times of a job wanted at a random moment, or now where the zone's state is known."""
     runs = _followed(work_s, saves, zone)
     wall, billed, restart, n = (
         float(each.mean()) for each in (runs.wall, runs.spot, runs.restarting, runs.n_interruptions)
@@ -439,6 +457,16 @@ class Trace:
     name: str
     gap_s: int
     available: tuple[int, ...]
+    until: datetime | None = None
+    """When it ends, where it says so (`metadata.until`)."""
+
+    @property
+    def last(self) -> Now:
+        """What the zone is like at the end."""
+        is_up = np.asarray(self.available) > 0
+        changes = np.flatnonzero(np.diff(is_up))
+        n_alike = len(is_up) - (int(changes[-1]) + 1 if len(changes) else 0)
+        return Now(bool(is_up[-1]), (n_alike - 1) * float(self.gap_s))
 
     @property
     def kind(self) -> tuple[str, str, int]:
@@ -469,7 +497,7 @@ def read_traces(folder: Path) -> list[Trace]:
         about = content.get("metadata", {}) if isinstance(content, dict) else {}
         if "gap_seconds" not in about or "data" not in content:
             continue
-        gap_s, data = about["gap_seconds"], content["data"]
+        gap_s, data, until = about["gap_seconds"], content["data"], about.get("until")
         try:
             numbers = tuple(int(n) for n in data if isinstance(n, int) and n >= 0)
             is_whole = 0 < len(numbers) == len(data) and gap_s > 0
@@ -477,26 +505,36 @@ def read_traces(folder: Path) -> list[Trace]:
             is_whole = False
         if not is_whole:
             raise InputError("a trace that can't be read", where=str(path), to_do=shape)
+        try:
+            moment = None if until is None else datetime.fromisoformat(until).astimezone()
+        except (TypeError, ValueError):
+            what = f"metadata.until is no moment: {until}"
+            raise InputError(what, where=str(path), to_do="e.g. 2026-11-22T12:00:00Z") from None
         name = str(path.relative_to(folder).with_suffix(""))
-        traces.append(Trace(name, int(gap_s), numbers))
+        traces.append(Trace(name, int(gap_s), numbers, moment))
     if not traces:
         raise InputError("no traces there", where=str(folder), to_do=shape)
     return traces
 
 
-def hazards(traces: list[Trace]) -> tuple[Callable[[Offer], Interruptions], str]:
+def hazards(
+    traces: list[Trace], now: datetime | None = None
+) -> tuple[Callable[[Offer], Interruptions], str]:
     """The law of an offer's spot capacity, and words on it: its zone's or region's where traced,
-    scaled by node size; else the prior.
+    scaled by node size; else the prior. A trace that has just ended says what its zone is like.
     """
     groups: dict[tuple[str, int], list[Trace]] = {}
     for trace in traces:
         if trace.kind[1] and max(trace.available) > 0:
             groups.setdefault(trace.kind[1:], []).append(trace)
     known: dict[tuple[str, str, int], Interruptions] = {}
+    n_recent = 0
     for group in groups.values():
         zones = [fit(*spells_of(t.available, t.gap_s), half_life_s=HALF_LIFE_S) for t in group]
-        kinds = (trace.kind for trace in group)
-        known |= zip(kinds, drawn_together(zones, SHARE), strict=True)
+        for trace, zone in zip(group, drawn_together(zones, SHARE), strict=True):
+            gap = abs((now - trace.until).total_seconds()) if now and trace.until else math.inf
+            n_recent += gap <= RECENT_S
+            known[trace.kind] = replace(zone, now=trace.last) if gap <= RECENT_S else zone
 
     @functools.cache
     def of(gpu: str, n_gpus: int, region: str, zone: str) -> Interruptions:
@@ -513,6 +551,10 @@ def hazards(traces: list[Trace]) -> tuple[Callable[[Offer], Interruptions], str]
                 return law if n == n_gpus else law.for_node(n_gpus, n)
         return prior(n_gpus)
 
-    of_traces = f"spot capacity from {plural(len(known), 'trace')} where zone and GPU are traced"
-    words = f"{of_traces}, else from the prior"
+    words = (
+        f"spot capacity from {plural(len(known), 'trace')} where zone and GPU are traced, "
+        "else from the prior"
+    )
+    if n_recent:
+        words += f"; {plural(n_recent, 'zone')} as it is now"
     return lambda o: of(_plain(o.gpu), o.n_gpus, o.region.lower(), o.zone.lower()), words

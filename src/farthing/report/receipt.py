@@ -19,6 +19,7 @@ from farthing.launch.still_billed import still_billed
 from farthing.planner.estimate import Estimate
 from farthing.report.answers_view import answers_of
 from farthing.report.diagnosis import diagnose
+from farthing.report.receipt_serving import serving_of
 from farthing.report.receipt_types import (
     Curves,
     Forecast,
@@ -105,6 +106,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         evaluation=files.evaluation_of(folder, exported_step),
         standard_tasks=files.evaluation_of(folder, exported_step, files.STANDARD_TASKS),
         published=(published or {}).get("publications", []),
+        serving=serving_of(folder, job if bill.state == "finished" else None, log),
         wall_s=bill.wall_s,
         usd=bill.usd,
         ancestor=facts.get("ancestor"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from farthing.report.receipt_serving import Serving
 from farthing.report.timeline import Timeline
 from farthing.storage.files import Json
 
@@ -215,6 +216,8 @@ class Receipt:
     """What a step consists of, as the newest attempt measured it, see `train/throughput.py`."""
     published: list[Json]
     """What of the run is on the Hub, with its commit; without one, what is still to be sent."""
+    serving: Serving | None
+    """What answering with the model would cost, of a finished run."""
     diagnosis: Diagnosis | None = None
     """None only while the rest is put together."""
 

@@ -2,24 +2,31 @@
 in memory at a time.
 
 A run of a month has a million lines: those that the loop writes for a step are taken apart without
-reading their list of examples, all others as JSON.
+reading their list of examples, all others as JSON. What was read once is kept in a digest beside
+the log, with the place in the log up to which it holds, so that a reader continues from there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import dataclass, field
+import zlib
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
-from farthing.storage.files import Json, parse_json
-from farthing.storage.logs import checked
+from farthing.storage.files import Json, parse_json, write_text
+from farthing.storage.logs import checked, line_of
 
+DIGEST = "log.digest.json"  # beside the log
 _STEP = re.compile(
     rb'\{"step": (\d+), "loss": ([^,]+), "grad_norm": [^,]+, "lr": [^,]+,'
     rb' "n_targets": (\d+), "n_tokens": (\d+), "examples": \['
 )
 _OF_STEP = {"step", "loss", "grad_norm", "lr", "n_targets", "n_tokens", "examples", "crc32"}
+_VERSION, _END_BYTES = 3, 512
+_WORTH_BYTES = 1 << 20
+"""A digest is written anew when so much has been added to the log: less is read in no time."""
 
 
 @dataclass
@@ -136,10 +143,62 @@ class TrainingLog:
             return
 
 
-def read_log(path: Path) -> TrainingLog:
-    """The log at `path`; an empty one where there is none."""
-    log = TrainingLog()
+def read_log(path: Path, *, whole: bool = False) -> TrainingLog:
+    """The log at `path`; an empty one where there is none. `whole`: every line is looked at, also
+    those that a digest knows.
+    """
+    log, begin = TrainingLog(), 0
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        if not whole:
+            log, begin = _from_digest(path, file) or (log, 0)
+        file.seek(begin)
         for line in file:
             log.add_line(line)
     return log
+
+
+def keep_digest(path: Path, kept_bytes: int = 0, *, worth_bytes: int = _WORTH_BYTES) -> int:
+    """Write down what the log says up to its last whole line, where so much was added to it since
+    `kept_bytes`.
+
+    Returns up to which byte it is kept now. Raises `OSError`.
+    """
+    if not path.exists() or 0 <= path.stat().st_size - kept_bytes < worth_bytes:
+        return kept_bytes
+    with open(path, "rb") as file:
+        log, end = _from_digest(path, file) or (TrainingLog(), 0)
+        file.seek(end)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            log.add_line(line)
+            end += len(line)
+        facts = {"version": _VERSION, "end": end, "ends": _ends(file, end), "log": asdict(log)}
+    write_text(path.with_name(DIGEST), line_of(facts))
+    return end
+
+
+def _from_digest(path: Path, file: BinaryIO) -> tuple[TrainingLog, int] | None:
+    """(the log so far, where to continue), where the digest is whole and of this very file."""
+    try:
+        text = checked(path.with_name(DIGEST).read_bytes())
+        facts = parse_json(text.decode()) if text is not None else {}
+        if facts["version"] != _VERSION or facts["ends"] != _ends(file, facts["end"]):
+            return None
+        log, figures = facts["log"], facts["log"]["figures"]
+        curves = {name: Curve(**curve) for name, curve in figures.items()}
+        losses = Curve(**log["losses"])
+        return TrainingLog(**{**log, "losses": losses, "figures": curves}), facts["end"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _ends(file: BinaryIO, end: int) -> list[int]:
+    """Checksums of the first and the last bytes of the log up to `end`; its own length is a part of
+    them.
+    """
+    found = []
+    for begin in (0, max(0, end - _END_BYTES)):
+        file.seek(begin)
+        found.append(zlib.crc32(file.read(min(_END_BYTES, end))))
+    return [*found, end if file.seek(0, 2) >= end else -1]

@@ -4,6 +4,7 @@
 - run.json: the run's id, what identifies it (settings, data, tokenizer, model), where and on which
   date it began
 - log.jsonl: one line a step (loss, gradient norm, examples), one line an evaluation
+- log.digest.json: a summary of a long log up to a place in it, from which readers continue
 - ledger.jsonl: seconds and dollars of every attempt
 - checkpoints/: see checkpoint.py
 - model/: the trained model for others, with a manifest, see exported.py

@@ -72,7 +72,7 @@ def receipt_of_finished(job: Job) -> Receipt | None:
         is_whole = not is_damaged(folder) and damage_of(folder) is None
         if not (is_same and is_whole and (folder / MODEL / CARD).is_file()):
             return None
-        log = read_log(folder / LOG)
+        log = read_log(folder / LOG, whole=True)
         is_written = (folder / RECEIPT).exists()
         return build_receipt(folder, log) if is_written else leave_receipt(folder, log)
     except (DamagedFileError, OSError, ValueError, KeyError, TypeError, FarthingError):

@@ -41,7 +41,7 @@ from farthing.model.load import quiet_libraries
 from farthing.report.receipt import leave_receipt
 from farthing.report.receipt_types import Receipt
 from farthing.report.run_page import leave_page
-from farthing.report.training_log import read_log
+from farthing.report.training_log import keep_digest, read_log
 from farthing.run.exported import damage_of, damaged_checkpoints
 from farthing.run.folder import (
     EXAMPLES,
@@ -241,6 +241,8 @@ def close(job: Job, context: Context, begun: Opened, state: str, reason: str) ->
     folder, replica = context.folder, context.replica
     if not context.ranks.is_first:
         return Outcome(state, reason, leave_receipt(folder))
+    with contextlib.suppress(OSError):
+        keep_digest(folder / LOG)
     log = read_log(folder / LOG)
     outcome = Outcome(state, reason, leave_receipt(folder, log))
     if replica is not None:

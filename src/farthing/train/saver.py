@@ -7,6 +7,7 @@ of its steps were read.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from farthing.events import Exported, Note, Restored, Saved, Working
 from farthing.export.folders import export_model
 from farthing.model.adapters import put_back
 from farthing.report.receipt import build_receipt
+from farthing.report.training_log import keep_digest
 from farthing.run.checkpoint import Checkpoints, Part, SaveResult, n_bytes_of
 from farthing.run.folder import CHECKPOINTS, COPIES, LOG, MODEL, copies_of
 from farthing.run.parts import read_part
@@ -73,6 +75,7 @@ class Saver:
         """Seconds until the last checkpoint was on the disk."""
         self.export_s = 0.0
         self.saved_at_s = context.meter.wall_s
+        self._digest_bytes = 0  # of the log, up to where its digest holds
 
     # ---- the state that an earlier attempt left ----
 
@@ -177,6 +180,8 @@ class Saver:
             with context.meter.span("checkpoint"):
                 started_s = context.meter.wall_s
                 self.training.log_file.sync()
+                with contextlib.suppress(OSError):  # the log itself is safe
+                    self._digest_bytes = keep_digest(context.folder / LOG, self._digest_bytes)
                 self.note_finished(self.checkpoints.save(at.step, self.state, at.best_step))
                 self.took_s = context.meter.wall_s - started_s
                 context.ledger.held_up_by_save(self.took_s)
