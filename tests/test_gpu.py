@@ -1,5 +1,4 @@
-"""What farthing says of GPUs, tried on one: `bash bench/gpu.sh right OUT`. Never run so far: there
-was no GPU to run it on.
+"""What farthing says of GPUs, tried on one: `bash bench/gpu.sh right OUT`.
 
 Every test is skipped where no GPU is in sight; `FARTHING_GPU=1` lets this file see one (see
 conftest). With
@@ -641,7 +640,7 @@ def test_beginnings_computed_once_change_no_loss(
     monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)
     plain = make_job(tmp_path / "plain", **keys)
     farthing.train.run.train(plain, Heard())
-    must_agree(shared, plain, SAME if precision == "fp32" else 0.01)
+    must_agree(shared, plain, SAME if precision == "fp32" else 0.02)
 
 
 # ---- the host never waits ----
@@ -821,7 +820,7 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(
 
 @on_a_gpu
 def test_the_allocator_grows_its_segments(tmp_path: Path) -> None:
-    """Never run. In a process of its own: the allocator is told once, before it starts."""
+    """In a process of its own: the allocator is told once, before it starts."""
     code = (
         "import farthing.cli\nfrom farthing.model.hardware import"
         " choose_numerics\nchoose_numerics('cuda', None, None)\nimport torch\nkept = [torch.empty(n"
@@ -845,7 +844,6 @@ def test_the_allocator_grows_its_segments(tmp_path: Path) -> None:
 def test_the_need_judged_before_the_first_step_is_the_peak(
     method: str, every: bool | int, tmp_path: Path
 ) -> None:
-    """Never run."""
     keys = {
         "rows": uneven_rows(64),
         "size": {"hidden": 1024, "layers": 6},
@@ -873,7 +871,7 @@ def test_the_need_judged_before_the_first_step_is_the_peak(
 def test_a_checkpoint_fetched_behind_the_next_step_is_of_one_step(
     share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never run. Against copies that are made at once."""
+    """Against copies that are made at once."""
     keys = strict(
         max_steps=6, save_steps=2, save_total_limit=5, size={"hidden": 512, "layers": 4}, n_rows=64
     )
@@ -898,7 +896,6 @@ def test_a_checkpoint_fetched_behind_the_next_step_is_of_one_step(
 
 @on_a_gpu
 def test_paged_state_comes_back_into_pages(tmp_path: Path) -> None:
-    """Never run."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     with opened(
         make_job(tmp_path, **strict(optim="paged_adamw_32bit", size={"hidden": 512}))
@@ -923,7 +920,6 @@ def test_paged_state_comes_back_into_pages(tmp_path: Path) -> None:
 
 @on_a_gpu
 def test_pinned_blocks_are_not_rounded_up(tmp_path: Path) -> None:
-    """Never run."""
     before = torch.cuda.host_memory_stats()[
         "active_bytes.current"
     ]  # without what other tests have left in the cache

@@ -3,7 +3,7 @@ machine, which `attention_kernels.here` asks. docs/explanation/gpu.md has the ta
 
 Sources: what torch's flash kernels take is by the checks in its flash_api.cpp and, of
 FlashAttention 3, in torch/nn/attention/_fa3.py (2.13); flex was compiled by torch 2.13's Inductor,
-Triton and ptxas. No kernel of CUDA was ever run by farthing.
+Triton and ptxas. On an H100 flash, flex and padded gave the same answers; none was timed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 `choose` names.
 
 On CUDA one kernel takes all documents, torch's flash or flex attention. Where neither can, and on
-a CPU, documents are padded in as few calls as pay. No kernel was ever run on a GPU.
+a CPU, documents are padded in as few calls as pay. Of GPUs they ran on an H100.
 
 All have one form: query [T, Hq, D], key and value [K, Hk, D], the documents and a `How` -> [T, Hq,
 D]; a document's last query is at its last key.
@@ -134,7 +134,7 @@ def _sdpa(
 
 def _biased(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How) -> Tensor:
     """Attention whose scores have a bias, which learns: on GPUs the one fused operation that has
-    gradients for it. Never run on a GPU.
+    gradients for it.
 
     Its rows begin at multiples of `ALIGNED` numbers: the kernel takes no others.
     """
@@ -335,7 +335,7 @@ def padded_groups(
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
     """The operation below `scaled_dot_product_attention` and `varlen_attn`, for documents: autograd
-    knows it by itself, and it drops. Never run on a GPU.
+    knows it by itself, and it drops.
 
     More keys than queries: its causal mask ends at the lower right (pytorch/pytorch#193630 says
     so). Query heads that share keys are taken as they are.
@@ -361,9 +361,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how:
 def _flex_kernel(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How
 ) -> Tensor:
-    """`flex_attention`, compiled; its blocks are found once per batch and window. Never run on a
-    GPU.
-    """
+    """`flex_attention`, compiled; its blocks are found once per batch and window."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     n_tokens, n_keys, device = len(query), len(key), query.device

@@ -6,7 +6,7 @@ through; what they could not know of documents is given to them: positions that 
 (`_placed`), and T5's bias by distance, which is made for the longest document instead of for all
 tokens by all tokens (`take_documents`).
 
-The same operations serve CUDA, where they were never run.
+The same operations serve CUDA.
 
 Shapes: S tokens of N sources, T tokens of their targets, H heads of width D, h hidden size.
 """

@@ -5,7 +5,7 @@ The thread that writes a checkpoint fetches them in pieces, through two pinned b
 of its own. Weights and state do not change before the next update, and the trainer waits for
 `is_copied` before it begins that, so nothing has to be copied on the GPU. Copies go to main memory
 where they take no more than half of what is free there; else straight into the file, which holds
-the update up for as long as the disk takes. Never run on a GPU so far.
+the update up for as long as the disk takes.
 """
 
 from __future__ import annotations

