@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 import farthing.api
+import farthing.errors
 from farthing.cli.parser import build_parser
 from farthing.config.load import parse_job
 
@@ -255,9 +256,14 @@ def literals() -> set[str]:
 def test_quoted_messages_are_those_of_the_code() -> None:
     rows = table_rows(ROOT / "docs/reference/errors.md")
     quoted = [
-        row[0] for row in rows if row[0] and not re.fullmatch(r"\d+|-+|exit code|it says", row[0])
+        row[0]
+        for row in rows
+        if row[0] and not re.fullmatch(r"\d+|-+|exit code|it says|class|`.*", row[0])
     ]
     assert len(quoted) > 10
+    classes = [name for row in rows for name in re.findall(r"`(\w+Error)`", row[0])]
+    assert len(classes) > 10
+    assert [name for name in classes if not hasattr(farthing.errors, name)] == []
     known = "\n".join(literals())
     for text in quoted:
         for part in re.split(r"\b[A-Z]+\b", text):

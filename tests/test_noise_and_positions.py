@@ -123,8 +123,8 @@ def test_positions_of_the_job_are_trained_and_exported(tmp_path: Path) -> None:
         ("gpt2", {"rope_type": "linear", "factor": 2.0}, "no rotary positions"),
         ("gemma3_text", {"rope_type": "linear", "factor": 2.0}, "a rule for each kind of layer"),
         ("llama", {"rope_type": "elastic", "factor": 2.0}, "no rope_type 'elastic'"),
-        ("llama", {"rope_type": "linear"}, "no positions of linear"),
-        ("llama", {"type": "yarn"}, "no positions of yarn"),
+        ("llama", {"rope_type": "linear"}, "cannot scale positions with rope_type 'linear'"),
+        ("llama", {"type": "yarn"}, "cannot scale positions with rope_type 'yarn'"),
     ],
 )
 def test_positions_that_a_family_does_not_know_are_refused(

@@ -52,13 +52,14 @@ def scale_positions(config: Any, wanted: dict[str, Any]) -> None:
     config.rope_parameters = {**kept, **own, "rope_type": kind}
     try:
         if kind not in ("default", *ROPE_INIT_FUNCTIONS):
-            raise ValueError(f"transformers has {', '.join(ROPE_INIT_FUNCTIONS)}")
+            known = ", ".join(ROPE_INIT_FUNCTIONS)
+            raise ValueError(f"transformers has no rope_type '{kind}', only {known}")
         config.validate_rope()
         ROPE_INIT_FUNCTIONS.get(kind, lambda *_: None)(config, torch.device("cpu"))
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ModelError(
-            f"these are no positions of {kind}: {why}",
+            f"cannot scale positions with rope_type '{kind}': {why}",
             where=where,
             to_do="see rope_scaling of transformers",
         ) from error

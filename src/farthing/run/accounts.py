@@ -162,6 +162,16 @@ class Account:
         tokens = max(0, int(self.facts.get("tokens", 0)))
         return Mark(max(self.step, 0), tokens, self.n_saves, self.busy, self.n_busy, spans)
 
+    def work_until(self, step: float) -> float:
+        """Seconds of work when `step` was done, on the straight line between the nearest marks."""
+        points = [(self.first_step, 0.0), *((m.step, _work_s(m.spans)) for m in self.marks)]
+        if exact := [work_s for known, work_s in points if known == step]:
+            return min(exact)
+        low = max((each for each in points if each[0] < step), default=points[0])
+        high = min((each for each in points if each[0] > step), default=points[-1])
+        share = (step - low[0]) / (high[0] - low[0]) if high[0] > low[0] else 0.0
+        return low[1] + share * (high[1] - low[1])
+
     def as_row(self) -> Json:
         return dict(
             _rows().dump_python(self, by_alias=True, exclude_defaults=True, exclude={"redone_s"})
@@ -171,6 +181,10 @@ class Account:
 @cache
 def _rows() -> TypeAdapter[Account]:
     return TypeAdapter(Account)
+
+
+def _work_s(spans: Mapping[str, float]) -> float:
+    return sum(spans.get(name, 0.0) for name in WORK)
 
 
 class Witness(NamedTuple):
@@ -287,17 +301,13 @@ def merge(first: dict[int, Account], second: dict[int, Account]) -> dict[int, Ac
 
 
 def with_redone(accounts: list[Account]) -> list[Account]:
-    """The attempts, in order, with the seconds of work that a later one had to redo: the share of
-    its steps that were lost.
-    """
+    """The attempts, in order, with the seconds of work that a later one had to redo."""
     found, kept_step = list[Account](), math.inf
     for account in reversed(accounts):
         redone_s = 0.0
         if account.began:
-            work_s = sum(account.spans.get(name, 0.0) for name in WORK)
-            n_steps = account.step - account.first_step
-            n_lost = account.step - max(account.first_step, min(kept_step, account.step))
-            redone_s = work_s * n_lost / max(n_steps, 1)
+            kept = min(kept_step, account.step)
+            redone_s = max(0.0, account.work_until(account.step) - account.work_until(kept))
             kept_step = min(kept_step, account.first_step)
         found.insert(0, replace(account, redone_s=redone_s))
     return found
