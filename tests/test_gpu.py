@@ -64,12 +64,6 @@ if not (HAS_GPU or IS_REHEARSAL):
     )
 on_a_gpu = pytest.mark.skipif(not HAS_GPU, reason="only a GPU can show this")
 
-ON_HOST = (
-    "HOLLOW_VALUES" in os.environ
-)  # a hollow GPU whose operations are computed by kernels for CPUs
-on_its_own_kernels = pytest.mark.skipif(
-    ON_HOST, reason="only compiled kernels, and memory as a GPU's kernels take it, can show this"
-)
 
 SAME = 1e-4  # of two ways to compute one thing in fp32, over a few steps
 ROUNDED = {
@@ -457,7 +451,6 @@ def test_a_head_in_tiles_is_a_head_at_once(precision: str, is_trained: bool) -> 
             assert off < (1e-5 if precision == "fp32" else 0.015), (tile, name, off)
 
 
-@on_its_own_kernels
 @on_a_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_losses_in_one_kernel_are_those_of_operations(
@@ -602,7 +595,6 @@ def test_an_off_loaded_step_leaves_nothing_on_the_device(tmp_path: Path) -> None
         assert len(states) == 3 * sum(p.requires_grad for p in run.model.parameters())
 
 
-@on_its_own_kernels
 @on_a_gpu
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_ligers_kernels_compute_what_plain_ones_do(method: str, tmp_path: Path) -> None:
@@ -759,7 +751,6 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
     assert of_weights < 0.05
 
 
-@on_its_own_kernels
 @on_a_gpu
 def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(
     tmp_path: Path,
@@ -837,7 +828,6 @@ def test_the_allocator_grows_its_segments(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@on_its_own_kernels
 @on_a_gpu
 @pytest.mark.parametrize("every", [False, 2, True])
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -980,7 +970,6 @@ def test_spans_add_up_to_the_wall_time(tmp_path: Path) -> None:
 # ---- what takes a minute to compile ----
 
 
-@on_its_own_kernels
 @on_a_gpu
 def test_compiled_layers_compute_what_plain_ones_do(tmp_path: Path) -> None:
     if importlib.util.find_spec("triton") is None or find_compiler("cuda") is None:
