@@ -68,7 +68,8 @@ def wheel_of_this() -> Wheel:
 def _metadata() -> str:
     """What farthing needs, as noted when it was installed. Raises `InputError`."""
     try:
-        return metadata.distribution("farthing").read_text("METADATA") or ""
+        found = metadata.distribution("farthing")
+        return found.read_text("METADATA") or found.read_text("PKG-INFO") or ""  # of an egg
     except metadata.PackageNotFoundError:
         raise InputError(
             "farthing runs from a folder without its metadata, so it can't be packed",
