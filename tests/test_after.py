@@ -37,9 +37,7 @@ def run_of(folder: Path, family: str) -> Path:
 
 
 @pytest.mark.parametrize("family", thinned(["llama", "bert", "t5"], 3))
-def test_base_and_tuned_are_measured_on_the_same_examples(
-    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_base_and_tuned_are_measured_on_the_same_examples(family, tmp_path, capsys, monkeypatch):
     run = run_of(tmp_path, family)
     assert main(["eval", str(run), "--base", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -99,9 +97,7 @@ def two_tasks(
 
 
 @pytest.mark.slow
-def test_tasks_are_kept_one_by_one_beside_the_examples_and_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tasks_are_kept_one_by_one_beside_the_examples_and_shown(tmp_path, capsys):
     run = run_of(tmp_path, "llama")
     assert main(["eval", str(run), "--base"]) == 0
     with pytest.raises(KeyboardInterrupt):
@@ -134,7 +130,7 @@ def test_tasks_are_kept_one_by_one_beside_the_examples_and_shown(
         evaluation.evaluate_run(run, again, with_base=False)
 
 
-def test_a_cap_that_is_spent_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cap_that_is_spent_is_kept(tmp_path, capsys):
     job = workshop.make_job(
         tmp_path, eval_rows=workshop.rows_of("llama", 4, 3), max_steps=2, limits={"max_usd": 1000.0}
     )
@@ -150,9 +146,7 @@ def test_a_cap_that_is_spent_is_kept(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_data_of_ones_own_is_measured_instead(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_of_ones_own_is_measured_instead(tmp_path, capsys):
     run = run_of(tmp_path, "bert")
     other = workshop.write_jsonl(tmp_path / "other.jsonl", workshop.rows_of("bert", 7, 1))
     assert main(["eval", str(run), "--data", str(other), "--json"]) == 0
@@ -161,9 +155,7 @@ def test_data_of_ones_own_is_measured_instead(
     assert main(["eval", str(run), "--data", str(tmp_path / "none.jsonl")]) == 2
 
 
-def test_standard_tasks_need_lm_eval(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_standard_tasks_need_lm_eval(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     assert main(["eval", str(tmp_path), "--tasks", "arc_easy"]) == 2
     assert "farthing[eval]" in capsys.readouterr().err
@@ -199,9 +191,7 @@ LM_EVAL_TASKS = {
 
 
 @pytest.mark.slow
-def test_tasks_of_lm_eval_have_its_own_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tasks_of_lm_eval_have_its_own_figures(tmp_path, capsys):
     lm_eval = pytest.importorskip("lm_eval", reason="pip install 'farthing[eval]'")
     from lm_eval.models.huggingface import HFLM
 
@@ -242,9 +232,7 @@ def test_tasks_of_lm_eval_have_its_own_figures(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])
-def test_a_model_answers_in_its_own_way(
-    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_answers_in_its_own_way(family, tmp_path, capsys):
     run = run_of(tmp_path, family)
     row = workshop.rows_of(family, 1)[0]
     prompt = row.get("prompt") or row.get("input") or row["text"]
@@ -267,7 +255,7 @@ def test_a_model_answers_in_its_own_way(
     assert (found["tuned"].get("text") or found["tuned"]["label"]) in said
 
 
-def test_a_chat_needs_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_needs_words(tmp_path, monkeypatch):
     import io
     import sys
 
@@ -296,6 +284,6 @@ def test_a_chat_needs_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_a_model_is_asked_by_the_template_where_its_rows_were_rendered_by_it(
-    row: dict[str, Any], is_chat: bool, tmp_path: Path
-) -> None:
+    row, is_chat, tmp_path
+):
     assert trained_on_chats(workshop.make_job(tmp_path, rows=[row])) is is_chat

@@ -5,7 +5,6 @@ and what leaks.
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,9 +114,7 @@ def together(losses: list[Tensor]) -> Tensor:
         2,
     ),
 )
-def test_flat_losses_and_gradients_are_those_of_documents_alone_and_padded(
-    family: str, seed: int
-) -> None:
+def test_flat_losses_and_gradients_are_those_of_documents_alone_and_padded(family, seed):
     model, documents = model_of(family, seed=seed), documents_of(some_lengths(seed), seed)
     assert can_go_packed(model, "causal-lm") is None
     alone, padded = single_losses(model, documents), padded_losses(model, documents)
@@ -132,7 +129,7 @@ def test_flat_losses_and_gradients_are_those_of_documents_alone_and_padded(
 
 @pytest.mark.parametrize("seed", thinned(range(3), 2))
 @pytest.mark.parametrize("family", [*sorted(ENCODERS), "llama", "gpt2", "gemma2"])
-def test_classification_reads_each_document_where_its_head_does(family: str, seed: int) -> None:
+def test_classification_reads_each_document_where_its_head_does(family, seed):
     model, lengths = model_of(family, "classification", seed), some_lengths(seed)
     documents = documents_of(
         [*lengths, 40, 40], seed
@@ -148,7 +145,7 @@ def test_classification_reads_each_document_where_its_head_does(family: str, see
 
 
 @pytest.mark.parametrize("family", sorted(ENCODERS))
-def test_the_last_layer_of_an_encoder_is_computed_for_the_tokens_that_are_read(family: str) -> None:
+def test_the_last_layer_of_an_encoder_is_computed_for_the_tokens_that_are_read(family):
     model, documents = model_of(family, "classification"), documents_of([7, 1, 12, 12])
     go_packed(model)
     body = getattr(model, model.base_model_prefix)
@@ -170,8 +167,8 @@ def test_the_last_layer_of_an_encoder_is_computed_for_the_tokens_that_are_read(f
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
 def test_plan_and_receipt_count_the_last_layer_of_an_encoder_for_the_tokens_that_are_read(
-    family: str,
-) -> None:
+    family,
+):
     model, lengths = model_of(family, "classification"), [12] * 4
     go_packed(model)
     batch = flat(model, documents_of(lengths))
@@ -193,7 +190,7 @@ def test_plan_and_receipt_count_the_last_layer_of_an_encoder_for_the_tokens_that
     assert saved == pytest.approx(whole.body - planned.body)
 
 
-def test_positions_begin_after_the_padding_index_where_the_family_does_so() -> None:
+def test_positions_begin_after_the_padding_index_where_the_family_does_so():
     assert [
         first_position(model_of(family, "classification").config)
         for family in ("bert", "roberta", "llama")
@@ -209,7 +206,7 @@ def test_positions_begin_after_the_padding_index_where_the_family_does_so() -> N
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox"])
-def test_recomputed_layers_see_the_documents_of_their_own_batch(family: str, every: int) -> None:
+def test_recomputed_layers_see_the_documents_of_their_own_batch(family, every):
     model = model_of(family)
     first, second = documents_of([7, 1, 12, 12]), documents_of([3, 20, 9], seed=1)
     theirs = gradients(model, together(single_losses(model, [*first, *second])))
@@ -223,7 +220,7 @@ def test_recomputed_layers_see_the_documents_of_their_own_batch(family: str, eve
 
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
-def test_adapters_train_alike(family: str, every: int) -> None:
+def test_adapters_train_alike(family, every):
     model = add_adapter(model_of(family), Adapter(r=4), "causal-lm", seed=0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -239,7 +236,7 @@ def test_adapters_train_alike(family: str, every: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
-def test_bf16_autocast_is_as_close_as_bf16_is(family: str) -> None:
+def test_bf16_autocast_is_as_close_as_bf16_is(family):
     model, documents = model_of(family), documents_of([7, 1, 12, 12, 25])
     exact = gradients(model, together(single_losses(model, documents)))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -256,7 +253,7 @@ def test_bf16_autocast_is_as_close_as_bf16_is(family: str) -> None:
     assert error(found) < 1.5 * error(theirs)
 
 
-def test_boundaries_and_masks_are_made_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boundaries_and_masks_are_made_once_a_batch(monkeypatch):
     model, documents = model_of("mistral", num_hidden_layers=4), documents_of([7, 12, 12, 7])
     go_packed(model)
     batch = flat(model, documents)
@@ -288,7 +285,7 @@ def test_boundaries_and_masks_are_made_once_a_batch(monkeypatch: pytest.MonkeyPa
         ("llama", "classification"),
     ],
 )
-def test_a_flat_forward_pass_never_waits_for_the_device(family: str, task: str) -> None:
+def test_a_flat_forward_pass_never_waits_for_the_device(family, task):
     model = model_of(family, task)
     go_packed(model)
     batch = flat(model, documents_of([7, 12, 12, 1]))
@@ -345,12 +342,12 @@ WAYS += [(True, 3, 1.5), (False, None, 1.5)]
 @pytest.mark.parametrize("kernel", ["padded", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_kernels_follow_the_formula(
-    kernel: str,
-    causal: bool,
-    window: int | None,
-    cap: float | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    kernel,
+    causal,
+    window,
+    cap,
+    monkeypatch,
+):
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: kernel)
@@ -386,7 +383,7 @@ def test_kernels_follow_the_formula(
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kernel", ["cpu", "padded"])
-def test_no_kernel_drops_a_bias(kernel: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel_drops_a_bias(kernel, causal, monkeypatch):
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: kernel)
     lengths = [1, 4, 4, 2, 9]
     q, k, v = heads(sum(lengths))
@@ -415,7 +412,7 @@ def test_no_kernel_drops_a_bias(kernel: str, causal: bool, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("cap", [None, 1.5])
-def test_dropped_weights_are_the_same_in_expectation(cap: float | None) -> None:
+def test_dropped_weights_are_the_same_in_expectation(cap):
     q, k, v = (tensor.detach() for tensor in heads(7))
     documents = Documents.of([4, 3])
     exact = attend(Layer(), q, k, v, None, softcap=cap, documents=documents)[0]
@@ -429,9 +426,7 @@ def test_dropped_weights_are_the_same_in_expectation(cap: float | None) -> None:
 
 
 @pytest.mark.parametrize(("family", "task"), [("gpt2", "causal-lm"), ("bert", "classification")])
-def test_a_model_that_drops_is_repeatable_in_training_and_exact_in_evaluation(
-    family: str, task: str
-) -> None:
+def test_a_model_that_drops_is_repeatable_in_training_and_exact_in_evaluation(family, task):
     drops = {"attn_pdrop": 0.2, "attention_probs_dropout_prob": 0.2}
     model, documents = model_of(family, task, **drops), documents_of([7, 1, 12, 12])
     model.eval()
@@ -453,9 +448,7 @@ def test_a_model_that_drops_is_repeatable_in_training_and_exact_in_evaluation(
 
 
 @pytest.mark.parametrize(("window", "causal"), [(None, True), (None, False), (3, True)])
-def test_flash_is_told_of_documents_windows_and_dropout(
-    window: int | None, causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_is_told_of_documents_windows_and_dropout(window, causal, monkeypatch):
     said: list[Any] = []
 
     def fake(
@@ -500,7 +493,7 @@ def test_flash_is_told_of_documents_windows_and_dropout(
     assert said == [9, 9, 0.1, is_causal, False, left, right, True]
 
 
-def test_the_flash_attention_of_this_torch_takes_what_it_is_given() -> None:
+def test_the_flash_attention_of_this_torch_takes_what_it_is_given():
     known = [
         each.name for each in torch.ops.aten._flash_attention_forward.default._schema.arguments
     ]
@@ -515,7 +508,7 @@ def test_the_flash_attention_of_this_torch_takes_what_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
-def test_padded_batches_and_generation_stay_what_they_were(family: str) -> None:
+def test_padded_batches_and_generation_stay_what_they_were(family):
     model, documents = model_of(family).eval(), documents_of([7, 2, 12])
     prompt = documents[2][None]
 
@@ -533,7 +526,7 @@ def test_padded_batches_and_generation_stay_what_they_were(family: str) -> None:
     assert written() == text
 
 
-def test_padded_encoders_stay_what_they_were() -> None:
+def test_padded_encoders_stay_what_they_were():
     model = model_of("bert", "classification").eval()
     ids = torch.stack(documents_of([9, 9]))
     mask = torch.ones_like(ids)
@@ -545,7 +538,7 @@ def test_padded_encoders_stay_what_they_were() -> None:
     )
 
 
-def test_a_saved_model_knows_nothing_of_the_entry(tmp_path: Path) -> None:
+def test_a_saved_model_knows_nothing_of_the_entry(tmp_path):
     model = model_of("llama")
     go_packed(model)
     assert model.config._attn_implementation == "farthing_varlen"
@@ -553,7 +546,7 @@ def test_a_saved_model_knows_nothing_of_the_entry(tmp_path: Path) -> None:
     assert "farthing_varlen" not in (tmp_path / "config.json").read_text()
 
 
-def test_models_that_must_stay_padded_say_why() -> None:
+def test_models_that_must_stay_padded_say_why():
     longt5 = AutoConfig.for_model(
         "longt5", d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=20
     )
@@ -581,12 +574,12 @@ def test_models_that_must_stay_padded_say_why() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[], [3, 0]])
-def test_documents_have_tokens(lengths: list[int]) -> None:
+def test_documents_have_tokens(lengths):
     with pytest.raises(ValueError, match="at least one token"):
         Documents.of(lengths)
 
 
-def test_attention_with_what_is_not_known_is_refused() -> None:
+def test_attention_with_what_is_not_known_is_refused():
     documents = Documents.of([4])
     with pytest.raises(ValueError, match="s_aux"):
         attend(Layer(), *heads(4), None, s_aux=torch.zeros(4), documents=documents)

@@ -35,7 +35,7 @@ def chosen(
     return choose(Asked(**{"dtype": "bf16", "head_size": 64, **asked}), machine)
 
 
-def test_kernels_are_chosen_by_what_they_can_do() -> None:
+def test_kernels_are_chosen_by_what_they_can_do():
     assert chosen() == chosen(A100) == chosen(RTX) == chosen(dtype="fp16") == "flash"
     assert chosen(has_dropout=True) == "flash"
     assert chosen(here=FULL | {"has_flash_3": True}, has_dropout=True) == "padded"
@@ -45,7 +45,7 @@ def test_kernels_are_chosen_by_what_they_can_do() -> None:
     assert chosen(here={}) == "padded"
 
 
-def test_before_ampere_documents_are_padded_whatever_is_asked() -> None:
+def test_before_ampere_documents_are_padded_whatever_is_asked():
     for capability, dtype, size, cap, dropout in itertools.product(
         (T4, (7, 0), (6, 1)), ("fp32", "fp16"), (64, 256), *[(False, True)] * 2
     ):
@@ -53,7 +53,7 @@ def test_before_ampere_documents_are_padded_whatever_is_asked() -> None:
         assert chosen(capability, **asked) == "padded"
 
 
-def test_wide_heads_train_where_shared_memory_is_large_enough() -> None:
+def test_wide_heads_train_where_shared_memory_is_large_enough():
     assert chosen(RTX, head_size=256) == "flash"
     assert chosen(RTX, head_size=208) == "padded"
     assert chosen(RTX, head_size=256, has_dropout=True) == "padded"
@@ -65,13 +65,13 @@ def test_wide_heads_train_where_shared_memory_is_large_enough() -> None:
         assert chosen(large, head_size=256, has_softcap=True) == "flex"
 
 
-def test_where_bits_must_repeat_no_kernel_is_taken_that_does_not_promise_it() -> None:
+def test_where_bits_must_repeat_no_kernel_is_taken_that_does_not_promise_it():
     exact = FULL | {"is_deterministic": True}
     assert chosen(here=exact) == chosen(here=exact, has_dropout=True) == "flash"
     assert chosen(here=exact, has_softcap=True) == chosen(here=exact, dtype="fp32") == "padded"
 
 
-def test_the_table_in_the_docs_is_what_the_choice_says() -> None:
+def test_the_table_in_the_docs_is_what_the_choice_says():
     text = (Path(__file__).parent.parent / "docs" / "explanation" / "gpu.md").read_text(
         encoding="utf-8"
     )
@@ -93,8 +93,8 @@ def test_the_table_in_the_docs_is_what_the_choice_says() -> None:
 
 
 def test_what_is_asked_is_read_off_the_tensors_and_the_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     made: list[Asked] = []
     monkeypatch.setattr(
         attention_kernels,
@@ -122,7 +122,7 @@ def test_what_is_asked_is_read_off_the_tensors_and_the_machine(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_document_is_in_one_group(seed: int) -> None:
+def test_every_document_is_in_one_group(seed):
     draw = random.Random(seed)
     lengths = [draw.choice([1, 9, draw.randint(1, 2000)]) for _ in range(draw.randint(1, 60))]
     keys = [length + draw.choice([0, 0, 50, 700]) for length in lengths]
@@ -131,7 +131,7 @@ def test_every_document_is_in_one_group(seed: int) -> None:
 
 
 @pytest.mark.parametrize("width", [64, 768, 4096])
-def test_groups_cost_hardly_more_than_the_best(width: int) -> None:
+def test_groups_cost_hardly_more_than_the_best(width):
     """Of all stretches of the sorted documents."""
     draw = random.Random(width)
 
@@ -151,12 +151,12 @@ def test_groups_cost_hardly_more_than_the_best(width: int) -> None:
         assert cost_of(found) < 1.4 * best
 
 
-def test_short_documents_go_together_and_long_ones_alone() -> None:
+def test_short_documents_go_together_and_long_ones_alone():
     assert len(padded_groups([7, 30, 12, 25] * 8, [7, 30, 12, 25] * 8, 768, 6e9)) == 1
     assert len(padded_groups([7, 4000], [7, 4000], 768, 6e9)) == 2
 
 
-def test_padding_gets_no_gradient_and_gives_none() -> None:
+def test_padding_gets_no_gradient_and_gives_none():
     """Also where documents share a beginning, whose padding is in the middle of what others see."""
     torch.manual_seed(0)
     documents = Documents.of([5, 2, 9, 1])
@@ -169,9 +169,7 @@ def test_padding_gets_no_gradient_and_gives_none() -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cap", [None, 2.0])
-def test_dropped_weights_of_padded_documents_are_the_same_in_expectation(
-    causal: bool, cap: float | None
-) -> None:
+def test_dropped_weights_of_padded_documents_are_the_same_in_expectation(causal, cap):
     q, k, v = (tensor.detach()[0].transpose(0, 1) for tensor in heads(11))
     documents = Documents.of([4, 3, 3, 1])
     exact = padded(q, k, v, documents, How(causal, 0.25, softcap=cap))
@@ -188,8 +186,8 @@ def test_dropped_weights_of_padded_documents_are_the_same_in_expectation(
     ("capability", "is_exact", "asks"), [((9, 0), False, 1), ((9, 0), True, 0), ((8, 0), False, 0)]
 )
 def test_flash_attention_3_is_for_hopper_where_bits_need_not_repeat(
-    capability: tuple[int, int], is_exact: bool, asks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    capability, is_exact, asks, monkeypatch
+):
     asked: list[str] = []
 
     def activate(name: str) -> None:

@@ -4,7 +4,6 @@ ranks, and what a plan says of it.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,9 +56,7 @@ def adamw_in_fp64(weight: Tensor, moments: tuple[Tensor, Tensor], grad: Tensor, 
 
 
 @pytest.mark.parametrize("bucket", [1 << 24, 1000, 7])
-def test_each_update_is_that_of_fp64_rounded_up_or_down(
-    bucket: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_update_is_that_of_fp64_rounded_up_or_down(bucket, monkeypatch):
     monkeypatch.setattr(bf16_adamw, "BUCKET", bucket)
     model = a_matrix(24)
     optimizer = make_optimizer(model, NAME, **SETTINGS)
@@ -82,7 +79,7 @@ def test_each_update_is_that_of_fp64_rounded_up_or_down(
     assert float(state["step"]) == 4
 
 
-def test_updates_too_small_for_bf16_are_made_in_the_mean() -> None:
+def test_updates_too_small_for_bf16_are_made_in_the_mean():
     """Rounding to nearest would leave every weight where it is."""
     model = nn.Linear(256, 256, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)
@@ -94,7 +91,7 @@ def test_updates_too_small_for_bf16_are_made_in_the_mean() -> None:
     assert float(model.weight.detach().double().mean()) == pytest.approx(1 - 100 * 1e-5, abs=3e-5)
 
 
-def test_the_second_moment_comes_down_again() -> None:
+def test_the_second_moment_comes_down_again():
     """0.999 of a number is the number itself, rounded to nearest in bf16."""
     model = nn.Linear(256, 256, bias=False).to(torch.bfloat16)
     optimizer = make_optimizer(model, NAME, **SETTINGS | {"betas": (0.9, 0.999)})
@@ -106,7 +103,7 @@ def test_the_second_moment_comes_down_again() -> None:
     assert mean == pytest.approx(0.001 * 0.999**200, rel=0.01)
 
 
-def test_rounding_is_right_in_the_mean_and_leaves_numbers_of_bf16_alone() -> None:
+def test_rounding_is_right_in_the_mean_and_leaves_numbers_of_bf16_alone():
     noise = torch.empty(100_000, dtype=torch.int32)
     for number in (1 + 1 / 512, -(1 + 3 / 512), 3e-6):
         numbers = torch.full((100_000,), number)
@@ -119,7 +116,7 @@ def test_rounding_is_right_in_the_mean_and_leaves_numbers_of_bf16_alone() -> Non
     assert torch.equal(rounded, exact)
 
 
-def test_what_is_not_finite_changes_nothing() -> None:
+def test_what_is_not_finite_changes_nothing():
     model = a_matrix()
     optimizer = make_optimizer(model, NAME, **SETTINGS)
     steps(model, optimizer, range(2))
@@ -133,7 +130,7 @@ def test_what_is_not_finite_changes_nothing() -> None:
         assert torch.equal(value, state[key])
 
 
-def test_state_takes_four_bytes_a_weight_and_comes_back() -> None:
+def test_state_takes_four_bytes_a_weight_and_comes_back():
     models = [a_matrix(), a_matrix()]
     optimizers = [make_optimizer(model, NAME, **SETTINGS) for model in models]
     steps(models[0], optimizers[0], range(6))
@@ -151,7 +148,7 @@ def test_state_takes_four_bytes_a_weight_and_comes_back() -> None:
         assert torch.equal(one, other)
 
 
-def test_a_run_learns_as_with_copies_in_fp32(tmp_path: Path) -> None:
+def test_a_run_learns_as_with_copies_in_fp32(tmp_path):
     losses = {}
     for name in ("adamw_torch_fused", NAME):
         job = make_job(
@@ -169,7 +166,7 @@ def test_a_run_learns_as_with_copies_in_fp32(tmp_path: Path) -> None:
     assert losses[NAME][-1] == pytest.approx(losses["adamw_torch_fused"][-1], rel=0.05)
 
 
-def test_fp32_and_adapters_are_refused(tmp_path: Path) -> None:
+def test_fp32_and_adapters_are_refused(tmp_path):
     numerics = Numerics(torch.device("cpu"), None)
     with pytest.raises(InputError, match="keeps weights in bf16") as refused:
         precision_of("full", NAME, numerics)

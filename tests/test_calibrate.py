@@ -127,7 +127,7 @@ def run_of(shape: Shape, compute: float, optimizer: float = 1.0, **changes: Any)
     )
 
 
-def test_an_evaluation_that_wrote_texts_says_nothing_of_forward_passes() -> None:
+def test_an_evaluation_that_wrote_texts_says_nothing_of_forward_passes():
     shape = shape_of()
     read = run_of(shape, 1.0, n_evaluations=2, n_eval_padded_tokens=8000, evaluation_s=1e6)
     wrote = replace(read, has_generated=True)
@@ -144,19 +144,19 @@ def test_an_evaluation_that_wrote_texts_says_nothing_of_forward_passes() -> None
         ([1.0, 1.0, 1.0], "3 runs of this model here, the last on 2026-11-21"),
     ],
 )
-def test_three_runs_can_agree(factors: list[float], says: str) -> None:
+def test_three_runs_can_agree(factors, says):
     shape = shape_of()
     assert calibrate([run_of(shape, each) for each in factors], shape).source == says
 
 
 @pytest.mark.parametrize(("is_cuda", "error"), [(True, 0.05), (False, 0.08)])
-def test_memory_that_was_measured_has_a_narrow_range(is_cuda: bool, error: float) -> None:
+def test_memory_that_was_measured_has_a_narrow_range(is_cuda, error):
     known = Calibration(extra_bytes=0, source="3 runs")
     found = memory_spread(SimpleNamespace(calibration=known, is_cuda=is_cuda), shape_of())
     assert (found.low, found.high, found.known) == (1 - error, 1 + error, "3 runs")
 
 
-def test_runs_of_the_same_model_give_their_factors_back() -> None:
+def test_runs_of_the_same_model_give_their_factors_back():
     shape = shape_of()
     found = calibrate([run_of(shape, 2.0, 3.0)], shape)
     assert found.compute == pytest.approx(2.0)
@@ -168,7 +168,7 @@ def test_runs_of_the_same_model_give_their_factors_back() -> None:
     assert found.source == "1 run of this model here, the last on 2026-11-21 (too few to agree)"
 
 
-def test_an_evaluation_takes_what_it_took() -> None:
+def test_an_evaluation_takes_what_it_took():
     shape = shape_of()
     evaluated = {"n_evaluations": 1, "n_eval_padded_tokens": 10 * 16 * 50, "evaluation_s": 6.0}
     run = run_of(shape, 20.0, **evaluated)
@@ -179,7 +179,7 @@ def test_an_evaluation_takes_what_it_took() -> None:
     assert formula_s * found.compute * found.evaluation == pytest.approx(6.0)
 
 
-def test_a_run_is_taken_as_it_was_cut() -> None:
+def test_a_run_is_taken_as_it_was_cut():
     run = run_of(shape_of(), 1.0)
     case = case_of(shape_of())
     flat = as_run(run, case)
@@ -195,7 +195,7 @@ def test_a_run_is_taken_as_it_was_cut() -> None:
     assert (ran.padded.tokens, ran.mean_tokens, ran.largest) == (60.0, 50.0, (5, 100, 0, 0))
 
 
-def test_a_run_with_ligers_kernels_is_compared_as_one() -> None:
+def test_a_run_with_ligers_kernels_is_compared_as_one():
     shape = shape_of()
     fused, plain = run_of(shape, 2.0, has_liger=True), run_of(shape, 2.0)
     assert fused.peak_bytes < plain.peak_bytes
@@ -204,13 +204,13 @@ def test_a_run_with_ligers_kernels_is_compared_as_one() -> None:
     assert found.extra_bytes == 100 << 20
 
 
-def test_runs_of_other_layers_are_others() -> None:
+def test_runs_of_other_layers_are_others():
     shape = shape_of()
     run = run_of(shape, 2.0, first_layer=15)
     assert calibrate([run], shape) == STARTS_ONLY
 
 
-def test_the_median_of_the_newest_counts_and_only_runs_that_agree_narrow_the_range() -> None:
+def test_the_median_of_the_newest_counts_and_only_runs_that_agree_narrow_the_range():
     shape = shape_of()
 
     def after(*factors: float) -> Calibration:
@@ -229,32 +229,32 @@ def test_the_median_of_the_newest_counts_and_only_runs_that_agree_narrow_the_ran
     assert after(2.0, 2.1, 1.9).spread == 0.08
 
 
-def test_a_few_steps_set_no_pace() -> None:
+def test_a_few_steps_set_no_pace():
     shape = shape_of()
     run = run_of(shape, 3.5)
     assert calibrate([replace(run, n_steps=5)], shape) == STARTS_ONLY
     assert calibrate([run, replace(run, n_steps=5)], shape).n_runs == 1
 
 
-def test_only_new_processes_say_how_long_a_start_takes() -> None:
+def test_only_new_processes_say_how_long_a_start_takes():
     shape = shape_of()
     runs = [run_of(shape, 2.0, spans={"start_up": seconds}) for seconds in (0.01, 6.0)]
     assert calibrate(runs, shape).start_s == 6.0
     assert calibrate(runs[:1], shape).start_s is None
 
 
-def test_a_run_on_two_gpus_sets_no_pace_for_one() -> None:
+def test_a_run_on_two_gpus_sets_no_pace_for_one():
     shape = shape_of()
     assert calibrate([run_of(shape, 2.0, n_devices=2)], shape) == STARTS_ONLY
 
 
-def test_runs_elsewhere_or_in_another_precision_say_nothing() -> None:
+def test_runs_elsewhere_or_in_another_precision_say_nothing():
     shape = shape_of()
     assert calibrate([run_of(shape, 2.0, hardware="another")], shape) == Calibration()
     assert calibrate([run_of(shape, 2.0, precision="bf16")], shape) == STARTS_ONLY
 
 
-def test_examples_of_other_lengths_set_no_pace() -> None:
+def test_examples_of_other_lengths_set_no_pace():
     shape = shape_of()
     run = run_of(shape, 2.0)  # of 50 tokens in the mean
 
@@ -264,7 +264,7 @@ def test_examples_of_other_lengths_set_no_pace() -> None:
     assert [with_mean(mean) for mean in (10, 20, 50, 140, 500)] == [0, 1, 1, 1, 0]
 
 
-def test_another_model_or_method_sets_no_pace() -> None:
+def test_another_model_or_method_sets_no_pace():
     small, large = shape_of(), shape_of("HuggingFaceTB/SmolLM2-360M")
     run = run_of(small, 3.5)
     promised = {
@@ -275,7 +275,7 @@ def test_another_model_or_method_sets_no_pace() -> None:
     assert calibrate(others, small, replace(RECIPE, method="lora")) == STARTS_ONLY
 
 
-def test_restarts_and_work_done_again_are_not_the_estimates_error() -> None:
+def test_restarts_and_work_done_again_are_not_the_estimates_error():
     estimate = Estimate(
         **{
             "wall_s": 100.0,
@@ -306,8 +306,8 @@ def test_restarts_and_work_done_again_are_not_the_estimates_error() -> None:
 
 
 def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sends_over(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """Two cards without peer access reach a fraction of their bus, or, on a better board, twice
     what is supposed.
     """
@@ -355,9 +355,7 @@ def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sen
         ("2.13.0", "git1a2b3c4"),
     ],
 )
-def test_a_machine_whose_torch_is_no_release_is_planned_on(
-    version: str, build: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_whose_torch_is_no_release_is_planned_on(version, build, monkeypatch):
     monkeypatch.setattr("farthing.planner.machines.installed_torch", lambda: (version, build))
     name = "Tesla V100-SXM2-16GB"  # in no wheel of 2.13 that PyPI has
     wanted, here = wanted_of(shape_of(), "lora"), with_gpus(name, 1, 16)
@@ -368,8 +366,8 @@ def test_a_machine_whose_torch_is_no_release_is_planned_on(
 
 
 def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr("farthing.planner.machines.installed_torch", lambda: ("2.13.0", "cu126"))
     cut = {"global_batch": 64, "checkpoint_every": 0, "micro_batch_tokens": 8192}
     wanted = wanted_of(shape_of("meta-llama/Llama-3.2-1B"), **cut)
@@ -403,9 +401,7 @@ def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 256, 512])
-def test_a_soft_cap_is_planned_as_the_attention_of_each_gpu_computes_it(
-    precision: str, head_dim: int
-) -> None:
+def test_a_soft_cap_is_planned_as_the_attention_of_each_gpu_computes_it(precision, head_dim):
     for gpu in known_gpus().values():
         if gpu.vendor == "nvidia":
             major, minor = map(int, gpu.compute_capability.split("."))
@@ -414,7 +410,7 @@ def test_a_soft_cap_is_planned_as_the_attention_of_each_gpu_computes_it(
             assert takes_flex(gpu, precision, head_dim) == (chosen == "flex"), gpu.name
 
 
-def test_scores_under_a_soft_cap_are_kept_where_no_one_kernel_takes_its_heads() -> None:
+def test_scores_under_a_soft_cap_are_kept_where_no_one_kernel_takes_its_heads():
     asked = wanted_of(shape_of("google/gemma-2-2b"), checkpoint_every=0)
     kept = {}
     for name in ("A100-80GB", "A40"):

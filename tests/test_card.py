@@ -13,7 +13,6 @@ import pytest
 
 import farthing.train.run
 import workshop
-from command import Cli
 from farthing.cli import main
 from farthing.errors import RunInterruptedError
 from farthing.events import Event, StepTaken
@@ -30,8 +29,8 @@ def card_rows(run: Path) -> dict[str, list[str]]:
 
 
 def test_the_card_says_how_many_epochs_were_trained_and_not_how_many_were_asked_for(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     job = make_job(
         tmp_path, n_rows=100, max_steps=1
     )  # a step of 8 of 100 rows; three epochs are the default
@@ -41,8 +40,8 @@ def test_the_card_says_how_many_epochs_were_trained_and_not_how_many_were_asked_
 
 
 def test_the_card_of_a_run_that_was_interrupted_has_the_figures_of_its_receipt(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, cli, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "200")
     job = make_job(tmp_path, save_steps=2)
 
@@ -72,9 +71,7 @@ def test_the_card_of_a_run_that_was_interrupted_has_the_figures_of_its_receipt(
 @pytest.mark.parametrize(
     ("family", "words"), [("llama", "AutoModelForCausalLM"), ("bert", "model_config.json")]
 )
-def test_the_card_of_an_adapter_says_how_to_load_it(
-    family: str, words: str, tmp_path: Path
-) -> None:
+def test_the_card_of_an_adapter_says_how_to_load_it(family, words, tmp_path):
     job = make_job(tmp_path, family, method="lora", pretrained=True, max_steps=1)
     workshop.train(job)
     use = (
@@ -106,9 +103,7 @@ def run_in(folder: Path, family: str = "llama", **keys: Any) -> None:
 
 
 @pytest.mark.slow
-def test_runs_on_other_data_and_of_other_lengths_say_what_can_not_be_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_on_other_data_and_of_other_lengths_say_what_can_not_be_compared(tmp_path, capsys):
     run_in(tmp_path / "a", max_steps=1, eval_rows=workshop.rows_of("llama", 4))
     run_in(
         tmp_path / "b",
@@ -134,9 +129,7 @@ def test_runs_on_other_data_and_of_other_lengths_say_what_can_not_be_compared(
         assert words in notes
 
 
-def test_runs_that_are_alike_are_compared_without_a_word(
-    tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_that_are_alike_are_compared_without_a_word(tmp_path, cli, capsys):
     for name, rate in (("a", 0.01), ("b", 0.02)):
         run_in(
             tmp_path / name, max_steps=1, learning_rate=rate, eval_rows=workshop.rows_of("llama", 4)

@@ -82,9 +82,7 @@ def gradients(
     ],
 )
 @pytest.mark.parametrize("at_once", [True, False])
-def test_the_same_gradients(
-    family: str, task: str, adapter: dict[str, Any] | None, at_once: bool
-) -> None:
+def test_the_same_gradients(family, task, adapter, at_once):
     plain = made(family, task, adapter)
     other = copy.deepcopy(plain)
     losses, expected = gradients(plain, task, with_casts=False)
@@ -104,7 +102,7 @@ def test_the_same_gradients(
         )
 
 
-def test_the_same_gradients_where_layers_are_computed_again() -> None:
+def test_the_same_gradients_where_layers_are_computed_again():
     plain = made("llama", "causal-lm", None)
     other = copy.deepcopy(plain)
     checkpoint_layers(other, 1)
@@ -119,7 +117,7 @@ def two_layers() -> tuple[torch.nn.Module, Casts]:
     return model, Casts(model, torch.bfloat16)
 
 
-def test_no_copy_outlives_its_step() -> None:
+def test_no_copy_outlives_its_step():
     model, kept = two_layers()
     weight = model[0].weight
 
@@ -137,7 +135,7 @@ def test_no_copy_outlives_its_step() -> None:
         assert not leaf_of(weight).any()
 
 
-def test_copies_are_gone_behind_their_step_without_a_collection_of_garbage() -> None:
+def test_copies_are_gone_behind_their_step_without_a_collection_of_garbage():
     model, kept = two_layers()
     gc.disable()
     try:
@@ -149,7 +147,7 @@ def test_copies_are_gone_behind_their_step_without_a_collection_of_garbage() -> 
         gc.enable()
 
 
-def test_an_input_is_cast_once_for_all_that_read_it() -> None:
+def test_an_input_is_cast_once_for_all_that_read_it():
     model, kept = two_layers()
     x, seen = torch.randn(3, 8, requires_grad=True), set()
     with (
@@ -166,7 +164,7 @@ def test_an_input_is_cast_once_for_all_that_read_it() -> None:
     assert x.grad.dtype == torch.float32
 
 
-def test_a_copy_made_without_gradients_is_not_taken_where_they_are_wanted() -> None:
+def test_a_copy_made_without_gradients_is_not_taken_where_they_are_wanted():
     model, kept = two_layers()
     x = torch.randn(3, 8, requires_grad=True)
     with kept.kept(several=True), torch.autocast("cpu", torch.bfloat16):
@@ -180,9 +178,7 @@ def test_a_copy_made_without_gradients_is_not_taken_where_they_are_wanted() -> N
 
 @pytest.mark.parametrize("several", [True, False])
 @pytest.mark.parametrize("small", [0, 1 << 18])
-def test_a_weight_that_several_layers_share(
-    monkeypatch: pytest.MonkeyPatch, small: int, several: bool
-) -> None:
+def test_a_weight_that_several_layers_share(monkeypatch, small, several):
     monkeypatch.setattr(casts, "SMALL", small)
     model = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False)])
     model[1].weight = model[0].weight
@@ -197,7 +193,7 @@ def test_a_weight_that_several_layers_share(
     assert torch.equal(model[0].bias.grad, torch.full((8,), 2.0))
 
 
-def test_hooks_hear_of_gradients_that_are_added_at_once() -> None:
+def test_hooks_hear_of_gradients_that_are_added_at_once():
     model, kept = two_layers()
     weight, heard = model[0].weight, list[Any]()
     with kept.kept(several=True, at_once=True), torch.autocast("cpu", torch.bfloat16):
@@ -207,7 +203,7 @@ def test_hooks_hear_of_gradients_that_are_added_at_once() -> None:
     assert torch.equal(heard[0], torch.ones(8, 8))
 
 
-def test_a_layer_without_autocast_computes_as_it_is() -> None:
+def test_a_layer_without_autocast_computes_as_it_is():
     model, kept = two_layers()
     x = torch.randn(3, 8)
     with kept.kept(several=True):
@@ -217,7 +213,7 @@ def test_a_layer_without_autocast_computes_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("method", thinned(["full", {"name": "lora", "lora_r": 4}], 9))
-def test_steps_with_casts_are_those_without(method: Any, tmp_path: Path) -> None:
+def test_steps_with_casts_are_those_without(method, tmp_path):
     """Whole steps of several micro-batches: copies are those of the weights that the step before
     has left.
     """
@@ -250,7 +246,7 @@ def test_steps_with_casts_are_those_without(method: Any, tmp_path: Path) -> None
         assert (weights[1][name] - weights[0][name]).norm() < 0.02 * weights[0][name].norm(), name
 
 
-def test_a_shared_weight_whose_layer_is_computed_again_after_its_copy_is_gone() -> None:
+def test_a_shared_weight_whose_layer_is_computed_again_after_its_copy_is_gone():
     """As Zamba's: the backward pass of the last use gives the copy up, and the first use is
     computed again after that.
     """

@@ -41,7 +41,7 @@ def an_offer(**changes: Any) -> Offer:
 # ---- the facts ----
 
 
-def test_every_gpu_has_a_source_a_date_and_sane_numbers() -> None:
+def test_every_gpu_has_a_source_a_date_and_sane_numbers():
     for row in facts("gpus.csv"):
         assert row["source"], row
         assert date(2020, 1, 1) <= date.fromisoformat(row["date"]) <= TODAY, row
@@ -59,21 +59,21 @@ def test_every_gpu_has_a_source_a_date_and_sane_numbers() -> None:
         assert set(gpu.flops) <= {"fp32", "tf32", "fp16", "bf16", "fp8"}, gpu.name
 
 
-def test_native_bf16_came_with_ampere() -> None:
+def test_native_bf16_came_with_ampere():
     for gpu in gpus().values():
         is_old = gpu.architecture in ("Kepler", "Pascal", "Volta", "Turing")
         assert gpu.has_bf16 == (not is_old), gpu.name
         assert ("tf32" in gpu.flops) == (not is_old), gpu.name
 
 
-def test_no_name_means_two_gpus() -> None:
+def test_no_name_means_two_gpus():
     owner: dict[str, str] = {}
     for gpu in gpus().values():
         for name in (gpu.name, *gpu.aliases):
             assert owner.setdefault(name_key(name), gpu.name) == gpu.name, name
 
 
-def test_every_price_has_a_source_a_date_and_a_sane_size() -> None:
+def test_every_price_has_a_source_a_date_and_a_sane_size():
     for row in facts("prices.csv"):
         assert row["source"], row
         assert date(2023, 1, 1) <= date.fromisoformat(row["date"]) <= TODAY, row
@@ -88,7 +88,7 @@ def test_every_price_has_a_source_a_date_and_a_sane_size() -> None:
         assert offer.unit != "million_tokens" or 0.01 <= offer.usd <= 100, offer
 
 
-def test_spot_costs_no_more_than_on_demand_on_the_same_machine() -> None:
+def test_spot_costs_no_more_than_on_demand_on_the_same_machine():
     offers = read_catalog(None, TODAY).offers
     on_demand = {(o.provider, o.instance, o.region): o.usd for o in offers if not o.is_spot}
     n_compared = 0
@@ -100,7 +100,7 @@ def test_spot_costs_no_more_than_on_demand_on_the_same_machine() -> None:
     assert n_compared > 100
 
 
-def test_what_people_train_on_is_covered() -> None:
+def test_what_people_train_on_is_covered():
     catalog = read_catalog(None, TODAY)
     assert len(catalog.providers) >= 12
     for name in ("RTX 3090", "RTX 4090", "T4", "L4", "L40S", "A100-80GB", "H100-80GB", "B200"):
@@ -111,7 +111,7 @@ def test_what_people_train_on_is_covered() -> None:
     assert len({offer.zone for offer in spot}) > 10, "by zone"
 
 
-def test_terms_have_sources_and_belong_to_providers_with_prices() -> None:
+def test_terms_have_sources_and_belong_to_providers_with_prices():
     providers = read_catalog(None, TODAY).providers
     for name, terms in billings().items():
         assert name in providers
@@ -150,11 +150,11 @@ def test_terms_have_sources_and_belong_to_providers_with_prices() -> None:
         ("AMD Instinct MI300X", "MI300X"),
     ],
 )
-def test_gpus_are_found_by_whatever_name(text: str, name: str) -> None:
+def test_gpus_are_found_by_whatever_name(text, name):
     assert find_gpu(text).name == name
 
 
-def test_a_size_tells_gpus_of_one_name_apart() -> None:
+def test_a_size_tells_gpus_of_one_name_apart():
     assert find_gpu("A100", 80).name == "A100-80GB"
     assert find_gpu("A100", 40).name == "A100-40GB"
     assert find_gpu("V100", 31.7).name == "V100-32GB"
@@ -172,7 +172,7 @@ def test_a_size_tells_gpus_of_one_name_apart() -> None:
         ("", "known: "),
     ],
 )
-def test_names_of_nothing_get_a_hint(text: str, words: str) -> None:
+def test_names_of_nothing_get_a_hint(text, words):
     with pytest.raises(InputError) as caught:
         find_gpu(text)
     assert words in caught.value.to_do
@@ -226,7 +226,7 @@ NOT_KNOWN = [  # cut down, with other memory, a part of one, or of another gener
         *((like_another, None) for like_another in NOT_KNOWN),
     ],
 )
-def test_devices_are_known_by_the_name_torch_gives(device: str, name: str | None) -> None:
+def test_devices_are_known_by_the_name_torch_gives(device, name):
     gpu = gpu_of_device(device)
     assert (gpu.name if gpu else None) == name
 
@@ -247,14 +247,12 @@ def test_devices_are_known_by_the_name_torch_gives(device: str, name: str | None
         ("NVIDIA GH200 480GB", 143.0, None),
     ],
 )
-def test_cards_of_several_sizes_are_told_apart_by_memory(
-    device: str, gib: float, name: str | None
-) -> None:
+def test_cards_of_several_sizes_are_told_apart_by_memory(device, gib, name):
     gpu = gpu_of_device(device, int(gib * 2**30))
     assert (gpu.name if gpu else None) == name
 
 
-def test_every_gpu_is_known_by_its_own_memory() -> None:
+def test_every_gpu_is_known_by_its_own_memory():
     for gpu in gpus().values():
         for alias in (gpu.name, *gpu.aliases):
             assert gpu_of_device(alias) is gpu, alias
@@ -264,7 +262,7 @@ def test_every_gpu_is_known_by_its_own_memory() -> None:
             ), alias
 
 
-def test_peaks_of_a_run_come_from_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_of_a_run_come_from_the_same_table(monkeypatch):
     import torch
 
     from farthing.model.hardware import peak_flops
@@ -282,7 +280,7 @@ def test_peaks_of_a_run_come_from_the_same_table(monkeypatch: pytest.MonkeyPatch
 # ---- bills ----
 
 
-def test_colab_units_by_the_gigabyte_and_hour() -> None:
+def test_colab_units_by_the_gigabyte_and_hour():
     """15 GB x 9 h = 135 units at $9.99 per 100: $13.49, and two packs of units to have them."""
     colab = an_offer(
         provider="Colab", gpu="T4", unit="gb_hour", usd=9.99 / 100, billing=billings()["Colab"]
@@ -296,21 +294,21 @@ def test_colab_units_by_the_gigabyte_and_hour() -> None:
     assert up_front_usd(colab, 9.99) == pytest.approx(9.99)
 
 
-def test_a_flat_fee_for_each_managed_run() -> None:
+def test_a_flat_fee_for_each_managed_run():
     managed = an_offer(gpu="", n_gpus=0, unit="run", usd=250)
     assert bill(managed, n_runs=5) == {"compute": 1250}
     assert managed.usd_per_hour is None
     assert managed.usd_per_gpu_hour is None
 
 
-def test_training_by_the_token_has_a_minimum() -> None:
+def test_training_by_the_token_has_a_minimum():
     terms = Billing("Somewhere", minimum_usd=4)
     managed = an_offer(gpu="", n_gpus=0, unit="million_tokens", usd=0.5, billing=terms)
     assert bill(managed, n_tokens=20e6) == {"compute": 10}
     assert bill(managed, n_tokens=1e6) == {"compute": 0.5, "minimum": 3.5}
 
 
-def test_minimum_and_increments_are_a_part_of_the_bill() -> None:
+def test_minimum_and_increments_are_a_part_of_the_bill():
     by_hour = an_offer(usd=2, billing=Billing("Somewhere", minimum_s=60, increment_s=3600))
     assert bill(by_hour, 1) == {"compute": 2}
     assert bill(by_hour, 1.25) == {"compute": 2.5, "rounding": 1.5}
@@ -323,7 +321,7 @@ def test_minimum_and_increments_are_a_part_of_the_bill() -> None:
     assert bill(by_second, 0) == {"compute": 0}
 
 
-def test_storage_and_egress_are_parts_and_the_parts_add_up() -> None:
+def test_storage_and_egress_are_parts_and_the_parts_add_up():
     terms = Billing("Somewhere", storage_usd_per_gb_month=0.1, egress_usd_per_gb=0.09)
     parts = bill(an_offer(usd=2, billing=terms), 10, storage_gb=73, egress_gb=100)
     assert parts == {"compute": 20, "storage": pytest.approx(0.1), "egress": pytest.approx(9)}
@@ -331,7 +329,7 @@ def test_storage_and_egress_are_parts_and_the_parts_add_up() -> None:
     assert held["storage"] == pytest.approx(7.3)
 
 
-def test_what_terms_do_not_say_of_storage_and_egress_is_assumed_and_not_nothing() -> None:
+def test_what_terms_do_not_say_of_storage_and_egress_is_assumed_and_not_nothing():
     parts = bill(an_offer(usd=2, billing=Billing("Somewhere")), 730, storage_gb=10, egress_gb=100)
     assert (parts["storage"], parts["egress"]) == (pytest.approx(1.0), pytest.approx(9.0))
     free = Billing("Somewhere", storage_usd_per_gb_month=0.0, egress_usd_per_gb=0.0)
@@ -342,7 +340,7 @@ def test_what_terms_do_not_say_of_storage_and_egress_is_assumed_and_not_nothing(
     assert billings()["AWS"].egress_usd_per_gb is None
 
 
-def test_a_machine_hour_is_of_all_its_gpus() -> None:
+def test_a_machine_hour_is_of_all_its_gpus():
     eight = an_offer(gpu="H100-80GB", n_gpus=8, usd=55.04)
     assert eight.usd_per_hour == 55.04
     assert eight.usd_per_gpu_hour == pytest.approx(6.88)
@@ -353,7 +351,7 @@ def test_a_machine_hour_is_of_all_its_gpus() -> None:
 # ---- age ----
 
 
-def test_the_words_say_where_prices_are_from_and_how_old() -> None:
+def test_the_words_say_where_prices_are_from_and_how_old():
     def of(*ages: int) -> Catalog:
         offers = tuple(
             an_offer(instance=str(age), date=TODAY - timedelta(days=age)) for age in ages
@@ -376,7 +374,7 @@ def test_the_words_say_where_prices_are_from_and_how_old() -> None:
 # ---- choosing ----
 
 
-def test_offers_are_chosen_by_every_wish() -> None:
+def test_offers_are_chosen_by_every_wish():
     catalog = read_catalog(None, TODAY)
     chosen = select(catalog, ["h100"], ["aws"], ["us-"], "spot")
     assert chosen
@@ -395,7 +393,7 @@ def test_offers_are_chosen_by_every_wish() -> None:
             select(catalog, **wish)  # type: ignore[arg-type]
 
 
-def test_offers_are_sorted_with_what_is_not_paid_by_the_hour_last() -> None:
+def test_offers_are_sorted_with_what_is_not_paid_by_the_hour_last():
     offers = [
         an_offer(instance="fee", gpu="", n_gpus=0, unit="run", usd=0.1),
         an_offer(instance="two", n_gpus=2, usd=1.5, date=TODAY - timedelta(days=9)),
@@ -418,7 +416,7 @@ def write(path: Path, *lines: str) -> Path:
     return path
 
 
-def test_a_file_of_ones_own_is_taken_alone(tmp_path: Path) -> None:
+def test_a_file_of_ones_own_is_taken_alone(tmp_path):
     catalog = read_catalog(write(tmp_path / "mine.csv", HEADER, GOOD), TODAY)
     assert len(catalog.offers) == 1
     offer = catalog.offers[0]
@@ -433,7 +431,7 @@ def test_a_file_of_ones_own_is_taken_alone(tmp_path: Path) -> None:
     assert str(tmp_path / "mine.csv") in catalog.words
 
 
-def test_four_columns_are_enough(tmp_path: Path) -> None:
+def test_four_columns_are_enough(tmp_path):
     path = write(tmp_path / "mine.csv", "provider,gpu,n_gpus,usd", "Lab,h100,1,$2")
     os.utime(path, (1795000000, 1795000000))  # November 2026: a file's own time is another clock
     offer = read_catalog(path, date(2025, 12, 1)).offers[0]
@@ -449,7 +447,7 @@ def test_four_columns_are_enough(tmp_path: Path) -> None:
     )
 
 
-def test_a_price_of_tomorrow_is_of_another_time_zone(tmp_path: Path) -> None:
+def test_a_price_of_tomorrow_is_of_another_time_zone(tmp_path):
     path = write(tmp_path / "mine.csv", HEADER, change(date="2026-11-22"))
     assert read_catalog(path, TODAY).offers[0].date == date(2026, 11, 22)
     with pytest.raises(InputError, match="2026-11-23 is after today"):
@@ -485,9 +483,7 @@ def change(**cells: str) -> str:
         (change(ram_gib="much"), "ram_gib", "'much'"),
     ],
 )
-def test_a_broken_row_is_named_by_line_and_column(
-    tmp_path: Path, line: str, where: str, words: str
-) -> None:
+def test_a_broken_row_is_named_by_line_and_column(tmp_path, line, where, words):
     path = write(tmp_path / "mine.csv", HEADER, change(instance="another"), line)
     with pytest.raises(InputError) as caught:
         read_catalog(path, TODAY)
@@ -496,7 +492,7 @@ def test_a_broken_row_is_named_by_line_and_column(
     assert caught.value.to_do
 
 
-def test_an_offer_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
+def test_an_offer_that_is_there_twice_is_an_error(tmp_path):
     path = write(tmp_path / "mine.csv", HEADER, GOOD, change(usd="0.7"))
     with pytest.raises(InputError, match="the same offer as on line 2") as caught:
         read_catalog(path, TODAY)
@@ -516,9 +512,7 @@ def test_an_offer_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
         (b"PK\x03\x04" + bytes(range(256)), "not text in UTF-8"),
     ],
 )
-def test_a_file_that_is_not_a_price_list_is_refused_with_a_reason(
-    tmp_path: Path, content: bytes, words: str
-) -> None:
+def test_a_file_that_is_not_a_price_list_is_refused_with_a_reason(tmp_path, content, words):
     path = tmp_path / "mine.csv"
     path.write_bytes(content)
     with pytest.raises(InputError, match=words) as caught:
@@ -526,14 +520,14 @@ def test_a_file_that_is_not_a_price_list_is_refused_with_a_reason(
     assert caught.value.where.startswith(str(path))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(InputError, match="no such file"):
         read_catalog(tmp_path / "none.csv", TODAY)
     with pytest.raises(InputError, match="is a directory"):
         read_catalog(tmp_path, TODAY)
 
 
-def test_a_byte_order_mark_and_blank_lines_do_no_harm(tmp_path: Path) -> None:
+def test_a_byte_order_mark_and_blank_lines_do_no_harm(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(f"\ufeff{HEADER}\r\n\r\n{GOOD}\r\n", encoding="utf-8")
     assert len(read_catalog(path, TODAY).offers) == 1
@@ -550,7 +544,7 @@ GPUHUNT_ROWS = (
 )
 
 
-def test_a_catalog_of_gpuhunt_is_read_by_its_header(tmp_path: Path) -> None:
+def test_a_catalog_of_gpuhunt_is_read_by_its_header(tmp_path):
     catalog = read_catalog(write(tmp_path / "aws.csv", GPUHUNT, *GPUHUNT_ROWS), date.today())
     assert [(o.provider, o.gpu, o.n_gpus, o.kind, o.usd) for o in catalog.offers] == [
         ("AWS", "A100-40GB", 8, "on-demand", 21.96),
@@ -563,7 +557,7 @@ SKYPILOT = "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInf
 A_SIZE = "\"{{'Gpus': [{{'Name': 'A100', 'Count': {n}, 'MemoryInfo': {{'SizeInMiB': {mib}}}}}]}}\""
 
 
-def test_a_catalog_of_skypilot_is_read_by_its_header(tmp_path: Path) -> None:
+def test_a_catalog_of_skypilot_is_read_by_its_header(tmp_path):
     rows = [
         f"a,A100,8,96,1152,{A_SIZE.format(n=8, mib=40960)},21.96,6.5,us-east-1,use1-az1",
         f"b,A100,2,96,1152,{A_SIZE.format(n=2, mib=163840)},3.1,0.00,r,",  # of both
@@ -584,7 +578,7 @@ def test_a_catalog_of_skypilot_is_read_by_its_header(tmp_path: Path) -> None:
     assert catalog.skipped == {"RTX4090 (48 GiB)": 1}
 
 
-def test_a_feed_may_have_a_few_bad_rows_but_not_many(tmp_path: Path) -> None:
+def test_a_feed_may_have_a_few_bad_rows_but_not_many(tmp_path):
     good = [f"box{i},us-east-1,1.5,8,32,1,T4,16,False,,nvidia," for i in range(20)]
     bad = "box99,us-east-1,-1,8,32,1,T4,16,False,,nvidia,"
     path = write(tmp_path / "aws.csv", GPUHUNT, *good, good[0], bad)
@@ -598,7 +592,7 @@ def test_a_feed_may_have_a_few_bad_rows_but_not_many(tmp_path: Path) -> None:
 # ---- the refreshed copy ----
 
 
-def test_newer_prices_replace_those_of_their_providers(tmp_path: Path) -> None:
+def test_newer_prices_replace_those_of_their_providers(tmp_path):
     shipped = read_catalog(None, TODAY)
     rows = [
         "RunPod,1x T4,T4,1,any,,on-demand,machine_hour,0.2,,,a feed,2026-11-20",
@@ -620,7 +614,7 @@ def test_newer_prices_replace_those_of_their_providers(tmp_path: Path) -> None:
     assert str(rooms.cache_path()) in catalog.where
 
 
-def test_a_torn_refreshed_copy_says_where_and_what_to_do() -> None:
+def test_a_torn_refreshed_copy_says_where_and_what_to_do():
     write(rooms.cache_path(), HEADER, "RunPod,1x T4,T4,1,any")
     with pytest.raises(InputError, match="5 cells") as caught:
         read_catalog(None, TODAY)
@@ -631,7 +625,7 @@ def test_a_torn_refreshed_copy_says_where_and_what_to_do() -> None:
 # ---- quick ----
 
 
-def test_what_torch_can_have_of_a_gpu_is_less_than_what_its_driver_shows() -> None:
+def test_what_torch_can_have_of_a_gpu_is_less_than_what_its_driver_shows():
     rows = facts("gpu_usable_memory.csv")
     assert all(row["source"] and date.fromisoformat(row["date"]) <= TODAY for row in rows)
     assert {row["gpu"] for row in rows} <= set(gpus())

@@ -49,7 +49,7 @@ def trained(folder: Path, base: Path, rows: list[dict[str, Any]], **keys: Any) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_a_trained_head_keeps_its_classes(method: str, classifier: Path, tmp_path: Path) -> None:
+def test_a_trained_head_keeps_its_classes(method, classifier, tmp_path):
     rows = rows_of("bert", 60)
     metrics, heard = trained(tmp_path, classifier, rows, method=method)
     assert metrics["accuracy"] == 1.0
@@ -63,18 +63,14 @@ def _config_of(method: str) -> str:
     return "config.json" if method == "full" else "model_config.json"
 
 
-def test_names_that_differ_in_capitals_are_the_same_classes(
-    classifier: Path, tmp_path: Path
-) -> None:
+def test_names_that_differ_in_capitals_are_the_same_classes(classifier, tmp_path):
     rows = [{**row, "label": row["label"].upper()} for row in rows_of("bert", 60)]
     metrics, _ = trained(tmp_path, classifier, rows)
     assert metrics["accuracy"] == 1.0
     assert list(metrics["per_class"]) == ["WEATHER", "FOOD", "SPORT"]
 
 
-def test_a_head_of_other_classes_begins_anew_and_it_is_said(
-    classifier: Path, tmp_path: Path
-) -> None:
+def test_a_head_of_other_classes_begins_anew_and_it_is_said(classifier, tmp_path):
     """The same number of classes, so that the old layer would fit."""
     new = {"food": "angry", "sport": "glad", "weather": "sad"}
     rows = [{**row, "label": new[row["label"]]} for row in rows_of("bert", 60)]
@@ -89,7 +85,7 @@ def test_a_head_of_other_classes_begins_anew_and_it_is_said(
     )
 
 
-def test_numbers_of_classes_are_no_names(classifier: Path, tmp_path: Path) -> None:
+def test_numbers_of_classes_are_no_names(classifier, tmp_path):
     """0 in the data need not be the model's class 0: of MNLI's heads it often is another."""
     numbers = {"food": 0, "sport": 1, "weather": 2}
     rows = [{**row, "label": numbers[row["label"]]} for row in rows_of("bert", 60)]
@@ -101,9 +97,7 @@ def test_numbers_of_classes_are_no_names(classifier: Path, tmp_path: Path) -> No
     assert "begins anew" not in heard.warnings
 
 
-def test_a_head_without_names_is_of_the_classes_by_their_numbers(
-    classifier: Path, tmp_path: Path
-) -> None:
+def test_a_head_without_names_is_of_the_classes_by_their_numbers(classifier, tmp_path):
     shutil.copytree(classifier, tmp_path / "unnamed")
     path = tmp_path / "unnamed/config.json"
     config = json.loads(path.read_text())
@@ -116,7 +110,7 @@ def test_a_head_without_names_is_of_the_classes_by_their_numbers(
     assert "begins anew" not in heard.warnings
 
 
-def test_integer_labels_stay_in_numeric_order(tmp_path: Path) -> None:
+def test_integer_labels_stay_in_numeric_order(tmp_path):
     rows = [{"text": f"{n} of them, {k}", "label": n} for k in range(4) for n in range(12)]
     job = make_job(tmp_path, "bert", rows=rows, max_steps=1)
     train(job)
@@ -125,7 +119,7 @@ def test_integer_labels_stay_in_numeric_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_evaluated_is_the_plain_loss(tmp_path: Path) -> None:
+def test_what_is_evaluated_is_the_plain_loss(tmp_path):
     """Under label smoothing too: perplexity is exp of it, and `farthing eval` measures the same."""
     from farthing.after.held_out import held_out_of
     from farthing.export.folders import trained_model

@@ -44,9 +44,7 @@ def entry(place: tuple[Path, dict[str, Any]], contestant: str, out: Path) -> Ass
 
 
 @pytest.mark.parametrize("task", list(SHAPES))
-def test_the_judge_agrees_with_the_library_on_padded_rows(
-    task: str, places: dict[str, tuple[Path, dict[str, Any]]]
-) -> None:
+def test_the_judge_agrees_with_the_library_on_padded_rows(task, places):
     assignment = entry(places[task], "hf", Path("-"))
     examples = assignment.examples("eval")
     model = models.load(assignment).eval()
@@ -64,7 +62,7 @@ def test_the_judge_agrees_with_the_library_on_padded_rows(
     assert alone == pytest.approx(float(padded), abs=2e-5)
 
 
-def test_a_row_counts_when_it_differs_by_less_than_seeds_do() -> None:
+def test_a_row_counts_when_it_differs_by_less_than_seeds_do():
     reference = {0: 4.00, 1: 4.02, 2: 4.01}
     assert judge.verdict(reference, {0: 4.01, 1: 4.03, 2: 4.02}).word == "equal"
     worse = judge.verdict(reference, {0: 4.03, 1: 4.05, 2: 4.04})
@@ -85,9 +83,7 @@ def test_a_row_counts_when_it_differs_by_less_than_seeds_do() -> None:
 # ---- from end to end ----
 
 
-def test_other_examples_than_the_order_says_are_no_comparison(
-    places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_other_examples_than_the_order_says_are_no_comparison(places, tmp_path):
     assignment = entry(places["causal-lm"], "farthing", tmp_path)
     with pytest.raises(SystemExit, match="other examples"):
         ours.train(replace(assignment, order=assignment.order[::-1]), Clock())
@@ -96,7 +92,7 @@ def test_other_examples_than_the_order_says_are_no_comparison(
 # ---- the peers ----
 
 
-def test_peers_have_the_versions_that_farthing_is_tested_with() -> None:
+def test_peers_have_the_versions_that_farthing_is_tested_with():
     def pins(path: Path) -> dict[str, str]:
         lines = (
             line

@@ -150,8 +150,8 @@ def must_serve_all_lengths(
 
 
 def test_without_a_compiler_nothing_is_compiled_and_the_reason_is_said(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     model = causal_model()
     assert why_not_compiled(model) is None
     monkeypatch.setattr(shutil, "which", lambda name: None)
@@ -160,7 +160,7 @@ def test_without_a_compiler_nothing_is_compiled_and_the_reason_is_said(
     assert not any(layer._compiled_call_impl for layer in model.model.layers)
 
 
-def test_the_compiler_of_the_environment_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_of_the_environment_comes_first(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setenv("CXX", "icpx")
     monkeypatch.delenv("CC", raising=False)
@@ -168,7 +168,7 @@ def test_the_compiler_of_the_environment_comes_first(monkeypatch: pytest.MonkeyP
     assert find_compiler("cuda") == "/usr/bin/gcc"
 
 
-def test_a_model_without_known_layers_is_left_as_it_is() -> None:
+def test_a_model_without_known_layers_is_left_as_it_is():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model.config = AutoConfig.for_model("llama")
     assert "layers are not known" in str(compile_blocks(model))
@@ -178,7 +178,7 @@ def test_a_model_without_known_layers_is_left_as_it_is() -> None:
 
 
 @pytest.mark.slow
-def test_documents_of_any_lengths_are_served_by_the_first_programs() -> None:
+def test_documents_of_any_lengths_are_served_by_the_first_programs():
     plain = flat(causal_model())
     model = copy.deepcopy(plain)
     names = list(model.state_dict())
@@ -189,7 +189,7 @@ def test_documents_of_any_lengths_are_served_by_the_first_programs() -> None:
 
 
 @pytest.mark.slow
-def test_evaluation_is_computed_as_ever_and_compiles_nothing() -> None:
+def test_evaluation_is_computed_as_ever_and_compiles_nothing():
     plain = flat(causal_model())
     leave_to_compiler(plain)
     model = copy.deepcopy(plain)
@@ -211,7 +211,7 @@ def test_evaluation_is_computed_as_ever_and_compiles_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
-def test_fused_adapters_in_checkpointed_layers_compile_and_agree(every: int) -> None:
+def test_fused_adapters_in_checkpointed_layers_compile_and_agree(every):
     """In bf16 over an fp32 base every input is cast, which is where the layers share what they
     cast.
     """
@@ -237,7 +237,7 @@ def test_fused_adapters_in_checkpointed_layers_compile_and_agree(every: int) -> 
 
 
 @pytest.mark.slow
-def test_settings_hold_in_every_thread_that_computes_a_layer() -> None:
+def test_settings_hold_in_every_thread_that_computes_a_layer():
     """torch keeps them by thread, and on CUDA what is recomputed is computed in a thread of
     autograd.
     """
@@ -272,7 +272,7 @@ def test_settings_hold_in_every_thread_that_computes_a_layer() -> None:
 
 
 @pytest.mark.slow
-def test_flex_attention_is_one_program_also_with_as_many_blocks_as_heads() -> None:
+def test_flex_attention_is_one_program_also_with_as_many_blocks_as_heads():
     """Four heads, and four blocks of 128 tokens in the first batch: torch takes sizes that are
     equal once for one size.
     """
@@ -309,7 +309,7 @@ def without(model: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_padded_batches_and_two_kinds_of_layers() -> None:
+def test_padded_batches_and_two_kinds_of_layers():
     plain = causal_model("gemma2", sliding_window=8, attn_implementation="eager")
     model = copy.deepcopy(plain)
     compile_blocks(model, "eager")
@@ -327,7 +327,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_generated_code_agrees_to_rounding(method: str, own_cache: Path) -> None:
+def test_generated_code_agrees_to_rounding(method, own_cache):
     plain = flat(causal_model() if method == "full" else with_adapter(causal_model()))
     model = copy.deepcopy(plain)
     assert compile_blocks(model) == 3
@@ -336,7 +336,7 @@ def test_generated_code_agrees_to_rounding(method: str, own_cache: Path) -> None
 
 
 @pytest.mark.slow
-def test_generated_code_drops_what_the_plain_model_drops(own_cache: Path) -> None:
+def test_generated_code_drops_what_the_plain_model_drops(own_cache):
     torch.manual_seed(0)
     sizes = {
         key: SMALL[key]
@@ -366,8 +366,8 @@ def test_generated_code_drops_what_the_plain_model_drops(own_cache: Path) -> Non
 
 @pytest.mark.slow
 def test_a_run_with_compiled_layers_ends_as_one_without_and_keeps_warm_up_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     keys = {"max_steps": 8, "n_rows": 40, "global_batch_size": 8}
     plain = workshop.make_job(tmp_path / "plain", **keys)
@@ -383,7 +383,7 @@ def test_a_run_with_compiled_layers_ends_as_one_without_and_keeps_warm_up_apart(
     assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
 
 
-def test_a_run_says_why_it_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_says_why_it_is_not_compiled(tmp_path, monkeypatch):
     monkeypatch.setattr("farthing.model.compiled.find_compiler", lambda device: None)
     heard = workshop.Heard()
     workshop.train(

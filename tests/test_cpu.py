@@ -71,9 +71,7 @@ def by_formula(
     ],
 )
 @pytest.mark.parametrize("causal", [True, False])
-def test_answers_and_gradients_are_those_of_the_formula(
-    lengths: tuple[int, ...], key_lengths: tuple[int, ...] | None, n_shared: int, causal: bool
-) -> None:
+def test_answers_and_gradients_are_those_of_the_formula(lengths, key_lengths, n_shared, causal):
     torch.manual_seed(0)
     documents = Documents.of(lengths, "cpu", key_lengths, reads_others=True)
     n_keys = sum(documents.key_lengths)
@@ -94,7 +92,7 @@ def test_answers_and_gradients_are_those_of_the_formula(
         assert float((one.detach() - other.detach()).norm() / other.detach().norm()) < CLOSE
 
 
-def test_a_document_has_nothing_of_the_next() -> None:
+def test_a_document_has_nothing_of_the_next():
     torch.manual_seed(0)
     documents = Documents.of((130, 90))
     given = [halves(220) for _ in range(3)]
@@ -157,7 +155,7 @@ def entry(documents: Documents, *, causal: bool, bias: Tensor | None = None) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["looks back", "looks both ways", "bias"])
-def test_documents_of_all_lengths_are_multiplied_in_few_shapes(kind: str) -> None:
+def test_documents_of_all_lengths_are_multiplied_in_few_shapes(kind):
     """A shape costs 0.65 MiB until the process ends. These 87 lengths took 800 before, 768 where
     all is seen.
     """
@@ -170,7 +168,7 @@ def test_documents_of_all_lengths_are_multiplied_in_few_shapes(kind: str) -> Non
     assert len(products.shapes) <= (0 if kind == "bias" else 7 * 8 * 3)
 
 
-def test_sizes_are_few_and_hardly_larger() -> None:
+def test_sizes_are_few_and_hardly_larger():
     for n in range(1, 5000):
         size = cpu.few_sizes(n)
         assert n <= size < n + max(16, n / 8)
@@ -178,7 +176,7 @@ def test_sizes_are_few_and_hardly_larger() -> None:
     assert len({cpu.few_sizes(n) for n in range(1, 2049)}) == 40
 
 
-def test_blocks_are_for_what_they_are_quicker_at() -> None:
+def test_blocks_are_for_what_they_are_quicker_at():
     near, far, short = (Documents.of((n, 3)) for n in (2048, 2049, 128))
     bf16, fp32, fp16 = (torch.zeros(1, 1, 1).to(getattr(torch, name)) for name in NAMES)
     both, back = How(False, 1.0), How(True, 1.0)
@@ -200,7 +198,7 @@ def test_blocks_are_for_what_they_are_quicker_at() -> None:
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(1, HEADS, 40, 40)])
-def test_short_documents_in_bf16_are_multiplied_in_fp32(bias: Tensor | None) -> None:
+def test_short_documents_in_bf16_are_multiplied_in_fp32(bias):
     torch.manual_seed(0)
     documents = Documents.of((7, 40, 1))
     given = [halves(48) for _ in range(3)]
@@ -219,8 +217,8 @@ def test_short_documents_in_bf16_are_multiplied_in_fp32(bias: Tensor | None) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "t5"])
 def test_a_run_in_bf16_that_was_stopped_has_the_losses_of_one_that_was_not(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    family, tmp_path, monkeypatch
+):
     keys: dict[str, Any] = {
         "family": family,
         "max_steps": 3,
@@ -262,9 +260,7 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents, 
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("reads_others", [False, True])
-def test_short_documents_are_attended_to_as_one_at_a_time(
-    has_bias: bool, reads_others: bool
-) -> None:
+def test_short_documents_are_attended_to_as_one_at_a_time(has_bias, reads_others):
     seen = SEEN if reads_others else LENGTHS
     documents = Documents.of(
         LENGTHS, "cpu", seen if reads_others else None, reads_others=reads_others
@@ -290,7 +286,7 @@ def test_short_documents_are_attended_to_as_one_at_a_time(
         torch.testing.assert_close(own, plain, rtol=1e-4, atol=1e-6)
 
 
-def test_what_is_dropped_of_weights_is_dropped_of_their_gradients() -> None:
+def test_what_is_dropped_of_weights_is_dropped_of_their_gradients():
     documents = Documents.of(LENGTHS)
     query, key, value = (tokens(sum(LENGTHS)).detach().double().requires_grad_() for _ in range(3))
 
@@ -341,7 +337,7 @@ def kinds() -> list[Any]:
     return list(found.values())
 
 
-def test_norms_are_those_of_transformers() -> None:
+def test_norms_are_those_of_transformers():
     classes = kinds()
     assert {each.__name__ for each in classes} == KINDS
     for kind in classes:
@@ -363,7 +359,7 @@ def test_norms_are_those_of_transformers() -> None:
         assert torch.equal(own(hidden.bfloat16()), plain(hidden.bfloat16()))  # left to transformers
 
 
-def test_a_gelu_with_a_tanh_is_that_of_transformers() -> None:
+def test_a_gelu_with_a_tanh_is_that_of_transformers():
     from transformers.activations import ACT2FN
 
     activation, numbers = ACT2FN["gelu_new"], torch.linspace(-9, 9, 2001)

@@ -43,7 +43,7 @@ for n_words, dtype, smoothing, cap, scale in cases:
 """
 
 
-def test_losses_and_gradients_are_those_of_torch_in_fp64() -> None:
+def test_losses_and_gradients_are_those_of_torch_in_fp64():
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

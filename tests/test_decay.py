@@ -72,14 +72,14 @@ def theirs_of(model: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("family", thinned(sorted(CLAIMED | OTHERS), 3))
-def test_the_decayed_weights_are_those_of_transformers(family: str) -> None:
+def test_the_decayed_weights_are_those_of_transformers(family):
     model = model_of(family)
     ours = decayed_names(model)
     assert ours == theirs_of(model)
     assert ours
 
 
-def test_what_a_rule_by_shapes_gets_wrong() -> None:
+def test_what_a_rule_by_shapes_gets_wrong():
     assert not any("relative_attention_bias" in name for name in decayed_names(model_of("t5")))
     oss = decayed_names(model_of("gpt_oss"))
     assert not any(name.endswith("_bias") for name in oss)
@@ -88,7 +88,7 @@ def test_what_a_rule_by_shapes_gets_wrong() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])
-def test_the_decayed_weights_of_an_adapter_are_those_of_transformers(family: str) -> None:
+def test_the_decayed_weights_of_an_adapter_are_those_of_transformers(family):
     model = model_of(family)
     config = peft.LoraConfig(
         target_modules="all-linear",
@@ -101,7 +101,7 @@ def test_the_decayed_weights_of_an_adapter_are_those_of_transformers(family: str
     assert any("lora_magnitude_vector" in name for name in ours)
 
 
-def test_the_groups_of_an_optimizer_hold_each_trained_weight_once() -> None:
+def test_the_groups_of_an_optimizer_hold_each_trained_weight_once():
     model = transformers.AutoModelForCausalLM.from_config(
         CONFIG_MAPPING["gpt2"](n_embd=16, n_layer=1, n_head=2, vocab_size=20)
     )

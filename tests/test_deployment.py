@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 import workshop
-from command import Cli
 from farthing.after.deployment import parse_place, plan_deployment, write_deployment
 from farthing.cli import main
 from farthing.errors import InputError
@@ -40,9 +39,7 @@ def written(run: Path, folder: Path, serve: str, **wish: Any) -> dict[str, str]:
     return {path.name: path.read_text() for path in (folder / "serve").iterdir()}
 
 
-def test_vllm_gets_the_memory_and_the_precision_of_the_plan(
-    runs: dict[str, Path], tmp_path: Path, cli: Cli
-) -> None:
+def test_vllm_gets_the_memory_and_the_precision_of_the_plan(runs, tmp_path, cli):
     words = ["--serve", "vllm", "--traffic", "requests=500/day,input=300,output=100"]
     said = " ".join(cli.out("export", runs["llama"], "--output", tmp_path / "m", *words).split())
     assert "500 requests a day of 300 tokens in and 100 out, in bf16: always on $" in said
@@ -56,14 +53,12 @@ def test_vllm_gets_the_memory_and_the_precision_of_the_plan(
     subprocess.run(["sh", "-n", str(tmp_path / "m/serve/serve.sh")], check=True)
 
 
-def test_a_quantized_format_is_served_as_such(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_a_quantized_format_is_served_as_such(runs, tmp_path):
     files = written(runs["llama"], tmp_path / "m", "vllm", export_format="fp8")
     assert "--kv-cache-dtype=fp8" in files["serve.sh"]
 
 
-def test_vertex_gets_a_model_an_endpoint_and_a_machine(
-    runs: dict[str, Path], tmp_path: Path
-) -> None:
+def test_vertex_gets_a_model_an_endpoint_and_a_machine(runs, tmp_path):
     files = written(runs["t5"], tmp_path / "m", VERTEX)
     model = json.loads(files["model.json"])["model"]
     assert model["artifactUri"] == "gs://my-bucket/run"
@@ -77,9 +72,7 @@ def test_vertex_gets_a_model_an_endpoint_and_a_machine(
     subprocess.run(["sh", "-n", str(tmp_path / "m/serve/deploy.sh")], check=True)
 
 
-def test_what_can_not_be_served_is_refused_before_anything_is_written(
-    runs: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_can_not_be_served_is_refused_before_anything_is_written(runs, tmp_path):
     for text in ("vertex", "vertex:project", "vllm:here", "sagemaker"):
         with pytest.raises(InputError, match="names no server"):
             parse_place(text)
@@ -140,7 +133,7 @@ def changed(files: dict[str, str], old: str, new: str) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])
-def test_vertex_takes_the_files(family: str, runs: dict[str, Path], tmp_path: Path) -> None:
+def test_vertex_takes_the_files(family, runs, tmp_path):
     files = written(runs[family], tmp_path / "m", VERTEX)
     assert verdict(MESSAGES, files) == "taken"
     wrong = changed(files, "minReplicaCount", "minReplicas")
@@ -149,9 +142,7 @@ def test_vertex_takes_the_files(family: str, runs: dict[str, Path], tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("export_format", [None, "fp8"])
-def test_compose_takes_the_file(
-    export_format: str | None, runs: dict[str, Path], tmp_path: Path
-) -> None:
+def test_compose_takes_the_file(export_format, runs, tmp_path):
     files = written(runs["llama"], tmp_path / "m", "vllm", export_format=export_format)
     assert verdict(COMPOSE, files) == "taken"
     for wrong in (

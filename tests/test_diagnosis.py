@@ -56,7 +56,7 @@ def receipt_of(plain: Receipt, case: dict[str, Any]) -> Receipt:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_what_holds_a_run_back(plain: Receipt, case: dict[str, Any]) -> None:
+def test_what_holds_a_run_back(plain, case):
     diagnosis = diagnose(receipt_of(plain, case))
     found = diagnosis.findings
     assert [[one.area, one.cause, one.fix, one.saves_s, one.rest_s] for one in found] == [
@@ -77,7 +77,7 @@ def test_what_holds_a_run_back(plain: Receipt, case: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_for_another_epoch_is_one_that_works(tmp_path: Path) -> None:
+def test_the_command_for_another_epoch_is_one_that_works(tmp_path):
     job = make_job(
         tmp_path, "llama", max_steps=12, n_rows=40, eval_steps=4, data={"eval_fraction": 0.3}
     )
@@ -100,7 +100,7 @@ def test_the_command_for_another_epoch_is_one_that_works(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_run_measures_its_work_and_a_killed_one_has_it_too(tmp_path: Path) -> None:
+def test_a_run_measures_its_work_and_a_killed_one_has_it_too(tmp_path):
     path = job_file(
         tmp_path, "llama", max_steps=6, micro_batch_tokens=40, gradient_checkpointing=True
     )
@@ -120,13 +120,13 @@ def test_a_run_measures_its_work_and_a_killed_one_has_it_too(tmp_path: Path) -> 
     assert again.work == work
 
 
-def test_lengths_of_nothing_are_no_error() -> None:
+def test_lengths_of_nothing_are_no_error():
     import numpy as np
 
     assert "longest" not in facts_of_lengths(np.empty(0, np.int64))
 
 
-def test_every_span_of_the_bill_belongs_to_a_group_and_to_a_part_of_the_estimate() -> None:
+def test_every_span_of_the_bill_belongs_to_a_group_and_to_a_part_of_the_estimate():
     assert list(OF_SPAN) == list(SPANS)
     seconds = dict.fromkeys(SPANS, 1.0) | {"of another version": 1.0}
     assert sum(grouped(seconds).values()) == len(seconds)

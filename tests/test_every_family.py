@@ -53,9 +53,7 @@ from workshop import make_job
 @pytest.mark.parametrize(
     ("task", "family"), [(task, family) for task, known in MAPPINGS.items() for family in known]
 )
-def test_losses_and_gradients_are_those_of_transformers_alone(
-    task: str, family: str, tmp_path: Path
-) -> None:
+def test_losses_and_gradients_are_those_of_transformers_alone(task, family, tmp_path):
     row = look_at(family, task, tmp_path)
     safe = PADS_SAFELY[objective_of(task).head]
     assert row["outcome"] in (
@@ -67,9 +65,7 @@ def test_losses_and_gradients_are_those_of_transformers_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["prophetnet"])
-def test_a_family_that_reads_padding_beside_a_text_gets_texts_of_one_length(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_family_that_reads_padding_beside_a_text_gets_texts_of_one_length(family, tmp_path):
     row = look_at(family, "causal-lm", tmp_path)
     assert (row["outcome"], row["how"]) == ("exact", "padded, of one length"), row
 
@@ -92,7 +88,7 @@ ALIKE = (
 
 
 @pytest.mark.parametrize(("task", "family"), sorted(UNTABLED))
-def test_a_family_without_a_table_is_counted_on_its_own_code(task: str, family: str) -> None:
+def test_a_family_without_a_table_is_counted_on_its_own_code(task, family):
     config = small_config(family, task)
     with torch.device("meta"):
         model = auto_class(task).from_config(config)
@@ -104,7 +100,7 @@ def test_a_family_without_a_table_is_counted_on_its_own_code(task: str, family: 
 
 
 @pytest.mark.parametrize("family", thinned(sorted(FAMILIES), 2))
-def test_what_is_counted_is_what_the_tables_say(family: str) -> None:
+def test_what_is_counted_is_what_the_tables_say(family):
     for task, known in MAPPINGS.items():
         if family not in known or objective_of(task).head not in FAMILIES[family].heads:
             continue
@@ -140,9 +136,7 @@ def fresh(family: str, task: str, folder: Path, **keys: Any) -> Any:
     ("family", "task"),
     [("codegen", "causal-lm"), ("gemma3", "classification"), ("qwen3_5", "causal-lm")],
 )
-def test_padding_is_said_where_a_configuration_leaves_it_open(
-    family: str, task: str, tmp_path: Path
-) -> None:
+def test_padding_is_said_where_a_configuration_leaves_it_open(family, task, tmp_path):
     config = small_config(family, task)
     config.get_text_config().pad_token_id = None
     config.save_pretrained(tmp_path)
@@ -155,7 +149,7 @@ def test_padding_is_said_where_a_configuration_leaves_it_open(
     assert not hasattr(type(model.config), "pad_token_id") or model.config.pad_token_id == 7
 
 
-def test_a_model_without_a_vocabulary_is_refused(tokenizers: dict[str, Any]) -> None:
+def test_a_model_without_a_vocabulary_is_refused(tokenizers):
     with pytest.raises(ModelError, match="the model embeds 0"):
         check_fits(
             small_config("canine", "classification"),
@@ -166,11 +160,11 @@ def test_a_model_without_a_vocabulary_is_refused(tokenizers: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("family", ["mbart", "plbart"])
-def test_padding_may_be_the_first_token(family: str, tmp_path: Path) -> None:
+def test_padding_may_be_the_first_token(family, tmp_path):
     assert fresh(family, "seq2seq", tmp_path, pad_token_id=0) is not None
 
 
-def test_a_model_that_hears_is_no_pair_of_encoder_and_decoder(tmp_path: Path) -> None:
+def test_a_model_that_hears_is_no_pair_of_encoder_and_decoder(tmp_path):
     config = small_config("qwen3_asr", "seq2seq")
     config.save_pretrained(tmp_path)
     choice = ModelChoice(str(tmp_path), init="meta")
@@ -178,7 +172,7 @@ def test_a_model_that_hears_is_no_pair_of_encoder_and_decoder(tmp_path: Path) ->
         load_model(choice, load_config(choice), "seq2seq", dtype=torch.float32, seed=0)
 
 
-def test_what_a_models_own_code_cannot_compute_is_said_in_words(tmp_path: Path) -> None:
+def test_what_a_models_own_code_cannot_compute_is_said_in_words(tmp_path):
     model = small("bart", AutoModelForSequenceClassification, num_labels=2)
     ids = torch.tensor([[5, 6, 7]])
     with (
@@ -201,7 +195,7 @@ def test_what_a_models_own_code_cannot_compute_is_said_in_words(tmp_path: Path) 
         raise ValueError("of our own")
 
 
-def test_layers_that_differ_in_width_are_trained(tmp_path: Path) -> None:
+def test_layers_that_differ_in_width_are_trained(tmp_path):
     small_model(
         "gemma3n_text", "causal-lm", small_config("gemma3n_text", "causal-lm")
     ).save_pretrained(tmp_path / "base")
@@ -215,7 +209,7 @@ def test_layers_that_differ_in_width_are_trained(tmp_path: Path) -> None:
 # ---- adapters ----
 
 
-def test_all_linear_leaves_out_what_is_no_linear_layer(tmp_path: Path) -> None:
+def test_all_linear_leaves_out_what_is_no_linear_layer(tmp_path):
     model = add_adapter(
         fresh("llama4_text", "causal-lm", tmp_path), Adapter(r=2), "causal-lm", seed=0
     )
@@ -226,7 +220,7 @@ def test_all_linear_leaves_out_what_is_no_linear_layer(tmp_path: Path) -> None:
     assert model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.shape[:2] == (1, 3)
 
 
-def test_layers_that_take_no_adapter_are_refused_with_those_that_do(tmp_path: Path) -> None:
+def test_layers_that_take_no_adapter_are_refused_with_those_that_do(tmp_path):
     with pytest.raises(ModelError) as caught:
         add_adapter(fresh("mamba", "causal-lm", tmp_path), Adapter(r=2), "causal-lm", seed=0)
     assert "use names among dt_proj, in_proj, lm_head, out_proj, x_proj" in str(caught.value)
@@ -236,7 +230,7 @@ def test_layers_that_take_no_adapter_are_refused_with_those_that_do(tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", sorted(POSITIONS_AFTER_PADDING))
-def test_positions_that_begin_after_padding_are_as_many_as_the_table_has(family: str) -> None:
+def test_positions_that_begin_after_padding_are_as_many_as_the_table_has(family):
     config = small_config(family, "classification")
     config.pad_token_id = 1
     with torch.device("meta"):
@@ -252,7 +246,7 @@ def test_positions_that_begin_after_padding_are_as_many_as_the_table_has(family:
 @pytest.mark.parametrize(
     "family", sorted(set(MAPPINGS["classification"]) - POSITIONS_AFTER_PADDING)
 )
-def test_no_other_family_has_positions_that_begin_after_padding(family: str) -> None:
+def test_no_other_family_has_positions_that_begin_after_padding(family):
     try:
         with torch.device("meta"):
             model = auto_class("classification").from_config(small_config(family, "classification"))
@@ -267,8 +261,8 @@ def test_no_other_family_has_positions_that_begin_after_padding(family: str) -> 
 
 
 def test_angles_that_follow_the_longest_text_are_kept_to_the_models_own_positions(
-    tokenizers: dict[str, Any],
-) -> None:
+    tokenizers,
+):
     config = small_config("llama", "causal-lm")
     config.vocab_size = 60_000
     dynamic = {"rope_type": "dynamic", "factor": 2.0}
@@ -283,7 +277,7 @@ def test_angles_that_follow_the_longest_text_are_kept_to_the_models_own_position
 
 
 @pytest.mark.parametrize("key", ["logit_scale", "logits_scaling", "final_logit_softcapping"])
-def test_a_key_of_another_family_changes_no_loss(key: str) -> None:
+def test_a_key_of_another_family_changes_no_loss(key):
     """transformers keeps keys that a configuration does not know, and its models pay no heed to
     them.
     """
@@ -300,7 +294,7 @@ def test_a_key_of_another_family_changes_no_loss(key: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "xlm"])
-def test_an_encoder_as_a_language_model_is_refused(family: str) -> None:
+def test_an_encoder_as_a_language_model_is_refused(family):
     with pytest.raises(ModelError, match="looks ahead"):
         refuse_looking_ahead(small(family, AutoModelForCausalLM), family)
 
@@ -315,7 +309,7 @@ def prophetnet_folder(folder: Path, **keys: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_a_loss_of_tokens_after_the_next_is_refused(tmp_path: Path) -> None:
+def test_a_loss_of_tokens_after_the_next_is_refused(tmp_path):
     prophetnet_folder(tmp_path / "base", disable_ngram_loss=False)
     job = make_job(tmp_path, "t5", max_steps=1)
     with pytest.raises(
@@ -325,7 +319,7 @@ def test_a_loss_of_tokens_after_the_next_is_refused(tmp_path: Path) -> None:
         workshop.train(job)
 
 
-def test_prophetnets_loss_of_the_next_token_alone_is_its_own() -> None:
+def test_prophetnets_loss_of_the_next_token_alone_is_its_own():
     model = small("prophetnet", AutoModelForSeq2SeqLM, disable_ngram_loss=True)
     labels, ids = torch.tensor([[5, 6, 2]]), torch.tensor([[8, 9, 10, 2]])
     found = model(

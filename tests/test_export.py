@@ -52,9 +52,7 @@ PEFT_CLASSES = {
 
 
 @pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 9))
-def test_an_adapter_and_its_merged_model_load_in_the_ordinary_ways(
-    family: str, tmp_path: Path
-) -> None:
+def test_an_adapter_and_its_merged_model_load_in_the_ordinary_ways(family, tmp_path):
     body_of(tmp_path / "base", family)
     job = make_job(
         tmp_path, family, method="lora", pretrained=True, max_steps=3, learning_rate=0.05
@@ -91,7 +89,7 @@ def test_an_adapter_and_its_merged_model_load_in_the_ordinary_ways(
 
 
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])
-def test_a_fully_trained_model_loads_in_the_ordinary_ways(family: str, tmp_path: Path) -> None:
+def test_a_fully_trained_model_loads_in_the_ordinary_ways(family, tmp_path):
     job = make_job(tmp_path, family, max_steps=2)
     workshop.train(job)
     folder = Path(job.output_dir) / "model"
@@ -124,9 +122,7 @@ def test_a_fully_trained_model_loads_in_the_ordinary_ways(family: str, tmp_path:
         9,
     ),
 )
-def test_an_adapter_on_a_shared_weight_changes_its_own_use_alone(
-    family: str, method: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_adapter_on_a_shared_weight_changes_its_own_use_alone(family, method, tmp_path):
     job = make_job(
         tmp_path, family, method={"name": "lora", **method}, pretrained=True, learning_rate=0.05
     )
@@ -145,7 +141,7 @@ def test_an_adapter_on_a_shared_weight_changes_its_own_use_alone(
     assert config["tie_word_embeddings"] is False
 
 
-def test_a_tie_that_no_adapter_touches_stays(tmp_path: Path) -> None:
+def test_a_tie_that_no_adapter_touches_stays(tmp_path):
     job = make_job(tmp_path, method="lora", pretrained=True, max_steps=2)
     workshop.train(job)
     export_run(Path(job.output_dir), tmp_path / "merged", "merged")
@@ -154,7 +150,7 @@ def test_a_tie_that_no_adapter_touches_stays(tmp_path: Path) -> None:
     assert merged.lm_head.weight is merged.model.embed_tokens.weight
 
 
-def test_all_four_uses_of_an_encoder_decoder_embedding_get_their_own() -> None:
+def test_all_four_uses_of_an_encoder_decoder_embedding_get_their_own():
     for family in ("t5", "mt5", "bart"):
         size = {
             "d_model": 16,
@@ -189,8 +185,8 @@ def test_all_four_uses_of_an_encoder_decoder_embedding_get_their_own() -> None:
 
 @pytest.mark.parametrize("dtype", thinned([None, "bfloat16"], 2))
 def test_a_merged_model_that_answers_otherwise_is_refused_and_not_kept(
-    dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    dtype, tmp_path, monkeypatch
+):
     method = {"name": "lora", "target_modules": ["q_proj", "embed_tokens"]}
     job = make_job(tmp_path, method=method, pretrained=True, learning_rate=0.05)
     workshop.train(job)
@@ -201,7 +197,7 @@ def test_a_merged_model_that_answers_otherwise_is_refused_and_not_kept(
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_weights_that_a_narrower_dtype_can_not_hold_are_refused(tmp_path: Path) -> None:
+def test_weights_that_a_narrower_dtype_can_not_hold_are_refused(tmp_path):
     job = make_job(tmp_path, max_steps=1)
     workshop.train(job)
     run = Path(job.output_dir)
@@ -228,9 +224,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("family", "method"), thinned(itertools.product(("llama", "t5", "bert"), ("full", "lora")), 9)
 )
-def test_what_is_exported_does_not_tell_of_kills_or_of_cached_tokens(
-    family: str, method: str, tmp_path: Path
-) -> None:
+def test_what_is_exported_does_not_tell_of_kills_or_of_cached_tokens(family, method, tmp_path):
     keys: dict[str, Any] = {
         "method": method,
         "save_steps": 2,
@@ -260,7 +254,7 @@ def test_what_is_exported_does_not_tell_of_kills_or_of_cached_tokens(
     assert tokenizer["padding"] is None
 
 
-def test_the_layers_of_an_adapter_are_named_in_one_order(tmp_path: Path) -> None:
+def test_the_layers_of_an_adapter_are_named_in_one_order(tmp_path):
     job = make_job(tmp_path, method="lora", max_steps=1)
     workshop.train(job)
     config = json.loads((Path(job.output_dir) / "model/adapter_config.json").read_text())
@@ -292,9 +286,7 @@ DAMAGE: dict[str, Any] = {
 
 
 @pytest.mark.slow
-def test_a_damaged_model_is_named_and_written_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_model_is_named_and_written_again(tmp_path, capsys):
     job = make_job(tmp_path, max_steps=3, save_steps=1)
     workshop.train(job)
     run = Path(job.output_dir)
@@ -325,7 +317,7 @@ def test_a_damaged_model_is_named_and_written_again(
 
 
 @pytest.mark.slow
-def test_the_best_step_is_what_is_written_again(tmp_path: Path) -> None:
+def test_the_best_step_is_what_is_written_again(tmp_path):
     rows = workshop.rows_of("llama", 16)
     others = [{**row, "completion": rows[-1 - i]["completion"]} for i, row in enumerate(rows)]
     job = make_job(tmp_path, rows=rows, eval_rows=others, eval_steps=4, max_steps=40)
@@ -337,7 +329,7 @@ def test_the_best_step_is_what_is_written_again(tmp_path: Path) -> None:
     assert files_of(Path(job.output_dir) / "model") == whole
 
 
-def test_a_card_that_is_gone_or_changed_is_written_anew_from_the_receipt(tmp_path: Path) -> None:
+def test_a_card_that_is_gone_or_changed_is_written_anew_from_the_receipt(tmp_path):
     job = make_job(tmp_path, max_steps=1)
     workshop.train(job)
     card = Path(job.output_dir) / "model/README.md"
@@ -349,8 +341,8 @@ def test_a_card_that_is_gone_or_changed_is_written_anew_from_the_receipt(tmp_pat
 
 
 def test_a_merge_needs_no_attention_of_a_gpu_and_says_when_a_model_can_not_be_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     job = make_job(tmp_path, method="lora", pretrained=True, max_steps=1)
     workshop.train(job)
     run = Path(job.output_dir)
@@ -368,7 +360,7 @@ def test_a_merge_needs_no_attention_of_a_gpu_and_says_when_a_model_can_not_be_ru
     assert not (tmp_path / "other").exists()
 
 
-def test_a_run_at_its_limit_is_let_in_to_write_a_damaged_model_again(tmp_path: Path) -> None:
+def test_a_run_at_its_limit_is_let_in_to_write_a_damaged_model_again(tmp_path):
     job = make_job(tmp_path, max_steps=3, save_steps=1)
     workshop.train(job)
     run = Path(job.output_dir)
@@ -385,7 +377,7 @@ def test_a_run_at_its_limit_is_let_in_to_write_a_damaged_model_again(tmp_path: P
     assert files_of(run / "model") == whole
 
 
-def test_an_exported_model_is_for_all_who_may_read_its_folder(tmp_path: Path) -> None:
+def test_an_exported_model_is_for_all_who_may_read_its_folder(tmp_path):
     """A container runs under another user; safetensors are written for their owner alone."""
     job = make_job(tmp_path, "llama", method="lora", max_steps=1, n_rows=8)
     workshop.train(job)

@@ -100,9 +100,7 @@ def batch_of(task: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("task", "family", "settings"), FAMILIES, ids=[f"{t}-{f}" for t, f, _ in FAMILIES]
 )
-def test_the_summed_loss_is_the_librarys_own(
-    task: str, family: str, settings: dict[str, Any]
-) -> None:
+def test_the_summed_loss_is_the_librarys_own(task, family, settings):
     model, batch = model_of(task, family, settings), batch_of(task)
     loss, _ = summed_loss(model, batch, task)
     shifted = batch["labels"][:, 1:] if task == "causal-lm" else batch["labels"]
@@ -115,9 +113,7 @@ def test_the_summed_loss_is_the_librarys_own(
 @pytest.mark.parametrize(
     ("task", "family", "settings"), thinned(FAMILIES, 2), ids=[f"{t}-{f}" for t, f, _ in FAMILIES]
 )
-def test_default_adapters_train_and_checkpointed_layers_change_nothing(
-    task: str, family: str, settings: dict[str, Any]
-) -> None:
+def test_default_adapters_train_and_checkpointed_layers_change_nothing(task, family, settings):
     model, batch = model_of(task, family, settings), batch_of(task)
     tuned = add_adapter(model, Adapter(r=2), task, seed=0)
     counts = count_parameters(tuned)
@@ -145,7 +141,7 @@ def test_default_adapters_train_and_checkpointed_layers_change_nothing(
     assert all(p.grad is None for p in tuned.parameters() if not p.requires_grad)
 
 
-def test_positions_after_the_padding_index_are_not_counted() -> None:
+def test_positions_after_the_padding_index_are_not_counted():
     roberta = ENCODER | {"max_position_embeddings": 514, "pad_token_id": 1}
     assert max_positions(AutoConfig.for_model("roberta", **roberta)) == 512
     assert (

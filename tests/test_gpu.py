@@ -186,7 +186,7 @@ def must_agree(ours: Any, theirs: Any, within: float) -> None:
 
 @on_a_gpu
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])
-def test_fp32_on_a_gpu_is_fp32_on_the_cpu(family: str, tmp_path: Path) -> None:
+def test_fp32_on_a_gpu_is_fp32_on_the_cpu(family, tmp_path):
     loss, found = first_gradients(make_job(tmp_path / "gpu", family, **strict()))
     cpu_loss, expected = first_gradients(
         make_job(tmp_path / "cpu", family, **strict(where={"device": "cpu"}))
@@ -199,8 +199,8 @@ def test_fp32_on_a_gpu_is_fp32_on_the_cpu(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=on_a_gpu)])
 def test_loss_and_gradients_in_half_precision_are_those_of_fp32(
-    precision: str, family: str, method: str, tmp_path: Path
-) -> None:
+    precision, family, method, tmp_path
+):
     loss, found = first_gradients(
         make_job(tmp_path / "half", family, method=method, **strict(precision=precision))
     )
@@ -213,9 +213,7 @@ def test_loss_and_gradients_in_half_precision_are_those_of_fp32(
 
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=on_a_gpu)])
-def test_a_whole_run_in_half_precision_learns_as_in_fp32(
-    precision: str, family: str, tmp_path: Path
-) -> None:
+def test_a_whole_run_in_half_precision_learns_as_in_fp32(precision, family, tmp_path):
     keys: dict[str, Any] = {
         "max_steps": 12,
         "eval_rows": workshop.rows_of(family, 8, 5),
@@ -296,9 +294,7 @@ CASES = [*(("bf16", 64, asked) for asked in ASKED), ("bf16", 128, "causal"), ("f
 
 @pytest.mark.parametrize(("precision", "head_size", "asked"), CASES)
 @pytest.mark.parametrize("kernel", ["padded", "flash", "flex"])
-def test_a_kernel_attends_as_documents_one_by_one(
-    kernel: str, precision: str, head_size: int, asked: str
-) -> None:
+def test_a_kernel_attends_as_documents_one_by_one(kernel, precision, head_size, asked):
     must_be_here(kernel)
     how: dict[str, Any] = {
         "both ways": {"causal": False},
@@ -319,7 +315,7 @@ def test_a_kernel_attends_as_documents_one_by_one(
 
 
 @pytest.mark.parametrize("kernel", ["padded", "flash", "flex"])
-def test_no_document_sees_another(kernel: str) -> None:
+def test_no_document_sees_another(kernel):
     must_be_here(kernel)
     documents, n_tokens = one_after_another()
     tensors = drawn(n_tokens, 64)
@@ -335,7 +331,7 @@ def test_no_document_sees_another(kernel: str) -> None:
 
 
 @on_a_gpu
-def test_one_kernel_takes_all_documents_where_the_gpu_has_one(record_property: Any) -> None:
+def test_one_kernel_takes_all_documents_where_the_gpu_has_one(record_property):
     machine = here(torch.device("cuda"), False)
     asked = {
         "plain": Asked("bf16", 64),
@@ -360,9 +356,7 @@ def test_one_kernel_takes_all_documents_where_the_gpu_has_one(record_property: A
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
 @pytest.mark.parametrize("kernel", ["padded", "flash", "flex"])
-def test_a_model_with_any_kernel_has_the_same_gradients(
-    kernel: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_with_any_kernel_has_the_same_gradients(kernel, family, tmp_path, monkeypatch):
     must_be_here(kernel)
     keys = strict(precision="bf16", **({"rows": uneven_rows()} if family == "llama" else {}))
     with monkeypatch.context() as patched:
@@ -375,9 +369,7 @@ def test_a_model_with_any_kernel_has_the_same_gradients(
     assert error(found, expected) < ROUNDED["bf16"]
 
 
-def test_the_kernel_that_fp32_gets_has_the_same_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_that_fp32_gets_has_the_same_gradients(tmp_path, monkeypatch):
     keys = strict(rows=uneven_rows())
     expected_loss, expected = first_gradients(make_job(tmp_path / "padded", **keys))
     monkeypatch.setattr(attention_kernels, "choose_kernel", choose_kernel)
@@ -387,7 +379,7 @@ def test_the_kernel_that_fp32_gets_has_the_same_gradients(
 
 
 @on_a_gpu
-def test_cudnn_attention_is_off_in_a_run(tmp_path: Path) -> None:
+def test_cudnn_attention_is_off_in_a_run(tmp_path):
     torch.backends.cuda.enable_cudnn_sdp(True)
     with opened(make_job(tmp_path, **strict(precision="bf16"))):
         assert not torch.backends.cuda.cudnn_sdp_enabled()
@@ -397,8 +389,8 @@ def test_cudnn_attention_is_off_in_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])
 def test_a_deterministic_step_with_dropout_has_the_same_bits_twice(
-    family: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    family, precision, tmp_path, monkeypatch
+):
     """And no operation of it is refused for want of a deterministic kernel."""
     monkeypatch.setattr(attention_kernels, "choose_kernel", choose_kernel)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -419,7 +411,7 @@ def test_a_deterministic_step_with_dropout_has_the_same_bits_twice(
 
 @pytest.mark.parametrize("is_trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_head_in_tiles_is_a_head_at_once(precision: str, is_trained: bool) -> None:
+def test_a_head_in_tiles_is_a_head_at_once(precision, is_trained):
     draw = torch.Generator().manual_seed(2)
     hidden = torch.randn(700, 64, generator=draw).to(DEVICE)
     weight = (torch.randn(1003, 64, generator=draw) * 0.1).to(DEVICE)
@@ -453,9 +445,7 @@ def test_a_head_in_tiles_is_a_head_at_once(precision: str, is_trained: bool) -> 
 
 @on_a_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_losses_in_one_kernel_are_those_of_operations(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_in_one_kernel_are_those_of_operations(dtype, monkeypatch):
     """Also with a cap, smoothed labels and a scale; a missing kernel fails."""
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("the kernel is for GPUs from Ampere on")
@@ -483,7 +473,7 @@ def test_losses_in_one_kernel_are_those_of_operations(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_fused_adapters_are_those_of_peft(precision: str, tmp_path: Path) -> None:
+def test_fused_adapters_are_those_of_peft(precision, tmp_path):
     with opened(
         make_job(tmp_path, method="lora", rows=uneven_rows(), **strict(precision=precision))
     ) as run:
@@ -501,9 +491,7 @@ def test_fused_adapters_are_those_of_peft(precision: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_what_is_computed_again_is_what_was_kept(
-    method: str, dropout: float, tmp_path: Path
-) -> None:
+def test_what_is_computed_again_is_what_was_kept(method, dropout, tmp_path):
     keys = {"method": method, "rows": uneven_rows(), "size": {"layers": 4, "dropout": dropout}}
     found = {}
     for every in (False, 2, True):
@@ -518,7 +506,7 @@ def test_what_is_computed_again_is_what_was_kept(
 
 
 @on_a_gpu
-def test_checkpointing_leaves_less_in_memory(tmp_path: Path) -> None:
+def test_checkpointing_leaves_less_in_memory(tmp_path):
     peaks = []
     for every in (False, 2, True):
         keys = {
@@ -542,7 +530,7 @@ def test_checkpointing_leaves_less_in_memory(tmp_path: Path) -> None:
 # ---- optimizers, four bits, kernels of others ----
 
 
-def test_four_bits_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_bits_train(tmp_path, monkeypatch):
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     watched = Watched(monkeypatch)
     method = {"name": "qlora", "lora_r": 4}
@@ -569,7 +557,7 @@ def test_four_bits_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("paged_adamw_8bit", 0.05),
     ],
 )
-def test_other_optimizers_step_as_the_fused_one(optim: str, within: float, tmp_path: Path) -> None:
+def test_other_optimizers_step_as_the_fused_one(optim, within, tmp_path):
     if "torch" not in optim:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     keys = {"max_steps": 10, "size": {"hidden": 128}, "learning_rate": 1e-3}
@@ -582,7 +570,7 @@ def test_other_optimizers_step_as_the_fused_one(optim: str, within: float, tmp_p
     must_agree(*jobs, within)
 
 
-def test_an_off_loaded_step_leaves_nothing_on_the_device(tmp_path: Path) -> None:
+def test_an_off_loaded_step_leaves_nothing_on_the_device(tmp_path):
     with opened(make_job(tmp_path, **strict(optim="adamw_torch_offload"))) as run:
         for _ in range(3):
             take_step(run)
@@ -597,7 +585,7 @@ def test_an_off_loaded_step_leaves_nothing_on_the_device(tmp_path: Path) -> None
 
 @on_a_gpu
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_ligers_kernels_compute_what_plain_ones_do(method: str, tmp_path: Path) -> None:
+def test_ligers_kernels_compute_what_plain_ones_do(method, tmp_path):
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
     loss, expected = first_gradients(
         make_job(tmp_path / "plain", method=method, **strict(rows=uneven_rows()))
@@ -615,9 +603,7 @@ def test_ligers_kernels_compute_what_plain_ones_do(method: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_beginnings_computed_once_change_no_loss(
-    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beginnings_computed_once_change_no_loss(precision, tmp_path, monkeypatch):
     keys = strict(
         precision=precision,
         max_steps=4,
@@ -639,7 +625,7 @@ def test_beginnings_computed_once_change_no_loss(
 
 
 @pytest.mark.parametrize("kind", ["full", "lora", "liger", "checkpointed", "beginnings"])
-def test_steps_never_wait_for_the_device(kind: str, tmp_path: Path) -> None:
+def test_steps_never_wait_for_the_device(kind, tmp_path):
     """Micro-batches, clipping and the update: torch raises where anything would wait."""
     tokens = 8192 if kind == "beginnings" else 512
     keys = strict(precision="bf16", max_steps=12, global_batch_size=16, micro_batch_tokens=tokens)
@@ -699,8 +685,8 @@ def train_in_a_process(job: Path, kill_after_save: int = 0) -> int:
     ids=["full_determinism", "full_determinism, dropout", "as it comes"],
 )
 def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
-    is_exact: bool, dropout: float, tmp_path: Path, record_property: Any
-) -> None:
+    is_exact, dropout, tmp_path, record_property
+):
     ends = {}
     keys = strict(
         precision="bf16",
@@ -753,8 +739,8 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
 
 @on_a_gpu
 def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     rows = [
         {"prompt": row["prompt"] * 12, "completion": row["completion"] * 12}
         for row in workshop.rows_of("llama", 96)
@@ -810,7 +796,7 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(
 
 
 @on_a_gpu
-def test_the_allocator_grows_its_segments(tmp_path: Path) -> None:
+def test_the_allocator_grows_its_segments(tmp_path):
     """In a process of its own: the allocator is told once, before it starts."""
     code = (
         "import farthing.cli\nfrom farthing.model.hardware import"
@@ -831,9 +817,7 @@ def test_the_allocator_grows_its_segments(tmp_path: Path) -> None:
 @on_a_gpu
 @pytest.mark.parametrize("every", [False, 2, True])
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_the_need_judged_before_the_first_step_is_the_peak(
-    method: str, every: bool | int, tmp_path: Path
-) -> None:
+def test_the_need_judged_before_the_first_step_is_the_peak(method, every, tmp_path):
     keys = {
         "rows": uneven_rows(64),
         "size": {"hidden": 1024, "layers": 6},
@@ -858,9 +842,7 @@ def test_the_need_judged_before_the_first_step_is_the_peak(
 
 @on_a_gpu
 @pytest.mark.parametrize("share", [0.5, 0.0], ids=["into memory", "into the file"])
-def test_a_checkpoint_fetched_behind_the_next_step_is_of_one_step(
-    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_fetched_behind_the_next_step_is_of_one_step(share, tmp_path, monkeypatch):
     """Against copies that are made at once."""
     keys = strict(
         max_steps=6, save_steps=2, save_total_limit=5, size={"hidden": 512, "layers": 4}, n_rows=64
@@ -885,7 +867,7 @@ def test_a_checkpoint_fetched_behind_the_next_step_is_of_one_step(
 
 
 @on_a_gpu
-def test_paged_state_comes_back_into_pages(tmp_path: Path) -> None:
+def test_paged_state_comes_back_into_pages(tmp_path):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     with opened(
         make_job(tmp_path, **strict(optim="paged_adamw_32bit", size={"hidden": 512}))
@@ -909,7 +891,7 @@ def test_paged_state_comes_back_into_pages(tmp_path: Path) -> None:
 
 
 @on_a_gpu
-def test_pinned_blocks_are_not_rounded_up(tmp_path: Path) -> None:
+def test_pinned_blocks_are_not_rounded_up(tmp_path):
     before = torch.cuda.host_memory_stats()[
         "active_bytes.current"
     ]  # without what other tests have left in the cache
@@ -925,7 +907,7 @@ def test_pinned_blocks_are_not_rounded_up(tmp_path: Path) -> None:
 
 
 @on_a_gpu
-def test_the_driver_says_how_busy_the_gpu_is(tmp_path: Path) -> None:
+def test_the_driver_says_how_busy_the_gpu_is(tmp_path):
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
     heard = Heard()
     farthing.train.run.train(make_job(tmp_path, **strict(precision="bf16", max_steps=8)), heard)
@@ -934,7 +916,7 @@ def test_the_driver_says_how_busy_the_gpu_is(tmp_path: Path) -> None:
 
 
 @on_a_gpu
-def test_this_gpu_is_in_the_table_and_a_run_on_it_has_a_promise(tmp_path: Path) -> None:
+def test_this_gpu_is_in_the_table_and_a_run_on_it_has_a_promise(tmp_path):
     name = torch.cuda.get_device_name()
     assert gpu_of_device(name) is not None, f"{name} is not in facts/gpus.csv"
     heard = Heard()
@@ -947,7 +929,7 @@ def test_this_gpu_is_in_the_table_and_a_run_on_it_has_a_promise(tmp_path: Path) 
     assert outcome.receipt.peak_bytes <= torch.cuda.max_memory_allocated()
 
 
-def test_spans_add_up_to_the_wall_time(tmp_path: Path) -> None:
+def test_spans_add_up_to_the_wall_time(tmp_path):
     """Of the whole process, as its parent sees it, imports and start of the GPU included."""
     keys = strict(
         precision="bf16",
@@ -971,7 +953,7 @@ def test_spans_add_up_to_the_wall_time(tmp_path: Path) -> None:
 
 
 @on_a_gpu
-def test_compiled_layers_compute_what_plain_ones_do(tmp_path: Path) -> None:
+def test_compiled_layers_compute_what_plain_ones_do(tmp_path):
     if importlib.util.find_spec("triton") is None or find_compiler("cuda") is None:
         pytest.skip("Triton or a C compiler is not installed")
     torch._dynamo.reset()
@@ -995,9 +977,7 @@ def test_compiled_layers_compute_what_plain_ones_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize("zero_3", [True, False], ids=["ZeRO-3", "ZeRO-2"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_weights_spread_over_one_gpu_train_as_whole_ones(
-    method: str, precision: str, zero_3: bool, tmp_path: Path
-) -> None:
+def test_weights_spread_over_one_gpu_train_as_whole_ones(method, precision, zero_3, tmp_path):
     """The code of several GPUs with one: FSDP2, rows, files of rows, the rehearsal and the export
     from them.
     """

@@ -26,7 +26,7 @@ from on_gpu.work import FULL, LABELLED, SHAPES, SMALL, WARM_UP
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_shapes_are_those_of_the_models_they_are_named_after() -> None:
+def test_the_shapes_are_those_of_the_models_they_are_named_after():
     found = {
         name: work.shape_of(work.config_of(name), row["task"]).n_parameters
         for name, row in SHAPES.items()
@@ -43,7 +43,7 @@ def test_the_shapes_are_those_of_the_models_they_are_named_after() -> None:
     }
 
 
-def test_flops_are_two_thirds_for_adapters_and_fewer_where_less_is_labelled() -> None:
+def test_flops_are_two_thirds_for_adapters_and_fewer_where_less_is_labelled():
     """A token of Llama 3.1 8B in full documents: six FLOPs a weight, and attention."""
     drawn = work.draw_examples("full", 1000, SMALL)
     config = work.config_of("8B")
@@ -57,13 +57,13 @@ def test_flops_are_two_thirds_for_adapters_and_fewer_where_less_is_labelled() ->
 
 
 @pytest.mark.parametrize("scale", [FULL, SMALL])
-def test_the_first_row_of_a_method_sets_the_pace_of_the_second(scale: work.Scale) -> None:
+def test_the_first_row_of_a_method_sets_the_pace_of_the_second(scale):
     assert all(WARM_UP + row["timed"] - 1 >= 10 for row in SHAPES.values())
     chat, full = (work.draw_examples(name, 1000, scale).lengths.mean() for name in ("chat", "full"))
     assert full / chat <= 3
 
 
-def test_everyone_takes_the_examples_that_farthing_draws(tmp_path: Path) -> None:
+def test_everyone_takes_the_examples_that_farthing_draws(tmp_path):
     work.prepare(tmp_path, "toy", SMALL)
     from farthing.train.loop import take_step
     from peers.assignment import Examples
@@ -82,7 +82,7 @@ def test_everyone_takes_the_examples_that_farthing_draws(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("shape", ["T5", "BERT"])
-def test_a_step_is_taken_of_models_that_are_no_chat_models(shape: str, tmp_path: Path) -> None:
+def test_a_step_is_taken_of_models_that_are_no_chat_models(shape, tmp_path):
     work.prepare(tmp_path, shape, SMALL)
     from farthing.train.loop import take_step
     from peers.assignment import Examples
@@ -100,8 +100,8 @@ def test_a_step_is_taken_of_models_that_are_no_chat_models(shape: str, tmp_path:
 
 @pytest.mark.slow
 def test_flash_attention_of_the_peers_is_found_by_its_name_and_computes_with_torchs_kernel(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     folder = flash.install(tmp_path / "flash")
     code = (
         "import importlib.metadata as m, sys, torch, torch.nn.attention.varlen as v\nassert"
@@ -123,9 +123,7 @@ def test_flash_attention_of_the_peers_is_found_by_its_name_and_computes_with_tor
     assert done.returncode == 0, done.stderr
 
 
-def test_a_process_that_has_nothing_to_show_is_stopped_and_the_next_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_has_nothing_to_show_is_stopped_and_the_next_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "MOST_STALLED_S", 0.3)
     hangs = "import sys, time; sys.stdin.readline(); time.sleep(60)"
     process = subprocess.Popen(
@@ -184,7 +182,7 @@ FACTS: list[dict[str, Any]] = [
 ]
 
 
-def test_promises_stand_beside_what_happened_with_the_median_error() -> None:
+def test_promises_stand_beside_what_happened_with_the_median_error():
     gib = 1 << 30
     memory = {
         "weights": 2,
@@ -220,7 +218,7 @@ def test_promises_stand_beside_what_happened_with_the_median_error() -> None:
     assert f"{table.BY_FORMULAS} formulas 2 20.0% 20.0%" in errors
 
 
-def test_every_target_has_a_line_that_says_what_was_measured_and_whether_it_is_met() -> None:
+def test_every_target_has_a_line_that_says_what_was_measured_and_whether_it_is_met():
     flops = {"lora": {"needed": 5e9, "usual": 6e9}, "full": {"needed": 8e9, "usual": 9e9}}
     given = [
         FACTS[0],
@@ -250,7 +248,7 @@ def test_every_target_has_a_line_that_says_what_was_measured_and_whether_it_is_m
     assert "NOT MET" in drawn
 
 
-def test_kills_are_counted_by_the_lines_of_runs_that_were_stopped_too() -> None:
+def test_kills_are_counted_by_the_lines_of_runs_that_were_stopped_too():
     lines = [
         f"seed {seed}: causal-lm, full; killed in save (3), start (0), between (1), save (9);"
         " resumed at [1]: identical"
@@ -295,9 +293,7 @@ exit 0
     "fails",
     ["", "--only-ceilings", "tests/test_gpu.py", "--only-ceilings tests/test_gpu.py"],
 )
-def test_a_part_that_fails_does_not_keep_the_others_from_running(
-    fails: str, tmp_path: Path
-) -> None:
+def test_a_part_that_fails_does_not_keep_the_others_from_running(fails, tmp_path):
     fake = tmp_path / "python"
     fake.write_text(FAKE_PYTHON)
     fake.chmod(0o755)
@@ -328,7 +324,7 @@ def test_a_part_that_fails_does_not_keep_the_others_from_running(
     assert "every part ran" not in done.stdout
 
 
-def test_state_of_the_optimizer_is_counted_on_a_device_with_a_number_and_without() -> None:
+def test_state_of_the_optimizer_is_counted_on_a_device_with_a_number_and_without():
     model = torch.nn.Linear(100, 100, device="meta")
     optimizer = torch.optim.AdamW(model.parameters(), fused=False)
     optimizer.state[model.weight] = {
@@ -343,7 +339,7 @@ def test_state_of_the_optimizer_is_counted_on_a_device_with_a_number_and_without
 
 
 @pytest.mark.slow
-def test_the_bench_runs_from_end_to_end_at_toy_sizes(tmp_path: Path) -> None:
+def test_the_bench_runs_from_end_to_end_at_toy_sizes(tmp_path):
     for words in (["fast"], ["vary", "--shapes", "toy"]):
         done = call(words[0], str(tmp_path), "--smoke", *words[1:])
         assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]

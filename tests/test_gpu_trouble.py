@@ -48,7 +48,7 @@ WHOLE = [
 
 
 @pytest.mark.parametrize("error", BROKEN, ids=lambda error: str(error)[:40])
-def test_a_gpu_that_has_failed_is_said(error: RuntimeError) -> None:
+def test_a_gpu_that_has_failed_is_said(error):
     said = in_words(error, "the run")
     assert isinstance(said, DeviceError)
     assert (said.where, said.exit_code) == ("the run", 1)
@@ -57,7 +57,7 @@ def test_a_gpu_that_has_failed_is_said(error: RuntimeError) -> None:
 
 
 @pytest.mark.parametrize("error", WHOLE, ids=lambda error: str(error)[:40])
-def test_an_error_that_is_not_the_gpus_is_not_said_to_be(error: Exception) -> None:
+def test_an_error_that_is_not_the_gpus_is_not_said_to_be(error):
     assert in_words(error) is None
 
 
@@ -81,8 +81,8 @@ class Broken:
 
 @pytest.mark.slow
 def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     alone = make_job(tmp_path / "alone", **KEYS)
     workshop.train(alone)
     path = job_file(tmp_path / "broken", **KEYS)
@@ -108,9 +108,7 @@ def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(
 
 
 @pytest.mark.slow
-def test_a_gpu_that_fails_in_a_restore_says_nothing_against_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_fails_in_a_restore_says_nothing_against_the_checkpoint(tmp_path, monkeypatch):
     job = make_job(tmp_path, max_steps=4, save_steps=2)
     with pytest.raises(ZeroDivisionError):
         workshop.train(job, _stop_after(3))
@@ -128,9 +126,7 @@ def test_a_gpu_that_fails_in_a_restore_says_nothing_against_the_checkpoint(
 @pytest.mark.parametrize(
     "error", [torch.AcceleratorError(ILLEGAL), torch.OutOfMemoryError("CUDA out of memory")]
 )
-def test_a_gpu_that_fails_leaves_no_run_without_ligers_kernels(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_fails_leaves_no_run_without_ligers_kernels(error, monkeypatch):
     def failing(_: Any) -> None:
         raise error
 
@@ -150,11 +146,11 @@ def _stop_after(step: int) -> Any:
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_memory_that_runs_out_in_any_verb_is_said(
-    as_json: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    as_json,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     path = job_file(tmp_path, max_steps=2)
 
     def full(*_: Any, **__: Any) -> None:
@@ -167,9 +163,7 @@ def test_memory_that_runs_out_in_any_verb_is_said(
     assert "Traceback" not in out + err
 
 
-def test_a_model_that_does_not_fit_is_not_called_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_does_not_fit_is_not_called_damaged(tmp_path, monkeypatch):
     job = make_job(tmp_path, max_steps=2, pretrained=True)
     for place in (
         "farthing.model.load._body_must_be_whole",
@@ -183,7 +177,7 @@ def test_a_model_that_does_not_fit_is_not_called_damaged(
         assert "qlora" in caught.value.to_do
 
 
-def test_memory_that_runs_out_as_weights_are_converted_is_found_in_the_report() -> None:
+def test_memory_that_runs_out_as_weights_are_converted_is_found_in_the_report():
     def log_state_dict_report(loading_info: Any) -> None:
         raise RuntimeError("We encountered some issues during automatic conversion of the weights.")
 
@@ -200,7 +194,7 @@ def test_memory_that_runs_out_as_weights_are_converted_is_found_in_the_report() 
         assert str(reported(caught.value)).startswith(expected)
 
 
-def test_memory_that_cannot_be_pinned_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_is_done_without(monkeypatch):
     tensor = torch.arange(3)
     monkeypatch.setattr(Tensor, "pin_memory", Failing(Tensor.pin_memory, 1))
     assert pinned(tensor) is tensor
@@ -217,7 +211,7 @@ def test_memory_that_cannot_be_pinned_is_done_without(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_kernels_of_the_update_are_loaded_without_a_trace(name: str) -> None:
+def test_kernels_of_the_update_are_loaded_without_a_trace(name):
     models = [small_model(), small_model()]
     tried, other = (optimizer_of(model, name) for model in models)
     for seed in range(2):
@@ -232,8 +226,8 @@ def test_kernels_of_the_update_are_loaded_without_a_trace(name: str) -> None:
 
 
 def test_an_update_without_room_for_its_kernels_is_missed_where_nothing_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     job = make_job(tmp_path, max_steps=2)
     Path(job.output_dir).mkdir(parents=True)
     heard, failing = Heard(), Failing(torch.optim.AdamW.step, 1)
@@ -269,9 +263,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_an_evaluation_afterwards_goes_on_with_less_where_memory_runs_out(
-    finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_afterwards_goes_on_with_less_where_memory_runs_out(finished, monkeypatch):
     held_out = held_out_of(finished)
     model = trained_model(finished)
     expected = held_out.measure(model)
@@ -289,9 +281,7 @@ def test_an_evaluation_afterwards_goes_on_with_less_where_memory_runs_out(
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-def test_an_adapter_is_merged_without_a_gpu(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_is_merged_without_a_gpu(finished, tmp_path, monkeypatch):
     def busy() -> str:
         raise HardwareError("the GPU belongs to another run")
 

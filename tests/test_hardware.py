@@ -10,7 +10,6 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,9 +63,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 # ---- kernels for this GPU ----
 
 
-def test_the_doctor_says_of_each_gpu_whether_it_can_be_used(
-    gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_doctor_says_of_each_gpu_whether_it_can_be_used(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (79 << 30, 79 << 30))
 
@@ -86,9 +83,7 @@ def test_the_doctor_says_of_each_gpu_whether_it_can_be_used(
     assert "no kernels for Tesla V100-SXM2-16GB (sm_70)" in words
 
 
-def test_a_v100_is_refused_without_torchs_own_warning_and_taken_by_a_torch_for_it(
-    gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_v100_is_refused_without_torchs_own_warning_and_taken_by_a_torch_for_it(gpu, monkeypatch):
     def name(*_: Any) -> str:
         warnings.warn(
             "Found GPU0 Tesla V100 which is of compute capability (CC) 7.0.", stacklevel=1
@@ -118,9 +113,7 @@ def test_a_v100_is_refused_without_torchs_own_warning_and_taken_by_a_torch_for_i
         ((8, 0), []),
     ],
 )
-def test_a_gpu_is_taken_that_torch_has_kernels_for(
-    capability: tuple[int, int], built_for: list[str]
-) -> None:
+def test_a_gpu_is_taken_that_torch_has_kernels_for(capability, built_for):
     must_be_built_for("it", capability, built_for)
 
 
@@ -139,8 +132,8 @@ def test_a_gpu_is_taken_that_torch_has_kernels_for(
     ],
 )
 def test_a_gpu_that_torch_has_no_kernels_for_is_refused_with_what_to_install(
-    capability: tuple[int, int], built_for: list[str], to_do: str
-) -> None:
+    capability, built_for, to_do
+):
     with pytest.raises(HardwareError) as caught:
         must_be_built_for("Tesla V100", capability, built_for)
     assert to_do in str(caught.value)
@@ -150,9 +143,7 @@ def test_a_gpu_that_torch_has_no_kernels_for_is_refused_with_what_to_install(
 # ---- the allocator ----
 
 
-def test_the_allocator_is_told_before_anyone_starts_the_gpu(
-    gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_allocator_is_told_before_anyone_starts_the_gpu(gpu, monkeypatch):
     """In a notebook, where torch was imported before: once the GPU was started its allocator is
     told no more.
     """
@@ -177,12 +168,12 @@ def test_the_allocator_is_told_before_anyone_starts_the_gpu(
     [((9, 0), {}, "bf16"), ((7, 5), {}, "fp16"), ((7, 5), {"dtype": "bfloat16"}, "fp32")],
 )
 def test_a_model_answers_on_a_gpu_in_what_that_has(
-    capability: tuple[int, int],
-    config: dict[str, str],
-    precision: str,
-    gpu: dict[str, Any],
-    tmp_path: Path,
-) -> None:
+    capability,
+    config,
+    precision,
+    gpu,
+    tmp_path,
+):
     gpu["capability"] = capability
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -193,7 +184,7 @@ def test_a_model_answers_on_a_gpu_in_what_that_has(
 # ---- cuDNN attention ----
 
 
-def test_cudnn_attention_is_off_on_every_gpu(gpu: dict[str, Any]) -> None:
+def test_cudnn_attention_is_off_on_every_gpu(gpu):
     """It builds a graph for each new shape."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     assert choose_numerics("cuda", None, None).name == "bf16"
@@ -203,7 +194,7 @@ def test_cudnn_attention_is_off_on_every_gpu(gpu: dict[str, Any]) -> None:
 # ---- bits that repeat ----
 
 
-def test_determinism_is_strict(gpu: dict[str, Any]) -> None:
+def test_determinism_is_strict(gpu):
     choose_numerics("cuda", None, None, full_determinism=True)
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -214,15 +205,13 @@ def test_determinism_is_strict(gpu: dict[str, Any]) -> None:
     assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
 
 
-def test_without_it_nothing_of_it_is_set(gpu: dict[str, Any]) -> None:
+def test_without_it_nothing_of_it_is_set(gpu):
     choose_numerics("cuda", None, None)
     assert not torch.are_deterministic_algorithms_enabled()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
-def test_a_workspace_with_which_cublas_is_not_deterministic_is_refused(
-    gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_workspace_with_which_cublas_is_not_deterministic_is_refused(gpu, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(HardwareError, match="CUBLAS_WORKSPACE_CONFIG=:0:0"):
         choose_numerics("cuda", None, None, full_determinism=True)
@@ -230,7 +219,7 @@ def test_a_workspace_with_which_cublas_is_not_deterministic_is_refused(
     choose_numerics("cuda", None, None, full_determinism=True)
 
 
-def test_what_can_not_be_deterministic_is_named() -> None:
+def test_what_can_not_be_deterministic_is_named():
     for attention in (None, "sdpa", "eager", "flash_attention_2"):
         assert why_not_deterministic(attention, False) is None
     assert "torch_compile" in str(why_not_deterministic(None, True))
@@ -238,7 +227,7 @@ def test_what_can_not_be_deterministic_is_named() -> None:
         assert attention in str(why_not_deterministic(attention, False))
 
 
-def test_a_job_that_asks_for_it_and_for_compiled_layers_is_refused_on_cuda(tmp_path: Path) -> None:
+def test_a_job_that_asks_for_it_and_for_compiled_layers_is_refused_on_cuda(tmp_path):
     job = make_job(tmp_path, full_determinism=True, torch_compile=True)
     with pytest.raises(
         HardwareError, match=r"full_determinism can't be kept with train\.torch_compile"
@@ -248,9 +237,7 @@ def test_a_job_that_asks_for_it_and_for_compiled_layers_is_refused_on_cuda(tmp_p
     check_extras(make_job(tmp_path / "plain", full_determinism=True), "cuda")
 
 
-def test_an_operation_without_deterministic_kernels_ends_a_run_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_operation_without_deterministic_kernels_ends_a_run_in_words(tmp_path, monkeypatch):
     text = (
         "cumsum_cuda_kernel does not have a deterministic implementation, but you set"
         " 'torch.use_deterministic_..."

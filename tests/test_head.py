@@ -101,9 +101,7 @@ def parts(
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
 @pytest.mark.parametrize("n", [0, 1, 23, 50])
 @pytest.mark.parametrize("tile", [1, 7, 23, 1000])
-def test_loss_and_gradients_are_those_of_whole_logits(
-    n: int, tile: int, soft_cap: Any, smoothing: float
-) -> None:
+def test_loss_and_gradients_are_those_of_whole_logits(n, tile, soft_cap, smoothing):
     results = []
     how = How(soft_cap, smoothing)
     for is_own in (False, True):
@@ -127,7 +125,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(
 
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_the_derivatives_hold_in_double_precision(soft_cap: Any, smoothing: float) -> None:
+def test_the_derivatives_hold_in_double_precision(soft_cap, smoothing):
     torch.manual_seed(2)
     hidden, weight, bias = (
         torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((5, 3), (7, 3), (7,))
@@ -146,7 +144,7 @@ def test_the_derivatives_hold_in_double_precision(soft_cap: Any, smoothing: floa
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_what_needs_no_gradient_gets_none_and_costs_none() -> None:
+def test_what_needs_no_gradient_gets_none_and_costs_none():
     class Products(TorchDispatchMode):
         count = 0
 
@@ -178,7 +176,7 @@ def test_what_needs_no_gradient_gets_none_and_costs_none() -> None:
     assert products.count == 1
 
 
-def test_a_second_backward_pass_is_refused() -> None:
+def test_a_second_backward_pass_is_refused():
     hidden, weight, bias, labelled = parts()
     loss = head_loss(hidden, weight, bias, labelled)
     loss.backward(retain_graph=True)
@@ -186,7 +184,7 @@ def test_a_second_backward_pass_is_refused() -> None:
         loss.backward()
 
 
-def test_the_weights_gradient_is_handed_out_without_a_copy() -> None:
+def test_the_weights_gradient_is_handed_out_without_a_copy():
     hidden, weight, _, labelled = parts(with_bias=False)
     loss = head_loss(hidden, weight, None, labelled)
     made = loss.grad_fn.of_weight.data_ptr()
@@ -194,7 +192,7 @@ def test_the_weights_gradient_is_handed_out_without_a_copy() -> None:
     assert weight.grad.data_ptr() == made
 
 
-def test_a_foreseen_scale_keeps_fp16_gradients_from_vanishing() -> None:
+def test_a_foreseen_scale_keeps_fp16_gradients_from_vanishing():
     labelled = Labelled(torch.arange(6), torch.full((6,), 1))
     rows = torch.full((6, 4), 0.5)
     words = torch.zeros(N_WORDS, 4)
@@ -219,7 +217,7 @@ def test_a_foreseen_scale_keeps_fp16_gradients_from_vanishing() -> None:
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_no_logits_beyond_a_tile_are_ever_alive(trained: bool) -> None:
+def test_no_logits_beyond_a_tile_are_ever_alive(trained):
     n_all, n, n_words, width, tile = 4096, 1024, 2000, 16, 64
 
     class Largest(Alive):
@@ -250,7 +248,7 @@ def test_no_logits_beyond_a_tile_are_ever_alive(trained: bool) -> None:
     assert alive.peak < 4 * n * n_words, "less than one matrix of logits"
 
 
-def test_a_tile_is_long_enough_to_be_quick_and_no_longer() -> None:
+def test_a_tile_is_long_enough_to_be_quick_and_no_longer():
     assert default_tile_tokens(152_000, "cuda") == 2048
     assert default_tile_tokens(100, "cpu") == 1024
     assert default_tile_tokens(50_000, "cpu") == 320
@@ -261,7 +259,7 @@ def test_a_tile_is_long_enough_to_be_quick_and_no_longer() -> None:
 # ---- which positions ----
 
 
-def test_the_first_token_of_a_row_or_document_is_never_scored() -> None:
+def test_the_first_token_of_a_row_or_document_is_never_scored():
     labels = torch.tensor([[5, 6, -100, 7], [-100, -100, 8, -100]])
     found = find_labelled(labels, predicts_next=True)
     assert found.positions.tolist() == [0, 2, 5]
@@ -290,9 +288,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "settings"), thinned(SETTINGS, 2), ids=lambda value: str(value))
-def test_each_family_has_the_loss_and_gradients_of_the_plain_path(
-    family: str, settings: dict[str, Any]
-) -> None:
+def test_each_family_has_the_loss_and_gradients_of_the_plain_path(family, settings):
     model, batch, task = make_model(family, **settings), make_batch(), objective_of(family)
     assert isinstance(find_head(model, task), Head)
     for smoothing in (0.0, 0.1):
@@ -305,7 +301,7 @@ def test_each_family_has_the_loss_and_gradients_of_the_plain_path(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "t5"])
-def test_under_autocast_it_is_as_close_as_bf16_allows(family: str) -> None:
+def test_under_autocast_it_is_as_close_as_bf16_allows(family):
     model, batch, task = make_model(family), make_batch(), objective_of(family)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         theirs = summed_loss(model, batch, task)[0]
@@ -319,7 +315,7 @@ def test_under_autocast_it_is_as_close_as_bf16_allows(family: str) -> None:
     assert_same(our_gradients, their_gradients, CLOSE_BF16)
 
 
-def test_under_autocast_the_logits_are_those_of_a_bf16_product() -> None:
+def test_under_autocast_the_logits_are_those_of_a_bf16_product():
     hidden, weight, _, labelled = parts(with_bias=False)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         theirs, ours = (function(hidden, weight, None, labelled) for function in (plain, head_loss))
@@ -336,7 +332,7 @@ def with_lora(model: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_a_frozen_head_under_an_adapter(family: str) -> None:
+def test_a_frozen_head_under_an_adapter(family):
     kind = {"llama": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM"}[family]
     model, batch, task = (
         with_lora(make_model(family), task_type=kind),
@@ -352,7 +348,7 @@ def test_a_frozen_head_under_an_adapter(family: str) -> None:
     assert all("lora_" in name for name in their_gradients)
 
 
-def test_positions_found_beforehand_give_the_same() -> None:
+def test_positions_found_beforehand_give_the_same():
     model, batch = make_model("llama"), make_batch()
     found = find_labelled(batch["labels"], predicts_next=True)
     ours = language_model_loss(
@@ -365,9 +361,7 @@ def test_positions_found_beforehand_give_the_same() -> None:
 
 @pytest.mark.parametrize("is_adapted", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
-def test_a_flat_batch_of_documents_has_the_loss_and_gradients_of_its_rows(
-    family: str, is_adapted: bool
-) -> None:
+def test_a_flat_batch_of_documents_has_the_loss_and_gradients_of_its_rows(family, is_adapted):
     model, batch = make_model(family), make_batch(share=1.0)
     if is_adapted:
         model = with_lora(model, target_modules=["v_proj", "lm_head"], task_type="CAUSAL_LM")
@@ -394,7 +388,7 @@ def test_a_flat_batch_of_documents_has_the_loss_and_gradients_of_its_rows(
         assert_same(gradients, results[0][1])
 
 
-def test_evaluation_needs_no_gradient_and_gives_the_same_sum() -> None:
+def test_evaluation_needs_no_gradient_and_gives_the_same_sum():
     model, batch = make_model("gemma2").eval(), make_batch()
     with torch.no_grad():
         ours, theirs = (
@@ -405,7 +399,7 @@ def test_evaluation_needs_no_gradient_and_gives_the_same_sum() -> None:
     assert not ours.requires_grad
 
 
-def test_of_the_head_only_gradients_of_labelled_states_are_kept() -> None:
+def test_of_the_head_only_gradients_of_labelled_states_are_kept():
     model, batch = make_model("llama"), make_batch()
     head = find_head(model, "causal-lm")
     assert isinstance(head, Head)
@@ -415,7 +409,7 @@ def test_of_the_head_only_gradients_of_labelled_states_are_kept() -> None:
     assert kept <= n * (4 * 16 + 8)
 
 
-def test_what_is_not_known_takes_the_plain_path_and_says_why() -> None:
+def test_what_is_not_known_takes_the_plain_path_and_says_why():
     saved = with_lora(make_model("llama"), modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     other = make_model("llama")
     other.config.model_type = "bamba"
@@ -466,9 +460,7 @@ def packed(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("is_adapted", [False, True])
 @pytest.mark.parametrize(("family", "settings"), thinned(SETTINGS, 4), ids=lambda value: str(value))
-def test_log_probabilities_of_documents_are_those_of_whole_logits(
-    family: str, settings: dict[str, Any], is_adapted: bool
-) -> None:
+def test_log_probabilities_of_documents_are_those_of_whole_logits(family, settings, is_adapted):
     model, batch, task = make_model(family, **settings), make_batch(n_rows=4), objective_of(family)
     if family not in ("mbart", "plbart"):  # whose decoder begins with the end of its target
         batch["labels"][2] = -100  # a document without a target
@@ -503,7 +495,7 @@ def test_log_probabilities_of_documents_are_those_of_whole_logits(
         assert float(again) == pytest.approx(-float(theirs.sum().detach()), rel=1e-5)
 
 
-def test_log_probabilities_of_a_head_that_is_not_known_are_found_too() -> None:
+def test_log_probabilities_of_a_head_that_is_not_known_are_found_too():
     model, batch = make_model("llama"), make_batch()
     theirs = by_whole_logits(model, batch, "causal-lm")
     their_gradients = gradients_of(model, theirs[1])
@@ -514,7 +506,7 @@ def test_log_probabilities_of_a_head_that_is_not_known_are_found_too() -> None:
     assert_same(gradients_of(model, ours[1]), their_gradients, 1e-5)
 
 
-def test_log_probabilities_keep_no_logits_beyond_a_tile_for_the_backward_pass() -> None:
+def test_log_probabilities_keep_no_logits_beyond_a_tile_for_the_backward_pass():
     model = with_lora(make_model("llama"), target_modules=["lm_head"], task_type="CAUSAL_LM")
     batch, head = make_batch(n_rows=4, n_tokens=64, share=1.0), find_head(model, "causal-lm")
     assert isinstance(head, Head)
@@ -527,7 +519,7 @@ def test_log_probabilities_keep_no_logits_beyond_a_tile_for_the_backward_pass() 
     assert kept <= n * (4 * 16 + 64), "the labelled states, and a few numbers for each"
 
 
-def test_smoothed_labels_under_an_adapted_head_are_those_of_the_plain_path() -> None:
+def test_smoothed_labels_under_an_adapted_head_are_those_of_the_plain_path():
     model, batch = (
         with_lora(make_model("llama"), target_modules=["lm_head"], task_type="CAUSAL_LM"),
         make_batch(),
@@ -542,7 +534,7 @@ def test_smoothed_labels_under_an_adapted_head_are_those_of_the_plain_path() -> 
     assert_same(gradients_of(model, ours), their_gradients)
 
 
-def test_whole_logits_of_a_head_that_is_not_known_are_counted() -> None:
+def test_whole_logits_of_a_head_that_is_not_known_are_counted():
     model = make_model("llama")
     model.config.model_type = "bamba"
     forward = Forward(model, "causal-lm", 0, Numerics(torch.device("cpu"), None))
@@ -552,7 +544,7 @@ def test_whole_logits_of_a_head_that_is_not_known_are_counted() -> None:
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_the_head_of_a_run_is_found_once(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_of_a_run_is_found_once(is_known, monkeypatch):
     model, batch = make_model("llama"), make_batch()
     if not is_known:
         model.config.model_type = "bamba"

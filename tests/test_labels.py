@@ -110,9 +110,7 @@ def plain_loss(task: str, model: Any, tokenizer: Any, rows: list[dict[str, Any]]
 
 @pytest.mark.parametrize("family", thinned(["bert", "llama"], 2))
 @pytest.mark.parametrize("task", TASKS)
-def test_losses_are_those_of_a_plain_loop_of_transformers(
-    task: str, family: str, tmp_path: Path
-) -> None:
+def test_losses_are_those_of_a_plain_loop_of_transformers(task, family, tmp_path):
     if task == NUMBERS and family == "llama":
         pytest.skip("one decoder is enough for heads that read one token")
     job = load_job(write_job(tmp_path, task, family, optim="sgd", max_grad_norm=0, max_steps=3))
@@ -139,9 +137,7 @@ def test_losses_are_those_of_a_plain_loop_of_transformers(
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("task", TASKS)
-def test_a_model_is_planned_checked_trained_exported_and_asked(
-    task: str, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_is_planned_checked_trained_exported_and_asked(task, method, tmp_path, capsys):
     keys: dict[str, Any] = {"max_steps": 12, "learning_rate": 3e-3}
     path = write_job(tmp_path, task, method=method, **keys)
     assert main(["doctor", str(path)]) == 0
@@ -186,7 +182,7 @@ def test_a_model_is_planned_checked_trained_exported_and_asked(
 @pytest.mark.parametrize(
     "name", thinned(["bert-base-uncased", "roberta-base", "gpt2", "mistral-7b-v0.1"], 2)
 )
-def test_words_become_the_tokens_of_transformers(name: str, data_dir: Path) -> None:
+def test_words_become_the_tokens_of_transformers(name, data_dir):
     folder = data_dir / "tokenizers" / name
     rows = [["John", "lives", "in", "New", "York", "!"], ["U.N.", "", "Überraschung", "東京", "’s"]]
     texts = [Text(((" ".join(row), False),), words=tuple(row)) for row in rows]
@@ -209,7 +205,7 @@ def test_words_become_the_tokens_of_transformers(name: str, data_dir: Path) -> N
     assert encoded.n_targets().sum() == len(first)
 
 
-def test_a_word_behind_the_limit_is_neither_learned_nor_predicted(tmp_path: Path) -> None:
+def test_a_word_behind_the_limit_is_neither_learned_nor_predicted(tmp_path):
     path = write_job(tmp_path, TAGS, data={"max_length": 4}, max_steps=1)
     train(load_job(path))
     write_jsonl(tmp_path / "asked.jsonl", [{"tokens": ["the", "rain", "and", "the", "storm"]}])
@@ -240,14 +236,14 @@ def test_a_word_behind_the_limit_is_neither_learned_nor_predicted(tmp_path: Path
         ("classification", {"text": "a", "label": "['x']"}, "task: multi-label-classification"),
     ],
 )
-def test_rows_that_are_no_labels_are_named(task: str, row: dict[str, Any], why: str) -> None:
+def test_rows_that_are_no_labels_are_named(task, row, why):
     labels = objective_of(task).labels
     assert labels is not None
     with pytest.raises(Exception, match=why):
         labels.read(row, {})
 
 
-def test_labels_are_read_as_tables_and_hubs_write_them() -> None:
+def test_labels_are_read_as_tables_and_hubs_write_them():
     several, tags = objective_of(SEVERAL).labels, objective_of(TAGS).labels
     assert several is not None
     assert tags is not None
@@ -262,13 +258,13 @@ def test_labels_are_read_as_tables_and_hubs_write_them() -> None:
     assert (words, found) == (("a", "b"), ("O", "B-ORG"))
 
 
-def test_labels_that_are_all_alike_are_refused(tmp_path: Path) -> None:
+def test_labels_that_are_all_alike_are_refused(tmp_path):
     rows = [{"text": f"number {i}", "labels": ["FOOD"]} for i in range(20)]
     with pytest.raises(DataError, match="nothing to learn"):
         train(load_job(write_job(tmp_path, SEVERAL, rows=rows, eval_rows=rows)))
 
 
-def test_one_class_that_is_there_or_not_can_be_learned(tmp_path: Path) -> None:
+def test_one_class_that_is_there_or_not_can_be_learned(tmp_path):
     rows = [{"text": f"number {i}", "labels": ["FOOD"][: i % 2]} for i in range(20)]
     job = load_job(write_job(tmp_path, SEVERAL, rows=rows, eval_rows=rows, max_steps=1))
     train(job)
@@ -277,35 +273,33 @@ def test_one_class_that_is_there_or_not_can_be_learned(tmp_path: Path) -> None:
     }
 
 
-def test_a_class_that_is_not_in_the_training_data_is_a_bad_row(tmp_path: Path) -> None:
+def test_a_class_that_is_not_in_the_training_data_is_a_bad_row(tmp_path):
     rows = [*rows_of(SEVERAL, 11, 1), {"text": "the", "labels": ["FOOD", "MUSIC"]}]
     with pytest.raises(DataError, match="MUSIC"):
         train(load_job(write_job(tmp_path, SEVERAL, eval_rows=rows)))
 
 
 @pytest.mark.parametrize("task", [NUMBERS, SEVERAL])
-def test_label_smoothing_that_means_nothing_is_refused(task: str, tmp_path: Path) -> None:
+def test_label_smoothing_that_means_nothing_is_refused(task, tmp_path):
     with pytest.raises(JobError, match="no probabilities of targets to smooth"):
         load_job(write_job(tmp_path, task, label_smoothing_factor=0.1))
 
 
 @pytest.mark.slow
-def test_a_tagger_is_not_asked_for_a_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tagger_is_not_asked_for_a_text(tmp_path, capsys):
     train(load_job(write_job(tmp_path, TAGS, max_steps=1)))
     assert main(["chat", str(tmp_path / "run"), "--prompt", "the rain"]) == InputError.exit_code
     assert "farthing predict" in capsys.readouterr().err
 
 
-def test_entities_are_those_of_seqeval() -> None:
+def test_entities_are_those_of_seqeval():
     assert entities(["B-PER", "I-PER", "O", "B-LOC"]) == {("PER", 0, 1), ("LOC", 3, 3)}
     assert entities(["I-PER", "I-LOC", "I-LOC"]) == {("PER", 0, 0), ("LOC", 1, 2)}
     assert entities(["B-PER", "B-PER", "I-ORG"]) == {("PER", 0, 0), ("PER", 1, 1), ("ORG", 2, 2)}
     assert entities(["B-A", "E-A", "I-A", "S-A"]) == {("A", 0, 1), ("A", 2, 2), ("A", 3, 3)}
 
 
-def test_entities_count_where_type_and_words_are_right() -> None:
+def test_entities_count_where_type_and_words_are_right():
     wanted = [{("PER", 0, 1), ("LOC", 3, 3)}, {("PER", 0, 0)}]
     found = [{("PER", 0, 1), ("LOC", 2, 3)}, set[tuple[str, int, int]]()]
     metrics = entity_metrics(wanted, found)
@@ -318,7 +312,7 @@ def test_entities_count_where_type_and_words_are_right() -> None:
     }
 
 
-def test_f1_of_several_labels_is_of_each_class_and_of_all() -> None:
+def test_f1_of_several_labels_is_of_each_class_and_of_all():
     labels = np.array([[1, 0], [1, 1], [0, 0]], bool)
     answers = np.array([[1, 0], [0, 1], [0, 1]], bool)
     metrics = multi_label_metrics(labels, answers, ("x", "y"))
@@ -328,7 +322,7 @@ def test_f1_of_several_labels_is_of_each_class_and_of_all() -> None:
     assert metrics["precision"] == 0.75
 
 
-def test_correlations_are_those_of_the_books() -> None:
+def test_correlations_are_those_of_the_books():
     labels, answers = np.array([1.0, 2, 2, 5]), np.array([0.0, 1, 3, 2])
     seen = Evaluated(0.0, 0.0, labels, answers, (), [], [], np.ones(4))
     metrics = objective_of(NUMBERS).judge(seen)

@@ -62,9 +62,7 @@ def steps_of(n: int, batch: int) -> list[NDArray[np.int64]]:
 
 @pytest.mark.parametrize(("n", "batch"), [(1000, 16), (3000, 64), (300, 128), (700, 8), (50, 16)])
 @pytest.mark.parametrize("most", [512, 2048, 8192])
-def test_flat_pieces_are_as_many_and_as_large_as_the_trainer_makes(
-    n: int, batch: int, most: int
-) -> None:
+def test_flat_pieces_are_as_many_and_as_large_as_the_trainer_makes(n, batch, most):
     tokens = drawn(n)
     found = from_arrays(tokens, source="drawn").cut(most, batch, is_packed=True)
     pieces = [split_by_tokens(step, tokens, most) for step in steps_of(n, batch)]
@@ -83,9 +81,7 @@ def test_flat_pieces_are_as_many_and_as_large_as_the_trainer_makes(
 @pytest.mark.parametrize(("n", "batch"), [(1000, 16), (3000, 64), (50, 16)])
 @pytest.mark.parametrize("most", [512, 8192])
 @pytest.mark.parametrize("has_targets", [False, True])
-def test_padded_pieces_are_those_of_the_trainer(
-    n: int, batch: int, most: int, has_targets: bool
-) -> None:
+def test_padded_pieces_are_those_of_the_trainer(n, batch, most, has_targets):
     tokens, targets = drawn(n), drawn(n, mean=3.0, spread=0.5, seed=1) if has_targets else None
     found = from_arrays(tokens, targets, source="drawn").cut(most, batch, is_packed=False)
     steps = steps_of(n, batch)[:80]
@@ -107,7 +103,7 @@ def test_padded_pieces_are_those_of_the_trainer(
     assert found.largest.n_tokens < max(most, int((tokens + of_targets).max())) * 1.1
 
 
-def test_cutting_at_its_ends() -> None:
+def test_cutting_at_its_ends():
     tokens = drawn(500)
     lengths = from_arrays(tokens, source="drawn")
     for is_packed in (True, False):
@@ -129,7 +125,7 @@ def test_cutting_at_its_ends() -> None:
         assert same.cut(4 * 77, 12, is_packed=is_packed).largest.n_tokens == 4 * 77
 
 
-def test_inputs_that_are_cut_off() -> None:
+def test_inputs_that_are_cut_off():
     tokens, targets = drawn(300), drawn(300, mean=3.0, seed=1)
     for short, both in (
         (from_arrays(tokens, source="drawn").truncated(100), np.minimum(tokens, 100)),
@@ -144,7 +140,7 @@ def test_inputs_that_are_cut_off() -> None:
         assert short.cut(10**6, 300, is_packed=True).largest.tokens >= both.max()
 
 
-def test_the_same_lengths_give_the_same_bytes() -> None:
+def test_the_same_lengths_give_the_same_bytes():
     tokens, targets = drawn(3000), drawn(3000, seed=2)
     twice = [
         from_arrays(tokens, targets, source="x").cut(900, 48, is_packed=False) for _ in range(2)
@@ -166,8 +162,8 @@ def test_the_same_lengths_give_the_same_bytes() -> None:
 
 
 def test_cutting_looks_at_a_bounded_number_of_examples_and_at_none_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """However many examples there are: a plan asks for dozens of cuts of the same lengths."""
     from farthing.data import lengths as module
 
@@ -196,7 +192,7 @@ def test_cutting_looks_at_a_bounded_number_of_examples_and_at_none_twice(
     assert len(n_cut) == before
 
 
-def test_a_large_set_is_kept_as_a_sample_with_its_ends() -> None:
+def test_a_large_set_is_kept_as_a_sample_with_its_ends():
     tokens = drawn(100_000)
     lengths = from_arrays(tokens, source="x")
     assert len(lengths.tokens) == 4096
@@ -205,7 +201,7 @@ def test_a_large_set_is_kept_as_a_sample_with_its_ends() -> None:
     assert np.mean(lengths.tokens) == pytest.approx(tokens.mean(), rel=0.002)
 
 
-def test_lengths_from_the_command_line() -> None:
+def test_lengths_from_the_command_line():
     lengths = from_mean(5000, 300, longest=1024)
     assert (lengths.n_examples, lengths.mean, lengths.longest, lengths.is_exact) == (
         5000,
@@ -259,7 +255,7 @@ def token_set(job: Job) -> TokenSet:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])
-def test_what_training_has_tokenized_is_known_exactly(family: str, tmp_path: Path) -> None:
+def test_what_training_has_tokenized_is_known_exactly(family, tmp_path):
     job = make_job(tmp_path, family, n_rows=40, data={"eval_fraction": 0.2}, max_steps=2)
     guess, _ = read_lengths(job, cache_dir=cache_of(job))
     assert not guess.is_exact
@@ -286,7 +282,7 @@ def guess_of_all(job: Job) -> Lengths:
 
 
 @pytest.mark.slow
-def test_every_token_that_a_run_computes_is_foreseen(tmp_path: Path) -> None:
+def test_every_token_that_a_run_computes_is_foreseen(tmp_path):
     for family in ("llama", "t5"):
         rows = rows_of(family, 96) if family == "t5" else demo_rows(96)
         job = make_job(
@@ -314,7 +310,7 @@ def test_every_token_that_a_run_computes_is_foreseen(tmp_path: Path) -> None:
         assert measured.largest_tokens <= found.largest.n_tokens * 1.05
 
 
-def test_limits_on_the_samples_are_honoured(tmp_path: Path) -> None:
+def test_limits_on_the_samples_are_honoured(tmp_path):
     wanted = {"eval_fraction": 0.25, "max_train_samples": 10, "max_eval_samples": 3}
     job = make_job(tmp_path, n_rows=40, data=wanted, max_steps=1)
     guess, guessed = read_lengths(job, cache_dir=cache_of(job))
@@ -328,7 +324,7 @@ def test_limits_on_the_samples_are_honoured(tmp_path: Path) -> None:
     )
 
 
-def test_evaluation_data_of_its_own(tmp_path: Path) -> None:
+def test_evaluation_data_of_its_own(tmp_path):
     job = make_job(tmp_path, n_rows=30, eval_rows=rows_of("llama", 7, seed=3), max_steps=1)
     guess, guessed = read_lengths(job, cache_dir=cache_of(job))
     train(job)
@@ -346,9 +342,7 @@ def test_evaluation_data_of_its_own(tmp_path: Path) -> None:
         ["data", "tokenizer", "model", "max_length", "columns", "chat_template", "set", "size"], 4
     ),
 )
-def test_a_stale_note_is_never_used(
-    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stale_note_is_never_used(change, tmp_path, monkeypatch):
     file = job_file(tmp_path, n_rows=20, max_steps=1, data={"eval_fraction": 0.1})
     from farthing.config.load import load_job
 
@@ -386,7 +380,7 @@ def test_a_stale_note_is_never_used(
     assert not read_lengths(job, cache_dir=cache_of(job))[0].is_exact
 
 
-def test_a_changed_index_entry_cannot_lead_outside_the_cache(tmp_path: Path) -> None:
+def test_a_changed_index_entry_cannot_lead_outside_the_cache(tmp_path):
     job = make_job(tmp_path, n_rows=20, max_steps=1)
     train(job)
     (note,) = (cache_of(job) / "token_index").glob("*.json")
@@ -397,7 +391,7 @@ def test_a_changed_index_entry_cannot_lead_outside_the_cache(tmp_path: Path) -> 
     assert not read_lengths(job, cache_dir=cache_of(job))[0].is_exact
 
 
-def test_a_run_finishes_when_lengths_cannot_be_written_to_the_cache(tmp_path: Path) -> None:
+def test_a_run_finishes_when_lengths_cannot_be_written_to_the_cache(tmp_path):
     job = make_job(tmp_path, n_rows=20, max_steps=1)
     cache_of(job).mkdir(parents=True)
     (cache_of(job) / "token_index").write_text("a file where a folder is wanted")
@@ -405,9 +399,7 @@ def test_a_run_finishes_when_lengths_cannot_be_written_to_the_cache(tmp_path: Pa
     assert not read_lengths(job, cache_dir=cache_of(job))[0].is_exact
 
 
-def test_remote_data_is_remembered_but_not_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remote_data_is_remembered_but_not_looked_at(tmp_path, monkeypatch):
     rows = write_jsonl(tmp_path / "rows.jsonl", demo_rows(20)).read_bytes()
     with Files(rows=rows).served() as address:
         job = make_job(tmp_path, n_rows=20, max_steps=1, data={"train": f"{address}/rows.jsonl"})
@@ -445,9 +437,7 @@ def as_csv(path: Path, rows: list[dict[str, str]], delimiter: str = ",") -> Path
     return path
 
 
-def test_a_plan_reads_a_csv_file_as_training_does(
-    tiny_folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_plan_reads_a_csv_file_as_training_does(tiny_folders, tmp_path):
     """Spaces around the names of columns, a line separator within a text, bytes that are no UTF-8,
     headers that won't do.
     """
@@ -472,9 +462,7 @@ def test_a_plan_reads_a_csv_file_as_training_does(
             sample.sample_lengths(sources, light_tokenizer(tiny_folders["llama"], None), recipe)
 
 
-def test_every_kind_of_file_has_the_same_lengths(
-    tiny_folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_every_kind_of_file_has_the_same_lengths(tiny_folders, tmp_path):
     import pyarrow
     import pyarrow.parquet
 
@@ -518,7 +506,7 @@ def test_every_kind_of_file_has_the_same_lengths(
 
 
 @pytest.mark.parametrize("messages", ["messages", "conversations", "instruction"])
-def test_chats_are_rendered_as_for_training(messages: str, tmp_path: Path) -> None:
+def test_chats_are_rendered_as_for_training(messages, tmp_path):
     turns = [
         ("user", "How are you?"),
         ("assistant", "I am fine, thank you."),
@@ -549,7 +537,7 @@ def test_chats_are_rendered_as_for_training(messages: str, tmp_path: Path) -> No
     assert guess.n_target_tokens == exact.n_target_tokens
 
 
-def test_without_a_tokenizer_characters_are_counted(tmp_path: Path) -> None:
+def test_without_a_tokenizer_characters_are_counted(tmp_path):
     data = write_jsonl(tmp_path / "a.jsonl", [{"text": "four" * i} for i in range(1, 30)])
     lengths, _ = read_lengths(plain_job(str(data)), cache_dir=tmp_path / "no")
     assert "guessed from characters" in lengths.source
@@ -559,7 +547,7 @@ def test_without_a_tokenizer_characters_are_counted(tmp_path: Path) -> None:
     )  # one for every four characters, and one for the end
 
 
-def test_bad_rows_are_left_out(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+def test_bad_rows_are_left_out(tiny_folders, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", demo_rows(30))
     path.write_text(path.read_text() + '{"prompt": "x"}\nnot json\n\n   \n[1]\n')
     lengths, _ = read_lengths(
@@ -568,7 +556,7 @@ def test_bad_rows_are_left_out(tiny_folders: dict[str, Path], tmp_path: Path) ->
     assert lengths.n_examples == 30
 
 
-def test_data_that_cant_be_used(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+def test_data_that_cant_be_used(tiny_folders, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "blank.jsonl").write_text("\n\n\n")
     (tmp_path / "bad.jsonl").write_text("no json\n" * 20)
@@ -614,9 +602,7 @@ def test_data_that_cant_be_used(tiny_folders: dict[str, Path], tmp_path: Path) -
         )
 
 
-def test_a_large_file_is_read_in_blocks(
-    tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_file_is_read_in_blocks(tiny_folders, tmp_path, monkeypatch):
     rows = [
         {"text": "word " * (1 + i * 60 // 6000 + i % 7)} for i in range(6000)
     ]  # longer towards its end
@@ -668,15 +654,15 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "task", "tokenizer", "limit", "data"), CASES)
 def test_samples_of_real_sets(
-    file: str,
-    task: str,
-    tokenizer: str,
-    limit: int,
-    data: dict[str, Any],
-    data_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    file,
+    task,
+    tokenizer,
+    limit,
+    data,
+    data_dir,
+    tmp_path,
+    monkeypatch,
+):
     """Within 3 % in the mean and 10 % at the long end of what all rows are; targets, a word here
     and a page there, 15 %.
     """
@@ -718,7 +704,7 @@ def test_samples_of_real_sets(
 
 
 @pytest.mark.slow
-def test_the_room_works_without_torch_and_transformers(data_dir: Path) -> None:
+def test_the_room_works_without_torch_and_transformers(data_dir):
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom farthing.config.job import Job\n"
         "from farthing.config.data_lengths import read_lengths\n"

@@ -63,7 +63,7 @@ def must_agree(model: Any, plain: Any) -> None:
 # ---- where it is refused ----
 
 
-def test_reasons_are_given_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_are_given_in_words(monkeypatch):
     model = small_model()
     assert use_liger(model) == "no Liger kernels: they are for GPUs"
     on_gpu = [SimpleNamespace(device=torch.device("cuda"))]
@@ -79,7 +79,7 @@ def test_reasons_are_given_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not among the families" in str(why_not_liger(model))
 
 
-def test_another_activation_is_refused_before_anything_is_changed(kernels: list[int]) -> None:
+def test_another_activation_is_refused_before_anything_is_changed(kernels):
     model = small_model(hidden_act="relu")
     with pytest.raises(ValueError, match="another activation"):
         patch(model)
@@ -137,7 +137,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rotated
 
 
-def test_one_model_is_patched_and_the_family_stays_as_it_was(kernels: list[int]) -> None:
+def test_one_model_is_patched_and_the_family_stays_as_it_was(kernels):
     plain = small_model()
     model = copy.deepcopy(plain)
     before, names = dict(vars(modeling_llama)), list(model.state_dict())
@@ -151,7 +151,7 @@ def test_one_model_is_patched_and_the_family_stays_as_it_was(kernels: list[int])
     assert len(kernels) == 2
 
 
-def test_a_model_with_an_adapter_is_patched_within(kernels: list[int]) -> None:
+def test_a_model_with_an_adapter_is_patched_within(kernels):
     model = add_adapter(small_model(), Adapter(r=4), "causal-lm", 0)
     assert patch(model)["rotations"] == 2
     gradients(model)
@@ -178,9 +178,7 @@ class Norm(torch.nn.Module):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, OSError, AssertionError, None])
-def test_a_model_is_left_as_it_is_where_the_first_kernel_fails(
-    error: type[Exception] | None, kernels: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_left_as_it_is_where_the_first_kernel_fails(error, kernels, monkeypatch):
     monkeypatch.setattr(liger, "why_not_liger", lambda model: None)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.8.5")
     monkeypatch.setattr(
@@ -213,7 +211,7 @@ def interpreted(*kinds: str) -> dict[str, Any]:
     return found
 
 
-def test_the_real_kernels_agree_with_the_plain_model_also_under_adapters() -> None:
+def test_the_real_kernels_agree_with_the_plain_model_also_under_adapters():
     for kind, facts in interpreted("llama", "gemma2+lora").items():
         assert facts["replaced"] == {
             "norms": 5 if kind == "llama" else 9,
@@ -224,7 +222,7 @@ def test_the_real_kernels_agree_with_the_plain_model_also_under_adapters() -> No
 
 
 @pytest.mark.slow
-def test_the_real_kernels_agree_in_every_family_that_is_let_in() -> None:
+def test_the_real_kernels_agree_in_every_family_that_is_let_in():
     for kind, facts in interpreted(*sorted(FUSED_BY_LIGER)).items():
         assert facts["replaced"]["norms"] >= 5, kind
         assert (facts["replaced"]["feed-forwards"], facts["replaced"]["rotations"]) == (2, 2), (

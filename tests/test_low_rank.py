@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -106,9 +105,7 @@ def error(ours: Tensor, theirs: Tensor) -> float:
     ),
     ids=str,
 )
-def test_outputs_and_gradients_are_those_of_peft(
-    family: str, settings: dict[str, Any], is_bf16: bool
-) -> None:
+def test_outputs_and_gradients_are_those_of_peft(family, settings, is_bf16):
     model = with_lora(family, **settings)
     if is_bf16:
         in_bf16_with_fp32_adapters(model)
@@ -143,7 +140,7 @@ def test_outputs_and_gradients_are_those_of_peft(
     assert gradient_error < min(1.6 * their_gradient_error, CLOSE_BF16)
 
 
-def test_one_layer_in_bf16_is_no_farther_from_fp32_than_pefts() -> None:
+def test_one_layer_in_bf16_is_no_farther_from_fp32_than_pefts():
     torch.manual_seed(6)
     linear, x, slope = nn.Linear(96, 80), torch.randn(500, 96).bfloat16(), torch.randn(500, 80)
     config = peft.LoraConfig(r=8, lora_alpha=12, target_modules=["0"], init_lora_weights=False)
@@ -175,7 +172,7 @@ def one_layer(bias: bool = True, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_derivatives_hold_in_double_precision(bias: bool) -> None:
+def test_the_derivatives_hold_in_double_precision(bias):
     layer = one_layer(bias).double()
     layer.__class__ = LowRankLinear
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -191,7 +188,7 @@ def test_the_derivatives_hold_in_double_precision(bias: bool) -> None:
     )
 
 
-def test_inputs_of_any_form_and_order_in_memory() -> None:
+def test_inputs_of_any_form_and_order_in_memory():
     layer, fused = one_layer(), one_layer()
     fused.__class__ = LowRankLinear
     for x in (
@@ -209,7 +206,7 @@ def test_inputs_of_any_form_and_order_in_memory() -> None:
     y.sum().backward()
 
 
-def test_an_input_below_which_nothing_is_trained_gets_no_gradient() -> None:
+def test_an_input_below_which_nothing_is_trained_gets_no_gradient():
     layer = one_layer()
     layer.__class__ = LowRankLinear
     y = layer(torch.randn(3, 12))
@@ -219,7 +216,7 @@ def test_an_input_below_which_nothing_is_trained_gets_no_gradient() -> None:
     assert layer.lora_A["default"].weight.grad.any()
 
 
-def test_second_derivatives_are_refused() -> None:
+def test_second_derivatives_are_refused():
     layer = one_layer()
     layer.__class__ = LowRankLinear
     x = torch.randn(3, 12, requires_grad=True)
@@ -254,7 +251,7 @@ def layer_bytes_per_token(model: Any, *, is_bf16: bool, n_tokens: int = 32) -> f
     return (of_layer[1] - of_layer[0]) / n_tokens
 
 
-def test_a_layer_keeps_less_than_with_peft_and_shares_its_inputs() -> None:
+def test_a_layer_keeps_less_than_with_peft_and_shares_its_inputs():
     config = {
         "num_hidden_layers": 4,
         "hidden_size": 32,
@@ -275,7 +272,7 @@ def test_a_layer_keeps_less_than_with_peft_and_shares_its_inputs() -> None:
     assert kept["peft", True] - kept["fused", True] >= 3 * 2 * 32
 
 
-def test_layers_that_read_one_tensor_keep_one_copy_of_it() -> None:
+def test_layers_that_read_one_tensor_keep_one_copy_of_it():
     layers = [one_layer() for _ in range(3)]
     for layer in layers:
         layer.__class__ = LowRankLinear
@@ -308,9 +305,7 @@ class Kept:
 
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_a_frozen_prefix_keeps_nothing_and_is_never_given_gradients(
-    every: int, is_fused: bool
-) -> None:
+def test_a_frozen_prefix_keeps_nothing_and_is_never_given_gradients(every, is_fused):
     base = make_model("llama", num_hidden_layers=4)
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     parts = {
@@ -350,9 +345,7 @@ def test_a_frozen_prefix_keeps_nothing_and_is_never_given_gradients(
 # ---- life with it ----
 
 
-def test_with_the_tiled_head_and_checkpointing_the_gradients_are_still_those_of_peft_and_whole_logits() -> (  # noqa: E501
-    None
-):
+def test_with_the_tiled_head_and_checkpointing_gradients_are_those_of_peft_and_whole_logits():
     model = with_lora()
     theirs = gradients_of(model, summed_loss(model, make_batch(), "causal-lm")[0])
     use_low_rank(model)
@@ -364,7 +357,7 @@ def test_with_the_tiled_head_and_checkpointing_the_gradients_are_still_those_of_
 
 
 @pytest.mark.parametrize("is_bf16", [False, True])
-def test_repeats_are_equal_to_the_bit(is_bf16: bool) -> None:
+def test_repeats_are_equal_to_the_bit(is_bf16):
     model = with_lora()
     use_low_rank(model)
     logits, gradients = outcome(model, is_bf16=is_bf16)
@@ -382,9 +375,7 @@ def by_one_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("is_bf16", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_dropout_is_that_of_peft(
-    family: str, is_bf16: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropout_is_that_of_peft(family, is_bf16, monkeypatch):
     by_one_mask(monkeypatch)
     model = with_lora(family, lora_dropout=0.3)
     for module in model.get_base_model().modules():
@@ -407,7 +398,7 @@ def test_dropout_is_that_of_peft(
     assert error(outcome(model, family, is_bf16=is_bf16)[0], without) < close
 
 
-def test_dropout_keeps_a_byte_a_number() -> None:
+def test_dropout_keeps_a_byte_a_number():
     layers = [one_layer(lora_dropout=p) for p in (0.0, 0.5)]
     for layer in layers:
         layer.__class__ = LowRankLinear
@@ -416,7 +407,7 @@ def test_dropout_keeps_a_byte_a_number() -> None:
     assert kept[1] - kept[0] == 100 * 12
 
 
-def test_saving_loading_disabling_and_merging_are_pefts(tmp_path: Path) -> None:
+def test_saving_loading_disabling_and_merging_are_pefts(tmp_path):
     base = make_model("llama")
     model = with_lora(model=copy.deepcopy(base), lora_alpha=4)
     before, _ = outcome(model)
@@ -446,7 +437,7 @@ def test_saving_loading_disabling_and_merging_are_pefts(tmp_path: Path) -> None:
     assert not any(isinstance(module, LowRankLinear) for module in model.modules())
 
 
-def test_what_is_not_plain_is_left_counted_and_computed_as_before() -> None:
+def test_what_is_not_plain_is_left_counted_and_computed_as_before():
     for settings, word in (({"use_dora": True}, "Dora"), ({"lora_bias": True}, "bias")):
         family = "qwen2" if "lora_bias" in settings else "llama"
         targets = ["q_proj"] if family == "qwen2" else "all-linear"
@@ -464,7 +455,7 @@ def test_what_is_not_plain_is_left_counted_and_computed_as_before() -> None:
     assert "Embedding" in "".join(replaced.reasons)
 
 
-def test_quantized_layers_are_left_to_peft() -> None:
+def test_quantized_layers_are_left_to_peft():
     class Linear4bit(
         LoraLayer
     ):  # as peft names its layer for bitsandbytes, which is no LoRA `Linear`
@@ -478,7 +469,7 @@ def test_quantized_layers_are_left_to_peft() -> None:
     assert "Linear4bit" in str(replaced)
 
 
-def test_a_second_adapter_beside_the_first_is_computed_by_peft() -> None:
+def test_a_second_adapter_beside_the_first_is_computed_by_peft():
     model = with_lora()
     use_low_rank(model)
     config = peft.LoraConfig(
@@ -492,7 +483,7 @@ def test_a_second_adapter_beside_the_first_is_computed_by_peft() -> None:
     assert torch.equal(outcome(model)[0], both)
 
 
-def test_adapters_that_change_between_passes_are_seen() -> None:
+def test_adapters_that_change_between_passes_are_seen():
     """By the optimizer, and by one that writes weights without telling torch."""
     model = with_lora()
     use_low_rank(model)
@@ -506,7 +497,7 @@ def test_adapters_that_change_between_passes_are_seen() -> None:
     assert error(second, theirs) < CLOSE_BF16 < error(first, theirs)
 
 
-def test_mixed_precision_without_autocast_is_computed_by_peft() -> None:
+def test_mixed_precision_without_autocast_is_computed_by_peft():
     model = in_bf16_with_fp32_adapters(with_lora())
     theirs, _ = outcome(model)
     use_low_rank(model)
@@ -514,14 +505,14 @@ def test_mixed_precision_without_autocast_is_computed_by_peft() -> None:
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
-def test_an_embedding_is_not_taken_apart(init: str) -> None:
+def test_an_embedding_is_not_taken_apart(init):
     adapter = Adapter(r=2, target_modules=("embed_tokens", "q_proj"), init=init)
     with pytest.raises(ModelError, match="`embed_tokens` is an embedding"):
         add_adapter(model_of("llama"), adapter, "causal-lm", 0)
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_layers_of_gpt2_begin_as_what_they_are(init: str) -> None:
+def test_layers_of_gpt2_begin_as_what_they_are(init):
     """Its weights stand the other way round, [in, out]."""
     plain, model = model_of("gpt2"), model_of("gpt2")
     model = add_adapter(model, Adapter(r=2, init=init), "causal-lm", 0)
@@ -537,7 +528,7 @@ def test_layers_of_gpt2_begin_as_what_they_are(init: str) -> None:
         torch.testing.assert_close((b @ a).detach(), q[:, :2] @ r[:2])
 
 
-def test_positions_of_bart_are_trained_whole(tmp_path: Path) -> None:
+def test_positions_of_bart_are_trained_whole(tmp_path):
     from every_family import make_framing_tokenizer, small_config, small_model, write_job
 
     small_model("bart", "seq2seq", small_config("bart", "seq2seq")).save_pretrained(

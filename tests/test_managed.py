@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from datetime import date
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import workshop
-from command import Cli
 from farthing.planner.managed import Service, fee_of, fees_of, services
 from offers import offer_of
 
@@ -35,7 +33,7 @@ def a_service(counts: str) -> Service:
     )
 
 
-def test_tokens_are_counted_by_the_rules_of_each() -> None:
+def test_tokens_are_counted_by_the_rules_of_each():
     plain = fee_of(a_service("tokens"), spec(), 512)
     assert (plain.n_tokens, plain.usd, plain.usd_high, plain.usd_unpacked) == (
         300_000,
@@ -49,7 +47,7 @@ def test_tokens_are_counted_by_the_rules_of_each() -> None:
     assert fee_of(a_service("tokens"), spec(max_steps=50), 512).n_tokens == 50 * 10 * 100
 
 
-def test_every_row_has_its_source_its_day_and_its_unit() -> None:
+def test_every_row_has_its_source_its_day_and_its_unit():
     for service in services():
         assert service.source
         assert date(2025, 1, 1) <= service.date <= date(2026, 11, 22)
@@ -61,9 +59,7 @@ def test_every_row_has_its_source_its_day_and_its_unit() -> None:
         assert service.model or service.upto_billion > service.over_billion
 
 
-def test_a_plan_answers_what_was_paid(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_answers_what_was_paid(tmp_path, cli, monkeypatch):
     monkeypatch.setenv("FARTHING_TODAY", "2026-11-22")
     size = ("--examples", "20000", "--mean-tokens", "500")
     words = ["plan", workshop.job_file(tmp_path), *size, "--paid", "$90"]
@@ -80,7 +76,7 @@ def test_a_plan_answers_what_was_paid(
     assert "OpenAI" not in {each["provider"] for each in cli.json(*words)["managed"]}
 
 
-def test_a_row_of_a_price_file_is_for_models_of_its_size_and_method() -> None:
+def test_a_row_of_a_price_file_is_for_models_of_its_size_and_method():
     asked = SimpleNamespace(
         method="lora",
         shape=SimpleNamespace(n_parameters=8_000_000_000, task="seq2seq"),

@@ -65,7 +65,7 @@ def kept(job: Job) -> list[Measurement]:
 # ---- the file ----
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_what_is_written_is_read_again(tmp_path):
     path = tmp_path / "new" / "measurements.jsonl"
     assert read_measurements(path) == []
     wanted = [
@@ -82,7 +82,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert read_measurements(tmp_path) == [], "a folder holds none"
 
 
-def test_a_flipped_bit_of_a_measurement_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_measurement_is_found(tmp_path):
     path = tmp_path / "measurements.jsonl"
     append_measurement(path, some())
     whole, n_found = path.read_bytes(), 0
@@ -94,7 +94,7 @@ def test_a_flipped_bit_of_a_measurement_is_found(tmp_path: Path) -> None:
     assert n_found > 0.9 * len(whole)
 
 
-def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path):
     path = tmp_path / "measurements.jsonl"
     good = dataclasses.asdict(some())
     bad: list[Any] = [
@@ -138,7 +138,7 @@ def _append(path: Path, name: str) -> None:
         append_measurement(path, some(hardware=f"{name}-{number}", when="w" * 3000))
 
 
-def test_runs_that_end_together_tear_nothing(tmp_path: Path) -> None:
+def test_runs_that_end_together_tear_nothing(tmp_path):
     path = tmp_path / "measurements.jsonl"
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=_append, args=(path, str(number))) for number in range(3)]
@@ -153,7 +153,7 @@ def test_runs_that_end_together_tear_nothing(tmp_path: Path) -> None:
     )
 
 
-def test_a_long_file_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_file_is_read_from_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr("farthing.local.measurements._MOST_BYTES", 10_000)
     path = tmp_path / "measurements.jsonl"
     for number in range(30):
@@ -164,7 +164,7 @@ def test_a_long_file_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.Mo
     assert found.n_skipped == 0
 
 
-def test_those_that_match_newest_first() -> None:
+def test_those_that_match_newest_first():
     measured = [
         some(hardware="a", when="2026-01-01", method="lora"),
         some(hardware="a", when="2026-03-01", method="full"),
@@ -185,7 +185,7 @@ def test_those_that_match_newest_first() -> None:
         matching(measured, hardware="a", no_such_field=1)
 
 
-def test_a_record_leaves_the_first_step_out() -> None:
+def test_a_record_leaves_the_first_step_out():
     record = Record(loaded_bytes=5, before_model_bytes=2)
     for step in range(6):
         assert record.measured() is None, "too few steps say nothing"
@@ -218,7 +218,7 @@ def test_a_record_leaves_the_first_step_out() -> None:
 
 
 @pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 9))
-def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
+def test_a_run_measures_what_it_did(family, tmp_path):
     job = make_job(
         tmp_path,
         family,
@@ -296,9 +296,7 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_padding_of_an_evaluation_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_padding_of_an_evaluation_is_counted(tmp_path, monkeypatch):
     for family in ("llama", "t5"):
         sizes: list[int] = []
         honest = Forward.to_device
@@ -328,7 +326,7 @@ def test_the_padding_of_an_evaluation_is_counted(
 
 
 @pytest.mark.slow
-def test_every_attempt_is_measured_by_itself(tmp_path: Path) -> None:
+def test_every_attempt_is_measured_by_itself(tmp_path):
     job = make_job(tmp_path, n_rows=32, max_steps=30, save_steps=5)
 
     def stop_at(step: int) -> Heard:
@@ -353,7 +351,7 @@ def test_every_attempt_is_measured_by_itself(tmp_path: Path) -> None:
     assert len(kept(job)) == 2
 
 
-def test_what_was_promised_is_kept(tmp_path: Path) -> None:
+def test_what_was_promised_is_kept(tmp_path):
     job = make_job(tmp_path)
     train(job)
     (found,) = kept(job)
@@ -364,9 +362,7 @@ def test_what_was_promised_is_kept(tmp_path: Path) -> None:
     assert found.promised["formula"]["compute_s"] > 0
 
 
-def test_the_run_is_cut_by_the_cost_that_its_plan_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_is_cut_by_the_cost_that_its_plan_names(tmp_path, monkeypatch):
     asked: list[Any] = []
     real = farthing.model.forward.split_padded
     monkeypatch.setattr(
@@ -384,7 +380,7 @@ def test_the_run_is_cut_by_the_cost_that_its_plan_names(
     assert (kept["least_tokens"], kept["more_tokens"]) == (4096, 64)
 
 
-def test_a_run_is_cut_as_planned_and_its_steps_stay_what_they_are(tmp_path: Path) -> None:
+def test_a_run_is_cut_as_planned_and_its_steps_stay_what_they_are(tmp_path):
     job = make_job(
         tmp_path,
         global_batch_size=None,
@@ -401,7 +397,7 @@ def test_a_run_is_cut_as_planned_and_its_steps_stay_what_they_are(tmp_path: Path
     )
 
 
-def test_no_path_and_no_secret_is_kept(tmp_path: Path) -> None:
+def test_no_path_and_no_secret_is_kept(tmp_path):
     job = make_job(tmp_path)
     train(job)
     assert job.cache_dir is not None
@@ -417,9 +413,7 @@ def no_space(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("breaks", thinned(["write", "fsync", "line", "folder", "numbers"], 2))
-def test_a_run_never_fails_for_its_measurement(
-    breaks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_never_fails_for_its_measurement(breaks, tmp_path, monkeypatch):
     job = make_job(tmp_path)
     assert job.cache_dir is not None
     if breaks == "write":

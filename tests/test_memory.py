@@ -253,13 +253,13 @@ def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", thinned(OTHERS, 99), ids=named)
-def test_the_peak_of_others_is_that_of_the_modelling_code(case: Traced) -> None:
+def test_the_peak_of_others_is_that_of_the_modelling_code(case):
     agree(case, is_ours=False)
 
 
 @pytest.mark.usefixtures("_large_blocks")
 @pytest.mark.parametrize("case", thinned(OURS, 99), ids=named)
-def test_the_peak_is_that_of_the_loop(case: Traced) -> None:
+def test_the_peak_is_that_of_the_loop(case):
     agree(case, is_ours=True)
 
 
@@ -267,9 +267,7 @@ def test_the_peak_is_that_of_the_loop(case: Traced) -> None:
 @pytest.mark.usefixtures("_large_blocks")
 @pytest.mark.parametrize("case", MIXED, ids=named)
 @pytest.mark.parametrize("is_ours", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_the_peak_of_experts_is_that_of_the_modelling_code(
-    case: Traced, is_ours: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_peak_of_experts_is_that_of_the_modelling_code(case, is_ours, monkeypatch):
     # without data there is a kernel of torch for bf16 alone; for fp32 the one that transformers has
     # itself
     monkeypatch.setattr(
@@ -284,9 +282,7 @@ def test_the_peak_of_experts_is_that_of_the_modelling_code(
 @pytest.mark.parametrize(
     ("model", "dtype", "every"), [("llama", "frozen", 0), ("qwen2", "fp32", 1)]
 )
-def test_what_an_adapter_began_as_is_counted_where_it_is_kept(
-    model: str, dtype: str, every: int
-) -> None:
+def test_what_an_adapter_began_as_is_counted_where_it_is_kept(model, dtype, every):
     agree(
         Traced(model, "lora", dtype, every, ALL, n_tokens=64, share=0.25, keeps_start=True),
         is_ours=True,
@@ -295,14 +291,14 @@ def test_what_an_adapter_began_as_is_counted_where_it_is_kept(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS_SWEEP, ids=named)
-def test_the_peak_of_others_is_that_of_the_modelling_code_everywhere(case: Traced) -> None:
+def test_the_peak_of_others_is_that_of_the_modelling_code_everywhere(case):
     agree(case, is_ours=False)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_large_blocks")
 @pytest.mark.parametrize("case", OURS_SWEEP, ids=named)
-def test_the_peak_is_that_of_the_loop_everywhere(case: Traced) -> None:
+def test_the_peak_is_that_of_the_loop_everywhere(case):
     agree(case, is_ours=True)
 
 
@@ -314,14 +310,14 @@ LORA = Recipe("lora", BF16, "adamw_torch_fused", 2, 16)
 SHORT = Largest(2, 64, 0)
 
 
-def test_full_training_takes_sixteen_bytes_a_weight_and_a_plain_optimizer_four_more() -> None:
+def test_full_training_takes_sixteen_bytes_a_weight_and_a_plain_optimizer_four_more():
     shape = shape_of("mistral")
     for optim, of_each in (("adamw_torch_fused", 16), ("adamw_torch", 20)):
         found = peak(shape, replace(FULL, optim=optim), SHORT)
         assert found.allocated.n_bytes == pytest.approx(of_each * shape.n_parameters, rel=1e-6)
 
 
-def test_layers_that_are_kept_to_the_backward_pass_and_fp16_take_more_of_spread_weights() -> None:
+def test_layers_that_are_kept_to_the_backward_pass_and_fp16_take_more_of_spread_weights():
     shape = shape_of("llama")
     on_four = replace(FULL, n_gpus=4, sharding="fsdp")
     root = shape.n_parameters - in_layers(shape)
@@ -341,13 +337,13 @@ def test_layers_that_are_kept_to_the_backward_pass_and_fp16_take_more_of_spread_
         *(("paged_adamw_8bit", 8), ("paged_adamw_32bit", 8), ("adamw_torch_offload", 8)),
     ],
 )
-def test_optimizers_by_what_they_keep(optim: str, of_each: float) -> None:
+def test_optimizers_by_what_they_keep(optim, of_each):
     shape = shape_of("mistral")
     found = peak(shape, replace(FULL, optim=optim), SHORT)
     assert found.allocated.n_bytes == pytest.approx(of_each * shape.n_parameters, rel=1e-3)
 
 
-def test_quantized_weights_are_half_a_byte_and_their_constants_beside_bf16_embeddings() -> None:
+def test_quantized_weights_are_half_a_byte_and_their_constants_beside_bf16_embeddings():
     assert pytest.approx(0.516, abs=0.0005) == NF4_BYTES
     shape = shape_of("mistral")
     adapters = shape.with_lora(16, ALL)
@@ -362,7 +358,7 @@ def test_quantized_weights_are_half_a_byte_and_their_constants_beside_bf16_embed
 # ---- sums and orders ----
 
 
-def test_parts_add_up_and_the_device_needs_more_than_torch_says() -> None:
+def test_parts_add_up_and_the_device_needs_more_than_torch_says():
     shape = shape_of("llama")
     for is_cuda in (True, False):
         found = peak(shape, FULL, SHORT, is_cuda=is_cuda)
@@ -381,7 +377,7 @@ def test_parts_add_up_and_the_device_needs_more_than_torch_says() -> None:
     assert peak(shape, two, SHORT).beside_bytes == 2**29
 
 
-def test_what_one_meter_shows_is_not_compared_with_another() -> None:
+def test_what_one_meter_shows_is_not_compared_with_another():
     found = peak(shape_of("llama"), FULL, SHORT)
     for a, b in ((found.allocated, found.reserved), (found.reserved, found.on_device)):
         assert a != b
@@ -391,9 +387,7 @@ def test_what_one_meter_shows_is_not_compared_with_another() -> None:
 
 @pytest.mark.parametrize("model", list(NAMES))
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
-def test_more_checkpointing_never_needs_more_and_a_larger_micro_batch_never_less(
-    model: str, method: str
-) -> None:
+def test_more_checkpointing_never_needs_more_and_a_larger_micro_batch_never_less(model, method):
     shape = shape_of(model)
     adapters = None if method == "full" else shape.with_lora(16)
     found: dict[tuple[int, int], int] = {}
@@ -419,7 +413,7 @@ def test_more_checkpointing_never_needs_more_and_a_larger_micro_batch_never_less
         )
 
 
-def test_only_labelled_positions_are_paid_for_and_a_tile_of_them_at_most() -> None:
+def test_only_labelled_positions_are_paid_for_and_a_tile_of_them_at_most():
     shape, adapters = shape_of("qwen2"), shape_of("qwen2").with_lora(16)
     stack = stack_for("qwen2", "causal-lm", "bf16", "lora")
     recipe = Recipe(
@@ -448,7 +442,7 @@ def test_only_labelled_positions_are_paid_for_and_a_tile_of_them_at_most() -> No
     assert whole.allocated.n_bytes > 4 * tiled.allocated.n_bytes
 
 
-def test_nothing_is_kept_below_the_first_trained_layer() -> None:
+def test_nothing_is_kept_below_the_first_trained_layer():
     shape, largest = shape_of("llama"), Largest(1, 16_384, 0)
     upper, half = (
         shape.with_lora(
@@ -478,7 +472,7 @@ def test_nothing_is_kept_below_the_first_trained_layer() -> None:
             assert many - few == pytest.approx(3 * (some - few), rel=0.01)
 
 
-def test_old_gpus_repeat_keys_and_other_kernels_take_them_as_they_are() -> None:
+def test_old_gpus_repeat_keys_and_other_kernels_take_them_as_they_are():
     shape, largest = shape_of("llama"), Largest(1, 16_384, 0)
     adapters = shape.with_lora(16)
     stacks = {
@@ -500,7 +494,7 @@ def test_old_gpus_repeat_keys_and_other_kernels_take_them_as_they_are() -> None:
     )
 
 
-def test_what_the_trainer_does_with_a_model_is_known_without_it() -> None:
+def test_what_the_trainer_does_with_a_model_is_known_without_it():
     flat = stack_for("llama", "causal-lm", "bf16", "lora")
     assert (flat.is_packed, flat.scores_positions, flat.fuses_adapters) == (True, True, True)
     assert not stack_for("llama", "causal-lm", "bf16", "lora", may_go_packed=False).is_packed
@@ -521,7 +515,7 @@ def test_what_the_trainer_does_with_a_model_is_known_without_it() -> None:
     assert not stack_for("distilbert", "classification", "fp32", "full").is_packed
 
 
-def test_sharding_divides_weights_gradients_and_state_and_leaves_activations() -> None:
+def test_sharding_divides_weights_gradients_and_state_and_leaves_activations():
     shape = shape_of("llama")
     alone = peak(shape, replace(FULL, optim="adamw_torch_fused"), SHORT)
     four = replace(FULL, optim="adamw_torch_fused", n_gpus=4, sharding="fsdp", global_batch=8)
@@ -531,9 +525,7 @@ def test_sharding_divides_weights_gradients_and_state_and_leaves_activations() -
     assert copied.allocated.n_bytes == alone.allocated.n_bytes
 
 
-def test_spread_frozen_weights_leave_adapters_whole_and_gather_a_layer_and_what_is_beside_the_layers() -> (  # noqa: E501
-    None
-):
+def test_spread_frozen_weights_leave_adapters_whole_and_gather_a_layer_and_what_is_beside():
     shape = shape_of("llama")
     adapters = shape.with_lora(8)
     lora = Recipe("lora", BF16, "adamw_torch_fused", 16, 8, n_gpus=4, n_micro_batches=2.0)
@@ -549,7 +541,7 @@ def test_spread_frozen_weights_leave_adapters_whole_and_gather_a_layer_and_what_
     assert spread["gathered weights"] == 2 * (shape.n_parameters - layers + 2 * at_work)
 
 
-def test_accumulation_keeps_gradients_while_the_next_micro_batch_runs() -> None:
+def test_accumulation_keeps_gradients_while_the_next_micro_batch_runs():
     shape, large = shape_of("llama"), Largest(4, 4096, 0)
     at_once = Recipe("full", BF16, "adamw_torch_fused", 4)
     twice = replace(at_once, global_batch=8, n_micro_batches=2.0)
@@ -559,7 +551,7 @@ def test_accumulation_keeps_gradients_while_the_next_micro_batch_runs() -> None:
     assert more == pytest.approx(4 * shape.n_parameters, rel=0.01)
 
 
-def test_flash_attention_needs_no_mask_and_no_repeated_keys() -> None:
+def test_flash_attention_needs_no_mask_and_no_repeated_keys():
     shape, long = shape_of("llama"), Largest(1, 16384, 0)
     adapters = shape.with_lora(16)
     padded = peak(shape, LORA, long, adapters).allocated.n_bytes
@@ -569,7 +561,7 @@ def test_flash_attention_needs_no_mask_and_no_repeated_keys() -> None:
     assert padded - flash == pytest.approx(mask + repeated, rel=0.01)
 
 
-def test_an_evaluation_keeps_no_activations_but_all_logits() -> None:
+def test_an_evaluation_keeps_no_activations_but_all_logits():
     shape = shape_of("qwen2")
     adapters = shape.with_lora(16)
     small, large = (
@@ -586,9 +578,7 @@ def test_an_evaluation_keeps_no_activations_but_all_logits() -> None:
 @pytest.mark.parametrize(
     ("n_rows", "n_source", "n_new", "n_layers"), [(64, 48, 24, 3), (32, 16, 64, 2), (128, 64, 8, 4)]
 )
-def test_the_peak_of_writing_is_that_of_generate(
-    n_rows: int, n_source: int, n_new: int, n_layers: int
-) -> None:
+def test_the_peak_of_writing_is_that_of_generate(n_rows, n_source, n_new, n_layers):
     """Keys and values of a whole batch, which is larger than any of training."""
     sizes = {
         "vocab_size": 500,
@@ -629,7 +619,7 @@ def test_the_peak_of_writing_is_that_of_generate(
     assert said.allocated.n_bytes - of_weights == pytest.approx(alive.peak - of_weights, rel=0.16)
 
 
-def test_copies_of_weights_stay_to_the_end_of_a_step_of_several_micro_batches() -> None:
+def test_copies_of_weights_stay_to_the_end_of_a_step_of_several_micro_batches():
     """On a GPU, where they are made once a step; autocast's own go with the forward pass."""
     shape = shape_of("llama")
     recipe = replace(

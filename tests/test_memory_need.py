@@ -182,26 +182,26 @@ def named(case: Case) -> str:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_large_blocks")
 @pytest.mark.parametrize("case", CASES, ids=named)
-def test_the_need_judged_from_two_short_documents_is_the_peak_of_a_step(case: Case) -> None:
+def test_the_need_judged_from_two_short_documents_is_the_peak_of_a_step(case):
     agree(case)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_large_blocks")
 @pytest.mark.parametrize("case", SIZES, ids=named)
-def test_the_need_is_the_peak_of_a_step_at_real_sizes(case: Case) -> None:
+def test_the_need_is_the_peak_of_a_step_at_real_sizes(case):
     agree(case)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_large_blocks")
 @pytest.mark.parametrize("case", FAMILIES, ids=named)
-def test_the_need_is_the_peak_of_a_step_of_other_families(case: Case) -> None:
+def test_the_need_is_the_peak_of_a_step_of_other_families(case):
     # GPT-NeoX with adapters and nothing checkpointed is judged 9.6 % too low: why is not known yet
     agree(case, rel=0.1 if named(case).startswith("neox lora 0") else 0.05)
 
 
-def test_copies_of_trained_matrices_do_not_grow_with_the_tokens() -> None:
+def test_copies_of_trained_matrices_do_not_grow_with_the_tokens():
     """Sixteen times the tokens of the first sample, and copies in bf16 are counted once."""
     need, _ = judged(Case("1B", "full", 0, 32, n_layers=2))
     config = config_for(Case("1B", "full", 0, n_layers=2))
@@ -212,7 +212,7 @@ def test_copies_of_trained_matrices_do_not_grow_with_the_tokens() -> None:
     assert need.casts_bytes == 2 * matrices
 
 
-def test_gradients_and_activations_are_not_there_at_once_but_where_gradients_are_held() -> None:
+def test_gradients_and_activations_are_not_there_at_once_but_where_gradients_are_held():
     once, _ = judged(Case("1B", "full", 0, 8, n_layers=2))
     held, _ = judged(Case("1B", "full", 0, 8, accumulates=True, n_layers=2))
     assert held.moments()["loss"] - once.moments()["loss"] == once.gradients.all_bytes
@@ -220,9 +220,7 @@ def test_gradients_and_activations_are_not_there_at_once_but_where_gradients_are
 
 
 @pytest.mark.parametrize("budget", [16_384, 200])
-def test_the_need_is_that_of_the_largest_micro_batch_that_comes(
-    budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_need_is_that_of_the_largest_micro_batch_that_comes(budget, tmp_path, monkeypatch):
     """And what is rehearsed adds up gradients where a step will."""
     size = {"hidden": 32, "layers": 1}
     job = make_job(tmp_path, n_rows=40, max_steps=5, micro_batch_tokens=budget, size=size)
@@ -255,9 +253,7 @@ def test_the_need_is_that_of_the_largest_micro_batch_that_comes(
 
 @pytest.mark.parametrize("cap", [None, 30.0])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_head_has_one_block_of_rows_at_work(
-    precision: str, cap: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_head_has_one_block_of_rows_at_work(precision, cap, monkeypatch):
     n, n_words, width = 256, 4000, 8
     block_bytes = 64 * n_words * 4
     monkeypatch.setattr(
@@ -277,8 +273,8 @@ def test_the_head_has_one_block_of_rows_at_work(
 
 
 def test_a_run_without_a_probe_begins_with_no_checkpointing_whatever_was_planned(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """The least that fits is measured."""
     job = make_job(tmp_path, size={"hidden": 32, "layers": 1}, probe=False)
     Path(job.output_dir).mkdir()

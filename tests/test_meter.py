@@ -20,7 +20,7 @@ def read_attempts(path: Path) -> list[Account]:
     return with_redone(read_ledger(path).ordered)
 
 
-def test_spans_add_up_to_the_wall_time_however_they_nest() -> None:
+def test_spans_add_up_to_the_wall_time_however_they_nest():
     clock = Clock()
     meter = Meter(already_s=2.0, clock=clock)
     clock.now += 1
@@ -37,7 +37,7 @@ def test_spans_add_up_to_the_wall_time_however_they_nest() -> None:
     )
 
 
-def test_a_span_ends_with_an_error_too() -> None:
+def test_a_span_ends_with_an_error_too():
     clock = Clock()
     meter = Meter(clock=clock)
 
@@ -53,13 +53,13 @@ def test_a_span_ends_with_an_error_too() -> None:
     assert meter.spans == {"start_up": 2.0, "compute": 1.0}
 
 
-def test_a_span_without_a_name_on_the_receipt_is_refused() -> None:
+def test_a_span_without_a_name_on_the_receipt_is_refused():
     with pytest.raises(KeyError), Meter().span("coffee"):
         pass
     assert "compute" in SPANS
 
 
-def test_each_attempt_is_priced_at_its_own_rate(tmp_path: Path) -> None:
+def test_each_attempt_is_priced_at_its_own_rate(tmp_path):
     clock = Clock()
     attempt(tmp_path / "l", clock, 3.6, 0, 5)
     clock.now += 5000  # away: not this machine's time
@@ -71,7 +71,7 @@ def test_each_attempt_is_priced_at_its_own_rate(tmp_path: Path) -> None:
     assert (first.usd, second.usd) == pytest.approx((0.05, 0.3))
 
 
-def test_work_done_again_is_counted_once_as_redone(tmp_path: Path) -> None:
+def test_work_done_again_is_counted_once_as_redone(tmp_path):
     clock = Clock()
     attempt(tmp_path / "l", clock, 1, 0, 10)
     attempt(tmp_path / "l", clock, 1, 8, 9)  # lost steps 9 and 10 of the first
@@ -80,7 +80,7 @@ def test_work_done_again_is_counted_once_as_redone(tmp_path: Path) -> None:
     assert redone == pytest.approx([60, 10, 0])
 
 
-def test_an_attempt_that_never_began_loses_no_work(tmp_path: Path) -> None:
+def test_an_attempt_that_never_began_loses_no_work(tmp_path):
     clock = Clock()
     attempt(tmp_path / "l", clock, 1, 0, 10)
     Ledger(tmp_path / "l", Meter(clock=clock), 1).write("starting")
@@ -90,7 +90,7 @@ def test_an_attempt_that_never_began_loses_no_work(tmp_path: Path) -> None:
     assert sum(a.redone_s for a in attempts) == 0
 
 
-def test_the_first_forecast_is_the_one_that_is_kept(tmp_path: Path) -> None:
+def test_the_first_forecast_is_the_one_that_is_kept(tmp_path):
     clock = Clock()
     ledger = Ledger(tmp_path / "l", Meter(clock=clock), 1)
     ledger.begin_at(0)
@@ -108,7 +108,7 @@ def sums_of(account: Account) -> dict[str, float]:
     return {name: sum(s.spans.get(name, 0.0) for s in account.stretches) for name in names}
 
 
-def test_stretches_add_up_to_the_spans_however_many_there_were() -> None:
+def test_stretches_add_up_to_the_spans_however_many_there_were():
     draw, account = random.Random(0), Account(1)
     account.spans = dict.fromkeys(("compute", "optimizer", "evaluation"), 0.0)
     for step in range(3000):
@@ -131,7 +131,7 @@ def test_stretches_add_up_to_the_spans_however_many_there_were() -> None:
     assert all(seconds >= 0 for stretch in stretches for seconds in stretch.spans.values())
 
 
-def test_a_ledger_keeps_the_stretches_of_each_attempt(tmp_path: Path) -> None:
+def test_a_ledger_keeps_the_stretches_of_each_attempt(tmp_path):
     clock = Clock()
     for first in (0, 10):
         meter = Meter(clock=clock)
@@ -153,9 +153,7 @@ def test_a_ledger_keeps_the_stretches_of_each_attempt(tmp_path: Path) -> None:
         assert (busy[0], busy[-1]) == (20, 80)
 
 
-def test_a_disk_that_is_full_takes_the_bill_in_the_place_of_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_takes_the_bill_in_the_place_of_the_last(tmp_path, monkeypatch):
     clock = Clock()
     ledger = attempt(tmp_path / "l", clock, 3.6, 0, 5)
 

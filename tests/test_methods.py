@@ -57,9 +57,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, 9))
 @pytest.mark.parametrize("method", thinned(["full", *ADAPTERS], 2))
-def test_the_loss_falls_and_only_what_should_be_trained_changes(
-    family: str, method: str, tmp_path: Path, watched: Watched
-) -> None:
+def test_the_loss_falls_and_only_what_should_be_trained_changes(family, method, tmp_path, watched):
     rate = 0.002 if method == "full" else 0.01
     job = make_job(
         tmp_path,
@@ -84,9 +82,7 @@ def test_the_loss_falls_and_only_what_should_be_trained_changes(
         assert bool(magnitudes) == (method == "dora")
 
 
-def test_a_classifier_trains_query_value_and_its_head_by_default(
-    tmp_path: Path, watched: Watched
-) -> None:
+def test_a_classifier_trains_query_value_and_its_head_by_default(tmp_path, watched):
     workshop.train(make_job(tmp_path, "bert", method="lora", max_steps=1))
     adapted = {
         name.split(".lora_")[0].split(".")[-1] for name in watched.trainable() if ".lora_" in name
@@ -119,8 +115,8 @@ def test_a_classifier_trains_query_value_and_its_head_by_default(
     ),
 )
 def test_target_modules_are_the_layers_that_get_an_adapter(
-    family: str, target_modules: Any, adapted: set[str], tmp_path: Path, watched: Watched
-) -> None:
+    family, target_modules, adapted, tmp_path, watched
+):
     method = {"name": "lora", "target_modules": target_modules}
     workshop.train(make_job(tmp_path, family, method=method, max_steps=1))
     names = {
@@ -139,9 +135,7 @@ def test_target_modules_are_the_layers_that_get_an_adapter(
         ("bert", ["pooler"]),
     ],
 )
-def test_modules_in_fp32_go_with_a_base_in_half_precision(
-    tmp_path: Path, family: str, saved: list[str]
-) -> None:
+def test_modules_in_fp32_go_with_a_base_in_half_precision(tmp_path, family, saved):
     method = {"name": "lora", "target_modules": "all-linear", "modules_to_save": saved}
     keys: dict[str, Any] = {"max_steps": 2, "bf16": True, "predict_with_generate": False}
     job = make_job(
@@ -160,9 +154,7 @@ def test_modules_in_fp32_go_with_a_base_in_half_precision(
     ],
     ids=["an adapter alone", "one of two", "trained whole"],
 )
-def test_a_module_that_is_never_computed_is_refused_by_name(
-    tmp_path: Path, method: dict[str, Any]
-) -> None:
+def test_a_module_that_is_never_computed_is_refused_by_name(tmp_path, method):
     job = make_job(tmp_path, "t5", method={"name": "lora", **method})
     with pytest.raises(ModelError, match="computed without `shared`") as refused:
         workshop.train(job)
@@ -186,9 +178,7 @@ def test_a_module_that_is_never_computed_is_refused_by_name(
     ),
     ids=["t5 head", "t5 embeddings", "llama embeddings", "llama both", "bert embeddings"],
 )
-def test_whatever_a_job_names_is_trained(
-    tmp_path: Path, watched: Watched, family: str, names: dict[str, Any]
-) -> None:
+def test_whatever_a_job_names_is_trained(tmp_path, watched, family, names):
     workshop.train(make_job(tmp_path, family, method={"name": "lora", **names}, max_steps=2))
     assert watched.changed() == watched.trainable()
 
@@ -200,9 +190,7 @@ def test_whatever_a_job_names_is_trained(
         ("modules_to_save", "lm_haed", ("lm_head",)),
     ],
 )
-def test_unknown_modules_are_refused_and_the_choices_named(
-    key: str, wrong: str, known: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_unknown_modules_are_refused_and_the_choices_named(key, wrong, known, tmp_path):
     job = make_job(tmp_path, method={"name": "lora", key: [wrong]})
     with pytest.raises(ModelError) as caught:
         workshop.train(job)
@@ -215,9 +203,7 @@ def test_unknown_modules_are_refused_and_the_choices_named(
 
 
 @pytest.mark.parametrize("method", thinned(["full", "lora"], 9))
-def test_bf16_keeps_frozen_weights_in_bf16_and_trained_ones_in_fp32(
-    method: str, tmp_path: Path, watched: Watched
-) -> None:
+def test_bf16_keeps_frozen_weights_in_bf16_and_trained_ones_in_fp32(method, tmp_path, watched):
     job = make_job(tmp_path, method=method, bf16=True, max_steps=12)
     workshop.train(job)
     losses = losses_of(job)
@@ -229,7 +215,7 @@ def test_bf16_keeps_frozen_weights_in_bf16_and_trained_ones_in_fp32(
     assert json.loads((tmp_path / "run/run.json").read_text())["machine"]["precision"] == "bf16"
 
 
-def test_random_weights_are_the_same_in_every_precision(tmp_path: Path) -> None:
+def test_random_weights_are_the_same_in_every_precision(tmp_path):
     folder = workshop.make_folder(tmp_path / "base", "llama")
     choice = ModelChoice(str(folder), init="random")
     exact, rounded = (
@@ -265,9 +251,7 @@ def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[Run, Heard]:
     return run, heard
 
 
-def test_the_scaler_unscales_before_clipping(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_scaler_unscales_before_clipping(tmp_path, monkeypatch):
     run, _ = overflowing_run(tmp_path)
     seen: list[float] = []
     clip = torch.nn.utils.clip_grads_with_norm_
@@ -286,8 +270,8 @@ def test_the_scaler_unscales_before_clipping(
 
 
 def test_an_overflow_skips_the_step_and_halves_the_scale_and_is_not_counted_as_nan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     run, heard = overflowing_run(tmp_path, max_skipped_steps=2)
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     unscale = run.steps.step.scaler.unscale_
@@ -317,7 +301,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale_and_is_not_counted_as_n
     assert any(not torch.equal(p, before[name]) for name, p in run.model.named_parameters())
 
 
-def test_a_cpu_computes_in_fp32_and_in_bf16_when_asked() -> None:
+def test_a_cpu_computes_in_fp32_and_in_bf16_when_asked():
     assert choose_numerics("cpu", None, None).name == "fp32"
     assert choose_numerics("cpu", True, None).name == "bf16"
 
@@ -326,7 +310,7 @@ def test_a_cpu_computes_in_fp32_and_in_bf16_when_asked() -> None:
 
 
 @pytest.mark.parametrize("optim", thinned(["adamw_torch", "adamw_torch_fused", "sgd"], 9))
-def test_every_torch_optimizer_learns(optim: str, tmp_path: Path) -> None:
+def test_every_torch_optimizer_learns(optim, tmp_path):
     job = make_job(
         tmp_path, optim=optim, max_steps=12, learning_rate=0.5 if optim == "sgd" else 0.01
     )
@@ -335,12 +319,12 @@ def test_every_torch_optimizer_learns(optim: str, tmp_path: Path) -> None:
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
 
-def test_a_polynomial_that_would_have_to_rise_is_refused() -> None:
+def test_a_polynomial_that_would_have_to_rise_is_refused():
     with pytest.raises(InputError, match="the learning rate is 1e-08"):
         schedule("polynomial", n_warmup_steps=0, n_steps=4, learning_rate=1e-8)
 
 
-def test_warm_up_is_a_share_of_the_steps_rounded_up(tmp_path: Path) -> None:
+def test_warm_up_is_a_share_of_the_steps_rounded_up(tmp_path):
     job = make_job(
         tmp_path, lr_scheduler_type="constant_with_warmup", max_steps=5, warmup_ratio=0.5
     )
@@ -349,8 +333,8 @@ def test_warm_up_is_a_share_of_the_steps_rounded_up(tmp_path: Path) -> None:
 
 
 def test_the_learning_rate_follows_the_global_batch_when_told_what_it_was_tuned_for(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     job = make_job(
         tmp_path, learning_rate=0.01, global_batch_size=8, learning_rate_batch_size=32, max_steps=1
     )
@@ -358,7 +342,7 @@ def test_the_learning_rate_follows_the_global_batch_when_told_what_it_was_tuned_
     assert log_of(job)[0]["lr"] == pytest.approx(0.0025)
 
 
-def test_weight_decay_is_on_matrices_alone(tmp_path: Path) -> None:
+def test_weight_decay_is_on_matrices_alone(tmp_path):
     folder = workshop.make_folder(tmp_path / "base", "bert")
     choice = ModelChoice(str(folder), init="random")
     model: Any = load_model(
@@ -382,7 +366,7 @@ def test_weight_decay_is_on_matrices_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_clipping_bounds_the_gradient_and_zero_switches_it_off(tmp_path: Path) -> None:
+def test_clipping_bounds_the_gradient_and_zero_switches_it_off(tmp_path):
     def moved(name: str, max_grad_norm: float) -> float:
         job = make_job(
             tmp_path / name,
@@ -404,7 +388,7 @@ def test_clipping_bounds_the_gradient_and_zero_switches_it_off(tmp_path: Path) -
     assert moved("free", 0) > 1
 
 
-def test_label_smoothing_is_that_of_torch() -> None:
+def test_label_smoothing_is_that_of_torch():
     logits = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([[-100, 3, 4, 0, -100], [1, -100, 2, 7, 10]])
 
@@ -432,7 +416,7 @@ def test_label_smoothing_is_that_of_torch() -> None:
 
 
 @pytest.mark.slow
-def test_label_smoothing_changes_training_and_not_evaluation(tmp_path: Path) -> None:
+def test_label_smoothing_changes_training_and_not_evaluation(tmp_path):
     plain = make_job(tmp_path / "plain", "bert", max_steps=1)
     smooth = make_job(tmp_path / "smooth", "bert", max_steps=1, label_smoothing_factor=0.2)
     workshop.train(plain)
@@ -444,9 +428,7 @@ def test_label_smoothing_changes_training_and_not_evaluation(tmp_path: Path) -> 
 # ---- loading ----
 
 
-def test_a_head_for_other_classes_is_drawn_anew_and_the_body_is_kept(
-    tmp_path: Path, watched: Watched
-) -> None:
+def test_a_head_for_other_classes_is_drawn_anew_and_the_body_is_kept(tmp_path, watched):
     rows = [{"text": f"row {i}", "label": "abcde"[i % 5]} for i in range(20)]
     job = make_job(tmp_path, "bert", pretrained=True, rows=rows, method="lora", max_steps=1)
     before = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
@@ -459,7 +441,7 @@ def test_a_head_for_other_classes_is_drawn_anew_and_the_body_is_kept(
     )
 
 
-def test_a_model_whose_weights_are_not_all_there_is_refused(tmp_path: Path) -> None:
+def test_a_model_whose_weights_are_not_all_there_is_refused(tmp_path):
     from safetensors.torch import load_file, save_file
 
     job = make_job(tmp_path, pretrained=True)
@@ -486,7 +468,7 @@ def shared(*parts: str) -> Path:
     return Path(folder, *parts)
 
 
-def test_an_encoder_with_lora_and_a_head_counts_each_weight_once() -> None:
+def test_an_encoder_with_lora_and_a_head_counts_each_weight_once():
     config = transformers.AutoConfig.from_pretrained(shared("model_configs", "xlm-roberta-large"))
     config.num_labels = 214
     with torch.device("meta"):
@@ -545,9 +527,7 @@ def gradients(model: Any, forward: Callable[[], Any]) -> dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, 2))
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_checkpointing_saves_memory_and_changes_no_bit_of_the_gradients(
-    family: str, method: str, tmp_path: Path
-) -> None:
+def test_checkpointing_saves_memory_and_changes_no_bit_of_the_gradients(family, method, tmp_path):
     model, forward = small_model(family, tmp_path / "base", method, dropout=0.1)
     expected, kept = gradients(model, forward), {0: saved_bytes(model, forward)}
     for every in (1, 2, 4):
@@ -580,9 +560,7 @@ def choose(
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, 2))
 @pytest.mark.parametrize("method", thinned(["full", "lora"], 2))
-def test_auto_checkpoints_no_more_than_the_memory_asks_for(
-    family: str, method: str, tmp_path: Path
-) -> None:
+def test_auto_checkpoints_no_more_than_the_memory_asks_for(family, method, tmp_path):
     model, forward = small_model(family, tmp_path / "base", method)
     ample, tiny = choose(model, forward, 1 << 40), choose(model, forward, 1)
     assert (ample.checkpoint_every, ample.fits) == (0, True)
@@ -595,7 +573,7 @@ def test_auto_checkpoints_no_more_than_the_memory_asks_for(
     assert ample.gradients.all_bytes == 4 * count_parameters(model)["trainable"]
 
 
-def test_a_sample_without_room_is_a_mode_that_does_not_fit(tmp_path: Path) -> None:
+def test_a_sample_without_room_is_a_mode_that_does_not_fit(tmp_path):
     model, forward = small_model("llama", tmp_path / "base")
 
     def short(n_copies: int = 1) -> torch.Tensor:
@@ -611,14 +589,12 @@ def test_a_sample_without_room_is_a_mode_that_does_not_fit(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("wanted", "every"), [(True, 1), (False, 0), (3, 3)])
-def test_checkpointing_is_what_the_job_says_when_it_says(
-    wanted: bool | int, every: int, tmp_path: Path
-) -> None:
+def test_checkpointing_is_what_the_job_says_when_it_says(wanted, every, tmp_path):
     model, forward = small_model("llama", tmp_path / "base")
     assert choose(model, forward, 1 << 40, wanted).checkpoint_every == every
 
 
-def test_a_frozen_embedding_stays_out_of_the_backward_pass(tmp_path: Path) -> None:
+def test_a_frozen_embedding_stays_out_of_the_backward_pass(tmp_path):
     model, _ = small_model("llama", tmp_path / "base", "lora")
     checkpoint_layers(model, 1)
     embedding = model.get_input_embeddings()
@@ -631,9 +607,7 @@ def test_a_frozen_embedding_stays_out_of_the_backward_pass(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_training_with_and_without_checkpointing_ends_in_the_same_weights(
-    family: str, tmp_path: Path
-) -> None:
+def test_training_with_and_without_checkpointing_ends_in_the_same_weights(family, tmp_path):
     # without it an encoder's last layer computes fewer rows, and draws other masks for them
     dropout = 0.0 if family == "bert" else 0.1
     ends = []
@@ -655,7 +629,7 @@ def test_training_with_and_without_checkpointing_ends_in_the_same_weights(
         assert off <= (1e-5 if family == "bert" else 0.0), name
 
 
-def test_nothing_is_kept_of_a_pass_that_was_counted() -> None:
+def test_nothing_is_kept_of_a_pass_that_was_counted():
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 8), torch.nn.Sigmoid(), torch.nn.Linear(8, 8), torch.nn.Softmax(-1)
     )
@@ -692,9 +666,7 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "kwargs"), SCHEDULES, ids=str)
 @pytest.mark.parametrize("n_warmup_steps", [0, 4])
-def test_schedules_are_those_of_transformers_step_by_step(
-    name: str, kwargs: dict[str, Any], n_warmup_steps: int
-) -> None:
+def test_schedules_are_those_of_transformers_step_by_step(name, kwargs, n_warmup_steps):
     rate, n_steps = 0.03, 23
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
     theirs = transformers.get_scheduler(
@@ -713,7 +685,7 @@ def test_schedules_are_those_of_transformers_step_by_step(
 
 
 @pytest.mark.slow
-def test_a_run_follows_its_schedule_to_the_least_rate(tmp_path: Path) -> None:
+def test_a_run_follows_its_schedule_to_the_least_rate(tmp_path):
     keys: dict[str, Any] = {"lr_scheduler_type": "cosine_with_min_lr", "max_steps": 8}
     keys |= {"lr_scheduler_kwargs": {"min_lr_rate": 0.25}, "warmup_steps": 0}
     job = make_job(tmp_path / "cosine", **keys)
@@ -765,18 +737,14 @@ def test_a_run_follows_its_schedule_to_the_least_rate(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_schedule_that_can_not_be_followed_is_refused(
-    keys: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_a_schedule_that_can_not_be_followed_is_refused(keys, words, tmp_path):
     with pytest.raises(InputError, match=words):
         workshop.train(make_job(tmp_path, **keys))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_adafactor_is_that_of_transformers_and_resumes(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adafactor_is_that_of_transformers_and_resumes(method, tmp_path, monkeypatch):
     """A plain loop over the run's own gradients, and a run that is stopped in its middle."""
     from transformers.optimization import Adafactor
 
@@ -825,7 +793,7 @@ def test_adafactor_is_that_of_transformers_and_resumes(
     assert losses_of(stopped) == losses_of(job)
 
 
-def test_a_plan_counts_next_to_no_state_for_adafactor() -> None:
+def test_a_plan_counts_next_to_no_state_for_adafactor():
     from farthing.planner.optimizers import optimizer
 
     assert optimizer("adafactor").state_bytes(4) < 0.05

@@ -33,7 +33,7 @@ from workshop import Heard, Watched, log_of, make_job
 # ---- numbers ----
 
 
-def test_classification_metrics_are_those_worked_by_hand() -> None:
+def test_classification_metrics_are_those_worked_by_hand():
     # true a: 3 right, 1 taken for b; true b: 1 right, 1 taken for a; true c: never right, twice
     # taken for a
     confusion = np.array([[3, 1, 0], [1, 1, 0], [2, 0, 0]])
@@ -53,7 +53,7 @@ def test_classification_metrics_are_those_worked_by_hand() -> None:
     assert found["confusion"] == [[3, 1, 0], [1, 1, 0], [2, 0, 0]]
 
 
-def test_a_class_that_never_occurs_does_not_pull_the_macro_mean_down() -> None:
+def test_a_class_that_never_occurs_does_not_pull_the_macro_mean_down():
     found = classification_metrics(
         np.array([[2, 0, 0], [0, 3, 0], [0, 0, 0]]), ("a", "b", "absent")
     )
@@ -61,43 +61,43 @@ def test_a_class_that_never_occurs_does_not_pull_the_macro_mean_down() -> None:
     assert found["per_class"]["absent"] == {"precision": 0, "recall": 0, "f1": 0, "n": 0}
 
 
-def test_a_class_that_is_only_predicted_counts() -> None:
+def test_a_class_that_is_only_predicted_counts():
     found = classification_metrics(np.array([[1, 1], [0, 0]]), ("a", "b"))
     assert found["f1"] == pytest.approx((2 / 3 + 0) / 2)
 
 
-def test_no_examples_give_zeros_and_no_division() -> None:
+def test_no_examples_give_zeros_and_no_division():
     found = classification_metrics(np.zeros((2, 2), dtype=np.int64), ("a", "b"))
     assert (found["accuracy"], found["f1"], found["majority_accuracy"]) == (0, 0, 0)
 
 
-def test_identical_texts_score_one_and_disjoint_ones_nothing() -> None:
+def test_identical_texts_score_one_and_disjoint_ones_nothing():
     same = ["the mill serves soup", "a b c"]
     assert text_metrics(same, same) == {"exact_match": 1, "rouge1": 1, "rouge2": 1, "rougeL": 1}
     other = ["one two", "four five six"]
     assert text_metrics(other, same) == {"exact_match": 0, "rouge1": 0, "rouge2": 0, "rougeL": 0}
 
 
-def test_rouge_is_the_f_measure_of_shared_words() -> None:
+def test_rouge_is_the_f_measure_of_shared_words():
     found = text_metrics(["the cat sat"], ["the cat sat on the mat"])
     assert found["rouge1"] == pytest.approx(2 * (3 / 3) * (3 / 6) / (3 / 3 + 3 / 6))
     assert found["rouge2"] == pytest.approx(2 * (2 / 2) * (2 / 5) / (2 / 2 + 2 / 5))
     assert found["exact_match"] == 0
 
 
-def test_exact_match_looks_past_outer_spaces_alone() -> None:
+def test_exact_match_looks_past_outer_spaces_alone():
     assert text_metrics([" yes\n", "Yes", "y es"], ["yes", "yes", "yes"])[
         "exact_match"
     ] == pytest.approx(1 / 3)
 
 
-def test_perplexity_is_the_exponential_of_the_loss_and_never_infinite() -> None:
+def test_perplexity_is_the_exponential_of_the_loss_and_never_infinite():
     assert perplexity(0) == 1
     assert perplexity(math.log(50)) == pytest.approx(50)
     assert perplexity(1e4) is None
 
 
-def test_every_metric_of_a_task_has_a_direction() -> None:
+def test_every_metric_of_a_task_has_a_direction():
     directions = {
         name: greater
         for task in objective_names()
@@ -122,7 +122,7 @@ def evaluations(job: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_measured_loss_is_that_of_transformers_over_all_target_tokens(tmp_path: Path) -> None:
+def test_the_measured_loss_is_that_of_transformers_over_all_target_tokens(tmp_path):
     job = make_job(
         tmp_path, pretrained=True, eval_rows=workshop.rows_of("llama", 7, seed=3), max_steps=2
     )
@@ -150,7 +150,7 @@ def test_the_measured_loss_is_that_of_transformers_over_all_target_tokens(tmp_pa
     assert measured["n_examples"] == 7
 
 
-def test_a_classifier_is_judged_by_the_answers_it_gives(tmp_path: Path) -> None:
+def test_a_classifier_is_judged_by_the_answers_it_gives(tmp_path):
     held_out = workshop.rows_of("bert", 13, seed=1)
     job = make_job(
         tmp_path, "bert", method="full", learning_rate=0.002, max_steps=10, eval_rows=held_out
@@ -171,7 +171,7 @@ def test_a_classifier_is_judged_by_the_answers_it_gives(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_generated_answer_that_was_learnt_by_heart_matches_exactly(tmp_path: Path) -> None:
+def test_a_generated_answer_that_was_learnt_by_heart_matches_exactly(tmp_path):
     rows = [
         {"input": "color of grass", "target": "green"},
         {"input": "color of sky", "target": "blue"},
@@ -192,7 +192,7 @@ def test_a_generated_answer_that_was_learnt_by_heart_matches_exactly(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_seq2seq_run_may_spare_the_generation(tmp_path: Path) -> None:
+def test_a_seq2seq_run_may_spare_the_generation(tmp_path):
     rows = workshop.rows_of("t5", 4)
     job = make_job(
         tmp_path, "t5", rows=rows, eval_rows=rows, max_steps=1, predict_with_generate=False
@@ -204,7 +204,7 @@ def test_a_seq2seq_run_may_spare_the_generation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 3))
-def test_evaluating_changes_no_bit_of_the_training(family: str, tmp_path: Path) -> None:
+def test_evaluating_changes_no_bit_of_the_training(family, tmp_path):
     ends = []
     for name, keys in (
         ("with", {"eval_rows": workshop.rows_of(family, 6), "eval_steps": 1}),
@@ -246,9 +246,7 @@ def checkpoint_weights(job: Any, step: int) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_the_best_checkpoint_is_the_one_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_checkpoint_is_the_one_exported(tmp_path, monkeypatch):
     set_metrics(monkeypatch, 3.0, 1.0, 2.0, 2.0, 2.0, 2.0)
     job, heard = judged_job(tmp_path, save_steps=1), Heard()
     outcome = workshop.train(job, heard)
@@ -263,9 +261,7 @@ def test_the_best_checkpoint_is_the_one_exported(
 
 
 @pytest.mark.slow
-def test_the_last_step_is_exported_when_that_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_step_is_exported_when_that_is_asked_for(tmp_path, monkeypatch):
     set_metrics(monkeypatch, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0)
     job = judged_job(tmp_path, load_best_model_at_end=False)
     workshop.train(job)
@@ -273,9 +269,7 @@ def test_the_last_step_is_exported_when_that_is_asked_for(
     assert all(torch.equal(exported[name], last[name]) for name in exported)
 
 
-def test_patience_counts_evaluations_without_a_gain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patience_counts_evaluations_without_a_gain(tmp_path, monkeypatch):
     set_metrics(monkeypatch, 3.0, 2.0, 2.5, 1.5, 1.6, 1.5)
     job = judged_job(tmp_path, early_stopping_patience=2, max_steps=20)
     outcome = workshop.train(job)
@@ -297,12 +291,12 @@ def test_patience_counts_evaluations_without_a_gain(
     ],
 )
 def test_the_best_step_does_not_depend_on_the_threshold_even_over_a_stop(
-    values: tuple[float | None, ...],
-    greater: bool,
-    best_step: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    values,
+    greater,
+    best_step,
+    tmp_path,
+    monkeypatch,
+):
     monkeypatch.setattr(
         evaluation.Evaluator,
         "measure",
@@ -330,9 +324,7 @@ def test_the_best_step_does_not_depend_on_the_threshold_even_over_a_stop(
 
 
 @pytest.mark.slow
-def test_patience_is_that_of_transformers_early_stopping(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patience_is_that_of_transformers_early_stopping(tmp_path, monkeypatch):
     values = (3.0, 2.8, 2.4, 2.3, 2.25, 1.6, 1.55, 1.5, 1.5, 1.45, 0.1)
     theirs = transformers.EarlyStoppingCallback(
         early_stopping_patience=3, early_stopping_threshold=0.3
@@ -367,12 +359,12 @@ def test_patience_is_that_of_transformers_early_stopping(
     ),
 )
 def test_more_or_less_is_better_as_the_metric_has_it(
-    metric: str,
-    values: tuple[float, ...],
-    best_step: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    metric,
+    values,
+    best_step,
+    tmp_path,
+    monkeypatch,
+):
     set_metrics(monkeypatch, *values, name=metric.removeprefix("eval_"))
     job = make_job(
         tmp_path,
@@ -386,8 +378,8 @@ def test_more_or_less_is_better_as_the_metric_has_it(
 
 
 def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refused(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     def examples_of(*labels: str, **label_map: str) -> list[str]:
         folder = tmp_path / str(len(labels) + len(label_map))
         job = make_job(folder, "bert", max_steps=1, data={"label_map": label_map})
@@ -413,9 +405,7 @@ def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refuse
         examples_of("spam")
 
 
-def test_a_model_that_computes_no_numbers_is_measured_as_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_computes_no_numbers_is_measured_as_none(tmp_path, monkeypatch):
     watched = Watched(monkeypatch)
     job = make_job(tmp_path, "bert", max_steps=1, metric_for_best_model="accuracy")
     workshop.train(job)
@@ -434,9 +424,7 @@ def test_a_model_that_computes_no_numbers_is_measured_as_none(
 
 
 @pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 3))
-def test_an_evaluation_batch_has_no_more_tokens_than_training_had(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_batch_has_no_more_tokens_than_training_had(family, tmp_path, monkeypatch):
     asked: list[int] = []
     honest = Forward.to_device
 

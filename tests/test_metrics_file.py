@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +30,7 @@ def gauges(text: str) -> dict[str, float]:
     return found
 
 
-def test_the_file_has_the_last_step_and_evaluation(tmp_path: Path) -> None:
+def test_the_file_has_the_last_step_and_evaluation(tmp_path):
     rows = rows_of("llama", 24)
     job = make_job(tmp_path, rows=rows, eval_rows=rows[:4], max_steps=5, logging_steps=2)
     train(job)
@@ -49,7 +48,7 @@ def test_the_file_has_the_last_step_and_evaluation(tmp_path: Path) -> None:
     assert 'run="run"' in about[0]
 
 
-def test_odd_names_are_escaped_and_unknown_figures_left_out(tmp_path: Path) -> None:
+def test_odd_names_are_escaped_and_unknown_figures_left_out(tmp_path):
     job = make_job(tmp_path)
     model = job.model.model_copy(update={"model_name_or_path": 'a"b\\c\nd'})
     job = job.model_copy(update={"model": model})

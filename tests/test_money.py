@@ -23,27 +23,27 @@ from farthing.planner.ownership import (
 # ---- worked figures ----
 
 
-def test_a_gpu_of_1600_dollars_against_480_a_month_pays_back_in_three_months() -> None:
+def test_a_gpu_of_1600_dollars_against_480_a_month_pays_back_in_three_months():
     months = break_even_months(Owned("RTX 4090", price_usd=1600), rent_usd_per_month=480)
     assert months == pytest.approx(10 / 3)
     assert f"{months:.1f}" == "3.3"
 
 
-def test_24_runs_a_year_at_250_against_10() -> None:
+def test_24_runs_a_year_at_250_against_10():
     totals = yearly_usd({"managed": Way(250), "spot": Way(10)}, n_runs_per_month=2)
     assert totals == {"spot": 240, "managed": 6000}
     assert list(totals) == ["spot", "managed"], "the cheapest first"
     assert saving(totals["spot"], totals["managed"]).usd == 5760
 
 
-def test_two_cheap_gpus_against_one_expensive_gpu() -> None:
+def test_two_cheap_gpus_against_one_expensive_gpu():
     saved = saving(2 * 0.50 * 7, 2.50 * 10)
     assert saved.usd > 0
     assert saved.usd == 18
     assert f"{saved.share:.0%}" == "72%"
 
 
-def test_how_fast_it_has_to_be() -> None:
+def test_how_fast_it_has_to_be():
     assert round(needed_samples_per_min(300_000, 1, gpu_hours=12)) == 417
     assert needed_samples_per_min(300_000, 1, gpu_hours=12, n_gpus=2) == pytest.approx(
         833.3, abs=0.1
@@ -53,7 +53,7 @@ def test_how_fast_it_has_to_be() -> None:
     assert round(hours_of(200_000, 2, 1200), 2) == 5.56
 
 
-def test_a_faster_step_is_cheaper() -> None:
+def test_a_faster_step_is_cheaper():
     times, share = faster(0.200, 0.130)
     assert round(times, 2) == 1.54
     assert share == pytest.approx(0.35)
@@ -66,7 +66,7 @@ OWN = Owned(
 )
 
 
-def test_a_run_of_ones_own_is_electricity_and_wear() -> None:
+def test_a_run_of_ones_own_is_electricity_and_wear():
     used = OWN._replace(hours_per_month=100, other_usd_per_h=0.05)
     parts = run_on_own(used, 10)
     assert parts == {
@@ -79,7 +79,7 @@ def test_a_run_of_ones_own_is_electricity_and_wear() -> None:
     )
 
 
-def test_break_even_in_hours_is_the_formula() -> None:
+def test_break_even_in_hours_is_the_formula():
     assert break_even_hours(OWN, 0.5) == pytest.approx((1600 - 400) / (0.5 - 0.5 * 0.2))
     dear = OWN._replace(other_usd_per_h=0.4)
     assert break_even_hours(dear, 0.5) is None, "running it costs as much as renting"
@@ -87,7 +87,7 @@ def test_break_even_in_hours_is_the_formula() -> None:
     assert break_even_hours(Owned("T4"), 0.5) == 0, "what is paid off pays at once"
 
 
-def test_break_even_in_months_counts_the_hours_of_use() -> None:
+def test_break_even_in_months_counts_the_hours_of_use():
     hours = break_even_hours(OWN, 0.5)
     assert hours is not None
     assert break_even_months(OWN, rent_usd_per_h=0.5, hours_per_month=150) == pytest.approx(
@@ -97,7 +97,7 @@ def test_break_even_in_months_counts_the_hours_of_use() -> None:
     assert break_even_months(OWN) is None
 
 
-def test_a_year_counts_what_is_paid_at_the_start_less_what_is_got_back() -> None:
+def test_a_year_counts_what_is_paid_at_the_start_less_what_is_got_back():
     ways = {
         "own": own_way(OWN, hours_per_run=20),
         "rent": Way(20 * 0.5),
@@ -109,7 +109,7 @@ def test_a_year_counts_what_is_paid_at_the_start_less_what_is_got_back() -> None
     assert list(yearly_usd(ways, 20, n_years=3)) == ["own", "rent"]
 
 
-def test_a_saving_may_be_none() -> None:
+def test_a_saving_may_be_none():
     dearer = saving(12, 10)
     assert dearer.usd == -2
     assert dearer.share == pytest.approx(-0.2)
@@ -119,7 +119,7 @@ def test_a_saving_may_be_none() -> None:
 # ---- what people write ----
 
 
-def test_what_people_write_of_their_gpus() -> None:
+def test_what_people_write_of_their_gpus():
     assert parse_owned("RTX 4090:1600usd:0.45kW") == Owned("RTX 4090", 1, 1600, 0.45)
     full = parse_owned(
         "2x rtx3090 : $1400 : 700 W : kwh=0.30usd : resale=30% : life=24mo : other=0.02usd :"
@@ -129,7 +129,7 @@ def test_what_people_write_of_their_gpus() -> None:
     assert parse_owned("a6000:price=3000:power=300W:resale=0.5").resale_share == 0.5
 
 
-def test_power_that_is_not_said_is_the_gpus_own_and_a_price_that_is_not_said_is_nothing() -> None:
+def test_power_that_is_not_said_is_the_gpus_own_and_a_price_that_is_not_said_is_nothing():
     assert parse_owned("4x RTX 4090") == Owned("RTX 4090", 4, 0.0, 1.8)
 
 
@@ -155,7 +155,7 @@ def test_power_that_is_not_said_is_the_gpus_own_and_a_price_that_is_not_said_is_
         ("", "no GPU"),
     ],
 )
-def test_mistakes_in_it_are_named(text: str, words: str) -> None:
+def test_mistakes_in_it_are_named(text, words):
     with pytest.raises(InputError) as caught:
         parse_owned(text)
     assert words in str(caught.value)

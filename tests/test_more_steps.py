@@ -30,7 +30,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
         9,
     ),
 )
-def test_a_finished_run_takes_more_steps(schedule: dict[str, Any], tmp_path: Path) -> None:
+def test_a_finished_run_takes_more_steps(schedule, tmp_path):
     keys: dict[str, Any] = {"n_rows": 40, **schedule}
     train(make_job(tmp_path / "once", max_steps=8, **keys))
     train(make_job(tmp_path / "twice", max_steps=6, **keys))
@@ -44,7 +44,7 @@ def test_a_finished_run_takes_more_steps(schedule: dict[str, Any], tmp_path: Pat
     assert train(job).reason.startswith("the run had finished already")
 
 
-def test_fewer_steps_than_were_taken_train_nothing(tmp_path: Path) -> None:
+def test_fewer_steps_than_were_taken_train_nothing(tmp_path):
     train(make_job(tmp_path, max_steps=6, n_rows=40))
     before = weights_of(tmp_path)
     outcome = train(make_job(tmp_path, max_steps=4, n_rows=40))
@@ -60,9 +60,7 @@ def test_fewer_steps_than_were_taken_train_nothing(tmp_path: Path) -> None:
         {"lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.5},
     ],
 )
-def test_a_schedule_that_knows_its_end_names_the_way_further(
-    schedule: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_schedule_that_knows_its_end_names_the_way_further(schedule, tmp_path):
     train(make_job(tmp_path, max_steps=6, **schedule))
     with pytest.raises(RunChangedError) as error:
         train(make_job(tmp_path, max_steps=8, **schedule))
@@ -88,9 +86,7 @@ def test_a_schedule_that_knows_its_end_names_the_way_further(
         2,
     ),
 )
-def test_a_setting_that_nobody_uses_is_warned_of(
-    keys: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_setting_that_nobody_uses_is_warned_of(keys, words, tmp_path, capsys):
     heard = Heard()
     train(make_job(tmp_path, max_steps=1, n_rows=8, **keys), heard)
     assert words in heard.warnings
@@ -98,7 +94,7 @@ def test_a_setting_that_nobody_uses_is_warned_of(
     assert words.split(":")[0] in " ".join(capsys.readouterr().out.split())
 
 
-def test_usual_settings_are_not(tmp_path: Path) -> None:
+def test_usual_settings_are_not(tmp_path):
     heard = Heard()
     train(make_job(tmp_path, max_steps=1, n_rows=8, learning_rate=2e-5, method="full"), heard)
     assert "unusual" not in heard.warnings

@@ -54,9 +54,7 @@ def plain_of(base: Path, seed: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("method", ["full", BOTH], ids=["full", "lora"])
-def test_the_losses_are_those_of_a_plain_loop(
-    method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_losses_are_those_of_a_plain_loop(method, tmp_path, monkeypatch):
     job = job_of(tmp_path, method, optim="sgd", max_grad_norm=0, max_steps=1)
     watched = workshop.Watched(monkeypatch)
     train(job)
@@ -83,7 +81,7 @@ def test_the_losses_are_those_of_a_plain_loop(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", BOTH], ids=["full", "lora"])
-def test_the_trained_rows_are_exported_merged_and_resumed(method: Any, tmp_path: Path) -> None:
+def test_the_trained_rows_are_exported_merged_and_resumed(method, tmp_path):
     job = job_of(tmp_path, method, max_steps=6, save_steps=2)
     train(job)
     run = Path(job.output_dir)
@@ -106,7 +104,7 @@ def test_the_trained_rows_are_exported_merged_and_resumed(method: Any, tmp_path:
 
 
 @pytest.mark.slow
-def test_the_answers_of_a_run_know_them(tmp_path: Path, capsys: Any) -> None:
+def test_the_answers_of_a_run_know_them(tmp_path, capsys):
     job = job_of(tmp_path, max_steps=2)
     train(job)
     for verb in (
@@ -127,9 +125,7 @@ def test_the_answers_of_a_run_know_them(tmp_path: Path, capsys: Any) -> None:
         ("full", ["<s>"], r"has a token '<s>' already"),
     ],
 )
-def test_tokens_that_would_not_be_learned_are_refused(
-    method: Any, new: list[str], words: str, tmp_path: Path
-) -> None:
+def test_tokens_that_would_not_be_learned_are_refused(method, new, words, tmp_path):
     with pytest.raises(ModelError, match=words):
         train(job_of(tmp_path, method, new))
 
@@ -142,9 +138,7 @@ def test_tokens_that_would_not_be_learned_are_refused(
         ("bert", {"name": "lora", "modules_to_save": ["word_embeddings"]}),
     ],
 )
-def test_other_tasks_learn_them_too(
-    family: str, method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_tasks_learn_them_too(family, method, tmp_path, monkeypatch):
     rows = workshop.rows_of(family, 24)
     key = "text" if family == "bert" else "input"
     rows = [{**row, key: f"<mood> {row[key]}"} for row in rows]
@@ -163,7 +157,7 @@ def test_other_tasks_learn_them_too(
     )
 
 
-def test_fresh_weights_have_room_for_them(tmp_path: Path) -> None:
+def test_fresh_weights_have_room_for_them(tmp_path):
     job = job_of(tmp_path, pretrained=False, max_steps=1)
     train(job)
     tokenizer = transformers.AutoTokenizer.from_pretrained(Path(job.output_dir) / "model")

@@ -34,7 +34,7 @@ def model_in(folder: Path) -> Any:
     ).train()
 
 
-def test_noise_is_that_of_transformers_in_training_alone(tmp_path: Path) -> None:
+def test_noise_is_that_of_transformers_in_training_alone(tmp_path):
     ours, theirs = model_in(tmp_path / "base"), model_in(tmp_path / "base")
     noise = EmbeddingNoise(ours, 5.0)
     theirs.get_input_embeddings().neftune_noise_alpha = 5.0
@@ -51,7 +51,7 @@ def test_noise_is_that_of_transformers_in_training_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_each_document_has_noise_by_its_own_length(is_packed: bool, tmp_path: Path) -> None:
+def test_each_document_has_noise_by_its_own_length(is_packed, tmp_path):
     model = model_in(tmp_path / "base")
     embedding, lengths = model.get_input_embeddings(), (4, 64)
     plain = embedding(torch.arange(68)[None] % 50 + 4)
@@ -71,7 +71,7 @@ def test_each_document_has_noise_by_its_own_length(is_packed: bool, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_noisy_run_resumes_to_the_bit_and_exports_without_noise(tmp_path: Path) -> None:
+def test_a_noisy_run_resumes_to_the_bit_and_exports_without_noise(tmp_path):
     keys: dict[str, Any] = {"method": "lora", "max_steps": 6, "n_rows": 24}
     whole = make_job(tmp_path / "a", neftune_noise_alpha=5, **keys)
     workshop.train(whole)
@@ -87,13 +87,13 @@ def test_a_noisy_run_resumes_to_the_bit_and_exports_without_noise(tmp_path: Path
     )
 
 
-def test_two_stacks_are_refused(tmp_path: Path) -> None:
+def test_two_stacks_are_refused(tmp_path):
     with pytest.raises(ModelError, match="encoder and a decoder"):
         workshop.train(make_job(tmp_path, "t5", max_steps=1, neftune_noise_alpha=5))
 
 
 @pytest.mark.slow
-def test_positions_of_the_job_are_trained_and_exported(tmp_path: Path) -> None:
+def test_positions_of_the_job_are_trained_and_exported(tmp_path):
     path = workshop.job_file(tmp_path, pretrained=True, method="lora", max_steps=2)
     assert (
         main(["train", str(path), "--set", "model.rope_scaling={rope_type: linear, factor: 4.0}"])
@@ -127,15 +127,13 @@ def test_positions_of_the_job_are_trained_and_exported(tmp_path: Path) -> None:
         ("llama", {"type": "yarn"}, "cannot scale positions with rope_type 'yarn'"),
     ],
 )
-def test_positions_that_a_family_does_not_know_are_refused(
-    family: str, rope: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_positions_that_a_family_does_not_know_are_refused(family, rope, words, tmp_path):
     transformers.AutoConfig.for_model(family).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=words):
         load_config(ModelChoice(str(tmp_path), init="random", rope_scaling=rope))
 
 
-def test_stretched_positions_take_longer_texts(tmp_path: Path) -> None:
+def test_stretched_positions_take_longer_texts(tmp_path):
     folder = workshop.make_folder(tmp_path / "base", "llama")
     config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 64}
     (folder / "config.json").write_text(json.dumps(config))
@@ -148,9 +146,7 @@ def test_stretched_positions_take_longer_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_biases_of_an_adapter_are_trained_and_merged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_biases_of_an_adapter_are_trained_and_merged(tmp_path, capsys):
     method = {
         "name": "lora",
         "lora_r": 4,

@@ -144,9 +144,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("tasks_of_ours", None)
 
 
-def test_an_objective_of_a_package_is_rented_for_only_where_the_package_will_be(
-    package: Path, tmp_path: Path
-) -> None:
+def test_an_objective_of_a_package_is_rented_for_only_where_the_package_will_be(package, tmp_path):
     job = Job.model_validate(
         {
             "task": "stars",
@@ -194,8 +192,8 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_the_ordinary_commands(  # noqa: E501
-    package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    package, tmp_path, capsys
+):
     keys: dict[str, Any] = {
         "method": "lora",
         "save_steps": 1,
@@ -255,7 +253,7 @@ def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_t
 
 
 @pytest.mark.slow
-def test_a_tagger_of_a_package_weighs_its_tags(package: Path, tmp_path: Path) -> None:
+def test_a_tagger_of_a_package_weighs_its_tags(package, tmp_path):
     draw = np.random.default_rng(0)
     rows = [
         {"tokens": words, "tags": ["B-X" if word == "rain" else "O" for word in words]}
@@ -276,9 +274,7 @@ def test_a_tagger_of_a_package_weighs_its_tags(package: Path, tmp_path: Path) ->
     assert json.loads(out.read_text())["prediction"] == ["O", "B-X"]
 
 
-def test_rows_of_a_foreign_task_that_it_can_not_read_are_named(
-    package: Path, tmp_path: Path
-) -> None:
+def test_rows_of_a_foreign_task_that_it_can_not_read_are_named(package, tmp_path):
     path = write_job(tmp_path, data={"max_bad_rows": 0})
     text = (tmp_path / "data.jsonl").read_text()
     (tmp_path / "data.jsonl").write_text(text + '{"text": "no number", "stars": "four"}\n')
@@ -286,7 +282,7 @@ def test_rows_of_a_foreign_task_that_it_can_not_read_are_named(
         train(load_job(path))
 
 
-def test_a_package_whose_task_can_not_be_used_is_named(package: Path, tmp_path: Path) -> None:
+def test_a_package_whose_task_can_not_be_used_is_named(package, tmp_path):
     for name, why in (("broken", "no farthing Objective"), ("gone", "ModuleNotFoundError")):
         with pytest.raises(InputError, match=why):
             find_objective(name)
@@ -299,14 +295,14 @@ def test_a_package_whose_task_can_not_be_used_is_named(package: Path, tmp_path: 
         objective_of("nothing")
 
 
-def test_a_name_belongs_to_one_task() -> None:
+def test_a_name_belongs_to_one_task():
     register(CAUSAL_LM)
     with pytest.raises(ValueError, match="another task"):
         register(CAUSAL_LM._replace(max_length=3))
     assert objective_names()[:3] == ("causal-lm", "seq2seq", "classification")
 
 
-def test_the_columns_of_all_tasks_are_known() -> None:
+def test_the_columns_of_all_tasks_are_known():
     assert format_of("text/label").needs == ("text", "label")
     assert {"messages", "tools", "system", "target", "label"} <= standard_columns()
     every = [each for name in objective_names() for each in objective_of(name).formats]
@@ -316,7 +312,7 @@ def test_the_columns_of_all_tasks_are_known() -> None:
 
 
 @pytest.mark.parametrize("name", ["causal-lm", "seq2seq", "classification"])
-def test_micro_batches_are_laid_out_as_each_task_says(name: str) -> None:
+def test_micro_batches_are_laid_out_as_each_task_says(name):
     ids, is_target = np.array([5, 6, 7, 8, 9], np.int32), np.array([0, 1, 0, 1, 1], bool)
     labels = np.array([2, 0], np.int32) if name == "classification" else None
     rows = Rows(ids, is_target, np.array([2, 3]), labels)
@@ -332,7 +328,7 @@ def test_micro_batches_are_laid_out_as_each_task_says(name: str) -> None:
         assert objective_of(name).packed_labels(rows).tolist() == flat
 
 
-def test_a_classifiers_loss_is_the_sum_of_cross_entropies() -> None:
+def test_a_classifiers_loss_is_the_sum_of_cross_entropies():
     scores, labels = (
         torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
         torch.tensor([1, 3, 0]),

@@ -63,9 +63,7 @@ def names_of(model: nn.Module) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 4000, 1 << 30])
-def test_its_steps_are_those_of_the_fused_one_bit_for_bit(
-    bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_steps_are_those_of_the_fused_one_bit_for_bit(bucket_bytes, monkeypatch):
     monkeypatch.setattr(farthing.train.offload, "BUCKET_BYTES", bucket_bytes)
     models = [small_model(), small_model()]
     optimizers = [
@@ -81,7 +79,7 @@ def test_its_steps_are_those_of_the_fused_one_bit_for_bit(
     assert same(*states)
 
 
-def test_a_weight_without_a_gradient_stays_as_it_is() -> None:
+def test_a_weight_without_a_gradient_stays_as_it_is():
     model = small_model()
     optimizer = optimizer_of(model, NAME)
     model[0].requires_grad_(False)
@@ -93,7 +91,7 @@ def test_a_weight_without_a_gradient_stays_as_it_is() -> None:
     assert not state["exp_avg"].any()
 
 
-def test_a_restored_model_and_state_go_on_exactly() -> None:
+def test_a_restored_model_and_state_go_on_exactly():
     alone, broken = small_model(), small_model()
     optimizer, first = optimizer_of(alone, NAME), optimizer_of(broken, NAME)
     for seed in range(3):
@@ -122,7 +120,7 @@ def test_a_restored_model_and_state_go_on_exactly() -> None:
     assert same(alone.state_dict(), fresh.state_dict())
 
 
-def test_state_and_arithmetic_never_come_near_a_device_without_room() -> None:
+def test_state_and_arithmetic_never_come_near_a_device_without_room():
     """Weights on the meta device, which keeps nothing: what is restored must not go there."""
     model = small_model()
     optimizer = optimizer_of(model, NAME)
@@ -137,7 +135,7 @@ def test_state_and_arithmetic_never_come_near_a_device_without_room() -> None:
     assert state_bytes(optimizer, torch.device("cuda")) == 0
 
 
-def test_gradients_are_unscaled_and_an_overflow_skips_the_step() -> None:
+def test_gradients_are_unscaled_and_an_overflow_skips_the_step():
     model, plain = small_model(), small_model()
     optimizer, scaler = optimizer_of(model, NAME), torch.amp.GradScaler("cpu", init_scale=2.0**10)
     step(model, optimizer, 0, scaler)
@@ -171,7 +169,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("kind", list(SIZES))
-def test_pinned_copies_share_blocks_that_torch_does_not_round_up(kind: str) -> None:
+def test_pinned_copies_share_blocks_that_torch_does_not_round_up(kind):
     sizes = SIZES[kind]
     places, blocks = pack(sizes)
     assert all(size & (size - 1) == 0 for size in blocks)
@@ -189,7 +187,7 @@ def test_pinned_copies_share_blocks_that_torch_does_not_round_up(kind: str) -> N
         assert sum(blocks) < 0.95 * alone
 
 
-def test_weights_that_are_not_fp32_are_refused_in_words() -> None:
+def test_weights_that_are_not_fp32_are_refused_in_words():
     with pytest.raises(ModelError, match=r"fp32 weights, and some are bfloat16") as caught:
         optimizer_of(small_model().bfloat16(), NAME)
     assert caught.value.where == "train.optim"
@@ -197,8 +195,8 @@ def test_weights_that_are_not_fp32_are_refused_in_words() -> None:
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_ends_as_one_left_alone_and_as_one_on_the_device(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     class Stopper(Heard):
         def __call__(self, event: Event) -> None:
             if isinstance(event, StepTaken) and event.step == 3:

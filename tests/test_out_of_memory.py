@@ -80,19 +80,19 @@ class OutOfResources(Exception):
 
 
 @pytest.mark.parametrize("error", FULL, ids=str)
-def test_memory_that_ran_out_is_recognised_in_anyones_words(error: BaseException) -> None:
+def test_memory_that_ran_out_is_recognised_in_anyones_words(error):
     assert is_out_of_memory(error)
     assert not is_out_of_resources(error)
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=str)
-def test_other_errors_are_not_taken_for_it(error: BaseException) -> None:
+def test_other_errors_are_not_taken_for_it(error):
     assert not is_out_of_memory(error)
 
 
 def test_a_kernel_that_does_not_fit_on_the_gpu_is_said_and_not_tried_with_less(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     of_triton = OutOfResources(
         "out of resource: shared memory, Required: 180224, Hardware limit: 101376"
     )
@@ -118,7 +118,7 @@ def test_a_kernel_that_does_not_fit_on_the_gpu_is_said_and_not_tried_with_less(
 # ---- the allocator ----
 
 
-def test_the_allocator_is_asked_for_segments_that_grow_unless_someone_has_set_it() -> None:
+def test_the_allocator_is_asked_for_segments_that_grow_unless_someone_has_set_it():
     environment: dict[str, str] = {}
     assert set_allocator(environment) == f"{ALLOCATOR_SETTING} (PYTORCH_ALLOC_CONF)"
     assert environment == {"PYTORCH_ALLOC_CONF": ALLOCATOR_SETTING}
@@ -128,7 +128,7 @@ def test_the_allocator_is_asked_for_segments_that_grow_unless_someone_has_set_it
         assert environment == {name: "max_split_size_mb:512"}
 
 
-def test_the_command_line_sets_it_before_torch_is_there_and_children_have_it_too() -> None:
+def test_the_command_line_sets_it_before_torch_is_there_and_children_have_it_too():
     code = (
         "import os, subprocess, sys, farthing.cli\n"
         "farthing.cli.main(['init', '--schema'])\n"
@@ -149,7 +149,7 @@ def test_the_command_line_sets_it_before_torch_is_there_and_children_have_it_too
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_that_is_made_beforehand_is_what_the_first_step_makes(name: str) -> None:
+def test_state_that_is_made_beforehand_is_what_the_first_step_makes(name):
     models = [small_model(), small_model()]
     early, late = (optimizer_of(model, name) for model in models)
     allocate_state(early)
@@ -179,7 +179,7 @@ def test_state_that_is_made_beforehand_is_what_the_first_step_makes(name: str) -
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS[:3])
-def test_saved_state_goes_into_the_memory_that_is_there(name: str) -> None:
+def test_saved_state_goes_into_the_memory_that_is_there(name):
     model, other = small_model(), small_model(1)
     optimizer, second = optimizer_of(model, name), optimizer_of(other, name)
     step_of(model, optimizer)
@@ -197,7 +197,7 @@ def test_saved_state_goes_into_the_memory_that_is_there(name: str) -> None:
     )
 
 
-def test_a_run_has_its_state_before_memory_is_judged_and_probed(tmp_path: Path) -> None:
+def test_a_run_has_its_state_before_memory_is_judged_and_probed(tmp_path):
     job = make_job(tmp_path, max_steps=2)
     Path(job.output_dir).mkdir(parents=True)
     with opened_run(job, Heard()) as run:
@@ -209,8 +209,8 @@ def test_a_run_has_its_state_before_memory_is_judged_and_probed(tmp_path: Path) 
 
 
 def test_an_optimizer_without_room_for_its_state_says_so_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     def failing(_: Any) -> None:
         raise torch.AcceleratorError("CUDA error: out of memory")
 
@@ -284,12 +284,12 @@ def ended(folder: Path, heard: Heard | None = None, **keys: Any) -> Any:
     ),
 )
 def test_memory_that_runs_out_once_is_survived_to_the_bit(
-    place: str,
-    scales: bool,
-    untouched: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    place,
+    scales,
+    untouched,
+    tmp_path,
+    monkeypatch,
+):
     scale(monkeypatch, scales)
     holder, name, at = PLACES[place]
     failing = Failing(getattr(holder, name), at)
@@ -306,9 +306,7 @@ def test_memory_that_runs_out_once_is_survived_to_the_bit(
 
 
 @pytest.mark.slow
-def test_an_update_that_was_begun_is_never_taken_again_or_saved(
-    untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_was_begun_is_never_taken_again_or_saved(untouched, tmp_path, monkeypatch):
     """The second group of weights has no room after the first was updated."""
     honest, n = torch.optim.AdamW.step, []
 
@@ -342,9 +340,7 @@ def test_an_update_that_was_begun_is_never_taken_again_or_saved(
 
 
 @pytest.mark.slow
-def test_a_device_that_stays_full_halves_after_it_was_freed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_stays_full_halves_after_it_was_freed(tmp_path, monkeypatch):
     """Only the first steps are taken again as they were."""
     honest, asked, freed = Forward.loss, list[int](), list[Any]()
 
@@ -368,9 +364,7 @@ def test_a_device_that_stays_full_halves_after_it_was_freed(
     assert len(freed) == len(events) + 1
 
 
-def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(tmp_path, monkeypatch):
     honest, asked = Forward.loss, list[int]()
 
     def loss(forward: Any, batch: dict[str, Any], *scale: Any) -> Any:
@@ -409,9 +403,7 @@ def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(
     assert "up to 600 tokens" in decided[1]
 
 
-def test_a_restore_without_memory_says_nothing_against_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restore_without_memory_says_nothing_against_the_checkpoint(tmp_path, monkeypatch):
     job = make_job(tmp_path, max_steps=4, save_steps=2)
 
     def stop(event: Event) -> None:
@@ -429,8 +421,8 @@ def test_a_restore_without_memory_says_nothing_against_the_checkpoint(
 
 
 def test_checkpoints_without_room_for_a_snapshot_end_the_run_like_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     def failing(_: Any) -> Any:
         raise MemoryError
 
@@ -445,7 +437,7 @@ def test_checkpoints_without_room_for_a_snapshot_end_the_run_like_a_full_disk(
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_guard_hears_of_every_write(name: str) -> None:
+def test_the_guard_hears_of_every_write(name):
     model = small_model()
     optimizer = optimizer_of(model, name)
     allocate_state(optimizer)
@@ -461,7 +453,7 @@ def test_the_guard_hears_of_every_write(name: str) -> None:
     guard.refuse_half_an_update(1, MemoryError())
 
 
-def test_what_an_update_takes_besides_is_known() -> None:
+def test_what_an_update_takes_besides_is_known():
     model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 512), nn.LayerNorm(512))
     large, small = 4 << 20, 2 << 20
     expected = {

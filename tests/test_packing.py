@@ -52,7 +52,7 @@ def some_lengths(seed: int) -> NDArray[np.int64]:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_flat_pieces_hold_every_example_once_within_the_budget(seed: int) -> None:
+def test_flat_pieces_hold_every_example_once_within_the_budget(seed):
     lengths = some_lengths(seed)
     examples = permutation(len(lengths), seed, 0)
     budget = int(np.random.default_rng(seed).integers(64, 4096))
@@ -73,14 +73,14 @@ def test_flat_pieces_hold_every_example_once_within_the_budget(seed: int) -> Non
     assert len(rest) <= 2 * -(-sum(rest) // budget) + 1
 
 
-def test_flat_cuts_are_few_balanced_and_the_same_everywhere() -> None:
+def test_flat_cuts_are_few_balanced_and_the_same_everywhere():
     lengths = np.array([900, 30, 30, 500, 400, 30, 100, 700, 5000, 300])
     pieces = split_by_tokens(np.arange(10), lengths, 1600)
     assert [piece.tolist() for piece in pieces] == [[8], [7, 3, 9], [0, 4, 6, 1, 2, 5]]
     assert [int(lengths[piece].sum()) for piece in pieces] == [5000, 1500, 1490]
 
 
-def test_a_step_that_fits_is_one_piece() -> None:
+def test_a_step_that_fits_is_one_piece():
     assert len(split_by_tokens(np.arange(4), np.array([3, 4, 5, 6]), 18)) == 1
     assert len(split_by_tokens(np.arange(4), np.array([3, 4, 5, 6]), 17)) == 2
     assert len(split_by_tokens(np.arange(1), np.array([9]), 4)) == 1
@@ -92,9 +92,7 @@ def test_a_step_that_fits_is_one_piece() -> None:
 
 @pytest.mark.parametrize("two_sides", [False, True])
 @pytest.mark.parametrize("seed", range(16))
-def test_padded_pieces_hold_every_example_once_within_budget_and_share(
-    seed: int, two_sides: bool
-) -> None:
+def test_padded_pieces_hold_every_example_once_within_budget_and_share(seed, two_sides):
     lengths = some_lengths(seed)
     targets = np.random.default_rng(seed).integers(1, 50, len(lengths)) if two_sides else None
     examples = permutation(len(lengths), seed, 0)
@@ -111,12 +109,12 @@ def test_padded_pieces_hold_every_example_once_within_budget_and_share(
     assert [piece.tolist() for piece in again] == [piece.tolist() for piece in pieces]
 
 
-def test_equal_lengths_are_not_split_further_than_the_budget_asks() -> None:
+def test_equal_lengths_are_not_split_further_than_the_budget_asks():
     pieces = split_padded(np.arange(64), np.full(64, 32), 1024)
     assert [len(piece) for piece in pieces] == [32, 32]
 
 
-def test_no_piece_is_split_for_less_than_a_micro_batch_costs() -> None:
+def test_no_piece_is_split_for_less_than_a_micro_batch_costs():
     lengths = np.array([100, 100, 60, 60, 20, 19])
     assert [piece.tolist() for piece in split_padded(np.arange(6), lengths, 1000)] == [
         [0, 1],
@@ -130,7 +128,7 @@ def test_no_piece_is_split_for_less_than_a_micro_batch_costs() -> None:
     assert len(split_padded(np.arange(6), lengths, 1000, cost=MicroBatchCost(0, 300))) == 1
 
 
-def test_padded_tokens_are_those_of_the_collation() -> None:
+def test_padded_tokens_are_those_of_the_collation():
     tokens = token_set(np.array([9, 3, 6]))
     batch = collate(tokens, [0, 1, 2], "seq2seq", 0)
     targets = tokens.target_lengths[np.arange(3)]
@@ -141,7 +139,7 @@ def test_padded_tokens_are_those_of_the_collation() -> None:
 # ---- flat collation ----
 
 
-def test_a_flat_batch_is_its_examples_end_to_end() -> None:
+def test_a_flat_batch_is_its_examples_end_to_end():
     tokens = token_set(np.array([5, 1, 3, 4]))
     batch = collate_packed(tokens, [2, 0, 1], "causal-lm", first_position=2)
     rows = [tokens.example(index) for index in (2, 0, 1)]
@@ -157,14 +155,14 @@ def test_a_flat_batch_is_its_examples_end_to_end() -> None:
     assert all(array.dtype == np.int64 for array in batch.values())
 
 
-def test_the_first_token_of_a_document_is_never_predicted() -> None:
+def test_the_first_token_of_a_document_is_never_predicted():
     tokens = token_set(np.array([4, 4]))
     tokens.targets[:] = 1
     labels = collate_packed(tokens, [0, 1], "causal-lm")["labels"][0]
     assert (labels == -100).tolist() == [True, False, False, False] * 2
 
 
-def test_what_can_not_be_laid_flat_is_refused() -> None:
+def test_what_can_not_be_laid_flat_is_refused():
     tokens = token_set(np.array([4, 4]))
     with pytest.raises(ValueError, match="pad it"):
         collate_packed(tokens, [0], "seq2seq")
@@ -212,9 +210,7 @@ def flat_loss(model: Any, batch: dict[str, Any], task: str) -> torch.Tensor:
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("task", ["causal-lm", "classification"])
-def test_gradients_over_flat_pieces_add_up_to_those_of_one_padded_batch(
-    task: str, method: str, budget: int
-) -> None:
+def test_gradients_over_flat_pieces_add_up_to_those_of_one_padded_batch(task, method, budget):
     tokens = token_set(
         np.array([7, 1, 12, 12, 3, 1, 20, 33, 5, 5]), n_labels=3 if task == "classification" else 0
     )
@@ -249,7 +245,7 @@ def test_gradients_over_flat_pieces_add_up_to_those_of_one_padded_batch(
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_the_head_that_pays_for_labelled_positions_takes_flat_batches(method: str) -> None:
+def test_the_head_that_pays_for_labelled_positions_takes_flat_batches(method):
     tokens, model = token_set(np.array([7, 1, 12, 12])), model_of("causal-lm", method)
     padded = {
         name: torch.from_numpy(array)
@@ -291,9 +287,7 @@ def real_lengths(
     ("costs", "least"),
     [(0, 0.97), (32, 0.92)],
 )
-def test_almost_all_computed_tokens_of_real_sets_are_useful(
-    costs: int, least: float, batch: int, data_dir: Path
-) -> None:
+def test_almost_all_computed_tokens_of_real_sets_are_useful(costs, least, batch, data_dir):
     reviews, sentences = real_lengths(data_dir, "e2e_nlg_dev_test.jsonl", "t5", "input", "target")
     texts = np.minimum(
         real_lengths(data_dir, "complaints_narratives.jsonl", "bert-base-uncased", "text")[0], 512
@@ -313,7 +307,7 @@ def test_almost_all_computed_tokens_of_real_sets_are_useful(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_splitting_with_a_floor_of_costs_is_never_more_expensive(seed: int) -> None:
+def test_splitting_with_a_floor_of_costs_is_never_more_expensive(seed):
     """On a GPU a small piece takes as long as its launches: neither one batch nor a processor's cut
     is cheaper.
     """

@@ -83,9 +83,7 @@ def by_itself(model: Any, tokens: TokenSet, index: int, smoothing: float = 0.0) 
 
 @pytest.mark.parametrize("smoothing", thinned([0.0, 0.1], 2))
 @pytest.mark.parametrize("name", thinned(FAMILIES, 3))
-def test_losses_and_gradients_are_those_of_one_example_at_a_time(
-    name: str, smoothing: float
-) -> None:
+def test_losses_and_gradients_are_those_of_one_example_at_a_time(name, smoothing):
     model, tokens = model_of(name), examples_of(LENGTHS)
     tokens.ids[tokens.offsets[4] + 2] = (
         model.config.pad_token_id
@@ -124,8 +122,8 @@ def test_losses_and_gradients_are_those_of_one_example_at_a_time(
 
 
 def test_parts_with_a_configuration_of_their_own_get_the_attention_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """transformers 5.17 sets that of the whole model alone where a part's configuration is a copy
     of the same class.
     """
@@ -141,12 +139,12 @@ def test_parts_with_a_configuration_of_their_own_get_the_attention_too(
     assert {part.config._attn_implementation for part in parts} == {"farthing_varlen"}
 
 
-def test_every_family_that_is_packed_is_written_for_in_padded_batches_safely() -> None:
+def test_every_family_that_is_packed_is_written_for_in_padded_batches_safely():
     assert PACKED["seq2seq"] <= PADS_SAFELY["seq2seq"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_changed_neighbour_changes_nothing_in_a_document(name: str) -> None:
+def test_a_changed_neighbour_changes_nothing_in_a_document(name):
     forward = Forward(model_of(name).eval(), "seq2seq", 1, CPU)
     one, other = examples_of(LENGTHS), examples_of(LENGTHS)
     changed = slice(0, int(one.lengths[0]))
@@ -161,7 +159,7 @@ def test_a_changed_neighbour_changes_nothing_in_a_document(name: str) -> None:
     assert torch.equal(before[1:], after[1:])
 
 
-def test_a_run_is_packed_evaluated_and_has_texts_written(tmp_path: Path) -> None:
+def test_a_run_is_packed_evaluated_and_has_texts_written(tmp_path):
     rows = workshop.rows_of("t5", 6, seed=3)
     keys = {
         "max_steps": 2,
@@ -177,7 +175,7 @@ def test_a_run_is_packed_evaluated_and_has_texts_written(tmp_path: Path) -> None
     assert {"loss", "document_loss", "rougeL"} <= set(measured)
 
 
-def test_a_head_with_an_adapter_is_packed_where_labels_are_smoothed_too() -> None:
+def test_a_head_with_an_adapter_is_packed_where_labels_are_smoothed_too():
     adapter = Adapter(r=2, target_modules=("q", "lm_head"))
     model = add_adapter(model_of("flan-t5"), adapter, "seq2seq", 0)
     tokens = examples_of(LENGTHS)
@@ -191,7 +189,7 @@ def test_a_head_with_an_adapter_is_packed_where_labels_are_smoothed_too() -> Non
 
 
 @pytest.mark.parametrize("name", ["bart", "m2m_100", "t5"])
-def test_texts_are_those_that_are_written_for_one_example_at_a_time(name: str) -> None:
+def test_texts_are_those_that_are_written_for_one_example_at_a_time(name):
     model = model_of(name).eval()
     pad_id = model.config.pad_token_id
     tokens = examples_of(LENGTHS)

@@ -215,9 +215,7 @@ def assert_close(
 
 
 @pytest.mark.parametrize("task", thinned(TASKS, 3))
-def test_the_first_twenty_losses_and_gradients_are_those_of_plain_transformers(
-    task: str, tmp_path: Path
-) -> None:
+def test_the_first_twenty_losses_and_gradients_are_those_of_plain_transformers(task, tmp_path):
     job = job_for(task, tmp_path)
     train(job, quiet)
     rows = logged(Path(job.output_dir))
@@ -247,9 +245,7 @@ def test_the_first_twenty_losses_and_gradients_are_those_of_plain_transformers(
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("task", thinned(TASKS, 2))
-def test_every_way_of_cutting_the_batch_gives_the_same_gradients(
-    task: str, method: str, tmp_path: Path
-) -> None:
+def test_every_way_of_cutting_the_batch_gives_the_same_gradients(task, method, tmp_path):
     run = open_run(job_for(task, tmp_path, method=method))
     examples = run.steps.feed.batches.examples_of(0)
 
@@ -272,7 +268,7 @@ def test_every_way_of_cutting_the_batch_gives_the_same_gradients(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["causal-lm", "seq2seq", "classification"])
-def test_twenty_losses_do_not_depend_on_the_cut(task: str, tmp_path: Path) -> None:
+def test_twenty_losses_do_not_depend_on_the_cut(task, tmp_path):
     curves = []
     for micro in (16, 1, 5):
         job = job_for(task, tmp_path, f"cut-{micro}", per_device_train_batch_size=micro)
@@ -283,7 +279,7 @@ def test_twenty_losses_do_not_depend_on_the_cut(task: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_last_partial_batch_of_an_epoch_is_divided_by_its_own_targets(tmp_path: Path) -> None:
+def test_the_last_partial_batch_of_an_epoch_is_divided_by_its_own_targets(tmp_path):
     job = job_for(
         "causal-lm", tmp_path, global_batch_size=32, max_steps=4
     )  # 100 rows: 32, 32, 32, 4

@@ -152,7 +152,7 @@ def refused(answer: Answer) -> Rejected:
 # ---- what a plan is made of ----
 
 
-def test_dollars_are_those_of_the_hours_and_ranges_hold_what_is_likely() -> None:
+def test_dollars_are_those_of_the_hours_and_ranges_hold_what_is_likely():
     asked = wanted_of(eval_lengths=lengths_of(500))
     answer = decide(asked, MARKET)
     assert len(answer.plans) + len(answer.rejected) == len(MARKET)
@@ -167,7 +167,7 @@ def test_dollars_are_those_of_the_hours_and_ranges_hold_what_is_likely() -> None
         assert tokens_of(plan.recipe) >= 32 * asked.lengths.mean
 
 
-def test_micro_batches_are_budgets_of_tokens() -> None:
+def test_micro_batches_are_budgets_of_tokens():
     asked = wanted_of(lengths=lengths_of(longest=1500))
     of_step = asked.lengths.largest_step(32)
     found = budgets(asked, 1, is_cuda=True)
@@ -184,7 +184,7 @@ def test_micro_batches_are_budgets_of_tokens() -> None:
     assert "up to 777 tokens at a time" in plan.recipe.in_words()
 
 
-def test_documents_end_to_end_have_no_padding_and_padded_ones_little() -> None:
+def test_documents_end_to_end_have_no_padding_and_padded_ones_little():
     flat = only(decide(wanted_of(), [place("A100-80GB", 2.0)]))
     assert flat.recipe.stack.is_packed
     assert flat.on.step.n_padded_tokens == pytest.approx(flat.on.step.n_tokens)
@@ -196,7 +196,7 @@ def test_documents_end_to_end_have_no_padding_and_padded_ones_little() -> None:
     assert padded.on.step.seconds > flat.on.step.seconds
 
 
-def test_padded_work_is_cut_for_the_device_and_hardly_waits_for_launches() -> None:
+def test_padded_work_is_cut_for_the_device_and_hardly_waits_for_launches():
     """FLAN-T5-base with short pairs on an RTX 4090: cut as for a CPU, launches would be most of the
     step.
     """
@@ -216,7 +216,7 @@ def test_padded_work_is_cut_for_the_device_and_hardly_waits_for_launches() -> No
     assert here.on.step.n_tokens > 0.9 * here.on.step.n_padded_tokens
 
 
-def test_a_head_with_an_adapter_scores_all_positions() -> None:
+def test_a_head_with_an_adapter_scores_all_positions():
     assert wanted_of().stack("bf16").scores_positions
     assert not wanted_of(target_modules=("q_proj", "lm_head")).stack("bf16").scores_positions
     assert not wanted_of(modules_to_save=("lm_head",)).stack("bf16").scores_positions
@@ -228,7 +228,7 @@ def test_a_head_with_an_adapter_scores_all_positions() -> None:
 UPPER = tuple(f"layers.{n}.self_attn.{name}_proj" for n in (14, 15) for name in "qv")
 
 
-def test_adapters_in_upper_layers_cost_less() -> None:
+def test_adapters_in_upper_layers_cost_less():
     here = [place("A100-80GB", 2.0)]
     asked = wanted_of(target_modules=("q_proj", "v_proj"), eval_lengths=lengths_of(500))
     upper = replace(asked, target_modules=UPPER)
@@ -238,7 +238,7 @@ def test_adapters_in_upper_layers_cost_less() -> None:
     assert few.seconds["training"] < 0.6 * every.seconds["training"]
 
 
-def test_steps_are_those_of_the_trainer() -> None:
+def test_steps_are_those_of_the_trainer():
     short = lengths_of(100)
     assert (
         wanted_of(lengths=short, global_batch=32, n_epochs=1.0).n_steps == 4
@@ -253,7 +253,7 @@ def test_steps_are_those_of_the_trainer() -> None:
     assert wanted_of().n_evaluations == 0
 
 
-def test_each_provider_has_its_own_time_to_boot_on_the_same_gpu() -> None:
+def test_each_provider_has_its_own_time_to_boot_on_the_same_gpu():
     plans = decide(
         wanted_of(),
         [place("A100-80GB", 2.0, provider=name) for name in ("AWS", "Lambda", "nobody")],
@@ -262,7 +262,7 @@ def test_each_provider_has_its_own_time_to_boot_on_the_same_gpu() -> None:
     assert seconds == {"AWS": 221.0, "Lambda": 420.0, "nobody": Assumptions().setup_s}
 
 
-def test_a_place_of_ones_own_needs_no_setup_no_download_and_no_tokenizing_twice() -> None:
+def test_a_place_of_ones_own_needs_no_setup_no_download_and_no_tokenizing_twice():
     own = place("RTX 4090", 0.1).but(is_local=True)
     there = only(decide(wanted_of(), [place("RTX 4090", 0.1)]))
     here = only(decide(wanted_of(is_tokenized=True), [own]))
@@ -277,7 +277,7 @@ def precision_of(gpu: str, **changes: Any) -> str:
     return found.precision
 
 
-def test_old_gpus_compute_in_fp16_and_none_in_bf16() -> None:
+def test_old_gpus_compute_in_fp16_and_none_in_bf16():
     for gpu in ("T4", "V100-16GB"):
         assert precision_of(gpu) == "fp16"
         found = at(offer_of(gpu, 0.3), wanted_of(precision="bf16")).machine
@@ -288,7 +288,7 @@ def test_old_gpus_compute_in_fp16_and_none_in_bf16() -> None:
     assert precision_of("K80") == "fp32"
 
 
-def test_calibration_moves_and_narrows_the_ranges() -> None:
+def test_calibration_moves_and_narrows_the_ranges():
     raw = place("L4", 0.6)
     known = raw.but(
         calibration=Calibration(
@@ -312,7 +312,7 @@ def test_calibration_moves_and_narrows_the_ranges() -> None:
     assert len({plan.wall_s for plan in both}) == 2
 
 
-def test_a_family_that_was_not_traced_is_planned_with_a_wider_range() -> None:
+def test_a_family_that_was_not_traced_is_planned_with_a_wider_range():
     sizes = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192}
     sizes |= {"num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 4}
     asked = {"micro_batch_tokens": 1024, "checkpoint_every": 1}
@@ -329,7 +329,7 @@ def test_a_family_that_was_not_traced_is_planned_with_a_wider_range() -> None:
 # ---- ranking ----
 
 
-def test_the_cheapest_is_first_and_ties_go_to_the_sooner_and_say_so() -> None:
+def test_the_cheapest_is_first_and_ties_go_to_the_sooner_and_say_so():
     answer = decide(wanted_of(), MARKET)
     cheapest = min(plan.total_usd for plan in answer.plans)
     assert answer.plans[0].total_usd <= cheapest * 1.05 + 1e-9
@@ -351,7 +351,7 @@ def test_the_cheapest_is_first_and_ties_go_to_the_sooner_and_say_so() -> None:
         assert "x as" in ranked[1].why
 
 
-def test_among_equals_one_gpu_comes_before_several() -> None:
+def test_among_equals_one_gpu_comes_before_several():
     alone = only(decide(wanted_of(), [place("RTX 4090", 0.5)]))
     two = only(decide(wanted_of(), [place("RTX 4090", 1.0, 2)]))
     price = 1.0 * alone.total_usd / two.total_usd * 0.97
@@ -366,7 +366,7 @@ def test_among_equals_one_gpu_comes_before_several() -> None:
     assert cheaper.plans[0].recipe.to_set == ("where.gpus: all",)
 
 
-def test_what_may_not_fit_is_not_the_first_choice_where_something_surely_does() -> None:
+def test_what_may_not_fit_is_not_the_first_choice_where_something_surely_does():
     asked = wanted_of(micro_batch_tokens=1024, checkpoint_every=1)
     roomy = place("A100-80GB", 2.0)
     needed = only(decide(asked, [place("RTX 4090", 0.2)])).on.memory_range.likely
@@ -380,7 +380,7 @@ def test_what_may_not_fit_is_not_the_first_choice_where_something_surely_does() 
     assert decide(asked, [tight]).best is not None, "the only one is still said"
 
 
-def test_a_machine_that_needs_hands_is_not_the_first_choice_and_says_what_it_needs() -> None:
+def test_a_machine_that_needs_hands_is_not_the_first_choice_and_says_what_it_needs():
     torch = Torch("2.13.0")
     offers = [offer_of("GH200", 1.0), offer_of("H100-80GB", 1.5)]
     arm, other = (at(offer, torch=torch) for offer in offers)
@@ -397,7 +397,7 @@ def test_a_machine_that_needs_hands_is_not_the_first_choice_and_says_what_it_nee
     assert not built.host_note, "installed from an index that has it"
 
 
-def test_a_session_that_ends_before_the_run_is_not_the_first_choice() -> None:
+def test_a_session_that_ends_before_the_run_is_not_the_first_choice():
     session = place("RTX PRO 6000", 0.9)
     ends = session.sold(billing=Billing("A", most_hours=0.3))
     roomy = place("H100-80GB", 9.0)
@@ -405,7 +405,7 @@ def test_a_session_that_ends_before_the_run_is_not_the_first_choice() -> None:
     assert decide(wanted_of(), [ends, roomy]).plans[0].offer is roomy.offer
 
 
-def test_a_price_a_little_old_is_better_than_twice_the_dollars() -> None:
+def test_a_price_a_little_old_is_better_than_twice_the_dollars():
     old, firm = (
         place("A100-80GB", 2.0).aged(95),
         place("A100-80GB", 4.0, provider="B"),
@@ -419,8 +419,8 @@ def test_a_price_a_little_old_is_better_than_twice_the_dollars() -> None:
 @pytest.mark.parametrize("age_days", [91, 120, 179, 181])
 @pytest.mark.parametrize(("usd", "is_fresh_first"), [(2.35, True), (2.6, False)])
 def test_no_old_price_comes_first_where_a_fresh_one_is_within_a_fifth(
-    age_days: int, usd: float, is_fresh_first: bool
-) -> None:
+    age_days, usd, is_fresh_first
+):
     old = place("A100-80GB", 2.0).aged(age_days)
     fresh = place("A100-80GB", usd, provider="B")
     dear = fresh.but(host_note="drivers of its own")  # it can't be had just so
@@ -428,7 +428,7 @@ def test_no_old_price_comes_first_where_a_fresh_one_is_within_a_fifth(
     assert (first.offer is dear.offer) is is_fresh_first
 
 
-def test_a_price_that_the_user_gave_is_taken_however_old_it_is() -> None:
+def test_a_price_that_the_user_gave_is_taken_however_old_it_is():
     given = place("A100-80GB", 2.0).aged(400)
     fresh = place("A100-80GB", 2.2, provider="B")
     first = decide(wanted_of(), [given, fresh], has_own_prices=True).plans[0]
@@ -437,7 +437,7 @@ def test_a_price_that_the_user_gave_is_taken_however_old_it_is() -> None:
     assert first.usd_range == plain.usd_range
 
 
-def test_a_cent_is_not_waited_for() -> None:
+def test_a_cent_is_not_waited_for():
     quick, slow = place("A100-80GB", 2.0), place("RTX 3090", 0.5)
     asked = wanted_of(max_steps=100)
     plans = {plan.offer.gpu: plan for plan in decide(asked, [quick, slow]).plans}
@@ -452,7 +452,7 @@ def test_a_cent_is_not_waited_for() -> None:
     )
 
 
-def test_where_no_price_is_firm_the_first_is_the_cheapest_at_worst() -> None:
+def test_where_no_price_is_firm_the_first_is_the_cheapest_at_worst():
     old = place("A100-80GB", 2.0)
     near, far = old.aged(95), old.aged(400).sold(usd=1.9)
     answer = decide(wanted_of(), [near, far])
@@ -460,7 +460,7 @@ def test_where_no_price_is_firm_the_first_is_the_cheapest_at_worst() -> None:
     assert answer.plans[0].usd_range.high < answer.plans[1].usd_range.high
 
 
-def test_the_front_is_what_nothing_beats_in_both() -> None:
+def test_the_front_is_what_nothing_beats_in_both():
     drawn = random.Random(1)
     prices = [one.sold(usd=one.offer.usd * drawn.uniform(0.5, 2)) for one in MARKET * 4]
     plans = decide(wanted_of(), prices).plans
@@ -480,7 +480,7 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
         assert plan.on_front == (not beaten and not (twin_before and not plan.on_front))
 
 
-def test_the_same_question_has_the_same_answer_whatever_the_order() -> None:
+def test_the_same_question_has_the_same_answer_whatever_the_order():
     asked = wanted_of(deadline_s=40 * H, max_usd=60.0, eval_lengths=lengths_of(300))
     first, second = decide(asked, MARKET), decide(asked, MARKET)
     assert first == second
@@ -494,7 +494,7 @@ def test_the_same_question_has_the_same_answer_whatever_the_order() -> None:
         )
 
 
-def test_nothing_to_choose_from_and_nothing_to_train_on() -> None:
+def test_nothing_to_choose_from_and_nothing_to_train_on():
     empty = decide(wanted_of(), [])
     assert (empty.plans, empty.rejected, empty.best) == ((), (), None)
     nothing = replace(lengths_of(), n_examples=0)
@@ -505,7 +505,7 @@ def test_nothing_to_choose_from_and_nothing_to_train_on() -> None:
 # ---- two stacks ----
 
 
-def test_targets_count_as_sources_do_where_both_are_laid_end_to_end() -> None:
+def test_targets_count_as_sources_do_where_both_are_laid_end_to_end():
     lengths = from_mean(20_000, 200.0, 512, mean_target=50.0)
     asked = wanted_of("google/flan-t5-base", lengths=lengths, global_batch=16)
     assert asked.is_packed
@@ -521,7 +521,7 @@ def test_targets_count_as_sources_do_where_both_are_laid_end_to_end() -> None:
 # ---- several GPUs ----
 
 
-def test_a_step_that_does_not_divide_evenly_still_holds_all_its_examples() -> None:
+def test_a_step_that_does_not_divide_evenly_still_holds_all_its_examples():
     for batch, n_gpus in ((10, 4), (7, 2), (33, 8), (5, 4)):
         plan = only(decide(wanted_of(global_batch=batch), [place("A100-80GB", 2.0, n_gpus)]))
         recipe = plan.recipe
@@ -530,20 +530,20 @@ def test_a_step_that_does_not_divide_evenly_still_holds_all_its_examples() -> No
         assert plan.on.step.n_tokens == pytest.approx(batch * wanted_of().lengths.mean)
 
 
-def test_more_gpus_than_examples_in_a_step_are_refused() -> None:
+def test_more_gpus_than_examples_in_a_step_are_refused():
     found = refused(decide(wanted_of(global_batch=4), [place("A100-80GB", 2.0, 8)]))
     assert found.reason == "a step of 4 examples can't be divided by 8 GPUs"
     assert found.change == "train.global_batch_size: 8"
     assert decide(wanted_of(global_batch=8), [place("A100-80GB", 2.0, 8)]).plans
 
 
-def test_two_gpus_are_quicker_than_one_but_not_twice() -> None:
+def test_two_gpus_are_quicker_than_one_but_not_twice():
     one, two = (only(decide(wanted_of(), [place("A100-80GB", 2.0 * n, n)])) for n in (1, 2))
     assert 1.2 < one.on.step.seconds / two.on.step.seconds < 2.0
     assert two.on.step.parts["communication"] > 0
 
 
-def test_a_model_too_large_for_one_gpu_is_divided() -> None:
+def test_a_model_too_large_for_one_gpu_is_divided():
     asked = wanted_of("meta-llama/Llama-3.1-8B", method="full")
     assert "needs" in refused(decide(asked, [place("A100-80GB", 2.0)])).reason
     plan = only(decide(asked, [place("A100-80GB", 16.0, 8)]))
@@ -627,7 +627,7 @@ def random_job(drawn: random.Random) -> JobSpec:
 
 
 @pytest.mark.parametrize("seed", thinned(range(25), 3))
-def test_every_rejection_has_a_reason_and_its_change_lets_the_offer_in(seed: int) -> None:
+def test_every_rejection_has_a_reason_and_its_change_lets_the_offer_in(seed):
     drawn = random.Random(seed)
     asked = random_job(drawn)
     places = [one for one in MARKET if not one.offer.is_spot]
@@ -664,7 +664,7 @@ def kind_of(reason: str) -> str:
     return re.sub(r"[\d.,$%]+|\(.*\)", "", reason)[:12]
 
 
-def test_spot_that_costs_too_much_gets_in_with_the_change_too() -> None:
+def test_spot_that_costs_too_much_gets_in_with_the_change_too():
     spot = place("A100-80GB", 1.25, spot=True)
     cost = only(decide(wanted_of(), [spot])).total_usd
     asked = wanted_of(max_usd=cost / 2)
@@ -674,7 +674,7 @@ def test_spot_that_costs_too_much_gets_in_with_the_change_too() -> None:
         assert decide(follow(asked, found.change, last=last), [spot]).plans
 
 
-def test_evaluation_takes_as_many_tokens_at_once_as_training_but_one_row_has_to_fit() -> None:
+def test_evaluation_takes_as_many_tokens_at_once_as_training_but_one_row_has_to_fit():
     asked = wanted_of(
         lengths=lengths_of(2000, 128), eval_lengths=lengths_of(200, 2048), eval_batch=64
     )
@@ -686,7 +686,7 @@ def test_evaluation_takes_as_many_tokens_at_once_as_training_but_one_row_has_to_
 # ---- spot and deadlines ----
 
 
-def test_spot_at_half_price_costs_about_half_and_takes_longer() -> None:
+def test_spot_at_half_price_costs_about_half_and_takes_longer():
     work = wanted_of(n_epochs=60.0)
     own = only(decide(work, [place("A100-80GB", 2.0)]))
     spot = only(decide(work, [place("A100-80GB", 1.0, spot=True)]))
@@ -711,7 +711,7 @@ def nervous(offer: Offer) -> Interruptions:
     return Interruptions(weibull(0.7 * H), weibull(3 * H)) if offer.zone == "bad" else calm(offer)
 
 
-def test_each_zone_has_its_own_chance() -> None:
+def test_each_zone_has_its_own_chance():
     spots = [place("A100-80GB", 1.0, spot=True, zone=zone) for zone in ("good", "bad")]
     work = wanted_of(n_epochs=20.0)
     wall_s = only(decide(work, spots[:1], hazard=nervous)).wall_s
@@ -727,7 +727,7 @@ def fleeting(offer: Offer) -> Interruptions:
     return Interruptions(weibull((0.7 + len(offer.zone) / 1000) * H), weibull(3 * H))
 
 
-def test_spot_with_on_demand_to_fall_back_on_costs_what_its_own_price_makes_it() -> None:
+def test_spot_with_on_demand_to_fall_back_on_costs_what_its_own_price_makes_it():
     prices = (2.0, 3.0)
     spots = [place("A100-80GB", usd, spot=True, zone=f"z{i}") for i, usd in enumerate(prices)]
     own = place("A100-80GB", 9.0)
@@ -745,7 +745,7 @@ def test_spot_with_on_demand_to_fall_back_on_costs_what_its_own_price_makes_it()
     assert usd_of(spots[1], spots) > usd_of(spots[0], spots)
 
 
-def test_runs_that_match_the_formula_leave_context_and_slack_in_what_a_gpu_must_have() -> None:
+def test_runs_that_match_the_formula_leave_context_and_slack_in_what_a_gpu_must_have():
     new = place("RTX 4090", 0.5)
     known = Calibration(n_runs=3, spread=0.08, source="3 runs", extra_bytes=0)
     asked = wanted_of(micro_batch_tokens=1024, checkpoint_every=1)
@@ -758,7 +758,7 @@ def test_runs_that_match_the_formula_leave_context_and_slack_in_what_a_gpu_must_
     assert estimate_of(before, asked).peak_bytes == before.on.memory.allocated.n_bytes
 
 
-def test_capacity_that_never_lasts_a_start_is_refused() -> None:
+def test_capacity_that_never_lasts_a_start_is_refused():
     found = refused(
         decide(
             wanted_of(),
@@ -769,7 +769,7 @@ def test_capacity_that_never_lasts_a_start_is_refused() -> None:
     assert found.reason == "interruptions come faster than work is saved"
 
 
-def test_a_deadline_is_met_with_the_chance_that_is_asked_for() -> None:
+def test_a_deadline_is_met_with_the_chance_that_is_asked_for():
     here = [place("A100-80GB", 2.0)]
     free = only(decide(wanted_of(), here))
     sure_s = free.hours_range.high * H
@@ -782,7 +782,7 @@ def test_a_deadline_is_met_with_the_chance_that_is_asked_for() -> None:
 # ---- what else is paid for ----
 
 
-def test_managed_training_is_listed_with_its_fee_the_cheapest_first() -> None:
+def test_managed_training_is_listed_with_its_fee_the_cheapest_first():
     fee = offer_of("", 250.0, 0, provider="M")._replace(unit="run")
     by_token = offer_of("", 0.5, 0, provider="N")._replace(unit="million_tokens")
     asked = wanted_of()
@@ -794,7 +794,7 @@ def test_managed_training_is_listed_with_its_fee_the_cheapest_first() -> None:
     ]
 
 
-def test_units_of_gigabytes_and_packs_are_paid_up_front() -> None:
+def test_units_of_gigabytes_and_packs_are_paid_up_front():
     colab = offer_of("T4", 9.99 / 100, provider="Colab")._replace(unit="gb_hour")
     colab = colab._replace(billing=Billing("Colab", pack_usd=9.99))
     asked = wanted_of("HuggingFaceTB/SmolLM2-135M", lengths=lengths_of(2000))
@@ -804,7 +804,7 @@ def test_units_of_gigabytes_and_packs_are_paid_up_front() -> None:
     assert plan.up_front_usd == pytest.approx(9.99 * -(-plan.total_usd // 9.99))
 
 
-def test_checkpoints_that_go_to_a_store_elsewhere_are_egress() -> None:
+def test_checkpoints_that_go_to_a_store_elsewhere_are_egress():
     wanted = wanted_of(method="full", optim="adamw_torch_fused", save_every_s=600.0)
     of_offer = place("H100-80GB", 2.0)
     there = of_offer.sold(provider="AWS")
@@ -827,9 +827,7 @@ def test_checkpoints_that_go_to_a_store_elsewhere_are_egress() -> None:
     assert "storage" not in here.usd
 
 
-def test_a_host_without_room_for_the_copy_of_a_checkpoint_takes_it_at_the_pace_of_its_disk() -> (
-    None
-):
+def test_a_host_without_room_for_the_copy_of_a_checkpoint_takes_it_at_the_pace_of_its_disk():
     wanted = wanted_of(method="full", optim="adamw_torch_fused")
     checkpoint_gib = wanted.save_bytes / 2**30
     of_offer = place("H100-80GB", 2.0)
@@ -853,7 +851,7 @@ def with_ram(one: Place, gib: float) -> Place:
 EIGHT = "meta-llama/Llama-3.1-8B"
 
 
-def test_full_training_that_fits_no_other_way_is_planned_with_its_weights_in_main_memory() -> None:
+def test_full_training_that_fits_no_other_way_is_planned_with_its_weights_in_main_memory():
     asked = wanted_of(EIGHT, method="full")
     plan = only(decide(asked, [with_ram(place("RTX 4090", 0.5), 256.0)]))
     assert plan.to_set == ("where.strategy: fsdp", "where.offload_weights: true")
@@ -867,9 +865,7 @@ def test_full_training_that_fits_no_other_way_is_planned_with_its_weights_in_mai
     assert plan.usd["compute"] == pytest.approx(plan.wall_s / 3600 * 0.5)
 
 
-def test_weights_stay_on_the_gpu_where_they_fit_and_where_main_memory_is_short_or_not_known() -> (
-    None
-):
+def test_weights_stay_on_the_gpu_where_they_fit_and_where_main_memory_is_short_or_not_known():
     asked = wanted_of(EIGHT, method="full")
     whole = only(decide(asked, [with_ram(place("B200", 5.0), 512.0)]))
     assert (whole.to_set, whole.on.host_bytes) == ((), 0)
@@ -877,7 +873,7 @@ def test_weights_stay_on_the_gpu_where_they_fit_and_where_main_memory_is_short_o
         assert refused(decide(asked, [small])).reason.startswith("needs ")
 
 
-def test_8b_in_full_fits_one_gpu_of_80_gb_without_copies_in_fp32() -> None:
+def test_8b_in_full_fits_one_gpu_of_80_gb_without_copies_in_fp32():
     asked = wanted_of(EIGHT, method="full", spreads=False)
     change = refused(decide(asked, [place("H100-80GB", 2.5)])).change
     setting, _, quality = change.partition(" (")
@@ -903,8 +899,8 @@ def test_8b_in_full_fits_one_gpu_of_80_gb_without_copies_in_fp32() -> None:
     ],
 )
 def test_weights_that_training_refuses_to_spread_are_not_planned_in_main_memory(
-    changes: dict[str, Any],
-) -> None:
+    changes,
+):
     asked = wanted_of("meta-llama/Llama-2-13b-hf", method="full", **changes)
     there = with_ram(place("RTX 4090", 0.5).but(precision=changes.get("precision", "bf16")), 512.0)
     assert refused(decide(asked, [there])).reason.startswith("needs ")
@@ -912,7 +908,7 @@ def test_weights_that_training_refuses_to_spread_are_not_planned_in_main_memory(
     assert told.reason.startswith("weights can't be kept in main memory: ")
 
 
-def test_what_the_job_asks_for_is_planned_also_where_it_would_fit_otherwise() -> None:
+def test_what_the_job_asks_for_is_planned_also_where_it_would_fit_otherwise():
     asked = wanted_of(EIGHT, method="full", offloads_weights=True)
     plan = only(decide(asked, [place("B200", 5.0)]))
     assert plan.recipe.offloads_weights
@@ -924,7 +920,7 @@ def test_what_the_job_asks_for_is_planned_also_where_it_would_fit_otherwise() ->
     assert short.reason == "needs 119.7 GiB of main memory, has 64.0 GiB"
 
 
-def test_more_gpus_bring_fewer_rows_each_and_adapters_leave_only_the_base_in_main_memory() -> None:
+def test_more_gpus_bring_fewer_rows_each_and_adapters_leave_only_the_base_in_main_memory():
     asked = wanted_of(EIGHT, method="full", offloads_weights=True)
     one, two = (only(decide(asked, [with_ram(place("A100-80GB", 2.0, n), 512.0)])) for n in (1, 2))
     assert one.on.host_bytes == two.on.host_bytes
@@ -938,7 +934,7 @@ def test_more_gpus_bring_fewer_rows_each_and_adapters_leave_only_the_base_in_mai
     assert lora.on.memory.parts["weights"] == 4 * replace(asked, method="lora").n_trainable
 
 
-def test_an_off_loaded_optimizer_needs_main_memory_too() -> None:
+def test_an_off_loaded_optimizer_needs_main_memory_too():
     asked = wanted_of(EIGHT, method="full", optim="adamw_torch_offload", checkpoint_every=1)
     assert (
         only(decide(asked, [place("A100-80GB", 2.0)])).on.host_bytes
@@ -948,7 +944,7 @@ def test_an_off_loaded_optimizer_needs_main_memory_too() -> None:
     assert refused(decide(asked, [short])).reason.endswith("of main memory, has 100.0 GiB")
 
 
-def test_texts_that_an_evaluation_writes_at_once_are_counted_in_memory_and_in_seconds() -> None:
+def test_texts_that_an_evaluation_writes_at_once_are_counted_in_memory_and_in_seconds():
     pairs = from_mean(4000, 400.0, 512, mean_target=8.0)
     asked = wanted_of("google/flan-t5-base", lengths=pairs, eval_lengths=pairs, checkpoint_every=1)
     reads = only(decide(asked, [place("A100-80GB", 2.0)]))
@@ -968,7 +964,7 @@ def test_texts_that_an_evaluation_writes_at_once_are_counted_in_memory_and_in_se
     assert more_s < asked.n_evaluations * (n_batches + 1) * 256 * 0.4e-3 * layers
 
 
-def test_fewer_steps_that_keep_a_cap_are_those_of_the_arithmetic() -> None:
+def test_fewer_steps_that_keep_a_cap_are_those_of_the_arithmetic():
     """Of 36,000 s 2,000 do not shrink: half the dollars leave 16,000 of 34,000, less a margin."""
     plan = only(decide(wanted_of(), [place("A100-80GB", 2.0)]))
     seconds = {"setup": 2000.0, "training": 33_000.0, "checkpoints": 1000.0}
@@ -982,18 +978,18 @@ def test_fewer_steps_that_keep_a_cap_are_those_of_the_arithmetic() -> None:
     assert late.reason == "ends 1 h 40 min after the deadline"
 
 
-def test_checkpoints_where_nobody_takes_the_machine_are_youngs_for_a_crash_a_week() -> None:
+def test_checkpoints_where_nobody_takes_the_machine_are_youngs_for_a_crash_a_week():
     found = [quiet_interval_s(save_s) for save_s in (0.0001, 0.1, 10.0)]
     assert found == pytest.approx([60.0, 347.79, 1800.0], abs=0.01)
 
 
-def test_errors_are_alike_within_era_kind_and_precision() -> None:
+def test_errors_are_alike_within_era_kind_and_precision():
     llama = shape_of("meta-llama/Llama-3.1-8B")
     assert class_of(llama, "Volta", "fp16") == ("old", "causal", "16")
     assert class_of(llama, "Ada", "fp32") == ("recent", "causal", "fp32")
 
 
-def test_ranges_of_farthings_own_runs_come_before_those_of_other_trainers() -> None:
+def test_ranges_of_farthings_own_runs_come_before_those_of_other_trainers():
     found = {name: only(decide(wanted_of(), [place(name, 2.0)])).on for name in ("H100-80GB", "L4")}
     h100, l4 = found["H100-80GB"], found["L4"]
     assert h100.memory_spread[:2] == (0.9, 1.1)

@@ -37,7 +37,7 @@ def others() -> list[dict[str, str]]:
     return rows_of(Path(plan_accuracy.__file__).parent / "published_rows.csv")
 
 
-def test_rows_that_are_given_are_met(given: list[dict[str, str]]) -> None:
+def test_rows_that_are_given_are_met(given):
     found = judge(given)
     memory, speed = (found[name][0] for name in ("memory", "speed"))
     assert (memory["n"], speed["n"]) == (253, 435)
@@ -51,8 +51,8 @@ def test_rows_that_are_given_are_met(given: list[dict[str, str]]) -> None:
 
 
 def test_rows_of_others_are_of_sources_without_a_say_and_held_by_the_ranges(
-    others: list[dict[str, str]],
-) -> None:
+    others,
+):
     assert all(row["use"] == "judges only" and date.fromisoformat(row["read_on"]) for row in others)
     had_a_say = ("fms-acceleration", "huggingface/peft", "torchtune", "llm-foundry")
     assert not [row for row in others if any(name in row["source"] for name in had_a_say)]
@@ -62,9 +62,7 @@ def test_rows_of_others_are_of_sources_without_a_say_and_held_by_the_ranges(
         assert found["ranges"][quantity][0]["share"] >= 0.75
 
 
-def test_the_table_of_errors_is_what_its_command_makes(
-    given: list[dict[str, str]], others: list[dict[str, str]]
-) -> None:
+def test_the_table_of_errors_is_what_its_command_makes(given, others):
     made = error_table(judge([*given, *others], strangers=True)["rows"], date(2026, 11, 23))
     known = {row[:4]: (row.low, row.high) for row in error_classes()}
     assert len(made) == 4
@@ -72,7 +70,7 @@ def test_the_table_of_errors_is_what_its_command_makes(
         assert known[tuple(row[:4])] == (float(row[4]), float(row[5]))
 
 
-def test_a_range_holds_its_share_of_each_source_that_has_no_say_in_it() -> None:
+def test_a_range_holds_its_share_of_each_source_that_has_no_say_in_it():
     alike = {name: [x / 10 for x in range(-10, 11)] for name in "abcd"}
     low, high = width(alike)
     assert low == pytest.approx(-high, abs=0.11)

@@ -71,7 +71,7 @@ IN_FP16 = ON_DEMAND | {"hours": (1.082, 1.583, 4.263), "usd": (2.169, 3.171, 8.5
     ],
     ids=["on demand", "spot", "fp16"],
 )
-def test_what_a_plan_comes_to(where: Any, expected: dict[str, Any]) -> None:
+def test_what_a_plan_comes_to(where, expected):
     """Spot is wider than what is interrupted, and a run that may overflow could be done twice."""
     (plan,) = plans(WANTED, where).plans
     assert figures(plan) == expected
@@ -133,15 +133,13 @@ LIMITS: list[tuple[dict[str, float], list[tuple[str, str, float]]]] = [
 @pytest.mark.parametrize(
     ("limits", "refused"), LIMITS, ids=[next(iter(limits)) for limits, _ in LIMITS]
 )
-def test_what_passes_a_limit_and_what_would_not(
-    limits: dict[str, Any], refused: list[tuple[str, str, float]]
-) -> None:
+def test_what_passes_a_limit_and_what_would_not(limits, refused):
     rejected = plans(replace(WANTED, **limits), A100, A100_SPOT).rejected
     found = [(one.reason, one.change, round(one.distance, 4)) for one in rejected]
     assert found == refused
 
 
-def test_the_limits_themselves_are_kept() -> None:
+def test_the_limits_themselves_are_kept():
     """What ends at its limit to the last digit passes none."""
     (plan,) = plans(WANTED, A100).plans
     limits = {"max_usd": plan.total_usd, "max_hours": plan.wall_s / H}
@@ -150,7 +148,7 @@ def test_the_limits_themselves_are_kept() -> None:
     assert not plans(replace(WANTED, **below), A100).plans
 
 
-def test_chances_of_a_deadline() -> None:
+def test_chances_of_a_deadline():
     found = plans(replace(WANTED, deadline_s=4 * H), A100, A100_SPOT).plans
     assert [round(plan.chance or 0, 4) for plan in found] == [0.9603, 0.9976]
 
@@ -164,15 +162,15 @@ def test_chances_of_a_deadline() -> None:
     ],
 )
 def test_a_deadline_that_is_not_sure_enough_is_refused_with_one_that_is(
-    deadline_h: float, confidence: float, refused: tuple[str, str]
-) -> None:
+    deadline_h, confidence, refused
+):
     asked = replace(WANTED, deadline_s=deadline_h * H, confidence=confidence)
     (found,) = plans(asked, A100).rejected
     assert (found.reason, found.change) == refused
     assert len(plans(replace(asked, confidence=0.5), A100).plans) == 1
 
 
-def test_spot_with_on_demand_behind_it_has_its_own_figures_and_is_not_refused_besides() -> None:
+def test_spot_with_on_demand_behind_it_has_its_own_figures_and_is_not_refused_besides():
     """Capacity for 42 minutes in the mean, and three hours without."""
     spot, own = A100_SPOT.sold(usd=2.0), place("A100-80GB", 9.0)
 
@@ -193,7 +191,7 @@ def test_spot_with_on_demand_behind_it_has_its_own_figures_and_is_not_refused_be
     assert [round(each, 2) for each in mixed.hours_range] == [2.03, 2.03, 9.5]
 
 
-def test_a_machine_that_is_taken_back_too_early_is_no_first_choice() -> None:
+def test_a_machine_that_is_taken_back_too_early_is_no_first_choice():
     """Its longest run holds the likely end, and not the late one."""
     terms = A100.offer.billing
     short = CHEAP.sold(billing=terms._replace(most_hours=2.0), provider="short")
@@ -203,7 +201,7 @@ def test_a_machine_that_is_taken_back_too_early_is_no_first_choice() -> None:
     assert plans(WANTED, long, other).plans[0].offer.provider == "long"
 
 
-def test_what_was_measured_narrows_the_hours_to_its_own_error() -> None:
+def test_what_was_measured_narrows_the_hours_to_its_own_error():
     measured = A100.but(calibration=Calibration(n_runs=3, spread=0.08, source="three runs"))
     (plan,) = plans(WANTED, measured).plans
     hours = plan.hours_range

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from dataclasses import fields, is_dataclass, replace
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ class Read(HTMLParser):
         return sum(name == tag for name, _ in self.tags)
 
 
-def test_the_page_is_whole_and_can_be_read_by_all(view: PlanView) -> None:
+def test_the_page_is_whole_and_can_be_read_by_all(view):
     page = plan_page(view)
     assert page.startswith("<!doctype html>")
     read = Read(page)
@@ -93,7 +92,7 @@ def test_the_page_is_whole_and_can_be_read_by_all(view: PlanView) -> None:
     assert "prefers-color-scheme:dark" in page
 
 
-def test_nothing_is_loaded_from_elsewhere(view: PlanView) -> None:
+def test_nothing_is_loaded_from_elsewhere(view):
     page = plan_page(view)
     read = Read(page)
     loading = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image", "use"}
@@ -113,7 +112,7 @@ def test_nothing_is_loaded_from_elsewhere(view: PlanView) -> None:
     assert "default-src 'none'" in page
 
 
-def test_what_comes_from_outside_is_only_text(view: PlanView) -> None:
+def test_what_comes_from_outside_is_only_text(view):
     kept = ("spot", "on-demand", "own", "here")
 
     def nasty(value: Any) -> Any:
@@ -142,7 +141,7 @@ def test_what_comes_from_outside_is_only_text(view: PlanView) -> None:
     assert read.text.count(NASTY) > 100
 
 
-def test_the_figures_are_those_of_the_view(view: PlanView) -> None:
+def test_the_figures_are_those_of_the_view(view):
     read = Read(plan_page(view))
     best = view.best
     assert best is not None
@@ -165,7 +164,7 @@ def test_the_figures_are_those_of_the_view(view: PlanView) -> None:
     assert "24 runs a month" in read.text
 
 
-def test_bars_do_not_pass_what_is_there(view: PlanView) -> None:
+def test_bars_do_not_pass_what_is_there(view):
     page = plan_page(view)
     stacks = re.findall(r'<div class="stack"[^>]*>(.*?)</div>', page)
     assert len(stacks) > 20
@@ -173,7 +172,7 @@ def test_bars_do_not_pass_what_is_there(view: PlanView) -> None:
         assert sum(float(width) for width in re.findall(r"width:([\d.]+)%", stack)) <= 100.01
 
 
-def test_a_page_when_nothing_fits(tmp_path: Path) -> None:
+def test_a_page_when_nothing_fits(tmp_path):
     read = Read(plan_page(plan_view(ask(tmp_path, budget_usd=0.01))))
     assert "Nothing can do this job" in read.text
     assert "The nearest ways" in read.text
@@ -181,7 +180,7 @@ def test_a_page_when_nothing_fits(tmp_path: Path) -> None:
     assert read.count("svg") == 0
 
 
-def test_choices_between_two_times_that_have_a_name_are_drawn(view: PlanView) -> None:
+def test_choices_between_two_times_that_have_a_name_are_drawn(view):
     """Between three months and a year no time is named."""
     hours = Range(4390.0, 4400.0, 4410.0)
     rows = tuple(

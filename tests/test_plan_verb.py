@@ -77,7 +77,7 @@ def job(tmp_path: Path, tiny_folders: dict[str, Path]) -> str:
     return str(path)
 
 
-def test_a_family_without_a_table_is_planned_and_said_to_be(plan: Plan, tmp_path: Path) -> None:
+def test_a_family_without_a_table_is_planned_and_said_to_be(plan, tmp_path):
     sizes = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 500}
     (tmp_path / "bart").mkdir()
     config = json.dumps({"model_type": "bart", **sizes})
@@ -110,7 +110,7 @@ def plan(job: str, capsys: pytest.CaptureFixture[str]) -> Plan:
     return Plan(job, capsys)
 
 
-def test_the_short_answer_is_fifteen_lines_and_none_is_broken(plan: Plan) -> None:
+def test_the_short_answer_is_fifteen_lines_and_none_is_broken(plan):
     code, out, err = plan(*BIG)
     assert (code, err) == (0, "")
     lines = out.rstrip().splitlines()
@@ -141,9 +141,7 @@ def test_the_short_answer_is_fifteen_lines_and_none_is_broken(plan: Plan) -> Non
 
 
 @pytest.mark.parametrize("day", ["2026-11-22", "2031-01-01"])
-def test_rows_say_how_old_their_prices_are_and_old_ones_name_the_refresh(
-    day: str, plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_say_how_old_their_prices_are_and_old_ones_name_the_refresh(day, plan, monkeypatch):
     monkeypatch.setenv("FARTHING_TODAY", day)
     _, out, _ = plan(*BIG)
     lines = out.splitlines()
@@ -156,7 +154,7 @@ def test_rows_say_how_old_their_prices_are_and_old_ones_name_the_refresh(
     assert ("farthing prices update" in out) is (max(ages) > 90)
 
 
-def test_the_head_has_an_output_for_each_class_of_the_data(job: str) -> None:
+def test_the_head_has_an_output_for_each_class_of_the_data(job):
     values = yaml.safe_load(Path(job).read_text(encoding="utf-8"))
     rows = [{"text": f"text {n}", "label": f"class {n % 214}"} for n in range(428)]
     write_jsonl(Path(job).parent / "rows.jsonl", rows)
@@ -174,15 +172,13 @@ def test_the_head_has_an_output_for_each_class_of_the_data(job: str) -> None:
     assert many - three == (214 - 3) * sizes[0].hidden
 
 
-def test_where_only_spot_is_asked_for_no_method_is_called_impossible(plan: Plan) -> None:
+def test_where_only_spot_is_asked_for_no_method_is_called_impossible(plan):
     _, out, _ = plan(*BIG, "--offers", "spot", "--all")
     assert "spot" in out
     assert "no machine that farthing can train on" not in " ".join(out.split())
 
 
-def test_a_row_says_how_long_spot_waits_and_what_has_to_be_bought(
-    plan: Plan, tmp_path: Path
-) -> None:
+def test_a_row_says_how_long_spot_waits_and_what_has_to_be_bought(plan, tmp_path):
     spot = plan.json(*BIG, "--offers", "spot")["best"]["spot"]
     _, out, _ = plan(*BIG, "--offers", "spot")
     assert "wait" in next(line for line in out.splitlines() if line.startswith(" # ")).split()
@@ -199,7 +195,7 @@ def test_a_row_says_how_long_spot_waits_and_what_has_to_be_bought(
     assert "check     the price: you have to buy $9.99; the run uses $" in out
 
 
-def test_what_is_asked_for_is_shown_without_all(plan: Plan) -> None:
+def test_what_is_asked_for_is_shown_without_all(plan):
     _, out, _ = plan(*BIG, "--runs", "12", "--paid", "33", "--samples-per-min", "300", "--serve")
     words = " ".join(out.split())
     for part in (
@@ -223,13 +219,11 @@ def test_what_is_asked_for_is_shown_without_all(plan: Plan) -> None:
         (80000, 648000, "0.9-7.5 d"),
     ],
 )
-def test_a_range_of_time_has_one_unit_and_no_more_digits_than_it_deserves(
-    low_s: float, high_s: float, words: str
-) -> None:
+def test_a_range_of_time_has_one_unit_and_no_more_digits_than_it_deserves(low_s, high_s, words):
     assert span(low_s, high_s) == words
 
 
-def test_the_table_reads_at_80_columns(plan: Plan) -> None:
+def test_the_table_reads_at_80_columns(plan):
     code, out, err = plan(*BIG, "--all")
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -261,9 +255,7 @@ def test_the_table_reads_at_80_columns(plan: Plan) -> None:
 @pytest.mark.parametrize(
     "columns", ["80", *(pytest.param(n, marks=pytest.mark.slow) for n in ("60", "100", "160"))]
 )
-def test_no_line_is_wider_than_the_terminal(
-    plan: Plan, columns: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_line_is_wider_than_the_terminal(plan, columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
     own = ("--own", "RTX 4090:1600usd:0.45kW", "--runs-per-month", "5", "--serve")
     for more in (
@@ -277,7 +269,7 @@ def test_no_line_is_wider_than_the_terminal(
         assert max(map(len, lines)) <= int(columns)
 
 
-def test_a_small_job_is_planned_from_its_data(plan: Plan) -> None:
+def test_a_small_job_is_planned_from_its_data(plan):
     found = plan.json()
     assert found["job"]["n_examples"] == 200
     assert found["job"]["n_epochs"] == 3
@@ -290,7 +282,7 @@ def test_a_small_job_is_planned_from_its_data(plan: Plan) -> None:
     assert any(note.startswith("model: ") for note in found["notes"])
 
 
-def test_a_program_gets_everything(plan: Plan) -> None:
+def test_a_program_gets_everything(plan):
     found = plan.json(*BIG)
     assert found["kind"] == "farthing plan"
     assert len(found["plans"]) == found["n_choices"] > 200
@@ -303,7 +295,7 @@ def test_a_program_gets_everything(plan: Plan) -> None:
     assert few["n_choices"] == found["n_choices"]
 
 
-def test_wishes_narrow_the_offers(plan: Plan) -> None:
+def test_wishes_narrow_the_offers(plan):
     found = plan.json(*BIG, "--gpu", "h100", "--gpu", "l40s", "--offers", "spot", "--max-gpus", "1")
     assert {row["gpu"] for row in found["plans"]} == {"H100-80GB", "L40S"}
     assert {row["kind"] for row in found["plans"]} == {"spot"}
@@ -313,7 +305,7 @@ def test_wishes_narrow_the_offers(plan: Plan) -> None:
     assert late["job"]["limits"]["max_usd"] == 2
 
 
-def test_components_are_explained(plan: Plan) -> None:
+def test_components_are_explained(plan):
     best = plan.json(*BIG)["best"]
     code, out, _ = plan(*BIG, "--explain")
     assert code == 0
@@ -336,9 +328,7 @@ def test_components_are_explained(plan: Plan) -> None:
     assert re.search(r"checkpoints +every ", out)
 
 
-def test_a_service_is_compared_beside_everything_else_and_page_and_text_agree(
-    plan: Plan, tmp_path: Path
-) -> None:
+def test_a_service_is_compared_beside_everything_else_and_page_and_text_agree(plan, tmp_path):
     page = tmp_path / "plan.html"
     more = (
         "--own",
@@ -389,7 +379,7 @@ def test_a_service_is_compared_beside_everything_else_and_page_and_text_agree(
 # ---- the page ----
 
 
-def test_a_page_is_written_whole(plan: Plan, tmp_path: Path) -> None:
+def test_a_page_is_written_whole(plan, tmp_path):
     page = tmp_path / "plan.html"
     page.write_text("old", encoding="utf-8")
     code, out, _ = plan(*BIG, "--html", str(page))
@@ -408,7 +398,7 @@ def test_a_page_is_written_whole(plan: Plan, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "words"), [(".", "is a folder"), ("none/plan.html", "no such folder")]
 )
-def test_a_page_that_can_not_be_written(plan: Plan, tmp_path: Path, where: str, words: str) -> None:
+def test_a_page_that_can_not_be_written(plan, tmp_path, where, words):
     code, out, err = plan(*BIG, "--html", str(tmp_path / where))
     assert (code, out) == (2, "")
     assert words in err
@@ -447,7 +437,7 @@ def test_a_page_that_can_not_be_written(plan: Plan, tmp_path: Path, where: str, 
         (("--step-time", "0ms", "5ms"), "--step-time"),
     ],
 )
-def test_mistakes_are_named(plan: Plan, argv: tuple[str, ...], words: str) -> None:
+def test_mistakes_are_named(plan, argv, words):
     code, _, err = plan(*BIG, *argv)
     assert code == 2
     assert words in err
@@ -458,7 +448,7 @@ def test_mistakes_are_named(plan: Plan, argv: tuple[str, ...], words: str) -> No
         assert json.loads(out)["exit_code"] == 2
 
 
-def test_an_impossible_job_names_the_three_nearest_ways(plan: Plan) -> None:
+def test_an_impossible_job_names_the_three_nearest_ways(plan):
     code, out, err = plan(*BIG, "--budget", "0.01")
     assert code == 2
     assert out.startswith("Nothing can do this job as it is")
@@ -474,9 +464,7 @@ def test_an_impossible_job_names_the_three_nearest_ways(plan: Plan) -> None:
     assert found["error"] in err
 
 
-def test_markup_in_names_is_only_text(
-    tmp_path: Path, tiny_folders: dict[str, Path], plan: Plan
-) -> None:
+def test_markup_in_names_is_only_text(tmp_path, tiny_folders, plan):
     (tmp_path / "[red]m[").symlink_to(tiny_folders["llama"])
     prices = tmp_path / "mine.csv"
     rows = "provider,instance,gpu,n_gpus,usd,source\n[red]x[/],[/],T4,1,0.2,[link=http://x]y\n"
@@ -493,7 +481,7 @@ def test_markup_in_names_is_only_text(
 # ---- quick ----
 
 
-def test_a_plan_comes_without_torch(job: str) -> None:
+def test_a_plan_comes_without_torch(job):
     code = (
         "import sys\nfrom farthing import cli\n"
         f"assert cli.main(['plan', {job!r}, *{list(BIG)!r}]) == 0\n"
@@ -521,7 +509,7 @@ def by_hand(plan: Plan, n: int, n_epochs: int, *argv: str) -> Any:
     return plan.json(*SMALL, "--examples", str(n), *epochs, *argv)["by_hand"]
 
 
-def test_a_throughput_that_no_gpu_reaches_is_told_apart_from_one_that_is_likely(plan: Plan) -> None:
+def test_a_throughput_that_no_gpu_reaches_is_told_apart_from_one_that_is_likely(plan):
     llama = (
         "--set",
         "model.model_name_or_path=meta-llama/Llama-3.1-8B",
@@ -538,7 +526,7 @@ def test_a_throughput_that_no_gpu_reaches_is_told_apart_from_one_that_is_likely(
     assert "share_of_peak" not in plan.json(*ask, "130")["by_hand"]
 
 
-def test_a_throughput_that_is_known_is_reckoned_with_by_hand(plan: Plan) -> None:
+def test_a_throughput_that_is_known_is_reckoned_with_by_hand(plan):
     spot = ("--spot-discount", "50%")
     found = by_hand(plan, 100_000, 3, "--samples-per-min", "1100", *spot, "--spot-overhead", "10%")
     assert (round(found["hours"], 2), round(found["price_hours"], 2)) == (4.55, 4.55)
@@ -559,7 +547,7 @@ def test_a_throughput_that_is_known_is_reckoned_with_by_hand(plan: Plan) -> None
     assert "1.54 x as fast, 35% fewer dollars" in out
 
 
-def test_hours_that_are_paid_by_the_gigabyte(plan: Plan, tmp_path: Path) -> None:
+def test_hours_that_are_paid_by_the_gigabyte(plan, tmp_path):
     """15 GB x 9 h are 135 units at $9.99 per 100: $13.49, and two packs to have them."""
     prices = tmp_path / "colab.csv"
     prices.write_text(
@@ -581,7 +569,7 @@ def test_hours_that_are_paid_by_the_gigabyte(plan: Plan, tmp_path: Path) -> None
     assert "15 GB x 9.00 h = 135.0 units" in found["words"][0]
 
 
-def test_a_cap_on_gpu_hours_counts_every_gpu(plan: Plan, tmp_path: Path) -> None:
+def test_a_cap_on_gpu_hours_counts_every_gpu(plan, tmp_path):
     """25 h at 100 a minute: within 30 GPU-hours on one GPU, and not on two."""
     prices = tmp_path / "two.csv"
     head = "provider,instance,gpu,n_gpus,region,zone,kind,unit,usd,source,date\n"
@@ -594,7 +582,7 @@ def test_a_cap_on_gpu_hours_counts_every_gpu(plan: Plan, tmp_path: Path) -> None
         assert found["by_hand"]["fits_the_cap"] is fits
 
 
-def test_a_cap_on_gpu_hours_says_the_throughput_that_would_do(plan: Plan) -> None:
+def test_a_cap_on_gpu_hours_says_the_throughput_that_would_do(plan):
     cap = ("--set", "limits.max_gpu_hours=12")
     found = by_hand(plan, 300_000, 1, *cap)
     assert round(found["needed_samples_per_min"]) == 417
@@ -617,7 +605,7 @@ def test_a_cap_on_gpu_hours_says_the_throughput_that_would_do(plan: Plan) -> Non
 # ---- words that say what they mean ----
 
 
-def test_a_gpu_that_nobody_sells_is_named_and_no_option_that_was_not_given(plan: Plan) -> None:
+def test_a_gpu_that_nobody_sells_is_named_and_no_option_that_was_not_given(plan):
     code, _, err = plan("--gpu", "MI325X")
     assert code == 2
     assert "no offer has gpu MI325X" in err
@@ -629,7 +617,7 @@ def test_a_gpu_that_nobody_sells_is_named_and_no_option_that_was_not_given(plan:
     assert "--region" not in err
 
 
-def test_examples_alone_are_as_long_as_those_that_are_here(plan: Plan) -> None:
+def test_examples_alone_are_as_long_as_those_that_are_here(plan):
     here = plan.json()["job"]
     found = plan.json("--examples", "5000")["job"]
     assert found["n_examples"] == 5000
@@ -643,9 +631,7 @@ def test_examples_alone_are_as_long_as_those_that_are_here(plan: Plan) -> None:
     assert "give --mean-tokens too" in err
 
 
-def test_the_longest_example_is_no_shorter_than_the_mean(
-    plan: Plan, tmp_path: Path, tiny_folders: dict[str, Path]
-) -> None:
+def test_the_longest_example_is_no_shorter_than_the_mean(plan, tmp_path, tiny_folders):
     write_jsonl(
         tmp_path / "pairs.jsonl", [{"input": "a few words", "target": "many more words " * 9}] * 40
     )
@@ -662,15 +648,13 @@ def test_the_longest_example_is_no_shorter_than_the_mean(
     assert found["job"]["mean_tokens"] <= found["job"]["longest_tokens"]
 
 
-def test_a_cap_and_what_passes_it_are_said_with_digits_that_tell_them_apart() -> None:
+def test_a_cap_and_what_passes_it_are_said_with_digits_that_tell_them_apart():
     assert said_apart(5.004, 5.0, say_usd, "${}") == ("$5.004", "$5.000")
     assert said_apart(6.0, 5.0, say_usd, "${}") == ("$6.00", "$5.00")
     assert said_apart(2.0, 2.0, say_usd, "${}") == ("$2.00", "$2.00")
 
 
-def test_a_machine_with_several_gpus_shows_each_way_to_use_them(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_with_several_gpus_shows_each_way_to_use_them(plan, monkeypatch):
     monkeypatch.setattr(
         study,
         "local_machine",
@@ -696,14 +680,14 @@ def test_a_machine_with_several_gpus_shows_each_way_to_use_them(
     assert rows[2]["name"] == "this machine (2x RTX 4090)"
 
 
-def test_the_device_of_this_machine_says_nothing_of_other_places(plan: Plan) -> None:
+def test_the_device_of_this_machine_says_nothing_of_other_places(plan):
     found = plan.json(*BIG[2:], "--set", "where.device=cpu", "--own", "RTX 4090:1600usd:0.45kW")
     assert "here" in {row["kind"] for row in found["plans"]}
     assert len({row["kind"] for row in found["plans"]}) > 1
     assert any("where.device: cpu is of this machine" in note for note in found["notes"])
 
 
-def test_what_is_to_be_known_of_the_precision_is_in_the_short_answer(plan: Plan) -> None:
+def test_what_is_to_be_known_of_the_precision_is_in_the_short_answer(plan):
     ask = (*BIG[2:], "--set", "model.model_name_or_path=Qwen/Qwen2.5-0.5B", "--gpu", "T4")
     for more, words in (
         ((), "fp32, because it was trained in bf16"),

@@ -77,7 +77,7 @@ def json_of(folder: Path, job: dict[str, Any] | None = None, **wishes: Any) -> d
     return plan_view(ask(folder, job, **wishes)).to_json()
 
 
-def test_the_parts_of_every_plan_add_up(view: dict[str, Any]) -> None:
+def test_the_parts_of_every_plan_add_up(view):
     assert len(view["plans"]) > 200
     for row in view["plans"]:
         assert sum(row["usd"].values()) == pytest.approx(row["total_usd"], rel=1e-6)
@@ -109,9 +109,7 @@ def test_the_parts_of_every_plan_add_up(view: dict[str, Any]) -> None:
             assert words
 
 
-def test_offers_that_differ_in_place_alone_are_one_choice(
-    view: dict[str, Any], study: Study
-) -> None:
+def test_offers_that_differ_in_place_alone_are_one_choice(view, study):
     names = [(row["provider"], row["gpu"], row["n_gpus"], row["kind"]) for row in view["plans"]]
     assert len(set(names)) == len(names) == view["n_choices"]
     assert [row["rank"] for row in view["plans"]] == list(range(1, len(names) + 1))
@@ -123,7 +121,7 @@ def test_offers_that_differ_in_place_alone_are_one_choice(
     assert any(row["also_at"] for row in view["plans"])
 
 
-def test_two_cheap_gpus_against_a_dear_one_have_both_dollars(view: dict[str, Any]) -> None:
+def test_two_cheap_gpus_against_a_dear_one_have_both_dollars(view):
     found = view["two_or_one"]
     rows = {row["rank"]: row for row in view["plans"]}
     two, one = rows[found["rank"]], rows[found["other_rank"]]
@@ -139,7 +137,7 @@ def test_two_cheap_gpus_against_a_dear_one_have_both_dollars(view: dict[str, Any
         assert f"{row['name']} {say_cost(row['total_usd'])}" in found["words"]
 
 
-def test_a_cap_that_the_range_passes_is_said(tmp_path: Path, view: dict[str, Any]) -> None:
+def test_a_cap_that_the_range_passes_is_said(tmp_path, view):
     cheapest = min(row["total_usd"] for row in view["plans"] if row["kind"] != "own")
     capped = json_of(tmp_path, {"limits": {"max_usd": round(cheapest * 1.1, 4)}})
     assert capped["best"]["usd_range"][2] > cheapest * 1.1
@@ -147,9 +145,7 @@ def test_a_cap_that_the_range_passes_is_said(tmp_path: Path, view: dict[str, Any
     assert "the run saves and stops." not in view["answer"]
 
 
-def test_the_answer_says_what_to_do_and_what_it_comes_to(
-    tmp_path: Path, view: dict[str, Any]
-) -> None:
+def test_the_answer_says_what_to_do_and_what_it_comes_to(tmp_path, view):
     assert view["answer"].startswith("Use your own RTX 4090: $0.")
     assert "Rented: 1x " in view["answer"], "who owns nothing is told what to rent"
     one = plan_view(ask(tmp_path))
@@ -165,9 +161,7 @@ def test_the_answer_says_what_to_do_and_what_it_comes_to(
     assert "10,000 examples x 3 epochs, 1,875 steps of 16" in summary(one)
 
 
-def test_every_rejection_is_counted_with_its_reason_and_its_change(
-    view: dict[str, Any], study: Study
-) -> None:
+def test_every_rejection_is_counted_with_its_reason_and_its_change(view, study):
     assert sum(one["n_offers"] for one in view["rejected"]) == len(study.answer.rejected) > 10
     for one in view["rejected"]:
         assert one["reason"]
@@ -195,9 +189,7 @@ def test_every_rejection_is_counted_with_its_reason_and_its_change(
         ),
     ],
 )
-def test_nothing_fits_and_the_three_nearest_ways_are_named(
-    tmp_path: Path, job: dict[str, Any], wishes: dict[str, Any], words: str, n_ways: int
-) -> None:
+def test_nothing_fits_and_the_three_nearest_ways_are_named(tmp_path, job, wishes, words, n_ways):
     typed = plan_view(ask(tmp_path, job, **wishes))
     found = typed.to_json()
     assert found["plans"] == []
@@ -209,7 +201,7 @@ def test_nothing_fits_and_the_three_nearest_ways_are_named(
     json.dumps(found, allow_nan=False)
 
 
-def test_limits_are_told(tmp_path: Path) -> None:
+def test_limits_are_told(tmp_path):
     found = plan_view(ask(tmp_path, budget_usd=5.0, deadline_s=6 * 3600.0))
     assert limits_in_words(found) == "at most $5.00, done in 6 h 00 min from now, with 90% at least"
     assert found.best is not None
@@ -217,7 +209,7 @@ def test_limits_are_told(tmp_path: Path) -> None:
     assert all(row.total_usd <= 5 for row in found.plans)
 
 
-def test_own_or_rent_is_the_arithmetic_of_money(view: dict[str, Any], study: Study) -> None:
+def test_own_or_rent_is_the_arithmetic_of_money(view, study):
     own, owned = view["own"][0], study.own[0]
     row = next(row for row in view["plans"] if row["kind"] == "own")
     assert own["hours"] == row["hours"]
@@ -239,7 +231,7 @@ def test_own_or_rent_is_the_arithmetic_of_money(view: dict[str, Any], study: Stu
     assert "it pays for itself after" in equal["words"]
 
 
-def test_a_year_of_runs(view: dict[str, Any]) -> None:
+def test_a_year_of_runs(view):
     years = view["years"]
     assert list(years["one_year_usd"].values()) == sorted(years["one_year_usd"].values())
     spot = next(row for row in view["plans"] if row["kind"] == "spot")
@@ -257,13 +249,13 @@ def test_a_year_of_runs(view: dict[str, Any]) -> None:
     assert any(name.startswith("Together") for name in years["one_year_usd"])
 
 
-def test_more_runs_than_a_month_has_hours_is_said(study: Study) -> None:
+def test_more_runs_than_a_month_has_hours_is_said(study):
     years = plan_view(study, runs_per_month=5000).years
     assert years is not None
     assert any("are more than one machine has" in note for note in years.notes)
 
 
-def test_a_service_is_named_for_models_that_it_takes(tmp_path: Path, view: dict[str, Any]) -> None:
+def test_a_service_is_named_for_models_that_it_takes(tmp_path, view):
     takes = {service["what"] for service in view["managed"] if service["takes_the_model"]}
     assert takes == {"LoRA up to 16B"}
     assert [service["usd"] for service in view["managed"]] == sorted(
@@ -278,7 +270,7 @@ def test_a_service_is_named_for_models_that_it_takes(tmp_path: Path, view: dict[
     }
 
 
-def test_plans_are_found_by_rank_and_by_name(typed: PlanView) -> None:
+def test_plans_are_found_by_rank_and_by_name(typed):
     assert find_plan(typed, "3").rank == 3
     for name, gpu, n_gpus in (("h100", "H100-80GB", 1), ("2x RTX 4090", "RTX 4090", 2)):
         found = find_plan(typed, name)
@@ -291,7 +283,7 @@ def test_plans_are_found_by_rank_and_by_name(typed: PlanView) -> None:
     assert find_plan(typed, "own").kind == "own"
 
 
-def test_two_plans_are_compared_as_people_would_say_it(typed: PlanView) -> None:
+def test_two_plans_are_compared_as_people_would_say_it(typed):
     def row(n_gpus: int, gpu: str, usd_per_gpu_hour: float, hours: float) -> Any:
         usd = n_gpus * usd_per_gpu_hour * hours
         return replace(
@@ -336,9 +328,7 @@ def with_here(study: Study, this: tuple[Machine, list[Offer]]) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("flops", [1e11, 1e15])
-def test_this_machine_without_a_price_is_shown_apart_with_its_hours(
-    study: Study, flops: float
-) -> None:
+def test_this_machine_without_a_price_is_shown_apart_with_its_hours(study, flops):
     found = with_here(study, here(0.0, flops))
     last = found["plans"][-1]
     assert last["kind"] == "here"
@@ -353,7 +343,7 @@ def test_this_machine_without_a_price_is_shown_apart_with_its_hours(
     assert priced["best"]["kind"] == "here", "with a price it is a choice like the others"
 
 
-def test_the_first_is_at_a_price_that_can_be_had(study: Study) -> None:
+def test_the_first_is_at_a_price_that_can_be_had(study):
     today = date(2026, 11, 20)
     machine = machine_of(gpus()["L4"], 1, study.wanted)
 
@@ -390,7 +380,7 @@ def test_the_first_is_at_a_price_that_can_be_had(study: Study) -> None:
     assert spread(answers["from"], 2) > high
 
 
-def test_how_sure_a_plan_is_and_why(study: Study) -> None:
+def test_how_sure_a_plan_is_and_why(study):
     known = Calibration(
         n_runs=3, spread=0.06, source="3 runs of this model here", extra_bytes=1 << 30
     )
@@ -438,7 +428,7 @@ def keys_of(value: Any, path: str = "") -> dict[str, list[str]]:
     return found
 
 
-def test_the_keys_of_a_plan_stay_as_they_were(tmp_path: Path) -> None:
+def test_the_keys_of_a_plan_stay_as_they_were(tmp_path):
     known = json.loads(
         (Path(__file__).parent / "golden" / "plan_keys.json").read_text(encoding="utf-8")
     )
@@ -451,7 +441,7 @@ def test_the_keys_of_a_plan_stay_as_they_were(tmp_path: Path) -> None:
     assert keys_of(view.to_json()) == known
 
 
-def test_lengths_given_on_the_command_line_are_not_asked_for_again(typed: PlanView) -> None:
+def test_lengths_given_on_the_command_line_are_not_asked_for_again(typed):
     assert typed.best is not None
     recipe = replace(typed.best.recipe, to_set=())
     best = replace(typed.best, recipe=recipe, memory=replace(typed.best.memory, is_tight=False))

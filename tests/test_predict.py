@@ -38,7 +38,7 @@ def predicted(run: Path, rows: list[dict[str, Any]], *words: str) -> list[dict[s
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
-def test_classes_come_with_their_probabilities(tmp_path: Path) -> None:
+def test_classes_come_with_their_probabilities(tmp_path):
     run = run_of(tmp_path, "bert")
     rows = workshop.rows_of("bert", 37, seed=1)
     texts = [{"text": row["text"], "number": i} for i, row in enumerate(rows)]
@@ -57,7 +57,7 @@ def test_classes_come_with_their_probabilities(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_answers_of_a_batch_are_those_of_one_row_at_a_time(family: str, tmp_path: Path) -> None:
+def test_answers_of_a_batch_are_those_of_one_row_at_a_time(family, tmp_path):
     run = run_of(tmp_path, family, method="lora")
     rows = workshop.rows_of(family, 11, seed=2)
     column = "prompt" if family == "llama" else "input"
@@ -77,7 +77,7 @@ def test_answers_of_a_batch_are_those_of_one_row_at_a_time(family: str, tmp_path
 
 
 @pytest.mark.slow
-def test_the_score_is_the_mean_log_probability_of_the_answer(tmp_path: Path) -> None:
+def test_the_score_is_the_mean_log_probability_of_the_answer(tmp_path):
     run = run_of(tmp_path, "llama")
     row = predicted(run, [{"prompt": "name: The Mill; food:"}], "--max-tokens", "6")[0]
     model = Predictor(run)
@@ -94,7 +94,7 @@ def test_the_score_is_the_mean_log_probability_of_the_answer(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_chat_is_asked_as_it_was_in_training(tmp_path: Path) -> None:
+def test_a_chat_is_asked_as_it_was_in_training(tmp_path):
     turns = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This one."}]
     run = run_of(tmp_path, "llama", rows=[{"messages": turns}] * 16)
     earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -105,7 +105,7 @@ def test_a_chat_is_asked_as_it_was_in_training(tmp_path: Path) -> None:
         assert row["prediction"] == "".join(model.stream(asked))
 
 
-def test_the_columns_of_the_job_are_read_and_its_target_is_not_needed(tmp_path: Path) -> None:
+def test_the_columns_of_the_job_are_read_and_its_target_is_not_needed(tmp_path):
     rows = [
         {"narrative": row["text"], "product": row["label"]} for row in workshop.rows_of("bert", 24)
     ]
@@ -117,9 +117,7 @@ def test_the_columns_of_the_job_are_read_and_its_target_is_not_needed(tmp_path: 
     assert "`narrative` is empty" in found[1]["error"]
 
 
-def test_rows_that_can_not_be_read_are_named_and_stand_where_they_stood(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_can_not_be_read_are_named_and_stand_where_they_stood(tmp_path, capsys):
     run = run_of(tmp_path, "bert", max_steps=2)
     found = predicted(run, [{"text": "good"}, {"text": 3}, {"text": "also good"}])
     assert ["error" in row for row in found] == [False, True, False]
@@ -136,8 +134,8 @@ def test_rows_that_can_not_be_read_are_named_and_stand_where_they_stood(
     ],
 )
 def test_a_file_that_can_not_be_answered_is_refused_and_leaves_nothing(
-    rows: list[dict[str, Any]], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    rows, words, tmp_path, capsys
+):
     run = run_of(tmp_path, "bert", max_steps=2)
     data, output = write_jsonl(tmp_path / "new.jsonl", rows), tmp_path / "out.jsonl"
     assert main(["predict", str(run), str(data), "-o", str(output)]) == 2
@@ -145,7 +143,7 @@ def test_a_file_that_can_not_be_answered_is_refused_and_leaves_nothing(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out.jsonl")]
 
 
-def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten(tmp_path, capsys):
     run = run_of(tmp_path, "bert", max_steps=2)
     data = write_jsonl(tmp_path / "new.jsonl", [{"text": "x"}])
     assert main(["predict", str(run), str(data), "-o", str(data)]) == 2
@@ -154,9 +152,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_halves_the_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_runs_out_halves_the_batch(tmp_path, monkeypatch):
     run = run_of(tmp_path, "bert", max_steps=2)
     predictor, sizes = Predictor(run), list[int]()
     forward = predictor.model.forward

@@ -144,13 +144,13 @@ def loss_of(settings: Any, answers: Answers) -> float:
         ("discopop", 0.5 * (1 + math.log(2))),
     ],
 )
-def test_a_model_that_is_its_reference_has_the_known_loss(loss_type: str, value: float) -> None:
+def test_a_model_that_is_its_reference_has_the_known_loss(loss_type, value):
     smoothing = 0.1 if loss_type in ("robust", "exo_pair") else 0.0
     settings = {"name": "dpo", "loss_type": loss_type, "label_smoothing": smoothing}
     assert loss_of(settings, answers_of([-4.0], [-6.0])) == pytest.approx(value, abs=1e-9)
 
 
-def test_losses_are_those_of_their_papers() -> None:
+def test_losses_are_those_of_their_papers():
     def sigmoid(x: float) -> float:
         return 1 / (1 + math.exp(-x))
 
@@ -173,7 +173,7 @@ def test_losses_are_those_of_their_papers() -> None:
     assert loss_of(orpo, found) == pytest.approx(expected)
 
 
-def test_swapped_answers_differ_by_the_margin_and_gradients_are_right() -> None:
+def test_swapped_answers_differ_by_the_margin_and_gradients_are_right():
     one, other = answers_of([-3.0], [-9.0]), answers_of([-5.0], [-1.0])  # margins 4 and -6
     swapped = answers_of([-7.0], [-5.0])  # margin -4
     assert loss_of({"name": "dpo"}, swapped) - loss_of({"name": "dpo"}, one) == pytest.approx(0.4)
@@ -190,7 +190,7 @@ def test_swapped_answers_differ_by_the_margin_and_gradients_are_right() -> None:
         assert torch.autograd.gradcheck(of, (log_probs.requires_grad_(),), eps=1e-8, atol=1e-4)
 
 
-def test_a_verdict_at_the_reference_costs_half() -> None:
+def test_a_verdict_at_the_reference_costs_half():
     kto = objective_of("kto")
     answers = Answers(
         torch.tensor([[-4.0], [-4.0]]),
@@ -231,9 +231,7 @@ def naive(forward: Forward, tokens: TokenSet, units: Any, column: int = 0) -> tu
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("shares", thinned([True, False], 2))
-def test_log_probabilities_and_gradients_are_those_of_whole_logits(
-    tmp_path: Path, method: str, shares: bool
-) -> None:
+def test_log_probabilities_and_gradients_are_those_of_whole_logits(tmp_path, method, shares):
     with opened(preference_job(tmp_path, "dpo", method=method)) as attempt:
         forward, tokens = attempt.forward, attempt.train_examples.tokens
         for weight in attempt.model.parameters():  # an adapter begins as nothing
@@ -257,7 +255,7 @@ def test_log_probabilities_and_gradients_are_those_of_whole_logits(
             assert torch.allclose(one, other, atol=2e-4, rtol=1e-3)
 
 
-def test_what_both_answers_begin_with_is_scored_once(tmp_path: Path) -> None:
+def test_what_both_answers_begin_with_is_scored_once(tmp_path):
     rows = [
         {"prompt": " ".join(WORDS * 3), "chosen": " soup" * 40 + " bread", "rejected": " soup" * 44}
     ] * 2
@@ -271,7 +269,7 @@ def test_what_both_answers_begin_with_is_scored_once(tmp_path: Path) -> None:
         assert torch.allclose(forward.log_probs(forward.to_device(arrays)), expected, atol=1e-4)
 
 
-def test_common_beginnings_are_counted() -> None:
+def test_common_beginnings_are_counted():
     ids = np.array([1, 2, 3, 4, 1, 2, 9, 5, 5, 5, 5, 5], np.int32)
     assert n_shared(ids, np.array([[4, 3], [3, 2]])).tolist() == [[0, 2], [0, 1]]
 
@@ -280,9 +278,7 @@ def test_common_beginnings_are_counted() -> None:
 
 
 @pytest.mark.parametrize("objective", thinned([*PAIRS, "kto"], 3))
-def test_every_objective_learns_is_killed_and_goes_on_to_the_same_bits(
-    tmp_path: Path, objective: str
-) -> None:
+def test_every_objective_learns_is_killed_and_goes_on_to_the_same_bits(tmp_path, objective):
     keys = {"max_steps": 12, "learning_rate": 0.01, "eval_strategy": "steps", "eval_steps": 6}
     whole = load_job(preference_job(tmp_path / "a", objective, **keys))
     heard = Heard()
@@ -314,7 +310,7 @@ def test_every_objective_learns_is_killed_and_goes_on_to_the_same_bits(
     assert losses_of(parts)[-5:] == losses[-5:]
 
 
-def test_the_first_loss_is_that_of_the_reference_and_figures_are_in_the_log(tmp_path: Path) -> None:
+def test_the_first_loss_is_that_of_the_reference_and_figures_are_in_the_log(tmp_path):
     job = load_job(preference_job(tmp_path, "dpo", max_steps=3))
     heard = Heard()
     train(job, heard)
@@ -330,7 +326,7 @@ def test_the_first_loss_is_that_of_the_reference_and_figures_are_in_the_log(tmp_
     "objective",
     thinned(["dpo", "orpo", "kto", {"name": "dpo", "loss_type": ["sigmoid", "sft"]}], 2),
 )
-def test_how_a_step_is_split_changes_nothing(tmp_path: Path, objective: Any) -> None:
+def test_how_a_step_is_split_changes_nothing(tmp_path, objective):
     found = []
     for name, tokens in (("small", 64), ("large", 4096)):
         keys = {"micro_batch_tokens": tokens, "max_steps": 4}
@@ -340,7 +336,7 @@ def test_how_a_step_is_split_changes_nothing(tmp_path: Path, objective: Any) -> 
     assert np.allclose(found[0], found[1], atol=2e-5)
 
 
-def test_padded_and_packed_units_have_the_same_loss(tmp_path: Path) -> None:
+def test_padded_and_packed_units_have_the_same_loss(tmp_path):
     found = []
     for name, model in (("packed", {}), ("padded", {"attn_implementation": "eager"})):
         for objective in ("dpo", "reward"):
@@ -359,7 +355,7 @@ def references_in(folder: Path) -> list[Path]:
     return sorted((folder / "cache" / "references").rglob("*.json"))
 
 
-def test_references_are_made_once_and_hang_on_content_alone(tmp_path: Path) -> None:
+def test_references_are_made_once_and_hang_on_content_alone(tmp_path):
     base = {"max_steps": 2}
     path = preference_job(tmp_path, "dpo", **base)
     heard = Heard()
@@ -382,7 +378,7 @@ def test_references_are_made_once_and_hang_on_content_alone(tmp_path: Path) -> N
     assert [each.read_bytes() for each in made] == content
 
 
-def test_a_damaged_block_is_made_again_and_a_poisoned_one_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_block_is_made_again_and_a_poisoned_one_is_refused(tmp_path):
     path = preference_job(tmp_path, "dpo", max_steps=2)
     train(load_job(path), Heard())
     block = references_in(tmp_path)[0]
@@ -396,9 +392,7 @@ def test_a_damaged_block_is_made_again_and_a_poisoned_one_is_refused(tmp_path: P
         train(load_job(path, overrides=[f"output_dir={tmp_path / 'poisoned'}"]), Heard())
 
 
-def test_a_pass_that_is_killed_goes_on_to_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_is_killed_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     from farthing.train import reference
 
     monkeypatch.setattr(reference, "BLOCK", 4)
@@ -425,7 +419,7 @@ def test_a_pass_that_is_killed_goes_on_to_the_same_bytes(
     ]
 
 
-def test_the_reference_of_a_run_that_goes_on_from_another_is_that_one(tmp_path: Path) -> None:
+def test_the_reference_of_a_run_that_goes_on_from_another_is_that_one(tmp_path):
     first = load_job(preference_job(tmp_path / "a", "dpo", max_steps=4))
     train(first, Heard())
     path = preference_job(tmp_path / "b", "dpo", max_steps=2)
@@ -451,7 +445,7 @@ def test_the_reference_of_a_run_that_goes_on_from_another_is_that_one(tmp_path: 
         ("objective: dpo\nsearch: {vary: {objective.beta: [0.1, 0.5]}}", "can't be compared"),
     ],
 )
-def test_what_an_objective_can_not_do_is_refused(tmp_path: Path, text: str, word: str) -> None:
+def test_what_an_objective_can_not_do_is_refused(tmp_path, text, word):
     base = "model: ./base\noutput_dir: ./run\n"
     base += "" if "data:" in text else "data: data.jsonl\n"
     (tmp_path / "job.yaml").write_text(base + text + "\n")
@@ -530,7 +524,7 @@ class _Tokenizer:
 
 
 @pytest.mark.parametrize("name", CHAT_ROWS)
-def test_every_form_of_a_pair_is_the_same_chat(name: str) -> None:
+def test_every_form_of_a_pair_is_the_same_chat(name):
     form, row = CHAT_ROWS[name]
     assert recognise({*row}, "dpo", {}, "here").format == form
     text = converter(form, {}, {}, _Tokenizer(), "dpo")(row)
@@ -545,7 +539,7 @@ def test_every_form_of_a_pair_is_the_same_chat(name: str) -> None:
     assert text.given == ("How much?",)
 
 
-def test_texts_of_hh_are_cut_at_the_last_turn_in_common() -> None:
+def test_texts_of_hh_are_cut_at_the_last_turn_in_common():
     begin = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: How much?\n\nAssistant:"
     row = {"chosen": f"{begin} A farthing.", "rejected": f"{begin} Go away."}
     text = converter("chosen/rejected", {}, {}, _Tokenizer(), "dpo")(row)
@@ -581,13 +575,13 @@ def test_texts_of_hh_are_cut_at_the_last_turn_in_common() -> None:
         ),
     ],
 )
-def test_rows_that_are_no_pair_are_named(form: str, row: dict[str, Any], word: str) -> None:
+def test_rows_that_are_no_pair_are_named(form, row, word):
     with pytest.raises(Unusable, match=word):
         converter(form, {}, {}, _Tokenizer(), "dpo")(row)
 
 
 @pytest.mark.parametrize("value", [True, 1, "true", "desirable", "1.0"])
-def test_verdicts_are_read_as_they_are_written(value: Any) -> None:
+def test_verdicts_are_read_as_they_are_written(value):
     row = {"prompt": "a", "completion": " b", "label": value}
     assert converter("prompt/completion/label", {}, {}, _Tokenizer(), "kto")(row).value == 1.0
     row["label"] = {"True": False, "1": 0, "true": "False", "desirable": "bad"}.get(str(value), 0.0)
@@ -596,7 +590,7 @@ def test_verdicts_are_read_as_they_are_written(value: Any) -> None:
         converter("prompt/completion/label", {}, {}, _Tokenizer(), "kto")(row | {"label": "maybe"})
 
 
-def test_a_pair_is_never_cut(tmp_path: Path) -> None:
+def test_a_pair_is_never_cut(tmp_path):
     rows = pairs(24)
     rows[5]["rejected"] = " soup" * 300
     path = preference_job(tmp_path, "dpo", rows=rows, data={"max_length": 900}, max_steps=1)
@@ -608,7 +602,7 @@ def test_a_pair_is_never_cut(tmp_path: Path) -> None:
     assert (read.n_skipped_long, read.n_examples) == (1, 23)
 
 
-def test_a_margin_is_part_of_a_reward(tmp_path: Path) -> None:
+def test_a_margin_is_part_of_a_reward(tmp_path):
     rows = [row | {"margin": 2.0} for row in pairs(24)]
     job = load_job(preference_job(tmp_path, "reward", rows=rows, max_steps=1))
     train(job, Heard())
@@ -624,9 +618,7 @@ def run_of(folder: Path, objective: Any, **keys: Any) -> Path:
     return Path(job.output_dir)
 
 
-def test_eval_compares_the_model_with_what_it_began_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eval_compares_the_model_with_what_it_began_with(tmp_path, capsys):
     run = run_of(tmp_path, "dpo")
     assert main(["eval", str(run), "--base", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -637,9 +629,7 @@ def test_eval_compares_the_model_with_what_it_began_with(
     assert found["tuned"]["rewards/margins"] == pytest.approx(last[-1]["rewards/margins"], abs=1e-3)
 
 
-def test_eval_of_a_run_that_went_on_refers_to_where_it_began(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eval_of_a_run_that_went_on_refers_to_where_it_began(tmp_path, capsys):
     first = run_of(tmp_path / "a", "dpo")
     path = preference_job(tmp_path / "b", "dpo", max_steps=1, learning_rate=1e-9)
     job = load_job(path, overrides=[f"model.from_run={first}"])
@@ -649,9 +639,7 @@ def test_eval_of_a_run_that_went_on_refers_to_where_it_began(
     assert found["tuned"]["loss"] == pytest.approx(math.log(2), abs=1e-5)
 
 
-def test_a_reward_model_scores_answers_of_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reward_model_scores_answers_of_a_file(tmp_path, capsys):
     run, row = run_of(tmp_path, "reward"), pairs(24)[0]
     rows = [{"prompt": row["prompt"], "completion": row[side]} for side in ("chosen", "rejected")]
     file = write_jsonl(tmp_path / "answers.jsonl", rows)
@@ -671,7 +659,7 @@ def test_a_reward_model_scores_answers_of_a_file(
     assert "scores no answers" in capsys.readouterr().err
 
 
-def test_a_tuned_model_answers_prompts_of_a_file(tmp_path: Path) -> None:
+def test_a_tuned_model_answers_prompts_of_a_file(tmp_path):
     run = run_of(tmp_path, "simpo")
     file = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "bread"}, {"prompt": "rain"}])
     out = tmp_path / "out.jsonl"
@@ -687,7 +675,7 @@ def _train_on_rank(rank: int, values: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 @pytest.mark.parametrize("strategy", thinned(["ddp", "fsdp"], 2))
-def test_two_ranks_take_the_same_steps(tmp_path: Path, objective: str, strategy: str) -> None:
+def test_two_ranks_take_the_same_steps(tmp_path, objective, strategy):
     keys = {"max_steps": 3, "micro_batch_tokens": 700, "method": "full"}
     alone = load_job(preference_job(tmp_path / "one", objective, **keys))
     train(alone, Heard())
@@ -706,7 +694,7 @@ SAMPLES = {
 }
 
 
-def test_scored_answers_become_what_is_learned() -> None:
+def test_scored_answers_become_what_is_learned():
     assert [row["completion"] for row in expanded(SAMPLES, "best")] == ["b"]
     assert [row["completion"] for row in expanded(SAMPLES, "above:0.3")] == ["b", "c"]
     assert [(row["chosen"], row["rejected"]) for row in expanded(SAMPLES, "best_worst")] == [
@@ -734,7 +722,7 @@ def test_scored_answers_become_what_is_learned() -> None:
         (SAMPLES | {"responses": ["a", "", "c"]}, "best", "not text"),
     ],
 )
-def test_scored_answers_that_can_not_be_used_are_named(row: Any, way: str, word: str) -> None:
+def test_scored_answers_that_can_not_be_used_are_named(row, way, word):
     with pytest.raises(Unusable, match=word):
         expanded(row, way)
 
@@ -750,7 +738,7 @@ def scored_rows() -> list[dict[str, Any]]:
     ]
 
 
-def test_scored_answers_train_pairs_and_single_answers(tmp_path: Path) -> None:
+def test_scored_answers_train_pairs_and_single_answers(tmp_path):
     rows = scored_rows()
     by_scores = {"rows": rows, "max_steps": 3, "eval_rows": rows[:4]}
     paired = load_job(
@@ -772,15 +760,13 @@ def test_scored_answers_train_pairs_and_single_answers(tmp_path: Path) -> None:
     ("objective", "data", "word"),
     [("dpo", {"keep": "best"}, "use data.pairs"), ("kto", {"pairs": "adjacent"}, "data.keep")],
 )
-def test_ways_that_do_not_fit_the_objective_are_refused(
-    tmp_path: Path, objective: str, data: dict[str, Any], word: str
-) -> None:
+def test_ways_that_do_not_fit_the_objective_are_refused(tmp_path, objective, data, word):
     with pytest.raises(JobError) as caught:
         load_job(preference_job(tmp_path, objective, data=data))
     assert word in str(caught.value)
 
 
-def test_a_plan_counts_a_prompt_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_counts_a_prompt_once(tmp_path, capsys):
     path = preference_job(tmp_path, "dpo", max_steps=1)
     assert main(["plan", str(path), "--json"]) == 0
     before = json.loads(capsys.readouterr().out)
@@ -795,7 +781,7 @@ def test_a_plan_counts_a_prompt_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found[1] < 0.7 * float(tokens.lengths.mean())
 
 
-def test_the_receipt_has_what_was_saved_and_a_run_that_forgets_is_named(tmp_path: Path) -> None:
+def test_the_receipt_has_what_was_saved_and_a_run_that_forgets_is_named(tmp_path):
     run = run_of(tmp_path, "dpo")
     answers = json.loads((run / "receipt.json").read_text())["answers"]
     assert 0.3 < answers["shared_share"] < 0.6

@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Callable, Iterator
 from datetime import date
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -95,7 +94,7 @@ def both(server: type[Server]) -> list[Feed]:
     ]
 
 
-def test_feeds_become_prices_of_the_day(server: type[Server], tmp_path: Path) -> None:
+def test_feeds_become_prices_of_the_day(server, tmp_path):
     path = tmp_path / "new" / "folder" / "prices.csv"
     said: list[str] = []
     result = update(path, TODAY, both(server), progress=said.append)
@@ -121,9 +120,7 @@ def test_feeds_become_prices_of_the_day(server: type[Server], tmp_path: Path) ->
     assert [p.name for p in path.parent.iterdir()] == ["prices.csv"], "no draft is left"
 
 
-def test_one_feed_may_fail_alone_and_the_next_of_its_provider_is_taken(
-    server: type[Server], tmp_path: Path
-) -> None:
+def test_one_feed_may_fail_alone_and_the_next_of_its_provider_is_taken(server, tmp_path):
     feeds = [
         Feed("AWS", "skypilot", f"{server.address}/gone.csv"),
         Feed("AWS", "skypilot", f"{server.address}/aws.csv"),
@@ -137,9 +134,7 @@ def test_one_feed_may_fail_alone_and_the_next_of_its_provider_is_taken(
     ]
 
 
-def test_what_was_known_of_a_provider_stays_when_its_feed_fails(
-    server: type[Server], tmp_path: Path
-) -> None:
+def test_what_was_known_of_a_provider_stays_when_its_feed_fails(server, tmp_path):
     path = tmp_path / "prices.csv"
     update(path, TODAY, both(server))
     del server.answers["/v3/gcp/version"]
@@ -149,7 +144,7 @@ def test_what_was_known_of_a_provider_stays_when_its_feed_fails(
     assert days == {"AWS": date(2026, 12, 1), "GCP": TODAY}
 
 
-def test_nothing_changes_when_every_feed_fails(server: type[Server], tmp_path: Path) -> None:
+def test_nothing_changes_when_every_feed_fails(server, tmp_path):
     path = tmp_path / "prices.csv"
     update(path, TODAY, both(server))
     before = path.read_bytes()
@@ -164,16 +159,14 @@ def test_nothing_changes_when_every_feed_fails(server: type[Server], tmp_path: P
     assert not (tmp_path / "none").exists()
 
 
-def test_a_damaged_file_in_the_cache_is_replaced(server: type[Server], tmp_path: Path) -> None:
+def test_a_damaged_file_in_the_cache_is_replaced(server, tmp_path):
     path = tmp_path / "prices.csv"
     path.write_bytes(b"\x00\xff torn")
     update(path, TODAY, both(server))
     assert len(read_prices(path, TODAY)[0]) == 6
 
 
-def test_a_disk_that_is_full_leaves_the_old_prices(
-    server: type[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_leaves_the_old_prices(server, tmp_path, monkeypatch):
     path = tmp_path / "prices.csv"
     update(path, TODAY, both(server))
     before = path.read_bytes()
@@ -235,13 +228,13 @@ def cut_off(handler: BaseHTTPRequestHandler) -> None:
     ],
 )
 def test_a_bad_answer_is_the_failure_of_one_feed(
-    server: type[Server],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    answer: Any,
-    words: str,
-    limits: dict[str, float],
-) -> None:
+    server,
+    tmp_path,
+    monkeypatch,
+    answer,
+    words,
+    limits,
+):
     monkeypatch.setattr(price_feeds, "MAX_FEED_BYTES", 1 << 20)
     honest = price_feeds.download
 
@@ -274,13 +267,13 @@ def test_a_bad_answer_is_the_failure_of_one_feed(
     ids=["elsewhere", "empty", "no archive", "no such file", "too large"],
 )
 def test_a_bad_archive_is_the_failure_of_one_feed(
-    server: type[Server],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    version: bytes,
-    archive: bytes | None,
-    words: str,
-) -> None:
+    server,
+    tmp_path,
+    monkeypatch,
+    version,
+    archive,
+    words,
+):
     monkeypatch.setattr(price_feeds, "MAX_FEED_BYTES", 1 << 20)
     server.answers["/v3/gcp/version"] = version
     if archive is not None:
@@ -291,7 +284,7 @@ def test_a_bad_archive_is_the_failure_of_one_feed(
     )
 
 
-def test_only_https_is_used_but_for_this_machine(tmp_path: Path) -> None:
+def test_only_https_is_used_but_for_this_machine(tmp_path):
     feeds = [
         Feed("A", "skypilot", "http://example.org/vms.csv"),
         Feed("B", "skypilot", "file:///etc/passwd"),
@@ -301,9 +294,7 @@ def test_only_https_is_used_but_for_this_machine(tmp_path: Path) -> None:
         update(tmp_path / "prices.csv", TODAY, feeds)
 
 
-def test_a_mirror_and_a_folder_stand_in_for_gpuhunts_servers(
-    server: type[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mirror_and_a_folder_stand_in_for_gpuhunts_servers(server, tmp_path, monkeypatch):
     feeds = [Feed("GCP", "gpuhunt", "https://example.org/v3/gcp")]
     monkeypatch.setenv("GPUHUNT_CATALOG_URL", f"{server.address}/v3/")
     assert update(tmp_path / "one.csv", TODAY, feeds).n_offers == 1
@@ -376,7 +367,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_live_providers_are_asked_by_the_library(tmp_path: Path) -> None:
+def test_live_providers_are_asked_by_the_library(tmp_path):
     feeds = [
         Feed("Vast.ai", "gpuhunt-live", "gpuhunt_providers:FakeProvider"),
         Feed("Crusoe", "gpuhunt-live", "gpuhunt_providers:WithoutKey"),
@@ -398,9 +389,7 @@ def test_live_providers_are_asked_by_the_library(tmp_path: Path) -> None:
     ]
 
 
-def test_without_the_library_live_feeds_are_not_asked(
-    server: type[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_library_live_feeds_are_not_asked(server, tmp_path, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "gpuhunt", None)
@@ -410,9 +399,7 @@ def test_without_the_library_live_feeds_are_not_asked(
     assert [o.feed.provider for o in result.outcomes if o.is_absent] == ["Lium"]
 
 
-def test_the_library_itself_reads_the_same_from_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_library_itself_reads_the_same_from_a_folder(tmp_path, monkeypatch):
     gpuhunt = pytest.importorskip("gpuhunt", reason="the extra `prices` is not installed")
     header = f"{GPUHUNT},cpu_arch,provider_data"
     rows = [
@@ -432,7 +419,7 @@ def test_the_library_itself_reads_the_same_from_a_folder(
     assert len(read_prices(items, TODAY, is_feed=True)[0]) == 2
 
 
-def test_the_librarys_providers_are_where_the_feeds_say() -> None:
+def test_the_librarys_providers_are_where_the_feeds_say():
     pytest.importorskip("gpuhunt", reason="the extra `prices` is not installed")
     import importlib
 
@@ -442,7 +429,7 @@ def test_the_librarys_providers_are_where_the_feeds_say() -> None:
             assert hasattr(importlib.import_module(module), name), feed
 
 
-def test_the_known_feeds_are_https_and_have_sources() -> None:
+def test_the_known_feeds_are_https_and_have_sources():
     feeds = known_feeds()
     assert len({feed.provider for feed in feeds}) >= 12
     for feed in feeds:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from command import Cli
 from farthing import clock
 from farthing.prices import feeds as price_feeds
 from farthing.prices.catalog import cache_path
@@ -26,8 +25,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_fits_80_columns_and_says_age_and_source(
-    cli: Cli,
-) -> None:
+    cli,
+):
     out, err = cli("prices", "--gpu", "rtx 4090")
     assert err == ""
     lines = out.splitlines()
@@ -45,7 +44,7 @@ def test_the_table_fits_80_columns_and_says_age_and_source(
     assert "2026-09-20" in out
 
 
-def test_no_table_is_wider_than_80_columns(cli: Cli) -> None:
+def test_no_table_is_wider_than_80_columns(cli):
     out = cli.out("prices", "--limit", "0")
     lines = [line for line in out.splitlines() if line.rstrip().endswith(" d")]
     assert len(lines) > 400
@@ -57,7 +56,7 @@ def test_no_table_is_wider_than_80_columns(cli: Cli) -> None:
         assert " demand " in line or " spot " in line, line
 
 
-def test_sorting_and_limits(cli: Cli) -> None:
+def test_sorting_and_limits(cli):
     by_hour = [
         offer["usd_per_hour"]
         for offer in cli.json("prices", "--sort", "usd", "--limit", "30")["offers"]
@@ -76,7 +75,7 @@ def test_sorting_and_limits(cli: Cli) -> None:
     assert isinstance(everything["is_stale"], bool)
 
 
-def test_managed_training_is_shown_by_what_is_paid_for(tmp_path: Path, cli: Cli) -> None:
+def test_managed_training_is_shown_by_what_is_paid_for(tmp_path, cli):
     path = tmp_path / "mine.csv"
     header = "provider,instance,gpu,n_gpus,region,zone,kind,unit,usd,vcpus,ram_gib,source,date"
     row = "Together,LoRA up to 16B,,0,any,,on-demand,million_tokens,0.48,,,made,2026-05-08"
@@ -87,7 +86,7 @@ def test_managed_training_is_shown_by_what_is_paid_for(tmp_path: Path, cli: Cli)
     assert "/M tokens" in line
 
 
-def test_a_file_of_ones_own(tmp_path: Path, cli: Cli) -> None:
+def test_a_file_of_ones_own(tmp_path, cli):
     path = tmp_path / "mine.csv"
     path.write_text("provider,gpu,n_gpus,usd\nLab,T4,1,0.2\n", encoding="utf-8")
     out = cli.out("prices", "--prices", str(path))
@@ -109,7 +108,7 @@ def test_a_file_of_ones_own(tmp_path: Path, cli: Cli) -> None:
         (("--prices", "none.csv"), "none.csv: no such file"),
     ],
 )
-def test_mistakes_are_named(cli: Cli, argv: tuple[str, ...], words: str) -> None:
+def test_mistakes_are_named(cli, argv, words):
     out, err = cli("prices", *argv, code=2)
     assert out == ""
     assert words in err
@@ -134,9 +133,7 @@ def feeds_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(price_feeds, "known_feeds", lambda: here)
 
 
-def test_update_names_what_is_new_and_what_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_update_names_what_is_new_and_what_failed(tmp_path, monkeypatch, cli):
     feeds_here(tmp_path, monkeypatch)
     out, err = cli("prices", "update")
     assert err == ""
@@ -151,9 +148,7 @@ def test_update_names_what_is_new_and_what_failed(
     assert str(cache_path()) in found["where"]
 
 
-def test_update_without_a_network_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_update_without_a_network_changes_nothing(monkeypatch, cli):
     closed = (Feed("AWS", "skypilot", "http://127.0.0.1:9/vms.csv"),)
     monkeypatch.setattr(price_feeds, "known_feeds", lambda: closed)
     out, err = cli("prices", "update", code=2)
@@ -167,7 +162,7 @@ def test_update_without_a_network_changes_nothing(
 # ---- quick ----
 
 
-def test_the_day_can_be_said_and_the_time_of_day_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_day_can_be_said_and_the_time_of_day_stays(monkeypatch):
     """Ages of prices are counted from it: what tests make up does not grow old."""
     monkeypatch.setenv("FARTHING_TODAY", "2031-05-06")
     before, said, after = datetime.now().astimezone(), clock.now(), datetime.now().astimezone()

@@ -51,12 +51,12 @@ def run(tmp_path: Path) -> Any:
         yield run
 
 
-def test_it_climbs_to_the_best_size(run: Any) -> None:
+def test_it_climbs_to_the_best_size(run):
     found = Bench(run, lambda setting: abs(setting.micro_batch_tokens - 1024) / 1024 + 1.0).find()
     assert found.settings.micro_batch_tokens == run.steps.settings.micro_batch_tokens == 1024
 
 
-def test_smaller_is_found_too_and_noise_is_not_believed(run: Any) -> None:
+def test_smaller_is_found_too_and_noise_is_not_believed(run):
     assert (
         Bench(run, lambda setting: setting.micro_batch_tokens).find().settings.micro_batch_tokens
         < 256
@@ -67,7 +67,7 @@ def test_smaller_is_found_too_and_noise_is_not_believed(run: Any) -> None:
     assert noisy.find().settings.micro_batch_tokens == 256
 
 
-def test_what_ran_out_of_memory_is_not_chosen(run: Any) -> None:
+def test_what_ran_out_of_memory_is_not_chosen(run):
     def short(setting: Settings) -> float:
         return (
             float("inf") if setting.micro_batch_tokens > 512 else 1000 / setting.micro_batch_tokens
@@ -77,7 +77,7 @@ def test_what_ran_out_of_memory_is_not_chosen(run: Any) -> None:
     assert run.steps.settings.micro_batch_tokens == 512
 
 
-def test_less_checkpointing_is_tried_where_there_is_some(run: Any) -> None:
+def test_less_checkpointing_is_tried_where_there_is_some(run):
     run.steps.use(replace(run.steps.settings, checkpoint_every=1))
     assert (
         Bench(run, lambda setting: 1.0 + 0.1 * bool(setting.checkpoint_every))
@@ -88,14 +88,14 @@ def test_less_checkpointing_is_tried_where_there_is_some(run: Any) -> None:
     assert run.steps.settings.checkpoint_every == 0
 
 
-def test_it_keeps_to_its_time(run: Any) -> None:
+def test_it_keeps_to_its_time(run):
     bench = Bench(run, lambda setting: 1000 / setting.micro_batch_tokens)
     bench.deadline = 5.0
     bench.find()
     assert bench.now_s <= 8
 
 
-def test_real_trials_move_no_weight_and_leave_no_gradient(run: Any) -> None:
+def test_real_trials_move_no_weight_and_leave_no_gradient(run):
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     prober = Prober(run.steps, Heard(), 4.0)
     best = prober.find()
@@ -109,9 +109,7 @@ def test_real_trials_move_no_weight_and_leave_no_gradient(run: Any) -> None:
     assert best.computed_share == 1.0
 
 
-def test_memory_that_runs_out_in_a_trial_is_an_answer(
-    run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_runs_out_in_a_trial_is_an_answer(run, monkeypatch):
     honest = run.forward.loss
 
     def loss(batch: Any, *scale: Any) -> Any:
@@ -130,7 +128,7 @@ def test_memory_that_runs_out_in_a_trial_is_an_answer(
     assert prober.measure(Settings(100_000)).seconds_per_token == float("inf")
 
 
-def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run: Any) -> None:
+def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run):
     run.context.notice.reason = "SIGTERM"
     with pytest.raises(RunInterruptedError):
         Prober(run.steps, Heard(), 4.0).find()
@@ -140,7 +138,7 @@ def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run: Any) -> None:
 # ---- what it leaves ----
 
 
-def test_what_was_found_holds_for_the_like_and_not_for_others(tmp_path: Path) -> None:
+def test_what_was_found_holds_for_the_like_and_not_for_others(tmp_path):
     job = make_job(tmp_path, max_steps=8, global_batch_size=4)
     path = tmp_path / "cache" / "measurements.jsonl"
     farthing.train.run.train(job, Heard())
@@ -165,8 +163,8 @@ def test_what_was_found_holds_for_the_like_and_not_for_others(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     path = job_file(tmp_path, n_rows=96, max_steps=3)
     assert main(["probe", str(path), "--seconds", "5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -203,7 +201,7 @@ def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
 
 
 @pytest.mark.slow
-def test_a_job_that_says_how_it_is_cut_is_cut_so(tmp_path: Path) -> None:
+def test_a_job_that_says_how_it_is_cut_is_cut_so(tmp_path):
     assert main(["probe", str(job_file(tmp_path, max_steps=3)), "--seconds", "5"]) == 0
     for key, value in (("micro_batch_tokens", 99), ("probe", False)):
         heard = Heard()
@@ -217,7 +215,7 @@ def test_a_job_that_says_how_it_is_cut_is_cut_so(tmp_path: Path) -> None:
 # ---- when a run probes by itself ----
 
 
-def test_a_run_probes_only_where_that_pays(tmp_path: Path) -> None:
+def test_a_run_probes_only_where_that_pays(tmp_path):
     job = make_job(tmp_path)
 
     def pays(job: Any, training_s: float | None, *, probed: bool = False) -> bool:
@@ -237,9 +235,7 @@ def test_a_run_probes_only_where_that_pays(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_probes_ends_like_one_that_does_not_and_probes_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_probes_ends_like_one_that_does_not_and_probes_once(tmp_path, monkeypatch):
     monkeypatch.setattr(farthing.train.autotune, "PROBE_S", 3.0)
     monkeypatch.setattr(farthing.train.autotune.probe_run, "__defaults__", (3.0,))
     watched = Watched(monkeypatch)

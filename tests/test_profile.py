@@ -59,7 +59,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_step_is_named_forward_and_backward(found: dict[str, Any]) -> None:
+def test_a_step_is_named_forward_and_backward(found):
     parts = {part["name"]: part["step_s"] for part in found["parts"]}
     assert {
         "attention",
@@ -79,7 +79,7 @@ def test_a_step_is_named_forward_and_backward(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_the_trace_can_be_opened_and_has_our_names(found: dict[str, Any]) -> None:
+def test_the_trace_can_be_opened_and_has_our_names(found):
     trace = json.loads(Path(found["trace"]).read_text())
     assert Path(found["trace"]).name.endswith(".pt.trace.json"), (
         "the name that TensorBoard looks for"
@@ -88,14 +88,12 @@ def test_the_trace_can_be_opened_and_has_our_names(found: dict[str, Any]) -> Non
     assert {"farthing: attention", "farthing: head", "farthing: optimizer"} <= names
 
 
-def test_the_peak_is_measured(found: dict[str, Any]) -> None:
+def test_the_peak_is_measured(found):
     assert 0 < found["mfu"] < 1.2
     assert found["flops_per_s"] == pytest.approx(found["mfu"] * found["measured_peak_flops_per_s"])
 
 
-def test_what_can_not_be_profiled_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_can_not_be_profiled_is_refused(tmp_path, capsys):
     path = str(job_file(tmp_path, "llama"))
     assert main(["profile", path, "--steps", "0"]) == 2
     assert "1 to 100" in capsys.readouterr().err

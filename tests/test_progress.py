@@ -9,7 +9,6 @@ import io
 import random
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,7 +47,7 @@ class Log:
         return self.file.getvalue().splitlines()
 
 
-def test_a_log_is_told_after_five_seconds_and_then_more_seldom() -> None:
+def test_a_log_is_told_after_five_seconds_and_then_more_seldom():
     log = Log()
     log.tokenizing(4, 60)
     assert log.lines == []
@@ -63,7 +62,7 @@ def test_a_log_is_told_after_five_seconds_and_then_more_seldom() -> None:
     assert 50 <= len(long.lines) <= 75, "once a minute in the end"
 
 
-def test_rates_are_of_what_was_done_since_the_tokenization_was_resumed() -> None:
+def test_rates_are_of_what_was_done_since_the_tokenization_was_resumed():
     log = Log()
     for second in range(11):
         log.now = float(second)
@@ -73,9 +72,7 @@ def test_rates_are_of_what_was_done_since_the_tokenization_was_resumed() -> None
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "parquet"])
-def test_every_reader_knows_how_far_it_is(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_reader_knows_how_far_it_is(kind, tmp_path, monkeypatch):
     dice = random.Random(0)
     rows = [{"text": dice.randbytes(300).hex()} for _ in range(2000)]
     path = write_as(kind, tmp_path / f"a.{kind}", rows)
@@ -89,9 +86,7 @@ def test_every_reader_knows_how_far_it_is(
     assert reading.share() == pytest.approx(1.0, abs=0.1)
 
 
-def test_shares_are_of_all_sources(
-    tmp_path: Path, tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shares_are_of_all_sources(tmp_path, tokenizers, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_ROWS", 5)
     names = [str(write_jsonl(tmp_path / f"{i}.jsonl", demo_rows(200, seed=i))) for i in range(2)]
     (tmp_path / "2.jsonl.gz").write_bytes(gzip.compress(Path(names[0]).read_bytes() + b"\n"))
@@ -113,7 +108,7 @@ def test_shares_are_of_all_sources(
     assert told[-1][0] == 600
 
 
-def test_a_run_tells_of_reading_and_of_tokenizing(tmp_path: Path) -> None:
+def test_a_run_tells_of_reading_and_of_tokenizing(tmp_path):
     heard = Heard()
     train(make_job(tmp_path, n_rows=20, max_steps=1), heard)
     (reading,) = heard.of(ReadingData)

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import workshop
-from command import Cli
 from farthing.cli import main
 from farthing.clock import today
 from farthing.errors import InputError
@@ -55,9 +54,7 @@ def push(run: Path, output: Path, *more: str) -> int:
     return main(["export", str(run), *words, *more])
 
 
-def test_an_export_is_published_in_private_with_its_card(
-    hub: Hub, trained: Path, tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_is_published_in_private_with_its_card(hub, trained, tmp_path, cli, capsys):
     assert push(trained, tmp_path / "out", "--json") == 0
     said = json.loads(capsys.readouterr().out)["published"]
     repository = hub.repositories["team/small"]
@@ -78,9 +75,7 @@ def test_an_export_is_published_in_private_with_its_card(
 
 
 @pytest.mark.parametrize("part", ["repos/create", "objects/batch", "commit"])
-def test_a_push_that_fails_is_taken_up_by_the_same_command(
-    part: str, hub: Hub, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_push_that_fails_is_taken_up_by_the_same_command(part, hub, trained, tmp_path, capsys):
     hub.fails_at = part
     assert push(trained, tmp_path / "out") == 1
     said = capsys.readouterr().err
@@ -100,12 +95,12 @@ def test_a_push_that_fails_is_taken_up_by_the_same_command(
 
 
 def test_what_would_be_wrong_is_refused_before_a_byte_is_sent(
-    hub: Hub,
-    trained: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    hub,
+    trained,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     assert push(trained, tmp_path / "first", "--public") == 0
     assert not hub.repositories["team/small"].is_private
     n_files = len(hub.repositories["team/small"].files)
@@ -125,9 +120,7 @@ def test_what_would_be_wrong_is_refused_before_a_byte_is_sent(
     assert not (tmp_path / "fourth").exists()
 
 
-def test_a_finished_run_publishes_its_model_once(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_publishes_its_model_once(hub, tmp_path, monkeypatch):
     keys = {"pretrained": True, "method": "lora", "max_steps": 2}
     job = workshop.make_job(tmp_path, **keys, push_to_hub=True, hub_model_id="team/of-a-run")
     hub.fails_at = "preupload"
@@ -149,7 +142,7 @@ def test_a_finished_run_publishes_its_model_once(
         workshop.train(workshop.make_job(tmp_path / "other", **keys, push_to_hub=True))
 
 
-def test_a_receipt_has_what_serving_would_cost(trained: Path, cli: Cli) -> None:
+def test_a_receipt_has_what_serving_would_cost(trained, cli):
     serving = build_receipt(trained).serving
     assert serving is not None
     shape = read_shape(json.loads((trained / "model/model_config.json").read_text()), "causal-lm")
@@ -165,9 +158,7 @@ def test_a_receipt_has_what_serving_would_cost(trained: Path, cli: Cli) -> None:
     assert cli.json("report", trained)["serving"]["usd_per_month"] == serving.usd_per_month
 
 
-def test_a_receipt_that_is_made_again_keeps_the_prices_of_its_day(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_a_receipt_that_is_made_again_keeps_the_prices_of_its_day(trained, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)
     receipt = json.loads((folder / "receipt.json").read_text())

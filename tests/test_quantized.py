@@ -45,7 +45,7 @@ def qlora_job(folder: Path, **keys: Any) -> Any:
     return make_job(folder, pretrained=True, **settings)
 
 
-def test_qlora_keeps_the_base_in_four_bits_and_learns(tmp_path: Path, watched: Watched) -> None:
+def test_qlora_keeps_the_base_in_four_bits_and_learns(tmp_path, watched):
     job = qlora_job(tmp_path, max_steps=15)
     assert workshop.train(job).state == "finished"
     losses = losses_of(job)
@@ -61,14 +61,14 @@ def test_qlora_keeps_the_base_in_four_bits_and_learns(tmp_path: Path, watched: W
     assert all(p.dtype == torch.float32 for p in watched.model.parameters() if p.requires_grad)
 
 
-def test_quantized_weights_count_as_what_they_stand_for(tmp_path: Path, watched: Watched) -> None:
+def test_quantized_weights_count_as_what_they_stand_for(tmp_path, watched):
     workshop.train(qlora_job(tmp_path, max_steps=1))
     counts = count_parameters(watched.model)
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     assert counts["total"] - counts["adapter"] == plain.num_parameters()
 
 
-def test_qlora_computes_in_bf16_when_asked(tmp_path: Path, watched: Watched) -> None:
+def test_qlora_computes_in_bf16_when_asked(tmp_path, watched):
     job = qlora_job(tmp_path, bf16=True)
     workshop.train(job)
     losses = losses_of(job)
@@ -81,8 +81,8 @@ def test_qlora_computes_in_bf16_when_asked(tmp_path: Path, watched: Watched) -> 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("is_bf16", [False, True])
 def test_outputs_and_gradients_are_those_of_peft_with_a_matrix_made_whole_once_a_pass(
-    is_bf16: bool, dropout: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    is_bf16, dropout, tmp_path, monkeypatch
+):
     monkeypatch.setattr(  # the masks that fused layers draw
         torch.nn.Dropout,
         "forward",
@@ -121,7 +121,7 @@ def test_outputs_and_gradients_are_those_of_peft_with_a_matrix_made_whole_once_a
     assert kept < 2 * sum(weight.numel() for weight in trained.values()) + 100_000
 
 
-def test_qlora_takes_dora_and_a_classification_head(tmp_path: Path, watched: Watched) -> None:
+def test_qlora_takes_dora_and_a_classification_head(tmp_path, watched):
     job = make_job(tmp_path, "bert", pretrained=True, method={"name": "qlora", "use_dora": True})
     workshop.train(job)
     trained = watched.changed()
@@ -141,7 +141,7 @@ def test_qlora_takes_dora_and_a_classification_head(tmp_path: Path, watched: Wat
     assert torch.equal(merged.classifier.weight, head)
 
 
-def test_qlora_trains_further_modules_whole(tmp_path: Path, watched: Watched) -> None:
+def test_qlora_trains_further_modules_whole(tmp_path, watched):
     method = {"name": "qlora", "target_modules": ["q_proj"], "modules_to_save": ["down_proj"]}
     workshop.train(make_job(tmp_path, pretrained=True, method=method))
     whole = [name for name in watched.changed() if "modules_to_save" in name]
@@ -151,13 +151,13 @@ def test_qlora_trains_further_modules_whole(tmp_path: Path, watched: Watched) ->
     assert not isinstance(lm_head, bitsandbytes.nn.Linear4bit)
 
 
-def test_qlora_refuses_random_weights_in_words(tmp_path: Path) -> None:
+def test_qlora_refuses_random_weights_in_words(tmp_path):
     with pytest.raises(ModelError, match="pretrained"):
         workshop.train(make_job(tmp_path, method="qlora"))
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", *EIGHT_BIT])
-def test_a_quantized_run_resumes_to_the_bit(optim: str, tmp_path: Path) -> None:
+def test_a_quantized_run_resumes_to_the_bit(optim, tmp_path):
     size = {"hidden": 128}
     keys: dict[str, Any] = {"optim": optim, "size": size, "method": {"name": "qlora", "lora_r": 32}}
     whole = make_job(tmp_path / "whole", pretrained=True, max_steps=6, **keys)
@@ -186,9 +186,7 @@ def stop_after(job: Any, step: int) -> None:
 
 
 @pytest.mark.parametrize("optim", EIGHT_BIT)
-def test_every_bitsandbytes_optimizer_learns_and_keeps_its_promise_of_size(
-    optim: str, tmp_path: Path
-) -> None:
+def test_every_bitsandbytes_optimizer_learns_and_keeps_its_promise_of_size(optim, tmp_path):
     job = make_job(tmp_path, optim=optim, max_steps=15, learning_rate=0.003, size={"hidden": 128})
     seen: dict[str, set[torch.dtype]] = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -208,7 +206,7 @@ def test_every_bitsandbytes_optimizer_learns_and_keeps_its_promise_of_size(
     assert seen["large"] == {torch.float32 if "32bit" in optim else torch.uint8}
 
 
-def test_a_quantized_adapter_merges_into_the_whole_base(tmp_path: Path, watched: Watched) -> None:
+def test_a_quantized_adapter_merges_into_the_whole_base(tmp_path, watched):
     job = qlora_job(tmp_path)
     workshop.train(job)
     run = Path(job.output_dir)
@@ -229,15 +227,13 @@ def test_a_quantized_adapter_merges_into_the_whole_base(tmp_path: Path, watched:
     assert error < 0.5  # equal but for the error of four bits
 
 
-def test_doctor_finds_bitsandbytes_where_it_works(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_finds_bitsandbytes_where_it_works(tmp_path, capsys):
     path = workshop.job_file(tmp_path, pretrained=True, method="qlora")
     assert main(["doctor", str(path)]) == 0
     assert f"bitsandbytes works: version {bitsandbytes.__version__}" in capsys.readouterr().out
 
 
-def test_state_is_there_before_the_first_step_and_comes_back_into_the_same_pages() -> None:
+def test_state_is_there_before_the_first_step_and_comes_back_into_the_same_pages():
     """On a GPU `get_state_buffer` gives pages that the driver moves; here it is watched for being
     asked.
     """

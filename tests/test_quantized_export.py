@@ -46,7 +46,7 @@ def export(run: Path, folder: Path, *words: str) -> int:
     return main(["export", str(run), "--output", str(folder), *words])
 
 
-def test_what_is_laid_out_for_llama_cpp_is_taken_back() -> None:
+def test_what_is_laid_out_for_llama_cpp_is_taken_back():
     dice = torch.Generator().manual_seed(0)
     for model_type in ("llama", "gemma", "gpt2"):
         config = transformers.AutoConfig.for_model(model_type)
@@ -84,9 +84,7 @@ def test_what_is_laid_out_for_llama_cpp_is_taken_back() -> None:
         ("qwen3_moe", {}, "qwen3_moe"),
     ],
 )
-def test_what_llama_cpp_computes_otherwise_is_refused_by_its_key(
-    family: str, changes: dict[str, Any], words: str
-) -> None:
+def test_what_llama_cpp_computes_otherwise_is_refused_by_its_key(family, changes, words):
     config = transformers.AutoConfig.for_model(family, **changes)
     with pytest.raises(Exception, match=r"llama\.cpp does not compute") as refused:
         family_of(config, "causal-lm")
@@ -98,9 +96,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused_by_its_key(
     "family",
     ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2"],
 )
-def test_every_weight_of_a_family_has_a_place_or_is_another_weight_too(
-    family: str, is_tied: bool, tokenizers: dict[str, Any]
-) -> None:
+def test_every_weight_of_a_family_has_a_place_or_is_another_weight_too(family, is_tied, tokenizers):
     """In Gemma and Gemma 2 llama.cpp has no output layer of its own."""
     pytest.importorskip("gguf", reason="pip install 'farthing[gguf]'")
     sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
@@ -130,9 +126,7 @@ def test_every_weight_of_a_family_has_a_place_or_is_another_weight_too(
 
 
 @pytest.mark.parametrize("family", ["bert", "t5"])
-def test_other_tasks_are_refused_before_a_byte_is_written(
-    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_tasks_are_refused_before_a_byte_is_written(family, tmp_path, capsys):
     pytest.importorskip("gguf", reason="pip install 'farthing[gguf]'")
     job = workshop.make_job(tmp_path, family, max_steps=1)
     workshop.train(job)
@@ -142,7 +136,7 @@ def test_other_tasks_are_refused_before_a_byte_is_written(
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_a_template_is_said_in_the_language_of_ollama_or_not_at_all(tmp_path: Path) -> None:
+def test_a_template_is_said_in_the_language_of_ollama_or_not_at_all(tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(
         workshop.make_folder(tmp_path / "base", "llama")
     )
@@ -165,7 +159,7 @@ def test_a_template_is_said_in_the_language_of_ollama_or_not_at_all(tmp_path: Pa
     assert "the Modelfile has none" in notes[0]
 
 
-def test_positions_that_are_stretched_by_a_factor_are_said_to_llama_cpp(tmp_path: Path) -> None:
+def test_positions_that_are_stretched_by_a_factor_are_said_to_llama_cpp(tmp_path):
     gguf = pytest.importorskip("gguf", reason="pip install 'farthing[gguf]'")
     from farthing.export.gguf_file import plan_gguf, write_gguf
 
@@ -187,11 +181,11 @@ def test_positions_that_are_stretched_by_a_factor_are_said_to_llama_cpp(tmp_path
 
 @pytest.mark.slow
 def test_without_the_package_it_is_said_how_to_get_it(
-    trained: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    trained,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     for package, form in (("gguf", "gguf"), ("compressed_tensors.quantization", "fp8")):
         monkeypatch.setitem(__import__("sys").modules, package, None)
         assert export(trained, tmp_path / "out", "--format", form) == 2
@@ -201,9 +195,7 @@ def test_without_the_package_it_is_said_how_to_get_it(
 
 
 @pytest.mark.slow
-def test_a_file_of_few_bits_is_judged_and_refused_above_the_limit(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_few_bits_is_judged_and_refused_above_the_limit(trained, tmp_path, capsys):
     pytest.importorskip("gguf", reason="pip install 'farthing[gguf]'")
     assert export(trained, tmp_path / "eight", "--format", "gguf", "--json") == 0
     eight = json.loads(capsys.readouterr().out)["judged"]
@@ -223,11 +215,11 @@ def test_a_file_of_few_bits_is_judged_and_refused_above_the_limit(
 
 
 def test_bits_of_llama_quantize_need_it(
-    trained: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    trained,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     pytest.importorskip("gguf", reason="pip install 'farthing[gguf]'")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert export(trained, tmp_path / "out", "--format", "gguf", "--bits", "q4_k_m") == 2
@@ -259,9 +251,7 @@ TINY: dict[str, Any] = {
 
 @pytest.mark.parametrize("form", ["fp8", "w8a16", "w4a16"])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "mixtral", "qwen3_moe", "falcon"])
-def test_a_compressed_folder_has_all_weights_in_plain_transformers(
-    family: str, form: str, tmp_path: Path
-) -> None:
+def test_a_compressed_folder_has_all_weights_in_plain_transformers(family, form, tmp_path):
     pytest.importorskip("compressed_tensors", reason="pip install 'farthing[export]'")
     from farthing.export.compressed import plan_compressed, write_compressed
 
@@ -310,8 +300,8 @@ def test_a_compressed_folder_has_all_weights_in_plain_transformers(
     ],
 )
 def test_what_transformers_does_not_load_compressed_is_refused_by_its_family(
-    task: str, family: str, form: str, words: str
-) -> None:
+    task, family, form, words
+):
     pytest.importorskip("compressed_tensors", reason="pip install 'farthing[export]'")
     from farthing.export.compressed import plan_compressed
 
@@ -326,11 +316,11 @@ def test_what_transformers_does_not_load_compressed_is_refused_by_its_family(
 
 @pytest.mark.slow
 def test_a_folder_that_lacks_weights_is_not_kept(
-    trained: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    trained,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     pytest.importorskip("compressed_tensors", reason="pip install 'farthing[export]'")
     from farthing.export import compressed
 
@@ -354,7 +344,7 @@ def test_a_folder_that_lacks_weights_is_not_kept(
     ("family", "form"),
     [("bert", "fp8"), ("bert", "w8a16"), ("bert", "w4a16"), ("t5", "fp8"), ("llama", "w4a16")],
 )
-def test_a_compressed_run_is_judged(family: str, form: str, tmp_path: Path) -> None:
+def test_a_compressed_run_is_judged(family, form, tmp_path):
     pytest.importorskip("compressed_tensors", reason="pip install 'farthing[export]'")
     body_of(tmp_path / "base", family)
     job = workshop.make_job(
@@ -395,7 +385,7 @@ def job_of_family(folder: Path, family: str, texts: list[str]) -> Path:
 @needs_data
 @pytest.mark.slow
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_llama_cpp_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
+def test_llama_cpp_answers_as_transformers_does(family, tmp_path):
     pytest.importorskip("gguf", reason="pip install 'farthing[gguf]'")
     pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
     texts = [

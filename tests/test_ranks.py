@@ -48,9 +48,7 @@ from workshop import Heard, log_of, losses_of, make_job
 @pytest.mark.parametrize("n_slots", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("n", [1, 2, 5, 16, 61])
 @pytest.mark.parametrize("cut", [split_by_tokens, split_padded])
-def test_every_example_stands_in_one_cell_and_lanes_cost_alike(
-    n: int, n_slots: int, cut: Any
-) -> None:
+def test_every_example_stands_in_one_cell_and_lanes_cost_alike(n, n_slots, cut):
     lengths = np.random.default_rng(n).integers(3, 120, 200)
     examples = np.random.default_rng(n_slots).permutation(200)[:n]
 
@@ -83,9 +81,7 @@ def test_every_example_stands_in_one_cell_and_lanes_cost_alike(
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 16, 64])
 @pytest.mark.parametrize("n_slots", [2, 3, 4, 5, 8])
-def test_lanes_that_are_dealt_examples_cost_alike_and_so_do_pairs_of_them(
-    n: int, n_slots: int
-) -> None:
+def test_lanes_that_are_dealt_examples_cost_alike_and_so_do_pairs_of_them(n, n_slots):
     """With eight long and short chats a step, the slower of two processes took 14 % more than the
     mean, when the step was cut before it was dealt."""
     drawn = np.random.default_rng(n)
@@ -133,7 +129,7 @@ def test_lanes_that_are_dealt_examples_cost_alike_and_so_do_pairs_of_them(
         assert max(len(column) for column in columns) == min(len(column) for column in columns)
 
 
-def test_going_backward_attention_counts_more_where_the_weights_are_frozen(tmp_path: Path) -> None:
+def test_going_backward_attention_counts_more_where_the_weights_are_frozen(tmp_path):
     """A document of 683 tokens kept one of two processes 4 % longer than the other: frozen products
     need no gradients.
     """
@@ -197,7 +193,7 @@ def summed_on(
     return [weight.grad for weight in weights]
 
 
-def test_sums_are_the_same_bits_on_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_the_same_bits_on_any_number_of_ranks(monkeypatch):
     monkeypatch.setattr(reduce, "BUCKET", 30)
     for n_slots in (2, 3, 4, 5, 8):
         alone = summed_on(1, n_slots, monkeypatch)
@@ -219,9 +215,7 @@ CASES = ("whole", "unused", "fails under way", "fails before", "nothing to do")
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-def test_buckets_leave_in_one_order_whatever_happens_to_a_rank(
-    overlaps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buckets_leave_in_one_order_whatever_happens_to_a_rank(overlaps, monkeypatch):
     """Others wait for each of them: one that has failed, has no micro-batch or no use for a weight
     must send as many.
     """
@@ -269,7 +263,7 @@ def test_buckets_leave_in_one_order_whatever_happens_to_a_rank(
     assert all(not flat.any() for flat in sent["fails before"])
 
 
-def test_gradients_of_passes_that_do_not_count_are_forgotten() -> None:
+def test_gradients_of_passes_that_do_not_count_are_forgotten():
     weight = torch.nn.Parameter(torch.zeros(3))
     for reducer in (AllReduce(Seated(), [weight]), FixedOrder(Seated(n=1), [weight], 2)):  # type: ignore[arg-type]
         weight.grad = torch.ones(3)
@@ -281,7 +275,7 @@ def test_gradients_of_passes_that_do_not_count_are_forgotten() -> None:
         assert weight.grad.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_slots_are_as_many_as_share_bits() -> None:
+def test_slots_are_as_many_as_share_bits():
     assert [n_slots_for(n) for n in (1, 2, 3, 4, 5, 8, 9)] == [4, 4, 4, 4, 8, 8, 9]
 
 
@@ -309,7 +303,7 @@ def words(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_every_rank_hears_the_same(tmp_path: Path) -> None:
+def test_every_rank_hears_the_same(tmp_path):
     found = on_ranks(3, tmp_path, words)
     assert found[0] == found[1] == found[2]
     assert 1e6 < found[0].pop("link") < 1e12
@@ -335,8 +329,8 @@ def leaves(rank: int, was_asked: bool) -> None:
 
 @pytest.mark.parametrize("was_asked", [True, False])
 def test_nothing_is_begun_again_where_a_rank_was_asked_to_leave_before_the_first_step(
-    was_asked: bool, tmp_path: Path
-) -> None:
+    was_asked, tmp_path
+):
     assert on_ranks(2, tmp_path, leaves, was_asked) == [75 if was_asked else 76, None]
 
 
@@ -424,8 +418,8 @@ def sha256_at(job: Job, step: int) -> str:
 
 
 def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_that_spread_weights(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     alone, four, others = (lora_job(tmp_path / name) for name in ("alone", "four", "others"))
     assert [each["code"] for each in train_on(1, tmp_path, alone)] == [0]
     found = train_on(4, tmp_path, four)
@@ -463,8 +457,8 @@ def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_
 
 @pytest.mark.slow
 def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_than_ranks(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     keys = {
         "n_rows": 7,
         "max_steps": 4,
@@ -482,7 +476,7 @@ def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_tha
 
 
 @pytest.mark.slow
-def test_what_one_rank_meets_is_met_by_all(tmp_path: Path) -> None:
+def test_what_one_rank_meets_is_met_by_all(tmp_path):
     """Memory that runs out on the second makes both halve."""
     job = lora_job(tmp_path / "a", save_steps=100, where={"same_bits": False})
     found = train_on(2, tmp_path, job, [1, 1, "no room"], sends_early=True)
@@ -494,8 +488,8 @@ def test_what_one_rank_meets_is_met_by_all(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_asked_to_leave_takes_all_along_and_as_many_go_on_to_the_same_bits(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Three, as sums of two are the same in either order."""
     whole, left = (
         lora_job(tmp_path / name, save_steps=100, where={"same_bits": False})
@@ -510,7 +504,7 @@ def test_a_rank_asked_to_leave_takes_all_along_and_as_many_go_on_to_the_same_bit
     assert log_of(left) == log_of(whole)
 
 
-def test_a_run_of_one_slot_goes_on_with_more_to_rounding_and_says_so(tmp_path: Path) -> None:
+def test_a_run_of_one_slot_goes_on_with_more_to_rounding_and_says_so(tmp_path):
     job, heard, two = lora_job(tmp_path), Heard(), Ranks()
     two.n = 2
 
@@ -533,7 +527,7 @@ def test_a_run_of_one_slot_goes_on_with_more_to_rounding_and_says_so(tmp_path: P
 # ---- who sits where, and how processes end together ----
 
 
-def test_seats_are_those_that_launchers_give() -> None:
+def test_seats_are_those_that_launchers_give():
     torchrun = {
         "RANK": "3",
         "WORLD_SIZE": "4",
@@ -593,8 +587,8 @@ ENDS: list[tuple[list[list[str]], int, int]] = [
 
 
 def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     for attempts, code, n_said in ENDS:
         hangs = any(
             HANGS in each for each in attempts
@@ -619,8 +613,8 @@ def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(
 
 
 def test_a_killed_rank_that_waits_in_the_kernel_is_gone_for_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     for name in ("GRACE_S", "STUCK_S"):
         monkeypatch.setattr(f"farthing.run.group.{name}", 0.2)
     stuck, said = child(HANGS), list[str]()
@@ -644,8 +638,8 @@ def test_a_killed_rank_that_waits_in_the_kernel_is_gone_for_the_others(
     ("index", "took_s", "code"), [(1, 20.0, 76), (1, 0.0, None), (0, 20.0, None)]
 )
 def test_who_is_done_and_waits_for_a_first_rank_that_hangs_says_so(
-    index: int, took_s: float, code: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    index, took_s, code, monkeypatch
+):
     """Stopped in its export, the first rank was killed a minute after the others had given it up,
     and not at once. One that is gone at the same moment is no loss."""
     ranks = Ranks()
@@ -672,7 +666,7 @@ def test_who_is_done_and_waits_for_a_first_rank_that_hangs_says_so(
     assert code is None or ended.value.args == (code,)
 
 
-def test_a_wish_to_leave_reaches_all_and_nothing_is_begun_again(tmp_path: Path) -> None:
+def test_a_wish_to_leave_reaches_all_and_nothing_is_begun_again(tmp_path):
     polite = "signal.signal(15, lambda *_: sys.exit(75))\nopen({!r}, 'w')\ntime.sleep(600)"
     listening = [tmp_path / "first", tmp_path / "second"]
     attempt = Elastic(

@@ -65,9 +65,7 @@ def rounded(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_every_figure_and_line_of_a_receipt(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_figure_and_line_of_a_receipt(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     values, text = receipt_of(yaml.safe_load(path.read_text()))
     expected = json.loads(path.with_suffix(".json").read_text())
@@ -75,7 +73,7 @@ def test_every_figure_and_line_of_a_receipt(
     assert text.splitlines() == path.with_suffix(".txt").read_text().splitlines()
 
 
-def test_two_receipts_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_receipts_side_by_side(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     receipt_of(yaml.safe_load((RECEIPTS / "spot.yaml").read_text()))
     run = build_receipt(Path("run"))
@@ -128,7 +126,7 @@ def test_two_receipts_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found.in_words() == "by the token the run takes 75% less than the baseline"
 
 
-def test_a_long_run_is_thinned_evenly() -> None:
+def test_a_long_run_is_thinned_evenly():
     run = [
         Account(n, began=True, first_step=n - 1, step=n, spans={"compute": 10.0}, usd_per_hour=36)
         for n in range(1, 301)

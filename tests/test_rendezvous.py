@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from command import Cli
 from farthing.dist import rendezvous
 from farthing.dist.ranks import Ranks
 from farthing.dist.rendezvous import RankLostError, meet
@@ -65,16 +64,14 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"PMI_SIZE": "2", **ADDRESS}, "PMI_SIZE"),
     ],
 )
-def test_a_process_that_half_knows_of_others_is_not_trained_alone(
-    environ: dict[str, str], where: str
-) -> None:
+def test_a_process_that_half_knows_of_others_is_not_trained_alone(environ, where):
     with pytest.raises(InputError) as refused:
         seat_in(environ)
     assert where in refused.value.where
     assert refused.value.to_do
 
 
-def test_a_process_that_is_alone_or_knows_all_is_let_be() -> None:
+def test_a_process_that_is_alone_or_knows_all_is_let_be():
     for alone in (
         {"WORLD_SIZE": "1"},
         {"PMI_SIZE": "1"},
@@ -88,7 +85,7 @@ def test_a_process_that_is_alone_or_knows_all_is_let_be() -> None:
     assert srun == Seat(1, 2, 1, 2, "srun")
 
 
-def test_a_terminal_of_a_slurm_step_joins_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_of_a_slurm_step_joins_nobody(monkeypatch):
     """`srun -n 2 --pty bash`: what is typed there is started once, and waited for others that
     nobody had started.
     """
@@ -121,7 +118,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     return dist.PrefixStore("farthing-0", store)
 
 
-def test_a_port_that_is_in_use_is_said_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_in_use_is_said_and_not_tried_again(monkeypatch):
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -131,7 +128,7 @@ def test_a_port_that_is_in_use_is_said_and_not_tried_again(monkeypatch: pytest.M
             meet(Seat(0, 2, by="a launcher"), CPU, 1.0)
 
 
-def test_a_seat_that_another_run_has_is_not_taken(host: Any) -> None:
+def test_a_seat_that_another_run_has_is_not_taken(host):
     """Two runs with the port that launchers give by default: the second one's ranks would join the
     first one's.
     """
@@ -140,9 +137,7 @@ def test_a_seat_that_another_run_has_is_not_taken(host: Any) -> None:
         meet(Seat(1, 2, by="a launcher"), CPU, 1.0)
 
 
-def test_who_does_not_come_is_named(
-    host: Any, tmp_path: Path, monkeypatch: Any, capfd: Any
-) -> None:
+def test_who_does_not_come_is_named(host, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(rendezvous, "JOIN_S", 0.1)
     monkeypatch.setattr(rendezvous, "JOIN_HERE_S", 0.1)
     monkeypatch.setattr(rendezvous, "SAY_AFTER_S", 0.05)
@@ -171,8 +166,8 @@ def test_who_does_not_come_is_named(
     ],
 )
 def test_more_processes_than_gpus_are_refused_by_all_and_told_by_the_first(
-    others: list[str], says: str, host: Any, monkeypatch: Any
-) -> None:
+    others, says, host, monkeypatch
+):
     monkeypatch.setattr(rendezvous, "device_of", lambda device: ("cuda", "here GPU-a"))
     host.set("seat-0", json.dumps(others))
     if not says:
@@ -183,7 +178,7 @@ def test_more_processes_than_gpus_are_refused_by_all_and_told_by_the_first(
     assert refused.value.is_told  # type: ignore[attr-defined]
 
 
-def test_a_launcher_that_starts_more_than_the_job_says_is_told_of(tmp_path: Path) -> None:
+def test_a_launcher_that_starts_more_than_the_job_says_is_told_of(tmp_path):
     job = lora_job(tmp_path, where={"gpus": 2})
     for seat, says in (
         (Seat(0, 4, 0, 4, "torchrun"), "where.gpus is 2, and torchrun has started 4"),
@@ -199,15 +194,13 @@ def test_a_launcher_that_starts_more_than_the_job_says_is_told_of(tmp_path: Path
         assert says or "where.gpus" not in heard.warnings
 
 
-def test_retry_is_not_for_processes_that_a_launcher_has_started(
-    tmp_path: Path, monkeypatch: Any, cli: Cli
-) -> None:
+def test_retry_is_not_for_processes_that_a_launcher_has_started(tmp_path, monkeypatch, cli):
     for name, value in {**RANKS, **ADDRESS, "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
     assert "torchrun has started the 2 processes" in cli.err("train", job_file(tmp_path), "--retry")
 
 
-def test_a_rank_without_room_for_its_files_says_so(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_rank_without_room_for_its_files_says_so(tmp_path, monkeypatch):
     """It was a crash, after which the others went on without that rank."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(DiskFullError, match="has no folder for its files"):
@@ -217,9 +210,7 @@ def test_a_rank_without_room_for_its_files_says_so(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "leaves", [f"sys.exit({EXIT_INTERRUPTED})", f"os.kill(os.getpid(), {signal.SIGTERM})"]
 )
-def test_a_wish_to_leave_while_others_are_not_there_yet_begins_nothing_again(
-    leaves: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wish_to_leave_while_others_are_not_there_yet_begins_nothing_again(leaves, monkeypatch):
     """Those that wait end as if one were lost; the one that was asked to leave has ended in order,
     or before it could listen."""
     monkeypatch.setattr("farthing.run.group.GRACE_S", 120.0)
@@ -234,8 +225,8 @@ def test_a_wish_to_leave_while_others_are_not_there_yet_begins_nothing_again(
 
 
 def test_one_that_is_killed_before_all_have_met_takes_nobody_along(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """The others waited for it until they were killed as well, all were lost, and the command had
     ended.
     """
@@ -252,8 +243,8 @@ def test_one_that_is_killed_before_all_have_met_takes_nobody_along(
 
 
 def test_a_run_that_is_finished_is_told_to_all_that_a_launcher_has_started(
-    tmp_path: Path, monkeypatch: Any, cli: Cli
-) -> None:
+    tmp_path, monkeypatch, cli
+):
     """The first rank ended at once with 0, and the others waited three minutes for it and failed."""  # noqa: E501
 
     def joins(*_: Any, **__: Any) -> None:
@@ -267,15 +258,13 @@ def test_a_run_that_is_finished_is_told_to_all_that_a_launcher_has_started(
     assert "here the others are told" in cli.err("train", job_file(tmp_path))
 
 
-def test_what_a_killed_rank_leaves_goes_with_the_meeting(tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_a_killed_rank_leaves_goes_with_the_meeting(tmp_path, monkeypatch):
     monkeypatch.setenv("FARTHING_RANKS_STORE", str(tmp_path / "attempt-1"))
     with rank_setup.own_folder() as folder:
         assert Path(folder).parent == tmp_path
 
 
-def test_what_torch_would_wait_for_without_end_is_ended_in_words(
-    monkeypatch: Any, capfd: Any
-) -> None:
+def test_what_torch_would_wait_for_without_end_is_ended_in_words(monkeypatch, capfd):
     """torch's store waits for ever for a program that listens at its port and says nothing."""
     ended: list[int] = []
     monkeypatch.setattr("farthing.dist.rendezvous.os._exit", ended.append)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import browser
-from command import Cli
 from farthing.cli import main
 from farthing.errors import InputError
 from farthing.report.chart import Axes, Line, curves, ticks
@@ -48,18 +47,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.parametrize(
     ("low", "high"), [(0.0, 5e-324), (1.0, 1.0), (0.0, 1e-300), (0.0, float("nan"))]
 )
-def test_values_that_are_next_to_equal_have_ticks(low: float, high: float) -> None:
+def test_values_that_are_next_to_equal_have_ticks(low, high):
     assert 1 <= len(ticks(low, high, 5)) <= 6
 
 
-def test_the_last_mark_of_an_axis_ends_at_the_edge_of_the_drawing() -> None:
+def test_the_last_mark_of_an_axis_ends_at_the_edge_of_the_drawing():
     axes = Axes((0, 10), (0, 1), str, str, [0, 10], [0, 1])
     drawn = curves("Loss", "", [Line("loss", [(0, 1), (10, 0)])], axes).svg
     assert re.search(r'x="846.0" y="\d+" text-anchor="end">10<', drawn)
     assert re.search(r'x="62.0" y="\d+" text-anchor="middle">0<', drawn)
 
 
-def test_a_run_leaves_its_page_and_it_is_whole(runs: list[Path]) -> None:
+def test_a_run_leaves_its_page_and_it_is_whole(runs):
     text = (runs[0] / "report.html").read_text(encoding="utf-8")
     read, receipt = Read(text), build_receipt(runs[0])
     assert ("html", {"lang": "en"}) in read.tags
@@ -103,7 +102,7 @@ def test_a_run_leaves_its_page_and_it_is_whole(runs: list[Path]) -> None:
     assert f"best: {receipt.metrics['loss']:.4g}, step {receipt.best_step}" in read.text  # type: ignore[index]
 
 
-def test_the_timeline_adds_up_to_the_bill_and_marks_what_happened(runs: list[Path]) -> None:
+def test_the_timeline_adds_up_to_the_bill_and_marks_what_happened(runs):
     receipt = build_receipt(runs[1])
     columns = receipt.timeline.columns
     assert columns[-1].end_s == pytest.approx(receipt.wall_s, abs=0.1)
@@ -117,7 +116,7 @@ def test_the_timeline_adds_up_to_the_bill_and_marks_what_happened(runs: list[Pat
     assert steps == sorted(steps), "in the order of their time"
 
 
-def test_runs_are_compared_on_one_page(runs: list[Path], tmp_path: Path, cli: Cli) -> None:
+def test_runs_are_compared_on_one_page(runs, tmp_path, cli):
     out = tmp_path / "both.html"
     assert main(["report", *map(str, runs), str(runs[0]), "--html", str(out)]) == 0
     read, (calm, busy) = Read(out.read_text(encoding="utf-8")), map(build_receipt, runs)
@@ -129,7 +128,7 @@ def test_runs_are_compared_on_one_page(runs: list[Path], tmp_path: Path, cli: Cl
     assert main(["report", str(runs[0]), "--html", str(tmp_path / "no" / "where.html")]) == 2
 
 
-def test_a_run_without_a_price_is_compared_in_all_but_dollars(runs: list[Path]) -> None:
+def test_a_run_without_a_price_is_compared_in_all_but_dollars(runs):
     receipt = build_receipt(runs[0])
     found = compare(receipt, replace(receipt, usd_is_known=False))
     assert found.rows["usd"].baseline is found.rows["usd"].ratio is None
@@ -152,7 +151,7 @@ def nasty(value: Any) -> Any:
     return value + NASTY if isinstance(value, str) else value
 
 
-def test_what_comes_from_outside_is_only_text(runs: list[Path]) -> None:
+def test_what_comes_from_outside_is_only_text(runs):
     receipt = build_receipt(runs[0])
     job = receipt.job or {}
     changed: Receipt = replace(
@@ -168,14 +167,14 @@ def test_what_comes_from_outside_is_only_text(runs: list[Path]) -> None:
         assert NASTY in read.text
 
 
-def test_a_run_that_has_done_nothing_has_a_page(tmp_path: Path) -> None:
+def test_a_run_that_has_done_nothing_has_a_page(tmp_path):
     (tmp_path / "ledger.jsonl").write_text("")
     read = Read(run_page(build_receipt(tmp_path)))
     assert "Not finished" in read.text
 
 
 @pytest.mark.slow
-def test_the_page_of_a_million_steps_is_small_and_exact_at_its_ends(tmp_path: Path) -> None:
+def test_the_page_of_a_million_steps_is_small_and_exact_at_its_ends(tmp_path):
     make_run(tmp_path / "run", n_steps=20_000, n_evaluations=1_000, n_attempts=200)
     receipt = build_receipt(tmp_path / "run")
     page = run_page(receipt)
@@ -196,14 +195,12 @@ def test_the_page_of_a_million_steps_is_small_and_exact_at_its_ends(tmp_path: Pa
     )
 
 
-def test_no_attempts_no_timeline() -> None:
+def test_no_attempts_no_timeline():
     assert timeline_of([], []).columns == []
 
 
 @pytest.mark.parametrize("width", thinned([390, 768, 1280], 3))
-def test_a_browser_lays_the_page_out_without_a_sideways_scroll(
-    runs: list[Path], tmp_path: Path, width: int
-) -> None:
+def test_a_browser_lays_the_page_out_without_a_sideways_scroll(runs, tmp_path, width):
     for name, text in (
         ("one", run_page(build_receipt(runs[0]))),
         (
@@ -222,7 +219,7 @@ def test_a_browser_lays_the_page_out_without_a_sideways_scroll(
 
 
 @pytest.mark.slow
-def test_a_browser_draws_light_and_dark_and_prints_on_a4(runs: list[Path], tmp_path: Path) -> None:
+def test_a_browser_draws_light_and_dark_and_prints_on_a4(runs, tmp_path):
     page = runs[0] / "report.html"
     shots = []
     for scheme in (browser.LIGHT, browser.DARK):

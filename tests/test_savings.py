@@ -46,7 +46,7 @@ def plan_of(tmp_path: Path, cli: Cli, *more: str, offers: str = OFFERS) -> Any:
     return view, " ".join(cli.out(*asked).split())
 
 
-def test_one_line_for_each_choice_from_the_plain_way_to_the_plan(tmp_path: Path, cli: Cli) -> None:
+def test_one_line_for_each_choice_from_the_plain_way_to_the_plan(tmp_path, cli):
     view, out = plan_of(tmp_path, cli)
     rungs = view["savings"]["rungs"]
     assert [one["choice"] for one in rungs] == [
@@ -67,7 +67,7 @@ def test_one_line_for_each_choice_from_the_plain_way_to_the_plan(tmp_path: Path,
         assert one["words"].split(":")[0] in out
 
 
-def test_methods_have_their_dollars_even_where_all_fit(tmp_path: Path, cli: Cli) -> None:
+def test_methods_have_their_dollars_even_where_all_fit(tmp_path, cli):
     view, out = plan_of(tmp_path, cli)
     methods = {one["method"]: one for one in view["methods"]}
     assert set(methods) == {"full", "lora", "qlora"}
@@ -77,7 +77,7 @@ def test_methods_have_their_dollars_even_where_all_fit(tmp_path: Path, cli: Cli)
     assert f"By method: {view['methods'][0]['method']} $" in out
 
 
-def test_spot_is_a_choice_of_its_own(tmp_path: Path, cli: Cli) -> None:
+def test_spot_is_a_choice_of_its_own(tmp_path, cli):
     spot = "Cloud,4090,RTX 4090,1,x,y,spot,machine_hour,0.1,made up,2026-11-01\n"
     view, _ = plan_of(tmp_path, cli, offers=OFFERS + spot)
     assert view["best"]["kind"] == "spot"
@@ -86,7 +86,7 @@ def test_spot_is_a_choice_of_its_own(tmp_path: Path, cli: Cli) -> None:
     assert last["usd"] == view["best"]["total_usd"] < place["usd"]
 
 
-def test_runs_add_up_and_the_saving_is_said(tmp_path: Path, cli: Cli) -> None:
+def test_runs_add_up_and_the_saving_is_said(tmp_path, cli):
     managed = "Boss,one run,,1,x,,on-demand,run,250,made up,2026-11-01\n"
     view, out = plan_of(
         tmp_path, cli, "--runs", "5", "--runs-per-month", "2", offers=OFFERS + managed
@@ -103,7 +103,7 @@ def test_runs_add_up_and_the_saving_is_said(tmp_path: Path, cli: Cli) -> None:
     assert "saved in a year" in out
 
 
-def test_a_gpu_pays_back_against_a_service_by_the_month(tmp_path: Path, cli: Cli) -> None:
+def test_a_gpu_pays_back_against_a_service_by_the_month(tmp_path, cli):
     """$1,600 against $480 a month: 3.3 months."""
     managed = "Boss,one run,,1,x,,on-demand,run,20,made up,2026-11-01\n"
     own = ("--own", "RTX 4090:1600usd:0W", "--runs-per-month", "24")
@@ -114,7 +114,7 @@ def test_a_gpu_pays_back_against_a_service_by_the_month(tmp_path: Path, cli: Cli
     assert "its fee" in out
 
 
-def test_padding_as_it_comes_is_that_of_the_longest_in_each_batch() -> None:
+def test_padding_as_it_comes_is_that_of_the_longest_in_each_batch():
     rng = np.random.default_rng(0)
     tokens, targets = rng.integers(5, 200, 800), rng.integers(5, 90, 800)
     padded = padded_as_it_comes(from_arrays(tokens, targets, source="drawn", n_examples=8000), 8)

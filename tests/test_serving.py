@@ -5,12 +5,10 @@ against a simulation.
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from command import Cli
 from farthing.errors import InputError
 from farthing.models.model_config import known_config
 from farthing.models.shapes import Shape, read_shape
@@ -48,12 +46,12 @@ H100 = find_gpu("H100-80GB")
         ("Qwen/Qwen2.5-7B", 57_344),
     ],
 )
-def test_the_cache_of_a_token(name: str, n_bytes: int) -> None:
+def test_the_cache_of_a_token(name, n_bytes):
     assert Server(shape_of(name), H100, 1, "bf16").cache_bytes_per_token == n_bytes
     assert Server(shape_of(name), H100, 1, "fp8").cache_bytes_per_token == n_bytes / 2
 
 
-def test_the_memory_of_a_known_case() -> None:
+def test_the_memory_of_a_known_case():
     """An 8B in fp8 on 80 GiB: 9.1 GB of weights leave room for a million tokens; in bf16 on 24 GiB
     for three of 8k.
     """
@@ -66,7 +64,7 @@ def test_the_memory_of_a_known_case() -> None:
     assert small.streams(Traffic(1, 8000, 1)) == 3
 
 
-def test_less_precise_weights_are_smaller_and_are_read_sooner() -> None:
+def test_less_precise_weights_are_smaller_and_are_read_sooner():
     traffic = Traffic()
     sizes = [Server(LLAMA, H100, 1, name).weights_bytes for name in PRECISIONS]
     assert sizes == sorted(sizes, reverse=True)
@@ -78,7 +76,7 @@ def test_less_precise_weights_are_smaller_and_are_read_sooner() -> None:
     )
 
 
-def test_published_rows_are_met_and_none_is_quicker_than_its_memory() -> None:
+def test_published_rows_are_met_and_none_is_quicker_than_its_memory():
     with open(ROWS, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     result = judge(rows)
@@ -89,7 +87,7 @@ def test_published_rows_are_met_and_none_is_quicker_than_its_memory() -> None:
     assert "too fast" in judge([copied])["refused"][0]["why"], "70 GB at 3.35 TB/s allow 48"
 
 
-def test_more_traffic_takes_more_machines_and_a_latency_fewer_streams() -> None:
+def test_more_traffic_takes_more_machines_and_a_latency_fewer_streams():
     offer = offer_of("L40S", 0.86)
     (one, *_), _ = serve(LLAMA, Traffic(1000), [offer])
     (many, *_), _ = serve(LLAMA, Traffic(10_000_000), [offer])
@@ -104,7 +102,7 @@ def test_more_traffic_takes_more_machines_and_a_latency_fewer_streams() -> None:
     assert "one answer alone takes" in refused[0].why
 
 
-def test_a_mixture_reads_the_experts_that_tokens_go_to_and_holds_all() -> None:
+def test_a_mixture_reads_the_experts_that_tokens_go_to_and_holds_all():
     config = known_config("mistralai/Mixtral-8x7B-v0.1")
     assert config is not None
     server = Server(read_shape(config), find_gpu("H200"), 1, "bf16")
@@ -114,7 +112,7 @@ def test_a_mixture_reads_the_experts_that_tokens_go_to_and_holds_all() -> None:
     assert 2.5 < many / one < 4.5, "two of eight experts for one stream, nearly all for many"
 
 
-def test_what_cannot_serve_says_why() -> None:
+def test_what_cannot_serve_says_why():
     offers = [
         offer_of("V100-16GB", 0.1),
         offer_of("A10", 0.5),
@@ -130,7 +128,7 @@ def test_what_cannot_serve_says_why() -> None:
         serve(read_shape(known_config("google/flan-t5-base") or {}, "seq2seq"), Traffic(), offers)
 
 
-def test_dollars_of_a_million_tokens_add_up_to_the_hour() -> None:
+def test_dollars_of_a_million_tokens_add_up_to_the_hour():
     one = Served(
         Server(LLAMA, H100, 1, "fp8"), offer_of("H100-80GB", 2.69), Traffic(1, 1000, 500), 300
     )
@@ -143,7 +141,7 @@ def test_dollars_of_a_million_tokens_add_up_to_the_hour() -> None:
     )
 
 
-def test_going_to_zero_against_a_simulation() -> None:
+def test_going_to_zero_against_a_simulation():
     """50 random settings of 100,000 arrivals: on from one to the end of its warmth, or to the next;
     a start after a silence.
     """
@@ -155,7 +153,7 @@ def test_going_to_zero_against_a_simulation() -> None:
         assert on_share(rate, busy, warm, cold) == pytest.approx(paid_s / gaps.sum(), rel=0.01)
 
 
-def test_the_traffic_at_which_always_on_is_cheaper() -> None:
+def test_the_traffic_at_which_always_on_is_cheaper():
     assert break_even_per_s(1.6, 3, 5, 20) * 3600 == pytest.approx(96.4, rel=0.01)
 
 
@@ -168,7 +166,7 @@ def test_the_traffic_at_which_always_on_is_cheaper() -> None:
         ("latency=0.5", Traffic(latency_s=0.5)),
     ],
 )
-def test_traffic_is_read(text: str, traffic: Traffic) -> None:
+def test_traffic_is_read(text, traffic):
     assert parse_traffic(text) == pytest.approx(traffic)
 
 
@@ -176,13 +174,13 @@ def test_traffic_is_read(text: str, traffic: Traffic) -> None:
     "text",
     ["requests", "requests=many", "input=-3", "requests=5/year", "size=3", "output=0", "latency=x"],
 )
-def test_traffic_that_is_not_understood_is_refused(text: str) -> None:
+def test_traffic_that_is_not_understood_is_refused(text):
     with pytest.raises(InputError) as error:
         parse_traffic(text)
     assert error.value.where == "--serve"
 
 
-def test_a_plan_says_what_serving_costs(tmp_path: Path, cli: Cli) -> None:
+def test_a_plan_says_what_serving_costs(tmp_path, cli):
     command = [
         "plan",
         str(job_file(tmp_path)),
@@ -207,7 +205,7 @@ def test_a_plan_says_what_serving_costs(tmp_path: Path, cli: Cli) -> None:
     assert "requests an hour" in out
 
 
-def test_a_million_tokens_cost_what_a_machine_that_is_never_idle_takes_for_them() -> None:
+def test_a_million_tokens_cost_what_a_machine_that_is_never_idle_takes_for_them():
     """8B in bf16 on an H100 at $3.60: 5.9 k tokens of answers a second, four times as many read."""
     ((one, *_), _) = serve(LLAMA, Traffic(), [offer_of("H100-80GB", 3.6)])
     assert one.server.precision == "bf16"

@@ -205,18 +205,18 @@ def must_be_the_same(shape: Shape, model: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "task"), CASES)
-def test_every_family_and_task_is_the_real_model(name: str, task: str) -> None:
+def test_every_family_and_task_is_the_real_model(name, task):
     must_be_the_same(shape_of(CONFIGS[name], task), model_of(CONFIGS[name], task))
 
 
 @pytest.mark.parametrize("model_type", thinned(FAMILIES, 3))
-def test_what_a_config_leaves_out_is_the_librarys_default(model_type: str) -> None:
+def test_what_a_config_leaves_out_is_the_librarys_default(model_type):
     shape = shape_of(DEFAULTS[model_type])
     must_be_the_same(shape, model_of(DEFAULTS[model_type], shape.task))
 
 
 @pytest.mark.parametrize("name", TOTALS)
-def test_real_models_count_what_their_makers_say_and_are_the_real_model(name: str) -> None:
+def test_real_models_count_what_their_makers_say_and_are_the_real_model(name):
     config = real_config(name)
     shape = shape_of(config)
     assert shape.n_parameters == TOTALS[name]
@@ -226,7 +226,7 @@ def test_real_models_count_what_their_makers_say_and_are_the_real_model(name: st
 @pytest.mark.parametrize(
     "config", [*CONFIGS.values(), *DEFAULTS.values()], ids=[*CONFIGS, *DEFAULTS]
 )
-def test_sizes_are_those_of_the_librarys_configuration(config: dict[str, Any]) -> None:
+def test_sizes_are_those_of_the_librarys_configuration(config):
     settings, shape = AutoConfig.for_model(**config), shape_of(config)
     assert (shape.hidden, shape.n_layers, shape.n_heads) == (
         settings.hidden_size,
@@ -278,7 +278,7 @@ def test_sizes_are_those_of_the_librarys_configuration(config: dict[str, Any]) -
         (CONFIGS["phi3"] | {"sliding_window": 7}, (7, 7, 7)),
     ],
 )
-def test_sliding_windows_by_layer(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+def test_sliding_windows_by_layer(config, windows):
     assert shape_of(config).windows == windows
     kinds = getattr(AutoConfig.for_model(**config), "layer_types", None)
     assert kinds is None or tuple(kind == "sliding_attention" for kind in kinds) == tuple(
@@ -339,7 +339,7 @@ def must_count_the_same(shape: Shape, model: Any, adapter: Adapter) -> None:
 @pytest.mark.parametrize(
     ("name", "task"), thinned(((name, task) for name, task in CASES if task != "body"), 16)
 )
-def test_adapters_are_pefts_own(name: str, task: str, use_dora: bool) -> None:
+def test_adapters_are_pefts_own(name, task, use_dora):
     """Every choice of targets and of saved modules that the model has."""
     config = CONFIGS[name]
     shape = shape_of(config, task)
@@ -360,7 +360,7 @@ def test_adapters_are_pefts_own(name: str, task: str, use_dora: bool) -> None:
     assert n_counted >= (1 if use_dora and shape.n_active else 2)
 
 
-def test_a_mixture_counts_all_experts_and_computes_with_those_that_a_token_goes_to() -> None:
+def test_a_mixture_counts_all_experts_and_computes_with_those_that_a_token_goes_to():
     config = known_config("mistralai/Mixtral-8x7B-v0.1")
     assert config is not None
     shape = read_shape(config)
@@ -393,7 +393,7 @@ def test_a_mixture_counts_all_experts_and_computes_with_those_that_a_token_goes_
 
 
 @pytest.mark.parametrize("name", thinned([name for name in CONFIGS if name != "phi"], 4))
-def test_query_and_value_are_pefts_own_default(name: str) -> None:
+def test_query_and_value_are_pefts_own_default(name):
     """But for phi, of which peft adapts the feed-forward too."""
     shape = shape_of(CONFIGS[name])
     wrapper = peft.LoraConfig(r=3)
@@ -421,9 +421,7 @@ def test_query_and_value_are_pefts_own_default(name: str) -> None:
         ("t5", "seq2seq", ("decoder.block.0.layer.1.EncDecAttention.k",), (), 2),
     ],
 )
-def test_the_first_trained_layer(
-    model: str, task: str, targets: tuple[str, ...], saved: tuple[str, ...], first: int
-) -> None:
+def test_the_first_trained_layer(model, task, targets, saved, first):
     shape = shape_of(CONFIGS[model], task)
     assert (shape.n_layers, shape.n_decoder_layers) == ((2, 2) if model == "t5" else (3, 0))
     found = shape.with_lora(4, targets, saved)
@@ -438,7 +436,7 @@ def test_the_first_trained_layer(
     assert both.attention == pytest.approx(once.attention + 2 * back.attention)
 
 
-def test_an_encoder_with_lora_and_a_head() -> None:
+def test_an_encoder_with_lora_and_a_head():
     shape = read_shape(real_config("xlm-roberta-large"), "classification", 214)
     lora = shape.with_lora(16, ("query", "value"))
     assert lora == shape.with_lora(16), "query and value are the default for classification"
@@ -500,7 +498,7 @@ def of_sequence(shape: Shape) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", thinned(COUNTED, 4))
-def test_flops_are_those_that_torch_counts(name: str) -> None:
+def test_flops_are_those_that_torch_counts(name):
     for train in (False, True):
         shape, linear, attention = products(name, train)
         n_tokens, n_targets = of_sequence(shape)
@@ -539,7 +537,7 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
         3,
     ),
 )
-def test_flops_of_lora_are_those_that_torch_counts(name: str, saved: tuple[str, ...]) -> None:
+def test_flops_of_lora_are_those_that_torch_counts(name, saved):
     adapter = Adapter(r=3, target_modules=ALL, modules_to_save=saved)
     shape, linear, _ = products(name, train=True, adapter=adapter)
     lora = shape.with_lora(3, ALL, saved)
@@ -548,7 +546,7 @@ def test_flops_of_lora_are_those_that_torch_counts(name: str, saved: tuple[str, 
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 12, 20])
-def test_causal_attention_counts_what_the_mask_lets_through(window: int | None) -> None:
+def test_causal_attention_counts_what_the_mask_lets_through(window):
     shape = shape_of(CONFIGS["mistral"] | {"sliding_window": window})
     n_pairs = sum(
         1 for i in range(12) for j in range(12) if j <= i and (window is None or j > i - window)
@@ -558,13 +556,13 @@ def test_causal_attention_counts_what_the_mask_lets_through(window: int | None) 
     )  # layers, two products, heads of 16
 
 
-def test_attention_between_two_stacks() -> None:
+def test_attention_between_two_stacks():
     shape = shape_of(CONFIGS["t5-gated-untied"])
     n_pairs = 2 * 10 * 10 + 3 * (7 * 8 // 2 + 10 * 7)
     assert shape.forward_flops(10, 7).attention == n_pairs * 2 * 2 * 4 * 16
 
 
-def test_flops_of_a_token_by_context() -> None:
+def test_flops_of_a_token_by_context():
     """6 for each parameter of a matrix product in a full fine-tune, about 4 with LoRA; more with a
     longer context.
     """
@@ -586,7 +584,7 @@ def test_flops_of_a_token_by_context() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "gpt2", "gpt-neox", "phi3"])
-def test_the_cache_is_as_large_as_the_real_one(name: str) -> None:
+def test_the_cache_is_as_large_as_the_real_one(name):
     model = model_of(CONFIGS[name], "causal-lm", "cpu")
     with torch.no_grad():
         cache = model(input_ids=torch.full((1, 9), 5), use_cache=True).past_key_values
@@ -628,9 +626,7 @@ def test_the_cache_is_as_large_as_the_real_one(name: str) -> None:
         ),
     ],
 )
-def test_configs_that_cant_be_read_are_refused_in_words(
-    config: Any, where: str, words: list[str]
-) -> None:
+def test_configs_that_cant_be_read_are_refused_in_words(config, where, words):
     with pytest.raises(InputError) as caught:
         read_shape(config)
     assert caught.value.where == where
@@ -638,7 +634,7 @@ def test_configs_that_cant_be_read_are_refused_in_words(
         assert word in str(caught.value)
 
 
-def test_a_task_the_family_has_not_is_refused() -> None:
+def test_a_task_the_family_has_not_is_refused():
     with pytest.raises(InputError, match="llama is not known for seq2seq"):
         read_shape(CONFIGS["llama"], "seq2seq")
     with pytest.raises(InputError, match="number of labels"):
@@ -654,9 +650,7 @@ def test_a_task_the_family_has_not_is_refused() -> None:
         ((), ("lm_haed",), "method.modules_to_save", "did you mean `lm_head`?"),
     ],
 )
-def test_modules_the_model_has_not_are_refused(
-    targets: tuple[str, ...], saved: tuple[str, ...], where: str, word: str
-) -> None:
+def test_modules_the_model_has_not_are_refused(targets, saved, where, word):
     with pytest.raises(InputError) as caught:
         shape_of(CONFIGS["llama"]).with_lora(4, targets, saved)
     assert caught.value.where == where

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,7 +76,7 @@ def _takes_little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_takes_little")
 @pytest.mark.parametrize("seed", range(20))
-def test_each_takes_over_the_most_it_may_from_those_before_it(seed: int) -> None:
+def test_each_takes_over_the_most_it_may_from_those_before_it(seed):
     tokens = some_tree(seed, n=12)
     examples = permutation(len(tokens), seed, 0)[:10]
     order, taken = in_common(tokens, examples)
@@ -93,7 +92,7 @@ def test_each_takes_over_the_most_it_may_from_those_before_it(seed: int) -> None
         assert taken[at] == (min(may, most) if min(may, most) >= 2 else 0)
 
 
-def test_all_that_scores_nothing_makes_a_tree() -> None:
+def test_all_that_scores_nothing_makes_a_tree():
     texts = [[5] * 40 + [index % 3] * 40 + [index] * 9 for index in range(3, 12)]
     tokens = token_set(texts, [len(text) - 1 for text in texts])
     taken = in_common(tokens, np.arange(9))[1]
@@ -106,7 +105,7 @@ def test_all_that_scores_nothing_makes_a_tree() -> None:
     assert in_common(tokens, np.arange(9))[1].tolist() == [0] * 9
 
 
-def test_a_label_of_the_whole_example_leaves_one_token() -> None:
+def test_a_label_of_the_whole_example_leaves_one_token():
     tokens = token_set([[5] * 50, [5] * 50, [5] * 60], [50, 50, 60], labels=[0, 1, 2])
     assert in_common(tokens, np.arange(3))[1].tolist() == [0, 49, 50]
 
@@ -114,7 +113,7 @@ def test_a_label_of_the_whole_example_leaves_one_token() -> None:
 # ---- collation ----
 
 
-def test_a_shared_batch_leaves_out_what_was_there_before() -> None:
+def test_a_shared_batch_leaves_out_what_was_there_before():
     texts = [[7] * 32 + [8, 9, 10], [6, 5, 4], [7] * 33 + [1, 2], [7] * 32 + [8, 9, 11, 12]]
     tokens = token_set(texts, [34, 2, 34, 35])
     batch = collate_shared(tokens, np.array([3, 1, 0, 2]), "causal-lm")
@@ -130,7 +129,7 @@ def test_a_shared_batch_leaves_out_what_was_there_before() -> None:
     assert all(array.dtype == np.int64 for array in batch.values())
 
 
-def test_where_nothing_is_in_common_the_batch_is_the_flat_one() -> None:
+def test_where_nothing_is_in_common_the_batch_is_the_flat_one():
     tokens = token_set([[5] * 31 + [index, 9] for index in range(3)], [32] * 3)
     flat, ours = (
         lay(tokens, np.arange(3), "causal-lm") for lay in (collate_packed, collate_shared)
@@ -141,7 +140,7 @@ def test_where_nothing_is_in_common_the_batch_is_the_flat_one() -> None:
 
 @pytest.mark.usefixtures("_takes_little")
 @pytest.mark.parametrize("seed", range(20))
-def test_a_shared_batch_asks_for_the_same_predictions_from_the_same_texts(seed: int) -> None:
+def test_a_shared_batch_asks_for_the_same_predictions_from_the_same_texts(seed):
     tokens = some_tree(seed, n=10)
     examples = permutation(10, seed, 0)
     ours, flat = (lay(tokens, examples, "causal-lm") for lay in (collate_shared, collate_packed))
@@ -169,7 +168,7 @@ def cost_of(tokens: TokenSet, piece: NDArray[np.int64]) -> int:
 
 @pytest.mark.usefixtures("_takes_little")
 @pytest.mark.parametrize("seed", range(20))
-def test_pieces_hold_every_example_once_within_the_budget(seed: int) -> None:
+def test_pieces_hold_every_example_once_within_the_budget(seed):
     tokens, draw = some_tree(seed, n=60, longest=20), np.random.default_rng(seed)
     examples, budget = permutation(60, seed, 0)[:50], int(draw.integers(20, 200))
     pieces = split_shared(tokens, examples, budget)
@@ -184,7 +183,7 @@ def test_pieces_hold_every_example_once_within_the_budget(seed: int) -> None:
 
 @pytest.mark.usefixtures("_takes_little")
 @pytest.mark.parametrize("seed", range(10))
-def test_pieces_are_as_few_as_can_be_and_the_largest_as_small(seed: int) -> None:
+def test_pieces_are_as_few_as_can_be_and_the_largest_as_small(seed):
     tokens, budget = some_tree(seed, n=8, longest=20), 60
     order = np.arange(8)[in_common(tokens, np.arange(8))[0]]
     best = (99, 0)
@@ -201,7 +200,7 @@ def test_pieces_are_as_few_as_can_be_and_the_largest_as_small(seed: int) -> None
     assert (len(pieces), max(cost_of(tokens, piece) for piece in pieces)) == best
 
 
-def test_what_begins_alike_is_kept_together() -> None:
+def test_what_begins_alike_is_kept_together():
     systems = [[group] * 100 for group in range(4)]
     texts = [[*systems[index % 4], index, 1, 2, 3] for index in range(40)]
     tokens = token_set(texts, [102] * 40)
@@ -215,7 +214,7 @@ def test_what_begins_alike_is_kept_together() -> None:
     assert split_shared(tokens, np.arange(0), 450) == []
 
 
-def test_the_example_with_most_of_its_own_comes_first_in_a_piece() -> None:
+def test_the_example_with_most_of_its_own_comes_first_in_a_piece():
     tokens = token_set(
         [[5] * 40 + [index] * n for index, n in ((6, 3), (7, 9), (8, 9), (9, 2))], [41] * 4
     )
@@ -226,7 +225,7 @@ def test_the_example_with_most_of_its_own_comes_first_in_a_piece() -> None:
 # ---- whether it is worth it ----
 
 
-def test_what_is_saved_is_what_the_steps_leave_out() -> None:
+def test_what_is_saved_is_what_the_steps_leave_out():
     draw = np.random.default_rng(0)
     system = draw.integers(3, 99, 1000).tolist()
     texts = [system + draw.integers(3, 99, n).tolist() for n in draw.integers(20, 400, 200)]
@@ -246,7 +245,7 @@ def test_what_is_saved_is_what_the_steps_leave_out() -> None:
     assert saved_by_sharing(tokens, Batches(np.arange(200), 1, seed=0), 4096) == 0
 
 
-def test_nothing_is_saved_where_little_is_shared() -> None:
+def test_nothing_is_saved_where_little_is_shared():
     draw = np.random.default_rng(0)
     alone = token_set(
         [draw.integers(3, 99, n).tolist() for n in draw.integers(50, 400, 100)], [40] * 100
@@ -258,9 +257,7 @@ def test_nothing_is_saved_where_little_is_shared() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("same_system", [False, True])
-def test_real_chats_pay_with_one_system_prompt_and_not_without(
-    same_system: bool, data_dir: Path, tmp_path: Path
-) -> None:
+def test_real_chats_pay_with_one_system_prompt_and_not_without(same_system, data_dir, tmp_path):
     rows = [
         json.loads(line)
         for line in (data_dir / "chat_messages.jsonl").read_text(encoding="utf-8").splitlines()
@@ -315,7 +312,7 @@ def n_left_out(tokens: TokenSet) -> int:
         2,
     ),
 )
-def test_losses_and_gradients_are_those_of_whole_padded_examples(family: str, seed: int) -> None:
+def test_losses_and_gradients_are_those_of_whole_padded_examples(family, seed):
     model, tokens = model_of(family, seed=seed), some_tree(seed)
     assert can_share(model, "causal-lm") is None
     assert n_left_out(tokens) > 10
@@ -327,7 +324,7 @@ def test_losses_and_gradients_are_those_of_whole_padded_examples(family: str, se
     assert_same(gradients(model, ours), theirs, 3 * CLOSE)
 
 
-def test_a_long_prefix_under_many_heads_a_group() -> None:
+def test_a_long_prefix_under_many_heads_a_group():
     model = model_of(
         "llama", num_attention_heads=8, num_key_value_heads=1, max_position_embeddings=600
     )
@@ -345,7 +342,7 @@ def test_a_long_prefix_under_many_heads_a_group() -> None:
 @pytest.mark.usefixtures("_takes_little")
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_recomputed_layers_and_adapters_share_alike(family: str, method: str) -> None:
+def test_recomputed_layers_and_adapters_share_alike(family, method):
     model, tokens = model_of(family), some_tree(1)
     if method == "lora":
         model = add_adapter(model, Adapter(r=4), "causal-lm", seed=0)
@@ -360,7 +357,7 @@ def test_recomputed_layers_and_adapters_share_alike(family: str, method: str) ->
 
 @pytest.mark.usefixtures("_takes_little")
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
-def test_gradients_over_pieces_add_up_to_those_of_one_padded_batch(budget: int) -> None:
+def test_gradients_over_pieces_add_up_to_those_of_one_padded_batch(budget):
     model, tokens = model_of("llama"), some_tree(2, n=20)
     padded = padded_loss(model, tokens)
     theirs = gradients(model, padded)
@@ -399,7 +396,7 @@ class Adds(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_gradients_of_many_copies_are_added_up_in_fp32() -> None:
+def test_gradients_of_many_copies_are_added_up_in_fp32():
     n = 600  # on a GPU a sum in bf16 would stop at 256
     lengths, rows = (
         [1] * n,
@@ -416,7 +413,7 @@ def test_gradients_of_many_copies_are_added_up_in_fp32() -> None:
 
 @pytest.mark.usefixtures("_takes_little")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_classification_reads_the_last_token_of_the_whole_text(family: str) -> None:
+def test_classification_reads_the_last_token_of_the_whole_text(family):
     model = model_of(family, "classification")
     texts = [
         *[[5, 6, 7, 8, index] for index in (9, 10, 11, 9)],
@@ -496,9 +493,7 @@ WAYS = [(None, None), (3, None), (1, None), (100, None), (None, 1.5), (3, 1.5)]
 @pytest.mark.parametrize(("window", "cap"), WAYS)
 @pytest.mark.parametrize("kernel", ["padded", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_kernels_follow_the_formula(
-    kernel: str, window: int | None, cap: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_follow_the_formula(kernel, window, cap, monkeypatch):
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: kernel)
@@ -551,9 +546,7 @@ def lower_right(
 
 @pytest.mark.usefixtures("_takes_little")
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_kernel_of_a_gpu_is_told_which_keys_are_seen(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_of_a_gpu_is_told_which_keys_are_seen(window, monkeypatch):
     said: dict[str, Any] = {}
 
     def flash(
@@ -594,7 +587,7 @@ def test_the_kernel_of_a_gpu_is_told_which_keys_are_seen(
 
 
 @pytest.mark.usefixtures("_takes_little")
-def test_a_model_that_drops_is_exact_in_evaluation_and_repeatable_in_training() -> None:
+def test_a_model_that_drops_is_exact_in_evaluation_and_repeatable_in_training():
     model, tokens = model_of("gpt2", attn_pdrop=0.2, resid_pdrop=0.2), some_tree(1)
     model.eval()
     padded = padded_loss(model, tokens)
@@ -614,31 +607,29 @@ def test_a_model_that_drops_is_exact_in_evaluation_and_repeatable_in_training() 
 
 
 @pytest.mark.parametrize("family", sorted(ENCODERS))
-def test_models_that_look_ahead_do_not_share(family: str) -> None:
+def test_models_that_look_ahead_do_not_share(family):
     assert "what follows" in str(can_share(model_of(family, "classification"), "classification"))
 
 
-def test_models_with_two_stacks_do_not_share() -> None:
+def test_models_with_two_stacks_do_not_share():
     assert "both directions" in str(can_share(model_of("llama"), "seq2seq"))
 
 
 @pytest.mark.parametrize(
     ("key_lengths", "rows"), [([2, 3], [0, 1, 0, 2]), ([1, 3], [0, 0, 1, 2]), (None, [0, 1])]
 )
-def test_documents_see_their_own_tokens_and_each_key_is_a_token(
-    key_lengths: Any, rows: list[int]
-) -> None:
+def test_documents_see_their_own_tokens_and_each_key_is_a_token(key_lengths, rows):
     with pytest.raises(ValueError, match="own tokens"):
         Documents.of([2, 1], "cpu", key_lengths, np.array(rows))
 
 
-def test_a_task_with_two_sides_is_refused() -> None:
+def test_a_task_with_two_sides_is_refused():
     tokens = token_set([[5] * 40, [5] * 40], [39, 39])
     with pytest.raises(ValueError, match="pad it"):
         collate_shared(tokens, np.arange(2), "seq2seq")
 
 
-def test_the_least_is_more_than_a_few_tokens() -> None:
+def test_the_least_is_more_than_a_few_tokens():
     tokens = token_set([[5] * (32 - 1) + [index] * 9 for index in (6, 7)], [32 + 3] * 2)
     assert n_left_out(tokens) == 0
     tokens = token_set([[5] * 32 + [index] * 9 for index in (6, 7)], [32 + 3] * 2)

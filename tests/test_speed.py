@@ -73,7 +73,7 @@ def work(recipe: Recipe, shape: Shape = LLAMA, n: int = 1024, **more: Any) -> Wo
 # ---- FLOPs ----
 
 
-def test_flops_are_those_of_the_shape() -> None:
+def test_flops_are_those_of_the_shape():
     counted = LLAMA.training_flops(1024)
     found = work(FULL)
     assert found.matmul_flops == pytest.approx(8 * (counted.body + counted.head))
@@ -89,7 +89,7 @@ def test_flops_are_those_of_the_shape() -> None:
     assert half.flops == found.flops  # of all of them
 
 
-def test_a_frozen_weight_saves_a_third() -> None:
+def test_a_frozen_weight_saves_a_third():
     assert work(FULL).matmul_flops / work(LORA).matmul_flops == pytest.approx(1.5, rel=0.02)
     assert work(FULL).forward_share == pytest.approx(1 / 3, rel=0.01)
     assert work(LORA).forward_share == pytest.approx(1 / 2, rel=0.02)
@@ -103,7 +103,7 @@ def upper(n_layers: int) -> Adapters:
     )
 
 
-def test_layers_below_the_first_trained_one_are_computed_once() -> None:
+def test_layers_below_the_first_trained_one_are_computed_once():
     lengths, mean = flat(1024), 1024.0
     few = work_of(LLAMA, LORA, lengths, mean, upper(8))
     once = LLAMA.forward_flops(1024)
@@ -124,7 +124,7 @@ def test_layers_below_the_first_trained_one_are_computed_once() -> None:
     assert step_time(few, DEVICE).seconds < 0.72 * step_time(every, DEVICE).seconds
 
 
-def test_only_labelled_positions_go_through_the_head() -> None:
+def test_only_labelled_positions_go_through_the_head():
     ours = replace(FULL, stack=stack_for("qwen2", "causal-lm", "bf16", "full"))
     few, all_of_them = (work(ours, QWEN, labelled_share=share) for share in (0.25, 1.0))
     of_head = 8 * 1024 * 6 * QWEN.n_head_matmul
@@ -136,7 +136,7 @@ def test_only_labelled_positions_go_through_the_head() -> None:
     assert all_of_them.traffic_bytes < work(FULL, QWEN).traffic_bytes
 
 
-def test_a_budget_of_tokens_says_how_often_weights_are_read() -> None:
+def test_a_budget_of_tokens_says_how_often_weights_are_read():
     recipe = replace(FULL, n_micro_batches=4.2)
     asked = work(recipe)
     assert asked.read_bytes == pytest.approx(4.2 / 2 * work(FULL).read_bytes)
@@ -144,7 +144,7 @@ def test_a_budget_of_tokens_says_how_often_weights_are_read() -> None:
 
 
 @pytest.mark.parametrize(("recipe", "factor"), [(FULL, 4 / 3), (LORA, 3 / 2)])
-def test_recomputing_every_layer_is_one_more_forward_pass(recipe: Recipe, factor: float) -> None:
+def test_recomputing_every_layer_is_one_more_forward_pass(recipe, factor):
     # the head is no layer, so it is not computed again: it is a fiftieth of this model
     ratio = work(with_settings(recipe, checkpoint_every=1)).matmul_flops / work(recipe).matmul_flops
     assert ratio == pytest.approx(factor, rel=0.02)
@@ -154,7 +154,7 @@ def test_recomputing_every_layer_is_one_more_forward_pass(recipe: Recipe, factor
     assert halfway - 1 == pytest.approx((ratio - 1) / 2)
 
 
-def test_long_examples_attend_more_than_their_mean_says() -> None:
+def test_long_examples_attend_more_than_their_mean_says():
     even, uneven = flat(1000), Padded(1000.0, 0.0, 2e6, 0.0, 0.0)
     found = [work_of(LLAMA, FULL, padded, 900.0) for padded in (even, uneven)]
     assert found[1].attention_flops == pytest.approx(2 * found[0].attention_flops)
@@ -165,7 +165,7 @@ def test_long_examples_attend_more_than_their_mean_says() -> None:
 @pytest.mark.parametrize(
     "recipe", [FULL, LORA, replace(LORA, method="qlora"), with_settings(FULL, checkpoint_every=1)]
 )
-def test_more_tokens_never_take_less(recipe: Recipe) -> None:
+def test_more_tokens_never_take_less(recipe):
     gpu = device_of(find_gpu("A100-80GB"), "bf16")
     assert gpu is not None
     for device in (gpu, cpu_device("a processor", 1e11, 2)):
@@ -179,7 +179,7 @@ def test_more_tokens_never_take_less(recipe: Recipe) -> None:
 # ---- seconds ----
 
 
-def test_parts_add_up_and_are_what_the_device_takes_for_them() -> None:
+def test_parts_add_up_and_are_what_the_device_takes_for_them():
     asked = work(replace(LORA, method="qlora"))
     found = step_time(asked, DEVICE)
     assert found.seconds == sum(found.parts.values())
@@ -195,7 +195,7 @@ def test_parts_add_up_and_are_what_the_device_takes_for_them() -> None:
     assert found.parts["optimizer"] == asked.optimizer_bytes / 1e12
 
 
-def test_a_tiny_micro_batch_takes_the_time_to_read_the_weights() -> None:
+def test_a_tiny_micro_batch_takes_the_time_to_read_the_weights():
     asked = work_of(LLAMA, replace(FULL, global_batch=1, n_micro_batches=1.0), flat(4), 4.0)
     assert asked.read_bytes == 2 * 2 * (LLAMA.n_matmul + LLAMA.n_head_matmul)
     assert (
@@ -204,7 +204,7 @@ def test_a_tiny_micro_batch_takes_the_time_to_read_the_weights() -> None:
     )
 
 
-def test_a_gpu_waits_for_its_host_only_when_it_is_done_sooner() -> None:
+def test_a_gpu_waits_for_its_host_only_when_it_is_done_sooner():
     small, large = (step_time(work(LORA, QWEN, n), DEVICE).parts for n in (8, 4096))
     of_layer = 6.4e-6 * (190 + 7 * 14)  # `facts/blocks.csv` has the 190
     host_s = 2 * (QWEN.n_layers * of_layer + 6.4e-6 * 125) + 1.3e-3
@@ -214,7 +214,7 @@ def test_a_gpu_waits_for_its_host_only_when_it_is_done_sooner() -> None:
     assert busy + small["launch"] == pytest.approx(host_s)
 
 
-def test_the_optimizer_moves_weights_gradients_and_state() -> None:
+def test_the_optimizer_moves_weights_gradients_and_state():
     n = LLAMA.n_parameters
     clipping = 3 * 4
     assert work(FULL).optimizer_bytes == n * (7 * 4 + clipping)  # four read, three written
@@ -226,7 +226,7 @@ def test_the_optimizer_moves_weights_gradients_and_state() -> None:
     assert work(sharded).optimizer_bytes == pytest.approx(work(FULL).optimizer_bytes / 4, rel=1e-6)
 
 
-def test_an_off_loaded_optimizer_takes_the_bus_and_leaves_the_device_alone() -> None:
+def test_an_off_loaded_optimizer_takes_the_bus_and_leaves_the_device_alone():
     n, off = LLAMA.n_parameters, replace(FULL, optim="adamw_torch_offload")
     asked = work(off)
     assert asked.bus_bytes == n * 2 * 4  # gradients there, weights back
@@ -240,7 +240,7 @@ def test_an_off_loaded_optimizer_takes_the_bus_and_leaves_the_device_alone() -> 
     assert sharded.bus_bytes == pytest.approx(asked.bus_bytes / 4, rel=1e-6)
 
 
-def test_dequantization_is_paid_for_every_micro_batch() -> None:
+def test_dequantization_is_paid_for_every_micro_batch():
     qlora = replace(LORA, method="qlora")
     one, four = (work(replace(qlora, n_micro_batches=n)).dequantization_bytes for n in (1.0, 4.0))
     assert four == 4 * one
@@ -250,7 +250,7 @@ def test_dequantization_is_paid_for_every_micro_batch() -> None:
 # ---- communication ----
 
 
-def test_copies_exchange_their_gradients_in_a_ring() -> None:
+def test_copies_exchange_their_gradients_in_a_ring():
     for n in (2, 4, 8):
         copies = replace(FULL, n_gpus=n, sharding="ddp")
         assert work(copies).sent_bytes == pytest.approx(2 * (n - 1) / n * 4 * LLAMA.n_parameters)
@@ -259,7 +259,7 @@ def test_copies_exchange_their_gradients_in_a_ring() -> None:
     assert work(FULL).sent_bytes == 0
 
 
-def test_shards_gather_layers_twice_recomputed_or_not_and_scatter_gradients() -> None:
+def test_shards_gather_layers_twice_recomputed_or_not_and_scatter_gradients():
     shards = replace(FULL, n_gpus=4, sharding="fsdp", global_batch=32)
     n = LLAMA.n_parameters
     assert shards.n_micro_batches == 2
@@ -276,7 +276,7 @@ def test_shards_gather_layers_twice_recomputed_or_not_and_scatter_gradients() ->
     )
 
 
-def test_sending_lengthens_a_step_and_gpus_wait_for_the_slowest() -> None:
+def test_sending_lengthens_a_step_and_gpus_wait_for_the_slowest():
     asked = work(replace(FULL, n_gpus=2, sharding="ddp"))
     found = step_time(asked, DEVICE).parts
     busy = sum(found[name] for name in ("matmul", "attention", "memory traffic"))
@@ -289,7 +289,7 @@ def test_sending_lengthens_a_step_and_gpus_wait_for_the_slowest() -> None:
 # ---- devices ----
 
 
-def test_a_gpu_is_its_data_sheet_times_what_is_reached() -> None:
+def test_a_gpu_is_its_data_sheet_times_what_is_reached():
     gpu = find_gpu("A100-80GB")
     device = device_of(gpu, "bf16")
     assert device is not None
@@ -300,7 +300,7 @@ def test_a_gpu_is_its_data_sheet_times_what_is_reached() -> None:
     assert attention == pytest.approx(312e12 * 0.50), "facts/attention_shares.csv"
 
 
-def test_fp32_products_are_computed_in_tf32_where_a_gpu_can_and_may() -> None:
+def test_fp32_products_are_computed_in_tf32_where_a_gpu_can_and_may():
     for name, times in (("A100-80GB", 4.0), ("V100-16GB", 1.0)):
         tf32, plain = (device_of(find_gpu(name), "fp32", tf32=may) for may in (True, False))
         assert tf32 is not None
@@ -308,7 +308,7 @@ def test_fp32_products_are_computed_in_tf32_where_a_gpu_can_and_may() -> None:
         assert tf32.flops_per_s / plain.flops_per_s >= times
 
 
-def test_attention_is_as_fast_as_its_kernels_were_measured_on_a_gpu() -> None:
+def test_attention_is_as_fast_as_its_kernels_were_measured_on_a_gpu():
     """FlashAttention-2 is not made for Hopper's and Blackwell's units: a B200 is not twice an H100
     where texts are long.
     """
@@ -322,7 +322,7 @@ def test_attention_is_as_fast_as_its_kernels_were_measured_on_a_gpu() -> None:
     assert 250e12 < rates["H100-80GB"] < rates["B200"] < 1.2 * rates["H100-80GB"]
 
 
-def test_geforce_cards_send_through_the_memory_of_the_host() -> None:
+def test_geforce_cards_send_through_the_memory_of_the_host():
     by_name = {
         name: device_of(find_gpu(name), "bf16")
         for name in ("RTX 3090", "RTX 4090", "A6000", "A100-80GB")
@@ -336,7 +336,7 @@ def test_geforce_cards_send_through_the_memory_of_the_host() -> None:
     assert links["A100-80GB"] > 10 * links["A6000"]
 
 
-def test_a_processor_does_one_thing_after_the_other() -> None:
+def test_a_processor_does_one_thing_after_the_other():
     device = cpu_device("a processor", 2e11, 4)
     assert (device.is_cuda, device.link_bytes_per_s) == (False, 0.0)
     asked = work(
@@ -350,7 +350,7 @@ def test_a_processor_does_one_thing_after_the_other() -> None:
     assert found["matmul"] == pytest.approx(asked.matmul_flops / device.flops_per_s)
 
 
-def test_a_step_of_a_tiny_model_takes_what_the_host_needs_at_least() -> None:
+def test_a_step_of_a_tiny_model_takes_what_the_host_needs_at_least():
     sizes = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 1000}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "model_type": "llama"}
     seconds = []
@@ -365,7 +365,7 @@ def test_a_step_of_a_tiny_model_takes_what_the_host_needs_at_least() -> None:
 # ---- calibration and evaluation ----
 
 
-def test_calibration_multiplies_what_it_was_measured_on() -> None:
+def test_calibration_multiplies_what_it_was_measured_on():
     asked = work(FULL)
     raw = step_time(asked, DEVICE).parts
     known = step_time(asked, DEVICE, Calibration(compute=1.5, optimizer=3.0, waiting_s=0.02)).parts
@@ -380,14 +380,14 @@ def test_calibration_multiplies_what_it_was_measured_on() -> None:
     ("recipe", "share"),
     [(FULL, 1 / 3), (LORA, 1 / 2), (with_settings(FULL, checkpoint_every=1), 1 / 4)],
 )
-def test_an_evaluation_is_forward_passes_only(recipe: Recipe, share: float) -> None:
+def test_an_evaluation_is_forward_passes_only(recipe, share):
     asked = work(recipe)
     alone = forward_work(asked, 3.0)
     assert alone.matmul_flops == pytest.approx(3 * share * asked.matmul_flops, rel=0.03)
     assert alone.optimizer_bytes == alone.sent_bytes == 0
 
 
-def test_a_sequence_to_sequence_model_pays_for_both_sides() -> None:
+def test_a_sequence_to_sequence_model_pays_for_both_sides():
     t5 = shape_of("google/flan-t5-base", "seq2seq")
     short = work_of(t5, FULL, Padded(256.0, 32.0, 256.0**2, 32.0**2, 256.0 * 32), 280.0)
     long = work_of(t5, FULL, Padded(256.0, 128.0, 256.0**2, 128.0**2, 256.0 * 128), 380.0)
@@ -397,7 +397,7 @@ def test_a_sequence_to_sequence_model_pays_for_both_sides() -> None:
     assert short.matmul_flops == pytest.approx(8 * (counted.body + counted.head))
 
 
-def test_experts_that_are_trained_whole_write_a_gradient_each_for_every_micro_batch() -> None:
+def test_experts_that_are_trained_whole_write_a_gradient_each_for_every_micro_batch():
     shape = shape_of("mistralai/Mixtral-8x7B-v0.1")
     n = sum(w.copies * w.n_weights for w in shape.experts)
     twice, four = (replace(FULL, n_micro_batches=times) for times in (2.0, 4.0))
@@ -407,14 +407,14 @@ def test_experts_that_are_trained_whole_write_a_gradient_each_for_every_micro_ba
     ), "written in fp32 and added up, beside the casts of all weights"
 
 
-def test_spread_experts_are_multiplied_in_the_precision_of_the_run() -> None:
+def test_spread_experts_are_multiplied_in_the_precision_of_the_run():
     shape = shape_of("mistralai/Mixtral-8x7B-v0.1")
     spread = replace(FULL, n_gpus=8, sharding="fsdp", n_micro_batches=1.0)
     alone = replace(spread, sharding="ddp")
     assert work(spread, shape).matmul_flops < work(alone, shape).matmul_flops
 
 
-def test_a_first_run_on_a_processor_takes_about_what_was_measured() -> None:
+def test_a_first_run_on_a_processor_takes_about_what_was_measured():
     """50 ms of one thread of an EPYC (family 25, 2.6 GHz) for a step of the demo: 32 examples of 30
     tokens.
     """

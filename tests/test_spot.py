@@ -56,7 +56,7 @@ def measured(zone: Interruptions, n: int, seed: int = 1) -> Interruptions:
 # ---- oracles ----
 
 
-def test_half_price_with_ten_percent_overhead_saves_45_percent() -> None:
+def test_half_price_with_ten_percent_overhead_saves_45_percent():
     work_s = 300_000 / 1100 * 60
     assert work_s / H == pytest.approx(4.55, abs=0.005)
     # 6 s of saving per minute of work, nothing ever interrupted
@@ -65,7 +65,7 @@ def test_half_price_with_ten_percent_overhead_saves_45_percent() -> None:
     assert 1 - 0.5 * spot.billed_s / work_s == pytest.approx(0.45, abs=0.001)
 
 
-def test_an_interruption_in_8_hours_and_a_12_hour_job() -> None:
+def test_an_interruption_in_8_hours_and_a_12_hour_job():
     # restart and loss of 5 min each: save every 4 min, half of it lost on average, and 3 min to
     # restart
     expected = expect(12 * H, SaveSchedule(240, 0, 180), exponential(8 * H))
@@ -78,8 +78,8 @@ def test_an_interruption_in_8_hours_and_a_12_hour_job() -> None:
 
 @pytest.mark.parametrize("mean_h", [2, 4, 8])
 def test_checkpoints_every_5_min_and_half_price_are_still_about_half_the_cost(
-    mean_h: float,
-) -> None:
+    mean_h,
+):
     work_s = 400_000 / 1200 * 60
     assert work_s / H == pytest.approx(5.56, abs=0.005)
     expected = expect(work_s, SaveSchedule(300, 5, 180), exponential(mean_h * H))
@@ -93,9 +93,7 @@ def test_checkpoints_every_5_min_and_half_price_are_still_about_half_the_cost(
     ("work_h", "tau", "save", "restart"),
     [(10, 900, 20, 300), (100, 36, 5, 60), (500, 300, 60, 600)],
 )
-def test_exponential_spells_give_dalys_formula(
-    work_h: float, tau: float, save: float, restart: float
-) -> None:
+def test_exponential_spells_give_dalys_formula(work_h, tau, save, restart):
     mean_s = 4 * H
     expected = expect(work_h * H, SaveSchedule(tau, save, restart), exponential(mean_s))
     daly = (
@@ -106,7 +104,7 @@ def test_exponential_spells_give_dalys_formula(
     assert expected.n_interruptions == pytest.approx(daly / mean_s, rel=0.01)
 
 
-def test_the_best_interval_of_exponential_spells_is_dalys() -> None:
+def test_the_best_interval_of_exponential_spells_is_dalys():
     assert young_interval_s(20, 4 * H) == pytest.approx(math.sqrt(2 * 20 * 4 * H))
     assert young_interval_s(20, 4 * H) / 60 == pytest.approx(12.6, abs=0.1)
     for save_s in (5, 30, 300):
@@ -115,7 +113,7 @@ def test_the_best_interval_of_exponential_spells_is_dalys() -> None:
         assert best_interval_s(save_s, 300, exponential(4 * H)) == pytest.approx(daly, rel=0.025)
 
 
-def test_no_interval_does_better_than_the_best_one() -> None:
+def test_no_interval_does_better_than_the_best_one():
     for zone in (BURSTY, measured(BURSTY, 500)):
         best = best_interval_s(30, 300, zone)
         hours = [
@@ -125,12 +123,12 @@ def test_no_interval_does_better_than_the_best_one() -> None:
         assert hours[0] < min(hours[1:])
 
 
-def test_a_job_that_can_never_save_is_said_never_to_end() -> None:
+def test_a_job_that_can_never_save_is_said_never_to_end():
     zone = fit([Spell(600, 0), Spell(900, 0)], [Spell(60, 0)])
     assert expect(5 * H, SaveSchedule(1800, 10, 60), zone).billed_s == math.inf
 
 
-def test_a_job_twice_as_long_takes_twice_as_long() -> None:
+def test_a_job_twice_as_long_takes_twice_as_long():
     zone = Interruptions(weibull(H, 0.7), weibull(0.5 * H))
     one, two = (expect(n * H, SaveSchedule(60, 1, 30), zone).billed_s for n in (500, 1000))
     assert two == pytest.approx(2 * one, rel=5e-4), "beyond the spells that are drawn too"
@@ -139,7 +137,7 @@ def test_a_job_twice_as_long_takes_twice_as_long() -> None:
 # ---- models ----
 
 
-def test_fits_find_the_law_again_with_spells_cut_short() -> None:
+def test_fits_find_the_law_again_with_spells_cut_short():
     chance = np.random.default_rng(0)
     lengths, cuts = BURSTY.up.at(chance.random(4000)), chance.exponential(8 * H, 4000)
     spells = [Spell(min(a, b), 0.0, a > b) for a, b in zip(lengths, cuts, strict=True)]
@@ -155,7 +153,7 @@ def test_fits_find_the_law_again_with_spells_cut_short() -> None:
     assert few.shares == pytest.approx([0.25, 0.375, 0.375])
 
 
-def test_spells_are_read_from_a_trace() -> None:
+def test_spells_are_read_from_a_trace():
     up, down = spells_of([1, 1, 0, 2, 2, 2, 0, 0, 1], 10)
     assert up == [Spell(30, 60), Spell(10, 90, True)]
     assert down == [Spell(10, 30), Spell(20, 80)]
@@ -163,14 +161,14 @@ def test_spells_are_read_from_a_trace() -> None:
         fit(*spells_of([0, 0, 0], 10))
 
 
-def test_newer_spells_count_more() -> None:
+def test_newer_spells_count_more():
     spells = [Spell(H, 0.0), Spell(3 * H, 10 * H)]
     assert fit_spells(spells)[0].mean_s == pytest.approx(2 * H)
     newer, _ = fit_spells(spells, half_life_s=10 * H)
     assert newer.mean_s == pytest.approx((0.5 * 1 + 3) / 1.5 * H)
 
 
-def test_zones_are_drawn_together() -> None:
+def test_zones_are_drawn_together():
     zones = [
         Interruptions(weibull(1 * H), weibull(4 * H)),
         Interruptions(weibull(4 * H), weibull(1 * H)),
@@ -181,7 +179,7 @@ def test_zones_are_drawn_together() -> None:
         assert [zone.down.mean_s / H for zone in drawn if zone.down] == pytest.approx(means[::-1])
 
 
-def test_few_spells_and_priors_have_wide_ranges() -> None:
+def test_few_spells_and_priors_have_wide_ranges():
     few, many, guess = measured(BURSTY, 8), measured(BURSTY, 2000), prior()
     assert few.spread > many.spread > 1
     assert guess.spread > many.spread
@@ -198,7 +196,7 @@ def test_few_spells_and_priors_have_wide_ranges() -> None:
 # ---- in time ----
 
 
-def test_the_mixture_meets_deadlines_that_spot_alone_would_miss() -> None:
+def test_the_mixture_meets_deadlines_that_spot_alone_would_miss():
     saves = SaveSchedule(1200, 30, 300)
     on_demand_s = []
     for deadline_h in (32, 36, 45, 60):
@@ -224,7 +222,7 @@ def measured_traces() -> list[spot_replay.Trace]:
 
 
 @pytest.mark.slow
-def test_replayed_cost_and_hours_are_about_the_predicted_ones() -> None:
+def test_replayed_cost_and_hours_are_about_the_predicted_ones():
     """Hours miss the target of 15 % on unseen halves, because capacity drifts: evidence/log.md."""
     result = spot_replay.judge_all(measured_traces())
     assert result["mean_error_percent"]["billed_h"] < 5
@@ -235,7 +233,7 @@ def test_replayed_cost_and_hours_are_about_the_predicted_ones() -> None:
 # ---- what is known now, and what is not known of a zone ----
 
 
-def test_the_old_last_and_the_young_are_at_risk() -> None:
+def test_the_old_last_and_the_young_are_at_risk():
     u = v = np.linspace(0.01, 0.99, 99)
     law = BURSTY.up
     assert np.median(law.rest(u, v, 3 * H)) > np.median(law.rest(u, v, 0.0))
@@ -243,7 +241,7 @@ def test_the_old_last_and_the_young_are_at_risk() -> None:
     assert np.median(old.rest(u, v, 5 * H)) == pytest.approx(5 * H), "as long again"
 
 
-def test_a_zone_that_is_up_now_is_likelier_to_be_in_time() -> None:
+def test_a_zone_that_is_up_now_is_likelier_to_be_in_time():
     zone, saves = measured(BURSTY, 300), SaveSchedule(600, 10, 120)
     chances = [
         chance_by(2 * H, H, saves, replace(zone, now=now))
@@ -252,7 +250,7 @@ def test_a_zone_that_is_up_now_is_likelier_to_be_in_time() -> None:
     assert chances[0] > chances[1] > chances[2]
 
 
-def test_what_is_not_known_of_a_zone_widens_its_chances() -> None:
+def test_what_is_not_known_of_a_zone_widens_its_chances():
     sure = Interruptions(weibull(4 * H), weibull(H))
     vague = replace(sure, drift=1.0)
     assert [weight for _, weight in sure.scenarios] == [1.0]

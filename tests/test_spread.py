@@ -162,8 +162,8 @@ def refuse_difference(job: Job, other: Job) -> None:
 
 @pytest.mark.slow
 def test_full_training_on_two_then_three_then_one_is_that_of_one_process_also_behind_a_damaged_part(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     alone, spread = (
         spread_job(tmp_path / "alone", where={"strategy": "ddp", "gpus": None}),
         spread_job(tmp_path / "spread"),
@@ -237,12 +237,12 @@ def test_full_training_on_two_then_three_then_one_is_that_of_one_process_also_be
     ],
 )
 def test_other_numbers_of_ranks_and_other_ways_give_the_same(
-    family: str,
-    keys: dict[str, Any],
-    where: dict[str, Any],
-    ranks: list[tuple[int, int | None]],
-    tmp_path: Path,
-) -> None:
+    family,
+    keys,
+    where,
+    ranks,
+    tmp_path,
+):
     begins_with_ddp = keys.pop("train_ddp", 0)
     alone = spread_job(tmp_path / "alone", family, where={"strategy": "ddp", "gpus": None}, **keys)
     spread = spread_job(tmp_path / "spread", family, where=where, **keys)
@@ -275,9 +275,7 @@ def test_other_numbers_of_ranks_and_other_ways_give_the_same(
         ("ddp", {"optim": "adamw_bf16_stochastic_round", "bf16": True}),
     ],
 )
-def test_a_killed_run_on_as_many_ranks_has_the_same_bits(
-    strategy: str, keys: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_killed_run_on_as_many_ranks_has_the_same_bits(strategy, keys, tmp_path):
     whole, killed = (
         spread_job(tmp_path / name, where={"strategy": strategy}, **keys)
         for name in ("whole", "killed")
@@ -295,7 +293,7 @@ def test_a_killed_run_on_as_many_ranks_has_the_same_bits(
 
 
 @pytest.mark.slow
-def test_a_rank_without_memory_ends_all_and_leaves_less_to_the_next_attempt(tmp_path: Path) -> None:
+def test_a_rank_without_memory_ends_all_and_leaves_less_to_the_next_attempt(tmp_path):
     alone, spread = (
         spread_job(tmp_path / "alone", where={"strategy": "ddp", "gpus": None}),
         spread_job(tmp_path / "spread"),
@@ -312,7 +310,7 @@ def test_a_rank_without_memory_ends_all_and_leaves_less_to_the_next_attempt(tmp_
 
 
 @pytest.mark.slow
-def test_rows_travel_through_a_store_to_another_number_of_ranks(tmp_path: Path) -> None:
+def test_rows_travel_through_a_store_to_another_number_of_ranks(tmp_path):
     alone = spread_job(tmp_path / "alone", where={"strategy": "ddp", "gpus": None})
     spread = spread_job(tmp_path / "spread").model_copy(
         update={"output_store": str(tmp_path / "store")}
@@ -328,8 +326,8 @@ def test_rows_travel_through_a_store_to_another_number_of_ranks(tmp_path: Path) 
 
 @pytest.mark.parametrize("least", [1, 4])
 def test_the_largest_micro_batch_is_rehearsed_and_lowered_until_it_has_room(
-    least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    least, tmp_path, monkeypatch
+):
     job = make_job(
         tmp_path, n_rows=40, max_steps=5, micro_batch_tokens=200, size={"hidden": 32, "layers": 1}
     )
@@ -393,7 +391,7 @@ def told(rank: int) -> list[Any]:
     return found
 
 
-def test_ranks_have_the_model_that_the_first_one_has_read(tmp_path: Path) -> None:
+def test_ranks_have_the_model_that_the_first_one_has_read(tmp_path):
     first, second = on_ranks(2, tmp_path, told)
     assert first[0] == second[0]
     assert first[0][0] == "torch.bfloat16"
@@ -421,7 +419,7 @@ class Shares(torch.nn.Module):
         self.layers = torch.nn.ModuleList([Layer(), Layer()])
 
 
-def test_what_is_gathered_is_counted_at_the_moment_when_it_is_there(tmp_path: Path) -> None:
+def test_what_is_gathered_is_counted_at_the_moment_when_it_is_there(tmp_path):
     """Bytes as torch's allocator has them on a GPU: the root and one layer in the loss, two in the
     backward pass.
     """
@@ -468,7 +466,7 @@ def test_what_is_gathered_is_counted_at_the_moment_when_it_is_there(tmp_path: Pa
     )
 
 
-def test_the_residual_stream_and_norms_are_as_precise_as_on_one_gpu(tmp_path: Path) -> None:
+def test_the_residual_stream_and_norms_are_as_precise_as_on_one_gpu(tmp_path):
     job = make_job(tmp_path, bf16=True, size={"hidden": 32, "layers": 2})
     numerics = Numerics(torch.device("cpu"), torch.bfloat16)
     spec = resolved(job, numerics)
@@ -504,7 +502,7 @@ def test_the_residual_stream_and_norms_are_as_precise_as_on_one_gpu(tmp_path: Pa
     assert found[0][1] == pytest.approx(found[1][1], rel=2e-3)
 
 
-def test_gradients_added_up_whole_are_those_added_up_by_rows() -> None:
+def test_gradients_added_up_whole_are_those_added_up_by_rows():
     found = []
     for is_whole in (False, True):
         torch.manual_seed(0)
@@ -531,7 +529,7 @@ def test_gradients_added_up_whole_are_those_added_up_by_rows() -> None:
             assert torch.allclose(one, other, rtol=1e-2)
 
 
-def test_weights_that_fsdp_would_compute_wrongly_are_refused() -> None:
+def test_weights_that_fsdp_would_compute_wrongly_are_refused():
     shared, single = Shares(), Shares()
     shared.layers[1].linear.weight = shared.layers[0].linear.weight
     single.scale = torch.nn.Parameter(torch.ones(()))
@@ -543,7 +541,7 @@ def test_weights_that_fsdp_would_compute_wrongly_are_refused() -> None:
             ShardedModel(model, torch.device("cpu"), 0, 1, How())
 
 
-def test_experts_that_nobody_asks_have_no_gradient_as_on_one_process() -> None:
+def test_experts_that_nobody_asks_have_no_gradient_as_on_one_process():
     """FSDP2 sends zeros for them, so that ranks that ask others send as much; an optimizer must not
     see those.
     """
@@ -583,9 +581,7 @@ def test_experts_that_nobody_asks_have_no_gradient_as_on_one_process() -> None:
         ("full", "llama", {"where": {"offload_weights": True}}, "fp16"),
     ],
 )
-def test_weights_that_cannot_be_spread_are_refused_in_words(
-    method: str, family: str, keys: dict[str, Any], why: str, tmp_path: Path
-) -> None:
+def test_weights_that_cannot_be_spread_are_refused_in_words(method, family, keys, why, tmp_path):
     where = {"gpus": 2, "strategy": "fsdp", **keys.pop("where", {})}
     job = make_job(tmp_path, family, method=method, where=where, **keys)
     with pytest.raises(InputError, match=f"can't be spread: .*{why}") as refused:
@@ -595,16 +591,14 @@ def test_weights_that_cannot_be_spread_are_refused_in_words(
 
 @pytest.mark.parametrize(("asked", "found"), [("auto", "cuda"), ("cuda", "cuda"), ("cpu", "cpu")])
 def test_a_process_alone_spreads_weights_over_the_device_that_computes(
-    asked: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    asked, found, tmp_path, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with joined(make_job(tmp_path, where={"device": asked, "strategy": "fsdp"})) as (ranks, _):
         assert (ranks.n, ranks.device.type) == (1, found)
 
 
-def test_a_run_is_planned_for_all_gpus_that_share_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_planned_for_all_gpus_that_share_it(tmp_path, monkeypatch):
     """Each process sees its own GPU alone."""
     name, size = "NVIDIA H100 80GB HBM3", 80 << 30
     monkeypatch.setattr(machine, "_gpus", lambda: [(name, size)])
@@ -637,9 +631,7 @@ def test_a_run_is_planned_for_all_gpus_that_share_it(
     )
 
 
-def test_auto_spreads_what_leaves_no_room_on_one_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_spreads_what_leaves_no_room_on_one_gpu(tmp_path, monkeypatch):
     model, spread = torch.nn.Linear(1000, 250, bias=False), []
     assert resident_bytes(model, "adamw_torch_fused") == 16 * 250_000
     assert resident_bytes(model, "adamw_torch_offload") == 8 * 250_000
@@ -742,7 +734,7 @@ def checkpoints_of(folder: Path, n: int) -> list[Checkpoints]:
     ]
 
 
-def test_what_ranks_have_saved_is_read_by_any_number_of_them(tmp_path: Path) -> None:
+def test_what_ranks_have_saved_is_read_by_any_number_of_them(tmp_path):
     for n in (1, 2, 4):
         ranks = checkpoints_of(tmp_path / f"on-{n}", n)
         for index, each in enumerate(ranks):
@@ -764,9 +756,7 @@ def test_what_ranks_have_saved_is_read_by_any_number_of_them(tmp_path: Path) -> 
                 ), (n, n_others)
 
 
-def test_a_save_that_fails_on_one_rank_has_failed_on_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_fails_on_one_rank_has_failed_on_all(tmp_path, monkeypatch):
     ranks = checkpoints_of(tmp_path / "run", 3)
     plain = farthing.run.checkpoint.save_file
 
@@ -788,7 +778,7 @@ def test_a_save_that_fails_on_one_rank_has_failed_on_all(
     assert ranks[0].steps() == [6]
 
 
-def test_ranks_that_wait_for_a_draft_hear_that_there_is_none(tmp_path: Path) -> None:
+def test_ranks_that_wait_for_a_draft_hear_that_there_is_none(tmp_path):
     """The first one fails before any file is written: its folder can't be made."""
     meeting, said = Meeting(2), []
     shared = [
@@ -812,7 +802,7 @@ def test_ranks_that_wait_for_a_draft_hear_that_there_is_none(tmp_path: Path) -> 
     assert said
 
 
-def test_a_part_without_one_of_its_files_is_damaged(tmp_path: Path) -> None:
+def test_a_part_without_one_of_its_files_is_damaged(tmp_path):
     ranks = checkpoints_of(tmp_path / "run", 3)
     for index, each in enumerate(ranks):
         each.save(5, {"model": Saved(3, index)}, None)

@@ -39,7 +39,7 @@ def items(n: int) -> Iterator[MicroBatch]:
     )
 
 
-def test_a_feed_gives_every_micro_batch_once_and_in_order() -> None:
+def test_a_feed_gives_every_micro_batch_once_and_in_order():
     feed = Feed(items(5))
     found = [next(feed) for _ in range(10)]
     assert [int(i) for micro_batch in found for i in micro_batch.examples] == list(range(20))
@@ -50,7 +50,7 @@ def test_a_feed_gives_every_micro_batch_once_and_in_order() -> None:
     feed.close()
 
 
-def test_a_feed_runs_ahead_but_not_away() -> None:
+def test_a_feed_runs_ahead_but_not_away():
     made: list[int] = []
 
     def noting() -> Iterator[MicroBatch]:
@@ -68,7 +68,7 @@ def test_a_feed_runs_ahead_but_not_away() -> None:
     assert not feed.thread.is_alive()
 
 
-def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken() -> None:
+def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken():
     def broken() -> Iterator[MicroBatch]:
         yield next(items(1))
         raise ZeroDivisionError("of the collation")
@@ -80,9 +80,7 @@ def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken() -> None:
     feed.close()
 
 
-def test_an_error_of_collating_ends_the_run_and_switches_all_on_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_collating_ends_the_run_and_switches_all_on_again(tmp_path, monkeypatch):
     job = make_job(tmp_path, max_steps=6)
     honest, calls = Forward.collate, []
 
@@ -115,9 +113,7 @@ def ends_of(job: Any, patch: pytest.MonkeyPatch) -> tuple[list[Any], dict[str, t
 @pytest.mark.parametrize(
     "spoilt", thinned([[], [2, 3, 7]], 2), ids=["plain", "with steps that are not finite"]
 )
-def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(
-    spoilt: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(spoilt, tmp_path, monkeypatch):
     """On a GPU the host is a step ahead when it reads a loss; the same order of things is played on
     the CPU here.
     """
@@ -157,9 +153,7 @@ def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(
     assert ahead_receipt.steps == 8
 
 
-def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(tmp_path, monkeypatch):
     honest = Forward.loss
     monkeypatch.setattr(Forward, "loss", lambda *a: honest(*a) * torch.nan)
     monkeypatch.setattr(Step, "n_ahead", property(lambda _: 1))
@@ -171,9 +165,7 @@ def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(
 
 
 @pytest.mark.parametrize("optim", thinned(["adamw_torch_fused", "adamw_torch", "sgd"], 2))
-def test_no_optimizer_moves_a_weight_when_the_gradient_is_not_finite(
-    optim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_optimizer_moves_a_weight_when_the_gradient_is_not_finite(optim, tmp_path, monkeypatch):
     honest = Forward.loss
     monkeypatch.setattr(Forward, "loss", lambda *a: honest(*a) * torch.inf)
     watched = Watched(monkeypatch)
@@ -185,7 +177,7 @@ def test_no_optimizer_moves_a_weight_when_the_gradient_is_not_finite(
 
 
 @pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 9))
-def test_a_run_computes_useful_tokens_only(family: str, tmp_path: Path) -> None:
+def test_a_run_computes_useful_tokens_only(family, tmp_path):
     job = make_job(tmp_path, family, max_steps=4, n_rows=120, global_batch_size=32)
     heard = Heard()
     farthing.train.run.train(job, heard)
@@ -195,7 +187,7 @@ def test_a_run_computes_useful_tokens_only(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_attention_of_the_job_is_left_alone(tmp_path: Path) -> None:
+def test_another_attention_of_the_job_is_left_alone(tmp_path):
     path = workshop.job_file(tmp_path, max_steps=2)
     from farthing.config.load import load_job
 
@@ -205,7 +197,7 @@ def test_another_attention_of_the_job_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_exported_knows_nothing_of_how_it_was_computed(tmp_path: Path) -> None:
+def test_what_is_exported_knows_nothing_of_how_it_was_computed(tmp_path):
     job = make_job(tmp_path, max_steps=2, method="full")
     farthing.train.run.train(job, Heard())
     config = (Path(job.output_dir) / "model/config.json").read_text()
@@ -213,9 +205,7 @@ def test_what_is_exported_knows_nothing_of_how_it_was_computed(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(tmp_path, monkeypatch):
     keys: dict[str, Any] = {
         "max_steps": 2,
         "rows": with_system_prompt(48),
@@ -238,9 +228,7 @@ def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(
 
 
 @pytest.mark.slow
-def test_what_was_decided_for_a_run_holds_when_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_decided_for_a_run_holds_when_it_goes_on(tmp_path, monkeypatch):
     keys: dict[str, Any] = {
         "max_steps": 4,
         "rows": with_system_prompt(48),
@@ -268,7 +256,7 @@ def test_what_was_decided_for_a_run_holds_when_it_goes_on(
 
 
 @pytest.mark.slow
-def test_micro_batches_grow_where_a_beginning_is_then_computed_less_often(tmp_path: Path) -> None:
+def test_micro_batches_grow_where_a_beginning_is_then_computed_less_often(tmp_path):
     keys: dict[str, Any] = {
         "rows": with_system_prompt(48, 40),
         "max_steps": 1,

@@ -31,7 +31,7 @@ def offer(
 LONG, SHORT = [1] * 600 + [0] * 60, [1] * 20 + [0] * 60
 
 
-def test_a_zone_with_its_gpu_has_its_own_law(tmp_path: Path) -> None:
+def test_a_zone_with_its_gpu_has_its_own_law(tmp_path):
     write(tmp_path, "aws/us-east-1a_v100_1", LONG * 6)
     write(tmp_path, "aws/us-east-1b_v100_1", SHORT * 40)
     law, words = hazards(read_traces(tmp_path))
@@ -41,14 +41,14 @@ def test_a_zone_with_its_gpu_has_its_own_law(tmp_path: Path) -> None:
     assert "2 traces" in words
 
 
-def test_an_open_zone_takes_the_middle_one_of_its_region(tmp_path: Path) -> None:
+def test_an_open_zone_takes_the_middle_one_of_its_region(tmp_path):
     for zone, data in (("a", LONG * 6), ("b", SHORT * 40), ("c", ([1] * 100 + [0] * 60) * 10)):
         write(tmp_path, f"us-east-1{zone}_v100_1", data)
     law, _ = hazards(read_traces(tmp_path))
     assert law(offer(zone="")).up.mean_s == law(offer(zone="us-east-1c")).up.mean_s
 
 
-def test_larger_nodes_are_lost_more_often_and_other_gpus_have_the_prior(tmp_path: Path) -> None:
+def test_larger_nodes_are_lost_more_often_and_other_gpus_have_the_prior(tmp_path):
     write(tmp_path, "us-east-1a_v100_1", LONG * 6)
     law, _ = hazards(read_traces(tmp_path))
     assert law(offer(n_gpus=8)).up.mean_s < law(offer()).up.mean_s
@@ -56,21 +56,21 @@ def test_larger_nodes_are_lost_more_often_and_other_gpus_have_the_prior(tmp_path
     assert law(offer(region="eu-west-1", zone="eu-west-1a")) == prior(1)
 
 
-def test_memory_sizes_of_one_gpu_are_taken_away_alike(tmp_path: Path) -> None:
+def test_memory_sizes_of_one_gpu_are_taken_away_alike(tmp_path):
     write(tmp_path, "us-east-1a_v100_1", LONG * 6)
     law, _ = hazards(read_traces(tmp_path))
     assert law(offer(gpu="V100-32GB")).up.mean_s == law(offer()).up.mean_s
 
 
 @pytest.mark.parametrize("data", [[], "no list", [1, -1], [1, "a"], [0.5]])
-def test_a_broken_trace_is_named(data: object, tmp_path: Path) -> None:
+def test_a_broken_trace_is_named(data, tmp_path):
     path = write(tmp_path, "us-east-1a_v100_1", data)
     with pytest.raises(InputError) as caught:
         read_traces(tmp_path)
     assert caught.value.where == str(path)
 
 
-def test_no_json_no_traces_no_folder(tmp_path: Path) -> None:
+def test_no_json_no_traces_no_folder(tmp_path):
     with pytest.raises(InputError, match="no traces"):
         read_traces(tmp_path)
     (tmp_path / "x.json").write_text("{")
@@ -78,19 +78,19 @@ def test_no_json_no_traces_no_folder(tmp_path: Path) -> None:
         read_traces(tmp_path)
 
 
-def test_other_json_is_passed_over(tmp_path: Path) -> None:
+def test_other_json_is_passed_over(tmp_path):
     write(tmp_path, "us-east-1a_v100_1", LONG)
     (tmp_path / "list.json").write_text("[]")
     assert len(read_traces(tmp_path)) == 1
 
 
-def test_a_zone_that_was_never_up_says_nothing(tmp_path: Path) -> None:
+def test_a_zone_that_was_never_up_says_nothing(tmp_path):
     write(tmp_path, "us-east-1a_v100_1", [0] * 100)
     law, _ = hazards(read_traces(tmp_path))
     assert law(offer()) == prior(1)
 
 
-def test_a_trace_that_ends_now_says_what_its_zone_is_like(tmp_path: Path) -> None:
+def test_a_trace_that_ends_now_says_what_its_zone_is_like(tmp_path):
     now = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
     for zone, data, minutes in (
         ("a", LONG * 6 + [1] * 30, 20),

@@ -143,7 +143,7 @@ KEPT = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.exists() else {"
 
 
 @pytest.mark.parametrize("kept", KEPT["chats"], ids=lambda kept: f"{kept['family']}-{kept['chat']}")
-def test_a_chat_is_learned_as_by_trl(tokenizer: Any, kept: dict[str, Any]) -> None:
+def test_a_chat_is_learned_as_by_trl(tokenizer, kept):
     tokenizer.chat_template = SHORT_FORMS[kept["family"]]
     chat = CHATS[kept["chat"]]
     examples = ours(tokenizer, chat)
@@ -193,9 +193,7 @@ def short_forms_by_trl(tokenizer: Any, templates: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["tiny", "gpt2", "gpt-neox-mpt", "mistral-7b-v0.1"])
-def test_all_templates_of_trl_for_texts(
-    tiny_folders: dict[str, Path], base: str, request: Any
-) -> None:
+def test_all_templates_of_trl_for_texts(tiny_folders, base, request):
     """Tokens as transformers has them with the model's own template, and every answer learned that
     TRL learns.
     """
@@ -258,7 +256,7 @@ def test_all_templates_of_trl_for_texts(
 
 
 @pytest.mark.slow
-def test_what_is_kept_of_trl_is_what_it_makes(tokenizer: Any) -> None:
+def test_what_is_kept_of_trl_is_what_it_makes(tokenizer):
     trl = pytest.importorskip("trl", reason="TRL is not installed: pip install --no-deps trl")
     made = short_forms_by_trl(tokenizer, Path(trl.__file__).parent / "chat_templates")
     assert made == KEPT["chats"], f"made by TRL {KEPT['trl']}, here is {trl.__version__}"

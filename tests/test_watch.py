@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from command import Cli
 from farthing.cli import main
 from farthing.report.live import progress_of
 from farthing.report.receipt import build_receipt
@@ -46,7 +45,7 @@ def running(receipt: Receipt, n_steps: int = 48) -> Receipt:
     return replace(receipt, state="killed", work={**(receipt.work or {}), "n_steps": n_steps})
 
 
-def test_progress_has_a_forecast_with_a_range_and_knows_silence(finished: Path) -> None:
+def test_progress_has_a_forecast_with_a_range_and_knows_silence(finished):
     receipt = build_receipt(finished)
     assert receipt.seen_at is not None
     over = progress_of(receipt, receipt.seen_at)
@@ -65,7 +64,7 @@ def test_progress_has_a_forecast_with_a_range_and_knows_silence(finished: Path) 
     assert "no sign of life for 10 min 00 s" in line_of(receipt, silent)
 
 
-def test_a_log_has_a_line_now_and_then_and_a_terminal_a_picture(finished: Path) -> None:
+def test_a_log_has_a_line_now_and_then_and_a_terminal_a_picture(finished):
     receipt = running(build_receipt(finished))
     progress = progress_of(receipt, receipt.seen_at or 0.0)
     now, text = [0.0], io.StringIO()
@@ -87,7 +86,7 @@ def test_a_log_has_a_line_now_and_then_and_a_terminal_a_picture(finished: Path) 
 
 
 @pytest.mark.slow
-def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path: Path) -> None:
+def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path):
     path = job_file(tmp_path, "llama", max_steps=30, save_steps=10)
     command = [sys.executable, "-m", "farthing", "train", str(path), "--json"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -111,9 +110,7 @@ def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path: P
     assert [look["usd"] for look in looks] == sorted(look["usd"] for look in looks)
 
 
-def test_a_run_in_a_store_is_looked_at_without_its_checkpoints(
-    finished: Path, tmp_path: Path
-) -> None:
+def test_a_run_in_a_store_is_looked_at_without_its_checkpoints(finished, tmp_path):
     store, fetched = open_store(str(finished.parent / "store")), list[str]()
     fetch = store.fetch
 
@@ -138,15 +135,13 @@ def test_a_run_in_a_store_is_looked_at_without_its_checkpoints(
     assert not take_small(open_store(str(tmp_path / "empty")), tmp_path, [])
 
 
-def test_what_can_not_be_watched_is_refused_in_words(tmp_path: Path, cli: Cli) -> None:
+def test_what_can_not_be_watched_is_refused_in_words(tmp_path, cli):
     assert "not a run folder" in cli.err("watch", tmp_path, "--once")
     assert main(["watch", str(tmp_path), "--every", "0"]) == 2
     assert main(["runs", str(tmp_path / "none")]) == 2
 
 
-def test_all_runs_are_listed_with_what_the_month_has_cost(
-    finished: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_all_runs_are_listed_with_what_the_month_has_cost(finished, tmp_path, cli):
     for name in ("a", "deep/b"):
         shutil.copytree(finished, tmp_path / name)
     shutil.copytree(finished.parent / "store", tmp_path / "store")

@@ -89,22 +89,20 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] =
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_launches_the_kernels_that_were_chosen_for_it(name: str, tmp_path: Path) -> None:
+def test_a_run_launches_the_kernels_that_were_chosen_for_it(name, tmp_path):
     family, keys, wanted, unwanted = CASES[name]
     names = launched_by_a_run(tmp_path, family, **keys)
     assert [each for each in wanted if each not in names] == []
     assert [each for each in unwanted if each in names] == []
 
 
-def test_libraries_say_nothing_beside_a_run(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_libraries_say_nothing_beside_a_run(tmp_path, capfd):
     quiet_libraries()
     workshop.train(workshop.make_job(tmp_path, where={"device": "cuda"}, max_steps=2))
     assert "could not be imported" not in capfd.readouterr().err
 
 
-def test_a_profile_without_kernels_is_refused(tmp_path: Path) -> None:
+def test_a_profile_without_kernels_is_refused(tmp_path):
     job = workshop.make_job(tmp_path, where={"device": "cuda"}, max_steps=6)
     with pytest.raises(HardwareError, match="sees no kernels"):
         farthing.train.profiling.profile_job(job, workshop.Heard(), tmp_path / "profile", 2)

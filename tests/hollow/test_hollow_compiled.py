@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -49,7 +47,7 @@ def attended(lengths: list[int], size: int, *, trains: bool) -> None:
         assert all(tensor.grad is not None for tensor in tensors)
 
 
-def test_flex_attention_with_a_soft_cap_is_compiled_once_for_all_lengths() -> None:
+def test_flex_attention_with_a_soft_cap_is_compiled_once_for_all_lengths():
     before = n_graphs()
     attended([300, 196], 32, trains=True)
     attended([900, 124], 32, trains=True)
@@ -60,7 +58,7 @@ def test_flex_attention_with_a_soft_cap_is_compiled_once_for_all_lengths() -> No
     assert n_graphs() - before == made
 
 
-def test_layers_with_ligers_kernels_are_compiled(tmp_path: Path) -> None:
+def test_layers_with_ligers_kernels_are_compiled(tmp_path):
     """Their rotation has a place of its own among the globals of the family, and torch.compile has
     to find it.
     """
@@ -73,7 +71,7 @@ def test_layers_with_ligers_kernels_are_compiled(tmp_path: Path) -> None:
     assert "1 layer compiled" in computed
 
 
-def test_library_noise_is_kept_away(tmp_path: Path, capfd: Any) -> None:
+def test_library_noise_is_kept_away(tmp_path, capfd):
     pytest.importorskip("liger_kernel")
     assert farthing.train.run.train(make_job(tmp_path, **_MORE), Heard()).state == "finished"
     said = capfd.readouterr()
@@ -81,7 +79,7 @@ def test_library_noise_is_kept_away(tmp_path: Path, capfd: Any) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16"])
-def test_no_program_is_chosen_that_does_not_fit(precision: str) -> None:
+def test_no_program_is_chosen_that_does_not_fit(precision):
     """Heads of 256 in half: their backward pass wants 112 KiB of shared memory."""
     machine = attention_kernels.here(torch.device("cuda"), False)
     found = choose(Asked(precision, 256, has_softcap=True), machine)

@@ -7,7 +7,6 @@ tests/hollow/test_hollow_kinds.py`.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 
@@ -19,7 +18,7 @@ from farthing.prices.gpus import gpu_of_device
 from workshop import Heard, make_job
 
 
-def test_this_gpu_is_known_with_its_memory_and_its_peak() -> None:
+def test_this_gpu_is_known_with_its_memory_and_its_peak():
     name, total = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
     gpu = gpu_of_device(name, total)
     assert gpu is not None, name
@@ -30,7 +29,7 @@ def test_this_gpu_is_known_with_its_memory_and_its_peak() -> None:
     assert gpu_of_device(name, total // 3) is not gpu
 
 
-def test_a_run_says_what_it_computes_on(tmp_path: Path) -> None:
+def test_a_run_says_what_it_computes_on(tmp_path):
     heard = Heard()
     job = make_job(tmp_path, where={"device": "cuda"}, max_steps=2)
     assert farthing.train.run.train(job, heard).state == "finished"
@@ -41,6 +40,6 @@ def test_a_run_says_what_it_computes_on(tmp_path: Path) -> None:
     assert ("Ampere" in decided.computed) == (torch.cuda.get_device_capability() < (8, 0))
 
 
-def test_the_doctor_has_a_line_for_each_gpu(tmp_path: Path) -> None:
+def test_the_doctor_has_a_line_for_each_gpu(tmp_path):
     lines = [one for one in check_machine(tmp_path) if one.name.startswith("gpu ")]
     assert [one.state for one in lines] == ["ok"] * torch.cuda.device_count()

@@ -29,9 +29,7 @@ WORKSPACES = 72 << 20  # of cuBLAS, one for each thread that multiplies: nobody 
         ("full", True, {"optim": "adamw_bf16_stochastic_round"}),
     ],
 )
-def test_what_is_expected_is_the_peak(
-    method: str, every: bool | int, more: dict[str, str], budget: int, tmp_path: Path
-) -> None:
+def test_what_is_expected_is_the_peak(method, every, more, budget, tmp_path):
     rows = [
         {**row, "prompt": row["prompt"] * (1 + i % 5)} for i, row in enumerate(rows_of("llama", 64))
     ]

@@ -117,9 +117,7 @@ PLACES += [(PRODUCT, share) for share in (0.2, 0.5, 0.8)] + [
 
 
 @pytest.mark.parametrize(("which", "share"), PLACES)
-def test_memory_that_is_missing_once_is_survived_or_said(
-    which: int, share: float, untouched: dict[int, int], tmp_path: Path
-) -> None:
+def test_memory_that_is_missing_once_is_survived_or_said(which, share, untouched, tmp_path):
     job, before = job_of(tmp_path), n_updates(tmp_path)
     ended = "said"
     with fault(which, 1 + int(share * untouched[which])):
@@ -139,9 +137,7 @@ def test_memory_that_is_missing_once_is_survived_or_said(
 
 
 @pytest.mark.parametrize("share", [0.3, 0.9])
-def test_memory_that_stays_away_ends_in_words_and_the_run_goes_on_later(
-    share: float, untouched: dict[int, int], tmp_path: Path
-) -> None:
+def test_memory_that_stays_away_ends_in_words_and_the_run_goes_on_later(share, untouched, tmp_path):
     job = job_of(tmp_path)
     with (
         fault(MEMORY, 1 + int(share * untouched[MEMORY]), ALWAYS),
@@ -164,8 +160,8 @@ def test_memory_that_stays_away_ends_in_words_and_the_run_goes_on_later(
     ],
 )
 def test_a_gpu_that_breaks_ends_in_words_and_the_run_goes_on_later(
-    share: float, error: int, words: str, untouched: dict[int, int], tmp_path: Path
-) -> None:
+    share, error, words, untouched, tmp_path
+):
     job = job_of(tmp_path)
     with fault(BREAK, int(share * untouched[LAUNCH]), error):
         try:
@@ -181,9 +177,7 @@ def test_a_gpu_that_breaks_ends_in_words_and_the_run_goes_on_later(
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch_offload"])
-def test_memory_that_cannot_be_pinned_costs_time_or_is_said(
-    optim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_cannot_be_pinned_costs_time_or_is_said(optim, tmp_path, monkeypatch):
     """Arrays go without; torch itself pins a little for every number that it reads, and can't."""
     job, state = (
         job_of(tmp_path, optim=optim, save_steps=10, eval_strategy="no"),
@@ -205,7 +199,7 @@ def test_memory_that_cannot_be_pinned_costs_time_or_is_said(
 
 
 @pytest.mark.parametrize("at", [6, 15, 30])
-def test_a_quantized_model_that_does_not_fit_is_not_called_damaged(at: int, tmp_path: Path) -> None:
+def test_a_quantized_model_that_does_not_fit_is_not_called_damaged(at, tmp_path):
     pytest.importorskip("bitsandbytes")
     job = job_of(tmp_path, method="qlora", pretrained=True)
     with fault(MEMORY, at), pytest.raises(OutOfMemoryError, match="out of memory") as caught:
@@ -213,7 +207,7 @@ def test_a_quantized_model_that_does_not_fit_is_not_called_damaged(at: int, tmp_
     assert caught.value.where == "model.model_name_or_path"
 
 
-def test_an_export_leaves_the_gpu_alone(tmp_path: Path) -> None:
+def test_an_export_leaves_the_gpu_alone(tmp_path):
     job = job_of(tmp_path, method="lora", pretrained=True, max_steps=1)
     workshop.train(job)
     with fault(MEMORY, 1, ALWAYS):

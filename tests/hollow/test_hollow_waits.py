@@ -99,9 +99,7 @@ LORA = {"name": "lora", "lora_r": 4}
         ("t5", "full", {"label_smoothing_factor": 0.1}),
     ],
 )
-def test_the_host_waits_for_the_step_before_and_for_nothing_else(
-    family: str, method: Any, how: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_host_waits_for_the_step_before_and_for_nothing_else(family, method, how, tmp_path):
     found = steps_of(tmp_path, family, method, **how)
     assert found["micro_batches"] > N_STEPS
     # its losses and norm, whose copy was begun a step ago
@@ -111,7 +109,7 @@ def test_the_host_waits_for_the_step_before_and_for_nothing_else(
 @pytest.mark.parametrize(
     ("optim", "more"), [("adamw_torch", 1), ("adamw_8bit", 1), ("paged_adamw_8bit", 2)]
 )
-def test_other_optimizers_wait_for_the_norm(optim: str, more: int, tmp_path: Path) -> None:
+def test_other_optimizers_wait_for_the_norm(optim, more, tmp_path):
     """And paged state, which the host may read, once more; never for each weight."""
     if optim != "adamw_torch":
         pytest.importorskip("bitsandbytes")
@@ -119,7 +117,7 @@ def test_other_optimizers_wait_for_the_norm(optim: str, more: int, tmp_path: Pat
     assert found["waits"] == 1 + more
 
 
-def test_attention_is_one_kernel_a_layer_and_direction(tmp_path: Path) -> None:
+def test_attention_is_one_kernel_a_layer_and_direction(tmp_path):
     for family in ("llama", "bert"):
         (tmp_path / family).mkdir()
         found = steps_of(tmp_path / family, family)
@@ -128,7 +126,7 @@ def test_attention_is_one_kernel_a_layer_and_direction(tmp_path: Path) -> None:
         assert times(found, "softmax_warp") <= 2  # a classifier's loss, forward and backward
 
 
-def test_weights_and_gradients_are_not_cast_in_every_micro_batch(tmp_path: Path) -> None:
+def test_weights_and_gradients_are_not_cast_in_every_micro_batch(tmp_path):
     """Adapters, of which each was cast in every micro-batch, as was its gradient, and added by
     itself.
     """
