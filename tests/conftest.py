@@ -37,18 +37,21 @@ from farthing.tiny import demo_rows
 from small_models import make_model_folder
 
 OF_OTHERS = (
-    *("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE"),
-    *(
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_",
-        "SLURM_",
-        "OMPI_",
-        "PMI_",
-        "TORCHELASTIC_",
-    ),
+    "FORCE_COLOR",
+    "NO_COLOR",
+    "COLUMNS",
+    "LINES",
+    "TTY_COMPATIBLE",
+    "TTY_INTERACTIVE",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "TORCHELASTIC_",
 )
 """How wide and how coloured, and which of several processes this is: said to whoever has started
 the tests, not to them.

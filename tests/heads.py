@@ -41,16 +41,19 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
 
 
 OF_PAIRS: dict[str, Any] = {  # those that a configuration knows
-    **{
-        "vocab_size": N_WORDS,
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 24,
-        "num_layers": 2,
-        "num_heads": 2,
-    },
-    **{"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
-    **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64},
+    "vocab_size": N_WORDS,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "max_position_embeddings": 64,
 }
 
 

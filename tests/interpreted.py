@@ -33,15 +33,17 @@ from farthing.model.liger import patch
 from farthing.model.lora_kernels import use_low_rank
 
 SMALL = {
-    **{
-        "vocab_size": 96,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    },
-    **{"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 LENGTHS = [7, 1, 10]
 

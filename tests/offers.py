@@ -15,7 +15,17 @@ def offer_of(
 ) -> Offer:
     """Machines by the hour, whole, without other terms; `more` are fields of `Offer`."""
     plain = Offer(
-        *(provider, "", gpu, n_gpus, "here", "", spot, "machine_hour", usd, "made", TODAY),
+        provider,
+        "",
+        gpu,
+        n_gpus,
+        "here",
+        "",
+        spot,
+        "machine_hour",
+        usd,
+        "made",
+        TODAY,
         Billing(provider),
     )
     return plain._replace(**more)

@@ -498,8 +498,16 @@ def test_the_flash_attention_of_this_torch_takes_what_it_is_given():
         each.name for each in torch.ops.aten._flash_attention_forward.default._schema.arguments
     ]
     assert known[:10] == [
-        *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
-        *("dropout_p", "is_causal", "return_debug_mask"),
+        "query",
+        "key",
+        "value",
+        "cum_seq_q",
+        "cum_seq_k",
+        "max_q",
+        "max_k",
+        "dropout_p",
+        "is_causal",
+        "return_debug_mask",
     ]
     assert {"scale", "window_size_left", "window_size_right"} <= set(known)
 

@@ -179,31 +179,23 @@ def test_names_of_nothing_get_a_hint(text, words):
 
 
 NOT_KNOWN = [  # cut down, with other memory, a part of one, or of another generation
-    *(
-        "NVIDIA A100X",
-        "NVIDIA A100-SXM-64GB",
-        "NVIDIA A100-40C",
-        "NVIDIA A100D-1-10C",
-        "NVIDIA H100XM-80C",
-    ),
-    *(
-        "NVIDIA H100 64GB HBM2",
-        "NVIDIA H100 96GB HBM3",
-        "NVIDIA GH200 144G HBM3e",
-        "NVIDIA L40S-48C",
-        "NVIDIA A10G-24Q",
-    ),
-    *(
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 5090 D v2",
-        "NVIDIA RTX 6000D",
-        "NVIDIA RTX A2000 12GB",
-    ),
-    *(
-        "NVIDIA RTX 4000 SFF Ada Generation",
-        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
-        "NVIDIA T4G",
-    ),
+    "NVIDIA A100X",
+    "NVIDIA A100-SXM-64GB",
+    "NVIDIA A100-40C",
+    "NVIDIA A100D-1-10C",
+    "NVIDIA H100XM-80C",
+    "NVIDIA H100 64GB HBM2",
+    "NVIDIA H100 96GB HBM3",
+    "NVIDIA GH200 144G HBM3e",
+    "NVIDIA L40S-48C",
+    "NVIDIA A10G-24Q",
+    "NVIDIA GeForce RTX 4090 D",
+    "NVIDIA GeForce RTX 5090 D v2",
+    "NVIDIA RTX 6000D",
+    "NVIDIA RTX A2000 12GB",
+    "NVIDIA RTX 4000 SFF Ada Generation",
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+    "NVIDIA T4G",
 ]
 
 

@@ -43,15 +43,17 @@ from farthing.model.norms import leave_to_compiler
 from farthing.model.programs import in_programs
 
 SMALL = {
-    **{
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-    },
-    **{"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 
 

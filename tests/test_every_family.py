@@ -81,9 +81,22 @@ UNTABLED = [
     ("classification", "modernbert"),
 ]
 ALIKE = (
-    *("attention", "hidden", "n_layers", "n_decoder_layers", "n_heads", "n_kv_heads", "head_dim"),
-    *("ffn", "vocab", "max_positions", "is_tied", "windows", "n_active", "n_parameters"),
-    *("n_matmul", "n_head_matmul"),
+    "attention",
+    "hidden",
+    "n_layers",
+    "n_decoder_layers",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "ffn",
+    "vocab",
+    "max_positions",
+    "is_tied",
+    "windows",
+    "n_active",
+    "n_parameters",
+    "n_matmul",
+    "n_head_matmul",
 )
 
 

@@ -164,13 +164,11 @@ def row(who: str, speed: float, **more: Any) -> dict[str, Any]:
 
 FACTS: list[dict[str, Any]] = [
     {
-        **{
-            "kind": "facts",
-            "device": "A GPU",
-            "peak_flops": 989e12,
-            "matmul_flops": 790e12,
-            "matmul_size": 8192,
-        },
+        "kind": "facts",
+        "device": "A GPU",
+        "peak_flops": 989e12,
+        "matmul_flops": 790e12,
+        "matmul_size": 8192,
         "copy_bytes_per_s": 4e12,
     },
     {
@@ -192,11 +190,9 @@ def test_promises_stand_beside_what_happened_with_the_median_error():
         "CUDA context": 1,
     }
     promised = {
-        **{
-            "step_s": 0.4,
-            "calibration": "formulas only",
-            "formula": {"compute_s": 0.3, "optimizer_s": 0.1},
-        },
+        "step_s": 0.4,
+        "calibration": "formulas only",
+        "formula": {"compute_s": 0.3, "optimizer_s": 0.1},
         "memory": {name: n * gib for name, n in memory.items()},
     }
     bytes_of = {"weights": 2, "optimizer": 1, "gradients": 1, "rest": 6, "peak_bytes": 10}

@@ -104,11 +104,17 @@ def swept(models: str, *ways: tuple[int, float, bool]) -> list[Traced]:
 
 OTHERS_SWEEP = swept(
     "llama mistral qwen2 qwen3 phi3 gemma gemma2 gemma3 gpt2 neox flan-t5",
-    *((0, 1.0, False), (1, 1.0, False), (2, 0.25, False), (0, 0.25, True)),
+    (0, 1.0, False),
+    (1, 1.0, False),
+    (2, 0.25, False),
+    (0, 0.25, True),
 )
 OURS_SWEEP = swept(
     "llama mistral qwen2 qwen3 phi3 gemma2 gpt2 neox xlm-r bert t5 mt5",
-    *((0, 1.0, False), (1, 0.25, False), (2, 0.25, True), (0, 0.25, True)),
+    (0, 1.0, False),
+    (1, 0.25, False),
+    (2, 0.25, True),
+    (0, 0.25, True),
 )
 MIXED = [
     Traced(model, method, dtype, every, targets, n_tokens=1024, share=0.25)
@@ -332,9 +338,13 @@ def test_layers_that_are_kept_to_the_backward_pass_and_fp16_take_more_of_spread_
 @pytest.mark.parametrize(
     ("optim", "of_each"),
     [
-        *(("sgd", 8), ("adamw_8bit", 10.03), ("adamw_bnb_8bit", 10.03)),
+        ("sgd", 8),
+        ("adamw_8bit", 10.03),
+        ("adamw_bnb_8bit", 10.03),
         ("adamw_bf16_stochastic_round", 8),
-        *(("paged_adamw_8bit", 8), ("paged_adamw_32bit", 8), ("adamw_torch_offload", 8)),
+        ("paged_adamw_8bit", 8),
+        ("paged_adamw_32bit", 8),
+        ("adamw_torch_offload", 8),
     ],
 )
 def test_optimizers_by_what_they_keep(optim, of_each):

@@ -199,7 +199,10 @@ def test_a_seq2seq_run_may_spare_the_generation(tmp_path):
     )
     workshop.train(job)
     assert set(evaluations(job)[-1]["metrics"]) == {
-        *("loss", "loss_stderr", "n_examples", "document_loss")
+        "loss",
+        "loss_stderr",
+        "n_examples",
+        "document_loss",
     }
 
 

@@ -32,8 +32,12 @@ LENGTHS = [9, 30, 17, 12, 9, 80, 31, 3, 64, 5]
 
 
 QUIET: dict[str, Any] = {
-    **{"dropout_rate": 0.0, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
-    **{"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+    "dropout_rate": 0.0,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in sorted(PACKED["seq2seq"])},

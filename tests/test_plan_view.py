@@ -398,16 +398,14 @@ def test_how_sure_a_plan_is_and_why(study):
 
 
 BY_NAME = {
-    *(
-        "parts",
-        "usd",
-        "seconds",
-        "one_year_usd",
-        "three_years_usd",
-        "saved_in_a_year",
-        "usd_per_million_at_load",
-    ),
-    *("usd_per_million",),
+    "parts",
+    "usd",
+    "seconds",
+    "one_year_usd",
+    "three_years_usd",
+    "saved_in_a_year",
+    "usd_per_million_at_load",
+    "usd_per_million",
 }
 """Keys whose values are named by what they are of."""
 

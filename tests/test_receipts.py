@@ -108,7 +108,11 @@ def test_two_receipts_side_by_side(tmp_path, monkeypatch):
     }
     found = compare(run, replace(other, **unlike))
     assert [name for name, row in found.rows.items() if row.ratio is not None] == [
-        *("steps", "tokens", "tokens_per_s", "peak_bytes", "interruptions")
+        "steps",
+        "tokens",
+        "tokens_per_s",
+        "peak_bytes",
+        "interruptions",
     ]
     assert found.notes == [
         "they trained on other data, or other tokens of it: the last training loss can't be"

@@ -33,19 +33,15 @@ from workshop import log_of, make_job  # noqa: E402
 MEMORY, PINNED, PRODUCT, LAUNCH, BREAK = range(5)
 ALWAYS = 1 << 30
 KEYS: dict[str, Any] = {
-    **{
-        "max_steps": 3,
-        "save_steps": 1,
-        "n_rows": 16,
-        "global_batch_size": 4,
-        "use_liger_kernel": False,
-    },
-    **{
-        "size": {"layers": 1, "hidden": 32},
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "where": {"device": "cuda"},
-    },
+    "max_steps": 3,
+    "save_steps": 1,
+    "n_rows": 16,
+    "global_batch_size": 4,
+    "use_liger_kernel": False,
+    "size": {"layers": 1, "hidden": 32},
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "where": {"device": "cuda"},
 }
 
 
