@@ -7,19 +7,15 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
-from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
-from farthing.data.lengths import Lengths, from_arrays, from_mean
+from farthing.data.lengths import from_arrays, from_mean
 from farthing.errors import InputError
-from farthing.models.model_config import known_config
-from farthing.models.shapes import Shape, read_shape
-from farthing.planner.decide import decide as decide_offered
+from farthing.models.shapes import read_shape
 from farthing.planner.inputs import estimate_of
-from farthing.planner.machines import machine_of
 from farthing.planner.managed import fees_of
 from farthing.planner.memory import OnDevice
 from farthing.planner.price import quiet_interval_s, within_limits
@@ -30,8 +26,6 @@ from farthing.planner.software import Torch
 from farthing.planner.speed import Calibration, cpu_device
 from farthing.planner.spot import Interruptions, weibull
 from farthing.planner.types import (
-    Answer,
-    Assumptions,
     JobSpec,
     Machine,
     Plan,
@@ -40,77 +34,8 @@ from farthing.planner.types import (
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Billing, Offer
 from offers import TODAY, offer_of
+from planned import H, Place, at, decide, lengths_of, only, place, refused, shape_of, wanted_of
 from thinned import thinned
-
-H = 3600.0
-SHAPES: dict[str, Shape] = {}
-
-
-def shape_of(name: str) -> Shape:
-    """A known model."""
-    if name not in SHAPES:
-        config = known_config(name)
-        assert config is not None
-        SHAPES[name] = read_shape(config)
-    return SHAPES[name]
-
-
-def lengths_of(n: int = 20_000, longest: int = 1024, n_all: int | None = None) -> Lengths:
-    """Lengths around a quarter of the longest."""
-    drawn = np.random.default_rng(0).lognormal(np.log(longest / 5), 0.6, min(n, 4096))
-    tokens = np.clip(drawn, 8, longest).astype(int)
-    tokens[0] = longest
-    return from_arrays(tokens, source="made", n_examples=n_all or n)
-
-
-def wanted_of(model: str = "meta-llama/Llama-3.2-1B", **changes: Any) -> JobSpec:
-    """A job on a small model; `changes` are of `JobSpec`."""
-    usual: dict[str, Any] = {
-        "shape": shape_of(model),
-        "method": "lora",
-        "optim": "adamw_torch_fused",
-        "global_batch": 32,
-        "lengths": lengths_of(),
-        "n_epochs": 3.0,
-    }
-    return JobSpec(**(usual | changes))
-
-
-class Place(NamedTuple):
-    """A machine, and its offer."""
-
-    machine: Machine | Refusal
-    offer: Offer
-
-    def but(self, **changes: Any) -> Place:
-        """With other fields of its machine."""
-        assert isinstance(self.machine, Machine)
-        return self._replace(machine=replace(self.machine, **changes))
-
-    def sold(self, **changes: Any) -> Place:
-        """With other fields of its offer."""
-        return self._replace(offer=self.offer._replace(**changes))
-
-    def aged(self, days: int) -> Place:
-        return self.sold(date=TODAY - timedelta(days=days))
-
-
-def at(offer: Offer, wanted: JobSpec | None = None, torch: Torch | None = None) -> Place:
-    """Where an offer would have a job run."""
-    machine = machine_of(gpus()[offer.gpu], offer.n_gpus, wanted or wanted_of(), torch=torch)
-    return Place(machine, offer)
-
-
-def place(gpu: str, usd: float, n_gpus: int = 1, **more: Any) -> Place:
-    found = at(offer_of(gpu, usd, n_gpus, **more))
-    assert isinstance(found.machine, Machine), found
-    return found
-
-
-def decide(wanted: JobSpec, places: list[Place], **more: Any) -> Answer:
-    offered = [(one.machine, [one.offer]) for one in places]
-    return decide_offered(wanted, offered, today=TODAY, **more)
-
 
 MARKET = [
     place("A100-80GB", 2.5),
@@ -134,19 +59,6 @@ MARKET = [
 def tokens_of(recipe: Recipe) -> float:
     """The most that the micro-batches of a mean step may compute."""
     return recipe.settings.micro_batch_tokens * recipe.n_micro_batches * recipe.n_gpus
-
-
-def only(answer: Answer) -> Plan:
-    """The one plan of an answer."""
-    assert len(answer.plans) == 1, answer.rejected
-    return answer.plans[0]
-
-
-def refused(answer: Answer) -> Rejected:
-    """The one rejected offer of an answer."""
-    assert not answer.plans
-    assert len(answer.rejected) == 1
-    return answer.rejected[0]
 
 
 # ---- what a plan is made of ----
@@ -184,18 +96,6 @@ def test_micro_batches_are_budgets_of_tokens():
     assert "up to 777 tokens at a time" in plan.recipe.in_words()
 
 
-def test_documents_end_to_end_have_no_padding_and_padded_ones_little():
-    flat = only(decide(wanted_of(), [place("A100-80GB", 2.0)]))
-    assert flat.recipe.stack.is_packed
-    assert flat.on.step.n_padded_tokens == pytest.approx(flat.on.step.n_tokens)
-    padded = only(decide(wanted_of(may_go_packed=False), [place("A100-80GB", 2.0)]))
-    assert not padded.recipe.stack.is_packed
-    assert 1 < padded.on.step.n_padded_tokens / padded.on.step.n_tokens < 1.15, (
-        "as far as pieces pay for themselves"
-    )
-    assert padded.on.step.seconds > flat.on.step.seconds
-
-
 def test_padded_work_is_cut_for_the_device_and_hardly_waits_for_launches():
     """FLAN-T5-base with short pairs on an RTX 4090: cut as for a CPU, launches would be most of the
     step.
@@ -216,50 +116,45 @@ def test_padded_work_is_cut_for_the_device_and_hardly_waits_for_launches():
     assert here.on.step.n_tokens > 0.9 * here.on.step.n_padded_tokens
 
 
-def test_a_head_with_an_adapter_scores_all_positions():
-    assert wanted_of().stack("bf16").scores_positions
-    assert not wanted_of(target_modules=("q_proj", "lm_head")).stack("bf16").scores_positions
-    assert not wanted_of(modules_to_save=("lm_head",)).stack("bf16").scores_positions
-    assert wanted_of().stack("bf16").fuses_adapters
-    assert wanted_of(lora_dropout=0.1).stack("bf16").fuses_adapters
-    assert not wanted_of(use_dora=True).stack("bf16").fuses_adapters
+@pytest.mark.parametrize(
+    ("changes", "scores_positions", "fuses_adapters"),
+    [
+        ({}, True, True),
+        ({"target_modules": ("q_proj", "lm_head")}, False, True),
+        ({"modules_to_save": ("lm_head",)}, False, True),
+        ({"lora_dropout": 0.1}, True, True),
+        ({"use_dora": True}, True, False),
+    ],
+)
+def test_a_head_with_an_adapter_scores_all_positions(changes, scores_positions, fuses_adapters):
+    stack = wanted_of(**changes).stack("bf16")
+    assert (stack.scores_positions, stack.fuses_adapters) == (scores_positions, fuses_adapters)
 
 
-UPPER = tuple(f"layers.{n}.self_attn.{name}_proj" for n in (14, 15) for name in "qv")
+@pytest.mark.parametrize(
+    ("changes", "n_steps", "n_evaluations"),
+    [
+        ({"n_epochs": 1.0}, 4, 0),  # the last one is smaller
+        ({"n_epochs": 2.5}, 10, 0),
+        ({"max_steps": 7}, 7, 0),
+        ({"global_batch": 1000}, 3, 0),
+        ({"eval_lengths": lengths_of(10)}, 12, 3),
+        ({"eval_lengths": lengths_of(10), "eval_steps": 5}, 12, 3),
+        ({"eval_lengths": lengths_of(10), "eval_steps": 0}, 12, 1),
+    ],
+)
+def test_steps_are_those_of_the_trainer(changes, n_steps, n_evaluations):
+    """Of 100 examples and three epochs."""
+    asked = wanted_of(lengths=lengths_of(100), **changes)
+    assert (asked.n_steps, asked.n_evaluations) == (n_steps, n_evaluations)
 
 
-def test_adapters_in_upper_layers_cost_less():
-    here = [place("A100-80GB", 2.0)]
-    asked = wanted_of(target_modules=("q_proj", "v_proj"), eval_lengths=lengths_of(500))
-    upper = replace(asked, target_modules=UPPER)
-    every, few = (only(decide(one, here)) for one in (asked, upper))
-    assert upper.adapters is not None
-    assert upper.adapters.first_layer == 14
-    assert few.seconds["training"] < 0.6 * every.seconds["training"]
-
-
-def test_steps_are_those_of_the_trainer():
-    short = lengths_of(100)
-    assert (
-        wanted_of(lengths=short, global_batch=32, n_epochs=1.0).n_steps == 4
-    )  # the last one is smaller
-    assert wanted_of(lengths=short, global_batch=32, n_epochs=2.5).n_steps == 10
-    assert wanted_of(lengths=short, max_steps=7).n_steps == 7
-    assert wanted_of(lengths=short, global_batch=1000, n_epochs=3.0).n_steps == 3
-    with_eval = wanted_of(lengths=short, eval_lengths=lengths_of(10), n_epochs=3.0)
-    assert with_eval.n_evaluations == 3
-    assert replace(with_eval, eval_steps=5).n_evaluations == 3
-    assert replace(with_eval, eval_steps=0).n_evaluations == 1
-    assert wanted_of().n_evaluations == 0
-
-
-def test_each_provider_has_its_own_time_to_boot_on_the_same_gpu():
-    plans = decide(
-        wanted_of(),
-        [place("A100-80GB", 2.0, provider=name) for name in ("AWS", "Lambda", "nobody")],
-    ).plans
-    seconds = {plan.offer.provider: plan.seconds["setup"] for plan in plans}
-    assert seconds == {"AWS": 221.0, "Lambda": 420.0, "nobody": Assumptions().setup_s}
+@pytest.mark.parametrize(
+    ("provider", "setup_s"), [("AWS", 221.0), ("Lambda", 420.0), ("nobody", 240.0)]
+)
+def test_each_provider_has_its_own_time_to_boot_on_the_same_gpu(provider, setup_s):
+    plan = only(decide(wanted_of(), [place("A100-80GB", 2.0, provider=provider)]))
+    assert plan.seconds["setup"] == setup_s
 
 
 def test_a_place_of_ones_own_needs_no_setup_no_download_and_no_tokenizing_twice():
@@ -366,66 +261,51 @@ def test_among_equals_one_gpu_comes_before_several():
     assert cheaper.plans[0].recipe.to_set == ("where.gpus: all",)
 
 
-def test_what_may_not_fit_is_not_the_first_choice_where_something_surely_does():
-    asked = wanted_of(micro_batch_tokens=1024, checkpoint_every=1)
-    roomy = place("A100-80GB", 2.0)
-    needed = only(decide(asked, [place("RTX 4090", 0.2)])).on.memory_range.likely
-    tight = place("RTX 4090", 0.2).but(memory=OnDevice(int(needed * 1.01)))
-    answer = decide(asked, [roomy, tight])
-    cheap = next(plan for plan in answer.plans if plan.offer is tight.offer)
-    assert cheap.on.is_tight
-    assert cheap.total_usd < answer.plans[0].total_usd
-    assert answer.plans[0].offer is roomy.offer
-    assert answer.plans[0].why == "the cheapest that surely fits"
-    assert decide(asked, [tight]).best is not None, "the only one is still said"
+OLD = place("A100-80GB", 2.0)
+SESSION, ROOMY = place("RTX PRO 6000", 0.9), place("H100-80GB", 9.0)
+ARM = at(offer_of("GH200", 1.0), torch=Torch("2.13.0"))
+SMALL_STEPS = {"micro_batch_tokens": 1024, "checkpoint_every": 1}
+NEEDED = only(decide(wanted_of(**SMALL_STEPS), [place("RTX 4090", 0.2)])).on.memory_range.likely
+TIGHT = place("RTX 4090", 0.2).but(memory=OnDevice(int(NEEDED * 1.01)))
 
 
-def test_a_machine_that_needs_hands_is_not_the_first_choice_and_says_what_it_needs():
-    torch = Torch("2.13.0")
-    offers = [offer_of("GH200", 1.0), offer_of("H100-80GB", 1.5)]
-    arm, other = (at(offer, torch=torch) for offer in offers)
-    assert isinstance(arm.machine, Machine)
-    assert (
-        "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"
-        in arm.machine.host_note
-    )
-    answer = decide(wanted_of(), [arm, other])
-    assert answer.plans[0].offer is other.offer
-    assert answer.plans[1].total_usd < answer.plans[0].total_usd
-    built = at(offers[0], torch=Torch("2.13.0", "cu130")).machine
-    assert isinstance(built, Machine)
-    assert not built.host_note, "installed from an index that has it"
+def fresh(usd: float, **changes: Any) -> Place:
+    return place("A100-80GB", usd, provider="B").but(**changes)
 
 
-def test_a_session_that_ends_before_the_run_is_not_the_first_choice():
-    session = place("RTX PRO 6000", 0.9)
-    ends = session.sold(billing=Billing("A", most_hours=0.3))
-    roomy = place("H100-80GB", 9.0)
-    assert decide(wanted_of(), [session, roomy]).plans[0].offer is session.offer
-    assert decide(wanted_of(), [ends, roomy]).plans[0].offer is roomy.offer
-
-
-def test_a_price_a_little_old_is_better_than_twice_the_dollars():
-    old, firm = (
-        place("A100-80GB", 2.0).aged(95),
-        place("A100-80GB", 4.0, provider="B"),
-    )
-    assert decide(wanted_of(), [old, firm]).plans[0].offer is old.offer
-    assert decide(wanted_of(), [old.aged(300), firm]).plans[0].offer is firm.offer
-    near = place("A100-80GB", 2.1, provider="B")
-    assert decide(wanted_of(), [old, near]).plans[0].offer is near.offer
-
-
-@pytest.mark.parametrize("age_days", [91, 120, 179, 181])
-@pytest.mark.parametrize(("usd", "is_fresh_first"), [(2.35, True), (2.6, False)])
-def test_no_old_price_comes_first_where_a_fresh_one_is_within_a_fifth(
-    age_days, usd, is_fresh_first
+@pytest.mark.parametrize(
+    ("first", "second", "is_first", "asked"),
+    [
+        (OLD.aged(95), fresh(4.0), True, {}),
+        (OLD.aged(395), fresh(4.0), False, {}),
+        (OLD.aged(95), fresh(2.1), False, {}),
+        (OLD.aged(91), fresh(2.35, host_note="drivers of its own"), False, {}),
+        (OLD.aged(181), fresh(2.35, host_note="drivers of its own"), False, {}),
+        (OLD.aged(91), fresh(2.6, host_note="drivers of its own"), True, {}),
+        (OLD.aged(181), fresh(2.6, host_note="drivers of its own"), True, {}),
+        (OLD.aged(95), OLD.aged(400).sold(usd=1.9), True, {}),  # the cheapest at worst
+        (SESSION, ROOMY, True, {}),
+        (SESSION.sold(billing=Billing("A", most_hours=0.3)), ROOMY, False, {}),
+        (ARM, place("H100-80GB", 1.5), False, {}),
+        (TIGHT, OLD, False, SMALL_STEPS),
+        (place("RTX 4090", 0.2), OLD, True, SMALL_STEPS),
+    ],
+)
+def test_the_first_choice_can_be_had_at_its_price_and_surely_does_the_job(
+    first, second, is_first, asked
 ):
-    old = place("A100-80GB", 2.0).aged(age_days)
-    fresh = place("A100-80GB", usd, provider="B")
-    dear = fresh.but(host_note="drivers of its own")  # it can't be had just so
-    first = decide(wanted_of(), [old, dear]).plans[0]
-    assert (first.offer is dear.offer) is is_fresh_first
+    answer = decide(wanted_of(**asked), [first, second])
+    assert (answer.best.offer is first.offer) is is_first
+    if first is TIGHT:
+        assert answer.best.why == "the cheapest that surely fits"
+        assert answer.plans[1].on.is_tight
+    assert decide(wanted_of(**asked), [first]).best is not None, "the only one is still said"
+
+
+def test_a_machine_that_needs_hands_says_what_it_needs():
+    index = "--index-url https://download.pytorch.org/whl/cu130"
+    assert f"pip install torch==2.13.0 {index}" in ARM.machine.host_note
+    assert not at(ARM.offer, torch=Torch("2.13.0", "cu130")).machine.host_note
 
 
 def test_a_price_that_the_user_gave_is_taken_however_old_it_is():
@@ -452,46 +332,25 @@ def test_a_cent_is_not_waited_for():
     )
 
 
-def test_where_no_price_is_firm_the_first_is_the_cheapest_at_worst():
-    old = place("A100-80GB", 2.0)
-    near, far = old.aged(95), old.aged(400).sold(usd=1.9)
-    answer = decide(wanted_of(), [near, far])
-    assert answer.plans[0].total_usd > answer.plans[1].total_usd
-    assert answer.plans[0].usd_range.high < answer.plans[1].usd_range.high
-
-
 def test_the_front_is_what_nothing_beats_in_both():
     drawn = random.Random(1)
-    prices = [one.sold(usd=one.offer.usd * drawn.uniform(0.5, 2)) for one in MARKET * 4]
+    prices = [one.sold(usd=one.offer.usd * drawn.uniform(0.5, 2)) for one in MARKET * 2]
     plans = decide(wanted_of(), prices).plans
     for plan in plans:
-        beaten = any(
-            other.total_usd <= plan.total_usd
-            and other.wall_s <= plan.wall_s
-            and (other.total_usd, other.wall_s) != (plan.total_usd, plan.wall_s)
-            for other in plans
+        others = [other for other in plans if other is not plan]
+        is_beaten = any(
+            other.total_usd <= plan.total_usd and other.wall_s <= plan.wall_s for other in others
         )
-        twin_before = any(
-            (other.total_usd, other.wall_s) == (plan.total_usd, plan.wall_s)
-            and other.on_front
-            and other is not plan
-            for other in plans
-        )
-        assert plan.on_front == (not beaten and not (twin_before and not plan.on_front))
+        assert plan.on_front is not is_beaten
 
 
 def test_the_same_question_has_the_same_answer_whatever_the_order():
     asked = wanted_of(deadline_s=40 * H, max_usd=60.0, eval_lengths=lengths_of(300))
-    first, second = decide(asked, MARKET), decide(asked, MARKET)
-    assert first == second
-    assert repr(first).encode() == repr(second).encode()
-    drawn = random.Random(3)
-    for _ in range(3):
-        shuffled = drawn.sample(MARKET, len(MARKET))
-        assert decide(asked, shuffled).plans == first.plans
-        assert sorted(map(repr, decide(asked, shuffled).rejected)) == sorted(
-            map(repr, first.rejected)
-        )
+    first = decide(asked, MARKET)
+    other = decide(asked, random.Random(3).sample(MARKET, len(MARKET)))
+    assert other.plans == first.plans
+    assert sorted(map(repr, other.rejected)) == sorted(map(repr, first.rejected))
+    assert repr(decide(asked, MARKET)) == repr(first)
 
 
 def test_nothing_to_choose_from_and_nothing_to_train_on():
@@ -531,16 +390,11 @@ def test_a_step_that_does_not_divide_evenly_still_holds_all_its_examples():
 
 
 def test_more_gpus_than_examples_in_a_step_are_refused():
-    found = refused(decide(wanted_of(global_batch=4), [place("A100-80GB", 2.0, 8)]))
+    eight = [place("A100-80GB", 2.0, 8)]
+    found = refused(decide(wanted_of(global_batch=4), eight))
     assert found.reason == "a step of 4 examples can't be divided by 8 GPUs"
     assert found.change == "train.global_batch_size: 8"
-    assert decide(wanted_of(global_batch=8), [place("A100-80GB", 2.0, 8)]).plans
-
-
-def test_two_gpus_are_quicker_than_one_but_not_twice():
-    one, two = (only(decide(wanted_of(), [place("A100-80GB", 2.0 * n, n)])) for n in (1, 2))
-    assert 1.2 < one.on.step.seconds / two.on.step.seconds < 2.0
-    assert two.on.step.parts["communication"] > 0
+    assert decide(wanted_of(global_batch=8), eight).plans
 
 
 def test_a_model_too_large_for_one_gpu_is_divided():
@@ -759,24 +613,9 @@ def test_runs_that_match_the_formula_leave_context_and_slack_in_what_a_gpu_must_
 
 
 def test_capacity_that_never_lasts_a_start_is_refused():
-    found = refused(
-        decide(
-            wanted_of(),
-            [place("A100-80GB", 1.0, spot=True)],
-            hazard=lambda _: Interruptions(weibull(0.1)),
-        )
-    )
+    spot = [place("A100-80GB", 1.0, spot=True)]
+    found = refused(decide(wanted_of(), spot, hazard=lambda _: Interruptions(weibull(0.1))))
     assert found.reason == "interruptions come faster than work is saved"
-
-
-def test_a_deadline_is_met_with_the_chance_that_is_asked_for():
-    here = [place("A100-80GB", 2.0)]
-    free = only(decide(wanted_of(), here))
-    sure_s = free.hours_range.high * H
-    assert decide(wanted_of(deadline_s=1.02 * sure_s), here).plans
-    tight = refused(decide(wanted_of(deadline_s=free.wall_s * 1.01), here))
-    assert "only" in tight.reason
-    assert decide(wanted_of(deadline_s=free.wall_s * 1.01, confidence=0.5), here).plans
 
 
 # ---- what else is paid for ----
@@ -804,72 +643,55 @@ def test_units_of_gigabytes_and_packs_are_paid_up_front():
     assert plan.up_front_usd == pytest.approx(9.99 * -(-plan.total_usd // 9.99))
 
 
-def test_checkpoints_that_go_to_a_store_elsewhere_are_egress():
-    wanted = wanted_of(method="full", optim="adamw_torch_fused", save_every_s=600.0)
-    of_offer = place("H100-80GB", 2.0)
-    there = of_offer.sold(provider="AWS")
-    usd = {
-        store: only(decide(replace(wanted, store=store), [there])).usd
-        for store in ("", "s3://a/b", "gs://a/b")
-    }
-    assert (
-        usd[""]["egress"]
-        == usd["s3://a/b"]["egress"]
-        == pytest.approx(wanted.n_trainable * 4e-9 * 0.09)
-    )
-    plan = only(decide(replace(wanted, store="gs://a/b"), [there]))
-    n = plan.seconds["training"] // 600 + 1
-    assert plan.usd["egress"] == pytest.approx(
-        (wanted.n_trainable * 4 + n * wanted.save_bytes) * 9e-11
-    )
-    here = only(decide(replace(wanted, store="gs://a/b"), [there.but(is_local=True)]))
-    assert "egress" not in here.usd
-    assert "storage" not in here.usd
+@pytest.mark.parametrize(("store", "sends_saves"), [("", 0), ("s3://a/b", 0), ("gs://a/b", 1)])
+def test_checkpoints_that_go_to_a_store_elsewhere_are_egress(store, sends_saves):
+    wanted = wanted_of(method="full", save_every_s=600.0, store=store)
+    there = place("H100-80GB", 2.0, provider="AWS")
+    plan = only(decide(wanted, [there]))
+    n_saves = sends_saves * (plan.seconds["training"] // 600 + 1)
+    expected = (wanted.n_trainable * 4 + n_saves * wanted.save_bytes) * 9e-11
+    assert plan.usd["egress"] == pytest.approx(expected)
+    here = only(decide(wanted, [there.but(is_local=True)]))
+    assert not {"egress", "storage"} & set(here.usd)
 
 
 def test_a_host_without_room_for_the_copy_of_a_checkpoint_takes_it_at_the_pace_of_its_disk():
-    wanted = wanted_of(method="full", optim="adamw_torch_fused")
-    checkpoint_gib = wanted.save_bytes / 2**30
-    of_offer = place("H100-80GB", 2.0)
-    seconds = {}
-    for ram_gib in (None, 2.1 * checkpoint_gib, 1.9 * checkpoint_gib):
-        there = of_offer.sold(ram_gib=ram_gib)
-        seconds[ram_gib is None or ram_gib > 2 * checkpoint_gib] = only(
-            decide(wanted, [there])
-        ).seconds["checkpoints"]
-    assert seconds[False] > 2 * seconds[True]
+    wanted = wanted_of(method="full")
+    gib = wanted.save_bytes / 2**30
+    unknown, roomy, short = (
+        only(decide(wanted, [place("H100-80GB", 2.0).sold(ram_gib=ram)])).seconds["checkpoints"]
+        for ram in (None, 2.1 * gib, 1.9 * gib)
+    )
+    assert short > 2 * roomy
+    assert unknown == roomy
 
 
 # ---- weights in main memory ----
 
 
-def with_ram(one: Place, gib: float) -> Place:
-    """The place with so much main memory."""
-    return one.sold(ram_gib=gib)
-
-
 EIGHT = "meta-llama/Llama-3.1-8B"
+
+
+def with_ram(gpu: str, usd: float, gib: float, n_gpus: int = 1) -> Place:
+    return place(gpu, usd, n_gpus).sold(ram_gib=gib)
 
 
 def test_full_training_that_fits_no_other_way_is_planned_with_its_weights_in_main_memory():
     asked = wanted_of(EIGHT, method="full")
-    plan = only(decide(asked, [with_ram(place("RTX 4090", 0.5), 256.0)]))
+    plan = only(decide(asked, [with_ram("RTX 4090", 0.5, 256.0)]))
     assert plan.to_set == ("where.strategy: fsdp", "where.offload_weights: true")
     n = asked.shape.n_parameters
     assert plan.on.host_bytes == 16 * n, "weights, gradients and two moments in fp32"
-    assert plan.on.memory.allocated.n_bytes < 2 * n, (
-        "not even the weights in bf16 are whole on the GPU"
-    )
+    assert plan.on.memory.allocated.n_bytes < 2 * n, "not even bf16 weights are whole on the GPU"
     assert plan.on.step.parts["weights from the host"] > 0
     assert sum(plan.on.step.parts.values()) == pytest.approx(plan.on.step.seconds)
-    assert plan.usd["compute"] == pytest.approx(plan.wall_s / 3600 * 0.5)
 
 
 def test_weights_stay_on_the_gpu_where_they_fit_and_where_main_memory_is_short_or_not_known():
     asked = wanted_of(EIGHT, method="full")
-    whole = only(decide(asked, [with_ram(place("B200", 5.0), 512.0)]))
+    whole = only(decide(asked, [with_ram("B200", 5.0, 512.0)]))
     assert (whole.to_set, whole.on.host_bytes) == ((), 0)
-    for small in (with_ram(place("RTX 4090", 0.5), 64.0), place("RTX 4090", 0.5)):
+    for small in (with_ram("RTX 4090", 0.5, 64.0), place("RTX 4090", 0.5)):
         assert refused(decide(asked, [small])).reason.startswith("needs ")
 
 
@@ -889,20 +711,18 @@ def test_8b_in_full_fits_one_gpu_of_80_gb_without_copies_in_fp32():
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "precision"),
     [
-        {"spreads": False},
-        {"may_spread": False},
-        {"optim": "adamw_8bit"},
-        {"optim": "paged_adamw_8bit"},
-        {"precision": "fp16"},
+        ({"spreads": False}, "bf16"),
+        ({"may_spread": False}, "bf16"),
+        ({"optim": "adamw_8bit"}, "bf16"),
+        ({"optim": "paged_adamw_8bit"}, "bf16"),
+        ({"precision": "fp16"}, "fp16"),
     ],
 )
-def test_weights_that_training_refuses_to_spread_are_not_planned_in_main_memory(
-    changes,
-):
+def test_weights_that_training_refuses_to_spread_are_not_planned_in_main_memory(changes, precision):
     asked = wanted_of("meta-llama/Llama-2-13b-hf", method="full", **changes)
-    there = with_ram(place("RTX 4090", 0.5).but(precision=changes.get("precision", "bf16")), 512.0)
+    there = with_ram("RTX 4090", 0.5, 512.0).but(precision=precision)
     assert refused(decide(asked, [there])).reason.startswith("needs ")
     told = refused(decide(replace(asked, offloads_weights=True), [there]))
     assert told.reason.startswith("weights can't be kept in main memory: ")
@@ -911,18 +731,16 @@ def test_weights_that_training_refuses_to_spread_are_not_planned_in_main_memory(
 def test_what_the_job_asks_for_is_planned_also_where_it_would_fit_otherwise():
     asked = wanted_of(EIGHT, method="full", offloads_weights=True)
     plan = only(decide(asked, [place("B200", 5.0)]))
+    plain = only(decide(replace(asked, offloads_weights=False), [place("B200", 5.0)]))
     assert plan.recipe.offloads_weights
-    assert (
-        plan.on.step.seconds
-        > only(decide(replace(asked, offloads_weights=False), [place("B200", 5.0)])).on.step.seconds
-    )
-    short = refused(decide(asked, [with_ram(place("B200", 5.0), 64.0)]))
+    assert plan.on.step.seconds > plain.on.step.seconds
+    short = refused(decide(asked, [with_ram("B200", 5.0, 64.0)]))
     assert short.reason == "needs 119.7 GiB of main memory, has 64.0 GiB"
 
 
 def test_more_gpus_bring_fewer_rows_each_and_adapters_leave_only_the_base_in_main_memory():
     asked = wanted_of(EIGHT, method="full", offloads_weights=True)
-    one, two = (only(decide(asked, [with_ram(place("A100-80GB", 2.0, n), 512.0)])) for n in (1, 2))
+    one, two = (only(decide(asked, [with_ram("A100-80GB", 2.0, 512.0, n)])) for n in (1, 2))
     assert one.on.host_bytes == two.on.host_bytes
     each = one.on.step.parts["weights from the host"] / one.recipe.n_micro_batches
     assert two.on.step.parts["weights from the host"] / two.recipe.n_micro_batches == pytest.approx(
@@ -940,7 +758,7 @@ def test_an_off_loaded_optimizer_needs_main_memory_too():
         only(decide(asked, [place("A100-80GB", 2.0)])).on.host_bytes
         == 16 * asked.shape.n_parameters
     )
-    short = with_ram(place("A100-80GB", 2.0), 100.0)
+    short = with_ram("A100-80GB", 2.0, 100.0)
     assert refused(decide(asked, [short])).reason.endswith("of main memory, has 100.0 GiB")
 
 

@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 
+from farthing.data.lengths import from_mean
 from farthing.planner.speed import Calibration
 from farthing.planner.spot import Interruptions, weibull
 from farthing.planner.types import Answer, JobSpec, Plan
-from test_plan import H, decide, place, wanted_of
+from planned import H, decide, place, wanted_of
 
 A100 = place("A100-80GB", 2.0)
 CHEAP = place("A100-80GB", 1.0)
+UPPER = tuple(f"layers.{n}.self_attn.{name}_proj" for n in (14, 15) for name in "qv")
+PAIRS = from_mean(4000, 400.0, 512, mean_target=8.0)
+BASE_8B = {"model": "meta-llama/Llama-3.1-8B", "method": "full"}
+T5 = {"model": "google/flan-t5-base", "method": "full", "lengths": PAIRS, "eval_lengths": PAIRS}
 A100_SPOT = place("A100-80GB", 0.8, spot=True)
 
 
@@ -75,6 +80,36 @@ def test_what_a_plan_comes_to(where, expected):
     """Spot is wider than what is interrupted, and a run that may overflow could be done twice."""
     (plan,) = plans(WANTED, where).plans
     assert figures(plan) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "where", "expected"),
+    [  # hours, dollars, GiB of the GPU and of main memory, and of a step: s, tokens, micro-batches
+        ({}, A100, (0.231, 0.466, 22.18, 0.0, 0.2884, 7747, 1.0)),
+        ({"may_go_packed": False}, A100, (0.262, 0.529, 12.6, 0.0, 0.349, 8656, 5.58)),
+        ({"target_modules": UPPER}, A100, (0.1604, 0.3212, 5.72, 0.0, 0.1534, 7747, 1.0)),
+        ({}, place("A100-80GB", 4.0, 2), (0.159, 0.641, 14.53, 0.0, 0.1509, 7747, 1.0)),
+        (
+            {"method": "qlora"},
+            place("RTX 4090", 0.5),
+            (0.356, 0.182, 15.56, 0.0, 0.5291, 7747, 1.28),
+        ),
+        ({"method": "qlora"}, place("T4", 0.3), (1.573, 0.477, 6.24, 0.0, 2.8642, 7747, 4.31)),
+        (
+            BASE_8B,
+            place("RTX 4090", 0.5).sold(ram_gib=256.0),
+            (14.512, 10.754, 18.26, 119.66, 27.2965, 7747, 1.28),
+        ),
+        (BASE_8B, place("A100-80GB", 16.0, 8), (0.431, 9.807, 42.72, 0.0, 0.5485, 7747, 1.0)),
+        (T5 | {"max_new_tokens": 256}, A100, (0.093, 0.275, 14.33, 0.0, 0.1032, 13056, 1.0)),
+    ],
+)
+def test_what_other_ways_to_train_come_to(asked, where, expected):
+    (plan,) = plans(wanted_of(**asked), where).plans
+    on, recipe = plan.on, plan.recipe
+    found = (plan.hours_range.likely, plan.total_usd, on.memory_range.likely / 2**30)
+    found += (on.host_bytes / 2**30, on.step.seconds, on.step.n_padded_tokens)
+    assert (*found, recipe.n_micro_batches) == pytest.approx(expected, rel=4e-3)
 
 
 LIMITS: list[tuple[dict[str, float], list[tuple[str, str, float]]]] = [

@@ -1,0 +1,103 @@
+"""Jobs, machines with their offers, and what the planner decides for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from farthing.data.lengths import Lengths, from_arrays
+from farthing.models.model_config import known_config
+from farthing.models.shapes import Shape, read_shape
+from farthing.planner.decide import decide as decide_offered
+from farthing.planner.machines import machine_of
+from farthing.planner.search import Refusal
+from farthing.planner.software import Torch
+from farthing.planner.types import Answer, JobSpec, Machine, Plan, Rejected
+from farthing.prices.gpus import gpus
+from farthing.prices.offers import Offer
+from offers import TODAY, offer_of
+
+H = 3600.0
+SHAPES: dict[str, Shape] = {}
+
+
+def shape_of(name: str) -> Shape:
+    """A known model."""
+    if name not in SHAPES:
+        config = known_config(name)
+        assert config is not None
+        SHAPES[name] = read_shape(config)
+    return SHAPES[name]
+
+
+def lengths_of(n: int = 20_000, longest: int = 1024, n_all: int | None = None) -> Lengths:
+    """Lengths around a quarter of the longest."""
+    drawn = np.random.default_rng(0).lognormal(np.log(longest / 5), 0.6, min(n, 4096))
+    tokens = np.clip(drawn, 8, longest).astype(int)
+    tokens[0] = longest
+    return from_arrays(tokens, source="made", n_examples=n_all or n)
+
+
+def wanted_of(model: str = "meta-llama/Llama-3.2-1B", **changes: Any) -> JobSpec:
+    """A job on a small model; `changes` are of `JobSpec`."""
+    usual: dict[str, Any] = {
+        "shape": shape_of(model),
+        "method": "lora",
+        "optim": "adamw_torch_fused",
+        "global_batch": 32,
+        "lengths": lengths_of(),
+        "n_epochs": 3.0,
+    }
+    return JobSpec(**(usual | changes))
+
+
+class Place(NamedTuple):
+    """A machine, and its offer."""
+
+    machine: Machine | Refusal
+    offer: Offer
+
+    def but(self, **changes: Any) -> Place:
+        """With other fields of its machine."""
+        assert isinstance(self.machine, Machine)
+        return self._replace(machine=replace(self.machine, **changes))
+
+    def sold(self, **changes: Any) -> Place:
+        """With other fields of its offer."""
+        return self._replace(offer=self.offer._replace(**changes))
+
+    def aged(self, days: int) -> Place:
+        return self.sold(date=TODAY - timedelta(days=days))
+
+
+def at(offer: Offer, wanted: JobSpec | None = None, torch: Torch | None = None) -> Place:
+    """Where an offer would have a job run."""
+    machine = machine_of(gpus()[offer.gpu], offer.n_gpus, wanted or wanted_of(), torch=torch)
+    return Place(machine, offer)
+
+
+def place(gpu: str, usd: float, n_gpus: int = 1, **more: Any) -> Place:
+    found = at(offer_of(gpu, usd, n_gpus, **more))
+    assert isinstance(found.machine, Machine), found
+    return found
+
+
+def decide(wanted: JobSpec, places: list[Place], **more: Any) -> Answer:
+    offered = [(one.machine, [one.offer]) for one in places]
+    return decide_offered(wanted, offered, today=TODAY, **more)
+
+
+def only(answer: Answer) -> Plan:
+    """The one plan of an answer."""
+    assert len(answer.plans) == 1, answer.rejected
+    return answer.plans[0]
+
+
+def refused(answer: Answer) -> Rejected:
+    """The one rejected offer of an answer."""
+    assert not answer.plans
+    assert len(answer.rejected) == 1
+    return answer.rejected[0]
