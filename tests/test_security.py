@@ -763,6 +763,10 @@ DOUBLED = (
     "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = TWICE %}{% endfor %}"
 )
 LONG = "{% set x = 'a' * 100000 %}"
+NESTED = (
+    "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}"
+    "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+)
 BOMBS = {
     "a long loop": "{% for i in range(1000000000) %}x{% endfor %}",
     "nested loops": "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2,
@@ -794,6 +798,17 @@ BOMBS = {
     "searched": LONG + "{% for i in range(99999) %}{{ 'ba' * 9 in x }}{% endfor %}",
     "cut": LONG + "{% for i in range(99999) %}{{ x[1:] | length }}{% endfor %}",
     "summed": "{{ ([[1] * 20000] * 20000) | sum(start=[]) | length }}",
+    "a field often": LONG + "{{ ('{0}' * 99999).format(x) }}",
+    "a key often": LONG + "{{ ('%(a)s' * 99999) % {'a': x} }}",
+    "many widths": "{{ ('{0:999999}' * 10000).format(1) }}",
+    "many widths of percent": "{{ ('%999999d' * 10000) % ((1,) * 10000) }}",
+    "much indented JSON": "{{ ([1] * 5000) | tojson(indent=999999) }}",
+    "much separated JSON": LONG + "{{ ([1] * 99999) | tojson(separators=(x, x)) }}",
+    "compared": NESTED + "{{ ns.x == ns.y }}",
+    "compared by a test": NESTED + "{{ ns.x is in [ns.y] }}",
+    "sorted": NESTED + "{{ [ns.x, ns.y] | sort }}",
+    "counted": NESTED + "{{ [ns.y].count(ns.x) }}",
+    "looked through": LONG + "{% for i in range(99999) %}{{ x is lower }}{% endfor %}",
 }
 
 
@@ -805,6 +820,15 @@ def test_a_chat_template_without_bounds_ends_the_job(
     with PeakMemory() as memory, pytest.raises(ModelError, match="loops or grows without bound"):
         converter("messages", {}, {}, tokenizer, "causal-lm")
     assert memory.n_bytes < MOST_BYTES
+
+
+def test_a_chat_template_may_format_any_content(tiny_folders: dict[str, Path]) -> None:
+    template = "{% for m in messages %}{{ '%s: %s' | format(m.role, m.content) }}\n{% endfor %}"
+    tokenizer = light_tokenizer(tiny_folders["llama"], template)
+    said = "**Call** 0049 30 1234567 {or {write}} 100 %*"
+    chat = [{"role": role, "content": said} for role in ("user", "assistant")]
+    text = converter("messages", {}, {}, tokenizer, "causal-lm")({"messages": chat})
+    assert "".join(part for part, _ in text.segments) == f"user: {said}\nassistant: {said}\n"
 
 
 @pytest.mark.parametrize("verb", ["plan", "doctor", "train"])

@@ -24,10 +24,12 @@ from farthing.errors import ModelError
 
 MOST_WORK = 200_000_000
 """Of one chat, in characters that expressions read and write: about a second."""
-_WORK_OF_A_CALL, _WORK_OF_A_TURN = 4000, 100
-_LARGEST_ARGUMENT, _MOST_BITS = 1_000_000, 10_000
-_WRITERS = ("tojson", "string", "join", "pprint", "sum", "xmlattr", "urlencode", "format", "map")
-"""Filters and methods that write out all that a value holds."""
+_WORK_OF_A_CALL, _WORK_OF_A_TURN, _WORK_OF_AN_ITEM = 4000, 100, 400
+_LARGEST_ARGUMENT, _LARGEST_INDENT, _MOST_BITS = 1_000_000, 100, 10_000
+_OUTSIDE = ("length", "count", "first", "last", "list", "reverse", "items", "default", "d", "attr")
+"""Filters that don't look into the items of a list; all others do."""
+_REMOVED = ("random", "wordwrap", "urlize", "xmlattr")
+"""Filters that draw, or that write a text for each word of another; no template needs them."""
 _UNSAFE = ("translate", "expandtabs")
 """Methods of texts that multiply them, and that no template needs."""
 
@@ -64,15 +66,16 @@ def _spend_all(value: Any) -> None:
     _spend(_length(value))
     if isinstance(value, dict):
         value = [*value, *value.values()]
-    for each in value if isinstance(value, list | tuple) else ():
-        _spend(_WORK_OF_A_CALL)
-        _spend_all(each)
+    if isinstance(value, list | tuple):
+        for each in value:
+            _spend(_WORK_OF_AN_ITEM)
+            _spend_all(each)
 
 
 @jinja2.pass_context  # never folded into a constant
-def _read(_: Any, value: Any) -> Any:
-    """A value whose length is spent."""
-    _spend(_length(value))
+def _read(_: Any, value: Any, is_whole: bool) -> Any:
+    """A value whose length is spent, or with `is_whole` all that it holds."""
+    (_spend_all if is_whole else lambda some: _spend(_length(some)))(value)
     return value
 
 
@@ -85,17 +88,22 @@ def _turns(_: Any, value: Any, n_written: int) -> list[Any]:
 
 
 def _bounded(name: str, call: Callable[..., Any], own: Any, given: list[Any]) -> Any:
-    """The result of a filter, method or macro. `own` is what a method belongs to."""
+    """The result of a filter, test, method or macro. `own` is what a method belongs to."""
     _spend(_WORK_OF_A_CALL)
     texts = [each for each in (own, *given) if isinstance(each, str)]
     numbers = [each for each in given if isinstance(each, int)]
-    is_wide = name.startswith("format") and any(
-        re.search(r"\d{7}|\*|\{[^}]*\{", each) for each in texts
-    )
-    if is_wide or any(abs(each) > _LARGEST_ARGUMENT for each in numbers):
+    if any(abs(each) > _LARGEST_ARGUMENT for each in numbers):
         raise _unbounded()
-    if name in _WRITERS:
-        _spend_all(given)
+    before = _left.work
+    if name not in _OUTSIDE or isinstance(own, list | tuple):
+        _spend_all([own, *given])
+    if name.startswith("format") and texts:
+        pattern = texts[0]
+        if re.search(r"%[^%a-zA-Z]*\*|\{[^}]*\{", pattern):  # a width that is an argument
+            raise _unbounded()
+        n_fields = pattern.count("%") + pattern.count("{")
+        widths = sum(map(int, re.findall(r"\d{1,18}", pattern)))
+        _spend(n_fields * (before - _left.work) + widths)
     if name == "replace" and len(texts) > 2:
         _spend(texts[0].count(texts[1]) * len(texts[2]))
     if name in ("join", "indent"):
@@ -106,7 +114,9 @@ def _bounded(name: str, call: Callable[..., Any], own: Any, given: list[Any]) ->
     return found
 
 
-def _filter(name: str, of: Callable[..., Any]) -> Callable[..., Any]:
+def _bounded_function(name: str, of: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter or test."""
+
     @functools.wraps(of)  # with what jinja2 notes at it
     def bounded(*args: Any, **named: Any) -> Any:
         return _bounded(name, lambda: of(*args, **named), None, [*args, *named.values()])
@@ -132,14 +142,14 @@ class _Counted(NodeTransformer):
     def visit_Operand(self, node: nodes.Operand) -> nodes.Node:
         """What something is compared with."""
         self.generic_visit(node)
-        node.expr = nodes.Filter(node.expr, "_read", [], [], None, None)
+        node.expr = nodes.Filter(node.expr, "_read", [nodes.Const(True)], [], None, None)
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         """`xs[1:]`."""
         self.generic_visit(node)
         if isinstance(node.arg, nodes.Slice):
-            node.node = nodes.Filter(node.node, "_read", [], [], None, None)
+            node.node = nodes.Filter(node.node, "_read", [nodes.Const(False)], [], None, None)
         return node
 
 
@@ -199,9 +209,22 @@ def _refuse(message: str) -> None:
 
 
 def _as_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    """As transformers has it."""
+    if max(indent or 0, *map(len, separators or ("",))) > _LARGEST_INDENT:
+        raise _unbounded()
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -212,10 +235,15 @@ def _compiled(source: str) -> jinja2.Template:
         extensions=[_Generation, jinja2.ext.loopcontrols],
         finalize=_written,
     )
-    filters = {**environment.filters, "tojson": _as_json}
-    del filters["random"], environment.globals["lipsum"]
-    own = {"_turns": _turns, "_read": _read}
-    environment.filters = {name: _filter(name, of) for name, of in filters.items()} | own
+    filters, tests = {**environment.filters, "tojson": _as_json}, environment.tests
+    for name in _REMOVED:
+        del filters[name]
+    environment.filters = {name: _bounded_function(name, of) for name, of in filters.items()}
+    environment.filters |= {"_turns": _turns, "_read": _read}
+    for name, of in tests.items():
+        if of.__module__ == "_operator" or name in ("in", "lower", "upper"):  # they read it all
+            tests[name] = _bounded_function(name, of)
+    del environment.globals["lipsum"]
     environment.globals["raise_exception"] = _refuse
     return environment.from_string(source)
 
