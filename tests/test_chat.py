@@ -25,9 +25,8 @@ from farthing.data.read import open_sources
 from farthing.data.sample import sample_lengths
 from farthing.data.token_set import Recipe
 from farthing.data.tokens import tokenize
-from farthing.errors import DataError, ModelError
+from farthing.errors import DataError, ModelError, UnusableRowError
 from farthing.model.load import ModelChoice, load_tokenizer
-from farthing.objectives.columns import Unusable
 from farthing.tiny import write_jsonl
 from thinned import thinned
 from token_sets import encoded_examples
@@ -288,7 +287,7 @@ def test_thinking_that_a_prompt_opens_is_learned_from_there(made: Any) -> None:
     assert is_target == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
     assert tokenizer.decode(ids[len(prompt) :]) == "Hm.\n</think>\n\nFood.</s>"
     with pytest.raises(
-        Unusable,
+        UnusableRowError,
         match=r"another form than the model would write it \(its prompt ends with '<think>'\)",
     ):
         read(tokenizer, CHAT)
@@ -331,7 +330,7 @@ def test_an_answer_follows_the_thinking_that_its_prompt_closes_and_a_chat_drops(
     called = read_chat({"messages": [CHAT[0], call], "tools": tools})
     assert called.segments[1] == ("<|tool_call>add<turn|>", True)
     thought = {"role": "assistant", "content": "<|channel>thought\nHm.<channel|>Food."}
-    with pytest.raises(Unusable, match="drops the thinking of its answer"):
+    with pytest.raises(UnusableRowError, match="drops the thinking of its answer"):
         read_chat({"messages": [CHAT[0], thought]})
 
 
@@ -446,12 +445,12 @@ def test_the_date_is_the_one_that_is_asked_for(made: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("template", ["{{ ['a', 'b'] | random }}", "{{ lipsum() }}"])
 def test_a_template_that_draws_at_random_is_refused(made: Any, template: str) -> None:
-    with pytest.raises(Unusable, match="the chat template refuses it"):
+    with pytest.raises(UnusableRowError, match="the chat template refuses it"):
         read(made(template), CHAT)
 
 
 def test_marks_in_a_text_of_its_own_are_refused(made: Any) -> None:
-    with pytest.raises(Unusable, match=r"U\+FDD0"):
+    with pytest.raises(UnusableRowError, match=r"U\+FDD0"):
         read(made(MARKED), [CHAT[0], {"role": "assistant", "content": "\ufdd0all of it\ufdd1"}])
 
 
@@ -497,7 +496,7 @@ def test_a_template_that_leaves_out_what_is_said_is_refused(made: Any, says: str
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (SAYS) + '<|im_end|>\n' }}{%"
         " endfor %}"
     )
-    with pytest.raises(Unusable, match="leaves out the messages' text"):
+    with pytest.raises(UnusableRowError, match="leaves out the messages' text"):
         read(made(template.replace("SAYS", says)), CHAT)
 
 

@@ -13,7 +13,7 @@ from farthing.data.chat import DEFAULT_CHAT_TEMPLATE, Renderer
 from farthing.data.foreign import foreign_kind
 from farthing.data.formats import converter
 from farthing.data.shown import Shown
-from farthing.objectives.columns import Unusable
+from farthing.errors import UnusableRowError
 from token_sets import with_words
 
 PLAIN = (
@@ -74,7 +74,7 @@ def test_an_answer_whose_template_opens_it_differently_is_not_learned_where_it_i
             {"role": "assistant", "content": "<think>x</think>A", "weight": 0},
         ]
     }
-    with pytest.raises(Unusable, match="every assistant turn is marked"):
+    with pytest.raises(UnusableRowError, match="every assistant turn is marked"):
         read(row, thinking)
 
 
@@ -86,7 +86,7 @@ def test_an_answer_whose_template_opens_it_differently_is_not_learned_where_it_i
     ],
 )
 def test_other_marks_make_the_row_unusable(message: dict[str, Any], words: str) -> None:
-    with pytest.raises(Unusable, match=words):
+    with pytest.raises(UnusableRowError, match=words):
         read({"messages": [*talk(), message]})
 
 
@@ -141,7 +141,7 @@ def test_a_template_whose_marks_are_not_one_a_turn_can_leave_none_out() -> None:
         "{{- eos_token }}", "{% endgeneration %}{% generation %}{{- eos_token }}"
     )
     assert learned({"messages": talk()}, twice)
-    with pytest.raises(Unusable, match="marks more or fewer turns"):
+    with pytest.raises(UnusableRowError, match="marks more or fewer turns"):
         read({"messages": talk(weight=0)}, twice)
 
 
@@ -178,7 +178,9 @@ WITH_TOOLS: dict[str, Any] = {
 
 
 def test_a_call_that_the_template_leaves_out_is_no_empty_answer() -> None:
-    with pytest.raises(Unusable, match="leaves out `tool_calls`: an empty answer would be learned"):
+    with pytest.raises(
+        UnusableRowError, match="leaves out `tool_calls`: an empty answer would be learned"
+    ):
         read(WITH_TOOLS, NO_TOOLS)
     assert "add" in learned(WITH_TOOLS, PLAIN)
 
@@ -275,7 +277,7 @@ def test_an_answer_that_says_nothing_is_not_learned_as_an_empty_one(
     said: dict[str, Any], template: str
 ) -> None:
     turns = [{"role": "user", "content": "a?"}, {"role": "assistant", **said}, *talk()[2:]]
-    with pytest.raises(Unusable, match="message 2: the assistant's turn is empty"):
+    with pytest.raises(UnusableRowError, match="message 2: the assistant's turn is empty"):
         read({"messages": turns}, template)
     turns[1]["weight"] = 0  # as context it may
     assert [
@@ -284,7 +286,7 @@ def test_an_answer_that_says_nothing_is_not_learned_as_an_empty_one(
 
 
 def test_an_answer_of_sharegpt_and_an_earlier_one_of_alpaca_may_not_be_empty_either() -> None:
-    with pytest.raises(Unusable, match="message 2: the assistant's turn is empty"):
+    with pytest.raises(UnusableRowError, match="message 2: the assistant's turn is empty"):
         read({"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": ""}]})
     tokenizer = SimpleNamespace(
         chat_template=PLAIN,
@@ -292,7 +294,7 @@ def test_an_answer_of_sharegpt_and_an_earlier_one_of_alpaca_may_not_be_empty_eit
         backend_tokenizer=with_words("</s>"),
     )
     row = {"instruction": "b?", "output": "B", "history": [["a?", ""]]}
-    with pytest.raises(Unusable, match="message 2: the assistant's turn is empty"):
+    with pytest.raises(UnusableRowError, match="message 2: the assistant's turn is empty"):
         converter("instruction", {}, {}, tokenizer, "causal-lm")(row)
 
 
@@ -340,7 +342,7 @@ def test_tools_as_a_list_of_json_texts_are_objects() -> None:
     template = "{% for tool in tools or [] %}{{ tool.name }};{% endfor %}" + PLAIN
     row = {"messages": talk(), "tools": ['{"name": "add"}', {"name": "sub"}]}
     assert read(row, template).segments[0][0].startswith("add;sub;<user>")
-    with pytest.raises(Unusable, match="`tools` holds text that is not JSON"):
+    with pytest.raises(UnusableRowError, match="`tools` holds text that is not JSON"):
         read({"messages": talk(), "tools": ["add"]}, template)
 
 
@@ -360,12 +362,12 @@ def test_a_system_message_stands_once(key: str) -> None:
     text = "".join(part for part, _ in read(row(first, "Be brief. ")).segments)
     assert (text.count("<system>"), text.count("brief")) == (1, 1)
     with pytest.raises(
-        Unusable, match="begins with another system message than its column `system`"
+        UnusableRowError, match="begins with another system message than its column `system`"
     ):
         read(row(first, "Be long."))
     text = "".join(part for part, _ in read(row("user", "Be long.")).segments)
     assert text.startswith("<system>Be long.</s><user>Be brief.")
-    with pytest.raises(Unusable, match="`system` is a number"):
+    with pytest.raises(UnusableRowError, match="`system` is a number"):
         read(row("user", 7))
 
 
@@ -389,7 +391,8 @@ def test_calls_of_sharegpt_are_written_as_the_template_writes_calls() -> None:
     for odd in ("add 1", "{}", "[]", '"add"', '{"name": "add"}'):
         turns[1]["value"] = odd
         with pytest.raises(
-            Unusable, match="turn 2: a `function_call` is no JSON with `name` and `arguments`"
+            UnusableRowError,
+            match="turn 2: a `function_call` is no JSON with `name` and `arguments`",
         ):
             read({"conversations": turns})
 

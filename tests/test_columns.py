@@ -18,8 +18,7 @@ from farthing.data.columns import columns_of, guessed, renamed
 from farthing.data.formats import converter, recognise, used_columns
 from farthing.data.read import open_sources
 from farthing.data.rows import Row
-from farthing.errors import DataError, JobError
-from farthing.objectives.columns import Unusable
+from farthing.errors import DataError, JobError, UnusableRowError
 from token_sets import with_words
 
 GSM = {"question": "2 + 2?", "chain_of_thought": "Count.", "answer": "4"}
@@ -42,7 +41,7 @@ def test_the_first_of_several_templates_whose_columns_are_filled_is_taken() -> N
     row = {"instruction": "Say", "input": "x", "output": "y"}
     assert segments(row, columns)[0] == ("Say\nx\n", False)
     assert segments(row | {"input": " "}, columns)[0] == ("Say\n", False)
-    with pytest.raises(Unusable, match=r"`input` is empty.*second template"):
+    with pytest.raises(UnusableRowError, match=r"`input` is empty.*second template"):
         segments(row | {"input": ""}, columns | {"prompt": "{instruction}{input}"})
 
 
@@ -63,13 +62,13 @@ def test_an_index_beyond_the_choices_is_a_bad_row_and_labels_of_choices_count() 
     }
     columns = {"prompt": "{question}", "completion": "{choices[answer]}"}
     assert segments(row, columns)[1] == ("hot", True)
-    with pytest.raises(Unusable, match="none of the 2"):
+    with pytest.raises(UnusableRowError, match="none of the 2"):
         segments(row | {"answer": "7"}, columns)
 
 
 def test_numbers_and_truths_become_text_and_objects_do_not() -> None:
     assert renamed({"a": 3, "b": True}, {"text": "{a} {b}"})["text"] == "3 true"
-    with pytest.raises(Unusable, match="`a` is neither text nor a number"):
+    with pytest.raises(UnusableRowError, match="`a` is neither text nor a number"):
         renamed({"a": {"x": 1}}, {"text": "{a}"})
 
 
@@ -220,7 +219,7 @@ def test_a_part_of_an_object_is_a_column() -> None:
     row = {"translation": {"en": "bread", "de": "Brot"}, "id": 1}
     assert segments(row, columns, "seq2seq") == [("bread", False), ("Brot", True)]
     assert used_columns("input/target", columns) >= {"translation"}
-    with pytest.raises(Unusable, match=r"`translation\.fr` is empty"):
+    with pytest.raises(UnusableRowError, match=r"`translation\.fr` is empty"):
         renamed(row, {"input": "{translation.fr}"})
     with pytest.raises(DataError, match=r"no column `translatoin\.en`"):
         recognise(
@@ -274,9 +273,9 @@ def test_earlier_turns_of_an_instruction_are_a_chat_and_learned() -> None:
         "Food.",
         "Food too.",
     ]
-    with pytest.raises(Unusable, match="no list of"):
+    with pytest.raises(UnusableRowError, match="no list of"):
         converter("instruction", {}, {}, tokenizer, "causal-lm")(row | {"history": [["What?"]]})
-    with pytest.raises(Unusable, match="earlier turns"):
+    with pytest.raises(UnusableRowError, match="earlier turns"):
         converter("instruction", {}, {}, None, "seq2seq")(row)
 
 

@@ -25,8 +25,7 @@ from farthing.data.formats import converter, recognise
 from farthing.data.read import BadRow, Row, Source, open_sources
 from farthing.data.token_set import Recipe, TokenSet, set_key, tokenizer_sha256
 from farthing.data.tokens import tokenize
-from farthing.errors import DataError
-from farthing.objectives.columns import Unusable
+from farthing.errors import DataError, UnusableRowError
 from farthing.tiny import write_jsonl
 from thinned import thinned
 from workshop import cut
@@ -408,7 +407,7 @@ def test_labels_are_mapped_and_may_be_numbers() -> None:
     assert convert({"text": "t", "product": "Credit card"}).label == "card"
     assert convert({"text": "t", "product": 3}).label == "3"
     for label in (None, "", 0.5, ["a"]):
-        with pytest.raises(Unusable, match="label"):
+        with pytest.raises(UnusableRowError, match="label"):
             convert({"text": "t", "product": label})
 
 
@@ -463,7 +462,9 @@ def test_a_turn_that_the_template_rewrites_later_is_context_and_learned_by_itsel
 
 def test_a_template_that_refuses_a_chat_gives_its_reason(with_template: Any) -> None:
     tokenizer = with_template("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(Unusable, match="the chat template refuses it: roles must alternate"):
+    with pytest.raises(
+        UnusableRowError, match="the chat template refuses it: roles must alternate"
+    ):
         segments({"messages": CHAT}, "causal-lm", tokenizer)
 
 
@@ -526,7 +527,7 @@ def test_tool_calls_without_content_are_learned(tokenizers: dict[str, Any]) -> N
 def test_a_row_that_cannot_be_used_says_why(
     tokenizers: dict[str, Any], row: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(Unusable, match=reason):
+    with pytest.raises(UnusableRowError, match=reason):
         segments(row, "causal-lm", tokenizers["llama"])
 
 

@@ -20,7 +20,7 @@ import workshop
 from farthing.run.accounts import read_ledger
 from farthing.storage import lease as lease_module
 from farthing.storage.lease import Gaps, Lease, LeaseLostError, bills_left
-from farthing.storage.objects import Entry, NoSuchObject, StoreError
+from farthing.storage.objects import Entry, NoSuchObjectError, StoreError
 from patience import until
 from thinned import thinned
 
@@ -42,7 +42,7 @@ class Shelf:
 
     def get(self, key: str) -> bytes:
         if key not in self.objects:
-            raise NoSuchObject(key)
+            raise NoSuchObjectError(key)
         return self.objects[key]
 
     def remove(self, keys: list[str]) -> None:

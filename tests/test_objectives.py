@@ -43,7 +43,8 @@ PACKAGE = '''
 """Tasks that are not farthing's: stars as ordered classes, and tags of which some weigh more."""
 
 from farthing.objectives.classification import CLASSIFICATION
-from farthing.objectives.columns import Format, Unusable, text_of
+from farthing.objectives.columns import Format, text_of
+from farthing.errors import UnusableRowError
 from farthing.objectives.token_classification import TOKEN_CLASSIFICATION
 
 MOST = 5
@@ -53,7 +54,7 @@ WEIGHT = 4.0  # of a tag that is not O
 def read(row, label_map):
     stars = row.get("stars")
     if isinstance(stars, bool) or not isinstance(stars, int) or not 1 <= stars <= MOST:
-        raise Unusable(f"`stars` is no whole number from 1 to {MOST}")
+        raise UnusableRowError(f"`stars` is no whole number from 1 to {MOST}")
     return text_of(row, "text"), stars
 
 

@@ -22,10 +22,9 @@ from farthing.data.formats import converter, recognise
 from farthing.data.scored import expanded
 from farthing.data.token_set import TokenSet, open_token_set
 from farthing.data.units import n_shared
-from farthing.errors import DataError, InputError, JobError
+from farthing.errors import DataError, InputError, JobError, UnusableRowError
 from farthing.events import DataRead, Evaluated, Note, StepTaken
 from farthing.model.forward import Forward
-from farthing.objectives.columns import Unusable
 from farthing.objectives.objective import Answers, OfStep
 from farthing.objectives.registry import objective_of, read_settings
 from farthing.report import answers_view
@@ -549,7 +548,7 @@ def test_texts_of_hh_are_cut_at_the_last_turn_in_common():
     ],
 )
 def test_rows_that_are_no_pair_are_named(form, row, word):
-    with pytest.raises(Unusable, match=word):
+    with pytest.raises(UnusableRowError, match=word):
         converter(form, {}, {}, _Tokenizer(), "dpo")(row)
 
 
@@ -559,7 +558,7 @@ def test_verdicts_are_read_as_they_are_written(value):
     assert converter("prompt/completion/label", {}, {}, _Tokenizer(), "kto")(row).value == 1.0
     row["label"] = {"True": False, "1": 0, "true": "False", "desirable": "bad"}.get(str(value), 0.0)
     assert converter("prompt/completion/label", {}, {}, _Tokenizer(), "kto")(row).value == 0.0
-    with pytest.raises(Unusable, match="verdict"):
+    with pytest.raises(UnusableRowError, match="verdict"):
         converter("prompt/completion/label", {}, {}, _Tokenizer(), "kto")(row | {"label": "maybe"})
 
 
@@ -704,7 +703,7 @@ def test_scored_answers_become_what_is_learned(row, way, expected):
     ],
 )
 def test_scored_answers_that_can_not_be_used_are_named(row, way, word):
-    with pytest.raises(Unusable, match=word):
+    with pytest.raises(UnusableRowError, match=word):
         expanded(row, way)
 
 

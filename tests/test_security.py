@@ -37,8 +37,7 @@ from desk import Desk, Run
 from farthing.cli import main
 from farthing.data.formats import converter
 from farthing.data.light_tokenizer import light_tokenizer
-from farthing.errors import ModelError, RunChangedError, RunDamagedError
-from farthing.objectives.columns import Unusable
+from farthing.errors import ModelError, RunChangedError, RunDamagedError, UnusableRowError
 from farthing.run.checkpoint import Checkpoints
 from farthing.run.folder import keep_job, kept, kept_job
 from farthing.storage.files import seal, unseal, write_text
@@ -754,7 +753,7 @@ def test_a_chat_template_does_not_get_out_of_its_sandbox(
     planners = light_tokenizer(tiny_folders["llama"], template)
     for tokenizer in (tokenizers["llama"], planners):
         convert = converter("messages", {}, {}, tokenizer, "causal-lm")
-        with pytest.raises(Unusable):
+        with pytest.raises(UnusableRowError):
             convert(chat)
     assert not marker.exists()
 
@@ -850,7 +849,7 @@ def test_a_template_that_meets_its_bomb_in_the_data_ends_the_job(
 
 def test_json_within_a_row_that_is_nested_too_deep_is_a_bad_row(tokenizers: dict[str, Any]) -> None:
     convert = converter("messages", {}, {}, tokenizers["llama"], "causal-lm")
-    with pytest.raises(Unusable, match="not JSON"):
+    with pytest.raises(UnusableRowError, match="not JSON"):
         convert({"messages": "[" * 500_000})
 
 

@@ -34,7 +34,7 @@ from farthing.storage import objects as store_module
 from farthing.storage.files import commit_folder, unseal, verify_folder
 from farthing.storage.objects import (
     Entry,
-    NoSuchObject,
+    NoSuchObjectError,
     Store,
     StoreError,
     open_store,
@@ -64,7 +64,7 @@ class Model:
 
     def get(self, key: str) -> bytes:
         if key not in self.objects:
-            raise NoSuchObject(key)
+            raise NoSuchObjectError(key)
         return self.objects[key]
 
     def fetch(self, key: str, path: Path, n_bytes: int) -> None:
@@ -162,9 +162,9 @@ def behaves_like_a_store(store: Store, folder: Path) -> None:
     assert store.create("commits/1", b"first")
     assert not store.create("commits/1", b"second")
     assert store.get("commits/1") == b"first"
-    with pytest.raises(NoSuchObject):
+    with pytest.raises(NoSuchObjectError):
         store.get("data/2")
-    with pytest.raises(NoSuchObject):
+    with pytest.raises(NoSuchObjectError):
         store.fetch("data/2", folder / "none", 1)
     store.remove(["data/1/a", "data/never"])
     assert list(store.list("data/")) == ["data/1/sub/b"]
@@ -819,7 +819,7 @@ def test_a_store_that_goes_away_holds_nothing_up_and_gets_its_backlog(
             time.sleep(0.5)
             raise StoreError("no answer")
         if is_away and fault != "slow":
-            raise StoreError("503") if fault == "fails" else store_module.StoreRefuses("403")
+            raise StoreError("503") if fault == "fails" else store_module.StoreRefusedError("403")
         if is_away:
             time.sleep(0.1)
         return operation()

@@ -25,7 +25,7 @@ from farthing.events import ReadingData, Restored
 from farthing.run import mirror as mirror_module
 from farthing.run.mirror import Pace
 from farthing.storage import objects as store_module
-from farthing.storage.objects import Retrying, StoreError, StoreRefuses, open_store
+from farthing.storage.objects import Retrying, StoreError, StoreRefusedError, open_store
 from fault_proxy import FaultProxy
 from mirrored import IN_TROUBLE, PATIENT, delivered, folder_of_run, mirror_of, step_done, upload
 from test_store import behaves_like_a_store, machine, newest_objects, same_result, stop_after
@@ -186,7 +186,7 @@ def test_a_fault_that_passes_is_waited_out(
 
 @pytest.mark.parametrize(
     ("fault", "kind"),
-    thinned([("503", StoreError), ("reset", StoreError), ("403", StoreRefuses)], 2)
+    thinned([("503", StoreError), ("reset", StoreError), ("403", StoreRefusedError)], 2)
     + thinned([("hang", StoreError), ("truncate", StoreError)], 2),
 )
 def test_a_fault_that_lasts_ends_in_bounded_time(

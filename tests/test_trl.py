@@ -22,8 +22,8 @@ import pytest
 
 from farthing.data.encode import Encoder
 from farthing.data.formats import Text, converter
+from farthing.errors import UnusableRowError
 from farthing.model.load import ModelChoice, load_tokenizer
-from farthing.objectives.columns import Unusable
 from test_chat import GEMMA, MARKED, PHI_3, QWEN_3, WORDS
 from token_sets import encoded_examples
 
@@ -219,17 +219,19 @@ def test_all_templates_of_trl_for_texts(tiny_folders, base, request):
         for name, chat in CHATS.items():
             tokenizer.chat_template = own
             if family in FOR_IMAGES:
-                with pytest.raises(Unusable):
+                with pytest.raises(UnusableRowError):
                     ours(tokenizer, chat)
                 continue
             try:
                 expected_ids, mask = by_trl(tokenizer, training.read_text(encoding="utf-8"), chat)
             except Exception:  # of a template without system messages
-                with pytest.raises(Unusable):
+                with pytest.raises(UnusableRowError):
                     ours(tokenizer, chat)
                 continue
             if (family, name) in REFUSED:
-                with pytest.raises(Unusable, match="another form than the model would write"):
+                with pytest.raises(
+                    UnusableRowError, match="another form than the model would write"
+                ):
                     ours(tokenizer, chat)
                 n_refused += 1
                 continue

@@ -94,6 +94,16 @@ class DataError(InputError):
     """The data can't be used as the job asks."""
 
 
+class UnusableRowError(FarthingError):
+    """A row that can't become an example, and why.
+
+    `given` is what its owner wrote as input, where the row could be read and only the template
+    stands in the way.
+    """
+
+    given: tuple[str, ...] = ()
+
+
 class ModelError(InputError):
     """The model or its tokenizer can't be used as the job asks."""
 

@@ -30,12 +30,12 @@ from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Row, RowValue, Text
 from farthing.data.token_set import Recipe
 from farthing.device_memory import is_out_of_memory
-from farthing.errors import DataError, FarthingError, InputError
+from farthing.errors import DataError, FarthingError, InputError, UnusableRowError
 from farthing.export.folders import trained_model, trusted_job, tuned_config, untrained_model
 from farthing.model.hardware import Numerics, choose_numerics, free_cached
 from farthing.model.load import ModelChoice, load_tokenizer, set_languages
 from farthing.model.positions import max_positions
-from farthing.objectives.columns import Unusable, list_of
+from farthing.objectives.columns import list_of
 from farthing.objectives.objective import class_names
 from farthing.objectives.registry import objective_of
 from farthing.planner.software import fp16_risk
@@ -280,7 +280,7 @@ class Predictor:
                 )
             try:
                 one.ids, one.words = self._tokens(reader.text(self._with_tags(whole, reader)))
-            except Unusable as error:
+            except UnusableRowError as error:
                 one.found = {"error": f"{source.name}:{row.line}: {error}"}
                 if len(self.summary.first_errors) < 5:
                     self.summary.first_errors.append(one.found["error"])
@@ -319,7 +319,7 @@ class Predictor:
 
     def _tokens(self, text: Text) -> tuple[list[int], list[int | None]]:
         """The tokens that the model is asked with, and where words have labels the first of each.
-        Raises `Unusable`.
+        Raises `UnusableRowError`.
         """
         if not (text.words or self.scores_answers):
             learned = [index for index, (_, is_target) in enumerate(text.segments) if is_target]
@@ -336,12 +336,12 @@ class Predictor:
             return found.ids.tolist(), places
         ids = (found.ids if self.scores_answers else found.ids[found.is_target == 0]).tolist()
         if self.task.predicts_next and len(ids) + self.max_new_tokens > self._longest:
-            raise Unusable(
+            raise UnusableRowError(
                 f"{len(ids):,} tokens and {self.max_new_tokens:,} of an answer are more than the"
                 f" model's {self._longest:,} positions"
             )
         if not ids:
-            raise Unusable("no text to answer")
+            raise UnusableRowError("no text to answer")
         return ids, []
 
     # ---- tokens to answers ----

@@ -42,10 +42,9 @@ from farthing.data.token_set import (
     TokenSet,
     open_token_set,
 )
-from farthing.errors import FarthingError, InputError
+from farthing.errors import FarthingError, InputError, UnusableRowError
 from farthing.models.model_config import CONFIG, cached_snapshot, find_config
 from farthing.models.shapes import read_shape
-from farthing.objectives.columns import Unusable
 from farthing.objectives.registry import objective_of
 from farthing.run.folder import began
 from farthing.storage.files import (
@@ -191,7 +190,7 @@ def _n_labels(job: Job, tokenizer: PlainTokenizer, recipe: Recipe) -> int:
         for row in itertools.islice(itertools.chain(first, rows), _MOST_LABELLED):
             if reader.understood is None:  # none of the first could be read
                 reader.look([row])
-            with contextlib.suppress(Unusable):
+            with contextlib.suppress(UnusableRowError):
                 for text in reader.text(row).of_row:
                     found.update(text.label if labels.per_word else [text.label])
     return max(1, len(labels.names(found)))

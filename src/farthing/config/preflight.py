@@ -27,7 +27,14 @@ from farthing.data.read import Source, file_source, is_dataset, is_text_folder
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Own, Row
 from farthing.data.token_set import Recipe
-from farthing.errors import DataError, InputError, JobError, ModelError, PreflightError
+from farthing.errors import (
+    DataError,
+    InputError,
+    JobError,
+    ModelError,
+    PreflightError,
+    UnusableRowError,
+)
 from farthing.models.model_config import (
     CONFIG,
     HubStatusError,
@@ -41,7 +48,6 @@ from farthing.models.model_config import (
     refuse_tokenizer,
 )
 from farthing.models.refused import refuse_model
-from farthing.objectives.columns import Unusable
 from farthing.objectives.registry import objective_of
 
 _FIRST_ROWS = 64
@@ -211,7 +217,7 @@ def _look_at_values(
             return  # of messages, as above
         try:
             reader.text(row)
-        except Unusable as error:
+        except UnusableRowError as error:
             reason = reason or f"line {row.line}: {error}"
         else:
             return

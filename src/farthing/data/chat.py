@@ -19,8 +19,7 @@ from typing import Any
 from farthing.clock import today
 from farthing.data.encode import special_tokens_of
 from farthing.data.rows import START, STOP, RowValue, Segments, Text
-from farthing.errors import ModelError
-from farthing.objectives.columns import Unusable
+from farthing.errors import ModelError, UnusableRowError
 from farthing.storage.files import small_text
 
 # For a tokenizer without a template of its own: readable headers, generation marks around what the
@@ -191,7 +190,7 @@ class ChatReader:
 
     def __call__(self, messages: Messages, tools: Any, given: frozenset[int] = frozenset()) -> Text:
         """The text of a chat; the turns at `given` (from 0) are context whoever speaks. Raises
-        `Unusable`.
+        `UnusableRowError`.
 
         Earlier examples end with an answer that the whole chat shows in another form than the model
         writes it.
@@ -200,25 +199,25 @@ class ChatReader:
             index for index, message in enumerate(messages) if message["role"] == "assistant"
         ]
         if not answers:
-            raise Unusable("no assistant turn: there is nothing to learn")
+            raise UnusableRowError("no assistant turn: there is nothing to learn")
         if given.issuperset(answers):
-            raise Unusable("every assistant turn is marked as not to be learned")
+            raise UnusableRowError("every assistant turn is marked as not to be learned")
         if not self.shows_texts:
-            raise Unusable(
+            raise UnusableRowError(
                 "the chat template leaves out the messages' text: it is for images, or broken"
             )
         read = self._by_marks if self.marks else self._turn_by_turn
         try:
             return read(messages, tools, given)
-        except (Unusable, ModelError):
+        except (UnusableRowError, ModelError):
             raise
         except Exception as error:  # templates are programs: they raise what they like
-            raise Unusable(f"the chat template refuses it: {str(error)[:200]}") from error
+            raise UnusableRowError(f"the chat template refuses it: {str(error)[:200]}") from error
 
     def _by_marks(self, messages: Messages, tools: Any, given: frozenset[int]) -> Text:
         said = json.dumps([messages, tools], ensure_ascii=False, default=str)
         if START in said or STOP in said:
-            raise Unusable("it holds U+FDD0 or U+FDD1, which are no characters")
+            raise UnusableRowError("it holds U+FDD0 or U+FDD1, which are no characters")
         answers = [
             index not in given
             for index, message in enumerate(messages)
@@ -226,7 +225,7 @@ class ChatReader:
         ]
         before, *parts = self.render.marked(messages, tools).split(START)
         if given and len(parts) != len(answers):
-            raise Unusable(
+            raise UnusableRowError(
                 "the chat template marks more or fewer turns than the assistant has: which one not"
                 " to learn is not seen"
             )
@@ -249,7 +248,7 @@ class ChatReader:
             asked[0] = [self._before_first(turns[0], messages, tools)]
         is_end = wanted[-1] == len(messages) - 1
         found: list[Segments] = []
-        n_unlearned, why = 0, Unusable("")
+        n_unlearned, why = 0, UnusableRowError("")
         if not is_end:
             segments, wanted = self._learned(self.render(messages, tools), wanted, asked, turns)
             found += [segments] if any(learned for _, learned in segments) else []
@@ -261,7 +260,7 @@ class ChatReader:
                     chat, prompt = messages[: last + 1], asked[last][0]
                     dropped = self._dropped(chat, tools, prompt, turns[last])
                     segments, left = dropped or self._opened(chat[-1], prompt), wanted[:-1]
-                except Unusable as error:
+                except UnusableRowError as error:
                     n_unlearned, why, wanted = n_unlearned + 1, error, wanted[:-1]
                     continue
             found.append(segments)
@@ -330,7 +329,7 @@ class ChatReader:
         """A last answer whose prompt ends with what the template drops from the answers of a chat,
         such as thinking that was opened and closed (Gemma 4); None where it drops nothing.
 
-        The answer follows that prompt, as when the model is asked. Raises `Unusable`.
+        The answer follows that prompt, as when the model is asked. Raises `UnusableRowError`.
         """
 
         def shown(content: str) -> str:
@@ -343,7 +342,7 @@ class ChatReader:
         if not begins or not extra.strip() or shown(extra + _PROBE) != plain:
             return None
         if str(messages[-1].get("content") or "").strip() not in turn:
-            raise Unusable(
+            raise UnusableRowError(
                 "the chat template drops the thinking of its answer; leave the thinking out, or"
                 " give a template with {% generation %} marks"
             )
@@ -354,7 +353,7 @@ class ChatReader:
         the thinking.
 
         The answer continues from the prompt, as when the model is asked, if it begins with what the
-        prompt opens. Raises `Unusable`.
+        prompt opens. Raises `UnusableRowError`.
         """
         content = str(message.get("content") or "").lstrip()
         opener = before[before.rstrip().rfind("<") :] if before.rstrip().endswith(">") else ""
@@ -365,7 +364,7 @@ class ChatReader:
             end = self.ending.end or self.ending.opens_next
             return _merged([(before, False), (answer.rstrip() + end, True)])
         asked = f" (its prompt ends with {tag!r})" if tag else ""
-        raise Unusable(
+        raise UnusableRowError(
             "the chat template shows the answer in another form than the model would write"
             f" it{asked}; give one with {{% generation %}} marks"
         )

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from farthing.data.rows import RowValue
-from farthing.objectives.columns import Unusable, kind_of, text_of
+from farthing.errors import UnusableRowError
+from farthing.objectives.columns import kind_of, text_of
 from farthing.storage.files import parse_json
 
 _MARKS = ("weight", "train", "training", "loss")
@@ -36,7 +37,7 @@ def usual_role(role: str) -> str:
 def messages_of(
     row: RowValue, column: str = "messages", *, writes_calls: bool = True
 ) -> list[RowValue]:
-    """The turns in a column as templates read them. Raises `Unusable`.
+    """The turns in a column as templates read them. Raises `UnusableRowError`.
 
     `writes_calls`: what a turn of `function_call` says is a call of a tool, which the template
     writes in its own way.
@@ -56,12 +57,12 @@ def messages_of(
 def _of_openai(message: Any, index: int) -> RowValue:
     """A message with its text parts joined, and `function_call` as a tool call."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise Unusable(f"message {index} has no `role`")
+        raise UnusableRowError(f"message {index} has no `role`")
     kept = {key: value for key, value in message.items() if value is not None or key == "content"}
     kept["role"] = usual_role(kept["role"])
     content = _joined(kept.get("content"))
     if content is not None and not isinstance(content, str):
-        raise Unusable(f"message {index}: `content` is {kind_of(content)}, not text")
+        raise UnusableRowError(f"message {index}: `content` is {kind_of(content)}, not text")
     if "content" in kept:
         kept["content"] = content
     calls = kept.pop("tool_calls", None)
@@ -87,7 +88,7 @@ def _joined(content: Any) -> Any:
 def _of_sharegpt(turn: Any, index: int, writes_calls: bool) -> RowValue:
     who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
     if who not in _SHAREGPT or not isinstance(said, str):
-        raise Unusable(f"turn {index} has no known `from` with a text `value`")
+        raise UnusableRowError(f"turn {index} has no known `from` with a text `value`")
     marks: RowValue = {name: turn[name] for name in _MARKS if turn.get(name) is not None}
     if who == "function_call" and writes_calls:
         calls = _calls(said, index)
@@ -99,7 +100,7 @@ def _of_sharegpt(turn: Any, index: int, writes_calls: bool) -> RowValue:
 
 
 def _calls(said: str, index: int) -> list[RowValue]:
-    """The calls in a turn: {"name", "arguments"} as JSON, or a list of these. Raises `Unusable`."""
+    """The calls in a turn: {"name", "arguments"} as JSON, or a list. Raises `UnusableRowError`."""
     try:
         found = parse_json(said)
     except ValueError:
@@ -108,7 +109,9 @@ def _calls(said: str, index: int) -> list[RowValue]:
     if not calls or not all(
         isinstance(each, dict) and "name" in each and "arguments" in each for each in calls
     ):
-        raise Unusable(f"turn {index}: a `function_call` is no JSON with `name` and `arguments`")
+        raise UnusableRowError(
+            f"turn {index}: a `function_call` is no JSON with `name` and `arguments`"
+        )
     return calls
 
 
@@ -124,7 +127,7 @@ def _parsed_arguments(call: Any) -> Any:
 
 
 def with_system(messages: list[RowValue], row: RowValue) -> list[RowValue]:
-    """A chat that begins with what a column `system` says. Raises `Unusable` where the chat begins
+    """A chat that begins with its column `system`. Raises `UnusableRowError` where the chat begins
     with another.
     """
     system = text_of({"system": _joined(row.get("system"))}, "system", may_be_empty=True)
@@ -133,7 +136,7 @@ def with_system(messages: list[RowValue], row: RowValue) -> list[RowValue]:
     if not messages or messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
     if str(messages[0].get("content") or "").strip() != system.strip():
-        raise Unusable(
+        raise UnusableRowError(
             "the chat begins with another system message than its column `system`: leave one of"
             " them out"
         )
@@ -157,7 +160,7 @@ def _as_object(tool: Any) -> Any:
     try:
         return parse_json(tool) if isinstance(tool, str) else tool
     except ValueError as error:
-        raise Unusable("`tools` holds text that is not JSON") from error
+        raise UnusableRowError("`tools` holds text that is not JSON") from error
 
 
 def asked_of(row: RowValue) -> str:
@@ -167,14 +170,14 @@ def asked_of(row: RowValue) -> str:
 
 
 def as_list(value: Any, column: str) -> list[Any]:
-    """A list of turns and the like, also as JSON. Raises `Unusable`."""
+    """A list of turns and the like, also as JSON. Raises `UnusableRowError`."""
     if isinstance(value, str):  # CSV, and data sets that store JSON in a string
         try:
             value = parse_json(value)
         except ValueError as error:
-            raise Unusable(f"`{column}` is text that is not JSON") from error
+            raise UnusableRowError(f"`{column}` is text that is not JSON") from error
     if not isinstance(value, list) or not value:
-        raise Unusable(
+        raise UnusableRowError(
             f"`{column}` is {'empty' if value == [] else kind_of(value)}, not a list of turns"
         )
     return value
@@ -190,7 +193,7 @@ def as_context(messages: Sequence[RowValue]) -> list[RowValue]:
 
 def without_marks(messages: Sequence[RowValue]) -> tuple[list[RowValue], frozenset[int]]:
     """The messages without marks, and which (from 0) are marked as not to be learned. Raises
-    `Unusable` for other marks, and for a turn that is learned and holds nothing.
+    `UnusableRowError` for other marks, and for a turn that is learned and holds nothing.
 
     A mark on a turn that is not the assistant's may only say that it is not learned; OpenAI's
     weight says nothing there.
@@ -202,12 +205,12 @@ def without_marks(messages: Sequence[RowValue]) -> tuple[list[RowValue], frozens
         for name in _MARKS:
             value = message.get(name)
             if value not in (None, 0, 1):
-                raise Unusable(
+                raise UnusableRowError(
                     f"message {index + 1}: `{name}` is {value!r}; only 0 and 1, or false and true,"
                     " are known"
                 )
             if value and not is_assistant and name != "weight":
-                raise Unusable(
+                raise UnusableRowError(
                     f"message {index + 1} of `{message['role']}` is marked to be learned; only the"
                     " assistant's can be"
                 )
@@ -217,7 +220,7 @@ def without_marks(messages: Sequence[RowValue]) -> tuple[list[RowValue], frozens
         says = [value for key, value in kept[-1].items() if key not in ("role", "name", "id")]
         is_empty = not any(value and str(value).strip() for value in says)
         if is_assistant and index not in unlearned and is_empty:
-            raise Unusable(
+            raise UnusableRowError(
                 f"message {index + 1}: the assistant's turn is empty, and the model would learn"
                 " to answer nothing; mark the turn with `weight: 0`, or leave it out"
             )

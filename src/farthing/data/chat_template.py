@@ -235,7 +235,8 @@ def _compiled(source: str) -> jinja2.Template:
         extensions=[_Generation, jinja2.ext.loopcontrols],
         finalize=_written,
     )
-    filters, tests = {**environment.filters, "tojson": _as_json}, environment.tests
+    filters: dict[str, Any] = {**environment.filters, "tojson": _as_json}
+    tests: dict[str, Any] = environment.tests
     for name in _REMOVED:
         del filters[name]
     environment.filters = {name: _bounded_function(name, of) for name, of in filters.items()}

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from farthing.data.rows import RowValue
-from farthing.objectives.columns import Unusable
+from farthing.errors import UnusableRowError
 
 Template = str | tuple[str, ...]
 Columns = Mapping[str, Template]
@@ -123,7 +123,7 @@ def missing(template: Template, columns: Iterable[str]) -> str:
 
 
 def renamed(row: RowValue, columns: Columns) -> RowValue:
-    """A row as its format reads it. Raises `Unusable` where no template can be filled."""
+    """A row as its format reads it. Raises `UnusableRowError` where no template can be filled."""
     read = {name for template in columns.values() for name in own_columns(template, row)}
     kept = {name: value for name, value in row.items() if name not in read}
     return kept | {standard: _value(template, row) for standard, template in columns.items()}
@@ -142,7 +142,7 @@ def _value(template: Template, row: Mapping[str, Any]) -> Any:
             )
         lacking = lacking or empty.partition("[")[0]
     more = "; give a second template without it in a list for such rows"
-    raise Unusable(
+    raise UnusableRowError(
         f"`{lacking}` is empty, which its template in data.columns needs"
         f"{more if len(alternatives) == 1 else ''}"
     )
@@ -180,7 +180,7 @@ def _as_text(value: Any, name: str) -> str:
             f"{letters[index]}. {item}" if letters else str(item)
             for index, item in enumerate(value)
         )
-    raise Unusable(f"`{name}` is neither text nor a number nor a list of these")
+    raise UnusableRowError(f"`{name}` is neither text nor a number nor a list of these")
 
 
 def _picked(row: Mapping[str, Any], name: str, pointer: str) -> Any:
@@ -192,7 +192,7 @@ def _picked(row: Mapping[str, Any], name: str, pointer: str) -> Any:
         labels, choices = list(choices.get("label") or []), choices.get("text")
         which = labels.index(which) if which in labels else which
     if not isinstance(choices, list) or not choices:
-        raise Unusable(f"`{name}` is no list to choose from")
+        raise UnusableRowError(f"`{name}` is no list to choose from")
     if isinstance(which, list) and len(which) == 1:
         which = which[0]
     index: Any = which
@@ -203,5 +203,7 @@ def _picked(row: Mapping[str, Any], name: str, pointer: str) -> Any:
         is_letter = len(digits) == 1 and digits in string.ascii_uppercase
         index = int(digits) if digits.isdecimal() else ord(digits) - 65 if is_letter else None
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(choices):
-        raise Unusable(f"`{pointer}` is {which!r}, which is none of the {len(choices)} in `{name}`")
+        raise UnusableRowError(
+            f"`{pointer}` is {which!r}, which is none of the {len(choices)} in `{name}`"
+        )
     return choices[index]

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from farthing.addresses import is_metadata_host, without_secrets
 from farthing.errors import DataError
 from farthing.storage.files import belongs_to_another, own_folder, sha256_of
-from farthing.storage.objects import BUCKETS, NoSuchObject, ObjectStore, StoreError
+from farthing.storage.objects import BUCKETS, NoSuchObjectError, ObjectStore, StoreError
 
 if TYPE_CHECKING:
     import httpx
@@ -176,7 +176,7 @@ def _error(error: Exception, url: str) -> DataError:
     shown, to_do = without_secrets(url), "check the address, the network and the credentials"
     status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
     host = error.request.url.netloc.decode() if isinstance(error, httpx.HTTPError) else ""
-    if isinstance(error, NoSuchObject) or status == 404:
+    if isinstance(error, NoSuchObjectError) or status == 404:
         what, to_do = "no such file", "check the address in `data:`"
     elif status:
         what = f"{host} answers {status}"

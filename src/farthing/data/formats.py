@@ -37,8 +37,8 @@ from farthing.data.columns import (
 from farthing.data.preference import FORMS, Turns, Unit
 from farthing.data.rows import RowValue, Text
 from farthing.data.shown import Shown, leaves_an_answer_empty
-from farthing.errors import DataError, ModelError
-from farthing.objectives.columns import Unusable, text_of
+from farthing.errors import DataError, ModelError, UnusableRowError
+from farthing.objectives.columns import text_of
 from farthing.objectives.objective import Labels
 from farthing.objectives.registry import format_of, objective_of
 
@@ -114,7 +114,7 @@ def converter(
     on: str = "",
     shown: Shown | None = None,
 ) -> Callable[[RowValue], Text]:
-    """A function from a row to its `Text`. It raises `Unusable` with the reason.
+    """A function from a row to its `Text`. It raises `UnusableRowError` with the reason.
 
     `on` is the ISO date that a chat template sees which asks for it; `shown` notes what the
     template leaves out of chats.
@@ -136,7 +136,7 @@ def converter(
         messages = [*as_context(unit.prompt), *turns]
         text = chat_text(messages, unit.tools, reader(), shown)
         if text.earlier:
-            raise Unusable("the chat template shows the answer in several forms")
+            raise UnusableRowError("the chat template shows the answer in several forms")
         return replace(text, given=_said(unit.prompt))
 
     def one(row: RowValue) -> Text:
@@ -174,7 +174,7 @@ def converter(
                         part.encode()
         except UnicodeEncodeError as error:
             # JSON can spell half of a surrogate pair, no text can hold it
-            raise Unusable(
+            raise UnusableRowError(
                 f"not text: half a surrogate pair (\\u{ord(error.object[error.start]):04x})"
             ) from error
         return text
@@ -213,9 +213,9 @@ def _labelled(row: RowValue, labels: Labels, label_map: dict[str, str]) -> Text:
 
 
 def _asked(row: RowValue) -> Text:
-    """An Alpaca row for seq2seq, which needs no frame. Raises `Unusable`."""
+    """An Alpaca row for seq2seq, which needs no frame. Raises `UnusableRowError`."""
     if _history(row):
-        raise Unusable(
+        raise UnusableRowError(
             "`history` holds earlier turns of a chat, and this task has none: leave the column out"
         )
     system, asked = text_of(row, "system", may_be_empty=True), asked_of(row)
@@ -235,13 +235,13 @@ def _of_alpaca(row: RowValue) -> list[RowValue]:
 
 
 def _history(row: RowValue) -> list[list[str]]:
-    """The turns of a column `history`: [[question, answer], ...]. Raises `Unusable`."""
+    """The turns of a column `history`: [[question, answer], ...]. Raises `UnusableRowError`."""
     if row.get("history") in (None, "", [], "[]"):
         return []
     turns = as_list(row["history"], "history")
     for turn in turns:
         if not isinstance(turn, list) or [type(said) for said in turn] != [str, str]:
-            raise Unusable("`history` is no list of [question, answer]")
+            raise UnusableRowError("`history` is no list of [question, answer]")
     return turns
 
 
@@ -261,11 +261,11 @@ def chat_text(messages: list[RowValue], tools: Any, read: ChatReader, shown: Sho
     try:
         shown.look(messages, tools, read.render)
         if leaves_an_answer_empty(messages, tools, read.render, unlearned):
-            raise Unusable(
+            raise UnusableRowError(
                 "the chat template leaves out `tool_calls`: an empty answer would be learned"
             )
         chat = read(messages, tools, unlearned)
-    except Unusable as error:
+    except UnusableRowError as error:
         error.given = given
         raise
     earlier = tuple(replace(each, given=given) for each in chat.earlier)

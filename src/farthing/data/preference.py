@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from farthing.data.chat_rows import asked_of, messages_of, tools_of, with_system
 from farthing.data.rows import RowValue
-from farthing.objectives.columns import Unusable, kind_of, text_of
+from farthing.errors import UnusableRowError
+from farthing.objectives.columns import kind_of, text_of
 
 Turns = list[RowValue]
 _HH = re.compile(r"\n\nAssistant:")
@@ -56,7 +57,7 @@ def _says_the_prompt(turns: list[Any], prompt: Any) -> bool:
     if first.get("role") != "user" or not isinstance(prompt, str):
         return False
     if str(first.get("content")).strip() != prompt.strip():
-        raise Unusable("`prompt` is another text than the first turn of `chosen`")
+        raise UnusableRowError("`prompt` is another text than the first turn of `chosen`")
     return True
 
 
@@ -67,9 +68,11 @@ def _whole(row: RowValue, *answers: str) -> Unit:
     chats = [messages_of(row, name) for name in answers]
     heads = [_behind_last_user(turns) for turns in chats]
     if any(chat[:n] != chats[0][: heads[0]] for chat, n in zip(chats, heads, strict=True)):
-        raise Unusable("the answers have different prompts: turns before the last user's differ")
+        raise UnusableRowError(
+            "the answers have different prompts: turns before the last user's differ"
+        )
     if heads[0] == 0:
-        raise Unusable("no turn of the user: the answers have no prompt")
+        raise UnusableRowError("no turn of the user: the answers have no prompt")
     prompt = with_system(chats[0][: heads[0]], row)
     ends = tuple(chat[n:] for chat, n in zip(chats, heads, strict=True))
     return Unit(prompt, ends, tools_of(row))
@@ -83,10 +86,12 @@ def _behind_last_user(turns: Turns) -> int:
 def _of_texts(texts: list[str]) -> Unit:
     """Whole texts. Of Anthropic's HH the prompt ends at the last `Assistant:` that all have."""
     if not all(map(_IS_HH.match, texts)):
-        raise Unusable("no prompt: `chosen` and `rejected` are texts; give the prompt in a column")
+        raise UnusableRowError(
+            "no prompt: `chosen` and `rejected` are texts; give the prompt in a column"
+        )
     starts = [{text[: match.end()] for match in _HH.finditer(text)} for text in texts]
     if not (common := set.intersection(*starts)):
-        raise Unusable("the texts have no `Assistant:` in common: their prompts differ")
+        raise UnusableRowError("the texts have no `Assistant:` in common: their prompts differ")
     prompt = max(common, key=len)
     return Unit(prompt, tuple(text.removeprefix(prompt) for text in texts))
 
@@ -98,9 +103,11 @@ def _answer(row: RowValue, name: str) -> str | Turns:
         return text_of(row, name)
     turns = messages_of({**row, name: [value] if isinstance(value, dict) else value}, name)
     if turns[-1]["role"] != "assistant":
-        raise Unusable(f"`{name}` does not end with a turn of the assistant")
+        raise UnusableRowError(f"`{name}` does not end with a turn of the assistant")
     if any(turn["role"] == "user" for turn in turns):
-        raise Unusable(f"`{name}` has a user's turn: preference tuning compares single answers")
+        raise UnusableRowError(
+            f"`{name}` has a user's turn: preference tuning compares single answers"
+        )
     return turns
 
 
@@ -116,7 +123,7 @@ def _asked(row: RowValue, *answers: str) -> Unit:
 def _openai(row: RowValue) -> Unit:
     given = row.get("input")
     if not isinstance(given, dict) or "messages" not in given:
-        raise Unusable(f"`input` is {kind_of(given)}, not an object with `messages`")
+        raise UnusableRowError(f"`input` is {kind_of(given)}, not an object with `messages`")
     answers = "preferred_output", "non_preferred_output"
     found = tuple(_answer(row, name) for name in answers)
     return Unit(messages_of(given), found, tools_of(given))
@@ -126,7 +133,7 @@ def _chat_and(row: RowValue, column: str) -> Unit:
     """Turns that end with the user's, and answers beside them."""
     turns = messages_of(row, column)
     if turns[-1]["role"] == "assistant":
-        raise Unusable(f"`{column}` ends with an answer, and `chosen` is another")
+        raise UnusableRowError(f"`{column}` ends with an answer, and `chosen` is another")
     return _unit(turns, row, "chosen", "rejected")
 
 
@@ -135,7 +142,7 @@ def _judged_chat(row: RowValue) -> Unit:
     turns = messages_of(row)
     n = _behind_last_user(turns)
     if n == 0 or turns[-1]["role"] != "assistant":
-        raise Unusable("`messages` does not end with an answer to the user")
+        raise UnusableRowError("`messages` does not end with an answer to the user")
     return Unit(turns[:n], (turns[n:],), tools_of(row))
 
 
@@ -147,7 +154,7 @@ def _and_rejected(row: RowValue, rejected: str) -> Unit:
     others = messages_of(row, rejected)
     n = _behind_last_user(others)
     if n and others[:n] != unit.prompt:
-        raise Unusable(f"`{rejected}` has another prompt than `messages`")
+        raise UnusableRowError(f"`{rejected}` has another prompt than `messages`")
     return unit._replace(answers=(*unit.answers, others[n:]))
 
 

@@ -19,8 +19,7 @@ from farthing.data.rows import BadRow, Row, RowValue, Text
 from farthing.data.scored import expanded
 from farthing.data.shown import Shown
 from farthing.data.token_set import Recipe
-from farthing.errors import DataError
-from farthing.objectives.columns import Unusable
+from farthing.errors import DataError, UnusableRowError
 from farthing.storage.files import Json
 
 
@@ -61,7 +60,7 @@ class SourceReader:
     def _is_ours(self, row: Row) -> bool:
         value = row.value
         if self._recipe.scored:
-            with contextlib.suppress(Unusable):
+            with contextlib.suppress(UnusableRowError):
                 value = expanded(value, self._recipe.scored)[0]
         kind = foreign_kind(value, self._recipe.task, self._columns)
         own = next((self._columns[name] for name in LEARNED if name in self._columns), None)
@@ -78,18 +77,20 @@ class SourceReader:
         self._shapes[tuple(value)] += 1
         return True
 
-    def texts(self, rows: Sequence[Row | BadRow]) -> Iterator[tuple[Row | BadRow, Text | Unusable]]:
+    def texts(
+        self, rows: Sequence[Row | BadRow]
+    ) -> Iterator[tuple[Row | BadRow, Text | UnusableRowError]]:
         """Each row with its text, or with why it can't be used; all are looked at first."""
         for row in self.look(rows):
             try:
                 yield row, self.text(row)
-            except Unusable as error:
+            except UnusableRowError as error:
                 yield row, error
 
     def text(self, row: Row | BadRow) -> Text:
-        """Raises `Unusable` with the reason."""
+        """Raises `UnusableRowError` with the reason."""
         if isinstance(row, BadRow):
-            raise Unusable(row.reason)
+            raise UnusableRowError(row.reason)
         value = without_missing(row.value) if self._is_arrow else row.value
         if not self._recipe.scored:
             return self._convert(value)

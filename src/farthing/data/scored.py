@@ -12,7 +12,8 @@ import math
 from typing import Any
 
 from farthing.data.rows import RowValue
-from farthing.objectives.columns import Unusable, kind_of
+from farthing.errors import UnusableRowError
+from farthing.objectives.columns import kind_of
 
 ANSWERS = ("responses", "completions", "answers", "candidates", "outputs", "generations")
 _TEXT = ("response", "text", "content", "answer", "completion", "output", "generated_text")
@@ -29,10 +30,10 @@ def way_of(keep: Any, pairs: str | None) -> str:
 
 
 def expanded(row: RowValue, way: str) -> list[RowValue]:
-    """The rows that are learned of one. Raises `Unusable`."""
+    """The rows that are learned of one. Raises `UnusableRowError`."""
     name = next((each for each in ANSWERS if isinstance(row.get(each), list)), None)
     if name is None:
-        raise Unusable(f"no list of answers; it is looked for in {', '.join(ANSWERS)}")
+        raise UnusableRowError(f"no list of answers; it is looked for in {', '.join(ANSWERS)}")
     beside = next((each for each in _SCORES if isinstance(row.get(each), list)), "")
     others = {key: value for key, value in row.items() if key not in (name, beside)}
     answers = _answers(row, name, beside)
@@ -45,14 +46,14 @@ def expanded(row: RowValue, way: str) -> list[RowValue]:
             if better[1] > worse[1]
         ]
         if not found:
-            raise Unusable(f"no answer of `{name}` scores better than another")
+            raise UnusableRowError(f"no answer of `{name}` scores better than another")
         return found
     kept = best_first[:1]
     if way != "best":
         least = float(way.removeprefix(_ABOVE))
         kept = [each for each in answers if each[1] > least]
         if not kept:
-            raise Unusable(f"no answer of `{name}` scores above {least:g}")
+            raise UnusableRowError(f"no answer of `{name}` scores above {least:g}")
     if isinstance(others.get("messages"), list):
         turns = others["messages"]
         return [
@@ -64,25 +65,27 @@ def expanded(row: RowValue, way: str) -> list[RowValue]:
 
 
 def _answers(row: RowValue, name: str, beside: str) -> list[tuple[str, float]]:
-    """Each answer with its score: its own, or that in the list `beside`. Raises `Unusable`."""
+    """Each answer with its own score, or that in the list `beside`. Raises `UnusableRowError`."""
     items: list[Any] = row[name]
     if not items:
-        raise Unusable(f"`{name}` is empty")
+        raise UnusableRowError(f"`{name}` is empty")
     if beside and len(row[beside]) != len(items):
-        raise Unusable(f"`{name}` has {len(items)} answers, and `{beside}` {len(row[beside])}")
+        raise UnusableRowError(
+            f"`{name}` has {len(items)} answers, and `{beside}` {len(row[beside])}"
+        )
     found = []
     for place, item in enumerate(items):
         where, held = f"answer {place + 1} of `{name}`", item if isinstance(item, dict) else {}
         text = next((held[key] for key in _TEXT if isinstance(held.get(key), str)), None)
         text = text if held else item
         if not isinstance(text, str) or not text.strip():
-            raise Unusable(f"{where} is {kind_of(text)}, not text")
+            raise UnusableRowError(f"{where} is {kind_of(text)}, not text")
         key = beside or next((key for key in _SCORE if held.get(key) is not None), "")
         if not key:
-            raise Unusable(f"{where} has no score")
+            raise UnusableRowError(f"{where} has no score")
         value = row[beside][place] if beside else held[key]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value):
-            raise Unusable(f"the score of answer {place + 1} is {value!r}, no number")
+            raise UnusableRowError(f"the score of answer {place + 1} is {value!r}, no number")
         found.append((text, -float(value) if key.startswith("rank") else float(value)))
     return found

@@ -25,10 +25,9 @@ from farthing.data.read import Source
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Row, Text
 from farthing.data.token_set import Recipe
-from farthing.errors import DataError
+from farthing.errors import DataError, UnusableRowError
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.classification import CLASSIFICATION
-from farthing.objectives.columns import Unusable
 from farthing.objectives.multi_label import MULTI_LABEL
 from farthing.objectives.registry import objective_of
 from farthing.objectives.regression import REGRESSION
@@ -112,7 +111,7 @@ def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) 
             if isinstance(row, Row) and reader.understood is not None:
                 form, columns, _ = reader.understood
                 n_turns += _count_turns(row.value.get(str(columns.get(form, form))), found)
-            if isinstance(text, Unusable):
+            if isinstance(text, UnusableRowError):
                 found.n_bad += 1
                 found.bad += [f"line {row.line}: {text}"] * (len(found.bad) < _MOST_NAMED)
                 continue
@@ -160,7 +159,7 @@ def _task_of(rows: list[Row | BadRow], recipe: Recipe) -> str:
         if "text" not in columns or {"label", "labels", "score"} & columns:
             convert = converter(name, own, {}, None, task.name)
             for value in values[:_MOST_NAMED]:
-                with contextlib.suppress(Unusable):
+                with contextlib.suppress(UnusableRowError):
                     convert(value)
                     return task.name
     return CLASSIFICATION.name if "label" in columns else CAUSAL_LM.name

@@ -19,7 +19,7 @@ from farthing.config.job import Job
 from farthing.errors import InputError, StoreUnavailableError
 from farthing.run.commits import fetch_whole, is_here
 from farthing.storage.files import DamagedFileError, Json, seal, sha256_of, unseal
-from farthing.storage.objects import NoSuchObject, Store, StoreError
+from farthing.storage.objects import NoSuchObjectError, Store, StoreError
 
 INPUTS, CACHE = "inputs", "cache"
 
@@ -144,7 +144,7 @@ def fetch_inputs(store: Store, key: str, folder: Path) -> None:
             draft = path.with_name(f"{path.name}.draft")
             fetch_whole(store, entry, draft)
             os.replace(draft, path)
-    except (NoSuchObject, DamagedFileError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (NoSuchObjectError, DamagedFileError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise InputError(
             f"the inputs in the store are not whole ({error})",
             where=key,

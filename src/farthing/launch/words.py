@@ -29,7 +29,7 @@ from farthing.run.commits import list_commits
 from farthing.run.folder import LEDGER
 from farthing.storage.files import DamagedFileError, Json, seal, unseal
 from farthing.storage.lease import newest_words
-from farthing.storage.objects import NoSuchObject, Store, StoreError, get_json
+from farthing.storage.objects import NoSuchObjectError, Store, StoreError, get_json
 
 BOOTED, LOG, LEFT, STOP, MACHINES = "booted.json", "log.txt", "left.json", "stop.json", "machines"
 PRICE = "price.json"
@@ -85,7 +85,7 @@ class StoreWords:
     @_answered()
     def log(self, name: str) -> str:
         """The end of what a machine has printed; empty where it has not yet."""
-        with contextlib.suppress(NoSuchObject):
+        with contextlib.suppress(NoSuchObjectError):
             return self._store.get(f"launch/{name}/{LOG}").decode("utf-8", "replace")
         return ""
 
@@ -157,7 +157,7 @@ class Speaker:
 
     def price(self) -> float | None:
         """Dollars an hour that this machine costs, where whoever watches has told them."""
-        with contextlib.suppress(StoreError, NoSuchObject, KeyError, TypeError, ValueError):
+        with contextlib.suppress(StoreError, NoSuchObjectError, KeyError, TypeError, ValueError):
             told = float(get_json(self._store, f"{self._place}/{PRICE}")["usd_per_hour"])
             return told if 0 < told < 100_000 else None
         return None

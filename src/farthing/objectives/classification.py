@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.errors import UnusableRowError
 from farthing.metrics import Metrics, classification_metrics
-from farthing.objectives.columns import TEXT_LABEL, Row, Unusable, kind_of, parsed_list, text_of
+from farthing.objectives.columns import TEXT_LABEL, Row, kind_of, parsed_list, text_of
 from farthing.objectives.objective import IGNORED, Evaluated, Labels, Objective, Rows, Starter
 
 
 def _read(row: Row, label_map: Mapping[str, str]) -> tuple[str, str]:
-    """The text, and the name of its class: text or a whole number. Raises `Unusable`."""
+    """The text, and the name of its class: text or a whole number. Raises `UnusableRowError`."""
     label = row.get("label")
     if label is None or label == "":
-        raise Unusable("no `label`")
+        raise UnusableRowError("no `label`")
     given = label if str(label) in label_map else _meant(label)
     if not isinstance(given, str | int):
         what = f"{label}, a number with a fraction" if isinstance(given, float) else kind_of(given)
@@ -26,7 +27,7 @@ def _read(row: Row, label_map: Mapping[str, str]) -> tuple[str, str]:
             float: "; task: regression learns numbers, and data.label_map names classes",
             list: "; task: multi-label-classification learns lists",
         }.get(type(given), "")
-        raise Unusable(f"`label` is {what}, not a class (text or a whole number){to_do}")
+        raise UnusableRowError(f"`label` is {what}, not a class (text or a whole number){to_do}")
     name = str(label)
     if isinstance(label, bool):  # as JSON writes it, or as Python does
         return text_of(row, "text"), label_map.get(name, label_map.get(name.lower(), name))

@@ -8,18 +8,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from farthing.errors import UnusableRowError
+
 Row = Mapping[str, Any]
 """A row of the data, by standard columns."""
-
-
-class Unusable(Exception):
-    """A row that can't become an example. The message is the reason, in words for its owner.
-
-    `given` is what its owner wrote as input, where the row could be read and only the template
-    stands in the way.
-    """
-
-    given: tuple[str, ...] = ()
 
 
 class Format(NamedTuple):
@@ -98,26 +90,26 @@ def parsed_list(value: Any) -> Any:
 
 def list_of(row: Row, column: str) -> list[Any]:
     """The list in a column of a row; a table has it as JSON, or as Python writes it. Raises
-    `Unusable`.
+    `UnusableRowError`.
     """
     value = parsed_list(row.get(column))
     if value is None:
-        raise Unusable(f"no `{column}`")
+        raise UnusableRowError(f"no `{column}`")
     if not isinstance(value, list | tuple):
         what = "text" if isinstance(value, str) else kind_of(value)
-        raise Unusable(f"`{column}` is {what}, not a list")
+        raise UnusableRowError(f"`{column}` is {what}, not a list")
     return list(value)
 
 
 def text_of(row: Row, column: str, *, may_be_empty: bool = False) -> str:
-    """The text in a column of a row. Raises `Unusable`."""
+    """The text in a column of a row. Raises `UnusableRowError`."""
     value = row.get(column)
     if value is None:
         if may_be_empty:
             return ""
-        raise Unusable(f"no `{column}`")
+        raise UnusableRowError(f"no `{column}`")
     if not isinstance(value, str):
-        raise Unusable(f"`{column}` is {kind_of(value)}, not text")
+        raise UnusableRowError(f"`{column}` is {kind_of(value)}, not text")
     if not may_be_empty and not value.strip():
-        raise Unusable(f"`{column}` is empty")
+        raise UnusableRowError(f"`{column}` is empty")
     return value

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from farthing.errors import UnusableRowError
 from farthing.objectives import columns
 from farthing.objectives.causal_lm import CAUSAL_LM
-from farthing.objectives.columns import Row, Unusable
+from farthing.objectives.columns import Row
 from farthing.objectives.objective import Answers, Figures, NotNegative, Positive, Settings, Starter
 from farthing.objectives.preference import divergence
 
@@ -40,7 +41,7 @@ def _verdict(row: Row) -> float:
     """1 for a desirable answer, 0 for another."""
     value = str(row.get("label")).strip().lower().removesuffix(".0")
     if value not in _YES | _NO:
-        raise Unusable(f"`label` is {row.get('label')!r}; a verdict is true or false")
+        raise UnusableRowError(f"`label` is {row.get('label')!r}; a verdict is true or false")
     return float(value in _YES)
 
 

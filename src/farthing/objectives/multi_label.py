@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from farthing.errors import UnusableRowError
 from farthing.metrics import Metrics, multi_label_metrics
 from farthing.objectives.classification import CLASSIFICATION, LABELS, head_of, in_order
-from farthing.objectives.columns import TEXT_LABELS, Row, Unusable, kind_of, list_of, text_of
+from farthing.objectives.columns import TEXT_LABELS, Row, kind_of, list_of, text_of
 from farthing.objectives.objective import Evaluated, Starter
 
 Names = tuple[str, ...]
@@ -15,18 +16,20 @@ Names = tuple[str, ...]
 
 def _read(row: Row, label_map: Mapping[str, str]) -> tuple[str, Names]:
     """The text, and the names of its classes: of a list of texts or whole numbers, or of one of
-    fractions or truths, 1 at the place of each class. Raises `Unusable`.
+    fractions or truths, 1 at the place of each class. Raises `UnusableRowError`.
     """
     given = list_of(row, "labels")
     if given and all(isinstance(each, bool | float) for each in given):
         if set(given) - {0.0, 1.0}:
-            raise Unusable("`labels` has fractions: a class is there (1) or not (0)")
+            raise UnusableRowError("`labels` has fractions: a class is there (1) or not (0)")
         given = [place for place, is_there in enumerate(given) if is_there]
     for each in given:
         if isinstance(each, bool) or not isinstance(each, str | int) or each == "":
-            raise Unusable(f"`labels` holds {kind_of(each)}, not a class (text or a whole number)")
+            raise UnusableRowError(
+                f"`labels` holds {kind_of(each)}, not a class (text or a whole number)"
+            )
     if len(set(given)) < len(given):
-        raise Unusable(
+        raise UnusableRowError(
             "`labels` has a class twice; zeros and ones at the place of each class are written"
             " as 0.0 and 1.0, or as true and false"
         )

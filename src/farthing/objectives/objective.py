@@ -104,7 +104,7 @@ class Labels(NamedTuple):
 
     read: Callable[[Row, Mapping[str, str]], tuple[Any, Any]]
     """(input text, label) of a row with standard columns, under the job's `label_map`; with
-    `per_word` tuples: the words, and the label of each. Raises `Unusable`.
+    `per_word` tuples: the words, and the label of each. Raises `UnusableRowError`.
     """
     names: Callable[[set[Any]], list[str]]
     """The names of the classes, in order, from the labels that are there; none where labels are
@@ -249,7 +249,7 @@ class Objective(NamedTuple):
     figures: tuple[str, ...] = ()
     """Names of what `loss` finds."""
     value: Callable[[Row], float] | None = None
-    """The number of a row's unit, with standard columns. Raises `Unusable`."""
+    """The number of a row's unit, with standard columns. Raises `UnusableRowError`."""
 
     def pad(self, rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
         """input_ids and attention_mask [N, longest], labels [N, longest] or [N, ...]."""

@@ -9,26 +9,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.errors import UnusableRowError
 from farthing.metrics import Metrics
 from farthing.objectives.classification import CLASSIFICATION, LABELS, head_of
-from farthing.objectives.columns import TEXT_LABEL, TEXT_SCORE, Row, Unusable, kind_of, text_of
+from farthing.objectives.columns import TEXT_LABEL, TEXT_SCORE, Row, kind_of, text_of
 from farthing.objectives.objective import Evaluated, Starter
 
 
 def _read(row: Row, label_map: Mapping[str, str]) -> tuple[str, float]:
-    """The text, and its number. Raises `Unusable`."""
+    """The text, and its number. Raises `UnusableRowError`."""
     column = "score" if row.get("score") is not None else "label"
     value = row.get(column)
     if value is None or value == "":
-        raise Unusable("no `label` or `score`")
+        raise UnusableRowError("no `label` or `score`")
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise Unusable(f"`{column}` is {kind_of(value)}, not a number")
+        raise UnusableRowError(f"`{column}` is {kind_of(value)}, not a number")
     try:
         number = float(label_map.get(str(value), value))
     except ValueError:
-        raise Unusable(f"`{column}` is {str(value)[:40]!r}, not a number") from None
+        raise UnusableRowError(f"`{column}` is {str(value)[:40]!r}, not a number") from None
     if not math.isfinite(number):
-        raise Unusable(f"`{column}` is {number}, which can't be learned")
+        raise UnusableRowError(f"`{column}` is {number}, which can't be learned")
     return text_of(row, "text"), number
 
 

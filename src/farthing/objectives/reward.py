@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from farthing.errors import UnusableRowError
 from farthing.objectives.classification import CLASSIFICATION, LABELS, head_of
-from farthing.objectives.columns import Row, Unusable
+from farthing.objectives.columns import Row
 from farthing.objectives.objective import Answers, Figures, NotNegative, Settings, Starter
 from farthing.objectives.preference import OF_REWARDS, figures_of, objective, softplus
 
@@ -31,7 +32,7 @@ def _margin(row: Row) -> float:
     if value is None or value == "":
         return 0.0
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Unusable("`margin` is no number")
+        raise UnusableRowError("`margin` is no number")
     return float(value)
 
 

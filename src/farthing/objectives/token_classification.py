@@ -9,28 +9,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.errors import UnusableRowError
 from farthing.metrics import Metrics, entity_metrics
 from farthing.objectives.classification import CLASSIFICATION, LABELS, confusion_of, head_of
-from farthing.objectives.columns import TOKENS_TAGS, Row, Unusable, kind_of, list_of
+from farthing.objectives.columns import TOKENS_TAGS, Row, kind_of, list_of
 from farthing.objectives.objective import IGNORED, Evaluated, Rows, Starter, filled
 
 _OF_ENTITIES = re.compile(r"O|[BIESLUM]-.+")
 
 
 def _read(row: Row, label_map: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The words, and the tag of each: text or a whole number. Raises `Unusable`."""
+    """The words, and the tag of each: text or a whole number. Raises `UnusableRowError`."""
     words, tags = list_of(row, "tokens"), list_of(row, "tags")
     if not words:
-        raise Unusable("`tokens` is empty")
+        raise UnusableRowError("`tokens` is empty")
     if len(words) != len(tags):
-        raise Unusable(f"{len(words):,} `tokens` and {len(tags):,} `tags`: each has one")
+        raise UnusableRowError(f"{len(words):,} `tokens` and {len(tags):,} `tags`: each has one")
     for name, each, kinds in (
         *(("tokens", word, str) for word in words),
         *(("tags", tag, str | int) for tag in tags),
     ):
         if not isinstance(each, kinds) or isinstance(each, bool) or each == "":
             what = "an empty text" if each == "" else kind_of(each)
-            raise Unusable(f"`{name}` holds {what}, not {name[:-1]}s")
+            raise UnusableRowError(f"`{name}` holds {what}, not {name[:-1]}s")
     return tuple(words), tuple(label_map.get(str(tag), str(tag)) for tag in tags)
 
 

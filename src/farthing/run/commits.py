@@ -56,7 +56,7 @@ from farthing.storage.files import (
     unseal,
     write_text,
 )
-from farthing.storage.objects import NoSuchObject, Store
+from farthing.storage.objects import NoSuchObjectError, Store
 from farthing.units import say_bytes
 
 SCHEMA = 2
@@ -70,7 +70,7 @@ _COMMIT = re.compile(r"commits/(\d{8})-(\d{6})-(\d{8,})\.json")
 _PATH = re.compile(
     rf"{CHECKPOINTS}/{CHECKPOINT_NAME.pattern}/[^/]+|{LOG_PARTS}/\d{{6}}|{MODEL}(/[^/]+)+"
 )
-_IS_LOST = (DamagedFileError, NoSuchObject)
+_IS_LOST = (DamagedFileError, NoSuchObjectError)
 Objects = dict[tuple[str, str], str]
 """(path, sha256) -> the object that holds it."""
 
@@ -278,7 +278,7 @@ def _fetch_all(store: Store, draft: Path, entries: list[StoredFile]) -> dict[str
 
 
 def fetch_whole(store: Store, entry: StoredFile, path: Path) -> None:
-    """Raises `DamagedFileError`, `NoSuchObject`, `StoreError`."""
+    """Raises `DamagedFileError`, `NoSuchObjectError`, `StoreError`."""
     store.fetch(entry["object"], path, entry["size"])
     check_file(path, entry, entry["path"])
 

@@ -68,12 +68,12 @@ from farthing.storage.files import (
 from farthing.storage.lease import Gaps, Lease, LeaseLostError, bills_left
 from farthing.storage.mounts import bucket_mount_of
 from farthing.storage.objects import (
-    NoSuchBucket,
-    NoSuchObject,
+    NoSuchBucketError,
+    NoSuchObjectError,
     Retrying,
     Store,
     StoreError,
-    StoreRefuses,
+    StoreRefusedError,
     open_store,
 )
 from farthing.units import plural
@@ -204,8 +204,8 @@ class Mirror:
         except LeaseLostError as error:
             raise self._busy(str(error)) from error
         except StoreError as error:
-            may_pass = patient.has_answered and not isinstance(error, NoSuchBucket)
-            if isinstance(error, StoreRefuses) and not may_pass:
+            may_pass = patient.has_answered and not isinstance(error, NoSuchBucketError)
+            if isinstance(error, StoreRefusedError) and not may_pass:
                 raise InputError(
                     f"the store refuses: {error}",
                     where=f"output_store: {self._store.name}",
@@ -214,7 +214,7 @@ class Mirror:
                         " list, delete)"
                     ),
                 ) from error
-            if isinstance(error, StoreRefuses) or not (self.folder / RUN).exists():
+            if isinstance(error, StoreRefusedError) or not (self.folder / RUN).exists():
                 raise StoreUnavailableError(
                     f"the store does not answer ({error}), and this folder does not hold the run",
                     where=f"output_store: {self._store.name}",
@@ -534,7 +534,7 @@ class Mirror:
         )
 
     def _objects(self, store: Store, commit: Commit) -> Objects:
-        with contextlib.suppress(DamagedFileError, RunChangedError, NoSuchObject):
+        with contextlib.suppress(DamagedFileError, RunChangedError, NoSuchObjectError):
             return self._known.get(commit) or objects_of(read_commit(store, commit)["files"])
         return {}
 

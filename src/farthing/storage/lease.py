@@ -29,7 +29,7 @@ from pathlib import Path
 from farthing.clock import seconds_since_boot
 from farthing.errors import RunInterruptedError
 from farthing.storage.files import Json
-from farthing.storage.objects import NoSuchObject, Store, StoreError, get_json
+from farthing.storage.objects import NoSuchObjectError, Store, StoreError, get_json
 from farthing.units import say_seconds
 
 N_LINKS = 8
@@ -222,7 +222,7 @@ def _newest(store: Store, known: int = 0) -> int:
     """0 when there is none. A list may lack the last links: the next are asked for by number."""
     numbers = (int(match[1]) for key in store.list("writers/") if (match := _LINK.fullmatch(key)))
     newest = max(numbers, default=known)
-    with contextlib.suppress(NoSuchObject):
+    with contextlib.suppress(NoSuchObjectError):
         while newest:
             store.get(_key(newest + 1))
             newest += 1

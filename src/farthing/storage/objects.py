@@ -48,15 +48,15 @@ class StoreError(Exception):
     """An operation failed, or nobody knows whether it did; it may work later."""
 
 
-class StoreRefuses(StoreError):
+class StoreRefusedError(StoreError):
     """The store answered that it won't: credentials, permissions, or no such bucket."""
 
 
-class NoSuchBucket(StoreRefuses):
+class NoSuchBucketError(StoreRefusedError):
     """The bucket of the store does not exist."""
 
 
-class NoSuchObject(StoreError):
+class NoSuchObjectError(StoreError):
     """There is no object of that key."""
 
 
@@ -83,11 +83,11 @@ class Store(Protocol):
         """Write a file, or a few bytes, over what may be there."""
 
     def get(self, key: str) -> bytes:
-        """Raises `NoSuchObject`, and `DamagedFileError` for more than `MOST_SMALL_BYTES`."""
+        """Raises `NoSuchObjectError`, and `DamagedFileError` for more than `MOST_SMALL_BYTES`."""
 
     def fetch(self, key: str, path: Path, n_bytes: int) -> None:
-        """Into a file. Raises `NoSuchObject`, and `DamagedFileError` for an object that is larger;
-        none of that is fetched."""
+        """Into a file. Raises `NoSuchObjectError`, and `DamagedFileError` for a larger object, of
+        which nothing is fetched."""
 
     def list(self, prefix: str) -> dict[str, Entry]:
         """Every object whose key begins with `prefix`, which ends with a slash."""
@@ -155,7 +155,7 @@ class ObjectStore:
             return bytes(found.bytes())
 
     def head(self, key: str) -> Entry:
-        """What a list would say of an object. Raises `NoSuchObject`."""
+        """What a list would say of an object. Raises `NoSuchObjectError`."""
         with self._faults():
             return _entry_of(self._small.head(key))
 
@@ -190,7 +190,7 @@ class ObjectStore:
 
     def remove(self, keys: Iterable[str]) -> None:
         for key in keys:
-            with contextlib.suppress(NoSuchObject), self._faults():
+            with contextlib.suppress(NoSuchObjectError), self._faults():
                 self._small.delete(key)
 
     @contextlib.contextmanager
@@ -222,10 +222,10 @@ class ObjectStore:
             text = str(error)
             is_absent = isinstance(error, FileNotFoundError)
             if (is_absent and is_write) or _NO_BUCKET.search(text):
-                raise NoSuchBucket(f"{self.name}: there is no such bucket") from error
+                raise NoSuchBucketError(f"{self.name}: there is no such bucket") from error
             if is_absent:
-                raise NoSuchObject(_first_line(error)) from error
-            kind = StoreRefuses if _REFUSAL.search(text) else StoreError
+                raise NoSuchObjectError(_first_line(error)) from error
+            kind = StoreRefusedError if _REFUSAL.search(text) else StoreError
             raise kind(f"{self.name}: {_first_line(error)}") from error
 
     def _client(self, request_s: float) -> Any:
@@ -240,7 +240,7 @@ class ObjectStore:
                     root if root.exists() else make_private(root), automatic_cleanup=True
                 )
             except OSError as error:
-                raise NoSuchBucket(f"{root}: {error.strerror or error}") from error
+                raise NoSuchBucketError(f"{root}: {error.strerror or error}") from error
         options: dict[str, Any] = {
             "client_options": {
                 "timeout": timedelta(seconds=request_s),
@@ -338,12 +338,12 @@ class Retrying:
                 found = operation()
                 self.has_answered = True
                 return found
-            except (NoSuchObject, DamagedFileError):
+            except (NoSuchObjectError, DamagedFileError):
                 self.has_answered = True
                 raise
             except StoreError as fault:
                 n_tries += 1
-                most = MOST_REFUSALS if isinstance(fault, StoreRefuses) else MOST_TRIES
+                most = MOST_REFUSALS if isinstance(fault, StoreRefusedError) else MOST_TRIES
                 pause_s = min(MOST_PAUSE_S, self._pause_s * 2 ** (n_tries - 1))
                 pause_s *= random.uniform(0.5, 1.5)
                 late = time.monotonic() + pause_s > until
@@ -353,7 +353,7 @@ class Retrying:
 
 def get_json(store: Store, key: str) -> Json:
     """Empty where there is no object, or none that is understood. Raises `StoreError`."""
-    with contextlib.suppress(NoSuchObject, DamagedFileError, ValueError):
+    with contextlib.suppress(NoSuchObjectError, DamagedFileError, ValueError):
         value = parse_json(store.get(key))
         if isinstance(value, dict):
             return value
