@@ -80,7 +80,7 @@ for epoch in range(num_epochs):
 
 
 def test_what_needs_evaluation_data_is_named_where_there_is_none(tmp_path: Path) -> None:
-    text = BASE + (
+    text = BASE.replace("dataset_name: org/d", "datasets: [{path: org/d}]") + (
         "max_length: 512\neval_strategy: steps\neval_steps: 50\nload_best_model_at_end: true\n"
         "metric_for_best_model: loss\n"
     )
@@ -576,3 +576,100 @@ def test_services_are_known_in_every_case_of_their_keys(tmp_path: Path) -> None:
 def test_attention_that_is_shifted_changes_the_result(tmp_path: Path) -> None:
     text = "model_name_or_path: a/b\nstage: sft\ndataset: x\nshift_attn: true\n"
     assert imported(tmp_path, text).lines["shift_attn"].effect == "differs"
+
+
+TRAINER = """from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from datasets import load_dataset
+data = load_dataset("org/d")
+model = AutoModelForCausalLM.from_pretrained("org/m"{weights})
+args = TrainingArguments("out", eval_strategy="epoch"{precision})
+Trainer(model, args, train_dataset=data["train"], eval_dataset=data["test"]).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("precision", "weights", "expected"),
+    [
+        ("", "", (False, None, False)),
+        (", fp16=False", "", (False, False, False)),
+        (", bf16=True", "", (True, None, None)),
+        (", fp16=True", "", (None, True, None)),
+        (", bf16=torch.cuda.is_bf16_supported()", "", (None, None, None)),
+        ("", ", torch_dtype=torch.bfloat16", (None, None, None)),
+    ],
+)
+def test_a_trainer_script_keeps_its_precision(
+    precision: str, weights: str, expected: tuple[bool | None, ...], tmp_path: Path
+) -> None:
+    script = TRAINER.format(precision=precision, weights=weights)
+    found = imported(tmp_path, script, "train.py")
+    keys = ("train.bf16", "train.fp16", "train.tf32")
+    assert tuple(found.job.get(key) for key in keys) == expected
+    differs = {line.key for line in found.named if line.effect == "differs"}
+    of_weights = {"AutoModelForCausalLM.from_pretrained.torch_dtype"} if weights else set()
+    assert differs == of_weights
+
+
+def test_a_script_evaluates_on_the_split_it_names(tmp_path: Path) -> None:
+    found = imported(tmp_path, TRAINER.format(precision="", weights=""), "train.py")
+    assert found.job["data.train"] == [{"path": "org/d", "split": "train"}]
+    assert found.job["data.eval"] == [{"path": "org/d", "split": "test"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "bf16", "fp16"),
+    [
+        ("run.sh", "python run_clm.py --model_name_or_path m --train_file a.txt", False, None),
+        (
+            "run.sh",
+            "accelerate launch --mixed_precision fp16 run_clm.py --model_name_or_path m"
+            " --train_file a.txt",
+            None,
+            True,
+        ),
+        ("c.yaml", "stage: sft\nmodel_name_or_path: m\nfinetuning_type: full\n", False, None),
+        ("c.yaml", "stage: sft\nmodel_name_or_path: m\nfinetuning_type: lora\n", None, None),
+        ("c.yaml", "base_model: m\nmicro_batch_size: 2\n", None, None),
+        ("c.yaml", "model: m\ndata: a.jsonl\nlr: 1.0e-4\nprecision: 16-mixed\n", None, True),
+        ("c.yaml", "model: m\ndata: a.jsonl\nlr: 1.0e-4\ndtype: float32\n", False, None),
+    ],
+)
+def test_a_tool_that_computes_in_fp32_by_default_is_taken_at_its_word(
+    name: str, text: str, bf16: bool | None, fp16: bool | None, tmp_path: Path
+) -> None:
+    found = imported(tmp_path, text, name)
+    assert found.job.get("train.bf16") is bf16
+    assert found.job.get("train.fp16") is fp16
+
+
+def test_trl_evaluates_on_its_default_split(tmp_path: Path) -> None:
+    found = imported(tmp_path, BASE + "max_length: 64\neval_strategy: epoch\n")
+    assert found.job["data.eval"] == [{"path": "org/d", "split": "test"}]
+
+
+def test_accumulated_batches_of_tokens_are_named(tmp_path: Path) -> None:
+    keys = {"displayName": "j", "dataset": "d", "baseModel": "accounts/f/models/m"}
+    text = json.dumps(keys | {"gradientAccumulationSteps": 2, "learningRate": 1e-4})
+    found = imported(tmp_path, text, "job.json")
+    assert found.lines["gradientAccumulationSteps"].effect == "differs"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.yaml", "base_model: m\nmicro_batch_size: 0x" + "f" * 5000),
+        ("c.yaml", "base_model: m\nmicro_batch_size: " + "1:" * 3000 + "30"),
+        ("c.json", '{"base_model": "m", "micro_batch_size": ' + "9" * 400 + "}"),
+        ("c.yaml", "base_model: m\nmicro_batch_size: 2024-13-45"),
+    ],
+)
+def test_a_number_that_no_job_holds_is_a_mistake_on_its_line(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match="can't be read"):
+        imported(tmp_path, text, name)
+
+
+def test_a_huge_number_of_a_script_is_unknown(tmp_path: Path) -> None:
+    script = TRAINER.format(precision=", max_steps=0x" + "f" * 5000, weights="")
+    assert "train.max_steps" not in imported(tmp_path, script, "train.py").job

@@ -643,3 +643,25 @@ def test_a_name_that_no_file_system_takes_is_a_mistake_in_the_job(key: str, tmp_
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(InputError, match="a name of 400 bytes in a path; file systems take 255"):
         load_job(tmp_path / "job.yaml")
+
+
+def test_a_setting_of_the_schedule_is_a_number_however_yaml_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "task: causal-lm\nmodel: org/m\ndata: a.jsonl\noutput_dir: r\ntrain:\n"
+        "  lr_scheduler_type: cosine_with_min_lr\n  lr_scheduler_kwargs: {min_lr: 1e-6}\n",
+        encoding="utf-8",
+    )
+    assert load_job(path).train.lr_scheduler_kwargs == {"min_lr": 1e-6}
+
+
+@pytest.mark.parametrize("key", ["model", "data", "output_dir"])
+def test_a_name_with_a_nul_character_is_a_mistake_at_its_key(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    keys = {"task": "causal-lm", "model": "org/m", "data": "a.jsonl", "output_dir": "r"}
+    path.write_text("\n".join(f"{k}: {v}" for k, v in keys.items()), encoding="utf-8")
+    with pytest.raises(JobError, match=f"--set {key}.*NUL"):
+        load_job(path, [f'{key}="a\\0b"'])
+    path.write_text("\n".join(f'{k}: "{v}\\0"' for k, v in keys.items()), encoding="utf-8")
+    with pytest.raises(JobError, match=r"job.yaml:1: a text with a NUL character"):
+        load_job(path)

@@ -41,6 +41,7 @@ from farthing.config.values import (
     Paths,
     Positive,
     PositiveNumber,
+    ScheduleSettings,
     Share,
     Store,
     TaskName,
@@ -283,7 +284,7 @@ class TrainSection(Section):
         "warmup_stable_decay",
     ] = "linear"
     """How the learning rate changes over the steps, as transformers has it."""
-    lr_scheduler_kwargs: dict[str, int | float | str] = {}
+    lr_scheduler_kwargs: ScheduleSettings = {}
     """As transformers has them: `min_lr_rate` or `min_lr` of cosine_with_min_lr; `num_decay_steps`
     of warmup_stable_decay, with `decay_type` (cosine, linear, 1-sqrt), `warmup_type` and
     `min_lr_ratio`; `num_cycles` of the cosines; `lr_end` and `power` of polynomial; `timescale` of

@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from farthing.addresses import is_remote
-from farthing.config.bounded import read_yaml
+from farthing.config.bounded import parse_yaml, read_yaml
 from farthing.config.foreign_keys import ForeignKeyError, adopt, answer
 from farthing.config.job import KEYS, SECTIONS, Job, Range
 from farthing.data.rows import Own
@@ -42,6 +42,7 @@ _YAML_ADVICE = {
     "nested": "write it out plainly",
     "'\\t'": "indent with spaces, not with tabs",
     "constructor": "a job holds plain values only",
+    "can't be read": "write a smaller number, or a date that exists",
     "": "check the indentation, quotes and colons on this line and the one above",
 }
 
@@ -89,11 +90,7 @@ def parse_job(text: str, path: Path, overrides: list[str] | None = None) -> Job:
     beside it.
     """
     try:
-        values = read_yaml(text)
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except ValueError as error:
-        what = f"a value that can't be read: {str(error).partition(';')[0]}"
-        raise _refused(what, path, "write a smaller number, or a date that exists") from error
+        values, node = parse_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         what = str(getattr(error, "problem", None) or error)
@@ -138,6 +135,8 @@ def _checked(
         except ValueError as error:
             to_do = "--set train.learning_rate=1e-4"
             problems.append(InputError(str(error), where=f"--set {text}", to_do=to_do))
+    if (at := _place_of_nul(values)) is not None:
+        raise _refused("a text with a NUL character", origin.of(at), "write it without")
     try:
         for stood, stands in adopt(values, KEYS):
             if stood in origin.places:
@@ -156,6 +155,17 @@ def _checked(
     if problems:
         raise JobError(problems, job)
     return job
+
+
+def _place_of_nul(value: Any, at: Key = ()) -> Key | None:
+    """The key of a text with a NUL character, which no path or name may have."""
+    if isinstance(value, str):
+        return at if "\0" in value else None
+    items = enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, inner in value.items() if isinstance(value, dict) else items:
+        if (found := _place_of_nul(inner, (*at, str(key)))) is not None:
+            return found
+    return None
 
 
 def _without(values: Json, places: Iterable[tuple[int | str, ...]]) -> Job | None:
@@ -274,7 +284,7 @@ def _override(values: dict[Any, Any], text: str) -> Key:
     names = tuple(key.strip().split("."))
     try:
         value = read_yaml(raw) if raw else None
-    except (yaml.YAMLError, ValueError) as error:
+    except yaml.YAMLError as error:
         raise ValueError(f"the value is not valid YAML: {raw[:80]!r}") from error
     if len(names) == 1 and names[0] in SHORTHAND and not isinstance(value, dict):
         names = (*names, SHORTHAND[names[0]])

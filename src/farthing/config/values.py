@@ -197,27 +197,10 @@ def with_own(values: Json) -> Json:
     return values
 
 
-_SCHEDULE_KWARGS: dict[str, tuple[str, ...]] = {
-    "cosine": ("num_cycles",),
-    "cosine_with_restarts": ("num_cycles",),
-    "cosine_with_min_lr": ("min_lr_rate", "min_lr", "num_cycles"),
-    "polynomial": ("lr_end", "power"),
-    "inverse_sqrt": ("timescale",),
-    "warmup_stable_decay": (
-        "num_decay_steps",
-        "decay_type",
-        "warmup_type",
-        "min_lr_ratio",
-        "num_cycles",
-    ),
-}
-"""Settings of a schedule by transformers' names; the others have none."""
-
-
 class ScheduleKwargs(BaseModel):
     """What the settings of schedules take."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
     num_cycles: NonNegative = 0.5
     min_lr: NonNegative = 0
     min_lr_rate: Share = 0
@@ -230,31 +213,50 @@ class ScheduleKwargs(BaseModel):
     warmup_type: Literal["cosine", "linear", "1-sqrt"] = "linear"
 
 
-def check_schedule(name: str, kwargs: dict[str, int | float | str]) -> None:
+def _schedule_settings(given: Json) -> Json:
+    """Numbers also of what YAML takes for a text, such as 1e-6."""
+    try:
+        found = ScheduleKwargs.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{first['loc'][0]}: {first['msg']}") from None
+    return {
+        key: getattr(found, key, value) if isinstance(value, str) else value
+        for key, value in given.items()
+    }
+
+
+ScheduleSettings = Annotated[dict[str, int | float | str], AfterValidator(_schedule_settings)]
+_SCHEDULES: dict[str, tuple[str, ...]] = {
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("min_lr_rate", "min_lr", "num_cycles"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": (
+        *("num_decay_steps", "decay_type", "warmup_type", "min_lr_ratio", "num_cycles"),
+    ),
+}
+"""Settings of a schedule by transformers' names; the others have none."""
+
+
+def check_schedule(name: str, kwargs: Json) -> None:
     """Raises `PlacedError` for settings that a schedule has not, or that it lacks."""
-    known = _SCHEDULE_KWARGS.get(name, ())
+    known = _SCHEDULES.get(name, ())
     if unknown := [key for key in kwargs if key not in known]:
         of = f"; it takes {', '.join(known)}" if known else " and takes none"
         message = f"{name} has no `{unknown[0]}` in lr_scheduler_kwargs{of}"
         raise PlacedError(message, "lr_scheduler_kwargs")
-    try:
-        ScheduleKwargs.model_validate(kwargs)
-    except ValidationError as error:
-        first = error.errors()[0]
-        message = f"{first['loc'][0]}: {first['msg']}"
-        raise PlacedError(f"lr_scheduler_kwargs: {message}", "lr_scheduler_kwargs") from None
+    lacks = ""
     if name == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & kwargs.keys()) != 1:
-        raise PlacedError(
-            f"{name} needs one of min_lr and min_lr_rate, e.g. lr_scheduler_kwargs:"
-            " {min_lr_rate: 0.1}",
-            "lr_scheduler_type",
-        )
+        lacks = "one of min_lr and min_lr_rate, e.g. lr_scheduler_kwargs: {min_lr_rate: 0.1}"
     if name == "warmup_stable_decay" and "num_decay_steps" not in kwargs:
-        raise PlacedError(
-            f"{name} needs the steps in which the rate comes down at the end, e.g."
-            " lr_scheduler_kwargs: {num_decay_steps: 100}",
-            "lr_scheduler_type",
+        lacks = (
+            "the steps in which the rate comes down at the end, e.g. lr_scheduler_kwargs:"
+            " {num_decay_steps: 100}"
         )
+    if lacks:
+        raise PlacedError(f"{name} needs {lacks}", "lr_scheduler_type")
 
 
 def known_encoding(name: str) -> str:

@@ -45,11 +45,27 @@ def peft_targets(out: Imported) -> None:
     out.default({"method.target_modules": layers.split()}, "peft for models of this name")
 
 
-def settle(values: Json, out: Imported, *, has_adapter: bool) -> None:
+def settle_precision(values: Json, out: Imported, *, has_fp32_default: bool) -> None:
+    """Precision where a tool has fp32 for what is not written, and weights that are less than
+    that.
+    """
+    weights = {k: v for k, v in values.items() if k in fact("dtypes-of-weights").split() and v}
+    is_low = {k: v for k, v in weights.items() if not re.search("32", str(v))}
+    if out.job.get("method.name") == "full":
+        for key, value in is_low.items():
+            out.name(key, value, fact("low-weights"), "differs", is_last=True)
+    is_open = not (is_low or values.get("bf16") or values.get("fp16"))
+    if has_fp32_default and is_open:
+        of = f"{out.source}: fp32 where neither bf16 nor fp16 is set"
+        out.default({"train.bf16": False, "train.tf32": False}, of)
+
+
+def settle(values: Json, out: Imported, *, has_adapter: bool, has_fp32_default: bool) -> None:
     """What the libraries do where nothing is said. `SFTTrainer` learns every token, and of
     prompt/completion rows completions alone.
     """
     preference.settle(out, TRL)
+    settle_precision(values, out, has_fp32_default=has_fp32_default)
     if has_adapter:
         defaults(out, "lora")
         peft_targets(out)
@@ -92,7 +108,7 @@ def read(values: Json, out: Imported) -> None:
     if has_adapter and not is_trainer:
         dropout = 0.0 if out.prefers else 0.05
         out.default({"method.lora_r": 16, "method.lora_alpha": 32, "method.lora_dropout": dropout})
-    settle(values, out, has_adapter=has_adapter)
+    settle(values, out, has_adapter=has_adapter, has_fp32_default=is_trainer)
 
 
 def read_objective(values: Json, out: Imported, name: str) -> None:
@@ -208,6 +224,8 @@ def read_data(values: Json, out: Imported) -> None:
         out.template("chat_template", template, template)
     said = {key: value for key, value in values.items() if type(value) is str and value}
     evaluates = str(values.get("eval_strategy", "no")) not in ("no", "False")
+    if out.source == TRL and not out.labels and evaluates and "dataset_name" in said:
+        said.setdefault("dataset_test_split", "test")
     held_key = "dataset_test_split" if "dataset_test_split" in said else "validation_file"
     held = said.get(held_key)
     if held and not evaluates:

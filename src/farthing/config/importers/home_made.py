@@ -45,6 +45,8 @@ def read(values: Json, out: Imported) -> None:
     out.default({"method.name": "lora" if has_lora else "full"}, "a loop without an adapter")
     if "task" not in out.job:
         out.notes.append(f"it names no task: {CAUSAL_LM.name} is a guess, check it first")
+    if not {"train.bf16", "train.fp16"} & {*out.job}:
+        out.notes.append("it names no precision: on GPUs that have bf16 this job computes in it")
     out.notes.append("read by its key names alone: compare each line with your loop")
     if "train.per_device_train_batch_size" in out.job:
         out.notes.append(NO_COUNT_OF_GPUS)

@@ -40,6 +40,7 @@ def read(values: Json, out: Imported) -> None:
         elif method != "full":
             out.default({"method.modules_to_save": ["embed_tokens", "lm_head"]}, "resize_vocab")
     defaults(out, "trainer")
+    hf.settle_precision(values, out, has_fp32_default=method == "full")
     if not is_v1:
         if method != "full":
             out.default({"method.lora_r": 8})

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from farthing.config.bounded import read_yaml
+from farthing.config.bounded import read_yaml, whole_number
 from farthing.config.importers import (
     axolotl,
     hf,
@@ -203,10 +203,10 @@ def settings_in(path: Path) -> Json:
 def _mapping(path: Path, text: str) -> Json:
     try:
         try:
-            values = json.loads(text)
+            values = json.loads(text, parse_int=whole_number)
         except ValueError:
             values = read_yaml(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         what = str(getattr(error, "problem", None) or error).splitlines()[0][:200]
@@ -292,7 +292,9 @@ def _commands(path: Path, commands: list[Command], source: str | None) -> Import
             source = hf.TRAINER
         elif "dataset_name" in best.values:
             source = hf.TRL
-    out = _read(source, best.values, path, best.program)
+    computes_in = best.launcher.get("mixed_precision")  # of accelerate, which the programs take up
+    own = {computes_in: True} if computes_in in ("bf16", "fp16") else {}
+    out = _read(source, own | best.values, path, best.program)
     for key, value in flat(best.launcher):
         is_count = value != 1 and bool(re.search("nproc|num_(proc|gpus|machines)|nnodes", key))
         why = "how it is started; say where.gpus, or `farthing train --accelerate FILE`"

@@ -50,6 +50,7 @@ def read(calls: Sequence[Call], out: Imported) -> None:
         out.refuse("(script)", None, what)
     elif asked:
         hf.read_objective(values, out, asked.pop())
+    script.splits()
     if _is_text(values.get("model")):
         out.job["model.model_name_or_path"] = values["model"]
     hf.read_data(values, out)
@@ -74,7 +75,10 @@ def read(calls: Sequence[Call], out: Imported) -> None:
     of = "the script's calls" if has_adapter else "the script, which makes no adapter"
     is_4bit = values.get("load_in_4bit") is True
     out.default({"method.name": hf.method_of(has_adapter, is_4bit)}, of)
-    hf.settle(values, out, has_adapter=has_adapter)
+    has_fp32_default = out.source != hf.UNSLOTH and any(
+        call.last in ("TrainingArguments", "Seq2SeqTrainingArguments") for call in calls
+    )
+    hf.settle(values, out, has_adapter=has_adapter, has_fp32_default=has_fp32_default)
 
 
 def _is_text(value: Any) -> bool:
@@ -136,6 +140,18 @@ class _Script:
             if value is not None and key not in self.values:
                 self.values[key] = value
                 self.out.labels[key] = f"{before}{key}"
+
+    def splits(self) -> None:
+        """Splits of the one data set that `data["train"]` and `data["test"]` stand for."""
+        keys = {"train_dataset": "dataset_train_split", "eval_dataset": "dataset_test_split"}
+        found = [re.fullmatch(r"(\w+)\['(\w+)'\]", str(self.values.get(key))) for key in keys]
+        owners = {each[1] for each in found if each}
+        is_known = self.seen["load_dataset"] == 1 and "split" not in self.done and len(owners) == 1
+        if is_known and "dataset_train_split" not in self.values:
+            for (own, key), each in zip(keys.items(), found, strict=True):
+                if each:
+                    self.values[key] = each[2]
+                    self.out.labels[key] = self.out.labels[own]
 
     def _name(self, before: str, given: Json, why: str, effect: Any) -> None:
         for key, value in given.items():

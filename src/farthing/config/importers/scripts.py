@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import math
 import operator
 import re
 import shlex
@@ -126,6 +127,8 @@ class _Values:
         self.of = functools.cache(self._of)  # names grow out of one another
         for node in ast.walk(tree):
             match node:
+                case ast.Constant(value=int(number)) if number.bit_length() > 63:
+                    node.value = math.inf  # Python makes no text of a long number
                 case ast.Assign(targets, value):
                     self._assign(targets, value)
                 case ast.AnnAssign(target, value=ast.expr() as value):

@@ -136,9 +136,11 @@ class Imported:
         self.files[name] = text
         self.put(key, value, "data.chat_template", name)
 
-    def name(self, key: str, value: Any, why: str, effect: Effect = "none") -> None:
-        """Say why a key has no counterpart. A mapped key stays mapped."""
-        if self.labels.get(key, key) not in self.lines:
+    def name(
+        self, key: str, value: Any, why: str, effect: Effect = "none", *, is_last: bool = False
+    ) -> None:
+        """Say why a key has no counterpart. A key that has a line keeps it, unless `is_last`."""
+        if is_last or self.labels.get(key, key) not in self.lines:
             self._note(key, value, "", why, effect)
 
     def refuse(self, key: str, value: Any, why: str) -> None:
