@@ -20,6 +20,7 @@ from farthing.planner.managed import fees_of
 from farthing.planner.memory import OnDevice
 from farthing.planner.price import quiet_interval_s, within_limits
 from farthing.planner.ranges import class_of, published_spread
+from farthing.planner.ranking import why
 from farthing.planner.recipe import Recipe
 from farthing.planner.search import Refusal, budgets
 from farthing.planner.software import Torch
@@ -233,7 +234,7 @@ def test_the_cheapest_is_first_and_ties_go_to_the_sooner_and_say_so():
     even = (
         2.0 * slow.total_usd / quick.total_usd
     )  # the price at which the quicker one costs as much
-    for factor, first, why in (
+    for factor, first, words in (
         (1.03, "H100-80GB", "within 5% or a cent of the cheapest"),
         (1.08, "A100-80GB", "the cheapest"),
         (0.97, "H100-80GB", "the cheapest"),
@@ -242,8 +243,8 @@ def test_the_cheapest_is_first_and_ties_go_to_the_sooner_and_say_so():
             wanted_of(), [place("A100-80GB", 2.0), place("H100-80GB", even * factor)]
         ).plans
         assert ranked[0].offer.gpu == first, factor
-        assert ranked[0].why.startswith(why)
-        assert "x as" in ranked[1].why
+        assert why(ranked[0], ranked).startswith(words)
+        assert "x as" in why(ranked[1], ranked)
 
 
 def test_among_equals_one_gpu_comes_before_several():
@@ -253,7 +254,7 @@ def test_among_equals_one_gpu_comes_before_several():
     answer = decide(wanted_of(), [place("RTX 4090", 0.5), place("RTX 4090", price, 2)])
     assert answer.plans[1].total_usd < answer.plans[0].total_usd
     assert answer.best == answer.plans[0]
-    assert "estimates can't tell apart, and on one GPU" in answer.plans[0].why
+    assert "estimates can't tell apart, and on one GPU" in why(answer.plans[0], answer.plans)
     assert answer.plans[0].wall_s > answer.plans[1].wall_s
     cheaper = decide(wanted_of(), [place("RTX 4090", 0.5), place("RTX 4090", price * 0.8, 2)])
     assert cheaper.best == cheaper.plans[0]
@@ -297,7 +298,7 @@ def test_the_first_choice_can_be_had_at_its_price_and_surely_does_the_job(
     answer = decide(wanted_of(**asked), [first, second])
     assert (answer.best.offer is first.offer) is is_first
     if first is TIGHT:
-        assert answer.best.why == "the cheapest that surely fits"
+        assert why(answer.best, answer.plans) == "the cheapest that surely fits"
         assert answer.plans[1].on.is_tight
     assert decide(wanted_of(**asked), [first]).best is not None, "the only one is still said"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from statistics import NormalDist
 from typing import Any, NamedTuple, TypeVar
 
@@ -122,7 +122,7 @@ class Lengths:
     @property
     def mean_of_squares(self) -> float:
         """Mean of the input length squared, without padding."""
-        return self._example.token_pairs
+        return self.example.token_pairs
 
     @cached_property
     def _targets(self) -> NDArray[np.int64]:
@@ -133,7 +133,7 @@ class Lengths:
         return self.tokens + self._targets
 
     @cached_property
-    def _example(self) -> Padded:
+    def example(self) -> Padded:
         """A mean example without padding."""
         found = Padded(*_figures(self.tokens, self._targets).mean(1).tolist())
         return found._replace(
@@ -251,12 +251,17 @@ class Lengths:
         n = 1.0
         if self.largest_step(batch) > micro_batch_tokens:
             steps = self._steps(batch, min(4 * _N_CUT, max(_N_CUT, 32 * batch)))
-            if batch > _N_EVEN:  # so many examples fill their micro-batches
-                n = float(np.ceil(self._both[steps].sum(1) / micro_batch_tokens).mean())
-            else:
-                cuts = [split_by_tokens(step, self._both, micro_batch_tokens) for step in steps]
-                n = sum(map(len, cuts)) / len(steps)
-        return Cut(self._example, n, largest)
+            sizes = self._both[steps]
+            n_tokens = sizes.sum(1)
+            counts = np.ceil(n_tokens / micro_batch_tokens)
+            if batch <= _N_EVEN:  # more examples fill their micro-batches
+                # longest first onto the lightest: none is fuller than this (Graham 1969)
+                fullest = n_tokens / counts + (1 - 1 / counts) * sizes.max(1)
+                for at in np.flatnonzero(fullest > micro_batch_tokens):
+                    cut = split_by_tokens(steps[at], self._both, micro_batch_tokens)
+                    counts[at] = len(cut)
+            n = float(counts.mean())
+        return Cut(self.example, n, largest)
 
     def _padded(self, micro_batch_tokens: int, batch: int, cost: MicroBatchCost) -> Cut:
         # of a larger step a part stands for the whole: no better sorted, so padded a little more
@@ -277,7 +282,7 @@ class Lengths:
         # means of all, padded as the drawn ones were, which are longer or shorter by chance
         useful = _figures(self.tokens[steps].ravel(), self._targets[steps].ravel()).sum(1)
         padding = _figures(source, target) @ rows / np.maximum(1.0, useful)
-        example = Padded(*(np.array(self._example) * padding).tolist())
+        example = Padded(*(np.array(self.example) * padding).tolist())
         n_passes = len(rows) / len(steps)
         if batch > n:
             of_batch = batch * (example.tokens + example.targets)
@@ -299,18 +304,16 @@ class Lengths:
         """
         size = max(len(self.tokens), batch)
         n_rounds = max(1, n_examples // (size // batch * batch))
-        order = self._shuffled(size, n_rounds)[:, : size // batch * batch]
+        order = _shuffled(size, n_rounds)[:, : size // batch * batch]
         steps = order.reshape(-1, batch) * len(self.tokens) // size
         return steps[: max(4 if batch < 128 else 1, n_examples // batch)]
 
-    def _shuffled(self, size: int, n_rounds: int) -> NDArray[np.int64]:
-        """So many shuffles of `range(size)`; those that are asked for first are those of more."""
-        key = ("shuffled", size)
-        if key not in self._known or len(self._known[key]) < n_rounds:
-            draws = np.random.Generator(np.random.Philox(key=1)).random((n_rounds, size))
-            self._known[key] = np.argsort(draws, axis=1, kind="stable")
-        found: NDArray[np.int64] = self._known[key][:n_rounds]
-        return found
+
+@lru_cache(maxsize=16)
+def _shuffled(size: int, n_rounds: int) -> NDArray[np.int64]:
+    """So many shuffles of `range(size)`; those that are asked for first are those of more."""
+    draws = np.random.Generator(np.random.Philox(key=1)).random((n_rounds, size))
+    return np.argsort(draws, axis=1, kind="stable")
 
 
 def _figures(source: NDArray[Any], target: NDArray[Any]) -> NDArray[np.float64]:

@@ -60,14 +60,14 @@ def split_by_tokens(
     once and equal lengths stand side by side.
     """
     sizes = lengths[examples]
-    order = np.argsort(-sizes, kind="stable")
+    order, n_of = np.argsort(-sizes, kind="stable"), sizes.tolist()
     n_alone = int((sizes >= micro_batch_tokens).sum())
     alone = [[int(place)] for place in order[:n_alone]]
     rest, n_tokens = order[n_alone:], int(sizes[order[n_alone:]].sum())
     n_micro_batches = max(1, -(-n_tokens // micro_batch_tokens))
     while (spread := _spread(rest, sizes, n_micro_batches, micro_batch_tokens)) is None:
         n_micro_batches += 1
-    micro_batches = sorted([*alone, *spread], key=lambda places: -int(sizes[places].sum()))
+    micro_batches = sorted([*alone, *spread], key=lambda places: -sum(n_of[at] for at in places))
     return [examples[places] for places in micro_batches]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -58,6 +59,15 @@ class _Timed(NamedTuple):
     billed_range: Range
 
 
+class _Terms(NamedTuple):
+    """What a provider's offers of a machine have in common."""
+
+    timed: _Timed
+    hourly: dict[str, float]
+    """Hours that are paid for at the offer's price, by what they go to."""
+    fixed_usd: dict[str, float]
+
+
 def quiet_interval_s(save_s: float) -> float:
     """Between checkpoints where nobody takes the machine away: Young's."""
     young = young_interval_s(save_s, CRASH_EVERY_S)
@@ -75,36 +85,27 @@ class Pricing:
         hazard: Callable[[Offer], Interruptions],
     ) -> None:
         self.wanted, self.on, self.assumptions, self.hazard = wanted, on, assumptions, hazard
-        self._timed: dict[tuple[float, float, Interruptions | None], _Timed] = {}
-        self._held_gb = (wanted.shape.n_parameters * 2 + 3 * wanted.save_bytes) / 1e9
-        if on.machine.is_local:
-            self._held_gb = 0.0
+        self._time, self._known = cache(self._timed), dict[tuple[object, ...], _Terms]()
 
     def plan(self, offer: Offer, price_age_days: int, is_users_price: bool) -> Plan | Rejected:
         """The offer's plan; a rejection where interruptions keep it from ever ending."""
-        zone = self.hazard(offer) if offer.is_spot else None
-        setup_s, save_s = self.setup_s(offer), self.save_s(offer)
-        key = setup_s, save_s, zone
-        timed = self._timed.get(key)
-        if timed is None:
-            timed = self._timed[key] = self._time(*key)
+        zone, save_s = self.hazard(offer) if offer.is_spot else None, self.save_s(offer)
+        key = offer.billing.provider, zone, save_s
+        terms = self._known.get(key)
+        if terms is None:
+            terms = self._known[key] = self._terms(offer, save_s, zone)
+        timed, hourly, fixed_usd = terms
         if not math.isfinite(timed.wall_s):
             what = "interruptions come faster than work is saved"
             change = "the same machine on demand"
             return Rejected(offer, "spot", what, change, "on demand", 10.0)
-        usd = bill(
-            offer,
-            timed.billed_s / 3600,
-            n_starts=1 + (math.ceil(timed.spot.n_interruptions) if timed.spot else 0),
-            storage_gb=self._held_gb,
-            storage_hours=timed.wall_s / 3600,
-            egress_gb=self._leaving_gb(offer, timed.n_saves),
-        )
-        total, rate = sum(usd.values()), (offer.usd_per_hour or 0.0) / 3600
+        rate = offer.usd_per_hour or 0.0
+        usd = {name: hours * rate for name, hours in hourly.items()} | fixed_usd
+        total, billed = sum(usd.values()), timed.billed_range
         is_old = price_age_days > OLD_PRICE_DAYS and not is_users_price
         cheaper, dearer = price_error(offer, price_age_days if is_old else 0)
-        less, _, more = (rate * (s - timed.billed_s) for s in timed.billed_range)
-        low = max(0.0, (total + less) * (1 - cheaper))
+        least = total - rate * (billed.likely - billed.low) / 3600
+        most = total + rate * (billed.high - billed.likely) / 3600
         return Plan(
             offer,
             self.on,
@@ -113,12 +114,28 @@ class Pricing:
             usd,
             total,
             timed.hours_range,
-            Range(low, total, (total + more) * (1 + dearer)),
+            Range(max(0.0, least * (1 - cheaper)), total, most * (1 + dearer)),
             timed.interval_s,
             price_age_days,
             timed.spot,
             is_users_price=is_users_price,
         )
+
+    def _terms(self, offer: Offer, save_s: float, zone: Interruptions | None) -> _Terms:
+        wanted, timed = self.wanted, self._time(self.setup_s(offer), save_s, zone)
+        if not math.isfinite(timed.wall_s):
+            return _Terms(timed, {}, {})
+        held_gb = (wanted.shape.n_parameters * 2 + 3 * wanted.save_bytes) / 1e9
+        usd = bill(
+            offer._replace(unit="machine_hour", usd=1.0),
+            timed.billed_s / 3600,
+            n_starts=1 + (math.ceil(timed.spot.n_interruptions) if timed.spot else 0),
+            storage_gb=0.0 if self.on.machine.is_local else held_gb,
+            storage_hours=timed.wall_s / 3600,
+            egress_gb=self._leaving_gb(offer, timed.n_saves),
+        )
+        hourly = {name: usd.pop(name) for name in list(usd) if name in ("compute", "rounding")}
+        return _Terms(timed, hourly, usd)
 
     def setup_s(self, offer: Offer) -> float:
         """From the request for a machine until it can begin."""
@@ -131,13 +148,10 @@ class Pricing:
         """That training stands still for a checkpoint: its copy goes to main memory where it takes
         no more than half of that, else straight to the disk.
         """
-        known, a, n_bytes = (
-            self.on.machine.calibration.save_s,
-            self.assumptions,
-            self.wanted.save_bytes,
-        )
+        known, a = self.on.machine.calibration.save_s, self.assumptions
         if known is not None:
             return known
+        n_bytes = self.wanted.save_bytes
         fits = offer.ram_gib is None or n_bytes <= 0.5 * offer.ram_gib * 2**30
         rate = a.snapshot_bytes_per_s if fits or not self.on.machine.is_cuda else a.disk_bytes_per_s
         return 0.05 + n_bytes / rate
@@ -151,7 +165,7 @@ class Pricing:
         saved = n_checkpoints * wanted.save_bytes if is_elsewhere else 0.0
         return (wanted.n_trainable * 4 + saved) / 1e9
 
-    def _time(self, setup_s: float, save_s: float, zone: Interruptions | None) -> _Timed:
+    def _timed(self, setup_s: float, save_s: float, zone: Interruptions | None) -> _Timed:
         """Seconds with checkpoints and, in a zone of spot capacity, interruptions."""
         wanted, speed = self.wanted, self.on.speed_spread
         seconds = self.on.seconds | {"setup": setup_s}

@@ -1,6 +1,4 @@
-"""The order of plans: the one to take first, then by dollars, the sooner where estimates can't
-tell; each with its why.
-"""
+"""The order of plans: the first choice, then by dollars, the sooner where estimates can't tell."""
 
 from __future__ import annotations
 
@@ -20,24 +18,25 @@ def ranked(plans: Iterable[Plan]) -> list[Plan]:
     sooner among those that can't be told apart, and last what has no price.
     """
     ordered = sorted(plans, key=_key)
-    soonest, front = math.inf, set[int]()
+    soonest = math.inf
     for number, plan in enumerate(ordered):
         if plan.wall_s < soonest and plan.is_priced:
             soonest = plan.wall_s
-            front.add(number)
-    numbers = [number for number, plan in enumerate(ordered) if plan.is_priced]
-    priced = [ordered[number] for number in numbers]
-    in_order = _by_dollars(numbers, ordered)
+            ordered[number] = plan._replace(on_front=True)
+    priced = [plan for plan in ordered if plan.is_priced]
+    in_order = _by_dollars(priced)
     if priced:
-        first = numbers[_first_that_can_be_had(priced)]
-        in_order = [first, *(number for number in in_order if number != first)]
-    in_order += [number for number, plan in enumerate(ordered) if not plan.is_priced]
-    best = ordered[in_order[0]] if in_order else None
-    words = _why_first(best, priced) if best is not None else ""
-    return [
-        ordered[n]._replace(on_front=n in front, why=words if i == 0 else _why(ordered[n], best))
-        for i, n in enumerate(in_order)
-    ]
+        first = priced[_first_that_can_be_had(priced)]
+        in_order = [first, *(plan for plan in in_order if plan is not first)]
+    return in_order + [plan for plan in ordered if not plan.is_priced]
+
+
+def why(plan: Plan, plans: Sequence[Plan]) -> str:
+    """What a plan is against the first of all, or why that one is the first."""
+    first = plans[0]
+    if not (plan.is_priced and first.is_priced):
+        return "no price is given for it (where.usd_per_hour)"
+    return _why_first(plan, plans) if plan is first else _against(plan, first)
 
 
 def _key(plan: Plan) -> tuple[object, ...]:
@@ -87,19 +86,18 @@ def _can_be_had(plan: Plan, most_days: int = OLD_PRICE_DAYS) -> bool:
     return is_firm and is_paid_by_use and is_simple and not plan.on.is_tight
 
 
-def _by_dollars(numbers: Sequence[int], ordered: Sequence[Plan]) -> list[int]:
-    found: list[int] = []
-    while len(found) < len(numbers):
-        rest = numbers[len(found) :]
-        most = _most(ordered[rest[0]])
-        n_near = sum(1 for n in rest if ordered[n].total_usd <= most)
-        found += sorted(rest[:n_near], key=lambda n: (ordered[n].wall_s, n))
-    return found
+def _by_dollars(priced: Sequence[Plan]) -> list[Plan]:
+    groups: list[list[Plan]] = []
+    most = -math.inf
+    for plan in priced:
+        if plan.total_usd > most:
+            groups.append([])
+            most = _most(plan)
+        groups[-1].append(plan)
+    return [plan for group in groups for plan in sorted(group, key=lambda p: p.wall_s)]
 
 
-def _why(plan: Plan, first: Plan | None) -> str:
-    if not plan.is_priced or first is None:
-        return "no price is given for it (where.usd_per_hour)"
+def _against(plan: Plan, first: Plan) -> str:
     more = plan.total_usd / first.total_usd - 1 if first.total_usd else 0.0
     faster = first.wall_s / plan.wall_s
     words = f"{more:+.0%} dollars" if abs(more) >= 0.005 else "the same dollars"
@@ -109,16 +107,15 @@ def _why(plan: Plan, first: Plan | None) -> str:
     return f"{words} against the first, {pace}"
 
 
-def _why_first(first: Plan, priced: Sequence[Plan]) -> str:
-    if not first.is_priced:
-        return _why(first, None)
-    cheaper = [plan for plan in priced if plan.total_usd < first.total_usd]
+def _why_first(first: Plan, plans: Sequence[Plan]) -> str:
+    cheaper = [plan for plan in plans if plan.is_priced and plan.total_usd < first.total_usd]
     can = [plan for plan in cheaper if _can_be_had(plan)]
     words = "the cheapest"
     if can:
-        better = "sooner" if first.wall_s < can[0].wall_s else "on one GPU"
-        words = f"within {TIE:.0%} or a cent of the cheapest ({say_usd(can[0].total_usd)}), which "
-        words += f"estimates can't tell apart, and {better}"
+        cheapest = min(can, key=_key)
+        better = "sooner" if first.wall_s < cheapest.wall_s else "on one GPU"
+        words = f"within {TIE:.0%} or a cent of the cheapest ({say_usd(cheapest.total_usd)}), which"
+        words += f" estimates can't tell apart, and {better}"
     if any(plan.on.is_tight for plan in cheaper):
         words += " that surely fits"
     if any(not plan.on.is_tight and not _can_be_had(plan) for plan in cheaper):

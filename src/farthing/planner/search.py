@@ -265,7 +265,7 @@ class Search:
         """Changes of the job that save memory, the mildest first, with what it then needs."""
         found = []
         for kind, other in _milder(self.wanted, is_cuda, has_bf16=precision == "bf16"):
-            most = min(budgets(other, n_gpus, is_cuda))
+            most = other.micro_batch_tokens or other.lengths.longest_example
             every = other.checkpoint_every if other.checkpoint_every is not None else 1
             recipe = replace(
                 _one_pass(other, precision, Settings(most, every)),

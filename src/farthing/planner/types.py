@@ -222,13 +222,13 @@ class JobSpec:
 
     def case(self, recipe: Recipe, *, is_cuda: bool = True) -> Case:
         """It, computed so."""
-        most, n, cost = recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost
+        asked = recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost
         return Case(
             self.shape,
             recipe,
             self.adapters,
-            self.largest(most, n, cost),
-            self.cut(most, n, cost).example,
+            self.largest(*asked),
+            self.lengths.example if self.is_packed else self.cut(*asked).example,
             self.tokens_per_example,
             self.labelled_share,
             is_cuda,
@@ -350,7 +350,6 @@ class Plan(NamedTuple):
     """To meet the deadline."""
     mixture: str = ""
     """Why the same machine on demand steps in when spot falls behind the deadline."""
-    why: str = ""
     on_front: bool = False
     is_users_price: bool = False
 

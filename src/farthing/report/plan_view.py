@@ -15,6 +15,7 @@ import farthing
 from farthing.planner.managed import Fee
 from farthing.planner.ownership import saving
 from farthing.planner.ranges import how_sure
+from farthing.planner.ranking import why
 from farthing.planner.serving import Traffic
 from farthing.planner.speed import StepTime
 from farthing.planner.throughput_arithmetic import ByHand, Known, OwnFigures, by_hand
@@ -170,7 +171,8 @@ def plan_view(
         o = plan.offer
         which = "" if plan.is_rented else o.instance
         groups.setdefault((o.provider, o.gpu, o.n_gpus, o.is_spot, which), []).append(plan)
-    choices = tuple(_choice(n, group, study.law) for n, group in enumerate(groups.values(), 1))
+    ranked = enumerate(groups.values(), 1)
+    choices = tuple(_choice(rank, group, study) for rank, group in ranked)
     best = choices[0] if choices else None
     held_out = wanted.eval_lengths
     data_notes = [*wanted.lengths.notes, *(held_out.notes if held_out else ())]
@@ -284,15 +286,16 @@ def kind_of(offer: Offer) -> str:
     return {HERE: "here", OWN: "own"}.get(offer.provider, offer.kind)
 
 
-def _choice(rank: int, group: Sequence[Plan], law: str) -> Choice:
+def _choice(rank: int, group: Sequence[Plan], study: Study) -> Choice:
     plan, offer, on = group[0], group[0].offer, group[0].on
     n_gpus, gpu, kind = max(1, offer.n_gpus), on.machine.gpu, kind_of(offer)
     names = {
         "here": f"{HERE} ({machine_name(n_gpus, gpu)})",
         "own": f"own {machine_name(n_gpus, gpu)}",
     }
-    notes = plan.why, plan.mixture, on.machine.precision_note
-    spot = plan.spot and view_of(SpotView, plan.spot, plan, save_every_s=plan.interval_s, law=law)
+    notes = why(plan, study.answer.plans), plan.mixture, on.machine.precision_note
+    save_every = {"save_every_s": plan.interval_s, "law": study.law}
+    spot = plan.spot and view_of(SpotView, plan.spot, plan, **save_every)
     return view_of(
         Choice,
         *(plan, offer),
