@@ -41,8 +41,8 @@ import ssh_machines
 from farthing.config.load import load_job
 from farthing.errors import InputError
 from farthing.launch.prepare import Wishes, prepare
+from farthing.launch.request import Patience
 from farthing.launch.session import Session
-from farthing.launch.supervise import Patience
 from farthing.report.receipt import leave_receipt
 from farthing.run.commits import list_commits
 from farthing.storage.objects import Store, StoreError, open_store

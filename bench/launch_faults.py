@@ -34,17 +34,14 @@ from farthing.config.job import Job
 from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, InputError, RunInterruptedError
 from farthing.launch.driver import Driver
 from farthing.launch.http import TIMEOUT_S, Api
-from farthing.launch.inputs import Packed
 from farthing.launch.machines import MachineLedger
 from farthing.launch.prepare import S3_KEYS, Prepared, Wishes
 from farthing.launch.registry import TARGETS
-from farthing.launch.request import LaunchRequest
 from farthing.launch.supervise import Launch
 from farthing.launch.targets.lambda_cloud import Lambda
 from farthing.launch.targets.runpod import RunPod
 from farthing.launch.targets.vast import Vast
 from farthing.prices.offers import Billing, Offer
-from farthing.run.accounts import Account
 
 PROVIDERS = {"runpod": "RunPod", "vast": "Vast.ai", "lambda": "Lambda"}
 GPUS = ("RTX 4090", "RTX 3090", "A40", "L40S", "RTX 5090", "H100-80GB")
@@ -144,7 +141,7 @@ def prepared_for(provider: str, folder: Path, max_usd: float, usd_per_hour: floa
         )
         for n, gpu in enumerate(GPUS)
     )
-    return Prepared(job, TARGETS[provider], "", Wishes(), offers, {}, Packed())
+    return Prepared(job, TARGETS[provider], "", Wishes(), offers)
 
 
 def supervise(
@@ -171,17 +168,12 @@ def supervise(
     driver = {"runpod": RunPod, "vast": Vast, "lambda": Lambda}[world.provider](api)
     world.holder = holder
 
-    def make_ask(number: int, offer: Offer, accounts: list[Account], now: float) -> LaunchRequest:
-        ask = prepared.ask(number, offer, ledger, accounts, now)
-        world.asks[ask.name] = ask
-        return ask
-
     launch = Launch(
+        prepared,
         Mortal(ledger, fate),
         Mortal(driver, fate),
-        [*prepared.offers],
-        make_ask,
         world,
+        write=lambda ask: world.asks.update({ask.name: ask}),
         say=say,
         clock=world_clock(world, skew_s),
         sleep=world.sleep,
@@ -190,13 +182,13 @@ def supervise(
     )
     try:
         if stop:
-            launch.stop(prepared.launch_id)
+            launch.stop()
             return 0
-        return launch.run(prepared.launch_id)
+        return launch.run()
     except KeyboardInterrupt:  # Ctrl-C, SIGTERM or SIGHUP, as the command line treats them
         fate.left = None
         if not driver.ends_by_itself:
-            launch.stop(prepared.launch_id)
+            launch.stop()
         return EXIT_INTERRUPTED
     finally:
         ledger.close()

@@ -26,9 +26,8 @@ from typing import Any
 from farthing.config.job import Job
 from farthing.launch.inputs import Packed
 from farthing.launch.machines import MachineLedger
-from farthing.launch.prepare import Prepared, Wishes
+from farthing.launch.prepare import NoBudgetError, Prepared, Wishes
 from farthing.launch.registry import TARGETS, called
-from farthing.launch.supervise import NoBudgetError
 from farthing.prices.catalog import read_catalog
 from farthing.prices.offers import Billing, Offer
 from launch_rules import AT, RULES

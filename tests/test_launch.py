@@ -35,10 +35,9 @@ from farthing.launch.driver import (
 from farthing.launch.http import Api
 from farthing.launch.inputs import fetch_inputs, pack, send_inputs, with_token_sets
 from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
-from farthing.launch.prepare import Wishes, plain_image, prepare
+from farthing.launch.prepare import NoBudgetError, Wishes, plain_image, prepare
 from farthing.launch.registry import TARGETS
 from farthing.launch.session import Session, notes_of
-from farthing.launch.supervise import NoBudgetError
 from farthing.launch.targets.runpod import RunPod
 from farthing.launch.wheel import refuse_without_extras
 from farthing.launch.words import Speaker, StoreWords

@@ -11,7 +11,6 @@ import pytest
 from fake_clouds import Machine as CloudMachine
 from farthing.launch.machines import MachineLedger
 from farthing.launch.prepare import Prepared
-from farthing.launch.session import Session
 from farthing.prices.offers import boot_of
 from launch_faults import prepared_for
 from launched import Course
@@ -94,9 +93,9 @@ def test_spot_is_taken_as_long_as_a_quarter_and_two_boots_are_left(
     prepared = replace(
         prepared,
         plans={steady: Timed()},  # type: ignore[dict-item]
-        job=prepared.job.model_copy(update={"output_store": str(tmp_path / "store")}),
     )
     at = deadline.timestamp() - least_s - more_s
-    session = Session(prepared, lambda text: None, clock=lambda: at)
-    assert session.is_in_time(spot) is may
-    assert session.is_in_time(steady)
+    assert prepared.is_in_time(spot, at, 0) is may
+    assert prepared.is_in_time(steady, at, 0)
+    half = replace(prepared, n_steps=100).is_in_time
+    assert half(spot, at + 0.625 * 3600, 50) is may, "half of it is done"

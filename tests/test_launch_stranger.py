@@ -144,3 +144,40 @@ def test_a_cap_that_is_spent_is_a_limit_and_no_crash(job: Path, capsys: Any) -> 
             3 if "--yes" in words else 2,
             True,
         )
+
+
+def test_launches_are_found_in_and_below_this_folder_without_a_job(
+    job: Path, capsys: Any, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(job.parent)
+    for verb in ("logs", "stop", "attach"):
+        assert main(["launch", verb]) == 2
+        assert f"to do: name one: farthing launch {verb} job.yaml" in capsys.readouterr().err
+    assert main(["launch", "status"]) == 0
+    assert capsys.readouterr().out == "nothing has been launched yet\n"
+    ssh = job.parent / "ssh"
+    ssh.write_text("#!/bin/sh\necho 'ssh: Could not resolve hostname' >&2; exit 255\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("FARTHING_SSH", str(ssh))
+    for name in ("one", "two"):
+        more = ["--set", f"output_dir={name}", "--set", f"output_store={job.parent}/store-{name}"]
+        assert main(["launch", str(job), "--yes", "--on", "ssh:a", *more]) == 75
+        ledger = MachineLedger(job.parent / name)
+        asked = {"number": 7, "target": "ssh", "on": "ssh:a", "usd_per_hour": 1.0}
+        ledger.note(f"farthing-{name}-7", "asked", 1e9, **asked)
+        ledger.note(f"farthing-{name}-7", "gone", 1e9 + (3600 if name == "one" else 7200))
+        ledger.close()
+    capsys.readouterr()
+    found = cli.json("launch", "status")
+    assert (found["kind"], found["usd"]) == ("farthing launches", 3.0)
+    assert [Path(each["run"]).name for each in found["launches"]] == ["one", "two"]
+    assert main(["launch", "status"]) == 0
+    said = capsys.readouterr().out
+    assert "one:\n" in said
+    assert "farthing-two-7" in said
+    (job.parent / "one" / "launch" / "job.yaml").write_text("task: ?")
+    assert main(["launch", "status"]) == 2
+    said = capsys.readouterr()
+    assert ("one/launch/job.yaml" in said.err, "farthing-two-7" in said.out) == (True, True)
+    assert main(["launch", "logs"]) == 2
+    assert "2 job files: one/launch/job.yaml, two/launch/job.yaml" in capsys.readouterr().err

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +175,7 @@ class Hosts(Driver):
     @property
     def holds_s(self) -> float:
         """For how long the first one has trained, or still does."""
-        return self.world.now - self.made["farthing-1-1"]
+        return self.world.now - next(iter(self.made.values()))
 
     def look(self, machine: Machine) -> InstanceStatus | None:
         """The first one is not reached."""
@@ -201,10 +200,10 @@ def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(
     driver = Hosts(world)
 
     def word_of(name: str) -> Word:
-        if name == "farthing-1-1":
+        if name == next(iter(driver.made)):
             world.saved = int(min(driver.holds_s, 1000.0))
             return Word(has_booted=True, beat=f"{world.now}")
-        is_held = driver.made[name] - driver.made["farthing-1-1"] < 1000.0
+        is_held = driver.made[name] - next(iter(driver.made.values())) < 1000.0
         world.saved = int(min(driver.holds_s, 1000.0)) if is_held else 2000
         return Word(
             has_booted=True,
@@ -214,27 +213,21 @@ def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(
 
     world.of = word_of  # type: ignore[method-assign]
     prepared = prepared_for("runpod", tmp_path / "run", 400.0, 0.4)
-
-    def make_ask(number: int, offer: Any, accounts: Any, now: float) -> LaunchRequest:
-        return replace(
-            prepared.ask(number, offer, ledger, accounts, now), name=f"farthing-1-{number}"
-        )
-
     ledger = MachineLedger(tmp_path / "run")
     launch = Launch(
+        prepared,
         ledger,
         driver,
-        [*prepared.offers],
-        make_ask,
-        world,
+        world,  # type: ignore[arg-type]
+        write=lambda ask: None,
         say=print,
         clock=world.clock,
         sleep=world.sleep,
         awake=world.clock,
-    )  # type: ignore[arg-type]
-    assert launch.run("farthing-1") == 0
+    )
+    assert launch.run() == 0
     assert 2 < len(driver.made) < 30
-    assert [machine.name for machine in ledger.open] == ["farthing-1-1"], (
+    assert [machine.name for machine in ledger.open] == [next(iter(driver.made))], (
         "said, and counted until it is confirmed"
     )
 

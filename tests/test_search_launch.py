@@ -19,8 +19,8 @@ from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.errors import InputError
 from farthing.launch.prepare import Wishes, prepare
+from farthing.launch.request import Patience
 from farthing.launch.session import Session
-from farthing.launch.supervise import Patience
 from farthing.run.commits import list_commits
 from farthing.search.receipt import read_receipt
 from farthing.search.run import search

@@ -56,9 +56,10 @@ RARE = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = (
         "job file (YAML). status: machines, dollars, progress. logs: the newest machine's last"
-        " output. stop: destroy all machines and wait for confirmation. attach: resume the watch"
+        " output. stop: destroy all machines and wait for confirmation. attach: resume the watch."
+        " These four find the launches of this folder without JOB"
     )
-    parser.add_argument("words", nargs="+", metavar="[status|logs|stop|attach] JOB", help=words)
+    parser.add_argument("words", nargs="+", metavar="[status|logs|stop|attach] [JOB]", help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,10 +73,14 @@ def run(arguments: argparse.Namespace) -> int:
 
         return say_lacking(rest[0], rest[1:])
     action, words = (first, rest) if first in ACTIONS else ("", arguments.words)
+    if action and not words:
+        words = _launched_here()
+        if action == "status" and len(words) != 1:
+            return _show_all(arguments, words)
     if len(words) != 1:
-        raise InputError(
-            f"{len(words)} job files", where="launch", to_do="name one: farthing launch job.yaml"
-        )
+        verb = f"farthing launch {action}".strip()
+        found = f"{len(words)} job files{': ' if words else ''}{', '.join(words)}"
+        raise InputError(found, where="launch", to_do=f"name one: {verb} job.yaml")
     if action and arguments.yes:
         raise InputError("only one can be done", where=f"{action}, --yes", to_do="leave one")
     arguments.job = words[0]
@@ -95,6 +100,39 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         gc.enable()
     return _do(session, action, arguments)
+
+
+def _launched_here() -> list[str]:
+    """The job files that launches have left in run folders in and below this one."""
+    from farthing.launch.session import JOB_KEPT
+
+    return sorted(map(str, Path().rglob(JOB_KEPT)))
+
+
+def _show_all(arguments: argparse.Namespace, jobs: list[str]) -> int:
+    """The status of every launch of this folder."""
+    standings, codes = [], [EXIT_FINISHED]
+    for arguments.job in jobs:
+        try:
+            session = _session(arguments, "status")
+        except FarthingError as error:  # the others are shown all the same
+            _tell(f"{arguments.job}: {error}")
+            codes.append(error.exit_code)
+            continue
+        if session is None:  # nothing was rented after all
+            continue
+        if arguments.json:
+            standings.append(session.standing())
+            codes.append(EXIT_CRASH if standings[-1]["not_known"] else EXIT_FINISHED)
+        else:
+            _say(f"{session.folder}:")
+            codes.append(_show_standing(session, as_json=False))
+    if arguments.json:
+        usd = sum(standing["usd"] for standing in standings)
+        print_json({"kind": "farthing launches", "launches": standings, "usd": usd})
+    elif len(codes) == 1:
+        print(NOTHING_YET)
+    return max(codes)
 
 
 def _session(arguments: argparse.Namespace, action: str) -> Any:
@@ -140,8 +178,8 @@ def _session(arguments: argparse.Namespace, action: str) -> Any:
 
 
 def _show_dry(session: Any, arguments: argparse.Namespace) -> int:
+    from farthing.launch.prepare import NoBudgetError
     from farthing.launch.session import dry_view, said
-    from farthing.launch.supervise import NoBudgetError
 
     try:
         ask = session.next_ask()

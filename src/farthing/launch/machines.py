@@ -68,7 +68,6 @@ class Machine:
     """When the provider first acknowledged its deletion; this and what follows are on no line."""
     alive_at: float = 0.0
     """When the provider last showed it."""
-    price_seen_at: float | None = None
     is_missed: bool = False
     """It was gone when it was missed, and is billed no longer than until then."""
 
@@ -214,6 +213,14 @@ class MachineLedger:
 
     def usd(self, now: float) -> float:
         return sum(machine.usd(now) for machine in self.machines.values())
+
+    def has_billed(self, account: Account, now: float) -> bool:
+        """Whether an attempt of the run was made on one of these machines."""
+        return any(
+            machine.asked_at <= account.started_at < (machine.gone_at or now)
+            for machine in self.machines.values()
+            if not machine.is_refused
+        )
 
     def close(self) -> None:
         self._lines.close()

@@ -13,8 +13,8 @@ import os
 import re
 import secrets
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,18 @@ from farthing.config.job import Job
 from farthing.data.read import is_dataset, is_text_folder
 from farthing.errors import InputError
 from farthing.launch.inputs import INPUTS, Packed, inputs_key, pack
-from farthing.launch.machines import MachineLedger
+from farthing.launch.machines import Machine, MachineLedger
 from farthing.launch.registry import HERE, called, find_target, refuse_nowhere, target_of
-from farthing.launch.request import FETCH, GRACE_S, MOST_OVER, PLAIN_IMAGES, LaunchRequest, least_s
-from farthing.launch.supervise import TEARDOWN_S, NoBudgetError, Patience
+from farthing.launch.request import (
+    FETCH,
+    GRACE_S,
+    MOST_OVER,
+    PLAIN_IMAGES,
+    TEARDOWN_S,
+    LaunchRequest,
+    Patience,
+    least_s,
+)
 from farthing.launch.target import Target
 from farthing.launch.wheel import (
     FETCHER,
@@ -81,6 +89,10 @@ OWN_FOLDERS = ("local", "slurm")
 """Targets whose machines see the files of this one: nothing has to travel."""
 
 
+class NoBudgetError(Exception):
+    """The rest of the cap, the hours or the time buys no further machine."""
+
+
 Finding = Callable[[Any, str], Any]
 """(study, text) -> the choice of the plan that the text means. Raises `InputError`."""
 
@@ -108,9 +120,9 @@ class Prepared:
     target: Target
     at: str
     wishes: Wishes
-    offers: tuple[Offer, ...]
-    plans: dict[Offer, Plan]
-    packed: Packed
+    offers: tuple[Offer, ...] = ()
+    plans: dict[Offer, Plan] = field(default_factory=dict)
+    packed: Packed = field(default_factory=Packed)
     n_steps: int = 0
     """Of the whole job, where it was planned."""
 
@@ -128,6 +140,24 @@ class Prepared:
         """Whether data and model go along by way of the store."""
         return self.target.name not in OWN_FOLDERS and self.job.output_store is not None
 
+    def reaches(self, machine: Machine) -> bool:
+        """Whether a machine is where the driver of this launch looks."""
+        if self.target.name in ("kubernetes", "vertex", "hf") and machine.on:
+            return machine.on == (f"{self.target.name}:{self.at}" if self.at else self.target.name)
+        return machine.target in ("", self.target.name)
+
+    def is_in_time(self, offer: Offer, now: float, committed: int) -> bool:
+        """Spot only while the deadline leaves room, and a quarter, for on demand."""
+        deadline = self.job.limits.deadline
+        steady = [plan for plan in self.plans.values() if not plan.offer.is_spot]
+        if deadline is None or not offer.is_spot or not steady:
+            return True
+        rest = 1.0 - min(1.0, committed / max(1, self.n_steps))
+        needed_s = min(plan.wall_s for plan in steady) * rest
+        needed_s += boot_of(steady[0].offer.provider).seconds
+        spare_s = 2 * boot_of(offer.provider).seconds
+        return deadline.timestamp() - now > 1.25 * needed_s + spare_s
+
     def ask(
         self,
         number: int,
@@ -137,61 +167,52 @@ class Prepared:
         now: float,
     ) -> LaunchRequest:
         """What to ask for as the machine of this number. Raises `NoBudgetError`."""
-        rate, limits = offer.usd_per_hour or 0.0, self.job.limits
-        trained_usd = sum(account.usd for account in accounts)
-        machines = [each for each in ledger.machines.values() if not each.is_refused]
-        elsewhere = [
-            account
-            for account in accounts
-            if not any(
-                each.asked_at <= account.started_at < (each.gone_at or now) for each in machines
-            )
-        ]
-        spent_usd = ledger.usd(now) + sum(account.usd for account in elsewhere)
-        overhead_usd = spent_usd - trained_usd
+        calls = called(self.target, offer)
+        assert calls is not None  # others were left out
+        rate, max_usd = offer.usd_per_hour or 0.0, self.job.limits.max_usd
+        spent_usd = ledger.usd(now) + sum(
+            account.usd for account in accounts if not ledger.has_billed(account, now)
+        )
         most_rate = rate * MOST_OVER if self.target.is_rented else rate
         reserve_usd = TEARDOWN_S / 3600 * most_rate
-        boot_s = boot_of(offer.provider).seconds if self.target.is_rented else 0.0
-        lasts = {"": float(NO_LIMIT_S)}
-        if (max_usd := limits.max_usd) is not None and rate > 0:
-            seconds = (max_usd - spent_usd - reserve_usd) / most_rate * 3600
-            lasts[f"limits.max_usd ({say_usd(max_usd)})"] = seconds
-        hours = limits.most_hours(max(1, offer.n_gpus))
-        if hours is not None:
-            lasts["limits.max_hours"] = (
-                hours * 3600 - sum(a.wall_s for a in accounts) + boot_s + GRACE_S + TEARDOWN_S
-            )
-        if limits.deadline is not None:
-            lasts["limits.deadline"] = limits.deadline.timestamp() - now
-        which = min(lasts, key=lambda name: lasts[name])
-        if lasts[which] < least_s(boot_s):
-            raise NoBudgetError(
-                f"{which} leaves {say_seconds(max(0.0, lasts[which]))} of {offer.provider}"
-                f" {offer.gpu or offer.instance}: not enough to boot ({say_seconds(boot_s)}) and"
-                f" train; {say_usd(spent_usd)} were spent"
-            )
+        most_s, left_usd, train_usd = NO_LIMIT_S, None, None
+        lasts = self._lasts(offer, accounts, now)
+        if max_usd is not None:
+            left_usd = max_usd - spent_usd
+            overhead_usd = spent_usd - sum(account.usd for account in accounts)
+            train_usd = round(max_usd - overhead_usd - reserve_usd, 6)
+            if rate > 0:
+                seconds = (left_usd - reserve_usd) / most_rate * 3600
+                lasts[f"limits.max_usd ({say_usd(max_usd)})"] = seconds
+        if lasts:
+            which = min(lasts, key=lambda name: lasts[name])
+            boot_s, most_s = self._boot_s(offer), int(lasts[which])
+            if lasts[which] < least_s(boot_s):
+                raise NoBudgetError(
+                    f"{which} leaves {say_seconds(max(0.0, lasts[which]))} of {offer.provider}"
+                    f" {offer.gpu or offer.instance}: not enough to boot ({say_seconds(boot_s)})"
+                    f" and train; {say_usd(spent_usd)} were spent"
+                )
         name = f"{self.launch_id}-{number}"
         told = {
             "name": name,
             "does": ["search"] if self.job.search.is_asked else ["train", "--retry"],
             "store": self.job.output_store or self.job.output_dir,
             "inputs": inputs_key(self.launch_id) if self.travels else None,
-            "most_s": int(lasts[which]),
+            "most_s": most_s,
             "boot_limit_s": self.wishes.boot_s,
             "usd_per_hour": rate,
-            "max_usd": None if max_usd is None else round(max_usd - overhead_usd - reserve_usd, 6),
+            "max_usd": train_usd,
         }
         is_here = self.target.name in (*OWN_FOLDERS, "ssh")
-        calls = called(self.target, offer)
-        assert calls is not None  # others were left out
         return LaunchRequest(
             name=name,
             target=self.target.name,
             at=self.at,
             offer=offer,
             usd_per_hour=rate,
-            most_s=int(lasts[which]),
-            left_usd=None if max_usd is None else max_usd - spent_usd,
+            most_s=most_s,
+            left_usd=left_usd,
             job_text=self._job_text(offer),
             told=told,
             gpu_id=calls.gpu_id,
@@ -204,13 +225,27 @@ class Prepared:
             folder=self.folder,
             secrets=secrets_of(self.job, self.target),
             settings={
-                name: os.environ[name]
-                for name in SETTINGS
-                if _is_plain(os.environ.get(name))
-                # a rented machine has an empty cache
+                name: value
+                for name, value in os.environ.items()
+                # no address with a password; and a rented machine has an empty cache
+                if (name in SETTINGS and value and value == without_secrets(value))
                 and not (name == "HF_HUB_OFFLINE" and self.target.is_rented)
             },
         )
+
+    def _boot_s(self, offer: Offer) -> float:
+        return boot_of(offer.provider).seconds if self.target.is_rented else 0.0
+
+    def _lasts(self, offer: Offer, accounts: Sequence[Account], now: float) -> dict[str, float]:
+        """Seconds that limits of time leave, by limit."""
+        limits, lasts = self.job.limits, dict[str, float]()
+        if (hours := limits.most_hours(max(1, offer.n_gpus))) is not None:
+            trained_s = sum(account.wall_s for account in accounts)
+            around_s = self._boot_s(offer) + GRACE_S + TEARDOWN_S
+            lasts["limits.max_hours"] = hours * 3600 - trained_s + around_s
+        if limits.deadline is not None:
+            lasts["limits.deadline"] = limits.deadline.timestamp() - now
+        return lasts
 
     def _install(self, offer: Offer) -> str:
         """Shell commands that install farthing: what the user names, else this very one."""
@@ -334,11 +369,6 @@ def plain_image(gpu: str) -> str:
     return next(fits, PLAIN_IMAGES["cu126"])
 
 
-def _is_plain(value: str | None) -> bool:
-    """Whether a setting is there, and is no address with a password."""
-    return bool(value) and value == without_secrets(value or "")
-
-
 def secrets_of(job: Job, target: Target) -> tuple[str, ...]:
     """Names of the variables that a run needs there, and of those that travel where they are set:
     of its trackers, of the addresses of its data and store, and the Hub's token.
@@ -369,21 +399,21 @@ def prepare(job: Job, wishes: Wishes, now: datetime, *, asks: bool = True) -> Pr
     """
     named = find_target(wishes.on) if wishes.on else None
     if named is not None and not asks and named[0].is_rented:
-        return Prepared(job, *named, wishes, (), {}, Packed())
+        return Prepared(job, *named, wishes)
     if named is not None and asks:
         _refuse_what_cannot_work(job, *named, wishes)  # before anything is planned
-    plans, n_steps = dict[Offer, Plan](), 0
     if named is not None and not named[0].providers:
-        target, at = named
-        offers = _own_offers(job, target, at, now.date())
+        prepared = Prepared(job, *named, wishes, _own_offers(job, *named, now.date()))
     else:
-        target, at, plans, n_steps = _rented_offers(job, wishes, named, now)
-        offers = list(plans)
+        prepared = _planned(job, wishes, named, now)
+    target = prepared.target
     if named is None:
-        _refuse_what_cannot_work(job, target, at, wishes)
-    packed = Packed() if target.name in OWN_FOLDERS else pack(job)
-    prepared = Prepared(job, target, at, wishes, tuple(offers), plans, packed, n_steps)
-    outside = [str(path) for path, _ in packed.files if not path.is_relative_to(job.output_dir)]
+        _refuse_what_cannot_work(job, target, "", wishes)
+    if target.name in OWN_FOLDERS:
+        return prepared
+    prepared = replace(prepared, packed=pack(job))
+    files = [path for path, _ in prepared.packed.files]
+    outside = [str(path) for path in files if not path.is_relative_to(job.output_dir)]
     if outside and not prepared.travels:  # on a volume with the run folder, and nothing else
         raise InputError(
             "a file of this machine, which has no way there without a store",
@@ -393,7 +423,7 @@ def prepare(job: Job, wishes: Wishes, now: datetime, *, asks: bool = True) -> Pr
     return prepared
 
 
-def _own_offers(job: Job, target: Target, at: str, today: date) -> list[Offer]:
+def _own_offers(job: Job, target: Target, at: str, today: date) -> tuple[Offer, ...]:
     """Machines that no price table has, at the price that the job names."""
     hosts = [HERE if target.name == HERE else ""]
     if target.name == "ssh":
@@ -403,8 +433,7 @@ def _own_offers(job: Job, target: Target, at: str, today: date) -> list[Offer]:
             to_do = "name it as ssh knows it: user@host, or of its config"
             raise InputError(f"{host!r} is no host", where="--on", to_do=to_do)
     gpu = job.where.gpu[0] if job.where.gpu else "L4" if target.name == "hf" else ""
-    words = "the job's own price: where.usd_per_hour and electricity"
-    offers = [
+    offers = tuple(
         Offer(
             target.title,
             host,
@@ -415,27 +444,26 @@ def _own_offers(job: Job, target: Target, at: str, today: date) -> list[Offer]:
             job.where.spot and target.name != "hf",
             "machine_hour",
             job.usd_per_hour,
-            words,
+            "the job's own price: where.usd_per_hour and electricity",
             today,
             Billing(target.title),
         )
         for host in hosts
-    ]
-    if target.picks_gpus and called(target, offers[0]) is None:
+    )
+    if called(target, offers[0]) is None:
         raise InputError(
             f"{target.title} has no {gpu}", where="where.gpu", to_do="name another GPU"
         )
     return offers
 
 
-def _rented_offers(
-    job: Job, wishes: Wishes, named: tuple[Target, str] | None, now: datetime
-) -> tuple[Target, str, dict[Offer, Plan], int]:
-    """The offers of the plan that the target, or any, can rent, the best first."""
+def _planned(job: Job, wishes: Wishes, named: tuple[Target, str] | None, now: datetime) -> Prepared:
+    """A launch with the offers of the plan that the target, or any, can rent, the best first."""
     providers = named[0].providers if named else ()
     # where one is, no rank of the whole plan is asked for
     is_one = len(providers) == 1 and not wishes.offer and not job.where.provider
-    most = most_gpus(job)
+    # no more GPUs are paid for than the job would use
+    most = 8 if job.where.gpus == "all" else job.where.gpus or 1
     asked = Asked(
         provider=providers if is_one else (),
         max_gpus=8 if wishes.offer else most,
@@ -445,20 +473,19 @@ def _rented_offers(
     study = study_job(job, asked, now=now)
     plans = list(study.answer.plans)
     if wishes.offer and wishes.find is not None:
-        plans = _chosen(study, wishes.offer, wishes.find, most)
-    found: dict[tuple[object, ...], tuple[Target, Plan]] = {}
+        plans = _chosen(study, wishes.find(study, wishes.offer), most)
+    plans = [p for p in plans if not p.on.machine.is_local and p.offer.n_gpus <= most]
+    target = named[0] if named else next(filter(None, (target_of(p.offer) for p in plans)), None)
+    found: dict[tuple[object, ...], Plan] = {}
     for plan in plans:
         offer = plan.offer
-        target = named[0] if named else target_of(offer)
-        is_out = plan.on.machine.is_local or offer.n_gpus > most
-        if target is None or is_out or offer.provider not in target.providers:
+        if target is None or offer.provider not in target.providers:
             continue
         if called(target, offer) is not None:
             instance = offer.instance if target.rents_instances else ""
-            found.setdefault(
-                (offer.provider, offer.gpu, offer.n_gpus, offer.is_spot, instance), (target, plan)
-            )
-    if not found:
+            kind = offer.provider, offer.gpu, offer.n_gpus, offer.is_spot, instance
+            found.setdefault(kind, plan)
+    if target is None or not found:
         raise InputError(
             f"no offer of {', '.join(providers) or 'a provider that can be rented from'} can do"
             " this job",
@@ -468,35 +495,27 @@ def _rented_offers(
                 " GPUs and providers"
             ),
         )
-    target = next(iter(found.values()))[0]
     at = named[1] if named else ""
     refuse_nowhere(target, at)
-    ours = {plan.offer: plan for one, plan in found.values() if one is target}
-    return target, at, ours, study.answer.n_steps
+    ours = {plan.offer: plan for plan in found.values()}
+    return Prepared(job, target, at, wishes, (*ours,), ours, n_steps=study.answer.n_steps)
 
 
-def _chosen(study: Any, text: str, find: Finding, most: int) -> list[Plan]:
-    """The plans that a rank or a name of `farthing plan` means. Raises `InputError`."""
-    row = find(study, text)
-    wanted = (row.provider, row.gpu, row.n_gpus, row.kind == "spot")
+def _chosen(study: Any, row: Any, most: int) -> list[Plan]:
+    """The plans of a choice of `farthing plan`. Raises `InputError`."""
     found = [
         plan
         for plan in study.answer.plans
-        if (
-            plan.offer.provider,
-            plan.on.machine.gpu,
-            max(1, plan.offer.n_gpus),
-            plan.offer.is_spot,
-        )
-        == wanted
+        if (plan.offer.provider, plan.on.machine.gpu) == (row.provider, row.gpu)
+        and (max(1, plan.offer.n_gpus), plan.offer.is_spot) == (row.n_gpus, row.kind == "spot")
     ]
     if found[0].on.machine.is_local:
         raise InputError(
             "that is this machine", where="--offer", to_do="`farthing train`, or --on local"
         )
-    if wanted[2] > most:
+    if row.n_gpus > most:
         raise InputError(
-            f"{wanted[2]} GPUs, of which the job would use {most}",
+            f"{row.n_gpus} GPUs, of which the job would use {most}",
             where="--offer",
             to_do=(
                 "take an offer of one GPU, or set where.gpus: all (several GPUs were never tried on"
@@ -504,40 +523,6 @@ def _chosen(study: Any, text: str, find: Finding, most: int) -> list[Plan]:
             ),
         )
     return found
-
-
-def most_gpus(job: Job) -> int:
-    """How many GPUs of a machine the job would use: no other is paid for."""
-    return {"all": 8, None: 1}.get(job.where.gpus, job.where.gpus)  # type: ignore[arg-type, return-value]
-
-
-def _refuse_what_stays_here(job: Job, wishes: Wishes) -> None:
-    """Raise `InputError` for what the job names and only this machine has."""
-    brings = "name an image that has it (--image), or a pip requirement (--install)"
-    if not (wishes.image or wishes.install):
-        attention = job.model.attn_implementation
-        if attention not in (None, *ATTENTION_OF_TORCH):
-            raise InputError(
-                "no package with this attention is installed there",
-                where=f"model.attn_implementation: {attention}",
-                to_do=f"use {' or '.join(ATTENTION_OF_TORCH)}, or {brings}",
-            )
-    for name in (*job.data.train, *job.data.eval):
-        parts = name.split("::")
-        if is_remote(name) and any(part.startswith(("file:", "/", ".", "~")) for part in parts):
-            raise InputError(
-                "an address of a file that only this machine has",
-                where=f"data: {without_secrets(name)}",
-                to_do="name the file by its path: then it travels",
-            )
-    for tracker, variable in TRACKER_PLACES:
-        place = os.environ.get(variable, "")
-        if tracker in job.train.report_to and _is_here(place):
-            raise InputError(
-                "a tracker on this machine can't be told anything from another one",
-                where=f"{variable}={place}",
-                to_do="export the address of a server, or take it out of train.report_to",
-            )
 
 
 def _is_here(place: str) -> bool:
@@ -549,96 +534,113 @@ def _is_here(place: str) -> bool:
 
 def _refuse_what_cannot_work(job: Job, target: Target, at: str, wishes: Wishes) -> None:
     """Raise `InputError` for what can be told without a plan."""
-    if target.name not in OWN_FOLDERS:
-        _refuse_what_stays_here(job, wishes)
-    store, title, limits = job.output_store, target.title, job.limits
-    is_folder = store is not None and (not is_remote(store) or store.startswith("file:"))
-    also = (
-        " (or --on kubernetes:NAMESPACE/CLAIM, with the run folder on that volume)"
-        if target.name == "kubernetes"
-        else ""
-    )
-    has_no_google_key = (
-        (store or "").startswith("gs://")
-        and target.name not in ("vertex", "skypilot")
-        and not os.environ.get(GOOGLE_KEY)
-    )
-    secret = next(
-        (name for name in (*job.data.train, *job.data.eval) if name != without_secrets(name)), None
-    )
-    package = package_of(job.task)
-    absent = lacking(modules_of(job)) if target.name == HERE else []
-    varied = next((key for key in job.search.vary if _has_files(job.search.vary[key])), "")
-    refusals = (
-        (
-            store is None and not _shares(target, at),
-            "the run would be lost with the machine: the job has no store",
-            "output_store",
-            f"set output_store: s3://bucket/prefix, or another place that both sides reach{also}",
-        ),
-        (
-            target.is_rented and is_folder,
-            "a rented machine does not see this folder",
-            f"output_store: {store}",
-            "name a bucket: s3://bucket/prefix, gs://bucket/prefix",
-        ),
-        (
-            target.is_rented and has_no_google_key,
-            f"credentials of Google Cloud are a file, which does not travel to {title}",
-            f"output_store: {store}",
-            f'export {GOOGLE_KEY}="$(cat key.json)" of a service account, or use --on vertex',
-        ),
-        (
-            target.is_rented and not limits.is_set,
-            "the job has no limit on its cost",
-            "limits",
-            "set limits.max_usd, e.g. --set limits.max_usd=5",
-        ),
-        (
-            bool(varied) and not _shares(target, at),
-            "files that only this machine has do not travel as choices of a search",
-            f"search.vary.{varied}",
-            "name a model or data set of the Hub, or run `farthing search` where the files are",
-        ),
-        (
-            bool(absent),
-            f"not installed here: {', '.join(absent)}",
-            "the job",
-            f"pip install 'farthing[{','.join(EXTRA_OF.get(name, name) for name in absent)}]'",
-        ),
-        (
-            job.model.from_run is not None and target.name not in OWN_FOLDERS,
-            "the weights of another run do not travel",
-            f"model.from_run: {job.model.from_run}",
-            "farthing export that run, and name the exported folder as the model",
-        ),
-        (
-            bool(package)
-            and target.name not in OWN_FOLDERS
-            and not (wishes.install or wishes.image),
-            f"the objective is in the package {package}, which does not travel",
-            f"objective: {job.task}",
-            "name an image that has it (--image), or a pip requirement (--install)",
-        ),
-        (
-            not target.providers and job.usd_per_hour == 0 and limits.max_usd is not None,
-            "a cap in dollars does not hold without a price",
-            "where.usd_per_hour",
-            "give the price of an hour there, or limits.max_hours in place of limits.max_usd",
-        ),
-        (
-            target.is_rented and job.train.push_to_hub and not os.environ.get("HF_TOKEN"),
-            "the machine could not push to the Hub: HF_TOKEN is not set here",
-            "train.push_to_hub",
-            "export HF_TOKEN=... (the login of `hf auth login` is a file, which does not travel)",
-        ),
-        (
-            secret is not None,
-            "an address with a password, key or signature does not travel",
-            without_secrets(secret or ""),
-            "give the address without it, and the key in the environment of the machine",
-        ),
-    )
-    for is_so, what, where, to_do in refusals:
+    for is_so, what, where, to_do in _refusals(job, target, at, wishes):
         if is_so:
             raise InputError(what, where=where, to_do=to_do)
+
+
+def _refusals(
+    job: Job, target: Target, at: str, wishes: Wishes
+) -> Iterator[tuple[object, str, str, str]]:
+    """(whether it is so, what is wrong, where, what to do)."""
+    store, limits, names = job.output_store or "", job.limits, (*job.data.train, *job.data.eval)
+    is_rented, is_shared = target.is_rented, _shares(target, at)
+    leaves, is_plain = target.name not in OWN_FOLDERS, not (wishes.image or wishes.install)
+    brings = "name an image that has it (--image), or a pip requirement (--install)"
+    attention = job.model.attn_implementation
+    yield (
+        leaves and is_plain and attention not in (None, *ATTENTION_OF_TORCH),
+        "no package with this attention is installed there",
+        f"model.attn_implementation: {attention}",
+        f"use {' or '.join(ATTENTION_OF_TORCH)}, or {brings}",
+    )
+    for name in names:
+        parts = name.split("::")
+        is_file = any(part.startswith(("file:", "/", ".", "~")) for part in parts)
+        yield (
+            leaves and is_remote(name) and is_file,
+            "an address of a file that only this machine has",
+            f"data: {without_secrets(name)}",
+            "name the file by its path: then it travels",
+        )
+    for tracker, variable in TRACKER_PLACES:
+        place = os.environ.get(variable, "")
+        yield (
+            leaves and tracker in job.train.report_to and _is_here(place),
+            "a tracker on this machine can't be told anything from another one",
+            f"{variable}={place}",
+            "export the address of a server, or take it out of train.report_to",
+        )
+    also = " (or --on kubernetes:NAMESPACE/CLAIM, with the run folder on that volume)"
+    yield (
+        not store and not is_shared,
+        "the run would be lost with the machine: the job has no store",
+        "output_store",
+        "set output_store: s3://bucket/prefix, or another place that both sides reach"
+        + (also if target.name == "kubernetes" else ""),
+    )
+    yield (
+        is_rented and store and (not is_remote(store) or store.startswith("file:")),
+        "a rented machine does not see this folder",
+        f"output_store: {store}",
+        "name a bucket: s3://bucket/prefix, gs://bucket/prefix",
+    )
+    has_key = target.name in ("vertex", "skypilot") or os.environ.get(GOOGLE_KEY)
+    yield (
+        is_rented and store.startswith("gs://") and not has_key,
+        f"credentials of Google Cloud are a file, which does not travel to {target.title}",
+        f"output_store: {store}",
+        f'export {GOOGLE_KEY}="$(cat key.json)" of a service account, or use --on vertex',
+    )
+    yield (
+        is_rented and not limits.is_set,
+        "the job has no limit on its cost",
+        "limits",
+        "set limits.max_usd, e.g. --set limits.max_usd=5",
+    )
+    varied = next((key for key, values in job.search.vary.items() if _has_files(values)), "")
+    yield (
+        varied and not is_shared,
+        "files that only this machine has do not travel as choices of a search",
+        f"search.vary.{varied}",
+        "name a model or data set of the Hub, or run `farthing search` where the files are",
+    )
+    absent = lacking(modules_of(job)) if target.name == HERE else []
+    yield (
+        absent,
+        f"not installed here: {', '.join(absent)}",
+        "the job",
+        f"pip install 'farthing[{','.join(EXTRA_OF.get(name, name) for name in absent)}]'",
+    )
+    yield (
+        leaves and job.model.from_run is not None,
+        "the weights of another run do not travel",
+        f"model.from_run: {job.model.from_run}",
+        "farthing export that run, and name the exported folder as the model",
+    )
+    package = package_of(job.task)
+    yield (
+        leaves and package and is_plain,
+        f"the objective is in the package {package}, which does not travel",
+        f"objective: {job.task}",
+        brings,
+    )
+    yield (
+        not target.providers and job.usd_per_hour == 0 and limits.max_usd is not None,
+        "a cap in dollars does not hold without a price",
+        "where.usd_per_hour",
+        "give the price of an hour there, or limits.max_hours in place of limits.max_usd",
+    )
+    yield (
+        is_rented and job.train.push_to_hub and not os.environ.get("HF_TOKEN"),
+        "the machine could not push to the Hub: HF_TOKEN is not set here",
+        "train.push_to_hub",
+        "export HF_TOKEN=... (the login of `hf auth login` is a file, which does not travel)",
+    )
+    secret = next((name for name in names if name != without_secrets(name)), "")
+    yield (
+        secret,
+        "an address with a password, key or signature does not travel",
+        without_secrets(secret),
+        "give the address without it, and the key in the environment of the machine",
+    )

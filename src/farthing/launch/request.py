@@ -86,6 +86,31 @@ def placeholder(name: str) -> str:
     return f"${{{name}}}"
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long things may take, in seconds."""
+
+    poll_s: float = 10.0
+    boot_s: float = 600.0
+    """From the request to the first word; then it is destroyed, its offer left out."""
+    lost_s: float = 180.0
+    """Without any answer about a machine it is given up, and the next one asked for."""
+    silent_s: float = 600.0
+    """The same for a machine that its provider shows and that says nothing itself."""
+    stubborn_s: float = 60.0
+    """For a host of one's own to be confirmed gone; then the next machine is asked for."""
+    farewell_s: float = 60.0
+    """The same at the end of a launch."""
+    stock_s: float = 300.0
+    """Before offers that were out of stock are tried again ..."""
+    n_stock_rounds: int = 3
+    """... and how often."""
+    n_in_vain: int = 3
+    """Machines in a row that saved nothing new."""
+
+
+TEARDOWN_S = 120
+"""Kept back of every cap: from the end of training to the confirmed deletion."""
 MOST_OVER = 1.1
 """So many times the planned price may be charged: a machine's own end holds the cap then."""
 LEAST_USE_S = 60.0

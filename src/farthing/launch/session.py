@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
+import yaml
+
 from farthing.clock import seconds_since_boot
 from farthing.config.job import Job
 from farthing.errors import (
@@ -27,28 +29,29 @@ from farthing.errors import (
 from farthing.launch.commands import CommandDriver
 from farthing.launch.driver import Driver, ProviderError, UnauthorizedError, UnclearError
 from farthing.launch.inputs import INPUTS, Packed, inputs_key, send_inputs, with_token_sets
-from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
+from farthing.launch.machines import MachineLedger, bill_by_machine
 from farthing.launch.prepare import Prepared, launch_id_of, secrets_of
-from farthing.launch.request import LaunchRequest, values_of
+from farthing.launch.request import TEARDOWN_S, LaunchRequest, Patience, values_of
 from farthing.launch.still_billed import still_billed
-from farthing.launch.supervise import TEARDOWN_S, Launch, Patience
+from farthing.launch.supervise import Launch
 from farthing.launch.targets.hosts import HostDriver
 from farthing.launch.wheel import wheel_of_this
 from farthing.launch.words import StoreWords
 from farthing.planner.types import AGED_PRICE_DAYS, Plan
-from farthing.prices.offers import Offer, boot_of
-from farthing.run.accounts import Account, read_ledger
-from farthing.run.commits import join_ledgers, list_commits, take_newest, with_words
+from farthing.prices.offers import boot_of
+from farthing.run.accounts import read_ledger
+from farthing.run.commits import take_run
 from farthing.run.folder import LEDGER, run_id_of
 from farthing.run.ledger import steady_clock
 from farthing.storage.files import Json, cannot_write, make_private, only_writer, write_text
-from farthing.storage.lease import Lease, LeaseLostError, newest_words
+from farthing.storage.lease import Lease, LeaseLostError
 from farthing.storage.objects import Retrying, Store, StoreError, open_store
 from farthing.units import say_bytes, say_seconds, say_usd
 
 FOLDER = "launch"
+JOB_KEPT = f"{FOLDER}/job.yaml"
+"""In the run folder: the job that was launched, for commands that name none."""
 STORE_S, LOOK_S, LEASE_S = 120.0, 15.0, 60.0
-"""Targets that get the values of secrets from this environment; others have them already."""
 Say = Callable[[str], None]
 
 
@@ -110,31 +113,31 @@ class Session:
 
         With `is_new` False there has to be a machine already.
         """
-        driver = self.driver()
+        driver, prepared = self.driver(), self.prepared
         if not is_new and not self.ledger.open and not self._there(driver):
             raise InputError(
                 "no machine of this launch is there", where="attach", to_do="rent one with --yes"
             )
-        if self.prepared.target.is_rented and not (driver.ends_by_itself or is_attended):
+        if prepared.target.is_rented and not (driver.ends_by_itself or is_attended):
             raise InputError(
                 "if this process dies, this provider does not end the machine: you would pay for"
                 " it until you end it",
                 where="--on",
                 to_do="stay with it and say so with --attended, or take another target",
             )
-        if self.prepared.target.takes_values:  # what is missing is said before anything is sent
-            values_of(secrets_of(self.prepared.job, self.prepared.target))
-        make_private(self.folder)
-        with only_writer(make_private(self.folder / FOLDER)):
+        if prepared.target.takes_values:  # what is missing is said before anything is sent
+            values_of(secrets_of(prepared.job, prepared.target))
+        with only_writer(make_private(make_private(self.folder) / FOLDER)):
+            kept = prepared.job.model_dump(mode="json", exclude_unset=True)
+            write_text(self.folder / JOB_KEPT, yaml.safe_dump(kept, sort_keys=False))
             with contextlib.suppress(RunInterruptedError):  # the launch itself waits for an answer
                 self._there(driver)  # whoever refuses the key refuses it before anything is sent
-            if self.prepared.travels:
+            if prepared.travels:
                 self._send(tokenize)
             with self.only_watcher() as (sleep, reclaim):
                 self.words().ask_to_stop(is_wanted=False)
-                launch = self._launch(driver, patience, sleep, reclaim)
                 try:
-                    code = launch.run(self.prepared.launch_id)
+                    code = self._launch(driver, patience, sleep, reclaim).run()
                 except OSError as error:  # of the files before a request: nothing was rented by it
                     raise cannot_write(self.folder, error) from error
         self.bring_back()
@@ -221,8 +224,7 @@ class Session:
                 f"the store does not answer ({error}): a process that watches elsewhere is not"
                 " told, end it yourself"
             )
-        launch = self._launch(self.driver(), patience, patient_s=LOOK_S)
-        return launch.stop(self.prepared.launch_id)
+        return self._launch(self.driver(), patience, patient_s=LOOK_S).stop()
 
     def _launch(
         self,
@@ -232,52 +234,18 @@ class Session:
         reclaim: Callable[[], None] = lambda: None,
         patient_s: float = STORE_S,
     ) -> Launch:
-        def make_ask(
-            number: int, offer: Offer, accounts: list[Account], now: float
-        ) -> LaunchRequest:
-            ask = self.prepared.ask(number, offer, self.ledger, accounts, now)
-            self.write(ask)
-            return ask
-
         return Launch(
+            self.prepared,
             self.ledger,
             driver,
-            list(self.prepared.offers),
-            make_ask,
             self.words(patient_s),
-            say=self.say,
-            clock=self.clock,
-            sleep=sleep,
+            self.write,
+            self.say,
+            self.clock,
+            sleep,
             awake=seconds_since_boot,
             patience=patience or Patience(boot_s=self.prepared.wishes.boot_s),
-            may_take=self.is_in_time,
-            reaches=self._reaches,
             reclaim=reclaim,
-        )
-
-    def _reaches(self, machine: Machine) -> bool:
-        """Whether a machine is where our driver looks."""
-        target, at = self.prepared.target.name, self.prepared.at
-        if target in ("kubernetes", "vertex", "hf") and machine.on:
-            return machine.on == (f"{target}:{at}" if at else target)
-        return machine.target in ("", target)
-
-    def is_in_time(self, offer: Offer) -> bool:
-        """Spot only while the deadline leaves room, and a quarter, for on demand."""
-        deadline = self.prepared.job.limits.deadline
-        steady = [plan for plan in self.prepared.plans.values() if not plan.offer.is_spot]
-        if deadline is None or not offer.is_spot or not steady:
-            return True
-        done = 0.0
-        with contextlib.suppress(UnclearError):
-            done = min(1.0, self.words(LOOK_S).committed() / max(1, self.prepared.n_steps))
-        needed_s = (
-            min(plan.wall_s for plan in steady) * (1.0 - done)
-            + boot_of(steady[0].offer.provider).seconds
-        )
-        return (
-            deadline.timestamp() - self.clock()
-            > 1.25 * needed_s + 2 * boot_of(offer.provider).seconds
         )
 
     def _send(self, tokenize: Callable[[], list[Path]]) -> None:
@@ -337,58 +305,58 @@ class Session:
         """Run and model from the store into a run folder that holds no other run."""
         if self.prepared.folder or self.prepared.job.output_store is None:
             return
-        store = self._store()
         try:
-            if commits := list_commits(store):
-                taken = take_newest(store, self.folder, commits, self.say)
-                known = with_words(taken.accounts, newest_words(store))
-                join_ledgers(self.folder / LEDGER, known)
-        except (StoreError, FarthingError, UnclearError, OSError) as error:
+            take_run(self._store(), self.folder, self.say)
+        except (StoreError, FarthingError, OSError) as error:
             self.say(f"the run is in the store, and could not be brought back: {error}")
+
+    def _take_in(self) -> str:
+        """What the store knows of machines, to look at; why it could not be asked, else empty."""
+        try:
+            self.ledger.take_over(self.words(LOOK_S).kept(), to_disk=False)
+        except UnclearError as error:
+            return f"the store does not answer ({error})"
+        return ""
 
     def standing(self) -> Json:
         """Every machine with its seconds and dollars, and how far the run is."""
-        accounts, step, asked = read_ledger(self.folder / LEDGER).ordered, None, ""
-        stored: int | None = None
-        try:
-            words = self.words(LOOK_S)
-            self.ledger.take_over(words.kept(), to_disk=False)
-            accounts, step = words.accounts() or accounts, words.committed()
-            if self.prepared.job.output_store is not None:
-                stored = sum(entry.n_bytes for entry in self._store(LOOK_S).list("").values())
-        except (UnclearError, StoreError) as error:
-            asked = f"the store does not answer ({error})"
-        there: dict[str, str] | None = None
-        now = self.clock()
+        prepared, accounts = self.prepared, read_ledger(self.folder / LEDGER).ordered
+        step, n_bytes, there, now = None, 0, None, self.clock()
+        not_known = [self._take_in()]
+        if not not_known[0]:
+            try:
+                words = self.words(LOOK_S)
+                accounts, step = words.accounts() or accounts, words.committed()
+                if prepared.job.output_store is not None:
+                    entries = self._store(LOOK_S).list("").values()
+                    n_bytes = sum(entry.n_bytes for entry in entries)
+            except (UnclearError, StoreError) as error:
+                not_known = [f"the store does not answer ({error})"]
         try:
             driver = self.driver()
             there = self._there(driver)
             now += driver.clock_offset_s
         except (InputError, RunInterruptedError) as error:
-            asked = "; ".join(filter(None, (asked, str(error).splitlines()[0])))
+            not_known.append(str(error).splitlines()[0])
         rows = bill_by_machine(list(self.ledger.machines.values()), accounts, now)
         return {
             "kind": "farthing launch",
-            "launch": self.prepared.launch_id,
-            "target": self.prepared.target.name,
+            "launch": prepared.launch_id,
+            "target": prepared.target.name,
             "run": str(self.folder),
             "run_id": run_id_of(self.folder),
             "machines": rows,
             "there_now": there,
-            "not_known": asked,
+            "not_known": "; ".join(filter(None, not_known)),
             "committed_step": step,
             "usd": sum(row["usd"] for row in rows),
-            "still_billed": still_billed(
-                self.prepared.job.model_dump(mode="json"), rows, 0 if stored is None else stored
-            ),
+            "still_billed": still_billed(prepared.job.model_dump(mode="json"), rows, n_bytes),
         }
 
     def log(self) -> str:
         """The end of what the newest machine has printed. Raises `InputError`."""
-        try:
-            self.ledger.take_over(self.words(LOOK_S).kept(), to_disk=False)
-        except UnclearError as error:
-            self.say(f"the store does not answer ({error}): only machines known here are looked at")
+        if why := self._take_in():
+            self.say(f"{why}: only machines known here are looked at")
         if not self.ledger.machines:
             raise InputError(
                 "nothing has been launched yet",
@@ -398,9 +366,9 @@ class Session:
         newest = list(self.ledger.machines.values())[-1]
         try:
             said = self.words().log(newest.name) or self.driver().log(newest)
-            return said or f"{newest.name} has printed nothing yet"
         except ProviderError as error:
             raise InputError(f"no logs ({error})", where=newest.name, to_do="try again") from error
+        return said or f"{newest.name} has printed nothing yet"
 
 
 def where_it_is(job: Job, *, only_open: bool) -> str | None:
@@ -443,11 +411,10 @@ def dry_view(
     train_s = None if plan is None else paid_s(plan)
     if prepared.job.search.is_asked:
         train_s = searches_s
-    seconds = {
-        "boot": boot.seconds if target.is_rented else 0.0,
-        **({} if train_s is None else {"train": train_s}),
-        "teardown": float(TEARDOWN_S) if target.is_rented else 0.0,
-    }
+    seconds = {"boot": boot.seconds, "train": train_s, "teardown": float(TEARDOWN_S)}
+    if not target.is_rented:
+        seconds |= {"boot": 0.0, "teardown": 0.0}
+    usd_of = {name: s / 3600 * rate for name, s in seconds.items() if s is not None}
     of_offer = ("provider", "instance", "gpu", "n_gpus", "region", "is_spot")
     return {
         "kind": "farthing launch",
@@ -458,9 +425,9 @@ def dry_view(
         **{name: getattr(offer, name) for name in of_offer},
         "usd_per_hour": rate,
         "price_date": offer.date.isoformat(),
-        "seconds": seconds,
-        "usd_of": {name: each / 3600 * rate for name, each in seconds.items()},
-        "planned_usd": None if train_s is None else sum(seconds.values()) / 3600 * rate,
+        "seconds": {name: seconds[name] for name in usd_of},
+        "usd_of": usd_of,
+        "planned_usd": None if train_s is None else sum(usd_of.values()),
         "boot_source": boot.source,
         "most_s": ask.most_s,
         "most_usd": ask.most_s / 3600 * rate,

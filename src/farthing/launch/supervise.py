@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from farthing.errors import (
     EXIT_FINISHED,
@@ -37,7 +36,8 @@ from farthing.launch.driver import (
     UnclearError,
 )
 from farthing.launch.machines import MACHINES, Machine, MachineLedger
-from farthing.launch.request import LaunchRequest
+from farthing.launch.prepare import NoBudgetError, Prepared
+from farthing.launch.request import TEARDOWN_S, LaunchRequest, Patience
 from farthing.launch.words import StoreWords, Word
 from farthing.prices.offers import Offer
 from farthing.run.accounts import Account
@@ -45,47 +45,11 @@ from farthing.storage.files import Json
 from farthing.units import plural, say_seconds, say_usd
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long things may take, in seconds."""
-
-    poll_s: float = 10.0
-    boot_s: float = 600.0
-    """From the request to the first word; then it is destroyed, its offer left out."""
-    lost_s: float = 180.0
-    """Without any answer about a machine it is given up, and the next one asked for."""
-    silent_s: float = 600.0
-    """The same for a machine that its provider shows and that says nothing itself."""
-    stubborn_s: float = 60.0
-    """To ask for a deletion before the next machine is asked for meanwhile, where that may be."""
-    farewell_s: float = 60.0
-    """At the end, for hosts of one's own that do not answer to be confirmed gone."""
-    stock_s: float = 300.0
-    """Before offers that were out of stock are tried again ..."""
-    n_stock_rounds: int = 3
-    """... and how often."""
-    n_in_vain: int = 3
-    """Machines in a row that saved nothing new."""
-
-
 GAP_S = 30.0
 """A watcher that did nothing for longer may have been suspended: others may have taken over."""
-TEARDOWN_S = 120
-"""Kept back of every cap: from the end of training to the confirmed deletion."""
 
 
-class NoBudgetError(Exception):
-    """The rest of the cap, the hours or the time buys no further machine."""
-
-
-MakeAsk = Callable[[int, Offer, list[Account], float], LaunchRequest]
-"""(number, offer, attempts so far, now) -> what to ask for. Raises `NoBudgetError`."""
-
-
-@dataclass(frozen=True)
-class Ending:
+class Ending(NamedTuple):
     """How it went with a machine."""
 
     why: str
@@ -100,88 +64,86 @@ class Ending:
 class Launch:
     """A run taken to machine after machine until it ends."""
 
+    prepared: Prepared
     ledger: MachineLedger
     driver: Driver
-    offers: list[Offer]
-    make_ask: MakeAsk
     words: StoreWords
+    write: Callable[[LaunchRequest], object]
+    """Leaves the files of a request where its user finds them."""
     say: Callable[[str], None]
     clock: Callable[[], float]
     sleep: Callable[[float], None]
     awake: Callable[[], float]
     """Seconds that also pass while this machine is suspended, and that nobody sets."""
-    patience: Patience = Patience()
-    may_take: Callable[[Offer], bool] = lambda offer: True
-    """Whether an offer will do at this moment: spot is left out when the deadline is near."""
-    reaches: Callable[[Machine], bool] = lambda machine: True
-    """Whether a machine is where the driver looks: elsewhere it would be taken for gone."""
+    patience: Patience = field(default_factory=Patience)
     reclaim: Callable[[], None] = lambda: None
     """Make sure that this launch is still ours to watch. Raises `RunInterruptedError`."""
 
     def __post_init__(self) -> None:
+        self._offers = [*self.prepared.offers]
         self._left_out, self._out_of_stock = set[Offer](), set[Offer]()
         self._repriced = set[tuple[str, str, bool]]()
+        self._n_stock_rounds = 0
         self._shared = dict[str, list[Json]]()
         """The lines of each machine that the store has."""
         self._is_ending = False
         """Everything is to be destroyed, whoever knows of it."""
-        self._prefix = self._trouble_said = ""
+        self._prefix, self._said = self.prepared.launch_id, set[str]()
         self._held_at, self._n_gaps = self.awake(), 0
         self._locked_at: float | None = None
 
-    def run(self, prefix: str) -> int:
-        """Until the run has ended or cannot continue; the exit code. `prefix` begins all names."""
-        self._prefix, n_rounds = prefix, 0
+    def run(self) -> int:
+        """Until the run has ended or cannot continue; the exit code."""
         self._until_clear(self._take_over, "the store")
-        self._refuse_what_can_not_be_counted()
-        self._until_clear(self._adopt_orphans, "the provider")
-        current = self._adopted()
-        while not self._is_stopped():
-            if current is None and self._is_finished():
-                self.say("the run has already ended: nothing is rented")
-                return self._closed(EXIT_FINISHED)
-            try:
-                current = current or self._rent()
-            except NoBudgetError as error:
-                self.say(str(error))
-                return self._closed(EXIT_LIMIT)
-            if current is None:
-                if not self._out_of_stock or n_rounds == self.patience.n_stock_rounds:
-                    self.say(
-                        "no offer is left that could be had: try again later, or allow more (--on,"
-                        " where.provider)"
-                    )
-                    return self._closed(EXIT_INTERRUPTED)
-                n_rounds += 1
-                self.say(
-                    "nothing is available now; asking again in"
-                    f" {say_seconds(self.patience.stock_s)}, which costs nothing"
+        for name, machine in self.ledger.machines.items():
+            if not machine.asked_at:
+                raise InputError(
+                    f"the line of {name} with its costs is damaged: the cap can't be kept",
+                    where=str(self.ledger.folder / MACHINES),
+                    to_do="restore the file from a copy, or end what there is: launch stop",
                 )
-                self._out_of_stock.clear()
-                self._pause(self.patience.stock_s)
-                continue
-            ending = self._watch(current)
-            # a mistake may be that one which we have lost still holds the run
-            may_be_held = ending.code == EXIT_MISTAKE and len(self.ledger.open) > 1
-            if may_be_held:
-                ending = replace(ending, code=EXIT_INTERRUPTED)
-            self._release(current, ending)
-            self._terminate(current)
-            if may_be_held:
-                self._pause(self.patience.stock_s)
-            current, code = None, ending.code
-            n_in_vain = self._n_in_vain()
-            if code in (None, EXIT_INTERRUPTED):
-                if n_in_vain < self.patience.n_in_vain:
-                    continue
-                self.say(f"{plural(n_in_vain, 'machine')} in a row saved nothing new: stopped")
-            return self._closed(EXIT_INTERRUPTED if code is None else code)
-        self.say("stopped by `farthing launch stop`")
-        return self._closed(EXIT_INTERRUPTED)
+        self._refuse_what_is_elsewhere()
+        self._until_clear(self._adopt_orphans, "the provider")
+        code = self._round(self._adopted())
+        while code is None:
+            code = self._round(None)
+        return self._closed(code)
 
-    def stop(self, prefix: str) -> bool:
+    def _round(self, machine: Machine | None) -> int | None:
+        """A machine, or the next one, until it is given back; the exit code after the last one."""
+        if self._is_stopped():
+            self.say("stopped by `farthing launch stop`")
+            return EXIT_INTERRUPTED
+        if machine is None and self._is_finished():
+            self.say("the run has already ended: nothing is rented")
+            return EXIT_FINISHED
+        try:
+            machine = machine or self._rent()
+        except NoBudgetError as error:
+            self.say(str(error))
+            return EXIT_LIMIT
+        if machine is None:
+            return self._without_offers()
+        ending = self._watch(machine)
+        # a mistake may be that one which we have lost still holds the run
+        may_be_held = ending.code == EXIT_MISTAKE and len(self.ledger.open) > 1
+        if may_be_held:
+            ending = ending._replace(code=EXIT_INTERRUPTED)
+        self._release(machine, ending)
+        self._terminate(machine)
+        if may_be_held:
+            self._pause(self.patience.stock_s)
+        if ending.code not in (None, EXIT_INTERRUPTED):
+            return ending.code
+        n_in_vain = self._n_in_vain()
+        if n_in_vain < self.patience.n_in_vain:
+            return None
+        self.say(f"{plural(n_in_vain, 'machine')} in a row saved nothing new: stopped")
+        return EXIT_INTERRUPTED
+
+    def stop(self) -> bool:
         """Destroy every machine, for sure. False where the store could not be read."""
-        self._prefix, self._is_ending, is_whole = prefix, True, True
+        self._is_ending, is_whole = True, True
         try:
             self._take_over()
         except UnclearError as error:
@@ -193,13 +155,10 @@ class Launch:
         for machine in self.ledger.open:
             if machine.created_at is not None or self._found(machine):
                 self._release(machine, Ending("stopped by the user"))
-        self._closed(0)
+        self._closed(EXIT_FINISHED)
         return is_whole
 
-    def _is_stopped(self) -> bool:
-        with contextlib.suppress(UnclearError):
-            return self.words.is_stopped()
-        return False
+    # ---- what is asked, and who does not answer ----
 
     def _clock(self) -> float:
         """The time of day by the provider's clock, by which it bills; ours where it tells none."""
@@ -218,79 +177,67 @@ class Launch:
             self._locked_at = None
         self._held_at = self.awake()
 
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
+
     def _pause(self, seconds: float) -> None:
         self.sleep(seconds)
         self._hold()
 
     def _asked(self, call: Callable[[], T]) -> T:
-        """Raises `UnclearError`; `InputError` once credentials were refused for a while."""
+        """What the provider answers. Raises `UnclearError`; `InputError` once credentials were
+        refused for a while."""
         try:
             answer = call()
         except UnauthorizedError as error:
             now = self.awake()
             self._locked_at = now if self._locked_at is None else self._locked_at
-            if not self.ledger.open or now - self._locked_at >= self.patience.lost_s:
-                still = self.ledger.open_in_words(self.driver.ends_by_itself, self._clock())
-                raise InputError(
-                    f"the provider refuses the credentials ({error})"
-                    + (f"; still billed: {'; '.join(still)}" if still else ""),
-                    where="environment",
-                    to_do=(
-                        "export a valid key, then: farthing launch attach JOB, or launch stop JOB"
-                    ),
-                ) from error
-            raise UnclearError(str(error)) from error
+            if self.ledger.open and now - self._locked_at < self.patience.lost_s:
+                raise UnclearError(str(error)) from error
+            still = self.ledger.open_in_words(self.driver.ends_by_itself, self._clock())
+            raise InputError(
+                f"the provider refuses the credentials ({error})"
+                + (f"; still billed: {'; '.join(still)}" if still else ""),
+                where="environment",
+                to_do="export a valid key, then: farthing launch attach JOB, or launch stop JOB",
+            ) from error
         self._locked_at = None
         return answer
 
-    # ---- a new machine ----
+    def _if_answered(self, call: Callable[[], T], otherwise: T) -> T:
+        try:
+            return call()
+        except UnclearError:
+            return otherwise
 
     def _until_clear(self, work: Callable[[], T], who: str) -> T:
         """What `work` gives, tried until it is answered: without that it is not known what is there
         and what is left. Raises `RunInterruptedError` after a while in which nothing was rented.
         """
-        began, said = self.awake(), ""
+        began = self.awake()
         most_s = self.patience.stock_s * self.patience.n_stock_rounds
         while True:
             try:
                 return work()
             except UnclearError as error:
-                if said != str(error):
-                    said = str(error)
-                    self.say(f"{who} does not answer ({said}): nothing is rented until it does")
+                self._say_once(f"{who} does not answer ({error}): nothing is rented until it does")
                 if self.awake() - began > most_s and not self.ledger.open:
                     raise RunInterruptedError(
-                        f"{who} has not answered for {say_seconds(most_s)} ({said})",
+                        f"{who} has not answered for {say_seconds(most_s)} ({error})",
                         where="--on" if who == "the provider" else "output_store",
                         to_do="try again when it does: nothing is rented",
                     ) from error
                 self.sleep(self.patience.poll_s)
+
+    # ---- what the store and other processes know ----
 
     def _take_over(self) -> None:
         """What other folders of this run asked for and paid is ours to count and give back."""
         self._shared = self.words.kept()
         self.ledger.take_over(self._shared)
         self._share()
-
-    def _refuse_what_can_not_be_counted(self) -> None:
-        for machine in self.ledger.machines.values():
-            if not machine.asked_at:
-                raise InputError(
-                    f"the line of {machine.name} with its costs is damaged: the cap can't be kept",
-                    where=str(self.ledger.folder / MACHINES),
-                    to_do="restore the file from a copy, or end what there is: launch stop",
-                )
-        self._refuse_what_is_elsewhere()
-
-    def _refuse_what_is_elsewhere(self) -> None:
-        for machine in self.ledger.open:
-            if not self.reaches(machine):
-                on = machine.on or machine.target
-                raise InputError(
-                    f"{machine.name} of this launch is at {on}",
-                    where="--on",
-                    to_do=f"name it: --on {on}, or end it: farthing launch stop JOB --on {on}",
-                )
 
     def _share(self) -> None:
         """Raises `UnclearError`."""
@@ -299,27 +246,37 @@ class Launch:
                 self.words.keep(name, rows)
                 self._shared[name] = list(rows)
 
+    def _refuse_what_is_elsewhere(self) -> None:
+        for machine in self.ledger.open:
+            if not self.prepared.reaches(machine):
+                on = machine.on or machine.target
+                raise InputError(
+                    f"{machine.name} of this launch is at {on}",
+                    where="--on",
+                    to_do=f"name it: --on {on}, or end it: farthing launch stop JOB --on {on}",
+                )
+
     def _adopt_orphans(self) -> None:
         """Put machines of this launch that no line of the ledger knows into it."""
         there = self._asked(lambda: self.driver.names(self._prefix))
-        if set(there) - set(self.ledger.machines):
+        if there.keys() - self.ledger.machines.keys():
             self._take_over()  # another process may have asked for them since
-        for name, number in there.items():
-            known = self.ledger.machines.get(name)
-            if known is None and name.rpartition("-")[2].isdigit():
-                offer, now = self.offers[0], self._clock()
+        for name, id_ in there.items():
+            number = name.rpartition("-")[2]
+            if name not in self.ledger.machines and number.isdigit():
+                now = self._clock()
                 self.ledger.note(
                     name,
                     "asked",
                     now,
-                    number=int(name.rpartition("-")[2]),
-                    provider=offer.provider,
-                    usd_per_hour=max(each.usd_per_hour or 0.0 for each in self.offers),
+                    number=int(number),
+                    provider=self._offers[0].provider,
+                    usd_per_hour=max(each.usd_per_hour or 0.0 for each in self._offers),
                     committed=self._committed(),
                     is_paid_in_queue=self.driver.is_paid_in_queue,
                     why="asked for elsewhere; counted from now on",
                 )
-                self.ledger.note(name, "created", now, id=number)
+                self.ledger.note(name, "created", now, id=id_)
 
     def _adopted(self) -> Machine | None:
         """The machine of an earlier process of ours that still works; others are sent away."""
@@ -331,105 +288,215 @@ class Launch:
                 self._terminate(machine)
             return None
         machine = waiting[-1]
-        if (machine.created_at is None and not self._found(machine)) or not self._is_secured(
-            machine
-        ):
+        is_there = machine.created_at is not None or self._found(machine)
+        if not (is_there and self._is_secured(machine)):
             return None
         self.say(f"{machine.name} is there already: continuing with it")
         return machine
+
+    def _is_stopped(self) -> bool:
+        return self._if_answered(self.words.is_stopped, False)
+
+    def _committed(self) -> int:
+        known = max((machine.committed for machine in self.ledger.machines.values()), default=0)
+        return self._if_answered(self.words.committed, known)
+
+    def _accounts(self) -> list[Account]:
+        """The attempts so far: without the store the rest of the cap is not known."""
+        return self._until_clear(self.words.accounts, "the store")
+
+    def _is_finished(self) -> bool:
+        """Also where the machine that did it was lost before it could say so."""
+        return any(account.state == "finished" for account in self._accounts()[-1:])
+
+    def _n_in_vain(self) -> int:
+        """How many machines in a row, up to now, have brought the run no further."""
+        made = [machine for machine in self.ledger.machines.values() if not machine.is_refused]
+        reached = self._committed()
+        return len(list(takewhile(lambda each: reached <= each.committed, reversed(made))))
+
+    # ---- a new machine ----
+
+    def _next_offer(self) -> Offer | None:
+        out = self._left_out | self._out_of_stock
+        return next(
+            (each for each in self._offers if each not in out and self._may_take(each)), None
+        )
+
+    def _may_take(self, offer: Offer) -> bool:
+        is_free = not offer.is_spot or self.prepared.job.limits.deadline is None
+        return is_free or self.prepared.is_in_time(offer, self.clock(), self._committed())
+
+    def _without_offers(self) -> int | None:
+        """Wait for stock, a few times. The exit code where that is in vain."""
+        if not self._out_of_stock or self._n_stock_rounds == self.patience.n_stock_rounds:
+            self.say(
+                "no offer is left that could be had: try again later, or allow more (--on,"
+                " where.provider)"
+            )
+            return EXIT_INTERRUPTED
+        self._n_stock_rounds += 1
+        wait = say_seconds(self.patience.stock_s)
+        self.say(f"nothing is available now; asking again in {wait}, which costs nothing")
+        self._out_of_stock.clear()
+        self._pause(self.patience.stock_s)
+        return None
 
     def _rent(self) -> Machine | None:
         """The next machine, made; None where no offer is left. Raises `NoBudgetError`."""
         while offer := self._next_offer():
             self._hold()
             number, accounts, now = self.ledger.next_number, self._accounts(), self._clock()
-            ask = self.make_ask(number, offer, accounts, now)
-            machine = self.ledger.note(
-                ask.name,
-                "asked",
-                now,
-                number=number,
-                target=ask.target,
-                on=ask.on,
-                provider=offer.provider,
-                instance=offer.instance,
-                gpu=offer.gpu,
-                is_spot=offer.is_spot,
-                usd_per_hour=ask.usd_per_hour,
-                price_source=f"{offer.source}, {offer.date.isoformat()}",
-                left_usd=ask.left_usd,
-                most_s=ask.most_s,
-                is_paid_in_queue=self.driver.is_paid_in_queue,
-                committed=self._committed(),
-            )
-            try:
-                self._hold()
-            except RunInterruptedError as error:  # the number may be another machine's by now
-                self._refused(machine, error.what)
-                raise
-            self._until_clear(self._share, "the store")
-            try:
-                made = self.driver.create(ask, now)
-                told = {} if made.usd_per_hour is None else {"usd_per_hour": made.usd_per_hour}
-                self.ledger.note(ask.name, "created", self._clock(), id=made.id, **told)
-                if not self._is_secured(machine):
-                    continue
-                self._hold_or_undo(machine)
-                self.say(
-                    f"{ask.name}: made ({offer.provider} {offer.instance or offer.gpu}, id"
-                    f" {made.id}), {say_usd(machine.usd_per_hour)} an hour, {machine.price_from}"
-                )
-                with contextlib.suppress(UnclearError):
-                    self._take_price(machine, self._asked(partial(self.driver.look, machine)))
-            except UnauthorizedError as error:
-                self._refused(machine, str(error))
-                self._closed(EXIT_MISTAKE)
-                to_do = "mend it there, then launch again"
-                raise InputError(str(error), where=offer.provider, to_do=to_do) from error
-            except RefusedError as error:
-                self._refused(machine, str(error))
-                self.say(f"{ask.name}: refused by {offer.provider}: {error}")
-                is_stock = isinstance(error, OutOfStockError)
-                (self._out_of_stock if is_stock else self._left_out).add(offer)
+            ask = self.prepared.ask(number, offer, self.ledger, accounts, now)
+            self.write(ask)
+            machine = self._noted(ask, number, now)
+            if not self._is_made(machine, ask, now):
                 continue
-            except UnclearError as error:
-                self.say(
-                    f"{ask.name}: {offer.provider} gave no clear answer ({error}); looking for it"
-                    " by name"
-                )
-                if not (self._found(machine) and self._is_secured(machine)):
-                    self._left_out.add(offer)
-                    continue
             if not self._is_too_dear(machine):
                 self._tell_price(machine)
                 return machine
             self._send_back(machine, offer)
         return None
 
+    def _noted(self, ask: LaunchRequest, number: int, now: float) -> Machine:
+        """The machine, in the ledger here and in the store before anybody is asked for it."""
+        offer = ask.offer
+        machine = self.ledger.note(
+            ask.name,
+            "asked",
+            now,
+            number=number,
+            target=ask.target,
+            on=ask.on,
+            provider=offer.provider,
+            instance=offer.instance,
+            gpu=offer.gpu,
+            is_spot=offer.is_spot,
+            usd_per_hour=ask.usd_per_hour,
+            price_source=f"{offer.source}, {offer.date.isoformat()}",
+            left_usd=ask.left_usd,
+            most_s=ask.most_s,
+            is_paid_in_queue=self.driver.is_paid_in_queue,
+            committed=self._committed(),
+        )
+        try:
+            self._hold()
+        except RunInterruptedError as error:  # the number may be another machine's by now
+            self._refused(machine, error.what)
+            raise
+        self._until_clear(self._share, "the store")
+        return machine
+
+    def _is_made(self, machine: Machine, ask: LaunchRequest, now: float) -> bool:
+        """Ask for a machine; whether it is there and has its end. An offer that did not lead to one
+        is left out. Raises `InputError` where the account may rent nothing.
+        """
+        offer, name = ask.offer, ask.name
+        try:
+            made = self.driver.create(ask, now)
+        except UnauthorizedError as error:
+            self._refused(machine, str(error))
+            self._closed(EXIT_MISTAKE)
+            to_do = "mend it there, then launch again"
+            raise InputError(str(error), where=offer.provider, to_do=to_do) from error
+        except RefusedError as error:
+            self._refused(machine, str(error))
+            self.say(f"{name}: refused by {offer.provider}: {error}")
+            is_stock = isinstance(error, OutOfStockError)
+            (self._out_of_stock if is_stock else self._left_out).add(offer)
+            return False
+        except UnclearError as error:
+            self.say(
+                f"{name}: {offer.provider} gave no clear answer ({error}); looking for it by name"
+            )
+            if self._found(machine) and self._is_secured(machine):
+                return True
+            self._left_out.add(offer)
+            return False
+        told = {} if made.usd_per_hour is None else {"usd_per_hour": made.usd_per_hour}
+        self.ledger.note(name, "created", self._clock(), id=made.id, **told)
+        if not self._is_secured(machine):
+            return False
+        self._hold_or_undo(machine)
+        self.say(
+            f"{name}: made ({offer.provider} {offer.instance or offer.gpu}, id {made.id}),"
+            f" {say_usd(machine.usd_per_hour)} an hour, {machine.price_from}"
+        )
+        self._take_price(machine, self._if_answered(lambda: self._look(machine), None))
+        return True
+
     def _refused(self, machine: Machine, why: str) -> None:
         self.ledger.note(machine.name, "refused", self._clock(), why=why)
+
+    def _look(self, machine: Machine) -> InstanceStatus | None:
+        return self._asked(lambda: self.driver.look(machine))
 
     def _hold_or_undo(self, machine: Machine) -> None:
         """End a machine made by a watcher that was suspended, unless it was adopted."""
         try:
             self._hold()
         except RunInterruptedError:
-            told, counted = list[Json](), 0.0
+            told: list[Json] = []
             with contextlib.suppress(UnclearError):
                 told = self.words.kept().get(machine.name, [])
-            if any(row.get("event") == "created" for row in told):
+            at = {str(row.get("event")): float(row.get("at") or 0.0) for row in told}
+            if "created" in at:
                 raise
-            if ends := [row["at"] for row in told if row.get("event") == "gone"]:
-                # it was looked for in vain, and counted until then as if it had been there
-                counted = (machine.created_at or 0.0) - max(ends)
+            # looked for in vain, it was counted until then as if it had been there
+            counted_s = (machine.created_at or 0.0) - at["gone"] if "gone" in at else 0.0
             why = "made after another process had taken over"
-            self.ledger.note(machine.name, "left", self._clock() - counted, why=why)
+            self.ledger.note(machine.name, "left", self._clock() - counted_s, why=why)
             with contextlib.suppress(ProviderError):
                 self.driver.destroy(machine)
-                self.ledger.note(machine.name, "gone", self._clock() - counted, why=why)
+                self.ledger.note(machine.name, "gone", self._clock() - counted_s, why=why)
             with contextlib.suppress(UnclearError):
                 self.words.keep(machine.name, self.ledger.rows[machine.name])
             raise
+
+    def _found(self, machine: Machine) -> bool:
+        """Whether a machine is there whose creation was not answered; looked for until it must be
+        in every list.
+
+        While nobody looked it may have been there and gone: then it is counted as if it was.
+        """
+        late_s = self.driver.late_s
+        while True:
+            try:
+                seen = self._look(machine)
+                now = self._clock()
+                self.ledger.note(machine.name, "sought", now)
+                self._if_answered(self._share, None)
+                if seen is not None:
+                    self.ledger.note(machine.name, "created", now, id=seen.id)
+                    self._take_price(machine, seen)
+                    return True
+                times = sorted([machine.asked_at, *machine.sought])
+                back = [at for before, at in pairwise(times) if at - before > late_s + GAP_S]
+                began = back[-1] if back else times[1]
+                if now >= began + late_s:
+                    if back:
+                        ends = machine.asked_at + machine.most_s if machine.most_s else began
+                        why = "can't tell whether it existed; counted as if it did"
+                        self.ledger.note(machine.name, "gone", min(began, ends), why=why)
+                    else:
+                        self._refused(machine, "no such machine came into being")
+                    return False
+            except UnclearError as error:
+                self._say_once(
+                    f"{machine.name}: {error}; nothing else is requested until this is known"
+                )
+            self._pause(self.patience.poll_s)
+
+    def _is_secured(self, machine: Machine) -> bool:
+        """Whether a machine that was made has its end; one that has none is destroyed."""
+        try:
+            self._asked(lambda: self.driver.secure(machine))
+            return True
+        except (RefusedError, UnclearError) as error:
+            why = f"it could not be given its end ({error})"
+            self._release(machine, Ending(why, leaves_offer_out=True))
+            self._terminate(machine)
+            return False
 
     # ---- the price that is charged ----
 
@@ -437,13 +504,11 @@ class Launch:
         """Book the price that the provider tells, where it is another than the one known."""
         if seen is None or (price := seen.usd_per_hour) is None:
             return
-        now, known = self._clock(), machine.usd_per_hour
-        since, machine.price_seen_at = machine.price_seen_at or now, now
+        known = machine.usd_per_hour
         is_other = abs(price - known) > 1e-4 * known
         if machine.charged and not is_other:
             return
-        at = since if price > known else now  # a rise counts from the last look at the old price
-        self.ledger.note(machine.name, "priced", at, usd_per_hour=price)
+        self.ledger.note(machine.name, "priced", self._clock(), usd_per_hour=price)
         if is_other:
             self.say(
                 f"{machine.name}: the provider charges {say_usd(price)} an hour, not"
@@ -464,78 +529,25 @@ class Launch:
 
     def _send_back(self, machine: Machine, offer: Offer) -> None:
         """End a machine that is too dear before it trains. Its offer comes last from now on, at
-        the price that was charged; at a second rise it is left out."""
+        the price that was charged; at a second rise it is left out: each try pays for a boot."""
         price, planned = machine.usd_per_hour, offer.usd_per_hour or 0.0
         why = f"{say_usd(price)} an hour instead of {say_usd(planned)}"
         self._release(machine, Ending(f"{why}: the cap does not allow it for that long"))
         self._terminate(machine)
-        self.offers.remove(offer)
+        self._offers.remove(offer)
         if _kind(offer) not in self._repriced and planned:
             self._repriced.add(_kind(offer))
-            self.offers.append(offer._replace(usd=offer.usd * price / planned))
-
-    def _next_offer(self) -> Offer | None:
-        out = self._left_out | self._out_of_stock
-        return next((each for each in self.offers if each not in out and self.may_take(each)), None)
-
-    def _found(self, machine: Machine) -> bool:
-        """Whether a machine is there whose creation was not answered; looked for until it must be
-        in every list.
-
-        While nobody looked it may have been there and gone: then it is counted as if it was.
-        """
-        is_said, late_s = False, self.driver.late_s
-        while True:
-            try:
-                seen = self._asked(lambda: self.driver.look(machine))
-                now = self._clock()
-                self.ledger.note(machine.name, "sought", now)
-                with contextlib.suppress(UnclearError):
-                    self._share()
-                if seen is not None:
-                    self.ledger.note(machine.name, "created", now, id=seen.id)
-                    self._take_price(machine, seen)
-                    return True
-                times = sorted([machine.asked_at, *machine.sought])
-                back = [at for before, at in pairwise(times) if at - before > late_s + GAP_S]
-                began = back[-1] if back else times[1]
-                if now >= began + late_s and back:
-                    at = min(began, machine.asked_at + machine.most_s) if machine.most_s else began
-                    why = "can't tell whether it existed; counted as if it did"
-                    self.ledger.note(machine.name, "gone", at, why=why)
-                    return False
-                if now >= began + late_s:
-                    self._refused(machine, "no such machine came into being")
-                    return False
-            except UnclearError as error:
-                if not is_said:
-                    self.say(
-                        f"{machine.name}: {error}; nothing else is requested until this is known"
-                    )
-                is_said = True
-            self._pause(self.patience.poll_s)
-
-    def _is_secured(self, machine: Machine) -> bool:
-        """Whether a machine that was made has its end; one that has none is destroyed."""
-        try:
-            self._asked(lambda: self.driver.secure(machine))
-            return True
-        except (RefusedError, UnclearError) as error:
-            self._release(
-                machine, Ending(f"it could not be given its end ({error})", leaves_offer_out=True)
-            )
-            self._terminate(machine)
-            return False
+            self._offers.append(offer._replace(usd=offer.usd * price / planned))
 
     # ---- a machine at work ----
 
     def _watch(self, machine: Machine) -> Ending:
         """Until it has left, is lost or has to go."""
-        is_paid = self.driver.is_paid_in_queue
-        n_absent, was_seen, answered_at, beat, beat_at = 0, False, self.awake(), "", self.awake()
-        began, n_gaps, missed_at = self.awake(), self._n_gaps, self._clock()
-        is_ours = abs(self._clock() - machine.asked_at) < self.patience.boot_s
+        is_paid, patience, n_gaps = self.driver.is_paid_in_queue, self.patience, self._n_gaps
+        began = answered_at = beat_at = self.awake()
+        missed, beat = list[float](), ""
         # an adopted machine was asked for by another clock: its age counts from its adoption
+        is_ours = abs(self._clock() - machine.asked_at) < patience.boot_s
         while True:
             self._hold()
             if n_gaps != self._n_gaps:  # nobody was listening meanwhile
@@ -543,55 +555,45 @@ class Launch:
             self._sweep()
             if self._is_stopped():
                 return Ending("stopped by the user")
-            now, awake, word = self._clock(), self.awake(), Word()
+            now, awake = self._clock(), self.awake()
             age = now - machine.asked_at if is_ours else awake - began
-            try:
-                word = self.words.of(machine.name)
-                if word.has_booted and machine.booted_at is None:
-                    self.ledger.note(machine.name, "booted", now)
-                    self.say(f"{machine.name}: booted after {say_seconds(age)}")
-                    beat_at = awake
-                if word.beat != beat:
-                    beat, beat_at = word.beat, awake
-            except UnclearError:
-                pass
-            if word.code is not None and not (
-                self.driver.restarts and word.code == EXIT_INTERRUPTED
-            ):
+            word = self._if_answered(lambda: self.words.of(machine.name), Word())
+            if word.has_booted and machine.booted_at is None:
+                self.ledger.note(machine.name, "booted", now)
+                self.say(f"{machine.name}: booted after {say_seconds(age)}")
+                beat_at = awake
+            if word.beat not in ("", beat):
+                beat, beat_at = word.beat, awake
+            is_queued_again = self.driver.restarts and word.code == EXIT_INTERRUPTED
+            if word.code is not None and not is_queued_again:
                 return Ending(word.why or f"left with {word.code}", word.code)
             try:
-                seen = self._asked(lambda: self.driver.look(machine))
+                seen = self._look(machine)
                 self._take_price(machine, seen)
-                answered_at, was_seen = awake, was_seen or seen is not None
-                n_absent = n_absent + 1 if seen is None else 0
-                missed_at = self._clock() if n_absent == 1 else missed_at
-                if seen is not None:
-                    machine.alive_at = self._clock()
-                if n_absent >= 3 and (was_seen or age > self.driver.late_s):
-                    why = "taken away" if machine.booted_at else "gone before it had booted"
-                    return Ending(why, at=missed_at)
-                if seen is not None and seen.is_over:
-                    code = seen.code if seen.code is not None else self._last_word(machine)
-                    return Ending(
-                        _how(machine, code), code, leaves_offer_out=machine.booted_at is None
-                    )
+                answered_at = awake
+                if seen is None:
+                    missed.append(self._clock())
+                    if len(missed) >= 3 and (machine.alive_at or age > self.driver.late_s):
+                        why = "taken away" if machine.booted_at else "gone before it had booted"
+                        return Ending(why, at=missed[0])
+                else:
+                    missed, machine.alive_at = [], self._clock()
+                    if seen.is_over:
+                        return self._ended(machine, seen.code)
                 if seen is not None and seen.is_waiting:
                     beat_at = awake
-                elif is_paid and machine.booted_at is None and age > self.patience.boot_s:
-                    return Ending(
-                        f"not booted after {say_seconds(age)}",
-                        leaves_offer_out=True,
-                    )
+                elif is_paid and machine.booted_at is None and age > patience.boot_s:
+                    return Ending(f"not booted after {say_seconds(age)}", leaves_offer_out=True)
             except UnclearError:
-                if awake - answered_at > self.patience.lost_s:
+                if awake - answered_at > patience.lost_s:
                     return Ending(f"no answer for {say_seconds(awake - answered_at)}")
-            if machine.booted_at is not None and awake - beat_at > self.patience.silent_s:
-                return Ending(f"no sign of it for {say_seconds(self.patience.silent_s)}")
+            if machine.booted_at is not None and awake - beat_at > patience.silent_s:
+                return Ending(f"no sign of it for {say_seconds(patience.silent_s)}")
             if self._is_at_cap(machine):
                 return Ending("the cap is reached at the price that is charged", EXIT_LIMIT)
             if is_paid and machine.most_s and age > machine.most_s + 60:
                 return Ending("its time is over", EXIT_LIMIT)
-            self.sleep(self.patience.poll_s)
+            self.sleep(patience.poll_s)
 
     def _is_at_cap(self, machine: Machine) -> bool:
         """Whether the machine has to end now for the cap to hold until it is confirmed gone."""
@@ -600,14 +602,17 @@ class Launch:
         soon = self._clock() + self.patience.poll_s + TEARDOWN_S / 2
         return machine.usd(soon) > machine.left_usd
 
-    def _last_word(self, machine: Machine) -> int | None:
-        """The exit code of a machine that runs no more, whose words may be late."""
+    def _ended(self, machine: Machine, code: int | None) -> Ending:
+        """Of a machine that runs no more, whose words may be late."""
         for _ in range(2):
-            with contextlib.suppress(UnclearError):
-                if (code := self.words.of(machine.name).code) is not None:
-                    return code
-            self.sleep(self.patience.poll_s)
-        return None
+            if code is None:
+                code = self._if_answered(lambda: self.words.of(machine.name), Word()).code
+            if code is None:
+                self.sleep(self.patience.poll_s)
+        has_booted = machine.booted_at is not None
+        why = "it ended without a word" if has_booted else "it ended before it had booted"
+        why = why if code is None else f"left with {code}"
+        return Ending(why, code, leaves_offer_out=not has_booted)
 
     # ---- giving back ----
 
@@ -619,20 +624,21 @@ class Launch:
             usd = say_usd(machine.usd(self._clock()))
             self.say(f"{machine.name}: {ending.why}; {usd} so far")
         if ending.leaves_offer_out:
-            self._left_out |= {each for each in self.offers if each.instance == machine.instance}
+            self._left_out |= {each for each in self._offers if each.instance == machine.instance}
         elif ending.code in (None, EXIT_INTERRUPTED):  # the next in the ranking; this comes last
             of = machine.provider, machine.instance, machine.is_spot
-            self.offers.sort(key=lambda each: _kind(each) == of)
+            self._offers.sort(key=lambda each: _kind(each) == of)
 
-    def _terminate(self, machine: Machine) -> None:
+    def _terminate(self, machine: Machine, most_s: float | None = None) -> None:
         """Ask for the deletion until it is confirmed. Where machines may overlap only a while: then
         the next is asked for meanwhile, and this one is asked again at every look."""
         began, pause_s = self._clock(), self.patience.poll_s / 2
+        most_s = self.patience.stubborn_s if most_s is None else most_s
         while not self._is_gone(machine):
-            if self.driver.may_overlap and self._clock() - began > self.patience.stubborn_s:
-                self.say(
-                    f"{machine.name}: not confirmed gone; asked again until it is, and counted"
-                    " until then"
+            if self.driver.may_overlap and self._clock() - began > most_s:
+                self._say_once(
+                    f"{machine.name}: not confirmed gone, and counted until it is; `farthing launch"
+                    " stop` asks again"
                 )
                 return
             self._pause(pause_s)
@@ -640,23 +646,24 @@ class Launch:
 
     def _is_gone(self, machine: Machine) -> bool:
         """Ask once for its deletion, and whether it is gone."""
+        has_end = self.driver.ends_by_itself and machine.most_s
+        own_end = machine.asked_at + machine.most_s if has_end else None
         try:
             self._hold()
             self._asked(lambda: self.driver.destroy(machine))
             machine.acknowledged_at = machine.acknowledged_at or self._clock()
-            seen = self._asked(lambda: self.driver.look(machine))
+            seen = self._look(machine)
             if seen is not None and seen.is_paid:
                 machine.is_missed = False
                 machine.alive_at = self._clock()
                 return False
             why, at = machine.why, machine.acknowledged_at
         except UnclearError:
-            end = machine.asked_at + machine.most_s + 300
-            if not (self.driver.ends_by_itself and machine.most_s and self._clock() > end):
+            if not own_end or self._clock() <= own_end + 300:
                 return False
             why, at = f"{machine.why}; no answer, and its own time-out has passed", self._clock()
-        if self.driver.ends_by_itself and machine.most_s:  # where it was gone long before we looked
-            at = min(at, max(machine.asked_at + machine.most_s, machine.alive_at))
+        if own_end:  # it may have been gone long before we looked
+            at = min(at, max(own_end, machine.alive_at))
         if machine.is_missed:
             at = machine.left_at or at
         self.ledger.note(machine.name, "gone", at, why=why)
@@ -665,17 +672,12 @@ class Launch:
 
     def _sweep(self) -> None:
         """Destroy what bears our name and should not be there, or is not confirmed gone."""
-        if self.ledger.trouble not in ("", self._trouble_said):
-            self._trouble_said = self.ledger.trouble
-            self.say(
-                f"events of machines can't be recorded here ({self._trouble_said}); continuing"
-                " without"
-            )
+        if why := self.ledger.trouble:
+            self._say_once(f"events of machines can't be recorded here ({why}); continuing without")
         for machine in self.ledger.open:
             if machine.left_at is not None:
                 self._is_gone(machine)
-        with contextlib.suppress(UnclearError):
-            self._share()
+        self._if_answered(self._share, None)
         with contextlib.suppress(UnclearError):
             for name, found in self._asked(lambda: self.driver.names(self._prefix)).items():
                 if not self._is_known(name) and not self._is_ending:
@@ -691,52 +693,13 @@ class Launch:
         return machine is not None and machine.is_open and machine.asked_at > 0.0
 
     def _closed(self, code: int) -> int:
-        """Wait until every machine is confirmed to be gone, then the code. A host of one's own that
-        does not answer is waited for only a while, and said."""
-        began = self._clock()
+        """The code, once every machine is confirmed to be gone."""
         self._sweep()
-        while self.ledger.open:
-            if self.driver.may_overlap and self._clock() - began > self.patience.farewell_s:
-                names = ", ".join(machine.name for machine in self.ledger.open)
-                self.say(
-                    f"not confirmed gone, and counted until it is: {names}; `farthing launch"
-                    " stop` asks again"
-                )
-                break
-            self._pause(self.patience.poll_s)
-            self._sweep()
-        with contextlib.suppress(UnclearError):
-            self._share()
+        for machine in self.ledger.open:
+            self._terminate(machine, self.patience.farewell_s)
+        self._sweep()
         return code
-
-    # ---- what the store knows ----
-
-    def _committed(self) -> int:
-        try:
-            return self.words.committed()
-        except UnclearError:
-            return max((machine.committed for machine in self.ledger.machines.values()), default=0)
-
-    def _accounts(self) -> list[Account]:
-        """The attempts so far: without the store the rest of the cap is not known."""
-        return self._until_clear(self.words.accounts, "the store")
-
-    def _is_finished(self) -> bool:
-        """Also where the machine that did it was lost before it could say so."""
-        return any(account.state == "finished" for account in self._accounts()[-1:])
-
-    def _n_in_vain(self) -> int:
-        """How many machines in a row, up to now, have brought the run no further."""
-        made = [machine for machine in self.ledger.machines.values() if not machine.is_refused]
-        reached = self._committed()
-        return len(list(takewhile(lambda each: reached <= each.committed, reversed(made))))
 
 
 def _kind(offer: Offer) -> tuple[str, str, bool]:
     return offer.provider, offer.instance, offer.is_spot
-
-
-def _how(machine: Machine, code: int | None) -> str:
-    if machine.booted_at is None and code is None:
-        return "it ended before it had booted"
-    return "it ended without a word" if code is None else f"left with {code}"

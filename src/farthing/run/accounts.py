@@ -109,24 +109,19 @@ class Account:
         """What happened between marks, `step` and `tokens` at the end of each; the spans add up to
         those of the attempt.
         """
-        marks = [*self.marks[:-1], self._mark()]
-        for at in range(len(marks) - 2, -1, -1):  # seconds that were given to another span since
-            later = marks[at + 1].spans
-            spans = {name: min(s, later.get(name, 0.0)) for name, s in marks[at].spans.items()}
-            marks[at] = marks[at]._replace(spans=spans)
-        return [
-            mark._replace(
-                n_saves=mark.n_saves - before.n_saves,
-                busy=mark.busy - before.busy,
-                n_busy=mark.n_busy - before.n_busy,
-                spans={
-                    name: s - before.spans.get(name, 0.0)
-                    for name, s in mark.spans.items()
-                    if s > before.spans.get(name, 0.0)
-                },
+        found, later = list[Mark](), self._mark()
+        for mark in [*reversed(self.marks[:-1]), Mark(0, 0, 0, 0.0, 0, {})]:
+            # no more than later: seconds may have been given to another span since
+            spans = {name: min(mark.spans.get(name, 0.0), s) for name, s in later.spans.items()}
+            between = later._replace(
+                n_saves=later.n_saves - mark.n_saves,
+                busy=later.busy - mark.busy,
+                n_busy=later.n_busy - mark.n_busy,
+                spans={name: s - spans[name] for name, s in later.spans.items() if s > spans[name]},
             )
-            for before, mark in itertools.pairwise([Mark(0, 0, 0, 0.0, 0, {}), *marks])
-        ]
+            found.insert(0, between)
+            later = mark._replace(spans=spans)
+        return found
 
     def note(self, facts: Mapping[str, Any]) -> None:
         """Take in what the loop, the saver and the watchers say."""
@@ -164,13 +159,14 @@ class Account:
 
     def work_until(self, step: float) -> float:
         """Seconds of work when `step` was done, on the straight line between the nearest marks."""
-        points = [(self.first_step, 0.0), *((m.step, _work_s(m.spans)) for m in self.marks)]
-        if exact := [work_s for known, work_s in points if known == step]:
-            return min(exact)
-        low = max((each for each in points if each[0] < step), default=points[0])
-        high = min((each for each in points if each[0] > step), default=points[-1])
-        share = (step - low[0]) / (high[0] - low[0]) if high[0] > low[0] else 0.0
-        return low[1] + share * (high[1] - low[1])
+        known = {self.first_step: 0.0}
+        for mark in self.marks:
+            known.setdefault(mark.step, _work_s(mark.spans))
+        steps = sorted(known)
+        at = min(bisect.bisect_left(steps, step), len(steps) - 1)
+        low, high = steps[max(0, at - 1)], steps[at]
+        share = min(1.0, (step - low) / (high - low)) if high > low else 0.0
+        return known[low] + share * (known[high] - known[low])
 
     def as_row(self) -> Json:
         return dict(

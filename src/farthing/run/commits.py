@@ -56,6 +56,7 @@ from farthing.storage.files import (
     unseal,
     write_text,
 )
+from farthing.storage.lease import newest_words
 from farthing.storage.objects import NoSuchObjectError, Store
 from farthing.units import say_bytes
 
@@ -154,6 +155,14 @@ def take_small(store: Store, folder: Path, words: list[Json]) -> bool:
     if is_there:
         join_ledgers(folder / LEDGER, with_words({}, words))
     return is_there
+
+
+def take_run(store: Store, folder: Path, warn: Callable[[str], None]) -> None:
+    """Bring the newest commit, if there is one, into a folder that nobody trains in, and what the
+    lease knows besides to its ledger. Raises as `take_newest`."""
+    if commits := list_commits(store):
+        taken = take_newest(store, make_private(folder), commits, warn)
+        join_ledgers(folder / LEDGER, with_words(taken.accounts, newest_words(store)))
 
 
 class Taken(NamedTuple):

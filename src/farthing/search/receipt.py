@@ -13,15 +13,14 @@ import farthing
 from farthing.config.job import Job
 from farthing.errors import InputError
 from farthing.run.accounts import WORK, read_ledger
-from farthing.run.commits import join_ledgers, list_commits, take_newest, with_words
+from farthing.run.commits import take_run
 from farthing.run.folder import LEDGER, RUN, SEARCH_LOG, kept_job
 from farthing.search.curve import gain
 from farthing.search.halving import SHARES, Z_95, paired, ranked
 from farthing.search.record import SearchRecord, folder_of, store_of
 from farthing.search.report import search_page
 from farthing.search.space import model_of
-from farthing.storage.files import Json, make_private, read_json, write_json, write_text
-from farthing.storage.lease import newest_words
+from farthing.storage.files import Json, read_json, write_json, write_text
 from farthing.storage.objects import Retrying, open_store
 
 SEARCH = "search.json"
@@ -98,9 +97,7 @@ def bring_trial(job: Job, trial: int) -> None:
     if job.output_store is None or (run / RUN).exists():
         return
     store = Retrying(open_store(store_of(job.output_store, trial)), STORE_S)
-    commits = list_commits(store)
-    taken = take_newest(store, make_private(run), commits, lambda text: None)
-    join_ledgers(run / LEDGER, with_words(taken.accounts, newest_words(store)))
+    take_run(store, run, lambda text: None)
 
 
 def build(folder: Path, record: SearchRecord, usd: float) -> Json:

@@ -25,7 +25,7 @@ def render(ask: LaunchRequest) -> dict[str, str]:
 --ntasks=1
 --requeue
 --open-mode=append
---signal=B:USR1@{GRACE_S}
+--signal=B:TERM@{GRACE_S}
 """
     options += f"--partition={ask.at}\n" if ask.at else ""
     options += f"--gres=gpu:{n_gpus}\n" if n_gpus else ""
