@@ -46,7 +46,7 @@ from farthing.objectives.registry import objective_of
 from farthing.tiny import make_tokenizer, write_jsonl
 from farthing.train.build import build_model
 from farthing.train.resolve import open_examples, resolve
-from farthing.train.run import errors_in_words
+from farthing.train.trouble import errors_in_words
 
 MAPPINGS = {
     "causal-lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

@@ -33,7 +33,7 @@ from torch import Tensor
 from common import command, play, seeds_of, write_job
 from farthing.config.load import load_job
 from farthing.tiny import write_jsonl
-from farthing.train.run import opened_run
+from farthing.train.opened_run import opened_run
 from small_models import make_model_folder
 
 WORDS = "bread cheese soup apple rice goal match race team ball rain storm sun snow wind".split()  # noqa: SIM905

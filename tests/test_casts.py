@@ -23,7 +23,7 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.lora_kernels import use_low_rank
 from farthing.train.loop import take_step
-from farthing.train.run import opened_run
+from farthing.train.opened_run import opened_run
 from packed_models import documents, model_of
 from thinned import thinned
 from workshop import Heard, make_job

@@ -44,7 +44,7 @@ from farthing.models.families import (
 )
 from farthing.models.shapes import read_shape
 from farthing.objectives.registry import objective_of
-from farthing.train.run import errors_in_words
+from farthing.train.trouble import errors_in_words
 from thinned import thinned
 from workshop import make_job
 

@@ -50,7 +50,7 @@ from farthing.report.receipt import build_receipt
 from farthing.train.built import Run
 from farthing.train.loop import take_step
 from farthing.train.offload import OffloadedAdamW
-from farthing.train.run import opened_run
+from farthing.train.opened_run import opened_run
 from farthing.train.step import seed_everything
 from test_head import in_tiles_of
 from workshop import Heard, Watched, job_file, log_of, losses_of, make_job, with_system_prompt
@@ -130,7 +130,7 @@ def gradients(run: Run, step: int = 0) -> tuple[float, dict[str, Tensor]]:
     tokens = run.train_examples.tokens
     for _ in range(24):  # the scale of fp16 halves until nothing overflows
         run.steps.step.optimizer.zero_grad(set_to_none=True)
-        seed_everything(run.spec.job.train.seed, step)
+        seed_everything(run.spec.train.seed, step)
         ready = micro_batches(
             step,
             step + 1,

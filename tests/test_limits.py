@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +35,7 @@ from farthing.run.exported import seal_export
 from farthing.run.folder import LEDGER, MODEL
 from farthing.run.ledger import Ledger, Meter, steady_clock
 from farthing.run.signals import Notice
-from farthing.train.budget import over_limit, seconds_left, why_not_start
+from farthing.train.budget import Limits
 from farthing.train.context import Context
 from farthing.train.curves import fitted_schedule, schedule
 from farthing.train.evaluate import Evaluator
@@ -161,7 +160,7 @@ def passes_or_leaves(run: Any, seconds: float) -> None:
     while seconds > 0:
         run.machine.passes(min(seconds, 0.5))
         seconds -= 0.5
-        if limit := run.context.over_limit(run.forecast.leaving_s):
+        if limit := run.context.limits.over(run.forecast.leaving_s):
             run.context.notice.reach(limit)
             raise RunInterruptedError("stopped")
 
@@ -217,27 +216,20 @@ def attempt(
     clock = lambda: machine.now  # noqa: E731
     meter = Meter(clock=clock, now=steady_clock(machine.wall, clock))
     machine.ledger = None
-    if why_not_start(job, folder, Ledger(folder / LEDGER, meter, job.usd_per_hour)):
+    job = job.model_copy(update={"output_dir": str(folder)})
+    if Limits(job, Ledger(folder / LEDGER, meter, job.usd_per_hour)).why_not_start():
         return "limit"
     ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
+    limits = Limits(job, ledger)
     ledger.write("starting")
     machine.ledger = ledger
     machine.passes(costs.start_s * 0.4)
-    if why_not_start(job, folder, ledger):
+    if limits.why_not_start():
         ledger.close("limit")
         return "limit"
     meter.enter("load_model")
     machine.passes(costs.start_s * 0.6)
-    context = Context(
-        folder,
-        "simulated",
-        meter,
-        ledger,
-        Notice(),
-        lambda *_: None,
-        over_limit=partial(over_limit, job, ledger),
-        seconds_left=partial(seconds_left, job, ledger),
-    )
+    context = Context(folder, meter, ledger, limits, Notice(), lambda *_: None)
     run = SimpleNamespace(machine=machine, costs=costs, context=context, progress=Progress())
     if "progress" in disk:
         run.progress.restore({}, disk["progress"])
@@ -249,7 +241,7 @@ def attempt(
         most_tokens=0,
         turn_done=lambda seconds: None,
     )
-    run.schedule = first_schedule(job, folder, context.seconds_left(), estimate, 7)
+    run.schedule = first_schedule(job.train, job.learning_rate, folder, limits.left_s, estimate, 7)
     batches = SimpleNamespace(steps_per_epoch=7, examples_of=lambda step: [step])
     run.steps = SimpleNamespace(
         feed=SimpleNamespace(
@@ -452,23 +444,24 @@ def test_a_clock_that_is_set_within_an_attempt_neither_ends_nor_extends_it(
 
 
 def test_the_age_of_the_process_does_not_follow_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = farthing.train.run.seconds_since_process_start()
+    honest = farthing.run.ledger.seconds_since_process_start()
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 172800)
-    assert farthing.train.run.seconds_since_process_start() == pytest.approx(honest, abs=5)
+    assert farthing.run.ledger.seconds_since_process_start() == pytest.approx(honest, abs=5)
 
 
 def test_what_is_left_is_left_until_the_first_limit(plain: Job, tmp_path: Path) -> None:
     machine = Machine()
     meter = Meter(clock=lambda: machine.now, now=steady_clock(machine.wall, lambda: machine.now))
     ledger = Ledger(tmp_path / "l", meter, plain.usd_per_hour)
-    assert seconds_left(plain, ledger) == float("inf")
+    assert Limits(plain, ledger).left_s == float("inf")
     section = plain.limits.model_copy(update={"max_usd": 0.2, "max_hours": 1.0})
     job = plain.model_copy(update={"limits": section})
     machine.now = 40.0
-    assert seconds_left(job, ledger) == pytest.approx(60)
-    assert over_limit(job, ledger, 59) is None
-    assert over_limit(job, ledger, 61) is not None
+    limits = Limits(job, ledger)
+    assert limits.left_s == pytest.approx(60)
+    assert limits.over(59) is None
+    assert limits.over(61) is not None
 
 
 # ---- a schedule that fits ----

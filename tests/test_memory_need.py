@@ -29,7 +29,7 @@ from farthing.model.hardware import Numerics
 from farthing.model.head import How, head_loss
 from farthing.model.loss import POSITIONS, TARGETS, Labelled
 from farthing.models.tiles import head_bytes
-from farthing.train.run import opened_run
+from farthing.train.opened_run import opened_run
 from farthing.train.run_settings import first_settings
 from on_gpu.work import config_of
 from traced import Alive, fake_model, own_loss, traced_peak

@@ -34,6 +34,7 @@ from farthing.errors import HardwareError, OutOfMemoryError, SaveError
 from farthing.events import Decided, Event, Restored, StepTaken, Warned
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
+from farthing.train.opened_run import opened_run
 from farthing.train.optim import (
     UpdateGuard,
     allocate_state,
@@ -43,7 +44,6 @@ from farthing.train.optim import (
     temporary_bytes,
     update_bytes,
 )
-from farthing.train.run import opened_run
 from scarce import GONE, OPTIMIZERS, Failing, optimizer_of, small_model, step_of
 from thinned import thinned
 from workshop import Heard, losses_of, make_job

@@ -30,8 +30,8 @@ from farthing.objectives.registry import objective_of, read_settings
 from farthing.report import answers_view
 from farthing.run.folder import keep, kept, kept_job
 from farthing.tiny import write_jsonl
+from farthing.train.opened_run import opened_run
 from farthing.train.resolve import open_examples, resolve
-from farthing.train.run import opened_run
 from thinned import thinned
 from together import on_ranks
 from token_sets import with_words

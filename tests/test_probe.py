@@ -20,8 +20,8 @@ from farthing.events import Decided, Probed
 from farthing.local.measurements import append_measurement, read_measurements
 from farthing.settings import Settings
 from farthing.train.autotune import Prober, Trial, is_worth_it
+from farthing.train.opened_run import opened_run
 from farthing.train.resolve import open_examples, resolve
-from farthing.train.run import opened_run
 from farthing.train.run_settings import lengths_of, probed_settings
 from workshop import ESTIMATE, Heard, Watched, job_file, log_of, make_job
 

@@ -33,9 +33,8 @@ from farthing.local.measurements import append_measurement, read_measurements
 from farthing.model.forward import Forward
 from farthing.run.folder import kept
 from farthing.run.group import Elastic, Seat, device_of, not_followed, seat_in
-from farthing.settings import Settings
-from farthing.train.rank_setup import with_slots
-from farthing.train.run import opened_run
+from farthing.train.opened_run import opened_run
+from farthing.train.rank_setup import slots_of_run
 from farthing.train.step import Step
 from patience import until
 from ranks_at_work import child, lora_job
@@ -508,20 +507,20 @@ def test_a_run_of_one_slot_goes_on_with_more_to_rounding_and_says_so(tmp_path):
     job, heard, two = lora_job(tmp_path), Heard(), Ranks()
     two.n = 2
 
-    def slots(job: Job, ranks: Ranks, settings: Settings, has_begun: bool) -> int:
-        return with_slots(job, ranks, settings, has_begun, heard).slots
+    def slots(job: Job, ranks: Ranks, before: int) -> int:
+        return slots_of_run(job.where, ranks, before, heard)
 
-    assert slots(job, Ranks(), Settings(), True) == 1
+    assert slots(job, Ranks(), 1) == 1
     assert not heard
-    assert slots(job, two, Settings(), True) == 4
+    assert slots(job, two, 1) == 4
     assert "equal to rounding" in heard.warnings
     assert "no GPU" not in heard.warnings
     anywhere = job.model_copy(update={"where": job.where.model_copy(update={"device": "auto"})})
-    slots(anywhere, two, Settings(), False)
+    slots(anywhere, two, 0)
     assert "no GPU is here: 2 processes share the processor" in heard.warnings
-    assert slots(job, Ranks(), Settings(slots=4), True) == 4, "on fewer it stays as it was cut"
+    assert slots(job, Ranks(), 4) == 4, "on fewer it stays as it was cut"
     plain = make_job(tmp_path / "plain")
-    assert slots(plain, Ranks(), Settings(), False) == slots(plain, two, Settings(), False) == 0
+    assert slots(plain, Ranks(), 0) == slots(plain, two, 0) == 0
 
 
 # ---- who sits where, and how processes end together ----

@@ -22,9 +22,8 @@ from farthing.dist.ranks import Ranks
 from farthing.dist.rendezvous import RankLostError, meet
 from farthing.errors import EXIT_INTERRUPTED, DiskFullError, InputError
 from farthing.run.group import EXIT_RANK_LOST, Elastic, Seat, seat_in
-from farthing.settings import Settings
 from farthing.train import rank_setup
-from farthing.train.rank_setup import with_slots
+from farthing.train.rank_setup import slots_of_run
 from patience import until
 from ranks_at_work import child, lora_job
 from workshop import Heard, job_file
@@ -189,7 +188,7 @@ def test_a_launcher_that_starts_more_than_the_job_says_is_told_of(tmp_path):
     ):
         heard, ranks = Heard(), Ranks()
         ranks.seat, ranks.n = seat, seat.n
-        with_slots(job, ranks, Settings(), False, heard)
+        slots_of_run(job.where, ranks, 0, heard)
         assert says in heard.warnings
         assert says or "where.gpus" not in heard.warnings
 

@@ -35,9 +35,9 @@ from farthing.storage.files import DamagedFileError, verify_folder
 from farthing.train.build import build_model
 from farthing.train.estimate import estimated
 from farthing.train.memory import dearest_step
+from farthing.train.opened_run import opened_run
 from farthing.train.rank_setup import joined
 from farthing.train.resolve import open_examples
-from farthing.train.run import opened_run
 from farthing.train.step import Step
 from farthing.train.strategy import read_where_it_differs, resident_bytes, shard_weights
 from together import on_ranks
@@ -366,17 +366,8 @@ def told(rank: int) -> list[Any]:
             torch.bfloat16 if ranks.is_first else torch.float32
         )
         model.register_buffer("kept", torch.full((2,), float(rank)))
-        job = Job.model_validate(
-            {
-                "model": "m",
-                "data": "d.jsonl",
-                "task": "causal-lm",
-                "output_dir": "run",
-                "where": {"strategy": "fsdp"},
-            }
-        )
         model = read_where_it_differs(
-            job, ranks, model, lambda: torch.nn.ParameterDict({"read": torch.nn.Parameter()})
+            ranks, model, lambda: torch.nn.ParameterDict({"read": torch.nn.Parameter()})
         )
         if width == 2:
             ranks.bring((*model.parameters(), *model.buffers()))
@@ -585,7 +576,7 @@ def test_weights_that_cannot_be_spread_are_refused_in_words(method, family, keys
     where = {"gpus": 2, "strategy": "fsdp", **keys.pop("where", {})}
     job = make_job(tmp_path, family, method=method, where=where, **keys)
     with pytest.raises(InputError, match=f"can't be spread: .*{why}") as refused:
-        shard_weights(job, Ranks(), torch.nn.Linear(1, 1), IN_FP16, Heard())
+        shard_weights(resolved(job, IN_FP16), Ranks(), torch.nn.Linear(1, 1), Heard())
     assert refused.value.to_do
 
 
@@ -648,7 +639,7 @@ def test_auto_spreads_what_leaves_no_room_on_one_gpu(tmp_path, monkeypatch):
         )
         heard = Heard()
         numerics = Numerics(torch.device("cpu"), torch.bfloat16)
-        shard_weights(make_job(tmp_path), ranks, model, numerics, heard)
+        shard_weights(resolved(make_job(tmp_path), numerics), ranks, model, heard)
         assert len(spread) == n_spread
         assert ("leave no room" in str(heard)) == bool(n_spread)
     assert spread == [How(True, 2, torch.bfloat16)]

@@ -137,7 +137,7 @@ def happened_to(run: Any, found: Row, peak_bytes: int) -> Row:
         "gradients": gradients,
         "rest": peak_bytes - weights - optimizer - gradients,
         "step_s": found["step_s"],
-        "usd": found["step_s"] * run.schedule.n_steps / 3600 * run.spec.job.usd_per_hour,
+        "usd": found["step_s"] * run.schedule.n_steps / 3600 * run.spec.usd_per_hour,
     }
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()

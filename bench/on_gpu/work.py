@@ -255,6 +255,6 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
         mock.patch.object(build, "load_model", load),
         mock.patch.object(build, "open_examples", return_value=(examples, None)),
         mock.patch.object(farthing.train.saver.Saver, "refuse_small_disk"),
-        farthing.train.run.opened_run(job, tell) as run,
+        farthing.train.opened_run.opened_run(job, tell) as run,
     ):
         yield run

@@ -133,8 +133,7 @@ def fine_tune(
     from farthing.run.group import seat_in
     from farthing.run.guard import watched_from_beside
     from farthing.run.opening import opened
-    from farthing.train.budget import allowance_s, refuse_cap_without_price
-    from farthing.train.watchdog import tell_limits
+    from farthing.train.budget import Limits, refuse_cap_without_price
 
     loaded, begun = load_job(job), None
     refuse_cap_without_price(loaded)
@@ -143,7 +142,7 @@ def fine_tune(
         if loaded.limits.is_set and seat_in(os.environ).n == 1:
             stack.enter_context(watched_from_beside("farthing.report.last_words", folder))
             begun = stack.enter_context(opened(folder, loaded.usd_per_hour))
-            tell_limits(loaded, begun.ledger, allowance_s(loaded, folder, begun.ledger))
+            Limits(loaded, begun.ledger).tell_guard()
         from farthing.train.run import train as run  # imports torch: the limits hold by now
 
         emit = on_event or ignore

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from farthing.train.loop import take_step  # noqa: E402
 from farthing.train.memory import rehearse  # noqa: E402
-from farthing.train.run import opened_run  # noqa: E402
+from farthing.train.opened_run import opened_run  # noqa: E402
 from workshop import Heard, make_job, rows_of  # noqa: E402
 
 WORKSPACES = 72 << 20  # of cuBLAS, one for each thread that multiplies: nobody counts them

@@ -16,7 +16,7 @@ import yaml
 from farthing.config.load import load_job
 from farthing.tiny import write_jsonl
 from farthing.train.loop import take_step
-from farthing.train.run import opened_run
+from farthing.train.opened_run import opened_run
 from hollow_gpu import counted
 from small_models import make_model_folder
 from workshop import TASK, rows_of

@@ -95,7 +95,7 @@ class HeldOut:
             trusts = self.job.model.trust_remote_code
             base = untrained_model(self.run, self.numerics.base_dtype, trust_remote_code=trusts)
             return self._referred(self._forward(base))
-        from farthing.train.run import opened_run
+        from farthing.train.opened_run import opened_run
 
         with tempfile.TemporaryDirectory() as folder:
             job = self.job.model_copy(update={"output_dir": folder})

@@ -59,12 +59,7 @@ from farthing.search.space import (
     values_with,
 )
 from farthing.storage.files import Json
-from farthing.train.budget import (
-    limits_left,
-    refuse_cap_without_price,
-    refuse_limits,
-    seconds_left,
-)
+from farthing.train.budget import Limits, refuse_cap_without_price, refuse_limits
 
 MOST_TRIALS = 27
 """Where neither the job, the choices nor the cap says how many."""
@@ -157,13 +152,14 @@ def _mirrored(job: Job, begun: Opened, tell: Tell, closing_s: float) -> Iterator
     if mirror is None:
         yield None
         return
+    limits = Limits(job, begun.ledger)
     try:
         mirror.on_bills = begun.ledger.take_in
-        mirror.bring_back(should_stop=lambda: seconds_left(job, begun.ledger) <= closing_s)
+        mirror.bring_back(should_stop=lambda: limits.left_s <= closing_s)
         begun.ledger.write()
         yield mirror
     finally:
-        mirror.close(min(STORE_S, max(1.0, seconds_left(job, begun.ledger))))
+        mirror.close(min(STORE_S, max(1.0, limits.left_s)))
 
 
 def asked_of(job: Job) -> Json:
@@ -585,7 +581,7 @@ class _Search:
 
     def _left(self) -> tuple[float, str]:
         """Seconds until the first limit of the search, and that limit."""
-        first = min(limits_left(self.job, self.ledger), default=None, key=lambda each: each.seconds)
+        first = min(Limits(self.job, self.ledger).left(), default=None)
         return (math.inf, "") if first is None else (first.seconds, first.limit)
 
     def _keep_limits(self) -> None:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.config.job import Job
 from farthing.data.loader import micro_batches
 from farthing.device_memory import is_out_of_memory
 from farthing.events import Emit, Probed
@@ -32,6 +31,7 @@ from farthing.planner.estimate import Estimate
 from farthing.settings import Settings
 from farthing.train.memory import Steps
 from farthing.train.optim import update_bytes
+from farthing.train.resolve import RunSpec
 
 PROBE_S = 60.0
 TRIALS = 16  # that should fit into that time
@@ -184,7 +184,7 @@ def _less_checkpointing(start: Settings) -> list[list[Settings]]:
 
 
 def is_worth_it(
-    job: Job, estimate: Estimate | None, settings: Settings, left_s: float = math.inf
+    spec: RunSpec, estimate: Estimate | None, settings: Settings, left_s: float = math.inf
 ) -> bool:
     """Whether a probe at the beginning of a run is expected to save more than it takes; `left_s`
     until a limit.
@@ -192,10 +192,10 @@ def is_worth_it(
     Only where the job leaves the micro-batch open, and a run with the same settings need not be the
     same to the bit.
     """
-    if estimate is None or settings.probed or job.says_micro_batch or job.train.full_determinism:
+    if estimate is None or settings.probed or spec.says_micro_batch or spec.train.full_determinism:
         return False
-    if job.train.probe != "auto":
-        return bool(job.train.probe) and left_s > 2 * PROBE_S
+    if spec.train.probe != "auto":
+        return bool(spec.train.probe) and left_s > 2 * PROBE_S
     return EXPECTED_SAVING * min(left_s, estimate.seconds.get("training", 0.0)) > PROBE_S
 
 

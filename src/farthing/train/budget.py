@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import os
 import time
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +20,8 @@ from farthing.errors import InputError
 from farthing.run.exported import damage_of
 from farthing.run.folder import MODEL, RUN, is_finished
 from farthing.run.group import seat_in
+from farthing.run.guard import tell
 from farthing.run.ledger import Ledger
-from farthing.run.opening import Opened
 from farthing.units import say_seconds, say_usd
 
 LEAST_START_S = 5.0  # imports, and reading a small model
@@ -42,8 +44,75 @@ class Left(NamedTuple):
         return f"{self.limit}: {self.spent} are spent" if self.spent else self.limit
 
 
-def limits_left(job: Job, ledger: Ledger) -> list[Left]:
-    return _left(job, ledger.spent_usd, ledger.spent_s, ledger.now)
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a job, against what its run has spent so far."""
+
+    job: Job
+    ledger: Ledger
+
+    def left(self) -> list[Left]:
+        ledger = self.ledger
+        return _left(self.job, ledger.spent_usd, ledger.spent_s, ledger.now)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the first limit; infinite where none binds."""
+        return max(0.0, min((each.seconds for each in self.left()), default=math.inf))
+
+    def over(self, reserve_s: float = 0.0) -> str | None:
+        """Why the run has to stop now, if `reserve_s` more seconds would pass one of its limits."""
+        most_s = max(0.0, reserve_s)
+        return next((each.why for each in self.left() if each.seconds <= most_s), None)
+
+    def tell_guard(self) -> None:
+        """Tell the guard how many seconds are left, by each of its clocks."""
+        left = [each._replace(seconds=each.seconds + self.allowance_s) for each in self.left()]
+        tell(
+            left_s=min((each.seconds for each in left if not each.is_time_of_day), default=None),
+            deadline_s=min((each.seconds for each in left if each.is_time_of_day), default=None),
+            why=min(left).limit if left else "",
+        )
+
+    @cached_property
+    def allowance_s(self) -> float:
+        """Seconds past the limits that an attempt may take which only writes the model: as long as
+        a start took before, and a minute. As it is when the attempt begins.
+        """
+        if self.over() is None or self.why_not_start() is not None:
+            return 0.0
+        return LONGEST_ONLY_WRITES_S + self.ledger.takes.get("start_s", 0.0)
+
+    def why_not_start(self) -> str | None:
+        """Why another attempt is not worth its start; None where it is, or where it has yet to
+        write a model.
+
+        A run that has a whole model starts again only where what is left pays for the start. One
+        that has a checkpoint and no model is let in even at its cap: it writes the model and
+        leaves.
+        """
+        folder = Path(self.job.output_dir)
+        if (folder / MODEL).is_dir():
+            reason = self.over(self.ledger.takes.get("start_s", 0.0))
+            if reason is None or damage_of(folder) is None:
+                return reason
+        return self.over() if self.ledger.committed_step <= 0 else None
+
+    def stopped_before_start(self) -> str | None:
+        """Why there is no room for an attempt, found before anything slow is imported.
+
+        It is on the ledger, unless the attempt before it has ended for the same reason.
+        """
+        ledger = self.ledger
+        if not ledger.past or is_finished(Path(self.job.output_dir)):
+            return None
+        reason = self.why_not_start()
+        if reason is not None:
+            if ledger.past[-1].state == "limit":
+                ledger.withdraw()
+            else:
+                ledger.end("limit")
+        return reason
 
 
 def _left(job: Job, spent_usd: float, spent_s: float, now: float) -> list[Left]:
@@ -61,17 +130,6 @@ def _left(job: Job, spent_usd: float, spent_s: float, now: float) -> list[Left]:
         seconds = limits.deadline.timestamp() - now
         found.append(Left(seconds, f"the deadline {moment}", is_time_of_day=True))
     return found
-
-
-def over_limit(job: Job, ledger: Ledger, reserve_s: float) -> str | None:
-    """Why the run has to stop now, if `reserve_s` more seconds would pass one of its limits."""
-    left = limits_left(job, ledger)
-    return next((each.why for each in left if each.seconds <= max(0.0, reserve_s)), None)
-
-
-def seconds_left(job: Job, ledger: Ledger) -> float:
-    """Seconds until the first limit; infinite where none binds."""
-    return max(0.0, min((each.seconds for each in limits_left(job, ledger)), default=math.inf))
 
 
 def refuse_cap_without_price(job: Job) -> None:
@@ -122,43 +180,3 @@ def say_what_bills_on(job: Job) -> list[str]:
     elif job.where.usd_per_hour:
         lines.append("`when_done: COMMAND` in the job runs a command of yours then")
     return lines
-
-
-def why_not_start(job: Job, folder: Path, ledger: Ledger) -> str | None:
-    """Why another attempt is not worth its start; None where it is, or where it has yet to write a
-    model.
-
-    A run that has a whole model starts again only where what is left pays for the start. One that
-    has a checkpoint and no model is let in even at its cap: it writes the model and leaves.
-    """
-    if (folder / MODEL).is_dir():
-        reason = over_limit(job, ledger, ledger.takes.get("start_s", 0.0))
-        if reason is None or damage_of(folder) is None:
-            return reason
-    return over_limit(job, ledger, 0.0) if ledger.committed_step <= 0 else None
-
-
-def allowance_s(job: Job, folder: Path, ledger: Ledger) -> float:
-    """Seconds past its limits that an attempt may take which only writes the model: as long as a
-    start took before, and a minute.
-    """
-    if over_limit(job, ledger, 0.0) is None or why_not_start(job, folder, ledger) is not None:
-        return 0.0
-    return LONGEST_ONLY_WRITES_S + ledger.takes.get("start_s", 0.0)
-
-
-def stopped_before_start(job: Job, attempt: Opened) -> str | None:
-    """Why the run's limits leave no room for an attempt, found before anything slow is imported.
-
-    It is on the ledger, unless the attempt before it has ended for the same reason.
-    """
-    ledger = attempt.ledger
-    if not ledger.past or is_finished(attempt.folder):
-        return None
-    reason = why_not_start(job, attempt.folder, ledger)
-    if reason is not None:
-        if ledger.past[-1].state == "limit":
-            ledger.withdraw()
-        else:
-            ledger.end("limit")
-    return reason

@@ -15,13 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from farthing.config.job import Job
 from farthing.data.batches import Batches
 from farthing.data.packing import MicroBatchCost
 from farthing.device_memory import out_of_memory_said
 from farthing.events import Working
 from farthing.local.measurements import Record
-from farthing.model.activation_checkpointing import MemoryNeed, checkpointed_layers
 from farthing.model.adapters import (
     Adapter,
     add_adapter,
@@ -33,7 +31,6 @@ from farthing.model.casts import Casts
 from farthing.model.causality import refuse_looking_ahead
 from farthing.model.compiled import compile_blocks
 from farthing.model.embedding_noise import EmbeddingNoise
-from farthing.model.flops import flops_per_token, recomputed_share
 from farthing.model.forward import Forward
 from farthing.model.hardware import free_bytes, taken_bytes
 from farthing.model.liger import use_liger
@@ -48,14 +45,14 @@ from farthing.train.context import Context, Kernels
 from farthing.train.estimate import estimated
 from farthing.train.memory_fit import settle_checkpointing, share_prefix
 from farthing.train.optim import allocate_state, make_optimizer
-from farthing.train.rank_setup import follow, lead, with_slots
+from farthing.train.rank_setup import follow, lead, slots_of_run
 from farthing.train.resolve import Examples, RunSpec, open_examples
 from farthing.train.run_settings import first_settings
 from farthing.train.schedule import first_schedule
 from farthing.train.state import Progress
 from farthing.train.step_feed import StepFeed
 from farthing.train.strategy import may_shard, read_where_it_differs, shard_weights
-from farthing.train.throughput import Pace, facts_of_lengths
+from farthing.train.throughput import Pace
 
 LEAVING_S = 5.0
 MODEL_TO_DO = "the model's weights do not fit: use method: qlora, a smaller model, or a larger GPU"
@@ -70,8 +67,8 @@ def build(spec: RunSpec, context: Context, *, has_begun: bool = False) -> Run:
     """The run at step 0: tokenized, planned, with its model on the device. `has_begun`: earlier
     attempts knew its examples.
     """
-    job, meter, emit, ranks = spec.job, context.meter, context.emit, context.ranks
-    before_bytes, on_host = taken_bytes(spec.numerics.device), may_shard(job, ranks)
+    meter, emit, ranks = context.meter, context.emit, context.ranks
+    before_bytes, on_host = taken_bytes(spec.numerics.device), may_shard(spec, ranks)
     reads = ranks.is_first or not on_host
     read = partial(build_model, spec, on_host=on_host, warn=context.warn)
     with contextlib.ExitStack() as stack:
@@ -86,7 +83,8 @@ def build(spec: RunSpec, context: Context, *, has_begun: bool = False) -> Run:
         keep(context.folder / DATA_NOTES, {"notes": notes})
         estimate = estimated(spec, context.folder, examples, held_out, emit, ranks.n)
         settings = first_settings(spec, context, examples, estimate)
-        settings = with_slots(job, ranks, settings, has_begun, emit)
+        slots = slots_of_run(spec.where, ranks, settings.slots or int(has_begun), emit)
+        settings = replace(settings, slots=slots)
         if ranks.is_first:
             lead(context)
         settings = Settings.from_json(ranks.tell_all(settings.to_json()))
@@ -95,8 +93,9 @@ def build(spec: RunSpec, context: Context, *, has_begun: bool = False) -> Run:
         emit(Working("loading the model"))
         names = examples.tokens.label_names
         model = loading.result() if loading else read(names, reads=reads)
-        model = read_where_it_differs(job, ranks, model, lambda: read(names))
-    shard_weights(job, ranks, model, spec.numerics, emit)
+        if on_host and ranks.n > 1:
+            model = read_where_it_differs(ranks, model, lambda: read(names))
+    shard_weights(spec, ranks, model, emit)
     run = assemble(spec, context, model, (examples, held_out), estimate, settings)
     run.record.before_model_bytes = before_bytes
     context.ledger.write("starting")
@@ -112,15 +111,20 @@ def assemble(
     settings: Settings,
 ) -> Run:
     """The run at step 0. `examples` are those for training and for evaluation."""
-    job, train, numerics, ranks = spec.job, spec.train, spec.numerics, context.ranks
+    train, numerics, ranks, emit = spec.train, spec.numerics, context.ranks, context.emit
     train_examples, eval_examples = examples
     batches = Batches(
-        train_examples.indices, job.global_batch_size, train.seed, train_examples.weights
+        train_examples.indices, spec.global_batch_size, train.seed, train_examples.weights
     )
     schedule = first_schedule(
-        job, context.folder, context.seconds_left(), estimate, batches.steps_per_epoch
+        train,
+        spec.learning_rate,
+        context.folder,
+        context.limits.left_s,
+        estimate,
+        batches.steps_per_epoch,
     )
-    optimizer = build_optimizer(job, model, ranks.trained_of(model))
+    optimizer = build_optimizer(spec, model, ranks.trained_of(model))
     forward, kernels = _computed(spec, context, model, settings)
     before_bytes, free = taken_bytes(numerics.device), ranks.least(free_bytes(numerics.device))
     with out_of_memory_said("train.optim", OPTIMIZER_TO_DO):
@@ -134,11 +138,12 @@ def assemble(
         ranks=ranks,
         meter=context.meter,
     )
-    wanted, emit = train.gradient_checkpointing, context.emit
-    memory = settle_checkpointing(wanted, feed, train_examples, optimizer, free, emit)
+    memory = settle_checkpointing(
+        train.gradient_checkpointing, feed, train_examples, optimizer, free, emit
+    )
     if train.torch_compile:  # refused where weights are spread
         kernels.compiled = compile_blocks(model)
-    is_said = job.says_micro_batch or settings.probed or context.ledger.out_of_memory
+    is_said = spec.says_micro_batch or settings.probed or context.ledger.out_of_memory
     memory = share_prefix(feed, memory, may_grow=not is_said, emit=emit)
     has_liger = kernels.liger is not None and not kernels.liger.startswith("no ")
     feed.settings = replace(
@@ -163,7 +168,7 @@ def assemble(
         schedule=schedule,
         feed=feed,
         progress=Progress(),
-        pace=_pace_of(context, forward, train_examples, memory, free),
+        pace=Pace(feed, train_examples, memory),
         record=Record(loaded_bytes=before_bytes),
         log_file=SummedLines(context.folder / LOG),
     )
@@ -175,55 +180,32 @@ def _computed(
     """The forward pass, and what it has of our own in place of the model's code; no layer is
     compiled yet.
     """
-    job, numerics, lora = spec.job, spec.numerics, None
+    numerics, train, lora = spec.numerics, spec.train, None
     is_cuda = numerics.device.type == "cuda"
-    if job.method.name != "full":  # takes peft along, which a full run has no use for
+    if spec.method.name != "full":  # takes peft along, which a full run has no use for
         from farthing.model.lora_kernels import use_low_rank
 
         lora = use_low_rank(model)
-    wanted = spec.train.use_liger_kernel
+    wanted = train.use_liger_kernel
     if wanted == "auto":  # on a GPU, unless earlier attempts were without
         wanted = is_cuda and settings.kernels != "torch"
     liger = use_liger(model) if wanted else None
     forward = Forward(
         model,
-        job.task,
+        spec.task,
         spec.pad_id,
         numerics,
-        settings=job.objective,
-        label_smoothing=spec.train.label_smoothing_factor,
-        may_go_packed=job.model.attn_implementation is None and settings.packed is not False,
+        settings=spec.objective_settings,
+        label_smoothing=train.label_smoothing_factor,
+        may_go_packed=spec.choice.attn_implementation is None and settings.packed is not False,
     )
     forward.micro_batch_cost = MicroBatchCost(settings.least_tokens, settings.more_tokens)
     forward.within = context.ranks.within
     if is_cuda and numerics.autocast is not None:
         forward.casts = Casts(model, numerics.autocast)
-    if spec.train.neftune_noise_alpha:
-        forward.noise = EmbeddingNoise(model, spec.train.neftune_noise_alpha)
+    if train.neftune_noise_alpha:
+        forward.noise = EmbeddingNoise(model, train.neftune_noise_alpha)
     return forward, Kernels(lora, liger, "not asked for")
-
-
-def _pace_of(
-    context: Context,
-    forward: Forward,
-    examples: Examples,
-    memory: MemoryNeed,
-    free_bytes: int,
-) -> Pace:
-    """What the steps are summed up in, with what is known of one before any: how long examples are,
-    what activation checkpointing adds, and what of memory it would take to do without."""
-    model, lengths = forward.model, examples.tokens.lengths[examples.indices]
-    # less where the last layer is computed of the tokens that are read
-    flops = flops_per_token(model, *forward.last_layer_read(examples.tokens, examples.indices))
-    layers, every = checkpointed_layers(model), memory.checkpoint_every
-    kept_bytes = memory.layer.at(memory.n_tokens) * len(layers)
-    known = {
-        "recomputed_share": round(recomputed_share(model, layers, every), 4),
-        "need_bytes": memory.total_bytes,
-        "need_without_checkpointing_bytes": int(memory.total_bytes + kept_bytes) if every else None,
-        "free_bytes": free_bytes,
-    }
-    return Pace(forward.numerics, flops, context.meter, known | facts_of_lengths(lengths))
 
 
 @contextlib.contextmanager
@@ -258,15 +240,16 @@ def build_model(
 ) -> Any:
     """The model with what the method trains, in training mode, on its device unless it stays
     `on_host`; without weights, and not looked at, where it does not read them. `label_names` are
-    those of classification."""
-    job, numerics, method = spec.job, spec.numerics, spec.job.method
+    those of classification.
+    """
+    task, numerics, method, seed = spec.task, spec.numerics, spec.method, spec.train.seed
     quantize = method.name == "qlora"
     model: Any = load_model(
         spec.choice if reads else replace(spec.choice, init="meta"),
         spec.config,
-        job.task,
-        dtype=precision_of(method.name, job.train.optim, numerics).weights,
-        seed=job.train.seed,
+        task,
+        dtype=precision_of(method.name, spec.train.optim, numerics).weights,
+        seed=seed,
         label_names=label_names,
         pad_id=spec.pad_id,
         in_four_bits=FourBits(numerics.device, method.modules_to_save) if quantize else None,
@@ -275,6 +258,7 @@ def build_model(
     )
     if spec.recipe.target_lang:
         speak(model, spec.tokenizer, spec.recipe.target_lang)
+    adapter = None
     if method.name != "full":
         adapter = Adapter(
             method.lora_r,
@@ -288,7 +272,7 @@ def build_model(
             method.lora_bias,
         )
         ends = word_layers(model) if spec.choice.new_tokens else ()
-        model = add_adapter(model, adapter, job.task, job.train.seed)
+        model = add_adapter(model, adapter, task, seed)
         refuse_untrained_words(model, ends)
     if not quantize and not on_host:
         model.to(numerics.device)
@@ -298,28 +282,27 @@ def build_model(
         ).autocasting():  # modules that are saved are fp32
             if spec.objective.predicts_next:
                 refuse_looking_ahead(model, spec.choice.name)
-            if method.name != "full":
-                refuse_unreached(model, adapter, job.task)
+            if adapter is not None:
+                refuse_unreached(model, adapter, task)
     model.train()
     return model
 
 
 def build_optimizer(
-    job: Job, model: Any, weights: Mapping[str, nn.Parameter] | None = None
+    spec: RunSpec, model: Any, weights: Mapping[str, nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The job's optimizer over the trained weights, or the rows of them in `weights`."""
-    train = job.train
+    """The job's optimizer over the trained `weights` by name, whole or the rows of this rank."""
+    train, is_full = spec.train, spec.method.name == "full"
     optimizer = make_optimizer(
         model,
         train.optim,
-        learning_rate=job.learning_rate,
+        learning_rate=spec.learning_rate,
         weight_decay=train.weight_decay,
         betas=(train.adam_beta1, train.adam_beta2),
         epsilon=train.adam_epsilon,
-        loraplus=job.method.loraplus_lr_ratio if job.method.name != "full" else None,
+        loraplus=None if is_full else spec.method.loraplus_lr_ratio,
     )
-    if weights is not None:  # it has no state yet
-        name_of = {weight: name for name, weight in model.named_parameters()}
-        for group in optimizer.param_groups:
-            group["params"] = [weights[name_of[weight]] for weight in group["params"]]
+    name_of = {weight: name for name, weight in model.named_parameters()}
+    for group in optimizer.param_groups:  # it has no state yet
+        group["params"] = [weights[name_of[weight]] for weight in group["params"]]
     return optimizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from farthing.run.ledger import Ledger, Meter
 from farthing.run.mirror import Mirror
 from farthing.run.signals import Notice
 from farthing.storage.logs import SummedLines
+from farthing.train.budget import Limits
 from farthing.train.resolve import Examples, RunSpec
 from farthing.train.schedule import Schedule
 from farthing.train.state import Progress
@@ -33,16 +33,13 @@ class Context:
     """Where an attempt writes, who pays for it, who may ask it to leave, and who hears of it."""
 
     folder: Path
-    run_id: str
-    """Which run the folder's checkpoints belong to."""
     meter: Meter
     ledger: Ledger
+    limits: Limits
     notice: Notice
     emit: Emit
-    over_limit: Callable[[float], str | None] = lambda reserve_s: None
-    """Why the run has to stop, if so many more seconds would pass a limit."""
-    seconds_left: Callable[[], float] = lambda: math.inf
-    """Until the first limit, as the ledger has it."""
+    run_id: str = ""
+    """Which run the folder's checkpoints belong to."""
     ranks: Ranks = field(default_factory=Ranks)
     replica: Mirror | None = None
     """The copy of this run in a store, where the job names one."""

@@ -79,7 +79,7 @@ def why_stop(run: Run) -> tuple[str, str] | None:
     """(state, reason) where the run ends here; None where it continues."""
     hear(run)
     notice, forecast = run.context.notice, run.forecast
-    limit = run.context.over_limit(forecast.reserve_s)
+    limit = run.context.limits.over(forecast.reserve_s)
     if forecast.evaluation_is_due and not limit:
         return None
     if forecast.is_done:
@@ -106,13 +106,13 @@ def what_is_due(run: Run) -> Due:
     """Whether to settle the schedule, to write the model while the limits still pay for a start,
     and to save.
     """
-    fit, forecast, over_limit = run.schedule.fit, run.forecast, run.context.over_limit
+    fit, forecast, limits = run.schedule.fit, run.forecast, run.context.limits
     settles = bool(fit and not fit.settled and run.progress.step >= fit.settles_at)
     early = (
         not run.saver.wrote_model_early
-        and over_limit(forecast.reserve_with_start_s) is not None
+        and limits.over(forecast.reserve_with_start_s) is not None
         # else the model is about to be written anyway
-        and over_limit(forecast.reserve_s + forecast.leaving_s) is None
+        and limits.over(forecast.reserve_s + forecast.leaving_s) is None
     )
     return Due(settles, early, run.saver.is_due)
 
@@ -158,7 +158,7 @@ def settle_schedule(run: Run) -> None:
     step_s = forecast.step_with_rest_s
     # the last step begins only where the longest would fit
     end_s = forecast.leaving_s + max(0.0, forecast.next_s - (step_s or 0.0))
-    fit = settled_fit(schedule.fit, context.seconds_left(), step_s, end_s)
+    fit = settled_fit(schedule.fit, context.limits.left_s, step_s, end_s)
     fit = Fit(**context.ranks.tell_all(asdict(fit)))
     keep_fit(context.folder / SCHEDULE, fit)
     schedule.follow(fit)

@@ -150,7 +150,7 @@ def rehearse(training: Training, steps: Steps, forecast: Forecast) -> None:
     context = training.context
     if steps.step.device.type != "cuda" and not context.ranks.is_fsdp:
         return
-    is_over = forecast.is_done or context.over_limit(0.0) is not None
+    is_over = forecast.is_done or context.limits.over() is not None
     own = None if is_over or not context.ranks.is_first else dearest_step(training)
     step = context.ranks.tell_all(own)
     if step is None:

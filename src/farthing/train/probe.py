@@ -16,7 +16,7 @@ from farthing.model.hardware import hardware_key
 from farthing.train.autotune import PROBE_S, probe_run
 from farthing.train.loop import take_step
 from farthing.train.measure import leave_measured
-from farthing.train.run import opened_run, short_job
+from farthing.train.opened_run import opened_run, short_job
 from farthing.train.run_settings import tried
 
 STEPS_AFTER = 8  # real steps with the chosen setting: a measurement needs six

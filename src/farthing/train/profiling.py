@@ -26,7 +26,7 @@ from farthing.events import Emit, Working
 from farthing.model.hardware import Numerics, device_name, wait_for
 from farthing.train.built import Run
 from farthing.train.loop import take_step
-from farthing.train.run import opened_run, short_job
+from farthing.train.opened_run import opened_run, short_job
 
 WARM_UP_STEPS = 3
 _MARK = "farthing: "

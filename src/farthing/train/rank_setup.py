@@ -14,13 +14,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from farthing.config.job import Job, LimitsSection
+from farthing.config.job import Job, LimitsSection, WhereSection
 from farthing.data.packing import MicroBatchCost
 from farthing.dist.ranks import Ranks
 from farthing.dist.reduce import n_slots_for
@@ -31,11 +31,11 @@ from farthing.errors import (
     InputError,
     RunChangedError,
 )
-from farthing.events import Emit, Note, Warned
+from farthing.events import Emit, Warned
 from farthing.local.measurements import MEASUREMENTS, link_of, read_measurements
 from farthing.model.hardware import hardware_key
 from farthing.run.folder import DECIDING, EXAMPLES, RUN, SCHEDULE, keep, kept
-from farthing.run.group import STORE, not_followed, seat_in
+from farthing.run.group import STORE, seat_in
 from farthing.settings import Settings
 from farthing.train.built import Run
 from farthing.train.context import Context
@@ -51,12 +51,7 @@ def joined(job: Job) -> Iterator[tuple[Ranks, Job]]:
     """
     seat = seat_in(os.environ)
     has_gpu = torch.cuda.is_available() and job.where.device != "cpu"
-    device = torch.device("cuda" if has_gpu else "cpu")
-    if not seat.by:
-        with contextlib.closing(Ranks(device=device)) as alone:
-            yield alone, job
-        return
-    ranks = Ranks(seat, device, job.where.patience_s)
+    ranks = Ranks(seat, torch.device("cuda" if has_gpu else "cpu"), job.where.patience_s)
     with contextlib.ExitStack() as stack:
         try:
             if not ranks.is_first:
@@ -147,35 +142,33 @@ def must_be_the_same(
         )
 
 
-def with_slots(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit: Emit) -> Settings:
-    """The settings with how many slots the run's steps have where `where.same_bits` asks for them:
-    as before, more where there are more ranks than that. `has_begun`: earlier attempts knew the
-    examples, and have cut steps as `settings` say.
+def slots_of_run(where: WhereSection, ranks: Ranks, before: int, emit: Emit) -> int:
+    """How many slots the run's steps have where `where.same_bits` asks for them: as `before`, more
+    where there are more ranks than that; else 0.
     """
-    wanted, seat = job.where.gpus, ranks.seat
+    wanted, seat = where.gpus, ranks.seat
     if isinstance(wanted, int) and seat.by != "farthing" and wanted not in (seat.n, seat.n_local):
         started = f"{seat.by} has started {seat.n}, which share the run"
         alone = "this is one process: `farthing train` or torchrun starts as many"
         emit(Warned(f"where.gpus is {wanted}, and {started if seat.by else alone}"))
-    if ranks.n > 1 and ranks.device.type == "cpu" and job.where.device == "auto":
+    if ranks.n > 1 and ranks.device.type == "cpu" and where.device == "auto":
         text = (
             f"no GPU is here: {ranks.n} processes share the processor; where.device: cpu says that"
             " this is meant"
         )
         emit(Warned(text))
-    if not job.where.same_bits:
-        return replace(settings, slots=0)
-    before = settings.slots or (1 if has_begun else 0)
-    if before > 0 and ranks.n <= before:
-        return replace(settings, slots=before)
-    n_slots = n_slots_for(ranks.n)
+    if not where.same_bits:
+        return 0
+    if ranks.n <= before:
+        return before
+    found = n_slots_for(ranks.n)
     if before:
         text = (
-            f"the run's steps were shared out among {before}, now among {n_slots}: equal to"
+            f"the run's steps were shared out among {before}, now among {found}: equal to"
             " rounding, not to the bit"
         )
         emit(Warned(text))
-    return replace(settings, slots=n_slots)
+    return found
 
 
 def take_over(run: Run) -> None:
@@ -230,8 +223,3 @@ def _take_rows(run: Run) -> None:
     else:
         run.begin_as_ancestor()
     run.saver.mark = tuple(mark)
-
-
-def tell_of_launchers(emit: Emit) -> None:
-    if names := not_followed(os.environ):
-        emit(Note(f"not followed, the job says how to train: {', '.join(names)}"))

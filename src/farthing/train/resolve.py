@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.config.data_lengths import note_token_set
-from farthing.config.job import Job, TrainSection
+from farthing.config.job import DataSection, Job, MethodSection, TrainSection, WhereSection
 from farthing.data.batches import split_by_input
 from farthing.data.chat import asks_for_the_date
 from farthing.data.read import Source, open_sources
@@ -38,7 +38,7 @@ from farthing.model.load import (
 )
 from farthing.model.positions import max_positions
 from farthing.models.refused import refuse_model
-from farthing.objectives.objective import Objective, class_names
+from farthing.objectives.objective import Objective, Settings, class_names
 from farthing.objectives.registry import objective_of
 from farthing.planner.software import fp16_risk
 from farthing.run.folder import began
@@ -59,48 +59,45 @@ class Writing(NamedTuple):
     max_new_tokens: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """What a run starts from and computes in, identified but not yet tokenized or loaded."""
+    """What a run starts from and how it is to be computed, identified but not yet tokenized or
+    loaded.
+    """
 
     job: Job
+    """For the planner, which plans jobs. Whoever builds and trains reads what stands below."""
+    task: str
+    objective: Objective
+    objective_settings: Settings | None
     choice: ModelChoice
     config: Any
     tokenizer: Any
+    pad_id: int
+    from_run: str | None
+    """The run whose weights this one begins with."""
+    data: DataSection
     train_sources: list[Source]
     eval_sources: list[Source]
     recipe: Recipe
+    cache_dir: Path
+    method: MethodSection
+    train: TrainSection
+    learning_rate: float
+    global_batch_size: int
+    micro_batch_size: int
+    says_micro_batch: bool
+    """Whether the user has said how much is computed at once."""
+    writing: Writing | None
+    """With what an evaluation has the model write; None where it does not."""
+    metric: str
+    """The metric that says which step is best; known, as the job was checked."""
+    where: WhereSection
+    usd_per_hour: float
     identity: dict[str, object]
     """What two attempts have to agree on, flat: settings, and content wherever it lies."""
-
-    @property
-    def train(self) -> TrainSection:
-        return self.job.train
-
-    @property
-    def from_run(self) -> str | None:
-        """The run whose weights this one begins with."""
-        return self.job.model.from_run
-
-    @property
-    def usd_per_hour(self) -> float:
-        return self.job.usd_per_hour
-
-    @property
-    def fingerprint(self) -> str:
-        """Which job it is, for what was learned by running out of memory."""
-        return self.job.fingerprint
-
-    @property
-    def writing(self) -> Writing | None:
-        """With what an evaluation has the model write; None where it does not."""
-        if not self.job.writes_texts:
-            return None
-        return Writing(self.tokenizer, self.job.data.max_target_length)
-
-    @property
-    def objective(self) -> Objective:
-        return objective_of(self.job.task)
+    fingerprint: str
+    """Which job it is, for what was learned by running out of memory."""
 
     @cached_property
     def numerics(self) -> Numerics:
@@ -110,40 +107,16 @@ class RunSpec:
     @property
     def beginning(self) -> dict[str, object]:
         """What the model follows from as it is before the first step."""
-        job, method = self.job, self.job.method
         names = [MODEL_CONTENT, "model.init", "model.rope_scaling", "model.new_tokens", ANCESTOR]
-        adapter = method.init_lora_weights if method.name != "full" else "true"
+        adapter = self.method.init_lora_weights if self.method.name != "full" else "true"
         if adapter not in ADDS_NOTHING:
             names += [name for name in self.identity if name.startswith("method.")]
-        draws = job.model.init == "random" or job.model.new_tokens or adapter == "false"
+        draws = self.choice.init == "random" or self.choice.new_tokens or adapter == "false"
         return {
             **{name: self.identity.get(name) for name in names},
-            "seed": job.train.seed if draws else None,
-            "in_four_bits": method.name == "qlora",
+            "seed": self.train.seed if draws else None,
+            "in_four_bits": self.method.name == "qlora",
         }
-
-    @property
-    def metric(self) -> str:
-        """The metric that says which step is best; known, as the job was checked."""
-        return (self.train.metric_for_best_model or "loss").removeprefix("eval_")
-
-    @property
-    def cache_dir(self) -> Path:
-        return Path(self.job.cache_dir or ".")
-
-    @property
-    def pad_id(self) -> int:
-        """The token that fills a batch; its positions are masked, so any will do.
-
-        But for classification, where some models look for the last token that is not what their own
-        config calls padding.
-        """
-        text_config = self.config.get_text_config()
-        own = None if self.objective.scores_tokens else getattr(text_config, "pad_token_id", None)
-        if own is not None and 0 <= own < text_config.vocab_size:
-            return int(own)
-        found = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
-        return next((int(token) for token in found if token is not None), 0)
 
 
 @dataclass(frozen=True)
@@ -271,14 +244,13 @@ def resolve(job: Job, emit: Emit = ignore) -> RunSpec:
     train = read(data.train, split=data.train_split, own=data.of_train)
     held_out = read(data.eval, split=data.eval_split, own=data.of_eval) if data.eval else []
     weights = [source.weight for source in train]
-    cache_dir = Path(job.cache_dir) if job.cache_dir else None
     identity = {
         **job.identity(),
         "data.train (content)": [source.identity for source in train],
         "data.eval (content)": [source.identity for source in held_out],
         "tokenizer (content)": tokenizer_sha256(tokenizer),
         **({"data.train (weights)": weights} if any(weight != 1 for weight in weights) else {}),
-        MODEL_CONTENT: model_sha256(choice, config, cache_dir),
+        MODEL_CONTENT: model_sha256(choice, config, Path(job.cache_dir) if job.cache_dir else None),
         **{
             f"tokenization.{key}": value
             for key, value in asdict(recipe).items()
@@ -286,7 +258,48 @@ def resolve(job: Job, emit: Emit = ignore) -> RunSpec:
         },
     }
     identity |= ancestor_identity(job, identity)
-    return RunSpec(job, choice, config, tokenizer, train, held_out, recipe, identity)
+    return RunSpec(
+        job=job,
+        task=job.task,
+        objective=task,
+        objective_settings=job.objective,
+        choice=choice,
+        config=config,
+        tokenizer=tokenizer,
+        pad_id=_pad_id(config, tokenizer, task),
+        from_run=section.from_run,
+        data=data,
+        train_sources=train,
+        eval_sources=held_out,
+        recipe=recipe,
+        cache_dir=Path(job.cache_dir or "."),
+        method=job.method,
+        train=job.train,
+        learning_rate=job.learning_rate,
+        global_batch_size=job.global_batch_size,
+        micro_batch_size=job.micro_batch_size,
+        says_micro_batch=job.says_micro_batch,
+        writing=Writing(tokenizer, data.max_target_length) if job.writes_texts else None,
+        metric=(job.train.metric_for_best_model or "loss").removeprefix("eval_"),
+        where=job.where,
+        usd_per_hour=job.usd_per_hour,
+        identity=identity,
+        fingerprint=job.fingerprint,
+    )
+
+
+def _pad_id(config: Any, tokenizer: Any, objective: Objective) -> int:
+    """The token that fills a batch; its positions are masked, so any will do.
+
+    But for classification, where some models look for the last token that is not what their own
+    config calls padding.
+    """
+    text_config = config.get_text_config()
+    own = None if objective.scores_tokens else getattr(text_config, "pad_token_id", None)
+    if own is not None and 0 <= own < text_config.vocab_size:
+        return int(own)
+    found = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((int(token) for token in found if token is not None), 0)
 
 
 def open_examples(
@@ -295,7 +308,7 @@ def open_examples(
     """(train, eval) examples, tokenized or from the cache. Raises `DataError`,
     `RunInterruptedError`.
     """
-    data, n_chunks = spec.job.data, 0
+    data, n_chunks = spec.data, 0
 
     def tokens_of(role: str, sources: list[Source], recipe: Recipe) -> TokenSet:
         def progress(rows: int, n_tokens: int, share: float) -> None:

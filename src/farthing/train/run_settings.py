@@ -25,25 +25,25 @@ OF_LENGTHS = ("n_examples", "mean", "mean_of_squares", "longest", "mean_target",
 
 def subject_of(spec: RunSpec) -> Json:
     """What settings of this run are found for, or measured."""
-    job, numerics, text = spec.job, spec.numerics, spec.config.get_text_config()
+    text = spec.config.get_text_config()
     return {
-        "hardware": hardware_key(numerics.device),
+        "hardware": hardware_key(spec.numerics.device),
         "model_type": spec.config.model_type,
         "hidden": text.hidden_size,
         "n_layers": text.num_hidden_layers,
         "vocab": text.vocab_size,
-        "task": job.task,
-        "method": job.method.name,
-        "lora_r": 0 if job.method.name == "full" else job.method.lora_r,
-        "precision": numerics.name,
-        "optim": job.train.optim,
-        "global_batch_size": job.global_batch_size,
+        "task": spec.task,
+        "method": spec.method.name,
+        "lora_r": 0 if spec.method.name == "full" else spec.method.lora_r,
+        "precision": spec.numerics.name,
+        "optim": spec.train.optim,
+        "global_batch_size": spec.global_batch_size,
     }
 
 
 def lengths_of(spec: RunSpec, examples: Examples) -> dict[str, float]:
     """Of the examples, as a measurement has them."""
-    found = from_token_set(examples.tokens, examples.indices, spec.job.task, source="")
+    found = from_token_set(examples.tokens, examples.indices, spec.task, source="")
     return {name: getattr(found, name) for name in OF_LENGTHS}
 
 
@@ -73,22 +73,22 @@ def first_settings(
     What the job says of micro-batches comes before, and memory that ran out lowers it. Raises
     `RunDamagedError`.
     """
-    job, planned = spec.job, Settings() if estimate is None else estimate.settings
+    planned = Settings() if estimate is None else estimate.settings
     settings = kept_as(context.folder / SETTINGS, Settings.from_json, context.warn)
     if settings is None:
-        settings, may_look = planned, job.train.probe is not False and not job.says_micro_batch
+        settings, may_look = planned, spec.train.probe is not False and not spec.says_micro_batch
         if estimate is not None and may_look and not settings.probed:
             found = probed_settings(spec, lengths_of(spec, examples))
             settings = settings if found is None else settings.with_probed(found)
     if not settings.probed:  # the least that fits is measured anew: it changes no bit
         settings = replace(settings, checkpoint_every=0)
     lengths = examples.tokens.lengths[examples.indices]
-    longest = int(lengths.max()) * min(job.micro_batch_size, len(lengths))
-    n_tokens = job.train.micro_batch_tokens or settings.micro_batch_tokens or longest
+    longest = int(lengths.max()) * min(spec.micro_batch_size, len(lengths))
+    n_tokens = spec.train.micro_batch_tokens or settings.micro_batch_tokens or longest
     settings = replace(settings, micro_batch_tokens=n_tokens, precision=spec.numerics.name)
     # of attempts before the job was corrected nothing holds
-    events = [event for event in context.ledger.out_of_memory if event["job"] == job.fingerprint]
-    return settings.lowered_by(events)
+    ran_out = context.ledger.out_of_memory
+    return settings.lowered_by([each for each in ran_out if each["job"] == spec.fingerprint])
 
 
 def keep_settings(context: Context, now: Settings) -> None:

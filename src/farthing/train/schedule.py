@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from farthing.config.job import Job
+from farthing.config.job import TrainSection
 from farthing.errors import RunDamagedError
 from farthing.planner.estimate import Estimate
 from farthing.run.folder import SCHEDULE, has_committed, keep, kept_as
@@ -72,13 +72,18 @@ class Schedule:
 
 
 def first_schedule(
-    job: Job, folder: Path, left_s: float, estimate: Estimate | None, steps_per_epoch: int
+    train: TrainSection,
+    learning_rate: float,
+    folder: Path,
+    left_s: float,
+    estimate: Estimate | None,
+    steps_per_epoch: int,
 ) -> Schedule:
     """The schedule of an attempt: by the job, or as fitted to what the `left_s` of its limits buy.
 
     A fit is kept for later attempts.
     """
-    train, n_steps = job.train, job.train.max_steps
+    n_steps = train.max_steps
     if n_steps is None:
         n_steps = math.ceil(train.num_train_epochs * steps_per_epoch)
     n_fixed = train.warmup_steps
@@ -88,7 +93,7 @@ def first_schedule(
     def n_warmup_of(n_steps: int) -> int:
         return math.ceil(train.warmup_ratio * n_steps) if n_fixed is None else n_fixed
 
-    found = Schedule(train.lr_scheduler_type, job.learning_rate, train.lr_scheduler_kwargs)
+    found = Schedule(train.lr_scheduler_type, learning_rate, train.lr_scheduler_kwargs)
     if not train.fit_schedule_to_budget:
         found.fix(n_steps, n_warmup_of(n_steps))
         return found

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from farthing.config.job import Job
 from farthing.dist.ranks import Ranks
 from farthing.errors import InputError
 from farthing.events import Emit, Note
-from farthing.model.hardware import Numerics
 from farthing.model.precision import precision_of
 from farthing.models.weights import begins_from_base
 from farthing.planner.optimizers import optimizer
+from farthing.train.resolve import RunSpec
 from farthing.units import plural, say_bytes
 
 SHARE = 0.8
@@ -28,19 +27,17 @@ the rest is for a step.
 """
 
 
-def may_shard(job: Job, ranks: Ranks) -> bool:
+def may_shard(spec: RunSpec, ranks: Ranks) -> bool:
     """Whether the model should be read into main memory first, as its weights may not come whole to
     the GPU.
     """
-    is_open = job.where.strategy == "auto" and ranks.n > 1 and ranks.device.type == "cuda"
-    return job.method.name != "qlora" and (job.where.strategy in ("fsdp", "hsdp") or is_open)
+    is_open = spec.where.strategy == "auto" and ranks.n > 1 and ranks.device.type == "cuda"
+    return spec.method.name != "qlora" and (spec.where.strategy in ("fsdp", "hsdp") or is_open)
 
 
-def read_where_it_differs(job: Job, ranks: Ranks, model: Any, read: Callable[[], Any]) -> Any:
+def read_where_it_differs(ranks: Ranks, model: Any, read: Callable[[], Any]) -> Any:
     """The model whose weights come from the first rank, alone in reading them; read here too where
     its configuration makes another one than its files have."""
-    if ranks.n == 1 or not may_shard(job, ranks):
-        return model
     own = [
         [name, list(tensor.shape)]
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -48,53 +45,54 @@ def read_where_it_differs(job: Job, ranks: Ranks, model: Any, read: Callable[[],
     return model if ranks.tell_all(own) == own else read()
 
 
-def shard_weights(job: Job, ranks: Ranks, model: Any, numerics: Numerics, emit: Emit) -> None:
+def shard_weights(spec: RunSpec, ranks: Ranks, model: Any, emit: Emit) -> None:
     """Shard the weights over the ranks where the job says so, or they fit no other way. Raises
     `InputError`.
     """
-    way, because = _way_of(job, ranks, model)
+    where, numerics = spec.where, spec.numerics
+    way, because = _way_of(spec, ranks, model)
     if way == "ddp":
-        if job.where.offload_weights:
+        if where.offload_weights:
             raise InputError(
                 "weights that every GPU has all of are not kept in main memory",
                 where="where.offload_weights",
                 to_do="set where.strategy: fsdp as well",
             )
-        if may_shard(job, ranks):
+        if may_shard(spec, ranks):
             ranks.bring((*model.parameters(), *model.buffers()))
         return
-    if why := why_not_shard(job, numerics.autocast):
+    if why := why_not_shard(spec):
         raise InputError(
             f"the weights can't be spread: {why[0]}", where=f"where.strategy: {way}", to_do=why[1]
         )
     from farthing.dist.fsdp import How  # takes FSDP2 along, which other runs have no use for
 
     n_shards = _n_shards(ranks) if way == "hsdp" else ranks.n
-    gathers_in = precision_of(job.method.name, job.train.optim, numerics).gathers
+    gathers_in = precision_of(spec.method.name, spec.train.optim, numerics).gathers
     ranks.apply_fsdp(
-        model, How(job.where.reshard_after_forward, n_shards, gathers_in, job.where.offload_weights)
+        model, How(where.reshard_after_forward, n_shards, gathers_in, where.offload_weights)
     )
-    zero = "ZeRO-3" if job.where.reshard_after_forward else "ZeRO-2"
+    zero = "ZeRO-3" if where.reshard_after_forward else "ZeRO-2"
     what = "all weights are" if ranks.trains_rows else "the frozen weights are"
     over = plural(n_shards, "rank")
     if n_shards < ranks.n:
         over += f", with a copy on each of {ranks.n // n_shards} machines"
-    if job.where.offload_weights:
+    if where.offload_weights:
         over += ", and kept in main memory"
     emit(Note(f"{way} ({zero}): {what} spread over {over}{because}"))
 
 
-def why_not_shard(job: Job, autocast: torch.dtype | None = None) -> tuple[str, str] | None:
+def why_not_shard(spec: RunSpec) -> tuple[str, str] | None:
     """(why the weights of this job can't be spread, what to do about it); None where they can."""
-    is_full, optim = job.method.name == "full", job.train.optim
+    is_full, optim, where = spec.method.name == "full", spec.train.optim, spec.where
     refusals = [
         (
-            begins_from_base(job.method.init_lora_weights) and not is_full,
+            begins_from_base(spec.method.init_lora_weights) and not is_full,
             "the adapter's start has no rows to share",
             "use ddp, or leave method.init_lora_weights out",
         ),
         (
-            job.method.name == "qlora",
+            spec.method.name == "qlora",
             "4-bit weights lose their quantization when they are gathered",
             "use ddp, or method: lora",
         ),
@@ -104,22 +102,22 @@ def why_not_shard(job: Job, autocast: torch.dtype | None = None) -> tuple[str, s
             "use adamw_torch_fused, or adamw_torch_offload, which takes no memory of the GPUs",
         ),
         (
-            job.where.offload_weights and autocast == torch.float16,
+            where.offload_weights and spec.numerics.autocast == torch.float16,
             "gradients in fp16 are not scaled in main memory",
             "use bf16: true, or leave where.offload_weights out",
         ),
         (
-            job.train.torch_compile,
+            spec.train.torch_compile,
             "layers are not compiled where their weights are gathered",
             "leave train.torch_compile out, or use ddp",
         ),
         (
-            is_full and job.where.same_bits,
+            is_full and where.same_bits,
             "sums over spread gradients are equal to rounding, and where.same_bits asks for more",
             "leave where.same_bits out, or use ddp",
         ),
         (
-            job.writes_texts,
+            spec.writing is not None,
             "texts of different lengths are written by ranks that have to compute alike",
             "set train.predict_with_generate: false, or use ddp",
         ),
@@ -127,13 +125,13 @@ def why_not_shard(job: Job, autocast: torch.dtype | None = None) -> tuple[str, s
     return next(((why, to_do) for is_so, why, to_do in refusals if is_so), None)
 
 
-def _way_of(job: Job, ranks: Ranks, model: Any) -> tuple[str, str]:
+def _way_of(spec: RunSpec, ranks: Ranks, model: Any) -> tuple[str, str]:
     """(ddp, fsdp or hsdp; why, in words)."""
-    if job.where.strategy != "auto":
-        return job.where.strategy, ""
-    if not may_shard(job, ranks) or why_not_shard(job):
+    if spec.where.strategy != "auto":
+        return spec.where.strategy, ""
+    if not may_shard(spec, ranks) or why_not_shard(spec):
         return "ddp", ""
-    need_bytes = ranks.tell_all(resident_bytes(model, job.train.optim))
+    need_bytes = ranks.tell_all(resident_bytes(model, spec.train.optim))
     have_bytes = ranks.least(torch.cuda.get_device_properties(ranks.device).total_memory)
     if need_bytes <= SHARE * have_bytes:
         return "ddp", ""

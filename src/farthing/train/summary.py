@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from farthing.config.job import Job
 from farthing.device_memory import set_allocator
 from farthing.events import Decided
 from farthing.model.adapters import count_parameters
@@ -13,12 +12,14 @@ from farthing.model.hardware import device_name, n_devices
 from farthing.model.head import one_kernel
 from farthing.planner.estimate import Estimate
 from farthing.train.built import Run
+from farthing.train.resolve import RunSpec
 from farthing.units import plural, say_bytes, say_seconds, say_usd
 
 
-def emit_summary(job: Job, run: Run) -> None:
+def emit_summary(run: Run) -> None:
+    spec, train = run.spec, run.spec.train
     settings, schedule, fit = run.steps.settings, run.schedule, run.schedule.fit
-    device, free = run.spec.numerics.device, say_bytes(run.memory.free_bytes)
+    device, free = spec.numerics.device, say_bytes(run.memory.free_bytes)
     memory = f"{say_bytes(run.log.expected_bytes)} expected, {free} free"
     if device.type == "cuda":
         memory += f"; allocator: {set_allocator(os.environ)}"
@@ -26,32 +27,32 @@ def emit_summary(job: Job, run: Run) -> None:
     if fit is not None:
         when = "fixed" if fit.settled else f"fixed after step {fit.settles_at}"
         fitted = f"as many of {fit.asked_steps:,} as the limits allow, {when}"
-    asked = "as asked" if job.train.save_minutes else "the planned interval"
+    asked = "as asked" if train.save_minutes else "the planned interval"
     checkpoints = f"every {say_seconds(run.saver.every_s)}, {asked}"
-    if job.train.save_steps is not None:
-        checkpoints = f"every {plural(job.train.save_steps, 'step')}"
-    price = _price_in_words(job)
+    if train.save_steps is not None:
+        checkpoints = f"every {plural(train.save_steps, 'step')}"
+    price = _price_in_words(spec)
     # of the GPUs that a process on its own sees
     n_idle = n_devices(device) - 1 if run.context.ranks.n == 1 else 0
     if n_idle > 0:
         price += f"; {plural(n_idle, 'other GPU')} here not used (where.gpus)"
-    name, counts = Path(run.spec.choice.name).name, count_parameters(run.model)
-    batch = plural(job.global_batch_size, "example")
+    name, counts = Path(spec.choice.name).name, count_parameters(run.model)
+    batch = plural(spec.global_batch_size, "example")
     warm_up = plural(schedule.n_warmup_steps, "warm-up step")
     run.context.emit(
         Decided(
-            model=f"{name} ({run.spec.config.model_type}), {job.method.name}",
+            model=f"{name} ({spec.config.model_type}), {spec.method.name}",
             n_parameters=counts["total"],
             n_trainable=counts["trainable"],
             n_examples=len(run.train_examples),
             n_eval_examples=len(run.eval_examples) if run.eval_examples else 0,
-            max_length=run.spec.recipe.max_length,
+            max_length=spec.recipe.max_length,
             n_steps=schedule.n_steps,
             batch=f"{batch} a step, up to {settings.micro_batch_tokens:,} tokens at a time",
             fitted=fitted,
-            learning_rate=f"{job.learning_rate:g}, {job.train.lr_scheduler_type}, {warm_up}",
+            learning_rate=f"{spec.learning_rate:g}, {train.lr_scheduler_type}, {warm_up}",
             device=device_name(device),
-            precision=run.spec.numerics.name,
+            precision=spec.numerics.name,
             computed=_computed_in_words(run),
             memory=memory,
             checkpointing=settings.checkpointing,
@@ -103,12 +104,12 @@ def _estimate_in_words(estimate: Estimate | None) -> str:
     return f"{words}, {say_bytes(estimate.peak_bytes)}; {estimate.calibration}"
 
 
-def _price_in_words(job: Job) -> str:
-    if job.usd_per_hour == 0:
+def _price_in_words(spec: RunSpec) -> str:
+    if spec.usd_per_hour == 0:
         return "$0.00 an hour (none given: set where.usd_per_hour, or power_watts and usd_per_kwh)"
-    where, parts = job.where, []
+    where, parts = spec.where, []
     if where.usd_per_hour:
         parts.append(f"rent {say_usd(where.usd_per_hour)}")
     if where.power_watts and where.usd_per_kwh:
         parts.append(f"{where.power_watts:g} W at {say_usd(where.usd_per_kwh)} a kWh")
-    return f"{say_usd(job.usd_per_hour)} an hour ({', '.join(parts)})"
+    return f"{say_usd(spec.usd_per_hour)} an hour ({', '.join(parts)})"

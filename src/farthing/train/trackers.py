@@ -1,8 +1,8 @@
 """Figures of a run for TensorBoard, Weights & Biases, MLflow and Trackio, by their own libraries.
 
 Each tracker has a thread, so that one that fails or is slow never holds up training. A resumed run
-continues the tracker's run, and no step is in it twice. Where figures are sent is for the tracker's
-own environment variables to say (WANDB_MODE, MLFLOW_TRACKING_URI ...).
+continues the tracker's run, and no step is in it twice. The tracker's own environment variables
+say where figures are sent (WANDB_MODE, MLFLOW_TRACKING_URI ...).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from farthing.run.folder import JOB, run_id_of
 from farthing.storage.files import make_private, write_text
 
 MOST_WAITING, PATIENCE_S = 10_000, 5.0
-PROJECT = "farthing"
 TRACKERS = "trackers"  # in the run folder: the last step that each was told
 Figures = dict[str, float]
 Tracker = tuple[Callable[[int, Figures], Any], Callable[[], Any]]
@@ -33,8 +32,8 @@ Tracker = tuple[Callable[[int, Figures], Any], Callable[[], Any]]
 
 
 class _Thread(threading.Thread):
-    """Hears events until it fails. Steps that are taken again are told once: what it was told is
-    noted first, in a file that outlives the process.
+    """Hears events until it fails, or hears None. A step that is taken again is told once: what was
+    told is noted first, in a file that outlives the process.
     """
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -44,37 +43,33 @@ class _Thread(threading.Thread):
         self.start()
 
     def tell(self, event: Event | None) -> None:
-        """Hand over an event, or None where no more will come, without waiting."""
         try:
             self.events.put_nowait(event)
         except queue.Full:
             self.trouble = self.trouble or f"is {MOST_WAITING:,} events behind"
 
     def run(self) -> None:
+        close: Callable[[], Any] | None = None
+        told = {"train": 0, "eval": 0}
         try:
-            self._hear()
+            while (event := self.events.get()) is not None:
+                prefix, step, figures = figures_of(event)
+                if not figures:
+                    continue
+                if close is None:
+                    run_id = run_id_of(self.folder) or "unknown"
+                    mark = make_private(self.folder / TRACKERS) / f"{self.name}-{run_id[:12]}.json"
+                    with contextlib.suppress(OSError, ValueError, TypeError):
+                        told |= json.loads(mark.read_text(encoding="utf-8"))
+                    log, close = OPENERS[self.name](self.folder, run_id, told["train"])
+                if step > told[prefix]:
+                    told[prefix] = step
+                    write_text(mark, json.dumps(told))
+                    log(step, {f"{prefix}/{key}": value for key, value in figures.items()})
+            if close is not None:
+                close()
         except Exception as error:  # a disk, a server, a library: none of it is worth a run
             self.trouble = f"failed ({error})"
-
-    def _hear(self) -> None:
-        opened: Tracker | None = None
-        told = {"train": 0, "eval": 0}
-        while (event := self.events.get()) is not None:
-            prefix, step, figures = figures_of(event)
-            if not figures:
-                continue
-            run_id = run_id_of(self.folder) or "unknown"
-            mark = make_private(self.folder / TRACKERS) / f"{self.name}-{run_id[:12]}.json"
-            if opened is None:
-                with contextlib.suppress(OSError, ValueError, TypeError):
-                    told |= json.loads(mark.read_text(encoding="utf-8"))
-                opened = OPENERS[self.name](self.folder, run_id, told["train"])
-            if step > told[prefix]:
-                told[prefix] = step
-                write_text(mark, json.dumps(told))
-                opened[0](step, {f"{prefix}/{key}": value for key, value in figures.items()})
-        if opened:
-            opened[1]()
 
 
 @contextlib.contextmanager
@@ -89,6 +84,10 @@ def tracked(emit: Emit, names: tuple[str, ...], folder: Path) -> Iterator[Emit]:
             raise InputError(f"{name} is not installed", where="train.report_to", to_do=to_do)
     trackers = [_Thread(name, folder) for name in dict.fromkeys(names)]
 
+    def tell(event: Event | None) -> None:
+        for tracker in trackers:
+            tracker.tell(event)
+
     def drop_failed() -> None:
         for tracker in [each for each in trackers if each.trouble]:
             trackers.remove(tracker)
@@ -97,15 +96,13 @@ def tracked(emit: Emit, names: tuple[str, ...], folder: Path) -> Iterator[Emit]:
 
     def emit_to_all(event: Event) -> None:
         emit(event)
-        for tracker in trackers:
-            tracker.tell(event)
+        tell(event)
         drop_failed()
 
     try:
-        yield emit_to_all if trackers else emit
+        yield emit_to_all
     finally:
-        for tracker in trackers:
-            tracker.tell(None)
+        tell(None)
         until = time.monotonic() + PATIENCE_S
         for tracker in trackers:
             tracker.join(max(0.0, until - time.monotonic()))
@@ -116,27 +113,21 @@ def tracked(emit: Emit, names: tuple[str, ...], folder: Path) -> Iterator[Emit]:
 
 def figures_of(event: Event) -> tuple[str, int, Figures]:
     """("train" or "eval", step, numbers), no numbers for an event that has none."""
-    found: dict[str, Any] = {}
     if isinstance(event, StepTaken):
-        names = [each.name for each in fields(event) if "step" not in each.name]
-        found = {name: getattr(event, name) for name in names} | dict(event.metrics)
+        found: dict[str, Any] = {each.name: getattr(event, each.name) for each in fields(event)}
+        found = {name: found[name] for name in found if "step" not in name} | dict(event.metrics)
     elif isinstance(event, Evaluated):
         found = dict(event.metrics)
+    else:
+        return "eval", 0, {}
     numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
-    return "train" if isinstance(event, StepTaken) else "eval", getattr(event, "step", 0), numbers
+    return "train" if isinstance(event, StepTaken) else "eval", event.step, numbers
 
 
-# ---- each tracker: what opens it in a run's folder, for a run that has told `step` steps ----
+# ---- what opens each in a run's folder, for a run that has told `step` steps ----
 
 
-def _job(folder: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        found: dict[str, Any] = json.loads((folder / JOB).read_text(encoding="utf-8"))
-        return found
-    return {}
-
-
-def _open_tensorboard(folder: Path, run_id: str, step: int) -> Tracker:
+def _tensorboard(folder: Path, run_id: str, step: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
@@ -149,12 +140,12 @@ def _open_tensorboard(folder: Path, run_id: str, step: int) -> Tracker:
     return log, writer.close
 
 
-def _open_wandb(folder: Path, run_id: str, step: int) -> Tracker:
+def _wandb(folder: Path, run_id: str, step: int) -> Tracker:
     """Neither code nor what is printed is sent."""
     import wandb
 
     run = wandb.init(
-        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        project=_project("WANDB_PROJECT"),
         id=run_id,
         name=folder.name,
         dir=str(folder),
@@ -166,15 +157,14 @@ def _open_wandb(folder: Path, run_id: str, step: int) -> Tracker:
     return lambda step, figures: run.log({**figures, "step": step}), run.finish
 
 
-def _open_mlflow(folder: Path, run_id: str, step: int) -> Tracker:
+def _mlflow(folder: Path, run_id: str, step: int) -> Tracker:
     """Without MLFLOW_TRACKING_URI in `mlflow.db` of the run's folder."""
     import mlflow
 
     here = f"sqlite:///{folder}/mlflow.db"
     mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or here)
-    experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
-    tag = f"tags.farthing_run = '{run_id}'"
-    same = mlflow.search_runs([experiment.experiment_id], tag, output_format="list")
+    mlflow.set_experiment(_project("MLFLOW_EXPERIMENT_NAME"))
+    same = mlflow.search_runs(filter_string=f"tags.farthing_run = '{run_id}'", output_format="list")
     if same:
         mlflow.start_run(run_id=same[0].info.run_id)
     else:
@@ -185,18 +175,24 @@ def _open_mlflow(folder: Path, run_id: str, step: int) -> Tracker:
     return lambda step, figures: mlflow.log_metrics(figures, step), mlflow.end_run
 
 
-def _open_trackio(folder: Path, run_id: str, step: int) -> Tracker:
+def _trackio(folder: Path, run_id: str, step: int) -> Tracker:
     import trackio
 
-    project, name = os.environ.get("TRACKIO_PROJECT", PROJECT), f"{folder.name}-{run_id[:8]}"
+    name, project = f"{folder.name}-{run_id[:8]}", _project("TRACKIO_PROJECT")
     job = _job(folder)
     run: Any = trackio.init(project=project, name=name, resume="allow", config=job, embed=False)
     return lambda step, figures: run.log(figures, step=step), run.finish
 
 
-OPENERS = {
-    "tensorboard": _open_tensorboard,
-    "wandb": _open_wandb,
-    "mlflow": _open_mlflow,
-    "trackio": _open_trackio,
-}
+OPENERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
+
+
+def _project(variable: str) -> str:
+    return os.environ.get(variable, "farthing")
+
+
+def _job(folder: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        found: dict[str, Any] = json.loads((folder / JOB).read_text(encoding="utf-8"))
+        return found
+    return {}

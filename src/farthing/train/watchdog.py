@@ -22,11 +22,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from farthing.config.job import Job
 from farthing.errors import EXIT_LIMIT, LimitError
-from farthing.run.guard import tell
-from farthing.run.ledger import Ledger
-from farthing.train.budget import limits_left
+from farthing.train.budget import Limits
 
 RAISED_AFTER_S, ENDED_AFTER_S = 1.5, 3.5
 LAST_WORDS_S = 1.0
@@ -35,33 +32,13 @@ _SIGNAL = signal.SIGXCPU
 """Interrupts a main thread that sleeps or waits. The handler raises."""
 
 
-def tell_limits(job: Job, ledger: Ledger, allowance_s: float) -> None:
-    """Tell the guard how many seconds are left, by each of its clocks."""
-    left = [each._replace(seconds=each.seconds + allowance_s) for each in limits_left(job, ledger)]
-    first = min(left, default=None, key=lambda each: each.seconds)
-    running = [each.seconds for each in left if not each.is_time_of_day]
-    moments = [each.seconds for each in left if each.is_time_of_day]
-    tell(
-        left_s=min(running, default=None),
-        deadline_s=min(moments, default=None),
-        why="" if first is None else first.limit,
-    )
-
-
 class Watchdog:
     """Within the block the limits of a job hold, whatever the main thread does."""
 
     def __init__(
-        self,
-        job: Job,
-        ledger: Ledger,
-        reach: Callable[[str], None],
-        last_words: Callable[[], object],
-        allowance_s: float,
+        self, limits: Limits, reach: Callable[[str], None], last_words: Callable[[], object]
     ) -> None:
-        """`allowance_s`: seconds past the limits that it may take, see `budget.allowance_s`."""
-        self._allowance_s = allowance_s
-        self._job, self._ledger, self._reach, self._last_words = job, ledger, reach, last_words
+        self._limits, self._reach, self._last_words = limits, reach, last_words
         self.reserve_s: Callable[[], float] = lambda: 0.0
         """Seconds that saving and leaving take."""
         self._main = threading.main_thread()
@@ -77,7 +54,7 @@ class Watchdog:
         return max(0.0, self._left()) if self._thread.is_alive() else float("inf")
 
     def __enter__(self) -> Self:
-        if limits_left(self._job, self._ledger):
+        if self._limits.left():
             if threading.current_thread() is self._main:
                 self._before = signal.signal(_SIGNAL, self._raise)
             self._thread.start()
@@ -104,12 +81,12 @@ class Watchdog:
 
     def _left(self) -> float:
         """As the ledger has it, or by our own clock where another thread holds that for long."""
-        lock = self._ledger.lock
+        lock = self._limits.ledger.lock
         if lock.acquire(timeout=0.1):
             try:
-                first = min(limits_left(self._job, self._ledger), key=lambda each: each.seconds)
-                self._left_s, self._why = first.seconds + self._allowance_s, first.why
-                tell_limits(self._job, self._ledger, self._allowance_s)
+                first = min(self._limits.left())
+                self._left_s, self._why = first.seconds + self._limits.allowance_s, first.why
+                self._limits.tell_guard()
             finally:
                 lock.release()
             self._read_at = time.monotonic()
