@@ -52,6 +52,7 @@ from farthing.train.loop import take_step
 from farthing.train.offload import OffloadedAdamW
 from farthing.train.opened_run import opened_run
 from farthing.train.step import seed_everything
+from farthing.train.step_result import Sums
 from test_head import in_tiles_of
 from workshop import Heard, Watched, job_file, log_of, losses_of, make_job, with_system_prompt
 
@@ -138,7 +139,9 @@ def gradients(run: Run, step: int = 0) -> tuple[float, dict[str, Tensor]]:
             lambda examples: run.steps.feed.table_of(examples).cells,
             lambda examples: run.forward.collate(tokens, examples),
         )
-        sums = run.steps.step.accumulate(ready)
+        examples = run.steps.feed.batches.examples_of(step)
+        sums = Sums(examples, tokens.n_targets(examples))
+        run.steps.step.accumulate(sums, ready)
         run.steps.step.scaler.unscale_(run.steps.step.optimizer)
         found = {
             name: p.grad.double().cpu()

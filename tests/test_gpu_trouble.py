@@ -26,7 +26,7 @@ from farthing.model.hardware import pinned
 from farthing.model.liger import use_liger
 from farthing.run.accounts import read_ledger
 from farthing.train.opened_run import opened_run
-from farthing.train.optim import load_update_kernels
+from farthing.train.update import load_update_kernels
 from scarce import OPTIMIZERS, Failing, optimizer_of, small_model, step_of
 from workshop import Heard, job_file, losses_of, make_job
 

@@ -19,7 +19,6 @@ import farthing.run.checkpoint
 import farthing.train.build
 import farthing.train.resolve
 import farthing.train.run
-import farthing.train.shared_step
 import farthing.train.state
 import farthing.train.step
 import survive
@@ -36,7 +35,6 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.train.opened_run import opened_run
 from farthing.train.optim import (
-    UpdateGuard,
     allocate_state,
     load_state,
     state_bytes,
@@ -236,8 +234,8 @@ PLACES: dict[str, tuple[Any, str, int]] = {
     "forward": (Forward, "loss", 2),
     "backward": (Tensor, "backward", 4),
     "clipping": (torch.nn.utils, "clip_grads_with_norm_", 2),
-    "before the first update": (farthing.train.shared_step, "reserve_for_update", 1),
-    "before a later update": (farthing.train.shared_step, "reserve_for_update", 3),
+    "before the first update": (farthing.train.step, "reserve_for_update", 1),
+    "before a later update": (farthing.train.step, "reserve_for_update", 3),
     "the update, before it writes": (torch.optim.AdamW, "step", 2),
     "evaluation": (Forward, "loss_and_log_probs", 1),
     "snapshot of a checkpoint": (farthing.run.checkpoint, "copied", 3),
@@ -441,7 +439,8 @@ def test_the_guard_hears_of_every_write(name):
     model = small_model()
     optimizer = optimizer_of(model, name)
     allocate_state(optimizer)
-    guard = UpdateGuard(optimizer)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    guard = Update(optimizer, scaler, [], torch.device("cpu"))
     guard.begin()
     guard.refuse_half_an_update(0, MemoryError())
     guard.enter()

@@ -123,7 +123,10 @@ def accumulate(run: Run, pieces: list[Any]) -> Sums:
         lambda _: in_one_lane(pieces),
         lambda e: run.forward.collate(tokens, e),
     )
-    return run.steps.step.accumulate(ready)
+    examples = run.steps.feed.batches.examples_of(0)
+    sums = Sums(examples, tokens.n_targets(examples))
+    run.steps.step.accumulate(sums, ready)
+    return sums
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:

@@ -30,8 +30,9 @@ from farthing.model.hardware import (
 from farthing.planner.estimate import Estimate
 from farthing.settings import Settings
 from farthing.train.memory import Steps
-from farthing.train.optim import update_bytes
 from farthing.train.resolve import RunSpec
+from farthing.train.step_result import Sums
+from farthing.train.update import update_bytes
 
 PROBE_S = 60.0
 TRIALS = 16  # that should fit into that time
@@ -148,8 +149,9 @@ class Prober:
         reset_peak_bytes(self.device)
         has_failed, started = False, self._clock()
         try:
-            for step in range(len(self.sample)):
-                self.step.accumulate(one for one in ready if one.step == step)
+            for step, examples in enumerate(self.sample):
+                sums = Sums(examples, feed.tokens.n_targets(examples))
+                self.step.accumulate(sums, (one for one in ready if one.step == step))
                 wait_for(self.device)
                 optimizer.zero_grad(set_to_none=True)
         except Exception as error:

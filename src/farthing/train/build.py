@@ -143,6 +143,8 @@ def assemble(
     )
     if train.torch_compile:  # refused where weights are spread
         kernels.compiled = compile_blocks(model)
+        if isinstance(kernels.compiled, int):
+            forward.casts = None
     is_said = spec.says_micro_batch or settings.probed or context.ledger.out_of_memory
     memory = share_prefix(feed, memory, may_grow=not is_said, emit=emit)
     has_liger = kernels.liger is not None and not kernels.liger.startswith("no ")

@@ -24,6 +24,7 @@ from farthing.train.forecast import Forecast
 from farthing.train.step import Step
 from farthing.train.step_feed import StepFeed
 from farthing.train.step_result import StepResult
+from farthing.train.update import load_update_kernels, reserve_for_update
 from farthing.units import plural
 
 T = TypeVar("T")
@@ -81,7 +82,7 @@ class Steps:
                 self.step.undo()
                 if not is_out_of_memory(error) or self.step.shared.is_agreed:
                     raise
-                self.step.update_guard.refuse_half_an_update(step, error)
+                self.step.update.refuse_half_an_update(step, error)
                 frees = not has_freed and self._n_freed < MOST_FREED
                 if not frees and not self._can_make_room(step):
                     raise
@@ -97,7 +98,7 @@ class Steps:
 
     def _rehearse(self, step: int) -> tuple[int, int]:
         feed, of, ranks = self.feed, self.step, self.step.ranks
-        of.begin(step)
+        sums = of.begin(step)
         examples, largest = feed.batches.examples_of(step), feed.largest(step)
         arrays = of.forward.collate(feed.tokens, largest)
         passes = [
@@ -106,7 +107,10 @@ class Steps:
         ]
         if feed.n_slots == 1 and not ranks.is_fsdp and not feed.first_steps()[1]:
             passes = passes[1:]
-        of.shared.gradients(step, iter(passes), len(passes), counts=False)
+        with of.shared.all_or_none(sums, len(passes)):
+            of.accumulate(sums, passes, of.shared.reducer, counts=False)
+            reserve_for_update(of.optimizer)
+            load_update_kernels(of.optimizer)
         if ranks.fsdp is not None:
             ranks.fsdp.begin_anew()
         for weight in of.trained:

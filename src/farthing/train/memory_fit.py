@@ -21,9 +21,10 @@ from farthing.model.activation_checkpointing import (
     Sample,
     choose_checkpointing,
 )
-from farthing.train.optim import state_bytes, update_bytes
+from farthing.train.optim import state_bytes
 from farthing.train.resolve import Examples
 from farthing.train.step_feed import StepFeed
+from farthing.train.update import update_bytes
 
 
 def settle_checkpointing(

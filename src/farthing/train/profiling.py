@@ -100,7 +100,8 @@ def _named(run: Run) -> Iterator[None]:
     """Within the block the parts of a step are ranges of the profiler."""
     forward = run.forward
     named: list[tuple[Any, str, str]] = [(forward, "loss", "head"), (forward, "unit_loss", "head")]
-    named += [(forward, "to_device", "copies"), (run.steps.step, "update", "optimizer")]
+    named += [(forward, "to_device", "copies"), (run.steps.step, "clip", "optimizer")]
+    named += [(run.steps.step.update, "apply", "optimizer")]
     for module in run.model.modules():
         kind = type(module).__name__
         names = ["layers with LoRA"] if hasattr(module, "lora_A") else []

@@ -4,21 +4,17 @@ have come as far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from farthing.data.loader import MicroBatch
 from farthing.dist.ranks import GO_ON, refuse
-from farthing.dist.reduce import Reducer, reducer_of
-from farthing.errors import RunInterruptedError
+from farthing.dist.reduce import reducer_of
 from farthing.train.context import Training
-from farthing.train.optim import load_update_kernels, reserve_for_update
 from farthing.train.step_result import Sums
-
-Accumulate = Callable[[Iterator[MicroBatch], Reducer | None, bool], Sums]
-"""See `Step.accumulate`."""
 
 
 class SharedStep:
@@ -26,79 +22,59 @@ class SharedStep:
     sums in any order, is asked nothing.
     """
 
-    def __init__(
-        self, training: Training, trained: Sequence[Tensor], accumulate: Accumulate
-    ) -> None:
+    def __init__(self, training: Training, trained: Sequence[Tensor]) -> None:
         self._forward, self._feed, self._trained = training.forward, training.feed, trained
-        self._ranks, self._accumulate = training.context.ranks, accumulate
-        self._should_stop = training.context.is_asked_to_leave
-        self._optimizer = training.optimizer
-        self._is_on = self._feed.n_slots > 1
-        self._reducer = reducer_of(self._ranks, trained, self._feed.settings.slots)
+        self._ranks, is_shared = training.context.ranks, training.feed.n_slots > 1
+        reducer = reducer_of(self._ranks, trained, self._feed.settings.slots)
+        self.reducer = reducer if is_shared else None
+        self.waits_in_layers = is_shared and self._ranks.is_fsdp
+        """All ranks must go through the model as often: over spread weights they compute a layer
+        together.
+        """
         self.is_agreed = False
         """All ranks have this step's gradients: none can take it again by itself."""
 
-    def gradients(
-        self,
-        step: int,
-        micro_batches: Iterator[MicroBatch],
-        n_passes: int,
-        *,
-        counts: bool = True,
-    ) -> Sums:
-        """Leave the gradients of a step with the weights, on every rank; zeros where they do not
-        count, as in a rehearsal. The busiest rank has `n_passes` micro-batches.
+    @contextlib.contextmanager
+    def all_or_none(self, sums: Sums, n_passes: int) -> Iterator[None]:
+        """The block leaves the gradients of a step with the weights, and `sums`; behind it every
+        rank has those of all. The busiest rank has `n_passes` micro-batches.
 
         Where one rank has to stop or has no memory left, all take the step again. Raises
         `RunInterruptedError`, `torch.OutOfMemoryError`.
         """
-        sums, word, fsdp = Sums(), GO_ON, self._ranks.fsdp
-        if self._is_on:
-            self._reducer.begin()
-        if fsdp is not None:
-            fsdp.begin_step(n_passes)
+        word, ranks, reducer = GO_ON, self._ranks, self.reducer
+        if reducer is not None:
+            reducer.begin()
+        if ranks.fsdp is not None:
+            ranks.fsdp.begin_step(n_passes)
         try:
-            sums = self._accumulate(micro_batches, self._reducer if self._is_on else None, counts)
-            if self._is_on and fsdp is not None:
-                self._keep_up(step, n_passes - len(sums.losses))
-                if self._should_stop():
-                    raise RunInterruptedError("stopped within a step; it is taken again")
-            reserve_for_update(self._optimizer)
-            if not counts:
-                load_update_kernels(self._optimizer)
+            yield
         except Exception as error:
-            word = self._ranks.word_for(error)
-        if self._is_on:
-            self._reduce(sums, word)
-        if fsdp is not None:
-            fsdp.take_gradients()
-        return sums
+            word = ranks.word_for(error)
+        if reducer is not None:
+            of_ranks = [sums.n_computed if rank == ranks.index else 0 for rank in range(ranks.n)]
+            word, marks = ranks.agree(word, [*of_ranks, *reducer.end(word != GO_ON)])
+            if word != GO_ON:
+                reducer.give_up()
+            refuse(word)
+            self.is_agreed = ranks.n > 1
+            reducer.finish(marks[ranks.n :])
+            sums.n_computed = sum(marks[: ranks.n])
+        if ranks.fsdp is not None:
+            ranks.fsdp.take_gradients()
 
-    def _reduce(self, sums: Sums, word: int) -> None:
-        """Sum gradients and counts over ranks, where all of them have come so far."""
-        ranks, reducer = self._ranks, self._reducer
-        of_ranks = [sums.n_computed if rank == ranks.index else 0 for rank in range(ranks.n)]
-        word, marks = ranks.agree(word, [*of_ranks, *reducer.end(word != GO_ON)])
-        if word != GO_ON:
-            reducer.give_up()
-        refuse(word)
-        self.is_agreed = ranks.n > 1
-        reducer.finish(marks[ranks.n :])
-        sums.n_computed = sum(marks[: ranks.n])
-
-    def _keep_up(self, step: int, n_passes: int) -> None:
-        """Go through the model as often as the busiest rank, for nothing: over spread weights all
-        compute a layer together.
-        """
+    def idle(self, step: int, n: int) -> Iterator[MicroBatch]:
+        """Micro-batches that count for nothing, where this rank has fewer than the busiest."""
+        if self.reducer is None or not self.waits_in_layers:
+            return
         examples = self._feed.batches.examples_of(step)
         smallest = self._feed.table(step).cells[-1].examples
-        with self._reducer.aside():
-            for _ in range(n_passes):
+        with self.reducer.aside():
+            for _ in range(n):
                 for weight in [] if self._ranks.trains_rows else self._trained:
                     weight.grad = None
                 arrays = self._forward.collate(self._feed.tokens, smallest)
-                idle = MicroBatch(step, examples, smallest, arrays, True)
-                self._accumulate(iter([idle]), None, False)
+                yield MicroBatch(step, examples, smallest, arrays, True)
 
     def of_all_ranks(self, step: int, sums: Sums) -> tuple[Tensor, Tensor]:
         """(what each micro-batch of the step adds to its mean loss [n]; sums of the objective's
@@ -111,7 +87,7 @@ class SharedStep:
         if sums.figures:
             rows = torch.cat([rows, torch.stack(sums.figures).flatten(1)], 1)
         sums.micro_batches = [each.examples for each in sums.done]
-        if self._is_on:
+        if self.reducer is not None:
             cells = self._feed.table(step).cells
             places = {cell.number: place for place, cell in enumerate(cells)}
             of_all = torch.zeros(len(cells), width, dtype=torch.float64, device=device)

@@ -19,8 +19,8 @@ from farthing.data.loader import MicroBatch
 class Sums:
     """The micro-batches of a step, whose gradients were added up."""
 
-    examples: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    n_targets: int = 0
+    examples: NDArray[np.int64]
+    n_targets: int
     """Of all ranks: what the summed loss is divided by."""
     done: list[MicroBatch] = field(default_factory=list)
     """Of this rank; their arrays may still be on their way to the device."""
@@ -34,6 +34,13 @@ class Sums:
     """Computed tokens of all ranks."""
     micro_batches: list[NDArray[np.int64]] = field(default_factory=list)
     """The examples as they were cut into micro-batches, of all ranks."""
+
+    def add(self, micro_batch: MicroBatch, loss: Tensor, n_computed: int) -> None:
+        """A micro-batch whose backward pass is done."""
+        self.done.append(micro_batch)
+        self.losses.append(loss.detach())
+        self.computed.append(n_computed)
+        self.n_computed += n_computed
 
     @property
     def largest(self) -> tuple[int, int]:
@@ -55,14 +62,16 @@ class StepResult:
     """float64 [micro-batches + 1 + 2F]: what each adds to the mean loss of the step's targets; the
     gradient norm; sums of the objective's figures, and of how many.
     """
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...]
     """Of the objective's figures."""
+    began: Any
+    """A GPU's event before clipping and the update, one after them, and one when the figures are
+    there; None on a CPU.
+    """
+    updated: Any
+    arrived: Any
     metrics: dict[str, float] = field(default_factory=dict)
-    """Their means, once `read`."""
-    arrived: Any = None
-    """A GPU's event when the figures are there."""
-    update: tuple[Any, Any] | None = None
-    """A GPU's events around clipping and the update."""
+    """Means of the objective's figures, once `read`."""
 
     def read(self) -> tuple[list[float], float]:
         """(what each micro-batch adds to the mean loss, gradient norm before clipping);
@@ -83,7 +92,7 @@ class StepResult:
         """Seconds of a GPU for clipping and the update, once `read`; 0 where the host has done it
         in its own time.
         """
-        return 0.0 if self.update is None else self.update[0].elapsed_time(self.update[1]) / 1000
+        return 0.0 if self.began is None else self.began.elapsed_time(self.updated) / 1000
 
 
 def now_on(device: torch.device) -> Any:
