@@ -52,7 +52,7 @@ def note_gradients(folder: str, rank: int, attempt: int) -> None:
 
     from farthing.train.step import Step
 
-    update, done = Step.update, []
+    clip, done = Step.clip, []
     # appended to: the thread that beats goes through here too, and an addition could be lost
     calls: list[str] = []
 
@@ -83,9 +83,9 @@ def note_gradients(folder: str, rank: int, attempt: int) -> None:
             }
             save_file(found, Path(folder) / f"gradients-{rank}.safetensors")
             (Path(folder) / f"collectives-{rank}").write_text(str(steps.ranks.n_sums + len(calls)))
-        return update(steps, *arguments)
+        return clip(steps, *arguments)
 
-    Step.update = noted
+    Step.clip = noted  # type: ignore[method-assign]
 
 
 def cases(seeds: range) -> Iterator[dict[str, Any]]:

@@ -34,14 +34,8 @@ from farthing.events import Decided, Event, Restored, StepTaken, Warned
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.train.opened_run import opened_run
-from farthing.train.optim import (
-    allocate_state,
-    load_state,
-    state_bytes,
-    state_tensors,
-    temporary_bytes,
-    update_bytes,
-)
+from farthing.train.optim import allocate_state, load_state, state_bytes, state_tensors
+from farthing.train.update import Update, temporary_bytes, update_bytes
 from scarce import GONE, OPTIMIZERS, Failing, optimizer_of, small_model, step_of
 from thinned import thinned
 from workshop import Heard, losses_of, make_job
