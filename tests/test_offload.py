@@ -58,8 +58,8 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def names_of(model: nn.Module) -> dict[int, str]:
-    return {id(p): name for name, p in model.named_parameters()}
+def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters())
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 4000, 1 << 30])
@@ -74,7 +74,7 @@ def test_its_steps_are_those_of_the_fused_one_bit_for_bit(bucket_bytes, monkeypa
             step(model, optimizer, seed)
     assert not same(models[1].state_dict(), small_model().state_dict())
     assert same(*(model.state_dict() for model in models))
-    states = [state_tensors(o, names_of(m))[0] for o, m in zip(optimizers, models, strict=True)]
+    states = [state_tensors(o, weights_of(m))[0] for o, m in zip(optimizers, models, strict=True)]
     assert len(states[0]) == 3 * 6
     assert same(*states)
 
@@ -98,7 +98,7 @@ def test_a_restored_model_and_state_go_on_exactly():
         step(alone, optimizer, seed)
         step(broken, first, seed)
     weights = {name: p.detach().clone() for name, p in broken.state_dict().items()}
-    tensors, values = state_tensors(first, names_of(broken))
+    tensors, values = state_tensors(first, weights_of(broken))
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     step(broken, first, 99)  # work that is lost
 
@@ -109,11 +109,11 @@ def test_a_restored_model_and_state_go_on_exactly():
         broken.state_dict().items()
     ):  # into the same optimizer: its copies of the weights are stale now
         p.copy_(weights[name])
-    load_state(first, broken.named_parameters(), tensors, values)
+    load_state(first, weights_of(broken), tensors, values)
     fresh = small_model(seed=7)
     second = optimizer_of(fresh, NAME)
     fresh.load_state_dict(weights)
-    load_state(second, fresh.named_parameters(), tensors, values)
+    load_state(second, weights_of(fresh), tensors, values)
     for model, own in ((alone, optimizer), (broken, first), (fresh, second)):
         step(model, own, 3)
     assert same(alone.state_dict(), broken.state_dict())
@@ -125,11 +125,11 @@ def test_state_and_arithmetic_never_come_near_a_device_without_room():
     model = small_model()
     optimizer = optimizer_of(model, NAME)
     step(model, optimizer, 0)
-    tensors, values = state_tensors(optimizer, names_of(model))
+    tensors, values = state_tensors(optimizer, weights_of(model))
     far = small_model().to("meta")
     for name, stays in ((NAME, True), ("adamw_torch_fused", False)):
         other = optimizer_of(far, name)
-        load_state(other, far.named_parameters(), tensors, values)
+        load_state(other, weights_of(far), tensors, values)
         devices = {value.device.type for state in other.state.values() for value in state.values()}
         assert devices == ({"cpu"} if stays else {"meta"})
     assert state_bytes(optimizer, torch.device("cuda")) == 0

@@ -175,17 +175,14 @@ def test_saved_state_goes_into_the_memory_that_is_there(name):
     model, other = small_model(), small_model(1)
     optimizer, second = optimizer_of(model, name), optimizer_of(other, name)
     step_of(model, optimizer)
-    tensors, values = state_tensors(
-        optimizer, {id(p): name for name, p in model.named_parameters()}
-    )
+    tensors, values = state_tensors(optimizer, dict(model.named_parameters()))
     allocate_state(second)
     before = {id(value) for state in second.state.values() for value in state.values()}
-    load_state(second, other.named_parameters(), tensors, values)
+    load_state(second, dict(other.named_parameters()), tensors, values)
     assert {id(value) for state in second.state.values() for value in state.values()} == before
-    names = {id(p): name for name, p in other.named_parameters()}
     assert all(
         torch.equal(value, tensors[place])
-        for place, value in state_tensors(second, names)[0].items()
+        for place, value in state_tensors(second, dict(other.named_parameters()))[0].items()
     )
 
 

@@ -239,18 +239,18 @@ def test_state_is_there_before_the_first_step_and_comes_back_into_the_same_pages
     """
     model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Linear(64, 4))
     settings = {"learning_rate": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.99), "epsilon": 1e-8}
-    names = {id(p): name for name, p in model.named_parameters()}
+    weights = dict(model.named_parameters())
     for optim in EIGHT_BIT:
         first, second = (make_optimizer(model, optim, **settings) for _ in range(2))  # type: ignore[arg-type]
         model(torch.ones(2, 128)).sum().backward()
         first.step()
-        tensors, values = state_tensors(first, names)
+        tensors, values = state_tensors(first, weights)
         tensors = {place: tensor.clone() for place, tensor in tensors.items()}
         asked, honest = [], second.get_state_buffer
         second.get_state_buffer = lambda p, dtype, asked=asked, honest=honest: (
             asked.append(honest(p, dtype)) or asked[-1]
         )
-        load_state(second, model.named_parameters(), tensors, values)
+        load_state(second, weights, tensors, values)
         kept = {
             id(value)
             for state in second.state.values()
@@ -259,7 +259,7 @@ def test_state_is_there_before_the_first_step_and_comes_back_into_the_same_pages
         }
         assert kept == {id(buffer) for buffer in asked}
         assert len(kept) == 2 * 4
-        found, numbers = state_tensors(second, names)
+        found, numbers = state_tensors(second, weights)
         assert numbers == values
         assert found.keys() == tensors.keys()
         assert all(torch.equal(found[place], tensors[place]) for place in tensors)

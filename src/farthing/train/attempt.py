@@ -11,7 +11,7 @@ from farthing.config.job import Job
 from farthing.dist.ranks import Ranks
 from farthing.events import Emit, Note
 from farthing.report.receipt import leave_receipt
-from farthing.run.mirror import open_mirror
+from farthing.run.mirror import Mirror, open_mirror
 from farthing.run.notices import Watch, services_for
 from farthing.run.opening import Opened
 from farthing.run.signals import Notice
@@ -88,33 +88,34 @@ def offer(run: Run, *, with_model: bool = False) -> None:
 
 
 def wait_for_copies(context: Context, state: str) -> bool:
-    """Wait until the copies are made, not longer than until the machine goes; whether they are, or
-    there is no store. Raises what has made the copying end.
+    """Wait until the copies are made; whether they are, or there is no store. Raises what has made
+    the copying end.
     """
     replica = context.replica
     if replica is None:
         return True
     with context.meter.span("checkpoint"):
-        pace = replica.pace
-        leaves_in_s = context.notice.patience_s(pace.leave_s, pace.finish_s)
-        most_s = leaves_in_s if state == "interrupted" else pace.finish_s
-        is_copied = replica.wait(min(most_s, context.left_s))
+        is_copied = _wait(context, replica, is_leaving=state == "interrupted")
     replica.check()
     return is_copied
 
 
 def close_replica(context: Context) -> None:
-    """Wait for the last copies, not longer than until the machine goes or a limit is reached, and
-    give the lease back; the wait is on the bill.
-    """
+    """Wait for the last copies and give the lease back; the wait is on the bill."""
     replica, ledger = context.replica, context.ledger
     if replica is None:
         return
     context.meter.enter("checkpoint")
-    leaves_in_s = context.notice.patience_s(replica.pace.leave_s, replica.pace.finish_s)
-    is_done = replica.wait(min(leaves_in_s, context.left_s))
+    is_done = _wait(context, replica, is_leaving=True)
     with contextlib.suppress(OSError):
         ledger.beat(at_once=True)  # the lease takes it along: the store knows it too
     replica.close(min(5.0 if is_done else 1.0, context.left_s))
     with contextlib.suppress(OSError):
         ledger.beat(at_once=True)
+
+
+def _wait(context: Context, replica: Mirror, *, is_leaving: bool) -> bool:
+    """Whether all copies are made, before the machine goes or a limit is reached."""
+    pace = replica.pace
+    leaves_in_s = context.notice.patience_s(pace.leave_s, pace.finish_s)
+    return replica.wait(min(leaves_in_s if is_leaving else pace.finish_s, context.left_s))

@@ -25,6 +25,15 @@ BYTES_PER_WEIGHT = 20
 """Of a bucket: weight, gradient and moments in fp32, and random bits."""
 
 
+def adamw_state(weight: Tensor, counts_on: torch.device) -> dict[str, Tensor]:
+    """What `torch.optim.AdamW` keeps of a weight, before the first step."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=counts_on),
+        "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
+    }
+
+
 class StochasticAdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) whose weights, gradients and moments are
     bf16. `found_inf` leaves everything as it was, as in torch's fused optimizers.
@@ -41,7 +50,9 @@ class StochasticAdamW(torch.optim.AdamW):
             weights = [weight for weight in group["params"] if weight.grad is not None]
             if not weights:
                 continue
-            self.allocate(weights)
+            for weight in weights:
+                if not self.state[weight]:
+                    self.state[weight] = adamw_state(weight, weight.device)
             counters = [self.state[weight]["step"] for weight in weights]
             torch._foreach_add_(counters, 1 if found_inf is None else 1 - found_inf)
             room = weights[0].new_empty(
@@ -50,16 +61,6 @@ class StochasticAdamW(torch.optim.AdamW):
             noise = torch.empty_like(room[0], dtype=torch.int32)
             for bucket in _buckets(weights):
                 self._update(bucket, group, room, noise, found_inf)
-
-    def allocate(self, weights: list[Tensor]) -> None:
-        """State of the weights that have none, all zeros."""
-        for weight in weights:
-            if not self.state[weight]:
-                self.state[weight] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=weight.device),
-                    "exp_avg": torch.zeros_like(weight, memory_format=torch.contiguous_format),
-                    "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.contiguous_format),
-                }
 
     def _update(
         self,

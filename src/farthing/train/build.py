@@ -37,9 +37,8 @@ from farthing.model.liger import use_liger
 from farthing.model.load import FourBits, load_model, speak
 from farthing.model.precision import precision_of
 from farthing.planner.estimate import Estimate
-from farthing.run.folder import DATA_NOTES, LOG, keep
+from farthing.run.folder import DATA_NOTES, keep
 from farthing.settings import Settings
-from farthing.storage.logs import SummedLines
 from farthing.train.built import Run
 from farthing.train.context import Context, Kernels
 from farthing.train.estimate import estimated
@@ -49,10 +48,8 @@ from farthing.train.rank_setup import follow, lead, slots_of_run
 from farthing.train.resolve import Examples, RunSpec, open_examples
 from farthing.train.run_settings import first_settings
 from farthing.train.schedule import first_schedule
-from farthing.train.state import Progress
 from farthing.train.step_feed import StepFeed
 from farthing.train.strategy import may_shard, read_where_it_differs, shard_weights
-from farthing.train.throughput import Pace
 
 LEAVING_S = 5.0
 MODEL_TO_DO = "the model's weights do not fit: use method: qlora, a smaller model, or a larger GPU"
@@ -165,14 +162,10 @@ def assemble(
         forward=forward,
         kernels=kernels,
         optimizer=optimizer,
-        scaler=torch.amp.GradScaler(numerics.device.type, enabled=numerics.needs_scaler),
         memory=memory,
         schedule=schedule,
         feed=feed,
-        progress=Progress(),
-        pace=Pace(feed, train_examples, memory),
         record=Record(loaded_bytes=before_bytes),
-        log_file=SummedLines(context.folder / LOG),
     )
 
 

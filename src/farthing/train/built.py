@@ -20,6 +20,7 @@ class Run(Training):
     """A run from its first step, or the one that an earlier attempt has saved, to its end."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.saver = Saver(self)
         self.state = self.saver.state
         self.evaluator = None if self.eval_examples is None else Evaluator(self, self.eval_examples)

@@ -15,6 +15,7 @@ from farthing.local.measurements import Record
 from farthing.model.activation_checkpointing import MemoryNeed
 from farthing.model.forward import Forward
 from farthing.planner.estimate import Estimate
+from farthing.run.folder import LOG
 from farthing.run.ledger import Ledger, Meter
 from farthing.run.mirror import Mirror
 from farthing.run.signals import Notice
@@ -83,11 +84,14 @@ class Training:
     forward: Forward
     kernels: Kernels
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
     memory: MemoryNeed
     schedule: Schedule
     feed: StepFeed
-    progress: Progress
-    pace: Pace
     record: Record
-    log_file: SummedLines
+
+    def __post_init__(self) -> None:
+        numerics = self.spec.numerics
+        self.scaler = torch.amp.GradScaler(numerics.device.type, enabled=numerics.needs_scaler)
+        self.pace = Pace(self.feed, self.train_examples, self.memory)
+        self.progress = Progress()
+        self.log_file = SummedLines(self.context.folder / LOG)

@@ -22,6 +22,7 @@ from torch.optim.adamw import adamw
 
 from farthing.device_memory import out_of_memory_said
 from farthing.errors import ModelError
+from farthing.train.bf16_adamw import adamw_state
 from farthing.units import say_bytes
 
 BUCKET_BYTES = 64 << 20  # of gradients whose arrival is waited for together: a few ms of the bus
@@ -50,8 +51,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
     someone else has written since the last step (a restored checkpoint) is read again. Raises
     `ModelError` for weights of another dtype.
     """
-
-    keeps_state_on_host = True
 
     def __init__(
         self,
@@ -89,13 +88,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._copies |= {weight: _Copy(next(room), next(room)) for weight in new}
         for weight, copy in self._copies.items():
             if not self.state[weight]:
-                self.state[weight] = {
-                    "step": torch.zeros((), dtype=torch.float32),
-                    "exp_avg": torch.zeros_like(copy.weight, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(
-                        copy.weight, memory_format=torch.preserve_format
-                    ),
-                }
+                self.state[weight] = adamw_state(copy.weight, copy.weight.device)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from farthing.model.load import need_bitsandbytes
 from farthing.planner.optimizers import BF16_WEIGHTS
 from farthing.run.checkpoint import State
 from farthing.storage.files import Json
-from farthing.train.bf16_adamw import StochasticAdamW
+from farthing.train.bf16_adamw import StochasticAdamW, adamw_state
 from farthing.train.offload import OffloadedAdamW
 
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -132,23 +132,20 @@ def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     )
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> State:
-    """(tensors, plain values) of the optimizer's state as flat `weight|key` dicts. `names` is by
-    id() of the weight.
-    """
+def state_tensors(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> State:
+    """(tensors, plain values) of the optimizer's state as flat `weight|key` dicts."""
     tensors: dict[str, Tensor] = {}
     values: Json = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            place = f"{names[id(parameter)]}|{key}"
+    for name, weight in weights.items():
+        for key, value in optimizer.state.get(weight, {}).items():
             if isinstance(value, Tensor):
-                tensors[place] = value.detach()
+                tensors[f"{name}|{key}"] = value.detach()
             elif isinstance(value, int | float | str | bool) or value is None:
-                values[place] = value
+                values[f"{name}|{key}"] = value
             else:
                 raise ModelError(
-                    f"optimizer state {place} is a {type(value).__name__}, which can't be saved"
-                    " safely"
+                    f"optimizer state {name}|{key} is a {type(value).__name__}, which can't be"
+                    " saved safely"
                 )
     return tensors, values
 
@@ -174,11 +171,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.init_state(group, weight, at, within)
             elif isinstance(optimizer, torch.optim.AdamW):
                 where = weight.device if group["fused"] else torch.device("cpu")
-                optimizer.state[weight] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=where),
-                    "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
-                }
+                optimizer.state[weight] = adamw_state(weight, where)
             elif is_adafactor(optimizer):
                 shape = weight.shape
                 sums = {"exp_avg_sq": shape}
@@ -191,7 +184,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
 
 def load_state(
     optimizer: torch.optim.Optimizer,
-    parameters: Iterable[tuple[str, Tensor]],
+    weights: Mapping[str, Tensor],
     tensors: dict[str, Tensor],
     values: Json,
 ) -> None:
@@ -200,37 +193,29 @@ def load_state(
     It is copied into the state that is there: paged state stays in pages, off-loaded state never
     comes near the weight's device, and nothing is in memory twice.
     """
-    by_name: dict[str, Json] = {}
-    for place, value in [*tensors.items(), *values.items()]:
-        name, _, key = place.rpartition("|")
-        by_name.setdefault(name, {})[key] = value
-    known = {name: parameter for name, parameter in parameters if parameter.requires_grad}
-    strange = set(by_name) - set(known)
+    saved = {**values, **tensors}
+    strange = {place.rpartition("|")[0] for place in saved} - set(weights)
     if strange:
         raise ModelError(
             "the checkpoint's optimizer knows weights that this model has not, e.g."
             f" {sorted(strange)[0]}"
         )
     allocate_state(optimizer)
-    for name, state in by_name.items():
-        parameter = known[name]
-        own = optimizer.state[parameter]
-        for key, value in state.items():
-            there = own.get(key)
-            if not isinstance(value, Tensor):
-                own[key] = value
-            elif (
-                isinstance(there, Tensor)
-                and there.shape == value.shape
-                and there.dtype == value.dtype
-            ):
-                there.copy_(value)
-            elif getattr(optimizer, "keeps_state_on_host", False) or (
-                key == "step" and not any(group.get("fused") for group in optimizer.param_groups)
-            ):
-                own[key] = value.clone()
-            else:
-                own[key] = value.to(parameter.device, copy=True)
+    counts_on_host = not any(group.get("fused") for group in optimizer.param_groups)
+    for place, value in saved.items():
+        name, _, key = place.rpartition("|")
+        weight, own = weights[name], optimizer.state[weights[name]]
+        there = own.get(key)
+        if not isinstance(value, Tensor):
+            own[key] = value
+        elif (
+            isinstance(there, Tensor) and there.shape == value.shape and there.dtype == value.dtype
+        ):
+            there.copy_(value)
+        elif isinstance(optimizer, OffloadedAdamW) or (key == "step" and counts_on_host):
+            own[key] = value.clone()
+        else:
+            own[key] = value.to(weight.device, copy=True)
 
 
 def is_adafactor(optimizer: torch.optim.Optimizer) -> bool:

@@ -79,8 +79,8 @@ def parts_of(
             lambda: (trained(), {}), lambda tensors, values: put_back(trained(), tensors)
         ),
         "optimizer": _Part(
-            lambda: state_tensors(optimizer, {id(each): name for name, each in weights.items()}),
-            lambda tensors, values: load_state(optimizer, weights.items(), tensors, values),
+            lambda: state_tensors(optimizer, weights),
+            lambda tensors, values: load_state(optimizer, weights, tensors, values),
         ),
         "scaler": _Part(lambda: ({}, scaler.state_dict()), restore_scaler),
         "progress": progress,
