@@ -69,7 +69,7 @@ def why_not_admitted(context: Context, *, was_finished: bool) -> tuple[str, str]
         return "finished", "the run had finished already; nothing was trained"
     if reason := limits.why_not_start():
         return "limit", reason
-    if ledger.clock_back_s > 60 and limits.job.limits.deadline is not None:
+    if ledger.clock_back_s > 60 and any(each.is_time_of_day for each in limits.left()):
         context.warn(
             f"the clock is {say_seconds(ledger.clock_back_s)} behind what earlier attempts saw;"
             " the deadline counts by this clock"
