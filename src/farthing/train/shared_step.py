@@ -7,12 +7,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from farthing.data.loader import MicroBatch
 from farthing.dist.ranks import GO_ON, refuse
 from farthing.dist.reduce import reducer_of
+from farthing.objectives.objective import OfStep
 from farthing.train.context import Training
 from farthing.train.step_result import Sums
 
@@ -98,9 +101,14 @@ class SharedStep:
         return rows[:, 0], rows[:, 1:].sum(0)
 
     @torch.no_grad()
-    def baseline(self, step: int, n_units: int) -> Tensor:
-        """The mean log-ratio to the reference of the step's mismatched sequences, at least 0."""
+    def totals(self, step: int, examples: NDArray[np.int64]) -> OfStep:
+        """Of all examples of a step; with mismatched sequences the mean of their log-ratios to the
+        reference, at least 0.
+        """
         feed, forward = self._feed, self._forward
+        found = forward.of_step(feed.tokens, examples)
+        if not forward.of.is_mismatched:
+            return found
         cells = feed.table(step).cells
         sums = torch.zeros(len(cells), dtype=torch.float64, device=forward.numerics.device)
         n_more = feed.n_passes(step) if self._ranks.is_fsdp else 0
@@ -110,4 +118,5 @@ class SharedStep:
                 n_more -= 1
         for _ in range(n_more):  # all ranks go through the model as often
             forward.mismatched_ratio(feed.tokens, cells[-1].examples)
-        return (self._ranks.sum_up(sums).sum() / n_units).clamp(min=0).float()
+        mean = self._ranks.sum_up(sums).sum() / len(examples)
+        return found._replace(baseline=mean.clamp(min=0).float())

@@ -79,18 +79,15 @@ class Step:
         return StepResult(number, rate, started_s, sums, room, names, began, updated, arrived)
 
     def begin(self, number: int) -> Sums:
-        """Set the generators, and find what an objective of units has to know of the whole step."""
+        """Set the generators, and find what the objective has to know of the whole step."""
         self.number, self.shared.is_agreed = number, False
         self.update.begin()
         seed_everything(self.seed, number)
-        tokens, examples = self.feed.tokens, self.feed.batches.examples_of(number)
+        examples = self.feed.batches.examples_of(number)
         if self.forward.of.learns_units:
-            self.totals = self.forward.of_step(tokens, examples)
-            if self.forward.of.is_mismatched:
-                with self.meter.span("compute"):
-                    baseline = self.shared.baseline(number, len(examples))
-                self.totals = self.totals._replace(baseline=baseline)
-        return Sums(examples, tokens.n_targets(examples))
+            with self.meter.span("compute"):
+                self.totals = self.shared.totals(number, examples)
+        return Sums(examples, self.feed.tokens.n_targets(examples))
 
     def accumulate(
         self,
