@@ -107,10 +107,14 @@ class Steps:
         ]
         if feed.n_slots == 1 and not ranks.is_fsdp and not feed.first_steps()[1]:
             passes = passes[1:]
-        with of.shared.all_or_none(sums, len(passes)):
+        word = of.shared.begin(len(passes))
+        try:
             of.accumulate(sums, passes, of.shared.reducer, counts=False)
             reserve_for_update(of.optimizer)
             load_update_kernels(of.optimizer)
+        except Exception as error:
+            word = ranks.word_for(error)
+        of.shared.reduce(sums, word)
         if ranks.fsdp is not None:
             ranks.fsdp.begin_anew()
         for weight in of.trained:

@@ -4,7 +4,6 @@ have come as far.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -37,23 +36,23 @@ class SharedStep:
         self.is_agreed = False
         """All ranks have this step's gradients: none can take it again by itself."""
 
-    @contextlib.contextmanager
-    def all_or_none(self, sums: Sums, n_passes: int) -> Iterator[None]:
-        """The block leaves the gradients of a step with the weights, and `sums`; behind it every
-        rank has those of all. The busiest rank has `n_passes` micro-batches.
+    def begin(self, n_passes: int) -> int:
+        """A step begins, in which the busiest rank has `n_passes` micro-batches. The word of a rank
+        where all is well.
+        """
+        if self.reducer is not None:
+            self.reducer.begin()
+        if self._ranks.fsdp is not None:
+            self._ranks.fsdp.begin_step(n_passes)
+        return GO_ON
 
-        Where one rank has to stop or has no memory left, all take the step again. Raises
+    def reduce(self, sums: Sums, word: int) -> None:
+        """Leave the gradients of all ranks with the weights of each, where all have come so far.
+
+        Where one has to stop or has no memory left, all take the step again. Raises
         `RunInterruptedError`, `torch.OutOfMemoryError`.
         """
-        word, ranks, reducer = GO_ON, self._ranks, self.reducer
-        if reducer is not None:
-            reducer.begin()
-        if ranks.fsdp is not None:
-            ranks.fsdp.begin_step(n_passes)
-        try:
-            yield
-        except Exception as error:
-            word = ranks.word_for(error)
+        ranks, reducer = self._ranks, self.reducer
         if reducer is not None:
             of_ranks = [sums.n_computed if rank == ranks.index else 0 for rank in range(ranks.n)]
             word, marks = ranks.agree(word, [*of_ranks, *reducer.end(word != GO_ON)])

@@ -57,13 +57,17 @@ class Step:
         started_s, rate = self.meter.wall_s, self.feed.schedule.learning_rate(number)
         sums = self.begin(number)
         n_passes = self.feed.n_passes(number) if self.ranks.is_fsdp else 1
-        with self.shared.all_or_none(sums, n_passes):
+        word = self.shared.begin(n_passes)
+        try:
             self.accumulate(sums, self.feed.of(number), self.shared.reducer)
             for idle in self.shared.idle(number, n_passes - len(sums.losses)):
                 self.accumulate(Sums(sums.examples, sums.n_targets), [idle], counts=False)
             if self.should_stop() and self.shared.waits_in_layers:
                 raise RunInterruptedError(STOPPED)
             reserve_for_update(self.optimizer)
+        except Exception as error:
+            word = self.ranks.word_for(error)
+        self.shared.reduce(sums, word)  # the error no longer holds on to what had filled the memory
         self.before_update()
         with self.meter.span("optimizer"):
             losses, found = self.shared.of_all_ranks(number, sums)

@@ -39,6 +39,7 @@ class Watchdog:
         self, limits: Limits, reach: Callable[[str], None], last_words: Callable[[], object]
     ) -> None:
         self._limits, self._reach, self._last_words = limits, reach, last_words
+        self._allowance_s = limits.allowance_s
         self.reserve_s: Callable[[], float] = lambda: 0.0
         """Seconds that saving and leaving take."""
         self._main = threading.main_thread()
@@ -85,7 +86,7 @@ class Watchdog:
         if lock.acquire(timeout=0.1):
             try:
                 first = min(self._limits.left())
-                self._left_s, self._why = first.seconds + self._limits.allowance_s, first.why
+                self._left_s, self._why = first.seconds + self._allowance_s, first.why
                 self._limits.tell_guard()
             finally:
                 lock.release()
