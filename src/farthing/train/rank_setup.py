@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -34,9 +33,10 @@ from farthing.errors import (
 from farthing.events import Emit, Warned
 from farthing.local.measurements import MEASUREMENTS, link_of, read_measurements
 from farthing.model.hardware import hardware_key
-from farthing.run.folder import DECIDING, EXAMPLES, RUN, SCHEDULE, keep, kept
+from farthing.run.folder import DECIDING, RUN, SCHEDULE, keep, kept
 from farthing.run.group import STORE, seat_in
 from farthing.settings import Settings
+from farthing.storage.files import Json
 from farthing.train.built import Run
 from farthing.train.context import Context
 from farthing.train.schedule import Fit, keep_fit
@@ -106,25 +106,14 @@ def lead(context: Context, ended: tuple[str, str] | None = None) -> None:
         ranks.tell_all({"ended": ended, "run_id": context.run_id, "files": files})
 
 
-class LetIn(NamedTuple):
-    ended: tuple[str, str] | None
-    """How the run has ended already: (state, reason)."""
-    identity: Mapping[str, object]
-    """Of what the run reads."""
-    has_begun: bool
-    """Whether earlier attempts knew its examples."""
-
-
-def follow(context: Context) -> LetIn:
-    """Another rank is let in, with the files that decide the result."""
-    told = context.ranks.tell_all(None)
+def follow(context: Context) -> Json:
+    """Another rank is let in, with the files that decide the result: what `lead` has told."""
+    told: Json = context.ranks.tell_all(None)
     for name, value in told["files"].items():
         if value is not None:
             keep(context.folder / name, value)
     context.run_id = told["run_id"]
-    facts, ended = told["files"].get(RUN) or {}, told["ended"]
-    ended = None if ended is None else (ended[0], ended[1])
-    return LetIn(ended, facts.get("identity", {}), EXAMPLES in facts)
+    return told
 
 
 def must_be_the_same(

@@ -184,12 +184,13 @@ def _lead(job: Job, context: Context, begun: Opened, allow_restart: bool) -> End
 
 def _compute_along(job: Job, context: Context) -> Ended:
     """An attempt that the first rank leads."""
-    let_in = follow(context)
-    if let_in.ended is not None:
-        return let_in.ended
-    spec = _resolved(job, context)
-    must_be_the_same(context, spec.identity, let_in.identity)
-    run = build(spec, context, has_begun=let_in.has_begun)
+    told = follow(context)
+    if told["ended"] is not None:
+        state, reason = told["ended"]
+        return state, reason
+    facts, spec = told["files"][RUN], _resolved(job, context)
+    must_be_the_same(context, spec.identity, facts["identity"])
+    run = build(spec, context, has_begun=EXAMPLES in facts)
     refer(run)
     take_over(run)
     return loop(run)
