@@ -3,6 +3,10 @@
 Evaluate and save when due, stop when asked, take a step. Everything that can change the result is
 in `Run.state` or follows from (seed, step): the data order, the dropout masks and the learning
 rate are functions, not state.
+
+A signal, a notice of a cloud or a limit ends the run in `why_stop`, between two steps. A step or an
+evaluation that is under way notices it after each micro-batch and raises `RunInterruptedError`:
+nothing of it has happened, and the last finished step is saved.
 """
 
 from __future__ import annotations
