@@ -37,12 +37,20 @@ from farthing.run.ledger import Ledger, Meter, steady_clock
 from farthing.run.signals import Notice
 from farthing.train.budget import Limits
 from farthing.train.context import Context
-from farthing.train.curves import fitted_schedule, schedule
 from farthing.train.evaluate import Evaluator
 from farthing.train.forecast import Forecast
 from farthing.train.loop import loop
 from farthing.train.saver import Saver
-from farthing.train.schedule import Fit, first_fit, first_schedule, keep_fit, kept_fit, settled_fit
+from farthing.train.schedule import (
+    Fit,
+    first_fit,
+    first_schedule,
+    fitted_schedule,
+    keep_fit,
+    kept_fit,
+    schedule,
+    settled_fit,
+)
 from farthing.train.state import Progress
 from thinned import thinned
 

@@ -32,9 +32,9 @@ from farthing.model.hardware import Numerics, choose_numerics
 from farthing.model.load import ModelChoice, load_config, load_model
 from farthing.model.loss import summed_loss
 from farthing.train.built import Run
-from farthing.train.curves import schedule
 from farthing.train.loop import take_step
 from farthing.train.optim import decayed_names, make_optimizer
+from farthing.train.schedule import schedule
 from mishaps import fail_at
 from thinned import thinned
 from workshop import Heard, Watched, log_of, losses_of, make_job

@@ -42,7 +42,7 @@ from farthing.settings import Settings
 from farthing.train.built import Run
 from farthing.train.context import Context, Kernels
 from farthing.train.estimate import estimated
-from farthing.train.memory_fit import settle_checkpointing, share_prefix
+from farthing.train.memory import settle_checkpointing, share_prefix
 from farthing.train.optim import allocate_state, make_optimizer
 from farthing.train.rank_setup import follow, lead, slots_of_run
 from farthing.train.resolve import Examples, RunSpec, open_examples
