@@ -219,8 +219,8 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
     disk, as nothing is saved.
     """
     import farthing.train.build
+    import farthing.train.opened_run
     import farthing.train.resolve
-    import farthing.train.run
     import farthing.train.saver
     from farthing.config.load import load_job
     from farthing.data.token_set import TokenSet
