@@ -33,6 +33,7 @@ from farthing.local.measurements import append_measurement, read_measurements
 from farthing.model.forward import Forward
 from farthing.run.folder import kept
 from farthing.run.group import Elastic, Seat, device_of, not_followed, seat_in
+from farthing.run.signals import Notice
 from farthing.train.opened_run import opened_run
 from farthing.train.rank_setup import slots_of_run
 from farthing.train.step import Step
@@ -319,7 +320,8 @@ def test_every_rank_hears_the_same(tmp_path):
 def leaves(rank: int, was_asked: bool) -> None:
     ranks = Ranks(seat_in(os.environ), patience_s=60.0)
     if rank == 1:
-        ranks.asks_to_leave = lambda: was_asked
+        ranks.notice = Notice()
+        ranks.notice.reason = "SIGTERM" if was_asked else None
         ranks.fail(75)
         ranks.close()
     else:

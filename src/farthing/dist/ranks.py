@@ -28,7 +28,9 @@ from farthing.device_memory import is_out_of_memory
 from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, HardwareError, RunInterruptedError
 from farthing.run.checkpoint import Part
 from farthing.run.group import EXIT_RANK_LOST, Seat
+from farthing.run.ledger import Meter
 from farthing.run.parts import Shared
+from farthing.run.signals import Notice
 from farthing.dist.rendezvous import JOIN_HERE_S, RankLostError, bounded, lost, meet
 from farthing.run.stillness import Stillness
 
@@ -45,6 +47,10 @@ TENSORS_TIMEOUT, WORDS_TIMEOUT = timedelta(minutes=30), timedelta(days=1)
 beat is quicker: it judges who is lost, and who shows no sign of work."""
 STILL_S = 600.0
 """Seconds longer that a rank may show no sign of work while it waits for disks and networks."""
+ON_DISKS_AND_NETWORKS = (
+    *("start_up", "tokenize", "load_model", "restore", "checkpoint", "export"),
+)
+"""Spans of a meter in which it may."""
 _GONE = 1000
 EXIT_NO_ROOM = 77
 """What a rank without memory tells the others; no process ends with it."""
@@ -55,9 +61,7 @@ class NoRoomLeft(RankLostError):
 
 
 class Ranks:
-    """This process among those that share the run. `waiting` is the context in which it waits for
-    others.
-    """
+    """This process among those that share the run."""
 
     def __init__(
         self, seat: Seat | None = None, device: torch.device | None = None, patience_s: float = 60.0
@@ -65,7 +69,10 @@ class Ranks:
         self.seat, self.device = seat or Seat(), device or torch.device("cpu")
         self.patience_s = patience_s
         self.index, self.n, self.is_first = self.seat.index, self.seat.n, self.seat.is_first
-        self.waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.meter: Meter | None = None
+        """Has the seconds in which this rank waits for others."""
+        self.notice: Notice | None = None
+        """Whether this rank was asked to leave."""
         self.at_loss: Callable[[], None] = lambda: None
         """Called where another rank is lost, before this process ends."""
         self.leave_less: Callable[[], bool] = lambda: False
@@ -77,12 +84,8 @@ class Ranks:
         """The model's weights where they are spread over the ranks."""
         self.word = 0
         self._words = [0] * self.n
-        self.asks_to_leave: Callable[[], bool] = lambda: False
-        """Asked at every beat: whether this rank was asked to leave."""
         self._others_ask = False
         self._stillness = Stillness()
-        self.may_be_still: Callable[[], bool] = lambda: False
-        """Asked at every beat: whether this rank may wait for a disk or a network."""
         self._closed = threading.Event()
         self._beats: threading.Thread | None = None
         if self.n > 1:
@@ -127,7 +130,7 @@ class Ranks:
         """
         while True:
             words = torch.zeros(2 * self.n + 1, dtype=torch.int32)
-            words[self.index], words[-1] = self.word, int(self.asks_to_leave())
+            words[self.index], words[-1] = self.word, int(bool(self.notice))
             words[self.n + self.index] = 0 if self.word else int(self._still_s())
             began_s = time.monotonic()
             try:
@@ -156,7 +159,8 @@ class Ranks:
 
     def _still_s(self) -> float:
         """Seconds without a sign of work, as they count: waiting for a disk shows none."""
-        return max(0.0, self._stillness.seconds() - (STILL_S if self.may_be_still() else 0.0))
+        may_be_still = self.meter is not None and self.meter.at in ON_DISKS_AND_NETWORKS
+        return max(0.0, self._stillness.seconds() - (STILL_S if may_be_still else 0.0))
 
     def _leave_the_lost(self, why: str, code: int, hangs: bool = False) -> None:
         if self.word and not hangs:  # this one has failed, or is done, and says so itself
@@ -325,7 +329,7 @@ class Ranks:
         process in order.
         """
         self._stillness.is_waiting = True
-        with self.waiting():
+        with contextlib.nullcontext() if self.meter is None else self.meter.span("ranks"):
             try:
                 yield
             except RuntimeError as error:

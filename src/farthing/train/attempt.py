@@ -22,11 +22,6 @@ from farthing.train.metrics_file import metrics_file
 from farthing.train.trackers import tracked
 from farthing.train.watchdog import Watchdog
 
-ON_DISKS_AND_NETWORKS = (
-    *("start_up", "tokenize", "load_model", "restore", "checkpoint", "export"),
-)
-"""Spans in which a process may wait long for others than its ranks."""
-
 
 @contextlib.contextmanager
 def attempt(job: Job, ranks: Ranks, begun: Opened, emit: Emit) -> Iterator[Context]:
@@ -46,9 +41,7 @@ def attempt(job: Job, ranks: Ranks, begun: Opened, emit: Emit) -> Iterator[Conte
         watch = Watch(services_for(job.where.notices, is_spot=job.where.spot), notice)
         watch.start()
         stack.callback(watch.stop)
-        ranks.asks_to_leave = lambda: bool(notice)
-        ranks.waiting = lambda: meter.span("ranks")
-        ranks.may_be_still = lambda: meter.at in ON_DISKS_AND_NETWORKS
+        ranks.notice, ranks.meter = notice, meter
         emit = stack.enter_context(tracked(emit, job.train.report_to, folder))
         if ranks.is_first:
             ranks.at_loss = lambda: ledger.end("interrupted")
