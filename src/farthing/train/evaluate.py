@@ -33,12 +33,11 @@ Scores = dict[str, tuple[list[float], list[float]]]
 """Metric -> (what each example adds, how much of the mean it is), in the order of the examples."""
 
 
-Seen = dict[str, Any]
-"""What a micro-batch has shown: tensors on the device, plain values once those of all ranks are
-gathered.
-
-`loss`: a sum; `each` [N]: of each example; `documents`: the sum of the mean loss of each; `labels`,
-`answers` [N, ...]; `figures` [2, F] of an objective of units; `predictions`, `references`: texts.
+Found = dict[str, Any]
+"""What one micro-batch has shown, or all of them, each value a list or a tensor of one dimension
+more: `loss`: sums [1]; `each` [N]: of each example; `documents` [1]: the sum of the mean loss of
+each; `labels`, `answers` [N, ...]; `figures` [1, 2, F] of an objective of units; `predictions`,
+`references`: texts.
 """
 
 
@@ -72,32 +71,39 @@ def with_room(
 def look_at_all(
     ranks: Ranks,
     parts: list[NDArray[np.int64]],
-    look: Callable[[NDArray[np.int64]], Seen],
+    look: Callable[[NDArray[np.int64]], Found],
     should_stop: Callable[[], bool],
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Seen]:
-    """What `look` finds in each part, in order and on the host; ranks share the parts, and all know
+) -> dict[str, list[Any]]:
+    """What `look` finds in all parts, in order and on the host; ranks share the parts, and all know
     all. Raises `RunInterruptedError` when asked to stop in between.
     """
-    found, n_done, n_all = list[tuple[int, Seen]](), 0, sum(len(part) for part in parts)
+    own, n_done, n_all = list[tuple[int, Found]](), 0, sum(len(part) for part in parts)
     with ranks.all_or_none():
         for number in range(ranks.index, len(parts), ranks.n):
             if should_stop() and not ranks.is_fsdp:
                 raise RunInterruptedError("stopped between micro-batches")
-            found.append((number, look(parts[number])))
+            own.append((number, look(parts[number])))
             n_done += len(parts[number])
             progress(n_done, n_all)
         if ranks.is_fsdp:  # all go through the model as often
-            if len(found) < -(-len(parts) // ranks.n):
+            if len(own) < -(-len(parts) // ranks.n):
                 look(parts[-1])
             if should_stop():
                 raise RunInterruptedError("stopped between micro-batches")
-    own = [
-        (at, {name: each.tolist() if isinstance(each, Tensor) else each for name, each in seen})
-        for at, seen in ((at, one.items()) for at, one in found)
-    ]
-    of_all = [pair for told in ranks.gather(own) for pair in told]
-    return [seen for _, seen in sorted(of_all, key=lambda pair: pair[0])]
+    plain = [(number, {name: _listed(each) for name, each in one.items()}) for number, one in own]
+    of_all = sorted(
+        (pair for told in ranks.gather(plain) for pair in told), key=lambda pair: pair[0]
+    )
+    found: dict[str, list[Any]] = {}
+    for _, one in of_all:
+        for name, values in one.items():
+            found.setdefault(name, []).extend(values)
+    return found
+
+
+def _listed(values: Any) -> Any:
+    return values.tolist() if isinstance(values, Tensor) else values
 
 
 @torch.no_grad()
@@ -121,7 +127,8 @@ def evaluate(
     all metrics. `each` gets what every example has added. Raises
     `RunInterruptedError` when asked to stop in between.
     """
-    of, step, texts, n = forward.of, None, list[Seen](), len(examples)
+    of, step, n = forward.of, None, len(examples)
+    texts: dict[str, list[str]] = {}
     look = functools.partial(look_at_all, ranks or Ranks(), should_stop=should_stop)
     was_training = forward.model.training
     forward.model.eval()
@@ -130,9 +137,11 @@ def evaluate(
         if of.learns_units:
             step = forward.of_step(tokens, examples)
         if step is not None and of.is_mismatched:
-            ratios = look(parts, lambda part: {"loss": forward.mismatched_ratio(tokens, part)})
-            step = step._replace(baseline=max(0.0, sum(one["loss"] for one in ratios) / n))
-        seen = look(parts, lambda part: _measure(forward, tokens, part, step), progress=progress)
+            ratios = look(
+                parts, lambda part: {"sums": forward.mismatched_ratio(tokens, part)[None]}
+            )
+            step = step._replace(baseline=max(0.0, sum(ratios["sums"]) / n))
+        found = look(parts, lambda part: _measure(forward, tokens, part, step), progress=progress)
         if writing is not None and of.is_pair:
             most_new = writing.max_new_tokens
             alike = forward.split_to_write(tokens, examples, micro_batch_tokens, most_new)
@@ -141,18 +150,20 @@ def evaluate(
             )
     finally:
         forward.model.train(was_training)
-    mean = sum(one["loss"] for one in seen) / max(1, tokens.n_targets(examples))
+    mean = sum(found["loss"]) / max(1, tokens.n_targets(examples))
     if not np.isfinite(mean):  # what such scores choose means nothing
         return {"loss": None, "n_examples": n}
     metrics: Metrics = {"loss": mean, "n_examples": n}
     if of.figures:
-        sums = np.sum([one["figures"] for one in seen], axis=0).T.tolist()
+        sums = np.sum(found["figures"], axis=0).T.tolist()
         named = zip(of.figures, sums, strict=True)
         return metrics | {name: value / count for name, (value, count) in named if count}
     in_parts = np.concatenate(parts)
     order, n_each = np.argsort(in_parts, kind="stable"), tokens.target_lengths[in_parts]
     weights = np.ones(n) if of.counts_units else n_each[order].astype(float)
-    losses, labels, answers = (_joined(seen, name) for name in ("each", "labels", "answers"))
+    losses, labels, answers = (
+        np.array(found.get(name, ())) for name in ("each", "labels", "answers")
+    )
     if step is None:
         metrics["loss_stderr"] = stderr_of_mean(losses[order], weights)
         if each is not None:
@@ -164,12 +175,12 @@ def evaluate(
         each["accuracy"] = hits[order].tolist(), weights.tolist()
     of_task = Evaluated(
         mean,
-        sum(one.get("documents", 0.0) for one in seen) / max(1, n),
+        sum(found.get("documents", ())) / max(1, n),
         labels,
         answers,
         tokens.label_names,
-        [text for one in texts for text in one["predictions"]],
-        [text for one in texts for text in one["references"]],
+        texts.get("predictions", []),
+        texts.get("references", []),
         n_each,
     )
     return metrics | of.judge(of_task)
@@ -177,17 +188,18 @@ def evaluate(
 
 def _measure(
     forward: Forward, tokens: TokenSet, part: NDArray[np.int64], step: OfStep | None
-) -> Seen:
+) -> Found:
     task = forward.of
     batch = forward.to_device(forward.collate(tokens, part))
     if step is not None:
         loss, figures = forward.unit_loss(batch, step)
-        return {"loss": loss.double(), "figures": figures}
+        return {"loss": loss.double()[None], "figures": figures[None]}
     n_targets = torch.from_numpy(tokens.target_lengths[part])
     if task.labels is None:
         loss, log_probs = forward.loss_and_log_probs(batch)
         means = log_probs / n_targets.to(log_probs.device, non_blocking=True)
-        return {"loss": loss.double(), "each": -log_probs, "documents": -means.double().sum()}
+        documents = -means.double().sum()[None]
+        return {"loss": loss.double()[None], "each": -log_probs, "documents": documents}
     loss, scores = forward.loss_and_scores(batch)
     labels, of_one = batch["labels"], task.labels.loss
     if task.scores_words:
@@ -199,12 +211,12 @@ def _measure(
         owners = torch.arange(len(n_targets), device=each.device).repeat_interleave(n_targets)
         each = each.new_zeros(len(n_targets)).index_add(0, owners, each)
     answers = task.labels.answers(scores)
-    return {"loss": loss.double(), "each": each, "labels": labels, "answers": answers}
+    return {"loss": loss.double()[None], "each": each, "labels": labels, "answers": answers}
 
 
 def write_texts(
     forward: Forward, tokens: TokenSet, part: NDArray[np.int64], writing: Writing
-) -> Seen:
+) -> Found:
     """What the model writes for a micro-batch, and what it should write."""
     arrays = collate(tokens, part, forward.task, forward.pad_id)
     device = forward.numerics.device
@@ -223,11 +235,6 @@ def write_texts(
     both = {"predictions": written, "references": targets}
     decode = writing.tokenizer.batch_decode
     return {name: decode(ids, skip_special_tokens=True) for name, ids in both.items()}
-
-
-def _joined(seen: list[Seen], name: str) -> NDArray[Any]:
-    there = [np.array(one[name]) for one in seen if one.get(name)]
-    return np.concatenate(there) if there else np.empty(0)
 
 
 # ---- of a run ----

@@ -30,7 +30,7 @@ from farthing.model.forward import Forward
 from farthing.run.folder import keep, kept
 from farthing.storage.files import DamagedFileError, own_folder
 from farthing.train.built import Run
-from farthing.train.evaluate import Seen, look_at_all, with_room
+from farthing.train.evaluate import Found, look_at_all, with_room
 
 BLOCK = 256  # examples
 N_SAMPLED = 8
@@ -80,15 +80,14 @@ def references_of(
     `RunInterruptedError`.
     """
 
-    def look(part: NDArray[np.int64]) -> Seen:
+    def look(part: NDArray[np.int64]) -> Found:
         arrays = forward.collate_scored(tokens, part)
         found = [forward.log_probs(forward.to_device(each)) for each in arrays]
         return {"rows": torch.cat([each.reshape(len(part), -1) for each in found], 1)}
 
     parts = forward.split(tokens, units, micro_batch_tokens)
-    seen = look_at_all(ranks or Ranks(), parts, look, should_stop)
-    rows = [row for one in seen for row in one["rows"]]
-    of_unit = dict(zip(np.concatenate(parts).tolist(), rows, strict=True))
+    found = look_at_all(ranks or Ranks(), parts, look, should_stop)
+    of_unit = dict(zip(np.concatenate(parts).tolist(), found["rows"], strict=True))
     return np.array([of_unit[unit] for unit in units.tolist()])
 
 
