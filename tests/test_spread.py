@@ -580,6 +580,13 @@ def test_weights_that_cannot_be_spread_are_refused_in_words(method, family, keys
     assert refused.value.to_do
 
 
+def test_a_run_that_is_measured_has_all_its_weights_on_the_device(tmp_path):
+    job = make_job(tmp_path, where={"strategy": "fsdp", "offload_weights": True})
+    Path(job.output_dir).mkdir()
+    with opened_run(job, Heard()) as run:
+        assert not run.context.ranks.is_fsdp
+
+
 @pytest.mark.parametrize(("asked", "found"), [("auto", "cuda"), ("cuda", "cuda"), ("cpu", "cpu")])
 def test_a_process_alone_spreads_weights_over_the_device_that_computes(
     asked, found, tmp_path, monkeypatch
