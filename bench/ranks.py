@@ -82,7 +82,7 @@ def note_gradients(folder: str, rank: int, attempt: int) -> None:
                 if weight.grad is not None
             }
             save_file(found, Path(folder) / f"gradients-{rank}.safetensors")
-            (Path(folder) / f"collectives-{rank}").write_text(str(steps.ranks.n_sums + len(calls)))
+            (Path(folder) / f"collectives-{rank}").write_text(str(len(calls)))
         return clip(steps, *arguments)
 
     Step.clip = noted  # type: ignore[method-assign]

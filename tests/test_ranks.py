@@ -163,7 +163,7 @@ class Seated:
     together = staticmethod(contextlib.nullcontext)
 
     def __init__(self, index: int = 0, n: int = 2) -> None:
-        self.index, self.n, self.n_sums = index, n, 0
+        self.index, self.n = index, n
 
 
 def summed_on(

@@ -78,8 +78,6 @@ class Ranks:
         self.leave_less: Callable[[], bool] = lambda: False
         """Called where memory runs out over spread weights, and then on the first rank before all
         end: notes that the next attempt takes less at once. Whether it can."""
-        self.n_sums = 0
-        """Collectives on gradients so far, which must be as many on every rank."""
         self.fsdp: ShardedModel | None = None
         """The model's weights where they are spread over the ranks."""
         self.word = 0

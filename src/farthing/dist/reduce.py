@@ -163,7 +163,6 @@ class AllReduce(Reducer):
             parts.append(weight.new_zeros(weight.numel()) if zeros else weight.grad.reshape(-1))
             weight.grad = None
         flat = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(SUMS)
-        self._ranks.n_sums += 1
         self._sent.append((flat, dist.all_reduce(flat, async_op=True)))
 
     def end(self, has_failed: bool) -> list[int]:
@@ -249,7 +248,6 @@ class FixedOrder(Reducer):
             for bucket, flat in sums:
                 if ranks.n > 1:
                     dist.broadcast(flat, ranks.n - 1)
-                    ranks.n_sums += 1
                 for at, part in self._parts(flat, bucket):
                     weights[at].grad = part.to(weights[at].dtype)
         self._kept = []
