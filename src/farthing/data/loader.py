@@ -27,10 +27,7 @@ class MicroBatch:
     """A micro-batch of a step."""
 
     step: int
-    step_examples: NDArray[np.int64]
-    """All examples of the step."""
     examples: NDArray[np.int64]
-    """Those of this micro-batch."""
     arrays: Arrays
     is_last: bool
     """Of the step, for this process."""
@@ -53,11 +50,10 @@ def micro_batches(
         cells = cells_of(examples)
         for cell in cells:
             arrays = collate(cell.examples)
-            yield MicroBatch(
-                step, examples, cell.examples, arrays, cell is cells[-1], cell.number, cell.slot
-            )
+            is_last = cell is cells[-1]
+            yield MicroBatch(step, cell.examples, arrays, is_last, cell.number, cell.slot)
         if not cells:
-            yield MicroBatch(step, examples, examples[:0], {}, True)
+            yield MicroBatch(step, examples[:0], {}, True)
 
 
 Item = TypeVar("Item")

@@ -114,10 +114,10 @@ class Steps:
     def _rehearse(self, step: int) -> tuple[int, int]:
         feed, of, ranks = self.feed, self.step, self.step.ranks
         sums = of.begin(step)
-        examples, largest = feed.batches.examples_of(step), feed.largest(step)
+        largest = feed.largest(step)
         arrays = of.forward.collate(feed.tokens, largest)
         passes = [
-            MicroBatch(step, examples, largest, arrays, is_last, slot=slot)
+            MicroBatch(step, largest, arrays, is_last, slot=slot)
             for is_last, slot in ((False, feed.slots[0]), (True, feed.slots[-1]))
         ]
         if feed.n_slots == 1 and not ranks.is_fsdp and not feed.first_steps()[1]:

@@ -69,14 +69,13 @@ class SharedStep:
         """Micro-batches that count for nothing, where this rank has fewer than the busiest."""
         if self.reducer is None or not self.waits_in_layers:
             return
-        examples = self._feed.batches.examples_of(step)
         smallest = self._feed.table(step).cells[-1].examples
         with self.reducer.aside():
             for _ in range(n):
                 for weight in [] if self._ranks.trains_rows else self._trained:
                     weight.grad = None
                 arrays = self._forward.collate(self._feed.tokens, smallest)
-                yield MicroBatch(step, examples, smallest, arrays, True)
+                yield MicroBatch(step, smallest, arrays, True)
 
     def of_all_ranks(self, step: int, sums: Sums) -> tuple[Tensor, Tensor]:
         """(what each micro-batch of the step adds to its mean loss [n]; sums of the objective's

@@ -27,7 +27,6 @@ class Progress:
     n_tokens: int = 0
     n_padded_tokens: int = 0
     n_targets: int = 0
-    skipped_steps: int = 0
     skipped_in_a_row: int = 0
     evaluated_step: int = 0
     best_step: int | None = None

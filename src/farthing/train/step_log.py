@@ -134,7 +134,6 @@ class StepLog:
         if math.isfinite(loss) and math.isfinite(norm):
             at.skipped_in_a_row = 0
             return
-        at.skipped_steps += 1
         if math.isfinite(loss) and scaler.is_enabled() and scaler.get_scale() >= 1:
             self._skipped(StepSkipped(step, "the gradients overflowed fp16"))
             scale = f"{scaler.get_scale():g}"
