@@ -64,7 +64,7 @@ def receipt_of_finished(job: Job) -> Receipt | None:
     since; else None.
     """
     folder = Path(job.output_dir)
-    if not is_finished(folder) or is_to_publish(job):
+    if not is_finished(folder) or to_publish(job) is not None:
         return None
     try:
         before = (kept(folder / RUN) or {}).get(FOLLOWS_FROM)
@@ -79,35 +79,28 @@ def receipt_of_finished(job: Job) -> Receipt | None:
         return None
 
 
-def published_as(job: Job) -> Publication | None:
-    """Where the job's model goes; None where it stays here. Raises `InputError` where there is no
-    token.
+def to_publish(job: Job) -> Publication | None:
+    """Where the model of a run is still to be sent; None where it stays here, or is there already.
+    Raises `InputError` where there is no token.
     """
     train = job.train
     if not train.push_to_hub:
         return None
     run = Path(job.output_dir)
+    note = noted(run, run / MODEL, FORM)
+    if note is not None and note.commit:
+        return None
     name = train.hub_model_id or run.resolve().name
     return wanted_at(
         name, run / MODEL, FORM, is_private=train.hub_private_repo, where="train.push_to_hub"
     )
 
 
-def is_to_publish(job: Job) -> bool:
-    """Whether the model of a finished run is still to be sent."""
-    if not job.train.push_to_hub:
-        return False
-    run = Path(job.output_dir)
-    note = noted(run, run / MODEL, FORM)
-    return note is None or not note.commit
-
-
 def publish_finished(job: Job, emit: Emit) -> None:
     """Send the model of a finished run where the job asks for it and the Hub has it not. Raises
     `PublishError`.
     """
-    wanted = published_as(job)
-    if wanted is not None and is_to_publish(job):
+    if (wanted := to_publish(job)) is not None:
         emit(Working("publishing the model"))
         sent = publish(Path(job.output_dir), wanted)
         emit(Note(f"published as hub:{sent.to}, commit {sent.commit}"))

@@ -44,7 +44,7 @@ from farthing.planner.software import fp16_risk
 from farthing.run.folder import began
 from farthing.train.ancestor import KEY as ANCESTOR
 from farthing.train.ancestor import ancestor_identity
-from farthing.train.finished import published_as
+from farthing.train.finished import to_publish
 from farthing.units import plural
 
 MODEL_CONTENT = "model (content)"
@@ -181,7 +181,7 @@ def check_extras(job: Job, device: str = "") -> None:
                 where="train.full_determinism",
                 to_do="leave one of the two out",
             )
-    published_as(job)  # raises without a token
+    to_publish(job)  # raises without a token
     if job.method.name == "qlora":
         need_bitsandbytes("method: qlora")
     if "8bit" in job.train.optim or "paged" in job.train.optim:
