@@ -135,11 +135,11 @@ def gradients(run: Run, step: int = 0) -> tuple[float, dict[str, Tensor]]:
         ready = micro_batches(
             step,
             step + 1,
-            run.steps.feed.batches.examples_of,
-            lambda examples: run.steps.feed.table_of(examples).cells,
+            run.feed.batches.examples_of,
+            lambda examples: run.feed.table_of(examples).cells,
             lambda examples: run.forward.collate(tokens, examples),
         )
-        examples = run.steps.feed.batches.examples_of(step)
+        examples = run.feed.batches.examples_of(step)
         sums = Sums(examples, tokens.n_targets(examples))
         run.steps.step.accumulate(sums, ready)
         run.steps.step.scaler.unscale_(run.steps.step.optimizer)
@@ -501,7 +501,7 @@ def test_what_is_computed_again_is_what_was_kept(method, dropout, tmp_path):
         with opened(
             make_job(tmp_path / str(every), gradient_checkpointing=every, **strict(**keys))
         ) as run:
-            assert run.steps.settings.checkpoint_every == int(every)
+            assert run.feed.settings.checkpoint_every == int(every)
             found[every] = gradients(run)
     for every in (2, True):
         assert found[every][0] == pytest.approx(found[False][0], rel=1e-6)
@@ -641,7 +641,7 @@ def test_steps_never_wait_for_the_device(kind, tmp_path):
         tmp_path, method="lora" if kind == "lora" else "full", **keys | {"rows": rows} | more
     )
     with opened(job) as run:
-        assert run.steps.settings.shares_prefix == (kind == "beginnings")
+        assert run.feed.settings.shares_prefix == (kind == "beginnings")
         steps = run.steps
         taken = [steps.take(step) for step in range(2)]  # what is made once may be waited for
         if HAS_GPU:

@@ -74,7 +74,7 @@ def test_everyone_takes_the_examples_that_farthing_draws(tmp_path):
     assert len({index for step in order for index in step}) == 40
     values = work.job_values(tmp_path / "toy-chat", tmp_path / "out", "lora", SMALL, 5, 3.0)
     with work.opened(values, drawn) as run:
-        assert [run.steps.feed.batches.examples_of(step).tolist() for step in range(5)] == order
+        assert [run.feed.batches.examples_of(step).tolist() for step in range(5)] == order
         assert (run.train_examples.tokens.lengths == drawn.lengths).all()
         take_step(run)
         run.log.settle()
@@ -95,7 +95,7 @@ def test_a_step_is_taken_of_models_that_are_no_chat_models(shape, tmp_path):
     ) as run:
         take_step(run)
         run.log.settle()
-        assert run.progress.n_tokens == drawn.lengths[run.steps.feed.batches.examples_of(0)].sum()
+        assert run.progress.n_tokens == drawn.lengths[run.feed.batches.examples_of(0)].sum()
 
 
 @pytest.mark.slow

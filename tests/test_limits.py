@@ -251,15 +251,13 @@ def attempt(
     )
     run.schedule = first_schedule(job.train, job.learning_rate, folder, limits.left_s, estimate, 7)
     batches = SimpleNamespace(steps_per_epoch=7, examples_of=lambda step: [step])
-    run.steps = SimpleNamespace(
-        feed=SimpleNamespace(
-            close=lambda: None,
-            batches=batches,
-            n_tokens=lambda examples: int(costs.lengths[examples].sum()),
-        )
+    run.steps, run.estimate = None, estimate
+    run.feed = SimpleNamespace(
+        close=lambda: None,
+        batches=batches,
+        n_tokens=lambda examples: int(costs.lengths[examples].sum()),
     )
     run.log = SimpleNamespace(settle=lambda: None)
-    run.feed, run.estimate = run.steps.feed, estimate
     run.saver = TimedSaver(run, disk)
     run.evaluator = None
     if costs.evaluation_s:

@@ -119,11 +119,11 @@ def accumulate(run: Run, pieces: list[Any]) -> Sums:
     ready = micro_batches(
         0,
         1,
-        run.steps.feed.batches.examples_of,
+        run.feed.batches.examples_of,
         lambda _: in_one_lane(pieces),
         lambda e: run.forward.collate(tokens, e),
     )
-    examples = run.steps.feed.batches.examples_of(0)
+    examples = run.feed.batches.examples_of(0)
     sums = Sums(examples, tokens.n_targets(examples))
     run.steps.step.accumulate(sums, ready)
     return sums
@@ -239,7 +239,7 @@ def test_the_first_twenty_losses_and_gradients_are_those_of_plain_transformers(t
     assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=10 * CLOSE)
 
     run = open_run(job_for(task, tmp_path, "again"))
-    accumulate(run, cut_by_rows(run.steps.feed.batches.examples_of(0), 5))
+    accumulate(run, cut_by_rows(run.feed.batches.examples_of(0), 5))
     theirs = {
         name: gradient
         for (name, _), gradient in zip(reference.named_parameters(), first, strict=True)
@@ -251,7 +251,7 @@ def test_the_first_twenty_losses_and_gradients_are_those_of_plain_transformers(t
 @pytest.mark.parametrize("task", thinned(TASKS, 2))
 def test_every_way_of_cutting_the_batch_gives_the_same_gradients(task, method, tmp_path):
     run = open_run(job_for(task, tmp_path, method=method))
-    examples = run.steps.feed.batches.examples_of(0)
+    examples = run.feed.batches.examples_of(0)
 
     def gradients(pieces: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
         run.steps.step.optimizer.zero_grad(set_to_none=True)

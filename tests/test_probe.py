@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Any:
 
 def test_it_climbs_to_the_best_size(run):
     found = Bench(run, lambda setting: abs(setting.micro_batch_tokens - 1024) / 1024 + 1.0).find()
-    assert found.settings.micro_batch_tokens == run.steps.settings.micro_batch_tokens == 1024
+    assert found.settings.micro_batch_tokens == run.feed.settings.micro_batch_tokens == 1024
 
 
 def test_smaller_is_found_too_and_noise_is_not_believed(run):
@@ -74,18 +74,18 @@ def test_what_ran_out_of_memory_is_not_chosen(run):
         )
 
     assert Bench(run, short).find().settings.micro_batch_tokens == 512
-    assert run.steps.settings.micro_batch_tokens == 512
+    assert run.feed.settings.micro_batch_tokens == 512
 
 
 def test_less_checkpointing_is_tried_where_there_is_some(run):
-    run.steps.use(replace(run.steps.settings, checkpoint_every=1))
+    run.steps.use(replace(run.feed.settings, checkpoint_every=1))
     assert (
         Bench(run, lambda setting: 1.0 + 0.1 * bool(setting.checkpoint_every))
         .find()
         .settings.checkpoint_every
         == 0
     )
-    assert run.steps.settings.checkpoint_every == 0
+    assert run.feed.settings.checkpoint_every == 0
 
 
 def test_it_keeps_to_its_time(run):
@@ -124,7 +124,7 @@ def test_memory_that_runs_out_in_a_trial_is_an_answer(run, monkeypatch):
         len(prober.sample[0]) > 9,
         False,
     ]
-    prober.sample = [run.steps.feed.batches.examples_of(0)]
+    prober.sample = [run.feed.batches.examples_of(0)]
     assert prober.measure(Settings(100_000)).seconds_per_token == float("inf")
 
 
@@ -132,7 +132,7 @@ def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run):
     run.context.notice.reason = "SIGTERM"
     with pytest.raises(RunInterruptedError):
         Prober(run.steps, Heard(), 4.0).find()
-    assert run.steps.settings.micro_batch_tokens == 256
+    assert run.feed.settings.micro_batch_tokens == 256
 
 
 # ---- what it leaves ----

@@ -137,7 +137,7 @@ def test_going_backward_attention_counts_more_where_the_weights_are_frozen(tmp_p
         job = make_job(tmp_path / method, method=method, max_steps=1)
         Path(job.output_dir).mkdir()
         with opened_run(job, Heard()) as attempt:
-            forward, tokens = attempt.forward, attempt.steps.feed.tokens
+            forward, tokens = attempt.forward, attempt.feed.tokens
             examples, lengths = np.arange(len(tokens)), tokens.lengths.astype(np.int64)
             of_products = forward.costs(tokens, examples) - 7 * lengths**2
         assert (of_products % products == 0).all()

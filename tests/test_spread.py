@@ -347,7 +347,7 @@ def test_the_largest_micro_batch_is_rehearsed_and_lowered_until_it_has_room(
         n_examples, n_tokens = steps.rehearse(step)
         assert n_tokens <= most
         assert (n_examples, n_tokens) == steps.feed.largest_of(step)
-        assert (steps.settings.micro_batch_tokens < 200) == (least > 1)
+        assert (steps.feed.settings.micro_batch_tokens < 200) == (least > 1)
         assert all(weight.grad is None for weight in steps.step.trained)
         assert all(
             torch.equal(weight, other)

@@ -106,10 +106,10 @@ def as_planned(values: Row, drawn: Drawn) -> Row:
     with opened(values, drawn, said) as run:
         if run.estimate is None:
             raise RuntimeError("; ".join(said) or "no estimate")
-        planned = run.steps.settings
+        planned = run.feed.settings
         row = measured(run, WARM_UP, run.schedule.n_steps - WARM_UP - N_PROFILED)
         row |= {"settings": settings_of(run), "promised": run.estimate.to_json()}
-        row["ran_out_of_memory"] = planned != run.steps.settings
+        row["ran_out_of_memory"] = planned != run.feed.settings
         row["happened"] = happened_to(run, row, row["peak_bytes"] - resting)
         leave_measured(run)
         try:
@@ -156,7 +156,7 @@ def settings_of(run: Any) -> Row:
         1, 1, width, dtype=run.spec.numerics.base_dtype, device=run.spec.numerics.device
     )
     return {
-        **tried(run.steps.settings),
+        **tried(run.feed.settings),
         "attention": choose_kernel(query, How(True, 1.0)),
         "precision": run.spec.numerics.name,
         "liger": run.kernels.liger,
@@ -241,12 +241,12 @@ def changed(run: Any, what: Row, emit: Emit) -> None:
     for group, name, way in ways(run):
         its = {**what, "group": group, "way": name}
         with failing(its, emit), way:
-            wanted = run.steps.settings.micro_batch_tokens
+            wanted = run.feed.settings.micro_batch_tokens
             found = measured(run, N_WARM, N_TIMED)
-            if run.steps.settings.micro_batch_tokens != wanted:
-                raise MemoryError(f"went on with {run.steps.settings.micro_batch_tokens:,} tokens")
+            if run.feed.settings.micro_batch_tokens != wanted:
+                raise MemoryError(f"went on with {run.feed.settings.micro_batch_tokens:,} tokens")
             emit({**its, **found, "micro_batch_tokens": wanted, "settings": settings_of(run)})
-    run.steps.feed.close()
+    run.feed.close()
 
 
 def opened_anew(values: Row, drawn: Drawn, is_smoke: bool) -> Row:
@@ -265,7 +265,7 @@ def opened_anew(values: Row, drawn: Drawn, is_smoke: bool) -> Row:
         if "torch_compile" in values["train"] and isinstance(run.kernels.compiled, str):
             raise RuntimeError(run.kernels.compiled)
         found = measured(run, n_warm, N_TIMED)
-        return {**found, "micro_batch_tokens": run.steps.settings.micro_batch_tokens}
+        return {**found, "micro_batch_tokens": run.feed.settings.micro_batch_tokens}
 
 
 def ways(run: Any) -> Iterator[tuple[str, str, AbstractContextManager[Any]]]:
@@ -293,13 +293,13 @@ def padded(run: Any) -> Iterator[None]:
     from farthing.model.attention import go_packed
 
     inner = run.model.get_base_model() if hasattr(run.model, "get_base_model") else run.model
-    run.steps.feed.close()
+    run.feed.close()
     run.forward.why_padded = "to be compared"
     inner.set_attn_implementation("sdpa")
     try:
         yield
     finally:
-        run.steps.feed.close()
+        run.feed.close()
         run.forward.why_padded = None
         go_packed(run.model)
 

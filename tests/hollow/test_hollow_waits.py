@@ -66,7 +66,7 @@ def steps_of(
         before, launched = counted(), kernels(folder)
         for step in range(2, 2 + N_STEPS):
             take_step(run)
-            n += len(run.steps.feed.table(step).cells)
+            n += len(run.feed.table(step).cells)
         after, now = counted(), kernels(folder)
         run.log.settle()
     now.subtract(launched)

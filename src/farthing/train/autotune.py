@@ -76,7 +76,7 @@ class Prober:
 
     def find(self) -> Trial:
         """The best settings in reach, which the run is left with. Raises `RunInterruptedError`."""
-        start = self.steps.settings
+        start = self.feed.settings
         try:
             self._choose_sample(start)
             best = self._try(start)

@@ -49,7 +49,7 @@ def loop(run: Run) -> tuple[str, str]:
     meter = run.context.meter
     starting_s = sum(meter.spans.get(name, 0.0) for name in STARTING)
     run.forecast.start_s = min(LONGEST_START_S, starting_s)
-    with contextlib.closing(run.steps.feed), rare_collections():
+    with contextlib.closing(run.feed), rare_collections():
         try:
             try:
                 rehearse(run, run.steps, run.forecast)
@@ -166,7 +166,7 @@ def settle_schedule(run: Run) -> None:
     fit = Fit(**context.ranks.tell_all(asdict(fit)))
     keep_fit(context.folder / SCHEDULE, fit)
     schedule.follow(fit)
-    run.steps.feed.close()  # what was made ready knew the number
+    run.feed.close()  # what was made ready knew the number
     steps = plural(fit.n_steps, "step")
     context.emit(Note(f"the schedule is fixed: {steps} of {fit.asked_steps:,} fit the limits"))
 
@@ -176,7 +176,7 @@ def take_step(run: Run) -> None:
     taken = run.steps.take(run.progress.step)
     at, sums = run.progress, taken.sums
     at.step += 1
-    at.n_tokens += run.steps.feed.n_tokens(sums.examples)
+    at.n_tokens += run.feed.n_tokens(sums.examples)
     at.n_padded_tokens += sums.n_computed
     at.n_targets += sums.n_targets
     run.record.micro_batch(*sums.largest)

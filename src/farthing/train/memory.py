@@ -59,20 +59,12 @@ class Steps:
     """Told (step, why, whether `settings` have changed) after room was made."""
 
     def __post_init__(self) -> None:
+        self.feed = self.step.feed
         self.step.ranks.leave_less = self._leave_less
         self._n_freed = 0
 
-    @property
-    def feed(self) -> StepFeed:
-        return self.step.feed
-
-    @property
-    def settings(self) -> Settings:
-        """How the steps are computed, now."""
-        return self.feed.settings
-
     def use(self, settings: Settings) -> None:
-        if settings.checkpoint_every != self.settings.checkpoint_every:
+        if settings.checkpoint_every != self.feed.settings.checkpoint_every:
             checkpoint_layers(self.step.forward.model, settings.checkpoint_every)
         self.feed.settings = settings
 
@@ -137,7 +129,7 @@ class Steps:
         return len(largest), of.forward.n_computed(arrays)
 
     def _can_make_room(self, step: int) -> bool:
-        return self.feed.largest_of(step)[0] > 1 or self.settings.checkpoint_every != 1
+        return self.feed.largest_of(step)[0] > 1 or self.feed.settings.checkpoint_every != 1
 
     def _lowered(self, step: int) -> Settings:
         """Half the micro-batch; when it is one example already, more layers are computed again
@@ -145,9 +137,10 @@ class Steps:
         """
         n_examples, n_tokens = self.feed.largest_of(step)
         if n_examples > 1:
-            halved = max(1, min(self.settings.micro_batch_tokens, n_tokens) // 2)
-            return replace(self.settings, micro_batch_tokens=halved)
-        return replace(self.settings, checkpoint_every=1 if self.settings.checkpoint_every else 2)
+            halved = max(1, min(self.feed.settings.micro_batch_tokens, n_tokens) // 2)
+            return replace(self.feed.settings, micro_batch_tokens=halved)
+        every = 1 if self.feed.settings.checkpoint_every else 2
+        return replace(self.feed.settings, checkpoint_every=every)
 
     def _leave_less(self) -> bool:
         """On the first rank, before all end as spread weights leave no step to take again: note

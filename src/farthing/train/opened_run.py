@@ -44,6 +44,6 @@ def opened_run(job: Job, emit: Emit) -> Iterator[Run]:
         if run.forward.of.needs_reference:
             without_references(run.forward, run.train_examples.tokens)
         run.saver.restore(allow_restart=False)
-        with contextlib.closing(run.steps.feed):
+        with contextlib.closing(run.feed):
             yield run
         ledger.close("finished")

@@ -162,15 +162,15 @@ def slots_of_run(where: WhereSection, ranks: Ranks, before: int, emit: Emit) -> 
 
 def take_over(run: Run) -> None:
     """Compute from here on as the first rank does: its state, its cut, its schedule."""
-    ranks, steps, schedule = run.context.ranks, run.steps, run.schedule
+    ranks, schedule = run.context.ranks, run.schedule
     if ranks.n == 1:
         return
     run.record.link_bytes_per_s = _link_bytes_per_s(run)
     fit = None if schedule.fit is None else asdict(schedule.fit)
-    settings, fit = ranks.tell_all([steps.settings.to_json(), fit])
+    settings, fit = ranks.tell_all([run.feed.settings.to_json(), fit])
     if not ranks.is_first:
         told = Settings.from_json(settings)
-        steps.use(told)
+        run.steps.use(told)
         run.forward.shares = bool(told.shares_prefix)
         run.forward.micro_batch_cost = MicroBatchCost(told.least_tokens, told.more_tokens)
         if fit is not None:

@@ -152,7 +152,7 @@ def _measured(run: Run, tokens: TokenSet, units: NDArray[np.int64]) -> NDArray[n
         ranks=context.ranks,
         should_stop=context.is_asked_to_leave,
     )
-    most_tokens, device = run.steps.settings.micro_batch_tokens, forward.numerics.device
+    most_tokens, device = run.feed.settings.micro_batch_tokens, forward.numerics.device
     longest = int(forward.lengths_of(tokens)[units].max())
     return with_room(measure, most_tokens, longest, device, context.warn, "the reference pass")
 

@@ -224,17 +224,17 @@ def _restore(run: Run, facts: Json, allow_restart: bool, was_finished: bool) -> 
 
 def _settle(run: Run, facts: Json) -> None:
     """What the first attempt decides for all: the settings, where a probe pays."""
-    context, steps, n = run.context, run.steps, run.steps.feed.batches.steps_per_epoch
+    context, n = run.context, run.feed.batches.steps_per_epoch
     if facts.get("steps_per_epoch") != n:
         facts["steps_per_epoch"] = n
         keep(context.folder / RUN, facts)
-    pays = is_worth_it(run.spec, run.estimate, steps.settings, context.limits.left_s)
+    pays = is_worth_it(run.spec, run.estimate, run.feed.settings, context.limits.left_s)
     # over spread weights the others would have to try the same
     if run.progress.step == 0 and pays and not context.ranks.is_fsdp:
         with context.meter.span("probe"):
             context.emit(Note("trying a few micro-batch sizes before the first step"))
-            probe_run(steps, context.emit)
-    keep_settings(context, steps.settings)
+            probe_run(run.steps, context.emit)
+    keep_settings(context, run.feed.settings)
 
 
 def close(context: Context, begun: Opened, state: str, reason: str) -> Outcome:

@@ -18,7 +18,7 @@ from farthing.units import plural, say_bytes, say_seconds, say_usd
 
 def emit_summary(run: Run) -> None:
     spec, train = run.spec, run.spec.train
-    settings, schedule, fit = run.steps.settings, run.schedule, run.schedule.fit
+    settings, schedule, fit = run.feed.settings, run.schedule, run.schedule.fit
     device, free = spec.numerics.device, say_bytes(run.memory.free_bytes)
     memory = f"{say_bytes(run.log.expected_bytes)} expected, {free} free"
     if device.type == "cuda":
