@@ -52,8 +52,7 @@ ON_DISKS_AND_NETWORKS = (
 )
 """Spans of a meter in which it may."""
 _GONE = 1000
-EXIT_NO_ROOM = 77
-"""What a rank without memory tells the others; no process ends with it."""
+EXIT_NO_ROOM = 77  # what a rank without memory tells the others; no process ends with it
 
 
 class NoRoomLeft(RankLostError):
@@ -69,10 +68,8 @@ class Ranks:
         self.seat, self.device = seat or Seat(), device or torch.device("cpu")
         self.patience_s = patience_s
         self.index, self.n, self.is_first = self.seat.index, self.seat.n, self.seat.is_first
-        self.meter: Meter | None = None
-        """Has the seconds in which this rank waits for others."""
-        self.notice: Notice | None = None
-        """Whether this rank was asked to leave."""
+        self.meter: Meter | None = None  # has the seconds in which this rank waits for others
+        self.notice: Notice | None = None  # whether this rank was asked to leave
         self.at_loss: Callable[[], None] = lambda: None
         """Called where another rank is lost, before this process ends."""
         self.leave_less: Callable[[], bool] = lambda: False

@@ -27,8 +27,7 @@ SLOTS = 4
 """Of a step that is added up in a fixed order: as many processes can share it, on fewer some
 compute several.
 """
-BUCKET = 1 << 24
-"""Numbers that are sent at once; a larger weight goes by itself."""
+BUCKET = 1 << 24  # numbers that are sent at once; a larger weight goes by itself
 
 
 def n_slots_for(n_ranks: int) -> int:

@@ -46,12 +46,9 @@ class Trial:
     """What a settings took. `seconds_per_token` is infinite where memory ran out."""
 
     settings: Settings
-    seconds_per_token: float
-    """Seconds of forward and backward for a useful token."""
-    computed_share: float
-    """Useful tokens among the computed ones."""
-    peak_bytes: int
-    """Most memory taken meanwhile; 0 where it can't be read."""
+    seconds_per_token: float  # seconds of forward and backward for a useful token
+    computed_share: float  # useful tokens among the computed ones
+    peak_bytes: int  # most memory taken meanwhile; 0 where it can't be read
 
     def is_better_than(self, other: Trial) -> bool:
         """By more than noise."""

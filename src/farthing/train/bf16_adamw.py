@@ -19,10 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BUCKET = 1 << 24
-"""Weights that are updated at once."""
-BYTES_PER_WEIGHT = 20
-"""Of a bucket: weight, gradient and moments in fp32, and random bits."""
+BUCKET = 1 << 24  # weights that are updated at once
+BYTES_PER_WEIGHT = 20  # of a bucket: weight, gradient and moments in fp32, and random bits
 
 
 def adamw_state(weight: Tensor, counts_on: torch.device) -> dict[str, Tensor]:

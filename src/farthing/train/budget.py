@@ -31,12 +31,10 @@ LONGEST_ONLY_WRITES_S = 60.0
 
 
 class Left(NamedTuple):
-    seconds: float
-    """Until it is reached; below zero once it was passed."""
+    seconds: float  # until it is reached; below zero once it was passed
     limit: str
     spent: str = ""
-    is_time_of_day: bool = False
-    """Suspended time counts."""
+    is_time_of_day: bool = False  # suspended time counts
 
     @property
     def why(self) -> str:

@@ -39,13 +39,10 @@ class Context:
     limits: Limits
     notice: Notice
     emit: Emit
-    run_id: str = ""
-    """Which run the folder's checkpoints belong to."""
+    run_id: str = ""  # which run the folder's checkpoints belong to
     ranks: Ranks = field(default_factory=Ranks)
-    replica: Mirror | None = None
-    """The copy of this run in a store, where the job names one."""
-    watchdog: Watchdog | None = None
-    """Ends an attempt that hangs past a limit."""
+    replica: Mirror | None = None  # the copy of this run in a store, where the job names one
+    watchdog: Watchdog | None = None  # ends an attempt that hangs past a limit
 
     @property
     def left_s(self) -> float:
@@ -66,8 +63,7 @@ class Kernels:
 
     lora: Any
     liger: str | None
-    compiled: int | str
-    """Layers that are compiled, or why none are."""
+    compiled: int | str  # layers that are compiled, or why none are
 
 
 @dataclass(kw_only=True)

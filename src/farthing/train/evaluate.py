@@ -247,14 +247,11 @@ class Evaluator:
         spec, train = training.spec, training.spec.train
         self.training, self.examples = training, examples
         every = train.eval_steps or training.feed.batches.steps_per_epoch
-        self.every_steps = None if train.eval_strategy == "no" else every
-        """None: at the end alone."""
+        self.every_steps = None if train.eval_strategy == "no" else every  # None: at the end alone
         wanted = train.greater_is_better
         self.greater_is_better = spec.objective.metrics[spec.metric] if wanted is None else wanted
-        self.took_s = 0.0
-        """Seconds of the last evaluation."""
-        self.n_tokens = 0
-        """Of the last evaluation, as computed."""
+        self.took_s = 0.0  # seconds of the last evaluation
+        self.n_tokens = 0  # of the last evaluation, as computed
 
     def is_at(self, step: int, n_steps: int) -> bool:
         """Whether to evaluate after `step` of so many: every `every_steps`, and at the very end."""

@@ -10,10 +10,8 @@ from farthing.train.saver import Saver
 from farthing.train.schedule import EXPORT_S
 
 WRITE_BYTES_PER_S = 100e6  # of a slow disk: a guess until an export is measured
-END_S = 0.3
-"""Of the receipt, and of a process that ends."""
-MARGIN = 1.15
-"""What comes next may take so many times what it took before."""
+END_S = 0.3  # of the receipt, and of a process that ends
+MARGIN = 1.15  # what comes next may take so many times what it took before
 
 
 @dataclass
@@ -25,8 +23,7 @@ class Forecast:
     training: Training
     saver: Saver
     evaluator: Evaluator | None
-    start_s: float = 0.0
-    """Of this attempt."""
+    start_s: float = 0.0  # of this attempt
 
     def _evaluation_is_at(self, step: int) -> bool:
         n_steps = self.training.schedule.n_steps

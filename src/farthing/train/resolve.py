@@ -48,8 +48,7 @@ from farthing.train.finished import to_publish
 from farthing.units import plural
 
 MODEL_CONTENT = "model (content)"
-ADDS_NOTHING = ("true", "gaussian")
-"""How adapters begin that add nothing before the first step."""
+ADDS_NOTHING = ("true", "gaussian")  # how adapters begin that add nothing before the first step
 
 
 class Writing(NamedTuple):
@@ -74,8 +73,7 @@ class RunSpec:
     config: Any
     tokenizer: Any
     pad_id: int
-    from_run: str | None
-    """The run whose weights this one begins with."""
+    from_run: str | None  # the run whose weights this one begins with
     data: DataSection
     train_sources: list[Source]
     eval_sources: list[Source]
@@ -86,18 +84,14 @@ class RunSpec:
     learning_rate: float
     global_batch_size: int
     micro_batch_size: int
-    says_micro_batch: bool
-    """Whether the user has said how much is computed at once."""
-    writing: Writing | None
-    """With what an evaluation has the model write; None where it does not."""
-    metric: str
-    """The metric that says which step is best; known, as the job was checked."""
+    says_micro_batch: bool  # whether the user has said how much is computed at once
+    writing: Writing | None  # with what an evaluation has the model write; None where it does not
+    metric: str  # the metric that says which step is best; known, as the job was checked
     where: WhereSection
     usd_per_hour: float
     identity: dict[str, object]
     """What two attempts have to agree on, flat: settings, and content wherever it lies."""
-    fingerprint: str
-    """Which job it is, for what was learned by running out of memory."""
+    fingerprint: str  # which job it is, for what was learned by running out of memory
 
     @cached_property
     def numerics(self) -> Numerics:
@@ -125,8 +119,7 @@ class Examples:
 
     tokens: TokenSet
     indices: NDArray[np.int64]
-    were_tokenized: bool = True
-    """Before this attempt: nothing had to be tokenized for it."""
+    were_tokenized: bool = True  # before this attempt: nothing had to be tokenized for it
     source_weights: tuple[float, ...] = ()
     """How often an epoch takes the examples of each source; empty: once."""
 

@@ -60,8 +60,7 @@ from farthing.train.run_settings import keep_settings
 from farthing.train.summary import emit_summary
 from farthing.train.trouble import errors_in_words
 
-Ended = tuple[str, str]
-"""(state, reason) of an attempt."""
+Ended = tuple[str, str]  # (state, reason) of an attempt
 
 
 @dataclass
@@ -72,8 +71,7 @@ class Outcome:
 
     state: str
     reason: str
-    receipt: Receipt
-    """Of a rank that is not the first: what is in a folder that is thrown away."""
+    receipt: Receipt  # of a rank that is not the first: what is in a folder that is thrown away
 
     @property
     def exit_code(self) -> int:

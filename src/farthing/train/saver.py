@@ -61,18 +61,14 @@ class Saver:
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         self.trained_bytes = sum(weight.numel() * weight.element_size() for weight in trained)
         """On all ranks together."""
-        self.mark: tuple[Any, ...] = (0, 0, False)
-        """Which state the last save holds."""
+        self.mark: tuple[Any, ...] = (0, 0, False)  # which state the last save holds
         self.is_due_now = False
         """Whatever the interval says: the best so far was found, or the machine may go."""
         self.wrote_model_early = False
         """The model was exported while the limits still paid for a start."""
-        self.exported_step: int | None = None
-        """Whose weights this attempt has exported."""
-        self.took_s = 0.0
-        """Seconds in which training stood still for the last save."""
-        self.write_s = 0.0
-        """Seconds until the last checkpoint was on the disk."""
+        self.exported_step: int | None = None  # whose weights this attempt has exported
+        self.took_s = 0.0  # seconds in which training stood still for the last save
+        self.write_s = 0.0  # seconds until the last checkpoint was on the disk
         self.export_s = 0.0
         self.saved_at_s = context.meter.wall_s
         self._digest_bytes = 0  # of the log, up to where its digest holds

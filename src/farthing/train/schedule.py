@@ -31,12 +31,10 @@ class Fit:
     `settles_at`.
     """
 
-    asked_steps: int
-    """As the job has it; never more."""
+    asked_steps: int  # as the job has it; never more
     n_steps: int
     n_warmup_steps: int
-    settles_at: int
-    """After so many steps the number is settled, by the pace that was measured."""
+    settles_at: int  # after so many steps the number is settled, by the pace that was measured
     settled: bool
     step_s: float | None
     """Seconds that a step was taken to last, evaluations and checkpoints shared out; None: nobody

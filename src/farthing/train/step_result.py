@@ -20,18 +20,14 @@ class Sums:
     """The micro-batches of a step, whose gradients were added up."""
 
     examples: NDArray[np.int64]
-    n_targets: int
-    """Of all ranks: what the summed loss is divided by."""
+    n_targets: int  # of all ranks: what the summed loss is divided by
     done: list[MicroBatch] = field(default_factory=list)
     """Of this rank; their arrays may still be on their way to the device."""
-    losses: list[Tensor] = field(default_factory=list)
-    """Of each: a sum, on the device."""
+    losses: list[Tensor] = field(default_factory=list)  # of each: a sum, on the device
     figures: list[Tensor] = field(default_factory=list)
     """[2, F] of each, of an objective of units: see `Forward.unit_loss`."""
-    computed: list[int] = field(default_factory=list)
-    """Computed tokens of each."""
-    n_computed: int = 0
-    """Computed tokens of all ranks."""
+    computed: list[int] = field(default_factory=list)  # computed tokens of each
+    n_computed: int = 0  # computed tokens of all ranks
     micro_batches: list[NDArray[np.int64]] = field(default_factory=list)
     """The examples as they were cut into micro-batches, of all ranks."""
 
@@ -53,8 +49,7 @@ class Sums:
 class StepResult:
     """A step that was taken; its figures may still be on their way from the device."""
 
-    step: int
-    """From 0."""
+    step: int  # from 0
     learning_rate: float
     started_s: float
     sums: Sums
@@ -62,8 +57,7 @@ class StepResult:
     """float64 [micro-batches + 1 + 2F]: what each adds to the mean loss of the step's targets; the
     gradient norm; sums of the objective's figures, and of how many.
     """
-    names: tuple[str, ...]
-    """Of the objective's figures."""
+    names: tuple[str, ...]  # of the objective's figures
     began: Any
     """A GPU's event before clipping and the update, one after them, and one when the figures are
     there; None on a CPU.

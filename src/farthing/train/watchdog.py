@@ -28,8 +28,7 @@ from farthing.train.budget import Limits
 RAISED_AFTER_S, ENDED_AFTER_S = 1.5, 3.5
 LAST_WORDS_S = 1.0
 TICK_S = 0.25
-_SIGNAL = signal.SIGXCPU
-"""Interrupts a main thread that sleeps or waits. The handler raises."""
+_SIGNAL = signal.SIGXCPU  # interrupts a main thread that sleeps or waits. The handler raises.
 
 
 class Watchdog:
@@ -40,8 +39,7 @@ class Watchdog:
     ) -> None:
         self._limits, self._reach, self._last_words = limits, reach, last_words
         self._allowance_s = limits.allowance_s
-        self.reserve_s: Callable[[], float] = lambda: 0.0
-        """Seconds that saving and leaving take."""
+        self.reserve_s: Callable[[], float] = lambda: 0.0  # seconds that saving and leaving take
         self._main = threading.main_thread()
         self._closed, self._raises = threading.Event(), True
         self._why = ""
