@@ -581,10 +581,12 @@ def test_weights_that_cannot_be_spread_are_refused_in_words(method, family, keys
 
 
 def test_a_run_that_is_measured_has_all_its_weights_on_the_device(tmp_path):
-    job = make_job(tmp_path, where={"strategy": "fsdp", "offload_weights": True})
+    where = {"gpus": 2, "strategy": "fsdp", "offload_weights": True}
+    job, heard = make_job(tmp_path, where=where), Heard()
     Path(job.output_dir).mkdir()
-    with opened_run(job, Heard()) as run:
+    with opened_run(job, heard) as run:
         assert not run.context.ranks.is_fsdp
+    assert "where.gpus" not in heard.warnings, "nobody can start a probe on two"
 
 
 @pytest.mark.parametrize(("asked", "found"), [("auto", "cuda"), ("cuda", "cuda"), ("cpu", "cpu")])

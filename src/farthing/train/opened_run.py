@@ -31,8 +31,8 @@ def short_job(job: Job, folder: str, **train: Any) -> Job:
 @contextlib.contextmanager
 def opened_run(job: Job, emit: Emit) -> Iterator[Run]:
     """A run at step 0, of one process which has all weights."""
-    whole = {"strategy": "ddp", "offload_weights": False}
-    job = job.model_copy(update={"where": job.where.model_copy(update=whole)})
+    alone = {"gpus": None, "strategy": "ddp", "offload_weights": False}
+    job = job.model_copy(update={"where": job.where.model_copy(update=alone)})
     meter, folder = Meter(already_s=seconds_since_process_start()), Path(job.output_dir)
     quiet_libraries()
     with only_writer(folder), Notice() as notice:
