@@ -10,8 +10,8 @@ what the planner can't express, is listed with the reason. Errors are predicted 
 `--strangers` reads every row as if nobody had read its trainer's code, from its own words alone.
 Each file is judged apart. `--write` makes `facts/estimate_errors.csv`, the ranges that plans print,
 of all files together, read as strangers: for each class of models and GPUs the middle 80 % of
-measured / predicted over sources, each alike, widened until it holds 80 % of each source when that
-has no say in it.
+measured / predicted, stretched until the range of one half of the sources holds 80 % of the rows of
+the other half.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import csv
 import json
 import math
+import random
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -27,6 +28,9 @@ from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 import farthing
 from farthing.errors import FarthingError
@@ -37,7 +41,8 @@ from plan_rows import NotExpressed, Published, every_of, read_case
 from plan_stacks import GIB, memory_of, other_work
 
 FACTS = Path(farthing.__file__).parent / "facts" / "estimate_errors.csv"
-SHARE = 0.80
+SHARE, N_HALVES = 0.80, 200
+Errors = dict[str, NDArray[np.float64]]  # ln(measured / predicted) by source
 Row = dict[str, Any]
 
 
@@ -81,22 +86,15 @@ def judge(rows: Iterable[dict[str, str]], *, strangers: bool = False) -> dict[st
             rest = max(predicted - certain, 0.01 * predicted)
             of_rest = max(0.05, (bytes_ - certain) / rest)
         faster = tokens_per_s / speed if speed else None
-        judged.append(
-            about
-            | {
-                "class": class_of(*of),
-                "meter": found.meter,
-                "moment": memory.moment,
-                "predicted_gib": predicted / GIB,
-                "memory_error": predicted / bytes_ - 1 if bytes_ else None,
-                "memory_times": of_rest,
-                "memory_is_held": _held(of_rest, published_spread("memory", *of)),
-                "predicted_tokens_per_s": tokens_per_s,
-                "speed_error": faster - 1 if faster else None,
-                "speed_times": faster,
-                "speed_is_held": _held(faster, published_spread("speed", *of)),
-            }
-        )
+        about |= {"class": class_of(*of), "meter": found.meter, "moment": memory.moment}
+        about |= {"predicted_gib": predicted / GIB, "predicted_tokens_per_s": tokens_per_s}
+        about |= {"memory_error": predicted / bytes_ - 1 if bytes_ else None}
+        about |= {"speed_error": faster - 1 if faster else None}
+        for name, happened in (("memory", of_rest), ("speed", faster)):
+            low, high, *_ = published_spread(name, *of)
+            is_held = None if happened is None else low <= happened <= high
+            about |= {f"{name}_times": happened, f"{name}_is_held": is_held}
+        judged.append(about)
     return {
         "memory": table(judged, "memory_error"),
         "speed": table(judged, "speed_error"),
@@ -105,11 +103,6 @@ def judge(rows: Iterable[dict[str, str]], *, strangers: bool = False) -> dict[st
         "boundaries": limits,
         "not_expressed": unexpressed,
     }
-
-
-def _held(happened: float | None, spread: Any) -> bool | None:
-    """Whether the range that a plan prints holds a row: measured over predicted."""
-    return None if happened is None else bool(spread.low <= happened <= spread.high)
 
 
 def table(rows: Sequence[Row], key: str) -> list[Row]:
@@ -122,57 +115,52 @@ def table(rows: Sequence[Row], key: str) -> list[Row]:
     found = []
     for (source, method, gpu), errors in groups.items():
         sizes = sorted(abs(error) for error in errors) or [math.nan]
-        percents = {
-            "median_percent": 100 * statistics.median(sizes),
-            "p90_percent": 100 * sizes[round(0.9 * (len(sizes) - 1))],
-            "bias_percent": 100 * statistics.median(errors or sizes),
-        }
+        of = {"median": statistics.median(sizes), "p90": sizes[round(0.9 * (len(sizes) - 1))]}
+        of["bias"] = statistics.median(errors or sizes)
         about = {"source": source, "method": method, "gpu": gpu, "n": len(errors)}
-        found.append(about | percents)
+        found.append(about | {f"{name}_percent": 100 * share for name, share in of.items()})
     return found
 
 
 def coverage(rows: Sequence[Row], quantity: str) -> list[Row]:
     """How many rows the printed ranges hold: all together, and by class."""
     held: dict[str, list[bool]] = defaultdict(list)
-    for row in rows:
-        is_held = row[f"{quantity}_is_held"]
-        if is_held is not None:
-            for name in ("all", ", ".join(row["class"])):
-                held[name].append(is_held)
+    for row in (row for row in rows if row[f"{quantity}_is_held"] is not None):
+        for name in ("all", ", ".join(row["class"])):
+            held[name].append(row[f"{quantity}_is_held"])
     return [{"class": name, "n": len(of), "share": sum(of) / len(of)} for name, of in held.items()]
 
 
 # ---- the table of errors ----
 
 
-def width(errors: dict[str, list[float]], share: float = SHARE) -> tuple[float, float]:
-    """The middle `share` of ln(measured / predicted), each source alike; with few sources more, by
-    Kish's effective number and the correction for a finite sample (Vovk et al. 2005).
+def width(errors: Errors) -> NDArray[np.float64]:
+    """The ends of the middle `SHARE` of ln(measured / predicted). A source counts with the root of
+    its rows: they are alike, and not one row.
     """
-    n = sum(1 / len(errors) / len(group) for group in errors.values() for _ in group)
-    weighted = sorted((e, n / len(errors) / len(of)) for of in errors.values() for e in of)
-    effective = 1 / sum(weight * weight for _, weight in weighted)
-    tail = max(0.0, (1 - share * (effective + 1) / effective) / 2)
-    return _quantile(weighted, tail), _quantile(weighted, 1 - tail)
+    values = np.concatenate(list(errors.values()))
+    weights = np.concatenate([np.full(len(of), len(of) ** -0.5) for of in errors.values()])
+    order = np.argsort(values)
+    reached = np.cumsum(weights[order]) / weights.sum()
+    tail = (1 - SHARE) / 2
+    return values[order[np.searchsorted(reached, [tail - 1e-9, 1 - tail - 1e-9])]]
 
 
-def _quantile(weighted: Sequence[tuple[float, float]], share: float) -> float:
-    reached = 0.0
-    for value, weight in weighted:
-        reached += weight
-        if reached >= share - 1e-9:
-            return value
-    return weighted[-1][0]
-
-
-def held_out(errors: dict[str, list[float]], wider: float) -> float:
-    """Share of rows held when each source has no say in its range, each source alike."""
-    shares = []
-    for name, own in errors.items():
-        low, high = width({other: of for other, of in errors.items() if other != name})
-        shares.append(sum(wider * low <= e <= wider * high for e in own) / len(own))
-    return statistics.mean(shares)
+def stretched(errors: Errors) -> tuple[float, float, float]:
+    """(low, high, share): the range whose halves, each made of half of the sources, hold at least
+    `SHARE` of the rows of the other sources, mean of drawn halves.
+    """
+    draw, halves = random.Random(0), []
+    for _ in range(N_HALVES):
+        says = set(draw.sample(sorted(errors), -(-len(errors) // 2)))
+        ends = width({name: errors[name] for name in says})
+        halves.append((ends, np.concatenate([errors[name] for name in errors if name not in says])))
+    for times in np.arange(0.4, 3, 0.02):
+        held = [((ends[0] * times <= of) & (of <= ends[1] * times)).mean() for ends, of in halves]
+        if (share := float(np.mean(held))) >= SHARE:
+            break
+    low, high = np.exp(times * width(errors)).tolist()
+    return low, high, share
 
 
 def error_table(rows: Sequence[Row], today: date) -> list[list[object]]:
@@ -181,22 +169,18 @@ def error_table(rows: Sequence[Row], today: date) -> list[list[object]]:
     for quantity in ("memory", "speed"):
         by_class: dict[tuple[str, ...], dict[str, list[float]]] = {}
         for row in rows:
-            if row[f"{quantity}_times"] is None:
+            if row[f"{quantity}_times"] is not None:
+                error, own = math.log(row[f"{quantity}_times"]), row["class"]
+                for of in dict.fromkeys((own, (own[0], "", ""))):
+                    by_class.setdefault(of, {}).setdefault(row["source"], []).append(error)
+        for of, by_source in sorted(by_class.items(), key=lambda item: -sum(map(bool, item[0]))):
+            if len(by_source) < 3:
                 continue
-            error = math.log(row[f"{quantity}_times"])
-            own = row["class"]
-            for of in dict.fromkeys((own, (own[0], "", ""))):
-                by_class.setdefault(of, {}).setdefault(row["source"], []).append(error)
-        for of, errors in sorted(by_class.items(), key=lambda item: -sum(map(bool, item[0]))):
-            if len(errors) < 3:
-                continue
-            wider = 1.0
-            while held_out(errors, wider) < SHARE - 0.005 and wider < 3:
-                wider += 0.02
-            low, high = (math.exp(wider * edge) for edge in width(errors))
+            errors = {name: np.array(each) for name, each in by_source.items()}
+            low, high, share = stretched(errors)
             n = sum(map(len, errors.values()))
             known = f"{n} published runs of {len(errors)} trainers whose code was not read"
-            held = f"{held_out(errors, wider):.0%} held with each source left out"
+            held = f"{share:.0%} held by the range of half of the sources"
             row = [quantity, *of, f"{low:.3g}", f"{high:.3g}", n, len(errors), known]
             found.append([*row, f"bench/plan_accuracy.py --write; {held}", today])
     return found
@@ -235,7 +219,6 @@ def main() -> None:
 
 
 def say(result: dict[str, Any]) -> None:
-    """Print the errors of a file, and what its rows were not judged by."""
     for name in ("memory", "speed"):
         print(f"\n{name:44}{'method':8}{'GPU':14}{'rows':>6}{'median':>10}{'p90':>9}{'bias':>9}")
         for row in result[name]:
@@ -248,11 +231,9 @@ def say(result: dict[str, Any]) -> None:
             print(f"  range holds {one['share']:6.1%} of {one['n']:4d} rows: {one['class']}")
     for row in result["boundaries"]:
         words = f"{row['line']:4d} {row['model'][:24]:24} {row['method']:6} {row['gpu']:12}"
-        right = "" if row["is_right"] else "!"
-        print(f"  {words} {row['seq_len']:>8} {row['says']:9}{row['error']:+7.1%} {right}")
-    reasons = Counter(row["why"] for row in result["not_expressed"])
-    print(f"\nnot expressed: {sum(reasons.values())} rows")
-    for why, n in reasons.most_common():
+        print(f"  {words} {row['says']:9}{row['error']:+7.1%} {'' if row['is_right'] else '!'}")
+    print(f"\nnot expressed: {len(result['not_expressed'])} rows")
+    for why, n in Counter(row["why"] for row in result["not_expressed"]).most_common():
         print(f"  {n:4d}  {why}")
 
 

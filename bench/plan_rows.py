@@ -1,8 +1,5 @@
 """Rows of published measurements as the planner would have them: how the code behind each computes,
-from its source and notes.
-
-A row that says too little, or does what the planner can't express, is `NotExpressed` with the
-reason.
+from its source and notes. What the planner can't express is `NotExpressed` with the reason.
 """
 
 from __future__ import annotations
@@ -17,13 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from farthing.data.lengths import Largest, Lengths, Padded, from_mean
-from farthing.errors import FarthingError
 from farthing.models.model_config import known_config, known_models
 from farthing.models.shapes import Shape, read_shape
 from farthing.models.weights import Weight
 from farthing.planner.recipe import DDP, FSDP, NONE
 from farthing.planner.speed import Device, device_of
-from farthing.prices.gpus import Gpu, find_gpu
+from farthing.prices.gpus import Gpu, find_gpu, gpu_named
 from farthing.settings import Settings
 from plan_stacks import (
     FUSED,
@@ -38,9 +34,8 @@ from plan_stacks import (
 )
 
 GPUS_OF_MACHINE = 8
-# bytes a second of the network of a machine of eight, where a row does not say: one card of 200 or
-# 400 Gbit/s for each GPU, as in the makers' own machines (NVIDIA DGX A100 and DGX H100 datasheets);
-# nine tenths of it are reached
+# bytes a second of the network of a machine of eight, where a row does not say: a card of 200 or
+# 400 Gbit/s for each GPU (NVIDIA DGX A100 and DGX H100 datasheets); nine tenths of it are reached
 NETWORK_BYTES_PER_S = {"Ampere": 200e9, "Hopper": 400e9, "Blackwell": 400e9}
 NETWORK_SHARE = 0.9
 SPREAD = 0.5  # of ln(length) in questions and worked answers, where only the mean is stated
@@ -48,20 +43,13 @@ SPREAD = 0.5  # of ln(length) in questions and worked answers, where only the me
 
 @functools.cache
 def stand_ins() -> dict[str, Shape]:
-    """Models that are not in farthing's table, or whose code is not in transformers, by layers of
-    the same sizes (`stand_ins.csv`).
-    """
+    """Models that are not in farthing's table, by layers of the same sizes (`stand_ins.csv`)."""
     found = {}
     with open(Path(__file__).parent / "stand_ins.csv", encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             name, kind = row.pop("name"), row.pop("model_type")
             numbers = {key: int(cell) for key, cell in row.items() if cell}
             n, active = (numbers.pop(key, 0) for key in ("num_experts", "num_experts_per_tok"))
-            if kind == "gpt_bigcode":
-                keys = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-                own = ("n_embd", "n_layer", "n_head")
-                numbers |= {new: numbers.pop(key) for new, key in zip(own, keys, strict=True)}
-                numbers["n_positions"] = numbers.pop("max_position_embeddings")
             tied = bool(numbers.pop("tie_word_embeddings", 1))
             shape = read_shape({"model_type": kind, "tie_word_embeddings": tied, **numbers})
             found[name] = mixture(shape, n, active) if n else shape
@@ -73,7 +61,6 @@ SAME_AS = {  # the first Llama has the sizes of the second
     **{"mistral-7b": "mistralai/Mistral-7B-v0.1", "llama-3-8b": "meta-llama/Meta-Llama-3-8B"},
     **{"tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "pythia-1b": "EleutherAI/pythia-1b"},
 }
-GPUS = {"RTX6000Ada": "RTX 6000 Ada", "6000Ada": "RTX 6000 Ada"}
 
 
 class NotExpressed(Exception):
@@ -89,14 +76,10 @@ class Published:
     meter: str
     measured_bytes: float | None
     measured_tokens_per_s: float | None
-    network_bytes_per_s: float = math.inf
-    """Between machines, as each GPU of a ring over all of them finds it."""
-    limit: str = ""
-    """Of a row that says what fits and not how much it takes: see `limit_of`."""
-    attention_share: float | None = None
-    """Of the GPU's peak, where the row's attention is not that of today."""
-    tf32: bool = False
-    """The row says so: torch's own default is off."""
+    network_bytes_per_s: float = math.inf  # between machines, for each GPU of a ring over all
+    limit: str = ""  # of a row that says what fits and not how much it takes: see `limit_of`
+    attention_share: float | None = None  # of the GPU's peak, where attention is not today's
+    tf32: bool = False  # the row says so: torch's own default is off
 
     def device(self) -> Device:
         """The GPU as it computes the row. Raises `NotExpressed` where it has no such precision."""
@@ -111,12 +94,13 @@ class Published:
         return device._replace(link_bytes_per_s=link)
 
 
-_SUFFIXES = "instruct|chat|base|it|hf|pt|gptq|awq|int4|int8|bnb|4bit|8bit|nf4|bf16|fp16|v0.\\d|alpaca|intermediate|step.*"  # noqa: E501
+_SUFFIXES = "instruct|chat|base|it|hf|pt|gptq|awq|int4|int8|bnb|4bit|8bit|nf4|bf16|fp16|v0.\\d"
+_SUFFIXES += "|alpaca|intermediate|step.*"
 
 
 def plain_name(model: str) -> str:
-    """A model's name without its owner and the words for how it was trained or packed:
-    `qwen1half-7b-chat` is `qwen-1.5-7b`.
+    """Without owner and words for how it was trained or packed: `qwen1half-7b-chat` is
+    `qwen-1.5-7b`.
     """
     name = re.sub(r"(?<=\d)_(?=\d)", ".", model.strip().split("/")[-1].lower())
     name = re.sub(r"[\s_]+", "-", name).replace("meta-", "")
@@ -132,28 +116,21 @@ def shape_of(model: str) -> Shape:
     plain = "santacoder" if "santacoder" in plain else plain
     if plain in stand_ins():
         return stand_ins()[plain]
-    config = known_config(model) or known_config(SAME_AS.get(plain, ""))
-    if config is None:
-        found = _by_plain_name().get(plain)
-        config = known_config(found) if found else None
-    if config is not None:
-        return read_shape(config)
+    for name in (model, SAME_AS.get(plain, ""), _by_plain_name().get(plain, "")):
+        if (config := known_config(name)) is not None:
+            return read_shape(config)
     raise NotExpressed(f"no config of {model}")
 
 
 def mixture(shape: Shape, n_experts: int, n_active: int) -> Shape:
-    """The model with so many experts instead of each feed-forward layer, of which a token goes to
-    `n_active`.
-    """
+    """With so many experts instead of each feed-forward layer; a token goes to `n_active`."""
     share = n_active / n_experts
 
     def widened(w: Weight) -> Weight:
         if w.part != "mlp" or w.kind != "linear":
             return w
-        wide = {"n_out": w.n_out * n_experts}
-        if w.n_out != shape.ffn:
-            wide = {"n_in": w.n_in * n_experts}
-        return w._replace(**wide, share=share)
+        side = "n_out" if w.n_out == shape.ffn else "n_in"
+        return w._replace(**{side: getattr(w, side) * n_experts}, share=share)
 
     weights = tuple(widened(w) for w in shape.weights)
     return shape._replace(weights=weights, ffn=shape.ffn * n_active)
@@ -166,32 +143,22 @@ def _by_plain_name() -> dict[str, str]:
 
 
 def gpu_of(text: str, peak_gb: float | None = None) -> Gpu:
-    """The GPU that a table means: `A100 80G`, `1x RTX4090`, `NVIDIA A100 (80GB)`, `H100-80GB (SXM5,
-    node of 8)`.
-
-    What is in brackets and what is not known of a name is left out where the rest names one. Raises
-    `FarthingError`.
+    """The GPU that a table means: `A100 80G`, `1x RTX4090`, `H100-80GB (SXM5, node of 8)`. What is
+    in brackets or not known is left out where the rest names one. Raises `FarthingError`.
     """
     name = re.sub(r"^\s*\d+\s*[x*]\s*", "", text)
     name = re.sub(r"(?i)(?<![a-z\d])(\d+)\s*(?:g|gb|gib)\b", r"\1GB", name).strip()
-    name = re.sub(r"(?i)^(\d{4})( ?ti| ?super)?$", r"RTX \1\2", name)
+    name = re.sub(r"(?i)^(\d{4})( ?ti| ?super| ?ada)?$", r"RTX \1\2", name)
     if found := re.match(r"(?i)(?:nvidia )?h100\W*9([46])\s?GB", name):
         # SXM cards of machines of eight, with more memory
         name = "H100-NVL" if found[1] == "4" else "H100-80GB"
     if re.fullmatch(r"(?i)(?:nvidia )?a100", name) and peak_gb and peak_gb > 40:
         name = "A100 80GB"  # more than the smaller one has
-    whole = re.sub(r"[()\[\],]", " ", name)
     without = re.sub(r"\(.*?\)|\[.*?\]", " ", name)
     beside = r"(?i)\b(sxm\d?|hbm\d?e?|nvlink|nodes?|x\d+|nvidia|geforce|gpu)\b"
-    error: FarthingError | None = None
-    for one in (whole, without, re.sub(beside, " ", without)):
-        one = " ".join(one.split()).strip(" -")
-        try:
-            return find_gpu(GPUS.get(one.replace(" ", ""), one))
-        except FarthingError as failed:
-            error = error or failed
-    assert error is not None
-    raise error
+    tried = (re.sub(r"[()\[\],]", " ", name), without, re.sub(beside, " ", without))
+    tried = [" ".join(one.split()).strip(" -") for one in tried]
+    return next(filter(None, map(gpu_named, tried)), None) or find_gpu(tried[0])
 
 
 _REFUSED = {  # by what a row's words have
@@ -300,9 +267,7 @@ def read_case(row: dict[str, str]) -> Published:
 
 
 def padded_by_number(lengths: Lengths, micro: int) -> Padded:
-    """A mean example of batches of `micro`, as long as their longest, where twenty of them are
-    sorted together.
-    """
+    """A mean example of batches as long as their longest, twenty of them sorted together."""
     drawn = np.random.default_rng(0).choice(lengths.tokens, (1000, 20 * micro))
     longest = np.sort(drawn, axis=1)[:, ::-1][:, ::micro].astype(float)
     return Padded(float(longest.mean()), 0.0, float((longest**2).mean()), 0.0, 0.0)
@@ -329,9 +294,7 @@ def optim_of(cell: str, words: str, source: str) -> str:
 
 
 def network_of(words: str, gpu: Gpu) -> float:
-    """Bytes a second between machines of eight, from the row or as the maker's own machine has it.
-    Raises `NotExpressed`.
-    """
+    """Bytes a second between machines of eight, from the row or as the maker's machine has it."""
     said = re.search(r"([\d.]+) ?gbps", words)
     rate = float(said[1]) * 1e9 / 8 if said else NETWORK_BYTES_PER_S.get(gpu.architecture)
     if rate is None:
@@ -340,9 +303,7 @@ def network_of(words: str, gpu: Gpu) -> float:
 
 
 def limit_of(words: str, cells: str) -> str:
-    """What a row says of memory without a figure: `longest` (no longer input fits), `too much`, or
-    nothing.
-    """
+    """What a row says of memory without a figure: `longest` (input that fits) or `too much`."""
     longest = r"boundary|(?:longest|max\w*) (?:sequence|context|seq\w*|length) that fits"
     if re.search(longest, words):
         return "longest"
@@ -353,16 +314,10 @@ def limit_of(words: str, cells: str) -> str:
 def precision_of(text: str) -> str:
     """bf16, fp16 or fp32: `bf16-true`, `amp_bf16`, `bfloat16 mixed`. Raises `NotExpressed`."""
     words = text.lower()
-    patterns = {
-        "bf16": r"bf16|bfloat16",
-        "fp16": r"fp16|float16|half",
-        "fp32": r"fp32|float32|tf32",
-    }
-    for name, pattern in patterns.items():
+    patterns = "bf16|bfloat16", "fp16|float16|half", "fp32|float32|tf32", "nf4|int4|4-?bit|^\\s*$"
+    for name, pattern in zip(("bf16", "fp16", "fp32", "bf16"), patterns, strict=True):
         if re.search(pattern, words):
             return name
-    if not words.strip() or re.search(r"nf4|int4|4-?bit", words):
-        return "bf16"
     raise NotExpressed(f"precision {text}")
 
 
@@ -385,23 +340,18 @@ def dropout_of(words: str, source: str) -> float:
 
 
 def every_of(cell: str, words: str, source: str) -> int:
-    """Activation checkpointing: every layer or none; where a row says nothing, as the source's
-    scripts have it.
-    """
+    """Activation checkpointing; where a row says nothing, as the source's scripts have it."""
     said = cell.strip().lower()
-    if said.startswith(("true", "yes", "1", "full", "on", "every", "y")):
-        return 1
-    if said.startswith(("false", "no", "0", "off")):
-        return 0
     if "selective" in said:  # of every second layer; by operation is about as much
         return 2
+    if found := re.match("(true|yes|1|full|on|every|y)|(false|no|0|off)", said):
+        return int(found[1] is not None)
     off = r"no (?:gradient |activation )?checkpointing|checkpointing[=: ]*(?:false|off)"
     if re.search(off, words):
         return 0
-    if re.search(r"(?:gradient|activation)[_ ]checkpointing", words):
-        return 1
+    on = r"(?:gradient|activation)[_ ]checkpointing"
     usual = r"torchtune|qwen|swift|factory|unsloth|fsdp_qlora"
-    return int(re.search(usual, source.lower()) is not None)
+    return int(bool(re.search(on, words) or re.search(usual, source.lower())))
 
 
 def n_micro_batches_of(words: str, at_once: int) -> int:

@@ -29,36 +29,26 @@ TILE_BYTES = 256 << 20  # of a loss that never has more than a tile of the logit
 class OtherStack(Stack):
     """How the code of another trainer computes, where that shows in memory or seconds."""
 
-    has_master_weights: bool = False
-    """Trained weights, gradients and state are fp32; else all is in the precision of the run."""
+    has_master_weights: bool = False  # what is trained is fp32; else in the precision of the run
     autocasts: bool = False
     adapters_fp32: bool = True
     loss: str = WHOLE
     fused_norms: bool = False
     fused_mlp: bool = False
-    is_eager: bool = False
-    """Attention computes all scores, and keeps them."""
+    is_eager: bool = False  # attention computes all scores, and keeps them
     masks_padding: bool = True
-    upcasts_frozen: bool = False
-    """`prepare_model_for_kbit_training`: whatever is not quantized becomes fp32."""
+    upcasts_frozen: bool = False  # `prepare_model_for_kbit_training`: the rest becomes fp32
+    # bitsandbytes before 0.43.2 of July 2024: layers in 4 bits keep what they read (pull 1270)
     keeps_quantized_inputs: bool = False
-    """bitsandbytes before 0.43.2 of July 2024: layers in 4 bits keep what they read
-    (github.com/bitsandbytes-foundation/bitsandbytes/pull/1270).
-    """
+    # weights unpacked by plain operations, in three times bitsandbytes' time (30 to 45 ms for 1e9
+    # weights, NF4 10 to 15), and kept for the backward pass
     keeps_unpacked: bool = False
-    """Quantized weights are unpacked by plain operations, in three times bitsandbytes' time (30 to
-    45 ms for 1e9 weights, NF4 10 to 15), and kept for the backward pass.
-    """
-    offloads: bool = False
-    """What recomputed layers begin with waits in the host's memory."""
+    offloads: bool = False  # what recomputed layers begin with waits in the host's memory
+    # with several GPUs and frozen weights, what recomputed layers begin with is there twice: 787 kB
+    # for each token of a Mistral-7B over two and four GPUs where one has 541 (fms-acceleration)
     doubles_edges: bool = False
-    """With several GPUs and frozen weights, what recomputed layers begin with is there twice: 787
-    kB for each token of a Mistral-7B over two and four GPUs where one has 541 (fms-acceleration).
-    """
-    layer_s: float = 1.5e-3
-    """Of the host for a layer, forward and backward."""
-    adapted_layer_s: float = 1.0e-3
-    """More, where it has adapters."""
+    layer_s: float = 1.5e-3  # of the host for a layer, forward and backward
+    adapted_layer_s: float = 1.0e-3  # more, where it has adapters
 
 
 @dataclass(frozen=True)
@@ -169,8 +159,8 @@ def _layers(case: OtherCase) -> Layers:
 
 
 def _inputs_bytes(case: OtherCase) -> float:
-    """Bytes of a token that a layer's products keep of what they read, each its own copy where it
-    is cast; but for what an adapter of the last one keeps.
+    """Bytes of a token that a layer's products keep of what they read, an adapter's of the last one
+    aside.
     """
     recipe, block, c = case.recipe, case.block, case.recipe.compute_bytes
     is_cast = recipe.has_autocast and recipe.residual_bytes > c
@@ -300,9 +290,7 @@ def stack_of(source: str, words: str, method: str) -> OtherStack:
 
 
 def is_unsloth(source: str, words: str) -> bool:
-    """Whether Unsloth computed a row: its own tables have columns of others, and others' tables
-    have columns of it.
-    """
+    """Its own tables have columns of others, and others' tables have columns of it."""
     is_of_others = "not unsloth" in words or "hf + fa2" in words
     return not is_of_others and "unsloth" in f"{source} {words}"
 
@@ -336,11 +324,8 @@ def _of_transformers(source: str, words: str, method: str) -> OtherStack:
 
 
 def attention_share_of(source: str, architecture: str) -> float | None:
-    """Of the GPU's peak, where a source's attention is older than today's: fitted to its rows;
-    None: as in a plan.
-
-    llm-foundry's tables are of 2023, with the Triton kernel of FlashAttention 1 (`attn_impl:
-    triton` in its scripts).
+    """Of the GPU's peak, fitted to the rows of llm-foundry: its tables are of 2023, with the Triton
+    kernel of FlashAttention 1. None: as in a plan.
     """
     return {"Ampere": 0.30, "Hopper": 0.20}.get(architecture) if "llm-foundry" in source else None
 
@@ -358,11 +343,8 @@ _DEVICE = r"nvidia-smi|nvml|device memory"
 
 def meter_of(source: str, words: str) -> tuple[str, float]:
     """(allocated, reserved or nvidia-smi; bytes of the unit), from the first words of the notes, or
-    where they don't tell from the source's own code or tables.
-
-    Qwen's are of nvidia-smi, in 1,000 MiB: in any other unit its 76.8G of full training
-    (recipes/finetune/deepspeed) were less than bf16 weights, gradients, moments and the update
-    have, or the 162.0G of two A100 more than there is.
+    where they don't tell from the source's own code or tables. Qwen's are of nvidia-smi, in 1,000
+    MiB: in other units its 162.0G of two A100 were more than there is.
     """
     first = words.split(";")[0]
     is_said = re.search(rf"{_DEVICE}|max_memory|allocated|reserved|active", first)

@@ -254,10 +254,10 @@ def gpu_sizes() -> str:
     text = "# A GPU for each size of model\n\n" + NOTE
     text += (
         f"`farthing plan` for {N_EXAMPLES:,} examples of {MEAN_TOKENS} tokens on average, one"
-        f" epoch, with the prices of {newest.isoformat()}. Memory and hours are estimates, because"
-        " farthing never ran on a GPU. Dollars depend on your data, so plan your own job. The"
-        " smallest GPU holds all weights in its own memory. Where no single GPU does, the table"
-        " shows a machine with several.\n\n"
+        f" epoch, with the prices of {newest.isoformat()}. Memory and hours are estimates: of"
+        " these GPUs farthing ran on an H100 alone. Dollars depend on your data, so plan your own"
+        " job. The smallest GPU holds all weights in its own memory. Where no single GPU does, the"
+        " table shows a machine with several.\n\n"
     )
     rows = []
     for size, model in SIZES.items():

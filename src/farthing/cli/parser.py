@@ -48,10 +48,7 @@ VERBS = {
 DESCRIPTION = (
     "Fine-tune a language model for the fewest dollars: resumable to the bit, with its bill."
 )
-EPILOG = (
-    "exit codes: 0 finished, 1 crash, 2 mistake in the input, 3 stopped by a limit, 75 interrupted"
-    " (run it again)"
-)
+EPILOG = "exit codes: 0 done, 1 crash, 2 mistake, 3 limit, 75 interrupted (run again)"
 
 
 Arguments = Mapping[str, str]
@@ -68,7 +65,7 @@ Arguments = Mapping[str, str]
     job, [path], [data]...    a position: required, optional, any number
 """
 SET: Arguments = {
-    "--set KEY=VALUE...": "override a key, e.g. --set train.learning_rate=1e-4",
+    "--set KEY=VALUE...": "override a key: train.learning_rate=1e-4",
 }
 JOB: Arguments = {"job": "job file (YAML)", **SET}
 RUN: Arguments = {
@@ -159,6 +156,9 @@ def build_parser(verbs: Iterable[str], *, shows_rare: bool = True) -> Parser:
             if rare:
                 words = f"show all options; {len(rare)} more"
                 sub.add_argument("--help-all", action="help", help=words)
+            if rare and not shows_rare:
+                positions = (form for form in module.ARGUMENTS if not form.startswith("-"))
+                sub.usage = f"farthing {verb} [options] {' '.join(positions)}"
     return parser
 
 

@@ -25,26 +25,22 @@ ARGUMENTS = {
     **JOB,
     "--gpu GPU...": 'only these GPUs: "RTX 4090", h100',
     "--provider PROVIDER...": "only these providers",
-    "--offers {spot,on-demand}": "only offers of this kind",
+    "--offers {spot,on-demand}": "only these",
     "--budget USD": "maximum dollars, instead of limits.max_usd",
     "--deadline WHEN": 'finish by "2026-12-01 18:00", or within 12h, 90min, 2d',
-    "--serve [TRAFFIC]": (
-        'add the cost of serving: "requests=2000/day,input=800,output=200,latency=2s", or'
-        " nothing for the default traffic"
-    ),
-    "--prices FILE": "use only the prices of this CSV file",
-    "--all": "show everything: more choices, refusals with reasons, savings, sources",
-    "--limit N": "choices to show; 0 shows all (default: 5; with --all 10, with --json all)",
-    "--explain [PLAN]": (
-        "show the components of the best plan, or of the plan with this rank or name"
-    ),
-    "--compare A B": (
-        'two ranks, names ("2x RTX 4090 spot"), "A100 at $2.50 for 10h", or "NAME: $250"'
-    ),
+    "--all": "show refusals with reasons, savings and sources too",
+    "--explain [PLAN]": "show the parts of the best plan, or of the named one",
+    "--compare A B": 'ranks, names, "A100 at $2.50 for 10h", "NAME: $250"',
     "--html FILE": "also write the plan as one self-contained page",
     "--json": "print everything as JSON",
 }
 RARE = {
+    "--limit N": "choices to show; 0 shows all (default: 5; with --all 10, with --json all)",
+    "--prices FILE": "use only the prices of this CSV file",
+    "--serve [TRAFFIC]": (
+        'add the cost of serving: "requests=2000/day,input=800,output=200,latency=2s", or'
+        " nothing for the default traffic"
+    ),
     "--region REGION...": "only these regions; a prefix such as us- works",
     "--max-gpus N:=8": "maximum GPUs of a machine",
     "--own GPU:PRICE:POWER...": 'your own GPU, such as "RTX 4090:1600usd:0.45kW"',

@@ -28,7 +28,6 @@ class Layers(NamedTuple):
 
 
 def layers_of(case: Case) -> Layers:
-    """What is kept of the layers of a model, and what works beside."""
     shape, recipe, adapters, largest = case.shape, case.recipe, case.adapters, case.largest
     attention, feed_forward = saved_per_token(case)
     squares = scores_per_pair(case)

@@ -28,8 +28,6 @@ MachinesFor = Callable[[Sequence[Offer], JobSpec], list[Offered]]
 
 
 class SavingsStep(NamedTuple):
-    """The plain way, or it with one choice more in its place."""
-
     choice: str
     """plain, method, precision, packing, checkpointing, place or spot."""
     what: str

@@ -91,20 +91,17 @@ def past_errors(measurements: Sequence[Measurement], hardware: str) -> str:
             peaks.append(abs(m.peak_bytes / peak - 1))
     if not steps:
         return ""
-    return (
-        f"{plural(len(steps), 'earlier estimate')} here: off by {statistics.median(steps):.0%} in"
-        f" time and {statistics.median(peaks):.0%} in memory, median"
-    )
+    time, memory = (f"{statistics.median(errors):.0%}" for errors in (steps, peaks))
+    n = plural(len(steps), "earlier estimate")
+    return f"{n} here: off by {time} in time and {memory} in memory, median"
 
 
 def _agree(paces: Sequence[float]) -> bool:
-    """Whether there are several runs, and their paces lie close together."""
     middle = statistics.median(paces)
     return len(paces) >= N_AGREE and all(abs(pace - middle) <= AGREE * middle for pace in paces)
 
 
 def _is_alike(m: Measurement, mean_tokens: float | None) -> bool:
-    """Whether a run's examples were about as long."""
     mean = m.lengths.get("mean", 0.0)
     if mean_tokens is None or mean <= 0:
         return True
@@ -134,10 +131,8 @@ def as_run(m: Measurement, case: Case) -> Case:
         ),
     )
     n_examples = m.n_steps * m.global_batch_size
-    mean, target = (
-        m.lengths["mean"],
-        m.lengths["mean_target"] if objective_of(m.task).is_pair else 0.0,
-    )
+    mean, is_pair = m.lengths["mean"], objective_of(m.task).is_pair
+    target = m.lengths["mean_target"] if is_pair else 0.0
     each, share = m.n_padded_tokens / n_examples, target / (mean + target)
     tokens, targets = each * (1 - share), each * share
     spread = m.lengths["mean_of_squares"] / mean**2  # that of targets is taken to be the same

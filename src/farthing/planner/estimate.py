@@ -44,7 +44,6 @@ class Estimate:
     """
 
     def to_json(self) -> dict[str, object]:
-        """Plain values, as plan.json has them."""
         return asdict(self)
 
     @classmethod

@@ -180,7 +180,6 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
 
 
 def _of_model(wanted: JobSpec) -> list[str]:
-    """What there is to say of the model's own."""
     shape, found = wanted.shape, []
     if wanted.method == "qlora" and shape.n_active:
         n = say_count(shape.n_matmul - shape.n_packed)
@@ -230,7 +229,6 @@ def _offers(catalog: Catalog, job: Job, asked: Asked) -> list[Offer]:
 def _machines(
     wanted: JobSpec, offers: Sequence[Offer], known: Calibrations, software: Torch
 ) -> list[Offered]:
-    """Kinds of machine with their offers: those with an hourly price."""
     groups: dict[tuple[str, int], list[Offer]] = {}
     for offer in offers:
         if offer.usd_per_hour is not None:
@@ -245,7 +243,6 @@ def _machines(
 def _owned(
     wanted: JobSpec, own: Sequence[Owned], known: Calibrations, software: Torch, today: date
 ) -> list[Offered]:
-    """GPUs of one's own: nothing is rented, so nothing has to be set up."""
     found: list[Offered] = []
     for owned in own:
         machine = machine_of(
@@ -260,7 +257,6 @@ def _owned(
 def _past(
     here: Sequence[Offered], measurements: Sequence[Measurement], machine: LocalMachine
 ) -> list[str]:
-    """What this machine is calibrated by, and how far off estimates were."""
     known = [one.calibration for one, _ in here if not isinstance(one, Refusal)]
     notes = [f"this machine is calibrated by {one.source}" for one in known[:1] if one.n_runs]
     earlier = past_errors(measurements, machine.hardware)

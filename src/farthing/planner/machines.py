@@ -99,7 +99,6 @@ class Calibrations:
                 self._hardware[gpu.name] = m.hardware
 
     def of(self, gpu: Gpu) -> Calibration:
-        """What is known of a GPU wherever it stands."""
         hardware, wanted = self._hardware.get(gpu.name), self._wanted
         if hardware is None:
             return UNCALIBRATED
@@ -227,6 +226,5 @@ def owned_offer(owned: Owned, today: date) -> Offer:
 def _unsold(
     provider: str, name: str, gpu: str, n_gpus: int, usd_per_hour: float, words: str, today: date
 ) -> Offer:
-    """A machine that nobody sells."""
     hourly = False, "machine_hour", usd_per_hour
     return Offer(provider, name, gpu, n_gpus, "", "", *hourly, words, today, Billing(provider))

@@ -27,8 +27,6 @@ from farthing.tables import typed
 
 
 class Service(NamedTuple):
-    """A row of prices."""
-
     provider: str
     model: str
     """The one model it is for; empty: every model of its size."""

@@ -47,8 +47,6 @@ class Allocated:
 
 @dataclass(frozen=True, order=True)
 class Reserved:
-    """By torch's allocator."""
-
     n_bytes: int
 
 
@@ -163,7 +161,6 @@ def standing_of(case: Case) -> Standing:
 
 
 def _moments(case: Case, standing: Standing, layers: Layers, logits: float) -> dict[str, Parts]:
-    """What is there at each moment of a step, part by part."""
     shape, recipe, largest = case.shape, case.recipe, case.largest
     every, is_full = recipe.settings.checkpoint_every, case.adapters is None
     weights, gradients, held, state, casts, gathered, of_head = standing

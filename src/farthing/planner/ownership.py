@@ -38,12 +38,10 @@ class Owned(NamedTuple):
 
     @property
     def lost_usd(self) -> float:
-        """What it loses in value over its life."""
         return self.price_usd * (1 - self.resale_share)
 
     @property
     def running_usd_per_h(self) -> float:
-        """Electricity and the rest, for an hour of use."""
         return self.power_kw * self.usd_per_kwh + self.other_usd_per_h
 
     @property
@@ -109,17 +107,12 @@ def yearly_usd(
     """What each way comes to over years of a project with so many runs a month, the
     cheapest first.
     """
-    n_months = n_years * MONTHS_PER_YEAR
-    totals = {
-        name: way.up_front_usd + n_months * n_runs_per_month * way.usd_per_run
-        for name, way in ways.items()
-    }
+    n_runs = n_years * MONTHS_PER_YEAR * n_runs_per_month
+    totals = {name: way.up_front_usd + n_runs * way.usd_per_run for name, way in ways.items()}
     return dict(sorted(totals.items(), key=lambda item: item[1]))
 
 
 class Saving(NamedTuple):
-    """How much less one thing costs than another."""
-
     usd: float
     share: float | None  # of the dearer; None where it costs nothing
 
@@ -133,7 +126,6 @@ def saving(usd: float, against_usd: float) -> Saving:
 
 
 def hours_of(n_samples: float, n_epochs: float, samples_per_min: float) -> float:
-    """Hours to see every sample so many times."""
     return n_samples * n_epochs / samples_per_min / 60
 
 
@@ -180,10 +172,8 @@ _KEYS: dict[str, tuple[str, Callable[[str], float]]] = {
     "use": ("hours_per_month", parse_hours),
 }
 """By what people write: the field, and how its text is read."""
-_EXAMPLE = (
-    '"RTX 4090:1600usd:0.45kW" or "2x RTX'
-    ' 3090:1400usd:0.7kW:kwh=0.30usd:resale=30%:life=36:use=100h"'
-)
+_EXAMPLE = '"RTX 4090:1600usd:0.45kW" or '
+_EXAMPLE += '"2x RTX 3090:1400usd:0.7kW:kwh=0.30usd:resale=30%:life=36:use=100h"'
 
 
 def parse_owned(text: str) -> Owned:
@@ -214,7 +204,6 @@ def parse_owned(text: str) -> Owned:
 
 
 def _pair(text: str, part: str) -> tuple[str, float]:
-    """The field of `Owned` that a part names, and its value."""
     word, is_named, value = part.partition("=")
     if not is_named:
         lowered = part.lower()

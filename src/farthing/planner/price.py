@@ -60,8 +60,6 @@ class _Timed(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """What a provider's offers of a machine have in common."""
-
     timed: _Timed
     hourly: dict[str, float]
     """Hours that are paid for at the offer's price, by what they go to."""
@@ -69,7 +67,6 @@ class _Terms(NamedTuple):
 
 
 def quiet_interval_s(save_s: float) -> float:
-    """Between checkpoints where nobody takes the machine away: Young's."""
     young = young_interval_s(save_s, CRASH_EVERY_S)
     return min(LONGEST_INTERVAL_S, max(SHORTEST_INTERVAL_S, young))
 
@@ -229,30 +226,24 @@ class Pricing:
 
 
 def within_limits(plan: Plan, wanted: JobSpec) -> Plan | Rejected:
-    """The plan, or why it passes the dollars, the hours or the deadline of the job."""
     hours, n_gpus = plan.wall_s / 3600, plan.recipe.n_gpus
-    for name, spent, cap, say, unit in (
-        ("usd", plan.total_usd, wanted.max_usd, say_usd, "${}"),
-        ("hours", hours, wanted.max_hours, lambda h: say_seconds(h * 3600), "{} h"),
-        (
-            *("gpu_hours", hours * n_gpus, wanted.max_gpu_hours),
-            *(lambda h: f"{h:,.3g} GPU-hours", "{} GPU-hours"),
-        ),
-    ):
+    limits: tuple[tuple[str, float, float | None, Callable[[float], str], str], ...] = (
+        ("usd", plan.total_usd, wanted.max_usd, say_usd, "costs ${}"),
+        ("hours", hours, wanted.max_hours, lambda h: say_seconds(h * 3600), "takes {} h"),
+        ("gpu_hours", hours * n_gpus, wanted.max_gpu_hours, _say_gpu_hours, "takes {} GPU-hours"),
+    )
+    for name, spent, cap, say, words in limits:
         if cap is None or spent <= cap:
             continue
         change = f"limits.max_{name}: {_rounded_up(spent)}"
         if name == "gpu_hours":
             n_samples = wanted.n_steps * wanted.global_batch
-            needed, now = (
-                needed_samples_per_min(n_samples, 1, cap, n_gpus),
-                n_samples / (hours * 60),
-            )
-            change += f", or {needed:,.0f} samples/min instead of {now:,.0f}"
+            needed = needed_samples_per_min(n_samples, 1, cap, n_gpus)
+            change += f", or {needed:,.0f} samples/min instead of {n_samples / hours / 60:,.0f}"
         free = ("waiting",) if name == "usd" else ()
         change += _or_fewer_steps(plan, wanted, cap / spent, free)
-        kind = "dollars" if name == "usd" else name.replace("_", "-")
-        verb, says = "costs" if name == "usd" else "takes", said_apart(spent, cap, say, unit)
+        kind, verb = "dollars" if name == "usd" else name.replace("_", "-"), words.split()[0]
+        says = said_apart(spent, cap, say, words.partition(" ")[2])
         what = "{} {}, the cap is {}".format(verb, *says)
         return Rejected(plan.offer, kind, what, change, kind, spent / max(cap, 1e-9))
     least_s = plan.wall_s - plan.seconds.get("waiting", 0.0)  # on demand may step in
@@ -266,16 +257,13 @@ def _or_fewer_steps(plan: Plan, wanted: JobSpec, share: float, free: tuple[str, 
     """The job that keeps the limit: as many steps as the share leaves room for beside what may not
     shrink. Of spot that is also what interruptions take: it shrinks with the job, but not evenly.
     """
-
-    def spent(*names: str) -> float:
-        return sum(plan.seconds.get(name, 0.0) for name in names)
-
-    moving_s = spent("training", "evaluation", "checkpoints")
-    counted_s = plan.wall_s - spent(*free)
+    moving_s = plan.seconds_of("training", "evaluation", "checkpoints")
+    counted_s = plan.wall_s - plan.seconds_of(*free)
     left_s = share * counted_s - (counted_s - moving_s)
     n = int(wanted.n_steps * max(0.0, left_s) / max(moving_s, 1e-9) * 0.95)
-    once_s = spent("evaluation") / max(1, wanted.n_evaluations)
-    per_step_s = (moving_s - spent("evaluation")) / wanted.n_steps
+    evaluating_s = plan.seconds_of("evaluation")
+    once_s = evaluating_s / max(1, wanted.n_evaluations)
+    per_step_s = (moving_s - evaluating_s) / wanted.n_steps
     while n >= 1:  # evaluations do not shrink evenly
         fewer = replace(wanted, max_steps=n)
         if n * per_step_s + fewer.n_evaluations * once_s <= 0.97 * left_s:
@@ -302,9 +290,7 @@ def meet_deadline(
         if plan.spot is None:
             chance = NormalDist(plan.wall_s, _sigma_s(plan)).cdf(deadline_s)
         else:
-            before_s, busy_s = (
-                sum(plan.seconds.get(name, 0.0) for name in names) for names in (STARTING, BUSY)
-            )
+            before_s, busy_s = (plan.seconds_of(*names) for names in (STARTING, BUSY))
             n_saves = max(1.0, math.ceil(busy_s / plan.interval_s))
             save_s = max(1e-3, plan.seconds.get("checkpoints", 0.0) / n_saves)
             saves, zone = SaveSchedule(plan.interval_s, save_s, before_s), hazard(plan.offer)
@@ -329,7 +315,6 @@ def meet_deadline(
 
 
 def _late(plan: Plan, wanted: JobSpec, what: str) -> Rejected:
-    """A plan that is not sure enough to be done in time, and a deadline that would do."""
     chance, deadline_s = min(max(wanted.confidence, 1e-6), 1 - 1e-6), wanted.deadline_s or 0.0
     needed_s = plan.wall_s + max(0.0, NormalDist().inv_cdf(chance)) * _sigma_s(plan)
     minutes = max(1, math.ceil((needed_s - deadline_s) / 60 + 1e-6))
@@ -370,6 +355,10 @@ def _mixed(plan: Plan, own: Plan, way: Mixture, before_s: float, alone: float) -
         mixture=f"spot alone meets the deadline with {alone:.0%}; with on demand when it falls "
         f"behind it saves {1 - total / own.total_usd:.0%} of {say_usd(own.total_usd)}",
     )
+
+
+def _say_gpu_hours(hours: float) -> str:
+    return f"{hours:,.3g} GPU-hours"
 
 
 def _rounded_up(number: float) -> str:

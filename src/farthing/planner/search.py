@@ -15,16 +15,17 @@ from farthing.data.packing import ON_CPU, MicroBatchCost
 from farthing.objectives.registry import objective_of
 from farthing.planner.memory import (
     Memory,
+    OnDevice,
     estimate_memory,
     evaluation_memory,
     host_bytes,
     writing_memory,
 )
 from farthing.planner.optimizers import BF16_WEIGHTS
-from farthing.planner.ranges import memory_spread, speed_spread
+from farthing.planner.ranges import memory_spread, speed_spread, surely_high
 from farthing.planner.recipe import DDP, FSDP, NONE, PLAIN, Case, Kernels, Recipe
 from farthing.planner.speed import StepTime, micro_batch_cost, step_time
-from farthing.planner.types import Assumptions, JobSpec, Machine, MachinePlan, Rejected, Spread
+from farthing.planner.types import Assumptions, JobSpec, Machine, MachinePlan, Rejected
 from farthing.planner.work import Work, forward_work, work_of
 from farthing.prices.offers import Offer
 from farthing.settings import Settings
@@ -63,9 +64,14 @@ class Candidate(NamedTuple):
         return self.case.recipe
 
 
-def _most_bytes(one: Candidate, spread: Spread) -> float:
-    memory = one.memory
-    return spread.of(memory.on_device.n_bytes, memory.certain_on_device.n_bytes).high
+def _within(found: Sequence[Candidate], there: OnDevice, high: float) -> list[Candidate]:
+    """Those that fit although all that is not certain takes `high` times as much."""
+
+    def most_bytes(memory: Memory) -> float:
+        certain = memory.certain_on_device.n_bytes
+        return certain + high * (memory.on_device.n_bytes - certain)
+
+    return [one for one in found if most_bytes(one.memory) <= there.n_bytes]
 
 
 class Search:
@@ -93,8 +99,9 @@ class Search:
         fitting = [one for one in found if one.memory.on_device <= machine.memory]
         if not fitting:
             return self._too_large(machine, found)
-        # a run that dies of memory has cost its dollars: what fits with its error comes first
-        sure = [one for one in fitting if _most_bytes(one, spread) <= machine.memory.n_bytes]
+        # a run that dies of memory has cost its dollars: what surely fits comes first
+        sure = _within(fitting, machine.memory, surely_high(machine, wanted.shape, spread))
+        is_tight = not sure
         sure = sure or [min(fitting, key=lambda one: one.memory.on_device)]
         timed = [(step_time(one.work, machine.device, machine.calibration), one) for one in sure]
 
@@ -114,6 +121,7 @@ class Search:
             self.seconds_of(machine, best, step),
             speed_spread(machine, wanted.shape, step),
             spread,
+            is_tight,
             host_bytes(best.case),
         )
 

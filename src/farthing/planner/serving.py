@@ -12,6 +12,7 @@ Pure.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,11 +40,8 @@ PARALLEL_REACHED = 0.7  # of several GPUs' rates together
 ERROR, ERROR_UNSEEN = 0.25, 0.40  # of tokens a second: held-out rows; GPUs without a row
 SEEN = ("H100-80GB", "H200", "L40S", "A100-80GB", "A100-40GB", "L4")
 SERVERLESS_TIMES = 1.6  # dearer than the machine by the hour: by assumption
-WARM_S, STARTING_S, READ_BYTES_PER_S = (
-    60.0,
-    30.0,
-    1e9,
-)  # kept after an answer; an engine's start; weights from a disk
+WARM_S, STARTING_S = 60.0, 30.0  # kept after an answer; an engine's start
+READ_BYTES_PER_S = 1e9  # of weights from a disk
 
 
 class Traffic(NamedTuple):
@@ -72,53 +70,40 @@ class Server:
 
     @property
     def weights_bytes(self) -> float:
-        """All weights; embeddings and head stay in 16 bits."""
+        """Embeddings and head stay in 16 bits."""
         n_multiplied = self.shape.n_matmul
-        return (
-            n_multiplied * PRECISIONS[self.precision][0]
-            + (self.shape.n_parameters - n_multiplied) * 2.0
-        )
+        kept = 2.0 * (self.shape.n_parameters - n_multiplied)
+        return kept + n_multiplied * PRECISIONS[self.precision][0]
 
     @property
     def cache_bytes_per_token(self) -> float:
-        """Keys and values of one token, all layers."""
+        """Keys and values of all layers."""
         of_number = PRECISIONS[self.precision][1]
         return 2.0 * self.shape.n_layers * self.shape.n_kv_heads * self.shape.head_dim * of_number
 
     @property
     def room_bytes(self) -> float:
-        """For the caches of all streams, over all GPUs; below 0 where the weights alone are too
-        much.
-        """
+        """For the caches of all streams, over all GPUs; below 0 where the weights are too much."""
         taken = MEMORY_SHARE * self.gpu.usable_bytes - BESIDE_BYTES
         return self.n_gpus * taken - self.weights_bytes
 
     def streams(self, traffic: Traffic) -> int:
-        """The most requests at once: as the cache has room for, and as the latency allows; 0 where
-        none fits.
-        """
+        """The most requests at once that the cache has room for and the latency allows; 0: none."""
         held = self.cache_bytes(traffic)
         most = min(MOST_STREAMS, int(max(0.0, self.room_bytes) // held))
         if traffic.latency_s is None:
             return most
-        low, high = 0, most
-        while low < high:  # an answer takes longer with every stream beside it
-            middle = (low + high + 1) // 2
-            low, high = (
-                (middle, high)
-                if self.answer_s(traffic, middle) <= traffic.latency_s
-                else (low, middle - 1)
-            )
-        return low
+        # an answer takes longer with every stream beside it
+        return bisect_right(
+            range(1, most + 1), traffic.latency_s, key=lambda n: self.answer_s(traffic, n)
+        )
 
     def cache_bytes(self, traffic: Traffic) -> float:
         """Mean cache of a request: its input, and half of its answer. A window ends it."""
         n_tokens = traffic.input_tokens + traffic.output_tokens / 2
         windows = self.shape.windows or (None,)
-        kept = sum(
-            n_tokens if window is None else min(n_tokens, window) for window in windows
-        ) / len(windows)
-        return kept * self.cache_bytes_per_token
+        kept = [n_tokens if window is None else min(n_tokens, window) for window in windows]
+        return sum(kept) / len(kept) * self.cache_bytes_per_token
 
     @property
     def _together(self) -> float:
@@ -129,36 +114,31 @@ class Server:
         asked = PRECISIONS[self.precision][2]
         return self._together * self.gpu.flops.get(asked, self.gpu.flops.get("fp16", 0.0))
 
+    @property
+    def _flops(self) -> float:
+        """Of a token, attention aside."""
+        return 2.0 * (self.shape.n_met() + self.shape.n_head_matmul)
+
     def decode_s(self, traffic: Traffic, n_streams: int) -> float:
-        """Seconds of a decoding step: a token for each stream."""
-        unmet = self.shape.n_matmul - self.shape.n_met(
-            n_streams
-        )  # experts that no stream's token goes to
-        read = (
-            self.weights_bytes
-            - unmet * PRECISIONS[self.precision][0]
-            + n_streams * self.cache_bytes(traffic)
-        )
+        # experts that no stream's token goes to are not read
+        n_unmet = self.shape.n_matmul - self.shape.n_met(n_streams)
+        read = self.weights_bytes - n_unmet * PRECISIONS[self.precision][0]
+        read += n_streams * self.cache_bytes(traffic)
         reading_s = read / (self._together * self.gpu.bandwidth_bytes_per_s * BANDWIDTH_REACHED)
-        n_multiplied = self.shape.n_met() + self.shape.n_head_matmul
-        computing_s = 2.0 * n_multiplied * n_streams / (self._peak * DECODE_REACHED)
+        computing_s = n_streams * self._flops / (self._peak * DECODE_REACHED)
         return max(reading_s, computing_s) + STEP_S + STREAM_S * n_streams
 
     def prefill_s(self, traffic: Traffic) -> float:
-        """Seconds until a prompt is read."""
         n = traffic.input_tokens
-        flops = 2.0 * (self.shape.n_met() + self.shape.n_head_matmul) * n
-        flops += 2.0 * self.shape.n_layers * self.shape.hidden * n * n
+        flops = n * self._flops + 2.0 * self.shape.n_layers * self.shape.hidden * n * n
         return flops / (self._peak * PREFILL_REACHED)
 
     def answer_s(self, traffic: Traffic, n_streams: int) -> float:
-        """Seconds of one answer with so many streams at once, prompts of the others in between."""
-        return traffic.output_tokens * self.decode_s(
-            traffic, n_streams
-        ) + n_streams * self.prefill_s(traffic)
+        """Of one answer with so many streams at once, prompts of the others in between."""
+        decoding_s = traffic.output_tokens * self.decode_s(traffic, n_streams)
+        return decoding_s + n_streams * self.prefill_s(traffic)
 
     def tokens_per_s(self, traffic: Traffic, n_streams: int) -> float:
-        """Output tokens a second, all streams together."""
         return n_streams * traffic.output_tokens / self.answer_s(traffic, n_streams)
 
 
@@ -179,27 +159,22 @@ class Served:
 
     @property
     def load(self) -> float:
-        """What the traffic asks for, in machines."""
         return self.traffic.requests_per_s * self.traffic.output_tokens / self.capacity_tokens_per_s
 
     @property
     def n_machines(self) -> int:
-        """Machines that carry it."""
         return max(1, math.ceil(self.load - 1e-9))
 
     @property
     def usd_per_hour(self) -> float:
-        """Of one machine."""
         return self.offer.usd_per_hour or 0.0
 
     @property
     def always_on_usd(self) -> float:
-        """A month of all machines, always on."""
         return self.n_machines * self.usd_per_hour * HOURS_PER_MONTH
 
     @property
     def cold_start_s(self) -> float:
-        """From nothing to the first token."""
         return STARTING_S + self.server.weights_bytes / READ_BYTES_PER_S
 
     @property
@@ -211,9 +186,8 @@ class Served:
         """A month where a machine is on while it answers and `WARM_S` after, at so many times the
         price.
         """
-        on = on_share(
-            self.traffic.requests_per_s / self.n_machines, self.alone_s, WARM_S, self.cold_start_s
-        )
+        per_s = self.traffic.requests_per_s / self.n_machines
+        on = on_share(per_s, self.alone_s, WARM_S, self.cold_start_s)
         return self.n_machines * self.usd_per_hour * times * on * HOURS_PER_MONTH
 
     def usd_per_million(self, load: float) -> tuple[float, float]:
@@ -258,16 +232,19 @@ def break_even_per_s(times: float, busy_s: float, warm_s: float, cold_start_s: f
     """Arrivals a second at which going to zero at `times` the price costs as much as being always
     on.
     """
+
+    def is_cheaper(per_s: float) -> bool:
+        return times * on_share(per_s, busy_s, warm_s, cold_start_s) < 1.0
+
     low, high = 0.0, 1.0
-    while times * on_share(high, busy_s, warm_s, cold_start_s) < 1.0 and high < 1e6:
+    while is_cheaper(high) and high < 1e6:
         high *= 2
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (
-            (middle, high)
-            if times * on_share(middle, busy_s, warm_s, cold_start_s) < 1.0
-            else (low, middle)
-        )
+        if is_cheaper(middle):
+            low = middle
+        else:
+            high = middle
     return high
 
 
@@ -290,63 +267,51 @@ def serve(
     """
     if shape.attention != "causal" or not shape.scores_tokens:
         what = f"farthing prices serving for models that write one text, not for {shape.task}"
-        raise InputError(
-            what,
-            where="--serve",
-            to_do="leave it out, or time the exported model on the machine you mean",
-        )
+        to_do = "leave it out, or time the exported model on the machine you mean"
+        raise InputError(what, where="--serve", to_do=to_do)
     cheapest: dict[tuple[str, int], Offer] = {}
     for offer in offers:
-        key = offer.gpu, offer.n_gpus
-        if (
-            offer.is_spot
-            or not offer.gpu
-            or offer.usd_per_hour is None
-            or offer.billing.prices_are == "from"
-        ):
+        usd, terms = offer.usd_per_hour, offer.billing
+        # packs are of notebooks, which nobody can call from outside
+        is_firm = not (offer.is_spot or terms.prices_are == "from" or terms.pack_usd)
+        if usd is None or not offer.gpu or not is_firm:
             continue
-        if offer.billing.pack_usd:  # notebooks, which nobody can call from outside
-            continue
-        if key not in cheapest or offer.usd_per_hour < (cheapest[key].usd_per_hour or 0.0):
-            cheapest[key] = offer
+        known = cheapest.setdefault((offer.gpu, offer.n_gpus), offer)
+        if usd < (known.usd_per_hour or 0.0):
+            cheapest[offer.gpu, offer.n_gpus] = offer
     found: list[Served] = []
     refused: list[NotServed] = []
     for (name, n_gpus), offer in cheapest.items():
         gpu = gpus()[name]
         if gpu.vendor == "nvidia" and float(gpu.compute_capability) < OLDEST_CAPABILITY:
-            refused.append(
-                NotServed(name, n_gpus, "any", f"{gpu.architecture} is older than today's engines")
-            )
+            old = f"{gpu.architecture} is older than today's engines"
+            refused.append(NotServed(name, n_gpus, "any", old))
             continue
         for precision, (_, _, computes) in PRECISIONS.items():
-            if computes not in gpu.flops and (computes == "fp8" or "fp16" not in gpu.flops):
-                refused.append(
-                    NotServed(name, n_gpus, precision, f"{name} does not compute in {computes}")
-                )
-                continue
             server = Server(shape, gpu, n_gpus, precision)
-            n_streams = server.streams(traffic)
-            if n_streams < 1:
-                refused.append(NotServed(name, n_gpus, precision, _why_not(server, traffic)))
-                continue
-            found.append(Served(server, offer, traffic, n_streams))
+            why, n_streams = "", 0
+            if computes not in gpu.flops and (computes == "fp8" or "fp16" not in gpu.flops):
+                why = f"{name} does not compute in {computes}"
+            elif not (n_streams := server.streams(traffic)):
+                why = _why_not(server, traffic)
+            if why:
+                refused.append(NotServed(name, n_gpus, precision, why))
+            else:
+                found.append(Served(server, offer, traffic, n_streams))
     order = list(PRECISIONS)  # where dollars are equal, what loses less
 
     def dearness(one: Served) -> tuple[float, float, int]:
-        return (
-            round(min(one.always_on_usd, one.to_zero_usd()), 2),
-            one.usd_per_hour,
-            order.index(one.server.precision),
-        )
+        usd = round(min(one.always_on_usd, one.to_zero_usd()), 2)
+        return usd, one.usd_per_hour, order.index(one.server.precision)
 
     return sorted(found, key=dearness), refused
 
 
 def _why_not(server: Server, traffic: Traffic) -> str:
-    needed = server.weights_bytes + server.cache_bytes(traffic)
-    if server.room_bytes < server.cache_bytes(traffic):
-        room = f"{needed / 1e9:.1f} GB for weights and one request"
-        return f"needs {room}, besides the engine's own memory"
+    held = server.cache_bytes(traffic)
+    if server.room_bytes < held:
+        needed = f"{(server.weights_bytes + held) / 1e9:.1f} GB for weights and one request"
+        return f"needs {needed}, besides the engine's own memory"
     return f"one answer alone takes {server.answer_s(traffic, 1):.1f} s"
 
 

@@ -21,6 +21,10 @@ OLDEST_TORCH = "2.13"
 _INDEX = "https://download.pytorch.org/whl"
 _ARM_HOSTS = ("GH200", "GB200", "GB300")
 _BUILD = r"cu\d+|rocm[\d.]+|cpu"
+_WITHOUT = {  # of a package: its name, and what leaves it out
+    "flash_attention_2": ("flash-attn", "leave out model.attn_implementation", "attention"),
+    "bitsandbytes": ("bitsandbytes", "method: lora with train.optim: adamw_torch_fused", "method"),
+}
 
 
 class Torch(NamedTuple):
@@ -40,8 +44,6 @@ class Torch(NamedTuple):
 
 
 class Build(NamedTuple):
-    """Wheels of a package with code for these compute capabilities."""
-
     package: str
     since: str
     build: str
@@ -54,16 +56,12 @@ class Build(NamedTuple):
         """
         if self.build.startswith("rocm") != (gpu.vendor == "amd"):
             return False
-        major, minor = gpu.compute_capability.split(".")
-        return any(
-            c.split(".")[0] == major and int(c.split(".")[1]) <= int(minor)
-            for c in self.capabilities
-        )
+        major, minor = _numbers(gpu.compute_capability)
+        return any(m == major and n <= minor for m, n in map(_numbers, self.capabilities))
 
 
 @cache
 def builds() -> tuple[Build, ...]:
-    """All that are known, the oldest first."""
     found = typed("gpu_software", Build)
     return tuple(sorted(found, key=lambda one: (one.package, _numbers(one.since))))
 
@@ -72,23 +70,18 @@ def parse_torch(text: str) -> Torch:
     """`2.13.0`, `2.13+cu126`. Raises `InputError`."""
     found = re.fullmatch(rf"(\d+\.\d+(?:\.\d+)?)(?:\+({_BUILD}))?", text.strip())
     if found is None or found[2] == "cpu":
-        raise InputError(
-            f"no torch for GPUs is called `{text}`",
-            where="--torch",
-            to_do="e.g. --torch 2.13.0+cu126",
-        )
-    torch = Torch(found[1], found[2] or "")
-    if _numbers(torch.version) < _numbers(OLDEST_TORCH):
-        raise InputError(
-            f"torch {found[1]} is too old", where="--torch", to_do=f"give {OLDEST_TORCH} or later"
-        )
-    known = [one.build for one in _of_version(torch.version)]
-    if torch.build and torch.build not in known:
-        to_do = f"torch {found[1]} has {', '.join(known)}"
-        raise InputError(
-            f"no build {torch.build} of torch {found[1]} is known", where="--torch", to_do=to_do
-        )
-    return torch
+        what, to_do = f"no torch for GPUs is called `{text}`", "e.g. --torch 2.13.0+cu126"
+        raise InputError(what, where="--torch", to_do=to_do)
+    version, build = found[1], found[2] or ""
+    if _numbers(version) < _numbers(OLDEST_TORCH):
+        what, to_do = f"torch {version} is too old", f"give {OLDEST_TORCH} or later"
+        raise InputError(what, where="--torch", to_do=to_do)
+    known = [one.build for one in _of_version(version)]
+    if build and build not in known:
+        what = f"no build {build} of torch {version} is known"
+        to_do = f"torch {version} has {', '.join(known)}"
+        raise InputError(what, where="--torch", to_do=to_do)
+    return Torch(version, build)
 
 
 def torch_of(version: str, build: str) -> Torch | None:
@@ -135,22 +128,12 @@ def why_no_code(
         if line is None:
             return f"no build of torch {OLDEST_TORCH} or later has code for {name}", "", ""
         return f"{torch.in_words} has no code for {name}", line, "torch"
-    if (
-        attention == "flash_attention_2"
-        and not _default("flash_attention_2").runs_on(gpu)
-        and gpu.vendor == "nvidia"
-    ):
-        return (
-            f"flash-attn has no code for {name}",
-            "leave out model.attn_implementation",
-            "attention",
-        )
-    if needs_bitsandbytes and gpu.vendor == "nvidia" and not _default("bitsandbytes").runs_on(gpu):
-        return (
-            f"bitsandbytes has no code for {name}",
-            "method: lora with train.optim: adamw_torch_fused",
-            "method",
-        )
+    needs = {"flash_attention_2": attention == "flash_attention_2"}
+    needs["bitsandbytes"] = needs_bitsandbytes
+    for package, is_needed in needs.items():
+        if is_needed and gpu.vendor == "nvidia" and not _default(package).runs_on(gpu):
+            plain, change, kind = _WITHOUT[package]
+            return f"{plain} has no code for {name}", change, kind
     return None
 
 
@@ -159,20 +142,16 @@ def pip_line(gpu: Gpu, torch: Torch) -> str | None:
     newest that can.
     """
     same = [one for one in _of_version(torch.version) if one.runs_on(gpu)]
-    if same:
-        version, build = torch.version, same[-1].build
-        wanted = f"torch=={version}"
-    else:
-        older = [one for one in builds() if one.package == "torch" and one.runs_on(gpu)]
-        if not older:
-            return None
-        since = max(older[-1].since, OLDEST_TORCH, key=_numbers)
-        version, build = since, older[-1].build
+    older = [one for one in builds() if one.package == "torch" and one.runs_on(gpu)]
+    if not (same or older):
+        return None
+    build, version = (same or older)[-1].build, torch.version
+    wanted = f"torch=={version}"
+    if not same:
+        version = max(older[-1].since, OLDEST_TORCH, key=_numbers)
         wanted = f"'torch=={version}.*'"
-    return (
-        f"pip install {wanted} --index-url {_INDEX}/{build}, and plan with --torch"
-        f" {version}+{build}"
-    )
+    line = f"pip install {wanted} --index-url {_INDEX}/{build}"
+    return f"{line}, and plan with --torch {version}+{build}"
 
 
 def host_note(gpu: Gpu, torch: Torch) -> str:
@@ -231,12 +210,8 @@ def fp16_risk(config: Mapping[str, Any]) -> str:
                 return f"{kind} is known to give inf and nan in fp16"
             return "it was trained in bf16, and fp16 may overflow (65504 is its largest number)"
     inner = config.get("text_config")
-    dtypes = [
-        one.get(key)
-        for one in (config, inner)
-        if isinstance(one, Mapping)
-        for key in ("dtype", "torch_dtype")
-    ]
+    both = [one for one in (config, inner) if isinstance(one, Mapping)]
+    dtypes = [one.get(key) for one in both for key in ("dtype", "torch_dtype")]
     if any(str(dtype).removeprefix("torch.") == "bfloat16" for dtype in dtypes):
         return "it was trained in bf16, and fp16 may overflow (65504 is its largest number)"
     return ""

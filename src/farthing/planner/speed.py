@@ -46,8 +46,6 @@ CPU_STEP_S = 2.3e-3  # of a step whatever the model: its batch, the update of it
 
 
 class Device(NamedTuple):
-    """What computes, in plain numbers."""
-
     name: str
     flops_per_s: float  # that products of a training step reach, in the precision of the run
     bandwidth_bytes_per_s: float  # that is reached
@@ -122,8 +120,6 @@ def cpu_device(name: str, peak_flops: float, n_threads: int) -> Device:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, by component."""
-
     parts: dict[str, float]
     """matmul, attention, memory traffic, dequantization, launch, optimizer, communication, data."""
     n_tokens: float

@@ -59,11 +59,9 @@ class Spells:
 
     @functools.cached_property
     def variation(self) -> float:
-        """Squared coefficient of variation."""
         return float(self.lengths_s**2 @ self.shares) / self.mean_s**2 - 1
 
     def at(self, u: Floats, weights: Floats | None = None) -> Floats:
-        """The lengths of these quantiles."""
         edges = np.cumsum(self.shares if weights is None else weights)
         return self.lengths_s[np.minimum(np.searchsorted(edges / edges[-1], u), len(edges) - 1)]
 
@@ -210,8 +208,6 @@ class SaveSchedule(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What a job on spot comes to, on average."""
-
     work_s: float
     checkpoint_s: float
     restart_s: float
@@ -232,9 +228,8 @@ class Expected(NamedTuple):
 def expect(work_s: float, saves: SaveSchedule, zone: Interruptions) -> Expected:
     """Mean times of a job wanted at a random moment, or now where the zone's state is known."""
     runs = _followed(work_s, saves, zone)
-    wall, billed, restart, n = (
-        float(each.mean()) for each in (runs.wall, runs.spot, runs.restarting, runs.n_interruptions)
-    )
+    each = runs.wall, runs.spot, runs.restarting, runs.n_interruptions
+    wall, billed, restart, n = (float(values.mean()) for values in each)
     saving = math.ceil(work_s / saves.interval_s - 1e-9) * saves.save_s
     if not math.isfinite(wall):
         return Expected(work_s, saving, math.inf, math.inf, math.inf, math.inf)
@@ -244,11 +239,8 @@ def expect(work_s: float, saves: SaveSchedule, zone: Interruptions) -> Expected:
 
 def chance_by(deadline_s: float, work_s: float, saves: SaveSchedule, zone: Interruptions) -> float:
     """Share of runs that end in time, whatever the zone may be."""
-    shares = [
-        (float(np.mean(_followed(work_s, saves, one).wall <= deadline_s)), weight)
-        for one, weight in zone.scenarios
-    ]
-    return sum(share * weight for share, weight in shares)
+    found = ((_followed(work_s, saves, one).wall, weight) for one, weight in zone.scenarios)
+    return sum(weight * float(np.mean(wall <= deadline_s)) for wall, weight in found)
 
 
 def young_interval_s(save_s: float, mean_between_s: float) -> float:
@@ -284,15 +276,12 @@ def mixture(deadline_s: float, work_s: float, saves: SaveSchedule, zone: Interru
     finish on demand, it does. Unlike the paper's rule it goes back to spot with the next capacity.
     On demand pays the restart before, and a checkpoint after.
     """
-    found = []
+    found = np.zeros(4)
     for one, weight in zone.scenarios:
         runs = _followed(work_s, saves, one, deadline_s)
-        in_time = float(np.mean(runs.wall <= deadline_s))
-        walls = np.minimum(runs.wall, 2 * deadline_s)
-        found.append(
-            [weight * float(x) for x in (runs.spot.mean(), runs.own.mean(), walls.mean(), in_time)]
-        )
-    return Mixture(*(sum(column) for column in zip(*found, strict=True)))
+        each = runs.spot, runs.own, np.minimum(runs.wall, 2 * deadline_s), runs.wall <= deadline_s
+        found += [weight * values.mean() for values in each]
+    return Mixture(*found.tolist())
 
 
 def _followed(
@@ -424,7 +413,6 @@ def fit_spells(spells: Sequence[Spell], half_life_s: float = math.inf) -> tuple[
 
 
 def fit(up: Sequence[Spell], down: Sequence[Spell], half_life_s: float = math.inf) -> Interruptions:
-    """The model of a zone from its spells."""
     if not up:
         raise InputError("the trace has no capacity at all", to_do="use another zone")
     law, n_spells = fit_spells(up, half_life_s)
@@ -462,7 +450,6 @@ class Trace:
 
     @property
     def last(self) -> Now:
-        """What the zone is like at the end."""
         is_up = np.asarray(self.available) > 0
         changes = np.flatnonzero(np.diff(is_up))
         n_alike = len(is_up) - (int(changes[-1]) + 1 if len(changes) else 0)
@@ -542,19 +529,16 @@ def hazards(
         for n in sizes:
             law = known.get((zone, gpu, n)) or known.get((region, gpu, n))
             if law is None and region and not zone:  # any zone of it will do: the middle one
-                laws = [
-                    known[key] for key in known if key[1:] == (gpu, n) and key[0].startswith(region)
-                ]
+                of_kind = ((key[0], law) for key, law in known.items() if key[1:] == (gpu, n))
+                laws = [law for place, law in of_kind if place.startswith(region)]
                 laws.sort(key=lambda one: one.up.mean_s)
                 law = laws[len(laws) // 2] if laws else None
             if law is not None:
                 return law if n == n_gpus else law.for_node(n_gpus, n)
         return prior(n_gpus)
 
-    words = (
-        f"spot capacity from {plural(len(known), 'trace')} where zone and GPU are traced, "
-        "else from the prior"
-    )
+    words = f"spot capacity from {plural(len(known), 'trace')} where zone and GPU are traced, "
+    words += "else from the prior"
     if n_recent:
         words += f"; {plural(n_recent, 'zone')} as it is now"
     return lambda o: of(_plain(o.gpu), o.n_gpus, o.region.lower(), o.zone.lower()), words

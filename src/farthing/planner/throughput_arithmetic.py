@@ -119,7 +119,6 @@ class ByHand:
 
 
 def by_hand(figures: OwnFigures, known: Known) -> ByHand:
-    """What the figures come to for a run."""
     found = ByHand()
     words, numbers = found.words, found.numbers
     rate, cap = figures.samples_per_min, known.max_gpu_hours
@@ -149,7 +148,6 @@ def by_hand(figures: OwnFigures, known: Known) -> ByHand:
 
 
 def _with_bill(numbers: dict[str, Any], known: Known, rate: float, hours: float) -> str:
-    """Hours and dollars on demand."""
     what = f"{known.n_samples:,} samples x {known.n_epochs:g} at {rate:,.0f} a minute"
     text = f"{what}: {hours:.2f} h, {hours:.2f} P on demand"
     if known.usd_per_hour:
@@ -176,7 +174,6 @@ def _with_peak(numbers: dict[str, Any], known: Known, rate: float) -> str:
 def _with_spot(
     numbers: dict[str, Any], figures: OwnFigures, hours: float, save_every_s: float | None
 ) -> list[str]:
-    """Interruptions, what they lose, and what spot costs with them."""
     overhead, words, discount = figures.spot_overhead or 0.0, list[str](), figures.spot_discount
     if figures.interrupted_every_s is not None:
         interval_s = save_every_s if save_every_s is not None else LONGEST_INTERVAL_S
@@ -185,10 +182,8 @@ def _with_spot(
         if figures.spot_overhead is None:
             overhead = n * each_s / (hours * 3600)
         why = f"half of the {say_seconds(interval_s)} between checkpoints, and the restart"
-        words.append(
-            f"{n:.2g} expected interruptions, {say_seconds(each_s)} lost each ({why}): "
-            f"{say_seconds(n * each_s)} in all"
-        )
+        lost = f"{say_seconds(each_s)} lost each ({why}): {say_seconds(n * each_s)} in all"
+        words.append(f"{n:.2g} expected interruptions, {lost}")
         numbers |= {"n_interruptions": n, "lost_s_each": each_s, "lost_s": n * each_s}
     if discount is not None:
         longer = hours * (1 + overhead)
@@ -197,10 +192,6 @@ def _with_spot(
         less = f"{abs(saved):.0%} {'less' if saved > 0 else 'more'} than on demand"
         how = f"on spot, {discount:.0%} cheaper with {overhead:.1%} more hours"
         words.append(f"{how}: {price_hours:.2g} P, {less}")
-        numbers["spot"] = {
-            "hours": longer,
-            "overhead": overhead,
-            "price_hours": price_hours,
-            "saved_share": saved,
-        }
+        numbers["spot"] = {"hours": longer, "overhead": overhead}
+        numbers["spot"] |= {"price_hours": price_hours, "saved_share": saved}
     return words

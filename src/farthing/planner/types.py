@@ -46,22 +46,21 @@ class Assumptions(NamedTuple):
     process_bytes: int = 420 << 20  # of a CPU run: the interpreter with its libraries
 
     def in_words(self) -> list[str]:
+        boots = (
+            f"a rented machine boots in {say_seconds(self.setup_s)} where its provider's time is"
+        )
+        imports = f"imports take {self.import_s:.0f} s ({self.import_on_cpu_s:g} s on a CPU)"
+        stays = f"a checkpoint halts training while {self.snapshot_bytes_per_s / 1e9:g} GB/s go to"
+        usd = ASSUMED_STORAGE_USD_PER_GB_MONTH, ASSUMED_EGRESS_USD_PER_GB
         return [
-            f"a rented machine boots in {say_seconds(self.setup_s)} where its provider's time is "
-            f"not known (facts/boot.csv), and downloads {self.download_bytes_per_s / 1e6:.0f} MB/s",
-            f"imports take {self.import_s:.0f} s ({self.import_on_cpu_s:g} s on a CPU), weights"
-            f" load {self.load_bytes_per_s / 1e9:g} GB/s",
-            f"where terms are silent, a GB costs ${ASSUMED_STORAGE_USD_PER_GB_MONTH:.2f} a month "
-            "to "
-            f"keep and ${ASSUMED_EGRESS_USD_PER_GB:.2f} to send away: the model, and each "
-            "checkpoint "
-            "for a store elsewhere",
+            f"{boots} not known (facts/boot.csv), and downloads "
+            f"{self.download_bytes_per_s / 1e6:.0f} MB/s",
+            f"{imports}, weights load {self.load_bytes_per_s / 1e9:g} GB/s",
+            "where terms are silent, a GB costs ${:.2f} a month to keep and ${:.2f} to send away: "
+            "the model, and each checkpoint for a store elsewhere".format(*usd),
             f"tokenizing runs at {self.tokenize_tokens_per_s / 1e6:g} M tokens/s",
-            f"a checkpoint halts training while {self.snapshot_bytes_per_s / 1e9:g} GB/s go to "
-            "host "
-            f"memory, or {self.disk_bytes_per_s / 1e6:.0f} MB/s to the disk where it takes more "
-            "than "
-            "half of that memory",
+            f"{stays} host memory, or {self.disk_bytes_per_s / 1e6:.0f} MB/s to the disk where it "
+            "takes more than half of that memory",
         ]
 
 
@@ -141,7 +140,6 @@ class JobSpec:
         return self.stack("fp32").is_packed
 
     def stack(self, precision: str) -> Stack:
-        """How the trainer computes it."""
         changed = () if self.adapters is None else (*self.adapters.adapted, *self.adapters.saved)
         return stack_for(
             self.shape.model_type,
@@ -157,11 +155,9 @@ class JobSpec:
         return -(-self.global_batch // n_gpus)
 
     def cut(self, most: int, n_gpus: int = 1, cost: MicroBatchCost = ON_CPU) -> Cut:
-        """The part of a step that one GPU takes, in micro-batches of at most so many tokens."""
         return self.lengths.cut(most, self._batch(n_gpus), is_packed=self.is_packed, cost=cost)
 
     def largest(self, most: int, n_gpus: int = 1, cost: MicroBatchCost = ON_CPU) -> Largest:
-        """The largest micro-batch that one GPU takes."""
         return self.lengths.largest(most, self._batch(n_gpus), is_packed=self.is_packed, cost=cost)
 
     def eval_cut(self, micro_batch_tokens: int, cost: MicroBatchCost = ON_CPU) -> Cut:
@@ -211,17 +207,14 @@ class JobSpec:
 
     @property
     def n_tokens(self) -> float:
-        """Of the whole job."""
         return self.n_steps * self.global_batch * self.tokens_per_example
 
     @property
     def save_bytes(self) -> float:
-        """Of a checkpoint: trained weights and the optimizer's state, as they are kept."""
         of_weight = 2.0 if self.optimizer.has_bf16_weights else 4.0
         return self.n_trainable * (of_weight + self.optimizer.saved_bytes)
 
     def case(self, recipe: Recipe, *, is_cuda: bool = True) -> Case:
-        """It, computed so."""
         asked = recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost
         return Case(
             self.shape,
@@ -236,7 +229,6 @@ class JobSpec:
 
 
 def open_ended(wanted: JobSpec) -> JobSpec:
-    """The same job without limits."""
     return replace(wanted, max_usd=None, max_hours=None, max_gpu_hours=None, deadline_s=None)
 
 
@@ -307,6 +299,8 @@ class MachinePlan:
     """By what they go to; boot, interruptions and checkpoints are an offer's."""
     speed_spread: Spread
     memory_spread: Spread
+    is_tight: bool = False
+    """It may not fit after all."""
     host_bytes: int = 0
     """Of main memory: rows of weights, or an optimizer's state, that are kept there."""
 
@@ -316,11 +310,6 @@ class MachinePlan:
         return self.memory_spread.of(
             self.memory.on_device.n_bytes, self.memory.certain_on_device.n_bytes
         )
-
-    @cached_property
-    def is_tight(self) -> bool:
-        """It may not fit after all: the range of its memory passes what is there."""
-        return self.memory_range.high > self.machine.memory.n_bytes
 
 
 def is_from_price(offer: Offer) -> bool:
@@ -357,6 +346,9 @@ class Plan(NamedTuple):
     def recipe(self) -> Recipe:
         return self.on.recipe
 
+    def seconds_of(self, *names: str) -> float:
+        return sum(self.seconds.get(name, 0.0) for name in names)
+
     @property
     def is_priced(self) -> bool:
         """Whether its dollars mean anything: this machine may have no price."""
@@ -376,19 +368,15 @@ class Plan(NamedTuple):
 
     @property
     def up_front_usd(self) -> float:
-        """Paid before: whole packs of credits, or a deposit."""
         return up_front_usd(self.offer, self.total_usd)
 
     @property
     def to_set(self) -> tuple[str, ...]:
-        """What the job has to say for it, beside what it says by itself."""
         gpus = f"where.gpus: {self.recipe.n_gpus if self.on.machine.is_part else 'all'}"
         return tuple(gpus if key == "where.gpus: all" else key for key in self.recipe.to_set)
 
 
 class Rejected(NamedTuple):
-    """An offer that will not do."""
-
     offer: Offer
     kind: str
     """memory, main memory, software, precision, batch, dollars, hours, gpu-hours, deadline, spot.

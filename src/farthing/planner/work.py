@@ -36,8 +36,6 @@ UNFUSED = 0.72
 
 
 class Work(NamedTuple):
-    """A step of one GPU."""
-
     matmul_flops: float
     attention_flops: float
     read_bytes: float  # weights that come out of memory for every micro-batch
@@ -59,13 +57,8 @@ class Work(NamedTuple):
 
 
 _COMPUTED = (
-    "matmul_flops",
-    "attention_flops",
-    "read_bytes",
-    "traffic_bytes",
-    "dequantization_bytes",
-    "host_s",
-    "hauled_bytes",
+    *("matmul_flops", "attention_flops", "read_bytes", "traffic_bytes", "dequantization_bytes"),
+    *("host_s", "hauled_bytes"),
 )
 
 
@@ -122,7 +115,6 @@ def work_of(case: Case) -> Work:
 
 
 def forward_work(work: Work, n_steps: float) -> Work:
-    """The forward pass alone of `n_steps` times the examples of a step: no optimizer."""
     share = n_steps * work.forward_share
     scaled = {name: getattr(work, name) * share for name in _COMPUTED}
     names = ("optimizer_bytes", "sent_bytes", "bus_bytes", "host_bytes", "step_host_s")

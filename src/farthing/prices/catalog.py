@@ -32,7 +32,6 @@ class Catalog(NamedTuple):
 
     @property
     def providers(self) -> tuple[str, ...]:
-        """Their names, in order."""
         return tuple(sorted({offer.provider for offer in self.offers}))
 
     @property
@@ -58,12 +57,10 @@ class Catalog(NamedTuple):
 
     @property
     def renewal(self) -> str:
-        """What gives newer prices."""
         return f"renew {self.where}" if self.is_own else "`farthing prices update` reads newer ones"
 
 
 def cache_path() -> Path:
-    """Where refreshed prices are kept."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "farthing" / "prices.csv"
 

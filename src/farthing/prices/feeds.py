@@ -53,8 +53,6 @@ class Feed(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of one feed."""
-
     feed: Feed
     offers: tuple[Offer, ...] = ()
     n_skipped: int = 0  # rows with GPUs that are not known here
@@ -63,8 +61,6 @@ class Outcome(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What `update` did."""
-
     path: Path
     n_offers: int
     refreshed: tuple[str, ...]  # providers with new prices
@@ -73,10 +69,7 @@ class Update(NamedTuple):
 
     @property
     def failed(self) -> tuple[Outcome, ...]:
-        """Feeds that were asked and gave nothing."""
-        return tuple(
-            outcome for outcome in self.outcomes if outcome.problem and not outcome.is_absent
-        )
+        return tuple(one for one in self.outcomes if one.problem and not one.is_absent)
 
 
 def known_feeds() -> tuple[Feed, ...]:
@@ -122,24 +115,16 @@ def update(
             fresh.setdefault(outcome.feed.provider, outcome.offers)
     if not fresh:
         failed = [outcome for outcome in outcomes if outcome.problem]
-        first = _words(failed[0]) if failed else "no feed is known"
-        raise FeedsUnavailableError(
-            f"none of the {plural(len(asked), 'price feed')} answered; the prices stay as they are"
-            f" ({first})",
-            where=str(path),
-            to_do="check the network, or give a price file of your own with --prices",
-        )
+        what = f"none of the {plural(len(asked), 'price feed')} answered; the prices stay as they "
+        what += f"are ({_words(failed[0]) if failed else 'no feed is known'})"
+        to_do = "check the network, or give a price file of your own with --prices"
+        raise FeedsUnavailableError(what, where=str(path), to_do=to_do)
     earlier = _earlier(path, today)
     kept = tuple(offer for offer in earlier if offer.provider not in fresh)
     offers = [offer for provider in sorted(fresh) for offer in fresh[provider]] + list(kept)
     _write(path, offers)
-    return Update(
-        path,
-        len(offers),
-        tuple(sorted(fresh)),
-        tuple(sorted({offer.provider for offer in kept})),
-        outcomes,
-    )
+    kept_of = tuple(sorted({offer.provider for offer in kept}))
+    return Update(path, len(offers), tuple(sorted(fresh)), kept_of, outcomes)
 
 
 def _words(outcome: Outcome) -> str:
@@ -153,7 +138,6 @@ def _words(outcome: Outcome) -> str:
 
 
 def _ask(feed: Feed, folder: Path, today: date, timeout_s: float, feed_s: float) -> Outcome:
-    """The offers of one feed, or what went wrong with it; never raises for what a feed may do."""
     give_up_at = time.monotonic() + feed_s
     try:
         if feed.layout == "skypilot":
@@ -178,11 +162,9 @@ def _ask(feed: Feed, folder: Path, today: date, timeout_s: float, feed_s: float)
         known = OSError, ValueError, zipfile.BadZipFile, httpx.HTTPError, httpx.InvalidURL
         name = "" if isinstance(error, known) else f"{type(error).__name__}: "
         return Outcome(feed, problem=name + _reason(error))
-    offers = tuple(
-        offer._replace(provider=feed.provider, source=_source(feed), date=today)
-        for offer in _without_zones(offers)
-    )
-    return Outcome(feed, offers, n_skipped=sum(skipped.values()))
+    said = dict[str, Any](provider=feed.provider, source=_source(feed), date=today)
+    found = tuple(offer._replace(**said) for offer in _without_zones(offers))
+    return Outcome(feed, found, n_skipped=sum(skipped.values()))
 
 
 class _Absent(Exception):
@@ -206,15 +188,12 @@ def _source(feed: Feed) -> str:
 def download(address: str, timeout_s: float, give_up_at: float) -> bytes:
     """The bytes at an address: over HTTPS (or this machine), bounded in size and time."""
     parts = urlsplit(address)
-    if parts.scheme != "https" and not (
-        parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost")
-    ):
+    is_here = parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost")
+    if parts.scheme != "https" and not is_here:
         raise ValueError(f"{parts.scheme or 'no scheme'} is not used for prices, https is")
     headers = {"User-Agent": "farthing", "Accept-Encoding": "identity"}
-    content = bytearray()
-    with httpx.stream(
-        "GET", address, headers=headers, timeout=timeout_s, follow_redirects=True
-    ) as answer:
+    content, how = bytearray(), dict[str, Any](headers=headers, timeout=timeout_s)
+    with httpx.stream("GET", address, follow_redirects=True, **how) as answer:
         answer.raise_for_status()
         for piece in answer.iter_raw():
             content += piece
@@ -261,9 +240,8 @@ def _live_items(address: str) -> Iterable[Any]:
         library = importlib.import_module("gpuhunt")
         provider = getattr(importlib.import_module(module), name)
     except ImportError as error:
-        raise _Absent(
-            f"not asked: {error.name or 'gpuhunt'} is not installed (the extra `prices` has it)"
-        ) from None
+        what = f"{error.name or 'gpuhunt'} is not installed (the extra `prices` has it)"
+        raise _Absent(f"not asked: {what}") from None
     try:
         source = provider.from_env() if hasattr(provider, "from_env") else provider()
     except Exception as error:
@@ -276,7 +254,6 @@ def _live_items(address: str) -> Iterable[Any]:
 
 
 def write_items(path: Path, items: Iterable[Any]) -> None:
-    """Items of gpuhunt in its own layout."""
     with open(path, "w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(_GPUHUNT_COLUMNS)
@@ -310,7 +287,6 @@ def _earlier(path: Path, today: date) -> tuple[Offer, ...]:
 
 
 def _write(path: Path, offers: Sequence[Offer]) -> None:
-    """Replace the file in one step."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(COLUMNS)
@@ -320,9 +296,8 @@ def _write(path: Path, offers: Sequence[Offer]) -> None:
         write_text(path, text.getvalue())
     except OSError as error:
         what = f"the prices can't be written: {error.strerror or error}"
-        raise InputError(
-            what, where=str(path), to_do="free space there, or set XDG_CACHE_HOME"
-        ) from None
+        to_do = "free space there, or set XDG_CACHE_HOME"
+        raise InputError(what, where=str(path), to_do=to_do) from None
 
 
 def _row(offer: Offer) -> list[object]:

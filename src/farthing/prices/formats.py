@@ -115,7 +115,6 @@ def _read(
 
 
 def _layout_of(header: list[str], path: Path) -> Callable[[Cells, Path], list[Line]]:
-    """How to read a file with these columns."""
     own = ("provider", "gpu", "n_gpus", "usd")
     for needed, lines_of in (
         (own, _own_lines),
@@ -136,7 +135,6 @@ def _own_lines(cells: Cells, path: Path) -> list[Line]:
 
 
 def _gpuhunt_lines(cells: Cells, path: Path) -> list[Line]:
-    """A row of gpuhunt's catalogs, version 2 and later: the provider is the name of the file."""
     if _is_none(cells["gpu_count"]):
         return []
     memory = cells.get("gpu_memory", "")
@@ -194,7 +192,6 @@ def _names() -> dict[str, str]:
 
 
 def provider_name(text: str) -> str:
-    """How farthing writes the provider that a feed names."""
     return _names().get(text.lower(), text)
 
 

@@ -56,7 +56,6 @@ class Gpu(NamedTuple):
 
     @property
     def flops(self) -> dict[str, float]:
-        """FLOP/s by dtype; a dtype it does not compute in natively is not there."""
         peaks = {name: getattr(self, f"{name}_tflops") for name in _DTYPES}
         return {name: tflops * 1e12 for name, tflops in peaks.items() if tflops}
 
@@ -76,7 +75,6 @@ class Gpu(NamedTuple):
 
 @cache
 def gpus() -> dict[str, Gpu]:
-    """Every GPU that is known, by its name here."""
     return {gpu.name: gpu for gpu in typed("gpus", Gpu)}
 
 
@@ -102,16 +100,12 @@ def find_gpu(text: str, memory_gib: float | None = None) -> Gpu:
     gpu = gpu_named(text, memory_gib)
     if gpu is not None:
         return gpu
-    plain = gpu_named(_without_memory(text)[0])
-    if plain is not None:
+    what = f"no GPU `{text}` is known"
+    what += f" with {memory_gib:g} GiB" if memory_gib is not None else ""
+    if plain := gpu_named(_without_memory(text)[0]):
         hint = f"{plain.name} has {plain.memory_gib:.0f} GiB; "
     else:
-        hint = did_you_mean(
-            text, [name for known in gpus().values() for name in (known.name, *known.aliases)]
-        )
-    what = f"no GPU `{text}` is known" + (
-        f" with {memory_gib:g} GiB" if memory_gib is not None else ""
-    )
+        hint = did_you_mean(text, [n for one in gpus().values() for n in (one.name, *one.aliases)])
     raise InputError(what, where="gpu", to_do=f"{hint}known: {', '.join(gpus())}")
 
 
@@ -159,11 +153,8 @@ def name_key(text: str) -> str:
 
 def _sizes(memory_gib: float) -> list[int]:
     """The sizes in GB that a maker may have written on a card with this memory."""
-    return [
-        gb
-        for gb in (10, 12, 16, 24, 32, 40, 80, 94)
-        if abs(gb - memory_gib) <= _MEMORY_TOLERANCE * gb
-    ]
+    sizes = (10, 12, 16, 24, 32, 40, 80, 94)
+    return [gb for gb in sizes if abs(gb - memory_gib) <= _MEMORY_TOLERANCE * gb]
 
 
 def _is_about(gpu: Gpu, memory_gib: float) -> bool:

@@ -63,7 +63,6 @@ class Offer(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """on-demand or spot."""
         return "spot" if self.is_spot else "on-demand"
 
     @property
@@ -77,7 +76,6 @@ class Offer(NamedTuple):
 
     @property
     def usd_per_gpu_hour(self) -> float | None:
-        """Dollars for an hour of one GPU."""
         usd = self.usd_per_hour
         return None if usd is None else usd / self.n_gpus
 
@@ -107,14 +105,9 @@ def bill(
     if usd_per_hour is not None:
         parts["compute"] = hours * usd_per_hour
         each_s = hours * 3600 / max(1, n_starts)
-        billed_s = max(
-            terms.minimum_s, math.ceil(each_s / terms.increment_s - 1e-9) * terms.increment_s
-        )
-        parts["rounding"] = (
-            max(0.0, max(1, n_starts) * billed_s - hours * 3600) / 3600 * usd_per_hour
-            if hours
-            else 0.0
-        )
+        rounded_s = math.ceil(each_s / terms.increment_s - 1e-9) * terms.increment_s
+        more_s = max(1, n_starts) * max(terms.minimum_s, rounded_s) - hours * 3600
+        parts["rounding"] = max(0.0, more_s) / 3600 * usd_per_hour if hours else 0.0
     else:
         n_units = n_runs if offer.unit == "run" else n_tokens / 1e6
         parts["compute"] = n_units * offer.usd
@@ -142,7 +135,6 @@ def billings() -> dict[str, Billing]:
 
 
 def billing_of(provider: str) -> Billing:
-    """The terms of a provider; by the second where they are not known."""
     return billings().get(provider) or Billing(provider)
 
 
@@ -166,7 +158,6 @@ class Boot(NamedTuple):
 
 @cache
 def boot_of(provider: str) -> Boot:
-    """Of a provider; of one about whom nothing is known, the row without a name."""
     rows = {row["provider"]: row for row in facts("boot")}
     row = rows.get(provider, rows[""])
     return Boot(float(row["seconds"]) + INSTALL_S, row["source"], row["date"], provider in rows)

@@ -17,8 +17,6 @@ class Text(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Names with what there is to say of them."""
-
     rows: tuple[tuple[str, str], ...]
 
 
@@ -29,8 +27,6 @@ class Cards(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """A list."""
-
     items: tuple[str, ...]
     is_ordered: bool = False
 
@@ -80,7 +76,6 @@ class Bars(NamedTuple):
 
     @property
     def rows(self) -> list[tuple[str, float, str]]:
-        """Part, share and amount, the largest first and what is free last."""
         named = sorted(self.parts.items(), key=lambda item: -item[1])
         named += [("free", self.free)] if self.free else []
         return [(name, v / self.whole if self.whole else 0.0, self.say(v)) for name, v in named]
@@ -126,7 +121,6 @@ def sections(*found: Section | None) -> list[Section]:
 
 
 def listed(title: str, items: Iterable[str], *, is_ordered: bool = False) -> Section | None:
-    """A list under its heading; nothing where it is empty."""
     items = tuple(items)
     return Section(title, (Listed(items, is_ordered),)) if items else None
 

@@ -57,7 +57,6 @@ class Axes:
         return self.height - BOTTOM
 
     def at(self, x: float, y: float) -> Point:
-        """A point of the drawing."""
         return self.to_x(x), self.to_y(y)
 
     def to_x(self, x: float) -> float:
@@ -94,7 +93,6 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def time_ticks(seconds: float, most: int = 7) -> list[float]:
-    """Round moments from 0 to `seconds`."""
     sizes = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200]
     sizes += [86400 * n for n in (1, 2, 5, 10, 20, 50, 100)]
     size = seconds / 4
@@ -134,7 +132,6 @@ def curves(
     axes: Axes,
     best: tuple[float, float, str] | None = None,
 ) -> Drawing:
-    """Curves over one axis, with a key where there are several; `best` is a point to mark."""
     dots, words = [], []
     if best is not None:
         x, y = axes.at(*best[:2])

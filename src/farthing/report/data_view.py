@@ -14,7 +14,6 @@ MOST_CHARACTERS = 1500  # of an example
 
 
 def data_lines(found: Summary) -> list[str]:
-    """Lines of rich markup."""
     objective = objective_of(found.task)
     is_guessed = found.format in RENDERED and not found.is_exact and objective.predicts_next
     rows = lines("data.rich", "data", found, is_guessed, objective.scores_tokens)
@@ -34,7 +33,6 @@ def _example(example: list[tuple[str, bool]]) -> str:
 
 
 def as_json(found: Summary) -> dict[str, object]:
-    """For programs."""
     return {
         **{key: value for key, value in vars(found).items() if key not in ("bad", "examples")},
         "n_bad": found.n_bad,

@@ -151,7 +151,6 @@ def _checkpoints(run: _Run) -> Iterator[Finding]:
 
 
 def _evaluation(run: _Run) -> Iterator[Finding]:
-    """Evaluations that are too many; or, where they are few, too many examples in each."""
     receipt, spent_s = run.receipt, run.span("evaluation")
     n, steps = len(receipt.curves.evaluation), receipt.steps
     if not n or not steps or spent_s <= EVALUATION_SHARE * run.wall_s:

@@ -37,7 +37,6 @@ _COLOURS = {
 
 
 def colour(name: str) -> int:
-    """The number of a part's colour."""
     return _COLOURS.get(name, 8)
 
 
@@ -86,11 +85,9 @@ def _cell(text: object) -> Markup:
 
 
 def page(name: str, title: str, report: Iterable[Section], end: str) -> str:
-    """The whole page: `name` is its first heading, `end` its last line."""
     template = environment().get_template("page.html")
     return template.render(name=name, title=title, report=list(report), end=end)
 
 
 def svg(name: str, **values: Any) -> str:
-    """A drawing by its template."""
     return Markup(environment().get_template(name).render(**values))

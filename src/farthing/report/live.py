@@ -17,8 +17,6 @@ _ENDED = ("finished", "limit", "interrupted", "failed")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is at one moment. None: not known yet."""
-
     state: str
     """running, silent (its last sign of life is long ago), or as its last attempt ended"""
     silent_s: float
@@ -34,11 +32,9 @@ class Progress:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come of this attempt."""
         return self.state in _ENDED
 
     def to_json(self) -> dict[str, object]:
-        """Plain values by name."""
         return asdict(self)
 
 

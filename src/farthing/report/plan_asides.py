@@ -49,8 +49,6 @@ def fees(managed: Sequence[Fee]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Paid:
-    """What somebody paid for the job, beside what it costs here."""
-
     usd: float
     here_usd: float | None
     saved_usd: float | None
@@ -144,8 +142,6 @@ def _pays_back(
 
 @dataclass(frozen=True)
 class Years:
-    """What a project of so many runs a month comes to."""
-
     runs_per_month: float
     one_year_usd: dict[str, float]
     three_years_usd: dict[str, float]
@@ -192,8 +188,6 @@ def years_of(
 
 @dataclass(frozen=True)
 class Runs:
-    """What so many runs come to: the first choice, the plain way, services, what was paid."""
-
     n_runs: int
     usd: dict[str, float]
     words: tuple[str, ...]
@@ -225,8 +219,6 @@ def runs_of(
 
 @dataclass(frozen=True)
 class Step:
-    """The plain way, or it with one choice more in its place."""
-
     choice: str
     what: str
     usd: float | None
@@ -237,8 +229,6 @@ class Step:
 
 @dataclass(frozen=True)
 class Savings:
-    """From the plain way to the first rented choice, one choice after the other."""
-
     rungs: tuple[Step, ...]
     plain_usd: float
     usd: float
@@ -248,7 +238,6 @@ class Savings:
 
 
 def savings_of(study: Study) -> Savings | None:
-    """None where nothing is rented."""
     steps: list[Step] = []
     before: float | None = None
     for choice, what, plan in study.savings:

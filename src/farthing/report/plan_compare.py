@@ -30,10 +30,10 @@ class OwnTerms:
 
 
 Side = Choice | Fee | OwnTerms
+Figure = tuple[str, tuple[float | None, float | None], Callable[[float], str]]
 
 
 def find_in_study(study: Any, text: str) -> Choice:
-    """`find_plan` in the plan of a study."""
     return find_plan(plan_view(study), text)
 
 
@@ -82,7 +82,6 @@ def find_side(view: PlanView, text: str) -> Side:
 
 
 def _answers(row: Choice | Refused, text: str) -> bool:
-    """Whether a choice or a rejection is what `text` names."""
     provider, slash, rest = text.rpartition("/")
     rest = rest.strip().lower()
     for word in ("on-demand", "on demand", "spot"):
@@ -150,31 +149,24 @@ def compare(
     choices = [one if isinstance(one, Choice) else None for one in sides]
     rows: dict[str, dict[str, float | None]] = {}
     table: list[tuple[str, ...]] = []
-
-    def add(
-        name: str,
-        words: str,
-        first: float | None,
-        second: float | None,
-        say: Callable[[float], str],
-    ) -> None:
+    figures: dict[str, Figure] = {
+        "total_usd": ("dollars", usd, say_cost),
+        "hours": ("time", (a.hours, b.hours), _say_hours),
+    }
+    for name, (words, figure, say) in _FIGURES.items():
+        first, second = (None if one is None else figure(one) for one in choices)
+        figures[name] = (words, (first, second), say)
+    for name, (words, (first, second), say) in figures.items():
         ratio = second / first if first and second is not None else None
         rows[name] = {"a": first, "b": second, "ratio": ratio}
         table.append(_line(words, first, second, say))
-
-    add("total_usd", "dollars", *usd, say_cost)
-    add("hours", "time", a.hours, b.hours, _say_hours)
-    for name, (words, figure, say) in _FIGURES.items():
-        first, second = (None if one is None else figure(one) for one in choices)
-        add(name, words, first, second, say)
     if any(choices):
         for words, tell in _WORDS.items():
             cells = [tell(x) if isinstance(x, Choice) else _of_service(x, words) for x in sides]
             table.append((words, *cells, ""))
-        for title, parts, say in (
-            ("whole run", [one.seconds if one else {} for one in choices], say_seconds),
-            ("one step", [one.step.parts if one else {} for one in choices], say_short),
-        ):
+        run = [one.seconds if one else {} for one in choices]
+        step = [one.step.parts if one else {} for one in choices]
+        for title, parts, say in (("whole run", run, say_seconds), ("one step", step, say_short)):
             table.append((title, "", "", ""))
             for name in dict.fromkeys([*parts[0], *parts[1]]):
                 table.append(_line(f"  {name}", parts[0].get(name), parts[1].get(name), say))

@@ -58,7 +58,6 @@ def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> li
 
 
 def limits_in_words(view: PlanView) -> str:
-    """`at most $5.00, done in 12 h from now`; nothing where there are none."""
     return ", ".join(lines("plan.txt", "limits", view.job.limits))
 
 
@@ -96,12 +95,10 @@ def whole(view: PlanView, limit: int | None = None) -> list[Section]:
 
 
 def header(view: PlanView) -> list[Section]:
-    """The answer in a sentence, and the question in a few lines."""
     return report("plan.txt", "header", view, limits_in_words(view))
 
 
 def summary(view: PlanView) -> str:
-    """The job in one line."""
     return say("plan.txt", "summary", view.job)
 
 
@@ -169,7 +166,6 @@ def explained(row: Choice) -> list[Section]:
 
 
 def compared(view: PlanView) -> Section | None:
-    """Two ways side by side, with ratios."""
     found = view.comparison
     if found is None:
         return None
@@ -181,7 +177,6 @@ def compared(view: PlanView) -> Section | None:
 
 
 def plan_page(view: PlanView) -> str:
-    """The whole page."""
     rows, best = view.plans, view.best
     found: list[Section | None] = [*header(view), compared(view)]
     if best is not None:

@@ -190,7 +190,6 @@ class Choice:
 
     @property
     def is_priced(self) -> bool:
-        """Whether the dollars mean anything: a machine of one's own may have no price."""
         return self.kind != "here" or bool(self.usd_per_hour)
 
     @property

@@ -62,8 +62,6 @@ N_CHOICES, N_REJECTED, N_NEAREST = 20, 20, 3  # in JSON without --all
 
 @dataclass(frozen=True)
 class Here:
-    """This machine: a plan, or why not."""
-
     name: str
     rank: int | None
     words: str
@@ -73,8 +71,6 @@ class Here:
 
 @dataclass(frozen=True)
 class Against:
-    """One choice against another."""
-
     rank: int
     other_rank: int
     saved_usd: float
@@ -84,8 +80,6 @@ class Against:
 
 @dataclass(frozen=True)
 class Compared:
-    """Two choices side by side: figures of both with the ratio b / a, and the same as text."""
-
     a: str
     b: str
     rows: dict[str, dict[str, float | None]]
@@ -97,8 +91,6 @@ class Compared:
 
 @dataclass(frozen=True)
 class Method:
-    """The first choice by a method."""
-
     method: str
     is_asked: bool
     usd: float | None
@@ -142,7 +134,6 @@ class PlanView:
     comparison: Compared | None = None
 
     def to_json(self, *, is_whole: bool = True, limit: int | None = None) -> Json:
-        """Plain values; else than whole, with the first choices and the nearest refusals."""
         plans, rejected = self.plans, self.rejected
         if not is_whole:
             plans = tuple(replace(one, also_at=()) for one in plans[:N_CHOICES])
@@ -349,7 +340,6 @@ def _step(step: StepTime) -> StepView:
 
 
 def _price_notes(plan: Plan) -> tuple[str, ...]:
-    """What is to be known of a price beside its dollars."""
     is_old = plan.price_age_days >= AGED_PRICE_DAYS and not plan.is_users_price
     age = plan.price_age_days if is_old else None
     of_price = plan.offer.billing, plan.usd, plan.total_usd, age
@@ -420,7 +410,6 @@ def _two_or_one(rows: Sequence[Choice]) -> Against | None:
 
 
 def _methods(study: Study) -> tuple[Method, ...]:
-    """The first choice by each method, the cheapest first."""
     found = []
     for method, plan in study.methods:
         is_asked = method == study.wanted.method

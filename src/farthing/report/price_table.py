@@ -32,13 +32,11 @@ def draw_prices(console: Console, catalog: Catalog, offers: Sequence[Offer], n_f
 
 
 def draw_update(console: Console, update: Update) -> None:
-    """What came of refreshing: which providers have new prices, which feeds failed and why."""
     for line in lines("data.rich", "update", update):
         console.print(line, soft_wrap=True)
 
 
 def prices_as_json(catalog: Catalog, offers: Sequence[Offer], n_found: int) -> dict[str, object]:
-    """The same for `--json`."""
     newest, median, oldest = catalog.ages_days
     return {
         "where": catalog.where,
@@ -53,7 +51,6 @@ def prices_as_json(catalog: Catalog, offers: Sequence[Offer], n_found: int) -> d
 
 
 def update_as_json(update: Update) -> dict[str, object]:
-    """What came of refreshing, for `--json`."""
     return {
         "path": str(update.path),
         "n_offers": update.n_offers,

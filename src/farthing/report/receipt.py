@@ -147,8 +147,6 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
 
 @dataclass(frozen=True)
 class Bill:
-    """Sums over all attempts; by span in seconds and dollars."""
-
     state: str
     spans: dict[str, float]
     usd_of: dict[str, float]
@@ -209,7 +207,6 @@ def _trust(found: Found) -> Trust | None:
 
 
 def leave_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
-    """Build the receipt and write it into the run's folder."""
     receipt = build_receipt(folder, log)
     files.keep(folder / files.RECEIPT, receipt.to_json())
     return receipt
@@ -251,7 +248,6 @@ class Comparison:
         return say("receipt.txt", "compared", self, run, baseline)
 
     def to_json(self) -> Json:
-        """For `--json`."""
         return {"kind": "farthing comparison", **asdict(self)}
 
 
@@ -373,7 +369,6 @@ def _notice(said: Json, account: Account) -> Json:
 
 
 def _start_up_s(attempt: Account) -> float:
-    """What it took an attempt to get going."""
     names = ("start_up", "tokenize", "load_model", "restore")
     return sum(attempt.spans.get(name, 0.0) for name in names)
 
@@ -388,7 +383,6 @@ def _pair(promised: float, happened: float | None, bill: Bill) -> Pair:
 
 
 def _estimate_of(plan: Json | None) -> Estimate | None:
-    """What plan.json says; None where it says nothing."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         return Estimate.from_json(plan)
     return None
@@ -425,7 +419,6 @@ def _forecast(forecast: Json | None, bill: Bill) -> Forecast | None:
 
 
 def _sums(said: Json, bill: Bill) -> dict[str, Pair]:
-    """What was said of time, dollars and memory, each with what came of it."""
     return {
         name: _pair(said[name], getattr(bill, name), bill)
         for name in ("wall_s", "usd", "peak_bytes")

@@ -31,7 +31,6 @@ _MOST_CLASSES = 30
 
 
 def receipt_report(receipt: Receipt) -> list[Section]:
-    """The receipt for a terminal."""
     computed = receipt.settings and Settings.from_json(receipt.settings)
     now = receipt.out_of_memory and Settings.from_json(receipt.out_of_memory[-1])
     blocks: dict[str, Block] = {
@@ -57,7 +56,6 @@ def receipt_report(receipt: Receipt) -> list[Section]:
 
 
 def spans(receipt: Receipt) -> Table:
-    """Where seconds and dollars went, the largest part first."""
     dollars, n = digits_of(receipt.usd), 5 if receipt.usd_is_known else 4
     rows: list[tuple[Cell, ...]] = [
         (
@@ -107,7 +105,6 @@ def estimate(receipt: Receipt, least_s: float = 0.0) -> Section | None:
 
 
 def diagnosis(receipt: Receipt) -> Section:
-    """What holds the run back, what to set, and what that saves."""
     found, blocks = receipt.diagnosis or Diagnosis([], "", []), list[Block]()
     for one in found.findings:
         fix = f"`--set {one.fix}` " if "=" in one.fix else f"`{one.fix}`: " if one.fix else ""
@@ -156,14 +153,12 @@ def _number(value: float) -> str:
 
 
 def comparison_report(found: Comparison) -> list[Section]:
-    """Two runs side by side."""
     rows = Table(("", "#run", "#baseline", "#ratio"), tuple(compared_rows([found])))
     runs = Pairs((("run", found.run), ("baseline", found.baseline)))
     return report("receipt.txt", "comparison", found, found.in_words(), runs=runs, rows=rows)
 
 
 def probe_report(found: dict[str, Any]) -> list[Section]:
-    """What a probe has tried, the best first."""
     trials = [(Settings.from_json(one).in_words(), one) for one in found["trials"]]
     has_price = any(one["usd_per_million_tokens"] for _, one in trials if one["fits"])
     rows = table("receipt.txt", "probe_table", trials, has_price)

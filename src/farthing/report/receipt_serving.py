@@ -30,8 +30,6 @@ CONFIGS = ("model_config.json", "config.json")
 
 @dataclass(frozen=True)
 class Serving:
-    """The cheapest way to answer."""
-
     usd_per_month: float
     machine: str
     provider: str

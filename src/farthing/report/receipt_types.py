@@ -30,8 +30,6 @@ class Finding:
 
 @dataclass(frozen=True)
 class Advice:
-    """What more, or less, training is worth."""
-
     words: str
     usd: float
     command: str = ""
@@ -51,8 +49,6 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Span:
-    """What the seconds of one name took, over all attempts, and their share of the bill's time."""
-
     name: str
     what: str
     seconds: float
@@ -85,8 +81,6 @@ class Promised:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the first steps had said, against what happened."""
-
     made_after_step: int
     wall_s: Pair
     usd: Pair
@@ -231,5 +225,4 @@ class Receipt:
         return self.promised.usd if self.usd_is_known else self.promised.wall_s
 
     def to_json(self) -> Json:
-        """What `receipt.json` holds."""
         return {"kind": "farthing receipt", "version": 1, **asdict(self)}

@@ -51,7 +51,6 @@ _APART, _FAR = ("step", "loss", "perplexity", "n_examples"), ("logps/", "length/
 
 
 def run_page(receipt: Receipt) -> str:
-    """The page of one run."""
     head = (
         Text(_headline(receipt), "answer"),
         Text(_what(receipt), "soft"),
@@ -67,7 +66,6 @@ def run_page(receipt: Receipt) -> str:
 
 
 def leave_page(folder: Path, receipt: Receipt) -> None:
-    """Write the page of a run into its folder. Raises `OSError`."""
     write_text(folder / PAGE, run_page(receipt))
 
 
@@ -212,7 +210,6 @@ def _loss(receipt: Receipt) -> Section | None:
 
 
 def _by_step(title: str, words: str, lines: Sequence[Line]) -> Drawing | None:
-    """Those of the curves that have points, over the steps."""
     lines = [line for line in lines if line.points]
     points = [point for line in lines for point in line.points]
     if not points:
@@ -247,7 +244,6 @@ def _evaluations(receipt: Receipt, name: str) -> list[tuple[float, float]]:
 
 
 def _metrics(receipt: Receipt) -> Section | None:
-    """Metrics between 0 and 1 on one drawing."""
     last = receipt.curves.evaluation[-1] if receipt.curves.evaluation else {}
     names = [name for name in last if name not in _APART and not name.startswith(_FAR)][:6]
     rows = [_evaluations(receipt, name) for name in names]
@@ -260,7 +256,6 @@ def _metrics(receipt: Receipt) -> Section | None:
 
 
 def _answers(receipt: Receipt) -> Section | None:
-    """Rewards, accuracy and divergence by step, of a run that compares answers."""
     if receipt.answers is None:
         return None
     blocks: list[Block] = [Text(note) for note in receipt.answers.notes]
@@ -274,7 +269,6 @@ def _answers(receipt: Receipt) -> Section | None:
 
 
 def _speed(receipt: Receipt) -> Section | None:
-    """Useful tokens per paid second, and how busy the device was."""
     columns, points, before = receipt.timeline.columns, [], 0
     for column in columns:
         seconds = column.end_s - column.begin_s

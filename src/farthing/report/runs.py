@@ -27,8 +27,6 @@ _NOT_LOOKED_INTO = {CHECKPOINTS, MODEL, "tensorboard", ".git", "node_modules", "
 
 @dataclass(frozen=True)
 class Row:
-    """A run in a line. None: not known."""
-
     run: str
     state: str
     """running, silent, finished, limit, interrupted, failed; unreadable where its files can't be
@@ -78,7 +76,6 @@ def _found(folder: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def row_of(folder: Path, now: float, *, name: str) -> Row:
-    """The line of one run folder."""
     try:
         receipt = build_receipt(folder)
     except (FarthingError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -107,7 +104,6 @@ def row_of(folder: Path, now: float, *, name: str) -> Row:
 
 
 def _best(receipt: Receipt) -> tuple[str | None, float | None]:
-    """The metric that says which step is best, and its best value."""
     name = ((receipt.job or {}).get("train") or {}).get("metric_for_best_model") or "loss"
     name = str(name).removeprefix("eval_")
     for row in receipt.curves.evaluation:
@@ -117,7 +113,6 @@ def _best(receipt: Receipt) -> tuple[str | None, float | None]:
 
 
 def totals(rows: Sequence[Row], now: float) -> dict[str, Any]:
-    """Sums over all runs, and of this month, UTC."""
     month, by_month = datetime.fromtimestamp(now, UTC).strftime("%Y-%m"), dict[str, float]()
     for row in rows:
         for name, usd in row.usd_by_month.items():
@@ -134,7 +129,6 @@ def totals(rows: Sequence[Row], now: float) -> dict[str, Any]:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """A table for spreadsheets: a line a run, without the months."""
     out = io.StringIO()
     names = [name for name in Row.__dataclass_fields__ if name != "usd_by_month"]
     writer = csv.DictWriter(out, names, lineterminator="\n")

@@ -38,7 +38,6 @@ class Terminal:
         self._last_at: float | None = None
 
     def __call__(self, event: events.Event) -> None:
-        """One event; of those that concern nobody at a terminal nothing is shown."""
         name = type(event).__name__
         match event:
             case events.Working() | events.Probed() | events.Evaluating():
@@ -71,7 +70,6 @@ class Terminal:
                 self._say(*lines("live.rich", name, event))
 
     def close(self) -> None:
-        """Leave the last line as it is."""
         if self._live is not None:
             self._live.stop()
             self._live = None

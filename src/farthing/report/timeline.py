@@ -43,19 +43,15 @@ _OTHER = (REST, "")  # a span of another version of farthing
 
 
 def seconds_of(part: str, spans: Mapping[str, float]) -> float:
-    """What was spent on a part of a plan's estimate."""
     return sum(seconds for span, seconds in spans.items() if OF_SPAN.get(span, _OTHER)[1] == part)
 
 
 def group_of(span: str) -> str:
-    """What a page shows a span as."""
     return OF_SPAN.get(span, _OTHER)[0]
 
 
 @dataclass(frozen=True)
 class Column:
-    """A stretch of the run's paid time."""
-
     begin_s: float
     end_s: float
     step: int
@@ -69,8 +65,6 @@ class Column:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened."""
-
     at_s: float
     kind: str
     """checkpoint, evaluation, interruption or out of memory"""
@@ -79,8 +73,6 @@ class Mark:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run over its paid seconds."""
-
     columns: list[Column]
     marks: list[Mark]
 
@@ -124,7 +116,6 @@ def timeline_of(accounts: Sequence[Account], evaluated: Iterable[int]) -> Timeli
 
 
 def _start_s(account: Account) -> float:
-    """Seconds of an attempt before its first step."""
     spans = {span: s for span, s in account.spans.items() if span != "compile"}
     return grouped(spans).get("start-up", 0.0)
 

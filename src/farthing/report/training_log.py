@@ -46,7 +46,6 @@ class Curve:
     MOST = 1024
 
     def add(self, step: int, value: float) -> None:
-        """The next value."""
         self.last = [step, value]
         last = self.stretches[-1] if self.stretches else None
         if last is None or last[1] >= self.size:
@@ -72,7 +71,6 @@ class Curve:
         return [[step, total / n] for step, n, total, *_ in self.bands(most)]
 
     def bands(self, most: int) -> list[list[float]]:
-        """At most so many stretches, as `stretches` has them."""
         n = -(-len(self.stretches) // most) or 1
         return [_joined(self.stretches[i : i + n]) for i in range(0, len(self.stretches), n)]
 
@@ -99,7 +97,6 @@ class TrainingLog:
     """Lines that are left out. One that a kill has torn at the end is not counted."""
 
     def add_step(self, step: int, loss: float | None, n_targets: int, n_tokens: int) -> None:
-        """A step was taken."""
         self.step, self.loss = step, loss
         self.n_targets += n_targets
         self.n_tokens += n_tokens
@@ -107,7 +104,6 @@ class TrainingLog:
             self.losses.add(step, loss)
 
     def add_line(self, whole: bytes) -> None:
-        """A line as it stands in the file."""
         line = checked(whole)
         if line is None:
             self.n_damaged += bool(whole.strip()) and whole.endswith(b"\n")

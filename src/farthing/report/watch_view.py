@@ -21,8 +21,6 @@ FIRST_LINE_S, LAST_LINE_S = 10.0, 300.0
 
 
 class Watcher:
-    """Shows looks at a run, one after the other."""
-
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
         self._live: Live | None = None
@@ -48,17 +46,14 @@ class Watcher:
             self._wait_s = min(LAST_LINE_S, 1.5 * self._wait_s)
 
     def close(self) -> None:
-        """Leave the last picture as it is."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
 
 def line_of(receipt: Receipt, progress: Progress) -> str:
-    """A look on one line."""
     return " · ".join(lines("live.txt", "look", receipt, progress))
 
 
 def lines_of(receipt: Receipt, progress: Progress) -> list[str]:
-    """A look as a picture."""
     return lines("live.txt", "picture", receipt, progress)

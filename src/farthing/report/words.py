@@ -79,7 +79,6 @@ def _lines(file: str, macro: str, *values: Any) -> list[str]:
 
 
 def say(file: str, macro: str, *values: Any) -> str:
-    """The sentence of a macro."""
     return " ".join(line.strip() for line in lines(file, macro, *values))
 
 
@@ -115,7 +114,6 @@ def _rows(file: str, macro: str, *values: Any) -> list[tuple[str, ...]]:
 
 
 def cards(file: str, macro: str, *values: Any) -> Cards:
-    """Lines of `name | value | more`."""
     return Cards(tuple(_rows(file, macro, *values)))
 
 
