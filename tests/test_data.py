@@ -894,7 +894,7 @@ def test_a_tokenization_that_is_killed_resumes_and_gives_the_same_bytes(
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     drafts = list((tmp_path / "cache" / "tokens").glob("*.draft-tokens"))
     assert len(drafts) == 1
-    parts = sorted(drafts[0].glob("part-*.npz"))
+    parts = sorted(drafts[0].glob("part-*"))
     parts[-1].write_bytes(parts[-1].read_bytes()[:-1000])  # lost with the power
     from transformers import PreTrainedTokenizerFast
 

@@ -305,6 +305,29 @@ def test_a_mapped_column_hides_the_one_of_its_standard_name() -> None:
     assert (reader.ignored, reader.notes) == ({"text": 1}, [])
 
 
+@pytest.mark.parametrize(
+    ("task", "columns"),
+    [
+        ("token-classification", {"tokens": "words", "tags": "ner"}),
+        ("dpo", {"prompt": "q", "chosen": "good", "rejected": "bad"}),
+        ("classification", {"label": "topic"}),
+        ("causal-lm", {"prompt": "q", "completion": ["good", "bad"]}),
+    ],
+)
+def test_columns_that_the_job_names_are_read_beside_pictures(
+    task: str, columns: dict[str, Any]
+) -> None:
+    row = {"words": ["a"], "ner": ["O"], "q": "a", "good": "b", "bad": "c", "topic": "x"}
+    seen = [Row(1, {**row, "text": "a", "image": "a.png"})]
+    reader = SourceReader(Source("a set", "", "jsonl"), Recipe(task, 9, columns=columns), None)
+    assert reader.look(seen) == seen
+    given = SourceReader(
+        Source("a set", "", "jsonl"), Recipe(task, 9, columns={"prompt": "q"}), None
+    )
+    with pytest.raises(DataError, match="images, sound or video"):
+        given.look(seen)
+
+
 def test_text_beside_pictures_may_be_chosen_and_that_is_said() -> None:
     rows = [Row(1, {"text": "a", "image": "a.png"}), Row(2, {"text": "b", "image": None})]
     with pytest.raises(DataError, match="images, sound or video"):

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from farthing.objectives.columns import parsed_list
 from farthing.objectives.registry import objective_names, objective_of
 
-LEARNED = ("messages", "conversations", "completion", "output", "target", "text")
-"""Standard columns of which the model learns what they say."""
+_GIVEN = ("prompt", "instruction", "input", "system", "history", "tools", "functions")
+"""Standard columns of which nothing is learned."""
 
 
 class Foreign(NamedTuple):
@@ -60,6 +60,11 @@ _CLOSED = re.compile(r"</(?:image|video|audio)>")
 _ASKED = ("messages", "conversations", "conversation", "instruction", "input", "question", "prompt")
 
 
+def chosen_column(columns: Mapping[str, Any]) -> Any:
+    """What `data.columns` names to be learned; None where it leaves that open."""
+    return next((own for name, own in columns.items() if name not in _GIVEN), None)
+
+
 def foreign_kind(
     row: Mapping[str, Any], task: str, renamed: Mapping[str, Any] = {}
 ) -> Foreign | None:
@@ -90,7 +95,7 @@ def _judged(row: Mapping[str, Any]) -> Foreign | None:
                 f"answers with a verdict (column `{name}` is {str(row[name]).lower()}), which this"
                 " task would learn whatever it says",
                 f"{_objectives(is_pair=False)}; or keep the rows with good answers in a file"
-                f" without `{name}`; if it is no verdict, leave that column out",
+                f" without `{name}`; if it is no verdict, name the answers in data.columns",
                 name,
             )
     for name, value in row.items():

@@ -6,11 +6,12 @@ make it.
 from __future__ import annotations
 
 import errno
+import hashlib
+import io
 import itertools
 import json
 import os
-import zipfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,25 +72,27 @@ class Part(NamedTuple):
     facts: Json
 
     def write(self, path: Path) -> None:
-        """Raises `OSError`."""
-        draft = draft_of(path)
+        """The sha256 of a NumPy archive, and that. Raises `OSError`."""
+        content = io.BytesIO()
         facts = np.frombuffer(json.dumps(self.facts).encode(), np.uint8)
-        with open(draft, "wb") as file:
-            np.savez(file, allow_pickle=False, facts=facts, **self.columns)
+        np.savez(content, allow_pickle=False, facts=facts, **self.columns)
+        draft = draft_of(path)
+        draft.write_bytes(hashlib.sha256(content.getbuffer()).digest() + content.getbuffer())
         os.replace(draft, path)
 
 
-def read_part(path: Path, only: Collection[str] | None = None) -> Part:
-    """A part with all columns, or those that are named and there. Raises `OSError` where it is
-    damaged.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            names = [name for name in arrays.files if only is None or name in only]
-            facts = json.loads(arrays["facts"].tobytes())
-            return Part({name: arrays[name] for name in names if name != "facts"}, facts)
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise OSError(errno.EIO, "a part is damaged", str(path)) from error
+def read_part(path: Path) -> Part:
+    """Raises `OSError` where it is damaged or absent."""
+    content = path.read_bytes()
+    digest, archive = content[:32], memoryview(content)[32:]
+    if hashlib.sha256(archive).digest() != digest:
+        raise OSError(errno.EIO, "a part is damaged", str(path))
+    columns = dict(np.load(io.BytesIO(archive), allow_pickle=False))
+    return Part(columns, json.loads(columns.pop("facts").tobytes()))
+
+
+def path_of_part(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:06d}"
 
 
 class Place(NamedTuple):
@@ -136,16 +139,6 @@ class PartMaker:
         self._tokenizer, self._recipe = tokenizer, recipe
         limits = recipe.max_length, recipe.max_target_length
         self._encode = Encoder(tokenizer, recipe.task, *limits, recipe.train_on_prompt)
-
-    def make_all(self, folder: Path, is_ours: Callable[[int, Path], bool]) -> Iterator[Path]:
-        """Make each part that a folder lacks and that `is_ours` by its number and file; yields the
-        files of all parts. Raises `DataError`, `OSError`.
-        """
-        for number, place in enumerate(places(self._sources)):
-            path = folder / f"part-{number:06d}.npz"
-            if is_ours(number, path) and not path.exists():
-                self.make(place).write(path)
-            yield path
 
     def make(self, place: Place) -> Part:
         """Raises `DataError` for rows that may not be there."""

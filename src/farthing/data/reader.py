@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from farthing.data.arrow import without_missing
-from farthing.data.foreign import LEARNED, Foreign, foreign_kind, say_ignored
+from farthing.data.foreign import Foreign, chosen_column, foreign_kind, say_ignored
 from farthing.data.formats import Understood, converter, recognise, used_columns
 from farthing.data.read import Source
 from farthing.data.rows import BadRow, Row, RowValue, Text
@@ -63,7 +63,7 @@ class SourceReader:
             with contextlib.suppress(UnusableRowError):
                 value = expanded(value, self._recipe.scored)[0]
         kind = foreign_kind(value, self._recipe.task, self._columns)
-        own = next((self._columns[name] for name in LEARNED if name in self._columns), None)
+        own = chosen_column(self._columns)
         if kind is not None and own is not None:
             what = kind.what.partition(", which")[0]
             words = f"{what}: `{own}` alone is learned, as data.columns says"

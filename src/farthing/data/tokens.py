@@ -17,14 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.chat import said_of_chats
 from farthing.data.encode import PlainTokenizer
-from farthing.data.parts import Part, PartMaker, Place, Tally, read_part
+from farthing.data.parts import Part, PartMaker, Place, Tally, path_of_part, places, read_part
 from farthing.data.read import Source, say_names
 from farthing.data.reader import understood_reader
 from farthing.data.rows import Reading
@@ -59,21 +59,6 @@ _POLL_S = 0.05
 Progress = Callable[[int, int, float], None]
 
 
-class Told(NamedTuple):
-    """Whom a tokenization tells how far it is, and asks whether to stop."""
-
-    progress: Progress
-    should_stop: Callable[[], bool]
-    warn: Callable[[str], None]
-
-    def check(self) -> None:
-        """Raises `RunInterruptedError`."""
-        if self.should_stop():
-            raise RunInterruptedError(
-                "stopped while tokenizing", to_do="run the same command again: it resumes"
-            )
-
-
 def tokenize(
     sources: list[Source],
     tokenizer: Any,
@@ -92,7 +77,13 @@ def tokenize(
     that another user could have changed is made again, which `warn` is told. Raises `DataError`
     (too many bad rows, nothing usable, nothing to predict), `RunInterruptedError`.
     """
-    told = Told(progress, should_stop, warn)
+
+    def check() -> None:
+        if should_stop():
+            raise RunInterruptedError(
+                "stopped while tokenizing", to_do="run the same command again: it resumes"
+            )
+
     try:
         cache, identity = own_folder(cache_dir / "tokens", warn), tokenizer_sha256(tokenizer)
         folder = cache / set_key(sources, identity, recipe)
@@ -105,9 +96,9 @@ def tokenize(
             except DamagedFileError:
                 discard(folder)
         _sweep(cache)
-        with _held(folder, told):
+        with _held(folder, check):
             if not folder.exists():
-                _make(folder, sources, tokenizer, recipe, told)
+                _make(folder, sources, tokenizer, recipe, progress, check)
     except FileExistsError:
         pass  # another process was quicker with the same content
     except OSError as error:
@@ -129,7 +120,7 @@ def _sweep(cache: Path) -> None:
 
 
 @contextlib.contextmanager
-def _held(folder: Path, told: Told) -> Iterator[None]:
+def _held(folder: Path, check: Callable[[], None]) -> Iterator[None]:
     """Wait until no other process makes this set. Where files can't be locked, nobody waits."""
     path = folder.with_name(f"{folder.name}.lock")
     with open(path, "a") as file:
@@ -139,7 +130,7 @@ def _held(folder: Path, told: Told) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_locked = True
             except BlockingIOError:
-                told.check()
+                check()
                 time.sleep(_POLL_S)
             except OSError:
                 is_locked = True
@@ -147,22 +138,47 @@ def _held(folder: Path, told: Told) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def _make(folder: Path, sources: list[Source], tokenizer: Any, recipe: Recipe, told: Told) -> None:
-    """Resume the draft of a set, or begin one, and commit it."""
-    state = PlainTokenizer.of(tokenizer, is_pair=objective_of(recipe.task).is_pair)
-    known = _Known(sources, recipe)
+def _make(
+    folder: Path,
+    sources: list[Source],
+    tokenizer: Any,
+    recipe: Recipe,
+    progress: Progress,
+    check: Callable[[], None],
+) -> None:
+    """Resume the draft of a set, or begin one, and commit it.
+
+    Of n processes each makes every n-th part; this one also what a process that has ended left
+    undone.
+    """
+    known, plain = _Known(sources, recipe), _plain(tokenizer, recipe)
+    maker = PartMaker(sources, known.understood, plain, recipe)
     draft = folder.with_name(f"{folder.name}.draft-tokens")
     if os.path.lexists(draft) and (draft.is_symlink() or belongs_to_another(draft)):
         discard(draft)
     draft.mkdir(mode=0o700, exist_ok=True)
-    before = set(filter(_is_whole, draft.glob("part-*.npz")))
-    paths: list[Path] = []
+    before, paths = set(draft.iterdir()), list[Path]()
+    n = _n_processes(sources, recipe)
+    if n > 1:
+        Spec(sources, known.understood, plain.state(), recipe).write(draft)
     try:
-        for path in _parts(draft, known, state, told):
-            known.add(read_part(path, only=("groups",)))
-            paths.append(path)
-            if path not in before:
-                told.progress(known.tally.n_rows, known.tally.n_tokens, known.share)
+        with _workers(draft, n) as workers:
+            for number, place in enumerate(places(sources)):
+                check()
+                path, worker = path_of_part(draft, number), workers[number % n]
+                while worker is not None and not path.exists() and worker.poll() is None:
+                    check()
+                    time.sleep(_POLL_S)
+                try:
+                    part = read_part(path)
+                except OSError:  # it is not there, or damaged
+                    part = maker.make(place)
+                    part.write(path)
+                    before.discard(path)
+                known.add(part)
+                paths.append(path)
+                if path not in before:
+                    progress(known.tally.n_rows, known.tally.n_tokens, known.share)
         facts = known.facts(tokenizer)
     except DataError:
         shutil.rmtree(draft, ignore_errors=True)
@@ -171,14 +187,29 @@ def _make(folder: Path, sources: list[Source], tokenizer: Any, recipe: Recipe, t
     shutil.rmtree(draft, ignore_errors=True)
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether a part is; one that is not is removed."""
-    try:
-        read_part(path)
-        return True
-    except OSError:
-        path.unlink()
-        return False
+@contextlib.contextmanager
+def _workers(draft: Path, n: int) -> Iterator[list[subprocess.Popen[bytes] | None]]:
+    """The processes that make parts: none in place of this one, which is the first."""
+    threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    workers: list[subprocess.Popen[bytes] | None] = [None]
+    with contextlib.ExitStack() as stack:
+        for number in range(1, n):
+            command = [sys.executable, "-P", "-m", "farthing.data.worker", draft, number, n]
+            worker = subprocess.Popen(
+                list(map(str, command)),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | threads,
+            )
+            stack.callback(worker.wait)
+            stack.callback(worker.kill)
+            workers.append(worker)
+        yield workers
+
+
+def _plain(tokenizer: Any, recipe: Recipe) -> PlainTokenizer:
+    return PlainTokenizer.of(tokenizer, is_pair=objective_of(recipe.task).is_pair)
 
 
 def _write_columns(folder: Path, paths: list[Path], facts: Json, of: Labels | None) -> None:
@@ -216,9 +247,8 @@ def try_out(
 
     Nothing is written. Raises `DataError` as `tokenize` does.
     """
-    state = PlainTokenizer.of(tokenizer, is_pair=objective_of(recipe.task).is_pair)
     known, is_whole = _Known(sources, recipe), True
-    maker = PartMaker(sources, known.understood, state, recipe)
+    maker = PartMaker(sources, known.understood, _plain(tokenizer, recipe), recipe)
     for number, source in enumerate(sources):
         reading = Reading(most_bytes)
         n_bytes = 0
@@ -345,44 +375,6 @@ class _Known:
 
 def _hashable(label: Any) -> Any:
     return tuple(_hashable(each) for each in label) if isinstance(label, list) else label
-
-
-# ---- who makes the parts ----
-
-
-def _parts(draft: Path, known: _Known, state: PlainTokenizer, told: Told) -> Iterator[Path]:
-    """The files of all parts, in order, each when it is there.
-
-    Of n processes each makes every n-th; this one also what a process that has ended left undone.
-    """
-    n, recipe = _n_processes(known.sources, known.recipe), known.recipe
-    maker = PartMaker(known.sources, known.understood, state, recipe)
-    if n > 1:
-        Spec(known.sources, known.understood, state.state(), recipe).write(draft)
-    threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    with contextlib.ExitStack() as stack:
-        workers: list[subprocess.Popen[bytes]] = []
-        for number in range(1, n):
-            command = [sys.executable, "-P", "-m", "farthing.data.worker", draft, number, n]
-            worker = subprocess.Popen(
-                list(map(str, command)),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=os.environ | threads,
-            )
-            stack.callback(worker.wait)
-            stack.callback(worker.kill)
-            workers.append(worker)
-
-        def is_ours(number: int, path: Path) -> bool:
-            told.check()
-            while number % n and not path.exists() and workers[number % n - 1].poll() is None:
-                told.check()
-                time.sleep(_POLL_S)
-            return True
-
-        yield from maker.make_all(draft, is_ours)
 
 
 def _n_processes(sources: list[Source], recipe: Recipe) -> int:

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from farthing.data.encode import PlainTokenizer
 from farthing.data.formats import Understood
-from farthing.data.parts import PartMaker
+from farthing.data.parts import PartMaker, path_of_part, places
 from farthing.data.read import Source
 from farthing.data.token_set import Recipe
 from farthing.errors import InputError
@@ -49,7 +49,10 @@ def main() -> None:
     tokenizer = PlainTokenizer.from_state(spec.tokenizer)
     maker = PartMaker(spec.sources, spec.understood, tokenizer, spec.recipe)
     with contextlib.suppress(InputError, OSError):
-        for _ in maker.make_all(folder, lambda number, _: number % n_workers == own):
+        for number, place in enumerate(places(spec.sources)):
+            path = path_of_part(folder, number)
+            if number % n_workers == own and not path.exists():
+                maker.make(place).write(path)
             if os.getppid() != parent:
                 break
 
