@@ -8,7 +8,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import itertools
 import json
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -34,6 +33,7 @@ from farthing.data.read import (
     is_text_folder,
 )
 from farthing.data.reader import SourceReader
+from farthing.data.rows import Text
 from farthing.data.sample import Sampled, sample_lengths
 from farthing.data.token_set import (
     CACHE_VERSION,
@@ -42,7 +42,7 @@ from farthing.data.token_set import (
     TokenSet,
     open_token_set,
 )
-from farthing.errors import FarthingError, InputError, UnusableRowError
+from farthing.errors import FarthingError, InputError
 from farthing.models.model_config import CONFIG, cached_snapshot, find_config
 from farthing.models.shapes import read_shape
 from farthing.objectives.registry import objective_of
@@ -57,7 +57,7 @@ from farthing.storage.files import (
 )
 from farthing.units import plural
 
-_LOOKED_AT, _MOST_LABELLED = 64, 200_000  # rows of a file: for its format, and for their labels
+_MOST_LABELLED = 200_000  # rows of a file of which labels are read
 INDEX = "token_index"  # the folder in the cache that tells which token set a job's data became
 _TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 _MOST_TOKENIZER_BYTES = 256 << 20  # a larger json file is none of a tokenizer
@@ -184,15 +184,13 @@ def _n_labels(job: Job, tokenizer: PlainTokenizer, recipe: Recipe) -> int:
         return 0
     found = set[Any]()
     for source in _local_sources(job, "train"):
-        reader, rows = SourceReader(source, recipe, tokenizer), source.rows()
-        first = list(itertools.islice(rows, _LOOKED_AT))
-        reader.look(first)
-        for row in itertools.islice(itertools.chain(first, rows), _MOST_LABELLED):
-            if reader.understood is None:  # none of the first could be read
-                reader.look([row])
-            with contextlib.suppress(UnusableRowError):
-                for text in reader.text(row).of_row:
-                    found.update(text.label if labels.per_word else [text.label])
+        reader = SourceReader(source, recipe, tokenizer)
+        for block in source.blocks():
+            for _, text in reader.texts(block.rows()):
+                for each in text.of_row if isinstance(text, Text) else ():
+                    found.update(each.label if labels.per_word else [each.label])
+            if reader.n_rows > _MOST_LABELLED:
+                break
     return max(1, len(labels.names(found)))
 
 

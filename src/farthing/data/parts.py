@@ -11,7 +11,7 @@ import io
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from farthing.data.encode import Encoded, Encoder
 from farthing.data.formats import Understood, hash_of_input
 from farthing.data.read import Source
 from farthing.data.reader import SourceReader
-from farthing.data.rows import Block, Reading, Text
+from farthing.data.rows import BadRow, Block, Reading, Row, Text
 from farthing.data.token_set import LINE_BITS, Recipe
 from farthing.data.units import n_shared
 from farthing.errors import DataError
@@ -96,12 +96,12 @@ def path_of_part(folder: Path, number: int) -> Path:
 
 
 class Place(NamedTuple):
-    """Where a part stands: the number of its source, its blocks, and the share of that source that
-    was read when they end.
+    """Where a part stands: the number of its source, its rows a block at a time, which are parsed
+    as they are taken, and the share of that source that was read when they end.
     """
 
     source: int
-    blocks: list[Block]
+    rows: Iterable[Iterable[Row | BadRow]]
     share: float
 
 
@@ -115,12 +115,12 @@ def places(sources: Sequence[Source]) -> Iterator[Place]:
             for block in source.blocks(reading):
                 pending.append(block)
                 if len(pending) == PART_BLOCKS:
-                    yield Place(number, pending, reading.share())
+                    yield Place(number, map(Block.rows, pending), reading.share())
                     pending = []
         except DataError as error:  # behind the rows that were read
             failed = error
         if pending:
-            yield Place(number, pending, 1.0)
+            yield Place(number, map(Block.rows, pending), 1.0)
         if failed is not None:
             raise failed
 
@@ -145,8 +145,8 @@ class PartMaker:
         source = self._sources[place.source]
         reader = SourceReader(source, self._recipe, self._tokenizer, self._understood[place.source])
         made = _Making(place.source, source.name, self._recipe, self._encode)
-        for block in place.blocks:
-            made.add(reader, block)
+        for rows in place.rows:
+            made.add(reader, rows)
         columns = made.finish()
         facts = {"source": place.source, "share": place.share, "tally": asdict(made.tally)}
         return Part(columns, facts | {"reader": reader.state(), "labels": list(made.labels)})
@@ -166,9 +166,8 @@ class _Making:
         self._inputs: list[int] = []
         self._columns: dict[str, list[NDArray[Any]]] = {}
 
-    def add(self, reader: SourceReader, block: Block) -> None:
-        """The rows of a block."""
-        for row, text in reader.texts(list(block.rows())):
+    def add(self, reader: SourceReader, rows: Iterable[Row | BadRow]) -> None:
+        for row, text in reader.texts(rows):
             self.tally.n_rows += 1
             if not isinstance(text, Text):
                 self._reject(row.line, str(text))

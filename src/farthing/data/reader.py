@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -78,7 +78,7 @@ class SourceReader:
         return True
 
     def texts(
-        self, rows: Sequence[Row | BadRow]
+        self, rows: Iterable[Row | BadRow]
     ) -> Iterator[tuple[Row | BadRow, Text | UnusableRowError]]:
         """Each row with its text, or with why it can't be used; all are looked at first."""
         for row in self.look(rows):

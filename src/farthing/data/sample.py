@@ -65,7 +65,7 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
         picked, stratum = _strata(sizes, max(1, round(n_wanted * len(sizes) / n_seen)))
         reader, rows = understood_reader(source, recipe), _rows_at(blocks, picked)
         part = PartMaker([source], [reader.understood], tokenizer, recipe).make(
-            Place(0, [Block(sizes[picked], lambda _, rows=rows: rows)], 1.0)  # type: ignore[misc]
+            Place(0, [rows], 1.0)
         )
         reader.merge(part.facts["reader"])
         notes += [f"{source.name}: {what}" for what in reader.said()]

@@ -257,7 +257,7 @@ def try_out(
                 is_whole = False
                 break
             n_bytes += int(block.sizes.sum())
-            known.add(maker.make(Place(number, [block], 1.0)))
+            known.add(maker.make(Place(number, [block.rows()], 1.0)))
         is_whole &= reading.is_whole
     facts = known.facts(tokenizer)
     if known.of_labels is not None and is_whole:
