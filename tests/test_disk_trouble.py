@@ -314,11 +314,13 @@ def test_a_damaged_line_in_the_log_of_a_finished_run_is_shown(tmp_path: Path, cl
         assert "1 damaged line, left out" in cli.out(*verb)
 
 
-def test_a_model_file_that_is_a_pipe_is_refused(tmp_path: Path, cli: Cli) -> None:
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "chat_template.jinja"])
+def test_a_model_file_that_is_a_pipe_is_refused(name: str, tmp_path: Path, cli: Cli) -> None:
     path = workshop.job_file(tmp_path, max_steps=1, pretrained=True)
-    (tmp_path / "base" / "model.safetensors").unlink()
-    os.mkfifo(tmp_path / "base" / "model.safetensors")
-    assert "this is no file" in cli.err("train", path)
+    (tmp_path / "base" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "base" / name)
+    for verb in ("plan", "train"):
+        assert "this is no file" in cli.err(verb, path)
 
 
 def test_a_disk_that_is_full_ends_any_verb_alike(

@@ -889,8 +889,11 @@ def test_data_without_bounds_is_refused_by_name(
     [
         ("num_hidden_layers", BILLION, "num_hidden_layers is 1000000000"),
         ("num_hidden_layers", -3, "num_hidden_layers is -3"),
+        ("num_hidden_layers", 0, "num_hidden_layers is 0"),
         ("num_hidden_layers", "9", "num_hidden_layers is 9"),
         ("hidden_size", BILLION, "hidden_size is 1000000000"),
+        ("num_local_experts", BILLION, "num_local_experts is 1000000000"),
+        ("max_position_embeddings", -1, "max_position_embeddings is -1"),
         ("vocab_size", 10**12, "vocab_size is 1000000000000"),
         ("num_attention_heads", -2, "num_attention_heads is -2"),
         ("text_config", {"intermediate_size": 10**10}, "intermediate_size is 10000000000"),

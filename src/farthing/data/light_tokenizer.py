@@ -12,6 +12,7 @@ from typing import Any
 from farthing.data.chat import default_template
 from farthing.data.encode import PlainTokenizer, first_tokens
 from farthing.errors import DataError
+from farthing.models.model_config import refuse_pipes
 from farthing.storage.files import Json, read_json
 
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
@@ -25,7 +26,9 @@ _GUESSED = (
 def light_tokenizer(
     folder: Path | None, chat_template: str | None, new_tokens: Sequence[str] = ()
 ) -> PlainTokenizer:
-    """The tokenizer in a folder; without one a guess from characters. Raises `DataError`."""
+    """The tokenizer in a folder; without one a guess from characters. Raises `InputError`."""
+    if folder is not None:
+        refuse_pipes(folder)
     settings, specials = _settings(folder)
     is_exact = folder is not None and (folder / "tokenizer.json").is_file()
     if folder is not None and is_exact:

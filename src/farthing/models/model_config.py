@@ -32,24 +32,24 @@ _MOST_BYTES = 1 << 20
 _YES = ("1", "on", "yes", "true")
 
 MOST_LAYERS = 10_000
-"""Of the deepest models known, a few hundred; a model is planned and built layer by layer."""
+"""Or experts: a few hundred in the models known, which are planned and built one by one."""
 _LARGEST_SIZE = 1 << 27
 _SIZES = re.compile(
     r"(hidden|intermediate|vocab|embedding|encoder_ffn|decoder_ffn)_(size|dim)|d_(model|ff|kv)"
     r"|n_(embd|head|positions)|num_\w*heads|head_dim|max_position_embeddings"
 )
-_LAYERS = re.compile(r"num_\w*layers|n_layers?|(en|de)coder_layers")
+_NEVER_NONE = (
+    *("num_hidden_layers", "num_layers", "n_layers", "n_layer"),
+    *("hidden_size", "vocab_size", "max_position_embeddings"),
+)
+_COUNTS = re.compile(r"num_\w*layers|n_layers?|(en|de)coder_layers|(n|num)_\w*experts\w*")
 
 
 def refuse_folder(folder: Path, *, needs_weights: bool) -> None:
     """Raises `ModelError` for a folder without what a model needs in it."""
     why, to_do = "", "name a folder in Hugging Face format"
-    files = (*folder.glob("*.safetensors"), *folder.glob("*.json"))
     if not folder.is_dir():
         why, to_do = "no such folder for the model", "check model: in the job"
-    elif odd := [path for path in files if not path.is_file()]:
-        # a pipe or a device would be read for ever
-        why, to_do = f"this is no file: {odd[0].name}", "copy the model's files into the folder"
     elif not (folder / CONFIG).exists():
         why = f"no {CONFIG} in the folder"
     elif needs_weights and not any(folder.glob("*.safetensors")):
@@ -64,6 +64,18 @@ def refuse_folder(folder: Path, *, needs_weights: bool) -> None:
             )
     if why:
         raise ModelError(why, where=str(folder), to_do=to_do)
+    refuse_pipes(folder)
+
+
+def refuse_pipes(folder: Path) -> None:
+    """Raises `ModelError` for a pipe or a device in a model's folder: it would be read for ever."""
+    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ModelError(
+                f"this is no file: {path.name}",
+                where=str(folder),
+                to_do="copy the model's files into the folder",
+            )
 
 
 def refuse_tokenizer(folder: Path) -> None:
@@ -76,6 +88,7 @@ def refuse_tokenizer(folder: Path) -> None:
         to_do = "copy the tokenizer's files there, or name its folder: model.tokenizer_name_or_path"
     if why:
         raise ModelError(why, where=str(folder), to_do=to_do)
+    refuse_pipes(folder)
 
 
 def find_config(
@@ -89,6 +102,7 @@ def find_config(
     """
     folder = Path(name_or_path)
     if folder.is_dir():
+        refuse_pipes(folder)
         path = folder / CONFIG
         if not path.is_file():
             raise ModelError(
@@ -354,12 +368,13 @@ def _refuse_sizes(config: Json, where: str) -> None:
     for key, value in config.items():
         if isinstance(value, dict):
             _refuse_sizes(value, where)
-        is_count, is_size = _LAYERS.fullmatch(key), _SIZES.fullmatch(key)
+        is_count, is_size = _COUNTS.fullmatch(key), _SIZES.fullmatch(key)
         if not (is_count or is_size) or value is None or isinstance(value, list | dict):
             continue
         least, most = (0, MOST_LAYERS) if is_count else (-1, _LARGEST_SIZE)
+        least = 1 if key in _NEVER_NONE else least
         if type(value) is not int or not least <= value <= most:
-            what = "a number of layers" if is_count else "a size of a model"
+            what = "a number of layers or experts" if is_count else "a size of a model"
             raise ModelError(
                 f"{key} is {str(value)[:40]}, not {what} (at most {most:,})",
                 where=where,
