@@ -410,7 +410,7 @@ def test_every_answer_is_an_example_of_the_set_and_of_the_plan(made: Any, tmp_pa
     assert "6 earlier answers are learned in examples of their own" in "".join(found.notes)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     planned = sample_lengths(sources, light_tokenizer(tmp_path / "tokenizer", None), recipe)
-    assert (planned.n_examples, planned.n_rows) == (12, 6)
+    assert planned.n_examples == 12
     assert (
         abs(int(planned.tokens.sum()) - int(found.lengths.sum())) <= 6
     )  # means of a row are rounded

@@ -22,7 +22,7 @@ from farthing.config.job import DataSection, Job
 from farthing.data.batches import Batches, split_by_input
 from farthing.data.chat import asks_for_the_date, read_template
 from farthing.data.encode import PlainTokenizer
-from farthing.data.lengths import Lengths, from_arrays, from_token_set
+from farthing.data.lengths import Lengths, from_token_set
 from farthing.data.light_tokenizer import light_tokenizer, own_template
 from farthing.data.read import (
     KINDS,
@@ -34,7 +34,7 @@ from farthing.data.read import (
 )
 from farthing.data.reader import SourceReader
 from farthing.data.rows import Text
-from farthing.data.sample import Sampled, sample_lengths
+from farthing.data.sample import sample_lengths
 from farthing.data.token_set import (
     CACHE_VERSION,
     LINE_BITS,
@@ -146,35 +146,22 @@ def _exact(job: Job, tokens: TokenSet, cache: Path) -> tuple[Lengths, Lengths | 
 def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
     """From a sample of the rows."""
     tokenizer, recipe = reading_of(job, began(Path(job.output_dir)))
-
-    def sampled(role: Literal["train", "eval"]) -> Sampled:
-        return sample_lengths(_local_sources(job, role), tokenizer, recipe)
-
-    def lengths_of(found: Sampled, share: float, most: int | None) -> Lengths:
-        n_examples = max(1, round(found.n_examples * share))
-        n_rows = f"{found.n_rows:,}" if found.is_all_read else f"about {found.n_rows:,}"
-        words = f"{found.n_tokenized:,} of {n_rows} rows"
-        if tokenizer.is_exact:
-            words += " tokenized"
-        else:
-            words = f"guessed from characters, no tokenizer was found here: {words}"
-        lengths = from_arrays(
-            found.tokens,
-            found.targets,
-            n_examples=n_examples if most is None else min(most, n_examples),
-            n_target_tokens=found.n_target_tokens,
-            is_exact=False,
-            source=words,
-        )
-        return replace(lengths, notes=found.notes, n_labels=n_labels)
-
-    data = job.data
     n_labels = _n_labels(job, tokenizer, recipe)
-    train, held_out, share = sampled("train"), None, 0.0 if data.eval else data.eval_fraction
+
+    def part_of(found: Lengths, share: float, most: int | None) -> Lengths:
+        n_examples = max(1, round(found.n_examples * share))
+        part = found.repeated(n_examples if most is None else min(most, n_examples))
+        return replace(part, source=found.source, n_labels=n_labels)
+
+    data, held_out = job.data, None
+    share = 0.0 if data.eval else data.eval_fraction
+    train = sample_lengths(_local_sources(job, "train"), tokenizer, recipe)
     if data.eval or share:
-        of_eval = sampled("eval") if data.eval else train
-        held_out = lengths_of(of_eval, share or 1.0, data.max_eval_samples)
-    return lengths_of(train, 1 - share, data.max_train_samples), held_out
+        of_eval = train
+        if data.eval:
+            of_eval = sample_lengths(_local_sources(job, "eval"), tokenizer, recipe)
+        held_out = part_of(of_eval, share or 1.0, data.max_eval_samples)
+    return part_of(train, 1 - share, data.max_train_samples), held_out
 
 
 def _n_labels(job: Job, tokenizer: PlainTokenizer, recipe: Recipe) -> int:

@@ -9,11 +9,13 @@ them. The longest rows are strata of their own.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.data.encode import PlainTokenizer
+from farthing.data.lengths import Lengths, from_arrays
 from farthing.data.parts import Part, PartMaker, Place
 from farthing.data.read import Source
 from farthing.data.reader import understood_reader
@@ -30,23 +32,10 @@ _N_LONGEST = 16  # rows that are strata of their own
 _MOST_READ_BYTES = 256 << 20
 
 
-class Sampled(NamedTuple):
-    """Estimated lengths of usable rows, in no order; `n_examples` is how many they stand for."""
-
-    tokens: NDArray[np.int64]  # seq2seq: of the source
-    targets: NDArray[np.int64] | None  # seq2seq
-    n_target_tokens: float  # of the rows in `tokens`; classification: examples
-    n_examples: int
-    n_rows: int
-    n_tokenized: int
-    is_all_read: bool  # the file was; else its rows are estimated too
-    notes: tuple[str, ...] = ()
-    """Columns that nobody reads, and what the job has chosen to learn of data of another kind."""
-
-
-def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sampled:
-    """The lengths of these files' rows after tokenization by `tokenizer`. Raises `DataError` when
-    no row can be used.
+def sample_lengths(sources: list[Source], tokenizer: PlainTokenizer, recipe: Recipe) -> Lengths:
+    """Estimated lengths of these files' rows after tokenization. Its notes say which columns nobody
+    reads, and what of data of another kind the job has chosen. Raises `DataError` when no row can
+    be used.
     """
     seen = [_seen(source) for source in sources]
     total_bytes = sum(float(each.sizes.sum()) for each in seen)
@@ -85,16 +74,19 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
     limits = recipe.max_length * task.n_sequences, recipe.max_target_length
     tokens, targets = np.clip(np.round(found), 1, limits).astype(np.int64).T
     n_labelled = float((targets if task.is_pair else found[:, 1]).sum())
-    return Sampled(
-        tokens=tokens,
-        targets=targets if task.is_pair else None,
-        n_target_tokens=n_labelled if task.scores_tokens else float(len(tokens)),
+    about = "" if all(each.is_whole for each in seen) else "about "
+    words = f"{n_tokenized:,} of {about}{round(n_rows):,} rows"
+    sampled = from_arrays(
+        tokens,
+        targets if task.is_pair else None,
         n_examples=max(1, round(float(np.concatenate(weights).sum()))),
-        n_rows=round(n_rows),
-        n_tokenized=n_tokenized,
-        is_all_read=all(each.is_whole for each in seen),
-        notes=tuple(notes),
+        n_target_tokens=n_labelled if task.scores_tokens else float(len(tokens)),
+        is_exact=False,
+        source=f"{words} tokenized"
+        if tokenizer.is_exact
+        else f"guessed from characters, no tokenizer was found here: {words}",
     )
+    return replace(sampled, notes=tuple(notes))
 
 
 def _why_none(part: Part, recipe: Recipe) -> str:
