@@ -22,10 +22,18 @@ from farthing.addresses import without_secrets
 from farthing.data.batches import Batches, collate, permutation, split_by_input
 from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.formats import converter, recognise
+from farthing.data.parts import Part, read_part
 from farthing.data.read import BadRow, Row, Source, open_sources
-from farthing.data.token_set import Recipe, TokenSet, set_key, tokenizer_sha256
+from farthing.data.token_set import (
+    Recipe,
+    TokenSet,
+    open_token_set,
+    set_key,
+    tokenizer_sha256,
+)
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, UnusableRowError
+from farthing.storage.files import DamagedFileError
 from farthing.tiny import write_jsonl
 from thinned import thinned
 from workshop import cut
@@ -850,10 +858,31 @@ def test_a_flipped_byte_is_detected_and_the_set_made_anew(
     at = raw.index(b"sha256") + 12 if name == "manifest.json" else len(raw) // 2
     raw[at] ^= 1
     path.write_bytes(raw)
-    count = Counting()
-    again = tokenize([source], tokenizers["llama"], recipe, tmp_path, progress=count)
+    if name in ("offsets.bin", "groups.bin", "lines.bin"):
+        with pytest.raises(DamagedFileError, match=name):
+            open_token_set(made.folder, checks_tokens=False)
+    count, said = Counting(), list[str]()
+    again = tokenize(
+        [source], tokenizers["llama"], recipe, tmp_path, progress=count, warn=said.append
+    )
     assert count.n_rows == 30
     assert (again.ids == expected).all()
+    assert "are damaged" in said[0]
+    assert name in said[0]
+
+
+def test_a_flipped_bit_of_a_part_is_never_silent(tmp_path: Path) -> None:
+    """The directory of an archive has bits that drop a column without an error."""
+    columns = {"ids": np.arange(40, dtype=np.int32), "lengths": np.array([40])}
+    path = tmp_path / "part"
+    Part(columns, {"source": 0}).write(path)
+    whole = path.read_bytes()
+    for bit in range(0, 8 * len(whole), 13):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(OSError, match="a part is damaged"):
+            read_part(path)
 
 
 TOKENIZE = """

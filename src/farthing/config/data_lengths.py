@@ -278,7 +278,7 @@ def _tokens_of(job: Job, role: str, cache: Path) -> TokenSet | None:
         of_others = any(map(belongs_to_another, (cache / INDEX, folder.parent)))
         if name is None or of_others or not is_own(folder):
             return None
-        return open_token_set(folder, check_bytes=False)
+        return open_token_set(folder, checks_tokens=False)
     except (OSError, ValueError, DamagedFileError):
         return None
 

@@ -39,7 +39,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.read import Source
-from farthing.storage.files import DamagedFileError, Json, read_manifest, verify_folder
+from farthing.storage.files import (
+    DamagedFileError,
+    Json,
+    check_file,
+    read_manifest,
+    verify_folder,
+)
 
 CACHE_VERSION = 6
 """Of the files of a token set, and of how rows become texts, tokens and a split."""
@@ -234,11 +240,12 @@ def set_key(sources: list[Source], tokenizer_hash: str, recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def open_token_set(folder: Path, *, check_bytes: bool = True) -> TokenSet:
-    """Map a committed set, every byte checked first; without `check_bytes` the size of each file.
+def open_token_set(folder: Path, *, checks_tokens: bool = True) -> TokenSet:
+    """Map a committed set, every byte checked first; without `checks_tokens` not those of tokens,
+    which a plan does not read.
     Raises `DamagedFileError`.
     """
-    facts = verify_folder(folder) if check_bytes else _check_sizes(folder)
+    facts = verify_folder(folder) if checks_tokens else _check_columns(folder)
     arrays: dict[str, Any] = {}
     for name, dtype in DTYPES.items():
         path = folder / f"{name}.bin"
@@ -262,10 +269,12 @@ def _mapped(path: Path, dtype: Any) -> NDArray[Any]:
     return np.frombuffer(mapped, dtype)
 
 
-def _check_sizes(folder: Path) -> Json:
+def _check_columns(folder: Path) -> Json:
     facts = read_manifest(folder)
     for entry in facts["files"]:
         path = folder / entry["name"]
-        if not path.is_file() or path.stat().st_size != entry["size"]:
+        if entry["name"] not in ("ids.bin", "targets.bin"):
+            check_file(path, entry, path.name)
+        elif not path.is_file() or path.stat().st_size != entry["size"]:
             raise DamagedFileError(f"{path.name} does not have the size it was written with")
     return facts

@@ -93,7 +93,8 @@ def tokenize(
         if folder.exists():
             try:
                 return open_token_set(folder)
-            except DamagedFileError:
+            except DamagedFileError as error:
+                warn(f"the tokens in {folder} are damaged ({error}): they are made again")
                 discard(folder)
         _sweep(cache)
         with _held(folder, check):
