@@ -7,11 +7,10 @@ budget of tokens (`data/packing`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from statistics import NormalDist
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,9 +34,6 @@ _N_EVEN = 128  # examples of a step from which on only a remainder of a micro-ba
 MORE_THAN_DRAWN = (
     1.4  # the largest padded micro-batch against that of the simulated steps, by assumption
 )
-
-
-Found = TypeVar("Found")
 
 
 class Padded(NamedTuple):
@@ -107,7 +103,6 @@ class Lengths:
     """What there is to say of the data: columns that nobody reads, and the like."""
     n_labels: int = 0
     """Outputs of a head that scores whole examples; 0: not known, or no such task."""
-    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def mean(self) -> float:
@@ -187,12 +182,12 @@ class Lengths:
         batch = self._batch(global_batch)
         if is_packed:
             most = max(1, micro_batch_tokens)
-            return self._once(("packed", most, batch), lambda: self._packed(most, batch))
+            return _packed(self, most, batch)
         # more than all of the longest is never needed, and no micro-batch is larger
         most = max(1, min(micro_batch_tokens, batch * (self.longest + self.longest_target)))
         least = min(cost.least_tokens, max(most, self.longest_example))
         own = cost._replace(least_tokens=least)
-        return self._once((most, batch, own), lambda: self._padded(most, batch, own))
+        return _padded(self, most, batch, own)
 
     def largest(
         self,
@@ -211,7 +206,7 @@ class Lengths:
         if self.targets is not None:
             of_targets = round(top * self.mean_target / (self.mean + self.mean_target))
         of_inputs = top - of_targets
-        of_step, pairs = self._largest_step(batch)
+        of_step, pairs = _largest_step(self, batch)
         if of_inputs < of_step:  # the longest example and mean ones
             beside = max(0, of_inputs - self.longest) * self.mean_of_squares
             pairs = round(min(pairs, self.longest**2 + beside / max(1.0, self.mean)))
@@ -221,7 +216,7 @@ class Lengths:
         """The most tokens of a step, sources and targets together, among as many as are drawn from
         a fixed seed.
         """
-        return self._largest_step(self._batch(global_batch))[0]
+        return _largest_step(self, self._batch(global_batch))[0]
 
     def _batch(self, global_batch: int) -> int:
         return max(1, min(global_batch, self.n_examples))
@@ -230,83 +225,81 @@ class Lengths:
         """The most tokens of a micro-batch."""
         return min(max(micro_batch_tokens, self.longest_example), self.largest_step(batch))
 
-    def _once(self, key: Any, make: Callable[[], Found]) -> Found:
-        if key not in self._known:
-            self._known[key] = make()
-        found: Found = self._known[key]
-        return found
 
-    def _largest_step(self, batch: int) -> tuple[int, int]:
-        """(most tokens, most squares of input lengths added up) of the drawn steps."""
+# ---- simulated steps, each asked for often ----
 
-        def drawn() -> tuple[int, int]:
-            steps = self._steps(batch, _N_SIMULATED)
-            squares = self.tokens[steps] ** 2
-            return int(self._both[steps].sum(1).max()), int(squares.sum(1).max())
 
-        return self._once(("largest step", batch), drawn)
+@lru_cache(maxsize=4096)
+def _largest_step(of: Lengths, batch: int) -> tuple[int, int]:
+    """(most tokens, most squares of input lengths added up) of the drawn steps."""
+    steps = _steps(of, batch, _N_SIMULATED)
+    squares = of.tokens[steps] ** 2
+    return int(of._both[steps].sum(1).max()), int(squares.sum(1).max())
 
-    def _packed(self, micro_batch_tokens: int, batch: int) -> Cut:
-        largest = self.largest(micro_batch_tokens, batch, is_packed=True)
-        n = 1.0
-        if self.largest_step(batch) > micro_batch_tokens:
-            steps = self._steps(batch, min(4 * _N_CUT, max(_N_CUT, 32 * batch)))
-            sizes = self._both[steps]
-            n_tokens = sizes.sum(1)
-            counts = np.ceil(n_tokens / micro_batch_tokens)
-            if batch <= _N_EVEN:  # more examples fill their micro-batches
-                # longest first onto the lightest: none is fuller than this (Graham 1969)
-                fullest = n_tokens / counts + (1 - 1 / counts) * sizes.max(1)
-                for at in np.flatnonzero(fullest > micro_batch_tokens):
-                    cut = split_by_tokens(steps[at], self._both, micro_batch_tokens)
-                    counts[at] = len(cut)
-            n = float(counts.mean())
-        return Cut(self.example, n, largest)
 
-    def _padded(self, micro_batch_tokens: int, batch: int, cost: MicroBatchCost) -> Cut:
-        # of a larger step a part stands for the whole: no better sorted, so padded a little more
-        n = min(batch, _N_CUT_PADDED)
-        steps = self._steps(n, _N_CUT_PADDED)
-        cuts = [
-            split_padded(
-                step, self.tokens, micro_batch_tokens, target_lengths=self.targets, cost=cost
-            )
-            for step in steps
-        ]
-        cells = [
-            (len(each), self.tokens[each].max(), self._targets[each].max())
-            for micro_batches in cuts
-            for each in micro_batches
-        ]
-        rows, source, target = np.array(cells, np.float64).T
-        # means of all, padded as the drawn ones were, which are longer or shorter by chance
-        useful = _figures(self.tokens[steps].ravel(), self._targets[steps].ravel()).sum(1)
-        padding = _figures(source, target) @ rows / np.maximum(1.0, useful)
-        example = Padded(*(np.array(self.example) * padding).tolist())
-        n_passes = len(rows) / len(steps)
-        if batch > n:
-            of_batch = batch * (example.tokens + example.targets)
-            n_passes = max(n_passes, of_batch / micro_batch_tokens)
-        # micro-batches are split before they fill a large budget; others may be larger than those
-        # that were drawn
-        drawn_top = math.ceil(MORE_THAN_DRAWN * float((rows * (source + target)).max()))
-        top = self._top(micro_batch_tokens, batch)
-        top = max(min(top, self.longest_example), min(top, drawn_top))
-        widest = self.longest + self.longest_target
-        n_rows = max(1, min(batch, -(-top // widest)))
-        share = min(1.0, top / (n_rows * widest))
-        longest = math.ceil(share * self.longest), math.ceil(share * self.longest_target)
-        return Cut(example, n_passes, Largest(n_rows, *longest))
+@lru_cache(maxsize=4096)
+def _packed(of: Lengths, micro_batch_tokens: int, batch: int) -> Cut:
+    largest = of.largest(micro_batch_tokens, batch, is_packed=True)
+    n = 1.0
+    if of.largest_step(batch) > micro_batch_tokens:
+        steps = _steps(of, batch, min(4 * _N_CUT, max(_N_CUT, 32 * batch)))
+        sizes = of._both[steps]
+        n_tokens = sizes.sum(1)
+        counts = np.ceil(n_tokens / micro_batch_tokens)
+        if batch <= _N_EVEN:  # more examples fill their micro-batches
+            # longest first onto the lightest: none is fuller than this (Graham 1969)
+            fullest = n_tokens / counts + (1 - 1 / counts) * sizes.max(1)
+            for at in np.flatnonzero(fullest > micro_batch_tokens):
+                cut = split_by_tokens(steps[at], of._both, micro_batch_tokens)
+                counts[at] = len(cut)
+        n = float(counts.mean())
+    return Cut(of.example, n, largest)
 
-    def _steps(self, batch: int, n_examples: int) -> NDArray[np.int64]:
-        """Places in the sample [steps, batch] of about `n_examples` in shuffled steps, the same
-        each time.
-        """
-        size = max(len(self.tokens), batch)
-        n_rounds = max(1, n_examples // (size // batch * batch))
-        order = _shuffled(size, n_rounds)[:, : size // batch * batch]
-        steps = order.reshape(-1, batch) * len(self.tokens) // size
-        return steps[: max(4 if batch < 128 else 1, n_examples // batch)]
+
+@lru_cache(maxsize=4096)
+def _padded(of: Lengths, micro_batch_tokens: int, batch: int, cost: MicroBatchCost) -> Cut:
+    # of a larger step a part stands for the whole: no better sorted, so padded a little more
+    n = min(batch, _N_CUT_PADDED)
+    steps = _steps(of, n, _N_CUT_PADDED)
+    cuts = [
+        split_padded(step, of.tokens, micro_batch_tokens, target_lengths=of.targets, cost=cost)
+        for step in steps
+    ]
+    cells = [
+        (len(each), of.tokens[each].max(), of._targets[each].max())
+        for micro_batches in cuts
+        for each in micro_batches
+    ]
+    rows, source, target = np.array(cells, np.float64).T
+    # means of all, padded as the drawn ones were, which are longer or shorter by chance
+    useful = _figures(of.tokens[steps].ravel(), of._targets[steps].ravel()).sum(1)
+    padding = _figures(source, target) @ rows / np.maximum(1.0, useful)
+    example = Padded(*(np.array(of.example) * padding).tolist())
+    n_passes = len(rows) / len(steps)
+    if batch > n:
+        of_batch = batch * (example.tokens + example.targets)
+        n_passes = max(n_passes, of_batch / micro_batch_tokens)
+    # micro-batches are split before they fill a large budget; others may be larger than those
+    # that were drawn
+    drawn_top = math.ceil(MORE_THAN_DRAWN * float((rows * (source + target)).max()))
+    top = of._top(micro_batch_tokens, batch)
+    top = max(min(top, of.longest_example), min(top, drawn_top))
+    widest = of.longest + of.longest_target
+    n_rows = max(1, min(batch, -(-top // widest)))
+    share = min(1.0, top / (n_rows * widest))
+    longest = math.ceil(share * of.longest), math.ceil(share * of.longest_target)
+    return Cut(example, n_passes, Largest(n_rows, *longest))
+
+
+def _steps(of: Lengths, batch: int, n_examples: int) -> NDArray[np.int64]:
+    """Places in the sample [steps, batch] of about `n_examples` in shuffled steps, the same
+    each time.
+    """
+    size = max(len(of.tokens), batch)
+    n_rounds = max(1, n_examples // (size // batch * batch))
+    order = _shuffled(size, n_rounds)[:, : size // batch * batch]
+    steps = order.reshape(-1, batch) * len(of.tokens) // size
+    return steps[: max(4 if batch < 128 else 1, n_examples // batch)]
 
 
 @lru_cache(maxsize=16)
