@@ -187,23 +187,26 @@ def reading_of(job: Job, day: str) -> tuple[PlainTokenizer, Recipe]:
     """
     folder = _tokenizer_folder(job)
     tokenizer = light_tokenizer(folder, _template_of_job(job), job.model.new_tokens)
-    return tokenizer, _recipe_of(job, folder, day, tokenizer.chat_template)
+    return tokenizer, recipe_of(job, _max_length(job, folder), tokenizer.chat_template, day)
 
 
-def _recipe_of(job: Job, folder: Path | None, day: str, template: str | None) -> Recipe:
+def recipe_of(job: Job, max_length: int, template: str | None, day: str) -> Recipe:
+    """How a job's rows become tokens; `day` is what a chat template sees that asks for it."""
+    data = job.data
+    is_dated = objective_of(job.task).reads_answers and asks_for_the_date(template)
     return Recipe(
         task=job.task,
-        max_length=_max_length(job, folder),
-        max_target_length=job.data.max_target_length,
+        max_length=max_length,
+        max_target_length=data.max_target_length,
         too_long=job.too_long,
-        train_on_prompt=job.data.train_on_prompt,
+        train_on_prompt=data.train_on_prompt,
         scored=job.scored,
-        columns=dict(job.data.columns),
-        label_map=dict(job.data.label_map),
-        source_lang=job.data.source_lang or "",
-        target_lang=job.data.target_lang or "",
-        date=day if asks_for_the_date(template) else "",
-        max_bad_rows=job.data.max_bad_rows,
+        columns=dict(data.columns),
+        label_map=dict(data.label_map),
+        source_lang=data.source_lang or "",
+        target_lang=data.target_lang or "",
+        date=day if is_dated else "",
+        max_bad_rows=data.max_bad_rows,
     )
 
 
@@ -301,7 +304,7 @@ def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
     folder = _tokenizer_folder(job)
     if folder is None:
         return None
-    data = job.data
+    data, day = job.data, began(Path(job.output_dir))
     template = _template_of_job(job) or own_template(folder)
     content = {
         "version": [CACHE_VERSION, _version("transformers"), _version("tokenizers")],
@@ -309,7 +312,7 @@ def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
         "train": _content_of(data.train, data.train_split, data, known.get("train")),
         "eval": role == "eval" and _content_of(data.eval, data.eval_split, data, known.get("eval")),
         "role": role,
-        "recipe": asdict(_recipe_of(job, folder, began(Path(job.output_dir)), template)),
+        "recipe": asdict(recipe_of(job, _max_length(job, folder), template, day)),
         "template": template,
         "tokenizer": _files_sha256(folder),
         "model": sha256_of(config) if (config := _model_folder(job) / CONFIG).is_file() else None,

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.config.data_lengths import note_token_set
+from farthing.config.data_lengths import note_token_set, recipe_of
 from farthing.config.job import DataSection, Job, MethodSection, TrainSection, WhereSection
 from farthing.data.batches import split_by_input
-from farthing.data.chat import asks_for_the_date
 from farthing.data.read import Source, open_sources
 from farthing.data.token_set import LINE_BITS, Recipe, TokenSet, tokenizer_sha256
 from farthing.data.tokens import refuse_one_class, tokenize
@@ -209,22 +208,12 @@ def resolve(job: Job, emit: Emit = ignore) -> RunSpec:
     source_lang, target_lang = set_languages(
         tokenizer, job.task, data.source_lang, data.target_lang
     )
-    recipe = Recipe(
-        task=job.task,
-        max_length=max_length,
-        max_target_length=data.max_target_length,
-        too_long=job.too_long,
-        train_on_prompt=data.train_on_prompt,
-        columns=dict(data.columns),
-        label_map=dict(data.label_map),
-        max_bad_rows=data.max_bad_rows,
-        scored=job.scored,
+    keeps_classes = task.reads_labels and choice.init == "pretrained"
+    recipe = replace(
+        recipe_of(job, max_length, tokenizer.chat_template, day),
         source_lang=source_lang,
         target_lang=target_lang,
-        model_classes=(
-            class_names(config) if task.reads_labels and choice.init == "pretrained" else ()
-        ),
-        date=day if task.reads_answers and asks_for_the_date(tokenizer.chat_template) else "",
+        model_classes=class_names(config) if keeps_classes else (),
     )
     read = partial(
         open_sources,
