@@ -91,17 +91,10 @@ def parquet_blocks(path: Path, name: str, reading: Reading) -> Iterator[Block]:
 
 def _spread(sizes: list[int], reading: Reading) -> list[int]:
     """Row groups of about as many bytes as are to be read, from all over the file; else all."""
-    most = reading.most_bytes
-    if most is None or sum(sizes) <= most:
-        return list(range(len(sizes)))
-    chosen: list[int] = []
-    n_bytes = 0
-    for number in sorted(range(len(sizes)), key=lambda i: (i * 0.6180339887) % 1):
-        if not chosen or n_bytes + sizes[number] <= most:
-            chosen.append(number)
-            n_bytes += sizes[number]
-    reading.is_whole = len(chosen) == len(sizes)
-    return sorted(chosen)
+    share = 1.0 if reading.most_bytes is None else reading.most_bytes / max(1, sum(sizes))
+    n = min(len(sizes), max(1, int(share * len(sizes))))
+    reading.is_whole = n == len(sizes)
+    return np.linspace(0, len(sizes) - 1, n).round().astype(int).tolist() if sizes else []
 
 
 def arrow_blocks(paths: Sequence[Path], reading: Reading) -> Iterator[Block]:

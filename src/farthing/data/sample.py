@@ -103,18 +103,14 @@ def _strata(sizes: NDArray[np.int64], n_wanted: int) -> tuple[NDArray[np.int64],
     """(rows to tokenize, index of the one that stands for each row): the middle of each stratum by
     size.
     """
-    n = len(sizes)
-    order = np.argsort(sizes, kind="stable")
+    n, order = len(sizes), np.argsort(sizes, kind="stable")
     n_single = min(_N_LONGEST, n) if n > n_wanted else 0
-    n_strata = min(n, n_wanted) if n_single == 0 else max(1, min(n - n_single, n_wanted - n_single))
-    edges = np.round(np.linspace(0, n - n_single, n_strata + 1)).astype(np.int64)
-    middles = np.concatenate([(edges[:-1] + edges[1:]) // 2, np.arange(n - n_single, n)])
-    of_ordered = np.concatenate(
-        [np.repeat(np.arange(n_strata), np.diff(edges)), np.arange(n_single) + n_strata]
-    )
+    n_even = min(n - n_single, max(1, n_wanted - n_single))
+    even = np.linspace(0, n - n_single, n_even, endpoint=False).round()
+    edges = np.concatenate([even, np.arange(n - n_single, n + 1)]).astype(np.int64)
     stratum = np.empty(n, np.int64)
-    stratum[order] = of_ordered
-    return order[middles], stratum
+    stratum[order] = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
+    return order[(edges[:-1] + edges[1:]) // 2], stratum
 
 
 def _lengths_of(
