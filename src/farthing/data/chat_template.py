@@ -63,13 +63,14 @@ def _length(value: Any) -> int:
 
 def _spend_all(value: Any) -> None:
     """What writing a value out costs; a list counts as often as it stands in others."""
-    _spend(_length(value))
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    if isinstance(value, list | tuple):
-        for each in value:
-            _spend(_WORK_OF_AN_ITEM)
+    if isinstance(value, str):
+        return _spend(len(value))
+    items = (*value, *value.values()) if isinstance(value, dict) else value
+    if isinstance(items, list | tuple):
+        _spend(_WORK_OF_AN_ITEM * len(items))
+        for each in items:
             _spend_all(each)
+    return None
 
 
 @jinja2.pass_context  # never folded into a constant
@@ -96,7 +97,8 @@ def _bounded(name: str, call: Callable[..., Any], own: Any, given: list[Any]) ->
         raise _unbounded()
     before = _left.work
     if name not in _OUTSIDE or isinstance(own, list | tuple):
-        _spend_all([own, *given])
+        for each in (own, *given):
+            _spend_all(each)
     if name.startswith("format") and texts:
         pattern = texts[0]
         if re.search(r"%[^%a-zA-Z]*\*|\{[^}]*\{", pattern):  # a width that is an argument
