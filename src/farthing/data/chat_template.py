@@ -93,7 +93,8 @@ def _bounded(name: str, call: Callable[..., Any], own: Any, given: list[Any]) ->
     _spend(_WORK_OF_A_CALL)
     texts = [each for each in (own, *given) if isinstance(each, str)]
     numbers = [each for each in given if isinstance(each, int)]
-    if any(abs(each) > _LARGEST_ARGUMENT for each in numbers):
+    copies_lists = name == "sum" and any(isinstance(each, list) for each in given[1:])
+    if copies_lists or any(abs(each) > _LARGEST_ARGUMENT for each in numbers):
         raise _unbounded()
     before = _left.work
     if name not in _OUTSIDE or isinstance(own, list | tuple):
