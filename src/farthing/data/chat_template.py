@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -28,8 +29,6 @@ _WORK_OF_A_CALL, _WORK_OF_A_TURN, _WORK_OF_AN_ITEM = 4000, 100, 400
 _LARGEST_ARGUMENT, _LARGEST_INDENT, _MOST_BITS = 1_000_000, 100, 10_000
 _OUTSIDE = ("length", "count", "first", "last", "list", "reverse", "items", "default", "d", "attr")
 """Filters that don't look into the items of a list; all others do."""
-_REMOVED = ("random", "wordwrap", "urlize", "xmlattr")
-"""Filters that draw, or that write a text for each word of another; no template needs them."""
 _UNSAFE = ("translate", "expandtabs")
 """Methods of texts that multiply them, and that no template needs."""
 
@@ -109,6 +108,8 @@ def _bounded(name: str, call: Callable[..., Any], own: Any, given: list[Any]) ->
         _spend(n_fields * (before - _left.work) + widths)
     if name == "replace" and len(texts) > 2:
         _spend(texts[0].count(texts[1]) * len(texts[2]))
+    if name in ("wordwrap", "urlize"):  # a text for each word of another
+        _spend(math.prod(map(len, texts)))
     if name in ("join", "indent"):
         each = max([*numbers, min(map(len, texts), default=0)])
         _spend(max(map(_length, (own, *given))) * each)
@@ -240,14 +241,12 @@ def _compiled(source: str) -> jinja2.Template:
     )
     filters: dict[str, Any] = {**environment.filters, "tojson": _as_json}
     tests: dict[str, Any] = environment.tests
-    for name in _REMOVED:
-        del filters[name]
     environment.filters = {name: _bounded_function(name, of) for name, of in filters.items()}
     environment.filters |= {"_turns": _turns, "_read": _read}
     for name, of in tests.items():
         if of.__module__ == "_operator" or name in ("in", "lower", "upper"):  # they read it all
             tests[name] = _bounded_function(name, of)
-    del environment.globals["lipsum"]
+    del environment.filters["random"], environment.globals["lipsum"]
     environment.globals["raise_exception"] = _refuse
     return environment.from_string(source)
 
