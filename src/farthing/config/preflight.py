@@ -38,9 +38,9 @@ from farthing.errors import (
 from farthing.models.model_config import (
     CONFIG,
     HubStatusError,
-    ask_hub,
     cached_snapshot,
     find_config,
+    hub_config,
     is_hub_name,
     is_offline,
     read_from_hub,
@@ -276,7 +276,7 @@ def _look_on_hub(name: str, revision: str | None, *, needs_weights: bool) -> Non
             )
         return
     try:
-        ask_hub(name, revision)
+        hub_config(name, revision)
     except ModelError as error:
         raise ModelError(
             f"the model's configuration can't be loaded: {error.what}",

@@ -129,7 +129,9 @@ def find_config(
             where=name_or_path,
             to_do=f"give a folder with its {CONFIG}",
         )
-    return _from_hub(name_or_path, revision), f"{CONFIG} of {name_or_path} on the Hub"
+    nowhere = "neither in the Hugging Face cache nor in farthing's table"
+    config = hub_config(name_or_path, revision, nowhere=nowhere)
+    return config, f"{CONFIG} of {name_or_path} on the Hub"
 
 
 # ---- the cache of huggingface_hub ----
@@ -221,16 +223,7 @@ def is_offline(variable: str = "HF_HUB_OFFLINE") -> bool:
     return os.environ.get(variable, "").lower() in _YES
 
 
-def _from_hub(name: str, revision: str | None) -> Json:
-    """Its configuration by one request, for a model that is not in the table either. Raises
-    `ModelError`.
-    """
-    return ask_hub(
-        name, revision, nowhere="neither in the Hugging Face cache nor in farthing's table"
-    )
-
-
-def ask_hub(
+def hub_config(
     name: str, revision: str | None, *, nowhere: str = "not in the Hugging Face cache"
 ) -> Json:
     """A model's configuration by one request for one small file, not tried again. Raises
