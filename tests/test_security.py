@@ -900,6 +900,7 @@ def test_data_without_bounds_is_refused_by_name(
         ("vocab_size", 10**12, "vocab_size is 1000000000000"),
         ("num_attention_heads", -2, "num_attention_heads is -2"),
         ("text_config", {"intermediate_size": 10**10}, "intermediate_size is 10000000000"),
+        ("model_type", ["llama"], "names its model_type"),
         ("note", "x" * (17 << 20), "larger than 16 MiB"),
     ],
     ids=lambda value: str(value)[:20],

@@ -348,9 +348,12 @@ def _parsed(content: bytes, where: str) -> Json:
         raise ModelError(
             f"{CONFIG} is not JSON", where=where, to_do="it is damaged: copy it again"
         ) from error
-    if not isinstance(config, dict):
+    is_model = isinstance(config, dict) and isinstance(config.get("model_type", ""), str)
+    if not is_model:
         raise ModelError(
-            f"{CONFIG} is not an object", where=where, to_do="it is damaged: copy it again"
+            f"{CONFIG} is no object that names its model_type",
+            where=where,
+            to_do="it is damaged: copy it again",
         )
     _refuse_sizes(config, where)
     return config
