@@ -303,7 +303,7 @@ def compare(path: Path, row: dict[str, Any], method: str) -> None:
         if forward.is_packed
         else "padded" + ("" if forward.batching_rule is None else ", of one length")
     )
-    row["head"] = "all" if forward.why_all_scored else "labelled"
+    row["head"] = "all" if forward.head is None or forward.head.why_whole else "labelled"
     pieces = forward.split(tokens, np.arange(len(tokens)), MICRO_BATCH_TOKENS)
     for is_training in (True, False):
         model.train(is_training), plain.train(is_training)
@@ -314,14 +314,10 @@ def compare(path: Path, row: dict[str, Any], method: str) -> None:
                 torch.manual_seed(5)
                 batch = forward.to_device(forward.collate(tokens, piece))
                 if is_training:
-                    loss = forward.loss(batch)
+                    loss, _ = forward.loss(batch)
                     loss.backward()
                 else:
-                    loss = (
-                        forward.loss_and_log_probs
-                        if forward.of.scores_tokens
-                        else forward.loss_and_scores
-                    )(batch)[0]
+                    loss = forward.measure(batch)["loss"]
                 ours += float(loss.detach())
             for ids, is_target, label in documents_of(tokens):
                 torch.manual_seed(5)

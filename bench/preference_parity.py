@@ -117,7 +117,7 @@ def ours(job: Path, seed: int) -> Found:
         total, figures = 0.0, torch.zeros(2, len(forward.of.figures), dtype=torch.float64)
         for micro_batch in forward.split(tokens, units, 300):
             batch = forward.to_device(forward.collate(tokens, micro_batch))
-            loss, found = forward.unit_loss(batch, step)
+            loss, found = forward.loss(batch, step)
             (loss / N).backward()
             total += float(loss.detach()) / N
             figures += found

@@ -9,6 +9,9 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from farthing.model.head import Head, How, find_head, head_losses
+from farthing.model.lora_kernels import LowRank
+from farthing.model.loss import Labelled, decoder_inputs, find_labelled, inner_of
 from farthing.models.families import SEQ2SEQ_FAMILIES
 
 N_WORDS = 61
@@ -96,6 +99,80 @@ def make_batch(
         mask[row, n_tokens - 2 * row :] = 0
     labels = ids.masked_fill((torch.rand(ids.shape, generator=draw) > share) | (mask == 0), -100)
     return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
+
+
+def leave_low_rank(model: Any) -> None:
+    """Give the LoRA layers of `model` the forward pass of `peft` back."""
+    for module in model.modules():
+        if isinstance(module, LowRank):
+            module.__class__ = type(module).__bases__[1]
+
+
+def head_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, how: How | None = None
+) -> Tensor:
+    """Sum of the losses of the labelled positions."""
+    return head_losses(hidden, weight, bias, labelled, how or How())[0]
+
+
+def summed_loss(
+    model: Any, batch: dict[str, Any], task: str, label_smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(sum of cross-entropies in fp32, logits), of whole logits."""
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+    labels = batch["labels"]
+    if task == "seq2seq":
+        inputs["decoder_input_ids"] = decoder_inputs(inner_of(model), labels)
+    logits = model(**inputs).logits
+    scores = logits
+    if task == "causal-lm":
+        scores, labels = logits[:, :-1], labels[:, 1:]
+    loss = torch.nn.functional.cross_entropy(
+        scores.flatten(0, -2).float(),
+        labels.flatten(),
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
+    return loss, logits
+
+
+def labelled(batch: dict[str, Any], task: str) -> dict[str, Any]:
+    """The batch, with its labelled positions and whose they are."""
+    if "labelled_positions" in batch:
+        return batch
+    labels, documents = batch["labels"], batch.get("documents")
+    found = find_labelled(labels, predicts_next=task == "causal-lm")
+    owners, n = found.positions // labels.shape[1], len(labels)
+    if documents is not None:
+        n = len(documents.lengths)
+        owners = torch.bucketize(found.positions, documents.bounds[1:], right=True)
+    return {
+        **batch,
+        "labelled_positions": found.positions,
+        "labelled_targets": found.targets,
+        "owners_of_targets": owners,
+        "n_targets": torch.bincount(owners, minlength=n).float(),
+    }
+
+
+def language_model_loss(
+    model: Any,
+    batch: dict[str, Any],
+    task: str,
+    label_smoothing: float = 0.0,
+    gradient_scale: float | Tensor = 1.0,
+) -> Tensor:
+    return find_head(model, task).loss(labelled(batch, task), label_smoothing, gradient_scale)
+
+
+def loss_and_log_probs(
+    model: Any, batch: dict[str, Any], task: str, head: Head
+) -> tuple[Tensor, Tensor]:
+    """(loss, log-probability of all targets of each document [D])."""
+    batch = labelled(batch, task)
+    words = head.log_probs(batch)
+    empty = words.new_zeros(len(batch["n_targets"]))
+    return -words.sum(), empty.index_add(0, batch["owners_of_targets"], words)
 
 
 def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:

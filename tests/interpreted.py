@@ -75,7 +75,7 @@ def loss_of(model: Any, *, is_packed: bool) -> torch.Tensor:
         return loss
     places = np.concatenate([np.arange(n) for n in LENGTHS])[None]
     batch = packed_batch({"input_ids": ids, "position_ids": places, "lengths": np.array(LENGTHS)})
-    logits = packed_logits(model, batch, "causal-lm")[0]
+    logits = packed_logits(model, batch)[0]
     return torch.nn.functional.cross_entropy(logits[:-1], torch.from_numpy(ids[0, 1:]))
 
 

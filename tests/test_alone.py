@@ -21,12 +21,13 @@ from farthing.data.encode import Encoder
 from farthing.data.formats import Text
 from farthing.errors import ModelError
 from farthing.model.adapters import Adapter, add_adapter
+from farthing.model.attention import packed_logits
 from farthing.model.batching import longrope_limit
 from farthing.model.causality import refuse_looking_ahead
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.load import set_languages, speak
-from farthing.model.loss import decoder_inputs
+from farthing.model.loss import decoder_inputs, logits_of
 from farthing.models.families import DECODERS, ENCODERS, PADS_SAFELY
 from thinned import thinned
 from token_sets import encoded_examples
@@ -45,9 +46,9 @@ def scores_together_and_alone(
     pieces = forward.split(tokens, np.arange(9), micro_batch_tokens)
     together = torch.zeros(9, 3)
     for piece in pieces:
-        together[torch.from_numpy(piece)] = forward.loss_and_scores(
-            forward.to_device(forward.collate(tokens, piece))
-        )[1]
+        batch = forward.to_device(forward.collate(tokens, piece))
+        compute = packed_logits if forward.is_packed else logits_of
+        together[torch.from_numpy(piece)] = compute(model, batch)
     alone = []
     for index in range(9):
         ids = torch.from_numpy(tokens.example(index)[0].astype(np.int64))[None]
@@ -120,7 +121,7 @@ def test_the_decoder_begins_as_the_model_itself_would_have_it(kind: str) -> None
     summed, alone = 0.0, 0.0
     with torch.no_grad():
         for piece in forward.split(tokens, np.arange(5), 400):
-            summed += float(forward.loss(forward.to_device(forward.collate(tokens, piece))))
+            summed += float(forward.loss(forward.to_device(forward.collate(tokens, piece)))[0])
         for index, length in enumerate(lengths):
             ids, is_target = (
                 torch.from_numpy(part.astype(np.int64))[None] for part in tokens.example(index)
@@ -151,7 +152,7 @@ def test_experts_with_a_capacity_answer_each_example_as_if_it_were_alone(
     def loss_of(indices: list[int]) -> float:
         with torch.no_grad():
             return float(
-                forward.loss(forward.to_device(forward.collate(tokens, np.array(indices))))
+                forward.loss(forward.to_device(forward.collate(tokens, np.array(indices))))[0]
             )
 
     model.eval()
@@ -227,7 +228,7 @@ def test_short_documents_keep_their_factors_beside_long_ones(how: str) -> None:
     assert sorted(sorted(piece.tolist()) for piece in pieces)[0] == [0, 2, 4, 6]
     model.zero_grad()
     summed = sum(
-        _backward(forward.loss(forward.to_device(forward.collate(tokens, piece))))
+        _backward(forward.loss(forward.to_device(forward.collate(tokens, piece)))[0])
         for piece in pieces
     )
     ours = model.model.layers[0].self_attn.qkv_proj.weight.grad.clone()

@@ -63,18 +63,18 @@ def some_lengths(seed: int) -> list[int]:
 def flat(model: Any, documents: list[Tensor]) -> dict[str, Any]:
     """A packed batch of documents, made without farthing's collation."""
     begin = first_position(model.config)
+    of = Documents.of([len(ids) for ids in documents])
     return {
         "input_ids": torch.cat(documents)[None],
         "position_ids": torch.cat([torch.arange(len(ids)) + begin for ids in documents])[None],
-        "documents": Documents.of([len(ids) for ids in documents]),
+        "attention_mask": of.no_mask,
+        "documents": of,
     }
 
 
 def flat_losses(model: Any, documents: list[Tensor]) -> list[Tensor]:
     """Losses of every predicted token, by document."""
-    logits = packed_logits(model, flat(model, documents), "causal-lm")[0].split(
-        [len(ids) for ids in documents]
-    )
+    logits = packed_logits(model, flat(model, documents))[0].split([len(ids) for ids in documents])
     return [
         F.cross_entropy(rows[:-1].float(), ids[1:], reduction="none")
         for rows, ids in zip(logits, documents, strict=True)
@@ -139,7 +139,7 @@ def test_classification_reads_each_document_where_its_head_does(family, seed):
     alone = torch.cat([model(input_ids=ids[None]).logits for ids in documents])
     theirs = gradients(model, F.cross_entropy(alone, labels, reduction="sum"))
     go_packed(model)
-    ours = packed_logits(model, flat(model, documents), "classification")
+    ours = packed_logits(model, flat(model, documents))
     torch.testing.assert_close(ours, alone, rtol=CLOSE, atol=CLOSE)
     assert_same(gradients(model, F.cross_entropy(ours, labels, reduction="sum")), theirs)
 
@@ -157,7 +157,7 @@ def test_the_last_layer_of_an_encoder_is_computed_for_the_tokens_that_are_read(f
     for is_heard in (False, True):
         if is_heard:
             body.encoder.layer[-1].register_forward_hook(lambda *_: None)
-        scores = packed_logits(model, flat(model, documents), "classification")
+        scores = packed_logits(model, flat(model, documents))
         found.append((scores, gradients(model, scores.sum())))
     assert seen == [4, 32], "who listens to the layer hears of every token"
     torch.testing.assert_close(found[0][0], found[1][0], rtol=CLOSE, atol=CLOSE)
@@ -173,7 +173,7 @@ def test_plan_and_receipt_count_the_last_layer_of_an_encoder_for_the_tokens_that
     go_packed(model)
     batch = flat(model, documents_of(lengths))
     with FlopCounterMode(display=False) as counter:
-        packed_logits(model, batch, "classification").sum().backward()
+        packed_logits(model, batch).sum().backward()
     counted = {str(kind): n for kind, n in counter.get_flop_counts()["Global"].items()}
     products = sum(counted.get(f"aten.{name}", 0) for name in ("mm", "addmm")) / len(lengths)
     shape = read_shape(model.config.to_dict(), "classification", model.config.num_labels)
@@ -271,7 +271,7 @@ def test_boundaries_and_masks_are_made_once_a_batch(monkeypatch):
     monkeypatch.setitem(attention_kernels.KERNELS, "cpu", watched)
     monkeypatch.setattr(Documents, "once", counted)
     monkeypatch.setattr(Documents, "of", lambda *args: pytest.fail("boundaries are computed again"))
-    packed_logits(model, batch, "causal-lm")
+    packed_logits(model, batch)
     assert len(seen) == 4
     assert all(one is batch["documents"] for one in seen)
     assert len(made) == len(set(made)) == 2, "places, and one mask for documents of 7 and 12"
@@ -290,7 +290,7 @@ def test_a_flat_forward_pass_never_waits_for_the_device(family, task):
     go_packed(model)
     batch = flat(model, documents_of([7, 12, 12, 1]))
     with Waits() as waits:
-        packed_logits(model, batch, task)
+        packed_logits(model, batch)
     assert waits.n == 0
     with Waits() as waits:
         assert torch.ones(1).all()
@@ -433,13 +433,13 @@ def test_a_model_that_drops_is_repeatable_in_training_and_exact_in_evaluation(fa
     alone = [model(input_ids=ids[None]).logits.flatten(0, -2) for ids in documents]
     go_packed(model)
     batch = flat(model, documents)
-    ours = packed_logits(model, batch, task).flatten(0, -2)
+    ours = packed_logits(model, batch).flatten(0, -2)
     torch.testing.assert_close(ours, torch.cat(alone), rtol=CLOSE, atol=CLOSE)
     model.train()
     draws = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        draws.append(packed_logits(model, batch, task))
+        draws.append(packed_logits(model, batch))
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
 
@@ -573,7 +573,9 @@ def test_models_that_must_stay_padded_say_why():
     assert "not among" in str(can_go_packed(stable, "causal-lm"))
     llama = model_of("llama")
     assert "not among the families" in str(can_go_packed(llama, "seq2seq"))
-    assert "head is not known" in str(can_go_packed(llama, "classification"))
+    scored = model_of("llama", "classification")
+    del scored.score
+    assert "head is not known" in str(can_go_packed(scored, "classification"))
     llama.config.layer_types = ["full_attention", "linear_attention"]
     assert "linear_attention" in str(can_go_packed(llama, "causal-lm"))
     mixtral = model_of("mixtral", output_router_logits=True)

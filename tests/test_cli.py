@@ -162,8 +162,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
         now["step"] = 0
 
     def spoilt(*args: Any) -> Any:
-        loss = honest(*args)
-        return loss * torch.nan if now["step"] in steps else loss
+        loss, figures = honest(*args)
+        return (loss * torch.nan if now["step"] in steps else loss), figures
 
     monkeypatch.setattr(farthing.train.loop, "take_step", take_step)
     monkeypatch.setattr(farthing.model.forward.Forward, "loss", spoilt)

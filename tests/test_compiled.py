@@ -92,9 +92,7 @@ def flat_loss(model: Any, seed: int) -> Tensor:
     ids = chance.integers(3, 96, (1, lengths.sum()))
     places = np.concatenate([np.arange(n) for n in lengths])[None]
     logits = packed_logits(
-        model,
-        packed_batch({"input_ids": ids, "position_ids": places, "lengths": lengths}),
-        "causal-lm",
+        model, packed_batch({"input_ids": ids, "position_ids": places, "lengths": lengths})
     )
     return torch.nn.functional.cross_entropy(logits[0, :-1].float(), torch.from_numpy(ids[0, 1:]))
 

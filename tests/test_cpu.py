@@ -73,7 +73,7 @@ def by_formula(
 @pytest.mark.parametrize("causal", [True, False])
 def test_answers_and_gradients_are_those_of_the_formula(lengths, key_lengths, n_shared, causal):
     torch.manual_seed(0)
-    documents = Documents.of(lengths, "cpu", key_lengths, reads_others=True)
+    documents = Documents.of(lengths, "cpu", key_lengths)
     n_keys = sum(documents.key_lengths)
     given = [
         halves(sum(lengths)),
@@ -262,9 +262,7 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents, 
 @pytest.mark.parametrize("reads_others", [False, True])
 def test_short_documents_are_attended_to_as_one_at_a_time(has_bias, reads_others):
     seen = SEEN if reads_others else LENGTHS
-    documents = Documents.of(
-        LENGTHS, "cpu", seen if reads_others else None, reads_others=reads_others
-    )
+    documents = Documents.of(LENGTHS, "cpu", seen if reads_others else None)
     query, key, value = tokens(sum(LENGTHS)), tokens(sum(seen)), tokens(sum(seen))
     bias = torch.randn(1, 2, 9, 9)
     if not reads_others:

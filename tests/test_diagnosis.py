@@ -113,8 +113,6 @@ def test_a_run_measures_its_work_and_a_killed_one_has_it_too(tmp_path):
         "a quarter of forward, forward and backward at most"
     )
     assert work["need_without_checkpointing_bytes"] > work["need_bytes"]
-    assert 0.2 < work["recomputed_of_forward"] < 1
-    assert 0 < work["forward_share"] < 1
     assert work["longest"] >= work["long"] > 0
     again = build_receipt(tmp_path / "run")
     assert again.work == work

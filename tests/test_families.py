@@ -13,8 +13,8 @@ from transformers import AutoConfig
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
 from farthing.model.load import auto_class
-from farthing.model.loss import summed_loss
 from farthing.model.positions import max_positions
+from heads import summed_loss
 from thinned import thinned
 
 SMALL: dict[str, Any] = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

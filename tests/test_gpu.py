@@ -42,8 +42,6 @@ from farthing.model.attention_choice import Asked, choose
 from farthing.model.attention_kernels import KERNELS, How, choose_kernel, here
 from farthing.model.documents import Documents
 from farthing.model.hardware import find_compiler
-from farthing.model.head import head_loss
-from farthing.model.lora_kernels import leave_low_rank
 from farthing.model.loss import Labelled
 from farthing.prices.gpus import gpu_of_device
 from farthing.report.receipt import build_receipt
@@ -53,6 +51,7 @@ from farthing.train.offload import OffloadedAdamW
 from farthing.train.opened_run import opened_run
 from farthing.train.step import seed_everything
 from farthing.train.step_result import Sums
+from heads import head_loss, leave_low_rank
 from test_head import in_tiles_of
 from workshop import Heard, Watched, job_file, log_of, losses_of, make_job, with_system_prompt
 

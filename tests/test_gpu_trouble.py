@@ -267,15 +267,15 @@ def test_an_evaluation_afterwards_goes_on_with_less_where_memory_runs_out(finish
     held_out = held_out_of(finished)
     model = trained_model(finished)
     expected = held_out.measure(model)
-    honest, asked = Forward.loss_and_log_probs, list[int]()
+    honest, asked = Forward.measure, list[int]()
 
-    def loss(forward: Any, batch: dict[str, Any]) -> Any:
+    def measure(forward: Any, batch: dict[str, Any], step: Any) -> Any:
         asked.append(batch["input_ids"].numel())
         if asked[-1] > 90:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return honest(forward, batch)
+        return honest(forward, batch, step)
 
-    monkeypatch.setattr(Forward, "loss_and_log_probs", loss)
+    monkeypatch.setattr(Forward, "measure", measure)
     found = held_out.measure(model)
     assert max(asked) > 90 >= asked[-1]
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)

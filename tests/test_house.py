@@ -160,6 +160,16 @@ def test_the_name_of_an_objective_stands_in_its_own_file_alone() -> None:
     }
 
 
+def test_the_model_is_asked_what_it_computes_and_not_the_objective():
+    asks = re.compile(r"\.(is_pair|scores_\w+|reads_\w+|learns_units|counts_units|predicts_next)\b")
+    found = {module_of(path): len(asks.findall(text_of(path))) for path in FILES}
+    own = {name: n for name, n in found.items() if n and name.startswith(("model.", "export."))}
+    assert own == {
+        "model.load": 2,  # languages of a tokenizer, and what a decoder reads
+        "export.gguf_families": 1,  # llama.cpp continues texts
+    }
+
+
 CLOCKS = {"time", "socket", "http", "httpx", "requests", "farthing.prices.feeds"}
 
 

@@ -67,7 +67,7 @@ def must_agree(model: Any, plain: Any) -> None:
 
 def test_reasons_are_given_in_words(monkeypatch):
     model = small_model()
-    assert use_liger(model) == "no Liger kernels: they are for GPUs"
+    assert use_liger(model) == (False, "no Liger kernels: they are for GPUs")
     on_gpu = [SimpleNamespace(device=torch.device("cuda"))]
     monkeypatch.setattr(torch.nn.Module, "parameters", lambda self: iter(on_gpu))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
@@ -188,7 +188,8 @@ def test_a_model_is_left_as_it_is_where_the_first_kernel_fails(error, kernels, m
     )
     monkeypatch.setattr(Norm, "fails", error)
     model = small_model()
-    said = use_liger(model)
+    is_used, said = use_liger(model)
+    assert is_used == (error is None)
     assert Norm.width == 64
     if error is None:
         assert said == "liger-kernel 0.8.5: 5 norms, 2 rotations"

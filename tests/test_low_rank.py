@@ -19,10 +19,17 @@ from farthing.config.load import load_job
 from farthing.errors import ModelError
 from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
 from farthing.model.adapters import Adapter, add_adapter
-from farthing.model.head import language_model_loss
-from farthing.model.lora_kernels import LowRankLinear, leave_low_rank, use_low_rank
-from farthing.model.loss import summed_loss
-from heads import N_WORDS, assert_same, gradients_of, make_batch, make_model
+from farthing.model.lora_kernels import LowRankLinear, use_low_rank
+from heads import (
+    N_WORDS,
+    assert_same,
+    gradients_of,
+    language_model_loss,
+    leave_low_rank,
+    make_batch,
+    make_model,
+    summed_loss,
+)
 from packed_models import model_of
 from test_head import in_tiles_of, objective_of
 from thinned import thinned

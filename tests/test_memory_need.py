@@ -26,11 +26,12 @@ from farthing.model.attention import Documents
 from farthing.model.casts import Casts
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
-from farthing.model.head import How, head_loss
+from farthing.model.head import How
 from farthing.model.loss import POSITIONS, TARGETS, Labelled
 from farthing.models.tiles import head_bytes
 from farthing.train.opened_run import opened_run
 from farthing.train.run_settings import first_settings
+from heads import head_loss
 from on_gpu.work import config_of
 from traced import Alive, fake_model, own_loss, traced_peak
 from traced_models import BLOCK_BYTES, cut_config

@@ -30,11 +30,11 @@ from farthing.model.activation_checkpointing import (
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
 from farthing.model.hardware import Numerics, choose_numerics
 from farthing.model.load import ModelChoice, load_config, load_model
-from farthing.model.loss import summed_loss
 from farthing.train.built import Run
 from farthing.train.loop import take_step
 from farthing.train.optim import decayed_names, make_optimizer
 from farthing.train.schedule import schedule
+from heads import summed_loss
 from mishaps import fail_at
 from thinned import thinned
 from workshop import Heard, Watched, log_of, losses_of, make_job

@@ -118,12 +118,29 @@ WEIGHTED_TAGS = TOKEN_CLASSIFICATION._replace(
         names=lambda labels: ["O", *sorted(labels - {"O"})], loss=weighted_loss, smooths=False
     ),
 )
+
+
+def read_pair(row, label_map):
+    follows = row.get("follows")
+    if not isinstance(follows, bool):
+        raise UnusableRowError("`follows` is not true or false")
+    return f"{text_of(row, 'premise')} => {text_of(row, 'conclusion')}", str(follows)
+
+
+COLUMNS = ("premise", "conclusion", "follows")
+FOLLOWS = CLASSIFICATION._replace(
+    name="follows",
+    formats=(Format("/".join(COLUMNS), COLUMNS),),
+    same_head_as=CLASSIFICATION.name,
+    labels=CLASSIFICATION.labels._replace(read=read_pair),
+)
 NO_TASK = 3
 '''
 ENTRIES = """
 [farthing.objectives]
 stars = tasks_of_ours:STARS
 weighted-tags = tasks_of_ours:WEIGHTED_TAGS
+follows = tasks_of_ours:FOLLOWS
 broken = tasks_of_ours:NO_TASK
 gone = nowhere_at_all:TASK
 """
@@ -251,6 +268,13 @@ def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_t
     assert main(["report", str(job.output_dir)]) == 0
     assert "mean_error" in capsys.readouterr().out
     assert "pipeline_tag: text-classification" in (tmp_path / "merged/README.md").read_text()
+    asked, found = tmp_path / "asked.jsonl", tmp_path / "found.jsonl"
+    asked.write_text('{"text": "the grand and the grand"}\n{"text": 3}\n')
+    assert main(["predict", str(job.output_dir), str(asked), "-o", str(found)]) == 0
+    first, second = (json.loads(line) for line in found.read_text().splitlines())
+    assert 1 <= first["prediction"][0] <= 5
+    assert "more than 1" in first["scores"]
+    assert "error" in second
 
 
 @pytest.mark.slow
@@ -273,6 +297,27 @@ def test_a_tagger_of_a_package_weighs_its_tags(package, tmp_path):
     asked = ["predict", str(tmp_path / "run"), str(tmp_path / "asked.jsonl"), "-o", str(out)]
     assert main(asked) == 0
     assert json.loads(out.read_text())["prediction"] == ["O", "B-X"]
+
+
+def test_a_foreign_task_of_two_texts_is_asked_with_both(package, tmp_path):
+    rows = [
+        {"premise": f"rain {i}", "conclusion": "wet" if i % 2 else "dry", "follows": i % 2 == 1}
+        for i in range(16)
+    ]
+    path = job_file(tmp_path, "bert", rows=rows, pretrained=True, max_steps=1)
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"task": "follows"}))
+    train(load_job(path))
+    asked, found = tmp_path / "asked.jsonl", tmp_path / "found.jsonl"
+    asked.write_text(
+        '{"premise": "rain 3", "conclusion": "wet"}\n{"premise": "x", "conclusion": "so dry"}\n'
+    )
+    assert main(["predict", str(tmp_path / "run"), str(asked), "-o", str(found)]) == 0
+    one, other = (json.loads(line) for line in found.read_text().splitlines())
+    assert one["prediction"] in ("True", "False")
+    assert one["scores"] != other["scores"]
+    asked.write_text('{"premise": "rain 3"}\n')
+    found.unlink()
+    assert main(["predict", str(tmp_path / "run"), str(asked), "-o", str(found)]) == 2
 
 
 def test_rows_of_a_foreign_task_that_it_can_not_read_are_named(package, tmp_path):

@@ -228,7 +228,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
     "before the first update": (farthing.train.step, "reserve_for_update", 1),
     "before a later update": (farthing.train.step, "reserve_for_update", 3),
     "the update, before it writes": (torch.optim.AdamW, "step", 2),
-    "evaluation": (Forward, "loss_and_log_probs", 1),
+    "evaluation": (Forward, "measure", 1),
     "snapshot of a checkpoint": (farthing.run.checkpoint, "copied", 3),
 }
 

@@ -27,8 +27,7 @@ from farthing.data.packing import (
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import first_position, go_packed, packed_logits
 from farthing.model.documents import packed_batch
-from farthing.model.head import language_model_loss
-from farthing.model.loss import summed_loss
+from heads import language_model_loss, summed_loss
 
 CLOSE = 1e-5
 
@@ -201,7 +200,7 @@ def model_of(task: str, method: str) -> Any:
 
 
 def flat_loss(model: Any, batch: dict[str, Any], task: str) -> torch.Tensor:
-    scores, labels = packed_logits(model, batch, task), batch["labels"]
+    scores, labels = packed_logits(model, batch), batch["labels"]
     if task == "causal-lm":
         scores, labels = scores[0, :-1], labels[0, 1:]
     return torch.nn.functional.cross_entropy(scores.float(), labels, reduction="sum")

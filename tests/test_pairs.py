@@ -72,7 +72,7 @@ def model_of(name: str, **others: Any) -> Any:
 
 
 def summed(forward: Forward, tokens: TokenSet, examples: list[int]) -> torch.Tensor:
-    return forward.loss(forward.to_device(forward.collate(tokens, np.array(examples))))
+    return forward.loss(forward.to_device(forward.collate(tokens, np.array(examples))))[0]
 
 
 def by_itself(model: Any, tokens: TokenSet, index: int, smoothing: float = 0.0) -> torch.Tensor:
@@ -104,12 +104,12 @@ def test_losses_and_gradients_are_those_of_one_example_at_a_time(name, smoothing
     model.zero_grad()
     forward = Forward(model, "seq2seq", model.config.pad_token_id, CPU, label_smoothing=smoothing)
     assert forward.is_packed, forward.why_padded
-    assert forward.why_all_scored == ""
+    assert forward.head.why_whole == ""
     arrays = forward.collate(tokens, np.arange(len(LENGTHS)))
     assert forward.n_computed(arrays) == tokens.lengths.sum(), "nothing is padded"
     for every in (0, 1, 2):
         checkpoint_layers(model, every)
-        loss = forward.loss(forward.to_device(arrays))
+        loss, _ = forward.loss(forward.to_device(arrays))
         (loss / 100).backward()
         assert loss.item() == pytest.approx(alone.sum().item(), rel=1e-5)
         for weight_name, gradient in expected.items():
@@ -121,7 +121,7 @@ def test_losses_and_gradients_are_those_of_one_example_at_a_time(name, smoothing
         model.zero_grad()
     if not smoothing:
         with torch.no_grad():
-            of_each = -forward.loss_and_log_probs(forward.to_device(arrays))[1]
+            of_each = -forward.log_probs(forward.to_device(arrays))
         assert of_each.tolist() == pytest.approx(alone.tolist(), rel=1e-5)
 
 
@@ -156,7 +156,7 @@ def test_a_changed_neighbour_changes_nothing_in_a_document(name):
     everything = np.arange(len(LENGTHS))
     with torch.no_grad():
         before, after = (
-            forward.loss_and_log_probs(forward.to_device(forward.collate(each, everything)))[1]
+            forward.log_probs(forward.to_device(forward.collate(each, everything)))
             for each in (one, other)
         )
     assert before[0] != after[0]

@@ -29,6 +29,16 @@ from workshop import Heard, Watched, log_of, make_job, with_system_prompt
 # ---- the feed ----
 
 
+def times(honest: Any, factor: float) -> Any:
+    """`Forward.loss` with losses so many times as large."""
+
+    def loss(*args: Any) -> Any:
+        found, figures = honest(*args)
+        return found * factor, figures
+
+    return loss
+
+
 def items(n: int) -> Iterator[MicroBatch]:
     return micro_batches(
         0,
@@ -132,7 +142,7 @@ def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(spoilt, tmp_
     def spoil(steps: Step, step: int) -> Any:
         honest = steps.forward.loss
         if step + 1 in spoilt:
-            steps.forward.loss = lambda *a: honest(*a) * torch.nan  # type: ignore[method-assign]
+            steps.forward.loss = times(honest, torch.nan)  # type: ignore[method-assign]
         try:
             return take(steps, step)
         finally:
@@ -155,7 +165,7 @@ def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(spoilt, tmp_
 
 def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(tmp_path, monkeypatch):
     honest = Forward.loss
-    monkeypatch.setattr(Forward, "loss", lambda *a: honest(*a) * torch.nan)
+    monkeypatch.setattr(Forward, "loss", times(honest, torch.nan))
     monkeypatch.setattr(Step, "n_ahead", property(lambda _: 1))
     job = make_job(tmp_path, max_steps=9, max_skipped_steps=2)
     with pytest.raises(NotFiniteError):
@@ -167,7 +177,7 @@ def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(tmp_pa
 @pytest.mark.parametrize("optim", thinned(["adamw_torch_fused", "adamw_torch", "sgd"], 2))
 def test_no_optimizer_moves_a_weight_when_the_gradient_is_not_finite(optim, tmp_path, monkeypatch):
     honest = Forward.loss
-    monkeypatch.setattr(Forward, "loss", lambda *a: honest(*a) * torch.inf)
+    monkeypatch.setattr(Forward, "loss", times(honest, torch.inf))
     watched = Watched(monkeypatch)
     workshop.train(make_job(tmp_path, max_steps=2, optim=optim))
     assert watched.changed() == set()

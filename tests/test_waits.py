@@ -25,10 +25,12 @@ from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.documents import Documents, owners_of, sent
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
+from farthing.model.head import find_head, word_losses
 from farthing.model.lora_kernels import use_low_rank
-from farthing.model.loss import find_labelled, summed_loss
+from farthing.model.loss import Labelled
 from farthing.models.families import DECODERS, ENCODERS
 from farthing.train.optim import waiting_once
+from heads import labelled, make_batch, make_model, summed_loss
 from packed_models import documents, model_of
 
 WAITING = (
@@ -88,7 +90,7 @@ def step(model: Any, task: str, dtype: torch.dtype | None = None, **how: Any) ->
     arrays = forward.collate(tokens, np.arange(len(tokens)))
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     with no_waits():
-        loss = forward.loss(forward.to_device(arrays))
+        loss, _ = forward.loss(forward.to_device(arrays))
         found = torch.autograd.grad(loss, trained, allow_unused=True)
     assert any(gradient is not None and bool(gradient.any()) for gradient in found)
     assert forward.why_padded is None
@@ -157,33 +159,16 @@ def test_rotations_for_long_texts() -> None:
     step(model_of("phi3", rope_parameters=long, original_max_position_embeddings=8), "causal-lm")
 
 
-@pytest.mark.parametrize("task", ["causal-lm", "seq2seq"])
-def test_scores_of_an_unknown_head_are_taken_at_positions_known_beforehand(task: str) -> None:
-    logits = torch.randn(2, 5, 11, requires_grad=True)
-    labels = torch.tensor([[-100, 3, 4, -100, 5], [6, -100, -100, 7, 8]])
-    found = find_labelled(labels, predicts_next=task == "causal-lm")
-    batch = {"input_ids": labels, "attention_mask": labels, "labels": labels}
-    config = SimpleNamespace(decoder_start_token_id=0, pad_token_id=0)
-
-    class Model:
-        def __call__(self, **_: Any) -> Any:
-            return SimpleNamespace(logits=logits)
-
-        def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-            return labels.roll(1, 1).clamp(min=0)
-
-    model: Any = Model()
-    model.config = config
-    expected = summed_loss(model, batch, task)[0]
+def test_scores_of_an_unknown_head_are_taken_at_positions_known_beforehand() -> None:
+    model, batch = make_model("llama"), labelled(make_batch(), "causal-lm")
+    model.config.model_type = "bamba"
+    head = find_head(model, "causal-lm")
+    logits = head.hidden_states(batch).detach().requires_grad_()
     with no_waits():
-        loss = summed_loss(
-            model,
-            batch | {"labelled_positions": found.positions, "labelled_targets": found.targets},
-            task,
-        )[0]
-        (gradient,) = torch.autograd.grad(loss, logits)
-    assert torch.equal(loss, expected)
-    assert torch.equal(gradient, torch.autograd.grad(expected, logits)[0])
+        loss = word_losses(logits, head, Labelled.of(batch)).sum()
+        loss.backward()
+    expected = summed_loss(model, batch, "causal-lm")[0]
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
 
 
 def test_what_is_sent_to_a_gpu_is_pinned_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,9 +30,9 @@ from farthing.model.adapter_start import take_start_away
 from farthing.model.attention import Documents, go_packed, packed_logits
 from farthing.model.casts import Casts, add_up
 from farthing.model.documents import packed_batch
-from farthing.model.head import language_model_loss
 from farthing.model.lora_kernels import use_low_rank
 from farthing.model.loss import inner_of
+from heads import language_model_loss
 
 CLASSES: dict[str, Any] = {
     "causal-lm": AutoModelForCausalLM,
@@ -128,7 +128,7 @@ def own_loss(
         }
     if task == "classification":
         labels = torch.zeros(len(documents) or len(ids), dtype=torch.long)
-        scores = packed_logits(model, batch, task) if documents else model(**batch).logits
+        scores = packed_logits(model, batch) if documents else model(**batch).logits
         return torch.nn.functional.cross_entropy(scores.float(), labels, reduction="sum")
     labels = ids[:, :n_targets] if task == "seq2seq" else ids
     n_scored = len(ids) * n_targets

@@ -307,9 +307,11 @@ def padded(run: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def by_peft(run: Any) -> Iterator[None]:
     """Adapters as peft computes them."""
-    from farthing.model.lora_kernels import leave_low_rank, use_low_rank
+    from farthing.model.lora_kernels import LowRank, use_low_rank
 
-    leave_low_rank(run.model)
+    for module in run.model.modules():
+        if isinstance(module, LowRank):
+            module.__class__ = type(module).__bases__[1]
     try:
         yield
     finally:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from farthing.after.held_out import HeldOut
 from farthing.data.batches import collate
-from farthing.objectives.objective import Objective
-from farthing.objectives.registry import objective_of
+from farthing.model.loss import find_labelled, logits_of, predicts_next
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,12 @@ class Verdict:
 
 def judge(merged: Any, compressed: Any, held_out: HeldOut) -> Verdict:
     """Compare `compressed` with `merged`, both on the device and in the dtype of their weights."""
-    task, total, agreed, n = objective_of(held_out.job.task), 0.0, 0, 0
+    total, agreed, n = 0.0, 0, 0
     for index in held_out.indices:
-        arrays = collate(held_out.tokens, np.array([index]), task.name, held_out.spec.pad_id)
+        one, spec = np.array([index]), held_out.spec
+        arrays = collate(held_out.tokens, one, held_out.job.task, spec.pad_id)
         batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        expected, found = (_scores(model, batch, task) for model in (merged, compressed))
+        expected, found = (_scores(model, batch) for model in (merged, compressed))
         p, q = expected.log_softmax(-1), found.log_softmax(-1)
         total += float((p.exp() * (p - q)).sum())
         agreed += int((expected.argmax(-1) == found.argmax(-1)).sum())
@@ -71,13 +71,11 @@ def judge(merged: Any, compressed: Any, held_out: HeldOut) -> Verdict:
 
 
 @torch.no_grad()
-def _scores(model: Any, batch: dict[str, Tensor], task: Objective) -> Tensor:
+def _scores(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """Logits [targets, V] in fp64, or [1, C] of a classifier."""
     given = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    if not task.is_pair:
-        given.pop("labels")
-    logits = model(**given).logits[0].double().cpu()
-    if not (task.scores_tokens or task.scores_words):
-        return logits[None]
-    wanted = batch["labels"][0] >= 0
-    return logits[:-1][wanted[1:]] if task.predicts_next else logits[wanted]
+    logits = logits_of(model, given).double().cpu()
+    if logits.ndim == 2:
+        return logits
+    labelled = find_labelled(batch["labels"], predicts_next=predicts_next(model))
+    return logits[0, labelled.positions]

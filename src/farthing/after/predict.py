@@ -34,6 +34,7 @@ from farthing.errors import DataError, FarthingError, InputError, UnusableRowErr
 from farthing.export.folders import trained_model, trusted_job, tuned_config, untrained_model
 from farthing.model.hardware import Numerics, choose_numerics, free_cached
 from farthing.model.load import ModelChoice, load_tokenizer, set_languages
+from farthing.model.loss import predicts_next, scores_words
 from farthing.model.positions import max_positions
 from farthing.objectives.columns import list_of
 from farthing.objectives.objective import class_names
@@ -46,6 +47,7 @@ Message = dict[str, str]
 WINDOW = 1024  # rows whose lengths are sorted together
 ADDED = ("prediction", "score", "scores", "finish_reason", "error")
 """The columns that a prediction adds to its row."""
+ANY_LABEL: tuple[Any, ...] = (1, True, 0.0, "O", [])
 _UNLIMITED = 1 << 30
 _ANSWER = "?"  # stands where a target would, and is cut off again
 
@@ -93,45 +95,40 @@ class Predictor:
     ) -> None:
         self.job = trusted_job(run, trust_remote_code)
         self.task = objective_of(self.job.task)
-        self.scores_answers = self.task.learns_units and not self.task.scores_tokens
-        """Whether a row's answer is scored, not made."""
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
         self.summary = Predicted()
-        make = untrained_model if is_base else trained_model
-        numerics = numerics_of_run(run)
+        numerics, make = numerics_of_run(run), untrained_model if is_base else trained_model
         model = make(run, numerics.base_dtype, trust_remote_code=trust_remote_code)
         self.model = model.to(numerics.device)
         self.tokenizer = load_tokenizer(ModelChoice(str(run / MODEL)), None)
-        task, data = objective_of(self.task.asked_as or self.task.name), self.job.data
-        languages = set_languages(self.tokenizer, task.name, data.source_lang, data.target_lang)
-        self._longest = max_positions(self.model.config) or _UNLIMITED
+        self.classifies = not scores_words(model)
+        self.scores_answers = self.classifies and self.task.learns == "units"
+        """Whether a row's answer is scored, not made."""
+        self._continues = predicts_next(model)
+        self._names = class_names(model.config)
+        known = model.config.get_text_config().pad_token_id, self.tokenizer.pad_token_id
+        self._pad_id = next((index for index in known if index is not None and index >= 0), 0)
+        data, asked = self.job.data, objective_of(self.task.asked_as or self.task.name)
+        languages = set_languages(self.tokenizer, asked.name, data.source_lang, data.target_lang)
+        self._longest = max_positions(model.config) or _UNLIMITED
         limits = self.job.max_length, self._longest, self.tokenizer.model_max_length
         max_length = data.max_length or min(limits)
-        wants_date = task.predicts_next and asks_for_the_date(self.tokenizer.chat_template)
+        template = self.tokenizer.chat_template if asked.predicts_next else None
         self._recipe = Recipe(
-            task.name,
+            asked.name,
             max_length,
             columns={name: own for name, own in data.columns.items() if name not in self._targets},
             source_lang=languages[0],
             target_lang=languages[1],
-            date=began(run) if wants_date else "",
+            date=began(run) if asks_for_the_date(template) else "",
         )
         # a prompt is never cut: without its end there is no answer to it
-        most = _UNLIMITED if task.predicts_next else max_length
-        self._encode = Encoder(self.tokenizer, task.name, most, _UNLIMITED)
-
-    @property
-    def classifies(self) -> bool:
-        return not self.task.scores_tokens
-
-    @property
-    def says_a_number(self) -> bool:
-        labels = self.task.labels
-        return self.model.config.num_labels == 1 and labels is not None and labels.shares is None
+        most = _UNLIMITED if asked.predicts_next else max_length
+        self._encode = Encoder(self.tokenizer, asked.name, most, _UNLIMITED)
 
     @cached_property
     def is_chat(self) -> bool:
-        return self.task.predicts_next and trained_on_chats(self.job)
+        return self._continues and trained_on_chats(self.job)
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -140,23 +137,13 @@ class Predictor:
         found = [self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
         return [index for index in dict.fromkeys(found) if index is not None]
 
-    @cached_property
-    def _pad_id(self) -> int:
-        known = (
-            self.model.config.get_text_config().pad_token_id,
-            self.tokenizer.pad_token_id,
-            self.tokenizer.eos_token_id,
-        )
-        return next((int(index) for index in known if index is not None and index >= 0), 0)
-
     @property
     def _targets(self) -> set[str]:
         """The standard columns that hold what is to be predicted."""
-        if self.scores_answers:
-            return {"chosen", "rejected"}
-        if self.classifies:
-            return {name for each in self.task.formats for name in each.needs[1:]}
-        return {"completion", "target", "output", "chosen", "rejected"}
+        if self.classifies and not self.scores_answers:
+            return {each.needs[-1] for each in self.task.formats}
+        pair = {"chosen", "rejected"}
+        return pair if self.classifies else {"completion", "target", "output", *pair}
 
     # ---- rows, texts and chats ----
 
@@ -206,7 +193,7 @@ class Predictor:
     ) -> Iterator[str]:
         """The answer to the last message, piece by piece; temperature 0 takes the likeliest."""
         pieces = TextIteratorStreamer(
-            self.tokenizer, skip_prompt=not self.task.is_pair, skip_special_tokens=True
+            self.tokenizer, skip_prompt=self._continues, skip_special_tokens=True
         )
         batch, errors = self._padded([self._prompt_of(messages).ids]), list[Exception]()
         how = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
@@ -230,7 +217,7 @@ class Predictor:
         """The last message, or the chat, under the standard name of its column."""
         if self.is_chat:
             return {"messages": messages}
-        name = "input" if self.task.is_pair else "prompt"
+        name = "prompt" if self._continues else "input"
         if self.classifies:
             name = self.task.formats[0].needs[0]
         return {name: messages[-1]["content"]}
@@ -279,7 +266,7 @@ class Predictor:
                     to_do="rename it in the file",
                 )
             try:
-                one.ids, one.words = self._tokens(reader.text(self._with_tags(whole, reader)))
+                one.ids, one.words = self._tokens(self._text(whole, reader))
             except UnusableRowError as error:
                 one.found = {"error": f"{source.name}:{row.line}: {error}"}
                 if len(self.summary.first_errors) < 5:
@@ -291,31 +278,42 @@ class Predictor:
         """The row with something in place of the target that it lacks."""
         if isinstance(row, BadRow) or self.scores_answers:
             return row
-        value, answer = dict(row.value), _answer_for(row.value)
+        value = dict(row.value)
         if self.classifies:
-            labels = self.task.labels
-            answer = 0.0 if self.says_a_number else class_names(self.model.config)[0]
-            answer = [] if labels is not None and labels.predict else answer
+            return Row(row.line, value | dict.fromkeys(self._targets, self._names[0]))
+        turns: Any
         for column, of, content in (
             ("messages", "role", "content"),
             ("conversations", "from", "value"),
         ):
-            turns: Any = value.get(column)
+            turns = value.get(column)
             last = turns[-1] if isinstance(turns, list) and turns else None
             if isinstance(last, dict) and last.get(of) not in ("assistant", "gpt"):
                 value[column] = [*turns, {of: "assistant", content: _ANSWER}]
-        for name in self._targets - {"chosen", "rejected"}:
-            if not value.get(name) or self.classifies:
-                value[name] = answer
+        is_chat = isinstance(value.get("prompt"), list)
+        answer = [{"role": "assistant", "content": _ANSWER}] if is_chat else _ANSWER
+        for name in ("completion", "target", "output"):
+            value[name] = value.get(name) or answer
         return Row(row.line, value)
 
-    def _with_tags(self, row: Row | BadRow, reader: SourceReader) -> Row | BadRow:
-        """The row with as many tags as words, where these have labels."""
-        if not self.task.scores_words or isinstance(row, BadRow) or reader.understood is None:
-            return row
-        own = reader.understood.columns.get("tokens", "tokens")
-        words = list_of(row.value, own) if isinstance(own, str) else []
-        return Row(row.line, {**row.value, "tags": ["O"] * len(words)})
+    def _text(self, row: Row | BadRow, reader: SourceReader) -> Text:
+        """Where a label is read besides, any that is read will do. Raises `UnusableRowError`."""
+        labels = self.task.labels
+        if isinstance(row, BadRow) or labels is None or self.scores_answers:
+            return reader.text(row)
+        n_words: int | None = None
+        if labels.per_word and reader.understood is not None:
+            name = self.task.formats[0].needs[0]
+            own = reader.understood.columns.get(name, name)
+            n_words = len(list_of(row.value, own)) if isinstance(own, str) else 0
+        errors = []
+        for label in (labels.blank, self._names[0], *ANY_LABEL):
+            each = label if n_words is None else [label] * n_words
+            try:
+                return reader.text(Row(row.line, row.value | dict.fromkeys(self._targets, each)))
+            except UnusableRowError as error:
+                errors.append(error)
+        raise errors[labels.blank is None]
 
     def _tokens(self, text: Text) -> tuple[list[int], list[int | None]]:
         """The tokens that the model is asked with, and where words have labels the first of each.
@@ -335,7 +333,7 @@ class Predictor:
                 places[word] = int(at)
             return found.ids.tolist(), places
         ids = (found.ids if self.scores_answers else found.ids[found.is_target == 0]).tolist()
-        if self.task.predicts_next and len(ids) + self.max_new_tokens > self._longest:
+        if self._continues and len(ids) + self.max_new_tokens > self._longest:
             raise UnusableRowError(
                 f"{len(ids):,} tokens and {self.max_new_tokens:,} of an answer are more than the"
                 f" model's {self._longest:,} positions"
@@ -351,7 +349,7 @@ class Predictor:
         while at < len(prompts):
             batch = prompts[at : at + size]
             try:
-                found = self._of_batch(batch)
+                found = self._scored(batch) if self.classifies else self._written(batch)
             except Exception as error:
                 if not is_out_of_memory(error) or size == 1:
                     raise
@@ -362,21 +360,9 @@ class Predictor:
                 one.found = each or {"error": "the model's scores are no numbers"}
             at += len(batch)
 
-    @torch.no_grad()
-    def _of_batch(self, prompts: list[_Prompt]) -> list[dict[str, Any]]:
-        """The prediction of each; empty where its scores are no numbers."""
-        batch = self._padded([one.ids for one in prompts])
-        if not self.classifies:
-            return self._written(batch)
-        scores = self.model(**batch).logits.float().cpu()  # [B, C], or [B, T, C] of words
-        return [
-            self._judged(of, one.words) if of.isfinite().all() else {}
-            for of, one in zip(scores, prompts, strict=True)
-        ]
-
     def _padded(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
         """On the left where the model continues its input."""
-        side = "left" if self.task.predicts_next else "right"
+        side = "left" if self._continues else "right"
         ids, mask = (
             torch.nn.utils.rnn.pad_sequence(
                 [torch.tensor(row) for row in of], True, padding, padding_side=side
@@ -386,29 +372,17 @@ class Predictor:
         device = self.model.device
         return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
-    def _judged(self, scores: torch.Tensor, words: list[int | None]) -> dict[str, Any]:
-        """The prediction of scores [C], or of each word of scores [T, C]: None behind the limit."""
-        if self.task.scores_words:
-            of_words = [None if at is None else self._label(scores[at]) for at in words]
-            return {
-                "prediction": [each and each[0] for each in of_words],
-                "scores": [each and each[1][each[0]] for each in of_words],
-            }
-        if self.says_a_number:
-            return {"prediction": float(scores[0])}
-        label, shares = self._label(scores)
-        one = {} if isinstance(label, list) else {"score": shares[label]}
-        return {"prediction": label, **one, "scores": shares}
-
-    def _label(self, scores: torch.Tensor) -> tuple[Any, dict[str, float]]:
-        """The predicted class or classes of scores [C], and the share of each."""
-        labels, names = self.task.labels, class_names(self.model.config)
+    @torch.no_grad()
+    def _scored(self, prompts: list[_Prompt]) -> list[dict[str, Any]]:
+        """The prediction of each; empty where its scores are no numbers."""
+        labels = self.task.labels
         assert labels is not None
-        of_all = (labels.shares or (lambda each: each.softmax(-1)))(scores).tolist()
-        shares = dict(zip(names, of_all, strict=True))
-        if labels.predict is not None:
-            return labels.predict(of_all, names), shares
-        return max(shares, key=lambda name: shares[name]), shares
+        batch = self._padded([one.ids for one in prompts])
+        scores = self.model(**batch).logits.float().cpu()  # [B, C], or [B, T, C] of words
+        return [
+            labels.said(of, self._names, one.words) if of.isfinite().all() else {}
+            for of, one in zip(scores, prompts, strict=True)
+        ]
 
     def _generate(self, batch: dict[str, torch.Tensor], **how: Any) -> Any:
         return self.model.generate(
@@ -421,7 +395,8 @@ class Predictor:
             pad_token_id=self._pad_id,
         )
 
-    def _written(self, batch: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+    @torch.no_grad()
+    def _written(self, prompts: list[_Prompt]) -> list[dict[str, Any]]:
         """Answers with the mean log-probability of their tokens."""
         log_probs = list[torch.Tensor]()
 
@@ -429,6 +404,7 @@ class Predictor:
             log_probs.append(scores.float().log_softmax(-1).amax(-1))  # of the token that is taken
             return scores
 
+        batch = self._padded([one.ids for one in prompts])
         written = self._generate(batch, logits_processor=LogitsProcessorList([note]))
         answers = written[:, -len(log_probs) :].tolist()
         found: list[dict[str, Any]] = []
@@ -440,12 +416,6 @@ class Predictor:
             one = {"prediction": text, "score": score, "finish_reason": reason}
             found.append(one if math.isfinite(score) else {})
         return found
-
-
-def _answer_for(row: RowValue) -> Any:
-    """An answer in the form of the row's prompt: a text, or a turn of a chat."""
-    is_chat = isinstance(row.get("prompt"), list)
-    return [{"role": "assistant", "content": _ANSWER}] if is_chat else _ANSWER
 
 
 def trained_on_chats(job: Job) -> bool:
@@ -461,12 +431,12 @@ def trained_on_chats(job: Job) -> bool:
         )
         rows = [row.value for row in itertools.islice(source.rows(), 16) if isinstance(row, Row)]
         columns = set[str]().union(*rows)
-        if task.learns_units:
+        if any(isinstance(row.get("prompt"), list) for row in rows):
+            return True
+        if task.learns == "units":
             values = (value for row in rows for value in row.values())
             has_chats = any(isinstance(value, list | dict) for value in values)
             return has_chats or bool({"instruction", "system"} & columns)
-        if any(isinstance(row.get("prompt"), list) for row in rows):
-            return True
         return recognise(columns, task.name, data.columns, source.name).format in RENDERED
     except (FarthingError, OSError, ValueError, KeyError):
         return True

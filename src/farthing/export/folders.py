@@ -32,7 +32,6 @@ from farthing.model.load import (
     quiet_libraries,
 )
 from farthing.model.same_answers import answers, refuse_other_answers
-from farthing.objectives.registry import objective_of
 from farthing.report.card import model_card
 from farthing.report.receipt import build_receipt
 from farthing.report.receipt_types import Receipt
@@ -246,7 +245,7 @@ def _base_of(job: Job, tuned: Json, dtype: torch.dtype) -> Any:
         job.task,
         dtype=dtype,
         seed=job.train.seed,
-        label_names=() if objective_of(job.task).scores_tokens else classes,
+        label_names=classes,
         pad_id=of_text.get("pad_token_id"),
         n_words=of_text.get("vocab_size") if model.new_tokens else None,
     )
@@ -288,7 +287,7 @@ def _write_merged(
     is_adapter = (source / ADAPTER_CONFIG).exists()
     asked = getattr(torch, dtype or "float32")
     model = _adapted(job, source, asked) if is_adapter else _read(source, job, "auto")
-    expected, receipt = answers(model, job.task), build_receipt(run)
+    expected, receipt = answers(model), build_receipt(run)
     if is_adapter:
         with warnings.catch_warnings():  # of weights that are no longer tied
             warnings.simplefilter("ignore")
@@ -304,7 +303,7 @@ def _write_merged(
         write_text(draft / CARD, model_card(receipt, is_merged=True))
         model.to("meta")  # its memory is for the copy that is read back
         written = _read(draft, job, "auto")
-        found, base = answers(written, job.task), job.model.model_name_or_path
+        found, base = answers(written), job.model.model_name_or_path
         refuse_other_answers(found, expected, written.dtype, base)
 
     install_folder(folder, fill)

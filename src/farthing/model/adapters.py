@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from farthing.errors import ModelError
 from farthing.model.adapter_start import START, base_is_kept, start_tensors, take_start_away
-from farthing.model.loss import drawn_ids, logits_of
+from farthing.model.loss import drawn_batch, logits_of, scores_words
 from farthing.models.counted import QUERY_AND_VALUE
 from farthing.models.weights import begins_from_base
 from farthing.objectives.registry import objective_of
@@ -48,7 +48,7 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
     import peft
 
     _must_know(model, adapter.modules_to_save)
-    has_new_head = not objective_of(task).scores_tokens
+    has_new_head = not scores_words(model)
     heads = new_heads(model) if has_new_head else []
     if has_new_head and not adapter.target_modules:
         targets: str | list[str] = _query_and_value(model)
@@ -161,7 +161,7 @@ def _must_know(model: Any, modules_to_save: tuple[str, ...]) -> None:
             )
 
 
-def refuse_unreached(model: Any, adapter: Adapter, task: str) -> None:
+def refuse_unreached(model: Any, adapter: Adapter) -> None:
     """Compute a few made-up tokens and their gradients: each module that the job names must get
     one.
 
@@ -174,14 +174,12 @@ def refuse_unreached(model: Any, adapter: Adapter, task: str) -> None:
     }
     if not named:
         return
-    inner = model.get_base_model()
-    ids = drawn_ids(inner.config, 1, 8).to(next(model.parameters()).device)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     was_training = model.training
     model.eval()
     try:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        score, found = logits_of(model, batch, task).float().sum(), (None,) * len(trained)
+        score = logits_of(model, drawn_batch(model, 1, 8)).float().sum()
+        found = (None,) * len(trained)
         if score.requires_grad:
             found = torch.autograd.grad(score, tuple(trained.values()), allow_unused=True)
         idle = {name for name, gradient in zip(trained, found, strict=True) if gradient is None}

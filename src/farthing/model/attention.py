@@ -29,10 +29,10 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from farthing.model.attention_kernels import How, over_documents, plain_attention
-from farthing.model.documents import Documents, owners_of
+from farthing.model.documents import Batch, Documents, owners_of
 from farthing.model.head import find_head
 from farthing.model.last_layer import last_layer, of_first_tokens
-from farthing.model.loss import inner_of
+from farthing.model.loss import has_decoder, inner_of, inputs_of
 from farthing.model.norms import use_one_kernel
 from farthing.model.pairs import Sides, answering, take_documents
 from farthing.models.families import DECODERS, ENCODERS, PACKED, WHY_NOT_PACKED
@@ -50,17 +50,16 @@ PADDING_FIRST = frozenset(
 
 def can_go_packed(model: Any, task: str) -> str | None:
     """Why this model can't take documents end to end for `task`; None if it can."""
-    inner, of = inner_of(model), objective_of(task)
+    inner = inner_of(model)
     config, kind = inner.config, inner.config.model_type
     odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     why = ""
     if kind in WHY_NOT_PACKED:
         why = WHY_NOT_PACKED[kind]
-    elif kind not in PACKED.get(of.head, ()):
+    elif kind not in PACKED.get(objective_of(task).head, ()):
         why = "not among the families whose packed batches are tested"
-    elif of.is_pair:
-        head = find_head(model, task)
-        return head if isinstance(head, str) else None
+    elif has_decoder(inner):
+        return find_head(model, task).why_whole or None
     elif not getattr(inner, "_supports_attention_backend", False):
         why = "this version of transformers lets no other attention in"
     elif odd:
@@ -75,15 +74,16 @@ def can_go_packed(model: Any, task: str) -> str | None:
         why = "used as a decoder"
     elif getattr(config, "position_embedding_type", None) not in (None, "absolute"):
         why = "its scores are biased by the distance of tokens"
-    elif not (of.scores_tokens or of.scores_words or _head_kind(inner)):
+    elif _head_kind(inner) is None:
         why = "its classification head is not known"
     return f"{kind}: {why}" if why else None
 
 
 def can_share(model: Any, task: str) -> str | None:
     """Why documents can't continue from others in this model; None if they can."""
-    kind = inner_of(model).config.model_type
-    if objective_of(task).is_pair:
+    inner = inner_of(model)
+    kind = inner.config.model_type
+    if has_decoder(inner):
         return f"{kind}: its sources are read in both directions"
     if kind in ENCODERS:
         return f"{kind}: a token's meaning depends on what follows it"
@@ -113,36 +113,20 @@ def first_position(config: Any) -> int:
     return int(config.pad_token_id) + 1 if config.model_type in PADDING_FIRST else 0
 
 
-def packed_inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    """What a model, or its body alone, is called with for a packed batch."""
-    documents: Documents = batch["documents"]
-    return {
-        "input_ids": batch["input_ids"],
-        "position_ids": batch["position_ids"],
-        "attention_mask": documents.no_mask,
-        "documents": documents,
-        "use_cache": False,
-    }
-
-
-def packed_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
+def packed_logits(model: Any, batch: Batch) -> Tensor:
     """Logits of a packed batch: [1, T, V or C], or [N, C], one row a document, where examples are
     scored.
 
     The last layer of an encoder is computed for the tokens alone that its classifier reads.
     """
-    documents, inputs, of = batch["documents"], packed_inputs(batch), objective_of(task)
-    logits: Tensor
-    if of.scores_tokens or of.scores_words:
-        logits = model(**inputs).logits
-        return logits
-    inner = inner_of(model)
+    inner, documents = inner_of(model), batch["documents"]
+    kind, inputs = _head_kind(inner), inputs_of(batch) | {"use_cache": False}
+    if kind == "each":
+        return model(**inputs).logits
     body = getattr(inner, inner.base_model_prefix)
-    kind = _head_kind(inner)
     if kind == "last":
         hidden = body(**inputs).last_hidden_state[0]  # [T, H]
-        logits = inner.score(hidden[_last_tokens(batch["input_ids"][0], documents, inner.config)])
-        return logits
+        return inner.score(hidden[_last_tokens(batch["input_ids"][0], documents, inner.config)])
     starts, last = documents.bounds[:-1].long(), last_layer(inner)
 
     def answer(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -151,14 +135,15 @@ def packed_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
 
     with answering(last, answer):
         first = body(**inputs).last_hidden_state[0, starts, None]  # [N, 1, H]: N of one token
-    logits = inner.classifier(first if kind == "first" else inner.dropout(body.pooler(first)))
-    return logits
+    return inner.classifier(first if kind == "first" else inner.dropout(body.pooler(first)))
 
 
 def _head_kind(inner: Any) -> str | None:
-    """How a classification head reads a document: its last token, its first, or its first through
-    the body's pooler.
+    """How a head reads a document: each token; or, of classes, its last token, its first, or its
+    first through the body's pooler. None where that is not known.
     """
+    if not type(inner).__name__.endswith("ForSequenceClassification"):
+        return "each"
     if inner.config.model_type in DECODERS:
         return "last" if hasattr(inner, "score") else None
     body = getattr(inner, inner.base_model_prefix, None)
@@ -215,10 +200,7 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if documents is None and softcap is None:
         how = {"dropout": dropout, "scaling": scaling, "is_causal": causal}
-        found: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, **how, **others
-        )
-        return found
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **how, **others)
     if documents is None:
         n_queries, n_keys = query.shape[2], key.shape[2]
         if attention_mask is None and causal and n_queries > 1:  # which sdpa would imply

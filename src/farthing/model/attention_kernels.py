@@ -119,7 +119,7 @@ def _sdpa(
     as_is = query.device.type == "cpu"
     if groups > 1 and not as_is:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    out: Tensor = F.scaled_dot_product_attention(
+    return F.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -129,7 +129,6 @@ def _sdpa(
         scale=how.scale,
         enable_gqa=groups > 1 and as_is,
     )
-    return out
 
 
 def _biased(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How) -> Tensor:
@@ -145,7 +144,7 @@ def _biased(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how:
     bias = how.bias[:, :, :n_queries].to(query.dtype)
     if mask is not None:
         bias = bias[..., : up_to_aligned(n_keys)] + F.pad(mask, (0, -n_keys % ALIGNED))
-    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
         query,
         key,
         value,
@@ -155,7 +154,6 @@ def _biased(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how:
         False,
         scale=how.scale,
     )[0]
-    return out
 
 
 def up_to_aligned(n: int) -> int:
@@ -188,8 +186,7 @@ def plain_attention(
         ).min  # and not -inf: a row of padding may see nothing at all
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
     weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-    out: Tensor = F.dropout(weights, how.dropout, training=how.dropout > 0) @ value
-    return out
+    return F.dropout(weights, how.dropout, training=how.dropout > 0) @ value
 
 
 # ---- documents padded in as few calls as pay ----
@@ -261,8 +258,7 @@ def _mask(group: _Group, documents: Documents, how: How, query: Tensor) -> Tenso
         mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
         return mask.masked_fill_(~seen, -torch.inf)[:, None]
 
-    made: Tensor = documents.once((id(group), query.dtype, how.causal, how.window), make)
-    return made
+    return documents.once((id(group), query.dtype, how.causal, how.window), make)
 
 
 class _Plan(NamedTuple):
@@ -340,7 +336,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how:
     More keys than queries: its causal mask ends at the lower right (pytorch/pytorch#193630 says
     so). Query heads that share keys are taken as they are.
     """
-    out: Tensor = torch.ops.aten._flash_attention_forward(
+    return torch.ops.aten._flash_attention_forward(
         query,
         key,
         value,
@@ -355,7 +351,6 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how:
         window_size_left=-1 if how.window is None else how.window - 1,
         window_size_right=0 if how.causal else -1,
     )[0]
-    return out
 
 
 def _flex_kernel(

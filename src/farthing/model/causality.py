@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from farthing.errors import ModelError
-from farthing.model.loss import drawn_ids
+from farthing.model.loss import drawn_batch, logits_of
 
 N_TOKENS = 4
 ROUNDING, ROUNDING_HALF = 1e-5, 2e-2  # of the largest score: fp32, and what is shorter
@@ -23,13 +23,14 @@ def refuse_looking_ahead(model: Any, name: str) -> None:
     """Compute two short documents that differ in their last token: what stands before it must be
     predicted alike. Raises `ModelError`.
     """
-    config, device = model.config, next(model.parameters()).device
-    ids = drawn_ids(config, 1, N_TOKENS).repeat(2, 1).to(device)
+    config, batch = model.config, drawn_batch(model, 2, N_TOKENS)
+    ids = batch["input_ids"]
+    ids[1, :-1] = ids[0, :-1]
     ids[1, -1] = (ids[0, -1] + 1) % config.get_text_config().vocab_size
     was_training = model.training
     model.eval()
     try:
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        logits = logits_of(model, batch)
     finally:
         model.train(was_training)
     before, after = logits[:, :-1].float()
@@ -37,7 +38,7 @@ def refuse_looking_ahead(model: Any, name: str) -> None:
     # bit
     is_half = any(
         p.dtype != torch.float32 for p in model.parameters()
-    ) or torch.is_autocast_enabled(device.type)
+    ) or torch.is_autocast_enabled(ids.device.type)
     share = ROUNDING_HALF if is_half else ROUNDING
     if float((before - after).abs().max()) > share * float(before.abs().max()):
         raise ModelError(

@@ -45,8 +45,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how:
     """
     if not takes(query, documents, how):
         return attention_kernels.padded(query, key, value, documents, how)
-    found: Tensor = _Attention.apply(query, key, value, how.bias, documents, how)
-    return found
+    return _Attention.apply(query, key, value, how.bias, documents, how)
 
 
 # ---- a block of queries at a time ----
@@ -253,10 +252,8 @@ def _blocks(documents: Documents, n_heads: int, how: How) -> Iterator[_Block]:
 def _normed(module: Any, original: Any, hidden: Tensor) -> Tensor:
     is_plain = hidden.dtype == module.weight.dtype == torch.float32 and hidden.device.type == "cpu"
     if not is_plain or torch.compiler.is_compiling():
-        plain: Tensor = original(hidden)
-        return plain
-    out: Tensor = _Norm.apply(hidden, module.weight, module.variance_epsilon)
-    return out
+        return original(hidden)
+    return _Norm.apply(hidden, module.weight, module.variance_epsilon)
 
 
 class _Norm(torch.autograd.Function):

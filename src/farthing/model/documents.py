@@ -57,27 +57,18 @@ class Documents:
         device: torch.device | str = "cpu",
         key_lengths: Sequence[int] | Ints | None = None,
         key_rows: Ints | None = None,
-        *,
-        reads_others: bool = False,
     ) -> Documents:
         """From the tokens of each document; nothing waits for the device.
 
         Where documents continue others, `key_lengths` [N] are the tokens that each sees, its own
-        among them, and
-        `key_rows` [K], document by document, which those are. With `reads_others` the keys are
-        other tokens laid end to end:
-        `key_lengths` of them for each document, as a decoder reads its sources.
+        among them, and `key_rows` [K], document by document, which those are. Without `key_rows`
+        the keys are other tokens laid end to end, `key_lengths` of them for each document, as a
+        decoder reads its sources.
         """
         sizes = tuple(int(length) for length in lengths)
         if not sizes or min(sizes) < 1:
             raise ValueError("a packed batch needs documents of at least one token")
         keys = sizes if key_lengths is None else tuple(int(length) for length in key_lengths)
-        n_keys = sum(sizes) if key_rows is None else len(key_rows)
-        sees_less = any(seen < own for own, seen in zip(sizes, keys, strict=True))
-        if min(keys) < 1 or (not reads_others and (sum(keys) != n_keys or sees_less)):
-            raise ValueError(
-                "a document sees its own tokens at least, and each of its keys is a token's"
-            )
         bounds = _ends(sizes, device)
         return cls(
             sizes,
@@ -126,8 +117,7 @@ def owners_of(documents: Documents) -> Tensor:
     def make() -> Tensor:
         return numbered(documents.key_bounds, sum(documents.key_lengths))
 
-    owners: Tensor = documents.once("owners", make)
-    return owners
+    return documents.once("owners", make)
 
 
 def numbered(bounds: Tensor, n: int) -> Tensor:
@@ -153,5 +143,5 @@ def packed_batch(arrays: Mapping[str, Ints], device: torch.device | str = "cpu")
     documents = Documents.of(lengths, device, arrays.get("key_lengths"), arrays.get("key_rows"))
     if sources is not None:
         batch["sources"] = Documents.of(sources, device)
-        batch["across"] = Documents.of(lengths, device, sources, reads_others=True)
+        batch["across"] = Documents.of(lengths, device, sources)
     return {**batch, "attention_mask": documents.no_mask, "documents": documents}

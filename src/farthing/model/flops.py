@@ -26,11 +26,11 @@ def flops_per_token(model: Any, last_layer: Any = None, read_share: float = 1.0)
 
 
 def _of_weights(module: Any) -> float:
-    frozen, trained = matrix_weights(module)
+    frozen, trained = _matrix_weights(module)
     return 6.0 * trained + 4.0 * frozen
 
 
-def matrix_weights(model: Any) -> tuple[int, int]:
+def _matrix_weights(model: Any) -> tuple[int, int]:
     """(frozen, trained) weights of the matrix products of a module."""
     found = [0, 0]
     for name, module in model.named_modules():
@@ -45,20 +45,11 @@ def matrix_weights(model: Any) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def recomputed_of_forward(model: Any, layers: list[Any], checkpoint_every: int) -> float:
-    """Of the FLOPs of a forward pass, those that activation checkpointing of every so many `layers`
-    does again.
-    """
-    if not checkpoint_every:
-        return 0.0
-    of_layers = sum(sum(matrix_weights(layer)) for layer in layers)
-    return of_layers / checkpoint_every / sum(matrix_weights(model))
-
-
 def recomputed_share(model: Any, layers: list[Any], checkpoint_every: int) -> float:
     """Of the FLOPs of a step, those that activation checkpointing of every so many `layers`
     adds.
     """
-    frozen, trained = matrix_weights(model)
-    again = 2.0 * (frozen + trained) * recomputed_of_forward(model, layers, checkpoint_every)
-    return again / (6.0 * trained + 4.0 * frozen + again) if again else 0.0
+    if not checkpoint_every:
+        return 0.0
+    again = 2.0 * sum(sum(_matrix_weights(layer)) for layer in layers) / checkpoint_every
+    return again / (_of_weights(model) + again)

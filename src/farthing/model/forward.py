@@ -4,7 +4,7 @@ there is a label.
 One object that training, evaluation, the memory check and the probe share, so that they compute the
 same thing. It says which examples go together (`split`), makes them ready on the host (`collate`,
 which any thread may call), brings them to the device (`to_device`) and takes the summed loss
-(`loss`).
+(`loss`), or what an evaluation reads (`measure`).
 
 Shapes: T tokens of N documents, or B x T padded ones; h hidden size, V words, C classes.
 """
@@ -49,24 +49,18 @@ from farthing.model.casts import Casts
 from farthing.model.documents import Batch, Ints, packed_batch
 from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.hardware import Numerics, pinned
-from farthing.model.head import (
-    Head,
-    find_head,
-    language_model_loss,
-    loss_and_log_probs,
-    one_kernel,
-    target_log_probs,
-)
+from farthing.model.head import find_head, one_kernel
 from farthing.model.last_layer import last_layer
-from farthing.model.loss import find_labelled, inner_of, logits_of
+from farthing.model.loss import find_labelled, has_decoder, inner_of, logits_of, scores_words
 from farthing.model.norms import use_one_gelu
 from farthing.model.pairs import collate_pairs
 from farthing.models.tiles import WRITES_MORE, default_tile_tokens, head_bytes
-from farthing.objectives.objective import Answers, OfStep, Settings
+from farthing.objectives.objective import Answers, Found, OfStep, Settings
 from farthing.objectives.registry import objective_of
 
 Host = dict[str, Any]
 """Arrays of a micro-batch by name, int64."""
+NO_STEP = OfStep(0, ())
 NEARLY = 0.02  # of the tokens: what larger micro-batches must save more to be worth their memory
 
 
@@ -80,13 +74,16 @@ def _whole(method: Callable[..., Any]) -> Callable[..., Any]:
     return computes
 
 
+def _no_figures(loss: Tensor) -> Tensor:
+    return loss.new_empty(2, 0, dtype=torch.float64)
+
+
 class Forward:
     """The forward pass of a model for a task.
 
     A model that can take documents end to end is set to do so, unless `may_go_packed` says no.
-    `why_padded` and
-    `why_all_scored` say in words what keeps a model from computing useful tokens and labelled
-    positions only.
+    `why_padded` and `head.why_whole` say in words what keeps a model from computing useful tokens
+    and labelled positions only.
     """
 
     def __init__(
@@ -118,17 +115,23 @@ class Forward:
             if numerics.device.type == "cpu":
                 cpu.use(inner_of(model))
         self.of = objective_of(task)
-        head: Head | str = find_head(model, task) if self.of.scores_tokens else ""
-        self.head = None if isinstance(head, str) else head
-        self.why_all_scored = head if isinstance(head, str) else ""
         inner = self._inner = inner_of(model)
+        self.has_decoder = has_decoder(inner)
+        learns = self.of.learns
+        is_of_words = learns == "words" or (learns == "units" and scores_words(inner))
+        self.head = find_head(model, task) if is_of_words else None
+        self._loss, self._measure = {
+            "words": (self._loss_of_words, self._measure_words),
+            "labels": (self._loss_of_labels, self._measure_labels),
+            "units": (self._loss_of_units, self._measure_units),
+        }[learns]
         self._first_position = first_position(inner.config)
         refuse_batch_norms(inner)
         width, n_layers, n_words = (
             int(getattr(inner.config.get_text_config(), name, 0) or 0)
             for name in ("hidden_size", "num_hidden_layers", "vocab_size")
         )
-        self._n_words = n_words if self.of.scores_tokens else 0
+        self._n_words = n_words if is_of_words else 0
         self.squares_at = 12 * width
         """Tokens of a document whose attention takes about as long as its products with weights; 0
         where not known.
@@ -163,8 +166,7 @@ class Forward:
         ascending, that saves nearly as much as the largest; 0 where sharing does not pay).
         """
         self.shares = False
-        of = self.of
-        if of.learns_units or of.scores_words or self.noise or not self.is_packed:
+        if not (self.of.shares_beginnings and self.is_packed) or self.noise:
             return 0.0, 0
         if can_share(self.model, self.task):
             return 0.0, 0
@@ -181,9 +183,8 @@ class Forward:
         """[n]: the tokens that each example of a set is computed with; of a padded unit as many for
         each of its sequences.
         """
-        if self.of.n_sequences == 1:
+        if tokens.sequences is None:
             return tokens.lengths
-        assert tokens.sequences is not None
         if self.shares_units:
             return tokens.lengths - units.shared_tokens(tokens)
         if self.is_packed:
@@ -192,11 +193,12 @@ class Forward:
         return each.max(1).astype(np.int64) * each.shape[1]
 
     def of_step(self, tokens: TokenSet, examples: Ints) -> OfStep:
-        """What a step of these examples has, of an objective of units."""
-        k = tokens.n_sequences
+        """What a step of these examples has."""
+        if tokens.sequences is None:
+            return OfStep(len(examples), (int(tokens.target_lengths[examples].sum()),))
         starts, lengths = tokens.sequences_of(examples)
         targets = sums_of(tokens.targets[ranges(starts, lengths)], lengths)
-        n_targets = targets.reshape(-1, k).sum(0)
+        n_targets = targets.reshape(-1, tokens.n_sequences).sum(0)
         return OfStep(len(examples), tuple(n_targets.tolist()))
 
     def split(self, tokens: TokenSet, examples: Ints, micro_batch_tokens: int) -> list[Ints]:
@@ -264,8 +266,7 @@ class Forward:
         """(the layer that is computed for the tokens alone that are read, which share of all these
         are); None and 1 without.
         """
-        of_each = not (self.of.scores_tokens or self.of.scores_words)
-        if of_each and self.is_packed and reads_first_tokens(self._inner):
+        if self.is_packed and reads_first_tokens(self._inner):
             last = last_layer(self._inner)
             if last is not None:
                 return last, len(examples) / float(tokens.lengths[examples].sum())
@@ -285,7 +286,7 @@ class Forward:
     def _sides(self, tokens: TokenSet, lengths: Ints, examples: Ints) -> tuple[Ints, Ints | None]:
         """([n]: tokens of the inputs of these examples, of their targets where they are apart)."""
         own = lengths[examples]
-        if not self.of.is_pair:
+        if not self.has_decoder:
             return own, None
         targets = tokens.target_lengths[examples]
         return own - targets, targets
@@ -307,23 +308,27 @@ class Forward:
 
     def collate(self, tokens: TokenSet, examples: Ints) -> Host:
         """Arrays of one micro-batch, the labelled positions among them; pinned for a GPU."""
-        if self.of.learns_units:
-            arrays = self._collate_units(tokens, examples, units.sequences_of(tokens, examples), 0)
-        elif self.shares:
+        if self.of.learns == "units":
+            own = units.sequences_of(tokens, examples)
+            return self._pinned(self._collate_units(tokens, examples, own, 0))
+        if self.shares:
             arrays = collate_shared(tokens, examples, self.task, self._first_position)
-        elif self.is_packed and self.of.is_pair:
-            arrays = collate_pairs(self._inner, tokens, examples, self.task, self.pad_id)
-        elif self.is_packed:
-            arrays = collate_packed(tokens, examples, self.task, self._first_position)
-        else:
+        elif not self.is_packed:
             arrays = collate(tokens, examples, self.task, self.pad_id)
-        if self.of.scores_tokens and not self.of.learns_units:
-            labelled = find_labelled(
-                torch.from_numpy(arrays["labels"]), predicts_next=self.of.predicts_next
-            )
+        elif self.has_decoder:
+            arrays = collate_pairs(self._inner, tokens, examples, self.task, self.pad_id)
+        else:
+            arrays = collate_packed(tokens, examples, self.task, self._first_position)
+        arrays[units.N_TARGETS] = tokens.target_lengths[examples].astype(np.float32)
+        if self.head is not None:
+            labels = torch.from_numpy(arrays["labels"])
+            labelled = find_labelled(labels, predicts_next=not self.has_decoder)
+            positions = labelled.positions.numpy()
+            ends = np.cumsum(arrays.get("lengths", [labels.shape[1]] * len(labels)))
             arrays |= {
-                units.POSITIONS: labelled.positions.numpy(),
+                units.POSITIONS: positions,
                 units.TARGETS: labelled.targets.numpy(),
+                units.OWNERS: np.searchsorted(ends, positions, side="right"),
             }
         return self._pinned(arrays)
 
@@ -362,7 +367,7 @@ class Forward:
 
     def n_computed(self, arrays: Host) -> int:
         """Tokens that a micro-batch makes the model compute; seq2seq: of both sides."""
-        return arrays["input_ids"].size + (arrays["labels"].size if self.of.is_pair else 0)
+        return arrays["input_ids"].size + (arrays["labels"].size if self.has_decoder else 0)
 
     def n_tokens_of(self, tokens: TokenSet, examples: Ints) -> int:
         """`n_computed` of a micro-batch of these examples, from their lengths."""
@@ -394,91 +399,95 @@ class Forward:
             yield
 
     @_whole
-    def loss(self, batch: Batch, gradient_scale: float | Tensor = 1.0) -> Tensor:
-        """Sum of the cross-entropies of a micro-batch, a scalar.
+    def loss(
+        self, batch: Batch, step: OfStep = NO_STEP, gradient_scale: float | Tensor = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """(sum of the losses of a micro-batch, [2, F]: sums of the objective's figures, and of how
+        many).
 
         `gradient_scale` is what its gradient is expected to be: it changes no result, see
         `head.How`.
         """
-        if not self.of.scores_tokens:
-            return self._loss_and_scores(batch, self.label_smoothing)[0]
-        with self._passing(batch):
-            return language_model_loss(
-                self.model,
-                batch,
-                self.task,
-                self.label_smoothing,
-                head=self.head or self.why_all_scored,
-                gradient_scale=gradient_scale,
-            )
+        return self._loss(batch, step, gradient_scale)
+
+    @_whole
+    def measure(self, batch: Batch, step: OfStep = NO_STEP) -> Found:
+        """What an evaluation reads of a micro-batch, without label smoothing."""
+        return self._measure(batch, step)
 
     @_whole
     def log_probs(self, batch: Batch) -> Tensor:
-        """[m] in fp64: of all targets of each sequence of a batch of units together. Losses are of
-        small differences of large sums.
+        """[m] in fp64: of all targets of each sequence of a batch together. Losses are of small
+        differences of large sums.
         """
+        assert self.head is not None
         with self._passing(batch):
-            head = self.head or self.why_all_scored
-            words = target_log_probs(self.model, batch, self.task, head)
-        found = words[batch[units.SCORED]].double()
-        empty = found.new_zeros(len(batch[units.N_TARGETS]))
-        return empty.index_add(0, batch[units.OWNERS], found)
-
-    def _scores(self, batch: Batch) -> Tensor:
-        """[N, C]: logits of the examples, or of each token [1, T, C]."""
-        with self._passing(batch):
-            compute = packed_logits if self.is_packed else logits_of
-            return compute(self.model, batch, self.task)
+            words = self.head.log_probs(batch).double()
+        if units.SCORED in batch:
+            words = words[batch[units.SCORED]]
+        empty = words.new_zeros(len(batch[units.N_TARGETS]))
+        return empty.index_add(0, batch[units.OWNERS], words)
 
     def mismatched_ratio(self, tokens: TokenSet, examples: Ints) -> Tensor:
         """The sum over these examples' mismatched sequences of the log-ratio to the reference."""
         batch = self.to_device(self.collate_mismatched(tokens, examples))
-        return (self.log_probs(batch) - batch[units.REFERENCE][:, 0]).double().sum()
+        return (self.log_probs(batch) - batch[units.REFERENCE][:, 0]).sum()
 
-    @_whole
-    def unit_loss(self, batch: Batch, step: OfStep) -> tuple[Tensor, Tensor]:
-        """(sum of the losses of the units of a batch, [2, F]: sums of the objective's figures, and
-        of how many).
-        """
+    def _scores(self, batch: Batch) -> Tensor:
+        """[N, C]: logits of the examples, or of each token [1, T, C]."""
+        with self._passing(batch):
+            return (packed_logits if self.is_packed else logits_of)(self.model, batch)
+
+    # of words
+
+    def _loss_of_words(
+        self, batch: Batch, step: OfStep, gradient_scale: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert self.head is not None
+        with self._passing(batch):
+            loss = self.head.loss(batch, self.label_smoothing, gradient_scale)
+        return loss, _no_figures(loss)
+
+    def _measure_words(self, batch: Batch, step: OfStep) -> Found:
+        log_probs = self.log_probs(batch)
+        documents = -(log_probs / batch[units.N_TARGETS]).sum()
+        return {"loss": -log_probs.sum()[None], "each": -log_probs, "documents": documents[None]}
+
+    # of labels
+
+    def _loss_of_labels(
+        self, batch: Batch, step: OfStep, gradient_scale: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert self.of.labels is not None
+        scores = self._scores(batch)
+        loss = self.of.labels.loss(scores, batch["labels"], self.label_smoothing)
+        return loss, _no_figures(loss)
+
+    def _measure_labels(self, batch: Batch, step: OfStep) -> Found:
+        assert self.of.labels is not None
+        return self.of.labels.measure(self._scores(batch), batch["labels"], batch[units.N_TARGETS])
+
+    # of units
+
+    def _loss_of_units(
+        self, batch: Batch, step: OfStep, gradient_scale: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
         assert self.of.loss is not None
-        scores = log_probs = None
-        k = self.of.n_sequences
-        if self.of.scores_tokens:
-            log_probs = self.log_probs(batch).reshape(-1, k)
+        log_probs = scores = None
+        n_targets = batch[units.N_TARGETS].reshape(-1, self.of.n_sequences)
+        if self.head is None:
+            scores = self._scores(batch).float().reshape(n_targets.shape)
         else:
-            scores = self._scores(batch).float().reshape(-1, k)
-        answers = Answers(
-            log_probs,
-            batch[units.N_TARGETS].reshape(-1, k),
-            batch.get(units.REFERENCE),
-            scores,
-            batch.get(units.VALUES),
-            step,
-        )
+            log_probs = self.log_probs(batch).reshape(n_targets.shape)
+        reference, values = batch.get(units.REFERENCE), batch.get(units.VALUES)
+        answers = Answers(log_probs, n_targets, reference, scores, values, step)
         loss, figures = self.of.loss(answers, self.settings)
         found = [torch.stack(figures[name]).detach() for name in self.of.figures]
         return loss, torch.stack(found, 1).double()
 
-    @_whole
-    def loss_and_log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Where tokens are scored: (sum of the cross-entropies without label smoothing, the
-        log-probability of all targets of each example together [N]).
-        """
-        with self._passing(batch):
-            head = self.head or self.why_all_scored
-            return loss_and_log_probs(self.model, batch, self.task, head)
-
-    @_whole
-    def loss_and_scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Where examples are scored: (sum of their losses without label smoothing, logits
-        [N, C]).
-        """
-        return self._loss_and_scores(batch, 0.0)
-
-    def _loss_and_scores(self, batch: Batch, label_smoothing: float) -> tuple[Tensor, Tensor]:
-        assert self.of.labels is not None
-        scores = self._scores(batch)
-        return self.of.labels.loss(scores, batch["labels"], label_smoothing), scores
+    def _measure_units(self, batch: Batch, step: OfStep) -> Found:
+        loss, figures = self._loss_of_units(batch, step, 1.0)
+        return {"loss": loss.double()[None], "figures": figures[None]}
 
     # ---- for those who count memory ----
 
@@ -487,15 +496,15 @@ class Forward:
         """A scalar that depends on all that the body computes: autograd keeps for it what it keeps
         of the body.
 
-        Where the head is not known, or small, it is the loss itself. The last layer is that of a
-        batch with labels everywhere.
+        Where the head is not known, or small, it is the head's own answer. The last layer is that
+        of a batch with labels everywhere.
         """
-        if self.head is not None:
-            with self._passing(batch):
-                return self.head.hidden_states(batch).float().sum()
-        if not self.of.learns_units:
-            return self.loss(batch)
-        return (self.log_probs if self.of.scores_tokens else self._scores)(batch).float().sum()
+        if self.head is None:
+            return self._scores(batch).float().sum()
+        with self._passing(batch):
+            is_whole = self.head.why_whole
+            found = self.head.log_probs(batch) if is_whole else self.head.hidden_states(batch)
+            return found.float().sum()
 
     def head_bytes(self, n_tokens: int, scored_share: float = 1.0) -> int:
         """What the head takes of so many tokens beside what `before_head` keeps: a tile of logits,
@@ -503,8 +512,8 @@ class Forward:
         logits and fp32 copies."""
         size, is_cuda = self.numerics.base_dtype.itemsize, self.numerics.device.type == "cuda"
         n_scored = math.ceil(n_tokens * scored_share)
-        if self.head is None:
-            n_all = n_scored if self.of.is_pair else n_tokens
+        n_all = n_scored if self.has_decoder else n_tokens
+        if self.head is None or self.head.why_whole:
             return self._n_words * (size * n_all + (size + 4 if size < 4 else 4) * n_scored)
         weight = self.head.linear.weight
         n_words, width = weight.shape
@@ -522,8 +531,4 @@ class Forward:
             is_one_kernel=one_kernel(weight.device) is not None,
             has_cap=self.head.soft_cap is not None,
         )
-        return (
-            found
-            + size * n_scored * width
-            + (trained or size) * (n_scored if self.of.is_pair else n_tokens) * width
-        )
+        return found + size * n_scored * width + (trained or size) * n_all * width

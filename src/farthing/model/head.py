@@ -4,7 +4,8 @@ whole batch.
 Labelled positions are taken tile by tile: logits, losses and gradients of a tile are made at once
 in the forward pass, so no logits outlive their tile and no product is done twice; the backward pass
 only scales what is there. A head with an adapter on it is more than a matrix: its tiles are
-computed again in the backward pass (`word_losses`). A head that is not known has whole logits.
+computed again in the backward pass (`word_losses`), and so is the loss of whole logits, where a
+head is not known.
 
 Shapes: N positions, of which n are labelled; h hidden size, V words, B examples, T tokens, D
 documents.
@@ -31,17 +32,14 @@ from farthing.model.documents import Batch
 from farthing.model.loss import (
     Labelled,
     decoder_inputs,
+    has_decoder,
     inner_of,
     inputs_of,
-    labelled_of,
     logits_of,
-    summed_loss,
 )
 from farthing.models.families import KNOWN_HEADS
 from farthing.models.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
 from farthing.objectives.registry import objective_of
-
-TILE = 1024  # positions whose whole logits are taken at once
 
 
 @dataclass(frozen=True)
@@ -60,13 +58,6 @@ class How:
     unscaled, it has to be given; bf16 and fp32 can do without."""
 
 
-def head_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, how: How | None = None
-) -> Tensor:
-    """Sum of the cross-entropies of the labelled positions, see `head_losses`."""
-    return head_losses(hidden, weight, bias, labelled, how or How())[0]
-
-
 def head_losses(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, how: How
 ) -> tuple[Tensor, Tensor]:
@@ -78,10 +69,7 @@ def head_losses(
     out, not copied: one backward pass.
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
-    found: tuple[Tensor, Tensor] = _HeadLoss.apply(
-        rows, weight, bias, labelled, how, torch.is_grad_enabled()
-    )
-    return found
+    return _HeadLoss.apply(rows, weight, bias, labelled, how, torch.is_grad_enabled())
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -272,7 +260,7 @@ def word_losses(
     backward.
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
-    tile = default_tile_tokens(head.linear.weight.shape[0], rows.device.type)
+    tile = default_tile_tokens(head.n_words(rows), rows.device.type)
 
     def of_tile(inputs: Tensor, targets: Tensor) -> Tensor:
         scores = head.linear(inputs)
@@ -297,16 +285,20 @@ def word_losses(
 
 @dataclass(frozen=True)
 class Head:
-    """What is behind the last hidden states of a model, and how to get those."""
+    """What is behind the last hidden states of a model that scores words, and how to get those."""
 
     hidden_states: Callable[[Batch], Tensor]
     """From a batch to hidden states [B, T, h], scaled as the head takes them."""
     linear: Any
     """The output layer: a `nn.Linear`, or one with an adapter of `peft`."""
-    soft_cap: float | None
+    soft_cap: float | None = None
     shift: Tensor | None = None
     """[1, V], added to the logits beside the layer's own bias, and not trained: that of BART and
     its kin.
+    """
+    why_whole: str = ""
+    """Why all positions are scored: the hidden states are logits then, which `linear` leaves as
+    they are.
     """
 
     @property
@@ -322,10 +314,34 @@ class Head:
         """Whether the layer is a matrix, perhaps with a bias, and nothing more."""
         return type(self.linear) is nn.Linear
 
+    def n_words(self, rows: Tensor) -> int:
+        return int(rows.shape[-1] if self.why_whole else self.linear.weight.shape[0])
 
-def find_head(model: Any, task: str) -> Head | str:
+    def loss(
+        self, batch: Batch, label_smoothing: float = 0.0, gradient_scale: float | Tensor = 1.0
+    ) -> Tensor:
+        """Sum of the cross-entropies of a micro-batch, for training."""
+        states, labelled = self.hidden_states(batch), Labelled.of(batch)
+        if not self.is_matrix:
+            return word_losses(states, self, labelled, label_smoothing).sum()
+        how = How(self.soft_cap, label_smoothing, gradient_scale)
+        return head_losses(states, self.linear.weight, self.bias, labelled, how)[0]
+
+    def log_probs(self, batch: Batch) -> Tensor:
+        """[n] in fp32: the log-probability of each of the batch's labelled targets, differentiable.
+        A position may have several targets. Of a trained head the logits of a tile are made again
+        in the backward pass.
+        """
+        states, labelled = self.hidden_states(batch), Labelled.of(batch)
+        if not self.is_matrix or (self.linear.weight.requires_grad and torch.is_grad_enabled()):
+            return -word_losses(states, self, labelled)
+        how = How(self.soft_cap)
+        return -head_losses(states, self.linear.weight, self.bias, labelled, how)[1]
+
+
+def find_head(model: Any, task: str) -> Head:
     """The head of a causal or sequence-to-sequence model of `transformers`, wrapped by `peft` or
-    not; or why not.
+    not.
     """
     inner = inner_of(model)
     family = getattr(getattr(inner, "config", None), "model_type", "")
@@ -343,78 +359,14 @@ def find_head(model: Any, task: str) -> Head | str:
         why = "something listens to the head or rewrites its weights"
     elif not matrix.weight.is_floating_point():
         why = f"the head's weights are {matrix.weight.dtype}"
-    elif objective_of(task).is_pair:
+    elif has_decoder(inner):
         shift = getattr(inner, "final_logits_bias", None)
-        return Head(partial(_decoder_states, inner), linear, None, shift)
+        return Head(partial(_decoder_states, inner), linear, shift=shift)
     else:
         cap = _said(inner.config, "final_logit_softcapping")
         return Head(partial(_causal_states, inner), linear, cap)
-    return f"all positions are scored: {why}"
-
-
-def language_model_loss(
-    model: Any,
-    batch: Batch,
-    task: str,
-    label_smoothing: float = 0.0,
-    *,
-    head: Head | str | None = None,
-    gradient_scale: float | Tensor = 1.0,
-) -> Tensor:
-    """Sum of the cross-entropies of a micro-batch, for training.
-
-    `batch` has what the model takes, `labels` [B, T] and, so that a GPU is not waited for, the
-    `labelled_positions` and
-    `labelled_targets` that `find_labelled` made on the CPU. `head` is what `find_head` says of the
-    model, found here if it is not given.
-    """
-    head = find_head(model, task) if head is None else head
-    if isinstance(head, str):
-        return summed_loss(model, batch, task, label_smoothing)[0]
-    states, labelled = head.hidden_states(batch), labelled_of(batch, task)
-    if not head.is_matrix:
-        return word_losses(states, head, labelled, label_smoothing).sum()
-    how = How(head.soft_cap, label_smoothing, gradient_scale)
-    return head_loss(states, head.linear.weight, head.bias, labelled, how)
-
-
-def target_log_probs(model: Any, batch: Batch, task: str, head: Head | str) -> Tensor:
-    """[n] in fp32: the log-probability of each of the batch's labelled targets, differentiable. A
-    position may have several targets. Logits are made a tile at a time, and of a trained head again
-    in the backward pass; where the head is not known, whole.
-    """
-    labelled = labelled_of(batch, task)
-    if isinstance(head, str):
-        logits = logits_of(model, batch, task).flatten(0, 1)
-        parts = zip(labelled.positions.split(TILE), labelled.targets.split(TILE), strict=True)
-        found = [
-            F.cross_entropy(logits[places].float(), words, reduction="none")
-            for places, words in parts
-        ]
-        return -torch.cat(found)
-    states = head.hidden_states(batch)
-    is_trained = head.linear.weight.requires_grad and torch.is_grad_enabled()
-    if is_trained or not head.is_matrix:
-        return -word_losses(states, head, labelled)
-    how = How(head.soft_cap)
-    return -head_losses(states, head.linear.weight, head.bias, labelled, how)[1]
-
-
-def loss_and_log_probs(
-    model: Any, batch: Batch, task: str, head: Head | str
-) -> tuple[Tensor, Tensor]:
-    """(the sum of cross-entropies, the log-probability of all targets of each document
-    together [D]), in fp32. A document is one of a packed batch, or a row of a padded one.
-    """
-    words = target_log_probs(model, batch, task, head)
-    documents, positions = batch.get("documents"), labelled_of(batch, task).positions
-    if documents is None:
-        owners, n_documents = positions // batch["labels"].shape[1], len(batch["labels"])
-    else:
-        owners = torch.bucketize(positions, documents.bounds[1:], right=True)
-        n_documents = len(documents.lengths)
-    of_documents = words.new_zeros(n_documents).index_add(0, owners, words)
-    return -words.double().sum().to(words.dtype), of_documents
+    why = f"all positions are scored: {why}"
+    return Head(partial(logits_of, model), nn.Identity(), why_whole=why)
 
 
 def _causal_states(inner: Any, batch: Batch) -> Tensor:

@@ -37,9 +37,8 @@ def of_first_tokens(layer: Any, hidden: Tensor, documents: Documents, attend: An
     """The layer's output [1, N, h] for the first token of each document, from hidden [1, T, h]."""
     own = layer.attention.self
     first = hidden.index_select(1, documents.bounds[:-1].long())
-    one_each = Documents.of(
-        [1] * len(documents.lengths), hidden.device, documents.lengths, reads_others=True
-    )
+    ones = [1] * len(documents.lengths)
+    one_each = Documents.of(ones, hidden.device, documents.lengths)
     query, key, value = (
         project(given).unflatten(-1, (-1, own.attention_head_size)).transpose(1, 2)
         for project, given in ((own.query, first), (own.key, hidden), (own.value, hidden))
@@ -55,8 +54,7 @@ def of_first_tokens(layer: Any, hidden: Tensor, documents: Documents, attend: An
         is_causal=False,
         documents=one_each,
     )
-    out: Tensor = layer.feed_forward_chunk(layer.attention.output(read.flatten(2), first))
-    return out
+    return layer.feed_forward_chunk(layer.attention.output(read.flatten(2), first))
 
 
 def _is_heard(module: nn.Module) -> bool:

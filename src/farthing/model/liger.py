@@ -50,8 +50,8 @@ def why_not_liger(model: Any) -> str | None:
     return None
 
 
-def use_liger(model: Any) -> str:
-    """Replace what can be replaced in `model`; says what that was, or why nothing was."""
+def use_liger(model: Any) -> tuple[bool, str]:
+    """Replace what can be replaced in `model`: (whether anything was; what, or why nothing)."""
     reason = why_not_liger(model)
     # it warns of each kind of hardware, of those that it has kernels for, that this machine has
     # not; what matters is an error
@@ -68,9 +68,9 @@ def use_liger(model: Any) -> str:
             # a Triton without a compiler, a GPU it does not know, a version that is not ours
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     if reason is not None:
-        return f"no Liger kernels: {reason}"
+        return False, f"no Liger kernels: {reason}"
     words = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
-    return f"liger-kernel {importlib.metadata.version('liger-kernel')}: {words}"
+    return True, f"liger-kernel {importlib.metadata.version('liger-kernel')}: {words}"
 
 
 def try_one_kernel(model: Any) -> None:

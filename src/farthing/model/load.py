@@ -14,6 +14,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from farthing.data.encode import first_tokens, sides_of
 from farthing.device_memory import in_words, reported
 from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
-from farthing.model.loss import decoder_inputs
+from farthing.model.loss import decoder_inputs, scores_words
 from farthing.model.meta_init import skeleton, without_weights
 from farthing.model.positions import max_positions, scale_positions, stretch
 from farthing.model.weights import weights_sha256
@@ -122,18 +123,15 @@ def load_tokenizer(
     name = choice.tokenizer_name or choice.name
     if Path(name).is_absolute():
         refuse_tokenizer(Path(name))
+    where_from = choice.where_from
+    if name != choice.name:
+        del where_from["revision"]
+    read = partial(AutoTokenizer.from_pretrained, name, use_fast=True, **where_from)
     try:
-        where_from = (
-            choice.where_from
-            if name == choice.name
-            else {"trust_remote_code": choice.trust_remote_code}
-        )
-        tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True, **where_from)
+        tokenizer = read()
         before = getattr(getattr(tokenizer, "backend_tokenizer", None), "pre_tokenizer", None)
         if of_words and getattr(before, "add_prefix_space", True) is False:
-            tokenizer = AutoTokenizer.from_pretrained(
-                name, use_fast=True, add_prefix_space=True, **where_from
-            )
+            tokenizer = read(add_prefix_space=True)
     except Exception as error:
         raise _in_words("the tokenizer can't be loaded", name, error) from error
     if not getattr(tokenizer, "is_fast", False):
@@ -142,20 +140,14 @@ def load_tokenizer(
         )
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    if choice.new_tokens:
-        _add_tokens(tokenizer, choice.new_tokens)
+    _add_tokens(tokenizer, choice.new_tokens)
     if chat_template is not None:
         tokenizer.chat_template = read_template(chat_template)
-    elif tokenizer.chat_template is None or not isinstance(tokenizer.chat_template, str):
-        own = tokenizer.chat_template
-        tokenizer.other_templates = own
-        # of several none is taken that is not the default: chats are refused then, see
-        # `formats.converter`
-        tokenizer.chat_template = (
-            own.get("default")
-            if isinstance(own, dict)
-            else default_template(bool(first_tokens(tokenizer)))
-        )
+    elif isinstance(own := tokenizer.chat_template, dict):
+        # none is taken that is not the default: chats are refused then, see `formats.converter`
+        tokenizer.other_templates, tokenizer.chat_template = own, own.get("default")
+    elif own is None:
+        tokenizer.chat_template = default_template(bool(first_tokens(tokenizer)))
     return tokenizer
 
 
@@ -172,10 +164,7 @@ def _add_tokens(tokenizer: Any, new: tuple[str, ...]) -> None:
 
 
 def set_languages(
-    tokenizer: Any,
-    task: str,
-    source: str | None,
-    target: str | None,
+    tokenizer: Any, task: str, source: str | None, target: str | None
 ) -> tuple[str, str]:
     """The languages of inputs and targets, which a tokenizer is set to that writes them into each
     text; else empty.
@@ -183,8 +172,7 @@ def set_languages(
     They are the job's, or the tokenizer's own. Raises `ModelError`: a text marked with the wrong
     language would be learned in silence.
     """
-    writes_them = objective_of(task).is_pair and hasattr(tokenizer, "set_tgt_lang_special_tokens")
-    if not writes_them:
+    if not (objective_of(task).is_pair and hasattr(tokenizer, "set_tgt_lang_special_tokens")):
         if source or target:
             raise ModelError(
                 "its tokenizer does not write a language into texts",
@@ -192,12 +180,11 @@ def set_languages(
                 to_do="take data.source_lang and data.target_lang out of the job",
             )
         return "", ""
-    own = tokenizer.init_kwargs
-    found = {
-        "source_lang": source or own.get("src_lang"),
-        "target_lang": target or own.get("tgt_lang"),
-    }
-    for key, language in found.items():
+    for key, name, asked in (
+        ("source_lang", "src_lang", source),
+        ("target_lang", "tgt_lang", target),
+    ):
+        language = asked or tokenizer.init_kwargs.get(name)
         if not language or language_id(tokenizer, language) is None:
             what = f"{language!r} is not a language of its tokenizer"
             if not language:
@@ -207,7 +194,7 @@ def set_languages(
                 where=tokenizer.name_or_path,
                 to_do="name it as the tokenizer does, e.g. eng_Latn (NLLB) or en_XX (mBART)",
             )
-    tokenizer.src_lang, tokenizer.tgt_lang = found["source_lang"], found["target_lang"]
+        setattr(tokenizer, name, language)
     return tokenizer.src_lang, tokenizer.tgt_lang
 
 
@@ -315,7 +302,8 @@ def load_model(
             if grows:
                 torch.manual_seed(seed)
                 model.resize_token_embeddings(n_words)
-            if label_names and in_models_order(label_names, trained_for) != list(label_names):
+            is_other = in_models_order(label_names, trained_for) != list(label_names)
+            if labels is not None and label_names and is_other:
                 _draw_output_again(model, loaded, seed, trained_for, warn)
     except Exception as error:
         if isinstance(error, ModelError | HardwareError):
@@ -391,9 +379,8 @@ def _draw_output_again(
 def _body_must_be_whole(model: Any, loaded: Any, task: str, name: str) -> None:
     """Refuse weights that leave a part of the pretrained model to chance. Raises `ModelError`."""
     odd = {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])}
-    if not objective_of(
-        task
-    ).scores_tokens:  # its head, and the pooler that some encoders come without, are new
+    # its head, and the pooler that some encoders come without, are new
+    if not scores_words(model):
         body = f"{model.base_model_prefix}."
         odd = {key for key in odd if key.startswith(body) and ".pooler." not in f".{key}"}
     if odd:
@@ -471,7 +458,7 @@ def _without_places(value: Any) -> Any:
 def _head_of(config: Any, choice: ModelChoice, task: str) -> list[str]:
     """The names of a model's classification head or output layer."""
     model = skeleton(auto_class(task), config, trust_remote_code=choice.trust_remote_code)
-    if not objective_of(task).scores_tokens:
+    if not scores_words(model):
         return new_heads(model)
     output = model.get_output_embeddings()
     return [name for name, module in model.named_modules() if module is output]
@@ -534,10 +521,36 @@ def _is_installed(module: str) -> bool:
         return False
 
 
+_OF_HUB = {
+    "gated|401|403": "accept its licence on the Hub and set HF_TOKEN",
+    "is not a valid model identifier|404": "check the name; a private model needs HF_TOKEN",
+    "": "no such local folder, and the Hub can't be reached: check the name or the network, or give"
+    " a folder",
+}
+"""What the Hub's client says -> what to do."""
+_OF_LIBRARIES = {
+    "^Unrecognized configuration class": (
+        "transformers has no such class for it",
+        "change task: or model:",
+    ),
+    "trust_remote_code": (
+        "it needs Python code that comes with it",
+        "read that code; if you trust it: model.trust_remote_code: true with a pinned"
+        " model.revision",
+    ),
+    "attn_implementation|(?i:flash.?attention|flash_attn)": (
+        "",
+        "leave model.attn_implementation out, or set it to eager or sdpa",
+    ),
+}
+"""What a library says -> (what that means, if it is another thing; what to do)."""
+
+
 def _in_words(what: str, name: str, error: Exception) -> ModelError:
     """The libraries' long explanations as one line, and what to do."""
     message, is_local = " ".join(str(error).split()), Path(name).is_absolute()
     said = f"{type(error).__name__}: {message[:300]}"
+    to_do = "copy the folder again: it is damaged" if is_local else "see the model's own page"
     reads = ("sentencepiece", "tiktoken", "protobuf")  # transformers tries one after the other
     absent = [name for name in ("sentencepiece", "google.protobuf") if not _is_installed(name)]
     if absent and any(name in message.lower() for name in reads):
@@ -545,25 +558,9 @@ def _in_words(what: str, name: str, error: Exception) -> ModelError:
         to_do = "pip install 'farthing[sentencepiece]'"
     elif not is_local and (isinstance(error, OSError) or "connect" in message.lower()):
         said = message.split(". ")[0][:200]
-        if "gated" in message or "401" in message or "403" in message:
-            to_do = "accept its licence on the Hub and set HF_TOKEN"
-        elif "is not a valid model identifier" in message or "404" in message:
-            to_do = "check the name; a private model needs HF_TOKEN"
-        else:
-            to_do = (
-                "no such local folder, and the Hub can't be reached: check the name or the network,"
-                " or give a folder"
-            )
-    elif message.startswith("Unrecognized configuration class"):
-        said, to_do = "transformers has no such class for it", "change task: or model:"
-    elif "trust_remote_code" in message:
-        said = "it needs Python code that comes with it"
-        to_do = (
-            "read that code; if you trust it: model.trust_remote_code: true with a pinned"
-            " model.revision"
-        )
-    elif re.search(r"attn_implementation|(?i:flash.?attention|flash_attn)", message):
-        to_do = "leave model.attn_implementation out, or set it to eager or sdpa"
+        to_do = next(do for words, do in _OF_HUB.items() if re.search(words, message))
     else:
-        to_do = "copy the folder again: it is damaged" if is_local else "see the model's own page"
+        known = (each for words, each in _OF_LIBRARIES.items() if re.search(words, message))
+        meaning, to_do = next(known, ("", to_do))
+        said = meaning or said
     return ModelError(f"{what}: {said}", where=name, to_do=to_do)

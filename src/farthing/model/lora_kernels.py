@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import Linear as PeftLinear
@@ -31,17 +30,19 @@ from farthing.model.casts import LAST_CAST, leaf_of
 _FOUR_BITS = "peft.tuners.lora.bnb.Linear4bit"  # there only where bitsandbytes is
 
 
-@dataclass(frozen=True)
-class Replaced:
-    """How many LoRA layers of a model are fused, how many are not, and why (reason -> layers)."""
+class Replaced(NamedTuple):
+    """How many LoRA layers of a model are fused, and why others are not (reason -> layers)."""
 
     n_fused: int
-    n_left: int
-    reasons: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, int]
+
+    @property
+    def n_left(self) -> int:
+        return sum(self.reasons.values())
 
     def __str__(self) -> str:
         words = f"{self.n_fused} LoRA layers fused"
-        if self.n_left:
+        if self.reasons:
             words += f", {self.n_left} left to peft: "
             words += "; ".join(f"{n} with {reason}" for reason, n in self.reasons.items())
         return words
@@ -50,25 +51,16 @@ class Replaced:
 def use_low_rank(model: Any) -> Replaced:
     """Give every plain LoRA layer of `model` the fused forward pass."""
     reasons: Counter[str] = Counter()
-    n_fused = 0
     for module in model.modules():
         if not isinstance(module, LoraLayer):
             continue
         why = _why_not(module)
-        if why:
-            reasons[why] += 1
-            continue
-        n_fused += 1
-        if not isinstance(module, LowRank):
-            module.__class__ = _fused_class(type(module))  # type: ignore[arg-type]
-        module.plain = module.active_adapters[0]
-    return Replaced(n_fused, sum(reasons.values()), dict(reasons))
-
-
-def leave_low_rank(model: Any) -> None:
-    """Give the layers of `model` the forward pass of `peft` back."""
-    for module in model.modules():
-        module.__class__ = _theirs(module)
+        reasons[why] += 1
+        if not why:
+            if not isinstance(module, LowRank):
+                module.__class__ = _fused_class(type(module))  # type: ignore[arg-type]
+            module.plain = module.active_adapters[0]
+    return Replaced(reasons.pop("", 0), dict(reasons))
 
 
 def _theirs(module: Any) -> type:
@@ -119,16 +111,14 @@ class LowRank:
         # mixed without autocast: peft multiplies each in its own
         is_mixed = not is_cast and not x.dtype == kept == a.dtype == b.dtype
         if args or kwargs or self._disable_adapters or self.merged or not is_one or is_mixed:
-            found: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
-            return found
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
         if type(modules["base_layer"]) is Conv1D:
             weight = weight.t()
         dropout = modules["lora_dropout"]._modules[name]
         p = dropout.p if self.training and type(dropout) is nn.Dropout else 0.0
         computed = torch.get_autocast_dtype(device) if is_cast else x.dtype
         a, b, scale = leaf_of(a), leaf_of(b), float(self.scaling[name])
-        result: Tensor = _LowRank.apply(x, weight, bias, a, b, scale, computed, packed, p)
-        return result
+        return _LowRank.apply(x, weight, bias, a, b, scale, computed, packed, p)
 
 
 class LowRankLinear(LowRank, PeftLinear):
@@ -194,9 +184,7 @@ class _LowRank(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x in its dtype, of A and B in theirs."""
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the fused LoRA layer has no second derivatives: use leave_low_rank first"
-            )
+            raise RuntimeError("the fused LoRA layer has no second derivatives")
         seen, thin, weight, thin_a, thin_b, mask = ctx.saved_tensors
         rows = seen.reshape(-1, seen.shape[-1])
         grad = grad_y.reshape(-1, grad_y.shape[-1]).to(seen.dtype)
@@ -224,5 +212,4 @@ class _LowRank(torch.autograd.Function):
 
 def _dropped(numbers: Tensor, mask: Tensor, grows: float) -> Tensor:
     """As dropout has left `numbers` before: those of `mask`, larger by `grows`."""
-    found: Tensor = torch.ops.aten.native_dropout_backward(numbers, mask, grows)
-    return found
+    return torch.ops.aten.native_dropout_backward(numbers, mask, grows)

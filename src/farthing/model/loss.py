@@ -1,5 +1,5 @@
-"""The loss of a micro-batch as a sum, so that the caller can divide by the targets of the whole
-step.
+"""What a model is given and asked: its inputs out of a batch, the tokens that are scored, what its
+decoder reads.
 
 Shapes: B examples, T tokens, V words, C classes.
 """
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from farthing.data.units import (
@@ -26,7 +25,6 @@ from farthing.data.units import (
 from farthing.errors import ModelError
 from farthing.model.documents import Batch
 from farthing.objectives.objective import IGNORED
-from farthing.objectives.registry import objective_of
 
 OF_LOSS = {"labels", POSITIONS, TARGETS, SCORED, OWNERS, N_TARGETS, REFERENCE, VALUES}
 """Keys of a batch that only the loss reads."""
@@ -37,44 +35,36 @@ def inner_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def summed_loss(
-    model: Any, batch: Batch, task: str, label_smoothing: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """(sum of cross-entropies in fp32, logits).
-
-    Logits are [B, T, V], of the decoder where input and target are apart, else one ahead of the
-    token that they predict; or [B, C], one label an example. Positions labelled -100 add nothing. A
-    GPU is waited for unless the batch says which positions are labelled.
-    """
-    logits = logits_of(model, batch, task)
-    labels = batch["labels"]
-    of = objective_of(task)
-    if of.labels is not None:
-        return of.labels.loss(logits, labels, label_smoothing), logits
-    labelled = labelled_of(batch, task)
-    scores = logits.flatten(0, 1).index_select(0, labelled.positions)
-    return (
-        F.cross_entropy(
-            scores.float(), labelled.targets, reduction="sum", label_smoothing=label_smoothing
-        ),
-        logits,
-    )
+def scores_words(model: Any) -> bool:
+    """Whether the model has an output layer of words; else its head is for classes or a number."""
+    inner = inner_of(model)
+    is_classifier = "Classification" in type(inner).__name__
+    return inner.get_output_embeddings() is not None or not is_classifier
 
 
-def logits_of(model: Any, batch: Batch, task: str) -> Tensor:
-    """Forward pass without the library's own loss."""
-    inputs, of = inputs_of(batch), objective_of(task)
-    if of.is_pair:
-        inputs["decoder_input_ids"] = decoder_inputs(inner_of(model), batch["labels"])
-    if of.labels is None:
-        inputs["use_cache"] = False
-    logits: Tensor = model(**inputs).logits
-    return logits
+def has_decoder(model: Any) -> bool:
+    """Whether an encoder reads the input, and a decoder writes the target."""
+    return inner_of(model).config.is_encoder_decoder and scores_words(model)
+
+
+def predicts_next(model: Any) -> bool:
+    """Whether each word is predicted from those before it in the same text."""
+    return scores_words(model) and not has_decoder(model)
 
 
 def inputs_of(batch: Batch) -> dict[str, Any]:
     """What of a batch the model takes."""
     return {name: value for name, value in batch.items() if name not in OF_LOSS}
+
+
+def logits_of(model: Any, batch: Batch) -> Tensor:
+    """[B, T, V], of the decoder where there is one, or [B, C]: without the library's own loss."""
+    inputs, inner = inputs_of(batch), inner_of(model)
+    if has_decoder(inner):
+        inputs["decoder_input_ids"] = decoder_inputs(inner, batch["labels"])
+    if scores_words(inner):
+        inputs["use_cache"] = False
+    return model(**inputs).logits
 
 
 @dataclass(frozen=True)
@@ -86,49 +76,36 @@ class Labelled:
     positions: Tensor
     targets: Tensor
 
+    @classmethod
+    def of(cls, batch: Batch) -> Labelled:
+        return cls(batch[POSITIONS], batch[TARGETS])
 
-def find_labelled(
-    labels: Tensor, *, predicts_next: bool, position_ids: Tensor | None = None
-) -> Labelled:
+
+def find_labelled(labels: Tensor, *, predicts_next: bool) -> Labelled:
     """The labelled positions of labels [B, T].
 
     With `predicts_next` (causal models) each token is scored where the one before it stands, so the
-    first token of a row is never scored; nor is the first of a document in a packed batch, which
-    `position_ids` [B, T] of 0 tells. To be called on the CPU: on a GPU it would be waited for.
+    first token of a row is never scored. To be called on the CPU: on a GPU it would be waited for.
     """
-    n_tokens = labels.shape[1]
-    if predicts_next:
-        wanted = labels[:, 1:] != IGNORED
-        if position_ids is not None:
-            wanted &= position_ids.expand_as(labels)[:, 1:] != 0
-        rows, columns = wanted.nonzero(as_tuple=True)
-        return Labelled(rows * n_tokens + columns, labels[rows, columns + 1])
-    rows, columns = (labels != IGNORED).nonzero(as_tuple=True)
-    return Labelled(rows * n_tokens + columns, labels[rows, columns])
+    wanted, shift = labels != IGNORED, int(predicts_next)
+    wanted[:, :shift] = False
+    rows, columns = wanted.nonzero(as_tuple=True)
+    return Labelled(rows * labels.shape[1] + columns - shift, labels[rows, columns])
 
 
-def labelled_of(batch: Batch, task: str) -> Labelled:
-    """The labelled positions of a batch: those that it says, or those of its labels."""
-    if POSITIONS in batch:
-        return Labelled(batch[POSITIONS], batch[TARGETS])
-    predicts_next = objective_of(task).predicts_next
-    return find_labelled(
-        batch["labels"], predicts_next=predicts_next, position_ids=batch.get("position_ids")
-    )
-
-
-def drawn_ids(config: Any, n_rows: int, n_tokens: int) -> Tensor:
-    """[n_rows, n_tokens]: tokens to try a model with, the same each time. The end of a text is the
-    last of each row alone: BART looks there for the class.
+def drawn_batch(model: Any, n_rows: int, n_tokens: int) -> Batch:
+    """Drawn tokens to try a model with, the same each time. The end of a text is the last of each
+    row alone: BART looks there for the class.
     """
-    text_config = config.get_text_config()
+    text_config = inner_of(model).config.get_text_config()
     n_words, end = text_config.vocab_size, text_config.eos_token_id
     dice = torch.Generator().manual_seed(0)
     ids = torch.randint(n_words, (n_rows, n_tokens), generator=dice)
     if isinstance(end, int) and 0 <= end < n_words:
         ids[ids == end] = (end + 1) % n_words
         ids[:, -1] = end
-    return ids
+    ids = ids.to(next(model.parameters()).device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
 def decoder_inputs(inner: Any, labels: Tensor) -> Tensor:

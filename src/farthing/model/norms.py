@@ -73,6 +73,5 @@ def _forward(module: Any, original: Any, hidden: Tensor) -> Tensor:
     weight: Tensor = module.weight
     is_plain = hidden.dtype == torch.float32 and hidden.is_cuda
     if not is_plain or torch.compiler.is_compiling():
-        plain: Tensor = original(hidden)
-        return plain
+        return original(hidden)
     return F.rms_norm(hidden, weight.shape, weight.float(), module.variance_epsilon)

@@ -109,8 +109,7 @@ def source_states(inner: Any, batch: Batch) -> Tensor:
         found = encoder(
             input_ids=batch["input_ids"], attention_mask=sources.no_mask, documents=sources
         )
-    states: Tensor = found.last_hidden_state
-    return states
+    return found.last_hidden_state
 
 
 def take_documents(inner: Any) -> None:
@@ -195,14 +194,12 @@ def _placed(stack: Any, positions: Tensor, longest: int) -> contextlib.AbstractC
     original: Any = getattr(places, "forward", None)
 
     def embed(first: Any, hidden: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-        found: Tensor
         if not _passes_padding(stack):
-            found = original(first, position_ids=positions[0])
-            return found
+            return original(first, position_ids=positions[0])
         assert hidden is not None
         table = original(None, hidden[:, :longest])[0]
-        found = table[positions.clamp(min=0)] * (positions >= 0)[..., None]  # padding has no place
-        return found
+        # padding has no place
+        return table[positions.clamp(min=0)] * (positions >= 0)[..., None]
 
     return answering(places, embed)
 

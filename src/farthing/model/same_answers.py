@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from farthing.errors import ModelError
-from farthing.model.loss import drawn_ids
-from farthing.objectives.registry import objective_of
+from farthing.model.loss import drawn_batch, logits_of
 
 N_EXAMPLES, N_TOKENS = 4, 24
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -22,16 +21,12 @@ them as far as training did, or farther."""
 
 
 @torch.no_grad()
-def answers(model: Any, task: str) -> Tensor:
+def answers(model: Any) -> Tensor:
     """Logits of drawn tokens in fp32: [B, T, V], or [B, C] of a classifier. Raises `ModelError`
     where the model can't be run.
     """
-    ids = drawn_ids(model.config, N_EXAMPLES, N_TOKENS)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if objective_of(task).is_pair:
-        batch["decoder_input_ids"] = ids.flip(1)
     try:
-        found: Tensor = model(**batch).logits
+        return logits_of(model, drawn_batch(model, N_EXAMPLES, N_TOKENS)).float()
     except (RuntimeError, TypeError, ValueError, NotImplementedError, ImportError) as error:
         raise ModelError(
             f"the model can't be run here to check the export ({type(error).__name__}:"
@@ -39,7 +34,6 @@ def answers(model: Any, task: str) -> Tensor:
             where=type(model).__name__,
             to_do="export it on a machine that can run it, or use --format adapter",
         ) from error
-    return found.float()
 
 
 def refuse_other_answers(found: Tensor, expected: Tensor, dtype: torch.dtype, name: str) -> None:

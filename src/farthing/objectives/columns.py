@@ -15,8 +15,8 @@ Row = Mapping[str, Any]
 
 
 class Format(NamedTuple):
-    """A form of rows: its name, the columns that it needs, and those that it also reads where they
-    are.
+    """A form of rows: its name, the columns that it needs, a label last, and those that it also
+    reads where they are.
     """
 
     name: str

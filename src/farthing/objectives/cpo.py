@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from farthing.objectives.objective import Answers, Figures, NotNegative, Positive, Settings, Swapped
-from farthing.objectives.preference import figures_of, nll_of_chosen, objective, softplus
+from farthing.objectives.preference import PAIRS, figures_of, nll_of_chosen, softplus
 
 
 class CPO(Settings):
@@ -34,4 +34,4 @@ def _loss(answers: Answers, settings: CPO) -> tuple[Any, Figures]:
     return loss + settings.cpo_alpha * nll_of_chosen(answers), figures_of(answers, rewards)
 
 
-OBJECTIVE = objective(name="cpo", settings=CPO, loss=_loss)
+OBJECTIVE = PAIRS._replace(name="cpo", settings=CPO, loss=_loss)

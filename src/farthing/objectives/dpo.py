@@ -14,13 +14,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from farthing.objectives.objective import Answers, Figures, NotNegative, Positive, Settings, Swapped
-from farthing.objectives.preference import (
-    FIGURES,
-    figures_of,
-    nll_of_chosen,
-    objective,
-    softplus,
-)
+from farthing.objectives.preference import FIGURES, PAIRS, figures_of, nll_of_chosen, softplus
 
 _OfSums = Literal["sigmoid", "hinge", "robust", "exo_pair", "bco_pair", "nca_pair", "sppo_hard"]
 _Others = Literal["apo_zero", "apo_down", "discopop", "ipo", "sigmoid_norm", "sft"]
@@ -105,6 +99,6 @@ def _loss(answers: Answers, settings: DPO) -> tuple[Any, Figures]:
     return loss, figures_of(answers, rewards)
 
 
-OBJECTIVE = objective(
+OBJECTIVE = PAIRS._replace(
     name="dpo", settings=DPO, loss=_loss, needs_reference=True, figures=(*FIGURES, "kl")
 )

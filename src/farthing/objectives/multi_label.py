@@ -85,5 +85,6 @@ MULTI_LABEL = CLASSIFICATION._replace(
         smooths=False,
         shares=lambda scores: scores.sigmoid(),
         predict=_predict,
+        blank=[],
     ),
 )

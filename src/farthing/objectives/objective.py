@@ -9,7 +9,7 @@ T tokens in all, N examples of a micro-batch, C scores of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +97,14 @@ def _bare(name: str) -> str:
     return name.strip().casefold()
 
 
+Found = dict[str, Any]
+"""What one micro-batch has shown an evaluation, or all of them, each value a list or a tensor of
+one dimension more: `loss`: sums [1]; `each` [N]: of each example; `documents` [1]: the sum of the
+mean loss of each; `labels`, `answers` [N, ...]; `figures` [1, 2, F] of an objective of units;
+`predictions`, `references`: texts.
+"""
+
+
 class Labels(NamedTuple):
     """How a task reads, learns and judges what each example is scored for, as a whole or word by
     word.
@@ -137,6 +145,50 @@ class Labels(NamedTuple):
     predict: Callable[[Sequence[float], Sequence[str]], Any] | None = None
     """What is said of the shares of one example, by the names of the classes. None: the likeliest.
     """
+    blank: Any = None
+    """A label that `read` takes, for a row that is only asked about; None: the name of a class."""
+
+    def said(
+        self, scores: Any, names: Sequence[str], words: Sequence[int | None]
+    ) -> dict[str, Any]:
+        """The prediction of scores [C] for the classes of these names; or of each word, at its
+        place in scores [T, C], None where that is behind the limit.
+        """
+        if self.per_word:
+            each = [None if at is None else self._said(scores[at], names) for at in words]
+            return {
+                "prediction": [one and one["prediction"] for one in each],
+                "scores": [one and one["score"] for one in each],
+            }
+        return self._said(scores, names)
+
+    def _said(self, scores: Any, names: Sequence[str]) -> dict[str, Any]:
+        if len(names) == 1 and self.shares is None:  # a number
+            return {"prediction": float(scores[0])}
+        found = (scores.softmax(-1) if self.shares is None else self.shares(scores)).tolist()
+        shares = dict(zip(names, found, strict=True))
+        if self.predict is None:
+            likeliest = max(shares, key=lambda name: shares[name])
+            return {"prediction": likeliest, "score": shares[likeliest], "scores": shares}
+        return {"prediction": self.predict(found, names), "scores": shares}
+
+    def measure(self, scores: Any, labels: Any, n_targets: Any) -> Found:
+        """What an evaluation reads of scores [N, ..., C] against labels [N, ...]; `n_targets` [N]
+        are the words of each example that have one.
+        """
+        import torch
+
+        loss = self.loss(scores, labels, 0.0)
+        if self.per_word:
+            is_labelled = labels != IGNORED
+            scores, labels = scores[is_labelled], labels[is_labelled]
+        each = torch.vmap(lambda row, label: self.loss(row[None], label[None], 0.0))(scores, labels)
+        if self.per_word:
+            numbers = torch.arange(len(n_targets), device=each.device)
+            owners = numbers.repeat_interleave(n_targets.long())
+            each = each.new_zeros(len(n_targets)).index_add(0, owners, each)
+        answers = self.answers(scores)
+        return {"loss": loss.double()[None], "each": each, "labels": labels, "answers": answers}
 
 
 Positive = Annotated[float, Field(gt=0)]
@@ -278,6 +330,18 @@ class Objective(NamedTuple):
     @property
     def scores_words(self) -> bool:
         return self.labels is not None and self.labels.per_word
+
+    @property
+    def learns(self) -> Literal["words", "labels", "units"]:
+        """What its loss is a sum of."""
+        if self.loss is not None:
+            return "units"
+        return "words" if self.labels is None else "labels"
+
+    @property
+    def shares_beginnings(self) -> bool:
+        """Whether an example may take over what another begins with: there it scores nothing."""
+        return self.loss is None and not self.scores_words
 
     @property
     def learns_units(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from farthing.objectives.objective import Answers, Figures, Positive, Settings
-from farthing.objectives.preference import figures_of, nll_of_chosen, objective, per_token, softplus
+from farthing.objectives.preference import PAIRS, figures_of, nll_of_chosen, per_token, softplus
 
 
 class ORPO(Settings):
@@ -40,4 +40,4 @@ def _loss(answers: Answers, settings: ORPO) -> tuple[Any, Figures]:
     return loss, figures_of(answers, settings.beta * z)
 
 
-OBJECTIVE = objective(name="orpo", settings=ORPO, loss=_loss, learning_rates=(8e-6, 8e-5))
+OBJECTIVE = PAIRS._replace(name="orpo", settings=ORPO, loss=_loss, learning_rates=(8e-6, 8e-5))

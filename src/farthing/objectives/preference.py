@@ -11,7 +11,7 @@ from typing import Any
 
 from farthing.objectives import columns
 from farthing.objectives.causal_lm import CAUSAL_LM
-from farthing.objectives.objective import Answers, Figures, Objective, Starter
+from farthing.objectives.objective import Answers, Figures, Starter
 
 OF_REWARDS = (
     "accuracy",
@@ -101,8 +101,3 @@ PAIRS = CAUSAL_LM._replace(
 """What an objective of pairs has in common with the others; a name, settings and a loss are its
 own.
 """
-
-
-def objective(**fields: Any) -> Objective:
-    """An objective of pairs."""
-    return PAIRS._replace(**fields)

@@ -77,5 +77,6 @@ REGRESSION = CLASSIFICATION._replace(
         answers=lambda scores: scores[:, 0],
         dtype="float32",
         smooths=False,
+        blank=0.0,
     ),
 )

@@ -13,7 +13,7 @@ from farthing.errors import UnusableRowError
 from farthing.objectives.classification import CLASSIFICATION, LABELS, head_of
 from farthing.objectives.columns import Row
 from farthing.objectives.objective import Answers, Figures, NotNegative, Settings, Starter
-from farthing.objectives.preference import OF_REWARDS, figures_of, objective, softplus
+from farthing.objectives.preference import OF_REWARDS, PAIRS, figures_of, softplus
 
 
 class Reward(Settings):
@@ -44,7 +44,7 @@ def _loss(answers: Answers, settings: Reward) -> tuple[Any, Figures]:
     return loss, figures_of(answers, answers.scores)
 
 
-OBJECTIVE = objective(
+OBJECTIVE = PAIRS._replace(
     name="reward",
     learning_rates=(1e-5, 1e-4),
     settings=Reward,

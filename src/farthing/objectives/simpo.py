@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from farthing.objectives.objective import Answers, Figures, NotNegative, Positive, Settings
-from farthing.objectives.preference import figures_of, objective, per_token, softplus
+from farthing.objectives.preference import PAIRS, figures_of, per_token, softplus
 
 
 class SimPO(Settings):
@@ -29,4 +29,4 @@ def _loss(answers: Answers, settings: SimPO) -> tuple[Any, Figures]:
     return loss, figures_of(answers, rewards)
 
 
-OBJECTIVE = objective(name="simpo", settings=SimPO, loss=_loss)
+OBJECTIVE = PAIRS._replace(name="simpo", settings=SimPO, loss=_loss)

@@ -144,13 +144,12 @@ def assemble(
             forward.casts = None
     is_said = spec.says_micro_batch or settings.probed or context.ledger.out_of_memory
     memory = share_prefix(feed, memory, may_grow=not is_said, emit=emit)
-    has_liger = kernels.liger is not None and not kernels.liger.startswith("no ")
     feed.settings = replace(
         feed.settings,
         checkpoint_every=memory.checkpoint_every,
         packed=forward.is_packed,
         compiled=isinstance(kernels.compiled, int),
-        kernels="liger" if has_liger else "torch",
+        kernels="liger" if kernels.has_liger else "torch",
     )
     return Run(
         spec=spec,
@@ -184,7 +183,7 @@ def _computed(
     wanted = train.use_liger_kernel
     if wanted == "auto":  # on a GPU, unless earlier attempts were without
         wanted = is_cuda and settings.kernels != "torch"
-    liger = use_liger(model) if wanted else None
+    of_liger = use_liger(model) if wanted else (False, "")
     forward = Forward(
         model,
         spec.task,
@@ -200,7 +199,7 @@ def _computed(
         forward.casts = Casts(model, numerics.autocast)
     if train.neftune_noise_alpha:
         forward.noise = EmbeddingNoise(model, train.neftune_noise_alpha)
-    return forward, Kernels(lora, liger, "not asked for")
+    return forward, Kernels(lora, *of_liger, compiled="not asked for")
 
 
 @contextlib.contextmanager
@@ -278,7 +277,7 @@ def build_model(
             if spec.objective.predicts_next:
                 refuse_looking_ahead(model, spec.choice.name)
             if adapter is not None:
-                refuse_unreached(model, adapter, task)
+                refuse_unreached(model, adapter)
     model.train()
     return model
 

@@ -62,7 +62,8 @@ class Kernels:
     """What replaces parts of the model's own code; None where nothing does."""
 
     lora: Any
-    liger: str | None
+    has_liger: bool
+    liger: str
     compiled: int | str  # layers that are compiled, or why none are
 
 

@@ -24,21 +24,13 @@ from farthing.events import Evaluating
 from farthing.metrics import Metrics, stderr_of_mean
 from farthing.model.forward import Forward
 from farthing.model.hardware import free_cached
-from farthing.objectives.objective import IGNORED, Evaluated, OfStep
+from farthing.objectives.objective import Evaluated, Found
 from farthing.train.context import Training
 from farthing.train.resolve import Examples, Writing
 
 T = TypeVar("T")
 Scores = dict[str, tuple[list[float], list[float]]]
 """Metric -> (what each example adds, how much of the mean it is), in the order of the examples."""
-
-
-Found = dict[str, Any]
-"""What one micro-batch has shown, or all of them, each value a list or a tensor of one dimension
-more: `loss`: sums [1]; `each` [N]: of each example; `documents` [1]: the sum of the mean loss of
-each; `labels`, `answers` [N, ...]; `figures` [1, 2, F] of an objective of units; `predictions`,
-`references`: texts.
-"""
 
 
 def with_room(
@@ -127,22 +119,25 @@ def evaluate(
     all metrics. `each` gets what every example has added. Raises
     `RunInterruptedError` when asked to stop in between.
     """
-    of, step, n = forward.of, None, len(examples)
+    of, n = forward.of, len(examples)
     texts: dict[str, list[str]] = {}
     look = functools.partial(look_at_all, ranks or Ranks(), should_stop=should_stop)
     was_training = forward.model.training
     forward.model.eval()
     try:
         parts = forward.split(tokens, examples, micro_batch_tokens)
-        if of.learns_units:
-            step = forward.of_step(tokens, examples)
-        if step is not None and of.is_mismatched:
+        step = forward.of_step(tokens, examples)
+        if of.is_mismatched:
             ratios = look(
                 parts, lambda part: {"sums": forward.mismatched_ratio(tokens, part)[None]}
             )
             step = step._replace(baseline=max(0.0, sum(ratios["sums"]) / n))
-        found = look(parts, lambda part: _measure(forward, tokens, part, step), progress=progress)
-        if writing is not None and of.is_pair:
+
+        def measure(part: NDArray[np.int64]) -> Found:
+            return forward.measure(forward.to_device(forward.collate(tokens, part)), step)
+
+        found = look(parts, measure, progress=progress)
+        if writing is not None and forward.has_decoder:
             most_new = writing.max_new_tokens
             alike = forward.split_to_write(tokens, examples, micro_batch_tokens, most_new)
             texts = look(
@@ -164,13 +159,13 @@ def evaluate(
     losses, labels, answers = (
         np.array(found.get(name, ())) for name in ("each", "labels", "answers")
     )
-    if step is None:
+    if len(losses):
         metrics["loss_stderr"] = stderr_of_mean(losses[order], weights)
         if each is not None:
             each["loss"] = losses[order].tolist(), weights.tolist()
     if each is not None and "accuracy" in of.metrics and len(answers):
         hits = (labels == answers).reshape(len(answers), -1).all(1).astype(float)
-        if of.scores_words:
+        if len(hits) > n:  # of words
             hits = np.add.reduceat(hits, np.cumsum(n_each) - n_each)
         each["accuracy"] = hits[order].tolist(), weights.tolist()
     of_task = Evaluated(
@@ -184,34 +179,6 @@ def evaluate(
         n_each,
     )
     return metrics | of.judge(of_task)
-
-
-def _measure(
-    forward: Forward, tokens: TokenSet, part: NDArray[np.int64], step: OfStep | None
-) -> Found:
-    task = forward.of
-    batch = forward.to_device(forward.collate(tokens, part))
-    if step is not None:
-        loss, figures = forward.unit_loss(batch, step)
-        return {"loss": loss.double()[None], "figures": figures[None]}
-    n_targets = torch.from_numpy(tokens.target_lengths[part])
-    if task.labels is None:
-        loss, log_probs = forward.loss_and_log_probs(batch)
-        means = log_probs / n_targets.to(log_probs.device, non_blocking=True)
-        documents = -means.double().sum()[None]
-        return {"loss": loss.double()[None], "each": -log_probs, "documents": documents}
-    loss, scores = forward.loss_and_scores(batch)
-    labels, of_one = batch["labels"], task.labels.loss
-    if task.scores_words:
-        is_labelled = labels != IGNORED
-        labels, scores = labels[is_labelled], scores[is_labelled]
-    each = torch.vmap(lambda row, label: of_one(row[None], label[None], 0.0))(scores, labels)
-    if task.scores_words:
-        n_targets = n_targets.to(each.device)
-        owners = torch.arange(len(n_targets), device=each.device).repeat_interleave(n_targets)
-        each = each.new_zeros(len(n_targets)).index_add(0, owners, each)
-    answers = task.labels.answers(scores)
-    return {"loss": loss.double()[None], "each": each, "labels": labels, "answers": answers}
 
 
 def write_texts(

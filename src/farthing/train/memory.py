@@ -225,7 +225,7 @@ def settle_checkpointing(
 
     def sample_of(size: int) -> Sample:
         sample = np.full(size, train.indices[middle])
-        if forward.of.is_pair and len(largest) >= 8:  # padded in groups, as all of them will be
+        if forward.has_decoder and len(largest) >= 8:  # padded in groups, as all of them will be
             sample = sorted_largest[2 // size :: 4 // size]
         arrays = forward.collate(train.tokens, sample)
         batch = forward.to_device(arrays)

@@ -99,9 +99,12 @@ def _profiled(run: Run, folder: Path, n_steps: int) -> dict[str, Any]:
 def _named(run: Run) -> Iterator[None]:
     """Within the block the parts of a step are ranges of the profiler."""
     forward = run.forward
-    named: list[tuple[Any, str, str]] = [(forward, "loss", "head"), (forward, "unit_loss", "head")]
-    named += [(forward, "to_device", "copies"), (run.steps.step, "clip", "optimizer")]
-    named += [(run.steps.step.update, "apply", "optimizer")]
+    named: list[tuple[Any, str, str]] = [
+        (forward, "loss", "head"),
+        (forward, "to_device", "copies"),
+        (run.steps.step, "clip", "optimizer"),
+        (run.steps.step.update, "apply", "optimizer"),
+    ]
     for module in run.model.modules():
         kind = type(module).__name__
         names = ["layers with LoRA"] if hasattr(module, "lora_A") else []

@@ -84,9 +84,8 @@ class SharedStep:
         device, width = self._forward.numerics.device, 1 + 2 * len(self._forward.of.figures)
         rows = torch.zeros(0, width, dtype=torch.float64, device=device)
         if sums.losses:
-            rows = torch.stack(sums.losses).double()[:, None] / sums.n_targets
-        if sums.figures:
-            rows = torch.cat([rows, torch.stack(sums.figures).flatten(1)], 1)
+            losses = torch.stack(sums.losses).double()[:, None] / sums.n_targets
+            rows = torch.cat([losses, torch.stack(sums.figures).flatten(1)], 1)
         sums.micro_batches = [each.examples for each in sums.done]
         if self.reducer is not None:
             cells = self._feed.table(step).cells

@@ -88,9 +88,8 @@ class Step:
         self.update.begin()
         seed_everything(self.seed, number)
         examples = self.feed.batches.examples_of(number)
-        if self.forward.of.learns_units:
-            with self.meter.span("compute"):
-                self.totals = self.shared.totals(number, examples)
+        with self.meter.span("compute"):
+            self.totals = self.shared.totals(number, examples)
         return Sums(examples, self.feed.tokens.n_targets(examples))
 
     def accumulate(
@@ -128,20 +127,16 @@ class Step:
         with self.meter.span("host_to_device"):
             batch = self.forward.to_device(micro_batch.arrays)
         with self.meter.span("compute"):
-            if self.forward.of.learns_units:
-                loss, figures = self.forward.unit_loss(batch, self.totals)
-                sums.figures.append(figures)
-            else:
-                scale: float | Tensor = 1.0  # of the gradient, which fp16 has to know beforehand
-                if self.scaler.is_enabled():
-                    scale = self.scaler.scale(torch.ones((), device=self.device)) / sums.n_targets
-                loss = self.forward.loss(batch, scale)
+            scale: float | Tensor = 1.0  # of the gradient, which fp16 has to know beforehand
+            if self.scaler.is_enabled():
+                scale = self.scaler.scale(torch.ones((), device=self.device)) / sums.n_targets
+            loss, figures = self.forward.loss(batch, self.totals, scale)
             if reducer is not None and micro_batch.is_last:
                 reducer.last_backward_begins()
             with self.ranks.computing():
                 self.scaler.scale(loss / sums.n_targets if counts else 0.0 * loss).backward()
             add_up()
-        sums.add(micro_batch, loss, self.forward.n_computed(micro_batch.arrays))
+        sums.add(micro_batch, loss, figures, self.forward.n_computed(micro_batch.arrays))
 
     def clip(self, rate: float) -> Tensor:
         """Set the learning rate and clip the gradients; their norm before."""

@@ -25,16 +25,17 @@ class Sums:
     """Of this rank; their arrays may still be on their way to the device."""
     losses: list[Tensor] = field(default_factory=list)  # of each: a sum, on the device
     figures: list[Tensor] = field(default_factory=list)
-    """[2, F] of each, of an objective of units: see `Forward.unit_loss`."""
+    """[2, F] of each: see `Forward.loss`."""
     computed: list[int] = field(default_factory=list)  # computed tokens of each
     n_computed: int = 0  # computed tokens of all ranks
     micro_batches: list[NDArray[np.int64]] = field(default_factory=list)
     """The examples as they were cut into micro-batches, of all ranks."""
 
-    def add(self, micro_batch: MicroBatch, loss: Tensor, n_computed: int) -> None:
+    def add(self, micro_batch: MicroBatch, loss: Tensor, figures: Tensor, n_computed: int) -> None:
         """A micro-batch whose backward pass is done."""
         self.done.append(micro_batch)
         self.losses.append(loss.detach())
+        self.figures.append(figures)
         self.computed.append(n_computed)
         self.n_computed += n_computed
 

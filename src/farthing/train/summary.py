@@ -74,16 +74,16 @@ def _computed_in_words(run: Run) -> str:
     words = ["documents packed end to end, no padding"]
     if forward.why_padded:
         words = [f"padded ({forward.why_padded})"]
-    if forward.of.scores_tokens:
-        words.append(forward.why_all_scored or "output layer: only positions with a target")
+    if forward.head is not None:
+        words.append(forward.head.why_whole or "output layer: only positions with a target")
     if forward.mixes(run.train_examples.tokens, run.train_examples.indices):
         assert forward.batching_rule is not None
         words.append(forward.batching_rule.why)
     if forward.shares:
         words.append("shared beginnings computed once")
-    words += [str(what) for what in (kernels.lora, kernels.liger) if what is not None]
+    words += [str(what) for what in (kernels.lora, kernels.liger) if what]
     device = run.spec.numerics.device
-    if forward.head is not None and device.type == "cuda":
+    if forward.head is not None and not forward.head.why_whole and device.type == "cuda":
         words.append(
             f"losses {'in one kernel' if one_kernel(device) else 'by operations of torch'}"
         )
