@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 import farthing
 from farthing.errors import FarthingError
 from farthing.planner.memory import Memory
-from farthing.planner.ranges import class_of, published_spread
+from farthing.planner.ranges import class_of, spread_of
 from farthing.planner.speed import step_time
 from plan_rows import NotExpressed, Published, every_of, read_case
 from plan_stacks import GIB, memory_of, other_work
@@ -91,7 +91,7 @@ def judge(rows: Iterable[dict[str, str]], *, strangers: bool = False) -> dict[st
         about |= {"memory_error": predicted / bytes_ - 1 if bytes_ else None}
         about |= {"speed_error": faster - 1 if faster else None}
         for name, happened in (("memory", of_rest), ("speed", faster)):
-            low, high, *_ = published_spread(name, *of)
+            low, high, *_ = spread_of(name, *of, gpu="")
             is_held = None if happened is None else low <= happened <= high
             about |= {f"{name}_times": happened, f"{name}_is_held": is_held}
         judged.append(about)

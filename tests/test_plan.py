@@ -19,7 +19,7 @@ from farthing.planner.inputs import estimate_of
 from farthing.planner.managed import fees_of
 from farthing.planner.memory import OnDevice
 from farthing.planner.price import quiet_interval_s, within_limits
-from farthing.planner.ranges import class_of, published_spread
+from farthing.planner.ranges import class_of, spread_of
 from farthing.planner.ranking import why
 from farthing.planner.recipe import Recipe
 from farthing.planner.search import Refusal, budgets
@@ -200,7 +200,7 @@ def test_calibration_moves_and_narrows_the_ranges():
     def width(plan: Plan) -> float:
         return (plan.hours_range.high - plan.hours_range.low) / 2 / plan.hours_range.likely
 
-    published = published_spread("speed", wanted_of().shape, "Ada", "bf16")
+    published = spread_of("speed", wanted_of().shape, "Ada", "bf16", "")
     assert width(before) == pytest.approx((published.high - published.low) / 2, rel=0.2)
     assert width(after) < 0.09
     # places that differ in nothing but their measurements are told apart

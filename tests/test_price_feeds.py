@@ -415,7 +415,7 @@ def test_the_library_itself_reads_the_same_from_a_folder(tmp_path, monkeypatch):
         (o.instance, o.n_gpus, o.usd, o.is_spot) for o in ours
     )
     items = tmp_path / "items.csv"
-    price_feeds.write_items(items, theirs)
+    items.write_bytes(price_feeds.csv_of(theirs))
     assert len(read_prices(items, TODAY, is_feed=True)[0]) == 2
 
 

@@ -19,11 +19,10 @@ from farthing.data.lengths import Lengths, from_arrays
 from farthing.planner.decide import Offered, decide
 from farthing.planner.optimizers import BF16_WEIGHTS
 from farthing.planner.types import HERE, OWN, Answer, JobSpec, Plan, open_ended
-from farthing.prices.offers import Offer
+from farthing.prices.offers import Offer, cheapest_firm
 
 PLAIN_GPU, PLAIN_BATCH = "A100-80GB", 8
 METHODS = ("full", "lora", "qlora")
-NOT_RENTED = (HERE, OWN)
 MachinesFor = Callable[[Sequence[Offer], JobSpec], list[Offered]]
 
 
@@ -126,16 +125,8 @@ def padded_as_it_comes(lengths: Lengths, batch: int = PLAIN_BATCH) -> Lengths:
 
 
 def _cheapest(offers: Iterable[Offer]) -> list[Offer]:
-    """The cheapest firm rented offer of each machine, on demand."""
-    found: dict[tuple[str, int], Offer] = {}
-    for offer in offers:
-        usd, key, terms = offer.usd_per_hour, (offer.gpu, offer.n_gpus), offer.billing
-        is_firm = not (offer.is_spot or terms.prices_are == "from" or terms.pack_usd)
-        if usd is None or not is_firm or offer.provider in NOT_RENTED:
-            continue
-        if key not in found or usd < (found[key].usd_per_hour or 0.0):
-            found[key] = offer
-    return list(found.values())
+    rented = (offer for offer in offers if offer.provider not in (HERE, OWN))
+    return list(cheapest_firm(rented).values())
 
 
 def _cheapest_plan(

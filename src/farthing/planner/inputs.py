@@ -185,10 +185,8 @@ def _of_model(wanted: JobSpec) -> list[str]:
         n = say_count(shape.n_matmul - shape.n_packed)
         found.append(f"4 bits: bitsandbytes leaves experts in 16 bits, {n} weights")
     if not block_of(shape).is_traced:
-        what = (
-            f"{shape.model_type}: sizes are exact, layers are counted as usual ones of their kind"
-        )
-        found.append(f"{what}; ranges are wider")
+        what = "sizes are exact, layers are counted as usual ones of their kind"
+        found.append(f"{shape.model_type}: {what}; ranges are wider")
     return found
 
 
@@ -207,13 +205,8 @@ def _not_offered(answer: Answer) -> list[str]:
 def _offers(catalog: Catalog, job: Job, asked: Asked) -> list[Offer]:
     """Those that are asked for. Raises `InputError` where there are none."""
     may = job.where
-    chosen = select(
-        catalog,
-        asked.gpu or may.gpu,
-        asked.provider or may.provider,
-        asked.region or may.region,
-        asked.kind or may.offers,
-    )
+    names = asked.gpu or may.gpu, asked.provider or may.provider, asked.region or may.region
+    chosen = select(catalog, *names, asked.kind or may.offers)
     offers = [offer for offer in chosen if offer.n_gpus <= asked.max_gpus]
     if not offers:
         what = f"no machine of at most {asked.max_gpus} GPUs is among the offers"
@@ -233,11 +226,8 @@ def _machines(
     for offer in offers:
         if offer.usd_per_hour is not None:
             groups.setdefault((offer.gpu, max(1, offer.n_gpus)), []).append(offer)
-    table = gpus()
-    return [
-        (machine_of(table[gpu], n, wanted, known.of(table[gpu]), software), group)
-        for (gpu, n), group in groups.items()
-    ]
+    how = wanted, known, software
+    return [(machine_of(gpus()[gpu], n, *how), group) for (gpu, n), group in groups.items()]
 
 
 def _owned(
@@ -245,9 +235,7 @@ def _owned(
 ) -> list[Offered]:
     found: list[Offered] = []
     for owned in own:
-        machine = machine_of(
-            gpus()[owned.gpu], owned.n_gpus, wanted, known.of(gpus()[owned.gpu]), software
-        )
+        machine = machine_of(gpus()[owned.gpu], owned.n_gpus, wanted, known, software)
         if not isinstance(machine, Refusal):
             machine = replace(machine, is_local=True)
         found.append((machine, [owned_offer(owned, today)]))

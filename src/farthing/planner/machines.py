@@ -38,7 +38,7 @@ def machine_of(
     gpu: Gpu,
     n_gpus: int,
     wanted: JobSpec,
-    calibration: Calibration = UNCALIBRATED,
+    known: Calibrations | None = None,
     torch: Torch | None = None,
 ) -> Machine | Refusal:
     """GPUs as a machine for a job; a refusal where software or GPU can't do what it takes."""
@@ -63,17 +63,15 @@ def machine_of(
         note = f"fp32, because {risk}"
     if risk and precision == "fp16":
         note = f"fp16 was asked for, but {risk}: a run that overflows has to be done again"
+    kernels = Kernels(has_flex=takes_flex(gpu, precision, wanted.shape.head_dim))
+    how = gpu.name, precision, device, kernels
     return Machine(
-        gpu.name,
-        n_gpus,
-        device,
-        precision,
-        OnDevice(gpu.usable_bytes),
-        calibration,
+        *(gpu.name, n_gpus, device, precision, OnDevice(gpu.usable_bytes)),
+        UNCALIBRATED if known is None else known.of(*how),
         gpu.architecture,
         precision_note=note,
         host_note=host_note(gpu, torch) if torch is not None else "",
-        kernels=Kernels(has_flex=takes_flex(gpu, precision, wanted.shape.head_dim)),
+        kernels=kernels,
     )
 
 
@@ -87,31 +85,24 @@ def takes_flex(gpu: Gpu, precision: str, head_dim: int) -> bool:
 
 
 class Calibrations:
-    """What runs on GPUs say of them, made when first asked for."""
+    """What runs on GPUs say of them, wherever these stand, made when first asked for."""
 
     def __init__(self, wanted: JobSpec, measurements: Sequence[Measurement]) -> None:
         self._wanted, self._measurements = wanted, measurements
         self._made: dict[str, Calibration] = {}
         self._hardware: dict[str, str] = {}
         for m in measurements:
-            gpu = gpu_of_device(m.hardware) if m.device == "cuda" else None
-            if gpu is not None:
+            if m.device == "cuda" and (gpu := gpu_of_device(m.hardware)) is not None:
                 self._hardware[gpu.name] = m.hardware
 
-    def of(self, gpu: Gpu) -> Calibration:
-        hardware, wanted = self._hardware.get(gpu.name), self._wanted
-        if hardware is None:
+    def of(self, gpu: str, precision: str, device: Device, kernels: Kernels) -> Calibration:
+        if gpu not in self._hardware:
             return UNCALIBRATED
-        if gpu.name not in self._made:
-            has_fp16 = "fp16" in gpu.flops
-            precision = choose_precision(wanted.precision, gpu.has_bf16, has_fp16, wanted.fp16_risk)
-            device, made = device_of(gpu, precision, tf32=wanted.tf32), UNCALIBRATED
-            if device is not None:
-                flex = takes_flex(gpu, precision, wanted.shape.head_dim)
-                made = self.on(hardware, precision, device, Kernels(has_flex=flex))
+        if gpu not in self._made:
+            made = self.on(self._hardware[gpu], precision, device, kernels)
             # the rest is of that machine
-            self._made[gpu.name] = replace(made, start_s=None, load_s=None, save_s=None)
-        return self._made[gpu.name]
+            self._made[gpu] = replace(made, start_s=None, load_s=None, save_s=None)
+        return self._made[gpu]
 
     def on(
         self, hardware: str, precision: str, device: Device, kernels: Kernels = PLAIN
@@ -156,16 +147,13 @@ def machine_here(
 
     if not is_cuda:
         cpu, precision = machine.cpu, wanted.precision or "fp32"
-        device = cpu_device(
-            cpu.name, cpu.peak_flops(precision, machine.n_threads), machine.n_threads
-        )
+        peak = cpu.peak_flops(precision, machine.n_threads)
+        device = cpu_device(cpu.name, peak, machine.n_threads)
         free = machine.memory_bytes if machine.kind == "cpu" else free_memory_bytes()
         hardware = replace(machine, kind="cpu", device_name=cpu.name).hardware
         measured = known.on(hardware, precision, device)
-        found = Machine(
-            cpu.name, 1, device, precision, _steady(free), measured, is_local=True, is_cuda=False
-        )
-        return found, offer("", 1, cpu.name)
+        how = cpu.name, 1, device, precision, _steady(free), measured
+        return Machine(*how, is_local=True, is_cuda=False), offer("", 1, cpu.name)
     gpu = gpu_of_device(machine.device_name, machine.memory_bytes)
     if gpu is None:
         return None

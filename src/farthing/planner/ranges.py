@@ -1,8 +1,9 @@
 """How far off an estimate may be, in 4 of 5 cases: by what runs here measured, else by farthing's
-own runs on such a GPU (`facts/own_runs.csv`), else by how far off it was on published runs of that
-class, of trainers that had no say in it.
+own runs on such a GPU, else by how far off it was on published runs of that class, of trainers that
+had no say in it.
 
-The classes are rows of `facts/estimate_errors.csv`, which `bench/plan_accuracy.py --write` makes.
+All but the first are rows of `facts/estimate_errors.csv`; `bench/plan_accuracy.py --write` makes
+those of published runs.
 Of memory they are of all but weights, gradients and an optimizer's state, which are certain.
 """
 
@@ -32,33 +33,22 @@ class ErrorClass(NamedTuple):
     """A row: models and GPUs, and the middle 80 % of happened over predicted."""
 
     quantity: str
-    era: str
+    gpus: str
+    """recent, old, or one GPU on which farthing itself ran."""
     kind: str
     precision: str
     low: float
     high: float
     known: str
-
-
-class OwnRuns(NamedTuple):
-    quantity: str
-    gpu: str
-    kind: str
-    precision: str
-    low: float
-    high: float
-    known: str
-
-
-@cache
-def own_runs() -> tuple[OwnRuns, ...]:
-    return tuple(typed("own_runs", OwnRuns))
 
 
 @cache
 def error_classes() -> tuple[ErrorClass, ...]:
+    """Those that know more come first, and of these farthing's own runs."""
     found = typed("estimate_errors", ErrorClass)
-    return tuple(sorted(found, key=lambda row: -sum(map(bool, row[1:4]))))
+    return tuple(
+        sorted(found, key=lambda x: (-sum(map(bool, x[1:4])), x.gpus in ("recent", "old")))
+    )
 
 
 def class_of(shape: Shape, architecture: str, precision: str) -> tuple[str, str, str]:
@@ -75,30 +65,27 @@ def class_of(shape: Shape, architecture: str, precision: str) -> tuple[str, str,
     return era, kind, "fp32" if precision == "fp32" else "16"
 
 
-def _row(quantity: str, of: tuple[str, str, str]) -> ErrorClass:
-    """The first row that is for them: those that know more come first."""
-    return next(
+def spread_of(quantity: str, shape: Shape, architecture: str, precision: str, gpu: str) -> Spread:
+    """Happened over predicted, of memory or seconds (speed): of farthing's own runs on a GPU, else
+    of published runs of a class. Without a `gpu`: of these alone.
+    """
+    era, *of = class_of(shape, architecture, precision)
+    is_traced = block_of(shape).is_traced
+    places = ("", era, gpu) if is_traced else ("", era)
+    row = next(
         row
         for row in error_classes()
-        if row.quantity == quantity and all(a in ("", b) for a, b in zip(row[1:4], of, strict=True))
+        if row.quantity == quantity
+        and row.gpus in places
+        and all(a in ("", b) for a, b in zip(row[2:4], of, strict=True))
     )
-
-
-def published_spread(quantity: str, shape: Shape, architecture: str, precision: str) -> Spread:
-    """Happened over predicted of published runs of a class: memory, or seconds (speed)."""
-    row = _row(quantity, class_of(shape, architecture, precision))
-    wider = 1.0 if block_of(shape).is_traced else UNTRACED
-    known = row.known if wider == 1 else f"{row.known}; no model of its family was traced"
-    return Spread(row.low / wider, row.high * wider, known)
+    wider = 1.0 if is_traced else UNTRACED
+    known = row.known if is_traced else f"{row.known}; no model of its family was traced"
+    return Spread(row.low / wider, row.high * wider, known, row.gpus not in ("", era))
 
 
 def _spread(quantity: str, machine: Machine, shape: Shape) -> Spread:
-    _, *of = class_of(shape, machine.architecture, machine.precision)
-    for row in own_runs():
-        is_there = row.gpu == machine.gpu and row.quantity == quantity
-        if is_there and [row.kind, row.precision] == of and block_of(shape).is_traced:
-            return Spread(row.low, row.high, row.known, is_own=True)
-    return published_spread(quantity, shape, machine.architecture, machine.precision)
+    return spread_of(quantity, shape, machine.architecture, machine.precision, machine.gpu)
 
 
 def memory_spread(machine: Machine, shape: Shape) -> Spread:

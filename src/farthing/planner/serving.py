@@ -20,7 +20,7 @@ from typing import NamedTuple
 from farthing.errors import InputError
 from farthing.models.shapes import Shape
 from farthing.prices.gpus import Gpu, gpus
-from farthing.prices.offers import HOURS_PER_MONTH, Offer
+from farthing.prices.offers import HOURS_PER_MONTH, Offer, cheapest_firm
 from farthing.units import parse_hours
 
 # bytes of a weight that is multiplied with, of a number in the cache, and what computes
@@ -269,19 +269,10 @@ def serve(
         what = f"farthing prices serving for models that write one text, not for {shape.task}"
         to_do = "leave it out, or time the exported model on the machine you mean"
         raise InputError(what, where="--serve", to_do=to_do)
-    cheapest: dict[tuple[str, int], Offer] = {}
-    for offer in offers:
-        usd, terms = offer.usd_per_hour, offer.billing
-        # packs are of notebooks, which nobody can call from outside
-        is_firm = not (offer.is_spot or terms.prices_are == "from" or terms.pack_usd)
-        if usd is None or not offer.gpu or not is_firm:
-            continue
-        known = cheapest.setdefault((offer.gpu, offer.n_gpus), offer)
-        if usd < (known.usd_per_hour or 0.0):
-            cheapest[offer.gpu, offer.n_gpus] = offer
     found: list[Served] = []
     refused: list[NotServed] = []
-    for (name, n_gpus), offer in cheapest.items():
+    # packs are of notebooks, which nobody can call from outside
+    for (name, n_gpus), offer in cheapest_firm(one for one in offers if one.gpu).items():
         gpu = gpus()[name]
         if gpu.vendor == "nvidia" and float(gpu.compute_capability) < OLDEST_CAPABILITY:
             old = f"{gpu.architecture} is older than today's engines"

@@ -20,18 +20,18 @@ import functools
 import itertools
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field, ValidationError
 
 from farthing.errors import InputError
-from farthing.prices.gpus import find_gpu
+from farthing.prices.gpus import gpu_named
 from farthing.prices.offers import Offer
 from farthing.tables import facts
 from farthing.units import plural
@@ -284,83 +284,71 @@ def mixture(deadline_s: float, work_s: float, saves: SaveSchedule, zone: Interru
     return Mixture(*found.tolist())
 
 
+class _Runs(NamedTuple):
+    """Runs that are followed together: seconds, infinite where nothing is ever saved."""
+
+    wall: Floats
+    spot: Floats
+    own: Floats
+    restarting: Floats
+    n_interruptions: Floats
+
+
 def _followed(
     work_s: float, saves: SaveSchedule, zone: Interruptions, deadline_s: float = math.inf
 ) -> _Runs:
     """Runs through the drawn spells of a zone until their work is done, and beyond these at their
     mean pace. With a deadline on demand steps in.
     """
-    drawn, runs = zone.drawn, _Runs(work_s, saves, deadline_s)
-    waiting = runs.off(np.arange(N_PATHS), drawn.wait)
-    for spell in range(MOST_SPELLS):
-        waiting = runs.on(waiting, drawn.up[waiting, spell])
-        if not waiting.size:
-            return runs
-        waiting = runs.off(waiting, drawn.down[waiting, spell])
-    if deadline_s < math.inf:
-        runs.wall[waiting] = math.inf
-        return runs
-    pace = float(saves.kept_s(drawn.up, saves.restart_s).mean())
-    more = runs.left[waiting] / pace if pace > 0 else math.inf
-    up_s = drawn.up.mean()
-    runs.wall[waiting] += more * (up_s + drawn.down.mean())
-    runs.spot[waiting] += more * up_s
-    runs.restarting[waiting] += more * np.minimum(drawn.up, saves.restart_s).mean()
-    runs.n_interruptions[waiting] += more
-    return runs
-
-
-class _Runs:
-    """Runs that are followed together: seconds so far, and of work that is left, of each; infinite
-    where nothing is ever saved.
-    """
-
-    def __init__(self, work_s: float, saves: SaveSchedule, deadline_s: float) -> None:
-        self.work_s, self.saves, self.deadline_s = work_s, saves, deadline_s
-        self.left = np.full(N_PATHS, float(work_s))
-        self.wall, self.spot, self.own, self.restart = np.zeros((4, N_PATHS))
-        self.restarting, self.n_interruptions = np.zeros((2, N_PATHS))
-
-    def slack_s(self, who: NDArray[np.intp]) -> Floats:
-        """Until on demand alone could not finish any more, after one more interruption."""
-        margin = self.saves.interval_s + 2 * self.saves.save_s + 2 * self.saves.restart_s
-        return np.asarray(self.deadline_s - self.wall[who] - self.left[who] - margin)
-
-    def on(self, who: NDArray[np.intp], spell: Floats) -> NDArray[np.intp]:
-        """A spell of spot capacity for each of these runs; returns those that have not ended."""
-        saves, restart = self.saves, self.restart[who]
-        if self.deadline_s < math.inf:
+    drawn, steps_in = zone.drawn, deadline_s < math.inf
+    left, active = np.full(N_PATHS, float(work_s)), np.ones(N_PATHS, bool)
+    runs = wall, spot, own, restarting, n_interruptions = _Runs(*np.zeros((5, N_PATHS)))
+    restart = np.zeros(N_PATHS)
+    margin_s = saves.interval_s + 2 * saves.save_s + 2 * saves.restart_s
+    for number, down in enumerate(np.c_[drawn.wait, drawn.down].T):  # without spot capacity
+        idle, own_s = down, np.zeros(N_PATHS)
+        if steps_in:
+            # until on demand alone could not finish any more, after one more interruption
+            slack = deadline_s - wall - left - margin_s
+            ahead = (work_s - left) / work_s * deadline_s - wall
+            idle = np.clip(np.minimum(ahead, slack), 0.0, down)
+            finish = restart + left + saves.save_s
+            ends = active & ((slack <= idle) | (idle + finish <= down))
+            own_s = np.where(ends, finish, down - idle) * active
+            left = np.where(ends, 0.0, left - np.maximum(0.0, own_s - restart - saves.save_s))
+            active &= ~ends
+            own += own_s
+            restart = np.where(own_s > 0, saves.restart_s, restart)
+        wall += np.where(active | (own_s > 0), idle, 0.0) + own_s
+        if number == MOST_SPELLS:
+            break
+        spell = drawn.up[:, number]
+        if steps_in:
             # every checkpoint takes from the slack: leave before an interruption could make it late
-            n_saves = np.floor(np.maximum(self.slack_s(who), 0.0) / max(saves.save_s, 1e-9))
+            slack = deadline_s - wall - left - margin_s
+            n_saves = np.floor(np.maximum(slack, 0.0) / max(saves.save_s, 1e-9))
             most = (restart + n_saves * (saves.interval_s + saves.save_s)) * (n_saves > 0)
             spell = np.minimum(spell, most)
-        needed = restart + saves.needed_s(self.left[who])
-        ends, used = spell >= needed, np.minimum(spell, needed)
-        self.spot[who] += used
-        self.wall[who] += used
-        self.restarting[who] += np.minimum(restart, used)
-        self.left[who] -= np.where(ends, self.left[who], saves.kept_s(spell, restart))
-        self.restart[who] = np.where(used > 0, saves.restart_s, restart)
-        self.n_interruptions[who] += ~ends
-        return who[~ends]
-
-    def off(self, who: NDArray[np.intp], down_s: Floats) -> NDArray[np.intp]:
-        """So long without spot capacity; returns those that have not ended on demand."""
-        if self.deadline_s == math.inf:
-            self.wall[who] += down_s
-            return who
-        ahead = (self.work_s - self.left[who]) / self.work_s * self.deadline_s - self.wall[who]
-        last_call, restart_s, save_s = self.slack_s(who), self.restart[who], self.saves.save_s
-        idle = np.clip(np.minimum(ahead, last_call), 0.0, down_s)
-        finish = restart_s + self.left[who] + save_s
-        ends = (last_call <= idle) | (idle + finish <= down_s)
-        own_s = np.where(ends, finish, down_s - idle)
-        done = np.maximum(0.0, own_s - restart_s - save_s)
-        self.left[who] = np.where(ends, 0.0, self.left[who] - done)
-        self.own[who] += own_s
-        self.wall[who] += idle + own_s
-        self.restart[who] = np.where(own_s > 0, self.saves.restart_s, restart_s)
-        return who[~ends]
+        needed = restart + saves.needed_s(left)
+        ends, used = active & (spell >= needed), np.minimum(spell, needed) * active
+        for sums, more in ((spot, used), (wall, used), (restarting, np.minimum(restart, used))):
+            sums += more
+        left = np.where(ends, 0.0, left - saves.kept_s(spell, restart) * active)
+        restart = np.where(used > 0, saves.restart_s, restart)
+        active &= ~ends
+        n_interruptions += active
+        if not active.any():
+            return runs
+    if steps_in:
+        wall[active] = math.inf
+        return runs
+    pace = float(saves.kept_s(drawn.up, saves.restart_s).mean())
+    more = np.where(active, left / pace if pace > 0 else math.inf, 0.0)
+    wall += more * (drawn.up.mean() + drawn.down.mean())
+    spot += more * drawn.up.mean()
+    restarting += more * np.minimum(drawn.up, saves.restart_s).mean()
+    n_interruptions += more
+    return runs
 
 
 # ---- traces ----
@@ -380,12 +368,12 @@ def spells_of(available: Sequence[int], gap_s: float) -> tuple[list[Spell], list
     The spell that was under way when the trace began is dropped, because its age is unknown, unless
     it is the only one of its kind; the last is censored.
     """
-    is_up = np.asarray(available) > 0
-    edges = np.r_[0, np.flatnonzero(np.diff(is_up)) + 1, len(is_up)]
     found: dict[bool, list[Spell]] = {True: [], False: []}
-    for begin, end in itertools.pairwise(edges):
-        spell = Spell((end - begin) * gap_s, end * gap_s, end == len(is_up))
-        found[bool(is_up[begin])].append(spell)
+    end = 0
+    for is_up, group in itertools.groupby(available, lambda n: n > 0):
+        n = sum(1 for _ in group)
+        end += n
+        found[is_up].append(Spell(n * gap_s, end * gap_s, end == len(available)))
     for spells in found.values():
         if len(spells) > 1 and spells[0].length_s == spells[0].ended_at_s:
             del spells[0]
@@ -399,17 +387,15 @@ def fit_spells(spells: Sequence[Spell], half_life_s: float = math.inf) -> tuple[
     censored, it is taken to end there (Efron's rule), which makes spells too short, not too long.
     """
     ordered = sorted(spells, key=lambda spell: (spell.length_s, spell.is_censored))
-    length = np.array([spell.length_s for spell in ordered], float)
-    ended = np.array([not spell.is_censored for spell in ordered])
-    at = np.array([spell.ended_at_s for spell in ordered])
-    weight = 0.5 ** ((at.max() - at) / half_life_s)
+    length, at, is_censored = (np.array(column) for column in zip(*ordered, strict=True))
+    ended, weight = ~is_censored, 0.5 ** ((at.max() - at) / half_life_s)
     seen = weight * ended
     n = float(seen.sum() ** 2 / (seen @ seen)) if seen.any() else 1.0
     ended[-1] = True
     stays = np.where(ended, 1 - weight / np.cumsum(weight[::-1])[::-1], 1.0)
     stays[-1] = 0.0
     share = np.r_[1.0, np.cumprod(stays)[:-1]] * (1 - stays)
-    return Spells(length[ended], share[ended] / share.sum()), max(1.0, n)
+    return Spells(length[ended].astype(float), share[ended] / share.sum()), max(1.0, n)
 
 
 def fit(up: Sequence[Spell], down: Sequence[Spell], half_life_s: float = math.inf) -> Interruptions:
@@ -424,16 +410,14 @@ def drawn_together(zones: Sequence[Interruptions], share: float) -> list[Interru
     """Zones of one kind of node, each with its mean spells moved `share` of the way, in logarithms,
     to those of all: the far ones come back (shrinkage, James and Stein, 1961).
     """
-    up = np.mean([math.log(zone.up.mean_s) for zone in zones])
-    down = [math.log(zone.down.mean_s) for zone in zones if zone.down]
-    drawn = []
-    for zone in zones:
-        longer = math.exp(share * (up - math.log(zone.up.mean_s)))
-        wait = zone.down
-        if wait:
-            wait = wait.stretched(math.exp(share * (np.mean(down) - math.log(wait.mean_s))))
-        drawn.append(replace(zone, up=zone.up.stretched(longer), down=wait))
-    return drawn
+
+    def moved(laws: Sequence[Spells]) -> dict[Spells, Spells]:
+        mean = math.exp(np.mean([math.log(law.mean_s) for law in laws])) if laws else 0.0
+        return {law: law.stretched((mean / law.mean_s) ** share) for law in laws}
+
+    ups = moved([zone.up for zone in zones])
+    downs = moved([zone.down for zone in zones if zone.down])
+    return [replace(z, up=ups[z.up], down=z.down and downs[z.down]) for z in zones]
 
 
 @dataclass(frozen=True)
@@ -450,26 +434,33 @@ class Trace:
 
     @property
     def last(self) -> Now:
-        is_up = np.asarray(self.available) > 0
-        changes = np.flatnonzero(np.diff(is_up))
-        n_alike = len(is_up) - (int(changes[-1]) + 1 if len(changes) else 0)
-        return Now(bool(is_up[-1]), (n_alike - 1) * float(self.gap_s))
+        """At its end."""
+        is_up = self.available[-1] > 0
+        same = itertools.takewhile(lambda n: (n > 0) == is_up, reversed(self.available))
+        return Now(is_up, (sum(1 for _ in same) - 1) * float(self.gap_s))
 
     @property
     def kind(self) -> tuple[str, str, int]:
         """Zone, GPU by the catalog (empty where none is named), and GPUs of an instance."""
         zone, *words = Path(self.name).name.split("_")
-        try:
-            gpu = _plain(find_gpu(words[0]).name) if words else ""
-        except InputError:
-            gpu = ""
-        size = re.search(r"_(\d+)$", Path(self.name).name)
-        return zone.lower(), gpu, max(1, int(size[1])) if size else 1
+        gpu = gpu_named(words[0]) if words else None
+        n_gpus = int(words[-1]) if words and words[-1].isdecimal() else 1
+        return zone.lower(), _plain(gpu.name) if gpu else "", max(1, n_gpus)
 
 
 def _plain(gpu: str) -> str:
     """V100-16GB and V100-32GB are taken away alike."""
     return gpu.split("-")[0]
+
+
+class _Metadata(BaseModel):
+    gap_seconds: Annotated[float, Field(gt=0)]
+    until: datetime | None = None
+
+
+class _File(BaseModel):
+    metadata: _Metadata
+    data: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 def read_traces(folder: Path) -> list[Trace]:
@@ -478,27 +469,22 @@ def read_traces(folder: Path) -> list[Trace]:
     traces = []
     for path in sorted(folder.rglob("*.json")):
         try:
-            content: Any = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            content = json.loads(text)
         except (OSError, ValueError) as error:
             raise InputError("not a trace: no JSON", where=str(path), to_do=shape) from error
         about = content.get("metadata", {}) if isinstance(content, dict) else {}
         if "gap_seconds" not in about or "data" not in content:
             continue
-        gap_s, data, until = about["gap_seconds"], content["data"], about.get("until")
         try:
-            numbers = tuple(int(n) for n in data if isinstance(n, int) and n >= 0)
-            is_whole = 0 < len(numbers) == len(data) and gap_s > 0
-        except TypeError:
-            is_whole = False
-        if not is_whole:
-            raise InputError("a trace that can't be read", where=str(path), to_do=shape)
-        try:
-            moment = None if until is None else datetime.fromisoformat(until).astimezone()
-        except (TypeError, ValueError):
-            what = f"metadata.until is no moment: {until}"
-            raise InputError(what, where=str(path), to_do="e.g. 2026-11-22T12:00:00Z") from None
+            found = _File.model_validate_json(text, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            what = f"a trace that can't be read: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise InputError(what, where=str(path), to_do=shape) from None
+        until = found.metadata.until and found.metadata.until.astimezone()
         name = str(path.relative_to(folder).with_suffix(""))
-        traces.append(Trace(name, int(gap_s), numbers, moment))
+        traces.append(Trace(name, int(found.metadata.gap_seconds), tuple(found.data), until))
     if not traces:
         raise InputError("no traces there", where=str(folder), to_do=shape)
     return traces
@@ -515,13 +501,11 @@ def hazards(
         if trace.kind[1] and max(trace.available) > 0:
             groups.setdefault(trace.kind[1:], []).append(trace)
     known: dict[tuple[str, str, int], Interruptions] = {}
-    n_recent = 0
     for group in groups.values():
         zones = [fit(*spells_of(t.available, t.gap_s), half_life_s=HALF_LIFE_S) for t in group]
         for trace, zone in zip(group, drawn_together(zones, SHARE), strict=True):
-            gap = abs((now - trace.until).total_seconds()) if now and trace.until else math.inf
-            n_recent += gap <= RECENT_S
-            known[trace.kind] = replace(zone, now=trace.last) if gap <= RECENT_S else zone
+            gap_s = abs((now - trace.until).total_seconds()) if now and trace.until else math.inf
+            known[trace.kind] = replace(zone, now=trace.last if gap_s <= RECENT_S else None)
 
     @functools.cache
     def of(gpu: str, n_gpus: int, region: str, zone: str) -> Interruptions:
@@ -539,6 +523,6 @@ def hazards(
 
     words = f"spot capacity from {plural(len(known), 'trace')} where zone and GPU are traced, "
     words += "else from the prior"
-    if n_recent:
+    if n_recent := sum(zone.now is not None for zone in known.values()):
         words += f"; {plural(n_recent, 'zone')} as it is now"
     return lambda o: of(_plain(o.gpu), o.n_gpus, o.region.lower(), o.zone.lower()), words

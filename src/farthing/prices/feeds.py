@@ -13,7 +13,6 @@ import csv
 import io
 import os
 import re
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
@@ -95,20 +94,15 @@ def update(
     answered; the file is then as it was.
     """
     asked = known_feeds() if feeds is None else tuple(feeds)
-    with tempfile.TemporaryDirectory(prefix="farthing-prices-") as folder:
 
-        def one(numbered: tuple[int, Feed]) -> Outcome:
-            number, feed = numbered
-            place = Path(folder) / str(number)
-            place.mkdir()
-            outcome = _ask(feed, place, today, timeout_s, feed_s)
-            if progress is not None:
-                progress(_words(outcome))
-            return outcome
+    def one(feed: Feed) -> Outcome:
+        outcome = _ask(feed, today, timeout_s, feed_s)
+        if progress is not None:
+            progress(_words(outcome))
+        return outcome
 
-        with ThreadPoolExecutor(max_workers=8) as pool:
-            outcomes = tuple(pool.map(one, enumerate(asked)))
-
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        outcomes = tuple(pool.map(one, asked))
     fresh: dict[str, tuple[Offer, ...]] = {}
     for outcome in outcomes:
         if outcome.offers:
@@ -137,22 +131,17 @@ def _words(outcome: Outcome) -> str:
 # ---- one feed ----
 
 
-def _ask(feed: Feed, folder: Path, today: date, timeout_s: float, feed_s: float) -> Outcome:
+def _ask(feed: Feed, today: date, timeout_s: float, feed_s: float) -> Outcome:
     give_up_at = time.monotonic() + feed_s
+    path = Path(feed.provider, "vms.csv") if feed.layout == "skypilot" else Path(feed.provider)
+    readers: dict[str, Callable[[str, float, float], bytes]] = {
+        **{"skypilot": download, "gpuhunt": _gpuhunt_csv, "gpuhunt-live": _live_csv}
+    }
+    if feed.layout not in readers:
+        return Outcome(feed, problem=f"no layout `{feed.layout}` is known")
     try:
-        if feed.layout == "skypilot":
-            path = folder / feed.provider / "vms.csv"
-            path.parent.mkdir()
-            path.write_bytes(download(feed.address, timeout_s, give_up_at))
-        elif feed.layout == "gpuhunt":
-            path = folder / f"{feed.provider}.csv"
-            path.write_bytes(_gpuhunt_csv(feed.address, timeout_s, give_up_at))
-        elif feed.layout == "gpuhunt-live":
-            path = folder / f"{feed.provider}.csv"
-            write_items(path, _live_items(feed.address))
-        else:
-            return Outcome(feed, problem=f"no layout `{feed.layout}` is known")
-        offers, skipped = read_prices(path, today, is_feed=True)
+        content = readers[feed.layout](feed.address, timeout_s, give_up_at)
+        offers, skipped = read_prices(path, today, is_feed=True, content=content)
     except _Absent as absent:
         return Outcome(feed, problem=str(absent), is_absent=True)
     except InputError as mistake:
@@ -229,13 +218,13 @@ def _gpuhunt_csv(address: str, timeout_s: float, give_up_at: float) -> bytes:
             return file.read(MAX_FEED_BYTES)
 
 
-def _live_items(address: str) -> Iterable[Any]:
-    """What a provider says now, by the library gpuhunt; its keys are in the environment, as it
-    wants them.
+def _live_csv(address: str, *_: float) -> bytes:
+    """What a provider says now, by the library gpuhunt, in its layout; its keys are in the
+    environment, as it wants them.
     """
     import importlib
 
-    module, _, name = address.partition(":")
+    module, name = address.split(":")
     try:
         library = importlib.import_module("gpuhunt")
         provider = getattr(importlib.import_module(module), name)
@@ -244,22 +233,19 @@ def _live_items(address: str) -> Iterable[Any]:
         raise _Absent(f"not asked: {what}") from None
     try:
         source = provider.from_env() if hasattr(provider, "from_env") else provider()
-    except Exception as error:
-        wants_key = getattr(library, "MissingCredsError", ())
-        if isinstance(error, wants_key):
-            raise _Absent("not asked: it needs a key") from None
-        raise
-    items: Iterable[Any] = source.get(query_filter=None, balance_resources=False)
-    return items
+    except getattr(library, "MissingCredsError", ()):
+        raise _Absent("not asked: it needs a key") from None
+    return csv_of(source.get(query_filter=None, balance_resources=False))
 
 
-def write_items(path: Path, items: Iterable[Any]) -> None:
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(_GPUHUNT_COLUMNS)
-        for item in items:
-            cells = [getattr(item, name, None) for name in _GPUHUNT_COLUMNS]
-            rows.writerow(["" if cell is None else cell for cell in cells])
+def csv_of(items: Iterable[Any]) -> bytes:
+    """Items of gpuhunt in its own layout."""
+    text = io.StringIO()
+    rows = csv.writer(text)
+    rows.writerow(_GPUHUNT_COLUMNS)
+    for item in items:
+        rows.writerow([getattr(item, name, None) for name in _GPUHUNT_COLUMNS])
+    return text.getvalue().encode()
 
 
 def _without_zones(offers: Sequence[Offer]) -> list[Offer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -40,20 +41,25 @@ _SKYPILOT = {
 
 
 def read_prices(
-    path: Path, today: date, *, is_own: bool = False, is_feed: bool = False
+    path: Path,
+    today: date,
+    *,
+    is_own: bool = False,
+    is_feed: bool = False,
+    content: bytes | None = None,
 ) -> tuple[tuple[Offer, ...], Mapping[str, int]]:
     """The offers of a price file, and the GPU names that are not known with their rows.
 
     In columns of our own in a file of one's own, GPUs must be known and offers be there once. A
     feed may have bad rows, up to a tenth. A price without a date counts as read `today`; a date may
-    be one day later, which it is already in other time zones. Raises `InputError` with file, line
-    and column.
+    be one day later, which it is already in other time zones. `content`: what would be in the file.
+    Raises `InputError` with file, line and column.
     """
     to_do = "name a CSV file of prices, in UTF-8"
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            rows = csv.reader(file, strict=True)
-            return _read(rows, path, today, is_own=is_own, is_feed=is_feed)
+        text = (path.read_bytes() if content is None else content).decode("utf-8-sig")
+        rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+        return _read(rows, path, today, is_own=is_own, is_feed=is_feed)
     except OSError as error:
         what = (error.strerror or str(error)).lower()
         raise InputError(what, where=str(path), to_do=to_do) from None

@@ -5,6 +5,7 @@ to, part by part.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from datetime import date
 from functools import cache
 from typing import NamedTuple
@@ -119,6 +120,19 @@ def bill(
     parts["storage"] = storage_gb * held_hours / HOURS_PER_MONTH * for_gb_month
     parts["egress"] = egress_gb * (ASSUMED_EGRESS_USD_PER_GB if for_gb is None else for_gb)
     return {name: usd for name, usd in parts.items() if usd or name == "compute"}
+
+
+def cheapest_firm(offers: Iterable[Offer]) -> dict[tuple[str, int], Offer]:
+    """The cheapest offer on demand of each machine, without packs, not the lowest of many hosts."""
+    found: dict[tuple[str, int], Offer] = {}
+    for offer in offers:
+        usd, terms = offer.usd_per_hour, offer.billing
+        if usd is None or offer.is_spot or terms.prices_are == "from" or terms.pack_usd:
+            continue
+        known = found.setdefault((offer.gpu, offer.n_gpus), offer)
+        if usd < (known.usd_per_hour or 0.0):
+            found[offer.gpu, offer.n_gpus] = offer
+    return found
 
 
 def up_front_usd(offer: Offer, usd: float) -> float:
