@@ -170,8 +170,7 @@ class Pricing:
         busy_s = sum(seconds[name] for name in BUSY)
         steps_s = wanted.save_steps * self.on.step.seconds if wanted.save_steps else None
         interval_s = steps_s or wanted.save_every_s
-        spot: Expected | None = None
-        cases: tuple[Expected, ...] = ()
+        spot, cases = None, list[Expected]()
         if zone is None:
             interval_s = interval_s or quiet_interval_s(save_s)
             seconds["checkpoints"] = (busy_s // interval_s + 1) * save_s
@@ -179,47 +178,36 @@ class Pricing:
             if interval_s is None:
                 interval_s = max(30.0, min(best_interval_s(save_s, before_s, zone), busy_s))
             saves = SaveSchedule(interval_s, save_s, before_s)
-            good, bad = zone.good_and_bad
-            spot, *rest = (expect(busy_s, saves, one) for one in (zone, good, bad))
-            cases = tuple(rest)
-            seconds["checkpoints"] = spot.checkpoint_s
-            seconds |= {
-                "lost work": spot.lost_s,
-                "restarts": spot.restart_s,
-                "waiting": spot.waiting_s,
-            }
+            spot, *cases = (expect(busy_s, saves, one) for one in (zone, *zone.good_and_bad))
+            seconds |= {"checkpoints": spot.checkpoint_s, "waiting": spot.waiting_s}
+            seconds |= {"lost work": spot.lost_s, "restarts": spot.restart_s}
         seconds = {name: value for name, value in seconds.items() if value > 0}
         wall_s = sum(seconds.values())
         if spot is not None and not math.isfinite(spot.wall_s):
             wall_s = math.inf
-        waiting_s = seconds.get("waiting", 0.0)
         # what interruptions cost has a range of its own; starts and saves are no surer than steps
         away = ("waiting", "lost work", "restarts")
         moving_s = wall_s - sum(seconds.get(name, 0.0) for name in away)
-        less = less_billed = (1 - speed.low) * moving_s
-        more = (speed.high - 1) * moving_s
+        less_s, more_s = (1 - speed.low) * moving_s, (speed.high - 1) * moving_s
         if self.on.machine.precision_note and self.on.recipe.precision == "fp16":
-            more += moving_s  # a run that overflows has to be done again
-        more_billed, billed_s = more, wall_s - waiting_s
-        if cases and spot is not None:
-            good_case, bad_case = cases
-            less += max(0.0, spot.wall_s - good_case.wall_s)
-            less_billed += max(0.0, spot.billed_s - good_case.billed_s)
-            more += max(0.0, bad_case.wall_s - spot.wall_s)
-            more_billed += max(0.0, bad_case.billed_s - spot.billed_s)
-            if not math.isfinite(more):  # a bad case that never ends: the range is only a warning
-                more, more_billed = (WORST - 1) * wall_s, (WORST - 1) * billed_s
-        hours = (max(0.0, wall_s - less), wall_s, wall_s + more)
-        return _Timed(
-            seconds,
-            wall_s,
-            billed_s,
-            interval_s,
-            busy_s // interval_s + 1,
-            spot,
-            Range(*(s / 3600 for s in hours)),
-            Range(billed_s - less_billed, billed_s, billed_s + more_billed),
-        )
+            more_s += moving_s  # a run that overflows has to be done again
+
+        def ranged(likely_s: float, *times_s: float) -> Range:
+            """By the expected, the good and the bad case of interruptions."""
+            low_s, high_s = likely_s - less_s, likely_s + more_s
+            if times_s:
+                low_s -= max(0.0, times_s[0] - times_s[1])
+                high_s += max(0.0, times_s[2] - times_s[0])
+            if not math.isfinite(high_s):  # a bad case that never ends: only a warning
+                high_s = WORST * likely_s
+            return Range(max(0.0, low_s), likely_s, high_s)
+
+        every = [spot, *cases] if spot is not None else []
+        hours = [s / 3600 for s in ranged(wall_s, *(one.wall_s for one in every))]
+        billed_s = wall_s - seconds.get("waiting", 0.0)
+        billed = ranged(billed_s, *(one.billed_s for one in every))
+        n_saves = busy_s // interval_s + 1
+        return _Timed(seconds, wall_s, billed_s, interval_s, n_saves, spot, Range(*hours), billed)
 
 
 # ---- limits ----
@@ -284,9 +272,9 @@ def meet_deadline(
     for plan in plans:  # the cheapest come first
         if plan.spot is None:
             on_demand.setdefault(_machine_key(plan.offer), plan)
-    chances: dict[tuple[object, ...], float] = {}
-    mixed: dict[tuple[object, ...], Mixture] = {}
+    chance_of, mixture_of = cache(chance_by), cache(mixture)
     for plan in plans:
+        own = None
         if plan.spot is None:
             chance = NormalDist(plan.wall_s, _sigma_s(plan)).cdf(deadline_s)
         else:
@@ -295,21 +283,16 @@ def meet_deadline(
             save_s = max(1e-3, plan.seconds.get("checkpoints", 0.0) / n_saves)
             saves, zone = SaveSchedule(plan.interval_s, save_s, before_s), hazard(plan.offer)
             case = max(1.0, deadline_s - before_s), busy_s, saves, zone
-            if case not in chances:
-                chances[case] = chance_by(*case)
-            chance = chances[case]
+            chance, own = chance_of(*case), on_demand.get(_machine_key(plan.offer))
         if chance >= least:
             kept.append(plan._replace(chance=chance))
             continue
-        own = on_demand.get(_machine_key(plan.offer)) if plan.spot is not None else None
         if own is not None:
-            if case not in mixed:
-                mixed[case] = mixture(*case)
-            both = _mixed(plan, own, mixed[case], before_s, chance)
-            if mixed[case].chance >= least and both.total_usd < own.total_usd:
+            both = _mixed(plan, own, mixture_of(*case), before_s, chance)
+            if both.chance is not None and both.chance >= least and both.total_usd < own.total_usd:
                 kept.append(both)
                 continue
-        kind = "spot" if plan.spot is not None else "it"
+        kind = "it" if plan.spot is None else "spot"
         late.append(_late(plan, wanted, f"{kind} is done by the deadline with {chance:.0%} only"))
     return kept, late
 

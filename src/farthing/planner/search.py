@@ -112,18 +112,9 @@ class Search:
             return pair[0].seconds, settings.checkpoint_every, settings.micro_batch_tokens
 
         step, best = min(timed, key=cheapness)
-        recipe = best.recipe
-        return MachinePlan(
-            machine,
-            recipe,
-            best.memory,
-            step,
-            self.seconds_of(machine, best, step),
-            speed_spread(machine, wanted.shape, step),
-            spread,
-            is_tight,
-            host_bytes(best.case),
-        )
+        chosen = machine, best.recipe, best.memory, step, self.seconds_of(machine, best, step)
+        spreads = speed_spread(machine, wanted.shape, step), spread
+        return MachinePlan(*chosen, *spreads, is_tight, host_bytes(best.case))
 
     def _on(self, machine: Machine, memory: Memory) -> Memory:
         """With what was measured beside the formula, or a CPU's process."""
@@ -175,7 +166,7 @@ class Search:
     def seconds_of(self, machine: Machine, best: Candidate, step: StepTime) -> dict[str, float]:
         """Of the whole job by what they go to, an offer's own aside."""
         wanted, a, known = self.wanted, self.assumptions, machine.calibration
-        shape, weights_bytes = wanted.shape, wanted.shape.n_parameters * 2.0
+        weights_bytes = wanted.shape.n_parameters * 2.0
         start_s, load_s, export_s = known.start_s, known.load_s, known.export_s
         if start_s is None:
             start_s = a.import_s if machine.is_cuda else a.import_on_cpu_s
@@ -183,10 +174,10 @@ class Search:
             load_s = weights_bytes / a.load_bytes_per_s
         if export_s is None:
             export_s = 0.5 + wanted.n_trainable * 4 / a.disk_bytes_per_s
-        lengths = wanted.lengths
-        tokens = objective_of(shape.task).n_tokens(lengths.n_tokens, lengths.n_target_tokens)
+        objective, lengths = objective_of(wanted.shape.task), wanted.lengths
+        tokens = objective.n_tokens(lengths.n_tokens, lengths.n_target_tokens)
         is_tokenized = wanted.is_tokenized and machine.is_local
-        objective, forward_s = objective_of(shape.task), 0.0
+        forward_s = 0.0
         if objective.needs_reference:
             n = lengths.n_tokens + (wanted.eval_lengths.n_tokens if wanted.eval_lengths else 0)
             forward_s = self._forward_s(machine, best, n * (1 + objective.is_mismatched))
@@ -211,14 +202,13 @@ class Search:
         return step_time(work, machine.device).seconds * known.compute * known.evaluation
 
     def _evaluation_s(self, machine: Machine, best: Candidate) -> float:
-        wanted, known, held_out = self.wanted, machine.calibration, self.wanted.eval_lengths
+        wanted, held_out = self.wanted, self.wanted.eval_lengths
         if held_out is None:
             return 0.0
         shape, most = wanted.shape, best.recipe.settings.micro_batch_tokens
         example = wanted.eval_cut(most, best.recipe.cost).example
-        computed = held_out.n_examples * (example.tokens + example.targets)
-        work = forward_work(best.work, computed / max(1.0, best.work.n_padded_tokens))
-        once = step_time(work, machine.device).seconds * known.compute * known.evaluation
+        n_computed = held_out.n_examples * (example.tokens + example.targets)
+        once = self._forward_s(machine, best, n_computed)
         if wanted.max_new_tokens:
             n_words = min(wanted.max_new_tokens, max(1.0, held_out.longest_target))
             of_word = 2.0 * shape.n_parameters / machine.device.bandwidth_bytes_per_s
@@ -232,9 +222,8 @@ class Search:
     def _why_not_offloaded(self, machine: Machine) -> Refusal | None:
         if may_be_spread(self.wanted) and machine.precision != "fp16":
             return None
-        why = "they can't be spread"
-        if machine.precision == "fp16":
-            why = "gradients in fp16 are not scaled there"
+        is_fp16 = machine.precision == "fp16"
+        why = "gradients in fp16 are not scaled there" if is_fp16 else "they can't be spread"
         change = "leave where.offload_weights out"
         what = f"weights can't be kept in main memory: {why}"
         return Refusal("main memory", what, change, "offload", 3.0)
@@ -291,11 +280,9 @@ def lacks_main_memory(offer: Offer, plan: MachinePlan) -> Rejected | None:
     not known.
     """
     needed_gib = plan.host_bytes / 2**30
-    if (
-        offer.ram_gib is None
-        or not plan.machine.is_cuda
-        or needed_gib <= HOST_SHARE * offer.ram_gib
-    ):
+    if offer.ram_gib is None or not plan.machine.is_cuda:
+        return None
+    if needed_gib <= HOST_SHARE * offer.ram_gib:
         return None
     says = said_apart(needed_gib, offer.ram_gib, lambda n: say_bytes(n * 2**30), "{} GiB")
     what = "needs {} of main memory, has {}".format(*says)

@@ -86,7 +86,7 @@ def _read(
             what = f"{plural(len(row), 'cell')} where the header has {len(header)}"
             to_do = "put cells with commas in quotes; write nothing for an empty cell"
             raise InputError(what, where=where, to_do=to_do)
-        cells = {name: cell.strip() for name, cell in zip(header, row, strict=True)}
+        cells = dict(zip(header, map(str.strip, row), strict=True))
         for line in lines_of(cells, path):
             try:
                 offer = _offer(_MISSING | line, today, is_strict)
@@ -136,7 +136,7 @@ def _layout_of(header: list[str], path: Path) -> Callable[[Cells, Path], list[Li
 
 
 def _own_lines(cells: Cells, path: Path) -> list[Line]:
-    known = {name: cell for name, cell in cells.items() if cell and name in COLUMNS}
+    known = {name: cell for name, cell in cells.items() if cell and name in _MISSING}
     return [{"gpu": "", "source": path.name} | known]
 
 
