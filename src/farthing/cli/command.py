@@ -77,20 +77,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _of_system(error: BaseException) -> FarthingError | None:
-    """A full disk, and what the operating system does not let this user read or write."""
+    """A full disk, a file that this user may not read or write, a package that is missing."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFullError(
             error.strerror or "the disk is full",
             where=str(error.filename or ""),
             to_do="make room, and run the same command again",
         )
-    if not isinstance(error, PermissionError):
+    if isinstance(error, PermissionError):
+        return InputError(
+            f"this user may not read or write it ({error.strerror or error})",
+            where=str(error.filename or ""),
+            to_do="run as its owner, or name a folder of your own",
+        )
+    package = (getattr(error, "name", None) or "farthing").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or package == "farthing":
         return None
-    return InputError(
-        f"this user may not read or write it ({error.strerror or error})",
-        where=str(error.filename or ""),
-        to_do="run as its owner, or name a folder of your own",
-    )
+    to_do = f"pip install {package}; `farthing doctor` checks the others"
+    return InputError(f"{package} is not installed", to_do=to_do)
 
 
 def _run(words: Sequence[str]) -> int:

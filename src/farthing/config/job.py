@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -34,6 +33,7 @@ from farthing.config.values import (
     Hours,
     HubName,
     LabelMap,
+    Moment,
     Name,
     Names,
     NonNegative,
@@ -65,7 +65,7 @@ from farthing.objectives.registry import (
 )
 
 
-class Section(BaseModel):
+class JobSection(BaseModel):
     """A frozen part of the job; unknown keys are mistakes."""
 
     model_config = ConfigDict(
@@ -73,7 +73,7 @@ class Section(BaseModel):
     )
 
 
-class ModelSection(Section):
+class ModelSection(JobSection):
     """Which model. `model: NAME` is short for `model: {model_name_or_path: NAME}`."""
 
     model_name_or_path: HubName
@@ -103,13 +103,13 @@ class ModelSection(Section):
     """
 
 
-class Above(Section):
+class Above(JobSection):
     """A score from which on answers are learned."""
 
     above: Number
 
 
-class DataSection(Section):
+class DataSection(JobSection):
     """Which examples. `data: FILE` is short for `data: {train: FILE}`."""
 
     train: Annotated[Paths, Field(min_length=1)]
@@ -206,7 +206,7 @@ class DataSection(Section):
 _INITS = "^(true|false|gaussian|orthogonal|olora|pissa|pissa_niter_[1-9][0-9]*)$"
 
 
-class MethodSection(Section):
+class MethodSection(JobSection):
     """How much of the model is trained. `method: lora` is short for `method: {name: lora}`."""
 
     name: Literal["full", "lora", "qlora"] = "lora"
@@ -242,7 +242,7 @@ class MethodSection(Section):
     """
 
 
-class TrainSection(Section):
+class TrainSection(JobSection):
     """The training arguments."""
 
     num_train_epochs: PositiveNumber = 3.0
@@ -429,7 +429,7 @@ class TrainSection(Section):
         return self
 
 
-class LimitsSection(Section):
+class LimitsSection(JobSection):
     """Limits of the run. At a limit it saves, stops and exits with 3."""
 
     max_usd: Usd | None = None
@@ -438,7 +438,7 @@ class LimitsSection(Section):
     """Most hours of the run, all attempts together."""
     max_gpu_hours: Hours | None = None
     """Hours times GPUs."""
-    deadline: datetime | None = None
+    deadline: Moment | None = None
     """ISO date and time; without a zone it is the machine's own."""
 
     @property
@@ -452,7 +452,7 @@ class LimitsSection(Section):
         return min((cap for cap in caps if cap is not None), default=None)
 
 
-class WhereSection(Section):
+class WhereSection(JobSection):
     """Where it runs and what an hour there costs."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -500,7 +500,7 @@ class WhereSection(Section):
     can be recognised; otherwise all of them with spot: true, and none without."""
 
 
-class Range(Section):
+class ValueRange(JobSection):
     """Values between two bounds, both included; whole numbers where both bounds are."""
 
     low: int | Number
@@ -510,7 +510,7 @@ class Range(Section):
     step: int | Number | None = None
 
     @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> Range:
+    def _bounds_are_in_order(self) -> ValueRange:
         if not self.low < self.high:
             raise ValueError(f"low {self.low:g} is not below high {self.high:g}")
         if self.log and (self.low <= 0 or self.step is not None):
@@ -521,14 +521,14 @@ class Range(Section):
 
 
 def _kind_of_values(values: Any) -> str:
-    return "range" if isinstance(values, dict | Range) else "choices"
+    return "range" if isinstance(values, dict | ValueRange) else "choices"
 
 
-OfRange = Annotated[Range, Tag("range")]
+OfRange = Annotated[ValueRange, Tag("range")]
 OfChoices = Annotated[tuple[Any, ...], Field(min_length=1), Tag("choices")]
 
 
-class SearchSection(Section):
+class SearchSection(JobSection):
     """What `farthing search` varies. `limits` cap the whole search. Needs farthing[search]."""
 
     vary: dict[str, Annotated[OfRange | OfChoices, Discriminator(_kind_of_values)]] = {}
@@ -569,7 +569,7 @@ class SearchSection(Section):
                 raise ValueError(f"`{key}` is no key that can vary; {to_do}")
             if section == "train" and name in ("eval_strategy", "eval_steps", *_SCORED_BY):
                 raise ValueError(f"`{key}` decides how trials are scored; set it for all of them")
-            if self.sampler == "grid" and isinstance(values, Range) and values.step is None:
+            if self.sampler == "grid" and isinstance(values, ValueRange) and values.step is None:
                 raise ValueError(f"a grid needs choices for `{key}`; list them, or give a step")
         if len(self.stop_at) > 1:
             raise ValueError("stop_at takes one metric")
@@ -591,7 +591,7 @@ def _short(key: str) -> BeforeValidator:
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str | list) else value)
 
 
-class Job(Section):
+class Job(JobSection):
     """A whole job. Every key besides the first three has a default."""
 
     task: TaskName
@@ -812,10 +812,10 @@ class Job(Section):
         return dict(json.loads(json.dumps(flat)))
 
 
-SECTIONS: dict[str, type[Section]] = {
+SECTIONS: dict[str, type[JobSection]] = {
     name: each.annotation
     for name, each in Job.model_fields.items()
-    if isinstance(each.annotation, type) and issubclass(each.annotation, Section)
+    if isinstance(each.annotation, type) and issubclass(each.annotation, JobSection)
 }
 KEYS = {
     "": list(Job.model_fields),

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from farthing.addresses import is_remote
 from farthing.config.bounded import parse_yaml, read_yaml
 from farthing.config.foreign_keys import ForeignKeyError, adopt, answer
-from farthing.config.job import KEYS, SECTIONS, Job, Range
+from farthing.config.job import KEYS, SECTIONS, Job, ValueRange
 from farthing.data.rows import Own
 from farthing.errors import InputError, JobError
 from farthing.objectives.registry import objective_names, objective_of
@@ -205,7 +205,7 @@ def job_schema() -> Json:
     settings = [objective_of(name).settings for name in objective_names()]
     parts = {each.get("title"): each for each in schema["properties"]["objective"]["anyOf"]}
     parts |= {**schema["$defs"], "Job": schema}
-    for model in filter(None, (Job, Range, *SECTIONS.values(), *settings)):
+    for model in filter(None, (Job, ValueRange, *SECTIONS.values(), *settings)):
         for key, words in _docs_of(model).items():
             parts[model.__name__]["properties"][key]["description"] = words
     schema["required"].remove("task")  # where there is an objective

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Collection
+from datetime import datetime
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -128,7 +129,7 @@ _Label = Annotated[str, BeforeValidator(_label)]
 LabelMap = dict[_Label, _Label]
 
 
-class Source(BaseModel):
+class DataSource(BaseModel):
     """A file or data set with keys of its own."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -153,7 +154,7 @@ Names = Annotated[tuple[Name, ...], OneOrMany, _or_list({"type": "string"})]
 Paths = Annotated[
     tuple[Name, ...],
     OneOrMany,
-    _or_list({"anyOf": [{"type": "string"}, Source.model_json_schema()]}),
+    _or_list({"anyOf": [{"type": "string"}, DataSource.model_json_schema()]}),
 ]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Trackers = Annotated[
@@ -182,7 +183,9 @@ def with_own(values: Json) -> Json:
         for index, each in enumerate(several):
             at = (role, str(index)) if several is given else (role,)
             try:
-                source = Source.model_validate(each if isinstance(each, dict) else {"path": each})
+                source = DataSource.model_validate(
+                    each if isinstance(each, dict) else {"path": each}
+                )
             except ValidationError as error:
                 first = error.errors()[0]
                 key, what = ".".join(map(str, first["loc"])), first["msg"]
@@ -257,6 +260,17 @@ def check_schedule(name: str, kwargs: Json) -> None:
         )
     if lacks:
         raise PlacedError(f"{name} needs {lacks}", "lr_scheduler_type")
+
+
+def _on_the_clock(moment: datetime) -> datetime:
+    try:
+        moment.timestamp()
+    except (ValueError, OverflowError):
+        raise ValueError(f"{moment} is no moment that a clock shows; give a later date") from None
+    return moment
+
+
+Moment = Annotated[datetime, AfterValidator(_on_the_clock)]
 
 
 def known_encoding(name: str) -> str:

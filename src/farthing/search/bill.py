@@ -50,7 +50,7 @@ SEGMENT_S = 0.4
 
 
 @dataclass(frozen=True)
-class Place:
+class PlannedMachine:
     """A machine, and the plan of each kind of trial on one of its GPUs."""
 
     machine: Choice
@@ -64,11 +64,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Bill:
+class SearchBill:
     """What searches of any size would cost, by machine."""
 
     job: Job
-    places: Sequence[Place]
+    places: Sequence[PlannedMachine]
     n_parameters: Mapping[str, int]
     """By model that is a choice."""
     usd_per_million_tokens: Mapping[str, float]
@@ -138,7 +138,7 @@ class Bill:
         factor, least = section.reduction_factor, section.min_fraction
         return [(rungs_of(factor, least, n), n) for n in parts]
 
-    def _row(self, place: Place, n_trials: int) -> Json:
+    def _row(self, place: PlannedMachine, n_trials: int) -> Json:
         """What a machine takes for it."""
         machine, section, at_a_time = place.machine, self.job.search, place.at_a_time
         evaluation_s = place.mean_s("evaluation") / max(1, self.n_evaluations)
@@ -192,7 +192,7 @@ class Bill:
         return found
 
 
-def priced(job: Job, place: str, **asked: Any) -> Bill | None:
+def priced(job: Job, place: str, **asked: Any) -> SearchBill | None:
     """The bill of a search; None where its trials can't be planned. `asked` as for `api.plan`."""
     views: list[PlanView] = []
     machines: PlanView | None = None
@@ -217,7 +217,7 @@ def priced(job: Job, place: str, **asked: Any) -> Bill | None:
     if not views:
         return None
     bytes_of_weights = sum(2.0 * view.job.n_parameters for view in views) / len(views)
-    return Bill(
+    return SearchBill(
         job,
         _places(job, machines or views[0], views),
         sizes,
@@ -228,14 +228,14 @@ def priced(job: Job, place: str, **asked: Any) -> Bill | None:
     )
 
 
-def _places(job: Job, machines: PlanView, views: Sequence[PlanView]) -> list[Place]:
+def _places(job: Job, machines: PlanView, views: Sequence[PlanView]) -> list[PlannedMachine]:
     """Machines on one GPU of which every kind of trial can be done, the cheapest first."""
-    found, wanted = dict[str, Place](), job.where.gpus or 1
+    found, wanted = dict[str, PlannedMachine](), job.where.gpus or 1
     for machine in machines.plans:
         trials = [choice for view in views if (choice := _on_one(machine, view)) is not None]
         if len(trials) == len(views):
             at_a_time = max(1, machine.n_gpus) if wanted == "all" else int(wanted)
-            found.setdefault(machine.name, Place(machine, at_a_time, trials))
+            found.setdefault(machine.name, PlannedMachine(machine, at_a_time, trials))
     return list(found.values())
 
 

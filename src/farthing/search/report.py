@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from farthing.report.blocks import Cell, Drawing, Listed, Section, Table, Text, listed, sections
@@ -11,9 +10,6 @@ from farthing.report.html import page
 from farthing.search.halving import SHARES
 from farthing.storage.files import Json
 from farthing.units import plural, say_count, say_seconds, say_usd
-
-LOGARITHMIC = 50.0
-"""Of an axis whose largest number is so many times its smallest."""
 
 
 def search_report(receipt: Json) -> list[Section]:
@@ -31,8 +27,7 @@ def search_page(receipt: Json) -> str:
     reason = f", {receipt['reason']}" if receipt["reason"] else ""
     head = Text(f"{receipt['folder']}: {receipt['state']}{reason}. {_dollars(receipt)}.", "answer")
     scored = [each for each in receipt["trials"] if each["score"] is not None]
-    draws = (_by_dollars, *([_settings] if receipt["varied"] else []), _curves) if scored else ()
-    drawings = [draw(receipt, scored) for draw in draws]
+    drawings = [_by_dollars(receipt, scored), _curves(receipt, scored)] if scored else []
     report = sections(
         Section("", (head,)),
         listed("Result", in_words(receipt)),
@@ -167,10 +162,6 @@ def _is_winner(receipt: Json, trial: Json) -> bool:
     return bool(receipt["winner"]) and trial["trial"] == receipt["winner"]["trial"]
 
 
-def _colour(receipt: Json, trial: Json) -> int:
-    return 1 if _is_winner(receipt, trial) else 8
-
-
 def _edges(values: Sequence[float]) -> tuple[float, float]:
     """A little below the least and above the largest."""
     low, high = min(values), max(values)
@@ -181,15 +172,11 @@ def _edges(values: Sequence[float]) -> tuple[float, float]:
 def _by_dollars(receipt: Json, scored: Sequence[Json]) -> Drawing:
     at = {each["trial"]: (each["usd"], each["score"]) for each in scored}
     usd, scores = zip(*at.values(), strict=True)
-    dots = [
-        (
-            "marked demand" if _is_winner(receipt, each) else "dot spot",
-            at[each["trial"]],
-            4.5,
-            f"trial {each['trial']}: {each['score']:.4g} for {say_usd(each['usd'])}",
-        )
-        for each in scored
-    ]
+    dots = []
+    for each in scored:
+        mark = "marked demand" if _is_winner(receipt, each) else "dot spot"
+        words = f"trial {each['trial']}: {each['score']:.4g} for {say_usd(each['usd'])}"
+        dots.append((mark, at[each["trial"]], 4.5, words))
     return figure(
         "Score against dollars",
         f"{receipt['metric']} of every trial by its dollars; the line joins those that no other"
@@ -201,49 +188,11 @@ def _by_dollars(receipt: Json, scored: Sequence[Json]) -> Drawing:
     )
 
 
-def _settings(receipt: Json, scored: Sequence[Json]) -> Drawing:
-    """Settings and score of every trial side by side, each on a scale of its own."""
-    names = [*receipt["varied"], receipt["metric"]]
-    columns = [[each["settings"].get(key) for each in scored] for key in receipt["varied"]]
-    columns.append([each["score"] for each in scored])
-    placed = [_placed(column) for column in columns]
-    lines = [
-        Line(f"trial {each['trial']}", list(enumerate(heights)), _colour(receipt, each))
-        for each, *heights in zip(scored, *(places for places, _, _ in placed), strict=True)
-    ]
-    spans = [
-        f"{name} from {low} to {high}" for name, (_, low, high) in zip(names, placed, strict=True)
-    ]
-    return figure(
-        "Settings of every trial",
-        f"From left to right: {'; '.join(spans)}.",
-        Axes((0, len(names) - 1), (0, 1), lambda at: names[round(at)], str, range(len(names)), ()),
-        key={"winner": "c1", "other trials": "c8"},
-        lines=sorted(lines, key=lambda line: line.colour, reverse=True),
-    )
-
-
-def _placed(values: Sequence[object]) -> tuple[list[float], str, str]:
-    """Places of values from 0 to 1, the lowest and the highest: numbers by size, or by its
-    logarithm, others by their order.
-    """
-    numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
-    if len(numbers) == len(values):
-        low, high = (f"{edge(numbers):.4g}" for edge in (min, max))
-        if min(numbers) > 0 and max(numbers) >= LOGARITHMIC * min(numbers):
-            numbers = [math.log(number) for number in numbers]
-    else:
-        texts = sorted(set(map(str, values)))
-        low, high, numbers = texts[0], texts[-1], [float(texts.index(str(v))) for v in values]
-    least, width = min(numbers), max(numbers) - min(numbers)
-    return [(n - least) / width if width else 0.5 for n in numbers], low, high
-
-
 def _curves(receipt: Json, scored: Sequence[Json]) -> Drawing:
     lines = []
     for each in sorted(scored, key=lambda one: _is_winner(receipt, one)):
         points = [(step / each["n_steps"], y) for step, y in each["curve"] if y is not None]
-        colour = _colour(receipt, each)
+        colour = 1 if _is_winner(receipt, each) else 8
         lines.append(Line(f"trial {each['trial']}", points, colour, dots=True))
     scores = [y for line in lines for _, y in line.points]
     return figure(

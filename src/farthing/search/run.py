@@ -36,7 +36,7 @@ from farthing.run.ledger import Ledger
 from farthing.run.mirror import Mirror, open_mirror
 from farthing.run.opening import Opened, opened
 from farthing.run.signals import handled
-from farthing.search.bill import Bill, priced
+from farthing.search.bill import SearchBill, priced
 from farthing.search.halving import Rungs, best_score, interval, ranked, rungs_of, shares_of
 from farthing.search.pool import Worker, WorkerDiedError, environs
 from farthing.search.receipt import (
@@ -275,9 +275,9 @@ class _Search:
         if self.mirror is not None:
             self.mirror.wait(STORE_S)  # another machine has as many trials and rungs
 
-    def _priced(self) -> Bill | None:
+    def _priced(self) -> SearchBill | None:
         """The bill of the search, while the limits leave time to plan. Raises `InputError`."""
-        found: SimpleQueue[Bill | Exception | None] = SimpleQueue()
+        found: SimpleQueue[SearchBill | Exception | None] = SimpleQueue()
 
         def plan() -> None:
             try:

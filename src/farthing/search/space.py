@@ -12,7 +12,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from farthing.config.job import Job, Range, SearchSection
+from farthing.config.job import Job, ValueRange, SearchSection
 from farthing.config.load import SHORTHAND, parse_job
 from farthing.config.preflight import look_over
 from farthing.errors import InputError
@@ -27,7 +27,7 @@ def n_choices(section: SearchSection) -> int | None:
     """How many settings there are; None where a range has no end of them."""
     n = 1
     for values in section.vary.values():
-        if not isinstance(values, Range):
+        if not isinstance(values, ValueRange):
             n *= len(values)
         elif values.step is None and not _is_whole(values):
             return None
@@ -53,7 +53,7 @@ def draw(
             value=score,
             params={
                 key: value
-                if isinstance(values := section.vary[key], Range)
+                if isinstance(values := section.vary[key], ValueRange)
                 else values.index(value)
                 for key, value in settings.items()
             },
@@ -70,7 +70,7 @@ def draw(
         drawn, settings = study.ask(space).params, {}
         for key in space:
             values = section.vary[key]
-            settings[key] = drawn[key] if isinstance(values, Range) else values[drawn[key]]
+            settings[key] = drawn[key] if isinstance(values, ValueRange) else values[drawn[key]]
         if settings not in tried:
             return settings
     return None
@@ -109,7 +109,7 @@ def _sampler(optuna: Any, kind: str, seed: int) -> Any:
 def _distributions(optuna: Any, section: SearchSection) -> dict[str, Any]:
     found, known = dict[str, Any](), optuna.distributions
     for key, values in sorted(section.vary.items()):  # whatever the order in the file
-        if not isinstance(values, Range):
+        if not isinstance(values, ValueRange):
             found[key] = known.CategoricalDistribution(list(range(len(values))))
         elif _is_whole(values):
             low, high, step = int(values.low), int(values.high), int(values.step or 1)
@@ -121,7 +121,7 @@ def _distributions(optuna: Any, section: SearchSection) -> dict[str, Any]:
     return found
 
 
-def _is_whole(values: Range) -> bool:
+def _is_whole(values: ValueRange) -> bool:
     return all(isinstance(each, int) for each in (values.low, values.high, values.step or 1))
 
 
@@ -153,7 +153,7 @@ def job_of(values: Mapping[str, Any], place: str) -> Job:
 def refuse_choices(job: Job, place: str) -> None:
     """Raises `InputError` for a choice with which no setting is a job, before any is paid for."""
     keys = {
-        key: (values.low, values.high) if isinstance(values, Range) else values
+        key: (values.low, values.high) if isinstance(values, ValueRange) else values
         for key, values in job.search.vary.items()
     }
     for key, choices in keys.items():

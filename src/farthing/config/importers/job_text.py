@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from farthing.config.importers.tables import Imported, Line, say
+from farthing.config.importers.tables import Imported, KeyFate, say
 from farthing.printable import printable
 from farthing.storage.files import Json
 
@@ -26,7 +26,7 @@ _WIDTH = 111
 def job_text(imported: Imported, name: str) -> str:
     """The job file. `name` is that of the source's file, for the comments."""
     job = dict(imported.job)
-    origin: dict[str, list[Line]] = {}
+    origin: dict[str, list[KeyFate]] = {}
     for line in imported.mapped:
         origin.setdefault(line.became, []).append(line)
 
@@ -79,7 +79,7 @@ def _data(job: Json) -> Json:
 _ORDER = ("path", "split", "name", "columns").index
 
 
-def _key(key: str, value: Any, was: list[Line], default_of: str, indent: str) -> list[str]:
+def _key(key: str, value: Any, was: list[KeyFate], default_of: str, indent: str) -> list[str]:
     own = key.rpartition(".")[2], say(value)
     words = ", ".join(
         line.key if say(line.value) == own[1] else f"{line.key}: {say(line.value)}"

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from farthing.config.importers.recognise import settings_in
-from farthing.config.importers.tables import Imported, Line, flat, read_keys, say
+from farthing.config.importers.tables import Imported, KeyFate, flat, read_keys, say
 from farthing.config.job import Job
 from farthing.errors import InputError
 from farthing.storage.files import Json
@@ -103,7 +103,7 @@ def _says(job: Job, key: str) -> bool:
     return name in getattr(job, section).model_fields_set
 
 
-def _in_words(line: Line, out: Imported, stays: set[str]) -> str:
+def _in_words(line: KeyFate, out: Imported, stays: set[str]) -> str:
     value = f"{line.key}: {say(line.value)}"
     if not line.became:
         return f"{value} - {line.why}"

@@ -70,7 +70,7 @@ class Why(NamedTuple):
     patterns: tuple[str, ...]
 
 
-class Table(NamedTuple):
+class ToolTable(NamedTuple):
     """A tool's keys, and what it does where nothing is written."""
 
     keys: Mapping[str, Rule]
@@ -86,7 +86,7 @@ class Table(NamedTuple):
         return None
 
 
-class Line(NamedTuple):
+class KeyFate(NamedTuple):
     """What became of one key of the source."""
 
     key: str
@@ -107,7 +107,7 @@ class Imported:
     program: str = ""
     """The script or verb of a command line: `run_glue.py`, `sft`."""
     job: Json = field(default_factory=dict)
-    lines: dict[str, Line] = field(default_factory=dict)
+    lines: dict[str, KeyFate] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     defaults: dict[str, str] = field(default_factory=dict)
     """Keys of the job that the source leaves to its tool's default: whose default it is."""
@@ -118,7 +118,7 @@ class Imported:
 
     def _note(self, key: str, value: Any, to: str, why: str, effect: Effect) -> None:
         key = self.labels.get(key, key)
-        self.lines[key] = Line(key, value, to, why, effect)
+        self.lines[key] = KeyFate(key, value, to, why, effect)
 
     def put(self, key: str, value: Any, to: str, converted: Any, note: str = "") -> None:
         """Map a key of the source. A key of the job that is set already stays."""
@@ -205,15 +205,15 @@ class Imported:
         return "objective.name" in self.job
 
     @property
-    def mapped(self) -> list[Line]:
+    def mapped(self) -> list[KeyFate]:
         return [line for line in self.lines.values() if line.became]
 
     @property
-    def named(self) -> list[Line]:
+    def named(self) -> list[KeyFate]:
         return [line for line in self.lines.values() if not line.became]
 
     @property
-    def blockers(self) -> list[Line]:
+    def blockers(self) -> list[KeyFate]:
         """Keys that ask for a training which farthing can't do."""
         return [line for line in self.lines.values() if line.effect == "blocks"]
 
@@ -412,7 +412,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 @functools.cache
-def table(name: str) -> Table:
+def table(name: str) -> ToolTable:
     """A block of the tables with those that it takes."""
     block = facts_of_tools()[name]
     keys: dict[str, Rule] = {}
@@ -429,7 +429,7 @@ def table(name: str) -> Table:
     for taken in map(table, block.get("takes", "").split()):
         keys = {**taken.keys, **keys}
         reasons += taken.reasons
-    return Table(keys, tuple(reasons), block.get("defaults", {}))
+    return ToolTable(keys, tuple(reasons), block.get("defaults", {}))
 
 
 def fact(name: str) -> Any:
