@@ -89,6 +89,8 @@ def test_the_table_has_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     ("error", "code"),
     [
         (ZeroDivisionError("of our own"), 1),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), 2),
+        (ModuleNotFoundError("of our own", name="farthing.gone"), 1),
         (OutOfMemoryError("full"), 1),
         (NotFiniteError("nan"), 1),
         (SaveError("disk"), 75),

@@ -665,3 +665,11 @@ def test_a_name_with_a_nul_character_is_a_mistake_at_its_key(key: str, tmp_path:
     path.write_text("\n".join(f'{k}: "{v}\\0"' for k, v in keys.items()), encoding="utf-8")
     with pytest.raises(JobError, match=r"job.yaml:1: a text with a NUL character"):
         load_job(path)
+
+
+def test_a_deadline_that_no_clock_shows_is_a_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("task: causal-lm\nmodel: m\ndata: a.jsonl\noutput_dir: r\n", "utf-8")
+    with pytest.raises(JobError, match="no moment that a clock shows"):
+        load_job(path, ["limits.deadline=0001-01-01"])
+    assert load_job(path, ["limits.deadline=9999-12-30"]).limits.deadline is not None

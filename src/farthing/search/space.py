@@ -12,7 +12,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from farthing.config.job import Job, ValueRange, SearchSection
+from farthing.config.job import Job, SearchSection, ValueRange
 from farthing.config.load import SHORTHAND, parse_job
 from farthing.config.preflight import look_over
 from farthing.errors import InputError
