@@ -7,20 +7,25 @@ follows it and the receipt prints it. Files of runs have it as JSON.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True)
 class Settings:
     """How one run is computed. None: not decided yet."""
 
-    micro_batch_tokens: int = 0
+    micro_batch_tokens: Count = 0
     """Most computed tokens of a micro-batch on one GPU; a longer example goes alone. 0: a number of
     examples is counted.
     """
-    checkpoint_every: int = 0
+    checkpoint_every: Count = 0
     """Activation checkpointing: 0 none, 1 every layer, k every k-th."""
     shares_prefix: bool | None = None
     """Whether what examples of a micro-batch begin with is computed once in it."""
@@ -32,16 +37,16 @@ class Settings:
     """Of norms, rotations and gated feed-forwards: torch or liger."""
     precision: str | None = None
     """Of the forward pass: bf16, fp16 or fp32."""
-    slots: int = 0
+    slots: Count = 0
     """Columns of a step's micro-batches, whose gradients are added up in a fixed order, whichever
     of several GPUs computes them. 0: one for each GPU, and added up in any order."""
     probed: bool = False
     """Whether tokens and checkpointing are what a probe has found quickest."""
-    least_tokens: int = 0
+    least_tokens: Count = 0
     """Padded work is cut as if a micro-batch of fewer computed tokens took no less: see
     `data.packing.MicroBatchCost`.
     """
-    more_tokens: int = 32
+    more_tokens: Count = 32
     """And each as if it had so many more."""
 
     def with_probed(self, found: Settings) -> Settings:
@@ -74,15 +79,8 @@ class Settings:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Settings:
         """What `to_json` wrote, or a part of it, among other keys. Raises `ValueError`."""
-        found = cls(
-            **{field.name: values[field.name] for field in fields(cls) if field.name in values}
-        )
-        for each in fields(cls):
-            value, (kind, _, optional) = getattr(found, each.name), str(each.type).partition(" | ")
-            is_fine = type(value).__name__ == kind and (kind != "int" or value >= 0)
-            if not (is_fine or (optional and value is None)):
-                raise ValueError(f"these are no settings: {found}")
-        return found
+        own = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        return TypeAdapter(cls).validate_json(json.dumps(own), strict=True)
 
     @property
     def checkpointing(self) -> str:

@@ -209,12 +209,11 @@ def _searches_s(session: Any, offer: Any, arguments: argparse.Namespace) -> floa
     names = (offer.provider,) if is_rented else ()
     bill = priced(job, arguments.job, provider=names, prices=arguments.prices)
     kind = offer.kind.replace("-", " ")
-    name = f"{max(1, offer.n_gpus)}x {offer.gpu} {kind} at {offer.provider}"
-    rows = bill.of(bill.n_trials(MOST_TRIALS))["machines"] if bill else []
-    hours = [row["hours"] for row in rows if is_rented or row["kind"] == "here"]
+    key, wanted = "kind", "here"
     if is_rented:
-        hours = [row["hours"] for row in rows if row["name"] == name]
-    return hours[0] * 3600 if hours else None
+        key, wanted = "name", f"{max(1, offer.n_gpus)}x {offer.gpu} {kind} at {offer.provider}"
+    rows = bill.of(bill.n_trials(MOST_TRIALS))["machines"] if bill else []
+    return next((row["hours"] * 3600 for row in rows if row[key] == wanted), None)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,19 @@ def measure(job: Any, work: Callable[[Any], Any], *, as_json: bool, goes_on: boo
     return None if as_json else found
 
 
+def say_end(console: Any, state: str, reason: str) -> None:
+    """How a run or a search ended."""
+    from farthing.report.safe import escape
+
+    again = "run the same command to continue"
+    words = {
+        "finished": "[green]finished[/]: {}",
+        "limit": f"[yellow]stopped[/] by {{}}; raise the limit and {again}",
+        "interrupted": f"[yellow]interrupted[/] ({{}}); {again}",
+    }
+    console.print(words[state].format(escape(reason)), highlight=False, soft_wrap=True)
+
+
 def n_processes_of(job: Any, *, on_cpu: bool) -> int:
     """One for each GPU that the job may use; as many as it names without a GPU where `on_cpu`.
     Raises `InputError` where this machine has fewer.

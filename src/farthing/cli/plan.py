@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -98,6 +99,7 @@ def _view(arguments: argparse.Namespace) -> tuple[PlanView, Any]:
     from farthing.planner.ownership import parse_owned
     from farthing.planner.serving import parse_traffic
     from farthing.planner.throughput_arithmetic import parse_figures
+    from farthing.units import parse_usd
 
     given, now = vars(arguments), clock.now().replace(second=0, microsecond=0)
     for name, least in (("max_gpus", 1), ("limit", 0), ("examples", 1), ("runs", 1)):
@@ -105,12 +107,16 @@ def _view(arguments: argparse.Namespace) -> tuple[PlanView, Any]:
     in_range("--runs-per-month", arguments.runs_per_month, 1e-6, 1e6)
     more = {
         "own": [parse_owned(text) for text in arguments.own],
-        "budget_usd": _dollars(arguments.budget, "--budget"),
-        "deadline_s": _seconds_until(arguments.deadline, now),
+        "budget_usd": _parsed(parse_usd, arguments.budget, "--budget", "--budget 5"),
+        "deadline_s": _parsed(
+            lambda text: _seconds_until(text, now),
+            *(arguments.deadline, "--deadline", '"2026-12-01 18:00" or 12h'),
+        ),
         "torch": arguments.torch,
         "traces": None if arguments.traces is None else Path(arguments.traces),
     }
-    figures, paid_usd = parse_figures(given), _dollars(arguments.paid, "--paid")
+    figures = parse_figures(given)
+    paid_usd = _parsed(parse_usd, arguments.paid, "--paid", "--paid 5")
     traffic = None if arguments.serve is None else parse_traffic(arguments.serve)
     if arguments.html is not None:
         _check_page_path(Path(arguments.html))
@@ -201,38 +207,26 @@ def _next_step(arguments: argparse.Namespace, view: PlanView, bill: Any) -> str:
     return f"rent it at {best.provider}, then: farthing launch {words} --on ssh:HOST"
 
 
-def _dollars(text: str | None, where: str) -> float | None:
-    from farthing.units import parse_usd
-
-    if text is None:
-        return None
+def _parsed(read: Callable[[str], float], text: str | None, where: str, such: str) -> float | None:
+    """An option as a number. Raises `InputError`."""
     try:
-        return parse_usd(text)
-    except ValueError as error:
-        raise InputError(str(error), where=where, to_do=f"e.g. {where} 5") from None
+        return None if text is None else read(text)
+    except (ValueError, OverflowError) as error:
+        raise InputError(str(error), where=where, to_do=f"e.g. {such}") from None
 
 
-def _seconds_until(text: str | None, now: datetime) -> float | None:
+def _seconds_until(text: str, now: datetime) -> float:
     """Seconds from now to a moment, or a duration from now."""
     from farthing.units import parse_hours
 
-    if text is None:
-        return None
     try:
         is_moment = "-" in text or "T" in text
-        seconds = (
-            datetime.fromisoformat(text).timestamp() - now.timestamp()
-            if is_moment
-            else parse_hours(text) * 3600
-        )
+        moment_s = datetime.fromisoformat(text).timestamp() if is_moment else 0.0
+        seconds = moment_s - now.timestamp() if is_moment else parse_hours(text) * 3600
     except (ValueError, OverflowError):
-        raise InputError(
-            f"{text!r} is neither a date nor a duration",
-            where="--deadline",
-            to_do='e.g. "2026-12-01 18:00" or 12h',
-        ) from None
+        raise ValueError(f"{text!r} is neither a date nor a duration") from None
     if seconds <= 0:
-        raise InputError(f"{text} is in the past", where="--deadline", to_do="give a later one")
+        raise ValueError(f"{text} is in the past")
     return seconds
 
 

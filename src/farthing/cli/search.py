@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.cli.console import print_json, rich_console
-from farthing.cli.leaving import n_processes_of
+from farthing.cli.leaving import n_processes_of, say_end
 from farthing.cli.parser import JOB
 from farthing.run.guard import forget_done, tell
 
@@ -41,13 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         from farthing.search.report import search_report
 
         draw(console, search_report(outcome.receipt))
-    to_do = {
-        "limit": "; raise the limit and run the same command to continue",
-        "interrupted": "; run the same command to continue",
-    }
-    console.print(
-        f"{outcome.state}: {outcome.reason}{to_do.get(outcome.state, '')}", highlight=False
-    )
+    say_end(console, outcome.state, outcome.reason)
     return outcome.exit_code
 
 

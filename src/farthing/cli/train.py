@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from farthing.cli.console import complain, print_json, put, rich_console
-from farthing.cli.leaving import leave_before_the_start, n_processes_of
+from farthing.cli.leaving import leave_before_the_start, n_processes_of, say_end
 from farthing.cli.parser import JOB, in_range
 from farthing.errors import EXIT_CODES, EXIT_FINISHED, FarthingError, InputError, JobError
 from farthing.run.group import Seat, seat_in, sit_down
@@ -264,22 +264,15 @@ def _show_end(
     """The receipt, and how it ended."""
     from farthing.report.draw import draw
     from farthing.report.receipt_report import receipt_report
-    from farthing.report.safe import escape
 
-    console, reason = rich_console(stderr=arguments.json, goes_on=goes_on), escape(reason)
+    console = rich_console(stderr=arguments.json, goes_on=goes_on)
     if arguments.json:
         print_json(receipt.to_json())
     else:
         console.print()
         draw(console, receipt_report(receipt))
         console.print()
-    again = "run the same command to continue"
-    words = {
-        "finished": f"[green]finished[/]: {reason}",
-        "limit": f"[yellow]stopped[/] by {reason}; raise the limit and {again}",
-        "interrupted": f"[yellow]interrupted[/] ({reason}); {again}",
-    }
-    console.print(words[state], highlight=False, soft_wrap=True)
+    say_end(console, state, reason)
     return EXIT_CODES[state]
 
 

@@ -644,17 +644,13 @@ class Job(JobSection):
         return {**values, "task": name}
 
     @model_validator(mode="after")
-    def _weights_in_bf16_are_all_trained(self) -> Job:
+    def _sections_agree(self) -> Job:
         if self.train.optim == "adamw_bf16_stochastic_round" and self.method.name != "full":
             raise ValueError(
                 f"train.optim: {self.train.optim} trains all weights in bf16, and method:"
                 f" {self.method.name} adapters in fp32; use optim: adamw_torch_fused, or method:"
                 " full"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_fitted_schedule_has_a_budget(self) -> Job:
         if self.train.fit_schedule_to_budget and not self.limits.is_set:
             raise ValueError(
                 "train.fit_schedule_to_budget fits to a limit; set limits.max_usd, max_hours or"
@@ -727,6 +723,11 @@ class Job(JobSection):
         """What is learned of rows with several answers and scores, in one word."""
         keep = self.data.keep
         return way_of(keep.model_dump() if isinstance(keep, Above) else keep, self.data.pairs)
+
+    @property
+    def metric(self) -> str:
+        """The metric that chooses the best model."""
+        return (self.train.metric_for_best_model or "loss").removeprefix("eval_")
 
     @property
     def too_long(self) -> str:

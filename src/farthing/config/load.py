@@ -172,13 +172,12 @@ def _without(values: Json, places: Iterable[tuple[int | str, ...]]) -> Job | Non
     """The job without the keys at these places; None where what is left of it is none."""
     for place in places:
         inner: Any = values
-        for key in place[:-1]:
-            if not isinstance(inner.get(str(key)), dict):
+        for key in map(str, place):
+            if isinstance(inner.get(key), dict) and key != str(place[-1]):
+                inner = inner[key]
+            else:
+                inner.pop(key, None)
                 break
-            inner = inner[str(key)]
-        else:
-            key = place[-1] if place else ""
-        inner.pop(str(key), None)
     try:
         return Job.model_validate(values)
     except ValidationError:
@@ -324,9 +323,11 @@ def _explain(item: Any, origin: _Origin) -> InputError:
     """A pydantic error in our words, with the line it stands on."""
     kind, message, value = item["type"], item["msg"].removeprefix("Value error, "), item["input"]
     loc = tuple(str(part) for part in item["loc"])
-    loc = loc[:3] + loc[4:] if loc[:2] == ("search", "vary") else loc  # not which form it has
-    raised = item.get("ctx", {}).get("error")
-    where = origin.of((*loc, *getattr(raised, "place", ())))
+    is_varied = loc[:2] == ("search", "vary")
+    loc = loc[:3] + loc[4:] if is_varied else loc  # not which form it has
+    context = item.get("ctx", {})
+    own_place = getattr(context.get("error"), "place", ())
+    where = origin.of((*loc, *own_place))
     if kind == "extra_forbidden":
         return InputError(f"unknown key `{'.'.join(loc)}`", where=where, to_do=_meant(loc))
     if kind == "missing":
@@ -334,27 +335,27 @@ def _explain(item: Any, origin: _Origin) -> InputError:
         to_do = f"add `{loc[-1]}:`" + ({"task": names} | _ADD).get(loc[-1], "")
         return InputError(f"`{'.'.join(loc)}` is missing", where=where, to_do=to_do)
     # leave out which alternative or item of a key it was
-    loc = loc[: 3 if loc[:2] == ("search", "vary") else 2 if loc and loc[0] in SECTIONS else 1]
+    loc = loc[: 3 if is_varied else 2 if loc and loc[0] in SECTIONS else 1]
     key = ".".join(loc)
     if kind == "value_error":
         there = {*origin.places, *origin.overrides}
         named = next((name for name in re.findall(r"\w+", message) if (*loc, name) in there), None)
-        if named and not getattr(raised, "place", ()):
+        if named and not own_place:
             where = origin.of((*loc, named))
         what, _, to_do = message.partition("; ")
         return InputError(f"`{key}`: {what}" if key else what, where=where, to_do=to_do)
     words = {True: "true", False: "false", None: "empty"}
     given = words[value] if isinstance(value, bool | None) else repr(value)
     what = f"`{key}` can't be {given if len(given) <= 80 else given[:80] + '...'}"
-    to_do = message[:1].lower() + message[1:]
-    if kind == "literal_error":
-        expected = item.get("ctx", {}).get("expected", "")
-        near = difflib.get_close_matches(str(value), re.findall(r"'([^']+)'", expected), n=1)
-        to_do = f"did you mean `{near[0]}`?" if near else f"use {expected}"
-        if str(value).startswith(("cuda:", "gpu")):
-            to_do = "use cuda; CUDA_VISIBLE_DEVICES=NUMBER in the environment chooses among GPUs"
+    if kind != "literal_error":
+        to_do = _WANTED.get(_OTHER_KIND.sub(r"\1", kind), message[:1].lower() + message[1:])
+    elif str(value).startswith(("cuda:", "gpu")):
+        to_do = "use cuda; CUDA_VISIBLE_DEVICES=NUMBER in the environment chooses among GPUs"
     else:
-        to_do = _WANTED.get(_OTHER_KIND.sub(r"\1", kind), to_do)
+        near = difflib.get_close_matches(
+            str(value), re.findall("'([^']+)'", context["expected"]), n=1
+        )
+        to_do = f"did you mean `{near[0]}`?" if near else f"use {context['expected']}"
     return InputError(what, where=where, to_do=to_do)
 
 
@@ -364,21 +365,18 @@ def _meant(loc: Key) -> str:
     """
     *section, name = loc
     known = KEYS.get(".".join(section), [])
-    everywhere = {
-        key: f"{home}.{key}" for home, keys in reversed(KEYS.items()) if home for key in keys
-    }
+    homes = {key: f"{home}.{key}" for home, keys in reversed(KEYS.items()) if home for key in keys}
     is_slip = bool(difflib.get_close_matches(name, known, n=1, cutoff=0.9))
     if words := answer(name, is_exact=is_slip):
         return f"{words}; take the key out"
+    if name in homes and not is_slip:
+        return f"it belongs in `{homes[name]}`"
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     # letters that changed places are the likelier slip
     near.sort(key=lambda key: sorted(key) != sorted(name))
-    if name in everywhere and not is_slip:
-        return f"it belongs in `{everywhere[name]}`"
-    if near:
-        return f"did you mean `{near[0]}`?"
-    if afar := difflib.get_close_matches(name, everywhere, n=1, cutoff=0.8):
-        return f"did you mean `{everywhere[afar[0]]}`?"
+    afar = difflib.get_close_matches(name, homes, n=1, cutoff=0.8)
+    if found := [*near, *(homes[key] for key in afar)]:
+        return f"did you mean `{found[0]}`?"
     return f"known here: {', '.join(known)}" if known else f"`{'.'.join(section)}` has no such key"
 
 
@@ -386,11 +384,9 @@ def _once_each(problems: Iterable[InputError]) -> list[InputError]:
     """A key that takes several kinds of value gives one problem for each kind: say them
     together.
     """
-    together: dict[tuple[str, str], list[str]] = {}
+    together: dict[tuple[str, str], dict[str, None]] = {}
     for problem in problems:
-        wanted = together.setdefault((problem.what, problem.where), [])
-        if problem.to_do not in wanted:
-            wanted.append(problem.to_do)
+        together.setdefault((problem.what, problem.where), {})[problem.to_do] = None
     return [
         InputError(what, where=where, to_do=", or ".join(wanted))
         for (what, where), wanted in together.items()
@@ -442,17 +438,15 @@ def _contradictions(job: Job) -> Iterator[tuple[str, str, str]]:
         what = f"{job.task} compares the examples of a step, and one has no other"
         yield f"train.{key}", what, "use 4 or more"
     yield from _without_evaluation(job)
-    metric = (train.metric_for_best_model or "loss").removeprefix("eval_")
-    if metric not in objective.metrics:
-        near = difflib.get_close_matches(metric, objective.metrics, n=1)
+    if job.metric not in objective.metrics:
+        near = difflib.get_close_matches(job.metric, objective.metrics, n=1)
         to_do = f"did you mean `{near[0]}`?" if near else f"use {', '.join(objective.metrics)}"
-        yield "train.metric_for_best_model", f"`{metric}` is not measured for {job.task}", to_do
+        yield "train.metric_for_best_model", f"`{job.metric}` is not measured for {job.task}", to_do
 
 
 def is_mean_of_tokens(job: Job) -> bool:
     """Whether the metric that chooses is a mean over tokens, which other tokens change."""
-    metric = (job.train.metric_for_best_model or "loss").removeprefix("eval_")
-    return not objective_of(job.task).counts_units and metric in OF_TOKENS
+    return not objective_of(job.task).counts_units and job.metric in OF_TOKENS
 
 
 def other_metric(job: Job) -> str:
@@ -462,7 +456,6 @@ def other_metric(job: Job) -> str:
 
 def _incomparable(job: Job) -> Iterator[tuple[str, str, str]]:
     """Keys of a search under which scores are no longer of one thing."""
-    metric = (job.train.metric_for_best_model or "loss").removeprefix("eval_")
     is_of_tokens, instead = is_mean_of_tokens(job), other_metric(job)
     for key in job.search.vary:
         section, _, name = key.partition(".")
@@ -474,7 +467,7 @@ def _incomparable(job: Job) -> Iterator[tuple[str, str, str]]:
         elif section == "data" and name not in (*OF_TRAINING_DATA, *OF_TEXTS):
             what = f"trials under different `{key}` would be scored on different examples"
             yield "search.vary", what, "leave it out"
-        elif (is_text and is_of_tokens) or (section == "objective" and metric == "loss"):
+        elif (is_text and is_of_tokens) or (section == "objective" and job.metric == "loss"):
             what = f"losses under different `{key}` are different things and can't be compared"
             to_do = f"set train.metric_for_best_model: {instead}" if instead else "leave it out"
             yield "search.vary", what, to_do

@@ -66,22 +66,13 @@ AsWord = BeforeValidator(lambda value: str(value).lower() if isinstance(value, b
 Name = Annotated[str, Field(min_length=1)]
 
 
-def _here(name: str) -> str:
-    if is_remote(name):
-        raise ValueError(
-            "this is a URL; give a folder of this machine, and use `output_store:` for a copy"
-            " elsewhere"
-        )
-    return name
+def _no_url(to_do: str) -> AfterValidator:
+    def check(name: str) -> str:
+        if is_remote(name):
+            raise ValueError(f"this is a URL; {to_do}")
+        return name
 
-
-def _on_hub(name: str) -> str:
-    if is_remote(name):
-        raise ValueError(
-            "this is a URL; give a Hub name or a folder, and put tokens into the environment"
-            " (HF_TOKEN)"
-        )
-    return name
+    return AfterValidator(check)
 
 
 def _in_store(name: str) -> str:
@@ -98,8 +89,12 @@ def _in_store(name: str) -> str:
     return name
 
 
-Folder = Annotated[Name, AfterValidator(_here)]
-HubName = Annotated[Name, AfterValidator(_on_hub)]
+Folder = Annotated[
+    Name, _no_url("give a folder of this machine, and use `output_store:` for a copy elsewhere")
+]
+HubName = Annotated[
+    Name, _no_url("give a Hub name or a folder, and put tokens into the environment (HF_TOKEN)")
+]
 Store = Annotated[Name, AfterValidator(_in_store)]
 OneOrMany = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 

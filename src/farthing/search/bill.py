@@ -173,8 +173,7 @@ class SearchBill:
 
     def _warnings(self, n_trials: int, row: Mapping[str, Any] | None) -> list[str]:
         found, cap_usd = [], self.job.limits.max_usd
-        metric = (self.job.train.metric_for_best_model or "loss").removeprefix("eval_")
-        if metric in SHARES:
+        if (metric := self.job.metric) in SHARES:
             found.append(
                 f"{self.n_eval:,} evaluation examples: two settings whose {metric} differs by less"
                 f" than {100 * least_difference(self.n_eval):.1f} points can't be told apart"

@@ -225,9 +225,8 @@ class _Search:
     workers: list[Worker]
 
     def __post_init__(self) -> None:
-        train, known = self.job.train, objective_of(self.job.task).metrics
-        self.metric = (train.metric_for_best_model or "loss").removeprefix("eval_")
-        greater = train.greater_is_better
+        self.metric, greater = self.job.metric, self.job.train.greater_is_better
+        known = objective_of(self.job.task).metrics
         self.greater = known[self.metric] if greater is None else greater
         self.folder, self.section = Path(self.job.output_dir), self.job.search
         self._idle: SimpleQueue[Worker] = SimpleQueue()

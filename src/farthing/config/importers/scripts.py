@@ -14,14 +14,15 @@ import math
 import operator
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from farthing.config.importers.tables import Computed
 from farthing.errors import InputError
 from farthing.storage.files import Json
 
-MAX_LINE = 1 << 20
+MAX_LINE, MAX_VALUES = 1 << 20, 10_000
+"""Of a command line in which variables are written out, and of a list with the lists in it."""
 
 
 class Call(NamedTuple):
@@ -125,6 +126,8 @@ class _Values:
         self.defaults: dict[str, ast.expr] = {}
         """Of command line arguments and dataclass fields, by their name."""
         self.of = functools.cache(self._of)  # names grow out of one another
+        self.sizes: dict[int, int] = {}
+        """Values in a list or mapping with those in it, by its id."""
         for node in ast.walk(tree):
             match node:
                 case ast.Constant(value=int(number)) if number.bit_length() > 63:
@@ -133,7 +136,7 @@ class _Values:
                     self._assign(targets, value)
                 case ast.AnnAssign(target, value=ast.expr() as value):
                     self._assign([target], value)
-                    self.defaults[ast.unparse(target)] = _default_of(value) or value
+                    self.defaults[_dotted(target)] = _default_of(value) or value
                 case ast.Call(func, flags) if _dotted(func).endswith("add_argument"):
                     for flag in flags:
                         if isinstance(flag, ast.Constant) and (default := _default_of(node)):
@@ -142,8 +145,9 @@ class _Values:
 
     def _assign(self, targets: list[ast.expr], value: ast.expr) -> None:
         for target in targets:
-            if isinstance(target, ast.Name | ast.Attribute):
-                self.assigned.setdefault(ast.unparse(target), []).append((target.lineno, value))
+            name = _dotted(target)
+            if name and not name.startswith("()"):
+                self.assigned.setdefault(name, []).append((target.lineno, value))
 
     def _of(self, node: ast.expr, line: int) -> Any:
         """The value of an expression on a line, or `Computed`."""
@@ -158,12 +162,14 @@ class _Values:
                 return node.value
             case ast.List(items) | ast.Tuple(items) | ast.Set(items):
                 values = [self.of(item, line) for item in items]
-                return Computed(ast.unparse(node)) if any(map(_is_open, values)) else values
+                is_open = any(map(_is_open, values))
+                return Computed(ast.unparse(node)) if is_open else self._counted(values, values)
             case ast.Dict(keys, values):
                 pairs = zip(keys, values, strict=True)
-                return {
+                found = {
                     str(self.of(key, line)): self.of(value, line) for key, value in pairs if key
                 }
+                return self._counted(found, found.values())
             case ast.UnaryOp(ast.USub(), inner):
                 return self._arithmetic(node, operator.neg, inner, line=line)
             case ast.BinOp(left, sign, right):
@@ -171,6 +177,13 @@ class _Values:
             case ast.Name() | ast.Attribute():
                 return self._named(node, line)
         return Computed(ast.unparse(node))
+
+    def _counted(self, value: Any, parts: Iterable[Any]) -> Any:
+        n = sum(self.sizes.get(id(part), 1) for part in parts)
+        if n > MAX_VALUES:
+            raise OverflowError
+        self.sizes[id(value)] = n
+        return value
 
     def made(self, name: str, line: int) -> str:
         """The name of the call that a variable was made by; empty for others."""
@@ -183,7 +196,7 @@ class _Values:
         return how(*values) if how and is_number else Computed(ast.unparse(node))
 
     def _named(self, node: ast.Name | ast.Attribute, line: int) -> Any:
-        name = ast.unparse(node)
+        name = _dotted(node)
         before = [(at, value) for at, value in self.assigned.get(name, ()) if at < line]
         owner, _, last = name.rpartition(".")
         if before:
@@ -235,16 +248,23 @@ def commands_of(text: str) -> Iterator[Command]:
         for name, value in re.findall(_ASSIGNED, joined, re.MULTILINE)
     }
 
+    left = MAX_LINE
+
     def known(match: re.Match[str]) -> str:
-        return variables.get(match[1] or match[3], match[2] or match[0])
+        nonlocal left
+        text = variables.get(match[1] or match[3], match[2] or match[0])
+        left -= len(text)
+        if left < 0:
+            raise ValueError("variables that expand too far")
+        return text
 
     for line in joined.split("\n"):
         begins = _STARTS.search(line)
-        if begins is None or "--" not in line:
+        if begins is None or "--" not in line or len(line) > MAX_LINE:
             continue
-        for _ in range(MAX_NESTED):  # a variable may be made of others
-            line = _VARIABLE.sub(known, line) if len(line) < MAX_LINE else line
         try:
+            for _ in range(MAX_NESTED):  # a variable may be made of others
+                line = _VARIABLE.sub(known, line)
             words = shlex.split(line[begins.start() :].strip(" `$>"), comments=True)
         except ValueError:
             continue
