@@ -4,6 +4,7 @@ interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -313,3 +314,21 @@ def test_train_has_every_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         "finished",
     ], "what was refused or had nothing to do is none"
     assert values["train"]["max_steps"] == 6
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("words", [["prices"], ["prices", "--json"], ["init", "--schema"]])
+def test_a_full_disk_behind_stdout_is_one_that_can_be_tried_again(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115 - closing it fails
+    monkeypatch.setattr("sys.stdout", full)
+    assert main(words) == 75
+    assert "make room" in capsys.readouterr().err
+    with contextlib.suppress(OSError):
+        full.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_page_on_a_full_disk_is_not_a_mistake(bench: Path, cli: Cli) -> None:
+    assert "make room" in cli.err("report", bench / "run", "--html", "/dev/full", code=75)

@@ -673,3 +673,20 @@ def test_a_deadline_that_no_clock_shows_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="no moment that a clock shows"):
         load_job(path, ["limits.deadline=0001-01-01"])
     assert load_job(path, ["limits.deadline=9999-12-30"]).limits.deadline is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("output_dir", "~nobody-here/run", "home of an unknown user"),
+        ("data.train", "~nobody-here/a.jsonl", "home of an unknown user"),
+        ("model.from_run", "x" * 300, "a name of 300 bytes in a path"),
+    ],
+)
+def test_a_path_that_no_file_can_have_is_a_mistake_at_its_key(
+    key: str, value: str, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("task: causal-lm\nmodel: m\ndata: a.jsonl\noutput_dir: r\n", "utf-8")
+    with pytest.raises(JobError, match=f"--set {key}.*{words}"):
+        load_job(path, [f"{key}={value}"])

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 
-from farthing.cli.console import complain, discard, print_json, write
+from farthing.cli.console import complain, discard, is_full, print_json, write
 from farthing.cli.parser import parse
 from farthing.device_memory import in_words, set_allocator
 from farthing.errors import (
@@ -78,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _of_system(error: BaseException) -> FarthingError | None:
     """A full disk, a file that this user may not read or write, a package that is missing."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and is_full(error):
         return DiskFullError(
             error.strerror or "the disk is full",
             where=str(error.filename or ""),
@@ -113,7 +112,8 @@ def _run(words: Sequence[str]) -> int:
         said = error if isinstance(error, FarthingError) else in_words(error) or _of_system(error)
         if said is not None:
             if as_json:
-                print_json(said.as_dict())
+                with contextlib.suppress(OSError):  # the disk behind stdout may be what is full
+                    print_json(said.as_dict())
             if not as_json or not sys.stderr.isatty():
                 complain(said)
             return said.exit_code

@@ -45,6 +45,11 @@ def write(text: str) -> None:
         discard(sys.stderr)
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether a disk, or its quota, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def print_json(value: Any) -> None:
     """A JSON document on stdout."""
     put(json.dumps(value, indent=1, allow_nan=False) + "\n")
@@ -60,10 +65,12 @@ def put(text: str) -> None:
 
 
 def write_page(path: Path, text: str) -> None:
-    """A page for a browser. Raises `InputError` where it can't be written."""
+    """A page for a browser. Raises `InputError` where no file can be written there."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
+        if is_full(error):
+            raise
         what = f"the page can't be written: {error.strerror}"
         raise InputError(what, where=str(path), to_do="name another file") from error
 

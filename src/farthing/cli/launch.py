@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " output. stop: destroy all machines and wait for confirmation. attach: resume the watch."
         " These four find the launches of this folder without JOB"
     )
-    parser.add_argument("words", nargs="+", metavar="[status|logs|stop|attach] [JOB]", help=words)
+    parser.usage = "%(prog)s [options] JOB\n       %(prog)s [options] status|logs|stop|attach [JOB]"
+    parser.add_argument("words", nargs="+", metavar="JOB", help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from pydantic import (
     Field,
     SerializeAsAny,
     Tag,
+    ValidationInfo,
     WithJsonSchema,
     field_serializer,
     model_validator,
@@ -28,6 +29,7 @@ from farthing.addresses import without_secrets
 from farthing.config.values import (
     AsWord,
     ColumnMap,
+    File,
     Folder,
     Fraction,
     Hours,
@@ -41,6 +43,7 @@ from farthing.config.values import (
     Paths,
     Positive,
     PositiveNumber,
+    RunName,
     ScheduleSettings,
     Share,
     Store,
@@ -84,7 +87,7 @@ class ModelSection(JobSection):
     """Where the tokenizer is, when it is not with the model."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` trains from fresh weights: a folder with config.json and a tokenizer is enough."""
-    from_run: Name | None = None
+    from_run: RunName | None = None
     """Begin with the trained weights of another run of the same model and method: its folder, or
     FOLDER:STEP for one of its checkpoints. The receipt names it and adds what it has cost.
     `farthing train JOB --from FOLDER` sets it."""
@@ -171,7 +174,7 @@ class DataSection(JobSection):
     """
     target_lang: str | None = None
     """Seq2seq: the language of the targets."""
-    chat_template: str | None = None
+    chat_template: File | None = None
     """A Jinja file to use instead of the tokenizer's chat template."""
     max_bad_rows: Share = 0.01
     """Largest share of rows that may be unusable before the run is refused."""
@@ -194,8 +197,8 @@ class DataSection(JobSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _sources_are_paths(cls, values: Any) -> Any:
-        return with_own(values) if isinstance(values, dict) else values
+    def _sources_are_paths(cls, values: Any, info: ValidationInfo) -> Any:
+        return with_own(values, info.context) if isinstance(values, dict) else values
 
     @field_serializer("train", "eval", when_used="json")
     def _no_secrets(self, names: tuple[str, ...]) -> list[str]:

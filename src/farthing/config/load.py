@@ -7,30 +7,24 @@ a job is instant and never executes anything it holds: safe YAML, no import path
 from __future__ import annotations
 
 import difflib
-import glob
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from farthing.addresses import is_remote
 from farthing.config.bounded import parse_yaml, read_yaml
 from farthing.config.foreign_keys import ForeignKeyError, adopt, answer
 from farthing.config.job import KEYS, SECTIONS, Job, ValueRange
-from farthing.data.rows import Own
 from farthing.errors import InputError, JobError
 from farthing.objectives.registry import objective_names, objective_of
 from farthing.storage.files import Json, small_text
 
 MAX_JOB_BYTES = 1 << 20
-MOST_NAME_BYTES = 255  # of ext4, XFS, APFS and NTFS
-OF_FILES = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|gz|txt|zip|zst|arrow|xlsx)$", re.I)
 OF_TOKENS = ("loss", "perplexity", "document_loss")
 """Metrics of models that write, a mean over tokens: other cuts of the same text have others."""
 OF_TRAINING_DATA = ("", "train", "train_split", "max_train_samples")
@@ -47,6 +41,9 @@ _YAML_ADVICE = {
 }
 
 Key = tuple[str, ...]
+_HOMES: dict[str, Key] = {
+    key: (section, key) if section else (key,) for section in KEYS for key in KEYS[section]
+}
 
 
 @dataclass
@@ -69,9 +66,9 @@ class _Origin:
         around = (self.places.get(key[:n]) for n in range(len(key), 0, -1))
         return next(filter(None, around), str(self.path))
 
-    def folder_of(self, *key: str) -> Path:
+    def folder_of(self, name: str) -> Path:
         """The folder that a relative name of this key stands in."""
-        is_given = any(key[: n + 1] in self.overrides for n in range(len(key)))
+        is_given = _HOMES[name] in self.overrides or _HOMES[name][:1] in self.overrides
         return Path.cwd() if is_given else self.path.resolve().parent
 
 
@@ -144,12 +141,14 @@ def _checked(
     except ForeignKeyError as error:
         to_do = "keep one of them"
         problems.append(InputError(str(error), where=str(origin.path), to_do=to_do))
+    if values.get("cache_dir") is None:
+        values["cache_dir"] = "~/.cache/farthing"
     try:
-        job = _with_absolute_paths(Job.model_validate(values), origin)
+        job = Job.model_validate(values, context=origin.folder_of)
     except ValidationError as error:
         problems += _once_each(_explain(item, origin) for item in error.errors())
-        rest = _without(values, [item["loc"] for item in error.errors()])
-        raise JobError(problems, rest and _with_absolute_paths(rest, origin)) from error
+        rest = _without(values, [item["loc"] for item in error.errors()], origin)
+        raise JobError(problems, rest) from error
     for key, what, to_do in _contradictions(job):
         problems.append(InputError(what, where=origin.of(tuple(key.split("."))), to_do=to_do))
     if problems:
@@ -168,7 +167,7 @@ def _place_of_nul(value: Any, at: Key = ()) -> Key | None:
     return None
 
 
-def _without(values: Json, places: Iterable[tuple[int | str, ...]]) -> Job | None:
+def _without(values: Json, places: Iterable[tuple[int | str, ...]], origin: _Origin) -> Job | None:
     """The job without the keys at these places; None where what is left of it is none."""
     for place in places:
         inner: Any = values
@@ -179,7 +178,7 @@ def _without(values: Json, places: Iterable[tuple[int | str, ...]]) -> Job | Non
                 inner.pop(key, None)
                 break
     try:
-        return Job.model_validate(values)
+        return Job.model_validate(values, context=origin.folder_of)
     except ValidationError:
         return None
 
@@ -485,82 +484,3 @@ def _without_evaluation(job: Job) -> Iterator[tuple[str, str, str]]:
         if why and key in train.model_fields_set and getattr(train, key):
             to_do = f"hold out a part with data.eval_fraction: 0.05, name data.eval, or drop {key}"
             yield f"train.{key}", f"{key} needs evaluations, and {why}", to_do
-
-
-# ---- paths ----
-
-
-def _absolute(path: str, base: Path) -> str:
-    _refuse_long(path)
-    expanded = Path(path).expanduser()
-    return str(expanded) if expanded.is_absolute() else str((base / expanded).resolve())
-
-
-def _refuse_long(path: str) -> None:
-    longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
-    if longest > MOST_NAME_BYTES:
-        raise InputError(
-            f"a name of {longest} bytes in a path; file systems take {MOST_NAME_BYTES}",
-            where=f"{path[:60]}...",
-            to_do="give a shorter one",
-        )
-
-
-def _local(name: str, base: Path) -> str:
-    """An absolute path, or a Hub name or address as it is. A Hub name has at most one slash and no
-    leading dot; whatever exists, or looks like a path, is a path.
-    """
-    if is_remote(name):
-        return name
-    _refuse_long(name)
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or (base / name).exists()
-    is_path = is_path or OF_FILES.search(name) is not None or any(c in name for c in "*?[")
-    return _absolute(name, base) if is_path else name
-
-
-def _with_absolute_paths(job: Job, origin: _Origin) -> Job:
-    """The same job with local paths made absolute and globs spelled out."""
-    model, data, store = job.model, job.data, job.output_store
-
-    def local(name: str | None, *key: str) -> str | None:
-        return name and _local(name, origin.folder_of(*key))
-
-    def absolute(path: str | None, *key: str) -> str | None:
-        return path and _absolute(path, origin.folder_of(*key))
-
-    def sources(role: Literal["train", "eval"]) -> Json:
-        found: list[tuple[str, Own]] = []
-        own = data.of_train if role == "train" else data.of_eval
-        names = data.train if role == "train" else data.eval
-        for name, each in zip(names, own or (Own(),) * len(names), strict=True):
-            path = str(local(name, "data", role))
-            is_glob = any(c in path for c in "*?[") and not is_remote(path)
-            spread = (sorted(glob.glob(path)) if is_glob else []) or [path]
-            found += [(one, each) for one in spread]
-        paths, said = zip(*found, strict=True) if found else ((), ())
-        return {role: paths, f"of_{role}": said if own else ()}
-
-    names = {
-        key: local(getattr(model, key), "model", key)
-        for key in ("model_name_or_path", "tokenizer_name_or_path")
-    }
-    match = re.fullmatch(r"(.+):(\d+)", model.from_run or "")  # `RUN` or `RUN:STEP`
-    run = absolute(match[1] if match else model.from_run, "model", "from_run")
-    template = absolute(data.chat_template, "data", "chat_template")
-    _refuse_long(job.output_dir)
-    # a link stays one: whose it is will be looked at
-    output = origin.folder_of("output_dir") / Path(job.output_dir).expanduser()
-    return job.model_copy(
-        update={
-            "model": model.model_copy(
-                update={**names, "from_run": f"{run}:{match[2]}" if match else run}
-            ),
-            "data": data.model_copy(
-                update={**sources("train"), **sources("eval"), "chat_template": template}
-            ),
-            "output_dir": os.path.abspath(output),
-            "output_store": store if is_remote(store or "") else absolute(store, "output_store"),
-            "cache_dir": absolute(job.cache_dir, "cache_dir")
-            or str(Path.home() / ".cache" / "farthing"),
-        }
-    )

@@ -5,8 +5,9 @@ with keys of their own.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -21,6 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from farthing.addresses import is_remote, without_secrets
+from farthing.config import paths
 from farthing.data.columns import parts_of, templates_of
 from farthing.data.rows import Own
 from farthing.objectives.registry import find_objective, objective_names, standard_columns
@@ -90,12 +92,18 @@ def _in_store(name: str) -> str:
 
 
 Folder = Annotated[
-    Name, _no_url("give a folder of this machine, and use `output_store:` for a copy elsewhere")
+    Name,
+    _no_url("give a folder of this machine, and use `output_store:` for a copy elsewhere"),
+    paths.placed(paths.folder),
 ]
 HubName = Annotated[
-    Name, _no_url("give a Hub name or a folder, and put tokens into the environment (HF_TOKEN)")
+    Name,
+    _no_url("give a Hub name or a folder, and put tokens into the environment (HF_TOKEN)"),
+    paths.placed(paths.local),
 ]
-Store = Annotated[Name, AfterValidator(_in_store)]
+RunName = Annotated[Name, paths.placed(paths.run_and_step)]
+File = Annotated[str, paths.placed(paths.absolute)]
+Store = Annotated[Name, AfterValidator(_in_store), paths.placed(paths.store)]
 OneOrMany = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 
 
@@ -165,34 +173,39 @@ class PlacedError(ValueError):
         self.place = place
 
 
-def with_own(values: Json) -> Json:
-    """`train: [{path: a, weight: 2}, b]` as paths, and beside them what is said of each. Raises
-    `PlacedError`.
+def with_own(values: Json, folder_of: Callable[[str], Path] | None) -> Json:
+    """`train: [{path: a, weight: 2}, b]` as paths, with patterns spelled out, and beside them what
+    is said of each. Raises `PlacedError`.
     """
     for role in ("train", "eval"):
         given = values.get(role)
         several = given if isinstance(given, list | tuple) else [given]
-        if not any(isinstance(each, dict) for each in several):
+        if not given or not all(isinstance(each, str | dict) for each in several):
             continue
-        sources = []
+        found = list[tuple[str, Own]]()
         for index, each in enumerate(several):
             at = (role, str(index)) if several is given else (role,)
-            try:
-                source = DataSource.model_validate(
-                    each if isinstance(each, dict) else {"path": each}
-                )
-            except ValidationError as error:
-                first = error.errors()[0]
-                key, what = ".".join(map(str, first["loc"])), first["msg"]
-                message = f"`{key}` of a source: {what[:1].lower()}{what[1:]}"
-                raise PlacedError(message, *at, *map(str, first["loc"])) from None
-            if role == "eval" and source.weight != 1:
-                what = "evaluation takes each example once; leave it out"
-                raise PlacedError(f"weight of {source.path}: {what}", *at, "weight")
-            sources.append(source)
-        own = [Own(each.columns, each.weight, each.split, each.name) for each in sources]
-        values = {**values, role: [each.path for each in sources], f"of_{role}": own}
+            path, own = _source(each, role, at) if isinstance(each, dict) else (each, Own())
+            files = paths.spelled_out(path, folder_of(role)) if folder_of and path else [path]
+            found += [(file, own) for file in files]
+        values = {**values, role: [file for file, _ in found]}
+        if any(isinstance(each, dict) for each in several):
+            values[f"of_{role}"] = [own for _, own in found]
     return values
+
+
+def _source(given: Json, role: str, at: tuple[str, ...]) -> tuple[str, Own]:
+    try:
+        source = DataSource.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key, what = ".".join(map(str, first["loc"])), first["msg"]
+        message = f"`{key}` of a source: {what[:1].lower()}{what[1:]}"
+        raise PlacedError(message, *at, *map(str, first["loc"])) from None
+    if role == "eval" and source.weight != 1:
+        what = "evaluation takes each example once; leave it out"
+        raise PlacedError(f"weight of {source.path}: {what}", *at, "weight")
+    return source.path, Own(source.columns, source.weight, source.split, source.name)
 
 
 class ScheduleKwargs(BaseModel):
