@@ -688,3 +688,30 @@ def test_variables_of_a_shell_script_are_not_written_out_without_bound(tmp_path:
     found = imported(tmp_path, bomb + plain, "run.sh")
     assert found.job["train.learning_rate"] == 1e-4
     assert "train.seed" not in found.job
+
+
+@pytest.mark.parametrize(
+    ("program", "keys"),
+    [
+        ("run_glue.py --task_name sst2", {"data.max_length": 128}),
+        ("run_glue.py --task_name sst2 --max_seq_length 64", {"data.max_length": 64}),
+        (
+            "run_summarization.py --train_file a.json",
+            {"data.max_length": 1024, "data.max_target_length": 128},
+        ),
+        (
+            "run_glue_no_trainer.py --train_file a.csv",
+            {"data.max_length": 128, "train.max_grad_norm": 0},
+        ),
+        ("run_clm.py --train_file a.txt", {"data.max_length": 1024}),
+    ],
+)
+def test_a_program_keeps_its_defaults(program: str, keys: dict[str, float], tmp_path: Path) -> None:
+    text = f"python {program} --model_name_or_path org/m --learning_rate 1e-4\n"
+    found = imported(tmp_path, text, "run.sh")
+    assert {key: found.job.get(key) for key in keys} == keys
+
+
+def test_pre_training_packs_where_nothing_is_said(tmp_path: Path) -> None:
+    text = "stage: pt\nmodel_name_or_path: m\nfinetuning_type: full\n"
+    assert imported(tmp_path, text).lines["packing"].effect == "differs"

@@ -97,6 +97,8 @@ def read(values: Json, out: Imported) -> None:
     """Flat settings of TRL's programs or of transformers' scripts."""
     name = out.program.removesuffix(".py").removesuffix("_no_trainer")
     is_trainer = out.source == TRAINER
+    if name.startswith("run_clm"):
+        values.setdefault("block_size", 1024)  # its default
     read_objective(values, out, name)
     if is_trainer and not out.prefers:
         _task(values, out, name)
@@ -105,6 +107,9 @@ def read(values: Json, out: Imported) -> None:
         _columns(values, out)
     has_adapter = _method(values, out, name)
     read_keys(out, values, TRAINER if is_trainer else TRL)
+    for pattern, settings in fact("program-defaults").items() if is_trainer else ():
+        if re.match(pattern, out.program):
+            out.default(settings, out.program)
     if has_adapter and not is_trainer:
         dropout = 0.0 if out.prefers else 0.05
         out.default({"method.lora_r": 16, "method.lora_alpha": 32, "method.lora_dropout": dropout})

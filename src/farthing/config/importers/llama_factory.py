@@ -28,6 +28,8 @@ MAX_REGISTRY_BYTES = 16 << 20
 
 def read(values: Json, out: Imported) -> None:
     is_v1 = "train_dataset" in values or "peft_config" in values  # its new engine
+    if values.get("stage") == "pt" and values.get("packing") is None:
+        values["packing"] = True  # its default
     _stage(values, out)
     method = _method(values, out, is_v1=is_v1)
     _data(values, out)
