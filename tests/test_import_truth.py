@@ -630,6 +630,8 @@ def test_a_script_evaluates_on_the_split_it_names(tmp_path: Path) -> None:
         ("c.yaml", "stage: sft\nmodel_name_or_path: m\nfinetuning_type: full\n", False, None),
         ("c.yaml", "stage: sft\nmodel_name_or_path: m\nfinetuning_type: lora\n", None, None),
         ("c.yaml", "base_model: m\nmicro_batch_size: 2\n", None, None),
+        ("c.yaml", "model: m\ndata: a.jsonl\nlr: 1.0e-4\nprecision: 16-mixed\n", None, True),
+        ("c.yaml", "model: m\ndata: a.jsonl\nlr: 1.0e-4\ndtype: float32\n", False, None),
     ],
 )
 def test_a_tool_that_computes_in_fp32_by_default_is_taken_at_its_word(

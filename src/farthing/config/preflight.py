@@ -49,6 +49,7 @@ from farthing.models.model_config import (
 )
 from farthing.models.refused import refuse_model
 from farthing.objectives.registry import objective_of
+from farthing.tables import facts
 
 _FIRST_ROWS = 64
 _MOST_ROWS = 20_000  # are read in search of one that can be used
@@ -94,21 +95,6 @@ def look_over(job: Job, *, only_plans: bool = False, with_data: bool = True) -> 
         raise PreflightError(found)
 
 
-_USUAL: dict[str, tuple[float, float]] = {
-    "method.lora_r": (1, 512),
-    "method.lora_alpha": (1, 2048),
-    "method.lora_dropout": (0, 0.5),
-    "train.num_train_epochs": (0, 100),
-    "train.warmup_ratio": (0, 0.5),
-    "train.weight_decay": (0, 0.5),
-    "train.max_grad_norm": (0, 100),
-    "train.label_smoothing_factor": (0, 0.5),
-    "train.adam_beta1": (0.5, 1),
-    "train.adam_beta2": (0.8, 1),
-    "train.adam_epsilon": (0, 1e-3),
-    "train.neftune_noise_alpha": (0, 50),
-}
-"""Settings within which published recipes stay."""
 _USUAL_RATE = 1e-8, 0.02
 """Of Adam, with room: 1e-6 to 1e-4 is usual for all weights, 1e-5 to 1e-3 for adapters."""
 
@@ -124,7 +110,8 @@ def spot_without_store(job: Job) -> str:
 def unusual_settings(job: Job) -> list[str]:
     """Numbers of the job that no published recipe has, a sentence each: slips of a digit or two."""
     found = []
-    for key, (low, high) in _USUAL.items():
+    for row in facts("usual_settings"):
+        key, low, high = row["key"], float(row["least"]), float(row["most"])
         section, name = key.split(".")
         value = getattr(getattr(job, section), name)
         is_used = section != "method" or job.method.name != "full"

@@ -18,6 +18,7 @@ from farthing.config.bounded import read_yaml, whole_number
 from farthing.config.importers import (
     axolotl,
     hf,
+    home_made,
     llama_factory,
     script_job,
     services,
@@ -52,7 +53,7 @@ _READERS = {
     **dict.fromkeys(_OF_HF, hf.read),
 }
 SOURCES = (*_READERS,)
-_OF_MACHINES = {"accelerate or deepspeed": _of_machines}
+_UNNAMED = {home_made.NAME: home_made.read, "accelerate or deepspeed": _of_machines}
 _CODE = (".py", ".ipynb", ".md", ".sh", ".bash", ".txt")
 MAX_SCRIPT_BYTES, MAX_SETTINGS_BYTES = 16 << 20, 1 << 20
 
@@ -91,7 +92,7 @@ def _read(
 ) -> Imported:
     """Raises `InputError` for settings that are not those of the tool that was named."""
     out = Imported(source, path, program, {"task": CAUSAL_LM.name})
-    (_READERS | _OF_MACHINES)[source](values, out)
+    (_READERS | _UNNAMED)[source](values, out)
     is_other = seen not in (None, source) and not {seen, source} <= {*_OF_HF}
     if not out.blockers and (not out.mapped or (is_other and 2 * len(out.mapped) < len(out.lines))):
         looks = f"; they look like those of {seen}" if is_other else ""
@@ -229,7 +230,7 @@ def _whose(values: Json) -> str | None:
         wanted, some, no = ({*row.get(name, "").split()} for name in ("all", "any", "none"))
         if wanted <= keys and (some & keys or not some) and not no & keys:
             return str(row["tool"])
-    return None
+    return home_made.NAME if home_made.is_home_made(values) else None
 
 
 # ---- scripts ----

@@ -390,16 +390,22 @@ def mapping(value: Any) -> Json:
     return dict(value)
 
 
+def files(value: Any) -> list[Json]:
+    """Data by the name of a file or a data set."""
+    found = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, str) and each.strip() for each in found):
+        raise UnmatchedError(f"no name of data ({say(value)})")
+    return [{"path": str(each)} for each in found]
+
+
 def uploaded(value: Any) -> list[Json]:
     """A file of a service by its name there, as a file beside the job."""
-    if not isinstance(value, str) or not value.strip():
-        raise UnmatchedError(f"no name of data ({say(value)})")
-    name = value.rpartition("/")[2]
+    name = files(value)[0]["path"].rpartition("/")[2]
     return [{"path": name if "." in name else f"{name}.jsonl"}]
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
-    **{each.__name__: each for each in (warmup, answers, names, targets, reports, mapping)},
+    **{each.__name__: each for each in (warmup, answers, names, targets, reports, mapping, files)},
     "service-file": uploaded,
     "multiplier": lambda value: number(value) * 2e-4,  # of farthing's rate for adapters
 }
