@@ -341,7 +341,7 @@ def _explain(item: Any, origin: _Origin) -> InputError:
         named = next((name for name in re.findall(r"\w+", message) if (*loc, name) in there), None)
         if named and not own_place:
             where = origin.of((*loc, named))
-        what, _, to_do = message.partition("; ")
+        what, _, to_do = message.rpartition("; ") if "; " in message else (message, "", "")
         return InputError(f"`{key}`: {what}" if key else what, where=where, to_do=to_do)
     words = {True: "true", False: "false", None: "empty"}
     given = words[value] if isinstance(value, bool | None) else repr(value)

@@ -39,8 +39,8 @@ def folder(path: str, base: Path) -> str:
     longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
     if longest > MOST_NAME_BYTES:
         raise ValueError(
-            f"a name of {longest} bytes in a path; give a shorter one, file systems take"
-            f" {MOST_NAME_BYTES}"
+            f"a name of {longest} bytes in a path; file systems take {MOST_NAME_BYTES}; give a"
+            " shorter one"
         )
     try:
         return os.path.abspath(base / Path(path).expanduser())
