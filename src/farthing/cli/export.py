@@ -23,16 +23,18 @@ ARGUMENTS = {
     "--traffic TRAFFIC": (
         'traffic for --serve, such as "requests=2000/day,input=800,output=200,latency=2s"'
     ),
+    "--data FILE": "judge the export on these examples instead of the run's held-out ones",
+    "--push hub:NAME": "publish the model on the Hugging Face Hub (token: HF_TOKEN)",
+    "--public": "with --push: make the repository public (default: private)",
+    "--json": "print the written files as JSON",
+}
+RARE = {
     "--dtype {float32,bfloat16,float16}": "dtype of the merged weights",
     "--bits BITS": "GGUF type: f32, f16, bf16, q8_0 (default), q4_0; with llama.cpp q4_k_m ...",
     "--max-kl NATS:float": (
         "reject the export if KL from the merged model exceeds NATS (default: 0.1)"
     ),
     "--force": "keep the export despite --max-kl",
-    "--data FILE": "judge the export on these examples instead of the run's held-out ones",
-    "--push hub:NAME": "publish the model on the Hugging Face Hub (token: HF_TOKEN)",
-    "--public": "with --push: make the repository public (default: private)",
-    "--json": "print the written files as JSON",
 }
 
 
