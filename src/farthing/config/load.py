@@ -132,8 +132,6 @@ def _checked(
         except ValueError as error:
             to_do = "--set train.learning_rate=1e-4"
             problems.append(InputError(str(error), where=f"--set {text}", to_do=to_do))
-    if (at := _place_of_nul(values)) is not None:
-        raise _refused("a text with a NUL character", origin.of(at), "write it without")
     try:
         for stood, stands in adopt(values, KEYS):
             if stood in origin.places:
@@ -154,17 +152,6 @@ def _checked(
     if problems:
         raise JobError(problems, job)
     return job
-
-
-def _place_of_nul(value: Any, at: Key = ()) -> Key | None:
-    """The key of a text with a NUL character, which no path or name may have."""
-    if isinstance(value, str):
-        return at if "\0" in value else None
-    items = enumerate(value) if isinstance(value, list | tuple) else ()
-    for key, inner in value.items() if isinstance(value, dict) else items:
-        if (found := _place_of_nul(inner, (*at, str(key)))) is not None:
-            return found
-    return None
 
 
 def _without(values: Json, places: Iterable[tuple[int | str, ...]], origin: _Origin) -> Job | None:

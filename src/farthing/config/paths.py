@@ -36,6 +36,8 @@ def folder(path: str, base: Path) -> str:
     """A path as it is from a folder. Links stay: whose a run folder is will be looked at. Raises
     `ValueError` for a name that no file can have.
     """
+    if "\0" in path:
+        raise ValueError("a NUL character in a path; write it without")
     longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
     if longest > MOST_NAME_BYTES:
         raise ValueError(

@@ -186,7 +186,10 @@ def with_own(values: Json, folder_of: Callable[[str], Path] | None) -> Json:
         for index, each in enumerate(several):
             at = (role, str(index)) if several is given else (role,)
             path, own = _source(each, role, at) if isinstance(each, dict) else (each, Own())
-            files = paths.spelled_out(path, folder_of(role)) if folder_of and path else [path]
+            try:
+                files = paths.spelled_out(path, folder_of(role)) if folder_of and path else [path]
+            except ValueError as error:
+                raise PlacedError(str(error), *at) from None
             found += [(file, own) for file in files]
         values = {**values, role: [file for file, _ in found]}
         if any(isinstance(each, dict) for each in several):
