@@ -661,7 +661,7 @@ def test_a_path_with_a_nul_character_is_a_mistake_at_its_key(key: str, tmp_path:
     keys = {"task": "causal-lm", "model": "org/m", "data": "a.jsonl", "output_dir": "r"}
     path.write_text("\n".join(f"{k}: {v}" for k, v in keys.items()), encoding="utf-8")
     with pytest.raises(JobError, match=f"--set {key}.*NUL"):
-        load_job(path, [f'{key}="a\0b"'])
+        load_job(path, [f'{key}="a\\0b"'])
 
 
 def test_a_deadline_that_no_clock_shows_is_a_mistake(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code. When the reader of stdout has gone (`| head`), the rest
     is not written.
     """
+    code = EXIT_FINISHED
     try:
         code = _run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -67,6 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         discard(sys.stdout)
         return EXIT_FINISHED
+    except OSError as error:  # of the flush
+        if not is_full(error):
+            raise
+        discard(sys.stdout)
+        if code == EXIT_FINISHED:
+            complain(_of_system(error))
+        return code or EXIT_INTERRUPTED
     except SystemExit:  # of argparse, after its help
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.flush()
