@@ -202,9 +202,7 @@ def scores_per_pair(case: Case) -> float:
 
 
 def _adapter_inputs(case: Case) -> tuple[float, float, float]:
-    """Bytes for each token that adapters keep: of a layer, of a decoder's layer, and of its reading
-    of the source.
-    """
+    """Of a token that adapters keep: of a layer, a decoder's layer, its reading of the source."""
     found = [0.0, 0.0, 0.0]
     if case.adapters is None:
         return 0.0, 0.0, 0.0
@@ -222,9 +220,7 @@ def _adapter_inputs(case: Case) -> tuple[float, float, float]:
 
 
 def _adapter_input(weight: Weight, case: Case, shared: set[str]) -> float:
-    """Bytes for each token of one adapter: its input in the dtype that it multiplies, what dropout
-    keeps, its middle.
-    """
+    """Bytes of a token of one adapter: its input as it is multiplied, dropout's, its middle."""
     recipe, stack, width = case.recipe, case.recipe.stack, weight.n_in
     c, is_wider = recipe.compute_bytes, recipe.trained_bytes > recipe.compute_bytes
     is_down = weight.part == "mlp" and width == case.shape.ffn and width != case.shape.hidden
@@ -261,9 +257,7 @@ def _keeps_outputs(case: Case) -> bool:
 
 
 def adapts_down(case: Case) -> bool:
-    """Whether what a down projection reads is kept: where it has an adapter, or experts are merged
-    with theirs.
-    """
+    """Whether what a down projection reads is kept: it has an adapter, or experts are merged."""
     return case.adapters is not None and (
         case.adapters.n_merged > 0
         or any(w.n_in == case.shape.ffn and w.part == "mlp" for w, _ in case.adapters.adapted)

@@ -27,12 +27,9 @@ MachinesFor = Callable[[Sequence[Offer], JobSpec], list[Offered]]
 
 
 class SavingsStep(NamedTuple):
-    choice: str
-    """plain, method, precision, packing, checkpointing, place or spot."""
-    what: str
-    """What was chosen."""
-    plan: Plan | None
-    """The cheapest; None where none fits."""
+    choice: str  # plain, method, precision, packing, checkpointing, place or spot
+    what: str  # what was chosen
+    plan: Plan | None  # the cheapest; None where none fits
 
 
 def what_choices_save(

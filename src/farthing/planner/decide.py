@@ -68,9 +68,7 @@ def _on_machine(
     today: date | None,
     has_own_prices: bool,
 ) -> Iterable[Plan | Rejected]:
-    """The offers of one kind of machine. Where nothing else fits, and main memory is known to be
-    enough, with weights that are kept there.
-    """
+    """Where nothing else fits and main memory is known to be enough, weights are kept there."""
     if isinstance(machine, Refusal):
         yield from (machine.of(offer) for offer in offers)
         return

@@ -25,19 +25,14 @@ class Estimate:
     peak_bytes: int
     """As a run measures it: what torch allocates on a GPU, the whole process on a CPU."""
     peak_range_bytes: list[int]
-    seconds: dict[str, float]
-    """By what they go to; they add up to `wall_s`."""
-    memory: dict[str, int]
-    """Bytes by component."""
+    seconds: dict[str, float]  # by what they go to; they add up to `wall_s`
+    memory: dict[str, int]  # bytes by component
     step_s: float
     tokens_per_s: float
-    interval_s: float
-    """Between checkpoints."""
-    calibration: str
-    """What it rests on: earlier runs here, or formulas only."""
+    interval_s: float  # between checkpoints
+    calibration: str  # what it rests on: earlier runs here, or formulas only
     settings: Settings = field(default_factory=Settings)
-    first_layer: int = 0
-    """The lowest layer with anything trained in or below it."""
+    first_layer: int = 0  # the lowest layer with anything trained in or below it
     formula: dict[str, float] = field(default_factory=dict)
     """What would have been said without any measurement, for the plans of other models on the same
     device.

@@ -63,18 +63,13 @@ class Study:
     catalog: Catalog
     machine: LocalMachine
     assumptions: Assumptions
-    notes: tuple[str, ...]
-    """Where model, lengths and calibration come from, and what is not known."""
+    notes: tuple[str, ...]  # where model, lengths and calibration come from, and what is not known
     today: date
     own: tuple[Owned, ...] = ()
-    law: str = LAW
-    """Where the law of interruptions comes from."""
-    savings: tuple[SavingsStep, ...] = ()
-    """From the plain way to the first rented choice."""
-    methods: tuple[tuple[str, Plan | None], ...] = ()
-    """The first choice by each method."""
-    managed: tuple[Fee, ...] = ()
-    """Services that train for a fee."""
+    law: str = LAW  # where the law of interruptions comes from
+    savings: tuple[SavingsStep, ...] = ()  # from the plain way to the first rented choice
+    methods: tuple[tuple[str, Plan | None], ...] = ()  # the first choice by each method
+    managed: tuple[Fee, ...] = ()  # services that train for a fee
 
 
 @dataclass(frozen=True)
@@ -87,25 +82,19 @@ class Asked:
     kind: str | None = None
     max_gpus: int = 8
     prices: Path | str | None = None
-    traces: Path | None = None
-    """A folder of spot capacity."""
+    traces: Path | None = None  # a folder of spot capacity
     own: Sequence[Owned] = ()
     budget_usd: float | None = None
     deadline_s: float | None = None
-    n_examples: int | None = None
-    """With `mean_tokens`: of data that can't be seen from here."""
+    n_examples: int | None = None  # with `mean_tokens`: of data that can't be seen from here
     mean_tokens: float | None = None
-    is_local: bool = True
-    """This machine is planned on."""
+    is_local: bool = True  # this machine is planned on
     torch: str | None = None
     """What rented machines get ("2.13.0+cu126"); None: what is installed here."""
 
 
 def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
-    """Plan a job on every offer that is asked for, on this machine, and on GPUs of one's own.
-
-    Raises `InputError`, `DataError`, `ModelError`.
-    """
+    """On every offer, here and on own GPUs. Raises `InputError`, `DataError`, `ModelError`."""
     cache_dir, today = Path(job.cache_dir or "."), now.date()
     config, where = find_config(job.model.model_name_or_path, job.model.revision)
     lengths, held_out = _lengths(job, cache_dir, asked.n_examples, asked.mean_tokens)
@@ -252,9 +241,7 @@ def _past(
 
 
 def _counts_here(machine: LocalMachine, job: Job, asked: Asked) -> list[int]:
-    """How many GPUs of this machine may share the run: as the job says; else one, two, four and so
-    on, and all of them.
-    """
+    """As the job says; else one, two, four and so on, and all of them."""
     if machine.kind != "cuda" or job.where.device == "cpu":
         return [1]
     most = min(machine.n_gpus, asked.max_gpus)
@@ -270,9 +257,7 @@ _OF_METHOD = ("lora_r", "lora_dropout", "target_modules", "modules_to_save", "us
 
 
 def shape_of(job: Job, config: Json, n_labels: int = 2) -> Shape:
-    """The sizes of the job's model with its head: by the table of its family, else counted on its
-    own code.
-    """
+    """With its head: by the table of its family, else counted on its own code."""
     n_labels = 0 if objective_of(job.task).scores_tokens else n_labels
     read = read_shape if config.get("model_type") in FAMILIES else count_shape
     return read(config, job.task, n_labels)
@@ -385,9 +370,7 @@ def plan_here(
 
 
 def estimate_of(plan: Plan, wanted: JobSpec) -> Estimate:
-    """What a plan says of the job that it is for. Memory is what torch allocates, as the trainer
-    measures it.
-    """
+    """Memory is what torch allocates, as the trainer measures it."""
     on, recipe, adapters = plan.on, plan.recipe, wanted.adapters
     bare = step_time(work_of(wanted.case(recipe)), on.machine.device).parts
     peak = on.memory.allocated.n_bytes

@@ -28,23 +28,18 @@ from farthing.tables import typed
 
 class Service(NamedTuple):
     provider: str
-    model: str
-    """The one model it is for; empty: every model of its size."""
-    method: str
-    """lora, full, or closed: a model whose weights nobody gets."""
+    model: str  # the one model it is for; empty: every model of its size
+    method: str  # lora, full, or closed: a model whose weights nobody gets
     over_billion: float
-    usd_per_million_tokens: float
-    """Of trained ones."""
+    usd_per_million_tokens: float  # of trained ones
     counts: str
     you_get: str
     afterwards: str
-    ends: date | None
-    """No new jobs from this day on."""
+    ends: date | None  # no new jobs from this day on
     source: str
     date: date
     upto_billion: float = math.inf
-    usd_high: float = 0.0
-    """Where it is a range; else 0."""
+    usd_high: float = 0.0  # where it is a range; else 0
 
 
 @dataclass(frozen=True)
@@ -60,10 +55,8 @@ class Fee:
     price_source: str
     price_date: str
     takes_the_model: bool = True
-    is_known: bool = False
-    """Of farthing's own table, not of a price file."""
-    usd_unpacked: float | None = None
-    """Where it counts rows x max length without packing."""
+    is_known: bool = False  # of farthing's own table, not of a price file
+    usd_unpacked: float | None = None  # where it counts rows x max length without packing
     n_tokens: float | None = None
     you_get: str = ""
     afterwards: str = ""
@@ -117,9 +110,7 @@ def fees_of(
 
 
 def _takes(offer: Offer, name: str, method: str, billion: float) -> bool:
-    """Whether a row of a price file is for this model: by its name, or by a method and a range of
-    sizes.
-    """
+    """Whether a row of a price file is for this model: by its name, or by method and size."""
     instance = offer.instance.lower()
     size = re.search(r"up to (\d+)b|(\d+)b to (\d+)b", instance)
     if size is None:

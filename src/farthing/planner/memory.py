@@ -235,9 +235,7 @@ def gathered_beside(case: Case) -> float:
 
 
 def _embeddings_working(case: Case, adds_up: bool) -> float:
-    """Bytes beside the gradients when those of the embeddings are made: tied ones' two, and what is
-    added to those before.
-    """
+    """Beside the gradients of the embeddings: tied ones' two, and what is added to those before."""
     shape, recipe = case.shape, case.recipe
     if recipe.gathers:  # embeddings and head whole, as computed and in fp32 as they are summed
         return (4.0 + recipe.gathered_bytes) * (shape.n_parameters - case.in_layers)
@@ -295,9 +293,7 @@ def host_bytes(case: Case) -> int:
 
 
 def _casts_bytes(case: Case) -> float:
-    """Autocast's copies of the weights it has cast: kept until the forward pass is over, by
-    autograd longer.
-    """
+    """Autocast's copies of weights: kept until the forward pass is over, by autograd longer."""
     shape, recipe, adapters = case.shape, case.recipe, case.adapters
     c, every = recipe.compute_bytes, recipe.settings.checkpoint_every
     if not recipe.has_autocast or recipe.trained_bytes <= c:
@@ -369,9 +365,7 @@ def logits_bytes(case: Case, is_trained: bool | None) -> float:
 
 
 def _dora_working(case: Case) -> float:
-    """Bytes with which the norm of one adapted weight is worked out: peft multiplies the adapters
-    with a unit matrix.
-    """
+    """For the norm of one adapted weight: peft multiplies the adapters with a unit matrix."""
     recipe = case.recipe
     if case.adapters is None or not recipe.use_dora:
         return 0.0
@@ -382,9 +376,7 @@ def _dora_working(case: Case) -> float:
 
 
 def _merging_bytes(case: Case) -> float:
-    """What the last layer's experts give, weighed in fp32 and put in order, while all is kept:
-    where experts have adapters.
-    """
+    """What the last layer's experts give, weighed in fp32 and ordered, where they have adapters."""
     if case.adapters is None or not case.adapters.n_merged:
         return 0.0
     n_tokens = case.largest.n_rows * case.largest.tokens

@@ -14,25 +14,17 @@ class Optimizer(NamedTuple):
     """Bytes and accesses for one trained weight."""
 
     name: str
-    moments: float
-    """Kept on the GPU in the dtype of the weight."""
-    own_bytes: float
-    """Kept on the GPU beside them."""
-    saved_bytes: float
-    """In a checkpoint, beside the weight."""
-    moved_widths: float
-    """Numbers of the weight's width that an update reads and writes."""
+    moments: float  # kept on the GPU in the dtype of the weight
+    own_bytes: float  # kept on the GPU beside them
+    saved_bytes: float  # in a checkpoint, beside the weight
+    moved_widths: float  # numbers of the weight's width that an update reads and writes
     moved_bytes: float
-    times: float
-    """As long as from the GPU's own memory: pages come over the bus."""
+    times: float  # as long as from the GPU's own memory: pages come over the bus
     needs_bitsandbytes: bool
     is_on_host: bool
-    is_factored: bool
-    """A row and a column stand for the moments of a matrix."""
-    has_bf16_weights: bool
-    """Without fp32 masters: weights, gradients and moments are bf16."""
-    quality: str
-    """What it may cost in quality, by its source."""
+    is_factored: bool  # a row and a column stand for the moments of a matrix
+    has_bf16_weights: bool  # without fp32 masters: weights, gradients and moments are bf16
+    quality: str  # what it may cost in quality, by its source
 
     @property
     def has_rows(self) -> bool:

@@ -78,9 +78,7 @@ def break_even_months(
     rent_usd_per_month: float = 0.0,
     hours_per_month: float = 0.0,
 ) -> float | None:
-    """Months after which owning is cheaper than this rent, by the hour of use or by the month;
-    None: never.
-    """
+    """Months after which owning is cheaper than a rent by the hour or the month; None: never."""
     rent = rent_usd_per_month + rent_usd_per_h * hours_per_month
     saved_per_month = rent - owned.running_usd_per_h * hours_per_month
     return owned.lost_usd / saved_per_month if saved_per_month > 0 else None
@@ -104,9 +102,7 @@ def own_way(owned: Owned, hours_per_run: float) -> Way:
 def yearly_usd(
     ways: Mapping[str, Way], n_runs_per_month: float, n_years: int = 1
 ) -> dict[str, float]:
-    """What each way comes to over years of a project with so many runs a month, the
-    cheapest first.
-    """
+    """Over years of a project with so many runs a month, the cheapest first."""
     n_runs = n_years * MONTHS_PER_YEAR * n_runs_per_month
     totals = {name: way.up_front_usd + n_runs * way.usd_per_run for name, way in ways.items()}
     return dict(sorted(totals.items(), key=lambda item: item[1]))
@@ -137,9 +133,7 @@ def needed_samples_per_min(
 
 
 def faster(before_s: float, after_s: float) -> tuple[float, float]:
-    """How many times as fast a step has become, and what share of the dollars that saves at the
-    same price.
-    """
+    """How many times as fast a step has become, and the share of dollars that this saves."""
     return before_s / after_s, 1 - after_s / before_s
 
 

@@ -37,8 +37,7 @@ from farthing.planner.types import (
 from farthing.prices.offers import Offer, bill, boot_of
 from farthing.units import said_apart, say_seconds, say_usd
 
-_STORES = {"s3": "AWS", "gs": "GCP", "az": "Azure"}
-"""Whose own machines pay no egress to them."""
+_STORES = {"s3": "AWS", "gs": "GCP", "az": "Azure"}  # whose own machines pay no egress to them
 WORST = 10.0  # of what is likely: the upper end of a range that has none
 CRASH_EVERY_S = 7 * 86400.0  # of a machine that is not taken away, by assumption
 SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 1800.0
@@ -61,8 +60,7 @@ class _Timed(NamedTuple):
 
 class _Terms(NamedTuple):
     timed: _Timed
-    hourly: dict[str, float]
-    """Hours that are paid for at the offer's price, by what they go to."""
+    hourly: dict[str, float]  # hours that are paid for at the offer's price, by what they go to
     fixed_usd: dict[str, float]
 
 
@@ -316,9 +314,7 @@ def _machine_key(offer: Offer) -> tuple[str, str, int]:
 
 
 def _mixed(plan: Plan, own: Plan, way: Mixture, before_s: float, alone: float) -> Plan:
-    """The spot plan with the same machine on demand whenever it falls behind the deadline, each at
-    its own price.
-    """
+    """With the same machine on demand when spot falls behind the deadline, each at its price."""
     rate, own_rate = ((one.offer.usd_per_hour or 0.0) / 3600 for one in (plan, own))
     usd = {"compute": (way.spot_s + before_s) * rate + way.on_demand_s * own_rate}
     usd |= {name: v for name, v in plan.usd.items() if name not in ("compute", "rounding")}

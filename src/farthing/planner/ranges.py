@@ -33,8 +33,7 @@ class ErrorClass(NamedTuple):
     """A row: models and GPUs, and the middle 80 % of happened over predicted."""
 
     quantity: str
-    gpus: str
-    """recent, old, or one GPU on which farthing itself ran."""
+    gpus: str  # recent, old, or one GPU on which farthing itself ran
     kind: str
     precision: str
     low: float
@@ -142,8 +141,6 @@ def _said(spread: Spread) -> str:
 
 
 def price_error(offer: Offer, old_days: int) -> tuple[float, float]:
-    """Relative error of a price, downwards and upwards: of old ones, and of the lowest price of a
-    marketplace.
-    """
+    """Relative error of a price, down and up: of old ones, and of a marketplace's lowest."""
     old = min(0.9, OLD_PRICE_ERROR * old_days / 365)
     return old, old + (FROM_PRICE_ERROR if is_from_price(offer) else 0.0)

@@ -29,8 +29,7 @@ TO_SET: dict[str, tuple[str, ...]] = {
 class Kernels(NamedTuple):
     """What a machine has beside torch's own kernels."""
 
-    has_liger: bool = False
-    """Liger's, and the trainer takes them."""
+    has_liger: bool = False  # Liger's, and the trainer takes them
     has_flex: bool = False
     """Flex attention takes heads of this size: scores with a soft cap are computed in one pass."""
 
@@ -42,8 +41,7 @@ PLAIN = Kernels()
 class Stack:
     """What farthing's code can do with a model; by default only what it can with any."""
 
-    is_packed: bool = False
-    """Documents end to end: neither padding nor a mask of it."""
+    is_packed: bool = False  # documents end to end: neither padding nor a mask of it
     is_flash: bool = False
     """Attention reads keys and values as they are, not repeated for their groups."""
     reads_first: bool = False
@@ -87,8 +85,7 @@ def stack_for(
 class Recipe:
     """A way to compute a job. Examples are those of a step of all GPUs together."""
 
-    method: str
-    """full, lora or qlora."""
+    method: str  # full, lora or qlora
     settings: Settings
     optim: str
     global_batch: int
@@ -98,8 +95,7 @@ class Recipe:
     n_gpus: int = 1
     sharding: str = NONE
     stack: Stack = Stack()
-    n_micro_batches: float = 1.0
-    """Forward passes of one GPU in a mean step."""
+    n_micro_batches: float = 1.0  # forward passes of one GPU in a mean step
     reshards: bool = True
     """fsdp: layers are gathered again for the backward pass, and not kept for it."""
     offloads_weights: bool = False
@@ -180,22 +176,15 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Case:
-    """What memory and seconds follow from: a model, how it is computed, what is trained of it, and
-    how long its micro-batches are.
-    """
+    """What memory and seconds follow from."""
 
     shape: Shape
     recipe: Recipe
-    adapters: Adapters | None
-    """What is trained; None: all of the model."""
-    largest: Largest
-    """The largest micro-batch, for memory."""
-    padded: Padded
-    """A mean example as it is computed, for seconds."""
-    mean_tokens: float
-    """Of an example without padding."""
-    labelled_share: float = 1.0
-    """Of the tokens, that go through the loss."""
+    adapters: Adapters | None  # what is trained; None: all of the model
+    largest: Largest  # the largest micro-batch, for memory
+    padded: Padded  # a mean example as it is computed, for seconds
+    mean_tokens: float  # of an example without padding
+    labelled_share: float = 1.0  # of the tokens, that go through the loss
     is_cuda: bool = True
 
     @cached_property

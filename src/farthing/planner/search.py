@@ -276,9 +276,7 @@ class Search:
 
 
 def lacks_main_memory(offer: Offer, plan: MachinePlan) -> Rejected | None:
-    """Why a recipe does not fit the main memory of an offer; None where it does, and where that is
-    not known.
-    """
+    """None where it fits, and where the main memory of the offer is not known."""
     needed_gib = plan.host_bytes / 2**30
     if offer.ram_gib is None or not plan.machine.is_cuda:
         return None
@@ -302,9 +300,7 @@ def peak_memory(wanted: JobSpec, case: Case) -> Memory:
 
 
 def budgets(wanted: JobSpec, n_gpus: int, is_cuda: bool) -> list[int]:
-    """Tokens of a micro-batch that are worth a look: the job's own, or as few as can be and powers
-    of two above that.
-    """
+    """Tokens of a micro-batch to look at: the job's own, or the fewest and powers of two above."""
     if wanted.micro_batch_tokens is not None:
         return [wanted.micro_batch_tokens]
     longest = wanted.lengths.longest_example

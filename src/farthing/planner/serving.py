@@ -50,8 +50,7 @@ class Traffic(NamedTuple):
     requests_per_day: float = 1000.0
     input_tokens: float = 800.0
     output_tokens: float = 200.0
-    latency_s: float | None = None
-    """Most seconds until an answer is whole."""
+    latency_s: float | None = None  # most seconds until an answer is whole
 
     @property
     def requests_per_s(self) -> float:
@@ -149,8 +148,7 @@ class Served:
     server: Server
     offer: Offer
     traffic: Traffic
-    n_streams: int
-    """The most at once."""
+    n_streams: int  # the most at once
 
     @property
     def capacity_tokens_per_s(self) -> float:
@@ -183,17 +181,13 @@ class Served:
         return self.server.answer_s(self.traffic, 1)
 
     def to_zero_usd(self, times: float = SERVERLESS_TIMES) -> float:
-        """A month where a machine is on while it answers and `WARM_S` after, at so many times the
-        price.
-        """
+        """A month of a machine that is on while it answers and `WARM_S` after."""
         per_s = self.traffic.requests_per_s / self.n_machines
         on = on_share(per_s, self.alone_s, WARM_S, self.cold_start_s)
         return self.n_machines * self.usd_per_hour * times * on * HOURS_PER_MONTH
 
     def usd_per_million(self, load: float) -> tuple[float, float]:
-        """Dollars for a million tokens (in, out) at such a load of the machine: each by its share
-        of the time.
-        """
+        """Dollars for a million tokens (in, out) at a load, each by its share of the time."""
         streams, traffic = self.n_streams, self.traffic
         reading_s = streams * self.server.prefill_s(traffic)
         share = reading_s / self.server.answer_s(traffic, streams)
@@ -211,9 +205,7 @@ class Served:
 
     @property
     def break_even_requests_per_hour(self) -> float:
-        """Above so many requests an hour a machine that is always on is cheaper than one that goes
-        to zero.
-        """
+        """Above them a machine that is always on is cheaper than one that goes to zero."""
         return break_even_per_s(SERVERLESS_TIMES, self.alone_s, WARM_S, self.cold_start_s) * 3600
 
 
@@ -229,9 +221,7 @@ def on_share(per_s: float, busy_s: float, warm_s: float, cold_start_s: float) ->
 
 
 def break_even_per_s(times: float, busy_s: float, warm_s: float, cold_start_s: float) -> float:
-    """Arrivals a second at which going to zero at `times` the price costs as much as being always
-    on.
-    """
+    """Arrivals a second at which going to zero at `times` the price costs as much as staying on."""
 
     def is_cheaper(per_s: float) -> bool:
         return times * on_share(per_s, busy_s, warm_s, cold_start_s) < 1.0
@@ -337,9 +327,7 @@ _TRAFFIC: dict[str, tuple[str, Callable[[str], float]]] = {
 
 
 def parse_traffic(text: str) -> Traffic:
-    """`requests=2000/day,input=800,output=200,latency=2s`; what is left out is as in `Traffic`.
-    Raises `InputError`.
-    """
+    """`requests=2000/day,input=800,output=200,latency=2s`. Raises `InputError`."""
     says: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (word.strip() for word in part.partition("="))

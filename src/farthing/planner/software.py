@@ -28,9 +28,7 @@ _WITHOUT = {  # of a package: its name, and what leaves it out
 
 
 class Torch(NamedTuple):
-    """A torch that jobs are run with: `2.13.0` and the build `cu126`; without a build the one that
-    PyPI has.
-    """
+    """`2.13.0` and the build `cu126`; without a build the one that PyPI has."""
 
     version: str
     build: str = ""
@@ -51,9 +49,7 @@ class Build(NamedTuple):
     capabilities: tuple[str, ...]
 
     def runs_on(self, gpu: Gpu) -> bool:
-        """Whether there is code for a GPU: that of a capability runs on later ones with the same
-        first number.
-        """
+        """Code of a capability runs on later ones with the same first number."""
         if self.build.startswith("rocm") != (gpu.vendor == "amd"):
             return False
         major, minor = _numbers(gpu.compute_capability)
@@ -119,9 +115,7 @@ def build_of(torch: Torch) -> Build:
 def why_no_code(
     gpu: Gpu, torch: Torch, *, needs_bitsandbytes: bool = False, attention: str = ""
 ) -> tuple[str, str, str] | None:
-    """Why the software can't use a GPU, what would let it, and of what kind that is; None where it
-    can.
-    """
+    """(why software can't use a GPU, what would let it, its kind); None where it can."""
     name = f"{gpu.architecture} ({gpu.compute_capability})"
     if not build_of(torch).runs_on(gpu):
         line = pip_line(gpu, torch)
@@ -138,9 +132,7 @@ def why_no_code(
 
 
 def pip_line(gpu: Gpu, torch: Torch) -> str | None:
-    """How to install a torch that runs on a GPU, and to plan with it: the same version, else the
-    newest that can.
-    """
+    """How to install a torch that runs on a GPU: the same version, else the newest that can."""
     same = [one for one in _of_version(torch.version) if one.runs_on(gpu)]
     older = [one for one in builds() if one.package == "torch" and one.runs_on(gpu)]
     if not (same or older):
@@ -176,9 +168,7 @@ def runs_in_words(torch: Torch) -> str:
 
 @cache
 def _of_version(version: str) -> list[Build]:
-    """The builds of the newest row that is not newer than a version; of the oldest for
-    older ones.
-    """
+    """Of the newest row that is not newer than a version; of the oldest for older ones."""
     of_torch = [one for one in builds() if one.package == "torch"]
     until = [one.since for one in of_torch if _numbers(one.since) <= _numbers(version)]
     since = until[-1] if until else of_torch[0].since

@@ -98,9 +98,7 @@ def device_of(gpu: Gpu, precision: str, *, tf32: bool = True) -> Device | None:
 
 @cache
 def _attention_shares() -> dict[str, float]:
-    """Of the dense peak, what fused attention reaches in both passes of causal rows, by compute
-    capability.
-    """
+    """What causal attention reaches of the dense peak, both passes, by compute capability."""
     return {row["compute_capability"]: float(row["share"]) for row in facts("attention_shares")}
 
 
@@ -122,8 +120,7 @@ def cpu_device(name: str, peak_flops: float, n_threads: int) -> Device:
 class StepTime:
     parts: dict[str, float]
     """matmul, attention, memory traffic, dequantization, launch, optimizer, communication, data."""
-    n_tokens: float
-    """Useful tokens of a step; seq2seq: sources and targets."""
+    n_tokens: float  # useful tokens of a step; seq2seq: sources and targets
     n_padded_tokens: float
     flops: float
 
@@ -141,24 +138,18 @@ class StepTime:
 class Calibration:
     """What measurements on a device say about its predictions; without any, nothing."""
 
-    compute: float = 1.0
-    """Factor on the seconds of forward and backward."""
+    compute: float = 1.0  # factor on the seconds of forward and backward
     optimizer: float = 1.0
-    evaluation: float = 1.0
-    """On those of an evaluation, beside `compute`."""
-    waiting_s: float = 0.0
-    """Of each step, for data and copying it."""
+    evaluation: float = 1.0  # on those of an evaluation, beside `compute`
+    waiting_s: float = 0.0  # of each step, for data and copying it
     start_s: float | None = None
-    load_s: float | None = None
-    """Of the model."""
+    load_s: float | None = None  # of the model
     """Imports and checks of a new process."""
-    save_s: float | None = None
-    """For which training stands still, each time."""
+    save_s: float | None = None  # for which training stands still, each time
     export_s: float | None = None
     extra_bytes: int | None = None
     """That torch allocates beside what the formula counts; of a CPU, the process with it."""
-    spread: float = 0.0
-    """Relative half-width that is left of the estimate's own error."""
+    spread: float = 0.0  # relative half-width that is left of the estimate's own error
     n_runs: int = 0
     source: str = ""
 
@@ -231,9 +222,7 @@ def step_time(work: Work, device: Device, calibration: Calibration | None = None
 
 
 def _launch_s(work: Work, busy_s: float, device: Device) -> float:
-    """A GPU computes while the host launches what comes next, but for what is too short; a CPU does
-    one after the other.
-    """
+    """A GPU computes while the host launches what comes next; a CPU does one after the other."""
     host_s = work.host_s + work.step_host_s
     if not device.is_cuda:
         of_step = CPU_STEP_S if work.step_host_s else 0.0

@@ -107,8 +107,7 @@ class Interruptions:
     """Up and down spells of a zone and node size, and how well they are known."""
 
     up: Spells
-    down: Spells | None = None
-    """None: capacity is back at once."""
+    down: Spells | None = None  # none: capacity is back at once
     n_spells: float = math.inf
     """Up spells behind it, each counted by its weight (Kish's effective sample size)."""
     drift: float = 0.0
@@ -429,8 +428,7 @@ class Trace:
     name: str
     gap_s: int
     available: tuple[int, ...]
-    until: datetime | None = None
-    """When it ends, where it says so (`metadata.until`)."""
+    until: datetime | None = None  # when it ends, where it says so (`metadata.until`)
 
     @property
     def last(self) -> Now:

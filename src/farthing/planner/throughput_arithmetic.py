@@ -27,12 +27,10 @@ class OwnFigures(NamedTuple):
     samples_per_min: float | None = None
     tokens_per_s: float | None = None
     spot_discount: float | None = None
-    spot_overhead: float | None = None
-    """Of the hours; None: from the interruptions."""
+    spot_overhead: float | None = None  # of the hours; None: from the interruptions
     interrupted_every_s: float | None = None
     restart_s: float = 0.0
-    step_s: tuple[float, float] | None = None
-    """Seconds of a step before and after."""
+    step_s: tuple[float, float] | None = None  # seconds of a step before and after
 
 
 def _seconds(text: str) -> float:
@@ -91,20 +89,13 @@ class Known:
     n_epochs: float
     tokens_per_sample: float
     save_every_s: float | None = None
-    max_gpu_hours: float | None = None
-    """The job's cap."""
-    usd_per_hour: float | None = None
-    """Of the first choice, where it is rented."""
-    paid_gb: float | None = None
-    """The memory that an hour is paid by, where it is paid by that."""
-    machine: str = ""
-    """The first choice, with ..."""
-    n_gpus: int = 1
-    """... so many GPUs, ..."""
-    samples_per_min: float = 0.0
-    """... the throughput that the plan expects there, and ..."""
-    share_of_peak: float = 0.0
-    """... the share of its GPUs' peak rate that this is."""
+    max_gpu_hours: float | None = None  # the job's cap
+    usd_per_hour: float | None = None  # of the first choice, where it is rented
+    paid_gb: float | None = None  # the memory that an hour is paid by, where it is paid by that
+    machine: str = ""  # the first choice, with
+    n_gpus: int = 1  # ... so many GPUs,
+    samples_per_min: float = 0.0  # ... the throughput that the plan expects there, and
+    share_of_peak: float = 0.0  # ... the share of its GPUs' peak rate that this is
 
 
 @dataclass(frozen=True)
@@ -160,9 +151,7 @@ def _with_bill(numbers: dict[str, Any], known: Known, rate: float, hours: float)
 
 
 def _with_peak(numbers: dict[str, Any], known: Known, rate: float) -> str:
-    """Whether the first choice could do it: against what the plan expects there, and against its
-    peak.
-    """
+    """Against what the plan expects of the first choice, and against its peak."""
     numbers["share_of_peak"] = share = known.share_of_peak * rate / known.samples_per_min
     verdict = "more than training reaches" if share > REACHED else "ask how it was measured"
     verdict = "more than it has" if share > 1 else verdict

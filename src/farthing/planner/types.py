@@ -78,46 +78,37 @@ class JobSpec:
     micro_batch_tokens: int | None = None
     spreads: bool | None = None
     """The job asks for weights that are spread over GPUs, or for whole ones on each."""
-    may_spread: bool = True
-    """They can be, as far as the job says beside its method and optimizer."""
+    may_spread: bool = True  # they can be, as far as the job says beside its method and optimizer
     reshards: bool = True
     """Spread layers are gathered again for the backward pass (ZeRO-3), or kept (ZeRO-2)."""
-    offloads_weights: bool = False
-    """The job asks for rows of spread weights in main memory."""
+    offloads_weights: bool = False  # the job asks for rows of spread weights in main memory
     may_go_packed: bool = True
     """Documents may be laid end to end: not where the job names an attention of its own."""
     checkpoint_every: int | None = None
     precision: str | None = None
     tf32: bool = True
-    fp16_risk: str = ""
-    """Why the model should not be computed in fp16."""
-    attention: str = ""
-    """The job's own `model.attn_implementation`."""
+    fp16_risk: str = ""  # why the model should not be computed in fp16
+    attention: str = ""  # the job's own `model.attn_implementation`
     lora_r: int = 16
     lora_dropout: float = 0.0
     target_modules: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()
     use_dora: bool = False
-    keeps_start: bool = False
-    """What the adapter began as is kept, frozen, and taken away from it."""
+    keeps_start: bool = False  # what the adapter began as is kept, frozen, and taken away from it
     eval_lengths: Lengths | None = None
     eval_steps: int | None = None
     """Optimizer steps between evaluations; None: once an epoch. 0: only at the end."""
     eval_batch: int = 16
-    max_new_tokens: int = 0
-    """Above 0: evaluation generates as many tokens at most."""
+    max_new_tokens: int = 0  # above 0: evaluation generates as many tokens at most
     save_every_s: float | None = None
     save_steps: int | None = None
-    store: str = ""
-    """Where checkpoints are copied to, as an address."""
+    store: str = ""  # where checkpoints are copied to, as an address
     is_tokenized: bool = False
     max_usd: float | None = None
     max_hours: float | None = None
     max_gpu_hours: float | None = None
-    deadline_s: float | None = None
-    """From now."""
-    confidence: float = 0.9
-    """Chance to meet the deadline that a plan must have."""
+    deadline_s: float | None = None  # from now
+    confidence: float = 0.9  # chance to meet the deadline that a plan must have
 
     @cached_property
     def adapters(self) -> Adapters | None:
@@ -243,24 +234,19 @@ def _adapters(
 class Machine:
     """A kind of machine to run on, whoever sells it."""
 
-    gpu: str
-    """A name of the catalog; of a CPU, the processor's."""
+    gpu: str  # a name of the catalog; of a CPU, the processor's
     n_gpus: int
     device: Device
     precision: str
-    memory: OnDevice
-    """That one GPU has for a run."""
+    memory: OnDevice  # that one GPU has for a run
     calibration: Calibration = UNCALIBRATED
     architecture: str = ""
-    is_local: bool = False
-    """This machine, or one of one's own: nothing is set up or downloaded."""
+    is_local: bool = False  # this machine, or one of one's own: nothing is set up or downloaded
     is_cuda: bool = True
-    is_part: bool = False
-    """The machine has more GPUs than these."""
+    is_part: bool = False  # the machine has more GPUs than these
     kernels: Kernels = PLAIN
     precision_note: str = ""
-    host_note: str = ""
-    """What has to be installed by hand."""
+    host_note: str = ""  # what has to be installed by hand
 
 
 class Range(NamedTuple):
@@ -276,10 +262,8 @@ class Spread(NamedTuple):
 
     low: float
     high: float
-    known: str
-    """What it rests on."""
-    is_own: bool = False
-    """On farthing's own runs."""
+    known: str  # what it rests on
+    is_own: bool = False  # on farthing's own runs
 
     def of(self, likely: float, certain: float = 0.0) -> Range:
         """`certain` is a part of it that has no error."""
@@ -299,8 +283,7 @@ class MachinePlan:
     """By what they go to; boot, interruptions and checkpoints are an offer's."""
     speed_spread: Spread
     memory_spread: Spread
-    is_tight: bool = False
-    """It may not fit after all."""
+    is_tight: bool = False  # it may not fit after all
     host_bytes: int = 0
     """Of main memory: rows of weights, or an optimizer's state, that are kept there."""
 
@@ -322,23 +305,17 @@ class Plan(NamedTuple):
 
     offer: Offer
     on: MachinePlan
-    seconds: dict[str, float]
-    """By what they go to; they add up to `wall_s`."""
-    wall_s: float
-    """From the moment the job is wanted to its end."""
-    usd: dict[str, float]
-    """By what they go to; they add up to `total_usd`."""
+    seconds: dict[str, float]  # by what they go to; they add up to `wall_s`
+    wall_s: float  # from the moment the job is wanted to its end
+    usd: dict[str, float]  # by what they go to; they add up to `total_usd`
     total_usd: float
     hours_range: Range
     usd_range: Range
-    interval_s: float
-    """Between checkpoints."""
+    interval_s: float  # between checkpoints
     price_age_days: int
     spot: Expected | None = None
-    chance: float | None = None
-    """To meet the deadline."""
-    mixture: str = ""
-    """Why the same machine on demand steps in when spot falls behind the deadline."""
+    chance: float | None = None  # to meet the deadline
+    mixture: str = ""  # why the same machine on demand steps in when spot falls behind the deadline
     on_front: bool = False
     is_users_price: bool = False
 
@@ -382,14 +359,10 @@ class Rejected(NamedTuple):
     """memory, main memory, software, precision, batch, dollars, hours, gpu-hours, deadline, spot.
     """
     reason: str
-    change: str
-    """The nearest change that would let it in; empty where nothing would."""
-    change_kind: str
-    """What is changed: changes of a kind differ in their numbers alone."""
-    distance: float = math.inf
-    """The factor that is missing, to name the nearest first."""
-    detail: str = ""
-    """The recipe that came nearest."""
+    change: str  # the nearest change that would let it in; empty where nothing would
+    change_kind: str  # what is changed: changes of a kind differ in their numbers alone
+    distance: float = math.inf  # the factor that is missing, to name the nearest first
+    detail: str = ""  # the recipe that came nearest
 
 
 class Answer(NamedTuple):

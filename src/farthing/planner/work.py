@@ -163,9 +163,7 @@ def _flops(case: Case, recompute: float) -> _Flops:
 
 
 def _share_below(case: Case) -> float:
-    """Share of the work in layers that stands below the first trained one, and has no backward
-    pass.
-    """
+    """Share of the work in layers below the first trained one, which has no backward pass."""
     shape, adapters = case.shape, case.adapters
     if adapters is None or not adapters.first_layer:
         return 0.0

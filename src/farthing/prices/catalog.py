@@ -144,9 +144,7 @@ def _provider(catalog: Catalog, text: str) -> str:
 
 
 def sort_offers(offers: Iterable[Offer], by: str) -> list[Offer]:
-    """Offers by `usd` (of an hour), `usd-per-gpu` or `age`, the least first; those not paid by the
-    hour come last.
-    """
+    """By `usd` (of an hour), `usd-per-gpu` or `age`; those not paid by the hour come last."""
     if by == "age":
         return sorted(sort_offers(offers, "usd-per-gpu"), key=lambda o: -o.date.toordinal())
     hourly = {"usd": lambda o: o.usd_per_hour, "usd-per-gpu": lambda o: o.usd_per_gpu_hour}[by]

@@ -72,9 +72,7 @@ class Update(NamedTuple):
 
 
 def known_feeds() -> tuple[Feed, ...]:
-    """The feeds of `facts/price_feeds.csv`; of two for one provider the first that answers is
-    taken.
-    """
+    """Of `facts/price_feeds.csv`; of two for one provider the first that answers is taken."""
     return tuple(typed("price_feeds", Feed))
 
 
@@ -194,9 +192,7 @@ def download(address: str, timeout_s: float, give_up_at: float) -> bytes:
 
 
 def _gpuhunt_csv(address: str, timeout_s: float, give_up_at: float) -> bytes:
-    """The CSV of one provider of gpuhunt: the file of a local folder, or the newest version a
-    server has.
-    """
+    """Of one provider of gpuhunt: from a local folder, or the newest that a server has."""
     name = address.rstrip("/").rpartition("/")[2]
     local = os.environ.get("GPUHUNT_CATALOG_DIR")
     if local:
@@ -219,9 +215,7 @@ def _gpuhunt_csv(address: str, timeout_s: float, give_up_at: float) -> bytes:
 
 
 def _live_csv(address: str, *_: float) -> bytes:
-    """What a provider says now, by the library gpuhunt, in its layout; its keys are in the
-    environment, as it wants them.
-    """
+    """By the library gpuhunt, in its layout; its keys are in the environment."""
     import importlib
 
     module, name = address.split(":")
@@ -249,9 +243,7 @@ def csv_of(items: Iterable[Any]) -> bytes:
 
 
 def _without_zones(offers: Sequence[Offer]) -> list[Offer]:
-    """One row for a region where all its zones have one price: most on demand; spot differs by zone
-    and stays.
-    """
+    """One row for a region whose zones have one price: most on demand."""
     groups: dict[Offer, list[Offer]] = {}
     for offer in offers:
         groups.setdefault(offer._replace(zone="", usd=0.0), []).append(offer)

@@ -24,8 +24,7 @@ COLUMNS = (
     *("ram_gib", "source", "date"),
 )
 _LARGEST_USD = 100_000.0
-Cells = dict[str, str]
-"""A row of a file, by its header."""
+Cells = dict[str, str]  # a row of a file, by its header
 Line = dict[str, Any]
 """What a row says in our columns, and `memory_gib` of one GPU where the file has it."""
 _MISSING: Line = dict.fromkeys(COLUMNS, "") | {"kind": "on-demand", "unit": "machine_hour"}
@@ -156,9 +155,7 @@ def _gpuhunt_lines(cells: Cells, path: Path) -> list[Line]:
 
 
 def _sky_lines(cells: Cells, path: Path) -> list[Line]:
-    """A row of a catalog of SkyPilot, on demand and on spot. Google's hosts are priced apart from
-    their GPUs there.
-    """
+    """On demand and on spot. Google's hosts are priced apart from their GPUs there."""
     line: Line = {ours: cells.get(theirs, "") for ours, theirs in _SKYPILOT.items()}
     if _is_none(line["n_gpus"]) or not line["instance"]:
         return []
@@ -178,9 +175,7 @@ def _is_none(text: str) -> bool:
 
 @cache
 def _skypilot_memory(info: str, n_gpus: str, name: str) -> float | None:
-    """GiB of one GPU. Some clouds write the size of all of them, some write GB where MiB is
-    said.
-    """
+    """GiB of one GPU. Some clouds write the size of all, some write GB where MiB is said."""
     match = re.search(r"'SizeInMiB': (\d+)", info)
     if match is None or int(match[1]) == 0:
         return None
@@ -205,9 +200,7 @@ def provider_name(text: str) -> str:
 
 
 def _offer(line: Line, today: date, is_strict: bool) -> Offer | None:
-    """The offer of a line; None where a feed names a GPU that is not known. Raises with the column
-    as `where`.
-    """
+    """None where a feed names a GPU that is not known. Raises with the column as `where`."""
     unit, kind, gpu = line["unit"], line["kind"], line["gpu"]
     if not line["provider"]:
         raise InputError("there is no provider", where="provider", to_do="name who sells it")

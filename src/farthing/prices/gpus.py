@@ -66,9 +66,7 @@ class Gpu(NamedTuple):
 
     @property
     def usable_bytes(self) -> int:
-        """What torch can have of the memory: the driver keeps a part. Where it was not seen, the
-        share of those that were.
-        """
+        """Without what the driver keeps: as it was seen, else the share of those that were."""
         seen = _usable_gib().get(self.name)
         return int(seen * 2**30 if seen is not None else self.memory_bytes * _usable_share())
 
@@ -121,9 +119,7 @@ def gpu_of_device(name: str, memory_bytes: int | None = None) -> Gpu | None:
 
 @cache
 def gpu_named(text: str, memory_gib: float | None = None) -> Gpu | None:
-    """Like `find_gpu`, None where it fails. A name may end in its memory ("L4-24GB") as long as
-    that is true.
-    """
+    """None where it is not known. A name may end in its memory ("L4-24GB") if that is true."""
     plain, said_gb = _without_memory(text)
     sized = [f"{text} {size}GB" for size in _sizes(memory_gib)] if memory_gib is not None else []
     for name in (*sized, text, plain):
@@ -162,9 +158,7 @@ def _is_about(gpu: Gpu, memory_gib: float) -> bool:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The words that ask whether `X` was meant, for the known name that is nearest to a word;
-    nothing where none is near.
-    """
+    """The question with the known name that is nearest to a word; nothing where none is near."""
     import difflib
 
     by_key = {name_key(name): name for name in known}

@@ -33,18 +33,13 @@ class Billing(NamedTuple):
     notes: str = ""
     source: str = ""
     date: date | None = None
-    deposit_usd: float = 0.0
-    """Paid before the first hour, and used up by later ones."""
-    prices_are: str = ""
-    """`from` where the listed price is the lowest of many hosts'."""
-    most_hours: float = math.inf
-    """After which a machine is taken back."""
+    deposit_usd: float = 0.0  # paid before the first hour, and used up by later ones
+    prices_are: str = ""  # `from` where the listed price is the lowest of many hosts'
+    most_hours: float = math.inf  # after which a machine is taken back
 
 
 class Offer(NamedTuple):
-    """One thing that can be bought: a machine by the hour, memory by the hour, a run, or training
-    by the token.
-    """
+    """A machine by the hour, memory by the hour, a run, or training by the token."""
 
     provider: str
     instance: str
@@ -136,9 +131,7 @@ def cheapest_firm(offers: Iterable[Offer]) -> dict[tuple[str, int], Offer]:
 
 
 def up_front_usd(offer: Offer, usd: float) -> float:
-    """What has to be paid before a bill of `usd` can be met: whole packs where credits are sold in
-    packs, or a deposit.
-    """
+    """Paid before: whole packs where credits are sold in packs, or a deposit."""
     pack = offer.billing.pack_usd
     return max(offer.billing.deposit_usd, math.ceil(usd / pack - 1e-9) * pack if pack else usd)
 
@@ -166,8 +159,7 @@ class Boot(NamedTuple):
     seconds: float
     source: str
     date: str
-    is_known: bool = True
-    """Whether there is a row for the provider."""
+    is_known: bool = True  # whether there is a row for the provider
 
 
 @cache
