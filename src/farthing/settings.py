@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -80,7 +80,10 @@ class Settings:
     def from_json(cls, values: Mapping[str, Any]) -> Settings:
         """What `to_json` wrote, or a part of it, among other keys. Raises `ValueError`."""
         own = {field.name: values[field.name] for field in fields(cls) if field.name in values}
-        return TypeAdapter(cls).validate_json(json.dumps(own), strict=True)
+        try:
+            return TypeAdapter(cls).validate_json(json.dumps(own), strict=True)
+        except ValidationError as error:
+            raise ValueError(f"these are no settings: {own}") from error
 
     @property
     def checkpointing(self) -> str:
