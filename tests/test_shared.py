@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import mmap
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -243,6 +246,23 @@ def test_what_is_saved_is_what_the_steps_leave_out():
     assert saved_by_sharing(tokens, Batches(np.arange(200), 20, seed=0), 4096) == saved
     assert saved_by_sharing(tokens, batches, 1500) < saved  # two or three in a piece
     assert saved_by_sharing(tokens, Batches(np.arange(200), 1, seed=0), 4096) == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc")
+def test_what_was_sampled_of_a_file_is_not_held(tmp_path):
+    tokens = token_set([[5] * 8192 for _ in range(64)], [1] * 64)
+    tokens.ids.tofile(tmp_path / "ids.bin")
+    with open(tmp_path / "ids.bin", "rb") as file:
+        mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.int32)
+
+    def held_kib() -> int:
+        maps = Path("/proc/self/smaps").read_text().partition(f"{tmp_path}/ids.bin\n")[2]
+        return int(maps.partition("Rss:")[2].split()[0])
+
+    assert mapped.sum() == 5 * 64 * 8192
+    assert held_kib() == 2048
+    saved_by_sharing(replace(tokens, ids=mapped), Batches(np.arange(64), 16, seed=0), 65_536)
+    assert held_kib() == 0
 
 
 def test_nothing_is_saved_where_little_is_shared():

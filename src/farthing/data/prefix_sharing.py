@@ -153,4 +153,5 @@ def saved_by_sharing(tokens: TokenSet, batches: Batches, micro_batch_tokens: int
         n_all += int(tokens.lengths[step].sum())
         for micro_batch in split_shared(tokens, step, micro_batch_tokens):
             n_saved += int(in_common(tokens, micro_batch)[1].sum())
+        tokens.release()
     return n_saved / max(1, n_all)
