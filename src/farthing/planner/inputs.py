@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
+from typing import Any
 
 from farthing.config.data_lengths import read_lengths
 from farthing.config.job import Job
@@ -131,14 +132,9 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
         hazard, law = hazards(read_traces(asked.traces), now)
         notes.append(law)
     assumptions, by_fee = Assumptions(), [offer for offer in offers if offer.usd_per_hour is None]
-    answer = decide(
-        wanted,
-        [*here, *own, *rented],
-        today=today,
-        assumptions=assumptions,
-        hazard=hazard,
-        has_own_prices=asked.prices not in (None, FACTS / "prices.csv"),  # the package's own
-    )
+    has_own_prices = asked.prices not in (None, FACTS / "prices.csv")  # the package's own
+    how = dict[str, Any](today=today, assumptions=assumptions, hazard=hazard)
+    answer = decide(wanted, [*here, *own, *rented], has_own_prices=has_own_prices, **how)
     notes += [*known.notes, *_past(here, measurements, machine), *_not_offered(answer)]
     savings: tuple[SavingsStep, ...] = ()
     methods: tuple[tuple[str, Plan | None], ...] = ()
@@ -151,21 +147,9 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
         every = machines_for, today
         savings = tuple(what_choices_save(wanted, best, answer.plans, catalog.offers, *every))
         methods = tuple(other_methods(wanted, answer, *every))
-    return Study(
-        job,
-        wanted,
-        answer,
-        catalog,
-        machine,
-        assumptions,
-        tuple(notes),
-        today,
-        tuple(asked.own),
-        law,
-        savings,
-        methods,
-        fees_of(wanted, job.model.model_name_or_path, job.max_length, by_fee, today),
-    )
+    fees = fees_of(wanted, job.model.model_name_or_path, job.max_length, by_fee, today)
+    study = job, wanted, answer, catalog, machine, assumptions, tuple(notes), today
+    return Study(*study, tuple(asked.own), law, savings, methods, fees)
 
 
 def _of_model(wanted: JobSpec) -> list[str]:

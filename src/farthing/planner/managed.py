@@ -103,10 +103,8 @@ def fees_of(
         said = offer.unit, offer.usd, offer.source, offer.date.isoformat()
         takes = _takes(offer, name, method, billion)
         of_file.append(Fee(offer.provider, offer.instance, usd, usd, *said, takes))
-    return (
-        *sorted(known, key=lambda fee: (fee.usd, fee.provider)),
-        *sorted(of_file, key=lambda fee: fee.usd),
-    )
+    known.sort(key=lambda fee: (fee.usd, fee.provider))
+    return (*known, *sorted(of_file, key=lambda fee: fee.usd))
 
 
 def _takes(offer: Offer, name: str, method: str, billion: float) -> bool:
@@ -128,16 +126,11 @@ def fee_of(service: Service, wanted: JobSpec, max_length: int) -> Fee:
         evaluated = held_out.n_tokens * max(1.0, n_epochs)
     n_tokens = lengths.n_tokens * n_epochs + evaluated
     n_unpacked = lengths.n_examples * n_epochs * max_length + evaluated
+    costs = n_tokens / 1e6 * usd, n_tokens / 1e6 * (service.usd_high or usd)
+    said = "million_tokens", usd, service.source, service.date.isoformat()
     return Fee(
-        service.provider,
-        service.model or _sizes(service),
-        n_tokens / 1e6 * usd,
-        n_tokens / 1e6 * (service.usd_high or usd),
-        "million_tokens",
-        usd,
-        service.source,
-        service.date.isoformat(),
-        service.method != "closed",
+        *(service.provider, service.model or _sizes(service), *costs, *said),
+        takes_the_model=service.method != "closed",
         is_known=True,
         usd_unpacked=n_unpacked / 1e6 * usd if counts_validation else None,
         n_tokens=n_tokens,

@@ -149,15 +149,11 @@ def standing_of(case: Case) -> Standing:
         head_gradients = shape.n_head_matmul * recipe.trained_bytes / recipe.n_shards
         if recipe.gathers:  # whole until the backward pass is over
             head_gradients = float(shape.n_head_matmul * recipe.gathered_bytes)
-    return Standing(
-        weights,
-        gradients,
-        gradients if recipe.n_micro_batches > 1 else 0.0,
-        n_trained * case.state_bytes * own,
-        _casts_bytes(case),
-        gathered_bytes(case) if recipe.gathers else 0.0,
-        head_gradients,
-    )
+    held = gradients if recipe.n_micro_batches > 1 else 0.0
+    state, gathered = n_trained * case.state_bytes * own, gathered_bytes(case)
+    gathered = gathered if recipe.gathers else 0.0
+    casts = _casts_bytes(case)
+    return Standing(weights, gradients, held, state, casts, gathered, head_gradients)
 
 
 def _moments(case: Case, standing: Standing, layers: Layers, logits: float) -> dict[str, Parts]:

@@ -101,7 +101,8 @@ class Pricing:
         cheaper, dearer = price_error(offer, price_age_days if is_old else 0)
         least = total - rate * (billed.likely - billed.low) / 3600
         most = total + rate * (billed.high - billed.likely) / 3600
-        return Plan(
+        usd_range = Range(max(0.0, least * (1 - cheaper)), total, most * (1 + dearer))
+        found = (
             offer,
             self.on,
             timed.seconds,
@@ -109,12 +110,10 @@ class Pricing:
             usd,
             total,
             timed.hours_range,
-            Range(max(0.0, least * (1 - cheaper)), total, most * (1 + dearer)),
-            timed.interval_s,
-            price_age_days,
-            timed.spot,
-            is_users_price=is_users_price,
+            usd_range,
         )
+        more = timed.interval_s, price_age_days, timed.spot
+        return Plan(*found, *more, is_users_price=is_users_price)
 
     def _terms(self, offer: Offer, save_s: float, zone: Interruptions | None) -> _Terms:
         wanted, timed = self.wanted, self._time(self.setup_s(offer), save_s, zone)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from farthing.data.lengths import Padded
 from farthing.data.packing import ON_CPU, MicroBatchCost
@@ -89,9 +89,7 @@ class Search:
             return why
         n_gpus, is_cuda, precision = machine.n_gpus, machine.is_cuda, machine.precision
         how = precision, n_gpus, is_cuda, self.cost_on(machine), offloads, machine.kernels
-        found = [
-            one._replace(memory=self._on(machine, one.memory)) for one in self.candidates(*how)
-        ]
+        found = [x._replace(memory=self._on(machine, x.memory)) for x in self.candidates(*how)]
         if not found:
             what = f"a step of {wanted.global_batch} examples can't be divided by {n_gpus} GPUs"
             change = f"train.global_batch_size: {n_gpus}"
@@ -264,12 +262,11 @@ class Search:
         for kind, other in _milder(self.wanted, is_cuda, has_bf16=precision == "bf16"):
             most = other.micro_batch_tokens or other.lengths.longest_example
             every = other.checkpoint_every if other.checkpoint_every is not None else 1
-            recipe = replace(
+            once, sharding = (
                 _one_pass(other, precision, Settings(most, every)),
-                n_gpus=n_gpus,
-                sharding=shardings_of(other, n_gpus)[-1],
-                n_micro_batches=2.0,
+                shardings_of(other, n_gpus),
             )
+            recipe = replace(once, n_gpus=n_gpus, sharding=sharding[-1], n_micro_batches=2.0)
             memory = peak_memory(other, other.case(recipe, is_cuda=is_cuda))
             found.append((_said(other, self.wanted), kind, memory))
         return found
@@ -411,17 +408,10 @@ def recipe_of(
 
 def _one_pass(wanted: JobSpec, precision: str, settings: Settings) -> Recipe:
     """What does not depend on how a step is cut: the whole of it in one pass."""
-    of_adapter: dict[str, Any] = {}
-    if wanted.method != "full":
-        of_adapter = {
-            name: getattr(wanted, name) for name in ("lora_r", "lora_dropout", "use_dora")
-        }
-    return Recipe(
-        method=wanted.method,
-        settings=replace(settings, precision=precision),
-        optim=wanted.optim,
-        global_batch=wanted.global_batch,
-        stack=wanted.stack(precision),
-        reshards=wanted.reshards,
-        **of_adapter,
-    )
+    settings = replace(settings, precision=precision)
+    recipe = Recipe(wanted.method, settings, wanted.optim, wanted.global_batch)
+    recipe = replace(recipe, stack=wanted.stack(precision), reshards=wanted.reshards)
+    if wanted.method == "full":
+        return recipe
+    r, dropout, use_dora = wanted.lora_r, wanted.lora_dropout, wanted.use_dora
+    return replace(recipe, lora_r=r, lora_dropout=dropout, use_dora=use_dora)

@@ -84,16 +84,9 @@ def device_of(gpu: Gpu, precision: str, *, tf32: bool = True) -> Device | None:
     is_geforce = gpu.link == "pcie" and re.match(r"RTX \d{4}( Ti| Super|$)", gpu.name) is not None
     link = _share("link", f"{'geforce' if is_geforce else gpu.link}/") * gpu.link_bytes_per_s
     bandwidth = gpu.bandwidth_bytes_per_s * BANDWIDTH_SHARE
-    return Device(
-        gpu.name,
-        peak * share,
-        bandwidth,
-        link,
-        True,
-        attention,
-        GEFORCE_LINK_ERROR if is_geforce else LINK_ERROR,
-        has_tiles=kind != "fp32",
-    )
+    error = GEFORCE_LINK_ERROR if is_geforce else LINK_ERROR
+    rates = peak * share, bandwidth, link
+    return Device(gpu.name, *rates, True, attention, error, has_tiles=kind != "fp32")
 
 
 @cache
@@ -105,15 +98,8 @@ def _attention_shares() -> dict[str, float]:
 def cpu_device(name: str, peak_flops: float, n_threads: int) -> Device:
     """A processor, from a rough guess of its peak."""
     bandwidth = n_threads * CPU_BANDWIDTH_BYTES_PER_S
-    return Device(
-        name,
-        peak_flops * CPU_MATMUL_SHARE,
-        bandwidth,
-        0.0,
-        False,
-        attention_share=CPU_ATTENTION_SHARE,
-        has_tiles=False,
-    )
+    rates = peak_flops * CPU_MATMUL_SHARE, bandwidth, 0.0
+    return Device(name, *rates, False, CPU_ATTENTION_SHARE, has_tiles=False)
 
 
 @dataclass(frozen=True)

@@ -133,10 +133,7 @@ class JobSpec:
     def stack(self, precision: str) -> Stack:
         changed = () if self.adapters is None else (*self.adapters.adapted, *self.adapters.saved)
         return stack_for(
-            self.shape.model_type,
-            self.shape.task,
-            precision,
-            self.method,
+            *(self.shape.model_type, self.shape.task, precision, self.method),
             may_go_packed=self.may_go_packed,
             has_plain_head=not any(weight.part == "head" for weight, _ in changed),
             has_plain_adapters=not (self.use_dora or self.keeps_start),
@@ -207,16 +204,9 @@ class JobSpec:
 
     def case(self, recipe: Recipe, *, is_cuda: bool = True) -> Case:
         asked = recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost
-        return Case(
-            self.shape,
-            recipe,
-            self.adapters,
-            self.largest(*asked),
-            self.lengths.example if self.is_packed else self.cut(*asked).example,
-            self.tokens_per_example,
-            self.labelled_share,
-            is_cuda,
-        )
+        example = self.lengths.example if self.is_packed else self.cut(*asked).example
+        lengths = self.largest(*asked), example, self.tokens_per_example, self.labelled_share
+        return Case(self.shape, recipe, self.adapters, *lengths, is_cuda)
 
 
 def open_ended(wanted: JobSpec) -> JobSpec:
