@@ -687,3 +687,11 @@ def test_a_path_that_no_file_can_have_is_a_mistake_at_its_key(
     path.write_text("task: causal-lm\nmodel: m\ndata: a.jsonl\noutput_dir: r\n", "utf-8")
     with pytest.raises(JobError, match=f"--set {key}.*{words}"):
         load_job(path, [f"{key}={value}"])
+
+
+@pytest.mark.parametrize("name", ["rot13", "base64", "undefined", "no-such"])
+def test_what_decodes_no_text_is_no_encoding(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("task: causal-lm\nmodel: m\ndata: a.jsonl\noutput_dir: r\n", "utf-8")
+    with pytest.raises(JobError, match=f"--set data.encoding.*no text encoding is called {name}"):
+        load_job(path, [f"data.encoding={name}"])

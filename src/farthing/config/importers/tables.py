@@ -10,9 +10,10 @@ import contextlib
 import functools
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
@@ -80,8 +81,7 @@ class ToolTable(NamedTuple):
     def why(self, form: str) -> Why | None:
         """Why a key, or `key=value`, has no counterpart."""
         for each in self.reasons:
-            patterns = (p for p in each.patterns if ("=" in p) == ("=" in form))
-            if any(fnmatchcase(form, pattern) for pattern in patterns):
+            if _any_of(each.patterns, "=" in form).match(form):
                 return each
         return None
 
@@ -409,6 +409,12 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "service-file": uploaded,
     "multiplier": lambda value: number(value) * 2e-4,  # of farthing's rate for adapters
 }
+
+
+@functools.cache
+def _any_of(patterns: tuple[str, ...], has_value: bool) -> re.Pattern[str]:
+    wanted = (translate(each) for each in patterns if ("=" in each) == has_value)
+    return re.compile("|".join(wanted) or "(?!)")
 
 
 @functools.cache
