@@ -34,21 +34,15 @@ from numpy.typing import NDArray
 
 import farthing
 from farthing.errors import FarthingError
-from farthing.planner.memory import Memory
 from farthing.planner.ranges import class_of, spread_of
 from farthing.planner.speed import step_time
-from plan_rows import NotExpressed, Published, every_of, read_case
+from plan_rows import NotExpressed, every_of, read_case
 from plan_stacks import GIB, memory_of, other_work
 
 FACTS = Path(farthing.__file__).parent / "facts" / "estimate_errors.csv"
 SHARE, N_HALVES = 0.80, 200
 Errors = dict[str, NDArray[np.float64]]  # ln(measured / predicted) by source
 Row = dict[str, Any]
-
-
-def predict(row: Published) -> tuple[Memory, float]:
-    """(memory, tokens a second)."""
-    return memory_of(row.case), step_time(other_work(row.case), row.device()).tokens_per_s
 
 
 def judge(rows: Iterable[dict[str, str]], *, strangers: bool = False) -> dict[str, Any]:
@@ -62,7 +56,8 @@ def judge(rows: Iterable[dict[str, str]], *, strangers: bool = False) -> dict[st
                 every = every_of(row["grad_ckpt"], row["notes"].lower(), row["source"])
                 row |= {"source": "a stranger", "grad_ckpt": ("no", "full", "selective")[every]}
             found = read_case(row)
-            memory, tokens_per_s = predict(found)
+            memory = memory_of(found.case)
+            tokens_per_s = step_time(other_work(found.case), found.device()).tokens_per_s
         except (NotExpressed, FarthingError, ValueError) as error:
             why = str(error).splitlines()[0]
             unexpressed.append({"line": number, "model": row["model"], "why": why})
@@ -76,8 +71,8 @@ def judge(rows: Iterable[dict[str, str]], *, strangers: bool = False) -> dict[st
             is_right = error > -0.09 if found.limit == "too much" else abs(error) <= 0.09
             limits.append(about | {"says": found.limit, "error": error, "is_right": is_right})
             continue
-        meters: dict[str, Any] = {"allocated": memory.allocated, "reserved": memory.reserved}
-        predicted = {**meters, "nvidia-smi": memory.on_device}[found.meter].n_bytes
+        meter = {"nvidia-smi": "on_device"}.get(found.meter, found.meter)
+        predicted = getattr(memory, meter).n_bytes
         bytes_, speed = found.measured_bytes, found.measured_tokens_per_s
         of_rest = None  # of what is not certain, measured over predicted
         if bytes_:
@@ -106,7 +101,7 @@ def judge(rows: Iterable[dict[str, str]], *, strangers: bool = False) -> dict[st
 
 
 def table(rows: Sequence[Row], key: str) -> list[Row]:
-    """Median, 90th percentile and bias of all rows, and by source, method and GPU."""
+    """Of all rows, and by source, method and GPU."""
     groups: dict[tuple[str, str, str], list[float]] = {("all", "", ""): []}
     for row in rows:
         if row[key] is not None:

@@ -141,12 +141,12 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
     best = next((plan for plan in answer.plans if plan.is_rented), None)
     if best is not None:
 
-        def machines_for(some: Sequence[Offer], other: JobSpec) -> list[Offered]:
-            return _machines(other, some, Calibrations(other, measurements), software)
+        def answer_for(other: JobSpec, some: Sequence[Offer]) -> Answer:
+            places = _machines(other, some, Calibrations(other, measurements), software)
+            return decide(other, places, today=today, explains=False)
 
-        every = machines_for, today
-        savings = tuple(what_choices_save(wanted, best, answer.plans, catalog.offers, *every))
-        methods = tuple(other_methods(wanted, answer, *every))
+        savings = tuple(what_choices_save(answer, best, wanted, catalog.offers, answer_for))
+        methods = tuple(other_methods(answer, wanted, answer_for))
     fees = fees_of(wanted, job.model.model_name_or_path, job.max_length, by_fee, today)
     study = job, wanted, answer, catalog, machine, assumptions, tuple(notes), today
     return Study(*study, tuple(asked.own), law, savings, methods, fees)
