@@ -15,7 +15,8 @@ from farthing.report.html import colour, in_order, svg
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 860, 62, 14, 26, 46
 _SIGNS = {"interruption": "✕", "out of memory": "!", "evaluation": "●", "checkpoint": "▾"}
-Point = tuple[float, float]
+Point = Sequence[float]
+"""x, y."""
 
 
 class Line(NamedTuple):
@@ -117,11 +118,7 @@ def figure(
     (class, points), dots (class, point, radius, title) and words (class, place, text, anchor).
     """
     name = "".join(letter if letter.isalnum() else "-" for letter in title.lower())
-    drawn: dict[str, Any] = (
-        dict.fromkeys(("lines", "columns", "marks", "paths", "dots", "words"), ()) | shapes
-    )
-    drawn |= {"axes": axes, "x_marks": axes.x_marks, "y_marks": axes.y_marks}
-    picture = svg("chart.svg", id=name, title=title, said=said or caption, **drawn)
+    picture = svg("chart.svg", id=name, title=title, said=said or caption, axes=axes, **shapes)
     return Drawing(title, picture, caption, key or {}, signs)
 
 

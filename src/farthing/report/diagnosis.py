@@ -47,31 +47,25 @@ class _Run:
         return sum(self.spans.get(name, 0.0) for name in names)
 
     def found(
-        self,
-        cause: str,
-        seconds: float,
-        *,
-        of_s: float | None = None,
-        once: bool = False,
-        facts: dict[str, Any] | None = None,
+        self, cause: str, seconds: float, *, of_s: float = 0.0, once: bool = False, **facts: Any
     ) -> Iterator[Finding]:
         """What `seconds` of the time so far went to, of `of_s` that it took, where it is worth
         telling. `once`: at the start, so that the rest of the run can't be spared it.
         """
         if seconds <= 0 or seconds < WORTH * self.wall_s:
             return
-        of_s = seconds if of_s is None else of_s
+        of_s = of_s or seconds
         share = f"({of_s / (self.wall_s or 1):.0%})"
         took = f"{say_seconds(of_s)} of {say_seconds(self.wall_s)} {share}"
         saves_s = seconds if once else seconds * self.whole
         rest_s = 0.0 if self.is_over or once else seconds * max(0.0, self.whole - 1)
-        usd = (saves_s * self.usd_per_s, rest_s * self.usd_per_s)
-        yield finding(cause, {"took": took, **(facts or {})}, saves_s, usd[0], rest_s, usd[1])
+        price = self.usd_per_s
+        yield finding(cause, saves_s, saves_s * price, rest_s, rest_s * price, took=took, **facts)
 
 
-def finding(cause: str, x: dict[str, Any], *saves: float) -> Finding:
-    words = dict(pairs("diagnosis.txt", cause.replace(" ", "_").replace("-", "_"), x).rows)
-    saves = saves or (0.0, 0.0, 0.0, 0.0)
+def finding(cause: str, *saves: float, **facts: Any) -> Finding:
+    name = cause.replace(" ", "_").replace("-", "_")
+    words = dict(pairs("diagnosis.txt", name, facts).rows)
     return Finding("", cause, words["evidence"], words.get("fix", ""), words["to_do"], *saves)
 
 
@@ -92,7 +86,7 @@ def _data(run: _Run) -> Iterator[Finding]:
     n_tokens, tokenized_s = run.work.get("n_tokens", 0), run.span("tokenize")
     pace = n_tokens / tokenized_s if tokenized_s > 1 else 0
     yield from run.found("slow storage", run.span("data_wait"))
-    yield from run.found("slow tokenizer", tokenized_s, once=True, facts={"pace": pace})
+    yield from run.found("slow tokenizer", tokenized_s, once=True, pace=pace)
 
 
 def _memory(run: _Run) -> Iterator[Finding]:
@@ -101,11 +95,11 @@ def _memory(run: _Run) -> Iterator[Finding]:
     if work.get("checkpoint_every") and need and need <= 0.9 * free:
         of_forward = work.get("recomputed_of_forward", 0.0) * work.get("forward_share", 0.0)
         share = of_forward or work.get("recomputed_share", 0.0)
-        facts = {"recomputed": share, "need": need, "free": free}
-        yield from run.found("checkpointing not needed", share * run.span("compute"), facts=facts)
+        seconds, facts = share * run.span("compute"), {"need": need, "free": free}
+        yield from run.found("checkpointing not needed", seconds, recomputed=share, **facts)
     if redone := [event for event in run.receipt.out_of_memory if "micro_batch_tokens" in event]:
-        fits = redone[-1]["micro_batch_tokens"]  # what it cost is not measured
-        yield finding("memory ran out", {"n": len(redone), "fits": fits})
+        fits, no_cost = redone[-1]["micro_batch_tokens"], (0.0, 0.0, 0.0, 0.0)  # none is measured
+        yield finding("memory ran out", *no_cost, n=len(redone), fits=fits)
 
 
 def _compute(run: _Run) -> Iterator[Finding]:
@@ -115,15 +109,15 @@ def _compute(run: _Run) -> Iterator[Finding]:
     )
     if longest > 1.5 * long > 0 and share:
         facts = {"long": long, "longest": longest, "beyond": share}
-        yield from run.found("max_length too long", share * compute_s, facts=facts)
+        yield from run.found("max_length too long", share * compute_s, **facts)
     useful, padded = receipt.tokens_per_s or 0.0, receipt.padded_tokens_per_s or 0.0
     if useful and padded > 1.1 * useful:
         share = 1 - useful / padded
-        yield from run.found("padding", share * compute_s, facts={"padded": share})
+        yield from run.found("padding", share * compute_s, padded=share)
     if receipt.mfu and receipt.mfu < MFU_TARGET:
         wasted_s = (1 - receipt.mfu / MFU_TARGET) * compute_s
         facts = {"mfu": receipt.mfu, "target": MFU_TARGET}
-        yield from run.found("utilisation under target", wasted_s, facts=facts)
+        yield from run.found("utilisation under target", wasted_s, **facts)
 
 
 def _host(run: _Run) -> Iterator[Finding]:
@@ -136,9 +130,7 @@ def _communication(run: _Run) -> Iterator[Finding]:
     as often.
     """
     waited_s, batch = run.span("ranks"), int(run.train.get("global_batch_size") or 0)
-    yield from run.found(
-        "waiting for other ranks", waited_s / 2, of_s=waited_s, facts={"batch": batch}
-    )
+    yield from run.found("waiting for other ranks", waited_s / 2, of_s=waited_s, batch=batch)
 
 
 def _checkpoints(run: _Run) -> Iterator[Finding]:
@@ -147,7 +139,7 @@ def _checkpoints(run: _Run) -> Iterator[Finding]:
         return
     left = max(1, math.ceil(SAVE_SHARE / 2 * run.wall_s * n / spent_s))
     facts = {"n": n, "each_s": spent_s / n, "every": math.ceil(steps / left)}
-    yield from run.found("saves too often", spent_s * (1 - left / n), of_s=spent_s, facts=facts)
+    yield from run.found("saves too often", spent_s * (1 - left / n), of_s=spent_s, **facts)
 
 
 def _evaluation(run: _Run) -> Iterator[Finding]:
@@ -163,10 +155,10 @@ def _evaluation(run: _Run) -> Iterator[Finding]:
     if n > FEW_EVALUATIONS:
         left = max(FEW_EVALUATIONS, math.floor(may_take_s / each_s))
         facts["every"] = math.ceil(steps / left)
-        yield from run.found("evaluation too often", (n - left) * each_s, of_s=spent_s, facts=facts)
+        yield from run.found("evaluation too often", (n - left) * each_s, of_s=spent_s, **facts)
     elif fewer > 0:
         seconds = spent_s - may_take_s
-        yield from run.found("evaluation on too many examples", seconds, of_s=spent_s, facts=facts)
+        yield from run.found("evaluation on too many examples", seconds, of_s=spent_s, **facts)
 
 
 def _start_up(run: _Run) -> Iterator[Finding]:
@@ -177,7 +169,7 @@ def _start_up(run: _Run) -> Iterator[Finding]:
         return
     named = (f"{SPANS[name]} {say_seconds(s)}" for name, s in parts.items() if s > 0.1 * total_s)
     facts = {"parts": ", ".join(named), "worst": worst}
-    yield from run.found("start-up", parts[worst], of_s=total_s, once=True, facts=facts)
+    yield from run.found("start-up", parts[worst], of_s=total_s, once=True, **facts)
 
 
 def _waiting(run: _Run) -> Iterator[Finding]:
@@ -185,7 +177,7 @@ def _waiting(run: _Run) -> Iterator[Finding]:
     if receipt.interruptions:
         is_redone = receipt.redone_s > receipt.restart_s
         facts = {"n": receipt.interruptions, "is_redone": is_redone}
-        yield from run.found("interruptions", receipt.restart_s + receipt.redone_s, facts=facts)
+        yield from run.found("interruptions", receipt.restart_s + receipt.redone_s, **facts)
 
 
 CHECKS: dict[str, Callable[[_Run], Iterator[Finding]]] = {

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 LOADS = (1.0, 0.3, 0.05)
 PAID = "what you paid"
+_AT = {OWN: " of your own", HERE: f" of {HERE}"}
 
 
 # ---- services ----
@@ -47,6 +48,11 @@ def fees(managed: Sequence[Fee]) -> dict[str, float]:
     return {one.name: one.usd for one in [*(o for o in taking if not o.is_known), *known]}
 
 
+def elsewhere(managed: Sequence[Fee], paid_usd: float | None) -> dict[str, float]:
+    """Dollars of a run that others train: at services, and as somebody paid."""
+    return fees(managed) | ({} if paid_usd is None else {PAID: paid_usd})
+
+
 @dataclass(frozen=True)
 class Paid:
     usd: float
@@ -55,10 +61,11 @@ class Paid:
     ratio: float | None
     words: str
 
-    @classmethod
-    def of(cls, usd: float, here: float | None) -> Paid:
-        words = say("plan.txt", "paid", usd, here)
-        return cls(usd, here, usd - here if here else None, usd / here if here else None, words)
+
+def paid_of(usd: float, best: Choice | None) -> Paid:
+    here = best.total_usd if best else None
+    saved, ratio = (usd - here, usd / here) if here else (None, None)
+    return Paid(usd, here, saved, ratio, say("plan.txt", "paid", usd, here))
 
 
 # ---- machines of one's own ----
@@ -155,9 +162,9 @@ def years_of(
     own: Sequence[OwnMachine],
     owned: Sequence[Owned],
     runs_per_month: float,
-    managed: Sequence[Fee],
-    paid: Paid | None,
+    others: Mapping[str, float],
 ) -> Years:
+    """`own`: what a run comes to on the machines `owned`; `others`: where others train it."""
     ways: dict[str, Way] = {}
     notes: list[str] = []
     for kind in RENTED:
@@ -171,15 +178,13 @@ def years_of(
         busy = found.hours * runs_per_month
         if busy > HOURS_PER_MONTH:
             notes.append(f"{name}: {busy:,.0f} hours a month are more than one machine has")
-        if paid is not None and one.price_usd:
-            rent = paid.usd * runs_per_month
+        if PAID in others and one.price_usd:
+            rent = others[PAID] * runs_per_month
             months = break_even_months(one, rent_usd_per_month=rent, hours_per_month=busy)
             after = "never" if months is None else f"after {months:,.1f} months"
             against = f"against {say_cost(rent)} a month that you paid"
             notes.append(f"{name}: pays back {after} {against}")
-    ways |= {name: Way(fee) for name, fee in fees(managed).items()}
-    if paid is not None:
-        ways[PAID] = Way(paid.usd)
+    ways |= {name: Way(usd) for name, usd in others.items()}
     yearly = yearly_usd(ways, runs_per_month)
     dearest = max(yearly.values(), default=0.0)
     saved = {name: saving(usd, dearest) for name, usd in yearly.items()}
@@ -194,21 +199,12 @@ class Runs:
 
 
 def runs_of(
-    n: int,
-    best: Choice | None,
-    savings: Savings | None,
-    managed: Sequence[Fee],
-    paid: Paid | None,
+    n: int, best: Choice | None, savings: Savings | None, others: Mapping[str, float]
 ) -> Runs:
-    each: dict[str, float] = {}
-    if best is not None:
-        each[best.name] = best.total_usd
+    each = {best.name: best.total_usd} if best else {}
     if savings is not None:
         each["the plain way"] = savings.plain_usd
-    each |= fees(managed)
-    if paid is not None:
-        each[PAID] = paid.usd
-    ways = {name: n * usd for name, usd in each.items()}
+    ways = {name: n * usd for name, usd in (each | others).items()}
     mine, dearest = ways[best.name] if best else 0.0, max(ways.values(), default=0.0)
     less = say_saving(saving(mine, dearest)) if best and len(ways) > 1 else ""
     return Runs(n, ways, tuple(lines("plan.txt", "runs", ways, dearest - mine, less)))
@@ -239,21 +235,21 @@ class Savings:
 
 def savings_of(study: Study) -> Savings | None:
     steps: list[Step] = []
-    before: float | None = None
+    known: list[float] = []
     for choice, what, plan in study.savings:
-        words, share = "no machine with A100s holds it", None
-        usd, hours = (plan.total_usd, plan.wall_s / 3600) if plan else (None, None)
+        usd = hours = share = None
+        words = "no machine with A100s holds it"
         if plan is not None:
-            words = f"{say_cost(plan.total_usd)} in {say_seconds(plan.wall_s)}"
-            if before is not None:
-                saved = saving(plan.total_usd, before)
+            usd, hours = plan.total_usd, plan.wall_s / 3600
+            words = f"{say_cost(usd)} in {say_seconds(plan.wall_s)}"
+            if known:
+                saved = saving(usd, known[-1])
                 share, words = saved.share, f"{words}, {say_saving(saved)}"
-            before = plan.total_usd
+            known.append(usd)
         steps.append(Step(choice, what, usd, hours, share, f"{choice}: {what}: {words}"))
-    priced = [one.usd for one in steps if one.usd is not None]
-    if not priced:
+    if not known:
         return None
-    plain, last = priced[0], priced[-1]
+    plain, last = known[0], known[-1]
     whole = saving(last, plain)
     words = f"{say_cost(last)} instead of {say_cost(plain)}: {say_saving(whole)}"
     return Savings(tuple(steps), plain, last, whole.usd, whole.share, words)
@@ -316,15 +312,18 @@ def serving_of(study: Study, traffic: serving.Traffic) -> ServingView:
     offers = [p.offer for p in study.answer.plans] + [r.offer for r in study.answer.rejected]
     found, refused = serving.serve(study.wanted.shape, traffic, offers)
     rows = tuple(_serving_row(one) for one in found)
+    best = rows[0] if rows else None
+    at = "" if best is None else _AT.get(best.provider, f" at {best.provider}")
+    answer = say("plan.txt", "serving", best, traffic, at)
     known = serving.ERROR, serving.ERROR_UNSEEN, serving.SERVERLESS_TIMES, serving.WARM_S
     assumed = tuple(lines("plan.txt", "serving_assumed", *known))
-    return ServingView(traffic, _serving_answer(rows, traffic), rows, tuple(refused), assumed)
+    return ServingView(traffic, answer, rows, tuple(refused), assumed)
 
 
 def _serving_row(one: serving.Served) -> ServingRow:
     server, traffic = one.server, one.traffic
     error = serving.ERROR if server.gpu.name in serving.SEEN else serving.ERROR_UNSEEN
-    speed, busy = one.capacity_tokens_per_s, min(1.0, one.load / one.n_machines)
+    speed, first_token_s = one.capacity_tokens_per_s, server.prefill_s(traffic)
 
     def per_million(load: float) -> dict[str, float]:
         return dict(zip(("input", "output"), one.usd_per_million(load), strict=True))
@@ -339,19 +338,11 @@ def _serving_row(one: serving.Served) -> ServingRow:
         tokens_per_s=speed,
         tokens_per_s_range=(speed * (1 - error), speed * (1 + error)),
         one_stream_tokens_per_s=1 / server.decode_s(traffic, 1),
-        first_token_s=server.prefill_s(traffic),
+        first_token_s=first_token_s,
         answer_s=one.alone_s,
         always_on_usd_per_month=one.always_on_usd,
         to_zero_usd_per_month=one.to_zero_usd(),
-        to_zero_first_token_s=one.cold_start_s + server.prefill_s(traffic),
-        usd_per_million=per_million(busy),
+        to_zero_first_token_s=one.cold_start_s + first_token_s,
+        usd_per_million=per_million(min(1.0, one.load / one.n_machines)),
         usd_per_million_at_load={f"{load:.0%}": per_million(load) for load in LOADS},
     )
-
-
-def _serving_answer(rows: Sequence[ServingRow], traffic: serving.Traffic) -> str:
-    at = ""
-    if rows:
-        where = rows[0].provider
-        at = {OWN: " of your own", HERE: f" of {HERE}"}.get(where, f" at {where}")
-    return say("plan.txt", "serving", rows[0] if rows else None, traffic, at)

@@ -11,7 +11,7 @@ from farthing.errors import InputError
 from farthing.planner.managed import Fee
 from farthing.planner.ownership import saving
 from farthing.planner.types import HERE
-from farthing.prices.gpus import find_gpu, gpus
+from farthing.prices.gpus import gpu_named
 from farthing.report.plan_types import Choice, Refused
 from farthing.report.plan_view import Compared, PlanView, plan_view
 from farthing.report.plan_words import say_cost, say_saving, say_short
@@ -30,7 +30,7 @@ class OwnTerms:
 
 
 Side = Choice | Fee | OwnTerms
-Figure = tuple[str, tuple[float | None, float | None], Callable[[float], str]]
+Say = Callable[[float], str]
 
 
 def find_in_study(study: Any, text: str) -> Choice:
@@ -43,20 +43,19 @@ def find_plan(view: PlanView, text: str) -> Choice:
     were rejected.
     """
     wanted = text.strip()
-    if re.fullmatch(r"#?\d+", wanted):
-        rank = int(wanted.lstrip("#"))
-        if not 1 <= rank <= len(view.plans):
-            to_do = f"give a rank from 1 to {len(view.plans)}"
-            raise InputError(f"there is no plan {rank}", where="plan", to_do=to_do)
-        return view.plans[rank - 1]
-    found = next((row for row in view.plans if _answers(row, wanted)), None)
-    if found is not None:
+    if rank := re.fullmatch(r"#?(\d+)", wanted):
+        if 1 <= int(rank[1]) <= len(view.plans):
+            return view.plans[int(rank[1]) - 1]
+        to_do = f"give a rank from 1 to {len(view.plans)}"
+        raise InputError(f"there is no plan {int(rank[1])}", where="plan", to_do=to_do)
+    found = next((one for one in (*view.plans, *view.rejected) if _answers(one, wanted)), None)
+    if isinstance(found, Choice):
         return found
-    no = next((one for one in view.rejected if _answers(one, wanted)), None)
-    if no is not None:
-        raise InputError(f"`{wanted}` was rejected: {no.reason}", where="plan", to_do=no.change)
+    what = f"no plan is called `{wanted}`"
     to_do = 'give a rank, or a name such as "H100", "2x RTX 4090 spot" or "RunPod/L40S"'
-    raise InputError(f"no plan is called `{wanted}`", where="plan", to_do=to_do)
+    if found is not None:
+        what, to_do = f"`{wanted}` was rejected: {found.reason}", found.change
+    raise InputError(what, where="plan", to_do=to_do)
 
 
 def find_side(view: PlanView, text: str) -> Side:
@@ -82,33 +81,19 @@ def find_side(view: PlanView, text: str) -> Side:
 
 
 def _answers(row: Choice | Refused, text: str) -> bool:
-    provider, slash, rest = text.rpartition("/")
-    rest = rest.strip().lower()
-    for word in ("on-demand", "on demand", "spot"):
-        if rest.endswith(word):
-            rest = rest.removesuffix(word).strip()
-            if row.kind != word.replace(" ", "-"):
-                return False
-            break
-    if slash and _key(provider) not in _key(row.provider):
+    provider, _, machine = text.lower().rpartition("/")
+    asked = re.fullmatch(r"(?:(\d+)\s*x\s*)?(.*?)\s*(on[- ]demand|spot)?", machine.strip())
+    if asked is None or _key(provider) not in _key(row.provider):
         return False
-    if count := re.match(r"(\d+)\s*x\s*", rest):
-        rest = rest[count.end() :]
-        if row.n_gpus != int(count[1]):
-            return False
-    if not rest:
-        return True
-    if rest in ("own", "here", HERE) or _key(rest) == _key(row.provider):
-        return rest in (row.kind, row.provider) or _key(rest) == _key(row.provider)
-    names = {_key(row.gpu)}
-    if row.gpu in gpus():
-        names |= {_key(alias) for alias in gpus()[row.gpu].aliases}
-    if _key(rest) in names or _key(row.gpu).startswith(_key(rest)):
-        return True
-    try:
-        return find_gpu(rest).name == row.gpu
-    except InputError:
+    count, name, kind = asked.groups()
+    if (kind and kind.replace(" ", "-") != row.kind) or (count and int(count) != row.n_gpus):
         return False
+    if name in ("own", "here", HERE):
+        return name in (row.kind, row.provider)
+    if not name or _key(name) == _key(row.provider) or _key(row.gpu).startswith(_key(name)):
+        return True
+    named = gpu_named(name)
+    return named is not None and named.name == row.gpu
 
 
 def _key(text: str) -> str:
@@ -119,7 +104,7 @@ def _say_hours(hours: float) -> str:
     return say_seconds(hours * 3600)
 
 
-_FIGURES: dict[str, tuple[str, Callable[[Choice], float], Callable[[float], str]]] = {
+_FIGURES: dict[str, tuple[str, Callable[[Choice], float], Say]] = {
     "usd_per_hour": ("an hour", lambda row: row.usd_per_hour or 0.0, say_usd),
     "tokens_per_s": ("tokens/s", lambda row: row.step.tokens_per_s, say_count),
     "step_s": ("a step", lambda row: row.step.seconds, say_short),
@@ -147,19 +132,14 @@ def compare(
     """
     usd, sides = (a.total_usd, b.total_usd), (a, b)
     choices = [one if isinstance(one, Choice) else None for one in sides]
-    rows: dict[str, dict[str, float | None]] = {}
-    table: list[tuple[str, ...]] = []
-    figures: dict[str, Figure] = {
-        "total_usd": ("dollars", usd, say_cost),
-        "hours": ("time", (a.hours, b.hours), _say_hours),
-    }
+    rows = {"total_usd": _row(*usd), "hours": _row(a.hours, b.hours)}
+    table = [
+        _line("dollars", rows["total_usd"], say_cost),
+        _line("time", rows["hours"], _say_hours),
+    ]
     for name, (words, figure, say) in _FIGURES.items():
-        first, second = (None if one is None else figure(one) for one in choices)
-        figures[name] = (words, (first, second), say)
-    for name, (words, (first, second), say) in figures.items():
-        ratio = second / first if first and second is not None else None
-        rows[name] = {"a": first, "b": second, "ratio": ratio}
-        table.append(_line(words, first, second, say))
+        rows[name] = _row(*(one and figure(one) for one in choices))
+        table.append(_line(words, rows[name], say))
     if any(choices):
         for words, tell in _WORDS.items():
             cells = [tell(x) if isinstance(x, Choice) else _of_service(x, words) for x in sides]
@@ -169,7 +149,7 @@ def compare(
         for title, parts, say in (("whole run", run, say_seconds), ("one step", step, say_short)):
             table.append((title, "", "", ""))
             for name in dict.fromkeys([*parts[0], *parts[1]]):
-                table.append(_line(f"  {name}", parts[0].get(name), parts[1].get(name), say))
+                table.append(_line(f"  {name}", _row(*(one.get(name) for one in parts)), say))
     saved, dear, cheap = saving(usd[1], usd[0]), max(usd), min(usd)
     words = f"{_sum_of(a)}; {_sum_of(b)}: {say_saving(saved)}"
     for n, what in ((n_runs, ""), (12 * per_month if per_month else None, " in a year")):
@@ -189,11 +169,13 @@ def _of_service(one: Fee | OwnTerms, words: str) -> str:
     return known.get(words, "-")
 
 
-def _line(
-    words: str, a: float | None, b: float | None, say: Callable[[float], str]
-) -> tuple[str, ...]:
-    texts = ["-" if x is None else say(x) for x in (a, b)]
-    return words, *texts, f"{b / a:.2f}" if a and b else ""
+def _row(a: float | None, b: float | None) -> dict[str, float | None]:
+    return {"a": a, "b": b, "ratio": b / a if a and b is not None else None}
+
+
+def _line(words: str, row: dict[str, float | None], say: Say) -> tuple[str, ...]:
+    texts = ["-" if x is None else say(x) for x in (row["a"], row["b"])]
+    return words, *texts, f"{row['ratio']:.2f}" if row["ratio"] else ""
 
 
 def _sum_of(one: Side) -> str:

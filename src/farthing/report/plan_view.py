@@ -134,12 +134,11 @@ class PlanView:
     comparison: Compared | None = None
 
     def to_json(self, *, is_whole: bool = True, limit: int | None = None) -> Json:
-        plans, rejected = self.plans, self.rejected
+        plans, rejected = self.plans[: limit or None], self.rejected
         if not is_whole:
-            plans = tuple(replace(one, also_at=()) for one in plans[:N_CHOICES])
             rejected = rejected[:N_REJECTED]
-        if limit:
-            plans = self.plans[:limit]
+            if not limit:
+                plans = tuple(replace(one, also_at=()) for one in plans[:N_CHOICES])
         found = asdict(replace(self, plans=plans, rejected=rejected))
         found["by_hand"] = self.by_hand and self.by_hand.to_json()
         return dict(_plain(found))
@@ -196,15 +195,13 @@ def plan_view(
         own=tuple(aside.own_machine(owned, choices, study, runs_per_month) for owned in study.own),
         by_hand=_by_hand(study, figures or OwnFigures(), best),
         serving=aside.serving_of(study, traffic) if traffic is not None else None,
-        paid=None
-        if paid_usd is None
-        else aside.Paid.of(paid_usd, best.total_usd if best else None),
+        paid=None if paid_usd is None else aside.paid_of(paid_usd, best),
     )
-    fees = study.managed, view.paid
+    others = aside.elsewhere(study.managed, paid_usd)
     if n_runs:
-        view = replace(view, runs=aside.runs_of(n_runs, best, view.savings, *fees))
+        view = replace(view, runs=aside.runs_of(n_runs, best, view.savings, others))
     if runs_per_month:
-        years = aside.years_of(choices, view.own, study.own, runs_per_month, *fees)
+        years = aside.years_of(choices, view.own, study.own, runs_per_month, others)
         view = replace(view, years=years)
     return view
 
@@ -367,10 +364,14 @@ def _here(rows: Sequence[Choice], study: Study) -> Here | None:
 # ---- beside the best ----
 
 
-def _against(row: Choice, other: Choice, name: str) -> Against:
+def _against(row: Choice, other: Choice, words: str) -> Against:
     saved = saving(row.total_usd, other.total_usd)
-    words = f"{said(row)}; {said(other)}: {name} {say_saving(saved)}"
     return Against(row.rank, other.rank, saved.usd, saved.share, words)
+
+
+def _cheaper(row: Choice, other: Choice, name: str) -> str:
+    saved = say_saving(saving(row.total_usd, other.total_usd))
+    return f"{said(row)}; {said(other)}: {name} {saved}"
 
 
 def _sooner(best: Choice | None, rows: Sequence[Choice]) -> Against | None:
@@ -382,17 +383,17 @@ def _sooner(best: Choice | None, rows: Sequence[Choice]) -> Against | None:
     row = min(can, key=lambda row: (row.wall_s, row.total_usd, row.rank), default=None)
     if row is None or row.wall_s > best.wall_s * 0.75:
         return None
-    saved, more = saving(row.total_usd, best.total_usd), ""
-    if best.is_priced and best.total_usd:
-        more = f", {row.total_usd / best.total_usd - 1:+.0%} dollars"
+    more = f", {row.total_usd / best.total_usd - 1:+.0%} dollars" if 0 < most < math.inf else ""
     words = f"{said(row)}: {best.wall_s / row.wall_s:.1f} x as fast{more}"
-    return Against(row.rank, best.rank, saved.usd, saved.share, words)
+    return _against(row, best, words)
 
 
 def _spot_or_not(rows: Sequence[Choice]) -> Against | None:
     """The best on spot against the best on demand."""
     demand, spot = (next((row for row in rows if row.kind == kind), None) for kind in RENTED)
-    return None if demand is None or spot is None else _against(spot, demand, "spot")
+    if demand is None or spot is None:
+        return None
+    return _against(spot, demand, _cheaper(spot, demand, "spot"))
 
 
 def _two_or_one(rows: Sequence[Choice]) -> Against | None:
@@ -405,8 +406,7 @@ def _two_or_one(rows: Sequence[Choice]) -> Against | None:
     one = next(dear, None)
     if two is None or one is None:
         return None
-    found = _against(two, one, "two")
-    return replace(found, words=f"{found.words}; {UNTRIED}")
+    return _against(two, one, f"{_cheaper(two, one, 'two')}; {UNTRIED}")
 
 
 def _methods(study: Study) -> tuple[Method, ...]:

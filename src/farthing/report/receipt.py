@@ -7,7 +7,7 @@ time of the attempts and dollars to the bill: each attempt's seconds at that att
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +31,7 @@ from farthing.report.receipt_types import (
     Trust,
 )
 from farthing.report.timeline import OF_SPAN, seconds_of, timeline_of
-from farthing.report.training_log import TrainingLog, read_log
+from farthing.report.training_log import Curve, TrainingLog, read_log
 from farthing.report.words import lines, say
 from farthing.run import folder as files
 from farthing.run.accounts import LOST, Account, Found, read_ledger, with_redone
@@ -39,16 +39,18 @@ from farthing.run.ledger import SPANS
 from farthing.storage.files import DamagedFileError, Json
 
 N_CURVE_POINTS, N_BANDS = 60, 240
-ROW_NAMES = {
-    "usd": "cost",
-    "wall_s": "time",
-    "tokens_per_s": "useful tokens/s",
-    "usd_per_million_tokens": "a million tokens",
-    "peak_bytes": "peak memory",
-    "final_loss": "last training loss",
-    "loss": "evaluation loss",
+COMPARED = {
+    "usd": "price work",
+    "wall_s": "work",
+    "steps": "",
+    "tokens": "",
+    "tokens_per_s": "",
+    "usd_per_million_tokens": "price",
+    "peak_bytes": "",
+    "interruptions": "",
+    "final_loss": "train",
 }
-"""What the rows of a comparison are called; the others are called as they are."""
+"""Figures of two runs, and what must be alike in them for a ratio, see `_unlike`."""
 FIGURES = ("tokens_per_s", "padded_tokens_per_s", "mfu", "work")
 
 
@@ -78,9 +80,12 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
     estimate, n_in_epoch = _estimate_of(kept(files.PLAN)), facts.get("steps_per_epoch")
     bill, now = _bill_of(accounts), datetime.now(UTC)
     machines = bill_of(folder, accounts, now.timestamp())
-    exported_step = _newest(accounts, lambda a: a.exported)
-    published = kept(files.PUBLISHED)
+    exported = [account.exported for account in accounts if account.exported is not None]
+    exported_step = exported[-1] if exported else None
     best, of_model = _evaluations_of_note(log.evaluations, exported_step)
+    measured: dict[str, Any] = {}
+    for account in accounts:
+        measured |= account.facts
     receipt = Receipt(
         run=str(folder),
         state=bill.state,
@@ -105,7 +110,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         metrics=of_model["metrics"] if of_model else None,
         evaluation=files.evaluation_of(folder, exported_step),
         standard_tasks=files.evaluation_of(folder, exported_step, files.STANDARD_TASKS),
-        published=(published or {}).get("publications", []),
+        published=(kept(files.PUBLISHED) or {}).get("publications", []),
         serving=serving_of(folder, job if bill.state == "finished" else None, log),
         wall_s=bill.wall_s,
         usd=bill.usd,
@@ -130,7 +135,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         peak_bytes=bill.peak_bytes,
         machines=machines,
         still_billed=still_billed(job or {}, machines),
-        **{name: _newest(accounts, lambda a, name=name: a.facts.get(name)) for name in FIGURES},  # type: ignore[misc]
+        **{name: measured.get(name) for name in FIGURES},
         curves=_curves(log, accounts),
         answers=answers_of(
             job,
@@ -138,7 +143,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
             bill.spans,
             bill.usd_of,
             log.n_tokens,
-            _newest(accounts, lambda a: a.facts.get("padded_tokens")),
+            measured.get("padded_tokens"),
         ),
         timeline=timeline_of(accounts, [row["step"] for row in log.evaluations]),
     )
@@ -180,15 +185,14 @@ def _curves(log: TrainingLog, accounts: list[Account]) -> Curves:
         {"step": row["step"], **{k: v for k, v in row["metrics"].items() if isinstance(v, float)}}
         for row in log.evaluations
     ]
-    losses, busy = log.losses, _utilisation(accounts)
+    losses, busy = log.losses, Curve()
+    for account in accounts:
+        for stretch in account.stretches:
+            if stretch.n_busy > 0:
+                busy.add(stretch.step, stretch.busy / stretch.n_busy)
+    means, of_device = (curve.means(N_CURVE_POINTS) for curve in (losses, busy))
     ends = [point for point in (losses.first, losses.last) if point is not None]
-    return Curves(losses.means(N_CURVE_POINTS), losses.bands(N_BANDS), ends, busy, evaluations)
-
-
-def _newest(accounts: list[Account], value: Callable[[Account], Any]) -> Any:
-    """What the last attempt that knows it says."""
-    found = (value(account) for account in reversed(accounts))
-    return next((one for one in found if one is not None), None)
+    return Curves(means, losses.bands(N_BANDS), ends, of_device, evaluations)
 
 
 def _evaluations_of_note(rows: list[Json], exported_step: int | None) -> tuple[Any, Any]:
@@ -265,32 +269,17 @@ def compare(run: Receipt, baseline: Receipt) -> Comparison:
             to_do="compare runs of one task",
         )
     has_prices, models = run.usd_is_known and baseline.usd_is_known, [_model(run), _model(baseline)]
-    unlike = set(_unlike(run, baseline))
-    is_same_work = "work" not in unlike
-
-    def both(ours: Any, theirs: Any, *, is_like: bool = True) -> Compared:
-        numbers = isinstance(ours, int | float) and isinstance(theirs, int | float) and theirs
-        return Compared(ours, theirs, ours / theirs if is_like and numbers else None)
-
-    def figure(name: str, *, is_like: bool = True) -> Compared:
-        return both(getattr(run, name), getattr(baseline, name), is_like=is_like)
-
-    def price(name: str, *, is_like: bool = True) -> Compared:
-        ours, theirs = (getattr(r, name) if r.usd_is_known else None for r in (run, baseline))
-        return both(ours, theirs, is_like=has_prices and is_like)
-
+    unlike, metrics = set(_unlike(run, baseline)), baseline.metrics or {}
     rows = {
-        "usd": price("usd", is_like=is_same_work),
-        "wall_s": figure("wall_s", is_like=is_same_work),
-        **{name: figure(name) for name in ("steps", "tokens", "tokens_per_s")},
-        "usd_per_million_tokens": price("usd_per_million_tokens"),
-        **{name: figure(name) for name in ("peak_bytes", "interruptions")},
-        "final_loss": figure("final_loss", is_like="train" not in unlike),
+        name: _compared(
+            _figure(run, name), _figure(baseline, name), unlike.isdisjoint(kinds.split())
+        )
+        for name, kinds in COMPARED.items()
+    } | {
+        name: _compared(value, metrics[name], "eval" not in unlike)
+        for name, value in (run.metrics or {}).items()
+        if isinstance(value, float) and name in metrics
     }
-    theirs = baseline.metrics or {}
-    for name, value in (run.metrics or {}).items():
-        if isinstance(value, float) and name in theirs:
-            rows[name] = both(value, theirs[name], is_like="eval" not in unlike)
     saved_usd = baseline.usd - run.usd if has_prices else None
     spent = [(r.usd if has_prices else r.wall_s, r.tokens) for r in (run, baseline)]
     per_token = [amount / n for amount, n in spent if n and amount]
@@ -302,9 +291,18 @@ def compare(run: Receipt, baseline: Receipt) -> Comparison:
         saved_usd=saved_usd,
         saved_share=saved_usd / baseline.usd if saved_usd is not None and baseline.usd else None,
         saved_s=baseline.wall_s - run.wall_s,
-        is_same_work=is_same_work,
+        is_same_work="work" not in unlike,
         saved_share_per_token=1 - per_token[0] / per_token[1] if len(per_token) == 2 else None,
     )
+
+
+def _figure(receipt: Receipt, name: str) -> Any:
+    return getattr(receipt, name) if receipt.usd_is_known or "usd" not in name else None
+
+
+def _compared(ours: Any, theirs: Any, is_like: bool) -> Compared:
+    has_ratio = is_like and isinstance(ours, int | float) and isinstance(theirs, int | float)
+    return Compared(ours, theirs, ours / theirs if has_ratio and theirs else None)
 
 
 def _model(receipt: Receipt) -> str:
@@ -423,18 +421,3 @@ def _sums(said: Json, bill: Bill) -> dict[str, Pair]:
         name: _pair(said[name], getattr(bill, name), bill)
         for name in ("wall_s", "usd", "peak_bytes")
     }
-
-
-def _utilisation(accounts: list[Account]) -> list[list[float]]:
-    """How busy the GPU was over all attempts: at most `N_CURVE_POINTS` points [step, mean of its
-    stretch].
-    """
-    points = [
-        (stretch.step, stretch.busy / stretch.n_busy)
-        for account in accounts
-        for stretch in account.stretches
-        if stretch.n_busy > 0
-    ]
-    size = -(-len(points) // N_CURVE_POINTS) or 1
-    stretches = [points[start : start + size] for start in range(0, len(points), size)]
-    return [[part[-1][0], sum(mean for _, mean in part) / len(part)] for part in stretches]

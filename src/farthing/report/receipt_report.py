@@ -19,7 +19,7 @@ from farthing.report.blocks import (
     percent,
     sections,
 )
-from farthing.report.receipt import ROW_NAMES, Comparison
+from farthing.report.receipt import Comparison
 from farthing.report.receipt_types import Diagnosis, Pair, Receipt
 from farthing.report.timeline import group_of
 from farthing.report.words import pairs, report, say, table
@@ -28,6 +28,16 @@ from farthing.storage.files import Json
 from farthing.units import digits_of, say_bytes, say_seconds, say_usd
 
 _MOST_CLASSES = 30
+_ROW_NAMES = {
+    "usd": "cost",
+    "wall_s": "time",
+    "tokens_per_s": "useful tokens/s",
+    "usd_per_million_tokens": "a million tokens",
+    "peak_bytes": "peak memory",
+    "final_loss": "last training loss",
+    "loss": "evaluation loss",
+}
+"""Of a comparison; the others are called as they are."""
 
 
 def receipt_report(receipt: Receipt) -> list[Section]:
@@ -145,7 +155,7 @@ def compared_rows(comparisons: Sequence[Comparison]) -> Iterator[tuple[str, ...]
         others = [each.rows[name].baseline if name in each.rows else None for each in comparisons]
         texts = [unknown if value is None else say(value) for value in (row.run, *others)]
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
-        yield ROW_NAMES.get(name, name.replace("_", " ")), *texts, ratio
+        yield _ROW_NAMES.get(name, name.replace("_", " ")), *texts, ratio
 
 
 def _number(value: float) -> str:

@@ -34,7 +34,7 @@ from farthing.report.html import page
 from farthing.report.receipt import Comparison
 from farthing.report.receipt_report import compared_rows, diagnosis, estimate, spans
 from farthing.report.receipt_types import Receipt
-from farthing.report.timeline import Column, grouped
+from farthing.report.timeline import Column, evenly, grouped
 from farthing.report.words import cards, say, table
 from farthing.run.folder import PAGE
 from farthing.storage.files import write_text
@@ -77,13 +77,14 @@ def compared_page(receipts: Sequence[Receipt], comparisons: Sequence[Comparison]
     pairs = list(zip(names, receipts, strict=True))
     notes = dict.fromkeys(note for each in comparisons for note in each.notes)
     heads = ("", *(f"#{name}" for name in names), "#first / second")
-    losses = [
-        Line(name, _points(receipt.curves.loss), i % 7 + 1)
-        for i, (name, receipt) in enumerate(pairs)
-    ]
+    losses = [Line(name, receipt.curves.loss, i % 7 + 1) for i, (name, receipt) in enumerate(pairs)]
     longest = max(receipt.wall_s for receipt in receipts) or 1.0
     went = tuple(
-        (name, Stack(grouped(_seconds(each)), longest), say_seconds(each.wall_s))
+        (
+            name,
+            Stack(grouped({span.name: span.seconds for span in each.spans}), longest),
+            say_seconds(each.wall_s),
+        )
         for name, each in pairs
     )
     title = "Where the time went"
@@ -111,10 +112,6 @@ def _page(name: str, title: str, receipt: Receipt, report: Iterable[Section | No
 
 def _name(receipt: Receipt) -> str:
     return Path(receipt.run).name or receipt.run
-
-
-def _seconds(receipt: Receipt) -> dict[str, float]:
-    return {span.name: span.seconds for span in receipt.spans}
 
 
 def _headline(receipt: Receipt) -> str:
@@ -218,10 +215,6 @@ def _by_step(title: str, words: str, lines: Sequence[Line]) -> Drawing | None:
     return curves(title, words, lines, axes)
 
 
-def _points(found: Iterable[Sequence[float]]) -> list[tuple[float, float]]:
-    return [(x, y) for x, y in found]
-
-
 def _step_axes(
     xs: Sequence[float], ys: Sequence[float], say_y: Callable[[float], str] = "{:.4g}".format
 ) -> Axes:
@@ -236,11 +229,8 @@ def _step_axes(
 def _evaluations(receipt: Receipt, name: str) -> list[tuple[float, float]]:
     """The values of a metric by step, thinned evenly, the best and both ends among them."""
     rows = [(row["step"], row[name]) for row in receipt.curves.evaluation if name in row]
-    if len(rows) <= _N_POINTS:
-        return rows
-    picked = {round(i * (len(rows) - 1) / (_N_POINTS - 1)) for i in range(_N_POINTS)}
-    picked |= {i for i, row in enumerate(rows) if row[0] == receipt.best_step}
-    return [rows[i] for i in sorted(picked)]
+    kept = {*evenly(rows, _N_POINTS), *(row for row in rows if row[0] == receipt.best_step)}
+    return [row for row in rows if row in kept]
 
 
 def _metrics(receipt: Receipt) -> Section | None:
@@ -260,7 +250,7 @@ def _answers(receipt: Receipt) -> Section | None:
         return None
     blocks: list[Block] = [Text(note) for note in receipt.answers.notes]
     for title, names in _ANSWERS:
-        found = {name: _points(receipt.answers.figures.get(name, ())) for name in names}
+        found = {name: receipt.answers.figures.get(name, ()) for name in names}
         lines = [Line(name, points, i) for i, (name, points) in enumerate(found.items(), 1)]
         last = ", ".join(f"{name} {rows[-1][1]:.3g}" for name, rows in found.items() if rows)
         if drawing := _by_step(title, f"At the last step: {last}.", lines):
@@ -283,7 +273,7 @@ def _speed(receipt: Receipt) -> Section | None:
     words += f" {say_count(before / end_s)} on average."
     line = Line("useful tokens a second", points)
     drawings = [curves("Useful tokens a second", words, [line], axes)]
-    busy = _points(receipt.curves.utilisation_percent)
+    busy = receipt.curves.utilisation_percent
     if len(busy) > 1:
         axes = _step_axes([x for x, _ in busy], [0.0, 100.0], _say_percent)
         mean = _say_percent(sum(y for _, y in busy) / len(busy))

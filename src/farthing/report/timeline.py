@@ -11,10 +11,11 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from farthing.run.accounts import Account
 
+T = TypeVar("T")
 N_COLUMNS, N_EVENTS = 96, 120
 REST = "everything else"
 OF_SPAN = {
@@ -109,9 +110,13 @@ def timeline_of(accounts: Sequence[Account], evaluated: Iterable[int]) -> Timeli
             begin_s = end_s
         steps = [event["step"] for event in account.out_of_memory if "step" in event]
         marks += [Mark(_when(steps_at, step), "out of memory", step) for step in steps]
-    marks += [Mark(_when(steps_at, step), "evaluation", step) for step in _some(list(evaluated))]
-    kinds = sorted({mark.kind for mark in marks})
-    kept = [mark for kind in kinds for mark in _some([each for each in marks if each.kind == kind])]
+    marks += [
+        Mark(_when(steps_at, step), "evaluation", step)
+        for step in evenly(list(evaluated), N_EVENTS)
+    ]
+    kept: list[Mark] = []
+    for kind in sorted({mark.kind for mark in marks}):
+        kept += evenly([mark for mark in marks if mark.kind == kind], N_EVENTS)
     return Timeline(_thinned(columns), sorted(kept, key=lambda mark: mark.at_s))
 
 
@@ -130,11 +135,11 @@ def _when(steps_at: list[tuple[int, float]], step: int) -> float:
     return before[1] + share * (after[1] - before[1])
 
 
-def _some(items: list[Any]) -> list[Any]:
-    """All, or `N_EVENTS` of them evenly, the first and the last among them."""
-    if len(items) <= N_EVENTS:
-        return items
-    return [items[round(i * (len(items) - 1) / (N_EVENTS - 1))] for i in range(N_EVENTS)]
+def evenly(items: Sequence[T], most: int) -> list[T]:
+    """All, or so many of them evenly, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 def _thinned(columns: list[Column]) -> list[Column]:
@@ -148,8 +153,7 @@ def _thinned(columns: list[Column]) -> list[Column]:
 
 
 def _joined(one: Column, other: Column) -> Column:
-    seconds = dict(one.seconds)
-    for name, more in other.seconds.items():
-        seconds[name] = seconds.get(name, 0.0) + more
+    names = one.seconds | other.seconds
+    seconds = {name: one.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in names}
     tokens, usd = max(one.tokens, other.tokens), one.usd + other.usd
     return Column(one.begin_s, other.end_s, other.step, tokens, usd, seconds)
