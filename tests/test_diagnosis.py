@@ -16,7 +16,7 @@ from farthing.config.load import load_job
 from farthing.report.diagnosis import diagnose
 from farthing.report.receipt import build_receipt
 from farthing.report.receipt_types import Receipt, Span
-from farthing.report.timeline import OF_SPAN, grouped, seconds_of
+from farthing.report.timeline import OF_SPAN, foretold, grouped
 from farthing.run.accounts import Account, as_line
 from farthing.run.ledger import SPANS
 from farthing.train.throughput import facts_of_lengths
@@ -128,7 +128,5 @@ def test_every_span_of_the_bill_belongs_to_a_group_and_to_a_part_of_the_estimate
     assert list(OF_SPAN) == list(SPANS)
     seconds = dict.fromkeys(SPANS, 1.0) | {"of another version": 1.0}
     assert sum(grouped(seconds).values()) == len(seconds)
-    parts = {part for _, part in OF_SPAN.values() if part}
-    assert sum(seconds_of(part, seconds) for part in parts) == len(SPANS) - 1, (
-        "all but details that are lost"
-    )
+    parts = foretold(seconds)
+    assert sum(parts.values()) - parts[""] == len(SPANS) - 1, "all but details that are lost"

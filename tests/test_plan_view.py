@@ -28,12 +28,12 @@ from farthing.prices.offers import Billing, Offer
 from farthing.report.plan_compare import compare, find_plan
 from farthing.report.plan_report import (
     limits_in_words,
-    summary,
     to_check,
     ways_out,
 )
 from farthing.report.plan_view import PlanView, plan_view
 from farthing.report.plan_words import say_cost
+from farthing.report.words import say
 from offers import offer_of
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -158,7 +158,7 @@ def test_the_answer_says_what_to_do_and_what_it_comes_to(tmp_path, view):
     assert re.search(r"\(\S.* to .*\), .* \(.* to .*\), fits", rented["answer"]), (
         "dollars and hours with their ranges"
     )
-    assert "10,000 examples x 3 epochs, 1,875 steps of 16" in summary(one)
+    assert "10,000 examples x 3 epochs, 1,875 steps of 16" in say("plan.txt", "summary", one.job)
 
 
 def test_every_rejection_is_counted_with_its_reason_and_its_change(view, study):

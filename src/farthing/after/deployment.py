@@ -31,6 +31,7 @@ from farthing.prices.catalog import read_catalog
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import HOURS_PER_MONTH, Offer
 from farthing.report.plan_words import say_cost
+from farthing.report.receipt_serving import traffic_of
 from farthing.report.training_log import read_log
 from farthing.run.folder import LOG, MODEL, kept_job
 from farthing.storage.files import Json, write_text
@@ -116,7 +117,8 @@ def plan_deployment(
                 to_do="export it with --format merged and load it with transformers",
             )
         return Deployment(place, name, task, _smallest(shape, place.offers()), "merged", None)
-    asked = _traffic_of(run, job) if traffic is None else parse_traffic(traffic)
+    usual = traffic_of(job, read_log(run / LOG)) or Traffic()
+    asked = usual if traffic is None else parse_traffic(traffic)
     found, _ = serve(shape, asked, place.offers())
     wanted = [one for one in found if export_format in (None, FORMATS[one.server.precision])]
     if not wanted:
@@ -130,19 +132,6 @@ def plan_deployment(
     longest = min(room, shape.max_positions or room)
     form = FORMATS[server.precision]
     return Deployment(place, name, task, best.offer, form, best, longest)
-
-
-def _traffic_of(run: Path, job: Job) -> Traffic:
-    """The default number of requests, as long as the run's examples: what was learned is written,
-    the rest is read.
-    """
-    log, usual = read_log(run / LOG), Traffic()
-    n_examples = log.step * job.global_batch_size
-    if not n_examples or not log.n_targets:
-        return usual
-    n_out = max(1.0, log.n_targets / n_examples)
-    n_in = max(1.0, log.n_tokens / n_examples - n_out)
-    return usual._replace(input_tokens=n_in, output_tokens=n_out)
 
 
 def _smallest(shape: Shape, offers: list[Offer]) -> Offer:

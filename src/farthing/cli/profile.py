@@ -40,13 +40,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _draw(console: Any, found: dict[str, Any]) -> None:
-    from farthing.report.safe import escape, table_of
+    from farthing.report.blocks import Table
+    from farthing.report.draw import draw_block
+    from farthing.report.safe import escape
 
-    table = table_of("where a step goes", "#ms", "#share")
-    for part in found["parts"]:
-        table.add_row(part["name"], f"{1000 * part['step_s']:,.2f}", f"{part['share']:.1%}")
-    table.add_row("[bold]a step[/]", f"[bold]{1000 * found['step_s']:,.2f}[/]", "")
-    console.print(table)
+    rows = [
+        (part["name"], f"{1000 * part['step_s']:,.2f}", f"{part['share']:.1%}")
+        for part in found["parts"]
+    ]
+    rows.append(("a step", f"{1000 * found['step_s']:,.2f}", ""))
+    draw_block(console, Table(("where a step goes", "#ms", "#share"), tuple(rows)))
     tera = 1e12
     console.print(
         f"{found['flops_per_s'] / tera:.3g} TFLOP/s of the"

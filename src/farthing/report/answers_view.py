@@ -46,12 +46,8 @@ def answers_of(
 
 
 def _notes(curves: Mapping[str, Points]) -> list[str]:
-    def of_sides(name: str) -> list[tuple[float, float] | None]:
-        return [_ends(curves.get(f"{name}/{side}", ())) for side in ("chosen", "rejected")]
-
-    accuracies = [_ends(curves.get(name, ())) for name in ("rewards/accuracies", "accuracy")]
-    found = *of_sides("rewards"), of_sides("length"), *accuracies
-    return lines("receipt.txt", "answers_notes", *found)
+    ends = {name: _ends(points) for name, points in curves.items()}
+    return lines("receipt.txt", "answers_notes", ends)
 
 
 def _ends(points: Sequence[Sequence[float]]) -> tuple[float, float] | None:

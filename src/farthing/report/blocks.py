@@ -50,12 +50,10 @@ class Table(NamedTuple):
     rows: tuple[tuple[Cell, ...], ...]
     title: str = ""
     caption: str = ""
-    n_open: int = 0
-    """Rows that are shown at once on a page; 0: all."""
+    n_open: int = 0  # rows that are shown at once on a page; 0: all
     cuts: Mapping[str, int] | None = None
     """How narrow columns may become on a terminal, which then breaks no cell."""
-    has_key: bool = False
-    """A page explains the colours of its bars."""
+    has_key: bool = False  # a page explains the colours of its bars
 
 
 class More(NamedTuple):

@@ -15,8 +15,7 @@ from farthing.report.html import colour, in_order, svg
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 860, 62, 14, 26, 46
 _SIGNS = {"interruption": "✕", "out of memory": "!", "evaluation": "●", "checkpoint": "▾"}
-Point = Sequence[float]
-"""x, y."""
+Point = Sequence[float]  # x, y
 
 
 class Line(NamedTuple):

@@ -17,8 +17,7 @@ from farthing.report.words import pairs, say
 from farthing.run.ledger import SPANS
 from farthing.units import say_seconds, say_usd
 
-WORTH = 0.03
-"""A finding is worth telling when it takes this share of the run's time."""
+WORTH = 0.03  # a finding is worth telling when it takes this share of the run's time
 EVALUATION_SHARE, SAVE_SHARE, START_SHARE = 0.05, 0.02, 0.15
 """What evaluations, saves and the start may take of a run."""
 FEW_EVALUATIONS = 3

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.padding import Padding
 from rich.table import Table as Grid
 
@@ -15,12 +15,12 @@ from farthing.report.blocks import (
     Listed,
     Pairs,
     Section,
-    Stack,
     Table,
     Text,
+    bare,
     percent,
 )
-from farthing.report.safe import escape, fitted_table, table_of
+from farthing.report.safe import escape
 
 _STYLES = {"answer": "bold", "soft": "dim", "warn": "yellow", "plain": "", "code": ""}
 _BAR_WIDTH = 24
@@ -66,7 +66,7 @@ def draw_block(console: Console, block: Block) -> None:
             console.print(f"[bold]{escape(block.title)}[/]: {escape(block.say(block.whole))}")
         console.print(_bars(block))
     elif isinstance(block, Table):
-        console.print(_table(console, block))
+        console.print(_table(console.width, block))
     elif isinstance(block, Finding):
         colour, paragraphs = "red" if block.is_first else "yellow", block.paragraphs
         if block.name:
@@ -78,15 +78,61 @@ def draw_block(console: Console, block: Block) -> None:
             console.print(f"  {escape(words.replace('`', ''))}", soft_wrap=True)
 
 
-def _table(console: Console, block: Table) -> Grid:
+def _table(width: int, block: Table) -> Grid:
+    """What bars show stands on a page alone."""
     if block.cuts is not None:
         rows = [[str(cell) for cell in row] for row in block.rows]
-        return fitted_table(console.width, block.heads, rows, block.cuts)
+        return _fitted(width, block.heads, rows, block.cuts)
     kept = [i for i, head in enumerate(block.heads) if not head.startswith("|")]
-    rows = [[escape(row[i]) for i in kept if not isinstance(row[i], Stack)] for row in block.rows]
-    title = escape(block.title) if block.title else None
-    heads = (block.heads[i][:1] + escape(block.heads[i][1:]) for i in kept)
-    return table_of(*heads, rows=rows, title=title, flush_gap=2)
+    table = _columns([block.heads[i] for i in kept], [None] * len(kept), title=block.title)
+    for row in block.rows:
+        table.add_row(*(escape(row[i]) for i in kept))
+    return table
+
+
+def _columns(
+    heads: Sequence[str], widths: Sequence[int | None], gap: int = 2, title: str = ""
+) -> Grid:
+    """A table without lines and rows; a column of a given width is not broken."""
+    table = Grid(
+        box=None,
+        padding=(0, gap, 0, 0),
+        pad_edge=False,
+        title=escape(title) or None,
+        title_justify="left",
+    )
+    for head, width in zip(heads, widths, strict=True):
+        is_whole = width is not None or head.startswith("=")
+        justify: JustifyMethod = "right" if head.startswith("#") else "left"
+        table.add_column(escape(bare(head)), justify=justify, no_wrap=is_whole, width=width)
+    return table
+
+
+def _fitted(
+    width: int, heads: Sequence[str], rows: Sequence[Sequence[str]], cuts: Mapping[str, int]
+) -> Grid:
+    """A table of which no line is broken. `cuts`: how narrow columns may become. Where the terminal
+    is too narrow the first is cut, or left out; then columns move together, then the others are cut
+    in their order.
+    """
+    names = [bare(head) for head in heads]
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    first, least = next(iter(cuts.items()))
+    at, gap = names.index(first) if first in names else None, 2
+    if at is not None and sum(widths) - widths[at] + gap * (len(names) - 1) + least > width:
+        heads, *rows = ([*row[:at], *row[at + 1 :]] for row in (heads, *rows))
+        return _fitted(width, heads, rows, cuts)
+    for name, least in cuts.items():
+        over = sum(widths) + gap * (len(names) - 1) - width
+        if name in names:
+            at = names.index(name)
+            widths[at] -= max(0, min(over, widths[at] - least))
+        if sum(widths) + gap * (len(names) - 1) > width:
+            gap = 1
+    table = _columns(heads, widths, gap)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
 
 
 def _bars(block: Bars) -> Grid:

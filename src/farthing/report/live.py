@@ -10,25 +10,20 @@ from dataclasses import asdict, dataclass
 
 from farthing.report.receipt_types import Receipt
 
-SILENT_S = 60.0
-"""A running attempt writes every second; one in a store is told of once a minute."""
+SILENT_S = 60.0  # a running attempt writes every second; one in a store is told of once a minute
 _ENDED = ("finished", "limit", "interrupted", "failed")
 
 
 @dataclass(frozen=True)
 class Progress:
-    state: str
-    """running, silent (its last sign of life is long ago), or as its last attempt ended"""
+    state: str  # running, silent (its last sign of life is long ago), or as its last attempt ended
     silent_s: float
     step: int
     n_steps: int | None
-    step_s: float | None
-    """Of the present attempt, evaluations and saves counted in."""
-    left_s: tuple[float, float, float] | None
-    """(least, likely, most) seconds until the last step"""
-    left_usd: tuple[float, float, float] | None
-    total_usd: float | None
-    """What the whole run is likely to cost."""
+    step_s: float | None  # of the present attempt, evaluations and saves counted in
+    left_s: tuple[float, ...] | None  # (least, likely, most) seconds until the last step
+    left_usd: tuple[float, ...] | None
+    total_usd: float | None  # what the whole run is likely to cost
 
     @property
     def is_over(self) -> bool:
@@ -46,22 +41,24 @@ def progress_of(receipt: Receipt, now: float, *, silent_s: float = SILENT_S) -> 
         state = "running" if quiet_s <= silent_s else "silent"
     step = max(receipt.steps, receipt.attempts[-1]["last_step"] if receipt.attempts else 0)
     n_steps = int((receipt.work or {}).get("n_steps", 0)) or None
-    likely, spread = _step_s(receipt)
+    pace = _step_s(receipt)
     left_s = left_usd = total_usd = None
-    if likely is not None and n_steps is not None and state in ("running", "silent"):
-        rest = max(0, n_steps - step)
-        left_s = (rest * spread[0], rest * likely, rest * spread[1])
+    if pace and n_steps is not None and state in ("running", "silent"):
+        left_s = tuple(max(0, n_steps - step) * each for each in pace)
         price = receipt.attempts[-1]["usd_per_hour"] / 3600
         if receipt.usd_is_known:
-            left_usd = (left_s[0] * price, left_s[1] * price, left_s[2] * price)
+            left_usd = tuple(each * price for each in left_s)
             total_usd = receipt.usd + left_usd[1]
-    return Progress(state, quiet_s, step, n_steps, likely, left_s, left_usd, total_usd)
+    step_s = pace[1] if pace else None
+    return Progress(state, quiet_s, step, n_steps, step_s, left_s, left_usd, total_usd)
 
 
-def _step_s(receipt: Receipt) -> tuple[float | None, tuple[float, float]]:
-    """(mean seconds of a step of the newest attempt, those of its quicker and slower stretches)."""
+def _step_s(receipt: Receipt) -> tuple[float, float, float] | None:
+    """Seconds of a step of the newest attempt: of its quicker stretches, the mean, of its slower
+    ones.
+    """
     if not receipt.attempts:
-        return None, (0.0, 0.0)
+        return None
     begin_s = receipt.wall_s - receipt.attempts[-1]["wall_s"]
     before = receipt.attempts[-1]["first_step"]
     found: list[tuple[float, int]] = []
@@ -71,9 +68,9 @@ def _step_s(receipt: Receipt) -> tuple[float | None, tuple[float, float]]:
             found.append((seconds, column.step - before))
             before = column.step
     if not found:
-        return None, (0.0, 0.0)
+        return None
     mean = sum(seconds for seconds, _ in found) / sum(n for _, n in found)
     each = sorted(seconds / n for seconds, n in found)
     if len(each) < 4:
-        return mean, (0.8 * mean, 1.3 * mean)
-    return mean, (min(mean, each[len(each) // 10]), max(mean, each[-1 - len(each) // 10]))
+        return 0.8 * mean, mean, 1.3 * mean
+    return min(mean, each[len(each) // 10]), mean, max(mean, each[-1 - len(each) // 10])

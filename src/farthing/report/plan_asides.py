@@ -152,8 +152,7 @@ class Years:
     runs_per_month: float
     one_year_usd: dict[str, float]
     three_years_usd: dict[str, float]
-    saved_in_a_year: dict[str, Saving]
-    """Against the dearest way."""
+    saved_in_a_year: dict[str, Saving]  # against the dearest way
     notes: tuple[str, ...]
 
 

@@ -9,17 +9,7 @@ from collections.abc import Sequence
 
 from farthing.planner.ranking import TIE
 from farthing.planner.types import AGED_PRICE_DAYS, OLD_PRICE_DAYS
-from farthing.report.blocks import (
-    Bars,
-    Block,
-    Cell,
-    Section,
-    Stack,
-    Table,
-    Text,
-    listed,
-    sections,
-)
+from farthing.report.blocks import Bars, Block, Cell, Section, Stack, Table, Text, listed, sections
 from farthing.report.html import page
 from farthing.report.plan_scatter import cost_against_time
 from farthing.report.plan_types import Choice, Refused, machine_name
@@ -96,10 +86,6 @@ def whole(view: PlanView, limit: int | None = None) -> list[Section]:
 
 def header(view: PlanView) -> list[Section]:
     return report("plan.txt", "header", view, limits_in_words(view))
-
-
-def summary(view: PlanView) -> str:
-    return say("plan.txt", "summary", view.job)
 
 
 def why_not(view: PlanView) -> list[Section]:

@@ -9,8 +9,7 @@ from farthing.planner.types import Range
 
 View = TypeVar("View")
 
-RENTED = ("on-demand", "spot")
-"""The kinds of what is rented."""
+RENTED = ("on-demand", "spot")  # the kinds of what is rented
 
 
 def machine_name(n_gpus: int, gpu: str) -> str:
@@ -70,8 +69,7 @@ class Prices:
     words: str
     where: str
     is_stale: bool
-    renewal: str
-    """What gives newer prices."""
+    renewal: str  # what gives newer prices
     age_days: dict[str, int]
 
 
@@ -154,8 +152,7 @@ class Choice:
     n_gpus: int
     region: str
     zone: str
-    kind: str
-    """on-demand, spot, own or here."""
+    kind: str  # on-demand, spot, own or here
     usd_per_hour: float | None
     usd_per_gpu_hour: float | None
     paid_gb: float | None

@@ -155,7 +155,7 @@ def plan_view(
     """The view of a study, with what is asked for beside it: a project of so many runs a month,
     figures of one's own, a traffic to serve, so many runs, and what somebody paid.
     """
-    answer, wanted = study.answer, study.wanted
+    answer, wanted, prices = study.answer, study.wanted, study.catalog
     groups: dict[tuple[object, ...], list[Plan]] = {}
     for plan in answer.plans:
         o = plan.offer
@@ -164,11 +164,11 @@ def plan_view(
     ranked = enumerate(groups.values(), 1)
     choices = tuple(_choice(rank, group, study) for rank, group in ranked)
     best = choices[0] if choices else None
-    held_out = wanted.eval_lengths
-    data_notes = [*wanted.lengths.notes, *(held_out.notes if held_out else ())]
-    prices = study.catalog
+    read = [lengths for lengths in (wanted.lengths, wanted.eval_lengths) if lengths is not None]
     ages = dict(zip(("newest", "median", "oldest"), prices.ages_days, strict=True))
-    view = PlanView(
+    savings, others = aside.savings_of(study), aside.elsewhere(study.managed, paid_usd)
+    own = tuple(aside.own_machine(owned, choices, study, runs_per_month) for owned in study.own)
+    return PlanView(
         kind=KIND,
         version=farthing.__version__,
         date=study.today.isoformat(),
@@ -176,7 +176,7 @@ def plan_view(
         prices=Prices(prices.words, prices.where, prices.is_stale, prices.renewal, ages),
         assumptions=tuple(study.assumptions.in_words()),
         notes=study.notes,
-        data_notes=tuple(dict.fromkeys(data_notes)),
+        data_notes=tuple(dict.fromkeys(note for lengths in read for note in lengths.notes)),
         answer=_answer(best, choices, study),
         best=best,
         n_offers=len(answer.plans) + len(answer.rejected),
@@ -190,20 +190,17 @@ def plan_view(
         nearest=tuple(_refused([one]) for one in _nearest(answer.rejected)),
         rejected=_grouped(answer.rejected),
         managed=study.managed,
-        savings=aside.savings_of(study),
+        savings=savings,
         methods=_methods(study),
-        own=tuple(aside.own_machine(owned, choices, study, runs_per_month) for owned in study.own),
+        own=own,
+        years=aside.years_of(choices, own, study.own, runs_per_month, others)
+        if runs_per_month
+        else None,
         by_hand=_by_hand(study, figures or OwnFigures(), best),
-        serving=aside.serving_of(study, traffic) if traffic is not None else None,
+        runs=aside.runs_of(n_runs, best, savings, others) if n_runs else None,
+        serving=None if traffic is None else aside.serving_of(study, traffic),
         paid=None if paid_usd is None else aside.paid_of(paid_usd, best),
     )
-    others = aside.elsewhere(study.managed, paid_usd)
-    if n_runs:
-        view = replace(view, runs=aside.runs_of(n_runs, best, view.savings, others))
-    if runs_per_month:
-        years = aside.years_of(choices, view.own, study.own, runs_per_month, others)
-        view = replace(view, years=years)
-    return view
 
 
 def _plain(value: Any) -> Any:
@@ -338,9 +335,7 @@ def _step(step: StepTime) -> StepView:
 
 def _price_notes(plan: Plan) -> tuple[str, ...]:
     is_old = plan.price_age_days >= AGED_PRICE_DAYS and not plan.is_users_price
-    age = plan.price_age_days if is_old else None
-    of_price = plan.offer.billing, plan.usd, plan.total_usd, age
-    return tuple(lines("plan.txt", "price_notes", plan, *of_price))
+    return tuple(lines("plan.txt", "price_notes", plan, plan.offer.billing, is_old))
 
 
 def _answer(best: Choice | None, rows: Sequence[Choice], study: Study) -> str:
@@ -401,10 +396,12 @@ def _two_or_one(rows: Sequence[Choice]) -> Against | None:
     rented = [row for row in rows if row.kind == "on-demand"]
     rented.sort(key=lambda row: bool(row.price_is) or row.price_age_days > OLD_PRICE_DAYS)
     two = next((row for row in rented if row.n_gpus == 2), None)
-    least = math.inf if two is None else two.usd_per_gpu_hour or 0.0
-    dear = (row for row in rented if row.n_gpus == 1 and (row.usd_per_gpu_hour or 0) > least)
-    one = next(dear, None)
-    if two is None or one is None:
+    if two is None:
+        return None
+    ones = (row for row in rented if row.n_gpus == 1)
+    each = two.usd_per_gpu_hour or 0.0
+    one = next((row for row in ones if (row.usd_per_gpu_hour or 0.0) > each), None)
+    if one is None:
         return None
     return _against(two, one, f"{_cheaper(two, one, 'two')}; {UNTRIED}")
 
@@ -412,13 +409,12 @@ def _two_or_one(rows: Sequence[Choice]) -> Against | None:
 def _methods(study: Study) -> tuple[Method, ...]:
     found = []
     for method, plan in study.methods:
-        is_asked = method == study.wanted.method
-        one = Method(method, is_asked, None, None, "")
+        where, usd, hours = "", None, None
         if plan is not None:
             what = machine_name(plan.recipe.n_gpus, plan.on.machine.gpu)
             where = f"{what} at {plan.offer.provider}" if plan.is_rented else f"own {what}"
-            one = Method(method, is_asked, plan.total_usd, plan.wall_s / 3600, where)
-        found.append(one)
+            usd, hours = plan.total_usd, plan.wall_s / 3600
+        found.append(Method(method, method == study.wanted.method, usd, hours, where))
     return tuple(sorted(found, key=lambda one: (one.usd is None, one.usd or 0.0)))
 
 

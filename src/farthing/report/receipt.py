@@ -30,7 +30,7 @@ from farthing.report.receipt_types import (
     Span,
     Trust,
 )
-from farthing.report.timeline import OF_SPAN, seconds_of, timeline_of
+from farthing.report.timeline import OF_SPAN, foretold, timeline_of
 from farthing.report.training_log import Curve, TrainingLog, read_log
 from farthing.report.words import lines, say
 from farthing.run import folder as files
@@ -396,8 +396,9 @@ def against_estimate(
     """
     if estimate is None:
         return None
+    happened = foretold(bill.spans)
     seconds = {
-        part: _pair(estimate.seconds.get(part, 0.0), seconds_of(part, bill.spans), bill)
+        part: _pair(estimate.seconds.get(part, 0.0), happened.get(part, 0.0), bill)
         for part in dict.fromkeys(part for _, part in OF_SPAN.values() if part)
     }
     again_s = sum(_start_up_s(a) for a in attempts[1:]) + sum(a.redone_s for a in attempts)

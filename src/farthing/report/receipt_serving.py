@@ -19,6 +19,7 @@ from farthing.models.shapes import Shape, read_shape
 from farthing.objectives.registry import objective_of
 from farthing.planner.serving import Served, Traffic, serve
 from farthing.prices.catalog import Catalog, read_catalog
+from farthing.report.plan_types import machine_name, view_of
 from farthing.report.training_log import TrainingLog
 from farthing.run.folder import MODEL, RECEIPT, kept
 from farthing.storage.files import DamagedFileError, Json, read_json
@@ -34,8 +35,7 @@ class Serving:
     machine: str
     provider: str
     precision: str
-    is_always_on: bool
-    """Else it goes to zero between answers."""
+    is_always_on: bool  # else it goes to zero between answers
     requests_per_day: float
     input_tokens: float
     output_tokens: float
@@ -55,11 +55,14 @@ def serving_of(folder: Path, values: Json | None, log: TrainingLog) -> Serving |
         best = _cheapest(read_shape(read_json(path), job.task), traffic)
         if best is not None:
             on, zero = best.always_on_usd, best.to_zero_usd()
-            several = f"{best.server.n_gpus}x " if best.server.n_gpus > 1 else ""
-            machine, day = several + best.server.gpu.name, best.offer.date.isoformat()
-            found = machine, best.offer.provider, best.server.precision, on <= zero
-            asked = REQUESTS_PER_DAY, traffic.input_tokens, traffic.output_tokens
-            return Serving(min(on, zero), *found, *asked, day)
+            return view_of(
+                Serving,
+                *(best.server, best.offer, traffic),
+                usd_per_month=min(on, zero),
+                machine=machine_name(best.server.n_gpus, best.server.gpu.name),
+                is_always_on=on <= zero,
+                price_date=best.offer.date.isoformat(),
+            )
     return None
 
 

@@ -17,11 +17,9 @@ class Finding:
     """data, memory, compute, host, communication, checkpoints, evaluation, start-up or waiting"""
     cause: str
     evidence: str
-    fix: str
-    """The key to set, as `--set` takes it; empty where no key helps."""
+    fix: str  # the key to set, as `--set` takes it; empty where no key helps
     to_do: str
-    saves_s: float
-    """In a whole run like this one."""
+    saves_s: float  # in a whole run like this one
     saves_usd: float
     rest_s: float
     """In what is left of this run; 0 where it has ended, or the fix is for another run."""
@@ -42,8 +40,7 @@ class Diagnosis:
     """
 
     findings: list[Finding]
-    largest: str
-    """The cause of that finding; empty where nothing stands out."""
+    largest: str  # the cause of that finding; empty where nothing stands out
     advice: list[Advice]
 
 
@@ -94,8 +91,7 @@ class Saves:
     """
 
     n: int
-    interval_s: float | None
-    """None: they were asked for by steps, or there was no plan."""
+    interval_s: float | None  # None: they were asked for by steps, or there was no plan
     held_up_s: float
     share: float
 
@@ -128,11 +124,9 @@ class OfAnswers:
     `reference`: what references that are scored once have, against a live reference model.
     """
 
-    figures: dict[str, list[list[float]]]
-    """Points [step, mean of its stretch] by name."""
+    figures: dict[str, list[list[float]]]  # points [step, mean of its stretch] by name
     notes: list[str]
-    shared_share: float
-    """Of all tokens."""
+    shared_share: float  # of all tokens
     shared_s: float
     shared_usd: float
     reference_s: float
@@ -146,11 +140,9 @@ class Receipt:
     """
 
     run: str
-    state: str
-    """finished, limit, interrupted, failed or killed: how the last attempt ended"""
+    state: str  # finished, limit, interrupted, failed or killed: how the last attempt ended
     written: str
-    seen_at: float | None
-    """Seconds since 1970 of the newest line of the ledger."""
+    seen_at: float | None  # seconds since 1970 of the newest line of the ledger
     job: Json | None
     identity: Json | None
     machine: Json | None
@@ -183,8 +175,7 @@ class Receipt:
     spans: list[Span]
     ledger: Trust | None
     damaged_log_lines: int
-    damaged_files: list[str]
-    """Of the run folder, and left out: which, and in what way."""
+    damaged_files: list[str]  # of the run folder, and left out: which, and in what way
     checkpoints: Saves
     attempts: list[Json]
     notices: list[Json]
@@ -196,8 +187,7 @@ class Receipt:
     promised: Promised | None
     forecast: Forecast | None
     peak_bytes: int | None
-    machines: list[Json]
-    """That were rented: what each has cost, training in it."""
+    machines: list[Json]  # that were rented: what each has cost, training in it
     still_billed: list[Json]
     """What costs money though no process of the run is alive, and what ends each: what, ends."""
     tokens_per_s: float | None
@@ -210,10 +200,8 @@ class Receipt:
     """What a step consists of, as the newest attempt measured it, see `train/throughput.py`."""
     published: list[Json]
     """What of the run is on the Hub, with its commit; without one, what is still to be sent."""
-    serving: Serving | None
-    """What answering with the model would cost, of a finished run."""
-    diagnosis: Diagnosis | None = None
-    """None only while the rest is put together."""
+    serving: Serving | None  # what answering with the model would cost, of a finished run
+    diagnosis: Diagnosis | None = None  # None only while the rest is put together
 
     @property
     def against_estimate(self) -> Pair | None:

@@ -32,15 +32,13 @@ class Row:
     """running, silent, finished, limit, interrupted, failed; unreadable where its files can't be
     understood
     """
-    began: str | None = None
-    """UTC, ISO."""
+    began: str | None = None  # UTC, ISO
     model: str | None = None
     method: str | None = None
     steps: int = 0
     wall_s: float = 0.0
     usd: float | None = None
-    metric: str | None = None
-    """The name of `best`."""
+    metric: str | None = None  # the name of `best`
     best: float | None = None
     ratio: float | None = None
     """Dollars, or seconds where there is no price, by what was estimated; None before the end."""
@@ -81,7 +79,7 @@ def row_of(folder: Path, now: float, *, name: str) -> Row:
     except (FarthingError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return Row(name, "unreadable", problem=f"{error}")
     job, months = receipt.job or {}, dict[str, float]()
-    for attempt in receipt.attempts:
+    for attempt in receipt.attempts if receipt.usd_is_known else ():
         month = str(attempt["started_at"])[:7]
         months[month] = months.get(month, 0.0) + attempt["usd"]
     metric, best = _best(receipt)
@@ -98,7 +96,7 @@ def row_of(folder: Path, now: float, *, name: str) -> Row:
         metric,
         best,
         None if pair is None else pair.ratio,
-        months if receipt.usd_is_known else {},
+        months,
         "; ".join(receipt.damaged_files),
     )
 

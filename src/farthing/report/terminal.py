@@ -34,7 +34,7 @@ class Terminal:
         """What is being read or tokenized; since when, and when a log is told of it next."""
         self._work_began = self._work_due = 0.0
         self._work_from = 0.0, 0
-        self._live: Live | None = None
+        self._live = Live(console=console, refresh_per_second=8, transient=True)
         self._last_at: float | None = None
 
     def __call__(self, event: events.Event) -> None:
@@ -70,9 +70,7 @@ class Terminal:
                 self._say(*lines("live.rich", name, event))
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._live.stop()
 
     def _step(self, event: events.StepTaken) -> None:
         # what matters most stands first: a narrow terminal cuts the end
@@ -117,10 +115,6 @@ class Terminal:
             self._work_due = now + min(60.0, max(2 * _PLAIN_EVERY_S, took_s / 5))
 
     def _alive(self, text: str) -> None:
-        text = printable(text)
-        if not self.console.is_terminal:
-            return
-        if self._live is None:
-            self._live = Live(console=self.console, refresh_per_second=8, transient=True)
+        if self.console.is_terminal:
+            self._live.update(Text(printable(text), overflow="ellipsis", no_wrap=True))
             self._live.start()
-        self._live.update(Text(text, overflow="ellipsis", no_wrap=True))

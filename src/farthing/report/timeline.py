@@ -43,10 +43,6 @@ that foretells it.
 _OTHER = (REST, "")  # a span of another version of farthing
 
 
-def seconds_of(part: str, spans: Mapping[str, float]) -> float:
-    return sum(seconds for span, seconds in spans.items() if OF_SPAN.get(span, _OTHER)[1] == part)
-
-
 def group_of(span: str) -> str:
     return OF_SPAN.get(span, _OTHER)[0]
 
@@ -55,20 +51,16 @@ def group_of(span: str) -> str:
 class Column:
     begin_s: float
     end_s: float
-    step: int
-    """At its end."""
-    tokens: int
-    """Useful ones of the whole run, at its end."""
+    step: int  # at its end
+    tokens: int  # useful ones of the whole run, at its end
     usd: float
-    seconds: dict[str, float]
-    """By the groups of `OF_SPAN`."""
+    seconds: dict[str, float]  # by the groups of `OF_SPAN`
 
 
 @dataclass(frozen=True)
 class Mark:
     at_s: float
-    kind: str
-    """checkpoint, evaluation, interruption or out of memory"""
+    kind: str  # checkpoint, evaluation, interruption or out of memory
     step: int
 
 
@@ -80,11 +72,19 @@ class Timeline:
 
 def grouped(spans: Mapping[str, float]) -> dict[str, float]:
     """Seconds by the groups of `OF_SPAN`, those that took any."""
-    found: dict[str, float] = {}
-    for span, seconds in spans.items():
-        group = group_of(span)
-        found[group] = found.get(group, 0.0) + seconds
-    return {name: seconds for name, seconds in found.items() if seconds > 0}
+    return _summed((group_of(span), seconds) for span, seconds in spans.items() if seconds > 0)
+
+
+def foretold(spans: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by the parts of an estimate that foretell them."""
+    return _summed((OF_SPAN.get(span, _OTHER)[1], seconds) for span, seconds in spans.items())
+
+
+def _summed(found: Iterable[tuple[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for name, value in found:
+        sums[name] = sums.get(name, 0.0) + value
+    return sums
 
 
 def timeline_of(accounts: Sequence[Account], evaluated: Iterable[int]) -> Timeline:
@@ -153,7 +153,6 @@ def _thinned(columns: list[Column]) -> list[Column]:
 
 
 def _joined(one: Column, other: Column) -> Column:
-    names = one.seconds | other.seconds
-    seconds = {name: one.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in names}
+    seconds = _summed([*one.seconds.items(), *other.seconds.items()])
     tokens, usd = max(one.tokens, other.tokens), one.usd + other.usd
     return Column(one.begin_s, other.end_s, other.step, tokens, usd, seconds)

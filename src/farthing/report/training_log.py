@@ -35,12 +35,10 @@ class Curve:
     values alone.
     """
 
-    size: int = 1
-    """Values of a stretch; the last one may have fewer."""
+    size: int = 1  # values of a stretch; the last one may have fewer
     stretches: list[list[float]] = field(default_factory=list)
     """[last step, values, their sum, the lowest, the highest]"""
-    first: list[float] | None = None
-    """[step, value] of the very first, and of the newest."""
+    first: list[float] | None = None  # [step, value] of the very first, and of the newest
     last: list[float] | None = None
 
     MOST = 1024

@@ -23,7 +23,7 @@ FIRST_LINE_S, LAST_LINE_S = 10.0, 300.0
 class Watcher:
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
-        self._live: Live | None = None
+        self._live = Live(console=console, auto_refresh=False)
         self._next_at, self._wait_s, self._said = clock(), FIRST_LINE_S, ""
 
     def show(self, receipt: Receipt, progress: Progress, *, is_last: bool = False) -> None:
@@ -31,24 +31,18 @@ class Watcher:
         `is_last`.
         """
         if self._console.is_terminal:
-            if self._live is None:
-                self._live = Live(console=self._console, auto_refresh=False)
-                self._live.start()
-            picture = Group(
-                *(Text(printable(line), overflow="fold") for line in lines_of(receipt, progress))
-            )
-            self._live.update(picture, refresh=True)
-            return
-        if is_last or progress.state != self._said or self._clock() >= self._next_at:
+            picture = lines_of(receipt, progress)
+            self._live.start()
+            shown = (Text(printable(line), overflow="fold") for line in picture)
+            self._live.update(Group(*shown), refresh=True)
+        elif is_last or progress.state != self._said or self._clock() >= self._next_at:
             self._said = progress.state
             self._console.print(Text(printable(line_of(receipt, progress))), soft_wrap=True)
             self._next_at = self._clock() + self._wait_s
             self._wait_s = min(LAST_LINE_S, 1.5 * self._wait_s)
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._live.stop()
 
 
 def line_of(receipt: Receipt, progress: Progress) -> str:

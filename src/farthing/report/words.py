@@ -23,18 +23,11 @@ from farthing.report.blocks import (
     sections,
 )
 from farthing.report.html import TEMPLATES
-from farthing.report.plan_words import (
-    cost_range,
-    say_cost,
-    say_short,
-    span,
-    time_range,
-)
+from farthing.report.plan_words import cost_range, say_cost, say_short, span, time_range
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
 
 _KINDS = {"!": "answer", ".": "plain", "~": "soft", "?": "warn", "$": "code"}
-_BAR = "\ue000"
-"""A | of a value, while cells are told apart."""
+_BAR = "\ue000"  # a | of a value, while cells are told apart
 _BLOCKS, _MOST_BLOCKS = "▁▂▃▄▅▆▇█", 36
 
 
