@@ -107,15 +107,17 @@ def _compute(run: _Run) -> Iterator[Finding]:
         run.work.get(name, 0) for name in ("share_beyond_long", "longest", "long")
     )
     if longest > 1.5 * long > 0 and share:
-        facts = {"long": long, "longest": longest, "beyond": share}
-        yield from run.found("max_length too long", share * compute_s, **facts)
+        seconds = share * compute_s
+        yield from run.found(
+            "max_length too long", seconds, long=long, longest=longest, beyond=share
+        )
     useful, padded = receipt.tokens_per_s or 0.0, receipt.padded_tokens_per_s or 0.0
     if useful and padded > 1.1 * useful:
         share = 1 - useful / padded
         yield from run.found("padding", share * compute_s, padded=share)
     if receipt.mfu and receipt.mfu < MFU_TARGET:
         wasted_s = (1 - receipt.mfu / MFU_TARGET) * compute_s
-        facts = {"mfu": receipt.mfu, "target": MFU_TARGET}
+        facts: dict[str, Any] = {"mfu": receipt.mfu, "target": MFU_TARGET}
         yield from run.found("utilisation under target", wasted_s, **facts)
 
 
@@ -137,7 +139,7 @@ def _checkpoints(run: _Run) -> Iterator[Finding]:
     if n < 2 or not steps or spent_s <= SAVE_SHARE * run.wall_s:
         return
     left = max(1, math.ceil(SAVE_SHARE / 2 * run.wall_s * n / spent_s))
-    facts = {"n": n, "each_s": spent_s / n, "every": math.ceil(steps / left)}
+    facts: dict[str, Any] = {"n": n, "each_s": spent_s / n, "every": math.ceil(steps / left)}
     yield from run.found("saves too often", spent_s * (1 - left / n), of_s=spent_s, **facts)
 
 
@@ -149,7 +151,7 @@ def _evaluation(run: _Run) -> Iterator[Finding]:
     each_s, may_take_s = spent_s / n, EVALUATION_SHARE * (run.wall_s - spent_s)
     n_examples = int((receipt.metrics or {}).get("n_examples", 0))
     fewer = math.floor(n_examples * may_take_s / (each_s * min(n, FEW_EVALUATIONS)))
-    facts = {"n": n, "each_s": each_s, "n_examples": n_examples}
+    facts: dict[str, Any] = {"n": n, "each_s": each_s, "n_examples": n_examples}
     facts["fewer"] = fewer = fewer if fewer < n_examples else 0
     if n > FEW_EVALUATIONS:
         left = max(FEW_EVALUATIONS, math.floor(may_take_s / each_s))
@@ -175,8 +177,8 @@ def _waiting(run: _Run) -> Iterator[Finding]:
     receipt = run.receipt
     if receipt.interruptions:
         is_redone = receipt.redone_s > receipt.restart_s
-        facts = {"n": receipt.interruptions, "is_redone": is_redone}
-        yield from run.found("interruptions", receipt.restart_s + receipt.redone_s, **facts)
+        seconds, n = receipt.restart_s + receipt.redone_s, receipt.interruptions
+        yield from run.found("interruptions", seconds, n=n, is_redone=is_redone)
 
 
 CHECKS: dict[str, Callable[[_Run], Iterator[Finding]]] = {

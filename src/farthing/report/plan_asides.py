@@ -161,7 +161,7 @@ def years_of(
     own: Sequence[OwnMachine],
     owned: Sequence[Owned],
     runs_per_month: float,
-    others: Mapping[str, float],
+    others: dict[str, float],
 ) -> Years:
     """`own`: what a run comes to on the machines `owned`; `others`: where others train it."""
     ways: dict[str, Way] = {}
@@ -197,9 +197,7 @@ class Runs:
     words: tuple[str, ...]
 
 
-def runs_of(
-    n: int, best: Choice | None, savings: Savings | None, others: Mapping[str, float]
-) -> Runs:
+def runs_of(n: int, best: Choice | None, savings: Savings | None, others: dict[str, float]) -> Runs:
     each = {best.name: best.total_usd} if best else {}
     if savings is not None:
         each["the plain way"] = savings.plain_usd

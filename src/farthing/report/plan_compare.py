@@ -48,7 +48,8 @@ def find_plan(view: PlanView, text: str) -> Choice:
             return view.plans[int(rank[1]) - 1]
         to_do = f"give a rank from 1 to {len(view.plans)}"
         raise InputError(f"there is no plan {int(rank[1])}", where="plan", to_do=to_do)
-    found = next((one for one in (*view.plans, *view.rejected) if _answers(one, wanted)), None)
+    ways: list[Choice | Refused] = [*view.plans, *view.rejected]
+    found = next((one for one in ways if _answers(one, wanted)), None)
     if isinstance(found, Choice):
         return found
     what = f"no plan is called `{wanted}`"
@@ -138,7 +139,7 @@ def compare(
         _line("time", rows["hours"], _say_hours),
     ]
     for name, (words, figure, say) in _FIGURES.items():
-        rows[name] = _row(*(one and figure(one) for one in choices))
+        rows[name] = _row(*(None if one is None else figure(one) for one in choices))
         table.append(_line(words, rows[name], say))
     if any(choices):
         for words, tell in _WORDS.items():
