@@ -26,7 +26,7 @@ from farthing.planner.machines import machine_here, machine_of, takes_flex
 from farthing.planner.memory import estimate_memory
 from farthing.planner.ranges import memory_spread, speed_spread
 from farthing.planner.recipe import Case, Recipe, stack_for
-from farthing.planner.search import recipe_of
+from farthing.planner.search import How, recipe_of
 from farthing.planner.speed import Calibration, cpu_device, step_time
 from farthing.planner.types import JobSpec, Machine, Plan
 from farthing.planner.work import forward_work, work_of
@@ -417,6 +417,6 @@ def test_scores_under_a_soft_cap_are_kept_where_no_one_kernel_takes_its_heads():
     for name in ("A100-80GB", "A40"):
         machine = machine_of(find_gpu(name), 1, asked)
         assert isinstance(machine, Machine)
-        recipe = recipe_of(asked, "bf16", 2048, 0, kernels=machine.kernels)
+        recipe = recipe_of(asked, How("bf16", kernels=machine.kernels), 2048, 0)
         kept[name] = estimate_memory(asked.case(recipe)).parts["activations"]
     assert kept["A100-80GB"] < 0.95 * kept["A40"]

@@ -18,7 +18,7 @@ from farthing.planner.calibration import calibrate
 from farthing.planner.memory import OnDevice
 from farthing.planner.ownership import Owned
 from farthing.planner.recipe import PLAIN, Kernels
-from farthing.planner.search import CPU_TOKENS, Refusal, recipe_of
+from farthing.planner.search import CPU_TOKENS, How, Refusal, recipe_of
 from farthing.planner.software import (
     OLDEST_TORCH,
     Torch,
@@ -112,7 +112,7 @@ class Calibrations:
             return UNCALIBRATED
         wanted = self._wanted
         most, every = wanted.micro_batch_tokens or CPU_TOKENS, wanted.checkpoint_every or 0
-        recipe = recipe_of(wanted, precision, most, every, kernels=kernels)
+        recipe = recipe_of(wanted, How(precision, kernels=kernels), most, every)
         case = wanted.case(recipe, is_cuda=device.is_cuda)
         return calibrate(self._measurements, hardware, case, device, wanted.lengths.mean)
 
@@ -172,17 +172,10 @@ def machine_here(
         and importlib.util.find_spec("liger_kernel") is not None
     )
     kernels = judged.kernels._replace(has_liger=has_liger)
-    found = replace(
-        judged,
-        device=device,
-        memory=_steady(min(machine.memory_bytes, gpu.usable_bytes)),
-        calibration=known.on(machine.hardware, judged.precision, device, kernels),
-        is_local=True,
-        is_part=n_gpus < machine.n_gpus,
-        kernels=kernels,
-        host_note="",
-    )
-    return found, at
+    calibration = known.on(machine.hardware, judged.precision, device, kernels)
+    memory, is_part = min(machine.memory_bytes, gpu.usable_bytes), n_gpus < machine.n_gpus
+    found = replace(judged, device=device, kernels=kernels, calibration=calibration, host_note="")
+    return replace(found, memory=_steady(memory), is_local=True, is_part=is_part), at
 
 
 def _steady(n_bytes: int) -> OnDevice:

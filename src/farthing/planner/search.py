@@ -5,6 +5,7 @@ Pure: values in, values out. An hour of a machine costs the same whatever is com
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -52,6 +53,17 @@ class Refusal(NamedTuple):
         return Rejected(offer, *self)
 
 
+class How(NamedTuple):
+    """What recipes have in common for all machines that compute alike."""
+
+    precision: str
+    n_gpus: int = 1
+    is_cuda: bool = True
+    cost: MicroBatchCost = ON_CPU
+    offloads: bool = False
+    kernels: Kernels = PLAIN
+
+
 class Candidate(NamedTuple):
     """A recipe that is worth a look."""
 
@@ -88,8 +100,8 @@ class Search:
         if offloads and (why := self._why_not_offloaded(machine)):
             return why
         n_gpus, is_cuda, precision = machine.n_gpus, machine.is_cuda, machine.precision
-        how = precision, n_gpus, is_cuda, self.cost_on(machine), offloads, machine.kernels
-        found = [x._replace(memory=self._on(machine, x.memory)) for x in self.candidates(*how)]
+        how = How(precision, n_gpus, is_cuda, self.cost_on(machine), offloads, machine.kernels)
+        found = [x._replace(memory=self._on(machine, x.memory)) for x in self.candidates(how)]
         if not found:
             what = f"a step of {wanted.global_batch} examples can't be divided by {n_gpus} GPUs"
             change = f"train.global_batch_size: {n_gpus}"
@@ -125,28 +137,16 @@ class Search:
 
     # ---- recipes ----
 
-    def _candidates(
-        self,
-        precision: str,
-        n_gpus: int,
-        is_cuda: bool,
-        cost: MicroBatchCost,
-        offloads: bool,
-        kernels: Kernels,
-    ) -> list[Candidate]:
-        wanted, found = self.wanted, []
+    def _candidates(self, how: How) -> list[Candidate]:
+        wanted, found, n_gpus = self.wanted, list[Candidate](), how.n_gpus
         if n_gpus > wanted.global_batch:
-            return []
+            return found
         everies = [wanted.checkpoint_every] if wanted.checkpoint_every is not None else [0, 2, 1]
-        shardings = shardings_of(wanted, n_gpus, offloads and precision != "fp16")
-        for most in budgets(wanted, n_gpus, is_cuda):
-            for every in everies:
-                for sharding in shardings:
-                    shared = n_gpus, sharding, cost, kernels
-                    recipe = recipe_of(wanted, precision, most, every, *shared)
-                    recipe = replace(recipe, offloads_weights=offloads)
-                    case = wanted.case(recipe, is_cuda=is_cuda)
-                    found.append(Candidate(case, peak_memory(wanted, case), work_of(case)))
+        shardings = shardings_of(wanted, n_gpus, how.offloads and how.precision != "fp16")
+        most = budgets(wanted, n_gpus, how.is_cuda)
+        for choices in itertools.product(most, everies, shardings):
+            case = wanted.case(recipe_of(wanted, how, *choices), is_cuda=how.is_cuda)
+            found.append(Candidate(case, peak_memory(wanted, case), work_of(case)))
         return found
 
     def cost_on(self, machine: Machine) -> MicroBatchCost:
@@ -250,7 +250,7 @@ class Search:
         is_safe = wanted.precision or not wanted.fp16_risk
         if machine.precision != "fp32" or not machine.is_cuda or is_safe:
             return ""
-        found = self.candidates("fp16", machine.n_gpus, True, ON_CPU, False, PLAIN)
+        found = self.candidates(How("fp16", machine.n_gpus))
         fits = any(self._on(machine, one.memory).on_device <= machine.memory for one in found)
         return f"train.fp16: true at a risk: {wanted.fp16_risk}" if fits else ""
 
@@ -389,21 +389,17 @@ def _said(other: JobSpec, wanted: JobSpec) -> str:
     return " with ".join(words for words, is_said in says.items() if is_said)
 
 
-def recipe_of(
-    wanted: JobSpec,
-    precision: str,
-    micro_batch_tokens: int,
-    every: int,
-    n_gpus: int = 1,
-    sharding: str = NONE,
-    cost: MicroBatchCost = ON_CPU,
-    kernels: Kernels = PLAIN,
-) -> Recipe:
-    """The recipe that the trainer would run with these choices."""
-    once = _one_pass(wanted, precision, Settings(micro_batch_tokens, every, **cost._asdict()))
-    n = wanted.cut(micro_batch_tokens, n_gpus, cost).n_micro_batches
-    stack = replace(once.stack, **kernels._asdict())
-    return replace(once, n_gpus=n_gpus, sharding=sharding, n_micro_batches=n, stack=stack)
+def recipe_of(wanted: JobSpec, how: How, most: int, every: int, sharding: str = NONE) -> Recipe:
+    """The recipe that the trainer would run, with micro-batches of `most` tokens."""
+    once = _one_pass(wanted, how.precision, Settings(most, every, **how.cost._asdict()))
+    return replace(
+        once,
+        n_gpus=how.n_gpus,
+        sharding=sharding,
+        n_micro_batches=wanted.cut(most, how.n_gpus, how.cost).n_micro_batches,
+        stack=replace(once.stack, **how.kernels._asdict()),
+        offloads_weights=how.offloads,
+    )
 
 
 def _one_pass(wanted: JobSpec, precision: str, settings: Settings) -> Recipe:
