@@ -16,12 +16,6 @@ def imported(folder: Path, text: str, name: str = "config.yaml") -> Imported:
     return import_file(folder / name)
 
 
-def says(found: Imported, **expected: object) -> bool:
-    """Whether the job has these values; `train_learning_rate` is `train.learning_rate`."""
-    flat = {key.replace("_", ".", 1) if "_" in key else key: expected[key] for key in expected}
-    return found.job | flat == found.job
-
-
 def job_of(folder: Path, found: Imported) -> Job:
     """The job that is written, read back."""
     assert not found.blockers, found.blockers

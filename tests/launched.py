@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
 from fake_clouds import World
+from farthing.launch.http import Api
 from farthing.launch.machines import MachineLedger
 from launch_faults import Fate, Killed, prepared_for, supervise
 
@@ -65,3 +69,28 @@ class Course:
     def is_counted(self, **about: float) -> None:
         """The ledger has what the provider bills."""
         assert self.ledger.usd(self.world.now) == pytest.approx(self.world.usd, **about)
+
+
+class Answers:
+    """What a provider answers, in order, the last for ever; and what it was asked."""
+
+    def __init__(self, *answers: tuple[int, Any], **headers: str) -> None:
+        self.left, self.headers = list(answers), headers
+        self.asked: list[tuple[str, str]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append((request.method, request.url.path))
+        status, body = self.left[0]
+        del self.left[: len(self.left) > 1]
+        text = body if isinstance(body, str) else json.dumps(body)
+        headers = {**self.headers, **({"Location": text} if status == 302 else {})}
+        return httpx.Response(status, text=text, headers=headers)
+
+
+def api_of(answer: Callable[[httpx.Request], httpx.Response]) -> Api:
+    """Requests that this answers, on 2001-09-09 at 01:46:40."""
+    transport = httpx.MockTransport(answer)
+    keys = {"Authorization": "Bearer key"}
+    return Api(
+        "https://x", keys, transport=transport, sleep=lambda s: None, clock=lambda: 1_000_000_000.0
+    )

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import random
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 from farthing.run.accounts import Account, as_line
 from farthing.run.folder import COPIES, copies_of, keep
 from farthing.run.mirror import Mirror, Pace
-from farthing.storage.files import commit_folder
+from farthing.storage.files import commit_folder, unseal, verify_folder
 from farthing.storage.logs import line_of
-from farthing.storage.objects import Store, open_store
+from farthing.storage.objects import (
+    Entry,
+    NoSuchObjectError,
+    Store,
+)
 
 Kind = TypeVar("Kind", bound=Store)
 QUICK = Pace(
@@ -30,9 +37,6 @@ QUICK = Pace(
 """Of whole runs: faults are given up soon, and a store without faults may be as slow as a machine
 that others use.
 """
-PATIENT = Pace(
-    renew_s=60, lease_s=0.3, answer_s=60, deliver_s=60, pause_s=0.05, again_s=0.2, give_up_s=60
-)
 IN_TROUBLE = Pace(renew_s=0.5, lease_s=5, pause_s=0.02, again_s=0.2, give_up_s=60, leave_s=300)
 STILL = Pace(renew_s=60.0, lease_s=0.3, answer_s=0.5, deliver_s=1.0, pause_s=0.001, again_s=0.02)
 
@@ -93,12 +97,112 @@ def with_copies(store: Kind, run: Path, *steps: int, keep: int = 2) -> Kind:
     return store
 
 
-def upload(address: str, folder: str, environment: dict[str, str]) -> None:
-    """In a process of its own: take the run and bring two checkpoints to the store."""
-    os.environ.update(environment)
-    run = Path(folder)
-    mirror = mirror_of(open_store(address), run, pace=PATIENT)
-    mirror.bring_back()
-    assert delivered(mirror, 1, step_done(run, 1))
-    assert delivered(mirror, 2, step_done(run, 2))
-    mirror.close(2)
+class Model:
+    """A store in a dictionary, with the semantics of S3; the reference for all others."""
+
+    name = "model://store"
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.written_at: dict[str, float] = {}
+
+    def create(self, key: str, data: bytes) -> bool:
+        if key in self.objects:
+            return False
+        self._write(key, data)
+        return True
+
+    def put(self, key: str, content: Path | bytes) -> None:
+        self._write(key, content if isinstance(content, bytes) else content.read_bytes())
+
+    def get(self, key: str) -> bytes:
+        if key not in self.objects:
+            raise NoSuchObjectError(key)
+        return self.objects[key]
+
+    def fetch(self, key: str, path: Path, n_bytes: int) -> None:
+        path.write_bytes(self.get(key))
+
+    def list(self, prefix: str) -> dict[str, Entry]:
+        return {
+            key: Entry(len(data), self.written_at[key])
+            for key, data in list(self.objects.items())
+            if key.startswith(prefix)
+        }
+
+    def remove(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self.objects.pop(key, None)
+
+    def _write(self, key: str, data: bytes) -> None:
+        self.objects[key] = data
+        self.written_at[key] = time.time()
+
+
+class Faulty:
+    """A store whose operations go through `fault(name, key, operation)`."""
+
+    def __init__(self, store: Store, fault: Callable[[str, str, Callable[[], Any]], Any]) -> None:
+        self.name, self._store, self._fault = store.name, store, fault
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._store, name)
+
+        def run(first: Any, *rest: Any) -> Any:
+            keys = list(first) if name == "remove" else first
+            return self._fault(name, str(keys), lambda: operation(keys, *rest))
+
+        return run
+
+
+def taken(store: Store, folder: Path, said: list[str] | None = None) -> int | None:
+    """The step an empty machine goes on from; everything it got is verified."""
+    mirror = mirror_of(store, folder, said)
+    step = mirror.bring_back()
+    for path in (folder / "checkpoints").glob("step-*") if step else ():
+        assert verify_folder(path)["step"] <= step
+    newest = max(
+        (verify_folder(path)["step"] for path in (folder / "checkpoints").glob("step-*")), default=0
+    )
+    assert newest == (step or 0)
+    if step is not None:
+        assert json.loads((folder / "run.json").read_text())["run_id"] == "run-1"
+        assert (folder / "plan.json").exists()
+        assert not list(folder.rglob("*.draft-*"))
+    mirror.close(0)
+    return step
+
+
+def behaves_like_a_store(store: Store, folder: Path) -> None:
+    assert store.list("data/") == {}
+    (folder / "some").write_bytes(b"abc")
+    store.put("data/1/a", folder / "some")
+    store.put("data/1/sub/b", folder / "some")
+    assert {key: entry.n_bytes for key, entry in store.list("data/").items()} == {
+        "data/1/a": 3,
+        "data/1/sub/b": 3,
+    }
+    assert all(
+        entry.at is None or abs(entry.at - time.time()) < 100
+        for entry in store.list("data/").values()
+    )
+    assert store.list("dat/") == {}
+    store.fetch("data/1/a", folder / "back", 3)
+    assert (folder / "back").read_bytes() == store.get("data/1/sub/b") == b"abc"
+    assert store.create("commits/1", b"first")
+    assert not store.create("commits/1", b"second")
+    assert store.get("commits/1") == b"first"
+    with pytest.raises(NoSuchObjectError):
+        store.get("data/2")
+    with pytest.raises(NoSuchObjectError):
+        store.fetch("data/2", folder / "none", 1)
+    store.remove(["data/1/a", "data/never"])
+    assert list(store.list("data/")) == ["data/1/sub/b"]
+
+
+def newest_objects(store: Model) -> list[str]:
+    commit = max(store.list("commits/"))
+    return [
+        commit,
+        *(entry["object"] for entry in unseal(store.get(commit).decode(), "it")["files"]),
+    ]

@@ -66,7 +66,7 @@ def check_classification(kind: str) -> tuple[Forward, int]:
 
 
 @pytest.mark.parametrize("kind", ["distilbert", "deberta-v2", "bloom", "bart", "mt5"])
-def test_classes_are_those_of_single_examples_with_padding(kind: str) -> None:
+def test_classes_are_those_of_single_examples_with_padding(kind):
     forward, n_pieces = check_classification(kind)
     assert forward.batching_rule is None
     assert n_pieces < 6
@@ -76,12 +76,12 @@ def test_classes_are_those_of_single_examples_with_padding(kind: str) -> None:
 @pytest.mark.parametrize(
     "kind", sorted(PADS_SAFELY["classification"] - DECODERS - ENCODERS - {"layoutlm", "t5"})
 )
-def test_every_family_that_is_padded_gives_the_classes_of_single_examples(kind: str) -> None:
+def test_every_family_that_is_padded_gives_the_classes_of_single_examples(kind):
     assert check_classification(kind)[0].batching_rule is None
 
 
 @pytest.mark.parametrize("kind", ["funnel", "nystromformer", "convbert"])
-def test_a_model_that_reads_padding_gets_inputs_of_one_length(kind: str) -> None:
+def test_a_model_that_reads_padding_gets_inputs_of_one_length(kind):
     forward, n_pieces = check_classification(kind)
     assert forward.batching_rule is not None
     assert "of one length at a time" in forward.batching_rule.why
@@ -112,7 +112,7 @@ SEQ2SEQ = [
 
 
 @pytest.mark.parametrize("kind", thinned(SEQ2SEQ, 2))
-def test_the_decoder_begins_as_the_model_itself_would_have_it(kind: str) -> None:
+def test_the_decoder_begins_as_the_model_itself_would_have_it(kind):
     """The loss is that of transformers for the same labels, one example at a time, padded or not."""  # noqa: E501
     model = small(kind, AutoModelForSeq2SeqLM)
     tokens = examples_of([9, 30, 17, 12, 9])
@@ -140,16 +140,14 @@ def test_the_decoder_begins_as_the_model_itself_would_have_it(kind: str) -> None
 
 
 @pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
-def test_experts_with_a_capacity_answer_each_example_as_if_it_were_alone(
-    is_training: bool,
-) -> None:
+def test_experts_with_a_capacity_answer_each_example_as_if_it_were_alone(is_training):
     sizes = {"num_experts": 2, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
     sizes |= {"dropout_rate": 0.0, "router_jitter_noise": 0.0}
     model = small("switch_transformers", AutoModelForSeq2SeqLM, expert_capacity=3, **sizes)
     tokens = examples_of([9, 30, 17, 12, 9])
     forward = Forward(model, "seq2seq", model.config.pad_token_id, CPU)
 
-    def loss_of(indices: list[int]) -> float:
+    def loss_of(indices):
         with torch.no_grad():
             return float(
                 forward.loss(forward.to_device(forward.collate(tokens, np.array(indices))))[0]
@@ -167,7 +165,7 @@ def test_experts_with_a_capacity_answer_each_example_as_if_it_were_alone(
 @pytest.mark.parametrize(
     ("kind", "names"), [("bert", ["query", "value"]), ("deberta-v2", ["query_proj", "value_proj"])]
 )
-def test_an_adapter_of_a_classifier_is_on_queries_and_values(kind: str, names: list[str]) -> None:
+def test_an_adapter_of_a_classifier_is_on_queries_and_values(kind, names):
     model = add_adapter(
         small(kind, AutoModelForSequenceClassification, num_labels=2),
         Adapter(r=2),
@@ -179,21 +177,21 @@ def test_an_adapter_of_a_classifier_is_on_queries_and_values(kind: str, names: l
     )
 
 
-def test_batch_norms_are_refused() -> None:
+def test_batch_norms_are_refused():
     model = small("distilbert", AutoModelForSequenceClassification, num_labels=2)
     model.pre_classifier = torch.nn.Sequential(model.pre_classifier, torch.nn.BatchNorm1d(32))
     with pytest.raises(ModelError, match="a distilbert has batch norms"):
         Forward(model, "classification", PAD, CPU)
 
 
-def test_mbart_begins_with_the_language_at_the_end_of_its_target() -> None:
+def test_mbart_begins_with_the_language_at_the_end_of_its_target():
     model = small("mbart", AutoModelForSeq2SeqLM)
     labels = torch.tensor([[5, 6, 2, 90], [7, 2, 91, -100]])
     assert decoder_inputs(model, labels).tolist() == [[90, 5, 6, 2], [91, 7, 2, 91]]
     assert labels.tolist() == [[5, 6, 2, 90], [7, 2, 91, -100]]
 
 
-def test_a_model_without_a_start_is_refused_in_words() -> None:
+def test_a_model_without_a_start_is_refused_in_words():
     model = small("m2m_100", AutoModelForSeq2SeqLM)
     model.config.decoder_start_token_id = None
     with pytest.raises(ModelError, match="a m2m_100 for seq2seq can't be trained"):
@@ -217,7 +215,7 @@ def longrope(**others: Any) -> Any:
 
 
 @pytest.mark.parametrize("how", ["flat", "padded", "sharing"])
-def test_short_documents_keep_their_factors_beside_long_ones(how: str) -> None:
+def test_short_documents_keep_their_factors_beside_long_ones(how):
     model = longrope()
     assert longrope_limit(model.config) == 16
     tokens = examples_of([5, 40, 16, 17, 9, 33, 12])
@@ -259,7 +257,7 @@ def _backward(loss: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("family", CODES)
-def test_inputs_and_targets_carry_their_own_languages(family: str) -> None:
+def test_inputs_and_targets_carry_their_own_languages(family):
     source, target = CODES[family]
     tokenizer = speaking(family)
     assert set_languages(tokenizer, "seq2seq", source, target) == (source, target)
@@ -276,7 +274,7 @@ def test_inputs_and_targets_carry_their_own_languages(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", CODES)
-def test_languages_that_are_not_said_or_not_known_are_refused(family: str) -> None:
+def test_languages_that_are_not_said_or_not_known_are_refused(family):
     source, target = CODES[family]
     with pytest.raises(ModelError, match=r"data.target_lang is not set"):
         set_languages(speaking(family), "seq2seq", source, None)
@@ -284,14 +282,14 @@ def test_languages_that_are_not_said_or_not_known_are_refused(family: str) -> No
         set_languages(speaking(family), "seq2seq", source, f"{target}x")
 
 
-def test_a_tokenizer_without_languages_takes_none(tokenizers: dict[str, Any]) -> None:
+def test_a_tokenizer_without_languages_takes_none(tokenizers):
     assert set_languages(tokenizers["t5"], "seq2seq", None, None) == ("", "")
     with pytest.raises(ModelError, match="does not write a language into texts"):
         set_languages(tokenizers["t5"], "seq2seq", "en", "de")
 
 
 @pytest.mark.parametrize("family", ["mbart", "nllb"])
-def test_a_model_that_was_told_the_language_generates_in_it(family: str) -> None:
+def test_a_model_that_was_told_the_language_generates_in_it(family):
     source, target = CODES[family]
     tokenizer = speaking(family)
     set_languages(tokenizer, "seq2seq", source, target)
@@ -313,14 +311,14 @@ def test_a_model_that_was_told_the_language_generates_in_it(family: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "roformer"])
-def test_an_encoder_that_looks_ahead_is_no_language_model(kind: str) -> None:
+def test_an_encoder_that_looks_ahead_is_no_language_model(kind):
     with pytest.raises(ModelError, match="looks ahead"):
         refuse_looking_ahead(small(kind, AutoModelForCausalLM), kind)
     refuse_looking_ahead(small(kind, AutoModelForCausalLM, is_decoder=True), kind)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "bloom", "mixtral", "mamba"])
-def test_decoders_look_back_only(kind: str) -> None:
+def test_decoders_look_back_only(kind):
     model = small(kind, AutoModelForCausalLM)
     model.train()
     refuse_looking_ahead(model, kind)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import farthing
@@ -21,9 +19,7 @@ JOB = {
 }
 
 
-def test_a_job_is_a_file_a_mapping_or_a_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_is_a_file_a_mapping_or_a_job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = job_file(tmp_path)
     job = api.load_job(path, ["train.seed=7"])
@@ -36,7 +32,7 @@ def test_a_job_is_a_file_a_mapping_or_a_job(
         api.load_job({**JOB, "train": {"learning_rat": 1}})
 
 
-def test_a_plan_is_a_value_with_its_page_and_its_table() -> None:
+def test_a_plan_is_a_value_with_its_page_and_its_table():
     plan = api.plan(JOB, gpu=["H100-80GB"], **DATED)
     assert plan.best
     assert {choice["gpu"] for choice in plan.choices} == {"H100-80GB"}
@@ -53,7 +49,7 @@ def test_a_plan_is_a_value_with_its_page_and_its_table() -> None:
         api.plan(JOB, no_such=1)
 
 
-def test_a_run_gives_its_receipt_and_goes_on_when_it_is_called_again(tmp_path: Path) -> None:
+def test_a_run_gives_its_receipt_and_goes_on_when_it_is_called_again(tmp_path):
     path = job_file(tmp_path, max_steps=3, limits={"max_usd": 1000})
     heard: list[Event] = []
     receipt = api.fine_tune(api.load_job(path, ["where.usd_per_hour=0.36"]), on_event=heard.append)
@@ -68,6 +64,6 @@ def test_a_run_gives_its_receipt_and_goes_on_when_it_is_called_again(tmp_path: P
     assert farthing.fine_tune(path, quiet=True).state == "finished"
 
 
-def test_the_package_lists_what_it_offers() -> None:
+def test_the_package_lists_what_it_offers():
     assert {"plan", "fine_tune", "load_job", "Receipt"} <= set(dir(farthing))
     assert all(hasattr(farthing, name) for name in dir(farthing))

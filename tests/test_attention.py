@@ -166,9 +166,7 @@ def test_the_last_layer_of_an_encoder_is_computed_for_the_tokens_that_are_read(f
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
-def test_plan_and_receipt_count_the_last_layer_of_an_encoder_for_the_tokens_that_are_read(
-    family,
-):
+def test_plan_and_receipt_count_the_last_layer_of_an_encoder_for_the_tokens_that_are_read(family):
     model, lengths = model_of(family, "classification"), [12] * 4
     go_packed(model)
     batch = flat(model, documents_of(lengths))
@@ -341,13 +339,7 @@ WAYS += [(True, 3, 1.5), (False, None, 1.5)]
 @pytest.mark.parametrize(("causal", "window", "cap"), WAYS)
 @pytest.mark.parametrize("kernel", ["padded", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_kernels_follow_the_formula(
-    kernel,
-    causal,
-    window,
-    cap,
-    monkeypatch,
-):
+def test_kernels_follow_the_formula(kernel, causal, window, cap, monkeypatch):
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: kernel)

@@ -92,9 +92,7 @@ def test_the_table_in_the_docs_is_what_the_choice_says():
                 here |= {} if kernel == "padded" else {f"has_{kernel}": False}
 
 
-def test_what_is_asked_is_read_off_the_tensors_and_the_machine(
-    monkeypatch,
-):
+def test_what_is_asked_is_read_off_the_tensors_and_the_machine(monkeypatch):
     made: list[Asked] = []
     monkeypatch.setattr(
         attention_kernels,

@@ -4,6 +4,7 @@ left behind.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -17,8 +18,7 @@ import torch
 import farthing
 import farthing.train.run
 import farthing.train.saver
-from desk import ROWS, Desk, Run, left_behind
-from thinned import thinned
+from desk import ROWS, Desk, left_behind
 
 Spoil = Callable[[Desk], None]
 LABELLED = [
@@ -244,13 +244,7 @@ BAD: list[tuple[Spoil, list[str]]] = [
 
 
 @pytest.mark.parametrize(("spoil", "words"), BAD, ids=[words[0] for _, words in BAD])
-def test_bad_input_is_refused_with_its_place_and_what_to_do(
-    desk: Desk,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    spoil: Spoil,
-    words: list[str],
-) -> None:
+def test_bad_input_is_refused_with_its_place_and_what_to_do(desk, run, monkeypatch, spoil, words):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     spoil(desk)
@@ -267,9 +261,7 @@ def test_bad_input_is_refused_with_its_place_and_what_to_do(
     assert left_behind(desk.folder / "run") == set()
 
 
-def test_a_full_disk_is_refused_before_the_first_step(
-    desk: Desk, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_refused_before_the_first_step(desk, run, monkeypatch):
     usage = shutil.disk_usage(desk.folder)
     monkeypatch.setattr(
         farthing.train.saver.shutil, "disk_usage", lambda path: usage._replace(free=1000)
@@ -281,68 +273,16 @@ def test_a_full_disk_is_refused_before_the_first_step(
     assert left_behind(desk.folder / "run") == set()
 
 
-# ---- what must work ----
-
-
-def byte_order_mark(desk: Desk) -> None:
-    desk.bytes(b"\xef\xbb\xbf" + (desk.folder / "train.jsonl").read_bytes())
-
-
-def windows_line_ends(desk: Desk) -> None:
-    desk.bytes((desk.folder / "train.jsonl").read_bytes().replace(b"\n", b"\r\n"))
-
-
-def blank_lines(desk: Desk) -> None:
-    desk.bytes((desk.folder / "train.jsonl").read_bytes().replace(b"\n", b"\n\n"))
-
-
-def no_last_line_end(desk: Desk) -> None:
-    desk.bytes((desk.folder / "train.jsonl").read_bytes().rstrip())
-
-
-def duplicate_inputs(desk: Desk) -> None:
-    desk.rows([*ROWS, *ROWS])
-    desk.set("data", eval_fraction=0.2)
-
-
-def fewer_rows_than_a_batch(desk: Desk) -> None:
-    desk.rows(ROWS[:1])
-
-
-@pytest.mark.parametrize(
-    "odd",
-    thinned(
-        [
-            byte_order_mark,
-            windows_line_ends,
-            blank_lines,
-            no_last_line_end,
-            duplicate_inputs,
-            fewer_rows_than_a_batch,
-        ],
-        3,
-    ),
-    ids=lambda odd: odd.__name__,
-)
-def test_odd_but_honest_input_trains(desk: Desk, run: Run, odd: Callable[[Desk], None]) -> None:
-    odd(desk)
+def test_one_row_and_a_bad_one_under_the_allowed_share_train(desk, run):
+    """Fewer rows than a batch has examples."""
+    desk.bytes(b'{"prompt": "one two", "completion": " three"}\n{"prompt": \n')
+    desk.set("data", max_bad_rows=0.5)
     said = run("--json")
     assert said.code == 0, said.err
     assert json.loads(said.out)["steps"] == 2
-    assert "can't be used" not in said.err
+    assert "train.jsonl:2" in said.err + said.out
+    assert "invalid JSON" in said.err + said.out
     assert (desk.folder / "run" / "model" / "config.json").exists()
-
-
-def test_a_bad_row_under_the_allowed_share_is_named_and_passed_over(desk: Desk, run: Run) -> None:
-    lines = (desk.folder / "train.jsonl").read_text().splitlines()
-    (desk.folder / "train.jsonl").write_text(
-        "\n".join([*lines[:5], '{"prompt": ', *lines[5:]]) + "\n"
-    )
-    desk.set("data", max_bad_rows=0.1)
-    said = run()
-    assert said.code == 0, said.err
-    assert "train.jsonl:6" in said.out
-    assert "invalid JSON" in said.out
 
 
 # ---- a run whose inputs change ----
@@ -372,68 +312,42 @@ def other_weights(desk: Desk) -> None:
     path.write_bytes(raw)
 
 
-def other_learning_rate(desk: Desk) -> None:
-    desk.set("train", learning_rate=0.002)
-
-
-def other_batch(desk: Desk) -> None:
-    desk.set("train", global_batch_size=8)
-
-
-def other_seed(desk: Desk) -> None:
-    desk.set("train", seed=7)
-
-
-def other_length(desk: Desk) -> None:
-    desk.set("data", max_length=48)
-
-
 def other_template(desk: Desk) -> None:
     desk.bytes(b"{% for m in messages %}{{ m.content }}{% endfor %}", "chat.jinja")
     desk.set("data", chat_template="chat.jinja")
 
 
-CHANGES = [
+MODEL_FILES = ("model/tokenizer.json", "model/model.safetensors")
+CHANGES: list[tuple[Spoil, str]] = [
     (other_data, "data.train (content)"),
     (rows_in_another_order, "data.train (content)"),
     (other_tokenizer, "tokenizer (content)"),
     (other_template, "tokenizer (content)"),
     (other_weights, "model (content)"),
-    (other_learning_rate, "train.learning_rate: 0.001 -> 0.002"),
-    (other_batch, "train.global_batch_size: 4 -> 8"),
-    (other_seed, "train.seed: 42 -> 7"),
-    (other_length, "tokenization.max_length: 64 -> 48"),
+    (sets("train", learning_rate=0.002), "train.learning_rate: 0.001 -> 0.002"),
+    (sets("train", global_batch_size=8), "train.global_batch_size: 4 -> 8"),
+    (sets("train", seed=7), "train.seed: 42 -> 7"),
+    (sets("data", max_length=48), "tokenization.max_length: 64 -> 48"),
 ]
 
 
-def test_a_run_is_not_continued_with_anything_else_and_says_what_changed(
-    desk: Desk, run: Run
-) -> None:
+def test_a_run_is_not_continued_with_anything_else_and_says_what_changed(desk, run):
     desk.own_model()
     assert run().code == 0
-    whole = {path: path.read_bytes() for path in desk.folder.rglob("*") if path.is_file()}
+    files = [desk.folder / name for name in ("train.jsonl", *MODEL_FILES)]
+    before, whole = copy.deepcopy(desk.values), {path: path.read_bytes() for path in files}
     weights = (desk.folder / "run" / "model" / "model.safetensors").read_bytes()
     for change, named in CHANGES:
-        desk.values = {
-            **desk.values,
-            "train": dict(desk.values["train"]),
-            "data": dict(desk.values["data"]),
-        }
-        before = desk.values
         change(desk)
         said = run()
-        assert said.code == 2, change.__name__
+        assert said.code == 2, named
         assert "this folder holds a run of something else" in said.err
         assert named in said.err, said.err
         assert "another output_dir" in said.err
         assert said.err.count(" -> ") == 1, said.err  # that, and nothing more
-        desk.values = {**before, "train": {**before["train"]}, "data": {**before["data"]}}
-        desk.set("train", learning_rate=0.001, global_batch_size=4)
-        desk.values["train"].pop("seed", None)
-        desk.values["data"].pop("chat_template", None)
-        desk.set("data", max_length=64)
-        for name in ("train.jsonl", "model/tokenizer.json", "model/model.safetensors"):
-            (desk.folder / name).write_bytes(whole[desk.folder / name])
+        desk.values = copy.deepcopy(before)
+        for path, content in whole.items():
+            path.write_bytes(content)
     assert (desk.folder / "run" / "model" / "model.safetensors").read_bytes() == weights
     said = run()
     assert said.code == 0

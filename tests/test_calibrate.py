@@ -366,9 +366,7 @@ def test_a_machine_whose_torch_is_no_release_is_planned_on(version, build, monke
     assert found[0].gpu == "V100-16GB"
 
 
-def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(
-    monkeypatch,
-):
+def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(monkeypatch):
     monkeypatch.setattr("farthing.planner.machines.installed_torch", lambda: ("2.13.0", "cu126"))
     cut = {"global_batch": 64, "checkpoint_every": 0, "micro_batch_tokens": 8192}
     wanted = wanted_of(shape_of("meta-llama/Llama-3.2-1B"), **cut)

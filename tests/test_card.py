@@ -28,9 +28,7 @@ def card_rows(run: Path) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows if row[0]}
 
 
-def test_the_card_says_how_many_epochs_were_trained_and_not_how_many_were_asked_for(
-    tmp_path,
-):
+def test_the_card_says_how_many_epochs_were_trained_and_not_how_many_were_asked_for(tmp_path):
     job = make_job(
         tmp_path, n_rows=100, max_steps=1
     )  # a step of 8 of 100 rows; three epochs are the default

@@ -7,16 +7,33 @@ The templates are short forms of what each family sends to its model.
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, processors
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers import processors
 
+from chat_templates import (
+    CHATML,
+    DEEPSEEK_3,
+    DEEPSEEK_R1,
+    GEMMA,
+    GEMMA_4,
+    LLAMA_2,
+    LLAMA_3,
+    MARKED,
+    MISTRAL,
+    PHI_3,
+    PHI_4,
+    PLAIN,
+    QWEN_3,
+    TOOLS,
+    VICUNA,
+    WORDS,
+    ZEPHYR,
+)
 from farthing.data.chat import ChatReader, Renderer, default_template
 from farthing.data.encode import Encoder
 from farthing.data.formats import converter
@@ -31,123 +48,6 @@ from farthing.tiny import write_jsonl
 from thinned import thinned
 from token_sets import encoded_examples
 
-LLAMA_2 = (
-    "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system ="
-    " '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}{% else %}{% set rest = messages"
-    " %}{% set system = '' %}{% endif %}{% for m in rest %}{% if m['role'] == 'user' %}{{ bos_token"
-    " + '[INST] ' + (system if loop.index0 == 0 else '') + m['content'].strip() + ' [/INST]' }}{%"
-    " else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
-)
-LLAMA_3 = (
-    "{{ bos_token }}{% if date_string is defined %}{% set day = date_string %}{% elif strftime_now"
-    " is defined %}{% set day = strftime_now('%d %b %Y') %}{% else %}{% set day = '26 Jul 2024'"
-    " %}{% endif %}{{ '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' + day + '\n\n'"
-    " }}{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] | trim }}{% set messages"
-    " = messages[1:] %}{% endif %}<|eot_id|>{% for m in messages %}{{ '<|start_header_id|>' +"
-    " m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim }}{{ '<|eot_id|>' }}{% endfor %}{%"
-    " if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%"
-    " endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content']"
-    " + ' [/INST]' }}{% elif m['role'] == 'assistant' %}{{ m['content'] + eos_token }}{% else %}{{"
-    " raise_exception('no system') }}{% endif %}{% endfor %}"
-)
-ZEPHYR = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}"
-    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
-)
-CHATML = (
-    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n'"
-    " }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] +"
-    " '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%"
-    " endif %}"
-)
-QWEN_3 = (
-    "{% set at = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set"
-    " at.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' +"
-    " m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% set parts ="
-    " m['content'].split('</think>') %}{% if loop.index0 > at.last %}{{ '<think>\n' +"
-    " (parts[0].split('<think>')[-1].strip() if parts | length > 1 else '') }}{{ '\n</think>\n\n'"
-    " }}{% endif %}{{ parts[-1].lstrip('\n') }}{% else %}{{ m['content'] }}{% endif %}{{"
-    " '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%"
-    " endif %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{% set role = 'model'"
-    " %}{% else %}{% set role = m['role'] %}{% endif %}{{ '<start_of_turn>' + role + '\n' +"
-    " m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{"
-    " '<start_of_turn>model\n' }}{% endif %}"
-)
-GEMMA_4 = (
-    "{% macro spoken(text) %}{% for part in text.split('<channel|>') %}{{"
-    " part.split('<|channel>')[0] }}{% endfor %}{% endmacro %}{{ bos_token }}{% for m in messages"
-    " %}{{ '<|turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' }}{% for call in"
-    " m.tool_calls or [] %}{{ '<|tool_call>' + call['function']['name'] }}{% endfor %}{{"
-    " spoken(m['content'] or '') | trim + '<turn|>\n' }}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|turn>model\n<|channel>thought\n<channel|>' }}{% endif %}"
-)
-PHI_3 = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor"
-    " %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
-)
-PHI_4 = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '<|im_sep|>' + m['content'] +"
-    " '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>'"
-    " }}{% endif %}"
-)
-DEEPSEEK = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|User|>' + m['content']"
-    " }}{% elif m['role'] == 'system' %}{{ m['content'] }}{% else %}{{ '<|Assistant|>' +"
-    " m['content'].split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}{% if"
-    " add_generation_prompt %}{{ '<|Assistant|>' + opened }}{% endif %}"
-)
-DEEPSEEK_3, DEEPSEEK_R1 = (DEEPSEEK.replace("opened", word) for word in ("''", "'<think>\n'"))
-VICUNA = (
-    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + ' ' }}{% set messages ="
-    " messages[1:] %}{% endif %}{% for m in messages %}{% if m['role'] == 'user' %}{{ 'USER: ' +"
-    " m['content'] + ' ' }}{% else %}{{ 'ASSISTANT: ' + m['content'] + eos_token }}{% endif %}{%"
-    " endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
-)
-PLAIN = (
-    "{% for m in messages %}{{ '### ' + m['role'] + ':\n' + m['content'] + '\n\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
-)
-MARKED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant'"
-    " %}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}{{"
-    " m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{"
-    " '<|im_start|>assistant\n' }}{% endif %}"
-)
-TOOLS = (
-    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}{% for"
-    " m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') }}{% for call in"
-    " m.tool_calls or [] %}{{ '\n<tool_call>\n' + call['function'] | tojson + '\n</tool_call>' }}{%"
-    " endfor %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{"
-    " '<|im_start|>assistant\n' }}{% endif %}"
-)
-WORDS = [
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|im_sep|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<start_of_turn>",
-    "<end_of_turn>",
-    "<|turn>",
-    "<turn|>",
-    "<|channel>",
-    "<channel|>",
-    "<|end|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|system|>",
-    "<|User|>",
-    "<|Assistant|>",
-    "<think>",
-    "</think>",
-]
 CHAT = [
     {"role": "user", "content": " What is bread? "},
     {"role": "assistant", "content": " Food, \nof flour."},
@@ -179,7 +79,7 @@ FAMILIES: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def made(tiny_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def made(tiny_folders, tmp_path_factory):
     """A tokenizer with the words of all families, as a template and a first token make it."""
 
     def make(template: str, begins: bool = False) -> Any:
@@ -217,8 +117,8 @@ def read(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], lis
 @pytest.mark.parametrize("system", [[], SYSTEM], ids=["", "with a system message"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_chat_is_as_its_template_has_it_and_answers_are_learned_with_their_ends(
-    made: Any, name: str, system: list[dict[str, Any]], begins: bool
-) -> None:
+    made, name, system, begins
+):
     if name == "mistral" and system:
         pytest.skip("its template refuses system messages")
     template, expected = FAMILIES[name]
@@ -235,7 +135,7 @@ def test_a_chat_is_as_its_template_has_it_and_answers_are_learned_with_their_end
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_last_answer_follows_the_prompt_that_the_model_is_given(made: Any, name: str) -> None:
+def test_the_last_answer_follows_the_prompt_that_the_model_is_given(made, name):
     tokenizer = made(FAMILIES[name][0])
     ids, is_target = read(tokenizer, CHAT)
     prompt = chat_ids(tokenizer, CHAT[:3], add_generation_prompt=True)
@@ -245,7 +145,7 @@ def test_the_last_answer_follows_the_prompt_that_the_model_is_given(made: Any, n
 
 
 @pytest.mark.parametrize("name", thinned(["llama-2", "mistral", "zephyr", "qwen-2.5", "plain"], 3))
-def test_chats_in_sentencepiece(data_dir: Path, name: str) -> None:
+def test_chats_in_sentencepiece(data_dir, name):
     """Mistral's tokenizer, which adds its first token, and has no words for the ends of ChatML."""
     tokenizer = load_tokenizer(ModelChoice(str(data_dir / "tokenizers" / "mistral-7b-v0.1")), None)
     tokenizer.chat_template, expected = FAMILIES[name]
@@ -256,7 +156,7 @@ def test_chats_in_sentencepiece(data_dir: Path, name: str) -> None:
     assert not learned.endswith(">\n")
 
 
-def test_the_newline_behind_the_end_of_a_turn_is_not_learned(made: Any) -> None:
+def test_the_newline_behind_the_end_of_a_turn_is_not_learned(made):
     tokenizer = made(CHATML)
     ids, is_target = read(tokenizer, CHAT)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -264,9 +164,7 @@ def test_the_newline_behind_the_end_of_a_turn_is_not_learned(made: Any) -> None:
     assert is_target[-2:] == [1, 0]
 
 
-def test_the_end_of_a_turn_is_found_in_a_template_that_must_have_a_system_message(
-    made: Any,
-) -> None:
+def test_the_end_of_a_turn_is_found_in_a_template_that_must_have_a_system_message(made):
     tokenizer = made(
         "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}"
         + CHATML
@@ -278,7 +176,7 @@ def test_the_end_of_a_turn_is_found_in_a_template_that_must_have_a_system_messag
     assert is_target[-1] == 0
 
 
-def test_thinking_that_a_prompt_opens_is_learned_from_there(made: Any) -> None:
+def test_thinking_that_a_prompt_opens_is_learned_from_there(made):
     tokenizer = made(DEEPSEEK_R1)
     thought = [*CHAT[:3], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nFood."}]
     ids, is_target = read(tokenizer, thought)
@@ -293,7 +191,7 @@ def test_thinking_that_a_prompt_opens_is_learned_from_there(made: Any) -> None:
         read(tokenizer, CHAT)
 
 
-def test_thinking_of_qwen_is_learned_where_the_model_writes_it(made: Any) -> None:
+def test_thinking_of_qwen_is_learned_where_the_model_writes_it(made):
     thought = [*CHAT]
     thought[1] = {"role": "assistant", "content": "<think>\nOne.\n</think>\n\nFood."}
     thought[3] = {"role": "assistant", "content": "<think>\nTwo.\n</think>\n\nFood."}
@@ -314,7 +212,7 @@ def test_thinking_of_qwen_is_learned_where_the_model_writes_it(made: Any) -> Non
     )
 
 
-def test_an_answer_follows_the_thinking_that_its_prompt_closes_and_a_chat_drops(made: Any) -> None:
+def test_an_answer_follows_the_thinking_that_its_prompt_closes_and_a_chat_drops(made):
     """Gemma 4 asks for an answer behind empty thinking, and shows none in the chat."""
     read_chat = converter("messages", {}, {}, made(GEMMA_4), "causal-lm")
     text = read_chat({"messages": SYSTEM + CHAT})
@@ -334,7 +232,7 @@ def test_an_answer_follows_the_thinking_that_its_prompt_closes_and_a_chat_drops(
         read_chat({"messages": [CHAT[0], thought]})
 
 
-def test_answers_to_tools_share_an_example_with_their_question(made: Any) -> None:
+def test_answers_to_tools_share_an_example_with_their_question(made):
     """Qwen 3 keeps what was thought since the last question: one example a question, not one an
     answer.
     """
@@ -363,7 +261,7 @@ NEMOTRON = (
 )
 
 
-def test_a_template_that_can_ask_without_thinking_has_such_answers_learned(made: Any) -> None:
+def test_a_template_that_can_ask_without_thinking_has_such_answers_learned(made):
     ids, is_target = read(made(NEMOTRON), CHAT)
     tokenizer = made(NEMOTRON)
     learned = tokenizer.decode([i for i, target in zip(ids, is_target, strict=True) if target])
@@ -378,11 +276,11 @@ def test_a_template_that_can_ask_without_thinking_has_such_answers_learned(made:
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "plain"])
-def test_a_template_whose_answers_end_with_a_token_teaches_to_stop(made: Any, name: str) -> None:
+def test_a_template_whose_answers_end_with_a_token_teaches_to_stop(made, name):
     assert ChatReader.of(made(FAMILIES[name][0])).teaches_to_stop
 
 
-def test_a_template_that_ends_no_answer_is_said(made: Any, tmp_path: Path) -> None:
+def test_a_template_that_ends_no_answer_is_said(made, tmp_path):
     open_end = MARKED.replace(
         "m['content'] + '<|im_end|>' }}{% endgeneration %}", "m['content'] }}{% endgeneration %}"
     )
@@ -395,7 +293,7 @@ def test_a_template_that_ends_no_answer_is_said(made: Any, tmp_path: Path) -> No
         assert "the model does not learn where to stop" in "".join(found.notes)
 
 
-def test_every_answer_is_an_example_of_the_set_and_of_the_plan(made: Any, tmp_path: Path) -> None:
+def test_every_answer_is_an_example_of_the_set_and_of_the_plan(made, tmp_path):
     rows = [
         {"messages": [{**turn, "content": f"{turn['content']} {n}"} for turn in CHAT]}
         for n in range(6)
@@ -416,47 +314,57 @@ def test_every_answer_is_an_example_of_the_set_and_of_the_plan(made: Any, tmp_pa
     )  # means of a row are rounded
 
 
-def test_calls_of_tools_are_learned_to_the_end_of_the_turn(made: Any) -> None:
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+def test_calls_of_tools_are_learned_to_the_end_of_the_turn(made):
+    function = {"name": "add", "arguments": '{"a": 1}'}  # templates expect an object
     messages = [
         {"role": "user", "content": "1 + 1?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": function}],
+        },
         {"role": "tool", "content": "2"},
         {"role": "assistant", "content": "Two."},
     ]
     tokenizer, tools = made(TOOLS), [{"type": "function", "function": {"name": "add"}}]
-    text = converter("messages", {}, {}, tokenizer, "causal-lm")(
-        {"messages": messages, "tools": tools}
-    )
+    convert = converter("messages", {}, {}, tokenizer, "causal-lm")
+    text = convert({"messages": messages, "tools": tools})
     assert [part for part, learned in text.segments if learned] == [
         '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
         "Two.<|im_end|>",
     ]
+    assert convert({"messages": json.dumps(messages), "tools": json.dumps(tools)}) == text
+    function["arguments"] = {"a": 1}  # type: ignore[assignment]
     whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     assert "".join(part for part, _ in text.segments) == whole
 
 
-def test_the_date_is_the_one_that_is_asked_for(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_date_is_the_one_that_is_asked_for(made, monkeypatch):
     tokenizer = made(LLAMA_3)
     assert "Today Date: 02 Jan 2025" in Renderer.of(tokenizer, "2025-01-02")(CHAT, None)
     monkeypatch.setenv("FARTHING_TODAY", "2031-05-06")
     assert "Today Date: 06 May 2031" in Renderer.of(tokenizer)(CHAT, None)
 
 
-@pytest.mark.parametrize("template", ["{{ ['a', 'b'] | random }}", "{{ lipsum() }}"])
-def test_a_template_that_draws_at_random_is_refused(made: Any, template: str) -> None:
-    with pytest.raises(UnusableRowError, match="the chat template refuses it"):
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ ['a', 'b'] | random }}", ""),
+        ("{{ lipsum() }}", ""),
+        ("{{ raise_exception('roles must alternate') }}", ": roles must alternate"),
+    ],
+)
+def test_a_template_that_refuses_or_draws_at_random_is_refused(made, template, reason):
+    with pytest.raises(UnusableRowError, match=f"the chat template refuses it{reason}"):
         read(made(template), CHAT)
 
 
-def test_marks_in_a_text_of_its_own_are_refused(made: Any) -> None:
+def test_marks_in_a_text_of_its_own_are_refused(made):
     with pytest.raises(UnusableRowError, match=r"U\+FDD0"):
         read(made(MARKED), [CHAT[0], {"role": "assistant", "content": "\ufdd0all of it\ufdd1"}])
 
 
-def test_farthings_own_template_begins_as_the_tokenizer_does(
-    tiny_folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_farthings_own_template_begins_as_the_tokenizer_does(tiny_folders, tmp_path):
     plain = load_tokenizer(ModelChoice(str(tiny_folders["llama"])), None)
     assert plain.chat_template == default_template(False)
     begins = tmp_path / "begins"
@@ -477,7 +385,7 @@ def test_farthings_own_template_begins_as_the_tokenizer_does(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_plan_reads_chats_as_training_does(made: Any, tmp_path: Path, name: str) -> None:
+def test_a_plan_reads_chats_as_training_does(made, tmp_path, name):
     tokenizer = made(FAMILIES[name][0])
     tokenizer.save_pretrained(tmp_path)
     light = light_tokenizer(tmp_path, None)
@@ -490,7 +398,7 @@ def test_a_plan_reads_chats_as_training_does(made: Any, tmp_path: Path, name: st
     "says",
     ["m['content'] if m['role'] == 'user' else ''", "m['content'] if m['role'] != 'user' else ''"],
 )
-def test_a_template_that_leaves_out_what_is_said_is_refused(made: Any, says: str) -> None:
+def test_a_template_that_leaves_out_what_is_said_is_refused(made, says):
     """As those of some models for images do where a content is no list of parts."""
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (SAYS) + '<|im_end|>\n' }}{%"
@@ -501,8 +409,8 @@ def test_a_template_that_leaves_out_what_is_said_is_refused(made: Any, says: str
 
 
 def test_a_sentencepiece_model_without_its_package_says_what_to_install(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    data_dir, tmp_path, monkeypatch
+):
     shutil.copy(data_dir / "tokenizers" / "t5" / "spiece.model", tmp_path)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(DataError, match=r"pip install 'farthing\[sentencepiece\]'"):
@@ -515,17 +423,3 @@ def test_a_sentencepiece_model_without_its_package_says_what_to_install(
     )
     with pytest.raises(ModelError, match=r"pip install 'farthing\[sentencepiece\]'"):
         load_tokenizer(ModelChoice(str(tmp_path)), None)
-
-
-def test_what_a_tokenizers_file_would_cut_or_pad_is_read_whole(tmp_path: Path) -> None:
-    own = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    own.pre_tokenizer = WhitespaceSplit()
-    own.enable_truncation(3)
-    own.enable_padding(length=8)
-    own.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "a"}'
-    )
-    read = load_tokenizer(ModelChoice(str(tmp_path)), None)
-    encodings = read.backend_tokenizer.encode_batch(["b b b b b", "b"])
-    assert [each.ids for each in encodings] == [[1, 1, 1, 1, 1], [1]]

@@ -26,23 +26,14 @@ from farthing.run import checkpoint as checkpoint_module
 from farthing.run.checkpoint import Checkpoints, commit_together, fill_along
 from farthing.storage import logs
 from farthing.storage.files import (
-    DamagedFileError,
     commit_folder,
     seal,
-    seal_file,
-    unseal,
     write_text,
 )
 from farthing.storage.logs import SummedLines
-from thinned import thinned
 
 
-def test_what_is_saved_comes_back_to_the_bit(checkpoints: Checkpoints) -> None:
-    save(checkpoints, 5)
-    assert restored(checkpoints.folder) == 5
-
-
-def test_the_snapshot_is_of_the_moment_of_the_call(checkpoints: Checkpoints) -> None:
+def test_the_snapshot_is_of_the_moment_of_the_call(checkpoints):
     model = Weights(5)
     checkpoints.save(5, {"model": model, "optimizer": Weights(105)}, None)
     model.tensors["a"].zero_()
@@ -50,14 +41,14 @@ def test_the_snapshot_is_of_the_moment_of_the_call(checkpoints: Checkpoints) -> 
     assert restored(checkpoints.folder) == 5
 
 
-def test_only_the_newest_and_the_best_are_kept(checkpoints: Checkpoints) -> None:
+def test_only_the_newest_and_the_best_are_kept(checkpoints):
     for step in range(1, 8):
         save(checkpoints, step, best=2 if step >= 2 else None)
     assert checkpoints.steps() == [7, 6, 5, 2]
 
 
-def test_a_folder_that_another_process_commits_meanwhile_is_there_already(tmp_path: Path) -> None:
-    def fill(draft: Path) -> None:
+def test_a_folder_that_another_process_commits_meanwhile_is_there_already(tmp_path):
+    def fill(draft):
         (draft / "mine").write_text("late")
         commit_folder(
             tmp_path / "set", lambda other: (other / "theirs").write_text("quick") and None, {}
@@ -69,9 +60,7 @@ def test_a_folder_that_another_process_commits_meanwhile_is_there_already(tmp_pa
     assert (tmp_path / "set" / "theirs").read_text() == "quick"
 
 
-def test_a_second_save_of_a_step_replaces_the_first_only_when_it_is_whole(
-    checkpoints: Checkpoints,
-) -> None:
+def test_a_second_save_of_a_step_replaces_the_first_only_when_it_is_whole(checkpoints):
     save(checkpoints, 4)
     first = newest(checkpoints.folder)
     save(checkpoints, 4)
@@ -160,9 +149,7 @@ def kill_everywhere(folder_of_all: Path) -> None:
     assert len(outcomes) > 15
 
 
-def test_a_kill_at_any_file_operation_of_a_save_leaves_the_old_checkpoint_or_the_new(
-    tmp_path: Path,
-) -> None:
+def test_a_kill_at_any_file_operation_of_a_save_leaves_the_old_checkpoint_or_the_new(tmp_path):
     """In a process of its own: it forks, which is safe only where no other thread has run yet."""
     code = (
         "import pathlib, test_checkpoint;"
@@ -211,8 +198,8 @@ def damages() -> dict[str, Callable[[Path], None]]:
 )
 @pytest.mark.parametrize("damage", damages())
 def test_a_damaged_file_is_detected_and_the_previous_checkpoint_used(
-    file: str, damage: str, checkpoints: Checkpoints, said: list[str]
-) -> None:
+    file, damage, checkpoints, said
+):
     save(checkpoints, 1)
     save(checkpoints, 2)
     damages()[damage](newest(checkpoints.folder) / file)
@@ -224,39 +211,12 @@ def test_a_damaged_file_is_detected_and_the_previous_checkpoint_used(
     assert restored(checkpoints.folder) == 1, "and the damaged one never comes back"
 
 
-def flip(path: Path, position: int, bit: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1 << bit
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    "file",
-    thinned(["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"], 2),
-)
-def test_a_hundred_flipped_bits_are_detected_and_the_previous_checkpoint_used(
-    file: str, checkpoints: Checkpoints
-) -> None:
-    save(checkpoints, 1)
-    save(checkpoints, 2)
-    good, chance = newest(checkpoints.folder), random.Random(file)
-    for _ in range(100):
-        position, bit = chance.randrange((good / file).stat().st_size), chance.randrange(8)
-        flip(good / file, position, bit)
-        said: list[str] = []
-        assert restored(checkpoints.folder, said) == 1, f"bit {bit} of byte {position}"
-        assert "step 2 is damaged" in said[0]
-        next(checkpoints.folder.glob("*.bad-*")).rename(good)
-        flip(good / file, position, bit)
-    assert restored(checkpoints.folder) == 2, "flipped back, it is whole"
-
-
 @pytest.mark.parametrize(
     "file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 )
 def test_files_of_two_steps_swapped_are_detected_and_the_one_before_both_used(
-    file: str, checkpoints: Checkpoints, said: list[str]
-) -> None:
+    file, checkpoints, said
+):
     for step in (1, 2, 3):
         save(checkpoints, step)
     second, third = sorted(checkpoints.folder.iterdir())[1:]
@@ -268,9 +228,7 @@ def test_files_of_two_steps_swapped_are_detected_and_the_one_before_both_used(
 
 
 @pytest.mark.parametrize("trouble", ["extra file", "empty folder", "folders swapped", "link"])
-def test_a_tampered_folder_is_not_used(
-    trouble: str, checkpoints: Checkpoints, said: list[str]
-) -> None:
+def test_a_tampered_folder_is_not_used(trouble, checkpoints, said):
     save(checkpoints, 1)
     save(checkpoints, 2)
     folder = newest(checkpoints.folder)
@@ -295,9 +253,7 @@ def test_a_tampered_folder_is_not_used(
     assert len(said) == 1
 
 
-def test_when_all_are_damaged_nothing_restarts_in_silence(
-    checkpoints: Checkpoints, said: list[str]
-) -> None:
+def test_when_all_are_damaged_nothing_restarts_in_silence(checkpoints, said):
     for step in (1, 2):
         save(checkpoints, step)
     for path in checkpoints.folder.glob("step-*/model.safetensors"):
@@ -308,7 +264,7 @@ def test_when_all_are_damaged_nothing_restarts_in_silence(
     assert len(said) == 2
 
 
-def test_a_checkpoint_of_a_newer_farthing_is_refused_with_words(checkpoints: Checkpoints) -> None:
+def test_a_checkpoint_of_a_newer_farthing_is_refused_with_words(checkpoints):
     save(checkpoints, 1)
     path = newest(checkpoints.folder) / "manifest.json"
     write_text(path, seal(json.loads(path.read_text()) | {"schema": 99}))
@@ -319,7 +275,7 @@ def test_a_checkpoint_of_a_newer_farthing_is_refused_with_words(checkpoints: Che
     )
 
 
-def test_a_checkpoint_of_another_run_is_not_used(checkpoints: Checkpoints, said: list[str]) -> None:
+def test_a_checkpoint_of_another_run_is_not_used(checkpoints, said):
     save(checkpoints, 1)
     other = Checkpoints(checkpoints.folder, "run-2", 3, warn=said.append)
     with pytest.raises(RunDamagedError):
@@ -331,11 +287,11 @@ def test_a_checkpoint_of_another_run_is_not_used(checkpoints: Checkpoints, said:
 
 
 def test_a_full_disk_keeps_the_old_checkpoint_and_gives_up_after_three(
-    checkpoints: Checkpoints, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    checkpoints, said, monkeypatch
+):
     save(checkpoints, 1)
 
-    def full(*args: Any, **kwargs: Any) -> None:
+    def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
@@ -352,14 +308,12 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_gives_up_after_three(
     assert restored(checkpoints.folder) == 1
 
 
-def test_one_failed_save_is_forgiven_when_the_next_one_works(
-    checkpoints: Checkpoints, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_failed_save_is_forgiven_when_the_next_one_works(checkpoints, said, monkeypatch):
     real = os.fsync
     for step in range(1, 8):
         failing = step % 2 == 0
 
-        def fsync(descriptor: int, failing: bool = failing) -> None:
+        def fsync(descriptor, failing=failing):
             if failing:
                 raise OSError(5, "Input/output error")
             real(descriptor)
@@ -374,7 +328,7 @@ def test_one_failed_save_is_forgiven_when_the_next_one_works(
 # ---- what is restored, and what is refused ----
 
 
-def test_a_third_save_of_a_step_is_newer_than_the_second(checkpoints: Checkpoints) -> None:
+def test_a_third_save_of_a_step_is_newer_than_the_second(checkpoints):
     for step in (4, 6, 4, 4):
         save(checkpoints, step)
     assert [path.name for path in sorted(checkpoints.folder.glob("step-00000004-*"))] == [
@@ -382,7 +336,7 @@ def test_a_third_save_of_a_step_is_newer_than_the_second(checkpoints: Checkpoint
     ]
 
 
-def test_a_run_of_other_parts_is_refused(checkpoints: Checkpoints) -> None:
+def test_a_run_of_other_parts_is_refused(checkpoints):
     save(checkpoints, 3)
     with pytest.raises(
         RunChangedError, match=r"holds \['model', 'optimizer'\], this run \['model'\]"
@@ -390,9 +344,9 @@ def test_a_run_of_other_parts_is_refused(checkpoints: Checkpoints) -> None:
         checkpoints.restore(checkpoints.folder_of(3), {"model": Weights()})
 
 
-def test_a_part_that_cannot_take_what_was_saved_is_named(checkpoints: Checkpoints) -> None:
+def test_a_part_that_cannot_take_what_was_saved_is_named(checkpoints):
     class Smaller(Weights):
-        def restore(self, tensors: Any, values: Any) -> None:
+        def restore(self, tensors, values):
             raise ValueError("7 columns for 5")
 
     save(checkpoints, 3)
@@ -402,7 +356,7 @@ def test_a_part_that_cannot_take_what_was_saved_is_named(checkpoints: Checkpoint
         checkpoints.restore(checkpoints.folder_of(3), {"model": Weights(), "optimizer": Smaller()})
 
 
-def test_a_run_that_starts_from_zero_keeps_its_checkpoints_aside(checkpoints: Checkpoints) -> None:
+def test_a_run_that_starts_from_zero_keeps_its_checkpoints_aside(checkpoints):
     for step in (3, 5):
         save(checkpoints, step)
     before = sorted(path.name for path in checkpoints.folder.iterdir())
@@ -410,20 +364,6 @@ def test_a_run_that_starts_from_zero_keeps_its_checkpoints_aside(checkpoints: Ch
     assert checkpoints.steps() == []
     aside = sorted(path.name for path in checkpoints.folder.iterdir())
     assert [name.partition(".")[0] for name in aside] == before, "nothing is deleted"
-
-
-@pytest.mark.parametrize("n_bytes", [1 << 60, 1 << 20])
-def test_no_memory_is_taken_by_what_a_header_says(checkpoints: Checkpoints, n_bytes: int) -> None:
-    save(checkpoints, 5)
-    folder = newest(checkpoints.folder)
-    path, manifest = folder / "model.safetensors", folder / "manifest.json"
-    path.write_bytes(n_bytes.to_bytes(8, "little") + path.read_bytes()[8:])
-    facts = unseal(manifest.read_text(), "it")
-    del facts["sha256"]
-    sealed = [each for each in facts["files"] if each["name"] != path.name] + [seal_file(path)]
-    manifest.write_text(seal({**facts, "files": sealed}))
-    with pytest.raises(DamagedFileError, match=f"its header has {n_bytes} bytes"):
-        checkpoints.verify(5)
 
 
 class Answers:
@@ -437,8 +377,8 @@ class Answers:
         return [value] if not self.given else self.given.pop(0)
 
 
-def test_what_fails_on_one_rank_has_failed_on_all(tmp_path: Path) -> None:
-    def fill(draft: Path) -> list[Path]:
+def test_what_fails_on_one_rank_has_failed_on_all(tmp_path):
+    def fill(draft):
         (draft / "mine").write_text("1")
         return [draft / "mine"]
 
@@ -457,18 +397,18 @@ def test_what_fails_on_one_rank_has_failed_on_all(tmp_path: Path) -> None:
     assert refused.sent[0] is None, "those that wait for a folder are told that there is none"
 
 
-def test_a_line_is_written_whole_or_is_an_error(tmp_path: Path) -> None:
+def test_a_line_is_written_whole_or_is_an_error(tmp_path):
     log = SummedLines(tmp_path / "log.jsonl")
     log.append({"step": 1})
 
     class Half:
-        def __init__(self, file: Any) -> None:
+        def __init__(self, file):
             self.file = file
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             return getattr(self.file, name)
 
-        def write(self, data: bytes) -> int:
+        def write(self, data):
             return int(self.file.write(data[: len(data) // 2]))
 
     log.close()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -18,7 +17,6 @@ import yaml
 import farthing.train.loop
 import farthing.train.run
 import workshop
-from command import Cli
 from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.objectives.registry import objective_of
@@ -33,9 +31,7 @@ IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
 
 
 @pytest.mark.parametrize("task", ["causal-lm", "seq2seq", "classification"])
-def test_init_writes_a_starter_of_few_keys_that_is_a_valid_job(
-    task: str, tmp_path: Path, cli: Cli
-) -> None:
+def test_init_writes_a_starter_of_few_keys_that_is_a_valid_job(task, tmp_path, cli):
     path = tmp_path / "job.yaml"
     said = cli.out("init", path, "--task", task)
     job = load_job(path)
@@ -46,7 +42,7 @@ def test_init_writes_a_starter_of_few_keys_that_is_a_valid_job(
     assert "#" in path.read_text()
 
 
-def test_init_overwrites_nothing(tmp_path: Path, cli: Cli) -> None:
+def test_init_overwrites_nothing(tmp_path, cli):
     path = tmp_path / "job.yaml"
     path.write_text("mine")
     cli.out("init", path, code=2)
@@ -58,7 +54,7 @@ def test_init_overwrites_nothing(tmp_path: Path, cli: Cli) -> None:
     cli.out("init", tmp_path / "nowhere/job.yaml", code=2)
 
 
-def test_init_writes_a_demo_that_the_doctor_finds_fit(tmp_path: Path, cli: Cli) -> None:
+def test_init_writes_a_demo_that_the_doctor_finds_fit(tmp_path, cli):
     written = cli.json("init", "--demo", tmp_path / "demo")
     assert written["next"] == f"farthing train {tmp_path / 'demo/job.yaml'}"
     said = cli.out("doctor", written["written"])
@@ -68,23 +64,7 @@ def test_init_writes_a_demo_that_the_doctor_finds_fit(tmp_path: Path, cli: Cli) 
 # ---- train ----
 
 
-def test_train_prints_its_receipt_and_where_the_model_is(tmp_path: Path, cli: Cli) -> None:
-    path = job_file(tmp_path, max_steps=3)
-    said = cli.out("train", path)
-    for words in (
-        "where the time went",
-        "total",
-        "finished: all steps done",
-        str(tmp_path / "run/model"),
-        "$",
-    ):
-        assert words in said
-    assert "trained  " in said.replace("[dim]", "")
-    assert "[bold]" not in said
-    assert not [line for line in said.splitlines() if len(line.rstrip()) > 400]
-
-
-def test_train_with_json_prints_the_receipt_alone(tmp_path: Path, cli: Cli) -> None:
+def test_train_with_json_prints_the_receipt_alone(tmp_path, cli):
     path = job_file(tmp_path, max_steps=3)
     receipt = cli.json("train", path)
     assert (receipt["kind"], receipt["state"], receipt["steps"]) == (
@@ -97,8 +77,12 @@ def test_train_with_json_prints_the_receipt_alone(tmp_path: Path, cli: Cli) -> N
     assert {**receipt, "written": ""} == {**written, "written": ""}
 
 
-def test_a_run_without_a_price_shows_no_dollars(tmp_path: Path, cli: Cli) -> None:
-    said = cli.out("train", job_file(tmp_path, max_steps=8, where={"usd_per_hour": 0}))
+def test_train_prints_its_receipt_and_no_dollars_without_a_price(tmp_path, cli):
+    said = cli.out("train", job_file(tmp_path, max_steps=3, where={"usd_per_hour": 0}))
+    for words in ("where the time went", "finished: all steps done", str(tmp_path / "run/model")):
+        assert words in said
+    assert "[bold]" not in said
+    assert max(len(line.rstrip()) for line in said.splitlines()) <= 400
     assert "no price was given" in said
     of_run = [
         line for line in said.splitlines() if "always on" not in line
@@ -116,9 +100,7 @@ def test_a_run_without_a_price_shows_no_dollars(tmp_path: Path, cli: Cli) -> Non
         9,
     ),
 )
-def test_a_limit_stops_with_3_and_a_higher_one_goes_on(
-    limit: dict[str, str], raised: str, tmp_path: Path, cli: Cli
-) -> None:
+def test_a_limit_stops_with_3_and_a_higher_one_goes_on(limit, raised, tmp_path, cli):
     path = job_file(tmp_path, max_steps=4, limits=limit)
     said = cli.out("train", path, code=3)
     assert "raise the limit and run the same command to continue" in said
@@ -127,15 +109,14 @@ def test_a_limit_stops_with_3_and_a_higher_one_goes_on(
     assert len(losses_of(load_job(path))) == 4
 
 
-def test_a_new_run_whose_deadline_has_passed_is_refused(tmp_path: Path, cli: Cli) -> None:
+def test_a_new_run_whose_deadline_has_passed_is_refused(tmp_path, cli):
     path = job_file(tmp_path, max_steps=4, limits={"deadline": "2001-01-01T00:00:00"})
     error = cli.json("train", path, code=2)
     assert "the deadline 2001-01-01 00:00 leaves 0.0 s" in json.dumps(error)
     assert not (tmp_path / "run").exists()
-    cli.out("train", path, "--set", "limits.deadline=2999-01-01T00:00:00")
 
 
-def test_the_scaling_rule_is_offered_when_the_batch_changes(tmp_path: Path, cli: Cli) -> None:
+def test_the_scaling_rule_is_offered_when_the_batch_changes(tmp_path, cli):
     path = job_file(tmp_path, max_steps=1, learning_rate=0.004, global_batch_size=8)
     said = cli.out("train", path, "--set", "train.global_batch_size=16")
     assert "the global batch is 16 instead of 8" in said
@@ -169,9 +150,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     monkeypatch.setattr(farthing.model.forward.Forward, "loss", spoilt)
 
 
-def test_a_loss_that_is_not_a_number_is_skipped_and_its_samples_named(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_is_not_a_number_is_skipped_and_its_samples_named(tmp_path, cli, monkeypatch):
     spoil(monkeypatch, 2, 4)
     path = job_file(tmp_path, max_steps=6, n_rows=12)
     said = cli.out("train", path)
@@ -190,16 +169,14 @@ def test_a_loss_that_is_not_a_number_is_skipped_and_its_samples_named(
     assert named[0] in line
 
 
-def test_a_skipped_step_changes_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_step_changes_no_weight(tmp_path, monkeypatch):
     spoil(monkeypatch, 1, 2, 3)
     watched = workshop.Watched(monkeypatch)
     assert main(["train", str(job_file(tmp_path, max_steps=3))]) == 0
     assert watched.changed() == set()
 
 
-def test_too_many_in_a_row_end_the_run_with_1_and_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_in_a_row_end_the_run_with_1_and_words(tmp_path, capsys, monkeypatch):
     spoil(monkeypatch, 2, 4, 5, 6)
     path = job_file(tmp_path, max_steps=9, max_skipped_steps=3)
     assert main(["train", str(path)]) == 1
@@ -214,56 +191,30 @@ def test_too_many_in_a_row_end_the_run_with_1_and_words(
 # ---- report ----
 
 
-@pytest.fixture
-def finished(tmp_path: Path, cli: Cli) -> Path:
-    """The folder of a finished classification run."""
-    rows = workshop.rows_of("bert", 9, seed=1)
-    cli.out(
-        "train",
-        job_file(tmp_path, "bert", learning_rate=0.002, max_steps=8, eval_rows=rows),
-    )
-    return tmp_path / "run"
-
-
-def test_report_prints_the_receipt_again(finished: Path, cli: Cli) -> None:
-    said = cli.out("report", finished)
-    for words in (
-        "Receipt",
-        "forward and backward",
-        "100 %",
-        "evaluation",
-        "accuracy",
-        "class",
-        "weather",
-        "estimated",
-    ):
+def test_report_prints_the_receipt_again_also_of_a_killed_run(tmp_path, cli):
+    rows, run = workshop.rows_of("bert", 9, seed=1), tmp_path / "run"
+    cli.out("train", job_file(tmp_path, "bert", max_steps=8, eval_rows=rows))
+    said = cli.out("report", run)
+    for words in ("forward and backward", "100 %", "accuracy", "class", "weather", "estimated"):
         assert words in said
-    receipt = cli.json("report", finished)
+    receipt = cli.json("report", run)
     assert receipt["state"] == "finished"
     assert sum(span["seconds"] for span in receipt["spans"]) == pytest.approx(receipt["wall_s"])
     assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["usd"])
-
-
-def test_report_reads_the_folder_of_a_killed_run(finished: Path, cli: Cli) -> None:
-    (finished / "receipt.json").unlink()
-    account = read_ledger(finished / "ledger.jsonl").accounts[1]
+    (run / "receipt.json").unlink()
+    account = read_ledger(run / "ledger.jsonl").accounts[1]
     account.state = "running"  # as a kill leaves it
-    (finished / "ledger.jsonl").write_text(as_line(account) + as_line(account)[:200])
-    receipt = cli.json("report", finished)
-    assert receipt["state"] == "killed"
-    assert receipt["steps"] == 8
-    assert receipt["usd"] > 0
-    said = cli.out("report", finished)
-    assert "not finished, can be continued" in said
+    (run / "ledger.jsonl").write_text(as_line(account) + as_line(account)[:200])
+    receipt = cli.json("report", run)
+    assert (receipt["state"], receipt["steps"], receipt["usd"] > 0) == ("killed", 8, True)
+    assert "not finished, can be continued" in cli.out("report", run)
 
 
 # ---- export ----
 
 
 @pytest.mark.slow
-def test_an_adapter_on_random_weights_merges_into_the_same_ones(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_on_random_weights_merges_into_the_same_ones(tmp_path, cli, monkeypatch):
     watched = workshop.Watched(monkeypatch)
     cli.out("train", job_file(tmp_path, method="lora", bf16=True))
     cli.out("export", tmp_path / "run", "--output", tmp_path / "merged")
@@ -273,7 +224,7 @@ def test_an_adapter_on_random_weights_merges_into_the_same_ones(
             assert torch.equal(merged[name.removeprefix("base_model.model.")].bfloat16(), value)
 
 
-def test_a_classifier_keeps_the_names_of_its_classes(tmp_path: Path, cli: Cli) -> None:
+def test_a_classifier_keeps_the_names_of_its_classes(tmp_path, cli):
     cli.out("train", job_file(tmp_path, "bert", method="lora", pretrained=True, max_steps=15))
     for form in ("adapter", "merged"):
         cli.out("export", tmp_path / "run", "--output", tmp_path / form, "--format", form)
@@ -292,7 +243,7 @@ def test_a_classifier_keeps_the_names_of_its_classes(tmp_path: Path, cli: Cli) -
         torch.testing.assert_close(merged(IDS).logits, beside(IDS).logits, rtol=0, atol=1e-5)
 
 
-def test_export_refuses_what_it_can_not_do(tmp_path: Path, cli: Cli) -> None:
+def test_export_refuses_what_it_can_not_do(tmp_path, cli):
     cli.out("train", job_file(tmp_path, max_steps=1))
     run = tmp_path / "run"
     said = cli.json("export", run, "--output", tmp_path / "a", "--format", "adapter", code=2)
@@ -309,9 +260,7 @@ def test_export_refuses_what_it_can_not_do(tmp_path: Path, cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("folder", thinned(["run/model", "merged"], 9))
-def test_the_model_card_holds_metadata_metrics_and_receipt(
-    folder: str, tmp_path: Path, cli: Cli
-) -> None:
+def test_the_model_card_holds_metadata_metrics_and_receipt(folder, tmp_path, cli):
     rows = [{**row, "label": row["label"] + "|x"} for row in workshop.rows_of("bert", 9)]
     cli.out("train", job_file(tmp_path, "bert", method="lora", rows=rows, eval_rows=rows))
     cli.out("export", tmp_path / "run", "--output", tmp_path / "merged")
@@ -342,7 +291,7 @@ def test_the_model_card_holds_metadata_metrics_and_receipt(
 # ---- doctor ----
 
 
-def test_doctor_looks_at_the_machine(cli: Cli) -> None:
+def test_doctor_looks_at_the_machine(cli):
     found = cli.json("doctor")
     names = [check["name"] for check in found["checks"]]
     assert found["ok"]
@@ -350,7 +299,7 @@ def test_doctor_looks_at_the_machine(cli: Cli) -> None:
     assert "nothing failed" in cli.out("doctor")
 
 
-def test_doctor_tries_a_job_without_training_it(tmp_path: Path, cli: Cli) -> None:
+def test_doctor_tries_a_job_without_training_it(tmp_path, cli):
     path = job_file(tmp_path)
     found = {check["name"]: check for check in cli.json("doctor", path)["checks"]}
     assert found["job"]["state"] == "ok"
@@ -363,31 +312,7 @@ def test_doctor_tries_a_job_without_training_it(tmp_path: Path, cli: Cli) -> Non
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("setting", "says"),
-    [
-        ("train.learning_rte=1", "did you mean `learning_rate`?"),
-        ("data.train=nothing.jsonl", "nothing.jsonl"),
-        ("model=./nothing", "no such folder"),
-        ("model.init=pretrained", "no weights"),
-        ("train.fp16=true", "fp16 on a CPU"),
-        ("data.max_length=100000", "positions"),
-    ],
-)
-def test_doctor_finds_what_is_wrong_with_a_job(
-    setting: str, says: str, tmp_path: Path, cli: Cli
-) -> None:
-    path = job_file(tmp_path)
-    found = cli.json("doctor", path, "--set", setting, code=2)
-    assert not found["ok"]
-    failed = [check for check in found["checks"] if check["state"] == "failed"]
-    assert says in " ".join(f"{check['found']} {check['to_do']}" for check in failed)
-    assert "1 check failed" in cli.out("doctor", path, "--set", setting, code=2)
-
-
-def test_doctor_warns_of_rows_that_are_no_use_and_of_a_missing_price(
-    tmp_path: Path, cli: Cli
-) -> None:
+def test_doctor_warns_of_rows_that_are_no_use_and_of_a_missing_price(tmp_path, cli):
     rows: list[Any] = [*workshop.rows_of("llama", 9), {"prompt": "x", "completion": None}]
     path = job_file(tmp_path, rows=rows, where={"usd_per_hour": 0})
     said = cli.out("doctor", path, "--set", "data.max_bad_rows=0.2")
@@ -404,9 +329,7 @@ def test_doctor_warns_of_rows_that_are_no_use_and_of_a_missing_price(
 @pytest.mark.parametrize(
     ("verb", "rare"), [("plan", "--traces"), ("train", "--deepspeed"), ("launch", "--boot-limit")]
 )
-def test_rare_options_are_shown_when_all_are_asked_for(
-    verb: str, rare: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rare_options_are_shown_when_all_are_asked_for(verb, rare, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as left:
         main([verb, "--help"])

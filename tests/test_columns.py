@@ -31,12 +31,12 @@ def segments(
     return list(converter(found.format, found.columns, {}, None, task)(row).segments)
 
 
-def test_a_template_joins_columns() -> None:
+def test_a_template_joins_columns():
     columns = {"prompt": "Q: {question}\n", "completion": "{chain_of_thought}\n#### {answer}"}
     assert segments(GSM, columns) == [("Q: 2 + 2?\n", False), ("Count.\n#### 4", True)]
 
 
-def test_the_first_of_several_templates_whose_columns_are_filled_is_taken() -> None:
+def test_the_first_of_several_templates_whose_columns_are_filled_is_taken():
     columns = {"prompt": ["{instruction}\n{input}\n", "{instruction}\n"], "completion": "{output}"}
     row = {"instruction": "Say", "input": "x", "output": "y"}
     assert segments(row, columns)[0] == ("Say\nx\n", False)
@@ -48,13 +48,13 @@ def test_the_first_of_several_templates_whose_columns_are_filled_is_taken() -> N
 @pytest.mark.parametrize(
     ("answer", "text"), [(1, "cold"), ("1", "cold"), ("B", "cold"), ("b", "cold"), ("cold", "cold")]
 )
-def test_an_index_picks_among_choices(answer: Any, text: str) -> None:
+def test_an_index_picks_among_choices(answer, text):
     row = {"question": "Ice is", "choices": ["hot", "cold"], "answer": answer}
     columns = {"prompt": "{question}\n{choices}\n", "completion": "{choices[answer]}"}
     assert segments(row, columns) == [("Ice is\nA. hot\nB. cold\n", False), (text, True)]
 
 
-def test_an_index_beyond_the_choices_is_a_bad_row_and_labels_of_choices_count() -> None:
+def test_an_index_beyond_the_choices_is_a_bad_row_and_labels_of_choices_count():
     row = {
         "question": "Ice is",
         "choices": {"text": ["hot", "cold"], "label": ["1", "2"]},
@@ -66,18 +66,18 @@ def test_an_index_beyond_the_choices_is_a_bad_row_and_labels_of_choices_count() 
         segments(row | {"answer": "7"}, columns)
 
 
-def test_numbers_and_truths_become_text_and_objects_do_not() -> None:
+def test_numbers_and_truths_become_text_and_objects_do_not():
     assert renamed({"a": 3, "b": True}, {"text": "{a} {b}"})["text"] == "3 true"
     with pytest.raises(UnusableRowError, match="`a` is neither text nor a number"):
         renamed({"a": {"x": 1}}, {"text": "{a}"})
 
 
-def test_a_brace_that_is_doubled_is_a_brace() -> None:
+def test_a_brace_that_is_doubled_is_a_brace():
     assert renamed({"a": "x"}, {"text": "{{{a}}}"})["text"] == "{x}"
     assert columns_of("{{{a}}}") == ("a",)
 
 
-def test_a_template_with_an_unknown_column_says_which() -> None:
+def test_a_template_with_an_unknown_column_says_which():
     with pytest.raises(DataError, match="no column `anser`") as caught:
         recognise(
             set(GSM), "causal-lm", {"prompt": "question", "completion": "{anser}"}, "rows.jsonl"
@@ -100,13 +100,13 @@ def test_a_template_with_an_unknown_column_says_which() -> None:
         ({"prompt", "response"}, "causal-lm", {"completion": "response"}),
     ],
 )
-def test_usual_names_are_read_and_said(columns: set[str], task: str, found: dict[str, str]) -> None:
+def test_usual_names_are_read_and_said(columns, task, found):
     understood = recognise(columns, task, {}, "rows.jsonl")
     assert understood.columns == found
     assert all(f"`{own}` as `{standard}`" in understood.notes[0] for standard, own in found.items())
 
 
-def test_two_columns_that_could_be_meant_are_no_guess() -> None:
+def test_two_columns_that_could_be_meant_are_no_guess():
     assert guessed({"question", "query", "answer"}, ("prompt", "completion"), ()) is None
     assert guessed({"question", "answer", "response"}, ("prompt", "completion"), ()) is None
     with pytest.raises(DataError, match="match no format"):
@@ -125,7 +125,7 @@ def job_of(folder: Path, text: str) -> Any:
     return load_job(folder / "job.yaml")
 
 
-def test_each_source_has_its_own_keys_and_globs_keep_them(tmp_path: Path) -> None:
+def test_each_source_has_its_own_keys_and_globs_keep_them(tmp_path):
     job = job_of(
         tmp_path,
         "data:\n  columns: {text: body}\n  train:\n"
@@ -170,12 +170,12 @@ def test_each_source_has_its_own_keys_and_globs_keep_them(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_a_wrong_key_of_data_is_explained(tmp_path: Path, text: str, words: str) -> None:
+def test_a_wrong_key_of_data_is_explained(tmp_path, text, words):
     with pytest.raises(JobError, match=words):
         job_of(tmp_path, text + "\n")
 
 
-def test_the_schema_for_editors_knows_sources_with_keys_of_their_own() -> None:
+def test_the_schema_for_editors_knows_sources_with_keys_of_their_own():
     from farthing.config.load import job_schema
 
     items = job_schema()["$defs"]["DataSection"]["properties"]["train"]["anyOf"][1]["items"][
@@ -185,7 +185,7 @@ def test_the_schema_for_editors_knows_sources_with_keys_of_their_own() -> None:
     assert set(items[1]["properties"]) == {"path", "weight", "columns", "split", "name"}
 
 
-def test_whole_numbers_are_labels_by_their_digits(tmp_path: Path) -> None:
+def test_whole_numbers_are_labels_by_their_digits(tmp_path):
     assert job_of(
         tmp_path, "data: {train: a.jsonl, label_map: {0: neg, 1: pos}}\n"
     ).data.label_map == {
@@ -194,7 +194,7 @@ def test_whole_numbers_are_labels_by_their_digits(tmp_path: Path) -> None:
     }
 
 
-def test_weights_repeat_examples_and_the_order_follows_from_seed_and_step() -> None:
+def test_weights_repeat_examples_and_the_order_follows_from_seed_and_step():
     examples, weights = np.arange(30), np.array([2.5] * 10 + [0.5] * 10 + [1.0] * 10)
     one = Batches(examples, 7, seed=3, weights=weights)
     assert one.n_per_epoch == 25 + 5 + 10
@@ -214,7 +214,7 @@ def test_weights_repeat_examples_and_the_order_follows_from_seed_and_step() -> N
         assert fresh.examples_of(step).tolist() == one.examples_of(step).tolist()
 
 
-def test_a_part_of_an_object_is_a_column() -> None:
+def test_a_part_of_an_object_is_a_column():
     columns = {"input": "{translation.en}", "target": "translation.de"}
     row = {"translation": {"en": "bread", "de": "Brot"}, "id": 1}
     assert segments(row, columns, "seq2seq") == [("bread", False), ("Brot", True)]
@@ -235,7 +235,7 @@ def test_a_part_of_an_object_is_a_column() -> None:
     }
 
 
-def test_spaces_around_the_names_of_a_csv_file_are_left_out(tmp_path: Path) -> None:
+def test_spaces_around_the_names_of_a_csv_file_are_left_out(tmp_path):
     (tmp_path / "rows.csv").write_text("instruction , input, output\nSay it, bread,Bread.\n")
     (source,) = open_sources((str(tmp_path / "rows.csv"),), cache_dir=tmp_path, split="train")
     (row,) = [row for row in source.rows() if isinstance(row, Row)]
@@ -248,35 +248,20 @@ def test_spaces_around_the_names_of_a_csv_file_are_left_out(tmp_path: Path) -> N
     )  # a job that names them as the file has them goes on working
 
 
-def test_earlier_turns_of_an_instruction_are_a_chat_and_learned() -> None:
-    tokenizer = SimpleNamespace(
-        chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}",
-        special_tokens_map={"eos_token": "</s>"},
-        other_templates=(),
-        all_special_tokens=["</s>"],
-        backend_tokenizer=with_words("</s>"),
-    )
-    row = {
-        "instruction": "And soup?",
-        "input": "",
-        "output": "Food too.",
-        "history": [["What is bread?", "Food."]],
-    }
+WITH_HISTORY = {
+    "instruction": "And soup?",
+    "input": "",
+    "output": "Too.",
+    "history": [["What is bread?", "Food."]],
+}
 
-    text = converter("instruction", {}, {}, tokenizer, "causal-lm")(row)
-    learned = [part for part, is_learned in text.segments if is_learned]
-    assert (
-        "".join(part for part, _ in text.segments)
-        == "<user>What is bread?</s><assistant>Food.</s><user>And soup?</s><assistant>Food too.</s>"
-    )
-    assert [part.removesuffix("</s>").removeprefix("<assistant>") for part in learned] == [
-        "Food.",
-        "Food too.",
-    ]
+
+def test_earlier_turns_of_an_instruction_are_pairs_of_a_chat():
+    chats = converter("instruction", {}, {}, TEMPLATE, "causal-lm")
     with pytest.raises(UnusableRowError, match="no list of"):
-        converter("instruction", {}, {}, tokenizer, "causal-lm")(row | {"history": [["What?"]]})
+        chats(WITH_HISTORY | {"history": [["What?"]]})
     with pytest.raises(UnusableRowError, match="earlier turns"):
-        converter("instruction", {}, {}, None, "seq2seq")(row)
+        converter("instruction", {}, {}, None, "seq2seq")(WITH_HISTORY)
 
 
 TEMPLATE = SimpleNamespace(
@@ -333,18 +318,21 @@ ASKED = {"role": "user", "content": "Hi?"}
             "<user>Hi?</s><assistant>Yo.</s><user>Hi?</s><assistant>Again.</s>",
             ["Again.</s>"],
         ),
+        (
+            WITH_HISTORY,
+            "<user>What is bread?</s><assistant>Food.</s><user>And soup?</s><assistant>Too.</s>",
+            ["Food.</s>", "Too.</s>"],
+        ),
     ],
-    ids=["dolly", "system beside messages", "bedrock", "cohere", "prompt of messages"],
+    ids=["dolly", "system beside messages", "bedrock", "cohere", "prompt of messages", "history"],
 )
-def test_chats_as_other_services_write_them(
-    row: dict[str, Any], whole: str, learned: list[str]
-) -> None:
+def test_chats_as_other_services_write_them(row, whole, learned):
     found = recognise(set(row), "causal-lm", {}, "rows.jsonl")
     text = converter(found.format, found.columns, {}, TEMPLATE, "causal-lm")(row)
     assert "".join(part for part, _ in text.segments) == whole
     assert [part for part, is_learned in text.segments if is_learned] == learned
 
 
-def test_a_table_without_a_header_is_told_to_have_one() -> None:
+def test_a_table_without_a_header_is_told_to_have_one():
     with pytest.raises(DataError, match="put one before it"):
         recognise({"0", "a sentence"}, "causal-lm", {}, "rows.tsv")

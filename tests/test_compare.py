@@ -27,7 +27,7 @@ SHAPES = {
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+def places(tmp_path_factory):
     """A workload folder for each task: six steps of four examples."""
     root = tmp_path_factory.mktemp("workloads")
     return {
@@ -93,7 +93,7 @@ def test_other_examples_than_the_order_says_are_no_comparison(places, tmp_path):
 
 
 def test_peers_have_the_versions_that_farthing_is_tested_with():
-    def pins(path: Path) -> set[str]:
+    def pins(path):
         return {line.split(" ;")[0] for line in path.read_text().splitlines() if line[:1] != "#"}
 
     assert pins(ROOT / "bench" / "peers.txt") - pins(ROOT / "constraints.txt") == {"trl==1.16.0"}

@@ -149,9 +149,7 @@ def must_serve_all_lengths(
 # ---- what is refused ----
 
 
-def test_without_a_compiler_nothing_is_compiled_and_the_reason_is_said(
-    monkeypatch,
-):
+def test_without_a_compiler_nothing_is_compiled_and_the_reason_is_said(monkeypatch):
     model = causal_model()
     assert why_not_compiled(model) is None
     monkeypatch.setattr(shutil, "which", lambda name: None)

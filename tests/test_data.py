@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import gzip
-import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from data_files import KINDS, bad, opened, values, write_as
 from farthing.addresses import without_secrets
+from farthing.data import blocks, parts
 from farthing.data.batches import Batches, collate, permutation, split_by_input
 from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.formats import converter, recognise
 from farthing.data.parts import Part, read_part
-from farthing.data.read import BadRow, Row, Source, open_sources
+from farthing.data.read import Row, open_sources
 from farthing.data.token_set import (
     Recipe,
     TokenSet,
@@ -35,8 +33,7 @@ from farthing.data.tokens import tokenize
 from farthing.errors import DataError, UnusableRowError
 from farthing.storage.files import DamagedFileError
 from farthing.tiny import write_jsonl
-from thinned import thinned
-from workshop import cut
+from web import Files
 
 ROWS = [
     {"prompt": "one\ntwo", "completion": 'say "hi", ü'},
@@ -44,62 +41,18 @@ ROWS = [
 ]
 
 
-def opened(path: Path | str, cache: Path, split: str = "train") -> Source:
-    """The source of one name."""
-    (source,) = open_sources((str(path),), cache_dir=cache, split=split)
-    return source
-
-
-def values(source: Source) -> list[dict[str, Any]]:
-    """Its usable rows."""
-    return [row.value for row in source.rows() if isinstance(row, Row)]
-
-
-def bad(source: Source) -> list[tuple[int, str]]:
-    """Its unusable rows."""
-    return [(row.line, row.reason) for row in source.rows() if isinstance(row, BadRow)]
-
-
 # ---- readers ----
 
 
-def write_as(kind: str, path: Path, rows: list[dict[str, str]]) -> Path:
-    import csv
-
-    import pyarrow
-    import pyarrow.parquet
-
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    if kind == "jsonl":
-        path.write_text(lines, encoding="utf-8")
-    elif kind == "jsonl.gz":
-        path.write_bytes(gzip.compress(lines.encode(), mtime=0))
-    elif kind == "json":
-        path.write_text(json.dumps(rows, indent=2), encoding="utf-8")
-    elif kind == "data.json":
-        path.write_text(json.dumps({"version": 2, "data": rows}), encoding="utf-8")
-    elif kind == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        with open(path, "w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, rows[0].keys(), delimiter="\t" if kind == "tsv" else ",")
-            writer.writeheader()
-            writer.writerows(rows)
-    return path
-
-
-KINDS = ["jsonl", "jsonl.gz", "json", "data.json", "csv", "tsv", "parquet"]
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, kind):
     source = opened(write_as(kind, tmp_path / f"rows.{kind}", ROWS), tmp_path)
     assert values(source) == ROWS
     assert values(source) == ROWS  # a source can be read again
     assert bad(source) == []
 
 
-def test_a_row_is_placed_by_the_line_it_begins_on(tmp_path: Path) -> None:
+def test_a_row_is_placed_by_the_line_it_begins_on(tmp_path):
     jsonl = tmp_path / "a.jsonl"
     jsonl.write_text('\n{"text": "b"}\n\n{"text": "d"}\n')
     assert [row.line for row in opened(jsonl, tmp_path).rows()] == [2, 4]
@@ -107,7 +60,7 @@ def test_a_row_is_placed_by_the_line_it_begins_on(tmp_path: Path) -> None:
     assert [row.line for row in opened(csv_file, tmp_path).rows()] == [2, 4, 5]
 
 
-def test_a_data_set_folder_is_read_through_datasets(tmp_path: Path) -> None:
+def test_a_data_set_folder_is_read_through_datasets(tmp_path):
     folder = tmp_path / "set"
     write_jsonl(folder / "train.jsonl", ROWS)
     write_jsonl(folder / "validation.jsonl", ROWS[:1])
@@ -115,7 +68,7 @@ def test_a_data_set_folder_is_read_through_datasets(tmp_path: Path) -> None:
     assert values(opened(folder, tmp_path / "cache", "validation")) == ROWS[:1]
 
 
-def test_a_changed_data_set_folder_is_never_stale_even_with_its_old_times(tmp_path: Path) -> None:
+def test_a_changed_data_set_folder_is_never_stale_even_with_its_old_times(tmp_path):
     folder = tmp_path / "set"
     file = write_jsonl(folder / "train.jsonl", [{"text": "before"}])
     times = file.stat()
@@ -128,16 +81,14 @@ def test_a_changed_data_set_folder_is_never_stale_even_with_its_old_times(tmp_pa
     assert first.sha256 != second.sha256
 
 
-def test_a_data_set_without_its_package_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_without_its_package_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "set").mkdir()
     with pytest.raises(DataError, match=r"pip install 'farthing\[datasets\]'"):
         open_sources((str(tmp_path / "set"),), cache_dir=tmp_path, split="train")
 
 
-def test_a_data_set_folder_that_cannot_be_read_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_data_set_folder_that_cannot_be_read_is_refused_in_words(tmp_path):
     folder = tmp_path / "set"
     folder.mkdir()
     (folder / "train.jsonl").write_text('{"text": \n')
@@ -151,68 +102,27 @@ def test_a_data_set_folder_that_cannot_be_read_is_refused_in_words(tmp_path: Pat
         )
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """A web server of one file."""
-
-    body = b""
-    with_etag = True
-
-
-class Answer(http.server.BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        self.wfile.write(self.answer())
-
-    def answer(self) -> bytes:
-        body = self.server.body if "other" not in self.path else b'{"text": "other"}\n'
-        self.send_response(404 if "missing" in self.path else 200)
-        if self.server.with_etag:
-            self.send_header("ETag", f'"{hash(self.server.body)}"')
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        return body
-
-    def log_message(self, *arguments: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server(("127.0.0.1", 0), Answer) as running:
-        thread = threading.Thread(target=running.serve_forever, daemon=True)
-        thread.start()
-        yield running
-        running.shutdown()
-
-
 @pytest.mark.parametrize("with_etag", [True, False])
-def test_a_file_on_the_web_is_never_stale(server: Server, tmp_path: Path, with_etag: bool) -> None:
-    server.with_etag = with_etag
-    url = f"http://127.0.0.1:{server.server_port}/a.jsonl"
-    server.body = b'{"text": "before"}\n'
-    assert values(opened(url, tmp_path)) == [{"text": "before"}]
-    assert values(opened(url, tmp_path)) == [{"text": "before"}]
-    server.body = b'{"text": "after!"}\n'
-    assert values(opened(url, tmp_path)) == [{"text": "after!"}]
-    assert len(list((tmp_path / "downloads").iterdir())) == 2  # one for each content
+def test_a_file_on_the_web_is_never_stale(tmp_path, with_etag):
+    web = Files(with_etag, **{"a": b'{"text": "before"}\n', "a?part=other": b'{"text": "other"}\n'})
+    with web.served() as address:
+        for _ in range(2):
+            assert values(opened(f"{address}/a.jsonl", tmp_path)) == [{"text": "before"}]
+        web.files["a"] = b'{"text": "after!"}\n'
+        assert values(opened(f"{address}/a.jsonl", tmp_path)) == [{"text": "after!"}]
+        assert len(list((tmp_path / "downloads").iterdir())) == 2  # one for each content
+        assert values(opened(f"{address}/a.jsonl?part=other", tmp_path)) == [{"text": "other"}]
 
 
-def test_the_query_is_part_of_what_is_asked_for(server: Server, tmp_path: Path) -> None:
-    server.body = b'{"text": "plain"}\n'
-    url = f"http://127.0.0.1:{server.server_port}/a.jsonl"
-    assert values(opened(url, tmp_path)) == [{"text": "plain"}]
-    assert values(opened(f"{url}?part=other", tmp_path)) == [{"text": "other"}]
-
-
-def test_a_missing_address_is_named_without_its_secrets(server: Server, tmp_path: Path) -> None:
-    for path in ("missing.jsonl?sig=hunter2", "missing.csv"):
-        url = f"http://user:hunter2@127.0.0.1:{server.server_port}/{path}"
-        with pytest.raises(DataError) as caught:
-            opened(url, tmp_path)
-        assert f"127.0.0.1:{server.server_port}/missing" in str(caught.value)
-        assert "hunter2" not in str(caught.value)
-        assert "to do: check the address" in str(caught.value)
+def test_a_missing_address_is_named_without_its_secrets(tmp_path):
+    with Files().served() as address:
+        host = address.removeprefix("http://")
+        for path in ("missing.jsonl?sig=hunter2", "missing.csv"):
+            with pytest.raises(DataError) as caught:
+                opened(f"http://user:hunter2@{host}/{path}", tmp_path)
+            assert f"{host}/missing" in str(caught.value)
+            assert "hunter2" not in str(caught.value)
+            assert "to do: check the address" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -224,18 +134,18 @@ def test_a_missing_address_is_named_without_its_secrets(server: Server, tmp_path
         ("/home/me/a@b.jsonl", "/home/me/a@b.jsonl"),
     ],
 )
-def test_names_are_shown_without_secrets(name: str, shown: str) -> None:
+def test_names_are_shown_without_secrets(name, shown):
     assert without_secrets(name) == shown
 
 
 @pytest.mark.parametrize("scheme", ["sftp", "memory", "hf", "simplecache::https"])
-def test_other_schemes_are_refused_with_those_that_work(scheme: str, tmp_path: Path) -> None:
+def test_other_schemes_are_refused_with_those_that_work(scheme, tmp_path):
     with pytest.raises(DataError, match=f"no file is read from {scheme}://") as caught:
         opened(f"{scheme}://host/a.jsonl", tmp_path)
     assert "s3://, gs://, az://, https://" in caught.value.to_do
 
 
-def test_bad_rows_are_named_and_the_good_ones_around_them_read(tmp_path: Path) -> None:
+def test_bad_rows_are_named_and_the_good_ones_around_them_read(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(
         b'\xef\xbb\xbf{"text": "first"}\r\n'
@@ -263,7 +173,7 @@ def test_bad_rows_are_named_and_the_good_ones_around_them_read(tmp_path: Path) -
     assert "`text` appears twice" in reasons[6]
 
 
-def test_a_row_over_the_limit_is_passed_over_without_holding_it(tmp_path: Path) -> None:
+def test_a_row_over_the_limit_is_passed_over_without_holding_it(tmp_path):
     path = tmp_path / "a.jsonl"
     with open(path, "wb") as file:
         file.write(b'{"text": "before"}\n{"text": "')
@@ -275,7 +185,7 @@ def test_a_row_over_the_limit_is_passed_over_without_holding_it(tmp_path: Path) 
     assert bad(source) == [(2, "a row of 12.0 MiB; the limit is 9.5 MiB")]
 
 
-def test_csv_rows_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_csv_rows_that_do_not_fit_are_named(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(
         b'text,label\r\n"a\r\nb",x\r\nonly one\r\n\xff,y\r\nc,z\r\n"never closed,z\r\nd,z\r\n'
@@ -307,9 +217,7 @@ def test_csv_rows_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ("a.jsonl", b"", "the file is empty"),
     ],
 )
-def test_a_file_that_is_not_what_its_name_says_is_refused_in_words(
-    tmp_path: Path, name: str, content: bytes, says: str
-) -> None:
+def test_a_file_that_is_not_what_its_name_says_is_refused_in_words(tmp_path, name, content, says):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -317,12 +225,6 @@ def test_a_file_that_is_not_what_its_name_says_is_refused_in_words(
     assert says in str(caught.value)
     assert "to do:" in str(caught.value)
     assert name in caught.value.where
-
-
-def test_a_missing_file_gets_the_nearest_name(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "train.jsonl", ROWS)
-    with pytest.raises(DataError, match=r"did you mean .*train\.jsonl\?"):
-        opened(tmp_path / "trian.jsonl", tmp_path)
 
 
 # ---- formats ----
@@ -334,36 +236,6 @@ CHAT = [
     {"role": "user", "content": "Bye"},
     {"role": "assistant", "content": "See you."},
 ]
-CHATML = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + (m['content'] or '') + '<|end|>' }}{%"
-    " endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-MARKED = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{%- if m['role'] == 'assistant' -%}{%-"
-    " generation -%}{{ m['content'] + '<|end|>' }}{%- endgeneration -%}{%- else -%}{{ m['content']"
-    " + '<|end|>' }}{%- endif -%}{% endfor %}"
-)
-# as reasoning models do: what was thought in earlier turns is cut from later renders
-REWRITING = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}"
-    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
-    "{% else %}{{ m['content'] }}{% endif %}{{ '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-
-
-@pytest.fixture
-def with_template(tokenizers: dict[str, Any]) -> Iterator[Any]:
-    """The tiny Llama tokenizer with another chat template."""
-    tokenizer = tokenizers["llama"]
-    own = tokenizer.chat_template
-
-    def change(template: str) -> Any:
-        tokenizer.chat_template = template
-        return tokenizer
-
-    yield change
-    tokenizer.chat_template = own
 
 
 def segments(
@@ -396,19 +268,11 @@ def segments(
         ),
     ],
 )
-def test_formats_are_found_by_their_columns(row: dict[str, Any], task: str, expected: Any) -> None:
+def test_formats_are_found_by_their_columns(row, task, expected):
     assert segments(row, task) == expected
 
 
-def test_own_column_names_are_mapped() -> None:
-    row = {"question": "q", "answer": "a", "prompt": "not this"}
-    assert segments(row, "causal-lm", prompt="question", completion="answer") == [
-        ("q", False),
-        ("a", True),
-    ]
-
-
-def test_labels_are_mapped_and_may_be_numbers() -> None:
+def test_labels_are_mapped_and_may_be_numbers():
     convert = converter(
         "text/label", {"label": "product"}, {"Credit card": "card"}, None, "classification"
     )
@@ -419,64 +283,7 @@ def test_labels_are_mapped_and_may_be_numbers() -> None:
             convert({"text": "t", "product": label})
 
 
-def test_columns_of_no_format_say_what_would_do() -> None:
-    with pytest.raises(DataError) as caught:
-        recognise({"left", "right"}, "causal-lm", {}, "a.jsonl")
-    assert "left, right" in str(caught.value)
-    assert "say which of yours are meant" in str(caught.value)
-    assert "data.columns: {" in str(caught.value)
-    with pytest.raises(DataError, match="did you mean `narrative`"):
-        recognise(
-            {"narrative", "product"},
-            "classification",
-            {"text": "naratve", "label": "product"},
-            "a.jsonl",
-        )
-
-
-@pytest.mark.parametrize("template", [MARKED, CHATML])
-def test_what_the_assistant_says_is_learned_and_nothing_else(
-    with_template: Any, template: str
-) -> None:
-    parts = segments({"messages": CHAT}, "causal-lm", with_template(template))
-    assert (
-        "".join(part for part, _ in parts) == "<|system|>Be"
-        " brief.<|end|><|user|>Hi<|end|><|assistant|>Hello.<|end|><|user|>Bye<|end|><|assistant|>See"  # noqa: E501
-        " you.<|end|>"
-    )
-    assert [part for part, is_target in parts if is_target] == ["Hello.<|end|>", "See you.<|end|>"]
-
-
-def test_a_turn_that_the_template_rewrites_later_is_context_and_learned_by_itself(
-    with_template: Any,
-) -> None:
-    tokenizer = with_template(REWRITING)
-    thinking = [dict(turn) for turn in CHAT]
-    thinking[2]["content"] = "<think>hm</think>Hello."
-    row = {"messages": thinking}
-    text = converter("messages", {}, {}, tokenizer, "causal-lm")(row)
-    assert [part for part, is_target in text.segments if is_target] == ["See you.<|end|>"]
-    assert "<|assistant|>Hello.<|end|>" in text.segments[0][0]
-    assert text.n_unlearned == 0
-    assert [part for part, is_target in text.earlier[0].segments if is_target] == [
-        "<think>hm</think>Hello.<|end|>"
-    ]
-    assert [
-        part
-        for part, is_target in segments({"messages": thinking[:3]}, "causal-lm", tokenizer)
-        if is_target
-    ] == ["<think>hm</think>Hello.<|end|>"]
-
-
-def test_a_template_that_refuses_a_chat_gives_its_reason(with_template: Any) -> None:
-    tokenizer = with_template("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(
-        UnusableRowError, match="the chat template refuses it: roles must alternate"
-    ):
-        segments({"messages": CHAT}, "causal-lm", tokenizer)
-
-
-def test_a_tokenizer_without_template_gets_a_readable_one(tokenizers: dict[str, Any]) -> None:
+def test_a_tokenizer_without_template_gets_a_readable_one(tokenizers):
     tokenizer = tokenizers["llama"]
     assert tokenizer.chat_template == DEFAULT_CHAT_TEMPLATE
     parts = segments({"messages": CHAT[1:3]}, "causal-lm", tokenizer)
@@ -487,33 +294,13 @@ def test_a_tokenizer_without_template_gets_a_readable_one(tokenizers: dict[str, 
     ]
 
 
-def test_conversations_and_instructions_are_chats(tokenizers: dict[str, Any]) -> None:
+def test_conversations_and_instructions_are_chats(tokenizers):
     chat = segments({"messages": CHAT[:3]}, "causal-lm", tokenizers["llama"])
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
     shared = {"conversations": turns, "system": "Be brief."}
     assert segments(shared, "causal-lm", tokenizers["llama"]) == chat
     alpaca = {"instruction": "Hi", "input": "", "output": "Hello.", "system": "Be brief."}
     assert segments(alpaca, "causal-lm", tokenizers["llama"]) == chat
-
-
-def test_tool_calls_without_content_are_learned(tokenizers: dict[str, Any]) -> None:
-    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    row = {
-        "messages": [
-            {"role": "user", "content": "1 + 1?"},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "content": "2"},
-            {"role": "assistant", "content": "Two."},
-        ],
-        "tools": [{"type": "function", "function": {"name": "add"}}],
-    }
-    parts = segments(row, "causal-lm", tokenizers["llama"])
-    assert parts[0][0].startswith("### Tools\n[")
-    learned = [part for part, is_target in parts if is_target]
-    assert '"arguments": {"a": 1}' in learned[0]  # an object, as templates expect, not text in text
-    assert learned[1] == "Two.</s>"
-    as_text = {"messages": json.dumps(row["messages"]), "tools": json.dumps(row["tools"])}
-    assert segments(as_text, "causal-lm", tokenizers["llama"]) == parts
 
 
 @pytest.mark.parametrize(
@@ -532,9 +319,7 @@ def test_tool_calls_without_content_are_learned(tokenizers: dict[str, Any]) -> N
         ({"prompt": "p", "completion": "\ud83d"}, "half a surrogate pair"),
     ],
 )
-def test_a_row_that_cannot_be_used_says_why(
-    tokenizers: dict[str, Any], row: dict[str, Any], reason: str
-) -> None:
+def test_a_row_that_cannot_be_used_says_why(tokenizers, row, reason):
     with pytest.raises(UnusableRowError, match=reason):
         segments(row, "causal-lm", tokenizers["llama"])
 
@@ -543,7 +328,7 @@ def test_a_row_that_cannot_be_used_says_why(
 
 
 @pytest.fixture
-def tokens_of(tmp_path: Path, tokenizers: dict[str, Any]) -> Any:
+def tokens_of(tmp_path, tokenizers):
     """Tokenize rows with a tiny tokenizer."""
     n_made = iter(range(1000))
 
@@ -575,75 +360,28 @@ def given(tokens: TokenSet, tokenizer: Any, index: int = 0) -> str:
     return str(tokenizer.decode(ids[~is_target.astype(bool)], skip_special_tokens=False))
 
 
-def test_the_completion_and_its_end_are_learned(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
-    row = {
-        "prompt": "name: Zizzi; food: French =>",
-        "completion": " Zizzi serves French food. Übergrößen 🙂",
-    }
-    tokens = tokens_of([row])
-    assert learned(tokens, tokenizers["llama"]) == " Zizzi serves French food. Übergrößen 🙂</s>"
-    assert given(tokens, tokenizers["llama"]) == "name: Zizzi; food: French =>"
+@pytest.mark.parametrize(
+    ("prompt", "completion", "shown", "said"),
+    [
+        (
+            "food: French =>",
+            " Zizzi. Übergrößen 🙂",
+            "food: French =>",
+            " Zizzi. Übergrößen 🙂</s>",
+        ),
+        ("French fo", "od is good", "French", " food is good</s>"),  # a token across both
+        ("a", " b</s>", "a", " b</s>"),
+    ],
+)
+def test_the_completion_and_its_end_are_learned(
+    tokens_of, tokenizers, prompt, completion, shown, said
+):
+    tokens = tokens_of([{"prompt": prompt, "completion": completion}])
+    assert given(tokens, tokenizers["llama"]) == shown
+    assert learned(tokens, tokenizers["llama"]) == said
 
 
-def test_a_token_across_prompt_and_completion_is_learned(
-    tokens_of: Any, tokenizers: dict[str, Any]
-) -> None:
-    tokenizer = tokenizers["llama"]
-    (word,) = [ids for ids in [tokenizer(" food").input_ids] if len(ids) == 1]
-    tokens = tokens_of([{"prompt": "French fo", "completion": "od is good"}])
-    assert tokens.example(0)[0].tolist() == [
-        *tokenizer("French food is good").input_ids,
-        tokenizer.eos_token_id,
-    ]
-    assert word[0] in tokens.example(0)[0]
-    assert learned(tokens, tokenizer) == " food is good</s>"
-    assert given(tokens, tokenizer) == "French"
-
-
-def test_plain_text_is_learned_but_for_its_first_token(
-    tokens_of: Any, tokenizers: dict[str, Any]
-) -> None:
-    tokens = tokens_of([{"text": "The Mill serves food."}])
-    ids, is_target = tokens.example(0)
-    assert is_target.tolist() == [0] + [1] * (len(ids) - 1)
-    assert tokenizers["llama"].decode(ids) == "The Mill serves food.</s>"
-
-
-def test_an_end_that_is_written_already_is_not_doubled(
-    tokens_of: Any, tokenizers: dict[str, Any]
-) -> None:
-    tokens = tokens_of([{"prompt": "a", "completion": " b</s>"}])
-    assert learned(tokens, tokenizers["llama"]) == " b</s>"
-
-
-def test_chat_turns_are_learned_with_their_ends(
-    tokens_of: Any, tokenizers: dict[str, Any], with_template: Any
-) -> None:
-    assert learned(tokens_of([{"messages": CHAT}]), tokenizers["llama"]) == "Hello.</s>See you.</s>"
-    tokens = tokens_of([{"messages": CHAT}], tokenizer=with_template(CHATML))
-    assert learned(tokens, tokenizers["llama"]) == "Hello.<|end|>See you.<|end|>"
-
-
-def test_a_tokenizer_with_a_beginning_puts_it_once(
-    tokens_of: Any, tiny_folders: dict[str, Path]
-) -> None:
-    from tokenizers import processors
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny_folders["llama"])
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
-    tokenizer.chat_template = "{{ bos_token }}" + MARKED
-    tokens = tokens_of([{"prompt": "a b", "completion": " c d"}], tokenizer=tokenizer)
-    assert (given(tokens, tokenizer), learned(tokens, tokenizer)) == ("<s>a b", " c d</s>")
-    chat = tokens_of([{"messages": CHAT[1:3]}], tokenizer=tokenizer)
-    assert given(chat, tokenizer) == "<s><|user|>Hi<|end|><|assistant|>"
-
-
-def test_the_prompt_is_learned_only_when_asked_for(
-    tokens_of: Any, tokenizers: dict[str, Any]
-) -> None:
+def test_the_prompt_is_learned_only_when_asked_for(tokens_of, tokenizers):
     rows = [
         {"prompt": "one two", "completion": " three"},
         {"prompt": "one two", "completion": " four"},
@@ -655,28 +393,18 @@ def test_the_prompt_is_learned_only_when_asked_for(
     assert len(set(whole.groups.tolist())) == 1
 
 
-def test_a_seq2seq_example_is_its_input_and_its_target(
-    tokens_of: Any, tokenizers: dict[str, Any]
-) -> None:
-    for row in (
-        {"input": "one two", "target": "three"},
-        {"instruction": "one two", "output": "three"},
-    ):
-        tokens = tokens_of([row], "seq2seq")
-        assert given(tokens, tokenizers["t5"]) == "one two</s>"
-        assert learned(tokens, tokenizers["t5"]) == "three</s>"
-
-
-def test_labels_are_numbered_in_order_of_their_names(tokens_of: Any) -> None:
+def test_labels_are_numbered_in_order_of_their_names(tokens_of):
     rows = [{"text": name, "label": name} for name in ("pear", "apple", "fig", "apple")]
     tokens = tokens_of(rows, "classification")
     assert tokens.label_names == ("apple", "fig", "pear")
-    assert tokens.labels is not None
     assert tokens.labels.tolist() == [2, 0, 1, 0]
     assert tokens.n_targets([0, 1, 2]) == 3
+    batch = collate(tokens, [2, 0], "classification", pad_id=0)
+    assert batch["labels"].tolist() == [1, 2]
+    assert batch["input_ids"].shape[0] == 2
 
 
-def test_a_label_never_seen_in_training_is_a_bad_row(tokens_of: Any) -> None:
+def test_a_label_never_seen_in_training_is_a_bad_row(tokens_of):
     rows = [{"text": "a", "label": "x"}] * 3 + [{"text": "b", "label": "new"}]
     tokens = tokens_of(rows, "classification", label_names=("x", "y"))
     assert tokens.facts["bad_rows"][0][1] == "label 'new' is never seen in training"
@@ -686,7 +414,7 @@ def test_a_label_never_seen_in_training_is_a_bad_row(tokens_of: Any) -> None:
 
 
 @pytest.mark.parametrize("task", ["causal-lm", "seq2seq", "classification"])
-def test_long_examples_are_cut_or_left_out_by_choice_and_counted(tokens_of: Any, task: str) -> None:
+def test_long_examples_are_cut_or_left_out_by_choice_and_counted(tokens_of, task):
     long = "one two three four five six " * 20
     form = {
         "causal-lm": lambda text: {"prompt": "a", "completion": text},
@@ -705,7 +433,7 @@ def test_long_examples_are_cut_or_left_out_by_choice_and_counted(tokens_of: Any,
         tokens_of(rows, task, max_length=16, too_long="error")
 
 
-def test_a_long_target_is_cut_with_its_end_kept(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
+def test_a_long_target_is_cut_with_its_end_kept(tokens_of, tokenizers):
     tokens = tokens_of(
         [{"input": "a", "target": "one two three four five six"}], "seq2seq", max_target_length=4
     )
@@ -714,7 +442,7 @@ def test_a_long_target_is_cut_with_its_end_kept(tokens_of: Any, tokenizers: dict
     assert tokens.facts["n_too_long"] == 1
 
 
-def test_a_prompt_that_fills_the_length_leaves_nothing_to_learn(tokens_of: Any) -> None:
+def test_a_prompt_that_fills_the_length_leaves_nothing_to_learn(tokens_of):
     rows = [
         {"prompt": "one two three " * 20, "completion": " x"},
         {"prompt": "a", "completion": " b"},
@@ -726,22 +454,7 @@ def test_a_prompt_that_fills_the_length_leaves_nothing_to_learn(tokens_of: Any) 
     assert "data.max_length" in caught.value.to_do
 
 
-def test_too_many_bad_rows_are_refused_with_their_places(tokens_of: Any) -> None:
-    rows: list[Any] = [{"text": "fine"}] * 8 + [{"text": ""}, {"text": 3}]
-    with pytest.raises(DataError) as caught:
-        tokens_of(rows, max_bad_rows=0.1)
-    message = str(caught.value)
-    assert "2 of 10 rows can't be used, at most 10% are allowed" in message
-    assert ".jsonl:9: `text` is empty" in message
-    assert ".jsonl:10: `text` is a number, not text" in message
-    assert "data.max_bad_rows: 0.2" in message
-    tokens = tokens_of(rows, max_bad_rows=0.2)
-    assert (len(tokens), tokens.facts["n_bad"]) == (8, 2)
-
-
-def test_several_sources_are_one_set_and_every_example_knows_its_place(
-    tmp_path: Path, tokenizers: dict[str, Any]
-) -> None:
+def test_several_sources_are_one_set_and_every_example_knows_its_place(tmp_path, tokenizers):
     paths = [
         write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(2)])
         for name in "ab"
@@ -772,13 +485,13 @@ class Counting:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Source:
+def source(tmp_path):
     return opened(
         write_jsonl(tmp_path / "a.jsonl", [{"text": f"number {i}"} for i in range(30)]), tmp_path
     )
 
 
-def test_a_set_is_made_once(source: Source, tmp_path: Path, tokenizers: dict[str, Any]) -> None:
+def test_a_set_is_made_once(source, tmp_path, tokenizers):
     recipe, counts = Recipe("causal-lm", 64), [Counting(), Counting()]
     made, found = (
         tokenize([source], tokenizers["llama"], recipe, tmp_path, progress=count)
@@ -793,16 +506,14 @@ def test_a_set_is_made_once(source: Source, tmp_path: Path, tokenizers: dict[str
     )
 
 
-def test_the_use_of_a_tokenizer_does_not_change_its_identity(tokenizers: dict[str, Any]) -> None:
+def test_the_use_of_a_tokenizer_does_not_change_its_identity(tokenizers):
     tokenizer = tokenizers["llama"]
     before = tokenizer_sha256(tokenizer)
     tokenizer(["one two three", "four"], truncation=True, max_length=2, padding=True)
     assert tokenizer_sha256(tokenizer) == before
 
 
-def test_whatever_a_set_follows_from_changes_its_name(
-    source: Source, tmp_path: Path, tiny_folders: dict[str, Path]
-) -> None:
+def test_whatever_a_set_follows_from_changes_its_name(source, tmp_path, tiny_folders):
     from transformers import AutoTokenizer
 
     recipe = Recipe("causal-lm", 64)
@@ -847,9 +558,7 @@ def test_whatever_a_set_follows_from_changes_its_name(
 @pytest.mark.parametrize(
     "name", ["ids.bin", "targets.bin", "offsets.bin", "groups.bin", "lines.bin", "manifest.json"]
 )
-def test_a_flipped_byte_is_detected_and_the_set_made_anew(
-    source: Source, tmp_path: Path, tokenizers: dict[str, Any], name: str
-) -> None:
+def test_a_flipped_byte_is_detected_and_the_set_made_anew(source, tmp_path, tokenizers, name):
     recipe = Recipe("causal-lm", 64)
     made = tokenize([source], tokenizers["llama"], recipe, tmp_path)
     expected = made.ids.copy()
@@ -871,7 +580,7 @@ def test_a_flipped_byte_is_detected_and_the_set_made_anew(
     assert name in said[0]
 
 
-def test_a_flipped_bit_of_a_part_is_never_silent(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_part_is_never_silent(tmp_path):
     """The directory of an archive has bits that drop a column without an error."""
     columns = {"ids": np.arange(40, dtype=np.int32), "lengths": np.array([40])}
     path = tmp_path / "part"
@@ -889,11 +598,12 @@ TOKENIZE = """
 import os, signal, sys
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast
-from farthing.data import tokens
+from farthing.data import blocks, parts, tokens
 from farthing.data.read import open_sources
 from farthing.data.token_set import Recipe
 
 n_killed, tokens.WORKER_BYTES = int(sys.argv[2]), int(sys.argv[3])
+blocks.BLOCK_ROWS, parts.PART_BLOCKS = 64, 4
 
 def told(n_rows, n_tokens, share):
     if n_rows >= n_killed:
@@ -905,26 +615,26 @@ tokens.tokenize(sources, tokenizer, Recipe("classification", 64), Path("cache"),
 """
 
 
-@pytest.mark.parametrize(
-    "worker_bytes", thinned([1 << 40, 1 << 18], 2), ids=["one process", "workers"]
-)
+@pytest.mark.parametrize("worker_bytes", [1 << 40, 1 << 14], ids=["one process", "workers"])
 def test_a_tokenization_that_is_killed_resumes_and_gives_the_same_bytes(
-    tmp_path: Path, tiny_folders: dict[str, Path], worker_bytes: int
-) -> None:
-    rows = [{"text": f"number {i} " * 4, "label": f"c{i % 7}"} for i in range(30_000)]
-    rows[20_000] = {"text": "odd", "more": 1, "label": "late"}
+    tmp_path, tiny_folders, worker_bytes, monkeypatch
+):
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 64)
+    monkeypatch.setattr(parts, "PART_BLOCKS", 4)
+    rows = [{"text": f"number {i} " * 4, "label": f"c{i % 7}"} for i in range(3_000)]
+    rows[2_000] = {"text": "odd", "more": 1, "label": "late"}
     write_jsonl(tmp_path / "a.jsonl", rows)
     folder = str(tiny_folders["llama"])
     killed = subprocess.run(
-        [sys.executable, "-c", TOKENIZE, folder, "16384", str(worker_bytes)],
+        [sys.executable, "-c", TOKENIZE, folder, "1024", str(worker_bytes)],
         cwd=tmp_path,
         capture_output=True,
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     drafts = list((tmp_path / "cache" / "tokens").glob("*.draft-tokens"))
     assert len(drafts) == 1
-    parts = sorted(drafts[0].glob("part-*"))
-    parts[-1].write_bytes(parts[-1].read_bytes()[:-1000])  # lost with the power
+    of_draft = sorted(drafts[0].glob("part-*"))
+    of_draft[-1].write_bytes(of_draft[-1].read_bytes()[:-1000])  # lost with the power
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -937,9 +647,9 @@ def test_a_tokenization_that_is_killed_resumes_and_gives_the_same_bytes(
             made[-1].folder.name
         ]
         if cache == "cache":
-            assert min(count.all_rows) >= 16_384, "but for the damaged part all is kept"
+            assert min(count.all_rows) >= 768, "but for the damaged part all is kept"
     assert made[0].facts == made[1].facts  # with the sha256 of every column
-    assert (len(made[0]), made[0].label_names[-1]) == (30_000, "late")
+    assert (len(made[0]), made[0].label_names[-1]) == (3_000, "late")
 
 
 PEAK = """
@@ -963,9 +673,7 @@ print(json.dumps({"peak_kb": int(peak.split()[1]), "n_tokens": len(tokens.ids)})
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_tokens(
-    tmp_path: Path, tiny_folders: dict[str, Path]
-) -> None:
+def test_memory_does_not_grow_with_the_tokens(tmp_path, tiny_folders):
     found = []
     for n_rows in (5_000, 150_000):
         path = tmp_path / f"{n_rows}.jsonl"
@@ -985,19 +693,10 @@ def test_memory_does_not_grow_with_the_tokens(
     assert more_bytes < min(80 << 20, 8 * n_more), "columns of examples, not of tokens"
 
 
-def test_a_cache_that_cannot_be_written_says_so(
-    source: Source, tmp_path: Path, tokenizers: dict[str, Any]
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match="token cache can't be written") as caught:
-        tokenize([source], tokenizers["llama"], Recipe("causal-lm", 64), tmp_path / "file")
-    assert "cache_dir" in caught.value.to_do
-
-
 # ---- splits, batches, padding ----
 
 
-def test_equal_inputs_stay_on_one_side_and_the_split_is_a_function() -> None:
+def test_equal_inputs_stay_on_one_side_and_the_split_is_a_function():
     groups = np.repeat(np.arange(200, dtype=np.uint64) * np.uint64(7919), 3)
     train, held_out = split_by_input(groups, 0.1, seed=1)
     assert sorted([*train, *held_out]) == list(range(600))
@@ -1009,37 +708,27 @@ def test_equal_inputs_stay_on_one_side_and_the_split_is_a_function() -> None:
     assert set(split_by_input(groups, 0.1, seed=2)[1]) != set(held_out)
 
 
-def test_the_split_of_an_input_hardly_depends_on_the_others() -> None:
-    groups = np.arange(1000, dtype=np.uint64)
-    before = set(split_by_input(groups, 0.2, seed=3)[1].tolist())
-    after = set(split_by_input(groups[:-10], 0.2, seed=3)[1].tolist())
-    assert len(before ^ after) <= 10
+def test_the_split_is_the_one_it_always_was():
+    groups = np.arange(12, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    found = [split_by_input(groups, 0.3, seed)[1].tolist() for seed in (1, 2)]
+    assert found == [[0, 3, 6, 7], [0, 4, 5, 7]]
+    for n, fraction, n_eval in ((5, 0.01, 1), (5, 0.99, 4), (1, 0.5, 0), (0, 0.5, 0)):
+        train, held_out = split_by_input(np.arange(n, dtype=np.uint64), fraction, seed=0)
+        assert (len(train), len(held_out)) == (n - n_eval, n_eval), "one input can't be split"
 
 
-def test_the_split_is_the_one_it_always_was() -> None:
-    groups = np.arange(12, dtype=np.uint64) * np.uint64(7919)
-    assert [split_by_input(groups, 0.3, seed)[1].tolist() for seed in (1, 2)] == [
-        [0, 1, 2, 8],
-        [2, 5, 8, 11],
-    ]
-
-
-def test_one_input_cannot_be_split() -> None:
-    train, held_out = split_by_input(np.zeros(5, np.uint64), 0.5, seed=0)
-    assert (len(train), len(held_out)) == (5, 0)
-
-
-def test_the_shuffle_is_the_one_it_always_was() -> None:
+def test_the_shuffle_is_the_one_it_always_was():
     assert permutation(10, 42, 0).tolist() == [8, 5, 0, 6, 9, 3, 1, 2, 4, 7]
     assert permutation(10, 42, 1).tolist() == [7, 5, 1, 2, 0, 3, 8, 4, 6, 9]
     assert permutation(10, 7, 0).tolist() == [0, 5, 7, 4, 9, 6, 2, 3, 1, 8]
     assert permutation(1_000_000, 42, 0)[[0, 1, 999_999]].tolist() == [639464, 296556, 495075]
+    weighted = Batches(np.arange(8), 5, seed=3, weights=np.array([2.5] * 4 + [0.5] * 4))
+    steps = [weighted.examples_of(step).tolist() for step in (0, 2, 3)]
+    assert steps == [[3, 7, 1, 2, 0], [1, 2], [1, 7, 3, 3, 3]]
 
 
 @pytest.mark.parametrize(("n", "batch"), [(10, 4), (12, 4), (3, 16), (1, 1)])
-def test_every_epoch_is_a_permutation_whose_last_batch_takes_what_is_left(
-    n: int, batch: int
-) -> None:
+def test_every_epoch_is_a_permutation_whose_last_batch_takes_what_is_left(n, batch):
     examples = np.arange(100, 100 + n)
     batches = Batches(examples, batch, seed=5)
     assert batches.steps_per_epoch == -(-n // batch)
@@ -1056,42 +745,7 @@ def test_every_epoch_is_a_permutation_whose_last_batch_takes_what_is_left(
         assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_any_step_can_be_asked_for_in_any_order() -> None:
-    examples = np.arange(50)
-    sequential = [Batches(examples, 7, seed=1).examples_of(step).tolist() for step in range(40)]
-    one = Batches(examples, 7, seed=1)
-    in_order = [one.examples_of(step).tolist() for step in range(40)]
-    backwards = [one.examples_of(step).tolist() for step in reversed(range(40))][::-1]
-    assert sequential == in_order == backwards
-
-
-def test_a_step_is_cut_into_pieces_of_like_lengths() -> None:
-    lengths = np.array([5, 1, 9, 3, 7, 2])
-    pieces = cut(np.array([0, 1, 2, 3, 4]), lengths, most=2)
-    assert [piece.tolist() for piece in pieces] == [[2, 4], [0, 3], [1]]
-
-
-def test_causal_batches_are_padded_on_the_right_and_masked(tokens_of: Any) -> None:
-    tokens = tokens_of(
-        [{"prompt": "one", "completion": " two three"}, {"prompt": "a", "completion": " b"}]
-    )
-    batch = collate(tokens, [0, 1], "causal-lm", pad_id=0)
-    longest, n = int(tokens.lengths.max()), int(tokens.lengths[1])
-    assert {name: array.shape for name, array in batch.items()} == dict.fromkeys(
-        batch, (2, longest)
-    )
-    assert all(array.dtype == np.int64 for array in batch.values())
-    assert batch["attention_mask"][1].tolist() == [1] * n + [0] * (longest - n)
-    assert batch["input_ids"][1, n:].tolist() == [0] * (longest - n)
-    assert batch["labels"][1, n:].tolist() == [-100] * (longest - n)
-    counted = batch["labels"] != -100
-    assert int(counted.sum()) == tokens.n_targets([0, 1])
-    assert (batch["labels"][counted] == batch["input_ids"][counted]).all()
-
-
-def test_seq2seq_batches_have_source_and_target_apart(
-    tokens_of: Any, tokenizers: dict[str, Any]
-) -> None:
+def test_seq2seq_batches_have_source_and_target_apart(tokens_of, tokenizers):
     tokens = tokens_of(
         [{"input": "one two three", "target": "x"}, {"input": "a", "target": "y z w"}], "seq2seq"
     )
@@ -1101,84 +755,3 @@ def test_seq2seq_batches_have_source_and_target_apart(
     assert [decode(row[row != -100]) for row in batch["labels"]] == ["x</s>", "y z w</s>"]
     assert batch["input_ids"].shape == batch["attention_mask"].shape
     assert (batch["attention_mask"] == (batch["input_ids"] != 0)).all()
-
-
-def test_classification_batches_have_one_label_each(tokens_of: Any) -> None:
-    tokens = tokens_of(
-        [{"text": t, "label": t} for t in ("one", "two three", "four")], "classification"
-    )
-    batch = collate(tokens, [2, 0], "classification", pad_id=0)
-    assert batch["labels"].tolist() == [0, 1]
-    assert batch["input_ids"].shape[0] == 2
-
-
-# ---- real tokenizers and data ----
-
-REAL = pytest.mark.skipif(
-    not os.environ.get("FARTHING_DATA"),
-    reason="FARTHING_DATA is not set: no real tokenizers and data here",
-)
-
-
-def real_tokenizer(data_dir: Path, name: str) -> Any:
-    from farthing.model.load import ModelChoice, load_tokenizer, quiet_libraries
-
-    quiet_libraries()
-    return load_tokenizer(ModelChoice(str(data_dir / "tokenizers" / name)), None)
-
-
-def head_of(data_dir: Path, name: str, n: int, folder: Path) -> tuple[Source, list[dict[str, Any]]]:
-    with open(data_dir / f"{name}.jsonl", encoding="utf-8") as file:
-        lines = [line for line, _ in zip(file, range(n), strict=False)]
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join(lines), encoding="utf-8")
-    return opened(path, folder), [json.loads(line) for line in lines]
-
-
-def same_text(one: str, other: str) -> bool:
-    """Equal but for white space and case, which some tokenizers do not keep."""
-    return "".join(one.lower().split()) == "".join(other.lower().split())
-
-
-@REAL
-@pytest.mark.parametrize("name", thinned(["gpt2", "gpt-neox-mpt", "mistral-7b-v0.1"], 3))
-def test_real_completions_are_learned_exactly(data_dir: Path, tmp_path: Path, name: str) -> None:
-    tokenizer = real_tokenizer(data_dir, name)
-    source, rows = head_of(data_dir, "p3_open_license_sample", 200, tmp_path)
-    tokens = tokenize([source], tokenizer, Recipe("causal-lm", 100_000), tmp_path)
-    n_exact = 0
-    for index in range(len(tokens)):
-        row = rows[int(tokens.lines[index]) - 1]
-        ids, is_target = tokens.example(index)
-        expected = list(tokenizer(row["prompt"] + row["completion"])["input_ids"])
-        assert ids.tolist() == [*expected, tokenizer.eos_token_id]
-        assert is_target[0] == 0
-        first = int(np.argmax(is_target))
-        assert is_target[first:].all()
-        said = tokenizer.decode(ids[first:], skip_special_tokens=True)
-        assert said.strip().endswith(row["completion"].strip())
-        n_exact += said.strip() == row["completion"].strip()
-    assert len(tokens) == len(rows) - tokens.facts["n_bad"]
-    assert n_exact > 0.9 * len(tokens)  # the rest have a token that spans prompt and completion
-
-
-@pytest.mark.slow
-@REAL
-@pytest.mark.parametrize("name", ["gpt2", "mistral-7b-v0.1"])
-def test_real_chats_learn_what_the_assistant_says(
-    data_dir: Path, tmp_path: Path, name: str
-) -> None:
-    tokenizer = real_tokenizer(data_dir, name)
-    source, rows = head_of(data_dir, "chat_messages", 300, tmp_path)
-    tokens = tokenize([source], tokenizer, Recipe("causal-lm", 100_000), tmp_path)
-    assert tokens.facts["formats"] == ["messages"]
-    assert len(tokens) > 250
-    for index in range(len(tokens)):
-        row = rows[int(tokens.lines[index]) - 1]
-        said = "".join(
-            (turn["content"] or "") + (tokenizer.eos_token if not turn.get("tool_calls") else "\0")
-            for turn in row["messages"]
-            if turn["role"] == "assistant"
-        )
-        if "\0" not in said:
-            assert same_text(learned(tokens, tokenizer, index), said)

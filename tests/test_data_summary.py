@@ -32,7 +32,7 @@ def chat(*roles: str, **marks: Any) -> dict[str, Any]:
     }
 
 
-def test_chats_with_their_turns_repeats_and_oddities(tmp_path: Path, capsys: Any) -> None:
+def test_chats_with_their_turns_repeats_and_oddities(tmp_path, capsys):
     rows = [
         chat("user", "assistant"),
         chat("user", "assistant"),
@@ -73,7 +73,7 @@ def test_chats_with_their_turns_repeats_and_oddities(tmp_path: Path, capsys: Any
         assert words in said
 
 
-def test_preferences_are_named_and_the_file_fails(tmp_path: Path, capsys: Any) -> None:
+def test_preferences_are_named_and_the_file_fails(tmp_path, capsys):
     rows = [
         {
             "input": {"messages": []},
@@ -87,7 +87,7 @@ def test_preferences_are_named_and_the_file_fails(tmp_path: Path, capsys: Any) -
     assert "preference data" in said
 
 
-def test_labels_are_counted_and_the_task_is_seen(tmp_path: Path, capsys: Any) -> None:
+def test_labels_are_counted_and_the_task_is_seen(tmp_path, capsys):
     rows = [{"review": f"text {i}", "sentiment": i % 3 == 0} for i in range(9)]
     code, found, said = look(tmp_path, rows, capsys)
     assert (code, found["task"], found["labels"]) == (0, "classification", {"False": 6, "True": 3})
@@ -95,9 +95,7 @@ def test_labels_are_counted_and_the_task_is_seen(tmp_path: Path, capsys: Any) ->
     assert "67%" in said
 
 
-def test_a_job_gives_its_tokenizer_its_columns_and_its_limit(
-    tmp_path: Path, capsys: Any, tiny_folders: dict[str, Path]
-) -> None:
+def test_a_job_gives_its_tokenizer_its_columns_and_its_limit(tmp_path, capsys, tiny_folders):
     job = tmp_path / "job.yaml"
     job.write_text(
         f"task: causal-lm\nmodel: {{model_name_or_path: {tiny_folders['llama']}, init:"
@@ -112,17 +110,15 @@ def test_a_job_gives_its_tokenizer_its_columns_and_its_limit(
     assert "over 4 tokens" in said
 
 
-def test_control_characters_of_a_file_do_not_steer_the_terminal(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_control_characters_of_a_file_do_not_steer_the_terminal(tmp_path, capsys):
     said = look(tmp_path, [{"text": "red \u001b[31m [bold]not[/]"}], capsys)[2]
     assert "\u001b[31m" not in said
     assert "[bold]not[/]" in said
 
 
 def test_the_template_of_a_model_says_what_it_leaves_out_and_without_one_that_is_not_known(
-    tmp_path: Path, capsys: Any
-) -> None:
+    tmp_path, capsys
+):
     make_tokenizer(tmp_path / "model", ["user assistant"])
     (tmp_path / "model" / "chat_template.jinja").write_text(
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"

@@ -21,7 +21,7 @@ VERTEX = "vertex:my-project/us-central1/my-bucket"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(tmp_path_factory):
     """A finished run of each task."""
     found = {}
     for family in ("llama", "t5", "bert"):

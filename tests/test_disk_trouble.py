@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,21 +19,19 @@ import workshop
 from checkpoints import checkpoints as checkpoints
 from checkpoints import newest, restored, save
 from checkpoints import said as said
-from command import Cli
 from farthing.cli import main
 from farthing.errors import InputError, RunBusyError
 from farthing.events import Note, Restored
 from farthing.run import checkpoint as checkpoint_module
 from farthing.run import mirror as replica
-from farthing.run.checkpoint import Checkpoints
 from farthing.storage import files, mounts
 from farthing.storage.files import install_folder, only_writer
 from farthing.storage.objects import open_store
 from farthing.train.run import train
-from interrupted import job_in, quiet
+from interrupted import LeavesAt, job_in, quiet
+from machines import machine, same_result
+from machines import quick as quick
 from mirrored import folder_of_run, mirror_of, step_done
-from test_store import machine, same_result, stop_after
-from test_store import quick as quick
 
 
 def failing(number: int) -> Any:
@@ -58,15 +55,15 @@ class Mount(NamedTuple):
 
 
 @pytest.fixture
-def read_only(tmp_path: Path) -> Iterator[Path]:
+def read_only(tmp_path):
     """A folder on a file system that takes no writes."""
     with workshop.file_system(tmp_path / "read only", "ro,size=1m") as folder:
         yield folder
 
 
 def test_a_run_folder_that_is_there_and_takes_no_writes_is_refused_in_words(
-    read_only: Path, tmp_path: Path, cli: Cli
-) -> None:
+    read_only, tmp_path, cli
+):
     job_in(tmp_path, "run", max_steps=6)
     said = cli.err("train", tmp_path / "run.yaml", "--set", f"output_dir={read_only}")
     assert "Traceback" not in said
@@ -85,9 +82,7 @@ def test_a_run_folder_that_is_there_and_takes_no_writes_is_refused_in_words(
         ("nfs4", "server:/s3fs", None),
     ],
 )
-def test_a_bucket_that_looks_like_a_folder_is_known(
-    kind: str, source: str, program: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_that_looks_like_a_folder_is_known(kind, source, program, tmp_path, monkeypatch):
     place = tmp_path / "a bucket"
     disk = Mount("/dev/sda", "/", "ext4")
     mounted = [disk, Mount(source, str(place), kind)]
@@ -99,12 +94,10 @@ def test_a_bucket_that_looks_like_a_folder_is_known(
 
 
 @pytest.mark.slow
-def test_no_run_begins_in_a_bucket_and_one_that_did_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_no_run_begins_in_a_bucket_and_one_that_did_goes_on(tmp_path, monkeypatch, cli):
     job = job_in(tmp_path, "run")
     begun = job_in(tmp_path, "begun")
-    train(begun, stop_after(2))
+    train(begun, LeavesAt(step=2))
     bucket = Mount("gcsfuse", str(tmp_path), "fuse.gcsfuse")
     monkeypatch.setattr(mounts.psutil, "disk_partitions", lambda all: [bucket])
     assert "this folder is a bucket, mounted by gcsfuse" in cli.err("train", tmp_path / "run.yaml")
@@ -120,8 +113,8 @@ def test_no_run_begins_in_a_bucket_and_one_that_did_goes_on(
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_named_and_not_taken_for_another_process(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    number, tmp_path, monkeypatch
+):
     monkeypatch.setattr(fcntl, "flock", failing(number))
     with pytest.raises(InputError, match="can't lock files") as error, only_writer(tmp_path):
         pass
@@ -129,18 +122,7 @@ def test_a_file_system_without_locks_is_named_and_not_taken_for_another_process(
     assert "local disk" in error.value.to_do
 
 
-def test_another_process_in_the_folder_is_said_with_its_number(tmp_path: Path) -> None:
-    with (
-        only_writer(tmp_path),
-        pytest.raises(RunBusyError, match=f"pid {os.getpid()}"),
-        only_writer(tmp_path),
-    ):
-        pass
-
-
-def test_a_disk_that_fails_while_a_run_is_brought_back_is_said_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_a_disk_that_fails_while_a_run_is_brought_back_is_said_in_words(tmp_path, monkeypatch, cli):
     job_in(tmp_path, "run", max_steps=6)
     monkeypatch.setattr(replica.Mirror, "bring_back", failing(errno.EIO))
     words = ["train", str(tmp_path / "run.yaml"), "--set", f"output_store={tmp_path}/store"]
@@ -152,9 +134,7 @@ def test_a_disk_that_fails_while_a_run_is_brought_back_is_said_in_words(
 # ---- what kills leave behind ----
 
 
-def test_a_kill_within_the_export_leaves_no_second_model_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_within_the_export_leaves_no_second_model_on_the_disk(tmp_path, monkeypatch):
     """Killed as the model is about to be put in place, and again between the two renames that
     replace it.
     """
@@ -162,7 +142,7 @@ def test_a_kill_within_the_export_leaves_no_second_model_on_the_disk(
     class Killed(BaseException):
         pass
 
-    def dies(*_: Any) -> None:
+    def dies(*_):
         raise Killed
 
     monkeypatch.setattr(
@@ -173,7 +153,7 @@ def test_a_kill_within_the_export_leaves_no_second_model_on_the_disk(
         with monkeypatch.context() as patch:
             real = os.rename
 
-            def rename(source: Any, target: Any, real: Any = real) -> None:
+            def rename(source, target, real=real):
                 if ".draft-" in str(source) and Path(target).name == "model":
                     raise Killed
                 real(source, target)
@@ -193,8 +173,8 @@ def test_a_kill_within_the_export_leaves_no_second_model_on_the_disk(
 
 
 def test_an_exported_folder_is_on_the_disk_with_its_entries_before_it_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     forced: list[Path] = []
     monkeypatch.setattr(files, "fsync_path", forced.append)
     install_folder(tmp_path / "model", lambda draft: (draft / "weights").write_text("w") and None)
@@ -206,15 +186,13 @@ def test_an_exported_folder_is_on_the_disk_with_its_entries_before_it_is_there(
 # ---- checkpoints ----
 
 
-def test_a_checkpoint_that_the_disk_no_longer_gives_is_passed_over(
-    checkpoints: Checkpoints, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_the_disk_no_longer_gives_is_passed_over(checkpoints, said, monkeypatch):
     """A bad sector under the newest one: the one before is whole."""
     for step in (1, 2):
         save(checkpoints, step)
     bad, real = newest(checkpoints.folder), files.sha256_of
 
-    def read(path: Path, *more: Any) -> str:
+    def read(path, *more):
         if path.parent == bad and path.suffix == ".safetensors":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(path, *more)
@@ -225,9 +203,7 @@ def test_a_checkpoint_that_the_disk_no_longer_gives_is_passed_over(
     assert (checkpoints.folder / f"{bad.name}.bad-1").is_dir()
 
 
-def test_old_checkpoints_that_can_not_be_removed_end_no_run(
-    checkpoints: Checkpoints, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_checkpoints_that_can_not_be_removed_end_no_run(checkpoints, said, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_module, "discard", failing(errno.EPERM))
         for step in range(1, 8):
@@ -241,12 +217,10 @@ def test_old_checkpoints_that_can_not_be_removed_end_no_run(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-def test_a_run_whose_checkpoints_here_are_all_damaged_goes_on_from_the_copy_in_its_store(
-    tmp_path: Path,
-) -> None:
+def test_a_run_whose_checkpoints_here_are_all_damaged_goes_on_from_the_copy_in_its_store(tmp_path):
     store = tmp_path / "store"
     assert workshop.train(machine(tmp_path, "alone", None)).exit_code == 0
-    assert workshop.train(machine(tmp_path, "run", store), stop_after(5)).exit_code == 75
+    assert workshop.train(machine(tmp_path, "run", store), LeavesAt(step=5)).exit_code == 75
     for path in (tmp_path / "run" / "checkpoints").rglob("*.safetensors"):
         os.truncate(path, 100)
     left = workshop.train(machine(tmp_path, "run", store))
@@ -261,9 +235,7 @@ def test_a_run_whose_checkpoints_here_are_all_damaged_goes_on_from_the_copy_in_i
 # ---- the store's outbox ----
 
 
-def test_what_could_not_be_set_aside_for_the_store_holds_no_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_could_not_be_set_aside_for_the_store_holds_no_room(tmp_path, monkeypatch):
     """On a full disk the small files can't be copied: links of the checkpoint left behind would
     keep its room for good.
     """
@@ -283,7 +255,7 @@ def test_what_could_not_be_set_aside_for_the_store_holds_no_room(
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_a_run_folder_of_another_user_is_named(tmp_path: Path) -> None:
+def test_a_run_folder_of_another_user_is_named(tmp_path):
     """Each verb runs once as root, which imports what it needs, and once as nobody."""
     theirs = tmp_path / "theirs"
     path = workshop.job_file(tmp_path / "job", max_steps=1, output_dir=str(theirs))
@@ -303,7 +275,7 @@ def test_a_run_folder_of_another_user_is_named(tmp_path: Path) -> None:
     assert done.stderr.count("this user may not read or write it") == 4, done.stderr
 
 
-def test_a_damaged_line_in_the_log_of_a_finished_run_is_shown(tmp_path: Path, cli: Cli) -> None:
+def test_a_damaged_line_in_the_log_of_a_finished_run_is_shown(tmp_path, cli):
     path = workshop.job_file(tmp_path, max_steps=6)
     assert main(["train", str(path)]) == 0
     log = tmp_path / "run" / "log.jsonl"
@@ -315,7 +287,7 @@ def test_a_damaged_line_in_the_log_of_a_finished_run_is_shown(tmp_path: Path, cl
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "chat_template.jinja"])
-def test_a_model_file_that_is_a_pipe_is_refused(name: str, tmp_path: Path, cli: Cli) -> None:
+def test_a_model_file_that_is_a_pipe_is_refused(name, tmp_path, cli):
     path = workshop.job_file(tmp_path, max_steps=1, pretrained=True)
     (tmp_path / "base" / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / "base" / name)
@@ -323,8 +295,6 @@ def test_a_model_file_that_is_a_pipe_is_refused(name: str, tmp_path: Path, cli: 
         assert "this is no file" in cli.err(verb, path)
 
 
-def test_a_disk_that_is_full_ends_any_verb_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_a_disk_that_is_full_ends_any_verb_alike(tmp_path, monkeypatch, cli):
     monkeypatch.setattr("farthing.cli.init.run", failing(errno.ENOSPC))
     assert "No space left" in cli.err("init", tmp_path / "job.yaml", code=75)

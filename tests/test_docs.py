@@ -14,8 +14,6 @@ import shlex
 from datetime import date
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import yaml
@@ -70,7 +68,7 @@ def complaint(words: list[str], verb: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_of_a_page_are_taken(page: Path) -> None:
+def test_commands_of_a_page_are_taken(page):
     for line in commands(page):
         words = shlex.split(
             re.sub(r"(\s&|\s\||\s>|;).*$", "", line.removesuffix("\\")), comments=True
@@ -95,14 +93,14 @@ def job_problems(text: str, page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_jobs_of_a_page_are_jobs(page: Path) -> None:
+def test_jobs_of_a_page_are_jobs(page):
     for text in blocks(page, "yaml", "yml"):
         if "not a farthing job" not in text:
             assert job_problems(text, page) == ""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_python_of_a_page_names_what_there_is(page: Path) -> None:
+def test_python_of_a_page_names_what_there_is(page):
     for text in blocks(page, "python", "py"):
         for node in ast.walk(ast.parse(text)):
             if (
@@ -114,7 +112,7 @@ def test_python_of_a_page_names_what_there_is(page: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def pages() -> ModuleType:
+def pages():
     specification = importlib.util.spec_from_file_location("pages", ROOT / "docs/pages.py")
     assert specification
     assert specification.loader
@@ -135,7 +133,7 @@ def pages() -> ModuleType:
         "../pictures/receipt.svg",
     ],
 )
-def test_written_pages_are_current(name: str, pages: Any) -> None:
+def test_written_pages_are_current(name, pages):
     assert {name for name in pages.PAGES if name.endswith(".md")} == {
         path.name for path in (ROOT / "docs/reference").glob("*.md")
     } - BY_HAND
@@ -145,7 +143,7 @@ def test_written_pages_are_current(name: str, pages: Any) -> None:
     assert written == pages.PAGES[name](), "run `make pages`"
 
 
-def test_a_command_that_is_not_one_is_found(tmp_path: Path) -> None:
+def test_a_command_that_is_not_one_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```\nfarthing plan job.yaml --no-such-thing\n```\n", encoding="utf-8")
     (line,) = commands(page)
@@ -178,19 +176,19 @@ def dead_links(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", LINKED, ids=name_of)
-def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_links_of_a_page_lead_somewhere(page):
     """Those of the site stay on the site."""
     assert dead_links(page) == []
 
 
-def test_every_page_of_the_site_is_in_its_navigation() -> None:
+def test_every_page_of_the_site_is_in_its_navigation():
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = re.findall(r"[\w/-]+\.md", text)
     pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
     assert sorted(named) == sorted(pages)
 
 
-def test_every_page_is_within_two_clicks_of_the_index() -> None:
+def test_every_page_is_within_two_clicks_of_the_index():
     reached = {ROOT / "docs/index.md"}
     for _ in range(2):
         reached |= {
@@ -207,7 +205,7 @@ def table_rows(page: Path) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in rows]
 
 
-def test_every_claim_about_another_tool_has_a_source_and_a_date() -> None:
+def test_every_claim_about_another_tool_has_a_source_and_a_date():
     with open(ROOT / "evidence/comparison.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert all(row["source"] and date.fromisoformat(row["date"]) for row in rows)
@@ -221,19 +219,19 @@ def test_every_claim_about_another_tool_has_a_source_and_a_date() -> None:
     assert claimed == backed
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) <= 600
 
 
-def test_one_variable_stands_for_the_address_of_the_project() -> None:
+def test_one_variable_stands_for_the_address_of_the_project():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert 'pip install "git+$FARTHING_SOURCE"' in readme
     assert "`FARTHING_SOURCE`" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["keys.md", "verbs.md"])
-def test_every_key_and_argument_has_a_meaning(name: str) -> None:
+def test_every_key_and_argument_has_a_meaning(name):
     rows = table_rows(ROOT / "docs/reference" / name)
     assert [row[0] for row in rows if not row[-1] or "SUPPRESS" in row[-1]] == []
 
@@ -253,7 +251,7 @@ def literals() -> set[str]:
     return {text.replace("`", "") for text in found}
 
 
-def test_quoted_messages_are_those_of_the_code() -> None:
+def test_quoted_messages_are_those_of_the_code():
     rows = table_rows(ROOT / "docs/reference/errors.md")
     quoted = [
         row[0]

@@ -13,7 +13,6 @@ import pytest
 
 import farthing
 import workshop
-from command import Cli
 from farthing.errors import DataError, InputError
 from thinned import thinned
 from workshop import make_folder, rows_of
@@ -42,7 +41,7 @@ FORMS = {"list": list, "dataset": datasets.Dataset.from_list, "frame": as_frame}
 
 
 @pytest.mark.parametrize("form", thinned(FORMS, 9))
-def test_rows_in_memory_train_as_a_file_of_them(form: str, tmp_path: Path) -> None:
+def test_rows_in_memory_train_as_a_file_of_them(form, tmp_path):
     rows = rows_of("llama", 24)
     receipt = farthing.fine_tune(job_of(tmp_path, "llama", FORMS[form](rows)), quiet=True)
     assert receipt.state == "finished"
@@ -64,7 +63,7 @@ def test_rows_in_memory_train_as_a_file_of_them(form: str, tmp_path: Path) -> No
     assert again.reason.startswith("the run had finished already")
 
 
-def test_train_and_eval_may_both_be_rows(tmp_path: Path) -> None:
+def test_train_and_eval_may_both_be_rows(tmp_path):
     rows = rows_of("bert", 30)
     data = {"train": rows, "eval": datasets.Dataset.from_list(rows[:6])}
     receipt = farthing.fine_tune(job_of(tmp_path, "bert", data), quiet=True)
@@ -75,7 +74,7 @@ def test_train_and_eval_may_both_be_rows(tmp_path: Path) -> None:
     assert {"loss", "lr", "grad_norm", "n_tokens"} <= set(steps[0])
 
 
-def test_values_of_numpy_and_pandas_become_plain(tmp_path: Path) -> None:
+def test_values_of_numpy_and_pandas_become_plain(tmp_path):
     from farthing.data.memory import write_rows
 
     frame = pandas.DataFrame({"text": ["a", None], "label": [1, 2], "x": [0.5, float("nan")]})
@@ -101,12 +100,12 @@ def test_values_of_numpy_and_pandas_become_plain(tmp_path: Path) -> None:
         (pandas.DataFrame({"text": []}), "there are no rows"),
     ],
 )
-def test_rows_that_no_file_can_hold_are_refused(data: Any, words: str, tmp_path: Path) -> None:
+def test_rows_that_no_file_can_hold_are_refused(data, words, tmp_path):
     with pytest.raises(DataError, match=words):
         farthing.load_job(job_of(tmp_path, "bert", {"train": data}))
 
 
-def test_sources_with_keys_of_their_own_are_still_sources(tmp_path: Path) -> None:
+def test_sources_with_keys_of_their_own_are_still_sources(tmp_path):
     from farthing.tiny import write_jsonl
 
     path = write_jsonl(tmp_path / "a.jsonl", rows_of("llama", 4))
@@ -115,7 +114,7 @@ def test_sources_with_keys_of_their_own_are_still_sources(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_what_comes_after_a_run(tmp_path: Path, cli: Cli) -> None:
+def test_what_comes_after_a_run(tmp_path, cli):
     rows = rows_of("bert", 36)
     job = job_of(tmp_path, "bert", {"train": rows, "eval": rows[:9]}, learning_rate=0.001)
     receipt = farthing.fine_tune(job, quiet=True)
@@ -138,7 +137,7 @@ def test_what_comes_after_a_run(tmp_path: Path, cli: Cli) -> None:
             call(tmp_path / "nowhere")
 
 
-def test_a_text_is_asked_as_the_run_was_trained(tmp_path: Path) -> None:
+def test_a_text_is_asked_as_the_run_was_trained(tmp_path):
     rows = rows_of("llama", 16)
     receipt = farthing.fine_tune(job_of(tmp_path, "llama", rows), quiet=True)
     prompt = rows[0]["prompt"]

@@ -273,9 +273,7 @@ def test_no_other_family_has_positions_that_begin_after_padding(family):
     assert not any(table.padding_idx is not None for table in tables)
 
 
-def test_angles_that_follow_the_longest_text_are_kept_to_the_models_own_positions(
-    tokenizers,
-):
+def test_angles_that_follow_the_longest_text_are_kept_to_the_models_own_positions(tokenizers):
     config = small_config("llama", "causal-lm")
     config.vocab_size = 60_000
     dynamic = {"rope_type": "dynamic", "factor": 2.0}

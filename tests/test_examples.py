@@ -127,19 +127,17 @@ def check(block: str, run: Callable[[str], str]) -> None:
             said = run(line)
 
 
-def test_every_example_has_a_page_and_a_test() -> None:
+def test_every_example_has_a_page_and_a_test():
     assert {path.name for path in EXAMPLES.iterdir() if path.is_dir()} == set(SCALED)
     for name in SCALED:
         words = (EXAMPLES / name / "README.md").read_text(encoding="utf-8").split()
         assert len(words) <= 400, f"{name}: {len(words)} words, commands included"
 
 
-def test_the_bill_before_the_start_prints_what_its_page_says(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_bill_before_the_start_prints_what_its_page_says(monkeypatch, capsys):
     monkeypatch.chdir(EXAMPLES / "bill-before-the-start")
 
-    def plan(line: str) -> str:
+    def plan(line):
         assert main(shlex.split(line)[1:]) == 0, line
         return " ".join(capsys.readouterr().out.split())
 
@@ -149,7 +147,7 @@ def test_the_bill_before_the_start_prints_what_its_page_says(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SCALED if name != "bill-before-the-start"])
-def test_an_example_runs_as_written(name: str, tmp_path: Path) -> None:
+def test_an_example_runs_as_written(name, tmp_path):
     folder = scaled(name, tmp_path)
     for block in blocks(folder / "README.md"):
         check(block, partial(run, folder=folder))
@@ -165,7 +163,7 @@ def test_an_example_runs_as_written(name: str, tmp_path: Path) -> None:
         assert (folder / "merged/model.safetensors").exists()
 
 
-def test_the_notebook_has_only_python() -> None:
+def test_the_notebook_has_only_python():
     assert compile(notebook(), "complaints", "exec")
 
 
@@ -179,7 +177,7 @@ def notebook(**changes: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_from_data_to_compute_units(tmp_path: Path) -> None:
+def test_the_notebook_runs_from_data_to_compute_units(tmp_path):
     complaints(tmp_path)
     make_folder(tmp_path / "small", "bert", pretrained=True)
     program = notebook(**{"FacebookAI/xlm-roberta-large": "./small"})

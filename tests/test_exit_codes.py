@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import farthing.train.run
 import workshop
-from command import Cli
 from farthing.cli import main
 from farthing.cli.parser import verb_module
 from farthing.errors import (
@@ -73,7 +71,7 @@ def raises(error: BaseException) -> Callable[[Any], int]:
     return run
 
 
-def test_the_table_has_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_every_verb(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     said = capsys.readouterr().out
@@ -113,13 +111,7 @@ def test_the_table_has_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else str(value),
 )
-def test_what_a_verb_raises_is_its_exit_code(
-    verb: str,
-    error: BaseException,
-    code: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_a_verb_raises_is_its_exit_code(verb, error, code, monkeypatch, capsys):
     monkeypatch.setattr(verb_module(verb), "run", raises(error))
     if isinstance(error, BrokenPipeError) and verb in ("train", "probe", "launch", "search"):
         code = 1  # they go on when nobody reads: it is another pipe
@@ -153,15 +145,15 @@ def piped(command: str, folder: Path) -> tuple[list[int], str]:
             "plan job.yaml",
             "report run",
         ],
-        2,
+        3,
     ),
 )
-def test_a_reader_of_stdout_that_stops_reading_causes_no_crash(command: str, bench: Path) -> None:
+def test_a_reader_of_stdout_that_stops_reading_causes_no_crash(command, bench):
     assert piped(command, bench) == ([0, 0], "")
 
 
 @pytest.mark.slow
-def test_training_goes_on_when_nobody_reads_and_keeps_its_exit_code(tmp_path: Path) -> None:
+def test_training_goes_on_when_nobody_reads_and_keeps_its_exit_code(tmp_path):
     workshop.job_file(tmp_path, max_steps=8, logging_steps=1)
     codes, said = piped("train job.yaml", tmp_path)
     assert (codes[0], "Traceback" in said) == (0, False)
@@ -172,9 +164,7 @@ def test_training_goes_on_when_nobody_reads_and_keeps_its_exit_code(tmp_path: Pa
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("wrong", [["--no-such-option"], ["a", "b", "c", "d"]])
-def test_a_wrong_command_line_is_a_mistake(
-    verb: str, wrong: list[str], cli: Cli, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command_line_is_a_mistake(verb, wrong, cli, capsys):
     if verb in ("report", "runs") and wrong[0] == "a":
         pytest.skip("it takes as many as there are")
     if verb == "launch" and wrong[0] == "a":
@@ -204,9 +194,7 @@ def test_a_wrong_command_line_is_a_mistake(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_misspelt_word_is_answered_with_the_nearest_one(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_misspelt_word_is_answered_with_the_nearest_one(words, said, capsys):
     with pytest.raises(SystemExit) as left:
         main(words)
     assert left.value.code == 2
@@ -216,7 +204,7 @@ def test_a_misspelt_word_is_answered_with_the_nearest_one(
         assert all(f"\n    {verb}" in err for verb in VERBS), "the help comes with it"
 
 
-def test_completion_knows_every_verb_and_its_options(cli: Cli) -> None:
+def test_completion_knows_every_verb_and_its_options(cli):
     if importlib.util.find_spec("shtab") is None:
         assert "pip install 'farthing[completion]'" in cli.err("completion", "bash")
         return
@@ -224,15 +212,13 @@ def test_completion_knows_every_verb_and_its_options(cli: Cli) -> None:
     assert all(word in script for word in (*VERBS, "--samples-per-min", "--allow-restart"))
 
 
-def test_a_beginning_of_an_option_and_words_behind_two_dashes_are_taken(
-    cli: Cli,
-) -> None:
+def test_a_beginning_of_an_option_and_words_behind_two_dashes_are_taken(cli):
     assert main(["init", "--sch"]) == 0
     assert "no such option" not in cli.err("plan", "--", "--no-such-file")
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bench(tmp_path_factory):
     """A folder with a job that has run: job.yaml, run/."""
     folder = tmp_path_factory.mktemp("bench")
     path = workshop.job_file(folder, max_steps=2)
@@ -268,9 +254,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Path:
         2,
     ),
 )
-def test_the_verbs_exit_as_they_say(
-    argv: str, code: int, bench: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verbs_exit_as_they_say(argv, code, bench, tmp_path, capsys):
     words = [
         word.format(job=bench / "job.yaml", folder=bench, new=tmp_path) for word in argv.split()
     ]
@@ -278,13 +262,12 @@ def test_the_verbs_exit_as_they_say(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_train_has_every_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+def test_train_has_every_code(tmp_path, monkeypatch, cli):
     path = workshop.job_file(tmp_path, max_steps=6, save_steps=2)
-    values = yaml.safe_load(path.read_text())
     notified: list[int] = []
 
-    def told(real: Any) -> Any:
-        def take(steps: Any, step: int) -> Any:
+    def told(real):
+        def take(steps, step):
             if step == 2 and not notified:
                 notified.append(step)
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -313,14 +296,11 @@ def test_train_has_every_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         "limit",
         "finished",
     ], "what was refused or had nothing to do is none"
-    assert values["train"]["max_steps"] == 6
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 @pytest.mark.parametrize("words", [["prices"], ["prices", "--json"], ["init", "--schema"]])
-def test_a_full_disk_behind_stdout_is_one_that_can_be_tried_again(
-    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_behind_stdout_is_one_that_can_be_tried_again(words, capsys, monkeypatch):
     full = open("/dev/full", "w")  # noqa: SIM115 - closing it fails
     monkeypatch.setattr("sys.stdout", full)
     assert main(words) == 75
@@ -330,5 +310,5 @@ def test_a_full_disk_behind_stdout_is_one_that_can_be_tried_again(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_page_on_a_full_disk_is_not_a_mistake(bench: Path, cli: Cli) -> None:
+def test_a_page_on_a_full_disk_is_not_a_mistake(bench, cli):
     assert "make room" in cli.err("report", bench / "run", "--html", "/dev/full", code=75)

@@ -126,7 +126,7 @@ def test_default_adapters_train_and_checkpointed_layers_change_nothing(task, fam
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
 
-    def gradients(every: int) -> dict[str, torch.Tensor]:
+    def gradients(every):
         checkpoint_layers(tuned, every)
         tuned.zero_grad()
         torch.manual_seed(3)

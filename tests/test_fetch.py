@@ -5,13 +5,10 @@ is ever asked.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from desk import Desk, Said
 from farthing.addresses import is_metadata_host
 from farthing.data.fetch import fetch, refuse_metadata
 from farthing.errors import DataError
@@ -54,13 +51,13 @@ OTHERS = [
 ]
 
 
-def test_hosts_that_give_credentials_away_are_known_however_they_are_spelt() -> None:
+def test_hosts_that_give_credentials_away_are_known_however_they_are_spelt():
     assert [host for host in METADATA if not is_metadata_host(host)] == []
     assert [host for host in OTHERS if is_metadata_host(host)] == []
 
 
 @pytest.fixture
-def connections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def connections(monkeypatch):
     """Where a connection was tried to; none of them gets there."""
     tried: list[Any] = []
 
@@ -82,9 +79,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "ftp://169.254.169.254/a.jsonl",
     ],
 )
-def test_they_are_refused_by_every_verb_before_any_connection(
-    url: str, desk: Desk, run: Callable[..., Said], connections: list[Any]
-) -> None:
+def test_they_are_refused_by_every_verb_before_any_connection(url, desk, run, connections):
     desk.set("data", train=url)
     for verb in ("train", "plan", "doctor"):
         said = run(verb=verb)
@@ -93,7 +88,7 @@ def test_they_are_refused_by_every_verb_before_any_connection(
     assert connections == []
 
 
-def test_a_bucket_may_be_called_metadata() -> None:
+def test_a_bucket_may_be_called_metadata():
     refuse_metadata("s3://metadata/a.jsonl")
 
 
@@ -117,18 +112,16 @@ class Answers(Quiet):
 
 
 @pytest.fixture
-def host() -> Iterator[str]:
+def host():
     with serving(Answers) as address:
         yield address.removeprefix("http://")
 
 
 @pytest.mark.parametrize("target", ["169.254.169.254", "2852039166", "six", "leads-there.example"])
-def test_a_redirect_or_a_name_that_leads_there_is_refused(
-    target: str, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_redirect_or_a_name_that_leads_there_is_refused(target, host, tmp_path, monkeypatch):
     resolve = socket.getaddrinfo
 
-    def resolved(name: Any, *arguments: Any, **options: Any) -> Any:
+    def resolved(name, *arguments, **options):
         return resolve(
             "169.254.169.254" if name == "leads-there.example" else name, *arguments, **options
         )
@@ -139,7 +132,7 @@ def test_a_redirect_or_a_name_that_leads_there_is_refused(
     assert list((tmp_path / "downloads").glob("*")) == []
 
 
-def test_what_a_server_answers_is_said(host: str, tmp_path: Path) -> None:
+def test_what_a_server_answers_is_said(host, tmp_path):
     for path, words in {
         "500/a.jsonl": f"{host} answers 500",
         "403/a.jsonl": f"{host} answers 403",
@@ -151,7 +144,7 @@ def test_what_a_server_answers_is_said(host: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def port():
     """One on which nobody listens, nor will: it is taken."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -159,9 +152,7 @@ def port() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("scheme", ["http", "https", "s3"])
-def test_a_refused_connection_names_host_and_reason(
-    scheme: str, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_connection_names_host_and_reason(scheme, port, tmp_path, monkeypatch):
     place = f"127.0.0.1:{port}"
     if scheme == "s3":
         for name, value in {
@@ -183,10 +174,8 @@ def test_a_refused_connection_names_host_and_reason(
     assert any(word in caught.value.what.lower() for word in ("refused", "connect"))
 
 
-def test_a_name_that_is_not_known_is_no_missing_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unknown(*_: Any, **__: Any) -> Any:
+def test_a_name_that_is_not_known_is_no_missing_file(tmp_path, monkeypatch):
+    def unknown(*_, **__):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)

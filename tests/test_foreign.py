@@ -5,13 +5,12 @@ a job is looked at.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from desk import Desk, Run, left_behind
+from desk import left_behind
 from farthing.data.foreign import foreign_kind
 from farthing.data.read import Source, open_sources
 from farthing.data.reader import SourceReader
@@ -150,7 +149,7 @@ OURS = {
     ],
     ids=["preferences", "verdicts", "ranked", "media"],
 )
-def test_rows_of_other_kinds_are_known_by_name(rows: dict[str, dict[str, Any]], word: str) -> None:
+def test_rows_of_other_kinds_are_known_by_name(rows, word):
     for name, row in rows.items():
         kind = foreign_kind(row, "causal-lm")
         assert kind is not None, name
@@ -159,11 +158,11 @@ def test_rows_of_other_kinds_are_known_by_name(rows: dict[str, dict[str, Any]], 
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_rows_that_only_look_like_it_are_ours(name: str) -> None:
+def test_rows_that_only_look_like_it_are_ours(name):
     assert foreign_kind(OURS[name], "causal-lm") is None
 
 
-def test_a_text_with_a_verdict_beside_it_is_only_a_text() -> None:
+def test_a_text_with_a_verdict_beside_it_is_only_a_text():
     assert foreign_kind({"text": "a", "label": True}, "causal-lm") is None
     assert foreign_kind({"story": "a", "label": True}, "causal-lm", {"text": "story"}) is None
     assert foreign_kind(
@@ -171,7 +170,7 @@ def test_a_text_with_a_verdict_beside_it_is_only_a_text() -> None:
     )
 
 
-def test_classes_may_be_called_anything_but_pictures_are_not_read() -> None:
+def test_classes_may_be_called_anything_but_pictures_are_not_read():
     assert foreign_kind({"text": "a", "label": True, "rejected": "no"}, "classification") is None
     kind = foreign_kind({"text": "a", "label": "b", "image": {"bytes": b""}}, "classification")
     assert kind is not None
@@ -179,9 +178,7 @@ def test_classes_may_be_called_anything_but_pictures_are_not_read() -> None:
 
 
 @pytest.mark.parametrize("where", [0, 1500])
-def test_one_row_of_another_kind_anywhere_refuses_the_file_at_its_line(
-    where: int, tmp_path: Path, tokenizers: dict[str, Any]
-) -> None:
+def test_one_row_of_another_kind_anywhere_refuses_the_file_at_its_line(where, tmp_path, tokenizers):
     rows: list[dict[str, Any]] = list(demo_rows(1600))
     rows[where] = rows[where] | {"label": False}
     sources = open_sources(
@@ -197,7 +194,7 @@ VERBS = ("train", "plan", "doctor", "probe")
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_preference_file_is_refused_by_every_verb(desk: Desk, run: Run, verb: str) -> None:
+def test_a_preference_file_is_refused_by_every_verb(desk, run, verb):
     desk.rows([{"conversations": TURNS, "chosen": TURNS[1], "rejected": TURNS[1]}] * 4)
     desk.set("data", max_bad_rows=1.0)
     said = run(verb=verb)
@@ -207,7 +204,7 @@ def test_a_preference_file_is_refused_by_every_verb(desk: Desk, run: Run, verb: 
     assert left_behind(desk.folder / "run") == set()
 
 
-def test_what_to_do_about_preferences_works(desk: Desk, run: Run) -> None:
+def test_what_to_do_about_preferences_works(desk, run):
     rows = [
         {"prompt": row["prompt"], "chosen": row["completion"], "rejected": " no"}
         for row in demo_rows(8)
@@ -227,7 +224,7 @@ def test_what_to_do_about_preferences_works(desk: Desk, run: Run) -> None:
     assert "data.columns: {messages: chosen}" in run().err
 
 
-def test_what_the_job_names_wins_over_a_guess(desk: Desk, run: Run) -> None:
+def test_what_the_job_names_wins_over_a_guess(desk, run):
     desk.rows([{"question": "a", "answer": f"b{i}", "label": i % 2 == 0} for i in range(8)])
     said = run()
     assert said.code == 2
@@ -246,9 +243,7 @@ def test_what_the_job_names_wins_over_a_guess(desk: Desk, run: Run) -> None:
         ({"instruction": "a", "output": ["good", "bad"]}, "several answers to a prompt"),
     ],
 )
-def test_scored_and_several_answers_are_named(
-    desk: Desk, run: Run, row: dict[str, Any], words: str
-) -> None:
+def test_scored_and_several_answers_are_named(desk, run, row, words):
     desk.rows([row] * 8)
     for verb in ("train", "plan", "doctor"):
         said = run(verb=verb)
@@ -259,25 +254,7 @@ def test_scored_and_several_answers_are_named(
 # ---- what nobody reads ----
 
 
-@pytest.mark.slow
-def test_columns_that_nobody_reads_are_named_by_every_verb(desk: Desk, run: Run) -> None:
-    rows: list[dict[str, Any]] = [{**row, "source": "web"} for row in demo_rows(24)]
-    rows[20]["\x1b[31mreward"] = 3
-    desk.rows(rows)
-    for verb in ("train", "plan", "doctor"):
-        said = run(verb=verb)
-        assert said.code == 0, said.err
-        named = [line for line in said.out.splitlines() if "not used: `" in line]
-        assert len(named) == 1, said.out
-        assert "`\\x1b[31mreward` (in 1 of 24 rows), `source`" in " ".join(said.out.split()), verb
-        assert "\x1b" not in said.out + said.err
-        said = run("--json", verb=verb)
-        assert "\\u001b[31mreward` (in 1 of 24 rows), `source`" in said.out, verb
-
-
-def test_each_source_has_its_own_ignored_columns(
-    tmp_path: Path, tokenizers: dict[str, Any]
-) -> None:
+def test_each_source_has_its_own_ignored_columns(tmp_path, tokenizers):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "one", "id": 1}, {"text": "two"}])
     write_jsonl(
         tmp_path / "b.jsonl", [{"prompt": "one", "completion": "two", "text": "three", "n": 2}] * 3
@@ -299,7 +276,7 @@ def reader_of(columns: dict[str, str]) -> SourceReader:
     return SourceReader(Source("a", "", "jsonl"), Recipe("causal-lm", 64, columns=columns), None)
 
 
-def test_a_mapped_column_hides_the_one_of_its_standard_name() -> None:
+def test_a_mapped_column_hides_the_one_of_its_standard_name():
     reader = reader_of({"text": "story"})
     reader.look([Row(1, {"text": "a", "story": "b"})])
     assert (reader.ignored, reader.notes) == ({"text": 1}, [])
@@ -314,9 +291,7 @@ def test_a_mapped_column_hides_the_one_of_its_standard_name() -> None:
         ("causal-lm", {"prompt": "q", "completion": ["good", "bad"]}),
     ],
 )
-def test_columns_that_the_job_names_are_read_beside_pictures(
-    task: str, columns: dict[str, Any]
-) -> None:
+def test_columns_that_the_job_names_are_read_beside_pictures(task, columns):
     row = {"words": ["a"], "ner": ["O"], "q": "a", "good": "b", "bad": "c", "topic": "x"}
     seen = [Row(1, {**row, "text": "a", "image": "a.png"})]
     reader = SourceReader(Source("a set", "", "jsonl"), Recipe(task, 9, columns=columns), None)
@@ -328,7 +303,7 @@ def test_columns_that_the_job_names_are_read_beside_pictures(
         given.look(seen)
 
 
-def test_text_beside_pictures_may_be_chosen_and_that_is_said() -> None:
+def test_text_beside_pictures_may_be_chosen_and_that_is_said():
     rows = [Row(1, {"text": "a", "image": "a.png"}), Row(2, {"text": "b", "image": None})]
     with pytest.raises(DataError, match="images, sound or video"):
         reader_of({}).look(rows)
@@ -339,7 +314,7 @@ def test_text_beside_pictures_may_be_chosen_and_that_is_said() -> None:
     ]
 
 
-def test_what_is_said_of_data_is_said_once(desk: Desk) -> None:
+def test_what_is_said_of_data_is_said_once(desk):
     from farthing.config.load import load_job
     from farthing.train.run import train
 

@@ -740,9 +740,7 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
 
 
 @on_a_gpu
-def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(
-    tmp_path,
-):
+def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp_path):
     rows = [
         {"prompt": row["prompt"] * 12, "completion": row["completion"] * 12}
         for row in workshop.rows_of("llama", 96)

@@ -145,12 +145,7 @@ def _stop_after(step: int) -> Any:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_memory_that_runs_out_in_any_verb_is_said(
-    as_json,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+def test_memory_that_runs_out_in_any_verb_is_said(as_json, tmp_path, monkeypatch, capsys):
     path = job_file(tmp_path, max_steps=2)
 
     def full(*_: Any, **__: Any) -> None:

@@ -167,13 +167,7 @@ def test_the_allocator_is_told_before_anyone_starts_the_gpu(gpu, monkeypatch):
     ("capability", "config", "precision"),
     [((9, 0), {}, "bf16"), ((7, 5), {}, "fp16"), ((7, 5), {"dtype": "bfloat16"}, "fp32")],
 )
-def test_a_model_answers_on_a_gpu_in_what_that_has(
-    capability,
-    config,
-    precision,
-    gpu,
-    tmp_path,
-):
+def test_a_model_answers_on_a_gpu_in_what_that_has(capability, config, precision, gpu, tmp_path):
     gpu["capability"] = capability
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(config), encoding="utf-8")

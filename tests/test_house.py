@@ -55,7 +55,7 @@ def room(name: str) -> list[Path]:
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [SOURCE / f"{name}.py"]
 
 
-def test_tests_and_benches_import_no_private_names() -> None:
+def test_tests_and_benches_import_no_private_names():
     root = SOURCE.parents[1]
     private = re.compile(
         r"^ *from farthing\S* import (?:\([^)]*?|.*?)(?<![\w.])_[a-zA-Z]", re.MULTILINE
@@ -64,7 +64,7 @@ def test_tests_and_benches_import_no_private_names() -> None:
         assert not private.search(path.read_text(encoding="utf-8")), path
 
 
-def test_one_place_goes_backward() -> None:
+def test_one_place_goes_backward():
     assert [path.name for path in FILES for _ in re.findall(r"\.backward\(", text_of(path))] == [
         "step.py"
     ]
@@ -77,14 +77,14 @@ MAY_READ_THE_JOB = {
 }
 
 
-def test_behind_resolve_no_stage_reads_the_job_or_takes_an_attempt() -> None:
+def test_behind_resolve_no_stage_reads_the_job_or_takes_an_attempt():
     for path in sorted((SOURCE / "train").glob("*.py")):
         for node in [] if path.stem in MAY_READ_THE_JOB else nodes_of(path):
             assert not (isinstance(node, ast.Attribute) and node.attr == "job"), path.stem
             assert not (isinstance(node, ast.arg) and node.arg in ("job", "attempt")), path.stem
 
 
-def test_four_files_talk_to_other_processes_of_a_run() -> None:
+def test_four_files_talk_to_other_processes_of_a_run():
     talks = re.compile(
         r"(?:import|from) torch\.distributed|torch\.distributed\.\w|import distributed"
     )
@@ -105,7 +105,7 @@ def module_of(path: Path) -> str:
     return ".".join(part for part in parts if part != "__init__")
 
 
-def test_wings_without_torch() -> None:
+def test_wings_without_torch():
     wings = "objectives storage run models data prices config local planner report launch"
     loads_tensors = {"run.checkpoint", "run.parts", "run.snapshot"}
     heavy = {
@@ -129,7 +129,7 @@ def literals(path: Path) -> list[str]:
     return [node.value for node in nodes if isinstance(node.value, str)]
 
 
-def test_the_name_of_an_objective_stands_in_its_own_file_alone() -> None:
+def test_the_name_of_an_objective_stands_in_its_own_file_alone():
     names = objective_names()
     others_words = "importers", "scored.py"  # of tools and of data sets
     known = [path for path in FILES if not {*path.parts}.intersection(others_words)]
@@ -173,7 +173,7 @@ def test_the_model_is_asked_what_it_computes_and_not_the_objective():
 CLOCKS = {"time", "socket", "http", "httpx", "requests", "farthing.prices.feeds"}
 
 
-def test_what_the_planner_says_hangs_on_no_clock_and_no_network() -> None:
+def test_what_the_planner_says_hangs_on_no_clock_and_no_network():
     measures_or_reads = {
         "config.data_lengths",
         "local.machine",
@@ -187,13 +187,13 @@ def test_what_the_planner_says_hangs_on_no_clock_and_no_network() -> None:
             assert not re.search(r"\b(today|now)\(\)", text_of(path)), path
 
 
-def test_nothing_is_unpickled_or_evaluated() -> None:
+def test_nothing_is_unpickled_or_evaluated():
     """Beside what ruff forbids: S102, S301, S307, TID251."""
     loads = re.compile(r"torch\.load\(|yaml\.(unsafe_|full_)?load\(|allow_pickle=True")
     assert [path for path in FILES if loads.search(text_of(path))] == []
 
 
-def test_help_and_job_files_need_no_torch() -> None:
+def test_help_and_job_files_need_no_torch():
     every_verb = "".join(
         f"import farthing.cli.{path.stem}\n" for path in room("cli") if path.stem != "import_"
     )
@@ -255,7 +255,7 @@ def undeclared(path: Path, known: set[str], *, top_only: bool = False) -> set[st
     return {DISTRIBUTIONS.get(top, top) for top in tops} - known
 
 
-def test_what_is_imported_is_declared() -> None:
+def test_what_is_imported_is_declared():
     distributions = declared()
     known = BUILT_BY_HAND.union(*distributions.values())
     assert {path.name: names for path in FILES if (names := undeclared(path, known))} == {}
@@ -264,7 +264,7 @@ def test_what_is_imported_is_declared() -> None:
     assert set().union(*at_top) == set(), "an extra is imported where it is needed"
 
 
-def test_nothing_in_src_is_for_tests_alone() -> None:
+def test_nothing_in_src_is_for_tests_alone():
     """Names in code count, in docstrings and comments they don't; overrides of a library's methods
     are not public.
     """

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+
+from web import Quiet, serving
 
 REVISION = "a" * 40
 READ = """
@@ -30,65 +29,53 @@ except DataError as error:
 """
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
+class Hub(Quiet):
     """One data set, someone/rows, of the files of the class."""
 
     protocol_version = "HTTP/1.1"
     files: ClassVar[dict[str, bytes]] = {}
     n_asked = 0
 
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
     def do_GET(self) -> None:
         """Facts of the data set, its folder, or a file."""
         type(self).n_asked += 1
         path = self.path.split("?")[0]
+        status, found, headers = 200, b"{}", {"X-Error-Code": "EntryNotFound"}
         etags = {name: hashlib.sha1(data).hexdigest() for name, data in self.files.items()}
-        if "/resolve/" in path:
-            name = path.split("/resolve/")[1].partition("/")[2]
-            if name in self.files:
-                self._send(
-                    200, self.files[name], {"ETag": f'"{etags[name]}"', "X-Repo-Commit": REVISION}
-                )
-            else:
-                self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
-        elif path.endswith("/data"):
-            self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+        name = path.partition("/resolve/")[2].partition("/")[2]
+        if name in self.files:
+            found, headers = (
+                self.files[name],
+                {"ETag": json.dumps(etags[name]), "X-Repo-Commit": REVISION},
+            )
+        elif name or path.endswith("/data"):
+            status = 404
         elif "/tree/" in path:
             listed = [
                 {"type": "file", "path": name, "size": len(data), "oid": etags[name]}
                 for name, data in self.files.items()
             ]
-            self._send(200, json.dumps(listed).encode(), {})
+            found = json.dumps(listed).encode()
         else:
-            facts = {
-                "id": "someone/rows",
-                "sha": REVISION,
-                "siblings": [{"rfilename": name} for name in self.files],
-            }
-            self._send(200, json.dumps(facts).encode(), {})
-
-    do_HEAD = do_GET
-
-    def _send(self, code: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(code)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            siblings = [{"rfilename": name} for name in self.files]
+            facts = {"id": "someone/rows", "sha": REVISION, "siblings": siblings}
+            found = json.dumps(facts).encode()
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(found))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body)
+            self.wfile.write(found)
+
+    do_HEAD = do_GET
 
 
 @pytest.fixture
-def hub() -> Iterator[str]:
+def hub():
     """Its address."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     Hub.n_asked = 0
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with serving(Hub) as address:
+        yield address
 
 
 def said(folder: Path, hub: str, *, offline: bool = False) -> str:
@@ -114,9 +101,7 @@ def rows_with(n_bytes: int) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_data_set_of_the_hub_is_looked_over_before_datasets_unfolds_it(
-    tmp_path: Path, hub: str
-) -> None:
+def test_a_data_set_of_the_hub_is_looked_over_before_datasets_unfolds_it(tmp_path, hub):
     Hub.files = {"train.jsonl": rows_with(11_000_000)}
     assert said(tmp_path, hub).startswith(
         "someone/rows/train.jsonl: a row of 10.5 MiB; the limit is 9.5 MiB"
@@ -124,9 +109,7 @@ def test_a_data_set_of_the_hub_is_looked_over_before_datasets_unfolds_it(
 
 
 @pytest.mark.slow
-def test_a_data_set_of_the_hub_is_the_same_again_and_without_the_network(
-    tmp_path: Path, hub: str
-) -> None:
+def test_a_data_set_of_the_hub_is_the_same_again_and_without_the_network(tmp_path, hub):
     Hub.files = {"train.jsonl": rows_with(5)}
     first = said(tmp_path, hub)
     assert first.startswith("20 ")

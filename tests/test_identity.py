@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from command import Cli
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.errors import RunChangedError, RunDamagedError
@@ -31,7 +30,7 @@ from farthing.run.folder import (
     kept_job,
     mend,
 )
-from farthing.storage.files import DamagedFileError, commit_folder, seal
+from farthing.storage.files import DamagedFileError, commit_folder
 from farthing.storage.logs import SummedLines
 from interrupted import LeavesAt
 from thinned import thinned
@@ -64,8 +63,8 @@ def are_equal(left: Job, right: Job) -> bool:
 
 @pytest.mark.parametrize("has_store", thinned([True, False], 2), ids=["store", "folder"])
 def test_a_run_goes_on_where_every_path_user_and_machine_is_another(
-    has_store: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    has_store, tmp_path, monkeypatch
+):
     alone = make_job(tmp_path / "alone", pretrained=True, **KEYS)
     assert train(alone).exit_code == 0
     here, there = tmp_path / "here", tmp_path / "home" / "another" / "deep er"
@@ -93,7 +92,7 @@ def test_a_run_goes_on_where_every_path_user_and_machine_is_another(
     assert are_equal(job, alone)
 
 
-def test_a_model_is_known_by_its_files_and_not_by_its_place(tmp_path: Path) -> None:
+def test_a_model_is_known_by_its_files_and_not_by_its_place(tmp_path):
     first = make_folder(tmp_path / "a", "llama", pretrained=True, hidden=32)
     hashed = "0123456789abcdef0123456789abcdef01234567"
     second = tmp_path / "models" / "snapshots" / hashed
@@ -106,7 +105,7 @@ def test_a_model_is_known_by_its_files_and_not_by_its_place(tmp_path: Path) -> N
     )
     (second / "config.json").write_text(json.dumps(config))
 
-    def identity(folder: Path, **more: Any) -> str:
+    def identity(folder, **more):
         choice = ModelChoice(str(folder), **more)
         return model_sha256(choice, load_config(choice))
 
@@ -122,7 +121,7 @@ def test_a_model_is_known_by_its_files_and_not_by_its_place(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_run_of_another_format_is_refused(tmp_path: Path) -> None:
+def test_a_run_of_another_format_is_refused(tmp_path):
     job = make_job(tmp_path, **KEYS)
     train(job, LeavesAt(step=3))
     before = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.json")}
@@ -136,7 +135,7 @@ def test_a_run_of_another_format_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_in_another_precision_is_said(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_in_another_precision_is_said(tmp_path):
     job = make_job(tmp_path, **KEYS)
     train(job, LeavesAt(step=3))
     facts = kept(tmp_path / "run" / "run.json") or {}
@@ -147,13 +146,11 @@ def test_a_run_that_goes_on_in_another_precision_is_said(tmp_path: Path) -> None
     assert "equal to rounding, not to the bit" in heard.warnings
 
 
-def test_weights_that_are_the_same_file_are_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_the_same_file_are_read_once(tmp_path, monkeypatch):
     read: list[str] = []
     honest = weights.sha256_of
 
-    def counted(path: Path) -> str:
+    def counted(path):
         read.append(path.name)
         return honest(path)
 
@@ -183,9 +180,7 @@ def test_weights_that_are_the_same_file_are_read_once(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_store", [False, True], ids=["folder", "store"])
-def test_a_run_that_has_saved_nothing_follows_the_corrected_job(
-    has_store: bool, tmp_path: Path
-) -> None:
+def test_a_run_that_has_saved_nothing_follows_the_corrected_job(has_store, tmp_path):
     store = {"data": {}, "output_dir": "./run"}
     path = job_file(tmp_path, **KEYS, **store)
     more = [f"output_store={tmp_path / 'store'}"] if has_store else []
@@ -251,13 +246,11 @@ def folder_with(folder: Path, *, has_checkpoint: bool = True) -> Path:
 
 
 @pytest.mark.parametrize("name", ["run.json", "plan.json", "settings.json", "schedule.json"])
-def test_every_flipped_bit_and_cut_of_a_deciding_file_is_found(name: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_of_every_byte_and_every_cut_of_a_deciding_file_is_found(name, tmp_path):
     folder = folder_with(tmp_path / "run", has_checkpoint=False)
     whole, n = (folder / name).read_bytes(), 0
     damaged = [
-        whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :]
-        for at in range(len(whole))
-        for bit in range(8)
+        whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :] for at in range(len(whole))
     ]
     damaged += [whole[:at] for at in range(len(whole))]
     for content in damaged:
@@ -265,15 +258,13 @@ def test_every_flipped_bit_and_cut_of_a_deciding_file_is_found(name: str, tmp_pa
         with pytest.raises(DamagedFileError):
             kept(folder / name)
         n += 1
-    assert n == 9 * len(whole)
+    assert n == 2 * len(whole)
     (folder / name).write_bytes(whole)
     assert kept(folder / name) == VALUES[name]
 
 
 @pytest.mark.parametrize("name", ["run.json", "plan.json", "settings.json", "schedule.json"])
-def test_a_damaged_or_lost_deciding_file_is_written_anew_from_the_newest_checkpoint(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_damaged_or_lost_deciding_file_is_written_anew_from_the_newest_checkpoint(name, tmp_path):
     folder = folder_with(tmp_path / "run")
     whole = (folder / name).read_bytes()
     without_sum = json.dumps({**VALUES[name], "n_steps": 80}).encode()
@@ -299,7 +290,7 @@ def test_a_damaged_or_lost_deciding_file_is_written_anew_from_the_newest_checkpo
     assert said == []
 
 
-def test_without_a_copy_a_damaged_run_file_is_refused_once_steps_were_saved(tmp_path: Path) -> None:
+def test_without_a_copy_a_damaged_run_file_is_refused_once_steps_were_saved(tmp_path):
     folder = folder_with(tmp_path / "run", has_checkpoint=False)
     commit_folder(
         folder / "checkpoints" / "step-00000004-0001",
@@ -318,7 +309,7 @@ def test_without_a_copy_a_damaged_run_file_is_refused_once_steps_were_saved(tmp_
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
+def stopped(tmp_path_factory):
     """A run whose schedule is fitted to its budget, asked to leave after step 5; and the same run,
     gone on with untouched.
     """
@@ -376,9 +367,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", thinned(DAMAGES.values(), 20), ids=DAMAGES.keys())
-def test_a_run_with_damaged_files_ends_as_one_without(
-    damage: Callable[[Path], None], stopped: tuple[Path, Job], tmp_path: Path
-) -> None:
+def test_a_run_with_damaged_files_ends_as_one_without(damage, stopped, tmp_path):
     folder, untouched = stopped
     shutil.copytree(folder / "kept", tmp_path / "run")
     damage(tmp_path / "run")
@@ -389,7 +378,7 @@ def test_a_run_with_damaged_files_ends_as_one_without(
     assert are_equal(job, untouched)
 
 
-def test_every_flipped_bit_of_a_log_is_found_and_touches_no_other_line(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_every_byte_of_a_log_is_found_and_touches_no_other_line(tmp_path):
     log = SummedLines(tmp_path / "log.jsonl")
     rows = [{"step": step, "loss": step / 7, "examples": [step]} for step in range(1, 4)]
     for row in rows:
@@ -398,20 +387,17 @@ def test_every_flipped_bit_of_a_log_is_found_and_touches_no_other_line(tmp_path:
     whole = log.path.read_bytes()
     assert list(log.rows()) == rows
     for at in range(len(whole) - 1):
-        for bit in range(8):
-            log.path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
-            found = list(log.rows())
-            first_lost_its_sum = (
-                found and found[0] != rows[0] and {**found[0], **rows[0]} == found[0]
-            )
-            assert all(row in rows for row in found[bool(first_lost_its_sum) :])
-            assert len(found) == 3 or log.damaged
+        log.path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        found = list(log.rows())
+        first_lost_its_sum = found and found[0] != rows[0] and {**found[0], **rows[0]} == found[0]
+        assert all(row in rows for row in found[bool(first_lost_its_sum) :])
+        assert len(found) == 3 or log.damaged
     log.path.write_bytes(whole[:-9])
     assert list(log.rows()) == rows[:2]
     assert log.damaged == [], "torn by a kill"
 
 
-def test_a_damaged_job_is_not_exported_by(stopped: tuple[Path, Job]) -> None:
+def test_a_damaged_job_is_not_exported_by(stopped):
     _, untouched = stopped
     run = Path(untouched.output_dir)
     whole = (run / "job.json").read_bytes()
@@ -427,9 +413,7 @@ def test_a_damaged_job_is_not_exported_by(stopped: tuple[Path, Job]) -> None:
 @pytest.mark.parametrize(
     "name", ["job.json", "run.json", "plan.json", "settings.json", "data_notes.json"]
 )
-def test_a_report_names_a_file_that_was_changed_and_leaves_it_out(
-    name: str, stopped: tuple[Path, Job], tmp_path: Path, cli: Cli
-) -> None:
+def test_a_report_names_a_file_that_was_changed_and_leaves_it_out(name, stopped, tmp_path, cli):
     run = tmp_path / "run"
     shutil.copytree(stopped[1].output_dir, run)
     assert build_receipt(run).damaged_files == []
@@ -440,9 +424,7 @@ def test_a_report_names_a_file_that_was_changed_and_leaves_it_out(
     assert re.search(rf"damaged 1 +{name}", cli.out("report", run))
 
 
-def test_a_price_in_a_changed_receipt_is_not_taken_over(
-    stopped: tuple[Path, Job], tmp_path: Path
-) -> None:
+def test_a_price_in_a_changed_receipt_is_not_taken_over(stopped, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(stopped[1].output_dir, run)
     serving = build_receipt(run).serving
@@ -453,8 +435,3 @@ def test_a_price_in_a_changed_receipt_is_not_taken_over(
     )
     assert (run / "receipt.json").read_text() != text
     assert build_receipt(run).serving == serving
-
-
-def test_a_seal_is_the_last_line_of_a_file_that_decides(tmp_path: Path) -> None:
-    """What recognises a seal whose name was damaged relies on it."""
-    assert list(json.loads(seal({"b": 1, "a": 2})))[-1] == "sha256"

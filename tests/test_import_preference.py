@@ -48,7 +48,7 @@ def settings(job: Job) -> dict[str, Any]:
         ("center_rewards_coefficient: 0.01\n", {"name": "reward"}),
     ],
 )
-def test_objectives_of_trl(keys: str, expected: dict[str, Any], tmp_path: Path) -> None:
+def test_objectives_of_trl(keys, expected, tmp_path):
     found = settings(job_of(tmp_path, imported(tmp_path, TRL + keys)))
     assert {key: found.get(key) for key in expected} == expected
 
@@ -64,17 +64,17 @@ def test_objectives_of_trl(keys: str, expected: dict[str, Any], tmp_path: Path) 
         ("sync_ref_model: true", "the reference"),
     ],
 )
-def test_losses_that_are_not_offered_are_refused(keys: str, why: str, tmp_path: Path) -> None:
+def test_losses_that_are_not_offered_are_refused(keys, why, tmp_path):
     found = imported(tmp_path, f"{TRL}objective: dpo\n{keys}\n")
     assert [why in line.why for line in found.blockers] == [True]
 
 
-def test_settings_of_several_objectives_ask_which(tmp_path: Path) -> None:
+def test_settings_of_several_objectives_ask_which(tmp_path):
     found = imported(tmp_path, TRL + "beta: 0.1\nmax_prompt_length: 512\n")
     assert "add a line `objective: dpo`" in found.blockers[0].why
 
 
-def test_a_folder_names_the_objective(tmp_path: Path) -> None:
+def test_a_folder_names_the_objective(tmp_path):
     folder = tmp_path / "orpo"
     folder.mkdir()
     found = imported(folder, TRL + "beta: 0.1\nmax_prompt_length: 512\n")
@@ -83,7 +83,7 @@ def test_a_folder_names_the_objective(tmp_path: Path) -> None:
     assert any("learns the prompt of the chosen answer" in note for note in found.notes)
 
 
-def test_trl_trains_preferences_without_dropout_and_at_its_own_rates(tmp_path: Path) -> None:
+def test_trl_trains_preferences_without_dropout_and_at_its_own_rates(tmp_path):
     text = TRL + "objective: dpo\nuse_peft: true\nlora_dropout: 0.1\nlabel_smoothing: 0.1\n"
     found = imported(tmp_path, text)
     job = job_of(tmp_path, found)
@@ -94,14 +94,14 @@ def test_trl_trains_preferences_without_dropout_and_at_its_own_rates(tmp_path: P
     assert reward.train.learning_rate == 1e-4
 
 
-def test_simpo_is_said_to_have_other_defaults(tmp_path: Path) -> None:
+def test_simpo_is_said_to_have_other_defaults(tmp_path):
     found = imported(tmp_path, TRL + "cpo_alpha: 1.0\nloss_type: simpo\n")
     assert settings(job_of(tmp_path, found)) == {"name": "simpo", "beta": 0.1, "simpo_gamma": 0.5}
     assert found.lines["cpo_alpha"].effect == "differs"
     assert any("not SimPO's" in note for note in found.notes)
 
 
-def test_command_lines_and_scripts_of_trl(tmp_path: Path) -> None:
+def test_command_lines_and_scripts_of_trl(tmp_path):
     command = imported(
         tmp_path,
         "trl dpo --model_name_or_path org/m --dataset_name org/d --beta 0.2 --use_peft\n",
@@ -135,7 +135,7 @@ def test_command_lines_and_scripts_of_trl(tmp_path: Path) -> None:
     assert (job.method.name, job.data.max_length) == ("qlora", 512)
 
 
-def test_a_script_of_two_trainings_is_refused(tmp_path: Path) -> None:
+def test_a_script_of_two_trainings_is_refused(tmp_path):
     text = (
         "from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer\n"
         "SFTTrainer(model='org/m', args=SFTConfig('a'))\n"
@@ -189,21 +189,19 @@ def test_a_script_of_two_trainings_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_objectives_of_axolotl(
-    keys: str, expected: dict[str, Any], columns: dict[str, Any], tmp_path: Path
-) -> None:
+def test_objectives_of_axolotl(keys, expected, columns, tmp_path):
     job = job_of(tmp_path, imported(tmp_path, AXOLOTL + keys))
     assert settings(job) == expected
     assert job.data.columns == columns
 
 
-def test_a_step_of_one_verdict_is_refused(tmp_path: Path) -> None:
+def test_a_step_of_one_verdict_is_refused(tmp_path):
     text = AXOLOTL.replace("micro_batch_size: 4", "micro_batch_size: 1") + "rl: kto\n"
     found = imported(tmp_path, text + "datasets: [{path: a/b}]\n")
     assert [line.key for line in found.blockers] == ["micro_batch_size"]
 
 
-def test_rows_of_another_kind_than_the_objectives_are_refused(tmp_path: Path) -> None:
+def test_rows_of_another_kind_than_the_objectives_are_refused(tmp_path):
     text = AXOLOTL + "rl: dpo\ndatasets: [{path: a/b, type: alpaca}]\n"
     assert "no pairs" in imported(tmp_path, text).blockers[0].why
     text = AXOLOTL + "datasets: [{path: a/b, type: chatml.intel}]\n"
@@ -235,7 +233,7 @@ def _registry(folder: Path) -> None:
     (folder / "data" / "a.json").write_text("[]")
 
 
-def test_stages_of_llama_factory(tmp_path: Path) -> None:
+def test_stages_of_llama_factory(tmp_path):
     _registry(tmp_path)
     found = imported(tmp_path, FACTORY + "stage: dpo\npref_beta: 0.2\npref_ftx: 0.5\n")
     job = job_of(tmp_path, found)
@@ -257,9 +255,7 @@ def test_stages_of_llama_factory(tmp_path: Path) -> None:
     assert job.data.columns == {"instruction": "{ask}", "output": "{answer}", "label": "good"}
 
 
-def test_an_imported_job_of_chats_is_trained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_imported_job_of_chats_is_trained(tmp_path, capsys):
     rows = [
         {
             "ask": f"What is {n} and {n}?",
@@ -297,14 +293,12 @@ def test_an_imported_job_of_chats_is_trained(
         ("stage: kto\n", "verdict"),
     ],
 )
-def test_what_llama_factory_does_and_farthing_not_is_refused(
-    keys: str, why: str, tmp_path: Path
-) -> None:
+def test_what_llama_factory_does_and_farthing_not_is_refused(keys, why, tmp_path):
     _registry(tmp_path)
     assert any(why in line.why for line in imported(tmp_path, FACTORY + keys).blockers)
 
 
-def test_services_of_preferences(tmp_path: Path) -> None:
+def test_services_of_preferences(tmp_path):
     method = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "n_epochs": 2}}}
     asked = {"training_file": "file-a", "model": "gpt-4.1", "method": method}
     job = job_of(tmp_path, imported(tmp_path, json.dumps(asked), "job.json"))

@@ -44,9 +44,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("family", CODES)
-def test_a_model_of_every_form_answers_in_the_language_it_was_taught(
-    tmp_path: Path, family: str, method: str
-) -> None:
+def test_a_model_of_every_form_answers_in_the_language_it_was_taught(tmp_path, family, method):
     base_of(tmp_path / "base", family, num_beams=2)
     source, target = CODES[family]
     data = {"source_lang": source, "target_lang": target}
@@ -73,7 +71,7 @@ def test_a_model_of_every_form_answers_in_the_language_it_was_taught(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_how_a_base_generates_is_in_every_form(tmp_path: Path, method: str) -> None:
+def test_how_a_base_generates_is_in_every_form(tmp_path, method):
     """Llama 2's own settings are among those that transformers writes back as they were read, and
     refuses otherwise.
     """
@@ -97,7 +95,7 @@ def test_how_a_base_generates_is_in_every_form(tmp_path: Path, method: str) -> N
         assert transformers.AutoTokenizer.from_pretrained(folder).chat_template == templates
 
 
-def test_settings_that_could_not_be_written_are_refused_before_the_training(tmp_path: Path) -> None:
+def test_settings_that_could_not_be_written_are_refused_before_the_training(tmp_path):
     base_of(tmp_path / "base", "nllb")
     path = tmp_path / "base" / "generation_config.json"
     path.write_text(

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +106,7 @@ def take_away(pods: dict[str, Any], number: str) -> None:
 
 
 @pytest.fixture
-def cloud(tmp_path: Path) -> Iterator[tuple[str, type[Pods]]]:
+def cloud(tmp_path):
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(ssh_machines.PACE + NO_TOKENIZING)
@@ -131,9 +130,7 @@ def cloud(tmp_path: Path) -> Iterator[tuple[str, type[Pods]]]:
 
 
 @pytest.mark.slow
-def test_from_the_plan_to_the_bill_over_two_pods(
-    cloud: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_the_plan_to_the_bill_over_two_pods(cloud, tmp_path, monkeypatch):
     moto = pytest.importorskip(
         "moto.server", reason="moto[s3] is not installed: there is no bucket here"
     )

@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Commands, str, str, str, InstanceStatus, list[str]]] = {
 
 
 @pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def programs(tmp_path, monkeypatch):
     """Each program prints the file of what it is asked, and notes how it was called."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -132,9 +132,7 @@ def files_of(target: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_job_is_made_found_and_ended(
-    case: str, programs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_is_made_found_and_ended(case, programs, monkeypatch):
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
     commands, submitted, number, listed, expected, ended = CASES[case]
@@ -163,7 +161,7 @@ def test_a_job_is_made_found_and_ended(
     ] == ended
 
 
-def test_what_can_not_be_read_is_unclear(programs: Path) -> None:
+def test_what_can_not_be_read_is_unclear(programs):
     (programs / "listed").write_text("an error page")
     (programs / "submitted").write_text("")
     for commands in (
@@ -177,9 +175,7 @@ def test_what_can_not_be_read_is_unclear(programs: Path) -> None:
             driver.look(Machine(NAME))
 
 
-def test_a_command_that_fails_is_unclear_and_one_that_is_not_there_refused(
-    programs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_fails_is_unclear_and_one_that_is_not_there_refused(programs, monkeypatch):
     (programs / "bin" / "sbatch").write_text("#!/bin/sh\necho 'Socket timed out' >&2\nexit 1\n")
     driver = CommandDriver(slurm.COMMANDS, lambda ask: programs, restarts=True)
     with pytest.raises(UnclearError, match="Socket timed out"):

@@ -78,9 +78,7 @@ def cases() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("provider", "what"), thinned(cases(), 8))
-def test_a_launch_takes_the_course_that_it_took(
-    provider: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_takes_the_course_that_it_took(provider, what, tmp_path, monkeypatch):
     for name in KEYS:
         monkeypatch.setenv(name, "no key")
     wanted = json.loads(COURSES.read_text())[f"{provider}: {what}"]

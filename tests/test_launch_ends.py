@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ class Console(Quiet):
 
 
 @pytest.fixture
-def console(tmp_path: Path) -> Iterator[type[Console]]:
+def console(tmp_path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(REDIRECT)
     handler: Any = type(
@@ -105,8 +104,8 @@ def begun(
 
 @pytest.mark.parametrize("created_at", [0.0, 4e9], ids=["clock behind", "clock ahead"])
 def test_an_instance_deletes_itself_when_its_run_has_ended_and_asks_again(
-    tmp_path: Path, console: Any, created_at: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, console, created_at, monkeypatch
+):
     monkeypatch.setattr(vast, "AGAIN_S", 0.5)
     process = begun(tmp_path, console, 'sleep 0.2; touch "$DONE"', 3600, created_at)
     assert process.wait(120) == 0
@@ -115,9 +114,7 @@ def test_an_instance_deletes_itself_when_its_run_has_ended_and_asks_again(
     )
 
 
-def test_an_instance_deletes_itself_at_its_end_though_its_run_hangs(
-    tmp_path: Path, console: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_instance_deletes_itself_at_its_end_though_its_run_hangs(tmp_path, console, monkeypatch):
     monkeypatch.setattr(vast, "AGAIN_S", 0.5)
     process = begun(tmp_path, console, "trap '' TERM; while :; do sleep 0.1; done", 2, time.time())
     until(lambda: len(console.asked) == 2)
@@ -125,9 +122,7 @@ def test_an_instance_deletes_itself_at_its_end_though_its_run_hangs(
     assert not any(KEY.encode() in title for title in titles_of_processes())
 
 
-def test_an_instance_that_is_taken_away_saves_first(
-    tmp_path: Path, console: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_instance_that_is_taken_away_saves_first(tmp_path, console, monkeypatch):
     monkeypatch.setattr(vast, "AGAIN_S", 0.5)
     farthing = (
         """trap 'touch "$DONE"; exit 75' TERM; touch "$DONE.up"; while :; do sleep 0.05; done"""
@@ -139,7 +134,7 @@ def test_an_instance_that_is_taken_away_saves_first(
     assert [is_done for _, _, is_done in console.asked] == [True, True]
 
 
-def test_an_image_with_an_entrypoint_runs_our_command_and_not_its_own() -> None:
+def test_an_image_with_an_entrypoint_runs_our_command_and_not_its_own():
     create = vast.render(ask_for(60))[vast.CREATE]
     done = subprocess.run(
         [create["onstart"], "sh", "-c", "echo it ran"], capture_output=True, text=True, check=True
@@ -171,9 +166,7 @@ web.urlopen = answer
 @pytest.mark.parametrize(
     ("secrets", "code"), [(("HF_TOKEN",), 0), (("AWS_SECRET_ACCESS_KEY", "HF_TOKEN"), 2)]
 )
-def test_secrets_of_vertex_are_read_by_name_when_the_machine_starts(
-    tmp_path: Path, secrets: tuple[str, ...], code: int
-) -> None:
+def test_secrets_of_vertex_are_read_by_name_when_the_machine_starts(tmp_path, secrets, code):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(GOOGLE)
     program = tmp_path / "bin" / "farthing"

@@ -17,7 +17,6 @@ import httpx
 import pytest
 
 import launched
-from command import Cli
 from farthing.cli import main
 from farthing.errors import (
     InputError,
@@ -29,7 +28,6 @@ from farthing.launch.driver import (
     TimedOutError,
     UnauthorizedError,
 )
-from farthing.launch.http import Api
 from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
 from farthing.launch.prepare import extras_of, launch_id_of, modules_of, secrets_of
 from farthing.launch.registry import TARGETS
@@ -40,7 +38,7 @@ from farthing.launch.targets.runpod import RunPod
 from farthing.launch.targets.vast import Vast
 from farthing.launch.wheel import fetch_script, wheel_of_this
 from launch_faults import Fate, Killed, prepared_for
-from launched import Course
+from launched import Answers, Course, api_of
 from launched import keys as keys
 from thinned import thinned
 
@@ -50,8 +48,8 @@ from thinned import thinned
 @pytest.mark.parametrize("provider", ["runpod", "vast", "lambda"])
 @pytest.mark.parametrize("fault", ["costs more than listed", "costs three times as much"])
 def test_a_machine_that_the_cap_does_not_allow_at_its_price_is_ended_before_it_trains(
-    provider: str, fault: str, tmp_path: Path
-) -> None:
+    provider, fault, tmp_path
+):
     course = Course(tmp_path, provider, 0.7, n_steps=120, script=[fault])
     assert course.goes() == 0
     dear, _ = course.world.machines
@@ -64,29 +62,40 @@ def test_a_machine_that_the_cap_does_not_allow_at_its_price_is_ended_before_it_t
     course.is_counted(rel=0.02)
 
 
-def test_a_cheaper_machine_is_booked_at_its_price_and_the_machine_is_told(tmp_path: Path) -> None:
-    course = Course(tmp_path, max_usd=0.7, n_steps=120, script=["costs less than listed"])
+@pytest.mark.parametrize(
+    ("provider", "fault", "usd_per_hour"),
+    [
+        ("runpod", "costs less than listed", 0.24),
+        *((each, "costs a little more than listed", 0.42) for each in ("runpod", "vast", "lambda")),
+    ],
+)
+def test_a_machine_is_booked_at_its_price_and_told_where_it_is_less(
+    provider, fault, usd_per_hour, tmp_path
+):
+    course = Course(tmp_path, provider, 0.7, n_steps=120, script=[fault])
     assert course.goes() == 0
-    course.is_counted(rel=0.01)
+    course.is_counted(rel=0.02)
     world, machines = course.world, list(course.ledger.machines.values())
-    assert list(world.told.values()) == [pytest.approx(0.24)]
-    rows = bill_by_machine(machines, world.accounts(), world.now)
-    assert rows[0]["usd_per_hour"] == pytest.approx(0.24)
-    assert sum(rows[0]["usd_of"].values()) == pytest.approx(rows[0]["usd"])
+    assert len(world.machines) == 1, "it is not sent back"
+    if "less" in fault:
+        assert list(world.told.values()) == [pytest.approx(usd_per_hour)]
+    (row,) = bill_by_machine(machines, world.accounts(), world.now)
+    assert row["usd_per_hour"] == pytest.approx(usd_per_hour)
+    assert sum(row["usd_of"].values()) == pytest.approx(row["usd"])
 
 
-def test_a_machine_that_gets_dearer_ends_at_the_cap(tmp_path: Path) -> None:
+def test_a_machine_that_gets_dearer_ends_at_the_cap(tmp_path):
     course = Course(tmp_path, "lambda", 0.7, n_steps=10**9, script=["gets dearer on the way"])
     assert course.goes() == 3
     assert 0.55 < course.world.usd <= 0.7
     course.is_counted(rel=0.02)
 
 
-def test_a_machine_that_its_provider_has_ended_is_billed_until_then(tmp_path: Path) -> None:
+def test_a_machine_that_its_provider_has_ended_is_billed_until_then(tmp_path):
     course = Course(tmp_path, max_usd=0.3, n_steps=10**9)
     world = course.world
 
-    def ends_meanwhile() -> None:
+    def ends_meanwhile():
         with world.unattended():
             world.sleep(3600.0)
 
@@ -96,7 +105,7 @@ def test_a_machine_that_its_provider_has_ended_is_billed_until_then(tmp_path: Pa
     assert billed.usd(world.now) == pytest.approx(world.usd_of(world.machines[0]), abs=0.01)
 
 
-def test_what_is_billed_after_a_run_names_the_command_that_ends_it() -> None:
+def test_what_is_billed_after_a_run_names_the_command_that_ends_it():
     row = {"name": "f-1", "usd_per_hour": 2.0, "state": "booted", "target": "skypilot"}
     rows = [row, row | {"name": "f-2", "state": "gone"}]
     assert still_billed({"output_store": "s3://b/run"}, rows, 5_000_000) == [
@@ -120,7 +129,7 @@ def test_what_is_billed_after_a_run_names_the_command_that_ends_it() -> None:
     assert still_billed({"output_store": "gs://b/r"}, [], 0) == []
 
 
-def test_prices_of_one_machine_are_added_up_by_when_they_held() -> None:
+def test_prices_of_one_machine_are_added_up_by_when_they_held():
     machine = Machine("a-1", 1, usd_per_hour=1.0, asked_at=1000.0)
     assert (machine.usd(4600.0), machine.price_from) == (1.0, "assumed")
     machine.charged = [(1060.0, 2.0), (2800.0, 4.0)]
@@ -128,29 +137,17 @@ def test_prices_of_one_machine_are_added_up_by_when_they_held() -> None:
     assert machine.usd(9e9) == pytest.approx(0.5 * 2.0 + 0.5 * 4.0), "the first from the beginning"
 
 
-def test_a_price_that_no_provider_tells_says_where_it_is_from(tmp_path: Path) -> None:
+def test_a_price_that_no_provider_tells_says_where_it_is_from(tmp_path):
     ledger = MachineLedger(tmp_path)
     ledger.note("a-1", "asked", 1.0, number=1, usd_per_hour=2.0, price_source="a list, 2026-01-02")
     assert ledger.machines["a-1"].price_from == "assumed: a list, 2026-01-02"
 
 
-def test_a_machine_has_to_be_worth_its_boot_some_training_and_its_grace() -> None:
+def test_a_machine_has_to_be_worth_its_boot_some_training_and_its_grace():
     assert least_s(100.0) == 100.0 + 60.0 + 120.0
 
 
 # ---- answers that are none ----
-
-
-def api_of(status: int, headers: dict[str, str] | None = None) -> Api:
-    return Api(
-        "https://x",
-        {},
-        transport=httpx.MockTransport(
-            lambda _: httpx.Response(status, json={"error": "no"}, headers=headers or {})
-        ),
-        sleep=lambda s: None,
-        clock=lambda: 1_000_000_000.0,
-    )
 
 
 @pytest.mark.parametrize(
@@ -164,30 +161,30 @@ def api_of(status: int, headers: dict[str, str] | None = None) -> Api:
     ],
 )
 @pytest.mark.parametrize("client", [RunPod, Vast, Lambda])
-def test_errors_of_a_provider_are_told_apart(client: Any, status: int, kind: type) -> None:
+def test_errors_of_a_provider_are_told_apart(client, status, kind):
+    driver = client(api_of(Answers((status, {"error": "no"}))))
     with pytest.raises(kind):
-        client(api_of(status)).names("farthing-1")
+        driver.names("farthing-1")
     with pytest.raises(kind):
-        client(api_of(status)).destroy(Machine("farthing-1-1", id="7"))
+        driver.destroy(Machine("farthing-1-1", id="7"))
 
 
-def test_no_answer_in_time_is_an_error_of_its_own() -> None:
-    def slow(request: httpx.Request) -> httpx.Response:
+def test_no_answer_in_time_is_an_error_of_its_own():
+    def slow(request):
         raise httpx.ReadTimeout("slow", request=request)
 
-    api = Api("https://x", {}, transport=httpx.MockTransport(slow), sleep=lambda s: None)
     with pytest.raises(TimedOutError):
-        api.ask("GET", "/")
+        api_of(slow).ask("GET", "/")
 
 
-def test_time_is_the_providers_by_whose_clock_it_bills() -> None:
-    api = api_of(500, {"Date": "Sun, 09 Sep 2001 01:50:00 GMT"})
+def test_time_is_the_providers_by_whose_clock_it_bills():
+    api = api_of(Answers((500, "no"), Date="Sun, 09 Sep 2001 01:50:00 GMT"))
     with pytest.raises(ServerError):
         api.ask("GET", "/")
     assert api.clock_offset_s == 200.0
 
 
-def test_refused_credentials_end_a_launch_before_anything_is_rented(tmp_path: Path) -> None:
+def test_refused_credentials_end_a_launch_before_anything_is_rented(tmp_path):
     course = Course(tmp_path, refuses=(0.0, 9e9, 401))
     before = course.world.now
     with pytest.raises(InputError, match="refuses the credentials"):
@@ -197,9 +194,7 @@ def test_refused_credentials_end_a_launch_before_anything_is_rented(tmp_path: Pa
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_provider_that_never_answers_is_given_up_where_nothing_is_rented(
-    status: int, tmp_path: Path
-) -> None:
+def test_a_provider_that_never_answers_is_given_up_where_nothing_is_rented(status, tmp_path):
     course = Course(tmp_path, refuses=(0.0, 1e12, status))
     began = course.world.now
     with pytest.raises(RunInterruptedError, match="the provider has not answered for 15 min"):
@@ -209,7 +204,7 @@ def test_a_provider_that_never_answers_is_given_up_where_nothing_is_rented(
     assert (course.world.machines, course.ledger.machines) == ([], {})
 
 
-def test_credentials_that_are_refused_on_the_way_name_what_is_still_billed(tmp_path: Path) -> None:
+def test_credentials_that_are_refused_on_the_way_name_what_is_still_billed(tmp_path):
     course = Course(tmp_path, n_steps=10**9)
     course.world.refuses = (course.world.now + 600, 9e18, 403)
     with pytest.raises(InputError, match=r"still billed: .* \$0.40 an hour, .* more at the most"):
@@ -223,16 +218,14 @@ def test_credentials_that_are_refused_on_the_way_name_what_is_still_billed(tmp_p
 
 @pytest.mark.parametrize("n", range(3, 40, 4))
 @pytest.mark.parametrize("is_before", [True, False])
-def test_a_watcher_that_wakes_beside_one_that_took_over_destroys_nothing(
-    n: int, is_before: bool, tmp_path: Path
-) -> None:
+def test_a_watcher_that_wakes_beside_one_that_took_over_destroys_nothing(n, is_before, tmp_path):
     course = Course(tmp_path, n_steps=600)
     world, alive = course.world, list[list[str]]()
 
-    def there() -> list[str]:
+    def there():
         return [machine.name for machine in world.machines if machine.gone_at is None]
 
-    def meanwhile() -> None:
+    def meanwhile():
         world.sleep(900)
         with pytest.raises(Killed):
             course.goes(Fate(30, is_before=False), tmp_path / "b", holder=2)
@@ -250,7 +243,7 @@ def test_a_watcher_that_wakes_beside_one_that_took_over_destroys_nothing(
 
 
 @pytest.mark.parametrize("skew_s", [-2 * 86400.0, 130.0, 2 * 86400.0])
-def test_a_watcher_whose_clock_is_off_evicts_nobody(skew_s: float, tmp_path: Path) -> None:
+def test_a_watcher_whose_clock_is_off_evicts_nobody(skew_s, tmp_path):
     course = Course(tmp_path, n_steps=240)
     course.dies(40, tmp_path / "a")
     code = course.goes(skew_s=skew_s, holder=2)
@@ -262,7 +255,7 @@ def test_a_watcher_whose_clock_is_off_evicts_nobody(skew_s: float, tmp_path: Pat
 
 
 @pytest.mark.parametrize("n", range(2, 60, 9))
-def test_a_signal_ends_what_nothing_else_would_end(n: int, tmp_path: Path) -> None:
+def test_a_signal_ends_what_nothing_else_would_end(n, tmp_path):
     course = Course(tmp_path, "lambda", 40.0, n_steps=10**6)
     assert course.goes(Fate(n, is_before=False, kind="signal")) == 75
     assert course.world.n_alive == 0
@@ -270,9 +263,7 @@ def test_a_signal_ends_what_nothing_else_would_end(n: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("number", thinned([signal.SIGTERM, signal.SIGHUP, signal.SIGINT], 9))
-def test_a_signal_to_the_command_names_what_is_still_billed(
-    number: int, tmp_path: Path, tiny_folders: dict[str, Path]
-) -> None:
+def test_a_signal_to_the_command_names_what_is_still_billed(number, tmp_path, tiny_folders):
     ssh = tmp_path / "ssh"
     ssh.write_text("#!/bin/sh\necho 'Connection reset by peer' >&2; sleep 0.2; exit 255\n")
     ssh.chmod(0o755)
@@ -309,12 +300,8 @@ def job_at(folder: Path, tiny_folders: dict[str, Path], **more: Any) -> Path:
 
 
 def test_a_status_that_could_not_look_does_not_say_that_nothing_was_launched(
-    tmp_path: Path,
-    tiny_folders: dict[str, Path],
-    cli: Cli,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path, tiny_folders, cli, capsys, monkeypatch
+):
     monkeypatch.setattr("farthing.launch.session.LOOK_S", 0.1)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     job = job_at(tmp_path, tiny_folders, output_store="s3://bucket/run")
@@ -335,7 +322,7 @@ def test_a_status_that_could_not_look_does_not_say_that_nothing_was_launched(
 
 
 @pytest.mark.slow
-def test_the_wheel_is_this_farthing_and_the_same_every_time(tmp_path: Path) -> None:
+def test_the_wheel_is_this_farthing_and_the_same_every_time(tmp_path):
     wheel = wheel_of_this()
     assert hashlib.sha256(wheel.content).hexdigest() == wheel.sha256
     path = tmp_path / wheel.name
@@ -359,7 +346,7 @@ def test_the_wheel_is_this_farthing_and_the_same_every_time(tmp_path: Path) -> N
     assert done.stdout.strip() == str(tmp_path / "there" / "farthing" / "__init__.py")
 
 
-def test_a_machine_fetches_the_wheel_from_the_store_by_its_checksum(tmp_path: Path) -> None:
+def test_a_machine_fetches_the_wheel_from_the_store_by_its_checksum(tmp_path):
     pytest.importorskip("obstore")
     wheel, store = wheel_of_this(), tmp_path / "store"
     key = f"inputs/sha256-{wheel.sha256}"
@@ -380,7 +367,7 @@ def test_a_machine_fetches_the_wheel_from_the_store_by_its_checksum(tmp_path: Pa
     assert not (here / wheel.name).exists()
 
 
-def test_nothing_is_installed_by_a_bare_name(tmp_path: Path) -> None:
+def test_nothing_is_installed_by_a_bare_name(tmp_path):
     prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
     ledger = MachineLedger(tmp_path / "run")
     ask = prepared.ask(1, prepared.offers[0], ledger, [], 1_800_000_000.0)
@@ -389,9 +376,7 @@ def test_nothing_is_installed_by_a_bare_name(tmp_path: Path) -> None:
     assert "farthing==" not in ask.install + ask.fetch
 
 
-def test_what_the_job_reports_to_goes_along(
-    tmp_path: Path, tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_job_reports_to_goes_along(tmp_path, tiny_folders, monkeypatch):
     from farthing.config.load import load_job
 
     job = load_job(
@@ -408,9 +393,7 @@ def test_what_the_job_reports_to_goes_along(
     assert extras_of(job, 0) == ("sentencepiece", "track", "wandb")
 
 
-def test_what_a_job_needs_is_known_before_anything_is_rented(
-    tmp_path: Path, tiny_folders: dict[str, Path], cli: Cli
-) -> None:
+def test_what_a_job_needs_is_known_before_anything_is_rented(tmp_path, tiny_folders, cli):
     from farthing.config.load import load_job
 
     job = load_job(
@@ -433,11 +416,8 @@ def test_what_a_job_needs_is_known_before_anything_is_rented(
 
 
 def test_a_launch_here_is_refused_where_what_it_needs_is_not_installed(
-    tmp_path: Path,
-    tiny_folders: dict[str, Path],
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path, tiny_folders, cli, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "trackio", None)
     job = job_at(tmp_path, tiny_folders, train={"report_to": ["trackio"]})
     said = cli.err("launch", job, "--on", "local")
@@ -445,9 +425,7 @@ def test_a_launch_here_is_refused_where_what_it_needs_is_not_installed(
     assert "pip install 'farthing[trackio]'" in said
 
 
-def test_two_volumes_at_one_path_are_two_launches(
-    tmp_path: Path, tiny_folders: dict[str, Path]
-) -> None:
+def test_two_volumes_at_one_path_are_two_launches(tmp_path, tiny_folders):
     from farthing.config.load import load_job
 
     job = load_job(job_at(tmp_path, tiny_folders))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
@@ -33,7 +32,7 @@ def there(course: Course, number: int, *events: str) -> CloudMachine:
     return machine
 
 
-def test_of_two_machines_the_younger_is_adopted_and_the_older_is_ended(tmp_path: Path) -> None:
+def test_of_two_machines_the_younger_is_adopted_and_the_older_is_ended(tmp_path):
     course = Course(tmp_path, n_steps=240)
     older, younger = (there(course, number, "created") for number in (1, 2))
     began = course.world.now
@@ -44,9 +43,7 @@ def test_of_two_machines_the_younger_is_adopted_and_the_older_is_ended(tmp_path:
     assert (len(course.world.machines), course.world.n_alive) == (2, 0)
 
 
-def test_a_machine_that_was_left_and_not_ended_is_ended_before_another_is_rented(
-    tmp_path: Path,
-) -> None:
+def test_a_machine_that_was_left_and_not_ended_is_ended_before_another_is_rented(tmp_path):
     course = Course(tmp_path, n_steps=24)
     left = there(course, 1, "created", "left")
     assert course.goes() == 0
@@ -61,9 +58,7 @@ def with_limits(prepared: Prepared, **limits: object) -> Prepared:
     return replace(prepared, job=type(prepared.job).model_validate(values))
 
 
-def test_a_deadline_is_the_end_of_a_machine_and_hours_are_those_of_training(
-    tmp_path: Path,
-) -> None:
+def test_a_deadline_is_the_end_of_a_machine_and_hours_are_those_of_training(tmp_path):
     now = datetime(2026, 11, 22, 12, tzinfo=UTC)
     prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
     offer, ledger = prepared.offers[0], MachineLedger(tmp_path / "run")
@@ -76,9 +71,7 @@ def test_a_deadline_is_the_end_of_a_machine_and_hours_are_those_of_training(
 
 
 @pytest.mark.parametrize(("more_s", "may"), [(-30.0, False), (30.0, True)])
-def test_spot_is_taken_as_long_as_a_quarter_and_two_boots_are_left(
-    more_s: float, may: bool, tmp_path: Path
-) -> None:
+def test_spot_is_taken_as_long_as_a_quarter_and_two_boots_are_left(more_s, may, tmp_path):
     deadline = datetime(2026, 11, 23, tzinfo=UTC)
     prepared = with_limits(
         prepared_for("runpod", tmp_path / "run", 4.0, 0.4), max_usd=4.0, deadline=deadline

@@ -39,7 +39,7 @@ def rows_of(*targets: str) -> list[dict[str, object]]:
     return rows
 
 
-def test_kubernetes_and_vertex_take_the_files() -> None:
+def test_kubernetes_and_vertex_take_the_files():
     python, rows = python_of("FARTHING_LAUNCH_TOOLS", "launch"), rows_of("kubernetes", "vertex")
     assert validated(rows, python, ("kubernetes", "vertex")) == []
 
@@ -53,14 +53,14 @@ def test_kubernetes_and_vertex_take_the_files() -> None:
         ("vertex", '"STANDARD"', '"CHEAP"'),
     ],
 )
-def test_and_would_have_found_a_mistake(target: str, old: str, new: str) -> None:
+def test_and_would_have_found_a_mistake(target, old, new):
     python, rows = python_of("FARTHING_LAUNCH_TOOLS", "launch"), rows_of(target)
     good: Any = next(row for row in rows if row["state"] == "ok" and old in str(row["files"]))
     good["files"] = {name: text.replace(old, new) for name, text in good["files"].items()}
     assert len(validated([good], python, (target,))) == 1
 
 
-def test_skypilot_takes_the_files_and_would_have_found_a_mistake() -> None:
+def test_skypilot_takes_the_files_and_would_have_found_a_mistake():
     python, rows = python_of("FARTHING_SKY", "sky"), rows_of("skypilot")
     assert validated(rows, python, ("skypilot",)) == []
     good: Any = next(row for row in rows if row["state"] == "ok")
@@ -70,7 +70,7 @@ def test_skypilot_takes_the_files_and_would_have_found_a_mistake() -> None:
     assert len(validated([good], python, ("skypilot",))) == 1
 
 
-def test_runpod_s_rest_api_is_used_as_it_is_described() -> None:
+def test_runpod_s_rest_api_is_used_as_it_is_described():
     name = os.environ.get("FARTHING_RUNPOD_OPENAPI")
     if not name:
         pytest.skip(

@@ -25,7 +25,7 @@ KEYS = (
 
 
 @pytest.fixture
-def job(tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job(tiny_folders, tmp_path, monkeypatch):
     """A job with a store that is a folder, and an environment without any key."""
     for name in KEYS:
         monkeypatch.delenv(name, raising=False)
@@ -43,9 +43,7 @@ def answer(capsys: Any, job: Path, *words: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("verb", ["logs", "stop", "attach"])
-def test_what_was_never_launched_is_not_looked_for_at_a_provider(
-    job: Path, verb: str, capsys: Any
-) -> None:
+def test_what_was_never_launched_is_not_looked_for_at_a_provider(job, verb, capsys):
     code, said = answer(capsys, job, verb)
     assert (code, len(said.splitlines())) == (2, 2)
     assert "no launch is recorded in this folder or in the store" in said
@@ -53,9 +51,7 @@ def test_what_was_never_launched_is_not_looked_for_at_a_provider(
 
 
 @pytest.mark.slow
-def test_a_launch_is_looked_for_where_its_machine_is(
-    job: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_is_looked_for_where_its_machine_is(job, capsys, monkeypatch):
     monkeypatch.setattr("farthing.launch.session.LOOK_S", 0.1)
     ledger = MachineLedger(job.parent / "run")
     ledger.note(
@@ -91,9 +87,7 @@ def test_a_launch_is_looked_for_where_its_machine_is(
     )
 
 
-def test_another_folder_finds_the_launch_by_the_store(
-    job: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_folder_finds_the_launch_by_the_store(job, capsys, monkeypatch):
     ssh = job.parent / "ssh"
     ssh.write_text("#!/bin/sh\necho 'Connection reset by peer' >&2; exit 255\n")
     ssh.chmod(0o755)
@@ -116,9 +110,7 @@ def test_another_folder_finds_the_launch_by_the_store(
     )
 
 
-def test_a_host_that_was_never_reached_is_refused_at_once(
-    job: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_was_never_reached_is_refused_at_once(job, capsys, monkeypatch):
     ssh = job.parent / "ssh"
     ssh.write_text(
         "#!/bin/sh\necho 'ssh: Could not resolve hostname nowhere: Name or service not known' >&2;"
@@ -132,7 +124,7 @@ def test_a_host_that_was_never_reached_is_refused_at_once(
     assert MachineLedger(job.parent / "run").open == []
 
 
-def test_a_cap_that_is_spent_is_a_limit_and_no_crash(job: Path, capsys: Any) -> None:
+def test_a_cap_that_is_spent_is_a_limit_and_no_crash(job, capsys):
     ledger = MachineLedger(job.parent / "run")
     ledger.note(
         "farthing-1-1", "asked", 1e9, number=1, target="local", on="local", usd_per_hour=1.0
@@ -146,9 +138,7 @@ def test_a_cap_that_is_spent_is_a_limit_and_no_crash(job: Path, capsys: Any) -> 
         )
 
 
-def test_launches_are_found_in_and_below_this_folder_without_a_job(
-    job: Path, capsys: Any, cli: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches_are_found_in_and_below_this_folder_without_a_job(job, capsys, cli, monkeypatch):
     monkeypatch.chdir(job.parent)
     for verb in ("logs", "stop", "attach"):
         assert main(["launch", verb]) == 2

@@ -10,7 +10,6 @@ import os
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -32,19 +31,19 @@ from farthing.launch.targets.vast import Vast
 from farthing.launch.words import StoreWords, Word
 from farthing.storage.logs import SummedLines
 from farthing.storage.objects import open_store
+from hosts import ask_for, machine_of
+from hosts import host as host
 from launch_faults import prepared_for
-from launched import Course
+from launched import Answers, Course, api_of
 from launched import keys as keys
 from patience import until
-from test_launch_hosts import ask_for, machine_of
-from test_launch_hosts import host as host
 
 # ---- time ----
 
 
 def test_a_watcher_that_was_asleep_does_not_take_its_own_silence_for_the_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """A lid is closed for an hour while a machine trains; the network comes back a minute after the
     lid was opened.
     """
@@ -52,14 +51,14 @@ def test_a_watcher_that_was_asleep_does_not_take_its_own_silence_for_the_machine
     world, real, handle = course.world, World.sleep, World.handle
     slept: list[float] = []
 
-    def sleep(self: World, seconds: float) -> None:
+    def sleep(self, seconds):
         real(self, seconds)
         if world.saved > 24 and not slept:
             slept.append(world.now)
             real(self, 3600.0)
             slept.append(world.now)
 
-    def handle_where_there_is_a_network(self: World, request: Any) -> Any:
+    def handle_where_there_is_a_network(self, request):
         if slept and world.now < slept[1] + 60:
             raise httpx.ConnectError("no network yet")
         return handle(self, request)
@@ -71,9 +70,7 @@ def test_a_watcher_that_was_asleep_does_not_take_its_own_silence_for_the_machine
     assert len(world.machines) == 1, "it was at work all the while"
 
 
-def test_a_clock_that_is_set_ends_no_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_is_set_ends_no_machine(tmp_path, monkeypatch):
     session = Session(prepared_for("runpod", tmp_path / "run", 4.0, 0.4), lambda text: None)
     before = session.clock()
     real = time.time()
@@ -86,11 +83,11 @@ def test_a_clock_that_is_set_ends_no_machine(
 
 
 def test_a_machine_is_watched_and_given_back_though_nothing_can_be_written_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     course, real = Course(tmp_path, n_steps=60), SummedLines.append
 
-    def append(lines: SummedLines, row: Any) -> None:
+    def append(lines, row):
         if row["event"] != "asked":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(lines, row)
@@ -104,9 +101,7 @@ def test_a_machine_is_watched_and_given_back_though_nothing_can_be_written_down(
     assert events == ["asked", "created", "booted", "left", "gone"], "the store knows it"
 
 
-def test_nothing_is_rented_that_can_not_be_written_down_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_rented_that_can_not_be_written_down_before(tmp_path, monkeypatch):
     course = Course(tmp_path)
     world = course.world
     monkeypatch.setattr(
@@ -135,9 +130,9 @@ def test_nothing_is_rented_that_can_not_be_written_down_before(
 
 
 def test_a_machine_without_room_for_the_inputs_says_so_and_another_one_may_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
+    tmp_path, monkeypatch
+):
+    def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.chdir(tmp_path)
@@ -193,13 +188,11 @@ class Hosts(Driver):
             self.gone.add(machine.name)
 
 
-def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(
-    tmp_path: Path,
-) -> None:
+def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(tmp_path):
     world = World("runpod")
     driver = Hosts(world)
 
-    def word_of(name: str) -> Word:
+    def word_of(name):
         if name == next(iter(driver.made)):
             world.saved = int(min(driver.holds_s, 1000.0))
             return Word(has_booted=True, beat=f"{world.now}")
@@ -242,25 +235,21 @@ def damage(path: Path, old: str, new: str) -> None:
 
 
 @pytest.fixture
-def lost(tmp_path: Path) -> Course:
+def lost(tmp_path):
     """Whoever rented its machine has died."""
     course = Course(tmp_path, n_steps=120)
     course.dies(25)
     return course
 
 
-def test_the_price_of_a_machine_that_is_damaged_here_comes_back_from_the_store(
-    lost: Course,
-) -> None:
+def test_the_price_of_a_machine_that_is_damaged_here_comes_back_from_the_store(lost):
     damage(lost.run / "machines.jsonl", '"usd_per_hour": 0.4', '"usd_per_hour": 0.1')
     assert lost.goes() == 0
     assert list(lost.ledger.machines) == [machine.name for machine in lost.world.machines]
     lost.is_counted(abs=0.03)
 
 
-def test_without_any_line_of_its_price_nothing_more_is_rented_and_stop_still_works(
-    lost: Course,
-) -> None:
+def test_without_any_line_of_its_price_nothing_more_is_rented_and_stop_still_works(lost):
     damage(lost.run / "machines.jsonl", '"usd_per_hour": 0.4', '"usd_per_hour": 0.1')
     lost.world.lines.clear()
     with pytest.raises(InputError, match="the cap can't be kept"):
@@ -271,9 +260,9 @@ def test_without_any_line_of_its_price_nothing_more_is_rented_and_stop_still_wor
 
 
 def test_stop_ends_every_machine_though_what_the_store_knows_of_them_is_damaged(
-    lost: Course, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def kept(self: World) -> Any:
+    lost, tmp_path, monkeypatch
+):
+    def kept(self):
         raise InputError("what is known of a machine is damaged", where="store", to_do="look")
 
     monkeypatch.setattr(World, "kept", kept)
@@ -295,27 +284,17 @@ def test_stop_ends_every_machine_though_what_the_store_knows_of_them_is_damaged(
         '"busy"',
     ],
 )
-def test_a_list_that_is_none_is_no_answer(client: Any, answer: str) -> None:
-    driver = client(
-        Api(
-            "https://x",
-            {},
-            transport=httpx.MockTransport(lambda _: httpx.Response(200, content=answer)),
-            sleep=lambda s: None,
-        )
-    )
+def test_a_list_that_is_none_is_no_answer(client, answer):
     with pytest.raises(UnclearError):
-        driver.names("farthing-1")
+        client(api_of(Answers((200, answer)))).names("farthing-1")
 
 
 @pytest.mark.parametrize("provider", ["runpod", "vast"])
-def test_a_creation_answered_with_something_else_is_looked_for_by_name(
-    provider: str, tmp_path: Path
-) -> None:
+def test_a_creation_answered_with_something_else_is_looked_for_by_name(provider, tmp_path):
     course = Course(tmp_path, provider, n_steps=60)
     world, real = course.world, course.world.create
 
-    def made_and_garbled(*args: Any) -> Any:
+    def made_and_garbled(*args):
         status, value = real(*args)
         return (status, [json.dumps(value)]) if world.n_created == 1 else (status, value)
 
@@ -327,7 +306,7 @@ def test_a_creation_answered_with_something_else_is_looked_for_by_name(
 # ---- hosts ----
 
 
-def test_a_number_that_another_process_has_got_since_is_not_ours(host: Any, tmp_path: Path) -> None:
+def test_a_number_that_another_process_has_got_since_is_not_ours(host, tmp_path):
     """After a loss without a word the number of our process went to somebody else's session: it is
     neither ours nor ended.
     """
@@ -352,11 +331,11 @@ def test_a_number_that_another_process_has_got_since_is_not_ours(host: Any, tmp_
 
 
 def test_what_was_begun_is_known_though_the_connection_was_cut_in_that_moment(
-    host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    host, tmp_path, monkeypatch
+):
     tell = host.tell
 
-    def cut(where: str, script: str) -> str:
+    def cut(where, script):
         lines = script.splitlines(keepends=True)
         begun = next(n for n, line in enumerate(lines) if line.startswith("setsid"))
         end = next(n for n in range(begun, len(lines)) if lines[n].rstrip().endswith("&"))

@@ -77,7 +77,7 @@ def read(folder: Path, kind: str, values: Any, **keys: Any) -> tuple[dict[str, A
     }, said
 
 
-def test_each_line_of_deepspeed_becomes_a_key_or_is_named(tmp_path: Path) -> None:
+def test_each_line_of_deepspeed_becomes_a_key_or_is_named(tmp_path):
     found, said = read(tmp_path, "deepspeed", ZERO, method="full", train={"max_grad_norm": 2.0})
     assert found == {
         "where.strategy": "fsdp",
@@ -112,7 +112,7 @@ def test_each_line_of_deepspeed_becomes_a_key_or_is_named(tmp_path: Path) -> Non
         (3, "lora", ("fsdp", True)),
     ],
 )
-def test_stages_are_strategies(stage: int, method: str, expected: Any, tmp_path: Path) -> None:
+def test_stages_are_strategies(stage, method, expected, tmp_path):
     for kind, values in (
         ("deepspeed", {"zero_optimization": {"stage": stage}}),
         (
@@ -124,7 +124,7 @@ def test_stages_are_strategies(stage: int, method: str, expected: Any, tmp_path:
         assert (found["where.strategy"], found.get("where.reshard_after_forward")) == expected
 
 
-def test_each_line_of_accelerate_becomes_a_key_or_is_named(tmp_path: Path) -> None:
+def test_each_line_of_accelerate_becomes_a_key_or_is_named(tmp_path):
     found, said = read(tmp_path, "accelerate", FSDP)
     assert found == {
         "where.strategy": "fsdp",
@@ -184,17 +184,13 @@ def test_each_line_of_accelerate_becomes_a_key_or_is_named(tmp_path: Path) -> No
         ("accelerate", ["no", "mapping"], "not a mapping"),
     ],
 )
-def test_what_farthing_cannot_do_is_refused(
-    kind: str, values: Any, why: str, tmp_path: Path
-) -> None:
+def test_what_farthing_cannot_do_is_refused(kind, values, why, tmp_path):
     with pytest.raises(InputError, match=why) as refused:
         read(tmp_path, kind, values)
     assert refused.value.to_do
 
 
-def test_a_run_takes_the_file_and_says_every_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_takes_the_file_and_says_every_line(tmp_path, capfd):
     path = job_file(tmp_path, max_steps=1)
     file = tmp_path / "ds.json"
     file.write_text(
@@ -218,7 +214,7 @@ def test_a_run_takes_the_file_and_says_every_line(
     assert main(["train", str(path), "--deepspeed", str(file)]) == 2
 
 
-def test_a_file_that_unfolds_beyond_measure_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_unfolds_beyond_measure_is_refused(tmp_path):
     bomb = "a: &a [x, x]\n" + "".join(
         f"b{i}: &b{i} [{', '.join([f'*b{i - 1}' if i else '*a'] * 9)}]\n" for i in range(20)
     )

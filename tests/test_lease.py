@@ -114,7 +114,7 @@ class Machine:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
+def world(monkeypatch):
     made = World()
 
     def of_machine(name: str) -> Callable[[], float]:
@@ -134,9 +134,7 @@ def two(world: World, tmp_path: Path, skew_s: float) -> tuple[Machine, Machine, 
 
 
 @pytest.mark.parametrize("skew_s", [-2 * DAYS_S, -130.0, 0.0, 130.0, 2 * DAYS_S])
-def test_a_live_holder_keeps_the_run_whatever_the_clocks_say(
-    skew_s: float, world: World, tmp_path: Path
-) -> None:
+def test_a_live_holder_keeps_the_run_whatever_the_clocks_say(skew_s, world, tmp_path):
     first, second, _ = two(world, tmp_path, skew_s)
     first.claim()
     world.others = [first.act]
@@ -147,9 +145,7 @@ def test_a_live_holder_keeps_the_run_whatever_the_clocks_say(
 
 
 @pytest.mark.parametrize("seed", thinned(range(200), 15))
-def test_a_holder_that_slept_learns_that_it_lost_the_run_and_leaves_its_bill(
-    seed: int, world: World, tmp_path: Path
-) -> None:
+def test_a_holder_that_slept_learns_that_it_lost_the_run_and_leaves_its_bill(seed, world, tmp_path):
     """Suspended for seconds to days; clocks that count this, or stand still, or jump."""
     dice = random.Random(seed)
     first, second, shelf = two(world, tmp_path, dice.choice([0, 130, -DAYS_S, 2 * DAYS_S]))
@@ -183,12 +179,12 @@ def test_a_holder_that_slept_learns_that_it_lost_the_run_and_leaves_its_bill(
     assert not second.was_told
 
 
-def test_both_suspended_as_virtual_machines_on_one_laptop(world: World, tmp_path: Path) -> None:
+def test_both_suspended_as_virtual_machines_on_one_laptop(world, tmp_path):
     first, second, _ = two(world, tmp_path, 0.0)
     first.claim()
     asleep = False
 
-    def lid() -> None:
+    def lid():
         nonlocal asleep
         if not asleep:
             asleep = True
@@ -203,13 +199,13 @@ def test_both_suspended_as_virtual_machines_on_one_laptop(world: World, tmp_path
 
 @pytest.mark.parametrize("lost", ["create", "list"])
 def test_a_lost_answer_does_not_make_a_holder_a_stranger_to_itself(
-    lost: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    lost, world, tmp_path, monkeypatch
+):
     first, _, shelf = two(world, tmp_path, 0.0)
     first.claim()
     real = getattr(shelf, lost)
 
-    def unanswered(*arguments: object) -> object:
+    def unanswered(*arguments):
         real(*arguments)
         raise StoreError("no answer")
 
@@ -222,9 +218,7 @@ def test_a_lost_answer_does_not_make_a_holder_a_stranger_to_itself(
 
 
 @pytest.mark.parametrize("late", [1, 3])
-def test_a_list_that_lacks_the_newest_links_lets_nobody_in_beside_the_holder(
-    late: int, world: World, tmp_path: Path
-) -> None:
+def test_a_list_that_lacks_the_newest_links_lets_nobody_in_beside_the_holder(late, world, tmp_path):
     first, second, shelf = two(world, tmp_path, 0.0)
     first.claim()
     for _ in range(12):
@@ -239,26 +233,8 @@ def test_a_list_that_lacks_the_newest_links_lets_nobody_in_beside_the_holder(
     assert not first.was_told
 
 
-def test_gaps_are_times_in_which_the_process_did_not_run_or_a_clock_was_set() -> None:
-    now = [0.0, 0.0]
-    gaps = Gaps(10.0, (lambda: now[0], lambda: now[1]))
-    for _ in range(5):
-        now[0], now[1] = now[0] + 5, now[1] + 5
-        gaps.tick()
-    assert not gaps.taken()
-    now[1] -= DAYS_S
-    assert gaps.taken()
-    assert not gaps.taken()
-    now[0] += 11
-    gaps.tick()
-    now[0] += 1
-    assert gaps.taken(), "also where another thread has ticked since"
-
-
 @pytest.mark.slow
-def test_a_real_train_that_was_suspended_leaves_with_75_and_its_dollars_are_on_the_bill(
-    tmp_path: Path,
-) -> None:
+def test_a_real_train_that_was_suspended_leaves_with_75_and_its_dollars_are_on_the_bill(tmp_path):
     path = workshop.job_file(tmp_path, max_steps=1_000_000, save_steps=20, probe=False)
     code = (
         "import sys\nfrom dataclasses import replace\nimport farthing.run.mirror as mirror\n"
@@ -268,11 +244,11 @@ def test_a_real_train_that_was_suspended_leaves_with_75_and_its_dollars_are_on_t
         "sys.exit(main([*words, '--set', f'output_dir={sys.argv[1]}']))\n"
     )
 
-    def begin(name: str) -> subprocess.Popen[bytes]:
+    def begin(name):
         command = [sys.executable, "-c", code, str(tmp_path / name)]
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
-    def n_steps(name: str) -> int:
+    def n_steps(name):
         log = tmp_path / name / "log.jsonl"
         return log.read_bytes().count(b"examples") if log.exists() else 0
 

@@ -47,7 +47,7 @@ def sums_of(path: Path) -> tuple[float, float]:
 # ---- damaged lines ----
 
 
-def test_a_changed_digit_anywhere_is_noticed_and_no_money_is_forgotten(tmp_path: Path) -> None:
+def test_a_changed_digit_anywhere_is_noticed_and_no_money_is_forgotten(tmp_path):
     path = tmp_path / "ledger.jsonl"
     three_attempts(path)
     content, chance, n_noticed = path.read_bytes(), random.Random(1), 0
@@ -65,7 +65,7 @@ def test_a_changed_digit_anywhere_is_noticed_and_no_money_is_forgotten(tmp_path:
     assert n_noticed == 150
 
 
-def test_a_changed_digit_in_the_newest_line_leaves_its_twin(tmp_path: Path) -> None:
+def test_a_changed_digit_in_the_newest_line_leaves_its_twin(tmp_path):
     path = tmp_path / "ledger.jsonl"
     three_attempts(path)
     content = path.read_bytes()
@@ -77,9 +77,7 @@ def test_a_changed_digit_in_the_newest_line_leaves_its_twin(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("gone", [[0], [1], [0, 1]])
-def test_removed_lines_are_made_good_from_what_later_ones_know(
-    gone: list[int], tmp_path: Path
-) -> None:
+def test_removed_lines_are_made_good_from_what_later_ones_know(gone, tmp_path):
     path = tmp_path / "ledger.jsonl"
     clock = three_attempts(path)
     lines = path.read_text().splitlines(keepends=True)
@@ -101,7 +99,7 @@ def bear_witness(folder: Path, ledger: Ledger, step: int, run_id: str = "run-1")
 
 
 @pytest.mark.parametrize("how", ["removed", "emptied", "garbage", "every line"])
-def test_a_ledger_that_is_lost_is_made_good_from_the_checkpoints(how: str, tmp_path: Path) -> None:
+def test_a_ledger_that_is_lost_is_made_good_from_the_checkpoints(how, tmp_path):
     path, clock = tmp_path / "ledger.jsonl", Clock()
     keep(tmp_path / "run.json", {"run_id": "run-1"})
     ledger = attempt(path, clock, 3.6, 0, 10)
@@ -127,9 +125,7 @@ def test_a_ledger_that_is_lost_is_made_good_from_the_checkpoints(how: str, tmp_p
 
 
 @pytest.mark.parametrize("left", ["run.json", "log.jsonl", "checkpoints"])
-def test_nothing_known_of_the_money_is_refused_until_it_is_asked_for(
-    left: str, tmp_path: Path
-) -> None:
+def test_nothing_known_of_the_money_is_refused_until_it_is_asked_for(left, tmp_path):
     if left == "checkpoints":
         facts = {"kind": "farthing checkpoint", "step": 5, "run_id": "run-1", "attempt": 1}
         commit_folder(tmp_path / "checkpoints" / "step-00000005-0001", lambda draft: None, facts)
@@ -148,9 +144,7 @@ def test_nothing_known_of_the_money_is_refused_until_it_is_asked_for(
         new.refuse_forgotten(allow_restart=False)
 
 
-def test_a_running_attempt_writes_its_line_again_when_the_ledger_is_taken_away(
-    tmp_path: Path,
-) -> None:
+def test_a_running_attempt_writes_its_line_again_when_the_ledger_is_taken_away(tmp_path):
     path, clock = tmp_path / "ledger.jsonl", Clock()
     attempt(path, clock, 3.6, 0, 10, end="interrupted")
     ledger = attempt(path, clock, 3.6, 10, 12)
@@ -161,7 +155,7 @@ def test_a_running_attempt_writes_its_line_again_when_the_ledger_is_taken_away(
     assert sums_of(path) == (pytest.approx(150), pytest.approx(0.15))
 
 
-def test_a_run_with_a_damaged_ledger_says_so_keeps_its_bill_and_goes_on(tmp_path: Path) -> None:
+def test_a_run_with_a_damaged_ledger_says_so_keeps_its_bill_and_goes_on(tmp_path):
     job = workshop.make_job(tmp_path, max_steps=4, save_steps=2, limits={"max_hours": 1})
     from interrupted import terminate, when
 
@@ -218,12 +212,12 @@ def killed_at(k: int, work: Callable[[], None]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 77
 
 
-def test_a_kill_at_any_file_operation_of_a_ledger_loses_nothing_of_it(tmp_path: Path) -> None:
+def test_a_kill_at_any_file_operation_of_a_ledger_loses_nothing_of_it(tmp_path):
     path, clock = tmp_path / "ledger.jsonl", Clock()
     three_attempts(path)
     content, n_kills = path.read_bytes(), 0
 
-    def begin_and_grow() -> None:
+    def begin_and_grow():
         ledger = Ledger(path, Meter(clock=clock), 3.6)
         ledger.write("starting")
         ledger.begin_at(20)
@@ -245,7 +239,7 @@ def test_a_kill_at_any_file_operation_of_a_ledger_loses_nothing_of_it(tmp_path: 
     assert len(found.accounts[4].notices) == 3
 
 
-def test_attempts_that_are_brought_back_come_before_the_one_under_way(tmp_path: Path) -> None:
+def test_attempts_that_are_brought_back_come_before_the_one_under_way(tmp_path):
     path, clock = tmp_path / "ledger.jsonl", Clock()
     three_attempts(tmp_path / "stored")
     ledger = attempt(path, clock, 3.6, 0, 1)
@@ -256,7 +250,7 @@ def test_attempts_that_are_brought_back_come_before_the_one_under_way(tmp_path: 
     assert sums_of(path) == (pytest.approx(210), pytest.approx(0.25))
 
 
-def test_a_beat_takes_no_room_on_the_disk(tmp_path: Path) -> None:
+def test_a_beat_takes_no_room_on_the_disk(tmp_path):
     clock = Clock()
     ledger = attempt(tmp_path / "l", clock, 3.6, 0, 2)
     sizes = []
@@ -271,7 +265,7 @@ def test_a_beat_takes_no_room_on_the_disk(tmp_path: Path) -> None:
 # ---- attempts that are none ----
 
 
-def test_an_attempt_that_is_refused_leaves_no_trace(tmp_path: Path) -> None:
+def test_an_attempt_that_is_refused_leaves_no_trace(tmp_path):
     with pytest.raises(DataError), opened(tmp_path / "a" / "b" / "run", 1.0):
         raise DataError("no such file")
     assert list(tmp_path.iterdir()) == []
@@ -282,7 +276,7 @@ def test_an_attempt_that_is_refused_leaves_no_trace(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
-def test_an_attempt_at_another_run_is_not_on_its_bill_and_one_at_its_own_is(tmp_path: Path) -> None:
+def test_an_attempt_at_another_run_is_not_on_its_bill_and_one_at_its_own_is(tmp_path):
     path = tmp_path / "ledger.jsonl"
     three_attempts(path)
     before = sums_of(path)
@@ -295,16 +289,14 @@ def test_an_attempt_at_another_run_is_not_on_its_bill_and_one_at_its_own_is(tmp_
     assert new.ledger.spent_usd > before[1]
 
 
-def test_the_age_of_a_process_is_counted_once(tmp_path: Path) -> None:
+def test_the_age_of_a_process_is_counted_once(tmp_path):
     for name in ("a", "b", "c"):
         with opened(tmp_path / name, 1.0):
             pass
     assert sums_of(tmp_path / "c" / "ledger.jsonl")[0] < 5
 
 
-def test_a_job_that_is_wrong_or_of_another_folder_leaves_the_bill_as_it_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_is_wrong_or_of_another_folder_leaves_the_bill_as_it_was(tmp_path, capsys):
     path = workshop.job_file(tmp_path, max_steps=2, output_dir="run")
     ledger = tmp_path / "run" / "ledger.jsonl"
     ledger.parent.mkdir()

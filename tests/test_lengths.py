@@ -4,34 +4,30 @@ sets.
 
 from __future__ import annotations
 
-import csv
-import gzip
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from transformers import AutoTokenizer
 
+from data_files import KINDS, write_as
 from farthing.config.data_lengths import read_lengths
 from farthing.config.job import Job
-from farthing.data import blocks, sample
+from farthing.data import sample
 from farthing.data.batches import Batches
-from farthing.data.encode import Encoder
-from farthing.data.lengths import Lengths, from_arrays, from_mean, from_token_set
+from farthing.data.lengths import Lengths, from_arrays, from_mean
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.data.packing import split_by_tokens, split_padded
 from farthing.data.read import open_sources
 from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, InputError, ModelError
-from farthing.events import Decided, StepTaken
+from farthing.events import StepTaken
 from farthing.local.measurements import read_measurements
+from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.tiny import demo_rows, write_jsonl
 from thinned import thinned
 from web import Files
@@ -140,30 +136,15 @@ def test_inputs_that_are_cut_off():
         assert short.cut(10**6, 300, is_packed=True).largest.tokens >= both.max()
 
 
-def test_the_same_lengths_give_the_same_bytes():
+def test_the_same_lengths_give_the_same_cuts():
     tokens, targets = drawn(3000), drawn(3000, seed=2)
-    twice = [
+    once, again = (
         from_arrays(tokens, targets, source="x").cut(900, 48, is_packed=False) for _ in range(2)
-    ]
-    assert twice[0] == twice[1]
-    code = (
-        "import numpy as np\nfrom farthing.data.lengths import *\n"
-        "t = (np.arange(3000) * 37 % 900 + 1)\n"
-        "print(from_arrays(t, source='').cut(900, 48, is_packed=True))\n"
-        "print(from_arrays(t, t[::-1], source='').cut(900, 48, is_packed=False))"
     )
-    said = {
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout
-        for _ in range(2)
-    }
-    assert len(said) == 1
+    assert once == again
 
 
-def test_cutting_looks_at_a_bounded_number_of_examples_and_at_none_twice(
-    monkeypatch,
-):
+def test_cutting_looks_at_a_bounded_number_of_examples_and_at_none_twice(monkeypatch):
     """However many examples there are: a plan asks for dozens of cuts of the same lengths."""
     from farthing.data import lengths as module
 
@@ -177,7 +158,7 @@ def test_cutting_looks_at_a_bounded_number_of_examples_and_at_none_twice(
     lengths = from_arrays(drawn(50_000), source="drawn")
     pairs = from_arrays(drawn(50_000), drawn(50_000, seed=1), source="drawn")
 
-    def ask() -> None:
+    def ask():
         for batch in (8, 16, 64, 256):
             for most in (1024, 4096, 65_536):
                 lengths.cut(most, batch, is_packed=True)
@@ -243,42 +224,6 @@ def same(a: Lengths, b: Lengths) -> None:
 def cache_of(job: Job) -> Path:
     assert job.cache_dir is not None
     return Path(job.cache_dir)
-
-
-def token_set(job: Job) -> TokenSet:
-    """The only token set in a job's cache."""
-    from farthing.data.token_set import open_token_set
-
-    (folder,) = [path for path in (cache_of(job) / "tokens").iterdir() if path.is_dir()]
-    return open_token_set(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
-def test_what_training_has_tokenized_is_known_exactly(family, tmp_path):
-    job = make_job(tmp_path, family, n_rows=40, data={"eval_fraction": 0.2}, max_steps=2)
-    guess, _ = read_lengths(job, cache_dir=cache_of(job))
-    assert not guess.is_exact
-    assert "40 of 40 rows tokenized" in guess.source
-    heard = Heard()
-    train(job, heard)
-    exact, held_out = read_lengths(job, cache_dir=cache_of(job))
-    decided = heard.of(Decided)[0]
-    assert exact.is_exact
-    assert held_out is not None
-    assert exact.source == f"token cache, {decided.n_examples} examples"
-    assert (exact.n_examples, held_out.n_examples) == (decided.n_examples, decided.n_eval_examples)
-    tokens = token_set(job)
-    whole = from_token_set(tokens, None, job.task, source="")
-    assert exact.n_tokens + held_out.n_tokens == whole.n_tokens
-    assert exact.n_target_tokens + held_out.n_target_tokens == tokens.facts["n_targets"]
-    same(guess_of_all(job), whole)
-
-
-def guess_of_all(job: Job) -> Lengths:
-    """What a sample of all rows finds, without a cache."""
-    data = job.data.model_copy(update={"eval_fraction": 0.0})
-    return read_lengths(job.model_copy(update={"data": data}), cache_dir=Path("nowhere"))[0]
 
 
 @pytest.mark.slow
@@ -417,7 +362,10 @@ def test_remote_data_is_remembered_but_not_looked_at(tmp_path, monkeypatch):
 
 
 def plain_job(
-    data: str, model: Path | str = "nobody/nothing", task: str = "causal-lm", **more: Any
+    data: str | list[str],
+    model: Path | str = "nobody/nothing",
+    task: str = "causal-lm",
+    **more: Any,
 ) -> Job:
     return Job.model_validate(
         {
@@ -429,112 +377,62 @@ def plain_job(
     )
 
 
-def as_csv(path: Path, rows: list[dict[str, str]], delimiter: str = ",") -> Path:
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
+def by_both(path: Path, model: Path) -> tuple[TokenSet, Any]:
+    """The tokens that training has of a file, and the lengths that a plan finds in it."""
+    sources = open_sources((str(path),), cache_dir=path.parent, split="train")
+    how = Recipe("causal-lm", 512, max_bad_rows=0.5)
+    tokenizer = load_tokenizer(ModelChoice(str(model)), None)
+    planned = sample.sample_lengths(sources, light_tokenizer(model, None), how)
+    return tokenize(sources, tokenizer, how, path.parent), planned
 
 
 def test_a_plan_reads_a_csv_file_as_training_does(tiny_folders, tmp_path):
-    """Spaces around the names of columns, a line separator within a text, bytes that are no UTF-8,
-    headers that won't do.
-    """
+    """Spaces around the names of columns, a line separator in a text, bytes that are no UTF-8."""
     lines = [
         f"{i} \u2028 say,{row['completion']}".replace("\n", " ")
         for i, row in enumerate(demo_rows(60))
     ]
     path = tmp_path / "a.csv"
     path.write_bytes("\n".join(["prompt, completion", *lines]).encode() + b"\nbad,\xff\n")
-    sources = open_sources((str(path),), cache_dir=tmp_path, split="train")
-    recipe = Recipe("causal-lm", 512, max_bad_rows=0.5)
-    tokens = tokenize(
-        sources, AutoTokenizer.from_pretrained(tiny_folders["llama"]), recipe, tmp_path
-    )
-    found = sample.sample_lengths(sources, light_tokenizer(tiny_folders["llama"], None), recipe)
+    tokens, found = by_both(path, tiny_folders["llama"])
     assert (len(tokens), found.n_examples) == (60, 60)
     assert sorted(found.tokens.tolist()) == sorted(tokens.lengths.tolist())
-    for header, words in (("text,text", "`text` appears twice"),):
-        path.write_text(f"{header}\na,b\n")
-        sources = open_sources((str(path),), cache_dir=tmp_path, split="train")
-        with pytest.raises(DataError, match=words):
-            sample.sample_lengths(sources, light_tokenizer(tiny_folders["llama"], None), recipe)
 
 
-def test_every_kind_of_file_has_the_same_lengths(tiny_folders, tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = [
-        {"prompt": f'{row["prompt"]}\n"so, {i}"', "completion": row["completion"]}
-        for i, row in enumerate(demo_rows(60))
+@pytest.mark.parametrize("kind", ["conversations", "instruction"])
+def test_chats_are_rendered_as_for_training(kind, tiny_folders, tmp_path):
+    rows: list[dict[str, Any]] = [
+        {"instruction": "Say it. " * i, "input": "x", "output": "It."} for i in (1, 2, 3, 4)
     ]
-    jsonl = write_jsonl(tmp_path / "a.jsonl", rows)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl.read_bytes()))
-    (tmp_path / "bom.jsonl").write_bytes(
-        b"\xef\xbb\xbf" + jsonl.read_bytes().replace(b"\n", b"\r\n\r\n")
-    )
-    (tmp_path / "a.json").write_text(json.dumps({"data": rows}))
-    as_csv(tmp_path / "a.csv", rows)
-    as_csv(tmp_path / "a.tsv", rows, "\t")
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7
-    )
-    (tmp_path / "set").mkdir()
-    write_jsonl(tmp_path / "set" / "train.jsonl", rows)
-    write_jsonl(tmp_path / "set" / "test.jsonl", rows[:5])
-    names = ("a.jsonl", "a.jsonl.gz", "bom.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "set")
-    found = {
-        name: read_lengths(
-            plain_job(str(tmp_path / name), tiny_folders["llama"]), cache_dir=tmp_path / "no"
-        )[0]
-        for name in names
-    }
-    for lengths in found.values():
-        same(lengths, found["a.jsonl"])
-    assert found["a.csv"].n_examples == 60
-    both = Job.model_validate(
-        {
-            "task": "causal-lm",
-            "model": str(tiny_folders["llama"]),
-            "data": {"train": [str(tmp_path / "a.csv"), str(tmp_path / "a.parquet")]},
-            "output_dir": "nothing",
-        }
-    )
-    assert read_lengths(both, cache_dir=tmp_path / "no")[0].n_examples == 120
-
-
-@pytest.mark.parametrize("messages", ["messages", "conversations", "instruction"])
-def test_chats_are_rendered_as_for_training(messages, tmp_path):
-    turns = [
-        ("user", "How are you?"),
-        ("assistant", "I am fine, thank you."),
-        ("user", "And now?"),
-        ("assistant", "Well."),
-    ]
-    if messages == "messages":
-        rows: list[dict[str, Any]]
-        rows = [
-            {"messages": [{"role": who, "content": said * i} for who, said in turns]}
-            for i in (1, 2, 3, 4)
-        ]
-    elif messages == "conversations":
+    if kind == "conversations":
+        turns = [("human", "How are you?"), ("gpt", "Fine."), ("human", "Now?"), ("gpt", "Well.")]
         rows = [
             {"conversations": [{"from": who, "value": said * i} for who, said in turns]}
             for i in (1, 2, 3, 4)
         ]
-    else:
-        rows = [
-            {"instruction": "Say it. " * i, "input": "x", "output": "It."} for i in (1, 2, 3, 4)
-        ]
-    job = make_job(tmp_path, rows=rows, max_steps=1)
-    guess, _ = read_lengths(job, cache_dir=cache_of(job))
-    train(job)
-    exact, _ = read_lengths(job, cache_dir=cache_of(job))
-    assert exact.is_exact
-    assert guess.tokens.tolist() == exact.tokens.tolist()
-    assert guess.n_target_tokens == exact.n_target_tokens
+    tokens, found = by_both(write_jsonl(tmp_path / "a.jsonl", rows), tiny_folders["llama"])
+    assert sorted(found.tokens.tolist()) == sorted(tokens.lengths.tolist())
+
+
+def test_every_kind_of_file_has_the_same_lengths(tiny_folders, tmp_path):
+    rows = [
+        {"prompt": f'{row["prompt"]}\n"so, {i}"', "completion": row["completion"]}
+        for i, row in enumerate(demo_rows(60))
+    ]
+    paths = [write_as(kind, tmp_path / f"a.{kind}", rows) for kind in KINDS]
+    jsonl = paths[0].read_bytes()
+    paths.append(tmp_path / "bom.jsonl")
+    paths[-1].write_bytes(b"\xef\xbb\xbf" + jsonl.replace(b"\n", b"\r\n\r\n"))
+    paths.append(write_jsonl(tmp_path / "set" / "train.jsonl", rows).parent)
+
+    def lengths_of(*names):
+        job = plain_job([str(name) for name in names], tiny_folders["llama"])
+        return read_lengths(job, cache_dir=tmp_path / "no")[0]
+
+    first = lengths_of(paths[0])
+    for path in paths[1:]:
+        same(lengths_of(path), first)
+    assert lengths_of(*paths[:2]).n_examples == 2 * first.n_examples == 120
 
 
 def test_without_a_tokenizer_characters_are_counted(tmp_path):
@@ -547,59 +445,34 @@ def test_without_a_tokenizer_characters_are_counted(tmp_path):
     )  # one for every four characters, and one for the end
 
 
-def test_bad_rows_are_left_out(tiny_folders, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", demo_rows(30))
-    path.write_text(path.read_text() + '{"prompt": "x"}\nnot json\n\n   \n[1]\n')
-    lengths, _ = read_lengths(
-        plain_job(str(path), tiny_folders["llama"]), cache_dir=tmp_path / "no"
-    )
-    assert lengths.n_examples == 30
-
-
 def test_data_that_cant_be_used(tiny_folders, tmp_path):
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "blank.jsonl").write_text("\n\n\n")
-    (tmp_path / "bad.jsonl").write_text("no json\n" * 20)
-    (tmp_path / "void.jsonl").write_text('{"text": ""}\n' * 20)
-    (tmp_path / "columns.jsonl").write_text('{"a": "b"}\n' * 20)
-    (tmp_path / "header.csv").write_text("text\n")
-    (tmp_path / "torn.parquet").write_bytes(b"PAR1 and no more")
-    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 9999)[:60])
-    (tmp_path / "a.xyz").write_text("?")
+    def refusal(kind, words, name, **keys):
+        with pytest.raises(kind, match=words) as caught:
+            read_lengths(plain_job(name, tiny_folders["llama"], **keys), cache_dir=tmp_path / "no")
+        return caught.value
+
+    for number, (text, words) in enumerate(
+        [
+            ("\n\n\n", "no rows"),
+            ("no json\n" * 20, "no usable row .invalid JSON"),
+            ('{"text": ""}\n' * 20, "no usable row .*`text` is empty"),
+            ('{"a": "b"}\n' * 20, "no format"),
+        ]
+    ):
+        (tmp_path / f"{number}.jsonl").write_text(text)
+        refusal(DataError, words, str(tmp_path / f"{number}.jsonl"))
     (tmp_path / "folder").mkdir()
-    expected = {
-        "empty.jsonl": "empty",
-        "blank.jsonl": "no rows",
-        "bad.jsonl": "no usable row .invalid JSON",
-        "void.jsonl": "no usable row .*`text` is empty",
-        "columns.jsonl": "no format",
-        "header.csv": "no rows",
-        "torn.parquet": "Parquet",
-        "torn.jsonl.gz": "can't be read",
-        "a.xyz": "unknown kind",
-        "emty.jsonl": "no such file",
-    }
-    for name, words in expected.items():
-        with pytest.raises(DataError, match=words):
-            read_lengths(
-                plain_job(str(tmp_path / name), tiny_folders["llama"]), cache_dir=tmp_path / "no"
-            )
     for name in (
         "s3://bucket/a.jsonl",
         "https://example.org/a.jsonl?sig=secret",
         "nobody/set",
         str(tmp_path / "folder"),
     ):
-        with pytest.raises(InputError, match=r"network|split") as caught:
-            read_lengths(plain_job(name, tiny_folders["llama"]), cache_dir=tmp_path / "no")
-        assert "--mean-tokens" in caught.value.to_do
-        assert "secret" not in str(caught.value)
+        error = refusal(InputError, "network|split", name)
+        assert "--mean-tokens" in error.to_do
+        assert "secret" not in str(error)
     data = str(write_jsonl(tmp_path / "good.jsonl", demo_rows(3)))
-    with pytest.raises(ModelError, match="chat template"):
-        read_lengths(
-            plain_job(data, tiny_folders["llama"], chat_template="/no/where"),
-            cache_dir=tmp_path / "no",
-        )
+    refusal(ModelError, "chat template", data, chat_template="/no/where")
 
 
 def test_a_large_file_is_read_in_blocks(tiny_folders, tmp_path, monkeypatch):
@@ -613,108 +486,3 @@ def test_a_large_file_is_read_in_blocks(tiny_folders, tmp_path, monkeypatch):
     assert "of about" in part.source
     assert part.n_examples == pytest.approx(6000, rel=0.05)
     assert part.mean == pytest.approx(whole.mean, rel=0.05)
-
-
-# ---- real data ----
-
-MOST_TOKENIZED_CHARACTERS = 2_500_000
-
-CASES = [
-    ("chat_messages", "causal-lm", "gpt2", 1024, {}),
-    ("chat_messages", "causal-lm", "mistral-7b-v0.1", 8192, {}),
-    (
-        "complaints_narratives",
-        "classification",
-        "bert-base-uncased",
-        512,
-        {"columns": {"label": "product"}},
-    ),
-    (
-        "complaints_narratives",
-        "classification",
-        "roberta-base",
-        8192,
-        {"columns": {"label": "product"}},
-    ),
-    ("e2e_nlg_dev_test", "seq2seq", "t5", 512, {}),
-    pytest.param(
-        "p3_open_license_sample", "causal-lm", "gpt-neox-mpt", 8192, {}, marks=pytest.mark.slow
-    ),
-    pytest.param(
-        "p3_open_license_sample",
-        "seq2seq",
-        "t5",
-        1024,
-        {"columns": {"input": "prompt", "target": "completion"}},
-        marks=pytest.mark.slow,
-    ),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("file", "task", "tokenizer", "limit", "data"), CASES)
-def test_samples_of_real_sets(
-    file,
-    task,
-    tokenizer,
-    limit,
-    data,
-    data_dir,
-    tmp_path,
-    monkeypatch,
-):
-    """Within 3 % in the mean and 10 % at the long end of what all rows are; targets, a word here
-    and a page there, 15 %.
-    """
-    from farthing.model.load import ModelChoice, load_tokenizer
-
-    path, folder = data_dir / f"{file}.jsonl", (data_dir / "tokenizers" / tokenizer).resolve()
-    job = plain_job(str(path), folder, task, max_length=limit, max_target_length=limit, **data)
-    with monkeypatch.context() as patch:
-        asked: list[str] = []
-        encode = Encoder._encode
-        patch.setattr(
-            Encoder,
-            "_encode",
-            lambda self, texts, **more: asked.extend(texts) or encode(self, texts, **more),
-        )
-        n_parsed = []
-        parse = blocks._json_row
-        patch.setattr(blocks, "_json_row", lambda row: n_parsed.append(row.number) or parse(row))
-        found, _ = read_lengths(job, cache_dir=tmp_path / "no")
-    assert len(n_parsed) <= 6000, "a sample is parsed"
-    assert len(asked) <= (2 if task == "seq2seq" else 1) * sample.MOST_ROWS, (
-        "and of that a part is tokenized"
-    )
-    assert sum(map(len, asked)) <= MOST_TOKENIZED_CHARACTERS
-    recipe = Recipe(task, limit, limit, **data)
-    sources = open_sources((str(path),), cache_dir=tmp_path, split="train")
-    tokens = tokenize(sources, load_tokenizer(ModelChoice(str(folder)), None), recipe, tmp_path)
-    exact = from_token_set(tokens, None, task, source="")
-    assert found.n_examples == pytest.approx(exact.n_examples, rel=0.02)
-    assert found.mean == pytest.approx(exact.mean, rel=0.03)
-    assert np.percentile(found.tokens, 99) == pytest.approx(
-        np.percentile(exact.tokens, 99), rel=0.10
-    )
-    assert found.longest == pytest.approx(exact.longest, rel=0.10)
-    assert found.mean_target == pytest.approx(exact.mean_target, rel=0.15)
-    for batch in (16, 64):
-        mine, its = (one.cut(2048, batch, is_packed=False).example for one in (found, exact))
-        assert mine.tokens == pytest.approx(its.tokens, rel=0.05)
-
-
-@pytest.mark.slow
-def test_the_room_works_without_torch_and_transformers(data_dir):
-    code = (
-        "import sys, time\nfrom pathlib import Path\nfrom farthing.config.job import Job\n"
-        "from farthing.config.data_lengths import read_lengths\n"
-        f"d = Path({str(data_dir.resolve())!r})\n"
-        "model, data = str(d / 'tokenizers' / 'gpt2'), str(d / 'chat_messages.jsonl')\n"
-        "job = Job(task='causal-lm', model=model, data=data, output_dir='o')\n"
-        "print(read_lengths(job, cache_dir=Path('no'))[0].source)\n"
-        "heavy = {'torch', 'transformers', 'datasets', 'peft'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "of 750 rows tokenized" in done.stdout

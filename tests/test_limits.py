@@ -13,7 +13,6 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -32,7 +31,6 @@ from farthing.errors import RunInterruptedError
 from farthing.report.receipt import build_receipt
 from farthing.run.accounts import read_ledger
 from farthing.run.exported import seal_export
-from farthing.run.folder import LEDGER, MODEL
 from farthing.run.ledger import Ledger, Meter, steady_clock
 from farthing.run.signals import Notice
 from farthing.train.budget import Limits
@@ -121,8 +119,8 @@ class TimedSaver(Saver):
         context.ledger.write("running", exported=step)
         self.machine.passes(self.costs.export_s)
         self.export_s = self.costs.export_s
-        (context.folder / MODEL).mkdir(exist_ok=True)
-        seal_export(context.folder / MODEL)
+        (context.folder / "model").mkdir(exist_ok=True)
+        seal_export(context.folder / "model")
         self.disk["model"] = step
 
     def trained(self) -> dict[str, Any]:
@@ -202,7 +200,7 @@ class Costs:
 
 
 @pytest.fixture(autouse=True)
-def simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+def simulation(monkeypatch):
     """Work is time; and looking for garbage in a process of many tests takes longer than a
     simulated run.
     """
@@ -225,9 +223,9 @@ def attempt(
     meter = Meter(clock=clock, now=steady_clock(machine.wall, clock))
     machine.ledger = None
     job = job.model_copy(update={"output_dir": str(folder)})
-    if Limits(job, Ledger(folder / LEDGER, meter, job.usd_per_hour)).why_not_start():
+    if Limits(job, Ledger(folder / "ledger.jsonl", meter, job.usd_per_hour)).why_not_start():
         return "limit"
-    ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
+    ledger = Ledger(folder / "ledger.jsonl", meter, job.usd_per_hour)
     limits = Limits(job, ledger)
     ledger.write("starting")
     machine.ledger = ledger
@@ -276,7 +274,7 @@ def job_with(folder: Path, limits: dict[str, Any], **train_keys: Any) -> Job:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Job:
+def plain(tmp_path_factory):
     return job_with(tmp_path_factory.mktemp("job"), {})
 
 
@@ -317,9 +315,7 @@ def play(
 
 
 @pytest.mark.parametrize("seed", thinned(range(50), 13))
-def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(
-    seed: int, plain: Job, tmp_path: Path
-) -> None:
+def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(seed, plain, tmp_path):
     dice = random.Random(seed)
     costs = Costs(dice)
     # enough for a start and the first save: below that there is nothing to be lost
@@ -336,10 +332,10 @@ def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(
     assert state in ("limit", "finished")
     slack_s = 2.0 * (n_kills + 1)  # what the ledger had not yet written
     assert machine.alive_s <= budget_s + costs.longest_step_s + slack_s
-    spent_s = sum(account.wall_s for account in read_ledger(folder / LEDGER).ordered)
+    spent_s = sum(account.wall_s for account in read_ledger(folder / "ledger.jsonl").ordered)
     assert spent_s <= budget_s + costs.longest_step_s
     assert spent_s == pytest.approx(machine.alive_s, abs=slack_s)
-    assert (folder / MODEL).is_dir()
+    assert (folder / "model").is_dir()
     assert disk["model"] > 0
     receipt = build_receipt(folder)  # every second has a name and a price, over all attempts
     assert receipt.wall_s == pytest.approx(spent_s, abs=0.1)
@@ -352,10 +348,8 @@ def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(
     assert receipt.restart_usd == pytest.approx(receipt.restart_s / 3600 * 7.2)
 
 
-@pytest.mark.parametrize("seed", thinned(range(1000, 1200), 33))
-def test_a_run_stops_before_the_step_that_would_pass_its_cap(
-    seed: int, plain: Job, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("seed", thinned(range(1000, 1200), 66))
+def test_a_run_stops_before_the_step_that_would_pass_its_cap(seed, plain, tmp_path):
     """Jobs of drawn lengths and speeds, from caps of no step to caps of all."""
     dice = random.Random(seed)
     costs, machine, disk = Costs(dice), Machine(), dict[str, Any]()
@@ -378,9 +372,7 @@ def test_a_run_stops_before_the_step_that_would_pass_its_cap(
         pytest.param(False, id="beside it"),
     ],
 )
-def test_what_a_step_takes_beside_its_own_seconds_is_kept_back_too(
-    is_within: bool, tmp_path: Path
-) -> None:
+def test_what_a_step_takes_beside_its_own_seconds_is_kept_back_too(is_within, tmp_path):
     case = caps.draw(1) | {
         "cap_s": 20.0,
         "step_s": 1.5,
@@ -403,8 +395,8 @@ def test_what_a_step_takes_beside_its_own_seconds_is_kept_back_too(
 
 @pytest.mark.parametrize("cap", ["max_hours", "max_gpu_hours"])
 def test_killed_in_its_last_seconds_a_run_has_its_model_and_does_not_start_again(
-    cap: str, plain: Job, tmp_path: Path
-) -> None:
+    cap, plain, tmp_path
+):
     dice = random.Random(1)
     costs = Costs(dice)
     costs.start_s, costs.mean_step_s, costs.evaluation_s = 20.0, 1.0, 0.0
@@ -418,9 +410,7 @@ def test_killed_in_its_last_seconds_a_run_has_its_model_and_does_not_start_again
     assert machine.alive_s == 97.0, "asking costs nothing"
 
 
-def test_a_clock_that_is_set_within_an_attempt_neither_ends_nor_extends_it(
-    plain: Job, tmp_path: Path
-) -> None:
+def test_a_clock_that_is_set_within_an_attempt_neither_ends_nor_extends_it(plain, tmp_path):
     deadline = datetime.fromtimestamp(STARTED_AT + 300).astimezone()
     job = plain.model_copy(
         update={"limits": plain.limits.model_copy(update={"deadline": deadline})}
@@ -434,11 +424,11 @@ def test_a_clock_that_is_set_within_an_attempt_neither_ends_nor_extends_it(
         take = costs.step_s
 
         def step_s(
-            step: int,
-            machine: Machine = machine,
-            error_s: float = error_s,
-            take: Callable[[int], float] = take,
-        ) -> float:
+            step,
+            machine=machine,
+            error_s=error_s,
+            take=take,
+        ):
             machine.clock_error_s = error_s
             return take(step)
 
@@ -449,14 +439,14 @@ def test_a_clock_that_is_set_within_an_attempt_neither_ends_nor_extends_it(
     assert 280 <= ends[0] <= 300
 
 
-def test_the_age_of_the_process_does_not_follow_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_age_of_the_process_does_not_follow_the_clock(monkeypatch):
     honest = farthing.run.ledger.seconds_since_process_start()
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 172800)
     assert farthing.run.ledger.seconds_since_process_start() == pytest.approx(honest, abs=5)
 
 
-def test_what_is_left_is_left_until_the_first_limit(plain: Job, tmp_path: Path) -> None:
+def test_what_is_left_is_left_until_the_first_limit(plain, tmp_path):
     machine = Machine()
     meter = Meter(clock=lambda: machine.now, now=steady_clock(machine.wall, lambda: machine.now))
     ledger = Ledger(tmp_path / "l", meter, plain.usd_per_hour)
@@ -473,7 +463,7 @@ def test_what_is_left_is_left_until_the_first_limit(plain: Job, tmp_path: Path) 
 # ---- a schedule that fits ----
 
 
-def test_the_first_fit_buys_what_is_promised_and_never_more_than_asked() -> None:
+def test_the_first_fit_buys_what_is_promised_and_never_more_than_asked():
     warmup = lambda n: n // 20  # noqa: E731
     fit = first_fit(1000, warmup, 500.0, 1.0, 10.0)
     assert (fit.n_steps, fit.settles_at, fit.settled) == (475, 23, False)
@@ -485,7 +475,7 @@ def test_the_first_fit_buys_what_is_promised_and_never_more_than_asked() -> None
     assert first_fit(4, warmup, 500.0, 1.0, 10.0).settles_at == 2
 
 
-def test_the_number_is_settled_once_by_the_pace() -> None:
+def test_the_number_is_settled_once_by_the_pace():
     fit = first_fit(1000, lambda n: 20, 500.0, 1.0, 0.0)
     slower = settled_fit(fit, 400.0, 4.0, 12.0)
     assert slower.n_steps == 20 + 94
@@ -498,7 +488,7 @@ def test_the_number_is_settled_once_by_the_pace() -> None:
 @pytest.mark.parametrize(
     "name", ["linear", "cosine", "polynomial", "cosine_with_restarts", "constant", "inverse_sqrt"]
 )
-def test_the_rate_before_it_is_settled_does_not_depend_on_the_number(name: str) -> None:
+def test_the_rate_before_it_is_settled_does_not_depend_on_the_number(name):
     few = fitted_schedule(name, n_warmup_steps=4, holds_until=10, n_steps=40)
     many = fitted_schedule(name, n_warmup_steps=4, holds_until=10, n_steps=400)
     assert [few(step) for step in range(11)] == [many(step) for step in range(11)]
@@ -516,7 +506,7 @@ def test_the_rate_before_it_is_settled_does_not_depend_on_the_number(name: str) 
         ]
 
 
-def test_a_fit_that_was_kept_is_read_back_and_a_torn_one_is_refused(tmp_path: Path) -> None:
+def test_a_fit_that_was_kept_is_read_back_and_a_torn_one_is_refused(tmp_path):
     from farthing.errors import RunDamagedError
 
     fit = Fit(100, 50, 3, 10, True, 0.25)
@@ -533,10 +523,8 @@ def test_a_fit_that_was_kept_is_read_back_and_a_torn_one_is_refused(tmp_path: Pa
         kept_fit(tmp_path / "s")
 
 
-@pytest.mark.parametrize("seed", thinned(range(10), 3))
-def test_a_fitted_run_uses_its_budget_and_ends_annealed(
-    seed: int, plain: Job, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("seed", thinned(range(10), 5))
+def test_a_fitted_run_uses_its_budget_and_ends_annealed(seed, plain, tmp_path):
     dice = random.Random(seed)
     costs = Costs(dice)
     costs.mean_step_s = 1.0
@@ -551,10 +539,3 @@ def test_a_fitted_run_uses_its_budget_and_ends_annealed(
     assert fit.settled
     assert disk["model"] == fit.n_steps < 400
     assert 0.85 * 320 <= machine.alive_s <= 320
-
-
-def test_a_schedule_can_be_fitted_to_a_limit_only(tmp_path: Path) -> None:
-    from farthing.errors import JobError
-
-    with pytest.raises(JobError, match="fits to a limit"):
-        workshop.make_job(tmp_path, fit_schedule_to_budget=True)

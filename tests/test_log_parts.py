@@ -11,9 +11,8 @@ import pytest
 
 from farthing.errors import RunChangedError
 from farthing.run import mirror as mirror_module
-from farthing.run.commits import LOG_PARTS
 from farthing.storage.files import seal, unseal
-from test_store import Faulty, Model, delivered, folder_of_run, mirror_of, step_done, taken
+from mirrored import Faulty, Model, delivered, folder_of_run, mirror_of, step_done, taken
 
 
 def write_steps(run: Path, first: int, last: int) -> None:
@@ -30,7 +29,7 @@ def commits_of(tmp_path: Path, n: int) -> tuple[Model, list[str], Path]:
     store, sent = Model(), []
 
     def note(name: str, key: str, operation: Callable[[], Any]) -> Any:
-        sent.extend([key.rpartition("/")[2]] if name == "put" and f"/{LOG_PARTS}/" in key else [])
+        sent.extend([key.rpartition("/")[2]] if name == "put" and "/log.parts/" in key else [])
         return operation()
 
     run = folder_of_run(tmp_path / "run")
@@ -46,19 +45,17 @@ def commits_of(tmp_path: Path, n: int) -> tuple[Model, list[str], Path]:
     return store, sent, run
 
 
-def test_each_piece_is_sent_once(tmp_path: Path) -> None:
+def test_each_piece_is_sent_once(tmp_path):
     store, sent, run = commits_of(tmp_path, 6)
     assert sent == [f"{n:06d}" for n in range(6)]
     assert taken(store, tmp_path / "empty") == 6
     assert (tmp_path / "empty" / "log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
-    assert not (tmp_path / "empty" / LOG_PARTS).exists()
-    held = {key.rpartition("/")[2] for key in store.objects if f"/{LOG_PARTS}/" in key}
+    assert not (tmp_path / "empty" / "log.parts").exists()
+    held = {key.rpartition("/")[2] for key in store.objects if "/log.parts/" in key}
     assert held == set(sent), "old commits go, what newer ones share with them stays"
 
 
-def test_a_log_that_was_cut_back_or_is_in_many_pieces_is_sent_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_was_cut_back_or_is_in_many_pieces_is_sent_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(mirror_module, "MOST_PIECES", 4)
     store, sent, run = commits_of(tmp_path, 6)
     assert sent == ["000000", "000001", "000002", "000003", "000000", "000001"]
@@ -75,7 +72,7 @@ def test_a_log_that_was_cut_back_or_is_in_many_pieces_is_sent_whole(
     assert (tmp_path / "shorter" / "log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
 
 
-def test_a_last_line_without_its_end_waits_for_it(tmp_path: Path) -> None:
+def test_a_last_line_without_its_end_waits_for_it(tmp_path):
     store, run = Model(), folder_of_run(tmp_path / "run")
     mirror = mirror_of(store, run)
     mirror.bring_back()
@@ -91,12 +88,12 @@ def test_a_last_line_without_its_end_waits_for_it(tmp_path: Path) -> None:
     assert (tmp_path / "empty" / "log.jsonl").read_bytes() == whole
 
 
-def test_a_machine_that_goes_on_sends_only_what_is_new(tmp_path: Path) -> None:
+def test_a_machine_that_goes_on_sends_only_what_is_new(tmp_path):
     store, _, _ = commits_of(tmp_path, 4)
     other, puts = tmp_path / "other", []
 
-    def note(name: str, key: str, operation: Callable[[], Any]) -> Any:
-        puts.extend([key] if name == "put" and f"/{LOG_PARTS}/" in key else [])
+    def note(name, key, operation):
+        puts.extend([key] if name == "put" and "/log.parts/" in key else [])
         return operation()
 
     mirror = mirror_of(Faulty(store, note), other)
@@ -109,9 +106,9 @@ def test_a_machine_that_goes_on_sends_only_what_is_new(tmp_path: Path) -> None:
     assert (tmp_path / "third" / "log.jsonl").read_bytes() == (other / "log.jsonl").read_bytes()
 
 
-def test_a_lost_micro_batch_costs_its_lines_and_is_said(tmp_path: Path) -> None:
+def test_a_lost_micro_batch_costs_its_lines_and_is_said(tmp_path):
     store, _, run = commits_of(tmp_path, 3)
-    (lost,) = [key for key in store.objects if key.endswith(f"/{LOG_PARTS}/000001")]
+    (lost,) = [key for key in store.objects if key.endswith("/log.parts/000001")]
     n_lost = store.objects.pop(lost).count(b"\n")
     said: list[str] = []
     assert taken(store, tmp_path / "empty", said) == 3
@@ -123,7 +120,7 @@ def test_a_lost_micro_batch_costs_its_lines_and_is_said(tmp_path: Path) -> None:
     assert set(found) < set(whole)
 
 
-def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_a_store_of_another_version_is_refused(tmp_path):
     store, _, _ = commits_of(tmp_path, 2)
     for key in store.list("commits/"):
         manifest = unseal(store.objects[key].decode(), "it")

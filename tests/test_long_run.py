@@ -27,7 +27,7 @@ def traced_peak_bytes(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_long_run_has_a_small_ledger_and_a_receipt_in_little_memory(tmp_path: Path) -> None:
+def test_a_long_run_has_a_small_ledger_and_a_receipt_in_little_memory(tmp_path):
     usd = make_run(tmp_path / "long", n_steps=20_000, n_evaluations=20, n_attempts=200)
     make_run(tmp_path / "short", n_steps=2_000, n_evaluations=20, n_attempts=200)
     ledger = tmp_path / "long" / "ledger.jsonl"
@@ -41,7 +41,7 @@ def test_a_long_run_has_a_small_ledger_and_a_receipt_in_little_memory(tmp_path: 
     assert more_bytes < 18_000 * 50, "a step costs its place in the curve, not its line"
 
 
-def test_a_log_is_read_fast_to_what_reading_every_line_as_json_gives(tmp_path: Path) -> None:
+def test_a_log_is_read_fast_to_what_reading_every_line_as_json_gives(tmp_path):
     make_run(tmp_path / "run", n_steps=300, n_evaluations=30, n_attempts=2)
     path = tmp_path / "run" / "log.jsonl"
     odd = [
@@ -88,7 +88,7 @@ def test_a_log_is_read_fast_to_what_reading_every_line_as_json_gives(tmp_path: P
     assert log.n_skipped == 1
 
 
-def test_a_digest_changes_nothing_of_what_a_log_says(tmp_path: Path) -> None:
+def test_a_digest_changes_nothing_of_what_a_log_says(tmp_path):
     make_run(tmp_path / "run", n_steps=5_000, n_evaluations=5, n_attempts=2)
     path, digest = tmp_path / "run" / "log.jsonl", tmp_path / "run" / "log.digest.json"
     digest.unlink(missing_ok=True)
@@ -118,9 +118,7 @@ def test_a_digest_changes_nothing_of_what_a_log_says(tmp_path: Path) -> None:
     assert read_log(path).step < whole.step
 
 
-def test_only_what_was_added_to_a_log_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_was_added_to_a_log_is_read(tmp_path, monkeypatch):
     make_run(tmp_path / "run", n_steps=3_000, n_evaluations=3, n_attempts=2)
     path = tmp_path / "run" / "log.jsonl"
     keep_digest(path, worth_bytes=0)
@@ -130,7 +128,7 @@ def test_only_what_was_added_to_a_log_is_read(
     n_read = 0
     add_line = TrainingLog.add_line
 
-    def counted(log: TrainingLog, line: bytes) -> None:
+    def counted(log, line):
         nonlocal n_read
         n_read += 1
         add_line(log, line)
@@ -140,7 +138,7 @@ def test_only_what_was_added_to_a_log_is_read(
     assert n_read == len(last)
 
 
-def test_a_curve_keeps_its_sums_and_both_ends() -> None:
+def test_a_curve_keeps_its_sums_and_both_ends():
     curve, values = Curve(), [float(i % 7) for i in range(100_003)]
     for step, value in enumerate(values, 1):
         curve.add(step, value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -72,7 +71,7 @@ def on_its_own(code: str, **environment: str) -> str:
         {"MKL_NUM_THREADS": "1"},
     ],
 )
-def test_the_trainer_and_the_planner_name_the_hardware_alike(environment: dict[str, str]) -> None:
+def test_the_trainer_and_the_planner_name_the_hardware_alike(environment):
     planner = on_its_own(
         "import sys\nfrom farthing.local.machine import local_machine\n"
         "print(local_machine().hardware)\nassert 'torch' not in sys.modules",
@@ -91,7 +90,7 @@ def test_the_trainer_and_the_planner_name_the_hardware_alike(environment: dict[s
 @pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="Linux only: a process kept to one core"
 )
-def test_a_process_kept_to_one_core_computes_with_one_thread() -> None:
+def test_a_process_kept_to_one_core_computes_with_one_thread():
     code = (
         "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "from farthing.local.machine import local_machine\nimport torch\n"
@@ -100,7 +99,7 @@ def test_a_process_kept_to_one_core_computes_with_one_thread() -> None:
     assert on_its_own(code) == "1 1"
 
 
-def test_this_machine() -> None:
+def test_this_machine():
     here = local_machine()
     assert here.kind == "cpu", "the tests hide GPUs"
     assert here.n_gpus == 0
@@ -110,12 +109,12 @@ def test_this_machine() -> None:
     assert 1e9 < here.cpu.peak_flops("fp32", here.n_threads) < 1e15
 
 
-def test_names_of_hardware() -> None:
+def test_names_of_hardware():
     assert hardware_key("cuda", "NVIDIA A10G", 8) == "NVIDIA A10G"
     assert hardware_key("cpu", " AMD  EPYC ", 1) == "AMD EPYC, 1 thread"
 
 
-def test_processors() -> None:
+def test_processors():
     text = "\n".join(
         XEON.format(i // 2).replace("processor\t: 0", f"processor\t: {i}") for i in range(8)
     )
@@ -136,7 +135,7 @@ def test_processors() -> None:
     assert not old.has_bf16
 
 
-def test_the_memory_of_a_container(tmp_path: Path) -> None:
+def test_the_memory_of_a_container(tmp_path):
     before = psutil.virtual_memory().available
     free = free_memory_bytes(tmp_path, tmp_path / "none")
     after = psutil.virtual_memory().available  # others may take or give back a lot at the same time
@@ -158,7 +157,7 @@ def test_the_memory_of_a_container(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def smi(tmp_path, monkeypatch):
     """An nvidia-smi that says what its file `says` holds, after `wait` seconds."""
     (tmp_path / "says").write_text(
         "0, GPU-aa, NVIDIA A10G, 23028\n1, GPU-bb, Tesla T4, 15360\n2, GPU-cc, Odd, [N/A]\n"
@@ -177,7 +176,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_gpus_by_nvidia_smi(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_by_nvidia_smi(smi, monkeypatch):
     here = local_machine()
     assert (here.kind, here.device_name, here.n_gpus) == ("cuda", "NVIDIA A10G", 2)
     assert here.memory_bytes == 23028 << 20
@@ -195,7 +194,7 @@ def test_gpus_by_nvidia_smi(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert local_machine().kind == "cpu"
 
 
-def test_no_gpu_after_all(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu_after_all(smi, monkeypatch):
     (smi / "fail").touch()
     assert local_machine().kind == "cpu"
     (smi / "wait").touch()
@@ -211,9 +210,7 @@ def test_no_gpu_after_all(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_machine().kind == "cpu"
 
 
-def test_a_spot_gpu_in_a_container_without_nvidia_smi_is_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spot_gpu_in_a_container_without_nvidia_smi_is_planned(tmp_path, monkeypatch):
     job = make_job(tmp_path, where={"spot": True, "gpus": "all"})
     examples, _ = open_examples(resolve(job), Heard())
     answers = {

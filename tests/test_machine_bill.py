@@ -29,7 +29,7 @@ def parts_of(row: dict[str, Any]) -> list[float]:
     return [round(row["seconds"][name], 6) for name in ("boot", "train", "teardown", "idle")]
 
 
-def test_a_machine_boots_trains_and_ends_and_the_rest_is_idle() -> None:
+def test_a_machine_boots_trains_and_ends_and_the_rest_is_idle():
     attempts = [attempt(1, 1120.0, 300.0), attempt(2, 1450.0, 40.0)]
     (row,) = bill_by_machine([machine(1)], attempts, 2000.0)
     assert (row["wall_s"], row["state"]) == (520.0, "gone")
@@ -47,24 +47,22 @@ def test_a_machine_boots_trains_and_ends_and_the_rest_is_idle() -> None:
     ],
     ids=["booted", "never booted", "never left", "not yet gone", "paid from its boot"],
 )
-def test_a_machine_without_an_attempt_boots_until_it_has_booted_or_left(
-    known: dict[str, Any], parts: list[float]
-) -> None:
+def test_a_machine_without_an_attempt_boots_until_it_has_booted_or_left(known, parts):
     (row,) = bill_by_machine([machine(1, **known)], [], 2000.0)
     assert parts_of(row) == parts
 
 
-def test_attempts_of_two_machines_at_once_belong_to_the_younger() -> None:
+def test_attempts_of_two_machines_at_once_belong_to_the_younger():
     older, younger = machine(1), machine(2, asked_at=1300.0, booted_at=1350.0, gone_at=1800.0)
     attempts = [attempt(1, 1120.0, 100.0), attempt(2, 1400.0, 90.0)]
     rows = bill_by_machine([older, younger], attempts, 2000.0)
     assert [row["seconds"]["train"] for row in rows] == [100.0, 90.0]
 
 
-def test_no_part_is_longer_than_what_is_left_where_clocks_differ() -> None:
+def test_no_part_is_longer_than_what_is_left_where_clocks_differ():
     (row,) = bill_by_machine([machine(1)], [attempt(1, 1010.0, 600.0)], 2000.0)
     assert parts_of(row) == [0.0, 520.0, 0.0, 0.0]
 
 
-def test_a_refused_machine_is_on_no_bill() -> None:
+def test_a_refused_machine_is_on_no_bill():
     assert bill_by_machine([machine(1, is_refused=True)], [], 2000.0) == []

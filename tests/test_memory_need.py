@@ -273,9 +273,7 @@ def test_the_head_has_one_block_of_rows_at_work(precision, cap, monkeypatch):
     assert alive.peak == pytest.approx(said, rel=0.05)
 
 
-def test_a_run_without_a_probe_begins_with_no_checkpointing_whatever_was_planned(
-    tmp_path,
-):
+def test_a_run_without_a_probe_begins_with_no_checkpointing_whatever_was_planned(tmp_path):
     """The least that fits is measured."""
     job = make_job(tmp_path, size={"hidden": 32, "layers": 1}, probe=False)
     Path(job.output_dir).mkdir()

@@ -328,9 +328,7 @@ def test_warm_up_is_a_share_of_the_steps_rounded_up(tmp_path):
     assert [row["lr"] for row in log_of(job)] == pytest.approx([0, 0.01 / 3, 0.02 / 3, 0.01, 0.01])
 
 
-def test_the_learning_rate_follows_the_global_batch_when_told_what_it_was_tuned_for(
-    tmp_path,
-):
+def test_the_learning_rate_follows_the_global_batch_when_told_what_it_was_tuned_for(tmp_path):
     job = make_job(
         tmp_path, learning_rate=0.01, global_batch_size=8, learning_rate_batch_size=32, max_steps=1
     )

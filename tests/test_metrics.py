@@ -294,11 +294,7 @@ def test_patience_counts_evaluations_without_a_gain(tmp_path, monkeypatch):
     ],
 )
 def test_the_best_step_does_not_depend_on_the_threshold_even_over_a_stop(
-    values,
-    greater,
-    best_step,
-    tmp_path,
-    monkeypatch,
+    values, greater, best_step, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
         evaluation.Evaluator,
@@ -362,11 +358,7 @@ def test_patience_is_that_of_transformers_early_stopping(tmp_path, monkeypatch):
     ),
 )
 def test_more_or_less_is_better_as_the_metric_has_it(
-    metric,
-    values,
-    best_step,
-    tmp_path,
-    monkeypatch,
+    metric, values, best_step, tmp_path, monkeypatch
 ):
     set_metrics(monkeypatch, *values, name=metric.removeprefix("eval_"))
     job = make_job(
@@ -380,9 +372,7 @@ def test_more_or_less_is_better_as_the_metric_has_it(
     assert workshop.train(job).receipt.best_step == best_step
 
 
-def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refused(
-    tmp_path,
-):
+def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refused(tmp_path):
     def examples_of(*labels: str, **label_map: str) -> list[str]:
         folder = tmp_path / str(len(labels) + len(label_map))
         job = make_job(folder, "bert", max_steps=1, data={"label_map": label_map})

@@ -16,7 +16,7 @@ DOCS = Path(__file__).parents[1] / "docs" / "guides" / "migrate"
 PAGES = sorted(path.stem for path in DOCS.glob("*.md") if path.stem != "README")
 
 
-def test_there_is_a_page_for_each_source() -> None:
+def test_there_is_a_page_for_each_source():
     from farthing.cli.import_ import SOURCES
     from farthing.config.importers import recognise
 
@@ -26,9 +26,7 @@ def test_there_is_a_page_for_each_source() -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_page_shows_what_the_importer_writes(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_shows_what_the_importer_writes(name, tmp_path, capsys):
     page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     before = re.search(r"## Before: (\S+)\n\n```\w+\n(.*?)```\n", page, re.DOTALL)
     after = re.search(r"## After: job.yaml\n\n```yaml\n(.*?)```\n", page, re.DOTALL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 import farthing.train.run
 import farthing.train.step
 import workshop
-from command import Cli
 from farthing.cli import main
 from farthing.events import StepTaken, Warned
 from farthing.report.receipt import build_receipt
@@ -25,7 +23,7 @@ from mishaps import fail_at
 from thinned import thinned
 
 
-def test_a_tracker_that_fails_is_dropped_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_tracker_that_fails_is_dropped_and_training_goes_on(tmp_path):
     pytest.importorskip("tensorboard")
     heard, taken = workshop.Heard(), workshop.step_taken()
     (tmp_path / "board").write_text("a file where the folder should be")
@@ -37,9 +35,7 @@ def test_a_tracker_that_fails_is_dropped_and_training_goes_on(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("most_waiting", thinned([3, 10_000], 9))
-def test_a_tracker_that_hangs_is_not_waited_for(
-    most_waiting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_hangs_is_not_waited_for(most_waiting, tmp_path, monkeypatch):
     is_over = threading.Event()
     monkeypatch.setitem(
         track.OPENERS, "tensorboard", lambda *_: (lambda *told: is_over.wait(600), lambda: None)
@@ -85,8 +81,8 @@ OUT = [
 @pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 3))
 @pytest.mark.parametrize("error", thinned(OUT, 2), ids=["gpu", "cpu"])
 def test_memory_that_runs_out_halves_the_micro_batch_and_not_the_step(
-    family: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    family, error, tmp_path, monkeypatch
+):
     keys = {"max_steps": 6, "n_rows": 64, "global_batch_size": 16}
     plain = workshop.make_job(tmp_path / "plain", family, **keys)
     workshop.train(plain)
@@ -115,8 +111,8 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_not_the_step(
 
 @pytest.mark.slow
 def test_one_example_without_room_is_computed_again_in_parts_and_then_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     job_in(tmp_path, "run")
     room_for(1, monkeypatch, OUT[0])
     assert main(["train", str(tmp_path / "run.yaml")]) == 1
@@ -136,9 +132,7 @@ def _token_rows(job: Any) -> list[Any]:
     return [train.tokens.example(int(index))[0] for index in train.indices]
 
 
-def test_a_crash_keeps_what_was_saved_and_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_a_crash_keeps_what_was_saved_and_says_how_to_go_on(tmp_path, monkeypatch, cli):
     job_in(tmp_path, "run")
     fail_at(6, ZeroDivisionError("of our own"), monkeypatch)
     words = cli.err("train", tmp_path / "run.yaml", code=1)

@@ -8,8 +8,6 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -148,13 +146,13 @@ REAL = {
 
 
 @pytest.fixture(autouse=True)
-def _no_cache_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _no_cache_of_this_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 @pytest.mark.parametrize("name", list(known_models()["models"]))
-def test_known_models_have_their_published_size(name: str) -> None:
+def test_known_models_have_their_published_size(name):
     config = known_config(name)
     assert config is not None
     shape = read_shape(config)
@@ -166,7 +164,7 @@ def test_known_models_have_their_published_size(name: str) -> None:
     assert shape.n_parameters + pooler == PUBLISHED[name]
 
 
-def test_the_table_is_whole() -> None:
+def test_the_table_is_whole():
     table = known_models()
     assert set(table["models"]) == set(PUBLISHED)
     assert {"source", "date"} <= set(table)
@@ -177,7 +175,7 @@ def test_the_table_is_whole() -> None:
 @pytest.mark.parametrize(
     "name", [f"{owner}/{name}" for owner, names in REAL.items() for name in names]
 )
-def test_the_table_says_what_real_configurations_say(name: str, data_dir: Path) -> None:
+def test_the_table_says_what_real_configurations_say(name, data_dir):
     real = json.loads((data_dir / "model_configs" / name.split("/")[1] / "config.json").read_text())
     known = known_config(name)
     assert known is not None
@@ -186,7 +184,7 @@ def test_the_table_says_what_real_configurations_say(name: str, data_dir: Path) 
         assert read_shape(known, task) == read_shape(real, task)
 
 
-def test_a_local_folder_comes_first(tmp_path: Path) -> None:
+def test_a_local_folder_comes_first(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json"):
         find_config(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -197,7 +195,7 @@ def test_a_local_folder_comes_first(tmp_path: Path) -> None:
             find_config(str(tmp_path))
 
 
-def test_then_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_then_the_cache_of_the_hub(tmp_path, monkeypatch):
     commit, older = "a" * 40, "b" * 40
     folder = hub_cache() / "models--openai-community--gpt2"
     for name in (commit, older):
@@ -224,7 +222,7 @@ def test_then_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert hub_cache() == tmp_path / "xdg" / "huggingface" / "hub"
 
 
-def test_hub_and_we_agree_on_the_cache(tmp_path: Path) -> None:
+def test_hub_and_we_agree_on_the_cache(tmp_path):
     for variables in (
         {"HF_HOME": "/h"},
         {"HF_HUB_CACHE": "/c"},
@@ -248,7 +246,7 @@ def test_hub_and_we_agree_on_the_cache(tmp_path: Path) -> None:
         assert ours == theirs, variables
 
 
-def test_then_the_table_with_its_mirrors() -> None:
+def test_then_the_table_with_its_mirrors():
     config, words = find_config("unsloth/Llama-3.2-1B")
     assert config["hidden_size"] == 2048
     assert known_models()["date"] in words
@@ -257,7 +255,7 @@ def test_then_the_table_with_its_mirrors() -> None:
     assert find_config("unsloth/Llama-3.2-1B")[0]["hidden_size"] == 2048, "a copy, not the table"
 
 
-def test_names_that_are_not_known() -> None:
+def test_names_that_are_not_known():
     for wrong, near in (
         ("meta-lama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B"),
         ("Llama-3.2-1B", "meta-llama/Llama-3.2-1B"),
@@ -282,7 +280,7 @@ def test_names_that_are_not_known() -> None:
         ("EleutherAI/gpt-neox20b", "EleutherAI/gpt-neox-20b"),
     ],
 )
-def test_a_model_of_another_version_is_not_what_was_meant(name: str, near: str) -> None:
+def test_a_model_of_another_version_is_not_what_was_meant(name, near):
     assert nearest_known(name).startswith(near)
     assert bool(nearest_known(name)) == bool(near)
     for wrong in ("/no/such/folder", "./none", "a/b/c", "a b", "https://x.y/z", ""):
@@ -314,7 +312,7 @@ class Hub(Quiet):
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str | None]]]:
+def hub(monkeypatch):
     """A Hub on this machine; yields what it was asked."""
     monkeypatch.delenv("HF_HUB_OFFLINE")
     Hub.asked.clear()
@@ -323,9 +321,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str | None]
         yield Hub.asked
 
 
-def test_last_the_hub_itself(
-    hub: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_the_hub_itself(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert find_config("me/own") == ({"model_type": "llama"}, "config.json of me/own on the Hub")
     assert find_config("me/own", "refs/pr/1")[0] == {}
@@ -347,7 +343,7 @@ def test_last_the_hub_itself(
     assert len(hub) == n_asked
 
 
-def test_a_hub_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_is_not_there(monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

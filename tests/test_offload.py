@@ -194,9 +194,7 @@ def test_weights_that_are_not_fp32_are_refused_in_words():
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_ends_as_one_left_alone_and_as_one_on_the_device(
-    tmp_path,
-):
+def test_a_run_that_was_stopped_ends_as_one_left_alone_and_as_one_on_the_device(tmp_path):
     class Stopper(Heard):
         def __call__(self, event: Event) -> None:
             if isinstance(event, StepTaken) and event.step == 3:

@@ -273,11 +273,7 @@ def ended(folder: Path, heard: Heard | None = None, **keys: Any) -> Any:
     ),
 )
 def test_memory_that_runs_out_once_is_survived_to_the_bit(
-    place,
-    scales,
-    untouched,
-    tmp_path,
-    monkeypatch,
+    place, scales, untouched, tmp_path, monkeypatch
 ):
     scale(monkeypatch, scales)
     holder, name, at = PLACES[place]

@@ -32,13 +32,13 @@ def run(*words: object, cwd: Path) -> str:
     return done.stdout
 
 
-def test_every_place_says_the_same_version() -> None:
+def test_every_place_says_the_same_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == farthing.__version__
     assert farthing.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_the_image_takes_the_locked_versions_and_extras_that_exist() -> None:
+def test_the_image_takes_the_locked_versions_and_extras_that_exist():
     lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
     installs = [line for line in lines if line.startswith("RUN pip install")]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
@@ -55,14 +55,14 @@ def test_the_image_takes_the_locked_versions_and_extras_that_exist() -> None:
     assert all((ROOT / name).exists() for name in copied if name not in ("./", "src"))
 
 
-def test_types_are_shipped() -> None:
+def test_types_are_shipped():
     assert (ROOT / "src/farthing/py.typed").exists()
     text = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert "py.typed" in text["tool"]["setuptools"]["package-data"]["farthing"]
 
 
 @pytest.mark.slow
-def test_a_wheel_is_built_checked_installed_alone_and_trains_the_demo(tmp_path: Path) -> None:
+def test_a_wheel_is_built_checked_installed_alone_and_trains_the_demo(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):

@@ -125,9 +125,7 @@ def test_losses_and_gradients_are_those_of_one_example_at_a_time(name, smoothing
         assert of_each.tolist() == pytest.approx(alone.tolist(), rel=1e-5)
 
 
-def test_parts_with_a_configuration_of_their_own_get_the_attention_too(
-    monkeypatch,
-):
+def test_parts_with_a_configuration_of_their_own_get_the_attention_too(monkeypatch):
     """transformers 5.17 sets that of the whole model alone where a part's configuration is a copy
     of the same class.
     """

@@ -13,7 +13,7 @@ def choices(folder: Path, **keys: Any) -> dict[str, Any]:
     return {check.name: check for check in check_choices(make_job(folder, "llama", **keys))}
 
 
-def test_the_list_answers_by_name_what_was_chosen_and_what_is_missing(tmp_path: Path) -> None:
+def test_the_list_answers_by_name_what_was_chosen_and_what_is_missing(tmp_path):
     plain = choices(tmp_path)
     names = [
         "GPU choice",

@@ -228,12 +228,7 @@ def cut_off(handler: BaseHTTPRequestHandler) -> None:
     ],
 )
 def test_a_bad_answer_is_the_failure_of_one_feed(
-    server,
-    tmp_path,
-    monkeypatch,
-    answer,
-    words,
-    limits,
+    server, tmp_path, monkeypatch, answer, words, limits
 ):
     monkeypatch.setattr(price_feeds, "MAX_FEED_BYTES", 1 << 20)
     honest = price_feeds.download
@@ -267,12 +262,7 @@ def test_a_bad_answer_is_the_failure_of_one_feed(
     ids=["elsewhere", "empty", "no archive", "no such file", "too large"],
 )
 def test_a_bad_archive_is_the_failure_of_one_feed(
-    server,
-    tmp_path,
-    monkeypatch,
-    version,
-    archive,
-    words,
+    server, tmp_path, monkeypatch, version, archive, words
 ):
     monkeypatch.setattr(price_feeds, "MAX_FEED_BYTES", 1 << 20)
     server.answers["/v3/gcp/version"] = version

@@ -24,9 +24,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_the_table_fits_80_columns_and_says_age_and_source(
-    cli,
-):
+def test_the_table_fits_80_columns_and_says_age_and_source(cli):
     out, err = cli("prices", "--gpu", "rtx 4090")
     assert err == ""
     lines = out.splitlines()

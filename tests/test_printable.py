@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from command import Cli
-from desk import Desk, Run
+from desk import Desk
 from farthing.cli import main
 from farthing.printable import printable, printable_lines
 from farthing.report.safe import SafeConsole, escape
@@ -31,7 +29,7 @@ def is_harmless(text: str) -> bool:
     )
 
 
-def test_what_steers_is_spelt_out_and_everything_else_left() -> None:
+def test_what_steers_is_spelt_out_and_everything_else_left():
     assert printable(CANARY) == (
         r"a\x1b]0;owned\x07b\r\n\x9b31mfarthing: finished\u202eevil\u2066\x7f[red]c[/red]\u2028d"
     )
@@ -41,7 +39,7 @@ def test_what_steers_is_spelt_out_and_everything_else_left() -> None:
     assert printable_lines("a\nb\n    c\rd") == "a\n  b\n    c\\rd"
 
 
-def test_a_console_prints_colours_of_its_own_alone() -> None:
+def test_a_console_prints_colours_of_its_own_alone():
     for console_of, is_safe in ((SafeConsole, True), (Console, False)):
         file = io.StringIO()
         console = console_of(file=file, force_terminal=True, color_system="standard", width=200)
@@ -100,9 +98,7 @@ SPOILS = [reason, columns, name_of_a_file, kind_of_file, label, model, template,
 
 
 @pytest.mark.parametrize("spoil", thinned(SPOILS, 9), ids=[spoil.__name__ for spoil in SPOILS])
-def test_refusals_repeat_nothing_that_steers(
-    spoil: Callable[[Desk], None], desk: Desk, run: Run
-) -> None:
+def test_refusals_repeat_nothing_that_steers(spoil, desk, run):
     spoil(desk)
     for verb in ("train", "plan", "doctor"):
         said = run(verb=verb)
@@ -111,7 +107,7 @@ def test_refusals_repeat_nothing_that_steers(
         assert is_harmless(said.err), repr(said.err)
 
 
-def test_a_run_says_names_as_they_are_spelt(desk: Desk, run: Run) -> None:
+def test_a_run_says_names_as_they_are_spelt(desk, run):
     name = "[red]" + CANARY.replace("/", "") + ".jsonl"
     lines = "".join(
         f'{{"prompt": "{row["prompt"]}", "completion": " x", "[red]\\u001b[0m": 1}}\n'
@@ -135,7 +131,7 @@ def test_a_run_says_names_as_they_are_spelt(desk: Desk, run: Run) -> None:
     assert r"# run[bold]\x1b[31m" in card
 
 
-def test_prices_of_others_steer_no_table_and_no_page(desk: Desk, run: Run, cli: Cli) -> None:
+def test_prices_of_others_steer_no_table_and_no_page(desk, run, cli):
     prices = desk.folder / "prices.csv"
     bad = '"x\x1b[31m\x9b1m\u202e[red]<script>"'
     prices.write_text(
@@ -155,15 +151,10 @@ def test_prices_of_others_steer_no_table_and_no_page(desk: Desk, run: Run, cli: 
     assert is_harmless(shown)
 
 
-def test_a_crash_and_a_wrong_argument_are_told_without_it(
-    desk: Desk,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_crash_and_a_wrong_argument_are_told_without_it(desk, run, monkeypatch, capsys):
     import farthing.config.preflight
 
-    def crash(*_: object, **__: object) -> None:
+    def crash(*_, **__):
         raise ZeroDivisionError(CANARY)
 
     monkeypatch.setattr(farthing.config.preflight, "look_over", crash)
@@ -177,7 +168,7 @@ def test_a_crash_and_a_wrong_argument_are_told_without_it(
         assert is_harmless(capsys.readouterr().err)
 
 
-def test_several_problems_of_a_job_each_have_lines_of_their_own(desk: Desk, run: Run) -> None:
+def test_several_problems_of_a_job_each_have_lines_of_their_own(desk, run):
     desk.values["lerning"] = 1
     desk.values["speed"] = 2
     said = run()

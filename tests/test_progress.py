@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from data_files import write_as
 from farthing.data import arrow, blocks
 from farthing.data.read import open_sources
 from farthing.data.rows import Reading
@@ -21,7 +22,6 @@ from farthing.events import ReadingData, Tokenizing
 from farthing.report.safe import SafeConsole
 from farthing.report.terminal import Terminal
 from farthing.tiny import demo_rows, write_jsonl
-from test_data import write_as
 from workshop import Heard, make_job, train
 
 

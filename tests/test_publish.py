@@ -95,11 +95,7 @@ def test_a_push_that_fails_is_taken_up_by_the_same_command(part, hub, trained, t
 
 
 def test_what_would_be_wrong_is_refused_before_a_byte_is_sent(
-    hub,
-    trained,
-    tmp_path,
-    monkeypatch,
-    capsys,
+    hub, trained, tmp_path, monkeypatch, capsys
 ):
     assert push(trained, tmp_path / "first", "--public") == 0
     assert not hub.repositories["team/small"].is_private

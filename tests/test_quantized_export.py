@@ -180,12 +180,7 @@ def test_positions_that_are_stretched_by_a_factor_are_said_to_llama_cpp(tmp_path
 
 
 @pytest.mark.slow
-def test_without_the_package_it_is_said_how_to_get_it(
-    trained,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+def test_without_the_package_it_is_said_how_to_get_it(trained, tmp_path, monkeypatch, capsys):
     for package, form in (("gguf", "gguf"), ("compressed_tensors.quantization", "fp8")):
         monkeypatch.setitem(__import__("sys").modules, package, None)
         assert export(trained, tmp_path / "out", "--format", form) == 2
@@ -214,12 +209,7 @@ def test_a_file_of_few_bits_is_judged_and_refused_above_the_limit(trained, tmp_p
     assert json.loads(capsys.readouterr().out)["judged"]["mean_kl"] > eight["mean_kl"]
 
 
-def test_bits_of_llama_quantize_need_it(
-    trained,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+def test_bits_of_llama_quantize_need_it(trained, tmp_path, monkeypatch, capsys):
     pytest.importorskip("gguf", reason="pip install 'farthing[gguf]'")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert export(trained, tmp_path / "out", "--format", "gguf", "--bits", "q4_k_m") == 2
@@ -315,12 +305,7 @@ def test_what_transformers_does_not_load_compressed_is_refused_by_its_family(
 
 
 @pytest.mark.slow
-def test_a_folder_that_lacks_weights_is_not_kept(
-    trained,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+def test_a_folder_that_lacks_weights_is_not_kept(trained, tmp_path, monkeypatch, capsys):
     pytest.importorskip("compressed_tensors", reason="pip install 'farthing[export]'")
     from farthing.export import compressed
 

@@ -457,9 +457,7 @@ def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_
 
 
 @pytest.mark.slow
-def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_than_ranks(
-    tmp_path,
-):
+def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_than_ranks(tmp_path):
     keys = {
         "n_rows": 7,
         "max_steps": 4,
@@ -488,9 +486,7 @@ def test_what_one_rank_meets_is_met_by_all(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_asked_to_leave_takes_all_along_and_as_many_go_on_to_the_same_bits(
-    tmp_path,
-):
+def test_a_rank_asked_to_leave_takes_all_along_and_as_many_go_on_to_the_same_bits(tmp_path):
     """Three, as sums of two are the same in either order."""
     whole, left = (
         lora_job(tmp_path / name, save_steps=100, where={"same_bits": False})
@@ -587,9 +583,7 @@ ENDS: list[tuple[list[list[str]], int, int]] = [
 ]
 
 
-def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(
-    monkeypatch,
-):
+def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(monkeypatch):
     for attempts, code, n_said in ENDS:
         hangs = any(
             HANGS in each for each in attempts
@@ -613,9 +607,7 @@ def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(
         assert all(each.poll() is not None for each in attempt.group.children), "no process is left"
 
 
-def test_a_killed_rank_that_waits_in_the_kernel_is_gone_for_the_others(
-    monkeypatch,
-):
+def test_a_killed_rank_that_waits_in_the_kernel_is_gone_for_the_others(monkeypatch):
     for name in ("GRACE_S", "STUCK_S"):
         monkeypatch.setattr(f"farthing.run.group.{name}", 0.2)
     stuck, said = child(HANGS), list[str]()

@@ -52,7 +52,7 @@ def steps_of(model: Any, optimizer: torch.optim.Optimizer, n: int = 5) -> torch.
 
 
 @pytest.mark.slow
-def test_lora_plus_moves_as_in_peft(tiny_folders: dict[str, Path]) -> None:
+def test_lora_plus_moves_as_in_peft(tiny_folders):
     from peft.optimizers import create_loraplus_optimizer
 
     settings = {"r": 4, "alpha": 8.0, "use_dora": True}
@@ -74,22 +74,8 @@ def test_lora_plus_moves_as_in_peft(tiny_folders: dict[str, Path]) -> None:
     assert (steps_of(ours, optimizer) - steps_of(theirs, other)).abs().max() < 1e-6
 
 
-@pytest.mark.slow
-def test_lora_plus_moves_b_faster_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    method = {"name": "lora", "lora_r": 4, "loraplus_lr_ratio": 8}
-    whole = make_job(tmp_path / "a", "llama", method=method, max_steps=6, n_rows=24)
-    workshop.train(whole)
-    plain = make_job(
-        tmp_path / "b", "llama", method={"name": "lora", "lora_r": 4}, max_steps=6, n_rows=24
-    )
-    workshop.train(plain)
-    assert losses_of(whole)[0] == losses_of(plain)[0]
-    assert losses_of(whole)[1] != losses_of(plain)[1]
-    assert losses_of(stopped_and_resumed(tmp_path / "c", method=method)) == losses_of(whole)
-
-
 @pytest.mark.parametrize("init", ["true", "false", "gaussian", "orthogonal"])
-def test_an_adapter_begins_as_in_peft(init: str, tiny_folders: dict[str, Path]) -> None:
+def test_an_adapter_begins_as_in_peft(init, tiny_folders):
     import peft
 
     ours = tiny(tiny_folders["llama"], r=4, alpha=8.0, init=init)
@@ -115,8 +101,8 @@ def test_an_adapter_begins_as_in_peft(init: str, tiny_folders: dict[str, Path]) 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_an_adapter_that_begins_as_part_of_the_weights_moves_as_in_peft(
-    init: str, use_rslora: bool, tiny_folders: dict[str, Path]
-) -> None:
+    init, use_rslora, tiny_folders
+):
     import peft
 
     base, theirs = tiny(tiny_folders["llama"]), tiny(tiny_folders["llama"])
@@ -145,14 +131,14 @@ def test_an_adapter_that_begins_as_part_of_the_weights_moves_as_in_peft(
 
 @pytest.mark.slow
 def test_pissa_resumes_where_another_machine_decomposes_otherwise_and_its_export_fits_the_base(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     method = {"name": "lora", "lora_r": 4, "use_rslora": True, "init_lora_weights": "pissa"}
     whole = make_job(tmp_path / "a", "llama", method=method, max_steps=6, n_rows=24)
     workshop.train(whole)
     decompose, calls = torch.linalg.svd, []
 
-    def other(weight: torch.Tensor, **settings: Any) -> Any:
+    def other(weight, **settings):
         calls.append(1)
         u, s, v = decompose(weight, **settings)
         return (
@@ -186,9 +172,7 @@ def test_pissa_resumes_where_another_machine_decomposes_otherwise_and_its_export
     ("name", "kind"),
     [("adagrad", torch.optim.Adagrad), ("rmsprop", torch.optim.RMSprop)],
 )
-def test_an_optimizer_moves_as_torchs_own_and_resumes(
-    name: str, kind: Any, tmp_path: Path, tiny_folders: dict[str, Path]
-) -> None:
+def test_an_optimizer_moves_as_torchs_own_and_resumes(name, kind, tmp_path, tiny_folders):
     ours, theirs = tiny(tiny_folders["llama"]), tiny(tiny_folders["llama"])
     optimizer = make_optimizer(
         ours, name, learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.999), epsilon=1e-8
@@ -204,7 +188,7 @@ def test_an_optimizer_moves_as_torchs_own_and_resumes(
     )
 
 
-def test_warm_up_by_epochs(tmp_path: Path) -> None:
+def test_warm_up_by_epochs(tmp_path):
     job = make_job(
         tmp_path,
         "llama",
@@ -238,17 +222,9 @@ def test_warm_up_by_epochs(tmp_path: Path) -> None:
         ("method: {name: lora, loraplus_lr_ratio: 0}", "loraplus_lr_ratio"),
     ],
 )
-def test_what_can_not_be_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_what_can_not_be_is_refused(tmp_path, text, words):
     (tmp_path / "job.yaml").write_text(
         f"task: causal-lm\nmodel: a/b\ndata: rows.jsonl\noutput_dir: out\n{text}\n"
     )
     with pytest.raises(JobError, match=words):
         load_job(tmp_path / "job.yaml")
-
-
-def test_true_and_false_are_words_too(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(
-        "task: causal-lm\nmodel: a/b\ndata: rows.jsonl\noutput_dir: out\nmethod: {name: lora,"
-        " init_lora_weights: false}\n"
-    )
-    assert load_job(tmp_path / "job.yaml").method.init_lora_weights == "false"

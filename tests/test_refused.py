@@ -37,7 +37,7 @@ def with_experts() -> list[str]:
 EXPERTS = with_experts()
 
 
-def test_the_families_with_experts_are_found() -> None:
+def test_the_families_with_experts_are_found():
     named = {
         "mixtral",
         "qwen2_moe",
@@ -56,7 +56,7 @@ def test_the_families_with_experts_are_found() -> None:
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-def test_the_balance_of_experts_is_refused_where_it_would_count_and_only_there(family: str) -> None:
+def test_the_balance_of_experts_is_refused_where_it_would_count_and_only_there(family):
     try:
         config: Any = CONFIG_MAPPING[family]()
     except Exception as error:  # a few composite ones can't be made from nothing
@@ -71,7 +71,7 @@ def test_the_balance_of_experts_is_refused_where_it_would_count_and_only_there(f
     assert left_out_loss(config.to_dict(), "classification") == ""  # heads for classes add none
 
 
-def test_a_weight_of_nothing_leaves_nothing_out() -> None:
+def test_a_weight_of_nothing_leaves_nothing_out():
     config = transformers.MixtralConfig(output_router_logits=True, router_aux_loss_coef=0.0)
     assert left_out_loss(config.to_dict(), "causal-lm") == ""
     dbrx: Any = transformers.DbrxConfig(output_router_logits=True)
@@ -80,7 +80,7 @@ def test_a_weight_of_nothing_leaves_nothing_out() -> None:
     assert left_out_loss(dbrx.to_dict(), "causal-lm") == ""
 
 
-def test_a_penalty_on_large_logits_is_refused() -> None:
+def test_a_penalty_on_large_logits_is_refused():
     assert left_out_loss(transformers.BambaConfig().to_dict(), "causal-lm") == ""
     assert (
         left_out_loss(transformers.BambaConfig(z_loss_coefficient=1e-4).to_dict(), "causal-lm")
@@ -101,9 +101,7 @@ def mixtral_folder(folder: Path, **keys: Any) -> Path:
     return folder
 
 
-def test_a_job_that_would_leave_a_loss_out_is_refused_before_it_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_would_leave_a_loss_out_is_refused_before_it_starts(tmp_path, capsys):
     mixtral_folder(tmp_path / "base", output_router_logits=True)
     path = workshop.job_file(tmp_path, max_steps=1)
     for verb in ("train", "doctor"):
@@ -120,6 +118,6 @@ def test_a_job_that_would_leave_a_loss_out_is_refused_before_it_starts(
 
 
 @pytest.mark.parametrize("kind", ["big_bird", "fnet", "nllb-moe", "rwkv", "xlnet"])
-def test_families_whose_result_depends_on_other_texts_are_refused_by_name(kind: str) -> None:
+def test_families_whose_result_depends_on_other_texts_are_refused_by_name(kind):
     with pytest.raises(ModelError, match=f"a {kind} is not trained: its?"):
         refuse_model({"model_type": kind}, "classification", "some/model")

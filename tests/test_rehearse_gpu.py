@@ -20,7 +20,7 @@ from farthing.objectives.registry import objective_of
 from rehearse_gpu import Case
 
 
-def test_every_family_is_tried_in_every_method_and_precision_packed_and_padded() -> None:
+def test_every_family_is_tried_in_every_method_and_precision_packed_and_padded():
     tried = {(one.family, one.task, one.method, one.precision) for one in rehearse_gpu.all_cases()}
     layouts = {(one.family, one.task, one.layout) for one in rehearse_gpu.all_cases()}
     pairs = PACKED[objective_of("seq2seq").head]
@@ -37,7 +37,7 @@ def test_every_family_is_tried_in_every_method_and_precision_packed_and_padded()
             assert (*of_family, *case) in tried
 
 
-def test_settings_are_keys_of_a_job() -> None:
+def test_settings_are_keys_of_a_job():
     besides = [
         yaml.safe_load(case.besides)
         for case in rehearse_gpu.all_cases()
@@ -52,15 +52,13 @@ def test_settings_are_keys_of_a_job() -> None:
 @pytest.mark.skipif(
     torch.version.cuda is not None, reason="this torch is built for CUDA: make rehearse-gpu"
 )
-def test_a_torch_without_cuda_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_torch_without_cuda_is_refused_in_words(capsys):
     assert rehearse_gpu.main([]) == 2
     assert "make rehearse-gpu" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_case_whose_process_dies_fails_and_the_others_are_still_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_case_whose_process_dies_fails_and_the_others_are_still_tried(tmp_path, monkeypatch):
     def ended(case: Case, folder: Path) -> tuple[str, str]:
         if case.family == "dies":
             os._exit(11)
@@ -81,9 +79,7 @@ def test_a_case_whose_process_dies_fails_and_the_others_are_still_tried(
         )
 
 
-def test_a_fault_is_told_by_its_place_and_a_refusal_by_its_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_is_told_by_its_place_and_a_refusal_by_its_words(tmp_path, monkeypatch):
     def fails(case: Case, folder: Path) -> str:
         if case.method == "full":
             raise rehearse_gpu.RefusedError("no reason")

@@ -223,9 +223,7 @@ def test_a_wish_to_leave_while_others_are_not_there_yet_begins_nothing_again(lea
     assert attempt.n_begun == 1
 
 
-def test_one_that_is_killed_before_all_have_met_takes_nobody_along(
-    monkeypatch,
-):
+def test_one_that_is_killed_before_all_have_met_takes_nobody_along(monkeypatch):
     """The others waited for it until they were killed as well, all were lost, and the command had
     ended.
     """

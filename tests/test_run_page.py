@@ -27,7 +27,7 @@ from workshop import make_job, train
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def runs(tmp_path_factory):
     """Two runs of one job: the second saves and evaluates more often."""
     folder = tmp_path_factory.mktemp("runs")
     found = []

@@ -63,9 +63,7 @@ class StopAt(Heard):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_the_date_it_began_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_with_the_date_it_began_with(tmp_path, monkeypatch):
     monkeypatch.setenv("FARTHING_TODAY", "2026-03-01")
     assert train(dated_job(tmp_path, "alone")).exit_code == 0
     alone = survive.result_of(tmp_path / "alone")
@@ -87,7 +85,7 @@ def test_a_run_goes_on_with_the_date_it_began_with(
 
 
 @pytest.mark.slow
-def test_a_plan_sees_the_date_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_sees_the_date_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("FARTHING_TODAY", "2026-05-02")
     job = dated_job(tmp_path, "run")
     assert train(job).exit_code == 0
@@ -104,9 +102,7 @@ def test_a_plan_sees_the_date_of_the_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert of_new.mean > of_run.mean
 
 
-def test_a_template_without_a_date_has_none_in_its_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_without_a_date_has_none_in_its_key(tmp_path, monkeypatch):
     template = DATED.replace("strftime_now('%A %d %B %Y')", "'a day'")
     monkeypatch.setenv("FARTHING_TODAY", "2026-05-02")
     job = dated_job(tmp_path, "run", template)
@@ -116,9 +112,7 @@ def test_a_template_without_a_date_has_none_in_its_key(
     assert resolve(job).identity["tokenization.date"] == ""
 
 
-def test_other_examples_than_a_run_began_with_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_examples_than_a_run_began_with_are_refused(tmp_path, monkeypatch):
     job = dated_job(tmp_path, "run")
     assert train(job, StopAt(2)).exit_code == 75
     shutil.rmtree(tmp_path / "cache")
@@ -151,9 +145,7 @@ def held_out(tokens: TokenSet) -> set[int]:
     return set(tokens.lines[chosen].tolist())
 
 
-def test_no_row_crosses_the_split_whatever_it_is_rendered_by(
-    tmp_path: Path, tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_row_crosses_the_split_whatever_it_is_rendered_by(tmp_path, tokenizers, monkeypatch):
     """Another template, another day, shorter limits, rows that the template refuses."""
     tokenizer, other = tokenizers["llama"], tokenizers["bert"]
     whole = made(tmp_path, ROWS, tokenizer)
@@ -176,9 +168,7 @@ def test_no_row_crosses_the_split_whatever_it_is_rendered_by(
 
 
 @pytest.mark.parametrize("task", ["causal-lm", "seq2seq", "classification"])
-def test_rows_of_one_input_stay_together_whatever_is_answered(
-    tmp_path: Path, tokenizers: dict[str, Any], task: str
-) -> None:
+def test_rows_of_one_input_stay_together_whatever_is_answered(tmp_path, tokenizers, task):
     rows: list[dict[str, Any]]
     if task == "classification":
         rows = [
@@ -206,9 +196,7 @@ def test_rows_of_one_input_stay_together_whatever_is_answered(
 
 
 @pytest.mark.parametrize("task", ["causal-lm", "seq2seq", "classification"])
-def test_tokenizing_leaves_the_tokenizer_as_it_was(
-    tmp_path: Path, tiny_folders: dict[str, Path], task: str
-) -> None:
+def test_tokenizing_leaves_the_tokenizer_as_it_was(tmp_path, tiny_folders, task):
     from farthing.model.load import ModelChoice, load_tokenizer
 
     family = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}[task]
@@ -237,9 +225,7 @@ def test_tokenizing_leaves_the_tokenizer_as_it_was(
     assert tokenizer.backend_tokenizer.truncation is tokenizer.backend_tokenizer.padding is None
 
 
-def test_truncation_that_a_folder_asks_for_is_neither_followed_nor_exported(
-    tmp_path: Path, tiny_folders: dict[str, Path]
-) -> None:
+def test_truncation_that_a_folder_asks_for_is_neither_followed_nor_exported(tmp_path, tiny_folders):
     from farthing.model.load import ModelChoice, load_tokenizer
 
     folder = shutil.copytree(tiny_folders["llama"], tmp_path / "cut")

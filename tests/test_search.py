@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -14,9 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
-from command import Cli
 from farthing.config.job import SearchSection
 from farthing.config.load import load_job
 from farthing.errors import InputError, JobError, RunChangedError
@@ -34,13 +31,11 @@ from farthing.search.halving import (
 from farthing.search.report import in_words
 from farthing.search.run import search
 from farthing.search.space import draw, n_choices, refuse_choices
+from searching import job_of, told, weights_of
 from small_models import make_model_folder
-from workshop import job_file
-
-RATES = [1.0e-9, 3.0e-3, 3.0e-4, 1.0e9]
 
 
-def test_rungs_are_powers_of_the_factor_and_end_at_the_whole() -> None:
+def test_rungs_are_powers_of_the_factor_and_end_at_the_whole():
     rungs = rungs_of(3, 0.1, 27)
     assert rungs.fractions == pytest.approx((1 / 9, 1 / 3, 1))
     assert rungs.n_trials(27) == [27, 9, 3]
@@ -49,7 +44,7 @@ def test_rungs_are_powers_of_the_factor_and_end_at_the_whole() -> None:
     assert rungs_of(2, 1.0, 8).fractions == (1.0,)
 
 
-def test_what_is_no_number_loses() -> None:
+def test_what_is_no_number_loses():
     scores = {0: 0.5, 1: None, 2: float("nan"), 3: 0.9, 4: 0.5}
     assert ranked(scores, greater_is_better=True) == [3, 0, 4]
     assert ranked(scores, greater_is_better=False) == [0, 4, 3]
@@ -59,7 +54,7 @@ def test_what_is_no_number_loses() -> None:
     assert best_score([*rows, {"loss": None}], "loss", greater_is_better=False, best=True) is None
 
 
-def test_scores_have_the_noise_of_their_evaluation_set() -> None:
+def test_scores_have_the_noise_of_their_evaluation_set():
     row = {"accuracy": 0.8, "loss": 1.5, "loss_stderr": 0.1, "f1": 0.8, "n_examples": 100}
     assert interval("accuracy", row) == pytest.approx((0.711, 0.867), abs=1e-3)
     assert interval("loss", row) == pytest.approx((1.304, 1.696), abs=1e-3)
@@ -70,7 +65,7 @@ def test_scores_have_the_noise_of_their_evaluation_set() -> None:
     assert stderr_of_mean(np.array([1.0, 2.0, 3.0]), np.ones(3)) == pytest.approx(1 / 3**0.5)
 
 
-def test_the_same_examples_tell_settings_apart_that_their_intervals_do_not() -> None:
+def test_the_same_examples_tell_settings_apart_that_their_intervals_do_not():
     hits = [1.0] * 70 + [0.0] * 30
     better = [1.0] * 76 + [0.0] * 24
     ones = [1.0] * 100
@@ -79,12 +74,12 @@ def test_the_same_examples_tell_settings_apart_that_their_intervals_do_not() -> 
     assert paired((better, ones), (hits, [1.0] * 99)) is None
 
 
-def test_least_difference_of_two_shares() -> None:
+def test_least_difference_of_two_shares():
     assert least_difference(400) == pytest.approx(0.0554, abs=1e-4)
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "grid"])
-def test_settings_follow_from_the_seed_and_what_was_scored(sampler: str) -> None:
+def test_settings_follow_from_the_seed_and_what_was_scored(sampler):
     vary = {"train.learning_rate": [1e-4, 1e-3, 1e-2], "method": ["full", "lora"]}
     section = SearchSection.model_validate({"vary": vary, "sampler": sampler, "seed": 3})
     assert n_choices(section) == 6
@@ -98,7 +93,7 @@ def test_settings_follow_from_the_seed_and_what_was_scored(sampler: str) -> None
     assert draw(section, 6, drawn, greater_is_better=False) is None
 
 
-def test_a_range_is_drawn_within_its_bounds() -> None:
+def test_a_range_is_drawn_within_its_bounds():
     vary = {"method.lora_r": {"low": 4, "high": 64, "log": True}}
     section = SearchSection.model_validate({"vary": vary, "sampler": "random"})
     drawn = [draw(section, number, [], greater_is_better=True) for number in range(20)]
@@ -107,7 +102,7 @@ def test_a_range_is_drawn_within_its_bounds() -> None:
     assert len(set(ranks)) > 5
 
 
-def test_a_power_law_is_found_again_and_not_taken_further_than_twice() -> None:
+def test_a_power_law_is_found_again_and_not_taken_further_than_twice():
     points = [(n, 0.9 - 2.0 * n**-0.5) for n in (250, 500, 1000)]
     found = gain(points, 2000, [0.0, 0.0, 0.0], greater_is_better=True)
     assert found is not None
@@ -136,9 +131,7 @@ def test_a_power_law_is_found_again_and_not_taken_further_than_twice() -> None:
         ({"data_fraction": [0.5, 0.2], "stop_at": {"loss": 1}}, "exclude each other"),
     ],
 )
-def test_a_section_that_can_not_be_searched_is_refused(
-    section: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_a_section_that_can_not_be_searched_is_refused(section, words, tmp_path):
     with pytest.raises(JobError, match=words):
         load_job(job_of(tmp_path, section))
 
@@ -153,7 +146,7 @@ def test_a_section_that_can_not_be_searched_is_refused(
         ("data.max_train_samples", ""),
     ],
 )
-def test_scores_of_other_examples_are_not_compared(key: str, words: str, tmp_path: Path) -> None:
+def test_scores_of_other_examples_are_not_compared(key, words, tmp_path):
     values = ["best"] if key == "data.keep" else [8, 16]
     path = job_of(tmp_path, {"vary": {key: values}}, data={"eval": "./data.jsonl"})
     if not words:
@@ -164,7 +157,7 @@ def test_scores_of_other_examples_are_not_compared(key: str, words: str, tmp_pat
 
 
 @pytest.mark.slow
-def test_losses_of_other_tokens_are_not_compared(tmp_path: Path) -> None:
+def test_losses_of_other_tokens_are_not_compared(tmp_path):
     make_model_folder(tmp_path / "other", ["of other words"])
     path = job_of(tmp_path, {"vary": {"model": ["./base", "./other"]}})
     with pytest.raises(InputError, match="other tokens"):
@@ -172,39 +165,7 @@ def test_losses_of_other_tokens_are_not_compared(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists(), "another choice may take the same folder"
 
 
-SEARCH = {
-    "trials": 4,
-    "vary": {"train.learning_rate": RATES},
-    "sampler": "grid",
-    "reduction_factor": 2,
-    "min_fraction": 0.25,
-}
-
-
-def job_of(folder: Path, section: dict[str, Any] = SEARCH, **keys: Any) -> Path:
-    """A job of four settings, of which one fails and one learns nothing."""
-    keys = {"max_steps": 8, "data": {"eval_fraction": 0.2}, "limits": {"max_usd": 5}, **keys}
-    path = job_file(folder, **keys)
-    job = yaml.safe_load(path.read_text(encoding="utf-8"))
-    path.write_text(yaml.safe_dump({**job, "search": section}), encoding="utf-8")
-    return path
-
-
-def weights_of(folder: Path) -> dict[str, str]:
-    """SHA-256 of the weights of every checkpoint and model of a search."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.glob("trials/*/model/*.safetensors"))
-    }
-
-
-def told(receipt: Any) -> Any:
-    """What must not depend on kills."""
-    keys = ("trial", "settings", "state", "score", "fraction", "curve")
-    return [{key: each[key] for key in keys} for each in receipt["trials"]]
-
-
-def test_the_best_settings_win(tmp_path: Path) -> None:
+def test_the_best_settings_win(tmp_path):
     path = job_of(tmp_path / "straight")
     outcome = search(load_job(path), path)
     receipt, folder = outcome.receipt, tmp_path / "straight" / "run"
@@ -238,7 +199,7 @@ def test_the_best_settings_win(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_search_that_is_capped_and_killed_ends_as_one_left_alone(tmp_path: Path) -> None:
+def test_a_search_that_is_capped_and_killed_ends_as_one_left_alone(tmp_path):
     path = job_of(tmp_path / "straight")
     receipt = search(load_job(path), path).receipt
     cap_usd = 0.009  # 9 seconds: less than all trials take
@@ -272,60 +233,54 @@ def kill_when(path: Path, n_lines: int) -> None:
     child.wait()
 
 
-def test_a_cap_too_small_to_begin_with_is_refused(tmp_path: Path) -> None:
+def test_a_cap_too_small_to_begin_with_is_refused(tmp_path):
     path = job_of(tmp_path, limits={"max_usd": 0.002})  # 2 seconds
     with pytest.raises(InputError, match="a start takes"):
         search(load_job(path), path)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_search_is_priced_before(tmp_path: Path) -> None:
-    job = load_job(job_of(tmp_path))
-    bill = priced(job, str(tmp_path / "job.yaml"))
+def bill_of(path: Path, *overrides: str) -> Any:
+    bill = priced(load_job(path, list(overrides)), str(path))
     assert bill is not None
+    return bill
+
+
+def test_a_search_is_priced_before(tmp_path):
+    path = job_of(tmp_path)
+    bill = bill_of(path)
     found = bill.of(bill.n_trials(27))
     assert found["trials"] == 4
     assert [each["trials"] for each in found["rungs"]] == [4, 2, 1]
     assert found["full_trainings"] == pytest.approx(4 / 4 + 2 / 4 + 1 / 2)
     assert found["here"]["usd"] > 0
-    poor = priced(load_job(job_of(tmp_path), ["limits.max_usd=0.001"]), str(tmp_path / "job.yaml"))
-    assert poor is not None
+    poor = bill_of(path, "limits.max_usd=0.001")
     assert "would stop" in " ".join(poor.of(4)["warnings"])
-
-
-def test_trials_side_by_side_take_less_time(tmp_path: Path) -> None:
-    path = job_of(tmp_path)
-    alone = priced(load_job(path), str(path))
-    both = priced(load_job(path, ["where.gpus=2"]), str(path))
-    assert alone is not None
-    assert both is not None
-    found, other = alone.of(4), both.of(4)
-    assert other["here"]["hours"] < found["here"]["hours"]
+    both = bill_of(path, "where.gpus=2").of(4)
+    assert both["here"]["hours"] < found["here"]["hours"], "trials side by side"
     assert {row["kind"] for row in found["machines"]} >= {"here", "spot", "on-demand"}
-    assert all(row["name"].startswith("1x") for row in found["machines"] if row["kind"] == "spot")
-    assert all(row["name"].startswith("2x") for row in other["machines"] if row["kind"] == "spot")
+    for bill, size in ((found, "1x"), (both, "2x")):
+        names = [row["name"] for row in bill["machines"] if row["kind"] == "spot"]
+        assert all(name.startswith(size) for name in names)
 
 
-def test_models_that_are_tried_one_by_one_have_a_winner_each_on_the_bill(tmp_path: Path) -> None:
+def test_models_that_are_tried_one_by_one_have_a_winner_each_on_the_bill(tmp_path):
     make_model_folder(tmp_path / "large", ["a b c"], hidden=128, layers=2)
     vary = {"model": ["./large", "./base"], "train.learning_rate": [1.0e-2, 1.0e-9]}
     path = job_of(tmp_path, {"vary": vary})
-    of_all = priced(load_job(path), str(path))
-    one_by_one = priced(load_job(path, ["search.stop_at={loss: 0.1}"]), str(path))
-    assert of_all is not None
-    assert one_by_one is not None
-    assert [each["trials"] for each in of_all.of(12)["rungs"]] == [12, 4, 1]
-    assert [each["trials"] for each in one_by_one.of(12)["rungs"]] == [12, 4]
+    for overrides, n_trials in (([], [12, 4, 1]), (["search.stop_at={loss: 0.1}"], [12, 4])):
+        rungs = bill_of(path, *overrides).of(12)["rungs"]
+        assert [each["trials"] for each in rungs] == n_trials
 
 
-def test_a_search_is_refused_where_one_run_is_wanted(tmp_path: Path, cli: Cli) -> None:
+def test_a_search_is_refused_where_one_run_is_wanted(tmp_path, cli):
     path = job_of(tmp_path)
     assert "search" in cli.err("train", path)
     assert not (tmp_path / "run" / "trials").exists()
 
 
 @pytest.mark.slow
-def test_the_smaller_model_that_is_good_enough_ends_the_search(tmp_path: Path) -> None:
+def test_the_smaller_model_that_is_good_enough_ends_the_search(tmp_path):
     section = {
         "vary": {"model": ["./large", "./base"], "train.learning_rate": [1.0e-2, 1.0e-9]},
         "trials": 4,
@@ -361,12 +316,10 @@ def test_the_smaller_model_that_is_good_enough_ends_the_search(tmp_path: Path) -
     assert rows["low"] <= rows["likely"] <= rows["high"] <= 1 - receipt["winner"]["score"]
 
 
-def test_a_bill_that_can_not_be_made_ends_the_search_before_a_cent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bill_that_can_not_be_made_ends_the_search_before_a_cent(tmp_path, monkeypatch):
     """Prices that can't be read: it searched on without a bill."""
 
-    def fails(*_: Any) -> Any:
+    def fails(*_):
         raise InputError("a line is damaged", where="prices.csv", to_do="mend it")
 
     monkeypatch.setattr("farthing.search.run.priced", fails)
@@ -385,16 +338,14 @@ def test_a_bill_that_can_not_be_made_ends_the_search_before_a_cent(
         ({"model": ["./base", "./nowhere"]}, "nowhere"),
     ],
 )
-def test_a_choice_that_can_never_work_is_refused_before_a_cent(
-    vary: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_a_choice_that_can_never_work_is_refused_before_a_cent(vary, words, tmp_path):
     path = job_of(tmp_path, {"vary": vary, "trials": 2})
     with pytest.raises(InputError, match=words):
         search(load_job(path), path)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_choice_may_need_the_choice_of_another_key(tmp_path: Path) -> None:
+def test_a_choice_may_need_the_choice_of_another_key(tmp_path):
     vary = {"method": ["full", "lora"], "method.lora_r": [4, 8]}
     path = job_of(tmp_path, {"vary": vary})
     refuse_choices(load_job(path), str(path))

@@ -25,7 +25,7 @@ from farthing.run.commits import list_commits
 from farthing.search.receipt import read_receipt
 from farthing.search.run import search
 from farthing.storage.objects import StoreError, open_store
-from test_search import SEARCH, job_of, told, weights_of
+from searching import SEARCH, job_of, told, weights_of
 
 QUICK = Patience(
     poll_s=0.5, boot_s=120.0, lost_s=3.0, silent_s=120.0, stubborn_s=1.0, farewell_s=1.0
@@ -57,9 +57,7 @@ def lose(host: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_launched_search_goes_on_elsewhere_to_the_same_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launched_search_goes_on_elsewhere_to_the_same_end(tmp_path, monkeypatch):
     alone = job_of(tmp_path / "alone")
     receipt = search(load_job(alone), alone).receipt
     hosts, ssh = tmp_path / "hosts", tmp_path / "ssh"
@@ -73,7 +71,7 @@ def test_a_launched_search_goes_on_elsewhere_to_the_same_end(
     job, said = load_job(path), list[str]()
     session = Session(prepare(job, Wishes(on="ssh:one,two"), datetime.now(UTC)), said.append)
 
-    def take_away() -> None:
+    def take_away():
         store, n_done = open_store(str(tmp_path / "store")), 0
         while n_done < 3:
             time.sleep(0.1)
@@ -101,7 +99,7 @@ def test_a_launched_search_goes_on_elsewhere_to_the_same_end(
     assert found["usd"] <= on_machines <= 5
 
 
-def test_files_of_this_machine_do_not_travel_as_choices(tmp_path: Path) -> None:
+def test_files_of_this_machine_do_not_travel_as_choices(tmp_path):
     section = {**SEARCH, "vary": {"model": ["./base", "./other"]}}
     path = with_store(job_of(tmp_path, section), tmp_path / "store")
     with pytest.raises(InputError, match="do not travel"):

@@ -6,14 +6,13 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from farthing.data.packing import MicroBatchCost
-from farthing.events import Decided, Event
-from farthing.local.measurements import MEASUREMENTS, append_measurement, read_measurements
+from farthing.events import Decided
+from farthing.local.measurements import append_measurement, read_measurements
 from farthing.model.forward import Forward
 from farthing.settings import Settings
 from interrupted import LeavesAt
@@ -31,7 +30,7 @@ EVERYTHING = Settings(
 )
 
 
-def test_what_was_written_is_read() -> None:
+def test_what_was_written_is_read():
     assert Settings.from_json(json.loads(json.dumps(EVERYTHING.to_json()))) == EVERYTHING
     assert Settings.from_json({"micro_batch_tokens": 77, "step": 3}) == Settings(77)
     assert MicroBatchCost(Settings().least_tokens, Settings().more_tokens) == MicroBatchCost(
@@ -51,12 +50,12 @@ def test_what_was_written_is_read() -> None:
     ],
 )
 @pytest.mark.parametrize("bad", [-1, 1.5, [2]])
-def test_values_that_farthing_never_writes_are_refused(name: str, bad: Any) -> None:
+def test_values_that_farthing_never_writes_are_refused(name, bad):
     with pytest.raises(ValueError, match="no settings"):
         Settings.from_json(EVERYTHING.to_json() | {name: bad})
 
 
-def test_memory_that_ran_out_lowers_them() -> None:
+def test_memory_that_ran_out_lowers_them():
     events = [
         {"micro_batch_tokens": 400, "checkpoint_every": 0},
         {"micro_batch_tokens": 200, "checkpoint_every": 1},
@@ -66,20 +65,18 @@ def test_memory_that_ran_out_lowers_them() -> None:
     assert Settings(100).lowered_by([]) == Settings(100)
 
 
-def test_the_plan_stays_as_it_was_and_the_settings_are_lowered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_stays_as_it_was_and_the_settings_are_lowered(tmp_path, monkeypatch):
     job = make_job(tmp_path, max_steps=6)
     run, honest = Path(job.output_dir), Forward.loss
 
-    def loss(self: Any, batch: Any, *scale: Any) -> Any:
+    def loss(self, batch, *scale):
         if batch["input_ids"].numel() > 150:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return honest(self, batch, *scale)
 
     seen: dict[str, bytes] = {}
 
-    def leaves(event: Event) -> None:
+    def leaves(event):
         if isinstance(event, Decided):
             seen.update(
                 {name: (run / name).read_bytes() for name in ("plan.json", "settings.json")}
@@ -102,7 +99,7 @@ def test_the_plan_stays_as_it_was_and_the_settings_are_lowered(
 
 
 @pytest.mark.slow
-def test_what_others_probe_between_two_attempts_changes_nothing(tmp_path: Path) -> None:
+def test_what_others_probe_between_two_attempts_changes_nothing(tmp_path):
     job = make_job(tmp_path / "run", max_steps=6, n_rows=48)
     assert train(job, LeavesAt(step=3)).exit_code == 75
     shutil.copytree(tmp_path / "run", tmp_path / "alone")
@@ -110,9 +107,9 @@ def test_what_others_probe_between_two_attempts_changes_nothing(tmp_path: Path) 
     assert train(alone).state == "finished"
     assert job.cache_dir is not None
     train(make_job(tmp_path / "like", max_steps=8, n_rows=48))
-    measured = read_measurements(tmp_path / "like" / "cache" / MEASUREMENTS)[-1]
+    measured = read_measurements(tmp_path / "like" / "cache" / "measurements.jsonl")[-1]
     probed = replace(measured, probed=True, micro_batch_tokens=64)
-    append_measurement(Path(job.cache_dir) / MEASUREMENTS, probed)
+    append_measurement(Path(job.cache_dir) / "measurements.jsonl", probed)
     heard = Heard()
     assert train(job, heard).state == "finished"
     assert losses_of(job) == losses_of(alone)

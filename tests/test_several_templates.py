@@ -4,7 +4,6 @@ chosen in silence.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ CHATS = [
     for n in range(8)
 ]
 
+AS_PROMPTS = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in CHATS]
+
 
 def base_with(folder: Path, templates: Any) -> Path:
     """A small model whose tokenizer has these templates."""
@@ -46,11 +47,13 @@ def job_of(folder: Path, templates: Any, rows: Any = CHATS, **keys: Any) -> Any:
     return workshop.make_job(folder, "llama", rows=rows, pretrained=True, max_steps=2, **keys)
 
 
-@pytest.mark.parametrize("in_files", [True, False], ids=["files", "settings"])
-def test_without_a_default_they_are_named_and_nothing_is_trained(
-    tmp_path: Path, in_files: bool
-) -> None:
-    job = job_of(tmp_path, {"tool_use": OWN, "rag": OWN})
+@pytest.mark.parametrize(
+    ("in_files", "rows"),
+    [(True, CHATS), (False, CHATS), (True, AS_PROMPTS)],
+    ids=["files", "settings", "prompts of messages"],
+)
+def test_without_a_default_they_are_named_and_nothing_is_trained(tmp_path, in_files, rows):
+    job = job_of(tmp_path, {"tool_use": OWN, "rag": OWN}, rows)
     if not in_files:
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
         shutil.rmtree(tmp_path / "base" / "additional_chat_templates", ignore_errors=True)
@@ -65,14 +68,7 @@ def test_without_a_default_they_are_named_and_nothing_is_trained(
     assert set(light.other_templates) == {"rag", "tool_use"}
 
 
-def test_prompts_of_messages_ask_for_a_template_too(tmp_path: Path) -> None:
-    with pytest.raises(
-        ModelError, match=r"several chat templates, and none is the default: rag, tool_use"
-    ):
-        workshop.train(job_of(tmp_path, {"tool_use": OWN, "rag": OWN}, rows=AS_PROMPTS))
-
-
-def test_a_file_chooses_and_the_others_are_kept(tmp_path: Path) -> None:
+def test_a_file_chooses_and_the_others_are_kept(tmp_path):
     (tmp_path / "mine.jinja").write_text(OWN)
     job = job_of(
         tmp_path, {"tool_use": "{{ tools }}"}, data={"chat_template": str(tmp_path / "mine.jinja")}
@@ -81,7 +77,7 @@ def test_a_file_chooses_and_the_others_are_kept(tmp_path: Path) -> None:
     assert light_tokenizer(tmp_path / "run" / "model", None).chat_template == OWN
 
 
-def test_texts_that_are_no_chats_need_no_template(tmp_path: Path) -> None:
+def test_texts_that_are_no_chats_need_no_template(tmp_path):
     rows = [{"prompt": f"say {n} ", "completion": f"number {n}"} for n in range(8)]
     job = job_of(tmp_path, {"tool_use": OWN, "rag": OWN}, rows=rows)
     assert workshop.train(job).state == "finished"
@@ -89,20 +85,13 @@ def test_texts_that_are_no_chats_need_no_template(tmp_path: Path) -> None:
     assert exported.chat_template == {"tool_use": OWN, "rag": OWN}
 
 
-def test_the_default_is_taken(tmp_path: Path) -> None:
+def test_the_default_is_taken(tmp_path):
     base_with(tmp_path, {"default": OWN, "tool_use": "{{ tools }}"})
     assert load_tokenizer(ModelChoice(str(tmp_path)), None).chat_template == OWN
     assert light_tokenizer(tmp_path, None).chat_template == OWN
 
 
-AS_PROMPTS = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in CHATS]
-
-
-@pytest.mark.parametrize("rows", [CHATS, AS_PROMPTS], ids=["messages", "prompts of messages"])
-def test_it_is_said_that_farthings_own_is_used(tmp_path: Path, rows: Any) -> None:
-    job = job_of(tmp_path, None, rows)
+def test_it_is_said_that_farthings_own_is_used(tmp_path):
     heard = workshop.Heard()
-    workshop.train(job, heard)
-    assert "the tokenizer has no chat template: farthing's own is used" in json.dumps(
-        [str(event) for event in heard]
-    )
+    workshop.train(job_of(tmp_path, None, AS_PROMPTS), heard)
+    assert "the tokenizer has no chat template: farthing's own is used" in str(list(heard))

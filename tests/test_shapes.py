@@ -204,7 +204,7 @@ def must_be_the_same(shape: Shape, model: Any) -> None:
 # ---- parameters ----
 
 
-@pytest.mark.parametrize(("name", "task"), CASES)
+@pytest.mark.parametrize(("name", "task"), thinned(CASES, 2))
 def test_every_family_and_task_is_the_real_model(name, task):
     must_be_the_same(shape_of(CONFIGS[name], task), model_of(CONFIGS[name], task))
 
@@ -337,7 +337,7 @@ def must_count_the_same(shape: Shape, model: Any, adapter: Adapter) -> None:
 
 @pytest.mark.parametrize("use_dora", thinned([False, True], 8), ids=["lora", "dora"])
 @pytest.mark.parametrize(
-    ("name", "task"), thinned(((name, task) for name, task in CASES if task != "body"), 16)
+    ("name", "task"), thinned(((name, task) for name, task in CASES if task != "body"), 24)
 )
 def test_adapters_are_pefts_own(name, task, use_dora):
     """Every choice of targets and of saved modules that the model has."""
@@ -434,18 +434,6 @@ def test_the_first_trained_layer(model, task, targets, saved, first):
     both = shape.training_flops(8, 4, adapters=found)
     assert both.body == pytest.approx(once.body + back.body)
     assert both.attention == pytest.approx(once.attention + 2 * back.attention)
-
-
-def test_an_encoder_with_lora_and_a_head():
-    shape = read_shape(real_config("xlm-roberta-large"), "classification", 214)
-    lora = shape.with_lora(16, ("query", "value"))
-    assert lora == shape.with_lora(16), "query and value are the default for classification"
-    assert shape.n_parameters - shape.parts["head"] == 558_840_832
-    assert (lora.n_adapter, lora.n_saved, lora.n_total) == (
-        1_572_864,
-        1_268_950,
-        558_840_832 + 1_572_864 + 1_268_950,
-    )
 
 
 # ---- FLOPs and cache ----

@@ -5,9 +5,7 @@ alone, with words.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +24,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fi
 
 
 @pytest.fixture
-def made(tmp_path: Path, tokenizers: dict[str, Any]) -> Callable[[], tuple[TokenSet, list[str]]]:
+def made(tmp_path, tokenizers):
     data = write_jsonl(tmp_path / "a.jsonl", demo_rows(8))
 
     def making() -> tuple[TokenSet, list[str]]:
@@ -77,9 +75,7 @@ def a_link(folder: Path) -> None:
     ],
     ids=lambda spoil: spoil.__name__,
 )
-def test_a_set_that_another_could_have_changed_is_made_again(
-    spoil: Callable[[Path], None], made: Any
-) -> None:
+def test_a_set_that_another_could_have_changed_is_made_again(spoil, made):
     first, said = made()
     assert said == []
     before = first.folder.lstat().st_ino
@@ -99,7 +95,7 @@ def test_a_set_that_another_could_have_changed_is_made_again(
 
 
 @needs_root
-def test_a_folder_of_another_user_is_left_alone(made: Any, tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_left_alone(made, tmp_path):
     tokens = tmp_path / "cache" / "tokens"
     first, _ = made()
     for path in [tokens, *(tokens / first.folder.name).parent.rglob("*")]:
@@ -117,7 +113,7 @@ def test_a_folder_of_another_user_is_left_alone(made: Any, tmp_path: Path) -> No
         made()
 
 
-def test_sets_are_safe_from_others_whatever_the_umask(made: Any) -> None:
+def test_sets_are_safe_from_others_whatever_the_umask(made):
     before = os.umask(0)
     try:
         tokens, _ = made()
@@ -129,7 +125,7 @@ def test_sets_are_safe_from_others_whatever_the_umask(made: Any) -> None:
 
 @pytest.mark.slow
 @needs_root
-def test_a_run_says_it_and_a_plan_does_not_go_by_it(tmp_path: Path) -> None:
+def test_a_run_says_it_and_a_plan_does_not_go_by_it(tmp_path):
     job = make_job(tmp_path, n_rows=20, max_steps=1)
     cache = Path(str(job.cache_dir))
     train(job)
@@ -147,7 +143,7 @@ def test_a_run_says_it_and_a_plan_does_not_go_by_it(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_a_download_and_a_data_set_of_another_are_fetched_again(tmp_path: Path) -> None:
+def test_a_download_and_a_data_set_of_another_are_fetched_again(tmp_path):
     with Files(a=b'{"text": "right"}\n').served() as address:
         path = fetch(f"{address}/a.jsonl", tmp_path)
         path.write_bytes(b'{"text": "wrong"}\n')

@@ -63,7 +63,7 @@ def wanted_of(model: str, **changes: Any) -> JobSpec:
 
 
 @pytest.mark.parametrize("name", ["gpu_software.csv", "trained_dtypes.csv"])
-def test_facts_have_a_source_and_a_date(name: str) -> None:
+def test_facts_have_a_source_and_a_date(name):
     with open(FACTS / name, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows
@@ -72,7 +72,7 @@ def test_facts_have_a_source_and_a_date(name: str) -> None:
         assert date.fromisoformat(row["date"]) <= TODAY
 
 
-def test_every_version_of_torch_has_one_build_on_pypi() -> None:
+def test_every_version_of_torch_has_one_build_on_pypi():
     since = {one.since for one in builds() if one.package == "torch"}
     for version in since:
         assert (
@@ -100,13 +100,13 @@ def test_every_version_of_torch_has_one_build_on_pypi() -> None:
         ("2.16", ["T4"], ["V100-16GB"]),
     ],
 )
-def test_which_gpus_a_torch_has_code_for(version: str, can: list[str], cannot: list[str]) -> None:
+def test_which_gpus_a_torch_has_code_for(version, can, cannot):
     found = parse_torch(version)
     assert [name for name in can if why_no_code(find_gpu(name), found)] == []
     assert [name for name in cannot if not why_no_code(find_gpu(name), found)] == []
 
 
-def test_the_pip_line_names_a_wheel_that_has_code_for_the_gpu() -> None:
+def test_the_pip_line_names_a_wheel_that_has_code_for_the_gpu():
     for gpu in gpus().values():
         for version in ("2.13.0", "2.14", "2.15.0"):
             line = pip_line(gpu, Torch(version))
@@ -124,7 +124,7 @@ def test_the_pip_line_names_a_wheel_that_has_code_for_the_gpu() -> None:
     assert "'torch==2.14.*'" in (pip_line(find_gpu("V100-16GB"), Torch("2.15.0")) or "")
 
 
-def test_no_plan_is_on_a_gpu_that_the_torch_cannot_run() -> None:
+def test_no_plan_is_on_a_gpu_that_the_torch_cannot_run():
     wanted = wanted_of("Qwen/Qwen2.5-0.5B")
     offers = [offer for offer in read_catalog(None, TODAY).offers if offer.usd_per_hour is not None]
     for version in ("2.13.0", "2.13.0+cu126"):
@@ -139,7 +139,7 @@ def test_no_plan_is_on_a_gpu_that_the_torch_cannot_run() -> None:
         assert ("V100-16GB" in used) == (version != "2.13.0")
 
 
-def test_what_else_a_job_needs_has_code_too() -> None:
+def test_what_else_a_job_needs_has_code_too():
     turing, volta = find_gpu("T4"), find_gpu("V100-16GB")
     assert (
         "flash-attn"
@@ -150,12 +150,12 @@ def test_what_else_a_job_needs_has_code_too() -> None:
 
 
 @pytest.mark.parametrize("text", ["2.13+cpu", "latest", "2.12", "2.13+cu128", "2.15+cu126"])
-def test_a_torch_that_is_not_known_is_refused_by_name(text: str) -> None:
+def test_a_torch_that_is_not_known_is_refused_by_name(text):
     with pytest.raises(InputError, match=text.partition("+")[2] or text):
         parse_torch(text)
 
 
-def test_the_notes_say_what_can_be_used() -> None:
+def test_the_notes_say_what_can_be_used():
     assert runs_in_words(Torch("2.13.0")).startswith(
         "torch 2.13.0 from PyPI (cu130) has code for Turing, Ampere"
     )
@@ -177,14 +177,12 @@ def test_the_notes_say_what_can_be_used() -> None:
         ({"model_type": "xlm-roberta", "vocab_size": 250002}, False),
     ],
 )
-def test_models_trained_in_bf16_are_known(config: dict[str, Any], is_risky: bool) -> None:
+def test_models_trained_in_bf16_are_known(config, is_risky):
     assert bool(fp16_risk(config)) == is_risky
 
 
 @pytest.mark.parametrize("model", ["google/flan-t5-base", "Qwen/Qwen2.5-0.5B", "google/gemma-2-2b"])
-def test_a_gpu_without_bf16_computes_such_a_model_in_fp32_unless_fp16_is_asked_for(
-    model: str,
-) -> None:
+def test_a_gpu_without_bf16_computes_such_a_model_in_fp32_unless_fp16_is_asked_for(model):
     wanted = wanted_of(model)
     machine = on("T4", wanted)
     assert machine.precision == "fp32"
@@ -198,7 +196,7 @@ def test_a_gpu_without_bf16_computes_such_a_model_in_fp32_unless_fp16_is_asked_f
     assert on("L4", wanted).precision == "bf16"
 
 
-def test_where_fp32_does_not_fit_fp16_is_offered_with_its_risk() -> None:
+def test_where_fp32_does_not_fit_fp16_is_offered_with_its_risk():
     wanted = wanted_of("Qwen/Qwen2.5-7B")
     offer = offer_of("Quadro RTX 6000", 0.3)
     (rejected,) = decide(wanted, [(on(offer.gpu, wanted), [offer])]).rejected
@@ -211,9 +209,7 @@ def test_where_fp32_does_not_fit_fp16_is_offered_with_its_risk() -> None:
     ("risk", "asked", "name"),
     [("overflow", None, "fp32"), ("", None, "fp16"), ("overflow", True, "fp16")],
 )
-def test_the_trainer_does_as_the_plan_says(
-    risk: str, asked: bool | None, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_does_as_the_plan_says(risk, asked, name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla V100")

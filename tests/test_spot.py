@@ -77,9 +77,7 @@ def test_an_interruption_in_8_hours_and_a_12_hour_job():
 
 
 @pytest.mark.parametrize("mean_h", [2, 4, 8])
-def test_checkpoints_every_5_min_and_half_price_are_still_about_half_the_cost(
-    mean_h,
-):
+def test_checkpoints_every_5_min_and_half_price_are_still_about_half_the_cost(mean_h):
     work_s = 400_000 / 1200 * 60
     assert work_s / H == pytest.approx(5.56, abs=0.005)
     expected = expect(work_s, SaveSchedule(300, 5, 180), exponential(mean_h * H))

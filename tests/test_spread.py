@@ -236,13 +236,7 @@ def test_full_training_on_two_then_three_then_one_is_that_of_one_process_also_be
         ("llama", {"train_ddp": 1}, {}, [(2, 3), (1, None)]),
     ],
 )
-def test_other_numbers_of_ranks_and_other_ways_give_the_same(
-    family,
-    keys,
-    where,
-    ranks,
-    tmp_path,
-):
+def test_other_numbers_of_ranks_and_other_ways_give_the_same(family, keys, where, ranks, tmp_path):
     begins_with_ddp = keys.pop("train_ddp", 0)
     alone = spread_job(tmp_path / "alone", family, where={"strategy": "ddp", "gpus": None}, **keys)
     spread = spread_job(tmp_path / "spread", family, where=where, **keys)

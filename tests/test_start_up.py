@@ -21,12 +21,12 @@ import pytest
 
 import workshop
 from farthing.errors import RunChangedError
-from farthing.run.accounts import Account, read_ledger
+from farthing.run.accounts import read_ledger
 from farthing.train.loop import rare_collections
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def job(tmp_path_factory):
     """A job file."""
     return workshop.job_file(
         tmp_path_factory.mktemp("job"), max_steps=100_000, save_steps=50, probe=False
@@ -34,7 +34,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> dict[str, str]:
+def slow(tmp_path):
     """An environment where importing torch never ends, and leaves the file `importing`."""
     (tmp_path / "slow" / "torch").mkdir(parents=True)
     (tmp_path / "slow" / "torch" / "__init__.py").write_text(
@@ -72,14 +72,14 @@ def train(
 
 
 def test_a_process_that_is_killed_while_it_imports_torch_is_on_the_bill_and_under_the_cap(
-    job: Path, slow: dict[str, str], tmp_path: Path
-) -> None:
+    job, slow, tmp_path
+):
     run, importing = tmp_path / "run", tmp_path / "importing"
 
-    def newest() -> Account:
+    def newest():
         return read_ledger(run / "ledger.jsonl").ordered[-1]
 
-    for number in (1, 2, 3):
+    for number in (1, 2):
         importing.unlink(missing_ok=True)
         process = train(job, run, env=slow)
         until(importing.exists, process)
@@ -89,7 +89,7 @@ def test_a_process_that_is_killed_while_it_imports_torch_is_on_the_bill_and_unde
         process.kill()
         process.communicate()
     spent_s = [account.wall_s for account in read_ledger(run / "ledger.jsonl").ordered]
-    assert len(spent_s) == 3
+    assert len(spent_s) == 2
     assert min(spent_s) > 0.2
     importing.unlink()
     capped = train(job, run, "--set", f"limits.max_hours={sum(spent_s)}s", env=slow)
@@ -99,9 +99,7 @@ def test_a_process_that_is_killed_while_it_imports_torch_is_on_the_bill_and_unde
 
 
 @pytest.mark.slow
-def test_asked_to_leave_while_it_imports_torch_a_process_says_so_on_the_ledger(
-    job: Path, slow: dict[str, str], tmp_path: Path
-) -> None:
+def test_asked_to_leave_while_it_imports_torch_a_process_says_so_on_the_ledger(job, slow, tmp_path):
     process = train(job, tmp_path / "run", env=slow)
     until((tmp_path / "importing").exists, process)
     process.send_signal(signal.SIGTERM)
@@ -111,8 +109,8 @@ def test_asked_to_leave_while_it_imports_torch_a_process_says_so_on_the_ledger(
 
 
 def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch_at_no_cost(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = workshop.job_file(tmp_path, max_steps=2)
     run = tmp_path / "run"
     code = (
@@ -123,7 +121,7 @@ def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch
         " gc.get_stats()), file=sys.stderr)\nsys.exit(code)\n"
     )
 
-    def again(*words: str) -> tuple[int, str, str, int]:
+    def again(*words):
         done = subprocess.run(
             [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
         )
@@ -150,7 +148,6 @@ def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch
         json.loads(before["receipt.json"])["usd"], rel=0.05
     )
     assert before == {name: (run / name).read_bytes() for name in before}
-    assert again("--retry")[0] == 0
     data = tmp_path / "data.jsonl"
     os.utime(data)  # not as it was: looked at in full, found the same, and still nothing is added
     assert workshop.train(workshop.load_job(path)).state == "finished"
@@ -162,9 +159,7 @@ def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch
     assert [a.state for a in read_ledger(run / "ledger.jsonl").ordered] == ["finished"]
 
 
-def test_what_is_frozen_is_not_counted_where_the_collector_is_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_frozen_is_not_counted_where_the_collector_is_off(monkeypatch):
     monkeypatch.setattr(
         gc, "get_freeze_count", lambda: pytest.fail("it walks through all that is imported")
     )

@@ -181,9 +181,7 @@ def tell_of_each_call(
 
 
 @pytest.mark.slow
-def test_a_kill_before_any_system_call_of_a_save_leaves_what_was_there_or_what_is_new(
-    tmp_path: Path,
-) -> None:
+def test_a_kill_before_any_system_call_of_a_save_leaves_what_was_there_or_what_is_new(tmp_path):
     """In a process of its own: it forks, which is safe only where no other thread runs."""
     if why := why_not_here():
         pytest.skip(why)
@@ -199,7 +197,7 @@ def test_a_kill_before_any_system_call_of_a_save_leaves_what_was_there_or_what_i
     assert int(done.stdout.split()[0]) > 50
 
 
-def test_a_kill_within_a_write_to_a_folder_leaves_no_part_of_an_object(tmp_path: Path) -> None:
+def test_a_kill_within_a_write_to_a_folder_leaves_no_part_of_an_object(tmp_path):
     size = 64 << 20
     (tmp_path / "large").write_bytes(bytes(size))
     code = (

@@ -66,7 +66,7 @@ def records_of(content: bytes) -> Iterator[bytes]:
             yield whole
 
 
-def test_wandb_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_has_each_step_once(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
 
@@ -93,7 +93,7 @@ def test_wandb_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(ids) == 1, "one run, in two parts"
 
 
-def test_mlflow_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_has_each_step_once(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     from mlflow.tracking import MlflowClient
 
@@ -113,7 +113,7 @@ def test_mlflow_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run.info.status == "FINISHED"
 
 
-def test_trackio_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_has_each_step_once(tmp_path, monkeypatch):
     pytest.importorskip("trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     job = crashed_and_continued(tmp_path, monkeypatch, "trackio")
@@ -135,7 +135,7 @@ def noting(everything: Everything) -> Callable[[Any], Any]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_tensorboard_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_has_each_step_once(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -149,9 +149,7 @@ def test_tensorboard_has_each_step_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert [event.step for event in events.Scalars("eval/loss")] == [5, 10]
 
 
-def test_steps_that_are_taken_again_are_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_are_taken_again_are_told_once(tmp_path, monkeypatch):
     everything: Everything = []
     monkeypatch.setitem(track.OPENERS, "tensorboard", noting(everything))
     job = crashed_and_continued(tmp_path, monkeypatch, "tensorboard")
@@ -165,14 +163,12 @@ def test_steps_that_are_taken_again_are_told_once(
     assert everything[-1][0] == 11, "what can't be read is no reason to say nothing"
 
 
-def test_one_that_hangs_does_not_keep_another_from_its_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_hangs_does_not_keep_another_from_its_figures(tmp_path, monkeypatch):
     is_over, heard = threading.Event(), Heard()
 
     everything: Everything = []
 
-    def fails(*_: Any) -> Any:
+    def fails(*_):
         raise ConnectionError("no server")
 
     monkeypatch.setitem(track.OPENERS, "tensorboard", noting(everything))
@@ -194,7 +190,7 @@ def test_one_that_hangs_does_not_keep_another_from_its_figures(
     is_over.set()
 
 
-def test_figures_are_numbers_with_dollars_and_useful_tokens() -> None:
+def test_figures_are_numbers_with_dollars_and_useful_tokens():
     prefix, _, figures = figures_of(replace(step_taken(), loss=None, usd=1.5, run_tokens=70))
     assert prefix == "train"
     assert (figures["usd"], figures["run_tokens"]) == (1.5, 70)

@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
+from chat_templates import GEMMA, MARKED, PHI_3, QWEN_3, WORDS
 from farthing.data.encode import Encoder
 from farthing.data.formats import Text, converter
 from farthing.errors import UnusableRowError
 from farthing.model.load import ModelChoice, load_tokenizer
-from test_chat import GEMMA, MARKED, PHI_3, QWEN_3, WORDS
 from token_sets import encoded_examples
 
 GOLDEN = Path(__file__).parent / "golden" / "trl_chats.json"
@@ -129,7 +129,7 @@ def as_written(answers: list[str], eos: str = "</s>") -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_folders: dict[str, Path]) -> Any:
+def tokenizer(tiny_folders):
     """The small tokenizer with the words of all these templates."""
     found = load_tokenizer(ModelChoice(str(tiny_folders["llama"])), None)
     cohere = re.findall(r"<\|[A-Z_]+\|>", COHERE_2)

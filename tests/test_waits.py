@@ -97,7 +97,7 @@ def step(model: Any, task: str, dtype: torch.dtype | None = None, **how: Any) ->
     return loss
 
 
-def test_the_eyes_see() -> None:
+def test_the_eyes_see():
     for waits in (
         lambda x: x.sum().item(),
         lambda x: bool((x > 0).all()),
@@ -118,12 +118,12 @@ def test_the_eyes_see() -> None:
 
 
 @pytest.mark.parametrize("family", sorted(DECODERS))
-def test_a_packed_step_of_a_decoder(family: str) -> None:
+def test_a_packed_step_of_a_decoder(family):
     step(model_of(family), "causal-lm")
 
 
 @pytest.mark.parametrize("family", [*sorted(ENCODERS), "llama", "gemma3_text", "gpt2", "mixtral"])
-def test_a_packed_step_of_a_classifier(family: str) -> None:
+def test_a_packed_step_of_a_classifier(family):
     step(model_of(family, "classification"), "classification")
 
 
@@ -132,8 +132,8 @@ def test_a_packed_step_of_a_classifier(family: str) -> None:
     [("llama", "causal-lm"), ("gemma2", "causal-lm"), ("bert", "classification")],
 )
 def test_a_packed_step_in_half_precision_with_dropout_adapters_and_recomputing(
-    family: str, task: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    family, task, monkeypatch
+):
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: "padded")
     rates = {
         "attention_dropout": 0.1,
@@ -146,7 +146,7 @@ def test_a_packed_step_in_half_precision_with_dropout_adapters_and_recomputing(
     step(model, task, torch.bfloat16, label_smoothing=0.1)
 
 
-def test_rotations_for_long_texts() -> None:
+def test_rotations_for_long_texts():
     size = model_of("phi3").config
     n = size.head_dim // 2
     long = {
@@ -171,7 +171,7 @@ def test_scores_of_an_unknown_head_are_taken_at_positions_known_beforehand() -> 
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
 
 
-def test_what_is_sent_to_a_gpu_is_pinned_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_sent_to_a_gpu_is_pinned_first(monkeypatch):
     """From pageable memory a copy of 64 KB or more waits for all that the stream has to do before."""  # noqa: E501
     said: list[Any] = []
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: said.append("pinned") or self)
@@ -187,7 +187,7 @@ def test_what_is_sent_to_a_gpu_is_pinned_first(monkeypatch: pytest.MonkeyPatch) 
     assert said == [("cpu", True)]
 
 
-def test_owners_of_keys_are_counted_on_the_device() -> None:
+def test_owners_of_keys_are_counted_on_the_device():
     """Not sent: there are as many as tokens."""
     made = Documents.of([2, 1, 3], "cpu", [2, 3, 4], np.array([0, 1, 0, 1, 2, 0, 3, 4, 5]))
     with mock.patch("torch.from_numpy", side_effect=AssertionError), no_waits():
@@ -196,13 +196,13 @@ def test_owners_of_keys_are_counted_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("is_paged", [False, True])
-def test_optimizers_of_bitsandbytes_wait_once_at_most(is_paged: bool) -> None:
+def test_optimizers_of_bitsandbytes_wait_once_at_most(is_paged):
     """By themselves they wait after each weight; the host may read what is paged."""
     waited: list[Tensor] = []
     module = SimpleNamespace(sync_gpu=waited.append)
 
     class Blockwise(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             for weight in self.param_groups[0]["params"]:
                 module.sync_gpu(weight)
             return super().step(closure)

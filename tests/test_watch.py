@@ -29,7 +29,7 @@ from workshop import job_file, make_job, train
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory):
     """A finished run of twelve steps, with a copy in a store beside it."""
     folder = tmp_path_factory.mktemp("watched")
     job = make_job(
@@ -114,7 +114,7 @@ def test_a_run_in_a_store_is_looked_at_without_its_checkpoints(finished, tmp_pat
     store, fetched = open_store(str(finished.parent / "store")), list[str]()
     fetch = store.fetch
 
-    def counted(key: str, path: Path, n_bytes: int) -> None:
+    def counted(key, path, n_bytes):
         fetched.append(key)
         fetch(key, path, n_bytes)
 

@@ -46,7 +46,7 @@ WAYS = ["sleep", "lock", "stop", "fifo"]
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def job(tmp_path_factory):
     """A job file."""
     return workshop.job_file(
         tmp_path_factory.mktemp("job"),
@@ -105,9 +105,7 @@ def train_until_hung(
 @pytest.mark.parametrize(
     ("phase", "way"), thinned([(phase, way) for phase in PHASES for way in WAYS], 99)
 )
-def test_a_hang_is_ended_by_the_cap_and_is_on_the_bill(
-    phase: str, way: str, job: Path, tmp_path: Path
-) -> None:
+def test_a_hang_is_ended_by_the_cap_and_is_on_the_bill(phase, way, job, tmp_path):
     done, run, cap_usd = train_until_hung(job, tmp_path, hanging(tmp_path, phase, way))
     assert done.returncode == 3, done.stderr
     (account,) = read_ledger(run / "ledger.jsonl").ordered
@@ -119,9 +117,7 @@ def test_a_hang_is_ended_by_the_cap_and_is_on_the_bill(
 
 
 @pytest.mark.slow
-def test_who_waits_in_the_kernel_is_named_and_the_machine_can_be_ended(
-    job: Path, tmp_path: Path
-) -> None:
+def test_who_waits_in_the_kernel_is_named_and_the_machine_can_be_ended(job, tmp_path):
     stack = contextlib.ExitStack()
     try:
         stack.enter_context(stuck_file_system(tmp_path / "stuck"))
@@ -139,12 +135,10 @@ def test_who_waits_in_the_kernel_is_named_and_the_machine_can_be_ended(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["lock", "stop"])
-def test_a_python_program_that_hangs_is_killed_and_is_on_the_bill(
-    way: str, job: Path, tmp_path: Path
-) -> None:
+def test_a_python_program_that_hangs_is_killed_and_is_on_the_bill(way, job, tmp_path):
     environ = {**os.environ, **hanging(tmp_path, "farthing.train.resolve:tokenize", way)}
 
-    def begin(run: Path, cap_usd: float) -> subprocess.CompletedProcess[str]:
+    def begin(run, cap_usd):
         other, sets = job.with_name(f"{way}.yaml"), {"limits": {"max_usd": cap_usd}}
         sets |= {"output_dir": str(run), "cache_dir": f"{run}-cache"}
         other.write_text(yaml.safe_dump(yaml.safe_load(job.read_text()) | sets))
@@ -165,12 +159,10 @@ def test_a_python_program_that_hangs_is_killed_and_is_on_the_bill(
     assert (account.state, account.usd > cap_usd) == ("limit", True)
 
 
-def test_a_close_that_hangs_past_the_cap_ends_by_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_close_that_hangs_past_the_cap_ends_by_the_limit(tmp_path, monkeypatch):
     honest, calls = run_module.leave_receipt, list[Path]()
 
-    def hangs_once(folder: Path, *log: Any) -> Any:
+    def hangs_once(folder, *log):
         calls.append(folder)
         if len(calls) == 1:
             threading.Event().wait(300)
@@ -185,7 +177,7 @@ def test_a_close_that_hangs_past_the_cap_ends_by_the_limit(
     assert len(calls) > 1
 
 
-def test_who_watches_from_beside_kills_nobody_but_who_began_it() -> None:
+def test_who_watches_from_beside_kills_nobody_but_who_began_it():
     """The number of a process that died may be a stranger's, while a child of it holds the pipe."""
     with subprocess.Popen(["sleep", "600"]) as stranger:
         program = [sys.executable, "-m", "farthing.report.last_words", str(stranger.pid)]
@@ -209,9 +201,7 @@ def test_who_watches_from_beside_kills_nobody_but_who_began_it() -> None:
         9,
     ),
 )
-def test_the_command_of_when_done_runs_once_after_the_end(
-    words: list[str], code: int, job: Path, tmp_path: Path
-) -> None:
+def test_the_command_of_when_done_runs_once_after_the_end(words, code, job, tmp_path):
     said = tmp_path / "said"
     words = [*words, f"when_done=echo $FARTHING_EXIT_CODE $FARTHING_RUN >> {said}"]
     sets = [word for each in words for word in ("--set", each)]
@@ -224,7 +214,7 @@ def test_the_command_of_when_done_runs_once_after_the_end(
 
 
 @pytest.mark.slow
-def test_a_dry_run_shows_the_command_and_begins_nothing(job: Path, tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_command_and_begins_nothing(job, tmp_path):
     sets = ["--set", "when_done=no-such-program now", "--set", "limits.max_usd=5", "--dry-run"]
     done = train(job, tmp_path / "run", {}, *sets)
     assert done.returncode == 0
@@ -234,7 +224,7 @@ def test_a_dry_run_shows_the_command_and_begins_nothing(job: Path, tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_cap_without_a_price_is_refused(tmp_path: Path) -> None:
+def test_a_cap_without_a_price_is_refused(tmp_path):
     job = workshop.make_job(tmp_path, limits={"max_usd": 5}, where={"usd_per_hour": 0})
     with pytest.raises(InputError, match="never fires"):
         refuse_cap_without_price(job)
@@ -246,7 +236,7 @@ def test_a_cap_without_a_price_is_refused(tmp_path: Path) -> None:
     assert "costs $3.60 an hour until you end it" in "\n".join(say_what_bills_on(priced))
 
 
-def test_a_killed_guard_takes_the_run_along(job: Path, tmp_path: Path) -> None:
+def test_a_killed_guard_takes_the_run_along(job, tmp_path):
     import psutil
 
     command = [sys.executable, "-m", "farthing", "train", str(job)]
@@ -261,9 +251,7 @@ def test_a_killed_guard_takes_the_run_along(job: Path, tmp_path: Path) -> None:
     until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_hang_of_the_main_thread_is_raised_out_of_in_python_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hang_of_the_main_thread_is_raised_out_of_in_python_too(tmp_path, monkeypatch):
     monkeypatch.setattr("farthing.train.watchdog.RAISED_AFTER_S", 0.0)
     monkeypatch.setattr("farthing.train.watchdog.ENDED_AFTER_S", 1e6)
     job = workshop.make_job(tmp_path, limits={"max_hours": "1s"})
@@ -277,7 +265,7 @@ def test_a_hang_of_the_main_thread_is_raised_out_of_in_python_too(
     assert len(reached) == 1
 
 
-def test_what_is_told_of_limits_is_kept_by_two_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_told_of_limits_is_kept_by_two_clocks(monkeypatch):
     now: dict[str, float] = {"mono": 0.0, "boot": 0.0}
     monkeypatch.setattr("farthing.run.guard.time.monotonic", lambda: now["mono"])
     monkeypatch.setattr("farthing.run.guard.seconds_since_boot", lambda: now["boot"])
@@ -294,7 +282,7 @@ def test_what_is_told_of_limits_is_kept_by_two_clocks(monkeypatch: pytest.Monkey
     assert (told.folder, told.why) == ("/x", "the cap")
 
 
-def test_signs_of_work_are_polls_cpu_time_and_bytes_read() -> None:
+def test_signs_of_work_are_polls_cpu_time_and_bytes_read():
     now: dict[str, Any] = {"at": 0.0, "cpu": 0.0, "read": 0}
     still = Stillness(lambda: now["at"], lambda: now["cpu"], lambda: now["read"])
     now["at"] = 50.0
@@ -314,9 +302,7 @@ def test_signs_of_work_are_polls_cpu_time_and_bytes_read() -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_from_the_terminal_stops_the_worker_and_its_kill_is_a_kill(
-    job: Path, tmp_path: Path
-) -> None:
+def test_a_stop_from_the_terminal_stops_the_worker_and_its_kill_is_a_kill(job, tmp_path):
     import psutil
 
     command = [sys.executable, "-m", "farthing", "train", str(job)]

@@ -16,7 +16,7 @@ SOURCE = Path(farthing.__file__).parent
 CALLS = {"say", "lines", "pairs", "cards", "table", "report"}
 
 
-def test_each_call_for_words_names_a_macro_with_as_many_values() -> None:
+def test_each_call_for_words_names_a_macro_with_as_many_values():
     macros = {
         (path.name, macro.name): len(macro.args)
         for path in (SOURCE / "report/templates").iterdir()
@@ -38,7 +38,7 @@ def test_each_call_for_words_names_a_macro_with_as_many_values() -> None:
     assert n_checked > 40
 
 
-def test_what_is_in_a_value_begins_no_cell_and_no_line() -> None:
+def test_what_is_in_a_value_begins_no_cell_and_no_line():
     row = {"precision": 0.5, "recall": 0.25, "f1": 1.0, "n": 3}
     found = table("receipt.txt", "classes_table", {"a | b\nc": row})
     assert found.heads == ("class", "#precision", "#recall", "#F1", "#examples")

@@ -28,22 +28,26 @@ def serving(handler: Any) -> Iterator[str]:
 
 
 class Files:
-    """Files on a web server, by path without the slash, each with an ETag of its content."""
+    """Files on a web server, by path without the slash and `.jsonl`, each with an ETag of its
+    content; the query counts where a file has one in its name.
+    """
 
-    def __init__(self, **files: bytes) -> None:
-        self.files = files
+    def __init__(self, with_etag: bool = True, **files: bytes) -> None:
+        self.with_etag, self.files = with_etag, files
 
     @contextmanager
     def served(self) -> Iterator[str]:
         """The server's address."""
-        files = self.files
+        files, with_etag = self.files, self.with_etag
 
         class Answers(Quiet):
             def do_GET(self) -> None:
                 """A file, or 404."""
-                body = files.get(self.path.lstrip("/").partition(".")[0])
+                name, _, more = self.path.lstrip("/").partition(".")
+                body = files.get(f"{name}?{more.partition('?')[2]}", files.get(name))
                 self.send_response(404 if body is None else 200)
-                self.send_header("ETag", str(zlib.crc32(body or b"")))
+                if with_etag:
+                    self.send_header("ETag", str(zlib.crc32(body or b"")))
                 self.send_header("Content-Length", str(len(body or b"")))
                 self.end_headers()
                 self.wfile.write(body or b"")

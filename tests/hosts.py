@@ -1,0 +1,58 @@
+"""This machine as a host of launches, with a script in the place of farthing."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from farthing.launch.machines import Machine
+from farthing.launch.request import LaunchRequest
+from farthing.launch.targets.hosts import HostDriver
+from offers import offer_of
+
+FAKE = """#!/bin/sh
+[ "$2" = needs ] && exit 0
+echo "secret is ${#AWS_SECRET_ACCESS_KEY} long, asked at $FARTHING_CREATED_AT"
+case "$(cat job.yaml)" in
+  *leave*) exit 75 ;;
+  *forever*) trap 'echo told; exit 75' TERM; echo listening; while :; do sleep 0.1; done ;;
+esac
+"""
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostDriver:
+    """This machine, with something else in the place of farthing."""
+    program = tmp_path / "bin" / "farthing"
+    program.parent.mkdir()
+    program.write_text(FAKE)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(
+        "farthing.launch.targets.hosts.sys.executable", str(tmp_path / "bin" / "python")
+    )
+    monkeypatch.setenv("FARTHING_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-of-a-secret")
+    return HostDriver(["local"])
+
+
+def ask_for(text: str, most_s: int = 60) -> LaunchRequest:
+    """A machine that runs a job of this text."""
+    offer = offer_of("", 1.0, 0, provider="this machine", instance="local")
+    return LaunchRequest(
+        "farthing-12345678-1",
+        "local",
+        "",
+        offer,
+        1.0,
+        most_s,
+        text,
+        {"name": "x"},
+        secrets=("AWS_SECRET_ACCESS_KEY",),
+    )
+
+
+def machine_of(ask: LaunchRequest, number: str = "") -> Machine:
+    """As the ledger has it."""
+    return Machine(ask.name, id=number, instance="local")

@@ -1,0 +1,45 @@
+"""Small searches, and what of them must not depend on kills."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from workshop import job_file
+
+RATES = [1.0e-9, 3.0e-3, 3.0e-4, 1.0e9]
+
+
+SEARCH = {
+    "trials": 4,
+    "vary": {"train.learning_rate": RATES},
+    "sampler": "grid",
+    "reduction_factor": 2,
+    "min_fraction": 0.25,
+}
+
+
+def job_of(folder: Path, section: dict[str, Any] = SEARCH, **keys: Any) -> Path:
+    """A job of four settings, of which one fails and one learns nothing."""
+    keys = {"max_steps": 8, "data": {"eval_fraction": 0.2}, "limits": {"max_usd": 5}, **keys}
+    path = job_file(folder, **keys)
+    job = yaml.safe_load(path.read_text(encoding="utf-8"))
+    path.write_text(yaml.safe_dump({**job, "search": section}), encoding="utf-8")
+    return path
+
+
+def weights_of(folder: Path) -> dict[str, str]:
+    """SHA-256 of the weights of every checkpoint and model of a search."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.glob("trials/*/model/*.safetensors"))
+    }
+
+
+def told(receipt: Any) -> Any:
+    """What must not depend on kills."""
+    keys = ("trial", "settings", "state", "score", "fraction", "curve")
+    return [{key: each[key] for key in keys} for each in receipt["trials"]]
