@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+import farthing.model.head
 from farthing.model.head import Head, How, find_head, head_losses
 from farthing.model.lora_kernels import LowRank
 from farthing.model.loss import Labelled, decoder_inputs, find_labelled, inner_of
@@ -66,6 +68,11 @@ NO_DROPOUT = {
     "embd_pdrop": 0.0,
     "resid_pdrop": 0.0,
     "hidden_dropout": 0.0,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
 }
 
 
@@ -188,3 +195,12 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float
     for name, one in theirs.items():
         difference = float((ours[name] - one).norm()) / max(float(one.norm()), floor, 1e-30)
         assert difference < close, (name, difference)
+
+
+def in_tiles_of(n: int) -> Any:
+    """The head takes so many positions at once."""
+    return mock.patch.object(farthing.model.head, "default_tile_tokens", return_value=n)
+
+
+def objective_of(family: str) -> str:
+    return "seq2seq" if family in SEQ2SEQ_FAMILIES else "causal-lm"

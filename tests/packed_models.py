@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from farthing.model import attention_kernels
 from token_sets import token_set
 
 CLOSE = 1e-5
@@ -167,3 +170,20 @@ def documents(n_labels: int = 3) -> Any:
     lengths = [12, 12, 7, 3, 3, 9]
     texts = [draw.integers(3, 99, n).tolist() for n in lengths]
     return token_set(texts, [n // 2 for n in lengths], [n % n_labels for n in range(len(lengths))])
+
+
+def by_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention takes this kernel, and flex is not compiled: it runs on a CPU."""
+    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: kernel)
+    monkeypatch.setattr(attention_kernels, "_flex", lambda: flex_attention)
+
+
+def assert_close_with_gradients(ours: Tensor, theirs: Tensor, inputs: Any) -> None:
+    """And gradients of `inputs`, where `ours` has any: flex has none on a CPU."""
+    torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
+    if ours.requires_grad:
+        weight = torch.randn_like(theirs)
+        found, wanted = (
+            torch.autograd.grad((each * weight).sum(), inputs) for each in (ours, theirs)
+        )
+        torch.testing.assert_close(found, wanted, rtol=CLOSE, atol=CLOSE)

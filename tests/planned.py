@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from farthing.config.job import Job
 from farthing.data.lengths import Lengths, from_arrays
 from farthing.models.model_config import known_config
 from farthing.models.shapes import Shape, read_shape
 from farthing.planner.decide import decide as decide_offered
+from farthing.planner.inputs import Asked, Study, study_job
 from farthing.planner.machines import machine_of
 from farthing.planner.search import Refusal
 from farthing.planner.software import Torch
@@ -101,3 +104,25 @@ def refused(answer: Answer) -> Rejected:
     assert not answer.plans
     assert len(answer.rejected) == 1
     return answer.rejected[0]
+
+
+NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
+OWN = "RTX 4090:1600usd:0.45kW"
+
+
+def job_of(folder: Path, **keys: Any) -> Job:
+    values: dict[str, Any] = {
+        "task": "causal-lm",
+        "model": "meta-llama/Llama-3.1-8B",
+        "data": "rows.jsonl",
+        "method": "lora",
+        "output_dir": "run",
+        "cache_dir": str(folder),
+    }
+    return Job.model_validate(values | keys)
+
+
+def ask(folder: Path, job: dict[str, Any] | None = None, **wishes: Any) -> Study:
+    """The answer for 10,000 examples of 400 tokens on every offer."""
+    wanted: dict[str, Any] = {"n_examples": 10_000, "mean_tokens": 400.0, "is_local": False}
+    return study_job(job_of(folder, **(job or {})), Asked(**(wanted | wishes)), now=NOW)

@@ -56,7 +56,7 @@ def test_base_and_tuned_are_measured_on_the_same_examples(family, tmp_path, caps
     assert main(["report", str(run)]) == 0
     assert "dollars a point" in capsys.readouterr().out
 
-    def again(*_: object, **__: object) -> None:
+    def again(*_, **__):
         raise AssertionError("what was measured is measured again")
 
     monkeypatch.setattr(evaluation, "trained_model", again)
@@ -87,13 +87,8 @@ def two_tasks(
         return {f"{part} loss": whole.of_part(model, part, progress)["loss"]}
 
     better = {"one loss": False, "two loss": False}
-    tasks = {
-        "parts": ("one", "two"),
-        "better": better,
-        "of_part": measured,
-        "kept_in": "standard_tasks.json",
-    }
-    return replace(whole, **{**tasks, **others})
+    tasks = {"parts": ("one", "two"), "better": better, "of_part": measured}
+    return replace(whole, **{**tasks, "kept_in": "standard_tasks.json", **others})
 
 
 @pytest.mark.slow
@@ -264,22 +259,16 @@ def test_a_chat_needs_words(tmp_path, monkeypatch):
     assert main(["chat", str(tmp_path)]) == 2
 
 
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+
+
 @pytest.mark.parametrize(
     ("row", "is_chat"),
     [
-        (
-            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-            True,
-        ),
+        ({"messages": [USER, ANSWER]}, True),
         ({"instruction": "a", "output": "b"}, True),
         ({"prompt": "a", "completion": "b"}, False),
-        (
-            {
-                "prompt": [{"role": "user", "content": "a"}],
-                "completion": [{"role": "assistant", "content": "b"}],
-            },
-            True,
-        ),
+        ({"prompt": [USER], "completion": [ANSWER]}, True),
         ({"text": "a"}, False),
     ],
 )

@@ -27,48 +27,52 @@ A100, H100, T4, RTX = (8, 0), (9, 0), (7, 5), (8, 9)
 FULL = {"has_flash": True, "has_flex": True}
 
 
-def chosen(
-    capability: tuple[int, int] = H100, here: dict[str, Any] | None = None, **asked: Any
-) -> str:
-    """The kernel for bf16 heads of 64, unless said otherwise."""
-    machine = Machine(capability, **(FULL if here is None else here))
-    return choose(Asked(**{"dtype": "bf16", "head_size": 64, **asked}), machine)
+FLASH_3, EXACT = FULL | {"has_flash_3": True}, FULL | {"is_deterministic": True}
+FP32, CAPPED, DROPPED = {"dtype": "fp32"}, {"has_softcap": True}, {"has_dropout": True}
 
 
-def test_kernels_are_chosen_by_what_they_can_do():
-    assert chosen() == chosen(A100) == chosen(RTX) == chosen(dtype="fp16") == "flash"
-    assert chosen(has_dropout=True) == "flash"
-    assert chosen(here=FULL | {"has_flash_3": True}, has_dropout=True) == "padded"
-    assert chosen(has_softcap=True) == chosen(dtype="fp32") == chosen(head_size=20) == "flex"
-    assert chosen(dtype="fp32", has_dropout=True) == chosen(dtype="fp32", head_size=128) == "padded"
-    assert chosen(head_size=4) == chosen(head_size=512) == "padded"
-    assert chosen(here={}) == "padded"
-
-
-def test_before_ampere_documents_are_padded_whatever_is_asked():
-    for capability, dtype, size, cap, dropout in itertools.product(
-        (T4, (7, 0), (6, 1)), ("fp32", "fp16"), (64, 256), *[(False, True)] * 2
-    ):
-        asked = {"dtype": dtype, "head_size": size, "has_softcap": cap, "has_dropout": dropout}
-        assert chosen(capability, **asked) == "padded"
-
-
-def test_wide_heads_train_where_shared_memory_is_large_enough():
-    assert chosen(RTX, head_size=256) == "flash"
-    assert chosen(RTX, head_size=208) == "padded"
-    assert chosen(RTX, head_size=256, has_dropout=True) == "padded"
-    assert chosen(A100, head_size=208) == "flash"
-    assert chosen(A100, head_size=256, has_dropout=True) == "flash"
-    for small, large in ((RTX, A100), ((8, 6), H100), ((12, 0), (10, 0))):
-        assert chosen(small, head_size=128, has_softcap=True) == "flex"
-        assert chosen(small, head_size=256, has_softcap=True) == "padded"
-        assert chosen(large, head_size=256, has_softcap=True) == "flex"
-
-
-def test_where_bits_must_repeat_no_kernel_is_taken_that_does_not_promise_it():
-    exact = FULL | {"is_deterministic": True}
-    assert chosen(here=exact) == chosen(here=exact, has_dropout=True) == "flash"
-    assert chosen(here=exact, has_softcap=True) == chosen(here=exact, dtype="fp32") == "padded"
+@pytest.mark.parametrize(
+    ("capability", "here", "asked", "kernel"),
+    [
+        *((each, FULL, {}, "flash") for each in (A100, H100, RTX)),
+        (H100, FULL, {"dtype": "fp16"}, "flash"),
+        (H100, FULL, DROPPED, "flash"),
+        (H100, FLASH_3, DROPPED, "padded"),
+        (H100, FULL, CAPPED, "flex"),
+        (H100, FULL, FP32, "flex"),
+        (H100, FULL, {"head_size": 20}, "flex"),
+        (H100, FULL, FP32 | DROPPED, "padded"),
+        (H100, FULL, FP32 | {"head_size": 128}, "padded"),
+        (H100, FULL, {"head_size": 4}, "padded"),
+        (H100, FULL, {"head_size": 512}, "padded"),
+        (H100, {}, {}, "padded"),
+        *(  # before Ampere
+            (capability, FULL, {"dtype": dtype, "head_size": size} | more, "padded")
+            for capability in (T4, (7, 0), (6, 1))
+            for dtype in ("fp32", "fp16")
+            for size in (64, 256)
+            for more in ({}, CAPPED, DROPPED, CAPPED | DROPPED)
+        ),
+        # wide heads train where shared memory is large enough
+        (RTX, FULL, {"head_size": 256}, "flash"),
+        (RTX, FULL, {"head_size": 208}, "padded"),
+        (RTX, FULL, {"head_size": 256} | DROPPED, "padded"),
+        (A100, FULL, {"head_size": 208}, "flash"),
+        (A100, FULL, {"head_size": 256} | DROPPED, "flash"),
+        *((each, FULL, {"head_size": 128} | CAPPED, "flex") for each in (RTX, (8, 6), (12, 0))),
+        *((each, FULL, {"head_size": 256} | CAPPED, "padded") for each in (RTX, (8, 6), (12, 0))),
+        *((each, FULL, {"head_size": 256} | CAPPED, "flex") for each in (A100, H100, (10, 0))),
+        # where bits must repeat
+        (H100, EXACT, {}, "flash"),
+        (H100, EXACT, DROPPED, "flash"),
+        (H100, EXACT, CAPPED, "padded"),
+        (H100, EXACT, FP32, "padded"),
+    ],
+)
+def test_kernels_are_chosen_by_what_they_can_do(capability, here, asked, kernel):
+    """For bf16 heads of 64, unless said otherwise."""
+    asked = Asked(**{"dtype": "bf16", "head_size": 64, **asked})
+    assert choose(asked, Machine(capability, **here)) == kernel
 
 
 def test_the_table_in_the_docs_is_what_the_choice_says():
@@ -133,7 +137,7 @@ def test_groups_cost_hardly_more_than_the_best(width):
     """Of all stretches of the sorted documents."""
     draw = random.Random(width)
 
-    def cost_of(groups: list[list[int]]) -> float:
+    def cost_of(groups):
         return sum(6e9 + 14 * width * len(group) * max(group) ** 2 for group in groups)
 
     for _ in range(20):
@@ -188,7 +192,7 @@ def test_flash_attention_3_is_for_hopper_where_bits_need_not_repeat(
 ):
     asked: list[str] = []
 
-    def activate(name: str) -> None:
+    def activate(name):
         asked.append(name)
         raise ModuleNotFoundError("flash_attn_interface")
 

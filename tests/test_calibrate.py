@@ -18,7 +18,7 @@ from farthing.model.attention_choice import Asked, choose
 from farthing.model.attention_choice import Machine as AttentionMachine
 from farthing.models.model_config import known_config
 from farthing.models.shapes import Shape, read_shape
-from farthing.planner.calibration import as_run
+from farthing.planner.calibration import as_run, past_errors
 from farthing.planner.calibration import calibrate as calibrate_case
 from farthing.planner.estimate import Estimate
 from farthing.planner.inputs import plan_here
@@ -32,7 +32,7 @@ from farthing.planner.types import JobSpec, Machine, Plan
 from farthing.planner.work import forward_work, work_of
 from farthing.prices.gpus import find_gpu
 from farthing.prices.gpus import gpus as known_gpus
-from farthing.report.receipt import APART, Bill, against_estimate
+from farthing.report.receipt import Bill, against_estimate
 from farthing.settings import Settings
 
 HERE = "a processor, 2 threads"
@@ -163,10 +163,47 @@ def test_runs_of_the_same_model_give_their_factors_back():
     assert found.compute == pytest.approx(2.0)
     assert found.optimizer == pytest.approx(3.0)
     assert found.waiting_s == pytest.approx(0.05)
-    assert (found.start_s, found.load_s, found.save_s) == (4.0, 1.0, 0.5)
+    assert (found.start_s, found.load_s, found.save_s, found.export_s) == (4.0, 1.0, 0.5, 0.5)
     assert found.extra_bytes == 100 << 20
     assert (found.spread, found.n_runs) == (0.3, 1)
     assert found.source == "1 run of this model here, the last on 2026-11-21 (too few to agree)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "load_s", "save_s", "export_s"),
+    [
+        ({"spans": {}}, 0.0, 0.0, 0.5),
+        ({"spans": {}, "n_saves": 0}, 0.0, 0.1, 0.5),
+        ({"spans": {"load_model": 3.0, "checkpoint": 8.0, "export": 7.0}}, 3.0, 2.0, 7.0),
+    ],
+)
+def test_parts_of_a_run_that_were_not_measured_are_supposed(changes, load_s, save_s, export_s):
+    found = calibrate([run_of(shape_of(), 1.0, **changes)], shape_of())
+    assert (found.load_s, found.save_s, found.export_s) == (load_s, save_s, export_s)
+
+
+@pytest.mark.parametrize(("more", "extra"), [((0, 200), 300 << 20), ((-150, -200), -50 << 20)])
+def test_room_is_kept_for_the_run_that_needed_most(more, extra):
+    run = run_of(shape_of(), 1.0)
+    runs = [replace(run, peak_bytes=run.peak_bytes + (mib << 20)) for mib in more]
+    assert calibrate(runs, shape_of()).extra_bytes == extra
+
+
+def promised(run: Measurement, off_s: float, off_bytes: float) -> Measurement:
+    """The run, with an estimate before it that was so far off."""
+    known = {"step_s": run.step_s / (1 + off_s), "peak_bytes": run.peak_bytes / (1 + off_bytes)}
+    return replace(run, promised=known)
+
+
+def test_past_errors_are_medians_of_what_was_promised_here():
+    run = run_of(shape_of(), 1.0)
+    assert past_errors([run, replace(run, promised={"step_s": 0.0, "peak_bytes": 0})], HERE) == ""
+    one = promised(run, 0.25, -0.1)
+    assert past_errors([one], "elsewhere") == ""
+    said = "earlier estimate here: off by 25% in time and 10% in memory, median"
+    assert past_errors([one], HERE) == f"1 {said}"
+    others = [promised(run, -0.5, 0.02), promised(run, 0.05, 0.6)]
+    assert past_errors([one, *others], HERE) == f"3 {said.replace('estimate', 'estimates')}"
 
 
 def test_an_evaluation_takes_what_it_took():
@@ -196,6 +233,18 @@ def test_a_run_is_taken_as_it_was_cut():
     assert (ran.padded.tokens, ran.mean_tokens, ran.largest) == (60.0, 50.0, (5, 100, 0, 0))
 
 
+def test_a_run_of_pairs_is_taken_as_it_was_cut():
+    """Of inputs with 60 tokens and targets with 20 in the mean; of 50 padded ones a quarter."""
+    lengths = {"mean": 60.0, "mean_of_squares": 1.25 * 60**2, "mean_target": 20.0}
+    pairs = replace(run_of(shape_of(), 1.0), task="seq2seq", lengths=lengths)
+    flat = as_run(pairs, case_of(shape_of()))
+    squares = (1.25 * 37.5**2, 1.25 * 12.5**2, 1.25 * 37.5 * 12.5)
+    assert tuple(flat.padded) == pytest.approx((37.5, 12.5, *squares))
+    assert flat.largest == (1, 375, 125, 375 * 75)
+    rows = as_run(replace(pairs, is_packed=False, largest_examples=5), case_of(shape_of()))
+    assert rows.largest == (5, 75, 25, 0)
+
+
 def test_a_run_with_ligers_kernels_is_compared_as_one():
     shape = shape_of()
     fused, plain = run_of(shape, 2.0, has_liger=True), run_of(shape, 2.0)
@@ -214,7 +263,7 @@ def test_runs_of_other_layers_are_others():
 def test_the_median_of_the_newest_counts_and_only_runs_that_agree_narrow_the_range():
     shape = shape_of()
 
-    def after(*factors: float) -> Calibration:
+    def after(*factors):
         runs = [
             run_of(shape, factor, when=f"2026-11-{20 - n}T10:00")
             for n, factor in enumerate(factors)
@@ -259,7 +308,7 @@ def test_examples_of_other_lengths_set_no_pace():
     shape = shape_of()
     run = run_of(shape, 2.0)  # of 50 tokens in the mean
 
-    def with_mean(mean_tokens: float) -> int:
+    def with_mean(mean_tokens):
         return calibrate([run], shape, mean=mean_tokens).n_runs
 
     assert [with_mean(mean) for mean in (10, 20, 50, 140, 500)] == [0, 1, 1, 1, 0]
@@ -302,8 +351,9 @@ def test_restarts_and_work_done_again_are_not_the_estimates_error():
     assert killed is not None
     assert whole is not None
     assert (killed.wall_s.happened, killed.wall_s.ratio) == (210.0, pytest.approx(1.0))
-    assert (killed.seconds[APART].promised, killed.seconds[APART].happened) == (0.0, 110.0)
-    assert (whole.wall_s.ratio, APART in whole.seconds) == (pytest.approx(2.1), False)
+    apart = "restarts and waiting, left out of the ratio"
+    assert (killed.seconds[apart].promised, killed.seconds[apart].happened) == (0.0, 110.0)
+    assert (whole.wall_s.ratio, apart in whole.seconds) == (pytest.approx(2.1), False)
 
 
 def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sends_over(

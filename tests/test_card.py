@@ -15,7 +15,7 @@ import farthing.train.run
 import workshop
 from farthing.cli import main
 from farthing.errors import RunInterruptedError
-from farthing.events import Event, StepTaken
+from farthing.events import StepTaken
 from workshop import job_file, make_job
 
 
@@ -43,7 +43,7 @@ def test_the_card_of_a_run_that_was_interrupted_has_the_figures_of_its_receipt(
     monkeypatch.setenv("COLUMNS", "200")
     job = make_job(tmp_path, save_steps=2)
 
-    def stop(event: Event) -> None:
+    def stop(event):
         if isinstance(event, StepTaken) and event.step == 3:
             raise RunInterruptedError("asked to leave")
 

@@ -121,7 +121,7 @@ def test_no_copy_outlives_its_step():
     model, kept = two_layers()
     weight = model[0].weight
 
-    def fails() -> None:
+    def fails():
         with kept.kept(several=True):
             assert leaf_of(weight) is leaf_of(weight)
             raise KeyError
@@ -256,7 +256,7 @@ def test_a_shared_weight_whose_layer_is_computed_again_after_its_copy_is_gone():
     shared, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
     plain = copy.deepcopy(shared)
 
-    def twice(layer: torch.nn.Module, given: Tensor) -> Tensor:
+    def twice(layer, given):
         with torch.autocast("cpu", torch.bfloat16):
             for _ in range(2):
                 given = checkpoint(

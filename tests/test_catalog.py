@@ -60,10 +60,10 @@ def test_every_gpu_has_a_source_a_date_and_sane_numbers():
 
 
 def test_native_bf16_came_with_ampere():
+    old = {gpu.architecture for gpu in gpus().values() if not gpu.has_bf16}
+    assert old == {"Kepler", "Pascal", "Volta", "Turing"}
     for gpu in gpus().values():
-        is_old = gpu.architecture in ("Kepler", "Pascal", "Volta", "Turing")
-        assert gpu.has_bf16 == (not is_old), gpu.name
-        assert ("tf32" in gpu.flops) == (not is_old), gpu.name
+        assert gpu.has_bf16 == ("tf32" in gpu.flops) == (gpu.architecture not in old), gpu.name
 
 
 def test_no_name_means_two_gpus():
@@ -154,11 +154,17 @@ def test_gpus_are_found_by_whatever_name(text, name):
     assert find_gpu(text).name == name
 
 
-def test_a_size_tells_gpus_of_one_name_apart():
-    assert find_gpu("A100", 80).name == "A100-80GB"
-    assert find_gpu("A100", 40).name == "A100-40GB"
-    assert find_gpu("V100", 31.7).name == "V100-32GB"
-    assert find_gpu("RTX4060Ti", 16).name == "RTX 4060 Ti 16GB"
+@pytest.mark.parametrize(
+    ("text", "gib", "name"),
+    [
+        ("A100", 80, "A100-80GB"),
+        ("A100", 40, "A100-40GB"),
+        ("V100", 31.7, "V100-32GB"),
+        ("RTX4060Ti", 16, "RTX 4060 Ti 16GB"),
+    ],
+)
+def test_a_size_tells_gpus_of_one_name_apart(text, gib, name):
+    assert find_gpu(text, gib).name == name
     with pytest.raises(InputError):
         find_gpu("RTX 4090", 48)
 
@@ -178,54 +184,19 @@ def test_names_of_nothing_get_a_hint(text, words):
     assert words in caught.value.to_do
 
 
-NOT_KNOWN = [  # cut down, with other memory, a part of one, or of another generation
-    "NVIDIA A100X",
-    "NVIDIA A100-SXM-64GB",
-    "NVIDIA A100-40C",
-    "NVIDIA A100D-1-10C",
-    "NVIDIA H100XM-80C",
-    "NVIDIA H100 64GB HBM2",
-    "NVIDIA H100 96GB HBM3",
-    "NVIDIA GH200 144G HBM3e",
-    "NVIDIA L40S-48C",
-    "NVIDIA A10G-24Q",
-    "NVIDIA GeForce RTX 4090 D",
-    "NVIDIA GeForce RTX 5090 D v2",
-    "NVIDIA RTX 6000D",
-    "NVIDIA RTX A2000 12GB",
-    "NVIDIA RTX 4000 SFF Ada Generation",
-    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
-    "NVIDIA T4G",
-]
-
-
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
-        ("NVIDIA H200", "H200"),
-        ("Tesla V100-SXM2-16GB-N", "V100-16GB"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA GeForce RTX 3080 Laptop GPU", None),
-        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
-        ("NVIDIA Something New", None),
-        ("Tesla V100-DGXS-32GB", "V100-32GB"),
-        ("NVIDIA H100 PCIe", "H100-PCIe"),
-        ("NVIDIA H100 NVL", "H100-NVL"),
-        ("NVIDIA GH200 480GB", "GH200"),
-        ("NVIDIA B300 SXM6 AC", "B300"),
-        ("AMD Instinct MI300X VF", "MI300X"),
-        *((like_another, None) for like_another in NOT_KNOWN),
-    ],
-)
-def test_devices_are_known_by_the_name_torch_gives(device, name):
-    gpu = gpu_of_device(device)
-    assert (gpu.name if gpu else None) == name
-
-
 @pytest.mark.parametrize(
     ("device", "gib", "name"),
     [
+        ("NVIDIA H100 80GB HBM3", None, "H100-80GB"),
+        ("NVIDIA H200", None, "H200"),
+        ("Tesla V100-SXM2-16GB-N", None, "V100-16GB"),
+        ("NVIDIA L40S", None, "L40S"),
+        ("Tesla V100-DGXS-32GB", None, "V100-32GB"),
+        ("NVIDIA H100 PCIe", None, "H100-PCIe"),
+        ("NVIDIA H100 NVL", None, "H100-NVL"),
+        ("NVIDIA GH200 480GB", None, "GH200"),
+        ("NVIDIA B300 SXM6 AC", None, "B300"),
+        ("AMD Instinct MI300X VF", None, "MI300X"),
         ("NVIDIA GeForce RTX 4060 Ti", 15.6, "RTX 4060 Ti 16GB"),
         ("NVIDIA GeForce RTX 4060 Ti", 7.6, "RTX 4060 Ti 8GB"),
         ("NVIDIA GeForce RTX 5060 Ti", 7.5, None),
@@ -239,9 +210,38 @@ def test_devices_are_known_by_the_name_torch_gives(device, name):
         ("NVIDIA GH200 480GB", 143.0, None),
     ],
 )
-def test_cards_of_several_sizes_are_told_apart_by_memory(device, gib, name):
-    gpu = gpu_of_device(device, int(gib * 2**30))
+def test_devices_are_known_by_the_name_torch_gives_and_their_memory(device, gib, name):
+    gpu = gpu_of_device(device, *([int(gib * 2**30)] if gib else []))
     assert (gpu.name if gpu else None) == name
+
+
+@pytest.mark.parametrize(
+    "device",
+    [  # cut down, with other memory, a part of one, or of another generation
+        "NVIDIA GeForce RTX 3080 Laptop GPU",
+        "NVIDIA A100-SXM4-80GB MIG 3g.40gb",
+        "NVIDIA Something New",
+        "NVIDIA A100X",
+        "NVIDIA A100-SXM-64GB",
+        "NVIDIA A100-40C",
+        "NVIDIA A100D-1-10C",
+        "NVIDIA H100XM-80C",
+        "NVIDIA H100 64GB HBM2",
+        "NVIDIA H100 96GB HBM3",
+        "NVIDIA GH200 144G HBM3e",
+        "NVIDIA L40S-48C",
+        "NVIDIA A10G-24Q",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 5090 D v2",
+        "NVIDIA RTX 6000D",
+        "NVIDIA RTX A2000 12GB",
+        "NVIDIA RTX 4000 SFF Ada Generation",
+        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+        "NVIDIA T4G",
+    ],
+)
+def test_devices_like_another_are_not_taken_for_it(device):
+    assert gpu_of_device(device) is None
 
 
 def test_every_gpu_is_known_by_its_own_memory():
@@ -286,50 +286,46 @@ def test_colab_units_by_the_gigabyte_and_hour():
     assert up_front_usd(colab, 9.99) == pytest.approx(9.99)
 
 
-def test_a_flat_fee_for_each_managed_run():
-    managed = an_offer(gpu="", n_gpus=0, unit="run", usd=250)
-    assert bill(managed, n_runs=5) == {"compute": 1250}
-    assert managed.usd_per_hour is None
-    assert managed.usd_per_gpu_hour is None
+RUN = {"gpu": "", "n_gpus": 0, "unit": "run", "usd": 250}
+TOKENS = {"gpu": "", "n_gpus": 0, "unit": "million_tokens", "usd": 0.5}
+BY_HOUR, BY_SECOND = {"minimum_s": 60, "increment_s": 3600}, {"minimum_s": 60, "increment_s": 1}
+STORES = {"storage_usd_per_gb_month": 0.1, "egress_usd_per_gb": 0.09}
+FREE = dict.fromkeys(STORES, 0.0)
+GOODS = {"storage_gb": 73, "egress_gb": 100}
 
 
-def test_training_by_the_token_has_a_minimum():
-    terms = Billing("Somewhere", minimum_usd=4)
-    managed = an_offer(gpu="", n_gpus=0, unit="million_tokens", usd=0.5, billing=terms)
-    assert bill(managed, n_tokens=20e6) == {"compute": 10}
-    assert bill(managed, n_tokens=1e6) == {"compute": 0.5, "minimum": 3.5}
+@pytest.mark.parametrize(
+    ("offer", "terms", "hours", "used", "expected"),
+    [
+        (RUN, {}, 0, {"n_runs": 5}, {"compute": 1250}),
+        (TOKENS, {"minimum_usd": 4}, 0, {"n_tokens": 20e6}, {"compute": 10}),
+        (TOKENS, {"minimum_usd": 4}, 0, {"n_tokens": 1e6}, {"compute": 0.5, "minimum": 3.5}),
+        ({"usd": 2}, BY_HOUR, 1, {}, {"compute": 2}),
+        ({"usd": 2}, BY_HOUR, 1.25, {}, {"compute": 2.5, "rounding": 1.5}),
+        ({"usd": 2}, BY_HOUR, 1.25, {"n_starts": 5}, {"compute": 2.5, "rounding": 7.5}),
+        ({"usd": 3.6}, BY_SECOND, 0.01, {}, {"compute": 0.036, "rounding": 0.024}),
+        ({"usd": 3.6}, BY_SECOND, 0, {}, {"compute": 0}),
+        ({"usd": 2}, STORES, 10, GOODS, {"compute": 20, "storage": 0.1, "egress": 9}),
+        (
+            {"usd": 2},
+            STORES,
+            10,
+            GOODS | {"storage_hours": 730},
+            {"compute": 20, "storage": 7.3, "egress": 9},
+        ),
+        ({"usd": 2}, {}, 730, GOODS, {"compute": 1460, "storage": 7.3, "egress": 9}),  # assumed
+        ({"usd": 2}, FREE, 730, GOODS, {"compute": 1460}),
+    ],
+)
+def test_bills_by_their_parts(offer, terms, hours, used, expected):
+    sold = an_offer(**offer, billing=Billing("Somewhere", **terms))
+    assert bill(sold, hours, **used) == pytest.approx(expected)
 
 
-def test_minimum_and_increments_are_a_part_of_the_bill():
-    by_hour = an_offer(usd=2, billing=Billing("Somewhere", minimum_s=60, increment_s=3600))
-    assert bill(by_hour, 1) == {"compute": 2}
-    assert bill(by_hour, 1.25) == {"compute": 2.5, "rounding": 1.5}
-    assert bill(by_hour, 1.25, n_starts=5) == {"compute": 2.5, "rounding": 7.5}
-    by_second = an_offer(usd=3.6, billing=Billing("Somewhere", minimum_s=60, increment_s=1))
-    assert bill(by_second, 0.01) == {
-        "compute": pytest.approx(0.036),
-        "rounding": pytest.approx(0.024),
-    }
-    assert bill(by_second, 0) == {"compute": 0}
-
-
-def test_storage_and_egress_are_parts_and_the_parts_add_up():
-    terms = Billing("Somewhere", storage_usd_per_gb_month=0.1, egress_usd_per_gb=0.09)
-    parts = bill(an_offer(usd=2, billing=terms), 10, storage_gb=73, egress_gb=100)
-    assert parts == {"compute": 20, "storage": pytest.approx(0.1), "egress": pytest.approx(9)}
-    held = bill(an_offer(usd=2, billing=terms), 10, storage_gb=73, storage_hours=730)
-    assert held["storage"] == pytest.approx(7.3)
-
-
-def test_what_terms_do_not_say_of_storage_and_egress_is_assumed_and_not_nothing():
-    parts = bill(an_offer(usd=2, billing=Billing("Somewhere")), 730, storage_gb=10, egress_gb=100)
-    assert (parts["storage"], parts["egress"]) == (pytest.approx(1.0), pytest.approx(9.0))
-    free = Billing("Somewhere", storage_usd_per_gb_month=0.0, egress_usd_per_gb=0.0)
-    assert bill(an_offer(usd=2, billing=free), 730, storage_gb=10, egress_gb=100) == {
-        "compute": 1460
-    }
+def test_what_is_known_of_terms_and_prices_by_the_hour():
     assert billings()["RunPod"].egress_usd_per_gb == 0
     assert billings()["AWS"].egress_usd_per_gb is None
+    assert an_offer(**RUN).usd_per_hour is an_offer(**RUN).usd_per_gpu_hour is None
 
 
 def test_a_machine_hour_is_of_all_its_gpus():
@@ -344,7 +340,7 @@ def test_a_machine_hour_is_of_all_its_gpus():
 
 
 def test_the_words_say_where_prices_are_from_and_how_old():
-    def of(*ages: int) -> Catalog:
+    def of(*ages):
         offers = tuple(
             an_offer(instance=str(age), date=TODAY - timedelta(days=age)) for age in ages
         )
@@ -410,15 +406,10 @@ def write(path: Path, *lines: str) -> Path:
 
 def test_a_file_of_ones_own_is_taken_alone(tmp_path):
     catalog = read_catalog(write(tmp_path / "mine.csv", HEADER, GOOD), TODAY)
-    assert len(catalog.offers) == 1
-    offer = catalog.offers[0]
-    assert (offer.provider, offer.gpu, offer.n_gpus, offer.usd_per_gpu_hour) == (
-        "Lab",
-        "RTX 4090",
-        2,
-        0.4,
-    )
-    assert (offer.vcpus, offer.ram_gib, offer.source) == (16, 64, "the lab's price list")
+    (offer,) = catalog.offers
+    assert (offer.provider, offer.gpu, offer.n_gpus) == ("Lab", "RTX 4090", 2)
+    assert (offer.usd_per_gpu_hour, offer.vcpus, offer.ram_gib) == (0.4, 16, 64)
+    assert offer.source == "the lab's price list"
     assert catalog.ages_days == (20, 20, 20)
     assert str(tmp_path / "mine.csv") in catalog.words
 
@@ -427,16 +418,9 @@ def test_four_columns_are_enough(tmp_path):
     path = write(tmp_path / "mine.csv", "provider,gpu,n_gpus,usd", "Lab,h100,1,$2")
     os.utime(path, (1795000000, 1795000000))  # November 2026: a file's own time is another clock
     offer = read_catalog(path, date(2025, 12, 1)).offers[0]
-    assert (offer.gpu, offer.usd, offer.unit, offer.kind) == (
-        "H100-80GB",
-        2.0,
-        "machine_hour",
-        "on-demand",
-    )
-    assert offer.source == "mine.csv"
-    assert offer.date == date(2025, 12, 1), (
-        "a price without a date is of the day on which it is given"
-    )
+    found = offer.gpu, offer.usd, offer.unit, offer.kind, offer.source
+    assert found == ("H100-80GB", 2.0, "machine_hour", "on-demand", "mine.csv")
+    assert offer.date == date(2025, 12, 1), "of the day on which it is given"
 
 
 def test_a_price_of_tomorrow_is_of_another_time_zone(tmp_path):
@@ -512,11 +496,10 @@ def test_a_file_that_is_not_a_price_list_is_refused_with_a_reason(tmp_path, cont
     assert caught.value.where.startswith(str(path))
 
 
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(InputError, match="no such file"):
-        read_catalog(tmp_path / "none.csv", TODAY)
-    with pytest.raises(InputError, match="is a directory"):
-        read_catalog(tmp_path, TODAY)
+@pytest.mark.parametrize(("name", "words"), [("none.csv", "no such file"), ("", "is a directory")])
+def test_a_file_that_is_not_there(tmp_path, name, words):
+    with pytest.raises(InputError, match=words):
+        read_catalog(tmp_path / name, TODAY)
 
 
 def test_a_byte_order_mark_and_blank_lines_do_no_harm(tmp_path):

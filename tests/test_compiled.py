@@ -222,7 +222,7 @@ def test_fused_adapters_in_checkpointed_layers_compile_and_agree(every):
     assert compile_blocks(model, "eager") == 3
     assert compile_blocks(model, "eager") == 3  # again: the same as once
 
-    def loss_of(one: Any, seed: int) -> Tensor:
+    def loss_of(one, seed):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return flat_loss(one, seed)
 
@@ -241,7 +241,7 @@ def test_settings_hold_in_every_thread_that_computes_a_layer():
     """
     seen: list[tuple[bool, int, bool, bool]] = []
 
-    def backend(graph: Any, _: Any) -> Any:
+    def backend(graph, _):
         has_float, has_duck = (
             torch._dynamo.config.specialize_float,
             torch.fx.experimental._config.use_duck_shape,
@@ -347,7 +347,7 @@ def test_generated_code_drops_what_the_plain_model_drops(own_cache):
     model = copy.deepcopy(plain)
     assert compile_blocks(model) == 2
 
-    def loss_of(one: Any, seed: int) -> Tensor:
+    def loss_of(one, seed):
         chance = np.random.default_rng(seed)
         ids = torch.from_numpy(chance.integers(3, 96, (4, chance.integers(5, 20))))
         return one(

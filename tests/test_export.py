@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import workshop
 from exported import body_of
 from farthing.cli import main
 from farthing.errors import InputError, ModelError, RunInterruptedError
-from farthing.events import Event, Exported, StepTaken
+from farthing.events import Exported, StepTaken
 from farthing.export.folders import export_run
 from farthing.model.adapters import break_ties
 from farthing.model.load import auto_class
@@ -49,6 +50,15 @@ PEFT_CLASSES = {
     "t5": peft.AutoPeftModelForSeq2SeqLM,
     "bert": peft.AutoPeftModelForSequenceClassification,
 }
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of adapters on a model whose head is its embedding."""
+    folder = tmp_path_factory.mktemp("lora")
+    job = make_job(folder, method="lora", pretrained=True, max_steps=2)
+    workshop.train(job)
+    return Path(job.output_dir)
 
 
 @pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 9))
@@ -88,9 +98,9 @@ def test_an_adapter_and_its_merged_model_load_in_the_ordinary_ways(family, tmp_p
         assert said[0]["label"] in workshop.TOPICS
 
 
-@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+@pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 2))
 def test_a_fully_trained_model_loads_in_the_ordinary_ways(family, tmp_path):
-    job = make_job(tmp_path, family, max_steps=2)
+    job = make_job(tmp_path, family, max_steps=1)
     workshop.train(job)
     folder = Path(job.output_dir) / "model"
     assert auto_class(job.task).from_pretrained(folder)
@@ -141,46 +151,28 @@ def test_an_adapter_on_a_shared_weight_changes_its_own_use_alone(family, method,
     assert config["tie_word_embeddings"] is False
 
 
-def test_a_tie_that_no_adapter_touches_stays(tmp_path):
-    job = make_job(tmp_path, method="lora", pretrained=True, max_steps=2)
-    workshop.train(job)
-    export_run(Path(job.output_dir), tmp_path / "merged", "merged")
+def test_a_tie_that_no_adapter_touches_stays(tmp_path, lora_run):
+    export_run(lora_run, tmp_path / "merged", "merged")
     merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.config.tie_word_embeddings
     assert merged.lm_head.weight is merged.model.embed_tokens.weight
 
 
-def test_all_four_uses_of_an_encoder_decoder_embedding_get_their_own():
-    for family in ("t5", "mt5", "bart"):
-        size = {
-            "d_model": 16,
-            "d_ff": 16,
-            "d_kv": 8,
-            "num_layers": 1,
-            "num_heads": 2,
-            "vocab_size": 20,
-        }
-        if family == "bart":
-            size = {
-                "d_model": 16,
-                "encoder_layers": 1,
-                "decoder_layers": 1,
-                "vocab_size": 20,
-                "encoder_ffn_dim": 16,
-            }
-            size |= {
-                "encoder_attention_heads": 2,
-                "decoder_attention_heads": 2,
-                "decoder_ffn_dim": 16,
-            }
-        config = transformers.AutoConfig.for_model(family, **size)
-        model: Any = transformers.AutoModelForSeq2SeqLM.from_config(config)
-        assert not break_ties(
-            model, ["base_model.model.encoder.block.0.layer.0.SelfAttention.q.lora_A.weight"]
-        )
-        assert break_ties(model, ["base_model.model.lm_head.lora_A.weight"])
-        words = [p for p in model.parameters() if p.shape == (20, 16)]
-        assert len({p.data_ptr() for p in words}) == len(words) == 4
+@pytest.mark.parametrize("family", ["t5", "mt5", "bart"])
+def test_all_four_uses_of_an_encoder_decoder_embedding_get_their_own(family):
+    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2}
+    if family == "bart":
+        sides = ("encoder", "decoder")
+        sizes = {"d_model": 16} | {f"{side}_layers": 1 for side in sides}
+        sizes |= {f"{side}_ffn_dim": 16 for side in sides}
+        sizes |= {f"{side}_attention_heads": 2 for side in sides}
+    config = transformers.AutoConfig.for_model(family, **sizes, vocab_size=20)
+    model: Any = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    of_layer = "base_model.model.encoder.block.0.layer.0.SelfAttention.q.lora_A.weight"
+    assert not break_ties(model, [of_layer])
+    assert break_ties(model, ["base_model.model.lm_head.lora_A.weight"])
+    words = [p for p in model.parameters() if p.shape == (20, 16)]
+    assert len({p.data_ptr() for p in words}) == len(words) == 4
 
 
 @pytest.mark.parametrize("dtype", thinned([None, "bfloat16"], 2))
@@ -240,7 +232,7 @@ def test_what_is_exported_does_not_tell_of_kills_or_of_cached_tokens(family, met
         tmp_path, family, output_dir="./other/run", **keys
     )  # finds the tokens in the cache
 
-    def stop(event: Event) -> None:
+    def stop(event):
         if isinstance(event, StepTaken) and event.step == 3:
             raise RunInterruptedError("asked to leave")
 
@@ -254,10 +246,8 @@ def test_what_is_exported_does_not_tell_of_kills_or_of_cached_tokens(family, met
     assert tokenizer["padding"] is None
 
 
-def test_the_layers_of_an_adapter_are_named_in_one_order(tmp_path):
-    job = make_job(tmp_path, method="lora", max_steps=1)
-    workshop.train(job)
-    config = json.loads((Path(job.output_dir) / "model/adapter_config.json").read_text())
+def test_the_layers_of_an_adapter_are_named_in_one_order(lora_run):
+    config = json.loads((lora_run / "model/adapter_config.json").read_text())
     assert len(config["target_modules"]) > 3
     assert config["target_modules"] == sorted(config["target_modules"])
 
@@ -329,29 +319,16 @@ def test_the_best_step_is_what_is_written_again(tmp_path):
     assert files_of(Path(job.output_dir) / "model") == whole
 
 
-def test_a_card_that_is_gone_or_changed_is_written_anew_from_the_receipt(tmp_path):
-    job = make_job(tmp_path, max_steps=1)
-    workshop.train(job)
-    card = Path(job.output_dir) / "model/README.md"
-    card.unlink()
-    heard = Heard()
-    workshop.train(job, heard)
-    assert "## Receipt" in card.read_text()
-    assert not heard.warnings
-
-
 def test_a_merge_needs_no_attention_of_a_gpu_and_says_when_a_model_can_not_be_run(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, lora_run
 ):
-    job = make_job(tmp_path, method="lora", pretrained=True, max_steps=1)
-    workshop.train(job)
-    run = Path(job.output_dir)
+    run = Path(shutil.copytree(lora_run, tmp_path / "run"))
     kept = kept_job(run)
     kept["model"]["attn_implementation"] = "flash_attention_2"
     keep_job(run, kept, run_folder.kept(run / run_folder.RUN) or {})
     export_run(run, tmp_path / "merged", "merged")
 
-    def forward(*_: Any, **__: Any) -> Any:
+    def forward(*_, **__):
         raise RuntimeError("no kernel for this device")
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
@@ -360,11 +337,15 @@ def test_a_merge_needs_no_attention_of_a_gpu_and_says_when_a_model_can_not_be_ru
     assert not (tmp_path / "other").exists()
 
 
-def test_a_run_at_its_limit_is_let_in_to_write_a_damaged_model_again(tmp_path):
+def test_a_card_that_is_gone_is_written_anew_and_a_run_at_its_limit_may_mend_its_model(tmp_path):
     job = make_job(tmp_path, max_steps=3, save_steps=1)
     workshop.train(job)
-    run = Path(job.output_dir)
+    run, heard = Path(job.output_dir), Heard()
     whole = files_of(run / "model")
+    (run / "model/README.md").unlink()
+    workshop.train(job, heard)
+    assert "## Receipt" in (run / "model/README.md").read_text()
+    assert not heard.warnings
     workshop.change_facts(run, finished=False)
     capped = make_job(tmp_path, max_steps=3, save_steps=1, limits={"max_hours": 1e-6})
     heard = Heard()
@@ -377,15 +358,13 @@ def test_a_run_at_its_limit_is_let_in_to_write_a_damaged_model_again(tmp_path):
     assert files_of(run / "model") == whole
 
 
-def test_an_exported_model_is_for_all_who_may_read_its_folder(tmp_path):
+def test_an_exported_model_is_for_all_who_may_read_its_folder(tmp_path, lora_run):
     """A container runs under another user; safetensors are written for their owner alone."""
-    job = make_job(tmp_path, "llama", method="lora", max_steps=1, n_rows=8)
-    workshop.train(job)
     before = os.umask(0o022)
     try:
-        export_run(Path(job.output_dir), tmp_path / "merged", "merged")
+        export_run(lora_run, tmp_path / "merged", "merged")
     finally:
         os.umask(before)
     modes = {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "merged").rglob("*")}
     assert modes == {"0o644"}
-    assert (Path(job.output_dir).stat().st_mode & 0o777) == 0o700
+    assert (lora_run.stat().st_mode & 0o777) == 0o700

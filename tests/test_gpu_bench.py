@@ -26,21 +26,19 @@ from on_gpu.work import FULL, LABELLED, SHAPES, SMALL, WARM_UP
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_shapes_are_those_of_the_models_they_are_named_after():
-    found = {
-        name: work.shape_of(work.config_of(name), row["task"]).n_parameters
-        for name, row in SHAPES.items()
-        if name != "toy"
-    }
-    assert found == {
-        "0.5B": 494_032_768,
-        "1B": 1_235_814_400,
-        "3B": 3_212_749_824,
-        "8B": 8_030_261_248,
-    } | {
-        "T5": 222_903_552,
-        "BERT": 109_488_392,
-    }
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [
+        ("0.5B", 494_032_768),
+        ("1B", 1_235_814_400),
+        ("3B", 3_212_749_824),
+        ("8B", 8_030_261_248),
+        ("T5", 222_903_552),
+        ("BERT", 109_488_392),
+    ],
+)
+def test_the_shapes_are_those_of_the_models_they_are_named_after(name, n):
+    assert work.shape_of(work.config_of(name), SHAPES[name]["task"]).n_parameters == n
 
 
 def test_flops_are_two_thirds_for_adapters_and_fewer_where_less_is_labelled():
@@ -145,66 +143,32 @@ def test_a_process_that_has_nothing_to_show_is_stopped_and_the_next_goes_on(tmp_
 
 def row(who: str, speed: float, **more: Any) -> dict[str, Any]:
     """A row of the 1B shape."""
-    figures = {
-        "tokens_per_s": speed,
-        "step_s": 0.5,
-        "useful_share": 1.0,
-        "peak_bytes": 20 << 30,
-    }
-    return {
-        "kind": "row",
-        "who": who,
-        "shape": "1B",
-        "method": "lora",
-        "lengths": "chat",
-        **figures,
-        **more,
-    }
+    asked = {"kind": "row", "who": who, "shape": "1B", "method": "lora", "lengths": "chat"}
+    figures = {"step_s": 0.5, "useful_share": 1.0, "peak_bytes": 20 << 30}
+    return {**asked, "tokens_per_s": speed, **figures, **more}
 
 
 FACTS: list[dict[str, Any]] = [
-    {
-        "kind": "facts",
-        "device": "A GPU",
-        "peak_flops": 989e12,
-        "matmul_flops": 790e12,
-        "matmul_size": 8192,
-        "copy_bytes_per_s": 4e12,
-    },
-    {
-        "kind": "work",
-        "shape": "1B",
-        "lengths": "chat",
-        "flops_per_token": {"lora": {"needed": 5e9, "usual": 6e9}},
-    },
+    {"kind": "facts", "device": "A GPU", "peak_flops": 989e12, "matmul_flops": 790e12}
+    | {"matmul_size": 8192, "copy_bytes_per_s": 4e12},
+    {"kind": "work", "shape": "1B", "lengths": "chat"}
+    | {"flops_per_token": {"lora": {"needed": 5e9, "usual": 6e9}}},
 ]
 
 
 def test_promises_stand_beside_what_happened_with_the_median_error():
     gib = 1 << 30
-    memory = {
-        "weights": 2,
-        "optimizer": 1,
-        "activations": 5,
-        "allocator slack": 1,
-        "CUDA context": 1,
-    }
-    promised = {
-        "step_s": 0.4,
-        "calibration": "formulas only",
-        "formula": {"compute_s": 0.3, "optimizer_s": 0.1},
-        "memory": {name: n * gib for name, n in memory.items()},
-    }
+    memory = {"weights": 2, "optimizer": 1, "activations": 5, "allocator slack": 1}
+    memory |= {"CUDA context": 1}
+    promised = {"step_s": 0.4, "calibration": "formulas only"}
+    promised |= {"formula": {"compute_s": 0.3, "optimizer_s": 0.1}}
+    promised |= {"memory": {name: n * gib for name, n in memory.items()}}
     bytes_of = {"weights": 2, "optimizer": 1, "gradients": 1, "rest": 6, "peak_bytes": 10}
     bytes_of |= {"device_bytes": 12}
     happened = {"step_s": 0.5, "usd": 0.002, **{name: n * gib for name, n in bytes_of.items()}}
     first = row("farthing", 1e5, promised=promised, happened=happened)
-    later = row(
-        "farthing",
-        1e5,
-        promised=promised | {"calibration": "1 run", "step_s": 0.5},
-        happened=happened,
-    )
+    known = promised | {"calibration": "1 run", "step_s": 0.5}
+    later = row("farthing", 1e5, promised=known, happened=happened)
     assert table.compared(later)["peak of the device, GiB"] == (10.0, 12.0)
     assert table.compared(later)["gradients, activations, loss, GiB"] == (5.0, 7.0)
     drawn = table.draw_truth([*FACTS, first, later])
@@ -323,15 +287,10 @@ def test_a_part_that_fails_does_not_keep_the_others_from_running(fails, tmp_path
 def test_state_of_the_optimizer_is_counted_on_a_device_with_a_number_and_without():
     model = torch.nn.Linear(100, 100, device="meta")
     optimizer = torch.optim.AdamW(model.parameters(), fused=False)
-    optimizer.state[model.weight] = {
-        "step": torch.zeros(()),
-        "exp_avg": torch.zeros_like(model.weight),
-    }
-    assert (
-        state_bytes(optimizer, torch.device("meta", 0))
-        == state_bytes(optimizer, torch.device("meta"))
-        == 40_000
-    )
+    moments = torch.zeros_like(model.weight)
+    optimizer.state[model.weight] = {"step": torch.zeros(()), "exp_avg": moments}
+    for device in (torch.device("meta", 0), torch.device("meta")):
+        assert state_bytes(optimizer, device) == 40_000
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_the_doctor_says_of_each_gpu_whether_it_can_be_used(gpu, monkeypatch, tm
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (79 << 30, 79 << 30))
 
-    def found() -> tuple[str, str]:
+    def found():
         return next(
             (one.state, one.found) for one in check_machine(tmp_path) if one.name == "gpu 0"
         )
@@ -84,7 +84,7 @@ def test_the_doctor_says_of_each_gpu_whether_it_can_be_used(gpu, monkeypatch, tm
 
 
 def test_a_v100_is_refused_without_torchs_own_warning_and_taken_by_a_torch_for_it(gpu, monkeypatch):
-    def name(*_: Any) -> str:
+    def name(*_):
         warnings.warn(
             "Found GPU0 Tesla V100 which is of compute capability (CC) 7.0.", stacklevel=1
         )
@@ -237,7 +237,7 @@ def test_an_operation_without_deterministic_kernels_ends_a_run_in_words(tmp_path
         " 'torch.use_deterministic_..."
     )
 
-    def refuses(*_: Any, **__: Any) -> None:
+    def refuses(*_, **__):
         raise RuntimeError(text)
 
     monkeypatch.setattr("farthing.model.forward.Forward.loss", refuses)

@@ -24,6 +24,7 @@ from farthing.objectives.objective import Evaluated
 from farthing.objectives.registry import objective_of
 from farthing.objectives.token_classification import entities
 from farthing.tiny import write_jsonl
+from farthing.train.resolve import open_examples, resolve
 from thinned import thinned
 from workshop import Heard, job_file, log_of, losses_of, train
 
@@ -243,40 +244,54 @@ def test_rows_that_are_no_labels_are_named(task, row, why):
         labels.read(row, {})
 
 
-def test_labels_are_read_as_tables_and_hubs_write_them():
-    several, tags = objective_of(SEVERAL).labels, objective_of(TAGS).labels
-    assert several is not None
-    assert tags is not None
-    read = several.read
-    assert read({"text": "a", "labels": '["x", "y"]'}, {})[1] == ("x", "y")
-    assert read({"text": "a", "labels": "['x']"}, {})[1] == ("x",)
-    assert read({"text": "a", "labels": [3, 11]}, {"3": "joy"})[1] == ("11", "joy")
-    assert read({"text": "a", "labels": [0.0, 1.0, 1.0]}, {})[1] == ("1", "2")
-    assert read({"text": "a", "labels": [False, True]}, {})[1] == ("1",)
-    assert read({"text": "a", "labels": []}, {})[1] == ()
-    words, found = tags.read({"tokens": ["a", "b"], "tags": [0, 3]}, {"0": "O", "3": "B-ORG"})
-    assert (words, found) == (("a", "b"), ("O", "B-ORG"))
+@pytest.mark.parametrize(
+    ("labels", "label_map", "expected"),
+    [
+        ('["x", "y"]', {}, ("x", "y")),
+        ("['x']", {}, ("x",)),
+        ([3, 11], {"3": "joy"}, ("11", "joy")),
+        ([0.0, 1.0, 1.0], {}, ("1", "2")),
+        ([False, True], {}, ("1",)),
+        ([], {}, ()),
+    ],
+)
+def test_labels_are_read_as_tables_and_hubs_write_them(labels, label_map, expected):
+    assert objective_of(SEVERAL).labels.read({"text": "a", "labels": labels}, label_map) == (
+        "a",
+        expected,
+    )
 
 
-def test_labels_that_are_all_alike_are_refused(tmp_path):
-    rows = [{"text": f"number {i}", "labels": ["FOOD"]} for i in range(20)]
-    with pytest.raises(DataError, match="nothing to learn"):
-        train(load_job(write_job(tmp_path, SEVERAL, rows=rows, eval_rows=rows)))
+def test_tags_are_read_by_their_names():
+    row, names = {"tokens": ["a", "b"], "tags": [0, 3]}, {"0": "O", "3": "B-ORG"}
+    assert objective_of(TAGS).labels.read(row, names) == (("a", "b"), ("O", "B-ORG"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "held_out", "why"),
+    [
+        ([{"text": f"number {i}", "labels": ["FOOD"]} for i in range(20)], None, "nothing to"),
+        (
+            rows_of(SEVERAL, 48),
+            [*rows_of(SEVERAL, 11, 1), {"text": "the", "labels": ["FOOD", "MUSIC"]}],
+            "MUSIC",
+        ),
+    ],
+)
+def test_labels_that_are_all_alike_or_not_in_the_training_data_are_refused(
+    rows, held_out, why, tmp_path
+):
+    path = write_job(tmp_path, SEVERAL, rows=rows, eval_rows=held_out or rows)
+    with pytest.raises(DataError, match=why):
+        open_examples(resolve(load_job(path)), Heard())
 
 
 def test_one_class_that_is_there_or_not_can_be_learned(tmp_path):
     rows = [{"text": f"number {i}", "labels": ["FOOD"][: i % 2]} for i in range(20)]
     job = load_job(write_job(tmp_path, SEVERAL, rows=rows, eval_rows=rows, max_steps=1))
     train(job)
-    assert [row["metrics"]["per_class"] for row in log_of(job) if "metrics" in row][-1].keys() == {
-        "FOOD"
-    }
-
-
-def test_a_class_that_is_not_in_the_training_data_is_a_bad_row(tmp_path):
-    rows = [*rows_of(SEVERAL, 11, 1), {"text": "the", "labels": ["FOOD", "MUSIC"]}]
-    with pytest.raises(DataError, match="MUSIC"):
-        train(load_job(write_job(tmp_path, SEVERAL, eval_rows=rows)))
+    (metrics,) = (row["metrics"] for row in log_of(job) if "metrics" in row)
+    assert metrics["per_class"].keys() == {"FOOD"}
 
 
 @pytest.mark.parametrize("task", [NUMBERS, SEVERAL])
@@ -292,11 +307,17 @@ def test_a_tagger_is_not_asked_for_a_text(tmp_path, capsys):
     assert "farthing predict" in capsys.readouterr().err
 
 
-def test_entities_are_those_of_seqeval():
-    assert entities(["B-PER", "I-PER", "O", "B-LOC"]) == {("PER", 0, 1), ("LOC", 3, 3)}
-    assert entities(["I-PER", "I-LOC", "I-LOC"]) == {("PER", 0, 0), ("LOC", 1, 2)}
-    assert entities(["B-PER", "B-PER", "I-ORG"]) == {("PER", 0, 0), ("PER", 1, 1), ("ORG", 2, 2)}
-    assert entities(["B-A", "E-A", "I-A", "S-A"]) == {("A", 0, 1), ("A", 2, 2), ("A", 3, 3)}
+@pytest.mark.parametrize(
+    ("tags", "found"),
+    [
+        (["B-PER", "I-PER", "O", "B-LOC"], {("PER", 0, 1), ("LOC", 3, 3)}),
+        (["I-PER", "I-LOC", "I-LOC"], {("PER", 0, 0), ("LOC", 1, 2)}),
+        (["B-PER", "B-PER", "I-ORG"], {("PER", 0, 0), ("PER", 1, 1), ("ORG", 2, 2)}),
+        (["B-A", "E-A", "I-A", "S-A"], {("A", 0, 1), ("A", 2, 2), ("A", 3, 3)}),
+    ],
+)
+def test_entities_are_those_of_seqeval(tags, found):
+    assert entities(tags) == found
 
 
 def test_entities_count_where_type_and_words_are_right():

@@ -17,8 +17,9 @@ import torch
 
 import farthing.train.run
 from farthing.config.job import Job
+from farthing.config.load import load_job
 from farthing.data.packing import MicroBatchCost
-from farthing.events import Decided, Evaluated, Event, Saved, StepTaken
+from farthing.events import Decided, Evaluated, Saved, StepTaken
 from farthing.local.machine import local_machine
 from farthing.local.measurements import (
     Measurement,
@@ -34,7 +35,7 @@ from farthing.run.ledger import SPANS
 from farthing.storage import logs as summed_lines
 from farthing.storage.logs import line_of
 from thinned import thinned
-from workshop import ESTIMATE, TASK, Heard, make_job, rows_of, train
+from workshop import ESTIMATE, TASK, Heard, job_file, make_job, rows_of, train
 
 VALUES: dict[str, Any] = {
     "str": "x",
@@ -164,23 +165,18 @@ def test_a_long_file_is_read_from_its_end(tmp_path, monkeypatch):
     assert found.n_skipped == 0
 
 
-def test_those_that_match_newest_first():
-    measured = [
-        some(hardware="a", when="2026-01-01", method="lora"),
-        some(hardware="a", when="2026-03-01", method="full"),
-        some(hardware="a", when="2026-02-01", method="lora"),
-        some(hardware="b", when="2026-04-01", method="lora"),
-    ]
-    assert [m.when for m in matching(measured, hardware="a")] == [
-        "2026-03-01",
-        "2026-02-01",
-        "2026-01-01",
-    ]
-    assert [m.when for m in matching(measured, hardware="a", method="lora")] == [
-        "2026-02-01",
-        "2026-01-01",
-    ]
-    assert matching(measured, hardware="c") == []
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ({"hardware": "a"}, ["2026-03", "2026-02", "2026-01"]),
+        ({"hardware": "a", "method": "lora"}, ["2026-02", "2026-01"]),
+        ({"hardware": "c"}, []),
+    ],
+)
+def test_those_that_match_newest_first(wanted, found):
+    rows = [("a", "01", "lora"), ("a", "03", "full"), ("a", "02", "lora"), ("b", "04", "lora")]
+    measured = [some(hardware=on, when=f"2026-{month}", method=by) for on, month, by in rows]
+    assert [m.when for m in matching(measured, **wanted)] == found
     with pytest.raises(AttributeError):
         matching(measured, hardware="a", no_such_field=1)
 
@@ -193,24 +189,10 @@ def test_a_record_leaves_the_first_step_out():
         record.step_done(2, 10, 12, 3, 1.5, spans, peak_bytes=100 + step)
     measured = record.measured()
     assert measured is not None
-    assert measured["n_micro_batches"] == 10
-    assert (
-        measured["n_steps"],
-        measured["n_tokens"],
-        measured["n_padded_tokens"],
-        measured["n_target_tokens"],
-    ) == (
-        5,
-        50,
-        60,
-        15,
-    )
-    assert (measured["compute_s"], measured["optimizer_s"], measured["data_wait_s"]) == (
-        5.0,
-        2.5,
-        0.0,
-    )
-    assert (measured["first_step_s"], measured["first_step_peak_bytes"]) == (1.5, 100)
+    expected = {"n_steps": 5, "n_micro_batches": 10, "n_tokens": 50, "n_padded_tokens": 60}
+    expected |= {"n_target_tokens": 15, "compute_s": 5.0, "optimizer_s": 2.5, "data_wait_s": 0.0}
+    expected |= {"first_step_s": 1.5, "first_step_peak_bytes": 100}
+    assert measured.items() >= expected.items()
     assert measured["peak_bytes_by_step"] == [[1, 100], [2, 101], [4, 103]]
 
 
@@ -301,9 +283,7 @@ def test_the_padding_of_an_evaluation_is_counted(tmp_path, monkeypatch):
         sizes: list[int] = []
         honest = Forward.to_device
 
-        def seen(
-            forward: Forward, arrays: Any, honest: Any = honest, sizes: list[int] = sizes
-        ) -> Any:
+        def seen(forward, arrays, honest=honest, sizes=sizes):
             if not torch.is_grad_enabled():
                 sizes.append(
                     arrays["input_ids"].size
@@ -329,9 +309,9 @@ def test_the_padding_of_an_evaluation_is_counted(tmp_path, monkeypatch):
 def test_every_attempt_is_measured_by_itself(tmp_path):
     job = make_job(tmp_path, n_rows=32, max_steps=30, save_steps=5)
 
-    def stop_at(step: int) -> Heard:
+    def stop_at(step):
         class Stops(Heard):
-            def __call__(self, event: Event) -> None:
+            def __call__(self, event):
                 super().__call__(event)
                 if isinstance(event, StepTaken) and event.step == step:
                     os.kill(os.getpid(), 15)
@@ -351,68 +331,46 @@ def test_every_attempt_is_measured_by_itself(tmp_path):
     assert len(kept(job)) == 2
 
 
-def test_what_was_promised_is_kept(tmp_path):
-    job = make_job(tmp_path)
-    train(job)
-    (found,) = kept(job)
-    assert found.promised | {"sha256": ANY} == json.loads(
-        (Path(job.output_dir) / "plan.json").read_text()
-    )
-    assert found.promised["wall_s"] > 0
-    assert found.promised["formula"]["compute_s"] > 0
-
-
 def test_the_run_is_cut_by_the_cost_that_its_plan_names(tmp_path, monkeypatch):
     asked: list[Any] = []
-    real = farthing.model.forward.split_padded
-    monkeypatch.setattr(
-        "farthing.model.forward.split_padded",
-        lambda *given, **named: asked.append(named["cost"]) or real(*given, **named),
-    )
-    monkeypatch.setattr("farthing.planner.search.ON_CPU", MicroBatchCost(4096, 64))
-    job = make_job(tmp_path, "t5", max_steps=2)
-    job = job.model_copy(
-        update={"model": job.model.model_copy(update={"attn_implementation": "eager"})}
-    )  # padded
+    real, cost = farthing.model.forward.split_padded, MicroBatchCost(4096, 64)
+
+    def noted(*given, **named):
+        asked.append(named["cost"])
+        return real(*given, **named)
+
+    monkeypatch.setattr("farthing.model.forward.split_padded", noted)
+    monkeypatch.setattr("farthing.planner.search.ON_CPU", cost)
+    path = job_file(tmp_path, "t5", max_steps=1, predict_with_generate=False)
+    job = load_job(path, ["model.attn_implementation=eager"])  # padded
     train(job)
-    assert set(asked) == {MicroBatchCost(4096, 64)}
-    kept = json.loads((Path(job.output_dir) / "settings.json").read_text())
-    assert (kept["least_tokens"], kept["more_tokens"]) == (4096, 64)
+    assert set(asked) == {cost}
+    settings = json.loads((Path(job.output_dir) / "settings.json").read_text())
+    assert (settings["least_tokens"], settings["more_tokens"]) == (4096, 64)
 
 
-def test_a_run_is_cut_as_planned_and_its_steps_stay_what_they_are(tmp_path):
-    job = make_job(
-        tmp_path,
-        global_batch_size=None,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=3,
-    )
+def test_a_run_is_cut_as_planned_and_keeps_what_was_promised_and_no_path(tmp_path):
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    job = make_job(tmp_path, global_batch_size=None, **cut)
     assert job.global_batch_size == 6
     train(job)
     (found,) = kept(job)
-    assert (
-        found.micro_batch_tokens
-        == found.promised["settings"]["micro_batch_tokens"]
-        == 2 * found.lengths["longest"]
-    )
-
-
-def test_no_path_and_no_secret_is_kept(tmp_path):
-    job = make_job(tmp_path)
-    train(job)
-    assert job.cache_dir is not None
-    text = (Path(job.cache_dir) / "measurements.jsonl").read_text()
-    assert str(tmp_path) not in text
-    assert "/" not in text
-    assert "jsonl" not in text
-    assert os.uname().nodename not in text
+    promised = found.promised
+    assert found.micro_batch_tokens == 2 * found.lengths["longest"]
+    assert promised["settings"]["micro_batch_tokens"] == found.micro_batch_tokens
+    plan = json.loads((Path(job.output_dir) / "plan.json").read_text())
+    assert promised | {"sha256": ANY} == plan
+    assert min(promised["wall_s"], promised["formula"]["compute_s"]) > 0
+    text = (Path(str(job.cache_dir)) / "measurements.jsonl").read_text()
+    for secret in (str(tmp_path), "/", "jsonl", os.uname().nodename):
+        assert secret not in text
 
 
 def no_space(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("breaks", thinned(["write", "fsync", "line", "folder", "numbers"], 2))
+@pytest.mark.parametrize("breaks", thinned(["write", "fsync", "line", "folder", "numbers"], 4))
 def test_a_run_never_fails_for_its_measurement(breaks, tmp_path, monkeypatch):
     job = make_job(tmp_path)
     assert job.cache_dir is not None

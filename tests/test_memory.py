@@ -21,7 +21,6 @@ from farthing.models.model_config import known_config
 from farthing.models.shapes import Shape, read_shape
 from farthing.models.weights import Adapters
 from farthing.planner.memory import (
-    NF4_BYTES,
     Memory,
     estimate_memory,
     evaluation_memory,
@@ -316,13 +315,6 @@ LORA = Recipe("lora", BF16, "adamw_torch_fused", 2, 16)
 SHORT = Largest(2, 64, 0)
 
 
-def test_full_training_takes_sixteen_bytes_a_weight_and_a_plain_optimizer_four_more():
-    shape = shape_of("mistral")
-    for optim, of_each in (("adamw_torch_fused", 16), ("adamw_torch", 20)):
-        found = peak(shape, replace(FULL, optim=optim), SHORT)
-        assert found.allocated.n_bytes == pytest.approx(of_each * shape.n_parameters, rel=1e-6)
-
-
 def test_layers_that_are_kept_to_the_backward_pass_and_fp16_take_more_of_spread_weights():
     shape = shape_of("llama")
     on_four = replace(FULL, n_gpus=4, sharding="fsdp")
@@ -338,6 +330,8 @@ def test_layers_that_are_kept_to_the_backward_pass_and_fp16_take_more_of_spread_
 @pytest.mark.parametrize(
     ("optim", "of_each"),
     [
+        ("adamw_torch_fused", 16),
+        ("adamw_torch", 20),
         ("sgd", 8),
         ("adamw_8bit", 10.03),
         ("adamw_bnb_8bit", 10.03),
@@ -354,13 +348,12 @@ def test_optimizers_by_what_they_keep(optim, of_each):
 
 
 def test_quantized_weights_are_half_a_byte_and_their_constants_beside_bf16_embeddings():
-    assert pytest.approx(0.516, abs=0.0005) == NF4_BYTES
     shape = shape_of("mistral")
     adapters = shape.with_lora(16, ALL)
     found = peak(shape, replace(LORA, method="qlora"), SHORT, adapters)
     rest = 2 * (shape.n_parameters - shape.n_matmul)
     assert rest >= 2 * 2 * shape.vocab * shape.hidden  # embeddings and head stay in bf16
-    expected = NF4_BYTES * shape.n_matmul + rest + 4 * adapters.n_trainable
+    expected = (0.5 + 1 / 64 + 4 / (64 * 256)) * shape.n_matmul + rest + 4 * adapters.n_trainable
     assert found.parts["weights"] == pytest.approx(expected, abs=2)
     assert found.parts["optimizer"] == 8 * adapters.n_trainable
 
@@ -399,28 +392,18 @@ def test_what_one_meter_shows_is_not_compared_with_another():
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_more_checkpointing_never_needs_more_and_a_larger_micro_batch_never_less(model, method):
     shape = shape_of(model)
-    adapters = None if method == "full" else shape.with_lora(16)
-    found: dict[tuple[int, int], int] = {}
-    for every in (0, 4, 3, 2, 1):
-        for rows in (1, 2, 4, 8):
-            recipe = Recipe(
-                method,
-                replace(BF16, checkpoint_every=every),
-                "adamw_torch_fused",
-                64,
-                0 if adapters is None else 16,
-                n_micro_batches=64 / rows,
-            )
-            largest = Largest(rows, 1024, 256 if shape.task == "seq2seq" else 0)
-            found[every, rows] = peak(
-                shape, recipe, largest, adapters, labelled_share=0.5
-            ).allocated.n_bytes
-    for every in (0, 4, 3, 2, 1):
-        assert found[every, 1] <= found[every, 2] <= found[every, 4] <= found[every, 8]
-    for rows in (1, 2, 4, 8):
-        assert (
-            found[0, rows] >= found[4, rows] >= found[3, rows] >= found[2, rows] >= found[1, rows]
-        )
+    adapters, r = (None, 0) if method == "full" else (shape.with_lora(16), 16)
+    n_targets = 256 if shape.task == "seq2seq" else 0
+
+    def needed(every, rows):
+        settings = replace(BF16, checkpoint_every=every)
+        recipe = Recipe(method, settings, "adamw_torch_fused", 64, r, n_micro_batches=64 / rows)
+        largest = Largest(rows, 1024, n_targets)
+        return peak(shape, recipe, largest, adapters, labelled_share=0.5).allocated.n_bytes
+
+    found = [[needed(every, rows) for rows in (1, 2, 4, 8)] for every in (1, 2, 3, 4, 0)]
+    for row in (*found, *zip(*found, strict=True)):
+        assert list(row) == sorted(row)
 
 
 def test_only_labelled_positions_are_paid_for_and_a_tile_of_them_at_most():
@@ -430,7 +413,7 @@ def test_only_labelled_positions_are_paid_for_and_a_tile_of_them_at_most():
         "lora", Settings(65_536, precision="bf16"), "adamw_torch_fused", 64, lora_r=16, stack=stack
     )
 
-    def logits(n_tokens: int, share: float, is_trained: bool | None = False) -> float:
+    def logits(n_tokens, share, is_trained=False):
         largest = Largest(1, n_tokens, 0)
         return logits_bytes(case_of(shape, recipe, largest, None, share), is_trained)
 
@@ -452,77 +435,73 @@ def test_only_labelled_positions_are_paid_for_and_a_tile_of_them_at_most():
     assert whole.allocated.n_bytes > 4 * tiled.allocated.n_bytes
 
 
-def test_nothing_is_kept_below_the_first_trained_layer():
-    shape, largest = shape_of("llama"), Largest(1, 16_384, 0)
-    upper, half = (
-        shape.with_lora(
-            16,
-            tuple(f"layers.{n}.self_attn.{name}_proj" for n in range(first, 28) for name in "qv"),
-        )
+@pytest.mark.parametrize("every", [0, 2, 1])
+def test_nothing_is_kept_below_the_first_trained_layer(every):
+    shape = shape_of("llama")
+    names = [
+        tuple(f"layers.{n}.self_attn.{name}_proj" for n in range(first, 28) for name in "qv")
         for first in (21, 14)
-    )
+    ]
+    upper, half, alike = (shape.with_lora(16, each) for each in (*names, ("q_proj", "v_proj")))
     assert (shape.n_layers, upper.first_layer, half.first_layer) == (28, 21, 14)
-    alike = shape.with_lora(16, ("q_proj", "v_proj"))
-    for every in (0, 2, 1):
-        recipe = Recipe(
-            "lora",
-            Settings(16_384, every, precision="bf16"),
-            "adamw_torch_fused",
-            8,
-            lora_r=16,
-            stack=stack_for("llama", "causal-lm", "bf16", "lora"),
-        )
-        found = [
-            peak(shape, recipe, largest, adapters, labelled_share=0.1)
-            for adapters in (upper, half, alike)
-        ]
-        few, some, many = (one.parts["activations"] for one in found)
-        assert few < some < many
-        if every == 0:
-            assert many - few == pytest.approx(3 * (some - few), rel=0.01)
+    recipe = replace(
+        LORA,
+        settings=Settings(16_384, every, precision="bf16"),
+        stack=stack_for("llama", "causal-lm", "bf16", "lora"),
+    )
+    few, some, many = (
+        peak(shape, recipe, Largest(1, 16_384, 0), each, labelled_share=0.1).parts["activations"]
+        for each in (upper, half, alike)
+    )
+    assert few < some < many
+    if every == 0:
+        assert many - few == pytest.approx(3 * (some - few), rel=0.01)
 
 
 def test_old_gpus_repeat_keys_and_other_kernels_take_them_as_they_are():
-    shape, largest = shape_of("llama"), Largest(1, 16_384, 0)
-    adapters = shape.with_lora(16)
-    stacks = {
-        precision: stack_for("llama", "causal-lm", precision, "lora")
-        for precision in ("bf16", "fp16")
-    }
-    recipes = {
-        name: Recipe("lora", Settings(precision=name), "adamw_torch_fused", 8, lora_r=16, stack=one)
-        for name, one in stacks.items()
-    }
-    found = {
-        name: peak(shape, one, largest, adapters, labelled_share=0.01)
-        for name, one in recipes.items()
-    }
-    repeated = 2 * 2 * (shape.n_heads - shape.n_kv_heads) * shape.head_dim * 16_384 * shape.n_layers
-    sums = 4 * shape.n_heads * 16_384 * shape.n_layers  # of scores, which varlen keeps in fp32
-    assert (
-        found["fp16"].parts["activations"] - found["bf16"].parts["activations"] == repeated - sums
+    shape, n_tokens = shape_of("llama"), 16_384
+    old, new = (
+        peak(
+            shape,
+            replace(
+                LORA,
+                settings=Settings(precision=precision),
+                stack=stack_for("llama", "causal-lm", precision, "lora"),
+            ),
+            Largest(1, n_tokens, 0),
+            shape.with_lora(16),
+            labelled_share=0.01,
+        ).parts["activations"]
+        for precision in ("fp16", "bf16")
     )
+    repeated = 2 * 2 * (shape.n_heads - shape.n_kv_heads) * shape.head_dim
+    sums = 4 * shape.n_heads  # of scores, which varlen keeps in fp32
+    assert old - new == (repeated - sums) * n_tokens * shape.n_layers
 
 
-def test_what_the_trainer_does_with_a_model_is_known_without_it():
-    flat = stack_for("llama", "causal-lm", "bf16", "lora")
-    assert (flat.is_packed, flat.scores_positions, flat.fuses_adapters) == (True, True, True)
-    assert not stack_for("llama", "causal-lm", "bf16", "lora", may_go_packed=False).is_packed
-    assert (
-        stack_for("llama", "causal-lm", "bf16", "lora", has_plain_head=False).scores_positions
-        is False
-    )
-    assert not stack_for(
-        "llama", "causal-lm", "bf16", "lora", has_plain_adapters=False
-    ).fuses_adapters
-    assert stack_for("llama", "causal-lm", "bf16", "qlora").fuses_adapters
-    assert stack_for("t5", "seq2seq", "bf16", "full").is_packed
-    padded = stack_for("t5", "seq2seq", "bf16", "full", may_go_packed=False)
-    assert (padded.is_packed, padded.scores_positions) == (False, True)
-    bigcode = stack_for("gpt_bigcode", "causal-lm", "fp32", "full")
-    assert (bigcode.is_packed, bigcode.scores_positions) == (True, False)
-    assert stack_for("bert", "classification", "fp32", "full").is_packed
-    assert not stack_for("distilbert", "classification", "fp32", "full").is_packed
+LLAMA_LORA, T5_FULL = ("llama", "causal-lm", "bf16", "lora"), ("t5", "seq2seq", "bf16", "full")
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "found"),  # packed, scores positions, fuses adapters
+    [
+        (LLAMA_LORA, {}, (True, True, True)),
+        (LLAMA_LORA, {"may_go_packed": False}, (False, True, True)),
+        (LLAMA_LORA, {"has_plain_head": False}, (True, False, True)),
+        (LLAMA_LORA, {"has_plain_adapters": False}, (True, True, False)),
+        (("llama", "causal-lm", "bf16", "qlora"), {}, (True, True, True)),
+        (T5_FULL, {}, (True, True, False)),
+        (T5_FULL, {"may_go_packed": False}, (False, True, False)),
+        (("gpt_bigcode", "causal-lm", "fp32", "full"), {}, (True, False, False)),
+        (("bert", "classification", "fp32", "full"), {}, (True, None, False)),
+        (("distilbert", "classification", "fp32", "full"), {}, (False, None, False)),
+    ],
+)
+def test_what_the_trainer_does_with_a_model_is_known_without_it(model, more, found):
+    stack = stack_for(*model, **more)
+    scores_positions = None if "classification" in model else stack.scores_positions
+    fuses_adapters = stack.fuses_adapters and "full" not in model
+    assert (stack.is_packed, scores_positions, fuses_adapters) == found
 
 
 def test_sharding_divides_weights_gradients_and_state_and_leaves_activations():
@@ -586,40 +565,28 @@ def test_an_evaluation_keeps_no_activations_but_all_logits():
 
 
 @pytest.mark.parametrize(
-    ("n_rows", "n_source", "n_new", "n_layers"), [(64, 48, 24, 3), (32, 16, 64, 2), (128, 64, 8, 4)]
+    ("n_rows", "n_source", "n_new", "n_layers"),
+    thinned([(128, 64, 8, 4), (64, 48, 24, 3), (32, 16, 64, 2)], 3),
 )
 def test_the_peak_of_writing_is_that_of_generate(n_rows, n_source, n_new, n_layers):
     """Keys and values of a whole batch, which is larger than any of training."""
-    sizes = {
-        "vocab_size": 500,
-        "d_model": 64,
-        "d_kv": 16,
-        "d_ff": 128,
-        "num_heads": 4,
-        "num_layers": n_layers,
-    }
-    config = AutoConfig.for_model(
-        "t5", **sizes, num_decoder_layers=n_layers, decoder_start_token_id=0, eos_token_id=None
-    )
+    sizes = {"vocab_size": 500, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4}
+    sizes |= {"num_layers": n_layers, "num_decoder_layers": n_layers}
+    config = AutoConfig.for_model("t5", **sizes, decoder_start_token_id=0, eos_token_id=None)
     shape = read_shape(config.to_dict(), "seq2seq")
     model, alive = AutoModelForSeq2SeqLM.from_config(config).eval(), Alive()
     for weight in model.parameters():
         alive.add(weight)
     with alive, torch.no_grad():
-        ids, packed = (
-            torch.ones(n_rows, n_source, dtype=torch.long),
-            torch.zeros(1, n_rows * n_source, 64),
-        )
-        read = BaseModelOutput(last_hidden_state=packed.new_zeros(n_rows, n_source, 64))
+        ids = torch.ones(n_rows, n_source, dtype=torch.long)
+        packed = torch.zeros(1, n_rows * n_source, 64)
         model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            encoder_outputs=read,
+            encoder_outputs=BaseModelOutput(packed.new_zeros(n_rows, n_source, 64)),
             max_new_tokens=n_new,
             min_new_tokens=n_new,
             do_sample=False,
-            num_beams=1,
-            use_cache=True,
         )
     stack = stack_for("t5", "seq2seq", "fp32", "full")
     recipe = Recipe("full", Settings(precision="fp32"), "sgd", 8, stack=stack)
@@ -636,7 +603,7 @@ def test_copies_of_weights_stay_to_the_end_of_a_step_of_several_micro_batches():
         FULL, optim="adamw_torch_fused", stack=stack_for("llama", "causal-lm", "bf16", "full")
     )
 
-    def at_its_peak(*, passes: float, is_cuda: bool) -> tuple[str, int]:
+    def at_its_peak(*, passes, is_cuda):
         of = replace(recipe, n_micro_batches=passes)
         found = peak(shape, of, Largest(1, 1, 0), is_cuda=is_cuda)
         return found.moment, found.parts.get("casts", 0)

@@ -234,14 +234,14 @@ def test_the_need_is_that_of_the_largest_micro_batch_that_comes(budget, tmp_path
         assert steps.feed.first_steps()[1] == has_several
         n_passes, loss = [0], Forward.loss
 
-        def counted(forward: Forward, *more: Any) -> Any:
+        def counted(forward, *more):
             n_passes[0] += 1
             return loss(forward, *more)
 
         run.forward.casts = Casts(run.model, torch.bfloat16)
         keeps_copies, kept = list[bool](), Casts.kept
 
-        def noted(casts: Casts, *, several: bool, at_once: bool) -> Any:
+        def noted(casts, *, several, at_once):
             keeps_copies.append(several)
             return kept(casts, several=several, at_once=at_once)
 

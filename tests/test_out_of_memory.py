@@ -24,13 +24,12 @@ import farthing.train.step
 import survive
 import workshop
 from farthing.device_memory import (
-    ALLOCATOR_SETTING,
     is_out_of_memory,
     is_out_of_resources,
     set_allocator,
 )
 from farthing.errors import HardwareError, OutOfMemoryError, SaveError
-from farthing.events import Decided, Event, Restored, StepTaken, Warned
+from farthing.events import Decided, Restored, StepTaken, Warned
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.train.opened_run import opened_run
@@ -96,7 +95,7 @@ def test_a_kernel_that_does_not_fit_on_the_gpu_is_said_and_not_tried_with_less(
         assert not is_out_of_memory(error)
     calls: list[int] = []
 
-    def failing(*_: Any, **keys: Any) -> Any:
+    def failing(*_, **keys):
         calls.append(1)
         raise of_triton
 
@@ -112,8 +111,8 @@ def test_a_kernel_that_does_not_fit_on_the_gpu_is_said_and_not_tried_with_less(
 
 def test_the_allocator_is_asked_for_segments_that_grow_unless_someone_has_set_it():
     environment: dict[str, str] = {}
-    assert set_allocator(environment) == f"{ALLOCATOR_SETTING} (PYTORCH_ALLOC_CONF)"
-    assert environment == {"PYTORCH_ALLOC_CONF": ALLOCATOR_SETTING}
+    assert set_allocator(environment) == "expandable_segments:True (PYTORCH_ALLOC_CONF)"
+    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         environment = {name: "max_split_size_mb:512"}
         assert set_allocator(environment) == f"max_split_size_mb:512 ({name})"
@@ -134,7 +133,7 @@ def test_the_command_line_sets_it_before_torch_is_there_and_children_have_it_too
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
     )
-    assert done.stdout.splitlines()[-2:] == [ALLOCATOR_SETTING, ""]
+    assert done.stdout.splitlines()[-2:] == ["expandable_segments:True", ""]
 
 
 # ---- the optimizer's state is there before the first step ----
@@ -200,7 +199,7 @@ def test_a_run_has_its_state_before_memory_is_judged_and_probed(tmp_path):
 def test_an_optimizer_without_room_for_its_state_says_so_before_the_first_step(
     tmp_path, monkeypatch
 ):
-    def failing(_: Any) -> None:
+    def failing(_):
         raise torch.AcceleratorError("CUDA error: out of memory")
 
     monkeypatch.setattr(farthing.train.build, "allocate_state", failing)
@@ -295,7 +294,7 @@ def test_an_update_that_was_begun_is_never_taken_again_or_saved(untouched, tmp_p
     """The second group of weights has no room after the first was updated."""
     honest, n = torch.optim.AdamW.step, []
 
-    def half(optimizer: Any, *args: Any) -> Any:
+    def half(optimizer, *args):
         n.append(1)
         if len(n) != 4:
             return honest(optimizer, *args)
@@ -329,7 +328,7 @@ def test_a_device_that_stays_full_halves_after_it_was_freed(tmp_path, monkeypatc
     """Only the first steps are taken again as they were."""
     honest, asked, freed = Forward.loss, list[int](), list[Any]()
 
-    def loss(forward: Any, batch: dict[str, Any], *scale: Any) -> Any:
+    def loss(forward, batch, *scale):
         if torch.is_grad_enabled():
             asked.append(batch["input_ids"].numel())
             if asked[-1] > 300:
@@ -352,13 +351,13 @@ def test_a_device_that_stays_full_halves_after_it_was_freed(tmp_path, monkeypatc
 def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(tmp_path, monkeypatch):
     honest, asked = Forward.loss, list[int]()
 
-    def loss(forward: Any, batch: dict[str, Any], *scale: Any) -> Any:
+    def loss(forward, batch, *scale):
         asked.append(batch["input_ids"].numel())
         if asked[-1] > 100:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return honest(forward, batch, *scale)
 
-    def stop(event: Event) -> None:
+    def stop(event):
         if isinstance(event, Warned) and "tokens at a time" in event.text:
             raise ZeroDivisionError
 
@@ -376,7 +375,7 @@ def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(tmp_pa
     for more in ({}, {"weight_decay": 0.1}):
         heard = Heard()
 
-        def leave(event: Event, heard: Heard = heard) -> None:
+        def leave(event, heard=heard):
             heard(event)
             if isinstance(event, Decided):
                 raise ZeroDivisionError
@@ -391,7 +390,7 @@ def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(tmp_pa
 def test_a_restore_without_memory_says_nothing_against_the_checkpoint(tmp_path, monkeypatch):
     job = make_job(tmp_path, max_steps=4, save_steps=2)
 
-    def stop(event: Event) -> None:
+    def stop(event):
         if isinstance(event, StepTaken) and event.step == 3:
             raise ZeroDivisionError
 
@@ -408,7 +407,7 @@ def test_a_restore_without_memory_says_nothing_against_the_checkpoint(tmp_path, 
 def test_checkpoints_without_room_for_a_snapshot_end_the_run_like_a_full_disk(
     tmp_path, monkeypatch
 ):
-    def failing(_: Any) -> Any:
+    def failing(_):
         raise MemoryError
 
     monkeypatch.setattr(farthing.run.checkpoint, "copied", failing)

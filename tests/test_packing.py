@@ -79,14 +79,20 @@ def test_flat_cuts_are_few_balanced_and_the_same_everywhere():
     assert [int(lengths[piece].sum()) for piece in pieces] == [5000, 1500, 1490]
 
 
-def test_a_step_that_fits_is_one_piece():
-    assert len(split_by_tokens(np.arange(4), np.array([3, 4, 5, 6]), 18)) == 1
-    assert len(split_by_tokens(np.arange(4), np.array([3, 4, 5, 6]), 17)) == 2
-    assert len(split_by_tokens(np.arange(1), np.array([9]), 4)) == 1
-    assert split_by_tokens(np.arange(0), np.array([3]), 4) == []
+@pytest.mark.parametrize(
+    ("lengths", "budget", "n_pieces"),
+    [([3, 4, 5, 6], 18, 1), ([3, 4, 5, 6], 17, 2), ([9], 4, 1), ([], 4, 0)],
+)
+def test_a_step_that_fits_is_one_piece(lengths, budget, n_pieces):
+    pieces = split_by_tokens(np.arange(len(lengths)), np.array(lengths, np.int64), budget)
+    assert len(pieces) == n_pieces
 
 
 # ---- padded cuts ----
+
+
+def costs(more_tokens: int) -> dict[str, MicroBatchCost]:
+    return {"cost": MicroBatchCost(0, more_tokens)}
 
 
 @pytest.mark.parametrize("two_sides", [False, True])
@@ -95,16 +101,14 @@ def test_padded_pieces_hold_every_example_once_within_budget_and_share(seed, two
     lengths = some_lengths(seed)
     targets = np.random.default_rng(seed).integers(1, 50, len(lengths)) if two_sides else None
     examples = permutation(len(lengths), seed, 0)
-    pieces = split_padded(
-        examples, lengths, 2048, target_lengths=targets, cost=MicroBatchCost(0, 0)
-    )
+    pieces = split_padded(examples, lengths, 2048, target_lengths=targets, **costs(0))
     assert sorted(np.concatenate(pieces).tolist()) == list(range(len(lengths)))
     sizes = lengths[:, None] if targets is None else np.stack([lengths, targets], 1)
     computed = [padded_tokens(sizes[piece]) for piece in pieces]
     assert all(n <= 2048 or len(piece) == 1 for n, piece in zip(computed, pieces, strict=True))
     assert computed == sorted(computed, reverse=True)
     assert sizes.sum() >= 0.97 * sum(computed)
-    again = split_padded(examples, lengths, 2048, target_lengths=targets, cost=MicroBatchCost(0, 0))
+    again = split_padded(examples, lengths, 2048, target_lengths=targets, **costs(0))
     assert [piece.tolist() for piece in again] == [piece.tolist() for piece in pieces]
 
 
@@ -113,18 +117,14 @@ def test_equal_lengths_are_not_split_further_than_the_budget_asks():
     assert [len(piece) for piece in pieces] == [32, 32]
 
 
-def test_no_piece_is_split_for_less_than_a_micro_batch_costs():
+@pytest.mark.parametrize(
+    ("cost", "sizes"), [({}, [2, 2, 2]), (costs(100), [4, 2]), (costs(300), [6])]
+)
+def test_no_piece_is_split_for_less_than_a_micro_batch_costs(cost, sizes):
     lengths = np.array([100, 100, 60, 60, 20, 19])
-    assert [piece.tolist() for piece in split_padded(np.arange(6), lengths, 1000)] == [
-        [0, 1],
-        [2, 3],
-        [4, 5],
-    ]
-    assert [
-        len(piece)
-        for piece in split_padded(np.arange(6), lengths, 1000, cost=MicroBatchCost(0, 100))
-    ] == [4, 2]
-    assert len(split_padded(np.arange(6), lengths, 1000, cost=MicroBatchCost(0, 300))) == 1
+    pieces = split_padded(np.arange(6), lengths, 1000, **cost)
+    assert [len(piece) for piece in pieces] == sizes
+    assert sorted(np.concatenate(pieces).tolist()) == list(range(6))
 
 
 def test_padded_tokens_are_those_of_the_collation():
@@ -206,6 +206,11 @@ def flat_loss(model: Any, batch: dict[str, Any], task: str) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(scores.float(), labels, reduction="sum")
 
 
+def padded_batch(tokens: Any, task: str) -> dict[str, torch.Tensor]:
+    arrays = collate(tokens, np.arange(len(tokens)), task, 1)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("task", ["causal-lm", "classification"])
@@ -215,12 +220,10 @@ def test_gradients_over_flat_pieces_add_up_to_those_of_one_padded_batch(task, me
     )
     examples, model = np.arange(len(tokens)), model_of(task, method)
     n_targets = tokens.n_targets(examples)
-    padded = {
-        name: torch.from_numpy(array) for name, array in collate(tokens, examples, task, 1).items()
-    }
+    padded = padded_batch(tokens, task)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
-    def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
+    def gradients(loss):
         found = torch.autograd.grad(
             loss / n_targets, list(named.values()), allow_unused=True, materialize_grads=True
         )
@@ -246,20 +249,14 @@ def test_gradients_over_flat_pieces_add_up_to_those_of_one_padded_batch(task, me
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_the_head_that_pays_for_labelled_positions_takes_flat_batches(method):
     tokens, model = token_set(np.array([7, 1, 12, 12])), model_of("causal-lm", method)
-    padded = {
-        name: torch.from_numpy(array)
-        for name, array in collate(tokens, range(4), "causal-lm", 1).items()
-    }
     named = [p for p in model.parameters() if p.requires_grad]
-    whole = summed_loss(model, padded, "causal-lm")[0]
+    whole = summed_loss(model, padded_batch(tokens, "causal-lm"), "causal-lm")[0]
     theirs = torch.autograd.grad(whole, named)
     go_packed(model)
-    ours = language_model_loss(
-        model, packed_batch(collate_packed(tokens, range(4), "causal-lm")), "causal-lm"
-    )
+    batch = packed_batch(collate_packed(tokens, range(4), "causal-lm"))
+    ours = language_model_loss(model, batch, "causal-lm")
     assert float(ours.detach()) == pytest.approx(float(whole.detach()), rel=CLOSE)
-    for one, other in zip(torch.autograd.grad(ours, named), theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.autograd.grad(ours, named), theirs, rtol=1e-4, atol=1e-4)
 
 
 # ---- real lengths ----
@@ -313,7 +310,7 @@ def test_splitting_with_a_floor_of_costs_is_never_more_expensive(seed):
     lengths = some_lengths(seed)
     on_gpu = MicroBatchCost(2048, 256)
 
-    def cost(**how: Any) -> int:
+    def cost(**how):
         pieces = split_padded(np.arange(len(lengths)), lengths, 16_384, **how)
         return sum(int(on_gpu.of(padded_tokens(lengths[piece][:, None]))) for piece in pieces)
 

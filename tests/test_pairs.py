@@ -130,7 +130,7 @@ def test_parts_with_a_configuration_of_their_own_get_the_attention_too(monkeypat
     of the same class.
     """
 
-    def of_itself(self: Any, name: str) -> None:
+    def of_itself(self, name):
         self.config._attn_implementation_internal = name
 
     monkeypatch.setattr(PreTrainedModel, "set_attn_implementation", of_itself)

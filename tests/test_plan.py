@@ -29,7 +29,6 @@ from farthing.planner.spot import Interruptions, weibull
 from farthing.planner.types import (
     JobSpec,
     Machine,
-    Plan,
     Rejected,
 )
 from farthing.prices.gpus import gpus
@@ -197,7 +196,7 @@ def test_calibration_moves_and_narrows_the_ranges():
         assert after.on.step.parts[name] == pytest.approx(factor * before.on.step.parts[name])
     assert after.seconds["start-up"] == 30.0
 
-    def width(plan: Plan) -> float:
+    def width(plan):
         return (plan.hours_range.high - plan.hours_range.low) / 2 / plan.hours_range.likely
 
     published = spread_of("speed", wanted_of().shape, "Ada", "bf16", "")
@@ -589,7 +588,7 @@ def test_spot_with_on_demand_to_fall_back_on_costs_what_its_own_price_makes_it()
     work = wanted_of(n_epochs=20.0)
     asked = replace(work, deadline_s=1.02 * only(decide(work, spots[:1], hazard=fleeting)).wall_s)
 
-    def usd_of(spot: Place, places: list[Place]) -> float:
+    def usd_of(spot, places):
         plans = decide(asked, [*places, own], hazard=fleeting).plans
         found = next(plan for plan in plans if plan.offer is spot.offer)
         assert found.mixture

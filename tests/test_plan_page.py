@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, is_dataclass, replace
-from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 
@@ -17,55 +15,14 @@ from farthing.report.plan_report import plan_page
 from farthing.report.plan_view import PlanView, plan_view
 from farthing.report.plan_words import say_cost
 from farthing.units import say_seconds
-from test_plan_view import OWN, ask
-
-VOID = {"meta", "br", "hr", "img", "input", "link"}
-NASTY = '<script>alert("x")</script>&'
+from pages import NASTY, Read
+from planned import OWN, ask
 
 
 @pytest.fixture(scope="module")
 def view(tmp_path_factory: pytest.TempPathFactory) -> PlanView:
     found = ask(tmp_path_factory.mktemp("job"), own=[parse_owned(OWN)], deadline_s=40 * 3600.0)
     return plan_view(found, runs_per_month=24)
-
-
-class Read(HTMLParser):
-    """Reads a page as strictly as this needs: what is opened is closed, in order."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
-        self.feed(page)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        assert len({name for name, _ in attrs}) == len(attrs), f"an attribute twice in {tag}"
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"{tag} is closed and was never opened"
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not self.open or self.open[-1] not in ("style",):
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        """All that is read on the page."""
-        return " ".join(" ".join(self.words).split())
-
-    def count(self, tag: str) -> int:
-        """How many elements of a kind there are."""
-        return sum(name == tag for name, _ in self.tags)
 
 
 def test_the_page_is_whole_and_can_be_read_by_all(view):
@@ -115,7 +72,7 @@ def test_nothing_is_loaded_from_elsewhere(view):
 def test_what_comes_from_outside_is_only_text(view):
     kept = ("spot", "on-demand", "own", "here")
 
-    def nasty(value: Any) -> Any:
+    def nasty(value):
         """With markup at the end of every string."""
         if is_dataclass(value):
             changes = {one.name: nasty(getattr(value, one.name)) for one in fields(value)}

@@ -179,7 +179,7 @@ def test_gradients_of_losses_are_right(name):
     objective, settings = objective_of(name), read_settings(name)
     log_probs = torch.tensor([[-1e-7, -9.0], [-30.0, -2.0]], dtype=torch.float64)
 
-    def of(x: Tensor) -> Any:
+    def of(x):
         answers = answers_of([0.0, 0.0], [0.0, 0.0])._replace(log_probs=x)
         return objective.loss(answers, settings)[0]
 
@@ -300,7 +300,7 @@ def test_every_objective_learns_is_killed_and_goes_on_to_the_same_bits(tmp_path,
     parts = load_job(preference_job(tmp_path / "b", objective, **keys, save_steps=3))
 
     class Kills(Heard):
-        def __call__(self, event: Any) -> None:
+        def __call__(self, event):
             if isinstance(event, StepTaken) and event.step == 5:
                 raise Killed
 
@@ -345,7 +345,7 @@ def references_in(folder: Path) -> list[Path]:
 def test_references_hang_on_content_alone_and_bad_blocks_are_made_again_or_refused(tmp_path):
     path = preference_job(tmp_path, "dpo", max_steps=2)
 
-    def run(name: str, *changes: str) -> str:
+    def run(name, *changes):
         heard = Heard()
         train(load_job(path, overrides=[f"output_dir={tmp_path / name}", *changes]), heard)
         return "\n".join(note.text for note in heard.of(Note))
@@ -381,7 +381,7 @@ def test_a_pass_that_is_killed_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     train(load_job(preference_job(whole, "kto", max_steps=1)))
     write, n = reference.keep, 0
 
-    def dies(*given: Any) -> None:
+    def dies(*given):
         nonlocal n
         n += 1
         if n == 3:

@@ -6,7 +6,7 @@ The real feeds are not asked by any test.
 
 from __future__ import annotations
 
-import csv
+import contextlib
 import io
 import time
 import zipfile
@@ -171,7 +171,7 @@ def test_a_disk_that_is_full_leaves_the_old_prices(server, tmp_path, monkeypatch
     update(path, TODAY, both(server))
     before = path.read_bytes()
 
-    def full(descriptor: int) -> None:
+    def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(price_feeds.os, "fsync", full)
@@ -181,16 +181,18 @@ def test_a_disk_that_is_full_leaves_the_old_prices(server, tmp_path, monkeypatch
     assert [p.name for p in tmp_path.iterdir()] == ["prices.csv"]
 
 
-def drips(handler: BaseHTTPRequestHandler) -> None:
+def pour(handler: BaseHTTPRequestHandler, n: int, piece: bytes, pause_s: float) -> None:
     handler.send_response(200)
     handler.end_headers()
-    for _ in range(100):
-        try:
-            handler.wfile.write(b"x")
+    with contextlib.suppress(OSError):
+        for _ in range(n):
+            handler.wfile.write(piece)
             handler.wfile.flush()
-        except OSError:
-            return
-        time.sleep(0.1)
+            time.sleep(pause_s)
+
+
+def drips(handler: BaseHTTPRequestHandler) -> None:
+    pour(handler, 100, b"x", 0.1)
 
 
 def silent(handler: BaseHTTPRequestHandler) -> None:
@@ -198,13 +200,7 @@ def silent(handler: BaseHTTPRequestHandler) -> None:
 
 
 def endless(handler: BaseHTTPRequestHandler) -> None:
-    handler.send_response(200)
-    handler.end_headers()
-    for _ in range(200):
-        try:
-            handler.wfile.write(b"x" * 65536)
-        except OSError:
-            return
+    pour(handler, 200, b"x" * 65536, 0.0)
 
 
 def cut_off(handler: BaseHTTPRequestHandler) -> None:
@@ -233,20 +229,19 @@ def test_a_bad_answer_is_the_failure_of_one_feed(
     monkeypatch.setattr(price_feeds, "MAX_FEED_BYTES", 1 << 20)
     honest = price_feeds.download
 
-    def download(address: str, timeout_s: float, give_up_at: float) -> bytes:
+    def download(address, timeout_s, give_up_at):
         """The others may be as slow as this machine is."""
         is_bad = address.endswith("/bad.csv")
-        return honest(
-            address, timeout_s if is_bad else 120.0, give_up_at if is_bad else float("inf")
-        )
+        limits = (timeout_s, give_up_at) if is_bad else (120.0, float("inf"))
+        return honest(address, *limits)
 
     monkeypatch.setattr(price_feeds, "download", download)
     server.answers["/bad.csv"] = answer
     feeds = [Feed("Azure", "skypilot", f"{server.address}/bad.csv"), *both(server)]
     result = update(tmp_path / "prices.csv", TODAY, feeds, **limits)
-    assert [(o.feed.provider, words in o.problem) for o in result.failed] == [("Azure", True)], (
-        result.failed
-    )
+    (failed,) = result.failed
+    assert failed.feed.provider == "Azure"
+    assert words in failed.problem
     assert result.refreshed == ("AWS", "GCP")
 
 
@@ -265,13 +260,10 @@ def test_a_bad_archive_is_the_failure_of_one_feed(
     server, tmp_path, monkeypatch, version, archive, words
 ):
     monkeypatch.setattr(price_feeds, "MAX_FEED_BYTES", 1 << 20)
-    server.answers["/v3/gcp/version"] = version
-    if archive is not None:
-        server.answers["/v3/gcp/7/catalog.zip"] = archive
-    result = update(tmp_path / "prices.csv", TODAY, both(server))
-    assert [(o.feed.provider, words in o.problem) for o in result.failed] == [("GCP", True)], (
-        result.failed
-    )
+    server.answers |= {"/v3/gcp/version": version, "/v3/gcp/7/catalog.zip": archive}
+    (failed,) = update(tmp_path / "prices.csv", TODAY, both(server)).failed
+    assert failed.feed.provider == "GCP"
+    assert words in failed.problem
 
 
 def test_only_https_is_used_but_for_this_machine(tmp_path):
@@ -305,6 +297,13 @@ class NoKey(Exception):
     pass
 
 
+def sold(gpu: str | None, gib: float | None, usd: float, **more: Any) -> SimpleNamespace:
+    """A machine as gpuhunt tells of it."""
+    known = {"instance_name": "1x", "location": "here", "gpu_count": 1, "cpu": 8, "memory": 32.0}
+    known |= {"spot": False, "gpu_name": gpu, "gpu_memory": gib, "price": usd, **more}
+    return SimpleNamespace(**dict.fromkeys(GPUHUNT.split(",")) | known)
+
+
 class FakeProvider:
     """A provider of gpuhunt as it is used here."""
 
@@ -313,22 +312,10 @@ class FakeProvider:
         return cls()
 
     def get(self, query_filter: Any = None, balance_resources: bool = True) -> list[Any]:
-        names = next(csv.reader([GPUHUNT]))
-        plain = dict.fromkeys(names, None) | {
-            "instance_name": "1x",
-            "location": "here",
-            "gpu_count": 1,
-            "cpu": 8,
-        }
-        plain |= {"memory": 32.0, "spot": False}
         return [
-            SimpleNamespace(**plain | {"gpu_name": "RTX4090", "gpu_memory": 24.0, "price": 0.4}),
-            SimpleNamespace(
-                **plain | {"gpu_name": "RTX3090", "gpu_memory": 24.0, "price": 0.2, "spot": True}
-            ),
-            SimpleNamespace(
-                **plain | {"gpu_name": None, "gpu_memory": None, "gpu_count": 0, "price": 0.1}
-            ),
+            sold("RTX4090", 24.0, 0.4),
+            sold("RTX3090", 24.0, 0.2, spot=True),
+            sold(None, None, 0.1, gpu_count=0),
         ]
 
 

@@ -98,11 +98,11 @@ def test_outputs_and_gradients_are_those_of_peft_with_a_matrix_made_whole_once_a
             weight.data.normal_(std=0.02)
     n_whole, dequantize = [0], bitsandbytes.functional.dequantize_4bit
 
-    def counted(*args: Any, **keys: Any) -> Any:
+    def counted(*args, **keys):
         n_whole[0] += 1
         return dequantize(*args, **keys)
 
-    def outcome() -> tuple[torch.Tensor, torch.Tensor]:
+    def outcome():
         torch.manual_seed(2)
         ids = torch.arange(3, 23)[None]
         with numerics.autocasting():

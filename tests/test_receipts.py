@@ -98,6 +98,7 @@ def test_two_receipts_side_by_side(tmp_path, monkeypatch):
     assert found.in_words() == words
     shares = found.saved_share, found.saved_share_per_token
     assert (found.saved_s, *shares) == (1050.0, pytest.approx(0.5), pytest.approx(0.5))
+    assert compare(run, replace(other, steps=100)).rows["usd"].ratio is None
     unlike: dict[str, Any] = {
         "identity": {"data.train (content)": "x", "model (content)": "y"},
         "job": {"task": "causal-lm", "model": {"model_name_or_path": "other/model"}},

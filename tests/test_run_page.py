@@ -21,7 +21,7 @@ from farthing.report.receipt_types import Receipt
 from farthing.report.run_page import compared_page, run_page
 from farthing.report.timeline import timeline_of
 from long_run import make_run
-from test_plan_page import NASTY, Read
+from pages import NASTY, Read
 from thinned import thinned
 from workshop import make_job, train
 

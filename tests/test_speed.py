@@ -165,15 +165,14 @@ def test_long_examples_attend_more_than_their_mean_says():
 @pytest.mark.parametrize(
     "recipe", [FULL, LORA, replace(LORA, method="qlora"), with_settings(FULL, checkpoint_every=1)]
 )
-def test_more_tokens_never_take_less(recipe):
-    gpu = device_of(find_gpu("A100-80GB"), "bf16")
-    assert gpu is not None
-    for device in (gpu, cpu_device("a processor", 1e11, 2)):
-        seconds = [
-            step_time(work(recipe, QWEN, n), device).seconds for n in (16, 64, 256, 1024, 4096)
-        ]
-        assert seconds == sorted(seconds)
-        assert seconds[-1] > seconds[0]
+@pytest.mark.parametrize(
+    "device", [device_of(find_gpu("A100-80GB"), "bf16"), cpu_device("a processor", 1e11, 2)]
+)
+def test_more_tokens_never_take_less(recipe, device):
+    lengths = (16, 64, 256, 1024, 4096)
+    seconds = [step_time(work(recipe, QWEN, n), device).seconds for n in lengths]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] > seconds[0]
 
 
 # ---- seconds ----
@@ -214,16 +213,22 @@ def test_a_gpu_waits_for_its_host_only_when_it_is_done_sooner():
     assert busy + small["launch"] == pytest.approx(host_s)
 
 
-def test_the_optimizer_moves_weights_gradients_and_state():
-    n = LLAMA.n_parameters
-    clipping = 3 * 4
-    assert work(FULL).optimizer_bytes == n * (7 * 4 + clipping)  # four read, three written
-    assert work(replace(FULL, optim="adamw_torch")).optimizer_bytes == n * (21 * 4 + clipping)
-    assert work(replace(FULL, optim="sgd")).optimizer_bytes == n * (3 * 4 + clipping)
-    assert work(replace(FULL, optim="adamw_8bit")).optimizer_bytes == n * (3 * 4 + 4 + clipping)
-    assert work(LORA).optimizer_bytes == LLAMA.with_lora(16).n_trainable * (7 * 4 + clipping)
-    sharded = replace(FULL, n_gpus=4, sharding="fsdp")
-    assert work(sharded).optimizer_bytes == pytest.approx(work(FULL).optimizer_bytes / 4, rel=1e-6)
+N_LLAMA, N_LORA, CLIPPING = LLAMA.n_parameters, LLAMA.with_lora(16).n_trainable, 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("recipe", "n", "n_bytes"),
+    [
+        (FULL, N_LLAMA, 7 * 4),  # four read, three written
+        (replace(FULL, optim="adamw_torch"), N_LLAMA, 21 * 4),
+        (replace(FULL, optim="sgd"), N_LLAMA, 3 * 4),
+        (replace(FULL, optim="adamw_8bit"), N_LLAMA, 3 * 4 + 4),
+        (LORA, N_LORA, 7 * 4),
+        (replace(FULL, n_gpus=4, sharding="fsdp"), N_LLAMA / 4, 7 * 4),
+    ],
+)
+def test_the_optimizer_moves_weights_gradients_and_state(recipe, n, n_bytes):
+    assert work(recipe).optimizer_bytes == pytest.approx(n * (n_bytes + CLIPPING), rel=1e-6)
 
 
 def test_an_off_loaded_optimizer_takes_the_bus_and_leaves_the_device_alone():
@@ -290,50 +295,43 @@ def test_sending_lengthens_a_step_and_gpus_wait_for_the_slowest():
 
 
 def test_a_gpu_is_its_data_sheet_times_what_is_reached():
-    gpu = find_gpu("A100-80GB")
-    device = device_of(gpu, "bf16")
-    assert device is not None
+    sheet, device = find_gpu("A100-80GB"), gpu("A100-80GB")
     assert device.flops_per_s == 312e12 * 0.84, "facts/gpu_shares.csv"
-    assert device.bandwidth_bytes_per_s == gpu.bandwidth_bytes_per_s * 0.80
-    assert device.link_bytes_per_s == gpu.link_bytes_per_s * 0.70
+    assert device.bandwidth_bytes_per_s == sheet.bandwidth_bytes_per_s * 0.80
+    assert device.link_bytes_per_s == sheet.link_bytes_per_s * 0.70
     attention = device.attention_share * device.flops_per_s
     assert attention == pytest.approx(312e12 * 0.50), "facts/attention_shares.csv"
 
 
-def test_fp32_products_are_computed_in_tf32_where_a_gpu_can_and_may():
-    for name, times in (("A100-80GB", 4.0), ("V100-16GB", 1.0)):
-        tf32, plain = (device_of(find_gpu(name), "fp32", tf32=may) for may in (True, False))
-        assert tf32 is not None
-        assert plain is not None
-        assert tf32.flops_per_s / plain.flops_per_s >= times
+@pytest.mark.parametrize(("name", "times"), [("A100-80GB", 4.0), ("V100-16GB", 1.0)])
+def test_fp32_products_are_computed_in_tf32_where_a_gpu_can_and_may(name, times):
+    tf32, plain = (gpu(name, "fp32", tf32=may).flops_per_s for may in (True, False))
+    assert tf32 / plain >= times
+
+
+def gpu(name: str, precision: str = "bf16", **more: Any) -> Device:
+    found = device_of(find_gpu(name), precision, **more)
+    assert found is not None
+    return found
 
 
 def test_attention_is_as_fast_as_its_kernels_were_measured_on_a_gpu():
     """FlashAttention-2 is not made for Hopper's and Blackwell's units: a B200 is not twice an H100
     where texts are long.
     """
-    rates = {}
-    for name in ("A100-80GB", "L40S", "H100-80GB", "B200"):
-        device = device_of(find_gpu(name), "bf16")
-        assert device is not None
-        rates[name] = device.flops_per_s * device.attention_share
-    assert 140e12 < rates["A100-80GB"] < 228e12
-    assert rates["L40S"] < rates["A100-80GB"] < rates["H100-80GB"]
-    assert 250e12 < rates["H100-80GB"] < rates["B200"] < 1.2 * rates["H100-80GB"]
+    devices = [gpu(name) for name in ("L40S", "A100-80GB", "H100-80GB", "B200")]
+    l40s, a100, h100, b200 = (one.flops_per_s * one.attention_share for one in devices)
+    assert 140e12 < a100 < 228e12
+    assert l40s < a100 < h100
+    assert 250e12 < h100 < b200 < 1.2 * h100
 
 
 def test_geforce_cards_send_through_the_memory_of_the_host():
-    by_name = {
-        name: device_of(find_gpu(name), "bf16")
-        for name in ("RTX 3090", "RTX 4090", "A6000", "A100-80GB")
-    }
-    links = {
-        name: device.link_bytes_per_s for name, device in by_name.items() if device is not None
-    }
-    assert links["RTX 3090"] < 6e9
-    assert links["RTX 4090"] < 6e9
-    assert links["A6000"] > 2 * links["RTX 4090"]
-    assert links["A100-80GB"] > 10 * links["A6000"]
+    names = ("RTX 3090", "RTX 4090", "A6000", "A100-80GB")
+    rtx_3090, rtx_4090, a6000, a100 = (gpu(name).link_bytes_per_s for name in names)
+    assert max(rtx_3090, rtx_4090) < 6e9
+    assert a6000 > 2 * rtx_4090
+    assert a100 > 10 * a6000
 
 
 def test_a_processor_does_one_thing_after_the_other():

@@ -328,7 +328,7 @@ def test_the_largest_micro_batch_is_rehearsed_and_lowered_until_it_has_room(
     Path(job.output_dir).mkdir()
     loss, most = Forward.loss, 200 // least
 
-    def limited(forward: Forward, batch: Any, *more: Any) -> Any:
+    def limited(forward, batch, *more):
         if batch["input_ids"].numel() > most:
             raise torch.OutOfMemoryError("made up")
         return loss(forward, batch, *more)
@@ -754,7 +754,7 @@ def test_a_save_that_fails_on_one_rank_has_failed_on_all(tmp_path, monkeypatch):
     ranks = checkpoints_of(tmp_path / "run", 3)
     plain = farthing.run.checkpoint.save_file
 
-    def full_on_the_third(tensors: Any, path: Path) -> None:
+    def full_on_the_third(tensors, path):
         if "00003-of" in path.name:
             raise OSError(28, "No space left on device")
         plain(tensors, path)
@@ -783,7 +783,7 @@ def test_ranks_that_wait_for_a_draft_hear_that_there_is_none(tmp_path):
     ]
     (tmp_path / "there").mkdir()
 
-    def along() -> None:
+    def along():
         with pytest.raises(OSError, match="exists") as refused:
             fill_along(shared[1], lambda draft: [])
         said.append(refused)

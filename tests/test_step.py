@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-import farthing.train.run
 import workshop
 from farthing.data.loader import Feed, MicroBatch, micro_batches
 from farthing.data.row_table import in_one_lane
@@ -63,7 +62,7 @@ def test_a_feed_gives_every_micro_batch_once_and_in_order():
 def test_a_feed_runs_ahead_but_not_away():
     made: list[int] = []
 
-    def noting() -> Iterator[MicroBatch]:
+    def noting():
         for micro_batch in items(100):
             made.append(micro_batch.step)
             yield micro_batch
@@ -79,7 +78,7 @@ def test_a_feed_runs_ahead_but_not_away():
 
 
 def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken():
-    def broken() -> Iterator[MicroBatch]:
+    def broken():
         yield next(items(1))
         raise ZeroDivisionError("of the collation")
 
@@ -94,7 +93,7 @@ def test_an_error_of_collating_ends_the_run_and_switches_all_on_again(tmp_path, 
     job = make_job(tmp_path, max_steps=6)
     honest, calls = Forward.collate, []
 
-    def failing(forward: Forward, tokens: Any, examples: Any) -> Any:
+    def failing(forward, tokens, examples):
         calls.append(examples)
         if len(calls) == 4:
             raise ValueError("no such row")
@@ -102,7 +101,7 @@ def test_an_error_of_collating_ends_the_run_and_switches_all_on_again(tmp_path, 
 
     monkeypatch.setattr(Forward, "collate", failing)
     with pytest.raises(ValueError, match="no such row"):
-        farthing.train.run.train(job, Heard())
+        workshop.train(job)
     assert gc.isenabled()
 
 
@@ -111,13 +110,10 @@ def test_an_error_of_collating_ends_the_run_and_switches_all_on_again(tmp_path, 
 
 def ends_of(job: Any, patch: pytest.MonkeyPatch) -> tuple[list[Any], dict[str, torch.Tensor], Any]:
     watched = Watched(patch)
-    outcome = farthing.train.run.train(job, Heard())
+    receipt = workshop.train(job).receipt
     rows = [{k: v for k, v in row.items() if k != "samples"} for row in log_of(job)]
-    return (
-        rows,
-        {name: p.detach().clone() for name, p in watched.model.named_parameters()},
-        outcome.receipt,
-    )
+    weights = {name: p.detach().clone() for name, p in watched.model.named_parameters()}
+    return rows, weights, receipt
 
 
 @pytest.mark.parametrize(
@@ -127,19 +123,11 @@ def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(spoilt, tmp_
     """On a GPU the host is a step ahead when it reads a loss; the same order of things is played on
     the CPU here.
     """
-    keys: dict[str, Any] = {
-        "max_steps": 8,
-        "n_rows": 40,
-        "global_batch_size": 8,
-        "save_steps": 3,
-        "eval_rows": workshop.rows_of("llama", 6, 5),
-        "eval_strategy": "steps",
-        "eval_steps": 4,
-        "max_skipped_steps": 3,
-    }
+    keys: dict[str, Any] = {"max_steps": 8, "n_rows": 40, "save_steps": 3, "max_skipped_steps": 3}
+    keys |= {"eval_rows": workshop.rows_of("llama", 6, 5), "eval_strategy": "steps"}
     take = Step.take
 
-    def spoil(steps: Step, step: int) -> Any:
+    def spoil(steps, step):
         honest = steps.forward.loss
         if step + 1 in spoilt:
             steps.forward.loss = times(honest, torch.nan)  # type: ignore[method-assign]
@@ -149,18 +137,14 @@ def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(spoilt, tmp_
             steps.forward.__dict__.pop("loss", None)
 
     monkeypatch.setattr(Step, "take", spoil)
-    rows, weights, receipt = ends_of(make_job(tmp_path / "a", **keys), monkeypatch)
+    rows, weights, receipt = ends_of(make_job(tmp_path / "a", eval_steps=4, **keys), monkeypatch)
     monkeypatch.setattr(Step, "n_ahead", property(lambda _: 1))
-    ahead_rows, ahead_weights, ahead_receipt = ends_of(
-        make_job(tmp_path / "b", **keys), monkeypatch
-    )
-    assert [row for row in ahead_rows if "loss" in row] == [row for row in rows if "loss" in row]
-    assert [row for row in ahead_rows if "metrics" in row] == [
-        row for row in rows if "metrics" in row
-    ]
-    assert all(torch.equal(weights[name], ahead_weights[name]) for name in weights)
-    assert ahead_receipt.skipped_steps == receipt.skipped_steps == len(spoilt)
-    assert ahead_receipt.steps == 8
+    ahead = ends_of(make_job(tmp_path / "b", eval_steps=4, **keys), monkeypatch)
+    for kind in ("loss", "metrics"):
+        assert [row for row in ahead[0] if kind in row] == [row for row in rows if kind in row]
+    assert all(torch.equal(weights[name], ahead[1][name]) for name in weights)
+    assert ahead[2].skipped_steps == receipt.skipped_steps == len(spoilt)
+    assert ahead[2].steps == 8
 
 
 def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(tmp_path, monkeypatch):
@@ -169,7 +153,7 @@ def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(tmp_pa
     monkeypatch.setattr(Step, "n_ahead", property(lambda _: 1))
     job = make_job(tmp_path, max_steps=9, max_skipped_steps=2)
     with pytest.raises(NotFiniteError):
-        farthing.train.run.train(job, Heard())
+        workshop.train(job)
     rows = [row for row in log_of(job) if "examples" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]  # the third was under way
 
@@ -190,7 +174,7 @@ def test_no_optimizer_moves_a_weight_when_the_gradient_is_not_finite(optim, tmp_
 def test_a_run_computes_useful_tokens_only(family, tmp_path):
     job = make_job(tmp_path, family, max_steps=4, n_rows=120, global_batch_size=32)
     heard = Heard()
-    farthing.train.run.train(job, heard)
+    workshop.train(job, heard)
     last = heard.of(StepTaken)[-1]
     least = 0.85 if family == "t5" else 1.0  # padded: another piece has to save more than it costs
     assert last.run_tokens >= least * last.run_padded_tokens
@@ -202,90 +186,73 @@ def test_another_attention_of_the_job_is_left_alone(tmp_path):
     from farthing.config.load import load_job
 
     heard = Heard()
-    farthing.train.run.train(load_job(path, ["model.attn_implementation=eager"]), heard)
+    workshop.train(load_job(path, ["model.attn_implementation=eager"]), heard)
     assert heard.of(StepTaken)[-1].run_tokens < heard.of(StepTaken)[-1].run_padded_tokens
 
 
 @pytest.mark.slow
 def test_what_is_exported_knows_nothing_of_how_it_was_computed(tmp_path):
     job = make_job(tmp_path, max_steps=2, method="full")
-    farthing.train.run.train(job, Heard())
+    workshop.train(job)
     config = (Path(job.output_dir) / "model/config.json").read_text()
     assert "farthing_varlen" not in config
 
 
 @pytest.mark.slow
 def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(tmp_path, monkeypatch):
-    keys: dict[str, Any] = {
-        "max_steps": 2,
-        "rows": with_system_prompt(48),
-        "global_batch_size": 16,
-        "micro_batch_tokens": 8192,
-    }
-    heard = Heard()
-    job = make_job(tmp_path / "shared", **keys)
-    farthing.train.run.train(job, heard)
+    keys: dict[str, Any] = {"max_steps": 2, "rows": with_system_prompt(48)}
+    keys |= {"global_batch_size": 16, "micro_batch_tokens": 8192}
+    heard, told = Heard(), Heard()
+    job, plain = (make_job(tmp_path / name, **keys) for name in ("shared", "plain"))
+    workshop.train(job, heard)
     step = heard.of(StepTaken)[-1]
     assert step.run_padded_tokens < 0.6 * step.run_tokens
     assert "computed once in each micro-batch" in str(heard.of(Note))
     monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)
-    plain = make_job(tmp_path / "plain", **keys)
-    heard = Heard()
-    farthing.train.run.train(plain, heard)
-    last = heard.of(StepTaken)[-1]
+    workshop.train(plain, told)
+    last = told.of(StepTaken)[-1]
     assert last.run_padded_tokens == last.run_tokens == step.run_tokens
     assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
 
 
 @pytest.mark.slow
 def test_what_was_decided_for_a_run_holds_when_it_goes_on(tmp_path, monkeypatch):
-    keys: dict[str, Any] = {
-        "max_steps": 4,
-        "rows": with_system_prompt(48),
-        "global_batch_size": 16,
-        "save_steps": 2,
-    }
-    job = make_job(tmp_path / "whole", **keys)
-    farthing.train.run.train(job, Heard())
-    cut = make_job(tmp_path / "cut", **keys)
+    keys: dict[str, Any] = {"max_steps": 4, "rows": with_system_prompt(48), "save_steps": 2}
+    job, cut = (
+        make_job(tmp_path / name, global_batch_size=16, **keys) for name in ("whole", "cut")
+    )
+    workshop.train(job)
     take = Step.take
 
-    def stop(steps: Step, step: int) -> Any:
+    def stop(steps, step):
         if step == 3:
             raise RunInterruptedError("here")
         return take(steps, step)
 
     monkeypatch.setattr(Step, "take", stop)
-    assert farthing.train.run.train(cut, Heard()).state == "interrupted"
+    assert workshop.train(cut).state == "interrupted"
     monkeypatch.setattr(Step, "take", take)
-    monkeypatch.setattr(
-        "farthing.model.forward.WORTH", 2.0
-    )  # another version might judge otherwise
-    assert farthing.train.run.train(cut, Heard()).state == "finished"
+    monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)  # as another version might judge
+    assert workshop.train(cut).state == "finished"
     assert workshop.losses_of(cut) == workshop.losses_of(job)
 
 
 @pytest.mark.slow
 def test_micro_batches_grow_where_a_beginning_is_then_computed_less_often(tmp_path):
-    keys: dict[str, Any] = {
-        "rows": with_system_prompt(48, 40),
-        "max_steps": 1,
-        "global_batch_size": 16,
-    }
-    keys |= {"data": {"max_length": 2048}}
-    job = make_job(tmp_path / "free", **keys)
-    heard, told = Heard(), Heard()
-    farthing.train.run.train(job, heard)
-    kept = json.loads((Path(job.output_dir) / "settings.json").read_text())
+    keys: dict[str, Any] = {"rows": with_system_prompt(48, 40), "max_steps": 1}
+    keys |= {"data": {"max_length": 2048}, "global_batch_size": 16}
+
+    def settings_of(name, heard, **more):
+        job = make_job(tmp_path / name, **keys, **more)
+        workshop.train(job, heard)
+        kept = json.loads((Path(job.output_dir) / "settings.json").read_text())
+        return kept, heard.of(Decided)[0].batch, workshop.losses_of(job)
+
+    kept, said, losses = settings_of("free", Heard())
     assert kept["shares_prefix"]
-    grown = kept["micro_batch_tokens"]
-    assert grown > 1024
-    assert f"up to {grown:,} tokens at a time" in heard.of(Decided)[0].batch
-    asked = make_job(tmp_path / "asked", micro_batch_tokens=1024, **keys)
-    farthing.train.run.train(asked, told)
-    assert (
-        json.loads((Path(asked.output_dir) / "settings.json").read_text())["micro_batch_tokens"]
-        == 1024
-    )
-    assert "up to 1,024 tokens at a time" in told.of(Decided)[0].batch
-    assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(asked), rel=1e-5)
+    assert kept["micro_batch_tokens"] > 1024
+    assert f"up to {kept['micro_batch_tokens']:,} tokens at a time" in said
+    asked, told, expected = settings_of("asked", Heard(), micro_batch_tokens=1024)
+    assert asked["micro_batch_tokens"] == 1024
+    assert "up to 1,024 tokens at a time" in told
+    assert losses == pytest.approx(expected, rel=1e-5)

@@ -180,7 +180,7 @@ def test_memory_that_cannot_be_pinned_costs_time_or_is_said(optim, tmp_path, mon
         farthing.train.build.allocate_state,
     )
 
-    def scarce(optimizer: Any) -> None:
+    def scarce(optimizer):
         hollow().hollow_fault(PINNED, 1, 6)
         state(optimizer)
 
