@@ -22,7 +22,6 @@ from farthing.model.documents import Documents
 from farthing.model.norms import KINDS, use_one_gelu
 
 HEADS, WIDTH = 4, 16
-NAMES = ("bfloat16", "float32", "float16")
 CLOSE = 1e-2  # of the whole: bf16 has eight bits
 LENGTHS, SEEN = (5, 1, 9, 3), (4, 7, 1, 6)
 
@@ -132,22 +131,12 @@ class Products(TorchDispatchMode):
 
 def entry(documents: Documents, *, causal: bool, bias: Tensor | None = None) -> Tensor:
     """Through the entry that models call, in bf16, and back: the gradient of the queries."""
-    module = torch.nn.Module()
     n = sum(documents.lengths)
     query, key, value = (torch.randn(1, 8, n, 16, requires_grad=True) for _ in range(3))
-    more = {} if bias is None else {"position_bias": bias}
+    how: dict[str, Any] = {"is_causal": causal, "documents": documents, "scaling": 0.25}
+    how |= {} if bias is None else {"position_bias": bias}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, _ = attend(
-            module,
-            query,
-            key,
-            value,
-            None,
-            is_causal=causal,
-            documents=documents,
-            scaling=0.25,
-            **more,
-        )
+        out, _ = attend(torch.nn.Module(), query, key, value, None, **how)
     out.float().sum().backward()
     assert query.grad is not None
     return query.grad
@@ -176,25 +165,28 @@ def test_sizes_are_few_and_hardly_larger():
     assert len({cpu.few_sizes(n) for n in range(1, 2049)}) == 40
 
 
-def test_blocks_are_for_what_they_are_quicker_at():
-    near, far, short = (Documents.of((n, 3)) for n in (2048, 2049, 128))
-    bf16, fp32, fp16 = (torch.zeros(1, 1, 1).to(getattr(torch, name)) for name in NAMES)
-    both, back = How(False, 1.0), How(True, 1.0)
-    biased = How(False, 1.0, bias=torch.zeros(()))
-    for documents, query, how, takes in (
-        (near, bf16, both, True),
-        (near, bf16, back, True),
-        (far, bf16, back, False),
-        (near, fp32, back, False),
-        (near, fp32, both, False),
-        (short, fp32, both, True),
-        (short, fp32, back, False),
-        (short, fp16, both, False),
-        (far, fp32, biased, True),
-        (short, bf16, How(True, 1.0, window=4), False),
-        (short, bf16, How(True, 1.0, softcap=4.0), False),
-    ):
-        assert cpu.takes(query, documents, how) == takes, (documents.lengths, query.dtype, how)
+BOTH, BACK = How(False, 1.0), How(True, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("longest", "dtype", "how", "takes"),
+    [
+        (2048, torch.bfloat16, BOTH, True),
+        (2048, torch.bfloat16, BACK, True),
+        (2049, torch.bfloat16, BACK, False),
+        (2048, torch.float32, BACK, False),
+        (2048, torch.float32, BOTH, False),
+        (128, torch.float32, BOTH, True),
+        (128, torch.float32, BACK, False),
+        (128, torch.float16, BOTH, False),
+        (2049, torch.float32, How(False, 1.0, bias=torch.zeros(())), True),
+        (128, torch.bfloat16, How(True, 1.0, window=4), False),
+        (128, torch.bfloat16, How(True, 1.0, softcap=4.0), False),
+    ],
+)
+def test_blocks_are_for_what_they_are_quicker_at(longest, dtype, how, takes):
+    query = torch.zeros(1, 1, 1, dtype=dtype)
+    assert cpu.takes(query, Documents.of((longest, 3)), how) == takes
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(1, HEADS, 40, 40)])
@@ -204,7 +196,7 @@ def test_short_documents_in_bf16_are_multiplied_in_fp32(bias):
     given = [halves(48) for _ in range(3)]
     passed = torch.randn(48, HEADS, WIDTH).bfloat16()
 
-    def attended(tensors: list[Tensor]) -> list[Tensor]:
+    def attended(tensors):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = cpu.attend(*tensors, documents, How(False, 0.3, bias=bias))  # type: ignore[call-arg]
         return [out, *torch.autograd.grad(out, tensors, passed.to(out.dtype))]
@@ -259,13 +251,12 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents, 
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("reads_others", [False, True])
-def test_short_documents_are_attended_to_as_one_at_a_time(has_bias, reads_others):
-    seen = SEEN if reads_others else LENGTHS
-    documents = Documents.of(LENGTHS, "cpu", seen if reads_others else None)
-    query, key, value = tokens(sum(LENGTHS)), tokens(sum(seen)), tokens(sum(seen))
+@pytest.mark.parametrize("seen", [None, SEEN])
+def test_short_documents_are_attended_to_as_one_at_a_time(has_bias, seen):
+    documents = Documents.of(LENGTHS, "cpu", seen)
+    query, key, value = tokens(sum(LENGTHS)), *(tokens(sum(seen or LENGTHS)) for _ in range(2))
     bias = torch.randn(1, 2, 9, 9)
-    if not reads_others:
+    if seen is None:
         bias = bias + torch.full((9, 9), -torch.inf).triu_(1)  # and looks back only
     bias.requires_grad_()
     how = How(False, 0.7, bias=bias if has_bias else None)
@@ -275,20 +266,15 @@ def test_short_documents_are_attended_to_as_one_at_a_time(has_bias, reads_others
     found = cpu.attend(query, key, value, documents, how)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     given = torch.randn_like(wanted)
-    pairs = zip(
-        torch.autograd.grad(found, inputs, given),
-        torch.autograd.grad(wanted, inputs, given),
-        strict=True,
-    )
-    for own, plain in pairs:
-        torch.testing.assert_close(own, plain, rtol=1e-4, atol=1e-6)
+    ours, theirs = (torch.autograd.grad(each, inputs, given) for each in (found, wanted))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_dropped_of_weights_is_dropped_of_their_gradients():
     documents = Documents.of(LENGTHS)
     query, key, value = (tokens(sum(LENGTHS)).detach().double().requires_grad_() for _ in range(3))
 
-    def drawn(*inputs: Tensor) -> Tensor:
+    def drawn(*inputs):
         torch.manual_seed(3)
         return cpu.attend(*inputs, documents, How(False, 0.5, dropout=0.4))
 

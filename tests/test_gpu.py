@@ -51,8 +51,7 @@ from farthing.train.offload import OffloadedAdamW
 from farthing.train.opened_run import opened_run
 from farthing.train.step import seed_everything
 from farthing.train.step_result import Sums
-from heads import head_loss, leave_low_rank
-from test_head import in_tiles_of
+from heads import head_loss, in_tiles_of, leave_low_rank
 from workshop import Heard, Watched, job_file, log_of, losses_of, make_job, with_system_prompt
 
 HAS_GPU = torch.cuda.is_available()

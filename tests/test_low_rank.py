@@ -24,14 +24,15 @@ from heads import (
     N_WORDS,
     assert_same,
     gradients_of,
+    in_tiles_of,
     language_model_loss,
     leave_low_rank,
     make_batch,
     make_model,
+    objective_of,
     summed_loss,
 )
 from packed_models import model_of
-from test_head import in_tiles_of, objective_of
 from thinned import thinned
 from workshop import train
 
@@ -153,7 +154,7 @@ def test_one_layer_in_bf16_is_no_farther_from_fp32_than_pefts():
     config = peft.LoraConfig(r=8, lora_alpha=12, target_modules=["0"], init_lora_weights=False)
     layer = in_bf16_with_fp32_adapters(peft.get_peft_model(nn.Sequential(linear), config))
 
-    def results(one: Any, is_bf16: bool) -> list[Tensor]:
+    def results(one, is_bf16):
         one.zero_grad(set_to_none=True)
         seen = (x if is_bf16 else x.float()).clone().requires_grad_()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
@@ -178,44 +179,39 @@ def one_layer(bias: bool = True, **settings: Any) -> Any:
     return wrapped.base_model.model[0]
 
 
+def fused_layer(bias: bool = True, **settings: Any) -> Any:
+    layer = one_layer(bias, **settings)
+    layer.__class__ = LowRankLinear
+    return layer
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_derivatives_hold_in_double_precision(bias):
-    layer = one_layer(bias).double()
-    layer.__class__ = LowRankLinear
-    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    layer = fused_layer(bias).double()
+    names = ("lora_A.default.weight", "lora_B.default.weight")
+    weights = [layer.get_parameter(name).detach().requires_grad_() for name in names]
     x = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
 
-    def output(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def output(x, *given):
         return torch.func.functional_call(
-            layer, {"lora_A.default.weight": a, "lora_B.default.weight": b}, (x,), strict=False
+            layer, dict(zip(names, given, strict=True)), (x,), strict=False
         )
 
-    assert torch.autograd.gradcheck(
-        output, (x, a.detach().requires_grad_(), b.detach().requires_grad_())
-    )
+    assert torch.autograd.gradcheck(output, (x, *weights))
 
 
 def test_inputs_of_any_form_and_order_in_memory():
-    layer, fused = one_layer(), one_layer()
-    fused.__class__ = LowRankLinear
-    for x in (
-        torch.randn(12),
-        torch.randn(0, 12),
-        torch.randn(2, 3, 12),
-        torch.randn(12, 5).t(),
-        torch.randn(1, 12),
-    ):
+    layer, fused = one_layer(), fused_layer()
+    of_any_form = [torch.randn(size) for size in ((12,), (0, 12), (2, 3, 12), (1, 12))]
+    for x in (*of_any_form, torch.randn(12, 5).t(), torch.randn(4, 24)[:, ::2]):
         torch.testing.assert_close(fused(x), layer(x))
-    wide = torch.randn(4, 24)[:, ::2]
-    torch.testing.assert_close(fused(wide), layer(wide))
     y = fused(torch.randn(2, 3, 12))
     y += 1  # what comes out is no view that may not be written to
     y.sum().backward()
 
 
 def test_an_input_below_which_nothing_is_trained_gets_no_gradient():
-    layer = one_layer()
-    layer.__class__ = LowRankLinear
+    layer = fused_layer()
     y = layer(torch.randn(3, 12))
     assert y.grad_fn.next_functions[0][0] is None
     y.sum().backward()
@@ -224,11 +220,9 @@ def test_an_input_below_which_nothing_is_trained_gets_no_gradient():
 
 
 def test_second_derivatives_are_refused():
-    layer = one_layer()
-    layer.__class__ = LowRankLinear
     x = torch.randn(3, 12, requires_grad=True)
     with pytest.raises(RuntimeError, match="second derivatives"):
-        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+        torch.autograd.grad(fused_layer()(x).sum(), x, create_graph=True)
 
 
 # ---- what is kept ----
@@ -280,13 +274,11 @@ def test_a_layer_keeps_less_than_with_peft_and_shares_its_inputs():
 
 
 def test_layers_that_read_one_tensor_keep_one_copy_of_it():
-    layers = [one_layer() for _ in range(3)]
-    for layer in layers:
-        layer.__class__ = LowRankLinear
+    layers = [fused_layer() for _ in range(3)]
     x = torch.randn(100, 12, requires_grad=True)
     whole = nn.ModuleList(layers)
 
-    def kept(is_bf16: bool) -> int:
+    def kept(is_bf16):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
             return saved_bytes(whole, lambda: sum(layer(x).float().sum() for layer in layers))
 
@@ -314,26 +306,19 @@ class Kept:
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_a_frozen_prefix_keeps_nothing_and_is_never_given_gradients(every, is_fused):
     base = make_model("llama", num_hidden_layers=4)
-    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    parts = {
-        name: "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn"
-        for name in names
-    }
-    top = tuple(f"layers.3.{parts[name]}.{name}" for name in names)
+    parts = {"self_attn": "qkvo", "mlp": ("gate", "up", "down")}
+    top = tuple(f"layers.3.{part}.{name}_proj" for part in parts for name in parts[part])
     model = add_adapter(base, Adapter(r=4, target_modules=top), "causal-lm", seed=0).train()
     if is_fused:
-        assert use_low_rank(model).n_fused == len(names)
+        assert use_low_rank(model).n_fused == len(top) == 7
     checkpoint_layers(model, every)
     layers = model.get_base_model().model.layers
     need_gradients: list[bool] = []
     for layer in layers:
-        layer.register_forward_hook(
-            lambda layer, args, output: need_gradients.append(output.requires_grad)
-        )
-
+        layer.register_forward_hook(lambda _, __, out: need_gradients.append(out.requires_grad))
     kept: weakref.WeakSet[Kept] = weakref.WeakSet()
 
-    def keep(tensor: Tensor) -> Kept:
+    def keep(tensor):
         one = Kept(tensor)
         kept.add(one)
         return one
@@ -406,9 +391,7 @@ def test_dropout_is_that_of_peft(family, is_bf16, monkeypatch):
 
 
 def test_dropout_keeps_a_byte_a_number():
-    layers = [one_layer(lora_dropout=p) for p in (0.0, 0.5)]
-    for layer in layers:
-        layer.__class__ = LowRankLinear
+    layers = [fused_layer(lora_dropout=p) for p in (0.0, 0.5)]
     x = torch.randn(100, 12, requires_grad=True)
     kept = [saved_bytes(layer, lambda layer=layer: layer(x).sum()) for layer in layers]
     assert kept[1] - kept[0] == 100 * 12

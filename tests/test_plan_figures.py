@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from farthing.data.lengths import from_mean
+from farthing.planner.price import within_limits
 from farthing.planner.speed import Calibration
 from farthing.planner.spot import Interruptions, weibull
 from farthing.planner.types import Answer, JobSpec, Plan
@@ -189,27 +190,66 @@ def test_chances_of_a_deadline():
 
 
 @pytest.mark.parametrize(
-    ("deadline_h", "confidence", "refused"),
+    ("deadline_h", "confidence", "share", "later", "distance"),
     [
-        (1.7, 0.9, ("it is done by the deadline with 55% only", "a deadline 1 h 12 min later")),
-        (1.7, 0.99, ("it is done by the deadline with 55% only", "a deadline 2 h 15 min later")),
-        (1.6, 0.9, ("it is done by the deadline with 51% only", "a deadline 1 h 18 min later")),
+        (1.7, 0.9, "55%", "1 h 12 min", 1.701),
+        (1.7, 0.99, "55%", "2 h 15 min", 2.319),
+        (1.6, 0.9, "51%", "1 h 18 min", 1.807),
     ],
 )
 def test_a_deadline_that_is_not_sure_enough_is_refused_with_one_that_is(
-    deadline_h, confidence, refused
+    deadline_h, confidence, share, later, distance
 ):
     asked = replace(WANTED, deadline_s=deadline_h * H, confidence=confidence)
     (found,) = plans(asked, A100).rejected
-    assert (found.reason, found.change) == refused
+    assert found.reason == f"it is done by the deadline with {share} only"
+    assert found.change == f"a deadline {later} later"
+    assert found.distance == pytest.approx(distance, abs=0.006)
     assert len(plans(replace(asked, confidence=0.5), A100).plans) == 1
+
+
+@pytest.mark.parametrize(
+    ("saves", "interval_s"),
+    [
+        ({"save_steps": 100}, 28.84),
+        ({"save_every_s": 600.0}, 600.0),
+        ({"save_steps": 100, "save_every_s": 600.0}, 28.84),
+    ],
+)
+def test_checkpoints_are_as_far_apart_as_the_job_says(saves, interval_s):
+    (plan,) = plans(wanted_of(**saves), A100).plans
+    assert plan.interval_s == pytest.approx(interval_s, rel=1e-3)
+
+
+def test_a_disk_is_paid_for_as_long_as_its_machine():
+    """Ten cents a GB and month where nothing else is known, for the model and three checkpoints."""
+    (plan,) = plans(WANTED, A100).plans
+    gb = (2 * WANTED.shape.n_parameters + 3 * WANTED.save_bytes) / 1e9
+    expected = gb * 0.1 * plan.wall_s / H / 730
+    assert plan.usd["storage"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("days", "is_wider"), [(90, False), (91, True)])
+def test_a_price_is_old_after_ninety_days(days, is_wider):
+    fresh, old = (plans(WANTED, A100.aged(n)).plans[0].usd_range for n in (0, days))
+    assert (old.high > fresh.high) is is_wider
+    assert (old.low < fresh.low) is is_wider
+
+
+@pytest.mark.parametrize(
+    ("usd", "cap"), [(99.994, "100.00"), (99.5, "99.50"), (100.4, "101"), (1234.5, "1235")]
+)
+def test_a_cap_that_would_do_is_rounded_up(usd, cap):
+    (plan,) = plans(WANTED, A100).plans
+    found = within_limits(plan._replace(total_usd=usd), replace(WANTED, max_usd=50.0))
+    assert found.change.partition(", or ")[0] == f"limits.max_usd: {cap}"
 
 
 def test_spot_with_on_demand_behind_it_has_its_own_figures_and_is_not_refused_besides():
     """Capacity for 42 minutes in the mean, and three hours without."""
     spot, own = A100_SPOT.sold(usd=2.0), place("A100-80GB", 9.0)
 
-    def fleeting(_: Any) -> Interruptions:
+    def fleeting(_):
         return Interruptions(weibull(0.701 * H), weibull(3 * H))
 
     asked = replace(wanted_of(n_epochs=20.0), deadline_s=8.92 * H)

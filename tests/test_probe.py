@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import farthing.train.autotune
-import farthing.train.run
+import workshop
 from farthing.cli import main
 from farthing.errors import RunInterruptedError
 from farthing.events import Decided, Probed
@@ -57,10 +57,8 @@ def test_it_climbs_to_the_best_size(run):
 
 
 def test_smaller_is_found_too_and_noise_is_not_believed(run):
-    assert (
-        Bench(run, lambda setting: setting.micro_batch_tokens).find().settings.micro_batch_tokens
-        < 256
-    )
+    smaller = Bench(run, lambda setting: setting.micro_batch_tokens).find()
+    assert smaller.settings.micro_batch_tokens < 256
     run.steps.use(Settings(256))
     waves = iter(range(1000))
     noisy = Bench(run, lambda setting: 1.0 + 0.015 * (next(waves) % 2))
@@ -68,10 +66,9 @@ def test_smaller_is_found_too_and_noise_is_not_believed(run):
 
 
 def test_what_ran_out_of_memory_is_not_chosen(run):
-    def short(setting: Settings) -> float:
-        return (
-            float("inf") if setting.micro_batch_tokens > 512 else 1000 / setting.micro_batch_tokens
-        )
+    def short(setting):
+        n = setting.micro_batch_tokens
+        return float("inf") if n > 512 else 1000 / n
 
     assert Bench(run, short).find().settings.micro_batch_tokens == 512
     assert run.feed.settings.micro_batch_tokens == 512
@@ -79,13 +76,8 @@ def test_what_ran_out_of_memory_is_not_chosen(run):
 
 def test_less_checkpointing_is_tried_where_there_is_some(run):
     run.steps.use(replace(run.feed.settings, checkpoint_every=1))
-    assert (
-        Bench(run, lambda setting: 1.0 + 0.1 * bool(setting.checkpoint_every))
-        .find()
-        .settings.checkpoint_every
-        == 0
-    )
-    assert run.feed.settings.checkpoint_every == 0
+    found = Bench(run, lambda setting: 1.0 + 0.1 * bool(setting.checkpoint_every)).find()
+    assert found.settings.checkpoint_every == run.feed.settings.checkpoint_every == 0
 
 
 def test_it_keeps_to_its_time(run):
@@ -112,7 +104,7 @@ def test_real_trials_move_no_weight_and_leave_no_gradient(run):
 def test_memory_that_runs_out_in_a_trial_is_an_answer(run, monkeypatch):
     honest = run.forward.loss
 
-    def loss(batch: Any, *scale: Any) -> Any:
+    def loss(batch, *scale):
         if batch["input_ids"].numel() > 300:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return honest(batch, *scale)
@@ -141,7 +133,7 @@ def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run):
 def test_what_was_found_holds_for_the_like_and_not_for_others(tmp_path):
     job = make_job(tmp_path, max_steps=8, global_batch_size=4)
     path = tmp_path / "cache" / "measurements.jsonl"
-    farthing.train.run.train(job, Heard())
+    workshop.train(job)
     (measured,) = read_measurements(path)
     spec = resolve(job)
     lengths = lengths_of(spec, open_examples(spec, Heard())[0])
@@ -186,7 +178,7 @@ def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
         replace(measured, micro_batch_tokens=77, checkpoint_every=0),
     )
     heard = Heard()
-    farthing.train.run.train(job, heard)
+    workshop.train(job, heard)
     assert "up to 77 tokens at a time" in heard.of(Decided)[0].batch
     kept = json.loads((Path(job.output_dir) / "settings.json").read_text())
     assert (kept["micro_batch_tokens"], kept["probed"]) == (77, True)
@@ -205,7 +197,7 @@ def test_a_job_that_says_how_it_is_cut_is_cut_so(tmp_path):
     assert main(["probe", str(job_file(tmp_path, max_steps=3)), "--seconds", "5"]) == 0
     for key, value in (("micro_batch_tokens", 99), ("probe", False)):
         heard = Heard()
-        farthing.train.run.train(
+        workshop.train(
             make_job(tmp_path, max_steps=3, output_dir=f"./{key}", **{key: value}), heard
         )
         assert not json.loads((tmp_path / key / "settings.json").read_text())["probed"]
@@ -215,23 +207,22 @@ def test_a_job_that_says_how_it_is_cut_is_cut_so(tmp_path):
 # ---- when a run probes by itself ----
 
 
-def test_a_run_probes_only_where_that_pays(tmp_path):
-    job = make_job(tmp_path)
-
-    def pays(job: Any, training_s: float | None, *, probed: bool = False) -> bool:
-        estimate = (
-            None if training_s is None else replace(ESTIMATE, seconds={"training": training_s})
-        )
-        return is_worth_it(job, estimate, Settings(512, probed=probed))
-
-    assert pays(job, 7200.0)
-    assert not pays(job, 300.0)
-    assert not pays(make_job(tmp_path, full_determinism=True), 7200.0)
-    assert not pays(job, 7200.0, probed=True)
-    assert not pays(job, None)
-    assert pays(make_job(tmp_path, probe=True), 300.0)
-    assert not pays(make_job(tmp_path, probe=False), 7200.0)
-    assert not pays(make_job(tmp_path, micro_batch_tokens=100), 7200.0)
+@pytest.mark.parametrize(
+    ("keys", "training_s", "probed", "pays"),
+    [
+        ({}, 7200.0, False, True),
+        ({}, 300.0, False, False),
+        ({"full_determinism": True}, 7200.0, False, False),
+        ({}, 7200.0, True, False),
+        ({}, None, False, False),
+        ({"probe": True}, 300.0, False, True),
+        ({"probe": False}, 7200.0, False, False),
+        ({"micro_batch_tokens": 100}, 7200.0, False, False),
+    ],
+)
+def test_a_run_probes_only_where_that_pays(keys, training_s, probed, pays, tmp_path):
+    estimate = training_s and replace(ESTIMATE, seconds={"training": training_s})
+    assert is_worth_it(make_job(tmp_path, **keys), estimate, Settings(512, probed=probed)) is pays
 
 
 @pytest.mark.slow
@@ -240,10 +231,10 @@ def test_a_run_that_probes_ends_like_one_that_does_not_and_probes_once(tmp_path,
     monkeypatch.setattr(farthing.train.autotune.probe_run, "__defaults__", (3.0,))
     watched = Watched(monkeypatch)
     plain = make_job(tmp_path / "plain", max_steps=4)
-    farthing.train.run.train(plain, Heard())
+    workshop.train(plain)
     weights = {name: p.detach().clone() for name, p in watched.model.named_parameters()}
     job, heard = make_job(tmp_path / "probing", max_steps=4, probe=True), Heard()
-    outcome = farthing.train.run.train(job, heard)
+    outcome = workshop.train(job, heard)
     assert heard.of(Probed)
     assert next(span for span in outcome.receipt.spans if span.name == "probe").seconds > 0
     assert [row["examples"] for row in log_of(job) if "examples" in row] == [
@@ -252,5 +243,5 @@ def test_a_run_that_probes_ends_like_one_that_does_not_and_probes_once(tmp_path,
     for name, parameter in watched.model.named_parameters():
         assert torch.allclose(parameter, weights[name], atol=1e-4), name
     again = Heard()
-    farthing.train.run.train(job, again)
+    workshop.train(job, again)
     assert not again.of(Probed)
