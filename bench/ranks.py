@@ -174,7 +174,7 @@ def killed(folder: Path, drawn: random.Random, keys: dict[str, Any]) -> str:
     victim, step = drawn.randrange(begins), drawn.randrange(1, n_steps)
     make_job(folder, folder.parent / "base", **{**keys, "where": keys["where"] | {"gpus": begins}})
     first = Elastic(begins, start_of(folder, kill_at, str(folder), victim, step), lambda text: None)
-    first.group.wait()  # nothing goes on by itself here: another number does
+    first.wait_for_all()  # nothing goes on by itself here: another number does
     run_on(goes_on, folder)
     return f"{begins} ranks, {victim} killed in step {step + 1} of {n_steps}, then {goes_on}"
 

@@ -108,6 +108,7 @@ def test_another_folder_finds_the_launch_by_the_store(job, capsys, monkeypatch):
     assert "asked    machines by ssh a" in said, (
         "known by the store, and asked for over ssh without --on"
     )
+    assert not (job.parent / "second" / "machines.jsonl").exists(), "who looks writes nothing"
 
 
 def test_a_host_that_was_never_reached_is_refused_at_once(job, capsys, monkeypatch):
@@ -165,9 +166,11 @@ def test_launches_are_found_in_and_below_this_folder_without_a_job(job, capsys, 
     said = capsys.readouterr().out
     assert "one:\n" in said
     assert "farthing-two-7" in said
-    (job.parent / "one" / "launch" / "job.yaml").write_text("task: ?")
+    (job.parent / "one" / "launch" / "launched.yaml").write_text("task: ?")
     assert main(["launch", "status"]) == 2
     said = capsys.readouterr()
-    assert ("one/launch/job.yaml" in said.err, "farthing-two-7" in said.out) == (True, True)
+    assert ("one/launch/launched.yaml" in said.err, "farthing-two-7" in said.out) == (True, True)
     assert main(["launch", "logs"]) == 2
-    assert "2 job files: one/launch/job.yaml, two/launch/job.yaml" in capsys.readouterr().err
+    assert (
+        "2 job files: one/launch/launched.yaml, two/launch/launched.yaml" in capsys.readouterr().err
+    )

@@ -604,7 +604,7 @@ def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(mon
             attempts,
             said,
         )
-        assert all(each.poll() is not None for each in attempt.group.children), "no process is left"
+        assert all(each.poll() is not None for each in attempt.children), "no process is left"
 
 
 def test_a_killed_rank_that_waits_in_the_kernel_is_gone_for_the_others(monkeypatch):

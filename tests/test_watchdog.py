@@ -70,7 +70,7 @@ def train(
             env={**os.environ, **environ},
             stdout=out,
             stderr=err,
-            timeout=300,
+            timeout=900,  # longer than the longest cap: under load a start takes minutes
             check=False,
         )
         out.seek(0)

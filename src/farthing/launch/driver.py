@@ -95,7 +95,7 @@ class Created(NamedTuple):
 
 
 def job_status(
-    name: str, number: str, is_over: bool, *, waits: bool = False, code: int | None = None
+    name: str, number: str, is_over: bool, *, waits: bool, code: int | None = None
 ) -> InstanceStatus:
     """A job of a queue: what is over is not paid for any more."""
     return InstanceStatus(

@@ -94,18 +94,22 @@ class Machine:
         start = self.asked_at if self.is_paid_in_queue else self.booted_at
         if self.is_refused or start is None:
             return 0.0
-        return max(0.0, (now if self.gone_at is None else self.gone_at) - start)
+        return max(0.0, self.end(now) - start)
+
+    def end(self, now: float) -> float:
+        """When it was gone, `now` while it is not known to be."""
+        return now if self.gone_at is None else self.gone_at
 
     def usd(self, now: float) -> float:
         """Dollars up to `now`, at the prices charged; at the planned one where none is told."""
-        end = now if self.gone_at is None else self.gone_at
+        end = until = self.end(now)
         start, total = end - self.billed_s(now), 0.0
-        prices = self.charged or [(start, self.usd_per_hour)]
-        ends = [*(since for since, _ in prices[1:]), end]
-        for n, (until, (since, price)) in enumerate(zip(ends, prices, strict=True)):
-            begins = max(start, since) if n else start
-            total += max(0.0, min(end, until) - begins) / 3600 * price
-        return total
+        for since, price in reversed(self.charged[1:]):
+            since = max(start, since)
+            total += max(0.0, until - since) / 3600 * price
+            until = min(until, since)
+        first = self.charged[0][1] if self.charged else self.usd_per_hour
+        return total + max(0.0, until - start) / 3600 * first
 
     @property
     def price_from(self) -> str:
@@ -239,21 +243,20 @@ def bill_by_machine(
     rows = []
     paid = [machine for machine in machines if not machine.is_refused]
     for machine in paid:
-        end = now if machine.gone_at is None else machine.gone_at
+        end, total_s = machine.end(now), machine.billed_s(now)
         later = [other.asked_at for other in paid if other.number > machine.number]
         own = [a for a in accounts if machine.asked_at <= a.started_at < min([end, *later])]
-        total_s = machine.billed_s(now)
-        start = end - total_s
         first = min(
             [a.started_at for a in own], default=machine.booted_at or machine.left_at or end
         )
-        parts = {"boot": max(0.0, first - start)}
-        parts["teardown"] = max(0.0, end - machine.left_at) if machine.left_at is not None else 0.0
-        parts["train"] = sum(a.wall_s for a in own)
-        left_s, seconds = total_s, dict[str, float]()
-        # clocks of two machines differ: no part is longer than what is left
-        for part in ("train", "boot", "teardown"):
-            seconds[part] = min(parts[part], left_s)
+        parts = {
+            "train": sum(a.wall_s for a in own),
+            "boot": max(0.0, first - (end - total_s)),
+            "teardown": 0.0 if machine.left_at is None else max(0.0, end - machine.left_at),
+        }
+        seconds, left_s = dict[str, float](), total_s
+        for part, s in parts.items():  # clocks of two machines differ: none is longer than the rest
+            seconds[part] = min(s, left_s)
             left_s -= seconds[part]
         seconds["idle"] = left_s
         usd = machine.usd(now)

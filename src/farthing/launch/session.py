@@ -49,7 +49,7 @@ from farthing.storage.objects import Retrying, Store, StoreError, open_store
 from farthing.units import say_bytes, say_seconds, say_usd
 
 FOLDER = "launch"
-JOB_KEPT = f"{FOLDER}/job.yaml"
+JOB_KEPT = f"{FOLDER}/launched.yaml"
 """In the run folder: the job that was launched, for commands that name none."""
 STORE_S, LOOK_S, LEASE_S = 120.0, 15.0, 60.0
 Say = Callable[[str], None]
@@ -170,16 +170,13 @@ class Session:
             yield time.sleep, lambda: None
             return
         place = f"{self.prepared.job.output_store.rstrip('/')}/launch/{self.prepared.launch_id}"
-
-        def store() -> Store:
-            return Retrying(open_store(place), STORE_S)
-
+        store = Retrying(open_store(place), STORE_S)
         lease = Lease(self.folder / FOLDER, LEASE_S, list, self.say)
 
         def reclaim() -> None:
             """Raises `RunInterruptedError`, `UnclearError`."""
             try:
-                lease.renew(store())
+                lease.renew(store)
             except LeaseLostError as error:
                 raise RunInterruptedError(
                     f"another process has taken this launch over ({error}); its machines are left"
@@ -198,7 +195,7 @@ class Session:
                     reclaim()
 
         try:
-            lease.claim(store(), lambda: False)
+            lease.claim(store, lambda: False)
         except LeaseLostError as error:
             raise RunBusyError(
                 f"another process watches this launch ({error})",
@@ -213,7 +210,7 @@ class Session:
             yield sleep, reclaim
         finally:
             with contextlib.suppress(StoreError, LeaseLostError):
-                lease.release(store())
+                lease.release(store)
 
     def stop(self, patience: Patience | None = None) -> bool:
         """Destroy every machine, for sure. False where the store could not be read."""

@@ -159,14 +159,13 @@ class Account:
 
     def work_until(self, step: float) -> float:
         """Seconds of work when `step` was done, on the straight line between the nearest marks."""
-        known = {self.first_step: 0.0}
-        for mark in self.marks:
-            known.setdefault(mark.step, _work_s(mark.spans))
-        steps = sorted(known)
-        at = min(bisect.bisect_left(steps, step), len(steps) - 1)
-        low, high = steps[max(0, at - 1)], steps[at]
-        share = min(1.0, (step - low) / (high - low)) if high > low else 0.0
-        return known[low] + share * (known[high] - known[low])
+        points = [(self.first_step, 0.0), *((m.step, _work_s(m.spans)) for m in self.marks)]
+        if exact := [work_s for known, work_s in points if known == step]:
+            return min(exact)
+        low = max((each for each in points if each[0] < step), default=points[0])
+        high = min((each for each in points if each[0] > step), default=points[-1])
+        share = (step - low[0]) / (high[0] - low[0]) if high[0] > low[0] else 0.0
+        return low[1] + share * (high[1] - low[1])
 
     def as_row(self) -> Json:
         return dict(

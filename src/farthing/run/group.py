@@ -2,8 +2,8 @@
 started and end together.
 
 A launcher (torchrun, accelerate, deepspeed, srun) says in the environment who is who; without one
-`Group` starts the processes itself. Where one is lost the others end, and `Elastic` begins again
-with those that are left.
+`Elastic` starts the processes itself. Where one is lost the others end, and it begins again with
+those that are left.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from farthing.errors import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, InputError
@@ -158,67 +158,6 @@ Start = Callable[[Seat, int, int], "subprocess.Popen[bytes]"]
 """(seat, number of the GPU on this machine, how often it was begun) -> the process."""
 
 
-@dataclass
-class Group:
-    """The processes of one attempt on this machine, from their start until none is left."""
-
-    children: list[subprocess.Popen[bytes]]
-    codes: dict[int, int] = field(default_factory=dict)
-    """Exit codes of those that have ended, negative: the signal."""
-    killed: set[int] = field(default_factory=set)
-    """Those that did not end when the others had."""
-
-    def wait(self) -> None:
-        """Until none is left. Who has not ended some time after the first that has is killed."""
-        kills_at = float("inf")
-        while len(self.codes) < len(self.children):
-            for index, child in enumerate(self.children):
-                if index not in self.codes and (code := child.poll()) is not None:
-                    self.codes[index] = code
-                    was_lost = code < 0 or code in (EXIT_CRASH, EXIT_MISTAKE, EXIT_RANK_LOST)
-                    soon = was_lost or index == 0
-                    kills_at = min(kills_at, time.monotonic() + (GRACE_S if soon else LAST_WORDS_S))
-            if time.monotonic() > kills_at:
-                self._kill_the_rest()
-            if time.monotonic() > kills_at + STUCK_S:
-                self.codes = dict.fromkeys(self.killed, -signal.SIGKILL) | self.codes
-            time.sleep(0.02)
-
-    def send_signal(self, number: int) -> None:
-        """To all that are left."""
-        for index, child in enumerate(self.children):
-            if index not in self.codes:
-                child.send_signal(number)
-
-    def _kill_the_rest(self) -> None:
-        for index, child in enumerate(self.children):
-            if index not in self.codes and index not in self.killed:
-                self.killed.add(index)
-                child.kill()
-
-    @property
-    def lost(self) -> list[int]:
-        """Those that were killed or crashed; where none was, those that did not answer."""
-        gone = [
-            index for index, code in sorted(self.codes.items()) if code < 0 or code == EXIT_CRASH
-        ]
-        return [index for index in gone if index not in self.killed] or gone
-
-    def how(self, index: int) -> str:
-        """What became of one that was lost."""
-        if index in self.killed:
-            return "it did not answer"
-        return "it crashed" if self.codes[index] > 0 else how_it_ended(self.codes[index])
-
-    @property
-    def code(self) -> int:
-        """Where nobody was lost: a mistake of any, else what the first says."""
-        codes = list(self.codes.values())
-        return next(
-            (wanted for wanted in (EXIT_MISTAKE, EXIT_LIMIT) if wanted in codes), self.codes[0]
-        )
-
-
 class Elastic:
     """An attempt on several GPUs of this machine, begun again with those that are left whenever
     some are lost.
@@ -234,52 +173,87 @@ class Elastic:
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
         """`at_end` is called when all processes of an attempt have ended."""
-        self._at_end = at_end
+        self._start, self._say, self._at_end = start, say, at_end
         self._slots = list(range(n))
-        self._start, self._say = start, say
         self._asked_to_leave = False
         self.n_begun = 0
-        self.group = self._begin()
+        self._begin()
 
-    def _begin(self) -> Group:
+    def _begin(self) -> None:
         n, self.n_begun = len(self._slots), self.n_begun + 1
-        seats = [Seat(index, n, index, n, "farthing") for index in range(n)]
-        return Group(
-            [
-                self._start(seat, slot, self.n_begun)
-                for seat, slot in zip(seats, self._slots, strict=True)
-            ]
-        )
+        self.children = [
+            self._start(Seat(index, n, index, n, "farthing"), slot, self.n_begun)
+            for index, slot in enumerate(self._slots)
+        ]
+        self._codes = dict[int, int]()
+        """Exit codes of those that have ended, negative: the signal."""
+        self._killed = set[int]()
+        """Those that did not end when the others had."""
 
     def wait(self) -> int:
         """Until the attempt has ended for good; its exit code, negative: a signal."""
         n_vain = 0
         while True:
-            group = self.group
-            group.wait()
+            self.wait_for_all()
             self._at_end()
-            lost = group.lost
-            codes, n = group.codes.values(), len(self._slots)
-            has_ended = not {EXIT_MISTAKE, EXIT_LIMIT}.isdisjoint(codes)
-            if has_ended or not (lost or EXIT_RANK_LOST in codes):
-                return group.code
+            lost, codes, n = self._lost(), set(self._codes.values()), len(self._slots)
+            for wanted in (EXIT_MISTAKE, EXIT_LIMIT):
+                if wanted in codes:
+                    return wanted
+            if not lost and EXIT_RANK_LOST not in codes:
+                return self._codes[0]
             n_vain = 0 if lost else n_vain + 1
-            if self._asked_to_leave or not _LEFT.isdisjoint(codes) or n_vain == MOST_VAIN_STARTS:
+            if self._asked_to_leave or codes & _LEFT or n_vain == MOST_VAIN_STARTS:
                 return EXIT_INTERRUPTED
             if len(lost) == n:
-                return group.codes[0]
+                return self._codes[0]
             self._slots = [slot for index, slot in enumerate(self._slots) if index not in lost]
-            who = ", ".join(f"rank {index} of {n} ({group.how(index)})" for index in lost)
+            who = ", ".join(f"rank {index} of {n} ({self._how(index)})" for index in lost)
             self._say(
                 f"{who or 'no rank'} was lost; resuming from the last checkpoint with"
                 f" {plural(len(self._slots), 'rank')}"
             )
-            self.group = self._begin()
+            self._begin()
+
+    def wait_for_all(self) -> None:
+        """Until none is left. Who has not ended some time after the first that has is killed."""
+        kills_at = float("inf")
+        while len(self._codes) < len(self.children):
+            for index, child in enumerate(self.children):
+                if index not in self._codes and (code := child.poll()) is not None:
+                    self._codes[index] = code
+                    was_lost = code < 0 or code in (EXIT_CRASH, EXIT_MISTAKE, EXIT_RANK_LOST)
+                    soon = was_lost or index == 0
+                    kills_at = min(kills_at, time.monotonic() + (GRACE_S if soon else LAST_WORDS_S))
+            left = [index for index in range(len(self.children)) if index not in self._codes]
+            if time.monotonic() > kills_at:
+                for index in left:
+                    if index not in self._killed:
+                        self._killed.add(index)
+                        self.children[index].kill()
+            if time.monotonic() > kills_at + STUCK_S:
+                self._codes |= dict.fromkeys(left, -signal.SIGKILL)
+            time.sleep(0.02)
 
     def send_signal(self, number: int) -> None:
-        """Hand a wish to leave to all; no attempt is begun after it."""
+        """Hand a wish to leave to all that are left; no attempt is begun after it."""
         self._asked_to_leave = True
-        self.group.send_signal(number)
+        for index, child in enumerate(self.children):
+            if index not in self._codes:
+                child.send_signal(number)
+
+    def _lost(self) -> list[int]:
+        """Those that were killed or crashed; where none was, those that did not answer."""
+        gone = [
+            each for each, code in sorted(self._codes.items()) if code < 0 or code == EXIT_CRASH
+        ]
+        return [index for index in gone if index not in self._killed] or gone
+
+    def _how(self, index: int) -> str:
+        """What became of one that was lost."""
+        if index in self._killed:
+            return "it did not answer"
+        return "it crashed" if self._codes[index] > 0 else how_it_ended(self._codes[index])
 
 
 def until_it_ends(attempt: Child) -> int:

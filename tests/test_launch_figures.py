@@ -1,0 +1,328 @@
+"""Figures of a launch before and after it: what is asked for, what a dry run shows, when a provider
+is asked again."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from farthing.config.job import Job
+from farthing.errors import InputError, RunInterruptedError
+from farthing.launch.driver import (
+    NotFoundError,
+    OutOfStockError,
+    RefusedError,
+    ServerError,
+    UnauthorizedError,
+    UnclearError,
+    refusal,
+)
+from farthing.launch.http import Api, price_of
+from farthing.launch.machines import MachineLedger
+from farthing.launch.prepare import NoBudgetError, Prepared
+from farthing.launch.registry import TARGETS
+from farthing.launch.session import Session, dry_view, notes_of, said
+from farthing.launch.wheel import wheel_of_this
+from farthing.launch.words import Speaker, StoreWords
+from farthing.run.accounts import Account
+from farthing.storage.objects import StoreError, open_store
+from launch_faults import Fate, Killed, prepared_for
+from launched import Course
+from launched import keys as keys
+
+NOW = 1_800_000_000.0
+
+
+def view_of(tmp_path: Path, **plan: Any) -> dict[str, Any]:
+    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
+    known = {"wall_s": 3600.0, "seconds": {"setup": 100.0, "waiting": 50.0}, "price_age_days": 3}
+    plans = {prepared.offers[0]: SimpleNamespace(offer=prepared.offers[0], **known | plan)}
+    session = Session(replace(prepared, plans=plans), print, clock=lambda: NOW)
+    return dry_view(session, session.next_ask(), tmp_path / "files", ["a", "b"])
+
+
+def test_a_dry_run_shows_what_is_paid_and_what_is_the_most(tmp_path: Path) -> None:
+    view = view_of(tmp_path)
+    assert view["seconds"] == {"boot": 240.0, "train": 3450.0, "teardown": 120.0}
+    assert view["planned_usd"] == pytest.approx(3810 / 3600 * 0.4)
+    most_s = int((4.0 - 120 / 3600 * 0.44) / 0.44 * 3600)
+    assert (view["most_s"], view["most_usd"]) == (most_s, pytest.approx(most_s / 3600 * 0.4))
+    assert (view["price_date"], view["n_inputs"], view["files"]) == ("2026-11-22", 0, ["a", "b"])
+    assert len(view["next_offers"]) == 5
+    (note,) = view["notes"]
+    assert note.startswith("image: pytorch/pytorch:2.13.0-cuda12.6-cudnn9-runtime, on which this")
+    assert said(view)[:3] == [
+        "would rent   1x RTX 4090, on demand at RunPod: $0.40 an hour (2026-11-22)",
+        "planned      $0.4233: boot $0.0267 (4 min 00 s), train $0.3833 (57 min 30 s), teardown"
+        " $0.0133 (2 min 00 s)",
+        "at most      9 h 03 min, $3.62 of $4.00",
+    ]
+    names = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"
+    assert f"secrets      {names}: by name, the values are in no file" in said(view)
+    assert said(view)[-1] == f"wrote        {tmp_path}/files: a, b"
+
+
+def view_at(tmp_path: Path, target: str, at: str = "", **job: Any) -> dict[str, Any]:
+    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
+    values = prepared.job.model_dump(exclude_unset=True) | job
+    offer = prepared.offers[0]._replace(provider=TARGETS[target].title, instance="here", gpu="")
+    prepared = Prepared(
+        Job.model_validate(values), TARGETS[target], at, prepared.wishes, (offer, offer)
+    )
+    session = Session(prepared, print, clock=lambda: NOW)
+    return dry_view(session, session.next_ask(), tmp_path, ["a"])
+
+
+def test_a_run_on_a_machine_of_ones_own_has_no_boot_and_no_end_of_its_own(tmp_path: Path) -> None:
+    view = view_at(tmp_path, "local")
+    assert view["seconds"] == {"boot": 0.0, "teardown": 0.0}
+    assert (view["planned_usd"], view["image"]) == (None, "")
+    assert said(view)[0] == "would run    on this machine here: $0.40 an hour"
+    assert "then         this machine 1x  on-demand" in said(view)
+    assert not any(line.startswith("planned") for line in said(view))
+    free = view_at(tmp_path, "local", limits={})
+    assert "at most      nothing limits its time there" in said(free)
+    by_time = view_at(tmp_path, "local", limits={"max_hours": 2})
+    assert (by_time["most_s"], by_time["max_usd"]) == (7200 + 120 + 120, None)
+    assert "at most      2 h 04 min, $0.8267" in said(by_time)
+
+
+@pytest.mark.parametrize(
+    ("target", "at", "note", "is_said"),
+    [
+        ("runpod", "", "tensorboard of train.report_to write on the machine alone", True),
+        ("kubernetes", "ml/claim", "write on the machine alone", False),
+        ("lambda", "us-east-1/key", "nothing at Lambda ends the machine when this process", True),
+        ("runpod", "", "ends the machine when this process dies", False),
+        ("runpod", "", "when_done does not run there: the launch gives the machine back", True),
+        ("ssh", "a", "when_done does not run there, and only you can end that machine", True),
+        ("vertex", "p/r", "the secrets have to be in Secret Manager of the project", True),
+        ("runpod", "", "the secrets have to be in Secret Manager", False),
+        ("ssh", "a", "a rented host is not counted here", True),
+    ],
+)
+def test_notes_of_a_dry_run(target: str, at: str, note: str, is_said: bool, tmp_path: Path) -> None:
+    more = {"train": {"report_to": ["tensorboard"]}, "when_done": "sudo poweroff"}
+    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
+    values = prepared.job.model_dump(exclude_unset=True) | more
+    job = Job.model_validate(values)
+    prepared = Prepared(job, TARGETS[target], at, prepared.wishes, prepared.offers)
+    ask = Session(prepared_for("runpod", tmp_path / "run", 4.0, 0.4), print).next_ask()
+    assert any(note in each for each in notes_of(prepared, ask)) is is_said
+
+
+@pytest.mark.parametrize(("days", "is_said"), [(29, False), (30, True)])
+def test_a_price_of_a_month_ago_is_said(days: int, is_said: bool, tmp_path: Path) -> None:
+    notes = view_of(tmp_path, price_age_days=days)["notes"]
+    assert any("days old" in note for note in notes) is is_said
+
+
+def attempt(number: int, started_at: float, wall_s: float) -> Account:
+    return Account(
+        number, started_at=started_at, spans={"compute": wall_s}, usd_per_hour=0.4, state="running"
+    )
+
+
+def test_a_machine_gets_what_others_and_attempts_elsewhere_have_left(tmp_path: Path) -> None:
+    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
+    ledger = MachineLedger(tmp_path / "run")
+    ledger.note("f-1", "asked", NOW - 20_000, number=1, usd_per_hour=0.4)
+    ledger.note("f-1", "gone", NOW - 20_000 + 9000)  # $1.00, of which $0.80 trained
+    ledger.note("f-2", "asked", NOW - 9000, number=2, usd_per_hour=9.0)
+    ledger.note("f-2", "refused", NOW - 8000)
+    accounts = [attempt(1, NOW - 19_000, 7200), attempt(2, NOW - 9000, 1800)]  # $0.20 elsewhere
+    asked = prepared.ask(3, prepared.offers[0], ledger, accounts, NOW)
+    assert asked.left_usd == pytest.approx(2.8)
+    assert asked.told["max_usd"] == pytest.approx(4.0 - 0.2 - 120 / 3600 * 0.44, abs=1e-6)
+    assert asked.most_s == int((2.8 - 120 / 3600 * 0.44) / 0.44 * 3600)
+    assert asked.told["most_s"] == asked.most_s
+    assert asked.name == f"{prepared.launch_id}-3"
+
+
+def test_a_machine_that_could_not_train_a_minute_is_not_asked_for(tmp_path: Path) -> None:
+    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
+    ledger = MachineLedger(tmp_path / "run")
+
+    def after(usd: float) -> int:
+        spent = [Account(1, spans={"compute": 3600.0}, usd_per_hour=usd, state="limit")]
+        return prepared.ask(1, prepared.offers[0], ledger, spent, NOW).most_s
+
+    least_usd = (240 + 60 + 120 + 120) / 3600 * 0.44
+    assert after(4.0 - least_usd - 1e-4) == 420
+    with pytest.raises(NoBudgetError, match="not enough to boot"):
+        after(4.0 - least_usd + 1e-4)
+
+
+def test_offers_that_are_out_of_stock_are_asked_for_three_times_more(tmp_path: Path) -> None:
+    course = Course(tmp_path, script=["no stock"] * 100)
+    began = course.world.now
+    assert course.goes() == 75
+    assert (course.world.n_created, course.world.machines) == (24, [])
+    assert 900 <= course.world.now - began < 960
+    assert sum("asking again in 5 min" in text for text in course.said) == 3
+
+
+def test_what_a_watcher_makes_after_another_took_over_is_ended_and_counted(tmp_path: Path) -> None:
+    """It is suspended before its request: the other one looks for that machine in vain."""
+    course, found = Course(tmp_path), list[str]()
+
+    def meanwhile() -> None:
+        course.world.sleep(900)
+        with pytest.raises(Killed):
+            course.goes(Fate(40, is_before=False), course.run.parent / "b", holder=2)
+
+    for n in range(3, 20):
+        course = Course(tmp_path / f"{n}", n_steps=10**9)
+        fate = Fate(n, is_before=True, kind="suspend", meanwhile=meanwhile)
+        with contextlib.suppress(RunInterruptedError):
+            course.goes(fate, tmp_path / f"{n}" / "a", holder=1)
+        for machine in MachineLedger(tmp_path / f"{n}" / "a").machines.values():
+            if machine.why == "made after another process had taken over":
+                found.append(machine.state)
+                assert 0 < machine.billed_s(course.world.now) < 900 + 300
+    assert set(found) == {"gone"}
+
+
+# ---- a provider's answers ----
+
+
+@pytest.mark.parametrize(
+    ("why", "status", "kind"),
+    [
+        ("no", 400, RefusedError),
+        ("no", 402, UnauthorizedError),
+        ("no", 404, NotFoundError),
+        ("there are no longer any instances", 400, OutOfStockError),
+        ("your balance is too low", 400, UnauthorizedError),
+        ("Insufficient credit", 200, UnauthorizedError),
+    ],
+)
+def test_a_refusal_is_of_the_account_the_stock_or_the_request(
+    why: str, status: int, kind: type
+) -> None:
+    assert type(refusal(why, status)) is kind
+
+
+@pytest.mark.parametrize(("n_tries", "pauses"), [(3, [2.0, 4.0]), (1, [])])
+def test_what_fails_is_asked_again_after_two_and_four_seconds(
+    n_tries: int, pauses: list[float]
+) -> None:
+    slept, n_asked = list[float](), list[int]()
+
+    def failing(request: httpx.Request) -> httpx.Response:
+        n_asked.append(1)
+        return httpx.Response(500, json={"title": "x" * 300})
+
+    api = Api("https://x/", {}, transport=httpx.MockTransport(failing), sleep=slept.append)
+    with pytest.raises(ServerError) as caught:
+        api.ask("GET", "/y", n_tries=n_tries)
+    assert (slept, len(n_asked)) == (pauses, n_tries)
+    assert str(caught.value) == f"status 500: {'x' * 200}"
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "kind"),
+    [(200, "no JSON", UnclearError), (408, "{}", ServerError), (302, "{}", RefusedError)],
+)
+def test_answers_that_settle_nothing(status: int, text: str, kind: type) -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, text=text))
+    with pytest.raises(kind):
+        Api("https://x", {}, transport=transport, sleep=lambda s: None).ask("GET", "/")
+
+
+def test_an_answer_of_sixteen_megabytes_is_read_and_no_longer_one() -> None:
+    def answer(n: int) -> Any:
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, text=f'"{"x" * n}"'))
+        return Api("https://x", {}, transport=transport, sleep=lambda s: None).ask("GET", "/")
+
+    assert len(answer((16 << 20) - 2)) == (16 << 20) - 2
+    with pytest.raises(UnclearError, match="too long"):
+        answer((16 << 20) - 1)
+
+
+@pytest.mark.parametrize(
+    ("told", "usd"),
+    [("0.5", 0.5), (0, None), (-1, None), (100_000, None), (None, None), ("x", None)],
+)
+def test_a_price_is_a_number_of_dollars(told: Any, usd: float | None) -> None:
+    assert price_of(told) == usd
+
+
+def test_a_farthing_without_its_metadata_can_not_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", absent)
+    with pytest.raises(InputError, match="without its metadata"):
+        wheel_of_this.__wrapped__()
+
+
+# ---- what machines leave in the store ----
+
+
+def test_a_store_that_is_away_interrupts_no_watch_and_says_nothing_of_who_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(str(tmp_path / "store"))
+    monkeypatch.setattr("farthing.launch.session.open_store", lambda place: store)
+    monkeypatch.setattr("farthing.launch.session.STORE_S", 0.1)
+    monkeypatch.setattr("farthing.launch.session.time.sleep", lambda seconds: None)
+    session = Session(prepared_for("runpod", tmp_path / "run", 4.0, 0.4), print)
+    (tmp_path / "run" / "launch").mkdir(parents=True)
+
+    def away(*_: Any) -> None:
+        raise StoreError("away")
+
+    with session.only_watcher() as (sleep, reclaim):
+        reclaim()
+        monkeypatch.setattr(store, "create", away)
+        with pytest.raises(UnclearError, match="away"):
+            reclaim()
+        monkeypatch.setattr("farthing.launch.session.seconds_since_boot", lambda: 9e9)
+        sleep(1.0)
+
+
+def test_words_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(str(tmp_path / "store"))
+    words, speaker = StoreWords(store, "farthing-1"), Speaker(store, "farthing-1-1")
+    assert (words.of("farthing-1-1").has_booted, words.log("farthing-1-1")) == (False, "")
+    speaker.booted()
+    assert (words.of("farthing-1-1").has_booted, words.of("farthing-1-1").beat) == (True, "")
+    speaker.beat("step 1")
+    first = words.of("farthing-1-1").beat
+    speaker.beat("step 1 and more")
+    assert first not in ("", words.of("farthing-1-1").beat)
+    assert words.log("farthing-1-1") == "step 1 and more"
+    assert speaker.price() is None
+    for usd, told in ((0.7, 0.7), (0.0, None), (100_000.0, None)):
+        words.tell_price("farthing-1-1", usd)
+        assert speaker.price() == told
+    assert not words.is_stopped()
+    words.ask_to_stop(is_wanted=True)
+    assert words.is_stopped()
+    words.ask_to_stop(is_wanted=False)
+    assert not words.is_stopped()
+    speaker.left(3, "y" * 300)
+    word = words.of("farthing-1-1")
+    assert (word.code, word.why) == (3, "y" * 200)
+    speaker.booted()
+    assert words.of("farthing-1-1").code is None
+
+    slept = list[float]()
+    monkeypatch.setattr("farthing.launch.words.time.sleep", slept.append)
+
+    def away(*_: Any) -> None:
+        raise StoreError("away")
+
+    monkeypatch.setattr(store, "put", away)
+    speaker.left(0, "")
+    assert slept == [3.0] * 5
+    with pytest.raises(UnclearError, match="away"):
+        words.tell_price("farthing-1-1", 1.0)
