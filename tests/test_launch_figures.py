@@ -16,6 +16,9 @@ import pytest
 from farthing.config.job import Job
 from farthing.errors import InputError, RunInterruptedError
 from farthing.launch.driver import (
+    Created,
+    Driver,
+    InstanceStatus,
     NotFoundError,
     OutOfStockError,
     RefusedError,
@@ -29,6 +32,7 @@ from farthing.launch.machines import MachineLedger
 from farthing.launch.prepare import NoBudgetError, Prepared
 from farthing.launch.registry import TARGETS
 from farthing.launch.session import Session, dry_view, notes_of, said
+from farthing.launch.supervise import Launch
 from farthing.launch.wheel import wheel_of_this
 from farthing.launch.words import Speaker, StoreWords
 from farthing.run.accounts import Account
@@ -44,7 +48,8 @@ def view_of(tmp_path: Path, **plan: Any) -> dict[str, Any]:
     prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
     known = {"wall_s": 3600.0, "seconds": {"setup": 100.0, "waiting": 50.0}, "price_age_days": 3}
     plans = {prepared.offers[0]: SimpleNamespace(offer=prepared.offers[0], **known | plan)}
-    session = Session(replace(prepared, plans=plans), print, clock=lambda: NOW)
+    prepared = replace(prepared, plans=plans, offers=prepared.offers * 2)
+    session = Session(prepared, print, clock=lambda: NOW)
     return dry_view(session, session.next_ask(), tmp_path / "files", ["a", "b"])
 
 
@@ -120,8 +125,9 @@ def test_notes_of_a_dry_run(target: str, at: str, note: str, is_said: bool, tmp_
 
 @pytest.mark.parametrize(("days", "is_said"), [(29, False), (30, True)])
 def test_a_price_of_a_month_ago_is_said(days: int, is_said: bool, tmp_path: Path) -> None:
-    notes = view_of(tmp_path, price_age_days=days)["notes"]
-    assert any("days old" in note for note in notes) is is_said
+    view = view_of(tmp_path, price_age_days=days, seconds={})
+    assert any("days old" in note for note in view["notes"]) is is_said
+    assert view["seconds"]["train"] == 3600.0, "nothing of it is free"
 
 
 def attempt(number: int, started_at: float, wall_s: float) -> Account:
@@ -167,6 +173,45 @@ def test_offers_that_are_out_of_stock_are_asked_for_three_times_more(tmp_path: P
     assert (course.world.n_created, course.world.machines) == (24, [])
     assert 900 <= course.world.now - began < 960
     assert sum("asking again in 5 min" in text for text in course.said) == 3
+
+
+class Over(Driver):
+    """Every machine is over at once, and has left no word."""
+
+    late_s = 0.0
+
+    def create(self, ask: Any, asked_at: float) -> Created:
+        return Created("1")
+
+    def listed(self, prefix: str) -> list[InstanceStatus]:
+        return [InstanceStatus(f"{prefix}-{n}", "1", is_over=True, is_paid=False) for n in range(9)]
+
+    def delete(self, machine: Any) -> None:
+        pass
+
+
+def test_a_word_that_is_late_is_waited_for_twice_and_three_machines_in_vain_are_enough(
+    tmp_path: Path,
+) -> None:
+    course = Course(tmp_path)
+    world, said_ = course.world, list[str]()
+    launch = Launch(
+        course.prepared,
+        course.ledger,
+        Over(),
+        world,  # type: ignore[arg-type]
+        write=lambda ask: None,
+        say=said_.append,
+        clock=world.clock,
+        sleep=world.sleep,
+        awake=world.clock,
+    )
+    assert launch.run() == 75
+    assert said_[-1] == "3 machines in a row saved nothing new: stopped"
+    machines = list(course.ledger.machines.values())
+    assert [(each.left_at or 0.0) - (each.created_at or 0.0) for each in machines] == [20.0] * 3
+    assert {each.why for each in machines} == {"it ended before it had booted"}
+    assert len({each.instance for each in machines}) == 3, "each leaves its offer out"
 
 
 def test_what_a_watcher_makes_after_another_took_over_is_ended_and_counted(tmp_path: Path) -> None:

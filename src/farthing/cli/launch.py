@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,7 +108,14 @@ def _launched_here() -> list[str]:
     """The job files that launches have left in run folders in and below this one."""
     from farthing.launch.session import JOB_KEPT
 
-    return sorted(map(str, Path().rglob(JOB_KEPT)))
+    found = []
+    for where, folders, _ in os.walk("."):
+        if (path := Path(where, JOB_KEPT)).exists():
+            found.append(str(path))
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and name != "node_modules"
+        ]
+    return sorted(found)
 
 
 def _show_all(arguments: argparse.Namespace, jobs: list[str]) -> int:

@@ -76,6 +76,12 @@ class LaunchRequest:
         """The part of the name that all machines of a launch share."""
         return self.name.rpartition("-")[0]
 
+    def exports(self, asked_at: float) -> str:
+        """Lines for a shell with settings and values of secrets. Raises `InputError` where one is
+        not set here."""
+        values = {**self.settings, **values_of(self.secrets), CREATED_AT: f"{asked_at:.0f}"}
+        return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
+
 
 Value = Callable[[str], Any]
 """(name) -> what stands for it in a request: `placeholder` in files, else the value itself."""

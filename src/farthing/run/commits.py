@@ -68,8 +68,9 @@ SMALL = (
     "measurements.json",
 )
 _COMMIT = re.compile(r"commits/(\d{8})-(\d{6})-(\d{8,})\.json")
+_NAME = r"(?!\.\.?(/|$))[^/\\\0]{1,200}"
 _PATH = re.compile(
-    rf"{CHECKPOINTS}/{CHECKPOINT_NAME.pattern}/[^/]+|{LOG_PARTS}/\d{{6}}|{MODEL}(/[^/]+)+"
+    rf"{CHECKPOINTS}/{CHECKPOINT_NAME.pattern}/{_NAME}|{LOG_PARTS}/\d{{6}}|{MODEL}(/{_NAME})+"
 )
 _IS_LOST = (DamagedFileError, NoSuchObjectError)
 Objects = dict[tuple[str, str], str]
@@ -105,7 +106,7 @@ def read_commit(store: Store, commit: Commit) -> Json:
         raise DamagedFileError("its commit is that of another copy")
     entries = entries_of(manifest, StoredFile, "its commit")
     for path in (entry["path"] for entry in entries):
-        if path not in SMALL and not (_PATH.fullmatch(path) and _is_plain(path)):
+        if path not in SMALL and not _PATH.fullmatch(path):
             raise DamagedFileError(f"its commit names a file outside the run: {path!r}")
     for name in (entry["object"] for entry in entries):
         if not name.startswith("data/") or ".." in name.split("/"):
@@ -115,13 +116,6 @@ def read_commit(store: Store, commit: Commit) -> Json:
     if len(paths) < len(entries) or folders & paths:
         raise DamagedFileError("its commit names a file twice, or as a folder too")
     return manifest
-
-
-def _is_plain(path: str) -> bool:
-    parts = path.split("/")
-    return not {"\\", "\0"} & set(path) and all(
-        part not in (".", "..") and len(part) <= 200 for part in parts
-    )
 
 
 def objects_of(entries: Iterable[StoredFile]) -> Objects:

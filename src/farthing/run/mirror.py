@@ -122,7 +122,6 @@ class _Parcel:
     files: list[str]
     carried: Sequence[StoredFile] = ()
     """Entries of the commit before, whose files are the same."""
-    prefix: str = ""
     arrived: Objects = field(default_factory=dict)
 
 
@@ -225,9 +224,12 @@ class Mirror:
                 ) from error
             self.lease.epoch = 0
             self._warn(f"the store does not answer ({error}); the run continues from this folder")
-        for work in (self._keep_lease, self._keep_sending):
-            self._threads.append(threading.Thread(target=work, name="store", daemon=True))
-            self._threads[-1].start()
+        self._threads = [
+            threading.Thread(target=work, name="store", daemon=True)
+            for work in (self._keep_lease, self._keep_sending)
+        ]
+        for thread in self._threads:
+            thread.start()
         return step
 
     def catch_up(self, words: list[Json], allow_restart: bool) -> int | None:
@@ -305,20 +307,23 @@ class Mirror:
                 self._lost = str(error)
             except StoreError as error:
                 self._said.append(f"the store does not answer ({error}); the run continues")
-        while self._said:
-            self._warn(self._said.pop(0))
+        self._flush()
         if self._bills:
             rows, self._bills = self._bills, []
             self.on_bills(accounts_of(rows))
         if self._lost is not None:
             raise self._busy(self._lost)
 
+    def _flush(self) -> None:
+        while self._said:
+            self._warn(self._said.pop(0))
+
     def _set_aside(self, step: int, names: list[str], carried: Sequence[StoredFile] = ()) -> None:
         """Link files, copy the small ones, and let the parcel be sent in place of one that waits.
         One that is not filled is removed: its links would hold on to old checkpoints. Raises
         `OSError`."""
         outbox = make_private(self.folder / OUTBOX)
-        folder = make_private(outbox / uuid.uuid4().hex[:12])
+        folder = make_private(outbox / uuid.uuid4().hex)
         small = [name for name in SMALL if name != LOG and (self.folder / name).exists()]
         try:
             for name in names:
@@ -460,7 +465,6 @@ class Mirror:
         if not self.lease.epoch:
             self._hold(store)
         epoch = self.lease.epoch
-        parcel.prefix = parcel.prefix or f"data/{epoch:08d}-{uuid.uuid4().hex}"
         entries = self._send_data(parcel, store)
         self._bills += bills_left(store, self._known_bills)
         self._hold(store)
@@ -501,7 +505,7 @@ class Mirror:
             there = [parcel.arrived, *(() if path in SMALL else self._known.values())]
             name = next((each[path, digest] for each in there if (path, digest) in each), "")
             if not name:
-                name = f"{parcel.prefix}/{path}"
+                name = f"data/{self.lease.epoch:08d}-{parcel.folder.name}/{path}"
                 store.put(name, local)
                 parcel.arrived[path, digest] = name
             entries.append(
@@ -575,8 +579,7 @@ class Mirror:
         for thread in self._threads:
             thread.join(1.0)
         shutil.rmtree(self.folder / OUTBOX, ignore_errors=True)
-        while self._said:
-            self._warn(self._said.pop(0))
+        self._flush()
 
 
 def _link(path: Path, target: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from farthing.launch.commands import ended
 from farthing.launch.driver import Created, Driver, InstanceStatus, RefusedError, UnclearError
 from farthing.launch.machines import Machine
-from farthing.launch.request import CREATED_AT, SCRIPT, LaunchRequest, home_of, script_of, values_of
+from farthing.launch.request import SCRIPT, LaunchRequest, home_of, script_of
 from farthing.launch.target import Target
 
 HERE = "local"
@@ -92,8 +92,7 @@ class HostDriver(Driver):
 
     def create(self, ask: LaunchRequest, asked_at: float) -> Created:
         """A script of that name which runs already is left to run: the same request again."""
-        values = {**ask.settings, **values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"}
-        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
+        exports = ask.exports(asked_at)
         if (
             ask.offer.instance == HERE
         ):  # this very farthing, also where no environment was activated

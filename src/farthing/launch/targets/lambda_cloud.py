@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Mapping
 
 from farthing.launch.driver import Created, InstanceStatus, UnclearError
 from farthing.launch.http import Client, statuses, sure, understood
 from farthing.launch.machines import Machine
-from farthing.launch.request import CREATED_AT, LaunchRequest, script_of, values_of
+from farthing.launch.request import LaunchRequest, script_of
 from farthing.launch.target import Target
 from farthing.storage.files import Json
 
@@ -57,11 +56,8 @@ class Lambda(Client):
     @understood()
     def create(self, ask: LaunchRequest, asked_at: float) -> Created:
         body = request_of(ask)
-        values = {**ask.settings, **values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"}
-        exports = "".join(
-            f"export {name}={shlex.quote(value)}\n" for name, value in sorted(values.items())
-        )
-        body["user_data"] = f"#!/bin/sh\n{exports}" + body["user_data"].partition("\n")[2]
+        head, _, rest = body["user_data"].partition("\n")
+        body["user_data"] = f"{head}\n{ask.exports(asked_at)}{rest}"
         answer = self._api.ask("POST", "/api/v1/instance-operations/launch", body, n_tries=1) or {}
         made = (answer.get("data") or {}).get("instance_ids") or []
         if not made:

@@ -16,21 +16,13 @@ from farthing.launch.target import Commands, Target
 from farthing.storage.files import Json
 
 TASK, CONFIG = "task.sky.yaml", "config.sky.yaml"
-INFRA = {
-    "AWS": "aws",
-    "GCP": "gcp",
-    "Azure": "azure",
-    "Lambda": "lambda",
-    "RunPod": "runpod",
-    "Vast.ai": "vast",
-    "Nebius": "nebius",
-    "Paperspace": "paperspace",
-    "Oracle": "oci",
-    "Cudo": "cudo",
-    "Verda": "verda",
-    "Prime Intellect": "primeintellect",
-}
-"""Its names of the providers that the price table has."""
+PROVIDERS = (
+    *("AWS", "GCP", "Azure", "Lambda", "RunPod", "Vast.ai", "Nebius", "Paperspace", "Oracle"),
+    *("Cudo", "Verda", "Prime Intellect"),
+)
+"""Those of the price table that it knows."""
+INFRA = {"Vast.ai": "vast", "Oracle": "oci", "Prime Intellect": "primeintellect"}
+"""Its names of providers; of others in small letters."""
 STRANGERS = ("runpod", "vast")
 _OVER = re.compile("SUCCEEDED|CANCELLED|FAILED(_SETUP|_PRECHECKS|_NO_RESOURCE|_CONTROLLER)?")
 
@@ -119,6 +111,6 @@ TARGET = Target(
     quota=(
         "each cloud has its own quota: sky show-gpus --infra CLOUD; a new account often has none"
     ),
-    providers=tuple(INFRA),
+    providers=PROVIDERS,
     takes_values=True,
 )
