@@ -175,6 +175,15 @@ def test_offers_that_are_out_of_stock_are_asked_for_three_times_more(tmp_path: P
     assert sum("asking again in 5 min" in text for text in course.said) == 3
 
 
+def test_a_machine_that_no_line_knows_is_asked_to_go_until_it_is_gone(tmp_path: Path) -> None:
+    course = Course(tmp_path, n_steps=10**9, script=["terminate fails three times"])
+    course.dies(30)
+    course.world.lines.clear()
+    assert course.goes(at=tmp_path / "empty", stop=True) == 0
+    assert (course.world.n_alive, course.world.machines[0].n_terminations) == (0, 4)
+    assert sum("should not be there" in text for text in course.said) == 1
+
+
 class Over(Driver):
     """Every machine is over at once, and has left no word."""
 

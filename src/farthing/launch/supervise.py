@@ -670,23 +670,27 @@ class Launch:
         self.say(f"{machine.name}: confirmed gone; {say_usd(machine.usd(self._clock()))} in all")
         return True
 
-    def _sweep(self) -> None:
-        """Destroy what bears our name and should not be there, or is not confirmed gone."""
+    def _sweep(self) -> bool:
+        """Destroy what bears our name and should not be there, or is not confirmed gone; whether
+        something was there that no line knows."""
         if why := self.ledger.trouble:
             self._say_once(f"events of machines can't be recorded here ({why}); continuing without")
         for machine in self.ledger.open:
             if machine.left_at is not None:
                 self._is_gone(machine)
         self._if_answered(self._share, None)
+        has_strangers = False
         with contextlib.suppress(UnclearError):
             for name, found in self._asked(lambda: self.driver.names(self._prefix)).items():
                 if not self._is_known(name) and not self._is_ending:
                     self.reclaim()
                     self._take_over()  # whoever took this launch over has written it down
                 if not self._is_known(name):
-                    self.say(f"{name} should not be there: destroying it")
+                    has_strangers = True
+                    self._say_once(f"{name} should not be there: destroying it")
                     machine = self.ledger.machines.get(name) or Machine(name)
                     self.driver.destroy(replace(machine, id=found))
+        return has_strangers
 
     def _is_known(self, name: str) -> bool:
         machine = self.ledger.machines.get(name)
@@ -694,10 +698,11 @@ class Launch:
 
     def _closed(self, code: int) -> int:
         """The code, once every machine is confirmed to be gone."""
-        self._sweep()
+        while self._sweep():
+            self._pause(self.patience.poll_s)
         for machine in self.ledger.open:
             self._terminate(machine, self.patience.farewell_s)
-        self._sweep()
+        self._if_answered(self._share, None)
         return code
 
 
