@@ -30,7 +30,8 @@ WINGS = {  # files to change, and the tests that have to notice
     "launch": ("launch/*.py", "launch"),
     "storage": (
         "storage/*.py run/commits.py run/checkpoint.py",
-        "store lease log_parts checkpoint faults syscalls survive snapshot disk_trouble identity",
+        "store commits lease log_parts checkpoint faults syscalls survive snapshot disk_trouble"
+        " identity",
     ),
     "data": (
         "data/encode.py data/batches.py",
