@@ -26,8 +26,11 @@ from farthing.run import checkpoint as checkpoint_module
 from farthing.run.checkpoint import Checkpoints, commit_together, fill_along
 from farthing.storage import logs
 from farthing.storage.files import (
+    DamagedFileError,
     commit_folder,
     seal,
+    seal_file,
+    unseal,
     write_text,
 )
 from farthing.storage.logs import SummedLines
@@ -364,6 +367,20 @@ def test_a_run_that_starts_from_zero_keeps_its_checkpoints_aside(checkpoints):
     assert checkpoints.steps() == []
     aside = sorted(path.name for path in checkpoints.folder.iterdir())
     assert [name.partition(".")[0] for name in aside] == before, "nothing is deleted"
+
+
+@pytest.mark.parametrize("n_bytes", [1 << 60, 1 << 20])
+def test_no_memory_is_taken_by_what_a_header_says(checkpoints, n_bytes):
+    save(checkpoints, 5)
+    folder = newest(checkpoints.folder)
+    path, manifest = folder / "model.safetensors", folder / "manifest.json"
+    path.write_bytes(n_bytes.to_bytes(8, "little") + path.read_bytes()[8:])
+    facts = unseal(manifest.read_text(), "it")
+    del facts["sha256"]
+    sealed = [each for each in facts["files"] if each["name"] != path.name] + [seal_file(path)]
+    manifest.write_text(seal({**facts, "files": sealed}))
+    with pytest.raises(DamagedFileError, match=r"is no file of tensors: .*header"):
+        checkpoints.verify(5)
 
 
 class Answers:
