@@ -34,20 +34,16 @@ def answers_of(
         live = (1 / 3 if is_full else 1 / 2) * compute_s
     spared_s = max(0.0, live - spans.get("reference", 0.0))
     rate = compute_usd / compute_s if compute_s else 0.0
+    ends = {name: _ends(points) for name, points in curves.items()}
     return OfAnswers(
         figures={name: curves[name] for name in objective.figures if name in curves},
-        notes=_notes(curves),
+        notes=lines("receipt.txt", "answers_notes", ends),
         shared_share=shared / (1 + shared),
         shared_s=shared * compute_s,
         shared_usd=shared * compute_usd,
         reference_s=spared_s,
         reference_usd=spared_s * rate,
     )
-
-
-def _notes(curves: Mapping[str, Points]) -> list[str]:
-    ends = {name: _ends(points) for name, points in curves.items()}
-    return lines("receipt.txt", "answers_notes", ends)
 
 
 def _ends(points: Sequence[Sequence[float]]) -> tuple[float, float] | None:

@@ -28,7 +28,6 @@ class Cards(NamedTuple):
 
 class Listed(NamedTuple):
     items: tuple[str, ...]
-    is_ordered: bool = False
 
 
 class Stack(NamedTuple):
@@ -118,9 +117,9 @@ def sections(*found: Section | None) -> list[Section]:
     return [one for one in found if one is not None and one.blocks]
 
 
-def listed(title: str, items: Iterable[str], *, is_ordered: bool = False) -> Section | None:
+def listed(title: str, items: Iterable[str]) -> Section | None:
     items = tuple(items)
-    return Section(title, (Listed(items, is_ordered),)) if items else None
+    return Section(title, (Listed(items),)) if items else None
 
 
 def percent(share: float) -> str:

@@ -16,13 +16,14 @@ from farthing.report.html import colour, in_order, svg
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 860, 62, 14, 26, 46
 _SIGNS = {"interruption": "✕", "out of memory": "!", "evaluation": "●", "checkpoint": "▾"}
 Point = tuple[float, float]
+Points = Sequence[Sequence[float]]
 
 
 class Line(NamedTuple):
     """A curve; `band` has (x, low, high), `dots` marks its points."""
 
     name: str
-    points: Sequence[Sequence[float]]
+    points: Points
     colour: int = 1
     band: Sequence[tuple[float, float, float]] = ()
     dots: bool = False

@@ -36,7 +36,6 @@ class _Run:
         self.receipt, self.work, self.wall_s = receipt, receipt.work or {}, receipt.wall_s
         self.spans = {span.name: span.seconds for span in receipt.spans}
         self.usd_per_s = receipt.usd / receipt.wall_s if receipt.wall_s else 0.0
-        self.train: dict[str, Any] = (receipt.job or {}).get("train") or {}
         self.is_over = receipt.state == "finished"
         n_steps = max(int(self.work.get("n_steps", 0)), receipt.steps)
         self.whole = n_steps / receipt.steps if receipt.steps else 1.0
@@ -130,7 +129,7 @@ def _communication(run: _Run) -> Iterator[Finding]:
     """Ranks meet once a step, to add their gradients: a step of twice as many examples waits half
     as often.
     """
-    waited_s, batch = run.span("ranks"), int(run.train.get("global_batch_size") or 0)
+    waited_s, batch = run.span("ranks"), run.receipt.asked("train", "global_batch_size")
     yield from run.found("waiting for other ranks", waited_s / 2, of_s=waited_s, batch=batch)
 
 
@@ -201,7 +200,6 @@ CHECKS: dict[str, Callable[[_Run], Iterator[Finding]]] = {
 def _advice(run: _Run) -> Iterator[Advice]:
     """Whether another epoch is worth its dollars, and what early stopping would have spared."""
     receipt, parts = run.receipt, ("data_wait", "host_to_device", "compute", "optimizer")
-    name = (run.train.get("metric_for_best_model") or "loss").removeprefix("eval_")
     rows = [(row["step"], row["loss"]) for row in receipt.curves.evaluation if "loss" in row]
     if not run.is_over or len(rows) < 2 or not receipt.steps:
         return
@@ -215,11 +213,12 @@ def _advice(run: _Run) -> Iterator[Advice]:
     gain = (before - last) / max(1e-9, abs(before))
     if best == rows[-1] and gain > 0.005 and receipt.steps_per_epoch:
         usd, words = price(receipt.steps_per_epoch)
-        method = ((receipt.job or {}).get("method") or {}).get("name", "full")
+        method = receipt.asked("method", "name") or "full"
         command = say("diagnosis.txt", "train_further", receipt.run, method)
         yield Advice(say("diagnosis.txt", "another_epoch", before, last, words), usd, command)
     after = [step for step, _ in rows if step > best[0]]
-    if len(after) > PATIENCE and not run.train.get("early_stopping_patience") and name == "loss":
+    patience = receipt.asked("train", "early_stopping_patience")
+    if len(after) > PATIENCE and not patience and receipt.metric == "loss":
         usd, words = price(receipt.steps - after[PATIENCE - 1])
         words = say("diagnosis.txt", "early_stopping", best[0], receipt.steps, words)
         yield Advice(words, usd, f"--set train.early_stopping_patience={PATIENCE}")

@@ -58,9 +58,8 @@ def draw_block(console: Console, block: Block) -> None:
             grid.add_row(f"[bold]{escape(name)}[/]", escape(words))
         console.print(grid)
     elif isinstance(block, Listed):
-        for number, words in enumerate(block.items, 1):
-            sign = f"{number}. " if block.is_ordered else ""
-            console.print(Padding(escape(sign + words), (0, 0, 0, 2)))
+        for words in block.items:
+            console.print(Padding(escape(words), (0, 0, 0, 2)))
     elif isinstance(block, Bars):
         if block.title:
             console.print(f"[bold]{escape(block.title)}[/]: {escape(block.say(block.whole))}")
@@ -138,9 +137,8 @@ def _fitted(
 def _bars(block: Bars) -> Grid:
     grid = Grid.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, min_width=16)
-    grid.add_column(no_wrap=True, justify="right", min_width=11)
-    grid.add_column(no_wrap=True, justify="right", min_width=4)
-    grid.add_column(no_wrap=True)
+    for least in (11, 4):
+        grid.add_column(no_wrap=True, justify="right", min_width=least)
     for name, share, amount in block.rows:
         bar = "█" * round(share * _BAR_WIDTH) or "·"
         colour = "dim" if name == "free" else "cyan"

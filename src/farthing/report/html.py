@@ -61,12 +61,10 @@ def environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    found.globals.update(
-        zip=zip, bare=bare, colour=colour, in_order=in_order, stacks=_stacks, percent=percent
-    )
-    found.filters |= {"code": _code, "cell": _cell, "plural": plural, "bare": bare}
+    found.globals |= {"zip": zip, "colour": colour, "in_order": in_order, "percent": percent}
+    found.globals["stacks"] = _stacks
+    found.filters |= {"code": _code, "cell": _cell, "bare": bare, "plural": plural}
     found.filters |= {"count_of": say_count, "bytes_of": say_bytes}
-    found.filters["slug"] = lambda text: "".join(c if c.isalnum() else "-" for c in text.lower())
     found.tests["stack"] = lambda value: isinstance(value, Stack)
     return found
 

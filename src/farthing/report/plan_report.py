@@ -173,7 +173,7 @@ def plan_page(view: PlanView) -> str:
         choices = Section("Choices", (note, choices_table(rows)._replace(n_open=N_PAGE)))
         found += [_memory(rows), *explained(best), choices]
     else:
-        found.append(listed("The nearest ways", ways_out(view), is_ordered=True))
+        found.append(listed("The nearest ways", ways_out(view)))
     for name in ("other_ways", "services", "savings"):
         found += report("plan.txt", name, view)
     found += [*beside(view), _why_not(view), *report("plan.txt", "page_sources", view, best)]

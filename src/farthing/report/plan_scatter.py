@@ -21,7 +21,8 @@ _TIMES = (
     "2 h=7200, 5 h=18000, 10 h=36000, 1 day=86400, 2 days=172800, 5 days=432000, 2 weeks=1209600, "
     "5 weeks=3024000, 3 months=7884000, 1 year=31536000, 3 years=94608000, 10 years=315360000"
 )
-_KEY = {"on-demand": ("on demand", "round c1"), "spot": ("spot", "round c2")}
+_LOOKS = {"on-demand": ("on demand", "round c1", "demand"), "spot": ("spot", "round c2", "spot")}
+_OWN = ("your own", "round c3", "own")
 
 
 def cost_against_time(rows: Sequence[Choice], best: Choice) -> Drawing | None:
@@ -43,12 +44,11 @@ def cost_against_time(rows: Sequence[Choice], best: Choice) -> Drawing | None:
     numbers = {row.rank for row in marked}
     dots = []
     for row in sorted(shown, key=lambda row: (row.rank in numbers, -row.rank)):
-        kind = {"spot": "spot", "on-demand": "demand"}.get(row.kind, "own")
-        look, size = ("marked", 4.5) if row.rank in numbers else ("dot", 3)
+        is_marked, kind = row.rank in numbers, _LOOKS.get(row.kind, _OWN)[2]
+        size = 6.5 if row is best else 4.5 if is_marked else 3
         title = f"{row.rank}. {said(row)} ({cost_range(row).partition(' (')[2]}"
-        dots.append(
-            (f"{kind} {look}", (row.hours, row.total_usd), 6.5 if row is best else size, title)
-        )
+        at = row.hours, row.total_usd
+        dots.append((f"{kind} {'marked' if is_marked else 'dot'}", at, size, title))
     words: list[Any] = [
         ("axis", (axes.right, _HEIGHT - 6), "time from now to the end", "end"),
         ("axis", (chart.LEFT - 8, chart.TOP - 14), "dollars", "end"),
@@ -67,8 +67,8 @@ def cost_against_time(rows: Sequence[Choice], best: Choice) -> Drawing | None:
         "ranks of the table of choices."
     )
     caption += f" {plural(n, 'choice')} without a price {are} not drawn." if n else ""
-    pairs = {_KEY.get(row.kind, ("your own", "round c3")) for row in shown}
-    key = dict(sorted(pairs, key=lambda one: one[1]))
+    looks = sorted({_LOOKS.get(row.kind, _OWN) for row in shown}, key=lambda one: one[1])
+    key = {words: colour for words, colour, _ in looks}
     blind = f"From the soonest to the cheapest: {'; '.join(map(said, front))}."
     title = "Dollars against hours of every choice"
     return chart.figure(

@@ -274,10 +274,10 @@ def kind_of(offer: Offer) -> str:
 def _choice(rank: int, group: Sequence[Plan], study: Study) -> Choice:
     plan, offer, on = group[0], group[0].offer, group[0].on
     n_gpus, gpu, kind = max(1, offer.n_gpus), on.machine.gpu, kind_of(offer)
-    names = {
-        "here": f"{HERE} ({machine_name(n_gpus, gpu)})",
-        "own": f"own {machine_name(n_gpus, gpu)}",
-    }
+    machine = machine_name(n_gpus, gpu)
+    name = f"{n_gpus}x {gpu} {kind.replace('-', ' ')} at {offer.provider}"
+    if not plan.is_rented:
+        name = f"{HERE} ({machine})" if kind == "here" else f"own {machine}"
     notes = why(plan, study.answer.plans), plan.mixture, on.machine.precision_note
     save_every = {"save_every_s": plan.interval_s, "law": study.law}
     spot = plan.spot and view_of(SpotView, plan.spot, plan, **save_every)
@@ -285,7 +285,7 @@ def _choice(rank: int, group: Sequence[Plan], study: Study) -> Choice:
         Choice,
         *(plan, offer),
         rank=rank,
-        name=names.get(kind, f"{n_gpus}x {gpu} {kind.replace('-', ' ')} at {offer.provider}"),
+        name=name,
         gpu=gpu,
         is_cpu=not on.machine.is_cuda,
         n_gpus=n_gpus,
@@ -349,11 +349,12 @@ def _here(rows: Sequence[Choice], study: Study) -> Here | None:
     row = next((row for row in rows if row.kind == "here"), None)
     if row is not None:
         return Here(row.name, row.rank, say("plan.txt", "here", row))
-    one = next((one for one in study.answer.rejected if one.offer.provider == HERE), None)
-    if one is None:
-        return None
-    name, words = f"{HERE} ({study.machine.device_name})", f"{one.reason}; {one.change}"
-    return Here(name, None, words, one.reason, one.change)
+    for one in study.answer.rejected:
+        if one.offer.provider == HERE:
+            words = f"{one.reason}; {one.change}"
+            name = f"{HERE} ({study.machine.device_name})"
+            return Here(name, None, words, one.reason, one.change)
+    return None
 
 
 # ---- beside the best ----
@@ -456,7 +457,7 @@ def _usd_key(offer: Offer) -> tuple[float, str, str, str]:
     return usd, offer.provider, offer.region, offer.zone
 
 
-def _nearest(rejected: Sequence[Rejected], n: int = N_NEAREST) -> list[Rejected]:
+def _nearest(rejected: Sequence[Rejected]) -> list[Rejected]:
     """The ways that are nearest to being possible: different kinds of change first, then other
     GPUs.
 
@@ -479,7 +480,7 @@ def _nearest(rejected: Sequence[Rejected], n: int = N_NEAREST) -> list[Rejected]
     ):
         seen = {of_what(one) for one in found}
         for one in ordered:
-            if len(found) < n and of_what(one) not in seen:
+            if len(found) < N_NEAREST and of_what(one) not in seen:
                 seen.add(of_what(one))
                 found.append(one)
     return sorted(found, key=key)

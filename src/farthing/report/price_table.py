@@ -37,16 +37,22 @@ def draw_update(console: Console, update: Update) -> None:
 
 
 def prices_as_json(catalog: Catalog, offers: Sequence[Offer], n_found: int) -> dict[str, object]:
-    newest, median, oldest = catalog.ages_days
     return {
         "where": catalog.where,
         "today": catalog.today.isoformat(),
         "words": catalog.words,
-        "age_days": {"newest": newest, "median": median, "oldest": oldest},
+        "age_days": dict(zip(("newest", "median", "oldest"), catalog.ages_days, strict=True)),
         "is_stale": catalog.is_stale,
         "not_known": dict(catalog.skipped),
         "n_found": n_found,
-        "offers": [_row(offer, catalog.today) for offer in offers],
+        "offers": [
+            {name: getattr(offer, name) for name in _OF_OFFER}
+            | {
+                "date": offer.date.isoformat(),
+                "age_days": max(0, (catalog.today - offer.date).days),
+            }
+            for offer in offers
+        ],
     }
 
 
@@ -70,14 +76,8 @@ def update_as_json(update: Update) -> dict[str, object]:
     }
 
 
-def _row(offer: Offer, today: date) -> dict[str, object]:
-    said = {name: getattr(offer, name) for name in _OF_OFFER}
-    return {**said, "date": offer.date.isoformat(), "age_days": max(0, (today - offer.date).days)}
-
-
 def _sources(offers: Sequence[Offer]) -> dict[str, date]:
     """Sources with their newest date, each once, in the order of the table."""
-    newest: dict[str, date] = {}
-    for offer in offers:
-        newest[offer.source] = max(newest.get(offer.source, date.min), offer.date)
-    return newest
+    ordered = sorted(offers, key=lambda offer: offer.date)
+    newest = {offer.source: offer.date for offer in ordered}
+    return {offer.source: newest[offer.source] for offer in offers}

@@ -34,7 +34,7 @@ from farthing.report.timeline import OF_SPAN, foretold, timeline_of
 from farthing.report.training_log import Curve, TrainingLog, read_log
 from farthing.report.words import lines, say
 from farthing.run import folder as files
-from farthing.run.accounts import LOST, Account, Found, read_ledger, with_redone
+from farthing.run.accounts import LOST, Account, read_ledger, with_redone
 from farthing.run.ledger import SPANS
 from farthing.storage.files import DamagedFileError, Json
 
@@ -51,6 +51,7 @@ COMPARED = {
     "final_loss": "train",
 }
 """Figures of two runs, and what must be alike in them for a ratio, see `_unlike`."""
+MODEL_KEY = ("model", "model_name_or_path")
 FIGURES = ("tokens_per_s", "padded_tokens_per_s", "mfu", "work")
 
 
@@ -77,12 +78,19 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         job = files.kept_job(folder) if (folder / files.JOB).exists() else None
     except RunDamagedError as error:
         damaged.append(f"{files.JOB} {error.what}")
-    estimate, n_in_epoch = _estimate_of(kept(files.PLAN)), facts.get("steps_per_epoch")
+    estimate, n_in_epoch = None, facts.get("steps_per_epoch")
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        estimate = Estimate.from_json(kept(files.PLAN))
     bill, now = _bill_of(accounts), datetime.now(UTC)
     machines = bill_of(folder, accounts, now.timestamp())
     exported = [account.exported for account in accounts if account.exported is not None]
     exported_step = exported[-1] if exported else None
-    best, of_model = _evaluations_of_note(log.evaluations, exported_step)
+    best = next((row for row in reversed(log.evaluations) if row.get("is_best")), None)
+    of_model = next((row for row in log.evaluations if row["step"] == exported_step), best)
+    if of_model is None and log.evaluations:
+        of_model = log.evaluations[-1]
+    lost, forecasts = found.accounts.get(LOST, Account(LOST)), [a.forecast for a in accounts]
+    is_broken = found.n_broken > 0 or LOST in found.accounts
     measured: dict[str, Any] = {}
     for account in accounts:
         measured |= account.facts
@@ -119,7 +127,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         usd_is_known=any(a.usd_per_hour > 0 for a in accounts),
         usd_per_million_tokens=bill.usd / (log.n_tokens / 1e6) if log.n_tokens else None,
         spans=_spans(bill),
-        ledger=_trust(found),
+        ledger=Trust(found.n_broken, lost.wall_s, lost.usd) if is_broken else None,
         damaged_log_lines=log.n_damaged,
         damaged_files=damaged,
         checkpoints=_checkpoints(job, estimate, accounts, bill.wall_s),
@@ -131,7 +139,9 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         restart_s=sum(_start_up_s(a) for a in accounts[1:]),
         restart_usd=sum(_start_up_s(a) / 3600 * a.usd_per_hour for a in accounts[1:]),
         promised=against_estimate(estimate, bill, accounts),
-        forecast=_forecast(next((a.forecast for a in accounts if a.forecast), None), bill),
+        forecast=next(
+            (Forecast(said["step"], **_sums(said, bill)) for said in forecasts if said), None
+        ),
         peak_bytes=bill.peak_bytes,
         machines=machines,
         still_billed=still_billed(job or {}, machines),
@@ -195,21 +205,6 @@ def _curves(log: TrainingLog, accounts: list[Account]) -> Curves:
     return Curves(means, losses.bands(N_BANDS), ends, of_device, evaluations)
 
 
-def _evaluations_of_note(rows: list[Json], exported_step: int | None) -> tuple[Any, Any]:
-    """The best evaluation, and that of the model which was written."""
-    best = next((row for row in reversed(rows) if row.get("is_best")), None)
-    of_model = next((row for row in rows if row["step"] == exported_step), best)
-    return best, of_model or (rows[-1] if rows else None)
-
-
-def _trust(found: Found) -> Trust | None:
-    """None where all is well."""
-    lost = found.accounts.get(LOST)
-    if lost is None and not found.n_broken:
-        return None
-    return Trust(found.n_broken, lost.wall_s if lost else 0.0, lost.usd if lost else 0.0)
-
-
 def leave_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
     receipt = build_receipt(folder, log)
     files.keep(folder / files.RECEIPT, receipt.to_json())
@@ -260,7 +255,7 @@ def compare(run: Receipt, baseline: Receipt) -> Comparison:
 
     Raises `InputError` for runs of different tasks: nothing that they learned can be compared.
     """
-    tasks = [(receipt.job or {}).get("task") for receipt in (run, baseline)]
+    tasks = [receipt.asked("task") for receipt in (run, baseline)]
     if None not in tasks and tasks[0] != tasks[1]:
         what = f"one run is {tasks[0]}, the other {tasks[1]}"
         raise InputError(
@@ -268,7 +263,8 @@ def compare(run: Receipt, baseline: Receipt) -> Comparison:
             where=f"{run.run}, {baseline.run}",
             to_do="compare runs of one task",
         )
-    has_prices, models = run.usd_is_known and baseline.usd_is_known, [_model(run), _model(baseline)]
+    has_prices = run.usd_is_known and baseline.usd_is_known
+    models = [str(each.asked(*MODEL_KEY) or "?") for each in (run, baseline)]
     unlike, metrics = set(_unlike(run, baseline)), baseline.metrics or {}
     rows = {
         name: _compared(
@@ -305,10 +301,6 @@ def _compared(ours: Any, theirs: Any, is_like: bool) -> Compared:
     return Compared(ours, theirs, ours / theirs if has_ratio and theirs else None)
 
 
-def _model(receipt: Receipt) -> str:
-    return str(((receipt.job or {}).get("model") or {}).get("model_name_or_path", "?"))
-
-
 def _unlike(run: Receipt, baseline: Receipt) -> Iterator[str]:
     """In what two runs are not alike, so that some of their figures say nothing about each other:
     train, eval, price, work, model, state.
@@ -331,7 +323,7 @@ def _unlike(run: Receipt, baseline: Receipt) -> Iterator[str]:
         yield "price"
     if (run.steps, run.tokens) != (baseline.steps, baseline.tokens):
         yield "work"
-    if _model(run) != _model(baseline) and differ("model (content)"):
+    if run.asked(*MODEL_KEY) != baseline.asked(*MODEL_KEY) and differ("model (content)"):
         yield "model"
     if {run.state, baseline.state} != {"finished"}:
         yield "state"
@@ -380,12 +372,6 @@ def _pair(promised: float, happened: float | None, bill: Bill) -> Pair:
     return Pair(promised, happened, happened / promised)
 
 
-def _estimate_of(plan: Json | None) -> Estimate | None:
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        return Estimate.from_json(plan)
-    return None
-
-
 def against_estimate(
     estimate: Estimate | None, bill: Bill, attempts: Sequence[Account]
 ) -> Promised | None:
@@ -411,10 +397,6 @@ def against_estimate(
         sums["wall_s"] = replace(sums["wall_s"], ratio=alone.ratio)
         seconds[APART] = Pair(promised_s, again_s, None)
     return Promised(estimate.calibration, list(estimate.wall_range_s), **sums, seconds=seconds)
-
-
-def _forecast(forecast: Json | None, bill: Bill) -> Forecast | None:
-    return None if forecast is None else Forecast(forecast["step"], **_sums(forecast, bill))
 
 
 def _sums(said: Json, bill: Bill) -> dict[str, Pair]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from farthing.report.receipt_serving import Serving
 from farthing.report.timeline import Timeline
@@ -202,6 +203,18 @@ class Receipt:
     """What of the run is on the Hub, with its commit; without one, what is still to be sent."""
     serving: Serving | None  # what answering with the model would cost, of a finished run
     diagnosis: Diagnosis | None = None  # None only while the rest is put together
+
+    def asked(self, *keys: str) -> Any:
+        """A value of the job, such as `asked("model", "model_name_or_path")`; None without one."""
+        value: Any = self.job
+        for key in keys:
+            value = (value or {}).get(key)
+        return value
+
+    @property
+    def metric(self) -> str:
+        """The name of the metric by which the best model is chosen."""
+        return str(self.asked("train", "metric_for_best_model") or "loss").removeprefix("eval_")
 
     @property
     def against_estimate(self) -> Pair | None:

@@ -29,7 +29,7 @@ from farthing.report.blocks import (
     percent,
     sections,
 )
-from farthing.report.chart import Axes, Line, Stretch, curves, stacked, ticks, time_ticks
+from farthing.report.chart import Axes, Line, Points, Stretch, curves, stacked, ticks, time_ticks
 from farthing.report.html import page
 from farthing.report.receipt import Comparison
 from farthing.report.receipt_report import compared_rows, diagnosis, estimate, spans
@@ -77,7 +77,7 @@ def compared_page(receipts: Sequence[Receipt], comparisons: Sequence[Comparison]
     pairs = list(zip(names, receipts, strict=True))
     notes = dict.fromkeys(note for each in comparisons for note in each.notes)
     heads = ("", *(f"#{name}" for name in names), "#first / second")
-    losses = [Line(name, receipt.curves.loss, i % 7 + 1) for i, (name, receipt) in enumerate(pairs)]
+    losses = [(name, receipt.curves.loss) for name, receipt in pairs]
     longest = max(receipt.wall_s for receipt in receipts) or 1.0
     went = tuple(
         (
@@ -120,13 +120,12 @@ def _headline(receipt: Receipt) -> str:
 
 
 def _what(receipt: Receipt) -> str:
-    job, machine = receipt.job or {}, receipt.machine or {}
-    model = (job.get("model") or {}).get("model_name_or_path", "a model")
-    model = Path(model).name if Path(model).is_absolute() else model
+    machine, model = receipt.machine or {}, receipt.asked("model", "model_name_or_path")
+    model = Path(model).name if Path(model or "").is_absolute() else model or "a model"
     words = (
-        f"{model}, {(job.get('method') or {}).get('name', '')}",
-        str(job.get("task", "")),
-        ", ".join(Path(name).name for name in (job.get("data") or {}).get("train", [])),
+        f"{model}, {receipt.asked('method', 'name') or ''}",
+        receipt.asked("task"),
+        ", ".join(Path(name).name for name in receipt.asked("data", "train") or ()),
         f"{plural(receipt.steps, 'step')}, {say_count(receipt.tokens)} tokens",
         ", ".join(str(machine[name]) for name in ("device", "precision") if name in machine),
     )
@@ -206,13 +205,19 @@ def _loss(receipt: Receipt) -> Section | None:
     return _section(curves("Loss", f"{words} {last:,}.", lines, axes, marked))
 
 
-def _by_step(title: str, words: str, lines: Sequence[Line]) -> Drawing | None:
-    lines = [line for line in lines if line.points]
-    points = [point for line in lines for point in line.points]
-    if not points:
+def _by_step(
+    title: str, words: str, named: Iterable[tuple[str, Points]], *, dots: bool = False
+) -> Drawing | None:
+    """A curve a name; few points have `dots`."""
+    lines = [
+        Line(name, points, i % 7 + 1, dots=dots and len(points) <= 60)
+        for i, (name, points) in enumerate(named)
+        if points
+    ]
+    if not lines:
         return None
-    axes = _step_axes([x for x, _ in points], [y for _, y in points])
-    return curves(title, words, lines, axes)
+    xs, ys = zip(*(point for line in lines for point in line.points), strict=True)
+    return curves(title, words, lines, _step_axes(xs, ys))
 
 
 def _step_axes(
@@ -236,13 +241,9 @@ def _evaluations(receipt: Receipt, name: str) -> list[tuple[float, float]]:
 def _metrics(receipt: Receipt) -> Section | None:
     last = receipt.curves.evaluation[-1] if receipt.curves.evaluation else {}
     names = [name for name in last if name not in _APART and not name.startswith(_FAR)][:6]
-    rows = [_evaluations(receipt, name) for name in names]
-    lines = [
-        Line(name, points, i, dots=len(points) <= 60)
-        for i, (name, points) in enumerate(zip(names, rows, strict=True), 1)
-    ]
+    named = [(name, _evaluations(receipt, name)) for name in names]
     said = ", ".join(f"{name} {last[name]:.4g}" for name in names)
-    return _section(_by_step("Metrics", f"At the last evaluation: {said}.", lines))
+    return _section(_by_step("Metrics", f"At the last evaluation: {said}.", named, dots=True))
 
 
 def _answers(receipt: Receipt) -> Section | None:
@@ -251,9 +252,8 @@ def _answers(receipt: Receipt) -> Section | None:
     blocks: list[Block] = [Text(note) for note in receipt.answers.notes]
     for title, names in _ANSWERS:
         found = {name: receipt.answers.figures.get(name, ()) for name in names}
-        lines = [Line(name, points, i) for i, (name, points) in enumerate(found.items(), 1)]
         last = ", ".join(f"{name} {rows[-1][1]:.3g}" for name, rows in found.items() if rows)
-        if drawing := _by_step(title, f"At the last step: {last}.", lines):
+        if drawing := _by_step(title, f"At the last step: {last}.", found.items()):
             blocks.append(drawing)
     return Section("Answers", tuple(blocks))
 

@@ -19,7 +19,6 @@ from typing import Any
 from farthing.errors import FarthingError
 from farthing.report.live import progress_of
 from farthing.report.receipt import build_receipt
-from farthing.report.receipt_types import Receipt
 from farthing.run.folder import CHECKPOINTS, LEDGER, MODEL, SEARCH_LOG
 
 _NOT_LOOKED_INTO = {CHECKPOINTS, MODEL, "tensorboard", ".git", "node_modules", "__pycache__"}
@@ -78,36 +77,34 @@ def row_of(folder: Path, now: float, *, name: str) -> Row:
         receipt = build_receipt(folder)
     except (FarthingError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return Row(name, "unreadable", problem=f"{error}")
-    job, months = receipt.job or {}, dict[str, float]()
+    months: dict[str, float] = {}
     for attempt in receipt.attempts if receipt.usd_is_known else ():
         month = str(attempt["started_at"])[:7]
         months[month] = months.get(month, 0.0) + attempt["usd"]
-    metric, best = _best(receipt)
+    best = next(
+        (
+            row[receipt.metric]
+            for row in receipt.curves.evaluation
+            if row["step"] == receipt.best_step and receipt.metric in row
+        ),
+        None,
+    )
     pair = receipt.against_estimate
     return Row(
         name,
         progress_of(receipt, now).state,
         receipt.attempts[0]["started_at"] if receipt.attempts else None,
-        (job.get("model") or {}).get("model_name_or_path"),
-        (job.get("method") or {}).get("name"),
+        receipt.asked("model", "model_name_or_path"),
+        receipt.asked("method", "name"),
         receipt.steps,
         receipt.wall_s,
         receipt.usd if receipt.usd_is_known else None,
-        metric,
+        None if best is None else receipt.metric,
         best,
         None if pair is None else pair.ratio,
         months,
         "; ".join(receipt.damaged_files),
     )
-
-
-def _best(receipt: Receipt) -> tuple[str | None, float | None]:
-    name = ((receipt.job or {}).get("train") or {}).get("metric_for_best_model") or "loss"
-    name = str(name).removeprefix("eval_")
-    for row in receipt.curves.evaluation:
-        if row["step"] == receipt.best_step and name in row:
-            return name, row[name]
-    return None, None
 
 
 def totals(rows: Sequence[Row], now: float) -> dict[str, Any]:

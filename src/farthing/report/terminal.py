@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from farthing import events
 from farthing.printable import printable
+from farthing.report.draw import draw_block
 from farthing.report.safe import escape
 from farthing.report.words import lines, pairs, say
 from farthing.units import plural, say_bytes, say_count, say_seconds
@@ -50,11 +50,8 @@ class Terminal:
                 words = f"{plural(event.n_rows, 'row')}, {say_count(event.n_tokens)} tokens"
                 self._on_the_way(f"tokenizing {event.role}", event.share, words, event.n_rows)
             case events.Decided():
-                table = Table.grid(padding=(0, 2))
-                for title, value in pairs("live.txt", name, event).rows:
-                    table.add_row(f"[dim]{title}[/]", escape(value))
                 self.close()
-                self.console.print(table)
+                draw_block(self.console, pairs("live.txt", name, event))
             case events.DataRead():
                 n_repeated = event.n_examples - event.n_distinct_inputs
                 self._say(*lines("live.rich", name, event, n_repeated))
@@ -103,7 +100,7 @@ class Terminal:
             words += f", {say_count((n_rows - rows_before) / took_s)} rows/s"
         percent = "" if share is None else f"{share:.0%}, "
         if self.console.is_terminal:
-            n = 0 if share is None else round(20 * min(1.0, share))
+            n = round(20 * min(1.0, share or 0.0))
             bar = "" if share is None else f" {'█' * n}{'░' * (20 - n)}"
             self._alive(f"{what}{bar} {percent}{words}")
         elif now >= self._work_due:

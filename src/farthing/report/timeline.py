@@ -40,6 +40,7 @@ OF_SPAN = {
 """Of each span of the ledger the group that a page tells apart, and the part of a plan's estimate
 that foretells it.
 """
+_BEFORE_STEPS = ("start_up", "tokenize", "load_model", "restore", "probe")
 _OTHER = (REST, "")  # a span of another version of farthing
 
 
@@ -98,7 +99,8 @@ def timeline_of(accounts: Sequence[Account], evaluated: Iterable[int]) -> Timeli
                 marks.append(Mark(begin_s, "interruption", account.first_step))
             began = True
             steps_at = [point for point in steps_at if point[0] <= account.first_step]
-        steps_at.append((account.first_step, begin_s + _start_s(account)))
+        began_s = sum(s for span, s in account.spans.items() if span in _BEFORE_STEPS)
+        steps_at.append((account.first_step, begin_s + began_s))
         for stretch in account.stretches:
             seconds, step = grouped(stretch.spans), stretch.step
             end_s, tokens = begin_s + sum(seconds.values()), max(tokens, stretch.tokens)
@@ -118,11 +120,6 @@ def timeline_of(accounts: Sequence[Account], evaluated: Iterable[int]) -> Timeli
     for kind in sorted({mark.kind for mark in marks}):
         kept += evenly([mark for mark in marks if mark.kind == kind], N_EVENTS)
     return Timeline(_thinned(columns), sorted(kept, key=lambda mark: mark.at_s))
-
-
-def _start_s(account: Account) -> float:
-    spans = {span: s for span, s in account.spans.items() if span != "compile"}
-    return grouped(spans).get("start-up", 0.0)
 
 
 def _when(steps_at: list[tuple[int, float]], step: int) -> float:
