@@ -17,10 +17,9 @@ import pytest
 from rich.console import Console
 
 from farthing.cli import main
-from farthing.report.live import progress_of
+from farthing.report.live import Watcher, line_of, lines_of, progress_of
 from farthing.report.receipt import build_receipt
 from farthing.report.receipt_types import Receipt
-from farthing.report.watch_view import Watcher, line_of, lines_of
 from farthing.run.commits import take_small
 from farthing.storage.lease import newest_words
 from farthing.storage.objects import open_store

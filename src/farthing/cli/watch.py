@@ -28,9 +28,8 @@ ARGUMENTS = {
 
 def run(arguments: argparse.Namespace) -> int:
     """Look again and again until the run has ended; Ctrl-C ends the looking, not the run."""
-    from farthing.report.live import SILENT_S, progress_of
+    from farthing.report.live import SILENT_S, Watcher, progress_of
     from farthing.report.receipt import build_receipt
-    from farthing.report.watch_view import Watcher
 
     if arguments.every is not None and arguments.every <= 0:
         raise InputError(f"{arguments.every:g} seconds", where="--every", to_do="give more than 0")

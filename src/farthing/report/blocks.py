@@ -41,9 +41,7 @@ Cell = str | Stack
 
 
 class Table(NamedTuple):
-    """Heads begin with # for numbers, = for what is not broken, | for bars. The first column names
-    the rows.
-    """
+    """Heads begin with # for numbers, = for unbroken words, | for bars; the first names rows."""
 
     heads: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]

@@ -160,8 +160,6 @@ def stacked(
     kinds = {kind for _, kind in marks}
     signs = [(sign, kind) for kind, sign in _SIGNS.items() if kind in kinds]
     lined = [(at, _SIGNS[kind], kind in ("interruption", "out of memory")) for at, kind in marks]
-    names = {
-        name: 1.0 for column in stretches for name in column.parts if sum(column.parts.values())
-    }
+    names = {name: 1.0 for column in stretches for name in column.parts}
     key = {name: f"c{colour(name)}" for name, _ in in_order(names)}
     return figure(title, caption, axes, key=key, signs=signs, columns=drawn, marks=lined)

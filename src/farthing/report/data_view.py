@@ -33,12 +33,8 @@ def _example(example: list[tuple[str, bool]]) -> str:
 
 
 def as_json(found: Summary) -> dict[str, object]:
-    return {
-        **{key: value for key, value in vars(found).items() if key not in ("bad", "examples")},
-        "n_bad": found.n_bad,
-        "bad": found.bad,
-        "examples": [
-            [{"text": text, "is_learned": is_learned} for text, is_learned in each]
-            for each in found.examples
-        ],
-    }
+    examples = [
+        [{"text": text, "is_learned": is_learned} for text, is_learned in each]
+        for each in found.examples
+    ]
+    return vars(found) | {"examples": examples}

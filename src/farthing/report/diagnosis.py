@@ -68,16 +68,11 @@ def finding(cause: str, *saves: float, **facts: Any) -> Finding:
 
 
 def diagnose(receipt: Receipt) -> Diagnosis:
-    """The diagnosis of a run; without findings where nothing stands out or too little has
-    happened.
-    """
+    """Without findings where nothing stands out or too little has happened."""
     run = _Run(receipt)
     found = [replace(one, area=area) for area, check in CHECKS.items() for one in check(run)]
     largest = max(found, key=lambda one: one.saves_s, default=None)
     return Diagnosis(found, largest.cause if largest else "", list(_advice(run)))
-
-
-# ---- the checks ----
 
 
 def _data(run: _Run) -> Iterator[Finding]:
@@ -126,9 +121,7 @@ def _host(run: _Run) -> Iterator[Finding]:
 
 
 def _communication(run: _Run) -> Iterator[Finding]:
-    """Ranks meet once a step, to add their gradients: a step of twice as many examples waits half
-    as often.
-    """
+    """Ranks meet once a step: a step of twice as many examples waits half as often."""
     waited_s, batch = run.span("ranks"), run.receipt.asked("train", "global_batch_size")
     yield from run.found("waiting for other ranks", waited_s / 2, of_s=waited_s, batch=batch)
 
@@ -192,9 +185,6 @@ CHECKS: dict[str, Callable[[_Run], Iterator[Finding]]] = {
     "waiting": _waiting,
 }
 """The check of each area, in their order."""
-
-
-# ---- more training, or less ----
 
 
 def _advice(run: _Run) -> Iterator[Advice]:

@@ -1,16 +1,26 @@
-"""A run as it goes, from the files that it writes anyway: how far it is, what it will cost, and
-whether it is alive.
+"""A run as it goes, from the files that it writes anyway: how far it is, what it will cost, whether
+it is alive, and what `farthing watch` shows of it.
 
 Read from another terminal or machine, so a run is never slowed: nothing is asked of it.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from farthing.printable import printable
 from farthing.report.receipt_types import Receipt
+from farthing.report.words import lines
 
 SILENT_S = 60.0  # a running attempt writes every second; one in a store is told of once a minute
+FIRST_LINE_S, LAST_LINE_S = 10.0, 300.0
+"""In a log the lines come ever more seldom, from every 10 s to every 5 min."""
 _ENDED = ("finished", "limit", "interrupted", "failed")
 
 
@@ -54,9 +64,7 @@ def progress_of(receipt: Receipt, now: float, *, silent_s: float = SILENT_S) -> 
 
 
 def _step_s(receipt: Receipt) -> tuple[float, float, float] | None:
-    """Seconds of a step of the newest attempt: of its quicker stretches, the mean, of its slower
-    ones.
-    """
+    """Seconds of a step of the newest attempt: in quick stretches, the mean, in slow ones."""
     if not receipt.attempts:
         return None
     begin_s = receipt.wall_s - receipt.attempts[-1]["wall_s"]
@@ -74,3 +82,36 @@ def _step_s(receipt: Receipt) -> tuple[float, float, float] | None:
     if len(each) < 4:
         return 0.8 * mean, mean, 1.3 * mean
     return min(mean, each[len(each) // 10]), mean, max(mean, each[-1 - len(each) // 10])
+
+
+class Watcher:
+    """On a terminal a picture that changes in place, in a log a line now and then."""
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._live = Live(console=console, auto_refresh=False)
+        self._next_at, self._wait_s, self._said = clock(), FIRST_LINE_S, ""
+
+    def show(self, receipt: Receipt, progress: Progress, *, is_last: bool = False) -> None:
+        """One look. A log shows it when a line is due, the state is new, or it `is_last`."""
+        if self._console.is_terminal:
+            picture = lines_of(receipt, progress)
+            self._live.start()
+            shown = (Text(printable(line), overflow="fold") for line in picture)
+            self._live.update(Group(*shown), refresh=True)
+        elif is_last or progress.state != self._said or self._clock() >= self._next_at:
+            self._said = progress.state
+            self._console.print(Text(printable(line_of(receipt, progress))), soft_wrap=True)
+            self._next_at = self._clock() + self._wait_s
+            self._wait_s = min(LAST_LINE_S, 1.5 * self._wait_s)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def line_of(receipt: Receipt, progress: Progress) -> str:
+    return " · ".join(lines("live.txt", "look", receipt, progress))
+
+
+def lines_of(receipt: Receipt, progress: Progress) -> list[str]:
+    return lines("live.txt", "picture", receipt, progress)

@@ -40,9 +40,7 @@ _AT = {OWN: " of your own", HERE: f" of {HERE}"}
 
 
 def fees(managed: Sequence[Fee]) -> dict[str, float]:
-    """Dollars of a run at services that take the model: all of a price file's, and the cheapest of
-    those that are known.
-    """
+    """Dollars at services that take the model: of a price file, and the cheapest known one."""
     taking = [one for one in managed if one.takes_the_model]
     known = sorted((one for one in taking if one.is_known), key=lambda one: one.usd)[:1]
     return {one.name: one.usd for one in [*(o for o in taking if not o.is_known), *known]}
@@ -118,17 +116,18 @@ def own_machine(
         words = f"{why.reason}; {why.change}" if why else "not among the offers"
         return view_of(OwnMachine, owned, name=name, words=words)
     usd = {name: value for name, value in run_on_own(owned, row.hours).items() if value}
-    against: list[PaysBack] = []
     hours = runs_per_month * row.hours if runs_per_month else owned.hours_per_month
+    at = min(hours, HOURS_PER_MONTH)
     on_demand = (one for one in alike if one.kind == "on-demand")
     equal = min(on_demand, key=lambda one: (one.usd_per_hour or 0, one.provider), default=None)
     rented = next((one for one in rows if one.is_rented), None)
-    for is_equal, other in ((True, equal), (False, rented)):
-        if other is not None and all(other.rank != one.rank for one in against):
-            # against other GPUs: what the rent for the work of an own hour comes to
-            per_hour = other.usd_per_hour if is_equal else other.total_usd / row.hours
-            at = min(hours, HOURS_PER_MONTH)
-            against.append(_pays_back(owned, other.name, per_hour or 0.0, at, other.rank, is_equal))
+    against: list[PaysBack] = []
+    if equal is not None:
+        usd_per_h = equal.usd_per_hour or 0.0
+        against.append(_pays_back(owned, equal.name, usd_per_h, at, equal.rank, True))
+    if rented is not None and rented is not equal:
+        usd_per_h = rented.total_usd / row.hours  # for what the machine does in an hour
+        against.append(_pays_back(owned, rented.name, usd_per_h, at, rented.rank))
     for service, fee in fees(study.managed).items() if runs_per_month else ():
         against.append(_pays_back(owned, service, fee / row.hours, hours))
     total, found = sum(usd.values()), {"name": name, "usd": usd, "against": tuple(against)}

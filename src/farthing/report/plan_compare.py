@@ -60,9 +60,7 @@ def find_plan(view: PlanView, text: str) -> Choice:
 
 
 def find_side(view: PlanView, text: str) -> Side:
-    """A choice, a service (`Together`, which has machines as well: those are `Together/H100`), or
-    terms that the user brings.
-    """
+    """A choice, a service (`Together`; its machines are `Together/H100`), or the user's terms."""
     hourly = re.fullmatch(
         r"(?:(\d+)\s*x\s*)?(.+?)\s+at\s+\$?(\d*\.?\d+)(?:\s*/\s*h)?\s+for\s+(\d*\.?\d+\s*\w+)", text
     )
@@ -128,9 +126,7 @@ _WORDS: dict[str, Callable[[Choice], str]] = {
 def compare(
     a: Side, b: Side, n_runs: int | None = None, per_month: float | None = None
 ) -> Compared:
-    """Two ways side by side, with what so many runs, or a year of them, come to. Of a service and
-    of the user's own terms little more is known than dollars.
-    """
+    """Two ways side by side, and what so many runs, or a year of them, come to."""
     usd, sides = (a.total_usd, b.total_usd), (a, b)
     choices = [one if isinstance(one, Choice) else None for one in sides]
     rows = {"total_usd": _row(*usd), "hours": _row(a.hours, b.hours)}

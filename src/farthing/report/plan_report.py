@@ -23,9 +23,6 @@ ON_COMMAND_LINE = "given on the command line: "
 _CUTS = {"why this rank": 40, "at": 6, "machine": 12}
 
 
-# ---- the short answer ----
-
-
 def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> list[Section]:
     """What to take, what it costs, what to check, and the command that is `next_step`."""
     best, limits, shown = view.best, limits_in_words(view), list(view.plans[: n_shown or N_BRIEF])
@@ -38,7 +35,7 @@ def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> li
     oldest = max(one.price_age_days for one in shown)
     old = oldest if oldest > OLD_PRICE_DAYS else 0
     facts = pairs("plan.txt", "facts", view, best, supposed, to_check(view, best), old)
-    n_rest, n_refused = len(view.plans) - len(shown), sum(one.n_offers for one in view.rejected)
+    n_rest, n_refused = len(view.plans) - len(shown), view.n_offers - view.n_plans
     cheapest = min(one.total_usd for one in view.plans if one.is_priced or one is best)
     tie = TIE if best.total_usd <= cheapest else None
     rest = to_do, limits, tie, n_rest, n_refused, next_step
@@ -64,9 +61,6 @@ def choices_table(choices: Sequence[Choice]) -> Table:
     return Table(tuple(heads[i] for i in kept), shown, "Choices", cuts=_CUTS)
 
 
-# ---- the whole answer ----
-
-
 def whole(view: PlanView, limit: int | None = None) -> list[Section]:
     """What to do first, then the choices, then the reasons."""
     shown = view.plans[: limit or N_WHOLE]
@@ -89,9 +83,7 @@ def header(view: PlanView) -> list[Section]:
 
 
 def why_not(view: PlanView) -> list[Section]:
-    """Refusals for one reason, of whatever GPUs, in two lines; the commonest first, or the nearest
-    where nothing can.
-    """
+    """Refusals by reason, the commonest first, or the nearest where nothing can."""
     reasons: dict[tuple[str, str], list[Refused]] = {}
     for one in view.rejected:
         if one.kind not in ("here", "own"):
@@ -111,9 +103,7 @@ def why_not(view: PlanView) -> list[Section]:
 
 
 def beside(view: PlanView) -> list[Section]:
-    """What was asked for beside the choices: so many runs, figures of one's own, own machines,
-    serving, what was paid.
-    """
+    """What was asked for beside the choices, such as serving or own machines."""
     blocks: dict[str, Block] = {}
     if view.years:
         title = f"{view.years.runs_per_month:g} runs a month"
@@ -127,9 +117,6 @@ def beside(view: PlanView) -> list[Section]:
 def ways_out(view: PlanView) -> list[str]:
     """The nearest ways to make the job possible."""
     return lines("plan.txt", "ways_out", view.nearest)
-
-
-# ---- one choice ----
 
 
 def explained(row: Choice) -> list[Section]:
@@ -157,9 +144,6 @@ def compared(view: PlanView) -> Section | None:
         return None
     heads = ("", f"#{found.a}", f"#{found.b}", "#ratio")
     return Section("", (Text(found.words, "answer"), Table(heads, found.table, "Side by side")))
-
-
-# ---- the page ----
 
 
 def plan_page(view: PlanView) -> str:
@@ -202,6 +186,6 @@ def _memory(rows: Sequence[Choice]) -> Section:
 
 
 def _why_not(view: PlanView) -> Section | None:
-    n = plural(sum(one.n_offers for one in view.rejected), "offer")
+    n = plural(view.n_offers - view.n_plans, "offer")
     rows = table("plan.txt", "refused_table", view.rejected)._replace(title="Why not", n_open=40)
     return Section(f"Why not the other {n}", (rows,)) if view.rejected else None

@@ -32,8 +32,9 @@ def cost_against_time(rows: Sequence[Choice], best: Choice) -> Drawing | None:
         return None
     front = sorted((row for row in shown if row.on_front), key=lambda row: row.hours)
     marked = list({row.rank: row for row in [best, *front] if row in shown}.values())
-    hours = [row.hours for row in shown] + [h for row in marked for h in row.hours_range if h > 0]
-    usd = [row.total_usd for row in shown] + [u for row in marked for u in row.usd_range if u > 0]
+    ranges = [(row.hours_range, row.usd_range) for row in marked]
+    hours = [row.hours for row in shown] + [h for one, _ in ranges for h in one if h > 0]
+    usd = [row.total_usd for row in shown] + [u for _, one in ranges for u in one if u > 0]
     axes = _axes(hours, usd)
 
     paths = [("front", [(row.hours, row.total_usd) for row in front])] if len(front) > 1 else []
@@ -60,13 +61,13 @@ def cost_against_time(rows: Sequence[Choice], best: Choice) -> Drawing | None:
             numbered.append((x, y))
             words.append(("halo", (x + 8, y - 7), str(row.rank), "start"))
     n = len(rows) - len(shown)
-    are = "is" if n == 1 else "are"
     caption = (
         "Both axes are logarithmic. The line joins the choices that no other choice beats on both "
         "cost and time; crosses are their ranges, which hold for 4 of 5 runs. Numbers are the "
         "ranks of the table of choices."
     )
-    caption += f" {plural(n, 'choice')} without a price {are} not drawn." if n else ""
+    if n:
+        caption += f" {plural(n, 'choice')} without a price {'is' if n == 1 else 'are'} not drawn."
     looks = sorted({_LOOKS.get(row.kind, _OWN) for row in shown}, key=lambda one: one[1])
     key = {words: colour for words, colour, _ in looks}
     blind = f"From the soonest to the cheapest: {'; '.join(map(said, front))}."

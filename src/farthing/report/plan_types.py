@@ -18,9 +18,7 @@ def machine_name(n_gpus: int, gpu: str) -> str:
 
 
 def view_of(kind: type[View], /, *sources: Any, **values: Any) -> View:
-    """A view with these values; its other fields are taken, by their names, from the first of the
-    sources that has them.
-    """
+    """A view with these values; other fields come from the first source with that name."""
     missing = object()
     for name in {field.name for field in fields(kind)} - values.keys():  # type: ignore[arg-type]
         found = (getattr(source, name, missing) for source in sources)

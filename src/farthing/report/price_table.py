@@ -22,9 +22,7 @@ _CUTS = {"machine": 30, "provider": 10, "where": 5, "GPUs": 20}
 
 
 def draw_prices(console: Console, catalog: Catalog, offers: Sequence[Offer], n_found: int) -> None:
-    """A table of offers, how old they are, and where they were read. Fits 80 columns; wider ones
-    show the machine.
-    """
+    """Offers, their age, and their sources. Fits 80 columns; wider ones show the machine."""
     rows = table("prices.txt", "offers", offers, catalog.today, console.width >= 110)
     draw_block(console, rows._replace(cuts=_CUTS))
     for line in lines("data.rich", "prices", catalog, n_found - len(offers), _sources(offers)):

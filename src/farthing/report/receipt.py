@@ -19,6 +19,7 @@ from farthing.launch.still_billed import still_billed
 from farthing.planner.estimate import Estimate
 from farthing.report.answers_view import answers_of
 from farthing.report.diagnosis import diagnose
+from farthing.report.plan_types import view_of
 from farthing.report.receipt_serving import serving_of
 from farthing.report.receipt_types import (
     Curves,
@@ -56,9 +57,7 @@ FIGURES = ("tokens_per_s", "padded_tokens_per_s", "mfu", "work")
 
 
 def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
-    """The receipt of the run in `folder`; `log` where it was read already. Raises `InputError` when
-    there is none.
-    """
+    """`log`: where it was read already. Raises `InputError` where `folder` has no run."""
     found = read_ledger(folder / files.LEDGER, files.witnesses_of(folder))
     if not found.accounts and not (folder / files.LEDGER).exists():
         to_do = "name the output_dir of a job that has started"
@@ -94,9 +93,10 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
     measured: dict[str, Any] = {}
     for account in accounts:
         measured |= account.facts
-    receipt = Receipt(
+    receipt = view_of(
+        Receipt,
+        bill,
         run=str(folder),
-        state=bill.state,
         written=now.isoformat(timespec="seconds"),
         seen_at=accounts[-1].at if accounts else None,
         job=job,
@@ -120,8 +120,6 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         standard_tasks=files.evaluation_of(folder, exported_step, files.STANDARD_TASKS),
         published=(kept(files.PUBLISHED) or {}).get("publications", []),
         serving=serving_of(folder, job if bill.state == "finished" else None, log),
-        wall_s=bill.wall_s,
-        usd=bill.usd,
         ancestor=facts.get("ancestor"),
         usd_with_ancestor=bill.usd + (facts.get("ancestor") or {}).get("usd", 0.0),
         usd_is_known=any(a.usd_per_hour > 0 for a in accounts),
@@ -142,7 +140,6 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         forecast=next(
             (Forecast(said["step"], **_sums(said, bill)) for said in forecasts if said), None
         ),
-        peak_bytes=bill.peak_bytes,
         machines=machines,
         still_billed=still_billed(job or {}, machines),
         **{name: measured.get(name) for name in FIGURES},
@@ -171,11 +168,15 @@ class Bill:
 
 
 def _bill_of(accounts: list[Account]) -> Bill:
-    spans = {n: [(a.spans.get(n, 0.0), a.usd_per_hour) for a in accounts] for n in SPANS}
+    seconds = {name: sum(a.spans.get(name, 0.0) for a in accounts) for name in SPANS}
+    usd_of = {
+        name: sum(a.spans.get(name, 0.0) / 3600 * a.usd_per_hour for a in accounts)
+        for name in SPANS
+    }
     return Bill(
         accounts[-1].ended if accounts else "killed",
-        {name: sum(s for s, _ in each) for name, each in spans.items()},
-        {name: sum(s / 3600 * price for s, price in each) for name, each in spans.items()},
+        seconds,
+        usd_of,
         sum(a.wall_s for a in accounts),
         sum(a.usd for a in accounts),
         max((a.peak_bytes for a in accounts if a.peak_bytes), default=None),
@@ -222,9 +223,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two receipts side by side; what is saved is below 0 where the run took more than the
-    baseline.
-    """
+    """Two receipts side by side; savings below 0 are what the run took more."""
 
     run: str
     baseline: str
@@ -234,16 +233,12 @@ class Comparison:
     saved_share: float | None
     saved_s: float
     is_same_work: bool
-    """Whether both have taken the same steps with the same tokens: else only what a token takes can
-    be compared.
-    """
+    """Same steps and tokens; else only what a token takes can be compared."""
     saved_share_per_token: float | None
     """Of the dollars of a token, or of its seconds where there is no price."""
 
     def in_words(self, run: str = "the run", baseline: str = "the baseline") -> str:
-        """What the run saves; where both did not do the same work, by the token; empty where
-        nothing is known of that.
-        """
+        """What the run saves, by the token where the work differs; empty where unknown."""
         return say("receipt.txt", "compared", self, run, baseline)
 
     def to_json(self) -> Json:
@@ -302,9 +297,7 @@ def _compared(ours: Any, theirs: Any, is_like: bool) -> Compared:
 
 
 def _unlike(run: Receipt, baseline: Receipt) -> Iterator[str]:
-    """In what two runs are not alike, so that some of their figures say nothing about each other:
-    train, eval, price, work, model, state.
-    """
+    """In what two runs differ: train, eval, price, work, model, state."""
     ours, theirs = run.identity or {}, baseline.identity or {}
 
     def differ(*keys: str) -> bool:

@@ -84,9 +84,7 @@ def spans(receipt: Receipt) -> Table:
 
 
 def estimate(receipt: Receipt, least_s: float = 0.0) -> Section | None:
-    """What the plan said before the start, part by part, and what the first steps said. Of the
-    parts those that were to take, or took, `least_s`.
-    """
+    """What the plan and the first steps said; of the parts, those of at least `least_s`."""
     rows, promised, forecast = [], receipt.promised, receipt.forecast
 
     def add(name: str, pair: Pair, say: Callable[[Any], str]) -> None:
@@ -136,18 +134,14 @@ def classes_table(metrics: Json) -> Table:
 
 
 def evaluation_table(found: Json) -> Table:
-    """What `farthing eval` has measured: the model, what it began with, the gain and what a
-    hundredth of it has cost.
-    """
+    """What `farthing eval` measured: before, after, the gain, and the price of a hundredth."""
     sides = [side for side in ("base", "tuned") if side in found]
     rows = table("receipt.txt", "measured_table", found, sides, found.get("gains"))
     return rows._replace(title=found["examples"])
 
 
 def compared_rows(comparisons: Sequence[Comparison]) -> Iterator[tuple[str, ...]]:
-    """A figure of the first run, of each that it is compared with, and the ratio to the first of
-    these.
-    """
+    """A figure of the first run and of each other, and the ratio to the first of those."""
     for name, row in comparisons[0].rows.items():
         say, unknown = {"wall_s": say_seconds, "peak_bytes": say_bytes}.get(name, _number), "-"
         if "usd" in name:

@@ -36,9 +36,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What holds a run back, in the order data, memory, compute, and the rest; `largest` is where
-    most is to be saved.
-    """
+    """What holds a run back, in the order of the areas; `largest` saves most."""
 
     findings: list[Finding]
     largest: str  # the cause of that finding; empty where nothing stands out
@@ -65,9 +63,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Promised:
-    """What the plan had said before the first attempt, whole and by component, against what
-    happened.
-    """
+    """What the plan said before the first attempt, against what happened."""
 
     calibration: str
     wall_range_s: list[float]
@@ -87,9 +83,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Saves:
-    """How many checkpoints, how often, and for how long training waited for them; `share` is of all
-    the time.
-    """
+    """Checkpoints, and how long training waited for them; `share` is of all the time."""
 
     n: int
     interval_s: float | None  # None: they were asked for by steps, or there was no plan
@@ -136,9 +130,7 @@ class OfAnswers:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Everything that a run folder says of its run. Dictionaries are as the files of the folder
-    have them.
-    """
+    """Everything that a run folder says; dictionaries are as its files have them."""
 
     run: str
     state: str  # finished, limit, interrupted, failed or killed: how the last attempt ended
@@ -163,9 +155,7 @@ class Receipt:
     metrics: Json | None
     evaluation: Json | None
     standard_tasks: Json | None
-    """What `farthing eval` has measured of the model, beside what the run began with: on examples,
-    and by lm-eval's tasks.
-    """
+    """Both as `farthing eval` measured them: on examples, and by lm-eval's tasks."""
     wall_s: float
     usd: float
     ancestor: Json | None
@@ -218,9 +208,7 @@ class Receipt:
 
     @property
     def against_estimate(self) -> Pair | None:
-        """The dollars, or the seconds where there is no price, that were estimated; None where
-        nothing was.
-        """
+        """The estimated dollars, or seconds where no price is known."""
         if self.promised is None:
             return None
         return self.promised.usd if self.usd_is_known else self.promised.wall_s

@@ -107,9 +107,6 @@ def _page(name: str, title: str, receipt: Receipt, report: Iterable[Section | No
     return page(name, title, sections(*report), end)
 
 
-# ---- the head ----
-
-
 def _name(receipt: Receipt) -> str:
     return Path(receipt.run).name or receipt.run
 
@@ -130,9 +127,6 @@ def _what(receipt: Receipt) -> str:
         ", ".join(str(machine[name]) for name in ("device", "precision") if name in machine),
     )
     return "; ".join(word for word in words if word)
-
-
-# ---- over time ----
 
 
 def _over_time(receipt: Receipt) -> Section | None:
@@ -280,9 +274,6 @@ def _speed(receipt: Receipt) -> Section | None:
         words = f"How busy the device was, by step: {mean} on average."
         drawings.append(curves("Device busy", words, [Line("busy", busy, 3)], axes))
     return Section("Speed", tuple(drawings))
-
-
-# ---- tables ----
 
 
 def _attempts(receipt: Receipt) -> Section | None:

@@ -108,17 +108,16 @@ def row_of(folder: Path, now: float, *, name: str) -> Row:
 
 
 def totals(rows: Sequence[Row], now: float) -> dict[str, Any]:
-    month, by_month = datetime.fromtimestamp(now, UTC).strftime("%Y-%m"), dict[str, float]()
-    for row in rows:
-        for name, usd in row.usd_by_month.items():
-            by_month[name] = by_month.get(name, 0.0) + usd
+    month = datetime.fromtimestamp(now, UTC).strftime("%Y-%m")
+    months = sorted({name for row in rows for name in row.usd_by_month})
+    by_month = {name: sum(row.usd_by_month.get(name, 0.0) for row in rows) for name in months}
     return {
         "n_runs": len(rows),
         "usd": sum(by_month.values()),
         "wall_s": sum(row.wall_s for row in rows),
         "month": month,
         "month_usd": by_month.get(month, 0.0),
-        "usd_by_month": dict(sorted(by_month.items())),
+        "usd_by_month": by_month,
         "n_without_price": sum(row.usd is None for row in rows),
     }
 

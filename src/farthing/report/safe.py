@@ -25,9 +25,7 @@ def escape_lines(text: object) -> str:
 
 
 class SafeConsole(Console):
-    """A console that spells out control characters in whatever it is given to print; its own
-    colours stay.
-    """
+    """A console that spells out control characters in what it prints; its own colours stay."""
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
         """The segments of something to print, without what would steer the terminal."""

@@ -22,9 +22,7 @@ _PLAIN_EVERY_S = 5.0
 
 
 class Terminal:
-    """Renders the events of a run. On a terminal the last line is alive; in a log, a line every few
-    seconds.
-    """
+    """Events of a run: a live line on a terminal, a line every few seconds in a log."""
 
     def __init__(
         self, console: Console, logging_steps: int, *, clock: Callable[[], float] = time.monotonic

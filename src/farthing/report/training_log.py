@@ -31,9 +31,7 @@ _WORTH_BYTES = 1 << 20
 
 @dataclass
 class Curve:
-    """Values by step, as at most `MOST` stretches of 2^k values; what it holds depends on the
-    values alone.
-    """
+    """Values by step, in at most `MOST` stretches of 2^k; depends on the values alone."""
 
     size: int = 1  # values of a stretch; the last one may have fewer
     stretches: list[list[float]] = field(default_factory=list)
@@ -138,9 +136,7 @@ class TrainingLog:
 
 
 def read_log(path: Path, *, whole: bool = False) -> TrainingLog:
-    """The log at `path`; an empty one where there is none. `whole`: every line is looked at, also
-    those that a digest knows.
-    """
+    """The log at `path`, empty without a file. `whole`: lines that a digest knows too."""
     log, begin = TrainingLog(), 0
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         if not whole:
@@ -188,9 +184,7 @@ def _from_digest(path: Path, file: BinaryIO) -> tuple[TrainingLog, int] | None:
 
 
 def _ends(file: BinaryIO, end: int) -> list[int]:
-    """Checksums of the first and the last bytes of the log up to `end`; its own length is a part of
-    them.
-    """
+    """Checksums of the first and last bytes of the log up to `end`, and that length."""
     found = []
     for begin in (0, max(0, end - _END_BYTES)):
         file.seek(begin)

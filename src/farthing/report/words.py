@@ -60,9 +60,7 @@ def _macro(file: str, name: str) -> Callable[..., str]:
 
 
 def lines(file: str, macro: str, *values: Any) -> list[str]:
-    """The lines of a macro, those that are empty left out. The values of a file `.rich` are parts
-    of rich markup.
-    """
+    """The lines of a macro without empty ones; values of `.rich` files are escaped markup."""
     return [line.replace(_BAR, "|") for line in _lines(file, macro, *values)]
 
 
@@ -117,9 +115,7 @@ def table(file: str, macro: str, *values: Any) -> Table:
 
 
 def sparkline(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:
-    """A block a value from `low` to `high`; of more than `_MOST_BLOCKS` values, a block for each
-    stretch.
-    """
+    """A block a value, or a stretch where there are more than `_MOST_BLOCKS`."""
     size = -(-len(values) // _MOST_BLOCKS) or 1
     stretches = [values[i : i + size] for i in range(0, len(values), size)]
     values = [sum(stretch) / len(stretch) for stretch in stretches]
