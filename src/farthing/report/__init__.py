@@ -1,3 +1,1 @@
-"""The counting-house: what a run cost and how it went, from the files of its folder alone. No
-torch.
-"""
+"""What a run cost and how it went, from the files of its folder alone. No torch."""

@@ -1,6 +1,4 @@
-"""What a run that compares answers shows: its figures over the steps, what is odd in them, and what
-was saved by computing prompts and references once.
-"""
+"""What a run that compares answers shows: figures, oddities, and the work it saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report consists of, whoever draws it: sections of texts, pairs, tables and bars.
+"""What a report consists of: sections of texts, pairs, tables and bars.
 
 A report is built once, from values; `draw` puts it on a terminal, `html` on a page.
 """
@@ -48,8 +48,7 @@ class Table(NamedTuple):
     title: str = ""
     caption: str = ""
     n_open: int = 0  # rows that are shown at once on a page; 0: all
-    cuts: Mapping[str, int] | None = None
-    """How narrow columns may become on a terminal, which then breaks no cell."""
+    cuts: Mapping[str, int] | None = None  # least widths on a terminal, which breaks no cell
     has_key: bool = False  # a page explains the colours of its bars
 
 

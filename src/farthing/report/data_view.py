@@ -1,6 +1,4 @@
-"""What `farthing doctor --data` shows: a file's figures, its oddities, and three examples with what
-is learned in colour.
-"""
+"""What `farthing doctor --data` shows: figures, oddities, and examples with what is learned."""
 
 from __future__ import annotations
 

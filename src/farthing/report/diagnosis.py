@@ -1,8 +1,7 @@
-"""What holds a run back, in dollars: from its receipt alone, so for a run that continues, has ended
-or was killed.
+"""What holds a run back, in dollars, from its receipt alone: of any run, also one that was killed.
 
-Each check looks at one cause: why farthing thinks so, which key to set, and what that saves, in a
-whole run of this kind and in the rest of this one. `templates/diagnosis.txt` has their words.
+A check looks at one cause: why farthing thinks so, which key to set, and what that saves in a whole
+run and in the rest of this one. `templates/diagnosis.txt` has their words.
 """
 
 from __future__ import annotations
@@ -18,12 +17,9 @@ from farthing.run.ledger import SPANS
 from farthing.units import say_seconds, say_usd
 
 WORTH = 0.03  # a finding is worth telling when it takes this share of the run's time
-EVALUATION_SHARE, SAVE_SHARE, START_SHARE = 0.05, 0.02, 0.15
-"""What evaluations, saves and the start may take of a run."""
+EVALUATION_SHARE, SAVE_SHARE, START_SHARE = 0.05, 0.02, 0.15  # what these may take of a run
 FEW_EVALUATIONS = 3
-"""Fewer say little of where a run goes: where they take too much, the examples are too many, not
-the evaluations.
-"""
+"""Fewer say little of a run; where they take too long, it is for too many examples."""
 MFU_TARGET = 0.40
 PATIENCE = 3
 _START = ("start_up", "load_model", "restore", "probe", "compile")

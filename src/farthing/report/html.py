@@ -1,6 +1,6 @@
 """Reports as one HTML page that needs nothing else: no script, nothing that a browser would load.
 
-Texts of others are escaped by the templates (`templates/`), which draw; nothing is computed here.
+Texts of others are escaped by the templates, which draw; nothing is computed here.
 """
 
 from __future__ import annotations

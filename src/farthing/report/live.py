@@ -1,7 +1,6 @@
-"""A run as it goes, from the files that it writes anyway: how far it is, what it will cost, whether
-it is alive, and what `farthing watch` shows of it.
+"""A run as it goes, from its files: how far it is, what it will cost, and what `watch` shows of it.
 
-Read from another terminal or machine, so a run is never slowed: nothing is asked of it.
+Read from another terminal or machine: nothing is asked of the run, so it is never slowed.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from farthing.report.receipt_types import Receipt
 from farthing.report.words import lines
 
 SILENT_S = 60.0  # a running attempt writes every second; one in a store is told of once a minute
-FIRST_LINE_S, LAST_LINE_S = 10.0, 300.0
-"""In a log the lines come ever more seldom, from every 10 s to every 5 min."""
+FIRST_LINE_S, LAST_LINE_S = 10.0, 300.0  # between lines of a log, ever more seldom
 _ENDED = ("finished", "limit", "interrupted", "failed")
 
 

@@ -1,6 +1,4 @@
-"""What stands beside a plan: services, machines of one's own, years and runs, savings, serving, and
-what somebody paid. Typed values with their words.
-"""
+"""What stands beside a plan: services, own machines, years and runs, savings, serving."""
 
 from __future__ import annotations
 
@@ -76,8 +74,7 @@ class PaysBack:
     name: str
     rank: int | None
     is_equal: bool
-    usd_per_own_hour: float
-    """What it costs elsewhere to have the work of an hour of the machine done."""
+    usd_per_own_hour: float  # what an hour of the machine's work costs elsewhere
     break_even_hours: float | None
     break_even_months: float | None
     hours_per_month: float

@@ -1,6 +1,4 @@
-"""A plan as sections: the short answer, the whole one, one choice explained, two compared, and the
-page.
-"""
+"""A plan as sections: the short answer, the whole one, one choice, two compared, the page."""
 
 from __future__ import annotations
 

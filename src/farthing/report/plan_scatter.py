@@ -1,6 +1,4 @@
-"""Dollars against hours of every choice: the choices as dots, the front as a line, ranges as
-crosses.
-"""
+"""Dollars against hours of every choice: dots, the front as a line, ranges as crosses."""
 
 from __future__ import annotations
 

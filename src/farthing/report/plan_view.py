@@ -1,7 +1,6 @@
 """A plan as typed values: what `farthing plan --json` prints, and all that its drawings know.
 
-The same study gives the same bytes. Offers that differ only in where they stand are one choice,
-told by the cheapest.
+The same study gives the same bytes. Offers that differ only in place are one choice, the cheapest.
 """
 
 from __future__ import annotations

@@ -232,10 +232,8 @@ class Comparison:
     saved_usd: float | None
     saved_share: float | None
     saved_s: float
-    is_same_work: bool
-    """Same steps and tokens; else only what a token takes can be compared."""
-    saved_share_per_token: float | None
-    """Of the dollars of a token, or of its seconds where there is no price."""
+    is_same_work: bool  # same steps and tokens; else only tokens can be compared
+    saved_share_per_token: float | None  # seconds where no price is known
 
     def in_words(self, run: str = "the run", baseline: str = "the baseline") -> str:
         """What the run saves, by the token where the work differs; empty where unknown."""

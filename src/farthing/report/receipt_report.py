@@ -1,6 +1,4 @@
-"""A receipt as sections, of which the terminal draws all and the page takes some; two receipts
-compared; the trials of a probe. Computes nothing.
-"""
+"""A receipt as sections, two receipts compared, the trials of a probe. Computes nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""What answering with the trained model would cost, for the last line of a receipt: 1,000 requests
-a day, the cheapest way.
+"""What serving the trained model would cost: 1,000 requests a day, the cheapest way.
 
-Requests are taken to be as long as the run's examples: what was learned is written, the rest is
-read.
+A request is as long as the run's examples: what was learned is written, the rest is read.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from farthing.run.folder import MODEL, RECEIPT, kept
 from farthing.storage.files import DamagedFileError, Json, read_json
 
 REQUESTS_PER_DAY = 1000.0
-CONFIGS = ("model_config.json", "config.json")
-"""Of the whole model, beside an adapter and in its own folder."""
+CONFIGS = ("model_config.json", "config.json")  # the whole model's
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ class Finding:
     to_do: str
     saves_s: float  # in a whole run like this one
     saves_usd: float
-    rest_s: float
-    """In what is left of this run; 0 where it has ended, or the fix is for another run."""
+    rest_s: float  # in what is left of this run, 0 where nothing can be saved
     rest_usd: float
 
 
@@ -107,8 +106,7 @@ class Curves:
     loss: list[list[float]]
     loss_bands: list[list[float]]
     """The same finer: [last step, steps, their sum, the lowest, the highest] of a stretch."""
-    loss_ends: list[list[float]]
-    """[step, loss] of the first and the last step; empty where there is none."""
+    loss_ends: list[list[float]]  # [step, loss] of the first and the last step
     utilisation_percent: list[list[float]]
     evaluation: list[dict[str, float]]
 
@@ -158,8 +156,7 @@ class Receipt:
     """Both as `farthing eval` measured them: on examples, and by lm-eval's tasks."""
     wall_s: float
     usd: float
-    ancestor: Json | None
-    """The run that this one began from: run, run_id, step, wall_s, usd, usd_is_known."""
+    ancestor: Json | None  # run, run_id, step, wall_s, usd, usd_is_known
     usd_with_ancestor: float
     usd_is_known: bool
     usd_per_million_tokens: float | None
@@ -179,18 +176,15 @@ class Receipt:
     forecast: Forecast | None
     peak_bytes: int | None
     machines: list[Json]  # that were rented: what each has cost, training in it
-    still_billed: list[Json]
-    """What costs money though no process of the run is alive, and what ends each: what, ends."""
+    still_billed: list[Json]  # what still costs money, and what ends it
     tokens_per_s: float | None
     padded_tokens_per_s: float | None
     mfu: float | None
     curves: Curves
     answers: OfAnswers | None
     timeline: Timeline
-    work: Json | None
-    """What a step consists of, as the newest attempt measured it, see `train/throughput.py`."""
-    published: list[Json]
-    """What of the run is on the Hub, with its commit; without one, what is still to be sent."""
+    work: Json | None  # of a step, as in `train/throughput.py`
+    published: list[Json]  # on the Hub, with its commit, or still to be sent
     serving: Serving | None  # what answering with the model would cost, of a finished run
     diagnosis: Diagnosis | None = None  # None only while the rest is put together
 

@@ -1,8 +1,7 @@
-"""A run as one HTML page that needs nothing else, and several runs compared on one: what they cost,
-and where it went.
+"""A run as one HTML page that needs nothing else, and several runs compared on one.
 
-Gets receipts and says what they say. A month-long run gives a page no larger than a short one:
-curves are means of stretches with their range, exact at both ends.
+Curves are means of stretches with their range, exact at both ends: a month-long run gives a page no
+larger than a short one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""All runs in a folder: their state, dollars, best metric and how true the estimate was, and what a
-month has cost in all.
+"""All runs in a folder: state, dollars, best metric, truth of the estimate, and the month's cost.
 
-Every folder with a ledger is a run, wherever it lies below. What can't be read is named, not left
-out.
+Every folder with a ledger is a run, wherever it lies below. What can't be read is named.
 """
 
 from __future__ import annotations
@@ -27,10 +25,7 @@ _NOT_LOOKED_INTO = {CHECKPOINTS, MODEL, "tensorboard", ".git", "node_modules", "
 @dataclass(frozen=True)
 class Row:
     run: str
-    state: str
-    """running, silent, finished, limit, interrupted, failed; unreadable where its files can't be
-    understood
-    """
+    state: str  # as in `Progress`, or unreadable
     began: str | None = None  # UTC, ISO
     model: str | None = None
     method: str | None = None
@@ -39,8 +34,7 @@ class Row:
     usd: float | None = None
     metric: str | None = None  # the name of `best`
     best: float | None = None
-    ratio: float | None = None
-    """Dollars, or seconds where there is no price, by what was estimated; None before the end."""
+    ratio: float | None = None  # happened/estimated, None before the end
     usd_by_month: dict[str, float] = field(default_factory=dict)
     """Dollars of the attempts that began in a month (2026-11), UTC."""
     problem: str = ""

@@ -1,6 +1,4 @@
-"""The printing edge of what rich draws: markup and control characters in texts of others are shown,
-never obeyed.
-"""
+"""The printing edge of rich: markup and control characters of others are shown, never obeyed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a person sees of a run as it goes, drawn from its events. `templates/live.rich` and
-`live.txt` have the words.
-"""
+"""What a person sees of a run as it goes. `templates/live.rich` and `live.txt` have the words."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ class Terminal:
         self, console: Console, logging_steps: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.console, self._clock, self._logging_steps = console, clock, logging_steps
-        self._work = ""
-        """What is being read or tokenized; since when, and when a log is told of it next."""
+        self._work = ""  # what is being read or tokenized
         self._work_began = self._work_due = 0.0
         self._work_from = 0.0, 0
         self._live = Live(console=console, refresh_per_second=8, transient=True)

@@ -1,7 +1,6 @@
 """A run over its paid time: what each stretch of it was spent on, and what happened when.
 
-Attempts are laid end to end, as the bill has them: the pauses between, in which nothing ran and
-nothing was paid for, are left out.
+Attempts are laid end to end; the unpaid pauses between them are left out.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ OF_SPAN = {
     "idle": (REST, "training"),
     "lost": (REST, ""),
 }
-"""Of each span of the ledger the group that a page tells apart, and the part of a plan's estimate
-that foretells it.
-"""
+"""Of each span: the group that a page tells apart, and the part of an estimate."""
 _BEFORE_STEPS = ("start_up", "tokenize", "load_model", "restore", "probe")
 _OTHER = (REST, "")  # a span of another version of farthing
 

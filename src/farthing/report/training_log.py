@@ -1,9 +1,8 @@
-"""What the receipt says of `log.jsonl`: sums, the newest step, evaluations and a loss curve, a line
-in memory at a time.
+"""What the receipt says of `log.jsonl`: sums, the newest step, evaluations and a loss curve.
 
-A run of a month has a million lines: those that the loop writes for a step are taken apart without
-reading their list of examples, all others as JSON. What was read once is kept in a digest beside
-the log, with the place in the log up to which it holds, so that a reader continues from there.
+A run of a month has a million lines. One is in memory at a time; those of a step are taken apart
+without their list of examples, others as JSON. A digest beside the log keeps what was read, and up
+to which place, so that a reader continues there.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ _STEP = re.compile(
 )
 _OF_STEP = {"step", "loss", "grad_norm", "lr", "n_targets", "n_tokens", "examples", "crc32"}
 _VERSION, _END_BYTES = 3, 512
-_WORTH_BYTES = 1 << 20
-"""A digest is written anew when so much has been added to the log: less is read in no time."""
+_WORTH_BYTES = 1 << 20  # so much added to the log makes a new digest
 
 
 @dataclass
@@ -86,11 +84,9 @@ class TrainingLog:
     n_targets: int = 0
     n_skipped: int = 0
     losses: Curve = field(default_factory=Curve)
-    figures: dict[str, Curve] = field(default_factory=dict)
-    """What the objective finds besides its loss, by name."""
+    figures: dict[str, Curve] = field(default_factory=dict)  # by name, of the objective
     evaluations: list[Json] = field(default_factory=list)
-    n_damaged: int = 0
-    """Lines that are left out. One that a kill has torn at the end is not counted."""
+    n_damaged: int = 0  # left out; a torn last line is not counted
 
     def add_step(self, step: int, loss: float | None, n_targets: int, n_tokens: int) -> None:
         self.step, self.loss = step, loss

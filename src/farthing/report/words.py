@@ -1,6 +1,4 @@
-"""Words of reports by templates, `templates/*.txt` and `*.rich`: each of their macros is a sentence
-or lines below each other.
-"""
+"""Words of reports, by the macros of `templates/*.txt` and `*.rich`."""
 
 from __future__ import annotations
 
