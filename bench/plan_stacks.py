@@ -16,7 +16,7 @@ from farthing.models.blocks import Block, block_of
 from farthing.planner import memory as planned
 from farthing.planner.activations import Layers, adapts_down, layers_of, scores_per_pair
 from farthing.planner.memory import Memory, estimate_memory
-from farthing.planner.recipe import FSDP, Case, Recipe, Stack
+from farthing.planner.recipe import FSDP, Case, ModelSupport, Recipe
 from farthing.planner.work import LAUNCH_S, OUTER_LAUNCHES, Work, work_of
 
 # what a loss keeps of the logits, see `_logits_bytes`
@@ -26,7 +26,7 @@ TILE_BYTES = 256 << 20  # of a loss that never has more than a tile of the logit
 
 
 @dataclass(frozen=True)
-class OtherStack(Stack):
+class OtherStack(ModelSupport):
     """How the code of another trainer computes, where that shows in memory or seconds."""
 
     has_master_weights: bool = False  # what is trained is fp32; else in the precision of the run
@@ -171,7 +171,7 @@ def _inputs_bytes(case: OtherCase) -> float:
 _of_farthing = planned.standing_of
 
 
-def _standing(case: OtherCase) -> planned.Standing:
+def _standing(case: OtherCase) -> planned.FixedBytes:
     """Adapters are spread as frozen weights are."""
     recipe, adapters, found = case.recipe, case.adapters, _of_farthing(case)
     share, is_spread = recipe.kept_share, recipe.n_shards > 1

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import farthing.model.head
-from farthing.model.head import Head, How, find_head, head_losses
+from farthing.model.head import Head, HeadSettings, find_head, head_losses
 from farthing.model.lora_kernels import LowRank
 from farthing.model.loss import Labelled, decoder_inputs, find_labelled, inner_of
 from farthing.models.families import SEQ2SEQ_FAMILIES
@@ -116,10 +116,14 @@ def leave_low_rank(model: Any) -> None:
 
 
 def head_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, how: How | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labelled: Labelled,
+    how: HeadSettings | None = None,
 ) -> Tensor:
     """Sum of the losses of the labelled positions."""
-    return head_losses(hidden, weight, bias, labelled, how or How())[0]
+    return head_losses(hidden, weight, bias, labelled, how or HeadSettings())[0]
 
 
 def summed_loss(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farthing.launch.machines import Machine
+from farthing.launch.machines import RentedMachine
 from farthing.launch.request import LaunchRequest
 from farthing.launch.targets.hosts import HostDriver
 from offers import offer_of
@@ -53,6 +53,6 @@ def ask_for(text: str, most_s: int = 60) -> LaunchRequest:
     )
 
 
-def machine_of(ask: LaunchRequest, number: str = "") -> Machine:
+def machine_of(ask: LaunchRequest, number: str = "") -> RentedMachine:
     """As the ledger has it."""
-    return Machine(ask.name, id=number, instance="local")
+    return RentedMachine(ask.name, id=number, instance="local")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.report.training_log import keep_digest
-from farthing.run.accounts import Account, Mark, as_line
+from farthing.run.accounts import Account, AttemptMark, as_line
 from farthing.run.folder import LEDGER, LOG, RUN, keep
 from farthing.run.ledger import SPANS, Ledger, Meter
 from farthing.storage.logs import line_of
@@ -60,7 +60,7 @@ def _make_ledger(folder: Path, n_steps: int, n_attempts: int, chance: random.Ran
             "mfu": 0.4,
             "takes": {"start_s": 9.0, "step_s": 1.0, "save_s": 1.0},
         }
-        account.marks = [Mark(last, last, 1, 9000.0, 100, spans)] * 2
+        account.marks = [AttemptMark(last, last, 1, 9000.0, 100, spans)] * 2
         spent_s += account.wall_s
         lines.append(as_line(account))
     (folder / LEDGER).write_text("".join(lines), encoding="utf-8")

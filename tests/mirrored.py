@@ -13,7 +13,7 @@ import pytest
 
 from farthing.run.accounts import Account, as_line
 from farthing.run.folder import COPIES, copies_of, keep
-from farthing.run.mirror import Mirror, Pace
+from farthing.run.mirror import Mirror, MirrorTimes
 from farthing.storage.files import commit_folder, unseal, verify_folder
 from farthing.storage.logs import line_of
 from farthing.storage.objects import (
@@ -23,7 +23,7 @@ from farthing.storage.objects import (
 )
 
 Kind = TypeVar("Kind", bound=Store)
-QUICK = Pace(
+QUICK = MirrorTimes(
     renew_s=0.05,
     lease_s=0.4,
     answer_s=1.0,
@@ -37,8 +37,12 @@ QUICK = Pace(
 """Of whole runs: faults are given up soon, and a store without faults may be as slow as a machine
 that others use.
 """
-IN_TROUBLE = Pace(renew_s=0.5, lease_s=5, pause_s=0.02, again_s=0.2, give_up_s=60, leave_s=300)
-STILL = Pace(renew_s=60.0, lease_s=0.3, answer_s=0.5, deliver_s=1.0, pause_s=0.001, again_s=0.02)
+IN_TROUBLE = MirrorTimes(
+    renew_s=0.5, lease_s=5, pause_s=0.02, again_s=0.2, give_up_s=60, leave_s=300
+)
+STILL = MirrorTimes(
+    renew_s=60.0, lease_s=0.3, answer_s=0.5, deliver_s=1.0, pause_s=0.001, again_s=0.02
+)
 
 
 def folder_of_run(folder: Path, run_id: str = "run-1") -> Path:
@@ -76,7 +80,11 @@ def step_done(folder: Path, step: int, attempt: int = 1) -> Path:
 
 
 def mirror_of(
-    store: Store, folder: Path, said: list[str] | None = None, pace: Pace = STILL, keep: int = 2
+    store: Store,
+    folder: Path,
+    said: list[str] | None = None,
+    pace: MirrorTimes = STILL,
+    keep: int = 2,
 ) -> Mirror:
     folder.mkdir(parents=True, exist_ok=True)
     return Mirror(store, folder, keep, (said if said is not None else []).append, pace)

@@ -14,11 +14,11 @@ from farthing.data.lengths import Lengths, from_arrays
 from farthing.models.model_config import known_config
 from farthing.models.shapes import Shape, read_shape
 from farthing.planner.decide import decide as decide_offered
-from farthing.planner.inputs import Asked, Study, study_job
+from farthing.planner.inputs import PlanOptions, Study, study_job
 from farthing.planner.machines import machine_of
 from farthing.planner.search import Refusal
 from farthing.planner.software import Torch
-from farthing.planner.types import Answer, JobSpec, Machine, Plan, Rejected
+from farthing.planner.types import Answer, JobSpec, Machine, OfferPlan, Rejected
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Offer
 from offers import TODAY, offer_of
@@ -93,7 +93,7 @@ def decide(wanted: JobSpec, places: list[Place], **more: Any) -> Answer:
     return decide_offered(wanted, offered, today=TODAY, **more)
 
 
-def only(answer: Answer) -> Plan:
+def only(answer: Answer) -> OfferPlan:
     """The one plan of an answer."""
     assert len(answer.plans) == 1, answer.rejected
     return answer.plans[0]
@@ -125,4 +125,4 @@ def job_of(folder: Path, **keys: Any) -> Job:
 def ask(folder: Path, job: dict[str, Any] | None = None, **wishes: Any) -> Study:
     """The answer for 10,000 examples of 400 tokens on every offer."""
     wanted: dict[str, Any] = {"n_examples": 10_000, "mean_tokens": 400.0, "is_local": False}
-    return study_job(job_of(folder, **(job or {})), Asked(**(wanted | wishes)), now=NOW)
+    return study_job(job_of(folder, **(job or {})), PlanOptions(**(wanted | wishes)), now=NOW)

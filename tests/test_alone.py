@@ -18,7 +18,7 @@ from transformers import (
 
 from families import CODES, PAD, examples_of, small, speaking
 from farthing.data.encode import Encoder
-from farthing.data.formats import Text
+from farthing.data.formats import Example
 from farthing.errors import ModelError
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import packed_logits
@@ -261,7 +261,7 @@ def test_inputs_and_targets_carry_their_own_languages(family):
     source, target = CODES[family]
     tokenizer = speaking(family)
     assert set_languages(tokenizer, "seq2seq", source, target) == (source, target)
-    text = Text((("the bread", False), ("das Brot", True)))
+    text = Example((("the bread", False), ("das Brot", True)))
     before = tokenizer.backend_tokenizer.to_str()
     ((ids, is_target),) = encoded_examples(Encoder(tokenizer, "seq2seq", 20, 20)([text]))
     assert tokenizer.backend_tokenizer.to_str() == before

@@ -24,7 +24,7 @@ from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.read import Source, open_sources
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Row
-from farthing.data.token_set import Recipe
+from farthing.data.token_set import TokenRecipe
 from farthing.errors import DataError
 from farthing.tiny import demo_rows
 from peak_memory import PeakMemory
@@ -316,7 +316,9 @@ def test_keys_that_an_object_lacks_are_not_learned_as_null(tmp_path):
         backend_tokenizer=with_words("</s>"),
     )
 
-    reader = SourceReader(opened(path, path.parent / "cache"), Recipe("causal-lm", 64), tokenizer)
+    reader = SourceReader(
+        opened(path, path.parent / "cache"), TokenRecipe("causal-lm", 64), tokenizer
+    )
     found = list(opened(path, path.parent / "cache").rows())
     reader.look(found)
     texts = ["".join(part for part, _ in reader.text(row).segments) for row in found]

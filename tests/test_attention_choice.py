@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from farthing.model import attention_kernels
-from farthing.model.attention_choice import Asked, Machine, choose
+from farthing.model.attention_choice import AttentionHardware, AttentionTask, choose
 from farthing.model.attention_kernels import (
-    How,
+    AttentionSettings,
     choose_kernel,
     here,
     padded,
@@ -71,8 +71,8 @@ FP32, CAPPED, DROPPED = {"dtype": "fp32"}, {"has_softcap": True}, {"has_dropout"
 )
 def test_kernels_are_chosen_by_what_they_can_do(capability, here, asked, kernel):
     """For bf16 heads of 64, unless said otherwise."""
-    asked = Asked(**{"dtype": "bf16", "head_size": 64, **asked})
-    assert choose(asked, Machine(capability, **here)) == kernel
+    asked = AttentionTask(**{"dtype": "bf16", "head_size": 64, **asked})
+    assert choose(asked, AttentionHardware(capability, **here)) == kernel
 
 
 def test_the_table_in_the_docs_is_what_the_choice_says():
@@ -91,13 +91,13 @@ def test_the_table_in_the_docs_is_what_the_choice_says():
         for (cell, what), (dtype, size) in itertools.product(zip(cells, asked, strict=True), kinds):
             here = dict(FULL)
             for kernel in cell.split(", "):
-                machine = Machine(A100, **here)
-                assert choose(Asked(dtype, size, **what), machine) == kernel, (cell, what)
+                machine = AttentionHardware(A100, **here)
+                assert choose(AttentionTask(dtype, size, **what), machine) == kernel, (cell, what)
                 here |= {} if kernel == "padded" else {f"has_{kernel}": False}
 
 
 def test_what_is_asked_is_read_off_the_tensors_and_the_machine(monkeypatch):
-    made: list[Asked] = []
+    made: list[AttentionTask] = []
     monkeypatch.setattr(
         attention_kernels,
         "choose",
@@ -112,12 +112,12 @@ def test_what_is_asked_is_read_off_the_tensors_and_the_machine(monkeypatch):
 
     try:
         query: Any = Query()
-        assert choose_kernel(query, How(True, 1.0)) == "flash"
-        assert choose_kernel(query, How(True, 1.0, 4, 0.1, 2.0)) == "padded"
+        assert choose_kernel(query, AttentionSettings(True, 1.0)) == "flash"
+        assert choose_kernel(query, AttentionSettings(True, 1.0, 4, 0.1, 2.0)) == "padded"
     finally:
         here.cache_clear()
-    assert made == [Asked("fp16", 96), Asked("fp16", 96, True, True)]
-    assert choose_kernel(torch.zeros(3, 2, 8), How(True, 1.0, None, 0.1)) == "cpu"
+    assert made == [AttentionTask("fp16", 96), AttentionTask("fp16", 96, True, True)]
+    assert choose_kernel(torch.zeros(3, 2, 8), AttentionSettings(True, 1.0, None, 0.1)) == "cpu"
 
 
 # ---- documents in padded calls ----
@@ -163,7 +163,7 @@ def test_padding_gets_no_gradient_and_gives_none():
     torch.manual_seed(0)
     documents = Documents.of([5, 2, 9, 1])
     q, k, v = (torch.randn(17, n, 8, requires_grad=True) for n in (4, 2, 2))
-    out = padded(q, k, v, documents, How(False, 0.3))
+    out = padded(q, k, v, documents, AttentionSettings(False, 0.3))
     for at, grad in enumerate(torch.autograd.grad(out[:5].square().sum(), (q, k, v))):
         assert torch.count_nonzero(grad[:5]) > 0, at
         assert torch.count_nonzero(grad[5:]) == 0, at
@@ -174,9 +174,9 @@ def test_padding_gets_no_gradient_and_gives_none():
 def test_dropped_weights_of_padded_documents_are_the_same_in_expectation(causal, cap):
     q, k, v = (tensor.detach()[0].transpose(0, 1) for tensor in heads(11))
     documents = Documents.of([4, 3, 3, 1])
-    exact = padded(q, k, v, documents, How(causal, 0.25, softcap=cap))
+    exact = padded(q, k, v, documents, AttentionSettings(causal, 0.25, softcap=cap))
     torch.manual_seed(0)
-    how = How(causal, 0.25, dropout=0.5, softcap=cap)
+    how = AttentionSettings(causal, 0.25, dropout=0.5, softcap=cap)
     draws = [padded(q, k, v, documents, how) for _ in range(1000)]
     assert not torch.equal(draws[0], draws[1])
     torch.testing.assert_close(torch.stack(draws).mean(0), exact, rtol=0, atol=0.25)

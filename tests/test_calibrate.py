@@ -14,8 +14,8 @@ from farthing.config.job import Job
 from farthing.data.lengths import Largest, Padded, from_arrays
 from farthing.local.machine import Cpu, LocalMachine
 from farthing.local.measurements import Measurement
-from farthing.model.attention_choice import Asked, choose
-from farthing.model.attention_choice import Machine as AttentionMachine
+from farthing.model.attention_choice import AttentionHardware as AttentionMachine
+from farthing.model.attention_choice import AttentionTask, choose
 from farthing.models.model_config import known_config
 from farthing.models.shapes import Shape, read_shape
 from farthing.planner.calibration import as_run, past_errors
@@ -26,9 +26,9 @@ from farthing.planner.machines import machine_here, machine_of, takes_flex
 from farthing.planner.memory import estimate_memory
 from farthing.planner.ranges import memory_spread, speed_spread
 from farthing.planner.recipe import Case, Recipe, stack_for
-from farthing.planner.search import How, recipe_of
+from farthing.planner.search import RecipeBase, recipe_of
 from farthing.planner.speed import Calibration, cpu_device, step_time
-from farthing.planner.types import JobSpec, Machine, Plan
+from farthing.planner.types import JobSpec, Machine, OfferPlan
 from farthing.planner.work import forward_work, work_of
 from farthing.prices.gpus import find_gpu
 from farthing.prices.gpus import gpus as known_gpus
@@ -384,7 +384,7 @@ def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sen
     for gpus, runs in ((2, []), (2, measured), ("all", measured), (9, measured), (None, measured)):
         job = job_with(where={"gpus": gpus, "usd_per_hour": 1.0})
         plan = plan_here(wanted, machine, job, runs, date(2026, 11, 22))
-        assert isinstance(plan, Plan)
+        assert isinstance(plan, OfferPlan)
         found[gpus, bool(runs)] = plan
     guessed, told = found[2, False], found[2, True]
     links = {key: plan.on.machine.device.link_bytes_per_s for key, plan in found.items()}
@@ -439,7 +439,7 @@ def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(mo
         assert here[0].kernels.has_liger == (gpu != "Tesla T4" and is_there and wants == "auto")
         if gpu != "Tesla T4":
             plan = plan_here(wanted, machine, job, [], date(2026, 11, 22))
-            assert isinstance(plan, Plan)
+            assert isinstance(plan, OfferPlan)
             found[here[0].kernels.has_liger] = plan.on.memory.parts["activations"]
     # of a layer, for each token: fp32 copies of two norms' inputs, and one number as wide as the
     # feed-forward
@@ -454,7 +454,7 @@ def test_a_soft_cap_is_planned_as_the_attention_of_each_gpu_computes_it(precisio
     for gpu in known_gpus().values():
         if gpu.vendor == "nvidia":
             major, minor = map(int, gpu.compute_capability.split("."))
-            asked = Asked(precision, head_dim, has_softcap=True)
+            asked = AttentionTask(precision, head_dim, has_softcap=True)
             chosen = choose(asked, AttentionMachine((major, minor), has_flex=True))
             assert takes_flex(gpu, precision, head_dim) == (chosen == "flex"), gpu.name
 
@@ -465,6 +465,6 @@ def test_scores_under_a_soft_cap_are_kept_where_no_one_kernel_takes_its_heads():
     for name in ("A100-80GB", "A40"):
         machine = machine_of(find_gpu(name), 1, asked)
         assert isinstance(machine, Machine)
-        recipe = recipe_of(asked, How("bf16", kernels=machine.kernels), 2048, 0)
+        recipe = recipe_of(asked, RecipeBase("bf16", kernels=machine.kernels), 2048, 0)
         kept[name] = estimate_memory(asked.case(recipe)).parts["activations"]
     assert kept["A100-80GB"] < 0.95 * kept["A40"]

@@ -40,7 +40,7 @@ from farthing.data.formats import converter
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.data.read import open_sources
 from farthing.data.sample import sample_lengths
-from farthing.data.token_set import Recipe
+from farthing.data.token_set import TokenRecipe
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, ModelError, UnusableRowError
 from farthing.model.load import ModelChoice, load_tokenizer
@@ -289,7 +289,7 @@ def test_a_template_that_ends_no_answer_is_said(made, tmp_path):
         assert not ChatReader.of(tokenizer).teaches_to_stop
         write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 3)
         (source,) = open_sources([str(tmp_path / "chats.jsonl")], cache_dir=tmp_path, split="train")
-        found = tokenize([source], tokenizer, Recipe("causal-lm", 512), tmp_path)
+        found = tokenize([source], tokenizer, TokenRecipe("causal-lm", 512), tmp_path)
         assert "the model does not learn where to stop" in "".join(found.notes)
 
 
@@ -300,7 +300,7 @@ def test_every_answer_is_an_example_of_the_set_and_of_the_plan(made, tmp_path):
     ]
     path = write_jsonl(tmp_path / "chats.jsonl", rows)
     sources = open_sources([str(path)], cache_dir=tmp_path, split="train")
-    tokenizer, recipe = made(QWEN_3), Recipe("causal-lm", 512)
+    tokenizer, recipe = made(QWEN_3), TokenRecipe("causal-lm", 512)
     found = tokenize(sources, tokenizer, recipe, tmp_path)
     assert (found.facts["n_rows"], len(found), found.facts["n_unlearned_turns"]) == (6, 12, 0)
     assert len(set(found.groups.tolist())) == 6

@@ -30,7 +30,7 @@ from farthing.model import attention_kernels, compiled
 from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import go_packed, packed_logits
-from farthing.model.attention_kernels import KERNELS, How
+from farthing.model.attention_kernels import KERNELS, AttentionSettings
 from farthing.model.compiled import (
     compile_blocks,
     find_compiler,
@@ -275,7 +275,7 @@ def test_flex_attention_is_one_program_also_with_as_many_blocks_as_heads():
     equal once for one size.
     """
     flex = in_programs(flex_attention, backend="aot_eager", fullgraph=True)
-    how = How(causal=True, scale=0.25, softcap=5.0)
+    how = AttentionSettings(causal=True, scale=0.25, softcap=5.0)
     before = n_graphs()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(attention_kernels, "_flex", lambda: flex)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import workshop
 from farthing.model import cpu
 from farthing.model.attention import attend
-from farthing.model.attention_kernels import How, plain_attention
+from farthing.model.attention_kernels import AttentionSettings, plain_attention
 from farthing.model.documents import Documents
 from farthing.model.norms import KINDS, use_one_gelu
 
@@ -81,7 +81,7 @@ def test_answers_and_gradients_are_those_of_the_formula(lengths, key_lengths, n_
     ]
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     passed = torch.randn(sum(lengths), HEADS, WIDTH).bfloat16()
-    out = cpu.attend(*given, documents, How(causal, 0.3))  # type: ignore[call-arg]
+    out = cpu.attend(*given, documents, AttentionSettings(causal, 0.3))  # type: ignore[call-arg]
     right = by_formula(*exact, documents, causal, 0.3)  # type: ignore[no-untyped-call]
     found = [out, *torch.autograd.grad(out, given, passed)]
     wanted = [right, *torch.autograd.grad(right, exact, passed.double())]
@@ -102,7 +102,7 @@ def test_a_document_has_nothing_of_the_next():
     passed = torch.randn(220, HEADS, WIDTH).bfloat16()
     found = []
     for tensors in (given, changed):
-        out = cpu.attend(*tensors, documents, How(False, 0.3))  # type: ignore[call-arg]
+        out = cpu.attend(*tensors, documents, AttentionSettings(False, 0.3))  # type: ignore[call-arg]
         found.append(
             [out[:130], *(grad[:130] for grad in torch.autograd.grad(out, tensors, passed))]
         )
@@ -165,7 +165,7 @@ def test_sizes_are_few_and_hardly_larger():
     assert len({cpu.few_sizes(n) for n in range(1, 2049)}) == 40
 
 
-BOTH, BACK = How(False, 1.0), How(True, 1.0)
+BOTH, BACK = AttentionSettings(False, 1.0), AttentionSettings(True, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -179,9 +179,9 @@ BOTH, BACK = How(False, 1.0), How(True, 1.0)
         (128, torch.float32, BOTH, True),
         (128, torch.float32, BACK, False),
         (128, torch.float16, BOTH, False),
-        (2049, torch.float32, How(False, 1.0, bias=torch.zeros(())), True),
-        (128, torch.bfloat16, How(True, 1.0, window=4), False),
-        (128, torch.bfloat16, How(True, 1.0, softcap=4.0), False),
+        (2049, torch.float32, AttentionSettings(False, 1.0, bias=torch.zeros(())), True),
+        (128, torch.bfloat16, AttentionSettings(True, 1.0, window=4), False),
+        (128, torch.bfloat16, AttentionSettings(True, 1.0, softcap=4.0), False),
     ],
 )
 def test_blocks_are_for_what_they_are_quicker_at(longest, dtype, how, takes):
@@ -198,7 +198,7 @@ def test_short_documents_in_bf16_are_multiplied_in_fp32(bias):
 
     def attended(tensors):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = cpu.attend(*tensors, documents, How(False, 0.3, bias=bias))  # type: ignore[call-arg]
+            out = cpu.attend(*tensors, documents, AttentionSettings(False, 0.3, bias=bias))  # type: ignore[call-arg]
         return [out, *torch.autograd.grad(out, tensors, passed.to(out.dtype))]
 
     exact = attended([tensor.detach().float().requires_grad_() for tensor in given])
@@ -221,7 +221,7 @@ def test_a_run_in_bf16_that_was_stopped_has_the_losses_of_one_that_was_not(
     stopped, whole = (workshop.make_job(tmp_path / name, **keys) for name in ("stopped", "whole"))
     with monkeypatch.context() as before:
         is_done = property(lambda forecast: forecast.progress.step >= 1)
-        before.setattr("farthing.train.forecast.Forecast.is_done", is_done)
+        before.setattr("farthing.train.forecast.Forecaster.is_done", is_done)
         workshop.train(stopped)
     workshop.change_facts(Path(stopped.output_dir), finished=None)
     assert {workshop.train(job).state for job in (stopped, whole)} == {"finished"}
@@ -236,7 +236,9 @@ def tokens(n: int, heads: int = 2, width: int = 4) -> Tensor:
     return torch.randn(n, heads, width, requires_grad=True)
 
 
-def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+def one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: AttentionSettings
+) -> Tensor:
     """The same in plain operations, a document at a time."""
     found = []
     parts = (
@@ -259,7 +261,7 @@ def test_short_documents_are_attended_to_as_one_at_a_time(has_bias, seen):
     if seen is None:
         bias = bias + torch.full((9, 9), -torch.inf).triu_(1)  # and looks back only
     bias.requires_grad_()
-    how = How(False, 0.7, bias=bias if has_bias else None)
+    how = AttentionSettings(False, 0.7, bias=bias if has_bias else None)
     inputs = (query, key, value, *([bias] if has_bias else []))
     assert cpu.takes(query, documents, how)
     wanted = one_by_one(query, key, value, documents, how)
@@ -276,7 +278,7 @@ def test_what_is_dropped_of_weights_is_dropped_of_their_gradients():
 
     def drawn(*inputs):
         torch.manual_seed(3)
-        return cpu.attend(*inputs, documents, How(False, 0.5, dropout=0.4))
+        return cpu.attend(*inputs, documents, AttentionSettings(False, 0.5, dropout=0.4))
 
     # in double precision the softmax's backward pass is asked for fp32, so differences are taken of
     # the values alone
@@ -289,7 +291,8 @@ def test_what_is_dropped_of_weights_is_dropped_of_their_gradients():
     (of_value,) = torch.autograd.grad(drawn(query, key, value), value, given)
     torch.testing.assert_close((of_value * direction).sum(), (given * numeric).sum())
     assert not torch.equal(
-        drawn(query, key, value), cpu.attend(query, key, value, documents, How(False, 0.5))
+        drawn(query, key, value),
+        cpu.attend(query, key, value, documents, AttentionSettings(False, 0.5)),
     )
 
 

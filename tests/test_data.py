@@ -20,10 +20,10 @@ from farthing.data import blocks, parts
 from farthing.data.batches import Batches, collate, permutation, split_by_input
 from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.formats import converter, recognise
-from farthing.data.parts import Part, read_part
+from farthing.data.parts import TokenPart, read_part
 from farthing.data.read import Row, open_sources
 from farthing.data.token_set import (
-    Recipe,
+    TokenRecipe,
     TokenSet,
     open_token_set,
     set_key,
@@ -341,7 +341,7 @@ def tokens_of(tmp_path, tokenizers):
         return tokenize(
             [opened(path, tmp_path)],
             tokenizer or tokenizers[family],
-            Recipe(task=task, **recipe),
+            TokenRecipe(task=task, **recipe),
             tmp_path / "cache",
         )
 
@@ -460,7 +460,7 @@ def test_several_sources_are_one_set_and_every_example_knows_its_place(tmp_path,
         for name in "ab"
     ]
     sources = open_sources(tuple(map(str, paths)), cache_dir=tmp_path, split="train")
-    tokens = tokenize(sources, tokenizers["llama"], Recipe("causal-lm", 64), tmp_path)
+    tokens = tokenize(sources, tokenizers["llama"], TokenRecipe("causal-lm", 64), tmp_path)
     assert [tokens.place(i).rpartition("/")[2] for i in range(4)] == [
         "a.jsonl:1",
         "a.jsonl:2",
@@ -492,7 +492,7 @@ def source(tmp_path):
 
 
 def test_a_set_is_made_once(source, tmp_path, tokenizers):
-    recipe, counts = Recipe("causal-lm", 64), [Counting(), Counting()]
+    recipe, counts = TokenRecipe("causal-lm", 64), [Counting(), Counting()]
     made, found = (
         tokenize([source], tokenizers["llama"], recipe, tmp_path, progress=count)
         for count in counts
@@ -516,7 +516,7 @@ def test_the_use_of_a_tokenizer_does_not_change_its_identity(tokenizers):
 def test_whatever_a_set_follows_from_changes_its_name(source, tmp_path, tiny_folders):
     from transformers import AutoTokenizer
 
-    recipe = Recipe("causal-lm", 64)
+    recipe = TokenRecipe("causal-lm", 64)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folders["llama"])
     hashes = [tokenizer_sha256(tokenizer)]
     keys = [set_key([source], hashes[0], recipe)]
@@ -551,7 +551,7 @@ def test_whatever_a_set_follows_from_changes_its_name(source, tmp_path, tiny_fol
     keys += [set_key([source], each, recipe) for each in hashes[1:]]
     assert len(set(keys)) == len(keys) == 1 + len(changes) + 2 + 4
     assert len({field for change in changes for field in change}) == len(
-        Recipe.__dataclass_fields__
+        TokenRecipe.__dataclass_fields__
     )
 
 
@@ -559,7 +559,7 @@ def test_whatever_a_set_follows_from_changes_its_name(source, tmp_path, tiny_fol
     "name", ["ids.bin", "targets.bin", "offsets.bin", "groups.bin", "lines.bin", "manifest.json"]
 )
 def test_a_flipped_byte_is_detected_and_the_set_made_anew(source, tmp_path, tokenizers, name):
-    recipe = Recipe("causal-lm", 64)
+    recipe = TokenRecipe("causal-lm", 64)
     made = tokenize([source], tokenizers["llama"], recipe, tmp_path)
     expected = made.ids.copy()
     path = made.folder / name
@@ -584,7 +584,7 @@ def test_a_flipped_bit_of_a_part_is_never_silent(tmp_path):
     """The directory of an archive has bits that drop a column without an error."""
     columns = {"ids": np.arange(40, dtype=np.int32), "lengths": np.array([40])}
     path = tmp_path / "part"
-    Part(columns, {"source": 0}).write(path)
+    TokenPart(columns, {"source": 0}).write(path)
     whole = path.read_bytes()
     for bit in range(0, 8 * len(whole), 13):
         damaged = bytearray(whole)
@@ -600,7 +600,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 from farthing.data import blocks, parts, tokens
 from farthing.data.read import open_sources
-from farthing.data.token_set import Recipe
+from farthing.data.token_set import TokenRecipe
 
 n_killed, tokens.WORKER_BYTES = int(sys.argv[2]), int(sys.argv[3])
 blocks.BLOCK_ROWS, parts.PART_BLOCKS = 64, 4
@@ -611,7 +611,7 @@ def told(n_rows, n_tokens, share):
 
 tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
 sources = open_sources((os.path.abspath("a.jsonl"),), cache_dir=Path("cache"), split="train")
-tokens.tokenize(sources, tokenizer, Recipe("classification", 64), Path("cache"), progress=told)
+tokens.tokenize(sources, tokenizer, TokenRecipe("classification", 64), Path("cache"), progress=told)
 """
 
 
@@ -638,7 +638,7 @@ def test_a_tokenization_that_is_killed_resumes_and_gives_the_same_bytes(
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    recipe = Recipe("classification", 64)
+    recipe = TokenRecipe("classification", 64)
     made, count = [], Counting()
     for cache in ("cache", "another"):
         sources = [opened(tmp_path / "a.jsonl", tmp_path)]
@@ -659,12 +659,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 from farthing.data.batches import Batches, rows_of, split_by_input
 from farthing.data.read import open_sources
-from farthing.data.token_set import Recipe
+from farthing.data.token_set import TokenRecipe
 from farthing.data.tokens import tokenize
 
 tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
 sources = open_sources((sys.argv[2],), cache_dir=Path(sys.argv[3]), split="train")
-tokens = tokenize(sources, tokenizer, Recipe("causal-lm", 512), Path(sys.argv[3]))
+tokens = tokenize(sources, tokenizer, TokenRecipe("causal-lm", 512), Path(sys.argv[3]))
 train, _ = split_by_input(tokens.groups, 0.01, 0, tokens.inputs)
 rows_of(tokens, Batches(train, 64, 0).examples_of(0))
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -15,7 +15,7 @@ import yaml
 from farthing.config.load import load_job
 from farthing.report.diagnosis import diagnose
 from farthing.report.receipt import build_receipt
-from farthing.report.receipt_types import Receipt, Span
+from farthing.report.receipt_types import RunReceipt, Span
 from farthing.report.timeline import OF_SPAN, foretold, grouped
 from farthing.run.accounts import Account, as_line
 from farthing.run.ledger import SPANS
@@ -26,14 +26,14 @@ CASES = yaml.safe_load((Path(__file__).parent / "diagnoses.yaml").read_text(enco
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Receipt:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> RunReceipt:
     """The receipt of an attempt of no time; its figures are replaced by those of each case."""
     folder = tmp_path_factory.mktemp("plain")
     (folder / "ledger.jsonl").write_text(as_line(Account(1, "a", usd_per_hour=3.6)))
     return replace(build_receipt(folder), steps=100, state="finished", mfu=None)
 
 
-def receipt_of(plain: Receipt, case: dict[str, Any]) -> Receipt:
+def receipt_of(plain: RunReceipt, case: dict[str, Any]) -> RunReceipt:
     seconds, losses = case["seconds"], case.get("losses", [])
     losses = [1 - n / 1e6 for n in range(losses)] if isinstance(losses, int) else losses
     rows = [{"step": (i + 1) * 100 // len(losses), "loss": loss} for i, loss in enumerate(losses)]

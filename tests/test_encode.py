@@ -21,10 +21,10 @@ from farthing.data import blocks
 from farthing.data import parts as parts_module
 from farthing.data.batches import collate
 from farthing.data.encode import Encoded, Encoder
-from farthing.data.formats import Text
+from farthing.data.formats import Example
 from farthing.data.read import Source, open_sources
-from farthing.data.rows import Block, Row
-from farthing.data.token_set import Recipe, TokenSet
+from farthing.data.rows import Row, RowBlock
+from farthing.data.token_set import TokenRecipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, RunInterruptedError
 from farthing.tiny import write_jsonl
@@ -70,7 +70,7 @@ PIECES = [
 ]
 
 
-def odd_texts(n: int, seed: int = 0) -> list[Text]:
+def odd_texts(n: int, seed: int = 0) -> list[Example]:
     """Texts of several segments, cut at all the places where tokens may lie across."""
     draw = random.Random(seed)
 
@@ -80,12 +80,12 @@ def odd_texts(n: int, seed: int = 0) -> list[Text]:
     texts = []
     for _ in range(n):
         segments = tuple((part(), draw.random() < 0.5) for _ in range(draw.randint(1, 4)))
-        texts.append(Text((*segments, (part() + "x", True)), is_raw=draw.random() < 0.7))
+        texts.append(Example((*segments, (part() + "x", True)), is_raw=draw.random() < 0.7))
     return texts
 
 
 def row_by_row(
-    tokenizer: Any, text: Text, train_on_prompt: bool = False
+    tokenizer: Any, text: Example, train_on_prompt: bool = False
 ) -> tuple[list[int], list[int]]:
     """(ids, is_target) of a causal-lm text by one call of transformers and its map of characters."""  # noqa: E501
     joined = "".join(part for part, _ in text.segments)
@@ -227,7 +227,7 @@ def test_blanks_that_begin_a_completion_are_learned_where_offsets_are_trimmed(da
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(data_dir / "tokenizers" / "roberta-base")
-    text = Text((("x = [", False), ("    1,", True)))
+    text = Example((("x = [", False), ("    1,", True)))
     ((ids, is_target),) = encoded_examples(Encoder(tokenizer, "causal-lm", 100, 100)([text]))
     learned = [int(i) for i, t in zip(ids, is_target, strict=True) if t]
     assert tokenizer.decode(learned[:-1]) == "    1,"
@@ -239,7 +239,7 @@ def test_inputs_and_targets_are_cut_as_transformers_cuts_them(tokenizers, monkey
     tokenizer = tokenizers["t5"]
     monkeypatch.setattr(tokenizer, "truncation_side", side)
     texts = [
-        Text((("one two three " * n, False), ("four five " * (5 - n), True)))
+        Example((("one two three " * n, False), ("four five " * (5 - n), True)))
         for n in (1, 2, 3, 4, 1)
     ]
     encoded = Encoder(tokenizer, "seq2seq", limit, limit + 1)(texts)
@@ -259,7 +259,7 @@ def test_inputs_and_targets_are_cut_as_transformers_cuts_them(tokenizers, monkey
 
 @pytest.mark.parametrize(("name", "task"), [("t5", "seq2seq"), ("llama", "causal-lm")])
 def test_a_tokenizer_that_others_told_to_cut_and_pad_does_neither(tokenizers, name, task):
-    texts = [Text((("one two three", False), (" four five six", True)))]
+    texts = [Example((("one two three", False), (" four five six", True)))]
     before = Encoder(tokenizers[name], task, 64, 64)(texts)
     told = copy.deepcopy(tokenizers[name])
     told.backend_tokenizer.enable_truncation(2)
@@ -303,7 +303,9 @@ def rows(tmp_path):
 
 def made(rows: Path, tokenizer: Any, cache: Path, **options: Any) -> TokenSet:
     sources = open_sources((str(rows),), cache_dir=cache, split="train")
-    return tokenize(sources, tokenizer, Recipe("causal-lm", 24, max_bad_rows=0.5), cache, **options)
+    return tokenize(
+        sources, tokenizer, TokenRecipe("causal-lm", 24, max_bad_rows=0.5), cache, **options
+    )
 
 
 def test_a_set_is_the_same_however_many_rows_are_encoded_at_once(
@@ -354,15 +356,17 @@ def test_the_first_mistake_is_the_one_that_is_told(tmp_path, tokenizers):
 
         def blocks(self, reading=None):
             rows = [Row(n + 1, {"text": "long " * (50 if n == 3 else 1)}) for n in range(6)]
-            yield Block(np.ones(6, np.int64), lambda picked: [rows[n] for n in picked])
+            yield RowBlock(np.ones(6, np.int64), lambda picked: [rows[n] for n in picked])
             raise DataError("the disk fails")
 
     source = CutShort("a set", "0", "jsonl")
     with pytest.raises(DataError, match="longer than max_length 12") as caught:
-        tokenize([source], tokenizers["llama"], Recipe("causal-lm", 12, too_long="error"), tmp_path)
+        tokenize(
+            [source], tokenizers["llama"], TokenRecipe("causal-lm", 12, too_long="error"), tmp_path
+        )
     assert caught.value.where == "a set:4"
     with pytest.raises(DataError, match="the disk fails"):
-        tokenize([source], tokenizers["llama"], Recipe("causal-lm", 12), tmp_path)
+        tokenize([source], tokenizers["llama"], TokenRecipe("causal-lm", 12), tmp_path)
 
 
 # ---- real data: what was made before segments were found by counting bytes ----
@@ -381,7 +385,7 @@ CHATML = (
                 "p3_open_license_sample",
                 "gpt2",
                 600,
-                Recipe("causal-lm", 512),
+                TokenRecipe("causal-lm", 512),
                 None,
                 "624bd708dfe8ee61f2f25af7b7278460",
             ),
@@ -389,7 +393,7 @@ CHATML = (
                 "p3_open_license_sample",
                 "gpt-neox-mpt",
                 600,
-                Recipe("causal-lm", 512),
+                TokenRecipe("causal-lm", 512),
                 None,
                 "45e1db565612f3fb5955041d08719309",
             ),
@@ -397,7 +401,7 @@ CHATML = (
                 "p3_open_license_sample",
                 "mistral-7b-v0.1",
                 300,
-                Recipe("causal-lm", 512),
+                TokenRecipe("causal-lm", 512),
                 None,
                 "508fb6ad41de7f687b673f193f6ee4ba",
             ),
@@ -405,7 +409,7 @@ CHATML = (
                 "chat_messages",
                 "gpt2",
                 200,
-                Recipe("causal-lm", 1024),
+                TokenRecipe("causal-lm", 1024),
                 None,
                 "72f8fbde8911b3920f3532f49b72d4db",
             ),
@@ -413,7 +417,7 @@ CHATML = (
                 "chat_messages",
                 "gpt-neox-mpt",
                 200,
-                Recipe("causal-lm", 1024),
+                TokenRecipe("causal-lm", 1024),
                 CHATML,
                 "e64f24ef64bc9cabc62b7691f8cbd162",
             ),
@@ -421,7 +425,7 @@ CHATML = (
                 "e2e_nlg_dev_test",
                 "t5",
                 1500,
-                Recipe("seq2seq", 40, 40),
+                TokenRecipe("seq2seq", 40, 40),
                 None,
                 "e0640a2683d46b552dfe1034119f374e",
             ),
@@ -429,7 +433,7 @@ CHATML = (
                 "complaints_narratives",
                 "bert-base-uncased",
                 300,
-                Recipe("classification", 128, columns={"label": "product"}),
+                TokenRecipe("classification", 128, columns={"label": "product"}),
                 None,
                 "6021c768b325a6fac3f41f3578a08e73",
             ),

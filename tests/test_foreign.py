@@ -15,7 +15,7 @@ from farthing.data.foreign import foreign_kind
 from farthing.data.read import Source, open_sources
 from farthing.data.reader import SourceReader
 from farthing.data.rows import Row
-from farthing.data.token_set import Recipe
+from farthing.data.token_set import TokenRecipe
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError
 from farthing.events import DataRead
@@ -185,7 +185,9 @@ def test_one_row_of_another_kind_anywhere_refuses_the_file_at_its_line(where, tm
         (str(write_jsonl(tmp_path / "a.jsonl", rows)),), cache_dir=tmp_path, split="train"
     )
     with pytest.raises(DataError) as caught:
-        tokenize(sources, tokenizers["llama"], Recipe("causal-lm", 64, max_bad_rows=1.0), tmp_path)
+        tokenize(
+            sources, tokenizers["llama"], TokenRecipe("causal-lm", 64, max_bad_rows=1.0), tmp_path
+        )
     assert caught.value.where.endswith(f"a.jsonl:{where + 1}")
     assert "answers with a verdict" in caught.value.what
 
@@ -262,7 +264,8 @@ def test_each_source_has_its_own_ignored_columns(tmp_path, tokenizers):
     names = (str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))
     sources = open_sources(names, cache_dir=tmp_path, split="train")
     made, again = (
-        tokenize(sources, tokenizers["llama"], Recipe("causal-lm", 64), tmp_path) for _ in range(2)
+        tokenize(sources, tokenizers["llama"], TokenRecipe("causal-lm", 64), tmp_path)
+        for _ in range(2)
     )
     assert made.facts["formats"] == ["text", "prompt/completion"]
     assert [note.rpartition("/")[2] for note in made.notes] == [
@@ -273,7 +276,9 @@ def test_each_source_has_its_own_ignored_columns(tmp_path, tokenizers):
 
 
 def reader_of(columns: dict[str, str]) -> SourceReader:
-    return SourceReader(Source("a", "", "jsonl"), Recipe("causal-lm", 64, columns=columns), None)
+    return SourceReader(
+        Source("a", "", "jsonl"), TokenRecipe("causal-lm", 64, columns=columns), None
+    )
 
 
 def test_a_mapped_column_hides_the_one_of_its_standard_name():
@@ -294,10 +299,10 @@ def test_a_mapped_column_hides_the_one_of_its_standard_name():
 def test_columns_that_the_job_names_are_read_beside_pictures(task, columns):
     row = {"words": ["a"], "ner": ["O"], "q": "a", "good": "b", "bad": "c", "topic": "x"}
     seen = [Row(1, {**row, "text": "a", "image": "a.png"})]
-    reader = SourceReader(Source("a set", "", "jsonl"), Recipe(task, 9, columns=columns), None)
+    reader = SourceReader(Source("a set", "", "jsonl"), TokenRecipe(task, 9, columns=columns), None)
     assert reader.look(seen) == seen
     given = SourceReader(
-        Source("a set", "", "jsonl"), Recipe(task, 9, columns={"prompt": "q"}), None
+        Source("a set", "", "jsonl"), TokenRecipe(task, 9, columns={"prompt": "q"}), None
     )
     with pytest.raises(DataError, match="images, sound or video"):
         given.look(seen)

@@ -38,8 +38,8 @@ import workshop
 from farthing.data.loader import micro_batches
 from farthing.events import Decided, Event, StepTaken
 from farthing.model import attention_kernels, head
-from farthing.model.attention_choice import Asked, choose
-from farthing.model.attention_kernels import KERNELS, How, choose_kernel, here
+from farthing.model.attention_choice import AttentionTask, choose
+from farthing.model.attention_kernels import KERNELS, AttentionSettings, choose_kernel, here
 from farthing.model.documents import Documents
 from farthing.model.hardware import find_compiler
 from farthing.model.loss import Labelled
@@ -80,7 +80,7 @@ def clean_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
-    def chosen(query: Tensor, how: How) -> str:
+    def chosen(query: Tensor, how: AttentionSettings) -> str:
         return "padded" if query.dtype == torch.float32 else choose_kernel(query, how)
 
     monkeypatch.setattr(attention_kernels, "choose_kernel", chosen)
@@ -275,7 +275,7 @@ def attended(
         *(attention_kernels.keys_as_seen(leaf, documents) for leaf in leaves[1:]),
     )
     how = {"causal": True, "scale": query.shape[-1] ** -0.5} | how
-    out = KERNELS[kernel](query, key, value, documents, How(**how))
+    out = KERNELS[kernel](query, key, value, documents, AttentionSettings(**how))
     weights = torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)
     (out.float() * weights).sum().backward()
     return [out.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)]
@@ -335,10 +335,10 @@ def test_no_document_sees_another(kernel):
 def test_one_kernel_takes_all_documents_where_the_gpu_has_one(record_property):
     machine = here(torch.device("cuda"), False)
     asked = {
-        "plain": Asked("bf16", 64),
-        "softcap": Asked("bf16", 256, has_softcap=True),
-        "fp32": Asked("fp32", 64),
-        "dropout": Asked("bf16", 64, has_dropout=True),
+        "plain": AttentionTask("bf16", 64),
+        "softcap": AttentionTask("bf16", 256, has_softcap=True),
+        "fp32": AttentionTask("fp32", 64),
+        "dropout": AttentionTask("bf16", 64, has_dropout=True),
     }
     chosen = {name: choose(one, machine) for name, one in asked.items()}
     record_property("kernels", json.dumps(chosen))
@@ -458,7 +458,7 @@ def test_losses_in_one_kernel_are_those_of_operations(dtype, monkeypatch):
     targets = torch.randint(0, n_words, (n,), generator=draw, device="cuda")
     labelled = Labelled(torch.arange(n, device="cuda"), targets)
     for cap, smoothing in ((None, 0.0), (5.0, 0.0), (None, 0.1), (5.0, 0.1)):
-        how = head.How(cap, smoothing, torch.full((), 0.5, device="cuda"))
+        how = head.HeadSettings(cap, smoothing, torch.full((), 0.5, device="cuda"))
         found = []
         for kernel in (head.one_kernel, lambda device: None):
             with monkeypatch.context() as patched:

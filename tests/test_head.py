@@ -21,7 +21,7 @@ from farthing.model.documents import packed_batch
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.head import (
-    How,
+    HeadSettings,
     default_tile_tokens,
     find_head,
 )
@@ -91,7 +91,7 @@ def parts(
 @pytest.mark.parametrize("tile", [1, 7, 23, 1000])
 def test_loss_and_gradients_are_those_of_whole_logits(n, tile, soft_cap, smoothing):
     results = []
-    how = How(soft_cap, smoothing)
+    how = HeadSettings(soft_cap, smoothing)
     for is_own in (False, True):
         hidden, weight, bias, labelled = parts(n=n)
         if is_own:
@@ -125,7 +125,7 @@ def test_the_derivatives_hold_in_double_precision(soft_cap, smoothing):
         plain(hidden, weight, bias, labelled, **how), (hidden, weight, bias)
     )
     with in_tiles_of(2):
-        loss = head_loss(hidden, weight, bias, labelled, How(gradient_scale=0.3, **how))
+        loss = head_loss(hidden, weight, bias, labelled, HeadSettings(gradient_scale=0.3, **how))
     for ours, expected in zip(
         torch.autograd.grad(loss, (hidden, weight, bias)), theirs, strict=True
     ):
@@ -187,7 +187,8 @@ def test_a_foreseen_scale_keeps_fp16_gradients_from_vanishing():
     def gradient(dtype, foreseen, actual):
         weight = words.to(dtype, copy=True).requires_grad_()
         (
-            head_loss(rows.to(dtype), weight, None, labelled, How(gradient_scale=foreseen)) * actual
+            head_loss(rows.to(dtype), weight, None, labelled, HeadSettings(gradient_scale=foreseen))
+            * actual
         ).backward()
         return weight.grad.double() / actual
 

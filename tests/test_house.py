@@ -64,6 +64,16 @@ def test_tests_and_benches_import_no_private_names():
         assert not private.search(path.read_text(encoding="utf-8")), path
 
 
+def test_no_two_public_classes_share_a_name():
+    names = Counter(
+        node.name
+        for path in FILES
+        for node in tree_of(path).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, n in names.items() if n > 1] == []
+
+
 def test_one_place_goes_backward():
     assert [path.name for path in FILES for _ in re.findall(r"\.backward\(", text_of(path))] == [
         "step.py"

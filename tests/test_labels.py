@@ -16,11 +16,11 @@ import yaml
 from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.data.encode import Encoder
-from farthing.data.rows import Text
+from farthing.data.rows import Example
 from farthing.errors import DataError, InputError, JobError
 from farthing.metrics import entity_metrics, multi_label_metrics
 from farthing.model.load import ModelChoice, load_tokenizer
-from farthing.objectives.objective import Evaluated
+from farthing.objectives.objective import EvaluationSums
 from farthing.objectives.registry import objective_of
 from farthing.objectives.token_classification import entities
 from farthing.tiny import write_jsonl
@@ -186,7 +186,7 @@ def test_a_model_is_planned_checked_trained_exported_and_asked(task, method, tmp
 def test_words_become_the_tokens_of_transformers(name, data_dir):
     folder = data_dir / "tokenizers" / name
     rows = [["John", "lives", "in", "New", "York", "!"], ["U.N.", "", "Überraschung", "東京", "’s"]]
-    texts = [Text(((" ".join(row), False),), words=tuple(row)) for row in rows]
+    texts = [Example(((" ".join(row), False),), words=tuple(row)) for row in rows]
     ours = load_tokenizer(ModelChoice(str(folder)), None, of_words=True)
     encoded = Encoder(ours, TAGS, 512, 1)(texts)
     options = {"add_prefix_space": True} if name in ("roberta-base", "gpt2") else {}
@@ -345,7 +345,7 @@ def test_f1_of_several_labels_is_of_each_class_and_of_all():
 
 def test_correlations_are_those_of_the_books():
     labels, answers = np.array([1.0, 2, 2, 5]), np.array([0.0, 1, 3, 2])
-    seen = Evaluated(0.0, 0.0, labels, answers, (), [], [], np.ones(4))
+    seen = EvaluationSums(0.0, 0.0, labels, answers, (), [], [], np.ones(4))
     metrics = objective_of(NUMBERS).judge(seen)
     assert metrics["mse"] == pytest.approx(3.0)
     assert metrics["pearson"] == pytest.approx(3 / 45**0.5)

@@ -31,7 +31,7 @@ from farthing.launch.driver import (
 )
 from farthing.launch.http import Api
 from farthing.launch.inputs import fetch_inputs, pack, send_inputs, with_token_sets
-from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
+from farthing.launch.machines import MachineLedger, RentedMachine, bill_by_machine
 from farthing.launch.prepare import NoBudgetError, Wishes, plain_image, prepare
 from farthing.launch.registry import TARGETS
 from farthing.launch.session import Session, notes_of
@@ -501,7 +501,7 @@ def test_answers_of_a_provider_are_told_apart():
 
 def test_a_pod_that_has_exited_is_over_and_paid_for_until_it_is_deleted():
     pod = {"id": "p1", "name": "farthing-1-1", "status": "EXITED"}
-    seen = RunPod(api_of(Answers((200, {"pods": [pod]})))).look(Machine("farthing-1-1"))
+    seen = RunPod(api_of(Answers((200, {"pods": [pod]})))).look(RentedMachine("farthing-1-1"))
     assert seen is not None
     assert (seen.id, seen.is_over, seen.is_paid) == ("p1", True, True)
 
@@ -680,13 +680,13 @@ def test_a_machine_begun_again_forgets_how_it_left(tmp_path):
 
 
 def test_attempts_belong_to_the_machine_that_was_there():
-    first = Machine(
+    first = RentedMachine(
         "a-1", 1, usd_per_hour=3.6, asked_at=100.0, booted_at=160.0, left_at=500.0, gone_at=560.0
     )
-    cut_off = Machine(
+    cut_off = RentedMachine(
         "a-2", 2, usd_per_hour=3.6, asked_at=600.0, booted_at=620.0, left_at=900.0, gone_at=2000.0
     )
-    last = Machine(
+    last = RentedMachine(
         "a-3",
         3,
         usd_per_hour=7.2,
@@ -700,7 +700,9 @@ def test_attempts_belong_to_the_machine_that_was_there():
         for n, at, s in ((1, 170.0, 300.0), (2, 630.0, 200.0), (3, 1050.0, 440.0))
     ]
     rows = bill_by_machine(
-        [first, cut_off, last, Machine("a-4", 4, is_refused=True, asked_at=50.0)], accounts, 3000.0
+        [first, cut_off, last, RentedMachine("a-4", 4, is_refused=True, asked_at=50.0)],
+        accounts,
+        3000.0,
     )
     assert [row["seconds"]["train"] for row in rows] == [300.0, 200.0, 440.0]
     assert [row["seconds"]["boot"] for row in rows] == [70.0, 30.0, 50.0]

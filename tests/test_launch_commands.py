@@ -14,7 +14,7 @@ import pytest
 from canaries import CANARIES
 from farthing.launch.commands import CommandDriver
 from farthing.launch.driver import InstanceStatus, RefusedError, UnclearError
-from farthing.launch.machines import Machine
+from farthing.launch.machines import RentedMachine
 from farthing.launch.request import LaunchRequest
 from farthing.launch.target import Commands
 from farthing.launch.targets import hf_jobs, kubernetes, skypilot, slurm, vertex
@@ -142,9 +142,9 @@ def test_a_job_is_made_found_and_ended(case, programs, monkeypatch):
     driver = CommandDriver(commands, lambda ask: files_of(target, programs), restarts=True)
     ask: LaunchRequest = ask_of(target)
     assert driver.create(ask, 1.0).id == number
-    machine = Machine(NAME, id=number)
+    machine = RentedMachine(NAME, id=number)
     assert driver.look(machine) == expected
-    assert driver.look(Machine("farthing-12345678-2")) is None
+    assert driver.look(RentedMachine("farthing-12345678-2")) is None
     assert driver.names("farthing-12345678") == ({NAME: expected.id} if expected.is_paid else {})
     assert "step 1" in driver.log(machine)
     assert "canary-" not in (programs / "called").read_text(), "nor in any argument"
@@ -172,7 +172,7 @@ def test_what_can_not_be_read_is_unclear(programs):
     ):
         driver = CommandDriver(commands, lambda ask: programs, restarts=True)
         with pytest.raises(UnclearError):
-            driver.look(Machine(NAME))
+            driver.look(RentedMachine(NAME))
 
 
 def test_a_command_that_fails_is_unclear_and_one_that_is_not_there_refused(programs, monkeypatch):

@@ -17,7 +17,7 @@ import pytest
 import launched
 from farthing.cli import main
 from farthing.launch.driver import OutOfStockError, UnauthorizedError, refusal
-from farthing.launch.machines import Machine, MachineLedger
+from farthing.launch.machines import MachineLedger, RentedMachine
 from farthing.launch.targets.lambda_cloud import Lambda
 from launch_faults import Fate, Killed
 from launched import Answers, Course, api_of
@@ -32,7 +32,7 @@ def test_refused_credentials_are_not_taken_for_a_lack_of_machines():
 
 def test_an_instance_that_its_provider_has_forgotten_is_gone():
     answers = Answers((404, {"error": "Specified instance does not exist."}), (200, {"data": []}))
-    Lambda(api_of(answers)).destroy(Machine("farthing-1-1", id="i1"))
+    Lambda(api_of(answers)).destroy(RentedMachine("farthing-1-1", id="i1"))
 
 
 @pytest.mark.parametrize("is_away", [False, True])
@@ -101,9 +101,9 @@ STAND_IN = """
     import signal, sys, time
     from types import SimpleNamespace
     import farthing.cli.launch as command
-    from farthing.launch.machines import Machine
+    from farthing.launch.machines import RentedMachine
 
-    machine = Machine("farthing-1-1", usd_per_hour=2.0)
+    machine = RentedMachine("farthing-1-1", usd_per_hour=2.0)
 
     class Session:
         prepared = SimpleNamespace(job=SimpleNamespace(output_dir="run"))

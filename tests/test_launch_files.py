@@ -20,7 +20,7 @@ if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 from farthing.launch.http import Api
-from farthing.launch.machines import Machine
+from farthing.launch.machines import RentedMachine
 from farthing.launch.registry import TARGETS
 from farthing.launch.request import LaunchRequest, script_of
 from farthing.launch.target import Target
@@ -120,7 +120,7 @@ def requests_of(target: Target, ask: LaunchRequest) -> list[Any]:
     assert target.client is not None
     driver = target.client(Api("https://x", {}, transport=httpx.MockTransport(answer)))
     made = driver.create(ask, 1_800_000_000.0)
-    machine = Machine(ask.name, 1, id=made.id, asked_at=1_800_000_000.0, most_s=7200.0)
+    machine = RentedMachine(ask.name, 1, id=made.id, asked_at=1_800_000_000.0, most_s=7200.0)
     driver.secure(machine)
     seen = [str(driver.look(machine)), str(driver.names("farthing-12345678"))]
     driver.destroy(machine)
@@ -131,7 +131,7 @@ def files_of(target: Target) -> dict[str, Any]:
     ask = ask_of(target)
     found: dict[str, Any] = {name: shortened(text, ask) for name, text in target.files(ask).items()}
     if target.commands is not None:
-        commands, machine = target.commands(ask.at), Machine(ask.name, id="id-7")
+        commands, machine = target.commands(ask.at), RentedMachine(ask.name, id="id-7")
         found["commands"] = [
             commands.submit(ask, Path("/files")) if target.name != "hf" else "",
             commands.listing("farthing-12345678"),

@@ -24,7 +24,7 @@ import slurm_cluster
 import ssh_machines
 from farthing.config.load import load_job
 from farthing.launch.driver import InstanceStatus, UnclearError
-from farthing.launch.machines import Machine
+from farthing.launch.machines import RentedMachine
 from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.request import LaunchRequest
 from farthing.launch.session import Session
@@ -149,7 +149,7 @@ def test_no_secret_is_in_a_list_of_processes(host):
 def test_a_host_that_is_not_there_is_unclear(monkeypatch):
     monkeypatch.setenv("FARTHING_SSH", "false")
     with pytest.raises(UnclearError):
-        HostDriver(["nowhere"]).look(Machine("farthing-12345678-1", instance="nowhere"))
+        HostDriver(["nowhere"]).look(RentedMachine("farthing-12345678-1", instance="nowhere"))
     assert HostDriver(["nowhere"]).names("farthing-12345678") == {}
 
 

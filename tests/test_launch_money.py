@@ -28,7 +28,7 @@ from farthing.launch.driver import (
     TimedOutError,
     UnauthorizedError,
 )
-from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
+from farthing.launch.machines import MachineLedger, RentedMachine, bill_by_machine
 from farthing.launch.prepare import extras_of, launch_id_of, modules_of, secrets_of
 from farthing.launch.registry import TARGETS
 from farthing.launch.request import least_s
@@ -130,7 +130,7 @@ def test_what_is_billed_after_a_run_names_the_command_that_ends_it():
 
 
 def test_prices_of_one_machine_are_added_up_by_when_they_held():
-    machine = Machine("a-1", 1, usd_per_hour=1.0, asked_at=1000.0)
+    machine = RentedMachine("a-1", 1, usd_per_hour=1.0, asked_at=1000.0)
     assert (machine.usd(4600.0), machine.price_from) == (1.0, "assumed")
     machine.charged = [(1060.0, 2.0), (2800.0, 4.0)]
     machine.gone_at = 4600.0
@@ -166,7 +166,7 @@ def test_errors_of_a_provider_are_told_apart(client, status, kind):
     with pytest.raises(kind):
         driver.names("farthing-1")
     with pytest.raises(kind):
-        driver.destroy(Machine("farthing-1-1", id="7"))
+        driver.destroy(RentedMachine("farthing-1-1", id="7"))
 
 
 def test_no_answer_in_time_is_an_error_of_its_own():

@@ -21,7 +21,7 @@ from farthing.launch import agent as agent_module
 from farthing.launch.agent import HostAgent
 from farthing.launch.driver import Created, Driver, InstanceStatus, UnclearError
 from farthing.launch.http import Api
-from farthing.launch.machines import Machine, MachineLedger
+from farthing.launch.machines import MachineLedger, RentedMachine
 from farthing.launch.request import LaunchRequest
 from farthing.launch.session import Session
 from farthing.launch.supervise import Launch
@@ -172,7 +172,7 @@ class Hosts(Driver):
         """For how long the first one has trained, or still does."""
         return self.world.now - next(iter(self.made.values()))
 
-    def look(self, machine: Machine) -> InstanceStatus | None:
+    def look(self, machine: RentedMachine) -> InstanceStatus | None:
         """The first one is not reached."""
         if machine.number == 1 and self.holds_s > 100:
             raise UnclearError("no route to host")
@@ -182,7 +182,7 @@ class Hosts(Driver):
         """None is known by name alone."""
         return {}
 
-    def destroy(self, machine: Machine) -> None:
+    def destroy(self, machine: RentedMachine) -> None:
         """See `look`."""
         if self.look(machine) is not None:
             self.gone.add(machine.name)

@@ -22,7 +22,7 @@ from farthing.data.lengths import Lengths, from_arrays, from_mean
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.data.packing import split_by_tokens, split_padded
 from farthing.data.read import open_sources
-from farthing.data.token_set import Recipe, TokenSet
+from farthing.data.token_set import TokenRecipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, InputError, ModelError
 from farthing.events import StepTaken
@@ -380,7 +380,7 @@ def plain_job(
 def by_both(path: Path, model: Path) -> tuple[TokenSet, Any]:
     """The tokens that training has of a file, and the lengths that a plan finds in it."""
     sources = open_sources((str(path),), cache_dir=path.parent, split="train")
-    how = Recipe("causal-lm", 512, max_bad_rows=0.5)
+    how = TokenRecipe("causal-lm", 512, max_bad_rows=0.5)
     tokenizer = load_tokenizer(ModelChoice(str(model)), None)
     planned = sample.sample_lengths(sources, light_tokenizer(model, None), how)
     return tokenize(sources, tokenizer, how, path.parent), planned

@@ -33,10 +33,10 @@ from farthing.run.accounts import read_ledger
 from farthing.run.exported import seal_export
 from farthing.run.ledger import Ledger, Meter, steady_clock
 from farthing.run.signals import Notice
-from farthing.train.budget import Limits
+from farthing.train.budget import RunLimits
 from farthing.train.context import Context
 from farthing.train.evaluate import Evaluator
-from farthing.train.forecast import Forecast
+from farthing.train.forecast import Forecaster
 from farthing.train.loop import loop
 from farthing.train.saver import Saver
 from farthing.train.schedule import (
@@ -223,10 +223,10 @@ def attempt(
     meter = Meter(clock=clock, now=steady_clock(machine.wall, clock))
     machine.ledger = None
     job = job.model_copy(update={"output_dir": str(folder)})
-    if Limits(job, Ledger(folder / "ledger.jsonl", meter, job.usd_per_hour)).why_not_start():
+    if RunLimits(job, Ledger(folder / "ledger.jsonl", meter, job.usd_per_hour)).why_not_start():
         return "limit"
     ledger = Ledger(folder / "ledger.jsonl", meter, job.usd_per_hour)
-    limits = Limits(job, ledger)
+    limits = RunLimits(job, ledger)
     ledger.write("starting")
     machine.ledger = ledger
     machine.passes(costs.start_s * 0.4)
@@ -260,7 +260,7 @@ def attempt(
     run.evaluator = None
     if costs.evaluation_s:
         run.evaluator = TimedEvaluator(run_of=run, costs=costs, took_s=0.0)
-    run.forecast = Forecast(run, run.saver, run.evaluator)
+    run.forecast = Forecaster(run, run.saver, run.evaluator)
     ledger.begin_at(run.progress.step)
     meter.enter("idle")
     state, _ = loop(run)  # type: ignore[arg-type]
@@ -450,11 +450,11 @@ def test_what_is_left_is_left_until_the_first_limit(plain, tmp_path):
     machine = Machine()
     meter = Meter(clock=lambda: machine.now, now=steady_clock(machine.wall, lambda: machine.now))
     ledger = Ledger(tmp_path / "l", meter, plain.usd_per_hour)
-    assert Limits(plain, ledger).left_s == float("inf")
+    assert RunLimits(plain, ledger).left_s == float("inf")
     section = plain.limits.model_copy(update={"max_usd": 0.2, "max_hours": 1.0})
     job = plain.model_copy(update={"limits": section})
     machine.now = 40.0
-    limits = Limits(job, ledger)
+    limits = RunLimits(job, ledger)
     assert limits.left_s == pytest.approx(60)
     assert limits.over(59) is None
     assert limits.over(61) is not None

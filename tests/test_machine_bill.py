@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from farthing.launch.machines import Machine, bill_by_machine
+from farthing.launch.machines import RentedMachine, bill_by_machine
 from farthing.run.accounts import Account
 
 
-def machine(number: int, **more: Any) -> Machine:
+def machine(number: int, **more: Any) -> RentedMachine:
     """Asked for at 1000 s, booted at 1100 s, left at 1500 s, gone at 1520 s, at $3.60 an hour."""
     times = {"asked_at": 1000.0, "booted_at": 1100.0, "left_at": 1500.0, "gone_at": 1520.0}
     known = {"number": number, "usd_per_hour": 3.6, "is_paid_in_queue": True, **times}
-    return Machine(f"farthing-{number}", **(known | more))
+    return RentedMachine(f"farthing-{number}", **(known | more))
 
 
 def attempt(number: int, started_at: float, seconds: float) -> Account:

@@ -27,7 +27,7 @@ from farthing.planner.memory import (
     logits_bytes,
     writing_memory,
 )
-from farthing.planner.recipe import Case, Recipe, Stack, stack_for
+from farthing.planner.recipe import Case, ModelSupport, Recipe, stack_for
 from farthing.settings import Settings
 from thinned import thinned
 from traced import Alive, labelled_loss, own_loss, traced_peak
@@ -169,7 +169,7 @@ def compare(case: Traced, is_ours: bool) -> tuple[Memory, int]:
             "lora_dropout": case.dropout,
             "use_dora": case.dora,
         }
-    stack = Stack()
+    stack = ModelSupport()
     if is_ours:
         is_plain = not (case.dropout or case.dora or case.keeps_start)
         stack = stack_for(
@@ -430,7 +430,7 @@ def test_only_labelled_positions_are_paid_for_and_a_tile_of_them_at_most():
     block = 4 * (2**28 // (4 * words)) * words
     old, recipe = logits(8192, 1.0), replace(recipe, settings=Settings(65_536, precision="fp16"))
     assert logits(8192, 1.0) == old + block, "GPUs before Ampere make rows in fp32"
-    whole = peak(shape, replace(recipe, stack=Stack()), Largest(1, 65_536, 0), adapters)
+    whole = peak(shape, replace(recipe, stack=ModelSupport()), Largest(1, 65_536, 0), adapters)
     tiled = peak(shape, recipe, Largest(1, 65_536, 0), adapters)
     assert whole.allocated.n_bytes > 4 * tiled.allocated.n_bytes
 
@@ -544,7 +544,9 @@ def test_flash_attention_needs_no_mask_and_no_repeated_keys():
     shape, long = shape_of("llama"), Largest(1, 16384, 0)
     adapters = shape.with_lora(16)
     padded = peak(shape, LORA, long, adapters).allocated.n_bytes
-    flash = peak(shape, replace(LORA, stack=Stack(is_flash=True)), long, adapters).allocated.n_bytes
+    flash = peak(
+        shape, replace(LORA, stack=ModelSupport(is_flash=True)), long, adapters
+    ).allocated.n_bytes
     mask = 2 * 16384**2 * shape.n_layers
     repeated = 2 * 2 * (shape.n_heads - shape.n_kv_heads) * shape.head_dim * 16384 * shape.n_layers
     assert padded - flash == pytest.approx(mask + repeated, rel=0.01)

@@ -26,7 +26,7 @@ from farthing.model.attention import Documents
 from farthing.model.casts import Casts
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
-from farthing.model.head import How
+from farthing.model.head import HeadSettings
 from farthing.model.loss import POSITIONS, TARGETS, Labelled
 from farthing.models.tiles import head_bytes
 from farthing.train.opened_run import opened_run
@@ -268,7 +268,7 @@ def test_the_head_has_one_block_of_rows_at_work(precision, cap, monkeypatch):
     )
     labelled = Labelled(torch.arange(n), torch.zeros(n, dtype=torch.long))
     with Alive() as alive:
-        head_loss(hidden, weight, None, labelled, How(soft_cap=cap))
+        head_loss(hidden, weight, None, labelled, HeadSettings(soft_cap=cap))
     said = head_bytes(n, n_words, width, precision, is_cuda=False, has_cap=cap is not None)
     assert alive.peak == pytest.approx(said, rel=0.05)
 

@@ -231,7 +231,7 @@ def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[Run, Heard]:
     from farthing.run.signals import Notice
     from farthing.settings import Settings
     from farthing.storage.files import make_private
-    from farthing.train.budget import Limits
+    from farthing.train.budget import RunLimits
     from farthing.train.build import assemble, build_model
     from farthing.train.context import Context
     from farthing.train.resolve import open_examples
@@ -245,7 +245,7 @@ def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[Run, Heard]:
     model = build_model(spec, examples[0].tokens.label_names)
     meter = Meter()
     ledger = Ledger(folder / "ledger.jsonl", meter, 0.0)
-    context = Context(folder, meter, ledger, Limits(job, ledger), Notice(), heard)
+    context = Context(folder, meter, ledger, RunLimits(job, ledger), Notice(), heard)
     run = assemble(spec, context, model, examples, None, Settings(micro_batch_tokens=1024))
     run.saver.restore(allow_restart=False)
     return run, heard

@@ -34,7 +34,7 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.train.opened_run import opened_run
 from farthing.train.optim import allocate_state, load_state, state_bytes, state_tensors
-from farthing.train.update import Update, temporary_bytes, update_bytes
+from farthing.train.update import WeightUpdate, temporary_bytes, update_bytes
 from scarce import GONE, OPTIMIZERS, Failing, optimizer_of, small_model, step_of
 from thinned import thinned
 from workshop import Heard, losses_of, make_job
@@ -426,7 +426,7 @@ def test_the_guard_hears_of_every_write(name):
     optimizer = optimizer_of(model, name)
     allocate_state(optimizer)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    guard = Update(optimizer, scaler, [], torch.device("cpu"))
+    guard = WeightUpdate(optimizer, scaler, [], torch.device("cpu"))
     guard.begin()
     guard.refuse_half_an_update(0, MemoryError())
     guard.enter()

@@ -24,7 +24,7 @@ from farthing.model.load import ModelChoice, load_config, load_model, load_token
 from farthing.run.ledger import Ledger, Meter
 from farthing.run.signals import Notice
 from farthing.tiny import demo_rows, write_jsonl
-from farthing.train.budget import Limits
+from farthing.train.budget import RunLimits
 from farthing.train.build import assemble, build_model
 from farthing.train.built import Run
 from farthing.train.context import Context
@@ -104,7 +104,7 @@ def open_run(job: Job) -> Run:
     examples = open_examples(spec, quiet)
     model = build_model(spec, examples[0].tokens.label_names)
     ledger = Ledger(folder / "ledger.jsonl", meter, 0.0)
-    context = Context(folder, meter, ledger, Limits(job, ledger), Notice(), quiet)
+    context = Context(folder, meter, ledger, RunLimits(job, ledger), Notice(), quiet)
     settings = first_settings(spec, context, examples[0], None)
     return assemble(spec, context, model, examples, None, settings)
 

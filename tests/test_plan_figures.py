@@ -13,7 +13,7 @@ from farthing.data.lengths import from_mean
 from farthing.planner.price import within_limits
 from farthing.planner.speed import Calibration
 from farthing.planner.spot import Interruptions, weibull
-from farthing.planner.types import Answer, JobSpec, Plan
+from farthing.planner.types import Answer, JobSpec, OfferPlan
 from planned import H, decide, place, wanted_of
 
 A100 = place("A100-80GB", 2.0)
@@ -30,7 +30,7 @@ def zone(_: Any) -> Interruptions:
     return Interruptions(weibull(12 * H), weibull(1 * H), n_spells=3.0)
 
 
-def figures(plan: Plan) -> dict[str, Any]:
+def figures(plan: OfferPlan) -> dict[str, Any]:
     return {
         "hours": tuple(round(each, 3) for each in plan.hours_range),
         "usd": tuple(round(each, 3) for each in plan.usd_range),

@@ -41,7 +41,7 @@ ANSWERED: dict[str, study.Study] = {}
 
 @pytest.fixture(autouse=True)
 def _as_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def study_once(job: Job, asked: study.Asked, *, now: datetime) -> study.Study:
+    def study_once(job: Job, asked: study.PlanOptions, *, now: datetime) -> study.Study:
         if asked.prices is not None:  # a file that each test writes anew
             return study_job(job, asked, now=now)
         question = repr((job, asked, now.date(), study.local_machine())).replace(str(tmp_path), "")
@@ -143,7 +143,7 @@ def test_the_head_has_an_output_for_each_class_of_the_data(job):
         data = {"train": "rows.jsonl", "label_map": label_map}
         values |= {"task": "classification", "data": data}
         Path(job).write_text(yaml.safe_dump(values), encoding="utf-8")
-        asked = study.Asked(gpu=("T4",), is_local=False)
+        asked = study.PlanOptions(gpu=("T4",), is_local=False)
         found = study.study_job(load_job(job), asked, now=datetime(2026, 11, 22).astimezone())
         shapes.append(found.wanted.shape)
     many, three = (shape.n_parameters for shape in shapes)

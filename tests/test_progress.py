@@ -16,7 +16,7 @@ from data_files import write_as
 from farthing.data import arrow, blocks
 from farthing.data.read import open_sources
 from farthing.data.rows import Reading
-from farthing.data.token_set import Recipe
+from farthing.data.token_set import TokenRecipe
 from farthing.data.tokens import tokenize
 from farthing.events import ReadingData, Tokenizing
 from farthing.report.safe import SafeConsole
@@ -97,7 +97,7 @@ def test_shares_are_of_all_sources(tmp_path, tokenizers, monkeypatch):
     tokenize(
         sources,
         tokenizers["llama"],
-        Recipe("causal-lm", 64),
+        TokenRecipe("causal-lm", 64),
         tmp_path,
         progress=lambda *all: told.append(all),
     )

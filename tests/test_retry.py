@@ -17,7 +17,7 @@ import pytest
 import workshop
 from farthing.run.accounts import Account, as_line, read_ledger
 from farthing.run.opening import opened
-from farthing.run.supervisor import Standing, Supervisor, standing
+from farthing.run.supervisor import RunStanding, Supervisor, standing
 from held import Held
 from patience import until
 
@@ -158,10 +158,10 @@ def test_handlers_are_put_back(tmp_path):
 
 
 def test_where_a_run_stands_is_read_from_its_ledger(tmp_path):
-    assert standing(tmp_path) == Standing()
+    assert standing(tmp_path) == RunStanding()
     lines = line(1, 9, 8) + line(2, 8) + line(2, 10)
     (tmp_path / "ledger.jsonl").write_text(lines + '{"attempt": 3, "st')
-    assert standing(tmp_path) == Standing(step=10, committed=8)
+    assert standing(tmp_path) == RunStanding(step=10, committed=8)
 
 
 # ---- with real processes ----

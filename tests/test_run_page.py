@@ -17,7 +17,7 @@ from farthing.cli import main
 from farthing.errors import InputError
 from farthing.report.chart import Axes, Line, curves, ticks
 from farthing.report.receipt import build_receipt, compare
-from farthing.report.receipt_types import Receipt
+from farthing.report.receipt_types import RunReceipt
 from farthing.report.run_page import compared_page, run_page
 from farthing.report.timeline import timeline_of
 from long_run import make_run
@@ -154,7 +154,7 @@ def nasty(value: Any) -> Any:
 def test_what_comes_from_outside_is_only_text(runs):
     receipt = build_receipt(runs[0])
     job = receipt.job or {}
-    changed: Receipt = replace(
+    changed: RunReceipt = replace(
         receipt,
         run=receipt.run + NASTY,
         job=nasty(job),

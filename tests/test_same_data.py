@@ -17,7 +17,7 @@ from farthing.config.data_lengths import read_lengths
 from farthing.config.job import Job
 from farthing.data.batches import split_by_input
 from farthing.data.read import open_sources
-from farthing.data.token_set import Recipe, TokenSet
+from farthing.data.token_set import TokenRecipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import RunChangedError, RunInterruptedError
 from farthing.events import Event, StepTaken
@@ -134,7 +134,7 @@ def made(folder: Path, rows: list[dict[str, Any]], tokenizer: Any, **recipe: Any
     return tokenize(
         sources,
         tokenizer,
-        Recipe(**{"task": "causal-lm", "max_length": 512, "max_bad_rows": 0.9} | recipe),
+        TokenRecipe(**{"task": "causal-lm", "max_length": 512, "max_bad_rows": 0.9} | recipe),
         folder,
     )
 

@@ -12,7 +12,7 @@ import pytest
 from farthing.config.data_lengths import read_lengths
 from farthing.data.fetch import fetch
 from farthing.data.read import open_sources
-from farthing.data.token_set import Recipe, TokenSet
+from farthing.data.token_set import TokenRecipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError
 from farthing.tiny import demo_rows, write_jsonl
@@ -30,7 +30,7 @@ def made(tmp_path, tokenizers):
     def making() -> tuple[TokenSet, list[str]]:
         said: list[str] = []
         sources = open_sources((str(data),), cache_dir=tmp_path / "cache", split="train")
-        recipe = Recipe("causal-lm", 64)
+        recipe = TokenRecipe("causal-lm", 64)
         return tokenize(
             sources, tokenizers["llama"], recipe, tmp_path / "cache", warn=said.append
         ), said

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import farthing.train.resolve
 import farthing.train.run
 from farthing.config.job import Job
-from farthing.dist.fsdp import How, ShardedModel
+from farthing.dist.fsdp import ShardedModel, ShardingSettings
 from farthing.dist.ranks import NoRoomLeft, Ranks
 from farthing.errors import InputError, ModelError
 from farthing.local import machine
@@ -428,7 +428,7 @@ def test_what_is_gathered_is_counted_at_the_moment_when_it_is_there(tmp_path):
         )
         n_root = sum(weight.numel() for weight in base) - 3 * n_layer
         with contextlib.closing(Ranks()) as ranks:
-            ranks.apply_fsdp(model, How(reshards, gathers_in=dtype))
+            ranks.apply_fsdp(model, ShardingSettings(reshards, gathers_in=dtype))
             assert ranks.fsdp is not None
             found[trains, reshards, dtype] = ranks.fsdp.gathered
     n_head = n_root - 32  # tied to the embeddings; the last norm is there too
@@ -461,7 +461,7 @@ def test_the_residual_stream_and_norms_are_as_precise_as_on_one_gpu(tmp_path):
         seen: list[torch.dtype] = []
         with contextlib.closing(Ranks()) as ranks:
             if strategy == "fsdp":
-                ranks.apply_fsdp(model, How(gathers_in=torch.bfloat16))
+                ranks.apply_fsdp(model, ShardingSettings(gathers_in=torch.bfloat16))
             for module in model.modules():
                 if (
                     isinstance(module, GradientCheckpointingLayer)
@@ -493,7 +493,7 @@ def test_gradients_added_up_whole_are_those_added_up_by_rows():
         torch.manual_seed(0)
         model = Shares()
         with contextlib.closing(Ranks()) as ranks:
-            ranks.apply_fsdp(model, How(gathers_in=torch.bfloat16))
+            ranks.apply_fsdp(model, ShardingSettings(gathers_in=torch.bfloat16))
             spreads = ranks.fsdp
             assert spreads is not None
             assert spreads.whole_gradients_bytes == 4 * 2 * (2 * 2 + 2)
@@ -523,7 +523,7 @@ def test_weights_that_fsdp_would_compute_wrongly_are_refused():
         (single, "`scale` is a single number"),
     ):
         with pytest.raises(ModelError, match=why):
-            ShardedModel(model, torch.device("cpu"), 0, 1, How())
+            ShardedModel(model, torch.device("cpu"), 0, 1, ShardingSettings())
 
 
 def test_experts_that_nobody_asks_have_no_gradient_as_on_one_process():
@@ -533,7 +533,7 @@ def test_experts_that_nobody_asks_have_no_gradient_as_on_one_process():
     model = Shares()
     model.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False) for _ in range(3)])
     with contextlib.closing(Ranks()) as ranks:
-        ranks.apply_fsdp(model, How())
+        ranks.apply_fsdp(model, ShardingSettings())
         before = {name: weight.clone() for name, weight in ranks.trained_of(model).items()}
         ranks.within(
             lambda: model.layers[0](model.experts[1](torch.ones(1, 2))).square().sum()
@@ -645,7 +645,7 @@ def test_auto_spreads_what_leaves_no_room_on_one_gpu(tmp_path, monkeypatch):
         shard_weights(resolved(make_job(tmp_path), numerics), ranks, model, heard)
         assert len(spread) == n_spread
         assert ("leave no room" in str(heard)) == bool(n_spread)
-    assert spread == [How(True, 2, torch.bfloat16)]
+    assert spread == [ShardingSettings(True, 2, torch.bfloat16)]
 
 
 # ---- files of rows ----

@@ -22,7 +22,7 @@ import pytest
 
 from chat_templates import GEMMA, MARKED, PHI_3, QWEN_3, WORDS
 from farthing.data.encode import Encoder
-from farthing.data.formats import Text, converter
+from farthing.data.formats import Example, converter
 from farthing.errors import UnusableRowError
 from farthing.model.load import ModelChoice, load_tokenizer
 from token_sets import encoded_examples
@@ -80,7 +80,7 @@ REFUSED = {  # prompts of these open the thinking, and there is no other way to 
 }
 
 
-def ours(tokenizer: Any, chat: list[dict[str, str]]) -> list[tuple[list[int], list[int], Text]]:
+def ours(tokenizer: Any, chat: list[dict[str, str]]) -> list[tuple[list[int], list[int], Example]]:
     """(ids, mask, text) of every example that a chat becomes; the whole chat is the last."""
     texts = converter("messages", {}, {}, tokenizer, "causal-lm", on="2025-01-02")(
         {"messages": chat}

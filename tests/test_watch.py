@@ -19,7 +19,7 @@ from rich.console import Console
 from farthing.cli import main
 from farthing.report.live import Watcher, line_of, lines_of, progress_of
 from farthing.report.receipt import build_receipt
-from farthing.report.receipt_types import Receipt
+from farthing.report.receipt_types import RunReceipt
 from farthing.run.commits import take_small
 from farthing.storage.lease import newest_words
 from farthing.storage.objects import open_store
@@ -39,7 +39,7 @@ def finished(tmp_path_factory):
     return Path(job.output_dir)
 
 
-def running(receipt: Receipt, n_steps: int = 48) -> Receipt:
+def running(receipt: RunReceipt, n_steps: int = 48) -> RunReceipt:
     """The same, as if it went on: killed is what a running run looks like from its files."""
     return replace(receipt, state="killed", work={**(receipt.work or {}), "n_steps": n_steps})
 

@@ -28,7 +28,7 @@ from farthing.run.accounts import read_ledger
 from farthing.run.guard import Told
 from farthing.run.ledger import Ledger, Meter
 from farthing.run.stillness import Stillness
-from farthing.train.budget import Limits, refuse_cap_without_price, say_what_bills_on
+from farthing.train.budget import RunLimits, refuse_cap_without_price, say_what_bills_on
 from farthing.train.watchdog import Watchdog
 from hangs import hanging, stuck_file_system
 from patience import until
@@ -259,7 +259,7 @@ def test_a_hang_of_the_main_thread_is_raised_out_of_in_python_too(tmp_path, monk
     ledger = Ledger(tmp_path / "ledger.jsonl", Meter(), 3.6)
     with (
         pytest.raises(LimitError, match="the cap of"),
-        Watchdog(Limits(job, ledger), reached.append, lambda: None),
+        Watchdog(RunLimits(job, ledger), reached.append, lambda: None),
     ):
         threading.Event().wait(300)
     assert len(reached) == 1

@@ -147,7 +147,7 @@ def happened_to(run: Any, found: Row, peak_bytes: int) -> Row:
 
 def settings_of(run: Any) -> Row:
     """How it computed."""
-    from farthing.model.attention_kernels import How, choose_kernel
+    from farthing.model.attention_kernels import AttentionSettings, choose_kernel
     from farthing.train.run_settings import tried
 
     config = run.spec.config.get_text_config()
@@ -157,7 +157,7 @@ def settings_of(run: Any) -> Row:
     )
     return {
         **tried(run.feed.settings),
-        "attention": choose_kernel(query, How(True, 1.0)),
+        "attention": choose_kernel(query, AttentionSettings(True, 1.0)),
         "precision": run.spec.numerics.name,
         "liger": run.kernels.liger,
     }

@@ -100,17 +100,17 @@ def plan(job: JobLike, *, now: datetime | None = None, **asked: Any) -> Plan:
     """Where a job fits, how long it takes and what it costs, on every machine that could run it;
     without torch.
 
-    `asked` are the fields of `farthing.planner.inputs.Asked`, all optional: gpu, provider, region
-    (names), kind ("spot", "on-demand"), max_gpus, prices, budget_usd, deadline_s, n_examples and
-    mean_tokens (instead of reading the data) ...
+    `asked` are the fields of `farthing.planner.inputs.PlanOptions`, all optional: gpu, provider,
+    region (names), kind ("spot", "on-demand"), max_gpus, prices, budget_usd, deadline_s,
+    n_examples and mean_tokens (instead of reading the data) ...
     `now` is the day that the age of prices is counted from. Raises `InputError`, `DataError`,
     `ModelError`.
     """
     from farthing.config.preflight import look_over
-    from farthing.planner.inputs import Asked, study_job
+    from farthing.planner.inputs import PlanOptions, study_job
     from farthing.report.plan_view import plan_view
 
-    loaded, wishes = load_job(job), Asked(**asked)
+    loaded, wishes = load_job(job), PlanOptions(**asked)
     look_over(loaded, only_plans=True, with_data=wishes.n_examples is None)
     return Plan(
         plan_view(
@@ -133,7 +133,7 @@ def fine_tune(
     from farthing.run.group import seat_in
     from farthing.run.guard import watched_from_beside
     from farthing.run.opening import opened
-    from farthing.train.budget import Limits, refuse_cap_without_price
+    from farthing.train.budget import RunLimits, refuse_cap_without_price
 
     loaded, begun = load_job(job), None
     refuse_cap_without_price(loaded)
@@ -142,7 +142,7 @@ def fine_tune(
         if loaded.limits.is_set and seat_in(os.environ).n == 1:
             stack.enter_context(watched_from_beside("farthing.report.last_words", folder))
             begun = stack.enter_context(opened(folder, loaded.usd_per_hour))
-            Limits(loaded, begun.ledger).tell_guard()
+            RunLimits(loaded, begun.ledger).tell_guard()
         from farthing.train.run import train as run  # imports torch: the limits hold by now
 
         emit = on_event or ignore
@@ -345,7 +345,7 @@ class Receipt:
     reason: str
     folder: Path
     """The run's folder; the model is in `folder / "model"` when it is finished."""
-    content: report.Receipt
+    content: report.RunReceipt
     """Everything that `farthing report` knows, typed."""
 
     @property

@@ -348,7 +348,7 @@ def look_at_data(
     from farthing.data.light_tokenizer import light_tokenizer
     from farthing.data.read import file_source, is_text_folder, short_name
     from farthing.data.summary import summarize
-    from farthing.data.token_set import Recipe
+    from farthing.data.token_set import TokenRecipe
     from farthing.objectives.causal_lm import CAUSAL_LM
 
     shown = short_name(str(path))
@@ -370,7 +370,7 @@ def look_at_data(
     if job_file is None:
         source, task = file_source(path), None
         tokenizer = light_tokenizer(_folder_here(model) if model else None, None)
-        recipe = Recipe(CAUSAL_LM.name, CAUSAL_LM.max_length)
+        recipe = TokenRecipe(CAUSAL_LM.name, CAUSAL_LM.max_length)
     else:
         from farthing.clock import today
         from farthing.config.data_lengths import reading_of

@@ -13,8 +13,8 @@ import torch
 import farthing.train.run
 from farthing.events import Decided
 from farthing.model import attention_kernels
-from farthing.model.attention_choice import Asked, choose
-from farthing.model.attention_kernels import KERNELS, How
+from farthing.model.attention_choice import AttentionTask, choose
+from farthing.model.attention_kernels import KERNELS, AttentionSettings
 from farthing.model.compiled import n_graphs
 from farthing.model.documents import Documents
 from workshop import Heard, make_job
@@ -40,7 +40,9 @@ def attended(lengths: list[int], size: int, *, trains: bool) -> None:
     ]
     with torch.set_grad_enabled(trains):
         out = KERNELS["flex"](
-            *tensors, documents, How(causal=True, scale=0.125, softcap=50.0, window=40)
+            *tensors,
+            documents,
+            AttentionSettings(causal=True, scale=0.125, softcap=50.0, window=40),
         )
     if trains:
         out.sum().backward()
@@ -82,6 +84,6 @@ def test_library_noise_is_kept_away(tmp_path, capfd):
 def test_no_program_is_chosen_that_does_not_fit(precision):
     """Heads of 256 in half: their backward pass wants 112 KiB of shared memory."""
     machine = attention_kernels.here(torch.device("cuda"), False)
-    found = choose(Asked(precision, 256, has_softcap=True), machine)
+    found = choose(AttentionTask(precision, 256, has_softcap=True), machine)
     fits = float(os.environ["HOLLOW_SHARED_KIB"]) >= 112
     assert (found == "flex") <= fits

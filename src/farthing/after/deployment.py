@@ -49,7 +49,7 @@ PORT = 8080
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """`vllm`, or `vertex:PROJECT/REGION/BUCKET`."""
 
     server: str
@@ -67,7 +67,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Deployment:
-    place: Place
+    place: Endpoint
     name: str
     task: str
     offer: Offer
@@ -77,14 +77,14 @@ class Deployment:
     max_model_len: int = 0
 
 
-def parse_place(text: str) -> Place:
+def parse_place(text: str) -> Endpoint:
     """Raises `InputError`."""
     server, _, rest = text.partition(":")
     parts = [part for part in rest.removeprefix("gs://").split("/") if part]
     if server == "vllm" and not parts:
-        return Place(server)
+        return Endpoint(server)
     if server == "vertex" and len(parts) >= 3:
-        return Place(server, parts[0], parts[1], "/".join(parts[2:]))
+        return Endpoint(server, parts[0], parts[1], "/".join(parts[2:]))
     raise InputError(
         f"{text!r} names no server",
         where="--serve",

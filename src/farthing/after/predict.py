@@ -27,8 +27,8 @@ from farthing.data.encode import Encoder
 from farthing.data.formats import RENDERED, recognise
 from farthing.data.read import Source, file_source, open_sources
 from farthing.data.reader import SourceReader
-from farthing.data.rows import BadRow, Row, RowValue, Text
-from farthing.data.token_set import Recipe
+from farthing.data.rows import BadRow, Example, Row, RowValue
+from farthing.data.token_set import TokenRecipe
 from farthing.device_memory import is_out_of_memory
 from farthing.errors import DataError, FarthingError, InputError, UnusableRowError
 from farthing.export.folders import trained_model, trusted_job, tuned_config, untrained_model
@@ -114,7 +114,7 @@ class Predictor:
         limits = self.job.max_length, self._longest, self.tokenizer.model_max_length
         max_length = data.max_length or min(limits)
         template = self.tokenizer.chat_template if asked.predicts_next else None
-        self._recipe = Recipe(
+        self._recipe = TokenRecipe(
             asked.name,
             max_length,
             columns={name: own for name, own in data.columns.items() if name not in self._targets},
@@ -296,7 +296,7 @@ class Predictor:
             value[name] = value.get(name) or answer
         return Row(row.line, value)
 
-    def _text(self, row: Row | BadRow, reader: SourceReader) -> Text:
+    def _text(self, row: Row | BadRow, reader: SourceReader) -> Example:
         """Where a label is read besides, any that is read will do. Raises `UnusableRowError`."""
         labels = self.task.labels
         if isinstance(row, BadRow) or labels is None or self.scores_answers:
@@ -315,7 +315,7 @@ class Predictor:
                 errors.append(error)
         raise errors[labels.blank is None]
 
-    def _tokens(self, text: Text) -> tuple[list[int], list[int | None]]:
+    def _tokens(self, text: Example) -> tuple[list[int], list[int | None]]:
         """The tokens that the model is asked with, and where words have labels the first of each.
         Raises `UnusableRowError`.
         """
@@ -323,7 +323,7 @@ class Predictor:
             learned = [index for index, (_, is_target) in enumerate(text.segments) if is_target]
             end = learned[-1] if learned and learned[-1] > 0 else None
             prompt = tuple((part, False) for part, _ in text.segments[:end])
-            text = Text(prompt, is_raw=text.is_raw)
+            text = Example(prompt, is_raw=text.is_raw)
         found = self._encode([text])
         self.summary.n_cut += bool(found.was_cut[0])
         if text.words:

@@ -122,7 +122,7 @@ def _view(arguments: argparse.Namespace) -> tuple[PlanView, Any]:
         _check_page_path(Path(arguments.html))
 
     from farthing.config.preflight import load_job_or_tell_all, look_over
-    from farthing.planner.inputs import Asked, study_job
+    from farthing.planner.inputs import PlanOptions, study_job
     from farthing.report.plan_view import plan_view
 
     with_data = arguments.examples is None
@@ -131,7 +131,7 @@ def _view(arguments: argparse.Namespace) -> tuple[PlanView, Any]:
     names = ("gpu", "provider", "region", "max_gpus", "prices", "mean_tokens")
     asked = {name: given[name] for name in names}
     asked |= {"kind": arguments.offers, "n_examples": arguments.examples}
-    study = study_job(job, Asked(**asked, **more), now=now)
+    study = study_job(job, PlanOptions(**asked, **more), now=now)
     view = plan_view(study, arguments.runs_per_month, figures, traffic, arguments.runs, paid_usd)
     return view, _search_bill(job, arguments.job, asked) if job.search.is_asked else None
 

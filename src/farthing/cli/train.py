@@ -81,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from farthing.report.receipt import leave_receipt
     from farthing.run.folder import is_finished
     from farthing.run.opening import opened
-    from farthing.train.budget import Limits, refuse_start
+    from farthing.train.budget import RunLimits, refuse_start
 
     try:
         job = load_job_or_tell_all(arguments.job, arguments.set)
@@ -108,7 +108,7 @@ def _run(arguments: argparse.Namespace) -> int:
         look_over(job)
         return _train_until_it_ends(arguments, folder, n_ranks)
     with opened(folder, job.usd_per_hour) as attempt:  # on the bill from here on
-        Limits(job, attempt.ledger).tell_guard()
+        RunLimits(job, attempt.ledger).tell_guard()
         outcome = _train_once(arguments, job, offer, attempt)
     if isinstance(outcome, str):
         return _show_end(arguments, "limit", outcome, leave_receipt(folder))
@@ -163,10 +163,10 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
     from farthing.config.preflight import look_over
     from farthing.events import Note, Working
     from farthing.report.terminal import Terminal
-    from farthing.train.budget import Limits, say_what_bills_on
+    from farthing.train.budget import RunLimits, say_what_bills_on
 
     console, seat = rich_console(stderr=arguments.json, goes_on=True), seat_in(os.environ)
-    if seat.n == 1 and (reason := Limits(job, attempt.ledger).stopped_before_start()):
+    if seat.n == 1 and (reason := RunLimits(job, attempt.ledger).stopped_before_start()):
         return reason
     forget_done(attempt.folder)
     look_over(job)

@@ -33,12 +33,12 @@ from farthing.data.read import (
     is_text_folder,
 )
 from farthing.data.reader import SourceReader
-from farthing.data.rows import Text
+from farthing.data.rows import Example
 from farthing.data.sample import sample_lengths
 from farthing.data.token_set import (
     CACHE_VERSION,
     LINE_BITS,
-    Recipe,
+    TokenRecipe,
     TokenSet,
     open_token_set,
 )
@@ -164,7 +164,7 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
     return part_of(train, 1 - share, data.max_train_samples), held_out
 
 
-def _n_labels(job: Job, tokenizer: PlainTokenizer, recipe: Recipe) -> int:
+def _n_labels(job: Job, tokenizer: PlainTokenizer, recipe: TokenRecipe) -> int:
     """Outputs of the head for the labels of the training data; 0 where the task has none."""
     labels = objective_of(job.task).labels
     if labels is None:
@@ -174,14 +174,14 @@ def _n_labels(job: Job, tokenizer: PlainTokenizer, recipe: Recipe) -> int:
         reader = SourceReader(source, recipe, tokenizer)
         for block in source.blocks():
             for _, text in reader.texts(block.rows()):
-                for each in text.of_row if isinstance(text, Text) else ():
+                for each in text.of_row if isinstance(text, Example) else ():
                     found.update(each.label if labels.per_word else [each.label])
             if reader.n_rows > _MOST_LABELLED:
                 break
     return max(1, len(labels.names(found)))
 
 
-def reading_of(job: Job, day: str) -> tuple[PlainTokenizer, Recipe]:
+def reading_of(job: Job, day: str) -> tuple[PlainTokenizer, TokenRecipe]:
     """How a job reads its rows, without transformers: its tokenizer, or a guess where none is here.
     Raises `ModelError`.
     """
@@ -190,11 +190,11 @@ def reading_of(job: Job, day: str) -> tuple[PlainTokenizer, Recipe]:
     return tokenizer, recipe_of(job, _max_length(job, folder), tokenizer.chat_template, day)
 
 
-def recipe_of(job: Job, max_length: int, template: str | None, day: str) -> Recipe:
+def recipe_of(job: Job, max_length: int, template: str | None, day: str) -> TokenRecipe:
     """How a job's rows become tokens; `day` is what a chat template sees that asks for it."""
     data = job.data
     is_dated = objective_of(job.task).reads_answers and asks_for_the_date(template)
-    return Recipe(
+    return TokenRecipe(
         task=job.task,
         max_length=max_length,
         max_target_length=data.max_target_length,

@@ -57,7 +57,7 @@ from farthing.config.values import (
 )
 from farthing.data.rows import Layout, Own
 from farthing.data.scored import way_of
-from farthing.objectives.objective import Settings
+from farthing.objectives.objective import ObjectiveSettings
 from farthing.objectives.registry import (
     find_objective,
     keys_of_objectives,
@@ -600,7 +600,9 @@ class Job(JobSection):
     task: TaskName
     """What the model learns. Omit it when `objective` is set."""
     objective: Annotated[
-        SerializeAsAny[Settings] | None, BeforeValidator(_settings), WithJsonSchema(schema())
+        SerializeAsAny[ObjectiveSettings] | None,
+        BeforeValidator(_settings),
+        WithJsonSchema(schema()),
     ] = None
     """An objective with keys of its own: {name: dpo, beta: 0.1}. `objective: dpo` is short for
     `objective: {name: dpo}`.

@@ -26,7 +26,7 @@ from farthing.data.formats import RENDERED
 from farthing.data.read import Source, file_source, is_dataset, is_text_folder
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Own, Row
-from farthing.data.token_set import Recipe
+from farthing.data.token_set import TokenRecipe
 from farthing.errors import (
     DataError,
     InputError,
@@ -176,7 +176,7 @@ def _look_at_file(job: Job, path: Path, own: Own) -> None:
         return
     source = replace(source, columns=own.columns)
     rows = list(itertools.islice(source.rows(), _FIRST_ROWS))
-    recipe = Recipe(job.task, 0, columns=dict(job.data.columns), scored=job.scored)
+    recipe = TokenRecipe(job.task, 0, columns=dict(job.data.columns), scored=job.scored)
     reader = SourceReader(source, recipe, None)
     reader.look(rows)
     if reader.understood is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.rows import MAX_ROW_BYTES, BadRow, Block, Reading, Row, too_large
+from farthing.data.rows import MAX_ROW_BYTES, BadRow, Reading, Row, RowBlock, too_large
 from farthing.errors import DataError
 from farthing.units import say_bytes
 
@@ -62,7 +62,7 @@ def refuse_parquet_bomb(path: Path, name: str) -> None:
             )
 
 
-def parquet_blocks(path: Path, name: str, reading: Reading) -> Iterator[Block]:
+def parquet_blocks(path: Path, name: str, reading: Reading) -> Iterator[RowBlock]:
     """The rows of a Parquet file, counted from 1. Raises `DataError`."""
     import pyarrow
 
@@ -97,7 +97,7 @@ def _spread(sizes: list[int], reading: Reading) -> list[int]:
     return np.linspace(0, len(sizes) - 1, n).round().astype(int).tolist() if sizes else []
 
 
-def arrow_blocks(paths: Sequence[Path], reading: Reading) -> Iterator[Block]:
+def arrow_blocks(paths: Sequence[Path], reading: Reading) -> Iterator[RowBlock]:
     """The rows of Arrow streams as `datasets` keeps them: pictures and sound stay bytes."""
     import pyarrow
 
@@ -123,7 +123,7 @@ def write_arrow(dataset: Any, path: Path) -> None:
             stream.write_table(table)
 
 
-def _block(table: Any, n_before: int) -> Block:
+def _block(table: Any, n_before: int) -> RowBlock:
     sizes = bytes_of_rows(table)
 
     def read(picked: Sequence[int]) -> Iterator[Row | BadRow]:
@@ -139,7 +139,7 @@ def _block(table: Any, n_before: int) -> Block:
                 few.append(index)
         yield from _values(table, few, n_before)
 
-    return Block(sizes, read)
+    return RowBlock(sizes, read)
 
 
 def _values(table: Any, few: list[int], n_before: int) -> Iterator[Row | BadRow]:

@@ -23,10 +23,10 @@ from farthing.data.rows import (
     AS_GUESSED,
     MAX_ROW_BYTES,
     BadRow,
-    Block,
     Layout,
     Reading,
     Row,
+    RowBlock,
     RowValue,
     too_large,
 )
@@ -138,7 +138,7 @@ class Lines:
         return n_bytes
 
 
-def _blocks(rows: Iterable[Raw]) -> Iterator[Block]:
+def _blocks(rows: Iterable[Raw]) -> Iterator[RowBlock]:
     """Rows in blocks of as many and as large as a block may be."""
     pending: list[Raw] = []
     n_bytes = 0
@@ -152,12 +152,12 @@ def _blocks(rows: Iterable[Raw]) -> Iterator[Block]:
         yield _block(pending)
 
 
-def _block(rows: list[Raw]) -> Block:
+def _block(rows: list[Raw]) -> RowBlock:
     def read(picked: Sequence[int]) -> Iterator[Row | BadRow]:
         for row in (rows[index] for index in picked):
             yield _json_row(row) if isinstance(row.content, bytes) else row.content
 
-    return Block(np.fromiter((row.n_bytes for row in rows), np.int64, len(rows)), read)
+    return RowBlock(np.fromiter((row.n_bytes for row in rows), np.int64, len(rows)), read)
 
 
 def _made(number: int, n_bytes: int, made: RowValue | str) -> Raw:
@@ -171,7 +171,7 @@ def _made(number: int, n_bytes: int, made: RowValue | str) -> Raw:
 # ---- JSON ----
 
 
-def jsonl_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iterator[Block]:
+def jsonl_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iterator[RowBlock]:
     """One object a line."""
     with Lines(path, name, layout, reading) as lines:
         yield from _blocks(line for line in lines if line.content.strip())
@@ -216,7 +216,7 @@ _DECODER = json.JSONDecoder(
 )  # made once: `json.loads` would make one for each row
 
 
-def json_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iterator[Block]:
+def json_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iterator[RowBlock]:
     """The objects of an array, or of the list within an object that `layout.field` names or that is
     its only one.
     """
@@ -393,7 +393,7 @@ class _Fed:
         return str(line.content, "utf-8", "surrogateescape")
 
 
-def csv_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iterator[Block]:
+def csv_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iterator[RowBlock]:
     """Records under a header line, quoted as RFC 4180 has it."""
     csv.field_size_limit(MAX_ROW_BYTES)
     delimiter = layout.separator or delimiter_of(path, layout)
@@ -451,7 +451,7 @@ def _csv_row(raw: Raw, header: list[str]) -> Raw:
 # ---- plain text ----
 
 
-def text_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iterator[Block]:
+def text_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iterator[RowBlock]:
     """Each text file as one row, in the order of names, or each of its lines; white space alone is
     passed over.
     """

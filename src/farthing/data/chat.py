@@ -18,7 +18,7 @@ from typing import Any
 
 from farthing.clock import today
 from farthing.data.encode import special_tokens_of
-from farthing.data.rows import START, STOP, RowValue, Segments, Text
+from farthing.data.rows import START, STOP, Example, RowValue, Segments
 from farthing.errors import ModelError, UnusableRowError
 from farthing.storage.files import small_text
 
@@ -134,7 +134,7 @@ def has_marks(template: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Ending:
+class TurnEnding:
     """What a template writes behind an answer."""
 
     end: str = ""
@@ -159,7 +159,7 @@ class ChatReader:
 
     render: Renderer
     marks: bool
-    ending: Ending
+    ending: TurnEnding
     tokens: tuple[str, ...] = ()
     """Special tokens, which may begin a turn."""
     shows_texts: bool = True
@@ -172,7 +172,7 @@ class ChatReader:
         shown = _shown(render, _PROBES)
         shows_texts = shown is None or (_QUESTION in shown and _PROBE in shown)
         if has_marks(render.template):
-            return cls(render, True, Ending(), (), shows_texts)
+            return cls(render, True, TurnEnding(), (), shows_texts)
         tokens = tuple(token for token in _added_tokens(tokenizer) if token.strip())
         return cls(render, False, _ending(render, tokens), tokens, shows_texts)
 
@@ -188,7 +188,9 @@ class ChatReader:
         shown = _shown(self.render, _PROBES)
         return shown is None or bool(shown.rpartition(_PROBE)[2].partition(STOP)[0].strip())
 
-    def __call__(self, messages: Messages, tools: Any, given: frozenset[int] = frozenset()) -> Text:
+    def __call__(
+        self, messages: Messages, tools: Any, given: frozenset[int] = frozenset()
+    ) -> Example:
         """The text of a chat; the turns at `given` (from 0) are context whoever speaks. Raises
         `UnusableRowError`.
 
@@ -214,7 +216,7 @@ class ChatReader:
         except Exception as error:  # templates are programs: they raise what they like
             raise UnusableRowError(f"the chat template refuses it: {str(error)[:200]}") from error
 
-    def _by_marks(self, messages: Messages, tools: Any, given: frozenset[int]) -> Text:
+    def _by_marks(self, messages: Messages, tools: Any, given: frozenset[int]) -> Example:
         said = json.dumps([messages, tools], ensure_ascii=False, default=str)
         if START in said or STOP in said:
             raise UnusableRowError("it holds U+FDD0 or U+FDD1, which are no characters")
@@ -235,7 +237,7 @@ class ChatReader:
             segments += [(inside, is_learned), (outside, False)]
         return _text(_merged(segments), max(0, len(answers) - len(parts)))
 
-    def _turn_by_turn(self, messages: Messages, tools: Any, given: frozenset[int]) -> Text:
+    def _turn_by_turn(self, messages: Messages, tools: Any, given: frozenset[int]) -> Example:
         """Every answer as the model writes it: in the whole chat, else in one that ends with it."""
         wanted = [
             index
@@ -370,8 +372,8 @@ class ChatReader:
         )
 
 
-def _text(segments: Segments, n_unlearned: int, earlier: Sequence[Segments] = ()) -> Text:
-    return Text(
+def _text(segments: Segments, n_unlearned: int, earlier: Sequence[Segments] = ()) -> Example:
+    return Example(
         segments,
         is_raw=False,
         n_unlearned=n_unlearned,
@@ -390,21 +392,21 @@ def _added_tokens(tokenizer: Any) -> list[str]:
     ]
 
 
-def _ending(render: Renderer, tokens: Sequence[str]) -> Ending:
+def _ending(render: Renderer, tokens: Sequence[str]) -> TurnEnding:
     """What a template writes behind an answer; nothing where it can't be seen."""
     behind = _behind_answer(render, _PROBES)
     within = _behind_answer(render, [[*chat, *_MORE] for chat in _PROBES])
     if behind is None:
-        return Ending()
+        return TurnEnding()
     common = os.path.commonprefix([behind, within or ""])  # noqa: RUF071 - of texts
     is_known = any(token in common for token in tokens)
     begins = [behind.index(token) for token in tokens if token in (common if is_known else behind)]
     if not begins:
         opens_next = next((token for token in tokens if within and within.startswith(token)), "")
         if opens_next and not behind.strip():
-            return Ending("", behind, opens_next)
+            return TurnEnding("", behind, opens_next)
         words = behind.rstrip()
-        return Ending(words, behind[len(words) :]) if words else Ending(behind)
+        return TurnEnding(words, behind[len(words) :]) if words else TurnEnding(behind)
     stop = min(behind.index(token) + len(token) for token in tokens if token in behind)
     if is_known:  # a turn may end with several tokens, one right behind the other
         stop, n_before = min(begins), -1
@@ -413,7 +415,7 @@ def _ending(render: Renderer, tokens: Sequence[str]) -> Ending:
             stop += max(
                 (len(token) for token in tokens if common.startswith(token, stop)), default=0
             )
-    return Ending(behind[:stop], behind[stop:])
+    return TurnEnding(behind[:stop], behind[stop:])
 
 
 def _shown(render: Renderer, chats: Sequence[Messages]) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.rows import Text
+from farthing.data.rows import Example
 from farthing.objectives.registry import objective_of
 from farthing.storage.files import Json
 
@@ -180,7 +180,7 @@ class Encoder:
         self.bos = first_tokens(tokenizer)
         self.eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
-    def __call__(self, texts: Sequence[Text]) -> Encoded:
+    def __call__(self, texts: Sequence[Example]) -> Encoded:
         """The examples of `texts`, in order, cut to the limits."""
         if self._objective.reads_answers:
             sequences = [sequence for text in texts for sequence in text.sequences]
@@ -216,7 +216,7 @@ class Encoder:
 
     # ---- one text with targets in it ----
 
-    def _one_text(self, texts: Sequence[Text]) -> Encoded:
+    def _one_text(self, texts: Sequence[Example]) -> Encoded:
         joined = ["".join([part for part, _ in text.segments]) for text in texts]
         rows: list[list[int]] = []
         learned: list[tuple[int, int]] = []
@@ -247,7 +247,7 @@ class Encoder:
             lengths = np.minimum(lengths, self.max_length)
         return Encoded(ids, is_target, lengths, was_cut)
 
-    def _learned(self, text: Text, encoding: Any) -> Iterator[tuple[int, int]]:
+    def _learned(self, text: Example, encoding: Any) -> Iterator[tuple[int, int]]:
         """Spans of tokens that are learned: of each, the first token that has a character of it or
         of what follows.
         """

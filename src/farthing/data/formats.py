@@ -1,5 +1,5 @@
-"""What the columns mean: rows of any known format become a `Text` that says which parts the model
-must learn.
+"""What the columns mean: rows of any known format become an `Example` that says which parts
+the model must learn.
 
 A row is a list of (text, is_target) segments, or a text and a label where the task has labels.
 Chats are rendered by the tokenizer's own template.
@@ -35,7 +35,7 @@ from farthing.data.columns import (
     renamed,
 )
 from farthing.data.preference import FORMS, Turns, Unit
-from farthing.data.rows import RowValue, Text
+from farthing.data.rows import Example, RowValue
 from farthing.data.shown import Shown, leaves_an_answer_empty
 from farthing.errors import DataError, ModelError, UnusableRowError
 from farthing.objectives.columns import text_of
@@ -113,8 +113,8 @@ def converter(
     *,
     on: str = "",
     shown: Shown | None = None,
-) -> Callable[[RowValue], Text]:
-    """A function from a row to its `Text`. It raises `UnusableRowError` with the reason.
+) -> Callable[[RowValue], Example]:
+    """A function from a row to its `Example`. It raises `UnusableRowError` with the reason.
 
     `on` is the ISO date that a chat template sees which asks for it; `shown` notes what the
     template leaves out of chats.
@@ -126,10 +126,10 @@ def converter(
     def reader() -> ChatReader:
         return chat_reader(tokenizer, on)
 
-    def chat(messages: list[RowValue], row: RowValue) -> Text:
+    def chat(messages: list[RowValue], row: RowValue) -> Example:
         return chat_text(messages, tools_of(row), reader(), shown)
 
-    def answered(unit: Unit, answer: str | Turns) -> Text:
+    def answered(unit: Unit, answer: str | Turns) -> Example:
         if isinstance(unit.prompt, str):
             return _pair(unit.prompt, str(answer))
         turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
@@ -139,7 +139,7 @@ def converter(
             raise UnusableRowError("the chat template shows the answer in several forms")
         return replace(text, given=_said(unit.prompt))
 
-    def one(row: RowValue) -> Text:
+    def one(row: RowValue) -> Example:
         if objective.learns_units:
             unit = FORMS[format_name](row)
             first, *others = [answered(unit, answer) for answer in unit.answers]
@@ -149,7 +149,7 @@ def converter(
             return _labelled(row, labels, label_map)
         if format_name == "text":
             text = text_of(row, "text")
-            return Text(((text, True),), given=(text,))
+            return Example(((text, True),), given=(text,))
         if format_name == "instruction":
             return chat(_of_alpaca(row), row) if is_chat else _asked(row)
         if format_name in RENDERED:
@@ -165,7 +165,7 @@ def converter(
     if is_chat and format_name in RENDERED:
         reader()  # a template that can't be used is an error of the job, not of a row
 
-    def convert(row: RowValue) -> Text:
+    def convert(row: RowValue) -> Example:
         text = one(renamed(row, columns) if columns else row)
         try:
             for each in (*text.sequences, *text.earlier):
@@ -201,18 +201,18 @@ def _listed(columns: set[str]) -> str:
     return ", ".join(sorted(columns)[:20]) or "none"
 
 
-def _pair(given: str, answer: str) -> Text:
-    return Text(((given, False), (answer, True)), given=(given,))
+def _pair(given: str, answer: str) -> Example:
+    return Example(((given, False), (answer, True)), given=(given,))
 
 
-def _labelled(row: RowValue, labels: Labels, label_map: dict[str, str]) -> Text:
+def _labelled(row: RowValue, labels: Labels, label_map: dict[str, str]) -> Example:
     text, label = labels.read(row, label_map)
     if labels.per_word:
-        return Text(((" ".join(text), False),), label=label, given=text, words=text)
-    return Text(((text, False),), label=label, given=(text,))
+        return Example(((" ".join(text), False),), label=label, given=text, words=text)
+    return Example(((text, False),), label=label, given=(text,))
 
 
-def _asked(row: RowValue) -> Text:
+def _asked(row: RowValue) -> Example:
     """An Alpaca row for seq2seq, which needs no frame. Raises `UnusableRowError`."""
     if _history(row):
         raise UnusableRowError(
@@ -245,7 +245,7 @@ def _history(row: RowValue) -> list[list[str]]:
     return turns
 
 
-def chat_text(messages: list[RowValue], tools: Any, read: ChatReader, shown: Shown) -> Text:
+def chat_text(messages: list[RowValue], tools: Any, read: ChatReader, shown: Shown) -> Example:
     """A chat as text. What its owner gave: all that the assistant does not say, or all where only
     it speaks.
     """
@@ -277,7 +277,7 @@ def _said(messages: Sequence[RowValue]) -> tuple[str, ...]:
 
 
 def hash_of_input(given: Sequence[str]) -> int:
-    """A hash of `Text.given`, 64 bits; spaces around its parts make no difference, as most
+    """A hash of `Example.given`, 64 bits; spaces around its parts make no difference, as most
     templates strip them.
     """
     text = "\0".join([part.strip() for part in given]).encode(errors="surrogatepass")

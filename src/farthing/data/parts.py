@@ -23,8 +23,8 @@ from farthing.data.encode import Encoded, Encoder
 from farthing.data.formats import Understood, hash_of_input
 from farthing.data.read import Source
 from farthing.data.reader import SourceReader
-from farthing.data.rows import BadRow, Block, Reading, Row, Text
-from farthing.data.token_set import LINE_BITS, Recipe
+from farthing.data.rows import BadRow, Example, Reading, Row, RowBlock
+from farthing.data.token_set import LINE_BITS, TokenRecipe
 from farthing.data.units import n_shared
 from farthing.errors import DataError
 from farthing.objectives.registry import objective_of
@@ -61,7 +61,7 @@ class Tally:
         del self.bad_rows[MOST_NAMED:]
 
 
-class Part(NamedTuple):
+class TokenPart(NamedTuple):
     """Some columns of a token set and what is known of the rows.
 
     In place of offsets there are `lengths`; `classes` are indices into the labels of `facts`, and
@@ -81,21 +81,21 @@ class Part(NamedTuple):
         os.replace(draft, path)
 
 
-def read_part(path: Path) -> Part:
+def read_part(path: Path) -> TokenPart:
     """Raises `OSError` where it is damaged or absent."""
     content = path.read_bytes()
     digest, archive = content[:32], memoryview(content)[32:]
     if hashlib.sha256(archive).digest() != digest:
         raise OSError(errno.EIO, "a part is damaged", str(path))
     columns = dict(np.load(io.BytesIO(archive), allow_pickle=False))
-    return Part(columns, json.loads(columns.pop("facts").tobytes()))
+    return TokenPart(columns, json.loads(columns.pop("facts").tobytes()))
 
 
 def path_of_part(folder: Path, number: int) -> Path:
     return folder / f"part-{number:06d}"
 
 
-class Place(NamedTuple):
+class PartPlace(NamedTuple):
     """Where a part stands: the number of its source, its rows a block at a time, which are parsed
     as they are taken, and the share of that source that was read when they end.
     """
@@ -105,22 +105,22 @@ class Place(NamedTuple):
     share: float
 
 
-def places(sources: Sequence[Source]) -> Iterator[Place]:
+def places(sources: Sequence[Source]) -> Iterator[PartPlace]:
     """The places of all parts, in order. Raises `DataError`."""
     for number, source in enumerate(sources):
         reading = Reading()
-        pending: list[Block] = []
+        pending: list[RowBlock] = []
         failed: DataError | None = None
         try:
             for block in source.blocks(reading):
                 pending.append(block)
                 if len(pending) == PART_BLOCKS:
-                    yield Place(number, map(Block.rows, pending), reading.share())
+                    yield PartPlace(number, map(RowBlock.rows, pending), reading.share())
                     pending = []
         except DataError as error:  # behind the rows that were read
             failed = error
         if pending:
-            yield Place(number, map(Block.rows, pending), 1.0)
+            yield PartPlace(number, map(RowBlock.rows, pending), 1.0)
         if failed is not None:
             raise failed
 
@@ -133,14 +133,14 @@ class PartMaker:
         sources: Sequence[Source],
         understood: Sequence[Understood | None],
         tokenizer: Any,
-        recipe: Recipe,
+        recipe: TokenRecipe,
     ) -> None:
         self._sources, self._understood = sources, understood
         self._tokenizer, self._recipe = tokenizer, recipe
         limits = recipe.max_length, recipe.max_target_length
         self._encode = Encoder(tokenizer, recipe.task, *limits, recipe.train_on_prompt)
 
-    def make(self, place: Place) -> Part:
+    def make(self, place: PartPlace) -> TokenPart:
         """Raises `DataError` for rows that may not be there."""
         source = self._sources[place.source]
         reader = SourceReader(source, self._recipe, self._tokenizer, self._understood[place.source])
@@ -149,18 +149,18 @@ class PartMaker:
             made.add(reader, rows)
         columns = made.finish()
         facts = {"source": place.source, "share": place.share, "tally": asdict(made.tally)}
-        return Part(columns, facts | {"reader": reader.state(), "labels": list(made.labels)})
+        return TokenPart(columns, facts | {"reader": reader.state(), "labels": list(made.labels)})
 
 
 class _Making:
     """The examples of a part, encoded a chunk at a time."""
 
-    def __init__(self, number: int, name: str, recipe: Recipe, encode: Encoder) -> None:
+    def __init__(self, number: int, name: str, recipe: TokenRecipe, encode: Encoder) -> None:
         self.tally, self.labels = Tally(), dict[Any, int]()
         self._number, self._name, self._recipe, self._encode = number, name, recipe, encode
         self._objective = objective_of(recipe.task)
         self._known = {label: index for index, label in enumerate(recipe.label_names)}
-        self._texts: list[Text] = []
+        self._texts: list[Example] = []
         self._lines: list[int] = []
         self._n_characters = 0
         self._inputs: list[int] = []
@@ -169,7 +169,7 @@ class _Making:
     def add(self, reader: SourceReader, rows: Iterable[Row | BadRow]) -> None:
         for row, text in reader.texts(rows):
             self.tally.n_rows += 1
-            if not isinstance(text, Text):
+            if not isinstance(text, Example):
                 self._reject(row.line, str(text))
                 if text.given:  # its input counts among the inputs
                     self._inputs.append(hash_of_input(text.given))
@@ -250,7 +250,11 @@ class _Making:
         return kept
 
     def _numbered(
-        self, texts: list[Text], lines: NDArray[np.int64], kept: NDArray[np.bool_], encoded: Encoded
+        self,
+        texts: list[Example],
+        lines: NDArray[np.int64],
+        kept: NDArray[np.bool_],
+        encoded: Encoded,
     ) -> NDArray[np.int32] | None:
         """The labels of the kept examples, or of their words, by their place in `labels`; one that
         is not known is a bad row, and not kept.

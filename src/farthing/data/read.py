@@ -31,11 +31,11 @@ from farthing.data.rows import (
     AS_GUESSED,
     MAX_ROW_BYTES,
     BadRow,
-    Block,
     Layout,
     Own,
     Reading,
     Row,
+    RowBlock,
     too_large,
 )
 from farthing.errors import DataError
@@ -99,7 +99,7 @@ class Source:
         for block in self.blocks():
             yield from block.rows()
 
-    def blocks(self, reading: Reading | None = None) -> Iterator[Block]:
+    def blocks(self, reading: Reading | None = None) -> Iterator[RowBlock]:
         """The rows unparsed, in order; `reading` is told how far it has got. Raises `DataError`."""
         n = 0
         try:
@@ -115,7 +115,7 @@ class Source:
                 to_do = "write it as .jsonl, one example a line, or use a larger machine"
             raise DataError(what, where=f"{self.name}:{n + 1}", to_do=to_do) from error
 
-    def _read(self, reading: Reading) -> Iterator[Block]:
+    def _read(self, reading: Reading) -> Iterator[RowBlock]:
         if self.kind == "arrow":
             return arrow_blocks(self.paths, reading)
         (path,) = self.paths

@@ -15,10 +15,10 @@ from farthing.data.arrow import without_missing
 from farthing.data.foreign import Foreign, chosen_column, foreign_kind, say_ignored
 from farthing.data.formats import Understood, converter, recognise, used_columns
 from farthing.data.read import Source
-from farthing.data.rows import BadRow, Row, RowValue, Text
+from farthing.data.rows import BadRow, Example, Row, RowValue
 from farthing.data.scored import expanded
 from farthing.data.shown import Shown
-from farthing.data.token_set import Recipe
+from farthing.data.token_set import TokenRecipe
 from farthing.errors import DataError, UnusableRowError
 from farthing.storage.files import Json
 
@@ -33,7 +33,7 @@ class SourceReader:
     def __init__(
         self,
         source: Source,
-        recipe: Recipe,
+        recipe: TokenRecipe,
         tokenizer: Any,
         understood: Understood | None = None,
         on_foreign: Callable[[Row, Foreign], None] | None = None,
@@ -79,7 +79,7 @@ class SourceReader:
 
     def texts(
         self, rows: Iterable[Row | BadRow]
-    ) -> Iterator[tuple[Row | BadRow, Text | UnusableRowError]]:
+    ) -> Iterator[tuple[Row | BadRow, Example | UnusableRowError]]:
         """Each row with its text, or with why it can't be used; all are looked at first."""
         for row in self.look(rows):
             try:
@@ -87,7 +87,7 @@ class SourceReader:
             except UnusableRowError as error:
                 yield row, error
 
-    def text(self, row: Row | BadRow) -> Text:
+    def text(self, row: Row | BadRow) -> Example:
         """Raises `UnusableRowError` with the reason."""
         if isinstance(row, BadRow):
             raise UnusableRowError(row.reason)
@@ -98,7 +98,7 @@ class SourceReader:
         return replace(texts[-1], earlier=tuple(texts[:-1]))
 
     @cached_property
-    def _convert(self) -> Callable[[RowValue], Text]:
+    def _convert(self) -> Callable[[RowValue], Example]:
         assert self.understood is not None
         recipe, (name, columns, _) = self._recipe, self.understood
         given = (name, columns, recipe.label_map, self._tokenizer, recipe.task)
@@ -145,7 +145,7 @@ class SourceReader:
         return [f"columns that are not used: {ignored}"] * bool(ignored) + self.notes
 
 
-def understood_reader(source: Source, recipe: Recipe) -> SourceReader:
+def understood_reader(source: Source, recipe: TokenRecipe) -> SourceReader:
     """A reader that has looked at nothing and knows the format of its source, if the first rows
     have one. Raises `DataError`.
     """

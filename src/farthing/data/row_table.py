@@ -38,7 +38,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Table:
+class RowTable:
     """The cells of a step; those without examples are left out."""
 
     n_rows: int
@@ -62,7 +62,7 @@ def rows_of(
     split: Split,
     squares_at: int = 0,
     costs: Costs | None = None,
-) -> Table:
+) -> RowTable:
     """The step's examples in rows of `n_slots` micro-batches of about the same cost, dearest row
     first.
 
@@ -74,7 +74,7 @@ def rows_of(
     """
     micro_batches = split(examples, micro_batch_tokens)
     if n_slots == 1:
-        return Table(len(micro_batches), 1, in_one_lane(micro_batches))
+        return RowTable(len(micro_batches), 1, in_one_lane(micro_batches))
     if costs is not None:
         return _lane_by_lane(examples, lengths, micro_batch_tokens, n_slots, split, costs)
 
@@ -91,7 +91,7 @@ def rows_of(
         row, slot = divmod(place, n_slots)
         slot = n_slots - 1 - slot if row % 2 else slot
         cells.append(Cell(row * n_slots + slot, slot, micro_batch))
-    return Table(
+    return RowTable(
         -(-len(micro_batches) // n_slots),
         n_slots,
         tuple(sorted(cells, key=lambda cell: cell.number)),
@@ -105,7 +105,7 @@ def _lane_by_lane(
     n_slots: int,
     split: Split,
     costs: Costs,
-) -> Table:
+) -> RowTable:
     """The examples dealt to slots, each of which is split into as many micro-batches as the one
     that needs most.
     """
@@ -123,7 +123,7 @@ def _lane_by_lane(
                 Cell(row * n_slots + slot, slot, micro_batch)
                 for row, micro_batch in enumerate(ordered)
             ]
-    return Table(n_rows, n_slots, tuple(sorted(cells, key=lambda cell: cell.number)))
+    return RowTable(n_rows, n_slots, tuple(sorted(cells, key=lambda cell: cell.number)))
 
 
 def _dealt(costs: list[tuple[int, int]], n: int) -> list[list[int]]:

@@ -41,7 +41,7 @@ class BadRow(NamedTuple):
     reason: str
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Neighbouring rows of a source, of which none is parsed yet."""
 
     sizes: NDArray[np.int64]
@@ -73,7 +73,7 @@ AS_GUESSED = Layout()
 
 
 @dataclass(frozen=True)
-class Text:
+class Example:
     """One example before tokenization.
 
     `segments`: (text, is_target) in order. `label`: where the task has labels. `is_raw`: no
@@ -90,18 +90,18 @@ class Text:
     is_raw: bool = True
     given: tuple[str, ...] = ()
     n_unlearned: int = 0
-    earlier: tuple[Text, ...] = ()
+    earlier: tuple[Example, ...] = ()
     beside: tuple[Segments, ...] = ()
     value: float = 0.0
     words: tuple[str, ...] = ()
 
     @property
-    def sequences(self) -> tuple[Text, ...]:
+    def sequences(self) -> tuple[Example, ...]:
         """A text for each sequence of the unit."""
         return self, *(replace(self, segments=each, beside=()) for each in self.beside)
 
     @property
-    def of_row(self) -> tuple[Text, ...]:
+    def of_row(self) -> tuple[Example, ...]:
         """All examples of the row."""
         return *self.earlier, self
 

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from farthing.data.encode import PlainTokenizer
 from farthing.data.lengths import Lengths, from_arrays
-from farthing.data.parts import Part, PartMaker, Place
+from farthing.data.parts import PartMaker, PartPlace, TokenPart
 from farthing.data.read import Source
 from farthing.data.reader import understood_reader
-from farthing.data.rows import BadRow, Block, Reading, Row
-from farthing.data.token_set import Recipe
+from farthing.data.rows import BadRow, Reading, Row, RowBlock
+from farthing.data.token_set import TokenRecipe
 from farthing.data.units import worth_sharing
 from farthing.errors import DataError
 from farthing.objectives.registry import objective_of
@@ -32,7 +32,9 @@ _N_LONGEST = 16  # rows that are strata of their own
 _MOST_READ_BYTES = 256 << 20
 
 
-def sample_lengths(sources: list[Source], tokenizer: PlainTokenizer, recipe: Recipe) -> Lengths:
+def sample_lengths(
+    sources: list[Source], tokenizer: PlainTokenizer, recipe: TokenRecipe
+) -> Lengths:
     """Estimated lengths of these files' rows after tokenization. Its notes say which columns nobody
     reads, and what of data of another kind the job has chosen. Raises `DataError` when no row can
     be used.
@@ -54,7 +56,7 @@ def sample_lengths(sources: list[Source], tokenizer: PlainTokenizer, recipe: Rec
         picked, stratum = _strata(sizes, max(1, round(n_wanted * len(sizes) / n_seen)))
         reader, rows = understood_reader(source, recipe), _rows_at(blocks, picked)
         part = PartMaker([source], [reader.understood], tokenizer, recipe).make(
-            Place(0, [rows], 1.0)
+            PartPlace(0, [rows], 1.0)
         )
         reader.merge(part.facts["reader"])
         notes += [f"{source.name}: {what}" for what in reader.said()]
@@ -89,7 +91,7 @@ def sample_lengths(sources: list[Source], tokenizer: PlainTokenizer, recipe: Rec
     return replace(sampled, notes=tuple(notes))
 
 
-def _why_none(part: Part, recipe: Recipe) -> str:
+def _why_none(part: TokenPart, recipe: TokenRecipe) -> str:
     """Why rows of a part could not be used; empty where all could."""
     tally = part.facts["tally"]
     if tally["bad_rows"]:
@@ -114,7 +116,7 @@ def _strata(sizes: NDArray[np.int64], n_wanted: int) -> tuple[NDArray[np.int64],
 
 
 def _lengths_of(
-    part: Part, lines: list[int], recipe: Recipe
+    part: TokenPart, lines: list[int], recipe: TokenRecipe
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """[row, (input, labelled tokens)] of a mean example of each row, and [row] how many it has."""
     found, counts = np.zeros((len(lines), 2)), np.zeros(len(lines), np.int64)
@@ -136,7 +138,7 @@ def _lengths_of(
 class _Seen(NamedTuple):
     """What was seen of a file: its rows unparsed, the bytes of each, and the share of it."""
 
-    blocks: list[Block]
+    blocks: list[RowBlock]
     sizes: NDArray[np.int64]
     share: float
     is_whole: bool
@@ -150,7 +152,7 @@ def _seen(source: Source) -> _Seen:
     return _Seen(blocks, sizes, share, reading.is_whole)
 
 
-def _rows_at(blocks: list[Block], picked: NDArray[np.int64]) -> list[Row | BadRow]:
+def _rows_at(blocks: list[RowBlock], picked: NDArray[np.int64]) -> list[Row | BadRow]:
     """The rows at these places, in this order."""
     starts = np.cumsum([0, *(len(block.sizes) for block in blocks)])
     of_block = np.searchsorted(starts, picked, side="right") - 1

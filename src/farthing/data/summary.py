@@ -23,8 +23,8 @@ from farthing.data.foreign import Foreign, say_ignored
 from farthing.data.formats import converter, hash_of_input, recognise
 from farthing.data.read import Source
 from farthing.data.reader import SourceReader
-from farthing.data.rows import BadRow, Row, Text
-from farthing.data.token_set import Recipe
+from farthing.data.rows import BadRow, Example, Row
+from farthing.data.token_set import TokenRecipe
 from farthing.errors import DataError, UnusableRowError
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.classification import CLASSIFICATION
@@ -87,7 +87,7 @@ class Summary:
         self.foreign.setdefault(what, [0, row.line, kind.to_do])[0] += 1
 
 
-def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) -> Summary:
+def summarize(source: Source, tokenizer: Any, recipe: TokenRecipe, task: str | None) -> Summary:
     """Look at every row of a source. `task`: None takes the one that its columns fit. Raises
     `DataError`.
     """
@@ -99,7 +99,7 @@ def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) 
     found.is_exact = bool(getattr(tokenizer, "is_exact", True))
     reader = SourceReader(source, recipe, tokenizer, on_foreign=found.see_foreign)
     equal, inputs, labels = set[bytes](), set[int](), Counter[Any]()
-    kept: list[Text] = []
+    kept: list[Example] = []
     n_good = n_texts = n_characters = 0
     n_turns: list[int] = []
     for rows in itertools.chain([first], blocks):
@@ -145,7 +145,7 @@ def _ordered(counts: Counter[str]) -> Counter[str]:
     return Counter(dict(counts.most_common()))
 
 
-def _task_of(rows: list[Row | BadRow], recipe: Recipe) -> str:
+def _task_of(rows: list[Row | BadRow], recipe: TokenRecipe) -> str:
     """The first task that can read these rows by their columns, and their labels."""
     values = [row.value for row in rows if isinstance(row, Row)]
     columns: set[str] = set().union(*values)
@@ -192,7 +192,7 @@ def _count_turns(turns: Any, found: Summary) -> list[int]:
 
 
 def _count_tokens(
-    kept: list[Text], n_texts: int, tokenizer: Any, recipe: Recipe, found: Summary
+    kept: list[Example], n_texts: int, tokenizer: Any, recipe: TokenRecipe, found: Summary
 ) -> None:
     """Tokenize the first of `n_texts` texts, and say what was found."""
     encode = Encoder(tokenizer, found.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt)

@@ -67,7 +67,7 @@ DTYPES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TokenRecipe:
     """Everything about tokenization that is chosen, not given. Part of the key."""
 
     task: str
@@ -238,7 +238,7 @@ def _definition_sha256(definition: str, others: str) -> str:
     ).hexdigest()
 
 
-def set_key(sources: list[Source], tokenizer_hash: str, recipe: Recipe) -> str:
+def set_key(sources: list[Source], tokenizer_hash: str, recipe: TokenRecipe) -> str:
     """The name of a token set: a hash of everything it follows from."""
     content = [
         CACHE_VERSION,

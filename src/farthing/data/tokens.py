@@ -24,13 +24,21 @@ from numpy.typing import NDArray
 
 from farthing.data.chat import said_of_chats
 from farthing.data.encode import PlainTokenizer
-from farthing.data.parts import Part, PartMaker, Place, Tally, path_of_part, places, read_part
+from farthing.data.parts import (
+    PartMaker,
+    PartPlace,
+    Tally,
+    TokenPart,
+    path_of_part,
+    places,
+    read_part,
+)
 from farthing.data.read import Source, say_names
 from farthing.data.reader import understood_reader
 from farthing.data.rows import Reading
 from farthing.data.token_set import (
     CACHE_VERSION,
-    Recipe,
+    TokenRecipe,
     TokenSet,
     open_token_set,
     set_key,
@@ -62,7 +70,7 @@ Progress = Callable[[int, int, float], None]
 def tokenize(
     sources: list[Source],
     tokenizer: Any,
-    recipe: Recipe,
+    recipe: TokenRecipe,
     cache_dir: Path,
     *,
     progress: Progress = lambda rows, tokens, share: None,
@@ -143,7 +151,7 @@ def _make(
     folder: Path,
     sources: list[Source],
     tokenizer: Any,
-    recipe: Recipe,
+    recipe: TokenRecipe,
     progress: Progress,
     check: Callable[[], None],
 ) -> None:
@@ -209,7 +217,7 @@ def _workers(draft: Path, n: int) -> Iterator[list[subprocess.Popen[bytes] | Non
         yield workers
 
 
-def _plain(tokenizer: Any, recipe: Recipe) -> PlainTokenizer:
+def _plain(tokenizer: Any, recipe: TokenRecipe) -> PlainTokenizer:
     return PlainTokenizer.of(tokenizer, is_pair=objective_of(recipe.task).is_pair)
 
 
@@ -242,7 +250,7 @@ def _write_columns(folder: Path, paths: list[Path], facts: Json, of: Labels | No
 
 
 def try_out(
-    sources: list[Source], tokenizer: Any, recipe: Recipe, most_bytes: int
+    sources: list[Source], tokenizer: Any, recipe: TokenRecipe, most_bytes: int
 ) -> tuple[Json, bool]:
     """The facts of a set of about so many bytes of the sources, and whether that is all of them.
 
@@ -258,7 +266,7 @@ def try_out(
                 is_whole = False
                 break
             n_bytes += int(block.sizes.sum())
-            known.add(maker.make(Place(number, [block.rows()], 1.0)))
+            known.add(maker.make(PartPlace(number, [block.rows()], 1.0)))
         is_whole &= reading.is_whole
     facts = known.facts(tokenizer)
     if known.of_labels is not None and is_whole:
@@ -282,7 +290,7 @@ def refuse_one_class(labels: Collection[Any], sources: Sequence[str]) -> None:
 class _Known:
     """What is known of a set from the parts so far."""
 
-    def __init__(self, sources: list[Source], recipe: Recipe) -> None:
+    def __init__(self, sources: list[Source], recipe: TokenRecipe) -> None:
         objective = objective_of(recipe.task)
         self.of_labels = objective.labels if objective.reads_labels else None
         self.sources, self.recipe = sources, recipe
@@ -292,7 +300,7 @@ class _Known:
         self._bytes = [source.n_bytes for source in sources]
         self._groups = [np.zeros(0, np.uint64)]
 
-    def add(self, part: Part) -> None:
+    def add(self, part: TokenPart) -> None:
         """Take in a part that follows those before."""
         facts, number = part.facts, part.facts["source"]
         self.labels.update(map(_hashable, facts["labels"]))
@@ -378,7 +386,7 @@ def _hashable(label: Any) -> Any:
     return tuple(_hashable(each) for each in label) if isinstance(label, list) else label
 
 
-def _n_processes(sources: list[Source], recipe: Recipe) -> int:
+def _n_processes(sources: list[Source], recipe: TokenRecipe) -> int:
     """One for each core and 8 MB of data, as far as memory holds them."""
     import psutil
 

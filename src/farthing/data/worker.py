@@ -19,7 +19,7 @@ from farthing.data.encode import PlainTokenizer
 from farthing.data.formats import Understood
 from farthing.data.parts import PartMaker, path_of_part, places
 from farthing.data.read import Source
-from farthing.data.token_set import Recipe
+from farthing.data.token_set import TokenRecipe
 from farthing.errors import InputError
 from farthing.storage.files import Json, write_text
 
@@ -33,7 +33,7 @@ class Spec(NamedTuple):
     understood: list[Understood | None]
     tokenizer: Json
     """As `PlainTokenizer.state` has it."""
-    recipe: Recipe
+    recipe: TokenRecipe
 
     def write(self, folder: Path) -> None:
         """Raises `OSError`."""

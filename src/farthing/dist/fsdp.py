@@ -34,7 +34,7 @@ from farthing.model.loss import inner_of
 from farthing.model.precision import SUMS, keep_residual_stream
 
 
-class How(NamedTuple):
+class ShardingSettings(NamedTuple):
     """How weights are spread."""
 
     reshard_after_forward: bool = True
@@ -74,7 +74,7 @@ class ShardedModel:
         device: torch.device,
         index: int,
         n: int,
-        how: How,
+        how: ShardingSettings,
         bring: Callable[[Iterable[Tensor]], None] = lambda tensors: None,
     ) -> None:
         """`bring` leaves whole tensors on the device as the first rank has them, who may be alone
@@ -274,7 +274,7 @@ def _refuse_odd(model: nn.Module, layers: list[Any], whole: set[nn.Parameter]) -
 
 
 def _gathered(
-    model: nn.Module, layers: list[Any], whole: set[nn.Parameter], how: How, trains: bool
+    model: nn.Module, layers: list[Any], whole: set[nn.Parameter], how: ShardingSettings, trains: bool
 ) -> Gathered:
     """What FSDP2 gathers: the root, from the forward to the end of the backward pass, and the layer
     at work; in the backward pass the next one too (ZeRO-2 keeps all). Where rows are trained their

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from farthing.device_memory import is_out_of_memory
 from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, HardwareError, RunInterruptedError
-from farthing.run.checkpoint import Part
+from farthing.run.checkpoint import CheckpointPart
 from farthing.run.group import EXIT_RANK_LOST, Seat
 from farthing.run.ledger import Meter
 from farthing.run.parts import Shared
@@ -35,7 +35,7 @@ from farthing.dist.rendezvous import JOIN_HERE_S, RankLostError, bounded, lost, 
 from farthing.run.stillness import Stillness
 
 if TYPE_CHECKING:
-    from farthing.dist.fsdp import How, ShardedModel
+    from farthing.dist.fsdp import ShardingSettings, ShardedModel
 
 GO_ON, NO_ROOM, LEAVE = range(3)
 """Words of a step, the worst last: all is well; memory ran out; someone asked us to leave."""
@@ -208,7 +208,7 @@ class Ranks:
 
     # ---- weights that are spread ----
 
-    def apply_fsdp(self, model: nn.Module, how: How) -> None:
+    def apply_fsdp(self, model: nn.Module, how: ShardingSettings) -> None:
         """Leave each rank its rows of the weights, by FSDP2; those of a layer are gathered while it
         computes. All come to the device. Raises `ModelError` where the model can't be spread."""
         from farthing.dist.fsdp import ShardedModel
@@ -454,7 +454,7 @@ class Ranks:
                 with self.together():
                     dist.broadcast(tensor.data.view(-1).view(torch.uint8), 0)
 
-    def bring_together(self, parts: Mapping[str, Part]) -> None:
+    def bring_together(self, parts: Mapping[str, CheckpointPart]) -> None:
         """Make every rank's state that of the first rank."""
         if self.n == 1:
             return

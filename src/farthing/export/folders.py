@@ -34,7 +34,7 @@ from farthing.model.load import (
 from farthing.model.same_answers import answers, refuse_other_answers
 from farthing.report.card import model_card
 from farthing.report.receipt import build_receipt
-from farthing.report.receipt_types import Receipt
+from farthing.report.receipt_types import RunReceipt
 from farthing.run.exported import CARD, damage_of, seal_export
 from farthing.run.folder import JOB, MODEL, kept_job
 from farthing.storage.files import (
@@ -60,7 +60,7 @@ def export_model(
     folder: Path,
     model: Any,
     tokenizer: Any,
-    receipt: Receipt,
+    receipt: RunReceipt,
     step: int,
     trained: dict[str, Tensor] | None = None,
 ) -> None:
@@ -94,7 +94,7 @@ def export_model(
     install_folder(folder, fill)
 
 
-def write_card(run: Path, receipt: Receipt) -> None:
+def write_card(run: Path, receipt: RunReceipt) -> None:
     """Bring the card of a run's exported model, if there is one, up to its receipt. Raises
     `OSError`.
     """

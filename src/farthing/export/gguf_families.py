@@ -30,7 +30,7 @@ the width of a head.
 
 
 @dataclass(frozen=True)
-class Family:
+class GgufFamily:
     """How llama.cpp computes models of one `model_type`."""
 
     architecture: str
@@ -50,20 +50,20 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family("llama", pairs_neighbours=True),
-    "mistral": Family("llama", pairs_neighbours=True),
-    "qwen2": Family("qwen2"),
-    "qwen3": Family("qwen3"),
-    "gemma": Family("gemma", GELU, norms_add_one=True),
-    "gemma2": Family("gemma2", GELU, norms_add_one=True, full_every=2),
-    "gemma3_text": Family("gemma3", GELU, norms_add_one=True, full_every=6),
-    "phi3": Family("phi3"),
-    "gpt2": Family("gpt2", GELU, conv_weights=True),
+    "llama": GgufFamily("llama", pairs_neighbours=True),
+    "mistral": GgufFamily("llama", pairs_neighbours=True),
+    "qwen2": GgufFamily("qwen2"),
+    "qwen3": GgufFamily("qwen3"),
+    "gemma": GgufFamily("gemma", GELU, norms_add_one=True),
+    "gemma2": GgufFamily("gemma2", GELU, norms_add_one=True, full_every=2),
+    "gemma3_text": GgufFamily("gemma3", GELU, norms_add_one=True, full_every=6),
+    "phi3": GgufFamily("phi3"),
+    "gpt2": GgufFamily("gpt2", GELU, conv_weights=True),
 }
 """By `model_type` of the configuration."""
 
 
-def family_of(config: Any, task: str) -> Family:
+def family_of(config: Any, task: str) -> GgufFamily:
     """The family of a model for a task. Raises `InputError` where llama.cpp has none, or computes
     another model.
     """
@@ -150,7 +150,7 @@ def head_width(config: Any) -> int:
 
 
 def settings_of(
-    config: Any, family: Family
+    config: Any, family: GgufFamily
 ) -> tuple[dict[str, object], dict[str, Array], list[str]]:
     """(settings by the name of the method of `gguf.GGUFWriter` that writes them, further tensors,
     notes).
@@ -191,7 +191,7 @@ def settings_of(
     return values, tensors, notes
 
 
-def _rope(config: Any, family: Family) -> tuple[dict[str, object], dict[str, Array]]:
+def _rope(config: Any, family: GgufFamily) -> tuple[dict[str, object], dict[str, Array]]:
     """Rotary embeddings: settings, and the factors that divide each frequency where they are no
     rule of llama.cpp. Raises `InputError`.
     """
@@ -239,12 +239,12 @@ def _rope(config: Any, family: Family) -> tuple[dict[str, object], dict[str, Arr
             raise _refused(why, "rope_parameters", config)
 
 
-def is_transposed(name: str, family: Family) -> bool:
+def is_transposed(name: str, family: GgufFamily) -> bool:
     return family.conv_weights and (".attn." in name or ".mlp." in name)
 
 
 def lay_out(
-    name: str, weight: Array, config: Any, family: Family, *, is_back: bool = False
+    name: str, weight: Array, config: Any, family: GgufFamily, *, is_back: bool = False
 ) -> Array:
     """A weight [out, in] (or vector) of transformers as llama.cpp has it; with `is_back` one of
     llama.cpp as transformers has it.

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from farthing.errors import InputError, ModelError
 from farthing.export.gguf_families import (
     Array,
-    Family,
+    GgufFamily,
     family_of,
     is_transposed,
     lay_out,
@@ -40,11 +40,11 @@ QUANTIZER = "llama-quantize"
 
 
 @dataclass(frozen=True)
-class Plan:
+class GgufPlan:
     """All that a GGUF file is made of but the weights."""
 
     config: Any
-    family: Family
+    family: GgufFamily
     settings: dict[str, object]
     tensors: dict[str, Array]
     notes: tuple[str, ...]
@@ -65,7 +65,7 @@ def need_gguf() -> Any:
 
 def plan_gguf(
     config: Any, tokenizer: Any, task: str, bits: str, name: str, *, is_chat: bool
-) -> Plan:
+) -> GgufPlan:
     """What will be written of a model by its configuration and tokenizer. Raises `InputError` for
     what can't be.
     """
@@ -96,10 +96,10 @@ def plan_gguf(
     }
     if "rope_scaling_type" in values:
         values["rope_scaling_type"] = gguf.RopeScalingType(values["rope_scaling_type"])
-    return Plan(config, family, values, tensors, (*notes, *more))
+    return GgufPlan(config, family, values, tensors, (*notes, *more))
 
 
-def _places(gguf: Any, config: Any, family: Family) -> Any:
+def _places(gguf: Any, config: Any, family: GgufFamily) -> Any:
     """llama.cpp's names of the weights of a model."""
     architecture = gguf.MODEL_ARCH[family.architecture.upper()]
     return gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
@@ -117,7 +117,7 @@ def _placed(name: str, places: Any) -> str:
     return str(place)
 
 
-def _name(name: str, tokenizer: Any, family: Family) -> str:
+def _name(name: str, tokenizer: Any, family: GgufFamily) -> str:
     """llama.cpp strips what follows the special tokens of models that are named phi-3, and of no
     others.
     """
@@ -127,7 +127,7 @@ def _name(name: str, tokenizer: Any, family: Family) -> str:
     return f"{name} (phi-3)" if family.architecture == "phi3" else name
 
 
-def write_gguf(plan: Plan, source: Path, path: Path, bits: str) -> None:
+def write_gguf(plan: GgufPlan, source: Path, path: Path, bits: str) -> None:
     """Write the merged model in `source` to `path`. Raises `ModelError` for weights that have no
     place, `OSError`.
     """
@@ -204,7 +204,7 @@ class Weights:
         return self._of[name].get_tensor(name).float().numpy()
 
 
-def read_back(plan: Plan, path: Path, source: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def read_back(plan: GgufPlan, path: Path, source: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight of a GGUF file by its name in transformers, in fp32: what llama.cpp will compute
     with.
     """

@@ -12,7 +12,7 @@ from functools import partial
 from farthing.errors import Check, InputError
 from farthing.launch.commands import run_command
 from farthing.launch.driver import ProviderError
-from farthing.launch.machines import Machine
+from farthing.launch.machines import RentedMachine
 from farthing.launch.prepare import S3_KEYS
 from farthing.launch.registry import TARGETS, find_target
 from farthing.launch.request import PLAIN_IMAGES
@@ -36,7 +36,9 @@ def check_target(text: str) -> Iterator[Check]:
         yield _check("key", is_set, f"{key} is not set", f"export {key}=...")
         if is_set:
             to_do = "check the key and its permissions"
-            yield _tried("login", lambda: target.connect().look(Machine("farthing-none")), to_do)
+            yield _tried(
+                "login", lambda: target.connect().look(RentedMachine("farthing-none")), to_do
+            )
     for host in at.split(",") if target.name == "ssh" and ":" in text else ():
         to_do = f"ssh {host} has to work without a password, and pgrep and timeout there"
         tell = partial(HostDriver([host]).tell, host, "command -v pgrep && command -v timeout")

@@ -22,7 +22,7 @@ from farthing.launch.driver import (
     UnauthorizedError,
     UnclearError,
 )
-from farthing.launch.machines import Machine
+from farthing.launch.machines import RentedMachine
 from farthing.launch.request import LaunchRequest
 from farthing.launch.target import Commands
 
@@ -58,10 +58,10 @@ class CommandDriver(Driver):
                 f"its list of jobs can't be read ({type(error).__name__}: {error})"
             ) from error
 
-    def delete(self, machine: Machine) -> None:
+    def delete(self, machine: RentedMachine) -> None:
         run_command(self._commands.destroy(machine))
 
-    def log(self, machine: Machine) -> str:
+    def log(self, machine: RentedMachine) -> str:
         return run_command(self._commands.log(machine))
 
 

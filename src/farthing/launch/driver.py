@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from farthing.launch.machines import Machine
+from farthing.launch.machines import RentedMachine
 from farthing.launch.request import LaunchRequest
 
 
@@ -128,14 +128,14 @@ class Driver:
         """Make the machine. Raises `RefusedError` where nothing was made."""
         raise NotImplementedError
 
-    def secure(self, machine: Machine) -> None:
+    def secure(self, machine: RentedMachine) -> None:
         """Give a machine its end, where that is a request of its own. Raises `RefusedError`."""
 
     def listed(self, prefix: str) -> list[InstanceStatus]:
         """The machines of a launch, and maybe others."""
         raise NotImplementedError
 
-    def look(self, machine: Machine) -> InstanceStatus | None:
+    def look(self, machine: RentedMachine) -> InstanceStatus | None:
         """The machine by its name, None where there is none; of jobs begun again the last."""
         found = [
             seen
@@ -149,7 +149,7 @@ class Driver:
         ours = (seen for seen in self.listed(prefix) if seen.name.startswith(f"{prefix}-"))
         return {seen.name: seen.id for seen in ours if seen.is_paid}
 
-    def destroy(self, machine: Machine) -> None:
+    def destroy(self, machine: RentedMachine) -> None:
         """Ask that it be deleted; returns when that was acknowledged, or it was gone already."""
         if self.may_refuse_twice or not machine.id:
             seen = self.look(machine)
@@ -158,10 +158,10 @@ class Driver:
             machine = replace(machine, id=machine.id or seen.id)
         self.delete(machine)
 
-    def delete(self, machine: Machine) -> None:
+    def delete(self, machine: RentedMachine) -> None:
         """The same for a machine whose id is known."""
         raise NotImplementedError
 
-    def log(self, machine: Machine) -> str:
+    def log(self, machine: RentedMachine) -> str:
         """The end of what was printed there; empty where only the store has it."""
         return ""

@@ -26,7 +26,7 @@ _BILLED = (
 
 
 @dataclass
-class Machine:
+class RentedMachine:
     """One machine, as far as is known. Times are seconds since 1970."""
 
     name: str
@@ -130,7 +130,7 @@ class MachineLedger:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lines = SummedLines(folder / MACHINES)
-        self.machines: dict[str, Machine] = {}
+        self.machines: dict[str, RentedMachine] = {}
         self.rows: dict[str, list[Json]] = {}
         """The lines of each machine."""
         self.trouble = ""
@@ -138,7 +138,7 @@ class MachineLedger:
         for row in self._lines.rows():
             self._take_in(row)
 
-    def note(self, name: str, event: str, at: float, **facts: Any) -> Machine:
+    def note(self, name: str, event: str, at: float, **facts: Any) -> RentedMachine:
         """Write a line and force it to the disk; what it is about, with it taken in.
 
         Only the line before a request has to be there: what was made is watched and given back
@@ -157,7 +157,7 @@ class MachineLedger:
                 if row not in self.rows.get(name, []):
                     self._write(row) if to_disk else self._take_in(row)
 
-    def _write(self, row: Json) -> Machine:
+    def _write(self, row: Json) -> RentedMachine:
         try:
             make_private(self.folder)
             is_new = not self._lines.path.exists()
@@ -172,11 +172,11 @@ class MachineLedger:
             self.trouble = str(error)
         return self._take_in(row)
 
-    def _take_in(self, row: Json) -> Machine:
+    def _take_in(self, row: Json) -> RentedMachine:
         name, event, at = str(row.get("machine")), row.get("event"), float(row.get("at") or 0.0)
-        machine = self.machines.setdefault(name, Machine(name))
+        machine = self.machines.setdefault(name, RentedMachine(name))
         if event == "asked" and machine.created_at is None:  # see `take_over`
-            machine = self.machines[name] = Machine(name)
+            machine = self.machines[name] = RentedMachine(name)
             self.rows[name] = []
         elif event == "asked" and machine.asked_at:
             at = min(at, machine.asked_at)
@@ -199,7 +199,7 @@ class MachineLedger:
         return 1 + max((machine.number for machine in self.machines.values()), default=0)
 
     @property
-    def open(self) -> list[Machine]:
+    def open(self) -> list[RentedMachine]:
         """Those that may still cost money, the oldest first."""
         return [machine for machine in self.machines.values() if machine.is_open]
 
@@ -231,7 +231,7 @@ class MachineLedger:
 
 
 def bill_by_machine(
-    machines: Sequence[Machine], accounts: Sequence[Account], now: float
+    machines: Sequence[RentedMachine], accounts: Sequence[Account], now: float
 ) -> list[Json]:
     """What each machine has cost: seconds and dollars of boot, train, idle and teardown, which add
     up to the machine's.

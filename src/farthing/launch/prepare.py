@@ -28,7 +28,7 @@ from farthing.config.job import Job
 from farthing.data.read import is_dataset, is_text_folder
 from farthing.errors import InputError
 from farthing.launch.inputs import INPUTS, Packed, inputs_key, pack
-from farthing.launch.machines import Machine, MachineLedger
+from farthing.launch.machines import MachineLedger, RentedMachine
 from farthing.launch.registry import HERE, called, find_target, refuse_nowhere, target_of
 from farthing.launch.request import (
     FETCH,
@@ -49,10 +49,10 @@ from farthing.launch.wheel import (
     wheel_of_this,
 )
 from farthing.objectives.registry import package_of
-from farthing.planner.inputs import Asked, study_job
+from farthing.planner.inputs import PlanOptions, study_job
 from farthing.planner.optimizers import optimizer
 from farthing.planner.software import Torch, build_of
-from farthing.planner.types import Plan
+from farthing.planner.types import OfferPlan
 from farthing.prices.gpus import find_gpu
 from farthing.prices.offers import Billing, Offer, boot_of
 from farthing.run.accounts import Account
@@ -121,7 +121,7 @@ class Prepared:
     at: str
     wishes: Wishes
     offers: tuple[Offer, ...] = ()
-    plans: dict[Offer, Plan] = field(default_factory=dict)
+    plans: dict[Offer, OfferPlan] = field(default_factory=dict)
     packed: Packed = field(default_factory=Packed)
     n_steps: int = 0
     """Of the whole job, where it was planned."""
@@ -140,7 +140,7 @@ class Prepared:
         """Whether data and model go along by way of the store."""
         return self.target.name not in OWN_FOLDERS and self.job.output_store is not None
 
-    def reaches(self, machine: Machine) -> bool:
+    def reaches(self, machine: RentedMachine) -> bool:
         """Whether a machine is where the driver of this launch looks."""
         if self.target.name in ("kubernetes", "vertex", "hf") and machine.on:
             return machine.on == (f"{self.target.name}:{self.at}" if self.at else self.target.name)
@@ -464,7 +464,7 @@ def _planned(job: Job, wishes: Wishes, named: tuple[Target, str] | None, now: da
     is_one = len(providers) == 1 and not wishes.offer and not job.where.provider
     # no more GPUs are paid for than the job would use
     most = 8 if job.where.gpus == "all" else job.where.gpus or 1
-    asked = Asked(
+    asked = PlanOptions(
         provider=providers if is_one else (),
         max_gpus=8 if wishes.offer else most,
         prices=wishes.prices,
@@ -476,7 +476,7 @@ def _planned(job: Job, wishes: Wishes, named: tuple[Target, str] | None, now: da
         plans = _chosen(study, wishes.find(study, wishes.offer), most)
     plans = [p for p in plans if not p.on.machine.is_local and p.offer.n_gpus <= most]
     target = named[0] if named else next(filter(None, (target_of(p.offer) for p in plans)), None)
-    found: dict[tuple[object, ...], Plan] = {}
+    found: dict[tuple[object, ...], OfferPlan] = {}
     for plan in plans:
         offer = plan.offer
         if target is None or offer.provider not in target.providers:
@@ -501,7 +501,7 @@ def _planned(job: Job, wishes: Wishes, named: tuple[Target, str] | None, now: da
     return Prepared(job, target, at, wishes, (*ours,), ours, n_steps=study.answer.n_steps)
 
 
-def _chosen(study: Any, row: Any, most: int) -> list[Plan]:
+def _chosen(study: Any, row: Any, most: int) -> list[OfferPlan]:
     """The plans of a choice of `farthing plan`. Raises `InputError`."""
     found = [
         plan

@@ -37,7 +37,7 @@ from farthing.launch.supervise import Launch
 from farthing.launch.targets.hosts import HostDriver
 from farthing.launch.wheel import wheel_of_this
 from farthing.launch.words import StoreWords
-from farthing.planner.types import AGED_PRICE_DAYS, Plan
+from farthing.planner.types import AGED_PRICE_DAYS, OfferPlan
 from farthing.prices.offers import boot_of
 from farthing.run.accounts import read_ledger
 from farthing.run.commits import take_run
@@ -390,7 +390,7 @@ def where_it_is(job: Job, *, only_open: bool) -> str | None:
     return next((machine.on or machine.target or None for machine in reversed(known)), None)
 
 
-def paid_s(plan: Plan) -> float:
+def paid_s(plan: OfferPlan) -> float:
     """Seconds of a plan that are paid for beside the boot: waiting for spot capacity is free."""
     return plan.wall_s - plan.seconds.get("setup", 0.0) - plan.seconds.get("waiting", 0.0)
 

@@ -35,7 +35,7 @@ from farthing.launch.driver import (
     UnauthorizedError,
     UnclearError,
 )
-from farthing.launch.machines import MACHINES, Machine, MachineLedger
+from farthing.launch.machines import MACHINES, MachineLedger, RentedMachine
 from farthing.launch.prepare import NoBudgetError, Prepared
 from farthing.launch.request import TEARDOWN_S, LaunchRequest, Patience
 from farthing.launch.words import StoreWords, Word
@@ -49,7 +49,7 @@ GAP_S = 30.0
 """A watcher that did nothing for longer may have been suspended: others may have taken over."""
 
 
-class Ending(NamedTuple):
+class MachineEnding(NamedTuple):
     """How it went with a machine."""
 
     why: str
@@ -109,7 +109,7 @@ class Launch:
             code = self._round(None)
         return self._closed(code)
 
-    def _round(self, machine: Machine | None) -> int | None:
+    def _round(self, machine: RentedMachine | None) -> int | None:
         """A machine, or the next one, until it is given back; the exit code after the last one."""
         if self._is_stopped():
             self.say("stopped by `farthing launch stop`")
@@ -154,7 +154,7 @@ class Launch:
         self._refuse_what_is_elsewhere()
         for machine in self.ledger.open:
             if machine.created_at is not None or self._found(machine):
-                self._release(machine, Ending("stopped by the user"))
+                self._release(machine, MachineEnding("stopped by the user"))
         self._closed(EXIT_FINISHED)
         return is_whole
 
@@ -278,11 +278,11 @@ class Launch:
                 )
                 self.ledger.note(name, "created", now, id=id_)
 
-    def _adopted(self) -> Machine | None:
+    def _adopted(self) -> RentedMachine | None:
         """The machine of an earlier process of ours that still works; others are sent away."""
         waiting = [machine for machine in self.ledger.open if machine.left_at is None]
         for machine in waiting[:-1]:
-            self._release(machine, Ending("a younger machine took the run over"))
+            self._release(machine, MachineEnding("a younger machine took the run over"))
         if not waiting:
             for machine in self.ledger.open:
                 self._terminate(machine)
@@ -342,7 +342,7 @@ class Launch:
         self._pause(self.patience.stock_s)
         return None
 
-    def _rent(self) -> Machine | None:
+    def _rent(self) -> RentedMachine | None:
         """The next machine, made; None where no offer is left. Raises `NoBudgetError`."""
         while offer := self._next_offer():
             self._hold()
@@ -358,7 +358,7 @@ class Launch:
             self._send_back(machine, offer)
         return None
 
-    def _noted(self, ask: LaunchRequest, number: int, now: float) -> Machine:
+    def _noted(self, ask: LaunchRequest, number: int, now: float) -> RentedMachine:
         """The machine, in the ledger here and in the store before anybody is asked for it."""
         offer = ask.offer
         machine = self.ledger.note(
@@ -387,7 +387,7 @@ class Launch:
         self._until_clear(self._share, "the store")
         return machine
 
-    def _is_made(self, machine: Machine, ask: LaunchRequest, now: float) -> bool:
+    def _is_made(self, machine: RentedMachine, ask: LaunchRequest, now: float) -> bool:
         """Ask for a machine; whether it is there and has its end. An offer that did not lead to one
         is left out. Raises `InputError` where the account may rent nothing.
         """
@@ -425,13 +425,13 @@ class Launch:
         self._take_price(machine, self._if_answered(lambda: self._look(machine), None))
         return True
 
-    def _refused(self, machine: Machine, why: str) -> None:
+    def _refused(self, machine: RentedMachine, why: str) -> None:
         self.ledger.note(machine.name, "refused", self._clock(), why=why)
 
-    def _look(self, machine: Machine) -> InstanceStatus | None:
+    def _look(self, machine: RentedMachine) -> InstanceStatus | None:
         return self._asked(lambda: self.driver.look(machine))
 
-    def _hold_or_undo(self, machine: Machine) -> None:
+    def _hold_or_undo(self, machine: RentedMachine) -> None:
         """End a machine made by a watcher that was suspended, unless it was adopted."""
         try:
             self._hold()
@@ -453,7 +453,7 @@ class Launch:
                 self.words.keep(machine.name, self.ledger.rows[machine.name])
             raise
 
-    def _found(self, machine: Machine) -> bool:
+    def _found(self, machine: RentedMachine) -> bool:
         """Whether a machine is there whose creation was not answered; looked for until it must be
         in every list.
 
@@ -487,20 +487,20 @@ class Launch:
                 )
             self._pause(self.patience.poll_s)
 
-    def _is_secured(self, machine: Machine) -> bool:
+    def _is_secured(self, machine: RentedMachine) -> bool:
         """Whether a machine that was made has its end; one that has none is destroyed."""
         try:
             self._asked(lambda: self.driver.secure(machine))
             return True
         except (RefusedError, UnclearError) as error:
             why = f"it could not be given its end ({error})"
-            self._release(machine, Ending(why, leaves_offer_out=True))
+            self._release(machine, MachineEnding(why, leaves_offer_out=True))
             self._terminate(machine)
             return False
 
     # ---- the price that is charged ----
 
-    def _take_price(self, machine: Machine, seen: InstanceStatus | None) -> None:
+    def _take_price(self, machine: RentedMachine, seen: InstanceStatus | None) -> None:
         """Book the price that the provider tells, where it is another than the one known."""
         if seen is None or (price := seen.usd_per_hour) is None:
             return
@@ -516,23 +516,23 @@ class Launch:
             )
             self._tell_price(machine)
 
-    def _tell_price(self, machine: Machine) -> None:
+    def _tell_price(self, machine: RentedMachine) -> None:
         with contextlib.suppress(UnclearError):
             self.words.tell_price(machine.name, machine.usd_per_hour)
 
-    def _is_too_dear(self, machine: Machine) -> bool:
+    def _is_too_dear(self, machine: RentedMachine) -> bool:
         """Whether the machine's own end would come after the cap, at the price that is charged."""
         if machine.left_usd is None or not machine.most_s:
             return False
         most_usd = (machine.most_s + TEARDOWN_S) / 3600 * machine.usd_per_hour
         return most_usd > machine.left_usd * (1 + 1e-6) + 1e-6
 
-    def _send_back(self, machine: Machine, offer: Offer) -> None:
+    def _send_back(self, machine: RentedMachine, offer: Offer) -> None:
         """End a machine that is too dear before it trains. Its offer comes last from now on, at
         the price that was charged; at a second rise it is left out: each try pays for a boot."""
         price, planned = machine.usd_per_hour, offer.usd_per_hour or 0.0
         why = f"{say_usd(price)} an hour instead of {say_usd(planned)}"
-        self._release(machine, Ending(f"{why}: the cap does not allow it for that long"))
+        self._release(machine, MachineEnding(f"{why}: the cap does not allow it for that long"))
         self._terminate(machine)
         self._offers.remove(offer)
         if _kind(offer) not in self._repriced and planned:
@@ -541,7 +541,7 @@ class Launch:
 
     # ---- a machine at work ----
 
-    def _watch(self, machine: Machine) -> Ending:
+    def _watch(self, machine: RentedMachine) -> MachineEnding:
         """Until it has left, is lost or has to go."""
         is_paid, patience, n_gaps = self.driver.is_paid_in_queue, self.patience, self._n_gaps
         began = answered_at = beat_at = self.awake()
@@ -554,7 +554,7 @@ class Launch:
                 n_gaps, answered_at, beat_at = self._n_gaps, self.awake(), self.awake()
             self._sweep()
             if self._is_stopped():
-                return Ending("stopped by the user")
+                return MachineEnding("stopped by the user")
             now, awake = self._clock(), self.awake()
             age = now - machine.asked_at if is_ours else awake - began
             word = self._if_answered(lambda: self.words.of(machine.name), Word())
@@ -566,7 +566,7 @@ class Launch:
                 beat, beat_at = word.beat, awake
             is_queued_again = self.driver.restarts and word.code == EXIT_INTERRUPTED
             if word.code is not None and not is_queued_again:
-                return Ending(word.why or f"left with {word.code}", word.code)
+                return MachineEnding(word.why or f"left with {word.code}", word.code)
             try:
                 seen = self._look(machine)
                 self._take_price(machine, seen)
@@ -575,7 +575,7 @@ class Launch:
                     missed.append(self._clock())
                     if len(missed) >= 3 and (machine.alive_at or age > self.driver.late_s):
                         why = "taken away" if machine.booted_at else "gone before it had booted"
-                        return Ending(why, at=missed[0])
+                        return MachineEnding(why, at=missed[0])
                 else:
                     missed, machine.alive_at = [], self._clock()
                     if seen.is_over:
@@ -583,26 +583,28 @@ class Launch:
                 if seen is not None and seen.is_waiting:
                     beat_at = awake
                 elif is_paid and machine.booted_at is None and age > patience.boot_s:
-                    return Ending(f"not booted after {say_seconds(age)}", leaves_offer_out=True)
+                    return MachineEnding(
+                        f"not booted after {say_seconds(age)}", leaves_offer_out=True
+                    )
             except UnclearError:
                 if awake - answered_at > patience.lost_s:
-                    return Ending(f"no answer for {say_seconds(awake - answered_at)}")
+                    return MachineEnding(f"no answer for {say_seconds(awake - answered_at)}")
             if machine.booted_at is not None and awake - beat_at > patience.silent_s:
-                return Ending(f"no sign of it for {say_seconds(patience.silent_s)}")
+                return MachineEnding(f"no sign of it for {say_seconds(patience.silent_s)}")
             if self._is_at_cap(machine):
-                return Ending("the cap is reached at the price that is charged", EXIT_LIMIT)
+                return MachineEnding("the cap is reached at the price that is charged", EXIT_LIMIT)
             if is_paid and machine.most_s and age > machine.most_s + 60:
-                return Ending("its time is over", EXIT_LIMIT)
+                return MachineEnding("its time is over", EXIT_LIMIT)
             self.sleep(patience.poll_s)
 
-    def _is_at_cap(self, machine: Machine) -> bool:
+    def _is_at_cap(self, machine: RentedMachine) -> bool:
         """Whether the machine has to end now for the cap to hold until it is confirmed gone."""
         if machine.left_usd is None:
             return False
         soon = self._clock() + self.patience.poll_s + TEARDOWN_S / 2
         return machine.usd(soon) > machine.left_usd
 
-    def _ended(self, machine: Machine, code: int | None) -> Ending:
+    def _ended(self, machine: RentedMachine, code: int | None) -> MachineEnding:
         """Of a machine that runs no more, whose words may be late."""
         for _ in range(2):
             if code is None:
@@ -612,11 +614,11 @@ class Launch:
         has_booted = machine.booted_at is not None
         why = "it ended without a word" if has_booted else "it ended before it had booted"
         why = why if code is None else f"left with {code}"
-        return Ending(why, code, leaves_offer_out=not has_booted)
+        return MachineEnding(why, code, leaves_offer_out=not has_booted)
 
     # ---- giving back ----
 
-    def _release(self, machine: Machine, ending: Ending) -> None:
+    def _release(self, machine: RentedMachine, ending: MachineEnding) -> None:
         if machine.left_at is None:
             at = self._clock() if ending.at is None else ending.at
             self.ledger.note(machine.name, "left", at, code=ending.code, why=ending.why)
@@ -629,7 +631,7 @@ class Launch:
             of = machine.provider, machine.instance, machine.is_spot
             self._offers.sort(key=lambda each: _kind(each) == of)
 
-    def _terminate(self, machine: Machine, most_s: float | None = None) -> None:
+    def _terminate(self, machine: RentedMachine, most_s: float | None = None) -> None:
         """Ask for the deletion until it is confirmed. Where machines may overlap only a while: then
         the next is asked for meanwhile, and this one is asked again at every look."""
         began, pause_s = self._clock(), self.patience.poll_s / 2
@@ -644,7 +646,7 @@ class Launch:
             self._pause(pause_s)
             pause_s = min(60.0, pause_s * 2)
 
-    def _is_gone(self, machine: Machine) -> bool:
+    def _is_gone(self, machine: RentedMachine) -> bool:
         """Ask once for its deletion, and whether it is gone."""
         has_end = self.driver.ends_by_itself and machine.most_s
         own_end = machine.asked_at + machine.most_s if has_end else None
@@ -688,7 +690,7 @@ class Launch:
                 if not self._is_known(name):
                     has_strangers = True
                     self._say_once(f"{name} should not be there: destroying it")
-                    machine = self.ledger.machines.get(name) or Machine(name)
+                    machine = self.ledger.machines.get(name) or RentedMachine(name)
                     self.driver.destroy(replace(machine, id=found))
         return has_strangers
 

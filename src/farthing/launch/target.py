@@ -11,7 +11,7 @@ from typing import Any
 
 from farthing.launch.driver import Driver, InstanceStatus
 from farthing.launch.http import Api
-from farthing.launch.machines import Machine
+from farthing.launch.machines import RentedMachine
 from farthing.launch.request import SCRIPT, LaunchRequest, script_of, values_of
 
 Files = dict[str, str]
@@ -27,8 +27,8 @@ class Commands:
     id_of: Callable[[str], str]
     listing: Callable[[str], str]
     parse: Callable[[str], list[InstanceStatus]]
-    destroy: Callable[[Machine], str]
-    log: Callable[[Machine], str]
+    destroy: Callable[[RentedMachine], str]
+    log: Callable[[RentedMachine], str]
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from farthing.model.attention_kernels import How, over_documents, plain_attention
+from farthing.model.attention_kernels import AttentionSettings, over_documents, plain_attention
 from farthing.model.documents import Batch, Documents, owners_of
 from farthing.model.head import find_head
 from farthing.model.last_layer import last_layer, of_first_tokens
@@ -206,7 +206,7 @@ def attend(
         if attention_mask is None and causal and n_queries > 1:  # which sdpa would imply
             mask = torch.ones(n_queries, n_keys, dtype=torch.bool, device=query.device)
             attention_mask = mask.tril(n_keys - n_queries)
-        capped = How(causal, scale, window, dropout, softcap)
+        capped = AttentionSettings(causal, scale, window, dropout, softcap)
         out = plain_attention(query, key, value, attention_mask, capped)
         return out.transpose(1, 2).contiguous(), None
     if isinstance(documents, Sides):
@@ -217,5 +217,5 @@ def attend(
         raise ValueError(f"attention with {', '.join(unknown)} is not known here")
     # [T, H, D] with tokens outermost: how every kernel and the projections around it lay them out
     queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    asked = How(causal, scale, window, dropout, softcap, bias)
+    asked = AttentionSettings(causal, scale, window, dropout, softcap, bias)
     return over_documents(queries, keys, values, documents, asked)[None], None

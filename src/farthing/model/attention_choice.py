@@ -24,7 +24,7 @@ WIDE_FLEX_ON = (*WIDE_HEADS_ON, (10, 0), (10, 3))
 MOST_FLEX_FP32 = 64
 
 
-class Machine(NamedTuple):
+class AttentionHardware(NamedTuple):
     """What a GPU has to attend with."""
 
     capability: tuple[int, int]
@@ -39,7 +39,7 @@ class Machine(NamedTuple):
     """Only kernels that give the same bits each time may run."""
 
 
-class Asked(NamedTuple):
+class AttentionTask(NamedTuple):
     """What a layer's attention has to do. Windows and query heads that share keys (GQA) are no
     reason for or against a kernel.
     """
@@ -52,7 +52,7 @@ class Asked(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)  # every layer asks
-def choose(asked: Asked, machine: Machine) -> str:
+def choose(asked: AttentionTask, machine: AttentionHardware) -> str:
     """The quickest kernel that can do what is asked on this GPU: flash, flex or padded."""
     if machine.capability < AMPERE or asked.head_size > 256:
         return "padded"

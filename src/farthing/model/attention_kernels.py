@@ -4,8 +4,8 @@
 On CUDA one kernel takes all documents, torch's flash or flex attention. Where neither can, and on
 a CPU, documents are padded in as few calls as pay. Of GPUs they ran on an H100.
 
-All have one form: query [T, Hq, D], key and value [K, Hk, D], the documents and a `How` -> [T, Hq,
-D]; a document's last query is at its last key.
+All have one form: query [T, Hq, D], key and value [K, Hk, D], the documents and
+`AttentionSettings` -> [T, Hq, D]; a document's last query is at its last key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farthing.model.attention_choice import Asked, Machine, choose
+from farthing.model.attention_choice import AttentionHardware, AttentionTask, choose
 from farthing.model.documents import Documents, numbered, owners_of, sent
 from farthing.model.hardware import find_compiler
 from farthing.model.programs import in_programs
@@ -36,7 +36,7 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
-class How:
+class AttentionSettings:
     """How scores become weights."""
 
     causal: bool
@@ -51,7 +51,7 @@ class How:
 
 
 def over_documents(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: AttentionSettings
 ) -> Tensor:
     """Attention within each document by the quickest kernel: query [T, Hq, D], key and value [T,
     Hk, D] -> [T, Hq, D].
@@ -78,7 +78,7 @@ def keys_as_seen(tokens: Tensor, documents: Documents) -> Tensor:
     return wide.index_select(0, documents.key_rows).to(tokens.dtype)
 
 
-def choose_kernel(query: Tensor, how: How) -> str:
+def choose_kernel(query: Tensor, how: AttentionSettings) -> str:
     """The name in `KERNELS` of the quickest that is here and can do what is asked of these
     queries.
     """
@@ -86,7 +86,7 @@ def choose_kernel(query: Tensor, how: How) -> str:
         return "cpu"
     if how.bias is not None:
         return "padded"
-    asked = Asked(
+    asked = AttentionTask(
         DTYPES[query.dtype],
         query.shape[-1],
         how.softcap is not None,
@@ -96,10 +96,10 @@ def choose_kernel(query: Tensor, how: How) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def here(device: torch.device, is_deterministic: bool) -> Machine:
+def here(device: torch.device, is_deterministic: bool) -> AttentionHardware:
     """What there is to attend with on a GPU."""
     capability = torch.cuda.get_device_capability(device)
-    return Machine(
+    return AttentionHardware(
         capability,
         torch.backends.cuda.is_flash_attention_available(),
         capability == (9, 0) and not is_deterministic and use_flash_3(),
@@ -112,7 +112,13 @@ def here(device: torch.device, is_deterministic: bool) -> Machine:
 
 
 def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How, *, is_causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    how: AttentionSettings,
+    *,
+    is_causal: bool,
 ) -> Tensor:
     """Grouped heads as they are on a CPU, whose quick kernel takes them so; else repeated."""
     groups = query.shape[1] // key.shape[1]
@@ -131,7 +137,9 @@ def _sdpa(
     )
 
 
-def _biased(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How) -> Tensor:
+def _biased(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: AttentionSettings
+) -> Tensor:
     """Attention whose scores have a bias, which learns: on GPUs the one fused operation that has
     gradients for it.
 
@@ -162,7 +170,7 @@ def up_to_aligned(n: int) -> int:
 
 
 def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: AttentionSettings
 ) -> Tensor:
     """Attention in plain operations: for scores with a bias, or squeezed by tanh into (-softcap,
     softcap).
@@ -192,7 +200,9 @@ def plain_attention(
 # ---- documents padded in as few calls as pay ----
 
 
-def padded(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+def padded(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: AttentionSettings
+) -> Tensor:
     """Documents of similar lengths in one call each, padded at their ends; nothing is computed but
     attention.
     """
@@ -233,7 +243,9 @@ class _Group(NamedTuple):
     """Nothing is padded."""
 
 
-def _mask(group: _Group, documents: Documents, how: How, query: Tensor) -> Tensor | None:
+def _mask(
+    group: _Group, documents: Documents, how: AttentionSettings, query: Tensor
+) -> Tensor | None:
     """[n or 1, 1, L or 1, K] to add to scores; none where padding comes after all that is looked
     at, and where nothing is hidden.
     """
@@ -329,7 +341,9 @@ def padded_groups(
 # ---- one kernel for all documents, on CUDA ----
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: AttentionSettings
+) -> Tensor:
     """The operation below `scaled_dot_product_attention` and `varlen_attn`, for documents: autograd
     knows it by itself, and it drops.
 
@@ -354,7 +368,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how:
 
 
 def _flex_kernel(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: AttentionSettings
 ) -> Tensor:
     """`flex_attention`, compiled; its blocks are found once per batch and window."""
     from torch.nn.attention.flex_attention import create_block_mask
@@ -399,7 +413,7 @@ def _flex_kernel(
     return out[0].transpose(0, 1)
 
 
-KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Documents, How], Tensor]] = {
+KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Documents, AttentionSettings], Tensor]] = {
     "cpu": padded,
     "padded": padded,
     "flash": _flash,

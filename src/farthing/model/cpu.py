@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from farthing.model import attention_kernels
-from farthing.model.attention_kernels import How
+from farthing.model.attention_kernels import AttentionSettings
 from farthing.model.documents import Documents
 from farthing.model.norms import is_known
 
@@ -39,7 +39,9 @@ def use(inner: nn.Module) -> None:
             module.forward = functools.partial(_normed, module, module.forward)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: AttentionSettings
+) -> Tensor:
     """As every kernel of `attention_kernels`: query [T, H, D], key and value [K, G, D] -> [T, H,
     D].
     """
@@ -62,7 +64,7 @@ def few_sizes(n: int) -> int:
     return -(-n // step) * step
 
 
-def takes(query: Tensor, documents: Documents, how: How) -> bool:
+def takes(query: Tensor, documents: Documents, how: AttentionSettings) -> bool:
     """Whether `_Attention` computes what is asked, and is expected to be quicker."""
     if query.device.type != "cpu" or torch.compiler.is_compiling() or how.window or how.softcap:
         return False
@@ -71,7 +73,7 @@ def takes(query: Tensor, documents: Documents, how: How) -> bool:
     return query.dtype == torch.bfloat16 and documents.most_keys <= MOST_KEYS
 
 
-def is_small(documents: Documents, how: How) -> bool:
+def is_small(documents: Documents, how: AttentionSettings) -> bool:
     """Whether a document is one block."""
     return how.bias is not None or (not how.causal and documents.most_keys <= MOST_SHORT)
 
@@ -124,7 +126,7 @@ class _Block(NamedTuple):
         """[1, H, L, L] -> [H, rows, keys]"""
         return bias[0, :, self.first : self.first + self.n_rows, : self.n_keys]
 
-    def weights(self, own: Tensor, seen: Tensor, n_heads: int, how: How) -> Tensor:
+    def weights(self, own: Tensor, seen: Tensor, n_heads: int, how: AttentionSettings) -> Tensor:
         """Scaled queries [G, H / G * B, D] and keys [G, S, D] -> [G, H / G * B, S]; none for
         padding.
         """
@@ -153,7 +155,7 @@ class _Attention(torch.autograd.Function):
         value: Tensor,
         bias: Tensor | None,
         documents: Documents,
-        how: How,
+        how: AttentionSettings,
     ) -> Tensor:
         """A block after another. `bias` is that of `how`, for its gradient."""
         ctx.documents, ctx.how, kept = documents, replace(how, bias=None), list[Tensor]()
@@ -217,7 +219,7 @@ class _Attention(torch.autograd.Function):
         return *found, to_bias, None, None
 
 
-def _blocks(documents: Documents, n_heads: int, how: How) -> Iterator[_Block]:
+def _blocks(documents: Documents, n_heads: int, how: AttentionSettings) -> Iterator[_Block]:
     """Of one document after another, from its last queries to its first where it looks back, which
     see fewer keys.
     """

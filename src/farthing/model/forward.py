@@ -55,7 +55,7 @@ from farthing.model.loss import find_labelled, has_decoder, inner_of, logits_of,
 from farthing.model.norms import use_one_gelu
 from farthing.model.pairs import collate_pairs
 from farthing.models.tiles import WRITES_MORE, default_tile_tokens, head_bytes
-from farthing.objectives.objective import Answers, Found, OfStep, Settings
+from farthing.objectives.objective import Answers, Found, ObjectiveSettings, OfStep
 from farthing.objectives.registry import objective_of
 
 Host = dict[str, Any]
@@ -93,7 +93,7 @@ class Forward:
         pad_id: int,
         numerics: Numerics,
         *,
-        settings: Settings | None = None,
+        settings: ObjectiveSettings | None = None,
         label_smoothing: float = 0.0,
         may_go_packed: bool = True,
     ) -> None:

@@ -43,7 +43,7 @@ from farthing.objectives.registry import objective_of
 
 
 @dataclass(frozen=True)
-class How:
+class HeadSettings:
     """How the head's loss is computed. But for `soft_cap` and `label_smoothing` nothing here
     changes more than rounding.
     """
@@ -59,7 +59,7 @@ class How:
 
 
 def head_losses(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, how: How
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, how: HeadSettings
 ) -> tuple[Tensor, Tensor]:
     """(sum of the cross-entropies of the labelled positions, each of them [n]) in fp32 (fp64 for
     fp64 weights). Each has a gradient where the head is not trained.
@@ -82,7 +82,7 @@ class _HeadLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labelled: Labelled,
-        how: How,
+        how: HeadSettings,
         records: bool,
     ) -> tuple[Tensor, Tensor]:
         """hidden [N, h], weight [V, h], bias [V]. `records`: gradients are recorded."""
@@ -183,7 +183,9 @@ def one_kernel(device: torch.device) -> Callable[..., None] | None:
         return None  # a Triton without a compiler, or one that does not know this GPU
 
 
-def _to_gradients(scores: Tensor, targets: Tensor, losses: Tensor, how: How, wants: bool) -> None:
+def _to_gradients(
+    scores: Tensor, targets: Tensor, losses: Tensor, how: HeadSettings, wants: bool
+) -> None:
     """Fill in the losses [t] of scores [t, V], which become their gradients (scaled) where
     `wants`: in one kernel, or a few rows at a time, so that little is in fp32 at once
     (`models.tiles.head_bytes`).
@@ -208,7 +210,7 @@ def _to_gradients(scores: Tensor, targets: Tensor, losses: Tensor, how: How, wan
 
 
 def _block_to_gradients(
-    block: Tensor, words: Tensor, losses: Tensor, how: How, wants: bool
+    block: Tensor, words: Tensor, losses: Tensor, how: HeadSettings, wants: bool
 ) -> None:
     """Fill in the losses [t] of the words [t, 1]; scores [t, V] become gradients. What it makes in
     fp32 is gone when it returns: the next block finds it free.
@@ -324,7 +326,7 @@ class Head:
         states, labelled = self.hidden_states(batch), Labelled.of(batch)
         if not self.is_matrix:
             return word_losses(states, self, labelled, label_smoothing).sum()
-        how = How(self.soft_cap, label_smoothing, gradient_scale)
+        how = HeadSettings(self.soft_cap, label_smoothing, gradient_scale)
         return head_losses(states, self.linear.weight, self.bias, labelled, how)[0]
 
     def log_probs(self, batch: Batch) -> Tensor:
@@ -335,7 +337,7 @@ class Head:
         states, labelled = self.hidden_states(batch), Labelled.of(batch)
         if not self.is_matrix or (self.linear.weight.requires_grad and torch.is_grad_enabled()):
             return -word_losses(states, self, labelled)
-        how = How(self.soft_cap)
+        how = HeadSettings(self.soft_cap)
         return -head_losses(states, self.linear.weight, self.bias, labelled, how)[1]
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from farthing.data.batches import collate
 from farthing.data.token_set import TokenSet
-from farthing.model.attention_kernels import How, over_documents, up_to_aligned
+from farthing.model.attention_kernels import AttentionSettings, over_documents, up_to_aligned
 from farthing.model.documents import Batch, Documents, Ints
 from farthing.model.loss import decoder_inputs
 from farthing.objectives.objective import IGNORED
@@ -150,7 +150,7 @@ def _biased_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             for layer, given in ((self.q, hidden_states), (self.k, seen), (self.v, seen))
         )
         dropout = self.dropout if self.training else 0.0
-        how = How(self.is_causal, self.scaling, None, dropout, None, position_bias)
+        how = AttentionSettings(self.is_causal, self.scaling, None, dropout, None, position_bias)
         found = self.o(over_documents(query, key, value, documents, how).flatten(1)[None])
         return (found, position_bias, None) if hands_bias_on else (found, None)
 

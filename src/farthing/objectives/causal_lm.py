@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from farthing.metrics import Metrics, perplexity
 from farthing.objectives import columns
-from farthing.objectives.objective import IGNORED, Evaluated, Objective, Rows, Starter
+from farthing.objectives.objective import IGNORED, EvaluationSums, Objective, Rows, Starter
 
 
 def _targets(rows: Rows) -> NDArray[np.int64]:
@@ -20,7 +20,7 @@ def _targets(rows: Rows) -> NDArray[np.int64]:
     return labels
 
 
-def _judge(seen: Evaluated) -> Metrics:
+def _judge(seen: EvaluationSums) -> Metrics:
 
     return {"perplexity": perplexity(seen.loss), "document_loss": seen.document_loss}
 

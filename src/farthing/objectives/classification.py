@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from farthing.errors import UnusableRowError
 from farthing.metrics import Metrics, classification_metrics
 from farthing.objectives.columns import TEXT_LABEL, Row, kind_of, parsed_list, text_of
-from farthing.objectives.objective import IGNORED, Evaluated, Labels, Objective, Rows, Starter
+from farthing.objectives.objective import IGNORED, EvaluationSums, Labels, Objective, Rows, Starter
 
 
 def _read(row: Row, label_map: Mapping[str, str]) -> tuple[str, str]:
@@ -74,7 +74,7 @@ def _loss(scores: Any, labels: Any, label_smoothing: float) -> Any:
     )
 
 
-def confusion_of(seen: Evaluated) -> Metrics:
+def confusion_of(seen: EvaluationSums) -> Metrics:
 
     confusion = np.zeros((len(seen.label_names),) * 2, dtype=np.int64)
     np.add.at(confusion, (seen.labels, seen.answers), 1)

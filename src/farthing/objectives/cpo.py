@@ -6,11 +6,18 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from farthing.objectives.objective import Answers, Figures, NotNegative, Positive, Settings, Swapped
+from farthing.objectives.objective import (
+    Answers,
+    Figures,
+    NotNegative,
+    ObjectiveSettings,
+    Positive,
+    Swapped,
+)
 from farthing.objectives.preference import PAIRS, figures_of, nll_of_chosen, softplus
 
 
-class CPO(Settings):
+class CPO(ObjectiveSettings):
     """Learn to prefer an answer, and to write it, without a reference."""
 
     name: Literal["cpo"] = "cpo"

@@ -13,7 +13,14 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from farthing.objectives.objective import Answers, Figures, NotNegative, Positive, Settings, Swapped
+from farthing.objectives.objective import (
+    Answers,
+    Figures,
+    NotNegative,
+    ObjectiveSettings,
+    Positive,
+    Swapped,
+)
 from farthing.objectives.preference import FIGURES, PAIRS, figures_of, nll_of_chosen, softplus
 
 _OfSums = Literal["sigmoid", "hinge", "robust", "exo_pair", "bco_pair", "nca_pair", "sppo_hard"]
@@ -21,7 +28,7 @@ _Others = Literal["apo_zero", "apo_down", "discopop", "ipo", "sigmoid_norm", "sf
 Loss = Literal[_OfSums, _Others]
 
 
-class DPO(Settings):
+class DPO(ObjectiveSettings):
     """Learn to prefer an answer to another, held near the model as it began."""
 
     name: Literal["dpo"] = "dpo"

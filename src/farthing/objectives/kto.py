@@ -14,11 +14,18 @@ from farthing.errors import UnusableRowError
 from farthing.objectives import columns
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.columns import Row
-from farthing.objectives.objective import Answers, Figures, NotNegative, Positive, Settings, Starter
+from farthing.objectives.objective import (
+    Answers,
+    Figures,
+    NotNegative,
+    ObjectiveSettings,
+    Positive,
+    Starter,
+)
 from farthing.objectives.preference import divergence
 
 
-class KTO(Settings):
+class KTO(ObjectiveSettings):
     """Learn from answers that were accepted or not, held near the model as it began."""
 
     name: Literal["kto"] = "kto"

@@ -9,7 +9,7 @@ from farthing.errors import UnusableRowError
 from farthing.metrics import Metrics, multi_label_metrics
 from farthing.objectives.classification import CLASSIFICATION, LABELS, head_of, in_order
 from farthing.objectives.columns import TEXT_LABELS, Row, kind_of, list_of, text_of
-from farthing.objectives.objective import Evaluated, Starter
+from farthing.objectives.objective import EvaluationSums, Starter
 
 Names = tuple[str, ...]
 
@@ -57,7 +57,7 @@ def _loss(scores: Any, labels: Any, _: float) -> Any:
     return whole / scores.shape[1]
 
 
-def _judge(seen: Evaluated) -> Metrics:
+def _judge(seen: EvaluationSums) -> Metrics:
 
     return multi_label_metrics(seen.labels > 0.5, seen.answers, seen.label_names)
 

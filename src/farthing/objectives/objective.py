@@ -54,7 +54,7 @@ def filled(values: NDArray[Any], where: NDArray[np.bool_], otherwise: int) -> ND
     return array
 
 
-class Evaluated(NamedTuple):
+class EvaluationSums(NamedTuple):
     loss: float
     """Mean over all targets."""
     document_loss: float
@@ -197,7 +197,7 @@ Swapped = Annotated[float, Field(ge=0, lt=0.5)]
 """A share of pairs whose answers are taken to be swapped."""
 
 
-class Settings(BaseModel):
+class ObjectiveSettings(BaseModel):
     """The keys of an objective in the job: `objective: {name: NAME, ...}`."""
 
     model_config = ConfigDict(
@@ -262,7 +262,7 @@ class Objective(NamedTuple):
     """Longest input in tokens where the job does not say."""
     metrics: Mapping[str, bool]
     """What an evaluation measures, and whether more of it is better."""
-    judge: Callable[[Evaluated], Metrics]
+    judge: Callable[[EvaluationSums], Metrics]
     """Those metrics, but for the loss."""
     auto_class: str
     """The class of transformers that loads its model."""
@@ -284,7 +284,7 @@ class Objective(NamedTuple):
     """(of all weights, of an adapter) where the job gives none."""
     asked_as: str = ""
     """The objective whose rows its model is asked with, where that is another one."""
-    settings: type[Settings] | None = None
+    settings: type[ObjectiveSettings] | None = None
     """Its keys in the job."""
     n_sequences: int = 1
     """Sequences of a unit. A unit is an example of the data: it is never split."""

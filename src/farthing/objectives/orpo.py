@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from farthing.objectives.objective import Answers, Figures, Positive, Settings
+from farthing.objectives.objective import Answers, Figures, ObjectiveSettings, Positive
 from farthing.objectives.preference import PAIRS, figures_of, nll_of_chosen, per_token, softplus
 
 
-class ORPO(Settings):
+class ORPO(ObjectiveSettings):
     """Learn the chosen answers, away from the rejected ones, without a reference."""
 
     name: Literal["orpo"] = "orpo"

@@ -18,7 +18,7 @@ from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.classification import CLASSIFICATION
 from farthing.objectives.columns import Format
 from farthing.objectives.multi_label import MULTI_LABEL
-from farthing.objectives.objective import Objective, Settings
+from farthing.objectives.objective import Objective, ObjectiveSettings
 from farthing.objectives.regression import REGRESSION
 from farthing.objectives.seq2seq import SEQ2SEQ
 from farthing.objectives.token_classification import TOKEN_CLASSIFICATION
@@ -90,10 +90,10 @@ def objective_of(name: str) -> Objective:
     return task
 
 
-def read_settings(given: object) -> Settings:
+def read_settings(given: object) -> ObjectiveSettings:
     """The settings of `objective: NAME`, or `objective: {name: NAME, ...}`. Raises `ValueError`."""
     values = {"name": given} if isinstance(given, str) else given
-    if isinstance(values, Settings):
+    if isinstance(values, ObjectiveSettings):
         return values
     known = list(_with_keys())
     if not isinstance(values, dict) or not isinstance(values.get("name"), str):
@@ -111,7 +111,7 @@ def read_settings(given: object) -> Settings:
         raise ValueError(_explained(error, found.settings, name)) from None
 
 
-def _with_keys() -> dict[str, type[Settings]]:
+def _with_keys() -> dict[str, type[ObjectiveSettings]]:
     """The settings of the objectives that have keys, by name."""
     return {name: each.settings for name, each in _OBJECTIVES.items() if each.settings}
 
@@ -127,7 +127,7 @@ def schema() -> dict[str, object]:
     return {"anyOf": [{"type": "string", "enum": list(known)}, *keys, {"type": "null"}]}
 
 
-def _explained(error: ValidationError, settings: type[Settings], name: str) -> str:
+def _explained(error: ValidationError, settings: type[ObjectiveSettings], name: str) -> str:
     first = error.errors(include_url=False)[0]
     key = str(first["loc"][0]) if first["loc"] else ""
     if first["type"] == "extra_forbidden":

@@ -13,7 +13,7 @@ from farthing.errors import UnusableRowError
 from farthing.metrics import Metrics
 from farthing.objectives.classification import CLASSIFICATION, LABELS, head_of
 from farthing.objectives.columns import TEXT_LABEL, TEXT_SCORE, Row, kind_of, text_of
-from farthing.objectives.objective import Evaluated, Starter
+from farthing.objectives.objective import EvaluationSums, Starter
 
 
 def _read(row: Row, label_map: Mapping[str, str]) -> tuple[str, float]:
@@ -49,7 +49,7 @@ def _correlation(one: NDArray[Any], other: NDArray[Any]) -> float | None:
     return float(np.corrcoef(one, other)[0, 1]) if one.std() and other.std() else None
 
 
-def _judge(seen: Evaluated) -> Metrics:
+def _judge(seen: EvaluationSums) -> Metrics:
 
     labels, answers = seen.labels.astype(np.float64), seen.answers.astype(np.float64)
     return {

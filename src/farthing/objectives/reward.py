@@ -12,11 +12,11 @@ from typing import Any, Literal
 from farthing.errors import UnusableRowError
 from farthing.objectives.classification import CLASSIFICATION, LABELS, head_of
 from farthing.objectives.columns import Row
-from farthing.objectives.objective import Answers, Figures, NotNegative, Settings, Starter
+from farthing.objectives.objective import Answers, Figures, NotNegative, ObjectiveSettings, Starter
 from farthing.objectives.preference import OF_REWARDS, PAIRS, figures_of, softplus
 
 
-class Reward(Settings):
+class Reward(ObjectiveSettings):
     """Learn to score answers as people prefer them."""
 
     name: Literal["reward"] = "reward"

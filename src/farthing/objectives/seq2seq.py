@@ -11,7 +11,7 @@ from farthing.metrics import Metrics, text_metrics
 from farthing.objectives import columns
 from farthing.objectives.objective import (
     IGNORED,
-    Evaluated,
+    EvaluationSums,
     Objective,
     Rows,
     Starter,
@@ -33,7 +33,7 @@ def _lay_out(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
     return {**inputs.padded(pad_id), "labels": labels}
 
 
-def _judge(seen: Evaluated) -> Metrics:
+def _judge(seen: EvaluationSums) -> Metrics:
 
     texts = text_metrics(seen.predictions, seen.references) if seen.predictions else {}
     return {"document_loss": seen.document_loss, **texts}

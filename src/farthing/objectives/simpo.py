@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from farthing.objectives.objective import Answers, Figures, NotNegative, Positive, Settings
+from farthing.objectives.objective import Answers, Figures, NotNegative, ObjectiveSettings, Positive
 from farthing.objectives.preference import PAIRS, figures_of, per_token, softplus
 
 
-class SimPO(Settings):
+class SimPO(ObjectiveSettings):
     """Learn to prefer an answer by its log-probability a token, without a reference."""
 
     name: Literal["simpo"] = "simpo"

@@ -13,7 +13,7 @@ from farthing.errors import UnusableRowError
 from farthing.metrics import Metrics, entity_metrics
 from farthing.objectives.classification import CLASSIFICATION, LABELS, confusion_of, head_of
 from farthing.objectives.columns import TOKENS_TAGS, Row, kind_of, list_of
-from farthing.objectives.objective import IGNORED, Evaluated, Rows, Starter, filled
+from farthing.objectives.objective import IGNORED, EvaluationSums, Rows, Starter, filled
 
 _OF_ENTITIES = re.compile(r"O|[BIESLUM]-.+")
 
@@ -54,7 +54,7 @@ def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     return set(found)
 
 
-def _judge(seen: Evaluated) -> Metrics:
+def _judge(seen: EvaluationSums) -> Metrics:
     """Of entities where the tags mark these, else the means over the tags."""
 
     if not all(map(_OF_ENTITIES.fullmatch, seen.label_names)):

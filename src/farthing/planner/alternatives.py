@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from farthing.data.lengths import Lengths, from_arrays
 from farthing.planner.optimizers import BF16_WEIGHTS
-from farthing.planner.types import HERE, OWN, Answer, JobSpec, Plan, open_ended
+from farthing.planner.types import HERE, OWN, Answer, JobSpec, OfferPlan, open_ended
 from farthing.prices.offers import Offer, cheapest_firm
 
 PLAIN_GPU, PLAIN_BATCH = "A100-80GB", 8
@@ -28,11 +28,11 @@ AnswerFor = Callable[[JobSpec, Sequence[Offer]], Answer]
 class SavingsStep(NamedTuple):
     choice: str  # plain, method, precision, packing, checkpointing, place or spot
     what: str  # what was chosen
-    plan: Plan | None  # the cheapest; None where none fits
+    plan: OfferPlan | None  # the cheapest; None where none fits
 
 
 def what_choices_save(
-    answer: Answer, best: Plan, wanted: JobSpec, offers: Iterable[Offer], answer_for: AnswerFor
+    answer: Answer, best: OfferPlan, wanted: JobSpec, offers: Iterable[Offer], answer_for: AnswerFor
 ) -> list[SavingsStep]:
     """From the plain way to the best rented plan, one choice after the other."""
     plain_offers = _cheapest(offer for offer in offers if offer.gpu == PLAIN_GPU)
@@ -66,7 +66,7 @@ def what_choices_save(
 
 def other_methods(
     answer: Answer, wanted: JobSpec, answer_for: AnswerFor
-) -> list[tuple[str, Plan | None]]:
+) -> list[tuple[str, OfferPlan | None]]:
     """The first choice by each method, rented at a firm price; None where nothing can."""
     every = [*(one.offer for one in answer.plans), *(one.offer for one in answer.rejected)]
     offers = _cheapest(offer for offer in every if offer.gpu)
@@ -105,7 +105,9 @@ def _cheapest(offers: Iterable[Offer]) -> list[Offer]:
     return list(cheapest_firm(rented).values())
 
 
-def _cheapest_plan(wanted: JobSpec, offers: Sequence[Offer], answer_for: AnswerFor) -> Plan | None:
+def _cheapest_plan(
+    wanted: JobSpec, offers: Sequence[Offer], answer_for: AnswerFor
+) -> OfferPlan | None:
     """On as few GPUs as it fits."""
     for n_gpus in sorted({offer.n_gpus for offer in offers}):
         some = [offer for offer in offers if offer.n_gpus == n_gpus]

@@ -18,7 +18,7 @@ from farthing.planner.types import (
     JobSpec,
     Machine,
     MachinePlan,
-    Plan,
+    OfferPlan,
     Rejected,
 )
 from farthing.prices.offers import Offer
@@ -46,11 +46,11 @@ def decide(
     assumptions = assumptions or Assumptions()
     hazard = hazard or (lambda offer: prior(offer.n_gpus))
     search = Search(wanted, assumptions, explains=explains)
-    plans: list[Plan] = []
+    plans: list[OfferPlan] = []
     rejected: list[Rejected] = []
     for machine, offers in machines:
         for found in _on_machine(search, machine, offers, hazard, today, has_own_prices):
-            if isinstance(found, Plan):
+            if isinstance(found, OfferPlan):
                 plans.append(found)
             else:
                 rejected.append(found)
@@ -67,7 +67,7 @@ def _on_machine(
     hazard: Hazard,
     today: date | None,
     has_own_prices: bool,
-) -> Iterable[Plan | Rejected]:
+) -> Iterable[OfferPlan | Rejected]:
     """Where nothing else fits and main memory is known to be enough, weights are kept there."""
     if isinstance(machine, Refusal):
         yield from (machine.of(offer) for offer in offers)
@@ -94,4 +94,4 @@ def _on_machine(
         age = max(0, (today - offer.date).days) if today is not None else 0
         is_users = has_own_prices or offer.provider in (HERE, OWN)
         found = pricing.plan(offer, age, is_users)
-        yield within_limits(found, wanted) if isinstance(found, Plan) else found
+        yield within_limits(found, wanted) if isinstance(found, OfferPlan) else found

@@ -40,7 +40,7 @@ from farthing.planner.search import Refusal
 from farthing.planner.software import Torch, asked_precision, fp16_risk, parse_torch, runs_in_words
 from farthing.planner.speed import step_time
 from farthing.planner.spot import hazards, read_traces
-from farthing.planner.types import Answer, Assumptions, JobSpec, Plan, Rejected, open_ended
+from farthing.planner.types import Answer, Assumptions, JobSpec, OfferPlan, Rejected, open_ended
 from farthing.planner.work import work_of
 from farthing.prices.catalog import Catalog, read_catalog, select
 from farthing.prices.gpus import gpus
@@ -69,12 +69,12 @@ class Study:
     own: tuple[Owned, ...] = ()
     law: str = LAW  # where the law of interruptions comes from
     savings: tuple[SavingsStep, ...] = ()  # from the plain way to the first rented choice
-    methods: tuple[tuple[str, Plan | None], ...] = ()  # the first choice by each method
+    methods: tuple[tuple[str, OfferPlan | None], ...] = ()  # the first choice by each method
     managed: tuple[Fee, ...] = ()  # services that train for a fee
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanOptions:
     """What is asked beside the job. Names of GPUs, providers and regions: any of them will do."""
 
     gpu: Sequence[str] = ()
@@ -94,7 +94,7 @@ class Asked:
     """What rented machines get ("2.13.0+cu126"); None: what is installed here."""
 
 
-def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
+def study_job(job: Job, asked: PlanOptions, *, now: datetime) -> Study:
     """On every offer, here and on own GPUs. Raises `InputError`, `DataError`, `ModelError`."""
     cache_dir, today = Path(job.cache_dir or "."), now.date()
     config, where = find_config(job.model.model_name_or_path, job.model.revision)
@@ -137,7 +137,7 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
     answer = decide(wanted, [*here, *own, *rented], has_own_prices=has_own_prices, **how)
     notes += [*known.notes, *_past(here, measurements, machine), *_not_offered(answer)]
     savings: tuple[SavingsStep, ...] = ()
-    methods: tuple[tuple[str, Plan | None], ...] = ()
+    methods: tuple[tuple[str, OfferPlan | None], ...] = ()
     best = next((plan for plan in answer.plans if plan.is_rented), None)
     if best is not None:
 
@@ -175,7 +175,7 @@ def _not_offered(answer: Answer) -> list[str]:
     return [*found, NO_TENSOR_PARALLEL] if waits else found
 
 
-def _offers(catalog: Catalog, job: Job, asked: Asked) -> list[Offer]:
+def _offers(catalog: Catalog, job: Job, asked: PlanOptions) -> list[Offer]:
     """Those that are asked for. Raises `InputError` where there are none."""
     may = job.where
     names = asked.gpu or may.gpu, asked.provider or may.provider, asked.region or may.region
@@ -224,7 +224,7 @@ def _past(
     return [*notes, earlier] if earlier else notes
 
 
-def _counts_here(machine: LocalMachine, job: Job, asked: Asked) -> list[int]:
+def _counts_here(machine: LocalMachine, job: Job, asked: PlanOptions) -> list[int]:
     """As the job says; else one, two, four and so on, and all of them."""
     if machine.kind != "cuda" or job.where.device == "cpu":
         return [1]
@@ -344,7 +344,7 @@ def plan_here(
     measurements: Sequence[Measurement],
     today: date,
     n_gpus: int | None = None,
-) -> Plan | Rejected | None:
+) -> OfferPlan | Rejected | None:
     """The plan for this machine alone, limits aside; None where it can't be planned on."""
     found = machine_here(wanted, machine, job, measurements, today, n_gpus)
     if found is None:
@@ -353,7 +353,7 @@ def plan_here(
     return answer.plans[0] if answer.plans else answer.rejected[0]
 
 
-def estimate_of(plan: Plan, wanted: JobSpec) -> Estimate:
+def estimate_of(plan: OfferPlan, wanted: JobSpec) -> Estimate:
     """Memory is what torch allocates, as the trainer measures it."""
     on, recipe, adapters = plan.on, plan.recipe, wanted.adapters
     bare = step_time(work_of(wanted.case(recipe)), on.machine.device).parts

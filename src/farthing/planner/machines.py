@@ -18,7 +18,7 @@ from farthing.planner.calibration import calibrate
 from farthing.planner.memory import OnDevice
 from farthing.planner.ownership import Owned
 from farthing.planner.recipe import PLAIN, Kernels
-from farthing.planner.search import CPU_TOKENS, How, Refusal, recipe_of
+from farthing.planner.search import CPU_TOKENS, RecipeBase, Refusal, recipe_of
 from farthing.planner.software import (
     OLDEST_TORCH,
     Torch,
@@ -112,7 +112,7 @@ class Calibrations:
             return UNCALIBRATED
         wanted = self._wanted
         most, every = wanted.micro_batch_tokens or CPU_TOKENS, wanted.checkpoint_every or 0
-        recipe = recipe_of(wanted, How(precision, kernels=kernels), most, every)
+        recipe = recipe_of(wanted, RecipeBase(precision, kernels=kernels), most, every)
         case = wanted.case(recipe, is_cuda=device.is_cuda)
         return calibrate(self._measurements, hardware, case, device, wanted.lengths.mean)
 

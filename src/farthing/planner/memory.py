@@ -124,7 +124,7 @@ def _whole(parts: Parts) -> dict[str, int]:
     return {name: int(value) for name, value in parts.items() if value >= 1}
 
 
-class Standing(NamedTuple):
+class FixedBytes(NamedTuple):
     """Bytes of one GPU that a micro-batch has no say in."""
 
     weights: float
@@ -136,7 +136,7 @@ class Standing(NamedTuple):
     head_gradients: float
 
 
-def standing_of(case: Case) -> Standing:
+def standing_of(case: Case) -> FixedBytes:
     shape, recipe = case.shape, case.recipe
     is_full, n_trained = case.adapters is None, case.n_trained
     # of trained weights: what this GPU keeps
@@ -153,10 +153,10 @@ def standing_of(case: Case) -> Standing:
     state, gathered = n_trained * case.state_bytes * own, gathered_bytes(case)
     gathered = gathered if recipe.gathers else 0.0
     casts = _casts_bytes(case)
-    return Standing(weights, gradients, held, state, casts, gathered, head_gradients)
+    return FixedBytes(weights, gradients, held, state, casts, gathered, head_gradients)
 
 
-def _moments(case: Case, standing: Standing, layers: Layers, logits: float) -> dict[str, Parts]:
+def _moments(case: Case, standing: FixedBytes, layers: Layers, logits: float) -> dict[str, Parts]:
     shape, recipe, largest = case.shape, case.recipe, case.largest
     every, is_full = recipe.settings.checkpoint_every, case.adapters is None
     weights, gradients, held, state, casts, gathered, of_head = standing

@@ -30,7 +30,7 @@ from farthing.planner.types import (
     Assumptions,
     JobSpec,
     MachinePlan,
-    Plan,
+    OfferPlan,
     Range,
     Rejected,
 )
@@ -82,7 +82,7 @@ class Pricing:
         self.wanted, self.on, self.assumptions, self.hazard = wanted, on, assumptions, hazard
         self._time, self._known = cache(self._timed), dict[tuple[object, ...], _Terms]()
 
-    def plan(self, offer: Offer, price_age_days: int, is_users_price: bool) -> Plan | Rejected:
+    def plan(self, offer: Offer, price_age_days: int, is_users_price: bool) -> OfferPlan | Rejected:
         """The offer's plan; a rejection where interruptions keep it from ever ending."""
         zone, save_s = self.hazard(offer) if offer.is_spot else None, self.save_s(offer)
         key = offer.billing.provider, zone, save_s
@@ -113,7 +113,7 @@ class Pricing:
             usd_range,
         )
         more = timed.interval_s, price_age_days, timed.spot
-        return Plan(*found, *more, is_users_price=is_users_price)
+        return OfferPlan(*found, *more, is_users_price=is_users_price)
 
     def _terms(self, offer: Offer, save_s: float, zone: Interruptions | None) -> _Terms:
         wanted, timed = self.wanted, self._time(self.setup_s(offer), save_s, zone)
@@ -210,7 +210,7 @@ class Pricing:
 # ---- limits ----
 
 
-def within_limits(plan: Plan, wanted: JobSpec) -> Plan | Rejected:
+def within_limits(plan: OfferPlan, wanted: JobSpec) -> OfferPlan | Rejected:
     hours, n_gpus = plan.wall_s / 3600, plan.recipe.n_gpus
     limits: tuple[tuple[str, float, float | None, Callable[[float], str], str], ...] = (
         ("usd", plan.total_usd, wanted.max_usd, say_usd, "costs ${}"),
@@ -238,7 +238,9 @@ def within_limits(plan: Plan, wanted: JobSpec) -> Plan | Rejected:
     return plan
 
 
-def _or_fewer_steps(plan: Plan, wanted: JobSpec, share: float, free: tuple[str, ...] = ()) -> str:
+def _or_fewer_steps(
+    plan: OfferPlan, wanted: JobSpec, share: float, free: tuple[str, ...] = ()
+) -> str:
     """The job that keeps the limit: as many steps as the share leaves room for beside what may not
     shrink. Of spot that is also what interruptions take: it shrinks with the job, but not evenly.
     """
@@ -258,14 +260,14 @@ def _or_fewer_steps(plan: Plan, wanted: JobSpec, share: float, free: tuple[str, 
 
 
 def meet_deadline(
-    plans: Sequence[Plan], wanted: JobSpec, hazard: Callable[[Offer], Interruptions]
-) -> tuple[list[Plan], list[Rejected]]:
+    plans: Sequence[OfferPlan], wanted: JobSpec, hazard: Callable[[Offer], Interruptions]
+) -> tuple[list[OfferPlan], list[Rejected]]:
     """Plans with their chance to be done in time; what is not sure enough is rejected."""
     deadline_s, least = wanted.deadline_s, wanted.confidence
     assert deadline_s is not None
-    kept: list[Plan] = []
+    kept: list[OfferPlan] = []
     late: list[Rejected] = []
-    on_demand: dict[tuple[str, str, int], Plan] = {}
+    on_demand: dict[tuple[str, str, int], OfferPlan] = {}
     for plan in plans:  # the cheapest come first
         if plan.spot is None:
             on_demand.setdefault(_machine_key(plan.offer), plan)
@@ -294,7 +296,7 @@ def meet_deadline(
     return kept, late
 
 
-def _late(plan: Plan, wanted: JobSpec, what: str) -> Rejected:
+def _late(plan: OfferPlan, wanted: JobSpec, what: str) -> Rejected:
     chance, deadline_s = min(max(wanted.confidence, 1e-6), 1 - 1e-6), wanted.deadline_s or 0.0
     needed_s = plan.wall_s + max(0.0, NormalDist().inv_cdf(chance)) * _sigma_s(plan)
     minutes = max(1, math.ceil((needed_s - deadline_s) / 60 + 1e-6))
@@ -303,7 +305,7 @@ def _late(plan: Plan, wanted: JobSpec, what: str) -> Rejected:
     return Rejected(plan.offer, "deadline", what, change, "deadline", over)
 
 
-def _sigma_s(plan: Plan) -> float:
+def _sigma_s(plan: OfferPlan) -> float:
     """Standard deviation of the end: the range holds 80 % of cases."""
     return max(1e-6, (plan.hours_range.high - plan.hours_range.likely) * 3600 / Z80)
 
@@ -312,7 +314,9 @@ def _machine_key(offer: Offer) -> tuple[str, str, int]:
     return offer.provider, offer.gpu, offer.n_gpus
 
 
-def _mixed(plan: Plan, own: Plan, way: Mixture, before_s: float, alone: float) -> Plan:
+def _mixed(
+    plan: OfferPlan, own: OfferPlan, way: Mixture, before_s: float, alone: float
+) -> OfferPlan:
     """With the same machine on demand when spot falls behind the deadline, each at its price."""
     rate, own_rate = ((one.offer.usd_per_hour or 0.0) / 3600 for one in (plan, own))
     usd = {"compute": (way.spot_s + before_s) * rate + way.on_demand_s * own_rate}

@@ -6,14 +6,14 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from farthing.planner.types import OLD_PRICE_DAYS, Plan
+from farthing.planner.types import OLD_PRICE_DAYS, OfferPlan
 from farthing.units import say_usd
 
 TIE, TIE_USD = 0.05, 0.01  # dollars closer than either are not told apart by estimates
 FRESHER_WITHIN = 0.20  # an old price is not taken where a fresher one costs so much more at most
 
 
-def ranked(plans: Iterable[Plan]) -> list[Plan]:
+def ranked(plans: Iterable[OfferPlan]) -> list[OfferPlan]:
     """The first is the one to take: the cheapest at a price that can be had. Then by dollars, the
     sooner among those that can't be told apart, and last what has no price.
     """
@@ -31,7 +31,7 @@ def ranked(plans: Iterable[Plan]) -> list[Plan]:
     return in_order + [plan for plan in ordered if not plan.is_priced]
 
 
-def why(plan: Plan, plans: Sequence[Plan]) -> str:
+def why(plan: OfferPlan, plans: Sequence[OfferPlan]) -> str:
     """What a plan is against the first of all, or why that one is the first."""
     first = plans[0]
     if not (plan.is_priced and first.is_priced):
@@ -39,13 +39,13 @@ def why(plan: Plan, plans: Sequence[Plan]) -> str:
     return _why_first(plan, plans) if plan is first else _against(plan, first)
 
 
-def _key(plan: Plan) -> tuple[object, ...]:
+def _key(plan: OfferPlan) -> tuple[object, ...]:
     offer = plan.offer
     name = offer.provider, offer.gpu, str(offer.n_gpus), offer.region, offer.zone, offer.kind
     return plan.total_usd, plan.wall_s, *name, offer.instance
 
 
-def _first_that_can_be_had(priced: Sequence[Plan]) -> int:
+def _first_that_can_be_had(priced: Sequence[OfferPlan]) -> int:
     """Of those near the cheapest that can be had the soonest, one GPU before several; `priced` has
     the cheapest first. Where nothing can be had: the cheapest in the worst case of its range.
     """
@@ -68,12 +68,12 @@ def _first_that_can_be_had(priced: Sequence[Plan]) -> int:
     return first
 
 
-def _most(plan: Plan) -> float:
+def _most(plan: OfferPlan) -> float:
     """The dollars that can't be told from a plan's."""
     return max(plan.total_usd * (1 + TIE), plan.total_usd + TIE_USD) + 1e-9
 
 
-def _can_be_had(plan: Plan, most_days: int = OLD_PRICE_DAYS) -> bool:
+def _can_be_had(plan: OfferPlan, most_days: int = OLD_PRICE_DAYS) -> bool:
     """Whether the run can be had for its dollars: in memory that is surely enough, at a firm price,
     without a pack or deposit that is more than it needs, before the machine is taken back, and with
     what pip installs by itself.
@@ -86,8 +86,8 @@ def _can_be_had(plan: Plan, most_days: int = OLD_PRICE_DAYS) -> bool:
     return is_firm and is_paid_by_use and is_simple and not plan.on.is_tight
 
 
-def _by_dollars(priced: Sequence[Plan]) -> list[Plan]:
-    groups: list[list[Plan]] = []
+def _by_dollars(priced: Sequence[OfferPlan]) -> list[OfferPlan]:
+    groups: list[list[OfferPlan]] = []
     most = -math.inf
     for plan in priced:
         if plan.total_usd > most:
@@ -97,7 +97,7 @@ def _by_dollars(priced: Sequence[Plan]) -> list[Plan]:
     return [plan for group in groups for plan in sorted(group, key=lambda p: p.wall_s)]
 
 
-def _against(plan: Plan, first: Plan) -> str:
+def _against(plan: OfferPlan, first: OfferPlan) -> str:
     more = plan.total_usd / first.total_usd - 1 if first.total_usd else 0.0
     faster = first.wall_s / plan.wall_s
     words = f"{more:+.0%} dollars" if abs(more) >= 0.005 else "the same dollars"
@@ -107,7 +107,7 @@ def _against(plan: Plan, first: Plan) -> str:
     return f"{words} against the first, {pace}"
 
 
-def _why_first(first: Plan, plans: Sequence[Plan]) -> str:
+def _why_first(first: OfferPlan, plans: Sequence[OfferPlan]) -> str:
     cheaper = [plan for plan in plans if plan.is_priced and plan.total_usd < first.total_usd]
     can = [plan for plan in cheaper if _can_be_had(plan)]
     words = "the cheapest"

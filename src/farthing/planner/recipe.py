@@ -38,7 +38,7 @@ PLAIN = Kernels()
 
 
 @dataclass(frozen=True)
-class Stack:
+class ModelSupport:
     """What farthing's code can do with a model; by default only what it can with any."""
 
     is_packed: bool = False  # documents end to end: neither padding nor a mask of it
@@ -63,7 +63,7 @@ def stack_for(
     may_go_packed: bool = True,
     has_plain_head: bool = True,
     has_plain_adapters: bool = True,
-) -> Stack:
+) -> ModelSupport:
     """What `can_go_packed`, `find_head` and `use_low_rank` decide when they see the model.
 
     A plain head has no adapter and is not trained beside its original; plain adapters are LoRA
@@ -71,7 +71,7 @@ def stack_for(
     """
     kind = objective_of(task)
     is_packed = may_go_packed and model_type in PACKED.get(kind.head, ())
-    return Stack(
+    return ModelSupport(
         is_packed=is_packed,
         reads_first=is_packed and model_type in ENCODERS,
         # old GPUs, which compute in fp16, have no kernel that takes grouped heads as they are
@@ -94,7 +94,7 @@ class Recipe:
     use_dora: bool = False
     n_gpus: int = 1
     sharding: str = NONE
-    stack: Stack = Stack()
+    stack: ModelSupport = ModelSupport()
     n_micro_batches: float = 1.0  # forward passes of one GPU in a mean step
     reshards: bool = True
     """fsdp: layers are gathered again for the backward pass, and not kept for it."""

@@ -53,7 +53,7 @@ class Refusal(NamedTuple):
         return Rejected(offer, *self)
 
 
-class How(NamedTuple):
+class RecipeBase(NamedTuple):
     """What recipes have in common for all machines that compute alike."""
 
     precision: str
@@ -100,7 +100,9 @@ class Search:
         if offloads and (why := self._why_not_offloaded(machine)):
             return why
         n_gpus, is_cuda, precision = machine.n_gpus, machine.is_cuda, machine.precision
-        how = How(precision, n_gpus, is_cuda, self.cost_on(machine), offloads, machine.kernels)
+        how = RecipeBase(
+            precision, n_gpus, is_cuda, self.cost_on(machine), offloads, machine.kernels
+        )
         found = [x._replace(memory=self._on(machine, x.memory)) for x in self.candidates(how)]
         if not found:
             what = f"a step of {wanted.global_batch} examples can't be divided by {n_gpus} GPUs"
@@ -137,7 +139,7 @@ class Search:
 
     # ---- recipes ----
 
-    def _candidates(self, how: How) -> list[Candidate]:
+    def _candidates(self, how: RecipeBase) -> list[Candidate]:
         wanted, found, n_gpus = self.wanted, list[Candidate](), how.n_gpus
         if n_gpus > wanted.global_batch:
             return found
@@ -250,7 +252,7 @@ class Search:
         is_safe = wanted.precision or not wanted.fp16_risk
         if machine.precision != "fp32" or not machine.is_cuda or is_safe:
             return ""
-        found = self.candidates(How("fp16", machine.n_gpus))
+        found = self.candidates(RecipeBase("fp16", machine.n_gpus))
         fits = any(self._on(machine, one.memory).on_device <= machine.memory for one in found)
         return f"train.fp16: true at a risk: {wanted.fp16_risk}" if fits else ""
 
@@ -389,7 +391,9 @@ def _said(other: JobSpec, wanted: JobSpec) -> str:
     return " with ".join(words for words, is_said in says.items() if is_said)
 
 
-def recipe_of(wanted: JobSpec, how: How, most: int, every: int, sharding: str = NONE) -> Recipe:
+def recipe_of(
+    wanted: JobSpec, how: RecipeBase, most: int, every: int, sharding: str = NONE
+) -> Recipe:
     """The recipe that the trainer would run, with micro-batches of `most` tokens."""
     once = _one_pass(wanted, how.precision, Settings(most, every, **how.cost._asdict()))
     return replace(

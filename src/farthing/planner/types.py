@@ -15,7 +15,7 @@ from farthing.models.weights import Adapters
 from farthing.objectives.registry import objective_of
 from farthing.planner.memory import Memory, OnDevice
 from farthing.planner.optimizers import Optimizer, optimizer
-from farthing.planner.recipe import PLAIN, Case, Kernels, Recipe, Stack, stack_for
+from farthing.planner.recipe import PLAIN, Case, Kernels, ModelSupport, Recipe, stack_for
 from farthing.planner.speed import Calibration, Device, StepTime
 from farthing.planner.spot import Expected
 from farthing.prices.offers import (
@@ -130,7 +130,7 @@ class JobSpec:
     def is_packed(self) -> bool:
         return self.stack("fp32").is_packed
 
-    def stack(self, precision: str) -> Stack:
+    def stack(self, precision: str) -> ModelSupport:
         changed = () if self.adapters is None else (*self.adapters.adapted, *self.adapters.saved)
         return stack_for(
             *(self.shape.model_type, self.shape.task, precision, self.method),
@@ -290,7 +290,7 @@ def is_from_price(offer: Offer) -> bool:
     return offer.billing.prices_are == "from" and not offer.is_spot
 
 
-class Plan(NamedTuple):
+class OfferPlan(NamedTuple):
     """One way to run the job: where, how, and what it comes to."""
 
     offer: Offer
@@ -358,10 +358,10 @@ class Rejected(NamedTuple):
 class Answer(NamedTuple):
     """All plans, the best first, and everything that was rejected."""
 
-    plans: tuple[Plan, ...]
+    plans: tuple[OfferPlan, ...]
     rejected: tuple[Rejected, ...]
     n_steps: int
 
     @property
-    def best(self) -> Plan | None:
+    def best(self) -> OfferPlan | None:
         return self.plans[0] if self.plans else None

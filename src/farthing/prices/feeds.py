@@ -51,7 +51,7 @@ class Feed(NamedTuple):
     address: str
 
 
-class Outcome(NamedTuple):
+class FeedResult(NamedTuple):
     feed: Feed
     offers: tuple[Offer, ...] = ()
     n_skipped: int = 0  # rows with GPUs that are not known here
@@ -59,15 +59,15 @@ class Outcome(NamedTuple):
     is_absent: bool = False  # it was not asked: the library or a key for it is not there
 
 
-class Update(NamedTuple):
+class PriceUpdate(NamedTuple):
     path: Path
     n_offers: int
     refreshed: tuple[str, ...]  # providers with new prices
     kept: tuple[str, ...]  # providers whose earlier prices stay
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[FeedResult, ...]
 
     @property
-    def failed(self) -> tuple[Outcome, ...]:
+    def failed(self) -> tuple[FeedResult, ...]:
         return tuple(one for one in self.outcomes if one.problem and not one.is_absent)
 
 
@@ -84,7 +84,7 @@ def update(
     timeout_s: float = TIMEOUT_S,
     feed_s: float = FEED_S,
     progress: Callable[[str], None] | None = None,
-) -> Update:
+) -> PriceUpdate:
     """Ask the feeds, at once, and put what they say into the file at `path`.
 
     `GPUHUNT_CATALOG_DIR` (a folder of CSVs) and `GPUHUNT_CATALOG_URL` (a mirror) stand in for the
@@ -93,7 +93,7 @@ def update(
     """
     asked = known_feeds() if feeds is None else tuple(feeds)
 
-    def one(feed: Feed) -> Outcome:
+    def one(feed: Feed) -> FeedResult:
         outcome = _ask(feed, today, timeout_s, feed_s)
         if progress is not None:
             progress(_words(outcome))
@@ -116,10 +116,10 @@ def update(
     offers = [offer for provider in sorted(fresh) for offer in fresh[provider]] + list(kept)
     _write(path, offers)
     kept_of = tuple(sorted({offer.provider for offer in kept}))
-    return Update(path, len(offers), tuple(sorted(fresh)), kept_of, outcomes)
+    return PriceUpdate(path, len(offers), tuple(sorted(fresh)), kept_of, outcomes)
 
 
-def _words(outcome: Outcome) -> str:
+def _words(outcome: FeedResult) -> str:
     name = f"{outcome.feed.provider} ({outcome.feed.layout})"
     if outcome.problem:
         return f"{name}: {outcome.problem}"
@@ -129,29 +129,29 @@ def _words(outcome: Outcome) -> str:
 # ---- one feed ----
 
 
-def _ask(feed: Feed, today: date, timeout_s: float, feed_s: float) -> Outcome:
+def _ask(feed: Feed, today: date, timeout_s: float, feed_s: float) -> FeedResult:
     give_up_at = time.monotonic() + feed_s
     path = Path(feed.provider, "vms.csv") if feed.layout == "skypilot" else Path(feed.provider)
     readers: dict[str, Callable[[str, float, float], bytes]] = {
         **{"skypilot": download, "gpuhunt": _gpuhunt_csv, "gpuhunt-live": _live_csv}
     }
     if feed.layout not in readers:
-        return Outcome(feed, problem=f"no layout `{feed.layout}` is known")
+        return FeedResult(feed, problem=f"no layout `{feed.layout}` is known")
     try:
         content = readers[feed.layout](feed.address, timeout_s, give_up_at)
         offers, skipped = read_prices(path, today, is_feed=True, content=content)
     except _Absent as absent:
-        return Outcome(feed, problem=str(absent), is_absent=True)
+        return FeedResult(feed, problem=str(absent), is_absent=True)
     except InputError as mistake:
         line = mistake.where.rpartition(path.name)[2].strip(":")
-        return Outcome(feed, problem=f"{mistake.what}{f' (line {line})' if line else ''}")
+        return FeedResult(feed, problem=f"{mistake.what}{f' (line {line})' if line else ''}")
     except Exception as error:  # whatever a server or a library does is the failure of this feed
         known = OSError, ValueError, zipfile.BadZipFile, httpx.HTTPError, httpx.InvalidURL
         name = "" if isinstance(error, known) else f"{type(error).__name__}: "
-        return Outcome(feed, problem=name + _reason(error))
+        return FeedResult(feed, problem=name + _reason(error))
     said = dict[str, Any](provider=feed.provider, source=_source(feed), date=today)
     found = tuple(offer._replace(**said) for offer in _without_zones(offers))
-    return Outcome(feed, found, n_skipped=sum(skipped.values()))
+    return FeedResult(feed, found, n_skipped=sum(skipped.values()))
 
 
 class _Absent(Exception):

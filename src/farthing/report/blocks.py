@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 
-class Text(NamedTuple):
+class Paragraph(NamedTuple):
     """A paragraph; `kind` is answer, soft, warn, plain or code."""
 
     words: str
@@ -85,7 +85,7 @@ class Drawing(NamedTuple):
     signs: Sequence[tuple[str, str]] = ()
 
 
-class Finding(NamedTuple):
+class FindingBlock(NamedTuple):
     """What a diagnosis found; `between backticks` is code."""
 
     name: str
@@ -94,7 +94,7 @@ class Finding(NamedTuple):
     is_first: bool = False
 
 
-Block = Text | Pairs | Cards | Listed | Table | More | Bars | Drawing | Finding
+Block = Paragraph | Pairs | Cards | Listed | Table | More | Bars | Drawing | FindingBlock
 
 
 class Section(NamedTuple):

@@ -10,13 +10,13 @@ from farthing.config.job import Job
 from farthing.objectives.registry import objective_of
 from farthing.report.html import environment
 from farthing.report.receipt_report import classes_table
-from farthing.report.receipt_types import Receipt
+from farthing.report.receipt_types import RunReceipt
 from farthing.storage.files import Json
 from farthing.units import digits_of
 
 
 def model_card(
-    receipt: Receipt, *, is_merged: bool, step: int | None = None, in_form: Sequence[str] = ()
+    receipt: RunReceipt, *, is_merged: bool, step: int | None = None, in_form: Sequence[str] = ()
 ) -> str:
     """Markdown with the metadata block that the Hub reads. Local paths are shortened to their last
     part.

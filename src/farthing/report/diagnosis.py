@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from farthing.report.receipt_types import Advice, Diagnosis, Finding, Receipt
+from farthing.report.receipt_types import Advice, Diagnosis, Finding, RunReceipt
 from farthing.report.words import pairs, say
 from farthing.run.ledger import SPANS
 from farthing.units import say_seconds, say_usd
@@ -28,7 +28,7 @@ _START = ("start_up", "load_model", "restore", "probe", "compile")
 class _Run:
     """A receipt with the sums that several checks need."""
 
-    def __init__(self, receipt: Receipt) -> None:
+    def __init__(self, receipt: RunReceipt) -> None:
         self.receipt, self.work, self.wall_s = receipt, receipt.work or {}, receipt.wall_s
         self.spans = {span.name: span.seconds for span in receipt.spans}
         self.usd_per_s = receipt.usd / receipt.wall_s if receipt.wall_s else 0.0
@@ -63,7 +63,7 @@ def finding(cause: str, *saves: float, **facts: Any) -> Finding:
     return Finding("", cause, words["evidence"], words.get("fix", ""), words["to_do"], *saves)
 
 
-def diagnose(receipt: Receipt) -> Diagnosis:
+def diagnose(receipt: RunReceipt) -> Diagnosis:
     """Without findings where nothing stands out or too little has happened."""
     run = _Run(receipt)
     found = [replace(one, area=area) for area, check in CHECKS.items() for one in check(run)]

@@ -11,12 +11,12 @@ from rich.table import Table as Grid
 from farthing.report.blocks import (
     Bars,
     Block,
-    Finding,
+    FindingBlock,
     Listed,
     Pairs,
+    Paragraph,
     Section,
     Table,
-    Text,
     bare,
     percent,
 )
@@ -32,7 +32,7 @@ def draw(console: Console, report: Iterable[Section]) -> None:
         if number:
             console.print()
         blocks, title = section.blocks, f"[bold]{escape(section.title)}[/]"
-        if section.title and isinstance(blocks[0], Text):  # on the line of its heading
+        if section.title and isinstance(blocks[0], Paragraph):  # on the line of its heading
             first = blocks[0]
             console.print(f"{title}: {_styled(first)}")
             blocks = blocks[1:]
@@ -42,14 +42,14 @@ def draw(console: Console, report: Iterable[Section]) -> None:
             draw_block(console, block)
 
 
-def _styled(text: Text) -> str:
+def _styled(text: Paragraph) -> str:
     style = _STYLES[text.kind]
     return f"[{style}]{escape(text.words)}[/]" if style else escape(text.words)
 
 
 def draw_block(console: Console, block: Block) -> None:
     """Cards, drawings and what opens are for a page alone."""
-    if isinstance(block, Text):
+    if isinstance(block, Paragraph):
         console.print(_styled(block), soft_wrap=block.kind == "code")
     elif isinstance(block, Pairs):
         grid = Grid.grid(padding=(0, 2))
@@ -66,7 +66,7 @@ def draw_block(console: Console, block: Block) -> None:
         console.print(_bars(block))
     elif isinstance(block, Table):
         console.print(_table(console.width, block))
-    elif isinstance(block, Finding):
+    elif isinstance(block, FindingBlock):
         colour, paragraphs = "red" if block.is_first else "yellow", block.paragraphs
         if block.name:
             console.print(f"[{colour}]{escape(block.name)}[/]{escape(block.worth)}")

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from farthing.printable import printable
-from farthing.report.receipt_types import Receipt
+from farthing.report.receipt_types import RunReceipt
 from farthing.report.words import lines
 
 SILENT_S = 60.0  # a running attempt writes every second; one in a store is told of once a minute
@@ -23,7 +23,7 @@ _ENDED = ("finished", "limit", "interrupted", "failed")
 
 
 @dataclass(frozen=True)
-class Progress:
+class LiveProgress:
     state: str  # running, silent (its last sign of life is long ago), or as its last attempt ended
     silent_s: float
     step: int
@@ -41,7 +41,7 @@ class Progress:
         return asdict(self)
 
 
-def progress_of(receipt: Receipt, now: float, *, silent_s: float = SILENT_S) -> Progress:
+def progress_of(receipt: RunReceipt, now: float, *, silent_s: float = SILENT_S) -> LiveProgress:
     """How far the run of a receipt is at `now`, in seconds since 1970."""
     quiet_s = max(0.0, now - receipt.seen_at) if receipt.seen_at else 0.0
     state = receipt.state
@@ -58,10 +58,10 @@ def progress_of(receipt: Receipt, now: float, *, silent_s: float = SILENT_S) -> 
             left_usd = tuple(each * price for each in left_s)
             total_usd = receipt.usd + left_usd[1]
     step_s = pace[1] if pace else None
-    return Progress(state, quiet_s, step, n_steps, step_s, left_s, left_usd, total_usd)
+    return LiveProgress(state, quiet_s, step, n_steps, step_s, left_s, left_usd, total_usd)
 
 
-def _step_s(receipt: Receipt) -> tuple[float, float, float] | None:
+def _step_s(receipt: RunReceipt) -> tuple[float, float, float] | None:
     """Seconds of a step of the newest attempt: in quick stretches, the mean, in slow ones."""
     if not receipt.attempts:
         return None
@@ -90,7 +90,7 @@ class Watcher:
         self._live = Live(console=console, auto_refresh=False)
         self._next_at, self._wait_s, self._said = clock(), FIRST_LINE_S, ""
 
-    def show(self, receipt: Receipt, progress: Progress, *, is_last: bool = False) -> None:
+    def show(self, receipt: RunReceipt, progress: LiveProgress, *, is_last: bool = False) -> None:
         """One look. A log shows it when a line is due, the state is new, or it `is_last`."""
         if self._console.is_terminal:
             picture = lines_of(receipt, progress)
@@ -107,9 +107,9 @@ class Watcher:
         self._live.stop()
 
 
-def line_of(receipt: Receipt, progress: Progress) -> str:
+def line_of(receipt: RunReceipt, progress: LiveProgress) -> str:
     return " · ".join(lines("live.txt", "look", receipt, progress))
 
 
-def lines_of(receipt: Receipt, progress: Progress) -> list[str]:
+def lines_of(receipt: RunReceipt, progress: LiveProgress) -> list[str]:
     return lines("live.txt", "picture", receipt, progress)

@@ -207,7 +207,7 @@ def runs_of(n: int, best: Choice | None, savings: Savings | None, others: dict[s
 
 
 @dataclass(frozen=True)
-class Step:
+class SavingsRow:
     choice: str
     what: str
     usd: float | None
@@ -218,7 +218,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Savings:
-    rungs: tuple[Step, ...]
+    rungs: tuple[SavingsRow, ...]
     plain_usd: float
     usd: float
     saved_usd: float
@@ -227,7 +227,7 @@ class Savings:
 
 
 def savings_of(study: Study) -> Savings | None:
-    steps: list[Step] = []
+    steps: list[SavingsRow] = []
     known: list[float] = []
     for choice, what, plan in study.savings:
         usd = hours = share = None
@@ -239,7 +239,7 @@ def savings_of(study: Study) -> Savings | None:
                 saved = saving(usd, known[-1])
                 share, words = saved.share, f"{words}, {say_saving(saved)}"
             known.append(usd)
-        steps.append(Step(choice, what, usd, hours, share, f"{choice}: {what}: {words}"))
+        steps.append(SavingsRow(choice, what, usd, hours, share, f"{choice}: {what}: {words}"))
     if not known:
         return None
     plain, last = known[0], known[-1]

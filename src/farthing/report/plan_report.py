@@ -7,7 +7,17 @@ from collections.abc import Sequence
 
 from farthing.planner.ranking import TIE
 from farthing.planner.types import AGED_PRICE_DAYS, OLD_PRICE_DAYS
-from farthing.report.blocks import Bars, Block, Cell, Section, Stack, Table, Text, listed, sections
+from farthing.report.blocks import (
+    Bars,
+    Block,
+    Cell,
+    Paragraph,
+    Section,
+    Stack,
+    Table,
+    listed,
+    sections,
+)
 from farthing.report.html import page
 from farthing.report.plan_scatter import cost_against_time
 from farthing.report.plan_types import Choice, Refused, machine_name
@@ -131,7 +141,7 @@ def explained(row: Choice) -> list[Section]:
         Bars(f"Dollars: {cost_range(row)}", row.usd, row.total_usd, say_usd),
     )
     head = Section(
-        f"Plan {row.rank}: {row.name}", (Text(row.why), pairs("plan.txt", "explained", row))
+        f"Plan {row.rank}: {row.name}", (Paragraph(row.why), pairs("plan.txt", "explained", row))
     )
     return sections(head, *(Section("", (bar,)) for bar in bars), listed("", row.price_notes))
 
@@ -141,7 +151,9 @@ def compared(view: PlanView) -> Section | None:
     if found is None:
         return None
     heads = ("", f"#{found.a}", f"#{found.b}", "#ratio")
-    return Section("", (Text(found.words, "answer"), Table(heads, found.table, "Side by side")))
+    return Section(
+        "", (Paragraph(found.words, "answer"), Table(heads, found.table, "Side by side"))
+    )
 
 
 def plan_page(view: PlanView) -> str:
@@ -151,7 +163,7 @@ def plan_page(view: PlanView) -> str:
         found.append(Section("", (cards("plan.txt", "cards", best),)))
         if drawing := cost_against_time(rows, best):
             found.append(Section("Cost against time", (drawing,)))
-        note = Text("* no other choice is both cheaper and sooner.", "soft")
+        note = Paragraph("* no other choice is both cheaper and sooner.", "soft")
         choices = Section("Choices", (note, choices_table(rows)._replace(n_open=N_PAGE)))
         found += [_memory(rows), *explained(best), choices]
     else:

@@ -29,7 +29,7 @@ def view_of(kind: type[View], /, *sources: Any, **values: Any) -> View:
 
 
 @dataclass(frozen=True)
-class Limits:
+class PlanLimits:
     max_usd: float | None
     max_hours: float | None
     max_gpu_hours: float | None
@@ -59,7 +59,7 @@ class JobView:
     lengths_source: str
     n_evaluations: int
     n_eval_examples: int
-    limits: Limits
+    limits: PlanLimits
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from farthing.planner.types import (
     OLD_PRICE_DAYS,
     OWN,
     MachinePlan,
-    Plan,
+    OfferPlan,
     Range,
     Rejected,
 )
@@ -36,8 +36,8 @@ from farthing.report.plan_types import (
     Choice,
     Elsewhere,
     JobView,
-    Limits,
     MemoryView,
+    PlanLimits,
     Prices,
     RecipeView,
     Refused,
@@ -155,7 +155,7 @@ def plan_view(
     figures of one's own, a traffic to serve, so many runs, and what somebody paid.
     """
     answer, wanted, prices = study.answer, study.wanted, study.catalog
-    groups: dict[tuple[object, ...], list[Plan]] = {}
+    groups: dict[tuple[object, ...], list[OfferPlan]] = {}
     for plan in answer.plans:
         o = plan.offer
         which = "" if plan.is_rented else o.instance
@@ -233,7 +233,7 @@ def _job(study: Study) -> JobView:
         lengths_are_exact=lengths.is_exact,
         lengths_source=lengths.source,
         n_eval_examples=held_out.n_examples if held_out is not None else 0,
-        limits=view_of(Limits, wanted, confidence=confidence),
+        limits=view_of(PlanLimits, wanted, confidence=confidence),
     )
 
 
@@ -270,7 +270,7 @@ def kind_of(offer: Offer) -> str:
     return {HERE: "here", OWN: "own"}.get(offer.provider, offer.kind)
 
 
-def _choice(rank: int, group: Sequence[Plan], study: Study) -> Choice:
+def _choice(rank: int, group: Sequence[OfferPlan], study: Study) -> Choice:
     plan, offer, on = group[0], group[0].offer, group[0].on
     n_gpus, gpu, kind = max(1, offer.n_gpus), on.machine.gpu, kind_of(offer)
     machine = machine_name(n_gpus, gpu)
@@ -309,7 +309,7 @@ def _choice(rank: int, group: Sequence[Plan], study: Study) -> Choice:
     )
 
 
-def _recipe(plan: Plan) -> RecipeView:
+def _recipe(plan: OfferPlan) -> RecipeView:
     recipe, n_padded = plan.recipe, plan.on.step.n_padded_tokens
     return view_of(
         RecipeView,
@@ -332,7 +332,7 @@ def _step(step: StepTime) -> StepView:
     return view_of(StepView, step, useful_share=share, flops_per_s=step.flops / step.seconds)
 
 
-def _price_notes(plan: Plan) -> tuple[str, ...]:
+def _price_notes(plan: OfferPlan) -> tuple[str, ...]:
     is_old = plan.price_age_days >= AGED_PRICE_DAYS and not plan.is_users_price
     return tuple(lines("plan.txt", "price_notes", plan, plan.offer.billing, is_old))
 

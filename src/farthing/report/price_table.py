@@ -15,7 +15,7 @@ from farthing.report.draw import draw_block
 from farthing.report.words import lines, table
 
 if TYPE_CHECKING:
-    from farthing.prices.feeds import Update
+    from farthing.prices.feeds import PriceUpdate
 
 _OF_OFFER = (*(name for name in COLUMNS if name != "date"), "usd_per_hour", "usd_per_gpu_hour")
 _CUTS = {"machine": 30, "provider": 10, "where": 5, "GPUs": 20}
@@ -29,7 +29,7 @@ def draw_prices(console: Console, catalog: Catalog, offers: Sequence[Offer], n_f
         console.print(line, soft_wrap=True)
 
 
-def draw_update(console: Console, update: Update) -> None:
+def draw_update(console: Console, update: PriceUpdate) -> None:
     for line in lines("data.rich", "update", update):
         console.print(line, soft_wrap=True)
 
@@ -54,7 +54,7 @@ def prices_as_json(catalog: Catalog, offers: Sequence[Offer], n_found: int) -> d
     }
 
 
-def update_as_json(update: Update) -> dict[str, object]:
+def update_as_json(update: PriceUpdate) -> dict[str, object]:
     return {
         "path": str(update.path),
         "n_offers": update.n_offers,

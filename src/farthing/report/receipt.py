@@ -26,7 +26,7 @@ from farthing.report.receipt_types import (
     Forecast,
     Pair,
     Promised,
-    Receipt,
+    RunReceipt,
     Saves,
     Span,
     Trust,
@@ -56,7 +56,7 @@ MODEL_KEY = ("model", "model_name_or_path")
 FIGURES = ("tokens_per_s", "padded_tokens_per_s", "mfu", "work")
 
 
-def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
+def build_receipt(folder: Path, log: TrainingLog | None = None) -> RunReceipt:
     """`log`: where it was read already. Raises `InputError` where `folder` has no run."""
     found = read_ledger(folder / files.LEDGER, files.witnesses_of(folder))
     if not found.accounts and not (folder / files.LEDGER).exists():
@@ -94,7 +94,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
     for account in accounts:
         measured |= account.facts
     receipt = view_of(
-        Receipt,
+        RunReceipt,
         bill,
         run=str(folder),
         written=now.isoformat(timespec="seconds"),
@@ -206,14 +206,14 @@ def _curves(log: TrainingLog, accounts: list[Account]) -> Curves:
     return Curves(means, losses.bands(N_BANDS), ends, of_device, evaluations)
 
 
-def leave_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
+def leave_receipt(folder: Path, log: TrainingLog | None = None) -> RunReceipt:
     receipt = build_receipt(folder, log)
     files.keep(folder / files.RECEIPT, receipt.to_json())
     return receipt
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedFigure:
     """A figure of two runs; `ratio` run/baseline, None where they can't be compared."""
 
     run: Any
@@ -227,7 +227,7 @@ class Comparison:
 
     run: str
     baseline: str
-    rows: dict[str, Compared]
+    rows: dict[str, ComparedFigure]
     notes: list[str]
     saved_usd: float | None
     saved_share: float | None
@@ -243,7 +243,7 @@ class Comparison:
         return {"kind": "farthing comparison", **asdict(self)}
 
 
-def compare(run: Receipt, baseline: Receipt) -> Comparison:
+def compare(run: RunReceipt, baseline: RunReceipt) -> Comparison:
     """What the first saves against the second, and what of it can't be compared.
 
     Raises `InputError` for runs of different tasks: nothing that they learned can be compared.
@@ -285,16 +285,16 @@ def compare(run: Receipt, baseline: Receipt) -> Comparison:
     )
 
 
-def _figure(receipt: Receipt, name: str) -> Any:
+def _figure(receipt: RunReceipt, name: str) -> Any:
     return getattr(receipt, name) if receipt.usd_is_known or "usd" not in name else None
 
 
-def _compared(ours: Any, theirs: Any, is_like: bool) -> Compared:
+def _compared(ours: Any, theirs: Any, is_like: bool) -> ComparedFigure:
     has_ratio = is_like and isinstance(ours, int | float) and isinstance(theirs, int | float)
-    return Compared(ours, theirs, ours / theirs if has_ratio and theirs else None)
+    return ComparedFigure(ours, theirs, ours / theirs if has_ratio and theirs else None)
 
 
-def _unlike(run: Receipt, baseline: Receipt) -> Iterator[str]:
+def _unlike(run: RunReceipt, baseline: RunReceipt) -> Iterator[str]:
     """In what two runs differ: train, eval, price, work, model, state."""
     ours, theirs = run.identity or {}, baseline.identity or {}
 

@@ -8,17 +8,17 @@ from typing import Any
 from farthing.report.blocks import (
     Block,
     Cell,
-    Finding,
+    FindingBlock,
     Pairs,
+    Paragraph,
     Section,
     Stack,
     Table,
-    Text,
     percent,
     sections,
 )
 from farthing.report.receipt import Comparison
-from farthing.report.receipt_types import Diagnosis, Pair, Receipt
+from farthing.report.receipt_types import Diagnosis, Pair, RunReceipt
 from farthing.report.timeline import group_of
 from farthing.report.words import pairs, report, say, table
 from farthing.settings import Settings
@@ -38,7 +38,7 @@ _ROW_NAMES = {
 """Of a comparison; the others are called as they are."""
 
 
-def receipt_report(receipt: Receipt) -> list[Section]:
+def receipt_report(receipt: RunReceipt) -> list[Section]:
     computed = receipt.settings and Settings.from_json(receipt.settings)
     now = receipt.out_of_memory and Settings.from_json(receipt.out_of_memory[-1])
     blocks: dict[str, Block] = {
@@ -63,7 +63,7 @@ def receipt_report(receipt: Receipt) -> list[Section]:
     )
 
 
-def spans(receipt: Receipt) -> Table:
+def spans(receipt: RunReceipt) -> Table:
     dollars, n = digits_of(receipt.usd), 5 if receipt.usd_is_known else 4
     rows: list[tuple[Cell, ...]] = [
         (
@@ -81,7 +81,7 @@ def spans(receipt: Receipt) -> Table:
     return Table(heads[:n], tuple(row[:n] for row in rows), caption="Parts of the bill")
 
 
-def estimate(receipt: Receipt, least_s: float = 0.0) -> Section | None:
+def estimate(receipt: RunReceipt, least_s: float = 0.0) -> Section | None:
     """What the plan and the first steps said; of the parts, those of at least `least_s`."""
     rows, promised, forecast = [], receipt.promised, receipt.forecast
 
@@ -106,23 +106,23 @@ def estimate(receipt: Receipt, least_s: float = 0.0) -> Section | None:
     heads = "", "#estimated", "#happened", "#ratio"
     blocks: list[Block] = [Table(heads, tuple(rows), caption=title)]
     if promised:
-        blocks.append(Text(f"The estimate is based on: {promised.calibration}", "soft"))
+        blocks.append(Paragraph(f"The estimate is based on: {promised.calibration}", "soft"))
     return Section(title, tuple(blocks))
 
 
-def diagnosis(receipt: Receipt) -> Section:
+def diagnosis(receipt: RunReceipt) -> Section:
     found, blocks = receipt.diagnosis or Diagnosis([], "", []), list[Block]()
     for one in found.findings:
         fix = f"`--set {one.fix}` " if "=" in one.fix else f"`{one.fix}`: " if one.fix else ""
         name = one.area if one.cause == one.area else f"{one.area}: {one.cause}"
         worth, words = say("receipt.txt", "worth", receipt, one), f"{fix}{one.to_do}"
         is_first = one.cause == found.largest
-        blocks.append(Finding(name, worth, (f"{one.evidence}.", words), is_first))
+        blocks.append(FindingBlock(name, worth, (f"{one.evidence}.", words), is_first))
     for advice in found.advice:
         command = (f"`{advice.command}`",) if advice.command else ()
-        blocks.append(Finding("", "", (advice.words, *command)))
+        blocks.append(FindingBlock("", "", (advice.words, *command)))
     if not blocks:
-        blocks = [Text("Nothing stands out: no single cause takes 3 % of the time.", "soft")]
+        blocks = [Paragraph("Nothing stands out: no single cause takes 3 % of the time.", "soft")]
     return Section("What held it back", tuple(blocks))
 
 

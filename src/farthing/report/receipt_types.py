@@ -127,7 +127,7 @@ class OfAnswers:
 
 
 @dataclass(frozen=True)
-class Receipt:
+class RunReceipt:
     """Everything that a run folder says; dictionaries are as its files have them."""
 
     run: str

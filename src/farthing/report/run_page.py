@@ -20,10 +20,10 @@ from farthing.report.blocks import (
     Block,
     Drawing,
     More,
+    Paragraph,
     Section,
     Stack,
     Table,
-    Text,
     listed,
     percent,
     sections,
@@ -32,7 +32,7 @@ from farthing.report.chart import Axes, Line, Points, Stretch, curves, stacked, 
 from farthing.report.html import page
 from farthing.report.receipt import Comparison
 from farthing.report.receipt_report import compared_rows, diagnosis, estimate, spans
-from farthing.report.receipt_types import Receipt
+from farthing.report.receipt_types import RunReceipt
 from farthing.report.timeline import Column, evenly, grouped
 from farthing.report.words import cards, say, table
 from farthing.run.folder import PAGE
@@ -49,10 +49,10 @@ _APART, _FAR = ("step", "loss", "perplexity", "n_examples"), ("logps/", "length/
 """Figures of an evaluation that are drawn elsewhere, and those of another scale."""
 
 
-def run_page(receipt: Receipt) -> str:
+def run_page(receipt: RunReceipt) -> str:
     head = (
-        Text(_headline(receipt), "answer"),
-        Text(_what(receipt), "soft"),
+        Paragraph(_headline(receipt), "answer"),
+        Paragraph(_what(receipt), "soft"),
         cards("receipt.txt", "cards", receipt),
     )
     report = (
@@ -64,11 +64,11 @@ def run_page(receipt: Receipt) -> str:
     return _page("farthing run", f"farthing run: {_name(receipt)}", receipt, report)
 
 
-def leave_page(folder: Path, receipt: Receipt) -> None:
+def leave_page(folder: Path, receipt: RunReceipt) -> None:
     write_text(folder / PAGE, run_page(receipt))
 
 
-def compared_page(receipts: Sequence[Receipt], comparisons: Sequence[Comparison]) -> str:
+def compared_page(receipts: Sequence[RunReceipt], comparisons: Sequence[Comparison]) -> str:
     """Several runs on one page, the first against each of the others."""
     names = [_name(receipt) for receipt in receipts]
     names = [n if names.count(n) == 1 else r.run for n, r in zip(names, receipts, strict=True)]
@@ -88,7 +88,7 @@ def compared_page(receipts: Sequence[Receipt], comparisons: Sequence[Comparison]
     )
     title = "Where the time went"
     report: list[Section | None] = [
-        Section("", (Text(words[:1].upper() + words[1:], "answer"),)),
+        Section("", (Paragraph(words[:1].upper() + words[1:], "answer"),)),
         Section("Side by side", (Table(heads, tuple(compared_rows(comparisons)), "Side by side"),)),
         listed("What can't be compared", notes),
         _section(_by_step("Training loss", "Mean of each stretch, by step.", losses)),
@@ -96,26 +96,26 @@ def compared_page(receipts: Sequence[Receipt], comparisons: Sequence[Comparison]
     ]
     for name, receipt in pairs:
         held_back = diagnosis(receipt)
-        blocks = Text(held_back.title, "soft"), *held_back.blocks
+        blocks = Paragraph(held_back.title, "soft"), *held_back.blocks
         report.append(Section(f"{name}: {_headline(receipt)}", blocks))
     return _page("farthing runs compared", f"farthing: {words}", receipts[0], report)
 
 
-def _page(name: str, title: str, receipt: Receipt, report: Iterable[Section | None]) -> str:
+def _page(name: str, title: str, receipt: RunReceipt, report: Iterable[Section | None]) -> str:
     end = f"farthing {farthing.__version__}, {receipt.written}"
     return page(name, title, sections(*report), end)
 
 
-def _name(receipt: Receipt) -> str:
+def _name(receipt: RunReceipt) -> str:
     return Path(receipt.run).name or receipt.run
 
 
-def _headline(receipt: Receipt) -> str:
+def _headline(receipt: RunReceipt) -> str:
     """`Finished: $1.24 in 20 min 04 s, 3 % less than estimated`."""
     return say("receipt.txt", "headline", receipt, receipt.against_estimate)
 
 
-def _what(receipt: Receipt) -> str:
+def _what(receipt: RunReceipt) -> str:
     machine, model = receipt.machine or {}, receipt.asked("model", "model_name_or_path")
     model = Path(model).name if Path(model or "").is_absolute() else model or "a model"
     words = (
@@ -128,7 +128,7 @@ def _what(receipt: Receipt) -> str:
     return "; ".join(word for word in words if word)
 
 
-def _over_time(receipt: Receipt) -> Section | None:
+def _over_time(receipt: RunReceipt) -> Section | None:
     columns, has_price = receipt.timeline.columns, receipt.usd_is_known
     if not columns or columns[-1].end_s <= 0:
         return None
@@ -164,7 +164,7 @@ def _say_moment(seconds: float) -> str:
     return f"{seconds:g} s"
 
 
-def _said(receipt: Receipt, column: Column) -> str:
+def _said(receipt: RunReceipt, column: Column) -> str:
     parts = sorted(column.seconds.items(), key=lambda item: -item[1])
     total = sum(column.seconds.values()) or 1.0
     shares = ", ".join(f"{name} {percent(seconds / total)}" for name, seconds in parts[:4])
@@ -173,7 +173,7 @@ def _said(receipt: Receipt, column: Column) -> str:
     return f"{when}, up to step {column.step:,}{usd}: {shares}"
 
 
-def _loss(receipt: Receipt) -> Section | None:
+def _loss(receipt: RunReceipt) -> Section | None:
     bands, ends = receipt.curves.loss_bands, receipt.curves.loss_ends
     if not bands:
         return None
@@ -224,14 +224,14 @@ def _step_axes(
     return Axes(x_edges, edges, "{:,.0f}".format, say_y, whole)
 
 
-def _evaluations(receipt: Receipt, name: str) -> list[tuple[float, float]]:
+def _evaluations(receipt: RunReceipt, name: str) -> list[tuple[float, float]]:
     """The values of a metric by step, thinned evenly, the best and both ends among them."""
     rows = [(row["step"], row[name]) for row in receipt.curves.evaluation if name in row]
     kept = {*evenly(rows, _N_POINTS), *(row for row in rows if row[0] == receipt.best_step)}
     return [row for row in rows if row in kept]
 
 
-def _metrics(receipt: Receipt) -> Section | None:
+def _metrics(receipt: RunReceipt) -> Section | None:
     last = receipt.curves.evaluation[-1] if receipt.curves.evaluation else {}
     names = [name for name in last if name not in _APART and not name.startswith(_FAR)][:6]
     named = [(name, _evaluations(receipt, name)) for name in names]
@@ -239,10 +239,10 @@ def _metrics(receipt: Receipt) -> Section | None:
     return _section(_by_step("Metrics", f"At the last evaluation: {said}.", named, dots=True))
 
 
-def _answers(receipt: Receipt) -> Section | None:
+def _answers(receipt: RunReceipt) -> Section | None:
     if receipt.answers is None:
         return None
-    blocks: list[Block] = [Text(note) for note in receipt.answers.notes]
+    blocks: list[Block] = [Paragraph(note) for note in receipt.answers.notes]
     for title, names in _ANSWERS:
         found = {name: receipt.answers.figures.get(name, ()) for name in names}
         last = ", ".join(f"{name} {rows[-1][1]:.3g}" for name, rows in found.items() if rows)
@@ -251,7 +251,7 @@ def _answers(receipt: Receipt) -> Section | None:
     return Section("Answers", tuple(blocks))
 
 
-def _speed(receipt: Receipt) -> Section | None:
+def _speed(receipt: RunReceipt) -> Section | None:
     columns, points, before = receipt.timeline.columns, [], 0
     for column in columns:
         seconds = column.end_s - column.begin_s
@@ -275,7 +275,7 @@ def _speed(receipt: Receipt) -> Section | None:
     return Section("Speed", tuple(drawings))
 
 
-def _attempts(receipt: Receipt) -> Section | None:
+def _attempts(receipt: RunReceipt) -> Section | None:
     if len(receipt.attempts) < 2:
         return None
     shown, dollars = receipt.attempts[-_N_ATTEMPTS:], digits_of(receipt.usd)
@@ -283,10 +283,10 @@ def _attempts(receipt: Receipt) -> Section | None:
     rows = table("receipt.txt", "attempts_table", *found)._replace(title="Attempts")
     n_more = len(receipt.attempts) - len(shown)
     more = f"The newest; {n_more:,} earlier ones are in receipt.json."
-    return Section("Attempts", (rows, Text(more, "soft")) if n_more else (rows,))
+    return Section("Attempts", (rows, Paragraph(more, "soft")) if n_more else (rows,))
 
 
-def _settings(receipt: Receipt) -> list[Section]:
+def _settings(receipt: RunReceipt) -> list[Section]:
     run, heads = receipt.run, ("setting", "value")
     command = f"farthing train {shlex.quote(run + '/job.json')} --set"
     command += f" output_dir={shlex.quote(run + '-again')}"
@@ -295,7 +295,7 @@ def _settings(receipt: Receipt) -> list[Section]:
     job = tuple(_flat(receipt.job or {}))
     whole = More(f"The whole job, {plural(len(job), 'key')}", Table(heads, job, "Job"))
     return [
-        Section("The same again", (Text(command, "code"),)),
+        Section("The same again", (Paragraph(command, "code"),)),
         Section("How it was computed", (Table(heads, settings, "Settings"), whole)),
     ]
 

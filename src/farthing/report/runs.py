@@ -23,7 +23,7 @@ _NOT_LOOKED_INTO = {CHECKPOINTS, MODEL, "tensorboard", ".git", "node_modules", "
 
 
 @dataclass(frozen=True)
-class Row:
+class RunRow:
     run: str
     state: str  # as in `Progress`, or unreadable
     began: str | None = None  # UTC, ISO
@@ -40,7 +40,7 @@ class Row:
     problem: str = ""
 
 
-def runs_in(folder: Path, now: float) -> list[Row]:
+def runs_in(folder: Path, now: float) -> list[RunRow]:
     """The runs in and below a folder, the newest first; `now` in seconds since 1970."""
     paths = sorted(path for path, is_store in _found(folder) if not is_store)
     rows = [row_of(path, now, name=str(path)) for path in paths]
@@ -66,11 +66,11 @@ def _found(folder: Path) -> Iterator[tuple[Path, bool]]:
         folders[:] = [name for name in folders if name not in _NOT_LOOKED_INTO]
 
 
-def row_of(folder: Path, now: float, *, name: str) -> Row:
+def row_of(folder: Path, now: float, *, name: str) -> RunRow:
     try:
         receipt = build_receipt(folder)
     except (FarthingError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return Row(name, "unreadable", problem=f"{error}")
+        return RunRow(name, "unreadable", problem=f"{error}")
     months: dict[str, float] = {}
     for attempt in receipt.attempts if receipt.usd_is_known else ():
         month = str(attempt["started_at"])[:7]
@@ -84,7 +84,7 @@ def row_of(folder: Path, now: float, *, name: str) -> Row:
         None,
     )
     pair = receipt.against_estimate
-    return Row(
+    return RunRow(
         name,
         progress_of(receipt, now).state,
         receipt.attempts[0]["started_at"] if receipt.attempts else None,
@@ -101,7 +101,7 @@ def row_of(folder: Path, now: float, *, name: str) -> Row:
     )
 
 
-def totals(rows: Sequence[Row], now: float) -> dict[str, Any]:
+def totals(rows: Sequence[RunRow], now: float) -> dict[str, Any]:
     month = datetime.fromtimestamp(now, UTC).strftime("%Y-%m")
     months = sorted({name for row in rows for name in row.usd_by_month})
     by_month = {name: sum(row.usd_by_month.get(name, 0.0) for row in rows) for name in months}
@@ -116,9 +116,9 @@ def totals(rows: Sequence[Row], now: float) -> dict[str, Any]:
     }
 
 
-def as_csv(rows: Sequence[Row]) -> str:
+def as_csv(rows: Sequence[RunRow]) -> str:
     out = io.StringIO()
-    names = [name for name in Row.__dataclass_fields__ if name != "usd_by_month"]
+    names = [name for name in RunRow.__dataclass_fields__ if name != "usd_by_month"]
     writer = csv.DictWriter(out, names, lineterminator="\n")
     writer.writeheader()
     for row in rows:

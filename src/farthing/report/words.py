@@ -14,9 +14,9 @@ from farthing.report.blocks import (
     Cards,
     Listed,
     Pairs,
+    Paragraph,
     Section,
     Table,
-    Text,
     percent,
     sections,
 )
@@ -87,7 +87,7 @@ def report(file: str, macro: str, *values: Any, **blocks: Block) -> list[Section
         elif kind == "-" and into and isinstance(into[-1], Listed):
             into[-1] = Listed((*into[-1].items, words))
         else:
-            into.append(Listed((words,)) if kind == "-" else Text(words, _KINDS[kind]))
+            into.append(Listed((words,)) if kind == "-" else Paragraph(words, _KINDS[kind]))
     return sections(*(Section(title, tuple(blocks)) for title, blocks in found))
 
 

@@ -40,7 +40,7 @@ _KEPT = ("tokens_per_s", "padded_tokens_per_s", "mfu", "takes", "tokens", "padde
 Amount = Annotated[float, Field(ge=0, lt=1e15)]
 
 
-class Mark(NamedTuple):
+class AttemptMark(NamedTuple):
     """Where an attempt stood at some moment: sums from its beginning on."""
 
     step: int
@@ -86,7 +86,7 @@ class Account:
     out_of_memory: list[Json] = field(default_factory=list)
     busy: Amount = 0.0
     n_busy: int = 0
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[AttemptMark] = field(default_factory=list)
     """At most `N_MARKS`, about equally far apart in time; the last one is the newest."""
     redone_s: float = 0.0
     """Of its work, see `with_redone`; not on its line."""
@@ -105,12 +105,12 @@ class Account:
         return "killed" if self.state in _OPEN_STATES else self.state
 
     @property
-    def stretches(self) -> list[Mark]:
+    def stretches(self) -> list[AttemptMark]:
         """What happened between marks, `step` and `tokens` at the end of each; the spans add up to
         those of the attempt.
         """
-        found, later = list[Mark](), self._mark()
-        for mark in [*reversed(self.marks[:-1]), Mark(0, 0, 0, 0.0, 0, {})]:
+        found, later = list[AttemptMark](), self._mark()
+        for mark in [*reversed(self.marks[:-1]), AttemptMark(0, 0, 0, 0.0, 0, {})]:
             # no more than later: seconds may have been given to another span since
             spans = {name: min(mark.spans.get(name, 0.0), s) for name, s in later.spans.items()}
             between = later._replace(
@@ -152,10 +152,10 @@ class Account:
         while len(self.marks) > most:
             self.marks = self.marks[(len(self.marks) - 1) % 2 :: 2]
 
-    def _mark(self) -> Mark:
+    def _mark(self) -> AttemptMark:
         spans = {name: round(s, 3) for name, s in self.spans.items() if s > 0}
         tokens = max(0, int(self.facts.get("tokens", 0)))
-        return Mark(max(self.step, 0), tokens, self.n_saves, self.busy, self.n_busy, spans)
+        return AttemptMark(max(self.step, 0), tokens, self.n_saves, self.busy, self.n_busy, spans)
 
     def work_until(self, step: float) -> float:
         """Seconds of work when `step` was done, on the straight line between the nearest marks."""

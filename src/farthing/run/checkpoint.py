@@ -56,7 +56,7 @@ Fill = Callable[[Path], list[Path]]
 """Writes what a process has of a checkpoint into a draft, and returns the files."""
 
 
-class Part(Protocol):
+class CheckpointPart(Protocol):
     """Something that has to be saved to continue exactly."""
 
     def state(self) -> State:
@@ -106,7 +106,7 @@ class Checkpoints:
     # ---- saving ----
 
     def save(
-        self, step: int, parts: Mapping[str, Part], best_step: int | None
+        self, step: int, parts: Mapping[str, CheckpointPart], best_step: int | None
     ) -> SaveResult | None:
         """Snapshot every part now and commit it in the background. Returns an earlier save's
         result.
@@ -264,7 +264,7 @@ class Checkpoints:
         """The newest checkpoint of a step. Raises `DamagedFileError` where there is none."""
         return self._newest_of(step).folder
 
-    def restore(self, folder: Path, parts: Mapping[str, Part]) -> None:
+    def restore(self, folder: Path, parts: Mapping[str, CheckpointPart]) -> None:
         """Put every part back to what a verified checkpoint says. Raises `RunChangedError`, and
         `RunDamagedError` where a part can't take what was saved."""
         step, values = folder.name, _values_of(folder)
@@ -406,7 +406,9 @@ def _sealed_by(fill: Fill, draft: Path) -> list[FileEntry] | str:
         return str(error) or type(error).__name__
 
 
-def _snapshot(parts: Mapping[str, Part], shared: Shared) -> tuple[dict[str, State], Later | None]:
+def _snapshot(
+    parts: Mapping[str, CheckpointPart], shared: Shared
+) -> tuple[dict[str, State], Later | None]:
     """(every part apart from what training will change next, what of it is fetched from a GPU
     later).
 
@@ -442,7 +444,7 @@ def copied(state: State) -> State:
     return copies, json.loads(json.dumps(values, allow_nan=False))
 
 
-def n_bytes_of(parts: Mapping[str, Part]) -> int:
+def n_bytes_of(parts: Mapping[str, CheckpointPart]) -> int:
     """Bytes a checkpoint of these parts takes, nearly."""
     return sum(
         t.numel() * t.element_size() for part in parts.values() for t in part.state()[0].values()

@@ -86,7 +86,7 @@ SAFE_AGE_S = 86400.0  # what no commit names is removed when it is older
 
 
 @dataclass(frozen=True)
-class Pace:
+class MirrorTimes:
     """How patient a mirror is, in seconds."""
 
     renew_s: float = 20.0
@@ -109,7 +109,7 @@ class Pace:
     """For the last commit when the machine is about to be taken away."""
 
 
-PACE = Pace()
+PACE = MirrorTimes()
 Accept = Callable[[dict[int, Account]], None]
 
 
@@ -136,7 +136,7 @@ class Mirror:
     """The copy of the run in `folder`, in `store`. `warn` is called by `check` alone."""
 
     def __init__(
-        self, store: Store, folder: Path, keep: int, warn: Callable[[str], None], pace: Pace
+        self, store: Store, folder: Path, keep: int, warn: Callable[[str], None], pace: MirrorTimes
     ) -> None:
         self.folder, self.pace = folder, pace
         self.delivered_step: int | None = None

@@ -43,7 +43,7 @@ class Child(Protocol):
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunStanding:
     """How far a run has come, by its ledger."""
 
     step: int = 0
@@ -54,11 +54,11 @@ class Standing:
     """The cloud's notice that the last attempt has heard: this machine goes."""
 
 
-def standing(folder: Path) -> Standing:
+def standing(folder: Path) -> RunStanding:
     """Where the run in `folder` stands; at zero before it has begun."""
     accounts = read_ledger(folder / LEDGER).ordered
     if not accounts:
-        return Standing()
+        return RunStanding()
     said = [each["notice"] for each in accounts[-1].notices]
     leaving = [
         str(note.get("what"))
@@ -66,7 +66,7 @@ def standing(folder: Path) -> Standing:
         if note.get("is_certain") and note.get("source") != "signal"
     ]
     committed = max(0, *(account.committed for account in accounts))
-    return Standing(accounts[-1].step, committed, leaving[-1] if leaving else "")
+    return RunStanding(accounts[-1].step, committed, leaving[-1] if leaving else "")
 
 
 class Supervisor:

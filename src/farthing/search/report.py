@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farthing.report.blocks import Cell, Drawing, Listed, Section, Table, Text, listed, sections
+from farthing.report.blocks import (
+    Cell,
+    Drawing,
+    Listed,
+    Paragraph,
+    Section,
+    Table,
+    listed,
+    sections,
+)
 from farthing.report.chart import Axes, Line, figure
 from farthing.report.html import page
 from farthing.search.halving import SHARES
@@ -25,7 +34,9 @@ def search_report(receipt: Json) -> list[Section]:
 def search_page(receipt: Json) -> str:
     """The page; every text of others is escaped."""
     reason = f", {receipt['reason']}" if receipt["reason"] else ""
-    head = Text(f"{receipt['folder']}: {receipt['state']}{reason}. {_dollars(receipt)}.", "answer")
+    head = Paragraph(
+        f"{receipt['folder']}: {receipt['state']}{reason}. {_dollars(receipt)}.", "answer"
+    )
     scored = [each for each in receipt["trials"] if each["score"] is not None]
     drawings = [_by_dollars(receipt, scored), _curves(receipt, scored)] if scored else []
     report = sections(
@@ -41,7 +52,7 @@ def search_page(receipt: Json) -> str:
 
 
 def _next(receipt: Json) -> Section:
-    return Section("Next", tuple(Text(command, "code") for command in receipt["next"]))
+    return Section("Next", tuple(Paragraph(command, "code") for command in receipt["next"]))
 
 
 def bill_report(bill: Json) -> list[Section]:
@@ -66,7 +77,7 @@ def bill_report(bill: Json) -> list[Section]:
         for each in bill["machines"][:5]
     )
     table = Table(("the search on", "#dollars", "range", "#time"), rows)
-    return [Section("", (*map(Text, (words, *bill["warnings"])), table))]
+    return [Section("", (*map(Paragraph, (words, *bill["warnings"])), table))]
 
 
 def in_words(receipt: Json) -> list[str]:

@@ -59,7 +59,7 @@ from farthing.search.space import (
     values_with,
 )
 from farthing.storage.files import Json
-from farthing.train.budget import Limits, refuse_cap_without_price, refuse_limits
+from farthing.train.budget import RunLimits, refuse_cap_without_price, refuse_limits
 
 MOST_TRIALS = 27
 """Where neither the job, the choices nor the cap says how many."""
@@ -152,7 +152,7 @@ def _mirrored(job: Job, begun: Opened, tell: Tell, closing_s: float) -> Iterator
     if mirror is None:
         yield None
         return
-    limits = Limits(job, begun.ledger)
+    limits = RunLimits(job, begun.ledger)
     try:
         mirror.on_bills = begun.ledger.take_in
         mirror.bring_back(should_stop=lambda: limits.left_s <= closing_s)
@@ -580,7 +580,7 @@ class _Search:
 
     def _left(self) -> tuple[float, str]:
         """Seconds until the first limit of the search, and that limit."""
-        first = min(Limits(self.job, self.ledger).left(), default=None)
+        first = min(RunLimits(self.job, self.ledger).left(), default=None)
         return (math.inf, "") if first is None else (first.seconds, first.limit)
 
     def _keep_limits(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from farthing.config.job import Job
 from farthing.errors import InputError, RunDamagedError
 from farthing.report.receipt import build_receipt
-from farthing.run.checkpoint import Part
+from farthing.run.checkpoint import CheckpointPart
 from farthing.run.folder import CHECKPOINTS, LABEL_NAMES, RUN, kept, kept_job, saves_in
 from farthing.run.parts import RowsOf, contents_of, read_part
 from farthing.storage.files import DamagedFileError, read_manifest, verify_folder
@@ -114,7 +114,7 @@ def _content(found: Ancestor) -> str:
 
 
 def begin_from(
-    from_run: str, model: Part, rows_of: RowsOf, label_names: Sequence[str]
+    from_run: str, model: CheckpointPart, rows_of: RowsOf, label_names: Sequence[str]
 ) -> dict[str, Any]:
     """Put the trained weights of the ancestor, or rows of them, into `model`; returns what the
     receipt says of it. `label_names` are this run's classes.

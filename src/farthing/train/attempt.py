@@ -15,7 +15,7 @@ from farthing.run.mirror import Mirror, open_mirror
 from farthing.run.notices import Watch, services_for
 from farthing.run.opening import Opened
 from farthing.run.signals import Notice
-from farthing.train.budget import Limits
+from farthing.train.budget import RunLimits
 from farthing.train.built import Run
 from farthing.train.context import Context
 from farthing.train.metrics_file import metrics_file
@@ -46,7 +46,7 @@ def attempt(job: Job, ranks: Ranks, begun: Opened, emit: Emit) -> Iterator[Conte
         if ranks.is_first:
             ranks.at_loss = lambda: ledger.end("interrupted")
             emit = stack.enter_context(metrics_file(emit, job))
-        context = Context(folder, meter, ledger, Limits(job, ledger), notice, emit, ranks=ranks)
+        context = Context(folder, meter, ledger, RunLimits(job, ledger), notice, emit, ranks=ranks)
         context.watchdog = stack.enter_context(Watchdog(context.limits, notice.reach, last_words))
         context.replica = open_mirror(
             job.output_store, folder, job.train.save_total_limit, context.warn

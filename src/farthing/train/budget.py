@@ -43,7 +43,7 @@ class Left(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RunLimits:
     """The limits of a job, against what its run has spent so far."""
 
     job: Job

@@ -40,7 +40,7 @@ from farthing.planner.estimate import Estimate
 from farthing.run.folder import DATA_NOTES, keep
 from farthing.settings import Settings
 from farthing.train.built import Run
-from farthing.train.context import Context, Kernels
+from farthing.train.context import Context, ModelKernels
 from farthing.train.estimate import estimated
 from farthing.train.memory import settle_checkpointing, share_prefix
 from farthing.train.optim import allocate_state, make_optimizer
@@ -170,7 +170,7 @@ def assemble(
 
 def _computed(
     spec: RunSpec, context: Context, model: Any, settings: Settings
-) -> tuple[Forward, Kernels]:
+) -> tuple[Forward, ModelKernels]:
     """The forward pass, and what it has of our own in place of the model's code; no layer is
     compiled yet.
     """
@@ -199,7 +199,7 @@ def _computed(
         forward.casts = Casts(model, numerics.autocast)
     if train.neftune_noise_alpha:
         forward.noise = EmbeddingNoise(model, train.neftune_noise_alpha)
-    return forward, Kernels(lora, *of_liger, compiled="not asked for")
+    return forward, ModelKernels(lora, *of_liger, compiled="not asked for")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from farthing.storage.files import Json
 from farthing.train.ancestor import begin_from
 from farthing.train.context import Training
 from farthing.train.evaluate import Evaluator
-from farthing.train.forecast import Forecast
+from farthing.train.forecast import Forecaster
 from farthing.train.memory import Steps
 from farthing.train.saver import Saver
 from farthing.train.step import Step
@@ -24,7 +24,7 @@ class Run(Training):
         self.saver = Saver(self)
         self.state = self.saver.state
         self.evaluator = None if self.eval_examples is None else Evaluator(self, self.eval_examples)
-        self.forecast = Forecast(self, self.saver, self.evaluator)
+        self.forecast = Forecaster(self, self.saver, self.evaluator)
         self.log = StepLog(self, self.forecast)
         step = Step(self, before_update=self.saver.wait_for_copies)
         self.steps = Steps(step, self.log.note_out_of_memory)

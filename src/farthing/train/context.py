@@ -20,7 +20,7 @@ from farthing.run.ledger import Ledger, Meter
 from farthing.run.mirror import Mirror
 from farthing.run.signals import Notice
 from farthing.storage.logs import SummedLines
-from farthing.train.budget import Limits
+from farthing.train.budget import RunLimits
 from farthing.train.resolve import Examples, RunSpec
 from farthing.train.schedule import Schedule
 from farthing.train.state import Progress
@@ -36,7 +36,7 @@ class Context:
     folder: Path
     meter: Meter
     ledger: Ledger
-    limits: Limits
+    limits: RunLimits
     notice: Notice
     emit: Emit
     run_id: str = ""  # which run the folder's checkpoints belong to
@@ -58,7 +58,7 @@ class Context:
 
 
 @dataclass
-class Kernels:
+class ModelKernels:
     """What replaces parts of the model's own code; None where nothing does."""
 
     lora: Any
@@ -79,7 +79,7 @@ class Training:
     """What the plan said of this run before it began; None where it could say nothing."""
     model: Any
     forward: Forward
-    kernels: Kernels
+    kernels: ModelKernels
     optimizer: torch.optim.Optimizer
     memory: MemoryNeed
     schedule: Schedule

@@ -22,7 +22,7 @@ from farthing.local.machine import local_machine
 from farthing.local.measurements import MEASUREMENTS, read_measurements
 from farthing.planner.estimate import Estimate
 from farthing.planner.inputs import estimate_of, plan_here, shape_of, wanted_of
-from farthing.planner.types import Plan, Rejected
+from farthing.planner.types import OfferPlan, Rejected
 from farthing.run.folder import PLAN, SETTINGS, has_committed, keep, kept_as
 from farthing.train.resolve import Examples, RunSpec
 
@@ -90,4 +90,4 @@ def _make(
         machine = replace(machine, device_name=machine.cpu.name)
     measurements = read_measurements(Path(job.cache_dir or ".") / MEASUREMENTS)
     plan = plan_here(wanted, machine, job, measurements, clock.today(), n_ranks)
-    return estimate_of(plan, wanted) if isinstance(plan, Plan) else plan
+    return estimate_of(plan, wanted) if isinstance(plan, OfferPlan) else plan

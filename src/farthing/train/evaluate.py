@@ -24,7 +24,7 @@ from farthing.events import Evaluating
 from farthing.metrics import Metrics, stderr_of_mean
 from farthing.model.forward import Forward
 from farthing.model.hardware import free_cached
-from farthing.objectives.objective import Evaluated, Found
+from farthing.objectives.objective import EvaluationSums, Found
 from farthing.train.context import Training
 from farthing.train.resolve import Examples, Writing
 
@@ -168,7 +168,7 @@ def evaluate(
         if len(hits) > n:  # of words
             hits = np.add.reduceat(hits, np.cumsum(n_each) - n_each)
         each["accuracy"] = hits[order].tolist(), weights.tolist()
-    of_task = Evaluated(
+    of_task = EvaluationSums(
         mean,
         sum(found.get("documents", ())) / max(1, n),
         labels,

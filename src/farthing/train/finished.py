@@ -17,7 +17,7 @@ from farthing.errors import FarthingError
 from farthing.events import Emit, Note, Working
 from farthing.export.publish import Publication, noted, publish, wanted_at
 from farthing.report.receipt import build_receipt, leave_receipt
-from farthing.report.receipt_types import Receipt
+from farthing.report.receipt_types import RunReceipt
 from farthing.report.training_log import read_log
 from farthing.run.exported import CARD, damage_of
 from farthing.run.folder import (
@@ -59,7 +59,7 @@ def follows_from(job: Job) -> str | None:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def receipt_of_finished(job: Job) -> Receipt | None:
+def receipt_of_finished(job: Job) -> RunReceipt | None:
     """The receipt of the job's run if it is finished, and nothing that it follows from has changed
     since; else None.
     """

@@ -15,7 +15,7 @@ MARGIN = 1.15  # what comes next may take so many times what it took before
 
 
 @dataclass
-class Forecast:
+class Forecaster:
     """Answers from what this attempt has measured, else from what earlier ones have, else from the
     plan.
     """

@@ -33,7 +33,7 @@ from farthing.model.activation_checkpointing import (
 from farthing.model.hardware import free_cached
 from farthing.settings import Settings
 from farthing.train.context import Training
-from farthing.train.forecast import Forecast
+from farthing.train.forecast import Forecaster
 from farthing.train.optim import state_bytes
 from farthing.train.resolve import Examples
 from farthing.train.step import Step
@@ -156,7 +156,7 @@ class Steps:
 # ---- the rehearsal ----
 
 
-def rehearse(training: Training, steps: Steps, forecast: Forecast) -> None:
+def rehearse(training: Training, steps: Steps, forecast: Forecaster) -> None:
     """On a GPU, or where ranks wait for each other in every layer: take the dearest micro-batch
     forward and backward before the first step of an attempt. Memory that is not there is missed
     where nothing is lost yet.

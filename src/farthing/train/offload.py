@@ -194,14 +194,14 @@ def _host_tensors(weights: list[Tensor]) -> list[Tensor]:
     ]
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """Where a tensor lies: its block, and the first byte there."""
 
     block: int
     start: int
 
 
-def pack(sizes: list[int]) -> tuple[list[Place], list[int]]:
+def pack(sizes: list[int]) -> tuple[list[BlockPlace], list[int]]:
     """(place of each of the tensors of so many bytes, bytes of each block): all of them in few
     blocks.
 
@@ -211,7 +211,7 @@ def pack(sizes: list[int]) -> tuple[list[Place], list[int]]:
     """
     left = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     needs = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
-    places = [Place(0, 0)] * len(sizes)
+    places = [BlockPlace(0, 0)] * len(sizes)
     blocks: list[int] = []
     while left:
         largest, total = needs[left[0]], sum(needs[index] for index in left)
@@ -221,7 +221,7 @@ def pack(sizes: list[int]) -> tuple[list[Place], list[int]]:
         used, later = 0, []
         for index in left:
             if used + needs[index] <= room:
-                places[index] = Place(len(blocks), used)
+                places[index] = BlockPlace(len(blocks), used)
                 used += needs[index]
             else:
                 later.append(index)

@@ -14,7 +14,7 @@ from farthing.run.folder import LEDGER
 from farthing.run.ledger import Ledger, Meter, seconds_since_process_start
 from farthing.run.signals import Notice
 from farthing.storage.files import only_writer
-from farthing.train.budget import Limits
+from farthing.train.budget import RunLimits
 from farthing.train.build import build
 from farthing.train.built import Run
 from farthing.train.context import Context
@@ -37,7 +37,7 @@ def opened_run(job: Job, emit: Emit) -> Iterator[Run]:
     quiet_libraries()
     with only_writer(folder), Notice() as notice:
         ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
-        context = Context(folder, meter, ledger, Limits(job, ledger), notice, emit, "probe")
+        context = Context(folder, meter, ledger, RunLimits(job, ledger), notice, emit, "probe")
         check_extras(job)
         meter.enter("tokenize")
         run = build(resolve(job, emit), context)

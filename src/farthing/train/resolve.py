@@ -21,7 +21,7 @@ from farthing.config.data_lengths import note_token_set, recipe_of
 from farthing.config.job import DataSection, Job, MethodSection, TrainSection, WhereSection
 from farthing.data.batches import split_by_input
 from farthing.data.read import Source, open_sources
-from farthing.data.token_set import LINE_BITS, Recipe, TokenSet, tokenizer_sha256
+from farthing.data.token_set import LINE_BITS, TokenRecipe, TokenSet, tokenizer_sha256
 from farthing.data.tokens import refuse_one_class, tokenize
 from farthing.errors import DataError, HardwareError
 from farthing.events import DataRead, Emit, ReadingData, Tokenizing, Warned, ignore
@@ -37,7 +37,7 @@ from farthing.model.load import (
 )
 from farthing.model.positions import max_positions
 from farthing.models.refused import refuse_model
-from farthing.objectives.objective import Objective, Settings, class_names
+from farthing.objectives.objective import Objective, ObjectiveSettings, class_names
 from farthing.objectives.registry import objective_of
 from farthing.planner.software import fp16_risk
 from farthing.run.folder import began
@@ -67,7 +67,7 @@ class RunSpec:
     """For the planner, which plans jobs. Whoever builds and trains reads what stands below."""
     task: str
     objective: Objective
-    objective_settings: Settings | None
+    objective_settings: ObjectiveSettings | None
     choice: ModelChoice
     config: Any
     tokenizer: Any
@@ -76,7 +76,7 @@ class RunSpec:
     data: DataSection
     train_sources: list[Source]
     eval_sources: list[Source]
-    recipe: Recipe
+    recipe: TokenRecipe
     cache_dir: Path
     method: MethodSection
     train: TrainSection
@@ -292,7 +292,7 @@ def open_examples(
     """
     data, n_chunks = spec.data, 0
 
-    def tokens_of(role: str, sources: list[Source], recipe: Recipe) -> TokenSet:
+    def tokens_of(role: str, sources: list[Source], recipe: TokenRecipe) -> TokenSet:
         def progress(rows: int, n_tokens: int, share: float) -> None:
             nonlocal n_chunks
             n_chunks += 1

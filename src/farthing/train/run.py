@@ -26,7 +26,7 @@ from farthing.events import Emit, Note, Working
 from farthing.export.folders import write_card
 from farthing.model.load import quiet_libraries
 from farthing.report.receipt import leave_receipt
-from farthing.report.receipt_types import Receipt
+from farthing.report.receipt_types import RunReceipt
 from farthing.report.run_page import leave_page
 from farthing.report.training_log import keep_digest, read_log
 from farthing.run.folder import (
@@ -71,7 +71,7 @@ class Outcome:
 
     state: str
     reason: str
-    receipt: Receipt  # of a rank that is not the first: what is in a folder that is thrown away
+    receipt: RunReceipt  # of a rank that is not the first: what is in a folder that is thrown away
 
     @property
     def exit_code(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from farthing.model.adapters import put_back, trained_tensors
-from farthing.run.checkpoint import Part, State
+from farthing.run.checkpoint import CheckpointPart, State
 from farthing.storage.files import Json
 from farthing.train.optim import load_state, state_tensors
 
@@ -61,7 +61,7 @@ def parts_of(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     progress: Progress,
-) -> dict[str, Part]:
+) -> dict[str, CheckpointPart]:
     """What a checkpoint has, by name. `weights` are the trained ones: whole, or this rank's rows of
     them.
     """

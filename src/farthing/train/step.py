@@ -25,7 +25,7 @@ from farthing.train.context import Training
 from farthing.train.randomness import seed_everything
 from farthing.train.shared_step import SharedStep
 from farthing.train.step_result import StepResult, Sums, now_on
-from farthing.train.update import Update, reserve_for_update
+from farthing.train.update import WeightUpdate, reserve_for_update
 
 STOPPED = "stopped within a step; it is taken again"
 
@@ -43,7 +43,7 @@ class Step:
         self.should_stop, self.before_update = context.is_asked_to_leave, before_update
         self.device = self.forward.numerics.device
         self.trained = list(self.ranks.trained_of(self.forward.model).values())
-        self.update = Update(self.optimizer, self.scaler, self.trained, self.device)
+        self.update = WeightUpdate(self.optimizer, self.scaler, self.trained, self.device)
         self.shared = SharedStep(training, self.trained)
         self.number, self.totals = 0, OfStep(0, ())
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from farthing.data.batches import Batches
 from farthing.data.loader import Feed, MicroBatch, micro_batches
-from farthing.data.row_table import Table, rows_of
+from farthing.data.row_table import RowTable, rows_of
 from farthing.data.token_set import TokenSet
 from farthing.dist.ranks import Ranks
 from farthing.dist.reduce import slots_of
@@ -83,11 +83,11 @@ class StepFeed:
             has_several = has_several or len(of_step) > 1
         return max(cells, key=lambda cell: self.forward.n_tokens_of(self.tokens, cell)), has_several
 
-    def table(self, step: int) -> Table:
+    def table(self, step: int) -> RowTable:
         """All micro-batches of a step, whichever rank computes them."""
         return self.table_of(self.batches.examples_of(step))
 
-    def table_of(self, examples: NDArray[np.int64]) -> Table:
+    def table_of(self, examples: NDArray[np.int64]) -> RowTable:
         forward, tokens = self.forward, self.tokens
         return rows_of(
             examples,

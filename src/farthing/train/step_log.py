@@ -16,7 +16,7 @@ from farthing.model.compiled import n_graphs
 from farthing.model.hardware import peak_bytes
 from farthing.storage.files import Json
 from farthing.train.context import Training
-from farthing.train.forecast import Forecast
+from farthing.train.forecast import Forecaster
 from farthing.train.run_settings import keep_settings, tried
 from farthing.train.step_result import StepResult
 
@@ -24,7 +24,7 @@ FORECAST_AFTER_STEPS = 5
 
 
 class StepLog:
-    def __init__(self, training: Training, forecast: Forecast) -> None:
+    def __init__(self, training: Training, forecast: Forecaster) -> None:
         self.training, self.forecast = training, forecast
         self.expected_bytes = training.record.loaded_bytes + training.memory.total_bytes
         """Peak memory, as it was reckoned before the first step."""

@@ -65,12 +65,15 @@ def shard_weights(spec: RunSpec, ranks: Ranks, model: Any, emit: Emit) -> None:
         raise InputError(
             f"the weights can't be spread: {why[0]}", where=f"where.strategy: {way}", to_do=why[1]
         )
-    from farthing.dist.fsdp import How  # takes FSDP2 along, which other runs have no use for
+    from farthing.dist.fsdp import (
+        ShardingSettings,  # takes FSDP2 along, which other runs have no use for
+    )
 
     n_shards = _n_shards(ranks) if way == "hsdp" else ranks.n
     gathers_in = precision_of(spec.method.name, spec.train.optim, numerics).gathers
     ranks.apply_fsdp(
-        model, How(where.reshard_after_forward, n_shards, gathers_in, where.offload_weights)
+        model,
+        ShardingSettings(where.reshard_after_forward, n_shards, gathers_in, where.offload_weights),
     )
     zero = "ZeRO-3" if where.reshard_after_forward else "ZeRO-2"
     what = "all weights are" if ranks.trains_rows else "the frozen weights are"

@@ -18,7 +18,7 @@ SMALL_BYTES = 1 << 20
 """Tensors up to this come from blocks of their own in torch's allocator for CUDA."""
 
 
-class Update:
+class WeightUpdate:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

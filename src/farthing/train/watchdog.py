@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from farthing.errors import EXIT_LIMIT, LimitError
-from farthing.train.budget import Limits
+from farthing.train.budget import RunLimits
 
 RAISED_AFTER_S, ENDED_AFTER_S = 1.5, 3.5
 LAST_WORDS_S = 1.0
@@ -35,7 +35,7 @@ class Watchdog:
     """Within the block the limits of a job hold, whatever the main thread does."""
 
     def __init__(
-        self, limits: Limits, reach: Callable[[str], None], last_words: Callable[[], object]
+        self, limits: RunLimits, reach: Callable[[str], None], last_words: Callable[[], object]
     ) -> None:
         self._limits, self._reach, self._last_words = limits, reach, last_words
         self._allowance_s = limits.allowance_s

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from farthing.launch.commands import ended
 from farthing.launch.driver import Created, Driver, InstanceStatus, RefusedError, UnclearError
-from farthing.launch.machines import Machine
+from farthing.launch.machines import RentedMachine
 from farthing.launch.request import SCRIPT, LaunchRequest, home_of, script_of
 from farthing.launch.target import Target
 
@@ -118,7 +118,7 @@ cat "$d/pid"
             raise RefusedError(str(error)) from error
         return Created(said.split()[-1] if said.split() else ask.name)
 
-    def look(self, machine: Machine) -> InstanceStatus | None:
+    def look(self, machine: RentedMachine) -> InstanceStatus | None:
         script = (
             f'{LOOK}\nd={self._home}/{machine.name}\n[ -e "$d/pid" ] && echo "$(cat "$d/pid") $(one'
             ' "$d")"; true'
@@ -150,7 +150,7 @@ done; true"""
                 }
         return found
 
-    def destroy(self, machine: Machine) -> None:
+    def destroy(self, machine: RentedMachine) -> None:
         """A polite signal, which saves; after a minute the session is killed."""
         self.tell(
             machine.instance,
@@ -165,7 +165,7 @@ true
 """,  # noqa: E501
         )
 
-    def log(self, machine: Machine) -> str:
+    def log(self, machine: RentedMachine) -> str:
         return self.tell(
             machine.instance, f"tail -n 200 {self._home}/{machine.name}/log.txt 2>/dev/null; true"
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from farthing.launch.driver import Created, InstanceStatus, UnclearError
 from farthing.launch.http import Client, statuses, sure, understood
-from farthing.launch.machines import Machine
+from farthing.launch.machines import RentedMachine
 from farthing.launch.request import LaunchRequest, script_of
 from farthing.launch.target import Target
 from farthing.storage.files import Json
@@ -76,7 +76,7 @@ class Lambda(Client):
             price=lambda row: row["instance_type"]["price_cents_per_hour"] / 100,
         )
 
-    def delete(self, machine: Machine) -> None:
+    def delete(self, machine: RentedMachine) -> None:
         sure(
             self._api,
             "POST",

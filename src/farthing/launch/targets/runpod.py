@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from farthing.launch.driver import Created, InstanceStatus, OutOfStockError, refusal
 from farthing.launch.http import Client, price_of, statuses, sure, understood
-from farthing.launch.machines import Machine
+from farthing.launch.machines import RentedMachine
 from farthing.launch.request import (
     CREATED_AT,
     ENDS_AT,
@@ -100,7 +100,7 @@ class RunPod(Client):
             price=lambda row: row.get("costPerHr"),
         )
 
-    def delete(self, machine: Machine) -> None:
+    def delete(self, machine: RentedMachine) -> None:
         sure(self._api, "DELETE", f"/v2/pods/{machine.id}")
 
 

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from farthing.launch.driver import InstanceStatus, job_status
-from farthing.launch.machines import Machine
+from farthing.launch.machines import RentedMachine
 from farthing.launch.request import GRACE_S, LaunchRequest, script_of
 from farthing.launch.target import Commands, Target
 
@@ -50,7 +50,7 @@ def _submit(ask: LaunchRequest, folder: Path) -> list[str]:
     return ["sbatch", "--parsable", str(folder / BATCH)]
 
 
-def _log(machine: Machine) -> str:
+def _log(machine: RentedMachine) -> str:
     where = f"scontrol show job {machine.id} | sed -n 's/ *StdOut=//p'"
     return f"sh -c {shlex.quote(f'{where} | xargs -r tail -n 200')}"
 

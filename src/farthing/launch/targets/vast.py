@@ -18,7 +18,7 @@ from farthing.launch.driver import (
     refusal,
 )
 from farthing.launch.http import Client, price_of, statuses, sure, understood
-from farthing.launch.machines import Machine
+from farthing.launch.machines import RentedMachine
 from farthing.launch.request import (
     CREATED_AT,
     ENDS_AT,
@@ -143,7 +143,7 @@ class Vast(Client):
         price = None if ask.offer.is_spot else price_of(found[0].get("dph_total"))
         return Created(str(answer["new_contract"]), price)
 
-    def secure(self, machine: Machine) -> None:
+    def secure(self, machine: RentedMachine) -> None:
         """Status 422: such a job is there already."""
         ends = machine.asked_at + machine.most_s
         number = int(machine.id)
@@ -172,10 +172,10 @@ class Vast(Client):
             price=lambda row: row.get("dph_total"),
         )
 
-    def delete(self, machine: Machine) -> None:
+    def delete(self, machine: RentedMachine) -> None:
         sure(self._api, "DELETE", f"/api/v0/instances/{machine.id}/", {})
 
-    def log(self, machine: Machine) -> str:
+    def log(self, machine: RentedMachine) -> str:
         return json.dumps(
             sure(self._api, "PUT", f"/api/v0/instances/request_logs/{machine.id}/", {"tail": "200"})
         )

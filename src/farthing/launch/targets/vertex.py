@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from farthing.launch.driver import InstanceStatus, job_status
-from farthing.launch.machines import Machine
+from farthing.launch.machines import RentedMachine
 from farthing.launch.request import SCRIPT, LaunchRequest, script_of
 from farthing.launch.target import Commands, Target
 from farthing.storage.files import Json
@@ -110,7 +110,7 @@ def commands(at: str) -> Commands:
         command = f"{ai} create {place} {named} '--format=value(name)'"
         return [*shlex.split(command), f"--config={folder / 'job_spec.json'}"]
 
-    def log(machine: Machine) -> str:
+    def log(machine: RentedMachine) -> str:
         job = machine.id.rpartition("/")[2]
         of = f'resource.type="ml_job" AND resource.labels.job_id="{job}"'
         read = "gcloud logging read --limit=200 --order=asc '--format=value(jsonPayload.message)'"
