@@ -12,7 +12,6 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from subprocess import Popen
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +44,15 @@ from workshop import Heard, log_of, losses_of, make_job
 # ---- the table of a step: no process needed ----
 
 
+def must_hold_all(table: Any, examples: Any, lengths: Any, n_slots: int, most: int) -> None:
+    """Every example stands in one cell of a slot, and no cell has more than `most` tokens."""
+    cells = table.cells
+    assert sorted(i for cell in cells for i in cell.examples.tolist()) == sorted(examples.tolist())
+    assert [cell.number for cell in cells] == sorted({cell.number for cell in cells})
+    assert all(cell.slot < n_slots and cell.number // n_slots < table.n_rows for cell in cells)
+    assert max(int(lengths[cell.examples].sum()) for cell in cells) <= most
+
+
 @pytest.mark.parametrize("n_slots", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("n", [1, 2, 5, 16, 61])
 @pytest.mark.parametrize("cut", [split_by_tokens, split_padded])
@@ -52,31 +60,20 @@ def test_every_example_stands_in_one_cell_and_lanes_cost_alike(n, n_slots, cut):
     lengths = np.random.default_rng(n).integers(3, 120, 200)
     examples = np.random.default_rng(n_slots).permutation(200)[:n]
 
-    def pieces(some: Any, most: int) -> Any:
+    def pieces(some, most):
         return cut(some, lengths, most)
 
     table = table_of(examples, lengths, 300, n_slots, split=pieces, squares_at=12 * 64)
-    assert sorted(i for cell in table.cells for i in cell.examples.tolist()) == sorted(
-        examples.tolist()
-    )
-    assert [cell.number for cell in table.cells] == sorted({cell.number for cell in table.cells})
-    assert all(
-        cell.slot < n_slots and cell.number // n_slots < table.n_rows for cell in table.cells
-    )
+    must_hold_all(table, examples, lengths, n_slots, 300)
     if n_slots == 1:
-        assert [cell.examples.tolist() for cell in table.cells] == [
-            each.tolist() for each in pieces(examples, 300)
-        ]
+        expected = [each.tolist() for each in pieces(examples, 300)]
+        assert [cell.examples.tolist() for cell in table.cells] == expected
     elif n >= 16:
-        sums = [
-            sum(int(lengths[cell.examples].sum()) for cell in table.of_slots(range(i, i + 1)))
-            for i in range(n_slots)
-        ]
+        columns = [table.of_slots(range(i, i + 1)) for i in range(n_slots)]
+        sums = [sum(int(lengths[cell.examples].sum()) for cell in column) for column in columns]
         assert len(table.cells) % n_slots == 0
-        assert max(sums) <= (1.35 if cut is split_by_tokens else 1.7) * sum(sums) / n_slots, (
-            "the slowest slot is what a step takes"
-        )
-    assert max(int(lengths[cell.examples].sum()) for cell in table.cells) <= 300
+        uneven = 1.35 if cut is split_by_tokens else 1.7
+        assert max(sums) <= uneven * sum(sums) / n_slots, "the slowest slot is what a step takes"
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 16, 64])
@@ -87,46 +84,29 @@ def test_lanes_that_are_dealt_examples_cost_alike_and_so_do_pairs_of_them(n, n_s
     drawn = np.random.default_rng(n)
     lengths = np.clip(drawn.lognormal(5.1, 0.8, 600).astype(int), 8, 683)
 
-    def costs(some: Any) -> Any:
+    def costs(some):
         return lengths[some] * (3072 + lengths[some])
+
+    def pieces(some, most):
+        return split_by_tokens(some, lengths, most)
 
     worst = []
     for _ in range(12):
         examples = drawn.permutation(600)[:n]
-        table = table_of(
-            examples,
-            lengths,
-            900,
-            n_slots,
-            costs=costs,
-            split=lambda some, most: split_by_tokens(some, lengths, most),
-        )
-        assert sorted(i for cell in table.cells for i in cell.examples.tolist()) == sorted(
-            examples.tolist()
-        )
-        assert [cell.number for cell in table.cells] == sorted(
-            {cell.number for cell in table.cells}
-        )
-        assert all(
-            cell.number % n_slots == cell.slot and cell.number // n_slots < table.n_rows
-            for cell in table.cells
-        )
-        assert max(int(lengths[cell.examples].sum()) for cell in table.cells) <= 900
+        table = table_of(examples, lengths, 900, n_slots, costs=costs, split=pieces)
+        must_hold_all(table, examples, lengths, n_slots, 900)
+        assert all(cell.number % n_slots == cell.slot for cell in table.cells)
         columns = [table.of_slots(range(slot, slot + 1)) for slot in range(n_slots)]
-        for column in columns:
-            of_rows = [int(costs(cell.examples).sum()) for cell in column]
+        of_columns = [[int(costs(cell.examples).sum()) for cell in column] for column in columns]
+        for of_rows in of_columns:
             assert of_rows == sorted(of_rows, reverse=True), "the dearest row comes first"
-        halves = [
-            sum(int(costs(cell.examples).sum()) for column in some for cell in column)
-            for some in (columns[: n_slots // 2], columns[n_slots // 2 :])
-        ]
+        sums = [sum(of_rows) for of_rows in of_columns]
+        halves = sum(sums[: n_slots // 2]), sum(sums[n_slots // 2 :])
         worst.append(max(halves) / sum(halves) * 2)
     if n_slots in (2, 4, 8) and n >= 8:
-        assert sum(worst) / len(worst) < 1.01, (
-            "of two processes the slower one is what a step takes"
-        )
+        assert sum(worst) / len(worst) < 1.01, "the slower process is what a step takes"
     if n == 64:
-        assert max(len(column) for column in columns) == min(len(column) for column in columns)
+        assert len({len(column) for column in columns}) == 1
 
 
 def test_going_backward_attention_counts_more_where_the_weights_are_frozen(tmp_path):
@@ -224,9 +204,7 @@ def test_buckets_leave_in_one_order_whatever_happens_to_a_rank(overlaps, monkeyp
     for case in CASES:
         of_case = sent.setdefault(case, [])
 
-        def all_reduce(
-            flat: torch.Tensor, async_op: bool, of_case: list[torch.Tensor] = of_case
-        ) -> Work:
+        def all_reduce(flat, async_op, of_case=of_case):
             assert async_op
             of_case.append(flat)
             return Work()
@@ -457,7 +435,9 @@ def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_
 
 
 @pytest.mark.slow
-def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_than_ranks(tmp_path):
+def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_than_ranks(
+    tmp_path,
+):
     keys = {
         "n_rows": 7,
         "max_steps": 4,
@@ -486,7 +466,9 @@ def test_what_one_rank_meets_is_met_by_all(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_asked_to_leave_takes_all_along_and_as_many_go_on_to_the_same_bits(tmp_path):
+def test_a_rank_asked_to_leave_takes_all_along_and_as_many_go_on_to_the_same_bits(
+    tmp_path,
+):
     """Three, as sums of two are the same in either order."""
     whole, left = (
         lora_job(tmp_path / name, save_steps=100, where={"same_bits": False})
@@ -505,7 +487,7 @@ def test_a_run_of_one_slot_goes_on_with_more_to_rounding_and_says_so(tmp_path):
     job, heard, two = lora_job(tmp_path), Heard(), Ranks()
     two.n = 2
 
-    def slots(job: Job, ranks: Ranks, before: int) -> int:
+    def slots(job, ranks, before):
         return slots_of_run(job.where, ranks, before, heard)
 
     assert slots(job, Ranks(), 1) == 1
@@ -583,7 +565,9 @@ ENDS: list[tuple[list[list[str]], int, int]] = [
 ]
 
 
-def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(monkeypatch):
+def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(
+    monkeypatch,
+):
     for attempts, code, n_said in ENDS:
         hangs = any(
             HANGS in each for each in attempts
@@ -592,9 +576,7 @@ def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(mon
         said: list[str] = []
         started: list[tuple[int, int]] = []
 
-        def start(
-            seat: Seat, slot: int, number: int, attempts: Any = attempts, started: Any = started
-        ) -> Popen[bytes]:
+        def start(seat, slot, number, attempts=attempts, started=started):
             started.append((number, slot))
             return child(attempts[number - 1][seat.index])
 
@@ -607,7 +589,9 @@ def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(mon
         assert all(each.poll() is not None for each in attempt.children), "no process is left"
 
 
-def test_a_killed_rank_that_waits_in_the_kernel_is_gone_for_the_others(monkeypatch):
+def test_a_killed_rank_that_waits_in_the_kernel_is_gone_for_the_others(
+    monkeypatch,
+):
     for name in ("GRACE_S", "STUCK_S"):
         monkeypatch.setattr(f"farthing.run.group.{name}", 0.2)
     stuck, said = child(HANGS), list[str]()
@@ -615,7 +599,7 @@ def test_a_killed_rank_that_waits_in_the_kernel_is_gone_for_the_others(monkeypat
     kill = stuck.kill
     monkeypatch.setattr(stuck, "kill", lambda: None)  # no signal ends it
 
-    def start(seat: Seat, slot: int, number: int) -> Popen[bytes]:
+    def start(seat, slot, number):
         return stuck if (number, slot) == (1, 1) else child(codes[number, slot])
 
     try:
@@ -644,11 +628,11 @@ def test_who_is_done_and_waits_for_a_first_rank_that_hangs_says_so(
     )
     now = [time.monotonic()]
 
-    def all_reduce(*_: Any, **__: Any) -> None:
+    def all_reduce(*_, **__):
         now[0] += took_s
         raise RuntimeError("no answer")
 
-    def leave(code: int) -> None:
+    def leave(code):
         raise KeyError(code)
 
     monkeypatch.setattr("farthing.dist.ranks.time", SimpleNamespace(monotonic=lambda: now[0]))
