@@ -82,8 +82,7 @@ def _memory(run: _Run) -> Iterator[Finding]:
     work, free = run.work, run.work.get("free_bytes", 0)
     need = work.get("need_without_checkpointing_bytes")
     if work.get("checkpoint_every") and need and need <= 0.9 * free:
-        of_forward = work.get("recomputed_of_forward", 0.0) * work.get("forward_share", 0.0)
-        share = of_forward or work.get("recomputed_share", 0.0)
+        share = work.get("recomputed_share", 0.0)
         seconds, facts = share * run.span("compute"), {"need": need, "free": free}
         yield from run.found("checkpointing not needed", seconds, recomputed=share, **facts)
     if redone := [event for event in run.receipt.out_of_memory if "micro_batch_tokens" in event]:
