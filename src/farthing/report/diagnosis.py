@@ -21,6 +21,8 @@ EVALUATION_SHARE, SAVE_SHARE, START_SHARE = 0.05, 0.02, 0.15  # what these may t
 FEW_EVALUATIONS = 3
 """Fewer say little of a run; where they take too long, it is for too many examples."""
 MFU_TARGET = 0.40
+CACHED_TOKENS_PER_S = 1e7
+"""Tokens that come so quickly were read from the cache."""
 PATIENCE = 3
 _START = ("start_up", "load_model", "restore", "probe", "compile")
 
@@ -75,7 +77,8 @@ def _data(run: _Run) -> Iterator[Finding]:
     n_tokens, tokenized_s = run.work.get("n_tokens", 0), run.span("tokenize")
     pace = n_tokens / tokenized_s if tokenized_s > 1 else 0
     yield from run.found("slow storage", run.span("data_wait"))
-    yield from run.found("slow tokenizer", tokenized_s, once=True, pace=pace)
+    if pace < CACHED_TOKENS_PER_S:
+        yield from run.found("slow tokenizer", tokenized_s, once=True, pace=pace)
 
 
 def _memory(run: _Run) -> Iterator[Finding]:
