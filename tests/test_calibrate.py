@@ -14,8 +14,7 @@ from farthing.config.job import Job
 from farthing.data.lengths import Largest, Padded, from_arrays
 from farthing.local.machine import Cpu, LocalMachine
 from farthing.local.measurements import Measurement
-from farthing.model.attention_choice import AttentionHardware as AttentionMachine
-from farthing.model.attention_choice import AttentionTask, choose
+from farthing.model.attention_choice import AttentionHardware, AttentionTask, choose
 from farthing.models.model_config import known_config
 from farthing.models.shapes import Shape, read_shape
 from farthing.planner.calibration import as_run, past_errors
@@ -455,7 +454,7 @@ def test_a_soft_cap_is_planned_as_the_attention_of_each_gpu_computes_it(precisio
         if gpu.vendor == "nvidia":
             major, minor = map(int, gpu.compute_capability.split("."))
             asked = AttentionTask(precision, head_dim, has_softcap=True)
-            chosen = choose(asked, AttentionMachine((major, minor), has_flex=True))
+            chosen = choose(asked, AttentionHardware((major, minor), has_flex=True))
             assert takes_flex(gpu, precision, head_dim) == (chosen == "flex"), gpu.name
 
 

@@ -10,12 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
 import browser
 from farthing.cli import main
 from farthing.errors import InputError
+from farthing.report.blocks import Section
 from farthing.report.chart import Axes, Line, curves, ticks
+from farthing.report.html import page
 from farthing.report.receipt import build_receipt, compare
 from farthing.report.receipt_types import RunReceipt
 from farthing.report.run_page import compared_page, run_page
@@ -161,10 +164,18 @@ def test_what_comes_from_outside_is_only_text(runs):
         machine=nasty(receipt.machine),
         settings=nasty(receipt.settings),
     )
-    for page in (run_page(changed), compared_page([changed, changed], [compare(changed, changed)])):
-        read = Read(page)
+    for drawn in (
+        run_page(changed),
+        compared_page([changed, changed], [compare(changed, changed)]),
+    ):
+        read = Read(drawn)
         assert "script" not in {tag for tag, _ in read.tags}
         assert NASTY in read.text
+
+
+def test_a_block_that_no_page_knows_is_not_left_out():
+    with pytest.raises(jinja2.UndefinedError, match="drawn_on_a_page"):
+        page("farthing", "title", [Section("", (object(),))], "end")
 
 
 def test_a_run_that_has_done_nothing_has_a_page(tmp_path):

@@ -19,8 +19,7 @@ from farthing.data.token_set import TokenSet
 from farthing.device_memory import is_out_of_memory
 from farthing.dist.ranks import Ranks
 from farthing.errors import RunInterruptedError
-from farthing.events import Evaluated as EvaluatedEvent
-from farthing.events import Evaluating
+from farthing.events import Evaluated, Evaluating
 from farthing.metrics import Metrics, stderr_of_mean
 from farthing.model.forward import Forward
 from farthing.model.hardware import free_cached
@@ -244,7 +243,7 @@ class Evaluator:
         is_best = self._judge(value if isinstance(value, float | int) else None)
         self.took_s = meter.wall_s - started_s
         run.record.evaluations_s.append(self.took_s)
-        event = EvaluatedEvent(at.step, metrics, is_best, each.get(run.spec.metric))
+        event = Evaluated(at.step, metrics, is_best, each.get(run.spec.metric))
         run.log_file.append(event.log_row())
         run.context.emit(event)
         return is_best
