@@ -24,13 +24,11 @@ import numpy as np
 
 from farthing.planner.spot import (
     HALF_LIFE_S,
-    SHARE,
     Floats,
     Interruptions,
     SaveSchedule,
     Trace,
     best_interval_s,
-    drawn_together,
     expect,
     fit,
     read_traces,
@@ -146,7 +144,7 @@ def judge_all(traces: Sequence[Trace]) -> dict[str, Any]:
     seen = [
         fit(*spells_of(halves(trace)[0].available, trace.gap_s), HALF_LIFE_S) for trace in usable
     ]
-    zones = [judge(*pair) for pair in zip(usable, drawn_together(seen, SHARE), strict=True)]
+    zones = [judge(*pair) for pair in zip(usable, seen, strict=True)]
     jobs = [job for zone in zones for job in zone["jobs"]]
     sums = [
         {

@@ -16,13 +16,10 @@ import spot_replay
 from farthing.errors import InputError
 from farthing.planner.spot import (
     Interruptions,
-    Now,
     SaveSchedule,
     Spell,
-    Spells,
     best_interval_s,
     chance_by,
-    drawn_together,
     expect,
     fit,
     fit_spells,
@@ -166,17 +163,6 @@ def test_newer_spells_count_more():
     assert newer.mean_s == pytest.approx((0.5 * 1 + 3) / 1.5 * H)
 
 
-def test_zones_are_drawn_together():
-    zones = [
-        Interruptions(weibull(1 * H), weibull(4 * H)),
-        Interruptions(weibull(4 * H), weibull(1 * H)),
-    ]
-    for share, means in ((0, [1, 4]), (0.5, [2**0.5, 2**1.5]), (1, [2, 2])):
-        drawn = drawn_together(zones, share)
-        assert [zone.up.mean_s / H for zone in drawn] == pytest.approx(means)
-        assert [zone.down.mean_s / H for zone in drawn if zone.down] == pytest.approx(means[::-1])
-
-
 def test_few_spells_and_priors_have_wide_ranges():
     few, many, guess = measured(BURSTY, 8), measured(BURSTY, 2000), prior()
     assert few.spread > many.spread > 1
@@ -228,24 +214,7 @@ def test_replayed_cost_and_hours_are_about_the_predicted_ones():
     assert result["wall_in_range_percent"] > 80
 
 
-# ---- what is known now, and what is not known of a zone ----
-
-
-def test_the_old_last_and_the_young_are_at_risk():
-    u = v = np.linspace(0.01, 0.99, 99)
-    law = BURSTY.up
-    assert np.median(law.rest(u, v, 3 * H)) > np.median(law.rest(u, v, 0.0))
-    old = Spells(np.array([600.0, 1200.0]), np.array([0.5, 0.5]))
-    assert np.median(old.rest(u, v, 5 * H)) == pytest.approx(5 * H), "as long again"
-
-
-def test_a_zone_that_is_up_now_is_likelier_to_be_in_time():
-    zone, saves = measured(BURSTY, 300), SaveSchedule(600, 10, 120)
-    chances = [
-        chance_by(2 * H, H, saves, replace(zone, now=now))
-        for now in (Now(True, 6 * H), None, Now(False, 6 * H))
-    ]
-    assert chances[0] > chances[1] > chances[2]
+# ---- what is not known of a zone ----
 
 
 def test_what_is_not_known_of_a_zone_widens_its_chances():

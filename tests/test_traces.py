@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from farthing.errors import InputError
-from farthing.planner.spot import Now, hazards, prior, read_traces
+from farthing.planner.spot import hazards, prior, read_traces
 from farthing.prices.offers import Offer
 from offers import offer_of
 
@@ -88,24 +87,3 @@ def test_a_zone_that_was_never_up_says_nothing(tmp_path):
     write(tmp_path, "us-east-1a_v100_1", [0] * 100)
     law, _ = hazards(read_traces(tmp_path))
     assert law(offer()) == prior(1)
-
-
-def test_a_trace_that_ends_now_says_what_its_zone_is_like(tmp_path):
-    now = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
-    for zone, data, minutes in (
-        ("a", LONG * 6 + [1] * 30, 20),
-        ("b", LONG * 6, 20),
-        ("c", LONG * 6, 600),
-    ):
-        path = write(tmp_path, f"us-east-1{zone}_v100_1", data)
-        content = json.loads(path.read_text())
-        content["metadata"]["until"] = (now - timedelta(minutes=minutes)).isoformat()
-        path.write_text(json.dumps(content))
-    law, words = hazards(read_traces(tmp_path), now)
-    assert "2 zones as it is now" in words
-    assert law(offer()).now == Now(True, 29 * 60.0)
-    assert law(offer(zone="us-east-1b")).now == Now(False, 59 * 60.0)
-    assert law(offer(zone="us-east-1c")).now is None, "ten hours ago"
-    path.write_text(path.read_text().replace("2026-11", "last year"))
-    with pytest.raises(InputError, match=r"metadata\.until"):
-        read_traces(tmp_path)

@@ -129,7 +129,7 @@ def study_job(job: Job, asked: PlanOptions, *, now: datetime) -> Study:
     if asked.traces is not None:
         if not Path(asked.traces).is_dir():
             raise InputError("no such folder", where=str(asked.traces), to_do="name one of traces")
-        hazard, law = hazards(read_traces(asked.traces), now)
+        hazard, law = hazards(read_traces(asked.traces))
         notes.append(law)
     assumptions, by_fee = Assumptions(), [offer for offer in offers if offer.usd_per_hour is None]
     has_own_prices = asked.prices not in (None, FACTS / "prices.csv")  # the package's own

@@ -22,7 +22,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -41,9 +40,7 @@ N_PATHS, MOST_SPELLS = 256, 160
 N_QUANTILES = 512  # of a law that is known by its formula
 Z80 = 1.2816  # standard deviations on either side of the middle that hold 80 % of a normal law
 KNOWN_SPREAD = 0.75  # of the spread, that the scenarios of a zone lie apart: the least error
-RECENT_S = 3600.0  # a trace that ends no longer ago says what a zone is like now
 HALF_LIFE_S = 2 * 86400.0  # capacity drifts: what is two days older counts half
-SHARE = 0.4  # of the way a zone is moved to the mean of all. Both had the least error on nine zones
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,16 +62,11 @@ class Spells:
         edges = np.cumsum(self.shares if weights is None else weights)
         return self.lengths_s[np.minimum(np.searchsorted(edges / edges[-1], u), len(edges) - 1)]
 
-    def rest(self, u: Floats, v: Floats, age_s: float | None = None) -> Floats:
+    def rest(self, u: Floats, v: Floats) -> Floats:
         """What is left of the spell under way at a random moment, which long spells are met by more
-        often; or of one that has lasted `age_s`: as of those that were longer, else as long again.
+        often.
         """
-        if age_s is None:
-            return self.at(u, self.shares * self.lengths_s) * v
-        longer = self.lengths_s > age_s
-        if longer.sum() < 3:
-            return age_s * (1 / (1 - u) - 1) if age_s else self.at(u)
-        return Spells(self.lengths_s[longer], self.shares[longer]).at(u) - age_s
+        return self.at(u, self.shares * self.lengths_s) * v
 
     def stretched(self, factor: float) -> Spells:
         return Spells(self.lengths_s * factor, self.shares)
@@ -85,13 +77,6 @@ def weibull(mean_s: float, shape: float = 1.0) -> Spells:
     u = (np.arange(N_QUANTILES) + 0.5) / N_QUANTILES
     lengths = (-np.log1p(-u)) ** (1 / shape)
     return Spells(lengths * mean_s / lengths.mean(), np.full(N_QUANTILES, 1 / N_QUANTILES))
-
-
-class Now(NamedTuple):
-    """What a zone is like at the moment, where that is known."""
-
-    is_up: bool
-    age_s: float
 
 
 class _Drawn(NamedTuple):
@@ -113,7 +98,6 @@ class Interruptions:
     drift: float = 0.0
     """Standard deviation of the logarithm of the mean spell from one period of days to the next."""
     is_prior: bool = False
-    now: Now | None = None
 
     @property
     def availability(self) -> float:
@@ -160,15 +144,12 @@ class Interruptions:
             return np.asarray((ranks + chance.random(shape)) / shape[0])
 
         u, v, n = even(N_PATHS, MOST_SPELLS), even(N_PATHS, MOST_SPELLS), N_PATHS
-        begins, age_s = even(n), None
-        is_up = begins < self.availability
-        if self.now is not None:
-            is_up, age_s = np.full(n, self.now.is_up or self.down is None), self.now.age_s
+        is_up = even(n) < self.availability
         up, down, wait = self.up.at(u), np.zeros_like(u), np.zeros(n)
-        up[:, 0] = np.where(is_up, self.up.rest(u[:, 0], v[:, 0], age_s), up[:, 0])
+        up[:, 0] = np.where(is_up, self.up.rest(u[:, 0], v[:, 0]), up[:, 0])
         if self.down:
             down = self.down.at(v)
-            wait = np.where(is_up, 0.0, self.down.rest(even(n), even(n), age_s))
+            wait = np.where(is_up, 0.0, self.down.rest(even(n), even(n)))
         return _Drawn(up, down, wait)
 
 
@@ -225,7 +206,7 @@ class Expected(NamedTuple):
 
 
 def expect(work_s: float, saves: SaveSchedule, zone: Interruptions) -> Expected:
-    """Mean times of a job wanted at a random moment, or now where the zone's state is known."""
+    """Mean times of a job wanted at a random moment."""
     runs = _followed(work_s, saves, zone)
     each = runs.wall, runs.spot, runs.restarting, runs.n_interruptions
     wall, billed, restart, n = (float(values.mean()) for values in each)
@@ -405,20 +386,6 @@ def fit(up: Sequence[Spell], down: Sequence[Spell], half_life_s: float = math.in
     return Interruptions(law, below, n_spells, _facts()["drift"])
 
 
-def drawn_together(zones: Sequence[Interruptions], share: float) -> list[Interruptions]:
-    """Zones of one kind of node, each with its mean spells moved `share` of the way, in logarithms,
-    to those of all: the far ones come back (shrinkage, James and Stein, 1961).
-    """
-
-    def moved(laws: Sequence[Spells]) -> dict[Spells, Spells]:
-        mean = math.exp(np.mean([math.log(law.mean_s) for law in laws])) if laws else 0.0
-        return {law: law.stretched((mean / law.mean_s) ** share) for law in laws}
-
-    ups = moved([zone.up for zone in zones])
-    downs = moved([zone.down for zone in zones if zone.down])
-    return [replace(z, up=ups[z.up], down=z.down and downs[z.down]) for z in zones]
-
-
 @dataclass(frozen=True)
 class Trace:
     """Instances available in one zone, one number per `gap_s`. Its name says zone and GPU, and ends
@@ -428,14 +395,6 @@ class Trace:
     name: str
     gap_s: int
     available: tuple[int, ...]
-    until: datetime | None = None  # when it ends, where it says so (`metadata.until`)
-
-    @property
-    def last(self) -> Now:
-        """At its end."""
-        is_up = self.available[-1] > 0
-        same = itertools.takewhile(lambda n: (n > 0) == is_up, reversed(self.available))
-        return Now(is_up, (sum(1 for _ in same) - 1) * float(self.gap_s))
 
     @property
     def kind(self) -> tuple[str, str, int]:
@@ -453,7 +412,6 @@ def _plain(gpu: str) -> str:
 
 class _Metadata(BaseModel):
     gap_seconds: Annotated[float, Field(gt=0)]
-    until: datetime | None = None
 
 
 class _File(BaseModel):
@@ -480,30 +438,22 @@ def read_traces(folder: Path) -> list[Trace]:
             first = error.errors()[0]
             what = f"a trace that can't be read: {'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise InputError(what, where=str(path), to_do=shape) from None
-        until = found.metadata.until and found.metadata.until.astimezone()
         name = str(path.relative_to(folder).with_suffix(""))
-        traces.append(Trace(name, int(found.metadata.gap_seconds), tuple(found.data), until))
+        traces.append(Trace(name, int(found.metadata.gap_seconds), tuple(found.data)))
     if not traces:
         raise InputError("no traces there", where=str(folder), to_do=shape)
     return traces
 
 
-def hazards(
-    traces: list[Trace], now: datetime | None = None
-) -> tuple[Callable[[Offer], Interruptions], str]:
+def hazards(traces: list[Trace]) -> tuple[Callable[[Offer], Interruptions], str]:
     """The law of an offer's spot capacity, and words on it: its zone's or region's where traced,
-    scaled by node size; else the prior. A trace that has just ended says what its zone is like.
+    scaled by node size; else the prior.
     """
-    groups: dict[tuple[str, int], list[Trace]] = {}
-    for trace in traces:
-        if trace.kind[1] and max(trace.available) > 0:
-            groups.setdefault(trace.kind[1:], []).append(trace)
-    known: dict[tuple[str, str, int], Interruptions] = {}
-    for group in groups.values():
-        zones = [fit(*spells_of(t.available, t.gap_s), half_life_s=HALF_LIFE_S) for t in group]
-        for trace, zone in zip(group, drawn_together(zones, SHARE), strict=True):
-            gap_s = abs((now - trace.until).total_seconds()) if now and trace.until else math.inf
-            known[trace.kind] = replace(zone, now=trace.last if gap_s <= RECENT_S else None)
+    known = {
+        trace.kind: fit(*spells_of(trace.available, trace.gap_s), HALF_LIFE_S)
+        for trace in traces
+        if trace.kind[1] and max(trace.available) > 0
+    }
 
     @functools.cache
     def of(gpu: str, n_gpus: int, region: str, zone: str) -> Interruptions:
@@ -521,6 +471,4 @@ def hazards(
 
     words = f"spot capacity from {plural(len(known), 'trace')} where zone and GPU are traced, "
     words += "else from the prior"
-    if n_recent := sum(zone.now is not None for zone in known.values()):
-        words += f"; {plural(n_recent, 'zone')} as it is now"
     return lambda o: of(_plain(o.gpu), o.n_gpus, o.region.lower(), o.zone.lower()), words
