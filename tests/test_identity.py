@@ -422,16 +422,3 @@ def test_a_report_names_a_file_that_was_changed_and_leaves_it_out(name, stopped,
     (run / name).write_bytes(content)
     assert any(each.startswith(name) for each in build_receipt(run).damaged_files)
     assert re.search(rf"damaged 1 +{name}", cli.out("report", run))
-
-
-def test_a_price_in_a_changed_receipt_is_not_taken_over(stopped, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(stopped[1].output_dir, run)
-    serving = build_receipt(run).serving
-    assert serving is not None
-    text = (run / "receipt.json").read_text()
-    (run / "receipt.json").write_text(
-        text.replace(f'"usd_per_month": {serving.usd_per_month}', '"usd_per_month": 1.0')
-    )
-    assert (run / "receipt.json").read_text() != text
-    assert build_receipt(run).serving == serving

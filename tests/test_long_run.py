@@ -55,7 +55,6 @@ def test_a_log_is_read_fast_to_what_reading_every_line_as_json_gives(tmp_path):
             "examples": [1],
         },
         {"step": 301, "skipped": "the loss is", "samples": ["a.jsonl:7"]},
-        {"examples": [], "step": 302, "loss": 2.5, "n_targets": 1, "n_tokens": 2},
         {
             "step": 303,
             "loss": 2.0,

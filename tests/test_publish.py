@@ -5,8 +5,6 @@ and taken up again.
 from __future__ import annotations
 
 import json
-import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +12,9 @@ import pytest
 
 import workshop
 from farthing.cli import main
-from farthing.clock import today
 from farthing.errors import InputError
 from farthing.export.publish import PublishError
-from farthing.models.shapes import read_shape
-from farthing.planner.serving import Traffic, serve
-from farthing.prices.catalog import read_catalog
 from farthing.report.receipt import build_receipt
-from farthing.run.folder import keep
 from hub_server import Hub, hub_server
 
 
@@ -136,30 +129,3 @@ def test_a_finished_run_publishes_its_model_once(hub, tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(InputError, match="no token"):
         workshop.train(workshop.make_job(tmp_path / "other", **keys, push_to_hub=True))
-
-
-def test_a_receipt_has_what_serving_would_cost(trained, cli):
-    serving = build_receipt(trained).serving
-    assert serving is not None
-    shape = read_shape(json.loads((trained / "model/model_config.json").read_text()), "causal-lm")
-    traffic = Traffic(1000.0, serving.input_tokens, serving.output_tokens)
-    found, _ = serve(shape, traffic, list(read_catalog(None, today()).offers))
-    assert serving.usd_per_month == min(min(one.always_on_usd, one.to_zero_usd()) for one in found)
-    lines = [
-        line for line in (trained / "log.jsonl").read_text().splitlines() if '"n_tokens"' in line
-    ]
-    tokens = sum(json.loads(line)["n_tokens"] for line in lines)
-    assert serving.input_tokens + serving.output_tokens == pytest.approx(tokens / (8 * len(lines)))
-    assert re.search(r"\nserving +1,000 requests a day of ", cli.out("report", trained))
-    assert cli.json("report", trained)["serving"]["usd_per_month"] == serving.usd_per_month
-
-
-def test_a_receipt_that_is_made_again_keeps_the_prices_of_its_day(trained, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(trained, folder)
-    receipt = json.loads((folder / "receipt.json").read_text())
-    receipt["serving"] |= {"usd_per_month": 12.5, "price_date": "2026-01-02"}
-    keep(folder / "receipt.json", receipt)
-    serving = build_receipt(folder).serving
-    assert serving is not None
-    assert (serving.usd_per_month, serving.price_date) == (12.5, "2026-01-02")

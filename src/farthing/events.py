@@ -172,7 +172,7 @@ class StepTaken(Event):
     """Means over the step of what the objective finds besides its loss."""
 
     def log_row(self) -> dict[str, object]:
-        """Its line in the log, in the order that `report.training_log` takes apart."""
+        """Its line in the log; `report.training_log` reads it up to its examples."""
         row: dict[str, object] = {
             name: getattr(self, name)
             for name in ("step", "loss", "grad_norm", "lr", "n_targets", "n_tokens")

@@ -31,8 +31,7 @@ from farthing.prices.catalog import read_catalog
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import HOURS_PER_MONTH, Offer
 from farthing.report.plan_words import say_cost
-from farthing.report.receipt_serving import traffic_of
-from farthing.report.training_log import read_log
+from farthing.report.training_log import TrainingLog, read_log
 from farthing.run.folder import LOG, MODEL, kept_job
 from farthing.storage.files import Json, write_text
 from farthing.tables import facts
@@ -117,7 +116,7 @@ def plan_deployment(
                 to_do="export it with --format merged and load it with transformers",
             )
         return Deployment(place, name, task, _smallest(shape, place.offers()), "merged", None)
-    usual = traffic_of(job, read_log(run / LOG)) or Traffic()
+    usual = _traffic_of(job, read_log(run / LOG))
     asked = usual if traffic is None else parse_traffic(traffic)
     found, _ = serve(shape, asked, place.offers())
     wanted = [one for one in found if export_format in (None, FORMATS[one.server.precision])]
@@ -132,6 +131,16 @@ def plan_deployment(
     longest = min(room, shape.max_positions or room)
     form = FORMATS[server.precision]
     return Deployment(place, name, task, best.offer, form, best, longest)
+
+
+def _traffic_of(job: Job, log: TrainingLog) -> Traffic:
+    """Requests as long as the run's examples: what was learned is written, the rest is read."""
+    n_examples = log.step * job.global_batch_size
+    if not n_examples or not log.n_targets:
+        return Traffic()
+    n_out = max(1.0, log.n_targets / n_examples)
+    n_in = max(1.0, log.n_tokens / n_examples - n_out)
+    return Traffic(input_tokens=n_in, output_tokens=n_out)
 
 
 def _smallest(shape: Shape, offers: list[Offer]) -> Offer:

@@ -20,7 +20,6 @@ from farthing.planner.estimate import Estimate
 from farthing.report.answers_view import answers_of
 from farthing.report.diagnosis import diagnose
 from farthing.report.plan_types import view_of
-from farthing.report.receipt_serving import serving_of
 from farthing.report.receipt_types import (
     Curves,
     Forecast,
@@ -119,7 +118,6 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> RunReceipt:
         evaluation=files.evaluation_of(folder, exported_step),
         standard_tasks=files.evaluation_of(folder, exported_step, files.STANDARD_TASKS),
         published=(kept(files.PUBLISHED) or {}).get("publications", []),
-        serving=serving_of(folder, job if bill.state == "finished" else None, log),
         ancestor=facts.get("ancestor"),
         usd_with_ancestor=bill.usd + (facts.get("ancestor") or {}).get("usd", 0.0),
         usd_is_known=any(a.usd_per_hour > 0 for a in accounts),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from farthing.report.receipt_serving import Serving
 from farthing.report.timeline import Timeline
 from farthing.storage.files import Json
 
@@ -185,7 +184,6 @@ class RunReceipt:
     timeline: Timeline
     work: Json | None  # of a step, as in `train/throughput.py`
     published: list[Json]  # on the Hub, with its commit, or still to be sent
-    serving: Serving | None  # what answering with the model would cost, of a finished run
     diagnosis: Diagnosis | None = None  # None only while the rest is put together
 
     def asked(self, *keys: str) -> Any:

@@ -1,14 +1,13 @@
 """What the receipt says of `log.jsonl`: sums, the newest step, evaluations and a loss curve.
 
-A run of a month has a million lines. One is in memory at a time; those of a step are taken apart
-without their list of examples, others as JSON. A digest beside the log keeps what was read, and up
+A run of a month has a million lines. One is in memory at a time; of a step's the list of examples,
+which ends it, is left aside. A digest beside the log keeps what was read, and up
 to which place, so that a reader continues there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,11 +17,7 @@ from farthing.storage.files import Json, parse_json, write_text
 from farthing.storage.logs import checked, line_of
 
 DIGEST = "log.digest.json"  # beside the log
-_STEP = re.compile(
-    rb'\{"step": (\d+), "loss": ([^,]+), "grad_norm": [^,]+, "lr": [^,]+,'
-    rb' "n_targets": (\d+), "n_tokens": (\d+), "examples": \['
-)
-_OF_STEP = {"step", "loss", "grad_norm", "lr", "n_targets", "n_tokens", "examples", "crc32"}
+_OF_STEP = {"step", "loss", "grad_norm", "lr", "n_targets", "n_tokens"}
 _VERSION, _END_BYTES = 3, 512
 _WORTH_BYTES = 1 << 20  # so much added to the log makes a new digest
 
@@ -100,35 +95,16 @@ class TrainingLog:
         if line is None:
             self.n_damaged += bool(whole.strip()) and whole.endswith(b"\n")
             return
-        match = _STEP.match(line)
-        if match is not None and line.endswith(b"]}"):
-            step, loss, n_targets, n_tokens = match.groups()
-            with contextlib.suppress(ValueError):
-                self.add_step(
-                    int(step),
-                    None if loss == b"null" else float(loss),
-                    int(n_targets),
-                    int(n_tokens),
-                )
-                return
-        self._add_other(line)
-
-    def _add_other(self, line: bytes) -> None:
-        """A line that is not of a step, or not as the loop writes it."""
-        try:
-            row = parse_json(line.decode("utf-8", errors="replace"))
-            if not isinstance(row, dict):
-                return
-            if "examples" in row:
+        head, is_of_step, _ = line.partition(b', "examples": [')
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            row = parse_json(head + b"}" if is_of_step else line)
+            if is_of_step:
                 self.add_step(row["step"], row["loss"], row["n_targets"], row["n_tokens"])
                 for name in row.keys() - _OF_STEP:
-                    if isinstance(row[name], float):
-                        self.figures.setdefault(name, Curve()).add(row["step"], row[name])
+                    self.figures.setdefault(name, Curve()).add(row["step"], float(row[name]))
             self.n_skipped += "skipped" in row
             if isinstance(row.get("metrics"), dict) and isinstance(row.get("step"), int):
                 self.evaluations.append(row)
-        except (ValueError, KeyError, TypeError):
-            return
 
 
 def read_log(path: Path, *, whole: bool = False) -> TrainingLog:
