@@ -20,7 +20,6 @@ from farthing.planner.managed import fees_of
 from farthing.planner.memory import OnDevice
 from farthing.planner.price import quiet_interval_s, within_limits
 from farthing.planner.ranges import class_of, spread_of
-from farthing.planner.ranking import why
 from farthing.planner.recipe import Recipe
 from farthing.planner.search import Refusal, budgets
 from farthing.planner.software import Torch
@@ -33,6 +32,7 @@ from farthing.planner.types import (
 )
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Billing, Offer
+from farthing.report.plan_view import why
 from offers import TODAY, offer_of
 from planned import H, Place, at, decide, lengths_of, only, place, refused, shape_of, wanted_of
 from thinned import thinned

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from farthing.models.blocks import block_of
 from farthing.models.shapes import Shape
-from farthing.planner.speed import LINK_ERROR, Calibration, StepTime
+from farthing.planner.speed import LINK_ERROR, StepTime
 from farthing.planner.types import Machine, Spread, is_from_price
 from farthing.prices.offers import Offer
 from farthing.tables import typed
@@ -124,20 +124,6 @@ def speed_spread(machine: Machine, shape: Shape, step: StepTime) -> Spread:
     else:
         found = _spread("speed", machine, shape)
     return found._replace(low=max(0.1, found.low - less), high=found.high + more)
-
-
-def how_sure(calibration: Calibration, speed: Spread, memory: Spread) -> str:
-    if calibration.n_runs:
-        return f"calibrated by {calibration.source}: seconds {_said(speed)} in 4 of 5 runs"
-    measured = "measured with other models" if speed.is_own else "never measured"
-    return (
-        f"{measured}: take seconds as {_said(speed)} ({speed.known}), and memory beside "
-        f"weights, gradients and state as {_said(memory)} ({memory.known})"
-    )
-
-
-def _said(spread: Spread) -> str:
-    return f"{spread.low:.2g} to {spread.high:.2g} times"
 
 
 def price_error(offer: Offer, old_days: int) -> tuple[float, float]:

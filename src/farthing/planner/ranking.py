@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from farthing.planner.types import OLD_PRICE_DAYS, OfferPlan
-from farthing.units import say_usd
 
 TIE, TIE_USD = 0.05, 0.01  # dollars closer than either are not told apart by estimates
 FRESHER_WITHIN = 0.20  # an old price is not taken where a fresher one costs so much more at most
@@ -31,12 +31,21 @@ def ranked(plans: Iterable[OfferPlan]) -> list[OfferPlan]:
     return in_order + [plan for plan in ordered if not plan.is_priced]
 
 
-def why(plan: OfferPlan, plans: Sequence[OfferPlan]) -> str:
-    """What a plan is against the first of all, or why that one is the first."""
-    first = plans[0]
-    if not (plan.is_priced and first.is_priced):
-        return "no price is given for it (where.usd_per_hour)"
-    return _why_first(plan, plans) if plan is first else _against(plan, first)
+class WhyFirst(NamedTuple):
+    """What the first has before cheaper plans, if there are any."""
+
+    cheapest: OfferPlan | None  # that can be had as simply, and costs about the same
+    fits_surely: bool  # where some of the cheaper may not
+    can_be_had: bool  # where some of the cheaper can't
+
+
+def why_first(plans: Sequence[OfferPlan]) -> WhyFirst:
+    cheaper = [plan for plan in plans if plan.is_priced and plan.total_usd < plans[0].total_usd]
+    return WhyFirst(
+        min((plan for plan in cheaper if _can_be_had(plan)), key=_key, default=None),
+        any(plan.on.is_tight for plan in cheaper),
+        any(not plan.on.is_tight and not _can_be_had(plan) for plan in cheaper),
+    )
 
 
 def _key(plan: OfferPlan) -> tuple[object, ...]:
@@ -95,29 +104,3 @@ def _by_dollars(priced: Sequence[OfferPlan]) -> list[OfferPlan]:
             most = _most(plan)
         groups[-1].append(plan)
     return [plan for group in groups for plan in sorted(group, key=lambda p: p.wall_s)]
-
-
-def _against(plan: OfferPlan, first: OfferPlan) -> str:
-    more = plan.total_usd / first.total_usd - 1 if first.total_usd else 0.0
-    faster = first.wall_s / plan.wall_s
-    words = f"{more:+.0%} dollars" if abs(more) >= 0.005 else "the same dollars"
-    if abs(faster - 1) < 0.05:
-        return f"{words} against the first, as fast"
-    pace = f"{faster:.1f} x as fast" if faster >= 1 else f"{1 / faster:.1f} x as slow"
-    return f"{words} against the first, {pace}"
-
-
-def _why_first(first: OfferPlan, plans: Sequence[OfferPlan]) -> str:
-    cheaper = [plan for plan in plans if plan.is_priced and plan.total_usd < first.total_usd]
-    can = [plan for plan in cheaper if _can_be_had(plan)]
-    words = "the cheapest"
-    if can:
-        cheapest = min(can, key=_key)
-        better = "sooner" if first.wall_s < cheapest.wall_s else "on one GPU"
-        words = f"within {TIE:.0%} or a cent of the cheapest ({say_usd(cheapest.total_usd)}), which"
-        words += f" estimates can't tell apart, and {better}"
-    if any(plan.on.is_tight for plan in cheaper):
-        words += " that surely fits"
-    if any(not plan.on.is_tight and not _can_be_had(plan) for plan in cheaper):
-        words += " at a price and on a machine that can simply be had"
-    return words

@@ -9,16 +9,15 @@ restart; P is the price of an hour on demand.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from farthing.errors import InputError
 from farthing.planner.ownership import faster, hours_of, needed_samples_per_min
 from farthing.planner.price import LONGEST_INTERVAL_S
-from farthing.units import parse_hours, parse_share, say_seconds, say_usd
+from farthing.units import parse_hours, parse_share
 
 MUCH_FASTER = 1.5  # than the plan expects: from here on it is said
-REACHED = 0.75  # of a GPU's peak: more than the best published runs, recomputation included
 
 
 class OwnFigures(NamedTuple):
@@ -98,89 +97,45 @@ class Known:
     share_of_peak: float = 0.0  # ... the share of its GPUs' peak rate that this is
 
 
-@dataclass(frozen=True)
-class ByHand:
-    """What somebody's figures come to: a line of words for each, and the numbers by name."""
-
-    words: list[str] = field(default_factory=list)
-    numbers: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, object]:
-        return {"words": self.words, **self.numbers}
-
-
-def by_hand(figures: OwnFigures, known: Known) -> ByHand:
-    found = ByHand()
-    words, numbers = found.words, found.numbers
+def by_hand(figures: OwnFigures, known: Known) -> dict[str, Any]:
+    """What somebody's figures come to, by name."""
+    found: dict[str, Any] = {}
     rate, cap = figures.samples_per_min, known.max_gpu_hours
     if rate is None and figures.tokens_per_s is not None:
         rate = figures.tokens_per_s * 60 / max(1.0, known.tokens_per_sample)
     if cap is not None:
         needed = needed_samples_per_min(known.n_samples, known.n_epochs, cap, known.n_gpus)
-        of_several = f" with {known.n_gpus} GPUs" if known.n_gpus > 1 else ""
-        words.append(f"{cap:g} GPU-hours are enough at {needed:,.0f} samples/min{of_several}")
-        numbers["needed_samples_per_min"] = needed
+        found["needed_samples_per_min"] = needed
     if rate is not None:
         hours = hours_of(known.n_samples, known.n_epochs, rate)
-        numbers |= {"samples_per_min": rate, "hours": hours, "price_hours": hours}
-        words.append(_with_bill(numbers, known, rate, hours))
+        found |= {"samples_per_min": rate, "hours": hours, "price_hours": hours}
+        if known.usd_per_hour:
+            found["usd"] = known.usd_per_hour * hours
+        if known.paid_gb:
+            found["units"] = known.paid_gb * hours
         if known.samples_per_min and rate >= MUCH_FASTER * known.samples_per_min:
-            words.append(_with_peak(numbers, known, rate))
+            found["share_of_peak"] = known.share_of_peak * rate / known.samples_per_min
         if cap is not None:
-            numbers["fits_the_cap"] = hours * known.n_gpus <= cap
-        words += _with_spot(numbers, figures, hours, known.save_every_s)
+            found["fits_the_cap"] = hours * known.n_gpus <= cap
+        found |= _on_spot(figures, hours, known.save_every_s)
     if figures.step_s is not None:
-        times, saved = faster(*figures.step_s)
-        before, after = (f"{1000 * s:g} ms" for s in figures.step_s)
-        step = f"a step of {after} instead of {before}"
-        words.append(f"{step}: {times:.2f} x as fast, {saved:.0%} fewer dollars")
-        numbers |= {"times_as_fast": times, "saved_share": saved}
+        found["times_as_fast"], found["saved_share"] = faster(*figures.step_s)
     return found
 
 
-def _with_bill(numbers: dict[str, Any], known: Known, rate: float, hours: float) -> str:
-    what = f"{known.n_samples:,} samples x {known.n_epochs:g} at {rate:,.0f} a minute"
-    text = f"{what}: {hours:.2f} h, {hours:.2f} P on demand"
-    if known.usd_per_hour:
-        numbers["usd"] = usd = known.usd_per_hour * hours
-        text += f", {say_usd(usd)} at {say_usd(known.usd_per_hour)} an hour"
-    if known.paid_gb:
-        numbers["units"] = units = known.paid_gb * hours
-        text += f" ({known.paid_gb:g} GB x {hours:.2f} h = {units:.1f} units)"
-    return text
-
-
-def _with_peak(numbers: dict[str, Any], known: Known, rate: float) -> str:
-    """Against what the plan expects of the first choice, and against its peak."""
-    numbers["share_of_peak"] = share = known.share_of_peak * rate / known.samples_per_min
-    verdict = "more than training reaches" if share > REACHED else "ask how it was measured"
-    verdict = "more than it has" if share > 1 else verdict
-    expected = f"{known.samples_per_min:,.0f} samples/min of {known.tokens_per_sample:,.0f} tokens"
-    taken = f"{rate:,.0f} would take {share:.0%} of its peak FLOP/s, {verdict}"
-    return f"{known.machine}: the plan expects {expected} there; {taken}"
-
-
-def _with_spot(
-    numbers: dict[str, Any], figures: OwnFigures, hours: float, save_every_s: float | None
-) -> list[str]:
-    overhead, words, discount = figures.spot_overhead or 0.0, list[str](), figures.spot_discount
+def _on_spot(figures: OwnFigures, hours: float, save_every_s: float | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    overhead, discount = figures.spot_overhead or 0.0, figures.spot_discount
     if figures.interrupted_every_s is not None:
-        interval_s = save_every_s if save_every_s is not None else LONGEST_INTERVAL_S
+        interval_s = LONGEST_INTERVAL_S if save_every_s is None else save_every_s
         n = hours * 3600 / figures.interrupted_every_s
         each_s = interval_s / 2 + figures.restart_s
         if figures.spot_overhead is None:
             overhead = n * each_s / (hours * 3600)
-        why = f"half of the {say_seconds(interval_s)} between checkpoints, and the restart"
-        lost = f"{say_seconds(each_s)} lost each ({why}): {say_seconds(n * each_s)} in all"
-        words.append(f"{n:.2g} expected interruptions, {lost}")
-        numbers |= {"n_interruptions": n, "lost_s_each": each_s, "lost_s": n * each_s}
+        found |= {"n_interruptions": n, "lost_s_each": each_s, "lost_s": n * each_s}
     if discount is not None:
         longer = hours * (1 + overhead)
         price_hours = (1 - discount) * longer
-        saved = 1 - price_hours / hours
-        less = f"{abs(saved):.0%} {'less' if saved > 0 else 'more'} than on demand"
-        how = f"on spot, {discount:.0%} cheaper with {overhead:.1%} more hours"
-        words.append(f"{how}: {price_hours:.2g} P, {less}")
-        numbers["spot"] = {"hours": longer, "overhead": overhead}
-        numbers["spot"] |= {"price_hours": price_hours, "saved_share": saved}
-    return words
+        found["spot"] = {"hours": longer, "overhead": overhead, "price_hours": price_hours}
+        found["spot"]["saved_share"] = 1 - price_hours / hours
+    return found

@@ -18,13 +18,7 @@ from farthing.planner.optimizers import Optimizer, optimizer
 from farthing.planner.recipe import PLAIN, Case, Kernels, ModelSupport, Recipe, stack_for
 from farthing.planner.speed import Calibration, Device, StepTime
 from farthing.planner.spot import Expected
-from farthing.prices.offers import (
-    ASSUMED_EGRESS_USD_PER_GB,
-    ASSUMED_STORAGE_USD_PER_GB_MONTH,
-    Offer,
-    up_front_usd,
-)
-from farthing.units import say_seconds
+from farthing.prices.offers import Offer, up_front_usd
 
 HERE, OWN = "this machine", "own"
 UNCALIBRATED = Calibration()
@@ -44,24 +38,6 @@ class Assumptions(NamedTuple):
     snapshot_bytes_per_s: float = 5e9  # a checkpoint to host memory; written in the background
     disk_bytes_per_s: float = 500e6
     process_bytes: int = 420 << 20  # of a CPU run: the interpreter with its libraries
-
-    def in_words(self) -> list[str]:
-        boots = (
-            f"a rented machine boots in {say_seconds(self.setup_s)} where its provider's time is"
-        )
-        imports = f"imports take {self.import_s:.0f} s ({self.import_on_cpu_s:g} s on a CPU)"
-        stays = f"a checkpoint halts training while {self.snapshot_bytes_per_s / 1e9:g} GB/s go to"
-        usd = ASSUMED_STORAGE_USD_PER_GB_MONTH, ASSUMED_EGRESS_USD_PER_GB
-        return [
-            f"{boots} not known (facts/boot.csv), and downloads "
-            f"{self.download_bytes_per_s / 1e6:.0f} MB/s",
-            f"{imports}, weights load {self.load_bytes_per_s / 1e9:g} GB/s",
-            "where terms are silent, a GB costs ${:.2f} a month to keep and ${:.2f} to send away: "
-            "the model, and each checkpoint for a store elsewhere".format(*usd),
-            f"tokenizing runs at {self.tokenize_tokens_per_s / 1e6:g} M tokens/s",
-            f"{stays} host memory, or {self.disk_bytes_per_s / 1e6:.0f} MB/s to the disk where it "
-            "takes more than half of that memory",
-        ]
 
 
 @dataclass(frozen=True)

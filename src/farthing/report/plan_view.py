@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import farthing
 from farthing.planner.managed import Fee
 from farthing.planner.ownership import saving
-from farthing.planner.ranges import how_sure
-from farthing.planner.ranking import why
+from farthing.planner.ranking import TIE, why_first
 from farthing.planner.serving import Traffic
 from farthing.planner.speed import StepTime
-from farthing.planner.throughput_arithmetic import ByHand, Known, OwnFigures, by_hand
+from farthing.planner.throughput_arithmetic import Known, OwnFigures, by_hand
 from farthing.planner.types import (
     AGED_PRICE_DAYS,
     HERE,
@@ -29,7 +28,11 @@ from farthing.planner.types import (
     Rejected,
 )
 from farthing.prices.gpus import gpus
-from farthing.prices.offers import Offer
+from farthing.prices.offers import (
+    ASSUMED_EGRESS_USD_PER_GB,
+    ASSUMED_STORAGE_USD_PER_GB_MONTH,
+    Offer,
+)
 from farthing.report import plan_asides as aside
 from farthing.report.plan_types import (
     RENTED,
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
 KIND = "farthing plan"
 UNTRIED = "farthing was not run on several real GPUs so far"
 SOONER_AT_MOST = 2.0  # times the dollars of the best
+ASSUMED = ASSUMED_STORAGE_USD_PER_GB_MONTH, ASSUMED_EGRESS_USD_PER_GB
 N_CHOICES, N_REJECTED, N_NEAREST = 20, 20, 3  # in JSON without --all
 
 
@@ -126,7 +130,7 @@ class PlanView:
     methods: tuple[Method, ...]
     own: tuple[aside.OwnMachine, ...] = ()
     years: aside.Years | None = None
-    by_hand: ByHand | None = None
+    by_hand: dict[str, Any] | None = None
     runs: aside.Runs | None = None
     serving: aside.ServingView | None = None
     paid: aside.Paid | None = None
@@ -138,9 +142,7 @@ class PlanView:
             rejected = rejected[:N_REJECTED]
             if not limit:
                 plans = tuple(replace(one, also_at=()) for one in plans[:N_CHOICES])
-        found = asdict(replace(self, plans=plans, rejected=rejected))
-        found["by_hand"] = self.by_hand and self.by_hand.to_json()
-        return dict(_plain(found))
+        return dict(_plain(asdict(replace(self, plans=plans, rejected=rejected))))
 
 
 def plan_view(
@@ -173,7 +175,7 @@ def plan_view(
         date=study.today.isoformat(),
         job=_job(study),
         prices=Prices(prices.words, prices.where, prices.is_stale, prices.renewal, ages),
-        assumptions=tuple(study.assumptions.in_words()),
+        assumptions=tuple(lines("plan.txt", "assumptions", study.assumptions, *ASSUMED)),
         notes=study.notes,
         data_notes=tuple(dict.fromkeys(note for lengths in read for note in lengths.notes)),
         answer=_answer(best, choices, study),
@@ -237,7 +239,7 @@ def _job(study: Study) -> JobView:
     )
 
 
-def _by_hand(study: Study, figures: OwnFigures, best: Choice | None) -> ByHand | None:
+def _by_hand(study: Study, figures: OwnFigures, best: Choice | None) -> dict[str, Any] | None:
     """What somebody's own figures come to; the throughput that the job's cap on GPU-hours asks."""
     wanted, plan = study.wanted, study.answer.best
     if figures == OwnFigures() and wanted.max_gpu_hours is None:
@@ -260,7 +262,8 @@ def _by_hand(study: Study, figures: OwnFigures, best: Choice | None) -> ByHand |
             samples_per_min=wanted.global_batch / step.seconds * 60,
             share_of_peak=reached,
         )
-    return by_hand(figures, known)
+    found = by_hand(figures, known)
+    return {"words": lines("plan.txt", "by_hand", found, figures, known), **found}
 
 
 # ---- choices ----
@@ -301,12 +304,18 @@ def _choice(rank: int, group: Sequence[OfferPlan], study: Study) -> Choice:
         step=_step(plan.on.step),
         save_every_s=plan.interval_s,
         spot=spot,
-        confidence=how_sure(on.machine.calibration, on.speed_spread, on.memory_spread),
+        confidence=say("plan.txt", "how_sure", on),
         why="; ".join(words for words in notes if words),
         on_front=any(one.on_front for one in group),
         n_also=len(group) - 1,
         also_at=tuple(view_of(Elsewhere, o, o.offer, hours=o.wall_s / 3600) for o in group[1:]),
     )
+
+
+def why(plan: OfferPlan, plans: Sequence[OfferPlan]) -> str:
+    """What a plan is against the first of all, or why that one is the first."""
+    reasons = why_first(plans) if plan is plans[0] else None
+    return say("plan.txt", "why", plan, plans[0], reasons, TIE)
 
 
 def _recipe(plan: OfferPlan) -> RecipeView:
