@@ -18,6 +18,7 @@ from farthing.prices.catalog import Catalog, read_catalog, select, sort_offers
 from farthing.prices.formats import read_prices
 from farthing.prices.gpus import find_gpu, gpu_of_device, gpus, name_key
 from farthing.prices.offers import Billing, Offer, bill, billings, up_front_usd
+from farthing.report.words import say
 from offers import offer_of
 
 TODAY = date(2026, 11, 21)
@@ -350,12 +351,14 @@ def test_the_words_say_where_prices_are_from_and_how_old():
     assert young.ages_days == (1, 3, 400)
     assert not young.is_stale
     assert (
-        young.words
+        say("prices.txt", "words", young)
         == "3 prices of 1 provider from here: newest 1 day old, half within 3 days, oldest 400 days"
     )
     old = of(2, 31, 40)
     assert old.is_stale
-    assert old.words.endswith("stale: `farthing prices update` reads newer ones")
+    assert say("prices.txt", "words", old).endswith(
+        "stale: `farthing prices update` reads newer ones"
+    )
     assert of(-5).ages_days == (0, 0, 0), "a clock that is behind makes no price younger than new"
 
 
@@ -411,7 +414,7 @@ def test_a_file_of_ones_own_is_taken_alone(tmp_path):
     assert (offer.usd_per_gpu_hour, offer.vcpus, offer.ram_gib) == (0.4, 16, 64)
     assert offer.source == "the lab's price list"
     assert catalog.ages_days == (20, 20, 20)
-    assert str(tmp_path / "mine.csv") in catalog.words
+    assert str(tmp_path / "mine.csv") in say("prices.txt", "words", catalog)
 
 
 def test_four_columns_are_enough(tmp_path):

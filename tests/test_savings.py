@@ -117,7 +117,7 @@ def test_a_gpu_pays_back_against_a_service_by_the_month(tmp_path, cli):
 def test_padding_as_it_comes_is_that_of_the_longest_in_each_batch():
     rng = np.random.default_rng(0)
     tokens, targets = rng.integers(5, 200, 800), rng.integers(5, 90, 800)
-    padded = padded_as_it_comes(from_arrays(tokens, targets, source="drawn", n_examples=8000), 8)
+    padded = padded_as_it_comes(from_arrays(tokens, targets, source="drawn", n_examples=8000))
     alone = [np.sort(rng.permutation(tokens).reshape(-1, 8).max(axis=1)).mean() for _ in range(20)]
     assert padded.mean == pytest.approx(np.mean(alone), rel=0.05)
     assert padded.n_examples == 8000

@@ -81,11 +81,12 @@ def other_methods(
     return [(wanted.method, answer.best), *found]
 
 
-def padded_as_it_comes(lengths: Lengths, batch: int = PLAIN_BATCH) -> Lengths:
+def padded_as_it_comes(lengths: Lengths) -> Lengths:
     """Examples in batches of so many in any order, each as long as the longest beside it."""
     order = np.random.Generator(np.random.Philox(key=1)).permutation(len(lengths.tokens))
-    n = max(1, len(order) // batch) * batch if len(order) >= batch else len(order)
-    groups = order[:n].reshape(-1, min(batch, n))
+    batch = min(PLAIN_BATCH, len(order))
+    n = len(order) // batch * batch
+    groups = order[:n].reshape(-1, batch)
 
     def padded(values: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.repeat(values[groups].max(axis=1), groups.shape[1])
@@ -93,7 +94,7 @@ def padded_as_it_comes(lengths: Lengths, batch: int = PLAIN_BATCH) -> Lengths:
     return from_arrays(
         padded(lengths.tokens),
         None if lengths.targets is None else padded(lengths.targets),
-        source=f"{lengths.source}, padded in batches of {batch}",
+        source=f"{lengths.source}, padded in batches of {PLAIN_BATCH}",
         n_examples=lengths.n_examples,
         n_target_tokens=lengths.n_target_tokens * n / max(1, lengths.n_examples),
         is_exact=False,

@@ -8,7 +8,7 @@ what happened against it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from farthing.settings import Settings
@@ -47,11 +47,6 @@ class Estimate:
 
         Raises `ValueError`, `TypeError`, `KeyError` for damaged settings.
         """
-        known = {each.name for each in fields(cls)}
         if not isinstance(values, Mapping) or "wall_range_s" not in values:
             return None
-        settings = Settings.from_json(values["settings"])
-        return cls(
-            **{name: value for name, value in values.items() if name in known}
-            | {"settings": settings}
-        )
+        return cls(**{**values, "settings": Settings.from_json(values["settings"])})

@@ -16,7 +16,6 @@ from farthing.prices.formats import read_prices
 from farthing.prices.gpus import did_you_mean, find_gpu, name_key
 from farthing.prices.offers import Offer
 from farthing.tables import FACTS
-from farthing.units import plural
 
 STALE_AFTER_DAYS = 30
 
@@ -44,20 +43,6 @@ class Catalog(NamedTuple):
     def is_stale(self) -> bool:
         """Whether more than half of the prices are older than a month."""
         return self.ages_days[1] > STALE_AFTER_DAYS
-
-    @property
-    def words(self) -> str:
-        """Where the prices come from and how old they are, for every plan to print."""
-        newest, median, oldest = (plural(n, "day") for n in self.ages_days)
-        text = (
-            f"{plural(len(self.offers), 'price')} of {plural(len(self.providers), 'provider')} from"
-            f" {self.where}: newest {newest} old, half within {median}, oldest {oldest}"
-        )
-        return f"{text}; stale: {self.renewal}" if self.is_stale else text
-
-    @property
-    def renewal(self) -> str:
-        return f"renew {self.where}" if self.is_own else "`farthing prices update` reads newer ones"
 
 
 def cache_path() -> Path:

@@ -170,15 +170,10 @@ def years_of(
             continue
         name = f"{'buy' if one.price_usd else 'own'} {found.name}"
         ways[name] = own_way(one, found.hours)
-        busy = found.hours * runs_per_month
-        if busy > HOURS_PER_MONTH:
-            notes.append(f"{name}: {busy:,.0f} hours a month are more than one machine has")
-        if PAID in others and one.price_usd:
-            rent = others[PAID] * runs_per_month
-            months = break_even_months(one, rent_usd_per_month=rent, hours_per_month=busy)
-            after = "never" if months is None else f"after {months:,.1f} months"
-            against = f"against {say_cost(rent)} a month that you paid"
-            notes.append(f"{name}: pays back {after} {against}")
+        busy, rent = found.hours * runs_per_month, others.get(PAID, 0.0) * runs_per_month
+        months = break_even_months(one, rent_usd_per_month=rent, hours_per_month=busy)
+        is_full, is_bought = busy > HOURS_PER_MONTH, bool(rent and one.price_usd)
+        notes += lines("plan.txt", "years_notes", name, busy, is_full, rent, is_bought, months)
     ways |= {name: Way(usd) for name, usd in others.items()}
     yearly = yearly_usd(ways, runs_per_month)
     dearest = max(yearly.values(), default=0.0)

@@ -10,7 +10,7 @@ from farthing.report import chart
 from farthing.report.blocks import Drawing
 from farthing.report.plan_types import Choice
 from farthing.report.plan_words import cost_range, said
-from farthing.units import plural
+from farthing.report.words import say
 
 _HEIGHT = 470
 _LETTER, _LINE = 6.7, 15.0  # of a number, in the drawing's units
@@ -58,14 +58,7 @@ def cost_against_time(rows: Sequence[Choice], best: Choice) -> Drawing | None:
         if all(abs(x - a) > 2 * _LETTER or abs(y - b) > _LINE for a, b in numbered):
             numbered.append((x, y))
             words.append(("halo", (x + 8, y - 7), str(row.rank), "start"))
-    n = len(rows) - len(shown)
-    caption = (
-        "Both axes are logarithmic. The line joins the choices that no other choice beats on both "
-        "cost and time; crosses are their ranges, which hold for 4 of 5 runs. Numbers are the "
-        "ranks of the table of choices."
-    )
-    if n:
-        caption += f" {plural(n, 'choice')} without a price {'is' if n == 1 else 'are'} not drawn."
+    caption = say("plan.txt", "scatter", len(rows) - len(shown))
     looks = sorted({_LOOKS.get(row.kind, _OWN) for row in shown}, key=lambda one: one[1])
     key = {words: colour for words, colour, _ in looks}
     blind = f"From the soonest to the cheapest: {'; '.join(map(said, front))}."

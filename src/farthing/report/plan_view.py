@@ -166,6 +166,7 @@ def plan_view(
     choices = tuple(_choice(rank, group, study) for rank, group in ranked)
     best = choices[0] if choices else None
     read = [lengths for lengths in (wanted.lengths, wanted.eval_lengths) if lengths is not None]
+    words, renewal = (say("prices.txt", name, prices) for name in ("words", "renewal"))
     ages = dict(zip(("newest", "median", "oldest"), prices.ages_days, strict=True))
     savings, others = aside.savings_of(study), aside.elsewhere(study.managed, paid_usd)
     own = tuple(aside.own_machine(owned, choices, study, runs_per_month) for owned in study.own)
@@ -174,7 +175,7 @@ def plan_view(
         version=farthing.__version__,
         date=study.today.isoformat(),
         job=_job(study),
-        prices=Prices(prices.words, prices.where, prices.is_stale, prices.renewal, ages),
+        prices=Prices(words, prices.where, prices.is_stale, renewal, ages),
         assumptions=tuple(lines("plan.txt", "assumptions", study.assumptions, *ASSUMED)),
         notes=study.notes,
         data_notes=tuple(dict.fromkeys(note for lengths in read for note in lengths.notes)),

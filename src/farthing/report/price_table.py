@@ -12,7 +12,7 @@ from farthing.prices.catalog import Catalog
 from farthing.prices.formats import COLUMNS
 from farthing.prices.offers import Offer
 from farthing.report.draw import draw_block
-from farthing.report.words import lines, table
+from farthing.report.words import lines, say, table
 
 if TYPE_CHECKING:
     from farthing.prices.feeds import PriceUpdate
@@ -38,7 +38,7 @@ def prices_as_json(catalog: Catalog, offers: Sequence[Offer], n_found: int) -> d
     return {
         "where": catalog.where,
         "today": catalog.today.isoformat(),
-        "words": catalog.words,
+        "words": say("prices.txt", "words", catalog),
         "age_days": dict(zip(("newest", "median", "oldest"), catalog.ages_days, strict=True)),
         "is_stale": catalog.is_stale,
         "not_known": dict(catalog.skipped),

@@ -25,16 +25,15 @@ from farthing.report.blocks import (
     Stack,
     Table,
     listed,
-    percent,
     sections,
 )
 from farthing.report.chart import Axes, Line, Points, Stretch, curves, stacked, ticks, time_ticks
 from farthing.report.html import page
-from farthing.report.receipt import Comparison
+from farthing.report.receipt import MODEL_KEY, Comparison
 from farthing.report.receipt_report import compared_rows, diagnosis, estimate, spans
 from farthing.report.receipt_types import RunReceipt
 from farthing.report.timeline import Column, evenly, grouped
-from farthing.report.words import cards, say, table
+from farthing.report.words import cards, lines, say, table
 from farthing.run.folder import PAGE
 from farthing.storage.files import write_text
 from farthing.units import digits_of, plural, say_count, say_seconds, say_usd
@@ -116,16 +115,11 @@ def _headline(receipt: RunReceipt) -> str:
 
 
 def _what(receipt: RunReceipt) -> str:
-    machine, model = receipt.machine or {}, receipt.asked("model", "model_name_or_path")
-    model = Path(model).name if Path(model or "").is_absolute() else model or "a model"
-    words = (
-        f"{model}, {receipt.asked('method', 'name') or ''}",
-        receipt.asked("task"),
-        ", ".join(Path(name).name for name in receipt.asked("data", "train") or ()),
-        f"{plural(receipt.steps, 'step')}, {say_count(receipt.tokens)} tokens",
-        ", ".join(str(machine[name]) for name in ("device", "precision") if name in machine),
-    )
-    return "; ".join(word for word in words if word)
+    """`a-model, lora; causal-lm; chats.jsonl; 120 steps, 1.2 M tokens; L4, bf16`."""
+    model = receipt.asked(*MODEL_KEY) or "a model"
+    shown = Path(model).name if Path(model).is_absolute() else model
+    data = [Path(name).name for name in receipt.asked("data", "train") or ()]
+    return "; ".join(lines("receipt.txt", "what", receipt, shown, data))
 
 
 def _over_time(receipt: RunReceipt) -> Section | None:
@@ -165,12 +159,8 @@ def _say_moment(seconds: float) -> str:
 
 
 def _said(receipt: RunReceipt, column: Column) -> str:
-    parts = sorted(column.seconds.items(), key=lambda item: -item[1])
-    total = sum(column.seconds.values()) or 1.0
-    shares = ", ".join(f"{name} {percent(seconds / total)}" for name, seconds in parts[:4])
-    usd = f", {digits_of(receipt.usd)(column.usd)}" if receipt.usd_is_known else ""
-    when = f"{say_seconds(column.begin_s)} to {say_seconds(column.end_s)}"
-    return f"{when}, up to step {column.step:,}{usd}: {shares}"
+    parts = sorted(column.seconds.items(), key=lambda item: -item[1])[:4]
+    return say("receipt.txt", "column", receipt, column, parts, sum(column.seconds.values()) or 1.0)
 
 
 def _loss(receipt: RunReceipt) -> Section | None:
