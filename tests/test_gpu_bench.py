@@ -161,7 +161,6 @@ def test_promises_stand_beside_what_happened_with_the_median_error():
     memory = {"weights": 2, "optimizer": 1, "activations": 5, "allocator slack": 1}
     memory |= {"CUDA context": 1}
     promised = {"step_s": 0.4, "calibration": "formulas only"}
-    promised |= {"formula": {"compute_s": 0.3, "optimizer_s": 0.1}}
     promised |= {"memory": {name: n * gib for name, n in memory.items()}}
     bytes_of = {"weights": 2, "optimizer": 1, "gradients": 1, "rest": 6, "peak_bytes": 10}
     bytes_of |= {"device_bytes": 12}
@@ -175,7 +174,6 @@ def test_promises_stand_beside_what_happened_with_the_median_error():
     errors = [" ".join(line.split()) for line in drawn.partition("error of")[2].splitlines()]
     assert "step, s formulas 1 20.0% 20.0%" in errors
     assert "step, s a run here 1 0.0% 0.0%" in errors
-    assert f"{table.BY_FORMULAS} formulas 2 20.0% 20.0%" in errors
 
 
 def test_every_target_has_a_line_that_says_what_was_measured_and_whether_it_is_met():

@@ -268,7 +268,6 @@ def test_a_run_measures_what_it_did(family, tmp_path):
     assert found.n_saves == len(heard.of(Saved)) > 0
     assert found.save_bytes == heard.of(Saved)[-1].n_bytes
     assert all(found.spans[name] > 0 for name in ("start_up", "checkpoint", "export"))
-    assert not found.was_tokenized_before
 
     assert found.before_model_bytes > 0
     assert found.first_step_peak_bytes <= found.peak_bytes
@@ -324,7 +323,6 @@ def test_every_attempt_is_measured_by_itself(tmp_path):
     assert train(job).state == "finished"
     first, second = kept(job)
     assert (first.n_steps, second.n_steps) == (8, 17)
-    assert (first.was_tokenized_before, second.was_tokenized_before) == (True, True)
     assert first.spans.get("export", 0) == 0 < second.spans["export"]
     assert len(json.loads((Path(job.output_dir) / "measurements.json").read_text())) == 2
     train(job)  # it was finished already
@@ -360,7 +358,7 @@ def test_a_run_is_cut_as_planned_and_keeps_what_was_promised_and_no_path(tmp_pat
     assert promised["settings"]["micro_batch_tokens"] == found.micro_batch_tokens
     plan = json.loads((Path(job.output_dir) / "plan.json").read_text())
     assert promised | {"sha256": ANY} == plan
-    assert min(promised["wall_s"], promised["formula"]["compute_s"]) > 0
+    assert promised["wall_s"] > 0
     text = (Path(str(job.cache_dir)) / "measurements.jsonl").read_text()
     for secret in (str(tmp_path), "/", "jsonl", os.uname().nodename):
         assert secret not in text

@@ -363,7 +363,6 @@ BY_NAME = {
     "one_year_usd",
     "three_years_usd",
     "saved_in_a_year",
-    "usd_per_million_at_load",
     "usd_per_million",
 }
 """Keys whose values are named by what they are of."""

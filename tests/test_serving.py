@@ -197,7 +197,6 @@ def test_a_plan_says_what_serving_costs(tmp_path, cli):
     best = serving["rows"][0]
     assert min(best["always_on_usd_per_month"], best["to_zero_usd_per_month"]) > 0
     assert best["precision"] == "bf16", "where dollars are equal"
-    assert set(best["usd_per_million_at_load"]) == {"100%", "30%", "5%"}
     page = (tmp_path / "plan.html").read_text()
     assert "<h2>Serving</h2>" in page
     out = " ".join(cli.out(*command).split())

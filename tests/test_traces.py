@@ -36,7 +36,6 @@ def test_a_zone_with_its_gpu_has_its_own_law(tmp_path):
     law, words = hazards(read_traces(tmp_path))
     long, short = law(offer()), law(offer(zone="us-east-1b"))
     assert long.up.mean_s > 2 * short.up.mean_s
-    assert not long.is_prior
     assert "2 traces" in words
 
 

@@ -18,7 +18,6 @@ from on_gpu.verdict import draw_verdict, kind_of, measured_of, shares
 
 Row = dict[str, Any]
 GIB = 2**30
-BY_FORMULAS = "step by formulas alone, s"
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -108,14 +107,13 @@ def compared(row: Row) -> dict[str, tuple[float, float]]:
     promised, happened = row.get("promised"), row.get("happened")
     if not promised or not happened:
         return {}
-    memory, formula, step_s = promised["memory"], promised["formula"], happened["step_s"]
+    memory, step_s = promised["memory"], happened["step_s"]
     staying = {name: memory.get(name, 0) for name in ("weights", "optimizer")}
     aside = sum(memory.get(name, 0) for name in ("allocator slack", "CUDA context"))
     total = sum(memory.values())
     found = {
         "step, s": (promised["step_s"], step_s),
         "dollars of training": (promised["step_s"] * happened["usd"] / step_s, happened["usd"]),
-        BY_FORMULAS: (formula["compute_s"] + formula["optimizer_s"], step_s),
     }
     sizes = {f"{name}, GiB": (n, happened[name]) for name, n in staying.items()}
     if "device_bytes" in happened:  # a CPU's peak is that of the whole process
@@ -134,7 +132,7 @@ def draw_truth(rows: list[Row]) -> str:
     for row in kind_of(rows, "row"):
         is_formula = row.get("promised", {}).get("calibration") == "formulas only"
         for what, (promised, happened) in compared(row).items():
-            known = "formulas" if is_formula or what == BY_FORMULAS else "a run here"
+            known = "formulas" if is_formula else "a run here"
             if happened:
                 ratio = promised / happened
                 errors.setdefault((what, known), []).append(abs(ratio - 1))

@@ -79,7 +79,6 @@ class Measurement:
     has_generated: bool  # evaluation wrote texts as well
     n_saves: int
     save_bytes: int  # of the last one
-    was_tokenized_before: bool
 
     # memory: what torch took on a GPU, what the whole process took on a CPU
     before_model_bytes: int

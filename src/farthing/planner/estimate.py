@@ -33,10 +33,6 @@ class Estimate:
     calibration: str  # what it rests on: earlier runs here, or formulas only
     settings: Settings = field(default_factory=Settings)
     first_layer: int = 0  # the lowest layer with anything trained in or below it
-    formula: dict[str, float] = field(default_factory=dict)
-    """What would have been said without any measurement, for the plans of other models on the same
-    device.
-    """
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)

@@ -38,10 +38,8 @@ from farthing.planner.managed import Fee, fees_of
 from farthing.planner.ownership import Owned
 from farthing.planner.search import Refusal
 from farthing.planner.software import Torch, asked_precision, fp16_risk, parse_torch, runs_in_words
-from farthing.planner.speed import step_time
 from farthing.planner.spot import hazards, read_traces
 from farthing.planner.types import Answer, Assumptions, JobSpec, OfferPlan, Rejected, open_ended
-from farthing.planner.work import work_of
 from farthing.prices.catalog import Catalog, read_catalog, select
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Offer
@@ -356,7 +354,6 @@ def plan_here(
 def estimate_of(plan: OfferPlan, wanted: JobSpec) -> Estimate:
     """Memory is what torch allocates, as the trainer measures it."""
     on, recipe, adapters = plan.on, plan.recipe, wanted.adapters
-    bare = step_time(work_of(wanted.case(recipe)), on.machine.device).parts
     peak = on.memory.allocated.n_bytes
     return Estimate(
         wall_s=plan.wall_s,
@@ -373,9 +370,4 @@ def estimate_of(plan: OfferPlan, wanted: JobSpec) -> Estimate:
         calibration=on.machine.calibration.source or "formulas only",
         settings=recipe.settings,
         first_layer=adapters.first_layer if adapters is not None else 0,
-        formula={
-            "compute_s": sum(seconds for name, seconds in bare.items() if name != "optimizer"),
-            "optimizer_s": bare.get("optimizer", 0.0),
-            "peak_bytes": peak,
-        },
     )

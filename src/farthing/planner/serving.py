@@ -180,11 +180,11 @@ class Served:
         """Seconds of an answer that has the machine for itself."""
         return self.server.answer_s(self.traffic, 1)
 
-    def to_zero_usd(self, times: float = SERVERLESS_TIMES) -> float:
+    def to_zero_usd(self) -> float:
         """A month of a machine that is on while it answers and `WARM_S` after."""
         per_s = self.traffic.requests_per_s / self.n_machines
         on = on_share(per_s, self.alone_s, WARM_S, self.cold_start_s)
-        return self.n_machines * self.usd_per_hour * times * on * HOURS_PER_MONTH
+        return self.n_machines * self.usd_per_hour * SERVERLESS_TIMES * on * HOURS_PER_MONTH
 
     def usd_per_million(self, load: float) -> tuple[float, float]:
         """Dollars for a million tokens (in, out) at a load, each by its share of the time."""

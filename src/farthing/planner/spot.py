@@ -97,7 +97,6 @@ class Interruptions:
     """Up spells behind it, each counted by its weight (Kish's effective sample size)."""
     drift: float = 0.0
     """Standard deviation of the logarithm of the mean spell from one period of days to the next."""
-    is_prior: bool = False
 
     @property
     def availability(self) -> float:
@@ -163,7 +162,7 @@ def prior(n_gpus: int = 1) -> Interruptions:
     """For GPUs without traces: the middle of the zones that were measured, with their range."""
     known = _facts()
     up, down = (weibull(known[f"mean_{x}"] * 3600, known[f"shape_{x}"]) for x in ("up", "down"))
-    zone = Interruptions(up, down, drift=known["zone_spread"], is_prior=True)
+    zone = Interruptions(up, down, drift=known["zone_spread"])
     return zone.for_node(n_gpus)
 
 

@@ -29,7 +29,6 @@ from farthing.units import say_seconds
 if TYPE_CHECKING:
     from farthing.planner.inputs import Study
 
-LOADS = (1.0, 0.3, 0.05)
 PAID = "what you paid"
 _AT = {OWN: " of your own", HERE: f" of {HERE}"}
 
@@ -274,7 +273,6 @@ class ServingRow:
     to_zero_first_token_s: float
     break_even_requests_per_hour: float
     usd_per_million: Mapping[str, float]
-    usd_per_million_at_load: Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -312,10 +310,7 @@ def _serving_row(one: serving.Served) -> ServingRow:
     server, traffic = one.server, one.traffic
     error = serving.ERROR if server.gpu.name in serving.SEEN else serving.ERROR_UNSEEN
     speed, first_token_s = one.capacity_tokens_per_s, server.prefill_s(traffic)
-
-    def per_million(load: float) -> dict[str, float]:
-        return dict(zip(("input", "output"), one.usd_per_million(load), strict=True))
-
+    usd = one.usd_per_million(min(1.0, one.load / one.n_machines))
     return view_of(
         ServingRow,
         *(one, server, one.offer),
@@ -331,6 +326,5 @@ def _serving_row(one: serving.Served) -> ServingRow:
         always_on_usd_per_month=one.always_on_usd,
         to_zero_usd_per_month=one.to_zero_usd(),
         to_zero_first_token_s=one.cold_start_s + first_token_s,
-        usd_per_million=per_million(min(1.0, one.load / one.n_machines)),
-        usd_per_million_at_load={f"{load:.0%}": per_million(load) for load in LOADS},
+        usd_per_million=dict(zip(("input", "output"), usd, strict=True)),
     )

@@ -51,7 +51,6 @@ def measurement_of(run: Run) -> Measurement | None:
         n_eval_examples=0 if run.eval_examples is None else len(run.eval_examples),
         n_eval_padded_tokens=0 if run.evaluator is None else run.evaluator.n_tokens,
         has_generated=run.evaluator is not None and run.spec.writing is not None,
-        was_tokenized_before=run.train_examples.were_tokenized,
         peak_bytes=peak_bytes(run.spec.numerics.device),
         promised={} if run.estimate is None else run.estimate.to_json(),
         probed=run.feed.settings.probed,
