@@ -186,7 +186,7 @@ def test_the_limits_themselves_are_kept():
 
 def test_chances_of_a_deadline():
     found = plans(replace(WANTED, deadline_s=4 * H), A100, A100_SPOT).plans
-    assert [round(plan.chance or 0, 4) for plan in found] == [0.9603, 0.9913]
+    assert [round(plan.chance or 0, 4) for plan in found] == [0.9336, 0.9913]
 
 
 @pytest.mark.parametrize(
@@ -254,16 +254,16 @@ def test_spot_with_on_demand_behind_it_has_its_own_figures_and_is_not_refused_be
 
     asked = replace(wanted_of(n_epochs=20.0), deadline_s=8.92 * H)
     (alone,) = decide(asked, [spot], hazard=fleeting).rejected
-    assert alone.reason == "spot is done by the deadline with 62% only"
+    assert alone.reason == "spot is done by the deadline with 57% only"
     found = decide(asked, [spot, own], hazard=fleeting)
     assert not found.rejected
     mixed = found.plans[0]
     assert mixed.mixture == (
-        "spot alone meets the deadline with 62%; with on demand when it falls behind it saves 22%"
+        "spot alone meets the deadline with 57%; with on demand when it falls behind it saves 22%"
         " of $9.75"
     )
     assert [round(each, 2) for each in mixed.usd_range] == [4.38, 7.6, 13.19]
-    assert [round(each, 2) for each in mixed.hours_range] == [2.03, 2.03, 9.64]
+    assert [round(each, 2) for each in mixed.hours_range] == [2.03, 2.03, 8.92]
 
 
 def test_a_machine_that_is_taken_back_too_early_is_no_first_choice():

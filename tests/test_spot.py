@@ -18,6 +18,7 @@ from farthing.planner.spot import (
     Interruptions,
     SaveSchedule,
     Spell,
+    WorkRange,
     best_interval_s,
     chance_by,
     expect,
@@ -182,13 +183,23 @@ def test_the_mixture_meets_deadlines_that_spot_alone_would_miss():
     saves = SaveSchedule(1200, 30, 300)
     on_demand_s = []
     for deadline_h in (32, 36, 45, 60):
-        asked = deadline_h * H, 30 * H, saves, BURSTY
+        asked = deadline_h * H, WorkRange(30 * H), saves, BURSTY
         both = mixture(*asked)
         assert both.chance == pytest.approx(1.0)
         assert chance_by(*asked) < 1
         on_demand_s.append(both.on_demand_s)
         assert mixture(*asked) == both
     assert on_demand_s == sorted(on_demand_s, reverse=True), "more time needs less of it"
+
+
+def test_a_pace_that_is_not_known_is_as_uncertain_in_the_mixture_as_on_demand():
+    """0.8 to 1.6 times the likely work: 16.8 % of a normal law take 8.5 h at most, 93.3 % 17 h."""
+    work, saves = WorkRange(10 * H, 0.8, 1.6), SaveSchedule(1200, 1, 1)
+    assert np.quantile(work.each_s, [0.1, 0.5, 0.9]) / H == pytest.approx([8, 10, 16], abs=0.2)
+    chances = [mixture(hours * H, work, saves, BURSTY).chance for hours in (8.5, 10.8, 17)]
+    assert chances == pytest.approx([0.168, 0.568, 0.933], abs=0.005)
+    alone = [chance_by(hours * H, work, saves, BURSTY) for hours in (8.5, 10.8, 17)]
+    assert all(a <= b for a, b in zip(alone, chances, strict=True))
 
 
 # ---- replays ----
@@ -223,5 +234,5 @@ def test_what_is_not_known_of_a_zone_widens_its_chances():
     assert sum(weights) == pytest.approx(1.0)
     assert zones[1].up.mean_s > zones[0].up.mean_s > zones[2].up.mean_s
     saves = SaveSchedule(600, 10, 120)
-    likely = [chance_by(4 * H, H, saves, zone) for zone in (sure, vague)]
+    likely = [chance_by(4 * H, WorkRange(H), saves, zone) for zone in (sure, vague)]
     assert likely[1] < likely[0] - 0.02, "what was likely is less so"

@@ -19,6 +19,7 @@ from farthing.planner.spot import (
     Interruptions,
     Mixture,
     SaveSchedule,
+    WorkRange,
     best_interval_s,
     chance_by,
     expect,
@@ -281,19 +282,29 @@ def meet_deadline(
             n_saves = max(1.0, math.ceil(busy_s / plan.interval_s))
             save_s = max(1e-3, plan.seconds.get("checkpoints", 0.0) / n_saves)
             saves, zone = SaveSchedule(plan.interval_s, save_s, before_s), hazard(plan.offer)
-            case = max(1.0, deadline_s - before_s), busy_s, saves, zone
+            work = WorkRange(busy_s, plan.on.speed_spread.low, plan.on.speed_spread.high)
+            case = max(1.0, deadline_s - before_s), work, saves, zone
             chance, own = chance_of(*case), on_demand.get(_machine_key(plan.offer))
         if chance >= least:
-            kept.append(plan._replace(chance=chance))
+            kept.append(_in_time(plan, chance, deadline_s))
             continue
         if own is not None:
-            both = _mixed(plan, own, mixture_of(*case), before_s, chance)
-            if both.chance is not None and both.chance >= least and both.total_usd < own.total_usd:
-                kept.append(both)
+            way = mixture_of(case[0], WorkRange(busy_s), saves, zone)  # likely, as other dollars
+            both, surely = _mixed(plan, own, way, before_s, chance), mixture_of(*case).chance
+            if surely >= least and both.total_usd < own.total_usd:
+                kept.append(_in_time(both, surely, deadline_s))
                 continue
         kind = "it" if plan.spot is None else "spot"
         late.append(_late(plan, wanted, f"{kind} is done by the deadline with {chance:.0%} only"))
     return kept, late
+
+
+def _in_time(plan: OfferPlan, chance: float, deadline_s: float) -> OfferPlan:
+    """With its chance. Where that is 90 %, the range, which nine of ten are below, ends by then."""
+    hours = plan.hours_range
+    if chance >= 0.9:
+        hours = hours._replace(high=max(hours.likely, min(hours.high, deadline_s / 3600)))
+    return plan._replace(chance=chance, hours_range=hours)
 
 
 def _late(plan: OfferPlan, wanted: JobSpec, what: str) -> Rejected:
@@ -333,7 +344,6 @@ def _mixed(
         wall_s=hours * 3600,
         usd_range=Range(total / wide, total, total * wide),
         hours_range=Range(min(hours, known.low), hours, max(hours, known.high)),
-        chance=way.chance,
         mixture=f"spot alone meets the deadline with {alone:.0%}; with on demand when it falls "
         f"behind it saves {1 - total / own.total_usd:.0%} of {say_usd(own.total_usd)}",
     )

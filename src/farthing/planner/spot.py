@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -206,7 +207,7 @@ class Expected(NamedTuple):
 
 def expect(work_s: float, saves: SaveSchedule, zone: Interruptions) -> Expected:
     """Mean times of a job wanted at a random moment."""
-    runs = _followed(work_s, saves, zone)
+    runs = _followed(WorkRange(work_s).each_s, saves, zone)
     each = runs.wall, runs.spot, runs.restarting, runs.n_interruptions
     wall, billed, restart, n = (float(values.mean()) for values in each)
     saving = math.ceil(work_s / saves.interval_s - 1e-9) * saves.save_s
@@ -216,9 +217,33 @@ def expect(work_s: float, saves: SaveSchedule, zone: Interruptions) -> Expected:
     return Expected(work_s, saving, restart, lost, wall - billed, n)
 
 
-def chance_by(deadline_s: float, work_s: float, saves: SaveSchedule, zone: Interruptions) -> float:
+class WorkRange(NamedTuple):
+    """Seconds of work, which in 80 % of cases takes `low` to `high` times as long."""
+
+    likely_s: float
+    low: float = 1.0
+    high: float = 1.0
+
+    @property
+    def each_s(self) -> Floats:
+        """Of each run that is followed."""
+        z = _normal()
+        spread = np.where(z < 0, 1 - self.low, self.high - 1) / Z80
+        return self.likely_s * np.maximum(0.1, 1 + spread * z)
+
+
+@functools.cache
+def _normal() -> Floats:
+    """Quantiles of a normal law, in no order."""
+    quantiles = [NormalDist().inv_cdf((i + 0.5) / N_PATHS) for i in range(N_PATHS)]
+    return np.random.default_rng(1).permutation(quantiles)
+
+
+def chance_by(
+    deadline_s: float, work: WorkRange, saves: SaveSchedule, zone: Interruptions
+) -> float:
     """Share of runs that end in time, whatever the zone may be."""
-    found = ((_followed(work_s, saves, one).wall, weight) for one, weight in zone.scenarios)
+    found = ((_followed(work.each_s, saves, one).wall, weight) for one, weight in zone.scenarios)
     return sum(weight * float(np.mean(wall <= deadline_s)) for wall, weight in found)
 
 
@@ -249,7 +274,9 @@ class Mixture(NamedTuple):
     chance: float
 
 
-def mixture(deadline_s: float, work_s: float, saves: SaveSchedule, zone: Interruptions) -> Mixture:
+def mixture(
+    deadline_s: float, work: WorkRange, saves: SaveSchedule, zone: Interruptions
+) -> Mixture:
     """Without spot capacity the job resumes on demand as soon as it is behind linear progress
     towards the deadline ("Uniform Progress"), and when the time that is left is only enough to
     finish on demand, it does. Unlike the paper's rule it goes back to spot with the next capacity.
@@ -257,7 +284,7 @@ def mixture(deadline_s: float, work_s: float, saves: SaveSchedule, zone: Interru
     """
     found = np.zeros(4)
     for one, weight in zone.scenarios:
-        runs = _followed(work_s, saves, one, deadline_s)
+        runs = _followed(work.each_s, saves, one, deadline_s)
         each = runs.spot, runs.own, np.minimum(runs.wall, 2 * deadline_s), runs.wall <= deadline_s
         found += [weight * values.mean() for values in each]
     return Mixture(*found.tolist())
@@ -274,13 +301,13 @@ class _Runs(NamedTuple):
 
 
 def _followed(
-    work_s: float, saves: SaveSchedule, zone: Interruptions, deadline_s: float = math.inf
+    work_s: Floats, saves: SaveSchedule, zone: Interruptions, deadline_s: float = math.inf
 ) -> _Runs:
     """Runs through the drawn spells of a zone until their work is done, and beyond these at their
     mean pace. With a deadline on demand steps in.
     """
     drawn, steps_in = zone.drawn, deadline_s < math.inf
-    left, active = np.full(N_PATHS, float(work_s)), np.ones(N_PATHS, bool)
+    left, active = work_s.copy(), np.ones(N_PATHS, bool)
     runs = wall, spot, own, restarting, n_interruptions = _Runs(*np.zeros((5, N_PATHS)))
     restart = np.zeros(N_PATHS)
     margin_s = saves.interval_s + 2 * saves.save_s + 2 * saves.restart_s
