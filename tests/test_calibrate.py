@@ -327,16 +327,14 @@ def test_restarts_and_work_done_again_are_not_the_estimates_error():
             "wall_s": 100.0,
             "wall_range_s": [70.0, 100.0, 130.0],
             "usd": 1.0,
-            "usd_range": [],
             "peak_bytes": 1,
         },
         **{
-            "peak_range_bytes": [],
             "seconds": {"training": 80.0, "start-up": 20.0},
             "memory": {},
             "step_s": 1.0,
         },
-        **{"tokens_per_s": 1.0, "interval_s": 60.0, "calibration": "formulas only"},
+        **{"interval_s": 60.0, "calibration": "formulas only"},
     )
     bill = Bill("finished", {"compute": 160.0, "start_up": 40.0, "ranks": 10.0}, {}, 210.0, 2.1, 1)
     attempts: list[Any] = [

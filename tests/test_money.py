@@ -10,10 +10,7 @@ from farthing.planner.ownership import (
     Way,
     break_even_hours,
     break_even_months,
-    faster,
-    hours_of,
     needed_samples_per_min,
-    own_way,
     parse_owned,
     run_on_own,
     saving,
@@ -48,15 +45,6 @@ def test_how_fast_it_has_to_be():
     assert needed_samples_per_min(300_000, 1, gpu_hours=12, n_gpus=2) == pytest.approx(
         833.3, abs=0.1
     )
-    hours = hours_of(100_000, 3, samples_per_min=1100)
-    assert round(hours, 2) == 4.55
-    assert round(hours_of(200_000, 2, 1200), 2) == 5.56
-
-
-def test_a_faster_step_is_cheaper():
-    times, share = faster(0.200, 0.130)
-    assert round(times, 2) == 1.54
-    assert share == pytest.approx(0.35)
 
 
 # ---- owning ----
@@ -99,7 +87,7 @@ def test_break_even_in_months_counts_the_hours_of_use():
 
 def test_a_year_counts_what_is_paid_at_the_start_less_what_is_got_back():
     ways = {
-        "own": own_way(OWN, hours_per_run=20),
+        "own": Way(20 * OWN.running_usd_per_h, OWN.lost_usd),
         "rent": Way(20 * 0.5),
     }
     assert yearly_usd(ways, 4) == {

@@ -36,13 +36,10 @@ ESTIMATE = Estimate(
     wall_s=10.0,
     wall_range_s=[5.0, 10.0, 20.0],
     usd=0.0,
-    usd_range=[0.0, 0.0, 0.0],
     peak_bytes=1,
-    peak_range_bytes=[1, 1, 1],
     seconds={},
     memory={},
     step_s=1.0,
-    tokens_per_s=100.0,
     interval_s=60.0,
     calibration="formulas only",
 )

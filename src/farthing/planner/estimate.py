@@ -21,14 +21,11 @@ class Estimate:
     wall_s: float
     wall_range_s: list[float]
     usd: float
-    usd_range: list[float]
     peak_bytes: int
     """As a run measures it: what torch allocates on a GPU, the whole process on a CPU."""
-    peak_range_bytes: list[int]
     seconds: dict[str, float]  # by what they go to; they add up to `wall_s`
     memory: dict[str, int]  # bytes by component
     step_s: float
-    tokens_per_s: float
     interval_s: float  # between checkpoints
     calibration: str  # what it rests on: earlier runs here, or formulas only
     settings: Settings = field(default_factory=Settings)

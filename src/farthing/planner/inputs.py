@@ -354,18 +354,14 @@ def plan_here(
 def estimate_of(plan: OfferPlan, wanted: JobSpec) -> Estimate:
     """Memory is what torch allocates, as the trainer measures it."""
     on, recipe, adapters = plan.on, plan.recipe, wanted.adapters
-    peak = on.memory.allocated.n_bytes
     return Estimate(
         wall_s=plan.wall_s,
         wall_range_s=[hours * 3600 for hours in plan.hours_range],
         usd=plan.total_usd,
-        usd_range=list(plan.usd_range),
-        peak_bytes=peak,
-        peak_range_bytes=[int(n) for n in on.memory_spread.of(peak, on.memory.certain.n_bytes)],
+        peak_bytes=on.memory.allocated.n_bytes,
         seconds=plan.seconds,
         memory=on.memory.as_dict(),
         step_s=on.step.seconds,
-        tokens_per_s=on.step.tokens_per_s,
         interval_s=plan.interval_s,
         calibration=on.machine.calibration.source or "formulas only",
         settings=recipe.settings,

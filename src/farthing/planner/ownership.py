@@ -88,15 +88,12 @@ def break_even_months(
 
 
 class Way(NamedTuple):
-    """A way to have runs done: so much at the start, so much a run."""
+    """A way to have runs done: so much at the start, such as the price of GPUs less what they are
+    sold for, and so much a run.
+    """
 
     usd_per_run: float
     up_front_usd: float = 0.0
-
-
-def own_way(owned: Owned, hours_per_run: float) -> Way:
-    """Runs on GPUs to be bought: the price less what they are sold for, then what runs them."""
-    return Way(usd_per_run=hours_per_run * owned.running_usd_per_h, up_front_usd=owned.lost_usd)
 
 
 def yearly_usd(
@@ -121,20 +118,11 @@ def saving(usd: float, against_usd: float) -> Saving:
 # ---- how fast it has to be ----
 
 
-def hours_of(n_samples: float, n_epochs: float, samples_per_min: float) -> float:
-    return n_samples * n_epochs / samples_per_min / 60
-
-
 def needed_samples_per_min(
     n_samples: float, n_epochs: float, gpu_hours: float, n_gpus: int = 1
 ) -> float:
     """The throughput of all GPUs together that a cap on GPU-hours asks for."""
     return n_samples * n_epochs / (gpu_hours / n_gpus * 60)
-
-
-def faster(before_s: float, after_s: float) -> tuple[float, float]:
-    """How many times as fast a step has become, and the share of dollars that this saves."""
-    return before_s / after_s, 1 - after_s / before_s
 
 
 # ---- what people write ----

@@ -216,7 +216,13 @@ def within_limits(plan: OfferPlan, wanted: JobSpec) -> OfferPlan | Rejected:
     limits: tuple[tuple[str, float, float | None, Callable[[float], str], str], ...] = (
         ("usd", plan.total_usd, wanted.max_usd, say_usd, "costs ${}"),
         ("hours", hours, wanted.max_hours, lambda h: say_seconds(h * 3600), "takes {} h"),
-        ("gpu_hours", hours * n_gpus, wanted.max_gpu_hours, _say_gpu_hours, "takes {} GPU-hours"),
+        (
+            "gpu_hours",
+            hours * n_gpus,
+            wanted.max_gpu_hours,
+            "{:,.3g} GPU-hours".format,
+            "takes {} GPU-hours",
+        ),
     )
     for name, spent, cap, say, words in limits:
         if cap is None or spent <= cap:
@@ -268,10 +274,8 @@ def meet_deadline(
     assert deadline_s is not None
     kept: list[OfferPlan] = []
     late: list[Rejected] = []
-    on_demand: dict[tuple[str, str, int], OfferPlan] = {}
-    for plan in plans:  # the cheapest come first
-        if plan.spot is None:
-            on_demand.setdefault(_machine_key(plan.offer), plan)
+    # the cheapest, which comes first, is the last one put in
+    on_demand = {_machine_key(one.offer): one for one in reversed(plans) if one.spot is None}
     chance_of, mixture_of = cache(chance_by), cache(mixture)
     for plan in plans:
         own = None
@@ -347,10 +351,6 @@ def _mixed(
         mixture=f"spot alone meets the deadline with {alone:.0%}; with on demand when it falls "
         f"behind it saves {1 - total / own.total_usd:.0%} of {say_usd(own.total_usd)}",
     )
-
-
-def _say_gpu_hours(hours: float) -> str:
-    return f"{hours:,.3g} GPU-hours"
 
 
 def _rounded_up(number: float) -> str:

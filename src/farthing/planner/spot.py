@@ -59,15 +59,14 @@ class Spells:
     def variation(self) -> float:
         return float(self.lengths_s**2 @ self.shares) / self.mean_s**2 - 1
 
-    def at(self, u: Floats, weights: Floats | None = None) -> Floats:
-        edges = np.cumsum(self.shares if weights is None else weights)
+    def at(self, u: Floats) -> Floats:
+        edges = np.cumsum(self.shares)
         return self.lengths_s[np.minimum(np.searchsorted(edges / edges[-1], u), len(edges) - 1)]
 
-    def rest(self, u: Floats, v: Floats) -> Floats:
-        """What is left of the spell under way at a random moment, which long spells are met by more
-        often.
-        """
-        return self.at(u, self.shares * self.lengths_s) * v
+    @property
+    def met(self) -> Spells:
+        """Those under way at a random moment: of long ones more."""
+        return Spells(self.lengths_s, self.shares * self.lengths_s)
 
     def stretched(self, factor: float) -> Spells:
         return Spells(self.lengths_s * factor, self.shares)
@@ -146,10 +145,10 @@ class Interruptions:
         u, v, n = even(N_PATHS, MOST_SPELLS), even(N_PATHS, MOST_SPELLS), N_PATHS
         is_up = even(n) < self.availability
         up, down, wait = self.up.at(u), np.zeros_like(u), np.zeros(n)
-        up[:, 0] = np.where(is_up, self.up.rest(u[:, 0], v[:, 0]), up[:, 0])
+        up[:, 0] = np.where(is_up, self.up.met.at(u[:, 0]) * v[:, 0], up[:, 0])
         if self.down:
             down = self.down.at(v)
-            wait = np.where(is_up, 0.0, self.down.rest(even(n), even(n)))
+            wait = np.where(is_up, 0.0, self.down.met.at(even(n)) * even(n))
         return _Drawn(up, down, wait)
 
 
@@ -451,15 +450,13 @@ def read_traces(folder: Path) -> list[Trace]:
     traces = []
     for path in sorted(folder.rglob("*.json")):
         try:
-            text = path.read_text(encoding="utf-8")
-            content = json.loads(text)
+            content = json.loads(path.read_bytes())
         except (OSError, ValueError) as error:
             raise InputError("not a trace: no JSON", where=str(path), to_do=shape) from error
-        about = content.get("metadata", {}) if isinstance(content, dict) else {}
-        if "gap_seconds" not in about or "data" not in content:
+        if not isinstance(content, dict) or not {"metadata", "data"} <= content.keys():
             continue
         try:
-            found = _File.model_validate_json(text, strict=True)
+            found = _File.model_validate(content, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             what = f"a trace that can't be read: {'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -485,7 +482,7 @@ def hazards(traces: list[Trace]) -> tuple[Callable[[Offer], Interruptions], str]
     def of(gpu: str, n_gpus: int, region: str, zone: str) -> Interruptions:
         sizes = sorted({n for _, kind, n in known if kind == gpu}, key=lambda n: abs(n - n_gpus))
         for n in sizes:
-            law = known.get((zone, gpu, n)) or known.get((region, gpu, n))
+            law = known.get((zone or region, gpu, n))
             if law is None and region and not zone:  # any zone of it will do: the middle one
                 of_kind = ((key[0], law) for key, law in known.items() if key[1:] == (gpu, n))
                 laws = [law for place, law in of_kind if place.startswith(region)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from farthing.errors import InputError
-from farthing.planner.ownership import faster, hours_of, needed_samples_per_min
+from farthing.planner.ownership import needed_samples_per_min
 from farthing.planner.price import LONGEST_INTERVAL_S
 from farthing.units import parse_hours, parse_share
 
@@ -107,7 +107,7 @@ def by_hand(figures: OwnFigures, known: Known) -> dict[str, Any]:
         needed = needed_samples_per_min(known.n_samples, known.n_epochs, cap, known.n_gpus)
         found["needed_samples_per_min"] = needed
     if rate is not None:
-        hours = hours_of(known.n_samples, known.n_epochs, rate)
+        hours = known.n_samples * known.n_epochs / rate / 60
         found |= {"samples_per_min": rate, "hours": hours, "price_hours": hours}
         if known.usd_per_hour:
             found["usd"] = known.usd_per_hour * hours
@@ -119,7 +119,8 @@ def by_hand(figures: OwnFigures, known: Known) -> dict[str, Any]:
             found["fits_the_cap"] = hours * known.n_gpus <= cap
         found |= _on_spot(figures, hours, known.save_every_s)
     if figures.step_s is not None:
-        found["times_as_fast"], found["saved_share"] = faster(*figures.step_s)
+        before_s, after_s = figures.step_s
+        found |= {"times_as_fast": before_s / after_s, "saved_share": 1 - after_s / before_s}
     return found
 
 

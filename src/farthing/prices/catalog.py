@@ -37,7 +37,7 @@ class Catalog(NamedTuple):
     def ages_days(self) -> tuple[int, int, int]:
         """Days since the newest, the median and the oldest price was read."""
         ages = sorted(max(0, (self.today - offer.date).days) for offer in self.offers)
-        return (ages[0], ages[(len(ages) - 1) // 2], ages[-1]) if ages else (0, 0, 0)
+        return ages[0], ages[(len(ages) - 1) // 2], ages[-1]
 
     @property
     def is_stale(self) -> bool:

@@ -14,7 +14,6 @@ from farthing.planner.ownership import (
     Way,
     break_even_hours,
     break_even_months,
-    own_way,
     run_on_own,
     saving,
     yearly_usd,
@@ -168,7 +167,7 @@ def years_of(
         if found.hours is None:
             continue
         name = f"{'buy' if one.price_usd else 'own'} {found.name}"
-        ways[name] = own_way(one, found.hours)
+        ways[name] = Way(found.hours * one.running_usd_per_h, one.lost_usd)
         busy, rent = found.hours * runs_per_month, others.get(PAID, 0.0) * runs_per_month
         months = break_even_months(one, rent_usd_per_month=rent, hours_per_month=busy)
         is_full, is_bought = busy > HOURS_PER_MONTH, bool(rent and one.price_usd)
