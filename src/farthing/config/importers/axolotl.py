@@ -206,23 +206,18 @@ def columns_of_fields(given: Json) -> Json:
     fields = _fields(given, "system", "instruction", "input", "output")
     system = str(given.get("system_prompt") or "")
     start = str(given.get("system_format") or "{system}").replace("{system}", system) * bool(system)
-    ways = (
-        given.get("format") or "{instruction} {input} ",
-        given.get("no_input_format") or "{instruction} ",
-    )
+    with_input = given.get("format") or "{instruction} {input} "
+    ways = with_input, given.get("no_input_format") or "{instruction} "
     found = [start + _own(each, fields) for each in dict.fromkeys(ways)]
-    return {
-        "prompt": found if len(found) > 1 else found[0],
-        "completion": "{" + fields["output"] + "}",
-    }
+    prompt = found if len(found) > 1 else found[0]
+    return {"prompt": prompt, "completion": "{" + fields["output"] + "}"}
 
 
 def pair_columns(given: Json, task: str) -> Json:
     """The same of preferences: a format string for each part."""
     answers = ("chosen", "rejected") if objective_of(task).n_sequences > 1 else ("completion",)
     fields = _fields(given, "prompt", *answers, "system", "label")
-    found: Json = {
-        part: _own(given.get(f"{part}_format") or f"{{{part}}}", fields)
-        for part in ("prompt", *answers)
-    }
+    parts = ("prompt", *answers)
+    forms = {part: given.get(f"{part}_format") or f"{{{part}}}" for part in parts}
+    found: Json = {part: _own(form, fields) for part, form in forms.items()}
     return found | ({"label": fields["label"]} if fields["label"] != "label" else {})

@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.config.importers import preference
-from farthing.config.importers.tables import (
-    Imported,
-    defaults,
-    fact,
-    is_true,
-    names,
-    read_keys,
-)
+from farthing.config.importers.tables import Imported, defaults, fact, is_true, names, read_keys
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.classification import CLASSIFICATION
 from farthing.objectives.registry import objective_of

@@ -90,8 +90,7 @@ class _Script:
 
     def __init__(self, out: Imported) -> None:
         self.out = out
-        self.values = Json()
-        """All settings by their own names; the first call that has one counts."""
+        self.values = Json()  # all settings by their own names; the first call that has one counts
         self.calls: list[tuple[str, Json]] = []
         self.seen: Counter[str] = Counter()
         self.done: set[str] = set()

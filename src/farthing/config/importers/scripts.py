@@ -126,8 +126,7 @@ class _Values:
         self.defaults: dict[str, ast.expr] = {}
         """Of command line arguments and dataclass fields, by their name."""
         self.of = functools.cache(self._of)  # names grow out of one another
-        self.sizes: dict[int, int] = {}
-        """Values in a list or mapping with those in it, by its id."""
+        self.sizes: dict[int, int] = {}  # values in a list or mapping with those in it, by its id
         for node in ast.walk(tree):
             match node:
                 case ast.Constant(value=int(number)) if number.bit_length() > 63:

@@ -29,8 +29,7 @@ Effect = Literal["none", "differs", "blocks"]
 """Of a key that is named: the result is the same, the result differs, or no job can be made."""
 UNKNOWN = "farthing does not know this key; look it up, and set it by hand if it matters"
 ONLY_RUNNING = "only running the script would tell this value: set it by hand"
-LEAVES = ("rope_scaling", "lr_scheduler_kwargs")
-"""Keys whose mapping is one value."""
+LEAVES = ("rope_scaling", "lr_scheduler_kwargs")  # keys whose mapping is one value
 _UNLESS = {"train.warmup_ratio": "train.warmup_steps", "train.eval_strategy": "train.eval_steps"}
 """Keys that have no default where another one is set."""
 
@@ -58,8 +57,7 @@ class Rule(NamedTuple):
     """A key of the job that means the same, and how its value is written there."""
 
     key: str
-    reader: str
-    """A function below, one of `words`, or empty: the value is what the key takes."""
+    reader: str  # a function below, one of `words`, or empty: the value is what the key takes
     note: str
 
 
@@ -91,8 +89,7 @@ class KeyFate(NamedTuple):
 
     key: str
     value: Any
-    became: str
-    """The key of the job; empty for a key that is only named."""
+    became: str  # the key of the job; empty for a key that is only named
     why: str
     effect: Effect
 
@@ -102,10 +99,8 @@ class Imported:
     """A job in the making. `job` is flat: `section.key` to value."""
 
     source: str
-    path: Path
-    """The file that is read."""
-    program: str = ""
-    """The script or verb of a command line: `run_glue.py`, `sft`."""
+    path: Path  # the file that is read
+    program: str = ""  # the script or verb of a command line: `run_glue.py`, `sft`
     job: Json = field(default_factory=dict)
     lines: dict[str, KeyFate] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -323,13 +318,11 @@ def number(value: Any) -> float:
     try:
         found = float(value)
     except (TypeError, ValueError):
-        raise UnmatchedError(
-            f"no number that can be read here ({say(value)}): set it by hand"
-        ) from None
+        why = f"no number that can be read here ({say(value)}): set it by hand"
+        raise UnmatchedError(why) from None
     if not 0 < found < math.inf:
-        raise UnmatchedError(
-            f"{say(value)} disables it there; the default of farthing applies", "none"
-        )
+        why = f"{say(value)} disables it there; the default of farthing applies"
+        raise UnmatchedError(why, "none")
     return found
 
 
@@ -362,9 +355,8 @@ def names(value: Any) -> list[str]:
 def targets(value: Any) -> list[str]:
     """Layers that get an adapter: names and no pattern."""
     if set("()|\\*[]") & set("".join(map(str, value if isinstance(value, list) else [value]))):
-        raise UnmatchedError(
-            "a pattern of layer names; farthing takes names: set method.target_modules"
-        )
+        why = "a pattern of layer names; farthing takes names: set method.target_modules"
+        raise UnmatchedError(why)
     found = names(value)
     return ["all-linear"] if found == ["all"] else found
 
