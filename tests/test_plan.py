@@ -18,19 +18,15 @@ from farthing.models.shapes import read_shape
 from farthing.planner.inputs import estimate_of
 from farthing.planner.managed import fees_of
 from farthing.planner.memory import OnDevice
-from farthing.planner.price import quiet_interval_s, within_limits
-from farthing.planner.ranges import class_of, spread_of
-from farthing.planner.recipe import Recipe
-from farthing.planner.search import Refusal, budgets
+from farthing.planner.price import quiet_interval_s
+from farthing.planner.ranges import class_of
+from farthing.planner.search import budgets
 from farthing.planner.software import Torch
 from farthing.planner.speed import Calibration, cpu_device
 from farthing.planner.spot import Interruptions, weibull
 from farthing.planner.types import (
     JobSpec,
-    Machine,
-    Rejected,
 )
-from farthing.prices.gpus import gpus
 from farthing.prices.offers import Billing, Offer
 from farthing.report.plan_view import why
 from offers import TODAY, offer_of
@@ -56,43 +52,21 @@ MARKET = [
 ]
 
 
-def tokens_of(recipe: Recipe) -> float:
-    """The most that the micro-batches of a mean step may compute."""
-    return recipe.settings.micro_batch_tokens * recipe.n_micro_batches * recipe.n_gpus
-
-
 # ---- what a plan is made of ----
 
 
-def test_dollars_are_those_of_the_hours_and_ranges_hold_what_is_likely():
-    asked = wanted_of(eval_lengths=lengths_of(500))
-    answer = decide(asked, MARKET)
-    assert len(answer.plans) + len(answer.rejected) == len(MARKET)
-    for plan in answer.plans:
-        assert plan.seconds["training"] == pytest.approx(answer.n_steps * plan.on.step.seconds)
-        billed_s = plan.wall_s - plan.seconds.get("waiting", 0.0)
-        usd_per_hour = plan.offer.usd_per_hour or 0
-        assert plan.usd["compute"] == pytest.approx(billed_s / H * usd_per_hour)
-        for found in (plan.hours_range, plan.usd_range):
-            assert 0 <= found.low < found.likely < found.high
-        assert plan.on.memory_range.likely <= plan.on.machine.memory.n_bytes
-        assert tokens_of(plan.recipe) >= 32 * asked.lengths.mean
-
-
 def test_micro_batches_are_budgets_of_tokens():
-    asked = wanted_of(lengths=lengths_of(longest=1500))
-    of_step = asked.lengths.largest_step(32)
+    asked, short, long = (wanted_of(lengths=lengths_of(longest=n)) for n in (1500, 200, 9000))
     found = budgets(asked, 1, is_cuda=True)
     assert found[:3] == [1500, 2048, 4096]
-    assert found[-2] < of_step <= found[-1]
-    assert budgets(replace(asked, global_batch=4096), 1, True)[-1] == 65_536
-    assert budgets(asked, 8, True)[-1] < found[-1], "each GPU has a part of the step"
-    assert budgets(wanted_of(lengths=lengths_of(longest=200)), 1, True)[:2] == [200, 1024]
-    assert budgets(wanted_of(lengths=lengths_of(longest=200)), 1, False) == [200, 1024, 2048]
-    assert budgets(wanted_of(lengths=lengths_of(longest=9000)), 1, False) == [9000]
-    assert budgets(replace(asked, micro_batch_tokens=777), 4, True) == [777], "what the job says"
+    assert found[-2] < asked.lengths.largest_step(32) <= found[-1]
+    assert budgets(replace(asked, global_batch=4096), 1, is_cuda=True)[-1] == 65_536
+    assert budgets(asked, 8, is_cuda=True)[-1] < found[-1], "each GPU has a part of the step"
+    assert budgets(short, 1, is_cuda=True)[:2] == [200, 1024]
+    assert budgets(short, 1, is_cuda=False) == [200, 1024, 2048]
+    assert budgets(long, 1, is_cuda=False) == [9000]
     plan = only(decide(replace(asked, micro_batch_tokens=777), [place("A100-80GB", 2.0)]))
-    assert plan.recipe.settings.micro_batch_tokens == 777
+    assert plan.recipe.settings.micro_batch_tokens == 777, "what the job says"
     assert "up to 777 tokens at a time" in plan.recipe.in_words()
 
 
@@ -149,62 +123,27 @@ def test_steps_are_those_of_the_trainer(changes, n_steps, n_evaluations):
     assert (asked.n_steps, asked.n_evaluations) == (n_steps, n_evaluations)
 
 
-@pytest.mark.parametrize(
-    ("provider", "setup_s"), [("AWS", 221.0), ("Lambda", 420.0), ("nobody", 240.0)]
-)
-def test_each_provider_has_its_own_time_to_boot_on_the_same_gpu(provider, setup_s):
-    plan = only(decide(wanted_of(), [place("A100-80GB", 2.0, provider=provider)]))
-    assert plan.seconds["setup"] == setup_s
-
-
-def test_a_place_of_ones_own_needs_no_setup_no_download_and_no_tokenizing_twice():
+def test_each_provider_has_its_own_time_to_boot_and_a_place_of_ones_own_none():
+    """A place of one's own needs no download, and tokenizes nothing twice."""
+    boots = {"AWS": 221.0, "Lambda": 420.0, "nobody": 240.0}
+    rented = decide(wanted_of(), [place("RTX 4090", 0.1, provider=name) for name in boots]).plans
+    assert {plan.offer.provider: plan.seconds["setup"] for plan in rented} == boots
     own = place("RTX 4090", 0.1).but(is_local=True)
-    there = only(decide(wanted_of(), [place("RTX 4090", 0.1)]))
-    here = only(decide(wanted_of(is_tokenized=True), [own]))
-    assert {"setup", "download", "tokenizing"} <= set(there.seconds)
-    assert not {"setup", "download", "tokenizing"} & set(here.seconds)
-    assert here.seconds["training"] == there.seconds["training"]
+    here = only(decide(wanted_of(is_tokenized=True), [own])).seconds
+    assert rented[0].seconds.keys() - here.keys() == {"setup", "download", "tokenizing"}
+    assert here["training"] == rented[0].seconds["training"]
 
 
-def precision_of(gpu: str, **changes: Any) -> str:
-    found = at(offer_of(gpu, 0.3), wanted_of(**changes)).machine
-    assert isinstance(found, Machine)
-    return found.precision
-
-
-def test_old_gpus_compute_in_fp16_and_none_in_bf16():
-    for gpu in ("T4", "V100-16GB"):
-        assert precision_of(gpu) == "fp16"
+@pytest.mark.parametrize(
+    ("gpu", "precision"),
+    [("T4", "fp16"), ("V100-16GB", "fp16"), ("A100-40GB", "bf16"), ("K80", "fp32")],
+)
+def test_old_gpus_compute_in_fp16_and_none_in_bf16(gpu, precision):
+    assert at(offer_of(gpu, 0.3)).machine.precision == precision
+    if precision == "fp16":
         found = at(offer_of(gpu, 0.3), wanted_of(precision="bf16")).machine
-        assert isinstance(found, Refusal)
         assert found.reason == f"{gpu} does not compute in bf16"
         assert found.change == "leave train.bf16 out: fp16 is used"
-    assert precision_of("A100-40GB") == "bf16"
-    assert precision_of("K80") == "fp32"
-
-
-def test_calibration_moves_and_narrows_the_ranges():
-    raw = place("L4", 0.6)
-    known = raw.but(
-        calibration=Calibration(
-            compute=2.0, start_s=30.0, load_s=0.0, spread=0.08, n_runs=3, source="3 runs"
-        ),
-    )
-    before, after = (only(decide(wanted_of(), [one])) for one in (raw, known))
-    moving = [("matmul", 2.0), ("attention", 2.0), ("memory traffic", 2.0), ("optimizer", 1.0)]
-    for name, factor in moving:
-        assert after.on.step.parts[name] == pytest.approx(factor * before.on.step.parts[name])
-    assert after.seconds["start-up"] == 30.0
-
-    def width(plan):
-        return (plan.hours_range.high - plan.hours_range.low) / 2 / plan.hours_range.likely
-
-    published = spread_of("speed", wanted_of().shape, "Ada", "bf16", "")
-    assert width(before) == pytest.approx((published.high - published.low) / 2, rel=0.2)
-    assert width(after) < 0.09
-    # places that differ in nothing but their measurements are told apart
-    both = decide(wanted_of(), [raw, known]).plans
-    assert len({plan.wall_s for plan in both}) == 2
 
 
 def test_a_family_that_was_not_traced_is_planned_with_a_wider_range():
@@ -225,14 +164,10 @@ def test_a_family_that_was_not_traced_is_planned_with_a_wider_range():
 
 
 def test_the_cheapest_is_first_and_ties_go_to_the_sooner_and_say_so():
-    answer = decide(wanted_of(), MARKET)
-    cheapest = min(plan.total_usd for plan in answer.plans)
-    assert answer.plans[0].total_usd <= cheapest * 1.05 + 1e-9
-    slow = only(decide(wanted_of(), [place("A100-80GB", 2.0)]))
-    quick = only(decide(wanted_of(), [place("H100-80GB", 2.0)]))
-    even = (
-        2.0 * slow.total_usd / quick.total_usd
-    )  # the price at which the quicker one costs as much
+    slow, quick = (
+        only(decide(wanted_of(), [place(gpu, 2.0)])) for gpu in ("A100-80GB", "H100-80GB")
+    )
+    even = 2.0 * slow.total_usd / quick.total_usd  # at which the quicker one costs as much
     for factor, first, words in (
         (1.03, "H100-80GB", "within 5% or a cent of the cheapest"),
         (1.08, "A100-80GB", "the cheapest"),
@@ -348,9 +283,8 @@ def test_the_same_question_has_the_same_answer_whatever_the_order():
     asked = wanted_of(deadline_s=40 * H, max_usd=60.0, eval_lengths=lengths_of(300))
     first = decide(asked, MARKET)
     other = decide(asked, random.Random(3).sample(MARKET, len(MARKET)))
-    assert other.plans == first.plans
+    assert repr(other.plans) == repr(first.plans)
     assert sorted(map(repr, other.rejected)) == sorted(map(repr, first.rejected))
-    assert repr(decide(asked, MARKET)) == repr(first)
 
 
 def test_nothing_to_choose_from_and_nothing_to_train_on():
@@ -380,13 +314,13 @@ def test_targets_count_as_sources_do_where_both_are_laid_end_to_end():
 # ---- several GPUs ----
 
 
-def test_a_step_that_does_not_divide_evenly_still_holds_all_its_examples():
-    for batch, n_gpus in ((10, 4), (7, 2), (33, 8), (5, 4)):
-        plan = only(decide(wanted_of(global_batch=batch), [place("A100-80GB", 2.0, n_gpus)]))
-        recipe = plan.recipe
-        assert recipe.n_gpus == n_gpus
-        assert tokens_of(recipe) >= batch * wanted_of().lengths.mean
-        assert plan.on.step.n_tokens == pytest.approx(batch * wanted_of().lengths.mean)
+@pytest.mark.parametrize(("batch", "n_gpus"), [(10, 4), (33, 8)])
+def test_a_step_that_does_not_divide_evenly_still_holds_all_its_examples(batch, n_gpus):
+    plan = only(decide(wanted_of(global_batch=batch), [place("A100-80GB", 2.0, n_gpus)]))
+    recipe, n_tokens = plan.recipe, batch * wanted_of().lengths.mean
+    most_at_once = recipe.settings.micro_batch_tokens * recipe.n_micro_batches
+    assert most_at_once * recipe.n_gpus >= n_tokens
+    assert plan.on.step.n_tokens == pytest.approx(n_tokens)
 
 
 def test_more_gpus_than_examples_in_a_step_are_refused():
@@ -404,14 +338,9 @@ def test_a_model_too_large_for_one_gpu_is_divided():
     assert plan.recipe.sharding == "fsdp"
     adapters = only(decide(replace(asked, method="lora"), [place("RTX 4090", 4.0, 8)]))
     assert adapters.recipe.sharding == "ddp", "all weights on each, where they fit"
-    large = wanted_of("meta-llama/Llama-3.1-70B", method="lora")
-    spread = only(decide(large, [place("A100-80GB", 16.0, 8)]))
-    assert spread.recipe.sharding == "fsdp"
-    assert spread.recipe.to_set == ("where.gpus: all", "where.strategy: fsdp")
-    assert (
-        "needs"
-        in refused(decide(replace(large, method="qlora"), [place("RTX 4090", 4.0, 8)])).reason
-    )
+    assert plan.recipe.to_set == ("where.gpus: all", "where.strategy: fsdp")
+    quantized = wanted_of("meta-llama/Llama-3.1-70B", method="qlora")
+    assert "needs" in refused(decide(quantized, [place("RTX 4090", 4.0, 8)])).reason
 
 
 # ---- advice that can be followed ----
@@ -434,10 +363,8 @@ def follow(wanted: JobSpec, change: str, *, last: bool = False) -> JobSpec:
             r"a deadline (?:(\d+) h )?(?:(\d+) min(?: (\d+) s)?)? later", words
         ):
             hours, minutes, seconds = (int(part or 0) for part in found.groups())
-            assert wanted.deadline_s is not None
-            wanted = replace(
-                wanted, deadline_s=wanted.deadline_s + hours * H + minutes * 60 + seconds
-            )
+            later_s = hours * H + minutes * 60 + seconds
+            wanted = replace(wanted, deadline_s=(wanted.deadline_s or 0) + later_s)
         else:
             field = {
                 "train.global_batch_size": ("global_batch", int),
@@ -494,21 +421,16 @@ def test_every_rejection_has_a_reason_and_its_change_lets_the_offer_in(seed):
         here = [one for one in places if one.offer == refusal.offer]
         for last in (False, True):
             job, change = asked, refusal.change
-            for _ in range(
-                6
-            ):  # another limit may be in the way after the first, never the same one again
+            for _ in range(6):  # another limit may be in the way after the first, never the same
                 job = follow(job, change, last=last)
-                again = decide(job, here)
-                if again.plans:
+                answer = decide(job, here)
+                if answer.plans:
                     break
-                assert kind_of(again.rejected[0].reason) != kind_of(refusal.reason), (
-                    refusal,
-                    again.rejected[0],
-                )
-                if again.rejected[0].change.startswith("a smaller model"):
+                (again,) = answer.rejected
+                assert kind_of(again.reason) != kind_of(refusal.reason), (refusal, again)
+                if again.change.startswith("a smaller model"):
                     break
-                change, refusal_now = again.rejected[0].change, again.rejected[0]
-                assert refusal_now.reason
+                change = again.change
             else:
                 raise AssertionError(f"advice without end: {refusal}")
 
@@ -516,16 +438,6 @@ def test_every_rejection_has_a_reason_and_its_change_lets_the_offer_in(seed):
 def kind_of(reason: str) -> str:
     """The words of a reason without its figures."""
     return re.sub(r"[\d.,$%]+|\(.*\)", "", reason)[:12]
-
-
-def test_spot_that_costs_too_much_gets_in_with_the_change_too():
-    spot = place("A100-80GB", 1.25, spot=True)
-    cost = only(decide(wanted_of(), [spot])).total_usd
-    asked = wanted_of(max_usd=cost / 2)
-    found = refused(decide(asked, [spot]))
-    assert found.reason.startswith("costs $")
-    for last in (False, True):
-        assert decide(follow(asked, found.change, last=last), [spot]).plans
 
 
 def test_evaluation_takes_as_many_tokens_at_once_as_training_but_one_row_has_to_fit():
@@ -538,21 +450,6 @@ def test_evaluation_takes_as_many_tokens_at_once_as_training_but_one_row_has_to_
 
 
 # ---- spot and deadlines ----
-
-
-def test_spot_at_half_price_costs_about_half_and_takes_longer():
-    work = wanted_of(n_epochs=60.0)
-    own = only(decide(work, [place("A100-80GB", 2.0)]))
-    spot = only(decide(work, [place("A100-80GB", 1.0, spot=True)]))
-    assert own.spot is None
-    assert spot.spot is not None
-    assert spot.spot.n_interruptions > 0.5
-    assert 0.5 < spot.total_usd / own.total_usd < 0.8
-    assert spot.wall_s > own.wall_s
-    assert (
-        spot.hours_range.high - spot.hours_range.likely
-        > own.hours_range.high - own.hours_range.likely
-    )
 
 
 def calm(offer: Offer) -> Interruptions:
@@ -622,8 +519,8 @@ def test_capacity_that_never_lasts_a_start_is_refused():
 
 
 def test_managed_training_is_listed_with_its_fee_the_cheapest_first():
-    fee = offer_of("", 250.0, 0, provider="M")._replace(unit="run")
-    by_token = offer_of("", 0.5, 0, provider="N")._replace(unit="million_tokens")
+    fee = offer_of("", 250.0, 0, provider="M", unit="run")
+    by_token = offer_of("", 0.5, 0, provider="N", unit="million_tokens")
     asked = wanted_of()
     trained = asked.n_steps * asked.global_batch * asked.lengths.mean / 1e6
     found = fees_of(asked, "m", 1024, [fee, by_token], TODAY)
@@ -631,16 +528,6 @@ def test_managed_training_is_listed_with_its_fee_the_cheapest_first():
         ("N", pytest.approx(0.5 * trained)),
         ("M", 250.0),
     ]
-
-
-def test_units_of_gigabytes_and_packs_are_paid_up_front():
-    colab = offer_of("T4", 9.99 / 100, provider="Colab")._replace(unit="gb_hour")
-    colab = colab._replace(billing=Billing("Colab", pack_usd=9.99))
-    asked = wanted_of("HuggingFaceTB/SmolLM2-135M", lengths=lengths_of(2000))
-    plan = only(decide(asked, [at(colab)]))
-    gib = gpus()["T4"].memory_gib
-    assert plan.usd["compute"] == pytest.approx(gib * plan.wall_s / H * 0.0999, rel=2e-3)
-    assert plan.up_front_usd == pytest.approx(9.99 * -(-plan.total_usd // 9.99))
 
 
 @pytest.mark.parametrize(("store", "sends_saves"), [("", 0), ("s3://a/b", 0), ("gs://a/b", 1)])
@@ -676,17 +563,6 @@ def with_ram(gpu: str, usd: float, gib: float, n_gpus: int = 1) -> Place:
     return place(gpu, usd, n_gpus).sold(ram_gib=gib)
 
 
-def test_full_training_that_fits_no_other_way_is_planned_with_its_weights_in_main_memory():
-    asked = wanted_of(EIGHT, method="full")
-    plan = only(decide(asked, [with_ram("RTX 4090", 0.5, 256.0)]))
-    assert plan.to_set == ("where.strategy: fsdp", "where.offload_weights: true")
-    n = asked.shape.n_parameters
-    assert plan.on.host_bytes == 16 * n, "weights, gradients and two moments in fp32"
-    assert plan.on.memory.allocated.n_bytes < 2 * n, "not even bf16 weights are whole on the GPU"
-    assert plan.on.step.parts["weights from the host"] > 0
-    assert sum(plan.on.step.parts.values()) == pytest.approx(plan.on.step.seconds)
-
-
 def test_weights_stay_on_the_gpu_where_they_fit_and_where_main_memory_is_short_or_not_known():
     asked = wanted_of(EIGHT, method="full")
     whole = only(decide(asked, [with_ram("B200", 5.0, 512.0)]))
@@ -706,7 +582,6 @@ def test_8b_in_full_fits_one_gpu_of_80_gb_without_copies_in_fp32():
     assert plan.on.memory.parts["weights"] == 2 * n
     assert plan.on.memory.parts["optimizer"] == 4 * n
     old = at(offer_of("V100-16GB", 0.3), follow(asked, change)).machine
-    assert isinstance(old, Refusal)
     assert old.reason.endswith("computes in bf16, and V100-16GB in fp16")
 
 
@@ -742,14 +617,17 @@ def test_more_gpus_bring_fewer_rows_each_and_adapters_leave_only_the_base_in_mai
     asked = wanted_of(EIGHT, method="full", offloads_weights=True)
     one, two = (only(decide(asked, [with_ram("A100-80GB", 2.0, 512.0, n)])) for n in (1, 2))
     assert one.on.host_bytes == two.on.host_bytes
-    each = one.on.step.parts["weights from the host"] / one.recipe.n_micro_batches
-    assert two.on.step.parts["weights from the host"] / two.recipe.n_micro_batches == pytest.approx(
-        each / 2
+    each, half = (
+        plan.on.step.parts["weights from the host"] / plan.recipe.n_micro_batches
+        for plan in (one, two)
     )
-    assert two.to_set == ("where.gpus: all", "where.strategy: fsdp", "where.offload_weights: true")
-    lora = only(decide(replace(asked, method="lora"), [place("RTX 3090", 0.2)]))
+    assert half == pytest.approx(each / 2)
+    assert one.to_set == ("where.strategy: fsdp", "where.offload_weights: true")
+    assert two.to_set == ("where.gpus: all", *one.to_set)
+    adapted = replace(asked, method="lora")
+    lora = only(decide(adapted, [place("RTX 3090", 0.2)]))
     assert lora.on.host_bytes == 2 * asked.shape.n_parameters
-    assert lora.on.memory.parts["weights"] == 4 * replace(asked, method="lora").n_trainable
+    assert lora.on.memory.parts["weights"] == 4 * adapted.n_trainable
 
 
 def test_an_off_loaded_optimizer_needs_main_memory_too():
@@ -760,40 +638,6 @@ def test_an_off_loaded_optimizer_needs_main_memory_too():
     )
     short = with_ram("A100-80GB", 2.0, 100.0)
     assert refused(decide(asked, [short])).reason.endswith("of main memory, has 100.0 GiB")
-
-
-def test_texts_that_an_evaluation_writes_at_once_are_counted_in_memory_and_in_seconds():
-    pairs = from_mean(4000, 400.0, 512, mean_target=8.0)
-    asked = wanted_of("google/flan-t5-base", lengths=pairs, eval_lengths=pairs, checkpoint_every=1)
-    reads = only(decide(asked, [place("A100-80GB", 2.0)]))
-    writes = only(decide(replace(asked, max_new_tokens=256), [place("A100-80GB", 2.0)]))
-    most = writes.recipe.settings.micro_batch_tokens
-    at_once = replace(asked, max_new_tokens=256).written_at_once(most)
-    assert at_once.n_rows == 8 * most // (512 + 256)
-    layers = asked.shape.n_decoder_layers
-    keys_and_values = (
-        2 * 2 * at_once.n_rows * (512 + 256) * layers * asked.shape.n_heads * asked.shape.head_dim
-    )
-    assert writes.on.memory.moment == "evaluation"
-    assert writes.on.memory.parts["activations"] > keys_and_values
-    assert writes.on.memory.allocated.n_bytes > reads.on.memory.allocated.n_bytes
-    more_s = writes.seconds["evaluation"] - reads.seconds["evaluation"]
-    n_batches = -(-4000 // at_once.n_rows)
-    assert more_s < asked.n_evaluations * (n_batches + 1) * 256 * 0.4e-3 * layers
-
-
-def test_fewer_steps_that_keep_a_cap_are_those_of_the_arithmetic():
-    """Of 36,000 s 2,000 do not shrink: half the dollars leave 16,000 of 34,000, less a margin."""
-    plan = only(decide(wanted_of(), [place("A100-80GB", 2.0)]))
-    seconds = {"setup": 2000.0, "training": 33_000.0, "checkpoints": 1000.0}
-    plan = plan._replace(wall_s=36_000.0, total_usd=20.0, seconds=seconds)
-    for n_steps, fewer in ((1000, "train.max_steps: 447 of 1000"), (3, "train.max_steps: 1 of 3")):
-        found = within_limits(plan, wanted_of(max_steps=n_steps, max_usd=10.0))
-        assert isinstance(found, Rejected)
-        assert (found.change.partition(", or ")[2], found.distance) == (fewer, 2.0)
-    late = within_limits(plan, wanted_of(deadline_s=30_000.0))
-    assert isinstance(late, Rejected)
-    assert late.reason == "ends 1 h 40 min after the deadline"
 
 
 def test_checkpoints_where_nobody_takes_the_machine_are_youngs_for_a_crash_a_week():
