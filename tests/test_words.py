@@ -24,7 +24,8 @@ def test_each_call_for_words_names_a_macro_with_as_many_values():
     }
     n_checked = 0
     for path in SOURCE.rglob("*.py"):
-        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for call in ast.walk(ast.parse(text if "report.words" in text else "")):
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
                 continue
             file, macro, *values = [*call.args, None, None]
