@@ -134,6 +134,23 @@ def train_on(n: int, folder: Path, job: Job, *more: Any) -> list[Any]:
     return on_ranks(n, folder / "meetings", run, job.model_dump(mode="json"), *more)
 
 
+def finish_on(n: int, folder: Path, job: Job, *more: Any) -> list[Any]:
+    found = train_on(n, folder, job, *more)
+    assert [each["code"] for each in found] == [0] * n
+    return found
+
+
+def with_where(job: Job, **keys: Any) -> Job:
+    return job.model_copy(update={"where": job.where.model_copy(update=keys)})
+
+
+def trained_alone(folder: Path, family: str = "llama", **keys: Any) -> Job:
+    """The job on one process."""
+    job = spread_job(folder / "alone", family, where={"strategy": "ddp", "gpus": None}, **keys)
+    farthing.train.run.train(job, Heard())
+    return job
+
+
 def saves_of(job: Job) -> dict[int, Path]:
     folder = Path(job.output_dir) / "checkpoints"
     return {
@@ -164,15 +181,9 @@ def refuse_difference(job: Job, other: Job) -> None:
 def test_full_training_on_two_then_three_then_one_is_that_of_one_process_also_behind_a_damaged_part(
     tmp_path,
 ):
-    alone, spread = (
-        spread_job(tmp_path / "alone", where={"strategy": "ddp", "gpus": None}),
-        spread_job(tmp_path / "spread"),
-    )
-    farthing.train.run.train(alone, Heard())
-    assert train_on(2, tmp_path, spread, [1, 3]) == [
-        76,
-        -signal.SIGKILL,
-    ], "the other one ends, and says why"
+    alone, spread = trained_alone(tmp_path), spread_job(tmp_path / "spread")
+    ends = train_on(2, tmp_path, spread, [1, 3])
+    assert ends == [76, -signal.SIGKILL], "the other one ends, and says why"
     assert {path.name for path in saves_of(spread)[2].glob("*.safetensors")} == {
         f"{part}-0000{number}-of-00002.safetensors"
         for part in ("model", "optimizer")
@@ -181,20 +192,17 @@ def test_full_training_on_two_then_three_then_one_is_that_of_one_process_also_be
     loaded = [int((tmp_path / "spread" / f"loaded-{rank}").read_text()) for rank in range(2)]
     assert loaded[0] > 100_000
     assert loaded[1] < 1000, "one rank reads the model for all"
-    offloads = spread.model_copy(
-        update={"where": spread.where.model_copy(update={"offload_weights": True})}
-    )
+    offloads = with_where(spread, offload_weights=True)
     assert train_on(3, tmp_path, offloads, [2, 6]) == [76, 76, -signal.SIGKILL]
     newest = saves_of(spread)[max(saves_of(spread))]
     assert (newest / "optimizer-00003-of-00003.safetensors").exists()
     with open(newest / "optimizer-00002-of-00003.safetensors", "r+b") as file:
         file.seek(-9, os.SEEK_END)
         file.write(b"\x55")
-    found = train_on(1, tmp_path, offloads)
-    assert found[0]["code"] == 0
-    assert "kept in main memory" in str(found[0]["said"])
-    assert "optimizer-00002-of-00003.safetensors differs" in found[0]["warnings"]
-    assert any("ZeRO-3" in text for text in found[0]["said"]), "how weights are spread is said"
+    (found,) = finish_on(1, tmp_path, offloads)
+    assert "kept in main memory" in str(found["said"])
+    assert "optimizer-00002-of-00003.safetensors differs" in found["warnings"]
+    assert "ZeRO-3" in str(found["said"]), "how weights are spread is said"
     refuse_difference(spread, alone)
 
 
@@ -238,25 +246,19 @@ def test_full_training_on_two_then_three_then_one_is_that_of_one_process_also_be
 )
 def test_other_numbers_of_ranks_and_other_ways_give_the_same(family, keys, where, ranks, tmp_path):
     begins_with_ddp = keys.pop("train_ddp", 0)
-    alone = spread_job(tmp_path / "alone", family, where={"strategy": "ddp", "gpus": None}, **keys)
+    alone = trained_alone(tmp_path, family, **keys)
     spread = spread_job(tmp_path / "spread", family, where=where, **keys)
-    farthing.train.run.train(alone, Heard())
+    n_local = 2 if where.get("strategy") == "hsdp" else 0
     for number, (n, step) in enumerate(ranks):
-        job = spread
-        if begins_with_ddp and not number:
-            job = spread.model_copy(
-                update={"where": spread.where.model_copy(update={"strategy": "ddp"})}
-            )
-        n_local = 2 if where.get("strategy") == "hsdp" else 0
-        found = train_on(n, tmp_path, job, None if step is None else [n - 1, step], n_local)
         if step is None:
-            assert [each["code"] for each in found] == [0] * n
+            found = finish_on(n, tmp_path, spread, None, n_local)
             held, whole = [each["held"][0] for each in found], found[0]["held"][1]
-            assert sum(held) == whole * (n // n_local if n_local else 1), (
-                "each rank has its rows and no more"
-            )
+            n_copies = n // n_local if n_local else 1
+            assert sum(held) == whole * n_copies, "each rank has its rows and no more"
         else:
-            assert found[-1] == -signal.SIGKILL
+            first = begins_with_ddp and not number
+            job = with_where(spread, strategy="ddp") if first else spread
+            assert train_on(n, tmp_path, job, [n - 1, step], n_local)[-1] == -signal.SIGKILL
     refuse_difference(spread, alone)
 
 
@@ -274,9 +276,9 @@ def test_a_killed_run_on_as_many_ranks_has_the_same_bits(strategy, keys, tmp_pat
         spread_job(tmp_path / name, where={"strategy": strategy}, **keys)
         for name in ("whole", "killed")
     )
-    assert [each["code"] for each in train_on(2, tmp_path, whole)] == [0, 0]
+    finish_on(2, tmp_path, whole)
     assert train_on(2, tmp_path, killed, [0, 4]) == [-signal.SIGKILL, 76]
-    assert [each["code"] for each in train_on(2, tmp_path, killed)] == [0, 0]
+    finish_on(2, tmp_path, killed)
     ours, theirs = (
         {path.name: path.read_bytes() for path in saves_of(job)[7].glob("*.safetensors")}
         for job in (whole, killed)
@@ -288,33 +290,24 @@ def test_a_killed_run_on_as_many_ranks_has_the_same_bits(strategy, keys, tmp_pat
 
 @pytest.mark.slow
 def test_a_rank_without_memory_ends_all_and_leaves_less_to_the_next_attempt(tmp_path):
-    alone, spread = (
-        spread_job(tmp_path / "alone", where={"strategy": "ddp", "gpus": None}),
-        spread_job(tmp_path / "spread"),
-    )
-    farthing.train.run.train(alone, Heard())
+    alone, spread = trained_alone(tmp_path), spread_job(tmp_path / "spread")
     first, second = train_on(2, tmp_path, spread, [1, 4], 0, True)
     assert first == 76
     assert second["code"] == 75
     assert "with smaller micro-batches" in second["why"]
     settings = kept(Path(spread.output_dir) / "settings.json") or {}
     assert settings["micro_batch_tokens"] < 90
-    assert [each["code"] for each in train_on(2, tmp_path, spread)] == [0, 0]
+    finish_on(2, tmp_path, spread)
     refuse_difference(spread, alone)
 
 
 @pytest.mark.slow
 def test_rows_travel_through_a_store_to_another_number_of_ranks(tmp_path):
-    alone = spread_job(tmp_path / "alone", where={"strategy": "ddp", "gpus": None})
-    spread = spread_job(tmp_path / "spread").model_copy(
-        update={"output_store": str(tmp_path / "store")}
-    )
-    farthing.train.run.train(alone, Heard())
+    alone, stored = trained_alone(tmp_path), {"output_store": str(tmp_path / "store")}
+    spread = spread_job(tmp_path / "spread").model_copy(update=stored)
     assert train_on(2, tmp_path, spread, [1, 5]) == [76, -signal.SIGKILL]
     shutil.rmtree(spread.output_dir)
-    found = train_on(3, tmp_path, spread)
-    assert [each["code"] for each in found] == [0, 0, 0]
-    assert "was brought back" in str(found[0]["said"])
+    assert "was brought back" in str(finish_on(3, tmp_path, spread)[0]["said"])
     refuse_difference(spread, alone)
 
 
@@ -342,11 +335,9 @@ def test_the_largest_micro_batch_is_rehearsed_and_lowered_until_it_has_room(
         assert n_tokens <= most
         assert (n_examples, n_tokens) == steps.feed.largest_of(step)
         assert (steps.feed.settings.micro_batch_tokens < 200) == (least > 1)
-        assert all(weight.grad is None for weight in steps.step.trained)
-        assert all(
-            torch.equal(weight, other)
-            for weight, other in zip(steps.step.trained, before, strict=True)
-        )
+        for weight, other in zip(steps.step.trained, before, strict=True):
+            assert weight.grad is None
+            assert torch.equal(weight, other)
         attempt.progress.step = 5
         assert dearest_step(attempt) is None, "nothing is left to take"
 
@@ -376,6 +367,7 @@ def told(rank: int) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_have_the_model_that_the_first_one_has_read(tmp_path):
     first, second = on_ranks(2, tmp_path, told)
     assert first[0] == second[0]
@@ -387,20 +379,19 @@ def test_ranks_have_the_model_that_the_first_one_has_read(tmp_path):
 # ---- what is spread ----
 
 
+class Layer(GradientCheckpointingLayer):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.linear(states)
+        return found
+
+
 class Shares(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        class Layer(GradientCheckpointingLayer):  # type: ignore[misc]
-            def __init__(self) -> None:
-                super().__init__()
-                self.linear = torch.nn.Linear(2, 2)
-
-            def forward(self, states: torch.Tensor) -> torch.Tensor:
-                found: torch.Tensor = self.linear(states)
-                return found
-
         self.layers = torch.nn.ModuleList([Layer(), Layer()])
 
 
@@ -613,16 +604,9 @@ def test_a_run_is_planned_for_all_gpus_that_share_it(tmp_path, monkeypatch):
         folder = Path(job.output_dir)
         folder.mkdir()
         found[n_ranks] = estimated(spec, folder, examples, None, Heard(), n_ranks)
-    one, two, four = found.values()
-    assert one is not None
-    assert two is not None
-    assert four is not None
-    assert two.memory["cache"] - one.memory.get("cache", 0) >= 2**29
-    assert (
-        two.memory["weights"]
-        == one.memory["weights"]
-        == pytest.approx(4 * four.memory["weights"], rel=1e-3)
-    )
+    one, two, four = (estimate.memory for estimate in found.values())
+    assert two["cache"] - one.get("cache", 0) >= 2**29
+    assert two["weights"] == one["weights"] == pytest.approx(4 * four["weights"], rel=1e-3)
 
 
 def test_auto_spreads_what_leaves_no_room_on_one_gpu(tmp_path, monkeypatch):
@@ -707,33 +691,29 @@ class Meeting:
         return found
 
 
+def shared_of(meeting: Meeting, index: int) -> Shared:
+    n, gather = meeting.n, partial(meeting.gather, index)
+    return Shared(index == 0, index, n, False, partial(of_rank, n, index), gather)
+
+
 def checkpoints_of(folder: Path, n: int) -> list[Checkpoints]:
-    meeting = Meeting(n)
+    meeting, others = Meeting(n), [folder.parent / f"of-{index}" for index in range(1, n)]
     return [
-        Checkpoints(
-            folder if index == 0 else folder.parent / f"of-{index}",
-            "run-1",
-            3,
-            warn=lambda text: None,
-            shared=Shared(
-                index == 0,
-                index,
-                n,
-                False,
-                partial(of_rank, n, index),
-                partial(meeting.gather, index),
-            ),
-        )
-        for index in range(n)
+        Checkpoints(own, "run-1", 3, warn=lambda text: None, shared=shared_of(meeting, index))
+        for index, own in enumerate([folder, *others])
     ]
+
+
+def errors_of_saving(ranks: list[Checkpoints], step: int) -> list[Any]:
+    for index, each in enumerate(ranks):
+        each.save(step, {"model": Saved(len(ranks), index)}, None)
+    return [each.wait().error for each in ranks]  # type: ignore[union-attr]
 
 
 def test_what_ranks_have_saved_is_read_by_any_number_of_them(tmp_path):
     for n in (1, 2, 4):
         ranks = checkpoints_of(tmp_path / f"on-{n}", n)
-        for index, each in enumerate(ranks):
-            each.save(5, {"model": Saved(n, index)}, None)
-        assert [each.wait().error for each in ranks] == [None] * n  # type: ignore[union-attr]
+        assert errors_of_saving(ranks, 5) == [None] * n
         assert ranks[0].newest_valid() == 5
         folder = ranks[0].folder_of(5)
         whole = read_part(folder, "model")
@@ -761,26 +741,17 @@ def test_a_save_that_fails_on_one_rank_has_failed_on_all(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(farthing.run.checkpoint, "save_file", full_on_the_third)
-        for index, each in enumerate(ranks):
-            each.save(5, {"model": Saved(3, index)}, None)
-        errors = [str(each.wait().error) for each in ranks]  # type: ignore[union-attr]
-    assert all("No space left" in error for error in errors)
+        errors = errors_of_saving(ranks, 5)
+    assert all("No space left" in str(error) for error in errors)
     assert list((tmp_path / "run").iterdir()) == [], "nothing is left of it"
-    for index, each in enumerate(ranks):
-        each.save(6, {"model": Saved(3, index)}, None)
-    assert [each.wait().error for each in ranks] == [None] * 3  # type: ignore[union-attr]
+    assert errors_of_saving(ranks, 6) == [None] * 3
     assert ranks[0].steps() == [6]
 
 
 def test_ranks_that_wait_for_a_draft_hear_that_there_is_none(tmp_path):
     """The first one fails before any file is written: its folder can't be made."""
     meeting, said = Meeting(2), []
-    shared = [
-        Shared(
-            not index, index, 2, False, partial(of_rank, 2, index), partial(meeting.gather, index)
-        )
-        for index in (0, 1)
-    ]
+    shared = [shared_of(meeting, index) for index in (0, 1)]
     (tmp_path / "there").mkdir()
 
     def along():
@@ -798,10 +769,7 @@ def test_ranks_that_wait_for_a_draft_hear_that_there_is_none(tmp_path):
 
 def test_a_part_without_one_of_its_files_is_damaged(tmp_path):
     ranks = checkpoints_of(tmp_path / "run", 3)
-    for index, each in enumerate(ranks):
-        each.save(5, {"model": Saved(3, index)}, None)
-    for each in ranks:
-        each.wait()
+    errors_of_saving(ranks, 5)
     folder = ranks[0].folder_of(5)
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(DamagedFileError, match="missing"):
