@@ -15,8 +15,7 @@ from farthing.data.lengths import Largest, Padded, from_arrays
 from farthing.local.machine import Cpu, LocalMachine
 from farthing.local.measurements import Measurement
 from farthing.model.attention_choice import AttentionHardware, AttentionTask, choose
-from farthing.models.model_config import known_config
-from farthing.models.shapes import Shape, read_shape
+from farthing.models.shapes import Shape
 from farthing.planner.calibration import as_run, past_errors
 from farthing.planner.calibration import calibrate as calibrate_case
 from farthing.planner.estimate import Estimate
@@ -33,6 +32,7 @@ from farthing.prices.gpus import find_gpu
 from farthing.prices.gpus import gpus as known_gpus
 from farthing.report.receipt import Bill, against_estimate
 from farthing.settings import Settings
+from planned import shape_of
 
 HERE = "a processor, 2 threads"
 STARTS_ONLY = Calibration(start_s=4.0)
@@ -41,11 +41,7 @@ STACK = stack_for("llama", "causal-lm", "fp32", "full")
 RECIPE = Recipe("full", Settings(512, precision="fp32"), "adamw_torch_fused", 16, stack=STACK)
 
 
-def shape_of(name: str = "HuggingFaceTB/SmolLM2-135M") -> Shape:
-    """A known model."""
-    config = known_config(name)
-    assert config is not None
-    return read_shape(config)
+SMALL = shape_of("HuggingFaceTB/SmolLM2-135M")
 
 
 def wanted_of(shape: Shape, method: str = "full", **changes: Any) -> JobSpec:
@@ -65,19 +61,19 @@ def job_with(**sections: Any) -> Job:
     return Job.model_validate(values | sections)
 
 
-def case_of(shape: Shape, recipe: Recipe = RECIPE) -> Case:
+def case_of(shape: Shape = SMALL) -> Case:
     """Full training on a processor; how long its examples are a run says."""
     padded = Padded(50.0, 0.0, 3200.0, 0.0, 0.0)
-    return Case(shape, recipe, None, Largest(1, 500, 0), padded, 50.0, is_cuda=False)
+    return Case(shape, RECIPE, None, Largest(1, 500, 0), padded, 50.0, is_cuda=False)
 
 
-def calibrate(
-    runs: list[Measurement], shape: Shape, recipe: Recipe = RECIPE, mean: float | None = None
-) -> Calibration:
-    return calibrate_case(runs, HERE, case_of(shape, recipe), DEVICE, mean)
+def calibrate(runs: list[Measurement], mean: float | None = None) -> Calibration:
+    return calibrate_case(runs, HERE, case_of(), DEVICE, mean)
 
 
-def run_of(shape: Shape, compute: float, optimizer: float = 1.0, **changes: Any) -> Measurement:
+def run_of(
+    compute: float, optimizer: float = 1.0, shape: Shape = SMALL, **changes: Any
+) -> Measurement:
     """Ten steps that took so many times what the formulas say, and 100 MiB more."""
     empty: dict[str, Any] = {"str": "", "int": 0, "float": 0.0, "bool": False}
     blank = {
@@ -128,37 +124,22 @@ def run_of(shape: Shape, compute: float, optimizer: float = 1.0, **changes: Any)
 
 
 def test_an_evaluation_that_wrote_texts_says_nothing_of_forward_passes():
-    shape = shape_of()
-    read = run_of(shape, 1.0, n_evaluations=2, n_eval_padded_tokens=8000, evaluation_s=1e6)
+    read = run_of(1.0, n_evaluations=2, n_eval_padded_tokens=8000, evaluation_s=1e6)
     wrote = replace(read, has_generated=True)
-    assert calibrate([read], shape).evaluation > 1000
-    assert calibrate([wrote], shape).evaluation == 1.0
-    assert calibrate([wrote, read], shape).evaluation == calibrate([read], shape).evaluation
-
-
-@pytest.mark.parametrize(
-    ("factors", "says"),
-    [
-        ([1.0, 1.0], "2 runs of this model here, the last on 2026-11-21 (too few to agree)"),
-        ([1.0, 2.0, 3.0], "3 runs of this model here, the last on 2026-11-21 (they differ)"),
-        ([1.0, 1.0, 1.0], "3 runs of this model here, the last on 2026-11-21"),
-    ],
-)
-def test_three_runs_can_agree(factors, says):
-    shape = shape_of()
-    assert calibrate([run_of(shape, each) for each in factors], shape).source == says
+    assert calibrate([read]).evaluation > 1000
+    assert calibrate([wrote]).evaluation == 1.0
+    assert calibrate([wrote, read]).evaluation == calibrate([read]).evaluation
 
 
 @pytest.mark.parametrize(("is_cuda", "error"), [(True, 0.05), (False, 0.08)])
 def test_memory_that_was_measured_has_a_narrow_range(is_cuda, error):
     known = Calibration(extra_bytes=0, source="3 runs")
-    found = memory_spread(SimpleNamespace(calibration=known, is_cuda=is_cuda), shape_of())
+    found = memory_spread(SimpleNamespace(calibration=known, is_cuda=is_cuda), SMALL)
     assert (found.low, found.high, found.known) == (1 - error, 1 + error, "3 runs")
 
 
 def test_runs_of_the_same_model_give_their_factors_back():
-    shape = shape_of()
-    found = calibrate([run_of(shape, 2.0, 3.0)], shape)
+    found = calibrate([run_of(2.0, 3.0)])
     assert found.compute == pytest.approx(2.0)
     assert found.optimizer == pytest.approx(3.0)
     assert found.waiting_s == pytest.approx(0.05)
@@ -177,15 +158,15 @@ def test_runs_of_the_same_model_give_their_factors_back():
     ],
 )
 def test_parts_of_a_run_that_were_not_measured_are_supposed(changes, load_s, save_s, export_s):
-    found = calibrate([run_of(shape_of(), 1.0, **changes)], shape_of())
+    found = calibrate([run_of(1.0, **changes)])
     assert (found.load_s, found.save_s, found.export_s) == (load_s, save_s, export_s)
 
 
 @pytest.mark.parametrize(("more", "extra"), [((0, 200), 300 << 20), ((-150, -200), -50 << 20)])
 def test_room_is_kept_for_the_run_that_needed_most(more, extra):
-    run = run_of(shape_of(), 1.0)
+    run = run_of(1.0)
     runs = [replace(run, peak_bytes=run.peak_bytes + (mib << 20)) for mib in more]
-    assert calibrate(runs, shape_of()).extra_bytes == extra
+    assert calibrate(runs).extra_bytes == extra
 
 
 def promised(run: Measurement, off_s: float, off_bytes: float) -> Measurement:
@@ -195,7 +176,7 @@ def promised(run: Measurement, off_s: float, off_bytes: float) -> Measurement:
 
 
 def test_past_errors_are_medians_of_what_was_promised_here():
-    run = run_of(shape_of(), 1.0)
+    run = run_of(1.0)
     assert past_errors([run, replace(run, promised={"step_s": 0.0, "peak_bytes": 0})], HERE) == ""
     one = promised(run, 0.25, -0.1)
     assert past_errors([one], "elsewhere") == ""
@@ -206,19 +187,18 @@ def test_past_errors_are_medians_of_what_was_promised_here():
 
 
 def test_an_evaluation_takes_what_it_took():
-    shape = shape_of()
     evaluated = {"n_evaluations": 1, "n_eval_padded_tokens": 10 * 16 * 50, "evaluation_s": 6.0}
-    run = run_of(shape, 20.0, **evaluated)
-    found = calibrate([run], shape)
-    steps = forward_work(work_of(as_run(run, case_of(shape))), 10)
+    run = run_of(20.0, **evaluated)
+    found = calibrate([run])
+    steps = forward_work(work_of(as_run(run, case_of())), 10)
     formula_s = step_time(steps, DEVICE).seconds
     assert found.compute == pytest.approx(20.0)
     assert formula_s * found.compute * found.evaluation == pytest.approx(6.0)
 
 
 def test_a_run_is_taken_as_it_was_cut():
-    run = run_of(shape_of(), 1.0)
-    case = case_of(shape_of())
+    run = run_of(1.0)
+    case = case_of()
     flat = as_run(run, case)
     assert flat.recipe.settings.micro_batch_tokens == 512
     assert (flat.recipe.n_micro_batches, flat.recipe.stack.is_packed) == (2.5, True)
@@ -235,90 +215,73 @@ def test_a_run_is_taken_as_it_was_cut():
 def test_a_run_of_pairs_is_taken_as_it_was_cut():
     """Of inputs with 60 tokens and targets with 20 in the mean; of 50 padded ones a quarter."""
     lengths = {"mean": 60.0, "mean_of_squares": 1.25 * 60**2, "mean_target": 20.0}
-    pairs = replace(run_of(shape_of(), 1.0), task="seq2seq", lengths=lengths)
-    flat = as_run(pairs, case_of(shape_of()))
+    pairs = replace(run_of(1.0), task="seq2seq", lengths=lengths)
+    flat = as_run(pairs, case_of())
     squares = (1.25 * 37.5**2, 1.25 * 12.5**2, 1.25 * 37.5 * 12.5)
     assert tuple(flat.padded) == pytest.approx((37.5, 12.5, *squares))
     assert flat.largest == (1, 375, 125, 375 * 75)
-    rows = as_run(replace(pairs, is_packed=False, largest_examples=5), case_of(shape_of()))
+    rows = as_run(replace(pairs, is_packed=False, largest_examples=5), case_of())
     assert rows.largest == (5, 75, 25, 0)
 
 
 def test_a_run_with_ligers_kernels_is_compared_as_one():
-    shape = shape_of()
-    fused, plain = run_of(shape, 2.0, has_liger=True), run_of(shape, 2.0)
+    fused, plain = run_of(2.0, has_liger=True), run_of(2.0)
     assert fused.peak_bytes < plain.peak_bytes
-    found = calibrate([fused], shape)
+    found = calibrate([fused])
     assert found.compute == pytest.approx(2.0)
     assert found.extra_bytes == 100 << 20
 
 
-def test_runs_of_other_layers_are_others():
-    shape = shape_of()
-    run = run_of(shape, 2.0, first_layer=15)
-    assert calibrate([run], shape) == STARTS_ONLY
+@pytest.mark.parametrize(
+    ("factors", "compute", "spread", "says"),
+    [
+        (
+            [2.0, 2.0],
+            2.0,
+            0.3,
+            "2 runs of this model here, the last on 2026-11-20 (too few to agree)",
+        ),
+        ([2.0, 2.1, 1.9], 2.0, 0.08, "3 runs of this model here, the last on 2026-11-20"),
+        (
+            [2, 2.2, 2.1, 9, 1.9, 50],
+            2.1,
+            0.3,
+            "5 runs of this model here, the last on 2026-11-20 (they differ)",
+        ),
+    ],
+)
+def test_the_median_of_the_newest_counts_and_only_runs_that_agree_narrow_the_range(
+    factors, compute, spread, says
+):
+    runs = [run_of(factor, when=f"2026-11-{20 - n}T10:00") for n, factor in enumerate(factors)]
+    found = calibrate(runs)
+    assert (found.compute, found.spread, found.source) == (pytest.approx(compute), spread, says)
 
 
-def test_the_median_of_the_newest_counts_and_only_runs_that_agree_narrow_the_range():
-    shape = shape_of()
-
-    def after(*factors):
-        runs = [
-            run_of(shape, factor, when=f"2026-11-{20 - n}T10:00")
-            for n, factor in enumerate(factors)
-        ]
-        return calibrate(runs, shape)
-
-    found = after(2, 2.2, 2.1, 9, 1.9, 50)
-    assert found.n_runs == 5
-    assert found.compute == pytest.approx(2.1)
-    assert found.spread == 0.3
-    assert "they differ" in found.source
-    assert after(*[2.0] * 2).spread == 0.3
-    assert after(2.0, 2.1, 1.9).spread == 0.08
-
-
-def test_a_few_steps_set_no_pace():
-    shape = shape_of()
-    run = run_of(shape, 3.5)
-    assert calibrate([replace(run, n_steps=5)], shape) == STARTS_ONLY
-    assert calibrate([run, replace(run, n_steps=5)], shape).n_runs == 1
-
-
-def test_only_new_processes_say_how_long_a_start_takes():
-    shape = shape_of()
-    runs = [run_of(shape, 2.0, spans={"start_up": seconds}) for seconds in (0.01, 6.0)]
-    assert calibrate(runs, shape).start_s == 6.0
-    assert calibrate(runs[:1], shape).start_s is None
-
-
-def test_a_run_on_two_gpus_sets_no_pace_for_one():
-    shape = shape_of()
-    assert calibrate([run_of(shape, 2.0, n_devices=2)], shape) == STARTS_ONLY
-
-
-def test_runs_elsewhere_or_in_another_precision_say_nothing():
-    shape = shape_of()
-    assert calibrate([run_of(shape, 2.0, hardware="another")], shape) == Calibration()
-    assert calibrate([run_of(shape, 2.0, precision="bf16")], shape) == STARTS_ONLY
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"hardware": "another"}, Calibration()),
+        ({"precision": "bf16"}, STARTS_ONLY),
+        ({"n_devices": 2}, STARTS_ONLY),
+        ({"first_layer": 15}, STARTS_ONLY),
+        ({"method": "lora"}, STARTS_ONLY),
+        ({"n_steps": 5}, STARTS_ONLY),
+        ({"hidden": 960}, STARTS_ONLY),
+        ({"spans": {"start_up": 0.01}, "n_devices": 2}, Calibration()),  # no new process
+    ],
+)
+def test_runs_that_are_not_alike_set_no_pace(changes, found):
+    assert calibrate([replace(run_of(3.5), **changes)]) == found
 
 
 def test_examples_of_other_lengths_set_no_pace():
-    shape = shape_of()
-    run = run_of(shape, 2.0)  # of 50 tokens in the mean
+    run = run_of(2.0)  # of 50 tokens in the mean
 
     def with_mean(mean_tokens):
-        return calibrate([run], shape, mean=mean_tokens).n_runs
+        return calibrate([run], mean=mean_tokens).n_runs
 
     assert [with_mean(mean) for mean in (10, 20, 50, 140, 500)] == [0, 1, 1, 1, 0]
-
-
-def test_another_model_or_method_sets_no_pace():
-    small, large = shape_of(), shape_of("HuggingFaceTB/SmolLM2-360M")
-    run = run_of(small, 3.5)
-    others = [replace(run, when=f"2026-11-{day:02}") for day in range(1, 5)]
-    assert calibrate(others, large) == STARTS_ONLY
-    assert calibrate(others, small, replace(RECIPE, method="lora")) == STARTS_ONLY
 
 
 def test_restarts_and_work_done_again_are_not_the_estimates_error():
@@ -364,8 +327,8 @@ def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sen
     ran = ((2, 3e9, 19), (2, 12e9, 20), (4, 2e9, 21), (2, 0.0, 22))
     measured = [
         run_of(
-            shape,
             1.0,
+            shape=shape,
             hardware=name,
             device="cuda",
             n_devices=n,
@@ -403,7 +366,7 @@ def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sen
 def test_a_machine_whose_torch_is_no_release_is_planned_on(version, build, monkeypatch):
     monkeypatch.setattr("farthing.planner.machines.installed_torch", lambda: (version, build))
     name = "Tesla V100-SXM2-16GB"  # in no wheel of 2.13 that PyPI has
-    wanted, here = wanted_of(shape_of(), "lora"), with_gpus(name, 1, 16)
+    wanted, here = wanted_of(SMALL, "lora"), with_gpus(name, 1, 16)
     found = machine_here(wanted, here, job_with(), [], date(2026, 11, 22))
     assert found is not None
     assert isinstance(found[0], Machine)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from farthing.data.lengths import Largest, Padded
-from farthing.models.model_config import known_config
 from farthing.models.shapes import Shape, read_shape
 from farthing.models.weights import Adapters
 from farthing.planner.recipe import Case, Recipe, stack_for
@@ -25,14 +24,7 @@ from farthing.planner.work import Work, forward_work
 from farthing.planner.work import work_of as work_of_case
 from farthing.prices.gpus import find_gpu
 from farthing.settings import Settings
-
-
-def shape_of(name: str, task: str = "causal-lm") -> Shape:
-    """A known model."""
-    config = known_config(name)
-    assert config is not None
-    return read_shape(config, task)
-
+from planned import shape_of
 
 LLAMA = shape_of("meta-llama/Llama-2-7b-hf")
 QWEN = shape_of("Qwen/Qwen2.5-0.5B")
@@ -45,6 +37,8 @@ def with_settings(recipe: Recipe, **changed: Any) -> Recipe:
 FULL = Recipe("full", Settings(precision="bf16"), "adamw_torch_fused", 8, n_micro_batches=2.0)
 LORA = replace(FULL, method="lora", lora_r=16)
 DEVICE = Device("made", 100e12, 1e12, 50e9, True)
+ENDLESS = Device("computes in no time", 1e18, 1e12, 50e9, True)
+SLOW_LINK = Device("on a slow link", 100e12, 1e12, 1e9, True)
 
 
 def flat(n: int) -> Padded:
@@ -77,22 +71,11 @@ def test_flops_are_those_of_the_shape():
     counted = LLAMA.training_flops(1024)
     found = work(FULL)
     assert found.matmul_flops == pytest.approx(8 * (counted.body + counted.head))
-    assert found.attention_flops == pytest.approx(
-        8 * counted.attention * 3.5 / 3
-    )  # scores are computed once more
-    assert found.flops == pytest.approx(found.matmul_flops + found.attention_flops)
-    assert found.matmul_flops == pytest.approx(
-        8 * 1024 * 6 * (LLAMA.n_matmul + LLAMA.n_head_matmul)
-    )
+    again = 3.5 / 3  # scores are computed once more
+    assert found.attention_flops == pytest.approx(8 * counted.attention * again)
     half = work(replace(FULL, n_gpus=2, sharding="ddp"))
     assert half.matmul_flops == pytest.approx(found.matmul_flops / 2)
     assert half.flops == found.flops  # of all of them
-
-
-def test_a_frozen_weight_saves_a_third():
-    assert work(FULL).matmul_flops / work(LORA).matmul_flops == pytest.approx(1.5, rel=0.02)
-    assert work(FULL).forward_share == pytest.approx(1 / 3, rel=0.01)
-    assert work(LORA).forward_share == pytest.approx(1 / 2, rel=0.02)
 
 
 def upper(n_layers: int) -> Adapters:
@@ -105,23 +88,19 @@ def upper(n_layers: int) -> Adapters:
 
 def test_layers_below_the_first_trained_one_are_computed_once():
     lengths, mean = flat(1024), 1024.0
-    few = work_of(LLAMA, LORA, lengths, mean, upper(8))
+    few, every = (work_of(LLAMA, LORA, lengths, mean, upper(n)) for n in (8, 32))
     once = LLAMA.forward_flops(1024)
     of_adapters = LLAMA.training_flops(1024, adapters=upper(8)).adapters
     # 32 layers forward, 8 of them back; the head both ways
-    assert few.matmul_flops == pytest.approx(
-        8 * (once.body * (1 + 8 / 32) + 2 * once.head + of_adapters)
-    )
+    both = once.body * (1 + 8 / 32) + 2 * once.head + of_adapters
+    assert few.matmul_flops == pytest.approx(8 * both)
     # flash computes scores again in the backward pass: 2.5 times the forward pass
     assert few.attention_flops == pytest.approx(8 * once.attention * (1 + 2.5 * 8 / 32))
     checked = work_of(LLAMA, with_settings(LORA, checkpoint_every=1), lengths, mean, upper(8))
     again = once.body * 8 / 32 + of_adapters / 3
     assert checked.matmul_flops - few.matmul_flops == pytest.approx(8 * again)
-    every = work_of(LLAMA, LORA, lengths, mean, upper(32))
-    assert upper(32).first_layer == 0
     for name in ("traffic_bytes", "read_bytes", "host_s"):
         assert 0.3 < getattr(few, name) / getattr(every, name) < 0.7, name
-    assert step_time(few, DEVICE).seconds < 0.72 * step_time(every, DEVICE).seconds
 
 
 def test_only_labelled_positions_go_through_the_head():
@@ -130,17 +109,8 @@ def test_only_labelled_positions_go_through_the_head():
     of_head = 8 * 1024 * 6 * QWEN.n_head_matmul
     assert all_of_them.matmul_flops == pytest.approx(work(FULL, QWEN).matmul_flops)
     assert all_of_them.matmul_flops - few.matmul_flops == pytest.approx(0.75 * of_head)
-    assert all_of_them.traffic_bytes - few.traffic_bytes == pytest.approx(
-        0.75 * 8 * 1024 * QWEN.vocab * (8 + 5 * 2)
-    )
-    assert all_of_them.traffic_bytes < work(FULL, QWEN).traffic_bytes
-
-
-def test_a_budget_of_tokens_says_how_often_weights_are_read():
-    recipe = replace(FULL, n_micro_batches=4.2)
-    asked = work(recipe)
-    assert asked.read_bytes == pytest.approx(4.2 / 2 * work(FULL).read_bytes)
-    assert asked.tokens_per_micro_batch == pytest.approx(8 * 1024 / 4.2)
+    of_logits = 8 * 1024 * QWEN.vocab * (8 + 5 * 2)
+    assert all_of_them.traffic_bytes - few.traffic_bytes == pytest.approx(0.75 * of_logits)
 
 
 @pytest.mark.parametrize(("recipe", "factor"), [(FULL, 4 / 3), (LORA, 3 / 2)])
@@ -197,10 +167,7 @@ def test_parts_add_up_and_are_what_the_device_takes_for_them():
 def test_a_tiny_micro_batch_takes_the_time_to_read_the_weights():
     asked = work_of(LLAMA, replace(FULL, global_batch=1, n_micro_batches=1.0), flat(4), 4.0)
     assert asked.read_bytes == 2 * 2 * (LLAMA.n_matmul + LLAMA.n_head_matmul)
-    assert (
-        step_time(asked, DEVICE._replace(flops_per_s=1e18)).parts["matmul"]
-        == asked.read_bytes / 1e12
-    )
+    assert step_time(asked, ENDLESS).parts["matmul"] == asked.read_bytes / 1e12
 
 
 def test_a_gpu_waits_for_its_host_only_when_it_is_done_sooner():
@@ -245,13 +212,6 @@ def test_an_off_loaded_optimizer_takes_the_bus_and_leaves_the_device_alone():
     assert sharded.bus_bytes == pytest.approx(asked.bus_bytes / 4, rel=1e-6)
 
 
-def test_dequantization_is_paid_for_every_micro_batch():
-    qlora = replace(LORA, method="qlora")
-    one, four = (work(replace(qlora, n_micro_batches=n)).dequantization_bytes for n in (1.0, 4.0))
-    assert four == 4 * one
-    assert work(LORA).dequantization_bytes == 0
-
-
 # ---- communication ----
 
 
@@ -286,7 +246,7 @@ def test_sending_lengthens_a_step_and_gpus_wait_for_the_slowest():
     found = step_time(asked, DEVICE).parts
     busy = sum(found[name] for name in ("matmul", "attention", "memory traffic"))
     assert found["communication"] == pytest.approx(0.96 * asked.sent_bytes / 50e9 + 0.023 * busy)
-    slow = step_time(asked, DEVICE._replace(link_bytes_per_s=1e9)).parts
+    slow = step_time(asked, SLOW_LINK).parts
     assert slow["communication"] == pytest.approx(0.96 * asked.sent_bytes / 1e9 + 0.023 * busy)
     assert "communication" not in step_time(work(FULL), DEVICE).parts
 
@@ -295,7 +255,9 @@ def test_sending_lengthens_a_step_and_gpus_wait_for_the_slowest():
 
 
 def test_a_gpu_is_its_data_sheet_times_what_is_reached():
-    sheet, device = find_gpu("A100-80GB"), gpu("A100-80GB")
+    sheet = find_gpu("A100-80GB")
+    device = device_of(sheet, "bf16")
+    assert device is not None
     assert device.flops_per_s == 312e12 * 0.84, "facts/gpu_shares.csv"
     assert device.bandwidth_bytes_per_s == sheet.bandwidth_bytes_per_s * 0.80
     assert device.link_bytes_per_s == sheet.link_bytes_per_s * 0.70
@@ -303,49 +265,27 @@ def test_a_gpu_is_its_data_sheet_times_what_is_reached():
     assert attention == pytest.approx(312e12 * 0.50), "facts/attention_shares.csv"
 
 
-@pytest.mark.parametrize(("name", "times"), [("A100-80GB", 4.0), ("V100-16GB", 1.0)])
-def test_fp32_products_are_computed_in_tf32_where_a_gpu_can_and_may(name, times):
-    tf32, plain = (gpu(name, "fp32", tf32=may).flops_per_s for may in (True, False))
-    assert tf32 / plain >= times
-
-
-def gpu(name: str, precision: str = "bf16", **more: Any) -> Device:
-    found = device_of(find_gpu(name), precision, **more)
-    assert found is not None
-    return found
-
-
-def test_attention_is_as_fast_as_its_kernels_were_measured_on_a_gpu():
-    """FlashAttention-2 is not made for Hopper's and Blackwell's units: a B200 is not twice an H100
-    where texts are long.
+@pytest.mark.parametrize(
+    ("name", "precision", "tf32", "expected"),  # TFLOP/s of products, of attention, GB/s of links
+    [
+        ("RTX 4090", "bf16", True, (165.0, 99.0, 4.8)),
+        ("A6000", "bf16", True, (126.9, 76.2, 12.8)),
+        ("H100-80GB", "bf16", True, (662.6, 276.9, 315.0)),
+        ("B200", "bf16", True, (1350.0, 315.0, 630.0)),
+        ("A100-80GB", "fp32", True, (93.6, 78.0, 210.0)),
+        ("A100-80GB", "fp32", False, (15.6, 9.8, 210.0)),
+        ("V100-16GB", "fp32", True, (12.6, 7.5, 105.0)),
+    ],
+)
+def test_what_is_reached_differs_by_the_gpu(name, precision, tf32, expected):
+    """GeForce cards send through the memory of the host; FlashAttention-2 is not made for Hopper's
+    and Blackwell's units, so a B200 is not twice an H100 where texts are long; Volta has no TF32.
     """
-    devices = [gpu(name) for name in ("L40S", "A100-80GB", "H100-80GB", "B200")]
-    l40s, a100, h100, b200 = (one.flops_per_s * one.attention_share for one in devices)
-    assert 140e12 < a100 < 228e12
-    assert l40s < a100 < h100
-    assert 250e12 < h100 < b200 < 1.2 * h100
-
-
-def test_geforce_cards_send_through_the_memory_of_the_host():
-    names = ("RTX 3090", "RTX 4090", "A6000", "A100-80GB")
-    rtx_3090, rtx_4090, a6000, a100 = (gpu(name).link_bytes_per_s for name in names)
-    assert max(rtx_3090, rtx_4090) < 6e9
-    assert a6000 > 2 * rtx_4090
-    assert a100 > 10 * a6000
-
-
-def test_a_processor_does_one_thing_after_the_other():
-    device = cpu_device("a processor", 2e11, 4)
-    assert (device.is_cuda, device.link_bytes_per_s) == (False, 0.0)
-    asked = work(
-        with_settings(FULL, precision="fp32"),
-        QWEN,
-        64,
-    )
-    found = step_time(asked, device).parts
-    # beside the computing, not behind it
-    assert found["launch"] == pytest.approx(1.7 * (asked.host_s + 1.3e-3) + 2.3e-3)
-    assert found["matmul"] == pytest.approx(asked.matmul_flops / device.flops_per_s)
+    found = device_of(find_gpu(name), precision, tf32=tf32)
+    assert found is not None
+    attention = found.flops_per_s * found.attention_share
+    reached = (found.flops_per_s / 1e12, attention / 1e12, found.link_bytes_per_s / 1e9)
+    assert reached == pytest.approx(expected, rel=0.01)
 
 
 def test_a_step_of_a_tiny_model_takes_what_the_host_needs_at_least():
@@ -355,7 +295,7 @@ def test_a_step_of_a_tiny_model_takes_what_the_host_needs_at_least():
     for n_layers in (2, 8):
         tiny = read_shape({**sizes, **heads, "num_hidden_layers": n_layers}, "causal-lm")
         asked = work(replace(FULL, n_micro_batches=1.0), tiny, 16)
-        seconds.append(step_time(asked, DEVICE._replace(flops_per_s=1e18)).seconds)
+        seconds.append(step_time(asked, ENDLESS).seconds)
     # 0.8 ms outside the layers and 1.3 ms for the rest of a step, then 1.2 ms a layer
     assert seconds == pytest.approx([4.53e-3, 11.83e-3], rel=0.02)
 
@@ -383,16 +323,6 @@ def test_an_evaluation_is_forward_passes_only(recipe, share):
     alone = forward_work(asked, 3.0)
     assert alone.matmul_flops == pytest.approx(3 * share * asked.matmul_flops, rel=0.03)
     assert alone.optimizer_bytes == alone.sent_bytes == 0
-
-
-def test_a_sequence_to_sequence_model_pays_for_both_sides():
-    t5 = shape_of("google/flan-t5-base", "seq2seq")
-    short = work_of(t5, FULL, Padded(256.0, 32.0, 256.0**2, 32.0**2, 256.0 * 32), 280.0)
-    long = work_of(t5, FULL, Padded(256.0, 128.0, 256.0**2, 128.0**2, 256.0 * 128), 380.0)
-    assert long.matmul_flops > short.matmul_flops
-    assert long.traffic_bytes > short.traffic_bytes
-    counted = t5.training_flops(256, 32)
-    assert short.matmul_flops == pytest.approx(8 * (counted.body + counted.head))
 
 
 def test_experts_that_are_trained_whole_write_a_gradient_each_for_every_micro_batch():
@@ -424,5 +354,9 @@ def test_a_first_run_on_a_processor_takes_about_what_was_measured():
     recipe = Recipe("full", Settings(2048, 0, precision="fp32"), "adamw_torch_fused", 32)
     recipe = replace(recipe, stack=stack_for("llama", "causal-lm", "fp32", "full"))
     epyc = cpu_device("EPYC", 83.1e9, 1)
-    found = step_time(work_of(shape, recipe, flat(30), 30.0, labelled_share=0.45), epyc)
+    asked = work_of(shape, recipe, flat(30), 30.0, labelled_share=0.45)
+    found = step_time(asked, epyc)
+    # beside the computing, not behind it
+    assert found.parts["launch"] == pytest.approx(1.7 * (asked.host_s + 1.3e-3) + 2.3e-3)
+    assert found.parts["matmul"] == pytest.approx(asked.matmul_flops / epyc.flops_per_s)
     assert found.seconds == pytest.approx(0.050, rel=0.25)
