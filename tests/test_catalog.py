@@ -4,7 +4,6 @@ is wrong in them.
 
 from __future__ import annotations
 
-import csv
 import os
 from datetime import date, timedelta
 from pathlib import Path
@@ -13,12 +12,12 @@ from typing import Any
 import pytest
 
 from farthing.errors import InputError
-from farthing.prices import catalog as rooms
-from farthing.prices.catalog import Catalog, read_catalog, select, sort_offers
+from farthing.prices.catalog import Catalog, cache_path, read_catalog, select, sort_offers
 from farthing.prices.formats import read_prices
 from farthing.prices.gpus import find_gpu, gpu_of_device, gpus, name_key
 from farthing.prices.offers import Billing, Offer, bill, billings, up_front_usd
 from farthing.report.words import say
+from farthing.tables import facts
 from offers import offer_of
 
 TODAY = date(2026, 11, 21)
@@ -27,11 +26,6 @@ TODAY = date(2026, 11, 21)
 @pytest.fixture(autouse=True)
 def _no_refreshed_prices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def facts(name: str) -> list[dict[str, str]]:
-    with open(rooms.FACTS / name, encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def an_offer(**changes: Any) -> Offer:
@@ -43,7 +37,7 @@ def an_offer(**changes: Any) -> Offer:
 
 
 def test_every_gpu_has_a_source_a_date_and_sane_numbers():
-    for row in facts("gpus.csv"):
+    for row in facts("gpus"):
         assert row["source"], row
         assert date(2020, 1, 1) <= date.fromisoformat(row["date"]) <= TODAY, row
     for gpu in gpus().values():
@@ -53,18 +47,11 @@ def test_every_gpu_has_a_source_a_date_and_sane_numbers():
         assert 4e12 <= gpu.flops["fp32"] <= 200e12, gpu.name
         assert gpu.link in ("pcie", "nvlink", "infinity-fabric"), gpu.name
         assert 10e9 <= gpu.link_bytes_per_s <= 1000e9, gpu.name
-        ladder = [
-            gpu.flops[dtype] for dtype in ("fp32", "tf32", "bf16", "fp8") if dtype in gpu.flops
-        ]
+        ladder = [gpu.flops[kind] for kind in ("fp32", "tf32", "bf16", "fp8") if kind in gpu.flops]
         assert ladder == sorted(ladder), gpu.name
+        is_old = gpu.architecture in ("Kepler", "Pascal", "Volta", "Turing")
+        assert gpu.has_bf16 == ("tf32" in gpu.flops) == (not is_old), gpu.name
         assert set(gpu.flops) <= {"fp32", "tf32", "fp16", "bf16", "fp8"}, gpu.name
-
-
-def test_native_bf16_came_with_ampere():
-    old = {gpu.architecture for gpu in gpus().values() if not gpu.has_bf16}
-    assert old == {"Kepler", "Pascal", "Volta", "Turing"}
-    for gpu in gpus().values():
-        assert gpu.has_bf16 == ("tf32" in gpu.flops) == (gpu.architecture not in old), gpu.name
 
 
 def test_no_name_means_two_gpus():
@@ -75,14 +62,14 @@ def test_no_name_means_two_gpus():
 
 
 def test_every_price_has_a_source_a_date_and_a_sane_size():
-    for row in facts("prices.csv"):
+    for row in facts("prices"):
         assert row["source"], row
         assert date(2023, 1, 1) <= date.fromisoformat(row["date"]) <= TODAY, row
         assert row["gpu"] in gpus() or (
             row["gpu"] == "" and row["unit"] in ("run", "million_tokens")
         ), row
     catalog = read_catalog(None, TODAY)
-    assert 400 <= len(catalog.offers) == len(facts("prices.csv")), "no row is a duplicate"
+    assert 400 <= len(catalog.offers) == len(facts("prices")), "no row is a duplicate"
     for offer in catalog.offers:
         usd = offer.usd_per_gpu_hour
         assert usd is None or 0.02 <= usd <= 40, offer
@@ -101,25 +88,23 @@ def test_spot_costs_no_more_than_on_demand_on_the_same_machine():
     assert n_compared > 100
 
 
-def test_what_people_train_on_is_covered():
+def test_what_people_train_on_is_covered_with_terms_that_have_sources():
     catalog = read_catalog(None, TODAY)
     assert len(catalog.providers) >= 12
+    for name, terms in billings().items():
+        assert name in catalog.providers
+        assert terms.source
+        assert terms.date is not None
+        assert terms.date <= TODAY
+        assert terms.increment_s > 0
+    assert billings()["RunPod"].egress_usd_per_gb == 0
+    assert billings()["AWS"].egress_usd_per_gb is None
     for name in ("RTX 3090", "RTX 4090", "T4", "L4", "L40S", "A100-80GB", "H100-80GB", "B200"):
         offers = select(catalog, gpu=[name])
         assert len({offer.provider for offer in offers}) >= 2, name
         assert any(not offer.is_spot for offer in offers), name
     spot = select(catalog, ["h100"], ["aws"], kind="spot")
     assert len({offer.zone for offer in spot}) > 10, "by zone"
-
-
-def test_terms_have_sources_and_belong_to_providers_with_prices():
-    providers = read_catalog(None, TODAY).providers
-    for name, terms in billings().items():
-        assert name in providers
-        assert terms.source
-        assert terms.date is not None
-        assert terms.date <= TODAY
-        assert terms.increment_s > 0
 
 
 # ---- names ----
@@ -129,23 +114,15 @@ def test_terms_have_sources_and_belong_to_providers_with_prices():
     ("text", "name"),
     [
         ("rtx4090", "RTX 4090"),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("4090", "RTX 4090"),
-        ("RTX-4090-24GB", "RTX 4090"),
-        ("A100", "A100-40GB"),
         ("a100-80", "A100-80GB"),
         ("A100 80GB", "A100-80GB"),
-        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
         ("NVIDIA A100 80GB PCIe", "A100-80GB-PCIe"),
         ("A100-PCIE-40GB", "A100-40GB-PCIe"),
         ("NVIDIA H100 80GB HBM3", "H100-80GB"),
-        ("h100", "H100-80GB"),
-        ("NVIDIA H100 PCIe", "H100-PCIe"),
-        ("L4-24GB", "L4"),
         ("T4-16GB", "T4"),
         ("Tesla V100-SXM2-32GB", "V100-32GB"),
         ("V100 (32 GB)", "V100-32GB"),
-        ("RTX A6000", "A6000"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("RTX6000", "Quadro RTX 6000"),
         ("AMD Instinct MI300X", "MI300X"),
@@ -189,24 +166,13 @@ def test_names_of_nothing_get_a_hint(text, words):
     ("device", "gib", "name"),
     [
         ("NVIDIA H100 80GB HBM3", None, "H100-80GB"),
-        ("NVIDIA H200", None, "H200"),
         ("Tesla V100-SXM2-16GB-N", None, "V100-16GB"),
-        ("NVIDIA L40S", None, "L40S"),
-        ("Tesla V100-DGXS-32GB", None, "V100-32GB"),
-        ("NVIDIA H100 PCIe", None, "H100-PCIe"),
-        ("NVIDIA H100 NVL", None, "H100-NVL"),
         ("NVIDIA GH200 480GB", None, "GH200"),
-        ("NVIDIA B300 SXM6 AC", None, "B300"),
         ("AMD Instinct MI300X VF", None, "MI300X"),
         ("NVIDIA GeForce RTX 4060 Ti", 15.6, "RTX 4060 Ti 16GB"),
         ("NVIDIA GeForce RTX 4060 Ti", 7.6, "RTX 4060 Ti 8GB"),
-        ("NVIDIA GeForce RTX 5060 Ti", 7.5, None),
-        ("NVIDIA GeForce RTX 3080", 9.6, "RTX 3080"),
         ("NVIDIA GeForce RTX 3080", 11.6, None),
-        ("NVIDIA RTX A2000 12GB", 11.7, None),
         ("Tesla T4", 14.56, "T4"),
-        ("NVIDIA A100-SXM4-80GB", 79.2, "A100-80GB"),
-        ("NVIDIA H200", 139.8, "H200"),
         ("NVIDIA GH200 480GB", 94.5, "GH200"),
         ("NVIDIA GH200 480GB", 143.0, None),
     ],
@@ -225,16 +191,8 @@ def test_devices_are_known_by_the_name_torch_gives_and_their_memory(device, gib,
         "NVIDIA A100X",
         "NVIDIA A100-SXM-64GB",
         "NVIDIA A100-40C",
-        "NVIDIA A100D-1-10C",
-        "NVIDIA H100XM-80C",
-        "NVIDIA H100 64GB HBM2",
         "NVIDIA H100 96GB HBM3",
-        "NVIDIA GH200 144G HBM3e",
-        "NVIDIA L40S-48C",
-        "NVIDIA A10G-24Q",
         "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 5090 D v2",
-        "NVIDIA RTX 6000D",
         "NVIDIA RTX A2000 12GB",
         "NVIDIA RTX 4000 SFF Ada Generation",
         "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
@@ -323,18 +281,13 @@ def test_bills_by_their_parts(offer, terms, hours, used, expected):
     assert bill(sold, hours, **used) == pytest.approx(expected)
 
 
-def test_what_is_known_of_terms_and_prices_by_the_hour():
-    assert billings()["RunPod"].egress_usd_per_gb == 0
-    assert billings()["AWS"].egress_usd_per_gb is None
-    assert an_offer(**RUN).usd_per_hour is an_offer(**RUN).usd_per_gpu_hour is None
-
-
 def test_a_machine_hour_is_of_all_its_gpus():
     eight = an_offer(gpu="H100-80GB", n_gpus=8, usd=55.04)
     assert eight.usd_per_hour == 55.04
     assert eight.usd_per_gpu_hour == pytest.approx(6.88)
     two = an_offer(gpu="T4", n_gpus=2, unit="gb_hour", usd=0.1)
     assert two.usd_per_hour == pytest.approx(3.0)
+    assert an_offer(**RUN).usd_per_hour is an_offer(**RUN).usd_per_gpu_hour is None
 
 
 # ---- age ----
@@ -442,16 +395,9 @@ def change(**cells: str) -> str:
     ("line", "where", "words"),
     [
         (change(usd="-1"), "usd", "'-1'"),
-        (change(usd="0"), "usd", "'0'"),
         (change(usd="nan"), "usd", "'nan'"),
-        (change(usd="inf"), "usd", "'inf'"),
-        (change(usd="cheap"), "usd", "'cheap'"),
-        (change(usd=""), "usd", "''"),
         (change(usd="1e9"), "usd", "'1e9'"),
-        (change(n_gpus="0"), "n_gpus", "'0'"),
         (change(n_gpus="1.5"), "n_gpus", "'1.5'"),
-        (change(n_gpus="many"), "n_gpus", "'many'"),
-        (change(date="2027-01-01"), "date", "after today"),
         (change(date="yesterday"), "date", "'yesterday'"),
         (change(gpu="RTX 4900"), "gpu", "`RTX 4900`"),
         (change(gpu=""), "gpu", "no GPU"),
@@ -459,7 +405,6 @@ def change(**cells: str) -> str:
         (change(unit="machine_hours"), "unit", "did you mean `machine_hour`?"),
         (change(provider=""), "provider", "no provider"),
         (change(vcpus="-3"), "vcpus", "'-3'"),
-        (change(ram_gib="much"), "ram_gib", "'much'"),
     ],
 )
 def test_a_broken_row_is_named_by_line_and_column(tmp_path, line, where, words):
@@ -483,12 +428,10 @@ def test_an_offer_that_is_there_twice_is_an_error(tmp_path):
     [
         (b"", "the file is empty"),
         (b"a,b,c\n1,2,3\n", "the header lacks provider, gpu, n_gpus, usd"),
-        (b"provider,gpu,n_gpus\nx,T4,1\n", "the header lacks usd"),
         (f"{HEADER}\n".encode(), "there is no price in it"),
         (f"{HEADER}\nLab,node1\n".encode(), "2 cells where the header has 13"),
         (b"\xff\xfe\x00provider", "not text in UTF-8"),
         (f'{HEADER}\n"Lab'.encode(), "not CSV"),
-        (b"PK\x03\x04" + bytes(range(256)), "not text in UTF-8"),
     ],
 )
 def test_a_file_that_is_not_a_price_list_is_refused_with_a_reason(tmp_path, content, words):
@@ -578,7 +521,7 @@ def test_newer_prices_replace_those_of_their_providers(tmp_path):
         "Nowhere,new,T4,1,any,,on-demand,machine_hour,0.3,,,a feed,2026-11-20",
         "Fancy,new,FX 9,1,any,,on-demand,machine_hour,0.3,,,a feed,2026-11-20",
     ]
-    write(rooms.cache_path(), HEADER, *rows)
+    write(cache_path(), HEADER, *rows)
     catalog = read_catalog(None, TODAY)
     assert [o.instance for o in catalog.offers if o.provider == "RunPod"] == ["1x T4"]
     assert [o.usd for o in catalog.offers if o.provider == "Nowhere"] == [0.3]
@@ -589,14 +532,14 @@ def test_newer_prices_replace_those_of_their_providers(tmp_path):
         o for o in shipped.offers if o.provider == "Lambda"
     }
     assert catalog.skipped == {"FX 9": 1}
-    assert str(rooms.cache_path()) in catalog.where
+    assert str(cache_path()) in catalog.where
 
 
 def test_a_torn_refreshed_copy_says_where_and_what_to_do():
-    write(rooms.cache_path(), HEADER, "RunPod,1x T4,T4,1,any")
+    write(cache_path(), HEADER, "RunPod,1x T4,T4,1,any")
     with pytest.raises(InputError, match="5 cells") as caught:
         read_catalog(None, TODAY)
-    assert str(rooms.cache_path()) in caught.value.where
+    assert str(cache_path()) in caught.value.where
     assert "farthing prices update" in caught.value.to_do
 
 
@@ -604,7 +547,7 @@ def test_a_torn_refreshed_copy_says_where_and_what_to_do():
 
 
 def test_what_torch_can_have_of_a_gpu_is_less_than_what_its_driver_shows():
-    rows = facts("gpu_usable_memory.csv")
+    rows = facts("gpu_usable_memory")
     assert all(row["source"] and date.fromisoformat(row["date"]) <= TODAY for row in rows)
     assert {row["gpu"] for row in rows} <= set(gpus())
     for gpu in gpus().values():

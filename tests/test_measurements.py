@@ -31,9 +31,9 @@ from farthing.local.measurements import (
 from farthing.model.forward import Forward
 from farthing.model.hardware import hardware_key
 from farthing.models.shapes import read_shape
-from farthing.run.ledger import SPANS
 from farthing.storage import logs as summed_lines
 from farthing.storage.logs import line_of
+from interrupted import LeavesAt
 from thinned import thinned
 from workshop import ESTIMATE, TASK, Heard, job_file, make_job, rows_of, train
 
@@ -134,24 +134,20 @@ def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path):
     assert found.n_skipped == len(bad) + 1
 
 
-def _append(path: Path, name: str) -> None:
+def append_forty(path: Path, name: str) -> None:
     for number in range(40):
         append_measurement(path, some(hardware=f"{name}-{number}", when="w" * 3000))
 
 
 def test_runs_that_end_together_tear_nothing(tmp_path):
-    path = tmp_path / "measurements.jsonl"
-    context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=_append, args=(path, str(number))) for number in range(3)]
+    path, context = tmp_path / "measurements.jsonl", multiprocessing.get_context("fork")
+    writers = [context.Process(target=append_forty, args=(path, name)) for name in "abc"]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
     found = read_measurements(path)
-    assert found.n_skipped == 0
-    assert sorted(each.hardware for each in found) == sorted(
-        f"{w}-{n}" for w in range(3) for n in range(40)
-    )
+    assert (found.n_skipped, len({each.hardware for each in found})) == (0, 120)
 
 
 def test_a_long_file_is_read_from_its_end(tmp_path, monkeypatch):
@@ -224,26 +220,21 @@ def test_a_run_measures_what_it_did(family, tmp_path):
 
     assert found.hardware == hardware_key(torch.device("cpu")) == local_machine().hardware
     assert (found.device, found.n_devices, found.precision) == ("cpu", 1, "fp32")
-    shape = read_shape(json.loads((tmp_path / "base" / "config.json").read_text()), TASK[family], 3)
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    shape = read_shape(config, TASK[family], 3)
     for name in ("n_parameters", "hidden", "n_layers", "vocab", "model_type"):
         assert getattr(found, name) == getattr(shape, name)
     assert found.n_trainable == decided.n_trainable
-    assert (found.task, found.method, found.lora_r, found.optim) == (
-        TASK[family],
-        "lora",
-        16,
-        "adamw_torch_fused",
-    )
+    how = (found.task, found.method, found.lora_r, found.optim)
+    assert how == (TASK[family], "lora", 16, "adamw_torch_fused")
     longest = found.lengths["longest"] + found.lengths["longest_target"]
     assert (found.global_batch_size, found.checkpoint_every, found.first_layer) == (8, 0, 0)
     assert 0 < found.micro_batch_tokens <= 4 * longest, "four of the longest, as the job says"
     assert found.is_packed
     assert found.lengths["n_examples"] == 40
 
-    rows = [
-        json.loads(line) for line in (Path(job.output_dir) / "log.jsonl").read_text().splitlines()
-    ]
-    rows = [row for row in rows if "n_tokens" in row]
+    log = (Path(job.output_dir) / "log.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, log) if "n_tokens" in row]
     assert found.n_steps == 7
     assert found.n_tokens == sum(row["n_tokens"] for row in rows[1:])
     assert found.n_target_tokens == sum(row["n_targets"] for row in rows[1:])
@@ -253,14 +244,11 @@ def test_a_run_measures_what_it_did(family, tmp_path):
     assert longest / 2 < found.largest_tokens <= found.micro_batch_tokens
     assert (found.n_padded_tokens == found.n_tokens) == found.is_packed
 
-    assert set(found.spans) <= set(SPANS)
     assert sum(found.spans.values()) <= receipt.wall_s + 0.01
     assert found.compute_s + found.first_step_s >= found.spans["compute"] - 0.01
     assert 0 < found.compute_s < found.spans["compute"]
-    work_s = sum(
-        found.spans[name] for name in ("compute", "optimizer", "data_wait", "host_to_device")
-    )
-    assert 0 < found.step_s * 7 <= work_s + 0.01
+    work = ("compute", "optimizer", "data_wait", "host_to_device")
+    assert 0 < found.step_s * 7 <= sum(found.spans[name] for name in work) + 0.01
     assert found.n_evaluations == len(heard.of(Evaluated)) == 2
     assert found.evaluation_s * 2 == pytest.approx(found.spans["evaluation"], rel=0.05)
     assert found.n_eval_examples == 9
@@ -277,49 +265,31 @@ def test_a_run_measures_what_it_did(family, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_padding_of_an_evaluation_is_counted(tmp_path, monkeypatch):
-    for family in ("llama", "t5"):
-        sizes: list[int] = []
-        honest = Forward.to_device
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_the_padding_of_an_evaluation_is_counted(family, tmp_path, monkeypatch):
+    sizes, to_device = list[int](), Forward.to_device
 
-        def seen(forward, arrays, honest=honest, sizes=sizes):
-            if not torch.is_grad_enabled():
-                sizes.append(
-                    arrays["input_ids"].size
-                    + (arrays["labels"].size if forward.task == "seq2seq" else 0)
-                )
-            return honest(forward, arrays)
+    def seen(forward, arrays):
+        if not torch.is_grad_enabled():
+            names = ("input_ids", "labels") if family == "t5" else ("input_ids",)
+            sizes.append(sum(arrays[name].size for name in names))
+        return to_device(forward, arrays)
 
-        monkeypatch.setattr(Forward, "to_device", seen)
-        job = make_job(
-            tmp_path / family,
-            family,
-            eval_rows=rows_of(family, 33, seed=1),
-            per_device_eval_batch_size=5,
-            size={"hidden": 32, "layers": 1},
-        )
-        train(job)
-        (found,) = kept(job)
-        each = sum(sizes) / found.n_evaluations
-        assert found.n_eval_padded_tokens == each
+    monkeypatch.setattr(Forward, "to_device", seen)
+    keys = {"per_device_eval_batch_size": 5, "size": {"hidden": 32, "layers": 1}}
+    job = make_job(tmp_path, family, eval_rows=rows_of(family, 33, seed=1), **keys)
+    train(job)
+    (found,) = kept(job)
+    assert found.n_eval_padded_tokens == sum(sizes) / found.n_evaluations
 
 
 @pytest.mark.slow
 def test_every_attempt_is_measured_by_itself(tmp_path):
     job = make_job(tmp_path, n_rows=32, max_steps=30, save_steps=5)
 
-    def stop_at(step):
-        class Stops(Heard):
-            def __call__(self, event):
-                super().__call__(event)
-                if isinstance(event, StepTaken) and event.step == step:
-                    os.kill(os.getpid(), 15)
-
-        return Stops()
-
-    assert train(job, stop_at(3)).state == "interrupted"
+    assert train(job, LeavesAt(step=3)).state == "interrupted"
     assert kept(job) == [], "two measured steps say nothing"
-    assert train(job, stop_at(12)).state == "interrupted"
+    assert train(job, LeavesAt(step=12)).state == "interrupted"
     assert train(job).state == "finished"
     first, second = kept(job)
     assert (first.n_steps, second.n_steps) == (8, 17)
@@ -368,7 +338,7 @@ def no_space(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("breaks", thinned(["write", "fsync", "line", "folder", "numbers"], 4))
+@pytest.mark.parametrize("breaks", thinned(["write", "line", "folder", "numbers"], 9))
 def test_a_run_never_fails_for_its_measurement(breaks, tmp_path, monkeypatch):
     job = make_job(tmp_path)
     assert job.cache_dir is not None
@@ -381,8 +351,6 @@ def test_a_run_never_fails_for_its_measurement(breaks, tmp_path, monkeypatch):
                 no_space() if path.name == "measurements.jsonl" else kept_open(path, mode)
             ),
         )
-    elif breaks == "fsync":
-        monkeypatch.setattr("farthing.local.measurements.append_measurement", no_space)
     elif breaks == "line":
         monkeypatch.setattr(
             "farthing.train.build.estimated",
