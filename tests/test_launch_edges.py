@@ -16,18 +16,11 @@ import pytest
 
 import launched
 from farthing.cli import main
-from farthing.launch.driver import OutOfStockError, UnauthorizedError, refusal
 from farthing.launch.machines import MachineLedger, RentedMachine
 from farthing.launch.targets.lambda_cloud import Lambda
 from launch_faults import Fate, Killed
 from launched import Answers, Course, api_of
 from launched import keys as keys
-
-
-def test_refused_credentials_are_not_taken_for_a_lack_of_machines():
-    assert isinstance(refusal("this API key is not available", 401), UnauthorizedError)
-    assert isinstance(refusal("capacity reservations need a role", 403), UnauthorizedError)
-    assert isinstance(refusal("insufficient-capacity", 400), OutOfStockError)
 
 
 def test_an_instance_that_its_provider_has_forgotten_is_gone():
@@ -86,13 +79,6 @@ def test_an_old_price_names_what_gives_newer_ones(own, tmp_path, tiny_folders, c
     out = " ".join(cli.out("plan", job, *words).split())
     assert ("days old: `farthing prices update` reads newer ones" in out) is not own
     assert (f"days old: renew {tmp_path}" in out) is own
-
-
-def test_what_is_billed_beside_the_machines_is_in_the_dry_run(tmp_path, tiny_folders, cli):
-    job = job_at(tmp_path, tiny_folders)
-    assert "SkyPilot's jobs controller is not counted here" in cli.out(
-        "launch", job, "--on", "skypilot"
-    )
 
 
 # ---- the command ----

@@ -30,7 +30,7 @@ from farthing.launch.driver import (
 from farthing.launch.http import Api, price_of
 from farthing.launch.machines import MachineLedger
 from farthing.launch.prepare import NoBudgetError, Prepared
-from farthing.launch.registry import TARGETS
+from farthing.launch.registry import find_target
 from farthing.launch.session import Session, dry_view, notes_of, said
 from farthing.launch.supervise import Launch
 from farthing.launch.wheel import wheel_of_this
@@ -40,6 +40,7 @@ from farthing.storage.objects import StoreError, open_store
 from launch_faults import Fate, Killed, prepared_for
 from launched import Course
 from launched import keys as keys
+from offers import offer_of
 
 NOW = 1_800_000_000.0
 
@@ -74,52 +75,55 @@ def test_a_dry_run_shows_what_is_paid_and_what_is_the_most(tmp_path: Path) -> No
     assert said(view)[-1] == f"wrote        {tmp_path}/files: a, b"
 
 
-def view_at(tmp_path: Path, target: str, at: str = "", **job: Any) -> dict[str, Any]:
+def on(place: str, tmp_path: Path, **job: Any) -> Prepared:
+    """A launch of such a job on a target."""
     prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
+    target, at = find_target(place)
     values = prepared.job.model_dump(exclude_unset=True) | job
-    offer = prepared.offers[0]._replace(provider=TARGETS[target].title, instance="here", gpu="")
-    prepared = Prepared(
-        Job.model_validate(values), TARGETS[target], at, prepared.wishes, (offer, offer)
+    return replace(prepared, job=Job.model_validate(values), target=target, at=at)
+
+
+def view_here(tmp_path: Path, **job: Any) -> dict[str, Any]:
+    offer = offer_of("", 0.4, provider="this machine", instance="here")
+    session = Session(
+        replace(on("local", tmp_path, **job), offers=(offer, offer)), print, clock=lambda: NOW
     )
-    session = Session(prepared, print, clock=lambda: NOW)
     return dry_view(session, session.next_ask(), tmp_path, ["a"])
 
 
 def test_a_run_on_a_machine_of_ones_own_has_no_boot_and_no_end_of_its_own(tmp_path: Path) -> None:
-    view = view_at(tmp_path, "local")
+    view = view_here(tmp_path)
     assert view["seconds"] == {"boot": 0.0, "teardown": 0.0}
     assert (view["planned_usd"], view["image"]) == (None, "")
     assert said(view)[0] == "would run    on this machine here: $0.40 an hour"
     assert "then         this machine 1x  on-demand" in said(view)
     assert not any(line.startswith("planned") for line in said(view))
-    free = view_at(tmp_path, "local", limits={})
+    free = view_here(tmp_path, limits={})
     assert "at most      nothing limits its time there" in said(free)
-    by_time = view_at(tmp_path, "local", limits={"max_hours": 2})
+    by_time = view_here(tmp_path, limits={"max_hours": 2})
     assert (by_time["most_s"], by_time["max_usd"]) == (7200 + 120 + 120, None)
     assert "at most      2 h 04 min, $0.8267" in said(by_time)
 
 
 @pytest.mark.parametrize(
-    ("target", "at", "note", "is_said"),
+    ("place", "note", "is_said"),
     [
-        ("runpod", "", "tensorboard of train.report_to write on the machine alone", True),
-        ("kubernetes", "ml/claim", "write on the machine alone", False),
-        ("lambda", "us-east-1/key", "nothing at Lambda ends the machine when this process", True),
-        ("runpod", "", "ends the machine when this process dies", False),
-        ("runpod", "", "when_done does not run there: the launch gives the machine back", True),
-        ("ssh", "a", "when_done does not run there, and only you can end that machine", True),
-        ("vertex", "p/r", "the secrets have to be in Secret Manager of the project", True),
-        ("runpod", "", "the secrets have to be in Secret Manager", False),
-        ("ssh", "a", "a rented host is not counted here", True),
+        ("runpod", "tensorboard of train.report_to write on the machine alone", True),
+        ("kubernetes:ml/claim", "write on the machine alone", False),
+        ("lambda:us-east-1/key", "nothing at Lambda ends the machine when this process", True),
+        ("runpod", "ends the machine when this process dies", False),
+        ("runpod", "when_done does not run there: the launch gives the machine back", True),
+        ("ssh:a", "when_done does not run there, and only you can end that machine", True),
+        ("vertex:p/r", "the secrets have to be in Secret Manager of the project", True),
+        ("runpod", "the secrets have to be in Secret Manager", False),
+        ("ssh:a", "a rented host is not counted here", True),
+        ("skypilot", "SkyPilot's jobs controller is not counted here", True),
     ],
 )
-def test_notes_of_a_dry_run(target: str, at: str, note: str, is_said: bool, tmp_path: Path) -> None:
+def test_notes_of_a_dry_run(place: str, note: str, is_said: bool, tmp_path: Path) -> None:
     more = {"train": {"report_to": ["tensorboard"]}, "when_done": "sudo poweroff"}
-    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
-    values = prepared.job.model_dump(exclude_unset=True) | more
-    job = Job.model_validate(values)
-    prepared = Prepared(job, TARGETS[target], at, prepared.wishes, prepared.offers)
-    ask = Session(prepared_for("runpod", tmp_path / "run", 4.0, 0.4), print).next_ask()
+    prepared, rented = on(place, tmp_path, **more), on("runpod", tmp_path)
+    ask = Session(rented, print).next_ask()
     assert any(note in each for each in notes_of(prepared, ask)) is is_said
 
 
@@ -256,6 +260,8 @@ def test_what_a_watcher_makes_after_another_took_over_is_ended_and_counted(tmp_p
         ("there are no longer any instances", 400, OutOfStockError),
         ("your balance is too low", 400, UnauthorizedError),
         ("Insufficient credit", 200, UnauthorizedError),
+        ("this API key is not available", 401, UnauthorizedError),
+        ("insufficient-capacity", 400, OutOfStockError),
     ],
 )
 def test_a_refusal_is_of_the_account_the_stock_or_the_request(
@@ -279,16 +285,6 @@ def test_what_fails_is_asked_again_after_two_and_four_seconds(
         api.ask("GET", "/y", n_tries=n_tries)
     assert (slept, len(n_asked)) == (pauses, n_tries)
     assert str(caught.value) == f"status 500: {'x' * 200}"
-
-
-@pytest.mark.parametrize(
-    ("status", "text", "kind"),
-    [(200, "no JSON", UnclearError), (408, "{}", ServerError), (302, "{}", RefusedError)],
-)
-def test_answers_that_settle_nothing(status: int, text: str, kind: type) -> None:
-    transport = httpx.MockTransport(lambda request: httpx.Response(status, text=text))
-    with pytest.raises(kind):
-        Api("https://x", {}, transport=transport, sleep=lambda s: None).ask("GET", "/")
 
 
 def test_an_answer_of_sixteen_megabytes_is_read_and_no_longer_one() -> None:
