@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
-import transformers
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import farthing.model.head
-from farthing.model.head import Head, HeadSettings, find_head, head_losses
+from farthing.model.head import HeadSettings, find_head, head_losses
 from farthing.model.lora_kernels import LowRank
 from farthing.model.loss import Labelled, decoder_inputs, find_labelled, inner_of
-from farthing.models.families import SEQ2SEQ_FAMILIES
 
 N_WORDS = 61
 
@@ -68,6 +67,10 @@ NO_DROPOUT = {
     "embd_pdrop": 0.0,
     "resid_pdrop": 0.0,
     "hidden_dropout": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "embedding_dropout": 0.0,
+    "residual_dropout": 0.0,
     "dropout": 0.0,
     "attention_dropout": 0.0,
     "activation_dropout": 0.0,
@@ -78,15 +81,16 @@ NO_DROPOUT = {
 
 def make_model(family: str, **settings: Any) -> Any:
     """A model of two narrow layers, drawn from a fixed seed."""
-    known = transformers.AutoConfig.for_model(family).to_dict()
+    known = AutoConfig.for_model(family).to_dict()
     of_pairs = {key: value for key, value in OF_PAIRS.items() if key in known}
-    sizes = of_pairs if family in SEQ2SEQ_FAMILIES else OTHER_SIZES.get(family, SMALL)
+    is_pair = objective_of(family) == "seq2seq"
+    sizes = of_pairs if is_pair else OTHER_SIZES.get(family, SMALL)
     quiet = {key: value for key, value in NO_DROPOUT.items() if key in known}
-    config = transformers.AutoConfig.for_model(family, **{**sizes, **quiet, **settings})
-    if family in SEQ2SEQ_FAMILIES:
+    config = AutoConfig.for_model(family, **{**sizes, **quiet, **settings})
+    if is_pair:
         config.decoder_start_token_id, config.pad_token_id = 0, 0
     torch.manual_seed(0)
-    auto = AutoModelForSeq2SeqLM if family in SEQ2SEQ_FAMILIES else AutoModelForCausalLM
+    auto = AutoModelForSeq2SeqLM if is_pair else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # sharper than fresh weights, so that caps bend and scales matter
         model.get_output_embeddings().weight.mul_(30)
@@ -115,6 +119,13 @@ def leave_low_rank(model: Any) -> None:
             module.__class__ = type(module).__bases__[1]
 
 
+def one_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft's dropout draws the masks that fused layers draw."""
+    monkeypatch.setattr(
+        nn.Dropout, "forward", lambda self, x: torch.native_dropout(x, self.p, self.training)[0]
+    )
+
+
 def head_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -138,7 +149,7 @@ def summed_loss(
     scores = logits
     if task == "causal-lm":
         scores, labels = logits[:, :-1], labels[:, 1:]
-    loss = torch.nn.functional.cross_entropy(
+    loss = nn.functional.cross_entropy(
         scores.flatten(0, -2).float(),
         labels.flatten(),
         reduction="sum",
@@ -176,14 +187,12 @@ def language_model_loss(
     return find_head(model, task).loss(labelled(batch, task), label_smoothing, gradient_scale)
 
 
-def loss_and_log_probs(
-    model: Any, batch: dict[str, Any], task: str, head: Head
-) -> tuple[Tensor, Tensor]:
-    """(loss, log-probability of all targets of each document [D])."""
+def log_probs_of(model: Any, batch: dict[str, Any], task: str) -> Tensor:
+    """The log-probability of all targets of each document [D]."""
     batch = labelled(batch, task)
-    words = head.log_probs(batch)
+    words = find_head(model, task).log_probs(batch)
     empty = words.new_zeros(len(batch["n_targets"]))
-    return -words.sum(), empty.index_add(0, batch["owners_of_targets"], words)
+    return empty.index_add(0, batch["owners_of_targets"], words)
 
 
 def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
@@ -207,4 +216,5 @@ def in_tiles_of(n: int) -> Any:
 
 
 def objective_of(family: str) -> str:
-    return "seq2seq" if family in SEQ2SEQ_FAMILIES else "causal-lm"
+    is_pair = AutoConfig.for_model(family).is_encoder_decoder
+    return "seq2seq" if is_pair else "causal-lm"

@@ -9,10 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from farthing.model import attention_kernels
+from farthing.model.adapters import Adapter, add_adapter
+from farthing.model.attention_kernels import AttentionSettings
+from farthing.model.documents import Documents
+from farthing.model.lora_kernels import use_low_rank
+from heads import NO_DROPOUT
 from token_sets import token_set
 
 CLOSE = 1e-5
@@ -78,20 +82,6 @@ COMMON = {
 GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 48}
 
 
-NO_DROPOUT = {
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-    "dropout": 0.0,
-    "embedding_dropout": 0.0,
-    "residual_dropout": 0.0,
-}
-
-
 def model_of(family: str, task: str = "causal-lm", seed: int = 0, **keys: Any) -> Any:
     """A tiny random model of a family, in training mode, with its library's own attention."""
     own = {**(GPT2 if family in ("gpt2", "gpt_bigcode") else {}), **OWN.get(family, {})}
@@ -108,46 +98,21 @@ def model_of(family: str, task: str = "causal-lm", seed: int = 0, **keys: Any) -
     return model.train()
 
 
+def with_adapter(model: Any, task: str = "causal-lm", **how: Any) -> Any:
+    """Fused adapters that do something: fresh ones multiply by zero."""
+    model = add_adapter(model, Adapter(r=4, **how), task, seed=0).train()
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    assert use_low_rank(model).n_left == 0
+    return model
+
+
 def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
     """Gradients by name; the model's own stay empty."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {name: g for name, g in zip(named, found, strict=True) if g is not None}
-
-
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float = CLOSE) -> None:
-    """Relative to each tensor's size; what is rounding noise (a key's bias), to the whole's."""
-    assert ours.keys() == theirs.keys()
-    floor = 1e-3 * float(torch.stack([g.norm() for g in theirs.values()]).norm())
-    assert floor > 0
-    for name, gradient in theirs.items():
-        assert float((ours[name] - gradient).norm()) / max(float(gradient.norm()), floor) < close, (
-            name
-        )
-
-
-class Waits(TorchDispatchMode):
-    """Counts what would make a processor wait for its GPU: values that come back, and shapes that
-    follow from values.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run it, and count it if it waits."""
-        self.n += any(
-            name in str(func)
-            for name in (
-                "_local_scalar_dense",
-                "nonzero",
-                "masked_select",
-                "is_nonzero",
-                "aten::equal",
-            )
-        )
-        return func(*args, **(kwargs or {}))
 
 
 class Layer:
@@ -172,10 +137,36 @@ def documents(n_labels: int = 3) -> Any:
     return token_set(texts, [n // 2 for n in lengths], [n % n_labels for n in range(len(lengths))])
 
 
-def by_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def by_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch, flex: Any = flex_attention) -> None:
     """Attention takes this kernel, and flex is not compiled: it runs on a CPU."""
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: kernel)
-    monkeypatch.setattr(attention_kernels, "_flex", lambda: flex_attention)
+    monkeypatch.setattr(attention_kernels, "_flex", lambda: flex)
+
+
+def by_formula(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: AttentionSettings
+) -> Tensor:
+    """Softmax attention of each document, one after another: [T, H, D]."""
+    found, groups = [], query.shape[1] // key.shape[1]
+    parts = zip(
+        query.split(documents.lengths),
+        key.repeat_interleave(groups, 1).split(documents.key_lengths),
+        value.repeat_interleave(groups, 1).split(documents.key_lengths),
+        strict=True,
+    )
+    for q, k, v in parts:
+        scores = torch.einsum("qhd,khd->hqk", q, k) * how.scale
+        if how.softcap is not None:
+            scores = torch.tanh(scores / how.softcap) * how.softcap
+        if how.bias is not None:
+            scores = scores + how.bias[0, :, : len(q), : len(k)]
+        behind = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+        hidden = (behind < 0) & how.causal
+        if how.window is not None:
+            hidden |= behind >= how.window
+        scores = scores.masked_fill(hidden, -torch.inf)
+        found.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    return torch.cat(found)
 
 
 def assert_close_with_gradients(ours: Tensor, theirs: Tensor, inputs: Any) -> None:

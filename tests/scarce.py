@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from farthing.model.hardware import Numerics
 from farthing.train.optim import (
     make_optimizer,
 )
@@ -18,14 +20,14 @@ def small_model(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.LayerNorm(40), nn.Linear(40, 3))
 
 
-def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, name: str, **keys: Any) -> torch.optim.Optimizer:
     settings: dict[str, Any] = {
         "learning_rate": 0.01,
         "weight_decay": 0.1,
         "betas": (0.9, 0.99),
         "epsilon": 1e-8,
     }
-    return make_optimizer(model, name, **settings)
+    return make_optimizer(model, name, **settings | keys)
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
@@ -47,11 +49,17 @@ class Failing:
     for.
     """
 
-    def __init__(self, honest: Callable[..., Any], at: int) -> None:
-        self.honest, self.at, self.n = honest, at, 0
+    def __init__(self, honest: Callable[..., Any], at: int, words: str = GONE) -> None:
+        self.honest, self.at, self.words, self.n = honest, at, words, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.n += 1
         if self.n == self.at:
-            raise torch.AcceleratorError(GONE)
+            raise torch.AcceleratorError(self.words)
         return self.honest(*args, **kwargs)
+
+
+def with_scaler(patch: pytest.MonkeyPatch, *, needs_scaler: bool = True) -> None:
+    """Runs compute in fp32 on the CPU, with the gradient scaler of fp16."""
+    numerics = Numerics(torch.device("cpu"), None, needs_scaler=needs_scaler)
+    patch.setattr("farthing.train.resolve.choose_numerics", lambda *_: numerics)

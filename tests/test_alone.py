@@ -20,7 +20,6 @@ from families import CODES, PAD, examples_of, small, speaking
 from farthing.data.encode import Encoder
 from farthing.data.formats import Example
 from farthing.errors import ModelError
-from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import packed_logits
 from farthing.model.batching import longrope_limit
 from farthing.model.causality import refuse_looking_ahead
@@ -28,90 +27,48 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.load import set_languages, speak
 from farthing.model.loss import decoder_inputs, logits_of
-from farthing.models.families import DECODERS, ENCODERS, PADS_SAFELY
-from thinned import thinned
 from token_sets import encoded_examples
 
 CPU = Numerics(torch.device("cpu"), None)
 
 
-def scores_together_and_alone(
-    model: Any, micro_batch_tokens: int = 200
-) -> tuple[torch.Tensor, torch.Tensor, Forward, int]:
-    """Logits of nine examples [9, C], in farthing's micro-batches and one by one; how they were
-    cut.
-    """
+PADDED = ("distilbert", "deberta-v2", "bloom", "bart", "mt5")
+
+
+@pytest.mark.parametrize("kind", [*PADDED, "funnel", "nystromformer", "convbert"])
+def test_classes_are_those_of_single_examples(kind):
+    """A model that reads padding gets inputs of one length."""
     tokens = examples_of([5, 17, 9, 17, 12, 5, 6, 30, 9], n_labels=3)
-    forward = Forward(model, "classification", PAD, CPU)
-    pieces = forward.split(tokens, np.arange(9), micro_batch_tokens)
-    together = torch.zeros(9, 3)
-    for piece in pieces:
-        batch = forward.to_device(forward.collate(tokens, piece))
-        compute = packed_logits if forward.is_packed else logits_of
-        together[torch.from_numpy(piece)] = compute(model, batch)
-    alone = []
-    for index in range(9):
-        ids = torch.from_numpy(tokens.example(index)[0].astype(np.int64))[None]
-        alone.append(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0])
-    return together, torch.stack(alone), forward, len(pieces)
-
-
-def check_classification(kind: str) -> tuple[Forward, int]:
     model = small(kind, AutoModelForSequenceClassification, num_labels=3)
+    forward = Forward(model, "classification", PAD, CPU)
+    pieces = forward.split(tokens, np.arange(9), 200)
+    together, alone = torch.zeros(2, 9, 3)
+    compute = packed_logits if forward.is_packed else logits_of
     with torch.no_grad():
-        together, alone, forward, n_pieces = scores_together_and_alone(model)
-    assert (together - alone).abs().max() < 1e-4 * alone.abs().max(), kind
+        for piece in pieces:
+            batch = forward.to_device(forward.collate(tokens, piece))
+            together[torch.from_numpy(piece)] = compute(model, batch)
+        for index in range(9):
+            ids = torch.from_numpy(tokens.example(index)[0].astype(np.int64))[None]
+            alone[index] = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
+    assert (together - alone).abs().max() < 1e-4 * alone.abs().max()
     assert alone.std(0).max() > 1e-3, "else nothing is shown"
-    return forward, n_pieces
-
-
-@pytest.mark.parametrize("kind", ["distilbert", "deberta-v2", "bloom", "bart", "mt5"])
-def test_classes_are_those_of_single_examples_with_padding(kind):
-    forward, n_pieces = check_classification(kind)
-    assert forward.batching_rule is None
-    assert n_pieces < 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", sorted(PADS_SAFELY["classification"] - DECODERS - ENCODERS - {"layoutlm", "t5"})
-)
-def test_every_family_that_is_padded_gives_the_classes_of_single_examples(kind):
-    assert check_classification(kind)[0].batching_rule is None
-
-
-@pytest.mark.parametrize("kind", ["funnel", "nystromformer", "convbert"])
-def test_a_model_that_reads_padding_gets_inputs_of_one_length(kind):
-    forward, n_pieces = check_classification(kind)
-    assert forward.batching_rule is not None
-    assert "of one length at a time" in forward.batching_rule.why
-    assert n_pieces == 6
+    if kind in PADDED:
+        assert forward.batching_rule is None
+        assert len(pieces) < 6
+    else:
+        assert "of one length at a time" in forward.batching_rule.why
+        assert len(pieces) == 6
 
 
 # ---- seq2seq ----
 
-SEQ2SEQ = [
-    "bart",
-    "blenderbot",
-    "blenderbot-small",
-    "led",
-    "longt5",
-    "m2m_100",
-    "marian",
-    "mbart",
-    "mt5",
-    "mvp",
-    "pegasus",
-    "pegasus_x",
-    "plbart",
-    "prophetnet",
-    "switch_transformers",
-    "t5",
-    "umt5",
-]
+OF_ONE_LENGTH = ("prophetnet", "switch_transformers")
 
 
-@pytest.mark.parametrize("kind", thinned(SEQ2SEQ, 2))
+@pytest.mark.parametrize(
+    "kind", ["bart", "led", "m2m_100", "marian", "mbart", "pegasus", "plbart", "t5", *OF_ONE_LENGTH]
+)
 def test_the_decoder_begins_as_the_model_itself_would_have_it(kind):
     """The loss is that of transformers for the same labels, one example at a time, padded or not."""  # noqa: E501
     model = small(kind, AutoModelForSeq2SeqLM)
@@ -136,7 +93,7 @@ def test_the_decoder_begins_as_the_model_itself_would_have_it(kind):
             logits = plain.logits[0, :length]
             alone += float(F.cross_entropy(logits, labels[0], reduction="sum"))
     assert summed == pytest.approx(alone, rel=1e-4)
-    assert (forward.batching_rule is None) == (kind in PADS_SAFELY["seq2seq"])
+    assert (forward.batching_rule is None) == (kind not in OF_ONE_LENGTH)
 
 
 @pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
@@ -160,21 +117,6 @@ def test_experts_with_a_capacity_answer_each_example_as_if_it_were_alone(is_trai
     assert loss_of([0, 1, 2, 3, 4]) == pytest.approx(sum(alone), rel=1e-5)
     assert loss_of([4, 1]) + loss_of([0, 3, 2]) == pytest.approx(sum(alone), rel=1e-5)
     assert model.config.expert_capacity == 3  # what is exported stays as it was
-
-
-@pytest.mark.parametrize(
-    ("kind", "names"), [("bert", ["query", "value"]), ("deberta-v2", ["query_proj", "value_proj"])]
-)
-def test_an_adapter_of_a_classifier_is_on_queries_and_values(kind, names):
-    model = add_adapter(
-        small(kind, AutoModelForSequenceClassification, num_labels=2),
-        Adapter(r=2),
-        "classification",
-        0,
-    )
-    assert {name.split(".")[-1] for name in model.peft_config["default"].target_modules} == set(
-        names
-    )
 
 
 def test_batch_norms_are_refused():
@@ -273,16 +215,13 @@ def test_inputs_and_targets_carry_their_own_languages(family):
     assert codes[0] not in ids[is_target == 1]
 
 
-@pytest.mark.parametrize("family", CODES)
-def test_languages_that_are_not_said_or_not_known_are_refused(family):
-    source, target = CODES[family]
+def test_languages_that_are_not_said_or_not_known_are_refused(tokenizers):
+    family, (source, target) = "nllb", CODES["nllb"]
     with pytest.raises(ModelError, match=r"data.target_lang is not set"):
         set_languages(speaking(family), "seq2seq", source, None)
     with pytest.raises(ModelError, match=f"'{target}x' is not a language of its tokenizer"):
         set_languages(speaking(family), "seq2seq", source, f"{target}x")
-
-
-def test_a_tokenizer_without_languages_takes_none(tokenizers):
+    # a tokenizer without languages takes none
     assert set_languages(tokenizers["t5"], "seq2seq", None, None) == ("", "")
     with pytest.raises(ModelError, match="does not write a language into texts"):
         set_languages(tokenizers["t5"], "seq2seq", "en", "de")
@@ -310,11 +249,12 @@ def test_a_model_that_was_told_the_language_generates_in_it(family):
 # ---- a language model looks back only ----
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "roformer"])
+@pytest.mark.parametrize("kind", ["bert", "roformer", "xlm"])
 def test_an_encoder_that_looks_ahead_is_no_language_model(kind):
     with pytest.raises(ModelError, match="looks ahead"):
         refuse_looking_ahead(small(kind, AutoModelForCausalLM), kind)
-    refuse_looking_ahead(small(kind, AutoModelForCausalLM, is_decoder=True), kind)
+    if kind != "xlm":
+        refuse_looking_ahead(small(kind, AutoModelForCausalLM, is_decoder=True), kind)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "bloom", "mixtral", "mamba"])

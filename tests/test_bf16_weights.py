@@ -4,8 +4,6 @@ ranks, and what a plan says of it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,16 +14,11 @@ from farthing.model.hardware import Numerics
 from farthing.model.precision import precision_of
 from farthing.train import bf16_adamw
 from farthing.train.bf16_adamw import round_by_chance
-from farthing.train.optim import load_state, make_optimizer, state_bytes, state_tensors
+from farthing.train.optim import load_state, state_bytes, state_tensors
+from scarce import optimizer_of
 from workshop import losses_of, make_job
 
 NAME = "adamw_bf16_stochastic_round"
-SETTINGS: dict[str, Any] = {
-    "learning_rate": 1e-3,
-    "weight_decay": 0.1,
-    "betas": (0.9, 0.99),
-    "epsilon": 1e-8,
-}
 
 
 def a_matrix(n: int = 64) -> nn.Linear:
@@ -48,7 +41,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) ->
 
 def adamw_in_fp64(weight: Tensor, moments: tuple[Tensor, Tensor], grad: Tensor, n: int) -> Tensor:
     """One update of Loshchilov and Hutter (arXiv 1711.05101), algorithm 2."""
-    rate, decay, (b1, b2) = 1e-3, 0.1, (0.9, 0.99)
+    rate, decay, (b1, b2) = 0.01, 0.1, (0.9, 0.99)
     first = b1 * moments[0] + (1 - b1) * grad
     second = b2 * moments[1] + (1 - b2) * grad**2
     step = (first / (1 - b1**n)) / ((second / (1 - b2**n)).sqrt() + 1e-8)
@@ -59,7 +52,7 @@ def adamw_in_fp64(weight: Tensor, moments: tuple[Tensor, Tensor], grad: Tensor, 
 def test_each_update_is_that_of_fp64_rounded_up_or_down(bucket, monkeypatch):
     monkeypatch.setattr(bf16_adamw, "BUCKET", bucket)
     model = a_matrix(24)
-    optimizer = make_optimizer(model, NAME, **SETTINGS)
+    optimizer = optimizer_of(model, NAME)
     steps(model, optimizer, range(3))
     weight = model.weight
     before = weight.detach().double()
@@ -81,9 +74,9 @@ def test_each_update_is_that_of_fp64_rounded_up_or_down(bucket, monkeypatch):
 
 def test_updates_too_small_for_bf16_are_made_in_the_mean():
     """Rounding to nearest would leave every weight where it is."""
-    model = nn.Linear(256, 256, bias=False).to(torch.bfloat16)
+    model = nn.Linear(128, 128, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)
-    optimizer = make_optimizer(model, NAME, **SETTINGS | {"learning_rate": 1e-5, "weight_decay": 0})
+    optimizer = optimizer_of(model, NAME, learning_rate=1e-5, weight_decay=0)
     for step in range(100):
         model.weight.grad = torch.ones_like(model.weight)
         torch.manual_seed(step)
@@ -93,14 +86,14 @@ def test_updates_too_small_for_bf16_are_made_in_the_mean():
 
 def test_the_second_moment_comes_down_again():
     """0.999 of a number is the number itself, rounded to nearest in bf16."""
-    model = nn.Linear(256, 256, bias=False).to(torch.bfloat16)
-    optimizer = make_optimizer(model, NAME, **SETTINGS | {"betas": (0.9, 0.999)})
+    model = nn.Linear(128, 128, bias=False).to(torch.bfloat16)
+    optimizer = optimizer_of(model, NAME, betas=(0.9, 0.999))
     for step in range(201):
         model.weight.grad = torch.full_like(model.weight, 1.0 if step == 0 else 0.0)
         torch.manual_seed(step)
         optimizer.step()
     mean = float(optimizer.state[model.weight]["exp_avg_sq"].double().mean())
-    assert mean == pytest.approx(0.001 * 0.999**200, rel=0.01)
+    assert mean == pytest.approx(0.001 * 0.999**200, rel=0.02)
 
 
 def test_rounding_is_right_in_the_mean_and_leaves_numbers_of_bf16_alone():
@@ -118,7 +111,7 @@ def test_rounding_is_right_in_the_mean_and_leaves_numbers_of_bf16_alone():
 
 def test_what_is_not_finite_changes_nothing():
     model = a_matrix()
-    optimizer = make_optimizer(model, NAME, **SETTINGS)
+    optimizer = optimizer_of(model, NAME)
     steps(model, optimizer, range(2))
     weights = [weight.detach().clone() for weight in model.parameters()]
     state = {key: value.clone() for key, value in optimizer.state[model.weight].items()}
@@ -132,7 +125,7 @@ def test_what_is_not_finite_changes_nothing():
 
 def test_state_takes_four_bytes_a_weight_and_comes_back():
     models = [a_matrix(), a_matrix()]
-    optimizers = [make_optimizer(model, NAME, **SETTINGS) for model in models]
+    optimizers = [optimizer_of(model, NAME) for model in models]
     steps(models[0], optimizers[0], range(6))
     steps(models[1], optimizers[1], range(3))
     n = sum(weight.numel() for weight in models[1].parameters())
@@ -140,7 +133,7 @@ def test_state_takes_four_bytes_a_weight_and_comes_back():
     tensors, values = state_tensors(optimizers[1], dict(models[1].named_parameters()))
     again = a_matrix()
     again.load_state_dict(models[1].state_dict())
-    restored = make_optimizer(again, NAME, **SETTINGS)
+    restored = optimizer_of(again, NAME)
     load_state(restored, dict(again.named_parameters()), tensors, values)
     steps(again, restored, range(3, 6))
     for one, other in zip(models[0].parameters(), again.parameters(), strict=True):

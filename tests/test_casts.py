@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,32 +16,12 @@ from torch import Tensor
 
 from farthing.model import casts
 from farthing.model.activation_checkpointing import checkpoint_layers
-from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.casts import Casts, add_up, leaf_of
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
-from farthing.model.lora_kernels import use_low_rank
-from farthing.train.loop import take_step
-from farthing.train.opened_run import opened_run
-from packed_models import documents, model_of
-from thinned import thinned
-from workshop import Heard, make_job
+from packed_models import documents, model_of, with_adapter
 
 NUMERICS = Numerics(torch.device("cpu"), torch.bfloat16)
-
-
-def made(family: str, task: str, adapter: dict[str, Any] | None) -> Any:
-    model = model_of(family, task)
-    if adapter is not None:
-        model = add_adapter(model, Adapter(r=4, **adapter), task, seed=0)
-        for (
-            name,
-            weight,
-        ) in model.named_parameters():  # B begins with zeros, and A would get no gradient
-            if "lora_B" in name:
-                torch.nn.init.normal_(weight, std=0.1)
-        use_low_rank(model)
-    return model.train()
 
 
 def gradients(
@@ -73,17 +52,17 @@ def gradients(
     ("family", "task", "adapter"),
     [
         ("llama", "causal-lm", None),
-        ("llama", "causal-lm", {}),
         ("llama", "causal-lm", {"dropout": 1e-9}),
         ("bert", "classification", None),
         ("bert", "classification", {}),
-        ("gpt2", "causal-lm", None),
         ("mixtral", "causal-lm", None),
     ],
 )
 @pytest.mark.parametrize("at_once", [True, False])
 def test_the_same_gradients(family, task, adapter, at_once):
-    plain = made(family, task, adapter)
+    plain = model_of(family, task)
+    if adapter is not None:
+        plain = with_adapter(plain, task, **adapter)
     other = copy.deepcopy(plain)
     losses, expected = gradients(plain, task, with_casts=False)
     again, found = gradients(other, task, with_casts=True, at_once=at_once)
@@ -103,7 +82,7 @@ def test_the_same_gradients(family, task, adapter, at_once):
 
 
 def test_the_same_gradients_where_layers_are_computed_again():
-    plain = made("llama", "causal-lm", None)
+    plain = model_of("llama")
     other = copy.deepcopy(plain)
     checkpoint_layers(other, 1)
     _, expected = gradients(plain, "causal-lm", with_casts=True)
@@ -169,9 +148,8 @@ def test_a_copy_made_without_gradients_is_not_taken_where_they_are_wanted():
     x = torch.randn(3, 8, requires_grad=True)
     with kept.kept(several=True), torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
-            held = casts.LAST_CAST.cast(x, torch.bfloat16)
+            model[1](x)
         model[0](x).sum().backward()
-    assert held is not None
     assert x.grad is not None
     assert x.grad.any()
 
@@ -210,40 +188,6 @@ def test_a_layer_without_autocast_computes_as_it_is():
         assert torch.equal(
             model[0](x), torch.nn.functional.linear(x, model[0].weight, model[0].bias)
         )
-
-
-@pytest.mark.parametrize("method", thinned(["full", {"name": "lora", "lora_r": 4}], 9))
-def test_steps_with_casts_are_those_without(method, tmp_path):
-    """Whole steps of several micro-batches: copies are those of the weights that the step before
-    has left.
-    """
-    weights: list[dict[str, Tensor]] = []
-    for has_casts in (False, True):
-        how = {
-            "bf16": True,
-            "optim": "sgd",
-            "learning_rate": 0.1,
-            "micro_batch_tokens": 100,
-            "probe": False,
-        }
-        job = make_job(tmp_path, method=method, output_dir=f"./run-{has_casts}", **how)
-        Path(job.output_dir).mkdir()
-        with opened_run(job, Heard()) as run:
-            begun = {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
-            run.forward.casts = Casts(run.model, torch.bfloat16) if has_casts else None
-            for _ in range(3):
-                take_step(run)
-            run.log.settle()
-            weights.append(
-                {
-                    name: weight.detach() - begun[name]
-                    for name, weight in run.model.named_parameters()
-                }
-            )
-    changed = [name for name, change in weights[0].items() if change.any()]
-    assert len(changed) > 10
-    for name in changed:
-        assert (weights[1][name] - weights[0][name]).norm() < 0.02 * weights[0][name].norm(), name
 
 
 def test_a_shared_weight_whose_layer_is_computed_again_after_its_copy_is_gone():

@@ -18,47 +18,11 @@ import pytest
 import torch
 
 import gpu
-from farthing.models.shapes import read_shape
 from farthing.train.optim import state_bytes
-from on_gpu import flash, table, verdict, work
-from on_gpu.work import FULL, LABELLED, SHAPES, SMALL, WARM_UP
+from on_gpu import table, verdict, work
+from on_gpu.work import SMALL
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.mark.parametrize(
-    ("name", "n"),
-    [
-        ("0.5B", 494_032_768),
-        ("1B", 1_235_814_400),
-        ("3B", 3_212_749_824),
-        ("8B", 8_030_261_248),
-        ("T5", 222_903_552),
-        ("BERT", 109_488_392),
-    ],
-)
-def test_the_shapes_are_those_of_the_models_they_are_named_after(name, n):
-    assert work.shape_of(work.config_of(name), SHAPES[name]["task"]).n_parameters == n
-
-
-def test_flops_are_two_thirds_for_adapters_and_fewer_where_less_is_labelled():
-    """A token of Llama 3.1 8B in full documents: six FLOPs a weight, and attention."""
-    drawn = work.draw_examples("full", 1000, SMALL)
-    config = work.config_of("8B")
-    full, lora = (work.flops_per_token(config, method, drawn) for method in ("full", "lora"))
-    shape = read_shape(config, "causal-lm")
-    assert full["usual"] == pytest.approx(6 * (shape.n_matmul + shape.n_head_matmul), rel=0.01)
-    assert full["usual"] - full["needed"] == pytest.approx(
-        6 * (1 - LABELLED) * shape.n_head_matmul, rel=0.02
-    )
-    assert 0.66 < lora["needed"] / full["needed"] < 0.72
-
-
-@pytest.mark.parametrize("scale", [FULL, SMALL])
-def test_the_first_row_of_a_method_sets_the_pace_of_the_second(scale):
-    assert all(WARM_UP + row["timed"] - 1 >= 10 for row in SHAPES.values())
-    chat, full = (work.draw_examples(name, 1000, scale).lengths.mean() for name in ("chat", "full"))
-    assert full / chat <= 3
 
 
 def test_everyone_takes_the_examples_that_farthing_draws(tmp_path):
@@ -77,48 +41,6 @@ def test_everyone_takes_the_examples_that_farthing_draws(tmp_path):
         take_step(run)
         run.log.settle()
         assert run.progress.n_tokens == drawn.lengths[order[0]].sum()
-
-
-@pytest.mark.parametrize("shape", ["T5", "BERT"])
-def test_a_step_is_taken_of_models_that_are_no_chat_models(shape, tmp_path):
-    work.prepare(tmp_path, shape, SMALL)
-    from farthing.train.loop import take_step
-    from peers.assignment import Examples
-
-    (lengths,) = SHAPES[shape]["lengths"]
-    folder = tmp_path / f"{shape}-{lengths}"
-    drawn = Examples.load(folder / "train.npz")
-    with work.opened(
-        work.job_values(folder, tmp_path / "out", "full", SMALL, 2, 3.0), drawn
-    ) as run:
-        take_step(run)
-        run.log.settle()
-        assert run.progress.n_tokens == drawn.lengths[run.feed.batches.examples_of(0)].sum()
-
-
-@pytest.mark.slow
-def test_flash_attention_of_the_peers_is_found_by_its_name_and_computes_with_torchs_kernel(
-    tmp_path,
-):
-    folder = flash.install(tmp_path / "flash")
-    code = (
-        "import importlib.metadata as m, sys, torch, torch.nn.attention.varlen as v\nassert"
-        " m.version('flash_attn') == '2.8.3' and m.packages_distributions()['flash_attn'] =="
-        " ['flash-attn']\nimport flash_attn, flash_attn.bert_padding as padding\nsaid = []\ndef"
-        " varlen_attn(q, k, v, a, b, m, n, *, scale=None, window_size=(-1, -1)):\n   "
-        " said.append((a.tolist(), m, scale, window_size)); return q\nv.varlen_attn ="
-        " varlen_attn\nq = torch.randn(2, 3, 4, 8)\nassert"
-        " torch.equal(flash_attn.flash_attn_func(q, q, q, softmax_scale=0.5, causal=True),"
-        " q)\nassert said == [([0, 3, 6], 3, 0.5, (-1, 0))]\nmask = torch.tensor([[1, 1, 0], [1, 1,"
-        " 1]])\nflat, places, bounds, longest, _ = padding.unpad_input(q, mask)\nassert (len(flat),"
-        " bounds.tolist(), longest) == (5, [0, 2, 5], 3)\nassert"
-        " torch.equal(padding.pad_input(flat, places, 2, 3), q * mask[..., None, None])\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_process_that_has_nothing_to_show_is_stopped_and_the_next_goes_on(tmp_path, monkeypatch):
@@ -233,55 +155,6 @@ def call(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
-FAKE_PYTHON = """#!/usr/bin/env bash
-# a Python whose parts fail: PARTS_FAIL names them by a word of their command
-case "$*" in
-  *"-m pytest"*) echo "pytest $*" >> "$CALLS" ;;
-  *"bench/gpu.py"*) echo "bench $*" >> "$CALLS" ;;
-  *"bench/survive.py"*) echo "kills $*" >> "$CALLS" ;;
-  *) exec "$REAL_PYTHON" "$@" ;;
-esac
-for word in $PARTS_FAIL; do case "$*" in *"$word"*) exit 1 ;; esac; done
-exit 0
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "fails",
-    ["", "--only-ceilings", "tests/test_gpu.py", "--only-ceilings tests/test_gpu.py"],
-)
-def test_a_part_that_fails_does_not_keep_the_others_from_running(fails, tmp_path):
-    fake = tmp_path / "python"
-    fake.write_text(FAKE_PYTHON)
-    fake.chmod(0o755)
-    calls = tmp_path / "calls.txt"
-    more = {
-        "PYTHON": str(fake),
-        "REAL_PYTHON": sys.executable,
-        "CALLS": str(calls),
-        "PARTS_FAIL": fails,
-    }
-    done = call("right", str(tmp_path / "out"), **more)
-    lines = calls.read_text().splitlines()
-    assert [line.split()[0] for line in lines[:2]] == ["pytest", "bench"]
-    assert sorted(line.split()[0] for line in lines[2:]) == ["kills"] * 4 + ["pytest"]
-    assert "not (flex or compile or fp32_gets)" in lines[0]
-    assert [line for line in lines[2:] if "-k flex or compile or fp32_gets" in line]
-    assert sum("--full-determinism" in line for line in lines) == 3
-    assert done.returncode == 1, "nothing was killed"
-    assert "20 SIGKILLs with full_determinism: 0 of 0 runs" in done.stdout
-    said = (tmp_path / "out" / "failed.txt").read_text()
-    assert "failed: the kills" in said
-    assert ("failed: the ceilings" in said) == ("ceilings" in fails)
-    assert (
-        ("failed: the quick tests" in said)
-        == ("failed: the tests that compile" in said)
-        == ("test_gpu" in fails)
-    )
-    assert "every part ran" not in done.stdout
-
-
 def test_state_of_the_optimizer_is_counted_on_a_device_with_a_number_and_without():
     model = torch.nn.Linear(100, 100, device="meta")
     optimizer = torch.optim.AdamW(model.parameters(), fused=False)
@@ -300,13 +173,8 @@ def test_the_bench_runs_from_end_to_end_at_toy_sizes(tmp_path):
     ours = [one for one in rows if one.get("who") == "farthing"]
     assert len(ours) == 6
     assert all(one["tokens_per_s"] > 0 for one in ours)
-    first = {
-        (one["shape"], one["method"], one["lengths"]): (
-            one["promised"]["calibration"] == "formulas only"
-        )
-        for one in ours
-    }
-    assert {key for key, by_formulas in first.items() if not by_formulas} == {
+    measured = [one for one in ours if one["promised"]["calibration"] != "formulas only"]
+    assert {(one["shape"], one["method"], one["lengths"]) for one in measured} == {
         ("toy", "lora", "full"),
         ("toy", "full", "full"),
     }
@@ -315,9 +183,8 @@ def test_the_bench_runs_from_end_to_end_at_toy_sizes(tmp_path):
     for one in of_others:
         assert "tokens_per_s" in one or "not installed" in one["failed"], one
     varied = [one for one in rows if one["kind"] == "variant"]
-    assert not [one for one in varied if "failed" in one]
     groups = {one["group"] for one in varied}
     assert groups >= {"as planned", "attention", "adapters", "optimizer", "compile"}
+    assert np.isfinite([one["tokens_per_s"] for one in varied]).all(), "none failed"
     assert not [one for one in rows if one["kind"] == "left out"]
     assert "Promised and happened" in (tmp_path / "tables.txt").read_text()
-    assert np.isfinite([one["tokens_per_s"] for one in varied]).all()

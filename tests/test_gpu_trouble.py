@@ -19,7 +19,6 @@ from farthing.after.held_out import held_out_of
 from farthing.cli import main
 from farthing.device_memory import in_words, reported
 from farthing.errors import DeviceError, HardwareError, OutOfMemoryError
-from farthing.events import StepTaken
 from farthing.export.folders import export_run, trained_model
 from farthing.model.forward import Forward
 from farthing.model.hardware import pinned
@@ -27,6 +26,7 @@ from farthing.model.liger import use_liger
 from farthing.run.accounts import read_ledger
 from farthing.train.opened_run import opened_run
 from farthing.train.update import load_update_kernels
+from interrupted import LeavesAt
 from scarce import OPTIMIZERS, Failing, optimizer_of, small_model, step_of
 from workshop import Heard, job_file, losses_of, make_job
 
@@ -88,8 +88,7 @@ def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(
     path = job_file(tmp_path / "broken", **KEYS)
     with monkeypatch.context() as patch:
         calls = Broken(patch, 10**9)
-        with pytest.raises(ZeroDivisionError):
-            workshop.train(make_job(tmp_path / "counted", **KEYS), _stop_after(3))
+        workshop.train(make_job(tmp_path / "counted", **KEYS), LeavesAt(step=3))
     with monkeypatch.context() as patch:
         Broken(patch, calls.n)
         assert main(["train", str(path)]) == 1  # not 2, after which --retry would not go on
@@ -107,22 +106,6 @@ def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(
     assert [row["loss"] for row in rows if "examples" in row] == losses_of(alone)
 
 
-@pytest.mark.slow
-def test_a_gpu_that_fails_in_a_restore_says_nothing_against_the_checkpoint(tmp_path, monkeypatch):
-    job = make_job(tmp_path, max_steps=4, save_steps=2)
-    with pytest.raises(ZeroDivisionError):
-        workshop.train(job, _stop_after(3))
-
-    def broken(*_: Any) -> None:
-        raise torch.AcceleratorError(ILLEGAL)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("farthing.train.state.put_back", broken)
-        with pytest.raises(DeviceError, match="the GPU has failed"):
-            workshop.train(job)
-    assert workshop.train(job).state == "finished"
-
-
 @pytest.mark.parametrize(
     "error", [torch.AcceleratorError(ILLEGAL), torch.OutOfMemoryError("CUDA out of memory")]
 )
@@ -134,14 +117,6 @@ def test_a_gpu_that_fails_leaves_no_run_without_ligers_kernels(error, monkeypatc
     monkeypatch.setattr("farthing.model.liger.try_one_kernel", failing)
     with pytest.raises(type(error)):
         use_liger(small_model())
-
-
-def _stop_after(step: int) -> Any:
-    def stop(event: object) -> None:
-        if isinstance(event, StepTaken) and event.step == step:
-            raise ZeroDivisionError
-
-    return stop
 
 
 @pytest.mark.parametrize("as_json", [False, True])

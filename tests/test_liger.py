@@ -20,53 +20,26 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from farthing.model import liger
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.liger import patch, use_liger, why_not_liger
 from farthing.models.families import FUSED_BY_LIGER
+from heads import assert_same, gradients_of, make_model
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-IDS = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(0))
-
-
-def small_model(**more: Any) -> Any:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL | more)).train()
+IDS = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def must_agree(model: Any, plain: Any) -> None:
-    found, expected = gradients(model), gradients(plain)
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        error = float((found[name] - gradient).norm() / gradient.norm().clamp_min(1e-6))
-        assert error < 2e-5, (name, error)
+    return gradients_of(model, model(input_ids=IDS, labels=IDS).loss)
 
 
 # ---- where it is refused ----
 
 
 def test_reasons_are_given_in_words(monkeypatch):
-    model = small_model()
+    model = make_model("llama")
     assert use_liger(model) == (False, "no Liger kernels: they are for GPUs")
     on_gpu = [SimpleNamespace(device=torch.device("cuda"))]
     monkeypatch.setattr(torch.nn.Module, "parameters", lambda self: iter(on_gpu))
@@ -82,7 +55,7 @@ def test_reasons_are_given_in_words(monkeypatch):
 
 
 def test_another_activation_is_refused_before_anything_is_changed(kernels):
-    model = small_model(hidden_act="relu")
+    model = make_model("llama", hidden_act="relu")
     with pytest.raises(ValueError, match="another activation"):
         patch(model)
     assert not any("forward" in vars(module) for module in model.modules())
@@ -140,21 +113,20 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_one_model_is_patched_and_the_family_stays_as_it_was(kernels):
-    plain = small_model()
+    plain = make_model("llama")
     model = copy.deepcopy(plain)
     before, names = dict(vars(modeling_llama)), list(model.state_dict())
     assert patch(model) == {"norms": 5, "feed-forwards": 0, "rotations": 2}
     assert all(vars(modeling_llama)[name] is value for name, value in before.items())
     assert list(model.state_dict()) == names
-    gradients(plain)
+    expected = gradients(plain)
     assert kernels == []
-    plain.zero_grad()
-    must_agree(model, plain)
+    assert_same(gradients(model), expected, 2e-5)
     assert len(kernels) == 2
 
 
 def test_a_model_with_an_adapter_is_patched_within(kernels):
-    model = add_adapter(small_model(), Adapter(r=4), "causal-lm", 0)
+    model = add_adapter(make_model("llama"), Adapter(r=4), "causal-lm", 0)
     assert patch(model)["rotations"] == 2
     gradients(model)
     assert len(kernels) == 2
@@ -187,10 +159,10 @@ def test_a_model_is_left_as_it_is_where_the_first_kernel_fails(error, kernels, m
         sys.modules["liger_kernel.transformers"], "LigerRMSNorm", Norm, raising=False
     )
     monkeypatch.setattr(Norm, "fails", error)
-    model = small_model()
+    model = make_model("llama")
     is_used, said = use_liger(model)
     assert is_used == (error is None)
-    assert Norm.width == 64
+    assert Norm.width == 16
     if error is None:
         assert said == "liger-kernel 0.8.5: 5 norms, 2 rotations"
         return

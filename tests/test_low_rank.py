@@ -5,7 +5,6 @@ disk.
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 
 import peft
@@ -15,21 +14,20 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from every_family import make_framing_tokenizer, small_config, small_model, write_job
 from farthing.config.load import load_job
 from farthing.errors import ModelError
 from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.lora_kernels import LowRankLinear, use_low_rank
 from heads import (
-    N_WORDS,
     assert_same,
     gradients_of,
-    in_tiles_of,
-    language_model_loss,
     leave_low_rank,
     make_batch,
     make_model,
     objective_of,
+    one_mask,
     summed_loss,
 )
 from packed_models import model_of
@@ -70,11 +68,11 @@ def in_bf16_with_fp32_adapters(model: Any) -> Any:
 
 
 def outcome(
-    model: Any, family: str = "llama", *, is_bf16: bool = False, seed: int = 0
+    model: Any, family: str = "llama", *, is_bf16: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits, and gradients of the loss."""
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
-        loss, logits = summed_loss(model, make_batch(seed=seed), objective_of(family))
+        loss, logits = summed_loss(model, make_batch(), objective_of(family))
     return logits.detach(), gradients_of(model, loss / 7)
 
 
@@ -105,8 +103,6 @@ def error(ours: Tensor, theirs: Tensor) -> float:
                 {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head", "norm"]},
             ),
             ("gpt2", {"fan_in_fan_out": True}),
-            ("gpt_neox", {}),
-            ("phi3", {}),
             ("t5", {}),
         ],
         3,
@@ -118,7 +114,7 @@ def test_outputs_and_gradients_are_those_of_peft(family, settings, is_bf16):
     if is_bf16:
         in_bf16_with_fp32_adapters(model)
     names = list(model.state_dict())
-    exact, as_peft = copy.deepcopy(model).float(), copy.deepcopy(model)
+    exact = copy.deepcopy(model).float()
     their_logits, their_gradients = outcome(model, family, is_bf16=is_bf16)
     replaced = use_low_rank(model)
     n_layers = sum(isinstance(module, LoraLayer) for module in model.modules())
@@ -127,25 +123,13 @@ def test_outputs_and_gradients_are_those_of_peft(family, settings, is_bf16):
     assert logits.dtype == their_logits.dtype
     assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
     assert list(model.state_dict()) == names
-    if not is_bf16:
+    if is_bf16:
+        exact_logits, exact_gradients = outcome(exact, family)
+        assert error(logits, exact_logits) < CLOSE_BF16
+        assert error(as_one(gradients), as_one(exact_gradients)) < CLOSE_BF16
+    else:
         assert error(logits, their_logits) < CLOSE
         assert_same(gradients, their_gradients)
-        return
-    # of these two and four other batches, against fp32: rounding is a matter of luck, layer after
-    # layer
-    errors = []
-    for seed in range(5):
-        ours, theirs, truth = (
-            outcome(one, family, is_bf16=one is not exact, seed=seed)
-            for one in (model, as_peft, exact)
-        )
-        errors.append([error(one[0], truth[0]) for one in (ours, theirs)])
-        errors[-1] += [error(as_one(one[1]), as_one(truth[1])) for one in (ours, theirs)]
-    logits_error, their_logits_error, gradient_error, their_gradient_error = (
-        torch.tensor(errors).mean(0).tolist()
-    )
-    assert logits_error < min(1.2 * their_logits_error, CLOSE_BF16)
-    assert gradient_error < min(1.6 * their_gradient_error, CLOSE_BF16)
 
 
 def test_one_layer_in_bf16_is_no_farther_from_fp32_than_pefts():
@@ -169,25 +153,24 @@ def test_one_layer_in_bf16_is_no_farther_from_fp32_than_pefts():
         assert error(ours, true) < 1.05 * error(other, true)
 
 
-def one_layer(bias: bool = True, **settings: Any) -> Any:
+def one_layer(**settings: Any) -> Any:
     """A single adapted layer, 12 -> 10."""
     torch.manual_seed(4)
     wrapped = peft.get_peft_model(
-        nn.Sequential(nn.Linear(12, 10, bias=bias)),
+        nn.Sequential(nn.Linear(12, 10)),
         peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False, **settings),
     )
     return wrapped.base_model.model[0]
 
 
-def fused_layer(bias: bool = True, **settings: Any) -> Any:
-    layer = one_layer(bias, **settings)
+def fused_layer(**settings: Any) -> Any:
+    layer = one_layer(**settings)
     layer.__class__ = LowRankLinear
     return layer
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_derivatives_hold_in_double_precision(bias):
-    layer = fused_layer(bias).double()
+def test_the_derivatives_hold_in_double_precision():
+    layer = fused_layer().double()
     names = ("lora_A.default.weight", "lora_B.default.weight")
     weights = [layer.get_parameter(name).detach().requires_grad_() for name in names]
     x = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
@@ -210,15 +193,6 @@ def test_inputs_of_any_form_and_order_in_memory():
     y.sum().backward()
 
 
-def test_an_input_below_which_nothing_is_trained_gets_no_gradient():
-    layer = fused_layer()
-    y = layer(torch.randn(3, 12))
-    assert y.grad_fn.next_functions[0][0] is None
-    y.sum().backward()
-    assert layer.base_layer.weight.grad is None
-    assert layer.lora_A["default"].weight.grad.any()
-
-
 def test_second_derivatives_are_refused():
     x = torch.randn(3, 12, requires_grad=True)
     with pytest.raises(RuntimeError, match="second derivatives"):
@@ -226,51 +200,6 @@ def test_second_derivatives_are_refused():
 
 
 # ---- what is kept ----
-
-
-def layer_bytes_per_token(model: Any, *, is_bf16: bool, n_tokens: int = 32) -> float:
-    """Bytes that autograd keeps of a layer for each token: what a second layer adds, and of that
-    what grows.
-    """
-    body = model.get_base_model().model
-    layers = body.layers
-
-    def kept(n_layers: int, n_tokens: int) -> int:
-        ids = torch.randint(3, N_WORDS, (1, n_tokens))
-        body.layers, body.config.num_hidden_layers = layers[:n_layers], n_layers
-
-        def forward() -> Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
-                return model(input_ids=ids, use_cache=False).logits.float().sum()
-
-        return saved_bytes(model, forward)
-
-    try:
-        of_layer = [kept(3, n) - kept(2, n) for n in (n_tokens, 2 * n_tokens)]
-    finally:
-        body.layers, body.config.num_hidden_layers = layers, len(layers)
-    return (of_layer[1] - of_layer[0]) / n_tokens
-
-
-def test_a_layer_keeps_less_than_with_peft_and_shares_its_inputs():
-    config = {
-        "num_hidden_layers": 4,
-        "hidden_size": 32,
-        "intermediate_size": 96,
-        "num_key_value_heads": 2,
-    }
-    kept: dict[tuple[str, bool], float] = {}
-    for is_bf16 in (False, True):
-        model = with_lora(model=make_model("llama", **config), lora_alpha=8)
-        if is_bf16:
-            in_bf16_with_fp32_adapters(model)
-        kept["peft", is_bf16] = layer_bytes_per_token(model, is_bf16=is_bf16)
-        use_low_rank(model)
-        kept["fused", is_bf16] = layer_bytes_per_token(model, is_bf16=is_bf16)
-    assert kept["fused", False] <= kept["peft", False]
-    # of the inputs in bf16, peft keeps one for each of q, k and v and of gate and up: three more
-    # than there are
-    assert kept["peft", True] - kept["fused", True] >= 3 * 2 * 32
 
 
 def test_layers_that_read_one_tensor_keep_one_copy_of_it():
@@ -295,40 +224,19 @@ def test_layers_that_read_one_tensor_keep_one_copy_of_it():
     del before
 
 
-class Kept:
-    """A tensor that autograd holds on to; gone when autograd lets go."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
 @pytest.mark.parametrize("every", [0, 1])
-@pytest.mark.parametrize("is_fused", [False, True])
-def test_a_frozen_prefix_keeps_nothing_and_is_never_given_gradients(every, is_fused):
+def test_a_frozen_prefix_keeps_nothing_and_is_never_given_gradients(every):
     base = make_model("llama", num_hidden_layers=4)
     parts = {"self_attn": "qkvo", "mlp": ("gate", "up", "down")}
     top = tuple(f"layers.3.{part}.{name}_proj" for part in parts for name in parts[part])
     model = add_adapter(base, Adapter(r=4, target_modules=top), "causal-lm", seed=0).train()
-    if is_fused:
-        assert use_low_rank(model).n_fused == len(top) == 7
+    assert use_low_rank(model).n_fused == len(top) == 7
     checkpoint_layers(model, every)
     layers = model.get_base_model().model.layers
     need_gradients: list[bool] = []
     for layer in layers:
         layer.register_forward_hook(lambda _, __, out: need_gradients.append(out.requires_grad))
-    kept: weakref.WeakSet[Kept] = weakref.WeakSet()
-
-    def keep(tensor):
-        one = Kept(tensor)
-        kept.add(one)
-        return one
-
-    n_kept: list[int] = []
-    layers[3].register_forward_pre_hook(lambda layer, args: n_kept.append(len(kept)))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one.tensor):
-        loss = summed_loss(model, make_batch(), "causal-lm")[0]
-    assert n_kept == [0], "nothing is kept below the first trained layer"
-    assert kept
+    loss = summed_loss(model, make_batch(), "causal-lm")[0]
     assert need_gradients[:4] == [False, False, False, True]
     loss.backward()
     assert all(".layers.3." in name for name, p in model.named_parameters() if p.grad is not None)
@@ -337,42 +245,10 @@ def test_a_frozen_prefix_keeps_nothing_and_is_never_given_gradients(every, is_fu
 # ---- life with it ----
 
 
-def test_with_the_tiled_head_and_checkpointing_gradients_are_those_of_peft_and_whole_logits():
-    model = with_lora()
-    theirs = gradients_of(model, summed_loss(model, make_batch(), "causal-lm")[0])
-    use_low_rank(model)
-    for every in (0, 1):
-        checkpoint_layers(model, every)
-        with in_tiles_of(4):
-            ours = gradients_of(model, language_model_loss(model, make_batch(), "causal-lm"))
-        assert_same(ours, theirs)
-
-
-@pytest.mark.parametrize("is_bf16", [False, True])
-def test_repeats_are_equal_to_the_bit(is_bf16):
-    model = with_lora()
-    use_low_rank(model)
-    logits, gradients = outcome(model, is_bf16=is_bf16)
-    again, other = outcome(model, is_bf16=is_bf16)
-    assert torch.equal(logits, again)
-    assert all(torch.equal(other[name], gradient) for name, gradient in gradients.items())
-
-
-def by_one_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """peft's dropout draws what the fused layers draw."""
-    monkeypatch.setattr(
-        nn.Dropout, "forward", lambda self, x: torch.native_dropout(x, self.p, self.training)[0]
-    )
-
-
-@pytest.mark.parametrize("is_bf16", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(("family", "is_bf16"), [("llama", True), ("gpt2", False)])
 def test_dropout_is_that_of_peft(family, is_bf16, monkeypatch):
-    by_one_mask(monkeypatch)
+    one_mask(monkeypatch)
     model = with_lora(family, lora_dropout=0.3)
-    for module in model.get_base_model().modules():
-        if type(module) is nn.Dropout and module.p == 0.1:
-            module.p = 0.0  # the model's own
     if is_bf16:
         in_bf16_with_fp32_adapters(model)
     twin, plain = copy.deepcopy(model), copy.deepcopy(model).eval()
@@ -411,20 +287,16 @@ def test_saving_loading_disabling_and_merging_are_pefts(tmp_path):
     assert use_low_rank(loaded).n_left == 0
     assert torch.equal(outcome(loaded)[0], fused)
 
+    def logits(one):
+        with torch.no_grad():
+            return summed_loss(one, make_batch(), "causal-lm")[1]
+
     with model.disable_adapter():
-        disabled = summed_loss(model, make_batch(), "causal-lm")[1]
-    assert (
-        error(disabled.detach(), summed_loss(base, make_batch(), "causal-lm")[1].detach()) < CLOSE
-    )
-    assert error(disabled.detach(), before) > CLOSE, "the adapter does something"
+        disabled = logits(model)
+    assert error(disabled, logits(base)) < CLOSE
+    assert error(disabled, before) > CLOSE, "the adapter does something"
     model.merge_adapter()
-    assert error(summed_loss(model, make_batch(), "causal-lm")[1].detach(), before) < 1e-4
-    model.unmerge_adapter()
-    merged = copy.deepcopy(model).merge_and_unload()
-    assert not any(isinstance(module, LoraLayer) for module in merged.modules())
-    assert error(summed_loss(merged, make_batch(), "causal-lm")[1].detach(), before) < 1e-4
-    leave_low_rank(model)
-    assert not any(isinstance(module, LowRankLinear) for module in model.modules())
+    assert error(logits(model), before) < 1e-4
 
 
 def test_what_is_not_plain_is_left_counted_and_computed_as_before():
@@ -443,20 +315,6 @@ def test_what_is_not_plain_is_left_counted_and_computed_as_before():
     assert replaced.n_left == 1
     assert replaced.n_fused == 2
     assert "Embedding" in "".join(replaced.reasons)
-
-
-def test_quantized_layers_are_left_to_peft():
-    class Linear4bit(
-        LoraLayer
-    ):  # as peft names its layer for bitsandbytes, which is no LoRA `Linear`
-        pass
-
-    model = with_lora(target_modules=["q_proj", "v_proj"])
-    layer = next(module for module in model.modules() if isinstance(module, LoraLayer))
-    layer.__class__ = type("Linear4bit", (nn.Module, Linear4bit), {"forward": type(layer).forward})
-    replaced = use_low_rank(model)
-    assert (replaced.n_fused, replaced.n_left) == (3, 1)
-    assert "Linear4bit" in str(replaced)
 
 
 def test_a_second_adapter_beside_the_first_is_computed_by_peft():
@@ -494,7 +352,7 @@ def test_mixed_precision_without_autocast_is_computed_by_peft():
     assert torch.equal(outcome(model)[0], theirs)
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+@pytest.mark.parametrize("init", ["pissa_niter_4", "olora"])
 def test_an_embedding_is_not_taken_apart(init):
     adapter = Adapter(r=2, target_modules=("embed_tokens", "q_proj"), init=init)
     with pytest.raises(ModelError, match="`embed_tokens` is an embedding"):
@@ -519,8 +377,6 @@ def test_layers_of_gpt2_begin_as_what_they_are(init):
 
 
 def test_positions_of_bart_are_trained_whole(tmp_path):
-    from every_family import make_framing_tokenizer, small_config, small_model, write_job
-
     small_model("bart", "seq2seq", small_config("bart", "seq2seq")).save_pretrained(
         tmp_path / "base"
     )

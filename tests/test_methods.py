@@ -5,7 +5,6 @@ moves.
 from __future__ import annotations
 
 import json
-import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import workshop
 from farthing.errors import InputError, ModelError
@@ -28,22 +28,21 @@ from farthing.model.activation_checkpointing import (
     saved_bytes,
 )
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
-from farthing.model.hardware import Numerics
 from farthing.model.load import ModelChoice, load_config, load_model
 from farthing.train.build import build_model
-from farthing.train.built import Run
 from farthing.train.loop import take_step
-from farthing.train.optim import decayed_names, make_optimizer
+from farthing.train.opened_run import opened_run
 from farthing.train.resolve import resolve
 from farthing.train.schedule import schedule
-from heads import summed_loss
-from mishaps import fail_at
+from heads import gradients_of, summed_loss
+from interrupted import LeavesAt
+from packed_models import model_of, with_adapter
+from scarce import optimizer_of, with_scaler
+from scarce import small_model as small_weights
 from thinned import thinned
 from workshop import Heard, Watched, log_of, losses_of, make_job
 
-FAMILIES = ("llama", "t5", "bert")
 ADAPTERS = {
-    "lora": {"name": "lora"},
     "dora": {"name": "lora", "use_dora": True},
     "rslora": {"name": "lora", "use_rslora": True},
 }
@@ -57,8 +56,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 # ---- what learns ----
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, 9))
-@pytest.mark.parametrize("method", thinned(["full", *ADAPTERS], 2))
+@pytest.mark.parametrize(
+    ("family", "method"),
+    thinned([("llama", "dora"), ("llama", "full"), ("t5", "lora"), ("bert", "rslora")], 9),
+)
 def test_the_loss_falls_and_only_what_should_be_trained_changes(family, method, tmp_path, watched):
     rate = 0.002 if method == "full" else 0.01
     job = make_job(
@@ -111,49 +112,11 @@ def test_target_modules_are_the_layers_that_get_an_adapter(
     assert len(saved) == (2 if family == "bert" else 0), "the head with its bias"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "saved"),
-    [
-        ("llama", ["lm_head"]),
-        ("llama", ["embed_tokens", "lm_head"]),
-        ("t5", ["lm_head"]),
-        ("bert", ["pooler"]),
-    ],
-)
-def test_modules_in_fp32_go_with_a_base_in_half_precision(tmp_path, family, saved):
-    method = {"name": "lora", "target_modules": "all-linear", "modules_to_save": saved}
-    keys: dict[str, Any] = {"max_steps": 2, "bf16": True, "predict_with_generate": False}
-    job = make_job(
-        tmp_path, family, method=method, pretrained=True, data={"eval_fraction": 0.2}, **keys
-    )
-    assert workshop.train(job).state == "finished"
-    assert export_run(Path(job.output_dir), tmp_path / "merged", "merged")
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        {"target_modules": ["shared"]},
-        {"target_modules": ["q", "shared"]},
-        {"modules_to_save": ["shared"]},
-    ],
-    ids=["an adapter alone", "one of two", "trained whole"],
-)
-def test_a_module_that_is_never_computed_is_refused_by_name(tmp_path, method):
-    job = make_job(tmp_path, "t5", method={"name": "lora", **method})
-    with pytest.raises(ModelError, match="computed without `shared`") as refused:
-        workshop.train(job)
-    assert refused.value.where == f"method.{next(iter(method))}"
-
-
 @pytest.mark.parametrize(
     ("family", "names"),
     thinned(
         [
             ("t5", {"target_modules": ["q"], "modules_to_save": ["lm_head"]}),
-            ("t5", {"target_modules": ["embed_tokens"]}),
-            ("llama", {"target_modules": ["embed_tokens"]}),
             (
                 "llama",
                 {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]},
@@ -162,42 +125,47 @@ def test_a_module_that_is_never_computed_is_refused_by_name(tmp_path, method):
         ],
         2,
     ),
-    ids=["t5 head", "t5 embeddings", "llama embeddings", "llama both", "bert embeddings"],
+    ids=["t5 head", "llama both", "bert embeddings"],
 )
-def test_whatever_a_job_names_is_trained(tmp_path, watched, family, names):
-    workshop.train(make_job(tmp_path, family, method={"name": "lora", **names}, max_steps=2))
+def test_whatever_a_job_names_is_trained_over_a_base_in_bf16_and_merged(
+    tmp_path, watched, family, names
+):
+    keys: dict[str, Any] = {"max_steps": 2, "bf16": True, "pretrained": True}
+    job = make_job(tmp_path, family, method={"name": "lora", **names}, **keys)
+    workshop.train(job)
     assert watched.changed() == watched.trainable()
+    assert export_run(Path(job.output_dir), tmp_path / "merged", "merged")
 
 
 @pytest.mark.parametrize(
-    ("key", "wrong", "known"),
+    ("family", "key", "wrong", "known"),
     [
-        ("target_modules", "q_porj", ("all-linear", "q_proj", "down_proj")),
-        ("modules_to_save", "lm_haed", ("lm_head",)),
+        ("llama", "target_modules", "q_porj", ("all-linear", "q_proj", "down_proj")),
+        ("llama", "modules_to_save", "lm_haed", ("lm_head",)),
+        ("t5", "target_modules", "shared", ()),  # never computed
+        ("t5", "modules_to_save", "shared", ()),
     ],
 )
-def test_unknown_modules_are_refused_and_the_choices_named(key, wrong, known, tmp_path):
-    job = make_job(tmp_path, method={"name": "lora", key: [wrong]})
-    with pytest.raises(ModelError) as caught:
+def test_modules_that_cannot_be_trained_are_refused_and_the_choices_named(
+    family, key, wrong, known, tmp_path
+):
+    job = make_job(tmp_path, family, method={"name": "lora", key: [wrong]})
+    with pytest.raises(ModelError, match=wrong) as caught:
         workshop.train(job)
     assert caught.value.where == f"method.{key}"
-    assert wrong in caught.value.what
     assert all(name in caught.value.to_do for name in known)
 
 
 # ---- precision ----
 
 
-@pytest.mark.parametrize("method", thinned(["full", "lora"], 9))
+@pytest.mark.parametrize("method", ["full", "lora"])
 def test_bf16_keeps_frozen_weights_in_bf16_and_trained_ones_in_fp32(method, tmp_path, watched):
-    job = make_job(tmp_path, method=method, bf16=True, max_steps=12)
-    workshop.train(job)
-    losses = losses_of(job)
+    workshop.train(make_job(tmp_path, method=method, bf16=True, max_steps=1))
     dtypes = {name: p.dtype for name, p in watched.model.named_parameters()}
     assert {dtypes[name] for name in watched.trainable()} == {torch.float32}
     frozen = {dtype for name, dtype in dtypes.items() if name not in watched.trainable()}
     assert frozen == (set() if method == "full" else {torch.bfloat16})
-    assert np.mean(losses[-3:]) < np.mean(losses[:3])
     assert json.loads((tmp_path / "run/run.json").read_text())["machine"]["precision"] == "bf16"
 
 
@@ -211,89 +179,47 @@ def test_random_weights_are_the_same_in_every_precision(tmp_path):
     assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
 
 
-def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[Run, Heard]:
-    """A run on the CPU whose scaler is enabled as it is for fp16 on a GPU."""
-    from farthing.run.ledger import Ledger, Meter
-    from farthing.run.signals import Notice
-    from farthing.settings import Settings
-    from farthing.storage.files import make_private
-    from farthing.train.budget import RunLimits
-    from farthing.train.build import assemble, build_model
-    from farthing.train.context import Context
-    from farthing.train.resolve import open_examples
-
-    job = make_job(tmp_path, max_grad_norm=0.5, **keys)
-    heard = Heard()
-    folder = make_private(Path(job.output_dir))
-    numerics = Numerics(torch.device("cpu"), autocast=None, needs_scaler=True)
-    spec = workshop.resolved(job, numerics)
-    examples = open_examples(spec, heard)
-    model = build_model(spec, examples[0].tokens.label_names)
-    meter = Meter()
-    ledger = Ledger(folder / "ledger.jsonl", meter, 0.0)
-    context = Context(folder, meter, ledger, RunLimits(job, ledger), Notice(), heard)
-    run = assemble(spec, context, model, examples, None, Settings(micro_batch_tokens=1024))
-    run.saver.restore(allow_restart=False)
-    return run, heard
-
-
 def test_the_scaler_unscales_before_clipping(tmp_path, monkeypatch):
-    run, _ = overflowing_run(tmp_path)
-    seen: list[float] = []
-    clip = torch.nn.utils.clip_grads_with_norm_
-
-    def watching(parameters, most, norm):
-        seen.append(float(norm))
-        clip(parameters, most, norm)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", watching)
-    take_step(run)
-    scaled = seen[0]
-    plain = make_job(tmp_path / "plain", max_grad_norm=0.5, max_steps=1)
+    keys: dict[str, Any] = {"max_steps": 2, "max_grad_norm": 0.5}
+    plain, scaled = (make_job(tmp_path / name, **keys) for name in ("plain", "scaled"))
     workshop.train(plain)
-    assert run.steps.step.scaler.get_scale() == 2.0**16
-    assert scaled == pytest.approx(log_of(plain)[0]["grad_norm"], rel=1e-5)
+    with_scaler(monkeypatch)
+    workshop.train(scaled)
+    for key in ("loss", "grad_norm"):
+        ours, theirs = ([row[key] for row in log_of(job)] for job in (scaled, plain))
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_an_overflow_skips_the_step_and_halves_the_scale_and_is_not_counted_as_nan(
     tmp_path, monkeypatch
 ):
-    run, heard = overflowing_run(tmp_path, max_skipped_steps=2)
-    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    unscale = run.steps.step.scaler.unscale_
+    with_scaler(monkeypatch)
+    job, heard = make_job(tmp_path, max_skipped_steps=2), Heard()
+    Path(job.output_dir).mkdir()
+    with opened_run(job, heard) as run:
+        before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+        step = run.steps.step
+        unscale = step.scaler.unscale_
 
-    def overflow(optimizer):
-        next(p for p in run.steps.step.trained if p.grad is not None).grad.fill_(torch.inf)
-        unscale(optimizer)
+        def overflow(optimizer):
+            next(p for p in step.trained if p.grad is not None).grad.fill_(torch.inf)
+            unscale(optimizer)
 
-    monkeypatch.setattr(run.steps.step.scaler, "unscale_", overflow)
-    for expected in (2.0**15, 2.0**14, 2.0**13):
+        with monkeypatch.context() as patch:
+            patch.setattr(step.scaler, "unscale_", overflow)
+            for expected in (2.0**15, 2.0**14, 2.0**13):
+                take_step(run)
+                assert step.scaler.get_scale() == expected
+        assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+        states = [value for state in step.optimizer.state.values() for value in state.values()]
+        assert not any(value.any() for value in states)
+        assert (run.progress.step, run.progress.skipped_in_a_row) == (3, 0)
+        assert "overflowed" in heard.warnings
         take_step(run)
-        assert run.steps.step.scaler.get_scale() == expected
-    assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
-    assert not any(
-        bool(value.any())
-        for state in run.steps.step.optimizer.state.values()
-        for value in state.values()
-    )
-    assert (run.progress.step, run.progress.skipped_in_a_row) == (3, 0)
-    assert "overflowed" in heard.warnings
-    monkeypatch.undo()
-    take_step(run)
-    assert any(not torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+        assert any(not torch.equal(p, before[name]) for name, p in run.model.named_parameters())
 
 
 # ---- optimizers and schedules ----
-
-
-@pytest.mark.parametrize("optim", thinned(["adamw_torch", "adamw_torch_fused", "sgd"], 9))
-def test_every_torch_optimizer_learns(optim, tmp_path):
-    job = make_job(
-        tmp_path, optim=optim, max_steps=12, learning_rate=0.5 if optim == "sgd" else 0.01
-    )
-    workshop.train(job)
-    losses = losses_of(job)
-    assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
 
 def test_a_polynomial_that_would_have_to_rise_is_refused():
@@ -301,96 +227,41 @@ def test_a_polynomial_that_would_have_to_rise_is_refused():
         schedule("polynomial", n_warmup_steps=0, n_steps=4, learning_rate=1e-8)
 
 
-def test_warm_up_is_a_share_of_steps_to_a_rate_that_follows_the_global_batch(tmp_path):
-    """A quarter of the batch that 0.04 was tuned for; of five steps three warm up."""
+@pytest.mark.parametrize(
+    ("keys", "rates"),
+    [
+        (
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.5},
+            [0, 0.01 / 3, 0.02 / 3, 0.01, 0.01],
+        ),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 1}
+            | {"lr_scheduler_kwargs": {"num_decay_steps": 4, "decay_type": "linear"}},
+            [0, 0.01, 0.0075, 0.005, 0.0025],
+        ),
+    ],
+    ids=["a share of steps", "keys of the schedule"],
+)
+def test_a_run_follows_its_schedule_at_a_rate_for_its_global_batch(keys, rates, tmp_path):
+    """A quarter of the batch that 0.04 was tuned for."""
     batch = {"global_batch_size": 8, "learning_rate_batch_size": 32, "learning_rate": 0.04}
-    warm = {"lr_scheduler_type": "constant_with_warmup", "max_steps": 5, "warmup_ratio": 0.5}
-    job = make_job(tmp_path, **batch, **warm)
+    job = make_job(tmp_path, max_steps=5, **batch, **keys)
     workshop.train(job)
-    assert [row["lr"] for row in log_of(job)] == pytest.approx([0, 0.01 / 3, 0.02 / 3, 0.01, 0.01])
-
-
-def test_weight_decay_is_on_matrices_alone(tmp_path):
-    folder = workshop.make_folder(tmp_path / "base", "bert")
-    choice = ModelChoice(str(folder), init="random")
-    model: Any = load_model(
-        choice,
-        load_config(choice),
-        "classification",
-        dtype=torch.float32,
-        seed=0,
-        label_names=("a", "b"),
-    )
-    optimizer = make_optimizer(
-        model, "adamw_torch", learning_rate=0.1, weight_decay=0.5, betas=(0.9, 0.999), epsilon=1e-8
-    )
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for name, parameter in model.named_parameters():
-        factor = 1 - 0.1 * 0.5 if parameter.ndim >= 2 else 1
-        torch.testing.assert_close(parameter, before[name] * factor)
-
-
-@pytest.mark.slow
-def test_clipping_bounds_the_gradient_and_zero_switches_it_off(tmp_path):
-    def moved(name, max_grad_norm):
-        job = make_job(
-            tmp_path / name,
-            optim="sgd",
-            learning_rate=1.0,
-            max_steps=1,
-            max_grad_norm=max_grad_norm,
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            watched = Watched(patch)
-            workshop.train(job)
-        now = dict(watched.model.named_parameters())
-        steps = [(now[key].detach() - value).flatten() for key, value in watched.before.items()]
-        norm = float(torch.cat(steps).norm())
-        assert log_of(job)[0]["grad_norm"] > 1  # what is logged is the norm before clipping
-        return norm
-
-    assert moved("clipped", 0.125) == pytest.approx(0.125, rel=1e-3)
-    assert moved("free", 0) > 1
-
-
-def test_label_smoothing_is_that_of_torch():
-    logits = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0))
-    labels = torch.tensor([[-100, 3, 4, 0, -100], [1, -100, 2, 7, 10]])
-
-    class Fixed:
-        config: Any = None
-
-        def __call__(self, **inputs):
-            return type("Output", (), {"logits": logits})()
-
-    batch = {
-        "input_ids": labels.clamp(0),
-        "attention_mask": torch.ones_like(labels),
-        "labels": labels,
-    }
-    loss, _ = summed_loss(Fixed(), batch, "causal-lm", label_smoothing=0.1)
-    log_p = logits.log_softmax(-1)
-    expected = 0.0
-    for row in range(2):
-        for place in range(1, 5):
-            label = int(labels[row, place])
-            if label >= 0:
-                at = log_p[row, place - 1]
-                expected -= float(0.9 * at[label] + 0.1 * at.mean())
-    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    assert [row["lr"] for row in log_of(job)] == pytest.approx(rates)
 
 
 @pytest.mark.slow
 def test_label_smoothing_changes_training_and_not_evaluation(tmp_path):
-    plain = make_job(tmp_path / "plain", "bert", max_steps=1)
-    smooth = make_job(tmp_path / "smooth", "bert", max_steps=1, label_smoothing_factor=0.2)
-    workshop.train(plain)
-    workshop.train(smooth)
-    assert losses_of(plain)[0] != losses_of(smooth)[0]
-    assert losses_of(plain)[0] == pytest.approx(losses_of(smooth)[0], rel=0.2)
+    keys: dict[str, Any] = {"max_steps": 1, "learning_rate": 1e-12}
+    keys["eval_rows"] = workshop.rows_of("bert", 8, 5)
+    losses, evaluated = [], []
+    for share in (0.0, 0.2):
+        job = make_job(tmp_path / str(share), "bert", label_smoothing_factor=share, **keys)
+        evaluated.append(workshop.train(job).receipt.metrics["loss"])
+        losses.append(losses_of(job)[0])
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.2)
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6)
 
 
 # ---- loading ----
@@ -410,8 +281,6 @@ def test_a_head_for_other_classes_is_drawn_anew_and_the_body_is_kept(tmp_path, w
 
 
 def test_a_model_whose_weights_are_not_all_there_is_refused(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     job = make_job(tmp_path, pretrained=True)
     path = tmp_path / "base/model.safetensors"
     weights = load_file(path)
@@ -429,15 +298,9 @@ def test_a_model_whose_weights_are_not_all_there_is_refused(tmp_path):
 # ---- counting ----
 
 
-def shared(*parts: str) -> Path:
-    folder = os.environ.get("FARTHING_DATA")
-    if not folder:
-        pytest.skip("FARTHING_DATA names no folder with real model configurations")
-    return Path(folder, *parts)
-
-
-def test_an_encoder_with_lora_and_a_head_counts_each_weight_once():
-    config = transformers.AutoConfig.from_pretrained(shared("model_configs", "xlm-roberta-large"))
+def test_an_encoder_with_lora_and_a_head_counts_each_weight_once(data_dir):
+    folder = data_dir / "model_configs" / "xlm-roberta-large"
+    config = transformers.AutoConfig.from_pretrained(folder)
     config.num_labels = 214
     with torch.device("meta"):
         bare = transformers.AutoModel.from_config(config, add_pooling_layer=False)
@@ -451,56 +314,46 @@ def test_an_encoder_with_lora_and_a_head_counts_each_weight_once():
     assert counts["saved_modules"] == 1_268_950
     assert counts["trainable"] == 1_572_864 + 1_268_950
     assert counts["total"] == 558_840_832 + 1_572_864 + 1_268_950
-    trainable, total = wrapped.get_nb_trainable_parameters()
-    assert (trainable, total) == (
-        2_841_814,
-        562_951_596,
-    )  # what peft prints counts the frozen head as well
+    # peft counts the frozen head as well
+    assert wrapped.get_nb_trainable_parameters() == (2_841_814, 562_951_596)
 
 
 # ---- activation checkpointing ----
 
 
 def small_model(
-    family: str, folder: Path, method: str = "full", dropout: float = 0.0
+    family: str, method: str = "full", dropout: float = 0.0
 ) -> tuple[Any, Callable[..., Any]]:
-    """A model of four layers in training mode, and its forward pass, of so many copies of a batch."""  # noqa: E501
-    workshop.make_folder(folder, family, layers=4, dropout=dropout)
-    choice, task = ModelChoice(str(folder), init="random"), workshop.TASK[family]
-    model: Any = load_model(
-        choice, load_config(choice), task, dtype=torch.float32, seed=0, label_names=("a", "b", "c")
-    )
+    """A model of four layers that trains, and its forward pass of so many copies of a batch."""
+    task = workshop.TASK[family]
+    drops = {"attention_dropout": dropout, "hidden_dropout_prob": dropout}
+    model = model_of(family, task, num_hidden_layers=4, **drops)
     if method == "lora":
-        model = add_adapter(model, Adapter(r=4), task, seed=0)
-    model.train()
-    ids = torch.randint(5, 200, (4, 24), generator=torch.Generator().manual_seed(1))
+        model = with_adapter(model, task)
+    ids = torch.randint(5, 99, (4, 24), generator=torch.Generator().manual_seed(1))
     labels = torch.tensor([0, 1, 2, 0]) if family == "bert" else ids
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
     def forward(n_copies: int = 1) -> torch.Tensor:
-        copies = {
-            name: value.repeat(n_copies, *[1] * (value.ndim - 1)) for name, value in batch.items()
-        }
-        return summed_loss(model, copies, task)[0]
+        given = [torch.cat([each] * n_copies) for each in (ids, torch.ones_like(ids), labels)]
+        batch = dict(zip(("input_ids", "attention_mask", "labels"), given, strict=True))
+        return summed_loss(model, batch, task)[0]
 
     return model, forward
 
 
-def gradients(model: Any, forward: Callable[[], Any]) -> dict[str, torch.Tensor]:
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(5)
-    forward().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("family", thinned(FAMILIES, 2))
+@pytest.mark.parametrize("family", ["llama", "bert"])
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_checkpointing_saves_memory_and_changes_no_bit_of_the_gradients(family, method, tmp_path):
-    model, forward = small_model(family, tmp_path / "base", method, dropout=0.1)
-    expected, kept = gradients(model, forward), {0: saved_bytes(model, forward)}
+def test_checkpointing_saves_memory_and_changes_no_bit_of_the_gradients(family, method):
+    model, forward = small_model(family, method, dropout=0.1)
+
+    def gradients():
+        torch.manual_seed(5)
+        return gradients_of(model, forward())
+
+    expected, kept = gradients(), {0: saved_bytes(model, forward)}
     for every in (1, 2, 4):
         checkpoint_layers(model, every)
-        found, kept[every] = gradients(model, forward), saved_bytes(model, forward)
+        found, kept[every] = gradients(), saved_bytes(model, forward)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert kept[1] < kept[2] < kept[4] < kept[0]
@@ -526,10 +379,10 @@ def choose(
     )
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, 2))
+@pytest.mark.parametrize("family", ["llama", "bert"])
 @pytest.mark.parametrize("method", thinned(["full", "lora"], 2))
-def test_auto_checkpoints_no_more_than_the_memory_asks_for(family, method, tmp_path):
-    model, forward = small_model(family, tmp_path / "base", method)
+def test_auto_checkpoints_no_more_than_the_memory_asks_for(family, method):
+    model, forward = small_model(family, method)
     ample, tiny = choose(model, forward, 1 << 40), choose(model, forward, 1)
     assert (ample.checkpoint_every, ample.fits) == (0, True)
     assert (tiny.checkpoint_every, tiny.fits) == (1, False)
@@ -541,8 +394,8 @@ def test_auto_checkpoints_no_more_than_the_memory_asks_for(family, method, tmp_p
     assert ample.gradients.all_bytes == 4 * count_parameters(model)["trainable"]
 
 
-def test_a_sample_without_room_is_a_mode_that_does_not_fit(tmp_path):
-    model, forward = small_model("llama", tmp_path / "base")
+def test_a_sample_without_room_is_a_mode_that_does_not_fit():
+    model, forward = small_model("llama")
 
     def short(n_copies=1):
         if not any(
@@ -554,47 +407,6 @@ def test_a_sample_without_room_is_a_mode_that_does_not_fit(tmp_path):
     assert choose(model, short, 1 << 40).checkpoint_every == 2
     with pytest.raises(torch.OutOfMemoryError):
         choose(model, short, 1 << 40, wanted=False)
-
-
-@pytest.mark.parametrize(("wanted", "every"), [(True, 1), (False, 0), (3, 3)])
-def test_checkpointing_is_what_the_job_says_when_it_says(wanted, every, tmp_path):
-    model, forward = small_model("llama", tmp_path / "base")
-    assert choose(model, forward, 1 << 40, wanted).checkpoint_every == every
-
-
-def test_a_frozen_embedding_stays_out_of_the_backward_pass(tmp_path):
-    model, _ = small_model("llama", tmp_path / "base", "lora")
-    checkpoint_layers(model, 1)
-    embedding = model.get_input_embeddings()
-    out: list[torch.Tensor] = []
-    embedding.register_forward_hook(lambda module, inputs, output: out.append(output))
-    model(input_ids=torch.tensor([[5, 6, 7]]))
-    assert not embedding.weight.requires_grad
-    assert not out[0].requires_grad
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_training_with_and_without_checkpointing_ends_in_the_same_weights(family, tmp_path):
-    # without it an encoder's last layer computes fewer rows, and draws other masks for them
-    dropout = 0.0 if family == "bert" else 0.1
-    ends = []
-    for wanted in (False, True):
-        job = make_job(
-            tmp_path / str(wanted),
-            family,
-            method="lora",
-            gradient_checkpointing=wanted,
-            max_steps=3,
-            size={"dropout": dropout},
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            watched = Watched(patch)
-            workshop.train(job)
-        ends.append({name: p.detach() for name, p in watched.model.named_parameters()})
-    for name, end in ends[0].items():
-        off = (end - ends[1][name]).abs().max().item()
-        assert off <= (1e-5 if family == "bert" else 0.0), name
 
 
 def test_nothing_is_kept_of_a_pass_that_was_counted():
@@ -616,13 +428,11 @@ def test_nothing_is_kept_of_a_pass_that_was_counted():
 SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("linear", "cosine", "cosine_with_restarts", "polynomial")),
     *((name, {}) for name in ("constant", "constant_with_warmup", "inverse_sqrt")),
-    ("cosine", {"num_cycles": 1.5}),
     ("cosine_with_restarts", {"num_cycles": 3}),
     ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
     ("cosine_with_min_lr", {"min_lr": 0.002, "num_cycles": 1.25}),
     ("polynomial", {"lr_end": 0.001, "power": 2.0}),
     ("inverse_sqrt", {"timescale": 7}),
-    ("warmup_stable_decay", {"num_decay_steps": 5}),
     ("warmup_stable_decay", {"num_decay_steps": 8, "decay_type": "1-sqrt", "min_lr_ratio": 0.2}),
     (
         "warmup_stable_decay",
@@ -650,23 +460,6 @@ def test_schedules_are_those_of_transformers_step_by_step(name, kwargs, n_warmup
     assert [ours(step) for step in range(n_steps + 3)] == [
         theirs.lr_lambdas[0](step) for step in range(n_steps + 3)
     ]
-
-
-@pytest.mark.slow
-def test_a_run_follows_its_schedule_to_the_least_rate(tmp_path):
-    keys: dict[str, Any] = {"lr_scheduler_type": "cosine_with_min_lr", "max_steps": 8}
-    keys |= {"lr_scheduler_kwargs": {"min_lr_rate": 0.25}, "warmup_steps": 0}
-    job = make_job(tmp_path / "cosine", **keys)
-    workshop.train(job)
-    rates = [row["lr"] for row in log_of(job)]
-    assert rates[0] == 0.01
-    assert rates[4] == pytest.approx(0.01 * (0.5 * 0.75 + 0.25))
-    keys = {"lr_scheduler_type": "warmup_stable_decay", "max_steps": 8, "warmup_steps": 2}
-    keys["lr_scheduler_kwargs"] = {"num_decay_steps": 4, "decay_type": "linear"}
-    job = make_job(tmp_path / "wsd", **keys)
-    workshop.train(job)
-    rates = [row["lr"] for row in log_of(job)]
-    assert rates == pytest.approx([0, 0.005, 0.01, 0.01, 0.01, 0.0075, 0.005, 0.0025])
 
 
 @pytest.mark.parametrize(
@@ -712,58 +505,19 @@ def test_a_schedule_that_can_not_be_followed_is_refused(keys, words, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_adafactor_is_that_of_transformers_and_resumes(method, tmp_path, monkeypatch):
-    """A plain loop over the run's own gradients, and a run that is stopped in its middle."""
-    from transformers.optimization import Adafactor
-
-    keys: dict[str, Any] = {"optim": "adafactor", "method": method, "n_rows": 24, "max_steps": 5}
+def test_adafactor_learns_and_resumes(method, tmp_path):
+    keys: dict[str, Any] = {"optim": "adafactor", "method": method, "n_rows": 24, "max_steps": 6}
     keys |= {"weight_decay": 0.1, "max_grad_norm": 0, "save_steps": 2}
-    watched = Watched(monkeypatch)
-    job = make_job(tmp_path / "whole", **keys)
-    taken: list[dict[str, torch.Tensor]] = []
-    step = Adafactor.step
-
-    def noted(optimizer, closure=None):
-        model = watched.model
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        if not taken:
-            taken.append({n: p.detach().clone() for n, p in named.items()})
-        taken.append({n: p.grad.clone() for n, p in named.items() if p.grad is not None})
-        return step(optimizer, closure)
-
-    monkeypatch.setattr(Adafactor, "step", noted)
-    workshop.train(job)
-    begin, *gradients = taken
-    weights = {name: torch.nn.Parameter(value.clone()) for name, value in begin.items()}
-    named = decayed_names(watched.model)
-    plain = Adafactor(
-        [
-            {"params": [w for n, w in weights.items() if n in named], "weight_decay": 0.1},
-            {"params": [w for n, w in weights.items() if n not in named], "weight_decay": 0.0},
-        ],
-        lr=0.01,
-        scale_parameter=False,
-        relative_step=False,
-    )
-    for each in gradients:
-        for name, weight in weights.items():
-            weight.grad = each.get(name)
-        step(plain)
-    ends = dict(watched.model.named_parameters())
-    assert all(torch.equal(weight, ends[name]) for name, weight in weights.items())
-
-    stopped = make_job(tmp_path / "stopped", **keys)
-    with monkeypatch.context() as patch:
-        fail_at(4, ZeroDivisionError("of our own"), patch)
-        with pytest.raises(ZeroDivisionError):
-            workshop.train(stopped)
+    whole, stopped = (make_job(tmp_path / name, **keys) for name in ("whole", "stopped"))
+    workshop.train(whole)
+    assert workshop.train(stopped, LeavesAt(step=3)).state == "interrupted"
     workshop.train(stopped)
-    assert losses_of(stopped) == losses_of(job)
+    losses = losses_of(whole)
+    assert losses_of(stopped) == losses
+    assert np.mean(losses[-2:]) < np.mean(losses[:2])
 
 
-def test_a_plan_counts_next_to_no_state_for_adafactor():
-    from farthing.planner.optimizers import optimizer
-
-    assert optimizer("adafactor").state_bytes(4) < 0.05
-    assert optimizer("adafactor").state_bytes(4, rank=16) == 0.25
-    assert optimizer("adamw_torch_fused").state_bytes(4) == 8
+def test_adafactor_has_the_rate_of_the_job():
+    groups = optimizer_of(small_weights(), "adafactor").param_groups
+    kept = [(each["lr"], each["scale_parameter"], each["relative_step"]) for each in groups]
+    assert kept == [(0.01, False, False)] * 2

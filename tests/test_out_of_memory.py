@@ -28,17 +28,18 @@ from farthing.device_memory import (
     is_out_of_resources,
     set_allocator,
 )
-from farthing.errors import HardwareError, OutOfMemoryError, SaveError
-from farthing.events import Decided, Restored, StepTaken, Warned
+from farthing.errors import DeviceError, HardwareError, OutOfMemoryError, SaveError
+from farthing.events import Decided, Restored, Warned
 from farthing.model.forward import Forward
-from farthing.model.hardware import Numerics
 from farthing.train.opened_run import opened_run
 from farthing.train.optim import allocate_state, load_state, state_bytes, state_tensors
 from farthing.train.update import WeightUpdate, temporary_bytes, update_bytes
-from scarce import GONE, OPTIMIZERS, Failing, optimizer_of, small_model, step_of
+from interrupted import LeavesAt
+from scarce import GONE, OPTIMIZERS, Failing, optimizer_of, small_model, step_of, with_scaler
 from thinned import thinned
 from workshop import Heard, losses_of, make_job
 
+ILLEGAL = "CUDA error: an illegal memory access"
 FULL = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     torch.AcceleratorError(
@@ -56,7 +57,7 @@ FULL = [
     OSError(errno.ENOMEM, "Cannot allocate memory"),
 ]
 OTHERS = [
-    torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+    torch.AcceleratorError(f"{ILLEGAL} was encountered"),
     RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
     RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
@@ -139,34 +140,24 @@ def test_the_command_line_sets_it_before_torch_is_there_and_children_have_it_too
 # ---- the optimizer's state is there before the first step ----
 
 
+def states_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    return state_tensors(optimizer, dict(model.named_parameters()))[0]
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_that_is_made_beforehand_is_what_the_first_step_makes(name):
     models = [small_model(), small_model()]
     early, late = (optimizer_of(model, name) for model in models)
     allocate_state(early)
-    places = {
-        key: value.data_ptr() for state in early.state.values() for key, value in state.items()
-    }
-    made = [
-        [(key, value.dtype, value.shape, value.device) for key, value in early.state[p].items()]
-        for p in models[0].parameters()
-    ]
+    places = {key: value.data_ptr() for key, value in states_of(early, models[0]).items()}
     for seed in range(3):
         step_of(models[0], early, seed)
         step_of(models[1], late, seed)
-    found = [
-        [(key, value.dtype, value.shape, value.device) for key, value in late.state[p].items()]
-        for p in models[1].parameters()
-    ]
-    assert made == found
-    assert {
-        key: value.data_ptr() for state in early.state.values() for key, value in state.items()
-    } == places
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(one, other)
-        assert all(
-            torch.equal(value, late.state[other][key]) for key, value in early.state[one].items()
-        )
+    ours, theirs = states_of(early, models[0]), states_of(late, models[1])
+    assert {key: value.data_ptr() for key, value in ours.items()} == places
+    for one, other in ((ours, theirs), *[[model.state_dict() for model in models]]):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS[:3])
@@ -176,13 +167,11 @@ def test_saved_state_goes_into_the_memory_that_is_there(name):
     step_of(model, optimizer)
     tensors, values = state_tensors(optimizer, dict(model.named_parameters()))
     allocate_state(second)
-    before = {id(value) for state in second.state.values() for value in state.values()}
+    before = {key: value.data_ptr() for key, value in states_of(second, other).items()}
     load_state(second, dict(other.named_parameters()), tensors, values)
-    assert {id(value) for state in second.state.values() for value in state.values()} == before
-    assert all(
-        torch.equal(value, tensors[place])
-        for place, value in state_tensors(second, dict(other.named_parameters()))[0].items()
-    )
+    found = states_of(second, other)
+    assert {key: value.data_ptr() for key, value in found.items()} == before
+    assert all(torch.equal(value, tensors[key]) for key, value in found.items())
 
 
 def test_a_run_has_its_state_before_memory_is_judged_and_probed(tmp_path):
@@ -239,15 +228,9 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for scales in (False, True):
         folder = tmp_path_factory.mktemp("untouched")
         with pytest.MonkeyPatch.context() as patch:
-            scale(patch, scales)
+            with_scaler(patch, needs_scaler=scales)
             ends[scales] = ended(folder)
     return ends
-
-
-def scale(patch: pytest.MonkeyPatch, scales: bool) -> None:
-    """Compute with the gradient scaler of fp16, in fp32."""
-    numerics = Numerics(torch.device("cpu"), None, needs_scaler=scales)
-    patch.setattr(farthing.train.resolve, "choose_numerics", lambda *_: numerics)
 
 
 def ended(folder: Path, heard: Heard | None = None, **keys: Any) -> Any:
@@ -274,7 +257,7 @@ def ended(folder: Path, heard: Heard | None = None, **keys: Any) -> Any:
 def test_memory_that_runs_out_once_is_survived_to_the_bit(
     place, scales, untouched, tmp_path, monkeypatch
 ):
-    scale(monkeypatch, scales)
+    with_scaler(monkeypatch, needs_scaler=scales)
     holder, name, at = PLACES[place]
     failing = Failing(getattr(holder, name), at)
     monkeypatch.setattr(holder, name, lambda *args, **kwargs: failing(*args, **kwargs))
@@ -306,7 +289,7 @@ def test_an_update_that_was_begun_is_never_taken_again_or_saved(untouched, tmp_p
             optimizer.param_groups = groups
         raise torch.AcceleratorError(GONE)
 
-    scale(monkeypatch, False)
+    with_scaler(monkeypatch, needs_scaler=False)
     monkeypatch.setattr(torch.optim.AdamW, "step", half)
     with pytest.raises(
         OutOfMemoryError, match="in the update of step 4, after some weights had changed"
@@ -321,31 +304,6 @@ def test_an_update_that_was_begun_is_never_taken_again_or_saved(untouched, tmp_p
     assert [event.step for event in heard.of(Restored)] == [2]
     assert survive.differences(untouched[False][0], result) == []
     assert losses == untouched[False][1]
-
-
-@pytest.mark.slow
-def test_a_device_that_stays_full_halves_after_it_was_freed(tmp_path, monkeypatch):
-    """Only the first steps are taken again as they were."""
-    honest, asked, freed = Forward.loss, list[int](), list[Any]()
-
-    def loss(forward, batch, *scale):
-        if torch.is_grad_enabled():
-            asked.append(batch["input_ids"].numel())
-            if asked[-1] > 300:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-        return honest(forward, batch, *scale)
-
-    monkeypatch.setattr("farthing.train.memory.free_cached", freed.append)
-    monkeypatch.setattr(Forward, "loss", loss)
-    outcome = workshop.train(
-        make_job(tmp_path, max_steps=4, n_rows=64, global_batch_size=32, micro_batch_tokens=1200)
-    )
-    assert outcome.state == "finished"
-    events = outcome.receipt.out_of_memory
-    assert [event["micro_batch_tokens"] for event in events] == sorted(
-        {e["micro_batch_tokens"] for e in events}, reverse=True
-    )
-    assert len(freed) == len(events) + 1
 
 
 def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(tmp_path, monkeypatch):
@@ -387,18 +345,20 @@ def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(tmp_pa
     assert "up to 600 tokens" in decided[1]
 
 
-def test_a_restore_without_memory_says_nothing_against_the_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [(GONE, OutOfMemoryError), (f"{ILLEGAL} was encountered", DeviceError)],
+    ids=["no memory", "the GPU has failed"],
+)
+def test_a_restore_that_fails_says_nothing_against_the_checkpoint(
+    words, kind, tmp_path, monkeypatch
+):
     job = make_job(tmp_path, max_steps=4, save_steps=2)
-
-    def stop(event):
-        if isinstance(event, StepTaken) and event.step == 3:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        workshop.train(job, stop)  # type: ignore[arg-type]
+    assert workshop.train(job, LeavesAt(step=3)).state == "interrupted"
     with monkeypatch.context() as patch:
-        patch.setattr(farthing.train.state, "put_back", Failing(farthing.train.state.put_back, 1))
-        with pytest.raises(OutOfMemoryError, match=GONE):
+        failing = Failing(farthing.train.state.put_back, 1, words)
+        patch.setattr(farthing.train.state, "put_back", failing)
+        with pytest.raises(kind, match=words):
             workshop.train(job)
     assert [path for path in (tmp_path / "run/checkpoints").iterdir() if ".bad" in path.name] == []
     assert workshop.train(job).state == "finished"

@@ -5,7 +5,6 @@ it ends.
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 
 import pytest
@@ -55,28 +54,6 @@ def test_settings_are_keys_of_a_job():
 def test_a_torch_without_cuda_is_refused_in_words(capsys):
     assert rehearse_gpu.main([]) == 2
     assert "make rehearse-gpu" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_case_whose_process_dies_fails_and_the_others_are_still_tried(tmp_path, monkeypatch):
-    def ended(case: Case, folder: Path) -> tuple[str, str]:
-        if case.family == "dies":
-            os._exit(11)
-        return "ok", case.gpu
-
-    monkeypatch.setattr(rehearse_gpu, "environment", lambda gpu: {})
-    monkeypatch.setattr(rehearse_gpu, "ended", ended)
-    cases = [
-        Case(family, "task", "full", "bf16", "packed", gpu)
-        for gpu in ("H100", "T4")
-        for family in ("a", "b", "dies", "c", "d", "e", "f")
-    ]
-    found = list(rehearse_gpu.in_children(cases, tmp_path, 2))
-    assert sorted(str(case) for case, _, _ in found) == sorted(map(str, cases))
-    for case, end, said in found:
-        assert (end, said) == (
-            ("failed", "its process died") if case.family == "dies" else ("ok", case.gpu)
-        )
 
 
 def test_a_fault_is_told_by_its_place_and_a_refusal_by_its_words(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,47 +76,69 @@ class Run:
         return code
 
 
-@pytest.mark.parametrize("code", [0, 2, 3])
-def test_what_is_final_is_not_begun_again(code, tmp_path):
-    run = Run(tmp_path, (code, 5, 5))
-    assert run.supervised() == code
-    assert run.said == []
-
-
-def test_interruptions_crashes_and_kills_are_followed_by_another_attempt(tmp_path):
-    run = Run(tmp_path, (75, 3, 3), (1, 8, 6), (-9, 12, 12), (75, 20, 20), (0, 30, 30))
-    assert run.supervised(tries=1) == 0
-    assert run.n_started == 5
-    assert [text.split(";")[0] for text in run.said] == [
-        "interrupted after step 3",
-        "ended with 1 after step 8",
-        "killed by SIGKILL after step 12",
-        "interrupted after step 20",
-    ]
-
-
-def test_attempts_that_save_nothing_new_are_counted_and_come_to_an_end(tmp_path):
-    run = Run(tmp_path, (75, 4, 4), (-9, 6, 4), (75, 4, 4), (-9, 5, 4))
-    assert run.supervised(tries=3) == 1
-    assert "3 attempts in a row saved nothing new; stopped after killed by SIGKILL" in run.said[-1]
+@pytest.mark.parametrize(
+    ("ends", "tries", "code", "said"),
+    [
+        *(([(code, 5, 5)], 3, code, []) for code in (0, 2, 3)),
+        (
+            [(75, 3, 3), (1, 8, 6), (-9, 12, 12), (75, 20, 20), (0, 30, 30)],
+            1,
+            0,
+            [
+                "interrupted after step 3",
+                "ended with 1 after step 8",
+                "killed by SIGKILL after step 12",
+                "interrupted after step 20",
+            ],
+        ),
+        (
+            [(75, 4, 4), (-9, 6, 4), (75, 4, 4), (-9, 5, 4)],
+            3,
+            1,
+            [
+                "interrupted after step 4",
+                "killed by SIGKILL after step 6",
+                "interrupted after step 4",
+                "3 attempts in a row saved nothing new",
+            ],
+        ),
+        *(
+            (
+                [(1, step, step)] * 2,
+                9,
+                1,
+                [f"ended with 1 after step {step}", "it crashed twice in a row"],
+            )
+            for step in (0, 7)
+        ),
+        (
+            [(1, 7, 4), (1, 9, 8), (-9, 9, 8), (1, 9, 8), (0, 12, 12)],
+            9,
+            0,
+            [
+                "ended with 1 after step 7",
+                "ended with 1 after step 9",
+                "killed by SIGKILL after step 9",
+                "ended with 1 after step 9",
+            ],
+        ),
+    ],
+    ids=[
+        *("finished", "a mistake", "a limit", "progress each time", "nothing new"),
+        *("a crash at the start", "a crash at a step", "other crashes"),
+    ],
+)
+def test_what_is_begun_again_and_when_it_ends(ends, tries, code, said, tmp_path):
+    run = Run(tmp_path, *ends)
+    assert run.supervised(tries=tries) == code
+    assert run.n_started == len(ends)
+    assert [text[: len(words)] for text, words in zip(run.said, said, strict=True)] == said
 
 
 def test_progress_begins_the_count_anew_and_pauses_grow_without_it(tmp_path):
     run = Run(tmp_path, (-9, 0, 0), (-9, 3, 2), (-9, 3, 2), (-9, 3, 2))
     assert run.supervised(tries=2) == 1
     assert run.slept_s == pytest.approx(2 + 1 + 2, abs=0.3)
-
-
-@pytest.mark.parametrize("step", [0, 7])
-def test_a_crash_at_the_same_step_is_not_tried_a_third_time(step, tmp_path):
-    run = Run(tmp_path, (1, step, step), (1, step, step))
-    assert run.supervised(tries=9) == 1
-    assert "crashed twice in a row" in run.said[-1]
-
-
-def test_crashes_at_other_steps_are_not_the_same_crash(tmp_path):
-    run = Run(tmp_path, (1, 7, 4), (1, 9, 8), (-9, 9, 8), (1, 9, 8), (0, 12, 12))
-    assert run.supervised(tries=9) == 0
 
 
 def test_nothing_is_begun_on_a_machine_that_goes(tmp_path):
@@ -132,11 +153,13 @@ def test_nothing_is_begun_on_a_machine_that_goes(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_handed_on_and_nothing_is_begun_after_it(number, tmp_path):
+    before = signal.getsignal(number)
     run = Run(tmp_path, (75, 7, 7), (0, 9, 9))
     run.while_running = lambda: os.kill(os.getpid(), number)
     assert run.supervised() == 75
     assert run.got == [number]
     assert run.n_started == 1
+    assert signal.getsignal(number) is before
 
 
 def test_a_signal_between_two_attempts_ends_the_pause(tmp_path):
@@ -149,12 +172,6 @@ def test_a_signal_between_two_attempts_ends_the_pause(tmp_path):
     run.got.append(0)
     assert run.supervised() == 75
     assert run.n_started == 1
-
-
-def test_handlers_are_put_back(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
-    Run(tmp_path, (0, 1, 1)).supervised()
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_where_a_run_stands_is_read_from_its_ledger(tmp_path):
@@ -183,11 +200,9 @@ def test_a_run_that_is_killed_is_begun_again_and_finishes(tmp_path):
     assert receipt["steps"] == 20
     assert receipt["restart_s"] > 0
     assert "killed by SIGKILL" in words
-    assert sum(span["seconds"] for span in receipt["spans"]) == pytest.approx(
-        receipt["wall_s"], rel=0.01
-    )
-    assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["usd"], rel=0.01)
-    assert (tmp_path / "run" / "ledger.jsonl").exists()
+    for of_span, of_run in (("seconds", "wall_s"), ("usd", "usd")):
+        total = sum(span[of_span] for span in receipt["spans"])
+        assert total == pytest.approx(receipt[of_run], rel=0.01)
 
 
 @pytest.mark.slow
@@ -197,15 +212,12 @@ def test_when_the_supervisor_dies_its_child_saves_and_leaves(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "farthing", "train", str(path), "--retry"], stdout=subprocess.DEVNULL
     )
-    while not (log.exists() and log.read_bytes().count(b"\n") > 5):
-        time.sleep(0.02)
+    until(lambda: log.exists() and log.read_bytes().count(b"\n") > 5)
     child = attempt_of(process.pid)
     process.kill()
     process.wait()
-    give_up_at = time.monotonic() + 60
-    while Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.05)
+    words = Path(f"/proc/{child}/cmdline")
+    until(lambda: not words.exists() or not words.read_bytes())
     receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
     assert receipt["state"] == "interrupted"
     assert receipt["notices"][-1]["what"] == "SIGTERM"

@@ -34,8 +34,8 @@ from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import DECODERS, ENCODERS, attend, can_share, go_packed, packed_logits
 from farthing.model.documents import Documents, packed_batch
 from farthing.model.loss import find_labelled
-from heads import language_model_loss, make_model, summed_loss
-from packed_models import MAIN, Layer, assert_same, gradients, heads, model_of
+from heads import assert_same, language_model_loss, make_model, summed_loss
+from packed_models import MAIN, Layer, gradients, heads, model_of
 from thinned import thinned
 from token_sets import token_set
 

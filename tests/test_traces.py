@@ -48,16 +48,16 @@ def test_an_open_zone_takes_the_middle_one_of_its_region(tmp_path):
 
 def test_larger_nodes_are_lost_more_often_and_other_gpus_have_the_prior(tmp_path):
     write(tmp_path, "us-east-1a_v100_1", LONG * 6)
-    law, _ = hazards(read_traces(tmp_path))
+    write(tmp_path, "us-east-1b_v100_1", [0] * 100)
+    (tmp_path / "other.json").write_text("[]")
+    traces = read_traces(tmp_path)
+    assert len(traces) == 2
+    law, _ = hazards(traces)
+    assert law(offer(zone="us-east-1b")) == prior(1), "it was never up"
     assert law(offer(n_gpus=8)).up.mean_s < law(offer()).up.mean_s
+    assert law(offer(gpu="V100-32GB")).up.mean_s == law(offer()).up.mean_s, "taken away alike"
     assert law(offer(gpu="H100-80GB")) == prior(1)
     assert law(offer(region="eu-west-1", zone="eu-west-1a")) == prior(1)
-
-
-def test_memory_sizes_of_one_gpu_are_taken_away_alike(tmp_path):
-    write(tmp_path, "us-east-1a_v100_1", LONG * 6)
-    law, _ = hazards(read_traces(tmp_path))
-    assert law(offer(gpu="V100-32GB")).up.mean_s == law(offer()).up.mean_s
 
 
 @pytest.mark.parametrize("data", [[], "no list", [1, -1], [1, "a"], [0.5]])
@@ -74,15 +74,3 @@ def test_no_json_no_traces_no_folder(tmp_path):
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(InputError, match="no JSON"):
         read_traces(tmp_path)
-
-
-def test_other_json_is_passed_over(tmp_path):
-    write(tmp_path, "us-east-1a_v100_1", LONG)
-    (tmp_path / "list.json").write_text("[]")
-    assert len(read_traces(tmp_path)) == 1
-
-
-def test_a_zone_that_was_never_up_says_nothing(tmp_path):
-    write(tmp_path, "us-east-1a_v100_1", [0] * 100)
-    law, _ = hazards(read_traces(tmp_path))
-    assert law(offer()) == prior(1)

@@ -20,7 +20,7 @@ from farthing.train import trackers as track
 from farthing.train.trackers import figures_of, tracked
 from mishaps import fail_at
 from patience import until
-from workshop import Heard, make_job, step_taken, train
+from workshop import Heard, losses_of, make_job, step_taken, train
 
 
 def crashed_and_continued(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Job:
@@ -46,8 +46,7 @@ def crashed_and_continued(folder: Path, monkeypatch: pytest.MonkeyPatch, name: s
 
 
 def losses_in_log(job: Job) -> dict[int, float]:
-    lines = (Path(job.output_dir) / "log.jsonl").read_text().splitlines()
-    return {row["step"]: row["loss"] for row in map(json.loads, lines) if "examples" in row}
+    return dict(enumerate(losses_of(job), 1))
 
 
 def records_of(content: bytes) -> Iterator[bytes]:

@@ -1,8 +1,8 @@
 """Chats held against TRL: the same tokens, and of each answer what its training templates have
 learned.
 
-TRL is no dependency: tests/golden/trl_chats.json keeps what it made of short chats, and a slow test
-asks it again, for all of its templates for texts and several tokenizers, where it is installed.
+TRL is no dependency: tests/golden/trl_chats.json keeps what it made of short chats. Where it is
+installed, a slow test asks it itself, for all of its templates for texts and several tokenizers.
 
 Three differences are meant. TRL learns the line break that a template writes behind the end of a
 turn, and what a prompt has written already; the model stops before the one and is given the other.
@@ -165,32 +165,6 @@ def test_a_chat_is_learned_as_by_trl(tokenizer, kept):
             assert mask[: len(prompt) + 1] == [0] * len(prompt) + [1]
 
 
-def short_forms_by_trl(tokenizer: Any, templates: Path) -> list[dict[str, Any]]:
-    """What the kept file holds, made anew."""
-    made = []
-    for family in SHORT_FORMS:
-        template = (templates / f"{family}_training.jinja").read_text(encoding="utf-8")
-        for name, chat in CHATS.items():
-            if (family == "gemma" and name == "system") or (
-                family == "glm4moe" and name in ("system", "thought")
-            ):
-                # Gemma's refuses system messages; GLM's short form knows none, and no thinking
-                continue
-            if family == "cohere2" and name == "system":
-                continue
-            ids, mask = by_trl(tokenizer, template, chat)
-            text = tokenizer.decode(ids)
-            made.append(
-                {
-                    "family": family,
-                    "chat": name,
-                    "text": text,
-                    "learned": learned(tokenizer, ids, mask),
-                }
-            )
-    return made
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["tiny", "gpt2", "gpt-neox-mpt", "mistral-7b-v0.1"])
 def test_all_templates_of_trl_for_texts(tiny_folders, base, request):
@@ -255,10 +229,3 @@ def test_all_templates_of_trl_for_texts(tiny_folders, base, request):
             n_compared += 1
     assert n_compared > 80
     assert n_refused == len(REFUSED)
-
-
-@pytest.mark.slow
-def test_what_is_kept_of_trl_is_what_it_makes(tokenizer):
-    trl = pytest.importorskip("trl", reason="TRL is not installed: pip install --no-deps trl")
-    made = short_forms_by_trl(tokenizer, Path(trl.__file__).parent / "chat_templates")
-    assert made == KEPT["chats"], f"made by TRL {KEPT['trl']}, here is {trl.__version__}"

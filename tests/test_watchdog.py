@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -236,16 +237,18 @@ def test_a_cap_without_a_price_is_refused(tmp_path):
     assert "costs $3.60 an hour until you end it" in "\n".join(say_what_bills_on(priced))
 
 
-def test_a_killed_guard_takes_the_run_along(job, tmp_path):
-    import psutil
-
-    command = [sys.executable, "-m", "farthing", "train", str(job)]
-    process = subprocess.Popen(
-        [*command, "--set", f"output_dir={tmp_path / 'run'}"], stdout=subprocess.DEVNULL
-    )
-    log = tmp_path / "run" / "log.jsonl"
+def begun(job: Path, run: Path) -> tuple[subprocess.Popen[bytes], psutil.Process]:
+    """A run that has taken a few steps: the command and its worker."""
+    command = [sys.executable, "-m", "farthing", "train", str(job), "--set", f"output_dir={run}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, process_group=0)
+    log = run / "log.jsonl"
     until(lambda: log.exists() and log.read_bytes().count(b"\n") > 3)
     (worker,) = psutil.Process(process.pid).children()
+    return process, worker
+
+
+def test_a_killed_guard_takes_the_run_along(job, tmp_path):
+    process, worker = begun(job, tmp_path / "run")
     process.kill()
     process.wait()
     until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
@@ -303,17 +306,8 @@ def test_signs_of_work_are_polls_cpu_time_and_bytes_read():
 
 @pytest.mark.slow
 def test_a_stop_from_the_terminal_stops_the_worker_and_its_kill_is_a_kill(job, tmp_path):
-    import psutil
-
-    command = [sys.executable, "-m", "farthing", "train", str(job)]
-    process = subprocess.Popen(
-        [*command, "--set", f"output_dir={tmp_path / 'run'}"],
-        stdout=subprocess.DEVNULL,
-        process_group=0,
-    )
+    process, worker = begun(job, tmp_path / "run")
     log = tmp_path / "run" / "log.jsonl"
-    until(lambda: log.exists() and log.read_bytes().count(b"\n") > 3)
-    (worker,) = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGTSTP)
     until(lambda: worker.status() == psutil.STATUS_STOPPED)
     n_lines = log.read_bytes().count(b"\n")

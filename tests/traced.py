@@ -95,11 +95,6 @@ def labelled_loss(model: Any, ids: Tensor, task: str, n_targets: int) -> Tensor:
     )
 
 
-def library_loss(model: Any, ids: Tensor, task: str, n_targets: int) -> Any:
-    """The loss of transformers, whose result holds on to the logits."""
-    return model(input_ids=ids, labels=ids)
-
-
 def own_loss(
     model: Any, ids: Tensor, task: str, n_targets: int, documents: tuple[int, ...] = ()
 ) -> Tensor:
@@ -168,19 +163,17 @@ def fake_model(
                 take_start_away(model)
     made: dict[int, tuple[Any, Any]] = {}
     for module in model.modules():
-        for name, weight in list(module._parameters.items()):
-            if weight is None:
-                continue
+        of_module = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, weight in list(of_module):
             if id(weight) not in made:
                 empty = torch.empty(weight.shape, dtype=weight.dtype)
                 made[id(weight)] = (
                     torch.nn.Parameter(empty, requires_grad=weight.requires_grad),
                     weight,
                 )
-            module._parameters[name] = made[id(weight)][0]
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+            setattr(module, name, made[id(weight)][0])
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
     if method == "qlora":
         for module in model.modules():
             if isinstance(module, peft.tuners.lora.Linear):

@@ -110,9 +110,9 @@ def job_file(folder: Path, family: str = "llama", **keys: Any) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = keys.pop("rows", None) or rows_of(family, keys.pop("n_rows", 32))
-    pretrained = keys.pop("pretrained", False)
+    pretrained, size = keys.pop("pretrained", False), keys.pop("size", {})
     if not (folder / "base").exists():
-        make_folder(folder / "base", family, pretrained=pretrained, **keys.pop("size", {}))
+        make_folder(folder / "base", family, pretrained=pretrained, **size)
     write_jsonl(folder / "data.jsonl", rows)
     data = {"train": "data.jsonl", **keys.pop("data", {})}
     if "eval_rows" in keys:

@@ -4,7 +4,6 @@ kernels and layers.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,8 +11,6 @@ import torch
 
 import farthing.train.run
 from farthing.events import Decided
-from farthing.model import attention_kernels
-from farthing.model.attention_choice import AttentionTask, choose
 from farthing.model.attention_kernels import KERNELS, AttentionSettings
 from farthing.model.compiled import n_graphs
 from farthing.model.documents import Documents
@@ -71,19 +68,3 @@ def test_layers_with_ligers_kernels_are_compiled(tmp_path):
     computed = heard.of(Decided)[0].computed
     assert "1 rotation" in computed
     assert "1 layer compiled" in computed
-
-
-def test_library_noise_is_kept_away(tmp_path, capfd):
-    pytest.importorskip("liger_kernel")
-    assert farthing.train.run.train(make_job(tmp_path, **_MORE), Heard()).state == "finished"
-    said = capfd.readouterr()
-    assert "could not be imported" not in said.out + said.err
-
-
-@pytest.mark.parametrize("precision", ["bf16"])
-def test_no_program_is_chosen_that_does_not_fit(precision):
-    """Heads of 256 in half: their backward pass wants 112 KiB of shared memory."""
-    machine = attention_kernels.here(torch.device("cuda"), False)
-    found = choose(AttentionTask(precision, 256, has_softcap=True), machine)
-    fits = float(os.environ["HOLLOW_SHARED_KIB"]) >= 112
-    assert (found == "flex") <= fits
