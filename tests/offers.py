@@ -14,18 +14,7 @@ def offer_of(
     gpu: str, usd: float, n_gpus: int = 1, *, provider: str = "A", spot: bool = False, **more: Any
 ) -> Offer:
     """Machines by the hour, whole, without other terms; `more` are fields of `Offer`."""
-    plain = Offer(
-        provider,
-        "",
-        gpu,
-        n_gpus,
-        "here",
-        "",
-        spot,
-        "machine_hour",
-        usd,
-        "made",
-        TODAY,
-        Billing(provider),
-    )
-    return plain._replace(**more)
+    plain = {"instance": "", "region": "here", "zone": "", "unit": "machine_hour", "source": "made"}
+    terms = {"is_spot": spot, "date": TODAY, "billing": Billing(provider)}
+    known = {"provider": provider, "gpu": gpu, "n_gpus": n_gpus, "usd": usd}
+    return Offer(**known | plain | terms | more)

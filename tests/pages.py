@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
+LOADING = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image", "use"}
+LOADING_BY = {"src", "href", "xlink:href", "srcset", "action", "onclick", "onload"}
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 NASTY = '<script>alert("x")</script>&'
 
@@ -41,6 +43,27 @@ class Read(HTMLParser):
     def text(self) -> str:
         """All that is read on the page."""
         return " ".join(" ".join(self.words).split())
+
+    def must_be_whole(self, page: str) -> None:
+        """It can be read by all, loads nothing from elsewhere and has colours for a dark screen."""
+        assert page.startswith("<!doctype html>")
+        assert ("html", {"lang": "en"}) in self.tags
+        headings = [tag for tag, _ in self.tags if tag in ("h1", "h2", "h3")]
+        assert (headings[0], headings.count("h1")) == ("h1", 1)
+        ids = [attributes["id"] for _, attributes in self.tags if "id" in attributes]
+        assert len(set(ids)) == len(ids)
+        for tag, attributes in self.tags:
+            assert tag not in LOADING
+            assert not attributes.keys() & LOADING_BY
+            if tag == "th":
+                assert attributes["scope"] in ("col", "row")
+            elif tag == "svg":
+                assert attributes["role"] == "img"
+                assert set(str(attributes["aria-labelledby"]).split()) <= set(ids)
+        assert "url(" not in page
+        assert "@import" not in page
+        assert "default-src 'none'" in page
+        assert "prefers-color-scheme:dark" in page
 
     def count(self, tag: str) -> int:
         """How many elements of a kind there are."""

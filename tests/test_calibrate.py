@@ -285,20 +285,10 @@ def test_examples_of_other_lengths_set_no_pace():
 
 
 def test_restarts_and_work_done_again_are_not_the_estimates_error():
-    estimate = Estimate(
-        **{
-            "wall_s": 100.0,
-            "wall_range_s": [70.0, 100.0, 130.0],
-            "usd": 1.0,
-            "peak_bytes": 1,
-        },
-        **{
-            "seconds": {"training": 80.0, "start-up": 20.0},
-            "memory": {},
-            "step_s": 1.0,
-        },
-        **{"interval_s": 60.0, "calibration": "formulas only"},
-    )
+    known = {"wall_range_s": [70.0, 100.0, 130.0], "memory": {}, "calibration": "formulas only"}
+    numbers = {"wall_s": 100.0, "usd": 1.0, "peak_bytes": 1, "step_s": 1.0, "interval_s": 60.0}
+    seconds = {"training": 80.0, "start-up": 20.0}
+    estimate = Estimate(**known, **numbers, seconds=seconds)  # type: ignore[arg-type]
     bill = Bill("finished", {"compute": 160.0, "start_up": 40.0, "ranks": 10.0}, {}, 210.0, 2.1, 1)
     attempts: list[Any] = [
         SimpleNamespace(spans={"start_up": 20.0}, redone_s=n) for n in (0.0, 80.0)
@@ -325,16 +315,9 @@ def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sen
     machine = with_gpus(name, 4, 24)
     wanted = wanted_of(shape, optim="adamw_torch_offload", global_batch=32)
     ran = ((2, 3e9, 19), (2, 12e9, 20), (4, 2e9, 21), (2, 0.0, 22))
+    how: dict[str, Any] = {"hardware": name, "device": "cuda", "shape": shape}
     measured = [
-        run_of(
-            1.0,
-            shape=shape,
-            hardware=name,
-            device="cuda",
-            n_devices=n,
-            link_bytes_per_s=link,
-            when=f"2026-11-{day}",
-        )
+        run_of(1.0, n_devices=n, link_bytes_per_s=link, when=f"2026-11-{day}", **how)
         for n, link, day in ran
     ]
     found = {}
@@ -379,25 +362,22 @@ def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(mo
     wanted = wanted_of(shape_of("meta-llama/Llama-3.2-1B"), **cut)
     found = {}
     for gpu, memory, is_there, wants in (
-        *(
-            ("NVIDIA H100 80GB HBM3", 80, is_there, wants)
-            for is_there in (True, False)
-            for wants in ("auto", False)
-        ),
+        ("NVIDIA H100 80GB HBM3", 80, True, "auto"),
+        ("NVIDIA H100 80GB HBM3", 80, True, False),
+        ("NVIDIA H100 80GB HBM3", 80, False, "auto"),
         ("Tesla T4", 15, True, "auto"),
     ):
-        monkeypatch.setattr(
-            "importlib.util.find_spec", lambda name, is_there=is_there: is_there or None
-        )
-        machine, job = with_gpus(gpu, 1, memory), job_with(train={"use_liger_kernel": wants})
-        here = machine_here(wanted, machine, job, [], date(2026, 11, 22))
-        assert here is not None
-        assert isinstance(here[0], Machine)
-        assert here[0].kernels.has_liger == (gpu != "Tesla T4" and is_there and wants == "auto")
-        if gpu != "Tesla T4":
-            plan = plan_here(wanted, machine, job, [], date(2026, 11, 22))
-            assert isinstance(plan, OfferPlan)
-            found[here[0].kernels.has_liger] = plan.on.memory.parts["activations"]
+        spec = is_there or None
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, spec=spec: spec)
+        job = job_with(train={"use_liger_kernel": wants})
+        plan = plan_here(wanted, with_gpus(gpu, 1, memory), job, [], date(2026, 11, 22))
+        if gpu == "Tesla T4":
+            assert not isinstance(plan, OfferPlan) or not plan.on.machine.kernels.has_liger
+            continue
+        assert isinstance(plan, OfferPlan)
+        has_liger = plan.on.machine.kernels.has_liger
+        assert has_liger == (is_there and wants == "auto")
+        found[has_liger] = plan.on.memory.parts["activations"]
     # of a layer, for each token: fp32 copies of two norms' inputs, and one number as wide as the
     # feed-forward
     assert found[False] - found[True] == pytest.approx(

@@ -83,6 +83,6 @@ def test_a_row_of_a_price_file_is_for_models_of_its_size_and_method():
         n_tokens=1e6,
     )
     rows = ("LoRA up to 16B", "full up to 16B", "LoRA 16B to 80B", "Llama-3.1-8B", "other")
-    offers = [offer_of("", 1.0, 0, instance=name)._replace(unit="million_tokens") for name in rows]
+    offers = [offer_of("", 1.0, 0, instance=name, unit="million_tokens") for name in rows]
     found = fees_of(asked, "meta-llama/Llama-3.1-8B", 512, offers, date(2026, 1, 1))  # type: ignore[arg-type]
     assert {fee.what for fee in found if fee.takes_the_model} == {"LoRA up to 16B", "Llama-3.1-8B"}

@@ -23,7 +23,6 @@ from farthing.model.activation_checkpointing import (
     choose_checkpointing,
 )
 from farthing.model.attention import Documents
-from farthing.model.casts import Casts
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.head import HeadSettings
@@ -193,38 +192,6 @@ def test_gradients_and_activations_are_not_there_at_once_but_where_gradients_are
     held, _ = judged(Case("1B", "full", 0, 8, accumulates=True, n_layers=2))
     assert held.moments()["loss"] - once.moments()["loss"] == once.gradients.all_bytes
     assert once.moments()["update"] == held.moments()["update"] == once.gradients.all_bytes
-
-
-@pytest.mark.parametrize("budget", [16_384, 200])
-def test_the_need_is_that_of_the_largest_micro_batch_that_comes(budget, tmp_path, monkeypatch):
-    """And what is rehearsed adds up gradients where a step will."""
-    size = {"hidden": 32, "layers": 1}
-    job = make_job(tmp_path, n_rows=40, max_steps=5, micro_batch_tokens=budget, size=size)
-    Path(job.output_dir).mkdir()
-    with opened_run(job, Heard()) as run:
-        steps, has_several = run.steps, budget == 200
-        assert run.memory.n_tokens == max(steps.feed.largest_of(step)[1] for step in range(5))
-        assert run.memory.n_tokens <= min(budget, 8 * 100)
-        assert run.memory.accumulates == has_several
-        assert steps.feed.first_steps()[1] == has_several
-        n_passes, loss = [0], Forward.loss
-
-        def counted(forward, *more):
-            n_passes[0] += 1
-            return loss(forward, *more)
-
-        run.forward.casts = Casts(run.model, torch.bfloat16)
-        keeps_copies, kept = list[bool](), Casts.kept
-
-        def noted(casts, *, several, at_once):
-            keeps_copies.append(several)
-            return kept(casts, several=several, at_once=at_once)
-
-        monkeypatch.setattr(Casts, "kept", noted)
-        monkeypatch.setattr(Forward, "loss", counted)
-        steps.rehearse(0)
-        assert n_passes == [2 if has_several else 1]
-        assert keeps_copies == [has_several], "for the next pass, as a step has them"
 
 
 @pytest.mark.parametrize("cap", [None, 30.0])

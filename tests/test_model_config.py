@@ -195,7 +195,7 @@ def test_a_local_folder_comes_first(tmp_path):
             find_config(str(tmp_path))
 
 
-def test_then_the_cache_of_the_hub(tmp_path, monkeypatch):
+def test_then_the_cache_of_the_hub():
     commit, older = "a" * 40, "b" * 40
     folder = hub_cache() / "models--openai-community--gpt2"
     for name in (commit, older):
@@ -214,12 +214,6 @@ def test_then_the_cache_of_the_hub(tmp_path, monkeypatch):
     )
     assert cached_snapshot("openai-community/gpt2", "../../../etc") is None
     assert cached_snapshot("../x") is None
-    monkeypatch.delenv("HF_HUB_CACHE")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    assert hub_cache() == tmp_path / "home" / "hub"
-    monkeypatch.delenv("HF_HOME")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert hub_cache() == tmp_path / "xdg" / "huggingface" / "hub"
 
 
 def test_hub_and_we_agree_on_the_cache(tmp_path):
@@ -256,23 +250,21 @@ def test_then_the_table_with_its_mirrors():
 
 
 def test_names_that_are_not_known():
-    for wrong, near in (
-        ("meta-lama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B"),
-        ("Llama-3.2-1B", "meta-llama/Llama-3.2-1B"),
-        ("qwen/qwen2.5-7b-instruct", "Qwen/Qwen2.5-7B-Instruct"),
-        ("gpt_2", "gpt2"),
-    ):
-        with pytest.raises(ModelError) as caught:
+    wrong, near = "qwen/qwen2.5-7b-instruct", "Qwen/Qwen2.5-7B-Instruct"
+    with pytest.raises(ModelError) as caught:
+        find_config(wrong)
+    assert f"did you mean {near}?" in caught.value.to_do
+    for wrong in ("/no/such/folder", "./none", "a/b/c", "a b", "https://x.y/z", ""):
+        with pytest.raises(ModelError, match=r"no such folder|no config"):
             find_config(wrong)
-        assert f"did you mean {near}?" in caught.value.to_do.replace("unsloth", "meta-llama"), wrong
-    assert nearest_known("somebody/entirely-different") == ""
 
 
 @pytest.mark.parametrize(
     ("name", "near"),
     [
         ("meta-llama/Llama-4-Scout-17B-16E", ""),
-        ("meta-llama/Llama-4-7b-hf", ""),
+        ("somebody/entirely-different", ""),
+        ("gpt_2", "gpt2"),
         ("Qwen/Qwen4-8B", ""),
         ("google/gemma-4-2b", ""),
         ("meta-llama/Lama-2-7b-hf", "meta-llama/Llama-2-7b-hf"),
@@ -283,9 +275,6 @@ def test_names_that_are_not_known():
 def test_a_model_of_another_version_is_not_what_was_meant(name, near):
     assert nearest_known(name).startswith(near)
     assert bool(nearest_known(name)) == bool(near)
-    for wrong in ("/no/such/folder", "./none", "a/b/c", "a b", "https://x.y/z", ""):
-        with pytest.raises(ModelError, match=r"no such folder|no config"):
-            find_config(wrong)
 
 
 class Hub(Quiet):

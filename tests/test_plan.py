@@ -22,7 +22,6 @@ from farthing.planner.price import quiet_interval_s
 from farthing.planner.ranges import class_of
 from farthing.planner.search import budgets
 from farthing.planner.software import Torch
-from farthing.planner.speed import Calibration, cpu_device
 from farthing.planner.spot import Interruptions, weibull
 from farthing.planner.types import (
     JobSpec,
@@ -70,26 +69,6 @@ def test_micro_batches_are_budgets_of_tokens():
     assert "up to 777 tokens at a time" in plan.recipe.in_words()
 
 
-def test_padded_work_is_cut_for_the_device_and_hardly_waits_for_launches():
-    """FLAN-T5-base with short pairs on an RTX 4090: cut as for a CPU, launches would be most of the
-    step.
-    """
-    rng = np.random.default_rng(0)
-    pairs = from_arrays(rng.integers(10, 80, 2000), rng.integers(5, 60, 2000), source="drawn")
-    asked = wanted_of("google/flan-t5-base", lengths=pairs, method="full", may_go_packed=False)
-    there = place("RTX 4090", 0.4)
-    plan = only(decide(asked, [there]))
-    assert plan.on.step.parts["launch"] < 0.2 * plan.on.step.seconds
-    assert plan.recipe.cost.least_tokens >= 1024
-    as_on_cpu = asked.cut(plan.recipe.settings.micro_batch_tokens)
-    assert plan.recipe.n_micro_batches < 0.5 * as_on_cpu.n_micro_batches
-    kept = estimate_of(plan, asked).settings
-    assert (kept.least_tokens, kept.more_tokens) == plan.recipe.cost
-    here = only(decide(asked, [there.but(device=cpu_device("", 1e11, 2), is_cuda=False)]))
-    assert here.recipe.cost == (0, 32)
-    assert here.on.step.n_tokens > 0.9 * here.on.step.n_padded_tokens
-
-
 @pytest.mark.parametrize(
     ("changes", "scores_positions", "fuses_adapters"),
     [
@@ -108,10 +87,8 @@ def test_a_head_with_an_adapter_scores_all_positions(changes, scores_positions, 
 @pytest.mark.parametrize(
     ("changes", "n_steps", "n_evaluations"),
     [
-        ({"n_epochs": 1.0}, 4, 0),  # the last one is smaller
         ({"n_epochs": 2.5}, 10, 0),
         ({"max_steps": 7}, 7, 0),
-        ({"global_batch": 1000}, 3, 0),
         ({"eval_lengths": lengths_of(10)}, 12, 3),
         ({"eval_lengths": lengths_of(10), "eval_steps": 5}, 12, 3),
         ({"eval_lengths": lengths_of(10), "eval_steps": 0}, 12, 1),
@@ -473,40 +450,11 @@ def test_each_zone_has_its_own_chance():
     assert [one.offer.zone for one in answer.rejected] == ["bad"]
 
 
-def fleeting(offer: Offer) -> Interruptions:
-    """Capacity that goes within the hour, in each zone after another time."""
-    return Interruptions(weibull((0.7 + len(offer.zone) / 1000) * H), weibull(3 * H))
-
-
-def test_spot_with_on_demand_to_fall_back_on_costs_what_its_own_price_makes_it():
-    prices = (2.0, 3.0)
-    spots = [place("A100-80GB", usd, spot=True, zone=f"z{i}") for i, usd in enumerate(prices)]
-    own = place("A100-80GB", 9.0)
-    work = wanted_of(n_epochs=20.0)
-    asked = replace(work, deadline_s=1.02 * only(decide(work, spots[:1], hazard=fleeting)).wall_s)
-
-    def usd_of(spot, places):
-        plans = decide(asked, [*places, own], hazard=fleeting).plans
-        found = next(plan for plan in plans if plan.offer is spot.offer)
-        assert found.mixture
-        return found.total_usd
-
-    for spot in spots:
-        assert usd_of(spot, spots) == pytest.approx(usd_of(spot, [spot]))
-    assert usd_of(spots[1], spots) > usd_of(spots[0], spots)
-
-
-def test_runs_that_match_the_formula_leave_context_and_slack_in_what_a_gpu_must_have():
-    new = place("RTX 4090", 0.5)
-    known = Calibration(n_runs=3, spread=0.08, source="3 runs", extra_bytes=0)
+def test_a_run_is_promised_what_torch_allocates_for_it():
     asked = wanted_of(micro_batch_tokens=1024, checkpoint_every=1)
-    before, after = (only(decide(asked, [each])) for each in (new, new.but(calibration=known)))
-    assert after.on.memory_range.likely == before.on.memory_range.likely
-    more = only(decide(asked, [new.but(calibration=replace(known, extra_bytes=1 << 30))]))
-    gib = more.on.memory_range.likely - before.on.memory_range.likely
-    assert gib == pytest.approx(1.05 * 2**30, rel=0.01), "with its share of slack"
-    # a run is measured by what torch allocates: exactly the formula's is no error
-    assert estimate_of(before, asked).peak_bytes == before.on.memory.allocated.n_bytes
+    plan = only(decide(asked, [place("RTX 4090", 0.5)]))
+    assert estimate_of(plan, asked).peak_bytes == plan.on.memory.allocated.n_bytes
+    assert plan.on.memory_range.likely > plan.on.memory.allocated.n_bytes + 2**29, "and a context"
 
 
 def test_capacity_that_never_lasts_a_start_is_refused():

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from farthing.data.lengths import from_mean
-from farthing.planner.price import within_limits
 from farthing.planner.speed import Calibration
 from farthing.planner.spot import Interruptions, weibull
 from farthing.planner.types import Answer, JobSpec, OfferPlan
+from farthing.prices.offers import Billing
 from planned import H, decide, place, wanted_of
 
 A100 = place("A100-80GB", 2.0)
@@ -237,11 +237,12 @@ def test_a_price_is_old_after_ninety_days(days, is_wider):
 
 
 @pytest.mark.parametrize(
-    ("usd", "cap"), [(99.994, "100.00"), (99.5, "99.50"), (100.4, "101"), (1234.5, "1235")]
+    ("usd", "cap"), [(99.994, "100.00"), (99.495, "99.50"), (100.4, "101"), (1234.5, "1235")]
 )
 def test_a_cap_that_would_do_is_rounded_up(usd, cap):
-    (plan,) = plans(WANTED, A100).plans
-    found = within_limits(plan._replace(total_usd=usd), replace(WANTED, max_usd=50.0))
+    one, two = (plans(WANTED, place("A100-80GB", price)).plans[0].total_usd for price in (1, 2))
+    dear = place("A100-80GB", 1 + (usd - one) / (two - one))
+    (found,) = plans(replace(WANTED, max_usd=50.0), dear).rejected
     assert found.change.partition(", or ")[0] == f"limits.max_usd: {cap}"
 
 
@@ -268,9 +269,8 @@ def test_spot_with_on_demand_behind_it_has_its_own_figures_and_is_not_refused_be
 
 def test_a_machine_that_is_taken_back_too_early_is_no_first_choice():
     """Its longest run holds the likely end, and not the late one."""
-    terms = A100.offer.billing
-    short = CHEAP.sold(billing=terms._replace(most_hours=2.0), provider="short")
-    long = CHEAP.sold(billing=terms._replace(most_hours=3.0), provider="long")
+    short = CHEAP.sold(billing=Billing("A", most_hours=2.0), provider="short")
+    long = CHEAP.sold(billing=Billing("A", most_hours=3.0), provider="long")
     other = A100.sold(provider="other")
     assert plans(WANTED, short, other).plans[0].offer.provider == "other"
     assert plans(WANTED, long, other).plans[0].offer.provider == "long"

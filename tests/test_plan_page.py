@@ -25,48 +25,12 @@ def view(tmp_path_factory: pytest.TempPathFactory) -> PlanView:
     return plan_view(found, runs_per_month=24)
 
 
-def test_the_page_is_whole_and_can_be_read_by_all(view):
+def test_the_page_is_whole_and_nothing_is_loaded_from_elsewhere(view):
     page = plan_page(view)
-    assert page.startswith("<!doctype html>")
     read = Read(page)
-    assert ("html", {"lang": "en"}) in read.tags
+    read.must_be_whole(page)
     assert read.count("title") > 1, "of the page, and of what is drawn"
-    assert read.count("h1") == 1
-    headings = [tag for tag, _ in read.tags if tag in ("h1", "h2", "h3")]
-    assert headings[0] == "h1"
-    assert {"h1", "h2"} == set(headings)
     assert read.count("table") == read.count("thead") == read.count("tbody") >= 6
-    assert all(
-        attributes.get("scope") in ("col", "row") for tag, attributes in read.tags if tag == "th"
-    )
-    for tag, attributes in read.tags:
-        if tag == "svg":
-            assert attributes["role"] == "img"
-            ids = str(attributes["aria-labelledby"]).split()
-            assert all(any(other.get("id") == name for _, other in read.tags) for name in ids)
-    named = [attributes["id"] for _, attributes in read.tags if "id" in attributes]
-    assert len(set(named)) == len(named)
-    assert "prefers-color-scheme:dark" in page
-
-
-def test_nothing_is_loaded_from_elsewhere(view):
-    page = plan_page(view)
-    read = Read(page)
-    loading = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image", "use"}
-    assert not {tag for tag, _ in read.tags} & loading
-    for _, attributes in read.tags:
-        assert not attributes.keys() & {
-            "src",
-            "href",
-            "xlink:href",
-            "srcset",
-            "action",
-            "onclick",
-            "onload",
-        }
-    assert "url(" not in page
-    assert "@import" not in page
-    assert "default-src 'none'" in page
 
 
 def test_what_comes_from_outside_is_only_text(view):
@@ -91,10 +55,8 @@ def test_what_comes_from_outside_is_only_text(view):
         saved_in_a_year={NASTY: saving(1.0, 2.0)},
     )
     changed = replace(changed, years=years)
-    page = plan_page(changed)
-    read = Read(page)
-    assert "script" not in {tag for tag, _ in read.tags}
-    assert page.count("<script") == 0
+    read = Read(plan_page(changed))
+    assert read.count("script") == 0
     assert read.text.count(NASTY) > 100
 
 
@@ -113,7 +75,7 @@ def test_the_figures_are_those_of_the_view(view):
     n_dots = sum(tag == "circle" for tag, _ in read.tags)
     assert n_dots == sum(row.total_usd > 0 for row in view.plans)
     for words in (*view.assumptions, *view.notes, view.prices.words):
-        assert words in read.text
+        assert words.replace("`", "") in read.text, "commands are drawn as code"
     for one in view.rejected:
         assert one.reason in read.text
         assert one.change in read.text

@@ -17,7 +17,7 @@ from farthing.planner.decide import decide
 from farthing.planner.inputs import Study
 from farthing.planner.machines import machine_of
 from farthing.planner.memory import OnDevice
-from farthing.planner.ownership import break_even_hours, parse_owned, run_on_own
+from farthing.planner.ownership import parse_owned
 from farthing.planner.serving import Traffic
 from farthing.planner.speed import Calibration, cpu_device
 from farthing.planner.throughput_arithmetic import OwnFigures
@@ -27,7 +27,6 @@ from farthing.prices.offers import Billing, Offer
 from farthing.report.plan_compare import compare, find_plan
 from farthing.report.plan_report import (
     limits_in_words,
-    to_check,
     ways_out,
 )
 from farthing.report.plan_view import PlanView, plan_view
@@ -171,28 +170,6 @@ def test_limits_are_told(tmp_path):
     assert all(row.total_usd <= 5 for row in found.plans)
 
 
-def test_own_or_rent_is_the_arithmetic_of_money(view, study):
-    own, owned = view["own"][0], study.own[0]
-    row = next(row for row in view["plans"] if row["kind"] == "own")
-    assert own["hours"] == row["hours"]
-    assert own["usd"] == pytest.approx(
-        {name: usd for name, usd in run_on_own(owned, row["hours"]).items() if usd}
-    )
-    assert own["total_usd"] == pytest.approx(row["total_usd"], rel=1e-3)
-    equal = own["against"][0]
-    assert equal["is_equal"]
-    assert "RTX 4090 on demand" in equal["name"]
-    dollars = [
-        r["usd_per_hour"] for r in view["plans"] if (r["name"].startswith("1x RTX 4090 on demand"))
-    ]
-    assert equal["usd_per_own_hour"] == min(dollars)
-    assert equal["break_even_hours"] == pytest.approx(break_even_hours(owned, min(dollars)))
-    assert equal["break_even_months"] == pytest.approx(
-        equal["break_even_hours"] / (24 * own["hours"]), rel=1e-6
-    )
-    assert "it pays for itself after" in equal["words"]
-
-
 def test_a_year_of_runs(view):
     years = view["years"]
     assert list(years["one_year_usd"].values()) == sorted(years["one_year_usd"].values())
@@ -215,16 +192,6 @@ def test_more_runs_than_a_month_has_hours_is_said(study):
     years = plan_view(study, runs_per_month=5000).years
     assert years is not None
     assert any("are more than one machine has" in note for note in years.notes)
-
-
-def test_a_service_is_named_for_models_that_it_takes(tmp_path, view):
-    full = json_of(tmp_path, {"method": "full"}, gpu=["H200"])
-    for found, name in ((view, "LoRA up to 16B"), (full, "full up to 16B")):
-        takes = [service for service in found["managed"] if service["takes_the_model"]]
-        assert {service["what"] for service in takes} == {name}
-        dollars = [service["usd"] for service in found["managed"]]
-        assert dollars == sorted(dollars)
-    assert {service["you_get"] for service in takes} == {"the weights"}
 
 
 @pytest.mark.parametrize(
@@ -384,12 +351,3 @@ def test_the_keys_of_a_plan_stay_as_they_were(tmp_path):
     view = plan_view(asked, 24, figures, Traffic(latency_s=2.0), 5, 20.0)
     view = replace(view, comparison=compare(view.plans[0], view.plans[1]))
     assert keys_of(view.to_json()) == known
-
-
-def test_lengths_given_on_the_command_line_are_not_asked_for_again(typed):
-    assert typed.best is not None
-    recipe = replace(typed.best.recipe, to_set=())
-    best = replace(typed.best, recipe=recipe, memory=replace(typed.best.memory, is_tight=False))
-    assert to_check(typed, best) == "the lengths of your examples: plan with the data"
-    guessed = replace(typed, job=replace(typed.job, lengths_source="a guess"))
-    assert to_check(guessed, best).endswith(", or --mean-tokens")

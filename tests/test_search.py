@@ -137,23 +137,21 @@ def test_a_section_that_can_not_be_searched_is_refused(section, words, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("key", "words"),
+    ("vary", "words"),
     [
-        ("data.max_length", "losses under different"),
-        ("data.max_eval_samples", "scored on different examples"),
-        ("data.keep", "scored on different examples"),
-        ("train.seed", ""),
-        ("data.max_train_samples", ""),
+        ({"data.max_length": [8, 16]}, "losses under different"),
+        ({"data.max_eval_samples": [8, 16]}, "scored on different examples"),
+        ({"data.keep": ["best"]}, "scored on different examples"),
     ],
 )
-def test_scores_of_other_examples_are_not_compared(key, words, tmp_path):
-    values = ["best"] if key == "data.keep" else [8, 16]
-    path = job_of(tmp_path, {"vary": {key: values}}, data={"eval": "./data.jsonl"})
-    if not words:
-        assert load_job(path).search.vary == {key: (8, 16)}
-        return
+def test_scores_of_other_examples_are_not_compared(vary, words, tmp_path):
     with pytest.raises(JobError, match=words):
-        load_job(path)
+        load_job(job_of(tmp_path, {"vary": vary}, data={"eval": "./data.jsonl"}))
+
+
+def test_with_evaluation_data_of_its_own_the_seed_and_the_number_of_rows_vary(tmp_path):
+    vary = {"train.seed": [8, 16], "data.max_train_samples": [8, 16]}
+    load_job(job_of(tmp_path, {"vary": vary}, data={"eval": "./data.jsonl"}))
 
 
 @pytest.mark.slow

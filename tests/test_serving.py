@@ -11,9 +11,8 @@ import pytest
 
 from farthing.errors import InputError
 from farthing.models.model_config import known_config
-from farthing.models.shapes import Shape, read_shape
+from farthing.models.shapes import read_shape
 from farthing.planner.serving import (
-    PRECISIONS,
     Served,
     Server,
     Traffic,
@@ -24,18 +23,13 @@ from farthing.planner.serving import (
 )
 from farthing.prices.gpus import find_gpu
 from offers import offer_of
+from planned import shape_of
 from serving import ROWS, judge
 from workshop import job_file
 
-
-def shape_of(name: str) -> Shape:
-    config = known_config(name)
-    assert config is not None
-    return read_shape(config)
-
-
 LLAMA = shape_of("meta-llama/Llama-3.1-8B")
 H100 = find_gpu("H100-80GB")
+WAYS = ("bf16", "fp8", "int8", "int4")
 
 
 @pytest.mark.parametrize(
@@ -66,9 +60,9 @@ def test_the_memory_of_a_known_case():
 
 def test_less_precise_weights_are_smaller_and_are_read_sooner():
     traffic = Traffic()
-    sizes = [Server(LLAMA, H100, 1, name).weights_bytes for name in PRECISIONS]
+    sizes = [Server(LLAMA, H100, 1, name).weights_bytes for name in WAYS]
     assert sizes == sorted(sizes, reverse=True)
-    steps = [Server(LLAMA, H100, 1, name).decode_s(traffic, 1) for name in PRECISIONS]
+    steps = [Server(LLAMA, H100, 1, name).decode_s(traffic, 1) for name in WAYS]
     assert steps[0] > steps[1] > steps[3]
     # computed in bf16 all the same: many streams gain nothing by four bits
     assert Server(LLAMA, H100, 1, "int4").decode_s(traffic, 900) == pytest.approx(
@@ -103,9 +97,7 @@ def test_more_traffic_takes_more_machines_and_a_latency_fewer_streams():
 
 
 def test_a_mixture_reads_the_experts_that_tokens_go_to_and_holds_all():
-    config = known_config("mistralai/Mixtral-8x7B-v0.1")
-    assert config is not None
-    server = Server(read_shape(config), find_gpu("H200"), 1, "bf16")
+    server = Server(shape_of("mistralai/Mixtral-8x7B-v0.1"), find_gpu("H200"), 1, "bf16")
     assert server.weights_bytes == 2 * 46_702_792_704
     traffic = Traffic()
     one, many = server.decode_s(traffic, 1), server.decode_s(traffic, 32)
@@ -192,7 +184,7 @@ def test_a_plan_says_what_serving_costs(tmp_path, cli):
         "requests=2000/day,input=300",
     ]
     serving = cli.json(*command, "--html", tmp_path / "plan.html")["serving"]
-    assert {row["precision"] for row in serving["rows"]} == set(PRECISIONS)
+    assert {row["precision"] for row in serving["rows"]} == set(WAYS)
     assert serving["traffic"]["requests_per_day"] == 2000
     best = serving["rows"][0]
     assert min(best["always_on_usd_per_month"], best["to_zero_usd_per_month"]) > 0

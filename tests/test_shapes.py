@@ -364,14 +364,7 @@ def test_the_first_trained_layer(model, task, targets, saved, first):
     assert (shape.n_layers, shape.n_decoder_layers) == ((2, 2) if model == "t5" else (3, 0))
     found = shape.with_lora(4, targets, saved)
     assert found.first_layer == first
-    above = shape.n_above(first)
-    assert sum(above) == sum(shape.n_above(0)) - first
-    once, back = shape.forward_flops(8, 4), shape.forward_flops(8, 4, first_layer=first)
-    if first == 0:
-        assert back == once
-    both = shape.training_flops(8, 4, adapters=found)
-    assert both.body == pytest.approx(once.body + back.body)
-    assert both.attention == pytest.approx(once.attention + 2 * back.attention)
+    assert sum(shape.n_above(first)) == sum(shape.n_above(0)) - first
 
 
 # ---- FLOPs and cache ----

@@ -4,7 +4,6 @@ fp16's risk is said.
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
 from datetime import date
 from typing import Any
@@ -12,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+import planned
 from farthing.data.lengths import from_mean
 from farthing.errors import HardwareError, InputError
 from farthing.model.hardware import choose_numerics
 from farthing.models.model_config import known_config
-from farthing.models.shapes import read_shape
 from farthing.planner.decide import decide
 from farthing.planner.machines import machine_of
+from farthing.planner.search import Refusal
 from farthing.planner.software import (
     Torch,
     builds,
@@ -29,9 +29,8 @@ from farthing.planner.software import (
     why_no_code,
 )
 from farthing.planner.types import JobSpec, Machine
-from farthing.prices.catalog import read_catalog
 from farthing.prices.gpus import find_gpu, gpus
-from farthing.tables import FACTS
+from farthing.tables import facts
 from offers import offer_of
 
 TODAY = date(2026, 11, 22)
@@ -44,43 +43,26 @@ def on(gpu: str, wanted: JobSpec) -> Machine:
 
 
 def wanted_of(model: str, **changes: Any) -> JobSpec:
-    config = known_config(model)
-    assert config is not None
     usual: dict[str, Any] = {
-        **{
-            "shape": read_shape(config),
-            "method": "lora",
-            "optim": "adamw_torch_fused",
-            "global_batch": 16,
-        },
-        **{
-            "lengths": from_mean(2000, 200, 1024),
-            "target_modules": ("all-linear",),
-            "fp16_risk": fp16_risk(config),
-        },
+        "lengths": from_mean(2000, 200, 1024),
+        "target_modules": ("all-linear",),
     }
-    return JobSpec(**(usual | changes))
+    risk = fp16_risk(known_config(model) or {})
+    return planned.wanted_of(model, global_batch=16, fp16_risk=risk, **(usual | changes))
 
 
-@pytest.mark.parametrize("name", ["gpu_software.csv", "trained_dtypes.csv"])
+@pytest.mark.parametrize("name", ["gpu_software", "trained_dtypes"])
 def test_facts_have_a_source_and_a_date(name):
-    with open(FACTS / name, encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert rows
-    for row in rows:
+    assert facts(name)
+    for row in facts(name):
         assert row["source"]
         assert date.fromisoformat(row["date"]) <= TODAY
 
 
 def test_every_version_of_torch_has_one_build_on_pypi():
-    since = {one.since for one in builds() if one.package == "torch"}
-    for version in since:
-        assert (
-            sum(
-                one.is_default for one in builds() if (one.package, one.since) == ("torch", version)
-            )
-            == 1
-        )
+    found = [(one.since, one.is_default) for one in builds() if one.package == "torch"]
+    for version, _ in found:
+        assert found.count((version, True)) == 1
 
 
 @pytest.mark.parametrize(
@@ -125,18 +107,11 @@ def test_the_pip_line_names_a_wheel_that_has_code_for_the_gpu():
 
 
 def test_no_plan_is_on_a_gpu_that_the_torch_cannot_run():
-    wanted = wanted_of("Qwen/Qwen2.5-0.5B")
-    offers = [offer for offer in read_catalog(None, TODAY).offers if offer.usd_per_hour is not None]
-    for version in ("2.13.0", "2.13.0+cu126"):
-        software = parse_torch(version)
-        found = [
-            (machine_of(gpus()[one.gpu], max(1, one.n_gpus), wanted, torch=software), [one])
-            for one in offers
-        ]
-        answer = decide(wanted, found)
-        used = {plan.offer.gpu for plan in answer.plans}
-        assert not [name for name in used if why_no_code(gpus()[name], parse_torch(version))]
-        assert ("V100-16GB" in used) == (version != "2.13.0")
+    wanted, volta = wanted_of("Qwen/Qwen2.5-0.5B"), find_gpu("V100-16GB")
+    refused = machine_of(volta, 1, wanted, torch=parse_torch("2.13.0"))
+    assert isinstance(refused, Refusal)
+    assert refused.change == pip_line(volta, Torch("2.13.0"))
+    assert isinstance(machine_of(volta, 1, wanted, torch=parse_torch("2.13.0+cu126")), Machine)
 
 
 def test_what_else_a_job_needs_has_code_too():

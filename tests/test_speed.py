@@ -132,19 +132,6 @@ def test_long_examples_attend_more_than_their_mean_says():
     assert (found[0].n_tokens, found[0].n_padded_tokens) == (8 * 900.0, 8 * 1000.0)
 
 
-@pytest.mark.parametrize(
-    "recipe", [FULL, LORA, replace(LORA, method="qlora"), with_settings(FULL, checkpoint_every=1)]
-)
-@pytest.mark.parametrize(
-    "device", [device_of(find_gpu("A100-80GB"), "bf16"), cpu_device("a processor", 1e11, 2)]
-)
-def test_more_tokens_never_take_less(recipe, device):
-    lengths = (16, 64, 256, 1024, 4096)
-    seconds = [step_time(work(recipe, QWEN, n), device).seconds for n in lengths]
-    assert seconds == sorted(seconds)
-    assert seconds[-1] > seconds[0]
-
-
 # ---- seconds ----
 
 

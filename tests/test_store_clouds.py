@@ -21,7 +21,7 @@ from farthing.events import ReadingData, Restored
 from farthing.run import mirror as mirror_module
 from farthing.storage import objects as store_module
 from farthing.storage.objects import Retrying, StoreError, StoreRefusedError, open_store
-from fault_proxy import FaultProxy
+from fault_proxy import FaultProxy, Reply
 from interrupted import LeavesAt
 from machines import machine, same_result
 from mirrored import (
@@ -42,12 +42,10 @@ Cloud = tuple[FaultProxy, str]
 class GoogleProxy(FaultProxy):
     """Names Google's condition as S3 does."""
 
-    def _pass_on(
-        self, request: BaseHTTPRequestHandler, body: bytes
-    ) -> tuple[int, list[tuple[str, str]], bytes]:
+    def pass_on(self, request: BaseHTTPRequestHandler, body: bytes) -> Reply:
         if request.headers.get("x-goog-if-generation-match") == "0":
             request.headers["If-None-Match"] = "*"
-        return super()._pass_on(request, body)
+        return super().pass_on(request, body)
 
 
 @pytest.fixture(scope="module")
