@@ -21,9 +21,9 @@ _MORE = {"where": {"device": "cuda"}, "max_steps": 2, "probe": False}
 
 @pytest.fixture(autouse=True)
 def from_scratch() -> Iterator[None]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def attended(lengths: list[int], size: int, *, trains: bool) -> None:
