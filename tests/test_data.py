@@ -18,7 +18,6 @@ from data_files import KINDS, bad, opened, values, write_as
 from farthing.addresses import without_secrets
 from farthing.data import blocks, parts
 from farthing.data.batches import Batches, collate, permutation, split_by_input
-from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.formats import converter, recognise
 from farthing.data.parts import TokenPart, read_part
 from farthing.data.read import Row, open_sources
@@ -272,20 +271,8 @@ def test_formats_are_found_by_their_columns(row, task, expected):
     assert segments(row, task) == expected
 
 
-def test_labels_are_mapped_and_may_be_numbers():
-    convert = converter(
-        "text/label", {"label": "product"}, {"Credit card": "card"}, None, "classification"
-    )
-    assert convert({"text": "t", "product": "Credit card"}).label == "card"
-    assert convert({"text": "t", "product": 3}).label == "3"
-    for label in (None, "", 0.5, ["a"]):
-        with pytest.raises(UnusableRowError, match="label"):
-            convert({"text": "t", "product": label})
-
-
 def test_a_tokenizer_without_template_gets_a_readable_one(tokenizers):
     tokenizer = tokenizers["llama"]
-    assert tokenizer.chat_template == DEFAULT_CHAT_TEMPLATE
     parts = segments({"messages": CHAT[1:3]}, "causal-lm", tokenizer)
     assert parts == [
         ("### User\nHi\n\n### Assistant\n", False),
@@ -431,15 +418,6 @@ def test_long_examples_are_cut_or_left_out_by_choice_and_counted(tokens_of, task
     assert [skipped.place(i).rpartition(":")[2] for i in range(2)] == ["1", "3"]
     with pytest.raises(DataError, match=r"rows\d.jsonl:2: longer than max_length 16"):
         tokens_of(rows, task, max_length=16, too_long="error")
-
-
-def test_a_long_target_is_cut_with_its_end_kept(tokens_of, tokenizers):
-    tokens = tokens_of(
-        [{"input": "a", "target": "one two three four five six"}], "seq2seq", max_target_length=4
-    )
-    assert int(tokens.targets.sum()) == 4
-    assert learned(tokens, tokenizers["t5"]).endswith("</s>")
-    assert tokens.facts["n_too_long"] == 1
 
 
 def test_a_prompt_that_fills_the_length_leaves_nothing_to_learn(tokens_of):
@@ -696,18 +674,6 @@ def test_memory_does_not_grow_with_the_tokens(tmp_path, tiny_folders):
 # ---- splits, batches, padding ----
 
 
-def test_equal_inputs_stay_on_one_side_and_the_split_is_a_function():
-    groups = np.repeat(np.arange(200, dtype=np.uint64) * np.uint64(7919), 3)
-    train, held_out = split_by_input(groups, 0.1, seed=1)
-    assert sorted([*train, *held_out]) == list(range(600))
-    assert not set(groups[train]) & set(groups[held_out])
-    assert len(set(groups[held_out].tolist())) == 20
-    again = split_by_input(groups, 0.1, seed=1)
-    assert (again[0] == train).all()
-    assert (again[1] == held_out).all()
-    assert set(split_by_input(groups, 0.1, seed=2)[1]) != set(held_out)
-
-
 def test_the_split_is_the_one_it_always_was():
     groups = np.arange(12, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     found = [split_by_input(groups, 0.3, seed)[1].tolist() for seed in (1, 2)]
@@ -743,15 +709,3 @@ def test_every_epoch_is_a_permutation_whose_last_batch_takes_what_is_left(n, bat
         assert sorted(epochs[-1]) == examples.tolist()
     if n >= 10:
         assert epochs[0] != epochs[1] != epochs[2]
-
-
-def test_seq2seq_batches_have_source_and_target_apart(tokens_of, tokenizers):
-    tokens = tokens_of(
-        [{"input": "one two three", "target": "x"}, {"input": "a", "target": "y z w"}], "seq2seq"
-    )
-    batch = collate(tokens, [0, 1], "seq2seq", pad_id=0)
-    decode = tokenizers["t5"].decode
-    assert [decode(row[row != 0]) for row in batch["input_ids"]] == ["one two three</s>", "a</s>"]
-    assert [decode(row[row != -100]) for row in batch["labels"]] == ["x</s>", "y z w</s>"]
-    assert batch["input_ids"].shape == batch["attention_mask"].shape
-    assert (batch["attention_mask"] == (batch["input_ids"] != 0)).all()

@@ -21,7 +21,6 @@ from farthing.config.load import load_job
 from farthing.data.formats import converter, recognise
 from farthing.data.scored import expanded
 from farthing.data.token_set import TokenSet, open_token_set
-from farthing.data.units import n_shared
 from farthing.errors import DataError, InputError, JobError, UnusableRowError
 from farthing.events import DataRead, Evaluated, Note, StepTaken
 from farthing.model.forward import Forward
@@ -180,28 +179,25 @@ def test_gradients_of_losses_are_right(name):
     log_probs = torch.tensor([[-1e-7, -9.0], [-30.0, -2.0]], dtype=torch.float64)
 
     def of(x):
-        answers = answers_of([0.0, 0.0], [0.0, 0.0])._replace(log_probs=x)
-        return objective.loss(answers, settings)[0]
+        return objective.loss(answers_of(*x.unbind(1)), settings)[0]
 
     assert torch.autograd.gradcheck(of, (log_probs.requires_grad_(),), eps=1e-8, atol=1e-4)
 
 
-def test_a_verdict_at_the_reference_costs_half():
-    kto = objective_of("kto")
+@pytest.mark.parametrize(
+    ("kl", "loss"),
+    [
+        (0.0, 0.5 * 1.5 + 0.5),
+        (2.0, 1.5 * (1 - 1 / (1 + math.exp(0.2))) + (1 - 1 / (1 + math.exp(-0.2)))),
+    ],
+)
+def test_a_verdict_costs_what_its_paper_says(kl, loss):
+    at_reference = torch.tensor([[-4.0], [-4.0]])
+    of_step = OfStep(2, (2,), torch.tensor(kl))
     answers = Answers(
-        torch.tensor([[-4.0], [-4.0]]),
-        torch.ones(2, 1),
-        torch.tensor([[-4.0], [-4.0]]),
-        None,
-        torch.tensor([1.0, 0.0]),
-        OfStep(2, (2,), torch.tensor(0.0)),
+        at_reference, torch.ones(2, 1), at_reference, None, torch.tensor([1.0, 0.0]), of_step
     )
-    assert kto.loss is not None
-    settings = read_settings({"name": "kto", "desirable_weight": 1.5})
-    assert float(kto.loss(answers, settings)[0]) == pytest.approx(0.5 * 1.5 + 0.5)
-    moved = answers._replace(step=OfStep(2, (2,), torch.tensor(2.0)))
-    expected = 1.5 * (1 - 1 / (1 + math.exp(0.2))) + (1 - 1 / (1 + math.exp(-0.2)))
-    assert float(kto.loss(moved, settings)[0]) == pytest.approx(expected)
+    assert loss_of({"name": "kto", "desirable_weight": 1.5}, answers) == pytest.approx(loss)
 
 
 # ---- against whole logits ----
@@ -239,6 +235,8 @@ def test_log_probabilities_and_gradients_are_those_of_whole_logits(tmp_path, met
         batch = forward.to_device(forward.collate(tokens, units))
         n_tokens = int(tokens.lengths[units].sum())
         assert (batch["input_ids"].shape[1] < n_tokens) is shares
+        n_targets = int(batch["n_targets"].sum())
+        assert (len(batch["labelled_positions"]) < n_targets) is shares
         expected, counts = naive(forward, tokens, units.tolist())
         found = forward.log_probs(batch)
         assert torch.allclose(found, expected, atol=1e-4)
@@ -249,25 +247,6 @@ def test_log_probabilities_and_gradients_are_those_of_whole_logits(tmp_path, met
         theirs = torch.autograd.grad((expected * coefficients).sum(), weights)
         for one, other in zip(ours, theirs, strict=True):
             assert torch.allclose(one, other, atol=2e-4, rtol=1e-3)
-
-
-def test_what_both_answers_begin_with_is_scored_once(tmp_path):
-    rows = [
-        {"prompt": " ".join(WORDS * 3), "chosen": " soup" * 40 + " bread", "rejected": " soup" * 44}
-    ] * 2
-    with opened(preference_job(tmp_path, "simpo", rows=rows)) as attempt:
-        forward, tokens = attempt.forward, attempt.train_examples.tokens
-        arrays = forward.collate(tokens, np.array([0]))
-        n_targets = int(arrays["n_targets"].sum())
-        assert len(arrays["scored_targets"]) == n_targets
-        assert len(arrays["labelled_positions"]) < 0.7 * n_targets
-        expected, _ = naive(forward, tokens, [0])
-        assert torch.allclose(forward.log_probs(forward.to_device(arrays)), expected, atol=1e-4)
-
-
-def test_common_beginnings_are_counted():
-    ids = np.array([1, 2, 3, 4, 1, 2, 9, 5, 5, 5, 5, 5], np.int32)
-    assert n_shared(ids, np.array([[4, 3], [3, 2]])).tolist() == [[0, 2], [0, 1]]
 
 
 # ---- whole runs ----
@@ -310,29 +289,18 @@ def test_every_objective_learns_is_killed_and_goes_on_to_the_same_bits(tmp_path,
     assert losses_of(parts)[-3:] == losses[-3:]
 
 
-@pytest.mark.parametrize(
-    "objective",
-    thinned(["kto", "dpo", "orpo", {"name": "dpo", "loss_type": ["sigmoid", "sft"]}], 9),
-)
-def test_how_a_step_is_split_changes_nothing(tmp_path, objective):
-    found = []
-    for name, tokens in (("small", 64), ("large", 4096)):
-        keys = {"micro_batch_tokens": tokens, "max_steps": 3}
-        job = load_job(preference_job(tmp_path / name, objective, **keys))
+@pytest.mark.parametrize("objective", thinned(["kto", "reward"], 2))
+def test_how_a_step_is_split_and_laid_out_changes_nothing(tmp_path, objective):
+    path, found = preference_job(tmp_path, objective, max_steps=2), []
+    for change in (
+        "train.micro_batch_tokens=64",
+        "train.micro_batch_tokens=4096",
+        "model.attn_implementation=eager",
+    ):
+        job = load_job(path, overrides=(change, f"output_dir={tmp_path / change}"))
         train(job)
         found.append(losses_of(job))
-    assert np.allclose(found[0], found[1], atol=2e-5)
-
-
-@pytest.mark.parametrize("objective", thinned(["reward", "dpo"], 2))
-def test_padded_and_packed_units_have_the_same_loss(tmp_path, objective):
-    path, found = preference_job(tmp_path, objective, max_steps=3), []
-    for attention in ("sdpa", "eager"):
-        changes = f"model.attn_implementation={attention}", f"output_dir={tmp_path / attention}"
-        job = load_job(path, overrides=changes)
-        train(job)
-        found.append(losses_of(job))
-    assert np.allclose(found[0], found[1], atol=2e-5)
+    assert np.allclose(found[0], found[1:], atol=2e-5)
 
 
 # ---- references ----
@@ -645,10 +613,10 @@ def _train_on_rank(rank: int, values: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize(
     ("objective", "strategy"),
-    thinned([("kto", "ddp"), ("dpo", "ddp"), ("kto", "fsdp"), ("dpo", "fsdp")], 9),
+    thinned([("kto", "ddp"), ("dpo", "fsdp")], 2),
 )
 def test_two_ranks_take_the_same_steps(tmp_path, objective, strategy):
-    keys = {"max_steps": 3, "micro_batch_tokens": 700, "method": "full"}
+    keys = {"max_steps": 2, "micro_batch_tokens": 700, "method": "full"}
     alone = load_job(preference_job(tmp_path / "one", objective, **keys))
     train(alone)
     place = {"strategy": strategy, "device": "cpu", "gpus": 2}
