@@ -29,6 +29,7 @@ from farthing.planner.memory import (
 )
 from farthing.planner.recipe import Case, ModelSupport, Recipe, stack_for
 from farthing.settings import Settings
+from planned import wanted_of
 from thinned import thinned
 from traced import Alive, labelled_loss, own_loss, traced_peak
 from traced_models import BLOCK_BYTES, MIXTURES, NAMES, cut_config
@@ -117,9 +118,7 @@ def shape_of(model: str, n_layers: int | None = None) -> Shape:
     config = cut_config(model, n_layers) if n_layers else known_config(NAMES[model])
     assert config is not None
     task = objective_of(model)
-    return (
-        read_shape(config, task, N_LABELS) if task == "classification" else read_shape(config, task)
-    )
+    return read_shape(config, task, N_LABELS if task == "classification" else 0)
 
 
 def compare(case: Traced, is_ours: bool) -> tuple[Memory, int]:
@@ -130,12 +129,12 @@ def compare(case: Traced, is_ours: bool) -> tuple[Memory, int]:
     config, shape = cut_config(case.model, n_layers), shape_of(case.model, n_layers)
     weights = "bf16" if case.dtype == "frozen" else "fp32"
     precision = "fp32" if case.dtype == "fp32" else "bf16"
-    adapters = lora = None
+    r, lora = 256 if case.keeps_start else 16, None
+    how = {"lora_r": r, "use_dora": case.dora, "keeps_start": case.keeps_start}
+    adapters = wanted_of(
+        shape=shape, method=case.method, target_modules=case.targets, **how
+    ).adapters
     if case.method == "lora":
-        r = 256 if case.keeps_start else 16
-        adapters = shape.with_lora(r, case.targets, use_dora=case.dora)._replace(
-            keeps_start=case.keeps_start
-        )
         names: Any = "all-linear" if case.targets == ALL else list(case.targets)
         lora = {
             "r": r,
