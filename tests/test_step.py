@@ -118,10 +118,7 @@ def ends_of(job: Any, patch: pytest.MonkeyPatch) -> tuple[list[Any], dict[str, t
     return rows, dict(watched.model.named_parameters()), receipt
 
 
-@pytest.mark.parametrize(
-    "spoilt", thinned([[], [2, 3, 7]], 2), ids=["plain", "with steps that are not finite"]
-)
-def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(spoilt, tmp_path, monkeypatch):
+def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(tmp_path, monkeypatch):
     """On a GPU the host is a step ahead when it reads a loss; the same order of things is played on
     the CPU here.
     """
@@ -131,7 +128,7 @@ def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(spoilt, tmp_
 
     def spoil(steps, step):
         honest = steps.forward.loss
-        if step + 1 in spoilt:
+        if step + 1 in (2, 3, 7):
             steps.forward.loss = times(honest, torch.nan)  # type: ignore[method-assign]
         try:
             return take(steps, step)
@@ -144,7 +141,7 @@ def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(spoilt, tmp_
     ahead = ends_of(make_job(tmp_path / "b", eval_steps=4, **keys), monkeypatch)
     assert ahead[0] == rows
     assert all(torch.equal(weights[name], ahead[1][name]) for name in weights)
-    assert ahead[2].skipped_steps == receipt.skipped_steps == len(spoilt)
+    assert ahead[2].skipped_steps == receipt.skipped_steps == 3
     assert ahead[2].steps == 8
 
 
