@@ -32,6 +32,7 @@ from farthing.model.casts import Casts, add_up
 from farthing.model.documents import packed_batch
 from farthing.model.lora_kernels import use_low_rank
 from farthing.model.loss import inner_of
+from farthing.model.norms import use_one_gelu
 from heads import language_model_loss
 
 CLASSES: dict[str, Any] = {
@@ -182,6 +183,7 @@ def fake_model(
     checkpoint_layers(model, checkpoint_every)
     if is_own:
         use_low_rank(model)
+        use_one_gelu(inner_of(model))
     if is_packed:
         go_packed(model)
         cpu.use(inner_of(model))

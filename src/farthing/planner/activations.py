@@ -14,6 +14,7 @@ from farthing.planner.recipe import Case
 WORKING_MLP, WORKING_STREAM = 6, 5  # bytes for each feature of the feed-forward, of the stream
 WORKING_MLP_PLAIN = 4  # in the trainer's own flat pass, where the activation is one kernel
 WORKING_MLP_LEAN, WORKING_STREAM_LEAN = 2, 4  # where gradients take the place of what they are of
+SHORT_KEYS, KEPT_KEYS, BLOCK_ROWS = 128, 256, 128  # of a CPU's blocks, see `model/cpu.py`
 _ATTENTION_OUTPUTS = {"o_proj", "dense", "out_lin", "c_proj", "out_proj", "o"}
 
 
@@ -127,7 +128,7 @@ def saved_per_token(case: Case) -> tuple[float, float]:
     if block.has_eager_scores and not is_full:
         attention -= c * q * (2 if block.has_sinks else 1)
     if _is_biased(case):
-        attention = 3 * c * q + (c * q if is_full else 0)
+        attention = 3 * c * q + (c * q if _keeps_outputs(case) else 0)
         attention += c * q + 4 * shape.n_heads if is_cuda else 0
     elif _is_math(case):
         attention = 12 * q + (c * q if is_full else 0)
@@ -173,7 +174,20 @@ def _routed_per_token(case: Case) -> float:
 
 def _is_math(case: Case) -> bool:
     """Whether attention is computed with whole scores, in fp32: with dropout on a CPU."""
-    return case.block.drops_scores and not case.is_cuda
+    return case.block.drops_scores and not (case.is_cuda or _in_blocks(case))
+
+
+def _in_blocks(case: Case) -> bool:
+    """Whether a CPU attends to documents in blocks of its own (`model/cpu.py`)."""
+    is_packed = case.recipe.stack.is_packed and not case.is_cuda
+    return is_packed and (case.recipe.compute_bytes == 2 or _is_short(case))
+
+
+def _is_short(case: Case) -> bool:
+    """Whether a document is one block there, in fp32."""
+    largest = case.largest
+    is_short = largest.pairs <= SHORT_KEYS * largest.n_rows * largest.tokens
+    return _is_biased(case) or (case.shape.attention != "causal" and is_short)
 
 
 def _is_biased(case: Case) -> bool:
@@ -192,13 +206,27 @@ def scores_per_pair(case: Case) -> float:
     if _is_biased(case):
         if case.is_cuda:  # the bias, with minus infinity for padding
             return n_heads * float(c)
-        # softmax in fp32, its copy, what is dropped of it, and the rest; fp32 is dropped again
-        return n_heads * (8.0 if c == 4 else 4.0 + 3.0 * c)
+        return n_heads * 8.0  # the softmax, and what is dropped of it
     if _is_math(case):
         return n_heads * 12.0
+    if _in_blocks(case):
+        return n_heads * _of_blocks(case)
     stack = case.recipe.stack
     has_mask = case.shape.attention == "causal" and not (stack.is_flash or stack.is_packed)
     return float(c) if has_mask else 0.0  # of padding, kept as numbers
+
+
+def _of_blocks(case: Case) -> float:
+    """Bytes of a pair that blocks of a CPU keep: weights where a block sees few keys, and what is
+    dropped. Blocks that look back see half of the pairs, and what is over half of themselves.
+    """
+    drops, n_tokens = case.block.drops_scores, case.largest.n_rows * case.largest.tokens
+    if _is_short(case):
+        return 8.0 if drops else 4.0
+    keys = case.largest.pairs / n_tokens
+    if case.shape.attention != "causal":
+        return 2.0 * (drops + (keys <= KEPT_KEYS))
+    return (1.0 + BLOCK_ROWS / keys) * (drops + min(1.0, KEPT_KEYS / keys) ** 2)
 
 
 def _adapter_inputs(case: Case) -> tuple[float, float, float]:
