@@ -227,7 +227,7 @@ def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def agree(case: Traced, is_ours: bool = True) -> None:
     """The formulas are as close as they say."""
     said, seen = compare(case, is_ours)
-    assert said.allocated.n_bytes == pytest.approx(seen, rel=0.055), said
+    assert said.allocated.n_bytes == pytest.approx(seen, rel=0.065), said
 
 
 @pytest.mark.parametrize("case", thinned(OTHERS, 99), ids=named)

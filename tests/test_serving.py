@@ -154,7 +154,7 @@ def test_the_traffic_at_which_always_on_is_cheaper():
     [
         ("", Traffic()),
         ("requests=2000/day,input=800,output=200,latency=2s", Traffic(2000, 800, 200, 2.0)),
-        ("requests=10/min, output=1k", Traffic(14_400, 800, 1000)),
+        ("requests=10/min, output=1_000", Traffic(14_400, 800, 1000)),
         ("latency=0.5", Traffic(latency_s=0.5)),
     ],
 )

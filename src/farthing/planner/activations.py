@@ -14,7 +14,7 @@ from farthing.planner.recipe import Case
 WORKING_MLP, WORKING_STREAM = 6, 5  # bytes for each feature of the feed-forward, of the stream
 WORKING_MLP_PLAIN = 4  # in the trainer's own flat pass, where the activation is one kernel
 WORKING_MLP_LEAN, WORKING_STREAM_LEAN = 2, 4  # where gradients take the place of what they are of
-SHORT_KEYS, KEPT_KEYS, BLOCK_ROWS = 128, 256, 128  # of a CPU's blocks, see `model/cpu.py`
+SHORT_KEYS = 128  # documents that a CPU attends to in one block, in fp32
 _ATTENTION_OUTPUTS = {"o_proj", "dense", "out_lin", "c_proj", "out_proj", "o"}
 
 
@@ -184,10 +184,8 @@ def _in_blocks(case: Case) -> bool:
 
 
 def _is_short(case: Case) -> bool:
-    """Whether a document is one block there, in fp32."""
-    largest = case.largest
-    is_short = largest.pairs <= SHORT_KEYS * largest.n_rows * largest.tokens
-    return _is_biased(case) or (case.shape.attention != "causal" and is_short)
+    longest = SHORT_KEYS * case.largest.n_rows * case.largest.tokens
+    return case.shape.attention != "causal" and case.largest.pairs <= longest
 
 
 def _is_biased(case: Case) -> bool:
@@ -209,24 +207,11 @@ def scores_per_pair(case: Case) -> float:
         return n_heads * 8.0  # the softmax, and what is dropped of it
     if _is_math(case):
         return n_heads * 12.0
-    if _in_blocks(case):
-        return n_heads * _of_blocks(case)
+    if _in_blocks(case) and case.block.drops_scores:  # what is dropped, and weights of few keys
+        return n_heads * (8.0 if _is_short(case) else 2.2)
     stack = case.recipe.stack
     has_mask = case.shape.attention == "causal" and not (stack.is_flash or stack.is_packed)
     return float(c) if has_mask else 0.0  # of padding, kept as numbers
-
-
-def _of_blocks(case: Case) -> float:
-    """Bytes of a pair that blocks of a CPU keep: weights where a block sees few keys, and what is
-    dropped. Blocks that look back see half of the pairs, and what is over half of themselves.
-    """
-    drops, n_tokens = case.block.drops_scores, case.largest.n_rows * case.largest.tokens
-    if _is_short(case):
-        return 8.0 if drops else 4.0
-    keys = case.largest.pairs / n_tokens
-    if case.shape.attention != "causal":
-        return 2.0 * (drops + (keys <= KEPT_KEYS))
-    return (1.0 + BLOCK_ROWS / keys) * (drops + min(1.0, KEPT_KEYS / keys) ** 2)
 
 
 def _adapter_inputs(case: Case) -> tuple[float, float, float]:

@@ -286,7 +286,7 @@ def meet_deadline(
             n_saves = max(1.0, math.ceil(busy_s / plan.interval_s))
             save_s = max(1e-3, plan.seconds.get("checkpoints", 0.0) / n_saves)
             saves, zone = SaveSchedule(plan.interval_s, save_s, before_s), hazard(plan.offer)
-            work = WorkRange(busy_s, plan.on.speed_spread.low, plan.on.speed_spread.high)
+            work = WorkRange(busy_s, *plan.on.speed_spread[:2])
             case = max(1.0, deadline_s - before_s), work, saves, zone
             chance, own = chance_of(*case), on_demand.get(_machine_key(plan.offer))
         if chance >= least:

@@ -300,12 +300,11 @@ _PER_DAY = {"": 1.0, "day": 1.0, "d": 1.0, "hour": 24.0, "h": 24.0, "min": 1440.
 
 
 def _count(text: str) -> float:
-    """`200`, `1k`, `2_000`."""
-    scale = {"k": 1e3, "m": 1e6}.get(text[-1:], 1.0)
-    number = float(text[:-1] if scale > 1 else text)
+    """`200`, `2_000`."""
+    number = float(text)
     if not 0 < number < math.inf:
         raise ValueError("not above 0")
-    return number * scale
+    return number
 
 
 def _per_day(text: str) -> float:

@@ -55,10 +55,6 @@ class Spells:
     def mean_s(self) -> float:
         return float(self.lengths_s @ self.shares)
 
-    @functools.cached_property
-    def variation(self) -> float:
-        return float(self.lengths_s**2 @ self.shares) / self.mean_s**2 - 1
-
     def at(self, u: Floats) -> Floats:
         edges = np.cumsum(self.shares)
         return self.lengths_s[np.minimum(np.searchsorted(edges / edges[-1], u), len(edges) - 1)]
@@ -98,14 +94,12 @@ class Interruptions:
     drift: float = 0.0
     """Standard deviation of the logarithm of the mean spell from one period of days to the next."""
 
-    @property
-    def availability(self) -> float:
-        return self.up.mean_s / (self.up.mean_s + self.down.mean_s) if self.down else 1.0
-
     @functools.cached_property
     def spread(self) -> float:
         """Factor by which the mean spell may be off either way, in 80 % of cases."""
-        return math.exp(Z80 * math.sqrt(self.up.variation / self.n_spells + self.drift**2))
+        up = self.up
+        variation = float(up.lengths_s**2 @ up.shares) / up.mean_s**2 - 1
+        return math.exp(Z80 * math.sqrt(variation / self.n_spells + self.drift**2))
 
     def shifted(self, factor: float) -> Interruptions:
         """Up spells `factor` times as long, and down spells as many times shorter."""
@@ -143,7 +137,8 @@ class Interruptions:
             return np.asarray((ranks + chance.random(shape)) / shape[0])
 
         u, v, n = even(N_PATHS, MOST_SPELLS), even(N_PATHS, MOST_SPELLS), N_PATHS
-        is_up = even(n) < self.availability
+        down_s = self.down.mean_s if self.down else 0.0
+        is_up = even(n) < self.up.mean_s / (self.up.mean_s + down_s)
         up, down, wait = self.up.at(u), np.zeros_like(u), np.zeros(n)
         up[:, 0] = np.where(is_up, self.up.met.at(u[:, 0]) * v[:, 0], up[:, 0])
         if self.down:

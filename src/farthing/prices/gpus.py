@@ -162,7 +162,5 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     import difflib
 
     by_key = {name_key(name): name for name in known}
-    key = name_key(word)
-    longer = [name for name in by_key if key and name.startswith(key)]
-    near = longer or difflib.get_close_matches(key, list(by_key), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name_key(word), by_key, n=1, cutoff=0.5)
     return f"did you mean `{by_key[near[0]]}`? " if near else ""

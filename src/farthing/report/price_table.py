@@ -75,7 +75,5 @@ def update_as_json(update: PriceUpdate) -> dict[str, object]:
 
 
 def _sources(offers: Sequence[Offer]) -> dict[str, date]:
-    """Sources with their newest date, each once, in the order of the table."""
-    ordered = sorted(offers, key=lambda offer: offer.date)
-    newest = {offer.source: offer.date for offer in ordered}
-    return {offer.source: newest[offer.source] for offer in offers}
+    """Sources with their newest date, each once."""
+    return {offer.source: offer.date for offer in sorted(offers, key=lambda offer: offer.date)}
