@@ -130,7 +130,7 @@ def test_what_comes_after_a_run(tmp_path, cli):
     assert (tmp_path / "out/model.safetensors").is_file()
     with pytest.raises(InputError, match="has no --bits"):
         farthing.export_model(run, tmp_path / "more", bits="q8_0")
-    with pytest.raises(InputError, match="no format"):
+    with pytest.raises(InputError, match="there is no 'onnx'"):
         farthing.export_model(run, tmp_path / "more", format="onnx")
     for call in (farthing.history, farthing.evaluate):
         with pytest.raises(InputError, match="no such run folder"):

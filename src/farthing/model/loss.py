@@ -98,7 +98,7 @@ def drawn_batch(model: Any, n_rows: int, n_tokens: int) -> Batch:
     row alone: BART looks there for the class.
     """
     text_config = inner_of(model).config.get_text_config()
-    n_words, end = text_config.vocab_size, text_config.eos_token_id
+    n_words, end = text_config.vocab_size, getattr(text_config, "eos_token_id", None)
     dice = torch.Generator().manual_seed(0)
     ids = torch.randint(n_words, (n_rows, n_tokens), generator=dice)
     if isinstance(end, int) and 0 <= end < n_words:
