@@ -12,8 +12,10 @@ import pytest
 import yaml
 
 from fake_clouds import World
+from farthing.launch.driver import Driver
 from farthing.launch.http import Api
 from farthing.launch.machines import MachineLedger
+from farthing.launch.supervise import Launch
 from launch_faults import Fate, Killed, prepared_for, supervise
 
 ALIVE = Fate(None, is_before=False)
@@ -55,6 +57,21 @@ class Course:
         """A process that watches it from a folder; its exit code."""
         how = {"say": self.said.append, **how}
         return supervise(self.world, self.prepared, at or self.run, fate, **how)
+
+    def on(self, driver: Driver) -> Launch:
+        """The launch, on machines of another kind."""
+        world = self.world
+        return Launch(
+            self.prepared,
+            self.ledger,
+            driver,
+            world,  # type: ignore[arg-type]
+            write=lambda ask: None,
+            say=self.said.append,
+            clock=world.clock,
+            sleep=world.sleep,
+            awake=world.clock,
+        )
 
     def dies(self, n: int, at: Path | None = None) -> None:
         """A process that is killed at its n-th call, when a machine is there."""

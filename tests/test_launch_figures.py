@@ -32,9 +32,8 @@ from farthing.launch.machines import MachineLedger
 from farthing.launch.prepare import NoBudgetError, Prepared
 from farthing.launch.registry import find_target
 from farthing.launch.session import Session, dry_view, notes_of, said
-from farthing.launch.supervise import Launch
 from farthing.launch.wheel import wheel_of_this
-from farthing.launch.words import Speaker, StoreWords
+from farthing.launch.words import Speaker, StoreWords, Word
 from farthing.run.accounts import Account
 from farthing.storage.objects import StoreError, open_store
 from launch_faults import Fate, Killed, prepared_for
@@ -129,8 +128,8 @@ def test_notes_of_a_dry_run(place: str, note: str, is_said: bool, tmp_path: Path
 
 @pytest.mark.parametrize(("days", "is_said"), [(29, False), (30, True)])
 def test_a_price_of_a_month_ago_is_said(days: int, is_said: bool, tmp_path: Path) -> None:
-    view = view_of(tmp_path, price_age_days=days, seconds={})
-    assert any("days old" in note for note in view["notes"]) is is_said
+    view, note = view_of(tmp_path, price_age_days=days, seconds={}), "`farthing prices update`"
+    assert any(f"{days} days old: {note}" in each for each in view["notes"]) is is_said
     assert view["seconds"]["train"] == 3600.0, "nothing of it is free"
 
 
@@ -207,20 +206,8 @@ def test_a_word_that_is_late_is_waited_for_twice_and_three_machines_in_vain_are_
     tmp_path: Path,
 ) -> None:
     course = Course(tmp_path)
-    world, said_ = course.world, list[str]()
-    launch = Launch(
-        course.prepared,
-        course.ledger,
-        Over(),
-        world,  # type: ignore[arg-type]
-        write=lambda ask: None,
-        say=said_.append,
-        clock=world.clock,
-        sleep=world.sleep,
-        awake=world.clock,
-    )
-    assert launch.run() == 75
-    assert said_[-1] == "3 machines in a row saved nothing new: stopped"
+    assert course.on(Over()).run() == 75
+    assert course.said[-1] == "3 machines in a row saved nothing new: stopped"
     machines = list(course.ledger.machines.values())
     assert [(each.left_at or 0.0) - (each.created_at or 0.0) for each in machines] == [20.0] * 3
     assert {each.why for each in machines} == {"it ended before it had booted"}
@@ -342,9 +329,8 @@ def test_a_store_that_is_away_interrupts_no_watch_and_says_nothing_of_who_holds_
 def test_words_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(str(tmp_path / "store"))
     words, speaker = StoreWords(store, "farthing-1"), Speaker(store, "farthing-1-1")
-    assert (words.of("farthing-1-1").has_booted, words.log("farthing-1-1")) == (False, "")
     speaker.booted()
-    assert (words.of("farthing-1-1").has_booted, words.of("farthing-1-1").beat) == (True, "")
+    assert words.of("farthing-1-1") == Word(has_booted=True)
     speaker.beat("step 1")
     first = words.of("farthing-1-1").beat
     speaker.beat("step 1 and more")
@@ -354,11 +340,6 @@ def test_words_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for usd, told in ((0.7, 0.7), (0.0, None), (100_000.0, None)):
         words.tell_price("farthing-1-1", usd)
         assert speaker.price() == told
-    assert not words.is_stopped()
-    words.ask_to_stop(is_wanted=True)
-    assert words.is_stopped()
-    words.ask_to_stop(is_wanted=False)
-    assert not words.is_stopped()
     speaker.left(3, "y" * 300)
     word = words.of("farthing-1-1")
     assert (word.code, word.why) == (3, "y" * 200)

@@ -28,7 +28,7 @@ from farthing.launch.machines import RentedMachine
 from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.request import LaunchRequest
 from farthing.launch.session import Session
-from farthing.launch.targets.hosts import LOOK, HostDriver
+from farthing.launch.targets.hosts import HostDriver
 from hosts import ask_for, machine_of
 from hosts import host as host
 from launch_chains import QUICK, left_alone, write_job
@@ -45,38 +45,36 @@ def over(host: HostDriver, ask: LaunchRequest) -> InstanceStatus:
     return until(lambda: (seen := host.look(machine_of(ask))) is not None and seen.is_over and seen)  # type: ignore[no-any-return]
 
 
-def test_the_exit_code_is_read_of_a_script_that_ends_while_it_is_looked_at(tmp_path):
-    run, search = tmp_path / "run", tmp_path / "pgrep"
-    run.mkdir()
-    (run / "pid").write_text("1")
-    (run / "boot").write_text(Path("/proc/sys/kernel/random/boot_id").read_text())
-    search.write_text(f"#!/bin/sh\necho 75 > {run}/code\nexit 1\n")
+def begun(home: Path, pid: int) -> RentedMachine:
+    """A machine of this host whose script is this process."""
+    folder = home / "farthing-12345678-1"
+    folder.mkdir(parents=True)
+    (folder / "pid").write_text(str(pid))
+    (folder / "boot").write_text(Path("/proc/sys/kernel/random/boot_id").read_text())
+    return RentedMachine("farthing-12345678-1", instance="local")
+
+
+def test_the_exit_code_is_read_of_a_script_that_ends_while_it_is_looked_at(
+    host, tmp_path, monkeypatch
+):
+    machine, search = begun(tmp_path / "home", 1), tmp_path / "bin" / "pgrep"
+    search.write_text(f"#!/bin/sh\necho 75 > {tmp_path}/home/{machine.name}/code\nexit 1\n")
     search.chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    seen = subprocess.run(
-        ["sh", "-c", f"{LOOK}\none {run}"], env=path, capture_output=True, text=True, check=True
-    )
-    assert seen.stdout.split() == ["over", "75"]
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    seen = host.look(machine)
+    assert (seen.is_over, seen.code) == (True, 75)
 
 
-def test_a_dead_process_that_nobody_waits_for_is_over(tmp_path):
+def test_a_dead_process_that_nobody_waits_for_is_over(host, tmp_path):
     """The first process of a container may wait for none: killed and not confirmed gone, a run was
     paid for without end.
     """
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
-        (tmp_path / "pid").write_text(str(process.pid))
-        (tmp_path / "boot").write_text(Path("/proc/sys/kernel/random/boot_id").read_text())
-
-        def look():
-            done = subprocess.run(
-                ["sh", "-c", f"{LOOK}\none {tmp_path}"], capture_output=True, text=True, check=True
-            )
-            return done.stdout.split()
-
-        assert look() == ["alive"]
+        machine = begun(tmp_path / "home", process.pid)
+        assert not host.look(machine).is_over
         process.kill()
         until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
-        assert look() == ["over"]
+        assert host.look(machine).is_over
 
 
 def test_a_script_runs_on_its_own_and_its_exit_code_is_kept(host, tmp_path):
@@ -107,6 +105,9 @@ def test_the_same_request_again_does_not_start_it_twice(host):
     assert host.create(ask, 2.0).id == number
     assert host.names("farthing-12345678") == {ask.name: f"local {number}"}
     until(lambda: "listening" in host.log(machine_of(ask)))
+    titles = titles_of_processes()
+    assert any(b"farthing" in title for title in titles)
+    assert not any(b"canary-of-a-secret" in title for title in titles)
     host.destroy(machine_of(ask))
     assert over(host, ask).code == 75, "it was asked politely and had time to save"
     assert "told" in host.log(machine_of(ask))
@@ -135,17 +136,6 @@ def test_what_does_not_leave_is_killed_in_the_end(host, monkeypatch, tmp_path):
     assert host.names("farthing-12345678") == {}
 
 
-def test_no_secret_is_in_a_list_of_processes(host):
-    ask = ask_for("forever")
-    host.create(ask, 1.0)
-    until(lambda: "secret is" in host.log(machine_of(ask)))
-    titles = titles_of_processes()
-    host.destroy(machine_of(ask))
-    assert any(b"farthing" in title for title in titles)
-    assert not any(b"canary-of-a-secret" in title for title in titles)
-    over(host, ask)
-
-
 def test_a_host_that_is_not_there_is_unclear(monkeypatch):
     monkeypatch.setenv("FARTHING_SSH", "false")
     with pytest.raises(UnclearError):
@@ -154,12 +144,15 @@ def test_a_host_that_is_not_there_is_unclear(monkeypatch):
 
 
 def test_a_launch_here_from_the_start_to_the_log(host, tmp_path):
-    job = write_job(tmp_path / "job", None)
-    said: list[str] = []
-    session = Session(prepare(load_job(job), Wishes(on="local"), datetime.now(UTC)), said.append)
+    job, patience = write_job(tmp_path / "job", None), replace(QUICK, poll_s=0.1)
+    session = Session(prepare(load_job(job), Wishes(on="local"), datetime.now(UTC)), print)
+
+    def run():
+        return session.run(is_attended=False, tokenize=list, patience=patience)
+
     program = tmp_path / "bin" / "farthing"
     program.write_text("#!/bin/sh\n[ $2 = needs ] && exit 0\necho hello from there\nexit 3\n")
-    assert session.run(is_attended=False, tokenize=list, patience=replace(QUICK, poll_s=0.1)) == 3
+    assert run() == 3
     standing = session.standing()
     assert [row["state"] for row in standing["machines"]] == ["gone"]
     assert standing["there_now"] == {}
@@ -167,21 +160,15 @@ def test_a_launch_here_from_the_start_to_the_log(host, tmp_path):
     program.write_text(
         "#!/bin/sh\n[ $2 = needs ] && exit 0\ntrap 'exit 75' TERM\nwhile :; do sleep 0.1; done\n"
     )
-    thread = threading.Thread(
-        target=lambda: session.run(
-            is_attended=False, tokenize=list, patience=replace(QUICK, poll_s=0.1)
-        )
-    )
+    thread = threading.Thread(target=run)
     thread.start()
     until(lambda: session.standing()["there_now"])
-    again = Session(session.prepared, said.append)
-    again.stop(replace(QUICK, poll_s=0.1))
+    Session(session.prepared, print).stop(patience)
     thread.join(120.0)
     assert not thread.is_alive(), "whoever watched has heard of it"
-    assert Session(session.prepared, said.append).standing()["there_now"] == {}
-    assert len(Session(session.prepared, said.append).ledger.machines) == 2, (
-        "and has rented nothing more"
-    )
+    again = Session(session.prepared, print)
+    assert again.standing()["there_now"] == {}
+    assert len(again.ledger.machines) == 2, "and has rented nothing more"
 
 
 # ---- long ----

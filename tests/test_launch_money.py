@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import signal
 import subprocess
 import sys
 import zipfile
@@ -37,7 +36,6 @@ from farthing.launch.wheel import fetch_script, wheel_of_this
 from launch_faults import Fate, Killed, prepared_for
 from launched import Answers, Course, api_of
 from launched import keys as keys
-from thinned import thinned
 
 # ---- the price that is charged ----
 
@@ -245,34 +243,6 @@ def test_a_signal_ends_what_nothing_else_would_end(n, tmp_path):
     assert course.goes(Fate(n, is_before=False, kind="signal")) == 75
     assert course.world.n_alive == 0
     assert course.ledger.open == []
-
-
-@pytest.mark.parametrize("number", thinned([signal.SIGTERM, signal.SIGHUP, signal.SIGINT], 9))
-def test_a_signal_to_the_command_names_what_is_still_billed(number, tmp_path, tiny_folders):
-    ssh = tmp_path / "ssh"
-    ssh.write_text("#!/bin/sh\necho 'Connection reset by peer' >&2; sleep 0.2; exit 255\n")
-    ssh.chmod(0o755)
-    job = job_at(tmp_path, tiny_folders, output_store=str(tmp_path / "store"))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "farthing", "launch", str(job), "--yes", "--on", "ssh:a"],
-        env={**os.environ, "FARTHING_SSH": str(ssh)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        if "no clear answer" in line:
-            process.send_signal(number)
-            break
-    try:
-        _, rest = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 75, (lines, rest)
-    assert "STILL BILLED: farthing-" in rest
-    assert "farthing launch stop JOB" in rest
 
 
 # ---- what could not be asked ----

@@ -16,15 +16,13 @@ import psutil
 import pytest
 
 from fake_clouds import World
-from farthing.errors import DiskFullError, InputError
+from farthing.errors import InputError
 from farthing.launch import agent as agent_module
 from farthing.launch.agent import HostAgent
 from farthing.launch.driver import Created, Driver, InstanceStatus, UnclearError
-from farthing.launch.http import Api
-from farthing.launch.machines import MachineLedger, RentedMachine
+from farthing.launch.machines import RentedMachine
 from farthing.launch.request import LaunchRequest
 from farthing.launch.session import Session
-from farthing.launch.supervise import Launch
 from farthing.launch.targets.lambda_cloud import Lambda
 from farthing.launch.targets.runpod import RunPod
 from farthing.launch.targets.vast import Vast
@@ -34,7 +32,7 @@ from farthing.storage.objects import open_store
 from hosts import ask_for, machine_of
 from hosts import host as host
 from launch_faults import prepared_for
-from launched import Answers, Course, api_of
+from launched import Answers, Course, api_of, job_at
 from launched import keys as keys
 from patience import until
 
@@ -82,15 +80,17 @@ def test_a_clock_that_is_set_ends_no_machine(tmp_path, monkeypatch):
 # ---- a disk without room ----
 
 
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_machine_is_watched_and_given_back_though_nothing_can_be_written_down(
     tmp_path, monkeypatch
 ):
     course, real = Course(tmp_path, n_steps=60), SummedLines.append
 
     def append(lines, row):
-        if row["event"] != "asked":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(lines, row)
+        real(lines, row) if row["event"] == "asked" else full()
 
     monkeypatch.setattr(SummedLines, "append", append)
     assert course.goes() == 0
@@ -101,49 +101,24 @@ def test_a_machine_is_watched_and_given_back_though_nothing_can_be_written_down(
     assert events == ["asked", "created", "booted", "left", "gone"], "the store knows it"
 
 
-def test_nothing_is_rented_that_can_not_be_written_down_before(tmp_path, monkeypatch):
-    course = Course(tmp_path)
-    world = course.world
-    monkeypatch.setattr(
-        SummedLines,
-        "append",
-        lambda lines, row: (_ for _ in ()).throw(OSError(28, "No space left")),
-    )
-    with pytest.raises(OSError, match="No space left"):
-        course.goes()
-    assert world.machines == []
-    session = Session(course.prepared, lambda text: None)
-    monkeypatch.setattr(
-        Session,
-        "driver",
-        lambda self: RunPod(
-            Api("https://x", {}, transport=httpx.MockTransport(world.handle), sleep=world.sleep)
-        ),
-    )
-    monkeypatch.setattr(Session, "_opened", open_store(str(tmp_path / "store")))
-    monkeypatch.setattr(
-        "farthing.launch.session.open_store", lambda place: open_store(str(tmp_path / "lease"))
-    )
-    with pytest.raises(DiskFullError, match="the run folder can't be written: No space left"):
-        session.run(is_attended=False, tokenize=list)
-    assert world.machines == []
+def test_nothing_is_rented_that_can_not_be_written_down_before(
+    tmp_path, tiny_folders, cli, monkeypatch
+):
+    monkeypatch.setenv("FARTHING_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(SummedLines, "append", full)
+    where = {"device": "cpu", "usd_per_hour": 1}
+    words = "launch", job_at(tmp_path, tiny_folders, where=where), "--yes", "--on", "local"
+    assert "the run folder can't be written: No space left" in cli.err(*words, code=75)
+    assert not (tmp_path / "home").exists()
 
 
 def test_a_machine_without_room_for_the_inputs_says_so_and_another_one_may_do(
     tmp_path, monkeypatch
 ):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(agent_module, "fetch_inputs", full)
-    facts = {
-        "name": "farthing-1-1",
-        "store": str(tmp_path / "store"),
-        "inputs": "x",
-        "boot_limit_s": 600.0,
-        "usd_per_hour": 1.0,
-    }
+    facts = {"name": "farthing-1-1", "store": str(tmp_path / "store"), "inputs": "x"}
+    facts |= {"boot_limit_s": 600.0, "usd_per_hour": 1.0}
     assert HostAgent(Path("job.yaml"), facts).run() == 75
     word = StoreWords(open_store(str(tmp_path / "store"))).of("farthing-1-1")
     assert (word.code, "No space left" in word.why) == (75, True)
@@ -153,8 +128,8 @@ def test_a_machine_without_room_for_the_inputs_says_so_and_another_one_may_do(
 
 
 class Hosts(Driver):
-    """Two hosts. The first answers nobody from some moment on, trains for a while longer, and so
-    the second is refused.
+    """Two hosts. The first answers nobody from some moment on and trains until 1000 s have passed:
+    a second one that begins before is refused.
     """
 
     may_overlap, late_s = True, 0.0
@@ -162,65 +137,41 @@ class Hosts(Driver):
     def __init__(self, world: World) -> None:
         self.world, self.made, self.gone = world, dict[str, float](), set[str]()
 
+    @property
+    def first(self) -> str:
+        return next(iter(self.made))
+
     def create(self, ask: LaunchRequest, asked_at: float) -> Created:
-        """A machine."""
         self.made[ask.name] = self.world.now
         return Created(ask.name)
 
-    @property
-    def holds_s(self) -> float:
-        """For how long the first one has trained, or still does."""
-        return self.world.now - next(iter(self.made.values()))
-
     def look(self, machine: RentedMachine) -> InstanceStatus | None:
-        """The first one is not reached."""
-        if machine.number == 1 and self.holds_s > 100:
+        if machine.name == self.first and self.world.now - self.made[self.first] > 100:
             raise UnclearError("no route to host")
         return None if machine.name in self.gone else InstanceStatus(machine.name, machine.id)
 
     def names(self, prefix: str) -> dict[str, str]:
-        """None is known by name alone."""
         return {}
 
     def destroy(self, machine: RentedMachine) -> None:
-        """See `look`."""
         if self.look(machine) is not None:
             self.gone.add(machine.name)
 
+    def word_of(self, name: str) -> Word:
+        """What a machine says. The one that is lost saves a step each second."""
+        begins_s = self.made[name] - self.made[self.first]
+        self.world.saved = int(self.world.now - self.made[self.first])
+        code = None if name == self.first else 2 if begins_s < 1000.0 else 0
+        return Word(has_booted=True, beat=f"{self.world.now}", code=code)
+
 
 def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(tmp_path):
-    world = World("runpod")
-    driver = Hosts(world)
-
-    def word_of(name):
-        if name == next(iter(driver.made)):
-            world.saved = int(min(driver.holds_s, 1000.0))
-            return Word(has_booted=True, beat=f"{world.now}")
-        is_held = driver.made[name] - next(iter(driver.made.values())) < 1000.0
-        world.saved = int(min(driver.holds_s, 1000.0)) if is_held else 2000
-        return Word(
-            has_booted=True,
-            code=2 if is_held else 0,
-            why="host is training this run" if is_held else "",
-        )
-
-    world.of = word_of  # type: ignore[method-assign]
-    prepared = prepared_for("runpod", tmp_path / "run", 400.0, 0.4)
-    ledger = MachineLedger(tmp_path / "run")
-    launch = Launch(
-        prepared,
-        ledger,
-        driver,
-        world,  # type: ignore[arg-type]
-        write=lambda ask: None,
-        say=print,
-        clock=world.clock,
-        sleep=world.sleep,
-        awake=world.clock,
-    )
-    assert launch.run() == 0
+    course = Course(tmp_path, max_usd=400.0)
+    driver = Hosts(course.world)
+    course.world.of = driver.word_of  # type: ignore[method-assign]
+    assert course.on(driver).run() == 0
     assert 2 < len(driver.made) < 30
-    assert [machine.name for machine in ledger.open] == [next(iter(driver.made))], (
+    assert [machine.name for machine in course.ledger.open] == [driver.first], (
         "said, and counted until it is confirmed"
     )
 

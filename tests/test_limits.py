@@ -75,11 +75,9 @@ class Machine:
                 self.alive_s += self.kill_at - self.now
                 self.now = self.kill_at
                 raise Killed
-            self.now, self.alive_s, seconds = (
-                self.now + piece,
-                self.alive_s + piece,
-                seconds - piece,
-            )
+            self.now += piece
+            self.alive_s += piece
+            seconds -= piece
             if self.ledger is not None:
                 self.ledger.beat()
 
@@ -204,10 +202,9 @@ def simulation(monkeypatch):
     """Work is time; and looking for garbage in a process of many tests takes longer than a
     simulated run.
     """
-    instead: dict[str, Any] = {"rare_collections": nullcontext, "take_step": take_step}
-    instead["rehearse"] = lambda *_: None
-    for name, other in instead.items():
-        monkeypatch.setattr(farthing.train.loop, name, other)
+    monkeypatch.setattr("farthing.train.loop.rare_collections", nullcontext)
+    monkeypatch.setattr("farthing.train.loop.take_step", take_step)
+    monkeypatch.setattr("farthing.train.loop.rehearse", lambda *_: None)
 
 
 def attempt(
@@ -268,27 +265,24 @@ def attempt(
     return state
 
 
-def job_with(folder: Path, limits: dict[str, Any], **train_keys: Any) -> Job:
-    keys: Any = {"max_steps": 400, "eval_steps": 7, "eval_strategy": "steps"} | train_keys
-    return workshop.make_job(folder, limits=limits, where={"usd_per_hour": 7.2}, **keys)
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    return job_with(tmp_path_factory.mktemp("job"), {})
+    keys: Any = {"max_steps": 400, "eval_steps": 7, "eval_strategy": "steps"}
+    return workshop.make_job(tmp_path_factory.mktemp("job"), where={"usd_per_hour": 7.2}, **keys)
 
 
-def limited(plain: Job, dice: random.Random, budget_s: float, **train_keys: Any) -> Job:
+def under(plain: Job, **limits: Any) -> Job:
+    """The job with these limits."""
+    return plain.model_copy(update={"limits": plain.limits.model_copy(update=limits)})
+
+
+def limited(plain: Job, dice: random.Random, budget_s: float, *, fits: bool = False) -> Job:
     """The job with one or more limits, of which the first to bind buys `budget_s`."""
-    limits: dict[str, Any] = {"max_usd": budget_s / 3600 * 7.2}
-    kind = dice.choice(["dollars", "hours", "both"])
-    if kind == "hours":
-        limits = {"max_hours": budget_s / 3600}
-    elif kind == "both":
-        limits["max_hours"] = budget_s / 3600 * 1.2
-    section = plain.limits.model_copy(update=limits)
-    train = plain.train.model_copy(update=train_keys)
-    return plain.model_copy(update={"limits": section, "train": train})
+    hours = budget_s / 3600
+    choices = {"max_usd": hours * 7.2}, {"max_hours": hours}
+    job = under(plain, **dice.choice([*choices, choices[0] | {"max_hours": hours * 1.2}]))
+    train = job.train.model_copy(update={"fit_schedule_to_budget": fits})
+    return job.model_copy(update={"train": train})
 
 
 def play(
@@ -314,19 +308,14 @@ def play(
     raise AssertionError("it never ended")
 
 
-@pytest.mark.parametrize("seed", thinned(range(50), 13))
+@pytest.mark.parametrize("seed", thinned(range(50), 17))
 def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(seed, plain, tmp_path):
     dice = random.Random(seed)
     costs = Costs(dice)
     # enough for a start and the first save: below that there is nothing to be lost
-    budget_s = (
-        2 * costs.start_s
-        + 8 * costs.longest_step_s
-        + costs.evaluation_s
-        + 60
-        + dice.uniform(0, 600)
-    )
-    job = limited(plain, dice, budget_s, fit_schedule_to_budget=dice.random() < 0.5)
+    budget_s = 2 * costs.start_s + 8 * costs.longest_step_s + costs.evaluation_s
+    budget_s += dice.uniform(60, 660)
+    job = limited(plain, dice, budget_s, fits=dice.random() < 0.5)
     folder = tmp_path / "run"
     machine, (state, disk), n_kills = play(job, folder, dice, costs, budget_s)
     assert state in ("limit", "finished")
@@ -337,18 +326,13 @@ def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(seed, plain,
     assert spent_s == pytest.approx(machine.alive_s, abs=slack_s)
     assert (folder / "model").is_dir()
     assert disk["model"] > 0
-    receipt = build_receipt(folder)  # every second has a name and a price, over all attempts
-    assert receipt.wall_s == pytest.approx(spent_s, abs=0.1)
-    assert sum(span.seconds for span in receipt.spans) == pytest.approx(receipt.wall_s, rel=0.01)
-    assert sum(span.usd for span in receipt.spans) == pytest.approx(
-        receipt.wall_s / 3600 * 7.2, rel=0.01
-    )
+    receipt = build_receipt(folder)
+    assert receipt.usd == pytest.approx(spent_s / 3600 * 7.2, rel=0.01)
     started_again = [attempt for attempt in receipt.attempts[1:] if attempt["began"]]
     assert receipt.restart_s >= 0.99 * len(started_again) * costs.start_s
-    assert receipt.restart_usd == pytest.approx(receipt.restart_s / 3600 * 7.2)
 
 
-@pytest.mark.parametrize("seed", thinned(range(1000, 1200), 66))
+@pytest.mark.parametrize("seed", thinned(range(1000, 1200), 90))
 def test_a_run_stops_before_the_step_that_would_pass_its_cap(seed, plain, tmp_path):
     """Jobs of drawn lengths and speeds, from caps of no step to caps of all."""
     dice = random.Random(seed)
@@ -365,22 +349,9 @@ def test_a_run_stops_before_the_step_that_would_pass_its_cap(seed, plain, tmp_pa
     assert disk.get("model") != 0, "what was not trained is not exported"
 
 
-@pytest.mark.parametrize(
-    "is_within",
-    [
-        pytest.param(True, id="in the step", marks=pytest.mark.slow),
-        pytest.param(False, id="beside it"),
-    ],
-)
-def test_what_a_step_takes_beside_its_own_seconds_is_kept_back_too(is_within, tmp_path):
-    case = caps.draw(1) | {
-        "cap_s": 20.0,
-        "step_s": 1.5,
-        "max_steps": 100,
-        "is_within": is_within,
-        "batch": 1,
-        "n_repeats": 1,
-    }
+def test_what_a_step_takes_beside_its_own_seconds_is_kept_back_too():
+    known = {"cap_s": 20.0, "step_s": 1.5, "max_steps": 100, "is_within": False}
+    case = caps.draw(1) | known | {"batch": 1, "n_repeats": 1}
     code = (
         "import sys, json; sys.path[:0] = json.loads(sys.argv[1]); import caps\n"
         "print(json.dumps(caps.measure([json.loads(sys.argv[2])])))"
@@ -400,7 +371,7 @@ def test_killed_in_its_last_seconds_a_run_has_its_model_and_does_not_start_again
     dice = random.Random(1)
     costs = Costs(dice)
     costs.start_s, costs.mean_step_s, costs.evaluation_s = 20.0, 1.0, 0.0
-    job = plain.model_copy(update={"limits": plain.limits.model_copy(update={cap: 100 / 3600})})
+    job = under(plain, **{cap: 100 / 3600})
     machine, disk = Machine(), {}
     machine.kill_at = 97.0
     with pytest.raises(Killed):
@@ -411,32 +382,25 @@ def test_killed_in_its_last_seconds_a_run_has_its_model_and_does_not_start_again
 
 
 def test_a_clock_that_is_set_within_an_attempt_neither_ends_nor_extends_it(plain, tmp_path):
-    deadline = datetime.fromtimestamp(STARTED_AT + 300).astimezone()
-    job = plain.model_copy(
-        update={"limits": plain.limits.model_copy(update={"deadline": deadline})}
-    )
-    ends = []
-    for error_s in (0, 172800, -172800):
-        costs = Costs(random.Random(3))
-        costs.mean_step_s = 1.0
-        machine, folder, disk = Machine(), tmp_path / str(error_s), {}
-        folder.mkdir()
-        take = costs.step_s
+    deadline = datetime.fromtimestamp(STARTED_AT + 120).astimezone()
+    job = under(plain, deadline=deadline)
 
-        def step_s(
-            step,
-            machine=machine,
-            error_s=error_s,
-            take=take,
-        ):
+    class SetClock(Costs):
+        """The clock is set in each step."""
+
+        def step_s(self, step: int) -> float:
             machine.clock_error_s = error_s
-            return take(step)
+            return super().step_s(step)
 
-        costs.step_s = step_s  # type: ignore[method-assign]
-        assert attempt(job, folder, machine, costs, disk) == "limit"
-        ends.append(machine.now)
-    assert ends[0] == ends[1] == ends[2]
-    assert 280 <= ends[0] <= 300
+    ends = set()
+    for error_s in (0, 172800, -172800):
+        costs, machine, folder = SetClock(random.Random(3)), Machine(), tmp_path / str(error_s)
+        costs.mean_step_s = 1.0
+        folder.mkdir()
+        assert attempt(job, folder, machine, costs, {}) == "limit"
+        ends.add(machine.now)
+    assert len(ends) == 1
+    assert 100 <= ends.pop() <= 120
 
 
 def test_the_age_of_the_process_does_not_follow_the_clock(monkeypatch):
@@ -444,20 +408,6 @@ def test_the_age_of_the_process_does_not_follow_the_clock(monkeypatch):
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 172800)
     assert farthing.run.ledger.seconds_since_process_start() == pytest.approx(honest, abs=5)
-
-
-def test_what_is_left_is_left_until_the_first_limit(plain, tmp_path):
-    machine = Machine()
-    meter = Meter(clock=lambda: machine.now, now=steady_clock(machine.wall, lambda: machine.now))
-    ledger = Ledger(tmp_path / "l", meter, plain.usd_per_hour)
-    assert RunLimits(plain, ledger).left_s == float("inf")
-    section = plain.limits.model_copy(update={"max_usd": 0.2, "max_hours": 1.0})
-    job = plain.model_copy(update={"limits": section})
-    machine.now = 40.0
-    limits = RunLimits(job, ledger)
-    assert limits.left_s == pytest.approx(60)
-    assert limits.over(59) is None
-    assert limits.over(61) is not None
 
 
 # ---- a schedule that fits ----
@@ -485,25 +435,17 @@ def test_the_number_is_settled_once_by_the_pace():
     assert settled_fit(fit, 400.0, None, 0.0).n_steps == fit.n_steps
 
 
-@pytest.mark.parametrize(
-    "name", ["linear", "cosine", "polynomial", "cosine_with_restarts", "constant", "inverse_sqrt"]
-)
+@pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_restarts", "constant"])
 def test_the_rate_before_it_is_settled_does_not_depend_on_the_number(name):
     few = fitted_schedule(name, n_warmup_steps=4, holds_until=10, n_steps=40)
     many = fitted_schedule(name, n_warmup_steps=4, holds_until=10, n_steps=400)
     assert [few(step) for step in range(11)] == [many(step) for step in range(11)]
     assert few(9) == few(10) == 1
-    assert [few(step) for step in (30, 5, 30)] == [
-        few(30),
-        few(5),
-        few(30),
-    ], "a function of the step alone"
-    if name in ("linear", "cosine", "polynomial"):
+    plain = schedule(name, n_warmup_steps=4, n_steps=40)
+    assert [few(step) for step in range(4)] == [plain(step) for step in range(4)]
+    if name in ("linear", "cosine"):
         assert few(39) < 0.05
         assert all(few(step) >= few(step + 1) for step in range(10, 39))
-        assert [few(step) for step in range(4)] == [
-            schedule(name, n_warmup_steps=4, n_steps=40)(s) for s in range(4)
-        ]
 
 
 def test_a_fit_that_was_kept_is_read_back_and_a_torn_one_is_refused(tmp_path):
@@ -530,7 +472,7 @@ def test_a_fitted_run_uses_its_budget_and_ends_annealed(seed, plain, tmp_path):
     costs.mean_step_s = 1.0
     costs.evaluation_s = 3.0
     costs.lengths = np.full(400, 200)
-    job = limited(plain, dice, 320.0, fit_schedule_to_budget=True)
+    job = limited(plain, dice, 320.0, fits=True)
     estimate = dataclasses.replace(workshop.ESTIMATE, step_s=dice.choice([0.3, 1.0, 3.0]))
     machine, disk = Machine(), {}
     assert attempt(job, tmp_path, machine, costs, disk, estimate) == "finished"

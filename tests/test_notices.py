@@ -23,19 +23,18 @@ import survive
 import workshop
 from farthing.config.job import Job
 from farthing.errors import InputError
-from farthing.events import Evaluating, Saved, StepTaken, Tokenizing
+from farthing.events import Saved, StepTaken
 from farthing.run import mirror as mirror_module
 from farthing.run.notices import (
     Sign,
     Watch,
     services_for,
 )
-from farthing.run.signals import SIGNALS, Notice
+from farthing.run.signals import Notice
 from farthing.train.run import train
 from interrupted import job_in, quiet
 from mirrored import QUICK
 from patience import until
-from thinned import thinned
 from web import Quiet, serving
 
 ACTION, REBALANCE, TOKEN = (
@@ -162,7 +161,10 @@ def of_google(request: Any) -> Answer:
 
 
 SOON = int(time.time())
-AT = datetime.fromtimestamp(SOON, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
+AT, LATER = (
+    datetime.fromtimestamp(at, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
+    for at in (SOON, SOON + 3600)
+)
 GOOGLE = {"Metadata-Flavor": "Google"}
 COURSES: dict[str, list[tuple[dict[str, Any], list[Sign]]]] = {
     "aws": [
@@ -210,6 +212,11 @@ COURSES: dict[str, list[tuple[dict[str, Any], list[Sign]]]] = {
             {EVENTS: azure_events(("Preempt", ["vm_1", "vm_2"]), at=AT)},
             [Sign("Azure Preempt", SOON)],
         ),
+        (  # what is announced for later is a warning now, and a notice then
+            {EVENTS: azure_events(("Reboot", ["vm_1"]), at=LATER)},
+            [Sign("Azure Reboot", SOON + 3600, is_certain=False)],
+        ),
+        ({EVENTS: azure_events(("Reboot", ["vm_1"]), at=AT)}, [Sign("Azure Reboot", SOON)]),
     ],
 }
 
@@ -233,38 +240,21 @@ def test_what_a_cloud_says_is_heard_once_and_nothing_else(course, metadata, ears
             assert ears.signs == heard
 
 
-def test_what_is_announced_for_later_is_a_warning_now_and_a_notice_then(
-    metadata, ears, monkeypatch
-):
-    later = datetime.fromtimestamp(time.time() + 900, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
-    metadata.says |= {
-        NAME: (200, "vm"),
-        EVENTS: azure_events(("Reboot", ["vm"]), at=later),
-    }
-    with ears.watching(metadata, "azure"):
-        until(lambda: ears.signs)
-        assert [sign.is_certain for _, sign in ears.signs] == [False]
-        monkeypatch.setattr(farthing.run.notices, "LEAVE_BEFORE_S", 1000.0)
-        until(lambda: len(ears.signs) == 2)
-    assert ears.signs[1][1].is_certain
-
-
 # ---- services that are not there, or not themselves ----
 
 
-GARBAGE: list[Answer] = [
-    (200, "<html>log in</html>"),
-    (200, "[1, 2]"),
-    (200, "{" * 50_000),
-    (200, "x" * 200_000),
-    (500, "{}"),
-    (302, ""),
-    (200, '{"Events": 3}'),
-    (200, ""),
-]
-
-
-@pytest.mark.parametrize("answer", GARBAGE, ids=range(len(GARBAGE)))
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (200, "<html>log in</html>"),
+        (200, "[1, 2]"),
+        (200, "{" * 50_000),
+        (200, "x" * 200_000),
+        (302, ""),
+        (200, '{"Events": 3}'),
+    ],
+    ids=["html", "list", "deep", "long", "moved", "no events"],
+)
 def test_unreadable_answers_of_a_metadata_service_are_not_notices(answer, metadata, ears):
     metadata.says = dict.fromkeys((ACTION, REBALANCE, PREEMPTED, EVENTS), answer) | {
         TOKEN: aws_token
@@ -319,24 +309,28 @@ def test_proxies_are_passed_by(metadata, ears, monkeypatch):
 
 
 def test_a_watch_that_fails_says_so(metadata, ears, monkeypatch):
-    watch = ears.watch(metadata, "gcp")
-    monkeypatch.setattr(watch, "_look", lambda name: 1 / 0)
-    watch.start()
+    monkeypatch.setitem(farthing.run.notices.SERVICES, "gcp", (lambda ask: 1 / 0, 1.0))
+    ears.watch(metadata, "gcp").start()
     until(lambda: ears.warnings)
     assert "no longer watched: ZeroDivisionError" in ears.warnings[0]
 
 
 def test_only_this_machine_stands_in_for_the_service(monkeypatch):
-    monkeypatch.delenv("FARTHING_METADATA")
-    assert Watch([], Notice())._address == "169.254.169.254:80"
-    for base in (
-        "http://example.org:80",
-        "https://127.0.0.1:80",
-        "http://127.0.0.1",
-        "127.0.0.1:80",
-    ):
+    for base in ("http://example.org:80", "https://127.0.0.1:80", "http://127.0.0.1"):
         with pytest.raises(InputError, match="not an address of this machine"):
             Watch([], Notice(), base=base)
+    asked = list[str]()
+
+    def connected(address, timeout):
+        asked.append(address)
+        raise OSError
+
+    monkeypatch.delenv("FARTHING_METADATA")
+    monkeypatch.setattr("http.client.HTTPConnection", connected)
+    watch = Watch(["aws", "gcp"], Notice(), pause_s=0.0)
+    watch.start()
+    watch.thread.join(60)
+    assert set(asked) == {"169.254.169.254:80"}
 
 
 @pytest.mark.parametrize(
@@ -377,32 +371,25 @@ def test_a_signal_after_a_clouds_notice_is_not_a_second_one():
         assert notice.news() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_the_first_signal_is_noted_and_the_second_leaves_at_once(number):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"])
+def test_the_signals_of_schedulers_and_terminals_are_heard(name):
+    with Notice() as notice:
+        os.kill(os.getpid(), getattr(signal, name))
+        assert notice.reason == name
+
+
+def test_a_second_signal_leaves_at_once_and_nohup_is_heeded():
     code = (
-        "import os, sys\nfrom farthing.run.signals import Notice\n"
+        "import os, signal\nfrom farthing.run.signals import Notice\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "with Notice() as notice:\n"
-        f"    os.kill(os.getpid(), {number.value})\n"
-        "    print(notice.reason, flush=True)\n"
-        f"    os.kill(os.getpid(), {number.value})\n"
-        "    print('still here')\n"
+        "    for number in (signal.SIGHUP, signal.SIGCONT, signal.SIGTERM, signal.SIGTERM):\n"
+        "        os.kill(os.getpid(), number)\n"
+        "        print(notice.reason, flush=True)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (75, number.name)
+    assert (done.returncode, done.stdout.split()) == (75, ["None", "None", "SIGTERM"])
     assert "second signal" in done.stderr
-
-
-def test_the_signals_of_schedulers_and_terminals_are_heard_and_nohup_is_heeded():
-    names = {number.name for number in SIGNALS}
-    assert names == {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"}
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with Notice() as notice:
-            os.kill(os.getpid(), signal.SIGHUP)
-            os.kill(os.getpid(), signal.SIGCONT)
-            assert not notice
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 # ---- whole runs ----
@@ -418,8 +405,8 @@ def notices_of(monkeypatch: pytest.MonkeyPatch) -> list[Notice]:
     return found
 
 
-def of_cloud(job: Job, cloud: str) -> Job:
-    return job.model_copy(update={"where": job.where.model_copy(update={"notices": cloud})})
+def of_aws(job: Job) -> Job:
+    return job.model_copy(update={"where": job.where.model_copy(update={"notices": "aws"})})
 
 
 @pytest.fixture
@@ -430,59 +417,36 @@ def quick(metadata, monkeypatch):
     quick = {name: (look, 0.005) for name, (look, _) in services.items()}
     monkeypatch.setattr(farthing.run.notices, "SERVICES", quick)
     metadata.says[TOKEN] = aws_token
-    metadata.headers["Metadata-Flavor"] = "Google"
     return metadata
 
 
-def noticed(cloud: str, metadata: Metadata) -> None:
-    """From now on the service says that the machine is taken."""
-    metadata.says |= {
-        "aws": {ACTION: with_token(json.dumps({"action": "terminate", "time": moment(110)}))},
-        "gcp": {PREEMPTED: (200, "TRUE")},
-        "azure": {EVENTS: azure_events(("Preempt", ["vm"]))},
-    }[cloud]  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("cloud", "kind"), thinned([("aws", StepTaken), ("gcp", Evaluating), ("azure", Tokenizing)], 3)
-)
-def test_a_run_that_is_noticed_leaves_with_75_and_goes_on_to_the_bit(
-    cloud, kind, quick, tmp_path, monkeypatch
-):
-    alone = job_in(tmp_path, "alone")
-    assert train(alone, quiet).exit_code == 0
-    for file in (tmp_path / "cache").rglob("*"):
-        file.unlink() if file.is_file() else None
-    job = of_cloud(job_in(tmp_path, "noticed"), cloud)
-    done: list[bool] = []
-    notices = notices_of(monkeypatch)
+def test_a_run_that_is_noticed_leaves_with_75_and_goes_on_to_the_bit(quick, tmp_path, monkeypatch):
+    assert train(job_in(tmp_path, "alone"), quiet).exit_code == 0
+    job, notices = job_in(tmp_path, "noticed"), notices_of(monkeypatch)
 
     def tell(event):
-        if isinstance(event, kind) and not done:
-            done.append(True)
-            noticed(cloud, quick)
-            until(lambda: notices[-1].heard)  # before the next micro-batch, row or batch
+        if isinstance(event, StepTaken) and ACTION not in quick.says:
+            said = {"action": "terminate", "time": moment(110)}
+            quick.says[ACTION] = with_token(json.dumps(said))
+            until(lambda: notices[-1].heard)  # before the next micro-batch
 
     began = time.monotonic()
-    outcome = train(job, tell)
+    outcome = train(of_aws(job), tell)
     assert outcome.exit_code == 75
     (notice,) = outcome.receipt.notices
-    assert (notice["source"], notice["attempt"], notice["is_certain"]) == (cloud, 1, True)
+    assert (notice["source"], notice["attempt"], notice["is_certain"]) == ("aws", 1, True)
     assert 0 <= notice["left_after_s"] < time.monotonic() - began
-    assert (notice["grace_s"] is not None) == (cloud == "aws")
+    assert 100 < notice["grace_s"] <= 110
     assert outcome.reason == notice["what"]
-    quick.says = {TOKEN: aws_token}
-    assert train(of_cloud(job, "off"), quiet).exit_code == 0
-    assert (
-        survive.differences(
-            survive.result_of(tmp_path / "alone"), survive.result_of(tmp_path / "noticed")
-        )
-        == []
-    )
+    n_asked = len(quick.asked)
+    assert train(job, quiet).exit_code == 0
+    assert len(quick.asked) == n_asked, "this machine is none of a cloud"
+    results = [survive.result_of(tmp_path / name) for name in ("alone", "noticed")]
+    assert survive.differences(*results) == []
 
 
 def test_a_rebalance_recommendation_saves_now_and_goes_on(quick, tmp_path, monkeypatch):
-    job = of_cloud(workshop.make_job(tmp_path, save_steps=1000), "aws")
+    job = of_aws(workshop.make_job(tmp_path, save_steps=1000))
     heard, notices = workshop.Heard(), notices_of(monkeypatch)
 
     def tell(event):
@@ -496,14 +460,6 @@ def test_a_rebalance_recommendation_saves_now_and_goes_on(quick, tmp_path, monke
     assert heard.of(Saved)[0].step == 2
     assert "AWS rebalance recommendation: saving now" in heard.warnings
     assert [notice["is_certain"] for notice in outcome.receipt.notices] == [False]
-
-
-def test_no_metadata_service_is_asked_on_a_machine_of_no_cloud(quick, tmp_path, monkeypatch):
-    nowhere = tmp_path / "firmware"
-    honest = farthing.run.notices.cloud_here
-    monkeypatch.setattr(farthing.run.notices, "cloud_here", lambda firmware: honest(nowhere))
-    assert train(workshop.make_job(tmp_path, max_steps=2), quiet).exit_code == 0
-    assert quick.asked == []
 
 
 def test_how_long_may_be_waited_is_what_is_left_until_the_machine_goes():
