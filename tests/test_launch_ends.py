@@ -47,10 +47,21 @@ class Console(Quiet):
         self.end_headers()
 
 
+def container(folder: Path, farthing: str, site: str) -> dict[str, str]:
+    """The environment of a container, with something else in the place of farthing, and of the
+    network.
+    """
+    for name, text in (("bin/farthing", farthing), ("site/sitecustomize.py", site)):
+        (folder / name).parent.mkdir()
+        (folder / name).write_text(text)
+    (folder / "bin" / "farthing").chmod(0o755)
+    path = {"PATH": f"{folder}/bin:/usr/bin:/bin", "PYTHONPATH": f"{folder}/site"}
+    return path | {"HOME": str(folder)}
+
+
 @pytest.fixture
-def console(tmp_path):
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(REDIRECT)
+def console(tmp_path, monkeypatch):
+    monkeypatch.setattr(vast, "AGAIN_S", 0.5)
     handler: Any = type(
         "Handler", (Console,), {"asked": [], "begun": [], "done": tmp_path / "done"}
     )
@@ -64,33 +75,18 @@ def console(tmp_path):
 
 def ask_for(most_s: int) -> LaunchRequest:
     """A machine for a job."""
-    offer = offer_of("L40S", 0.4, provider="Vast.ai")
-    return LaunchRequest(
-        "farthing-12345678-1",
-        "vast",
-        "",
-        offer,
-        0.4,
-        most_s,
-        "task: x",
-        {"name": "x"},
-        image="an/image",
-    )
+    offer, name = offer_of("L40S", 0.4, provider="Vast.ai"), "farthing-12345678-1"
+    told = {"name": "x"}
+    return LaunchRequest(name, "vast", "", offer, 0.4, most_s, "task: x", told, image="an/image")
 
 
 def begun(
     tmp_path: Path, console: Any, farthing: str, most_s: int, created_at: float
 ) -> subprocess.Popen[bytes]:
     """The container's command, with something else in the place of farthing."""
-    program = tmp_path / "bin" / "farthing"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\n[ "$2" = needs ] && exit 0\n{farthing}\n')
-    program.chmod(0o755)
-    words = vast.render(ask_for(most_s))[vast.CREATE]["args"]
-    values = {
-        "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
-        "HOME": str(tmp_path),
-        "PYTHONPATH": str(tmp_path / "site"),
+    program = f'#!/bin/sh\n[ "$2" = needs ] && exit 0\n{farthing}\n'
+    words = vast.render(ask_for(most_s))["create.json"]["args"]
+    values = container(tmp_path, program, REDIRECT) | {
         "CONSOLE": console.address,
         "CONTAINER_ID": "77",
         "CONTAINER_API_KEY": KEY,
@@ -104,9 +100,8 @@ def begun(
 
 @pytest.mark.parametrize("created_at", [0.0, 4e9], ids=["clock behind", "clock ahead"])
 def test_an_instance_deletes_itself_when_its_run_has_ended_and_asks_again(
-    tmp_path, console, created_at, monkeypatch
+    tmp_path, console, created_at
 ):
-    monkeypatch.setattr(vast, "AGAIN_S", 0.5)
     process = begun(tmp_path, console, 'sleep 0.2; touch "$DONE"', 3600, created_at)
     assert process.wait(120) == 0
     assert console.asked == [("/api/v0/instances/77/", f"Bearer {KEY}", True)] * 2, (
@@ -114,16 +109,14 @@ def test_an_instance_deletes_itself_when_its_run_has_ended_and_asks_again(
     )
 
 
-def test_an_instance_deletes_itself_at_its_end_though_its_run_hangs(tmp_path, console, monkeypatch):
-    monkeypatch.setattr(vast, "AGAIN_S", 0.5)
+def test_an_instance_deletes_itself_at_its_end_though_its_run_hangs(tmp_path, console):
     process = begun(tmp_path, console, "trap '' TERM; while :; do sleep 0.1; done", 2, time.time())
     until(lambda: len(console.asked) == 2)
     assert process.poll() is None
     assert not any(KEY.encode() in title for title in titles_of_processes())
 
 
-def test_an_instance_that_is_taken_away_saves_first(tmp_path, console, monkeypatch):
-    monkeypatch.setattr(vast, "AGAIN_S", 0.5)
+def test_an_instance_that_is_taken_away_saves_first(tmp_path, console):
     farthing = (
         """trap 'touch "$DONE"; exit 75' TERM; touch "$DONE.up"; while :; do sleep 0.05; done"""
     )
@@ -135,16 +128,14 @@ def test_an_instance_that_is_taken_away_saves_first(tmp_path, console, monkeypat
 
 
 def test_an_image_with_an_entrypoint_runs_our_command_and_not_its_own():
-    create = vast.render(ask_for(60))[vast.CREATE]
+    create = vast.render(ask_for(60))["create.json"]
     done = subprocess.run(
         [create["onstart"], "sh", "-c", "echo it ran"], capture_output=True, text=True, check=True
     )
     assert (create["args"][:2], done.stdout) == (["sh", "-c"], "it ran\n")
-    request = runpod.render(replace(ask_for(60), target="runpod"))[runpod.REQUEST]
-    pod = request["variables"]["input"]
-    start = json.loads(pod["dockerArgs"])
-    assert start["entrypoint"] == ["sh", "-c"]
-    assert len(start["cmd"]) == 1
+    request = runpod.render(replace(ask_for(60), target="runpod"))["pod.json"]
+    start = json.loads(request["variables"]["input"]["dockerArgs"])
+    assert (start["entrypoint"], len(start["cmd"])) == (["sh", "-c"], 1)
 
 
 GOOGLE = """
@@ -167,27 +158,11 @@ web.urlopen = answer
     ("secrets", "code"), [(("HF_TOKEN",), 0), (("AWS_SECRET_ACCESS_KEY", "HF_TOKEN"), 2)]
 )
 def test_secrets_of_vertex_are_read_by_name_when_the_machine_starts(tmp_path, secrets, code):
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(GOOGLE)
-    program = tmp_path / "bin" / "farthing"
-    program.parent.mkdir()
-    program.write_text('#!/bin/sh\necho "$HF_TOKEN has come"\n')
-    program.chmod(0o755)
-    ask = replace(
-        ask_for(60),
-        target="vertex",
-        at="project/us-central1",
-        secrets=secrets,
-        machine_type="g2-standard-8",
-    )
-    files = vertex.render(ask)
-    container = files[vertex.DOCUMENT]["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]
-    values = {
-        "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
-        "HOME": str(tmp_path),
-        "PYTHONPATH": str(tmp_path / "site"),
-    }
-    words = [*container["command"], *container["args"]]
+    ask = replace(ask_for(60), target="vertex", at="project/us-central1", secrets=secrets)
+    files = vertex.render(replace(ask, machine_type="g2-standard-8"))
+    spec = files["custom_job.json"]["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]
+    values = container(tmp_path, '#!/bin/sh\necho "$HF_TOKEN has come"\n', GOOGLE)
+    words = [*spec["command"], *spec["args"]]
     done = subprocess.run(words, env=values, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert ("canary has come" in done.stdout) == (code == 0)

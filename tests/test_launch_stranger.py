@@ -33,6 +33,19 @@ def job(tiny_folders, tmp_path, monkeypatch):
     return job_at(tmp_path, tiny_folders, **here)
 
 
+@pytest.fixture
+def ssh(job, monkeypatch):
+    """Gives ssh that says this and fails."""
+
+    def fails(says: str) -> None:
+        program = job.parent / "ssh"
+        program.write_text(f"#!/bin/sh\necho '{says}' >&2; exit 255\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("FARTHING_SSH", str(program))
+
+    return fails
+
+
 def answer(capsys: Any, job: Path, *words: str) -> tuple[int, str]:
     """The exit code, and what was said on both."""
     action = [word for word in words if word in ("status", "logs", "stop", "attach")]
@@ -54,30 +67,12 @@ def test_what_was_never_launched_is_not_looked_for_at_a_provider(job, verb, caps
 def test_a_launch_is_looked_for_where_its_machine_is(job, capsys, monkeypatch):
     monkeypatch.setattr("farthing.launch.session.LOOK_S", 0.1)
     ledger = MachineLedger(job.parent / "run")
-    ledger.note(
-        "farthing-1-1",
-        "asked",
-        time.time(),
-        number=1,
-        target="runpod",
-        on="runpod",
-        usd_per_hour=1.0,
-    )
+    asked = {"number": 1, "target": "runpod", "on": "runpod", "usd_per_hour": 1.0}
+    ledger.note("farthing-1-1", "asked", time.time(), **asked)
     ledger.note("farthing-1-1", "created", time.time(), id="pod")
-    code, said = answer(capsys, job, "stop", "--set", "output_store=s3://bucket/run")
-    assert (code, "RUNPOD_API_KEY is not set" in said) == (2, True)
-    too_little = (
-        "stop",
-        "--set",
-        "output_store=s3://bucket/run",
-        "--set",
-        "limits.max_usd=0.000001",
-        "--set",
-        "data=./gone",
-    )
-    assert "RUNPOD_API_KEY is not set" in answer(capsys, job, *too_little)[1], (
-        "needs neither an offer nor the data"
-    )
+    now = "output_store=s3://bucket/run", "limits.max_usd=0.000001", "data=./gone"
+    code, said = answer(capsys, job, "stop", *(word for key in now for word in ("--set", key)))
+    assert (code, "RUNPOD_API_KEY is not set" in said) == (2, True), "no offer, no data is needed"
     code, said = answer(capsys, job, "stop", "--on", "ssh:nowhere")
     assert (code, "farthing-1-1 of this launch is at runpod" in said) == (2, True)
     code, said = answer(capsys, job, "--yes", "--on", "ssh:nowhere")
@@ -87,38 +82,25 @@ def test_a_launch_is_looked_for_where_its_machine_is(job, capsys, monkeypatch):
     )
 
 
-def test_another_folder_finds_the_launch_by_the_store(job, capsys, monkeypatch):
-    ssh = job.parent / "ssh"
-    ssh.write_text("#!/bin/sh\necho 'Connection reset by peer' >&2; exit 255\n")
-    ssh.chmod(0o755)
-    monkeypatch.setenv("FARTHING_SSH", str(ssh))
-    monkeypatch.setattr(
-        Launch, "_found", lambda self, machine: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
-    code, said = answer(
-        capsys, job, "--yes", "--on", "ssh:a", "--set", f"output_dir={job.parent}/first"
-    )
-    assert (code, "STILL BILLED: farthing-" in said, "launch stop JOB" in said) == (
-        75,
-        True,
-        True,
-    )
-    code, said = answer(capsys, job, "status", "--set", f"output_dir={job.parent}/second")
+def test_another_folder_finds_the_launch_by_the_store(job, ssh, capsys, monkeypatch):
+    def ctrl_c(self, machine):
+        raise KeyboardInterrupt
+
+    ssh("Connection reset by peer")
+    monkeypatch.setattr(Launch, "_found", ctrl_c)
+    first, second = (["--set", f"output_dir={job.parent}/{name}"] for name in ("first", "second"))
+    code, said = answer(capsys, job, "--yes", "--on", "ssh:a", *first)
+    assert code == 75
+    assert "STILL BILLED: farthing-" in said
+    assert "launch stop JOB" in said
+    code, said = answer(capsys, job, "status", *second)
     assert code == 0
-    assert "asked    machines by ssh a" in said, (
-        "known by the store, and asked for over ssh without --on"
-    )
+    assert "asked    machines by ssh a" in said, "known by the store, asked by ssh without --on"
     assert not (job.parent / "second" / "machines.jsonl").exists(), "who looks writes nothing"
 
 
-def test_a_host_that_was_never_reached_is_refused_at_once(job, capsys, monkeypatch):
-    ssh = job.parent / "ssh"
-    ssh.write_text(
-        "#!/bin/sh\necho 'ssh: Could not resolve hostname nowhere: Name or service not known' >&2;"
-        " exit 255\n"
-    )
-    ssh.chmod(0o755)
-    monkeypatch.setenv("FARTHING_SSH", str(ssh))
+def test_a_host_that_was_never_reached_is_refused_at_once(job, ssh, capsys):
+    ssh("ssh: Could not resolve hostname nowhere: Name or service not known")
     code, said = answer(capsys, job, "--yes", "--on", "ssh:nowhere")
     assert code == 75
     assert "refused by machines by ssh: nowhere: ssh: Could not resolve hostname nowhere" in said
@@ -131,46 +113,33 @@ def test_a_cap_that_is_spent_is_a_limit_and_no_crash(job, capsys):
         "farthing-1-1", "asked", 1e9, number=1, target="local", on="local", usd_per_hour=1.0
     )
     ledger.note("farthing-1-1", "gone", 1e9 + 8000)
-    for words in (["--on", "local"], ["--yes", "--on", "local"]):
-        code, said = answer(capsys, job, *words)
-        assert (code, "limits.max_usd ($2.00) leaves 0.0 s" in said) == (
-            3 if "--yes" in words else 2,
-            True,
-        )
+    for words, expected in (([], 2), (["--yes"], 3)):
+        code, said = answer(capsys, job, "--on", "local", *words)
+        assert (code, "limits.max_usd ($2.00) leaves 0.0 s" in said) == (expected, True)
 
 
-def test_launches_are_found_in_and_below_this_folder_without_a_job(job, capsys, cli, monkeypatch):
+def test_launches_are_found_in_and_below_this_folder_without_a_job(job, ssh, cli, monkeypatch):
     monkeypatch.chdir(job.parent)
     for verb in ("logs", "stop", "attach"):
-        assert main(["launch", verb]) == 2
-        assert f"to do: name one: farthing launch {verb} job.yaml" in capsys.readouterr().err
-    assert main(["launch", "status"]) == 0
-    assert capsys.readouterr().out == "nothing has been launched yet\n"
-    ssh = job.parent / "ssh"
-    ssh.write_text("#!/bin/sh\necho 'ssh: Could not resolve hostname' >&2; exit 255\n")
-    ssh.chmod(0o755)
-    monkeypatch.setenv("FARTHING_SSH", str(ssh))
+        assert f"to do: name one: farthing launch {verb} job.yaml" in cli.err("launch", verb)
+    assert cli.out("launch", "status") == "nothing has been launched yet\n"
+    ssh("ssh: Could not resolve hostname")
     for name in ("one", "two"):
         more = ["--set", f"output_dir={name}", "--set", f"output_store={job.parent}/store-{name}"]
-        assert main(["launch", str(job), "--yes", "--on", "ssh:a", *more]) == 75
+        cli("launch", job, "--yes", "--on", "ssh:a", *more, code=75)
         ledger = MachineLedger(job.parent / name)
         asked = {"number": 7, "target": "ssh", "on": "ssh:a", "usd_per_hour": 1.0}
         ledger.note(f"farthing-{name}-7", "asked", 1e9, **asked)
         ledger.note(f"farthing-{name}-7", "gone", 1e9 + (3600 if name == "one" else 7200))
         ledger.close()
-    capsys.readouterr()
     found = cli.json("launch", "status")
     assert (found["kind"], found["usd"]) == ("farthing launches", 3.0)
     assert [Path(each["run"]).name for each in found["launches"]] == ["one", "two"]
-    assert main(["launch", "status"]) == 0
-    said = capsys.readouterr().out
+    said = cli.out("launch", "status")
     assert "one:\n" in said
     assert "farthing-two-7" in said
     (job.parent / "one" / "launch" / "launched.yaml").write_text("task: ?")
-    assert main(["launch", "status"]) == 2
-    said = capsys.readouterr()
-    assert ("one/launch/launched.yaml" in said.err, "farthing-two-7" in said.out) == (True, True)
-    assert main(["launch", "logs"]) == 2
-    assert (
-        "2 job files: one/launch/launched.yaml, two/launch/launched.yaml" in capsys.readouterr().err
-    )
+    out, err = cli("launch", "status", code=2)
+    assert ("one/launch/launched.yaml" in err, "farthing-two-7" in out) == (True, True)
+    found = "2 job files: one/launch/launched.yaml, two/launch/launched.yaml"
+    assert found in cli.err("launch", "logs")
