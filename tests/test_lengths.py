@@ -121,6 +121,15 @@ def test_cutting_at_its_ends():
     assert lengths.largest_step(1) == tokens.max()
 
 
+def test_inputs_that_are_cut_off():
+    tokens, targets = drawn(300), drawn(300, mean=3.0, seed=1)
+    cut = np.minimum(tokens, 100)
+    for given, both in ((None, cut), (targets, cut + targets)):
+        short = from_arrays(tokens, given, source="drawn").truncated(100)
+        assert (short.longest, short.longest_example) == (100, both.max())
+        assert short.mean == pytest.approx(cut.mean())
+
+
 def test_cutting_looks_at_a_bounded_number_of_examples_and_at_none_twice(monkeypatch):
     """However many examples there are: a plan asks for dozens of cuts of the same lengths."""
     n_cut = []

@@ -124,10 +124,12 @@ def test_one_feed_may_fail_alone_and_the_next_of_its_provider_is_taken(server, t
     feeds = [
         Feed("AWS", "skypilot", f"{server.address}/gone.csv"),
         Feed("AWS", "skypilot", f"{server.address}/aws.csv"),
+        Feed("AWS", "skypilot", f"{server.address}/later.csv"),
         Feed("Azure", "gpuhunt", f"{server.address}/v3/azure"),
     ]
+    server.answers["/later.csv"] = "\n".join(AWS.splitlines()[:2]).encode()
     result = update(tmp_path / "prices.csv", TODAY, feeds)
-    assert result.refreshed == ("AWS",)
+    assert (result.refreshed, result.n_offers) == (("AWS",), 5)
     assert [(o.feed.provider, o.problem) for o in result.failed] == [
         ("AWS", "HTTP 404"),
         ("Azure", "HTTP 404"),
