@@ -346,7 +346,7 @@ def test_a_run_never_fails_for_its_measurement(breaks, tmp_path, monkeypatch):
     elif breaks == "line":
         monkeypatch.setattr(
             "farthing.train.build.estimated",
-            lambda *_: dataclasses.replace(ESTIMATE, tokens_per_s=float("nan")),
+            lambda *_: dataclasses.replace(ESTIMATE, step_s=float("nan")),
         )
     elif breaks == "folder":
         (Path(job.cache_dir) / "measurements.jsonl").mkdir(parents=True)
