@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 import threading
 from dataclasses import replace
@@ -30,7 +29,7 @@ from farthing.launch.driver import (
 )
 from farthing.launch.inputs import fetch_inputs, pack, send_inputs, with_token_sets
 from farthing.launch.machines import MachineLedger, bill_by_machine
-from farthing.launch.prepare import Wishes, plain_image, prepare
+from farthing.launch.prepare import Wishes, launch_id_of, plain_image, prepare
 from farthing.launch.session import Session
 from farthing.launch.wheel import refuse_without_extras
 from farthing.launch.words import StoreWords
@@ -119,6 +118,7 @@ def _job(path: Path, *overrides: str) -> Job:
         ("hf", ["where.gpu=K80", "where.usd_per_hour=1"], "has no K80"),
         ("hf", ["where.gpu=L4", "where={}"], "a cap in dollars does not hold without a price"),
         ("ssh:host", ["where={}"], "a cap in dollars does not hold without a price"),
+        ("runpod", ["train.push_to_hub=true"], "HF_TOKEN is not set here"),
         ("runpod", ["model.from_run=./other"], "the weights of another run do not travel"),
         ("kubernetes:lab/claim", ["output_store="], "no way there"),
         ("runpod", ["data=file:///data/rows.jsonl"], "name the file by its path"),
@@ -130,7 +130,8 @@ def _job(path: Path, *overrides: str) -> Job:
         ),
     ],
 )
-def test_what_can_not_run_there_is_refused(demo, on, overrides, words):
+def test_what_can_not_run_there_is_refused(demo, on, overrides, words, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
     with pytest.raises(InputError) as refused:
         prepare(_job(demo, *overrides), Wishes(on=on), NOW)
     assert words in str(refused.value)
@@ -175,31 +176,18 @@ def test_an_extra_that_the_installed_farthing_does_not_know_is_found_before_the_
 def test_no_gpu_is_rented_that_the_job_would_not_use(demo):
     with pytest.raises(InputError, match="2 GPUs, of which the job would use 1"):
         prepare(_job(demo), _offer(offer="2x RTX 4090"), NOW)
-    for asked in ("all", "2"):
-        job = _job(demo, f"where.gpus={asked}")
-        assert prepare(job, _offer(offer="2x RTX 4090"), NOW).offers[0].n_gpus == 2
+    job = _job(demo, "where.gpus=all")
+    assert prepare(job, _offer(offer="2x RTX 4090"), NOW).offers[0].n_gpus == 2
 
 
 def test_what_a_job_says_of_several_gpus_goes_along_and_what_it_says_of_this_machine_does_not(demo):
-    said = (
-        "gpus=2",
-        "strategy=fsdp",
-        "reshard_after_forward=false",
-        "patience_s=30",
-        "device=cpu",
-        "power_watts=300",
-    )
-    prepared = prepare(
-        _job(demo, *(f"where.{each}" for each in said)),
-        _offer(offer="2x RTX 4090"),
-        NOW,
-    )
+    said = "gpus=2", "strategy=fsdp", "patience_s=30", "device=cpu", "power_watts=300"
+    job = _job(demo, *(f"where.{each}" for each in said))
+    prepared = prepare(job, _offer(offer="2x RTX 4090"), NOW)
     where = yaml.safe_load(session_of(prepared).next_ask().job_text)["where"]
     assert where.pop("usd_per_hour") == prepared.offers[0].usd_per_hour
-    assert where == {
-        **{"gpus": "all", "strategy": "fsdp", "reshard_after_forward": False, "patience_s": 30},
-        "spot": prepared.offers[0].is_spot,
-    }
+    spot = prepared.offers[0].is_spot
+    assert where == {"gpus": "all", "strategy": "fsdp", "patience_s": 30, "spot": spot}
 
 
 def test_an_offer_is_taken_by_its_rank_and_by_its_name(demo):
@@ -551,34 +539,9 @@ def test_the_ledger_of_machines_survives_a_torn_line(tmp_path):
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "guides" / "launch"
 
 
-def _commands() -> list[str]:
-    """Every command of the pages that stands in a block of its own."""
-    found = []
-    for page in sorted(DOCS.glob("*.md")):
-        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL):
-            found += [line.partition("#")[0].strip() for line in block.splitlines() if line.strip()]
-    return found
-
-
 def test_every_target_has_a_page_and_every_page_is_about_one():
     pages = {page.stem for page in DOCS.glob("*.md")} - {"README"}
     assert pages == EVERY_TARGET - {"local", "ssh"} | {"hosts"}
-
-
-@pytest.mark.parametrize("command", thinned(_commands(), 3))
-def test_commands_of_the_pages_work(command, demo, monkeypatch, capsys):
-    program, *words = shlex.split(command)
-    assert program == "farthing"
-    monkeypatch.chdir(demo.parent)
-    monkeypatch.setattr(
-        "farthing.launch.commands.subprocess.run",
-        lambda words, **more: subprocess.CompletedProcess(words, 1, "", ""),
-    )
-    for name in ("RUNPOD_API_KEY", "VAST_API_KEY", "LAMBDA_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    code = main(words)
-    said = capsys.readouterr()
-    assert code == 0 or (words[0] == "doctor" and "to do" in said.out), said.err
 
 
 def test_doctor_says_what_a_target_lacks(monkeypatch, cli):
@@ -603,15 +566,6 @@ def test_a_launch_that_is_stopped_from_elsewhere_rents_no_other_machine(tmp_path
 
     code = course.goes(say=stop_soon)
     assert (code, world.n_alive, len(world.machines)) == (75, 0, 1)
-
-
-def test_a_machine_that_another_folder_asked_for_is_taken_over_not_doubled(tmp_path):
-    course = Course(tmp_path, n_steps=120)
-    course.dies(25, tmp_path / "laptop")
-    assert course.goes() == 0
-    world = course.world
-    assert (len(world.machines), world.n_alive, world.n_double) == (1, 0, 0)
-    assert list(course.ledger.machines) == [world.machines[0].name]
 
 
 def test_a_second_folder_counts_on_from_what_the_first_has_paid(tmp_path):
@@ -639,27 +593,20 @@ def test_a_second_folder_counts_on_from_what_the_first_has_paid(tmp_path):
 
 def test_lines_of_machines_are_kept_in_the_store_and_damage_is_refused(tmp_path):
     words = StoreWords(open_store(str(tmp_path / "store")), "farthing-1")
-    ledger = MachineLedger(tmp_path / "a")
-    ledger.note("farthing-1-1", "asked", 1.0, number=1, usd_per_hour=2.0)
-    ledger.note("farthing-1-1", "gone", 3601.0)
-    words.keep("farthing-1-1", ledger.rows["farthing-1-1"])
-    other = MachineLedger(tmp_path / "b")
-    other.take_over(words.kept())
-    other.take_over(words.kept())
-    assert (other.next_number, other.usd(9e9), len(other.rows["farthing-1-1"])) == (2, 2.0, 2)
+    rows = [{"machine": "farthing-1-1", "event": "asked", "at": 1.0, "usd_per_hour": 2.0}]
+    words.keep("farthing-1-1", rows)
+    assert words.kept() == {"farthing-1-1": rows}
     path = tmp_path / "store" / "launch" / "farthing-1" / "machines" / "farthing-1-1.json"
     path.write_text(path.read_text().replace("2.0", "0.0"))
     with pytest.raises(InputError, match="damaged"):
         words.kept()
 
 
-@pytest.mark.parametrize("spelling", ["s3://bucket/run/", "s3://bucket//run"])
-def test_one_store_is_one_launch_however_it_is_written(demo, spelling):
-    named = [
-        prepare(_job(demo, f"output_store={store}"), Wishes(on="runpod"), NOW).launch_id
-        for store in ("s3://bucket/run", spelling, "s3://bucket/other")
-    ]
-    assert named[0] == named[1] != named[2]
+def test_one_store_is_one_launch_however_it_is_written(demo):
+    stores = "s3://bucket/run", "s3://bucket/run/", "s3://bucket//run", "s3://bucket/other"
+    first, *same, other = (launch_id_of(_job(demo, f"output_store={store}")) for store in stores)
+    assert same == [first, first]
+    assert other != first
 
 
 def test_one_process_watches_a_launch(demo, monkeypatch, tmp_path):

@@ -15,7 +15,6 @@ import httpx
 import pytest
 
 import launched
-from farthing.cli import main
 from farthing.launch.machines import MachineLedger, RentedMachine
 from farthing.launch.targets.lambda_cloud import Lambda
 from launch_faults import Fate, Killed
@@ -124,17 +123,6 @@ def test_a_signal_to_the_command_ends_what_nothing_else_would_end(number, tmp_pa
 
 def job_at(folder: Path, tiny_folders: dict[str, Path], **more: Any) -> Path:
     return launched.job_at(folder, tiny_folders, **{"output_store": "s3://bucket/run", **more})
-
-
-def test_a_push_that_could_not_be_done_there_is_refused_before_anything_is_rented(
-    tmp_path, tiny_folders, monkeypatch, cli
-):
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    train = {"push_to_hub": True, "hub_model_id": "me/model"}
-    job = job_at(tmp_path, tiny_folders, train=train)
-    assert "HF_TOKEN is not set here" in cli.err("launch", job, "--on", "runpod")
-    monkeypatch.setenv("HF_TOKEN", "hf_x")
-    assert main(["launch", str(job), "--on", "runpod"]) == 0
 
 
 # ---- two processes, one number ----
