@@ -20,7 +20,7 @@ import pytest
 
 from data_files import opened
 from farthing.data import arrow, blocks, read
-from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
+from farthing.data.chat import default_template
 from farthing.data.read import Source, open_sources
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Row
@@ -311,7 +311,7 @@ def test_keys_that_an_object_lacks_are_not_learned_as_null(tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     tokenizer = SimpleNamespace(
-        chat_template=DEFAULT_CHAT_TEMPLATE,
+        chat_template=default_template(False),
         special_tokens_map={"eos_token": "</s>"},
         backend_tokenizer=with_words("</s>"),
     )

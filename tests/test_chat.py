@@ -127,6 +127,7 @@ def test_a_chat_is_as_its_template_has_it_and_answers_are_learned_with_their_end
     assert ids == chat_ids(tokenizer, system + CHAT)
     learned = tokenizer.decode([i for i, target in zip(ids, is_target, strict=True) if target])
     assert learned == "".join(expected)
+    assert ChatReader.of(tokenizer).teaches_to_stop is (name != "plain")
     if "{% generation %}" in template:
         as_peers = tokenizer.apply_chat_template(
             CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -154,14 +155,6 @@ def test_chats_in_sentencepiece(data_dir, name):
     learned = tokenizer.decode([i for i, target in zip(ids, is_target, strict=True) if target])
     assert "".join(learned.split()) == "".join("".join(expected).split())
     assert not learned.endswith(">\n")
-
-
-def test_the_newline_behind_the_end_of_a_turn_is_not_learned(made):
-    tokenizer = made(CHATML)
-    ids, is_target = read(tokenizer, CHAT)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert ids[-2] == end
-    assert is_target[-2:] == [1, 0]
 
 
 def test_the_end_of_a_turn_is_found_in_a_template_that_must_have_a_system_message(made):
@@ -273,11 +266,6 @@ def test_a_template_that_can_ask_without_thinking_has_such_answers_learned(made)
     ids, is_target = read(tokenizer, thought)
     prompt = chat_ids(tokenizer, CHAT[:3], add_generation_prompt=True)
     assert tokenizer.decode(ids[len(prompt) :]) == "Hm.\n</think>\n\nFood.<|im_end|>\n"
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "plain"])
-def test_a_template_whose_answers_end_with_a_token_teaches_to_stop(made, name):
-    assert ChatReader.of(made(FAMILIES[name][0])).teaches_to_stop
 
 
 def test_a_template_that_ends_no_answer_is_said(made, tmp_path):

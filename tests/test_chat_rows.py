@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from farthing.data.chat import DEFAULT_CHAT_TEMPLATE, Renderer
+from farthing.data.chat import Renderer, default_template
 from farthing.data.foreign import foreign_kind
 from farthing.data.formats import converter, recognise
 from farthing.data.shown import Shown
@@ -30,7 +30,7 @@ NO_TOOLS = (
 )
 """A template that knows neither tools nor systems."""
 THINKS = PLAIN.replace("'<assistant>'", "'<assistant><think>'")
-MARKED_TWICE = DEFAULT_CHAT_TEMPLATE.replace(
+MARKED_TWICE = default_template(False).replace(
     "{{- eos_token }}", "{% endgeneration %}{% generation %}{{- eos_token }}"
 )
 WITH_PREAMBLE = (
@@ -92,7 +92,7 @@ def sharegpt(*turns: tuple[str, str], **marks: Any) -> dict[str, Any]:
     return {"conversations": [*said[:-1], said[-1] | marks]}
 
 
-@pytest.mark.parametrize("template", [PLAIN, DEFAULT_CHAT_TEMPLATE], ids=["prompts", "marks"])
+@pytest.mark.parametrize("template", [PLAIN, default_template(False)], ids=["prompts", "marks"])
 @pytest.mark.parametrize(
     "marks", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": 0}]
 )
@@ -210,7 +210,7 @@ def test_a_row_that_can_not_be_learned_says_why(row, template, words):
     [{"content": ""}, {"content": " \n"}, {"content": None}, {}, {"content": "", "name": "bot"}],
     ids=["empty", "spaces", "null", "no content", "a name alone"],
 )
-@pytest.mark.parametrize("template", [PLAIN, DEFAULT_CHAT_TEMPLATE], ids=["prompts", "marks"])
+@pytest.mark.parametrize("template", [PLAIN, default_template(False)], ids=["prompts", "marks"])
 def test_an_answer_that_says_nothing_is_not_learned_as_an_empty_one(said, template):
     turns = asked(**said) + talk()[2:]
     with pytest.raises(UnusableRowError, match=EMPTY):
@@ -274,7 +274,7 @@ def test_what_no_chat_showed_is_said_once_and_what_one_showed_is_not():
     assert said(PLAIN, WITH_TOOLS) == [*others, "`tools`"]
     roles = ["messages of `system`", "messages of `tool`"]
     assert said(NO_TOOLS, WITH_TOOLS) == [*others, *roles, "`tool_calls` of messages", "`tools`"]
-    assert said(DEFAULT_CHAT_TEMPLATE, WITH_TOOLS) == others
+    assert said(default_template(False), WITH_TOOLS) == others
     thinks = PLAIN.replace("(m.content or '')", "(m.reasoning_content or m.content or '')")
     same = {"messages": asked(content="b", reasoning_content="b")}
     assert said(thinks, same) == ["`reasoning_content` of messages"], "it says what is there anyway"

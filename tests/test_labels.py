@@ -343,12 +343,16 @@ def test_f1_of_several_labels_is_of_each_class_and_of_all():
     assert metrics["precision"] == 0.75
 
 
+def judged(*answers: float) -> dict[str, Any]:
+    """The metrics of four numbers."""
+    labels = np.array([1.0, 2, 2, 5])
+    seen = EvaluationSums(0.0, 0.0, labels, np.array(answers), (), [], [], np.ones(4))
+    return objective_of(NUMBERS).judge(seen)
+
+
 def test_correlations_are_those_of_the_books():
-    labels, answers = np.array([1.0, 2, 2, 5]), np.array([0.0, 1, 3, 2])
-    seen = EvaluationSums(0.0, 0.0, labels, answers, (), [], [], np.ones(4))
-    metrics = objective_of(NUMBERS).judge(seen)
+    metrics = judged(0.0, 1, 3, 2)
     assert metrics["mse"] == pytest.approx(3.0)
     assert metrics["pearson"] == pytest.approx(3 / 45**0.5)
     assert metrics["spearman"] == pytest.approx(3 / 22.5**0.5)
-    flat = objective_of(NUMBERS).judge(seen._replace(answers=np.zeros(4)))
-    assert flat["pearson"] is None
+    assert judged(0.0, 0, 0, 0)["pearson"] is None

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,22 +52,18 @@ def test_classification_metrics_are_those_worked_by_hand():
     assert found["confusion"] == [[3, 1, 0], [1, 1, 0], [2, 0, 0]]
 
 
-def test_a_class_that_never_occurs_does_not_pull_the_macro_mean_down():
-    found = classification_metrics(
-        np.array([[2, 0, 0], [0, 3, 0], [0, 0, 0]]), ("a", "b", "absent")
-    )
-    assert (found["f1"], found["precision"], found["recall"], found["accuracy"]) == (1, 1, 1, 1)
-    assert found["per_class"]["absent"] == {"precision": 0, "recall": 0, "f1": 0, "n": 0}
-
-
-def test_a_class_that_is_only_predicted_counts():
-    found = classification_metrics(np.array([[1, 1], [0, 0]]), ("a", "b"))
-    assert found["f1"] == pytest.approx((2 / 3 + 0) / 2)
-
-
-def test_no_examples_give_zeros_and_no_division():
-    found = classification_metrics(np.zeros((2, 2), dtype=np.int64), ("a", "b"))
-    assert (found["accuracy"], found["f1"], found["majority_accuracy"]) == (0, 0, 0)
+@pytest.mark.parametrize(
+    ("confusion", "accuracy", "f1"),
+    [
+        ([[2, 0, 0], [0, 3, 0], [0, 0, 0]], 1, 1),
+        ([[1, 1], [0, 0]], 0.5, (2 / 3 + 0) / 2),
+        ([[0, 0], [0, 0]], 0, 0),
+    ],
+    ids=["a class that never occurs does not count", "one that is predicted does", "no examples"],
+)
+def test_the_macro_mean_is_over_classes_that_occur(confusion, accuracy, f1):
+    found = classification_metrics(np.array(confusion), tuple("abc"[: len(confusion)]))
+    assert (found["accuracy"], found["f1"]) == pytest.approx((accuracy, f1))
 
 
 def test_identical_texts_score_one_and_disjoint_ones_nothing():
@@ -171,27 +166,6 @@ def test_a_classifier_is_judged_by_the_answers_it_gives(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_generated_answer_that_was_learnt_by_heart_matches_exactly(tmp_path):
-    rows = [
-        {"input": "color of grass", "target": "green"},
-        {"input": "color of sky", "target": "blue"},
-    ]
-    job = make_job(
-        tmp_path,
-        "t5",
-        rows=rows * 4,
-        eval_rows=rows,
-        max_steps=60,
-        learning_rate=0.01,
-        metric_for_best_model="exact_match",
-        eval_steps=20,
-    )
-    outcome = workshop.train(job)
-    assert outcome.receipt.metrics["exact_match"] == 1
-    assert outcome.receipt.metrics["rougeL"] == 1
-
-
-@pytest.mark.slow
 def test_a_seq2seq_run_may_spare_the_generation(tmp_path):
     rows = workshop.rows_of("t5", 4)
     job = make_job(
@@ -272,14 +246,22 @@ def test_the_last_step_is_exported_when_that_is_asked_for(tmp_path, monkeypatch)
     assert all(torch.equal(exported[name], last[name]) for name in exported)
 
 
-def test_patience_counts_evaluations_without_a_gain(tmp_path, monkeypatch):
-    set_metrics(monkeypatch, 3.0, 2.0, 2.5, 1.5, 1.6, 1.5)
-    job = judged_job(tmp_path, early_stopping_patience=2, max_steps=20)
+def test_patience_counts_evaluations_without_a_gain_above_the_threshold(tmp_path, monkeypatch):
+    """As EarlyStoppingCallback of transformers does."""
+    set_metrics(monkeypatch, 3.0, 2.8, 2.4, 2.3, 2.25, 1.6, 1.55, 1.5, 1.5, 1.45, 0.1)
+    keys = {"early_stopping_patience": 3, "early_stopping_threshold": 0.3, "max_steps": 20}
+    job = judged_job(tmp_path, **keys)
     outcome = workshop.train(job)
     assert (outcome.state, outcome.reason) == ("finished", "stopped early")
-    assert outcome.receipt.steps == 6
-    assert outcome.receipt.best_step == 4
-    assert workshop.train(job).receipt.steps == 6  # the same command trains nothing more
+    assert (outcome.receipt.steps, outcome.receipt.best_step) == (9, 8)
+    assert workshop.train(job).receipt.steps == 9  # the same command trains nothing more
+
+
+def test_more_is_better_where_the_metric_has_it(tmp_path, monkeypatch):
+    set_metrics(monkeypatch, 0.1, 0.9, 0.5, name="f1")
+    keys = {"max_steps": 3, "eval_steps": 1, "metric_for_best_model": "eval_f1"}
+    job = make_job(tmp_path, "bert", eval_rows=workshop.rows_of("bert", 3), **keys)
+    assert workshop.train(job).receipt.best_step == 2
 
 
 @pytest.mark.slow
@@ -320,56 +302,6 @@ def test_the_best_step_does_not_depend_on_the_threshold_even_over_a_stop(
         checkpoint_weights(job, best_step),
     )
     assert all(torch.equal(exported[name], best[name]) for name in exported)
-
-
-@pytest.mark.slow
-def test_patience_is_that_of_transformers_early_stopping(tmp_path, monkeypatch):
-    values = (3.0, 2.8, 2.4, 2.3, 2.25, 1.6, 1.55, 1.5, 1.5, 1.45, 0.1)
-    theirs = transformers.EarlyStoppingCallback(
-        early_stopping_patience=3, early_stopping_threshold=0.3
-    )
-    arguments: Any = SimpleNamespace(greater_is_better=False)
-    state: Any = SimpleNamespace(best_metric=None)
-    stopped_at = 0
-    for step, value in enumerate(values, 1):
-        theirs.check_metric_value(arguments, state, None, value)
-        state.best_metric = value if state.best_metric is None else min(value, state.best_metric)
-        if theirs.early_stopping_patience_counter >= 3:
-            stopped_at = step
-            break
-    set_metrics(monkeypatch, *values)
-    job = judged_job(
-        tmp_path, early_stopping_patience=3, early_stopping_threshold=0.3, max_steps=20
-    )
-    outcome = workshop.train(job)
-    assert outcome.receipt.steps == stopped_at == 9
-    assert outcome.receipt.best_step == 8
-
-
-@pytest.mark.parametrize(
-    ("metric", "values", "best_step"),
-    thinned(
-        [
-            ("f1", (0.1, 0.9, 0.5), 2),
-            ("eval_accuracy", (0.1, 0.2, 0.3), 3),
-            ("eval_loss", (0.3, 0.1, 0.2), 2),
-        ],
-        3,
-    ),
-)
-def test_more_or_less_is_better_as_the_metric_has_it(
-    metric, values, best_step, tmp_path, monkeypatch
-):
-    set_metrics(monkeypatch, *values, name=metric.removeprefix("eval_"))
-    job = make_job(
-        tmp_path,
-        "bert",
-        max_steps=3,
-        eval_steps=1,
-        metric_for_best_model=metric,
-        eval_rows=workshop.rows_of("bert", 3),
-    )
-    assert workshop.train(job).receipt.best_step == best_step
 
 
 def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refused(tmp_path):

@@ -24,8 +24,6 @@ from farthing.config.load import load_job
 from farthing.errors import InputError, JobError
 from farthing.launch.prepare import Wishes, prepare
 from farthing.objectives import registry
-from farthing.objectives.causal_lm import CAUSAL_LM
-from farthing.objectives.classification import CLASSIFICATION
 from farthing.objectives.objective import Rows
 from farthing.objectives.registry import (
     find_objective,
@@ -40,15 +38,13 @@ from patience import until
 from workshop import job_file, log_of, losses_of, train
 
 PACKAGE = '''
-"""Tasks that are not farthing's: stars as ordered classes, and tags of which some weigh more."""
+"""Tasks that are not farthing's: stars as ordered classes, and pairs of texts."""
 
 from farthing.objectives.classification import CLASSIFICATION
 from farthing.objectives.columns import Format, text_of
 from farthing.errors import UnusableRowError
-from farthing.objectives.token_classification import TOKEN_CLASSIFICATION
 
 MOST = 5
-WEIGHT = 4.0  # of a tag that is not O
 
 
 def read(row, label_map):
@@ -100,26 +96,6 @@ STARS = CLASSIFICATION._replace(
 )
 
 
-def weighted_loss(scores, labels, label_smoothing):
-    """Class 0 is O, as its name stands first."""
-    import torch
-    from torch.nn.functional import cross_entropy
-
-    scores = scores.flatten(0, -2).float()
-    weight = torch.full(scores.shape[-1:], WEIGHT, device=scores.device)
-    weight[0] = 1.0
-    return cross_entropy(scores, labels.flatten(), weight, reduction="sum")
-
-
-WEIGHTED_TAGS = TOKEN_CLASSIFICATION._replace(
-    name="weighted-tags",
-    same_head_as=TOKEN_CLASSIFICATION.name,
-    labels=TOKEN_CLASSIFICATION.labels._replace(
-        names=lambda labels: ["O", *sorted(labels - {"O"})], loss=weighted_loss, smooths=False
-    ),
-)
-
-
 def read_pair(row, label_map):
     follows = row.get("follows")
     if not isinstance(follows, bool):
@@ -139,7 +115,6 @@ NO_TASK = 3
 ENTRIES = """
 [farthing.objectives]
 stars = tasks_of_ours:STARS
-weighted-tags = tasks_of_ours:WEIGHTED_TAGS
 follows = tasks_of_ours:FOLLOWS
 broken = tasks_of_ours:NO_TASK
 gone = nowhere_at_all:TASK
@@ -277,28 +252,6 @@ def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_t
     assert "error" in second
 
 
-@pytest.mark.slow
-def test_a_tagger_of_a_package_weighs_its_tags(package, tmp_path):
-    draw = np.random.default_rng(0)
-    rows = [
-        {"tokens": words, "tags": ["B-X" if word == "rain" else "O" for word in words]}
-        for words in draw.choice(["the", "rain", "and"], size=(40, 5)).tolist()
-    ]
-    path = job_file(tmp_path, "bert", rows=rows, pretrained=True, eval_rows=rows[:8], max_steps=20)
-    values = yaml.safe_load(path.read_text()) | {"task": "weighted-tags"}
-    path.write_text(yaml.safe_dump(values))
-    job = load_job(path)
-    train(job)
-    metrics = [row["metrics"] for row in log_of(job) if "metrics" in row]
-    assert metrics[-1]["f1"] == 1.0
-    assert losses_of(job)[0] > 1.2, "of two classes, of which one weighs 4: more than log 2"
-    out = tmp_path / "out.jsonl"
-    (tmp_path / "asked.jsonl").write_text(json.dumps({"tokens": ["the", "rain"]}) + "\n")
-    asked = ["predict", str(tmp_path / "run"), str(tmp_path / "asked.jsonl"), "-o", str(out)]
-    assert main(asked) == 0
-    assert json.loads(out.read_text())["prediction"] == ["O", "B-X"]
-
-
 def test_a_foreign_task_of_two_texts_is_asked_with_both(package, tmp_path):
     rows = [
         {"premise": f"rain {i}", "conclusion": "wet" if i % 2 else "dry", "follows": i % 2 == 1}
@@ -342,9 +295,10 @@ def test_a_package_whose_task_can_not_be_used_is_named(package, tmp_path):
 
 
 def test_a_name_belongs_to_one_task():
-    register(CAUSAL_LM)
+    ours = objective_of("causal-lm")
+    register(ours)
     with pytest.raises(ValueError, match="another task"):
-        register(CAUSAL_LM._replace(max_length=3))
+        register(ours._replace(max_length=3))
     assert objective_names()[:3] == ("causal-lm", "seq2seq", "classification")
 
 
@@ -369,16 +323,7 @@ def test_micro_batches_are_laid_out_as_each_task_says(name):
         "classification": ([[5, 6, 1], [7, 8, 9]], [2, 0]),
     }[name]
     assert (batch["input_ids"].tolist(), batch["labels"].tolist()) == expected
+    assert (batch["attention_mask"] == (batch["input_ids"] != 1)).all()
     if name != "seq2seq":
         flat = {"causal-lm": [[-100, 6, -100, 8, 9]], "classification": [2, 0]}[name]
         assert objective_of(name).packed_labels(rows).tolist() == flat
-
-
-def test_a_classifiers_loss_is_the_sum_of_cross_entropies():
-    scores, labels = (
-        torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
-        torch.tensor([1, 3, 0]),
-    )
-    assert CLASSIFICATION.labels is not None
-    loss = CLASSIFICATION.labels.loss(scores, labels, 0.0)
-    assert loss.item() == pytest.approx(-scores.log_softmax(-1)[range(3), labels].sum().item())

@@ -4,9 +4,7 @@ is.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +25,7 @@ from farthing.data.packing import (
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import first_position, go_packed, packed_logits
 from farthing.model.documents import packed_batch
-from heads import language_model_loss, summed_loss
+from heads import summed_loss
 
 CLOSE = 1e-5
 
@@ -244,62 +242,6 @@ def test_gradients_over_flat_pieces_add_up_to_those_of_one_padded_batch(task, me
     floor = 1e-3 * float(torch.stack([gradient.norm() for gradient in theirs]).norm())
     for name, one, other in zip(named, ours, theirs, strict=True):
         assert float((one - other).norm()) / max(float(other.norm()), floor) < CLOSE, name
-
-
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_the_head_that_pays_for_labelled_positions_takes_flat_batches(method):
-    tokens, model = token_set(np.array([7, 1, 12, 12])), model_of("causal-lm", method)
-    named = [p for p in model.parameters() if p.requires_grad]
-    whole = summed_loss(model, padded_batch(tokens, "causal-lm"), "causal-lm")[0]
-    theirs = torch.autograd.grad(whole, named)
-    go_packed(model)
-    batch = packed_batch(collate_packed(tokens, range(4), "causal-lm"))
-    ours = language_model_loss(model, batch, "causal-lm")
-    assert float(ours.detach()) == pytest.approx(float(whole.detach()), rel=CLOSE)
-    torch.testing.assert_close(torch.autograd.grad(ours, named), theirs, rtol=1e-4, atol=1e-4)
-
-
-# ---- real lengths ----
-
-
-def real_lengths(
-    data_dir: Path, file: str, tokenizer: str, *columns: str
-) -> list[NDArray[np.int64]]:
-    """Tokens of each column of the first 1,500 rows."""
-    from transformers import AutoTokenizer
-
-    encode = AutoTokenizer.from_pretrained(data_dir / "tokenizers" / tokenizer)
-    with open(data_dir / file, encoding="utf-8") as lines:
-        rows = [json.loads(line) for line, _ in zip(lines, range(1500), strict=False)]
-    return [
-        np.array([len(ids) for ids in encode([row[column] for row in rows])["input_ids"]])
-        for column in columns
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", [32, 128])
-@pytest.mark.parametrize(
-    ("costs", "least"),
-    [(0, 0.97), (32, 0.92)],
-)
-def test_almost_all_computed_tokens_of_real_sets_are_useful(costs, least, batch, data_dir):
-    reviews, sentences = real_lengths(data_dir, "e2e_nlg_dev_test.jsonl", "t5", "input", "target")
-    texts = np.minimum(
-        real_lengths(data_dir, "complaints_narratives.jsonl", "bert-base-uncased", "text")[0], 512
-    )
-    for lengths, targets in ((reviews, sentences), (texts, None)):
-        sizes = lengths[:, None] if targets is None else np.stack([lengths, targets], 1)
-        useful = computed = 0
-        order = permutation(len(lengths), 0, 0)
-        for start in range(0, len(order) - batch, batch):
-            step = order[start : start + batch]
-            pieces = split_padded(
-                step, lengths, 8192, target_lengths=targets, cost=MicroBatchCost(0, costs)
-            )
-            useful += int(sum(sizes[piece].sum() for piece in pieces))
-            computed += sum(padded_tokens(sizes[piece]) for piece in pieces)
-        assert useful >= least * computed
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 import workshop
 from families import examples_of, small
 from farthing.data.token_set import TokenSet
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
-from farthing.model.attention import go_packed
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.models.families import PACKED, PADS_SAFELY
@@ -123,22 +122,6 @@ def test_losses_and_gradients_are_those_of_one_example_at_a_time(name, smoothing
         with torch.no_grad():
             of_each = -forward.log_probs(forward.to_device(arrays))
         assert of_each.tolist() == pytest.approx(alone.tolist(), rel=1e-5)
-
-
-def test_parts_with_a_configuration_of_their_own_get_the_attention_too(monkeypatch):
-    """transformers 5.17 sets that of the whole model alone where a part's configuration is a copy
-    of the same class.
-    """
-
-    def of_itself(self, name):
-        self.config._attn_implementation_internal = name
-
-    monkeypatch.setattr(PreTrainedModel, "set_attn_implementation", of_itself)
-    model = model_of("t5")
-    assert model.encoder.config is not model.config
-    go_packed(model)
-    parts = (model, model.encoder, model.decoder)
-    assert {part.config._attn_implementation for part in parts} == {"farthing_varlen"}
 
 
 def test_every_family_that_is_packed_is_written_for_in_padded_batches_safely():

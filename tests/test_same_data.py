@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,21 +170,15 @@ def test_no_row_crosses_the_split_whatever_it_is_rendered_by(tmp_path, tokenizer
 
 @pytest.mark.parametrize("task", ["causal-lm", "seq2seq", "classification"])
 def test_rows_of_one_input_stay_together_whatever_is_answered(tmp_path, tokenizers, task):
-    rows: list[dict[str, Any]]
-    if task == "classification":
-        rows = [
-            {"text": f"text {n % 10}" + " " * (n % 3), "label": str(n // 10)} for n in range(30)
-        ]
-    elif task == "seq2seq":
-        rows = [
-            {"instruction": f"say {n % 10}", "input": "x", "output": f"answer {n}"}
-            for n in range(30)
-        ]
-    else:
-        rows = [
-            {"instruction": f"say {n % 10}", "system": "s", "output": f"answer {n}"}
-            for n in range(30)
-        ]
+    form: Callable[[int], dict[str, Any]] = {
+        "causal-lm": lambda n: {"instruction": f"say {n % 10}", "system": "s", "output": f"{n}"},
+        "seq2seq": lambda n: {"instruction": f"say {n % 10}", "input": "x", "output": f"{n}"},
+        "classification": lambda n: {
+            "text": f"text {n % 10}" + " " * (n % 3),
+            "label": str(n // 10),
+        },
+    }[task]
+    rows = [form(n) for n in range(30)]
     family = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}[task]
     tokens = made(tmp_path, rows, tokenizers[family], task=task)
     assert len(np.unique(tokens.groups)) == 10
