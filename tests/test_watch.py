@@ -7,6 +7,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -116,6 +117,26 @@ def test_what_can_not_be_watched_is_refused_in_words(tmp_path, cli):
     assert "not a run folder" in cli.err("watch", tmp_path, "--once")
     assert main(["watch", str(tmp_path), "--every", "0"]) == 2
     assert main(["runs", str(tmp_path / "none")]) == 2
+
+
+def test_a_folder_that_can_not_be_read_is_named(tmp_path, monkeypatch, cli):
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    scan = os.scandir
+
+    def scandir(path):
+        if str(path) == str(closed):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    (row,) = cli.json("runs", tmp_path)["runs"]
+    assert (row["run"], row["state"], row["problem"]) == (
+        str(closed),
+        "unreadable",
+        "Permission denied",
+    )
+    assert f"{closed}: Permission denied" in cli.out("runs", closed)
 
 
 def test_all_runs_are_listed_with_what_the_month_has_cost(finished, tmp_path, cli):

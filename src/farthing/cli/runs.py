@@ -23,12 +23,12 @@ ARGUMENTS = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from farthing.report.runs import as_csv, stores_in, totals
+    from farthing.report.runs import as_csv, totals
 
     now = time.time()
-    rows = [row for where in arguments.where for row in _rows_of(where, now)]
-    folders = [Path(where) for where in arguments.where if not names_a_store(where)]
-    stores = [store for folder in folders for store in stores_in(folder)]
+    found = [_found_in(where, now) for where in arguments.where]
+    rows = [row for runs, _ in found for row in runs]
+    stores = [store for _, stores in found for store in stores]
     if arguments.json:
         print_json(
             {
@@ -44,13 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_FINISHED
 
 
-def _rows_of(where: str, now: float) -> list[Any]:
+def _found_in(where: str, now: float) -> tuple[list[Any], list[str]]:
+    """(runs, stores that are not looked into)."""
     from farthing.addresses import without_secrets
     from farthing.report.runs import row_of, runs_in
 
     if names_a_store(where):
         with looked_at(where) as look:
-            return [row_of(look(), now, name=without_secrets(where))]
+            return [row_of(look(), now, name=without_secrets(where))], []
     if not Path(where).is_dir():
         raise InputError(
             "no such folder",

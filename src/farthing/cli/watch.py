@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import json
 import time
+from dataclasses import asdict
 from typing import Any
 
 from farthing.cli.console import rich_console
@@ -60,4 +61,4 @@ def _as_json(receipt: Any, progress: Any) -> dict[str, object]:
     """One look, for programs."""
     found = receipt.to_json()
     kept = "run usd wall_s final_loss metrics tokens_per_s mfu peak_bytes interruptions diagnosis"
-    return {**progress.to_json(), **{name: found[name] for name in kept.split()}}
+    return {**asdict(progress), **{name: found[name] for name in kept.split()}}

@@ -122,11 +122,12 @@ def why_no_code(
         if line is None:
             return f"no build of torch {OLDEST_TORCH} or later has code for {name}", "", ""
         return f"{torch.in_words} has no code for {name}", line, "torch"
-    needs = {"flash_attention_2": attention == "flash_attention_2"}
-    needs["bitsandbytes"] = needs_bitsandbytes
-    for package, is_needed in needs.items():
-        if is_needed and gpu.vendor == "nvidia" and not _default(package).runs_on(gpu):
-            plain, change, kind = _WITHOUT[package]
+    for one in builds() if gpu.vendor == "nvidia" else ():
+        is_needed = one.package == attention or (
+            one.package == "bitsandbytes" and needs_bitsandbytes
+        )
+        if is_needed and not one.runs_on(gpu):
+            plain, change, kind = _WITHOUT[one.package]
             return f"{plain} has no code for {name}", change, kind
     return None
 
@@ -173,10 +174,6 @@ def _of_version(version: str) -> list[Build]:
     until = [one.since for one in of_torch if _numbers(one.since) <= _numbers(version)]
     since = until[-1] if until else of_torch[0].since
     return [one for one in of_torch if one.since == since]
-
-
-def _default(package: str) -> Build:
-    return next(one for one in builds() if one.package == package)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

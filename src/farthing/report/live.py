@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -36,9 +36,6 @@ class LiveProgress:
     @property
     def is_over(self) -> bool:
         return self.state in _ENDED
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def progress_of(receipt: RunReceipt, now: float, *, silent_s: float = SILENT_S) -> LiveProgress:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,21 +40,21 @@ class RunRow:
     problem: str = ""
 
 
-def runs_in(folder: Path, now: float) -> list[RunRow]:
-    """The runs in and below a folder, the newest first; `now` in seconds since 1970."""
-    paths = sorted(path for path, is_store in _found(folder) if not is_store)
-    rows = [row_of(path, now, name=str(path)) for path in paths]
-    return sorted(rows, key=lambda row: row.began or "", reverse=True)
+def runs_in(folder: Path, now: float) -> tuple[list[RunRow], list[str]]:
+    """(the runs in and below a folder, the newest first, and what can't be read; the stores, which
+    are not looked into). `now` in seconds since 1970.
+    """
+    closed: list[OSError] = []
+    found = sorted(_found(folder, closed.append))
+    rows = [row_of(path, now, name=str(path)) for path, is_store in found if not is_store]
+    rows.sort(key=lambda row: row.began or "", reverse=True)
+    rows += [RunRow(one.filename, "unreadable", problem=f"{one.strerror}") for one in closed]
+    return rows, [str(path) for path, is_store in found if is_store]
 
 
-def stores_in(folder: Path) -> list[str]:
-    """The stores in and below a folder, which are not looked into."""
-    return sorted(str(path) for path, is_store in _found(folder) if is_store)
-
-
-def _found(folder: Path) -> Iterator[tuple[Path, bool]]:
+def _found(folder: Path, note: Callable[[OSError], None]) -> Iterator[tuple[Path, bool]]:
     """(a run folder or a store, whether it is a store)."""
-    for where, folders, files in os.walk(folder):
+    for where, folders, files in os.walk(folder, onerror=note):
         if "data" in folders and ("commits" in folders or "writers" in folders):
             yield Path(where), True
             folders.clear()  # its data/ has copies of a run's files
