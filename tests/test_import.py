@@ -672,6 +672,15 @@ def test_a_value_of_an_odd_kind_is_named_or_refused(text, tmp_path):
     assert main(["import", str(tmp_path / "odd.yaml")]) in (0, 2)
 
 
+@pytest.mark.parametrize(
+    ("text", "is_told"),
+    [("", True), ("bf16: false\n", False), ("adapter: lora\nbf16: true\n", False)],
+)
+def test_weights_that_axolotl_trains_in_bf16_are_named(text, is_told, tmp_path):
+    notes = imported(tmp_path, AX + text).notes
+    assert any("in bf16 and updates them there" in note for note in notes) is is_told
+
+
 def test_axolotl(tmp_path):
     found = imported(tmp_path, AXOLOTL)
     job = job_of(tmp_path, found)

@@ -53,6 +53,7 @@ def read(values: Json, out: Imported) -> None:
         out.drop("model.new_tokens", why, "differs")
     defaults(out, NAME)
     notes = fact("axolotl-notes")
+    out.notes += [notes["weights"]] * (method == "full" and values.get("bf16", "auto") is not False)
     out.notes += [notes["warmup"]] * ("train.warmup_ratio" in out.defaults)
     out.notes.append(hf.NO_COUNT_OF_GPUS)
     is_split = out.job.get("train.gradient_accumulation_steps", 1) > 1 and not out.prefers
