@@ -403,27 +403,3 @@ def test_sets_of_real_data_are_what_they_were(
     columns = [getattr(tokens, each) for each in ("ids", "targets", "offsets", "lines", "labels")]
     digest = hashlib.sha256(b"".join(column.tobytes() for column in columns if column is not None))
     assert digest.hexdigest()[:32] == expected
-
-
-# ---- from a set to batches ----
-
-
-def test_examples_are_gathered_as_they_stand(tmp_path, tokenizers):
-    draw = np.random.default_rng(0)
-    rows = [
-        {
-            "prompt": "one " * int(draw.integers(1, 9)),
-            "completion": "two " * int(draw.integers(1, 9)),
-        }
-        for _ in range(50)
-    ]
-    tokens = made(write_jsonl(tmp_path / "a.jsonl", rows), tokenizers["llama"], tmp_path)
-    chosen = draw.permutation(len(tokens))[:20]
-    skipped = draw.integers(0, 3, 20)
-    examples = [tokens.example(int(index)) for index in chosen]
-    places, lengths = tokens.places_of(chosen, skipped)
-    assert lengths.tolist() == [len(ids) - n for (ids, _), n in zip(examples, skipped, strict=True)]
-    assert tokens.ids[places].tolist() == [
-        i for (ids, _), n in zip(examples, skipped, strict=True) for i in ids[n:]
-    ]
-    assert tokens.n_targets(chosen) == sum(int(is_target.sum()) for _, is_target in examples)

@@ -35,21 +35,23 @@ from workshop import Heard, Watched, log_of, make_job
 def test_classification_metrics_are_those_worked_by_hand():
     # true a: 3 right, 1 taken for b; true b: 1 right, 1 taken for a; true c: never right, twice
     # taken for a
-    confusion = np.array([[3, 1, 0], [1, 1, 0], [2, 0, 0]])
-    found = classification_metrics(confusion, ("a", "b", "c"))
-    assert found["accuracy"] == pytest.approx(4 / 8)
-    assert found["per_class"]["a"] == pytest.approx(
-        {"precision": 3 / 6, "recall": 3 / 4, "f1": 0.6, "n": 4}
+    confusion = [[3, 1, 0], [1, 1, 0], [2, 0, 0]]
+    found = classification_metrics(np.array(confusion), ("a", "b", "c"))
+    assert found.pop("per_class") == {
+        "a": {"precision": 3 / 6, "recall": 3 / 4, "f1": pytest.approx(0.6), "n": 4},
+        "b": {"precision": 1 / 2, "recall": 1 / 2, "f1": 0.5, "n": 2},
+        "c": {"precision": 0, "recall": 0, "f1": 0, "n": 2},
+    }
+    assert found.pop("confusion") == confusion
+    assert found == pytest.approx(
+        {
+            "accuracy": 4 / 8,
+            "precision": (0.5 + 0.5 + 0) / 3,
+            "recall": (0.75 + 0.5 + 0) / 3,
+            "f1": (0.6 + 0.5 + 0) / 3,
+            "majority_accuracy": 4 / 8,
+        }
     )
-    assert found["per_class"]["b"] == pytest.approx(
-        {"precision": 1 / 2, "recall": 1 / 2, "f1": 0.5, "n": 2}
-    )
-    assert found["per_class"]["c"] == pytest.approx({"precision": 0, "recall": 0, "f1": 0, "n": 2})
-    assert found["precision"] == pytest.approx((0.5 + 0.5 + 0) / 3)
-    assert found["recall"] == pytest.approx((0.75 + 0.5 + 0) / 3)
-    assert found["f1"] == pytest.approx((0.6 + 0.5 + 0) / 3)
-    assert found["majority_accuracy"] == pytest.approx(4 / 8)
-    assert found["confusion"] == [[3, 1, 0], [1, 1, 0], [2, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -143,26 +145,6 @@ def test_the_measured_loss_is_that_of_transformers_over_all_target_tokens(tmp_pa
         "answers have several lengths"
     )
     assert measured["n_examples"] == 7
-
-
-def test_a_classifier_is_judged_by_the_answers_it_gives(tmp_path):
-    held_out = workshop.rows_of("bert", 13, seed=1)
-    job = make_job(
-        tmp_path, "bert", method="full", learning_rate=0.002, max_steps=10, eval_rows=held_out
-    )
-    workshop.train(job)
-    measured = evaluations(job)[-1]["metrics"]
-    model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "run/model"
-    ).eval()
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/model")
-    right = 0
-    for row in held_out:
-        with torch.no_grad():
-            answer = int(model(**tokenizer(row["text"], return_tensors="pt")).logits.argmax())
-        right += model.config.id2label[answer] == row["label"]
-    assert measured["accuracy"] == pytest.approx(right / len(held_out))
-    assert sum(row["n"] for row in measured["per_class"].values()) == len(held_out)
 
 
 @pytest.mark.slow

@@ -225,24 +225,14 @@ def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_t
     assert all(set(each) == {"loss", "loss_stderr", "n_examples", "mean_error"} for each in metrics)
     assert 0 <= metrics[-1]["mean_error"] <= 4
 
-    assert (
-        main(
-            [
-                "export",
-                str(job.output_dir),
-                "--format",
-                "merged",
-                "--output",
-                str(tmp_path / "merged"),
-            ]
-        )
-        == 0
-    )
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    merged = tmp_path / "merged"
+    export = ["export", str(job.output_dir), "--format", "merged", "--output", str(merged)]
+    assert main(export) == 0
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(merged)
     assert (model.config.num_labels, model.config.problem_type) == (4, "multi_label_classification")
     assert main(["report", str(job.output_dir)]) == 0
     assert "mean_error" in capsys.readouterr().out
-    assert "pipeline_tag: text-classification" in (tmp_path / "merged/README.md").read_text()
+    assert "pipeline_tag: text-classification" in (merged / "README.md").read_text()
     asked, found = tmp_path / "asked.jsonl", tmp_path / "found.jsonl"
     asked.write_text('{"text": "the grand and the grand"}\n{"text": 3}\n')
     assert main(["predict", str(job.output_dir), str(asked), "-o", str(found)]) == 0

@@ -1,6 +1,4 @@
-"""Pieces of a token budget: whole, balanced, within the budget, and together what one padded batch
-is.
-"""
+"""Pieces of a token budget: whole, balanced and within the budget."""
 
 from __future__ import annotations
 
@@ -9,9 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from drawn_sets import token_set
 from farthing.data.batches import collate, permutation
@@ -22,10 +18,6 @@ from farthing.data.packing import (
     split_by_tokens,
     split_padded,
 )
-from farthing.model.adapters import Adapter, add_adapter
-from farthing.model.attention import first_position, go_packed, packed_logits
-from farthing.model.documents import packed_batch
-from heads import summed_loss
 
 CLOSE = 1e-5
 
@@ -165,83 +157,6 @@ def test_what_can_not_be_laid_flat_is_refused():
         collate_packed(tokens, [0], "seq2seq")
     with pytest.raises(ValueError, match="at least one token"):
         collate_packed(tokens, [], "causal-lm")
-
-
-# ---- the sum over pieces is the padded batch ----
-
-SIZE = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 1,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-
-
-def model_of(task: str, method: str) -> Any:
-    family = "llama" if task == "causal-lm" else "roberta"
-    auto = AutoModelForCausalLM if task == "causal-lm" else AutoModelForSequenceClassification
-    torch.manual_seed(0)
-    model = auto.from_config(AutoConfig.for_model(family, **SIZE, num_labels=3))
-    for parameter in model.parameters():
-        parameter.data += torch.randn_like(parameter) * 0.05
-    if method == "lora":
-        model = add_adapter(model, Adapter(r=4), task, seed=0)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.data.normal_(std=0.1)
-    return model.train()
-
-
-def flat_loss(model: Any, batch: dict[str, Any], task: str) -> torch.Tensor:
-    scores, labels = packed_logits(model, batch), batch["labels"]
-    if task == "causal-lm":
-        scores, labels = scores[0, :-1], labels[0, 1:]
-    return torch.nn.functional.cross_entropy(scores.float(), labels, reduction="sum")
-
-
-def padded_batch(tokens: Any, task: str) -> dict[str, torch.Tensor]:
-    arrays = collate(tokens, np.arange(len(tokens)), task, 1)
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-@pytest.mark.parametrize("budget", [1, 40, 10_000])
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("task", ["causal-lm", "classification"])
-def test_gradients_over_flat_pieces_add_up_to_those_of_one_padded_batch(task, method, budget):
-    tokens = token_set(
-        np.array([7, 1, 12, 12, 3, 1, 20, 33, 5, 5]), n_labels=3 if task == "classification" else 0
-    )
-    examples, model = np.arange(len(tokens)), model_of(task, method)
-    n_targets = tokens.n_targets(examples)
-    padded = padded_batch(tokens, task)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-    def gradients(loss):
-        found = torch.autograd.grad(
-            loss / n_targets, list(named.values()), allow_unused=True, materialize_grads=True
-        )
-        return list(found)
-
-    loss = summed_loss(model, padded, task)[0]
-    theirs, total = gradients(loss), 0.0
-    ours = [torch.zeros_like(gradient) for gradient in theirs]
-    go_packed(model)
-    begin = first_position(model.config)
-    pieces = split_by_tokens(examples, tokens.lengths, budget)
-    assert len(pieces) == {1: 10, 40: 3, 10_000: 1}[budget]
-    for piece in pieces:
-        part = flat_loss(model, packed_batch(collate_packed(tokens, piece, task, begin)), task)
-        total += float(part.detach())
-        ours = [one + other for one, other in zip(ours, gradients(part), strict=True)]
-    assert total == pytest.approx(float(loss.detach()), rel=CLOSE)
-    floor = 1e-3 * float(torch.stack([gradient.norm() for gradient in theirs]).norm())
-    for name, one, other in zip(named, ours, theirs, strict=True):
-        assert float((one - other).norm()) / max(float(other.norm()), floor) < CLOSE, name
 
 
 @pytest.mark.parametrize("seed", range(6))

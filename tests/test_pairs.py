@@ -128,22 +128,6 @@ def test_every_family_that_is_packed_is_written_for_in_padded_batches_safely():
     assert PACKED["seq2seq"] <= PADS_SAFELY["seq2seq"]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_changed_neighbour_changes_nothing_in_a_document(name):
-    forward = Forward(model_of(name).eval(), "seq2seq", 1, CPU)
-    one, other = examples_of(LENGTHS), examples_of(LENGTHS)
-    changed = slice(0, int(one.lengths[0]))
-    other.ids[changed] = 3 + (other.ids[changed] + 7) % 90
-    everything = np.arange(len(LENGTHS))
-    with torch.no_grad():
-        before, after = (
-            forward.log_probs(forward.to_device(forward.collate(each, everything)))
-            for each in (one, other)
-        )
-    assert before[0] != after[0]
-    assert torch.equal(before[1:], after[1:])
-
-
 def test_a_run_is_packed_evaluated_and_has_texts_written(tmp_path):
     rows = workshop.rows_of("t5", 6, seed=3)
     keys = {

@@ -31,6 +31,7 @@ from farthing.run.folder import keep, kept, kept_job
 from farthing.tiny import write_jsonl
 from farthing.train.opened_run import opened_run
 from farthing.train.resolve import open_examples, resolve
+from mishaps import fail_at
 from thinned import thinned
 from together import on_ranks
 from token_sets import with_words
@@ -252,10 +253,6 @@ def test_log_probabilities_and_gradients_are_those_of_whole_logits(tmp_path, met
 # ---- whole runs ----
 
 
-class Killed(Exception):
-    pass
-
-
 @pytest.mark.parametrize("objective", thinned([*PAIRS, "kto"], 5))
 def test_every_objective_learns_is_killed_and_goes_on_to_the_same_bits(tmp_path, objective):
     keys = {"max_steps": 8, "learning_rate": 0.01, "eval_strategy": "steps", "eval_steps": 4}
@@ -278,13 +275,10 @@ def test_every_objective_learns_is_killed_and_goes_on_to_the_same_bits(tmp_path,
         assert kept_job(Path(whole.output_dir))["objective"]["beta"] == 0.1
     parts = load_job(preference_job(tmp_path / "b", objective, **keys, save_steps=3))
 
-    class Kills(Heard):
-        def __call__(self, event):
-            if isinstance(event, StepTaken) and event.step == 5:
-                raise Killed
-
-    with pytest.raises(Killed):
-        train(parts, Kills())
+    with pytest.MonkeyPatch.context() as patch:
+        fail_at(5, ZeroDivisionError("of our own"), patch)
+        with pytest.raises(ZeroDivisionError):
+            train(parts)
     assert train(parts).state == "finished"
     assert losses_of(parts)[-3:] == losses[-3:]
 
@@ -399,13 +393,9 @@ def test_what_an_objective_can_not_do_is_refused(tmp_path, text, word):
 USER = {"role": "user", "content": "How much?"}
 GOOD = {"role": "assistant", "content": "A farthing."}
 BAD = {"role": "assistant", "content": "Go away."}
-HUMAN = {"from": "human", "value": "How much?"}
 
 
-def of_gpt(text: str) -> dict[str, str]:
-    return {"from": "gpt", "value": text}
-
-
+A, B = "A farthing.", "Go away."
 CHAT_ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "trl": ("prompt/chosen/rejected", {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}),
     "implicit": ("chosen/rejected", {"chosen": [USER, GOOD], "rejected": [USER, BAD]}),
@@ -424,26 +414,26 @@ CHAT_ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "sharegpt": (
         "conversations/chosen/rejected",
         {
-            "conversations": [HUMAN],
-            "chosen": of_gpt("A farthing."),
-            "rejected": of_gpt("Go away."),
+            "conversations": [{"from": "human", "value": "How much?"}],
+            "chosen": {"from": "gpt", "value": A},
+            "rejected": {"from": "gpt", "value": B},
         },
     ),
     "alpaca": (
         "instruction/chosen/rejected",
-        {"instruction": "How much?", "input": "", "chosen": "A farthing.", "rejected": "Go away."},
+        {"instruction": "How much?", "input": "", "chosen": A, "rejected": B},
     ),
     "axolotl": (
         "prompt/chosen/rejected",
-        {"system": "", "prompt": "How much?", "chosen": "A farthing.", "rejected": "Go away."},
+        {"system": "", "prompt": "How much?", "chosen": A, "rejected": B},
     ),
     "axolotl messages": (
         "messages/chosen/rejected",
-        {"messages": [USER], "chosen": GOOD, "rejected": "Go away."},
+        {"messages": [USER], "chosen": GOOD, "rejected": B},
     ),
     "ms-swift": (
         "messages/rejected_response",
-        {"messages": [USER, GOOD], "rejected_response": "Go away."},
+        {"messages": [USER, GOOD], "rejected_response": B},
     ),
     "ms-swift messages": (
         "messages/rejected_messages",

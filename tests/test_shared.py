@@ -32,7 +32,6 @@ from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import DECODERS, attend, can_share, go_packed, packed_logits
 from farthing.model.documents import Documents, packed_batch
-from farthing.model.loss import find_labelled
 from heads import assert_same, language_model_loss, make_model, summed_loss
 from packed_models import MAIN, Layer, gradients, heads, model_of
 from thinned import thinned
@@ -93,25 +92,6 @@ def test_each_takes_over_the_most_it_may_from_those_before_it(seed):
 def test_at_least_32_tokens_that_score_nothing_are_taken_over(n_inputs, taken):
     tokens = token_set([[5] * 80 + [index] for index in range(3)], [n_inputs] * 3)
     assert in_common(tokens, np.arange(3))[1].tolist() == taken
-
-
-# ---- collation ----
-
-
-def test_a_shared_batch_leaves_out_what_was_there_before():
-    texts = [[7] * 32 + [8, 9, 10], [6, 5, 4], [7] * 33 + [1, 2], [7] * 32 + [8, 9, 11, 12]]
-    tokens = token_set(texts, [34, 2, 34, 35])
-    batch = collate_shared(tokens, np.array([3, 1, 0, 2]), "causal-lm")
-    assert batch["input_ids"].tolist() == [[11, 12, 6, 5, 4, 8, 9, 10, *[7] * 33, 1, 2]]
-    assert batch["position_ids"].tolist() == [[34, 35, 0, 1, 2, 32, 33, 34, *range(35)]]
-    assert batch["lengths"].tolist() == [2, 3, 3, 35]
-    assert batch["key_lengths"].tolist() == [36, 3, 35, 35]
-    seen = np.split(batch["input_ids"][0][batch["key_rows"]], np.cumsum(batch["key_lengths"])[:-1])
-    assert [row.tolist() for row in seen] == [texts[index] for index in (3, 1, 0, 2)]
-    labelled = find_labelled(torch.from_numpy(batch["labels"]), predicts_next=True)
-    assert labelled.targets.tolist() == [12, 4, 10, 2]
-    assert batch["input_ids"][0][labelled.positions].tolist() == [11, 5, 9, 1]
-    assert all(array.dtype == np.int64 for array in batch.values())
 
 
 # ---- pieces ----
