@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import launched
@@ -95,6 +96,26 @@ def test_a_machine_that_its_provider_has_ended_is_billed_until_then(tmp_path):
     assert world.machines[0].why_gone == "its own end"
     billed = course.ledger.machines[world.machines[0].name]
     assert billed.usd(world.now) == pytest.approx(world.usd_of(world.machines[0]), abs=0.01)
+
+
+def test_no_machine_is_rented_while_the_one_before_is_listed_though_its_deletion_was_acknowledged(
+    tmp_path,
+):
+    course, n_acknowledged = Course(tmp_path, n_steps=60, script=["leaves with 75"]), 0
+    handle = course.world.handle
+
+    def acknowledges(request):
+        nonlocal n_acknowledged
+        if request.method == "DELETE" and n_acknowledged < 5:
+            n_acknowledged += 1
+            return httpx.Response(200)
+        return handle(request)
+
+    course.world.handle = acknowledges  # type: ignore[method-assign]
+    assert course.goes() == 0
+    first, second = course.world.machines
+    assert first.gone_at is not None
+    assert first.gone_at <= second.made_at
 
 
 def test_what_is_billed_after_a_run_names_the_command_that_ends_it():

@@ -472,7 +472,8 @@ def test_a_fitted_run_uses_its_budget_and_ends_annealed(seed, plain, tmp_path):
     costs.mean_step_s = 1.0
     costs.evaluation_s = 3.0
     costs.lengths = np.full(400, 200)
-    job = limited(plain, dice, 320.0, fits=True)
+    both = {"max_usd": 320.0 / 3600 * 7.2, "max_hours": 320.0 / 3600 * 1.2}
+    job = under(limited(plain, dice, 320.0, fits=True), **both)
     estimate = dataclasses.replace(workshop.ESTIMATE, step_s=dice.choice([0.3, 1.0, 3.0]))
     machine, disk = Machine(), {}
     assert attempt(job, tmp_path, machine, costs, disk, estimate) == "finished"
