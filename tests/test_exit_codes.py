@@ -150,14 +150,6 @@ def test_training_goes_on_when_nobody_reads_and_keeps_its_exit_code(tmp_path):
     assert json.loads((tmp_path / "run" / "receipt.json").read_text())["steps"] == 8
 
 
-@pytest.mark.parametrize("verb", sorted(VERBS.keys() - {"report", "runs", "launch"}))
-def test_more_words_than_a_verb_takes_are_a_mistake(verb, capsys):
-    with pytest.raises(SystemExit) as left:
-        main([*VERBS[verb], "a", "b", "c", "d"])
-    assert left.value.code == 2
-    assert "usage:" in capsys.readouterr().err
-
-
 def test_a_launch_of_several_jobs_asks_for_one(cli):
     assert "name one: farthing launch job.yaml" in cli.err("launch", "a", "b", "c")
 
@@ -206,34 +198,6 @@ def bench(tmp_path_factory):
     path = workshop.job_file(folder, max_steps=2)
     assert main(["train", str(path), "--json"]) == 0
     return folder
-
-
-@pytest.mark.parametrize(
-    ("argv", "code"),
-    thinned(
-        [
-            ("init {new}/job.yaml", 0),
-            ("train {folder}/none.yaml", 2),
-            ("plan {job}", 0),
-            ("train {job} --retry 0", 2),
-            ("train {job} --set train.max_steps=0", 2),
-            ("probe {job} --seconds 1", 2),
-            ("prices --gpu h100", 0),
-            ("report {folder}/run {folder}/nowhere", 2),
-            ("export {folder}/run --output {new}/model", 0),
-            ("export {folder}/nowhere --output {new}/model", 2),
-            ("doctor {job}", 0),
-            ("doctor --set a=b", 2),
-        ],
-        2,
-    ),
-)
-def test_the_verbs_exit_as_they_say(argv, code, bench, tmp_path, capsys):
-    words = [
-        word.format(job=bench / "job.yaml", folder=bench, new=tmp_path) for word in argv.split()
-    ]
-    assert main(words) == code, capsys.readouterr()
-    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_train_has_every_code(tmp_path, monkeypatch, cli):

@@ -75,16 +75,10 @@ def test_dry_run_writes_files_shows_the_bill_and_rents_nothing(demo, capsys):
     folder = Path(view["folder"])
     assert sorted(path.name for path in folder.iterdir()) == view["files"] == ["pod.json", "run.sh"]
     assert not (demo.parent / "run" / "machines.jsonl").exists(), "nothing was asked for"
-    assert view["target"] == "runpod"
-    assert view["ends"]
-    assert set(view["usd_of"]) == {"boot", "train", "teardown"}
-    assert view["planned_usd"] == pytest.approx(sum(view["usd_of"].values()))
     assert view["most_usd"] < view["max_usd"] == 2
     pod = json.loads((folder / "pod.json").read_text())["variables"]["input"]
     assert pod["name"] == view["name"]
-    assert pod["terminateAfter"] == "${FARTHING_ENDS_AT}", (
-        "filled in when it is sent: the files are the same on every day"
-    )
+    assert pod["terminateAfter"] == "${FARTHING_ENDS_AT}", "filled in when it is sent"
 
 
 def test_a_model_folder_without_weights_is_refused_before_anything_is_rented(demo, capsys):
@@ -578,11 +572,9 @@ def test_a_second_folder_counts_on_from_what_the_first_has_paid(tmp_path):
 
     with pytest.raises(Killed):
         course.goes(at=tmp_path / "laptop", say=die)
-    gone = [machine.why_gone for machine in world.machines]
-    assert gone == ["destroyed", "destroyed"], "boots that led to nothing"
-    assert world.usd > 0.1
+    assert world.usd > 0.1, "boots that led to nothing"
     assert course.goes() == 3
-    assert world.usd <= 0.3 + course.prepared.wishes.boot_s / 3600 * 0.4
+    assert world.usd <= 0.3 + 600 / 3600 * 0.4
     names = [machine.name for machine in world.machines]
     assert len(set(names)) == len(names) == 3, "no machine is taken for another one"
     assert course.goes(at=tmp_path / "laptop") == 3

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 import launched
+from fake_clouds import Machine as CloudMachine
 from farthing.launch.machines import MachineLedger, RentedMachine
 from farthing.launch.targets.lambda_cloud import Lambda
 from launch_faults import Fate, Killed
@@ -151,3 +152,42 @@ def test_a_machine_that_is_asked_for_twice_is_billed_from_the_first_time(tmp_pat
     ledger.note("farthing-1-2", "created", 1001.0, id="7")
     asked(ledger, 1900.0, why="asked for elsewhere")
     assert ledger.machines["farthing-1-2"].usd(4600.0) == 1.0
+
+
+# ---- what an earlier watcher left ----
+
+
+def there(course: Course, number: int, *events: str) -> CloudMachine:
+    """A machine that an earlier watcher asked for: in its ledger, in the store and in the cloud."""
+    world, ledger = course.world, course.ledger
+    name = f"{course.prepared.launch_id}-{number}"
+    asked = {"target": "runpod", "provider": "RunPod", "usd_per_hour": 0.4, "left_usd": 4.0}
+    ledger.note(name, "asked", world.now, number=number, most_s=30_000, **asked)
+    for event in events:
+        ledger.note(name, event, world.now, **({"id": str(number)} if event == "created" else {}))
+    world.keep(name, ledger.rows[name])
+    ledger.close()
+    machine = CloudMachine(str(number), name, "", world.now, 0.4, world.now + 30_000, None, 4.0)
+    machine.prices = [(world.now, 0.4)]
+    world.machines.append(machine)
+    return machine
+
+
+def test_of_two_machines_the_younger_is_adopted_and_the_older_is_ended(tmp_path):
+    course = Course(tmp_path, n_steps=240)
+    older, younger = (there(course, number, "created") for number in (1, 2))
+    began = course.world.now
+    assert course.goes() == 0
+    assert older.gone_at is not None
+    assert older.gone_at - began < 60, "before the younger one trained"
+    assert younger.trained_s > 0
+    assert (len(course.world.machines), course.world.n_alive) == (2, 0)
+
+
+def test_a_machine_that_was_left_and_not_ended_is_ended_before_another_is_rented(tmp_path):
+    course = Course(tmp_path, n_steps=24)
+    left = there(course, 1, "created", "left")
+    assert course.goes() == 0
+    assert left.gone_at is not None
+    assert left.gone_at <= course.world.machines[1].made_at
+    assert course.world.n_alive == 0

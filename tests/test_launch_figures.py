@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,6 +168,32 @@ def test_a_machine_that_could_not_train_a_minute_is_not_asked_for(tmp_path: Path
     assert after(4.0 - least_usd - 1e-4) == 420
     with pytest.raises(NoBudgetError, match="not enough to boot"):
         after(4.0 - least_usd + 1e-4)
+
+
+def test_a_deadline_is_the_end_of_a_machine_and_hours_are_those_of_training(
+    tmp_path: Path,
+) -> None:
+    def most_s(**limits: Any) -> int:
+        prepared = on("runpod", tmp_path, limits=limits)
+        return prepared.ask(1, prepared.offers[0], MachineLedger(tmp_path / "run"), [], NOW).most_s
+
+    assert most_s(deadline=datetime.fromtimestamp(NOW + 7200, UTC)) == 7200
+    assert most_s(max_hours=2) == 7200 + 240 + 120 + 120, "boot, grace and teardown come on top"
+
+
+@pytest.mark.parametrize(("more_s", "may"), [(-30.0, False), (30.0, True)])
+def test_spot_is_taken_as_long_as_a_quarter_and_two_boots_are_left(
+    more_s: float, may: bool, tmp_path: Path
+) -> None:
+    least_s = 1.25 * (3600.0 + 240.0) + 2 * 240.0
+    deadline = datetime.fromtimestamp(NOW + least_s + more_s, UTC)
+    prepared = on("runpod", tmp_path, limits={"max_usd": 4.0, "deadline": deadline})
+    steady, spot = prepared.offers[:2]
+    plan: Any = SimpleNamespace(offer=steady, wall_s=3600.0)
+    prepared = replace(prepared, plans={steady: plan}, n_steps=100)
+    assert prepared.is_in_time(spot, NOW, 0) is may
+    assert prepared.is_in_time(steady, NOW, 0)
+    assert prepared.is_in_time(spot, NOW + 0.625 * 3600, 50) is may, "half of it is done"
 
 
 def test_offers_that_are_out_of_stock_are_asked_for_three_times_more(tmp_path: Path) -> None:

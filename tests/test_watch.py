@@ -101,6 +101,8 @@ def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path, c
 def test_a_run_in_a_store_is_looked_at_without_its_checkpoints(finished, tmp_path):
     place = finished.parent / "store"
     before, store = sorted(place.rglob("*")), open_store(str(place))
+    fetch, fetched = store.fetch, list[str]()
+    store.fetch = lambda *what: (fetched.append(what[0]), fetch(*what))  # type: ignore
     assert take_small(store, tmp_path, newest_words(store))
     assert not (tmp_path / "checkpoints").exists()
     assert not (tmp_path / "model").exists()
@@ -108,6 +110,9 @@ def test_a_run_in_a_store_is_looked_at_without_its_checkpoints(finished, tmp_pat
     assert (there.steps, there.final_loss, there.state) == (here.steps, here.final_loss, here.state)
     at_the_end = next(span.usd for span in here.spans if span.name == "checkpoint")
     assert here.usd - at_the_end <= there.usd <= here.usd, "the last second is not in the store"
+    n_first = len(fetched)
+    assert take_small(store, tmp_path, [])
+    assert len(fetched) < 2 * n_first, "pieces of the log are fetched once"
     assert main(["watch", str(place), "--once"]) == 0
     assert sorted(place.rglob("*")) == before, "looking leaves no trace"
     assert not take_small(open_store(str(tmp_path / "empty")), tmp_path, [])
