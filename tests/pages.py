@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass, replace
 from html.parser import HTMLParser
+from typing import Any
 
 LOADING = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image", "use"}
 LOADING_BY = {"src", "href", "xlink:href", "srcset", "action", "onclick", "onload"}
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 NASTY = '<script>alert("x")</script>&'
+
+
+def nasty(value: Any, kept: tuple[str, ...] = ()) -> Any:
+    """With markup at the end of every text but those that are `kept`."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(
+            value, **{one.name: nasty(getattr(value, one.name), kept) for one in fields(value)}
+        )
+    if isinstance(value, dict):
+        return {key: nasty(one, kept) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(nasty(one, kept) for one in value)
+    return value + NASTY if isinstance(value, str) and value not in kept else value
 
 
 class Read(HTMLParser):

@@ -5,7 +5,7 @@ view.
 from __future__ import annotations
 
 import re
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +15,7 @@ from farthing.report.plan_report import plan_page
 from farthing.report.plan_view import PlanView, plan_view
 from farthing.report.plan_words import say_cost
 from farthing.units import say_seconds
-from pages import NASTY, Read
+from pages import NASTY, Read, nasty
 from planned import OWN, ask
 
 
@@ -34,20 +34,7 @@ def test_the_page_is_whole_and_nothing_is_loaded_from_elsewhere(view):
 
 
 def test_what_comes_from_outside_is_only_text(view):
-    kept = ("spot", "on-demand", "own", "here")
-
-    def nasty(value):
-        """With markup at the end of every string."""
-        if is_dataclass(value):
-            changes = {one.name: nasty(getattr(value, one.name)) for one in fields(value)}
-            return replace(value, **changes)
-        if isinstance(value, dict):
-            return {key: nasty(one) for key, one in value.items()}
-        if isinstance(value, tuple) and not hasattr(value, "_fields"):
-            return tuple(nasty(one) for one in value)
-        return value + NASTY if isinstance(value, str) and value not in kept else value
-
-    changed = nasty(view)
+    changed = nasty(view, ("spot", "on-demand", "own", "here"))
     years = replace(
         changed.years,
         one_year_usd={NASTY: 1.0},

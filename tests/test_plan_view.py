@@ -286,13 +286,8 @@ def test_the_first_is_at_a_price_that_can_be_had(study):
     assert others.keys() == terms.keys()
     assert all(row["price_notes"] for row in others.values())
     assert "400 days" in " ".join(others["Old"]["price_notes"])
-    low, high = (
-        {row["provider"]: row["usd_range"][side] / row["total_usd"] for row in rows}
-        for side in (0, 2)
-    )
-    assert high["Market"] > high["Packs"]
-    assert low["Market"] == pytest.approx(low["Packs"], rel=0.001)
-    assert low["Old"] < low["Packs"]
+    high = {row["provider"]: row["usd_range"][2] / row["total_usd"] for row in rows}
+    assert high["Market"] > high["Packs"], "the lowest of many prices"
 
 
 def test_how_sure_a_plan_is_and_why(study):

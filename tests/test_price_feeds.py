@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
 from datetime import date
 from http.server import BaseHTTPRequestHandler
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -304,49 +305,37 @@ def sold(gpu: str | None, gib: float | None, usd: float, **more: Any) -> SimpleN
     return SimpleNamespace(**dict.fromkeys(GPUHUNT.split(",")) | known)
 
 
-class FakeProvider:
-    """A provider of gpuhunt as it is used here."""
+def raises(error: Exception) -> Any:
+    def call(*_: Any, **__: Any) -> Any:
+        raise error
 
-    @classmethod
-    def from_env(cls) -> FakeProvider:
-        return cls()
-
-    def get(self, query_filter: Any = None, balance_resources: bool = True) -> list[Any]:
-        return [
-            sold("RTX4090", 24.0, 0.4),
-            sold("RTX3090", 24.0, 0.2, spot=True),
-            sold(None, None, 0.1, gpu_count=0),
-        ]
+    return call
 
 
-class WithoutKey(FakeProvider):
-    @classmethod
-    def from_env(cls) -> FakeProvider:
-        raise NoKey("no key")
-
-
-class Broken(FakeProvider):
-    def get(self, query_filter: Any = None, balance_resources: bool = True) -> list[Any]:
-        raise RuntimeError("the API has changed")
+def provider_with(get: Any) -> Any:
+    return SimpleNamespace(from_env=lambda: SimpleNamespace(get=get))
 
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    module = ModuleType("gpuhunt")
-    module.MissingCredsError = NoKey  # type: ignore[attr-defined]
-    providers = ModuleType("gpuhunt_providers")
-    for each in (FakeProvider, WithoutKey, Broken):
-        setattr(providers, each.__name__, each)
-    monkeypatch.setitem(sys.modules, "gpuhunt", module)
-    monkeypatch.setitem(sys.modules, "gpuhunt_providers", providers)
+    machines = [
+        sold("RTX4090", 24.0, 0.4),
+        sold("RTX3090", 24.0, 0.2, spot=True),
+        sold(None, None, 0.1, gpu_count=0),
+    ]
+    providers = {
+        "Good": provider_with(lambda *_, **__: machines),
+        "WithoutKey": SimpleNamespace(from_env=raises(NoKey("no key"))),
+        "Broken": provider_with(raises(RuntimeError("the API has changed"))),
+    }
+    monkeypatch.setitem(sys.modules, "gpuhunt", SimpleNamespace(MissingCredsError=NoKey))
+    monkeypatch.setitem(sys.modules, "gpuhunt_providers", SimpleNamespace(**providers))
 
 
 @pytest.mark.usefixtures("library")
 def test_live_providers_are_asked_by_the_library(tmp_path):
     feeds = [
-        Feed("Vast.ai", "gpuhunt-live", "gpuhunt_providers:FakeProvider"),
+        Feed("Vast.ai", "gpuhunt-live", "gpuhunt_providers:Good"),
         Feed("Crusoe", "gpuhunt-live", "gpuhunt_providers:WithoutKey"),
         Feed("Lium", "gpuhunt-live", "gpuhunt_providers:Broken"),
         Feed("Gone", "gpuhunt-live", "gpuhunt_providers:Renamed"),
@@ -367,8 +356,6 @@ def test_live_providers_are_asked_by_the_library(tmp_path):
 
 
 def test_without_the_library_live_feeds_are_not_asked(server, tmp_path, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "gpuhunt", None)
     feeds = [Feed("Lium", "gpuhunt-live", "gpuhunt.providers.lium:LiumProvider"), *both(server)]
     result = update(tmp_path / "prices.csv", TODAY, feeds)
