@@ -31,7 +31,7 @@ from farthing.planner.recipe import Case, ModelSupport, Recipe, stack_for
 from farthing.settings import Settings
 from planned import wanted_of
 from thinned import thinned
-from traced import Alive, own_loss, traced_peak
+from traced import Alive, traced_peak
 from traced_models import BLOCK_BYTES, MIXTURES, NAMES, cut_config
 
 N_LABELS = 7
@@ -157,7 +157,6 @@ def compare(case: Traced) -> tuple[Memory, int]:
         documents=documents,
         lora=lora,
         accumulates=case.accumulates,
-        loss=own_loss,
         keeps_start=case.keeps_start,
     )
     recipe = Recipe(

@@ -32,7 +32,7 @@ from farthing.train.opened_run import opened_run
 from farthing.train.run_settings import first_settings
 from heads import head_loss
 from on_gpu.work import config_of
-from traced import Alive, fake_model, own_loss, traced_peak
+from traced import Alive, fake_model, traced_peak
 from traced_models import BLOCK_BYTES, cut_config
 from workshop import Heard, make_job
 
@@ -80,9 +80,7 @@ def how(case: Case) -> dict[str, Any]:
 def judged(case: Case) -> tuple[MemoryNeed, int]:
     """(the need that is found from one document and two, bytes of the loaded weights)."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = fake_model(
-            config_for(case), "causal-lm", checkpoint_every=0, is_own=True, **how(case)
-        )
+        model = fake_model(config_for(case), "causal-lm", checkpoint_every=0, **how(case))
         forward = Forward(model, "causal-lm", 0, Numerics(CPU, torch.bfloat16))
         assert forward.is_packed
 
@@ -130,7 +128,6 @@ def seen(case: Case) -> int:
         n_targets=LENGTH * case.n_documents,
         accumulates=case.accumulates,
         casts_once=case.casts_once,
-        loss=own_loss,
         **how(case),
     )
 

@@ -7,7 +7,6 @@ traced on a laptop.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -75,27 +74,6 @@ class Alive(TorchDispatchMode):
         return result
 
 
-def labelled_loss(model: Any, ids: Tensor, task: str, n_targets: int) -> Tensor:
-    """What `summed_loss` does, with the labelled positions known beforehand: a mask would hide
-    their number.
-    """
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if task == "classification":
-        return torch.nn.functional.cross_entropy(
-            model(**inputs).logits.float(), ids[:, 0], reduction="sum"
-        )
-    if task == "seq2seq":
-        targets = ids[:, :n_targets]
-        logits = model(**inputs, decoder_input_ids=targets, use_cache=False).logits
-    else:
-        logits, targets = model(**inputs, use_cache=False).logits[:, :-1], ids[:, 1 : n_targets + 1]
-    columns = torch.arange(targets.shape[1], device=ids.device).repeat(len(ids))
-    rows = torch.zeros_like(columns)
-    return torch.nn.functional.cross_entropy(
-        logits[rows, columns].float(), targets[rows, columns], reduction="sum"
-    )
-
-
 def own_loss(
     model: Any, ids: Tensor, task: str, n_targets: int, documents: tuple[int, ...] = ()
 ) -> Tensor:
@@ -141,13 +119,11 @@ def fake_model(
     weights: str,
     checkpoint_every: int,
     lora: dict[str, Any] | None = None,
-    adapters_fp32: bool = True,
     keeps_start: bool = False,
-    is_own: bool = False,
     is_packed: bool = False,
 ) -> Any:
-    """A model of tensors without data, in training mode, set up as the trainer does where `is_own`;
-    within FakeTensorMode.
+    """A model of tensors without data, in training mode, set up as the trainer does; within
+    FakeTensorMode.
     """
     config.use_cache = False
     with torch.device("meta"):
@@ -159,7 +135,7 @@ def fake_model(
                 "classification": "SEQ_CLS",
             }[task]
             chosen = peft.LoraConfig(task_type=kind, **(lora or {}))
-            model = peft.get_peft_model(model, chosen, autocast_adapter_dtype=adapters_fp32)
+            model = peft.get_peft_model(model, chosen)
             if keeps_start:
                 take_start_away(model)
     made: dict[int, tuple[Any, Any]] = {}
@@ -181,9 +157,8 @@ def fake_model(
                 module.base_layer = InFourBits(module.base_layer)
     model.train()
     checkpoint_layers(model, checkpoint_every)
-    if is_own:
-        use_low_rank(model)
-        use_one_gelu(inner_of(model))
+    use_low_rank(model)
+    use_one_gelu(inner_of(model))
     if is_packed:
         go_packed(model)
         cpu.use(inner_of(model))
@@ -238,16 +213,14 @@ def traced_peak(
     n_targets: int = 0,
     documents: tuple[int, ...] = (),
     lora: dict[str, Any] | None = None,
-    adapters_fp32: bool = True,
     keeps_start: bool = False,
     accumulates: bool = False,
     casts_once: bool = False,
-    loss: Callable[[Any, Tensor, str, int], Any] = labelled_loss,
 ) -> int:
     """Peak bytes of a step with fused AdamW, whose state is there already.
 
     A padded batch of `n_rows`, or `documents` of so many tokens laid end to end; `n_targets`
-    labelled of a row, or of all documents. With `own_loss` the model is set up as the trainer does.
+    labelled of a row, or of all documents.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = fake_model(
@@ -257,9 +230,7 @@ def traced_peak(
             weights=weights,
             checkpoint_every=checkpoint_every,
             lora=lora,
-            adapters_fp32=adapters_fp32,
             keeps_start=keeps_start,
-            is_own=loss is own_loss,
             is_packed=bool(documents),
         )
         trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -278,14 +249,10 @@ def traced_peak(
         with alive, casts.kept(several=accumulates) if casts else nullcontext():
             for _ in range(2 if accumulates else 1):
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                    if documents:
-                        result = own_loss(model, ids, task, n_targets, documents)
-                    else:
-                        result = loss(model, ids, task, n_targets)
-                value = result if isinstance(result, Tensor) else result.loss
-                value.backward()
+                    loss = own_loss(model, ids, task, n_targets, documents)
+                loss.backward()
                 add_up()
-                del result, value
+                del loss
         with alive:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
