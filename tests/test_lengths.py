@@ -170,9 +170,7 @@ def test_lengths_from_the_command_line():
     assert found == (5000, 300, 1024, False)
     assert np.mean(lengths.tokens) == pytest.approx(300, rel=0.002)
     assert "assumption" in lengths.source
-    pairs = from_mean(100, 50, mean_target=10)
-    assert pairs.targets is not None
-    assert pairs.n_target_tokens == 1000
+    assert from_mean(100, 50, mean_target=10).n_target_tokens == 1000
     assert from_mean(1, 300).longest == 300
     assert from_mean(10, 300, longest=300).tokens.tolist() == [300] * 10
     for wrong in ((0, 300, None), (10, 0, None), (10, 300, 200)):

@@ -191,10 +191,8 @@ def fresh(usd: float, **changes: Any) -> Place:
         (OLD.aged(95), fresh(4.0), True, {}),
         (OLD.aged(395), fresh(4.0), False, {}),
         (OLD.aged(95), fresh(2.1), False, {}),
-        (OLD.aged(91), fresh(2.35, host_note="drivers of its own"), False, {}),
         (OLD.aged(181), fresh(2.35, host_note="drivers of its own"), False, {}),
         (OLD.aged(91), fresh(2.6, host_note="drivers of its own"), True, {}),
-        (OLD.aged(181), fresh(2.6, host_note="drivers of its own"), True, {}),
         (OLD.aged(95), OLD.aged(400).sold(usd=1.9), True, {}),  # the cheapest at worst
         (SESSION, ROOMY, True, {}),
         (SESSION.sold(billing=Billing("A", most_hours=0.3)), ROOMY, False, {}),

@@ -64,6 +64,7 @@ def test_rows_of_others_are_of_sources_without_a_say_and_held_by_the_ranges(othe
         assert min(large) >= 0.75
 
 
+@pytest.mark.slow
 def test_the_table_of_errors_is_what_its_command_makes(given, others):
     made = error_table(judge([*given, *others], strangers=True)["rows"], date(2026, 11, 23))
     known = {row[:4]: (row.low, row.high) for row in error_classes()}

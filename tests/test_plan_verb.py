@@ -360,9 +360,7 @@ def test_a_page_that_can_not_be_written(plan, tmp_path, where, words):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--gpu", "h1000"), "did you mean `H100"),
         (("--prices", "none.csv"), "none.csv: no such file"),
-        (("--limit", "-1"), "--limit: -1 is too small"),
         (("--budget", "much"), "--budget: 'much' is not an amount of dollars"),
         (("--deadline", "soon"), "--deadline: 'soon' is neither a date nor a duration"),
         (("--deadline", "2020-01-01"), "--deadline: 2020-01-01 is in the past"),

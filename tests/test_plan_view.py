@@ -118,15 +118,10 @@ def test_the_answer_says_what_to_do_and_what_it_comes_to(tmp_path, view):
     assert view["answer"].startswith("Use your own RTX 4090: $0.")
     assert "Rented: 1x " in view["answer"], "who owns nothing is told what to rent"
     one = plan_view(ask(tmp_path))
-    rented = one.to_json()
-    assert rented["answer"].startswith("Rent 1x ")
-    assert " to spare" in rented["answer"]
-    assert rented["best"] in rented["plans"]
-    assert rented["best"]["rank"] == 1, "`--explain 1` explains the headline"
-    assert find_plan(one, "1") == one.best
-    assert re.search(r"\(\S.* to .*\), .* \(.* to .*\), fits", rented["answer"]), (
-        "dollars and hours with their ranges"
-    )
+    assert find_plan(one, "1") == one.best, "`--explain 1` explains the headline"
+    # dollars and hours with their ranges, and room in memory
+    found = r"Rent 1x .*\(\S.* to .*\), .* \(.* to .*\), fits.* to spare"
+    assert re.match(found, one.to_json()["answer"], re.DOTALL)
     assert "10,000 examples x 3 epochs, 1,875 steps of 16" in say("plan.txt", "summary", one.job)
 
 
