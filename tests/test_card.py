@@ -16,7 +16,7 @@ import workshop
 from farthing.cli import main
 from farthing.errors import RunInterruptedError
 from farthing.events import StepTaken
-from workshop import job_file, make_job
+from workshop import make_job
 
 
 def card_rows(run: Path) -> dict[str, list[str]]:
@@ -90,50 +90,12 @@ def test_the_card_of_an_adapter_says_how_to_load_it(family, words, tmp_path):
         assert found["model"].peft_config
 
 
-def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any]:
-    assert main(["report", str(tmp_path / "a/run"), str(tmp_path / "b/run"), "--json"]) == code
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
-def run_in(folder: Path, family: str = "llama", **keys: Any) -> None:
-    assert main(["train", str(job_file(folder, family, **keys))]) == 0
-
-
-@pytest.mark.slow
-def test_runs_on_other_data_and_of_other_lengths_say_what_can_not_be_compared(tmp_path, capsys):
-    run_in(tmp_path / "a", max_steps=1, eval_rows=workshop.rows_of("llama", 4))
-    run_in(
-        tmp_path / "b",
-        max_steps=2,
-        rows=workshop.rows_of("llama", 24, 5),
-        eval_rows=workshop.rows_of("llama", 4, 9),
-    )
-    capsys.readouterr()
-    found = compared(tmp_path, capsys)
-    assert found["rows"]["final_loss"]["ratio"] is found["rows"]["loss"]["ratio"] is None
-    notes = " ".join(found["notes"])
-    changed = Path(tmp_path / "b/run/run.json")
-    facts = json.loads(changed.read_text())
-    facts["identity"]["model (content)"] = "another"
-    changed.write_text(json.dumps(facts))
-    notes += " ".join(compared(tmp_path, capsys)["notes"])
-    for words in (
-        "they trained other models (",
-        "trained on other data",
-        "evaluated on other examples",
-        "(1 step and 2 steps)",
-    ):
-        assert words in notes
-
-
 def test_runs_that_are_alike_are_compared_without_a_word(tmp_path, cli, capsys):
     for name, rate in (("a", 0.01), ("b", 0.02)):
-        run_in(
-            tmp_path / name, max_steps=1, learning_rate=rate, eval_rows=workshop.rows_of("llama", 4)
-        )
-    capsys.readouterr()
-    found = compared(tmp_path, capsys)
+        keys = {"max_steps": 1, "learning_rate": rate, "eval_rows": workshop.rows_of("llama", 4)}
+        workshop.train(make_job(tmp_path / name, **keys))
+    assert main(["report", str(tmp_path / "a/run"), str(tmp_path / "b/run"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
     assert found["notes"] == []
     assert found["is_same_work"]
     assert "the run costs $" in cli.out("report", tmp_path / "a/run", tmp_path / "b/run")

@@ -135,13 +135,18 @@ def test_losses_are_those_of_a_plain_loop_of_transformers(task, family, tmp_path
     assert evaluated["loss"] == pytest.approx(held_out.item(), rel=1e-5)
 
 
+def predicted(folder: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What `farthing predict` writes for these rows."""
+    asked, out = write_jsonl(folder / "asked.jsonl", rows), folder / "out.jsonl"
+    assert main(["predict", str(folder / "run"), str(asked), "-o", str(out)]) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("task", TASKS)
-def test_a_model_is_planned_checked_trained_exported_and_asked(task, method, tmp_path, capsys):
-    keys: dict[str, Any] = {"max_steps": 12, "learning_rate": 3e-3}
-    path = write_job(tmp_path, task, method=method, **keys)
-    assert main(["doctor", str(path)]) == 0
+def test_a_model_is_planned_trained_exported_and_asked(task, method, tmp_path):
+    path = write_job(tmp_path, task, method=method, max_steps=12, learning_rate=3e-3)
     assert main(["plan", str(path), "--json"]) == 0
     assert main(["train", str(path)]) == 0
     metrics = [row["metrics"] for row in log_of(load_job(path)) if "metrics" in row]
@@ -152,18 +157,11 @@ def test_a_model_is_planned_checked_trained_exported_and_asked(task, method, tmp
     model = AUTO[task].from_pretrained(merged).eval()
     assert model.config.problem_type == PROBLEM[task]
     assert list(model.config.id2label.values()) == (names_of(task) or ["LABEL_0"])
-    asked = [
-        {name: value for name, value in row.items() if name in ("text", "tokens")}
-        for row in rows_of(task, 5, 9)
-    ]
-    write_jsonl(tmp_path / "asked.jsonl", asked)
-    out = tmp_path / "out.jsonl"
-    assert (
-        main(["predict", str(tmp_path / "run"), str(tmp_path / "asked.jsonl"), "-o", str(out)]) == 0
-    )
+    column = "tokens" if task == TAGS else "text"
+    answered = predicted(tmp_path, [{column: row[column]} for row in rows_of(task, 5, 9)])
     tokenizer = transformers.AutoTokenizer.from_pretrained(merged)
-    for row in map(json.loads, out.read_text().splitlines()):
-        given = row.get("tokens", row.get("text"))
+    for row in answered:
+        given = row[column]
         batch = tokenizer(given, is_split_into_words=task == TAGS, return_tensors="pt")
         with torch.no_grad():
             scores = model(**batch).logits[0]
@@ -209,12 +207,7 @@ def test_words_become_the_tokens_of_transformers(name, data_dir):
 def test_a_word_behind_the_limit_is_neither_learned_nor_predicted(tmp_path):
     path = write_job(tmp_path, TAGS, data={"max_length": 4}, max_steps=1)
     train(load_job(path))
-    write_jsonl(tmp_path / "asked.jsonl", [{"tokens": ["the", "rain", "and", "the", "storm"]}])
-    out = tmp_path / "out.jsonl"
-    assert (
-        main(["predict", str(tmp_path / "run"), str(tmp_path / "asked.jsonl"), "-o", str(out)]) == 0
-    )
-    said = json.loads(out.read_text())
+    (said,) = predicted(tmp_path, [{"tokens": ["the", "rain", "and", "the", "storm"]}])
     assert [tag is None for tag in said["prediction"]] == [False, False, True, True, True]
 
 
