@@ -89,7 +89,9 @@ def place(gpu: str, usd: float, n_gpus: int = 1, **more: Any) -> Place:
 
 
 def decide(wanted: JobSpec, places: list[Place], **more: Any) -> Answer:
-    offered = [(one.machine, [one.offer]) for one in places]
+    """What is decided; places that were `sold` of one place share its machine."""
+    machines = {id(one.machine): one.machine for one in places}.values()
+    offered = [(of, [one.offer for one in places if one.machine is of]) for of in machines]
     return decide_offered(wanted, offered, today=TODAY, **more)
 
 

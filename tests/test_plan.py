@@ -438,7 +438,8 @@ def nervous(offer: Offer) -> Interruptions:
 
 
 def test_each_zone_has_its_own_chance():
-    spots = [place("A100-80GB", 1.0, spot=True, zone=zone) for zone in ("good", "bad")]
+    spot = place("A100-80GB", 1.0, spot=True)
+    spots = [spot.sold(zone=zone) for zone in ("good", "bad")]
     work = wanted_of(n_epochs=20.0)
     assert len({plan.wall_s for plan in decide(work, spots, hazard=nervous).plans}) == 2
     wall_s = only(decide(work, spots[:1], hazard=nervous)).wall_s
