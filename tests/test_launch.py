@@ -99,27 +99,27 @@ def _job(path: Path, *overrides: str) -> Job:
 @pytest.mark.parametrize(
     ("on", "overrides", "words"),
     [
-        ("runpod", ["output_store="], "no store"),
-        ("kubernetes", ["output_store="], "NAMESPACE/CLAIM"),
-        ("runpod", ["output_store=/mnt/share"], "does not see this folder"),
-        ("skypilot", ["output_store=file:///mnt/share"], "does not see this folder"),
-        ("vast", ["limits.max_usd="], "no limit on its cost"),
-        ("vast", ["output_store=gs://bucket/run"], "does not travel to Vast.ai"),
-        ("runpod", ["data=https://user:pw@host/data.jsonl"], "does not travel"),
-        ("mars", [], "no target is called"),
-        ("lambda", [], "needs to know where"),
-        ("ssh:-oProxyCommand=x", [], "is no host"),
-        ("hf", ["where.gpu=K80", "where.usd_per_hour=1"], "has no K80"),
-        ("hf", ["where.gpu=L4", "where={}"], "a cap in dollars does not hold without a price"),
-        ("ssh:host", ["where={}"], "a cap in dollars does not hold without a price"),
-        ("runpod", ["train.push_to_hub=true"], "HF_TOKEN is not set here"),
-        ("runpod", ["model.from_run=./other"], "the weights of another run do not travel"),
-        ("kubernetes:lab/claim", ["output_store="], "no way there"),
-        ("runpod", ["data=file:///data/rows.jsonl"], "name the file by its path"),
-        ("runpod", ["data=zip://rows.jsonl::/data/all.zip"], "name the file by its path"),
+        ("runpod", "output_store=", "no store"),
+        ("kubernetes", "output_store=", "NAMESPACE/CLAIM"),
+        ("runpod", "output_store=/mnt/share", "does not see this folder"),
+        ("skypilot", "output_store=file:///mnt/share", "does not see this folder"),
+        ("vast", "limits.max_usd=", "no limit on its cost"),
+        ("vast", "output_store=gs://bucket/run", "does not travel to Vast.ai"),
+        ("runpod", "data=https://user:pw@host/data.jsonl", "does not travel"),
+        ("mars", "", "no target is called"),
+        ("lambda", "", "needs to know where"),
+        ("ssh:-oProxyCommand=x", "", "is no host"),
+        ("hf", "where.gpu=K80 where.usd_per_hour=1", "has no K80"),
+        ("hf", "where.gpu=L4 where={}", "a cap in dollars does not hold without a price"),
+        ("ssh:host", "where={}", "a cap in dollars does not hold without a price"),
+        ("runpod", "train.push_to_hub=true", "HF_TOKEN is not set here"),
+        ("runpod", "model.from_run=./other", "the weights of another run do not travel"),
+        ("kubernetes:lab/claim", "output_store=", "no way there"),
+        ("runpod", "data=file:///data/rows.jsonl", "name the file by its path"),
+        ("runpod", "data=zip://rows.jsonl::/data/all.zip", "name the file by its path"),
         (
             "runpod",
-            ["model.attn_implementation=flash_attention_2"],
+            "model.attn_implementation=flash_attention_2",
             "use sdpa or eager or flex_attention, or name an image",
         ),
     ],
@@ -127,7 +127,7 @@ def _job(path: Path, *overrides: str) -> Job:
 def test_what_can_not_run_there_is_refused(demo, on, overrides, words, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with pytest.raises(InputError) as refused:
-        prepare(_job(demo, *overrides), Wishes(on=on), NOW)
+        prepare(_job(demo, *overrides.split()), Wishes(on=on), NOW)
     assert words in str(refused.value)
 
 

@@ -54,7 +54,7 @@ def view_of(tmp_path: Path, **plan: Any) -> dict[str, Any]:
     return dry_view(session, session.next_ask(), tmp_path / "files", ["a", "b"])
 
 
-def test_a_dry_run_shows_what_is_paid_and_what_is_the_most(tmp_path: Path) -> None:
+def test_a_dry_run_shows_what_is_paid_and_what_is_the_most(tmp_path):
     view = view_of(tmp_path)
     assert view["seconds"] == {"boot": 240.0, "train": 3450.0, "teardown": 120.0}
     assert view["planned_usd"] == pytest.approx(3810 / 3600 * 0.4)
@@ -91,7 +91,7 @@ def view_here(tmp_path: Path, **job: Any) -> dict[str, Any]:
     return dry_view(session, session.next_ask(), tmp_path, ["a"])
 
 
-def test_a_run_on_a_machine_of_ones_own_has_no_boot_and_no_end_of_its_own(tmp_path: Path) -> None:
+def test_a_run_on_a_machine_of_ones_own_has_no_boot_and_no_end_of_its_own(tmp_path):
     view = view_here(tmp_path)
     assert view["seconds"] == {"boot": 0.0, "teardown": 0.0}
     assert (view["planned_usd"], view["image"]) == (None, "")
@@ -120,7 +120,7 @@ def test_a_run_on_a_machine_of_ones_own_has_no_boot_and_no_end_of_its_own(tmp_pa
         ("skypilot", "SkyPilot's jobs controller is not counted here", True),
     ],
 )
-def test_notes_of_a_dry_run(place: str, note: str, is_said: bool, tmp_path: Path) -> None:
+def test_notes_of_a_dry_run(place, note, is_said, tmp_path):
     more = {"train": {"report_to": ["tensorboard"]}, "when_done": "sudo poweroff"}
     prepared, rented = on(place, tmp_path, **more), on("runpod", tmp_path)
     ask = Session(rented, print).next_ask()
@@ -128,7 +128,7 @@ def test_notes_of_a_dry_run(place: str, note: str, is_said: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize(("days", "is_said"), [(29, False), (30, True)])
-def test_a_price_of_a_month_ago_is_said(days: int, is_said: bool, tmp_path: Path) -> None:
+def test_a_price_of_a_month_ago_is_said(days, is_said, tmp_path):
     view, note = view_of(tmp_path, price_age_days=days, seconds={}), "`farthing prices update`"
     assert any(f"{days} days old: {note}" in each for each in view["notes"]) is is_said
     assert view["seconds"]["train"] == 3600.0, "nothing of it is free"
@@ -140,7 +140,7 @@ def attempt(number: int, started_at: float, wall_s: float) -> Account:
     )
 
 
-def test_a_machine_gets_what_others_and_attempts_elsewhere_have_left(tmp_path: Path) -> None:
+def test_a_machine_gets_what_others_and_attempts_elsewhere_have_left(tmp_path):
     prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
     ledger = MachineLedger(tmp_path / "run")
     ledger.note("f-1", "asked", NOW - 20_000, number=1, usd_per_hour=0.4)
@@ -156,7 +156,7 @@ def test_a_machine_gets_what_others_and_attempts_elsewhere_have_left(tmp_path: P
     assert asked.name == f"{prepared.launch_id}-3"
 
 
-def test_a_machine_that_could_not_train_a_minute_is_not_asked_for(tmp_path: Path) -> None:
+def test_a_machine_that_could_not_train_a_minute_is_not_asked_for(tmp_path):
     prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
     ledger = MachineLedger(tmp_path / "run")
 
@@ -171,8 +171,8 @@ def test_a_machine_that_could_not_train_a_minute_is_not_asked_for(tmp_path: Path
 
 
 def test_a_deadline_is_the_end_of_a_machine_and_hours_are_those_of_training(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     def most_s(**limits: Any) -> int:
         prepared = on("runpod", tmp_path, limits=limits)
         return prepared.ask(1, prepared.offers[0], MachineLedger(tmp_path / "run"), [], NOW).most_s
@@ -182,9 +182,7 @@ def test_a_deadline_is_the_end_of_a_machine_and_hours_are_those_of_training(
 
 
 @pytest.mark.parametrize(("more_s", "may"), [(-30.0, False), (30.0, True)])
-def test_spot_is_taken_as_long_as_a_quarter_and_two_boots_are_left(
-    more_s: float, may: bool, tmp_path: Path
-) -> None:
+def test_spot_is_taken_as_long_as_a_quarter_and_two_boots_are_left(more_s, may, tmp_path):
     least_s = 1.25 * (3600.0 + 240.0) + 2 * 240.0
     deadline = datetime.fromtimestamp(NOW + least_s + more_s, UTC)
     prepared = on("runpod", tmp_path, limits={"max_usd": 4.0, "deadline": deadline})
@@ -196,7 +194,7 @@ def test_spot_is_taken_as_long_as_a_quarter_and_two_boots_are_left(
     assert prepared.is_in_time(spot, NOW + 0.625 * 3600, 50) is may, "half of it is done"
 
 
-def test_offers_that_are_out_of_stock_are_asked_for_three_times_more(tmp_path: Path) -> None:
+def test_offers_that_are_out_of_stock_are_asked_for_three_times_more(tmp_path):
     course = Course(tmp_path, script=["no stock"] * 100)
     began = course.world.now
     assert course.goes() == 75
@@ -205,7 +203,7 @@ def test_offers_that_are_out_of_stock_are_asked_for_three_times_more(tmp_path: P
     assert sum("asking again in 5 min" in text for text in course.said) == 3
 
 
-def test_a_machine_that_no_line_knows_is_asked_to_go_until_it_is_gone(tmp_path: Path) -> None:
+def test_a_machine_that_no_line_knows_is_asked_to_go_until_it_is_gone(tmp_path):
     course = Course(tmp_path, n_steps=10**9, script=["terminate fails three times"])
     course.dies(30)
     course.world.lines.clear()
@@ -230,8 +228,8 @@ class Over(Driver):
 
 
 def test_a_word_that_is_late_is_waited_for_twice_and_three_machines_in_vain_are_enough(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     course = Course(tmp_path)
     assert course.on(Over()).run() == 75
     assert course.said[-1] == "3 machines in a row saved nothing new: stopped"
@@ -241,7 +239,7 @@ def test_a_word_that_is_late_is_waited_for_twice_and_three_machines_in_vain_are_
     assert len({each.instance for each in machines}) == 3, "each leaves its offer out"
 
 
-def test_what_a_watcher_makes_after_another_took_over_is_ended_and_counted(tmp_path: Path) -> None:
+def test_what_a_watcher_makes_after_another_took_over_is_ended_and_counted(tmp_path):
     """It is suspended before its request: the other one looks for that machine in vain."""
     course, found = Course(tmp_path), list[str]()
 
@@ -278,16 +276,12 @@ def test_what_a_watcher_makes_after_another_took_over_is_ended_and_counted(tmp_p
         ("insufficient-capacity", 400, OutOfStockError),
     ],
 )
-def test_a_refusal_is_of_the_account_the_stock_or_the_request(
-    why: str, status: int, kind: type
-) -> None:
+def test_a_refusal_is_of_the_account_the_stock_or_the_request(why, status, kind):
     assert type(refusal(why, status)) is kind
 
 
 @pytest.mark.parametrize(("n_tries", "pauses"), [(3, [2.0, 4.0]), (1, [])])
-def test_what_fails_is_asked_again_after_two_and_four_seconds(
-    n_tries: int, pauses: list[float]
-) -> None:
+def test_what_fails_is_asked_again_after_two_and_four_seconds(n_tries, pauses):
     slept, n_asked = list[float](), list[int]()
 
     def failing(request: httpx.Request) -> httpx.Response:
@@ -301,7 +295,7 @@ def test_what_fails_is_asked_again_after_two_and_four_seconds(
     assert str(caught.value) == f"status 500: {'x' * 200}"
 
 
-def test_an_answer_of_sixteen_megabytes_is_read_and_no_longer_one() -> None:
+def test_an_answer_of_sixteen_megabytes_is_read_and_no_longer_one():
     def answer(n: int) -> Any:
         transport = httpx.MockTransport(lambda request: httpx.Response(200, text=f'"{"x" * n}"'))
         return Api("https://x", {}, transport=transport, sleep=lambda s: None).ask("GET", "/")
@@ -315,11 +309,11 @@ def test_an_answer_of_sixteen_megabytes_is_read_and_no_longer_one() -> None:
     ("told", "usd"),
     [("0.5", 0.5), (0, None), (-1, None), (100_000, None), (None, None), ("x", None)],
 )
-def test_a_price_is_a_number_of_dollars(told: Any, usd: float | None) -> None:
+def test_a_price_is_a_number_of_dollars(told, usd):
     assert price_of(told) == usd
 
 
-def test_a_farthing_without_its_metadata_can_not_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_farthing_without_its_metadata_can_not_be_sent(monkeypatch):
     def absent(name: str) -> Any:
         raise metadata.PackageNotFoundError(name)
 
@@ -332,8 +326,8 @@ def test_a_farthing_without_its_metadata_can_not_be_sent(monkeypatch: pytest.Mon
 
 
 def test_a_store_that_is_away_interrupts_no_watch_and_says_nothing_of_who_holds_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     store = open_store(str(tmp_path / "store"))
     monkeypatch.setattr("farthing.launch.session.open_store", lambda place: store)
     monkeypatch.setattr("farthing.launch.session.STORE_S", 0.1)
@@ -353,7 +347,7 @@ def test_a_store_that_is_away_interrupts_no_watch_and_says_nothing_of_who_holds_
         sleep(1.0)
 
 
-def test_words_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_of_a_machine(tmp_path, monkeypatch):
     store = open_store(str(tmp_path / "store"))
     words, speaker = StoreWords(store, "farthing-1"), Speaker(store, "farthing-1-1")
     speaker.booted()

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1] / "bench"))
@@ -153,7 +152,7 @@ def all_of() -> dict[str, Any]:
     }
 
 
-def test_each_target_is_sent_what_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_target_is_sent_what_it_was_sent(monkeypatch):
     for name in ("HF_TOKEN", "WANDB_API_KEY"):
         monkeypatch.setenv(name, "")
     found, golden = json.loads(json.dumps(all_of())), json.loads(GOLDEN.read_text())
