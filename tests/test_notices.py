@@ -69,6 +69,8 @@ class Metadata:
 @pytest.fixture
 def metadata(monkeypatch):
     monkeypatch.setattr(farthing.run.notices, "TIMEOUT_S", 60.0)  # it is this process that answers
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):  # they are passed by
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
     service = Metadata()
 
     class Handler(Quiet):
@@ -89,16 +91,17 @@ def metadata(monkeypatch):
         yield service
 
 
-class Ears:
+class Ears(Notice):
     """What a watch passes on."""
 
-    def __init__(self) -> None:
-        self.signs: list[tuple[str, Sign]] = []
-        self.warnings: list[str] = []
+    @property
+    def signs(self) -> list[tuple[str, Sign]]:
+        heard = list(self.heard)
+        return [(each.source, Sign(each.what, each.leaves_at, each.is_certain)) for each in heard]
 
     def watch(self, metadata: Metadata, *names: str) -> Watch:
         """A watch that is quick."""
-        return Watch(list(names), self, base=metadata.base, pause_s=0.01)  # type: ignore[arg-type]
+        return Watch(list(names), self, base=metadata.base, pause_s=0.01)
 
     @contextmanager
     def watching(self, metadata: Metadata, *names: str) -> Iterator[None]:
@@ -106,12 +109,6 @@ class Ears:
         watch.start()
         yield
         watch.stop()
-
-    def say(
-        self, what: str, source: str, leaves_at: float | None = None, *, is_certain: bool = True
-    ) -> None:
-        """As of a `Notice`."""
-        self.signs.append((source, Sign(what, leaves_at, is_certain)))
 
 
 @pytest.fixture
@@ -297,15 +294,6 @@ def test_a_service_that_was_there_and_falls_silent_is_said_and_asked_on(metadata
         metadata.says[PREEMPTED] = (200, "TRUE")
         until(lambda: ears.signs)
     assert len(ears.warnings) == 1
-
-
-def test_proxies_are_passed_by(metadata, ears, monkeypatch):
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:1")
-    metadata.headers["Metadata-Flavor"] = "Google"
-    metadata.says[PREEMPTED] = (200, "TRUE")
-    with ears.watching(metadata, "gcp"):
-        until(lambda: ears.signs)
 
 
 def test_a_watch_that_fails_says_so(metadata, ears, monkeypatch):
