@@ -129,13 +129,8 @@ class TimedSaver(Saver):
 class TimedEvaluator(SimpleNamespace):
     """Evaluations of that machine, every 7 steps."""
 
-    every_steps = 7
+    every_steps, n_steps_like = 7, 1 / 8
     is_at = Evaluator.is_at
-
-    @property
-    def n_steps_like(self) -> float:
-        """Of training."""
-        return 1 / 8
 
     def run(self) -> bool:
         """Take the time of it."""
