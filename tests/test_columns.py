@@ -9,11 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from farthing.config.load import load_job
-from farthing.data.batches import Batches
 from farthing.data.columns import columns_of, guessed, renamed
 from farthing.data.formats import converter, recognise, used_columns
 from farthing.data.read import open_sources
@@ -192,26 +190,6 @@ def test_whole_numbers_are_labels_by_their_digits(tmp_path):
         "0": "neg",
         "1": "pos",
     }
-
-
-def test_weights_repeat_examples_and_the_order_follows_from_seed_and_step():
-    examples, weights = np.arange(30), np.array([2.5] * 10 + [0.5] * 10 + [1.0] * 10)
-    one = Batches(examples, 7, seed=3, weights=weights)
-    assert one.n_per_epoch == 25 + 5 + 10
-    assert one.steps_per_epoch == 6
-    epochs = [
-        np.concatenate([one.examples_of(e * 6 + step) for step in range(6)]) for e in range(2)
-    ]
-    for learned in epochs:
-        counts = np.bincount(learned, minlength=30)
-        assert set(counts[:10].tolist()) == {2, 3}
-        assert counts[10:20].sum() == 5
-        assert counts[10:20].max() == 1
-        assert counts[20:].tolist() == [1] * 10
-    assert sorted(epochs[0]) != sorted(epochs[1])  # another half in the next epoch
-    for step in (11, 0, 5, 7):
-        fresh = Batches(examples, 7, seed=3, weights=weights)
-        assert fresh.examples_of(step).tolist() == one.examples_of(step).tolist()
 
 
 def test_a_part_of_an_object_is_a_column():

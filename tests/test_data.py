@@ -697,3 +697,4 @@ def test_the_shuffle_is_the_one_it_always_was():
     weighted = Batches(np.arange(8), 5, seed=3, weights=np.array([2.5] * 4 + [0.5] * 4))
     steps = [weighted.examples_of(step).tolist() for step in (0, 2, 3)]
     assert steps == [[3, 7, 1, 2, 0], [1, 2], [1, 7, 3, 3, 3]]
+    assert weighted.examples_of(0).tolist() == steps[0]
