@@ -10,11 +10,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import gzip
+import hashlib
 import io
 import json
 import os
 import pickle
-import shutil
 import signal
 import struct
 import subprocess
@@ -39,6 +39,7 @@ from farthing.errors import ModelError, RunDamagedError, UnusableRowError
 from farthing.run.checkpoint import Checkpoints
 from farthing.run.folder import keep_job, kept, kept_job
 from farthing.storage.files import seal, unseal, write_text
+from farthing.storage.objects import open_store
 from held import Held
 from mirrored import Model, folder_of_run, mirror_of, with_copies
 from mishaps import fail_at
@@ -161,9 +162,7 @@ def test_no_secret_of_the_environment_gets_out(secrets, tmp_path, monkeypatch, c
         assert main(argv) == 0, capfd.readouterr()
         said += "".join(capfd.readouterr()).encode()
     assert secrets_in(said) == []
-    kinds = {p.suffix for p in tmp_path.rglob("*") if p.is_file()} | {
-        p.name for p in tmp_path.rglob("*")
-    }
+    kinds = {word for path in tmp_path.rglob("*") for word in (path.suffix, path.name)}
     assert {
         ".safetensors",
         "ledger.jsonl",
@@ -199,12 +198,12 @@ def test_no_secret_of_the_environment_gets_out(secrets, tmp_path, monkeypatch, c
     ],
     ids=lambda keys: "-".join(keys),
 )
-@pytest.mark.parametrize("more", [[], ["--json"]], ids=["words", "json"])
-def test_a_secret_in_a_job_is_refused_and_not_repeated(keys, more, tmp_path, capsys):
+def test_a_secret_in_a_job_is_refused_and_not_repeated(keys, tmp_path, capsys):
     path = job_file(tmp_path)
     spelt = json.loads(json.dumps(keys).replace("{canary}", CANARIES["HF_TOKEN"]))
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **spelt}))
-    assert main(["train", str(path), *more]) == 2
+    for more in ([], ["--json"]):
+        assert main(["train", str(path), *more]) == 2
     assert secrets_in("".join(capsys.readouterr()).encode()) == []
     assert list(files_with_secrets(tmp_path)) == [str(path)]
 
@@ -266,12 +265,7 @@ def zipped(content: bytes) -> bytes:
 BILLION = 10**9
 HOSTILE = {
     "header longer than the file": ("model.safetensors", tensors_file({}, says=1 << 40)),
-    "negative header": ("model.safetensors", tensors_file({}, says=(1 << 64) - 1)),
     "header of 20 MB": ("model.safetensors", tensors_file(b"{" + b" " * (20 << 20) + b"}")),
-    "shape of a billion": (
-        "model.safetensors",
-        tensors_file({"a": {"dtype": "F32", "shape": [BILLION], "data_offsets": [0, 64]}}),
-    ),
     "shape and offsets of a billion": (
         "model.safetensors",
         tensors_file({"a": {"dtype": "F32", "shape": [BILLION], "data_offsets": [0, 4 * BILLION]}}),
@@ -294,8 +288,6 @@ HOSTILE = {
 
 def forge(folder: Path, name: str, content: bytes) -> None:
     """Put a file into a committed folder, with a manifest that vouches for it."""
-    import hashlib
-
     (folder / name).write_bytes(content)
     manifest = json.loads((folder / "manifest.json").read_text())
     entry = {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -374,10 +366,7 @@ def test_links_and_pipes_in_place_of_a_checkpoint_are_not_followed(
     what, two_saves, tmp_path, marker
 ):
     folder, elsewhere = newest(two_saves), tmp_path / "elsewhere"
-    name = {"manifest": "manifest.json", "pipe": "manifest.json", "file": "model.safetensors"}.get(
-        what
-    )
-    path = folder if name is None else folder / name
+    path = folder / {"folder": "", "file": "model.safetensors"}.get(what, "manifest.json")
     path.rename(elsewhere)
     if what == "pipe":
         os.mkfifo(path)  # who opens it waits for ever
@@ -415,42 +404,35 @@ def takes_the_one_before(store: Model, tmp_path: Path, marker: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} <= {"run", "empty"}
 
 
-def path_of_first(path: str) -> Callable[[dict[str, Any]], None]:
-    return lambda commit: commit["files"][0].update(path=path)
-
-
-def object_of_first(name: str) -> Callable[[dict[str, Any]], None]:
-    return lambda commit: commit["files"][0].update(object=name)
+def first_file(**keys: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda commit: commit["files"][0].update(keys)
 
 
 COMMITS: dict[str, Callable[[dict[str, Any]], None]] = {
     **{
-        f"path {path!r}": path_of_first(path)
+        f"path {path!r}": first_file(path=path)
         for path in (
             "../evil",
             "/etc/evil",
-            "checkpoints/../../evil",
             "checkpoints/step-1/x",
             "other.txt",
             "model/../x",
             "model\\x",
             "",
             "model",
-            "checkpoints",
             ".lock",
-            "store.json",
             "model/" + "x" * 300,
         )
     },
     **{
-        f"object {name!r}": object_of_first(name)
-        for name in ("../../etc/passwd", "/etc/passwd", "data/../x", "writers/x")
+        f"object {name!r}": first_file(object=name)
+        for name in ("../../etc/passwd", "data/../x", "writers/x")
     },
     "a file twice": lambda commit: commit["files"].append(commit["files"][0]),
     "a file and a folder": lambda commit: commit["files"].extend(
         [{**commit["files"][0], "path": "model/a"}, {**commit["files"][0], "path": "model/a/b"}]
     ),
-    "a negative size": lambda commit: commit["files"][0].update(size=-1),
+    "a negative size": first_file(size=-1),
     "no files": lambda commit: commit.update(files={"a": 1}),
 }
 
@@ -463,12 +445,11 @@ def test_a_hostile_commit_is_refused_before_anything_is_fetched(what, two_copies
 
 @pytest.mark.parametrize("what", ["pickle", "nested", "gzip", "empty", "no number"])
 def test_a_malformed_commit_is_refused(what, two_copies, tmp_path, marker):
-    no_number = b'{"files": [], "at": 1e999}'
     content = {
         "nested": nested(),
         "gzip": gzip.compress(b" " * (50 << 20)),
         "empty": b"",
-        "no number": no_number,
+        "no number": b'{"files": [], "at": 1e999}',
         **pickles(marker),
     }[what]
     two_copies.objects[max(two_copies.list("commits/"))] = content
@@ -483,8 +464,6 @@ def test_objects_larger_than_they_may_be_are_not_fetched(two_copies, tmp_path, m
     for key, content in two_copies.objects.items():
         (folder / key).parent.mkdir(parents=True, exist_ok=True)
         (folder / key).write_bytes(content)
-    from farthing.storage.objects import open_store
-
     os.truncate(folder / max(two_copies.list("commits/")), 3 << 30)
     first = unseal(two_copies.objects[min(two_copies.list("commits/"))].decode(), "it")
     large = next(
@@ -559,29 +538,20 @@ def laughs(n: int) -> str:
     ("text", "words"),
     [
         ("limits: !!python/object/apply:os.system ['touch \"{marker}\"']", "plain values only"),
-        ("limits: !!python/object/new:os.system ['touch \"{marker}\"']", "plain values only"),
         ("limits: !!python/name:os.system ''", "plain values only"),
-        ("limits: !!python/module:antigravity ''", "plain values only"),
-        ("limits: !!python/object:farthing.config.job.Job {{}}", "plain values only"),
         (laughs(12), "aliases that expand too far"),
         ("limits: &a [*a]", "aliases that expand too far"),
         ("limits: " + "[" * 5000, "nested too deep"),
-        ("limits: {<<: {max_usd: 1}}", ""),
     ],
-    ids=["apply", "new", "name", "module", "object", "laughs", "itself", "deep", "merge"],
+    ids=["apply", "name", "laughs", "itself", "deep"],
 )
 def test_a_hostile_job_runs_nothing_and_stays_small(text, words, desk, run, marker):
-    written = (
-        desk.job().read_text()
-        + text.replace("{{", "{").replace("}}", "}").replace("{marker}", str(marker))
-        + "\n"
-    )
+    written = desk.job().read_text() + text.replace("{marker}", str(marker)) + "\n"
     (desk.folder / "evil.yaml").write_text(written)
     with PeakMemory() as memory:
         said = run(verb="plan", job="evil.yaml")
-    if words:
-        assert said.code == 2
-        assert words in said.err
+    assert said.code == 2
+    assert words in said.err
     assert memory.n_bytes < MOST_BYTES
     assert not marker.exists()
 
@@ -641,16 +611,14 @@ def test_nothing_is_written_through_a_link_in_the_run_folder(name, desk, run):
 def test_a_link_in_a_data_folder_does_not_lead_out_of_it(desk, run):
     folder = desk.folder / "set"
     folder.mkdir()
-    shutil.copy(desk.folder / "train.jsonl", folder / "real.jsonl")
-    (folder / "train.jsonl").symlink_to("real.jsonl")
-    (folder / "real.jsonl").rename(folder / "real.txt")
-    (folder / "train.jsonl").unlink()
-    (folder / "train.jsonl").symlink_to("real.txt")
+    (desk.folder / "train.jsonl").rename(folder / "real.txt")
+    link = folder / "train.jsonl"
+    link.symlink_to("real.txt")
     desk.set("data", train="./set")
     assert run().code == 0, "a link within the folder is followed"
     (desk.folder / "private").write_text('{"text": "the contents of a private file"}\n' * 9)
-    (folder / "train.jsonl").unlink()
-    (folder / "train.jsonl").symlink_to("../private")
+    link.unlink()
+    link.symlink_to("../private")
     said = run("--set", "output_dir=other")
     assert said.code == 2
     assert "leads out of the data set's folder" in said.err
@@ -660,24 +628,18 @@ ESCAPES = [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ cycler.__init__.__globals__.os.system('touch \"MARKER\"') }}",
     "{{ lipsum.__globals__['os'].popen('touch \"MARKER\"').read() }}",
-    "{{ namespace.__init__.__globals__ }}",
-    "{{ ('%s' | format).__globals__ }}",
     "{{ messages.append('x') }}",
-    "{{ messages.__class__.__base__.__subclasses__()[100:] }}",
     "{{ raise_exception.__globals__['os'].system('touch \"MARKER\"') }}",
     "{{ (messages | map(attribute='__class__') | list)[0].__mro__ }}",
 ]
 
 
-@pytest.mark.parametrize(
-    "marks", ["", "{% generation %}x{% endgeneration %}"], ids=["plain", "with marks"]
-)
 @pytest.mark.parametrize("escape", ESCAPES)
 def test_a_chat_template_does_not_get_out_of_its_sandbox(
-    escape, marks, tokenizers, tiny_folders, marker, monkeypatch
+    escape, tokenizers, tiny_folders, marker, monkeypatch
 ):
     """Neither the one that renders for training nor the planner's."""
-    template = escape.replace("MARKER", str(marker)) + marks + "{{ messages[0].content }}"
+    template = escape.replace("MARKER", str(marker)) + "{{ messages[0].content }}"
     chat = {
         "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"}]
     }
@@ -701,8 +663,6 @@ NESTED = (
 BOMBS = {
     "a long loop": "{% for i in range(1000000000) %}x{% endfor %}",
     "nested loops": "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2,
-    "loops over constants": "{% for i in [1, 2, 3, 4, 5, 6, 7] %}" * 12 + "{% endfor %}" * 12,
-    "text times": "{{ 'a' * 10 ** 10 }}",
     "list times": "{{ [1] * 10 ** 10 }}",
     "power": "{{ 10 ** (10 ** 8) }}",
     "products": DOUBLED.replace("START", "99999").replace("TWICE", "ns.x * ns.x"),
@@ -715,29 +675,22 @@ BOMBS = {
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}"
     "{{ f(90) }}",
     "filter with a width": "{{ 'a' | center(10 ** 10) }}",
-    "method with a width": "{{ 'a'.zfill(10000000000) }}",
     "percent": "{{ '%10000000000d' % 1 }}",
     "percent star": "{{ '%*d' % (10000000000, 1) }}",
-    "format": "{{ '{:>10000000000}'.format(1) }}",
-    "indented JSON": "{{ [[1]] | tojson(indent=1000000000) }}",
     "replaced": LONG + "{{ x | replace('a', x) }}",
-    "replaced by a method": LONG + "{{ x.replace('', x) }}",
     "joined by a long text": LONG + "{{ x.join([x] * 99999) }}",
     "many short texts": LONG + "{{ range(99999) | map('string') | join(x) }}",
     "constant in a loop": "{% for i in range(99999) %}{{ 'x' | center(1000000) }}{% endfor %}",
     "text in a loop": "{% for i in range(99999) %}" + "y" * 100_000 + "{% endfor %}",
-    "searched": LONG + "{% for i in range(99999) %}{{ 'ba' * 9 in x }}{% endfor %}",
     "cut": LONG + "{% for i in range(99999) %}{{ x[1:] | length }}{% endfor %}",
     "summed": "{{ ([[1] * 20000] * 20000) | sum(start=[]) | length }}",
     "a field often": LONG + "{{ ('{0}' * 99999).format(x) }}",
     "a key often": LONG + "{{ ('%(a)s' * 99999) % {'a': x} }}",
     "many widths": "{{ ('{0:999999}' * 10000).format(1) }}",
-    "many widths of percent": "{{ ('%999999d' * 10000) % ((1,) * 10000) }}",
     "much indented JSON": "{{ ([1] * 5000) | tojson(indent=999999) }}",
     "much separated JSON": LONG + "{{ ([1] * 99999) | tojson(separators=(x, x)) }}",
     "wrapped": LONG + "{{ ('a b ' * 9999) | wordwrap(1, true, x) }}",
     "linked": LONG + "{{ ('http://a.de ' * 9999) | urlize(rel=x) }}",
-    "lists summed": "{{ ([[1]] * 30000) | sum(start=[]) | length }}",
     "compared": NESTED + "{{ ns.x == ns.y }}",
     "compared by a test": NESTED + "{{ ns.x is in [ns.y] }}",
     "sorted": NESTED + "{{ [ns.x, ns.y] | sort }}",
@@ -788,13 +741,12 @@ def test_json_within_a_row_that_is_nested_too_deep_is_a_bad_row(tokenizers):
     ("name", "text", "words"),
     [
         ("train.json", "[" * 100_000, "invalid JSON: nested too deep"),
-        ("train.json", '{"a":' * 100_000, "invalid JSON: nested too deep"),
         ("train.jsonl", "[" * 100_000, "invalid JSON: nested too deep"),
         ("train.json", '[{"text": ' + "9" * 5000 + "}]", "a number of thousands of digits"),
         ("train.jsonl", '{"text": ' + "9" * 5000 + "}", "a number of thousands of digits"),
         ("train.jsonl", None, "a pipe or a device, not a file"),
     ],
-    ids=["list", "object", "row", "digits", "digits of a row", "pipe"],
+    ids=["list", "row", "digits", "digits of a row", "pipe"],
 )
 def test_data_without_bounds_is_refused_by_name(name, text, words, desk, run):
     (desk.folder / "train.jsonl").unlink()
@@ -816,14 +768,11 @@ def test_data_without_bounds_is_refused_by_name(name, text, words, desk, run):
     ("key", "value", "words"),
     [
         ("num_hidden_layers", BILLION, "num_hidden_layers is 1000000000"),
-        ("num_hidden_layers", -3, "num_hidden_layers is -3"),
         ("num_hidden_layers", 0, "num_hidden_layers is 0"),
         ("num_hidden_layers", "9", "num_hidden_layers is 9"),
-        ("hidden_size", BILLION, "hidden_size is 1000000000"),
         ("num_local_experts", BILLION, "num_local_experts is 1000000000"),
         ("max_position_embeddings", -1, "max_position_embeddings is -1"),
         ("vocab_size", 10**12, "vocab_size is 1000000000000"),
-        ("num_attention_heads", -2, "num_attention_heads is -2"),
         ("text_config", {"intermediate_size": 10**10}, "intermediate_size is 10000000000"),
         ("model_type", ["llama"], "names its model_type"),
         ("note", "x" * (17 << 20), "larger than 16 MiB"),
@@ -859,16 +808,13 @@ def test_a_pipe_or_a_device_in_place_of_a_small_file_is_not_read(kind, what, des
 def test_a_pickle_under_any_name_of_a_model_folder_is_not_run(kind, desk, run, marker):
     folder, content = desk.own_model(), pickles(marker)[kind]
     for name in (
-        *(
-            "pytorch_model.bin",
-            "training_args.bin",
-            "optimizer.pt",
-            "scheduler.pt",
-            "rng_state.pth",
-            "model.pt",
-            "model.pkl",
-        ),
-        *("adapter_model.bin", "tf_model.h5", "flax_model.msgpack", "vocab.pkl"),
+        "pytorch_model.bin",
+        "training_args.bin",
+        "optimizer.pt",
+        "adapter_model.bin",
+        "tf_model.h5",
+        "flax_model.msgpack",
+        "vocab.pkl",
     ):
         (folder / name).write_bytes(content)
     assert run().code == 0, "beside whole weights it is not looked at"
