@@ -7,9 +7,9 @@ from __future__ import annotations
 import copy
 import json
 import re
-import shutil
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,12 +40,12 @@ def holds(content: bytes, name: str = "train.jsonl") -> Spoil:
     return lambda desk: desk.bytes(content, name)
 
 
-def missing_column(desk: Desk) -> None:
-    desk.rows([{"left": "a", "right": "b"}])
+def are(*rows: dict[str, Any]) -> Spoil:
+    return lambda desk: desk.rows(list(rows))
 
 
-def every_target_masked(desk: Desk) -> None:
-    desk.rows([{"prompt": "one two three " * 50, "completion": " four"}])
+def asks(**keys: Any) -> Spoil:
+    return lambda desk: desk.values.update(keys)
 
 
 def row_too_long(desk: Desk) -> None:
@@ -68,10 +68,6 @@ def folder_without_tokenizer(desk: Desk) -> None:
 
 def folder_without_weights(desk: Desk) -> None:
     (desk.own_model() / "model.safetensors").unlink()
-
-
-def folder_that_is_not_there(desk: Desk) -> None:
-    desk.values["model"] = "./no-such-model"
 
 
 def weights_as_a_pickle(desk: Desk) -> None:
@@ -110,10 +106,6 @@ def qlora_without_bitsandbytes(desk: Desk) -> None:
     desk.values["method"] = "qlora"
 
 
-def unknown_target_modules(desk: Desk) -> None:
-    desk.values["method"] = {"name": "lora", "target_modules": ["q_prj"]}
-
-
 def template_with_a_mistake(desk: Desk) -> None:
     desk.bytes(b"{% for m in messages %}", "chat.jinja")
     desk.rows(
@@ -126,10 +118,6 @@ def columns_of_another_task(desk: Desk) -> None:
     desk.values["task"] = "classification"
     desk.set("model", model_name_or_path=str(desk.models["llama"]))
     desk.rows([{"left": "x", "label": "y"}])
-
-
-def seq2seq_with_a_causal_model(desk: Desk) -> None:
-    desk.values["task"] = "seq2seq"
 
 
 def nothing_left_to_hold_out(desk: Desk) -> None:
@@ -147,7 +135,7 @@ BAD: list[tuple[Spoil, list[str]]] = [
         ["trian.jsonl: no such file", "did you mean", "train.jsonl?"],
     ),
     (
-        missing_column,
+        are({"left": "a", "right": "b"}),
         [
             "train.jsonl: the columns (left, right)",
             "say which of yours are meant",
@@ -176,7 +164,7 @@ BAD: list[tuple[Spoil, list[str]]] = [
         ["train.jsonl:2: a row of 47.7 MiB; the limit is 9.5 MiB", "correct these rows"],
     ),
     (
-        every_target_masked,
+        are({"prompt": "one two three " * 50, "completion": " four"}),
         ["train.jsonl: nothing to learn: every target is masked", "raise data.max_length"],
     ),
     (row_too_long, ["train.jsonl:2: longer than max_length 64", "data.too_long"]),
@@ -190,7 +178,7 @@ BAD: list[tuple[Spoil, list[str]]] = [
     ),
     (folder_without_tokenizer, ["/model: no tokenizer in the", "model.tokenizer_name_or_path"]),
     (folder_without_weights, ["/model: no weights (*.safetensors)", "model.init: random"]),
-    (folder_that_is_not_there, ["/no-such-model: no such folder", "check model"]),
+    (asks(model="./no-such-model"), ["/no-such-model: no such folder", "check model"]),
     (
         weights_as_a_pickle,
         ["/model: weights only as a pickle (pytorch_model.bin)", "convert them to safetensors"],
@@ -219,7 +207,10 @@ BAD: list[tuple[Spoil, list[str]]] = [
         sets("train", optim="adamw_8bit"),
         ["adamw_8bit", "bitsandbytes", "pip install 'farthing[gpu]'"],
     ),
-    (unknown_target_modules, ["method.target_modules: no adapter", "all-linear", "q_proj"]),
+    (
+        asks(method={"name": "lora", "target_modules": ["q_prj"]}),
+        ["method.target_modules: no adapter", "all-linear", "q_proj"],
+    ),
     (sets("where", device="cuda"), ["where.device: no CUDA GPU", "where.device: auto"]),
     (
         sets("where", device="cuda:1"),
@@ -238,7 +229,7 @@ BAD: list[tuple[Spoil, list[str]]] = [
         columns_of_another_task,
         ["train.jsonl: the columns (label, left)", "{{text: narrative, label: product}}"],
     ),
-    (seq2seq_with_a_causal_model, ["can't be loaded for seq2seq", "task"]),
+    (asks(task="seq2seq"), ["can't be loaded for seq2seq", "task"]),
     (nothing_left_to_hold_out, ["train.jsonl: too few distinct inputs", "data.eval"]),
 ]
 
@@ -262,10 +253,8 @@ def test_bad_input_is_refused_with_its_place_and_what_to_do(desk, run, monkeypat
 
 
 def test_a_full_disk_is_refused_before_the_first_step(desk, run, monkeypatch):
-    usage = shutil.disk_usage(desk.folder)
-    monkeypatch.setattr(
-        farthing.train.saver.shutil, "disk_usage", lambda path: usage._replace(free=1000)
-    )
+    full = SimpleNamespace(total=1000, used=0, free=1000)
+    monkeypatch.setattr(farthing.train.saver.shutil, "disk_usage", lambda path: full)
     said = run()
     assert said.code == 75, "the same command resumes where there is room"
     assert "1000 B are free" in said.err
@@ -325,8 +314,6 @@ CHANGES: list[tuple[Spoil, str]] = [
     (other_template, "tokenizer (content)"),
     (other_weights, "model (content)"),
     (sets("train", learning_rate=0.002), "train.learning_rate: 0.001 -> 0.002"),
-    (sets("train", global_batch_size=8), "train.global_batch_size: 4 -> 8"),
-    (sets("train", seed=7), "train.seed: 42 -> 7"),
     (sets("data", max_length=48), "tokenization.max_length: 64 -> 48"),
 ]
 

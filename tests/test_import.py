@@ -129,13 +129,6 @@ client.fine_tuning.jobs.create(
     hyperparameters={"n_epochs": 2, "batch_size": 4},
 )
 """
-TOGETHER = """from together import Together
-client = Together()
-client.fine_tuning.create(
-    training_file="file-abc.jsonl", model="meta-llama/Meta-Llama-3.1-8B-Instruct-Reference",
-    n_epochs=3, lora=True, learning_rate=1e-5,
-)
-"""
 
 
 def trainer(arguments: str = "", *, before: str = "", head: str = "CausalLM") -> str:
@@ -512,12 +505,11 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
     ),
     # services, in every case of their keys and from their clients
     ("openai.py", OPENAI, {"train.num_train_epochs": 2, "train.seed": 7}, {}),
-    ("together.py", TOGETHER, {"train.learning_rate": 1e-5, "method.name": "lora"}, {}),
     (
         "together.py",
         "from together import Together\nTogether().fine_tuning.create(training_file='a.jsonl',"
-        " model='org/m', training_method='dpo', dpo_beta=0.3)\n",
-        {"objective.beta": 0.3},
+        " model='org/m', lora=True, learning_rate=1e-5, training_method='dpo', dpo_beta=0.3)\n",
+        {"objective.beta": 0.3, "train.learning_rate": 1e-5, "method.name": "lora"},
         {},
     ),
     (
@@ -781,8 +773,6 @@ def test_a_frame_of_llama_factory_is_a_template_beside_the_job(tmp_path, name, t
         ("google/flan-t5-base", ("q", "v")),
         ("tiiuae/falcon-7b", ("query_key_value",)),
         ("openai-community/gpt2", ("c_attn",)),
-        ("bigcode/starcoder2-3b", ("q_proj", "v_proj")),
-        ("FacebookAI/roberta-base", ("query", "value")),
     ],
 )
 def test_an_adapter_whose_layers_are_not_named_is_put_where_peft_puts_it(tmp_path, model, layers):
