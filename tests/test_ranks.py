@@ -27,7 +27,7 @@ from farthing.data.row_table import rows_of as table_of
 from farthing.dist import reduce
 from farthing.dist.ranks import Ranks
 from farthing.dist.reduce import AllReduce, FixedOrder, n_slots_for, slots_of
-from farthing.errors import InputError, RunInterruptedError
+from farthing.errors import InputError
 from farthing.local.measurements import append_measurement, read_measurements
 from farthing.model.forward import Forward
 from farthing.run.folder import kept
@@ -53,8 +53,8 @@ def must_hold_all(table: Any, examples: Any, lengths: Any, n_slots: int, most: i
     assert max(int(lengths[cell.examples].sum()) for cell in cells) <= most
 
 
-@pytest.mark.parametrize("n_slots", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("n", [1, 2, 5, 16, 61])
+@pytest.mark.parametrize("n_slots", [1, 2, 7])
+@pytest.mark.parametrize("n", [1, 5, 61])
 @pytest.mark.parametrize("cut", [split_by_tokens, split_padded])
 def test_every_example_stands_in_one_cell_and_lanes_cost_alike(n, n_slots, cut):
     lengths = np.random.default_rng(n).integers(3, 120, 200)
@@ -68,7 +68,7 @@ def test_every_example_stands_in_one_cell_and_lanes_cost_alike(n, n_slots, cut):
     if n_slots == 1:
         expected = [each.tolist() for each in pieces(examples, 300)]
         assert [cell.examples.tolist() for cell in table.cells] == expected
-    elif n >= 16:
+    elif n == 61:
         columns = [table.of_slots(range(i, i + 1)) for i in range(n_slots)]
         sums = [sum(int(lengths[cell.examples].sum()) for cell in column) for column in columns]
         assert len(table.cells) % n_slots == 0
@@ -76,8 +76,8 @@ def test_every_example_stands_in_one_cell_and_lanes_cost_alike(n, n_slots, cut):
         assert max(sums) <= uneven * sum(sums) / n_slots, "the slowest slot is what a step takes"
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 16, 64])
-@pytest.mark.parametrize("n_slots", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("n", [1, 3, 8, 64])
+@pytest.mark.parametrize("n_slots", [2, 5, 8])
 def test_lanes_that_are_dealt_examples_cost_alike_and_so_do_pairs_of_them(n, n_slots):
     """With eight long and short chats a step, the slower of two processes took 14 % more than the
     mean, when the step was cut before it was dealt."""
@@ -103,7 +103,7 @@ def test_lanes_that_are_dealt_examples_cost_alike_and_so_do_pairs_of_them(n, n_s
         sums = [sum(of_rows) for of_rows in of_columns]
         halves = sum(sums[: n_slots // 2]), sum(sums[n_slots // 2 :])
         worst.append(max(halves) / sum(halves) * 2)
-    if n_slots in (2, 4, 8) and n >= 8:
+    if n_slots in (2, 8) and n >= 8:
         assert sum(worst) / len(worst) < 1.01, "the slower process is what a step takes"
     if n == 64:
         assert len({len(column) for column in columns}) == 1
@@ -138,12 +138,10 @@ def gradients_of(slot: int, n: int = 5) -> list[torch.Tensor | None]:
 class Seated:
     """A rank of `n` that sends nothing: each sum is noted, and stays what it was."""
 
-    is_fsdp = trains_rows = False
-    device = torch.device("cpu")
     together = staticmethod(contextlib.nullcontext)
 
-    def __init__(self, index: int = 0, n: int = 2) -> None:
-        self.index, self.n = index, n
+    def __init__(self, index: int = 0, n: int = 2, device: str = "cpu") -> None:
+        self.index, self.n, self.device = index, n, torch.device(device)
 
 
 def summed_on(
@@ -175,7 +173,7 @@ def summed_on(
 
 def test_sums_are_the_same_bits_on_any_number_of_ranks(monkeypatch):
     monkeypatch.setattr(reduce, "BUCKET", 30)
-    for n_slots in (2, 3, 4, 5, 8):
+    for n_slots in (2, 5, 8):
         alone = summed_on(1, n_slots, monkeypatch)
         assert alone[-1] is None, "nobody has a gradient of the last"
         for n_ranks in range(2, n_slots + 1):
@@ -184,20 +182,13 @@ def test_sums_are_the_same_bits_on_any_number_of_ranks(monkeypatch):
                 assert mine is None or mine.numpy().tobytes() == other.numpy().tobytes()  # type: ignore[union-attr]
 
 
-class Work:
-    """A sum that is under way."""
-
-    def wait(self) -> None:
-        """It is there."""
-
-
 CASES = ("whole", "unused", "fails under way", "fails before", "nothing to do")
 
 
-@pytest.mark.parametrize("overlaps", [True, False])
-def test_buckets_leave_in_one_order_whatever_happens_to_a_rank(overlaps, monkeypatch):
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_buckets_leave_in_one_order_whatever_happens_to_a_rank(device, monkeypatch):
     """Others wait for each of them: one that has failed, has no micro-batch or no use for a weight
-    must send as many.
+    must send as many. On a GPU they leave while the backward pass is at work.
     """
     monkeypatch.setattr(reduce, "BUCKET", 9)
     sent: dict[str, list[torch.Tensor]] = {}
@@ -207,13 +198,12 @@ def test_buckets_leave_in_one_order_whatever_happens_to_a_rank(overlaps, monkeyp
         def all_reduce(flat, async_op, of_case=of_case):
             assert async_op
             of_case.append(flat)
-            return Work()
+            return SimpleNamespace(wait=lambda: None)
 
         monkeypatch.setattr(reduce.dist, "all_reduce", all_reduce)
         layers = [torch.nn.Linear(3, 3) for _ in range(3)]
         weights = [weight for layer in layers for weight in (layer.weight, layer.bias)]
-        reducer = AllReduce(Seated(), weights)  # type: ignore[arg-type]
-        reducer._overlaps = overlaps
+        reducer = AllReduce(Seated(device=device), weights)  # type: ignore[arg-type]
         x = torch.ones(1, 3)
         if case in ("whole", "unused", "fails under way"):
             for layer in [layers[0], layers[2]] if case == "unused" else layers:
@@ -224,7 +214,7 @@ def test_buckets_leave_in_one_order_whatever_happens_to_a_rank(overlaps, monkeyp
             with contextlib.suppress(ZeroDivisionError):
                 x.sum().backward()
         assert len(of_case) == (
-            {"whole": 6, "unused": 2, "fails under way": 2}.get(case, 0) if overlaps else 0
+            {"whole": 6, "unused": 2, "fails under way": 2}.get(case, 0) if device == "cuda" else 0
         )
         own = [None if weight.grad is None else weight.grad.clone() for weight in weights]
         has = reducer.end(has_failed=case.startswith("fails"))
@@ -258,41 +248,6 @@ def test_slots_are_as_many_as_share_bits():
 
 
 # ---- words between processes ----
-
-
-def words(rank: int) -> dict[str, Any]:
-    ranks = Ranks(seat_in(os.environ), patience_s=60.0)
-    found: dict[str, Any] = {
-        "gather": ranks.gather({"rank": rank, "text": "ü" * rank}),
-        "told": ranks.tell_all(["of", rank]),
-        "agreed": ranks.agree(2 if rank == 1 else 0, [rank, -rank]),
-        "sum": ranks.sum_up(torch.tensor([1.5, 0.0, float(rank)], dtype=torch.float64)).tolist(),
-        "link": ranks.link_bytes_per_s(),
-    }
-    for kind in (RunInterruptedError, torch.OutOfMemoryError):
-        try:
-            with ranks.all_or_none():
-                if rank == 2:
-                    raise kind("for one rank")
-        except (RunInterruptedError, torch.OutOfMemoryError) as error:
-            found[kind.__name__] = type(error).__name__
-    ranks.close()
-    return found
-
-
-@pytest.mark.slow
-def test_every_rank_hears_the_same(tmp_path):
-    found = on_ranks(3, tmp_path, words)
-    assert found[0] == found[1] == found[2]
-    assert 1e6 < found[0].pop("link") < 1e12
-    assert found[0] == {
-        "gather": [{"rank": rank, "text": "ü" * rank} for rank in range(3)],
-        "told": ["of", 0],
-        "agreed": [2, [2, 0]],
-        "sum": [4.5, 0.0, 3.0],
-        "RunInterruptedError": "RunInterruptedError",
-        "OutOfMemoryError": "OutOfMemoryError",
-    }
 
 
 def leaves(rank: int, was_asked: bool) -> None:
@@ -410,6 +365,7 @@ def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_
         update={"where": others.where.model_copy(update={"strategy": "fsdp"})}
     )
     measured = read_measurements(Path(four.cache_dir or ".") / "measurements.jsonl")[-1]
+    assert 1e6 < (measured.link_bytes_per_s or 0.0) < 1e12
     assert [measured.link_bytes_per_s] == found[0]["links"] == found[3]["links"], (
         "measured once, and kept"
     )
@@ -529,7 +485,6 @@ def test_seats_are_those_that_launchers_give():
     }
     assert seat_in({**step, "MASTER_ADDR": "a", "MASTER_PORT": "1"}) == Seat(1, 2, 0, 1, "srun")
     for wrong in (
-        step,
         {**torchrun, "RANK": "4"},
         {**torchrun, "WORLD_SIZE": "two"},
         {**torchrun, "LOCAL_RANK": "2"},
@@ -546,8 +501,6 @@ def test_seats_are_those_that_launchers_give():
 
 KILLED, HANGS = "os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 19)\ntime.sleep(600)"
 ENDS: list[tuple[list[list[str]], int, int]] = [
-    ([["sys.exit(0)", "sys.exit(0)"]], 0, 0),
-    ([["sys.exit(3)", "sys.exit(3)"]], 3, 0),
     ([["sys.exit(75)", "sys.exit(75)"]], 75, 0),
     ([["sys.exit(2)", "sys.exit(76)"]], 2, 0),
     ([["sys.exit(76)", KILLED, "sys.exit(76)"], ["sys.exit(0)", "sys.exit(0)"]], 0, 1),
