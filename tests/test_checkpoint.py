@@ -4,12 +4,10 @@ full disk.
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,7 +20,6 @@ from checkpoints import Weights, newest, restored, save
 from checkpoints import checkpoints as checkpoints
 from checkpoints import said as said
 from farthing.errors import RunChangedError, RunDamagedError, SaveError
-from farthing.run import checkpoint as checkpoint_module
 from farthing.run.checkpoint import Checkpoints, commit_together, fill_along
 from farthing.storage import logs
 from farthing.storage.files import (
@@ -34,6 +31,7 @@ from farthing.storage.files import (
     write_text,
 )
 from farthing.storage.logs import SummedLines
+from killed import killed_at
 
 
 def test_the_snapshot_is_of_the_moment_of_the_call(checkpoints):
@@ -63,71 +61,7 @@ def test_a_folder_that_another_process_commits_meanwhile_is_there_already(tmp_pa
     assert (tmp_path / "set" / "theirs").read_text() == "quick"
 
 
-def test_a_second_save_of_a_step_replaces_the_first_only_when_it_is_whole(checkpoints):
-    save(checkpoints, 4)
-    first = newest(checkpoints.folder)
-    save(checkpoints, 4)
-    assert newest(checkpoints.folder) != first
-    assert not first.exists()
-    assert restored(checkpoints.folder) == 4
-
-
 # ---- killed while saving ----
-
-OPERATIONS = ["mkdir", "open", "fsync", "rename", "replace", "rmdir", "unlink", "chmod"]
-
-
-def killed_at(k: int, operation: Callable[[], None]) -> bool:
-    """Run `operation` in a child that is killed at its k-th file operation; whether the kill came
-    before the end.
-
-    Counted are `os` calls, `open` for writing, and the library's own file writing, which is cut in
-    half.
-    """
-    pid = os.fork()
-    if pid == 0:
-        count = 0
-
-        def tick() -> None:
-            nonlocal count
-            count += 1
-            if count == k:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        def before(function: Callable[..., Any]) -> Callable[..., Any]:
-            def counted(*args: Any, **kwargs: Any) -> Any:
-                tick()
-                return function(*args, **kwargs)
-
-            return counted
-
-        for name in OPERATIONS:
-            setattr(os, name, before(getattr(os, name)))
-        real_open, real_save_file = builtins.open, checkpoint_module.save_file
-
-        def counted_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if "w" in mode or "a" in mode:
-                tick()
-            return real_open(file, mode, *args, **kwargs)
-
-        def counted_save_file(tensors: Any, path: Any) -> None:
-            real_save_file(tensors, path)
-            if count + 1 == k:
-                os.truncate(path, os.path.getsize(path) // 2)
-            tick()
-
-        builtins.open = counted_open
-        checkpoint_module.save_file = counted_save_file
-        code = 1
-        try:
-            operation()
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    code = os.waitstatus_to_exitcode(status)
-    assert code in (0, -signal.SIGKILL)
-    return code != 0
 
 
 def kill_everywhere(folder_of_all: Path) -> None:
@@ -171,41 +105,33 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_the_old_checkpoint_or_the
 # ---- damaged afterwards ----
 
 
-def damages() -> dict[str, Callable[[Path], None]]:
-    def truncated(share: float) -> Callable[[Path], None]:
-        def damage(path: Path) -> None:
-            size = path.stat().st_size
-            os.truncate(path, min(int(size * share), size - 1))
+def flipped(path: Path) -> None:
+    chance = random.Random(path.name)
+    content = bytearray(path.read_bytes())
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
 
-        return damage
 
-    def flipped(path: Path) -> None:
-        chance = random.Random(path.name)
-        content = bytearray(path.read_bytes())
-        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-        path.write_bytes(content)
-
-    def grown(path: Path) -> None:
-        path.write_bytes(path.read_bytes() + b"\0")
-
-    shares = {"emptied": 0.0, "cut to 1 %": 0.01, "cut in half": 0.5, "cut by a byte": 1.0}
-    return {name: truncated(share) for name, share in shares.items()} | {
-        "flipped": flipped,
-        "grown": grown,
-        "removed": lambda path: path.unlink(),
-    }
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "emptied": lambda path: os.truncate(path, 0),
+    "cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "cut by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "flipped": flipped,
+    "grown": lambda path: os.truncate(path, path.stat().st_size + 1),
+    "removed": lambda path: path.unlink(),
+}
 
 
 @pytest.mark.parametrize(
     "file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 )
-@pytest.mark.parametrize("damage", damages())
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_detected_and_the_previous_checkpoint_used(
     file, damage, checkpoints, said
 ):
     save(checkpoints, 1)
     save(checkpoints, 2)
-    damages()[damage](newest(checkpoints.folder) / file)
+    DAMAGES[damage](newest(checkpoints.folder) / file)
     assert restored(checkpoints.folder, said) == 1
     assert len(said) == 1
     assert "step 2" in said[0]
@@ -214,9 +140,7 @@ def test_a_damaged_file_is_detected_and_the_previous_checkpoint_used(
     assert restored(checkpoints.folder) == 1, "and the damaged one never comes back"
 
 
-@pytest.mark.parametrize(
-    "file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
-)
+@pytest.mark.parametrize("file", ["model.safetensors", "manifest.json"])
 def test_files_of_two_steps_swapped_are_detected_and_the_one_before_both_used(
     file, checkpoints, said
 ):
@@ -254,17 +178,6 @@ def test_a_tampered_folder_is_not_used(trouble, checkpoints, said):
         return
     assert restored(checkpoints.folder, said) == 1
     assert len(said) == 1
-
-
-def test_when_all_are_damaged_nothing_restarts_in_silence(checkpoints, said):
-    for step in (1, 2):
-        save(checkpoints, step)
-    for path in checkpoints.folder.glob("step-*/model.safetensors"):
-        path.write_bytes(b"")
-    with pytest.raises(RunDamagedError) as error:
-        restored(checkpoints.folder, said)
-    assert "--allow-restart" in str(error.value)
-    assert len(said) == 2
 
 
 def test_a_checkpoint_of_a_newer_farthing_is_refused_with_words(checkpoints):
@@ -331,12 +244,13 @@ def test_one_failed_save_is_forgiven_when_the_next_one_works(checkpoints, said, 
 # ---- what is restored, and what is refused ----
 
 
-def test_a_third_save_of_a_step_is_newer_than_the_second(checkpoints):
+def test_a_third_save_of_a_step_replaces_the_second(checkpoints):
     for step in (4, 6, 4, 4):
         save(checkpoints, step)
-    assert [path.name for path in sorted(checkpoints.folder.glob("step-00000004-*"))] == [
+    assert [path.name for path in checkpoints.folder.glob("step-00000004-*")] == [
         "step-00000004-0004"
     ]
+    checkpoints.verify(4)
 
 
 def test_a_run_of_other_parts_is_refused(checkpoints):
