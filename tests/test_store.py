@@ -24,7 +24,6 @@ from farthing.errors import (
 )
 from farthing.events import Exported, Note, Restored, StepTaken
 from farthing.run import mirror as mirror_module
-from farthing.run.accounts import read_ledger
 from farthing.run.commits import take_small
 from farthing.run.folder import is_finished, kept
 from farthing.storage.files import commit_folder, unseal
@@ -379,19 +378,6 @@ def test_a_lost_object_of_the_last_checkpoint_leaves_the_one_before_and_then_the
         assert taken(with_best, tmp_path / f"empty-{n}") == left
     steps = {path.name[:13] for path in (tmp_path / "empty-1" / "checkpoints").iterdir()}
     assert steps == {"step-00000001"}
-
-
-def test_a_commit_without_its_small_files_is_used(with_best, tmp_path):
-    """Files that decide come from the checkpoint, the money from the lease, the log is lost."""
-    newest = max(with_best.list("commits/"))
-    for path in ("log.parts/000000", "plan.json", "run.json", "ledger.jsonl"):
-        with_best.objects.pop(objects_by_path(with_best, newest)[path], None)
-    said: list[str] = []
-    assert taken(with_best, tmp_path / "empty", said) == 3
-    lost = {"log.parts", "plan.json", "run.json", "ledger.jsonl"}
-    assert {text.split(" of ")[0] for text in said} == lost
-    assert (tmp_path / "empty" / "run.json").exists()
-    assert read_ledger(tmp_path / "empty" / "ledger.jsonl").accounts[1].wall_s == 3
 
 
 def test_what_was_lost_in_the_store_is_sent_again(with_best, tmp_path):
