@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
+from checkpoints import restored, save
 from farthing.run.checkpoint import Checkpoints
 from farthing.storage.objects import open_store
 from mirrored import folder_of_run, mirror_of
@@ -102,44 +102,6 @@ def killed_at_each_call(
     return [*outcomes, whole]
 
 
-class Weights:
-    """A part of some hundred kilobytes that follow from a step."""
-
-    def __init__(self, step: int = 0) -> None:
-        generator = torch.Generator().manual_seed(step)
-        self.tensors = {f"layer.{i}": torch.randn(64, 300, generator=generator) for i in range(4)}
-        self.values = {"step": step}
-
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-        return self.tensors, self.values
-
-    def restore(self, tensors: dict[str, torch.Tensor], values: dict[str, int]) -> None:
-        self.tensors, self.values = tensors, values
-
-    def __eq__(self, other: object) -> bool:
-        assert isinstance(other, Weights)
-        return self.values == other.values and all(
-            torch.equal(t, other.tensors[k]) for k, t in self.tensors.items()
-        )
-
-
-def parts_of(step: int) -> dict[str, Weights]:
-    return {"model": Weights(step), "optimizer": Weights(step + 100)}
-
-
-def resumed(folder: Path) -> int:
-    """The step that a fresh process goes on from, its state compared; nothing of what was being
-    written stays.
-    """
-    checkpoints = Checkpoints(folder, "run-1", 2, warn=print)
-    step, parts = checkpoints.newest_valid(), parts_of(0)
-    assert step is not None, "there was one"
-    checkpoints.restore(checkpoints.folder_of(step), parts)
-    assert parts == parts_of(step)
-    assert not [path.name for path in folder.iterdir() if ".draft-" in path.name]
-    return step
-
-
 def a_save(folder: Path) -> tuple[Callable[[], None], Callable[[], int]]:
     """The checkpoints of steps 1 and 2 are there; that of 3 is written and linked for a store, and
     that of 1 removed.
@@ -148,16 +110,15 @@ def a_save(folder: Path) -> tuple[Callable[[], None], Callable[[], int]]:
     mirror = mirror_of(open_store(str(folder / "store")), run)
     checkpoints = Checkpoints(run / "checkpoints", "run-1", 2, warn=print, copy=mirror.offer)
     for step in (1, 2):
-        checkpoints.save(step, parts_of(step), None)
-        checkpoints.wait()
+        save(checkpoints, step)
 
-    def save() -> None:
-        checkpoints.save(3, parts_of(3), None)
-        result = checkpoints.wait()
-        assert result is not None
-        assert result.error is None
+    def left() -> int:
+        step = restored(run / "checkpoints")
+        assert step is not None, "there was one"
+        assert not [path.name for path in (run / "checkpoints").iterdir() if ".draft-" in path.name]
+        return step
 
-    return save, lambda: resumed(run / "checkpoints")
+    return lambda: save(checkpoints, 3), left
 
 
 def tell_of_each_call(
