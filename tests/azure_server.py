@@ -35,7 +35,7 @@ class AzureServer:
             def _serve(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 with service._lock:
-                    status, headers, reply = service._answer(self, body)
+                    status, headers, reply = service.answer(self, body)
                 self.send_response_only(status)
                 for name, value in {"Content-Length": str(len(reply)), **headers}.items():
                     self.send_header(name, value)
@@ -60,7 +60,7 @@ class AzureServer:
         self._server.shutdown()
         self._server.server_close()
 
-    def _answer(
+    def answer(
         self, request: BaseHTTPRequestHandler, body: bytes
     ) -> tuple[int, dict[str, str], bytes]:
         url = urlsplit(request.path)

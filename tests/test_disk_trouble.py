@@ -286,7 +286,7 @@ def test_a_damaged_line_in_the_log_of_a_finished_run_is_shown(tmp_path, cli):
         assert "1 damaged line, left out" in cli.out(*verb)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "chat_template.jinja"])
+@pytest.mark.parametrize("name", ["model.safetensors", "chat_template.jinja"])
 def test_a_model_file_that_is_a_pipe_is_refused(name, tmp_path, cli):
     path = workshop.job_file(tmp_path, max_steps=1, pretrained=True)
     (tmp_path / "base" / name).unlink(missing_ok=True)

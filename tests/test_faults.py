@@ -35,7 +35,7 @@ from machines import machine
 from mirrored import QUICK, Model, delivered, folder_of_run, mirror_of, step_done, taken
 from patience import until
 from thinned import thinned
-from workshop import Heard, file_system
+from workshop import Heard, file_system, losses_of
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -148,19 +148,9 @@ def test_memory_that_runs_out_in_an_evaluation_halves_it(error, alone, tmp_path,
     monkeypatch.setattr(farthing.train.evaluate, "evaluate", evaluate)
     heard = Heard()
     assert train(job_in(tmp_path, "run"), heard).exit_code == 0
-    assert asked[1] == asked[0]  # once as it was, after memory was given back
-    assert asked[2] == asked[0] // 2
+    assert asked[:3] == [asked[0], asked[0], asked[0] // 2], "memory is given back, then halved"
     assert heard.warnings.count("out of memory in the evaluation") == 2
-    ours = {
-        row["step"]: row["loss"]
-        for row in SummedLines(tmp_path / "run" / "log.jsonl").rows()
-        if "loss" in row
-    }
-    theirs = {
-        row["step"]: row["loss"]
-        for row in SummedLines(tmp_path / "alone" / "log.jsonl").rows()
-        if "loss" in row
-    }
+    ours, theirs = (losses_of(job_in(tmp_path, name)) for name in ("run", "alone"))
     assert ours == theirs, "training never sees it"
 
 
@@ -175,9 +165,6 @@ def test_an_evaluation_without_room_for_one_example_is_said(tmp_path, monkeypatc
     said = cli.err("train", tmp_path / "run.yaml", code=1)
     assert "the device has no memory left" in said
     assert "Traceback" not in said
-
-
-# ---- data ----
 
 
 # ---- stores ----
@@ -223,9 +210,6 @@ def test_what_no_list_has_is_in_no_commit(tmp_path):
     assert mirror.wait(60)
     mirror.close(5)
     assert taken(store, tmp_path / "empty") == 1
-
-
-# ---- killed so many seconds after having been asked to leave ----
 
 
 # ---- formats of the past ----

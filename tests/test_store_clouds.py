@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import base64
 import http.client
-import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
 
 import pytest
@@ -102,17 +102,11 @@ def test_keys_come_from_a_profile_where_the_environment_has_none(cloud, tmp_path
 
 
 def test_of_many_that_create_an_object_at_once_one_does(cloud):
-    outcomes: list[bool] = []
-    threads = [
-        threading.Thread(
-            target=lambda i=i: outcomes.append(open_store(cloud[1]).create("commits/1", b"%d" % i))  # type: ignore[misc]
-        )
-        for i in range(6)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    def create(number: int) -> bool:
+        return open_store(cloud[1]).create("commits/1", b"%d" % number)
+
+    with ThreadPoolExecutor(6) as pool:
+        outcomes = [*pool.map(create, range(6))]
     assert sorted(outcomes) == [False] * 5 + [True]
 
 
@@ -294,7 +288,7 @@ def test_an_azure_store_without_an_account_names_the_variable(monkeypatch):
         open_store("az://container/run")
 
 
-@pytest.mark.parametrize("scheme", ["memory", "gcs", "s3a", "abfs", "hdfs", "sftp", "https"])
+@pytest.mark.parametrize("scheme", ["memory", "gcs", "https"])
 def test_a_scheme_that_is_no_store_is_refused_by_name(scheme):
     with pytest.raises(InputError, match=f"{scheme}:// is no store"):
         open_store(f"{scheme}://bucket/run")
