@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import yaml
 
 import workshop
 from exported import body_of
 from exported_families import FAMILIES, make_family
 from farthing.cli import main
-from farthing.config.load import load_job
 from farthing.errors import FarthingError, InputError
 from farthing.export import compressed
 from farthing.export.compressed import plan_compressed, write_compressed
@@ -347,21 +345,10 @@ def job_of_family(folder: Path, family: str, texts: list[str]) -> Path:
         json.loads(line)
         for line in (DATA / "e2e_nlg_dev_test.jsonl").read_text().splitlines()[:160]
     ]
-    workshop.write_jsonl(
-        folder / "data.jsonl",
-        [{"prompt": r["input"], "completion": " " + r["target"]} for r in rows],
+    told = [{"prompt": row["input"], "completion": " " + row["target"]} for row in rows]
+    job = workshop.make_job(
+        folder, rows=told, pretrained=True, data={"eval_fraction": 0.2}, max_steps=30
     )
-    values = {
-        "task": "causal-lm",
-        "model": {"model_name_or_path": "./base"},
-        "data": {"train": "data.jsonl", "eval_fraction": 0.2},
-        "where": {"device": "cpu"},
-        "output_dir": "./run",
-        "cache_dir": "./cache",
-        "train": {"max_steps": 30, "global_batch_size": 8, "learning_rate": 0.01},
-    }
-    (folder / "job.yaml").write_text(yaml.safe_dump(values))
-    job = load_job(folder / "job.yaml")
     workshop.train(job)
     return Path(job.output_dir)
 
