@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from farthing.data import prefix_sharing as shared
 from farthing.data.batches import Batches, collate, permutation
@@ -150,6 +151,14 @@ def test_what_begins_alike_is_kept_together():
     assert split_shared(tokens, np.arange(0), 450) == []
 
 
+def test_the_example_with_most_of_its_own_comes_first_in_a_piece():
+    tokens = token_set(
+        [[5] * 40 + [index] * n for index, n in ((6, 3), (7, 9), (8, 9), (9, 2))], [41] * 4
+    )
+    assert [piece.tolist() for piece in split_shared(tokens, np.arange(4), 1000)] == [[0, 1, 2, 3]]
+    assert collate_shared(tokens, np.arange(4), "causal-lm")["lengths"].tolist() == [43, 9, 9, 2]
+
+
 # ---- whether it is worth it ----
 
 
@@ -279,17 +288,33 @@ def test_gradients_over_pieces_add_up_to_those_of_one_padded_batch(budget, n_pie
     assert_same(gradients(model, total), theirs)
 
 
+class Adds(TorchDispatchMode):
+    """Remembers the dtypes in which rows are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, and look at what it adds to."""
+        if "index_add" in str(func):
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
 def test_gradients_of_many_copies_are_added_up_in_fp32():
-    n = 600  # a sum in bf16 would stop at 256
+    n = 600  # on a GPU a sum in bf16 would stop at 256
     lengths, rows = (
         [1] * n,
         np.concatenate([[0], np.stack([np.zeros(n - 1), np.arange(1, n)], 1).flatten()]),
     )
     documents = Documents.of(lengths, "cpu", [1] + [2] * (n - 1), rows.astype(np.int64))
     keys = torch.zeros(n, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    (found,) = torch.autograd.grad(attention_kernels.keys_as_seen(keys, documents).sum(), keys)
+    with Adds() as adds:
+        (found,) = torch.autograd.grad(attention_kernels.keys_as_seen(keys, documents).sum(), keys)
     assert found.dtype == torch.bfloat16
     assert found.flatten().tolist() == [n, *[1] * (n - 1)]
+    assert adds.dtypes == [torch.float32]
 
 
 @pytest.mark.usefixtures("_takes_little")
