@@ -314,6 +314,7 @@ CHANGES: list[tuple[Spoil, str]] = [
     (other_template, "tokenizer (content)"),
     (other_weights, "model (content)"),
     (sets("train", learning_rate=0.002), "train.learning_rate: 0.001 -> 0.002"),
+    (sets("train", global_batch_size=8), "train.global_batch_size: 4 -> 8"),
     (sets("data", max_length=48), "tokenization.max_length: 64 -> 48"),
 ]
 
