@@ -145,6 +145,10 @@ def minus_log_sigmoid(x: float) -> float:
     return math.log1p(math.exp(-x))
 
 
+def sigmoid(x: float) -> float:
+    return math.exp(-minus_log_sigmoid(x))
+
+
 ODDS = [z - math.log1p(-math.exp(z)) for z in (-1.0, -9 / 5)]
 
 
@@ -157,6 +161,10 @@ ODDS = [z - math.log1p(-math.exp(z)) for z in (-1.0, -9 / 5)]
             0.8 * minus_log_sigmoid(2.0) + 0.2 * minus_log_sigmoid(-2.0),
         ),
         ({"name": "dpo", "loss_type": "ipo", "beta": 0.5}, (1 / 3 + 3 / 5 - 1) ** 2),
+        ({"name": "dpo", "loss_type": "hinge"}, 1 - 0.4),
+        ({"name": "dpo", "loss_type": "sppo_hard"}, (1 - 5) ** 2 + (-3 + 5) ** 2),
+        ({"name": "dpo", "loss_type": "apo_zero"}, 1 - sigmoid(0.1) + sigmoid(-0.3)),
+        ({"name": "dpo", "loss_type": "apo_down"}, sigmoid(0.1) + 1 - sigmoid(0.4)),
         (
             {"name": "dpo", "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
             minus_log_sigmoid(0.4) + 0.5,
