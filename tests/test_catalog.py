@@ -256,7 +256,7 @@ GOODS = {"storage_gb": 73, "egress_gb": 100}
 @pytest.mark.parametrize(
     ("offer", "terms", "hours", "used", "expected"),
     [
-        (RUN, {}, 0, {"n_runs": 5}, {"compute": 1250}),
+        (RUN, {}, 0, {}, {"compute": 250}),
         (TOKENS, {"minimum_usd": 4}, 0, {"n_tokens": 20e6}, {"compute": 10}),
         (TOKENS, {"minimum_usd": 4}, 0, {"n_tokens": 1e6}, {"compute": 0.5, "minimum": 3.5}),
         ({"usd": 2}, BY_HOUR, 1, {}, {"compute": 2}),

@@ -36,7 +36,7 @@ def test_a_zone_with_its_gpu_has_its_own_law(tmp_path):
     law, words = hazards(read_traces(tmp_path))
     long, short = law(offer()), law(offer(zone="us-east-1b"))
     assert long.up.mean_s > 2 * short.up.mean_s
-    assert "2 traces" in words
+    assert "by traces of 2 zones" in words
 
 
 def test_an_open_zone_takes_the_middle_one_of_its_region(tmp_path):
@@ -44,6 +44,18 @@ def test_an_open_zone_takes_the_middle_one_of_its_region(tmp_path):
         write(tmp_path, f"us-east-1{zone}_v100_1", data)
     law, _ = hazards(read_traces(tmp_path))
     assert law(offer(zone="")).up.mean_s == law(offer(zone="us-east-1c")).up.mean_s
+
+
+def test_several_traces_of_a_zone_are_one_law_and_a_region_may_be_traced_as_a_whole(tmp_path):
+    write(tmp_path, "may/us-east-1a_v100_1", LONG * 6)
+    write(tmp_path, "june/us-east-1a_v100_1", SHORT * 40)
+    write(tmp_path, "june/eu-west-1_v100_1", SHORT * 40)
+    law, words = hazards(read_traces(tmp_path))
+    both = law(offer())
+    assert "by traces of 2 zones" in words
+    assert set(both.up.lengths_s) == {20 * 60.0, 600 * 60.0}
+    whole = law(offer(region="eu-west-1", zone="eu-west-1a"))
+    assert set(whole.up.lengths_s) == {20 * 60.0}
 
 
 def test_larger_nodes_are_lost_more_often_and_other_gpus_have_the_prior(tmp_path):

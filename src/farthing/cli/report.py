@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
 from farthing.cli.console import complain, print_json, rich_console, write, write_page
@@ -46,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         write(f"wrote {arguments.html}")
     if arguments.json:
         model = {"model_damage": damage[arguments.folder]}
-        print_json(comparisons[0].to_json() if comparisons else receipts[0].to_json() | model)
+        compared = [{"kind": "farthing comparison", **asdict(one)} for one in comparisons[:1]]
+        print_json(compared[0] if compared else receipts[0].to_json() | model)
         return EXIT_FINISHED
     if not arguments.html:
         from farthing.report.draw import draw

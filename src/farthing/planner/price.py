@@ -103,7 +103,7 @@ class Pricing:
         least = total - rate * (billed.likely - billed.low) / 3600
         most = total + rate * (billed.high - billed.likely) / 3600
         usd_range = Range(max(0.0, least * (1 - cheaper)), total, most * (1 + dearer))
-        found = (
+        return OfferPlan(
             offer,
             self.on,
             timed.seconds,
@@ -112,9 +112,11 @@ class Pricing:
             total,
             timed.hours_range,
             usd_range,
+            timed.interval_s,
+            price_age_days,
+            timed.spot,
+            is_users_price=is_users_price,
         )
-        more = timed.interval_s, price_age_days, timed.spot
-        return OfferPlan(*found, *more, is_users_price=is_users_price)
 
     def _terms(self, offer: Offer, save_s: float, zone: Interruptions | None) -> _Terms:
         wanted, timed = self.wanted, self._time(self.setup_s(offer), save_s, zone)

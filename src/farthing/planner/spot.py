@@ -467,26 +467,28 @@ def hazards(traces: list[Trace]) -> tuple[Callable[[Offer], Interruptions], str]
     """The law of an offer's spot capacity, and words on it: its zone's or region's where traced,
     scaled by node size; else the prior.
     """
-    known = {
-        trace.kind: fit(*spells_of(trace.available, trace.gap_s), HALF_LIFE_S)
-        for trace in traces
-        if trace.kind[1] and max(trace.available) > 0
-    }
+    spells: dict[tuple[str, str, int], tuple[list[Spell], list[Spell]]] = {}
+    for trace in traces:  # of one zone there may be several
+        if trace.kind[1] and max(trace.available) > 0:
+            up, down = spells.setdefault(trace.kind, ([], []))
+            more_up, more_down = spells_of(trace.available, trace.gap_s)
+            up += more_up
+            down += more_down
+    known = {kind: fit(*both, HALF_LIFE_S) for kind, both in spells.items()}
 
     @functools.cache
     def of(gpu: str, n_gpus: int, region: str, zone: str) -> Interruptions:
         sizes = sorted({n for _, kind, n in known if kind == gpu}, key=lambda n: abs(n - n_gpus))
         for n in sizes:
-            law = known.get((zone or region, gpu, n))
+            law = known.get((zone, gpu, n)) or known.get((region, gpu, n))
             if law is None and region and not zone:  # any zone of it will do: the middle one
-                of_kind = ((key[0], law) for key, law in known.items() if key[1:] == (gpu, n))
-                laws = [law for place, law in of_kind if place.startswith(region)]
+                alike = [place for place in known if place[1:] == (gpu, n)]
+                laws = [known[place] for place in alike if place[0].startswith(region)]
                 laws.sort(key=lambda one: one.up.mean_s)
                 law = laws[len(laws) // 2] if laws else None
             if law is not None:
                 return law if n == n_gpus else law.for_node(n_gpus, n)
         return prior(n_gpus)
 
-    words = f"spot capacity from {plural(len(known), 'trace')} where zone and GPU are traced, "
-    words += "else from the prior"
+    words = f"spot capacity by traces of {plural(len(known), 'zone')}, elsewhere by the prior"
     return lambda o: of(_plain(o.gpu), o.n_gpus, o.region.lower(), o.zone.lower()), words

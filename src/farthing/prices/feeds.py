@@ -111,8 +111,9 @@ def update(
         what += f"are ({_words(failed[0]) if failed else 'no feed is known'})"
         to_do = "check the network, or give a price file of your own with --prices"
         raise FeedsUnavailableError(what, where=str(path), to_do=to_do)
-    earlier = _earlier(path, today)
-    kept = tuple(offer for offer in earlier if offer.provider not in fresh)
+    kept: tuple[Offer, ...] = ()
+    with contextlib.suppress(InputError):  # a file that can't be read is replaced
+        kept = tuple(o for o in read_prices(path, today)[0] if o.provider not in fresh)
     offers = [offer for provider in sorted(fresh) for offer in fresh[provider]] + list(kept)
     _write(path, offers)
     kept_of = tuple(sorted({offer.provider for offer in kept}))
@@ -255,13 +256,6 @@ def _without_zones(offers: Sequence[Offer]) -> list[Offer]:
 
 
 # ---- the file ----
-
-
-def _earlier(path: Path, today: date) -> tuple[Offer, ...]:
-    """What the file had; a file that can't be read is replaced."""
-    with contextlib.suppress(InputError):
-        return read_prices(path, today)[0]
-    return ()
 
 
 def _write(path: Path, offers: Sequence[Offer]) -> None:

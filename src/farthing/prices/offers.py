@@ -81,7 +81,6 @@ def bill(
     hours: float = 0.0,
     *,
     n_starts: int = 1,
-    n_runs: int = 1,
     n_tokens: float = 0.0,
     storage_gb: float = 0.0,
     storage_hours: float | None = None,
@@ -105,10 +104,10 @@ def bill(
         more_s = max(1, n_starts) * max(terms.minimum_s, rounded_s) - hours * 3600
         parts["rounding"] = max(0.0, more_s) / 3600 * usd_per_hour if hours else 0.0
     else:
-        n_units = n_runs if offer.unit == "run" else n_tokens / 1e6
+        n_units = 1.0 if offer.unit == "run" else n_tokens / 1e6
         parts["compute"] = n_units * offer.usd
         if n_units:
-            parts["minimum"] = max(0.0, n_runs * terms.minimum_usd - parts["compute"])
+            parts["minimum"] = max(0.0, terms.minimum_usd - parts["compute"])
     held_hours = hours if storage_hours is None else storage_hours
     for_gb_month, for_gb = terms.storage_usd_per_gb_month, terms.egress_usd_per_gb
     for_gb_month = ASSUMED_STORAGE_USD_PER_GB_MONTH if for_gb_month is None else for_gb_month

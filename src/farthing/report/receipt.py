@@ -237,9 +237,6 @@ class Comparison:
         """What the run saves, by the token where the work differs; empty where unknown."""
         return say("receipt.txt", "compared", self, run, baseline)
 
-    def to_json(self) -> Json:
-        return {"kind": "farthing comparison", **asdict(self)}
-
 
 def compare(run: RunReceipt, baseline: RunReceipt) -> Comparison:
     """What the first saves against the second, and what of it can't be compared.
