@@ -29,5 +29,5 @@ def attempt(
             clock.now += 10
         ledger.at_step(step, {})
     if end:
-        ledger.close(end)
+        ledger.end(end)
     return ledger

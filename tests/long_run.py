@@ -70,5 +70,5 @@ def _make_ledger(folder: Path, n_steps: int, n_attempts: int, chance: random.Ran
     ledger = Ledger(folder / "ledger.jsonl", Meter(already_s=100.0), USD_PER_HOUR)
     ledger.begin_at(n_steps - n_steps // n_attempts)
     ledger.at_step(n_steps, {"tokens_per_s": 1e4})
-    ledger.close("finished")
+    ledger.end("finished")
     return ledger.spent_usd

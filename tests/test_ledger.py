@@ -143,7 +143,7 @@ def test_a_running_attempt_writes_its_line_again_when_the_ledger_is_taken_away(t
     for damage in (path.unlink, lambda: path.write_bytes(b""), lambda: path.write_bytes(b"x" * 9)):
         damage()
         clock.now += 10
-        ledger.beat(at_once=True)
+        ledger.write()
     assert sums_of(path) == (pytest.approx(150), pytest.approx(0.15))
 
 
@@ -181,12 +181,12 @@ def test_a_kill_at_any_file_operation_of_a_ledger_loses_nothing_of_it(tmp_path):
 
     def begin_and_grow():
         ledger = Ledger(path, Meter(clock=clock), 3.6)
-        ledger.write("starting")
+        ledger.write()
         ledger.begin_at(20)
         for step in range(21, 24):
             ledger.at_step(step, {})
-            ledger.write("running", notice={"what": "x" * 3000, "at": 1.0, "is_certain": False})
-        ledger.close("interrupted")
+            ledger.write(notice={"what": "x" * 3000, "at": 1.0, "is_certain": False})
+        ledger.end("interrupted")
 
     for k in range(1, 200):
         path.write_bytes(content)

@@ -104,7 +104,7 @@ class TimedSaver(Saver):
         self.took_s, self.saved_at_s = self.costs.save_s, self.context.meter.wall_s
         self.mark = self.progress.mark
         self.disk["progress"] = self.progress.state()[1]
-        self.context.ledger.committed(self.progress.step)
+        self.context.ledger.write(committed=self.progress.step)
 
     def save_last(self) -> None:
         """The same, where that is not saved."""
@@ -114,7 +114,7 @@ class TimedSaver(Saver):
     def export(self) -> None:
         """Take the time of it."""
         context, step = self.context, self.progress.step
-        context.ledger.write("running", exported=step)
+        context.ledger.write(exported=step)
         self.machine.passes(self.costs.export_s)
         self.export_s = self.costs.export_s
         (context.folder / "model").mkdir(exist_ok=True)
@@ -219,11 +219,11 @@ def attempt(
         return "limit"
     ledger = Ledger(folder / "ledger.jsonl", meter, job.usd_per_hour)
     limits = RunLimits(job, ledger)
-    ledger.write("starting")
+    ledger.write()
     machine.ledger = ledger
     machine.passes(costs.start_s * 0.4)
     if limits.why_not_start():
-        ledger.close("limit")
+        ledger.end("limit")
         return "limit"
     meter.enter("load_model")
     machine.passes(costs.start_s * 0.6)
@@ -256,7 +256,7 @@ def attempt(
     ledger.begin_at(run.progress.step)
     meter.enter("idle")
     state, _ = loop(run)  # type: ignore[arg-type]
-    ledger.close(state)
+    ledger.end(state)
     return state
 
 

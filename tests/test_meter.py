@@ -77,7 +77,7 @@ def test_work_done_again_is_counted_once_as_redone(tmp_path):
 def test_an_attempt_that_never_began_loses_no_work(tmp_path):
     clock = Clock()
     attempt(tmp_path / "l", clock, 1, 0, 10)
-    Ledger(tmp_path / "l", Meter(clock=clock), 1).write("starting")
+    Ledger(tmp_path / "l", Meter(clock=clock), 1).write()
     attempt(tmp_path / "l", clock, 1, 10, 12, end="finished")
     attempts = read_attempts(tmp_path / "l")
     assert [a.began for a in attempts] == [True, False, True]
@@ -88,8 +88,8 @@ def test_the_first_forecast_is_the_one_that_is_kept(tmp_path):
     clock = Clock()
     ledger = Ledger(tmp_path / "l", Meter(clock=clock), 1)
     ledger.begin_at(0)
-    ledger.at_step(1, {}, {"wall_s": 10})
-    ledger.at_step(2, {}, {"wall_s": 20})
+    ledger.write(forecast={"wall_s": 10})
+    ledger.write(forecast={"wall_s": 20})
     assert Ledger(tmp_path / "l", Meter(clock=clock), 1).forecast == {"wall_s": 10}
 
 
@@ -130,7 +130,7 @@ def test_a_ledger_keeps_the_stretches_of_an_attempt(tmp_path):
             clock.now += 1
         facts = {"tokens": 7 * step, "utilisation_percent": 20 if step <= 50 else 80}
         ledger.at_step(10 + step, facts)
-    ledger.close("finished")
+    ledger.end("finished")
     stretches = read_ledger(tmp_path / "l").accounts[1].stretches
     assert stretches[-1][:2] == (110, 700)
     assert stretches[0].spans.keys() == {"compute"}

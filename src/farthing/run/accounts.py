@@ -35,7 +35,8 @@ NO_LOSS_S, NO_LOSS_USD = 0.01, 1e-6  # rounding
 WORK = ("compile", "data_wait", "host_to_device", "compute", "optimizer")
 LOST = 0
 """The number of the attempt that stands for all whose lines are lost."""
-_OPEN_STATES = ("starting", "started", "running")
+RUNNING = "running"
+"""The state of an attempt that has not said how it ended."""
 _KEPT = ("tokens_per_s", "padded_tokens_per_s", "mfu", "takes", "tokens", "padded_tokens", "work")
 Amount = Annotated[float, Field(ge=0, lt=1e15)]
 
@@ -61,7 +62,7 @@ class Account:
     """Made up when the attempt begins."""
     line: int = 0
     """How often it was written."""
-    state: str = "starting"
+    state: str = RUNNING
     at: Amount = 0.0
     started_at: Amount = 0.0
     usd_per_hour: Amount = 0.0
@@ -87,7 +88,7 @@ class Account:
     busy: Amount = 0.0
     n_busy: int = 0
     marks: list[AttemptMark] = field(default_factory=list)
-    """At most `N_MARKS`, about equally far apart in time; the last one is the newest."""
+    """At most `N_MARKS`, none far from the next in time; the last one is the newest."""
     redone_s: float = 0.0
     """Of its work, see `with_redone`; not on its line."""
 
@@ -102,7 +103,7 @@ class Account:
     @property
     def ended(self) -> str:
         """How it ended; `killed` where it has not said so."""
-        return "killed" if self.state in _OPEN_STATES else self.state
+        return "killed" if self.state == RUNNING else self.state
 
     @property
     def stretches(self) -> list[AttemptMark]:
@@ -138,19 +139,16 @@ class Account:
         self.facts |= {name: facts[name] for name in _KEPT if facts.get(name)}
 
     def mark(self) -> None:
-        """Note where the attempt stands, in place of the last mark where that is near."""
-        ends = [sum(mark.spans.values()) for mark in self.marks[-2:]]
-        is_near = bool(ends) and ends[-1] - (ends[0] if len(ends) > 1 else 0.0) < (
-            self.wall_s / N_MARKS
-        )
-        self.marks = [*(self.marks[:-1] if is_near else self.marks), self._mark()]
-        if len(self.marks) > N_MARKS:
-            self.thin(N_MARKS)
+        """Note where the attempt stands."""
+        self.marks = [*self.marks, self._mark()]
+        self.thin(N_MARKS)
 
     def thin(self, most: int) -> None:
-        """Leave out every second mark, but the last, until there are at most so many."""
+        """Join the two shortest neighbouring stretches until there are at most so many marks."""
         while len(self.marks) > most:
-            self.marks = self.marks[(len(self.marks) - 1) % 2 :: 2]
+            ends = [0.0, *(sum(mark.spans.values()) for mark in self.marks)]
+            joined_s = [later - before for before, later in zip(ends, ends[2:], strict=False)]
+            del self.marks[joined_s.index(min(joined_s))]
 
     def _mark(self) -> AttemptMark:
         spans = {name: round(s, 3) for name, s in self.spans.items() if s > 0}
@@ -159,13 +157,15 @@ class Account:
 
     def work_until(self, step: float) -> float:
         """Seconds of work when `step` was done, on the straight line between the nearest marks."""
-        points = [(self.first_step, 0.0), *((m.step, _work_s(m.spans)) for m in self.marks)]
-        if exact := [work_s for known, work_s in points if known == step]:
-            return min(exact)
-        low = max((each for each in points if each[0] < step), default=points[0])
-        high = min((each for each in points if each[0] > step), default=points[-1])
-        share = (step - low[0]) / (high[0] - low[0]) if high[0] > low[0] else 0.0
-        return low[1] + share * (high[1] - low[1])
+        marks = [(mark.step, _work_s(mark.spans)) for mark in self.marks]
+        points = sorted([(self.first_step, 0.0), *marks])
+        after = bisect.bisect_left(points, (step, 0.0))
+        if after == 0:
+            return points[0][1]
+        if after == len(points):
+            return points[-1][1]
+        (known, work_s), (later, later_work_s) = points[after - 1 : after + 1]
+        return work_s + (step - known) / (later - known) * (later_work_s - work_s)
 
     def as_row(self) -> Json:
         return dict(
@@ -205,7 +205,7 @@ class Found:
     @property
     def is_damaged(self) -> bool:
         """Whether something has to be said."""
-        return self.n_broken > 0 or self.lost_s > NO_LOSS_S or self.lost_usd > NO_LOSS_USD
+        return self.n_broken > 0 or self.lost_s > 0 or self.lost_usd > 0
 
     @property
     def ordered(self) -> list[Account]:

@@ -5,7 +5,7 @@ construction. The `Ledger` keeps the account of every attempt on disk, apart fro
 time that was paid for stays on the bill even when its work was lost.
 
     train, saver, watchers                        thread, every `BEAT_S`
-      enter/span    write(state, facts)              beat
+      enter/span    write(facts), end(state)         beat
          v                v                            v
        Meter  ------>  Account of this attempt  --> the whole file anew: a line for each other
       (seconds)                                     attempt, two for this one; draft, then rename
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import threading
 import time
@@ -31,6 +32,7 @@ from farthing.clock import seconds_since_boot
 from farthing.run.accounts import (
     LOST,
     N_SHORT_MARKS,
+    RUNNING,
     Account,
     Witness,
     as_line,
@@ -147,7 +149,7 @@ class Ledger:
     """The accounts of a run's attempts, in `ledger.jsonl`, of which this process writes one.
 
     Nothing is written before `write` is called for the first time. `witnesses` know of money that
-    may be missing in the file.
+    may be missing in the file. What writes raises `OSError`.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class Ledger:
         self.past: list[Account] = []
         """The other attempts, in order."""
         self._past_lines = ""
-        self._last_line_at = -1e9
+        self._last_line_at = -math.inf
         self._beats: threading.Thread | None = None
         self._closed = threading.Event()
         self._is_written = self._is_withdrawn = False
@@ -177,29 +179,29 @@ class Ledger:
         """Take over what is known of other attempts; number this one after them."""
         mine = self._mine
         known = merge(known, {account.number: account for account in self.past})
-        known = {number: each for number, each in known.items() if each.id != mine.id}
-        if mine.number == LOST or mine.number in known:
-            mine.number = max(known, default=LOST) + 1
-        self.past = [known[number] for number in sorted(known)]
+        self.past = [known[number] for number in sorted(known) if known[number].id != mine.id]
+        numbers = [account.number for account in self.past]
+        if mine.number == LOST or mine.number in numbers:
+            mine.number = max(numbers, default=LOST) + 1
         for account in self.past[:-N_LONG]:
             account.thin(N_SHORT_MARKS)
         self._past_lines = "".join(map(as_line, self.past))
         mine.past_s = sum(account.wall_s for account in self.past)
         mine.past_usd = sum(account.usd for account in self.past)
 
-    @property
-    def number(self) -> int:
-        """Of this attempt, from 1."""
-        return self._mine.number
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether this attempt has said how it ended."""
-        return self._mine.ended == self._mine.state
+    # ---- the whole run, all attempts ----
 
     @property
     def _all(self) -> list[Account]:
         return [*self.past, self._mine]
+
+    @property
+    def spent_usd(self) -> float:
+        return self._mine.past_usd + self._meter.wall_s / 3600 * self._mine.usd_per_hour
+
+    @property
+    def spent_s(self) -> float:
+        return self._mine.past_s + self._meter.wall_s
 
     @property
     def committed_step(self) -> int:
@@ -222,59 +224,38 @@ class Ledger:
         return next(filter(None, told), {})
 
     @property
-    def spent_usd(self) -> float:
-        """Of the whole run so far, all attempts."""
-        return self._mine.past_usd + self._meter.wall_s / 3600 * self._mine.usd_per_hour
+    def clock_back_s(self) -> float:
+        """By how much the clock stands before the last moment of an earlier attempt."""
+        return max(0.0, max((account.at for account in self.past), default=0.0) - self.now)
 
-    @property
-    def spent_s(self) -> float:
-        """Of the whole run so far, all attempts."""
-        return self._mine.past_s + self._meter.wall_s
+    # ---- this attempt ----
 
     @property
     def now(self) -> float:
         return self._meter.now()
 
     @property
-    def clock_back_s(self) -> float:
-        """By how much the clock stands before the last moment of an earlier attempt."""
-        return max(0.0, max((account.at for account in self.past), default=0.0) - self.now)
+    def number(self) -> int:
+        """Of this attempt, from 1."""
+        return self._mine.number
+
+    @property
+    def has_ended(self) -> bool:
+        return self._mine.state != RUNNING
 
     def begin_at(self, step: int) -> None:
         """This attempt continues after `step`."""
         self._mine.first_step = self._mine.step = step
         self._mine.began = True
-        self.write("started")
+        self.write()
 
-    def at_step(self, step: int, facts: Json, forecast: Json | None = None) -> None:
-        """Note that `step` is done. Written no oftener than a beat, so that quick steps cost
-        nothing; a first forecast is written at once and kept for the whole run."""
+    def at_step(self, step: int, facts: Json) -> None:
+        """Note that `step` is done. It is written no oftener than a beat, so that quick steps cost
+        nothing."""
         with self.lock:
             self._mine.step = step
             self._mine.note(facts)
-        if forecast is not None and self.forecast is None:
-            self.write("running", forecast=forecast)
-        else:
-            self.beat()
-
-    def beat(self, *, at_once: bool = False) -> None:
-        """Say that time continues, if nothing was said for a while."""
-        if at_once or self._meter.wall_s - self._last_line_at >= BEAT_S:
-            self.write()
-
-    def keep_beating(self) -> None:
-        """`beat` from a thread until `close`: so a kill in a long step is on the bill."""
-
-        def beats() -> None:
-            while not self._closed.wait(BEAT_S):
-                with contextlib.suppress(OSError):  # a full disk is the loop's to judge
-                    self.beat()
-
-        self._beats = threading.Thread(target=beats, name="ledger", daemon=True)
-        self._beats.start()
-
-    def committed(self, step: int) -> None:
-        self.write("running", committed=step)
+        self.beat()
 
     def held_up_by_save(self, seconds: float, n_saves: int = 1) -> None:
         """Note that saving has held the loop up, for the next line."""
@@ -293,24 +274,59 @@ class Ledger:
                 "spent_usd": mine.past_usd + mine.usd,
             }
 
-    def write(self, state: str = "", **facts: Any) -> None:
-        """This attempt's line, now; `state` is what it is if nothing follows. Raises `OSError`."""
+    def take_in(self, accounts: dict[int, Account]) -> None:
+        """Put attempts of other machines at this run on the bill."""
+        with self.lock:
+            self._add(accounts)
+            self._put()
+
+    # ---- its line ----
+
+    def write(self, **facts: Any) -> None:
+        """This attempt's line, now."""
         with self.lock:
             if self._is_withdrawn:
                 return
             mine, self._last_line_at = self._mine, self._meter.wall_s
-            mine.at, mine.state, mine.line = self.now, state or mine.state, mine.line + 1
+            mine.at, mine.line = self.now, mine.line + 1
             mine.started_at = mine.started_at or mine.at - self._last_line_at
             mine.spans = {name: round(seconds, 4) for name, seconds in self._meter.spans.items()}
             mine.note(facts)
             mine.mark()
             self._put()
 
-    def take_in(self, accounts: dict[int, Account]) -> None:
-        """Put attempts of other machines at this run on the bill. Raises `OSError`."""
+    def beat(self) -> None:
+        """Say that time continues, if nothing was said for a while."""
+        if self._meter.wall_s - self._last_line_at >= BEAT_S:
+            self.write()
+
+    def keep_beating(self) -> None:
+        """`beat` from a thread until `close`: so a kill in a long step is on the bill."""
+
+        def beats() -> None:
+            while not self._closed.wait(BEAT_S):
+                with contextlib.suppress(OSError):  # a full disk is the loop's to judge
+                    self.beat()
+
+        self._beats = threading.Thread(target=beats, name="ledger", daemon=True)
+        self._beats.start()
+
+    def end(self, state: str) -> None:
+        """How the attempt has ended, forced to the disk; time continues until `close`."""
         with self.lock:
-            self._add(accounts)
-            self._put()
+            self._mine.state = state
+            self.write()
+            if not self._is_withdrawn:
+                fsync_path(self._path)
+
+    def close(self) -> None:
+        """The attempt's last line, forced to the disk."""
+        self._closed.set()
+        if self._beats is not None:
+            self._beats.join()
+            self._beats = None
+        if self._is_written:
+            self.end(self._mine.state)
 
     def withdraw(self) -> None:
         """Take this attempt out: it was none of this run. Without others the file goes."""
@@ -320,20 +336,6 @@ class Ledger:
                 write_text(self._path, self._past_lines, is_private=True)
             elif self._is_written:
                 self._path.unlink(missing_ok=True)
-
-    def end(self, state: str) -> None:
-        """The attempt's last word, forced to the disk; time continues until `close`."""
-        self.write(state)
-        fsync_path(self._path)
-
-    def close(self, state: str = "") -> None:
-        """With the attempt's last line forced to the disk."""
-        self._closed.set()
-        if self._beats is not None:
-            self._beats.join()
-            self._beats = None
-        if (self._is_written or state) and not self._is_withdrawn:
-            self.end(state)
 
     def _put(self) -> None:
         if self.damage is not None and not self._is_written:

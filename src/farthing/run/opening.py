@@ -162,7 +162,7 @@ def opened(folder: Path, usd_per_hour: float) -> Iterator[Opened]:
         attempt = Opened(folder, meter, ledger)
         try:
             sweep_drafts(folder, _DRAFTS)
-            ledger.write("starting")
+            ledger.write()
             ledger.keep_beating()
         except OSError as error:
             raise cannot_write(folder, error) from error

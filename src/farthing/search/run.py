@@ -336,8 +336,7 @@ class _Search:
     def copy(self) -> None:
         """Bring decisions and results to the store."""
         n_done = len(self.record.results) + len(self.record.confirmed)
-        if not self.ledger.has_ended:
-            self.ledger.committed(n_done)
+        self.ledger.write(committed=n_done)
         if self.mirror is not None:
             self.mirror.offer(n_done)
 

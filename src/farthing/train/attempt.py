@@ -101,10 +101,10 @@ def close_replica(context: Context) -> None:
     context.meter.enter("checkpoint")
     is_done = _wait(context, replica, is_leaving=True)
     with contextlib.suppress(OSError):
-        ledger.beat(at_once=True)  # the lease takes it along: the store knows it too
+        ledger.write()  # the lease takes it along: the store knows it too
     replica.close(min(5.0 if is_done else 1.0, context.left_s))
     with contextlib.suppress(OSError):
-        ledger.beat(at_once=True)
+        ledger.write()
 
 
 def _wait(context: Context, replica: Mirror, *, is_leaving: bool) -> bool:

@@ -85,7 +85,7 @@ def build(spec: RunSpec, context: Context, *, has_begun: bool = False) -> Run:
         if ranks.is_first:
             lead(context)
         settings = Settings.from_json(ranks.tell_all(settings.to_json()))
-        context.ledger.write("starting")
+        context.ledger.write()
         meter.enter("load_model")
         emit(Working("loading the model"))
         names = examples.tokens.label_names
@@ -95,7 +95,7 @@ def build(spec: RunSpec, context: Context, *, has_begun: bool = False) -> Run:
     shard_weights(spec, ranks, model, emit)
     run = assemble(spec, context, model, (examples, held_out), estimate, settings)
     run.record.before_model_bytes = before_bytes
-    context.ledger.write("starting")
+    context.ledger.write()
     return run
 
 

@@ -136,7 +136,7 @@ def note_news(notice: Notice, ledger: Ledger) -> list[Heard]:
     """Put on the ledger what was heard since the last time; returns it."""
     news = notice.news()
     for heard in news:
-        ledger.write("running", notice=heard.as_dict())
+        ledger.write(notice=heard.as_dict())
     return news
 
 

@@ -46,4 +46,4 @@ def opened_run(job: Job, emit: Emit) -> Iterator[Run]:
         run.saver.restore(allow_restart=False)
         with contextlib.closing(run.feed):
             yield run
-        ledger.close("finished")
+        ledger.end("finished")

@@ -208,7 +208,7 @@ class Saver:
 
     def note_finished(self, result: SaveResult | None) -> None:
         if result is not None and result.error is None:
-            self.context.ledger.committed(result.step)
+            self.context.ledger.write(committed=result.step)
             self.write_s = result.seconds
             self.training.record.saves_bytes.append(result.n_bytes)
             self.context.emit(Saved(result.step, result.n_bytes))
@@ -238,7 +238,7 @@ class Saver:
         if whole is not None and not ranks.trains_rows:
             put_back(self.trained(), whole)
             whole = None
-        context.ledger.write("running", exported=step)
+        context.ledger.write(exported=step)
         receipt = build_receipt(context.folder)
         run = self.training
         export_model(folder, run.model, run.spec.tokenizer, receipt, step, whole)

@@ -14,7 +14,6 @@ from farthing.errors import NotFiniteError
 from farthing.events import StepSkipped, StepTaken
 from farthing.model.compiled import n_graphs
 from farthing.model.hardware import peak_bytes
-from farthing.storage.files import Json
 from farthing.train.context import Training
 from farthing.train.forecast import Forecaster
 from farthing.train.run_settings import keep_settings, tried
@@ -100,15 +99,16 @@ class StepLog:
             **figures,
         )
         run.log_file.append(event.log_row())
-        forecast: Json | None = None
         is_first = ledger.forecast is None and run.pace.n_steps >= FORECAST_AFTER_STEPS
         if is_first and event.s_to_go is not None and event.usd_to_go is not None:
-            forecast = {
-                "step": step,
-                "wall_s": ledger.spent_s + event.s_to_go,
-                "usd": event.usd + event.usd_to_go,
-                "peak_bytes": self.expected_bytes,
-            }
+            ledger.write(
+                forecast={
+                    "step": step,
+                    "wall_s": ledger.spent_s + event.s_to_go,
+                    "usd": event.usd + event.usd_to_go,
+                    "peak_bytes": self.expected_bytes,
+                }
+            )
         work = run.pace.facts(
             n_steps=run.schedule.n_steps,
             device=run.spec.numerics.device.type,
@@ -122,7 +122,7 @@ class StepLog:
             "takes": self.forecast.takes(),
             "work": work,
         }
-        ledger.at_step(step, facts, forecast)
+        ledger.at_step(step, facts)
         run.context.emit(event)
 
     def _judge_finite(self, taken: StepResult, losses: list[float], norm: float) -> None:
@@ -169,7 +169,7 @@ class StepLog:
             return
         job = self.training.spec.fingerprint
         event = {"step": step + 1, **tried(settings), "why": why, "job": job}
-        context.ledger.write("running", out_of_memory=event)
+        context.ledger.write(out_of_memory=event)
         keep_settings(context, settings)
         more = ", with more activation checkpointing" if settings.checkpoint_every else ""
         context.warn(
