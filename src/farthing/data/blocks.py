@@ -44,15 +44,12 @@ _GUESSED_BYTES = 64 << 20
 
 
 class Raw(NamedTuple):
-    """A row on its way, or a line of a file in UTF-8 with its break."""
+    """A row that is not parsed yet, or a line of a file in UTF-8 with its break."""
 
     number: int
     n_bytes: int
     """More than it holds where it is over the limit."""
     content: Any
-    """The bytes of a line, of which JSON is parsed when it is asked for; else the row or bad row
-    itself.
-    """
 
 
 def _opened(path: Path) -> IO[bytes]:
@@ -138,34 +135,33 @@ class Lines:
         return n_bytes
 
 
-def _blocks(rows: Iterable[Raw]) -> Iterator[RowBlock]:
-    """Rows in blocks of as many and as large as a block may be."""
+def _blocks(rows: Iterable[Raw], parse: Callable[[Any], RowValue | str]) -> Iterator[RowBlock]:
+    """Rows in blocks of as many and as large as a block may be. `parse` makes a row of a content
+    when it is asked for, or says why there is none."""
     pending: list[Raw] = []
     n_bytes = 0
     for row in rows:
         pending.append(row)
         n_bytes += row.n_bytes
         if len(pending) == BLOCK_ROWS or n_bytes > BLOCK_BYTES:
-            yield _block(pending)
+            yield _block(pending, parse)
             pending, n_bytes = [], 0
     if pending:
-        yield _block(pending)
+        yield _block(pending, parse)
 
 
-def _block(rows: list[Raw]) -> RowBlock:
+def _block(rows: list[Raw], parse: Callable[[Any], RowValue | str]) -> RowBlock:
     def read(picked: Sequence[int]) -> Iterator[Row | BadRow]:
-        for row in (rows[index] for index in picked):
-            yield _json_row(row) if isinstance(row.content, bytes) else row.content
+        for number, n_bytes, content in (rows[index] for index in picked):
+            is_large = n_bytes > MAX_ROW_BYTES + 1
+            made = too_large(n_bytes) if is_large else parse(content)
+            yield BadRow(number, made) if isinstance(made, str) else Row(number, made)
 
     return RowBlock(np.fromiter((row.n_bytes for row in rows), np.int64, len(rows)), read)
 
 
-def _made(number: int, n_bytes: int, made: RowValue | str) -> Raw:
-    """A row of so many bytes, or why there is none."""
-    if n_bytes > MAX_ROW_BYTES + 1:
-        made = too_large(n_bytes)
-    row = BadRow(number, made) if isinstance(made, str) else Row(number, made)
-    return Raw(number, n_bytes, row)
+def _as_object(value: Any) -> RowValue | str:
+    return value if isinstance(value, dict) else "not a JSON object"
 
 
 # ---- JSON ----
@@ -174,21 +170,17 @@ def _made(number: int, n_bytes: int, made: RowValue | str) -> Raw:
 def jsonl_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iterator[RowBlock]:
     """One object a line."""
     with Lines(path, name, layout, reading) as lines:
-        yield from _blocks(line for line in lines if line.content.strip())
+        yield from _blocks((line for line in lines if line.content.strip()), _json_row)
 
 
-def _json_row(row: Raw) -> Row | BadRow:
-    line = row.number
-    if row.n_bytes > MAX_ROW_BYTES + 1:
-        return BadRow(line, too_large(row.n_bytes))
+def _json_row(line: bytes) -> RowValue | str:
     try:
-        value = _DECODER.decode(row.content.rstrip(b"\r\n").decode("utf-8"))
+        return _as_object(_DECODER.decode(line.rstrip(b"\r\n").decode("utf-8")))
     except UnicodeDecodeError as error:
-        return BadRow(line, f"invalid UTF-8 at byte {error.start} of the line")
+        return f"invalid UTF-8 at byte {error.start} of the line"
     except (ValueError, RecursionError) as error:
         column = f" at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else ""
-        return BadRow(line, f"invalid JSON{column}: {_why(error)}")
-    return Row(line, value) if isinstance(value, dict) else BadRow(line, "not a JSON object")
+        return f"invalid JSON{column}: {_why(error)}"
 
 
 def _why(error: Exception) -> str:
@@ -226,14 +218,8 @@ def json_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iter
             values: Iterable[Any] = document.items()
         else:
             values = _list_of(document.whole(), name, layout.field)
-        yield from _blocks(
-            _made(
-                number,
-                _n_characters(value),
-                value if isinstance(value, dict) else "not a JSON object",
-            )
-            for number, value in enumerate(values, 1)
-        )
+        rows = (Raw(n, _n_characters(value), value) for n, value in enumerate(values, 1))
+        yield from _blocks(rows, _as_object)
 
 
 class _Document:
@@ -400,7 +386,7 @@ def csv_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Itera
     with Lines(path, name, layout, reading) as lines:
         records = _records(_Fed(lines), delimiter)
         header = _header(next(records, None), name)
-        yield from _blocks(_csv_row(raw, header) for raw in records)
+        yield from _blocks(records, functools.partial(_csv_row, header))
 
 
 def _records(fed: _Fed, delimiter: str) -> Iterator[Raw]:
@@ -434,18 +420,14 @@ def _header(first: Raw | None, name: str) -> list[str]:
     )
 
 
-def _csv_row(raw: Raw, header: list[str]) -> Raw:
-    fields: list[str] | str = raw.content
-    made: RowValue | str
+def _csv_row(header: list[str], fields: list[str] | str) -> RowValue | str:
     if isinstance(fields, str):
-        made = fields
-    elif len(fields) != len(header):
-        made = f"{len(fields)} fields, the header has {len(header)}"
-    elif any(re.search("[\udc80-\udcff]", field) for field in fields):
-        made = "invalid UTF-8"
-    else:
-        made = dict(zip(header, fields, strict=True))
-    return _made(raw.number, raw.n_bytes, made)
+        return fields
+    if len(fields) != len(header):
+        return f"{len(fields)} fields, the header has {len(header)}"
+    if any(re.search("[\udc80-\udcff]", field) for field in fields):
+        return "invalid UTF-8"
+    return dict(zip(header, fields, strict=True))
 
 
 # ---- plain text ----
@@ -456,28 +438,25 @@ def text_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iter
     passed over.
     """
     files = [path] if path.is_file() else [file for file in files_below(path) if is_text(file)]
-    done = 0
+    by_line, done = layout.text_unit == "line", 0
 
-    by_line = layout.text_unit == "line"
-
-    def rows() -> Iterator[Raw]:
+    def contents() -> Iterator[tuple[int, RowValue | str]]:
         nonlocal done
-        number = 0
         for file in files:
             with Lines(file, name, layout, Reading()) as lines:
-                whole = [] if by_line else [lines.read(MAX_ROW_BYTES + 2)]
-                for raw in lines if by_line else [Raw(1, len(each), each) for each in whole]:
-                    number += 1
-                    made = _text(raw.content, "" if by_line else f"{file.name}: ")
-                    if made:
-                        yield _made(number, raw.n_bytes, made)
+                if by_line:
+                    yield from ((line.n_bytes, _text(line.content)) for line in lines)
+                else:
+                    whole = lines.read(MAX_ROW_BYTES + 2)
+                    yield len(whole), _text(whole, f"{file.name}: ")
             done += 1
 
     reading.share = lambda: done / max(1, len(files))
-    yield from _blocks(rows())
+    rows = (Raw(number, *each) for number, each in enumerate(contents(), 1))
+    yield from _blocks((row for row in rows if row.content), lambda made: made)
 
 
-def _text(content: bytes, of_file: str) -> RowValue | str:
+def _text(content: bytes, of_file: str = "") -> RowValue | str:
     """Why a text is none, after the file that is one; empty for white space alone."""
     try:
         text = content.decode("utf-8-sig" if of_file else "utf-8")

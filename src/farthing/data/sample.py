@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from farthing.data.encode import PlainTokenizer
 from farthing.data.lengths import Lengths, from_arrays
-from farthing.data.parts import PartMaker, PartPlace, TokenPart
+from farthing.data.parts import PartPlace, Tally, TokenPart
 from farthing.data.read import Source
-from farthing.data.reader import understood_reader
 from farthing.data.rows import BadRow, Reading, Row, RowBlock
-from farthing.data.token_set import TokenRecipe
+from farthing.data.token_set import LINE_BITS, TokenRecipe
+from farthing.data.tokens import KnownFacts
 from farthing.data.units import worth_sharing
 from farthing.errors import DataError
 from farthing.objectives.registry import objective_of
@@ -49,28 +49,27 @@ def sample_lengths(
     n_wanted = min(MOST_ROWS, max(fewest, int(_MOST_SAMPLED_BYTES * of_rows)))
     if recipe.too_long == "error":
         recipe = replace(recipe, too_long="truncate")
+    known = KnownFacts(sources, recipe)
+    maker = known.maker(tokenizer)
     lengths, weights = [], []
     n_rows, n_tokenized = 0.0, 0
-    why, notes = "", []
-    for source, (blocks, sizes, share, _) in zip(sources, seen, strict=True):
+    for number, (blocks, sizes, share, _) in enumerate(seen):
         picked, stratum = _strata(sizes, max(1, round(n_wanted * len(sizes) / n_seen)))
-        reader, rows = understood_reader(source, recipe), _rows_at(blocks, picked)
-        part = PartMaker([source], [reader.understood], tokenizer, recipe).make(
-            PartPlace(0, [rows], 1.0)
-        )
-        reader.merge(part.facts["reader"])
-        notes += [f"{source.name}: {what}" for what in reader.said()]
-        why = why or _why_none(part, recipe)
+        rows = _rows_at(blocks, picked)
+        part = maker.make(PartPlace(number, [rows], 1.0))
+        known.add(part)
         of_picked, counts = _lengths_of(part, [row.line for row in rows], recipe)
         scale = sizes / np.maximum(sizes[picked], 1)[stratum]
         lengths.append(np.repeat(of_picked[stratum] * scale[:, None], counts[stratum], axis=0))
-        weights.append(np.full(len(lengths[-1]), source.weight / share))
+        weights.append(np.full(len(lengths[-1]), sources[number].weight / share))
         n_rows += len(sizes) / share
         n_tokenized += int(counts.sum())
     found = np.concatenate(lengths)
     if len(found) == 0:
         raise DataError(
-            f"no usable row ({why})", where=sources[0].name, to_do="correct them, or check `data:`"
+            f"no usable row ({_why_none(known.tally, recipe)})",
+            where=sources[0].name,
+            to_do="correct them, or check `data:`",
         )
     task = objective_of(recipe.task)
     limits = recipe.max_length * task.n_sequences, recipe.max_target_length
@@ -88,17 +87,15 @@ def sample_lengths(
         if tokenizer.is_exact
         else f"guessed from characters, no tokenizer was found here: {words}",
     )
-    return replace(sampled, notes=tuple(notes))
+    return replace(sampled, notes=tuple(known.notes))
 
 
-def _why_none(part: TokenPart, recipe: TokenRecipe) -> str:
-    """Why rows of a part could not be used; empty where all could."""
-    tally = part.facts["tally"]
-    if tally["bad_rows"]:
-        return str(tally["bad_rows"][0][1])
-    if tally["n_skipped_long"]:
+def _why_none(tally: Tally, recipe: TokenRecipe) -> str:
+    if tally.bad_rows:
+        return str(tally.bad_rows[0][1])
+    if tally.n_skipped_long:
         return f"all are longer than max_length {recipe.max_length}"
-    return "every target is masked: prompts fill max_length" if tally["n_without_target"] else ""
+    return "every target is masked: prompts fill max_length"
 
 
 def _strata(sizes: NDArray[np.int64], n_wanted: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -126,7 +123,7 @@ def _lengths_of(
         n_apart = targets * objective_of(recipe.task).is_pair
         n_computed = lengths - worth_sharing(columns.get("shared"), len(lengths))
         index_of = {line: index for index, line in enumerate(lines)}
-        rows = [index_of[line] for line in columns["lines"].tolist()]
+        rows = [index_of[line] for line in (columns["lines"] % (1 << LINE_BITS)).tolist()]
         np.add.at(found, rows, np.stack([n_computed - n_apart, targets], 1))
         np.add.at(counts, rows, 1)
     return found / np.maximum(counts, 1)[:, None], counts

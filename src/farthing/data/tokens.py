@@ -160,8 +160,8 @@ def _make(
     Of n processes each makes every n-th part; this one also what a process that has ended left
     undone.
     """
-    known, plain = _Known(sources, recipe), _plain(tokenizer, recipe)
-    maker = PartMaker(sources, known.understood, plain, recipe)
+    known, plain = KnownFacts(sources, recipe), _plain(tokenizer, recipe)
+    maker = known.maker(plain)
     draft = folder.with_name(f"{folder.name}.draft-tokens")
     if os.path.lexists(draft) and (draft.is_symlink() or belongs_to_another(draft)):
         discard(draft)
@@ -256,8 +256,8 @@ def try_out(
 
     Nothing is written. Raises `DataError` as `tokenize` does.
     """
-    known, is_whole = _Known(sources, recipe), True
-    maker = PartMaker(sources, known.understood, _plain(tokenizer, recipe), recipe)
+    known, is_whole = KnownFacts(sources, recipe), True
+    maker = known.maker(_plain(tokenizer, recipe))
     for number, source in enumerate(sources):
         reading = Reading(most_bytes)
         n_bytes = 0
@@ -287,8 +287,8 @@ def refuse_one_class(labels: Collection[Any], sources: Sequence[str]) -> None:
         )
 
 
-class _Known:
-    """What is known of a set from the parts so far."""
+class KnownFacts:
+    """What is known of a set from the parts so far: the same for training, a plan and checks."""
 
     def __init__(self, sources: list[Source], recipe: TokenRecipe) -> None:
         objective = objective_of(recipe.task)
@@ -299,6 +299,14 @@ class _Known:
         self.tally, self.labels, self.share = Tally(), set[Any](), 0.0
         self._bytes = [source.n_bytes for source in sources]
         self._groups = [np.zeros(0, np.uint64)]
+
+    def maker(self, tokenizer: PlainTokenizer) -> PartMaker:
+        return PartMaker(self.sources, self.understood, tokenizer, self.recipe)
+
+    @property
+    def notes(self) -> list[str]:
+        """What there is to say of each source."""
+        return [f"{each.name}: {said}" for each in self.readers for said in each.said()]
 
     def add(self, part: TokenPart) -> None:
         """Take in a part that follows those before."""
@@ -327,8 +335,7 @@ class _Known:
             **vars(tally),
             "n_examples": len(groups),
             "n_distinct_inputs": len(np.unique(groups)),
-            "notes": [f"{each.name}: {said}" for each in self.readers for said in each.said()]
-            + [f"chats: {said}" for said in of_chats],
+            "notes": [*self.notes, *(f"chats: {said}" for said in of_chats)],
             "max_length": recipe.max_length,
             "label_names": names,
             "counts_units": objective_of(recipe.task).counts_units,
