@@ -587,6 +587,8 @@ LONG_NAME = f"./{'ü' * 200}"
             for key in ("model", "data", "output_dir", "output_store", "cache_dir")
         ),
         ("model.from_run", "x" * 300, "a name of 300 bytes in a path"),
+        ("model.revision", "v 1", "git has no such name"),
+        ("model.revision", "main~2", "git has no such name"),
         ("output_dir", "~nobody-here/run", "home of an unknown user"),
         ("data.train", "~nobody-here/a.jsonl", "home of an unknown user"),
         *(

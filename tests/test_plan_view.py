@@ -292,13 +292,15 @@ def test_how_sure_a_plan_is_and_why(study):
     rows = with_here(study, here(0.1, 1e15, calibration=known))["plans"]
     one = next(row for row in rows if row["kind"] == "here")
     said = "calibrated by 3 runs of this model here: seconds 0.94 to 1.1 times in 4 of 5 runs"
-    assert one["confidence"] == said
+    assert one["confidence"] == one["pace"] == said
     assert one["memory"]["parts"]["measured beside the formula"] == 1 << 30
     bare = next(row for row in with_here(study, here(0.1, 1e15))["plans"] if row["kind"] == "here")
     assert "no run was measured on this processor" in bare["confidence"]
     sure = {row["gpu"]: row["confidence"] for row in rows}
     assert sure["A100-80GB"].startswith("never measured: take seconds as 0.")
     assert "published runs of" in sure["A100-80GB"]
+    rented = next(row for row in rows if row["gpu"] == "A100-80GB")
+    assert sure["A100-80GB"].startswith(f"{rented['pace']} (")
     assert "GPUs before Ampere" in sure["T4"]
 
 

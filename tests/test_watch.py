@@ -130,7 +130,7 @@ def test_a_folder_that_can_not_be_read_is_named(tmp_path, monkeypatch, cli):
     scan = os.scandir
 
     def scandir(path):
-        if str(path) == str(closed):
+        if Path(path).name == "closed":
             raise PermissionError(13, "Permission denied", str(path))
         return scan(path)
 
@@ -141,7 +141,12 @@ def test_a_folder_that_can_not_be_read_is_named(tmp_path, monkeypatch, cli):
         "unreadable",
         "Permission denied",
     )
-    assert f"{closed}: Permission denied" in cli.out("runs", closed)
+    printed = cli.out("runs", closed)
+    assert f"{closed}: Permission denied" in printed
+    assert "0 runs" in printed
+    assert "1 could not be read and are not counted" in printed
+    monkeypatch.chdir(tmp_path)
+    assert "closed: can't be read" in cli.err("launch", "status")
 
 
 def test_all_runs_are_listed_with_what_the_month_has_cost(finished, tmp_path, cli):

@@ -105,17 +105,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _launched_here() -> list[str]:
-    """The job files that launches have left in run folders in and below this one."""
+    """The job files that launches have left in run folders in and below this one. Raises
+    `InputError` where a folder can't be read: it may hold one.
+    """
     from farthing.launch.session import JOB_KEPT
 
     found = []
-    for where, folders, _ in os.walk("."):
-        if (path := Path(where, JOB_KEPT)).exists():
-            found.append(str(path))
+    for where, folders, files in os.walk(".", onerror=_refuse):
+        found += [str(Path(where, name)) for name in files if Path(where, name).match(JOB_KEPT)]
         folders[:] = [
             name for name in folders if not name.startswith(".") and name != "node_modules"
         ]
     return sorted(found)
+
+
+def _refuse(error: OSError) -> None:
+    raise InputError(
+        f"can't be read ({error.strerror}), so its launches are not known",
+        where=error.filename,
+        to_do="name the job file, or make it readable",
+    )
 
 
 def _show_all(arguments: argparse.Namespace, jobs: list[str]) -> int:

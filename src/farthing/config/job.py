@@ -43,6 +43,7 @@ from farthing.config.values import (
     Paths,
     Positive,
     PositiveNumber,
+    Revision,
     RunName,
     ScheduleSettings,
     Share,
@@ -81,7 +82,7 @@ class ModelSection(JobSection):
 
     model_name_or_path: HubName
     """Hub name (`Qwen/Qwen2.5-0.5B`) or local folder in Hugging Face format."""
-    revision: str | None = None
+    revision: Revision | None = None
     """Hub branch, tag or commit."""
     tokenizer_name_or_path: HubName | None = None
     """Where the tokenizer is, when it is not with the model."""

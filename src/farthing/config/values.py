@@ -5,6 +5,7 @@ with keys of their own.
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable, Collection
 from datetime import datetime
 from pathlib import Path
@@ -68,6 +69,15 @@ AsWord = BeforeValidator(lambda value: str(value).lower() if isinstance(value, b
 Name = Annotated[str, Field(min_length=1)]
 
 
+def _as_git_names(name: str) -> str:
+    if not re.fullmatch(r"[^\x00-\x20\x7f~^:?*\[\\]+", name):
+        raise ValueError(
+            "git has no such name; write a branch, tag or commit, such as main, v1.0 or 40 hex"
+            " digits"
+        )
+    return name
+
+
 def _no_url(to_do: str) -> AfterValidator:
     def check(name: str) -> str:
         if is_remote(name):
@@ -101,6 +111,7 @@ HubName = Annotated[
     _no_url("give a Hub name or a folder, and put tokens into the environment (HF_TOKEN)"),
     paths.placed(paths.local),
 ]
+Revision = Annotated[str, AfterValidator(_as_git_names)]
 RunName = Annotated[Name, paths.placed(paths.run_and_step)]
 File = Annotated[str, paths.placed(paths.absolute)]
 Store = Annotated[Name, AfterValidator(_in_store), paths.placed(paths.store)]

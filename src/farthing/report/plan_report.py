@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from farthing.planner.ranking import TIE
@@ -38,8 +37,7 @@ def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> li
         return report("plan.txt", "brief", view, None, view.answer, limits, None, 0, 0, "")
     to_do = f"{say('plan.txt', 'to_do', best)}: {cost_range(best)}"
     here = [one for one in view.plans if one.kind == "here" and one not in shown]
-    supposed = re.sub(r" \([^()]*\)|, and memory .*", "", best.confidence)
-    supposed = f"{view.job.lengths_source.removeprefix(ON_COMMAND_LINE)}; {supposed}"
+    supposed = f"{view.job.lengths_source.removeprefix(ON_COMMAND_LINE)}; {best.pace}"
     oldest = max(one.price_age_days for one in shown)
     old = oldest if oldest > OLD_PRICE_DAYS else 0
     facts = pairs("plan.txt", "facts", view, best, supposed, to_check(view, best), old)

@@ -173,6 +173,7 @@ class Choice:
     save_every_s: float
     spot: SpotView | None
     chance: float | None
+    pace: str
     confidence: str
     why: str
     on_front: bool

@@ -305,6 +305,7 @@ def _choice(rank: int, group: Sequence[OfferPlan], study: Study) -> Choice:
         step=_step(plan.on.step),
         save_every_s=plan.interval_s,
         spot=spot,
+        pace=say("plan.txt", "pace", on),
         confidence=say("plan.txt", "how_sure", on),
         why="; ".join(words for words in notes if words),
         on_front=any(one.on_front for one in group),
