@@ -65,9 +65,9 @@ def greedy_of(model: Any, prompt: list[int], n: int) -> tuple[list[int], float]:
     ends = model.generation_config.eos_token_id
     ids, first = list(prompt), 0.0
     for i in range(n):
-        scores = model(torch.tensor([ids])).logits[0, -1].float()
+        scores = model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
         if ends is not None:
             scores[ends] = -torch.inf
         ids.append(int(scores.argmax()))
-        first = float(scores.log_softmax(-1).max()) if i == 0 else first
+        first = float(scores.max()) if i == 0 else first
     return ids[len(prompt) :], first

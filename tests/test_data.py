@@ -633,7 +633,7 @@ def test_a_tokenization_that_is_killed_resumes_and_gives_the_same_bytes(
 
 
 PEAK = """
-import json, sys
+import json, sys, threading, time
 from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -642,13 +642,23 @@ from farthing.data.read import open_sources
 from farthing.data.token_set import TokenRecipe
 from farthing.data.tokens import tokenize
 
+def own_kb():  # pages of the token set are the kernel's, which maps as many as it likes
+    found = (line.split() for line in open("/proc/self/status"))
+    return next(int(words[1]) for words in found if words[0] == "RssAnon:")
+
+def look():
+    while True:
+        seen.append(own_kb())
+        time.sleep(0.002)
+
+seen = []
+threading.Thread(target=look, daemon=True).start()
 tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
 sources = open_sources((sys.argv[2],), cache_dir=Path(sys.argv[3]), split="train")
 tokens = tokenize(sources, tokenizer, TokenRecipe("causal-lm", 512), Path(sys.argv[3]))
 train, _ = split_by_input(tokens.groups, 0.01, 0, tokens.inputs)
 rows_of(tokens, Batches(train, 64, 0).examples_of(0))
-peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(json.dumps({"peak_kb": int(peak.split()[1]), "n_tokens": len(tokens.ids)}))
+print(json.dumps({"peak_kb": max(seen), "n_tokens": len(tokens.ids)}))
 """
 
 
@@ -670,7 +680,7 @@ def test_memory_does_not_grow_with_the_tokens(tmp_path, tiny_folders):
     n_more = many["n_tokens"] - few["n_tokens"]
     assert n_more > 10_000_000
     more_bytes = 1024 * (many["peak_kb"] - few["peak_kb"])
-    assert more_bytes < min(96 << 20, 8 * n_more), "columns of examples, not of tokens"
+    assert more_bytes < min(64 << 20, 8 * n_more), "columns of examples, not of tokens"
 
 
 # ---- splits, batches, padding ----

@@ -60,6 +60,15 @@ SPLITS = (
     "model_name_or_path: org/m\nmax_length: 64\ndataset_mixer: {a/b: 1.0}\n"
     "dataset_splits: [train_x, test_x]\neval_strategy: epoch\n"
 )
+HOME_MADE = """model: distilgpt2
+dataset: data.jsonl
+batch_size: 8
+gradient_accumulation: 4
+epochs: 3
+learning_rate: 3e-4
+optimizer: AdamW
+checkpoint_dir: ./ckpt
+"""
 QUOTED = """#!/bin/bash
 MODEL="org/model"   # which one
 ARGS="
@@ -410,6 +419,8 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
             ("c.yaml", FACTORY.replace("lora", "full"), False, None),
             ("c.yaml", FACTORY, None, None),
             ("c.yaml", "base_model: m\nmicro_batch_size: 2\n", None, None),
+            ("c.yaml", "model: m\ndata: a.jsonl\nlr: 1.0e-4\nprecision: 16-mixed\n", None, True),
+            ("c.yaml", "model: m\ndata: a.jsonl\nlr: 1.0e-4\ndtype: float32\n", False, None),
         )
     ),
     # names that grow out of one another are worked out once; a text that doubles is left open
@@ -559,6 +570,30 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
         {"method.lora_r": 4},
         {},
     ),
+    # a configuration of one's own
+    (
+        "own.yaml",
+        HOME_MADE,
+        {
+            "model.model_name_or_path": "distilgpt2",
+            "method.name": "full",
+            "task": "causal-lm",
+            "data.train": [{"path": "data.jsonl"}],
+            "train.per_device_train_batch_size": 8,
+            "train.gradient_accumulation_steps": 4,
+            "train.num_train_epochs": 3,
+            "train.learning_rate": 3e-4,
+            "train.optim": "adamw_torch",
+            "output_dir": "./ckpt",
+        },
+        {},
+    ),
+    (
+        "own.yaml",
+        HOME_MADE + "eval:\n  batch_size: 64\nfancy_noise: 0.5\n",
+        {},
+        {"eval.batch_size": DIFFERS, "fancy_noise": DIFFERS},
+    ),
 ]
 
 
@@ -567,7 +602,7 @@ def test_settings_become_keys_of_a_job_or_are_named(name, text, job, effects, tm
     found = imported(tmp_path, text, name)
     assert {key: found.job.get(key) for key in job} == job
     assert {key: found.lines[key].effect for key in effects} == effects
-    if name == "ax.yaml" and not effects:
+    if name in ("own.yaml", "ax.yaml") and not effects:
         assert [line.key for line in found.named if line.effect != NONE] == []
     if "blocks" not in effects.values():
         job_of(tmp_path, found)
@@ -587,6 +622,19 @@ def test_settings_become_keys_of_a_job_or_are_named(name, text, job, effects, tm
                 "feature_extractor_name: org/f\n",
                 # reinforcement learning is named before what preferences share
                 "num_generations: 16\nuse_vllm: true\nmax_completion_length: 768\nbeta: 0.04\n",
+            )
+        ),
+        *(
+            (HOME_MADE + keys, keys.rpartition("  ")[2].partition(":")[0])
+            for keys in (
+                "objective: dpo\n",
+                "beta: 0.1\n",
+                "method: grpo\n",
+                "training:\n  beta: 0.1\n",
+                "loss: dpo\n",
+                "algorithm: ppo\n",
+                "trainer: DPOTrainer\n",
+                "training_type: orpo\n",
             )
         ),
         ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\n", ""),
@@ -632,7 +680,7 @@ BOMB = "base_model: org/m\ndatasets: []\na0: &a0 [x, x, x, x, x, x, x, x, x, x]\
         ("x.sh", "echo hello\n", ""),
         ("x.yaml", "a: &a {b: 1}\nc: *a\n", ""),
         ("x.yaml", "{" * 200, ""),
-        ("x.yaml", "model: gpt2\ndataset: a.jsonl\nbatch_size: 8\n", "can't tell which tool"),
+        ("x.yaml", "hello: world\n", "can't tell which tool"),
         ("x.yaml", BOMB, "aliases that expand"),
         *(
             ("x.yaml", f"base_model: m\nmicro_batch_size: {number}\n", "can't be read")

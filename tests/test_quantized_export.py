@@ -379,7 +379,7 @@ def test_llama_cpp_answers_as_transformers_does(family, tmp_path):
         found, found_first = engine.greedy(prompt, 32)
         assert found == ids
         assert abs(found_first - first) < (
-            1e-3 if bits == "f32" else 5e-3
+            2e-3 if bits == "f32" else 5e-3
         )  # it rounds activations to bf16 too
         if bits == "f32":
             texts = [text.strip() for text in texts if text.strip()][:1000]

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from farthing.config.bounded import read_yaml, whole_number
-from farthing.config.importers import axolotl, hf, llama_factory, script_job, services
+from farthing.config.importers import axolotl, hf, home_made, llama_factory, script_job, services
 from farthing.config.importers.scripts import Call, Command, calls_of, code_of_notebook, commands_of
 from farthing.config.importers.tables import Imported, UnmatchedError, fact, flat, table
 from farthing.config.load import job_of
@@ -45,7 +45,7 @@ _READERS = {
     **dict.fromkeys(_OF_HF, hf.read),
 }
 SOURCES = (*_READERS,)
-_UNNAMED = {"accelerate or deepspeed": _of_machines}
+_UNNAMED = {home_made.NAME: home_made.read, "accelerate or deepspeed": _of_machines}
 _CODE = (".py", ".ipynb", ".md", ".sh", ".bash", ".txt")
 MAX_SCRIPT_BYTES, MAX_SETTINGS_BYTES = 16 << 20, 1 << 20
 
@@ -222,7 +222,7 @@ def _whose(values: Json) -> str | None:
         wanted, some, no = ({*row.get(name, "").split()} for name in ("all", "any", "none"))
         if wanted <= keys and (some & keys or not some) and not no & keys:
             return str(row["tool"])
-    return None
+    return home_made.NAME if home_made.is_home_made(values) else None
 
 
 # ---- scripts ----
