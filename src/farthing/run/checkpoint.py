@@ -12,9 +12,9 @@ from __future__ import annotations
 import gc
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,8 +97,8 @@ class Checkpoints:
         self._facts = facts  # asked at each save, for its manifest
         # gets a step and the folders to continue from there, in the writing thread; must not raise
         self._copy = copy
-        self._thread: threading.Thread | None = None
-        self._result: SaveResult | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: Future[SaveResult] | None = None
         self._later: Later | None = None
         self._n_failed = 0
         sweep_drafts(folder)
@@ -123,9 +123,8 @@ class Checkpoints:
                 raise
             fill = partial(_give_up, error)
         self._later = later
-        arguments = (step, fill, later, best_step, dict(self._facts()))
-        self._thread = threading.Thread(target=self.write, args=arguments, name="checkpoint")
-        self._thread.start()
+        more = dict(self._facts())
+        self._saving = self._writer.submit(self._write, step, fill, later, best_step, more)
         return earlier
 
     @property
@@ -141,17 +140,14 @@ class Checkpoints:
 
     def finished_save(self) -> SaveResult | None:
         """The result of the background save if it has ended. Raises `SaveError`."""
-        if self._thread is None or self._thread.is_alive():
-            return None
-        return self.wait()
+        return self.wait() if self._saving is not None and self._saving.done() else None
 
     def wait(self) -> SaveResult | None:
         """Wait for the background save. Raises `SaveError` after several failures in a row."""
-        if self._thread is None:
+        if self._saving is None:
             return None
-        self._thread.join()
-        self._thread, result, self._result = None, self._result, None
-        assert result is not None
+        saving, self._saving = self._saving, None
+        result = saving.result()
         if result.left_over is not None:
             self._warn(
                 f"an older checkpoint could not be removed ({result.left_over}), and stays until"
@@ -173,9 +169,9 @@ class Checkpoints:
             ) from result.error
         return result
 
-    def write(
+    def _write(
         self, step: int, fill: Fill, later: Later | None, best_step: int | None, more: Json
-    ) -> None:
+    ) -> SaveResult:
         result, began_s = SaveResult(step), time.monotonic()
         try:
             if later is not None:
@@ -212,7 +208,7 @@ class Checkpoints:
             if later is not None:
                 later.release()
         result.seconds = time.monotonic() - began_s
-        self._result = result
+        return result
 
     def _rotate(self, best_step: int | None) -> None:
         """Remove all but the newest `keep` steps and the best, and earlier saves of a step."""
@@ -238,14 +234,13 @@ class Checkpoints:
         """
         saves = saves_in(self.folder)
         for save in saves:
-            step = save.step
             try:
                 self._verify(save)
-                return step
+                return save.step
             except DamagedFileError as error:
                 aside = set_aside(save.folder)
                 self._warn(
-                    f"the checkpoint of step {step} is damaged ({error}); "
+                    f"the checkpoint of step {save.step} is damaged ({error}); "
                     f"set aside as {aside.name}, trying the one before"
                 )
         if saves:

@@ -17,7 +17,6 @@ from typing import Any
 
 import safetensors
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from farthing.storage.files import DamagedFileError
@@ -78,11 +77,7 @@ def read_part(folder: Path, part: str, rows_of: RowsOf = lambda name: None) -> d
 
     No more is in memory than what is returned and the rows of one tensor.
     """
-    files = files_of(folder, part)
-    if len(files) == 1 and files[0].name == f"{part}.safetensors":
-        found = load_file(files[0])
-        return {name: _cut(tensor, rows_of(name)) for name, tensor in found.items()}
-    opened = [safetensors.safe_open(path, framework="pt") for path in files]
+    opened = [safetensors.safe_open(path, framework="pt") for path in files_of(folder, part)]
     names = {name: None for file in opened for name in file.keys()}  # noqa: SIM118
     return {
         name: _joined(
@@ -93,13 +88,9 @@ def read_part(folder: Path, part: str, rows_of: RowsOf = lambda name: None) -> d
     }
 
 
-def _cut(tensor: Tensor, rows: tuple[int, int] | None) -> Tensor:
-    return tensor if rows is None or not tensor.ndim else tensor[slice(*rows)].clone()
-
-
 def _joined(slices: Sequence[Any], rows: tuple[int, int] | None) -> Tensor:
-    """The rows of what stands in several files; all of it where `rows` is None."""
-    if not slices[0].get_shape():
+    """The rows of what stands in one file or in several; all of it where `rows` is None."""
+    if not slices[0].get_shape() or (rows is None and len(slices) == 1):
         return slices[0][...]
     pieces, start = [], 0
     for each in slices:
