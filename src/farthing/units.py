@@ -68,7 +68,7 @@ def parse_share(value: str) -> float:
 
 
 def said_apart(a: float, b: float, say: Callable[[float], str], unit: str) -> tuple[str, str]:
-    """Two figures in words that differ where the figures do; `unit` has `{}` for a number with as
+    """Two figures as texts that differ where the figures do; `unit` has `{}` for a number with as
     many digits as it takes.
     """
     if a == b or say(a) != say(b):

@@ -185,8 +185,8 @@ class PlacedError(ValueError):
 
 
 def with_own(values: Json, folder_of: Callable[[str], Path] | None) -> Json:
-    """`train: [{path: a, weight: 2}, b]` as paths, with patterns spelled out, and beside them what
-    is said of each. Raises `PlacedError`.
+    """`train: [{path: a, weight: 2}, b]` as paths, with patterns spelled out, and beside them the
+    keys of each. Raises `PlacedError`.
     """
     for role in ("train", "eval"):
         given = values.get(role)

@@ -1,1 +1,1 @@
-"""The pantry: rows in, token sets and batches out. No torch, no job, no run: plain values only."""
+"""Rows in, token sets and batches out. No torch, no job, no run: plain values only."""

@@ -163,7 +163,7 @@ class ChatReader:
     tokens: tuple[str, ...] = ()
     """Special tokens, which may begin a turn."""
     shows_texts: bool = True
-    """Whether the template writes what is said; some for images leave out what is not in parts."""
+    """Whether the template writes contents; some for images leave out what is not in parts."""
 
     @classmethod
     def of(cls, tokenizer: Any, on: str = "") -> ChatReader:

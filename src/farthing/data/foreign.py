@@ -3,7 +3,7 @@ sound.
 
 Read as plain examples they would teach rejected answers, or text about a picture that the model
 never sees. Each row is looked at, since files are often mixtures. Who maps the column to learn in
-`data.columns` has chosen it: that is said, not refused.
+`data.columns` has chosen it: a note tells, nothing is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GIVEN = ("prompt", "instruction", "input", "system", "history", "tools", "funct
 
 
 class Foreign(NamedTuple):
-    """What a row is instead of an example: in words, with what can be done."""
+    """What a row is instead of an example, and what to do."""
 
     what: str
     to_do: str
@@ -49,7 +49,7 @@ _SCORES = re.compile(r"(?i)(.*_)?(score|rank|ranking|reward|rating|label)s?")
 _SCORE = re.compile(r"(?i)(human_|quality_|overall_)?(score|reward|rating)s?")
 _ANSWERED = ("messages", "conversations", "completion", "output", "target", "prompt", "instruction")
 _TURNS = ("messages", "conversations", "conversation", "prompt", "instruction", "input")
-# `<image>` as a place for one: at an end of what is said or on a line of its own, and never closed
+# `<image>` as a place for one: at an end of a content or on a line of its own, and never closed
 # as a tag of XML is
 _PLACE = re.compile(
     r"(?:^|\n)[ \t]*<(?:image|video|audio)>|<(?:image|video|audio)>[ \t]*(?:\n|$)"
@@ -215,7 +215,7 @@ def _how_to_keep_the_preferred(row: Mapping[str, Any]) -> str:
 
 
 def say_ignored(ignored: Mapping[str, int], n_rows: int) -> str:
-    """Ignored columns in words, e.g. "`id`, `source` (in 3 of 10 rows)"; nothing for none."""
+    """Ignored columns as a text, e.g. "`id`, `source` (in 3 of 10 rows)"; nothing for none."""
     words = [
         f"`{name}`" + (f" (in {n:,} of {n_rows:,} rows)" if n < n_rows else "")
         for name, n in ignored.items()

@@ -138,7 +138,7 @@ def open_sources(
     """Resolve paths, URLs, folders and Hub names. Hashes every byte. Raises `DataError` that names
     what is missing.
 
-    `own` has what is said of each of `names` alone.
+    `own` has the keys of each of `names` alone.
     `progress(what, bytes done, bytes in all or None)` is called every few megabytes, `warn` with
     what is left out.
     """

@@ -140,7 +140,7 @@ class SourceReader:
         return [*guessed, *self._chosen.values(), *self.shown.said()]
 
     def said(self) -> list[str]:
-        """`ignored` and `notes` in words."""
+        """`ignored` and `notes` as sentences."""
         ignored = say_ignored(self.ignored, self.n_rows)
         return [f"columns that are not used: {ignored}"] * bool(ignored) + self.notes
 

@@ -68,7 +68,7 @@ def meet(seat: Seat, device: torch.device, patience_s: float) -> Any:
 
 @contextlib.contextmanager
 def bounded(seat: Seat, most_s: float, why: str) -> Iterator[None]:
-    """End this process in words where the block takes longer: torch waits in it without an end of
+    """End this process with a message where the block takes longer: torch waits in it without an end of
     its own.
     """
 
@@ -117,7 +117,7 @@ def _opened(seat: Seat, come_by: timedelta, *, is_host: bool) -> Any:
 
 
 def _wait(store: Any, seat: Seat, most_s: float) -> None:
-    """Until all have said who they are; signals are heard meanwhile. Says once who is missing,
+    """Until all have told who they are; signals are heard meanwhile. Says once who is missing,
     where that takes long.
     """
     began_s, is_said, missing = time.monotonic(), False, list(range(seat.n))

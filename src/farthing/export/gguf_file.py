@@ -118,7 +118,7 @@ def _placed(name: str, places: Any) -> str:
 
 
 def _name(name: str, tokenizer: Any, family: GgufFamily) -> str:
-    """llama.cpp strips what follows the special tokens of models that are named phi-3, and of no
+    """llama.cpp strips what follows the special tokens of models called phi-3, and of no
     others.
     """
     tokens = tokenizer.added_tokens_decoder.values()

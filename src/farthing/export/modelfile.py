@@ -26,8 +26,8 @@ def modelfile(tokenizer: Any, generation: Any, *, is_chat: bool = True) -> tuple
         lines.append(f'TEMPLATE """{_in_go(around)}"""')
     else:
         notes.append(
-            "the chat template can't be said in Ollama's language: the Modelfile has none, Ollama"
-            " guesses"
+            "the chat template can't be written in Ollama's language: the Modelfile has none,"
+            " Ollama guesses"
         )
     named = getattr(generation, "eos_token_id", None)
     ends = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]

@@ -82,7 +82,7 @@ class Forward:
     """The forward pass of a model for a task.
 
     A model that can take documents end to end is set to do so, unless `may_go_packed` says no.
-    `why_padded` and `head.why_whole` say in words what keeps a model from computing useful tokens
+    `why_padded` and `head.why_whole` say what keeps a model from computing useful tokens
     and labelled positions only.
     """
 

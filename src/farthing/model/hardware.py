@@ -219,7 +219,7 @@ def why_not_deterministic(attn_implementation: str | None, torch_compile: bool) 
 
 
 def not_deterministic(error: BaseException) -> HardwareError | None:
-    """An operation that refused to run deterministically, as an error in words; None for other
+    """An operation that refused to run deterministically, as an error of farthing; None for other
     errors.
     """
     found = re.match(r"(\S+) does not have a deterministic implementation", str(error))

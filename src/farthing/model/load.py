@@ -1,7 +1,7 @@
 """Models and tokenizers through `transformers`: from a Hub name or a folder, safetensors only, no
 code of others.
 
-Every failure of the libraries becomes a `ModelError` in words.
+Every failure of the libraries becomes a `ModelError`.
 """
 
 from __future__ import annotations

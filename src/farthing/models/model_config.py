@@ -94,7 +94,7 @@ def refuse_tokenizer(folder: Path) -> None:
 def find_config(
     name_or_path: str, revision: str | None = None, *, ask_hub: bool = True
 ) -> tuple[Json, str]:
-    """What the model's config.json says, and in words where that came from.
+    """The model's config.json, and a sentence on where it came from.
 
     Looks in this order: a local folder, the Hugging Face cache, the table that comes with farthing,
     and with one quick request the Hub (not with HF_HUB_OFFLINE, nor without `ask_hub`). Raises

@@ -288,7 +288,7 @@ class Shape(NamedTuple):
         `n_head_tokens` go through the head: all of them unless said. Attention counts the pairs
         that the mask lets through: half the square where it is causal, fewer in a window. Layers
         below `first_layer` are left out. The last layer is computed for `n_read` tokens where that
-        is said, but for its keys and values: for the last ones, or the first one of an encoder;
+        is given, but for its keys and values: for the last ones, or the first one of an encoder;
         that a CPU in fp32 folds those into its queries is not counted.
         """
         n_above = self.n_above(first_layer)

@@ -64,7 +64,7 @@ class EvaluationSums(NamedTuple):
     labels: NDArray[Any]
     """Of each example [n], where the task has labels."""
     answers: NDArray[Any]
-    """What the model said of each [n, ...]: see `Labels.answers`."""
+    """The model's answer to each [n, ...]: see `Labels.answers`."""
     label_names: tuple[str, ...]
     predictions: list[str]
     """Texts that the model wrote, where it was asked to."""
@@ -139,11 +139,11 @@ class Labels(NamedTuple):
     per_word: bool = False
     """Whether each word has a label, at its first token."""
     shares: Callable[[Any], Any] | None = None
-    """What is said of scores [N, C] beside the prediction: tensors, probabilities [N, C]. None: the
+    """Figures of scores [N, C] beside the prediction: tensors, probabilities [N, C]. None: the
     softmax.
     """
     predict: Callable[[Sequence[float], Sequence[str]], Any] | None = None
-    """What is said of the shares of one example, by the names of the classes. None: the likeliest.
+    """The answer for the shares of one example, by the names of the classes. None: the likeliest.
     """
     blank: Any = None
     """A label that `read` takes, for a row that is only asked about; None: the name of a class."""

@@ -163,7 +163,7 @@ def parse_owned(text: str) -> Owned:
     rest.
 
     Keys: kwh (dollars a kWh), resale (share or percent), life (months), other (dollars an hour),
-    use (hours a month). The power is the GPU's own where it is not said; the price is nothing for
+    use (hours a month). The power is the GPU's own by default; the price is nothing for
     what is paid off. Raises `InputError`.
     """
     name, *parts = (part.strip() for part in text.split(":"))

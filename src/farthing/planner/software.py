@@ -148,7 +148,7 @@ def pip_line(gpu: Gpu, torch: Torch) -> str | None:
 
 
 def host_note(gpu: Gpu, torch: Torch) -> str:
-    """What is to be done before a machine of this GPU can train with `torch`; empty where nothing
+    """What to install before a machine of this GPU can train with `torch`; empty where nothing
     is.
 
     PyPI's wheel for ARM processors has no CUDA (github.com/pytorch/pytorch/issues/168065,

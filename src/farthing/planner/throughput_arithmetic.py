@@ -17,7 +17,7 @@ from farthing.planner.ownership import needed_samples_per_min
 from farthing.planner.price import LONGEST_INTERVAL_S
 from farthing.units import parse_hours, parse_share
 
-MUCH_FASTER = 1.5  # than the plan expects: from here on it is said
+MUCH_FASTER = 1.5  # than the plan expects: from here on a notice tells
 
 
 class OwnFigures(NamedTuple):

@@ -153,7 +153,7 @@ there is a shell.
 
 
 class Boot(NamedTuple):
-    """Seconds from the request for a machine until farthing runs there, and who says so."""
+    """Seconds from the request for a machine until farthing runs there, and the source."""
 
     seconds: float
     source: str

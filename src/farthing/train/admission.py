@@ -54,7 +54,7 @@ def _asks_for_other_steps(spec: RunSpec, folder: Path) -> bool:
 
 
 def why_not_admitted(context: Context, *, was_finished: bool) -> tuple[str, str] | None:
-    """(state, reason) where nothing is to be trained."""
+    """(state, reason) where there is nothing to train."""
     folder, ledger, limits = context.folder, context.ledger, context.limits
     if damage := damage_of(folder):
         aside = set_aside(folder / MODEL)

@@ -368,7 +368,7 @@ def _say_data(role: str, tokens: TokenSet, emit: Emit) -> None:
 
 
 def _doubts(spec: RunSpec, train: Examples, held_out: Examples | None) -> Iterator[str]:
-    """What to look at in the examples, in words. Raises `DataError` for data of one class, of which
+    """What to look at in the examples, as notes. Raises `DataError` for data of one class, of which
     nothing can be learned.
     """
     names, label_map = train.tokens.label_names, spec.recipe.label_map

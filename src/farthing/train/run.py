@@ -85,7 +85,7 @@ def train(
     """Start, continue or find finished the run of `job` in its `output_dir`.
 
     `begun` where the attempt is on the bill already, before this module was imported; who has
-    opened it closes it. Raises `FarthingError`s in words; whatever was committed before stays
+    opened it closes it. Raises `FarthingError`s; whatever was committed before stays
     valid.
     """
     if begun is None:

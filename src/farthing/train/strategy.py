@@ -129,7 +129,7 @@ def why_not_shard(spec: RunSpec) -> tuple[str, str] | None:
 
 
 def _way_of(spec: RunSpec, ranks: Ranks, model: Any) -> tuple[str, str]:
-    """(ddp, fsdp or hsdp; why, in words)."""
+    """(ddp, fsdp or hsdp; why)."""
     if spec.where.strategy != "auto":
         return spec.where.strategy, ""
     if not may_shard(spec, ranks) or why_not_shard(spec):

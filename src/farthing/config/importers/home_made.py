@@ -1,6 +1,6 @@
 """A configuration that somebody wrote for a training loop of their own: usual words alone.
 
-Words with one meaning are mapped. All others are named as changing the result.
+Words with one meaning are mapped. All others are listed as changing the result.
 """
 
 from __future__ import annotations

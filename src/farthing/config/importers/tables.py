@@ -436,6 +436,6 @@ def fact(name: str) -> Any:
 
 
 def defaults(out: Imported, *of: str) -> None:
-    """What tools do where nothing is said, the first one first."""
+    """Defaults of tools, the first one first."""
     for name in of:
         out.default(table(name).defaults)
