@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from farthing.config.job import Job
-from farthing.events import Evaluated, Note, Warned
+from farthing.events import Evaluated, Note, Warned, figures_of
 from farthing.train import trackers as track
-from farthing.train.trackers import figures_of, tracked
+from farthing.train.trackers import tracked
 from mishaps import fail_at
 from patience import until
 from workshop import Heard, losses_of, make_job, step_taken, train
@@ -129,7 +129,7 @@ Everything = list[tuple[int, dict[str, float]]]
 
 def noting(everything: Everything) -> Callable[[Any], Any]:
     """What opens a tracker that notes what it was told in a list."""
-    return lambda *_: (lambda step, figures: everything.append((step, figures)), lambda: None)
+    return lambda *_: (lambda figures, step: everything.append((step, figures)), lambda: None)
 
 
 @pytest.mark.slow

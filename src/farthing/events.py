@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, dataclass_transform
+from typing import TYPE_CHECKING, NamedTuple, dataclass_transform
 
 from farthing.settings import Settings
 
@@ -230,3 +230,18 @@ class Exported(Event):
 
     folder: str
     step: int
+
+
+class Figures(NamedTuple):
+    of: str
+    """train or eval"""
+    step: int
+    numbers: dict[str, float]
+
+
+def figures_of(event: StepTaken | Evaluated) -> Figures:
+    is_step = isinstance(event, StepTaken)
+    found = {name: value for name, value in vars(event).items() if is_step and "step" not in name}
+    found |= event.metrics
+    numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
+    return Figures("train" if is_step else "eval", event.step, numbers)

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from farthing.config.job import Job
-from farthing.events import Emit, Evaluated, Event, StepTaken
+from farthing.events import Emit, Evaluated, Event, StepTaken, figures_of
 from farthing.storage.files import write_text
-from farthing.train.trackers import figures_of
 
 METRICS_FILE = "metrics.prom"
 
@@ -21,7 +20,7 @@ def metrics_file(emit: Emit, job: Job) -> Iterator[Emit]:
     """Within the block `emit`, which also keeps the file up to date: every `logging_steps` and
     after each evaluation. It is whole at any moment; a disk that refuses it stops nothing.
     """
-    path, last = Path(job.output_dir) / METRICS_FILE, dict[type[Event], Event]()
+    path, last = Path(job.output_dir) / METRICS_FILE, dict[type[Event], StepTaken | Evaluated]()
 
     def write(*, is_running: bool) -> None:
         with contextlib.suppress(OSError):
@@ -41,7 +40,7 @@ def metrics_file(emit: Emit, job: Job) -> Iterator[Emit]:
             write(is_running=False)
 
 
-def metrics_text(job: Job, last: Iterable[Event], *, is_running: bool) -> str:
+def metrics_text(job: Job, last: Iterable[StepTaken | Evaluated], *, is_running: bool) -> str:
     """In the text format of OpenMetrics 1.0: gauges alone, without timestamps, which the textfile
     collector of node_exporter refuses.
     """

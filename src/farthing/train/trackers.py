@@ -9,67 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from farthing.errors import InputError
-from farthing.events import Emit, Evaluated, Event, StepTaken, Warned
-from farthing.run.folder import JOB, run_id_of
+from farthing.events import Emit, Evaluated, Event, Figures, StepTaken, Warned, figures_of
+from farthing.run.folder import kept_job, run_id_of
 from farthing.storage.files import make_private, write_text
 
 MOST_WAITING, PATIENCE_S = 10_000, 5.0
 TRACKERS = "trackers"  # in the run folder: the last step that each was told
-Figures = dict[str, float]
-Tracker = tuple[Callable[[int, Figures], Any], Callable[[], Any]]
-"""(log the figures of a step, close)"""
-
-
-class _Thread(threading.Thread):
-    """Hears events until it fails, or hears None. A step that is taken again is told once: what was
-    told is noted first, in a file that outlives the process.
-    """
-
-    def __init__(self, name: str, folder: Path) -> None:
-        super().__init__(name=name, daemon=True)
-        self.folder, self.trouble = folder, ""
-        self.events: queue.Queue[Event | None] = queue.Queue(MOST_WAITING)
-        self.start()
-
-    def tell(self, event: Event | None) -> None:
-        try:
-            self.events.put_nowait(event)
-        except queue.Full:
-            self.trouble = self.trouble or f"is {MOST_WAITING:,} events behind"
-
-    def run(self) -> None:
-        close: Callable[[], Any] | None = None
-        told = {"train": 0, "eval": 0}
-        try:
-            while (event := self.events.get()) is not None:
-                prefix, step, figures = figures_of(event)
-                if not figures:
-                    continue
-                if close is None:
-                    run_id = run_id_of(self.folder) or "unknown"
-                    mark = make_private(self.folder / TRACKERS) / f"{self.name}-{run_id[:12]}.json"
-                    with contextlib.suppress(OSError, ValueError, TypeError):
-                        told |= json.loads(mark.read_text(encoding="utf-8"))
-                    log, close = OPENERS[self.name](self.folder, run_id, told["train"])
-                if step > told[prefix]:
-                    told[prefix] = step
-                    write_text(mark, json.dumps(told))
-                    log(step, {f"{prefix}/{key}": value for key, value in figures.items()})
-            if close is not None:
-                close()
-        except Exception as error:  # a disk, a server, a library: none of it is worth a run
-            self.trouble = f"failed ({error})"
+Numbers = dict[str, float]
+Tracker = tuple[Callable[[Numbers, int], Any], Callable[[], Any]]
 
 
 @contextlib.contextmanager
@@ -82,11 +40,7 @@ def tracked(emit: Emit, names: tuple[str, ...], folder: Path) -> Iterator[Emit]:
             extra = "track" if name == "tensorboard" else name
             to_do = f"pip install 'farthing[{extra}]'"
             raise InputError(f"{name} is not installed", where="train.report_to", to_do=to_do)
-    trackers = [_Thread(name, folder) for name in dict.fromkeys(names)]
-
-    def tell(event: Event | None) -> None:
-        for tracker in trackers:
-            tracker.tell(event)
+    trackers = [_Tracker(name, folder) for name in dict.fromkeys(names)]
 
     def drop_failed() -> None:
         for tracker in [each for each in trackers if each.trouble]:
@@ -94,16 +48,19 @@ def tracked(emit: Emit, names: tuple[str, ...], folder: Path) -> Iterator[Emit]:
             what = f"{tracker.name} {tracker.trouble}"
             emit(Warned(f"report_to: {what} and is off from here on"))
 
-    def emit_to_all(event: Event) -> None:
+    def emit_and_tell(event: Event) -> None:
         emit(event)
-        tell(event)
+        if isinstance(event, StepTaken | Evaluated):
+            for tracker in trackers:
+                tracker.tell(figures_of(event))
         drop_failed()
 
     try:
-        yield emit_to_all
+        yield emit_and_tell
     finally:
-        tell(None)
         until = time.monotonic() + PATIENCE_S
+        for tracker in trackers:
+            tracker.tell(None)
         for tracker in trackers:
             tracker.join(max(0.0, until - time.monotonic()))
             if tracker.is_alive():
@@ -111,20 +68,45 @@ def tracked(emit: Emit, names: tuple[str, ...], folder: Path) -> Iterator[Emit]:
         drop_failed()
 
 
-def figures_of(event: Event) -> tuple[str, int, Figures]:
-    """("train" or "eval", step, numbers), no numbers for an event that has none."""
-    if isinstance(event, StepTaken):
-        found: dict[str, Any] = {each.name: getattr(event, each.name) for each in fields(event)}
-        found = {name: found[name] for name in found if "step" not in name} | dict(event.metrics)
-    elif isinstance(event, Evaluated):
-        found = dict(event.metrics)
-    else:
-        return "eval", 0, {}
-    numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
-    return "train" if isinstance(event, StepTaken) else "eval", event.step, numbers
+class _Tracker(threading.Thread):
+    """Hears figures until None. What was told is noted first, in a file that outlives the process:
+    a step that is taken again is told once.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        super().__init__(name=name, daemon=True)
+        self.folder, self.trouble = folder, ""
+        self.waiting: queue.Queue[Figures | None] = queue.Queue(MOST_WAITING)
+        self.start()
+
+    def tell(self, figures: Figures | None) -> None:
+        try:
+            self.waiting.put_nowait(figures)
+        except queue.Full:
+            self.trouble = self.trouble or f"is {MOST_WAITING:,} events behind"
+
+    def run(self) -> None:
+        try:
+            if (first := self.waiting.get()) is not None:
+                self._follow(itertools.chain([first], iter(self.waiting.get, None)))
+        except Exception as error:  # a disk, a server, a library: none of it is worth a run
+            self.trouble = f"failed ({error})"
+
+    def _follow(self, figures: Iterator[Figures]) -> None:
+        run_id, told = run_id_of(self.folder) or "unknown", {"train": 0, "eval": 0}
+        mark = make_private(self.folder / TRACKERS) / f"{self.name}-{run_id[:12]}.json"
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            told |= json.loads(mark.read_text(encoding="utf-8"))
+        log, close = OPENERS[self.name](self.folder, run_id, told["train"])
+        for of, step, numbers in figures:
+            if step > told[of]:
+                told[of] = step
+                write_text(mark, json.dumps(told))
+                log({f"{of}/{name}": value for name, value in numbers.items()}, step)
+        close()
 
 
-# ---- what opens each in a run's folder, for a run that has told `step` steps ----
+# ---- (log the figures of a step, close) of each, for a run that has told `step` steps ----
 
 
 def _tensorboard(folder: Path, run_id: str, step: int) -> Tracker:
@@ -132,7 +114,7 @@ def _tensorboard(folder: Path, run_id: str, step: int) -> Tracker:
 
     writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
-    def log(step: int, figures: Figures) -> None:
+    def log(figures: Numbers, step: int) -> None:
         for name, value in figures.items():
             writer.add_scalar(name, value, step)
         writer.flush()
@@ -144,55 +126,41 @@ def _wandb(folder: Path, run_id: str, step: int) -> Tracker:
     """Neither code nor what is printed is sent."""
     import wandb
 
+    settings = wandb.Settings(console="off", disable_code=True, disable_git=True, silent=True)
+    to = {"project": os.environ.get("WANDB_PROJECT", "farthing"), "dir": str(folder)}
+    config = kept_job(folder)
     run = wandb.init(
-        project=_project("WANDB_PROJECT"),
-        id=run_id,
-        name=folder.name,
-        dir=str(folder),
-        resume="allow",
-        config=_job(folder),
-        settings=wandb.Settings(console="off", disable_code=True, disable_git=True, silent=True),
+        id=run_id, name=folder.name, config=config, settings=settings, resume="allow", **to
     )
     run.define_metric("*", step_metric="step")
-    return lambda step, figures: run.log({**figures, "step": step}), run.finish
+    return lambda figures, step: run.log({**figures, "step": step}), run.finish
 
 
 def _mlflow(folder: Path, run_id: str, step: int) -> Tracker:
     """Without MLFLOW_TRACKING_URI in `mlflow.db` of the run's folder."""
     import mlflow
 
+    from farthing.config.importers.tables import flat
+
     here = f"sqlite:///{folder}/mlflow.db"
     mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or here)
-    mlflow.set_experiment(_project("MLFLOW_EXPERIMENT_NAME"))
+    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "farthing"))
     same = mlflow.search_runs(filter_string=f"tags.farthing_run = '{run_id}'", output_format="list")
     if same:
-        mlflow.start_run(run_id=same[0].info.run_id)
+        mlflow.start_run(same[0].info.run_id)
     else:
         mlflow.start_run(run_name=folder.name, tags={"farthing_run": run_id})
-        for section, values in _job(folder).items():
-            for key, value in values.items() if isinstance(values, dict) else [("", values)]:
-                mlflow.log_param(f"{section}.{key}".rstrip("."), str(value)[:500])
-    return lambda step, figures: mlflow.log_metrics(figures, step), mlflow.end_run
+        mlflow.log_params({name: str(value)[:500] for name, value in flat(kept_job(folder))})
+    return mlflow.log_metrics, mlflow.end_run
 
 
 def _trackio(folder: Path, run_id: str, step: int) -> Tracker:
     import trackio
 
-    name, project = f"{folder.name}-{run_id[:8]}", _project("TRACKIO_PROJECT")
-    job = _job(folder)
-    run: Any = trackio.init(project=project, name=name, resume="allow", config=job, embed=False)
-    return lambda step, figures: run.log(figures, step=step), run.finish
+    project = os.environ.get("TRACKIO_PROJECT", "farthing")
+    name, config = f"{folder.name}-{run_id[:8]}", kept_job(folder)
+    run: Any = trackio.init(project, name, config=config, resume="allow", embed=False)
+    return run.log, run.finish
 
 
 OPENERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
-
-
-def _project(variable: str) -> str:
-    return os.environ.get(variable, "farthing")
-
-
-def _job(folder: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        found: dict[str, Any] = json.loads((folder / JOB).read_text(encoding="utf-8"))
-        return found
-    return {}
