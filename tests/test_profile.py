@@ -1,6 +1,4 @@
-"""A few real steps under the profiler: parts by our own names that add up to the step, a trace,
-memory and the peak.
-"""
+"""A few steps under the profiler: parts by our own names that add up to the step, and a trace."""
 
 from __future__ import annotations
 
@@ -59,11 +57,6 @@ def test_the_trace_can_be_opened_and_has_our_names(found):
     )
     names = {event.get("name") for event in trace["traceEvents"]}
     assert {"farthing: attention", "farthing: head", "farthing: optimizer"} <= names
-
-
-def test_the_peak_is_measured(found):
-    assert 0 < found["mfu"] < 1.2
-    assert found["flops_per_s"] == pytest.approx(found["mfu"] * found["measured_peak_flops_per_s"])
 
 
 def test_what_can_not_be_profiled_is_refused(tmp_path, capsys):

@@ -50,13 +50,7 @@ def _draw(console: Any, found: dict[str, Any]) -> None:
     ]
     rows.append(("a step", f"{1000 * found['step_s']:,.2f}", ""))
     draw_block(console, Table(("where a step goes", "#ms", "#share"), tuple(rows)))
-    tera = 1e12
-    console.print(
-        f"{found['flops_per_s'] / tera:.3g} TFLOP/s of the"
-        f" {found['measured_peak_flops_per_s'] / tera:.3g} measured here"
-        f" ({escape(found['device'])}, {found['precision']}): MFU {found['mfu']:.1%}",
-        soft_wrap=True,
-    )
+    console.print(f"on {escape(found['device'])}, {found['precision']}", soft_wrap=True)
     console.print(
         f"trace: {escape(found['trace'])} (chrome://tracing, ui.perfetto.dev, or tensorboard"
         " --logdir)",

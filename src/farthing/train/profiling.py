@@ -1,5 +1,4 @@
-"""The verb `profile`: a few real steps under torch.profiler, by our own names, against the
-machine's measured peak.
+"""The verb `profile`: a few real steps under torch.profiler, by our own names.
 
 Operations are named after the part of the model that they belong to, forward and backward alike:
 what autograd computes for an operation has its sequence number. The job's own run folder is not
@@ -17,13 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from farthing.config.job import Job
 from farthing.errors import HardwareError
 from farthing.events import Emit, Working
-from farthing.model.hardware import Numerics, device_name, wait_for
+from farthing.model.hardware import device_name
 from farthing.train.built import Run
 from farthing.train.loop import take_step
 from farthing.train.opened_run import opened_run, short_job
@@ -32,6 +30,7 @@ WARM_UP_STEPS = 3
 _MARK = "farthing: "
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC")
 _MODULES = {
+    "layers with LoRA": "^LoRA$",
     "attention": "Attention",
     "norms": "Norm",
     "embeddings": "Embedding",
@@ -55,20 +54,19 @@ def profile_job(job: Job, emit: Emit, folder: Path, n_steps: int) -> dict[str, A
 
 
 def _profiled(run: Run, folder: Path, n_steps: int) -> dict[str, Any]:
-    device, spans, at = run.spec.numerics.device, run.context.meter.spans, run.progress
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    before_tokens, waited_s = at.n_tokens, spans.get("data_wait", 0.0)
-    with _named(run), profile(activities=activities) as profiler:
+    numerics, spans = run.spec.numerics, run.context.meter.spans
+    waited_s = spans.get("data_wait", 0.0)
+    with _named(run), profile() as profiler:
         began = time.perf_counter()
         for _ in range(n_steps):
             take_step(run)
         run.log.settle()
         wall_s = time.perf_counter() - began
     folder.mkdir(parents=True, exist_ok=True)
-    trace = folder / "farthing.pt.trace.json"
-    profiler.export_chrome_trace(str(trace))
-    rows = seconds_by_name(profiler.events(), device.type)
-    if device.type == "cuda" and not rows.keys() - {"launches"}:
+    trace = str(folder / "farthing.pt.trace.json")
+    profiler.export_chrome_trace(trace)
+    rows = _seconds_by_name(profiler.events(), numerics.device.type)
+    if numerics.device.type == "cuda" and not rows.keys() - {"launches"}:
         raise HardwareError(
             "torch.profiler sees no kernels of this GPU: its driver may show them to administrators"
             " alone",
@@ -77,51 +75,45 @@ def _profiled(run: Run, folder: Path, n_steps: int) -> dict[str, Any]:
         )
     rows["data"] += spans.get("data_wait", 0.0) - waited_s
     rows["between operations"] = max(0.0, wall_s - sum(rows.values()))
-    flops_per_s = run.pace.flops_per_token * (at.n_tokens - before_tokens) / wall_s
-    peak = measured_peak(run.spec.numerics)
     return {
-        "device": device_name(device),
-        "precision": run.spec.numerics.name,
+        "device": device_name(numerics.device),
+        "precision": numerics.name,
         "n_steps": n_steps,
         "step_s": wall_s / n_steps,
         "parts": [
             {"name": name, "step_s": seconds / n_steps, "share": seconds / wall_s}
             for name, seconds in sorted(rows.items(), key=lambda item: -item[1])
         ],
-        "flops_per_s": flops_per_s,
-        "measured_peak_flops_per_s": peak,
-        "mfu": flops_per_s / peak,
-        "trace": str(trace),
+        "trace": trace,
     }
 
 
 @contextmanager
 def _named(run: Run) -> Iterator[None]:
     """Within the block the parts of a step are ranges of the profiler."""
-    forward = run.forward
+    step = run.steps.step
     named: list[tuple[Any, str, str]] = [
-        (forward, "loss", "head"),
-        (forward, "to_device", "copies"),
-        (run.steps.step, "clip", "optimizer"),
-        (run.steps.step.update, "apply", "optimizer"),
+        (run.forward, "loss", "head"),
+        (run.forward, "to_device", "copies"),
+        (step, "clip", "optimizer"),
+        (step.update, "apply", "optimizer"),
     ]
     for module in run.model.modules():
-        kind = type(module).__name__
-        names = ["layers with LoRA"] if hasattr(module, "lora_A") else []
-        names += [name for name, pattern in _MODULES.items() if re.search(pattern, kind)]
+        kind = "LoRA" if hasattr(module, "lora_A") else type(module).__name__
+        names = [name for name, pattern in _MODULES.items() if re.search(pattern, kind)]
         named += [(module, "forward", name) for name in names[:1]]
-    before = [(owner, method, vars(owner).get(method)) for owner, method, _ in named]
+    before = [vars(owner).copy() for owner, *_ in named]
     for owner, method, name in named:
-        vars(owner)[method] = record_function(_MARK + name)(getattr(owner, method))
+        setattr(owner, method, record_function(_MARK + name)(getattr(owner, method)))
     try:
         yield
     finally:
-        for owner, method, own in before:
-            del vars(owner)[method]
-            vars(owner).update({} if own is None else {method: own})
+        for (owner, method, _), own in zip(named, before, strict=True):
+            delattr(owner, method)
+            vars(owner).update({method: own[method]} if method in own else {})
 
 
-def seconds_by_name(events: Any, device: str) -> defaultdict[str, float]:
+def _seconds_by_name(events: Any, device: str) -> defaultdict[str, float]:
     """Seconds of the device by our names; on a GPU the launches of its kernels, which the host
     pays, besides.
     """
@@ -152,17 +144,3 @@ def seconds_by_name(events: Any, device: str) -> defaultdict[str, float]:
         elif own_us:
             found[name_of(event) or "other layers"] += own_us / 1e6
     return found
-
-
-def measured_peak(numerics: Numerics, seconds: float = 0.5) -> float:
-    """FLOPs a second of a large product of matrices in the run's precision, measured."""
-    n = 1024 if numerics.device.type == "cpu" else 8192
-    one = torch.randn(n, n, device=numerics.device).to(numerics.autocast or torch.float32)
-    torch.mm(one, one)
-    wait_for(numerics.device)
-    began, n_done = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
-        torch.mm(one, one)
-        wait_for(numerics.device)
-        n_done += 1
-    return 2.0 * n**3 * n_done / (time.perf_counter() - began)
