@@ -29,10 +29,12 @@ import psutil
 import pytest
 import torch
 import yaml
+from jinja2.exceptions import SecurityError
 
 from canaries import CANARIES
 from checkpoints import newest, restored, save
 from farthing.cli import main
+from farthing.data.chat_template import render
 from farthing.data.formats import converter
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.errors import ModelError, RunDamagedError, UnusableRowError
@@ -695,6 +697,9 @@ BOMBS = {
     "compared by a test": NESTED + "{{ ns.x is in [ns.y] }}",
     "sorted": NESTED + "{{ [ns.x, ns.y] | sort }}",
     "counted": NESTED + "{{ [ns.y].count(ns.x) }}",
+    "a key": NESTED.replace("[", "(").replace("]", ",)") + "{{ {ns.x: 1} | length }}",
+    "looked up": NESTED.replace("[", "(").replace("]", ",)") + "{{ {1: 2}[ns.x] }}",
+    "looked for": NESTED.replace("[", "(").replace("]", ",)") + "{{ ns.x in {1: 2} }}",
     "looked through": LONG + "{% for i in range(99999) %}{{ x is lower }}{% endfor %}",
 }
 
@@ -704,6 +709,13 @@ def test_a_chat_template_without_bounds_ends_the_job(what, tiny_folders):
     tokenizer = light_tokenizer(tiny_folders["llama"], BOMBS[what] + "{{ messages[0].content }}")
     with PeakMemory() as memory, pytest.raises(ModelError, match="loops or grows without bound"):
         converter("messages", {}, {}, tokenizer, "causal-lm")
+    assert memory.n_bytes < MOST_BYTES
+
+
+@pytest.mark.parametrize("made", ["'a'.encode()", "(1).to_bytes(99999, 'big')"])
+def test_a_chat_template_makes_no_bytes(made):
+    with PeakMemory() as memory, pytest.raises(SecurityError, match="not safely callable"):
+        render("{{ " + made + " * 10 ** 9 }}", {})
     assert memory.n_bytes < MOST_BYTES
 
 

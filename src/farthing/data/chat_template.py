@@ -29,8 +29,8 @@ _WORK_OF_A_CALL, _WORK_OF_A_TURN, _WORK_OF_AN_ITEM = 4000, 100, 400
 _LARGEST_ARGUMENT, _LARGEST_INDENT, _MOST_BITS = 1_000_000, 100, 10_000
 _OUTSIDE = ("length", "count", "first", "last", "list", "reverse", "items", "default", "d", "attr")
 """Filters that don't look into the items of a list; all others do."""
-_UNSAFE = ("translate", "expandtabs")
-"""Methods of texts that multiply them, and that no template needs."""
+_UNSAFE = ("translate", "expandtabs", "encode", "to_bytes")
+"""Methods that multiply texts or make bytes, and that no template needs."""
 
 
 class _Left(threading.local):
@@ -128,6 +128,10 @@ def _bounded_function(name: str, of: Callable[..., Any]) -> Callable[..., Any]:
     return bounded
 
 
+def _whole(value: nodes.Expr) -> nodes.Expr:
+    return nodes.Filter(value, "_read", [nodes.Const(True)], [], None, None)
+
+
 class _Counted(NodeTransformer):
     """Has loops, comparisons, slices and `~` spend what they read."""
 
@@ -146,7 +150,20 @@ class _Counted(NodeTransformer):
     def visit_Operand(self, node: nodes.Operand) -> nodes.Node:
         """What something is compared with."""
         self.generic_visit(node)
-        node.expr = nodes.Filter(node.expr, "_read", [nodes.Const(True)], [], None, None)
+        node.expr = _whole(node.expr)
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        """What is looked for in a dictionary: its hash goes through all of it."""
+        self.generic_visit(node)
+        if any(each.op in ("in", "notin") for each in node.ops):
+            node.expr = _whole(node.expr)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        """The key of a dictionary, for its hash."""
+        self.generic_visit(node)
+        node.key = _whole(node.key)
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
@@ -179,6 +196,11 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         found: nodes.Template = _Counted().visit(super()._parse(*source))
         found.set_environment(self)
         return found
+
+    def getitem(self, of: Any, key: Any) -> Any:
+        """An item, by a key whose hash goes through all of it."""
+        _spend_all(key)
+        return super().getitem(of, key)
 
     def call(self, context: Any, of: Any, /, *args: Any, **named: Any) -> Any:
         """Of methods, macros and functions."""
