@@ -255,11 +255,3 @@ def test_an_encoder_that_looks_ahead_is_no_language_model(kind):
         refuse_looking_ahead(small(kind, AutoModelForCausalLM), kind)
     if kind != "xlm":
         refuse_looking_ahead(small(kind, AutoModelForCausalLM, is_decoder=True), kind)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "bloom", "mixtral", "mamba"])
-def test_decoders_look_back_only(kind):
-    model = small(kind, AutoModelForCausalLM)
-    model.train()
-    refuse_looking_ahead(model, kind)
-    assert model.training

@@ -220,13 +220,6 @@ def test_bf16_autocast_is_as_close_as_bf16_is(family):
     assert error(found) < 1.5 * error(theirs)
 
 
-def test_what_follows_from_lengths_is_made_once_a_batch():
-    documents, made = Documents.of([7, 12]), list[str]()
-    for key in ("mask", "places", "mask"):
-        documents.once(key, lambda key=key: made.append(key))
-    assert made == ["mask", "places"]
-
-
 # ---- windows, caps and dropout, against the formula ----
 
 

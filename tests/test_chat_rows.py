@@ -183,7 +183,6 @@ EMPTY = "message 2: the assistant's turn is empty"
         ),
         ({"messages": talk(weight=0)}, MARKED_TWICE, "marks more or fewer turns"),
         (WITH_TOOLS, NO_TOOLS, "leaves out `tool_calls`: an empty answer would be learned"),
-        (sharegpt(("human", "a?"), ("gpt", "")), PLAIN, EMPTY),
         ({"instruction": "b?", "output": "B", "history": [["a?", ""]]}, PLAIN, EMPTY),
         (
             {"messages": talk(), "tools": ["add"]},

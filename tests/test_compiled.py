@@ -238,16 +238,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_generated_code_agrees_to_rounding(method, own_cache):
-    plain = flat(causal_model() if method == "full" else with_adapter(causal_model()))
-    model = copy.deepcopy(plain)
-    assert compile_blocks(model) == 3
-    must_serve_all_lengths(model, plain, flat_loss)
-    assert list(own_cache.rglob("*.so")), "nothing was compiled"
-
-
-@pytest.mark.slow
 def test_generated_code_drops_what_the_plain_model_drops(own_cache):
     plain = model_of("bert", "classification", hidden_dropout_prob=0.2)
     model = copy.deepcopy(plain)

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from data_files import real_tokenizer
 from farthing.data import blocks
 from farthing.data import parts as parts_module
-from farthing.data.encode import Encoded, Encoder
+from farthing.data.encode import Encoder
 from farthing.data.formats import Example
 from farthing.data.read import Source, open_sources
 from farthing.data.rows import Row, RowBlock
@@ -267,25 +267,6 @@ def test_a_tokenizer_that_others_told_to_cut_and_pad_does_neither(tokenizers, na
     after = Encoder(told, task, 64, 64)(texts)
     assert after.ids.tolist() == before.ids.tolist()
     assert not after.was_cut.any()
-
-
-def test_examples_are_left_out_and_joined_whole():
-    encoded = Encoded(
-        ids=np.arange(7, dtype=np.int32),
-        is_target=np.array([0, 1, 0, 1, 1, 0, 1], np.uint8),
-        lengths=np.array([1, 1, 2, 1, 1, 1]),
-        was_cut=np.array([False, False, True, False, False, False]),
-        words=np.array([0, 0, 1, 0]),
-    ).joined(2)
-    assert encoded.lengths.tolist() == [2, 3, 2]
-    assert encoded.was_cut.tolist() == [False, True, False]
-    assert encoded.n_targets().tolist() == [1, 2, 1]
-    kept = encoded.only(np.array([True, False, True]))
-    assert kept.ids.tolist() == [0, 1, 5, 6]
-    assert kept.is_target.tolist() == [0, 1, 0, 1]
-    assert (kept.lengths.tolist(), kept.was_cut.tolist()) == ([2, 2], [False, False])
-    assert kept.sequences.tolist() == [[1, 1], [1, 1]]
-    assert kept.words.tolist() == [0, 0]
 
 
 # ---- sets of many chunks ----

@@ -98,18 +98,6 @@ def test_an_adapter_and_its_merged_model_load_in_the_ordinary_ways(family, tmp_p
         assert said[0]["label"] in workshop.TOPICS
 
 
-@pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 2))
-def test_a_fully_trained_model_loads_in_the_ordinary_ways(family, tmp_path):
-    job = make_job(tmp_path, family, max_steps=1)
-    workshop.train(job)
-    folder = Path(job.output_dir) / "model"
-    assert auto_class(job.task).from_pretrained(folder)
-    assert transformers.AutoTokenizer.from_pretrained(folder)("name: The Mill")["input_ids"]
-    if family != "t5":
-        task: Any = "text-generation" if family == "llama" else "text-classification"
-        assert transformers.pipeline(task, model=str(folder))("bread")
-
-
 # ---- merging where weights are shared ----
 
 

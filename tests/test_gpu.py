@@ -296,18 +296,6 @@ def test_a_kernel_attends_as_documents_one_by_one(kernel, precision, head_size, 
         assert error({"": ours}, {"": theirs}) < KERNEL_ROUNDED[precision]
 
 
-@pytest.mark.parametrize("family", ["llama", "bert"])
-@pytest.mark.parametrize("kernel", ["flash", "flex"])
-def test_a_model_with_any_kernel_has_the_same_gradients(kernel, family, tmp_path, monkeypatch):
-    must_be_here(kernel)
-    keys = strict(precision="bf16", **({"rows": uneven_rows()} if family == "llama" else {}))
-    with monkeypatch.context() as patched:
-        patched.setattr(attention_kernels, "choose_kernel", lambda *_: kernel)
-        found = first_gradients(make_job(tmp_path / kernel, family, **keys))
-    expected = first_gradients(make_job(tmp_path / "fp32", family, **keys | {"bf16": False}))
-    must_be_alike(found, expected, loss=LOSS_ROUNDED["bf16"], gradients=ROUNDED["bf16"])
-
-
 def test_the_kernel_that_fp32_gets_has_the_same_gradients(tmp_path, monkeypatch):
     keys = strict(rows=uneven_rows())
     expected = first_gradients(make_job(tmp_path / "padded", **keys))
@@ -445,9 +433,6 @@ def test_ligers_kernels_compute_what_plain_ones_do(method, tmp_path):
         assert "5 norms" in run.kernels.liger, run.kernels.liger
         found = gradients(run)
     must_be_alike(found, expected, loss=1e-4, gradients=1e-3)
-
-
-# ---- work that is not done twice ----
 
 
 # ---- the host never waits ----
@@ -597,26 +582,6 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
     assert 1 <= events[0]["step"] <= 3, "the one with the largest micro-batch, which is rehearsed"
     assert "out of memory; continuing" in heard.warnings
     must_agree(short, plain, SAME)
-
-
-@on_a_gpu
-def test_the_allocator_grows_its_segments(tmp_path):
-    """In a process of its own: the allocator is told once, before it starts."""
-    code = """
-import farthing.cli
-from farthing.model.hardware import choose_numerics
-choose_numerics("cuda", None, None)
-import torch
-kept = [torch.empty(n << 20, dtype=torch.uint8, device="cuda") for n in (30, 50, 70)]
-assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
-"""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @on_a_gpu

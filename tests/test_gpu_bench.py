@@ -78,26 +78,6 @@ FACTS: list[dict[str, Any]] = [
 ]
 
 
-def test_promises_stand_beside_what_happened_with_the_median_error():
-    gib = 1 << 30
-    memory = {"weights": 2, "optimizer": 1, "activations": 5, "allocator slack": 1}
-    memory |= {"CUDA context": 1}
-    promised = {"step_s": 0.4, "calibration": "formulas only"}
-    promised |= {"memory": {name: n * gib for name, n in memory.items()}}
-    bytes_of = {"weights": 2, "optimizer": 1, "gradients": 1, "rest": 6, "peak_bytes": 10}
-    bytes_of |= {"device_bytes": 12}
-    happened = {"step_s": 0.5, "usd": 0.002, **{name: n * gib for name, n in bytes_of.items()}}
-    first = row("farthing", 1e5, promised=promised, happened=happened)
-    known = promised | {"calibration": "1 run", "step_s": 0.5}
-    later = row("farthing", 1e5, promised=known, happened=happened)
-    assert table.compared(later)["peak of the device, GiB"] == (10.0, 12.0)
-    assert table.compared(later)["gradients, activations, loss, GiB"] == (5.0, 7.0)
-    drawn = table.draw_truth([*FACTS, first, later])
-    errors = [" ".join(line.split()) for line in drawn.partition("error of")[2].splitlines()]
-    assert "step, s formulas 1 20.0% 20.0%" in errors
-    assert "step, s a run here 1 0.0% 0.0%" in errors
-
-
 def test_every_target_has_a_line_that_says_what_was_measured_and_whether_it_is_met():
     flops = {"lora": {"needed": 5e9, "usual": 6e9}, "full": {"needed": 8e9, "usual": 9e9}}
     given = [
@@ -126,23 +106,6 @@ def test_every_target_has_a_line_that_says_what_was_measured_and_whether_it_is_m
     assert "could not be drawn" not in drawn
     assert drawn.index("Targets") > drawn.index("Left out")
     assert "NOT MET" in drawn
-
-
-def test_kills_are_counted_by_the_lines_of_runs_that_were_stopped_too():
-    lines = [
-        f"seed {seed}: causal-lm, full; killed in save (3), start (0), between (1), save (9);"
-        " resumed at [1]: identical"
-        for seed in range(5)
-    ]
-    found = verdict.of_kills(
-        ["\n".join(lines[:3]), "a warning\n" + "\n".join(lines[3:])], is_exact=True
-    )
-    assert found.measured == "5 of 5 runs the same to the bit after 20 kills"
-    assert found.is_met
-    assert not verdict.of_kills(["\n".join(lines[:3])], is_exact=True).is_met
-    off = lines[4].replace("identical", "DIFFERS: step (3)")
-    assert not verdict.of_kills(["\n".join([*lines, off])], is_exact=True).is_met
-    assert verdict.of_kills([off], is_exact=False).is_met is None
 
 
 # ---- the whole program ----

@@ -169,9 +169,6 @@ def test_a_tile_is_long_enough_to_be_quick_and_no_longer(vocab, device, more, n)
     assert default_tile_tokens(vocab, device, *more) == n
 
 
-# ---- which positions ----
-
-
 # ---- whole models ----
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [

@@ -313,23 +313,6 @@ def stopped(tmp_path_factory):
     return folder, job.model_copy(update={"output_dir": str(folder / "untouched")})
 
 
-def flipped(name: str) -> Callable[[Path], None]:
-    """One digit of a file of a run becomes another."""
-    key = {
-        "run.json": b'"train.seed": 4',
-        "plan.json": b'"micro_batch_tokens": ',
-        "settings.json": b'"micro_batch_tokens": ',
-        "schedule.json": b'"n_steps": ',
-    }[name]
-
-    def damage(run: Path) -> None:
-        content = (run / name).read_bytes()
-        at = content.index(key) + len(key)
-        (run / name).write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-
-    return damage
-
-
 def all_gone(run: Path) -> None:
     """Every small file of a run is removed."""
     for name in (*VALUES, "job.json"):
@@ -343,7 +326,6 @@ def newest_damaged_too(run: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    **{f"{name} flipped": flipped(name) for name in VALUES},
     "all gone": all_gone,
     "a checkpoint too": newest_damaged_too,
 }

@@ -121,7 +121,11 @@ def evaluations(job: Any) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_the_measured_loss_is_that_of_transformers_over_all_target_tokens(tmp_path):
     job = make_job(
-        tmp_path, pretrained=True, eval_rows=workshop.rows_of("llama", 7, seed=3), max_steps=2
+        tmp_path,
+        pretrained=True,
+        eval_rows=workshop.rows_of("llama", 7, seed=3),
+        max_steps=2,
+        label_smoothing_factor=0.2,
     )
     workshop.train(job)
     measured = evaluations(job)[-1]["metrics"]

@@ -12,7 +12,6 @@ import transformers
 import yaml
 
 import workshop
-from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.errors import ModelError
 from farthing.export.folders import export_run, trained_model
@@ -101,20 +100,6 @@ def test_the_trained_rows_are_exported_merged_and_resumed(method, tmp_path):
             train(again)
     train(again)
     assert losses_of(again) == losses_of(job)
-
-
-@pytest.mark.slow
-def test_the_answers_of_a_run_know_them(tmp_path, capsys):
-    job = job_of(tmp_path, max_steps=2)
-    train(job)
-    for verb in (
-        ["eval", job.output_dir, "--base", "--json"],
-        ["plan", str(tmp_path / "job.yaml")],
-    ):
-        assert main(verb) == 0
-        capsys.readouterr()
-    assert main(["chat", job.output_dir, "--prompt", "<mood> number", "--json"]) == 0
-    assert "tuned" in json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

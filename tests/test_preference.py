@@ -261,7 +261,7 @@ def test_log_probabilities_and_gradients_are_those_of_whole_logits(tmp_path, met
 # ---- whole runs ----
 
 
-@pytest.mark.parametrize("objective", thinned([*PAIRS, "kto"], 5))
+@pytest.mark.parametrize("objective", thinned([*PAIRS, "kto"], 6))
 def test_every_objective_learns_is_killed_and_goes_on_to_the_same_bits(tmp_path, objective):
     keys = {"max_steps": 8, "learning_rate": 0.01, "eval_strategy": "steps", "eval_steps": 4}
     whole, heard = load_job(preference_job(tmp_path / "a", objective, **keys)), Heard()
@@ -539,9 +539,7 @@ def test_a_margin_is_part_of_a_reward(tmp_path):
     rows = [row | {"margin": 2.0} for row in pairs(24)]
     job = load_job(preference_job(tmp_path, "reward", rows=rows, max_steps=1))
     train(job)
-    plain = load_job(preference_job(tmp_path / "plain", "reward", max_steps=1))
-    train(plain)
-    assert losses_of(job)[0] > losses_of(plain)[0] + 1
+    assert losses_of(job)[0] > math.log(2) + 1
 
 
 def run_of(folder: Path, objective: Any) -> Path:

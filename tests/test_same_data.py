@@ -191,14 +191,6 @@ def test_rows_of_one_input_stay_together_whatever_is_answered(tmp_path, tokenize
 # ---- the tokenizer that others hold ----
 
 
-def test_tokenizing_leaves_the_tokenizer_as_it_was(tmp_path, tiny_folders):
-    tokenizer = load_tokenizer(ModelChoice(str(tiny_folders["t5"])), None)
-    before = tokenizer.backend_tokenizer.to_str()
-    rows = [{"prompt": f"one two three {n}", "completion": f" four {n}"} for n in range(9)]
-    made(tmp_path, rows, tokenizer, task="seq2seq", max_length=4, max_target_length=3)
-    assert tokenizer.backend_tokenizer.to_str() == before
-
-
 def test_truncation_that_a_folder_asks_for_is_neither_followed_nor_exported(tmp_path, tiny_folders):
     folder = shutil.copytree(tiny_folders["llama"], tmp_path / "cut")
     tokenizer = load_tokenizer(ModelChoice(str(folder)), None)
