@@ -11,16 +11,17 @@ import hashlib
 import re
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+from web import Quiet
 
 ACCOUNT, KEY = "account", "Y2FuYXJ5LW9mLWEtc2VjcmV0"
 
 
 class AzureServer:
-    """A service with one container, as a context; `port` is where it listens."""
+    """A service with one container; `handler` answers for it."""
 
     def __init__(self, container: str) -> None:
         self.container = container
@@ -29,7 +30,7 @@ class AzureServer:
         self._lock = threading.Lock()
         service = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(Quiet):
             protocol_version = "HTTP/1.1"
 
             def _serve(self) -> None:
@@ -45,20 +46,7 @@ class AzureServer:
 
             do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve
 
-            def log_message(self, format: str, *args: Any) -> None:
-                """Silence."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.port = self._server.server_address[1]
-
-    def __enter__(self) -> AzureServer:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self.handler = Handler
 
     def answer(
         self, request: BaseHTTPRequestHandler, body: bytes

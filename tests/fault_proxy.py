@@ -17,8 +17,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from web import Quiet, serving
 
 Fault = Callable[[int, str, str], str | None]
 Reply = tuple[int, list[tuple[str, str]], bytes]
@@ -26,14 +28,14 @@ REFUSALS = {"503": "SlowDown", "403": "AccessDenied"}
 
 
 class FaultProxy:
-    """A proxy on a free port of this machine, as a context."""
+    """A proxy on a free port of this machine, as a context, for a server on another port."""
 
     def __init__(self, backend_port: int) -> None:
         self.backend_port, self.is_over = backend_port, threading.Event()
         self.begin()
         proxy = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(Quiet):
             protocol_version = "HTTP/1.1"
 
             def answer(self) -> None:
@@ -42,21 +44,15 @@ class FaultProxy:
 
             do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
 
-            def log_message(self, format: str, *args: Any) -> None:
-                """Silence."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.serving = serving(Handler)
 
     def __enter__(self) -> FaultProxy:
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = self.serving.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.is_over.set()
-        self.server.shutdown()
-        self.server.server_close()
+        self.serving.__exit__(*error)
 
     def begin(self, fault: Fault = lambda number, method, path: None) -> None:
         """Count from 1 again, under another fault."""

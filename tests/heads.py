@@ -61,22 +61,25 @@ OF_PAIRS: dict[str, Any] = {  # those that a configuration knows
 }
 
 
-NO_DROPOUT = {
-    "dropout_rate": 0.0,
-    "attn_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-    "hidden_dropout": 0.0,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "embedding_dropout": 0.0,
-    "residual_dropout": 0.0,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "encoder_layerdrop": 0.0,
-    "decoder_layerdrop": 0.0,
-}
+NO_DROPOUT = dict.fromkeys(
+    (
+        "dropout_rate",
+        "attn_pdrop",
+        "embd_pdrop",
+        "resid_pdrop",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "embedding_dropout",
+        "residual_dropout",
+        "dropout",
+        "attention_dropout",
+        "activation_dropout",
+        "encoder_layerdrop",
+        "decoder_layerdrop",
+    ),
+    0.0,
+)
 
 
 def make_model(family: str, **settings: Any) -> Any:

@@ -7,12 +7,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from web import Quiet, serving
 
 
 @dataclass
@@ -99,7 +99,7 @@ def hub_server() -> Iterator[Hub]:
     """A server on this machine for the block."""
     hub = Hub()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         protocol_version = "HTTP/1.1"
 
         def _reply(self) -> None:
@@ -128,14 +128,5 @@ def hub_server() -> Iterator[Hub]:
 
         do_GET = do_POST = do_PUT = do_HEAD = _reply
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    hub.address = f"http://127.0.0.1:{server.server_address[1]}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with serving(Handler) as hub.address:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -70,13 +70,7 @@ def stopped_and_resumed(folder: Path, **keys: Any) -> Any:
     """A job that left after step 3 of 6, as if a notice had come, and was started again."""
     job = make_job(folder, "llama", max_steps=6, n_rows=24, **keys)
 
-    class Stopper(Heard):
-        def __call__(self, event: Event) -> None:
-            super().__call__(event)
-            if isinstance(event, StepTaken) and event.step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    assert workshop.train(job, Stopper()).state == "interrupted"
+    assert workshop.train(job, LeavesAt(step=3)).state == "interrupted"
     assert workshop.train(job).state == "finished"
     return job
 
@@ -95,5 +89,5 @@ class LeavesAt(Heard):
             and not self.is_done
             and self.step in (None, vars(event).get("step"))
         ):
-            os.kill(os.getpid(), signal.SIGTERM)
+            terminate()
             self.is_done = True

@@ -16,11 +16,9 @@ from farthing.model.attention_kernels import (
     AttentionSettings,
     choose_kernel,
     here,
-    padded,
     padded_groups,
     use_flash_3,
 )
-from farthing.model.documents import Documents
 
 A100, H100, T4, RTX = (8, 0), (9, 0), (7, 5), (8, 9)
 FULL = {"has_flash": True, "has_flex": True}
@@ -142,17 +140,6 @@ def test_groups_cost_hardly_more_than_the_best(width):
             for cuts in itertools.combinations(range(1, 9), n)
         )
         assert cost_of(found) < 1.4 * best
-
-
-def test_padding_gets_no_gradient_and_gives_none():
-    """Also where documents share a beginning, whose padding is in the middle of what others see."""
-    torch.manual_seed(0)
-    documents = Documents.of([5, 2, 9, 1])
-    q, k, v = (torch.randn(17, n, 8, requires_grad=True) for n in (4, 2, 2))
-    out = padded(q, k, v, documents, AttentionSettings(False, 0.3))
-    for at, grad in enumerate(torch.autograd.grad(out[:5].square().sum(), (q, k, v))):
-        assert torch.count_nonzero(grad[:5]) > 0, at
-        assert torch.count_nonzero(grad[5:]) == 0, at
 
 
 @pytest.mark.parametrize(

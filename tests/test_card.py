@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-import farthing.train.run
 import workshop
 from farthing.cli import main
-from farthing.errors import RunInterruptedError
-from farthing.events import StepTaken
+from interrupted import LeavesAt
 from workshop import make_job
 
 
@@ -42,12 +40,7 @@ def test_the_card_of_a_run_that_was_interrupted_has_the_figures_of_its_receipt(
 ):
     monkeypatch.setenv("COLUMNS", "200")
     job = make_job(tmp_path, save_steps=2)
-
-    def stop(event):
-        if isinstance(event, StepTaken) and event.step == 3:
-            raise RunInterruptedError("asked to leave")
-
-    farthing.train.run.train(job, stop)
+    workshop.train(job, LeavesAt(step=3))
     workshop.train(job)
     run = Path(job.output_dir)
     rows, receipt = card_rows(run), json.loads((run / "receipt.json").read_text())

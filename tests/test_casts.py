@@ -126,23 +126,6 @@ def test_copies_are_gone_behind_their_step_without_a_collection_of_garbage():
         gc.enable()
 
 
-def test_an_input_is_cast_once_for_all_that_read_it():
-    model, kept = two_layers()
-    x, seen = torch.randn(3, 8, requires_grad=True), set()
-    with (
-        kept.kept(several=True),
-        torch.autocast("cpu", torch.bfloat16),
-        torch.autograd.graph.saved_tensors_hooks(
-            lambda t: seen.add(t.data_ptr()) or t, lambda t: t
-        ),
-    ):
-        out = [layer(x) for layer in model]
-    assert len(seen) == 3  # the input and two matrices
-    torch.autograd.backward([each.sum() for each in out])
-    assert x.grad is not None
-    assert x.grad.dtype == torch.float32
-
-
 def test_a_copy_made_without_gradients_is_not_taken_where_they_are_wanted():
     model, kept = two_layers()
     x = torch.randn(3, 8, requires_grad=True)
@@ -179,15 +162,6 @@ def test_hooks_hear_of_gradients_that_are_added_at_once():
         model[0](torch.ones(1, 8)).sum().backward()
     assert len(heard) == 1
     assert torch.equal(heard[0], torch.ones(8, 8))
-
-
-def test_a_layer_without_autocast_computes_as_it_is():
-    model, kept = two_layers()
-    x = torch.randn(3, 8)
-    with kept.kept(several=True):
-        assert torch.equal(
-            model[0](x), torch.nn.functional.linear(x, model[0].weight, model[0].bias)
-        )
 
 
 def test_a_shared_weight_whose_layer_is_computed_again_after_its_copy_is_gone():

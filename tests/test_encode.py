@@ -208,21 +208,6 @@ def test_segments_are_found_as_by_one_call_for_each_row(tiny_folders, change, tr
     assert found == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["bert-base-uncased", "t5", "mistral-7b-v0.1", "gpt2", "gpt-neox-mpt", "roberta-base"]
-)
-def test_segments_of_real_tokenizers(data_dir, name):
-    from transformers import AutoTokenizer
-
-    tokenizer, texts = AutoTokenizer.from_pretrained(data_dir / "tokenizers" / name), odd_texts(150)
-    tokenizer.eos_token = tokenizer.eos_token or tokenizer.sep_token
-    twin = untrimmed(tokenizer)
-    expected = [row_by_row(twin, text) for text in texts]
-    found = encoded_examples(Encoder(tokenizer, "causal-lm", 1000, 1000)(texts))
-    assert [(ids.tolist(), is_target.tolist()) for ids, is_target in found] == expected
-
-
 def test_blanks_that_begin_a_completion_are_learned_where_offsets_are_trimmed(data_dir):
     from transformers import AutoTokenizer
 

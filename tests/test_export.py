@@ -22,7 +22,7 @@ import farthing.train.run
 import workshop
 from exported import body_of
 from farthing.cli import main
-from farthing.errors import InputError, ModelError, RunInterruptedError
+from farthing.errors import InputError, ModelError
 from farthing.events import Exported, StepTaken
 from farthing.export.folders import export_run
 from farthing.model.adapters import break_ties
@@ -30,6 +30,7 @@ from farthing.model.load import auto_class
 from farthing.run import folder as run_folder
 from farthing.run.exported import damage_of, seal_export
 from farthing.run.folder import keep_job, kept_job
+from interrupted import LeavesAt
 from thinned import thinned
 from workshop import Heard, make_job
 
@@ -224,12 +225,7 @@ def test_what_is_exported_does_not_tell_of_kills_or_of_cached_tokens(family, met
         make_job(tmp_path, family, output_dir=f"./{name}/run", **keys) for name in ("one", "other")
     )
     workshop.train(own)  # tokenizes by itself; the other finds the tokens in the cache
-
-    def stop(event):
-        if isinstance(event, StepTaken) and event.step == 3:
-            raise RunInterruptedError("asked to leave")
-
-    assert farthing.train.run.train(other, stop).state == "interrupted"
+    assert workshop.train(other, LeavesAt(step=3)).state == "interrupted"
     assert workshop.train(other).state == "finished"
     one, two = (files_of(Path(job.output_dir) / "model") for job in (own, other))
     assert sorted(one) == sorted(two)

@@ -305,13 +305,6 @@ def test_the_kernel_that_fp32_gets_has_the_same_gradients(tmp_path, monkeypatch)
 
 
 @on_a_gpu
-def test_cudnn_attention_is_off_in_a_run(tmp_path):
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    with opened(make_job(tmp_path, **strict(precision="bf16"))):
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-@on_a_gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])
 def test_a_deterministic_step_with_dropout_has_the_same_bits_twice(

@@ -25,7 +25,6 @@ from transformers.models.llama import modeling_llama
 from farthing.model import liger
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.liger import patch, use_liger, why_not_liger
-from farthing.models.families import FUSED_BY_LIGER
 from heads import assert_same, gradients_of, make_model
 
 IDS = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -193,15 +192,4 @@ def test_the_real_kernels_agree_with_the_plain_model_also_under_adapters():
             "feed-forwards": 2,
             "rotations": 2,
         }
-        assert (facts["loss"] < 1e-5, facts["gradient"] < 2e-5) == (True, True), (kind, facts)
-
-
-@pytest.mark.slow
-def test_the_real_kernels_agree_in_every_family_that_is_let_in():
-    for kind, facts in interpreted(*sorted(FUSED_BY_LIGER)).items():
-        assert facts["replaced"]["norms"] >= 5, kind
-        assert (facts["replaced"]["feed-forwards"], facts["replaced"]["rotations"]) == (2, 2), (
-            kind,
-            facts,
-        )
         assert (facts["loss"] < 1e-5, facts["gradient"] < 2e-5) == (True, True), (kind, facts)

@@ -148,20 +148,6 @@ def fused_layer(**settings: Any) -> Any:
     return layer
 
 
-def test_the_derivatives_hold_in_double_precision():
-    layer = fused_layer().double()
-    names = ("lora_A.default.weight", "lora_B.default.weight")
-    weights = [layer.get_parameter(name).detach().requires_grad_() for name in names]
-    x = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
-
-    def output(x, *given):
-        return torch.func.functional_call(
-            layer, dict(zip(names, given, strict=True)), (x,), strict=False
-        )
-
-    assert torch.autograd.gradcheck(output, (x, *weights))
-
-
 def test_inputs_of_any_form_and_order_in_memory():
     layer, fused = one_layer(), fused_layer()
     of_any_form = [torch.randn(size) for size in ((12,), (0, 12), (2, 3, 12), (1, 12))]

@@ -83,18 +83,6 @@ def test_what_is_written_is_read_again(tmp_path):
     assert read_measurements(tmp_path) == [], "a folder holds none"
 
 
-def test_a_flipped_bit_of_a_measurement_is_found(tmp_path):
-    path = tmp_path / "measurements.jsonl"
-    append_measurement(path, some())
-    whole, n_found = path.read_bytes(), 0
-    for at in range(len(whole) - 1):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        found = read_measurements(path)
-        assert list(found) in ([], [some()])
-        n_found += found.n_skipped
-    assert n_found > 0.9 * len(whole)
-
-
 def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path):
     path = tmp_path / "measurements.jsonl"
     good = dataclasses.asdict(some())
@@ -113,6 +101,7 @@ def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path):
         good | {"peak_bytes_by_step": [[1]]},
         {key: value for key, value in good.items() if key != "vocab"},
         json.dumps(good).replace("1.5", "NaN"),
+        line_of(good).replace("1.5", "2.5"),
         "[" * 100_000,
     ]
     with open(path, "wb") as file:

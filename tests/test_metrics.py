@@ -15,9 +15,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-import farthing.train.run
 import workshop
-from farthing.errors import DataError, RunInterruptedError
+from farthing.errors import DataError
 from farthing.events import Event, Exported, Saved, Warned
 from farthing.metrics import classification_metrics, perplexity, text_metrics
 from farthing.model.forward import Forward
@@ -26,6 +25,7 @@ from farthing.objectives.registry import objective_names, objective_of
 from farthing.train import evaluate as evaluation
 from farthing.train.evaluate import evaluate
 from farthing.train.resolve import open_examples, resolve
+from interrupted import LeavesAt
 from thinned import thinned
 from workshop import Heard, Watched, log_of, make_job
 
@@ -275,12 +275,7 @@ def test_the_best_step_does_not_depend_on_the_threshold_even_over_a_stop(
     job = judged_job(
         tmp_path, greater_is_better=greater, early_stopping_threshold=0.5, max_steps=4, save_steps=1
     )
-
-    def stop(event: Event) -> None:
-        if isinstance(event, Saved) and event.step == 2:
-            raise RunInterruptedError("asked to leave")
-
-    assert farthing.train.run.train(job, stop).state == "interrupted"
+    assert workshop.train(job, LeavesAt(Saved, 2)).state == "interrupted"
     outcome = workshop.train(job)
     assert (outcome.state, outcome.receipt.best_step) == ("finished", best_step)
     exported, best = (

@@ -24,20 +24,13 @@ from farthing.models.families import PACKED, PADS_SAFELY
 from farthing.run.folder import kept
 from farthing.train.evaluate import write_texts
 from farthing.train.resolve import Writing
+from heads import NO_DROPOUT
 from thinned import thinned
 
 CPU = Numerics(torch.device("cpu"), None)
 LENGTHS = [9, 30, 17, 12, 9, 80, 31, 3, 64, 5]
 
 
-QUIET: dict[str, Any] = {
-    "dropout_rate": 0.0,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "encoder_layerdrop": 0.0,
-    "decoder_layerdrop": 0.0,
-}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in sorted(PACKED["seq2seq"])},
     "flan-t5": (
@@ -60,7 +53,7 @@ def model_of(name: str, **others: Any) -> Any:
     model = small(
         kind,
         AutoModelForSeq2SeqLM,
-        **{key: QUIET[key] for key in QUIET if key in known},
+        **{key: NO_DROPOUT[key] for key in NO_DROPOUT if key in known},
         **own,
         **others,
     )

@@ -20,12 +20,12 @@ from farthing.data.batches import split_by_input
 from farthing.data.read import open_sources
 from farthing.data.token_set import TokenRecipe, TokenSet
 from farthing.data.tokens import tokenize
-from farthing.errors import RunChangedError, RunInterruptedError
-from farthing.events import Event, StepTaken
+from farthing.errors import RunChangedError
 from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.tiny import write_jsonl
 from farthing.train.resolve import resolve
-from workshop import Heard, make_job, train
+from interrupted import LeavesAt
+from workshop import make_job, train
 
 DATED = (
     "{{ '### Today is ' + strftime_now('%A %d %B %Y') + '\n' }}{% for m in messages %}{{ '### ' +"
@@ -50,20 +50,6 @@ def dated_job(folder: Path, name: str, template: str = DATED, **keys: Any) -> Jo
     return make_job(folder, rows=ROWS, data=data, output_dir=f"./{name}", save_steps=1, **keys)
 
 
-class StopAt(Heard):
-    """Hears all, and stops the run after a step."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.step = step
-
-    def __call__(self, event: Event) -> None:
-        """Hear one."""
-        super().__call__(event)
-        if isinstance(event, StepTaken) and event.step == self.step:
-            raise RunInterruptedError("stopped by the test")
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_date_it_began_with(tmp_path, monkeypatch):
     monkeypatch.setenv("FARTHING_TODAY", "2026-03-01")
@@ -73,7 +59,7 @@ def test_a_run_goes_on_with_the_date_it_began_with(tmp_path, monkeypatch):
     for step, day in ((2, "2026-03-01"), (4, "2026-03-02")):
         monkeypatch.setenv("FARTHING_TODAY", day)
         shutil.rmtree(tmp_path / "cache")
-        assert train(job, StopAt(step)).exit_code == 75
+        assert train(job, LeavesAt(step=step)).exit_code == 75
     monkeypatch.setenv("FARTHING_TODAY", "2026-04-11")
     shutil.rmtree(tmp_path / "cache")
     assert train(job).exit_code == 0
@@ -116,7 +102,7 @@ def test_a_template_without_a_date_has_none_in_its_key(tmp_path, monkeypatch):
 
 def test_other_examples_than_a_run_began_with_are_refused(tmp_path, monkeypatch):
     job = dated_job(tmp_path, "run")
-    assert train(job, StopAt(2)).exit_code == 75
+    assert train(job, LeavesAt(step=2)).exit_code == 75
     shutil.rmtree(tmp_path / "cache")
     render = "farthing.data.chat.Renderer.marked"
     monkeypatch.setattr(

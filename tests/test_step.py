@@ -22,7 +22,6 @@ from farthing.errors import NotFiniteError
 from farthing.events import Decided, Note, StepTaken
 from farthing.model.forward import Forward
 from farthing.train.step import Step
-from interrupted import LeavesAt
 from patience import until
 from thinned import thinned
 from workshop import Heard, Watched, log_of, make_job, with_system_prompt
@@ -50,17 +49,6 @@ def items(n: int) -> Iterator[MicroBatch]:
     )
 
 
-def test_a_feed_gives_every_micro_batch_once_and_in_order():
-    feed = Feed(items(5))
-    found = [next(feed) for _ in range(10)]
-    assert [int(i) for micro_batch in found for i in micro_batch.examples] == list(range(20))
-    assert [micro_batch.step for micro_batch in found] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert [micro_batch.is_last for micro_batch in found] == [False, True] * 5
-    with pytest.raises(StopIteration):
-        next(feed)
-    feed.close()
-
-
 def test_a_feed_runs_ahead_but_not_away():
     made: list[int] = []
 
@@ -75,18 +63,6 @@ def test_a_feed_runs_ahead_but_not_away():
     assert len(made) == 3  # two wait, one is in the thread's hand
     feed.close()
     assert not feed.thread.is_alive()
-
-
-def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken():
-    def broken():
-        yield next(items(1))
-        raise ZeroDivisionError("of the collation")
-
-    feed = Feed(broken())
-    next(feed)
-    with pytest.raises(ZeroDivisionError, match="of the collation"):
-        next(feed)
-    feed.close()
 
 
 def test_an_error_of_collating_ends_the_run_and_switches_all_on_again(tmp_path, monkeypatch):
@@ -193,19 +169,6 @@ def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(tmp_path,
     last = told.of(StepTaken)[-1]
     assert last.run_padded_tokens == last.run_tokens == step.run_tokens
     assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_what_was_decided_for_a_run_holds_when_it_goes_on(tmp_path, monkeypatch):
-    keys: dict[str, Any] = {"max_steps": 4, "rows": with_system_prompt(48), "save_steps": 2}
-    job, cut = (
-        make_job(tmp_path / name, global_batch_size=16, **keys) for name in ("whole", "cut")
-    )
-    workshop.train(job)
-    assert workshop.train(cut, LeavesAt(step=3)).state == "interrupted"
-    monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)  # as another version might judge
-    assert workshop.train(cut).state == "finished"
-    assert workshop.losses_of(cut) == workshop.losses_of(job)
 
 
 @pytest.mark.slow

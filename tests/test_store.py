@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -198,6 +200,25 @@ def test_a_kill_before_any_operation_leaves_the_copy_before_or_the_new_one(tmp_p
     assert set(outcomes) == {1, 2}
     assert outcomes == sorted(outcomes), "once committed, a copy stays"
     assert len(outcomes) > 15
+
+
+def test_a_kill_within_a_write_to_a_folder_leaves_no_part_of_an_object(tmp_path):
+    size = 64 << 20
+    (tmp_path / "large").write_bytes(bytes(size))
+    code = (
+        "import pathlib, sys\nfrom farthing.storage.objects import open_store\n"
+        f"store = open_store({str(tmp_path / 'store')!r})\n"
+        "store.create('first', b'')\nprint('there', flush=True)\n"
+        f"store.put('data/large', pathlib.Path({str(tmp_path / 'large')!r}))\n"
+    )
+    store = open_store(str(tmp_path / "store"))
+    for after_s in (0.0, 0.005, 0.02, 0.08):
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(after_s)
+            process.kill()
+        assert [each.n_bytes for each in store.list("data/").values()] in ([], [size])
 
 
 # ---- two machines ----

@@ -30,6 +30,7 @@ from mirrored import (
     mirror_of,
 )
 from thinned import thinned
+from web import serving
 from workshop import Heard, train
 
 moto_server = pytest.importorskip(
@@ -62,7 +63,10 @@ def cloud(request, moto, monkeypatch):
     bucket, scheme = f"bucket{uuid.uuid4().hex[:8]}", request.param
     address = f"{scheme}://{bucket}/runs/one"
     if scheme == "az":
-        with AzureServer(bucket) as server, FaultProxy(server.port) as proxy:
+        with (
+            serving(AzureServer(bucket).handler) as server,
+            FaultProxy(int(server.rpartition(":")[2])) as proxy,
+        ):
             monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", proxy.url)
             monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", ACCOUNT)
             monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)

@@ -1,8 +1,7 @@
 """Chats held against TRL: the same tokens, and of each answer what its training templates have
 learned.
 
-TRL is no dependency: tests/golden/trl_chats.json keeps what it made of short chats. Where it is
-installed, a slow test asks it itself, for all of its templates for texts and several tokenizers.
+TRL is no dependency: tests/golden/trl_chats.json keeps what it made of short chats.
 
 Three differences are meant. TRL learns the line break that a template writes behind the end of a
 turn, and what a prompt has written already; the model stops before the one and is given the other.
@@ -23,7 +22,6 @@ import pytest
 from chat_templates import GEMMA, MARKED, PHI_3, QWEN_3, WORDS
 from farthing.data.encode import Encoder
 from farthing.data.formats import Example, converter
-from farthing.errors import UnusableRowError
 from farthing.model.load import ModelChoice, load_tokenizer
 from token_sets import encoded_examples
 
@@ -69,15 +67,6 @@ SHORT_FORMS = {
     "cohere2": COHERE_2,
     "glm4moe": GLM_4,
 }
-FOR_IMAGES = {"idefics3", "llava_next", "smolvlm"}  # and silent where a content is a text
-REFUSED = {  # prompts of these open the thinking, and there is no other way to ask
-    ("deepseek_r1_distill", "single"),
-    ("deepseek_r1_distill", "multi"),
-    ("deepseek_r1_distill", "system"),
-    ("deepseekv3", "single"),
-    ("deepseekv3", "multi"),
-    ("deepseekv3", "system"),
-}
 
 
 def ours(tokenizer: Any, chat: list[dict[str, str]]) -> list[tuple[list[int], list[int], Example]]:
@@ -101,20 +90,6 @@ def learned(tokenizer: Any, ids: list[int], mask: list[int]) -> list[str]:
         if is_learned:
             stretches[-1].append(token)
     return [tokenizer.decode(stretch) for stretch in stretches]
-
-
-def by_trl(
-    tokenizer: Any, template: str, chat: list[dict[str, str]]
-) -> tuple[list[int], list[int]]:
-    """(ids, mask) as TRL's `assistant_only_loss` has them with one of its training templates."""
-    found = tokenizer.apply_chat_template(
-        chat,
-        chat_template=template,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    return found["input_ids"], found["assistant_masks"]
 
 
 def as_written(answers: list[str], eos: str = "</s>") -> list[str]:
@@ -163,69 +138,3 @@ def test_a_chat_is_learned_as_by_trl(tokenizer, kept):
             )["input_ids"]
             assert ids[: len(prompt)] == prompt
             assert mask[: len(prompt) + 1] == [0] * len(prompt) + [1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("base", ["tiny", "gpt2", "gpt-neox-mpt", "mistral-7b-v0.1"])
-def test_all_templates_of_trl_for_texts(tiny_folders, base, request):
-    """Tokens as transformers has them with the model's own template, and every answer learned that
-    TRL learns.
-    """
-    trl = pytest.importorskip("trl", reason="TRL is not installed: pip install --no-deps trl")
-    templates = Path(trl.__file__).parent / "chat_templates"
-    folder = (
-        tiny_folders["llama"]
-        if base == "tiny"
-        else request.getfixturevalue("data_dir") / "tokenizers" / base
-    )
-    n_compared, n_refused = 0, 0
-    for training in sorted(templates.glob("*_training.jinja")):
-        family = training.name.removesuffix("_training.jinja")
-        own = (templates / f"{family}.jinja").read_text(encoding="utf-8")
-        tokenizer = load_tokenizer(ModelChoice(str(folder)), None)
-        words = set(
-            re.findall(
-                r"<\|[^<>|\s]+\|>|<｜[^<>｜]+｜>|</?(?:think|start_of_turn|end_of_turn)>|<turn\|>",
-                own,
-            )
-        )
-        tokenizer.add_special_tokens({"additional_special_tokens": sorted(words)})
-        for name, chat in CHATS.items():
-            tokenizer.chat_template = own
-            if family in FOR_IMAGES:
-                with pytest.raises(UnusableRowError):
-                    ours(tokenizer, chat)
-                continue
-            try:
-                expected_ids, mask = by_trl(tokenizer, training.read_text(encoding="utf-8"), chat)
-            except Exception:  # of a template without system messages
-                with pytest.raises(UnusableRowError):
-                    ours(tokenizer, chat)
-                continue
-            if (family, name) in REFUSED:
-                with pytest.raises(
-                    UnusableRowError, match="another form than the model would write"
-                ):
-                    ours(tokenizer, chat)
-                n_refused += 1
-                continue
-            examples = ours(tokenizer, chat)
-            found = [
-                each for ids, targets, _ in examples for each in learned(tokenizer, ids, targets)
-            ]
-            expected = as_written(learned(tokenizer, expected_ids, mask), tokenizer.eos_token)
-            assert len(found) == len(expected), (family, name)
-            assert not any(text.n_unlearned for _, _, text in examples), (family, name)
-            for answer, wanted, turn in zip(
-                found, expected, [m for m in chat if m["role"] == "assistant"], strict=True
-            ):
-                says = turn["content"].rpartition("</think>")[2].strip()
-                where = family, name, answer, wanted
-                assert says in answer, where
-                assert answer.rpartition(says)[2].strip() in (
-                    wanted.rpartition(says)[2],
-                    "<|return|>",
-                ), where  # its end
-            n_compared += 1
-    assert n_compared > 80
-    assert n_refused == len(REFUSED)
