@@ -145,15 +145,15 @@ def _rotate_with(inner: Any, family: str, rotate: Callable[..., Any]) -> int:
     """Let the attention of this model find `rotate` where its module has the family's rotation; how
     many did.
     """
-    rotating = [
-        module
-        for module in inner.modules()
-        if type(module).__module__ == family and ROTATION in type(module).forward.__code__.co_names
-    ]
+    own: set[Any] = {type(each) for each in inner.modules() if type(each).__module__ == family}
+    plain = {kind: inspect.unwrap(kind.forward) for kind in own}  # without what renames arguments
     twin = _module_with(family, ROTATION, rotate)
     forwards = {
-        kind: _of_module(kind.forward, twin) for kind in {type(module) for module in rotating}
+        kind: _of_module(forward, twin)
+        for kind, forward in plain.items()
+        if ROTATION in forward.__code__.co_names
     }
+    rotating = [module for module in inner.modules() if type(module) in forwards]
     for module in rotating:
         module.forward = MethodType(forwards[type(module)], module)
     return len(rotating)
