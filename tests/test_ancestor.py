@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from safetensors.torch import load_file, save_file
 
 import workshop
 from farthing.cli import main
-from farthing.config.load import load_job
 from farthing.errors import FarthingError, InputError, RunChangedError
 from farthing.report.receipt import build_receipt
 from thinned import thinned
@@ -23,11 +21,7 @@ from workshop import losses_of, make_job
 
 def second(folder: Path, source: str, family: str = "llama", **keys: Any) -> Any:
     """A job in the same folder with another run folder, that begins from `source`."""
-    path = workshop.job_file(folder, family, output_dir="./second", **keys)
-    values = yaml.safe_load(path.read_text())
-    values["model"]["from_run"] = source
-    path.write_text(yaml.safe_dump(values))
-    return load_job(path)
+    return make_job(folder, family, output_dir="./second", model={"from_run": source}, **keys)
 
 
 @pytest.mark.parametrize("method", thinned(["full", "lora"], 2))

@@ -202,24 +202,6 @@ def test_recomputed_layers_see_the_documents_of_their_own_batch(family, every):
     assert_same(gradients(model, loss), theirs)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_bf16_autocast_is_as_close_as_bf16_is(family):
-    model, documents = model_of(family), documents_of([7, 1, 12, 12, 25])
-    exact = gradients(model, together(single_losses(model, documents)))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        padded = together(padded_losses(model, documents))
-        theirs = gradients(model, padded)
-        go_packed(model)
-        ours = together(flat_losses(model, documents))
-        found = gradients(model, ours)
-    assert float(ours.detach()) == pytest.approx(float(padded.detach()), rel=1e-2)
-
-    def error(these: dict[str, Tensor]) -> float:
-        return float(torch.stack([(these[name] - g).norm() for name, g in exact.items()]).norm())
-
-    assert error(found) < 1.5 * error(theirs)
-
-
 # ---- windows, caps and dropout, against the formula ----
 
 
@@ -356,25 +338,6 @@ def test_padded_batches_and_generation_stay_what_they_were(family):
         torch.cat(padded_losses(model, documents)), before, rtol=CLOSE, atol=CLOSE
     )
     assert written() == text
-
-
-def test_padded_encoders_stay_what_they_were():
-    model = model_of("bert", "classification").eval()
-    ids = torch.stack(documents_of([9, 9]))
-    mask = torch.ones_like(ids)
-    mask[1, 4:] = 0
-    before = model(input_ids=ids, attention_mask=mask).logits
-    go_packed(model)
-    torch.testing.assert_close(
-        model(input_ids=ids, attention_mask=mask).logits, before, rtol=CLOSE, atol=CLOSE
-    )
-
-
-def test_a_saved_model_knows_nothing_of_the_entry(tmp_path):
-    model = model_of("llama")
-    go_packed(model)
-    model.save_pretrained(tmp_path)
-    assert "farthing_varlen" not in (tmp_path / "config.json").read_text()
 
 
 def test_models_that_must_stay_padded_say_why():

@@ -21,11 +21,6 @@ import farthing.train.saver
 from desk import ROWS, Desk, left_behind
 
 Spoil = Callable[[Desk], None]
-LABELLED = [
-    {"text": f"the {word} number {i}", "label": word}
-    for i in range(8)
-    for word in ("apple", "storm")
-]
 
 
 # ---- what must be refused ----
@@ -46,19 +41,6 @@ def are(*rows: dict[str, Any]) -> Spoil:
 
 def asks(**keys: Any) -> Spoil:
     return lambda desk: desk.values.update(keys)
-
-
-def row_too_long(desk: Desk) -> None:
-    desk.rows([{"text": "short"}, {"text": "one two three " * 50}])
-    desk.set("data", too_long="error")
-
-
-def label_never_seen(desk: Desk) -> None:
-    desk.values["task"] = "classification"
-    desk.set("model", model_name_or_path=str(desk.models["bert"]))
-    desk.rows(LABELLED)
-    desk.rows([*LABELLED[:3], {"text": "x", "label": "music"}], "eval.jsonl")
-    desk.set("data", eval="eval.jsonl")
 
 
 def folder_without_tokenizer(desk: Desk) -> None:
@@ -153,25 +135,7 @@ BAD: list[tuple[Spoil, list[str]]] = [
             "data.max_bad_rows: 0.34",
         ],
     ),
-    (
-        holds(b'{"text": "caf\xe9"}\n'),
-        ["train.jsonl:1: invalid UTF-8 at byte 13", "correct these rows"],
-    ),
-    (holds(b""), ["train.jsonl: the file is empty", "check how"]),
     (holds(b"\n\n"), ["train.jsonl: no rows", "check how"]),
-    (
-        holds(b'{"text": "a"}\n{"text": "' + b"x" * 50_000_000 + b'"}\n'),
-        ["train.jsonl:2: a row of 47.7 MiB; the limit is 9.5 MiB", "correct these rows"],
-    ),
-    (
-        are({"prompt": "one two three " * 50, "completion": " four"}),
-        ["train.jsonl: nothing to learn: every target is masked", "raise data.max_length"],
-    ),
-    (row_too_long, ["train.jsonl:2: longer than max_length 64", "data.too_long"]),
-    (
-        label_never_seen,
-        ["eval.jsonl:4: label 'music' is never seen in training", "data.max_bad_rows"],
-    ),
     (
         sets("data", max_length=4096),
         ["max_length 4096 is more than the model's 2048 positions", "data.max_length: 2048"],

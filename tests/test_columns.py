@@ -161,7 +161,6 @@ def test_each_source_has_its_own_keys_and_globs_keep_them(tmp_path):
             "data: {train: a.jsonl, label_map: {no: refused, yes: granted}}",
             "put (the )?words? in quotes",
         ),
-        ("data: {train: a.jsonl, label_map: {a: no}}", "put (the )?words? in quotes"),
         (
             "data: {train: [{path: a.jsonl, columns: {txt: a}}]}",
             "of a source: input should be .*text",

@@ -30,20 +30,15 @@ USER, GOOD, BAD = (
 )
 TURNS = [{"from": "human", "value": "How much?"}, {"from": "gpt", "value": "A farthing."}]
 SEES = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
-HEARS = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
 
 PREFERENCES = {
     "strings": {"prompt": "a", "chosen": "b", "rejected": "c"},
-    "whole chats": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
-    "sharegpt": {"conversations": TURNS, "chosen": TURNS[1], "rejected": TURNS[1]},
     "messages and what was rejected": {"messages": [USER, GOOD], "rejected_response": "Go away."},
-    "messages rejected": {"messages": [USER, GOOD], "rejected_messages": [USER, BAD]},
     "openai": {
         "input": {"messages": [USER]},
         "preferred_output": [GOOD],
         "non_preferred_output": [BAD],
     },
-    "with an answer of its own": {"prompt": "a", "completion": "b", "rejected": "c"},
     "two responses": {
         "prompt": "a",
         "completion": "b",
@@ -60,10 +55,8 @@ PREFERENCES = {
     },
 }
 VERDICTS = {
-    "prompt": {"prompt": "a", "completion": "b", "label": True},
     "of a csv file": {"prompt": "a", "completion": "b", "label": "False"},
     "a number": {"prompt": "a", "completion": "b", "label": 0},
-    "messages": {"messages": [USER, BAD], "label": False},
     "a tag": {"conversations": TURNS, "kto_tag": True},
 }
 RANKED = {
@@ -72,11 +65,6 @@ RANKED = {
         "completion": "b",
         "responses": ["b", "c"],
         "scores": [1.0, 0.5],
-    },
-    "scores inside": {
-        "instruction": "a",
-        "output": "b",
-        "completions": [{"response": "b", "score": 4}, {"score": 1}],
     },
     "scores of many kinds": {
         "instruction": "a",
@@ -93,10 +81,6 @@ RANKED = {
 }
 MEDIA = {
     "a column of pictures": {"messages": [USER, GOOD], "images": ["a.png"]},
-    "llava": {
-        "conversations": [{"from": "human", "value": "<image>\nWhat?"}, TURNS[1]],
-        "image": "a.png",
-    },
     "a place for one": {
         "conversations": [{"from": "human", "value": "What is this?\n<image>"}, TURNS[1]]
     },
@@ -107,12 +91,9 @@ MEDIA = {
     "parts of openai": {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "?"}, SEES]}, GOOD]
     },
-    "sound": {"messages": [{"role": "user", "content": [HEARS]}, GOOD]},
     "parts without a type": {"messages": [{"role": "user", "content": [{"image": "a.png"}]}, GOOD]},
     "pictures of a message": {"messages": [{**USER, "images": ["aGk="]}, GOOD]},
-    "a spoken answer": {"messages": [USER, {**GOOD, "audio": {"id": "audio_1"}}]},
     "a path": {"prompt": "a", "completion": "b", "image_path": "a.png"},
-    "sound beside": {"prompt": "a", "completion": "b", "audio": {"bytes": b"RIFF", "path": None}},
     "special tokens": {"prompt": "<|vision_start|><|image_pad|><|vision_end|>a", "completion": "b"},
 }
 OURS = {
@@ -126,10 +107,6 @@ OURS = {
     "options of a question": {"prompt": "a", "completion": "b", "choices": ["b", "c"]},
     "a language that is preferred": {"prompt": "a", "completion": "b", "preferred_language": "en"},
     "where it was said": {"text": "a", "video_id": "x1"},
-    "turns that are marked": {
-        "messages": [USER, {**BAD, "weight": 0}, USER, {**GOOD, "weight": 1}]
-    },
-    "weights of one": {"messages": [USER, {**GOOD, "weight": 1}]},
 }
 
 

@@ -12,7 +12,6 @@ differ by rounding alone.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib.util
 import math
@@ -47,11 +46,19 @@ from farthing.model.loss import Labelled
 from farthing.prices.gpus import gpu_of_device
 from farthing.train.built import Run
 from farthing.train.loop import take_step
-from farthing.train.opened_run import opened_run
 from farthing.train.step import seed_everything
 from heads import head_loss
 from one_step import added_up
-from workshop import Heard, Watched, job_file, log_of, losses_of, make_job, with_system_prompt
+from workshop import (
+    Heard,
+    Watched,
+    job_file,
+    log_of,
+    losses_of,
+    make_job,
+    opened,
+    with_system_prompt,
+)
 
 HAS_GPU = torch.cuda.is_available()
 IS_REHEARSAL = not HAS_GPU and os.environ.get("FARTHING_GPU") == "rehearsal"
@@ -111,14 +118,6 @@ def uneven_rows(n: int = 40) -> list[dict[str, str]]:
         {"prompt": row["prompt"] * (1 + i * 7 % 5), "completion": row["completion"] * (1 + i % 3)}
         for i, row in enumerate(rows)
     ]
-
-
-@contextlib.contextmanager
-def opened(job: Any) -> Iterator[Run]:
-    """A run at step 0, not in its loop."""
-    Path(job.output_dir).mkdir(parents=True, exist_ok=True)
-    with opened_run(job, Heard()) as run:
-        yield run
 
 
 def gradients(run: Run, step: int = 0) -> tuple[float, dict[str, Tensor]]:
@@ -201,24 +200,6 @@ def test_loss_and_gradients_in_half_precision_are_those_of_fp32(
         for name in (precision, "fp32")
     )
     must_be_alike(found, expected, loss=LOSS_ROUNDED[precision], gradients=ROUNDED[precision])
-
-
-@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=on_a_gpu)])
-def test_a_whole_run_in_half_precision_learns_as_in_fp32(precision, family, tmp_path):
-    keys: dict[str, Any] = {"max_steps": 12, "learning_rate": 3e-3, "predict_with_generate": False}
-    keys["eval_rows"] = workshop.rows_of(family, 8, 5)
-    jobs = [
-        make_job(tmp_path / name, family, **strict(precision=name, **keys))
-        for name in (precision, "fp32")
-    ]
-    outcomes = [workshop.train(job) for job in jobs]
-    losses, expected = (losses_of(job) for job in jobs)
-    assert losses[-1] == pytest.approx(expected[-1], rel=0.1)
-    assert (losses[-1] < 0.9 * losses[0]) == (expected[-1] < 0.9 * expected[0])
-    evaluated = [outcome.receipt.metrics["loss"] for outcome in outcomes]
-    assert evaluated[0] == pytest.approx(evaluated[1], rel=0.1)
-    assert (Path(jobs[0].output_dir) / "model" / "model.safetensors").exists()
 
 
 # ---- attention ----

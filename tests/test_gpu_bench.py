@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-import gpu
 from farthing.train.optim import state_bytes
 from on_gpu import table, verdict, work
 from on_gpu.work import SMALL
@@ -41,23 +38,6 @@ def test_everyone_takes_the_examples_that_farthing_draws(tmp_path):
         take_step(run)
         run.log.settle()
         assert run.progress.n_tokens == drawn.lengths[order[0]].sum()
-
-
-def test_a_process_that_has_nothing_to_show_is_stopped_and_the_next_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "MOST_STALLED_S", 0.3)
-    hangs = "import sys, time; sys.stdin.readline(); time.sleep(60)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", hangs], stdin=subprocess.PIPE, text=True, start_new_session=True
-    )
-    why = gpu.finish(process, "hf", tmp_path / "rows.jsonl", time.time() + 50)
-    assert "no row for" in why
-    assert process.poll() == -signal.SIGKILL
-    ends = "import sys; sys.exit(0 if sys.stdin.readline() else 3)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", ends], stdin=subprocess.PIPE, text=True, start_new_session=True
-    )
-    monkeypatch.setattr(gpu, "MOST_STALLED_S", 50.0)
-    assert gpu.finish(process, "hf", tmp_path / "rows.jsonl", time.time() + 50) == ""
 
 
 # ---- tables ----

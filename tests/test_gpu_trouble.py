@@ -24,11 +24,10 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import pinned
 from farthing.model.liger import use_liger
 from farthing.run.accounts import read_ledger
-from farthing.train.opened_run import opened_run
 from farthing.train.update import load_update_kernels
 from interrupted import LeavesAt
 from scarce import OPTIMIZERS, Failing, optimizer_of, small_model, step_of
-from workshop import Heard, job_file, losses_of, make_job
+from workshop import Heard, job_file, losses_of, make_job, opened
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 BROKEN = [
@@ -199,9 +198,8 @@ def test_an_update_without_room_for_its_kernels_is_missed_where_nothing_has_chan
     tmp_path, monkeypatch
 ):
     job = make_job(tmp_path, max_steps=2)
-    Path(job.output_dir).mkdir(parents=True)
     heard, failing = Heard(), Failing(torch.optim.AdamW.step, 1)
-    with opened_run(job, heard) as run:
+    with opened(job, heard) as run:
         before = {name: weight.clone() for name, weight in run.model.state_dict().items()}
         monkeypatch.setattr(torch.optim.AdamW, "step", lambda *args: failing(*args))
         run.steps.rehearse(0)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-import yaml
 
 from farthing.cli import main
 from farthing.config.load import load_job
@@ -71,7 +70,8 @@ def names_of(task: str) -> list[str]:
 def write_job(folder: Path, task: str, family: str = "bert", **keys: Any) -> Path:
     """A job of the task, its base with a trained body and head."""
     keys = {"rows": rows_of(task, 48), "eval_rows": rows_of(task, 12, 1), **keys}
-    path = job_file(folder, "bert" if family == "bert" else "llama", **keys)
+    model = {"init": "pretrained"}
+    path = job_file(folder, family, task=task, model=model, **keys)
     names = names_of(task) or ["LABEL_0"]
     config = transformers.AutoConfig.from_pretrained(
         folder / "base",
@@ -81,9 +81,6 @@ def write_job(folder: Path, task: str, family: str = "bert", **keys: Any) -> Pat
     config.classifier_dropout = 0.0
     torch.manual_seed(0)
     AUTO[task].from_config(config).save_pretrained(folder / "base")
-    values = yaml.safe_load(path.read_text()) | {"task": task}
-    values["model"]["init"] = "pretrained"
-    path.write_text(yaml.safe_dump(values))
     return path
 
 

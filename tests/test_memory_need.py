@@ -5,7 +5,6 @@ real sizes.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,15 +25,14 @@ from farthing.model.attention import Documents
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.head import HeadSettings
-from farthing.model.loss import POSITIONS, TARGETS, Labelled
+from farthing.model.loss import Labelled
 from farthing.models.tiles import head_bytes
-from farthing.train.opened_run import opened_run
 from farthing.train.run_settings import first_settings
 from heads import head_loss
 from on_gpu.work import config_of
 from traced import Alive, fake_model, traced_peak
 from traced_models import BLOCK_BYTES, cut_config
-from workshop import Heard, make_job
+from workshop import make_job, opened
 
 CPU = torch.device("cpu")
 LENGTH = 512  # of a document
@@ -93,7 +91,8 @@ def judged(case: Case) -> tuple[MemoryNeed, int]:
                 "attention_mask": of.no_mask,
                 "documents": of,
             }
-            batch |= {"labels": ids, POSITIONS: ids[0], TARGETS: ids[0]}
+            batch |= {"labels": ids, "labelled_positions": ids[0]}
+            batch["labelled_targets"] = ids[0]
             return Sample(LENGTH * n, lambda: forward.before_head(batch))
 
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -208,8 +207,7 @@ def test_the_head_has_one_block_of_rows_at_work(precision, cap, monkeypatch):
 def test_a_run_without_a_probe_begins_with_no_checkpointing_whatever_was_planned(tmp_path):
     """The least that fits is measured."""
     job = make_job(tmp_path, size={"hidden": 32, "layers": 1}, probe=False)
-    Path(job.output_dir).mkdir()
-    with opened_run(job, Heard()) as run:
+    with opened(job) as run:
         planned = run.estimate
         assert planned is not None
         planned = replace(planned, settings=replace(planned.settings, checkpoint_every=2))

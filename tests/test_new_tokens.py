@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import yaml
 
 import workshop
-from farthing.config.load import load_job
 from farthing.errors import ModelError
 from farthing.export.folders import export_run, trained_model
 from mishaps import fail_at
@@ -35,11 +33,7 @@ def job_of(
 ) -> Any:
     """A job whose model gets the new tokens."""
     keys = {"max_steps": 4, "rows": rows_of(24), "pretrained": True, **keys}
-    path = workshop.job_file(folder, family, method=method, **keys)
-    values = yaml.safe_load(path.read_text())
-    values["model"]["new_tokens"] = new
-    path.write_text(yaml.safe_dump(values))
-    return load_job(path)
+    return workshop.make_job(folder, family, method=method, model={"new_tokens": new}, **keys)
 
 
 def plain_of(base: Path, seed: int) -> tuple[Any, Any]:

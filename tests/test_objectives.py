@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-import yaml
 from safetensors.torch import load_file
 
 from farthing.cli import main
@@ -35,7 +34,7 @@ from farthing.objectives.registry import (
 )
 from held import Held
 from patience import until
-from workshop import job_file, log_of, losses_of, train
+from workshop import job_file, log_of, losses_of, make_job, train
 
 PACKAGE = '''
 """Tasks that are not farthing's: stars as ordered classes, and pairs of texts."""
@@ -170,12 +169,8 @@ def rows_of(n: int) -> list[dict[str, Any]]:
 
 def write_job(folder: Path, **keys: Any) -> Path:
     """A small job of the task `stars`."""
-    path = job_file(
-        folder, "bert", rows=rows_of(40), pretrained=True, eval_rows=rows_of(8), max_steps=8, **keys
-    )
-    values = yaml.safe_load(path.read_text()) | {"task": "stars"}
-    path.write_text(yaml.safe_dump(values))
-    return path
+    keys = {"task": "stars", "rows": rows_of(40), "eval_rows": rows_of(8), **keys}
+    return job_file(folder, "bert", pretrained=True, max_steps=8, **keys)
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -247,9 +242,7 @@ def test_a_foreign_task_of_two_texts_is_asked_with_both(package, tmp_path):
         {"premise": f"rain {i}", "conclusion": "wet" if i % 2 else "dry", "follows": i % 2 == 1}
         for i in range(16)
     ]
-    path = job_file(tmp_path, "bert", rows=rows, pretrained=True, max_steps=1)
-    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"task": "follows"}))
-    train(load_job(path))
+    train(make_job(tmp_path, "bert", task="follows", rows=rows, pretrained=True, max_steps=1))
     asked, found = tmp_path / "asked.jsonl", tmp_path / "found.jsonl"
     asked.write_text(
         '{"premise": "rain 3", "conclusion": "wet"}\n{"premise": "x", "conclusion": "so dry"}\n'

@@ -31,13 +31,12 @@ from farthing.device_memory import (
 from farthing.errors import DeviceError, HardwareError, OutOfMemoryError, SaveError
 from farthing.events import Decided, Restored, Warned
 from farthing.model.forward import Forward
-from farthing.train.opened_run import opened_run
 from farthing.train.optim import allocate_state, load_state, state_bytes, state_tensors
 from farthing.train.update import WeightUpdate, temporary_bytes, update_bytes
 from interrupted import LeavesAt
 from scarce import GONE, OPTIMIZERS, Failing, optimizer_of, small_model, step_of, with_scaler
 from thinned import thinned
-from workshop import Heard, losses_of, make_job
+from workshop import Heard, losses_of, make_job, opened
 
 ILLEGAL = "CUDA error: an illegal memory access"
 FULL = [
@@ -175,9 +174,7 @@ def test_saved_state_goes_into_the_memory_that_is_there(name):
 
 
 def test_a_run_has_its_state_before_memory_is_judged_and_probed(tmp_path):
-    job = make_job(tmp_path, max_steps=2)
-    Path(job.output_dir).mkdir(parents=True)
-    with opened_run(job, Heard()) as run:
+    with opened(make_job(tmp_path, max_steps=2)) as run:
         trained = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
         assert run.memory.optimizer_bytes == state_bytes(
             run.steps.step.optimizer, run.spec.numerics.device

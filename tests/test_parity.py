@@ -15,12 +15,11 @@ from farthing.config.job import Job
 from farthing.data.row_table import in_one_lane
 from farthing.events import ignore
 from farthing.model.load import ModelChoice, load_config, load_model, load_tokenizer
-from farthing.train.opened_run import opened_run
 from farthing.train.run import train
 from heads import assert_same
 from one_step import added_up
 from thinned import thinned
-from workshop import TASK, log_of, make_job, rows_of
+from workshop import TASK, log_of, make_job, opened, rows_of
 
 FAMILIES = ["llama", "t5", "bert"]
 N_STEPS, RATE, SGD_RATE, SEED = 20, 1e-3, 0.02, 7
@@ -134,9 +133,7 @@ def test_the_first_twenty_losses_and_gradients_are_those_of_plain_transformers(f
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("family", thinned(FAMILIES, 2))
 def test_every_way_of_cutting_the_batch_gives_the_same_gradients(family, method, tmp_path):
-    job = job_for(family, tmp_path, method=method)
-    Path(job.output_dir).mkdir()
-    with opened_run(job, ignore) as run:
+    with opened(job_for(family, tmp_path, method=method)) as run:
         examples = run.feed.batches.examples_of(0)
 
         def gradients(pieces):

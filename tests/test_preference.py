@@ -29,13 +29,12 @@ from farthing.objectives.registry import objective_of, read_settings
 from farthing.report import answers_view
 from farthing.run.folder import keep, kept, kept_job
 from farthing.tiny import write_jsonl
-from farthing.train.opened_run import opened_run
 from farthing.train.resolve import open_examples, resolve
 from mishaps import fail_at
 from thinned import thinned
 from together import on_ranks
 from token_sets import with_words
-from workshop import TOPICS, Heard, job_file, log_of, losses_of, train
+from workshop import TOPICS, Heard, job_file, log_of, losses_of, opened, train
 
 WORDS = [word for words in TOPICS.values() for word in words]
 PAIRS = ["dpo", "orpo", "simpo", "cpo", "reward"]
@@ -67,13 +66,6 @@ def verdicts(n: int) -> list[dict[str, Any]]:
         for row in pairs(n)
         for side in ("chosen", "rejected")
     ]
-
-
-def opened(path: Path) -> Any:
-    """An attempt at step 0 of a job."""
-    job = load_job(path)
-    Path(job.output_dir).mkdir(parents=True)
-    return opened_run(job, Heard())
 
 
 def read_of(path: Path) -> tuple[TokenSet, DataRead]:
@@ -233,7 +225,7 @@ def naive(forward: Forward, tokens: TokenSet, units: Any, column: int = 0) -> tu
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("shares", thinned([True, False], 2))
 def test_log_probabilities_and_gradients_are_those_of_whole_logits(tmp_path, method, shares):
-    with opened(preference_job(tmp_path, "dpo", method=method)) as attempt:
+    with opened(load_job(preference_job(tmp_path, "dpo", method=method))) as attempt:
         forward, tokens = attempt.forward, attempt.train_examples.tokens
         for weight in attempt.model.parameters():  # an adapter begins as nothing
             if weight.requires_grad:

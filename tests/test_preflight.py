@@ -41,28 +41,10 @@ def in_a_process(folder: Path, *argv: str, **environment: str) -> tuple[int, str
 
 
 @pytest.mark.parametrize("verb", thinned(["train", "plan", "doctor", "probe"], 9))
-def test_every_fault_is_told_at_once_and_nothing_heavy_is_imported(verb, desk):
+def test_what_is_wrong_with_the_job_hides_nothing_of_its_data_and_model(verb, desk):
     desk.rows([{"left": "a", "right": "b"}])
     desk.rows([{"prompt": "a", "chosen": "b", "rejected": "c"}], "eval.jsonl")
     desk.set("data", eval="eval.jsonl")
-    desk.values["model"] = "./no-such-model"
-    desk.job()
-    code, said, heavy = in_a_process(desk.folder, verb, "job.yaml")
-    assert code == 2
-    assert heavy == [], said
-    for words in (
-        "train.jsonl: the columns (left, right)",
-        "preference data (columns",
-        "no such folder for the model",
-    ):
-        assert words in said, said
-    assert "Traceback" not in said
-    assert left_behind(desk.folder / "run") == set()
-
-
-@pytest.mark.parametrize("verb", thinned(["train", "plan", "doctor", "probe"], 9))
-def test_what_is_wrong_with_the_job_hides_nothing_of_its_data_and_model(verb, desk):
-    desk.rows([{"left": "a", "right": "b"}])
     desk.values["model"] = "./no-such-model"
     desk.set("train", learning_rat=1e-4, num_train_epochs="many")
     desk.job()
@@ -74,10 +56,12 @@ def test_what_is_wrong_with_the_job_hides_nothing_of_its_data_and_model(verb, de
         "`train.num_train_epochs` can't be 'many'",
         "can't be 'lorra'",
         "train.jsonl: the columns (left, right)",
+        "preference data (columns",
         "no such folder for the model",
     ):
         assert words in said, said
-    assert said.count("to do: ") == 5, "each once"
+    assert said.count("to do: ") == 6, "each once"
+    assert "Traceback" not in said
     assert left_behind(desk.folder / "run") == set()
 
 

@@ -21,10 +21,9 @@ from farthing.events import Decided, Probed
 from farthing.local.measurements import append_measurement, read_measurements
 from farthing.settings import Settings
 from farthing.train.autotune import Prober, Trial, is_worth_it
-from farthing.train.opened_run import opened_run
 from farthing.train.resolve import open_examples, resolve
 from farthing.train.run_settings import lengths_of, probed_settings
-from workshop import ESTIMATE, Heard, job_file, log_of, losses_of, make_job
+from workshop import ESTIMATE, Heard, job_file, log_of, losses_of, make_job, opened
 
 
 class Bench(Prober):
@@ -47,8 +46,7 @@ class Bench(Prober):
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
     job = make_job(tmp_path, n_rows=200, global_batch_size=128, max_steps=2, micro_batch_tokens=256)
-    Path(job.output_dir).mkdir(parents=True)
-    with opened_run(job, Heard()) as run:
+    with opened(job) as run:
         yield run
 
 

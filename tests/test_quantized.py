@@ -24,10 +24,9 @@ from farthing.model.hardware import Numerics
 from farthing.model.lora_kernels import use_low_rank
 from farthing.train.build import build_model
 from farthing.train.loop import take_step
-from farthing.train.opened_run import opened_run
 from heads import one_mask
 from interrupted import LeavesAt
-from workshop import Heard, Watched, losses_of, make_job, resolved
+from workshop import Heard, Watched, losses_of, make_job, opened, resolved
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -157,9 +156,7 @@ def test_a_quantized_run_resumes_to_the_bit(optim, tmp_path):
 
 @pytest.mark.parametrize("optim", EIGHT_BIT)
 def test_every_bitsandbytes_optimizer_keeps_its_promise_of_size(optim, tmp_path):
-    job = make_job(tmp_path, optim=optim, size={"hidden": 128})
-    Path(job.output_dir).mkdir()
-    with opened_run(job, Heard()) as run:
+    with opened(make_job(tmp_path, optim=optim, size={"hidden": 128})) as run:
         before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
         take_step(run)
         assert not any(torch.equal(p, before[name]) for name, p in run.model.named_parameters())

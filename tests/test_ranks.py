@@ -33,13 +33,12 @@ from farthing.model.forward import Forward
 from farthing.run.folder import kept
 from farthing.run.group import Elastic, Seat, device_of, not_followed, seat_in
 from farthing.run.signals import Notice
-from farthing.train.opened_run import opened_run
 from farthing.train.rank_setup import slots_of_run
 from farthing.train.step import Step
 from patience import until
 from ranks_at_work import child, lora_job
 from together import on_ranks
-from workshop import Heard, log_of, losses_of, make_job
+from workshop import Heard, log_of, losses_of, make_job, opened
 
 # ---- the table of a step: no process needed ----
 
@@ -56,7 +55,7 @@ def must_hold_all(table: Any, examples: Any, lengths: Any, n_slots: int, most: i
 @pytest.mark.parametrize("n_slots", [1, 2, 7])
 @pytest.mark.parametrize("n", [1, 5, 61])
 @pytest.mark.parametrize("cut", [split_by_tokens, split_padded])
-def test_every_example_stands_in_one_cell_and_lanes_cost_alike(n, n_slots, cut):
+def test_every_example_stands_in_one_cell(n, n_slots, cut):
     lengths = np.random.default_rng(n).integers(3, 120, 200)
     examples = np.random.default_rng(n_slots).permutation(200)[:n]
 
@@ -68,12 +67,6 @@ def test_every_example_stands_in_one_cell_and_lanes_cost_alike(n, n_slots, cut):
     if n_slots == 1:
         expected = [each.tolist() for each in pieces(examples, 300)]
         assert [cell.examples.tolist() for cell in table.cells] == expected
-    elif n == 61:
-        columns = [table.of_slots(range(i, i + 1)) for i in range(n_slots)]
-        sums = [sum(int(lengths[cell.examples].sum()) for cell in column) for column in columns]
-        assert len(table.cells) % n_slots == 0
-        uneven = 1.35 if cut is split_by_tokens else 1.7
-        assert max(sums) <= uneven * sum(sums) / n_slots, "the slowest slot is what a step takes"
 
 
 @pytest.mark.parametrize("n", [1, 3, 8, 64])
@@ -115,8 +108,7 @@ def test_going_backward_attention_counts_more_where_the_weights_are_frozen(tmp_p
     """
     for method, products in (("lora", 4), ("full", 6)):
         job = make_job(tmp_path / method, method=method, max_steps=1)
-        Path(job.output_dir).mkdir()
-        with opened_run(job, Heard()) as attempt:
+        with opened(job) as attempt:
             forward, tokens = attempt.forward, attempt.feed.tokens
             examples, lengths = np.arange(len(tokens)), tokens.lengths.astype(np.int64)
             of_products = forward.costs(tokens, examples) - 7 * lengths**2
@@ -473,13 +465,6 @@ def test_seats_are_those_that_launchers_give():
     )
     batch_script = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
     assert seat_in(batch_script) == Seat(), "a batch script is no task of a step"
-    step = {
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_PROCID": "1",
-        "SLURM_LOCALID": "0",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    }
-    assert seat_in({**step, "MASTER_ADDR": "a", "MASTER_PORT": "1"}) == Seat(1, 2, 0, 1, "srun")
     for wrong in (
         {**torchrun, "RANK": "4"},
         {**torchrun, "WORLD_SIZE": "two"},

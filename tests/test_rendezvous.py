@@ -78,8 +78,10 @@ def test_a_process_that_is_alone_or_knows_all_is_let_be():
     assert seat_in({"RANK": "0", "WORLD_SIZE": "1"}) == Seat(by="a launcher"), (
         "nobody has to be found"
     )
-    srun = seat_in({**TASK, **ADDRESS, "WORLD_SIZE": "2", "PMI_SIZE": "2"})
-    assert srun == Seat(1, 2, 1, 2, "srun")
+    srun = {**TASK, **ADDRESS, "WORLD_SIZE": "2", "PMI_SIZE": "2"}
+    assert seat_in(srun) == Seat(1, 2, 1, 2, "srun")
+    one_a_node = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
+    assert seat_in(srun | one_a_node) == Seat(1, 2, 0, 1, "srun")
 
 
 def test_a_terminal_of_a_slurm_step_joins_nobody(monkeypatch):

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from farthing.data import prefix_sharing as shared
 from farthing.data.batches import Batches, collate, permutation
@@ -266,17 +267,33 @@ def test_recomputed_layers_and_adapters_share_alike(family, method):
     assert_same(gradients(model, losses_of(model, tokens, is_shared=True)), theirs)
 
 
+class Adds(TorchDispatchMode):
+    """Remembers the dtypes in which rows are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, and look at what it adds to."""
+        if "index_add" in str(func):
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
 def test_gradients_of_many_copies_are_added_up_in_fp32():
-    n = 600  # a sum in bf16 would stop at 256
+    n = 600  # on a GPU a sum in bf16 would stop at 256
     lengths, rows = (
         [1] * n,
         np.concatenate([[0], np.stack([np.zeros(n - 1), np.arange(1, n)], 1).flatten()]),
     )
     documents = Documents.of(lengths, "cpu", [1] + [2] * (n - 1), rows.astype(np.int64))
     keys = torch.zeros(n, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    (found,) = torch.autograd.grad(attention_kernels.keys_as_seen(keys, documents).sum(), keys)
+    with Adds() as adds:
+        (found,) = torch.autograd.grad(attention_kernels.keys_as_seen(keys, documents).sum(), keys)
     assert found.dtype == torch.bfloat16
     assert found.flatten().tolist() == [n, *[1] * (n - 1)]
+    assert adds.dtypes == [torch.float32]
 
 
 @pytest.mark.usefixtures("_takes_little")

@@ -28,6 +28,7 @@ from farthing.model.hardware import Numerics
 from farthing.planner.estimate import Estimate
 from farthing.run.folder import keep, kept
 from farthing.tiny import demo_rows, write_jsonl
+from farthing.train.opened_run import opened_run
 from farthing.train.resolve import RunSpec, resolve
 from farthing.train.run import Outcome
 from small_models import make_model_folder
@@ -106,7 +107,7 @@ def job_file(folder: Path, family: str = "llama", **keys: Any) -> Path:
     """Write model, data and job file into `folder`.
 
     Keys: `rows` or `n_rows`, `eval_rows`, `pretrained`, `size` (of the model), any key of `train`,
-    `method` (a name or a mapping), `data`, `limits`, `where`, `output_dir`.
+    `method` (a name or a mapping), `task`, `model`, `data`, `limits`, `where`, `output_dir`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = keys.pop("rows", None) or rows_of(family, keys.pop("n_rows", 32))
@@ -119,8 +120,9 @@ def job_file(folder: Path, family: str = "llama", **keys: Any) -> Path:
         write_jsonl(folder / "eval.jsonl", keys.pop("eval_rows"))
         data["eval"] = "eval.jsonl"
     values = {
-        "task": TASK[family],
-        "model": {"model_name_or_path": "./base", "init": "pretrained" if pretrained else "random"},
+        "task": keys.pop("task", TASK[family]),
+        "model": {"model_name_or_path": "./base", "init": "pretrained" if pretrained else "random"}
+        | keys.pop("model", {}),
         "data": data,
         "method": keys.pop("method", "full"),
         "limits": keys.pop("limits", {}),
@@ -179,6 +181,12 @@ def step_taken(**figures: Any) -> StepTaken:
 def train(job: Job, heard: Heard | None = None) -> Outcome:
     """Train `job`, hearing what it tells."""
     return farthing.train.run.train(job, heard if heard is not None else Heard())
+
+
+def opened(job: Job, heard: Heard | None = None) -> Any:
+    """A run at step 0, not in its loop; a context."""
+    Path(job.output_dir).mkdir(parents=True, exist_ok=True)
+    return opened_run(job, heard if heard is not None else Heard())
 
 
 def change_facts(run: Path, **facts: Any) -> None:

@@ -4,8 +4,6 @@ and no CPU shows.
 
 from __future__ import annotations
 
-import ctypes
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +13,7 @@ import farthing.train.profiling
 import workshop
 from farthing.errors import HardwareError
 from farthing.model.load import quiet_libraries
-
-
-def launched(tmp_path: Path) -> dict[str, int]:
-    """Kernels by their (mangled) names, and how often each was launched by this process."""
-    path = tmp_path / "kernels.json"
-    ctypes.CDLL(None).hollow_write(str(path).encode())
-
-    def added_up(
-        pairs: list[tuple[str, Any]],
-    ) -> dict[str, Any]:  # one name may have several programs
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            found[key] = found[key] + value if key in found else value
-        return found
-
-    kernels: dict[str, int] = json.loads(path.read_text(), object_pairs_hook=added_up)["kernels"]
-    return kernels
+from launches import launched
 
 
 def launched_by_a_run(tmp_path: Path, family: str, **keys: Any) -> str:
@@ -45,7 +27,7 @@ def launched_by_a_run(tmp_path: Path, family: str, **keys: Any) -> str:
         "predict_with_generate": False,
     } | keys
     assert workshop.train(workshop.make_job(tmp_path / "run", family, **keys)).state == "finished"
-    return "\n".join(name for name, n in launched(tmp_path).items() if n > before.get(name, 0))
+    return "\n".join(name for name, n in launched(tmp_path).items() if n > before[name])
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ gives out, to the byte.
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,7 @@ torch = pytest.importorskip("torch")
 
 from farthing.train.loop import take_step  # noqa: E402
 from farthing.train.memory import rehearse  # noqa: E402
-from farthing.train.opened_run import opened_run  # noqa: E402
-from workshop import Heard, make_job, rows_of  # noqa: E402
+from workshop import make_job, opened, rows_of  # noqa: E402
 
 WORKSPACES = 72 << 20  # of cuBLAS, one for each thread that multiplies: nobody counts them
 
@@ -47,12 +45,11 @@ def test_what_is_expected_is_the_peak(method, every, more, budget, tmp_path):
     job = make_job(
         tmp_path, rows=rows, max_steps=2, global_batch_size=64, micro_batch_tokens=budget, **keys
     )
-    Path(job.output_dir).mkdir()
     gc.collect()  # the model of the test before is a circle of references
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     resting = torch.cuda.memory_allocated()
-    with opened_run(job, Heard()) as run:
+    with opened(job) as run:
         rehearse(run, run.steps, run.forecast)
         take_step(run)
         run.log.settle()

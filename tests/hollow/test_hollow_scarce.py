@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ import workshop  # noqa: E402
 from farthing.errors import DeviceError, OutOfMemoryError  # noqa: E402
 from farthing.export.folders import export_run  # noqa: E402
 from farthing.run.accounts import read_ledger  # noqa: E402
+from launches import launched  # noqa: E402
 from workshop import log_of, make_job  # noqa: E402
 
 MEMORY, PINNED, PRODUCT, LAUNCH, BREAK = range(5)
@@ -79,9 +79,7 @@ def every_tensor_is_an_allocation() -> Iterator[None]:
 
 def n_updates(folder: Path) -> int:
     """Kernels of AdamW that this process has launched."""
-    hollow().hollow_write(str(folder / "kernels.json").encode())
-    launched = json.loads((folder / "kernels.json").read_text())["kernels"]
-    return sum(n for name, n in launched.items() if re.search("[aA]dam", name))
+    return sum(n for name, n in launched(folder).items() if re.search("[aA]dam", name))
 
 
 def job_of(folder: Path, **keys: Any) -> Any:

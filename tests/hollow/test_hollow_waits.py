@@ -4,9 +4,7 @@ waited for, kernels by name.
 
 from __future__ import annotations
 
-import ctypes
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,11 @@ from farthing.tiny import write_jsonl
 from farthing.train.loop import take_step
 from farthing.train.opened_run import opened_run
 from hollow_gpu import counted
+from launches import launched
 from small_models import make_model_folder
 from workshop import TASK, rows_of
 
 N_LAYERS, N_STEPS = 3, 3
-
-
-def kernels(folder: Path) -> Counter[str]:
-    """Launches by kernel in this process so far."""
-    ctypes.CDLL(None).hollow_write(str(folder / "counts.json").encode())
-    return Counter(json.loads((folder / "counts.json").read_text())["kernels"])
 
 
 def steps_of(
@@ -63,13 +56,13 @@ def steps_of(
     with opened_run(load_job(path), lambda _: None) as run:
         for _ in range(2):
             take_step(run)
-        before, launched = counted(), kernels(folder)
+        before, earlier = counted(), launched(folder)
         for step in range(2, 2 + N_STEPS):
             take_step(run)
             n += len(run.feed.table(step).cells)
-        after, now = counted(), kernels(folder)
+        after, now = counted(), launched(folder)
         run.log.settle()
-    now.subtract(launched)
+    now.subtract(earlier)
     each = {name: (after[name] - before[name]) / N_STEPS for name in after}
     return {
         **each,
