@@ -226,6 +226,14 @@ def test_a_file_that_is_not_what_its_name_says_is_refused_in_words(tmp_path, nam
     assert name in caught.value.where
 
 
+@pytest.mark.parametrize("target", ["gone.jsonl", "rows.jsonl"], ids=["nothing", "itself"])
+def test_a_link_to_no_file_is_told_from_a_wrong_name(target, tmp_path):
+    (tmp_path / "rows.jsonl").symlink_to(target)
+    with pytest.raises(DataError, match=r"a link to .*, and no file is there") as caught:
+        opened(tmp_path / "rows.jsonl", tmp_path)
+    assert "did you mean" not in str(caught.value)
+
+
 # ---- formats ----
 
 CHAT = [

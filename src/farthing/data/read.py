@@ -224,6 +224,9 @@ def _kind_of_file(path: Path, shown: str) -> str:
     nothing in it that can be read.
     """
     kind = KINDS.get(_ending(path))
+    if path.is_symlink() and not path.exists():
+        what = f"a link to {os.readlink(path)}, and no file is there"
+        raise DataError(what, where=shown, to_do="correct the link, or name the file itself")
     if not path.exists():
         folder = path.parent
         near = difflib.get_close_matches(path.name, os.listdir(folder) if folder.is_dir() else [])
