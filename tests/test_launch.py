@@ -187,8 +187,10 @@ def test_what_a_job_says_of_several_gpus_goes_along_and_what_it_says_of_this_mac
 def test_an_offer_is_taken_by_its_rank_and_by_its_name(demo):
     named = prepare(_job(demo), _offer(offer="RunPod/L40S"), NOW)
     assert {(offer.provider, offer.gpu) for offer in named.offers} == {("RunPod", "L40S")}
-    with pytest.raises(InputError, match="can do this job"):
+    with pytest.raises(InputError, match=r"`RunPod/L40S` is 1x L40S at RunPod, which Vast.ai"):
         prepare(_job(demo), _offer(on="vast", offer="RunPod/L40S"), NOW)
+    with pytest.raises(InputError, match="at OpenRelay, which farthing can't rent"):
+        prepare(_job(demo), _offer(offer="OpenRelay/RTX 4090"), NOW)
 
 
 def test_where_nothing_ends_a_machine_somebody_has_to_stay(demo, monkeypatch):

@@ -486,9 +486,19 @@ def _planned(job: Job, wishes: Wishes, named: tuple[Target, str] | None, now: da
             kind = offer.provider, offer.gpu, offer.n_gpus, offer.is_spot, instance
             found.setdefault(kind, plan)
     if target is None or not found:
-        raise InputError(
+        what = (
             f"no offer of {', '.join(providers) or 'a provider that can be rented from'} can do"
-            " this job",
+            " this job"
+        )
+        if wishes.offer and plans:
+            offer = plans[0].offer
+            renter = target.title if target else "farthing"
+            what = (
+                f"`{wishes.offer}` is {offer.n_gpus}x {offer.gpu} at {offer.provider}, which"
+                f" {renter} can't rent"
+            )
+        raise InputError(
+            what,
             where="--offer" if wishes.offer else "the plan",
             to_do=(
                 "see `farthing plan`; rent by hand and launch with --on ssh:HOST, or allow more"

@@ -439,6 +439,8 @@ def dry_view(
         "files": list(files),
         "next_offers": [
             f"{each.provider} {each.n_gpus}x {each.gpu} {each.kind}"
+            if each.gpu
+            else f"{each.provider} {each.instance}"
             for each in prepared.offers[1:6]
         ],
         "notes": notes_of(prepared, ask),
