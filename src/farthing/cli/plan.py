@@ -54,7 +54,7 @@ RARE = {
     "--torch VERSION": (
         "torch version of rented machines, e.g. 2.13.0+cu126 (default: the one installed here)"
     ),
-    "--examples N": "plan for N examples without reading the data; needs --mean-tokens",
+    "--examples N": "plan for N examples; with --mean-tokens without reading the data",
     "--mean-tokens M:float": "average tokens of these examples",
     "--paid USD": "a service's fee for this job, to compare with the cost here",
     "--samples-per-min N:float": "your own speed in samples a minute",
