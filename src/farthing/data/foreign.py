@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from farthing.data.scored import ANSWERS
 from farthing.objectives.columns import parsed_list
 from farthing.objectives.registry import objective_names, objective_of
 
@@ -44,7 +45,6 @@ _MEDIA = re.compile(
 _VERDICTS = ("label", "kto_tag", "desirable", "is_desirable", "is_chosen", "accepted", "thumbs_up")
 _VERDICT_VALUES = ("true", "false", "0", "1", *("desirable", "undesirable", "good", "bad"))
 _ANSWER = ("output", "completion", "target", "response", "answer")
-_ANSWERS = ("responses", "completions", "answers", "candidates", "outputs", "generations")
 _SCORES = re.compile(r"(?i)(.*_)?(score|rank|ranking|reward|rating|label)s?")
 _SCORE = re.compile(r"(?i)(human_|quality_|overall_)?(score|reward|rating)s?")
 _ANSWERED = ("messages", "conversations", "completion", "output", "target", "prompt", "instruction")
@@ -109,7 +109,7 @@ def _judged(row: Mapping[str, Any]) -> Foreign | None:
                     " learned: data.columns: {prompt: prompt, completion: response}",
                     name,
                 )
-        elif name in (*_ANSWERS, "choices", "options"):
+        elif name in (*ANSWERS, "choices", "options"):
             inside = value[0] if isinstance(value[0], dict) else {}
             beside = [n for n, v in row.items() if isinstance(v, list) and len(v) == len(value)]
             if scores := [each for each in (*beside, *inside) if _SCORES.fullmatch(each)]:

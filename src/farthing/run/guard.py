@@ -45,7 +45,7 @@ DONE = "when_done.json"
 _DONE_AFTER = (EXIT_FINISHED, EXIT_CRASH, EXIT_MISTAKE, EXIT_LIMIT)
 _TICK_S = 0.5
 _is_worker = False
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
+PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
 # ---- the worker's side ----
@@ -231,7 +231,7 @@ def _follow(parent: int) -> None:
     """In the worker: out of the terminal's reach, and dead as soon as the guard is."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    _prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(EXIT_CRASH)
 

@@ -21,7 +21,7 @@ from typing import IO, Any, Protocol
 from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE
 from farthing.run.accounts import read_ledger
 from farthing.run.folder import LEDGER
-from farthing.run.guard import pipe_to_hand_on
+from farthing.run.guard import PR_SET_PDEATHSIG, pipe_to_hand_on
 from farthing.run.opening import PAUSED
 from farthing.run.signals import handled
 from farthing.units import plural, say_seconds
@@ -29,7 +29,6 @@ from farthing.units import plural, say_seconds
 TRIES = 3
 FINAL = (EXIT_FINISHED, EXIT_MISTAKE, EXIT_LIMIT)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 class Child(Protocol):
