@@ -47,22 +47,6 @@ def trained(folder: Path, base: Path, rows: list[dict[str, Any]], **keys: Any) -
     return next(row["metrics"] for row in log_of(job) if "metrics" in row), heard
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_a_trained_head_keeps_its_classes(method, classifier, tmp_path):
-    rows = rows_of("bert", 60)
-    metrics, heard = trained(tmp_path, classifier, rows, method=method)
-    assert metrics["accuracy"] == 1.0
-    assert list(metrics["per_class"]) == NAMES
-    config = json.loads((tmp_path / "run/model" / _config_of(method)).read_text())
-    assert config["id2label"] == {"0": "weather", "1": "food", "2": "sport"}
-    assert "begins anew" not in heard.warnings
-
-
-def _config_of(method: str) -> str:
-    return "config.json" if method == "full" else "model_config.json"
-
-
 def test_names_that_differ_in_capitals_are_the_same_classes(classifier, tmp_path):
     rows = [{**row, "label": row["label"].upper()} for row in rows_of("bert", 60)]
     metrics, _ = trained(tmp_path, classifier, rows)

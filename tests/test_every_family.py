@@ -17,13 +17,9 @@ import workshop
 from every_family import (
     MAPPINGS,
     look_at,
-    make_framing_tokenizer,
     small_config,
-    small_model,
-    write_job,
 )
 from families import small
-from farthing.config.load import load_job
 from farthing.errors import ModelError
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.head import find_head
@@ -178,14 +174,6 @@ def test_what_a_models_own_code_cannot_compute_is_said_in_words(tmp_path):
         torch.zeros(1).backward()
     with pytest.raises(ValueError, match="of our own"), errors_in_words(tmp_path):
         raise ValueError("of our own")
-
-
-def test_layers_that_differ_in_width_are_trained(tmp_path):
-    config = small_config("gemma3n_text", "causal-lm")
-    small_model("gemma3n_text", "causal-lm", config).save_pretrained(tmp_path / "base")
-    make_framing_tokenizer(tmp_path / "base", "causal-lm")
-    job = load_job(write_job(tmp_path, "causal-lm", "full", max_steps=1))
-    assert workshop.train(job).state == "finished"
 
 
 # ---- adapters ----

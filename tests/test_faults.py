@@ -154,19 +154,6 @@ def test_memory_that_runs_out_in_an_evaluation_halves_it(error, alone, tmp_path,
     assert ours == theirs, "training never sees it"
 
 
-def test_an_evaluation_without_room_for_one_example_is_said(tmp_path, monkeypatch, cli):
-    def evaluate(*arguments, **more):
-        raise RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
-        )
-
-    job_in(tmp_path, "run")
-    monkeypatch.setattr(farthing.train.evaluate, "evaluate", evaluate)
-    said = cli.err("train", tmp_path / "run.yaml", code=1)
-    assert "the device has no memory left" in said
-    assert "Traceback" not in said
-
-
 # ---- stores ----
 
 

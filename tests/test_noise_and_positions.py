@@ -133,18 +133,6 @@ def test_positions_that_a_family_does_not_know_are_refused(family, rope, words, 
         load_config(ModelChoice(str(tmp_path), init="random", rope_scaling=rope))
 
 
-def test_stretched_positions_take_longer_texts(tmp_path):
-    folder = workshop.make_folder(tmp_path / "base", "llama")
-    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 64}
-    (folder / "config.json").write_text(json.dumps(config))
-    path = workshop.job_file(tmp_path, max_steps=1, data={"max_length": 200})
-    assert main(["train", str(path)]) == 2
-    assert (
-        main(["train", str(path), "--set", "model.rope_scaling={rope_type: linear, factor: 4}"])
-        == 0
-    )
-
-
 @pytest.mark.slow
 def test_biases_of_an_adapter_are_trained_and_merged(tmp_path, capsys):
     method = {
