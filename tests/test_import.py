@@ -1002,6 +1002,20 @@ def test_code_of_a_hub_model_is_not_run_unpinned(tmp_path):
     assert "pinned" in found.lines["trust_remote_code"].why
 
 
+@pytest.mark.parametrize(
+    ("files", "train"),
+    [('"a.csv"', ["a.csv"]), ('["a.csv", "c.csv"]', ["a.csv", "c.csv"])],
+)
+def test_each_split_of_a_script_has_its_own_files(
+    files: str, train: list[str], tmp_path: Path
+) -> None:
+    own = f'load_dataset("csv", data_files={{"train": {files}, "test": "b.csv"}})'
+    script = PRECISE.format(precision="", weights="").replace('load_dataset("org/d")', own)
+    found = imported(tmp_path, script, "train.py")
+    assert [each["path"] for each in found.job["data.train"]] == train
+    assert [each["path"] for each in found.job["data.eval"]] == ["b.csv"]
+
+
 def test_lists_within_lists_of_a_script_are_not_written_out(tmp_path: Path) -> None:
     lists = [f"a{i} = [{','.join([f'a{i - 1}'] * 10)}]" for i in range(1, 13)]
     script = PRECISE.format(precision=", report_to=a12, seed=7", weights="")

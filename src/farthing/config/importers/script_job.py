@@ -54,6 +54,7 @@ def read(calls: Sequence[Call], out: Imported) -> None:
     if _is_text(values.get("model")):
         out.job["model.model_name_or_path"] = values["model"]
     hf.read_data(values, out)
+    script.place_files()
     for before, given in script.calls:
         script.keys(given, before)
     has_adapter = "adapter" in script.done
@@ -94,6 +95,7 @@ class _Script:
         self.calls: list[tuple[str, Json]] = []
         self.seen: Counter[str] = Counter()
         self.done: set[str] = set()
+        self.files = Json()  # of `data_files`, by their splits
 
     def look(self, call: Call, kind: str) -> None:
         """What a call says of the training."""
@@ -152,6 +154,16 @@ class _Script:
                     self.values[key] = each[2]
                     self.out.labels[key] = self.out.labels[own]
 
+    def place_files(self) -> None:
+        """Give training and evaluation all files that `data_files` has for their splits."""
+        for part in ("data.train", "data.eval"):
+            if sources := self.out.job.get(part):
+                self.out.job[part] = [
+                    {**each, "path": path}
+                    for each in sources
+                    for path in self.files.get(each.get("split", "train"), (each["path"],))
+                ]
+
     def _name(self, before: str, given: Json, why: str, effect: Any) -> None:
         for key, value in given.items():
             self.out.name(before + key, value, why, effect)
@@ -188,8 +200,12 @@ class _Script:
         """Whether a call names the training data."""
         path, files = given.get("path"), given.get("data_files")
         if path in ("json", "csv", "parquet", "text") and files:
-            train = files.get("train") if isinstance(files, dict) else files
-            path = train[0] if isinstance(train, list) and train else train
+            by_split = files if isinstance(files, dict) else {"train": files}
+            lists = {
+                key: each if isinstance(each, list) else [each] for key, each in by_split.items()
+            }
+            self.files = {key: each for key, each in lists.items() if all(map(_is_text, each))}
+            path = next(iter(self.files.get("train", ())), None)
         if not _is_text(path):
             return False
         self.values |= {
