@@ -113,8 +113,8 @@ def test_mlflow_has_each_step_once(tmp_path, monkeypatch):
 
 
 def test_trackio_has_each_step_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # which its import reads
     pytest.importorskip("trackio")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     job = crashed_and_continued(tmp_path, monkeypatch, "trackio")
     from trackio.sqlite_storage import SQLiteStorage
 
