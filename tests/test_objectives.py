@@ -256,6 +256,54 @@ def test_a_foreign_task_of_two_texts_is_asked_with_both(package, tmp_path):
     assert main(["predict", str(tmp_path / "run"), str(asked), "-o", str(found)]) == 2
 
 
+EVEN_WORDS = """
+import numpy as np
+
+from farthing.objectives.causal_lm import CAUSAL_LM
+
+
+def targets(rows):
+    return np.where(rows.is_target & (rows.ids % 2 == 0), rows.ids, -100)
+
+
+EVEN_WORDS = CAUSAL_LM._replace(name="even-words", targets=targets, same_head_as="causal-lm")
+"""
+
+
+def test_the_loss_of_a_foreign_language_task_is_divided_by_the_targets_that_it_chooses(
+    package, tmp_path
+):
+    (package / "tasks_of_ours.py").write_text(EVEN_WORDS)
+    (package / "tasks_of_ours-1.dist-info/entry_points.txt").write_text(
+        "[farthing.objectives]\neven-words = tasks_of_ours:EVEN_WORDS\n"
+    )
+    shared = "the very same beginning of " * 8
+    rows = [{"prompt": f"{shared}{i}", "completion": f" the answer {i}"} for i in range(8)]
+    keys: dict[str, Any] = {"pretrained": True, "max_steps": 1, "global_batch_size": 8}
+    path = job_file(tmp_path, "llama", rows=rows, eval_rows=rows[:8], eval_steps=1, **keys)
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"task": "even-words"}))
+    job = load_job(path)
+    train(job)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(job.model.model_name_or_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(job.model.model_name_or_path)
+    total, n = 0.0, 0
+    for row in rows[:8]:
+        prompt, whole = (
+            tokenizer(text)["input_ids"]
+            for text in (row["prompt"], row["prompt"] + row["completion"])
+        )
+        ids = torch.tensor([*whole, tokenizer.eos_token_id])
+        labels = torch.where(ids % 2 == 0, ids, -100)
+        labels[: len(prompt)] = -100
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum"))
+        n += int((labels[1:] != -100).sum())
+    first = next(row for row in log_of(job) if "loss" in row)
+    assert first["n_targets"] == n
+    assert first["loss"] == pytest.approx(total / n, rel=1e-4)
+
+
 def test_rows_of_a_foreign_task_that_it_can_not_read_are_named(package, tmp_path):
     path = write_job(tmp_path, data={"max_bad_rows": 0})
     text = (tmp_path / "data.jsonl").read_text()

@@ -217,7 +217,7 @@ def collate_packed(
     first `skipped` [N] tokens of each example are left out; the others keep their positions.
     """
     of = objective_of(task)
-    if of.targets is None:
+    if of.lay_out is not None:
         raise ValueError(f"{task} can't be laid flat: pad it")
     n_skipped = np.zeros(len(examples), dtype=np.int64) if skipped is None else skipped
     rows = rows_of(tokens, examples, n_skipped)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.encode import Encoded, Encoder
+from farthing.data.encode import Encoded, Encoder, sums_of
 from farthing.data.formats import Understood, hash_of_input
 from farthing.data.read import Source
 from farthing.data.reader import SourceReader
@@ -27,6 +27,7 @@ from farthing.data.rows import BadRow, Example, Reading, Row, RowBlock
 from farthing.data.token_set import LINE_BITS, TokenRecipe
 from farthing.data.units import n_shared
 from farthing.errors import DataError
+from farthing.objectives.objective import Rows
 from farthing.objectives.registry import objective_of
 from farthing.storage.files import Json, draft_of
 
@@ -199,7 +200,8 @@ class _Making:
         texts, lines = self._texts, np.array(self._lines, np.int64)
         self._texts, self._lines, self._n_characters = [], [], 0
         encoded = self._encode(texts)
-        kept = self._usable(encoded, lines)
+        n_targets = self._n_targets(encoded)
+        kept = self._usable(encoded, lines, n_targets)
         groups = np.array([hash_of_input(text.given) for text in texts], np.uint64)
         self._inputs += groups.tolist()
         labels = self._numbered(texts, lines, kept, encoded)
@@ -210,7 +212,7 @@ class _Making:
             "ids": encoded.ids,
             "targets": encoded.is_target,
             "lengths": encoded.lengths,
-            "target_lengths": encoded.n_targets(),
+            "target_lengths": n_targets[kept],
             "lines": (self._number << LINE_BITS) + lines[kept],
             "groups": groups[kept],
         }
@@ -226,7 +228,14 @@ class _Making:
         for name, column in columns.items():
             self._columns.setdefault(name, []).append(column)
 
-    def _usable(self, encoded: Encoded, lines: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _n_targets(self, encoded: Encoded) -> NDArray[np.int64]:
+        """[n]: tokens of each example that its objective learns."""
+        rows = Rows(encoded.ids, encoded.is_target.astype(bool), encoded.lengths, None)
+        return sums_of(self._objective.is_learned(rows), encoded.lengths)
+
+    def _usable(
+        self, encoded: Encoded, lines: NDArray[np.int64], n_targets: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
         """Which examples become some of the set [n]; the others are counted. Raises `DataError`."""
         recipe, tally = self._recipe, self.tally
         tally.n_too_long += int(encoded.was_cut.sum())
@@ -244,7 +253,7 @@ class _Making:
             kept = ~encoded.was_cut
             tally.n_skipped_long += int(encoded.was_cut.sum())
         if self._objective.scores_tokens or self._objective.scores_words:
-            has_target = encoded.n_targets() > 0
+            has_target = n_targets > 0
             tally.n_without_target += int((kept & ~has_target).sum())
             kept &= has_target
         return kept

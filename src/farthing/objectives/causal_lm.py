@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
 from farthing.metrics import Metrics, perplexity
 from farthing.objectives import columns
-from farthing.objectives.objective import IGNORED, EvaluationSums, Objective, Rows, Starter
-
-
-def _targets(rows: Rows) -> NDArray[np.int64]:
-    """[T], aligned with the tokens and not shifted; the first of each document is ignored: nothing
-    is predicted across a boundary.
-    """
-
-    labels = np.where(rows.is_target, rows.ids.astype(np.int64), IGNORED)
-    labels[np.cumsum(rows.lengths) - rows.lengths] = IGNORED
-    return labels
+from farthing.objectives.objective import EvaluationSums, Objective, Starter
 
 
 def _judge(seen: EvaluationSums) -> Metrics:
@@ -39,7 +26,6 @@ CAUSAL_LM = Objective(
     max_length=1024,
     metrics={"loss": False, "perplexity": False, "document_loss": False},
     judge=_judge,
-    targets=_targets,
     auto_class="AutoModelForCausalLM",
     peft_type="CAUSAL_LM",
     pipeline_tag="text-generation",

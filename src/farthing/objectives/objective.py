@@ -271,8 +271,8 @@ class Objective(NamedTuple):
     """What the Hub calls it."""
     starter: Starter
     targets: Callable[[Rows], NDArray[Any]] | None = None
-    """What a micro-batch learns: of each token [T], or of each example [N, ...]; None where
-    `lay_out` says it.
+    """What a micro-batch learns: of each token [T], or of each example [N, ...]. None: the target
+    tokens.
     """
     lay_out: Callable[[Rows, int], dict[str, NDArray[Any]]] | None = None
     """The arrays of a padded micro-batch, filled up with a token's id; None: those of `pad`."""
@@ -314,9 +314,25 @@ class Objective(NamedTuple):
 
     def packed_labels(self, rows: Rows) -> NDArray[Any]:
         """The labels of a micro-batch whose examples stand end to end: [1, T] or [N, ...]."""
-        assert self.targets is not None
-        labels = self.targets(rows)
+        if self.targets is None:
+            labels = np.where(rows.is_target, rows.ids.astype(np.int64), IGNORED)
+        else:
+            labels = np.array(self.targets(rows))
+        if self.predicts_next:  # nothing is predicted across a boundary
+            starts = np.cumsum(rows.lengths) - rows.lengths
+            labels[starts[rows.lengths > 0]] = IGNORED
         return labels[None] if self._labels_tokens else labels
+
+    def is_learned(self, rows: Rows) -> NDArray[np.bool_]:
+        """[T]: the tokens that a loss of tokens is divided by."""
+        if not self._chooses_tokens:
+            return rows.is_target
+        found: NDArray[np.bool_] = self.packed_labels(rows)[0] != IGNORED
+        return found
+
+    @property
+    def _chooses_tokens(self) -> bool:
+        return self.targets is not None and self.predicts_next and self.loss is None
 
     @property
     def _labels_tokens(self) -> bool:
@@ -340,8 +356,10 @@ class Objective(NamedTuple):
 
     @property
     def shares_beginnings(self) -> bool:
-        """Whether an example may take over what another begins with: there it scores nothing."""
-        return self.loss is None and not self.scores_words
+        """Whether an example may take over what another begins with: there it has no target, so
+        that it scores nothing unless the objective chooses others.
+        """
+        return self.loss is None and not self.scores_words and not self._chooses_tokens
 
     @property
     def learns_units(self) -> bool:
