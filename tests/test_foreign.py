@@ -125,6 +125,7 @@ def test_rows_of_other_kinds_are_known_by_name(rows, word):
         kind = foreign_kind(row, "causal-lm")
         assert kind is not None, name
         assert word in kind.what, name
+        assert kind.why.startswith(("which", "of which")), name
         assert kind.to_do, name
 
 

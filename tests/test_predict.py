@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -141,6 +143,25 @@ def test_a_file_that_can_not_be_answered_is_refused_and_leaves_nothing(
     assert main(["predict", str(run), str(data), "-o", str(output)]) == 2
     assert words in capsys.readouterr().err
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out.jsonl")]
+
+
+def test_a_value_that_is_no_number_is_missing_within_a_list_too(tmp_path):
+    run = run_of(tmp_path, "bert", max_steps=2)
+    data, output = tmp_path / "new.parquet", tmp_path / "out.jsonl"
+    measured = [[1.0, float("nan")], [float("inf")]]
+    pq.write_table(pa.table({"text": ["good", "bad"], "measured": measured}), data)
+    assert main(["predict", str(run), str(data), "-o", str(output)]) == 0
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in output.open()]
+    assert [row["measured"] for row in rows] == [[1.0, None], [None]]
+
+
+def test_rows_of_another_kind_are_refused_by_their_place_and_kind(tmp_path, capsys):
+    run = run_of(tmp_path, "llama", max_steps=2)
+    data = write_jsonl(tmp_path / "new.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    assert main(["predict", str(run), str(data), "-o", str(tmp_path / "out.jsonl")]) == 2
+    said = capsys.readouterr().err
+    assert "new.jsonl:1: preference data (columns `chosen`, `rejected`)\n" in said
+    assert "without the answers" in said
 
 
 def test_nothing_is_overwritten(tmp_path, capsys):

@@ -24,6 +24,7 @@ from transformers import LogitsProcessorList, TextIteratorStreamer
 from farthing.config.job import Job
 from farthing.data.chat import asks_for_the_date
 from farthing.data.encode import Encoder
+from farthing.data.foreign import Foreign
 from farthing.data.formats import RENDERED, recognise
 from farthing.data.read import Source, file_source, open_sources
 from farthing.data.reader import SourceReader
@@ -72,9 +73,12 @@ class Predicted:
 
 @dataclass
 class _Prompt:
-    """A row with its tokens, and with its prediction or what is wrong with it."""
+    """A row with its tokens, and with its prediction or an `error`."""
 
     row: RowValue
+    line: int
+    unusable: str = ""
+    """Why it can't be asked."""
     ids: list[int] = field(default_factory=list)
     found: dict[str, Any] = field(default_factory=dict)
     words: list[int | None] = field(default_factory=list)
@@ -226,9 +230,8 @@ class Predictor:
         """Raises `InputError`."""
         source = Source("the prompt", "", "jsonl", columns={})
         (prompt,) = self._prompts([Row(1, self._standard_row(messages))], source)
-        if "error" in prompt.found:
-            why = str(prompt.found["error"]).partition(": ")[2]
-            raise InputError(why, where="the prompt", to_do="write another text")
+        if prompt.unusable:
+            raise InputError(prompt.unusable, where="the prompt", to_do="write another text")
         return prompt
 
     def _predicted(self, rows: Iterator[Row | BadRow], source: Source) -> Iterator[RowValue]:
@@ -236,6 +239,10 @@ class Predictor:
             prompts = self._prompts(window, source)
             self._answer(sorted((one for one in prompts if one.ids), key=lambda one: -len(one.ids)))
             for one in prompts:
+                if one.unusable:
+                    one.found = {"error": f"{source.name}:{one.line}: {one.unusable}"}
+                    if len(self.summary.first_errors) < 5:
+                        self.summary.first_errors.append(one.found["error"])
                 self.summary.n_rows += 1
                 self.summary.n_failed += "error" in one.found
                 yield one.row | one.found
@@ -243,7 +250,10 @@ class Predictor:
     # ---- rows to tokens ----
 
     def _prompts(self, window: list[Row | BadRow], source: Source) -> list[_Prompt]:
-        reader = SourceReader(source, self._recipe, self.tokenizer)
+        def refuse_foreign(row: Row, kind: Foreign) -> None:
+            raise DataError(kind.what, where=f"{source.name}:{row.line}")
+
+        reader = SourceReader(source, self._recipe, self.tokenizer, on_foreign=refuse_foreign)
         filled = [self._with_target(row) for row in window]
         try:
             reader.look(filled)
@@ -254,11 +264,10 @@ class Predictor:
                     "give one answer a row (prompt + completion, or messages), without a verdict;"
                     " `farthing eval RUN --data FILE` measures pairs"
                 )
-            what = error.what.partition(", of which")[0].partition(", which")[0]
-            raise DataError(what, where=error.where, to_do=to_do) from error
+            raise DataError(error.what, where=error.where, to_do=to_do) from error
         prompts = []
         for row, whole in zip(window, filled, strict=True):
-            one = _Prompt({} if isinstance(row, BadRow) else row.value)
+            one = _Prompt({} if isinstance(row, BadRow) else row.value, row.line)
             if odd := [name for name in ADDED if name in one.row]:
                 raise DataError(
                     f"has a column `{odd[0]}`, which a prediction would overwrite",
@@ -268,9 +277,7 @@ class Predictor:
             try:
                 one.ids, one.words = self._tokens(self._text(whole, reader))
             except UnusableRowError as error:
-                one.found = {"error": f"{source.name}:{row.line}: {error}"}
-                if len(self.summary.first_errors) < 5:
-                    self.summary.first_errors.append(one.found["error"])
+                one.unusable = str(error)
             prompts.append(one)
         return prompts
 
@@ -442,12 +449,13 @@ def trained_on_chats(job: Job) -> bool:
         return True
 
 
-def _without_nan(row: RowValue) -> RowValue:
-    """A row that JSON can hold: what is no number is missing."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }
+def _without_nan(value: Any) -> Any:
+    """A value that JSON can hold: what is no number is missing."""
+    if isinstance(value, dict):
+        return {name: _without_nan(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def predict_file(predictor: Predictor, path: Path, output: Path) -> Predicted:

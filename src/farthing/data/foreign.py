@@ -26,10 +26,13 @@ class Foreign(NamedTuple):
     """What a row is instead of an example, and what to do."""
 
     what: str
+    why: str
+    """What would come of it: a clause that goes on from `what`."""
     to_do: str
     column: str
 
 
+_NOT_YET = "which farthing can't train on yet"
 _PREFERENCE = re.compile(
     r"(?i)(^|[_. -])(chosen|rejected|reject|dispreferred|(non|un|not)[_-]?preferred)($|[_. -])"
     r"|(^|_)preferred_(output|response|completion|answer|messages?)$"
@@ -77,7 +80,8 @@ def foreign_kind(
         return _in_turns(row) if objective.learns_units else None
     if pair := _pair(tuple(filled)):
         return Foreign(
-            f"preference data (columns {_listed(pair)}), of which {task} would learn both answers",
+            f"preference data (columns {_listed(pair)})",
+            f"of which {task} would learn both answers",
             f"{_objectives(is_pair=True)}; {_how_to_keep_the_preferred(row)}",
             pair[0],
         )
@@ -92,8 +96,8 @@ def _judged(row: Mapping[str, Any]) -> Foreign | None:
     for name in _VERDICTS:
         if name in row and str(row[name]).lower() in _VERDICT_VALUES:
             return Foreign(
-                f"answers with a verdict (column `{name}` is {str(row[name]).lower()}), which this"
-                " task would learn whatever it says",
+                f"answers with a verdict (column `{name}` is {str(row[name]).lower()})",
+                "which this task would learn whatever it says",
                 f"{_objectives(is_pair=False)}; or keep the rows with good answers in a file"
                 f" without `{name}`; if it is no verdict, name the answers in data.columns",
                 name,
@@ -103,8 +107,8 @@ def _judged(row: Mapping[str, Any]) -> Foreign | None:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and _SCORE.fullmatch(name) and any(each in row for each in _ANSWERED):
                 return Foreign(
-                    f"answers with a score (column `{name}` is {value}), which farthing can't train"
-                    " on yet",
+                    f"answers with a score (column `{name}` is {value})",
+                    _NOT_YET,
                     f"keep the rows to learn in a file without `{name}`, or say which columns are"
                     " learned: data.columns: {prompt: prompt, completion: response}",
                     name,
@@ -114,15 +118,15 @@ def _judged(row: Mapping[str, Any]) -> Foreign | None:
             beside = [n for n, v in row.items() if isinstance(v, list) and len(v) == len(value)]
             if scores := [each for each in (*beside, *inside) if _SCORES.fullmatch(each)]:
                 return Foreign(
-                    f"ranked answers (columns {_listed([name, *scores])}), which farthing learns by"
-                    " data.keep or data.pairs",
+                    f"ranked answers (columns {_listed([name, *scores])})",
+                    "which farthing learns by data.keep or data.pairs",
                     "set data.keep: best, or write a file with only the best answer of each row",
                     name,
                 )
         elif name in _ANSWER and all(isinstance(each, str) for each in value):
             return Foreign(
-                f"several answers to a prompt (`{name}` is a list of {len(value)} texts), which"
-                " farthing can't train on yet",
+                f"several answers to a prompt (`{name}` is a list of {len(value)} texts)",
+                _NOT_YET,
                 f"write the answer to learn as text in `{name}`",
                 name,
             )
@@ -164,7 +168,8 @@ def _has_place(text: str) -> bool:
 
 def _media(found: str, column: str) -> Foreign:
     return Foreign(
-        f"images, sound or video ({found}), which farthing can't train on yet",
+        f"images, sound or video ({found})",
+        _NOT_YET,
         "write the rows that are text alone to a file of their own; to learn the text all the same,"
         " name its column in data.columns",
         column,

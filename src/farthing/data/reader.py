@@ -65,12 +65,12 @@ class SourceReader:
         kind = foreign_kind(value, self._recipe.task, self._columns)
         own = chosen_column(self._columns)
         if kind is not None and own is not None:
-            what = kind.what.partition(", which")[0]
-            words = f"{what}: `{own}` alone is learned, as data.columns says"
+            words = f"{kind.what}: `{own}` alone is learned, as data.columns says"
             self._chosen.setdefault(kind.column, words)
         elif kind is not None:
             if self._on_foreign is None:
-                raise DataError(kind.what, where=f"{self.name}:{row.line}", to_do=kind.to_do)
+                where = f"{self.name}:{row.line}"
+                raise DataError(f"{kind.what}, {kind.why}", where=where, to_do=kind.to_do)
             self._on_foreign(row, kind)
             return False
         self.n_rows += 1

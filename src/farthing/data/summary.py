@@ -83,8 +83,7 @@ class Summary:
 
     def see_foreign(self, row: Row, kind: Foreign) -> None:
         """Count a row of another kind of training."""
-        what = kind.what.partition(", which")[0]
-        self.foreign.setdefault(what, [0, row.line, kind.to_do])[0] += 1
+        self.foreign.setdefault(kind.what, [0, row.line, kind.to_do])[0] += 1
 
 
 def summarize(source: Source, tokenizer: Any, recipe: TokenRecipe, task: str | None) -> Summary:
