@@ -280,14 +280,13 @@ def test_the_loss_of_a_foreign_language_task_is_divided_by_the_targets_that_it_c
     shared = "the very same beginning of " * 8
     rows = [{"prompt": f"{shared}{i}", "completion": f" the answer {i}"} for i in range(8)]
     keys: dict[str, Any] = {"pretrained": True, "max_steps": 1, "global_batch_size": 8}
-    path = job_file(tmp_path, "llama", rows=rows, eval_rows=rows[:8], eval_steps=1, **keys)
-    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"task": "even-words"}))
-    job = load_job(path)
+    keys |= {"task": "even-words", "rows": rows, "eval_rows": rows, "eval_steps": 1}
+    job = make_job(tmp_path, "llama", **keys)
     train(job)
     tokenizer = transformers.AutoTokenizer.from_pretrained(job.model.model_name_or_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(job.model.model_name_or_path)
     total, n = 0.0, 0
-    for row in rows[:8]:
+    for row in rows:
         prompt, whole = (
             tokenizer(text)["input_ids"]
             for text in (row["prompt"], row["prompt"] + row["completion"])
