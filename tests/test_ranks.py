@@ -56,7 +56,7 @@ def must_hold_all(table: Any, examples: Any, lengths: Any, n_slots: int, most: i
 @pytest.mark.parametrize("n_slots", [1, 2, 7])
 @pytest.mark.parametrize("n", [1, 5, 61])
 @pytest.mark.parametrize("cut", [split_by_tokens, split_padded])
-def test_every_example_stands_in_one_cell(n, n_slots, cut):
+def test_every_example_stands_in_one_cell_and_lanes_cost_alike(n, n_slots, cut):
     lengths = np.random.default_rng(n).integers(3, 120, 200)
     examples = np.random.default_rng(n_slots).permutation(200)[:n]
 
@@ -68,6 +68,12 @@ def test_every_example_stands_in_one_cell(n, n_slots, cut):
     if n_slots == 1:
         expected = [each.tolist() for each in pieces(examples, 300)]
         assert [cell.examples.tolist() for cell in table.cells] == expected
+    elif n == 61:
+        columns = [table.of_slots(range(i, i + 1)) for i in range(n_slots)]
+        sums = [sum(int(lengths[cell.examples].sum()) for cell in column) for column in columns]
+        assert len(table.cells) % n_slots == 0
+        uneven = 1.35 if cut is split_by_tokens else 1.7
+        assert max(sums) <= uneven * sum(sums) / n_slots, "the slowest slot is what a step takes"
 
 
 @pytest.mark.parametrize("n", [1, 3, 8, 64])
