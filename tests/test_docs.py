@@ -143,14 +143,6 @@ def test_written_pages_are_current(name, pages):
     assert written == pages.PAGES[name](), "run `make pages`"
 
 
-def test_a_command_that_is_not_one_is_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("```\nfarthing plan job.yaml --no-such-thing\n```\n", encoding="utf-8")
-    (line,) = commands(page)
-    assert "no such option" in complaint(shlex.split(line)[1:], "plan")
-    assert job_problems("task: causal-lm\ntrain: {learning_rat: 1}", page)
-
-
 def slug(heading: str) -> str:
     """The anchor of a heading, as GitHub and mkdocs make it."""
     return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())

@@ -27,9 +27,7 @@ from farthing.launch.machines import MachineLedger, RentedMachine
 from farthing.launch.prepare import extras_of, launch_id_of, modules_of, secrets_of
 from farthing.launch.registry import find_target
 from farthing.launch.still_billed import still_billed
-from farthing.launch.targets.lambda_cloud import Lambda
 from farthing.launch.targets.runpod import RunPod
-from farthing.launch.targets.vast import Vast
 from farthing.launch.wheel import fetch_script, wheel_of_this
 from launch_faults import Fate, Killed, prepared_for
 from launched import Answers, Course, api_of
@@ -38,8 +36,10 @@ from launched import keys as keys
 # ---- the price that is charged ----
 
 
-@pytest.mark.parametrize("provider", ["runpod", "vast", "lambda"])
-@pytest.mark.parametrize("fault", ["costs more than listed", "costs three times as much"])
+@pytest.mark.parametrize(
+    ("provider", "fault"),
+    [("runpod", "costs more than listed"), ("lambda", "costs three times as much")],
+)
 def test_a_machine_that_the_cap_does_not_allow_at_its_price_is_ended_before_it_trains(
     provider, fault, tmp_path
 ):
@@ -59,7 +59,7 @@ def test_a_machine_that_the_cap_does_not_allow_at_its_price_is_ended_before_it_t
     ("provider", "fault", "usd_per_hour"),
     [
         ("runpod", "costs less than listed", 0.24),
-        *((each, "costs a little more than listed", 0.42) for each in ("runpod", "vast", "lambda")),
+        ("vast", "costs a little more than listed", 0.42),
     ],
 )
 def test_a_machine_is_booked_at_its_price_and_told_where_it_is_less(
@@ -166,9 +166,8 @@ def test_a_price_that_no_provider_tells_says_where_it_is_from(tmp_path):
         (503, ServerError),
     ],
 )
-@pytest.mark.parametrize("client", [RunPod, Vast, Lambda])
-def test_errors_of_a_provider_are_told_apart(client, status, kind):
-    driver = client(api_of(Answers((status, {"error": "no"}))))
+def test_errors_of_a_provider_are_told_apart(status, kind):
+    driver = RunPod(api_of(Answers((status, {"error": "no"}))))
     with pytest.raises(kind):
         driver.names("farthing-1")
     with pytest.raises(kind):
@@ -214,7 +213,7 @@ def test_credentials_that_are_refused_on_the_way_name_what_is_still_billed(tmp_p
 # ---- more than one of us ----
 
 
-@pytest.mark.parametrize("n", range(3, 40, 4))
+@pytest.mark.parametrize("n", range(3, 40, 8))
 @pytest.mark.parametrize("is_before", [True, False])
 def test_a_watcher_that_wakes_beside_one_that_took_over_destroys_nothing(n, is_before, tmp_path):
     course = Course(tmp_path, n_steps=600)

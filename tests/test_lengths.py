@@ -27,13 +27,11 @@ from farthing.data.read import open_sources
 from farthing.data.token_set import TokenRecipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, InputError, ModelError
-from farthing.events import StepTaken
-from farthing.local.measurements import read_measurements
 from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.tiny import demo_rows, write_jsonl
 from thinned import thinned
 from web import Files
-from workshop import Heard, job_file, make_job, rows_of, train
+from workshop import job_file, make_job, rows_of, train
 
 # ---- padding ----
 
@@ -58,7 +56,7 @@ def steps_of(n: int, batch: int) -> list[NDArray[np.int64]]:
     ]
 
 
-@pytest.mark.parametrize(("n", "batch"), [(1000, 16), (300, 128), (50, 16)])
+@pytest.mark.parametrize(("n", "batch"), [(1000, 16), (50, 16)])
 @pytest.mark.parametrize("most", [512, 8192])
 def test_flat_pieces_are_as_many_and_as_large_as_the_trainer_makes(n, batch, most):
     tokens = drawn(n)
@@ -199,26 +197,6 @@ def same(a: Lengths, b: Lengths) -> None:
 def cache_of(job: Job) -> Path:
     assert job.cache_dir is not None
     return Path(job.cache_dir)
-
-
-@pytest.mark.slow
-def test_every_token_that_a_run_computes_is_foreseen(tmp_path):
-    for family in ("llama", "t5"):
-        rows = rows_of(family, 96) if family == "t5" else demo_rows(96)
-        keys = {"num_train_epochs": 2, "max_steps": None, "global_batch_size": 16}
-        keys |= {"micro_batch_tokens": 100, "size": {"hidden": 32, "layers": 1}}
-        job, heard = make_job(tmp_path / family, family, rows=rows, **keys), Heard()
-        train(job, heard)
-        lengths, _ = read_lengths(job, cache_dir=cache_of(job))
-        steps, is_packed = heard.of(StepTaken), family == "llama"
-        found = lengths.cut(100, 16, is_packed=is_packed)
-        computed = len(steps) * 16 * (found.example.tokens + found.example.targets)
-        rel = 1e-6 if is_packed else 0.02
-        assert computed == pytest.approx(steps[-1].run_padded_tokens, rel=rel)
-        (measured,) = read_measurements(cache_of(job) / "measurements.jsonl")
-        n_pieces = measured.n_micro_batches / measured.n_steps
-        assert found.n_micro_batches == pytest.approx(n_pieces, rel=0.05)
-        assert measured.largest_tokens <= found.largest.n_tokens * 1.05
 
 
 @pytest.mark.parametrize(

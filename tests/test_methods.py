@@ -434,10 +434,6 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("polynomial", {"lr_end": 0.001, "power": 2.0}),
     ("inverse_sqrt", {"timescale": 7}),
     ("warmup_stable_decay", {"num_decay_steps": 8, "decay_type": "1-sqrt", "min_lr_ratio": 0.2}),
-    (
-        "warmup_stable_decay",
-        {"num_decay_steps": 3, "decay_type": "linear", "warmup_type": "cosine"},
-    ),
     ("warmup_stable_decay", {"num_decay_steps": 4, "warmup_type": "1-sqrt", "min_lr_ratio": 0.1}),
 ]
 
@@ -504,9 +500,8 @@ def test_a_schedule_that_can_not_be_followed_is_refused(keys, words, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_adafactor_learns_and_resumes(method, tmp_path):
-    keys: dict[str, Any] = {"optim": "adafactor", "method": method, "n_rows": 24, "max_steps": 6}
+def test_adafactor_learns_and_resumes(tmp_path):
+    keys: dict[str, Any] = {"optim": "adafactor", "n_rows": 24, "max_steps": 6}
     keys |= {"weight_decay": 0.1, "max_grad_norm": 0, "save_steps": 2}
     whole, stopped = (make_job(tmp_path / name, **keys) for name in ("whole", "stopped"))
     workshop.train(whole)

@@ -213,17 +213,13 @@ def test_a_range_of_time_has_one_unit_and_no_more_digits_than_it_deserves(low_s,
     assert span(low_s, high_s) == words
 
 
-def test_the_table_reads_at_80_columns(plan):
+def test_all_of_a_plan_has_ten_rows_and_what_was_supposed(plan):
     out = plan.out(*BIG, "--all")
     lines = out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[0].startswith("Rent 1x ")
     heads = [i for i, line in enumerate(lines) if line.split()[:3] == ["#", "machine", "at"]]
     assert len(heads) == 1, "all of it can be run today"
-    table = lines[heads[0] + 1 : heads[0] + 11]
-    assert len(table) == 10
-    for line in table:
-        assert line.split()[0].rstrip("*").isdigit(), line
+    ranks = [line.split()[0].rstrip("*") for line in lines[heads[0] + 1 : heads[0] + 11]]
+    assert ranks == [str(rank) for rank in range(1, 11)]
     words = " ".join(out.split())
     for part in (
         "more choices (--limit N)",
@@ -360,7 +356,6 @@ def test_a_page_that_can_not_be_written(plan, tmp_path, where, words):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--prices", "none.csv"), "none.csv: no such file"),
         (("--budget", "much"), "--budget: 'much' is not an amount of dollars"),
         (("--deadline", "soon"), "--deadline: 'soon' is neither a date nor a duration"),
         (("--deadline", "2020-01-01"), "--deadline: 2020-01-01 is in the past"),
@@ -369,7 +364,6 @@ def test_a_page_that_can_not_be_written(plan, tmp_path, where, words):
         (("--explain", "9999"), "there is no plan 9999"),
         (("--compare", "H100", "the moon"), "no plan is called `the moon`"),
         (("--compare", "H100", "1x A4000"), "`1x A4000` was rejected: needs "),
-        (("--set", "train.learning_rat=1"), "did you mean"),
         (("--spot-discount", "half", "--samples-per-min", "9"), "not a share"),
         (("--spot-discount", "50%"), "need a throughput"),
         (("--samples-per-min", "0"), "--samples-per-min"),

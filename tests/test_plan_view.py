@@ -134,26 +134,14 @@ def test_every_rejection_is_counted_with_its_reason_and_its_change(view, study):
     assert distances == sorted(distances)
 
 
-@pytest.mark.parametrize(
-    ("job", "wishes", "words", "n_ways"),
-    [
-        ({}, {"budget_usd": 0.01, "provider": ["RunPod"]}, "limits.max_usd: ", 3),
-        (
-            {"train": {"global_batch_size": 4096, "micro_batch_tokens": 1_000_000}},
-            {"gpu": ["A10G"], "max_gpus": 1},
-            "train.micro_batch_tokens: ",
-            1,
-        ),
-    ],
-)
-def test_nothing_fits_and_the_three_nearest_ways_are_named(tmp_path, job, wishes, words, n_ways):
-    typed = plan_view(ask(tmp_path, job, **wishes))
+def test_what_fits_nowhere_has_a_way_that_is_named_once(tmp_path):
+    job = {"train": {"global_batch_size": 4096, "micro_batch_tokens": 1_000_000}}
+    typed = plan_view(ask(tmp_path, job, gpu=["A10G"], max_gpus=1))
     found = typed.to_json()
     assert (found["plans"], found["best"]) == ([], None)
     assert found["answer"].startswith("Nothing can do this job as it is: none of ")
-    ways = ways_out(typed)
-    assert words in "\n".join(ways)
-    assert len(set(ways)) == len(ways) == min(n_ways, len(found["rejected"]))
+    (way,) = ways_out(typed)
+    assert "train.micro_batch_tokens: " in way
     json.dumps(found, allow_nan=False)
 
 
