@@ -21,7 +21,7 @@ from farthing.models.model_config import (
     nearest_known,
 )
 from farthing.models.shapes import read_shape
-from web import Quiet, serving
+from web import Pages
 
 # parameters as the Hub's pages and the papers have them; encoders with their pooler
 PUBLISHED = {
@@ -264,37 +264,22 @@ def test_a_model_of_another_version_is_not_what_was_meant(name, near):
     assert bool(nearest_known(name)) == bool(near)
 
 
-class Hub(Quiet):
-    """A Hub that has one model, and one behind a gate."""
-
-    asked: list[tuple[str, str | None]] = []  # noqa: RUF012
-
-    def do_GET(self) -> None:
-        """Answer."""
-        self.asked.append((self.path, self.headers.get("Authorization")))
-        kinds = {"/me/own/resolve/main/config.json": (200, b'{"model_type": "llama"}')}
-        kinds |= {
-            "/me/large/resolve/main/config.json": (200, b" " * (2 << 20)),
-            "/me/ill/resolve/main/config.json": (500, b""),
-        }
-        kinds |= {
-            "/me/gated/resolve/main/config.json": (401, b""),
-            "/me/own/resolve/refs%2Fpr%2F1/config.json": (200, b"{}"),
-        }
-        status, content = kinds.get(self.path, (404, b""))
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(content)
-
-
 @pytest.fixture
 def hub(monkeypatch):
-    """A Hub on this machine; yields what it was asked."""
+    """A Hub on this machine that has one model, and one behind a gate; what it was asked."""
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    Hub.asked.clear()
-    with serving(Hub) as address:
-        monkeypatch.setenv("HF_ENDPOINT", address)
-        yield Hub.asked
+    pages = Pages(
+        {
+            "/me/own/resolve/main/config.json": b'{"model_type": "llama"}',
+            "/me/own/resolve/refs%2Fpr%2F1/config.json": b"{}",
+            "/me/large/resolve/main/config.json": b" " * (2 << 20),
+            "/me/ill/resolve/main/config.json": (500, b""),
+            "/me/gated/resolve/main/config.json": (401, b""),
+        }
+    )
+    with pages.served():
+        monkeypatch.setenv("HF_ENDPOINT", pages.address)
+        yield pages.asked
 
 
 def test_last_the_hub_itself(hub, monkeypatch):

@@ -11,7 +11,7 @@ import io
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import date
 from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from farthing.prices import feeds as price_feeds
 from farthing.prices.feeds import Feed, known_feeds, update
 from farthing.prices.formats import read_prices
 from farthing.tables import facts
-from web import Quiet, serving
+from web import Pages
 
 TODAY = date(2026, 11, 21)
 
@@ -53,42 +53,22 @@ def zipped(name: str, text: str) -> bytes:
     return buffer.getvalue()
 
 
-class Server(Quiet):
-    """Answers paths with bytes, or with a function of the handler."""
-
-    answers: dict[str, bytes | Callable[[BaseHTTPRequestHandler], None]]
-    asked: list[str]
-    address: str
-
-    def do_GET(self) -> None:
-        self.asked.append(self.path)
-        answer = self.answers.get(self.path)
-        if answer is None:
-            self.send_error(404)
-        elif callable(answer):
-            answer(self)
-        else:
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
-
-
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Server]]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pages]:
     for name in ("GPUHUNT_CATALOG_DIR", "GPUHUNT_CATALOG_URL"):
         monkeypatch.delenv(name, raising=False)
-    here: Any = type("Here", (Server,), {"asked": []})
-    here.answers = {
-        "/aws.csv": AWS.encode(),
-        "/v3/gcp/version": b"20261121-77\n",
-        "/v3/gcp/20261121-77/catalog.zip": zipped("gcp.csv", GCP),
-    }
-    with serving(here) as here.address:
-        yield here
+    pages = Pages(
+        {
+            "/aws.csv": AWS.encode(),
+            "/v3/gcp/version": b"20261121-77\n",
+            "/v3/gcp/20261121-77/catalog.zip": zipped("gcp.csv", GCP),
+        }
+    )
+    with pages.served():
+        yield pages
 
 
-def both(server: type[Server]) -> list[Feed]:
+def both(server: Pages) -> list[Feed]:
     return [
         Feed("AWS", "skypilot", f"{server.address}/aws.csv"),
         Feed("GCP", "gpuhunt", f"{server.address}/v3/gcp"),
@@ -128,7 +108,7 @@ def test_one_feed_may_fail_alone_and_the_next_of_its_provider_is_taken(server, t
         Feed("AWS", "skypilot", f"{server.address}/later.csv"),
         Feed("Azure", "gpuhunt", f"{server.address}/v3/azure"),
     ]
-    server.answers["/later.csv"] = "\n".join(AWS.splitlines()[:2]).encode()
+    server.says["/later.csv"] = "\n".join(AWS.splitlines()[:2]).encode()
     result = update(tmp_path / "prices.csv", TODAY, feeds)
     assert (result.refreshed, result.n_offers) == (("AWS",), 5)
     assert [(o.feed.provider, o.problem) for o in result.failed] == [
@@ -140,7 +120,7 @@ def test_one_feed_may_fail_alone_and_the_next_of_its_provider_is_taken(server, t
 def test_what_was_known_of_a_provider_stays_when_its_feed_fails(server, tmp_path):
     path = tmp_path / "prices.csv"
     update(path, TODAY, both(server))
-    del server.answers["/v3/gcp/version"]
+    del server.says["/v3/gcp/version"]
     result = update(path, date(2026, 12, 1), both(server))
     assert (result.refreshed, result.kept) == (("AWS",), ("GCP",))
     days = {offer.provider: offer.date for offer in read_prices(path, date(2026, 12, 1))[0]}
@@ -151,7 +131,7 @@ def test_nothing_changes_when_every_feed_fails(server, tmp_path):
     path = tmp_path / "prices.csv"
     update(path, TODAY, both(server))
     before = path.read_bytes()
-    server.answers.clear()
+    server.says.clear()
     with pytest.raises(FeedsUnavailableError, match="none of the 2 price feeds answered") as caught:
         update(path, TODAY, both(server))
     assert caught.value.exit_code == 2, "no crash"
@@ -237,7 +217,7 @@ def test_a_bad_answer_is_the_failure_of_one_feed(
         return honest(address, *limits)
 
     monkeypatch.setattr(price_feeds, "download", download)
-    server.answers["/bad.csv"] = answer
+    server.says["/bad.csv"] = answer
     feeds = [Feed("Azure", "skypilot", f"{server.address}/bad.csv"), *both(server)]
     result = update(tmp_path / "prices.csv", TODAY, feeds, **limits)
     (failed,) = result.failed
@@ -261,7 +241,7 @@ def test_a_bad_archive_is_the_failure_of_one_feed(
     server, tmp_path, monkeypatch, version, archive, words
 ):
     monkeypatch.setattr(price_feeds, "MAX_FEED_BYTES", 1 << 20)
-    server.answers |= {"/v3/gcp/version": version, "/v3/gcp/7/catalog.zip": archive}
+    server.says |= {"/v3/gcp/version": version, "/v3/gcp/7/catalog.zip": archive}
     (failed,) = update(tmp_path / "prices.csv", TODAY, both(server)).failed
     assert failed.feed.provider == "GCP"
     assert words in failed.problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -25,6 +25,39 @@ def serving(handler: Any) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+class Pages:
+    """What a server says on each path, and what it was asked: bytes, a status with bytes, or a
+    function of the request that answers by itself. 404 for the rest.
+    """
+
+    def __init__(self, says: dict[str, Any]) -> None:
+        self.says: dict[str, bytes | tuple[int, bytes] | Callable[[Any], None]] = says
+        self.asked: list[tuple[str, str | None]] = []
+        self.address = ""
+
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """While it answers, at its address."""
+        pages = self
+
+        class Answers(Quiet):
+            def do_GET(self) -> None:
+                """What is said on a path."""
+                pages.asked.append((self.path, self.headers.get("Authorization")))
+                said = pages.says.get(self.path, (404, b""))
+                if callable(said):
+                    said(self)
+                    return
+                status, body = (200, said) if isinstance(said, bytes) else said
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        with serving(Answers) as self.address:
+            yield
 
 
 class Files:
