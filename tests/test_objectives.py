@@ -302,6 +302,18 @@ def test_the_loss_of_a_foreign_language_task_is_divided_by_the_targets_that_it_c
     assert first["n_targets"] == n
     assert first["loss"] == pytest.approx(total / n, rel=1e-4)
 
+    def n_token_sets() -> int:
+        return len(list((tmp_path / "cache/tokens").glob("*/*.json")))
+
+    n_sets = n_token_sets()
+    keys |= {"rows": rows, "eval_rows": rows, "task": "even-words", "output_dir": "./other"}
+    train(make_job(tmp_path, "llama", **keys))
+    assert n_token_sets() == n_sets > 0
+    with open(package / "tasks_of_ours.py", "a") as file:
+        file.write("# another version\n")
+    train(make_job(tmp_path, "llama", **keys | {"output_dir": "./third"}))
+    assert n_token_sets() == 2 * n_sets, "tokens of another version are not taken"
+
 
 def test_rows_of_a_foreign_task_that_it_can_not_read_are_named(package, tmp_path):
     path = write_job(tmp_path, data={"max_bad_rows": 0})

@@ -39,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.read import Source
+from farthing.objectives.registry import code_sha256
 from farthing.storage.files import (
     DamagedFileError,
     Json,
@@ -245,6 +246,7 @@ def set_key(sources: list[Source], tokenizer_hash: str, recipe: TokenRecipe) -> 
         [source.identity for source in sources],
         tokenizer_hash,
         asdict(recipe),
+        code_sha256(recipe.task),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 

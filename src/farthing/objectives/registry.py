@@ -8,7 +8,11 @@ its objective is asked for.
 from __future__ import annotations
 
 import difflib
+import hashlib
+import sys
+from collections.abc import Iterator
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -53,6 +57,25 @@ def package_of(name: str) -> str:
     """The installed package that brings an objective; empty for farthing's own."""
     points = [] if name in _BUILT_IN else entry_points(group=ENTRY_POINTS, name=name)
     return next((point.dist.name if point.dist else point.module for point in points), "")
+
+
+def code_sha256(name: str) -> str:
+    """What tells two versions of an objective of others apart: a hash of the files that its
+    functions are written in. Empty for farthing's own.
+    """
+    if name in _BUILT_IN:
+        return ""
+    modules = {sys.modules[module] for module in _modules_of(objective_of(name))}
+    files = sorted(path for each in modules if (path := getattr(each, "__file__", None)))
+    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in files)).hexdigest()
+
+
+def _modules_of(value: object) -> Iterator[str]:
+    if isinstance(value, tuple):
+        for each in value:
+            yield from _modules_of(each)
+    elif callable(value) and getattr(value, "__module__", None) in sys.modules:
+        yield value.__module__
 
 
 def objective_names() -> tuple[str, ...]:
