@@ -139,7 +139,6 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read_over(read, tmp_path):
 @pytest.mark.parametrize(
     ("override", "section", "key", "value"),
     [
-        ("train.learning_rate=1e-4", "train", "learning_rate", 1e-4),
         ("method=qlora", "method", "name", "qlora"),
         (
             "method.target_modules=[q_proj, v_proj]",
@@ -150,7 +149,6 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read_over(read, tmp_path):
         ("method.target_modules=all-linear", "method", "target_modules", ("all-linear",)),
         ("data.columns={text: narrative}", "data", "columns", {"text": "narrative"}),
         ("data.columns.label=product", "data", "columns", {"label": "product"}),
-        ("limits.max_usd=$2.50", "limits", "max_usd", 2.5),
         ("train.early_stopping_patience=", "train", "early_stopping_patience", None),
     ],
 )
