@@ -18,6 +18,7 @@ from farthing.config.job import SearchSection
 from farthing.config.load import load_job
 from farthing.errors import InputError, JobError, RunChangedError
 from farthing.metrics import stderr_of_mean
+from farthing.report.runs import row_of
 from farthing.search.bill import priced
 from farthing.search.curve import gain
 from farthing.search.halving import (
@@ -191,6 +192,7 @@ def test_the_best_settings_win(tmp_path):
 
     ledger = (folder / "ledger.jsonl").read_bytes()
     assert search(load_job(path), path).receipt == json.loads(json.dumps(receipt))
+    assert row_of(folder, 0.0, name="run").usd == receipt["usd"], "seconds of the closing too"
     assert (folder / "ledger.jsonl").read_bytes() == ledger, "asking again costs nothing"
     with pytest.raises(RunChangedError, match=r"train\.seed"):
         search(load_job(path, ["train.seed=7"]), path)

@@ -76,7 +76,7 @@ class TokenPart(NamedTuple):
         """The sha256 of a NumPy archive, and that. Raises `OSError`."""
         content = io.BytesIO()
         facts = np.frombuffer(json.dumps(self.facts).encode(), np.uint8)
-        np.savez(content, allow_pickle=False, facts=facts, **self.columns)
+        np.savez(content, facts=facts, **self.columns)  # type: ignore[arg-type]
         draft = draft_of(path)
         draft.write_bytes(hashlib.sha256(content.getbuffer()).digest() + content.getbuffer())
         os.replace(draft, path)

@@ -47,10 +47,14 @@ def is_search(folder: Path) -> bool:
 
 
 def read_receipt(folder: Path) -> Json:
-    """The receipt of a search. Raises `InputError` where it is damaged."""
+    """The receipt of a search, with the seconds since it was written. Raises `InputError` where it
+    is damaged.
+    """
     try:
-        return dict(read_json(folder / SEARCH))
-    except (OSError, ValueError, TypeError) as error:
+        found = dict(read_json(folder / SEARCH))
+        usd = max(found["usd"], usd_of(folder))
+        return found | _costs(usd, found["usd_in_trials"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(
             "the receipt of this search can't be read",
             where=str(folder / SEARCH),
@@ -100,6 +104,14 @@ def bring_trial(job: Job, trial: int) -> None:
     take_run(store, run, lambda text: None)
 
 
+def _costs(usd: float, in_trials_usd: float) -> Json:
+    return {
+        "usd": usd,
+        "usd_in_trials": in_trials_usd,
+        "usd_besides_trials": max(0.0, usd - in_trials_usd),
+    }
+
+
 def build(folder: Path, record: SearchRecord, usd: float) -> Json:
     """The receipt as plain values."""
     header, greater = record.header, record.header["greater_is_better"]
@@ -108,7 +120,6 @@ def build(folder: Path, record: SearchRecord, usd: float) -> Json:
     order = _order(known, record)
     by_number = {each["trial"]: each for each in trials}
     winner = by_number[order[0]] if order else None
-    in_trials_usd = sum(each["usd"] for each in trials)
     plan = header["plan"] or {}
     machine = plan.get("here") or plan.get("best") or {}
     return {
@@ -119,9 +130,7 @@ def build(folder: Path, record: SearchRecord, usd: float) -> Json:
         "reason": record.ended.get("reason", ""),
         "metric": header["metric"],
         "greater_is_better": greater,
-        "usd": usd,
-        "usd_in_trials": in_trials_usd,
-        "usd_besides_trials": max(0.0, usd - in_trials_usd),
+        **_costs(usd, sum(each["usd"] for each in trials)),
         "planned_usd": machine.get("usd"),
         "planned_usd_range": machine.get("usd_range"),
         "n_trials": header["n_trials"],

@@ -136,7 +136,7 @@ def search(
                     model = folder_of(folder, trial["trial"]) / MODEL
                     shutil.rmtree(model, ignore_errors=True)
             found.copy()
-    return SearchOutcome(state, reason, receipt)
+    return SearchOutcome(state, reason, read_receipt(folder))
 
 
 @contextlib.contextmanager
