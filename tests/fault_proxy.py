@@ -32,6 +32,7 @@ class FaultProxy:
 
     def __init__(self, backend_port: int) -> None:
         self.backend_port, self.is_over = backend_port, threading.Event()
+        self.is_asking = threading.Lock()  # moto looks and writes in two steps, as no store does
         self.begin()
         proxy = self
 
@@ -87,9 +88,8 @@ class FaultProxy:
         headers = {
             name: value for name, value in request.headers.items() if name.lower() not in hop
         }
-        with contextlib.closing(
-            http.client.HTTPConnection("127.0.0.1", self.backend_port, timeout=60)
-        ) as connection:
+        backend = http.client.HTTPConnection("127.0.0.1", self.backend_port, timeout=60)
+        with self.is_asking, contextlib.closing(backend) as connection:
             connection.request(request.command, request.path, body=body or None, headers=headers)
             reply = connection.getresponse()
             return reply.status, reply.getheaders(), reply.read()
