@@ -344,6 +344,7 @@ def test_a_run_stops_before_the_step_that_would_pass_its_cap(seed, plain, tmp_pa
     assert disk.get("model") != 0, "what was not trained is not exported"
 
 
+@pytest.mark.slow
 def test_what_a_step_takes_beside_its_own_seconds_is_kept_back_too():
     known = {"cap_s": 20.0, "step_s": 1.5, "max_steps": 100, "is_within": False}
     case = caps.draw(1) | known | {"batch": 1, "n_repeats": 1}

@@ -599,10 +599,8 @@ def _train_on_rank(rank: int, values: dict[str, Any]) -> list[float]:
     return losses_of(job) if rank == 0 else []
 
 
-@pytest.mark.parametrize(
-    ("objective", "strategy"),
-    thinned([("kto", "ddp"), ("dpo", "fsdp")], 2),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("objective", "strategy"), [("kto", "ddp"), ("dpo", "fsdp")])
 def test_two_ranks_take_the_same_steps(tmp_path, objective, strategy):
     keys = {"max_steps": 2, "micro_batch_tokens": 700, "method": "full"}
     alone = load_job(preference_job(tmp_path / "one", objective, **keys))
