@@ -93,6 +93,6 @@ def _draw(rows: list[Any], total: dict[str, Any], stores: list[str]) -> None:
     words = f"{plural(total['n_runs'], 'run')}, {say_usd(total['usd'])}; {this_month}"
     if total["n_without_price"]:
         words += f"; {plural(total['n_without_price'], 'run')} without a price"
-    if total["n_unreadable"]:
-        words += f"; {total['n_unreadable']} could not be read and are not counted"
+    if n_unreadable := len(rows) - total["n_runs"]:
+        words += f"; {n_unreadable} could not be read and are not counted"
     console.print(words, soft_wrap=True)

@@ -102,19 +102,18 @@ def row_of(folder: Path, now: float, *, name: str) -> RunRow:
 
 
 def totals(rows: Sequence[RunRow], now: float) -> dict[str, Any]:
-    n_unreadable = sum(row.state == "unreadable" for row in rows)
+    readable = [row for row in rows if row.state != "unreadable"]
     month = datetime.fromtimestamp(now, UTC).strftime("%Y-%m")
     months = sorted({name for row in rows for name in row.usd_by_month})
     by_month = {name: sum(row.usd_by_month.get(name, 0.0) for row in rows) for name in months}
     return {
-        "n_runs": len(rows) - n_unreadable,
-        "n_unreadable": n_unreadable,
+        "n_runs": len(readable),
         "usd": sum(by_month.values()),
         "wall_s": sum(row.wall_s for row in rows),
         "month": month,
         "month_usd": by_month.get(month, 0.0),
         "usd_by_month": by_month,
-        "n_without_price": sum(row.usd is None for row in rows) - n_unreadable,
+        "n_without_price": sum(row.usd is None for row in readable),
     }
 
 
