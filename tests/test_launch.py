@@ -578,6 +578,10 @@ def test_one_store_is_one_launch_however_it_is_written(demo):
     first, *same, other = (launch_id_of(_job(demo, f"output_store={store}")) for store in stores)
     assert same == [first, first]
     assert other != first
+    path, url = (
+        launch_id_of(_job(demo, f"output_store={place}")) for place in ("/a/b", "file:///a//b/")
+    )
+    assert path == url
 
 
 def test_one_process_watches_a_launch(demo, monkeypatch, tmp_path):

@@ -132,6 +132,11 @@ def test_launches_are_found_in_and_below_this_folder_without_a_job(job, ssh, cli
         ledger.note(f"farthing-{name}-7", "asked", 1e9, **asked)
         ledger.note(f"farthing-{name}-7", "gone", 1e9 + (3600 if name == "one" else 7200))
         ledger.close()
+    kept = job.parent / "store-one" / "launch" / "farthing-one-7" / "log.txt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("step 3 of 4\n")
+    printed = cli.out("launch", "logs", "one/launch/launched.yaml")
+    assert printed.strip() == "step 3 of 4", "the store's words come before those of the host"
     found = cli.json("launch", "status")
     assert (found["kind"], found["usd"]) == ("farthing launches", 3.0)
     assert [Path(each["run"]).name for each in found["launches"]] == ["one", "two"]
