@@ -105,26 +105,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _launched_here() -> list[str]:
-    """The job files that launches have left in run folders in and below this one. Raises
-    `InputError` where a folder can't be read: it may hold one.
+    """The job files that launches have left in run folders in and below this one. Folders that
+    can't be read are told. Raises `InputError` where nothing else is there: they may hold one.
     """
     from farthing.launch.session import JOB_KEPT
 
-    found = []
-    for where, folders, files in os.walk(".", onerror=_refuse):
-        found += [str(Path(where, name)) for name in files if Path(where, name).match(JOB_KEPT)]
+    found, closed = [], list[OSError]()
+    for where, folders, files in os.walk(".", onerror=closed.append):
+        path = Path(where, Path(JOB_KEPT).name)
+        if path.name in files and path.match(JOB_KEPT):
+            found.append(str(path))
         folders[:] = [
             name for name in folders if not name.startswith(".") and name != "node_modules"
         ]
+    unknown = [f"{each.filename}: can't be read ({each.strerror})" for each in closed]
+    if unknown and not found:
+        to_do = "name the job file, or make it readable"
+        raise InputError("its launches are not known", where=unknown[0], to_do=to_do)
+    for words in unknown:
+        _tell(f"{words}, so its launches are not known")
     return sorted(found)
-
-
-def _refuse(error: OSError) -> None:
-    raise InputError(
-        f"can't be read ({error.strerror}), so its launches are not known",
-        where=error.filename,
-        to_do="name the job file, or make it readable",
-    )
 
 
 def _show_all(arguments: argparse.Namespace, jobs: list[str]) -> int:
