@@ -220,8 +220,6 @@ def _read_text(path: Path) -> str:
         raise _refused("no such job file", path, to_do) from error
     except IsADirectoryError as error:
         raise _refused("a folder, not a job file", path, "name the YAML file") from error
-    except UnicodeDecodeError as error:
-        raise _refused(f"not UTF-8 text (byte {error.start})", path) from error
     except (OSError, ValueError) as error:
         raise _refused(f"can't be read: {getattr(error, 'strerror', error)}", path) from error
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -30,6 +30,23 @@ from farthing.objectives.registry import find_objective, objective_names, standa
 from farthing.storage.files import Json
 from farthing.storage.objects import BUCKETS
 from farthing.units import parse_hours, parse_usd
+
+WHOLE = ("rope_scaling", "lr_scheduler_kwargs")  # keys whose mapping is one value
+
+
+def flat(values: Json, before: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf; items of a list of mappings are `key[0].inner`. An empty
+    mapping is a leaf.
+    """
+    for name, value in values.items():
+        key = f"{before}{name}"
+        if isinstance(value, dict) and value and key.rpartition(".")[2] not in WHOLE:
+            yield from flat(value, f"{key}.")
+        elif isinstance(value, list) and value and all(isinstance(v, dict) and v for v in value):
+            for index, item in enumerate(value):
+                yield from flat(item, f"{key}[{index}].")
+        else:
+            yield key, value
 
 
 def _is_no_bool(value: Any) -> Any:

@@ -58,10 +58,9 @@ def read_template(path: str) -> str:
     """The chat template that a job names. Raises `ModelError`."""
     try:
         return small_text(Path(path))
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+    except OSError as error:
         raise ModelError(
-            f"the chat template can't be read: {why}",
+            f"the chat template can't be read: {error.strerror}",
             where=path,
             to_do="check data.chat_template: a Jinja file",
         ) from error

@@ -335,10 +335,6 @@ def _read(path: Path) -> Json:
     except OSError as error:
         what = f"{CONFIG} can't be read: {error.strerror}"
         raise ModelError(what, where=str(path), to_do="copy it again") from error
-    except UnicodeDecodeError as error:
-        raise ModelError(
-            f"{CONFIG} is not JSON in UTF-8", where=str(path), to_do="it is damaged: copy it again"
-        ) from error
 
 
 def _parsed(content: bytes, where: str) -> Json:

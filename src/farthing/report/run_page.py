@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import farthing
+from farthing.config.values import flat
 from farthing.report.blocks import (
     Block,
     Drawing,
@@ -290,13 +291,10 @@ def _settings(receipt: RunReceipt) -> list[Section]:
     ]
 
 
-def _flat(values: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
+def _flat(values: dict[str, Any]) -> list[tuple[str, str]]:
     """Keys with dots, and their values as text."""
-    found: list[tuple[str, str]] = []
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            found += _flat(value, f"{before}{name}.")
-        elif value is not None and name != "sha256":
-            text = value if isinstance(value, str) else json.dumps(value)[:400]
-            found.append((f"{before}{name}", text))
-    return found
+    return [
+        (key, value if isinstance(value, str) else json.dumps(value)[:400])
+        for key, value in flat(values)
+        if value is not None and key.rpartition(".")[2] != "sha256"
+    ]

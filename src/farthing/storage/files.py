@@ -76,13 +76,16 @@ def read_json(path: Path) -> Any:
 
 
 def small_text(path: Path, most_bytes: int = MAX_TEXT_BYTES) -> str:
-    """Raises `UnicodeDecodeError`, and `OSError` also for a pipe, a device or a larger file."""
+    """Raises `OSError`, also for a pipe, a device, a larger file and other text than UTF-8."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         raise OSError(errno.EINVAL, "a pipe or a device, not a file")
     if status.st_size > most_bytes:
         raise OSError(errno.EFBIG, f"larger than {most_bytes >> 20} MiB")
-    return path.read_text(encoding="utf-8-sig")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise OSError(errno.EILSEQ, f"not UTF-8 text (byte {error.start})") from error
 
 
 def files_below(folder: Path) -> list[Path]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from farthing.config.values import flat
 from farthing.errors import InputError
 from farthing.events import Emit, Evaluated, Event, Figures, StepTaken, Warned, figures_of
 from farthing.run.folder import kept_job, run_id_of
@@ -139,8 +140,6 @@ def _wandb(folder: Path, run_id: str, step: int) -> Tracker:
 def _mlflow(folder: Path, run_id: str, step: int) -> Tracker:
     """Without MLFLOW_TRACKING_URI in `mlflow.db` of the run's folder."""
     import mlflow
-
-    from farthing.config.importers.tables import flat
 
     here = f"sqlite:///{folder}/mlflow.db"
     mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or here)

@@ -107,7 +107,7 @@ def _source(section: str, index: int, item: Json, out: Imported) -> Json:
         out.refuse(f"{at}path", None, "a data set without a path")
     columns, used = _columns(at, item, out, is_text=section == "pretraining_dataset")
     out.keep({key: item[key] for key in used.split() if item.get(key)}, "data.columns", at)
-    read_keys(out, item, "axolotl-dataset", before=at, name_of=lambda key: key.removeprefix(at))
+    read_keys(out, item, "axolotl-dataset", before=at)
     return source | ({"columns": columns} if columns else {})
 
 
@@ -141,10 +141,7 @@ def _columns(at: str, item: Json, out: Imported, *, is_text: bool) -> tuple[Json
     elif not out.prefers and any(word in name for word in fact("axolotl-preferences").split()):
         out.refuse(key, kind, "data for preferences or rewards, and no `rl` asks for them")
     elif name:
-        why = (
-            f"how {name} joins the columns is not known here: say it in data.columns, such as"
-            ' {prompt: "{question}\\n", completion: "{answer}"}'
-        )
+        why = f"how {name} joins columns is not known here: say it in data.columns, as a template"
         out.name(key, kind, why, "differs")
     return {}, ""
 

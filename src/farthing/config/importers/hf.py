@@ -271,9 +271,5 @@ def _mixture(given: Any, at: str, out: Imported) -> None:
         own = {key: value for key, value in each.items() if key in _OF_SOURCE and value is not None}
         found.append({_OF_SOURCE[key]: value for key, value in own.items()})
         out.keep(own, "data.train", f"{at}[{index}].")
-        read_keys(out, each, "mixture", before=f"{at}[{index}].", name_of=_last)
+        read_keys(out, each, "mixture", before=f"{at}[{index}].")
     out.job.setdefault("data.train", found)
-
-
-def _last(key: str) -> str:
-    return key.rpartition("].")[2]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 
 from farthing.config.importers.hf import NO_COUNT_OF_GPUS
-from farthing.config.importers.tables import Imported, flat, read_keys, table
+from farthing.config.importers.tables import Imported, read_keys, table
+from farthing.config.values import flat
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.storage.files import Json
 

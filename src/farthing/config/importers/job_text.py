@@ -69,14 +69,11 @@ def _data(job: Json) -> Json:
         keys = {key for each in sources for key in each}
         if len(sources) == 1 and keys <= {"path", "columns", "name", "split"}:
             to = {"path": role, "name": "dataset_config_name", "split": f"{role}_split"}
-            own = {f"data.{to.get(key, key)}": sources[0][key] for key in sorted(keys, key=_ORDER)}
-            found |= own
+            order = [key for key in ("path", "split", "name", "columns") if key in keys]
+            found |= {f"data.{to.get(key, key)}": sources[0][key] for key in order}
         elif sources:
             found[f"data.{role}"] = [s["path"] for s in sources] if keys == {"path"} else sources
     return found
-
-
-_ORDER = ("path", "split", "name", "columns").index
 
 
 def _key(key: str, value: Any, was: list[KeyFate], default_of: str, indent: str) -> list[str]:

@@ -1,9 +1,5 @@
-"""A DeepSpeed JSON or a YAML of `accelerate config` beside a job: how its GPUs share the work, as
-keys of the job.
-
-Every line is mapped or named; what the job says itself comes before. Facts: DeepSpeed's
-"Configuration JSON" page and accelerate's `accelerate config` and `FullyShardedDataParallelPlugin`,
-as of mid 2026. Weights on NVMe, tensor and pipeline parallelism are refused.
+"""A DeepSpeed JSON or a YAML of `accelerate config` beside a job, as keys of the job (as of mid
+2026). Weights on NVMe, tensor and pipeline parallelism are refused.
 """
 
 from __future__ import annotations
@@ -13,8 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from farthing.config.importers.recognise import settings_in
-from farthing.config.importers.tables import Imported, KeyFate, flat, read_keys, say
-from farthing.config.job import Job
+from farthing.config.importers.tables import Imported, KeyFate, read_keys, say
+from farthing.config.job import SECTIONS, Job
+from farthing.config.values import flat
 from farthing.errors import InputError
 from farthing.storage.files import Json
 
@@ -81,35 +78,27 @@ def beside(job: Job, files: Iterable[tuple[str, str]]) -> tuple[list[str], list[
     what farthing can't do.
     """
     overrides: Json = {}
+    own = {f"{name}.{key}" for name in SECTIONS for key in getattr(job, name).model_fields_set}
     said: list[str] = []
     for kind, name in files:
         out, values = Imported(kind, Path(name)), settings_in(Path(name))
         (_deepspeed if kind == "deepspeed" else _accelerate)(values, out, job.method.name)
         if out.blockers:
             lines = [f"{line.key}: {say(line.value)} - {line.why}" for line in out.blockers]
-            raise InputError(
-                f"asks for features that farthing lacks: {'; '.join(lines)}",
-                where=name,
-                to_do="change these lines, or leave the file out and say it in the job",
-            )
-        stays = {key for key in out.job if _says(job, key) or key in overrides}
+            what = f"asks for features that farthing lacks: {'; '.join(lines)}"
+            to_do = "change these lines, or leave the file out and say it in the job"
+            raise InputError(what, where=name, to_do=to_do)
+        stays = own | overrides.keys()
         said += [f"{name}: {_in_words(line, out, stays)}" for line in out.lines.values()]
         overrides |= {key: value for key, value in out.job.items() if key not in stays}
     return [f"{key}={json.dumps(value)}" for key, value in overrides.items()], said
 
 
-def _says(job: Job, key: str) -> bool:
-    section, _, name = key.partition(".")
-    return name in getattr(job, section).model_fields_set
-
-
 def _in_words(line: KeyFate, out: Imported, stays: set[str]) -> str:
-    value = f"{line.key}: {say(line.value)}"
-    if not line.became:
+    value, became = f"{line.key}: {say(line.value)}", line.became
+    if not became:
         return f"{value} - {line.why}"
-    note = f" ({line.why})" if line.why else ""
-    if line.became in stays:
-        return f"{value} - left out: the job says {line.became} itself"
-    if line.became not in out.job:
-        return f"{value}{note}"
-    return f"{value} -> {line.became}: {say(out.job[line.became])}{note}"
+    if became in stays:
+        return f"{value} - left out: the job says {became} itself"
+    to = f" -> {became}: {say(out.job[became])}" if became in out.job else ""
+    return value + to + (f" ({line.why})" if line.why else "")

@@ -129,10 +129,8 @@ def _data(values: Json, out: Imported) -> None:
         to = "data.max_train_samples"
         out.put("max_samples", most, to, out.fit(to, most))
     if out.job.get("data.train") and not registry:
-        out.notes.append(
-            "no dataset_info.json was found: the names of data sets are LLaMA-Factory's own, put"
-            " their files in their place"
-        )
+        note = "no dataset_info.json was found: put files in place of the names of data sets"
+        out.notes.append(note)
 
 
 def _registry(directory: str, folder: Path) -> tuple[Json, Path]:

@@ -51,7 +51,8 @@ def read(out: Imported, name: str, values: Json, loss: str = "loss_type") -> Non
     if losses == [name]:
         out.keep({loss: given}, "objective.name")
         losses = []
-    if losses == ["robust"] and not any(_amount(values, key) for key in _SMOOTHING):
+    smoothing = ("label_smoothing", "dpo_label_smoothing")
+    if losses == ["robust"] and not any(_amount(values, key) for key in smoothing):
         losses = ["sigmoid"]  # which it is without smoothing
     for alpha in ("rpo_alpha", "pref_ftx") if name == "dpo" else ():
         if weight := _amount(values, alpha):
@@ -77,9 +78,6 @@ def read(out: Imported, name: str, values: Json, loss: str = "loss_type") -> Non
         why = "adds a loss of the chosen answers, which SimPO has not"
         out.name("cpo_alpha", values["cpo_alpha"], why, "differs")
     return None
-
-
-_SMOOTHING = ("label_smoothing", "dpo_label_smoothing")
 
 
 def _amount(values: Json, key: str) -> float:

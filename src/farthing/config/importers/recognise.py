@@ -1,5 +1,4 @@
-"""From a file of another tool to an `Imported`: whose it is by its content, and what its keys
-became.
+"""From a file of another tool to an `Imported`: whose it is, and what its keys became.
 
 Files are read as YAML, JSON, Python syntax trees, notebooks or command lines; nothing of them is
 executed.
@@ -17,8 +16,9 @@ import yaml
 from farthing.config.bounded import read_yaml, whole_number
 from farthing.config.importers import axolotl, hf, home_made, llama_factory, script_job, services
 from farthing.config.importers.scripts import Call, Command, calls_of, code_of_notebook, commands_of
-from farthing.config.importers.tables import Imported, UnmatchedError, fact, flat, table
+from farthing.config.importers.tables import Imported, UnmatchedError, fact, table
 from farthing.config.load import job_of
+from farthing.config.values import flat
 from farthing.errors import InputError, JobError
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.storage.files import Json, small_text
@@ -27,10 +27,7 @@ FILL_IN = "FILL-IN/the-model"
 
 
 def _of_machines(values: Json, out: Imported) -> None:
-    why = (
-        "says on which machines another configuration runs; farthing needs no such file, import the"
-        " other one"
-    )
+    why = "says on which machines a training runs: import the training's own configuration"
     for index, (key, value) in enumerate(flat(values)):
         out.name(key, value, why, "none" if index else "blocks")
 
@@ -56,26 +53,23 @@ def import_file(path: Path, source: str | None = None) -> Imported:
         out = _imported(path, source)
         _finish(out)
     except UnmatchedError as odd:
-        raise InputError(
-            f"a setting can't be read: {odd}", where=str(path), to_do="correct it"
-        ) from odd
+        what = f"a setting can't be read: {odd}"
+        raise InputError(what, where=str(path), to_do="correct it") from odd
     return out
 
 
 def _imported(path: Path, source: str | None) -> Imported:
-    text, suffix = _text(path), path.suffix.lower()
+    suffix = path.suffix.lower()
     if suffix in (".py", ".ipynb"):
-        return _script(path, text, source)
+        return _script(path, source)
     if suffix in _CODE:
-        return _commands(path, list(commands_of(text)), source)
-    values = _mapping(path, text)
+        return _commands(path, list(commands_of(_text(path))), source)
+    values = settings_in(path)
     seen = _whose(values)
     if source is None and seen is None:
-        raise InputError(
-            f"can't tell which tool wrote this file: its keys are {', '.join([*values][:6])}",
-            where=str(path),
-            to_do=f"pass --from {' | '.join(SOURCES)}",
-        )
+        what = f"can't tell which tool wrote this file: its keys are {', '.join([*values][:6])}"
+        to_do = f"pass --from {' | '.join(SOURCES)}"
+        raise InputError(what, where=str(path), to_do=to_do)
     return _read(source or str(seen), values, path, seen=seen)
 
 
@@ -87,13 +81,10 @@ def _read(
     (_READERS | _UNNAMED)[source](values, out)
     is_other = seen not in (None, source) and not {seen, source} <= {*_OF_HF}
     if not out.blockers and (not out.mapped or (is_other and 2 * len(out.mapped) < len(out.lines))):
-        looks = f"; they look like those of {seen}" if is_other else ""
-        raise InputError(
-            f"these are no settings of {source}: of {len(out.lines)} keys it has"
-            f" {len(out.mapped)}{looks}",
-            where=str(path),
-            to_do=f"pass --from {seen}" if is_other else "name the tool's own configuration file",
-        )
+        what = f"no settings of {source}: of {len(out.lines)} keys it has {len(out.mapped)}"
+        what += f"; they look like those of {seen}" if is_other else ""
+        to_do = f"pass --from {seen}" if is_other else "name the tool's own configuration file"
+        raise InputError(what, where=str(path), to_do=to_do)
     return out
 
 
@@ -176,11 +167,9 @@ def _text(path: Path) -> str:
     most = MAX_SCRIPT_BYTES if path.suffix.lower() in _CODE else MAX_SETTINGS_BYTES
     try:
         text = small_text(path, most)
-    except UnicodeDecodeError as error:
-        what, to_do = f"not UTF-8 text (byte {error.start})", ".yaml, .json, .py, .ipynb, .sh"
-        raise InputError(what, where=str(path), to_do=f"name a text: {to_do}") from error
     except OSError as error:
-        what, to_do = f"can't be read: {error.strerror}", "name a readable file with settings"
+        what = f"can't be read: {error.strerror}"
+        to_do = "name a file with settings: .yaml, .json, .py, .ipynb, .sh"
         raise InputError(what, where=str(path), to_do=to_do) from error
     if not text.strip():
         raise InputError("the file is empty", where=str(path), to_do="check how it was written")
@@ -189,10 +178,7 @@ def _text(path: Path) -> str:
 
 def settings_in(path: Path) -> Json:
     """The keys of a YAML file, of which JSON is one. Raises `InputError`."""
-    return _mapping(path, _text(path))
-
-
-def _mapping(path: Path, text: str) -> Json:
+    text = _text(path)
     try:
         try:
             values = json.loads(text, parse_int=whole_number)
@@ -203,9 +189,8 @@ def _mapping(path: Path, text: str) -> Json:
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         what = str(getattr(error, "problem", None) or error).splitlines()[0][:200]
         what = "nested too deep" if isinstance(error, RecursionError) else what
-        raise InputError(
-            f"not valid YAML or JSON: {what}", where=where, to_do="correct the syntax"
-        ) from error
+        what = f"not valid YAML or JSON: {what}"
+        raise InputError(what, where=where, to_do="correct the syntax") from error
     if not isinstance(values, dict) or not values:
         to_do = "name a configuration or a script"
         raise InputError("not a mapping of settings", where=str(path), to_do=to_do)
@@ -228,8 +213,10 @@ def _whose(values: Json) -> str | None:
 # ---- scripts ----
 
 
-def _script(path: Path, text: str, source: str | None) -> Imported:
-    code = code_of_notebook(text, str(path)) if path.suffix.lower() == ".ipynb" else text
+def _script(path: Path, source: str | None) -> Imported:
+    code = _text(path)
+    if path.suffix.lower() == ".ipynb":
+        code = code_of_notebook(code, str(path))
     calls = calls_of(code, str(path))
     imports = re.findall(r"^\s*(?:from|import)\s+(\w+)", code, re.MULTILINE)
     if (call := _service_call(calls)) is not None:
@@ -242,12 +229,9 @@ def _script(path: Path, text: str, source: str | None) -> Imported:
         commands = [command for doc in _docstrings(code) for command in commands_of(doc)]
         if commands:
             return _commands(path, commands, source)
-        raise InputError(
-            "a script without training settings of its own, or with a training loop of its own",
-            where=str(path),
-            to_do="import the file or command line that it takes its settings from"
-            " (.yaml, .json, .sh), or write a job: farthing init JOB",
-        )
+        what = "a script without training settings of its own, or with a training loop of its own"
+        to_do = "import the file that has its settings (.yaml, .json, .sh), or: farthing init JOB"
+        raise InputError(what, where=str(path), to_do=to_do)
     if source is None:
         to_do = "pass --from trl | unsloth | hf-trainer"
         raise InputError("can't tell which library this script uses", where=str(path), to_do=to_do)

@@ -56,7 +56,7 @@ def read(calls: Sequence[Call], out: Imported) -> None:
     hf.read_data(values, out)
     script.place_files()
     for before, given in script.calls:
-        script.keys(given, before)
+        read_keys(out, given, "calls", before=before)
     has_adapter = "adapter" in script.done
     if out.source == hf.UNSLOTH:
         if has_adapter:
@@ -173,12 +173,6 @@ class _Script:
         why = table("calls").why(name)
         assert why is not None
         self.out.name(key, value, why.reason, why.effect)
-
-    def keys(self, given: Json, before: str) -> None:
-        """Read a call by the table of calls."""
-        read_keys(
-            self.out, given, "calls", before=before, name_of=lambda key: key.removeprefix(before)
-        )
 
     def _model(self, owner: str, given: Json) -> None:
         """The task that a model's class has, and whether its base is in 4 bits."""

@@ -17,7 +17,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from farthing.config.importers.tables import Computed
+from farthing.config.importers.tables import Computed, is_open
 from farthing.errors import InputError
 from farthing.storage.files import Json
 
@@ -161,8 +161,9 @@ class _Values:
                 return node.value
             case ast.List(items) | ast.Tuple(items) | ast.Set(items):
                 values = [self.of(item, line) for item in items]
-                is_open = any(map(_is_open, values))
-                return Computed(ast.unparse(node)) if is_open else self._counted(values, values)
+                if any(map(is_open, values)):
+                    return Computed(ast.unparse(node))
+                return self._counted(values, values)
             case ast.Dict(keys, values):
                 pairs = zip(keys, values, strict=True)
                 found = {
@@ -200,25 +201,16 @@ class _Values:
         owner, _, last = name.rpartition(".")
         if before:
             value = self.of(before[-1][1], before[-1][0])
-        elif owner and last in self.defaults and not _is_constant(name):
+        elif owner and last in self.defaults and not Computed(name).is_constant:
             value = self.of(self.defaults[last], line)
         else:
             return Computed(name)
-        return Computed(name) if _is_open(value) else value
+        return Computed(name) if is_open(value) else value
 
 
 def _default_of(node: ast.expr) -> ast.expr | None:
     keywords = node.keywords if isinstance(node, ast.Call) else []
     return next((keyword.value for keyword in keywords if keyword.arg == "default"), None)
-
-
-def _is_open(value: Any) -> bool:
-    return isinstance(value, Computed) and not _is_constant(value)
-
-
-def _is_constant(name: str) -> bool:
-    """`torch.bfloat16`, `IntervalStrategy.EPOCH`: names that stand for themselves."""
-    return re.fullmatch(r"(torch\.\w+|[A-Z]\w*\.[A-Z_0-9]+)", name) is not None
 
 
 # ---- command lines ----

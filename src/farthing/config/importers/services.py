@@ -29,9 +29,8 @@ def _inner(values: Json, key: str, name: str) -> Json:
 
 
 def _note_files(out: Imported, service: str) -> None:
-    for key in ("training_file", "validation_file"):
-        line = out.lines.get(key)
-        if line and line.became and "." not in str(line.value):
+    for line in out.mapped:
+        if line.key in ("training_file", "validation_file") and "." not in str(line.value):
             note = f"{line.value} is a file at {service}: fetch it to {line.value}.jsonl beside"
             out.notes.append(f"{note} the job")
 

@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import translate
 from pathlib import Path
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from farthing.config.foreign_keys import facts_of_tools
 from farthing.config.job import SECTIONS, Job
-from farthing.config.values import Tracker
+from farthing.config.values import Tracker, flat
 from farthing.objectives.registry import find_objective
 from farthing.storage.files import Json
 
@@ -29,13 +29,23 @@ Effect = Literal["none", "differs", "blocks"]
 """Of a key that is named: the result is the same, the result differs, or no job can be made."""
 UNKNOWN = "farthing does not know this key; look it up, and set it by hand if it matters"
 ONLY_RUNNING = "only running the script would tell this value: set it by hand"
-LEAVES = ("rope_scaling", "lr_scheduler_kwargs")  # keys whose mapping is one value
 _UNLESS = {"train.warmup_ratio": "train.warmup_steps", "train.eval_strategy": "train.eval_steps"}
 """Keys that have no default where another one is set."""
 
 
 class Computed(str):
     """The source text of a value that only running the script would tell."""
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the text stands for itself: `torch.bfloat16`, `IntervalStrategy.EPOCH`."""
+        enums = r"(torch|IntervalStrategy|SchedulerType|OptimizerNames)\.\w+"
+        return re.fullmatch(enums, self) is not None
+
+
+def is_open(value: Any) -> bool:
+    """Whether a value is unknown."""
+    return isinstance(value, Computed) and not value.is_constant
 
 
 class UnmatchedError(Exception):
@@ -162,26 +172,24 @@ class Imported:
                 self.job[key] = value
                 self.defaults[key] = of or self.source
 
-    def _section(self, name: str) -> type[BaseModel] | None:
-        if name == "objective":
-            found = find_objective(str(self.job.get("task")))
-            return found and found.settings
-        return Job if name == "" else SECTIONS.get(name)
+    def _type(self, key: str) -> TypeAdapter[Any] | None:
+        section, _, name = key.rpartition(".")
+        objective = find_objective(str(self.job.get("task")))
+        of_objective = {"objective": objective.settings if objective else None}
+        model = {"": Job, **SECTIONS, **of_objective}.get(section)
+        return _type_of(model, name) if model and name in model.model_fields else None
 
     def has(self, key: str) -> bool:
         """Whether a job of this task has the key."""
-        section, _, name = key.rpartition(".")
-        found = self._section(section)
-        return found is not None and name in found.model_fields
+        return self._type(key) is not None
 
     def fit(self, key: str, value: Any) -> Any:
         """A value as the key of the job takes it. Raises `UnmatchedError`."""
-        section, _, name = key.rpartition(".")
-        found = self._section(section)
-        if found is None or name not in found.model_fields:
+        known = self._type(key)
+        if known is None:
             return value  # `put` says so
         try:
-            fitted = _type_of(found, name).validate_python(value)
+            fitted = known.validate_python(value)
         except ValidationError as error:
             first = error.errors()[0]
             if value is False or first["type"] == "greater_than" or first.get("ctx", {}).get("ge"):
@@ -220,21 +228,6 @@ def _type_of(section: type[BaseModel], name: str) -> TypeAdapter[Any]:
     return TypeAdapter(annotated, config=ConfigDict(allow_inf_nan=False))
 
 
-def flat(values: Json, before: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every leaf; items of a list of mappings are `key[0].inner`. An empty
-    mapping is a leaf.
-    """
-    for name, value in values.items():
-        key = f"{before}{name}"
-        if isinstance(value, dict) and value and key.rpartition(".")[2] not in LEAVES:
-            yield from flat(value, f"{key}.")
-        elif isinstance(value, list) and value and all(isinstance(v, dict) and v for v in value):
-            for index, item in enumerate(value):
-                yield from flat(item, f"{key}[{index}].")
-        else:
-            yield key, value
-
-
 def read_keys(
     out: Imported,
     values: Json,
@@ -243,35 +236,29 @@ def read_keys(
     before: str = "",
     name_of: Callable[[str], str] = lambda key: key,
 ) -> None:
-    """Map or name every key without a line. `name_of` is the key as the tool's table has it."""
+    """Map or name every key without a line, each called `before` and its own name. `name_of` is its
+    name in the tool's table.
+    """
     known = table(
         f"{tool}-preference" if out.prefers and f"{tool}-preference" in facts_of_tools() else tool
     )
     for key, value in flat(values, before):
         if key in out.lines:
             continue
-        name = name_of(key)
+        name = name_of(key.removeprefix(before))
         rule, why = known.keys.get(name), known.why(name)
         if exact := known.why(f"{name}={say(value)}"):
             out.name(key, value, exact.reason, exact.effect)
         elif value is None or value == "":
             out.name(key, value, "empty there; the default of farthing applies")
-        elif rule and not _is_open(value):
+        elif rule and not is_open(value):
             by_rule(out, key, value, rule)
-        elif rule or (_is_open(value) and why is None):
+        elif rule or (is_open(value) and why is None):
             out.name(key, value, ONLY_RUNNING, "none" if name == "output_dir" else "differs")
         elif why and why.effect != "none" and not value:
             out.name(key, value, "disabled there, and farthing lacks it: " + why.reason)
         else:
             out.name(key, value, *((why.reason, why.effect) if why else (UNKNOWN, "differs")))
-
-
-def _is_open(value: Any) -> bool:
-    """Whether a value is unknown; `torch.bfloat16`, `IntervalStrategy.EPOCH` stand for
-    themselves.
-    """
-    own = ("torch.", "IntervalStrategy", "SchedulerType", "OptimizerNames")
-    return isinstance(value, Computed) and not value.startswith(own)
 
 
 def by_rule(out: Imported, key: str, value: Any, rule: Rule) -> None:
@@ -365,9 +352,8 @@ def reports(value: Any) -> list[str]:
     """The trackers that farthing has."""
     known = [name for name in names(value) if name in get_args(Tracker)]
     if not known:
-        raise UnmatchedError(
-            "farthing logs to its run folder; trackers are train.report_to", "none"
-        )
+        why = "farthing logs to its run folder; trackers are train.report_to"
+        raise UnmatchedError(why, "none")
     return known
 
 
