@@ -193,7 +193,7 @@ def test_csv_rows_that_do_not_fit_are_named(tmp_path):
     assert values(source) == [{"text": "a\r\nb", "label": "x"}, {"text": "c", "label": "z"}]
     reasons = dict(bad(source))
     assert reasons[4] == "1 fields, the header has 2"
-    assert reasons[5] == "invalid UTF-8"
+    assert reasons[5] == "invalid UTF-8; data.encoding names another encoding"
     assert reasons[7].startswith("invalid CSV")
 
 

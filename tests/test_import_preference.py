@@ -102,12 +102,13 @@ def test_simpo_is_said_to_have_other_defaults(tmp_path):
 
 
 def test_command_lines_and_scripts_of_trl(tmp_path):
-    command = imported(
-        tmp_path,
-        "trl dpo --model_name_or_path org/m --dataset_name org/d --beta 0.2 --use_peft\n",
-        "run.sh",
-    )
-    assert settings(job_of(tmp_path, command)) == {"name": "dpo", "beta": 0.2}
+    for start in ("trl dpo", "accelerate launch -m trl dpo", "python -m trl.scripts.dpo"):
+        command = imported(
+            tmp_path,
+            f"{start} --model_name_or_path org/m --dataset_name org/d --beta 0.2 --use_peft\n",
+            "run.sh",
+        )
+        assert settings(job_of(tmp_path, command)) == {"name": "dpo", "beta": 0.2}
     script = imported(
         tmp_path,
         "from datasets import load_dataset\nfrom trl import KTOConfig, KTOTrainer\n"

@@ -25,6 +25,7 @@ from farthing.launch.prepare import Wishes, prepare
 from farthing.objectives import registry
 from farthing.objectives.objective import Rows
 from farthing.objectives.registry import (
+    code_sha256,
     find_objective,
     format_of,
     objective_names,
@@ -315,6 +316,23 @@ def test_the_loss_of_a_foreign_language_task_is_divided_by_the_targets_that_it_c
     assert n_token_sets() == 2 * n_sets, "tokens of another version are not taken"
 
 
+def test_versions_of_a_task_differ_by_any_file_of_its_package(package):
+    (package / "tasks_of_ours.py").unlink()
+    folder = package / "tasks_of_ours"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner/words.py").write_text("STEP = 2\n")
+    text = "from tasks_of_ours.inner.words import STEP\n" + EVEN_WORDS.replace("% 2", "% STEP")
+    (folder / "__init__.py").write_text(text)
+    (package / "tasks_of_ours-1.dist-info/entry_points.txt").write_text(
+        "[farthing.objectives]\neven-words = tasks_of_ours:EVEN_WORDS\n"
+    )
+    before = code_sha256("even-words")
+    assert code_sha256("even-words") == before
+    (folder / "inner/words.py").write_text("STEP = 3\n")
+    assert code_sha256("even-words") != before
+    assert code_sha256("causal-lm") == ""
+
+
 def test_rows_of_a_foreign_task_that_it_can_not_read_are_named(package, tmp_path):
     path = write_job(tmp_path, data={"max_bad_rows": 0})
     text = (tmp_path / "data.jsonl").read_text()
@@ -336,11 +354,15 @@ def test_a_package_whose_task_can_not_be_used_is_named(package, tmp_path):
         objective_of("nothing")
 
 
-def test_a_name_belongs_to_one_task():
-    ours = objective_of("causal-lm")
+def test_a_task_says_nothing_that_is_not_read_and_its_name_is_its_own():
+    ours, pairs = objective_of("causal-lm"), objective_of("dpo")
     register(ours)
     with pytest.raises(ValueError, match="another task"):
         register(ours._replace(max_length=3))
+    with pytest.raises(ValueError, match="`figures` is not read"):
+        register(ours._replace(name="other", figures=("margin",)))
+    with pytest.raises(ValueError, match="`targets` is not read"):
+        register(pairs._replace(name="other", targets=lambda rows: rows.ids))
     assert objective_names()[:3] == ("causal-lm", "seq2seq", "classification")
 
 

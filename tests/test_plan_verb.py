@@ -371,6 +371,7 @@ def test_a_page_that_can_not_be_written(plan, tmp_path, where, words):
         (("--restart", "3min", "--samples-per-min", "5"), "--interrupted-every"),
         (("--interrupted-every", "soon", "--samples-per-min", "5"), "--interrupted-every"),
         (("--step-time", "0ms", "5ms"), "--step-time"),
+        (("--step-time", "200", "130"), "'200' has no unit: write it as"),
     ],
 )
 def test_mistakes_are_named(plan, argv, words):

@@ -426,7 +426,7 @@ def _csv_row(header: list[str], fields: list[str] | str) -> RowValue | str:
     if len(fields) != len(header):
         return f"{len(fields)} fields, the header has {len(header)}"
     if any(re.search("[\udc80-\udcff]", field) for field in fields):
-        return "invalid UTF-8"
+        return "invalid UTF-8; data.encoding names another encoding"
     return dict(zip(header, fields, strict=True))
 
 

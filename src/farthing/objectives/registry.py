@@ -31,8 +31,18 @@ ENTRY_POINTS = "farthing.objectives"
 _OBJECTIVES: dict[str, Objective] = {}
 
 
+_OF_UNITS = ("needs_reference", "is_mismatched", "figures", "value")  # read beside a loss alone
+
+
 def register(task: Objective) -> None:
-    """Make a task known in this process. Raises `ValueError` where its name is another's."""
+    """Make a task known in this process. Raises `ValueError` where its name is another's, or where
+    it says what nothing would read.
+    """
+    unread = ("targets",) if task.loss is not None else _OF_UNITS
+    for name in unread:
+        if getattr(task, name):
+            has = "a" if task.loss is not None else "no"
+            raise ValueError(f"`{name}` is not read of an objective with {has} `loss` of its own")
     if _OBJECTIVES.setdefault(task.name, task) != task:
         raise ValueError(f"there is another task called {task.name}")
 
@@ -61,13 +71,18 @@ def package_of(name: str) -> str:
 
 def code_sha256(name: str) -> str:
     """What tells two versions of an objective of others apart: a hash of the files that its
-    functions are written in. Empty for farthing's own.
+    functions are written in, and of all Python files of the package that brings it. Empty for
+    farthing's own.
     """
     if name in _BUILT_IN:
         return ""
-    modules = {sys.modules[module] for module in _modules_of(objective_of(name))}
-    files = sorted(path for each in modules if (path := getattr(each, "__file__", None)))
-    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in files)).hexdigest()
+    modules = [sys.modules[module] for module in _modules_of(objective_of(name))]
+    files = {Path(path) for each in modules if (path := getattr(each, "__file__", None))}
+    for point in entry_points(group=ENTRY_POINTS, name=name):
+        package = sys.modules[point.module.partition(".")[0]]
+        for folder in getattr(package, "__path__", ()):
+            files |= {*Path(folder).rglob("*.py")}
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
 
 def _modules_of(value: object) -> Iterator[str]:
@@ -92,6 +107,7 @@ def find_objective(name: str) -> Objective | None:
             task = point.load()
             if not isinstance(task, Objective) or task.name != name:
                 raise TypeError("it is no farthing Objective of that name")
+            register(task)
         except Exception as error:
             raise InputError(
                 f"the task `{name}` of an installed package can't be used:"
@@ -99,7 +115,6 @@ def find_objective(name: str) -> Objective | None:
                 where=point.value,
                 to_do="mend it",
             ) from error
-        register(task)
     return _OBJECTIVES.get(name)
 
 

@@ -33,7 +33,10 @@ class OwnFigures(NamedTuple):
 
 
 def _seconds(text: str) -> float:
-    return 3600 * parse_hours(text)
+    seconds = 3600 * parse_hours(text)
+    if seconds and text.strip()[-1].isdigit():
+        raise ValueError(f'{text!r} has no unit: write it as "200ms", "3min" or "8h"')
+    return seconds
 
 
 _PARSERS: dict[str, tuple[str, Callable[[Any], Any]]] = {

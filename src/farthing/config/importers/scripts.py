@@ -256,6 +256,7 @@ def commands_of(text: str) -> Iterator[Command]:
         try:
             for _ in range(MAX_NESTED):  # a variable may be made of others
                 line = _VARIABLE.sub(known, line)
+            line = re.sub(r"\s-m\s+trl(?:\s+|\.scripts\.)(\w+)", r" \1.py", line)
             words = shlex.split(line[begins.start() :].strip(" `$>"), comments=True)
         except ValueError:
             continue
