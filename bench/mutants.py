@@ -33,6 +33,12 @@ WINGS = {  # files to change, and the tests that have to notice
         "store commits lease log_parts checkpoint faults syscalls survive snapshot disk_trouble"
         " identity",
     ),
+    "engine": (
+        "train/[elmos]*.py train/update.py objectives/*.py dist/reduce.py model/head.py"
+        " model/loss.py model/pairs.py model/casts.py",
+        "step. loss parity schedule optim one_step retry objectives preference labels metrics classes"
+        " head casts memory shared decay checkpoint survive ranks alone evaluate",
+    ),
     "data": (
         "data/encode.py data/batches.py",
         "encode data.py packing lengths chat step columns preference",

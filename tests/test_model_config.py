@@ -178,7 +178,7 @@ def test_a_local_folder_comes_first(tmp_path):
     assert find_config(str(tmp_path)) == ({"model_type": "llama"}, f"config.json in {tmp_path}")
     for content in ("[1]", "{", "\xff"):
         (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
-        with pytest.raises(ModelError, match=r"JSON|object"):
+        with pytest.raises(ModelError, match=r"JSON|object|UTF-8"):
             find_config(str(tmp_path))
 
 

@@ -164,7 +164,7 @@ def test_losses_of_other_tokens_are_not_compared(tmp_path):
     assert not (tmp_path / "run").exists(), "another choice may take the same folder"
 
 
-def test_the_best_settings_win(tmp_path):
+def test_the_best_settings_win(tmp_path, cli):
     path = job_of(tmp_path / "straight")
     outcome = search(load_job(path), path)
     receipt, folder = outcome.receipt, tmp_path / "straight" / "run"
@@ -187,8 +187,10 @@ def test_the_best_settings_win(tmp_path):
     assert "Learning curves" in page
     assert "0.003" in page
     assert load_job(folder / "winner.yaml").train.learning_rate == 3.0e-3
-    winner = f"trials/{receipt['winner']['trial']:03d}/model/model.safetensors"
-    assert list(weights_of(folder)) == [winner]
+    winner = f"trials/{receipt['winner']['trial']:03d}"
+    assert list(weights_of(folder)) == [f"{winner}/model/model.safetensors"]
+    said = cli.err("export", folder, "--output", tmp_path / "exported")
+    assert f"the best is {folder / winner}" in said
 
     ledger = (folder / "ledger.jsonl").read_bytes()
     assert search(load_job(path), path).receipt == json.loads(json.dumps(receipt))

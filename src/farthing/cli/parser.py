@@ -206,12 +206,16 @@ def _taking(form: str, *, is_position: bool) -> dict[str, Any]:
 
 
 def run_folder(arguments: argparse.Namespace) -> Path:
-    """The run folder that was named. Raises `InputError` where there is none."""
+    """The run folder that was named. Raises `InputError` where there is none, or a search."""
     folder = Path(arguments.folder)
     if not folder.is_dir():
-        raise InputError(
-            "no such run folder", where=str(folder), to_do="name the output_dir of a job"
-        )
+        to_do = "name the output_dir of a job"
+        raise InputError("no such run folder", where=str(folder), to_do=to_do)
+    from farthing.search.receipt import is_search, winner_of
+
+    if is_search(folder):
+        to_do = f"name the run of a trial; the best is {winner_of(folder) or 'not known yet'}"
+        raise InputError("a search, which has many runs", where=str(folder), to_do=to_do)
     return folder
 
 

@@ -62,6 +62,12 @@ def read_receipt(folder: Path) -> Json:
         ) from error
 
 
+def winner_of(folder: Path) -> Path | None:
+    """The run of the best trial of a search; None where none has a score. Raises `InputError`."""
+    winner = read_receipt(folder)["winner"]
+    return winner and folder_of(folder, winner["trial"])
+
+
 def leave_receipt(job: Job, record: SearchRecord, usd: float) -> Json:
     """Write the receipt, the page and the winner's job; returns the receipt. `usd` is the cost of
     the whole search. Raises `FarthingError`.
