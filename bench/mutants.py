@@ -36,8 +36,8 @@ WINGS = {  # files to change, and the tests that have to notice
     "engine": (
         "train/[elmos]*.py train/update.py objectives/*.py dist/reduce.py model/head.py"
         " model/loss.py model/pairs.py model/casts.py",
-        "step. loss parity schedule optim one_step retry objectives preference labels metrics classes"
-        " head casts memory shared decay checkpoint survive ranks alone evaluate",
+        "step parity retry objectives preference labels metrics classes head casts pairs memory"
+        " shared decay checkpoint survive ranks alone limits progress more_steps bf16 offload",
     ),
     "data": (
         "data/encode.py data/batches.py",
