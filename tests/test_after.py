@@ -13,11 +13,10 @@ import yaml
 
 import workshop
 from farthing.after import evaluation
-from farthing.after.predict import trained_on_chats
 from farthing.cli import main
 from farthing.errors import InputError
 from farthing.report.receipt import build_receipt
-from farthing.run.folder import kept
+from farthing.run.folder import kept, trained_on_chats
 from thinned import thinned
 
 
@@ -266,13 +265,17 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
     ("row", "is_chat"),
     [
         ({"messages": [USER, ANSWER]}, True),
-        ({"instruction": "a", "output": "b"}, True),
         ({"prompt": "a", "completion": "b"}, False),
-        ({"prompt": [USER], "completion": [ANSWER]}, True),
-        ({"text": "a"}, False),
+        pytest.param({"instruction": "a", "output": "b"}, True, marks=pytest.mark.slow),
+        pytest.param({"prompt": [USER], "completion": [ANSWER]}, True, marks=pytest.mark.slow),
+        pytest.param({"text": "a"}, False, marks=pytest.mark.slow),
     ],
 )
 def test_a_model_is_asked_by_the_template_where_its_rows_were_rendered_by_it(
     row, is_chat, tmp_path
 ):
-    assert trained_on_chats(workshop.make_job(tmp_path, rows=[row])) is is_chat
+    job = workshop.make_job(tmp_path, rows=[row] * 4, max_steps=1)
+    workshop.train(job)
+    for path in job.data.train:
+        Path(path).unlink()
+    assert trained_on_chats(Path(job.output_dir)) is is_chat

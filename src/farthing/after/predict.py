@@ -21,17 +21,15 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, TextIteratorStreamer
 
-from farthing.config.job import Job
 from farthing.data.chat import asks_for_the_date
 from farthing.data.encode import Encoder
 from farthing.data.foreign import Foreign
-from farthing.data.formats import RENDERED, recognise
-from farthing.data.read import Source, file_source, open_sources
+from farthing.data.read import Source, file_source
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Example, Row, RowValue
 from farthing.data.token_set import TokenRecipe
 from farthing.device_memory import is_out_of_memory
-from farthing.errors import DataError, FarthingError, InputError, UnusableRowError
+from farthing.errors import DataError, InputError, UnusableRowError
 from farthing.export.folders import trained_model, trusted_job, tuned_config, untrained_model
 from farthing.model.hardware import Numerics, choose_numerics, free_cached
 from farthing.model.load import ModelChoice, load_tokenizer, set_languages
@@ -41,7 +39,7 @@ from farthing.objectives.columns import list_of
 from farthing.objectives.objective import class_names
 from farthing.objectives.registry import objective_of
 from farthing.planner.software import fp16_risk
-from farthing.run.folder import MODEL, began
+from farthing.run.folder import MODEL, began, trained_on_chats
 from farthing.storage.files import draft_of
 
 Message = dict[str, str]
@@ -109,6 +107,7 @@ class Predictor:
         self.scores_answers = self.classifies and self.task.learns == "units"
         """Whether a row's answer is scored, not made."""
         self._continues = predicts_next(model)
+        self.is_chat = self._continues and trained_on_chats(run)
         self._names = class_names(model.config)
         known = model.config.get_text_config().pad_token_id, self.tokenizer.pad_token_id
         self._pad_id = next((index for index in known if index is not None and index >= 0), 0)
@@ -129,10 +128,6 @@ class Predictor:
         # a prompt is never cut: without its end there is no answer to it
         most = _UNLIMITED if asked.predicts_next else max_length
         self._encode = Encoder(self.tokenizer, asked.name, most, _UNLIMITED)
-
-    @cached_property
-    def is_chat(self) -> bool:
-        return self._continues and trained_on_chats(self.job)
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -423,30 +418,6 @@ class Predictor:
             one = {"prediction": text, "score": score, "finish_reason": reason}
             found.append(one if math.isfinite(score) else {})
         return found
-
-
-def trained_on_chats(job: Job) -> bool:
-    """Whether the run's rows are rendered by the chat template; True where they are gone."""
-    data, task = job.data, objective_of(job.task)
-    try:
-        source, *_ = open_sources(
-            data.train[:1],
-            cache_dir=Path(job.cache_dir or "."),
-            split=data.train_split,
-            config_name=data.dataset_config_name,
-            layout=data.layout,
-        )
-        rows = [row.value for row in itertools.islice(source.rows(), 16) if isinstance(row, Row)]
-        columns = set[str]().union(*rows)
-        if any(isinstance(row.get("prompt"), list) for row in rows):
-            return True
-        if task.learns == "units":
-            values = (value for row in rows for value in row.values())
-            has_chats = any(isinstance(value, list | dict) for value in values)
-            return has_chats or bool({"instruction", "system"} & columns)
-        return recognise(columns, task.name, data.columns, source.name).format in RENDERED
-    except (FarthingError, OSError, ValueError, KeyError):
-        return True
 
 
 def _without_nan(value: Any) -> Any:

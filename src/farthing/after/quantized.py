@@ -15,7 +15,6 @@ from transformers import AutoConfig
 
 from farthing.after.held_out import HeldOut, held_out_of
 from farthing.after.judge import judge
-from farthing.after.predict import trained_on_chats
 from farthing.config.job import Job
 from farthing.errors import InputError, ModelError
 from farthing.export.compressed import plan_compressed, write_compressed
@@ -34,6 +33,7 @@ from farthing.model.load import ModelChoice, auto_class, load_tokenizer, quiet_l
 from farthing.report.card import model_card
 from farthing.report.receipt import build_receipt
 from farthing.run.exported import CARD
+from farthing.run.folder import trained_on_chats
 from farthing.storage.files import Json, bytes_below, install_folder, write_json, write_text
 
 WHOLE = ("adapter", "merged")
@@ -148,7 +148,7 @@ def _quantizer(run: Path, job: Job, form: str, bits: str) -> _Quantizer:
             return _load(draft, job, form), []
 
         return _Quantizer(compression.method, write_folder)
-    is_chat = trained_on_chats(job)
+    is_chat = trained_on_chats(run)
     plan = plan_gguf(config, tokenizer, job.task, bits, run.resolve().name, is_chat=is_chat)
 
     def write_file(merged: Path, draft: Path) -> tuple[Any, list[str]]:

@@ -76,10 +76,9 @@ PUBLISHED = "published.json"
 COPIES = "run_files"
 """Under this name a checkpoint's manifest has a copy of each, None where there is no such file."""
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
-EXAMPLES = "examples_sha256"
-LABEL_NAMES = "label_names"
-"""In run.json once an attempt knew the run's examples."""
-_OF_ATTEMPTS = ("steps_per_epoch", EXAMPLES, LABEL_NAMES, "finished")
+EXAMPLES, LABEL_NAMES, ARE_CHATS = "examples_sha256", "label_names", "are_chats"
+"""In run.json once an attempt knew the run's examples; the last: a chat template wrote some."""
+_OF_ATTEMPTS = ("steps_per_epoch", EXAMPLES, LABEL_NAMES, ARE_CHATS, "finished")
 _SEAL = "sha256"
 
 Warn = Callable[[str], None]
@@ -276,11 +275,19 @@ def began(folder: Path) -> str:
     return today().isoformat()
 
 
-def same_examples(folder: Path, facts: Json, sha256: str, label_names: Sequence[str]) -> Json:
+def trained_on_chats(folder: Path) -> bool:
+    """Whether a chat template wrote examples of the run."""
+    return bool(_known_facts(folder).get(ARE_CHATS))
+
+
+def same_examples(
+    folder: Path, facts: Json, sha256: str, label_names: Sequence[str], *, are_chats: bool
+) -> Json:
     """Note examples and classes of the run, or check them. Raises `RunChangedError`."""
     before = facts.get(EXAMPLES)
     if before is None:
-        facts = {**facts, EXAMPLES: sha256, LABEL_NAMES: list(label_names)}
+        found = {EXAMPLES: sha256, LABEL_NAMES: list(label_names), ARE_CHATS: are_chats}
+        facts = {**facts, **found}
         keep(folder / RUN, facts)
     elif before != sha256:
         raise RunChangedError(

@@ -206,7 +206,9 @@ def _restore(run: Run, facts: Json, allow_restart: bool, was_finished: bool) -> 
     if context.watchdog is not None:
         context.watchdog.reserve_s = lambda: run.forecast.leaving_s
     sha256 = sha256_of_examples(run.train_examples, run.eval_examples)
-    facts = same_examples(folder, facts, sha256, run.train_examples.tokens.label_names)
+    tokens = run.train_examples.tokens
+    are_chats = tokens.facts["n_rendered"] > 0
+    facts = same_examples(folder, facts, sha256, tokens.label_names, are_chats=are_chats)
     context.meter.enter("restore")
     context.emit(Working("looking for a checkpoint"))
     if not run.saver.checkpoints.steps() and (ancestor := run.begin_as_ancestor()) is not None:
