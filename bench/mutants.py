@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -30,8 +31,13 @@ WINGS = {  # files to change, and the tests that have to notice
     "launch": ("launch/*.py", "launch"),
     "storage": (
         "storage/*.py run/commits.py run/checkpoint.py",
-        "store commits lease log_parts checkpoint faults syscalls survive snapshot disk_trouble"
-        " identity",
+        "store commits lease log_parts checkpoint faults survive snapshot disk_trouble identity"
+        " security",
+    ),
+    "run": (
+        "run/[!c]*.py",
+        "store commits lease log_parts checkpoint faults survive snapshot disk_trouble identity"
+        " security ledger meter limits.py watchdog retry notices ranks spread receipts.py export.py",
     ),
     "engine": (
         "train/[elmos]*.py train/update.py objectives/*.py dist/reduce.py model/head.py"
@@ -52,6 +58,7 @@ WINGS = {  # files to change, and the tests that have to notice
         "receipts diagnosis run_page savings calibrate meter card survive cli.py ledger",
     ),
 }
+BEGIN_PROCESSES = re.compile("test_(watchdog|retry)")
 PAIRS: tuple[tuple[type[Any], type[Any]], ...] = (
     *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot)),
     *((ast.In, ast.NotIn), (ast.And, ast.Or), (ast.Add, ast.Sub), (ast.Mult, ast.Div)),
@@ -163,6 +170,8 @@ def work(share: list[Mutant], source: Path, found: dict[str, Any]) -> None:
         lines, seconds = found["lines"].get(mutant.file, {}), found["seconds"]
         near = range(mutant.line, mutant.end_line + 1)
         tests = {test for line in near for test in lines.get(str(line), [])}
+        if not tests:  # no process of the tests' own runs it
+            tests = {test for test in seconds if BEGIN_PROCESSES.search(test)}
         if "" in tests:  # runs at import: every test that runs the file
             tests = {test for each in lines.values() for test in each}
         ordered = sorted(tests - {""}, key=lambda test: seconds[test])

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import re
 import socket
 import threading
@@ -90,7 +91,7 @@ class Lease:
             f"{socket.gethostname()}|{boot}|{folder.resolve()}".encode()
         ).hexdigest()[:16]
         """This folder on this boot of this machine: one lock on it means one process."""
-        self.renewed_at = -1e9
+        self.renewed_at = -math.inf
         """By the clock that counts suspended time."""
         self._folder, self._lease_s, self._words, self._say = folder, lease_s, words, say
         self._number = 0
@@ -107,9 +108,9 @@ class Lease:
         link = get_json(store, _key(number)) if number else {"released": True}
         if link.get("writer") != self.writer and not link.get("released"):
             number, link = self._wait_for_silence(store, number, link, should_stop)
-        before = _words_of(link)
-        self._add(store, number + 1, number + 1, before)
-        self.epoch = number + 1
+        number, before = number + 1, _words_of(link)
+        self._add(store, number, number, before)
+        self.epoch = number
         key = f"writers/condition-{self.epoch:08d}"
         if store.create(key, b"first") and store.create(key, b"second"):
             self._say(

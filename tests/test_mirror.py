@@ -1,0 +1,239 @@
+"""The copy of a run where its store is away, refuses, or has become another machine's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from farthing.errors import InputError, RunTakenError, StoreUnavailableError
+from farthing.run import mirror as mirror_module
+from farthing.run.accounts import Account, as_line, read_ledger
+from farthing.run.mirror import MirrorTimes
+from farthing.storage import mounts
+from farthing.storage.lease import newest_words
+from farthing.storage.objects import (
+    NoSuchBucketError,
+    Store,
+    StoreError,
+    StoreRefusedError,
+    open_store,
+)
+from mirrored import (
+    STILL,
+    Faulty,
+    Model,
+    delivered,
+    folder_of_run,
+    mirror_of,
+    step_done,
+    taken,
+    with_copies,
+)
+from patience import until
+
+OTHER = json.dumps({"host": "other", "folder": "/x"}).encode()
+
+
+class Away(Model):
+    """A store whose operations of these names fail with this."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fault: Exception | None = None
+        self.names = {"create", "put", "get", "fetch", "list", "remove"}
+
+    def behind(self) -> Store:
+        def meets(name: str, key: str, operation: Callable[[], Any]) -> Any:
+            if self.fault is not None and name in self.names:
+                raise self.fault
+            return operation()
+
+        return Faulty(self, meets)
+
+
+@pytest.fixture
+def store():
+    return Away()
+
+
+@pytest.fixture
+def run(tmp_path):
+    return folder_of_run(tmp_path / "run")
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def test_how_long_a_store_is_waited_for_and_a_lease_is_held():
+    """The first three as `docs/guides/interruptions.md` has them."""
+    times = MirrorTimes()
+    assert (times.renew_s, times.lease_s, times.finish_s, times.give_up_s) == (20, 60, 600, 60)
+    assert (times.leave_s, times.answer_s, times.deliver_s) == (20, 60, 3600)
+    assert (times.pause_s, times.again_s) == (0.5, 30)
+
+
+# ---- at the start ----
+
+
+@pytest.mark.parametrize(
+    ("fault", "names", "here", "error"),
+    [
+        (StoreError("503"), "list", False, StoreUnavailableError),
+        (StoreError("503"), "list", True, None),
+        (StoreRefusedError("403"), "list", True, InputError),
+        (StoreRefusedError("403"), "create", True, StoreUnavailableError),
+        (NoSuchBucketError("no bucket"), "create", True, InputError),
+    ],
+    ids=["away", "away from a run", "refuses", "refuses later", "no bucket"],
+)
+def test_a_store_that_fails_at_the_start(fault, names, here, error, store, tmp_path, said):
+    run = folder_of_run(tmp_path / "run") if here else tmp_path / "run"
+    store.fault, store.names = fault, {names}
+    mirror = mirror_of(store.behind(), run, said)
+    if error is None:
+        assert mirror.bring_back() is None
+        assert said == ["the store does not answer (503); the run continues from this folder"]
+        mirror.close(0)
+    else:
+        with pytest.raises(error) as caught:
+            mirror.bring_back()
+        assert f"({fault})" in str(caught.value) or f"the store refuses: {fault}" in str(
+            caught.value
+        )
+        assert caught.value.where == "output_store: model://store"
+
+
+@pytest.mark.parametrize("has_gone_on", [False, True])
+def test_a_run_that_began_without_its_store_takes_it_later_unless_another_went_on(
+    has_gone_on, store, run, tmp_path, said
+):
+    store.fault = StoreError("503")
+    mirror = mirror_of(store.behind(), run, said)
+    mirror.bring_back()
+    if has_gone_on:
+        with_copies(store, folder_of_run(tmp_path / "other"), 1)
+    store.fault = None
+    assert delivered(mirror, 2, step_done(run, 2)) is not has_gone_on
+    if has_gone_on:
+        with pytest.raises(RunTakenError, match="the run has gone on elsewhere while the store"):
+            mirror.check()
+    mirror.close(1)
+    assert max(int(key[-13:-5]) for key in store.list("commits/")) == (1 if has_gone_on else 2)
+
+
+def test_another_machine_is_kept_out_while_the_first_renews(store, run, tmp_path):
+    first = mirror_of(store, run, pace=replace(STILL, renew_s=0.05, lease_s=2.0))
+    first.bring_back()
+    until(lambda: len(store.list("writers/")) > 3)
+    with pytest.raises(RunTakenError, match="is training this run") as caught:
+        mirror_of(store, tmp_path / "second").bring_back()
+    assert caught.value.where == "output_store: model://store"
+    first.close(1)
+    assert json.loads(store.objects[max(store.list("writers/"))])["released"] is True
+
+
+def test_a_folder_that_is_no_place_for_a_copy_is_doubted(run, tmp_path, monkeypatch):
+    def doubt(store: str) -> str:
+        return str(mirror_of(open_store(store), run).doubt())
+
+    assert doubt(str(tmp_path)).startswith("is on the disk of the run: mount one that outlives")
+    assert doubt("/dev") == "None"
+    assert mirror_of(Model(), run).doubt() is None
+    bucket = SimpleNamespace(device="gcsfuse", mountpoint=str(tmp_path), fstype="fuse.gcsfuse")
+    monkeypatch.setattr(mounts.psutil, "disk_partitions", lambda all: [bucket])
+    assert doubt(str(tmp_path)).startswith("is a bucket, mounted by gcsfuse: by its own address")
+
+
+# ---- while the run continues ----
+
+
+def test_after_a_gap_the_store_is_asked_before_the_run_continues(store, run, said, monkeypatch):
+    gaps = SimpleNamespace(tick=lambda: None, taken=lambda: True)
+    monkeypatch.setattr(mirror_module, "Gaps", lambda most_s: gaps)
+    mirror = mirror_of(store.behind(), run, said)
+    mirror.bring_back()
+    store.fault = StoreError("503")
+    mirror.check()
+    assert said == ["the store does not answer (503); the run continues"]
+    store.fault = None
+    mirror.check()
+    store.create("writers/00000003.json", OTHER)
+    with pytest.raises(RunTakenError, match="other is training this run in /x"):
+        mirror.check()
+    mirror.close(1)
+    assert len(store.list("bills/")) == 1
+
+
+def test_the_bill_that_another_machine_left_is_joined_with_the_ledger(store, run):
+    mirror = mirror_of(store, run)
+    mirror.bring_back()
+    left = Account(9, "theirs", 1, "running", spans={"idle": 7.0})
+    store.put("bills/ab-1.json", json.dumps({"ledger": [left.as_row()]}).encode())
+    assert delivered(mirror, 1, step_done(run, 1))
+    mirror.check()
+    found = read_ledger(run / "ledger.jsonl").accounts
+    assert {number: account.wall_s for number, account in found.items()} == {1: 1.0, 9: 7.0}
+    mirror.close(1)
+
+
+def test_the_lease_carries_the_newest_64_attempts(store, run):
+    accounts = [Account(n, f"id-{n}", 1, spans={"idle": 1.0}) for n in range(1, 71)]
+    (run / "ledger.jsonl").write_text("".join(map(as_line, accounts)))
+    mirror = mirror_of(store, run)
+    mirror.bring_back()
+    mirror.close(1)
+    assert [row["attempt"] for row in newest_words(store)] == [*range(7, 71)]
+
+
+def test_a_store_that_fails_is_said_once_and_so_is_that_it_is_back(store, run, said):
+    mirror = mirror_of(store.behind(), run, said)
+    mirror.bring_back()
+    store.fault, store.names = StoreError("503"), {"put"}
+    mirror.offer(1, [step_done(run, 1)])
+    until(lambda: (mirror.check(), said)[1])
+    mirror.offer(2, [step_done(run, 2)])
+    assert mirror.failing
+    store.fault = None
+    assert mirror.wait(60)
+    mirror.check()
+    away, back = said
+    assert away == "the copy of step 1 has not reached the store (503); training continues"
+    assert back.startswith("the store is back: the copy of step ")
+    assert (mirror.failing, mirror.delivered_step) == (False, 2)
+    mirror.close(1)
+
+
+@pytest.mark.parametrize(("sent", "there"), [([], "nothing"), ([1], "step 1")])
+def test_what_does_not_reach_the_store_by_the_end_is_named(sent, there, store, run, said):
+    mirror = mirror_of(store.behind(), run, said, pace=replace(STILL, give_up_s=0.02))
+    mirror.bring_back()
+    for step in sent:
+        assert delivered(mirror, step, step_done(run, step))
+    store.fault = StoreError("503")
+    mirror.offer(2, [step_done(run, 2)])
+    mirror.close(1e9)  # it ends, as the store only fails
+    assert said[-1] == (
+        f"the newest copy could not be brought to model://store: {there} of this attempt is there"
+    )
+    assert not (run / "outbox").exists()
+
+
+def test_a_checkpoint_that_is_damaged_on_this_disk_is_not_copied(store, run, said, tmp_path):
+    mirror = mirror_of(store, run, said)
+    mirror.bring_back()
+    assert delivered(mirror, 1, step_done(run, 1))
+    damaged = step_done(run, 2)
+    (damaged / "state.json").write_text('{"step": 3}')
+    assert delivered(mirror, 2, damaged)
+    mirror.check()
+    assert said[0].startswith("the checkpoint of step 2 is damaged on this disk (state.json")
+    mirror.close(1)
+    assert taken(store, tmp_path / "empty") == 1
