@@ -200,6 +200,7 @@ def test_a_lost_answer_does_not_make_a_holder_a_stranger_to_itself(
             first.lease.renew(shelf)  # type: ignore[arg-type]
         monkeypatch.setattr(shelf, lost, real)
         first.lease.renew(shelf)  # type: ignore[arg-type]
+    assert list(shelf.list("writers/")) == [f"writers/{n:08d}.json" for n in range(1, 8)]
 
 
 @pytest.mark.parametrize("late", [1, 3])

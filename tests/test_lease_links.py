@@ -105,6 +105,7 @@ def test_who_waits_for_a_lease_can_be_told_to_leave(clock, store, tmp_path):
     with pytest.raises(RunInterruptedError):
         lease_in(tmp_path / "second").claim(store, lambda: clock.now >= 1005.0)
     assert clock.now == 1005.0
+    lease_in(tmp_path / "third").release(store)
     assert links_in(store) == ["writers/00000001.json"]
 
 
@@ -155,6 +156,9 @@ def test_words_of_a_link_that_are_no_rows_are_passed_over(clock, store, tmp_path
     first.claim(store, never)
     first.renew(store)
     assert newest_words(store) == [{"by": "first"}]
+    store.put("writers/00000003.json", b"[]")
+    assert lease_in(tmp_path / "second").claim(store, never) == []
+    assert clock.now == 1000.0, "nobody holds it by a link that says nothing"
     assert newest_words(open_store(str(tmp_path / "empty"))) == []
 
 

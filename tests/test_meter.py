@@ -8,11 +8,14 @@ import os
 import random
 from pathlib import Path
 
+import psutil
 import pytest
 
 from attempts import Clock, attempt
-from farthing.run.accounts import Account, read_ledger, with_redone
-from farthing.run.ledger import Ledger, Meter
+from farthing.run import ledger as ledger_module
+from farthing.run.accounts import Account, as_line, read_ledger, with_redone
+from farthing.run.ledger import Ledger, Meter, seconds_since_process_start, steady_clock
+from patience import until
 
 
 def read_attempts(path: Path) -> list[Account]:
@@ -48,9 +51,98 @@ def test_a_span_ends_with_an_error_too():
     assert meter.spans == {"start_up": 2.0, "compute": 1.0}
 
 
+def test_seconds_go_to_the_work_that_was_waited_for_and_no_more_than_there_are():
+    meter = Meter(already_s=5.0)
+    with meter.span("idle"):
+        meter.move("start_up", "ranks", 2.0)
+        assert (meter.spans["start_up"], meter.spans["ranks"]) == (pytest.approx(3, abs=0.5), 2)
+        meter.move("ranks", "compute", 9.0)
+        meter.move("export", "compute", 9.0)
+    assert (meter.spans["ranks"], meter.spans["compute"], meter.spans["export"]) == (0, 2, 0)
+
+
+def test_the_time_of_day_follows_no_clock_that_is_set_later():
+    at = {"wall": 1000.0, "boot": 10.0}
+    now = steady_clock(lambda: at["wall"], lambda: at["boot"])
+    at["wall"], at["boot"] = 5.0, 17.0
+    assert now() == 1007.0
+
+
+@pytest.mark.parametrize(
+    ("age_s", "counted_s"),
+    [(0.5, 0.5), (3599.0, 3599.0), (3600.5, 0.0), (-1.0, 0.0)],
+)
+@pytest.mark.parametrize("has_proc", [True, False])
+def test_a_process_counts_its_age_of_up_to_an_hour(has_proc, age_s, counted_s, monkeypatch):
+    born_s = psutil.Process().create_time()
+    since_boot_s = born_s - psutil.boot_time()
+    monkeypatch.setattr(ledger_module, "seconds_since_boot", lambda: since_boot_s + age_s)
+    if not has_proc:
+        monkeypatch.setattr("os.sysconf", lambda name: int("none"))
+        monkeypatch.setattr("time.time", lambda: born_s + age_s)
+    assert seconds_since_process_start() == pytest.approx(counted_s, abs=0.02)
+
+
 def test_a_span_without_a_name_on_the_receipt_is_refused():
     with pytest.raises(KeyError), Meter().span("coffee"):
         pass
+
+
+def test_a_line_is_written_every_half_second_and_before_a_checkpoint_bears_witness(tmp_path):
+    clock = Clock()
+    ledger = attempt(tmp_path / "l", clock, 3.6, 7, 8)
+    for passed_s, known_s in ((0.25, 10.0), (0.25, 10.5)):
+        clock.now += passed_s
+        ledger.beat()
+        (account,) = read_attempts(tmp_path / "l")
+        assert (account.wall_s, account.began, account.first_step) == (known_s, True, 7)
+    assert account.line == 3
+    clock.now += 0.25
+    witness = ledger.witness()
+    assert witness == {"attempt": 1, "spent_s": 10.75, "spent_usd": pytest.approx(0.01075)}
+    assert read_attempts(tmp_path / "l")[0].wall_s == 10.75
+
+
+def test_attempts_before_the_newest_eight_keep_two_stretches(tmp_path):
+    clock = Clock()
+    for n in range(10):
+        attempt(tmp_path / "l", clock, 1, 3 * n, 3 * n + 3)
+    ledger = Ledger(tmp_path / "l", Meter(clock=clock), 1)
+    ledger.write()
+    assert [len(each.marks) for each in read_attempts(tmp_path / "l")] == [2] * 2 + [4] * 8 + [1]
+
+
+def test_a_clock_behind_an_earlier_attempt_is_known(tmp_path):
+    accounts = [Account(n, str(n), at=at) for n, at in ((1, 1000.0), (2, 900.0))]
+    (tmp_path / "l").write_text("".join(map(as_line, accounts)))
+    back_s = [
+        Ledger(tmp_path / "l", Meter(now=lambda at=at: at), 1).clock_back_s
+        for at in (940.0, 1001.0)
+    ]
+    assert back_s == [60.0, 0.0]
+    first = Ledger(tmp_path / "none", Meter(already_s=40.0, now=lambda: 0.0), 1)
+    assert first.clock_back_s == 0.0
+
+
+def test_time_is_on_the_bill_while_nobody_says_anything_and_its_end_is_on_the_disk(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("farthing.run.ledger.BEAT_S", 0.01)
+    forced: list[Path] = []
+    monkeypatch.setattr("farthing.run.ledger.fsync_path", forced.append)
+    ledger = Ledger(tmp_path / "l", Meter(already_s=40.0, now=lambda: 1000.0), 1)
+    ledger.write()
+    began_s = read_attempts(tmp_path / "l")[0].started_at
+    assert began_s == pytest.approx(960, abs=5)
+    ledger.keep_beating()
+    until(lambda: read_attempts(tmp_path / "l")[0].line > 2)
+    ledger.close()
+    (account,) = read_attempts(tmp_path / "l")
+    assert (account.started_at, account.at, forced) == (began_s, 1000.0, [tmp_path / "l"])
+    ledger.withdraw()
+    ledger.close()
+    assert not (tmp_path / "l").exists()
+    assert len(forced) == 1
 
 
 def test_each_attempt_is_priced_at_its_own_rate(tmp_path):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from farthing.errors import InputError, RunTakenError, StoreUnavailableError
 from farthing.run import mirror as mirror_module
 from farthing.run.accounts import Account, as_line, read_ledger
-from farthing.run.mirror import MirrorTimes
+from farthing.run.mirror import open_mirror
 from farthing.storage import mounts
 from farthing.storage.lease import newest_words
 from farthing.storage.objects import (
@@ -72,12 +72,15 @@ def said() -> list[str]:
     return []
 
 
-def test_how_long_a_store_is_waited_for_and_a_lease_is_held():
-    """The first three as `docs/guides/interruptions.md` has them."""
-    times = MirrorTimes()
-    assert (times.renew_s, times.lease_s, times.finish_s, times.give_up_s) == (20, 60, 600, 60)
-    assert (times.leave_s, times.answer_s, times.deliver_s) == (20, 60, 3600)
-    assert (times.pause_s, times.again_s) == (0.5, 30)
+def test_how_long_a_store_is_waited_for_and_a_lease_is_held(tmp_path, run):
+    """The first five as `docs/guides/interruptions.md` has them."""
+    mirror = open_mirror(str(tmp_path / "store"), run, 2, print)
+    assert mirror is not None
+    assert mirror.delivery_s == 0.0
+    times = mirror.pace
+    assert (times.renew_s, times.lease_s, times.leave_s) == (20, 60, 20)
+    assert (times.finish_s, times.give_up_s) == (600, 60)
+    assert (times.answer_s, times.deliver_s, times.pause_s, times.again_s) == (60, 3600, 0.5, 30)
 
 
 # ---- at the start ----
@@ -150,6 +153,42 @@ def test_a_folder_that_is_no_place_for_a_copy_is_doubted(run, tmp_path, monkeypa
     bucket = SimpleNamespace(device="gcsfuse", mountpoint=str(tmp_path), fstype="fuse.gcsfuse")
     monkeypatch.setattr(mounts.psutil, "disk_partitions", lambda all: [bucket])
     assert doubt(str(tmp_path)).startswith("is a bucket, mounted by gcsfuse: by its own address")
+
+
+def test_a_folder_takes_from_its_store_what_it_has_lost_and_nothing_else(store, run):
+    def again() -> int | None:
+        mirror = mirror_of(store, run)
+        step = mirror.bring_back()
+        mirror.offer_last_words()  # there are none yet
+        mirror.close(1)
+        return step
+
+    mirror = mirror_of(store, run)
+    mirror.bring_back()
+    assert delivered(mirror, 0)
+    mirror.close(1)
+    assert again() is None, "no step is in the store"
+    with_copies(store, run, 1, 2)
+    step_done(run, 3)
+    assert again() is None, "it was here last"
+    shutil.rmtree(run / "checkpoints")
+    assert again() == 2
+    (run / "store.json").write_text('{"store": "another", "epoch": 99}')
+    assert again() == 2
+
+
+def test_a_model_goes_along_where_it_is_asked_for(store, run, tmp_path):
+    (run / "model" / "sub").mkdir(parents=True)
+    (run / "model" / "sub" / "weights").write_text("w")
+    mirror = mirror_of(store, run)
+    mirror.bring_back()
+    for step in (1, 2):
+        mirror.offer(step, [step_done(run, step)], with_model=step == 2)
+        assert mirror.wait(60)
+        assert any("/model/sub/weights" in key for key in store.objects) == (step == 2)
+    mirror.close(1)
+    assert taken(store, tmp_path / "empty") == 2
+    assert (tmp_path / "empty" / "model" / "sub" / "weights").read_text() == "w"
 
 
 # ---- while the run continues ----

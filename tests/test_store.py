@@ -143,7 +143,7 @@ def test_the_newest_and_the_best_are_kept_and_nothing_is_sent_twice(run, tmp_pat
 
 def test_what_abandoned_uploads_left_is_removed_when_it_is_old(run):
     store = Model()
-    for name, age_s in (("old", 2e5), ("young", 10.0)):
+    for name, age_s in (("old", 87000.0), ("young", 86000.0)):
         store.put(f"data/00000000-{name}/x", b"left")
         store.written_at[f"data/00000000-{name}/x"] -= age_s
     mirror = mirror_of(store, run)
