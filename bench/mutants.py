@@ -27,17 +27,16 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 FORK = multiprocessing.get_context("fork")
 HEAVY = "torch transformers peft pydantic numpy yaml rich fsspec pyarrow httpx pytest coverage"
+DURABLE = (
+    "store mirror commits lease log_parts checkpoint faults survive snapshot disk_trouble identity"
+    " security"
+)
 WINGS = {  # files to change, and the tests that have to notice
     "launch": ("launch/*.py", "launch"),
-    "storage": (
-        "storage/*.py run/commits.py run/checkpoint.py",
-        "store commits lease log_parts checkpoint faults survive snapshot disk_trouble identity"
-        " security",
-    ),
+    "storage": ("storage/*.py run/commits.py run/checkpoint.py", DURABLE),
     "run": (
         "run/[!c]*.py",
-        "store commits lease log_parts checkpoint faults survive snapshot disk_trouble identity"
-        " security ledger meter limits.py watchdog retry notices ranks spread receipts.py export.py",
+        f"{DURABLE} ledger meter limits.py watchdog retry notices ranks spread receipts.py export",
     ),
     "engine": (
         "train/[elmos]*.py train/update.py objectives/*.py dist/reduce.py model/head.py"

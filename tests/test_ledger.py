@@ -17,7 +17,7 @@ from farthing.cli import main
 from farthing.errors import DataError, RunChangedError, RunDamagedError
 from farthing.events import StepTaken
 from farthing.report.receipt import build_receipt
-from farthing.run.accounts import read_ledger
+from farthing.run.accounts import Account, as_line, read_ledger
 from farthing.run.folder import keep, witnesses_of
 from farthing.run.ledger import Ledger, Meter
 from farthing.run.opening import opened
@@ -86,6 +86,24 @@ def test_removed_lines_are_made_good_from_what_later_ones_know(gone, tmp_path):
     assert not read_ledger(path).is_damaged, "said once, then it is on a line of its own"
     assert 0 in read_ledger(path).accounts
     assert path.with_name("ledger.jsonl.damaged-1").exists()
+
+
+@pytest.mark.parametrize(
+    ("past_s", "past_usd", "lost"),
+    [(10.009, 0.01, None), (10.5, 0.01, (0.5, 0.0)), (10.0, 0.0102, (0.001, 0.0002))],
+)
+def test_what_a_later_line_knows_besides_is_made_good_but_for_rounding(
+    past_s, past_usd, lost, tmp_path
+):
+    first = Account(1, "1", usd_per_hour=3.6, spans={"compute": 10.0}, step=9, committed=8)
+    later = Account(2, "2", past_s=past_s, past_usd=past_usd)
+    (tmp_path / "l").write_text(as_line(first) + as_line(later))
+    found = read_ledger(tmp_path / "l")
+    assert found.is_damaged == (lost is not None)
+    if lost is not None:
+        made_good = found.accounts[0]
+        assert (made_good.wall_s, made_good.usd) == pytest.approx(lost)
+        assert (made_good.ended, made_good.line) == ("lost", 1)
 
 
 def bear_witness(folder: Path, ledger: Ledger, step: int, run_id: str = "run-1") -> None:

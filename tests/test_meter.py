@@ -109,7 +109,22 @@ def test_attempts_before_the_newest_eight_keep_two_stretches(tmp_path):
         attempt(tmp_path / "l", clock, 1, 3 * n, 3 * n + 3)
     ledger = Ledger(tmp_path / "l", Meter(clock=clock), 1)
     ledger.write()
-    assert [len(each.marks) for each in read_attempts(tmp_path / "l")] == [2] * 2 + [4] * 8 + [1]
+    attempts = read_attempts(tmp_path / "l")
+    assert [len(each.marks) for each in attempts] == [2] * 2 + [4] * 8 + [1]
+    assert attempts[-1].marks[0].step == 0
+
+
+def test_what_is_noted_of_an_attempt_is_its_most_and_its_newest():
+    account = Account(1)
+    assert (account.committed, account.exported, account.peak_bytes) == (-1, None, None)
+    account.note({"committed": 4, "exported": 4, "peak_bytes": 70, "mfu": 0.5, "tokens": 8})
+    account.note({"committed": 2, "peak_bytes": 50, "out_of_memory": {"step": 3}, "tokens": 0})
+    account.note({"loss": 1.0})
+    assert (account.committed, account.exported, account.peak_bytes) == (4, 4, 70)
+    assert (account.out_of_memory, account.facts) == ([{"step": 3}], {"mfu": 0.5, "tokens": 8})
+    for number in range(60):
+        account.note({"notice": number + 1})
+    assert [each["notice"] for each in account.notices] == [*range(11, 61)]
 
 
 def test_a_clock_behind_an_earlier_attempt_is_known(tmp_path):

@@ -177,7 +177,7 @@ def test_a_folder_takes_from_its_store_what_it_has_lost_and_nothing_else(store, 
     assert again() == 2
 
 
-def test_a_model_goes_along_where_it_is_asked_for(store, run, tmp_path):
+def test_a_model_goes_along_where_it_is_asked_for_and_the_last_words_after_it(store, run, tmp_path):
     (run / "model" / "sub").mkdir(parents=True)
     (run / "model" / "sub" / "weights").write_text("w")
     mirror = mirror_of(store, run)
@@ -186,8 +186,13 @@ def test_a_model_goes_along_where_it_is_asked_for(store, run, tmp_path):
         mirror.offer(step, [step_done(run, step)], with_model=step == 2)
         assert mirror.wait(60)
         assert any("/model/sub/weights" in key for key in store.objects) == (step == 2)
-    mirror.close(1)
+    with open(run / "ledger.jsonl", "a") as ledger:
+        ledger.write(as_line(Account(1, "run-1", 9, spans={"compute": 9.0})))
+    mirror.offer_last_words()
+    mirror.close(60)
+    store.remove(list(store.list("writers/")))  # the lease knows the money too
     assert taken(store, tmp_path / "empty") == 2
+    assert read_ledger(tmp_path / "empty" / "ledger.jsonl").accounts[1].wall_s == 9.0
     assert (tmp_path / "empty" / "model" / "sub" / "weights").read_text() == "w"
 
 
