@@ -24,7 +24,7 @@ TODAY = date(2026, 11, 21)
 
 
 @pytest.fixture(autouse=True)
-def _no_refreshed_prices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_refreshed_prices(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

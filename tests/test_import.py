@@ -1000,9 +1000,7 @@ def test_code_of_a_hub_model_is_not_run_unpinned(tmp_path):
     ("files", "train"),
     [('"a.csv"', ["a.csv"]), ('["a.csv", "c.csv"]', ["a.csv", "c.csv"])],
 )
-def test_each_split_of_a_script_has_its_own_files(
-    files: str, train: list[str], tmp_path: Path
-) -> None:
+def test_each_split_of_a_script_has_its_own_files(files, train, tmp_path):
     own = f'load_dataset("csv", data_files={{"train": {files}, "test": "b.csv"}})'
     script = PRECISE.format(precision="", weights="").replace('load_dataset("org/d")', own)
     found = imported(tmp_path, script, "train.py")
@@ -1010,7 +1008,7 @@ def test_each_split_of_a_script_has_its_own_files(
     assert [each["path"] for each in found.job["data.eval"]] == ["b.csv"]
 
 
-def test_lists_within_lists_of_a_script_are_not_written_out(tmp_path: Path) -> None:
+def test_lists_within_lists_of_a_script_are_not_written_out(tmp_path):
     lists = [f"a{i} = [{','.join([f'a{i - 1}'] * 10)}]" for i in range(1, 13)]
     script = PRECISE.format(precision=", report_to=a12, seed=7", weights="")
     script = "\n".join(['a0 = ["x"]', *lists, f"a{'.b' * 1500} = 1", script])
@@ -1019,7 +1017,7 @@ def test_lists_within_lists_of_a_script_are_not_written_out(tmp_path: Path) -> N
     assert len(str(found.lines["TrainingArguments.report_to"].value)) < 1000
 
 
-def test_variables_of_a_shell_script_are_not_written_out_without_bound(tmp_path: Path) -> None:
+def test_variables_of_a_shell_script_are_not_written_out_without_bound(tmp_path):
     plain = "python run_clm.py --model_name_or_path m --learning_rate 1e-4 --train_file a.txt\n"
     bomb = f'A="{"x" * 3000}"\n{plain.strip()} --seed {"$A" * 3000}\n'
     found = imported(tmp_path, bomb + plain, "run.sh")
@@ -1043,12 +1041,12 @@ def test_variables_of_a_shell_script_are_not_written_out_without_bound(tmp_path:
         ("run_clm.py --train_file a.txt", {"data.max_length": 1024}),
     ],
 )
-def test_a_program_keeps_its_defaults(program: str, keys: dict[str, float], tmp_path: Path) -> None:
+def test_a_program_keeps_its_defaults(program, keys, tmp_path):
     text = f"python {program} --model_name_or_path org/m --learning_rate 1e-4\n"
     found = imported(tmp_path, text, "run.sh")
     assert {key: found.job.get(key) for key in keys} == keys
 
 
-def test_pre_training_packs_where_nothing_is_said(tmp_path: Path) -> None:
+def test_pre_training_packs_where_nothing_is_said(tmp_path):
     text = "stage: pt\nmodel_name_or_path: m\nfinetuning_type: full\n"
     assert imported(tmp_path, text).lines["packing"].effect == "differs"

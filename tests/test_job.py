@@ -21,7 +21,7 @@ BASE = "task: causal-lm\nmodel: org/name\ndata: train.jsonl\noutput_dir: run\n"
 def read(tmp_path):
     """Read a job: the four needed keys and `more`, with overrides."""
 
-    def reading(more: str = "", *overrides: str, base: str = BASE) -> Job:
+    def reading(more="", *overrides, base=BASE):
         path = tmp_path / "job.yaml"
         path.write_text(base + more, encoding="utf-8")
         return load_job(path, list(overrides))

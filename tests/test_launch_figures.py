@@ -160,7 +160,7 @@ def test_a_machine_that_could_not_train_a_minute_is_not_asked_for(tmp_path):
     prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
     ledger = MachineLedger(tmp_path / "run")
 
-    def after(usd: float) -> int:
+    def after(usd):
         spent = [Account(1, spans={"compute": 3600.0}, usd_per_hour=usd, state="limit")]
         return prepared.ask(1, prepared.offers[0], ledger, spent, NOW).most_s
 
@@ -173,7 +173,7 @@ def test_a_machine_that_could_not_train_a_minute_is_not_asked_for(tmp_path):
 def test_a_deadline_is_the_end_of_a_machine_and_hours_are_those_of_training(
     tmp_path,
 ):
-    def most_s(**limits: Any) -> int:
+    def most_s(**limits):
         prepared = on("runpod", tmp_path, limits=limits)
         return prepared.ask(1, prepared.offers[0], MachineLedger(tmp_path / "run"), [], NOW).most_s
 
@@ -243,7 +243,7 @@ def test_what_a_watcher_makes_after_another_took_over_is_ended_and_counted(tmp_p
     """It is suspended before its request: the other one looks for that machine in vain."""
     course, found = Course(tmp_path), list[str]()
 
-    def meanwhile() -> None:
+    def meanwhile():
         course.world.sleep(900)
         with pytest.raises(Killed):
             course.goes(Fate(40, is_before=False), course.run.parent / "b", holder=2)
@@ -284,7 +284,7 @@ def test_a_refusal_is_of_the_account_the_stock_or_the_request(why, status, kind)
 def test_what_fails_is_asked_again_after_two_and_four_seconds(n_tries, pauses):
     slept, n_asked = list[float](), list[int]()
 
-    def failing(request: httpx.Request) -> httpx.Response:
+    def failing(request):
         n_asked.append(1)
         return httpx.Response(500, json={"title": "x" * 300})
 
@@ -296,7 +296,7 @@ def test_what_fails_is_asked_again_after_two_and_four_seconds(n_tries, pauses):
 
 
 def test_an_answer_of_sixteen_megabytes_is_read_and_no_longer_one():
-    def answer(n: int) -> Any:
+    def answer(n):
         transport = httpx.MockTransport(lambda request: httpx.Response(200, text=f'"{"x" * n}"'))
         return Api("https://x", {}, transport=transport, sleep=lambda s: None).ask("GET", "/")
 
@@ -314,7 +314,7 @@ def test_a_price_is_a_number_of_dollars(told, usd):
 
 
 def test_a_farthing_without_its_metadata_can_not_be_sent(monkeypatch):
-    def absent(name: str) -> Any:
+    def absent(name):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", absent)
@@ -335,7 +335,7 @@ def test_a_store_that_is_away_interrupts_no_watch_and_says_nothing_of_who_holds_
     session = Session(prepared_for("runpod", tmp_path / "run", 4.0, 0.4), print)
     (tmp_path / "run" / "launch").mkdir(parents=True)
 
-    def away(*_: Any) -> None:
+    def away(*_):
         raise StoreError("away")
 
     with session.only_watcher() as (sleep, reclaim):
@@ -370,7 +370,7 @@ def test_words_of_a_machine(tmp_path, monkeypatch):
     slept = list[float]()
     monkeypatch.setattr("farthing.launch.words.time.sleep", slept.append)
 
-    def away(*_: Any) -> None:
+    def away(*_):
         raise StoreError("away")
 
     monkeypatch.setattr(store, "put", away)

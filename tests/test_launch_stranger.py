@@ -37,7 +37,7 @@ def job(tiny_folders, tmp_path, monkeypatch):
 def ssh(job, monkeypatch):
     """Gives ssh that says this and fails."""
 
-    def fails(says: str) -> None:
+    def fails(says):
         program = job.parent / "ssh"
         program.write_text(f"#!/bin/sh\necho '{says}' >&2; exit 255\n")
         program.chmod(0o755)

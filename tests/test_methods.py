@@ -49,7 +49,7 @@ ADAPTERS = {
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+def watched(monkeypatch):
     return Watched(monkeypatch)
 
 

@@ -26,7 +26,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def given() -> list[dict[str, str]]:
+def given():
     data = os.environ.get("FARTHING_DATA")
     path = Path(data or ".").parent / "measured" / "published_finetune_measurements.csv"
     if not data or not path.is_file():
@@ -35,7 +35,7 @@ def given() -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def others() -> list[dict[str, str]]:
+def others():
     return rows_of(Path(plan_accuracy.__file__).parent / "published_rows.csv")
 
 

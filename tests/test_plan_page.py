@@ -12,7 +12,7 @@ import pytest
 from farthing.planner.ownership import parse_owned, saving
 from farthing.planner.types import Range
 from farthing.report.plan_report import plan_page
-from farthing.report.plan_view import PlanView, plan_view
+from farthing.report.plan_view import plan_view
 from farthing.report.plan_words import say_cost
 from farthing.units import say_seconds
 from pages import NASTY, Read, nasty
@@ -20,7 +20,7 @@ from planned import OWN, ask
 
 
 @pytest.fixture(scope="module")
-def view(tmp_path_factory: pytest.TempPathFactory) -> PlanView:
+def view(tmp_path_factory):
     found = ask(tmp_path_factory.mktemp("job"), own=[parse_owned(OWN)], deadline_s=40 * 3600.0)
     return plan_view(found, runs_per_month=24)
 

@@ -17,7 +17,6 @@ import pytest
 import yaml
 
 from command import Cli
-from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.local.machine import Cpu, LocalMachine
 from farthing.planner import inputs as study
@@ -40,8 +39,8 @@ ANSWERED: dict[str, study.Study] = {}
 
 
 @pytest.fixture(autouse=True)
-def _as_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def study_once(job: Job, asked: study.PlanOptions, *, now: datetime) -> study.Study:
+def _as_everywhere(tmp_path, monkeypatch):
+    def study_once(job, asked, *, now):
         if asked.prices is not None:  # a file that each test writes anew
             return study_job(job, asked, now=now)
         question = repr((job, asked, now.date(), study.local_machine())).replace(str(tmp_path), "")
@@ -56,7 +55,7 @@ def _as_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path, tiny_folders: dict[str, Path]) -> str:
+def job(tmp_path, tiny_folders):
     """A small job: the data is here, the model is a folder."""
     write_jsonl(tmp_path / "rows.jsonl", demo_rows(200))
     path = tmp_path / "job.yaml"
@@ -101,7 +100,7 @@ class Plan(Cli):
 
 
 @pytest.fixture
-def plan(job: str, capsys: pytest.CaptureFixture[str]) -> Plan:
+def plan(job, capsys):
     return Plan(job, capsys)
 
 

@@ -29,7 +29,7 @@ from farthing.report.plan_report import (
     limits_in_words,
     ways_out,
 )
-from farthing.report.plan_view import PlanView, plan_view
+from farthing.report.plan_view import plan_view
 from farthing.report.plan_words import say_cost
 from farthing.report.words import say
 from offers import TODAY, offer_of
@@ -37,17 +37,17 @@ from planned import OWN, ask
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+def study(tmp_path_factory):
     return ask(tmp_path_factory.mktemp("job"), own=[parse_owned(OWN)])
 
 
 @pytest.fixture(scope="module")
-def typed(study: Study) -> PlanView:
+def typed(study):
     return plan_view(study, runs_per_month=24)
 
 
 @pytest.fixture(scope="module")
-def view(typed: PlanView) -> dict[str, Any]:
+def view(typed):
     return typed.to_json()
 
 

@@ -11,7 +11,6 @@ import io
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
 from datetime import date
 from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
@@ -54,7 +53,7 @@ def zipped(name: str, text: str) -> bytes:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pages]:
+def server(monkeypatch):
     for name in ("GPUHUNT_CATALOG_DIR", "GPUHUNT_CATALOG_URL"):
         monkeypatch.delenv(name, raising=False)
     pages = Pages(
@@ -297,7 +296,7 @@ def provider_with(get: Any) -> Any:
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> None:
+def library(monkeypatch):
     machines = [
         sold("RTX4090", 24.0, 0.4),
         sold("RTX3090", 24.0, 0.2, spot=True),

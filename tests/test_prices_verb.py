@@ -17,7 +17,7 @@ GPUHUNT = "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("GPUHUNT_CATALOG_DIR", "GPUHUNT_CATALOG_URL"):
