@@ -225,10 +225,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
     (
         "lf.yaml",
         f"{FACTORY}add_tokens: <a>,<b>\nresize_vocab: true\n",
-        {
-            "model.new_tokens": ["<a>", "<b>"],
-            "method.modules_to_save": ["embed_tokens", "lm_head"],
-        },
+        {"model.new_tokens": ["<a>", "<b>"], "method.modules_to_save": ["embed_tokens", "lm_head"]},
         {},
     ),
     *(
@@ -926,9 +923,7 @@ def test_a_job_of_openai_has_weights_and_rates_that_nobody_knows(tmp_path):
     method = {"type": "supervised", "supervised": {"hyperparameters": how}}
     model = "gpt-4o-mini-2024-07-18"
     found = imported(
-        tmp_path,
-        as_json(training_file="file-abc", model=model, seed=7, method=method),
-        "job.json",
+        tmp_path, as_json(training_file="file-abc", model=model, seed=7, method=method), "job.json"
     )
     job = job_of(tmp_path, found)
     assert found.source == "openai"
@@ -997,8 +992,7 @@ def test_code_of_a_hub_model_is_not_run_unpinned(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "train"),
-    [('"a.csv"', ["a.csv"]), ('["a.csv", "c.csv"]', ["a.csv", "c.csv"])],
+    ("files", "train"), [('"a.csv"', ["a.csv"]), ('["a.csv", "c.csv"]', ["a.csv", "c.csv"])]
 )
 def test_each_split_of_a_script_has_its_own_files(files, train, tmp_path):
     own = f'load_dataset("csv", data_files={{"train": {files}, "test": "b.csv"}})'

@@ -21,12 +21,7 @@ from farthing.cli import main
 from farthing.config.job import Job
 from farthing.errors import InputError, RunBusyError
 from farthing.launch.agent import HostAgent
-from farthing.launch.driver import (
-    OutOfStockError,
-    RefusedError,
-    UnauthorizedError,
-    UnclearError,
-)
+from farthing.launch.driver import OutOfStockError, RefusedError, UnauthorizedError, UnclearError
 from farthing.launch.inputs import fetch_inputs, pack, send_inputs, with_token_sets
 from farthing.launch.machines import MachineLedger, bill_by_machine
 from farthing.launch.prepare import Wishes, launch_id_of, plain_image, prepare
@@ -130,10 +125,7 @@ def test_what_can_not_run_there_is_refused(demo, on, overrides, words, monkeypat
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "cuda"),
-    [("V100-16GB", "12.6"), ("B200", "13.0"), ("", "12.6")],
-)
+@pytest.mark.parametrize(("gpu", "cuda"), [("V100-16GB", "12.6"), ("B200", "13.0"), ("", "12.6")])
 def test_the_image_has_a_torch_for_the_gpu(gpu, cuda):
     assert plain_image(gpu) == f"pytorch/pytorch:2.13.0-cuda{cuda}-cudnn9-runtime"
 
@@ -268,10 +260,7 @@ def _ask(demo: Path, on: str) -> Any:
     return session_of(prepare(_job(demo), Wishes(on=on), NOW)).next_ask()
 
 
-@pytest.mark.parametrize(
-    "on",
-    thinned(["runpod", "vast", "skypilot", *AT.values()], 2),
-)
+@pytest.mark.parametrize("on", thinned(["runpod", "vast", "skypilot", *AT.values()], 2))
 def test_no_secret_is_in_any_file_or_word(demo, on, monkeypatch, capfd):
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)

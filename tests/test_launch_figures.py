@@ -170,9 +170,7 @@ def test_a_machine_that_could_not_train_a_minute_is_not_asked_for(tmp_path):
         after(4.0 - least_usd + 1e-4)
 
 
-def test_a_deadline_is_the_end_of_a_machine_and_hours_are_those_of_training(
-    tmp_path,
-):
+def test_a_deadline_is_the_end_of_a_machine_and_hours_are_those_of_training(tmp_path):
     def most_s(**limits):
         prepared = on("runpod", tmp_path, limits=limits)
         return prepared.ask(1, prepared.offers[0], MachineLedger(tmp_path / "run"), [], NOW).most_s
@@ -227,9 +225,7 @@ class Over(Driver):
         pass
 
 
-def test_a_word_that_is_late_is_waited_for_twice_and_three_machines_in_vain_are_enough(
-    tmp_path,
-):
+def test_a_word_that_is_late_is_waited_for_twice_and_three_machines_in_vain_are_enough(tmp_path):
     course = Course(tmp_path)
     assert course.on(Over()).run() == 75
     assert course.said[-1] == "3 machines in a row saved nothing new: stopped"

@@ -465,10 +465,7 @@ def test_schedules_are_those_of_transformers_step_by_step(name, kwargs, n_warmup
         ({"lr_scheduler_type": "warmup_stable_decay"}, "needs the steps"),
         ({"lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, "constant has no `min_lr_rate`"),
         (
-            {
-                "lr_scheduler_type": "cosine_with_min_lr",
-                "lr_scheduler_kwargs": {"min_lr_rate": 10},
-            },
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 10}},
             "min_lr_rate: Input should be less than or equal to 1",
         ),
         (
@@ -486,10 +483,7 @@ def test_schedules_are_those_of_transformers_step_by_step(name, kwargs, n_warmup
             "more than the run's 6",
         ),
         (
-            {
-                "lr_scheduler_type": "cosine_with_min_lr",
-                "lr_scheduler_kwargs": {"min_lr": 0.5},
-            },
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.5}},
             "decays to 0.5, and the learning rate is 0.01",
         ),
     ],

@@ -10,7 +10,6 @@ from farthing.planner.ownership import (
     Way,
     break_even_hours,
     break_even_months,
-    needed_samples_per_min,
     parse_owned,
     run_on_own,
     saving,
@@ -31,13 +30,6 @@ def test_24_runs_a_year_at_250_against_10():
     assert totals == {"spot": 240, "managed": 6000}
     assert list(totals) == ["spot", "managed"], "the cheapest first"
     assert saving(totals["spot"], totals["managed"]).usd == 5760
-
-
-def test_how_fast_it_has_to_be():
-    assert round(needed_samples_per_min(300_000, 1, gpu_hours=12)) == 417
-    assert needed_samples_per_min(300_000, 1, gpu_hours=12, n_gpus=2) == pytest.approx(
-        833.3, abs=0.1
-    )
 
 
 # ---- owning ----
@@ -79,14 +71,8 @@ def test_break_even_in_months_counts_the_hours_of_use():
 
 
 def test_a_year_counts_what_is_paid_at_the_start_less_what_is_got_back():
-    ways = {
-        "own": Way(20 * OWN.running_usd_per_h, OWN.lost_usd),
-        "rent": Way(20 * 0.5),
-    }
-    assert yearly_usd(ways, 4) == {
-        "rent": 480,
-        "own": pytest.approx(1600 - 400 + 48 * 2),
-    }
+    ways = {"own": Way(20 * OWN.running_usd_per_h, OWN.lost_usd), "rent": Way(20 * 0.5)}
+    assert yearly_usd(ways, 4) == {"rent": 480, "own": pytest.approx(1600 - 400 + 48 * 2)}
     assert list(yearly_usd(ways, 20, n_years=3)) == ["own", "rent"]
 
 

@@ -25,11 +25,7 @@ from farthing.config.job import Job
 from farthing.errors import InputError
 from farthing.events import Saved, StepTaken
 from farthing.run import mirror as mirror_module
-from farthing.run.notices import (
-    Sign,
-    Watch,
-    services_for,
-)
+from farthing.run.notices import Sign, Watch, services_for
 from farthing.run.signals import Notice
 from farthing.train.run import train
 from interrupted import job_in, quiet

@@ -9,10 +9,9 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from farthing.data.lengths import from_arrays, from_mean
+from farthing.data.lengths import from_mean
 from farthing.errors import InputError
 from farthing.models.shapes import read_shape
 from farthing.planner.inputs import estimate_of
@@ -23,9 +22,7 @@ from farthing.planner.ranges import class_of
 from farthing.planner.search import budgets
 from farthing.planner.software import Torch
 from farthing.planner.spot import Interruptions, weibull
-from farthing.planner.types import (
-    JobSpec,
-)
+from farthing.planner.types import JobSpec
 from farthing.prices.offers import Billing, Offer
 from farthing.report.plan_view import why
 from offers import TODAY, offer_of
@@ -227,18 +224,10 @@ def test_a_price_that_the_user_gave_is_taken_however_old_it_is():
 
 
 def test_a_cent_is_not_waited_for():
-    quick, slow = place("A100-80GB", 2.0), place("RTX 3090", 0.5)
-    asked = wanted_of(max_steps=100)
-    plans = {plan.offer.gpu: plan for plan in decide(asked, [quick, slow]).plans}
-    more = plans["A100-80GB"].total_usd - plans["RTX 3090"].total_usd
-    cheaper = quick.sold(usd=2.0 * (1 - (more - 0.008) / plans["A100-80GB"].usd["compute"]))
-    answer = decide(asked, [cheaper, slow])
-    assert answer.plans[0].offer.gpu == "A100-80GB"
-    assert (
-        0.05 * answer.plans[1].total_usd
-        < answer.plans[0].total_usd - answer.plans[1].total_usd
-        < 0.01
-    )
+    """The slower one costs 5.9 cents, the quicker one at these prices 0.9 and 1.2 more."""
+    for usd, first in ((0.72, "A100-80GB"), (0.75, "RTX 3090")):
+        places = [place("A100-80GB", usd), place("RTX 3090", 0.5)]
+        assert decide(wanted_of(max_steps=100), places).best.offer.gpu == first
 
 
 def test_the_front_is_what_nothing_beats_in_both():
@@ -319,38 +308,33 @@ def test_a_model_too_large_for_one_gpu_is_divided():
 # ---- advice that can be followed ----
 
 
+FIELDS: dict[str, tuple[str, Any]] = {
+    "train.global_batch_size": ("global_batch", int),
+    "train.micro_batch_tokens": ("micro_batch_tokens", int),
+    "train.gradient_checkpointing": ("checkpoint_every", lambda _: 1),
+    "train.optim": ("optim", str),
+    "train.max_steps": ("max_steps", lambda text: int(text.split()[0])),
+    "method": ("method", str),
+    "limits.max_usd": ("max_usd", float),
+    "limits.max_hours": ("max_hours", float),
+}
+
+
 def follow(wanted: JobSpec, change: str, *, last: bool = False) -> JobSpec:
     """The job with a named change made; of two that are offered the first, or the last."""
-    choices = change.split(", or ")
-    for words in choices[-1 if last else 0].split(" with "):
+    for words in change.split(", or ")[-1 if last else 0].split(" with "):
         name, _, value = words.partition(" (")[0].partition(": ")  # what it costs in quality
         if name == "data.max_length":
-            cut = np.minimum(wanted.lengths.tokens, int(value))
-            wanted = replace(
-                wanted, lengths=from_arrays(cut, source="cut", n_examples=wanted.lengths.n_examples)
-            )
-            if wanted.eval_lengths is not None:
-                held = np.minimum(wanted.eval_lengths.tokens, int(value))
-                wanted = replace(wanted, eval_lengths=from_arrays(held, source="cut"))
-        elif found := re.fullmatch(
-            r"a deadline (?:(\d+) h )?(?:(\d+) min(?: (\d+) s)?)? later", words
-        ):
-            hours, minutes, seconds = (int(part or 0) for part in found.groups())
-            later_s = hours * H + minutes * 60 + seconds
+            held = wanted.eval_lengths and wanted.eval_lengths.truncated(int(value))
+            short = wanted.lengths.truncated(int(value))
+            wanted = replace(wanted, lengths=short, eval_lengths=held)
+        elif words.startswith("a deadline "):
+            parts = re.findall(r"(\d+) (h|min|s)", words)
+            later_s = sum(int(n) * {"h": 3600, "min": 60, "s": 1}[unit] for n, unit in parts)
             wanted = replace(wanted, deadline_s=(wanted.deadline_s or 0) + later_s)
         else:
-            field = {
-                "train.global_batch_size": ("global_batch", int),
-                "train.micro_batch_tokens": ("micro_batch_tokens", int),
-                "train.gradient_checkpointing": ("checkpoint_every", lambda _: 1),
-                "train.optim": ("optim", str),
-                "train.max_steps": ("max_steps", lambda text: int(text.split()[0])),
-                "method": ("method", str),
-                "limits.max_usd": ("max_usd", float),
-                "limits.max_hours": ("max_hours", float),
-            }
-            assert name in field, change
-            wanted = replace(wanted, **{field[name][0]: field[name][1](value)})
+            field, read = FIELDS[name]
+            wanted = replace(wanted, **{field: read(value)})
     return wanted
 
 

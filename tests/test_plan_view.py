@@ -25,10 +25,7 @@ from farthing.planner.types import Machine
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Billing, Offer
 from farthing.report.plan_compare import compare, find_plan
-from farthing.report.plan_report import (
-    limits_in_words,
-    ways_out,
-)
+from farthing.report.plan_report import limits_in_words, ways_out
 from farthing.report.plan_view import plan_view
 from farthing.report.plan_words import say_cost
 from farthing.report.words import say

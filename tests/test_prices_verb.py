@@ -62,22 +62,12 @@ def test_managed_training_is_shown_by_what_is_paid_for(tmp_path, cli):
     line = next(line for line in out.splitlines() if "LoRA up to 16B" in line)
     assert "$0.48" in line
     assert "/M tokens" in line
-
-
-def test_a_file_of_ones_own(tmp_path, cli):
-    path = tmp_path / "mine.csv"
-    path.write_text("provider,gpu,n_gpus,usd\nLab,T4,1,0.2\n", encoding="utf-8")
-    out = cli.out("prices", "--prices", str(path))
-    assert "Lab" in out
     assert "1 price of 1 provider" in out
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
-    [
-        (("--gpu", "h1000"), "did you mean `H100"),
-        (("--limit", "-1"), "--limit: -1 is too small"),
-    ],
+    [(("--gpu", "h1000"), "did you mean `H100"), (("--limit", "-1"), "--limit: -1 is too small")],
 )
 def test_mistakes_are_named(cli, argv, words):
     out, err = cli("prices", *argv, code=2)

@@ -21,14 +21,7 @@ from farthing.metrics import stderr_of_mean
 from farthing.report.runs import row_of
 from farthing.search.bill import priced
 from farthing.search.curve import gain
-from farthing.search.halving import (
-    best_score,
-    interval,
-    least_difference,
-    paired,
-    ranked,
-    rungs_of,
-)
+from farthing.search.halving import best_score, interval, least_difference, paired, ranked, rungs_of
 from farthing.search.report import in_words
 from farthing.search.run import search
 from farthing.search.space import draw, n_choices, refuse_choices

@@ -54,32 +54,13 @@ def measured(zone: Interruptions, n: int, seed: int = 1) -> Interruptions:
 # ---- oracles ----
 
 
-def test_half_price_with_ten_percent_overhead_saves_45_percent():
-    work_s = 300_000 / 1100 * 60
-    assert work_s / H == pytest.approx(4.55, abs=0.005)
-    # 6 s of saving per minute of work, nothing ever interrupted
-    spot = expect(work_s, SaveSchedule(60, 6, 0), exponential(1e12))
-    assert 0.5 * spot.billed_s / H == pytest.approx(2.5, abs=0.005)
-    assert 1 - 0.5 * spot.billed_s / work_s == pytest.approx(0.45, abs=0.001)
-
-
 def test_an_interruption_in_8_hours_and_a_12_hour_job():
     # restart and loss of 5 min each: save every 4 min, half of it lost on average, and 3 min to
     # restart
     expected = expect(12 * H, SaveSchedule(240, 0, 180), exponential(8 * H))
     assert expected.n_interruptions == pytest.approx(1.5, abs=0.02)
-    assert 7 <= (expected.lost_s + expected.restart_s) / 60 <= 10
-    lost_5 = expect(12 * H, SaveSchedule(600, 0, 0), exponential(8 * H))
-    assert lost_5.lost_s / lost_5.n_interruptions / 60 == pytest.approx(5, abs=0.2)
-    assert 7 <= lost_5.lost_s / 60 <= 10
-
-
-@pytest.mark.parametrize("mean_h", [2, 4, 8])
-def test_checkpoints_every_5_min_and_half_price_are_still_about_half_the_cost(mean_h):
-    work_s = 400_000 / 1200 * 60
-    assert work_s / H == pytest.approx(5.56, abs=0.005)
-    expected = expect(work_s, SaveSchedule(300, 5, 180), exponential(mean_h * H))
-    assert expected.billed_s / work_s * 0.5 == pytest.approx(0.5, abs=0.033)
+    assert expected.lost_s / 60 == pytest.approx(1.5 * 2, abs=0.1)
+    assert expected.restart_s / 60 == pytest.approx(1.5 * 3, abs=0.1)
 
 
 # ---- closed forms ----
