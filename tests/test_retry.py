@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import survive
 import workshop
 from farthing.run.accounts import Account, as_line, read_ledger
 from farthing.run.opening import opened
@@ -184,9 +185,9 @@ def test_where_a_run_stands_is_read_from_its_ledger(tmp_path):
 # ---- with real processes ----
 
 
-def test_a_run_that_is_killed_is_begun_again_and_finishes(tmp_path):
-    path = workshop.job_file(tmp_path, max_steps=20, save_steps=5)
-    held = Held(tmp_path / "hold", "step-00000010")
+def test_a_run_that_is_killed_is_begun_again_and_ends_with_the_same_bits(tmp_path):
+    path = workshop.job_file(tmp_path, save_steps=2, probe=False, size={"dropout": 0.1})
+    held = Held(tmp_path / "hold", "step-00000004")
     command = [sys.executable, "-m", "farthing", "train", str(path), "--retry", "--json"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=held.environment
@@ -197,12 +198,16 @@ def test_a_run_that_is_killed_is_begun_again_and_finishes(tmp_path):
     assert process.returncode == 0, words
     receipt = json.loads(out)
     assert [attempt["ended"] for attempt in receipt["attempts"]] == ["killed", "finished"]
-    assert receipt["steps"] == 20
+    assert receipt["steps"] == 6
     assert receipt["restart_s"] > 0
     assert "killed by SIGKILL" in words
     for of_span, of_run in (("seconds", "wall_s"), ("usd", "usd")):
         total = sum(span[of_span] for span in receipt["spans"])
         assert total == pytest.approx(receipt[of_run], rel=0.01)
+    alone = workshop.load_job(path, [f"output_dir={tmp_path / 'alone'}"])
+    assert workshop.train(alone).state == "finished"
+    left, right = (survive.result_of(tmp_path / name) for name in ("run", "alone"))
+    assert survive.differences(left, right) == []
 
 
 @pytest.mark.slow
