@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,7 +157,7 @@ def of_google(request: Any) -> Answer:
 SOON = int(time.time())
 AT, LATER = (
     datetime.fromtimestamp(at, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
-    for at in (SOON, SOON + 3600)
+    for at in (SOON + 120, SOON + 121)
 )
 GOOGLE = {"Metadata-Flavor": "Google"}
 COURSES: dict[str, list[tuple[dict[str, Any], list[Sign]]]] = {
@@ -203,19 +204,20 @@ COURSES: dict[str, list[tuple[dict[str, Any], list[Sign]]]] = {
         ),
         (
             {EVENTS: azure_events(("Preempt", ["vm_1", "vm_2"]), at=AT)},
-            [Sign("Azure Preempt", SOON)],
+            [Sign("Azure Preempt", SOON + 120)],
         ),
         (  # what is announced for later is a warning now, and a notice then
             {EVENTS: azure_events(("Reboot", ["vm_1"]), at=LATER)},
-            [Sign("Azure Reboot", SOON + 3600, is_certain=False)],
+            [Sign("Azure Reboot", SOON + 121, is_certain=False)],
         ),
-        ({EVENTS: azure_events(("Reboot", ["vm_1"]), at=AT)}, [Sign("Azure Reboot", SOON)]),
+        ({EVENTS: azure_events(("Reboot", ["vm_1"]), at=AT)}, [Sign("Azure Reboot", SOON + 120)]),
     ],
 }
 
 
 @pytest.mark.parametrize("course", COURSES)
-def test_what_a_cloud_says_is_heard_once_and_nothing_else(course, metadata, ears):
+def test_what_a_cloud_says_is_heard_once_and_nothing_else(course, metadata, ears, monkeypatch):
+    monkeypatch.setattr(farthing.run.notices, "time", SimpleNamespace(time=lambda: float(SOON)))
     cloud, heard = course.split()[0], list[tuple[str, Sign]]()
     asked_for = {"aws": ACTION, "gcp": PREEMPTED, "azure": EVENTS}[cloud]
     with ears.watching(metadata, cloud):
@@ -358,6 +360,21 @@ def test_the_signals_of_schedulers_and_terminals_are_heard(name):
         signal.signal(number, before)
 
 
+def test_a_limit_or_whoever_asked_first_is_why_a_run_leaves_and_one_press_is_one_wish():
+    with Notice(one_press_s=300.0) as notice:
+        for _ in range(2):  # the terminal's, and the launcher's
+            os.kill(os.getpid(), signal.SIGINT)
+        assert [heard.what for heard in notice.heard] == ["SIGINT"]
+        notice.reach("the cap")
+        assert notice.how_it_ends() == ("interrupted", "SIGINT")
+    limited = Notice()
+    assert not limited
+    assert limited.how_it_ends() == ("interrupted", "another rank was asked to leave")
+    limited.reach("the cap")
+    limited.say("SIGTERM", "signal")
+    assert limited.how_it_ends() == ("limit", "the cap")
+
+
 def test_a_second_signal_leaves_at_once_and_nohup_is_heeded():
     code = (
         "import os, signal\nfrom farthing.run.signals import Notice\n"
@@ -394,6 +411,7 @@ def quick(metadata, monkeypatch):
     """The service that runs ask, often."""
     monkeypatch.setenv("FARTHING_METADATA", metadata.base)
     services = farthing.run.notices.SERVICES
+    assert {name: s for name, (_, s) in services.items()} == {"aws": 5, "gcp": 2, "azure": 2}
     quick = {name: (look, 0.005) for name, (look, _) in services.items()}
     monkeypatch.setattr(farthing.run.notices, "SERVICES", quick)
     metadata.says[TOKEN] = aws_token

@@ -68,10 +68,10 @@ class Run:
         """Wait between attempts."""
         self.slept_s += seconds
 
-    def supervised(self, tries: int = 3) -> int:
+    def supervised(self, **tries: int) -> int:
         """The exit code of it all."""
         code = Supervisor(
-            self.folder, self.start, self.said.append, tries=tries, sleep=self.sleep
+            self.folder, self.start, self.said.append, sleep=self.sleep, **tries
         ).run()
         assert not self.ends[self.n_started :] or self.got, "it ended too soon"
         return code
@@ -94,7 +94,7 @@ class Run:
         ),
         (
             [(75, 4, 4), (-9, 6, 4), (75, 4, 4), (-9, 5, 4)],
-            3,
+            None,
             1,
             [
                 "interrupted after step 4",
@@ -131,7 +131,7 @@ class Run:
 )
 def test_what_is_begun_again_and_when_it_ends(ends, tries, code, said, tmp_path):
     run = Run(tmp_path, *ends)
-    assert run.supervised(tries=tries) == code
+    assert run.supervised(**({"tries": tries} if tries else {})) == code
     assert run.n_started == len(ends)
     assert [text[: len(words)] for text, words in zip(run.said, said, strict=True)] == said
 
@@ -140,6 +140,13 @@ def test_progress_begins_the_count_anew_and_pauses_grow_without_it(tmp_path):
     run = Run(tmp_path, (-9, 0, 0), (-9, 3, 2), (-9, 3, 2), (-9, 3, 2))
     assert run.supervised(tries=2) == 1
     assert run.slept_s == pytest.approx(2 + 1 + 2, abs=0.3)
+    (tmp_path / "without").mkdir()
+    run = Run(tmp_path / "without", *[(-70, 3, 0)] * 8)
+    assert run.supervised(tries=8) == 1
+    assert run.slept_s == pytest.approx(2 + 4 + 8 + 16 + 32 + 60 + 60, abs=1)
+    assert run.said[-1] == (
+        "8 attempts in a row saved nothing new; stopped after killed by signal 70"
+    )
 
 
 def test_nothing_is_begun_on_a_machine_that_goes(tmp_path):
@@ -147,9 +154,10 @@ def test_nothing_is_begun_on_a_machine_that_goes(tmp_path):
     run = Run(tmp_path, (75, 7, 7), notice=said)
     assert run.supervised() == 75
     assert "AWS spot: terminate" in run.said[-1]
-    (tmp_path / "other").mkdir()
-    risk = Run(tmp_path / "other", (75, 8, 8), (0, 9, 9), notice={**said, "is_certain": False})
-    assert risk.supervised() == 0
+    for number, other in enumerate(({"is_certain": False}, {"source": "signal"})):
+        (tmp_path / str(number)).mkdir()
+        risk = Run(tmp_path / str(number), (75, 8, 8), (0, 9, 9), notice={**said, **other})
+        assert risk.supervised() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -248,13 +256,13 @@ def test_pauses_between_attempts_are_on_the_bill(tmp_path, monkeypatch):
     assert run.told_s[0] == 0
     assert sum(run.told_s) == pytest.approx(run.slept_s)
     (tmp_path / "ledger.jsonl").unlink()
-    for pause in ("12.5", "no number", "-3"):
+    for pause in ("12.5", "no number", "-3", "3599", "3600"):
         monkeypatch.setenv("FARTHING_PAUSED_S", pause)
         with opened(tmp_path, 3600.0) as attempt:
             attempt.ledger.end("failed")
         assert "FARTHING_PAUSED_S" not in os.environ, "it is of one attempt"
     accounts = read_ledger(tmp_path / "ledger.jsonl").ordered
     assert [account.spans.get("idle", 0.0) for account in accounts] == pytest.approx(
-        [12.5, 0, 0], abs=0.5
+        [12.5, 0, 0, 3599, 0], abs=0.5
     )
     assert accounts[0].usd > 12.5

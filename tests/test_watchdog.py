@@ -237,6 +237,72 @@ def test_a_cap_without_a_price_is_refused(tmp_path):
     assert "costs $3.60 an hour until you end it" in "\n".join(say_what_bills_on(priced))
 
 
+def guarded(tmp_path: Path, work: str) -> subprocess.CompletedProcess[str]:
+    """A guarded process whose work is this code; `when_done` adds a line to `done`."""
+    code = (
+        "import os, signal, sys, time\nfrom farthing.run.guard import forget_done, guarded, tell\n"
+        f"def work():\n    tell(folder={str(tmp_path)!r}, why='the cap',"
+        f" when_done='echo $FARTHING_EXIT_CODE >> {tmp_path}/done; exit 7')\n    {work}\n"
+        "def last_words(folder, why, late_s):\n"
+        f"    said = open({str(tmp_path / 'words')!r}, 'w')\n"
+        "    said.write(f'{folder} {why} {late_s < 300}')\n"
+        "sys.exit(guarded(work, last_words))\n"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("work", "code", "done"),
+    [
+        ("return 0", 0, "0\n"),
+        ("return 1", 1, "1\n"),
+        ("return 2", 2, "2\n"),
+        ("return 3", 3, "3\n"),
+        ("return 75", 75, ""),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
+        ("os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)", -15, ""),
+        ("tell(left_s=-5.5); time.sleep(60)", 3, "3\n"),
+        ("tell(left_s=9, deadline_s=-5.5); time.sleep(60)", 3, "3\n"),
+    ],
+)
+def test_a_machine_is_ended_once_where_nothing_is_to_be_tried_again(work, code, done, tmp_path):
+    for _ in range(2):
+        found = guarded(tmp_path, work)
+        assert found.returncode == code, found.stderr
+        ran = tmp_path / "done"
+        assert (ran.read_text() if ran.exists() else "") == done
+    assert ("left_s" in work) == (tmp_path / "words").exists()
+    if "left_s" in work:
+        assert "stopped by the cap: the run had not ended by itself" in found.stderr
+        assert (tmp_path / "words").read_text() == f"{tmp_path} the cap True"
+    if done:
+        guarded(tmp_path, f"forget_done(__import__('pathlib').Path({str(tmp_path)!r})); {work}")
+        assert (tmp_path / "done").read_text() == 2 * done
+
+
+def test_lines_of_a_worker_are_taken_as_they_come_and_it_has_five_seconds_more(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("farthing.run.guard.time.monotonic", lambda: now[0])
+    reads, writes = os.pipe()
+    told = Told(reads)
+    for words, left_s in (
+        (b'{"left_s": 2, "why": "th', float("inf")),
+        (b'e cap"}\n{"left_s": 9', 2),
+    ):
+        os.write(writes, words)
+        assert told.listen()
+        assert told.left_s == left_s
+    os.write(writes, b"}\n")
+    assert told.listen()
+    assert (told.left_s, told.why) == (2, "the cap"), "what was spent is not given back"
+    os.close(writes)
+    for at, may_continue in ((107.0, True), (107.25, False)):
+        now[0] = at
+        assert told.listen() == may_continue
+    assert not told.is_open
+    os.close(reads)
+
+
 def begun(job: Path, run: Path) -> tuple[subprocess.Popen[bytes], psutil.Process]:
     """A run that has taken a few steps: the command and its worker."""
     command = [sys.executable, "-m", "farthing", "train", str(job), "--set", f"output_dir={run}"]
