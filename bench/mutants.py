@@ -42,7 +42,7 @@ WINGS = {  # files to change, and the tests that have to notice
         "train/[elmos]*.py train/update.py objectives/*.py dist/reduce.py model/head.py"
         " model/loss.py model/pairs.py model/casts.py",
         "step parity retry objectives preference labels metrics classes head casts pairs memory"
-        " shared decay checkpoint survive ranks alone limits progress more_steps bf16 offload",
+        " shared decay checkpoint survive ranks spread alone limits progress more_steps bf16",
     ),
     "data": (
         "data/encode.py data/batches.py",

@@ -174,6 +174,15 @@ def test_losses_are_those_of_their_papers(settings, loss):
     assert loss_of(settings, answers_of([-3.0], [-9.0])) == pytest.approx(loss)
 
 
+@pytest.mark.parametrize(("centring", "loss"), [(0.0, 0.0), (0.1, 0.4)])
+def test_a_reward_is_pulled_to_zero_as_its_paper_says(centring, loss):
+    """Scores of 1 and -3, and a margin of 0.5."""
+    scores, one = torch.tensor([[1.0, -3.0]]), torch.ones(1, 2)
+    answers = Answers(None, one, None, scores, torch.tensor([0.5]), OfStep(1, (1, 1)))
+    settings = {"name": "reward", "center_rewards_coefficient": centring}
+    assert loss_of(settings, answers) == pytest.approx(minus_log_sigmoid(3.5) + loss)
+
+
 @pytest.mark.parametrize("name", ["dpo", "orpo", "simpo", "cpo"])
 def test_gradients_of_losses_are_right(name):
     objective, settings = objective_of(name), read_settings(name)

@@ -319,9 +319,7 @@ class Head:
     def n_words(self, rows: Tensor) -> int:
         return int(rows.shape[-1] if self.why_whole else self.linear.weight.shape[0])
 
-    def loss(
-        self, batch: Batch, label_smoothing: float = 0.0, gradient_scale: float | Tensor = 1.0
-    ) -> Tensor:
+    def loss(self, batch: Batch, label_smoothing: float, gradient_scale: float | Tensor) -> Tensor:
         """Sum of the cross-entropies of a micro-batch, for training."""
         states, labelled = self.hidden_states(batch), Labelled.of(batch)
         if not self.is_matrix:
