@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ import pytest
 import yaml
 
 from fake_clouds import World
-from farthing.launch.driver import Driver
+from farthing.launch.driver import Created, Driver, InstanceStatus
 from farthing.launch.http import Api
-from farthing.launch.machines import MachineLedger
+from farthing.launch.machines import MachineLedger, RentedMachine
+from farthing.launch.request import LaunchRequest
 from farthing.launch.supervise import Launch
+from farthing.launch.words import Word
 from launch_faults import Fate, Killed, prepared_for, supervise
 
 ALIVE = Fate(None, is_before=False)
@@ -86,6 +88,54 @@ class Course:
     def is_counted(self, **about: float) -> None:
         """The ledger has what the provider bills."""
         assert self.ledger.usd(self.world.now) == pytest.approx(self.world.usd, **about)
+
+
+class Played(Driver):
+    """Each machine is shown, and speaks, as a script has it by its age; an error in it is raised.
+    One that is deleted is shown `lingers_s` longer. `refuses` are answers to requests, the first
+    first. `traits` are those of a driver.
+    """
+
+    def __init__(
+        self,
+        course: Course,
+        shows: dict[int, Any],
+        says: dict[int, Any],
+        lingers_s: float = 0.0,
+        refuses: Sequence[Exception | None] = (),
+        **traits: Any,
+    ) -> None:
+        self.clock, self.shows, self.lingers_s = course.world.clock, shows, lingers_s
+        self.refuses = [*refuses]
+        self.made, self.deleted = dict[str, float](), dict[str, list[float]]()
+        vars(self).update(traits)
+        course.world.of = lambda name: self._now(says, name) or Word()  # type: ignore[method-assign]
+
+    def _now(self, script: dict[int, Any], name: str) -> Any:
+        age = self.clock() - self.made[name]
+        found = [each for since, each in script.items() if since <= age]
+        if found and isinstance(found[-1], Exception):
+            raise found[-1]
+        return found[-1] if found else None
+
+    def create(self, ask: LaunchRequest, asked_at: float) -> Created:
+        if self.refuses and (error := self.refuses.pop(0)):
+            raise error
+        self.made[ask.name] = self.clock()
+        return Created("7")
+
+    def listed(self, prefix: str) -> list[InstanceStatus]:
+        found = {name: self._now(self.shows, name) for name in self.made}
+        gone = {n for n, at in self.deleted.items() if self.clock() >= at[0] + self.lingers_s}
+        return [
+            InstanceStatus(name, "7", **facts)
+            for name, facts in found.items()
+            if facts is not None and name not in gone
+        ]
+
+    def delete(self, machine: RentedMachine) -> None:
+        self._now(self.shows, machine.name)
+        self.deleted.setdefault(machine.name, []).append(self.clock())
 
 
 class Answers:
