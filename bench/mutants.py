@@ -29,7 +29,7 @@ FORK = multiprocessing.get_context("fork")
 HEAVY = "torch transformers peft pydantic numpy yaml rich fsspec pyarrow httpx pytest coverage"
 DURABLE = (
     "store mirror commits lease log_parts checkpoint faults survive snapshot disk_trouble identity"
-    " security"
+    " security shared_cache"
 )
 WINGS = {  # files to change, and the tests that have to notice
     "launch": ("launch/*.py", "launch"),

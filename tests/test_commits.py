@@ -62,6 +62,8 @@ def test_a_store_without_a_run_gives_nothing(tmp_path: Path) -> None:
     take_run(empty, here, print)
     assert not here.exists()
     assert not take_small(empty, here, [])
+    here.mkdir()
+    assert take_small(empty, here, [{"attempt": 1, "id": "x", "spans": {"idle": 7.0}}])
 
 
 def test_a_look_takes_what_is_small_and_the_words_of_the_lease(
@@ -69,7 +71,10 @@ def test_a_look_takes_what_is_small_and_the_words_of_the_lease(
 ) -> None:
     here = tmp_path / "here"
     here.mkdir()
-    assert take_small(store, here, [{"attempt": 2, "id": "x", "line": 1, "spans": {"idle": 7.0}}])
-    assert [each.wall_s for each in read_ledger(here / "ledger.jsonl").ordered] == [2.0, 7.0]
+    assert take_small(
+        store, here, [{"attempt": 2, "id": "x", "committed": 9, "spans": {"idle": 7.0}}]
+    )
+    accounts = read_ledger(here / "ledger.jsonl").ordered
+    assert [(each.wall_s, each.committed) for each in accounts] == [(2.0, -1), (7.0, -1)]
     assert not (here / "checkpoints").exists()
     assert (here / "log.jsonl").read_text().count("\n") == 2

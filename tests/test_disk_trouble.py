@@ -26,6 +26,7 @@ from farthing.run import checkpoint as checkpoint_module
 from farthing.run import mirror as replica
 from farthing.storage import files, mounts
 from farthing.storage.files import install_folder, only_writer
+from farthing.storage.logs import append_line
 from farthing.storage.objects import open_store
 from farthing.train.run import train
 from interrupted import LeavesAt, job_in, quiet
@@ -170,6 +171,39 @@ def test_a_kill_within_the_export_leaves_no_second_model_on_the_disk(tmp_path, m
     left = sorted(path.name for path in (tmp_path / "run").iterdir() if ".draft-" in path.name)
     assert left == []
     assert (tmp_path / "run" / "model" / "manifest.json").exists()
+
+
+def test_what_is_there_is_on_the_disk_with_its_entries(checkpoints, tmp_path, monkeypatch):
+    """Files before their folder has its name, and then the name; nothing stays open."""
+    forced: list[str] = []
+
+    def before(name: str, subject: Any) -> None:
+        real = getattr(os, name)
+
+        def noted(first: Any, *more: Any) -> None:
+            forced.append(subject(first, *more).partition(".draft-")[0])
+            real(first, *more)
+
+        monkeypatch.setattr(os, name, noted)
+
+    save(checkpoints, 1)
+    n_open = len(os.listdir("/proc/self/fd"))
+    before("fsync", lambda descriptor: Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+    before("rename", lambda source, target: f"-> {Path(target).name}")
+    save(checkpoints, 2)
+    files_of_it = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+    name = "step-00000002-0002"
+    assert forced == [*files_of_it, name, f"-> {name}", "checkpoints"]
+    assert len(os.listdir("/proc/self/fd")) == n_open
+    forced.clear()
+    store = open_store(str(tmp_path / "store"))
+    assert store.create("commits/1", b"first")
+    store.put("data/1/a", b"second")
+    assert forced == ["1", "commits", "a", "1"]
+    forced.clear()
+    append_line(tmp_path / "rows.jsonl", {"row": 1})
+    files.write_json(tmp_path / "note.json", {})
+    assert forced == ["rows.jsonl", "note.json", tmp_path.name]
 
 
 def test_an_exported_folder_is_on_the_disk_with_its_entries_before_it_is_there(
