@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ from farthing.run.commits import take_small
 from farthing.run.folder import is_finished, kept
 from farthing.storage.files import commit_folder, unseal
 from farthing.storage.objects import (
+    NoSuchObjectError,
+    Retrying,
     Store,
     StoreError,
     StoreRefusedError,
@@ -97,6 +100,69 @@ def test_a_folder_without_hard_links_is_a_store_too(tmp_path):
 
     vars(store)["_small"] = NoLinks()
     behaves_like_a_store(store, tmp_path)
+
+
+class Recorded:
+    """A client that notes what each write is given."""
+
+    def __init__(self, client: Any, given: list[Any]) -> None:
+        self.client, self.given = client, given
+
+    def put(self, key: str, content: Any, **how: Any) -> None:
+        self.given.append(how)
+        self.client.put(key, b"")
+
+
+def test_large_files_travel_in_four_parts_at_once_and_no_more_than_a_bucket_takes(tmp_path):
+    store, given = open_store(str(tmp_path / "store")), list[Any]()
+    vars(store)["_bulk"] = Recorded(store._bulk, given)
+    with open(tmp_path / "large", "wb") as large:
+        for n_bytes in (72 << 30, 90_000_000_000):
+            large.truncate(n_bytes)  # a file of holes
+            store.put("data/large", tmp_path / "large")
+    assert given == [
+        {"chunk_size": 8_589_934, "max_concurrency": 4},
+        {"chunk_size": 10_000_000, "max_concurrency": 4},
+    ]
+    store.put("data/small", b"x" * 10)
+    assert given[-1] == {"chunk_size": 8 << 20, "max_concurrency": 4}
+
+
+def test_a_request_to_a_bucket_has_half_a_minute_and_a_transfer_as_long_as_a_slow_line_takes(
+    monkeypatch,
+):
+    asked: list[Any] = []
+    monkeypatch.setattr("obstore.store.from_url", lambda address, **how: asked.append(how))
+    open_store("gs://bucket/run")
+    small, bulk = (how["client_options"] for how in asked)
+    assert (small["timeout"].total_seconds(), small["connect_timeout"].total_seconds()) == (30, 5)
+    assert bulk["timeout"].total_seconds() == pytest.approx(164.2, abs=0.1)
+    assert [how["retry_config"]["max_retries"] for how in asked] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "total_s", "pauses_s"),
+    [
+        (StoreError("503"), 1e9, [0.5, 1, 2, 4, 8, 16, 20]),
+        (StoreRefusedError("403"), 1e9, [0.5, 1, 2, 4]),
+        (StoreError("503"), 3.0, [0.5, 1, 2]),
+        (NoSuchObjectError("gone"), 1e9, []),
+    ],
+    ids=["away", "refuses", "for a while", "is not there"],
+)
+def test_a_store_is_asked_again_after_pauses_that_double(fault, total_s, pauses_s, monkeypatch):
+    waited: list[float] = []
+    stop = SimpleNamespace(wait=lambda seconds: waited.append(seconds))
+    monkeypatch.setattr("random.uniform", lambda low, high: (low + high) / 2)
+
+    def fails(name: str, key: str, operation: Callable[[], Any]) -> Any:
+        raise fault
+
+    patient = Retrying(Faulty(Model(), fails), total_s, stop)  # type: ignore[arg-type]
+    with pytest.raises(type(fault)):
+        patient.get("commits/1")
+    assert waited == pauses_s
+    assert patient.has_answered == isinstance(fault, NoSuchObjectError)
 
 
 def test_where_it_is_kept_does_not_identify_a_run(tmp_path):
