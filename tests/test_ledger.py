@@ -14,7 +14,14 @@ import pytest
 import workshop
 from attempts import Clock, attempt
 from farthing.cli import main
-from farthing.errors import DataError, RunChangedError, RunDamagedError
+from farthing.errors import (
+    DataError,
+    LimitError,
+    RunChangedError,
+    RunDamagedError,
+    RunInterruptedError,
+    RunTakenError,
+)
 from farthing.events import StepTaken
 from farthing.report.receipt import build_receipt
 from farthing.run.accounts import Account, as_line, read_ledger
@@ -77,6 +84,13 @@ def test_removed_lines_are_made_good_from_what_later_ones_know(gone, tmp_path):
     path = tmp_path / "ledger.jsonl"
     clock = three_attempts(path)
     lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for index, line in enumerate(lines) if index not in gone))
+    with opened(tmp_path, 0.0) as again:
+        said = again.damage_in_words()
+        assert said is not None
+        assert "ledger.jsonl was damaged (lines are missing; kept as" in said
+        assert "are known in sum only, and stay on the bill" in said
+        again.ledger.withdraw()
     path.write_text("".join(line for index, line in enumerate(lines) if index not in gone))
     found = read_ledger(path)
     assert found.is_damaged
@@ -255,16 +269,39 @@ def test_an_attempt_that_is_refused_leaves_no_trace(tmp_path):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
-def test_an_attempt_at_another_run_is_not_on_its_bill_and_one_at_its_own_is(tmp_path):
+@pytest.mark.parametrize("error", [RunChangedError("another run"), RunTakenError("by another")])
+def test_an_attempt_at_another_run_is_not_on_its_bill(error, tmp_path):
     path = tmp_path / "ledger.jsonl"
     three_attempts(path)
     before = sums_of(path)
-    with pytest.raises(RunChangedError), opened(tmp_path, 3600.0):
-        raise RunChangedError("another run")
-    assert sums_of(path) == before
-    with pytest.raises(DataError), opened(tmp_path, 3600.0) as new:
-        raise DataError("no such file")
-    assert read_ledger(path).accounts[4].state == "failed"
+
+    def ends(*, is_accepted):
+        with opened(tmp_path, 3600.0) as new:
+            new.is_accepted = is_accepted
+            raise error
+
+    for is_accepted in (False, True):
+        with pytest.raises(type(error)):
+            ends(is_accepted=is_accepted)
+        assert (sums_of(path) > before) == is_accepted
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (DataError("no such file"), "failed"),
+        (LimitError("the cap"), "limit"),
+        (RunInterruptedError("SIGTERM"), "interrupted"),
+        (KeyboardInterrupt(), "interrupted"),
+    ],
+)
+def test_an_attempt_at_its_own_run_ends_as_what_has_ended_it(error, state, tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    three_attempts(path)
+    before = sums_of(path)
+    with pytest.raises(type(error)), opened(tmp_path, 3600.0) as new:
+        raise error
+    assert read_ledger(path).accounts[4].state == state
     assert new.ledger.spent_usd > before[1]
 
 

@@ -12,7 +12,6 @@ import json
 import random
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -23,8 +22,6 @@ import numpy as np
 import pytest
 
 import caps
-import farthing.train.loop
-import farthing.train.run
 import workshop
 from farthing.config.job import Job
 from farthing.errors import RunInterruptedError
@@ -397,13 +394,6 @@ def test_a_clock_that_is_set_within_an_attempt_neither_ends_nor_extends_it(plain
         ends.add(machine.now)
     assert len(ends) == 1
     assert 100 <= ends.pop() <= 120
-
-
-def test_the_age_of_the_process_does_not_follow_the_clock(monkeypatch):
-    honest = farthing.run.ledger.seconds_since_process_start()
-    real = time.time
-    monkeypatch.setattr(time, "time", lambda: real() + 172800)
-    assert farthing.run.ledger.seconds_since_process_start() == pytest.approx(honest, abs=5)
 
 
 # ---- a schedule that fits ----
