@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from fake_clouds import World
-from farthing.launch.driver import Created, Driver, InstanceStatus
+from farthing.launch.driver import Created, Driver, InstanceStatus, UnclearError
 from farthing.launch.http import Api
 from farthing.launch.machines import MachineLedger, RentedMachine
 from farthing.launch.request import LaunchRequest
@@ -119,9 +119,11 @@ class Played(Driver):
         return found[-1] if found else None
 
     def create(self, ask: LaunchRequest, asked_at: float) -> Created:
-        if self.refuses and (error := self.refuses.pop(0)):
+        error = self.refuses.pop(0) if self.refuses else None
+        if error is None or isinstance(error, UnclearError):
+            self.made[ask.name] = self.clock()
+        if error is not None:
             raise error
-        self.made[ask.name] = self.clock()
         return Created("7")
 
     def listed(self, prefix: str) -> list[InstanceStatus]:

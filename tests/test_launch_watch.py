@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from farthing.errors import InputError
+from farthing.errors import InputError, RunInterruptedError
 from farthing.launch.driver import RefusedError, UnauthorizedError, UnclearError
 from farthing.launch.words import Word
 from farthing.run.accounts import Account
@@ -201,3 +201,118 @@ def test_a_run_that_has_ended_rents_nothing(states, n, tmp_path):
     course.world.accounts = lambda: accounts  # type: ignore[method-assign]
     code, *machines = watched(course, Played(course, {0: RUNS}, {0: Word(code=3)}))
     assert (len(machines), code) == (n, 3 * n)
+
+
+@pytest.mark.parametrize(
+    ("shows", "max_usd", "ended", "state", "gone"),
+    [
+        ({0: None}, 4.0, 120, "refused", None),
+        ({0: AWAY, 150: None}, 4.0, 270, "refused", None),
+        ({0: AWAY, 160: None}, 4.0, 280, "gone", 160),
+        ({0: AWAY, 4000: None}, 0.4, 4120, "gone", 3152),
+        ({0: None, 90: {"usd_per_hour": 0.41}}, 4.0, 100, "gone", 100),
+    ],
+)
+def test_a_machine_of_a_request_without_an_answer_is_looked_for(
+    shows, max_usd, ended, state, gone, tmp_path
+):
+    course = Course(tmp_path, max_usd=max_usd)
+    driver = Played(course, shows, {0: UP, 100: Word(code=3)}, refuses=[AWAY])
+    began = course.world.now
+    watched(course, driver)
+    machine, *_ = course.ledger.machines.values()
+    assert (course.world.now - began, machine.state) == (ended, state)
+    assert machine.gone_at == (gone and began + gone)
+    assert [price for _, price in machine.charged] == ([0.41] if ended == 100 else [])
+
+
+def test_a_machine_that_nobody_wrote_down_is_counted_at_the_dearest_price(tmp_path):
+    course = Course(tmp_path)
+    one, other = course.prepared.offers[:2]
+    other = other._replace(provider="Vast.ai", usd=0.6)
+    course.prepared = replace(course.prepared, offers=(one, other))
+    driver, first = Played(course, {0: RUNS}, {0: Word(code=3)}), course.prepared.launch_id
+    driver.made |= {f"{first}-5": course.world.now - 600, f"{first}-x": course.world.now}
+    assert watched(course, driver, 2) == [3, (3, "left with 3", 0, 0, 0)]
+    machine = course.ledger.machines[f"{first}-5"]
+    assert (machine.number, machine.provider, machine.usd_per_hour) == (5, "RunPod", 0.6)
+    assert list(driver.deleted) == [f"{first}-x", f"{first}-5"]
+    assert f"{first}-5 is there already: continuing with it" in course.said
+
+
+@pytest.mark.parametrize(
+    ("is_known", "shows", "waited_s"),
+    [(False, {0: AWAY}, 910), (True, {0: AWAY, 2000: RUNS}, 2000)],
+)
+def test_a_provider_that_does_not_answer_is_waited_for_where_something_is_rented(
+    is_known, shows, waited_s, tmp_path
+):
+    course = Course(tmp_path)
+    driver, began = Played(course, shows, {0: Word(code=3)}), course.world.now
+    name = f"{course.prepared.launch_id}-1"
+    driver.made[name] = began
+    if is_known:
+        course.ledger.note(name, "asked", began, number=1, target="runpod", usd_per_hour=0.4)
+        course.ledger.note(name, "created", began, id="7")
+        assert watched(course, driver)[0] == 3
+    else:
+        with pytest.raises(RunInterruptedError, match="has not answered for 15 min") as caught:
+            watched(course, driver)
+        assert caught.value.where == "--on"
+    assert course.world.now - began == waited_s
+    assert sum("does not answer" in text for text in course.said) == 1
+
+
+@pytest.mark.parametrize(("is_away", "ending"), [(False, "stopped by the user"), (True, SILENT)])
+def test_a_launch_is_stopped_on_demand_and_not_by_a_store_that_is_away(is_away, ending, tmp_path):
+    course = Course(tmp_path)
+
+    def is_stopped() -> bool:
+        if is_away:
+            raise AWAY
+        return course.world.now >= 1_800_000_050
+
+    def committed() -> int:
+        raise AWAY
+
+    course.world.is_stopped = is_stopped  # type: ignore[method-assign]
+    course.world.committed = committed  # type: ignore[method-assign]
+    code, machine, *_ = watched(course, Played(course, {0: RUNS}, {0: UP}))
+    assert (code, machine[1:3]) == (75, (ending, 610 if is_away else 50))
+    assert ("stopped by `farthing launch stop`" in course.said) is not is_away
+    assert {each.committed for each in course.ledger.machines.values()} == {0}
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_stop_ends_what_is_known_here_and_says_where_it_could_not_look(is_whole, tmp_path):
+    course = Course(tmp_path)
+
+    def kept() -> Any:
+        raise AWAY
+
+    if not is_whole:
+        course.world.kept = kept  # type: ignore[method-assign]
+    driver, now = Played(course, {0: RUNS}, {}), course.world.now
+    for number, events in ((1, ("asked", "created")), (2, ("asked",))):
+        name = f"{course.prepared.launch_id}-{number}"
+        for event in events:
+            course.ledger.note(name, event, now, number=number, target="runpod", id="7")
+        driver.made[name] = now
+    assert course.on(driver).stop() is is_whole
+    assert [each.why for each in course.ledger.machines.values()] == ["stopped by the user"] * 2
+    assert any("only machines known here are stopped" in text for text in course.said) != is_whole
+
+
+@pytest.mark.parametrize(("pause_s", "n"), [(20.0, 0), (21.0, 1)])
+def test_a_watcher_that_slept_makes_sure_that_the_launch_is_still_its_own(pause_s, n, tmp_path):
+    course, reclaimed = Course(tmp_path), list[float]()
+    launch, sleep = (
+        course.on(Played(course, {0: RUNS}, {0: UP, 50: Word(code=3)})),
+        course.world.sleep,
+    )
+
+    def sleeps(seconds: float) -> None:
+        sleep(seconds + (pause_s if course.world.now == 1_800_000_020 else 0.0))
+
+    launch.sleep, launch.reclaim = sleeps, lambda: reclaimed.append(course.world.now)
+    assert (launch.run(), len(reclaimed)) == (3, n)
