@@ -125,6 +125,34 @@ def test_what_can_not_run_there_is_refused(demo, on, overrides, words, monkeypat
     assert words in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("on", "overrides", "offers"),
+    [
+        ("ssh:a,b", "where.device=cpu limits.max_usd=", "ssh a  0 False, ssh b  0 False"),
+        ("local", "output_store= where.gpu=T4 where.spot=true", "machine local T4 1 True"),
+        ("local", "output_store= data=file:///data/rows.jsonl", "machine local  1 False"),
+        ("local", "output_store= model.from_run=./other", "machine local  1 False"),
+        ("local", "model.attn_implementation=flash_attention_2", "machine local  1 False"),
+        ("hf", "where.spot=true", "Jobs  L4 1 False"),
+        ("hf", "output_store=gs://bucket/run", "Jobs  L4 1 False"),
+        ("slurm:low", "output_store=", "Slurm   1 False"),
+        ("ssh:a", "where={} limits.max_usd= train.push_to_hub=true", "ssh a  1 False"),
+        ("kubernetes:lab/c", "output_store= model=a/m data=a/b", "Kubernetes   1 False"),
+    ],
+)
+def test_what_can_run_there_is_offered(demo, on, overrides, offers, monkeypatch):
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", "{}")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    prepared = prepare(_job(demo, *overrides.split()), Wishes(on=on), NOW)
+    words = [
+        f"{each.provider.split()[-1]} {each.instance} {each.gpu} {each.n_gpus} {each.is_spot}"
+        for each in prepared.offers
+    ]
+    travels = on[:3] in ("ssh", "hf")
+    assert (", ".join(words), len(prepared.packed.files)) == (offers, 4 if travels else 0)
+    assert prepared.travels is travels
+
+
 @pytest.mark.parametrize(("gpu", "cuda"), [("V100-16GB", "12.6"), ("B200", "13.0"), ("", "12.6")])
 def test_the_image_has_a_torch_for_the_gpu(gpu, cuda):
     assert plain_image(gpu) == f"pytorch/pytorch:2.13.0-cuda{cuda}-cudnn9-runtime"

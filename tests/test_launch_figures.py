@@ -4,6 +4,7 @@ is asked again."""
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -13,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from farthing.config.job import Job
 from farthing.errors import InputError, RunInterruptedError
@@ -29,8 +31,8 @@ from farthing.launch.driver import (
     refusal,
 )
 from farthing.launch.http import Api, price_of
-from farthing.launch.machines import MachineLedger
-from farthing.launch.prepare import NoBudgetError, Prepared
+from farthing.launch.machines import MachineLedger, RentedMachine
+from farthing.launch.prepare import NoBudgetError, Prepared, Wishes
 from farthing.launch.registry import find_target
 from farthing.launch.session import Session, dry_view, notes_of, said
 from farthing.launch.wheel import wheel_of_this
@@ -150,7 +152,7 @@ def test_a_machine_gets_what_others_and_attempts_elsewhere_have_left(tmp_path):
     accounts = [attempt(1, NOW - 19_000, 7200), attempt(2, NOW - 9000, 1800)]  # $0.20 elsewhere
     asked = prepared.ask(3, prepared.offers[0], ledger, accounts, NOW)
     assert asked.left_usd == pytest.approx(2.8)
-    assert asked.told["max_usd"] == pytest.approx(4.0 - 0.2 - 120 / 3600 * 0.44, abs=1e-6)
+    assert asked.told["max_usd"] == 3.785333, "4.00 - 0.20 - 2 minutes at 0.44"
     assert asked.most_s == int((2.8 - 120 / 3600 * 0.44) / 0.44 * 3600)
     assert asked.told["most_s"] == asked.most_s
     assert asked.name == f"{prepared.launch_id}-3"
@@ -171,12 +173,23 @@ def test_a_machine_that_could_not_train_a_minute_is_not_asked_for(tmp_path):
 
 
 def test_a_deadline_is_the_end_of_a_machine_and_hours_are_those_of_training(tmp_path):
-    def most_s(**limits):
-        prepared = on("runpod", tmp_path, limits=limits)
-        return prepared.ask(1, prepared.offers[0], MachineLedger(tmp_path / "run"), [], NOW).most_s
+    def most_s(trained_s=0.0, **limits):
+        prepared, ledger = on("runpod", tmp_path, limits=limits), MachineLedger(tmp_path / "run")
+        accounts = [attempt(1, NOW, trained_s)] if trained_s else []
+        return prepared.ask(1, prepared.offers[0], ledger, accounts, NOW).most_s
 
     assert most_s(deadline=datetime.fromtimestamp(NOW + 7200, UTC)) == 7200
-    assert most_s(max_hours=2) == 7200 + 240 + 120 + 120, "boot, grace and teardown come on top"
+    assert most_s(max_usd=4.0, deadline=datetime.fromtimestamp(NOW + 7200, UTC)) == 7200
+    for hours in ({"max_hours": 2}, {"max_gpu_hours": 2}):
+        assert most_s(**hours) == 7200 + 240 + 120 + 120, "boot, grace and teardown come on top"
+    assert most_s(7260, max_hours=2) == 420
+    why = (
+        r"limits.max_hours leaves 6 min 59 s of RunPod RTX 4090: .* boot \(4 min 00 s\) .* \$0.8068"
+    )
+    with pytest.raises(NoBudgetError, match=why):
+        most_s(7261, max_hours=2)
+    with pytest.raises(NoBudgetError, match=r"max_hours leaves 0.0 s of"):
+        most_s(9000, max_hours=2)
 
 
 @pytest.mark.parametrize(("more_s", "may"), [(-30.0, False), (30.0, True)])
@@ -190,6 +203,74 @@ def test_spot_is_taken_as_long_as_a_quarter_and_two_boots_are_left(more_s, may, 
     assert prepared.is_in_time(spot, NOW, 0) is may
     assert prepared.is_in_time(steady, NOW, 0)
     assert prepared.is_in_time(spot, NOW + 0.625 * 3600, 50) is may, "half of it is done"
+
+
+def test_a_rented_machine_reads_a_job_of_its_own(tmp_path, monkeypatch):
+    settings = {"AWS_REGION": "eu", "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "https://me:pw@hub"}
+    for name, value in (settings | {"HF_TOKEN": "t"}).items():
+        monkeypatch.setenv(name, value)
+    more = {
+        "model": "org/größe",
+        "train": {"push_to_hub": True, "hub_model_id": "me/mine"},
+        "limits": {"max_usd": 4.0, "deadline": "2027-01-15T10:00:00+01:00"},
+    }
+    prepared, ledger = on("runpod", tmp_path, **more), MachineLedger(tmp_path / "run")
+    ask = prepared.ask(7, prepared.offers[1], ledger, [], NOW)
+    assert ask.job_text.startswith("task: causal-lm\nmodel:\n  model_name_or_path: org/größe\n")
+    assert yaml.safe_load(ask.job_text) == {
+        "task": "causal-lm",
+        "model": {"model_name_or_path": "org/größe"},
+        "data": {"train": ["org/data"]},
+        "train": more["train"],
+        "limits": {"max_usd": 4.0, "deadline": "2027-01-15T09:00:00+00:00"},
+        "output_dir": "./run",
+        "output_store": "s3://bucket/run",
+        "cache_dir": "./cache",
+        "where": {"usd_per_hour": 0.4, "spot": True},
+    }
+    name = ask.name.removesuffix("-7")
+    assert re.fullmatch("farthing-[0-9a-f]{8}", name)
+    assert ask.told == {
+        "name": f"{name}-7",
+        "does": ["train", "--retry"],
+        "store": "s3://bucket/run",
+        "inputs": f"launch/{name}/inputs.json",
+        "most_s": 3600,
+        "boot_limit_s": 600.0,
+        "usd_per_hour": 0.4,
+        "max_usd": 3.985333,
+    }
+    assert (ask.settings, ask.needs) == ({"AWS_REGION": "eu"}, ("0.1.0", "datasets"))
+    assert "s3://bucket/run" in ask.fetch
+    named = replace(prepared, wishes=Wishes(image="an/image", install="farthing==9", disk_gb=7))
+    ask = named.ask(7, prepared.offers[1], ledger, [], NOW)
+    assert (ask.image, ask.disk_gb, ask.fetch, ask.needs) == (
+        "an/image",
+        7,
+        "",
+        ("any", "datasets"),
+    )
+    assert ask.install == "python3 -m pip install --quiet farthing==9"
+    ask = on("ssh:a", tmp_path).ask(1, prepared.offers[0], ledger, [], NOW)
+    assert (ask.image, ask.settings) == ("", {"AWS_REGION": "eu", "HF_HUB_OFFLINE": "1"})
+
+
+@pytest.mark.parametrize(
+    ("place", "target", "at", "is_reached"),
+    [
+        ("kubernetes:ml", "kubernetes", "kubernetes:ml", True),
+        ("kubernetes:ml", "kubernetes", "kubernetes:x", False),
+        ("kubernetes", "kubernetes", "kubernetes", True),
+        ("kubernetes:ml", "kubernetes", "", True),
+        ("hf:team", "hf", "hf:other", False),
+        ("runpod", "", "", True),
+        ("runpod", "vast", "vast", False),
+        ("slurm:low", "slurm", "slurm:high", True),
+    ],
+)
+def test_a_machine_is_reached_where_it_was_asked_for(place, target, at, is_reached, tmp_path):
+    machine = RentedMachine("farthing-1-1", target=target, on=at)
+    assert on(place, tmp_path).reaches(machine) is is_reached
 
 
 def test_offers_that_are_out_of_stock_are_asked_for_three_times_more(tmp_path):
