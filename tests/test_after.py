@@ -14,7 +14,7 @@ import yaml
 import workshop
 from farthing.after import evaluation
 from farthing.cli import main
-from farthing.errors import InputError
+from farthing.errors import InputError, RunDamagedError
 from farthing.report.receipt import build_receipt
 from farthing.run.folder import kept, trained_on_chats
 from thinned import thinned
@@ -279,3 +279,6 @@ def test_a_model_is_asked_by_the_template_where_its_rows_were_rendered_by_it(
     for path in job.data.train:
         Path(path).unlink()
     assert trained_on_chats(Path(job.output_dir)) is is_chat
+    (Path(job.output_dir) / "run.json").unlink()
+    with pytest.raises(RunDamagedError, match="how the model is asked"):
+        trained_on_chats(Path(job.output_dir))

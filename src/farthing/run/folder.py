@@ -276,8 +276,14 @@ def began(folder: Path) -> str:
 
 
 def trained_on_chats(folder: Path) -> bool:
-    """Whether a chat template wrote examples of the run."""
-    return bool(_known_facts(folder).get(ARE_CHATS))
+    """Whether a chat template wrote examples of the run. Raises `RunDamagedError` where nobody
+    knows.
+    """
+    found = _known_facts(folder).get(ARE_CHATS)
+    if found is None:
+        why, to_do = f"{RUN} is gone, which says how the model is asked", "restore it from a copy"
+        raise RunDamagedError(why, where=str(folder / RUN), to_do=to_do)
+    return bool(found)
 
 
 def same_examples(
