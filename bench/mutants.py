@@ -32,7 +32,7 @@ DURABLE = (
     " security shared_cache"
 )
 WINGS = {  # files to change, and the tests that have to notice
-    "launch": ("launch/*.py", "launch"),
+    "launch": ("launch/*.py", "launch machine_bill search_launch"),
     "storage": ("storage/*.py run/commits.py run/checkpoint.py", DURABLE),
     "run": (
         "run/[!c]*.py",

@@ -5,7 +5,9 @@ go wrong in every way.
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import threading
 from dataclasses import replace
@@ -20,6 +22,7 @@ from canaries import CANARIES
 from farthing.cli import main
 from farthing.config.job import Job
 from farthing.errors import InputError, RunBusyError
+from farthing.launch import agent as agent_module
 from farthing.launch.agent import HostAgent
 from farthing.launch.driver import OutOfStockError, RefusedError, UnauthorizedError, UnclearError
 from farthing.launch.inputs import fetch_inputs, pack, send_inputs, with_token_sets
@@ -447,7 +450,7 @@ class Child:
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code; until it was told to leave none, where it goes on."""
-        if self.code == 75 and not self.signals:
+        if self.code in (75, -15, 143) and not self.signals:
             raise subprocess.TimeoutExpired("train", timeout or 0.0)
         return self.code
 
@@ -472,11 +475,13 @@ def _on_machine(
 
 
 def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, capfd
 ):
     monkeypatch.setenv("FARTHING_CREATED_AT", "9900")
+    (tmp_path / "log.agent.txt").write_text("x" * 70_000)  # of an earlier stay
     stay, children = _on_machine(tmp_path, monkeypatch)
     assert stay.run() == 0
+    assert capfd.readouterr().out == "step 1\n"
     assert children[0].words == [
         "train",
         "job.yaml",
@@ -487,16 +492,65 @@ def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(
     words = StoreWords(open_store(str(tmp_path / "store")))
     assert words.of("farthing-1-1").code == 0
     assert words.of("farthing-1-1").has_booted
-    assert "step 1" in words.log("farthing-1-1")
-    monkeypatch.setenv(
-        "FARTHING_CREATED_AT", "0"
-    )  # a clock that is off counts as the whole boot limit
-    assert _on_machine(tmp_path, monkeypatch)[0].max_usd == pytest.approx(3.9 - 0.6)
+    assert words.log("farthing-1-1") == "x" * (65_536 - 7) + "step 1\n\n[1]\n"
 
 
-def test_training_is_told_to_leave_before_the_machine_ends(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("asked_at", "max_usd", "left"),
+    [
+        ("9900", 3.9, 3.8),
+        ("10000", 3.9, 3.9),
+        ("9400", 3.9, 3.3),
+        ("10001", 3.9, 3.3),  # a clock that is off counts as the whole boot limit
+        ("0", 3.9, 3.3),
+        ("", 3.9, 3.9),
+        ("9900", 0.05, 0.0),
+        ("9900", 3.90000049, 3.8),
+        ("9900", None, None),
+    ],
+)
+def test_the_boot_is_paid_from_the_cap(asked_at, max_usd, left, tmp_path, monkeypatch):
+    monkeypatch.setenv("FARTHING_CREATED_AT", asked_at)
+    assert _on_machine(tmp_path, monkeypatch, max_usd=max_usd)[0].max_usd == left
+
+
+@pytest.mark.parametrize(("most_s", "why"), [(279, "59 s"), (100, "0 s"), (280, None)])
+def test_what_a_boot_has_left_no_time_for_does_not_begin(most_s, why, tmp_path, monkeypatch):
+    monkeypatch.setenv("FARTHING_CREATED_AT", "9900")
+    stay, children = _on_machine(tmp_path, monkeypatch, most_s=most_s)
+    assert (stay.run(), len(children)) == ((0, 1) if why is None else (3, 0))
+    said = f"booting left {why} to train: too little" if why else "`farthing train` ended with 0"
+    assert StoreWords(open_store(str(tmp_path / "store"))).of("farthing-1-1").why == said
+
+
+@pytest.mark.parametrize(
+    ("at", "signals", "why"),
+    [
+        ("fetch_inputs", [], "asked to leave before it began"),
+        ("begin", [[15]], "`farthing search`"),
+    ],
+)
+def test_a_signal_is_heard_whenever_it_comes(at, signals, why, tmp_path, monkeypatch):
+    def told(*words: Any, **more: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return begin(*words, **more) if at == "begin" else None
+
+    monkeypatch.setattr("farthing.launch.agent.fetch_inputs", print)
+    stay, children = _on_machine(tmp_path, monkeypatch, code=75, inputs="x", does=["search"])
+    StoreWords(open_store(str(tmp_path / "store"))).tell_price("farthing-1-1", 0.7)
+    begin = agent_module.begin
+    monkeypatch.setattr(f"farthing.launch.agent.{at}", told)
+    assert (stay.run(), [child.signals for child in children]) == (75, signals)
+    word = StoreWords(open_store(str(tmp_path / "store"))).of("farthing-1-1")
+    assert word.why.startswith(why)
+    settings = ["--set=limits.max_usd=3.9", "--set=where.usd_per_hour=0.7", "--set=when_done=null"]
+    assert [child.words for child in children] == [["search", "job.yaml", *settings]] * len(signals)
+
+
+@pytest.mark.parametrize("code", [75, -15, 143])
+def test_training_is_told_to_leave_before_the_machine_ends(code, tmp_path, monkeypatch):
     monkeypatch.setattr("farthing.launch.agent.LEAST_USE_S", 0.0)
-    stay, children = _on_machine(tmp_path, monkeypatch, code=75, most_s=120)
+    stay, children = _on_machine(tmp_path, monkeypatch, code=code, most_s=120)
     assert stay.run() == 3, "another machine would find no money left"
     assert children[0].signals == [15]
     assert StoreWords(open_store(str(tmp_path / "store"))).of("farthing-1-1").code == 3
@@ -525,14 +579,11 @@ def test_training_waits_for_the_machine_before_that_still_saves_in_the_same_fold
     assert len(children) == 1
 
 
-def test_inputs_that_do_not_come_are_said_to_whoever_watches(tmp_path, monkeypatch):
+def test_inputs_that_do_not_come_are_said_to_whoever_watches(tmp_path, monkeypatch, capfd):
     stay, children = _on_machine(tmp_path, monkeypatch, inputs="launch/none/inputs.json")
-    assert stay.run() == 2
-    assert children == []
+    assert (stay.run(), children) == (2, [])
+    assert "not whole" in capfd.readouterr().err
     assert "not whole" in StoreWords(open_store(str(tmp_path / "store"))).of("farthing-1-1").why
-
-
-# ---- the bill ----
 
 
 # ---- docs ----

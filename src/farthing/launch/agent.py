@@ -103,6 +103,8 @@ class HostAgent:
             log.seek(0, os.SEEK_END)
             words = [does[0], str(self.job), *does[1:], *settings]
             self._child = begin(words, stdout=out, stderr=subprocess.STDOUT)
+            if self._was_told:  # while it began
+                self._child.send_signal(signal.SIGTERM)
             done = threading.Event()
             follower = threading.Thread(target=self._follow, args=(log, done), daemon=True)
             follower.start()

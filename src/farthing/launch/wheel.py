@@ -25,8 +25,6 @@ from farthing.storage.files import files_below
 
 FETCHER = "obstore==0.12.1"
 """The library by which a machine without farthing reads the store."""
-_WHEN = (2020, 1, 1, 0, 0, 0)
-"""The same files make the same wheel, to the byte."""
 
 
 class Wheel(NamedTuple):
@@ -57,7 +55,7 @@ def wheel_of_this() -> Wheel:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
-            entry = zipfile.ZipInfo(name, _WHEN)
+            entry = zipfile.ZipInfo(name)  # of no time: the same files make the same wheel
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, content, zipfile.ZIP_DEFLATED)
     content = packed.getvalue()
