@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import threading
 from dataclasses import replace
@@ -21,7 +22,7 @@ import yaml
 from canaries import CANARIES
 from farthing.cli import main
 from farthing.config.job import Job
-from farthing.errors import InputError, RunBusyError
+from farthing.errors import InputError, RunBusyError, StoreUnavailableError
 from farthing.launch import agent as agent_module
 from farthing.launch.agent import HostAgent
 from farthing.launch.driver import OutOfStockError, RefusedError, UnauthorizedError, UnclearError
@@ -33,7 +34,7 @@ from farthing.launch.wheel import refuse_without_extras
 from farthing.launch.words import StoreWords
 from farthing.report.plan_compare import find_in_study
 from farthing.storage.files import only_writer
-from farthing.storage.objects import open_store
+from farthing.storage.objects import StoreError, open_store
 from launch_faults import Killed, is_good, run_case
 from launch_matrix import AT, cases, outcome_of
 from launched import Answers, Course, api_of, job_at
@@ -388,6 +389,7 @@ def test_inputs_travel_by_content_and_only_once(demo, tmp_path):
     tokens = tmp_path / "tokens-of-it"
     tokens.mkdir()
     (tokens / "ids.bin").write_bytes(b"123")
+    (tokens / ".part").write_bytes(b"1234")
     packed = with_token_sets(pack(_job(demo)), [tokens])
     store = open_store(str(tmp_path / "store"))
     first = send_inputs(store, packed, "launch/x/inputs.json")
@@ -401,6 +403,27 @@ def test_inputs_travel_by_content_and_only_once(demo, tmp_path):
     ).read_bytes()
     assert (there / "cache/tokens/tokens-of-it/ids.bin").read_bytes() == b"123"
     assert (there / "inputs/model/config.json").exists()
+    assert not list(there.rglob(".part")), "what is hidden stays"
+    assert stat.S_IMODE((there / "inputs/model").stat().st_mode) == 0o700
+    objects = store.list("inputs/")
+    short = next(name for name, entry in objects.items() if entry.n_bytes == 3)
+    (tmp_path / "store" / short).write_bytes(b"12")
+    assert send_inputs(store, packed, "launch/x/inputs.json") == 3, "what is cut off is sent again"
+    store.remove(list(objects))
+    fetch_inputs(store, "launch/x/inputs.json", there)  # nothing is fetched twice
+
+
+def test_inputs_say_that_the_store_does_not_answer(demo, tmp_path, monkeypatch):
+    def away(*_):
+        raise StoreError("away")
+
+    store = open_store(str(tmp_path / "store"))
+    for name in ("list", "get"):
+        monkeypatch.setattr(store, name, away)
+    with pytest.raises(StoreUnavailableError, match="does not take the inputs"):
+        send_inputs(store, pack(_job(demo)), "x.json")
+    with pytest.raises(StoreUnavailableError, match="does not give the inputs"):
+        fetch_inputs(store, "x.json", tmp_path)
 
 
 def test_damaged_and_malicious_inputs_are_refused(demo, tmp_path):

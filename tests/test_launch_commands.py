@@ -10,10 +10,17 @@ import stat
 import pytest
 
 from canaries import CANARIES
-from farthing.launch.commands import CommandDriver
-from farthing.launch.driver import InstanceStatus, RefusedError, UnclearError
+from farthing.launch.check import check_target
+from farthing.launch.commands import CommandDriver, ended
+from farthing.launch.driver import (
+    InstanceStatus,
+    RefusedError,
+    TimedOutError,
+    UnauthorizedError,
+    UnclearError,
+)
 from farthing.launch.machines import RentedMachine
-from farthing.launch.registry import find_target
+from farthing.launch.registry import called, find_target, target_of
 from farthing.launch.request import LaunchRequest
 from farthing.launch.target import Commands
 from launch_matrix import FILES_OF_CASE
@@ -40,7 +47,7 @@ CASES: dict[str, tuple[Commands, str, str, str, InstanceStatus]] = {
         of("slurm"),
         "17;cluster",
         "17",
-        f"17|{NAME}|PENDING\n16|other|RUNNING\n",
+        f"12|{NAME}|TIMEOUT\n17|{NAME}|PENDING\n16|other|RUNNING\n",
         InstanceStatus(NAME, "17", is_waiting=True),
     ),
     "kubernetes": (
@@ -104,7 +111,17 @@ case " $* " in
 esac
 """
     (tmp_path / "log").write_text("step 1\n")
-    for name in ("sbatch", "squeue", "scancel", "scontrol", "kubectl", "gcloud", "sky", "hf"):
+    for name in (
+        "sbatch",
+        "squeue",
+        "scancel",
+        "scontrol",
+        "kubectl",
+        "gcloud",
+        "sky",
+        "hf",
+        "ssh",
+    ):
         (folder / name).write_text(script)
         (folder / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
@@ -149,11 +166,60 @@ def test_what_can_not_be_read_is_unclear(programs):
             driver.look(RentedMachine(NAME))
 
 
-def test_a_command_that_fails_is_unclear_and_one_that_is_not_there_refused(programs, monkeypatch):
-    (programs / "bin" / "sbatch").write_text("#!/bin/sh\necho 'Socket timed out' >&2\nexit 1\n")
+@pytest.mark.parametrize(
+    ("says", "kind"),
+    [
+        ("echo Socket timed out >&2", UnclearError),
+        ("echo You are not logged in", UnauthorizedError),
+        (f"echo {'x' * 400} 1>&2", UnclearError),
+    ],
+)
+def test_a_command_that_fails_tells_why_and_one_that_is_not_there_is_refused(
+    says, kind, programs, monkeypatch
+):
+    (programs / "bin" / "sbatch").write_text(f"#!/bin/sh\n{says}\nexit 1\n")
     driver = CommandDriver(of("slurm"), lambda ask: programs, restarts=True)
-    with pytest.raises(UnclearError, match="Socket timed out"):
+    with pytest.raises(kind) as caught:
         driver.create(ask_of("slurm"), 1.0)
+    said = says.removeprefix("echo ").partition(" >")[0].partition(" 1>")[0][-300:]
+    assert str(caught.value) == f"`sbatch` ended with 1: {said}"
     monkeypatch.setenv("PATH", str(programs))
     with pytest.raises(RefusedError, match="no command `sbatch`"):
         driver.create(ask_of("slurm"), 1.0)
+
+
+def test_a_command_that_takes_too_long_is_named():
+    for who, name in (("", "`sleep`"), ("host a", "host a")):
+        with pytest.raises(TimedOutError, match=f"^{name} has not answered in 0 s"):
+            ended(["sleep", "9"], timeout_s=0.05, who=who)
+
+
+def test_an_offer_is_rented_by_our_own_client_else_by_skypilot():
+    found = [target_of(offer_of("H100-80GB", 1, provider=name)) for name in ("RunPod", "AWS", "X")]
+    assert [target and target.name for target in found] == ["runpod", "skypilot", None]
+    for place, n, name in (("vertex:p/r", 2, "a2-highgpu-2g"), ("vertex:p/r", 3, None)):
+        calls = called(find_target(place)[0], offer_of("A100-40GB", 1, n))
+        assert (calls and calls.machine_type) == name
+
+
+@pytest.mark.parametrize(
+    ("place", "states"),
+    [
+        ("hf", "command ok, login ok, store ok, quota warning, image warning"),
+        ("slurm:long", "command ok, login failed"),
+        ("lambda", "key failed, store ok, image warning"),
+        ("ssh", "command ok"),
+        ("ssh:a", "command ok, a failed"),
+    ],
+)
+def test_a_target_is_looked_at_before_a_launch(place, states, programs, monkeypatch):
+    monkeypatch.setenv("FARTHING_SSH", "false")
+    monkeypatch.delenv("LAMBDA_API_KEY", raising=False)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "no key")
+    for says in ("me", ""):
+        (programs / "submitted").write_text(says)
+        ended_by = "warning" if place == "lambda" else "ok"
+        found = ", ".join(f"{check.name} {check.state}" for check in check_target(place))
+        wanted = states if says else states.replace("login ok", "login failed")
+        assert found == f"target ok, ended by {ended_by}, {wanted}"

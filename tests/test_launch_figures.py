@@ -240,7 +240,11 @@ def test_a_rented_machine_reads_a_job_of_its_own(tmp_path, monkeypatch):
         "usd_per_hour": 0.4,
         "max_usd": 3.985333,
     }
-    assert (ask.settings, ask.needs) == ({"AWS_REGION": "eu"}, ("0.1.0", "datasets"))
+    assert (ask.disk_gb, ask.settings, ask.needs) == (
+        100,
+        {"AWS_REGION": "eu"},
+        ("0.1.0", "datasets"),
+    )
     assert "s3://bucket/run" in ask.fetch
     named = replace(prepared, wishes=Wishes(image="an/image", install="farthing==9", disk_gb=7))
     ask = named.ask(7, prepared.offers[1], ledger, [], NOW)
@@ -253,6 +257,17 @@ def test_a_rented_machine_reads_a_job_of_its_own(tmp_path, monkeypatch):
     assert ask.install == "python3 -m pip install --quiet farthing==9"
     ask = on("ssh:a", tmp_path).ask(1, prepared.offers[0], ledger, [], NOW)
     assert (ask.image, ask.settings) == ("", {"AWS_REGION": "eu", "HF_HUB_OFFLINE": "1"})
+
+
+def test_a_target_needs_its_command_and_may_begin_a_job_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("hf", "sbatch"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    drivers = [Session(on(place, tmp_path), print).driver() for place in ("hf", "slurm")]
+    assert [driver.restarts for driver in drivers] == [False, True]
+    with pytest.raises(InputError, match="there is no command `kubectl` here"):
+        Session(on("kubernetes", tmp_path), print).driver()
 
 
 @pytest.mark.parametrize(
@@ -357,8 +372,8 @@ def test_a_refusal_is_of_the_account_the_stock_or_the_request(why, status, kind)
     assert type(refusal(why, status)) is kind
 
 
-@pytest.mark.parametrize(("n_tries", "pauses"), [(3, [2.0, 4.0]), (1, [])])
-def test_what_fails_is_asked_again_after_two_and_four_seconds(n_tries, pauses):
+@pytest.mark.parametrize(("how", "pauses"), [({}, [2.0, 4.0]), ({"n_tries": 1}, [])])
+def test_what_fails_is_asked_again_after_two_and_four_seconds(how, pauses):
     slept, n_asked = list[float](), list[int]()
 
     def failing(request):
@@ -367,8 +382,8 @@ def test_what_fails_is_asked_again_after_two_and_four_seconds(n_tries, pauses):
 
     api = Api("https://x/", {}, transport=httpx.MockTransport(failing), sleep=slept.append)
     with pytest.raises(ServerError) as caught:
-        api.ask("GET", "/y", n_tries=n_tries)
-    assert (slept, len(n_asked)) == (pauses, n_tries)
+        api.ask("GET", "/y", **how)
+    assert (slept, len(n_asked)) == (pauses, 1 + len(pauses))
     assert str(caught.value) == f"status 500: {'x' * 200}"
 
 

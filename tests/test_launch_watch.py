@@ -101,6 +101,18 @@ def test_a_machine_goes_before_its_price_passes_the_cap(usd_per_hour, why, left,
     assert any(made in text for text in course.said)
 
 
+def test_an_offer_whose_price_rises_twice_is_left_out(tmp_path):
+    course = Course(tmp_path, max_usd=0.4)
+    course.prepared = replace(course.prepared, offers=course.prepared.offers[:1])
+    driver = Played(course, {}, BEATS)
+    launch = course.on(driver)
+    launch.write = lambda ask: driver.shows.update({0: {"usd_per_hour": 1.2 * ask.usd_per_hour}})
+    assert launch.run() == 75
+    prices = [round(machine.usd_per_hour, 3) for machine in course.ledger.machines.values()]
+    assert prices == [0.48, 0.576]
+    assert course.said[-1].startswith("no offer is left that could be had")
+
+
 def test_a_deletion_is_asked_for_until_it_is_confirmed_ever_more_slowly(tmp_path):
     course = Course(tmp_path)
     driver = Played(course, {0: RUNS}, {0: UP, 50: Word(code=3)}, lingers_s=250.0)
