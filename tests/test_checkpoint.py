@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from checkpoints import Weights, newest, restored, save
 from checkpoints import checkpoints as checkpoints
@@ -46,6 +47,29 @@ def test_only_the_newest_and_the_best_are_kept(checkpoints):
     for step in range(1, 8):
         save(checkpoints, step, best=2 if step >= 2 else None)
     assert checkpoints.steps() == [7, 6, 5, 2]
+    for best, steps in ((2, ["2", "7"]), (None, ["7"]), (1, ["7"])):
+        assert [path.name[12] for path in checkpoints.to_go_on(7, best)] == steps
+    with pytest.raises(DamagedFileError, match="there is no checkpoint of step 1"):
+        checkpoints.folder_of(1)
+
+
+def test_a_save_tells_its_bytes_and_seconds(checkpoints):
+    checkpoints.save(1, {"model": Weights(1)}, None)
+    saved = checkpoints.wait()
+    files = [path for path in newest(checkpoints.folder).iterdir() if path.name != "manifest.json"]
+    assert saved.n_bytes == sum(path.stat().st_size for path in files)
+    assert (saved.step, saved.error, 0 < saved.seconds < 3600) == (1, None, True)
+
+
+def test_a_part_without_the_rows_of_one_rank_is_damaged(checkpoints):
+    def fill(draft):
+        (draft / "state.json").write_text('{"model": {}}')
+        save_file(Weights(1).tensors, draft / "model-00001-of-00002.safetensors")
+
+    facts = {"schema": 1, "step": 1, "run_id": "run-1"}
+    commit_folder(checkpoints.folder / "step-00000001-0001", fill, facts)
+    with pytest.raises(DamagedFileError, match="of the files of its model there are 1 of 2"):
+        checkpoints.verify(1)
 
 
 def test_a_folder_that_another_process_commits_meanwhile_is_there_already(tmp_path):
