@@ -5,24 +5,17 @@ A world of two machines in simulated time: each has its own clocks, one store is
 
 from __future__ import annotations
 
-import json
 import random
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import workshop
-from farthing.run.accounts import read_ledger
 from farthing.storage import lease as lease_module
 from farthing.storage.lease import Gaps, Lease, LeaseLostError, bills_left
 from farthing.storage.objects import Entry, StoreError
 from mirrored import Model
-from patience import until
 from thinned import thinned
 
 LEASE_S, RENEW_S = 60.0, 20.0
@@ -217,43 +210,3 @@ def test_a_list_that_lacks_the_newest_links_lets_nobody_in_beside_the_holder(lat
     shelf.late = 0
     world.sleep(RENEW_S)
     assert not first.was_told
-
-
-@pytest.mark.slow
-def test_a_real_train_that_was_suspended_leaves_with_75_and_its_dollars_are_on_the_bill(tmp_path):
-    path = workshop.job_file(tmp_path, max_steps=1_000_000, save_steps=20, probe=False)
-    code = (
-        "import sys\nfrom dataclasses import replace\nimport farthing.run.mirror as mirror\n"
-        "mirror.PACE = replace(mirror.PACE, renew_s=0.5, lease_s=3.0)\n"
-        "from farthing.cli import main\n"
-        f"words = ['train', {str(path)!r}, '--set', 'output_store={tmp_path / 'store'}']\n"
-        "sys.exit(main([*words, '--set', f'output_dir={sys.argv[1]}']))\n"
-    )
-
-    def begin(name):
-        command = [sys.executable, "-c", code, str(tmp_path / name)]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-    def n_steps(name):
-        log = tmp_path / name / "log.jsonl"
-        return log.read_bytes().count(b"examples") if log.exists() else 0
-
-    first = begin("first")
-    until(lambda: n_steps("first") > 50 and any((tmp_path / "store" / "commits").glob("*")))
-    first.send_signal(signal.SIGSTOP)
-    stood_at = n_steps("first")
-    second = begin("second")
-    until(lambda: n_steps("second") > n_steps("first"))
-    first.send_signal(signal.SIGCONT)
-    _, words = first.communicate(timeout=300)
-    assert first.returncode == 75, words
-    assert b"is training this run" in words or n_steps("first") <= stood_at + 1
-    assert n_steps("first") <= stood_at + 1, "at most the step under way"
-    (account,) = read_ledger(tmp_path / "first" / "ledger.jsonl").ordered
-    committed = len(list((tmp_path / "store" / "commits").glob("*")))
-    until(lambda: len(list((tmp_path / "store" / "commits").glob("*"))) != committed)
-    second.send_signal(signal.SIGTERM)
-    second.communicate(timeout=300)
-    assert second.returncode == 75
-    receipt = json.loads((tmp_path / "second" / "receipt.json").read_text())
-    assert receipt["attempts"][0]["wall_s"] == pytest.approx(account.wall_s, rel=0.05)

@@ -14,7 +14,7 @@ import pytest
 from attempts import Clock, attempt
 from farthing.run import ledger as ledger_module
 from farthing.run.accounts import Account, as_line, read_ledger, with_redone
-from farthing.run.ledger import Ledger, Meter, seconds_since_process_start, steady_clock
+from farthing.run.ledger import Ledger, Meter, seconds_since_process_start
 from patience import until
 
 
@@ -59,13 +59,6 @@ def test_seconds_go_to_the_work_that_was_waited_for_and_no_more_than_there_are()
         meter.move("ranks", "compute", 9.0)
         meter.move("export", "compute", 9.0)
     assert (meter.spans["ranks"], meter.spans["compute"], meter.spans["export"]) == (0, 2, 0)
-
-
-def test_the_time_of_day_follows_no_clock_that_is_set_later():
-    at = {"wall": 1000.0, "boot": 10.0}
-    now = steady_clock(lambda: at["wall"], lambda: at["boot"])
-    at["wall"], at["boot"] = 5.0, 17.0
-    assert now() == 1007.0
 
 
 @pytest.mark.parametrize(

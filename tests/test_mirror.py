@@ -16,7 +16,6 @@ from farthing.run import mirror as mirror_module
 from farthing.run.accounts import Account, as_line, read_ledger
 from farthing.run.mirror import open_mirror
 from farthing.storage import mounts
-from farthing.storage.lease import newest_words
 from farthing.storage.objects import (
     NoSuchBucketError,
     Store,
@@ -230,15 +229,6 @@ def test_the_bill_that_another_machine_left_is_joined_with_the_ledger(store, run
     found = read_ledger(run / "ledger.jsonl").accounts
     assert {number: account.wall_s for number, account in found.items()} == {1: 1.0, 9: 7.0}
     mirror.close(1)
-
-
-def test_the_lease_carries_the_newest_64_attempts(store, run):
-    accounts = [Account(n, f"id-{n}", 1, spans={"idle": 1.0}) for n in range(1, 71)]
-    (run / "ledger.jsonl").write_text("".join(map(as_line, accounts)))
-    mirror = mirror_of(store, run)
-    mirror.bring_back()
-    mirror.close(1)
-    assert [row["attempt"] for row in newest_words(store)] == [*range(7, 71)]
 
 
 def test_a_store_that_fails_is_said_once_and_so_is_that_it_is_back(store, run, said):

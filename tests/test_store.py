@@ -130,18 +130,6 @@ def test_large_files_travel_in_four_parts_at_once_and_no_more_than_a_bucket_take
     assert given[-1] == {"chunk_size": 8 << 20, "max_concurrency": 4}
 
 
-def test_a_request_to_a_bucket_has_half_a_minute_and_a_transfer_as_long_as_a_slow_line_takes(
-    monkeypatch,
-):
-    asked: list[Any] = []
-    monkeypatch.setattr("obstore.store.from_url", lambda address, **how: asked.append(how))
-    open_store("gs://bucket/run")
-    small, bulk = (how["client_options"] for how in asked)
-    assert (small["timeout"].total_seconds(), small["connect_timeout"].total_seconds()) == (30, 5)
-    assert bulk["timeout"].total_seconds() == pytest.approx(164.2, abs=0.1)
-    assert [how["retry_config"]["max_retries"] for how in asked] == [1, 1]
-
-
 @pytest.mark.parametrize(
     ("fault", "total_s", "pauses_s"),
     [
