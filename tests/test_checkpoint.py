@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from checkpoints import checkpoints as checkpoints
 from checkpoints import said as said
 from farthing.errors import RunChangedError, RunDamagedError, SaveError
 from farthing.run.checkpoint import Checkpoints, commit_together, fill_along
+from farthing.run.parts import Shared, contents_of
 from farthing.storage import logs
 from farthing.storage.files import (
     DamagedFileError,
@@ -51,6 +53,10 @@ def test_only_the_newest_and_the_best_are_kept(checkpoints):
         assert [path.name[12] for path in checkpoints.to_go_on(7, best)] == steps
     with pytest.raises(DamagedFileError, match="there is no checkpoint of step 1"):
         checkpoints.folder_of(1)
+    broken = Weights(8)
+    broken.values["loss"] = float("nan")
+    with pytest.raises(ValueError, match="JSON compliant"):
+        checkpoints.save(8, {"model": broken}, None)
 
 
 def test_a_part_without_the_rows_of_one_rank_is_damaged(checkpoints):
@@ -62,6 +68,12 @@ def test_a_part_without_the_rows_of_one_rank_is_damaged(checkpoints):
     commit_folder(checkpoints.folder / "step-00000001-0001", fill, facts)
     with pytest.raises(DamagedFileError, match="of the files of its model there are 1 of 2"):
         checkpoints.verify(1)
+    second = Shared(False, 1, 2, False, {"spread": (3, 6)}.get, lambda value: [value])
+    assert (second.writes("spread"), second.writes("whole")) == (True, False)
+    assert replace(second, shard=0).writes("whole")
+    assert not replace(second, is_copy=True).writes("spread")
+    names = ["model.safetensors", "model-00001-of-00002.safetensors", "model-x", "state.json"]
+    assert list(contents_of(dict.fromkeys(names, "sha256"), "model")) == names[:2]
 
 
 def test_a_folder_that_another_process_commits_meanwhile_is_there_already(tmp_path):
@@ -297,6 +309,18 @@ def test_no_memory_is_taken_by_what_a_header_says(checkpoints, n_bytes):
     manifest.write_text(seal({**facts, "files": sealed}))
     with pytest.raises(DamagedFileError, match=r"is no file of tensors: .*header"):
         checkpoints.verify(5)
+
+
+def test_a_gpu_that_fails_while_a_part_is_put_back_is_not_taken_for_a_damaged_checkpoint(
+    checkpoints,
+):
+    class OnAGpu(Weights):
+        def restore(self, tensors, values):
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    save(checkpoints, 3)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        checkpoints.restore(checkpoints.folder_of(3), {"model": OnAGpu(), "optimizer": Weights()})
 
 
 class Answers:

@@ -123,6 +123,14 @@ def test_a_file_system_without_locks_is_named_and_not_taken_for_another_process(
     assert "local disk" in error.value.to_do
 
 
+def test_the_lock_of_a_process_that_has_just_died_is_waited_for(tmp_path, monkeypatch):
+    with open(tmp_path / ".lock", "w") as last:
+        fcntl.flock(last, fcntl.LOCK_EX)
+        monkeypatch.setattr(files.time, "sleep", lambda seconds: last.close())
+        with only_writer(tmp_path):
+            assert (tmp_path / ".lock").read_text() == str(os.getpid())
+
+
 def test_a_disk_that_fails_while_a_run_is_brought_back_is_said_in_words(tmp_path, monkeypatch, cli):
     job_in(tmp_path, "run", max_steps=6)
     monkeypatch.setattr(replica.Mirror, "bring_back", failing(errno.EIO))

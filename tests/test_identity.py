@@ -29,6 +29,7 @@ from farthing.run.folder import (
     kept,
     kept_job,
     mend,
+    unclaim,
 )
 from farthing.storage.files import DamagedFileError, commit_folder
 from farthing.storage.logs import SummedLines
@@ -276,6 +277,18 @@ def test_a_damaged_or_lost_deciding_file_is_written_anew_from_the_newest_checkpo
     assert said == []
 
 
+def test_a_damaged_file_that_the_checkpoint_knows_nothing_of_is_removed(tmp_path):
+    folder, said = folder_with(tmp_path / "run"), list[str]()
+    facts = {"step": 6, "run_id": "r1", "run_files": {**VALUES, "schedule.json": None}}
+    commit_folder(folder / "checkpoints" / "step-00000006-0002", lambda draft: None, facts)
+    (folder / "schedule.json").write_text("{")
+    mend(folder, said.append)
+    assert not (folder / "schedule.json").exists()
+    assert [text.partition(": ")[2][-53:] for text in said] == [
+        "removed, the run had none at its checkpoint of step 6"
+    ]
+
+
 def test_without_a_copy_a_damaged_run_file_is_refused_once_steps_were_saved(tmp_path):
     folder = folder_with(tmp_path / "run", has_checkpoint=False)
     commit_folder(
@@ -292,6 +305,23 @@ def test_without_a_copy_a_damaged_run_file_is_refused_once_steps_were_saved(tmp_
     said: list[str] = []
     assert claim(folder, {"train.seed": 42}, {}, said.append, allow_restart=True)["run_id"] != "r1"
     assert "begins again" in said[0]
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "run.json").write_text("{")
+    assert claim(folder, {"train.seed": 43}, {}, said.append)["identity"] == {"train.seed": 43}
+    keep(folder / "plan.json", VALUES["plan.json"])
+    assert claim(folder, {"train.seed": 44}, {}, said.append)["identity"] == {"train.seed": 44}
+    assert not (folder / "plan.json").exists()
+    assert "begins again" in said[1]
+    assert "uses the job as it is now (train.seed: 43 -> 44)" in said[2]
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_run_that_saved_nothing_can_be_taken_back(has_checkpoint, tmp_path):
+    folder = folder_with(tmp_path / "run", has_checkpoint=has_checkpoint)
+    unclaim(folder)
+    assert {name: (folder / name).exists() for name in VALUES} == dict.fromkeys(
+        VALUES, has_checkpoint
+    )
 
 
 @pytest.fixture(scope="module")
@@ -360,6 +390,8 @@ def test_a_flipped_bit_of_every_byte_of_a_log_is_found_and_touches_no_other_line
     log.path.write_bytes(whole[:-9])
     assert list(log.rows()) == rows[:2]
     assert log.damaged == [], "torn by a kill"
+    log.path.write_bytes(whole.replace(b'"step": 2', b'"step": 4'))
+    assert (list(log.rows()), log.damaged) == ([rows[0], rows[2]], [2])
 
 
 def test_a_damaged_job_is_not_exported_by(stopped):

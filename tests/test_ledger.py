@@ -284,6 +284,7 @@ def test_an_attempt_at_another_run_is_not_on_its_bill(error, tmp_path):
         with pytest.raises(type(error)):
             ends(is_accepted=is_accepted)
         assert (sums_of(path) > before) == is_accepted
+        assert path.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.parametrize(

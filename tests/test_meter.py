@@ -12,9 +12,11 @@ import psutil
 import pytest
 
 from attempts import Clock, attempt
+from farthing.errors import DiskFullError
 from farthing.run import ledger as ledger_module
 from farthing.run.accounts import Account, as_line, read_ledger, with_redone
 from farthing.run.ledger import Ledger, Meter, seconds_since_process_start
+from farthing.run.opening import opened
 from patience import until
 
 
@@ -109,6 +111,7 @@ def test_attempts_before_the_newest_eight_keep_two_stretches(tmp_path):
 
 def test_what_is_noted_of_an_attempt_is_its_most_and_its_newest():
     account = Account(1)
+    account.note({})
     assert (account.committed, account.exported, account.peak_bytes) == (-1, None, None)
     account.note({"committed": 4, "exported": 4, "peak_bytes": 70, "mfu": 0.5, "tokens": 8})
     account.note({"committed": 2, "peak_bytes": 50, "out_of_memory": {"step": 3}, "tokens": 0})
@@ -231,7 +234,9 @@ def test_a_ledger_keeps_the_stretches_of_an_attempt(tmp_path):
         facts = {"tokens": 7 * step, "utilisation_percent": 20 if step <= 50 else 80}
         ledger.at_step(10 + step, facts)
     ledger.end("finished")
-    stretches = read_ledger(tmp_path / "l").accounts[1].stretches
+    account = read_ledger(tmp_path / "l").accounts[1]
+    stretches = account.stretches
+    assert len(stretches) == len(account.marks)
     assert stretches[-1][:2] == (110, 700)
     assert stretches[0].spans.keys() == {"compute"}
     assert stretches[-1].spans.keys() == {"evaluation"}
@@ -251,3 +256,5 @@ def test_a_disk_that_is_full_takes_the_bill_in_the_place_of_the_last(tmp_path, m
     ledger.beat()
     assert read_ledger(tmp_path / "l").accounts[1].wall_s == pytest.approx(1050)
     assert not read_ledger(tmp_path / "l").is_damaged
+    with pytest.raises(DiskFullError, match="No space left"), opened(tmp_path / "run", 1.0):
+        pass

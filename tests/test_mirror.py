@@ -116,18 +116,19 @@ def test_a_store_that_fails_at_the_start(fault, names, here, error, store, tmp_p
 def test_a_run_that_began_without_its_store_takes_it_later_unless_another_went_on(
     has_gone_on, store, run, tmp_path, said
 ):
+    with_copies(store, run, 1)
     store.fault = StoreError("503")
     mirror = mirror_of(store.behind(), run, said)
     mirror.bring_back()
     if has_gone_on:
-        with_copies(store, folder_of_run(tmp_path / "other"), 1)
+        with_copies(store, folder_of_run(tmp_path / "other"), 3)
     store.fault = None
     assert delivered(mirror, 2, step_done(run, 2)) is not has_gone_on
     if has_gone_on:
         with pytest.raises(RunTakenError, match="the run has gone on elsewhere while the store"):
             mirror.check()
     mirror.close(1)
-    assert max(int(key[-13:-5]) for key in store.list("commits/")) == (1 if has_gone_on else 2)
+    assert max(int(key[-13:-5]) for key in store.list("commits/")) == (3 if has_gone_on else 2)
 
 
 def test_another_machine_is_kept_out_while_the_first_renews(store, run, tmp_path):
@@ -184,6 +185,8 @@ def test_a_model_goes_along_where_it_is_asked_for_and_the_last_words_after_it(st
         mirror.offer(step, [step_done(run, step)], with_model=step == 2)
         assert mirror.wait(60)
         assert any("/model/sub/weights" in key for key in store.objects) == (step == 2)
+        held = [path.name for path in (run / "outbox").iterdir()]
+        assert held == ["log.parts"], "no link keeps an old checkpoint on the disk"
     with open(run / "ledger.jsonl", "a") as ledger:
         ledger.write(as_line(Account(1, "run-1", 9, spans={"compute": 9.0})))
     mirror.offer_last_words()
@@ -193,6 +196,7 @@ def test_a_model_goes_along_where_it_is_asked_for_and_the_last_words_after_it(st
     assert read_ledger(tmp_path / "empty" / "ledger.jsonl").accounts[1].wall_s == 9.0
     (run / "model" / "of another step").write_text("old")
     shutil.rmtree(run / "checkpoints")
+    (run / "restore.draft-1234abcd").mkdir()  # of an attempt that was killed
     assert taken(store, run) == 2
     for folder in (run, tmp_path / "empty"):
         assert [path.name for path in (folder / "model").iterdir()] == ["sub"]

@@ -16,6 +16,7 @@ import pytest
 import survive
 import workshop
 from farthing.run.accounts import Account, as_line, read_ledger
+from farthing.run.group import until_it_ends
 from farthing.run.opening import opened
 from farthing.run.supervisor import RunStanding, Supervisor, standing
 from held import Held
@@ -188,6 +189,13 @@ def test_where_a_run_stands_is_read_from_its_ledger(tmp_path):
     lines = line(1, 9, 8) + line(2, 8) + line(2, 10)
     (tmp_path / "ledger.jsonl").write_text(lines + '{"attempt": 3, "st')
     assert standing(tmp_path) == RunStanding(step=10, committed=8)
+
+
+@pytest.mark.parametrize(("code", "left_with"), [(0, 0), (3, 3), (-9, 1)])
+def test_an_attempt_that_is_not_tried_again_leaves_with_its_code(code, left_with, tmp_path):
+    run = Run(tmp_path)
+    run.wait = lambda: os.kill(os.getpid(), signal.SIGTERM) or code  # type: ignore[method-assign]
+    assert (until_it_ends(run), run.got) == (left_with, [signal.SIGTERM])
 
 
 # ---- with real processes ----

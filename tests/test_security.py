@@ -40,7 +40,7 @@ from farthing.data.light_tokenizer import light_tokenizer
 from farthing.errors import ModelError, RunDamagedError, UnusableRowError
 from farthing.run.checkpoint import Checkpoints
 from farthing.run.folder import keep_job, kept, kept_job
-from farthing.storage.files import seal, unseal, write_text
+from farthing.storage.files import DamagedFileError, read_manifest, seal, unseal, write_text
 from farthing.storage.objects import open_store
 from held import Held
 from mirrored import Model, folder_of_run, mirror_of, with_copies
@@ -350,6 +350,8 @@ def test_a_manifest_can_not_name_files_outside_its_folder(name, two_saves, marke
     manifest = json.loads(path.read_text())
     manifest["files"][0]["name"] = name
     write_text(path, seal(manifest))
+    with pytest.raises(DamagedFileError, match="names a file outside its folder"):
+        read_manifest(path.parent)
     goes_on_from_the_one_before(two_saves, marker)
 
 

@@ -240,7 +240,8 @@ def test_a_cap_without_a_price_is_refused(tmp_path):
 def guarded(tmp_path: Path, work: str) -> subprocess.CompletedProcess[str]:
     """A guarded process whose work is this code; `when_done` adds a line to `done`."""
     code = (
-        "import os, signal, sys, time\nfrom farthing.run.guard import forget_done, guarded, tell\n"
+        "import os, signal, subprocess, sys, time\nfrom farthing.run import guard\n"
+        "from farthing.run.guard import forget_done, guarded, tell\nguard.ORPHANS_S = 0.0\n"
         f"def work():\n    tell(folder={str(tmp_path)!r}, why='the cap',"
         f" when_done='echo $FARTHING_EXIT_CODE >> {tmp_path}/done; exit 7')\n    {work}\n"
         "def last_words(folder, why, late_s):\n"
@@ -258,6 +259,7 @@ def guarded(tmp_path: Path, work: str) -> subprocess.CompletedProcess[str]:
         ("return 1", 1, "1\n"),
         ("return 2", 2, "2\n"),
         ("return 3", 3, "3\n"),
+        ("subprocess.Popen(['sleep', '60']); return 0", 0, "0\n"),
         ("return 75", 75, ""),
         ("os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
         ("os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)", -15, ""),
@@ -269,6 +271,7 @@ def test_a_machine_is_ended_once_where_nothing_is_to_be_tried_again(work, code, 
     for _ in range(2):
         found = guarded(tmp_path, work)
         assert found.returncode == code, found.stderr
+        assert "can't be killed" not in found.stderr
         ran = tmp_path / "done"
         assert (ran.read_text() if ran.exists() else "") == done
     assert ("left_s" in work) == (tmp_path / "words").exists()
@@ -278,6 +281,18 @@ def test_a_machine_is_ended_once_where_nothing_is_to_be_tried_again(work, code, 
     if done:
         guarded(tmp_path, f"forget_done(__import__('pathlib').Path({str(tmp_path)!r})); {work}")
         assert (tmp_path / "done").read_text() == 2 * done
+
+
+def test_who_sits_at_the_terminal_may_keep_the_machine(tmp_path):
+    at_a_terminal = (
+        "return 0\nsys.stderr.isatty = lambda: True\n"
+        "def pressed(seconds):\n    if seconds > 5:\n        raise KeyboardInterrupt\n"
+        "time.sleep = pressed"
+    )
+    found = guarded(tmp_path, at_a_terminal)
+    assert "when_done in 10 s: echo" in found.stderr
+    assert "when_done was not run: this machine may still cost money" in found.stderr
+    assert (found.returncode, (tmp_path / "done").exists()) == (0, False)
 
 
 def test_lines_of_a_worker_are_taken_as_they_come_and_it_has_five_seconds_more(monkeypatch):

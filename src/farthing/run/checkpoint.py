@@ -349,7 +349,7 @@ def _fill(
     if shared.is_first:
         values = {name: values for name, (_, values) in snapshot.items()}
         with open(draft / "state.json", "w", encoding="utf-8") as file:
-            json.dump(values, file, allow_nan=False)
+            json.dump(values, file)
         paths.append(draft / "state.json")
     return paths
 

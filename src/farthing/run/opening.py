@@ -39,7 +39,7 @@ from farthing.storage.mounts import bucket_mount_of
 from farthing.units import plural, say_seconds, say_usd
 
 _counted_by: set[int] = set()
-"""The process, once its age is on a bill."""
+"""Processes whose age is on a bill: a fork has another number."""
 PAUSED = "FARTHING_PAUSED_S"
 """By this variable a supervisor tells an attempt how long ago the one before has ended."""
 MOST_PAUSED_S = 3600.0
@@ -198,7 +198,6 @@ def uncounted_age_s() -> float:
     """Seconds of this process that are on no bill yet: its age, the first time that it is asked."""
     if os.getpid() in _counted_by:
         return 0.0
-    _counted_by.clear()
     _counted_by.add(os.getpid())
     return seconds_since_process_start()
 

@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import json
 import math
+import operator
 import re
 import socket
 import threading
@@ -64,8 +65,8 @@ class Gaps:
     def tick(self) -> None:
         with self._lock:
             now = [clock() for clock in self._clocks]
-            pairs = zip(now, self._last, strict=True)
-            self._was_gap |= any(abs(one - other) > self._most_s for one, other in pairs)
+            passed = map(operator.sub, now, self._last)
+            self._was_gap |= any(abs(seconds) > self._most_s for seconds in passed)
             self._last = now
 
     def taken(self) -> bool:
