@@ -12,7 +12,7 @@ from farthing.config.load import load_job
 
 
 def imported(folder: Path, text: str, name: str = "config.yaml") -> Imported:
-    (folder / name).write_text(text, encoding="utf-8")
+    (folder / name).write_text(text)
     return import_file(folder / name)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from farthing.launch.request import LaunchRequest
 from farthing.launch.supervise import Launch
 from farthing.launch.words import Word
 from launch_faults import Fate, Killed, prepared_for, supervise
+from offers import offer_of
 
 ALIVE = Fate(None, is_before=False)
 
@@ -29,7 +30,7 @@ def keys(monkeypatch):
         monkeypatch.setenv(name, "no key")
 
 
-def job_at(folder: Path, tiny_folders: dict[str, Path], **more: Any) -> Path:
+def job_at(folder: Path, tiny_folders, **more) -> Path:
     """A job file with a small model and data, both here."""
     (folder / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 40)
     values = {
@@ -38,6 +39,7 @@ def job_at(folder: Path, tiny_folders: dict[str, Path], **more: Any) -> Path:
         "data": "./data.jsonl",
         "method": "full",
         "limits": {"max_usd": 2},
+        "where": {"device": "cpu", "usd_per_hour": 1},
         "output_dir": "./run",
         "cache_dir": "./cache",
         **more,
@@ -46,16 +48,21 @@ def job_at(folder: Path, tiny_folders: dict[str, Path], **more: Any) -> Path:
     return folder / "job.yaml"
 
 
+def ask_of(target: str, **more) -> LaunchRequest:
+    """A machine for a small job; `more` are fields of `LaunchRequest`."""
+    known = {"at": "", "offer": offer_of("L40S", 0.4), "usd_per_hour": 0.4, "most_s": 60}
+    known |= {"job_text": "task: x", "told": {"name": "x"}, "image": "an/image"}
+    return LaunchRequest("farthing-12345678-1", target, **known | more)
+
+
 class Course:
     """A launch with its provider, its run folder and what it says."""
 
-    def __init__(
-        self, folder: Path, provider: str = "runpod", max_usd: float = 4.0, **world: Any
-    ) -> None:
-        self.world, self.run, self.said = World(provider, **world), folder / "run", list[str]()
+    def __init__(self, folder: Path, provider: str = "runpod", max_usd: float = 4.0, **world):
+        self.world, self.run, self.said = World(provider, **world), folder / "run", []
         self.prepared = prepared_for(provider, self.run, max_usd, 0.4)
 
-    def goes(self, fate: Fate = ALIVE, at: Path | None = None, **how: Any) -> int:
+    def goes(self, fate: Fate = ALIVE, at: Path | None = None, **how) -> int:
         """A process that watches it from a folder; its exit code."""
         how = {"say": self.said.append, **how}
         return supervise(self.world, self.prepared, at or self.run, fate, **how)
@@ -75,7 +82,7 @@ class Course:
             awake=world.clock,
         )
 
-    def dies(self, n: int, at: Path | None = None) -> None:
+    def dies(self, n: int, at: Path | None = None):
         """A process that is killed at its n-th call, when a machine is there."""
         with pytest.raises(Killed):
             self.goes(Fate(n, is_before=False), at)
@@ -85,7 +92,7 @@ class Course:
     def ledger(self) -> MachineLedger:
         return MachineLedger(self.run)
 
-    def is_counted(self, **about: float) -> None:
+    def is_counted(self, **about: float):
         """The ledger has what the provider bills."""
         assert self.ledger.usd(self.world.now) == pytest.approx(self.world.usd, **about)
 
@@ -143,9 +150,9 @@ class Played(Driver):
 class Answers:
     """What a provider answers, in order, the last for ever; and what it was asked."""
 
-    def __init__(self, *answers: tuple[int, Any], **headers: str) -> None:
+    def __init__(self, *answers, **headers: str):
         self.left, self.headers = list(answers), headers
-        self.asked: list[tuple[str, str]] = []
+        self.asked = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.asked.append((request.method, request.url.path))
@@ -156,7 +163,7 @@ class Answers:
         return httpx.Response(status, text=text, headers=headers)
 
 
-def api_of(answer: Callable[[httpx.Request], httpx.Response]) -> Api:
+def api_of(answer) -> Api:
     """Requests that this answers, on 2001-09-09 at 01:46:40."""
     transport = httpx.MockTransport(answer)
     keys = {"Authorization": "Bearer key"}

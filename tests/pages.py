@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
 from html.parser import HTMLParser
-from typing import Any
 
 LOADING = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image", "use"}
 LOADING_BY = {"src", "href", "xlink:href", "srcset", "action", "onclick", "onload"}
@@ -12,7 +11,7 @@ VOID = {"meta", "br", "hr", "img", "input", "link"}
 NASTY = '<script>alert("x")</script>&'
 
 
-def nasty(value: Any, kept: tuple[str, ...] = ()) -> Any:
+def nasty(value, kept=()):
     """With markup at the end of every text but those that are `kept`."""
     if is_dataclass(value) and not isinstance(value, type):
         return replace(
@@ -28,29 +27,29 @@ def nasty(value: Any, kept: tuple[str, ...] = ()) -> Any:
 class Read(HTMLParser):
     """Reads a page as strictly as this needs: what is opened is closed, in order."""
 
-    def __init__(self, page: str) -> None:
+    def __init__(self, page: str):
         super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
+        self.open = []
+        self.tags = []
+        self.words = []
         self.feed(page)
         self.close()
         assert self.open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag: str, attrs):
         self.tags.append((tag, dict(attrs)))
         assert len({name for name, _ in attrs}) == len(attrs), f"an attribute twice in {tag}"
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag: str, attrs):
         self.tags.append((tag, dict(attrs)))
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag: str):
         assert self.open, f"{tag} is closed and was never opened"
         assert self.open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data: str):
         if not self.open or self.open[-1] not in ("style",):
             self.words.append(data)
 
@@ -59,8 +58,10 @@ class Read(HTMLParser):
         """All that is read on the page."""
         return " ".join(" ".join(self.words).split())
 
-    def must_be_whole(self, page: str) -> None:
-        """It can be read by all, loads nothing from elsewhere and has colours for a dark screen."""
+    def must_be_whole(self, page: str):
+        """It can be read by all, loads nothing from elsewhere, has colours for a dark screen and
+        prints on A4.
+        """
         assert page.startswith("<!doctype html>")
         assert ("html", {"lang": "en"}) in self.tags
         headings = [tag for tag, _ in self.tags if tag in ("h1", "h2", "h3")]
@@ -79,6 +80,7 @@ class Read(HTMLParser):
         assert "@import" not in page
         assert "default-src 'none'" in page
         assert "prefers-color-scheme:dark" in page
+        assert "@page{size:A4" in page
 
     def count(self, tag: str) -> int:
         """How many elements of a kind there are."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,16 +25,12 @@ from farthing.prices.offers import Offer
 from offers import TODAY, offer_of
 
 H = 3600.0
-SHAPES: dict[str, Shape] = {}
 
 
+@cache
 def shape_of(name: str) -> Shape:
     """A known model."""
-    if name not in SHAPES:
-        config = known_config(name)
-        assert config is not None
-        SHAPES[name] = read_shape(config)
-    return SHAPES[name]
+    return read_shape(known_config(name))
 
 
 def lengths_of(n: int = 20_000, longest: int = 1024, n_all: int | None = None) -> Lengths:
@@ -44,9 +41,9 @@ def lengths_of(n: int = 20_000, longest: int = 1024, n_all: int | None = None) -
     return from_arrays(tokens, source="made", n_examples=n_all or n)
 
 
-def wanted_of(model: str = "meta-llama/Llama-3.2-1B", **changes: Any) -> JobSpec:
+def wanted_of(model: str = "meta-llama/Llama-3.2-1B", **changes) -> JobSpec:
     """A job on a small model; `changes` are of `JobSpec`."""
-    usual: dict[str, Any] = {
+    usual = {
         "shape": shape_of(model),
         "method": "lora",
         "optim": "adamw_torch_fused",
@@ -63,12 +60,11 @@ class Place(NamedTuple):
     machine: Machine | Refusal
     offer: Offer
 
-    def but(self, **changes: Any) -> Place:
+    def but(self, **changes) -> Place:
         """With other fields of its machine."""
-        assert isinstance(self.machine, Machine)
         return self._replace(machine=replace(self.machine, **changes))
 
-    def sold(self, **changes: Any) -> Place:
+    def sold(self, **changes) -> Place:
         """With other fields of its offer."""
         return self._replace(offer=self.offer._replace(**changes))
 
@@ -82,27 +78,29 @@ def at(offer: Offer, wanted: JobSpec | None = None, torch: Torch | None = None) 
     return Place(machine, offer)
 
 
-def place(gpu: str, usd: float, n_gpus: int = 1, **more: Any) -> Place:
+def place(gpu: str, usd: float, n_gpus: int = 1, **more) -> Place:
     found = at(offer_of(gpu, usd, n_gpus, **more))
     assert isinstance(found.machine, Machine), found
     return found
 
 
-def decide(wanted: JobSpec, places: list[Place], **more: Any) -> Answer:
+def decide(wanted: JobSpec, places: list[Place], **more) -> Answer:
     """What is decided; places that were `sold` of one place share its machine."""
     machines = {id(one.machine): one.machine for one in places}.values()
     offered = [(of, [one.offer for one in places if one.machine is of]) for of in machines]
     return decide_offered(wanted, offered, today=TODAY, **more)
 
 
-def only(answer: Answer) -> OfferPlan:
-    """The one plan of an answer."""
+def only(wanted: JobSpec, *places: Place, **more) -> OfferPlan:
+    """The one plan for these places."""
+    answer = decide(wanted, list(places), **more)
     assert len(answer.plans) == 1, answer.rejected
     return answer.plans[0]
 
 
-def refused(answer: Answer) -> Rejected:
-    """The one rejected offer of an answer."""
+def refused(wanted: JobSpec, *places: Place, **more) -> Rejected:
+    """The one rejected offer of these places."""
+    answer = decide(wanted, list(places), **more)
     assert not answer.plans
     assert len(answer.rejected) == 1
     return answer.rejected[0]
@@ -112,8 +110,8 @@ NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 OWN = "RTX 4090:1600usd:0.45kW"
 
 
-def job_of(folder: Path, **keys: Any) -> Job:
-    values: dict[str, Any] = {
+def job_of(folder: Path, **keys) -> Job:
+    values = {
         "task": "causal-lm",
         "model": "meta-llama/Llama-3.1-8B",
         "data": "rows.jsonl",
@@ -124,7 +122,7 @@ def job_of(folder: Path, **keys: Any) -> Job:
     return Job.model_validate(values | keys)
 
 
-def ask(folder: Path, job: dict[str, Any] | None = None, **wishes: Any) -> Study:
+def ask(folder: Path, job=None, **wishes) -> Study:
     """The answer for 10,000 examples of 400 tokens on every offer."""
-    wanted: dict[str, Any] = {"n_examples": 10_000, "mean_tokens": 400.0, "is_local": False}
+    wanted = {"n_examples": 10_000, "mean_tokens": 400.0, "is_local": False}
     return study_job(job_of(folder, **(job or {})), PlanOptions(**(wanted | wishes)), now=NOW)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -22,16 +21,16 @@ SEARCH = {
 }
 
 
-def job_of(folder: Path, section: dict[str, Any] = SEARCH, **keys: Any) -> Path:
+def job_of(folder: Path, section=SEARCH, **keys) -> Path:
     """A job of four settings, of which one fails and one learns nothing."""
     keys = {"max_steps": 8, "data": {"eval_fraction": 0.2}, "limits": {"max_usd": 5}, **keys}
     path = job_file(folder, **keys)
-    job = yaml.safe_load(path.read_text(encoding="utf-8"))
-    path.write_text(yaml.safe_dump({**job, "search": section}), encoding="utf-8")
+    job = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**job, "search": section}))
     return path
 
 
-def weights_of(folder: Path) -> dict[str, str]:
+def weights_of(folder: Path):
     """SHA-256 of the weights of every checkpoint and model of a search."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -39,7 +38,7 @@ def weights_of(folder: Path) -> dict[str, str]:
     }
 
 
-def told(receipt: Any) -> Any:
+def told(receipt):
     """What must not depend on kills."""
     keys = ("trial", "settings", "state", "score", "fraction", "curve")
     return [{key: each[key] for key in keys} for each in receipt["trials"]]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from datetime import date, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,18 +27,22 @@ def _no_refreshed_prices(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def an_offer(**changes: Any) -> Offer:
-    plain: dict[str, Any] = {"gpu": "T4", "usd": 1.0, "provider": "Somewhere", "instance": "box"}
+def an_offer(**changes) -> Offer:
+    plain = {"gpu": "T4", "usd": 1.0, "provider": "Somewhere", "instance": "box"}
     return offer_of(**{**plain, "region": "", **changes})
 
 
 # ---- the facts ----
 
 
-def test_every_gpu_has_a_source_a_date_and_sane_numbers():
-    for row in facts("gpus"):
+@pytest.mark.parametrize("name", ["gpus", "gpu_usable_memory", "prices", "price_feeds", "billing"])
+def test_facts_have_a_source_and_a_date(name):
+    for row in facts(name):
         assert row["source"], row
         assert date(2020, 1, 1) <= date.fromisoformat(row["date"]) <= TODAY, row
+
+
+def test_every_gpu_has_sane_numbers():
     for gpu in gpus().values():
         assert 5 <= gpu.memory_gib <= 300, gpu.name
         assert 200e9 <= gpu.bandwidth_bytes_per_s <= 10e12, gpu.name
@@ -55,16 +58,14 @@ def test_every_gpu_has_a_source_a_date_and_sane_numbers():
 
 
 def test_no_name_means_two_gpus():
-    owner: dict[str, str] = {}
+    owner = {}
     for gpu in gpus().values():
         for name in (gpu.name, *gpu.aliases):
             assert owner.setdefault(name_key(name), gpu.name) == gpu.name, name
 
 
-def test_every_price_has_a_source_a_date_and_a_sane_size():
+def test_every_price_has_a_sane_size():
     for row in facts("prices"):
-        assert row["source"], row
-        assert date(2023, 1, 1) <= date.fromisoformat(row["date"]) <= TODAY, row
         assert row["gpu"] in gpus() or (
             row["gpu"] == "" and row["unit"] in ("run", "million_tokens")
         ), row
@@ -93,9 +94,6 @@ def test_what_people_train_on_is_covered_with_terms_that_have_sources():
     assert len(catalog.providers) >= 12
     for name, terms in billings().items():
         assert name in catalog.providers
-        assert terms.source
-        assert terms.date is not None
-        assert terms.date <= TODAY
         assert terms.increment_s > 0
     assert billings()["RunPod"].egress_usd_per_gb == 0
     assert billings()["AWS"].egress_usd_per_gb is None
@@ -327,7 +325,7 @@ GOOD = "Lab,node1,RTX 4090,2,home,,on-demand,machine_hour,0.8,16,64,the lab's pr
 
 def write(path: Path, *lines: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text("\n".join(lines) + "\n")
     return path
 
 
@@ -421,7 +419,7 @@ def test_a_file_that_is_not_there(tmp_path, name, words):
 
 def test_a_byte_order_mark_and_blank_lines_do_no_harm(tmp_path):
     path = tmp_path / "mine.csv"
-    path.write_text(f"\ufeff{HEADER}\r\n\r\n{GOOD}\r\n", encoding="utf-8")
+    path.write_text(f"\ufeff{HEADER}\r\n\r\n{GOOD}\r\n")
     assert len(read_catalog(path, TODAY).offers) == 1
 
 
@@ -518,9 +516,7 @@ def test_a_torn_refreshed_copy_says_where_and_what_to_do():
 
 
 def test_what_torch_can_have_of_a_gpu_is_less_than_what_its_driver_shows():
-    rows = facts("gpu_usable_memory")
-    assert all(row["source"] and date.fromisoformat(row["date"]) <= TODAY for row in rows)
-    assert {row["gpu"] for row in rows} <= set(gpus())
+    assert {row["gpu"] for row in facts("gpu_usable_memory")} <= set(gpus())
     for gpu in gpus().values():
         assert 0.96 < gpu.usable_bytes / gpu.memory_bytes < 1, gpu.name
     assert find_gpu("A100-80GB").usable_bytes == int(79.15 * 2**30)

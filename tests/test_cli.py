@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import Any
 
 import peft
 import pytest
@@ -17,6 +16,7 @@ import yaml
 import farthing.train.loop
 import farthing.train.run
 import workshop
+from command import sets
 from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.objectives.registry import objective_of
@@ -110,28 +110,25 @@ def test_the_scaling_rule_is_offered_when_the_batch_changes(tmp_path, cli):
     said = cli.out("train", path, "--set", "train.global_batch_size=16")
     assert "the global batch is 16 instead of 8" in said
     assert "learning rate 0.008: --set train.learning_rate_batch_size=8" in said
-    for more in (["train.learning_rate_batch_size=8"], ["train.learning_rate=0.008"]):
-        words = [part for text in ("train.global_batch_size=16", *more) for part in ("--set", text)]
-        folder = tmp_path / more[0].partition("=")[0]
-        assert "linear scaling" not in cli.out(
-            "train", path, *words, "--set", f"output_dir={folder}"
-        )
+    for number, more in enumerate(("learning_rate_batch_size=8", "learning_rate=0.008")):
+        keys = "train.global_batch_size=16", f"train.{more}", f"output_dir={tmp_path / str(number)}"
+        assert "linear scaling" not in cli.out("train", path, *sets(*keys))
 
 
 # ---- what is not a number ----
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int):
     """Make the loss of these steps (from 1) not a number."""
     honest, take = farthing.model.forward.Forward.loss, farthing.train.loop.take_step
     now = {"step": 0}
 
-    def take_step(attempt: Any) -> None:
+    def take_step(attempt):
         now["step"] = attempt.progress.step + 1
         take(attempt)
         now["step"] = 0
 
-    def spoilt(*args: Any) -> Any:
+    def spoilt(*args):
         loss, figures = honest(*args)
         return (loss * torch.nan if now["step"] in steps else loss), figures
 
@@ -149,13 +146,11 @@ def test_a_loss_that_is_not_a_number_is_skipped_and_its_samples_named(tmp_path, 
     receipt = json.loads((tmp_path / "run/receipt.json").read_text())
     assert receipt["skipped_steps"] == 2
     assert "2 steps whose loss or gradient was not a number" in said
-    line = next(line for line in said.splitlines() if "step 2: the loss is not a number" in line)
-    named = next(row for row in log_of(load_job(path)) if row.get("skipped") and row["step"] == 2)[
-        "samples"
-    ]
-    assert len(named) == 4  # the second and last step of an epoch of 12
-    assert all(place.startswith(str(tmp_path / "data.jsonl:")) for place in named)
-    assert named[0] in line
+    (line,) = (line for line in said.splitlines() if "step 2: the loss is not a number" in line)
+    skipped = {row["step"]: row["samples"] for row in log_of(load_job(path)) if row.get("skipped")}
+    assert len(skipped[2]) == 4  # the second and last step of an epoch of 12
+    assert all(place.startswith(str(tmp_path / "data.jsonl:")) for place in skipped[2])
+    assert skipped[2][0] in line
 
 
 def test_a_skipped_step_changes_no_weight(tmp_path, monkeypatch):
@@ -221,7 +216,7 @@ def test_a_classifier_keeps_the_names_of_its_classes(tmp_path, cli):
         config = transformers.AutoConfig.from_pretrained(named)
         assert config.id2label == {0: "food", 1: "sport", 2: "weather"}
         assert config.label2id == {"food": 0, "sport": 1, "weather": 2}
-    merged: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
+    merged = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "merged"
     ).eval()
     base = transformers.AutoModelForSequenceClassification.from_pretrained(
@@ -270,11 +265,8 @@ def test_the_model_card_holds_metadata_metrics_and_receipt(tmp_path, cli):
     ):
         assert words in body
     assert str(tmp_path) not in body
-    widths = {
-        line.replace("\\|", "").count("|")
-        for line in body.split("| class |")[1].split("\n\n")[0].splitlines()[1:]
-    }
-    assert widths == {6}
+    classes = body.split("| class |")[1].split("\n\n")[0].replace("\\|", "")
+    assert {line.count("|") for line in classes.splitlines()[1:]} == {6}
 
 
 # ---- doctor ----
@@ -292,17 +284,13 @@ def test_doctor_tries_a_job_without_training_it(tmp_path, cli):
     path = job_file(tmp_path)
     found = {check["name"]: check for check in cli.json("doctor", path)["checks"]}
     assert found["job"]["state"] == "ok"
-    assert (
-        found[f"train data {tmp_path / 'data.jsonl'}"]["found"]
-        == "format prompt/completion; 32 rows tried"
-    )
-    said = cli.out("doctor", path)
-    assert f"next: farthing train {path}" in said
+    assert "32 rows tried" in found[f"train data {tmp_path / 'data.jsonl'}"]["found"]
+    assert f"next: farthing train {path}" in cli.out("doctor", path)
     assert not (tmp_path / "run").exists()
 
 
 def test_doctor_warns_of_rows_that_are_no_use_and_of_a_missing_price(tmp_path, cli):
-    rows: list[Any] = [*workshop.rows_of("llama", 9), {"prompt": "x", "completion": None}]
+    rows = [*workshop.rows_of("llama", 9), {"prompt": "x", "completion": None}]
     path = job_file(tmp_path, rows=rows, where={"usd_per_hour": 0})
     said = cli.out("doctor", path, "--set", "data.max_bad_rows=0.2")
     assert "10 rows tried; 1 can't be used" in said
@@ -320,12 +308,14 @@ def test_doctor_warns_of_rows_that_are_no_use_and_of_a_missing_price(tmp_path, c
 )
 def test_rare_options_are_shown_when_all_are_asked_for(verb, rare, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as left:
-        main([verb, "--help"])
-    short = capsys.readouterr().out
-    assert (left.value.code, rare in short, "--help-all" in short) == (0, False, True)
+
+    def shown(option):
+        with pytest.raises(SystemExit) as left:
+            main([verb, option])
+        assert left.value.code == 0
+        return capsys.readouterr().out
+
+    short = shown("--help")
+    assert (rare in short, "--help-all" in short) == (False, True)
     assert len(short.splitlines()) <= (24 if verb == "plan" else 50)
-    with pytest.raises(SystemExit) as left:
-        main([verb, "--help-all"])
-    assert left.value.code == 0
-    assert rare in capsys.readouterr().out
+    assert rare in shown("--help-all")

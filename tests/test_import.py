@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
@@ -18,7 +17,7 @@ from farthing.data.formats import converter
 from importing import imported, job_of
 from token_sets import with_words
 
-DIFFERS, NONE = "differs", "none"
+DIFFERS, NONE, BLOCKS = "differs", "none", "blocks"
 AXOLOTL = """\
 base_model: org/base-1b
 load_in_8bit: false
@@ -156,12 +155,12 @@ def command(script: str, *more: str) -> str:
     return " ".join((f"python {script} --model_name_or_path org/m", *more, "--output_dir o\n"))
 
 
-def as_json(**keys: Any) -> str:
+def as_json(**keys) -> str:
     return json.dumps(keys)
 
 
 MIN_LR = {"train.lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
-CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
+CASES = [
     # Axolotl
     (
         "ax.yaml",
@@ -172,29 +171,21 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
             "method.name": "full",
             "data.max_length": 512,
         },
-        {},
     ),
-    (
-        "ax.yaml",
-        AXOLOTL + "peft_init_lora_weights: loftq\n",
-        {},
-        {"peft_init_lora_weights": DIFFERS},
-    ),
+    ("ax.yaml", AXOLOTL + "peft_init_lora_weights: loftq\n", {"peft_init_lora_weights": DIFFERS}),
     (
         "ax.yaml",
         f"{AX}lr_scheduler: cosine\ncosine_min_lr_ratio: 0.1\n",
         MIN_LR | {"train.lr_scheduler_type": "cosine_with_min_lr"},
-        {},
     ),
-    ("ax.yaml", f"{AX}adapter: lora\ntokens: [<a>, <b>]\n", {}, {"tokens": DIFFERS}),
+    ("ax.yaml", f"{AX}adapter: lora\ntokens: [<a>, <b>]\n", {"tokens": DIFFERS}),
     (
         "ax.yaml",
         f"{AX}adapter: lora\ntokens: [<a>, <b>]\nlora_modules_to_save: [embed_tokens, lm_head]\n",
         {"model.new_tokens": ["<a>", "<b>"]},
-        {},
     ),
     *(
-        ("ax.yaml", f"{AX}{keys}\n", {}, {key: DIFFERS})
+        ("ax.yaml", f"{AX}{keys}\n", {key: DIFFERS})
         for keys, key in (
             ("plugins: [axolotl.integrations.kd.KDPlugin]", "plugins"),
             ("use_onebitllms: true", "use_onebitllms"),
@@ -215,25 +206,22 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
         f"{AX}plugins: [axolotl.integrations.liger.LigerPlugin]\ndatasets: [{{path: a/b, type:"
         " chat_template, roles_to_train: [assistant], train_on_eos: turn}]\n",
         {},
-        {},
     ),
     # LLaMA-Factory
     *(
-        ("lf.yaml", f"{FACTORY}{keys}\n", {}, {keys.partition(":")[0]: DIFFERS})
+        ("lf.yaml", f"{FACTORY}{keys}\n", {keys.partition(":")[0]: DIFFERS})
         for keys in ("shift_attn: true", "enable_thinking: false", "add_tokens: <a>,<b>")
     ),
     (
         "lf.yaml",
         f"{FACTORY}add_tokens: <a>,<b>\nresize_vocab: true\n",
         {"model.new_tokens": ["<a>", "<b>"], "method.modules_to_save": ["embed_tokens", "lm_head"]},
-        {},
     ),
     *(
         (
             "lf.yaml",
             f"{FACTORY}pissa_init: true\npissa_convert: true\n{keys}\n",
             {"method.init_lora_weights": init},
-            {},
         )
         for keys, init in (
             ("pissa_iter: 8", "pissa_niter_8"),
@@ -242,9 +230,9 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
         )
     ),
     # TRL, and recipes of Hugging Face
-    ("config.yaml", f"{TRL}use_vllm: false\nnum_generations: null\n", {}, {}),
+    ("config.yaml", f"{TRL}use_vllm: false\nnum_generations: null\n", {}),
     *(
-        ("config.yaml", f"{TRL}{setting}\n", {}, {setting.partition(":")[0]: effect})
+        ("config.yaml", f"{TRL}{setting}\n", {setting.partition(":")[0]: effect})
         for setting, effect in (
             ("bnb_4bit_quant_type: fp4", DIFFERS),
             ("bnb_4bit_quant_type: nf4", NONE),
@@ -258,13 +246,11 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
         f"{TRL}lr_scheduler_type: cosine_with_min_lr\noptim: adafactor\n"
         "lr_scheduler_kwargs: {min_lr_rate: 0.1}\n",
         MIN_LR | {"train.lr_scheduler_type": "cosine_with_min_lr", "train.optim": "adafactor"},
-        {},
     ),
     (
         "config.yaml",
         f"{TRL}eval_strategy: epoch\n",
         {"data.eval": [{"path": "org/d", "split": "test"}]},  # its default
-        {},
     ),
     (
         "config.yaml",
@@ -275,16 +261,16 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
             "train.eval_strategy": None,
             "train.eval_steps": None,
             "train.metric_for_best_model": None,
+            "load_best_model_at_end": DIFFERS,
+            "eval_strategy": NONE,
         },
-        {"load_best_model_at_end": DIFFERS, "eval_strategy": NONE},
     ),
-    ("config.yaml", SPLITS, {"data.eval": [{"path": "a/b", "split": "test_x"}]}, {}),
-    ("config.yaml", SPLITS.replace("test_x", "more_x"), {}, {"dataset_splits": DIFFERS}),
+    ("config.yaml", SPLITS, {"data.eval": [{"path": "a/b", "split": "test_x"}]}),
+    ("config.yaml", SPLITS.replace("test_x", "more_x"), {"dataset_splits": DIFFERS}),
     (
         "mt0.yaml",
         "model_name_or_path: bigscience/mt0-small\nuse_peft: true\ndataset_name: d\n",
         {"method.target_modules": ["q", "v"]},
-        {},
     ),
     # scripts
     (
@@ -293,7 +279,6 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
         "model, tokenizer = FastLanguageModel.from_pretrained('a/b', load_in_4bit=False)\n"
         "model = FastLanguageModel.get_peft_model(model, r=8)\ntrainer = SFTTrainer(model=model)\n",
         {"method.target_modules": ["all-linear"]},
-        {},
     ),
     (
         "train.py",
@@ -304,7 +289,6 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
             "train.learning_rate": 3e-5,
             "train.num_train_epochs": 2,
         },
-        {},
     ),
     (
         "train.py",
@@ -312,21 +296,22 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
             "lr_scheduler_type='warmup_stable_decay', lr_scheduler_kwargs={'num_decay_steps': 10}"
         ),
         {"train.lr_scheduler_kwargs": {"num_decay_steps": 10}},
-        {},
     ),
     (
         "train.py",
         trainer(
             "lr_scheduler_type='warmup_stable_decay', lr_scheduler_kwargs={'num_decay_steps': n}"
         ),
-        {"train.lr_scheduler_kwargs": None},
-        {"TrainingArguments.lr_scheduler_kwargs": DIFFERS},
+        {"train.lr_scheduler_kwargs": None, "TrainingArguments.lr_scheduler_kwargs": DIFFERS},
     ),
     (
         "train.py",
         TWICE,
-        {"train.max_steps": 5},
-        {"TrainingArguments#2.max_steps": DIFFERS, "load_dataset#2.path": DIFFERS},
+        {
+            "train.max_steps": 5,
+            "TrainingArguments#2.max_steps": DIFFERS,
+            "load_dataset#2.path": DIFFERS,
+        },
     ),
     (
         "train.py",
@@ -334,8 +319,6 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
         {
             "data.train_on_prompt": False,
             "data.train": [{"path": "org/d", "split": "train", "columns": {"text": "story"}}],
-        },
-        {
             "SFTTrainer.optimizers": DIFFERS,
             "EarlyStoppingCallback.early_stopping_patience": DIFFERS,
         },
@@ -347,11 +330,12 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
             "data.eval_fraction": 0.1,
             "method.target_modules": ["q_proj"],
             "method.modules_to_save": ["lm_head"],  # Unsloth trains it in full
+            "SFTConfig#2.max_steps": DIFFERS,
+            "get_chat_template.chat_template": DIFFERS,
         },
-        {"SFTConfig#2.max_steps": DIFFERS, "get_chat_template.chat_template": DIFFERS},
     ),
     *(
-        ("train.py", trainer(head=head), {"task": task}, {})
+        ("train.py", trainer(head=head), {"task": task})
         for head, task in (
             ("SequenceClassification", "classification"),
             ("SequenceClassification, num_labels=1", "regression"),
@@ -363,7 +347,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
         )
     ),
     *(
-        ("train.py", trainer(before=line), {}, {named: DIFFERS})
+        ("train.py", trainer(before=line), {named: DIFFERS})
         for line, named in (
             ("class Own(Trainer):\n    def compute_loss(self, *a): ...", "Own.compute_loss"),
             (
@@ -379,8 +363,8 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
         (
             "train.py",
             PRECISE.format(weights=weights, precision=precision),
-            dict(zip(("train.bf16", "train.fp16", "train.tf32"), expected, strict=True)),
-            {"AutoModelForCausalLM.from_pretrained.torch_dtype": DIFFERS} if weights else {},
+            dict(zip(("train.bf16", "train.fp16", "train.tf32"), expected, strict=True))
+            | ({"AutoModelForCausalLM.from_pretrained.torch_dtype": DIFFERS} if weights else {}),
         )
         for precision, weights, expected in (
             ("", "", (False, None, False)),
@@ -398,11 +382,10 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
             "data.train": [{"path": "org/d", "split": "train"}],
             "data.eval": [{"path": "org/d", "split": "test"}],
         },
-        {},
     ),
     # a tool that computes in fp32 by default is taken at its word
     *(
-        (name, text, {"train.bf16": bf16, "train.fp16": fp16}, {})
+        (name, text, {"train.bf16": bf16, "train.fp16": fp16})
         for name, text, bf16, fp16 in (
             ("run.sh", "python run_clm.py --model_name_or_path m --train_file a.txt", False, None),
             (
@@ -427,14 +410,12 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
         + "b = x\n"
         + "b = b + b\n" * 64
         + trainer("seed=a3, logging_steps=b"),
-        {"train.seed": 8},
-        {"TrainingArguments.logging_steps": DIFFERS},
+        {"train.seed": 8, "TrainingArguments.logging_steps": DIFFERS},
     ),
     (
         "train.py",
         "s = 'x'\n" + "s = s + s\n" * 60 + trainer().replace("'out'", "s"),
         {"output_dir": None},
-        {},
     ),
     # command lines
     (
@@ -447,7 +428,6 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
             "model.model_name_or_path": "org/model",
             "output_dir": "runs/x y",
         },
-        {},
     ),
     (
         "run.sh",
@@ -467,13 +447,11 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
                 }
             ],
         },
-        {},
     ),
     (
         "run.sh",
         command("run_clm.py", "--train_file a.txt --block_size 512"),
-        {"data.max_length": 512},
-        {"block_size": DIFFERS},
+        {"data.max_length": 512, "block_size": DIFFERS},
     ),
     (
         "run.sh",
@@ -482,10 +460,9 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
             "--eval_strategy epoch --save_strategy epoch",
         ),
         {"train.load_best_model_at_end": True},
-        {},
     ),
     *(
-        ("run.sh", command(line), {"task": task}, {})
+        ("run.sh", command(line), {"task": task})
         for line, task in (
             ("run_glue.py --task_name stsb", "regression"),
             ("run_glue.py --task_name mrpc", "classification"),
@@ -494,36 +471,39 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
         )
     ),
     *(
-        ("run.sh", f"{line} --model_name_or_path org/m --seed 3\n", {}, {key: effect})
+        ("run.sh", f"{line} --model_name_or_path org/m --seed 3\n", {key: effect})
         for line, key, effect in (
             ("torchrun --nproc_per_node 8 run_clm.py", "launcher.nproc_per_node", DIFFERS),
             ("torchrun --nproc_per_node 1 run_clm.py", "launcher.nproc_per_node", NONE),
             ("torchrun --master_port 1 run_clm.py", "launcher.master_port", NONE),
             ("python my_train.py", "(script)", DIFFERS),
-            ("trl sft --config sft.yaml", "config", "blocks"),
+            ("trl sft --config sft.yaml", "config", BLOCKS),
         )
     ),
     (
         "run.sh",
         "torchrun fastchat/train/train_lora.py --model_name_or_path a/b --lora_r 8 --lora_alpha 16"
         " --q_lora True --data_path $DATA --seed $RANDOM --model_max_length 512\n",
-        {"method.name": "qlora", "method.lora_r": 8, "data.max_length": 512},
-        {"data_path": DIFFERS, "seed": DIFFERS},
+        {
+            "method.name": "qlora",
+            "method.lora_r": 8,
+            "data.max_length": 512,
+            "data_path": DIFFERS,
+            "seed": DIFFERS,
+        },
     ),
     # services, in every case of their keys and from their clients
-    ("openai.py", OPENAI, {"train.num_train_epochs": 2, "train.seed": 7}, {}),
+    ("openai.py", OPENAI, {"train.num_train_epochs": 2, "train.seed": 7}),
     (
         "together.py",
         "from together import Together\nTogether().fine_tuning.create(training_file='a.jsonl',"
         " model='org/m', lora=True, learning_rate=1e-5, training_method='dpo', dpo_beta=0.3)\n",
         {"objective.beta": 0.3, "train.learning_rate": 1e-5, "method.name": "lora"},
-        {},
     ),
     (
         "job.json",
         as_json(training_file="a.jsonl", model="org/b", batch_size="max", lora=True, lora_r=4),
         {"method.lora_r": 4},
-        {},
     ),
     (
         "job.json",
@@ -534,13 +514,11 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
             training_method={"method": "dpo"},
         ),
         {"method.name": "full"},
-        {},
     ),
     (
         "job.json",
         as_json(training_file="file-a", model="gpt-4o", method={"type": "dpo"}),
         {"task": "dpo"},
-        {},
     ),
     (
         "fw.json",
@@ -557,14 +535,14 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
             "model.model_name_or_path": "llama-x",
             "method.lora_r": 8,
             "data.chat_template": "chat_template.jinja",
+            "earlyStop": DIFFERS,
+            "gradientAccumulationSteps": DIFFERS,
         },
-        {"earlyStop": DIFFERS, "gradientAccumulationSteps": DIFFERS},
     ),
     (
         "fw.yaml",
         "base-model: accounts/fireworks/models/m\ndataset: d\nlora-rank: 4\nepochs: 2\n",
         {"method.lora_r": 4},
-        {},
     ),
     # a configuration of one's own
     (
@@ -582,25 +560,26 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
             "train.optim": "adamw_torch",
             "output_dir": "./ckpt",
         },
-        {},
     ),
     (
         "own.yaml",
         HOME_MADE + "eval:\n  batch_size: 64\nfancy_noise: 0.5\n",
-        {},
         {"eval.batch_size": DIFFERS, "fancy_noise": DIFFERS},
     ),
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "job", "effects"), CASES)
-def test_settings_become_keys_of_a_job_or_are_named(name, text, job, effects, tmp_path):
+@pytest.mark.parametrize(("name", "text", "expected"), CASES)
+def test_settings_become_keys_of_a_job_or_are_named(name, text, expected, tmp_path):
+    """Of a key of the job its value, of a setting what it was named for."""
     found = imported(tmp_path, text, name)
-    assert {key: found.job.get(key) for key in job} == job
-    assert {key: found.lines[key].effect for key in effects} == effects
-    if name in ("own.yaml", "ax.yaml") and not effects:
+    named = {key for key, value in expected.items() if value in (DIFFERS, NONE, BLOCKS)}
+    assert {
+        key: found.lines[key].effect if key in named else found.job.get(key) for key in expected
+    } == expected
+    if name in ("own.yaml", "ax.yaml") and not named:
         assert [line.key for line in found.named if line.effect != NONE] == []
-    if "blocks" not in effects.values():
+    if BLOCKS not in expected.values():
         job_of(tmp_path, found)
 
 
@@ -656,11 +635,6 @@ def test_another_kind_of_training_is_refused_by_name(tmp_path, key, words, cli):
     assert not (tmp_path / "job.yaml").exists()
 
 
-BOMB = "base_model: org/m\ndatasets: []\na0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 11)
-)
-
-
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
@@ -673,7 +647,7 @@ BOMB = "base_model: org/m\ndatasets: []\na0: &a0 [x, x, x, x, x, x, x, x, x, x]\
         ("x.sh", "echo hello\n", ""),
         ("x.yaml", "{" * 200, ""),
         ("x.yaml", "hello: world\n", "can't tell which tool"),
-        ("x.yaml", BOMB, "aliases that expand"),
+        ("x.yaml", "base_model: org/m\na: &a [*a]\n", "aliases that expand"),
         *(
             ("x.yaml", f"base_model: m\nmicro_batch_size: {number}\n", "can't be read")
             for number in ("0x" + "f" * 5000, "1:" * 3000 + "30", "2024-13-45")
@@ -716,20 +690,12 @@ def test_weights_that_axolotl_trains_in_bf16_are_named(text, is_told, tmp_path):
 def test_axolotl(tmp_path):
     found = imported(tmp_path, AXOLOTL)
     job = job_of(tmp_path, found)
-    assert (found.source, job.global_batch_size) == ("axolotl", 8)
-    assert (job.method.name, job.method.target_modules) == ("qlora", ("all-linear",))
-    train = job.train
-    assert (train.num_train_epochs, train.learning_rate, train.warmup_steps) == (2, 2e-4, 10)
-    assert (train.lr_scheduler_type, train.optim) == ("cosine", "adamw_bnb_8bit")
-    # as Axolotl drops what is too long
-    assert (job.max_length, job.data.eval_fraction, job.too_long) == (2048, 0.05, "skip")
+    assert job.train.optim == "adamw_bnb_8bit"
     instructions, talks = job.data.of_train
     assert instructions.split == "train[:90%]"
-    assert instructions.columns["prompt"][0].endswith("### Input:\n{input}\n\n### Response:\n")
     assert talks.columns == {"messages": "conversation"}
     assert Path(str(job.data.chat_template)).read_text().startswith("{%- for message")
     assert "does not know this key" in found.lines["surely_unknown"].why
-    assert found.lines["sample_packing"].effect == DIFFERS
     assert "--deepspeed FILE" in found.lines["deepspeed"].why
 
 
@@ -746,16 +712,11 @@ def test_llama_factory_and_the_registry_of_its_data(tmp_path):
     (tmp_path / "data" / "mine.json").write_text('[{"ask": "a", "more": "b", "say": "c"}]')
     found = imported(
         tmp_path,
-        "model_name_or_path: a/b\nstage: sft\ndo_train: true\nfinetuning_type: lora\nlora_rank:"
-        " 4\nlora_target: all\ndataset: mine,talks\ntemplate: qwen\ncutoff_len: 512\nlearning_rate:"
-        " 1.0e-4\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nquantization_bit:"
-        " 4\nwarmup_ratio: 0.1\nval_size: 0.1\n",
+        "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ndataset: mine,talks\n"
+        "quantization_bit: 4\n",
     )
     job = job_of(tmp_path, found)
-    assert found.source == "llama-factory"
-    assert (job.method.name, job.method.lora_alpha, job.max_length) == ("qlora", 8, 512)
-    assert (job.data.eval_fraction, job.train.num_train_epochs) == (0.1, 3)
-    assert job.method.target_modules == ("all-linear",)
+    assert job.method.name == "qlora"
     assert job.data.train == (str(tmp_path / "data" / "mine.json"), "org/talks")
     assert job.data.of_train[0].columns == {
         "instruction": ("{ask}\n{more}", "{ask}"),
@@ -792,11 +753,9 @@ def test_a_frame_of_llama_factory_is_a_template_beside_the_job(tmp_path, name, t
     settings = f"{FACTORY}template: {name}\n"
     found = imported(tmp_path, settings)
     assert found.job["data.chat_template"] == f"{name}.jinja"
-    tokenizer = SimpleNamespace(
-        chat_template=found.files[f"{name}.jinja"],
-        special_tokens_map={"eos_token": "</s>"},
-        backend_tokenizer=with_words(),
-    )
+    tokenizer = SimpleNamespace(backend_tokenizer=with_words())
+    tokenizer.chat_template = found.files[f"{name}.jinja"]
+    tokenizer.special_tokens_map = {"eos_token": "</s>"}
     chat = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yo."}]
     read = converter("messages", {}, {}, tokenizer, "causal-lm")
     assert read({"messages": chat}).segments == ((text, False), (learned, True))
@@ -907,29 +866,10 @@ def test_an_unsloth_script_is_read_and_never_run(tmp_path, kind, monkeypatch):
     found = imported(tmp_path, text, f"script.{kind}")
     job = job_of(tmp_path, found)
     assert not (tmp_path / "was_executed").exists()
-    assert (found.source, job.model.model_name_or_path) == ("unsloth", "unsloth/some-3b")
-    assert (job.method.name, job.method.lora_r, job.method.lora_alpha) == ("qlora", 16, 32)
-    assert job.method.target_modules == ("q_proj", "v_proj")
-    assert (job.max_length, job.train.max_steps) == (2048, 60)
-    assert (job.global_batch_size, job.train.seed, job.data.train) == (8, 3407, ("org/rows",))
-    assert job.data.train_on_prompt  # no train_on_responses_only: every token is learned
+    assert (job.method.lora_alpha, job.max_length, job.data.train) == (32, 2048, ("org/rows",))
     assert "only running the script" in found.lines["SFTConfig.logging_steps"].why
     second = found.lines["FastLanguageModel.from_pretrained#2.model_name"]
     assert second.why.startswith("a later call")
-
-
-def test_a_job_of_openai_has_weights_and_rates_that_nobody_knows(tmp_path):
-    how = {"n_epochs": 2, "batch_size": "auto", "learning_rate_multiplier": 2}
-    method = {"type": "supervised", "supervised": {"hyperparameters": how}}
-    model = "gpt-4o-mini-2024-07-18"
-    found = imported(
-        tmp_path, as_json(training_file="file-abc", model=model, seed=7, method=method), "job.json"
-    )
-    job = job_of(tmp_path, found)
-    assert found.source == "openai"
-    assert (job.train.num_train_epochs, job.train.seed, job.train.learning_rate) == (2, 7, 4e-4)
-    assert "weights that OpenAI keeps" in found.lines["model"].why
-    assert any("never published" in note for note in found.notes)
 
 
 def test_tasks_of_glue_have_columns_and_pairs_are_kept_apart_otherwise(tmp_path):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from farthing.cli import main
+from command import sets
 from farthing.config.job import Job
 from farthing.tiny import make_model_folder, write_jsonl
 from importing import imported, job_of
@@ -18,9 +17,8 @@ AXOLOTL = "base_model: org/m\nsequence_len: 512\nlearning_rate: 5e-6\nmicro_batc
 FACTORY = "model_name_or_path: org/m\nfinetuning_type: lora\ndataset: pairs\ntemplate: qwen\n"
 
 
-def settings(job: Job) -> dict[str, Any]:
+def settings(job: Job):
     """The objective, without what is its default."""
-    assert job.objective is not None
     return {"name": job.task, **job.objective.model_dump(exclude_defaults=True)}
 
 
@@ -209,7 +207,7 @@ def test_rows_of_another_kind_than_the_objectives_are_refused(tmp_path):
     assert "no `rl`" in imported(tmp_path, text).blockers[0].why
 
 
-def _registry(folder: Path) -> None:
+def _registry(folder: Path):
     pairs = {"messages": "talk", "chosen": "good", "rejected": "bad"}
     known = {
         "pairs": {
@@ -256,16 +254,10 @@ def test_stages_of_llama_factory(tmp_path):
     assert job.data.columns == {"instruction": "{ask}", "output": "{answer}", "label": "good"}
 
 
-def test_an_imported_job_of_chats_is_trained(tmp_path, capsys):
-    rows = [
-        {
-            "ask": f"What is {n} and {n}?",
-            "frame": "" if n else "Be brief.",
-            "chosen": str(2 * n),
-            "rejected": "no idea",
-        }
-        for n in range(4)
-    ]
+def test_an_imported_job_of_chats_is_trained(tmp_path, cli):
+    answers = {"chosen": "twice as much", "rejected": "no idea"}
+    asked = [("What is 1 and 1?", "Be brief."), *[("And 2 and 2?", "")] * 3]
+    rows = [{"ask": ask, "frame": frame, **answers} for ask, frame in asked]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     make_model_folder(tmp_path / "model", [str(row) for row in rows] * 9, hidden=16, layers=1)
     columns = {"prompt": "ask", "system": "frame", "chosen": "chosen", "rejected": "rejected"}
@@ -276,11 +268,10 @@ def test_an_imported_job_of_chats_is_trained(tmp_path, capsys):
         "dataset_dir: .\nmax_steps: 1\ncutoff_len: 256\noutput_dir: run\n"
     )
     (tmp_path / "lf.yaml").write_text(settings)
-    job = str(tmp_path / "job.yaml")
-    assert main(["import", str(tmp_path / "lf.yaml"), "-o", job]) == 0
-    own = ["model.init=random", "where.device=cpu", f"cache_dir={tmp_path / 'cache'}"]
-    given = [word for each in own for word in ("--set", each)]
-    assert main(["train", job, *given]) == 0, capsys.readouterr().err
+    job = tmp_path / "job.yaml"
+    cli.out("import", tmp_path / "lf.yaml", "-o", job)
+    own = sets("model.init=random", "where.device=cpu", f"cache_dir={tmp_path / 'cache'}")
+    cli.out("train", job, *own)
 
 
 @pytest.mark.parametrize(

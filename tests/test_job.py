@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -23,15 +22,13 @@ def read(tmp_path):
 
     def reading(more="", *overrides, base=BASE):
         path = tmp_path / "job.yaml"
-        path.write_text(base + more, encoding="utf-8")
+        path.write_text(base + more)
         return load_job(path, list(overrides))
 
     return reading
 
 
-def problems_of(
-    read: Any, more: str = "", *overrides: str, base: str = BASE
-) -> list[tuple[str, str, str]]:
+def problems_of(read, more: str = "", *overrides: str, base: str = BASE):
     """(where, what, to do) of every problem, where without the folder."""
     with pytest.raises(JobError) as caught:
         read(more, *overrides, base=base)
@@ -41,9 +38,7 @@ def problems_of(
     ]
 
 
-def one_problem(
-    read: Any, more: str = "", *overrides: str, base: str = BASE
-) -> tuple[str, str, str]:
+def one_problem(read, more: str = "", *overrides: str, base: str = BASE):
     problems = problems_of(read, more, *overrides, base=base)
     assert len(problems) == 1, problems
     return problems[0]
@@ -181,9 +176,9 @@ def test_a_mistake_in_an_override_names_the_override_not_a_line(read):
 # ---- mistakes ----
 
 
-def yaml_keys(section: Any) -> dict[str, Any]:
+def yaml_keys(section):
     """Keys of the job as a tree of names."""
-    keys: dict[str, Any] = {}
+    keys = {}
     for name, field in section.model_fields.items():
         inner = field.annotation
         keys[name] = yaml_keys(inner) if hasattr(inner, "model_fields") else {}

@@ -14,26 +14,27 @@ import threading
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
 
 import pytest
 import yaml
 
 from canaries import CANARIES
+from command import sets
 from farthing.cli import main
 from farthing.config.job import Job
+from farthing.config.load import load_job
 from farthing.errors import InputError, RunBusyError, StoreUnavailableError
 from farthing.launch import agent as agent_module
 from farthing.launch.agent import HostAgent
 from farthing.launch.driver import OutOfStockError, RefusedError, UnauthorizedError, UnclearError
 from farthing.launch.inputs import fetch_inputs, pack, send_inputs, with_token_sets
 from farthing.launch.machines import MachineLedger, bill_by_machine
-from farthing.launch.prepare import Wishes, launch_id_of, plain_image, prepare
+from farthing.launch.prepare import Prepared, Wishes, launch_id_of, plain_image, prepare
 from farthing.launch.session import Session
 from farthing.launch.wheel import refuse_without_extras
 from farthing.launch.words import StoreWords
 from farthing.report.plan_compare import find_in_study
-from farthing.storage.files import only_writer
+from farthing.storage.files import only_writer, seal
 from farthing.storage.objects import StoreError, open_store
 from launch_faults import Killed, is_good, run_case
 from launch_matrix import AT, cases, outcome_of
@@ -59,9 +60,10 @@ def launch(job: Path, *words: str) -> int:
 
 
 def test_a_flavor_without_a_price_has_no_dollars(demo, capsys):
-    no_cap = ("--set", "limits.max_usd=null", "--set", "limits.max_hours=3")
-    spot = ("--set", "where.spot=true", "--set", "where.usd_per_hour=0")
-    assert launch(demo, "--on", "hf", *no_cap, *spot) == 0
+    no_cap = "limits.max_usd=null", "limits.max_hours=3"
+    assert (
+        launch(demo, "--on", "hf", *sets(*no_cap, "where.spot=true", "where.usd_per_hour=0")) == 0
+    )
     said = capsys.readouterr().out
     assert "on demand at Hugging Face Jobs: no price" in said
     assert "dollars not known" in said
@@ -85,14 +87,17 @@ def test_a_model_folder_without_weights_is_refused_before_anything_is_rented(dem
     assert "no weights (*.safetensors) in the folder" in capsys.readouterr().err
 
 
-def _offer(**asked: Any) -> Wishes:
-    return Wishes(**asked, find=find_in_study)
-
-
 def _job(path: Path, *overrides: str) -> Job:
-    from farthing.config.load import load_job
-
     return load_job(path, list(overrides))
+
+
+def prepared_of(demo: Path, *overrides: str, **wishes) -> Prepared:
+    """The launch of a job with these overrides."""
+    return prepare(_job(demo, *overrides), Wishes(**wishes, find=find_in_study), NOW)
+
+
+def session_of(prepared: Prepared) -> Session:
+    return Session(prepared, lambda text: None, clock=NOW.timestamp)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +130,7 @@ def _job(path: Path, *overrides: str) -> Job:
 def test_what_can_not_run_there_is_refused(demo, on, overrides, words, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with pytest.raises(InputError) as refused:
-        prepare(_job(demo, *overrides.split()), Wishes(on=on), NOW)
+        prepared_of(demo, *overrides.split(), on=on)
     assert words in str(refused.value)
 
 
@@ -147,7 +152,7 @@ def test_what_can_not_run_there_is_refused(demo, on, overrides, words, monkeypat
 def test_what_can_run_there_is_offered(demo, on, overrides, offers, monkeypatch):
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", "{}")
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    prepared = prepare(_job(demo, *overrides.split()), Wishes(on=on), NOW)
+    prepared = prepared_of(demo, *overrides.split(), on=on)
     words = [
         f"{each.provider.split()[-1]} {each.instance} {each.gpu} {each.n_gpus} {each.is_spot}"
         for each in prepared.offers
@@ -166,19 +171,18 @@ def test_the_image_has_a_torch_for_the_gpu(gpu, cuda):
 def test_a_tracker_on_this_machine_is_refused(demo, place, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
     with pytest.raises(InputError, match="a tracker on this machine"):
-        prepare(_job(demo, "train.report_to=mlflow"), Wishes(on="runpod"), NOW)
+        prepared_of(demo, "train.report_to=mlflow", on="runpod")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.example")
-    assert prepare(_job(demo, "train.report_to=mlflow"), Wishes(on="runpod"), NOW).offers
+    assert prepared_of(demo, "train.report_to=mlflow", on="runpod").offers
 
 
 def test_a_published_model_keeps_its_name_and_keys_of_data_in_buckets_travel(demo, monkeypatch):
     for name in ("HF_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, "1")
-    job = _job(demo, "train.push_to_hub=true")
-    data = job.data.model_copy(update={"train": ("az://container/rows.jsonl",)})
-    prepared = prepare(job, Wishes(on="runpod"), NOW)
-    prepared = replace(prepared, job=job.model_copy(update={"data": data}))
-    ask = session_of(prepared).next_ask()
+    prepared = prepared_of(demo, "train.push_to_hub=true", on="runpod")
+    data = prepared.job.data.model_copy(update={"train": ("az://container/rows.jsonl",)})
+    job = prepared.job.model_copy(update={"data": data})
+    ask = session_of(replace(prepared, job=job)).next_ask()
     assert yaml.safe_load(ask.job_text)["train"]["hub_model_id"] == "run"
     assert {"AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"} <= set(ask.secrets)
     assert "HF_HUB_OFFLINE" not in ask.settings
@@ -192,15 +196,13 @@ def test_an_extra_that_the_installed_farthing_does_not_know_is_found_before_the_
 
 def test_no_gpu_is_rented_that_the_job_would_not_use(demo):
     with pytest.raises(InputError, match="2 GPUs, of which the job would use 1"):
-        prepare(_job(demo), _offer(offer="2x RTX 4090"), NOW)
-    job = _job(demo, "where.gpus=all")
-    assert prepare(job, _offer(offer="2x RTX 4090"), NOW).offers[0].n_gpus == 2
+        prepared_of(demo, offer="2x RTX 4090")
+    assert prepared_of(demo, "where.gpus=all", offer="2x RTX 4090").offers[0].n_gpus == 2
 
 
 def test_what_a_job_says_of_several_gpus_goes_along_and_what_it_says_of_this_machine_does_not(demo):
     said = "gpus=2", "strategy=fsdp", "patience_s=30", "device=cpu", "power_watts=300"
-    job = _job(demo, *(f"where.{each}" for each in said))
-    prepared = prepare(job, _offer(offer="2x RTX 4090"), NOW)
+    prepared = prepared_of(demo, *(f"where.{each}" for each in said), offer="2x RTX 4090")
     where = yaml.safe_load(session_of(prepared).next_ask().job_text)["where"]
     assert where.pop("usd_per_hour") == prepared.offers[0].usd_per_hour
     spot = prepared.offers[0].is_spot
@@ -208,17 +210,17 @@ def test_what_a_job_says_of_several_gpus_goes_along_and_what_it_says_of_this_mac
 
 
 def test_an_offer_is_taken_by_its_rank_and_by_its_name(demo):
-    named = prepare(_job(demo), _offer(offer="RunPod/L40S"), NOW)
+    named = prepared_of(demo, offer="RunPod/L40S")
     assert {(offer.provider, offer.gpu) for offer in named.offers} == {("RunPod", "L40S")}
     with pytest.raises(InputError, match=r"`RunPod/L40S` is 1x L40S at RunPod, which Vast.ai"):
-        prepare(_job(demo), _offer(on="vast", offer="RunPod/L40S"), NOW)
+        prepared_of(demo, on="vast", offer="RunPod/L40S")
     with pytest.raises(InputError, match="at OpenRelay, which farthing can't rent"):
-        prepare(_job(demo), _offer(offer="OpenRelay/RTX 4090"), NOW)
+        prepared_of(demo, offer="OpenRelay/RTX 4090")
 
 
 def test_where_nothing_ends_a_machine_somebody_has_to_stay(demo, monkeypatch):
     monkeypatch.setenv("LAMBDA_API_KEY", "no key")
-    prepared = prepare(_job(demo), Wishes(on="lambda:us-east-1/key"), NOW)
+    prepared = prepared_of(demo, on="lambda:us-east-1/key")
     with pytest.raises(InputError, match="--attended"):
         session_of(prepared).run(is_attended=False, tokenize=list)
 
@@ -227,9 +229,7 @@ def test_a_secret_that_is_not_set_is_said_before_anything_is_sent(demo, monkeypa
     monkeypatch.setenv("VAST_API_KEY", "no key")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(InputError, match="AWS_SECRET_ACCESS_KEY is not set"):
-        session_of(prepare(_job(demo), Wishes(on="vast"), NOW)).run(
-            is_attended=False, tokenize=list
-        )
+        session_of(prepared_of(demo, on="vast")).run(is_attended=False, tokenize=list)
 
 
 # ---- files ----
@@ -258,7 +258,7 @@ def test_every_target_renders_and_its_own_rules_pass():
     ],
 )
 def test_what_a_user_has_said_wrongly_is_refused_before_a_file_is_written(on, why, demo):
-    session = session_of(prepare(_job(demo), Wishes(on=on), NOW))
+    session = session_of(prepared_of(demo, on=on))
     with pytest.raises(InputError, match=re.escape(why)):
         session.write(replace(session.next_ask(), job_text="b" * (1 << 20)))
 
@@ -268,7 +268,7 @@ def test_the_job_that_travels_is_a_job_and_names_what_is_there(demo):
     rows = [{"path": "./data.jsonl", "weight": 2}, {"path": "./more.jsonl", "weight": 1}]
     values = yaml.safe_load(demo.read_text()) | {"data": {"train": rows}}
     demo.write_text(yaml.safe_dump(values))
-    ask = _ask(demo, "runpod")
+    ask = session_of(prepared_of(demo, on="runpod")).next_ask()
     travelling = demo.parent / "there" / "job.yaml"
     travelling.parent.mkdir()
     travelling.write_text(ask.job_text)
@@ -282,14 +282,6 @@ def test_the_job_that_travels_is_a_job_and_names_what_is_there(demo):
     assert job.where.usd_per_hour == ask.usd_per_hour > 0
     assert job.output_store == "s3://bucket/run"
     assert Path(job.output_dir) == there / "run"
-
-
-def session_of(prepared: Any) -> Session:
-    return Session(prepared, lambda text: None, clock=NOW.timestamp)
-
-
-def _ask(demo: Path, on: str) -> Any:
-    return session_of(prepare(_job(demo), Wishes(on=on), NOW)).next_ask()
 
 
 @pytest.mark.parametrize("on", thinned(["runpod", "vast", "skypilot", *AT.values()], 2))
@@ -427,17 +419,11 @@ def test_inputs_say_that_the_store_does_not_answer(demo, tmp_path, monkeypatch):
 
 
 def test_damaged_and_malicious_inputs_are_refused(demo, tmp_path):
-    from farthing.storage.files import seal
-
     store, there = open_store(str(tmp_path / "store")), tmp_path / "there"
     there.mkdir()
     send_inputs(store, pack(_job(demo)), "launch/x/inputs.json")
-    data = next(
-        path
-        for path in (tmp_path / "store/inputs").iterdir()
-        if path.stat().st_size == (demo.parent / "data.jsonl").stat().st_size
-    )
-    data.write_bytes(data.read_bytes().replace(b"a", b"c"))
+    for path in (tmp_path / "store/inputs").iterdir():
+        path.write_bytes(path.read_bytes().replace(b"a", b"c"))
     with pytest.raises(InputError, match="differs from the file that was written"):
         fetch_inputs(store, "launch/x/inputs.json", there)
     for path in ("../evil", "/etc/evil", "run/ledger.jsonl", "inputs/../../evil"):
@@ -452,7 +438,7 @@ def test_damaged_and_malicious_inputs_are_refused(demo, tmp_path):
 
 # ---- on the machine ----
 
-FACTS: dict[str, Any] = {
+FACTS = {
     "name": "farthing-1-1",
     "inputs": None,
     "does": ["train", "--retry"],
@@ -466,29 +452,32 @@ FACTS: dict[str, Any] = {
 class Child:
     """Stands for `farthing train`: runs until it is told to leave, or for a while."""
 
-    def __init__(self, words: list[str], code: int, stdout: IO[bytes]) -> None:
+    def __init__(self, words, code, stdout):
         self.words, self.code, self.signals = words, code, []
         stdout.write(b"step 1\n")
         stdout.flush()
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         """Its exit code; until it was told to leave none, where it goes on."""
         if self.code in (75, -15, 143) and not self.signals:
             raise subprocess.TimeoutExpired("train", timeout or 0.0)
         return self.code
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         """Hear one."""
         self.signals.append(number)
 
 
-def _on_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0, **facts: Any
-) -> tuple[HostAgent, list[Child]]:
-    monkeypatch.chdir(tmp_path)
-    children: list[Child] = []
+def words_in(folder: Path, *launch: str) -> StoreWords:
+    """What machines say in the store of this folder."""
+    return StoreWords(open_store(str(folder / "store")), *launch)
 
-    def begin(words: list[str], stdout: IO[bytes], **more: Any) -> Child:
+
+def _on_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0, **facts):
+    monkeypatch.chdir(tmp_path)
+    children = []
+
+    def begin(words, stdout, **more):
         children.append(Child(words, code, stdout))
         return children[-1]
 
@@ -512,7 +501,7 @@ def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(
         "--set=limits.max_usd=3.8",
         "--set=when_done=null",
     ]  # 3.9 - 100 s
-    words = StoreWords(open_store(str(tmp_path / "store")))
+    words = words_in(tmp_path)
     assert words.of("farthing-1-1").code == 0
     assert words.of("farthing-1-1").has_booted
     assert words.log("farthing-1-1") == "x" * (65_536 - 7) + "step 1\n\n[1]\n"
@@ -543,7 +532,7 @@ def test_what_a_boot_has_left_no_time_for_does_not_begin(most_s, why, tmp_path, 
     stay, children = _on_machine(tmp_path, monkeypatch, most_s=most_s)
     assert (stay.run(), len(children)) == ((0, 1) if why is None else (3, 0))
     said = f"booting left {why} to train: too little" if why else "`farthing train` ended with 0"
-    assert StoreWords(open_store(str(tmp_path / "store"))).of("farthing-1-1").why == said
+    assert words_in(tmp_path).of("farthing-1-1").why == said
 
 
 @pytest.mark.parametrize(
@@ -554,17 +543,17 @@ def test_what_a_boot_has_left_no_time_for_does_not_begin(most_s, why, tmp_path, 
     ],
 )
 def test_a_signal_is_heard_whenever_it_comes(at, signals, why, tmp_path, monkeypatch):
-    def told(*words: Any, **more: Any) -> Any:
+    def told(*words, **more):
         os.kill(os.getpid(), signal.SIGTERM)
         return begin(*words, **more) if at == "begin" else None
 
     monkeypatch.setattr("farthing.launch.agent.fetch_inputs", print)
     stay, children = _on_machine(tmp_path, monkeypatch, code=75, inputs="x", does=["search"])
-    StoreWords(open_store(str(tmp_path / "store"))).tell_price("farthing-1-1", 0.7)
+    words_in(tmp_path).tell_price("farthing-1-1", 0.7)
     begin = agent_module.begin
     monkeypatch.setattr(f"farthing.launch.agent.{at}", told)
     assert (stay.run(), [child.signals for child in children]) == (75, signals)
-    word = StoreWords(open_store(str(tmp_path / "store"))).of("farthing-1-1")
+    word = words_in(tmp_path).of("farthing-1-1")
     assert word.why.startswith(why)
     settings = ["--set=limits.max_usd=3.9", "--set=where.usd_per_hour=0.7", "--set=when_done=null"]
     assert [child.words for child in children] == [["search", "job.yaml", *settings]] * len(signals)
@@ -576,13 +565,13 @@ def test_training_is_told_to_leave_before_the_machine_ends(code, tmp_path, monke
     stay, children = _on_machine(tmp_path, monkeypatch, code=code, most_s=120)
     assert stay.run() == 3, "another machine would find no money left"
     assert children[0].signals == [15]
-    assert StoreWords(open_store(str(tmp_path / "store"))).of("farthing-1-1").code == 3
+    assert words_in(tmp_path).of("farthing-1-1").code == 3
 
 
 def test_a_child_that_was_killed_is_told_by_its_signal(tmp_path, monkeypatch):
     stay, _ = _on_machine(tmp_path, monkeypatch, code=-9)
     assert stay.run() == 137
-    assert StoreWords(open_store(str(tmp_path / "store"))).of("farthing-1-1").code == 137
+    assert words_in(tmp_path).of("farthing-1-1").code == 137
 
 
 def test_training_waits_for_the_machine_before_that_still_saves_in_the_same_folder(
@@ -606,7 +595,7 @@ def test_inputs_that_do_not_come_are_said_to_whoever_watches(tmp_path, monkeypat
     stay, children = _on_machine(tmp_path, monkeypatch, inputs="launch/none/inputs.json")
     assert (stay.run(), children) == (2, [])
     assert "not whole" in capfd.readouterr().err
-    assert "not whole" in StoreWords(open_store(str(tmp_path / "store"))).of("farthing-1-1").why
+    assert "not whole" in words_in(tmp_path).of("farthing-1-1").why
 
 
 # ---- docs ----
@@ -654,7 +643,7 @@ def test_a_second_folder_counts_on_from_what_the_first_has_paid(tmp_path):
 
 
 def test_lines_of_machines_are_kept_in_the_store_and_damage_is_refused(tmp_path):
-    words = StoreWords(open_store(str(tmp_path / "store")), "farthing-1")
+    words = words_in(tmp_path, "farthing-1")
     rows = [{"machine": "farthing-1-1", "event": "asked", "at": 1.0, "usd_per_hour": 2.0}]
     words.keep("farthing-1-1", rows)
     assert words.kept() == {"farthing-1-1": rows}
@@ -677,15 +666,9 @@ def test_one_store_is_one_launch_however_it_is_written(demo):
 
 def test_one_process_watches_a_launch(demo, monkeypatch, tmp_path):
     monkeypatch.setattr("farthing.launch.session.LEASE_S", 6.0)
+    store = f"output_store={tmp_path}/store"
     laptop, desktop = (
-        Session(
-            prepare(
-                _job(demo, f"output_store={tmp_path}/store", f"output_dir={tmp_path}/{name}"),
-                Wishes(on="ssh:a"),
-                NOW,
-            ),
-            print,
-        )
+        Session(prepared_of(demo, store, f"output_dir={tmp_path}/{name}", on="ssh:a"), print)
         for name in ("laptop", "desktop")
     )
     is_over = threading.Event()

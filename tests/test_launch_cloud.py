@@ -44,12 +44,12 @@ class Pods(Quiet):
     bodies: list[str]
     environment: dict[str, str]
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         """A pod is made."""
         text = self.rfile.read(int(self.headers["Content-Length"])).decode()
         self.bodies.append(text)
         pod = json.loads(text)["variables"]["input"]
-        number = f"pod{len(self.pods)}"
+        number = f"pod{len(self.bodies) - 1}"
         home = self.home / number
         home.mkdir(parents=True)
         env = {each["key"]: each["value"] for each in pod["env"]}
@@ -63,33 +63,32 @@ class Pods(Quiet):
             stdout=open(home / "out.txt", "wb"),  # noqa: SIM115
             stderr=subprocess.STDOUT,
         )
-        self.pods[number] = {"id": number, "name": pod["name"], "process": process, "pod": pod}
+        self.pods[number] = pod["name"], process
         self._answer({"data": {"made": {"id": number}}})
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         """The pods that are there."""
-        there = [(n, pod["name"]) for n, pod in self.pods.items() if pod["process"]]
-        rows = [{"id": n, "name": name, "status": "RUNNING"} for n, name in there]
+        there = list(self.pods.items())
+        rows = [{"id": n, "name": name, "status": "RUNNING"} for n, (name, _) in there]
         self._answer({"pods": rows})
 
-    def do_DELETE(self) -> None:
+    def do_DELETE(self):
         """A pod is destroyed."""
         take_away(self.pods, self.path.rsplit("/", 1)[1])
         self._answer(None)
 
-    def _answer(self, value: Any) -> None:
+    def _answer(self, value):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(b"" if value is None else json.dumps(value).encode())
 
 
-def take_away(pods: dict[str, Any], number: str) -> None:
+def take_away(pods, number: str):
     """Kill everything of a pod."""
-    process = pods[number]["process"]
-    if process is not None:
+    if number in pods:
+        _, process = pods.pop(number)
         subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)  # its session
         process.wait()
-        pods[number]["process"] = None
 
 
 @pytest.fixture
@@ -112,7 +111,7 @@ def cloud(tmp_path):
     )
     with serving(handler) as address:
         yield address, handler
-        for number in handler.pods:
+        for number in list(handler.pods):
             take_away(handler.pods, number)
 
 
@@ -139,7 +138,7 @@ def test_from_the_plan_to_the_bill_over_two_pods(cloud, tmp_path, monkeypatch):
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
     try:
-        store: Any = open_store("s3://bucket/run")
+        store = open_store("s3://bucket/run")
         until = time.monotonic() + 200
         while saved_step(store) < 36 and time.monotonic() < until and process.poll() is None:
             time.sleep(0.05)
@@ -149,7 +148,7 @@ def test_from_the_plan_to_the_bill_over_two_pods(cloud, tmp_path, monkeypatch):
         process.kill()
         server.stop()
     assert process.returncode == 0, said
-    assert all(pod["process"] is None for pod in handler.pods.values()), "everything was given back"
+    assert handler.pods == {}, "everything was given back"
     standing = json.loads(out)
     assert [row["state"] for row in standing["machines"]] == ["gone", "gone"]
     assert result_of(tmp_path / "job" / "run") == reference

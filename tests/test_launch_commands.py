@@ -21,9 +21,9 @@ from farthing.launch.driver import (
 )
 from farthing.launch.machines import RentedMachine
 from farthing.launch.registry import called, find_target, target_of
-from farthing.launch.request import LaunchRequest
 from farthing.launch.target import Commands
 from launch_matrix import FILES_OF_CASE
+from launched import ask_of
 from offers import offer_of
 
 NAME = "farthing-12345678-1"
@@ -32,7 +32,6 @@ NAME = "farthing-12345678-1"
 def of(place: str) -> Commands:
     """The commands of a target."""
     target, at = find_target(place)
-    assert target.commands is not None
     return target.commands(at)
 
 
@@ -42,7 +41,7 @@ FAILED = {
     "status": {"conditions": [{"type": "Failed", "status": "True"}]},
 }
 PATH = "projects/p/locations/us-central1/customJobs/7"
-CASES: dict[str, tuple[Commands, str, str, str, InstanceStatus]] = {
+CASES = {
     "slurm": (
         of("slurm"),
         "17;cluster",
@@ -128,11 +127,6 @@ esac
     return tmp_path
 
 
-def ask_of(target: str) -> LaunchRequest:
-    offer, secrets = offer_of("A40", 1.0), ("HF_TOKEN",)
-    return LaunchRequest(NAME, target, "", offer, 1.0, 60, "task: x", {}, secrets=secrets)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_job_is_made_found_and_ended(case, programs, monkeypatch):
     for name, value in CANARIES.items():
@@ -144,7 +138,7 @@ def test_a_job_is_made_found_and_ended(case, programs, monkeypatch):
     for name, text in FILES_OF_CASE(target).items():
         (programs / name).write_text(text)
     driver = CommandDriver(commands, lambda ask: programs, restarts=True)
-    assert driver.create(ask_of(target), 1.0).id == number
+    assert driver.create(ask_of(target, secrets=("HF_TOKEN",)), 1.0).id == number
     machine = RentedMachine(NAME, id=number)
     assert driver.look(machine) == expected
     assert driver.look(RentedMachine("farthing-12345678-2")) is None

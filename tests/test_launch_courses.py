@@ -9,7 +9,6 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +29,7 @@ EVENTS = ("asked", "created", "booted", "left", "gone")
 CAPS = {"tight": 0.2, "short": 0.03}
 
 
-def course_of(provider: str, what: str, folder: Path) -> list[Any]:
+def course_of(provider: str, what: str, folder: Path):
     """[exit code of each life, a line a machine, dollars]."""
     fault, _, death = what.partition("/")
     kind, _, n = death.partition(" ")
@@ -56,7 +55,7 @@ def course_of(provider: str, what: str, folder: Path) -> list[Any]:
     return [codes, machines, round(usd, 3), round(world.usd, 3)]
 
 
-def cases() -> list[tuple[str, str]]:
+def cases():
     found = [(provider, fault) for provider in ("runpod", "vast", "lambda") for fault in FAULTS]
     found += [("runpod", f"/{cap}") for cap in CAPS]
     return found + [

@@ -10,15 +10,13 @@ import os
 import signal
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from farthing.launch.request import LaunchRequest
 from farthing.launch.targets import runpod, vast, vertex
-from offers import offer_of
+from launched import ask_of
 from patience import titles_of_processes, until
 from web import Quiet, serving
 
@@ -40,14 +38,14 @@ class Console(Quiet):
     begun: list[subprocess.Popen[bytes]]
     done: Path
 
-    def do_DELETE(self) -> None:
+    def do_DELETE(self):
         """A deletion: its path, its key, and whether farthing has ended."""
         self.asked.append((self.path, self.headers["Authorization"], self.done.exists()))
         self.send_response(500 if len(self.asked) == 1 else 200)
         self.end_headers()
 
 
-def container(folder: Path, farthing: str, site: str) -> dict[str, str]:
+def container(folder: Path, farthing: str, site: str):
     """The environment of a container, with something else in the place of farthing, and of the
     network.
     """
@@ -73,19 +71,10 @@ def console(tmp_path, monkeypatch):
             process.wait()
 
 
-def ask_for(most_s: int) -> LaunchRequest:
-    """A machine for a job."""
-    offer, name = offer_of("L40S", 0.4, provider="Vast.ai"), "farthing-12345678-1"
-    told = {"name": "x"}
-    return LaunchRequest(name, "vast", "", offer, 0.4, most_s, "task: x", told, image="an/image")
-
-
-def begun(
-    tmp_path: Path, console: Any, farthing: str, most_s: int, created_at: float
-) -> subprocess.Popen[bytes]:
+def begun(tmp_path: Path, console, farthing: str, most_s: int, created_at: float):
     """The container's command, with something else in the place of farthing."""
     program = f'#!/bin/sh\n[ "$2" = needs ] && exit 0\n{farthing}\n'
-    words = vast.render(ask_for(most_s))["create.json"]["args"]
+    words = vast.render(ask_of("vast", most_s=most_s))["create.json"]["args"]
     values = container(tmp_path, program, REDIRECT) | {
         "CONSOLE": console.address,
         "CONTAINER_ID": "77",
@@ -128,12 +117,12 @@ def test_an_instance_that_is_taken_away_saves_first(tmp_path, console):
 
 
 def test_an_image_with_an_entrypoint_runs_our_command_and_not_its_own():
-    create = vast.render(ask_for(60))["create.json"]
+    create = vast.render(ask_of("vast"))["create.json"]
     done = subprocess.run(
         [create["onstart"], "sh", "-c", "echo it ran"], capture_output=True, text=True, check=True
     )
     assert (create["args"][:2], done.stdout) == (["sh", "-c"], "it ran\n")
-    request = runpod.render(replace(ask_for(60), target="runpod"))["pod.json"]
+    request = runpod.render(ask_of("runpod"))["pod.json"]
     start = json.loads(request["variables"]["input"]["dockerArgs"])
     assert (start["entrypoint"], len(start["cmd"])) == (["sh", "-c"], 1)
 
@@ -158,8 +147,8 @@ web.urlopen = answer
     ("secrets", "code"), [(("HF_TOKEN",), 0), (("AWS_SECRET_ACCESS_KEY", "HF_TOKEN"), 2)]
 )
 def test_secrets_of_vertex_are_read_by_name_when_the_machine_starts(tmp_path, secrets, code):
-    ask = replace(ask_for(60), target="vertex", at="project/us-central1", secrets=secrets)
-    files = vertex.render(replace(ask, machine_type="g2-standard-8"))
+    how = {"at": "project/us-central1", "machine_type": "g2-standard-8", "secrets": secrets}
+    files = vertex.render(ask_of("vertex", **how))
     spec = files["custom_job.json"]["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]
     values = container(tmp_path, '#!/bin/sh\necho "$HF_TOKEN has come"\n', GOOGLE)
     words = [*spec["command"], *spec["args"]]

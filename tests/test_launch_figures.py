@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
@@ -47,7 +46,7 @@ from offers import offer_of
 NOW = 1_800_000_000.0
 
 
-def view_of(tmp_path: Path, **plan: Any) -> dict[str, Any]:
+def view_of(tmp_path: Path, **plan):
     prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
     known = {"wall_s": 3600.0, "seconds": {"setup": 100.0, "waiting": 50.0}, "price_age_days": 3}
     plans = {prepared.offers[0]: SimpleNamespace(offer=prepared.offers[0], **known | plan)}
@@ -77,7 +76,7 @@ def test_a_dry_run_shows_what_is_paid_and_what_is_the_most(tmp_path):
     assert said(view)[-1] == f"wrote        {tmp_path}/files: a, b"
 
 
-def on(place: str, tmp_path: Path, **job: Any) -> Prepared:
+def on(place: str, tmp_path: Path, **job) -> Prepared:
     """A launch of such a job on a target."""
     prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
     target, at = find_target(place)
@@ -85,7 +84,7 @@ def on(place: str, tmp_path: Path, **job: Any) -> Prepared:
     return replace(prepared, job=Job.model_validate(values), target=target, at=at)
 
 
-def view_here(tmp_path: Path, **job: Any) -> dict[str, Any]:
+def view_here(tmp_path: Path, **job):
     offer = offer_of("", 0.4, provider="this machine", instance="here")
     session = Session(
         replace(on("local", tmp_path, **job), offers=(offer, offer)), print, clock=lambda: NOW
@@ -198,7 +197,7 @@ def test_spot_is_taken_as_long_as_a_quarter_and_two_boots_are_left(more_s, may, 
     deadline = datetime.fromtimestamp(NOW + least_s + more_s, UTC)
     prepared = on("runpod", tmp_path, limits={"max_usd": 4.0, "deadline": deadline})
     steady, spot = prepared.offers[:2]
-    plan: Any = SimpleNamespace(offer=steady, wall_s=3600.0)
+    plan = SimpleNamespace(offer=steady, wall_s=3600.0)
     prepared = replace(prepared, plans={steady: plan}, n_steps=100)
     assert prepared.is_in_time(spot, NOW, 0) is may
     assert prepared.is_in_time(steady, NOW, 0)
@@ -311,13 +310,13 @@ class Over(Driver):
 
     late_s = 0.0
 
-    def create(self, ask: Any, asked_at: float) -> Created:
+    def create(self, ask, asked_at):
         return Created("1")
 
-    def listed(self, prefix: str) -> list[InstanceStatus]:
+    def listed(self, prefix):
         return [InstanceStatus(f"{prefix}-{n}", "1", is_over=True, is_paid=False) for n in range(9)]
 
-    def delete(self, machine: Any) -> None:
+    def delete(self, machine):
         pass
 
 
@@ -333,7 +332,7 @@ def test_a_word_that_is_late_is_waited_for_twice_and_three_machines_in_vain_are_
 
 def test_what_a_watcher_makes_after_another_took_over_is_ended_and_counted(tmp_path):
     """It is suspended before its request: the other one looks for that machine in vain."""
-    course, found = Course(tmp_path), list[str]()
+    course, found = Course(tmp_path), []
 
     def meanwhile():
         course.world.sleep(900)
@@ -374,7 +373,7 @@ def test_a_refusal_is_of_the_account_the_stock_or_the_request(why, status, kind)
 
 @pytest.mark.parametrize(("how", "pauses"), [({}, [2.0, 4.0]), ({"n_tries": 1}, [])])
 def test_what_fails_is_asked_again_after_two_and_four_seconds(how, pauses):
-    slept, n_asked = list[float](), list[int]()
+    slept, n_asked = [], []
 
     def failing(request):
         n_asked.append(1)
@@ -459,7 +458,7 @@ def test_words_of_a_machine(tmp_path, monkeypatch):
     speaker.booted()
     assert words.of("farthing-1-1").code is None
 
-    slept = list[float]()
+    slept = []
     monkeypatch.setattr("farthing.launch.words.time.sleep", slept.append)
 
     def away(*_):

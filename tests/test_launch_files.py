@@ -11,7 +11,6 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -34,7 +33,7 @@ PLACES = {
     "slurm": "long",
     "hf": "team",
 }
-ANSWERS: dict[str, list[Any]] = {
+ANSWERS = {
     "runpod": [
         {"data": {"podRentInterruptable": {"id": "p1", "costPerHr": 0.5}}},
         {"pods": [{"id": "p1", "name": "farthing-12345678-1", "status": "EXITED"}]},
@@ -69,12 +68,14 @@ ANSWERS: dict[str, list[Any]] = {
 
 
 def ask_of(target: Target, *, is_spot: bool = True) -> LaunchRequest:
-    offer = offer_of("A100-80GB", 2.0, 2, provider="Somewhere", region="eu", instance="2x a100")
+    offer = offer_of(
+        "A100-80GB", 2.0, 2, provider="Somewhere", region="eu", instance="2x a100", spot=is_spot
+    )
     return LaunchRequest(
         "farthing-12345678-1",
         target.name,
         PLACES.get(target.name, ""),
-        offer._replace(is_spot=is_spot),
+        offer,
         usd_per_hour=2.0,
         most_s=7200,
         job_text="task: causal-lm\n",
@@ -107,16 +108,15 @@ def shortened(text: str, ask: LaunchRequest) -> str:
     return text
 
 
-def requests_of(target: Target, ask: LaunchRequest) -> list[Any]:
+def requests_of(target: Target, ask: LaunchRequest):
     """What a client sends from the creation to the deletion, and what it makes of the answers."""
-    sent, answers = list[Any](), iter(ANSWERS[target.name])
+    sent, answers = [], iter(ANSWERS[target.name])
 
-    def answer(request: httpx.Request) -> httpx.Response:
+    def answer(request):
         body = shortened(request.content.decode(), ask)
         sent.append([request.method, request.url.raw_path.decode(), body])
         return httpx.Response(200, json=next(answers))
 
-    assert target.client is not None
     driver = target.client(Api("https://x", {}, transport=httpx.MockTransport(answer)))
     made = driver.create(ask, 1_800_000_000.0)
     machine = RentedMachine(ask.name, 1, id=made.id, asked_at=1_800_000_000.0, most_s=7200.0)
@@ -126,9 +126,9 @@ def requests_of(target: Target, ask: LaunchRequest) -> list[Any]:
     return [*sent, str(made), *seen]
 
 
-def files_of(target: Target) -> dict[str, Any]:
+def files_of(target: Target):
     ask = ask_of(target)
-    found: dict[str, Any] = {name: shortened(text, ask) for name, text in target.files(ask).items()}
+    found = {name: shortened(text, ask) for name, text in target.files(ask).items()}
     if target.commands is not None:
         commands, machine = target.commands(ask.at), RentedMachine(ask.name, id="id-7")
         found["commands"] = [
@@ -143,7 +143,7 @@ def files_of(target: Target) -> dict[str, Any]:
     return found
 
 
-def all_of() -> dict[str, Any]:
+def all_of():
     os.environ |= {"HF_TOKEN": "a token", "WANDB_API_KEY": "a key"}
     return {
         "script": script_of(ask_of(TARGETS["vast"])),

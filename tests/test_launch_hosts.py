@@ -19,9 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-import launch_chains
 import slurm_cluster
-import ssh_machines
 from farthing.config.load import load_job
 from farthing.launch.driver import InstanceStatus, UnclearError
 from farthing.launch.machines import RentedMachine
@@ -178,15 +176,6 @@ def test_a_launch_here_from_the_start_to_the_log(host, tmp_path):
 def reference(tmp_path_factory):
     """What the job of the chains comes to when it is left alone."""
     return left_alone(tmp_path_factory.mktemp("alone") / "job")
-
-
-@pytest.mark.slow
-def test_a_lost_machine_is_followed_by_another_to_the_same_bits(reference, tmp_path):
-    if why := ssh_machines.why_not():
-        pytest.skip(why)
-    chain = launch_chains.run_ssh(range(3, 4), tmp_path, reference)[0]
-    assert chain["lost"]
-    assert chain["wrong"] == [], chain
 
 
 @pytest.mark.slow

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-import launched
+from command import in_python
 from farthing.cli import main
+from farthing.config.load import load_job
 from farthing.errors import InputError, RunInterruptedError
 from farthing.launch.driver import RateLimitedError, ServerError, UnauthorizedError
 from farthing.launch.machines import MachineLedger, RentedMachine
@@ -22,7 +21,7 @@ from farthing.launch.registry import find_target
 from farthing.launch.still_billed import still_billed
 from farthing.launch.wheel import fetch_script, wheel_of_this
 from launch_faults import Fate, Killed, prepared_for
-from launched import Answers, Course, api_of
+from launched import Answers, Course, api_of, job_at
 from launched import keys as keys
 
 # ---- the price that is charged ----
@@ -100,7 +99,6 @@ def test_no_machine_is_rented_while_the_one_before_is_listed_though_its_deletion
     course.world.handle = acknowledges  # type: ignore[method-assign]
     assert course.goes() == 0
     first, second = course.world.machines
-    assert first.gone_at is not None
     assert first.gone_at <= second.made_at
 
 
@@ -194,7 +192,7 @@ def test_credentials_that_are_refused_on_the_way_name_what_is_still_billed(tmp_p
 @pytest.mark.parametrize("is_before", [True, False])
 def test_a_watcher_that_wakes_beside_one_that_took_over_destroys_nothing(n, is_before, tmp_path):
     course = Course(tmp_path, n_steps=600)
-    world, alive = course.world, list[list[str]]()
+    world, alive = course.world, []
 
     def there():
         return [machine.name for machine in world.machines if machine.gone_at is None]
@@ -237,12 +235,6 @@ def test_a_signal_ends_what_nothing_else_would_end(n, tmp_path):
 
 
 # ---- what could not be asked ----
-
-
-def job_at(folder: Path, tiny_folders: dict[str, Path], **more: Any) -> Path:
-    return launched.job_at(
-        folder, tiny_folders, **{"where": {"device": "cpu", "usd_per_hour": 1}, **more}
-    )
 
 
 def test_a_status_that_could_not_look_does_not_say_that_nothing_was_launched(
@@ -288,13 +280,11 @@ def test_a_machine_fetches_the_wheel_from_the_store_by_its_checksum(tmp_path):
     here = tmp_path / "machine"
     here.mkdir()
     script = fetch_script(wheel, str(store), key)
-    subprocess.run([sys.executable, "-c", script], cwd=here, check=True)
+    assert in_python(script, cwd=here).returncode == 0
     assert (here / wheel.name).read_bytes() == wheel.content
     (store / key).write_bytes(wheel.content[:-1] + b"x")
     (here / wheel.name).unlink()
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=here, capture_output=True, text=True, check=False
-    )
+    done = in_python(script, cwd=here)
     assert done.returncode != 0
     assert "not the one that was sent" in done.stderr
     assert not (here / wheel.name).exists()
@@ -312,19 +302,11 @@ def test_nothing_is_installed_by_a_bare_name(tmp_path):
 def test_what_a_job_needs_is_known_before_anything_is_rented(
     tmp_path, tiny_folders, cli, monkeypatch
 ):
-    from farthing.config.load import load_job
-
-    job = load_job(
-        job_at(
-            tmp_path,
-            tiny_folders,
-            method="qlora",
-            train={"report_to": ["wandb", "tensorboard"], "use_liger_kernel": True},
-            data="org/data",
-        )
-    )
-    needs = ("bitsandbytes", "datasets", "liger_kernel", "tensorboard", "wandb")
-    assert sorted(modules_of(job)) == list(needs)
+    train = {"report_to": ["wandb", "tensorboard"], "use_liger_kernel": True}
+    keys = {"method": "qlora", "data": "org/data", "train": train}
+    job = load_job(job_at(tmp_path, tiny_folders, **keys))
+    needs = {"bitsandbytes", "datasets", "liger_kernel", "tensorboard", "wandb"}
+    assert set(modules_of(job)) == needs
     assert extras_of(job, 0) == ("datasets", "gpu", "sentencepiece", "track", "wandb")
     plain = load_job(job_at(tmp_path, tiny_folders, train={"report_to": ["wandb"]}))
     assert extras_of(plain, 1) == ("gpu", "sentencepiece", "wandb")
@@ -349,8 +331,6 @@ def test_a_launch_here_is_refused_where_what_it_needs_is_not_installed(
 
 
 def test_two_volumes_at_one_path_are_two_launches(tmp_path, tiny_folders):
-    from farthing.config.load import load_job
-
     job = load_job(job_at(tmp_path, tiny_folders))
     first = launch_id_of(job)
     assert launch_id_of(job) == first, "kept in the run folder"

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from command import sets
 from farthing.cli import main
 from farthing.launch.machines import MachineLedger
 from farthing.launch.supervise import Launch
@@ -29,8 +29,7 @@ def job(tiny_folders, tmp_path, monkeypatch):
     """A job with a store that is a folder, and an environment without any key."""
     for name in KEYS:
         monkeypatch.delenv(name, raising=False)
-    here = {"where": {"device": "cpu", "usd_per_hour": 1}, "output_store": str(tmp_path / "store")}
-    return job_at(tmp_path, tiny_folders, **here)
+    return job_at(tmp_path, tiny_folders, output_store=str(tmp_path / "store"))
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def ssh(job, monkeypatch):
     return fails
 
 
-def answer(capsys: Any, job: Path, *words: str) -> tuple[int, str]:
+def answer(capsys, job: Path, *words: str):
     """The exit code, and what was said on both."""
     action = [word for word in words if word in ("status", "logs", "stop", "attach")]
     rest = [word for word in words if word not in action]
@@ -71,7 +70,7 @@ def test_a_launch_is_looked_for_where_its_machine_is(job, capsys, monkeypatch):
     ledger.note("farthing-1-1", "asked", time.time(), **asked)
     ledger.note("farthing-1-1", "created", time.time(), id="pod")
     now = "output_store=s3://bucket/run", "limits.max_usd=0.000001", "data=./gone"
-    code, said = answer(capsys, job, "stop", *(word for key in now for word in ("--set", key)))
+    code, said = answer(capsys, job, "stop", *sets(*now))
     assert (code, "RUNPOD_API_KEY is not set" in said) == (2, True), "no offer, no data is needed"
     code, said = answer(capsys, job, "stop", "--on", "ssh:nowhere")
     assert (code, "farthing-1-1 of this launch is at runpod" in said) == (2, True)

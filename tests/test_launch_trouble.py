@@ -20,8 +20,6 @@ from farthing.errors import InputError
 from farthing.launch import agent as agent_module
 from farthing.launch.agent import HostAgent
 from farthing.launch.driver import Created, Driver, InstanceStatus, UnclearError
-from farthing.launch.machines import RentedMachine
-from farthing.launch.request import LaunchRequest
 from farthing.launch.session import Session
 from farthing.launch.targets.lambda_cloud import Lambda
 from farthing.launch.targets.runpod import RunPod
@@ -47,7 +45,7 @@ def test_a_watcher_that_was_asleep_does_not_take_its_own_silence_for_the_machine
     """
     course = Course(tmp_path, n_steps=600)
     world, real, handle = course.world, World.sleep, World.handle
-    slept: list[float] = []
+    slept = []
 
     def sleep(self, seconds):
         real(self, seconds)
@@ -106,8 +104,7 @@ def test_nothing_is_rented_that_can_not_be_written_down_before(
 ):
     monkeypatch.setenv("FARTHING_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(SummedLines, "append", full)
-    where = {"device": "cpu", "usd_per_hour": 1}
-    words = "launch", job_at(tmp_path, tiny_folders, where=where), "--yes", "--on", "local"
+    words = "launch", job_at(tmp_path, tiny_folders), "--yes", "--on", "local"
     assert "the run folder can't be written: No space left" in cli.err(*words, code=75)
     assert not (tmp_path / "home").exists()
 
@@ -134,44 +131,40 @@ class Hosts(Driver):
 
     may_overlap, late_s = True, 0.0
 
-    def __init__(self, world: World) -> None:
-        self.world, self.made, self.gone = world, dict[str, float](), set[str]()
+    def __init__(self, world):
+        self.world, self.began, self.gone = world, world.now, set()
 
-    @property
-    def first(self) -> str:
-        return next(iter(self.made))
-
-    def create(self, ask: LaunchRequest, asked_at: float) -> Created:
-        self.made[ask.name] = self.world.now
+    def create(self, ask, asked_at):
         return Created(ask.name)
 
-    def look(self, machine: RentedMachine) -> InstanceStatus | None:
-        if machine.name == self.first and self.world.now - self.made[self.first] > 100:
+    def look(self, machine):
+        if machine.number == 1 and self.world.now - self.began > 100:
             raise UnclearError("no route to host")
         return None if machine.name in self.gone else InstanceStatus(machine.name, machine.id)
 
-    def names(self, prefix: str) -> dict[str, str]:
+    def names(self, prefix):
         return {}
 
-    def destroy(self, machine: RentedMachine) -> None:
+    def delete(self, machine):
         if self.look(machine) is not None:
             self.gone.add(machine.name)
-
-    def word_of(self, name: str) -> Word:
-        """What a machine says. The one that is lost saves a step each second."""
-        begins_s = self.made[name] - self.made[self.first]
-        self.world.saved = int(self.world.now - self.made[self.first])
-        code = None if name == self.first else 2 if begins_s < 1000.0 else 0
-        return Word(has_booted=True, beat=f"{self.world.now}", code=code)
 
 
 def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(tmp_path):
     course = Course(tmp_path, max_usd=400.0)
-    driver = Hosts(course.world)
-    course.world.of = driver.word_of  # type: ignore[method-assign]
-    assert course.on(driver).run() == 0
-    assert 2 < len(driver.made) < 30
-    assert [machine.name for machine in course.ledger.open] == [driver.first], (
+    world, began = course.world, course.world.now
+
+    def word_of(name):
+        """The one that is lost saves a step each second."""
+        world.saved = int(world.now - began)
+        machine = course.ledger.machines[name]
+        code = 2 if machine.asked_at - began < 1000.0 else 0
+        return Word(True, None if machine.number == 1 else code, beat=f"{world.now}")
+
+    world.of = word_of  # type: ignore[method-assign]
+    assert course.on(Hosts(world)).run() == 0
+    assert 2 < len(course.ledger.machines) < 30
+    assert [machine.number for machine in course.ledger.open] == [1], (
         "said, and counted until it is confirmed"
     )
 
@@ -179,7 +172,7 @@ def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(tmp
 # ---- what is known of machines is damaged ----
 
 
-def damage(path: Path, old: str, new: str) -> None:
+def damage(path: Path, old: str, new: str):
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))

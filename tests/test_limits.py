@@ -10,21 +10,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import subprocess
 import sys
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
 import caps
 import workshop
+from command import in_python
 from farthing.config.job import Job
-from farthing.errors import RunInterruptedError
+from farthing.errors import RunDamagedError, RunInterruptedError
 from farthing.report.receipt import build_receipt
 from farthing.run.accounts import read_ledger
 from farthing.run.exported import seal_export
@@ -59,12 +58,12 @@ class Killed(BaseException):
 class Machine:
     """Time that passes as it is told to, until a kill; a wall clock that others may set."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = self.alive_s = self.clock_error_s = 0.0
         self.kill_at = float("inf")
-        self.ledger: Ledger | None = None
+        self.ledger = None
 
-    def passes(self, seconds: float) -> None:
+    def passes(self, seconds):
         """Pass time in pieces of a second, after each of which the ledger may be written."""
         while seconds > 0:
             piece = min(seconds, 1.0)
@@ -78,7 +77,7 @@ class Machine:
             if self.ledger is not None:
                 self.ledger.beat()
 
-    def wall(self) -> float:
+    def wall(self):
         """The time of day as this machine has it."""
         return STARTED_AT + self.now + self.clock_error_s
 
@@ -86,7 +85,7 @@ class Machine:
 class TimedSaver(Saver):
     """Saves and exports of a machine on which work is only time."""
 
-    def __init__(self, run: Any, disk: dict[str, Any]) -> None:
+    def __init__(self, run, disk):
         self.training, self.context, self.progress = run, run.context, run.progress
         self.machine, self.costs, self.disk = run.machine, run.costs, disk
         self.save_steps, self.every_s, self.trained_bytes = None, run.costs.save_every_s, 8
@@ -94,7 +93,7 @@ class TimedSaver(Saver):
         self.is_due_now = self.wrote_model_early = False
         self.took_s = self.write_s = self.export_s = 0.0
 
-    def save(self) -> None:
+    def save(self):
         """Take the time of it."""
         with self.context.meter.span("checkpoint"):
             self.machine.passes(self.costs.save_s)
@@ -103,12 +102,12 @@ class TimedSaver(Saver):
         self.disk["progress"] = self.progress.state()[1]
         self.context.ledger.write(committed=self.progress.step)
 
-    def save_last(self) -> None:
+    def save_last(self):
         """The same, where that is not saved."""
         if self.progress.step > 0 and self.mark != self.progress.mark:
             self.save()
 
-    def export(self) -> None:
+    def export(self):
         """Take the time of it."""
         context, step = self.context, self.progress.step
         context.ledger.write(exported=step)
@@ -118,7 +117,7 @@ class TimedSaver(Saver):
         seal_export(context.folder / "model")
         self.disk["model"] = step
 
-    def trained(self) -> dict[str, Any]:
+    def trained(self):
         """Nothing."""
         return {}
 
@@ -129,7 +128,7 @@ class TimedEvaluator(SimpleNamespace):
     every_steps, n_steps_like = 7, 1 / 8
     is_at = Evaluator.is_at
 
-    def run(self) -> bool:
+    def run(self):
         """Take the time of it."""
         with self.run_of.context.meter.span("evaluation"):
             passes_or_leaves(self.run_of, self.costs.evaluation_s)
@@ -138,7 +137,7 @@ class TimedEvaluator(SimpleNamespace):
         return False
 
 
-def take_step(run: Any) -> None:
+def take_step(run):
     """A step of that machine."""
     seconds = run.costs.step_s(run.progress.step)
     with run.context.meter.span("compute"):
@@ -151,7 +150,7 @@ def take_step(run: Any) -> None:
     run.context.ledger.at_step(run.progress.step, {"takes": run.forecast.takes()})
 
 
-def passes_or_leaves(run: Any, seconds: float) -> None:
+def passes_or_leaves(run, seconds: float):
     """Work that asks now and then whether to leave, as the watchdog has it leave."""
     while seconds > 0:
         run.machine.passes(min(seconds, 0.5))
@@ -164,27 +163,25 @@ def passes_or_leaves(run: Any, seconds: float) -> None:
 class Costs:
     """What things take on a machine, drawn once; steps differ from one to the next by a little."""
 
-    def __init__(self, dice: random.Random) -> None:
+    def __init__(self, dice):
         self.dice = dice
         self.mean_step_s = dice.choice([0.05, 1.0, 9.0])
         self.evaluation_s = dice.choice([0.0, 0.3, 6.0]) * self.mean_step_s
-        self.save_s = dice.uniform(0.0, 0.5)
-        self.export_s = dice.uniform(0.1, 0.45)
-        self.start_s = dice.uniform(1.0, 60.0)
-        self.save_every_s = dice.uniform(5, 60)
+        self.save_s, self.export_s = dice.uniform(0.0, 0.5), dice.uniform(0.1, 0.45)
+        self.start_s, self.save_every_s = dice.uniform(1.0, 60.0), dice.uniform(5, 60)
         spread = dice.choice([0.0, 0.3, 1.0])
         self.lengths = np.array([round(200 * dice.lognormvariate(0, spread)) for _ in range(400)])
         """Tokens of each step."""
 
-    def step_s(self, step: int) -> float:
+    def step_s(self, step):
         """A step: as long as its tokens ask for, and some noise."""
         return self._even_s(int(self.lengths[step])) * self.dice.uniform(0.95, 1.05)
 
-    def _even_s(self, n_tokens: int) -> float:
+    def _even_s(self, n_tokens):
         return self.mean_step_s * n_tokens / float(self.lengths.mean())
 
     @property
-    def longest_step_s(self) -> float:
+    def longest_step_s(self):
         """The longest step that there is."""
         return self._even_s(int(self.lengths.max())) * 1.05
 
@@ -199,23 +196,16 @@ def simulation(monkeypatch):
     monkeypatch.setattr("farthing.train.loop.rehearse", lambda *_: None)
 
 
-def attempt(
-    job: Job,
-    folder: Path,
-    machine: Machine,
-    costs: Costs,
-    disk: dict[str, Any],
-    estimate: Any = None,
-) -> str:
+def attempt(job: Job, folder: Path, machine: Machine, costs: Costs, disk, estimate=None) -> str:
     """One process, as `train` does it: the state it ends in. Raises `Killed`."""
     clock = lambda: machine.now  # noqa: E731
     meter = Meter(clock=clock, now=steady_clock(machine.wall, clock))
     machine.ledger = None
     job = job.model_copy(update={"output_dir": str(folder)})
-    if RunLimits(job, Ledger(folder / "ledger.jsonl", meter, job.usd_per_hour)).why_not_start():
-        return "limit"
     ledger = Ledger(folder / "ledger.jsonl", meter, job.usd_per_hour)
     limits = RunLimits(job, ledger)
+    if limits.why_not_start():
+        return "limit"
     ledger.write()
     machine.ledger = ledger
     machine.passes(costs.start_s * 0.4)
@@ -225,26 +215,26 @@ def attempt(
     meter.enter("load_model")
     machine.passes(costs.start_s * 0.6)
     context = Context(folder, meter, ledger, limits, Notice(), lambda *_: None)
-    run = SimpleNamespace(machine=machine, costs=costs, context=context, progress=Progress())
+    progress = Progress()
     if "progress" in disk:
-        run.progress.restore({}, disk["progress"])
-    run.pace = SimpleNamespace(
-        longest_step_s=0.0,
-        longest_rest_s=0.0,
-        step_s=None,
-        n_steps=0,
-        most_tokens=0,
-        turn_done=lambda seconds: None,
+        progress.restore({}, disk["progress"])
+    nothing = {"longest_step_s": 0.0, "longest_rest_s": 0.0, "n_steps": 0, "most_tokens": 0}
+    run = SimpleNamespace(
+        machine=machine,
+        costs=costs,
+        context=context,
+        progress=progress,
+        pace=SimpleNamespace(**nothing, step_s=None, turn_done=lambda seconds: None),
+        schedule=first_schedule(job.train, job.learning_rate, folder, limits.left_s, estimate, 7),
+        steps=None,
+        estimate=estimate,
+        feed=SimpleNamespace(
+            close=lambda: None,
+            batches=SimpleNamespace(steps_per_epoch=7, examples_of=lambda step: [step]),
+            n_tokens=lambda examples: int(costs.lengths[examples].sum()),
+        ),
+        log=SimpleNamespace(settle=lambda: None),
     )
-    run.schedule = first_schedule(job.train, job.learning_rate, folder, limits.left_s, estimate, 7)
-    batches = SimpleNamespace(steps_per_epoch=7, examples_of=lambda step: [step])
-    run.steps, run.estimate = None, estimate
-    run.feed = SimpleNamespace(
-        close=lambda: None,
-        batches=batches,
-        n_tokens=lambda examples: int(costs.lengths[examples].sum()),
-    )
-    run.log = SimpleNamespace(settle=lambda: None)
     run.saver = TimedSaver(run, disk)
     run.evaluator = None
     if costs.evaluation_s:
@@ -259,11 +249,11 @@ def attempt(
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    keys: Any = {"max_steps": 400, "eval_steps": 7, "eval_strategy": "steps"}
+    keys = {"max_steps": 400, "eval_steps": 7, "eval_strategy": "steps"}
     return workshop.make_job(tmp_path_factory.mktemp("job"), where={"usd_per_hour": 7.2}, **keys)
 
 
-def under(plain: Job, **limits: Any) -> Job:
+def under(plain: Job, **limits) -> Job:
     """The job with these limits."""
     return plain.model_copy(update={"limits": plain.limits.model_copy(update=limits)})
 
@@ -277,9 +267,7 @@ def limited(plain: Job, dice: random.Random, budget_s: float, *, fits: bool = Fa
     return job.model_copy(update={"train": train})
 
 
-def play(
-    job: Job, folder: Path, dice: random.Random, costs: Costs, budget_s: float
-) -> tuple[Machine, Any, int]:
+def play(job: Job, folder: Path, dice: random.Random, costs: Costs, budget_s: float):
     """Attempts until one ends by itself, each killed after a random spell, often when hardly
     anything is left of the budget; the clock is set now and then."""
     machine, disk, n_kills = Machine(), {}, 0
@@ -328,7 +316,7 @@ def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(seed, plain,
 def test_a_run_stops_before_the_step_that_would_pass_its_cap(seed, plain, tmp_path):
     """Jobs of drawn lengths and speeds, from caps of no step to caps of all."""
     dice = random.Random(seed)
-    costs, machine, disk = Costs(dice), Machine(), dict[str, Any]()
+    costs, machine, disk = Costs(dice), Machine(), {}
     budget_s = dice.choice([0.1, 0.5, 1.0, 3.0, 100.0]) * (costs.start_s + 5 * costs.longest_step_s)
     job = limited(plain, dice, budget_s)
     state = attempt(job, tmp_path, machine, costs, disk)
@@ -349,8 +337,7 @@ def test_what_a_step_takes_beside_its_own_seconds_is_kept_back_too():
         "import sys, json; sys.path[:0] = json.loads(sys.argv[1]); import caps\n"
         "print(json.dumps(caps.measure([json.loads(sys.argv[2])])))"
     )
-    words = [sys.executable, "-c", code, json.dumps(sys.path), json.dumps(case)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    done = in_python(code, json.dumps(sys.path), json.dumps(case))
     (found,) = json.loads(done.stdout)["outcomes"]
     assert found["state"] == "limit"
     assert -5 < found["over_s"] <= 0
@@ -381,7 +368,7 @@ def test_a_clock_that_is_set_within_an_attempt_neither_ends_nor_extends_it(plain
     class SetClock(Costs):
         """The clock is set in each step."""
 
-        def step_s(self, step: int) -> float:
+        def step_s(self, step):
             machine.clock_error_s = error_s
             return super().step_s(step)
 
@@ -423,19 +410,18 @@ def test_the_number_is_settled_once_by_the_pace():
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 def test_the_rate_before_it_is_settled_does_not_depend_on_the_number(name):
-    few = fitted_schedule(name, n_warmup_steps=4, holds_until=10, n_steps=40)
-    many = fitted_schedule(name, n_warmup_steps=4, holds_until=10, n_steps=400)
-    assert [few(step) for step in range(11)] == [many(step) for step in range(11)]
-    assert few(9) == few(10) == 1
-    plain = schedule(name, n_warmup_steps=4, n_steps=40)
-    assert [few(step) for step in range(4)] == [plain(step) for step in range(4)]
-    assert few(39) < 0.05
-    assert all(few(step) >= few(step + 1) for step in range(10, 39))
+    few, many = (
+        list(map(fitted_schedule(name, n_warmup_steps=4, holds_until=10, n_steps=n), range(n)))
+        for n in (40, 400)
+    )
+    assert few[:11] == many[:11]
+    assert few[9] == few[10] == 1
+    assert few[:4] == list(map(schedule(name, n_warmup_steps=4, n_steps=40), range(4)))
+    assert few[39] < 0.05
+    assert few[10:] == sorted(few[10:], reverse=True)
 
 
 def test_a_fit_that_was_kept_is_read_back_and_a_torn_one_is_refused(tmp_path):
-    from farthing.errors import RunDamagedError
-
     fit = Fit(100, 50, 3, 10, True, 0.25)
     assert kept_fit(tmp_path / "s") is None
     keep_fit(tmp_path / "s", fit)
@@ -463,7 +449,6 @@ def test_a_fitted_run_uses_its_budget_and_ends_annealed(seed, plain, tmp_path):
     machine, disk = Machine(), {}
     assert attempt(job, tmp_path, machine, costs, disk, estimate) == "finished"
     fit = kept_fit(tmp_path / "schedule.json")
-    assert fit is not None
     assert fit.settled
     assert disk["model"] == fit.n_steps < 400
     assert 0.85 * 320 <= machine.alive_s <= 320

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from farthing.launch.machines import RentedMachine, bill_by_machine
 from farthing.run.accounts import Account
 
 
-def machine(number: int, **more: Any) -> RentedMachine:
+def machine(number: int, **more) -> RentedMachine:
     """Asked for at 1000 s, booted at 1100 s, left at 1500 s, gone at 1520 s, at $3.60 an hour."""
     times = {"asked_at": 1000.0, "booted_at": 1100.0, "left_at": 1500.0, "gone_at": 1520.0}
     known = {"number": number, "usd_per_hour": 3.6, "is_paid_in_queue": True, **times}
@@ -23,7 +21,7 @@ def attempt(number: int, started_at: float, seconds: float) -> Account:
     )
 
 
-def parts_of(row: dict[str, Any]) -> list[float]:
+def parts_of(row) -> list[float]:
     assert row["usd"] == pytest.approx(row["wall_s"] / 1000)
     assert row["usd_of"] == pytest.approx({name: s / 1000 for name, s in row["seconds"].items()})
     return [round(row["seconds"][name], 6) for name in ("boot", "train", "teardown", "idle")]

@@ -62,7 +62,6 @@ def test_break_even_in_hours_is_the_formula():
 
 def test_break_even_in_months_counts_the_hours_of_use():
     hours = break_even_hours(OWN, 0.5)
-    assert hours is not None
     assert break_even_months(OWN, rent_usd_per_h=0.5, hours_per_month=150) == pytest.approx(
         hours / 150
     )

@@ -7,11 +7,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -22,6 +19,7 @@ import pytest
 import farthing.run.notices
 import survive
 import workshop
+from command import in_python
 from farthing.config.job import Job
 from farthing.errors import InputError
 from farthing.events import Saved, StepTaken
@@ -52,13 +50,13 @@ class Metadata:
     the request.
     """
 
-    def __init__(self) -> None:
-        self.says: dict[str, Answer | Callable[[Any], Answer]] = {}
-        self.asked: list[str] = []
-        self.headers: dict[str, str] = {}
+    def __init__(self):
+        self.says = {}
+        self.asked = []
+        self.headers = {}
         self.base = ""
 
-    def count(self, path: str) -> int:
+    def count(self, path):
         """How often a path was asked for."""
         return sum(line.endswith(f" {path}") for line in self.asked)
 
@@ -92,16 +90,16 @@ class Ears(Notice):
     """What a watch passes on."""
 
     @property
-    def signs(self) -> list[tuple[str, Sign]]:
+    def signs(self):
         heard = list(self.heard)
         return [(each.source, Sign(each.what, each.leaves_at, each.is_certain)) for each in heard]
 
-    def watch(self, metadata: Metadata, *names: str) -> Watch:
+    def watch(self, metadata, *names):
         """A watch that is quick."""
         return Watch(list(names), self, base=metadata.base, pause_s=0.01)
 
     @contextmanager
-    def watching(self, metadata: Metadata, *names: str) -> Iterator[None]:
+    def watching(self, metadata, *names):
         watch = self.watch(metadata, *names)
         watch.start()
         yield
@@ -121,12 +119,12 @@ def moment(seconds_from_now: float) -> str:
     return in_words(time.time() + seconds_from_now)
 
 
-def aws_token(request: Any) -> Answer:
+def aws_token(request) -> Answer:
     ttl = request.headers.get("X-aws-ec2-metadata-token-ttl-seconds")
     return (200, "token-1") if request.command == "PUT" and ttl == "60" else (400, "")
 
 
-def with_token(body: str, token: str = "token-1") -> Callable[[Any], Answer]:
+def with_token(body: str, token: str = "token-1"):
     return lambda request: (
         (200, body) if request.headers.get("X-aws-ec2-metadata-token") == token else (401, "")
     )
@@ -135,7 +133,7 @@ def with_token(body: str, token: str = "token-1") -> Callable[[Any], Answer]:
 # ---- what clouds say ----
 
 
-def azure_events(*kinds: tuple[str, list[str]], at: str = "") -> Answer:
+def azure_events(*kinds, at: str = "") -> Answer:
     """Events by kind and machines, and what is none."""
     events = [
         {
@@ -150,7 +148,7 @@ def azure_events(*kinds: tuple[str, list[str]], at: str = "") -> Answer:
     return 200, json.dumps({"DocumentIncarnation": 1, "Events": [*events, "no event"]})
 
 
-def of_google(request: Any) -> Answer:
+def of_google(request) -> Answer:
     return (200, "TRUE") if request.headers.get("Metadata-Flavor") == "Google" else (403, "")
 
 
@@ -160,7 +158,7 @@ AT, LATER = (
     for at in (SOON + 120, SOON + 121)
 )
 GOOGLE = {"Metadata-Flavor": "Google"}
-COURSES: dict[str, list[tuple[dict[str, Any], list[Sign]]]] = {
+COURSES: dict[str, Any] = {
     "aws": [
         ({TOKEN: aws_token}, []),
         (
@@ -218,7 +216,7 @@ COURSES: dict[str, list[tuple[dict[str, Any], list[Sign]]]] = {
 @pytest.mark.parametrize("course", COURSES)
 def test_what_a_cloud_says_is_heard_once_and_nothing_else(course, metadata, ears, monkeypatch):
     monkeypatch.setattr(farthing.run.notices, "time", SimpleNamespace(time=lambda: float(SOON)))
-    cloud, heard = course.split()[0], list[tuple[str, Sign]]()
+    cloud, heard = course.split()[0], []
     asked_for = {"aws": ACTION, "gcp": PREEMPTED, "azure": EVENTS}[cloud]
     with ears.watching(metadata, cloud):
         for says, signs in COURSES[course]:
@@ -305,7 +303,7 @@ def test_only_this_machine_stands_in_for_the_service(monkeypatch):
     for base in ("http://example.org:80", "https://127.0.0.1:80", "http://127.0.0.1"):
         with pytest.raises(InputError, match="not an address of this machine"):
             Watch([], Notice(), base=base)
-    asked = list[str]()
+    asked = []
 
     def connected(address, timeout):
         asked.append(address)
@@ -331,8 +329,9 @@ def test_only_this_machine_stands_in_for_the_service(monkeypatch):
 def test_whose_machine_it_is_stands_in_its_firmware(files, cloud, tmp_path):
     for name, text in files.items():
         (tmp_path / name).write_text(text + "\n")
-    found = [services_for("auto", is_spot=spot, firmware=tmp_path) for spot in (False, True)]
-    assert found == ([[cloud], [cloud]] if cloud else [[], ["aws", "gcp", "azure"]])
+    for is_spot, asked in ((False, []), (True, ["aws", "gcp", "azure"])):
+        found = services_for("auto", is_spot=is_spot, firmware=tmp_path)
+        assert found == ([cloud] if cloud else asked)
     assert services_for("off", is_spot=True, firmware=tmp_path) == []
 
 
@@ -384,7 +383,7 @@ def test_a_second_signal_leaves_at_once_and_nohup_is_heeded():
         "        os.kill(os.getpid(), number)\n"
         "        print(notice.reason, flush=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = in_python(code)
     assert (done.returncode, done.stdout.split()) == (75, ["None", "None", "SIGTERM"])
     assert "second signal" in done.stderr
 
@@ -394,7 +393,7 @@ def test_a_second_signal_leaves_at_once_and_nohup_is_heeded():
 
 def notices_of(monkeypatch: pytest.MonkeyPatch) -> list[Notice]:
     """What each run from now on listens with."""
-    found: list[Notice] = []
+    found = []
     enter = Notice.__enter__
     monkeypatch.setattr(
         Notice, "__enter__", lambda notice: (found.append(notice), enter(notice))[1]
@@ -484,7 +483,7 @@ def test_a_store_gets_the_time_that_a_notice_leaves(tmp_path, monkeypatch):
     """Told that the machine goes in an hour, a run waits longer for a slow store than it would
     unasked.
     """
-    asked: list[float] = []
+    asked = []
     real = mirror_module.Mirror.wait
 
     def wait(mirror, seconds):

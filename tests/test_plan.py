@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -36,7 +35,6 @@ MARKET = [
     place("RTX 4090", 1.0, 2),
     place("L4", 0.6),
     place("T4", 0.3),
-    place("A10G", 1.0),
     place("A100-40GB", 1.3, provider="B"),
     place("A100-80GB", 1.25, spot=True),
     place("H100-80GB", 14.0, 4),
@@ -44,7 +42,6 @@ MARKET = [
     place("V100-16GB", 0.8),
     place("A100-80GB", 5.0, 2),
     place("T4", 0.1, spot=True),
-    place("L40S", 1.2),
 ]
 
 
@@ -61,7 +58,7 @@ def test_micro_batches_are_budgets_of_tokens():
     assert budgets(short, 1, is_cuda=True)[:2] == [200, 1024]
     assert budgets(short, 1, is_cuda=False) == [200, 1024, 2048]
     assert budgets(long, 1, is_cuda=False) == [9000]
-    plan = only(decide(replace(asked, micro_batch_tokens=777), [place("A100-80GB", 2.0)]))
+    plan = only(replace(asked, micro_batch_tokens=777), place("A100-80GB", 2.0))
     assert plan.recipe.settings.micro_batch_tokens == 777, "what the job says"
     assert "up to 777 tokens at a time" in plan.recipe.in_words()
 
@@ -103,7 +100,7 @@ def test_each_provider_has_its_own_time_to_boot_and_a_place_of_ones_own_none():
     rented = decide(wanted_of(), [place("RTX 4090", 0.1, provider=name) for name in boots]).plans
     assert {plan.offer.provider: plan.seconds["setup"] for plan in rented} == boots
     own = place("RTX 4090", 0.1).but(is_local=True)
-    here = only(decide(wanted_of(is_tokenized=True), [own])).seconds
+    here = only(wanted_of(is_tokenized=True), own).seconds
     assert rented[0].seconds.keys() - here.keys() == {"setup", "download", "tokenizing"}
     assert here["training"] == rented[0].seconds["training"]
 
@@ -125,7 +122,7 @@ def test_a_family_that_was_not_traced_is_planned_with_a_wider_range():
     sizes |= {"num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 4}
     asked = {"micro_batch_tokens": 1024, "checkpoint_every": 1}
     wide, known = (
-        only(decide(wanted_of(shape=shape, **asked), [place("L4", 0.6)]))
+        only(wanted_of(shape=shape, **asked), place("L4", 0.6))
         for kind in ("granite", "llama")
         for shape in [read_shape(sizes | {"model_type": kind})]
     )
@@ -138,9 +135,7 @@ def test_a_family_that_was_not_traced_is_planned_with_a_wider_range():
 
 
 def test_the_cheapest_is_first_and_ties_go_to_the_sooner_and_say_so():
-    slow, quick = (
-        only(decide(wanted_of(), [place(gpu, 2.0)])) for gpu in ("A100-80GB", "H100-80GB")
-    )
+    slow, quick = (only(wanted_of(), place(gpu, 2.0)) for gpu in ("A100-80GB", "H100-80GB"))
     even = 2.0 * slow.total_usd / quick.total_usd  # at which the quicker one costs as much
     for factor, first, words in (
         (1.03, "H100-80GB", "within 5% or a cent of the cheapest"),
@@ -156,8 +151,8 @@ def test_the_cheapest_is_first_and_ties_go_to_the_sooner_and_say_so():
 
 
 def test_among_equals_one_gpu_comes_before_several():
-    alone = only(decide(wanted_of(), [place("RTX 4090", 0.5)]))
-    two = only(decide(wanted_of(), [place("RTX 4090", 1.0, 2)]))
+    alone = only(wanted_of(), place("RTX 4090", 0.5))
+    two = only(wanted_of(), place("RTX 4090", 1.0, 2))
     price = 1.0 * alone.total_usd / two.total_usd * 0.97
     answer = decide(wanted_of(), [place("RTX 4090", 0.5), place("RTX 4090", price, 2)])
     assert answer.plans[1].total_usd < answer.plans[0].total_usd
@@ -174,11 +169,11 @@ OLD = place("A100-80GB", 2.0)
 SESSION, ROOMY = place("RTX PRO 6000", 0.9), place("H100-80GB", 9.0)
 ARM = at(offer_of("GH200", 1.0), torch=Torch("2.13.0"))
 SMALL_STEPS = {"micro_batch_tokens": 1024, "checkpoint_every": 1}
-NEEDED = only(decide(wanted_of(**SMALL_STEPS), [place("RTX 4090", 0.2)])).on.memory_range.likely
+NEEDED = only(wanted_of(**SMALL_STEPS), place("RTX 4090", 0.2)).on.memory_range.likely
 TIGHT = place("RTX 4090", 0.2).but(memory=OnDevice(int(NEEDED * 1.01)))
 
 
-def fresh(usd: float, **changes: Any) -> Place:
+def fresh(usd: float, **changes) -> Place:
     return place("A100-80GB", usd, provider="B").but(**changes)
 
 
@@ -265,7 +260,7 @@ def test_targets_count_as_sources_do_where_both_are_laid_end_to_end():
     lengths = from_mean(20_000, 200.0, 512, mean_target=50.0)
     asked = wanted_of("google/flan-t5-base", lengths=lengths, global_batch=16)
     assert asked.is_packed
-    step = only(decide(asked, [place("RTX 4090", 0.5)])).on.step
+    step = only(asked, place("RTX 4090", 0.5)).on.step
     assert step.parts["launch"] < 0.2 * step.seconds
     assert step.n_padded_tokens == pytest.approx(step.n_tokens)
     cut = asked.cut(2048)
@@ -278,7 +273,7 @@ def test_targets_count_as_sources_do_where_both_are_laid_end_to_end():
 
 
 def test_a_step_that_does_not_divide_evenly_still_holds_all_its_examples():
-    plan = only(decide(wanted_of(global_batch=10), [place("A100-80GB", 2.0, 4)]))
+    plan = only(wanted_of(global_batch=10), place("A100-80GB", 2.0, 4))
     recipe, n_tokens = plan.recipe, 10 * wanted_of().lengths.mean
     most_at_once = recipe.settings.micro_batch_tokens * recipe.n_micro_batches
     assert most_at_once * recipe.n_gpus >= n_tokens
@@ -286,29 +281,29 @@ def test_a_step_that_does_not_divide_evenly_still_holds_all_its_examples():
 
 
 def test_more_gpus_than_examples_in_a_step_are_refused():
-    eight = [place("A100-80GB", 2.0, 8)]
-    found = refused(decide(wanted_of(global_batch=4), eight))
+    eight = place("A100-80GB", 2.0, 8)
+    found = refused(wanted_of(global_batch=4), eight)
     assert found.reason == "a step of 4 examples can't be divided by 8 GPUs"
     assert found.change == "train.global_batch_size: 8"
-    assert decide(wanted_of(global_batch=8), eight).plans
+    assert only(wanted_of(global_batch=8), eight)
 
 
 def test_a_model_too_large_for_one_gpu_is_divided():
     asked = wanted_of("meta-llama/Llama-3.1-8B", method="full")
-    assert "needs" in refused(decide(asked, [place("A100-80GB", 2.0)])).reason
-    plan = only(decide(asked, [place("A100-80GB", 16.0, 8)]))
+    assert "needs" in refused(asked, place("A100-80GB", 2.0)).reason
+    plan = only(asked, place("A100-80GB", 16.0, 8))
     assert plan.recipe.sharding == "fsdp"
-    adapters = only(decide(replace(asked, method="lora"), [place("RTX 4090", 4.0, 8)]))
+    adapters = only(replace(asked, method="lora"), place("RTX 4090", 4.0, 8))
     assert adapters.recipe.sharding == "ddp", "all weights on each, where they fit"
     assert plan.recipe.to_set == ("where.gpus: all", "where.strategy: fsdp")
     quantized = wanted_of("meta-llama/Llama-3.1-70B", method="qlora")
-    assert "needs" in refused(decide(quantized, [place("RTX 4090", 4.0, 8)])).reason
+    assert "needs" in refused(quantized, place("RTX 4090", 4.0, 8)).reason
 
 
 # ---- advice that can be followed ----
 
 
-FIELDS: dict[str, tuple[str, Any]] = {
+FIELDS = {
     "train.global_batch_size": ("global_batch", int),
     "train.micro_batch_tokens": ("micro_batch_tokens", int),
     "train.gradient_checkpointing": ("checkpoint_every", lambda _: 1),
@@ -403,7 +398,7 @@ def test_evaluation_takes_as_many_tokens_at_once_as_training_but_one_row_has_to_
     )
     assert decide(asked, [place("RTX 4090", 0.5)]).plans
     long = replace(asked, eval_lengths=lengths_of(200, 1 << 20))
-    assert "needs" in refused(decide(long, [place("RTX 4090", 0.5)])).reason
+    assert "needs" in refused(long, place("RTX 4090", 0.5)).reason
 
 
 # ---- spot and deadlines ----
@@ -424,24 +419,23 @@ def test_each_zone_has_its_own_chance():
     spots = [spot.sold(zone=zone) for zone in ("good", "bad")]
     work = wanted_of(n_epochs=20.0)
     assert len({plan.wall_s for plan in decide(work, spots, hazard=nervous).plans}) == 2
-    wall_s = only(decide(work, spots[:1], hazard=nervous)).wall_s
+    wall_s = only(work, spots[0], hazard=nervous).wall_s
     answer = decide(replace(work, deadline_s=wall_s * 2.5), spots, hazard=nervous)
     assert [plan.offer.zone for plan in answer.plans] == ["good"]
-    assert answer.plans[0].chance is not None
     assert answer.plans[0].chance > 0.9
     assert [one.offer.zone for one in answer.rejected] == ["bad"]
 
 
 def test_a_run_is_promised_what_torch_allocates_for_it():
     asked = wanted_of(micro_batch_tokens=1024, checkpoint_every=1)
-    plan = only(decide(asked, [place("RTX 4090", 0.5)]))
+    plan = only(asked, place("RTX 4090", 0.5))
     assert estimate_of(plan, asked).peak_bytes == plan.on.memory.allocated.n_bytes
     assert plan.on.memory_range.likely > plan.on.memory.allocated.n_bytes + 2**29, "and a context"
 
 
 def test_capacity_that_never_lasts_a_start_is_refused():
-    spot = [place("A100-80GB", 1.0, spot=True)]
-    found = refused(decide(wanted_of(), spot, hazard=lambda _: Interruptions(weibull(0.1))))
+    spot = place("A100-80GB", 1.0, spot=True)
+    found = refused(wanted_of(), spot, hazard=lambda _: Interruptions(weibull(0.1)))
     assert found.reason == "interruptions come faster than work is saved"
 
 
@@ -464,11 +458,11 @@ def test_managed_training_is_listed_with_its_fee_the_cheapest_first():
 def test_checkpoints_that_go_to_a_store_elsewhere_are_egress(store, sends_saves):
     wanted = wanted_of(method="full", save_every_s=600.0, store=store)
     there = place("H100-80GB", 2.0, provider="AWS")
-    plan = only(decide(wanted, [there]))
+    plan = only(wanted, there)
     n_saves = sends_saves * (plan.seconds["training"] // 600 + 1)
     expected = (wanted.n_trainable * 4 + n_saves * wanted.save_bytes) * 9e-11
     assert plan.usd["egress"] == pytest.approx(expected)
-    here = only(decide(wanted, [there.but(is_local=True)]))
+    here = only(wanted, there.but(is_local=True))
     assert not {"egress", "storage"} & set(here.usd)
 
 
@@ -476,7 +470,7 @@ def test_a_host_without_room_for_the_copy_of_a_checkpoint_takes_it_at_the_pace_o
     wanted = wanted_of(method="full")
     gib = wanted.save_bytes / 2**30
     unknown, roomy, short = (
-        only(decide(wanted, [place("H100-80GB", 2.0).sold(ram_gib=ram)])).seconds["checkpoints"]
+        only(wanted, place("H100-80GB", 2.0).sold(ram_gib=ram)).seconds["checkpoints"]
         for ram in (None, 2.1 * gib, 1.9 * gib)
     )
     assert short > 2 * roomy
@@ -495,19 +489,19 @@ def with_ram(gpu: str, usd: float, gib: float, n_gpus: int = 1) -> Place:
 
 def test_weights_stay_on_the_gpu_where_they_fit_and_where_main_memory_is_short_or_not_known():
     asked = wanted_of(EIGHT, method="full")
-    whole = only(decide(asked, [with_ram("B200", 5.0, 512.0)]))
+    whole = only(asked, with_ram("B200", 5.0, 512.0))
     assert (whole.to_set, whole.on.host_bytes) == ((), 0)
     for small in (with_ram("RTX 4090", 0.5, 64.0), place("RTX 4090", 0.5)):
-        assert refused(decide(asked, [small])).reason.startswith("needs ")
+        assert refused(asked, small).reason.startswith("needs ")
 
 
 def test_8b_in_full_fits_one_gpu_of_80_gb_without_copies_in_fp32():
     asked = wanted_of(EIGHT, method="full", spreads=False)
-    change = refused(decide(asked, [place("H100-80GB", 2.5)])).change
+    change = refused(asked, place("H100-80GB", 2.5)).change
     setting, _, quality = change.partition(" (")
     assert setting.endswith("train.optim: adamw_bf16_stochastic_round")
     assert "arXiv 2502.20566" in quality
-    plan = only(decide(follow(asked, change), [place("H100-80GB", 2.5)]))
+    plan = only(follow(asked, change), place("H100-80GB", 2.5))
     n = asked.shape.n_parameters
     assert plan.on.memory.parts["weights"] == 2 * n
     assert plan.on.memory.parts["optimizer"] == 4 * n
@@ -527,24 +521,24 @@ def test_8b_in_full_fits_one_gpu_of_80_gb_without_copies_in_fp32():
 def test_weights_that_training_refuses_to_spread_are_not_planned_in_main_memory(changes, precision):
     asked = wanted_of("meta-llama/Llama-2-13b-hf", method="full", **changes)
     there = with_ram("RTX 4090", 0.5, 512.0).but(precision=precision)
-    assert refused(decide(asked, [there])).reason.startswith("needs ")
-    told = refused(decide(replace(asked, offloads_weights=True), [there]))
+    assert refused(asked, there).reason.startswith("needs ")
+    told = refused(replace(asked, offloads_weights=True), there)
     assert told.reason.startswith("weights can't be kept in main memory: ")
 
 
 def test_what_the_job_asks_for_is_planned_also_where_it_would_fit_otherwise():
     asked = wanted_of(EIGHT, method="full", offloads_weights=True)
-    plan = only(decide(asked, [place("B200", 5.0)]))
-    plain = only(decide(replace(asked, offloads_weights=False), [place("B200", 5.0)]))
+    plan = only(asked, place("B200", 5.0))
+    plain = only(replace(asked, offloads_weights=False), place("B200", 5.0))
     assert plan.recipe.offloads_weights
     assert plan.on.step.seconds > plain.on.step.seconds
-    short = refused(decide(asked, [with_ram("B200", 5.0, 64.0)]))
+    short = refused(asked, with_ram("B200", 5.0, 64.0))
     assert short.reason == "needs 119.7 GiB of main memory, has 64.0 GiB"
 
 
 def test_more_gpus_bring_fewer_rows_each_and_adapters_leave_only_the_base_in_main_memory():
     asked = wanted_of(EIGHT, method="full", offloads_weights=True)
-    one, two = (only(decide(asked, [with_ram("A100-80GB", 2.0, 512.0, n)])) for n in (1, 2))
+    one, two = (only(asked, with_ram("A100-80GB", 2.0, 512.0, n)) for n in (1, 2))
     assert one.on.host_bytes == two.on.host_bytes
     each, half = (
         plan.on.step.parts["weights from the host"] / plan.recipe.n_micro_batches
@@ -554,19 +548,16 @@ def test_more_gpus_bring_fewer_rows_each_and_adapters_leave_only_the_base_in_mai
     assert one.to_set == ("where.strategy: fsdp", "where.offload_weights: true")
     assert two.to_set == ("where.gpus: all", *one.to_set)
     adapted = replace(asked, method="lora")
-    lora = only(decide(adapted, [place("RTX 3090", 0.2)]))
+    lora = only(adapted, place("RTX 3090", 0.2))
     assert lora.on.host_bytes == 2 * asked.shape.n_parameters
     assert lora.on.memory.parts["weights"] == 4 * adapted.n_trainable
 
 
 def test_an_off_loaded_optimizer_needs_main_memory_too():
     asked = wanted_of(EIGHT, method="full", optim="adamw_torch_offload", checkpoint_every=1)
-    assert (
-        only(decide(asked, [place("A100-80GB", 2.0)])).on.host_bytes
-        == 16 * asked.shape.n_parameters
-    )
+    assert only(asked, place("A100-80GB", 2.0)).on.host_bytes == 16 * asked.shape.n_parameters
     short = with_ram("A100-80GB", 2.0, 100.0)
-    assert refused(decide(asked, [short])).reason.endswith("of main memory, has 100.0 GiB")
+    assert refused(asked, short).reason.endswith("of main memory, has 100.0 GiB")
 
 
 def test_checkpoints_where_nobody_takes_the_machine_are_youngs_for_a_crash_a_week():
@@ -582,18 +573,18 @@ def test_errors_are_alike_within_era_kind_and_precision():
 
 
 def test_ranges_of_farthings_own_runs_come_before_those_of_other_trainers():
-    found = {name: only(decide(wanted_of(), [place(name, 2.0)])).on for name in ("H100-80GB", "L4")}
+    found = {name: only(wanted_of(), place(name, 2.0)).on for name in ("H100-80GB", "L4")}
     h100, l4 = found["H100-80GB"], found["L4"]
     assert h100.memory_spread[:2] == (0.9, 1.1)
     assert not l4.memory_spread.is_own
     assert h100.speed_spread.high < 1.3 < l4.speed_spread.high
-    old = only(decide(wanted_of(), [place("T4", 0.3)])).on
+    old = only(wanted_of(), place("T4", 0.3)).on
     assert not old.memory_spread.is_own
     assert not l4.speed_spread.is_own
 
 
 def test_what_must_fit_is_farthings_own_count_not_the_range_of_other_trainers():
-    on = only(decide(wanted_of("meta-llama/Llama-2-7b-hf"), [place("RTX 4090", 0.5)])).on
+    on = only(wanted_of("meta-llama/Llama-2-7b-hf"), place("RTX 4090", 0.5)).on
     certain = on.memory.certain_on_device.n_bytes
     most = certain + 1.2 * (on.memory_range.likely - certain)
     assert most <= on.machine.memory.n_bytes < on.memory_range.high

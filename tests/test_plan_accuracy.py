@@ -20,8 +20,8 @@ from plan_accuracy import error_table, judge, stretched, width
 # ---- the published rows ----
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with open(path, encoding="utf-8", newline="") as file:
+def rows_of(path: Path):
+    with open(path, newline="") as file:
         return list(csv.DictReader(file))
 
 

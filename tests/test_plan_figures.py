@@ -5,7 +5,6 @@ itself.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -25,12 +24,12 @@ T5 = {"model": "google/flan-t5-base", "method": "full", "lengths": PAIRS, "eval_
 A100_SPOT = place("A100-80GB", 0.8, spot=True)
 
 
-def zone(_: Any) -> Interruptions:
+def zone(_) -> Interruptions:
     """Half a day of capacity, an hour without, in the mean; three spells were seen."""
     return Interruptions(weibull(12 * H), weibull(1 * H), n_spells=3.0)
 
 
-def figures(plan: OfferPlan) -> dict[str, Any]:
+def figures(plan: OfferPlan):
     return {
         "hours": tuple(round(each, 3) for each in plan.hours_range),
         "usd": tuple(round(each, 3) for each in plan.usd_range),
@@ -39,7 +38,7 @@ def figures(plan: OfferPlan) -> dict[str, Any]:
     }
 
 
-def plans(wanted: JobSpec, *places: Any) -> Answer:
+def plans(wanted: JobSpec, *places) -> Answer:
     return decide(wanted, list(places), hazard=zone)
 
 
@@ -113,7 +112,7 @@ def test_what_other_ways_to_train_come_to(asked, where, expected):
     assert (*found, recipe.n_micro_batches) == pytest.approx(expected, rel=4e-3)
 
 
-LIMITS: list[tuple[dict[str, float], list[tuple[str, str, float]]]] = [
+LIMITS = [
     (
         {"max_usd": 3.0},
         [

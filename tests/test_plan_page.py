@@ -50,7 +50,6 @@ def test_what_comes_from_outside_is_only_text(view):
 def test_the_figures_are_those_of_the_view(view):
     read = Read(plan_page(view))
     best = view.best
-    assert best is not None
     assert view.answer in read.text
     assert say_cost(best.total_usd) in read.text
     for name in (*best.seconds, *best.step.parts, *best.memory.parts, *best.usd):

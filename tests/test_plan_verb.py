@@ -6,17 +6,14 @@ import html
 import json
 import re
 import stat
-import subprocess
-import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from command import Cli
+from command import Cli, in_python, sets
 from farthing.config.load import load_job
 from farthing.local.machine import Cpu, LocalMachine
 from farthing.planner import inputs as study
@@ -34,7 +31,7 @@ L4 = ("--gpu", "L4")
 HEAD = "provider,instance,gpu,n_gpus,region,zone,kind,unit,usd,source,date\n"
 
 
-ANSWERED: dict[str, study.Study] = {}
+ANSWERED = {}
 """What was asked before in this process: most tests look at the same answer in another way."""
 
 
@@ -67,7 +64,7 @@ def job(tmp_path, tiny_folders):
         "output_dir": "./run",
         "cache_dir": "./cache",
     }
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    path.write_text(yaml.safe_dump(values))
     return str(path)
 
 
@@ -75,7 +72,7 @@ def test_a_family_without_a_table_is_planned_and_said_to_be(plan, tmp_path):
     sizes = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 500}
     (tmp_path / "bart").mkdir()
     config = json.dumps({"model_type": "bart", **sizes})
-    (tmp_path / "bart" / "config.json").write_text(config, encoding="utf-8")
+    (tmp_path / "bart" / "config.json").write_text(config)
     asked = "--set", f"model={tmp_path / 'bart'}", "--set", "task=seq2seq", "--gpu", "L4"
     found = plan.json(*asked, "--examples", "500", "--mean-tokens", "60")
     assert found["best"]["gpu"] == "L4"
@@ -85,17 +82,17 @@ def test_a_family_without_a_table_is_planned_and_said_to_be(plan, tmp_path):
 class Plan(Cli):
     """`farthing plan` of the small job."""
 
-    def __init__(self, job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, job, capsys):
         super().__init__(capsys)
         self.job = job
 
-    def __call__(self, *argv: object, code: int = 0) -> tuple[str, str]:
+    def __call__(self, *argv, code=0):
         return super().__call__("plan", self.job, *argv, code=code)
 
-    def json(self, *argv: object, code: int = 0) -> Any:
+    def json(self, *argv, code=0):
         return super().json(*argv, "--all", code=code)
 
-    def words(self, *argv: object) -> str:
+    def words(self, *argv):
         return " ".join(self.out(*argv).split())
 
 
@@ -137,16 +134,13 @@ def test_the_short_answer_is_fifteen_lines_and_none_is_broken(plan):
 
 
 def test_the_head_has_an_output_for_each_class_of_the_data(job):
-    values, shapes = yaml.safe_load(Path(job).read_text(encoding="utf-8")), []
     rows = [{"text": f"text {n}", "label": f"class {n % 214}"} for n in range(428)]
     write_jsonl(Path(job).parent / "rows.jsonl", rows)
+    asked, shapes = study.PlanOptions(gpu=("T4",), is_local=False), []
     for label_map in ({}, {f"class {n}": "other" for n in range(2, 214)}):
-        data = {"train": "rows.jsonl", "label_map": label_map}
-        values |= {"task": "classification", "data": data}
-        Path(job).write_text(yaml.safe_dump(values), encoding="utf-8")
-        asked = study.PlanOptions(gpu=("T4",), is_local=False)
-        found = study.study_job(load_job(job), asked, now=datetime(2026, 11, 22).astimezone())
-        shapes.append(found.wanted.shape)
+        sets = "task=classification", f"data.label_map={json.dumps(label_map)}"
+        now = datetime(2026, 11, 22).astimezone()
+        shapes.append(study.study_job(load_job(job, sets), asked, now=now).wanted.shape)
     many, three = (shape.n_parameters for shape in shapes)
     assert many - three == (214 - 3) * shapes[0].hidden
 
@@ -162,7 +156,7 @@ def test_rows_say_how_old_their_prices_are_and_old_ones_name_the_refresh(day, pl
     assert ("farthing prices update" in out) is (max(ages) > 90)
 
 
-def prices_of(folder: Path, gpu: str, unit: str, usd: float, n_gpus: int = 1) -> tuple[str, str]:
+def prices_of(folder: Path, gpu: str, unit: str, usd: float, n_gpus: int = 1):
     """Options that name a file with one price."""
     row = f"Colab,x,{gpu},{n_gpus},any,,on-demand,{unit},{usd},made up,2026-11-01\n"
     (folder / "prices.csv").write_text(HEAD + row)
@@ -312,7 +306,6 @@ def test_a_service_is_compared_beside_everything_else_and_page_and_text_agree(pl
     ):
         assert part in words, part
     comparison = re.match(r".*?(?:more|less|the same)", words)
-    assert comparison is not None
     services = "Services that fine-tune for you"
     for part in (comparison[0], "dollar range", "saved in a year", services):
         assert part in shown, part
@@ -325,9 +318,9 @@ def test_a_service_is_compared_beside_everything_else_and_page_and_text_agree(pl
 
 def test_a_page_is_written_whole(plan, tmp_path):
     page = tmp_path / "plan.html"
-    page.write_text("old", encoding="utf-8")
+    page.write_text("old")
     assert f"wrote {page}" in plan.out(*BIG, "--html", page)
-    text = page.read_text(encoding="utf-8")
+    text = page.read_text()
     assert text.startswith("<!doctype html>")
     assert plan.json(*BIG)["best"]["name"] in text
     assert stat.S_IMODE(page.stat().st_mode) == 0o644
@@ -393,7 +386,7 @@ def test_markup_in_names_is_only_text(tmp_path, tiny_folders, plan):
     (tmp_path / "[red]m[").symlink_to(tiny_folders["llama"])
     prices = tmp_path / "mine.csv"
     rows = "provider,instance,gpu,n_gpus,usd,source\n[red]x[/],[/],T4,1,0.2,[link=http://x]y\n"
-    prices.write_text(rows, encoding="utf-8")
+    prices.write_text(rows)
     argv = ("--set", f"model.model_name_or_path={tmp_path}/[red]m[", "--prices", str(prices))
     for more in ((), ("--explain", "2"), ("--compare", "1", "2")):
         assert "[red]x[/]" in plan.out(*argv, *more)
@@ -410,7 +403,7 @@ def test_a_plan_comes_without_torch(job):
         "heavy = {'torch', 'transformers', 'datasets', 'peft'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = in_python(code)
     assert done.returncode == 0, done.stderr
     assert "supposed" in done.stdout
 
@@ -420,8 +413,8 @@ def test_a_plan_comes_without_torch(job):
 SMALL = ("--mean-tokens", "300", "--provider", "OpenRelay")
 
 
-def by_hand(plan: Plan, n: int, n_epochs: int, *argv: str) -> Any:
-    epochs = ("--set", f"train.num_train_epochs={n_epochs}", "--set", "train.save_minutes=5")
+def by_hand(plan: Plan, n: int, n_epochs: int, *argv: str):
+    epochs = sets(f"train.num_train_epochs={n_epochs}", "train.save_minutes=5")
     return plan.json(*SMALL, "--examples", str(n), *epochs, *argv)["by_hand"]
 
 
@@ -468,9 +461,9 @@ def test_hours_that_are_paid_by_the_gigabyte(plan, tmp_path):
 def test_a_cap_on_gpu_hours_counts_every_gpu(plan, tmp_path, n_gpus, fits, needed):
     """25 h at 100 a minute: within 30 GPU-hours on one GPU, and not on two."""
     changes = ("limits.max_gpu_hours=30", "train.num_train_epochs=1", "where.gpus=all")
-    asked = [word for change in changes for word in ("--set", change)]
-    asked += ["--samples-per-min", "100", "--mean-tokens", "20", "--examples", "150000"]
-    found = plan.json(*asked, *prices_of(tmp_path, "T4", "machine_hour", 1, n_gpus))["by_hand"]
+    known = "--samples-per-min", "100", "--mean-tokens", "20", "--examples", "150000"
+    prices = prices_of(tmp_path, "T4", "machine_hour", 1, n_gpus)
+    found = plan.json(*sets(*changes), *known, *prices)["by_hand"]
     assert (found["fits_the_cap"], round(found["needed_samples_per_min"], 1)) == (fits, needed)
 
 

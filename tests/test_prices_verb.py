@@ -57,7 +57,7 @@ def test_managed_training_is_shown_by_what_is_paid_for(tmp_path, cli):
     path = tmp_path / "mine.csv"
     header = "provider,instance,gpu,n_gpus,region,zone,kind,unit,usd,vcpus,ram_gib,source,date"
     row = "Together,LoRA up to 16B,,0,any,,on-demand,million_tokens,0.48,,,made,2026-05-08"
-    path.write_text(f"{header}\n{row}\n", encoding="utf-8")
+    path.write_text(f"{header}\n{row}\n")
     out = cli.out("prices", "--prices", str(path))
     line = next(line for line in out.splitlines() if "LoRA up to 16B" in line)
     assert "$0.48" in line
@@ -80,10 +80,10 @@ def test_mistakes_are_named(cli, argv, words):
 # ---- update ----
 
 
-def feeds_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def feeds_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One feed that is a file of this test, one that no server answers."""
     (tmp_path / "gcp.csv").write_text(
-        f"{GPUHUNT}\nbox,us-central1,0.5,4,16,1,T4,16,False,,nvidia,\n", encoding="utf-8"
+        f"{GPUHUNT}\nbox,us-central1,0.5,4,16,1,T4,16,False,,nvidia,\n"
     )
     monkeypatch.setenv("GPUHUNT_CATALOG_DIR", str(tmp_path))
     here = (

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import pytest
@@ -19,7 +18,6 @@ from farthing.report.blocks import Section
 from farthing.report.chart import Axes, Line, curves, ticks
 from farthing.report.html import page
 from farthing.report.receipt import build_receipt, compare
-from farthing.report.receipt_types import RunReceipt
 from farthing.report.run_page import compared_page, run_page
 from pages import NASTY, Read, nasty
 from thinned import thinned
@@ -32,7 +30,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     found = []
     for name, every in (("calm", 8), ("busy", 2)):
-        keys: dict[str, Any] = {
+        keys = {
             "max_steps": 16,
             "eval_steps": every,
             "save_steps": every,
@@ -59,7 +57,7 @@ def test_the_last_mark_of_an_axis_ends_at_the_edge_of_the_drawing():
 
 
 def test_a_run_leaves_its_page_and_it_is_whole(runs):
-    text = (runs[0] / "report.html").read_text(encoding="utf-8")
+    text = (runs[0] / "report.html").read_text()
     read, receipt = Read(text), build_receipt(runs[0])
     read.must_be_whole(text)
     for words in (
@@ -79,7 +77,7 @@ def test_a_run_leaves_its_page_and_it_is_whole(runs):
 def test_runs_are_compared_on_one_page(runs, tmp_path, cli):
     out = tmp_path / "both.html"
     assert main(["report", *map(str, runs), str(runs[0]), "--html", str(out)]) == 0
-    read, (calm, busy) = Read(out.read_text(encoding="utf-8")), map(build_receipt, runs)
+    read, (calm, busy) = Read(out.read_text()), map(build_receipt, runs)
     assert "Side by side" in read.text
     assert f"{calm.final_loss:,.4g}" in read.text
     assert f"{busy.final_loss:,.4g}" in read.text
@@ -98,7 +96,7 @@ def test_runs_of_two_tasks_are_not_compared(runs):
 def test_what_comes_from_outside_is_only_text(runs):
     receipt = build_receipt(runs[0])
     job = receipt.job or {}
-    changed: RunReceipt = replace(
+    changed = replace(
         receipt,
         run=receipt.run + NASTY,
         job=nasty(job),
@@ -127,34 +125,11 @@ def test_a_run_that_has_done_nothing_has_a_page(tmp_path):
 
 @pytest.mark.parametrize("width", thinned([390, 768, 1280], 3))
 def test_a_browser_lays_the_page_out_without_a_sideways_scroll(runs, tmp_path, width):
-    for name, text in (
-        ("one", run_page(build_receipt(runs[0]))),
-        (
-            "two",
-            compared_page(
-                [r := build_receipt(runs[0]), build_receipt(runs[1])],
-                [compare(r, build_receipt(runs[1]))],
-            ),
-        ),
-    ):
+    one, two = map(build_receipt, runs)
+    compared = compared_page([one, two], [compare(one, two)])
+    for name, text in (("one", run_page(one)), ("two", compared)):
         path = tmp_path / f"{name}.html"
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text)
         there, needed = browser.overflow_of(path, width)
         assert there == width
         assert needed <= width, f"{name}: {needed} pixels are needed"
-
-
-@pytest.mark.slow
-def test_a_browser_draws_light_and_dark_and_prints_on_a4(runs, tmp_path):
-    page = runs[0] / "report.html"
-    shots = []
-    for scheme in (browser.LIGHT, browser.DARK):
-        shot = tmp_path / f"{scheme}.png"
-        browser.run(page, f"--screenshot={shot}", scheme=scheme)
-        shots.append(shot.read_bytes())
-    assert shots[0] != shots[1], "the page has colours of its own for a dark screen"
-    printed = tmp_path / "page.pdf"
-    browser.run(page, f"--print-to-pdf={printed}", "--no-pdf-header-footer")
-    box = re.search(rb"/MediaBox\s*\[\s*0 0 ([\d.]+) ([\d.]+)", printed.read_bytes())
-    assert box is not None
-    assert [round(float(side)) for side in box.groups()] == [595, 842], "A4 in points"

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +41,7 @@ def test_what_is_no_number_loses():
     scores = {0: 0.5, 1: None, 2: float("nan"), 3: 0.9, 4: 0.5}
     assert ranked(scores, greater_is_better=True) == [3, 0, 4]
     assert ranked(scores, greater_is_better=False) == [0, 4, 3]
-    rows: list[dict[str, Any]] = [{"loss": 2.0}, {"loss": 1.0}, {"loss": 3.0}]
+    rows = [{"loss": 2.0}, {"loss": 1.0}, {"loss": 3.0}]
     assert best_score(rows, "loss", greater_is_better=False, best=True) == 1.0
     assert best_score(rows, "loss", greater_is_better=False, best=False) == 3.0
     assert best_score([*rows, {"loss": None}], "loss", greater_is_better=False, best=True) is None
@@ -77,7 +76,7 @@ def test_settings_follow_from_the_seed_and_what_was_scored(sampler):
     vary = {"train.learning_rate": [1e-4, 1e-3, 1e-2], "method": ["full", "lora"]}
     section = SearchSection.model_validate({"vary": vary, "sampler": sampler, "seed": 3})
     assert n_choices(section) == 6
-    drawn: list[tuple[dict[str, Any], float | None]] = []
+    drawn = []
     for number in range(6):
         settings = draw(section, number, drawn, greater_is_better=False)
         assert settings == draw(section, number, drawn, greater_is_better=False)
@@ -99,10 +98,8 @@ def test_a_range_is_drawn_within_its_bounds():
 def test_a_power_law_is_found_again_and_not_taken_further_than_twice():
     points = [(n, 0.9 - 2.0 * n**-0.5) for n in (250, 500, 1000)]
     found = gain(points, 2000, [0.0, 0.0, 0.0], greater_is_better=True)
-    assert found is not None
     assert found.likely == pytest.approx(2.0 * (1000**-0.5 - 2000**-0.5), rel=0.05)
     noisy = gain(points, 2000, [0.02, 0.02, 0.02], greater_is_better=True)
-    assert noisy is not None
     assert noisy.low < found.likely < noisy.high
     assert gain(points, 2001, [0.0, 0.0, 0.0], greater_is_better=True) is None
     assert gain(points[:2], 600, [0.0, 0.0], greater_is_better=True) is None, "three points"
@@ -158,9 +155,9 @@ def test_losses_of_other_tokens_are_not_compared(tmp_path):
 
 
 def test_the_best_settings_win(tmp_path, cli):
-    path = job_of(tmp_path / "straight")
+    path, folder = job_of(tmp_path), tmp_path / "run"
     outcome = search(load_job(path), path)
-    receipt, folder = outcome.receipt, tmp_path / "straight" / "run"
+    receipt = outcome.receipt
     assert (outcome.state, outcome.exit_code) == ("finished", 0)
     assert receipt["winner"]["settings"] == {"train.learning_rate": 3.0e-3}
     assert receipt["winner"]["fraction"] == 1.0
@@ -176,7 +173,7 @@ def test_the_best_settings_win(tmp_path, cli):
     assert in_rungs == pytest.approx(receipt["usd_in_trials"])
     assert receipt["usd_in_trials"] <= receipt["usd"] <= 5
     assert receipt["front"][-1] == receipt["winner"]["trial"]
-    page = (folder / "search.html").read_text(encoding="utf-8")
+    page = (folder / "search.html").read_text()
     assert "Learning curves" in page
     assert "0.003" in page
     assert load_job(folder / "winner.yaml").train.learning_rate == 3.0e-3
@@ -210,7 +207,7 @@ def test_a_search_that_is_capped_and_killed_ends_as_one_left_alone(tmp_path):
     assert weights_of(tmp_path / "other" / "run") == weights_of(tmp_path / "straight" / "run")
 
 
-def kill_when(path: Path, n_lines: int) -> None:
+def kill_when(path: Path, n_lines: int):
     """Kill a search without notice when its record has so many lines."""
     words = ["search", str(path), "--set", "limits.max_usd=5"]
     child = subprocess.Popen(
@@ -235,10 +232,8 @@ def test_a_cap_too_small_to_begin_with_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def bill_of(path: Path, *overrides: str) -> Any:
-    bill = priced(load_job(path, list(overrides)), str(path))
-    assert bill is not None
-    return bill
+def bill_of(path: Path, *overrides: str):
+    return priced(load_job(path, list(overrides)), str(path))
 
 
 def test_a_search_is_priced_before(tmp_path):
@@ -295,8 +290,8 @@ def test_the_smaller_model_that_is_good_enough_ends_the_search(tmp_path):
     assert winner["interval"][0] < winner["score"]
     small, large = outcome.receipt["models"]
     assert (small["model"], small["trial"]) == ("./base", winner["trial"])
-    assert (large["model"], large["trial"], large["score"]) == ("./large", None, None)
-    assert large["usd_per_million_tokens"] is None, "nobody serves a classifier by the token"
+    unknown = {"trial": None, "score": None, "usd_per_million_tokens": None}
+    assert large.items() >= ({"model": "./large"} | unknown).items(), "no classifier is served"
     assert "./large" in next(line for line in in_words(outcome.receipt) if "not tried" in line)
 
     part = {"vary": {"train.learning_rate": [1.0e-2, 1.0e-9]}, "data_fraction": [0.25, 0.5]}

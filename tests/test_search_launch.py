@@ -10,7 +10,6 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -40,12 +39,12 @@ exec env HOME=ROOT/$2 PATH=BIN:$PATH sh -s
 
 def with_store(path: Path, store: Path) -> Path:
     """The job with a store."""
-    job = yaml.safe_load(path.read_text(encoding="utf-8")) | {"output_store": str(store)}
-    path.write_text(yaml.safe_dump(job), encoding="utf-8")
+    job = yaml.safe_load(path.read_text()) | {"output_store": str(store)}
+    path.write_text(yaml.safe_dump(job))
     return path
 
 
-def lose(host: Path) -> None:
+def lose(host: Path):
     """Take a host away: its processes, then its disk."""
     for name in host.glob(".farthing/*/pid"):
         found = subprocess.run(
@@ -68,7 +67,7 @@ def test_a_launched_search_goes_on_elsewhere_to_the_same_end(tmp_path, monkeypat
     ssh.chmod(0o755)
     monkeypatch.setenv("FARTHING_SSH", str(ssh))
     path = with_store(job_of(tmp_path / "job"), tmp_path / "store")
-    job, said = load_job(path), list[str]()
+    job, said = load_job(path), []
     session = Session(prepare(job, Wishes(on="ssh:one,two"), datetime.now(UTC)), said.append)
 
     def take_away():
@@ -90,7 +89,7 @@ def test_a_launched_search_goes_on_elsewhere_to_the_same_end(tmp_path, monkeypat
     again = ["launch", str(path), "--on", "ssh:two", "--yes"]
     assert main(again) == 0, "the search has finished: nothing is rented"
     assert len(session.ledger.machines) == 2
-    found: Any = read_receipt(tmp_path / "job" / "run")
+    found = read_receipt(tmp_path / "job" / "run")
     assert search(job, path).receipt == found
     assert told(found) == told(receipt)
     assert found["winner"]["trial"] == receipt["winner"]["trial"]

@@ -21,9 +21,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -62,14 +60,14 @@ def marker(tmp_path):
 class Payload:
     """Whoever unpickles it runs a command."""
 
-    def __init__(self, marker: Path) -> None:
+    def __init__(self, marker):
         self.marker = marker
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.system, (f"touch '{self.marker}'",)
 
 
-def pickles(marker: Path) -> dict[str, bytes]:
+def pickles(marker: Path):
     """The payload as each kind of pickle."""
     zipped = io.BytesIO()
     torch.save(Payload(marker), zipped)
@@ -94,7 +92,7 @@ def secrets_in(content: bytes) -> list[str]:
     ]
 
 
-def files_with_secrets(folder: Path) -> dict[str, list[str]]:
+def files_with_secrets(folder: Path):
     """What under a folder holds secrets, in its name or its bytes."""
     found = {
         str(path): secrets_in(path.read_bytes() + str(path).encode())
@@ -129,7 +127,7 @@ def test_no_secret_of_the_environment_gets_out(secrets, tmp_path, monkeypatch, c
         stderr=subprocess.PIPE,
         env=held.environment,
     )
-    titles: set[str] = set()
+    titles = set()
     while first.poll() is None and not (
         held.is_there() and list((tmp_path / "store").glob("commits/*-0*4.json"))
     ):
@@ -244,9 +242,7 @@ def test_what_may_hold_data_is_for_its_owner_alone(desk, run):
 # ---- checkpoints ----
 
 
-def tensors_file(
-    header: dict[str, Any] | bytes, data: bytes = b"\0" * 64, says: int | None = None
-) -> bytes:
+def tensors_file(header, data: bytes = b"\0" * 64, says: int | None = None) -> bytes:
     """A safetensors file with any header."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(raw) if says is None else says) + raw + data
@@ -288,7 +284,7 @@ HOSTILE = {
 }
 
 
-def forge(folder: Path, name: str, content: bytes) -> None:
+def forge(folder: Path, name: str, content: bytes):
     """Put a file into a committed folder, with a manifest that vouches for it."""
     (folder / name).write_bytes(content)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -305,8 +301,8 @@ def two_saves(tmp_path):
     return checkpoints.folder
 
 
-def goes_on_from_the_one_before(folder: Path, marker: Path) -> None:
-    said: list[str] = []
+def goes_on_from_the_one_before(folder: Path, marker: Path):
+    said = []
     with PeakMemory() as memory:
         assert restored(folder, said) == 1
     assert len(said) == 1
@@ -388,7 +384,7 @@ def two_copies(tmp_path):
     return with_copies(Model(), folder_of_run(tmp_path / "run"), 1, 2)
 
 
-def forge_commit(store: Model, change: Callable[[dict[str, Any]], None]) -> None:
+def forge_commit(store: Model, change):
     """Change what the newest commit says, and let it vouch for that."""
     key = max(store.list("commits/"))
     commit = unseal(store.objects[key].decode(), "it")
@@ -396,8 +392,8 @@ def forge_commit(store: Model, change: Callable[[dict[str, Any]], None]) -> None
     store.objects[key] = seal(commit).encode()
 
 
-def takes_the_one_before(store: Model, tmp_path: Path, marker: Path) -> None:
-    said: list[str] = []
+def takes_the_one_before(store: Model, tmp_path: Path, marker: Path):
+    said = []
     with PeakMemory() as memory:
         mirror = mirror_of(store, tmp_path / "empty", said)
         assert mirror.bring_back() == 1
@@ -408,11 +404,11 @@ def takes_the_one_before(store: Model, tmp_path: Path, marker: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} <= {"run", "empty"}
 
 
-def first_file(**keys: Any) -> Callable[[dict[str, Any]], None]:
+def first_file(**keys):
     return lambda commit: commit["files"][0].update(keys)
 
 
-COMMITS: dict[str, Callable[[dict[str, Any]], None]] = {
+COMMITS = {
     **{
         f"path {path!r}": first_file(path=path)
         for path in (
@@ -474,7 +470,7 @@ def test_objects_larger_than_they_may_be_are_not_fetched(two_copies, tmp_path, m
         entry["object"] for entry in first["files"] if entry["path"].endswith("model.safetensors")
     )
     os.truncate(folder / large, 3 << 30)
-    said: list[str] = []
+    said = []
     with PeakMemory() as memory, pytest.raises(RunDamagedError, match="none of the 2 commits"):
         mirror_of(open_store(str(folder)), tmp_path / "empty", said).bring_back()
     assert "bytes, no more than" in said[0]
@@ -656,26 +652,28 @@ def test_a_chat_template_does_not_get_out_of_its_sandbox(
     assert not marker.exists()
 
 
-DOUBLED = (
-    "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = TWICE %}{% endfor %}"
-)
+def doubled(start: str, twice: str) -> str:
+    """What becomes of a value that grows sixty times."""
+    loop = f"{{% for i in range(60) %}}{{% set ns.x = {twice} %}}{{% endfor %}}"
+    return f"{{% set ns = namespace(x={start}) %}}{loop}"
+
+
 LONG = "{% set x = 'a' * 100000 %}"
 NESTED = (
     "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}"
     "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
 )
+TUPLES = NESTED.replace("[", "(").replace("]", ",)")
 BOMBS = {
     "a long loop": "{% for i in range(1000000000) %}x{% endfor %}",
     "nested loops": "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2,
     "list times": "{{ [1] * 10 ** 10 }}",
     "power": "{{ 10 ** (10 ** 8) }}",
-    "products": DOUBLED.replace("START", "99999").replace("TWICE", "ns.x * ns.x"),
-    "sums": DOUBLED.replace("START", "'aaaaaaaa'").replace("TWICE", "ns.x + ns.x"),
-    "joined": DOUBLED.replace("START", "'aaaaaaaa'").replace("TWICE", "ns.x ~ ns.x"),
-    "lists of lists": DOUBLED.replace("START", "[1]").replace("TWICE", "[ns.x, ns.x]")
-    + "{{ ns.x }}",
-    "as JSON": DOUBLED.replace("START", "[1]").replace("TWICE", "[ns.x, ns.x]")
-    + "{{ ns.x | tojson }}",
+    "products": doubled("99999", "ns.x * ns.x"),
+    "sums": doubled("'aaaaaaaa'", "ns.x + ns.x"),
+    "joined": doubled("'aaaaaaaa'", "ns.x ~ ns.x"),
+    "lists of lists": doubled("[1]", "[ns.x, ns.x]") + "{{ ns.x }}",
+    "as JSON": doubled("[1]", "[ns.x, ns.x]") + "{{ ns.x | tojson }}",
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}"
     "{{ f(90) }}",
     "filter with a width": "{{ 'a' | center(10 ** 10) }}",
@@ -699,9 +697,9 @@ BOMBS = {
     "compared by a test": NESTED + "{{ ns.x is in [ns.y] }}",
     "sorted": NESTED + "{{ [ns.x, ns.y] | sort }}",
     "counted": NESTED + "{{ [ns.y].count(ns.x) }}",
-    "a key": NESTED.replace("[", "(").replace("]", ",)") + "{{ {ns.x: 1} | length }}",
-    "looked up": NESTED.replace("[", "(").replace("]", ",)") + "{{ {1: 2}[ns.x] }}",
-    "looked for": NESTED.replace("[", "(").replace("]", ",)") + "{{ ns.x in {1: 2} }}",
+    "a key": TUPLES + "{{ {ns.x: 1} | length }}",
+    "looked up": TUPLES + "{{ {1: 2}[ns.x] }}",
+    "looked for": TUPLES + "{{ ns.x in {1: 2} }}",
     "looked through": LONG + "{% for i in range(99999) %}{{ x is lower }}{% endfor %}",
 }
 
@@ -864,7 +862,7 @@ def test_an_index_does_not_make_a_pickle_of_a_model_folder_run(name, desk, run, 
     assert not marker.exists()
 
 
-def auto_map(where: str, known: bool) -> dict[str, Any]:
+def auto_map(where: str, known: bool):
     names = {
         "AutoConfig": "evil.Evil",
         "AutoModelForCausalLM": "evil.Evil",

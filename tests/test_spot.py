@@ -43,7 +43,6 @@ def exponential(mean_s: float) -> Interruptions:
 def measured(zone: Interruptions, n: int, seed: int = 1) -> Interruptions:
     """A zone fitted to spells drawn from another."""
     chance = np.random.default_rng(seed)
-    assert zone.down is not None
     up, down = (
         [Spell(float(length), 0.0) for length in law.at(chance.random(n))]
         for law in (zone.up, zone.down)
@@ -186,7 +185,7 @@ def test_a_pace_that_is_not_known_is_as_uncertain_in_the_mixture_as_on_demand():
 # ---- replays ----
 
 
-def measured_traces() -> list[spot_replay.Trace]:
+def measured_traces():
     """The traces beside the test data, or a skip that says so."""
     data = os.environ.get("FARTHING_DATA")
     folder = Path(data).parent / "spot" if data else None

@@ -10,9 +10,9 @@ import os
 import shutil
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ from workshop import Heard, losses_of, make_job, resolved, rows_of
 IN_FP16 = Numerics(torch.device("cpu"), torch.float16, needs_scaler=True)
 
 
-def spread_job(folder: Path, family: str = "llama", **keys: Any) -> Job:
+def spread_job(folder: Path, family: str = "llama", **keys) -> Job:
     where = {"gpus": 2, "patience_s": 20, "strategy": "fsdp", **keys.pop("where", {})}
     settings = {
         "n_rows": 23,
@@ -70,13 +70,7 @@ def spread_job(folder: Path, family: str = "llama", **keys: Any) -> Job:
     return make_job(folder, family, where=where, **(settings | keys))
 
 
-def run(
-    rank: int,
-    job: dict[str, Any],
-    killed: list[int] | None = None,
-    n_local: int = 0,
-    is_full: bool = False,
-) -> dict[str, Any]:
+def run(rank: int, job, killed=None, n_local: int = 0, is_full: bool = False):
     """Train the job on this rank; `killed` is (rank, step) of one that is lost, or whose memory
     `is_full`.
     """
@@ -84,14 +78,14 @@ def run(
     if n_local:
         os.environ |= {"LOCAL_RANK": str(rank % n_local), "LOCAL_WORLD_SIZE": str(n_local)}
 
-    def kill_in(steps: Step, step: int) -> Any:
+    def kill_in(steps, step):
         if killed == [rank, step] and is_full:
             Forward.loss = no_room  # type: ignore[method-assign,assignment]
         elif killed == [rank, step]:
             os.kill(os.getpid(), signal.SIGKILL)
         return take(steps, step)
 
-    def looked_at(attempt: Any) -> Any:
+    def looked_at(attempt):
         own = attempt.steps.step.trained
         held[:] = [sum(w.numel() for w in own), sum(w.numel() for w in attempt.model.parameters())]
         return loop(attempt)
@@ -110,32 +104,32 @@ def run(
     }
 
 
-def no_room(*_: Any) -> Any:
+def no_room(*_):
     raise torch.OutOfMemoryError("made up")
 
 
-def train_on(n: int, folder: Path, job: Job, *more: Any) -> list[Any]:
+def train_on(n: int, folder: Path, job: Job, *more):
     return on_ranks(n, folder / "meetings", run, job.model_dump(mode="json"), *more)
 
 
-def finish_on(n: int, folder: Path, job: Job, *more: Any) -> list[Any]:
+def finish_on(n: int, folder: Path, job: Job, *more):
     found = train_on(n, folder, job, *more)
     assert [each["code"] for each in found] == [0] * n
     return found
 
 
-def with_where(job: Job, **keys: Any) -> Job:
+def with_where(job: Job, **keys) -> Job:
     return job.model_copy(update={"where": job.where.model_copy(update=keys)})
 
 
-def trained_alone(folder: Path, family: str = "llama", **keys: Any) -> Job:
+def trained_alone(folder: Path, family: str = "llama", **keys) -> Job:
     """The job on one process."""
     job = spread_job(folder / "alone", family, where={"strategy": "ddp", "gpus": None}, **keys)
     farthing.train.run.train(job, Heard())
     return job
 
 
-def saves_of(job: Job) -> dict[int, Path]:
+def saves_of(job: Job):
     folder = Path(job.output_dir) / "checkpoints"
     return {
         int(path.name.split("-")[1]): path
@@ -144,7 +138,7 @@ def saves_of(job: Job) -> dict[int, Path]:
     }
 
 
-def refuse_difference(job: Job, other: Job) -> None:
+def refuse_difference(job: Job, other: Job):
     """Losses, checkpoints and exported weights of two runs are equal to rounding."""
     assert losses_of(job) == pytest.approx(losses_of(other), rel=1e-5)
     step, found = max(saves_of(other)), []
@@ -276,7 +270,7 @@ def test_the_largest_micro_batch_is_rehearsed_and_lowered_until_it_has_room(
     size = {"hidden": 32, "layers": 1}
     job = make_job(tmp_path, n_rows=40, max_steps=5, micro_batch_tokens=budget, size=size)
     Path(job.output_dir).mkdir()
-    loss, most, n_passes = Forward.loss, budget // least, list[int]()
+    loss, most, n_passes = Forward.loss, budget // least, []
 
     def limited(forward, batch, *more):
         n_passes.append(1)
@@ -303,7 +297,7 @@ def test_the_largest_micro_batch_is_rehearsed_and_lowered_until_it_has_room(
         assert dearest_step(attempt) is None, "nothing is left to take"
 
 
-def told(rank: int) -> list[Any]:
+def told(rank: int):
     """Another rank has its model from the first, or reads it where its configuration makes another."""  # noqa: E501
     ranks, found = Ranks(seat_in(os.environ), patience_s=20.0), []
     for width in (2, 3):
@@ -338,17 +332,17 @@ def test_ranks_have_the_model_that_the_first_one_has_read(tmp_path):
 
 
 class Layer(GradientCheckpointingLayer):  # type: ignore[misc]
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = torch.nn.Linear(2, 2)
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.linear(states)
+    def forward(self, states):
+        found = self.linear(states)
         return found
 
 
 class Shares(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = torch.nn.ModuleList([Layer(), Layer()])
 
@@ -403,9 +397,9 @@ def test_the_residual_stream_and_norms_are_as_precise_as_on_one_gpu(tmp_path):
     job = make_job(tmp_path, bf16=True, size={"hidden": 32, "layers": 2})
     numerics = Numerics(torch.device("cpu"), torch.bfloat16)
     spec = resolved(job, numerics)
-    found: list[tuple[list[torch.dtype], float]] = []
+    found = []
     for sharding in (None, ShardingSettings(gathers_in=torch.bfloat16)):
-        model, seen = build_model(spec, ()), list[torch.dtype]()
+        model, seen = build_model(spec, ()), []
         with contextlib.closing(Ranks()) as ranks:
             if sharding:
                 ranks.apply_fsdp(model, sharding)
@@ -437,7 +431,6 @@ def test_gradients_added_up_whole_are_those_added_up_by_rows():
         with contextlib.closing(Ranks()) as ranks:
             ranks.apply_fsdp(model, ShardingSettings(gathers_in=torch.bfloat16))
             spreads = ranks.fsdp
-            assert spreads is not None
             assert spreads.whole_gradients_bytes == 4 * 2 * (2 * 2 + 2)
             spreads.accumulates_whole = is_whole
             for _ in range(2):
@@ -580,44 +573,36 @@ def test_auto_spreads_what_leaves_no_room_on_one_gpu(tmp_path, monkeypatch):
 # ---- files of rows ----
 
 
-def rows(n: int, index: int, n_rows: int) -> tuple[int, int]:
+SHAPES = {"wide": (7, 3), "short": (1, 4), "flat": (2,), "buffer": (3,), "wide|step": ()}
+
+
+def rows_of_rank(n: int, index: int, name: str):
+    """Where the rows of a rank begin and end; None of a tensor that each has."""
+    key = name.partition("|")[0]
+    if key == "buffer":
+        return None
+    n_rows = SHAPES[key][0]
     size = -(-n_rows // n)
     return min(n_rows, index * size), min(n_rows, (index + 1) * size)
-
-
-SHAPES: dict[str, tuple[int, ...]] = {
-    "wide": (7, 3),
-    "short": (1, 4),
-    "flat": (2,),
-    "buffer": (3,),
-    "wide|step": (),
-}
-
-
-def of_rank(n: int, index: int, name: str) -> tuple[int, int] | None:
-    key = name.partition("|")[0]
-    return None if key == "buffer" else rows(n, index, SHAPES[key][0])
 
 
 class Saved:
     """A part whose tensors a rank has rows of."""
 
-    def __init__(self, n: int, index: int) -> None:
-        self.rows_of = partial(of_rank, n, index)
+    def __init__(self, n, index):
         self.whole = {
             name: torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
             for name, shape in SHAPES.items()
         }
-        self.own = {name: self.cut(name, tensor) for name, tensor in self.whole.items()}
+        self.own = dict(self.whole)
+        for name, tensor in self.whole.items():
+            if tensor.ndim and (rows := rows_of_rank(n, index, name)):
+                self.own[name] = tensor[slice(*rows)].clone()
 
-    def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        found = self.rows_of(name)
-        return tensor if found is None or not tensor.ndim else tensor[slice(*found)].clone()
-
-    def state(self) -> Any:
+    def state(self):
         return self.own, {}
 
-    def restore(self, tensors: Any, values: Any) -> None:
+    def restore(self, tensors, values):
         assert tensors.keys() == self.own.keys()
         self.own = tensors
 
@@ -625,10 +610,10 @@ class Saved:
 class Meeting:
     """Ranks that are threads."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n):
         self.n, self.values, self.barrier = n, {}, threading.Barrier(n, timeout=120)
 
-    def gather(self, index: int, value: Any) -> list[Any]:
+    def gather(self, index, value):
         self.values[index] = value
         self.barrier.wait()
         found = [self.values[each] for each in range(self.n)]
@@ -638,7 +623,7 @@ class Meeting:
 
 def shared_of(meeting: Meeting, index: int) -> Shared:
     n, gather = meeting.n, partial(meeting.gather, index)
-    return Shared(index == 0, index, n, False, partial(of_rank, n, index), gather)
+    return Shared(index == 0, index, n, False, partial(rows_of_rank, n, index), gather)
 
 
 def checkpoints_of(folder: Path, n: int) -> list[Checkpoints]:
@@ -649,7 +634,7 @@ def checkpoints_of(folder: Path, n: int) -> list[Checkpoints]:
     ]
 
 
-def errors_of_saving(ranks: list[Checkpoints], step: int) -> list[Any]:
+def errors_of_saving(ranks: list[Checkpoints], step: int):
     for index, each in enumerate(ranks):
         each.save(step, {"model": Saved(len(ranks), index)}, None)
     return [each.wait().error for each in ranks]  # type: ignore[union-attr]
@@ -693,21 +678,13 @@ def test_a_save_that_fails_on_one_rank_has_failed_on_all(tmp_path, monkeypatch):
 
 def test_ranks_that_wait_for_a_draft_hear_that_there_is_none(tmp_path):
     """The first one fails before any file is written: its folder can't be made."""
-    meeting, said = Meeting(2), []
-    shared = [shared_of(meeting, index) for index in (0, 1)]
-    (tmp_path / "there").mkdir()
-
-    def along():
-        with pytest.raises(OSError, match="exists") as refused:
-            fill_along(shared[1], lambda draft: [])
-        said.append(refused)
-
-    other = threading.Thread(target=along)
-    other.start()
-    with pytest.raises(FileExistsError):
-        commit_together(shared[0], tmp_path / "there", lambda draft: [], {})
-    other.join(120)
-    assert said
+    meeting = Meeting(2)
+    with ThreadPoolExecutor() as pool:
+        along = pool.submit(fill_along, shared_of(meeting, 1), lambda draft: [])
+        with pytest.raises(FileExistsError):
+            commit_together(shared_of(meeting, 0), tmp_path, lambda draft: [], {})
+        with pytest.raises(OSError, match="exists"):
+            along.result(120)
 
 
 def test_a_part_without_one_of_its_files_is_damaged(tmp_path):

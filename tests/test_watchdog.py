@@ -14,9 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -24,6 +22,7 @@ import yaml
 
 import farthing.train.run as run_module
 import workshop
+from command import sets
 from farthing.errors import InputError, LimitError
 from farthing.run.accounts import read_ledger
 from farthing.run.guard import Told
@@ -60,9 +59,7 @@ def job(tmp_path_factory):
     )
 
 
-def train(
-    job: Path, run: Path, environ: dict[str, str], *words: str
-) -> subprocess.CompletedProcess[str]:
+def train(job: Path, run: Path, environ, *words: str):
     command = [sys.executable, "-m", "farthing", "train", str(job), "--set", f"output_dir={run}"]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         # not pipes: who waits in the kernel keeps those open
@@ -79,9 +76,7 @@ def train(
         return subprocess.CompletedProcess(done.args, done.returncode, out.read(), err.read())
 
 
-def hung(
-    where: Path, begin: Callable[[Path, float], subprocess.CompletedProcess[str]]
-) -> tuple[subprocess.CompletedProcess[str], Path, float]:
+def hung(where: Path, begin):
     """What `begin(run folder, cap)` gave under the first cap that lasted until the hang, the
     folder, and the cap: on a machine with other work a start takes long.
     """
@@ -93,12 +88,10 @@ def hung(
     raise AssertionError(done.stderr)
 
 
-def train_until_hung(
-    job: Path, where: Path, environ: dict[str, str], *sets: str
-) -> tuple[subprocess.CompletedProcess[str], Path, float]:
-    def begin(run: Path, cap_usd: float) -> subprocess.CompletedProcess[str]:
-        ours = [f"cache_dir={run}-cache", f"limits.max_usd={cap_usd}", *sets]
-        return train(job, run, environ, *(word for each in ours for word in ("--set", each)))
+def train_until_hung(job: Path, where: Path, environ, *keys: str):
+    def begin(run, cap_usd):
+        ours = [f"cache_dir={run}-cache", f"limits.max_usd={cap_usd}", *keys]
+        return train(job, run, environ, *sets(*ours))
 
     return hung(where, begin)
 
@@ -140,9 +133,9 @@ def test_a_python_program_that_hangs_is_killed_and_is_on_the_bill(way, job, tmp_
     environ = {**os.environ, **hanging(tmp_path, "farthing.train.resolve:tokenize", way)}
 
     def begin(run, cap_usd):
-        other, sets = job.with_name(f"{way}.yaml"), {"limits": {"max_usd": cap_usd}}
-        sets |= {"output_dir": str(run), "cache_dir": f"{run}-cache"}
-        other.write_text(yaml.safe_dump(yaml.safe_load(job.read_text()) | sets))
+        own = {"limits": {"max_usd": cap_usd}, "output_dir": str(run), "cache_dir": f"{run}-cache"}
+        other = job.with_name(f"{way}.yaml")
+        other.write_text(yaml.safe_dump(yaml.safe_load(job.read_text()) | own))
         program = f"import farthing; farthing.fine_tune({str(other)!r}, quiet=True)"
         return subprocess.run(
             [sys.executable, "-c", program],
@@ -161,7 +154,7 @@ def test_a_python_program_that_hangs_is_killed_and_is_on_the_bill(way, job, tmp_
 
 
 def test_a_close_that_hangs_past_the_cap_ends_by_the_limit(tmp_path, monkeypatch):
-    honest, calls = run_module.leave_receipt, list[Path]()
+    honest, calls = run_module.leave_receipt, []
 
     def hangs_once(folder, *log):
         calls.append(folder)
@@ -183,7 +176,6 @@ def test_who_watches_from_beside_kills_nobody_but_who_began_it():
     with subprocess.Popen(["sleep", "600"]) as stranger:
         program = [sys.executable, "-m", "farthing.report.last_words", str(stranger.pid)]
         with subprocess.Popen(program, stdin=subprocess.PIPE) as watcher:
-            assert watcher.stdin is not None
             watcher.stdin.write(b'{"left_s": -100}\n')
             watcher.stdin.flush()
             assert watcher.wait(60) == 0
@@ -204,10 +196,9 @@ def test_who_watches_from_beside_kills_nobody_but_who_began_it():
 )
 def test_the_command_of_when_done_runs_once_after_the_end(words, code, job, tmp_path):
     said = tmp_path / "said"
-    words = [*words, f"when_done=echo $FARTHING_EXIT_CODE $FARTHING_RUN >> {said}"]
-    sets = [word for each in words for word in ("--set", each)]
+    words = sets(*words, f"when_done=echo $FARTHING_EXIT_CODE $FARTHING_RUN >> {said}")
     for _ in range(2):
-        assert train(job, tmp_path / "run", {}, *sets).returncode == code
+        assert train(job, tmp_path / "run", {}, *words).returncode == code
     lines = said.read_text().splitlines()
     assert lines[0].split() == [str(code), str(tmp_path / "run")]
     assert len(lines) == (2 if code == 2 else 1), "once a run; a mistake leaves none"
@@ -216,8 +207,8 @@ def test_the_command_of_when_done_runs_once_after_the_end(words, code, job, tmp_
 
 @pytest.mark.slow
 def test_a_dry_run_shows_the_command_and_begins_nothing(job, tmp_path):
-    sets = ["--set", "when_done=no-such-program now", "--set", "limits.max_usd=5", "--dry-run"]
-    done = train(job, tmp_path / "run", {}, *sets)
+    keys = sets("when_done=no-such-program now", "limits.max_usd=5")
+    done = train(job, tmp_path / "run", {}, *keys, "--dry-run")
     assert done.returncode == 0
     assert "it stops at $5.00" in done.stdout
     assert "this command runs once: no-such-program now" in done.stdout
@@ -318,7 +309,7 @@ def test_lines_of_a_worker_are_taken_as_they_come_and_it_has_five_seconds_more(m
     os.close(reads)
 
 
-def begun(job: Path, run: Path) -> tuple[subprocess.Popen[bytes], psutil.Process]:
+def begun(job: Path, run: Path):
     """A run that has taken a few steps: the command and its worker."""
     command = [sys.executable, "-m", "farthing", "train", str(job), "--set", f"output_dir={run}"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, process_group=0)
@@ -339,7 +330,7 @@ def test_a_hang_of_the_main_thread_is_raised_out_of_in_python_too(tmp_path, monk
     monkeypatch.setattr("farthing.train.watchdog.RAISED_AFTER_S", 0.0)
     monkeypatch.setattr("farthing.train.watchdog.ENDED_AFTER_S", 1e6)
     job = workshop.make_job(tmp_path, limits={"max_hours": "1s"})
-    reached: list[str] = []
+    reached = []
     ledger = Ledger(tmp_path / "ledger.jsonl", Meter(), 3.6)
     with (
         pytest.raises(LimitError, match="the cap of"),
@@ -350,7 +341,7 @@ def test_a_hang_of_the_main_thread_is_raised_out_of_in_python_too(tmp_path, monk
 
 
 def test_what_is_told_of_limits_is_kept_by_two_clocks(monkeypatch):
-    now: dict[str, float] = {"mono": 0.0, "boot": 0.0}
+    now = {"mono": 0.0, "boot": 0.0}
     monkeypatch.setattr("farthing.run.guard.time.monotonic", lambda: now["mono"])
     monkeypatch.setattr("farthing.run.guard.seconds_since_boot", lambda: now["boot"])
     told = Told()
@@ -367,7 +358,7 @@ def test_what_is_told_of_limits_is_kept_by_two_clocks(monkeypatch):
 
 
 def test_signs_of_work_are_polls_cpu_time_and_bytes_read():
-    now: dict[str, Any] = {"at": 0.0, "cpu": 0.0, "read": 0}
+    now = {"at": 0.0, "cpu": 0.0, "read": 0}
     still = Stillness(lambda: now["at"], lambda: now["cpu"], lambda: now["read"])
     now["at"] = 50.0
     assert still.seconds() == 50.0
