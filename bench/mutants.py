@@ -2,8 +2,8 @@
 
 A mutant is one change in a file of the wing: another comparison, a number that is one more, a call
 that is not made. A run under coverage tells which tests run its line; it is killed when one of them
-fails. Tests run in forks of a process that has the libraries imported. Survivors are printed; the
-exit code is 1 where fewer than 85 % were killed.
+fails. Tests run in forks of a process that has the libraries imported. Survivors are printed as
+they come; the exit code is 1 where fewer than 85 % were killed.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def run_tests(source: Path, tests: list[str], notes: Path | None = None) -> None
 def work(share: list[Mutant], source: Path, found: dict[str, Any]) -> None:
     """One worker's share, on its own copy of the source: whether each mutant was killed."""
     killed = []
-    for mutant in share:
+    for number, mutant in enumerate(share, 1):
         lines, seconds = found["lines"].get(mutant.file, {}), found["seconds"]
         near = range(mutant.line, mutant.end_line + 1)
         tests = {test for line in near for test in lines.get(str(line), [])}
@@ -185,6 +185,9 @@ def work(share: list[Mutant], source: Path, found: dict[str, Any]) -> None:
                 os.killpg(process.pid or 0, signal.SIGKILL)
                 process.join()
         killed.append(bool(ordered) and process.exitcode != 0)
+        if not killed[-1]:
+            words = f"{mutant.file}:{mutant.line}: {mutant.before}  ->  {mutant.after}"
+            print(f"{number} of {len(share)}: {words}", flush=True)
         file.write_bytes(kept)
     (source / "killed.json").write_text(json.dumps(killed))
 
@@ -226,16 +229,11 @@ def main() -> int:
         ]
         for worker in workers:
             worker.start()
-        survivors = []
-        for worker, share, place in zip(workers, shares, places, strict=True):
+        n_killed = 0
+        for worker, place in zip(workers, places, strict=True):
             worker.join()
-            killed = json.loads((place / "killed.json").read_text())
-            survivors += [
-                mutant for mutant, is_dead in zip(share, killed, strict=True) if not is_dead
-            ]
-    for mutant in survivors:
-        print(f"{mutant.file}:{mutant.line}: {mutant.before}  ->  {mutant.after}")
-    share = 1 - len(survivors) / len(drawn)
+            n_killed += sum(json.loads((place / "killed.json").read_text()))
+    share = n_killed / len(drawn)
     print(f"{asked.wing}: {share:.0%} of {len(drawn)} mutants killed, drawn of {len(all_of)}")
     return 0 if share >= 0.85 else 1
 
