@@ -29,16 +29,13 @@ def segments(
     return list(converter(found.format, found.columns, {}, None, task)(row).segments)
 
 
-def test_a_template_joins_columns():
-    columns = {"prompt": "Q: {question}\n", "completion": "{chain_of_thought}\n#### {answer}"}
-    assert segments(GSM, columns) == [("Q: 2 + 2?\n", False), ("Count.\n#### 4", True)]
-
-
 def test_the_first_of_several_templates_whose_columns_are_filled_is_taken():
     columns = {"prompt": ["{instruction}\n{input}\n", "{instruction}\n"], "completion": "{output}"}
     row = {"instruction": "Say", "input": "x", "output": "y"}
     assert segments(row, columns)[0] == ("Say\nx\n", False)
     assert segments(row | {"input": " "}, columns)[0] == ("Say\n", False)
+    names = columns | {"prompt": ["input", "instruction"]}
+    assert segments(row | {"input": " "}, names)[0] == ("Say", False)
     with pytest.raises(UnusableRowError, match=r"`input` is empty.*second template"):
         segments(row | {"input": ""}, columns | {"prompt": "{instruction}{input}"})
 
@@ -116,7 +113,7 @@ def test_two_columns_that_could_be_meant_are_no_guess():
 JOB = "task: causal-lm\nmodel: a/b\noutput_dir: out\n"
 
 
-def job_of(folder: Path, text: str) -> Any:
+def job_of(folder: Path, text: str):
     (folder / "job.yaml").write_text(JOB + text)
     for name in ("a.jsonl", "b1.jsonl", "b2.jsonl"):
         (folder / name).write_text(json.dumps({"text": name}) + "\n")

@@ -43,7 +43,7 @@ from workshop import Heard, log_of, losses_of, make_job, opened
 # ---- the table of a step: no process needed ----
 
 
-def must_hold_all(table: Any, examples: Any, lengths: Any, n_slots: int, most: int) -> None:
+def must_hold_all(table, examples, lengths, n_slots: int, most: int):
     """Every example stands in one cell of a slot, and no cell has more than `most` tokens."""
     cells = table.cells
     assert sorted(i for cell in cells for i in cell.examples.tolist()) == sorted(examples.tolist())
@@ -138,7 +138,7 @@ class Seated:
 
     together = staticmethod(contextlib.nullcontext)
 
-    def __init__(self, index: int = 0, n: int = 2, device: str = "cpu") -> None:
+    def __init__(self, index: int = 0, n: int = 2, device: str = "cpu"):
         self.index, self.n, self.device = index, n, torch.device(device)
 
 
@@ -146,7 +146,7 @@ def summed_on(
     n_ranks: int, n_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> list[torch.Tensor | None]:
     """The gradients of all slots, which each rank hands on to the next."""
-    sent: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(n_ranks)}
+    sent = {rank: [] for rank in range(n_ranks)}
     monkeypatch.setattr(reduce.dist, "send", lambda flat, rank: sent[rank].append(flat.clone()))
     monkeypatch.setattr(reduce.dist, "broadcast", lambda flat, rank: None)
     has, reducers = [0] * 5, []
@@ -161,7 +161,7 @@ def summed_on(
         reducers.append(reducer)
     for rank, reducer in enumerate(reducers):
 
-        def receive(flat: torch.Tensor, _: int, rank: int = rank) -> None:
+        def receive(flat, _, rank=rank):
             flat.copy_(sent[rank].pop(0))
 
         monkeypatch.setattr(reduce.dist, "recv", receive)
@@ -189,7 +189,7 @@ def test_buckets_leave_in_one_order_whatever_happens_to_a_rank(device, monkeypat
     must send as many. On a GPU they leave while the backward pass is at work.
     """
     monkeypatch.setattr(reduce, "BUCKET", 9)
-    sent: dict[str, list[torch.Tensor]] = {}
+    sent = {}
     for case in CASES:
         of_case = sent.setdefault(case, [])
 
@@ -237,7 +237,6 @@ def test_gradients_of_passes_that_do_not_count_are_forgotten():
             weight.grad = torch.full((3,), 7.0)
         if isinstance(reducer, FixedOrder):
             reducer.finish(reducer.end(has_failed=False))
-        assert weight.grad is not None
         assert weight.grad.tolist() == [1.0, 1.0, 1.0]
 
 
@@ -248,7 +247,7 @@ def test_slots_are_as_many_as_share_bits():
 # ---- words between processes ----
 
 
-def leaves(rank: int, was_asked: bool) -> None:
+def leaves(rank: int, was_asked: bool):
     ranks = Ranks(seat_in(os.environ), patience_s=60.0)
     if rank == 1:
         ranks.notice = Notice()
@@ -289,15 +288,15 @@ def run(
         reduce.BUCKET = 50  # less than some gradients have numbers
         begin = AllReduce.begin
 
-        def begins(reducer: AllReduce) -> None:
+        def begins(reducer):
             reducer._overlaps = True
             begin(reducer)
 
         AllReduce.begin = begins  # type: ignore[method-assign]
     if mishap is not None and mishap[0] == rank:
-        happened: list[int] = []
+        happened = []
 
-        def mishap_in(steps: Step, step: int) -> Any:
+        def mishap_in(steps, step):
             if step == mishap[1] and not happened:
                 happened.append(step)
                 if mishap[2] == "kill":
@@ -307,7 +306,7 @@ def run(
                 else:
                     loss = Forward.loss
 
-                    def no_room(forward: Forward, *arguments: Any) -> Any:
+                    def no_room(forward, *arguments):
                         Forward.loss = loss if len(happened) == 2 else no_room  # type: ignore[method-assign]
                         happened.append(step)
                         raise torch.OutOfMemoryError("made up")
@@ -318,7 +317,7 @@ def run(
         Step.take = mishap_in  # type: ignore[method-assign]
     loop, held = farthing.train.run.loop, [0, 0]
 
-    def looked_at(attempt: Any) -> Any:
+    def looked_at(attempt):
         of_layers = [
             weight for name, weight in attempt.model.named_parameters() if ".layers." in name
         ]
@@ -364,7 +363,7 @@ def sha256_at(job: Job, step: int) -> str:
 def test_the_same_bits_on_one_and_on_two_of_which_one_is_killed_then_three_that_spread_weights(
     tmp_path,
 ):
-    alone, others = (lora_job(tmp_path / name) for name in ("alone", "others"))
+    alone, others = (lora_job(tmp_path / name, max_steps=10) for name in ("alone", "others"))
     assert codes(train_on(1, tmp_path, alone)) == [0]
     killed = train_on(2, tmp_path, others, [1, 4, "kill"])
     assert killed == [76, -signal.SIGKILL], "the other one ends, and says why"
@@ -377,13 +376,13 @@ def test_the_same_bits_on_one_and_on_two_of_which_one_is_killed_then_three_that_
     found = train_on(3, tmp_path, others)
     assert codes(found) == [0] * 3
     assert "ranks" in json.dumps(found[0]["receipt"]), "waiting for others is on the bill"
-    known = read_measurements(measurements)[-1].link_bytes_per_s
-    assert known == 5e9, "it is not measured at each start"
+    known = [each.link_bytes_per_s for each in read_measurements(measurements)]
+    assert known == [5e9, 5e9], "it is not measured at each start"
     held, whole = [each["held"][0] for each in found], found[0]["held"][1]
     assert sum(held) == whole, "each rank holds its rows of the layers' frozen weights"
     assert max(held) < 0.5 * whole
-    assert (kept(Path(alone.output_dir) / "settings.json") or {})["slots"] == 4
-    for step in (2, 6):
+    assert kept(Path(alone.output_dir) / "settings.json")["slots"] == 4
+    for step in (2, 10):
         assert sha256_at(alone, step) == sha256_at(others, step)
     assert log_of(alone) == log_of(others)
 
@@ -517,8 +516,8 @@ def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(
             HANGS in each for each in attempts
         )  # where none does, one may begin long after another has ended
         monkeypatch.setattr("farthing.run.group.GRACE_S", 0.5 if hangs else 120.0)
-        said: list[str] = []
-        started: list[tuple[int, int]] = []
+        said = []
+        started = []
 
         def start(seat, slot, number, attempts=attempts, started=started):
             started.append((number, slot))
@@ -538,7 +537,7 @@ def test_a_killed_rank_that_waits_in_the_kernel_is_gone_for_the_others(
 ):
     for name in ("GRACE_S", "STUCK_S"):
         monkeypatch.setattr(f"farthing.run.group.{name}", 0.2)
-    stuck, said = child(HANGS), list[str]()
+    stuck, said = child(HANGS), []
     codes = {(1, 0): "sys.exit(76)", (2, 0): "sys.exit(0)"}
     kill = stuck.kill
     monkeypatch.setattr(stuck, "kill", lambda: None)  # no signal ends it
