@@ -10,7 +10,7 @@ from farthing.run.ledger import Ledger, Meter
 class Clock:
     """Seconds that pass when told to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
 
     def __call__(self) -> float:

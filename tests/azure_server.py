@@ -23,17 +23,17 @@ ACCOUNT, KEY = "account", "Y2FuYXJ5LW9mLWEtc2VjcmV0"
 class AzureServer:
     """A service with one container; `handler` answers for it."""
 
-    def __init__(self, container: str) -> None:
+    def __init__(self, container: str):
         self.container = container
-        self.blobs: dict[str, tuple[bytes, float]] = {}
-        self._blocks: dict[tuple[str, str], bytes] = {}
+        self.blobs = {}
+        self._blocks = {}
         self._lock = threading.Lock()
         service = self
 
         class Handler(Quiet):
             protocol_version = "HTTP/1.1"
 
-            def _serve(self) -> None:
+            def _serve(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 with service._lock:
                     status, headers, reply = service.answer(self, body)

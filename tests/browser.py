@@ -49,7 +49,7 @@ def overflow_of(page: Path, width: int) -> tuple[int, int]:
 
     A page of ours runs no script: it is shown in a frame of another page, which measures it.
     """
-    text = page.read_text(encoding="utf-8").replace("&", "&amp;").replace('"', "&quot;")
+    text = page.read_text().replace("&", "&amp;").replace('"', "&quot;")
     outer = page.with_name(f"outer-{width}.html")
     outer.write_text(
         '<!doctype html><body style="margin:0"><iframe id="f"'

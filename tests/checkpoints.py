@@ -15,18 +15,18 @@ from farthing.run.checkpoint import Checkpoints
 class Weights:
     """A part with some tensors and values that follow from a step."""
 
-    def __init__(self, step: int = 0) -> None:
+    def __init__(self, step: int = 0):
         self.become(step)
 
-    def become(self, step: int) -> None:
+    def become(self, step: int):
         generator = torch.Generator().manual_seed(step)
         self.tensors = {"a": torch.randn(300, 7, generator=generator), "b": torch.arange(step + 1)}
-        self.values: dict[str, Any] = {"step": step}
+        self.values = {"step": step}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return self.tensors, self.values
 
-    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]):
         self.tensors, self.values = tensors, values
 
     def is_of(self, step: int) -> bool:
@@ -40,16 +40,16 @@ class Weights:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def said():
     return []
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path, said: list[str]) -> Checkpoints:
+def checkpoints(tmp_path, said):
     return Checkpoints(tmp_path / "checkpoints", "run-1", 3, warn=said.append)
 
 
-def save(checkpoints: Checkpoints, step: int, best: int | None = None) -> None:
+def save(checkpoints: Checkpoints, step: int, best: int | None = None):
     checkpoints.save(step, {"model": Weights(step), "optimizer": Weights(step + 100)}, best)
     checkpoints.wait()
 

@@ -11,9 +11,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -58,7 +56,7 @@ the tests, not to them.
 """
 
 
-def pytest_configure() -> None:
+def pytest_configure():
     """Under nohup SIGHUP is ignored, in the background SIGINT; processes that tests begin would
     ignore them too. What is compiled is kept.
     """
@@ -70,7 +68,7 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """What was collected is kept out of garbage collection."""
     global _n_frozen
     _n_frozen = len(sys.modules)
@@ -81,7 +79,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_runtest_teardown() -> None:
+def pytest_runtest_teardown():
     """Keep imported libraries out of garbage collection, which otherwise walks all of torch in
     every run.
     """
@@ -96,7 +94,7 @@ _n_frozen = 0
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own_caches(tmp_path_factory):
     """Whoever runs the tests may have prices and models of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
@@ -105,7 +103,7 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def tiny_folders(tmp_path_factory):
     """Folders with a tokenizer and a config.json, by family: llama, t5, bert. Nobody writes into
     them.
     """
@@ -122,7 +120,7 @@ def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def with_weights(tiny_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_weights(tiny_folders, tmp_path_factory):
     """A folder like `tiny_folders["llama"]` that also has safetensors weights."""
     import shutil
 
@@ -137,7 +135,7 @@ def with_weights(tiny_folders: dict[str, Path], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="session")
-def tokenizers(tiny_folders: dict[str, Path]) -> dict[str, Any]:
+def tokenizers(tiny_folders):
     """The tokenizers of `tiny_folders`, with farthing's chat template."""
     from farthing.model.load import ModelChoice, load_tokenizer
 
@@ -148,7 +146,7 @@ def tokenizers(tiny_folders: dict[str, Path]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def data_dir() -> Path:
+def data_dir():
     """The folder of real tokenizers and data that FARTHING_DATA names."""
     if not os.environ.get("FARTHING_DATA"):
         pytest.skip("FARTHING_DATA is not set: no real tokenizers and data here")

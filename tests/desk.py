@@ -26,7 +26,7 @@ class Desk:
     with_weights: Path
     values: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         write_jsonl(self.folder / "train.jsonl", ROWS)
         self.values = {
             "task": "causal-lm",
@@ -39,15 +39,15 @@ class Desk:
             "cache_dir": "cache",
         }
 
-    def set(self, section: str, **keys: Any) -> None:
+    def set(self, section: str, **keys: Any):
         """Change keys of a section."""
         self.values[section] = {**self.values.get(section, {}), **keys}
 
-    def rows(self, rows: list[Any], name: str = "train.jsonl") -> None:
+    def rows(self, rows: list[Any], name: str = "train.jsonl"):
         """Other rows."""
         write_jsonl(self.folder / name, rows)
 
-    def bytes(self, content: bytes, name: str = "train.jsonl") -> None:
+    def bytes(self, content: bytes, name: str = "train.jsonl"):
         """Other bytes."""
         (self.folder / name).write_bytes(content)
 
@@ -74,11 +74,11 @@ class Desk:
 
 @pytest.fixture
 def desk(
-    tmp_path: Path,
-    tiny_folders: dict[str, Path],
-    with_weights: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Desk:
+    tmp_path,
+    tiny_folders,
+    with_weights,
+    monkeypatch,
+):
     monkeypatch.chdir(tmp_path)
     return Desk(tmp_path, tiny_folders, with_weights)
 
@@ -95,8 +95,8 @@ Run = Callable[..., Said]
 
 
 @pytest.fixture
-def run(desk: Desk, capsys: pytest.CaptureFixture[str]) -> Run:
-    def running(*arguments: str, verb: str = "train", job: str | None = None) -> Said:
+def run(desk, capsys):
+    def running(*arguments, verb="train", job=None):
         capsys.readouterr()
         code = main([verb, job or str(desk.job()), *arguments])
         said = capsys.readouterr()

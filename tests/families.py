@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import transformers
+from numpy.typing import NDArray
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
@@ -15,12 +19,13 @@ from transformers import (
 
 from drawn_sets import token_set
 from farthing.data.token_set import TokenSet
+from farthing.model.forward import Forward
 
 PAD = 1
 
 
 # the names that families have for sizes: of each configuration those it knows
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 100,
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -102,6 +107,26 @@ def examples_of(lengths: list[int], n_labels: int = 0) -> TokenSet:
     tokens = token_set(np.array(lengths), n_labels=n_labels)
     tokens.ids[tokens.offsets[1:] - 1] = 2
     return tokens
+
+
+def example_of(tokens: TokenSet, index: int) -> list[Tensor]:
+    """[1, n] its token ids, and which of them are targets."""
+    return [torch.from_numpy(part.astype(np.int64))[None] for part in tokens.example(index)]
+
+
+def summed(forward: Forward, tokens: TokenSet, examples: Sequence[int] | NDArray[Any]) -> Tensor:
+    """The loss of these examples in one micro-batch."""
+    return forward.loss(forward.to_device(forward.collate(tokens, np.array(examples))))[0]
+
+
+def by_itself(model, tokens: TokenSet, index: int, smoothing: float = 0.0) -> Tensor:
+    """The loss of one example by the encoder-decoder of plain transformers."""
+    ids, is_target = example_of(tokens, index)
+    source, labels = ids[is_target == 0][None], ids[is_target == 1][None]
+    logits = model(
+        input_ids=source, attention_mask=torch.ones_like(source), labels=labels, use_cache=False
+    ).logits[0]
+    return F.cross_entropy(logits, labels[0], reduction="sum", label_smoothing=smoothing)
 
 
 CODES = {

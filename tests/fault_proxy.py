@@ -30,7 +30,7 @@ REFUSALS = {"503": "SlowDown", "403": "AccessDenied"}
 class FaultProxy:
     """A proxy on a free port of this machine, as a context, for a server on another port."""
 
-    def __init__(self, backend_port: int) -> None:
+    def __init__(self, backend_port: int):
         self.backend_port, self.is_over = backend_port, threading.Event()
         self.is_asking = threading.Lock()  # moto looks and writes in two steps, as no store does
         self.begin()
@@ -39,7 +39,7 @@ class FaultProxy:
         class Handler(Quiet):
             protocol_version = "HTTP/1.1"
 
-            def answer(self) -> None:
+            def answer(self):
                 with contextlib.suppress(OSError):
                     proxy.serve(self)
 
@@ -51,15 +51,15 @@ class FaultProxy:
         self.url = self.serving.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: Any):
         self.is_over.set()
         self.serving.__exit__(*error)
 
-    def begin(self, fault: Fault = lambda number, method, path: None) -> None:
+    def begin(self, fault: Fault = lambda number, method, path: None):
         """Count from 1 again, under another fault."""
         self.numbers, self.n_requests, self.fault = itertools.count(1), 0, fault
 
-    def serve(self, request: BaseHTTPRequestHandler) -> None:
+    def serve(self, request: BaseHTTPRequestHandler):
         """Answer one request, or do to it what is due."""
         self.n_requests = next(self.numbers)
         fault = self.fault(self.n_requests, request.command, request.path)
@@ -100,7 +100,7 @@ def error(status: int, code: str) -> Reply:
     return status, [("Content-Type", "application/xml")], text.encode()
 
 
-def answer(request: BaseHTTPRequestHandler, reply: Reply, is_cut: bool = False) -> None:
+def answer(request: BaseHTTPRequestHandler, reply: Reply, is_cut: bool = False):
     status, headers, body = reply
     sent = {name.lower(): value for name, value in headers}
     is_head = request.command == "HEAD"
@@ -115,7 +115,7 @@ def answer(request: BaseHTTPRequestHandler, reply: Reply, is_cut: bool = False) 
         request.wfile.flush()
 
 
-def reset(request: BaseHTTPRequestHandler) -> None:
+def reset(request: BaseHTTPRequestHandler):
     """Close with a reset instead of a farewell."""
     request.close_connection = True
     linger = struct.pack("ii", 1, 0)

@@ -36,7 +36,7 @@ SMALL = {
 }
 
 
-OTHER_SIZES: dict[str, dict[str, Any]] = {
+OTHER_SIZES = {
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": N_WORDS},
     "gpt_neox": {
         key: value for key, value in SMALL.items() if key not in ("num_key_value_heads", "head_dim")
@@ -44,7 +44,7 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-OF_PAIRS: dict[str, Any] = {  # those that a configuration knows
+OF_PAIRS = {  # those that a configuration knows
     "vocab_size": N_WORDS,
     "d_model": 16,
     "d_kv": 8,
@@ -115,14 +115,14 @@ def make_batch(
     return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
 
 
-def leave_low_rank(model: Any) -> None:
+def leave_low_rank(model: Any):
     """Give the LoRA layers of `model` the forward pass of `peft` back."""
     for module in model.modules():
         if isinstance(module, LowRank):
             module.__class__ = type(module).__bases__[1]
 
 
-def one_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_mask(monkeypatch: pytest.MonkeyPatch):
     """peft's dropout draws the masks that fused layers draw."""
     monkeypatch.setattr(
         nn.Dropout, "forward", lambda self, x: torch.native_dropout(x, self.p, self.training)[0]
@@ -204,7 +204,7 @@ def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float = CLOSE) -> None:
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float = CLOSE):
     assert ours.keys() == theirs.keys()
     assert theirs
     floor = 1e-3 * float(torch.stack([one.norm() for one in theirs.values()]).norm())

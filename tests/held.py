@@ -30,7 +30,7 @@ class Held:
     modules besides.
     """
 
-    def __init__(self, folder: Path, mark: str, *packages: Path) -> None:
+    def __init__(self, folder: Path, mark: str, *packages: Path):
         self._folder = folder
         folder.mkdir()
         (folder / "sitecustomize.py").write_text(_SITE.format(mark=mark))
@@ -41,6 +41,6 @@ class Held:
         """Whether a process has come so far."""
         return (self._folder / "held").exists()
 
-    def let_go(self) -> None:
+    def let_go(self):
         """It goes on."""
         (self._folder / "go").touch()

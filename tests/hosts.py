@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import stat
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +22,7 @@ esac
 
 
 @pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostDriver:
+def host(tmp_path, monkeypatch):
     """This machine, with something else in the place of farthing."""
     program = tmp_path / "bin" / "farthing"
     program.parent.mkdir()

@@ -102,7 +102,7 @@ def hub_server() -> Iterator[Hub]:
     class Handler(Quiet):
         protocol_version = "HTTP/1.1"
 
-        def _reply(self) -> None:
+        def _reply(self):
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             path = self.path.split("?")[0]
             hub.asked.append(f"{self.command} {path}")

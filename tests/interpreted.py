@@ -51,7 +51,7 @@ LENGTHS = [7, 1, 10]
 def small_model(kind: str, *, with_adapter: bool) -> Any:
     """With norms whose weights are not 1 (or 0), so that an offset shows."""
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL)).train()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL)).train()
     for weight in model.parameters():
         if weight.ndim == 1:
             weight.data += 0.3 * torch.randn_like(weight)
@@ -71,7 +71,7 @@ def loss_of(model: Any, *, is_packed: bool) -> torch.Tensor:
     ids = np.random.default_rng(0).integers(3, 96, (1, sum(LENGTHS)))
     if not is_packed:
         rows = torch.from_numpy(ids).reshape(2, -1)
-        loss: torch.Tensor = model(input_ids=rows, labels=rows).loss
+        loss = model(input_ids=rows, labels=rows).loss
         return loss
     places = np.concatenate([np.arange(n) for n in LENGTHS])[None]
     batch = packed_batch({"input_ids": ids, "position_ids": places, "lengths": np.array(LENGTHS)})
@@ -99,13 +99,13 @@ def compare(kind: str, *, with_adapter: bool) -> dict[str, Any]:
     }
 
 
-def supply_what_is_missing() -> None:
+def supply_what_is_missing():
     """Numbers become fp32 scalars, as a GPU's kernels get them; rsqrt and tanh in Triton's own
     words.
     """
     plain = interpreter._implicit_cvt
 
-    def with_numbers(value: Any) -> Any:
+    def with_numbers(value):
         if not isinstance(value, float):
             return plain(value)
         return tl.tensor(

@@ -10,15 +10,14 @@ from typing import Any
 
 import yaml
 
-import workshop
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.events import Emit, Event, StepTaken
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
-from workshop import Heard, make_job
+from workshop import Heard, make_job, train
 
 
-def quiet(event: Event) -> None:
+def quiet(event: Event):
     """Listens to nothing."""
 
 
@@ -52,9 +51,9 @@ def job_in(folder: Path, name: str, **train_keys: Any) -> Job:
 
 def when(kind: type[Event], step: int | None, action: Callable[[], None]) -> Emit:
     """Do something once, at the first event of `kind` (of `step`)."""
-    done: list[bool] = []
+    done = []
 
-    def tell(event: Event) -> None:
+    def tell(event):
         if isinstance(event, kind) and not done and (step is None or vars(event)["step"] == step):
             done.append(True)
             action()
@@ -62,7 +61,7 @@ def when(kind: type[Event], step: int | None, action: Callable[[], None]) -> Emi
     return tell
 
 
-def terminate() -> None:
+def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -70,19 +69,19 @@ def stopped_and_resumed(folder: Path, **keys: Any) -> Any:
     """A job that left after step 3 of 6, as if a notice had come, and was started again."""
     job = make_job(folder, "llama", max_steps=6, n_rows=24, **keys)
 
-    assert workshop.train(job, LeavesAt(step=3)).state == "interrupted"
-    assert workshop.train(job).state == "finished"
+    assert train(job, LeavesAt(step=3)).state == "interrupted"
+    assert train(job).state == "finished"
     return job
 
 
 class LeavesAt(Heard):
     """A listener that has the run asked to leave after a step, or at an event of `kind`."""
 
-    def __init__(self, kind: type[Event] = StepTaken, step: int | None = None) -> None:
+    def __init__(self, kind: type[Event] = StepTaken, step: int | None = None):
         super().__init__()
         self.kind, self.step, self.is_done = kind, step, False
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: Event):
         super().__call__(event)
         if (
             isinstance(event, self.kind)

@@ -6,7 +6,6 @@ import builtins
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
 
 from farthing.run import checkpoint as checkpoint_module
 
@@ -24,14 +23,14 @@ def killed_at(k: int, operation: Callable[[], None]) -> bool:
     if pid == 0:
         count = 0
 
-        def tick() -> None:
+        def tick():
             nonlocal count
             count += 1
             if count == k:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        def before(function: Callable[..., Any]) -> Callable[..., Any]:
-            def counted(*args: Any, **kwargs: Any) -> Any:
+        def before(function):
+            def counted(*args, **kwargs):
                 tick()
                 return function(*args, **kwargs)
 
@@ -41,12 +40,12 @@ def killed_at(k: int, operation: Callable[[], None]) -> bool:
             setattr(os, name, before(getattr(os, name)))
         real_open, real_save_file = builtins.open, checkpoint_module.save_file
 
-        def counted_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        def counted_open(file, mode="r", *args, **kwargs):
             if any(letter in mode for letter in "wa+"):
                 tick()
             return real_open(file, mode, *args, **kwargs)
 
-        def counted_save_file(tensors: Any, path: Any) -> None:
+        def counted_save_file(tensors, path):
             real_save_file(tensors, path)
             if count + 1 == k:
                 os.truncate(path, os.path.getsize(path) // 2)

@@ -15,7 +15,7 @@ from workshop import make_job
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     monkeypatch.setattr(mirror_module, "PACE", QUICK)
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from farthing.run.accounts import Account, as_line
-from farthing.run.folder import COPIES, copies_of, keep
+from farthing.run.folder import copies_of, keep
 from farthing.run.mirror import Mirror, MirrorTimes
 from farthing.storage.files import commit_folder, unseal, verify_folder
 from farthing.storage.logs import line_of
@@ -69,13 +69,13 @@ def step_done(folder: Path, step: int, attempt: int = 1) -> Path:
         )
         ledger.write(as_line(account))
 
-    def fill(draft: Path) -> None:
+    def fill(draft):
         (draft / "model.safetensors").write_bytes(random.Random(step).randbytes(5000))
         (draft / "state.json").write_text(json.dumps({"step": step}))
 
     final = folder / "checkpoints" / f"step-{step:08d}-{attempt:04d}"
     facts = {"kind": "farthing checkpoint", "step": step, "run_id": "run-1"}
-    commit_folder(final, fill, {**facts, COPIES: copies_of(folder)})
+    commit_folder(final, fill, {**facts, "run_files": copies_of(folder)})
     return final
 
 
@@ -110,9 +110,9 @@ class Model:
 
     name = "model://store"
 
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.written_at: dict[str, float] = {}
+    def __init__(self):
+        self.objects = {}
+        self.written_at = {}
 
     def create(self, key: str, data: bytes) -> bool:
         if key in self.objects:
@@ -120,7 +120,7 @@ class Model:
         self._write(key, data)
         return True
 
-    def put(self, key: str, content: Path | bytes) -> None:
+    def put(self, key: str, content: Path | bytes):
         self._write(key, content if isinstance(content, bytes) else content.read_bytes())
 
     def get(self, key: str) -> bytes:
@@ -128,7 +128,7 @@ class Model:
             raise NoSuchObjectError(key)
         return self.objects[key]
 
-    def fetch(self, key: str, path: Path, n_bytes: int) -> None:
+    def fetch(self, key: str, path: Path, n_bytes: int):
         path.write_bytes(self.get(key))
 
     def list(self, prefix: str) -> dict[str, Entry]:
@@ -138,11 +138,11 @@ class Model:
             if key.startswith(prefix)
         }
 
-    def remove(self, keys: Iterable[str]) -> None:
+    def remove(self, keys: Iterable[str]):
         for key in keys:
             self.objects.pop(key, None)
 
-    def _write(self, key: str, data: bytes) -> None:
+    def _write(self, key: str, data: bytes):
         self.objects[key] = data
         self.written_at[key] = time.time()
 
@@ -150,13 +150,13 @@ class Model:
 class Faulty:
     """A store whose operations go through `fault(name, key, operation)`."""
 
-    def __init__(self, store: Store, fault: Callable[[str, str, Callable[[], Any]], Any]) -> None:
+    def __init__(self, store: Store, fault: Callable[[str, str, Callable[[], Any]], Any]):
         self.name, self._store, self._fault = store.name, store, fault
 
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self._store, name)
 
-        def run(first: Any, *rest: Any) -> Any:
+        def run(first, *rest):
             keys = list(first) if name == "remove" else first
             return self._fault(name, str(keys), lambda: operation(keys, *rest))
 
@@ -181,7 +181,7 @@ def taken(store: Store, folder: Path, said: list[str] | None = None) -> int | No
     return step
 
 
-def behaves_like_a_store(store: Store, folder: Path) -> None:
+def behaves_like_a_store(store: Store, folder: Path):
     assert store.list("data/") == {}
     (folder / "some").write_bytes(b"abc")
     store.put("data/1/a", folder / "some")

@@ -8,10 +8,10 @@ import farthing.train.run
 import farthing.train.step
 
 
-def fail_at(step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_at(step: int, error: Exception, monkeypatch: pytest.MonkeyPatch):
     real, calls = farthing.train.step.seed_everything, []
 
-    def seed(*numbers: int) -> None:
+    def seed(*numbers):
         is_of_update = len(numbers) > 2
         if not is_of_update:
             calls.append(numbers)

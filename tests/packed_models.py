@@ -42,7 +42,7 @@ MAIN = [
 SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
 
-OWN: dict[str, dict[str, Any]] = {
+OWN = {
     "cohere2": SLIDING,
     "exaone4": SLIDING,
     "gemma2": {**SLIDING, "attn_logit_softcapping": 2.0},
@@ -108,13 +108,6 @@ def with_adapter(model: Any, task: str = "causal-lm", **how: Any) -> Any:
     return model
 
 
-def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
-    """Gradients by name; the model's own stay empty."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {name: g for name, g in zip(named, found, strict=True) if g is not None}
-
-
 class Layer:
     """As much of an attention module as is looked at."""
 
@@ -137,7 +130,7 @@ def documents(n_labels: int = 3) -> Any:
     return token_set(texts, [n // 2 for n in lengths], [n % n_labels for n in range(len(lengths))])
 
 
-def by_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch, flex: Any = flex_attention) -> None:
+def by_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch, flex: Any = flex_attention):
     """Attention takes this kernel, and flex is not compiled: it runs on a CPU."""
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: kernel)
     monkeypatch.setattr(attention_kernels, "_flex", lambda: flex)
@@ -169,7 +162,7 @@ def by_formula(
     return torch.cat(found)
 
 
-def assert_close_with_gradients(ours: Tensor, theirs: Tensor, inputs: Any) -> None:
+def assert_close_with_gradients(ours: Tensor, theirs: Tensor, inputs: Any):
     """And gradients of `inputs`, where `ours` has any: flex has none on a CPU."""
     torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
     if ours.requires_grad:

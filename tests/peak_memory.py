@@ -14,7 +14,7 @@ class PeakMemory:
         self._before = self._peak()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: object):
         self.n_bytes = self._peak() - self._before
 
     def _peak(self) -> int:

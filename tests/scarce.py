@@ -21,7 +21,7 @@ def small_model(seed: int = 0) -> nn.Module:
 
 
 def optimizer_of(model: nn.Module, name: str, **keys: Any) -> torch.optim.Optimizer:
-    settings: dict[str, Any] = {
+    settings = {
         "learning_rate": 0.01,
         "weight_decay": 0.1,
         "betas": (0.9, 0.99),
@@ -30,7 +30,7 @@ def optimizer_of(model: nn.Module, name: str, **keys: Any) -> torch.optim.Optimi
     return make_optimizer(model, name, **settings | keys)
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0):
     model(
         torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
     ).square().mean().backward()
@@ -49,7 +49,7 @@ class Failing:
     for.
     """
 
-    def __init__(self, honest: Callable[..., Any], at: int, words: str = GONE) -> None:
+    def __init__(self, honest: Callable[..., Any], at: int, words: str = GONE):
         self.honest, self.at, self.words, self.n = honest, at, words, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ class Failing:
         return self.honest(*args, **kwargs)
 
 
-def with_scaler(patch: pytest.MonkeyPatch, *, needs_scaler: bool = True) -> None:
+def with_scaler(patch: pytest.MonkeyPatch, *, needs_scaler: bool = True):
     """Runs compute in fp32 on the CPU, with the gradient scaler of fp16."""
     numerics = Numerics(torch.device("cpu"), None, needs_scaler=needs_scaler)
     patch.setattr("farthing.train.resolve.choose_numerics", lambda *_: numerics)

@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-import workshop
 from farthing.after import evaluation
-from farthing.cli import main
 from farthing.errors import InputError, RunDamagedError
 from farthing.report.receipt import build_receipt
 from farthing.run.folder import kept, trained_on_chats
+from farthing.tiny import write_jsonl
 from thinned import thinned
+from workshop import change_facts, make_job, rows_of, train, trained
 
 
 def run_of(folder: Path, family: str) -> Path:
     """A run that has learned its rows, on a price."""
-    job = workshop.make_job(
+    return trained(
         folder,
         family,
         n_rows=60,
-        eval_rows=workshop.rows_of(family, 12, 3),
+        eval_rows=rows_of(family, 12, 3),
         pretrained=True,
         method="lora",
         max_steps=25,
     )
-    workshop.train(job)
-    return Path(job.output_dir)
 
 
 @pytest.mark.parametrize("family", thinned(["llama", "bert", "t5"], 3))
-def test_base_and_tuned_are_measured_on_the_same_examples(family, tmp_path, capsys, monkeypatch):
+def test_base_and_tuned_are_measured_on_the_same_examples(family, tmp_path, cli, monkeypatch):
     run = run_of(tmp_path, family)
-    assert main(["eval", str(run), "--base", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli.json("eval", run, "--base")
     assert found["n_examples"] == 12
     last = json.loads((run / "receipt.json").read_text())
     if last["metrics"]:
@@ -49,19 +47,16 @@ def test_base_and_tuned_are_measured_on_the_same_examples(family, tmp_path, caps
     assert math.isclose(gain["usd_per_point"], last["usd"] / (100 * gain["gain"]), rel_tol=0.5)
     if family == "t5":
         assert "rougeL" in found["tuned"]
-    assert main(["report", str(run), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["evaluation"]["tuned"] == found["tuned"]
+    assert cli.json("report", run)["evaluation"]["tuned"] == found["tuned"]
     assert "## Before and after" in (run / "model/README.md").read_text()
-    assert main(["report", str(run)]) == 0
-    assert "dollars a point" in capsys.readouterr().out
+    assert "dollars a point" in cli.out("report", run)
 
     def again(*_, **__):
         raise AssertionError("what was measured is measured again")
 
     monkeypatch.setattr(evaluation, "trained_model", again)
-    assert main(["eval", str(run), "--base", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == found
-    assert main(["export", str(run), "--output", str(tmp_path / "out"), "--format", "adapter"]) == 0
+    assert cli.json("eval", run, "--base") == found
+    cli("export", run, "--output", tmp_path / "out", "--format", "adapter")
 
 
 def evaluation_set(run: Path) -> evaluation.Measure:
@@ -72,14 +67,14 @@ def evaluation_set(run: Path) -> evaluation.Measure:
 
 
 def two_tasks(
-    run: Path, asked: list[str], *, is_torn: bool = False, **others: Any
+    run: Path, asked: list[str], *, is_torn: bool = False, **others
 ) -> evaluation.Measure:
     """The same examples as two tasks, of which the second can be torn; `asked` becomes what was
     measured.
     """
     whole = evaluation_set(run)
 
-    def measured(model: Any, part: str, progress: Any) -> dict[str, Any]:
+    def measured(model, part, progress):
         asked.append(part)
         if part == "two" and is_torn:
             raise KeyboardInterrupt
@@ -91,19 +86,18 @@ def two_tasks(
 
 
 @pytest.mark.slow
-def test_tasks_are_kept_one_by_one_beside_the_examples_and_shown(tmp_path, capsys):
+def test_tasks_are_kept_one_by_one_beside_the_examples_and_shown(tmp_path, cli):
     run = run_of(tmp_path, "llama")
-    assert main(["eval", str(run), "--base"]) == 0
+    cli("eval", run, "--base")
     with pytest.raises(KeyboardInterrupt):
         evaluation.evaluate_run(run, two_tasks(run, [], is_torn=True), with_base=False)
-    asked: list[str] = []
+    asked = []
     found = evaluation.evaluate_run(run, two_tasks(run, asked), with_base=True)
     assert asked == ["one", "two", "two"], "of the tuned model one was done"
     assert found["gains"]["two loss"]["gain"] == pytest.approx(
         found["base"]["two loss"] - found["tuned"]["two loss"]
     )
     receipt = build_receipt(run)
-    assert receipt.evaluation is not None
     assert receipt.standard_tasks is not None
     card = (run / "model" / "README.md").read_text()
     assert card.index("## Before and after\n") < card.index(
@@ -111,48 +105,43 @@ def test_tasks_are_kept_one_by_one_beside_the_examples_and_shown(tmp_path, capsy
     )
     others = two_tasks(run, [], what="other tasks")
     more = evaluation.evaluate_run(run, others, with_base=False)
-    spent = (kept(run / "standard_tasks.json") or {})["spent_usd"]
+    spent = kept(run / "standard_tasks.json")["spent_usd"]
     assert spent == pytest.approx(found["usd"] + more["usd"]), (
         "what others have cost counts for the cap"
     )
     values = json.loads((run / "job.json").read_text())
     values["limits"]["max_usd"] = receipt.usd + receipt.evaluation["usd"] + found["usd"]
     (run / "job.json").write_text(json.dumps(values))
-    workshop.change_facts(run, job_sha256=None)
+    change_facts(run, job_sha256=None)
     again = two_tasks(run, [], what="three tasks", parts=("one", "two", "three"))
     with pytest.raises(InputError, match="all that its job allows"):
         evaluation.evaluate_run(run, again, with_base=False)
 
 
-def test_a_cap_that_is_spent_is_kept(tmp_path, capsys):
-    job = workshop.make_job(
-        tmp_path, eval_rows=workshop.rows_of("llama", 4, 3), max_steps=2, limits={"max_usd": 1000.0}
+def test_a_cap_that_is_spent_is_kept(tmp_path, cli):
+    run = trained(
+        tmp_path, eval_rows=rows_of("llama", 4, 3), max_steps=2, limits={"max_usd": 1000.0}
     )
-    workshop.train(job)
-    run = Path(job.output_dir)
     values = json.loads((run / "job.json").read_text())
     values["limits"]["max_usd"] = 1e-9
     (run / "job.json").write_text(json.dumps(values))
-    workshop.change_facts(run, job_sha256=None)
-    assert main(["eval", str(run)]) == 2
-    assert "all that its job allows" in capsys.readouterr().err
+    change_facts(run, job_sha256=None)
+    assert "all that its job allows" in cli.err("eval", run)
     assert not (run / "evaluation.json").exists()
 
 
 @pytest.mark.slow
-def test_data_of_ones_own_is_measured_instead(tmp_path, capsys):
+def test_data_of_ones_own_is_measured_instead(tmp_path, cli):
     run = run_of(tmp_path, "bert")
-    other = workshop.write_jsonl(tmp_path / "other.jsonl", workshop.rows_of("bert", 7, 1))
-    assert main(["eval", str(run), "--data", str(other), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    other = write_jsonl(tmp_path / "other.jsonl", rows_of("bert", 7, 1))
+    found = cli.json("eval", run, "--data", other)
     assert (found["n_examples"], found["examples"]) == (7, "7 examples of other.jsonl")
-    assert main(["eval", str(run), "--data", str(tmp_path / "none.jsonl")]) == 2
+    cli("eval", run, "--data", tmp_path / "none.jsonl", code=2)
 
 
-def test_standard_tasks_need_lm_eval(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
-    assert main(["eval", str(tmp_path), "--tasks", "arc_easy"]) == 2
-    assert "farthing[eval]" in capsys.readouterr().err
+def test_standard_tasks_need_lm_eval(tmp_path, monkeypatch, cli):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert "farthing[eval]" in cli.err("eval", tmp_path, "--tasks", "arc_easy")
 
 
 LM_EVAL_TASKS = {
@@ -185,13 +174,13 @@ LM_EVAL_TASKS = {
 
 
 @pytest.mark.slow
-def test_tasks_of_lm_eval_have_its_own_figures(tmp_path, capsys):
+def test_tasks_of_lm_eval_have_its_own_figures(tmp_path, cli):
     lm_eval = pytest.importorskip("lm_eval", reason="pip install 'farthing[eval]'")
     from lm_eval.models.huggingface import HFLM
 
     run, folder = run_of(tmp_path, "llama"), tmp_path / "tasks"
     folder.mkdir()
-    rows = workshop.write_jsonl(folder / "rows.jsonl", workshop.rows_of("llama", 12, 3))
+    rows = write_jsonl(folder / "rows.jsonl", rows_of("llama", 12, 3))
     for name, values in LM_EVAL_TASKS.items():
         data = {
             "dataset_path": "json",
@@ -199,8 +188,7 @@ def test_tasks_of_lm_eval_have_its_own_figures(tmp_path, capsys):
             "test_split": "test",
         }
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **data, **values}))
-    assert main(["eval", str(run), "--tasks", str(folder), "--base", "--json"]) == 0
-    said = capsys.readouterr().out
+    said = cli.out("eval", run, "--tasks", folder, "--base", "--json")
     found = json.loads(said[said.index("{") :])
     manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
     for side, more in (("base", {}), ("tuned", {"peft": str(run / "model")})):
@@ -220,20 +208,16 @@ def test_tasks_of_lm_eval_have_its_own_figures(tmp_path, capsys):
                 metric,
             )
     assert found["tuned"]["surprise perplexity"] < found["base"]["surprise perplexity"]
-    assert main(["eval", str(run), "--tasks", "no_such_task"]) == 2
-    assert "no task 'no_such_task'" in capsys.readouterr().err
+    assert "no task 'no_such_task'" in cli.err("eval", run, "--tasks", "no_such_task")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])
-def test_a_model_answers_in_its_own_way(family, tmp_path, capsys):
+def test_a_model_answers_in_its_own_way(family, tmp_path, cli):
     run = run_of(tmp_path, family)
-    row = workshop.rows_of(family, 1)[0]
+    row = rows_of(family, 1)[0]
     prompt = row.get("prompt") or row.get("input") or row["text"]
-    assert (
-        main(["chat", str(run), "--prompt", prompt, "--base", "--json", "--max-tokens", "24"]) == 0
-    )
-    found = json.loads(capsys.readouterr().out)
+    found = cli.json("chat", run, "--prompt", prompt, "--base", "--max-tokens", "24")
     assert found["prompt"] == prompt
     if family == "bert":
         assert found["tuned"]["label"] == row["label"]
@@ -244,18 +228,14 @@ def test_a_model_answers_in_its_own_way(family, tmp_path, capsys):
     if family == "llama":
         assert found["tuned"]["text"].startswith(" ")
         assert "serves" in found["tuned"]["text"]
-    assert main(["chat", str(run), "--prompt", prompt, "--max-tokens", "24"]) == 0
-    said = capsys.readouterr().out
+    said = cli.out("chat", run, "--prompt", prompt, "--max-tokens", "24")
     assert (found["tuned"].get("text") or found["tuned"]["label"]) in said
 
 
-def test_a_chat_needs_words(tmp_path, monkeypatch):
-    import io
-    import sys
-
-    assert main(["chat", str(tmp_path / "none")]) == 2
+def test_a_chat_needs_words(tmp_path, monkeypatch, cli):
+    cli("chat", tmp_path / "none", code=2)
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
-    assert main(["chat", str(tmp_path)]) == 2
+    cli("chat", tmp_path, code=2)
 
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -274,8 +254,8 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
 def test_a_model_is_asked_by_the_template_where_its_rows_were_rendered_by_it(
     row, is_chat, tmp_path
 ):
-    job = workshop.make_job(tmp_path, rows=[row] * 4, max_steps=1)
-    workshop.train(job)
+    job = make_job(tmp_path, rows=[row] * 4, max_steps=1)
+    train(job)
     for path in job.data.train:
         Path(path).unlink()
     assert trained_on_chats(Path(job.output_dir)) is is_chat

@@ -4,8 +4,6 @@ micro-batch with.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from families import CODES, PAD, examples_of, small, speaking
+from families import CODES, PAD, by_itself, example_of, examples_of, small, speaking, summed
 from farthing.data.encode import Encoder
 from farthing.data.formats import Example
 from farthing.errors import ModelError
@@ -49,7 +47,7 @@ def test_classes_are_those_of_single_examples(kind):
             batch = forward.to_device(forward.collate(tokens, piece))
             together[torch.from_numpy(piece)] = compute(model, batch)
         for index in range(9):
-            ids = torch.from_numpy(tokens.example(index)[0].astype(np.int64))[None]
+            ids, _ = example_of(tokens, index)
             alone[index] = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
     assert (together - alone).abs().max() < 1e-4 * alone.abs().max()
     assert alone.std(0).max() > 1e-3, "else nothing is shown"
@@ -73,26 +71,12 @@ def test_the_decoder_begins_as_the_model_itself_would_have_it(kind):
     """The loss is that of transformers for the same labels, one example at a time, padded or not."""  # noqa: E501
     model = small(kind, AutoModelForSeq2SeqLM)
     tokens = examples_of([9, 30, 17, 12, 9])
-    lengths = [int(tokens.example(index)[1].sum()) for index in range(5)]
     forward = Forward(model, "seq2seq", model.config.pad_token_id, CPU)
-    summed, alone = 0.0, 0.0
     with torch.no_grad():
-        for piece in forward.split(tokens, np.arange(5), 400):
-            summed += float(forward.loss(forward.to_device(forward.collate(tokens, piece)))[0])
-        for index, length in enumerate(lengths):
-            ids, is_target = (
-                torch.from_numpy(part.astype(np.int64))[None] for part in tokens.example(index)
-            )
-            source, labels = ids[is_target == 0][None], ids[is_target == 1][None]
-            plain = model(
-                input_ids=source,
-                attention_mask=torch.ones_like(source),
-                labels=labels,
-                use_cache=False,
-            )
-            logits = plain.logits[0, :length]
-            alone += float(F.cross_entropy(logits, labels[0], reduction="sum"))
-    assert summed == pytest.approx(alone, rel=1e-4)
+        pieces = forward.split(tokens, np.arange(5), 400)
+        together = sum(float(summed(forward, tokens, piece)) for piece in pieces)
+        alone = sum(float(by_itself(model, tokens, index)) for index in range(5))
+    assert together == pytest.approx(alone, rel=1e-4)
     assert (forward.batching_rule is None) == (kind not in OF_ONE_LENGTH)
 
 
@@ -106,9 +90,7 @@ def test_experts_with_a_capacity_answer_each_example_as_if_it_were_alone(is_trai
 
     def loss_of(indices):
         with torch.no_grad():
-            return float(
-                forward.loss(forward.to_device(forward.collate(tokens, np.array(indices))))[0]
-            )
+            return float(summed(forward, tokens, indices))
 
     model.eval()
     loss_of([1])  # an evaluation in between changes nothing
@@ -143,7 +125,7 @@ def test_a_model_without_a_start_is_refused_in_words():
 # ---- rotary factors that follow from the longest ----
 
 
-def longrope(**others: Any) -> Any:
+def longrope(**others):
     """A Phi-3 whose long factors begin above 16 tokens."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
@@ -167,24 +149,19 @@ def test_short_documents_keep_their_factors_beside_long_ones(how):
     pieces = forward.split(tokens, np.arange(7), 400)
     assert sorted(sorted(piece.tolist()) for piece in pieces)[0] == [0, 2, 4, 6]
     model.zero_grad()
-    summed = sum(
-        _backward(forward.loss(forward.to_device(forward.collate(tokens, piece)))[0])
-        for piece in pieces
-    )
+    together = sum(_backward(summed(forward, tokens, piece)) for piece in pieces)
     ours = model.model.layers[0].self_attn.qkv_proj.weight.grad.clone()
     model.zero_grad()
     alone = 0.0
     for index in range(7):
-        ids, is_target = (
-            torch.from_numpy(part.astype(np.int64))[None] for part in tokens.example(index)
-        )
+        ids, is_target = example_of(tokens, index)
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[
             0, :-1
         ]
         wanted = is_target[0, 1:] == 1
         alone += _backward(F.cross_entropy(logits[wanted], ids[0, 1:][wanted], reduction="sum"))
     plain = model.model.layers[0].self_attn.qkv_proj.weight.grad
-    assert summed == pytest.approx(alone, rel=1e-5)
+    assert together == pytest.approx(alone, rel=1e-5)
     assert (ours - plain).abs().max() < 1e-4 * plain.abs().max()
     assert forward.mixes(tokens, np.arange(7))
     assert not forward.mixes(tokens, np.array([0, 2, 4, 6]))

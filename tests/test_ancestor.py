@@ -6,20 +6,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-import workshop
-from farthing.cli import main
 from farthing.errors import FarthingError, InputError, RunChangedError
 from farthing.report.receipt import build_receipt
 from thinned import thinned
-from workshop import losses_of, make_job
+from workshop import job_file, losses_of, make_job, rows_of, train
 
 
-def second(folder: Path, source: str, family: str = "llama", **keys: Any) -> Any:
+def second(folder: Path, source: str, family: str = "llama", **keys):
     """A job in the same folder with another run folder, that begins from `source`."""
     return make_job(folder, family, output_dir="./second", model={"from_run": source}, **keys)
 
@@ -27,11 +24,11 @@ def second(folder: Path, source: str, family: str = "llama", **keys: Any) -> Any
 @pytest.mark.parametrize("method", thinned(["full", "lora"], 2))
 def test_a_run_begins_with_the_weights_of_another(method, tmp_path):
     """One batch holds all rows, so that its first loss is that of the ancestor's next step."""
-    keys: dict[str, Any] = {"method": method, "n_rows": 8, "save_steps": 3, "save_total_limit": 5}
+    keys = {"method": method, "n_rows": 8, "save_steps": 3, "save_total_limit": 5}
     first = make_job(tmp_path, "llama", max_steps=7, **keys)
-    workshop.train(first)
+    train(first)
     job = second(tmp_path, "run:3", max_steps=2, **keys)
-    outcome = workshop.train(job)
+    outcome = train(job)
     assert outcome.receipt.ancestor["step"] == 3
     assert outcome.receipt.ancestor["run"] == str(tmp_path / "run")
     assert outcome.receipt.usd_with_ancestor == pytest.approx(
@@ -42,18 +39,18 @@ def test_a_run_begins_with_the_weights_of_another(method, tmp_path):
 
 @pytest.mark.slow
 def test_it_stays_the_same_run_without_the_ancestor_and_another_step_is_another_run(tmp_path):
-    keys: dict[str, Any] = {"method": "lora", "max_steps": 4, "n_rows": 24, "save_steps": 2}
-    workshop.train(make_job(tmp_path, "llama", **keys))
-    workshop.train(second(tmp_path, "run:2", **keys))
+    keys = {"method": "lora", "max_steps": 4, "n_rows": 24, "save_steps": 2}
+    train(make_job(tmp_path, "llama", **keys))
+    train(second(tmp_path, "run:2", **keys))
     with pytest.raises(RunChangedError):
-        workshop.train(second(tmp_path, "run:4", **keys))
+        train(second(tmp_path, "run:4", **keys))
     shutil.rmtree(tmp_path / "run")
-    assert workshop.train(second(tmp_path, "run:2", **keys)).state == "finished"
+    assert train(second(tmp_path, "run:2", **keys)).state == "finished"
 
 
 def test_weights_that_mean_something_else_are_refused(tmp_path):
-    keys: dict[str, Any] = {"max_steps": 2, "n_rows": 24, "pretrained": True}
-    workshop.train(make_job(tmp_path, "llama", method={"name": "lora"}, **keys))
+    keys = {"max_steps": 2, "n_rows": 24, "pretrained": True}
+    train(make_job(tmp_path, "llama", method={"name": "lora"}, **keys))
     for method, words in (
         ({"lora_alpha": 8}, r"method.lora_alpha is 32.0 there and 8.0 here"),
         ({"use_rslora": True}, r"method.use_rslora is false there and true here"),
@@ -61,15 +58,15 @@ def test_weights_that_mean_something_else_are_refused(tmp_path):
         ({"name": "full"}, r"method\.name"),
     ):
         with pytest.raises(FarthingError, match=words):
-            workshop.train(second(tmp_path, "run", method={"name": "lora"} | method, **keys))
+            train(second(tmp_path, "run", method={"name": "lora"} | method, **keys))
         assert not (tmp_path / "second/checkpoints").exists()
 
 
 @pytest.mark.parametrize("change", ["base", "seed"])
 def test_another_base_under_the_same_adapter_is_refused(change, tmp_path):
-    keys: dict[str, Any] = {"max_steps": 2, "n_rows": 24, "method": "lora"}
+    keys = {"max_steps": 2, "n_rows": 24, "method": "lora"}
     keys["pretrained"] = change == "base"
-    workshop.train(make_job(tmp_path, "llama", **keys))
+    train(make_job(tmp_path, "llama", **keys))
     if change == "base":
         path = tmp_path / "base/model.safetensors"
         tensors = load_file(path)
@@ -77,28 +74,28 @@ def test_another_base_under_the_same_adapter_is_refused(change, tmp_path):
     else:
         keys["seed"] = 7
     with pytest.raises(InputError, match=r"model \(content\)|train.seed is 42 there and 7 here"):
-        workshop.train(second(tmp_path, "run", **keys))
+        train(second(tmp_path, "run", **keys))
 
 
 def test_other_classes_are_refused(tmp_path):
-    keys: dict[str, Any] = {"max_steps": 2, "pretrained": True}
-    workshop.train(make_job(tmp_path, "bert", rows=workshop.rows_of("bert", 24), **keys))
+    keys = {"max_steps": 2, "pretrained": True}
+    train(make_job(tmp_path, "bert", rows=rows_of("bert", 24), **keys))
     names = {"food": "a", "sport": "b", "weather": "c"}
-    rows = [{**row, "label": names[row["label"]]} for row in workshop.rows_of("bert", 24)]
+    rows = [{**row, "label": names[row["label"]]} for row in rows_of("bert", 24)]
     job = second(tmp_path, "run", "bert", rows=rows, **keys)
     with pytest.raises(
         InputError, match=r'\["food", "sport", "weather"\] there and \["a", "b", "c"\]'
     ):
-        workshop.train(job)
+        train(job)
 
 
 def test_what_is_not_there_or_damaged_is_said(tmp_path):
-    keys: dict[str, Any] = {"method": "lora", "max_steps": 2, "n_rows": 24}
-    workshop.train(make_job(tmp_path, "llama", **keys))
+    keys = {"method": "lora", "max_steps": 2, "n_rows": 24}
+    train(make_job(tmp_path, "llama", **keys))
 
     def is_refused(source, words):
         with pytest.raises(InputError, match=words):
-            workshop.train(second(tmp_path, source, **keys))
+            train(second(tmp_path, source, **keys))
 
     is_refused("run:9", "no checkpoint of step 9")
     is_refused("elsewhere", "no such run folder")
@@ -110,8 +107,8 @@ def test_what_is_not_there_or_damaged_is_said(tmp_path):
 
 @pytest.mark.slow
 def test_the_verb_takes_a_run_and_its_receipt_names_it(tmp_path, cli):
-    path = workshop.job_file(tmp_path, "llama", method="lora", max_steps=2, n_rows=24)
-    assert main(["train", str(path)]) == 0
+    path = job_file(tmp_path, "llama", method="lora", max_steps=2, n_rows=24)
+    cli("train", path)
     sets = ["--set", f"output_dir={tmp_path / 'third'}", "--from", str(tmp_path / "run")]
     words = ["train", str(path), *sets]
     assert "begun from step 2 of" in " ".join(cli.out(*words).split())

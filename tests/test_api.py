@@ -7,7 +7,7 @@ import pytest
 import farthing
 from farthing import api
 from farthing.errors import InputError, JobError
-from farthing.events import Event, StepTaken
+from farthing.events import StepTaken
 from workshop import job_file
 
 DATED = {"n_examples": 1000, "mean_tokens": 200.0, "is_local": False}
@@ -51,7 +51,7 @@ def test_a_plan_is_a_value_with_its_page_and_its_table():
 
 def test_a_run_gives_its_receipt_and_goes_on_when_it_is_called_again(tmp_path):
     path = job_file(tmp_path, max_steps=3, limits={"max_usd": 1000})
-    heard: list[Event] = []
+    heard = []
     receipt = api.fine_tune(api.load_job(path, ["where.usd_per_hour=0.36"]), on_event=heard.append)
     assert (receipt.state, receipt.content.steps) == ("finished", 3)
     assert [event.step for event in heard if isinstance(event, StepTaken)] == [1, 2, 3]

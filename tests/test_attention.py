@@ -33,7 +33,7 @@ from farthing.model.flops import flops_per_token
 from farthing.model.last_layer import last_layer
 from farthing.models.families import DECODERS, ENCODERS
 from farthing.models.shapes import read_shape
-from heads import assert_same
+from heads import assert_same, gradients_of
 from packed_models import (
     CLOSE,
     WINDOW,
@@ -41,7 +41,6 @@ from packed_models import (
     assert_close_with_gradients,
     by_formula,
     by_kernel,
-    gradients,
     heads,
     model_of,
 )
@@ -64,7 +63,7 @@ def some_lengths(seed: int) -> list[int]:
     return lengths + draw.choices(lengths, k=2) + [lengths[-1]] * draw.randint(0, 2)
 
 
-def flat(model: Any, documents: list[Tensor]) -> dict[str, Any]:
+def flat(model, documents: list[Tensor]) -> dict[str, Any]:
     """A packed batch of documents, made without farthing's collation."""
     begin = first_position(model.config)
     of = Documents.of([len(ids) for ids in documents])
@@ -76,7 +75,7 @@ def flat(model: Any, documents: list[Tensor]) -> dict[str, Any]:
     }
 
 
-def flat_losses(model: Any, documents: list[Tensor]) -> list[Tensor]:
+def flat_losses(model, documents: list[Tensor]) -> list[Tensor]:
     """Losses of every predicted token, by document."""
     logits = packed_logits(model, flat(model, documents))[0].split([len(ids) for ids in documents])
     return [
@@ -85,7 +84,7 @@ def flat_losses(model: Any, documents: list[Tensor]) -> list[Tensor]:
     ]
 
 
-def padded_losses(model: Any, documents: list[Tensor]) -> list[Tensor]:
+def padded_losses(model, documents: list[Tensor]) -> list[Tensor]:
     """The same through one padded batch and transformers' attention."""
     rows = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=1)
     mask = torch.nn.utils.rnn.pad_sequence(
@@ -98,7 +97,7 @@ def padded_losses(model: Any, documents: list[Tensor]) -> list[Tensor]:
     ]
 
 
-def single_losses(model: Any, documents: list[Tensor]) -> list[Tensor]:
+def single_losses(model, documents: list[Tensor]) -> list[Tensor]:
     """The same, one document at a time."""
     return [padded_losses(model, [ids])[0] for ids in documents]
 
@@ -117,13 +116,13 @@ def test_flat_losses_and_gradients_are_those_of_documents_alone_and_padded(seed,
     model, documents = model_of(family, seed=seed), documents_of(some_lengths(seed), seed)
     assert can_go_packed(model, "causal-lm") is None
     alone, padded = single_losses(model, documents), padded_losses(model, documents)
-    theirs = gradients(model, together(alone))
+    theirs = gradients_of(model, together(alone))
     go_packed(model)
     ours = flat_losses(model, documents)
     for one, other, third in zip(ours, alone, padded, strict=True):
         torch.testing.assert_close(one, other, rtol=CLOSE, atol=CLOSE)
         torch.testing.assert_close(one, third, rtol=CLOSE, atol=CLOSE)
-    assert_same(gradients(model, together(ours)), theirs, 3 * CLOSE)
+    assert_same(gradients_of(model, together(ours)), theirs, 3 * CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +134,11 @@ def test_classification_reads_each_document_where_its_head_does(seed, family):
     labels = torch.arange(len(documents)) % 3
     assert can_go_packed(model, "classification") is None
     alone = torch.cat([model(input_ids=ids[None]).logits for ids in documents])
-    theirs = gradients(model, F.cross_entropy(alone, labels, reduction="sum"))
+    theirs = gradients_of(model, F.cross_entropy(alone, labels, reduction="sum"))
     go_packed(model)
     ours = packed_logits(model, flat(model, documents))
     torch.testing.assert_close(ours, alone, rtol=CLOSE, atol=CLOSE)
-    assert_same(gradients(model, F.cross_entropy(ours, labels, reduction="sum")), theirs)
+    assert_same(gradients_of(model, F.cross_entropy(ours, labels, reduction="sum")), theirs)
 
 
 @pytest.mark.parametrize("family", sorted(ENCODERS))
@@ -147,7 +146,7 @@ def test_the_last_layer_of_an_encoder_is_computed_for_the_tokens_that_are_read(f
     model, documents = model_of(family, "classification"), documents_of([7, 1, 12, 12])
     go_packed(model)
     body = getattr(model, model.base_model_prefix)
-    seen: list[int] = []
+    seen = []
     body.encoder.layer[-1].intermediate.register_forward_pre_hook(
         lambda _, args: seen.append(args[0].shape[1])
     )
@@ -156,7 +155,7 @@ def test_the_last_layer_of_an_encoder_is_computed_for_the_tokens_that_are_read(f
         if is_heard:
             body.encoder.layer[-1].register_forward_hook(lambda *_: None)
         scores = packed_logits(model, flat(model, documents))
-        found.append((scores, gradients(model, scores.sum())))
+        found.append((scores, gradients_of(model, scores.sum())))
     assert seen == [4, 32], "who listens to the layer hears of every token"
     torch.testing.assert_close(found[0][0], found[1][0], rtol=CLOSE, atol=CLOSE)
     assert_same(found[0][1], found[1][1])
@@ -193,13 +192,13 @@ def test_plan_and_receipt_count_the_last_layer_of_an_encoder_for_the_tokens_that
 def test_recomputed_layers_see_the_documents_of_their_own_batch(family, every):
     model = model_of(family)
     first, second = documents_of([7, 1, 12, 12]), documents_of([3, 20, 9], seed=1)
-    theirs = gradients(model, together(single_losses(model, [*first, *second])))
+    theirs = gradients_of(model, together(single_losses(model, [*first, *second])))
     go_packed(model)
     checkpoint_layers(model, every)
     loss = together(flat_losses(model, first)) + together(
         flat_losses(model, second)
     )  # both forward, then both backward
-    assert_same(gradients(model, loss), theirs)
+    assert_same(gradients_of(model, loss), theirs)
 
 
 # ---- windows, caps and dropout, against the formula ----
@@ -293,7 +292,7 @@ def test_a_model_that_drops_is_repeatable_in_training_and_exact_in_evaluation(fa
 )
 def test_flash_is_told_of_documents_windows_and_dropout(window, causal, sees, monkeypatch):
     """tests/test_shared.py and tests/test_gpu.py hold what it answers."""
-    said: list[Any] = []
+    said = []
 
     def flash(q, k, v, bounds, key_bounds, *others, scale, window_size_left, window_size_right):
         said.extend([bounds.tolist(), key_bounds is bounds, *others, scale])
@@ -302,7 +301,7 @@ def test_flash_is_told_of_documents_windows_and_dropout(window, causal, sees, mo
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: "flash")
-    how: dict[str, Any] = {"sliding_window": window, "is_causal": causal}
+    how = {"sliding_window": window, "is_causal": causal}
     how["documents"] = Documents.of([1, 4, 4, 9])
     attend(Layer(), *heads(18), None, 0.1, scaling=0.3, **how)
     is_causal, left, right = sees
@@ -326,7 +325,7 @@ def test_padded_batches_and_generation_stay_what_they_were(family):
     model, documents = model_of(family).eval(), documents_of([7, 2, 12])
     prompt = documents[2][None]
 
-    def written() -> list[int]:
+    def written():
         mask = torch.ones_like(prompt)
         return model.generate(
             prompt, attention_mask=mask, max_new_tokens=8, do_sample=False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -83,7 +82,7 @@ def test_the_table_in_the_docs_is_what_the_choice_says():
     ]
     assert len(rows) == 3
     numbers = ([("bf16", 64), ("fp16", 256)], [("fp32", 64)], [("fp32", 128)])
-    asked: tuple[dict[str, bool], ...] = ({}, {"has_softcap": True}, {"has_dropout": True})
+    asked = ({}, {"has_softcap": True}, {"has_dropout": True})
     for (_, *cells), kinds in zip(rows, numbers, strict=True):
         for (cell, what), (dtype, size) in itertools.product(zip(cells, asked, strict=True), kinds):
             here = dict(FULL)
@@ -94,7 +93,7 @@ def test_the_table_in_the_docs_is_what_the_choice_says():
 
 
 def test_what_is_asked_is_read_off_the_tensors_and_the_machine(monkeypatch):
-    made: list[AttentionTask] = []
+    made = []
     monkeypatch.setattr(
         attention_kernels,
         "choose",
@@ -108,7 +107,7 @@ def test_what_is_asked_is_read_off_the_tensors_and_the_machine(monkeypatch):
         device, dtype, shape = torch.device("cuda"), torch.float16, (7, 8, 96)
 
     try:
-        query: Any = Query()
+        query = Query()
         assert choose_kernel(query, AttentionSettings(True, 1.0)) == "flash"
         assert choose_kernel(query, AttentionSettings(True, 1.0, 4, 0.1, 2.0)) == "padded"
     finally:
@@ -148,7 +147,7 @@ def test_groups_cost_hardly_more_than_the_best(width):
 def test_flash_attention_3_is_for_hopper_where_bits_need_not_repeat(
     capability, is_exact, asks, monkeypatch
 ):
-    asked: list[str] = []
+    asked = []
 
     def activate(name):
         asked.append(name)

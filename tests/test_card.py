@@ -7,14 +7,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import workshop
-from farthing.cli import main
 from interrupted import LeavesAt
-from workshop import make_job
+from workshop import make_job, rows_of, train, trained
 
 
 def card_rows(run: Path) -> dict[str, list[str]]:
@@ -30,7 +27,7 @@ def test_the_card_says_how_many_epochs_were_trained_and_not_how_many_were_asked_
     job = make_job(
         tmp_path, n_rows=100, max_steps=1
     )  # a step of 8 of 100 rows; three epochs are the default
-    receipt = workshop.train(job).receipt
+    receipt = train(job).receipt
     assert receipt.epochs == pytest.approx(1 / 13)
     assert card_rows(Path(job.output_dir))["epochs"] == ["0.0769"]
 
@@ -40,8 +37,8 @@ def test_the_card_of_a_run_that_was_interrupted_has_the_figures_of_its_receipt(
 ):
     monkeypatch.setenv("COLUMNS", "200")
     job = make_job(tmp_path, save_steps=2)
-    workshop.train(job, LeavesAt(step=3))
-    workshop.train(job)
+    train(job, LeavesAt(step=3))
+    train(job)
     run = Path(job.output_dir)
     rows, receipt = card_rows(run), json.loads((run / "receipt.json").read_text())
     lines = [
@@ -63,32 +60,22 @@ def test_the_card_of_a_run_that_was_interrupted_has_the_figures_of_its_receipt(
     ("family", "words"), [("llama", "AutoModelForCausalLM"), ("bert", "model_config.json")]
 )
 def test_the_card_of_an_adapter_says_how_to_load_it(family, words, tmp_path):
-    job = make_job(tmp_path, family, method="lora", pretrained=True, max_steps=1)
-    workshop.train(job)
-    use = (
-        (Path(job.output_dir) / "model/README.md")
-        .read_text()
-        .split("## Use")[1]
-        .split("## Receipt")[0]
-    )
+    run = trained(tmp_path, family, method="lora", pretrained=True, max_steps=1)
+    use = (run / "model/README.md").read_text().split("## Use")[1].split("## Receipt")[0]
     assert words in use
     if family == "llama":
-        code = (
-            use.split("```python")[1]
-            .split("```")[0]
-            .replace('"."', repr(str(Path(job.output_dir) / "model")))
-        )
-        found: dict[str, Any] = {}
+        code = use.split("```python")[1].split("```")[0]
+        code = code.replace('"."', repr(str(run / "model")))
+        found = {}
         exec(code, found)  # noqa: S102
         assert found["model"].peft_config
 
 
-def test_runs_that_are_alike_are_compared_without_a_word(tmp_path, cli, capsys):
+def test_runs_that_are_alike_are_compared_without_a_word(tmp_path, cli):
     for name, rate in (("a", 0.01), ("b", 0.02)):
-        keys = {"max_steps": 1, "learning_rate": rate, "eval_rows": workshop.rows_of("llama", 4)}
-        workshop.train(make_job(tmp_path / name, **keys))
-    assert main(["report", str(tmp_path / "a/run"), str(tmp_path / "b/run"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+        keys = {"max_steps": 1, "learning_rate": rate, "eval_rows": rows_of("llama", 4)}
+        train(make_job(tmp_path / name, **keys))
+    found = cli.json("report", tmp_path / "a/run", tmp_path / "b/run")
     assert found["notes"] == []
     assert found["is_same_work"]
     assert "the run costs $" in cli.out("report", tmp_path / "a/run", tmp_path / "b/run")

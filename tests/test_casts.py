@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +24,12 @@ NUMERICS = Numerics(torch.device("cpu"), torch.bfloat16)
 
 
 def gradients(
-    model: Any, task: str, *, with_casts: bool, at_once: bool = False
+    model, task: str, *, with_casts: bool, at_once: bool = False
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """(losses, gradients by name) of two micro-batches."""
     forward, tokens, losses = Forward(model, task, 1, NUMERICS), documents(), []
 
-    def go_through() -> None:
+    def go_through():
         for examples in (np.arange(4), np.arange(4, 6)):
             torch.manual_seed(len(examples))
             loss, _ = forward.loss(forward.to_device(forward.collate(tokens, examples)))
@@ -133,7 +132,6 @@ def test_a_copy_made_without_gradients_is_not_taken_where_they_are_wanted():
         with torch.no_grad():
             model[1](x)
         model[0](x).sum().backward()
-    assert x.grad is not None
     assert x.grad.any()
 
 
@@ -156,7 +154,7 @@ def test_a_weight_that_several_layers_share(monkeypatch, small, several):
 
 def test_hooks_hear_of_gradients_that_are_added_at_once():
     model, kept = two_layers()
-    weight, heard = model[0].weight, list[Any]()
+    weight, heard = model[0].weight, []
     with kept.kept(several=True, at_once=True), torch.autocast("cpu", torch.bfloat16):
         leaf_of(weight).register_post_accumulate_grad_hook(lambda _: heard.append(weight.grad))
         model[0](torch.ones(1, 8)).sum().backward()

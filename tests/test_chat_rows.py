@@ -38,7 +38,7 @@ WITH_PREAMBLE = (
 )
 LISTS_TOOLS = "{% for tool in tools or [] %}{{ tool.name }};{% endfor %}" + PLAIN
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}, "id": "1"}
-WITH_TOOLS: dict[str, Any] = {
+WITH_TOOLS = {
     "messages": [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "1+1?", "name": "eve"},
@@ -50,7 +50,7 @@ WITH_TOOLS: dict[str, Any] = {
 }
 
 
-def reader(template: str) -> Any:
+def reader(template: str):
     """Reads a row of any format with this template."""
     tokenizer = SimpleNamespace(
         chat_template=template,
@@ -58,14 +58,14 @@ def reader(template: str) -> Any:
         backend_tokenizer=with_words("</s>"),
     )
 
-    def read(row: dict[str, Any]) -> Any:
+    def read(row):
         found = recognise(set(row), "causal-lm", {}, "rows.jsonl")
         return converter(found.format, found.columns, {}, tokenizer, "causal-lm")(row)
 
     return read
 
 
-def read(row: dict[str, Any], template: str = PLAIN) -> Any:
+def read(row: dict[str, Any], template: str = PLAIN):
     return reader(template)(row)
 
 
@@ -77,16 +77,16 @@ def whole(row: dict[str, Any], template: str = PLAIN) -> str:
     return "".join(text for text, _ in read(row, template).segments)
 
 
-def asked(**answer: Any) -> list[dict[str, Any]]:
+def asked(**answer) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "a?"}, {"role": "assistant", **answer}]
 
 
-def talk(**marks: Any) -> list[dict[str, Any]]:
+def talk(**marks) -> list[dict[str, Any]]:
     later = [{"role": "user", "content": "b?"}, {"role": "assistant", "content": "B"}]
     return asked(content="A", **marks) + later
 
 
-def sharegpt(*turns: tuple[str, str], **marks: Any) -> dict[str, Any]:
+def sharegpt(*turns: tuple[str, str], **marks) -> dict[str, Any]:
     """A row of turns by (from, value), the last with marks."""
     said = [{"from": who, "value": value} for who, value in turns]
     return {"conversations": [*said[:-1], said[-1] | marks]}
@@ -230,7 +230,6 @@ def test_text_in_parts_is_text_and_pictures_are_not():
     }
     for foreign, name in ((row, "image_url"), (preferred, "preference data (")):
         kind = foreign_kind(foreign, "causal-lm")
-        assert kind is not None
         assert name in kind.what
 
 

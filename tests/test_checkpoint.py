@@ -92,7 +92,7 @@ def test_a_folder_that_another_process_commits_meanwhile_is_there_already(tmp_pa
 # ---- killed while saving ----
 
 
-def kill_everywhere(folder_of_all: Path) -> None:
+def kill_everywhere(folder_of_all: Path):
     """A save that is killed at its first, second, third ... file operation, until one gets through."""  # noqa: E501
     outcomes = []
     for k in range(1, 200):
@@ -133,7 +133,7 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_the_old_checkpoint_or_the
 # ---- damaged afterwards ----
 
 
-def flipped(path: Path) -> None:
+def flipped(path: Path):
     chance = random.Random(path.name)
     content = bytearray(path.read_bytes())
     content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
@@ -320,10 +320,10 @@ def test_no_memory_is_taken_by_what_a_header_says(checkpoints, n_bytes):
 class Answers:
     """Other ranks, as the collectives answer one of them."""
 
-    def __init__(self, *answers: Any, is_first: bool) -> None:
-        self.given, self.is_first, self.sent = list(answers), is_first, list[Any]()
+    def __init__(self, *answers, is_first: bool):
+        self.given, self.is_first, self.sent = list(answers), is_first, []
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value) -> list[Any]:
         self.sent.append(value)
         return [value] if not self.given else self.given.pop(0)
 

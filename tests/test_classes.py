@@ -11,14 +11,14 @@ import pytest
 import torch
 import transformers
 
-from workshop import Heard, log_of, make_job, rows_of, train
+from workshop import Heard, make_job, metrics_of, rows_of, train
 
 NAMES = ["weather", "food", "sport"]
 """Of the base's head, in no alphabetical order."""
 
 
 @pytest.fixture(scope="module")
-def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def classifier(tmp_path_factory):
     """A folder with a job's base that tells its three classes apart, as `NAMES` has them."""
     folder = tmp_path_factory.mktemp("classifier")
     job = make_job(
@@ -37,14 +37,14 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-def trained(folder: Path, base: Path, rows: list[dict[str, Any]], **keys: Any) -> tuple[Any, Heard]:
+def trained(folder: Path, base: Path, rows: list[dict[str, Any]], **keys) -> tuple[Any, Heard]:
     """(the first evaluation of a step that changes next to nothing, what was said)."""
     shutil.copytree(base, folder / "base")
     keys = {"pretrained": True, "method": "full", "max_steps": 1, "learning_rate": 1e-6, **keys}
     heard = Heard()
     job = make_job(folder, "bert", rows=rows, eval_rows=rows[:30], **keys)
     train(job, heard)
-    return next(row["metrics"] for row in log_of(job) if "metrics" in row), heard
+    return metrics_of(job)[0], heard
 
 
 def test_names_that_differ_in_capitals_are_the_same_classes(classifier, tmp_path):

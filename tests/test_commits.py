@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +10,12 @@ from farthing.errors import DiskFullError
 from farthing.run import commits as commits_module
 from farthing.run.accounts import read_ledger
 from farthing.run.commits import list_commits, read_commit, take_run, take_small
-from farthing.storage.objects import Store, open_store
+from farthing.storage.objects import open_store
 from mirrored import folder_of_run, mirror_of, step_done
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(tmp_path):
     """The copies of two steps, whose ledger says 2 s; the lease says 5 s."""
     store, run = open_store(str(tmp_path / "store")), folder_of_run(tmp_path / "run")
     mirror = mirror_of(store, run)
@@ -29,9 +28,7 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
-def test_a_run_comes_with_its_checkpoint_and_all_that_is_known_of_its_money(
-    store: Store, tmp_path: Path
-) -> None:
+def test_a_run_comes_with_its_checkpoint_and_all_that_is_known_of_its_money(store, tmp_path):
     take_run(store, tmp_path / "here", print)
     names = sorted(path.name for path in (tmp_path / "here" / "checkpoints").iterdir())
     assert names == ["step-00000002-0001"]
@@ -41,9 +38,7 @@ def test_a_run_comes_with_its_checkpoint_and_all_that_is_known_of_its_money(
     assert (tmp_path / "here" / "log.jsonl").read_text().count("\n") == 2
 
 
-def test_twice_the_size_of_a_copy_has_to_be_free(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_twice_the_size_of_a_copy_has_to_be_free(store, tmp_path, monkeypatch):
     newest = list_commits(store)[0]
     n_bytes = sum(entry["size"] for entry in read_commit(store, newest)["files"])
     free = [2 * n_bytes - 1]
@@ -57,7 +52,7 @@ def test_twice_the_size_of_a_copy_has_to_be_free(
     assert (tmp_path / "here" / "run.json").exists()
 
 
-def test_a_store_without_a_run_gives_nothing(tmp_path: Path) -> None:
+def test_a_store_without_a_run_gives_nothing(tmp_path):
     empty, here = open_store(str(tmp_path / "empty")), tmp_path / "here"
     take_run(empty, here, print)
     assert not here.exists()
@@ -66,9 +61,7 @@ def test_a_store_without_a_run_gives_nothing(tmp_path: Path) -> None:
     assert take_small(empty, here, [{"attempt": 1, "id": "x", "spans": {"idle": 7.0}}])
 
 
-def test_a_look_takes_what_is_small_and_the_words_of_the_lease(
-    store: Store, tmp_path: Path
-) -> None:
+def test_a_look_takes_what_is_small_and_the_words_of_the_lease(store, tmp_path):
     here = tmp_path / "here"
     here.mkdir()
     assert take_small(

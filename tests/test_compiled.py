@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from transformers import (
     AutoConfig,
 )
 
-import workshop
 from farthing.events import Decided
 from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
 from farthing.model.attention import go_packed, packed_logits
@@ -38,25 +36,26 @@ from farthing.model.norms import leave_to_compiler
 from farthing.model.programs import in_programs
 from heads import assert_same, gradients_of
 from packed_models import by_kernel, model_of, with_adapter
+from workshop import Heard, losses_of, make_job, train
 
 
 @pytest.fixture(autouse=True)
-def from_scratch() -> Iterator[None]:
+def from_scratch():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
 
 
-def causal_model() -> Any:
+def causal_model():
     return model_of("llama", num_hidden_layers=3)
 
 
-def flat(model: Any) -> Any:
+def flat(model):
     go_packed(model)
     return model
 
 
-def flat_loss(model: Any, seed: int) -> Tensor:
+def flat_loss(model, seed: int) -> Tensor:
     """Of a packed batch whose number of documents and their lengths are drawn from `seed`."""
     chance = np.random.default_rng(seed)
     lengths = chance.integers(1, 30, chance.integers(2, 9))
@@ -68,7 +67,7 @@ def flat_loss(model: Any, seed: int) -> Tensor:
     return torch.nn.functional.cross_entropy(logits[0, :-1].float(), torch.from_numpy(ids[0, 1:]))
 
 
-def padded_loss(model: Any, seed: int) -> Tensor:
+def padded_loss(model, seed: int) -> Tensor:
     chance = np.random.default_rng(seed)
     lengths = chance.integers(3, 30, chance.integers(2, 9))
     mask = torch.from_numpy((np.arange(lengths.max()) < lengths[:, None]).astype(np.int64))
@@ -77,7 +76,7 @@ def padded_loss(model: Any, seed: int) -> Tensor:
 
 
 def gradients(
-    model: Any, loss_of: Callable[[Any, int], Tensor], seed: int
+    model, loss_of: Callable[[Any, int], Tensor], seed: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     torch.manual_seed(seed)
     loss = loss_of(model, seed)
@@ -85,8 +84,8 @@ def gradients(
 
 
 def must_agree(
-    model: Any, plain: Any, loss_of: Callable[[Any, int], Tensor], seed: int, within: float = 1e-5
-) -> None:
+    model, plain, loss_of: Callable[[Any, int], Tensor], seed: int, within: float = 1e-5
+):
     """Losses within `within`, each gradient within five times that of its own length: of a sum,
     small ones are noisier.
     """
@@ -98,7 +97,7 @@ def must_agree(
 
 
 def must_serve_all_lengths(
-    model: Any, plain: Any, loss_of: Callable[[Any, int], Tensor], n: int = 12, within: float = 1e-5
+    model, plain, loss_of: Callable[[Any, int], Tensor], n: int = 12, within: float = 1e-5
 ) -> int:
     """Agree on `n` batches of which only the first two may compile; how many programs that took."""
     before = n_graphs()
@@ -232,7 +231,7 @@ def test_padded_batches_and_two_kinds_of_layers():
 
 
 @pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     return tmp_path / "inductor"
 
@@ -264,25 +263,23 @@ def test_a_run_with_compiled_layers_ends_as_one_without_and_keeps_warm_up_apart(
 ):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     keys = {"max_steps": 8, "n_rows": 40, "global_batch_size": 8}
-    plain = workshop.make_job(tmp_path / "plain", **keys)
-    workshop.train(plain)
+    plain = make_job(tmp_path / "plain", **keys)
+    train(plain)
     job, heard = (
-        workshop.make_job(tmp_path / "compiled", torch_compile=True, **keys),
-        workshop.Heard(),
+        make_job(tmp_path / "compiled", torch_compile=True, **keys),
+        Heard(),
     )
-    outcome = workshop.train(job, heard)
+    outcome = train(job, heard)
     assert "layers compiled" in heard.of(Decided)[0].computed
     spans = {span.name: span.seconds for span in outcome.receipt.spans}
     assert spans["compile"] > 0
-    assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
+    assert losses_of(job) == pytest.approx(losses_of(plain), rel=1e-4)
 
 
 def test_a_run_says_why_it_is_not_compiled(tmp_path, monkeypatch):
     monkeypatch.setattr("farthing.model.compiled.find_compiler", lambda device: None)
-    heard = workshop.Heard()
-    workshop.train(
-        workshop.make_job(tmp_path, max_steps=2, torch_compile=True, use_liger_kernel=True), heard
-    )
+    heard = Heard()
+    train(make_job(tmp_path, max_steps=2, torch_compile=True, use_liger_kernel=True), heard)
     said = heard.of(Decided)[0].computed
     assert "not compiled: there is no C++ compiler" in said
     assert "no Liger kernels: they are for GPUs" in said

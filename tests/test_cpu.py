@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import profile
 
-import workshop
 from farthing.model import cpu
 from farthing.model.attention_kernels import AttentionSettings
 from farthing.model.documents import Documents
 from farthing.model.norms import KINDS, use_one_gelu
 from interrupted import LeavesAt
 from packed_models import assert_close_with_gradients, by_formula
+from workshop import losses_of, make_job, train
 
 HEADS, WIDTH = 4, 16
 CLOSE = 1e-2  # of the whole: bf16 has eight bits
@@ -27,7 +27,7 @@ LENGTHS, SEEN = (5, 1, 9, 3), (4, 7, 1, 6)
 
 
 @pytest.fixture(autouse=True)
-def on_a_cpu() -> None:
+def on_a_cpu():
     """Packed documents are computed by what is here, as behind the first model on a CPU."""
     cpu.use(nn.Module())
 
@@ -121,13 +121,11 @@ def test_blocks_are_for_what_they_are_quicker_at(longest, dtype, how, takes):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "t5"])
 def test_a_run_in_bf16_that_was_stopped_has_the_losses_of_one_that_was_not(family, tmp_path):
-    keys: dict[str, Any] = {"max_steps": 3, "save_steps": 1, "bf16": True}
-    stopped, whole = (
-        workshop.make_job(tmp_path / name, family, **keys) for name in ("stopped", "whole")
-    )
-    assert workshop.train(stopped, LeavesAt(step=1)).state == "interrupted"
-    assert {workshop.train(job).state for job in (stopped, whole)} == {"finished"}
-    assert workshop.losses_of(stopped) == workshop.losses_of(whole)
+    keys = {"max_steps": 3, "save_steps": 1, "bf16": True}
+    stopped, whole = (make_job(tmp_path / name, family, **keys) for name in ("stopped", "whole"))
+    assert train(stopped, LeavesAt(step=1)).state == "interrupted"
+    assert {train(job).state for job in (stopped, whole)} == {"finished"}
+    assert losses_of(stopped) == losses_of(whole)
 
 
 # ---- fp32 ----

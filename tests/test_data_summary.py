@@ -8,22 +8,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-from farthing.cli import main
+from command import Cli
 from farthing.tiny import make_tokenizer
 
 
-def look(folder: Path, rows: list[Any], capsys: Any, *more: str) -> tuple[int, dict[str, Any], str]:
+def look(folder: Path, rows: list[Any], cli: Cli, *more: object, code: int = 0) -> tuple[Any, str]:
     file = folder / "rows.jsonl"
     file.write_text(
         "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
     )
-    code = main(["doctor", "--data", str(file), "--json", *more])
-    found = json.loads(capsys.readouterr().out)
-    main(["doctor", "--data", str(file), *more])
-    return code, found, capsys.readouterr().out
+    words = ("doctor", "--data", file, *more)
+    return cli.json(*words, code=code), cli.out(*words, code=code)
 
 
-def chat(*roles: str, **marks: Any) -> dict[str, Any]:
+def chat(*roles: str, **marks) -> dict[str, Any]:
     return {
         "messages": [
             {"role": role, "content": f"{role} {i}", **(marks if role == "assistant" else {})}
@@ -32,7 +30,7 @@ def chat(*roles: str, **marks: Any) -> dict[str, Any]:
     }
 
 
-def test_chats_with_their_turns_repeats_and_oddities(tmp_path, capsys):
+def test_chats_with_their_turns_repeats_and_oddities(tmp_path, cli):
     rows = [
         chat("user", "assistant"),
         chat("user", "assistant"),
@@ -45,9 +43,8 @@ def test_chats_with_their_turns_repeats_and_oddities(tmp_path, capsys):
         {"messages": []},
         "{broken",
     ]
-    code, found, said = look(tmp_path, rows, capsys)
-    assert (code, found["format"], found["task"], found["n_rows"], found["n_bad"]) == (
-        0,
+    found, said = look(tmp_path, rows, cli)
+    assert (found["format"], found["task"], found["n_rows"], found["n_bad"]) == (
         "messages",
         "causal-lm",
         8,
@@ -73,7 +70,7 @@ def test_chats_with_their_turns_repeats_and_oddities(tmp_path, capsys):
         assert words in said
 
 
-def test_preferences_are_named_and_the_file_fails(tmp_path, capsys):
+def test_preferences_are_named_and_the_file_fails(tmp_path, cli):
     rows = [
         {
             "input": {"messages": []},
@@ -81,43 +78,40 @@ def test_preferences_are_named_and_the_file_fails(tmp_path, capsys):
             "non_preferred_output": [],
         }
     ]
-    code, found, said = look(tmp_path, rows, capsys)
-    assert code == 2
+    found, said = look(tmp_path, rows, cli, code=2)
     assert next(iter(found["foreign"].values()))[:2] == [1, 1]
     assert "preference data" in said
 
 
-def test_labels_are_counted_and_the_task_is_seen(tmp_path, capsys):
+def test_labels_are_counted_and_the_task_is_seen(tmp_path, cli):
     rows = [{"review": f"text {i}", "sentiment": i % 3 == 0} for i in range(9)]
-    code, found, said = look(tmp_path, rows, capsys)
-    assert (code, found["task"], found["labels"]) == (0, "classification", {"False": 6, "True": 3})
+    found, said = look(tmp_path, rows, cli)
+    assert (found["task"], found["labels"]) == ("classification", {"False": 6, "True": 3})
     assert "`review` as `text`" in said
     assert "67%" in said
 
 
-def test_a_job_gives_its_tokenizer_its_columns_and_its_limit(tmp_path, capsys, tiny_folders):
+def test_a_job_gives_its_tokenizer_its_columns_and_its_limit(tmp_path, cli, tiny_folders):
     job = tmp_path / "job.yaml"
     job.write_text(
         f"task: causal-lm\nmodel: {{model_name_or_path: {tiny_folders['llama']}, init:"
         " random}\noutput_dir: run\ndata: {train: [{path: rows.jsonl, columns: {text: '{a}:"
         " {b}'}}], max_length: 4}\n"
     )
-    code, found, said = look(
-        tmp_path, [{"a": "one two three four five", "b": "six"}], capsys, str(job)
-    )
-    assert (code, found["format"], found["is_exact"], found["n_too_long"]) == (0, "text", True, 1)
+    found, said = look(tmp_path, [{"a": "one two three four five", "b": "six"}], cli, job)
+    assert (found["format"], found["is_exact"], found["n_too_long"]) == ("text", True, 1)
     assert found["examples"][0] == [{"text": "one two three four five: six", "is_learned": True}]
     assert "over 4 tokens" in said
 
 
-def test_control_characters_of_a_file_do_not_steer_the_terminal(tmp_path, capsys):
-    said = look(tmp_path, [{"text": "red \u001b[31m [bold]not[/]"}], capsys)[2]
+def test_control_characters_of_a_file_do_not_steer_the_terminal(tmp_path, cli):
+    said = look(tmp_path, [{"text": "red \u001b[31m [bold]not[/]"}], cli)[1]
     assert "\u001b[31m" not in said
     assert "[bold]not[/]" in said
 
 
 def test_the_template_of_a_model_says_what_it_leaves_out_and_without_one_that_is_not_known(
-    tmp_path, capsys
+    tmp_path, cli
 ):
     make_tokenizer(tmp_path / "model", ["user assistant"])
     (tmp_path / "model" / "chat_template.jinja").write_text(
@@ -129,15 +123,14 @@ def test_the_template_of_a_model_says_what_it_leaves_out_and_without_one_that_is
             "tools": [{"type": "function", "function": {"name": "f"}}],
         }
     ] * 2
-    code, found, said = look(tmp_path, rows, capsys, "--model", str(tmp_path / "model"))
-    assert (code, found["is_exact"]) == (0, True)
+    found, said = look(tmp_path, rows, cli, "--model", tmp_path / "model")
+    assert found["is_exact"]
     assert "left out   the chat template leaves out `tools` (in 2 chats)" in said
     assert [part["text"] for part in found["examples"][0]][-1].endswith("assistant 1</s>")
-    code, found, said = look(tmp_path, rows, capsys)
+    found, said = look(tmp_path, rows, cli)
     assert found["left_out"] == []
     assert "to check the model's template" in said
-    assert main(["doctor", "--data", str(tmp_path / "rows.jsonl"), "--model", "org/not-here"]) == 2
-    assert main(["doctor", "--model", "org/not-here"]) == 2
-    said = capsys.readouterr().err
+    unknown = ("--model", "org/not-here")
+    said = cli.err("doctor", "--data", tmp_path / "rows.jsonl", *unknown)
     assert "not in the cache of the Hub" in said
-    assert "only for a data file" in said
+    assert "only for a data file" in cli.err("doctor", *unknown)

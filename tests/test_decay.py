@@ -4,8 +4,6 @@ claims.
 
 from __future__ import annotations
 
-from typing import Any
-
 import peft
 import pytest
 import torch
@@ -24,7 +22,7 @@ from farthing.models.families import (
 from farthing.train.optim import decayed_names, make_optimizer
 from thinned import thinned
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "num_hidden_layers": 2,
     "num_layers": 2,
     "n_layer": 2,
@@ -49,7 +47,7 @@ OTHERS = {
 CLAIMED = {*FAMILIES, *DECODERS, *ENCODERS, *CAUSAL_FAMILIES, *SEQ2SEQ_FAMILIES}
 
 
-def model_of(family: str) -> Any:
+def model_of(family: str):
     """A model of the family on the meta device, with two layers."""
     kind = CONFIG_MAPPING[family]
     settings = {key: value for key, value in SMALL.items() if key in kind.__dataclass_fields__}
@@ -62,9 +60,9 @@ def model_of(family: str) -> Any:
         return auto_class(task).from_config(config)
 
 
-def theirs_of(model: Any) -> set[str]:
+def theirs_of(model) -> set[str]:
     """The names by transformers' own rule."""
-    nobody: Any = None
+    nobody = None
     named = {name for name, _ in model.named_parameters()}
     return named & set(transformers.Trainer.get_decay_parameter_names(nobody, model))
 
@@ -95,7 +93,7 @@ def test_the_groups_of_an_optimizer_hold_each_trained_weight_once():
     model = transformers.AutoModelForCausalLM.from_config(
         CONFIG_MAPPING["gpt2"](n_embd=16, n_layer=1, n_head=2, vocab_size=20)
     )
-    how: dict[str, Any] = {"learning_rate": 1e-3, "betas": (0.9, 0.99), "epsilon": 1e-8}
+    how = {"learning_rate": 1e-3, "betas": (0.9, 0.99), "epsilon": 1e-8}
     groups = make_optimizer(model, "adamw_torch", weight_decay=0.1, **how).param_groups
     held = [id(p) for group in groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters())

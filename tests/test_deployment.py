@@ -6,15 +6,14 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-import workshop
 from farthing.after.deployment import parse_place, plan_deployment, write_deployment
 from farthing.cli import main
 from farthing.errors import InputError
+from workshop import trained
 
 ROOT = Path(__file__).resolve().parents[1]
 VERTEX = "vertex:my-project/us-central1/my-bucket"
@@ -25,13 +24,11 @@ def runs(tmp_path_factory):
     """A finished run of each task."""
     found = {}
     for family in ("llama", "t5", "bert"):
-        job = workshop.make_job(tmp_path_factory.mktemp(family), family, max_steps=1)
-        workshop.train(job)
-        found[family] = Path(job.output_dir)
+        found[family] = trained(tmp_path_factory.mktemp(family), family, max_steps=1)
     return found
 
 
-def written(run: Path, folder: Path, serve: str, **wish: Any) -> dict[str, str]:
+def written(run: Path, folder: Path, serve: str, **wish) -> dict[str, str]:
     """The files beside a model, by name."""
     folder.mkdir(parents=True)
     plan = plan_deployment(run, serve, wish.get("export_format"), wish.get("traffic"))

@@ -22,11 +22,11 @@ from farthing.run.ledger import SPANS
 from farthing.train.throughput import facts_of_lengths
 from workshop import job_file, make_job, train
 
-CASES = yaml.safe_load((Path(__file__).parent / "diagnoses.yaml").read_text(encoding="utf-8"))
+CASES = yaml.safe_load((Path(__file__).parent / "diagnoses.yaml").read_text())
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> RunReceipt:
+def plain(tmp_path_factory):
     """The receipt of an attempt of no time; its figures are replaced by those of each case."""
     folder = tmp_path_factory.mktemp("plain")
     (folder / "ledger.jsonl").write_text(as_line(Account(1, "a", usd_per_hour=3.6)))
@@ -82,7 +82,6 @@ def test_the_command_for_another_epoch_is_one_that_works(tmp_path):
         tmp_path, "llama", max_steps=12, n_rows=40, eval_steps=4, data={"eval_fraction": 0.3}
     )
     receipt = train(job).receipt
-    assert receipt.diagnosis is not None
     (advice,) = (
         each for each in receipt.diagnosis.advice if each.command.startswith("farthing train")
     )
@@ -105,7 +104,6 @@ def test_a_run_measures_its_work_and_a_killed_one_has_it_too(tmp_path):
         tmp_path, "llama", max_steps=6, micro_batch_tokens=40, gradient_checkpointing=True
     )
     work = train(load_job(path)).receipt.work
-    assert work is not None
     assert work["n_measured_steps"] == 5, "the first one warms up"
     assert work["micro_batches_per_step"] > 1
     assert work["checkpoint_every"] == 1

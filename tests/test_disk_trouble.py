@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -19,7 +19,6 @@ import workshop
 from checkpoints import checkpoints as checkpoints
 from checkpoints import newest, restored, save
 from checkpoints import said as said
-from farthing.cli import main
 from farthing.errors import InputError, RunBusyError
 from farthing.events import Note, Restored
 from farthing.run import checkpoint as checkpoint_module
@@ -33,12 +32,13 @@ from interrupted import LeavesAt, job_in, quiet
 from machines import machine, same_result
 from machines import quick as quick
 from mirrored import folder_of_run, mirror_of, step_done
+from workshop import Heard, file_system, job_file
 
 
-def failing(number: int) -> Any:
+def failing(number: int):
     """A call that the operating system refuses."""
 
-    def call(*_: Any, **__: Any) -> Any:
+    def call(*_, **__):
         raise OSError(number, os.strerror(number))
 
     return call
@@ -58,7 +58,7 @@ class Mount(NamedTuple):
 @pytest.fixture
 def read_only(tmp_path):
     """A folder on a file system that takes no writes."""
-    with workshop.file_system(tmp_path / "read only", "ro,size=1m") as folder:
+    with file_system(tmp_path / "read only", "ro,size=1m") as folder:
         yield folder
 
 
@@ -104,7 +104,7 @@ def test_no_run_begins_in_a_bucket_and_one_that_did_goes_on(tmp_path, monkeypatc
     assert "this folder is a bucket, mounted by gcsfuse" in cli.err("train", tmp_path / "run.yaml")
     assert not Path(job.output_dir).exists()
     assert "is a bucket, mounted by gcsfuse" in cli.out("doctor", tmp_path / "run.yaml", code=2)
-    heard = workshop.Heard()
+    heard = Heard()
     assert (
         train(begun.model_copy(update={"output_store": str(tmp_path / "store")}), heard).state
         == "finished"
@@ -183,12 +183,12 @@ def test_a_kill_within_the_export_leaves_no_second_model_on_the_disk(tmp_path, m
 
 def test_what_is_there_is_on_the_disk_with_its_entries(checkpoints, tmp_path, monkeypatch):
     """Files before their folder has its name, and then the name; nothing stays open."""
-    forced: list[str] = []
+    forced = []
 
-    def before(name: str, subject: Any) -> None:
+    def before(name, subject):
         real = getattr(os, name)
 
-        def noted(first: Any, *more: Any) -> None:
+        def noted(first, *more):
             forced.append(subject(first, *more).partition(".draft-")[0])
             real(first, *more)
 
@@ -217,7 +217,7 @@ def test_what_is_there_is_on_the_disk_with_its_entries(checkpoints, tmp_path, mo
 def test_an_exported_folder_is_on_the_disk_with_its_entries_before_it_is_there(
     tmp_path, monkeypatch
 ):
-    forced: list[Path] = []
+    forced = []
     monkeypatch.setattr(files, "fsync_path", forced.append)
     install_folder(tmp_path / "model", lambda draft: (draft / "weights").write_text("w") and None)
     *inside, parent = forced
@@ -268,7 +268,7 @@ def test_a_run_whose_checkpoints_here_are_all_damaged_goes_on_from_the_copy_in_i
     left = workshop.train(machine(tmp_path, "run", store))
     assert left.exit_code == 75, "so that --retry and a launch try it again"
     assert "the same command takes the copy in the store" in left.reason
-    again = workshop.train(machine(tmp_path, "run", store), heard := workshop.Heard())
+    again = workshop.train(machine(tmp_path, "run", store), heard := Heard())
     assert again.exit_code == 0
     assert [event.step for event in heard.of(Restored)] == [5]
     assert same_result(tmp_path / "alone", tmp_path / "run") == []
@@ -281,7 +281,7 @@ def test_what_could_not_be_set_aside_for_the_store_holds_no_room(tmp_path, monke
     """On a full disk the small files can't be copied: links of the checkpoint left behind would
     keep its room for good.
     """
-    run, warned = folder_of_run(tmp_path / "run"), list[str]()
+    run, warned = folder_of_run(tmp_path / "run"), []
     mirror = mirror_of(open_store(str(tmp_path / "store")), run, warned)
     done = step_done(run, 1)
     with monkeypatch.context() as patch:
@@ -301,7 +301,7 @@ def test_what_could_not_be_set_aside_for_the_store_holds_no_room(tmp_path, monke
 def test_a_run_folder_of_another_user_is_named(tmp_path):
     """Each verb runs once as root, which imports what it needs, and once as nobody."""
     theirs = tmp_path / "theirs"
-    path = workshop.job_file(tmp_path / "job", max_steps=1, output_dir=str(theirs))
+    path = job_file(tmp_path / "job", max_steps=1, output_dir=str(theirs))
     code = (
         "import os, sys\nfrom farthing.cli import main\n"
         f"job, run = {str(path)!r}, {str(theirs)!r}\n"
@@ -312,15 +312,15 @@ def test_a_run_folder_of_another_user_is_named(tmp_path):
     )
     for each in (tmp_path, *tmp_path.parents[:3], tmp_path / "job", *(tmp_path / "job").rglob("*")):
         each.chmod(0o755)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "Traceback" not in done.stderr, done.stderr
     assert done.stdout.splitlines()[-1] == "codes 2 2 2 2", done.stderr
     assert done.stderr.count("this user may not read or write it") == 4, done.stderr
 
 
 def test_a_damaged_line_in_the_log_of_a_finished_run_is_shown(tmp_path, cli):
-    path = workshop.job_file(tmp_path, max_steps=6)
-    assert main(["train", str(path)]) == 0
+    path = job_file(tmp_path, max_steps=6)
+    cli("train", path)
     log = tmp_path / "run" / "log.jsonl"
     lines = log.read_bytes().splitlines(keepends=True)
     lines[2] = lines[2].replace(b'"n_tokens": ', b'"n_tokens": 9')
@@ -331,7 +331,7 @@ def test_a_damaged_line_in_the_log_of_a_finished_run_is_shown(tmp_path, cli):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "chat_template.jinja"])
 def test_a_model_file_that_is_a_pipe_is_refused(name, tmp_path, cli):
-    path = workshop.job_file(tmp_path, max_steps=1, pretrained=True)
+    path = job_file(tmp_path, max_steps=1, pretrained=True)
     (tmp_path / "base" / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / "base" / name)
     for verb in ("plan", "train"):

@@ -15,14 +15,14 @@ import farthing
 import workshop
 from farthing.errors import DataError, InputError
 from thinned import thinned
-from workshop import make_folder, rows_of
+from workshop import TASK, losses_of, make_folder, make_job, rows_of
 
 
-def job_of(folder: Path, family: str, data: Any, **train: Any) -> dict[str, Any]:
+def job_of(folder: Path, family: str, data, **train) -> dict[str, Any]:
     """The keys of a small job of rows in memory."""
     make_folder(folder / "base", family, pretrained=True)
     return {
-        "task": workshop.TASK[family],
+        "task": TASK[family],
         "model": {"model_name_or_path": folder / "base"},
         "data": data,
         "method": "full",
@@ -33,7 +33,7 @@ def job_of(folder: Path, family: str, data: Any, **train: Any) -> dict[str, Any]
     }
 
 
-def as_frame(rows: list[dict[str, Any]]) -> Any:
+def as_frame(rows: list[dict[str, Any]]):
     return pandas.DataFrame(rows)
 
 
@@ -45,7 +45,7 @@ def test_rows_in_memory_train_as_a_file_of_them(form, tmp_path):
     rows = rows_of("llama", 24)
     receipt = farthing.fine_tune(job_of(tmp_path, "llama", FORMS[form](rows)), quiet=True)
     assert receipt.state == "finished"
-    of_file = workshop.make_job(
+    of_file = make_job(
         tmp_path / "file", "llama", rows=rows, pretrained=True, max_steps=4, warmup_ratio=0.03
     )
     of_file = of_file.model_copy(
@@ -58,7 +58,7 @@ def test_rows_in_memory_train_as_a_file_of_them(form, tmp_path):
     )
     workshop.train(of_file)
     ours = [row["loss"] for row in farthing.history(receipt) if "loss" in row]
-    assert ours == workshop.losses_of(of_file)
+    assert ours == losses_of(of_file)
     again = farthing.fine_tune(job_of(tmp_path, "llama", FORMS[form](rows)), quiet=True)
     assert again.reason.startswith("the run had finished already")
 

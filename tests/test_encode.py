@@ -10,7 +10,6 @@ import json
 import random
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -73,7 +72,7 @@ def odd_texts(n: int, seed: int = 0) -> list[Example]:
     """Texts of several segments, cut at all the places where tokens may lie across."""
     draw = random.Random(seed)
 
-    def part() -> str:
+    def part():
         return "".join(draw.choices(PIECES, k=draw.randint(0, 6)))
 
     texts = []
@@ -84,14 +83,14 @@ def odd_texts(n: int, seed: int = 0) -> list[Example]:
 
 
 def row_by_row(
-    tokenizer: Any, text: Example, train_on_prompt: bool = False
+    tokenizer, text: Example, train_on_prompt: bool = False
 ) -> tuple[list[int], list[int]]:
     """(ids, is_target) of a causal-lm text by one call of transformers and its map of characters."""  # noqa: E501
     joined = "".join(part for part, _ in text.segments)
     encoded = tokenizer(joined, add_special_tokens=False)
     ids = list(encoded["input_ids"])
 
-    def token_at(start: int, stop: int) -> int:
+    def token_at(start, stop):
         found = (encoded.char_to_token(0, at) for at in range(start, stop))
         return next((token for token in found if token is not None), len(ids))
 
@@ -110,10 +109,10 @@ def row_by_row(
     return ids, [0, *is_target[1:]]
 
 
-def untrimmed(tokenizer: Any) -> Any:
+def untrimmed(tokenizer):
     """The same tokenizer with offsets that have the blanks before a word, for `row_by_row`."""
 
-    def without(state: Any) -> Any:
+    def without(state):
         if isinstance(state, dict):
             return {
                 key: False if key == "trim_offsets" else without(value)
@@ -128,11 +127,11 @@ def untrimmed(tokenizer: Any) -> Any:
     return twin
 
 
-def change_nothing(rust: Tokenizer) -> None:
+def change_nothing(rust: Tokenizer):
     pass
 
 
-def begin_with_bos(rust: Tokenizer) -> None:
+def begin_with_bos(rust: Tokenizer):
     """As Llama 3."""
     rust.post_processor = processors.Sequence(
         [
@@ -142,7 +141,7 @@ def begin_with_bos(rust: Tokenizer) -> None:
     )
 
 
-def split_by_an_expression(rust: Tokenizer) -> None:
+def split_by_an_expression(rust: Tokenizer):
     """As Qwen."""
     rust.normalizer = normalizers.NFC()
     rust.pre_tokenizer = pre_tokenizers.Sequence(
@@ -153,30 +152,30 @@ def split_by_an_expression(rust: Tokenizer) -> None:
     )
 
 
-def swallow_spaces(rust: Tokenizer) -> None:
+def swallow_spaces(rust: Tokenizer):
     """A word of its own that takes the white space around it."""
     rust.add_special_tokens([AddedToken("<wide>", lstrip=True, rstrip=True)])
 
 
-def drop_spaces(rust: Tokenizer) -> None:
+def drop_spaces(rust: Tokenizer):
     rust.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
 
 
-def trim_offsets(rust: Tokenizer) -> None:
+def trim_offsets(rust: Tokenizer):
     rust.post_processor = processors.ByteLevel(trim_offsets=True)
 
 
-def put_a_space_before(rust: Tokenizer) -> None:
+def put_a_space_before(rust: Tokenizer):
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
 
 
-def compose_further(rust: Tokenizer) -> None:
+def compose_further(rust: Tokenizer):
     rust.normalizer = normalizers.NFKC()
 
 
-def changed(tiny_folders: dict[str, Path], change: Any, family: str = "llama") -> Any:
+def changed(tiny_folders: dict[str, Path], change, family: str = "llama"):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_folders[family])
@@ -266,7 +265,7 @@ def rows(tmp_path):
     return write_jsonl(tmp_path / "rows.jsonl", rows)
 
 
-def made(rows: Path, tokenizer: Any, cache: Path, **options: Any) -> TokenSet:
+def made(rows: Path, tokenizer, cache: Path, **options) -> TokenSet:
     sources = open_sources((str(rows),), cache_dir=cache, split="train")
     return tokenize(
         sources, tokenizer, TokenRecipe("causal-lm", 24, max_bad_rows=0.5), cache, **options
@@ -306,7 +305,7 @@ def test_a_stop_leaves_no_thread_and_is_resumed(rows, tmp_path, tokenizers, monk
         )
     assert n_seen == 100
     assert not set(threading.enumerate()) - before
-    told: list[int] = []
+    told = []
     again = made(
         rows, tokenizers["llama"], tmp_path / "c", progress=lambda n_rows, *_: told.append(n_rows)
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-import workshop
 from every_family import (
     MAPPINGS,
     look_at,
@@ -39,7 +37,7 @@ from farthing.models.shapes import read_shape
 from farthing.objectives.registry import objective_of
 from farthing.train.trouble import errors_in_words
 from thinned import thinned
-from workshop import make_job
+from workshop import make_folder, make_job, train
 
 
 @pytest.mark.slow
@@ -115,7 +113,7 @@ def test_what_is_counted_is_what_the_tables_say(family):
 # ---- configurations that leave something out ----
 
 
-def loaded(config: Any, task: str, folder: Path) -> Any:
+def loaded(config, task: str, folder: Path):
     """A model as a job with fresh weights loads it."""
     config.save_pretrained(folder)
     choice = ModelChoice(str(folder), init="random")
@@ -243,8 +241,8 @@ def test_a_key_of_another_family_changes_no_loss(key):
     assert torch.equal(*states)
 
 
-def prophetnet_folder(folder: Path, **keys: Any) -> None:
-    workshop.make_folder(folder, "t5")
+def prophetnet_folder(folder: Path, **keys):
+    make_folder(folder, "t5")
     tokenizer = json.loads((folder / "config.json").read_text())
     config = small_config("prophetnet", "seq2seq").to_dict() | {
         "vocab_size": tokenizer["vocab_size"],
@@ -260,4 +258,4 @@ def test_a_loss_of_tokens_after_the_next_is_refused(tmp_path):
         ModelError,
         match=r"(?s)`disable_ngram_loss`.*tokens after the next.*`disable_ngram_loss: true`",
     ):
-        workshop.train(job)
+        train(job)

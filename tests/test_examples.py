@@ -19,7 +19,6 @@ from pathlib import Path
 
 import pytest
 
-from farthing.cli import main
 from farthing.tiny import write_jsonl
 from workshop import TOPICS, make_folder, rows_of
 
@@ -31,11 +30,11 @@ BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 def blocks(page: Path) -> list[str]:
     """Its blocks that need neither an account nor the network."""
-    found = BLOCK.findall(page.read_text(encoding="utf-8"))
+    found = BLOCK.findall(page.read_text())
     return [text for text in found if not text.startswith("# needs")]
 
 
-def write_csv(path: Path, rows: list[dict[str, str]]) -> None:
+def write_csv(path: Path, rows: list[dict[str, str]]):
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -43,7 +42,7 @@ def write_csv(path: Path, rows: list[dict[str, str]]) -> None:
         writer.writerows(rows)
 
 
-def complaints(folder: Path) -> None:
+def complaints(folder: Path):
     """As the bureau publishes them, with a complaint without a text."""
     rows = [
         {"Consumer complaint narrative": f"{row['text']} {i}", "Sub-issue": row["label"]}
@@ -53,13 +52,13 @@ def complaints(folder: Path) -> None:
     write_csv(folder / "complaints.csv", [*rows, empty])
 
 
-def restaurants(folder: Path) -> None:
+def restaurants(folder: Path):
     rows = [{"mr": row["input"], "ref": row["target"]} for row in rows_of("t5", 72)]
     write_csv(folder / "bucket/e2e/train.csv", rows[:64])
     write_csv(folder / "bucket/e2e/devel.csv", rows[64:])
 
 
-def prompts(folder: Path) -> None:
+def prompts(folder: Path):
     write_jsonl(folder / "train.jsonl", rows_of("llama", 96))
 
 
@@ -91,7 +90,7 @@ def scaled(name: str, folder: Path) -> Path:
         make_folder(copy / "small", family, pretrained=True)
     make_data(copy)
     for path in [*copy.glob("*.yaml")]:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text()
         for old, new in changes.items():
             text = text.replace(old, new)
         path.write_text(text, encoding="utf-8")
@@ -117,7 +116,7 @@ def run(block: str, folder: Path) -> str:
     return " ".join((done.stdout + done.stderr).split())
 
 
-def check(block: str, run: Callable[[str], str]) -> None:
+def check(block: str, run: Callable[[str], str]):
     """Run a block; every `# prints` line is in the output of the command above it."""
     said = ""
     for line in block.splitlines():
@@ -130,19 +129,15 @@ def check(block: str, run: Callable[[str], str]) -> None:
 def test_every_example_has_a_page_and_a_test():
     assert {path.name for path in EXAMPLES.iterdir() if path.is_dir()} == set(SCALED)
     for name in SCALED:
-        words = (EXAMPLES / name / "README.md").read_text(encoding="utf-8").split()
+        words = (EXAMPLES / name / "README.md").read_text().split()
         assert len(words) <= 400, f"{name}: {len(words)} words, commands included"
 
 
-def test_the_bill_before_the_start_prints_what_its_page_says(monkeypatch, capsys):
+@pytest.mark.slow
+def test_the_bill_before_the_start_prints_what_its_page_says(monkeypatch, cli):
     monkeypatch.chdir(EXAMPLES / "bill-before-the-start")
-
-    def plan(line):
-        assert main(shlex.split(line)[1:]) == 0, line
-        return " ".join(capsys.readouterr().out.split())
-
     for block in blocks(Path("README.md")):
-        check(block, plan)
+        check(block, lambda line: " ".join(cli.out(*shlex.split(line)[1:]).split()))
 
 
 @pytest.mark.slow
@@ -152,12 +147,12 @@ def test_an_example_runs_as_written(name, tmp_path):
     for block in blocks(folder / "README.md"):
         check(block, partial(run, folder=folder))
     run_folder = folder / "checkpoints" if name == "own-config" else next(folder.glob("runs/*"))
-    found = json.loads((run_folder / "receipt.json").read_text(encoding="utf-8"))
+    found = json.loads((run_folder / "receipt.json").read_text())
     assert found["state"] == "finished"
     if name == "spot-with-a-store":
         assert len(found["attempts"]) == 2, "the second machine went on with the first one's run"
     if name == "complaints-in-214-classes":
-        labelled = (folder / "labelled.jsonl").read_text(encoding="utf-8").splitlines()
+        labelled = (folder / "labelled.jsonl").read_text().splitlines()
         assert len(labelled) == 4, "5 % of 80"
         assert set(json.loads(labelled[0])["scores"]) == set(TOPICS)
         assert (folder / "merged/model.safetensors").exists()
@@ -169,7 +164,7 @@ def test_the_notebook_has_only_python():
 
 def notebook(**changes: str) -> str:
     """The cells of code as one program."""
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
     text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     for old, new in changes.items():
         text = text.replace(old, new)

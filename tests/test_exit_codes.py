@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 import farthing.train.run
-import workshop
 from farthing.cli import main
 from farthing.cli.parser import verb_module
 from farthing.errors import (
@@ -41,6 +40,7 @@ from farthing.errors import (
 )
 from mishaps import fail_at
 from thinned import thinned
+from workshop import job_file
 
 COMMANDS = [
     "init x.yaml",
@@ -66,7 +66,7 @@ VERBS = {line.split()[0]: line.split() for line in COMMANDS}
 
 
 def raises(error: BaseException) -> Callable[[Any], int]:
-    def run(arguments: Any) -> int:
+    def run(arguments):
         raise error
 
     return run
@@ -130,7 +130,7 @@ def piped(command: str, folder: Path) -> tuple[list[int], str]:
         " ${PIPESTATUS[@]}"
     )
     done = subprocess.run(
-        ["bash", "-c", line], capture_output=True, text=True, cwd=folder, timeout=300, check=False
+        ["bash", "-c", line], capture_output=True, text=True, cwd=folder, timeout=300
     )
     return [int(code) for code in done.stdout.split()], done.stderr
 
@@ -145,7 +145,7 @@ def test_a_reader_of_stdout_that_stops_reading_causes_no_crash(command, bench):
 
 @pytest.mark.slow
 def test_training_goes_on_when_nobody_reads_and_keeps_its_exit_code(tmp_path):
-    workshop.job_file(tmp_path, max_steps=8, logging_steps=1)
+    job_file(tmp_path, max_steps=8, logging_steps=1)
     codes, said = piped("train job.yaml", tmp_path)
     assert (codes[0], "Traceback" in said) == (0, False)
     assert json.loads((tmp_path / "run" / "receipt.json").read_text())["steps"] == 8
@@ -187,7 +187,7 @@ def test_completion_knows_every_verb_and_its_options(cli):
 
 
 def test_a_beginning_of_an_option_and_words_behind_two_dashes_are_taken(cli):
-    assert main(["init", "--sch"]) == 0
+    cli("init", "--sch")
     assert "no such option" not in cli.err("plan", "--", "--no-such-file")
 
 
@@ -195,13 +195,13 @@ def test_a_beginning_of_an_option_and_words_behind_two_dashes_are_taken(cli):
 def bench(tmp_path_factory):
     """A folder with a job that has run: job.yaml, run/."""
     folder = tmp_path_factory.mktemp("bench")
-    path = workshop.job_file(folder, max_steps=2)
+    path = job_file(folder, max_steps=2)
     assert main(["train", str(path), "--json"]) == 0
     return folder
 
 
 def test_train_has_every_code(tmp_path, monkeypatch, cli):
-    path = workshop.job_file(tmp_path, max_steps=6, save_steps=2)
+    path = job_file(tmp_path, max_steps=6, save_steps=2)
     real = farthing.train.step.Step.take
 
     def told(steps, step):
@@ -209,18 +209,21 @@ def test_train_has_every_code(tmp_path, monkeypatch, cli):
             os.kill(os.getpid(), signal.SIGTERM)
         return real(steps, step)
 
-    def trained(*more):
-        return main(["train", str(path), *more])
+    def trained(code, *more):
+        cli("train", path, *more, code=code)
 
     with monkeypatch.context() as patch:
         patch.setattr("farthing.train.step.Step.take", told)
-        assert trained() == 75
+        trained(75)
     with monkeypatch.context() as patch:
         fail_at(2, ZeroDivisionError("of our own"), patch)
-        assert trained() == 1
+        trained(1)
     spent = "--set", "limits.max_hours=0.001s"
-    assert [trained(*spent), trained(*spent), trained("--set", "train.seed=7")] == [3, 3, 2]
-    assert [trained(), trained(*spent)] == [0, 0], "the run had finished already"
+    for code in (3, 3):
+        trained(code, *spent)
+    trained(2, "--set", "train.seed=7")
+    for more in ((), spent):  # finished: the second time the run had finished already
+        trained(0, *more)
     receipt = cli.json("report", tmp_path / "run")
     ended = [attempt["ended"] for attempt in receipt["attempts"]]
     assert ended == ["interrupted", "failed", "limit", "finished"], (

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -19,9 +18,7 @@ from safetensors import safe_open
 
 import farthing.export.folders
 import farthing.train.run
-import workshop
 from exported import body_of
-from farthing.cli import main
 from farthing.errors import InputError, ModelError
 from farthing.events import Exported, StepTaken
 from farthing.export.folders import export_run
@@ -32,15 +29,15 @@ from farthing.run.exported import damage_of, seal_export
 from farthing.run.folder import keep_job, kept_job
 from interrupted import LeavesAt
 from thinned import thinned
-from workshop import Heard, make_job
+from workshop import TASK, TOPICS, Heard, change_facts, make_job, rows_of, train, trained
 
 IDS = torch.tensor([[5, 17, 33, 90, 41, 7]])
 
 
-def logits(model: Any, family: str = "llama") -> torch.Tensor:
+def logits(model, family: str = "llama") -> torch.Tensor:
     more = {"decoder_input_ids": IDS[:, :4]} if family == "t5" else {}
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=IDS, **more).logits
+        found = model.eval()(input_ids=IDS, **more).logits
     return found
 
 
@@ -54,30 +51,23 @@ PEFT_CLASSES = {
 
 
 @pytest.fixture(scope="module")
-def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lora_run(tmp_path_factory):
     """A run of adapters on a model whose head is its embedding."""
     folder = tmp_path_factory.mktemp("lora")
-    job = make_job(folder, method="lora", pretrained=True, max_steps=2)
-    workshop.train(job)
-    return Path(job.output_dir)
+    return trained(folder, method="lora", pretrained=True, max_steps=2)
 
 
 @pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 9))
 def test_an_adapter_and_its_merged_model_load_in_the_ordinary_ways(family, tmp_path):
     body_of(tmp_path / "base", family)
-    job = make_job(
-        tmp_path, family, method="lora", pretrained=True, max_steps=3, learning_rate=0.05
-    )
-    workshop.train(job)
-    run, auto = Path(job.output_dir), auto_class(job.task)
+    run = trained(tmp_path, family, method="lora", pretrained=True, max_steps=3, learning_rate=0.05)
+    auto = auto_class(TASK[family])
     export_run(run, tmp_path / "adapter", "adapter")
     export_run(run, tmp_path / "merged", "merged")
     expected = logits(auto.from_pretrained(tmp_path / "merged"), family)
     for folder in (run / "model", tmp_path / "adapter"):
         config = transformers.AutoConfig.from_pretrained(folder / "model_config.json")
-        how: dict[str, Any] = (
-            {"config": config, "ignore_mismatched_sizes": True} if family == "bert" else {}
-        )
+        how = {"config": config, "ignore_mismatched_sizes": True} if family == "bert" else {}
         of_base = {"num_labels": 3, "ignore_mismatched_sizes": True} if family == "bert" else {}
         base = auto.from_pretrained(tmp_path / "base", **of_base)
         for model in (
@@ -93,10 +83,10 @@ def test_an_adapter_and_its_merged_model_load_in_the_ordinary_ways(family, tmp_p
                 "name: The"
             )
     if family == "bert":
-        said: Any = transformers.pipeline("text-classification", model=str(tmp_path / "merged"))(
+        said = transformers.pipeline("text-classification", model=str(tmp_path / "merged"))(
             "bread and soup"
         )
-        assert said[0]["label"] in workshop.TOPICS
+        assert said[0]["label"] in TOPICS
 
 
 # ---- merging where weights are shared ----
@@ -119,11 +109,10 @@ def test_an_adapter_and_its_merged_model_load_in_the_ordinary_ways(family, tmp_p
     ),
 )
 def test_an_adapter_on_a_shared_weight_changes_its_own_use_alone(family, method, tmp_path):
-    job = make_job(
+    run = trained(
         tmp_path, family, method={"name": "lora", **method}, pretrained=True, learning_rate=0.05
     )
-    workshop.train(job)
-    run, auto = Path(job.output_dir), auto_class(job.task)
+    auto = auto_class(TASK[family])
     export_run(run, tmp_path / "merged", "merged")
     base = auto.from_pretrained(tmp_path / "base")
     plain = logits(base, family)
@@ -144,7 +133,7 @@ def test_a_merged_model_keeps_a_tie_that_no_adapter_touches_and_all_may_read_it(
         export_run(lora_run, tmp_path / "merged", "merged")
     finally:
         os.umask(before)
-    merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.config.tie_word_embeddings
     assert merged.lm_head.weight is merged.model.embed_tokens.weight
     modes = {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "merged").rglob("*")}
@@ -164,7 +153,7 @@ def test_all_four_uses_of_an_encoder_decoder_embedding_get_their_own(family):
         sizes |= {f"{side}_ffn_dim": 16 for side in sides}
         sizes |= {f"{side}_attention_heads": 2 for side in sides}
     config = transformers.AutoConfig.for_model(family, **sizes, vocab_size=20)
-    model: Any = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config)
     of_layer = "base_model.model.encoder.block.0.layer.0.SelfAttention.q.lora_A.weight"
     assert not break_ties(model, [of_layer])
     assert break_ties(model, ["base_model.model.lm_head.lora_A.weight"])
@@ -178,7 +167,7 @@ def test_a_merged_model_that_answers_otherwise_is_refused_and_not_kept(
 ):
     method = {"name": "lora", "target_modules": ["q_proj", "embed_tokens"]}
     job = make_job(tmp_path, method=method, pretrained=True, learning_rate=0.05)
-    workshop.train(job)
+    train(job)
     monkeypatch.setattr(farthing.export.folders, "break_ties", lambda *_: False)
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(ModelError, match="differ from the trained model's"):
@@ -187,10 +176,8 @@ def test_a_merged_model_that_answers_otherwise_is_refused_and_not_kept(
 
 
 def test_weights_that_a_narrower_dtype_can_not_hold_are_refused(tmp_path):
-    job = make_job(tmp_path, max_steps=1)
-    workshop.train(job)
-    run = Path(job.output_dir)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
+    run = trained(tmp_path, max_steps=1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
     with torch.no_grad():
         model.model.norm.weight.fill_(1e6)
     model.save_pretrained(run / "model")
@@ -214,7 +201,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     ("family", "method"), thinned(itertools.product(("llama", "t5", "bert"), ("full", "lora")), 9)
 )
 def test_what_is_exported_does_not_tell_of_kills_or_of_cached_tokens(family, method, tmp_path):
-    keys: dict[str, Any] = {
+    keys = {
         "method": method,
         "save_steps": 2,
         "data": {"max_length": 40, "max_target_length": 8},
@@ -224,9 +211,9 @@ def test_what_is_exported_does_not_tell_of_kills_or_of_cached_tokens(family, met
     own, other = (
         make_job(tmp_path, family, output_dir=f"./{name}/run", **keys) for name in ("one", "other")
     )
-    workshop.train(own)  # tokenizes by itself; the other finds the tokens in the cache
-    assert workshop.train(other, LeavesAt(step=3)).state == "interrupted"
-    assert workshop.train(other).state == "finished"
+    train(own)  # tokenizes by itself; the other finds the tokens in the cache
+    assert train(other, LeavesAt(step=3)).state == "interrupted"
+    assert train(other).state == "finished"
     one, two = (files_of(Path(job.output_dir) / "model") for job in (own, other))
     assert sorted(one) == sorted(two)
     assert [name for name in one if one[name] != two[name]] == []
@@ -238,7 +225,7 @@ def test_what_is_exported_does_not_tell_of_kills_or_of_cached_tokens(family, met
 # ---- damage ----
 
 
-def flip(model: Path) -> None:
+def flip(model: Path):
     content = bytearray((model / "model.safetensors").read_bytes())
     content[-5] ^= 1
     (model / "model.safetensors").write_bytes(content)
@@ -253,10 +240,10 @@ DAMAGE: dict[str, tuple[str, str | None]] = {
 
 
 @pytest.mark.slow
-def test_a_damaged_model_is_named_and_written_again(tmp_path, capsys):
+def test_a_damaged_model_is_named_and_written_again(tmp_path, cli):
     job = make_job(tmp_path, max_steps=3, save_steps=1)
-    workshop.train(job)
-    run = Path(job.output_dir)
+    train(job)
+    run = tmp_path / "run"
     assert damage_of(run) is None
     whole = files_of(run / "model")
     for words, (name, content) in DAMAGE.items():
@@ -267,12 +254,11 @@ def test_a_damaged_model_is_named_and_written_again(tmp_path, capsys):
         assert words in str(damage_of(run))
         with pytest.raises(InputError, match="the run's model is damaged"):
             export_run(run, tmp_path / "merged", "merged")
-        assert main(["report", str(run), "--json"]) == 0
-        said = capsys.readouterr()
-        assert words in json.loads(said.out)["model_damage"]
-        assert words in said.err
+        out, err = cli("report", run, "--json")
+        assert words in json.loads(out)["model_damage"]
+        assert words in err
         heard = Heard()
-        outcome = workshop.train(job, heard)
+        outcome = train(job, heard)
         assert (outcome.state, outcome.receipt.steps) == ("finished", 3)
         assert words in heard.warnings
         assert not heard.of(StepTaken)
@@ -281,20 +267,20 @@ def test_a_damaged_model_is_named_and_written_again(tmp_path, capsys):
     aside = run / "model.bad-3/notes.txt"
     assert aside.read_text() == "mine", "nothing of anybody's is lost"
     heard = Heard()
-    assert workshop.train(job, heard).reason == "the run had finished already; nothing was trained"
+    assert train(job, heard).reason == "the run had finished already; nothing was trained"
     assert not heard.of(Exported)
 
 
 @pytest.mark.slow
 def test_the_best_step_is_what_is_written_again(tmp_path):
-    rows = workshop.rows_of("llama", 16)
+    rows = rows_of("llama", 16)
     others = [{**row, "completion": rows[-1 - i]["completion"]} for i, row in enumerate(rows)]
     job = make_job(tmp_path, rows=rows, eval_rows=others, eval_steps=4, max_steps=40)
-    best = workshop.train(job).receipt.exported_step
+    best = train(job).receipt.exported_step
     assert best < 40
     whole = files_of(Path(job.output_dir) / "model")
     flip(Path(job.output_dir) / "model")
-    assert workshop.train(job).receipt.exported_step == best
+    assert train(job).receipt.exported_step == best
     assert files_of(Path(job.output_dir) / "model") == whole
 
 
@@ -304,7 +290,7 @@ def test_a_merge_needs_no_attention_of_a_gpu_and_says_when_a_model_can_not_be_ru
     run = Path(shutil.copytree(lora_run, tmp_path / "run"))
     kept = kept_job(run)
     kept["model"]["attn_implementation"] = "flash_attention_2"
-    keep_job(run, kept, run_folder.kept(run / "run.json") or {})
+    keep_job(run, kept, run_folder.kept(run / "run.json"))
     export_run(run, tmp_path / "merged", "merged")
 
     def forward(*_, **__):
@@ -318,20 +304,20 @@ def test_a_merge_needs_no_attention_of_a_gpu_and_says_when_a_model_can_not_be_ru
 
 def test_a_card_that_is_gone_is_written_anew_and_a_run_at_its_limit_may_mend_its_model(tmp_path):
     job = make_job(tmp_path, max_steps=3, save_steps=1)
-    workshop.train(job)
+    train(job)
     run, heard = Path(job.output_dir), Heard()
     whole = files_of(run / "model")
     (run / "model/README.md").unlink()
-    workshop.train(job, heard)
+    train(job, heard)
     assert "## Receipt" in (run / "model/README.md").read_text()
     assert not heard.warnings
-    workshop.change_facts(run, finished=False)
+    change_facts(run, finished=False)
     capped = make_job(tmp_path, max_steps=3, save_steps=1, limits={"max_hours": 1e-6})
     heard = Heard()
-    assert workshop.train(capped, heard).state == "limit"
+    assert train(capped, heard).state == "limit"
     assert not heard.of(Exported)
     flip(run / "model")
-    assert workshop.train(capped, heard).state == "finished"
+    assert train(capped, heard).state == "finished"
     assert "model.safetensors differs" in heard.warnings
     assert not heard.of(StepTaken)
     assert files_of(run / "model") == whole

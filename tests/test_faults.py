@@ -21,7 +21,6 @@ import torch
 import farthing.train.evaluate
 import farthing.train.run
 import survive
-from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.errors import DiskFullError, SaveError
 from farthing.events import Emit, Restored, StepTaken
@@ -60,7 +59,7 @@ def small_disk(tmp_path):
         yield folder
 
 
-def fill(folder: Path) -> None:
+def fill(folder: Path):
     """Leave no byte free."""
     with open(folder / "filler", "wb", buffering=0) as file:
         for size in (1 << 20, 4096, 1):
@@ -76,7 +75,7 @@ def once_committed(run: Path, step: int, action: Callable[[], None]) -> Emit:
     """Do something when the checkpoint of `step` is on the disk and no later one is begun: a save
     that is written in the background is told of only when the next one has begun."""
 
-    def act() -> None:
+    def act():
         until(lambda: step in [save.step for save in saves_in(run / "checkpoints")])
         action()
 
@@ -107,7 +106,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_run_loses_nothing(small_disk, al
 
 @pytest.mark.parametrize("number", thinned([errno.EIO, errno.EROFS, errno.ESTALE, errno.EDQUOT], 4))
 def test_a_log_that_can_not_be_written_ends_the_run_in_words(
-    number, alone, tmp_path, monkeypatch, capsys
+    number, alone, tmp_path, monkeypatch, cli
 ):
     real = SummedLines.append
 
@@ -119,8 +118,7 @@ def test_a_log_that_can_not_be_written_ends_the_run_in_words(
     job = job_in(tmp_path, "run")
     with monkeypatch.context() as patch:
         patch.setattr(SummedLines, "append", append)
-        assert main(["train", str(tmp_path / "run.yaml")]) == 75
-    said = capsys.readouterr().err
+        said = cli.err("train", tmp_path / "run.yaml", code=75)
     assert f"the disk fails: {os.strerror(number)}; saved checkpoints are intact" in said
     assert "Traceback" not in said
     assert train(job, quiet).exit_code == 0
@@ -205,7 +203,7 @@ def test_what_no_list_has_is_in_no_commit(tmp_path):
 class Kept:
     """A part of the golden checkpoint."""
 
-    def state(self) -> Any:
+    def state(self):
         return (
             {
                 "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -214,7 +212,7 @@ class Kept:
             {"step": 7, "best_metric": 0.25, "stopped_early": False, "best_step": None},
         )
 
-    def restore(self, tensors: Any, values: Any) -> None:
+    def restore(self, tensors, values):
         wanted, values_wanted = self.state()
         assert values == values_wanted
         assert tensors.keys() == wanted.keys()

@@ -145,13 +145,12 @@ def test_a_text_with_a_verdict_beside_it_is_only_a_text():
 def test_classes_may_be_called_anything_but_pictures_are_not_read():
     assert foreign_kind({"text": "a", "label": True, "rejected": "no"}, "classification") is None
     kind = foreign_kind({"text": "a", "label": "b", "image": {"bytes": b""}}, "classification")
-    assert kind is not None
     assert "image" in kind.what
 
 
 @pytest.mark.parametrize("where", [0, 1500])
 def test_one_row_of_another_kind_anywhere_refuses_the_file_at_its_line(where, tmp_path, tokenizers):
-    rows: list[dict[str, Any]] = list(demo_rows(1600))
+    rows = list(demo_rows(1600))
     rows[where] = rows[where] | {"label": False}
     sources = open_sources(
         (str(write_jsonl(tmp_path / "a.jsonl", rows)),), cache_dir=tmp_path, split="train"

@@ -5,7 +5,6 @@ guessed by spelling.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ ANSWERS = {name: why.reason for why in table("job").reasons for name in why.patt
 BASE = "task: causal-lm\nmodel: a/b\ndata: rows.jsonl\noutput_dir: out\n"
 
 
-def job_of(folder: Path, text: str, *overrides: str) -> Any:
+def job_of(folder: Path, text: str, *overrides: str):
     (folder / "job.yaml").write_text(text)
     return load_job(folder / "job.yaml", list(overrides))
 

@@ -19,7 +19,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import farthing.train.run
-import workshop
 from farthing.config.load import load_job
-from farthing.events import Decided, Event, StepTaken
+from farthing.events import Decided, StepTaken
 from farthing.model import attention_kernels, head
 from farthing.model.attention_kernels import (
     AttentionSettings,
@@ -57,6 +55,8 @@ from workshop import (
     losses_of,
     make_job,
     opened,
+    rows_of,
+    train,
     with_system_prompt,
 )
 
@@ -80,13 +80,13 @@ KERNEL_ROUNDED = {"bf16": 0.015, "fp16": 3e-3}  # of one attention and its gradi
 
 
 @pytest.fixture(autouse=True)
-def clean_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean_device(monkeypatch):
     """Nothing of one test in the memory, or in the settings, of the next; in fp32 no kernel that
     has to be compiled first.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
-    def chosen(query: Tensor, how: AttentionSettings) -> str:
+    def chosen(query, how):
         return "padded" if query.dtype == torch.float32 else choose_kernel(query, how)
 
     monkeypatch.setattr(attention_kernels, "choose_kernel", chosen)
@@ -101,7 +101,7 @@ def clean_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # ---- what the tests work with ----
 
 
-def strict(**keys: Any) -> dict[str, Any]:
+def strict(**keys) -> dict[str, Any]:
     """Keys of a job on the device with nothing but what a test asks for; `precision` is one of
     them.
     """
@@ -113,7 +113,7 @@ def strict(**keys: Any) -> dict[str, Any]:
 
 def uneven_rows(n: int = 40) -> list[dict[str, str]]:
     """Prompts and completions of lengths between thirty and a few hundred tokens."""
-    rows = workshop.rows_of("llama", n)
+    rows = rows_of("llama", n)
     return [
         {"prompt": row["prompt"] * (1 + i * 7 % 5), "completion": row["completion"] * (1 + i % 3)}
         for i, row in enumerate(rows)
@@ -155,19 +155,19 @@ def must_be_alike(
     *,
     loss: float,
     gradients: float,
-) -> None:
+):
     """Two steps, within these shares."""
     assert ours[0] == pytest.approx(theirs[0], rel=loss)
     assert error(ours[1], theirs[1]) < gradients
 
 
-def first_gradients(job: Any) -> tuple[float, dict[str, Tensor]]:
+def first_gradients(job) -> tuple[float, dict[str, Tensor]]:
     """`gradients` of a job's first step."""
     with opened(job) as run:
         return gradients(run)
 
 
-def must_agree(ours: Any, theirs: Any, within: float) -> None:
+def must_agree(ours, theirs, within: float):
     """Losses of every step, and the same examples in each."""
     assert [row["examples"] for row in log_of(ours) if "examples" in row] == [
         row["examples"] for row in log_of(theirs) if "examples" in row
@@ -205,7 +205,7 @@ def test_loss_and_gradients_in_half_precision_are_those_of_fp32(
 # ---- attention ----
 
 
-def must_be_here(kernel: str) -> None:
+def must_be_here(kernel: str):
     """Skip where a kernel can't be had."""
     if kernel != "padded" and not HAS_GPU:
         pytest.skip("only a GPU can show this")
@@ -230,7 +230,7 @@ def with_a_beginning() -> tuple[Documents, int]:
 
 
 def attended(
-    documents: Documents, tensors: list[Tensor], dtype: torch.dtype, **how: Any
+    documents: Documents, tensors: list[Tensor], dtype: torch.dtype, **how
 ) -> list[Tensor]:
     """Output [T, H, D] of the kernel that is chosen, and the gradients of queries, keys and values
     [T, H, D], in fp32.
@@ -259,7 +259,7 @@ CASES = [*(("bf16", 64, asked) for asked in ASKED), ("bf16", 128, "causal"), ("f
 @pytest.mark.parametrize("kernel", ["padded", "flash", "flex"])
 def test_a_kernel_attends_as_documents_one_by_one(kernel, precision, head_size, asked, monkeypatch):
     must_be_here(kernel)
-    how: dict[str, Any] = {
+    how = {
         "both ways": {"causal": False},
         "window": {"window": 40},
         "softcap": {"softcap": 5.0},
@@ -331,7 +331,6 @@ def test_losses_in_one_kernel_are_those_of_operations(dtype, monkeypatch):
                 states = hidden.clone().requires_grad_()
                 loss = head_loss(states, weight, None, labelled, how)
                 (loss * 0.5).backward()
-            assert states.grad is not None
             found.append((float(loss.detach()), {"states": states.grad}))
         within = 1e-5 if dtype == torch.float32 else 0.015
         must_be_alike(*found, loss=1e-5, gradients=within)
@@ -361,7 +360,7 @@ def test_four_bits_train(tmp_path, monkeypatch):
     job = make_job(
         tmp_path, pretrained=True, method=method, **strict(precision="bf16", max_steps=15)
     )
-    assert workshop.train(job).state == "finished"
+    assert train(job).state == "finished"
     losses = losses_of(job)
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
     layers = [m for m in watched.model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
@@ -390,7 +389,7 @@ def test_other_optimizers_step_as_the_fused_one(optim, within, tmp_path):
         for name in (optim, "adamw_torch_fused")
     ]
     for job in jobs:
-        assert workshop.train(job).state == "finished"
+        assert train(job).state == "finished"
     must_agree(*jobs, within)
 
 
@@ -403,7 +402,6 @@ def test_ligers_kernels_compute_what_plain_ones_do(method, tmp_path):
     )
     keys = strict(rows=uneven_rows(), use_liger_kernel=True)
     with opened(make_job(tmp_path / "liger", method=method, **keys)) as run:
-        assert run.kernels.liger is not None
         assert "5 norms" in run.kernels.liger, run.kernels.liger
         found = gradients(run)
     must_be_alike(found, expected, loss=1e-4, gradients=1e-3)
@@ -464,7 +462,7 @@ def train_in_a_process(job: Path, kill_after_save: int = 0) -> int:
     is on the disk.
     """
     command = [sys.executable, "-c", IN_A_PROCESS, str(job), str(kill_after_save)]
-    return subprocess.run(command, check=False, timeout=300).returncode
+    return subprocess.run(command, timeout=300).returncode
 
 
 @pytest.mark.parametrize(
@@ -473,8 +471,8 @@ def train_in_a_process(job: Path, kill_after_save: int = 0) -> int:
     ids=["full_determinism", "full_determinism, dropout", "as it comes"],
 )
 def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(is_exact, dropout, tmp_path):
-    ends: dict[str, dict[str, Tensor]] = {}
-    losses: dict[str, Tensor] = {}
+    ends = {}
+    losses = {}
     keys = strict(
         precision="bf16",
         max_steps=10,
@@ -509,7 +507,7 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(is_exact, dropout, t
 def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp_path):
     rows = [
         {"prompt": row["prompt"] * 12, "completion": row["completion"] * 12}
-        for row in workshop.rows_of("llama", 96)
+        for row in rows_of("llama", 96)
     ]
     keys = strict(
         rows=rows,
@@ -519,9 +517,9 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
         size={"hidden": 512, "layers": 4},
     )
     keys |= {"gradient_checkpointing": False, "data": {"max_length": 1024}, "learning_rate": 1e-3}
-    resting: list[int] = []
+    resting = []
 
-    def at_first_step(event: Event) -> None:
+    def at_first_step(event):
         if isinstance(event, Decided):
             torch.cuda.reset_peak_memory_stats()
             resting.append(torch.cuda.memory_allocated())
@@ -533,9 +531,9 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
     torch.cuda.empty_cache()
     assert peak > 1 << 29, "too small a step to fill a device with"
 
-    ballast: list[Tensor] = []
+    ballast = []
 
-    def fill(event: Event) -> None:
+    def fill(event):
         heard(event)
         if isinstance(event, Decided):  # the model is there, and no step was taken
             gc.collect()
@@ -592,14 +590,11 @@ def test_a_checkpoint_fetched_behind_the_next_step_is_of_one_step(share, tmp_pat
         max_steps=6, save_steps=2, save_total_limit=5, size={"hidden": 512, "layers": 4}, n_rows=64
     )
     monkeypatch.setattr("farthing.run.snapshot.HOST_SHARE", share)
-    found: dict[str, dict[str, Tensor]] = {}
+    found = {}
     for name in ("later", "at once"):
         if name == "at once":
             monkeypatch.setattr("farthing.run.checkpoint.can_wait", lambda tensor: False)
-        assert (
-            workshop.train(make_job(tmp_path / name, full_determinism=True, **keys)).state
-            == "finished"
-        )
+        assert train(make_job(tmp_path / name, full_determinism=True, **keys)).state == "finished"
         saved = sorted((tmp_path / name / "run/checkpoints").glob("step-*/*.safetensors"))
         found[name] = {
             f"{p.parent.name} {p.name} {k}": v for p in saved for k, v in load_file(p).items()
@@ -659,7 +654,7 @@ def test_this_gpu_is_in_the_table_and_a_run_on_it_has_a_promise(tmp_path):
     name = torch.cuda.get_device_name()
     assert gpu_of_device(name) is not None, f"{name} is not in facts/gpus.csv"
     heard = Heard()
-    outcome = workshop.train(make_job(tmp_path, **strict(precision="bf16", max_steps=8)), heard)
+    outcome = train(make_job(tmp_path, **strict(precision="bf16", max_steps=8)), heard)
     assert heard.of(Decided)[0].device == name
     assert outcome.receipt.promised.peak_bytes
     assert heard.of(StepTaken)[-1].mfu > 0
@@ -685,7 +680,7 @@ def test_compiled_layers_compute_what_plain_ones_do(tmp_path):
             )
         )
         heard = Heard()
-        assert workshop.train(jobs[-1], heard).state == "finished"
+        assert train(jobs[-1], heard).state == "finished"
         assert ("2 layers compiled" in heard.of(Decided)[0].computed) == compiles
     torch.compiler.reset()
     must_agree(*jobs, 1e-3)
@@ -713,8 +708,8 @@ def test_weights_spread_over_one_gpu_train_as_whole_ones(method, precision, zero
     where = spread.where.model_copy(update={"strategy": "fsdp", "reshard_after_forward": zero_3})
     spread = spread.model_copy(update={"where": where})
     heard = Heard()
-    workshop.train(plain)
-    workshop.train(spread, heard)
+    train(plain)
+    train(spread, heard)
     assert "the largest micro-batch was rehearsed" in str(heard)
     must_agree(spread, plain, 1e-4 if precision == "fp32" else 2e-2)
     name = "model.safetensors" if method == "full" else "adapter_model.safetensors"

@@ -7,16 +7,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import survive
-import workshop
 from farthing.after.held_out import held_out_of
-from farthing.cli import main
 from farthing.device_memory import in_words, reported
 from farthing.errors import DeviceError, HardwareError, OutOfMemoryError
 from farthing.export.folders import export_run, trained_model
@@ -27,7 +24,7 @@ from farthing.run.accounts import read_ledger
 from farthing.train.update import load_update_kernels
 from interrupted import LeavesAt
 from scarce import OPTIMIZERS, Failing, optimizer_of, small_model, step_of
-from workshop import Heard, job_file, losses_of, make_job, opened
+from workshop import Heard, job_file, losses_of, make_job, opened, rows_of, train, trained
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 BROKEN = [
@@ -60,16 +57,16 @@ def test_an_error_that_is_not_the_gpus_is_not_said_to_be(error):
     assert in_words(error) is None
 
 
-KEYS: dict[str, Any] = {"max_steps": 5, "save_steps": 2, "n_rows": 40}
+KEYS = {"max_steps": 5, "save_steps": 2, "n_rows": 40}
 
 
 class Broken:
     """A product that ends as on a GPU that has failed, from its n-th call on."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, at: int) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, at: int):
         self.n, honest = 0, torch.nn.functional.silu
 
-        def silu(*args: Any, **how: Any) -> Tensor:
+        def silu(*args, **how):
             self.n += 1
             if self.n >= at:
                 raise torch.AcceleratorError(f"{ILLEGAL}\nmore of it")
@@ -79,25 +76,22 @@ class Broken:
 
 
 @pytest.mark.slow
-def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(tmp_path, monkeypatch, cli):
     alone = make_job(tmp_path / "alone", **KEYS)
-    workshop.train(alone)
+    train(alone)
     path = job_file(tmp_path / "broken", **KEYS)
     with monkeypatch.context() as patch:
         calls = Broken(patch, 10**9)
-        workshop.train(make_job(tmp_path / "counted", **KEYS), LeavesAt(step=3))
+        train(make_job(tmp_path / "counted", **KEYS), LeavesAt(step=3))
     with monkeypatch.context() as patch:
         Broken(patch, calls.n)
-        assert main(["train", str(path)]) == 1  # not 2, after which --retry would not go on
-    said = capsys.readouterr().err
+        said = cli.err("train", path, code=1)  # not 2, after which --retry would not go on
     assert f"the GPU has failed: {ILLEGAL}\n  to do: run the same command again" in said
     assert "Traceback" not in said
     run = tmp_path / "broken/run"
     assert read_ledger(run / "ledger.jsonl").ordered[-1].state == "failed"
     assert not [each for each in (run / "checkpoints").iterdir() if "00003" in each.name]
-    assert main(["train", str(path)]) == 0
+    cli("train", path)
     assert (
         survive.differences(survive.result_of(Path(alone.output_dir)), survive.result_of(run)) == []
     )
@@ -109,7 +103,7 @@ def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(
     "error", [torch.AcceleratorError(ILLEGAL), torch.OutOfMemoryError("CUDA out of memory")]
 )
 def test_a_gpu_that_fails_leaves_no_run_without_ligers_kernels(error, monkeypatch):
-    def failing(_: Any) -> None:
+    def failing(_):
         raise error
 
     monkeypatch.setattr("farthing.model.liger.why_not_liger", lambda model: None)
@@ -119,15 +113,14 @@ def test_a_gpu_that_fails_leaves_no_run_without_ligers_kernels(error, monkeypatc
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_memory_that_runs_out_in_any_verb_is_said(as_json, tmp_path, monkeypatch, capsys):
+def test_memory_that_runs_out_in_any_verb_is_said(as_json, tmp_path, monkeypatch, cli):
     path = job_file(tmp_path, max_steps=2)
 
-    def full(*_: Any, **__: Any) -> None:
+    def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr("farthing.train.profiling.opened_run", full)
-    assert main(["profile", str(path), *(["--json"] if as_json else [])]) == 1
-    out, err = capsys.readouterr()
+    out, err = cli("profile", path, *(["--json"] if as_json else []), code=1)
     assert "the device has no memory left: CUDA out of memory" in (out if as_json else err)
     assert "Traceback" not in out + err
 
@@ -141,13 +134,13 @@ def test_a_model_that_does_not_fit_is_not_called_damaged(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(place, Failing(print, 1))
             with pytest.raises(OutOfMemoryError, match="CUDA error: out of memory") as caught:
-                workshop.train(job)
+                train(job)
         assert caught.value.where == "model.model_name_or_path"
         assert "qlora" in caught.value.to_do
 
 
 def test_memory_that_runs_out_as_weights_are_converted_is_found_in_the_report():
-    def log_state_dict_report(loading_info: Any) -> None:
+    def log_state_dict_report(loading_info):
         raise RuntimeError("We encountered some issues during automatic conversion of the weights.")
 
     why = (
@@ -168,7 +161,7 @@ def test_memory_that_cannot_be_pinned_is_done_without(monkeypatch):
     monkeypatch.setattr(Tensor, "pin_memory", Failing(Tensor.pin_memory, 1))
     assert pinned(tensor) is tensor
 
-    def wrong(_: Tensor) -> Tensor:
+    def wrong(_):
         raise RuntimeError("cannot pin 'torch.cuda.LongTensor'")
 
     monkeypatch.setattr(Tensor, "pin_memory", wrong)
@@ -217,17 +210,15 @@ def test_an_update_without_room_for_its_kernels_is_missed_where_nothing_has_chan
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory):
     """A run with an adapter."""
     folder = tmp_path_factory.mktemp("finished")
-    keys: dict[str, Any] = {
+    keys = {
         "method": "lora",
         "pretrained": True,
-        "eval_rows": workshop.rows_of("llama", 9, 5),
+        "eval_rows": rows_of("llama", 9, 5),
     }
-    job = make_job(folder, max_steps=3, **keys)
-    workshop.train(job)
-    return Path(job.output_dir)
+    return trained(folder, max_steps=3, **keys)
 
 
 @pytest.mark.slow
@@ -235,9 +226,9 @@ def test_an_evaluation_afterwards_goes_on_with_less_where_memory_runs_out(finish
     held_out = held_out_of(finished)
     model = trained_model(finished)
     expected = held_out.measure(model)
-    honest, asked = Forward.measure, list[int]()
+    honest, asked = Forward.measure, []
 
-    def measure(forward: Any, batch: dict[str, Any], step: Any) -> Any:
+    def measure(forward, batch, step):
         asked.append(batch["input_ids"].numel())
         if asked[-1] > 90:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -250,7 +241,7 @@ def test_an_evaluation_afterwards_goes_on_with_less_where_memory_runs_out(finish
 
 
 def test_an_adapter_is_merged_without_a_gpu(finished, tmp_path, monkeypatch):
-    def busy() -> str:
+    def busy():
         raise HardwareError("the GPU belongs to another run")
 
     monkeypatch.setattr("peft.peft_model.infer_device", busy)

@@ -9,13 +9,10 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-import workshop
 from farthing.after.predict import numerics_of_run
 from farthing.doctor import check_machine
 from farthing.errors import HardwareError
@@ -26,18 +23,18 @@ from farthing.model.hardware import (
     why_not_deterministic,
 )
 from farthing.train.resolve import check_extras
-from workshop import make_job
+from workshop import make_job, train
 
 CU126 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def gpu(monkeypatch):
     """A machine with the GPU that this says, and every setting of this process as it was
     afterwards.
     """
-    about: dict[str, Any] = {"name": "NVIDIA H100", "capability": (9, 0), "built_for": CU130}
+    about = {"name": "NVIDIA H100", "capability": (9, 0), "built_for": CU130}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: about["name"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: about["capability"])
@@ -147,7 +144,7 @@ def test_the_allocator_is_told_before_anyone_starts_the_gpu(gpu, monkeypatch):
     """In a notebook, where torch was imported before: once the GPU was started its allocator is
     told no more.
     """
-    told: list[str] = []
+    told = []
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu["is_started"])
@@ -244,5 +241,5 @@ def test_an_operation_without_deterministic_kernels_ends_a_run_in_words(tmp_path
     with pytest.raises(
         HardwareError, match="cumsum_cuda_kernel, which is not deterministic on CUDA"
     ):
-        workshop.train(make_job(tmp_path))
+        train(make_job(tmp_path))
     assert not_deterministic(RuntimeError("something else")) is None

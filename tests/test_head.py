@@ -45,9 +45,7 @@ from thinned import thinned
 # ---- the function ----
 
 
-def plain(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, **how: Any
-) -> Tensor:
+def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, **how) -> Tensor:
     """The same by whole logits."""
     logits = nn.functional.linear(hidden, weight, bias).reshape(-1, len(weight))
     if cap := how.get("soft_cap"):
@@ -171,7 +169,7 @@ def test_a_tile_is_long_enough_to_be_quick_and_no_longer(vocab, device, more, n)
 
 # ---- whole models ----
 
-SETTINGS: list[tuple[str, dict[str, Any]]] = [
+SETTINGS = [
     *((family, {}) for family in sorted(CAUSAL_FAMILIES | SEQ2SEQ_FAMILIES)),
     ("llama", {"tie_word_embeddings": True}),
     ("gemma3_text", {"final_logit_softcapping": 4.0}),
@@ -218,7 +216,7 @@ def test_under_autocast_the_logits_are_those_of_a_bf16_product():
     assert float(ours) == pytest.approx(float(theirs), rel=1e-6)
 
 
-def with_lora(model: Any, **settings: Any) -> Any:
+def with_lora(model, **settings):
     return peft.get_peft_model(
         model,
         peft.LoraConfig(
@@ -262,7 +260,7 @@ def test_what_is_not_known_takes_the_plain_path_and_says_why():
 # ---- documents ----
 
 
-def by_whole_logits(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
+def by_whole_logits(model, batch: dict[str, Tensor], task: str) -> Tensor:
     """The log-probability of each row's targets [B], from the logits of everything."""
     logits = summed_loss(model, batch, task)[1].float().log_softmax(-1)
     labels = batch["labels"]
@@ -272,7 +270,7 @@ def by_whole_logits(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
     return found.masked_fill(labels == -100, 0.0).sum(1)
 
 
-def packed(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
+def packed(model, batch: dict[str, Tensor]) -> dict[str, Any]:
     """The rows of a padded batch end to end, for a model that is set to take them so."""
     lengths = batch["attention_mask"].sum(1).tolist()
     keep = batch["attention_mask"].bool()
@@ -303,7 +301,7 @@ def test_log_probabilities_of_documents_are_those_of_whole_logits(family, settin
     weights = torch.tensor([1.0, -0.5, 2.0, 0.25])  # a gradient of each document of its own
     theirs = by_whole_logits(model, batch, task)
     their_gradients = gradients_of(model, (theirs * weights).sum())
-    layouts: list[dict[str, Any]] = [batch]
+    layouts = [batch]
     if (
         task == "causal-lm" and can_go_packed(model, task) is None
     ):  # tests/test_pairs.py has the others

@@ -36,7 +36,7 @@ class Hub(Quiet):
     files: ClassVar[dict[str, bytes]] = {}
     n_asked = 0
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         """Facts of the data set, its folder, or a file."""
         type(self).n_asked += 1
         path = self.path.split("?")[0]

@@ -12,11 +12,11 @@ import pytest
 import torch
 import transformers
 
-from farthing.cli import main
+from command import Cli
 from farthing.config.load import load_job
 from farthing.data.encode import Encoder
 from farthing.data.rows import Example
-from farthing.errors import DataError, InputError, JobError
+from farthing.errors import DataError, JobError
 from farthing.metrics import entity_metrics, multi_label_metrics
 from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.objectives.objective import EvaluationSums
@@ -25,7 +25,7 @@ from farthing.objectives.token_classification import entities
 from farthing.tiny import write_jsonl
 from farthing.train.resolve import open_examples, resolve
 from thinned import thinned
-from workshop import Heard, job_file, log_of, losses_of, train
+from workshop import Heard, job_file, log_of, losses_of, metrics_of, train
 
 NUMBERS, SEVERAL, TAGS = "regression", "multi-label-classification", "token-classification"
 TASKS = [NUMBERS, SEVERAL, TAGS]
@@ -42,7 +42,7 @@ def rows_of(task: str, n: int, seed: int = 0) -> list[dict[str, Any]]:
     """Texts of one to eight words, some of which are of a kind."""
     draw = np.random.default_rng(seed)
     words = ["the", "and", "numbers", *(word for each in KINDS.values() for word in each)]
-    rows: list[dict[str, Any]] = []
+    rows = []
     for _ in range(n):
         text = draw.choice(words, size=draw.integers(1, 9)).tolist()
         kinds = [next((k for k, own in KINDS.items() if word in own), "") for word in text]
@@ -67,7 +67,7 @@ def names_of(task: str) -> list[str]:
     return {NUMBERS: [], SEVERAL: sorted(KINDS), TAGS: [*tags, "O"]}[task]
 
 
-def write_job(folder: Path, task: str, family: str = "bert", **keys: Any) -> Path:
+def write_job(folder: Path, task: str, family: str = "bert", **keys) -> Path:
     """A job of the task, its base with a trained body and head."""
     keys = {"rows": rows_of(task, 48), "eval_rows": rows_of(task, 12, 1), **keys}
     model = {"init": "pretrained"}
@@ -84,7 +84,7 @@ def write_job(folder: Path, task: str, family: str = "bert", **keys: Any) -> Pat
     return path
 
 
-def plain_loss(task: str, model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> torch.Tensor:
+def plain_loss(task: str, model, tokenizer, rows: list[dict[str, Any]]) -> torch.Tensor:
     """transformers' own loss of a padded batch."""
     names = names_of(task)
     given = [row["tokens"] if task == TAGS else row["text"] for row in rows]
@@ -126,36 +126,35 @@ def test_losses_are_those_of_a_plain_loop_of_transformers(task, family, tmp_path
         optimizer.zero_grad()
         plain.append(loss.item())
     assert losses_of(job) == pytest.approx(plain, rel=1e-5)
-    evaluated = [row["metrics"] for row in log_of(job) if "metrics" in row][-1]
+    evaluated = metrics_of(job)[-1]
     with torch.no_grad():
         held_out = plain_loss(task, model.eval(), tokenizer, rows_of(task, 12, 1))
     assert evaluated["loss"] == pytest.approx(held_out.item(), rel=1e-5)
 
 
-def predicted(folder: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def predicted(folder: Path, cli: Cli, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What `farthing predict` writes for these rows."""
     asked, out = write_jsonl(folder / "asked.jsonl", rows), folder / "out.jsonl"
-    assert main(["predict", str(folder / "run"), str(asked), "-o", str(out)]) == 0
+    cli("predict", folder / "run", asked, "-o", out)
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("task", TASKS)
-def test_a_model_is_planned_trained_exported_and_asked(task, method, tmp_path):
+def test_a_model_is_planned_trained_exported_and_asked(task, method, tmp_path, cli):
     path = write_job(tmp_path, task, method=method, max_steps=12, learning_rate=3e-3)
-    assert main(["plan", str(path), "--json"]) == 0
-    assert main(["train", str(path)]) == 0
-    metrics = [row["metrics"] for row in log_of(load_job(path)) if "metrics" in row]
+    cli("plan", path)
+    cli("train", path)
+    metrics = metrics_of(load_job(path))
     assert set(objective_of(task).metrics) <= set(metrics[-1])
     merged = tmp_path / "merged"
-    export = ["export", str(tmp_path / "run"), "--format", "merged", "--output", str(merged)]
-    assert main(export) == 0
+    cli("export", tmp_path / "run", "--format", "merged", "--output", merged)
     model = AUTO[task].from_pretrained(merged).eval()
     assert model.config.problem_type == PROBLEM[task]
     assert list(model.config.id2label.values()) == (names_of(task) or ["LABEL_0"])
     column = "tokens" if task == TAGS else "text"
-    answered = predicted(tmp_path, [{column: row[column]} for row in rows_of(task, 5, 9)])
+    answered = predicted(tmp_path, cli, [{column: row[column]} for row in rows_of(task, 5, 9)])
     tokenizer = transformers.AutoTokenizer.from_pretrained(merged)
     for row in answered:
         given = row[column]
@@ -188,7 +187,7 @@ def test_words_become_the_tokens_of_transformers(name, data_dir):
     theirs = transformers.AutoTokenizer.from_pretrained(folder, **options)
     expected = theirs(rows, is_split_into_words=True)
     assert encoded.ids.tolist() == [*itertools.chain(*expected["input_ids"])]
-    first: list[int] = []
+    first = []
     for index in range(2):
         words = expected.word_ids(index)
         first += [
@@ -196,15 +195,14 @@ def test_words_become_the_tokens_of_transformers(name, data_dir):
             for place, word in enumerate(words)
             if word is not None and (place == 0 or words[place - 1] != word)
         ]
-    assert encoded.words is not None
     assert encoded.words.tolist() == first
     assert encoded.n_targets().sum() == len(first)
 
 
-def test_a_word_behind_the_limit_is_neither_learned_nor_predicted(tmp_path):
+def test_a_word_behind_the_limit_is_neither_learned_nor_predicted(tmp_path, cli):
     path = write_job(tmp_path, TAGS, data={"max_length": 4}, max_steps=1)
     train(load_job(path))
-    (said,) = predicted(tmp_path, [{"tokens": ["the", "rain", "and", "the", "storm"]}])
+    (said,) = predicted(tmp_path, cli, [{"tokens": ["the", "rain", "and", "the", "storm"]}])
     assert [tag is None for tag in said["prediction"]] == [False, False, True, True, True]
 
 
@@ -229,7 +227,6 @@ def test_a_word_behind_the_limit_is_neither_learned_nor_predicted(tmp_path):
 )
 def test_rows_that_are_no_labels_are_named(task, row, why):
     labels = objective_of(task).labels
-    assert labels is not None
     with pytest.raises(Exception, match=why):
         labels.read(row, {})
 
@@ -280,7 +277,7 @@ def test_one_class_that_is_there_or_not_can_be_learned(tmp_path):
     rows = [{"text": f"number {i}", "labels": ["FOOD"][: i % 2]} for i in range(20)]
     job = load_job(write_job(tmp_path, SEVERAL, rows=rows, eval_rows=rows, max_steps=1))
     train(job)
-    (metrics,) = (row["metrics"] for row in log_of(job) if "metrics" in row)
+    (metrics,) = metrics_of(job)
     assert metrics["per_class"].keys() == {"FOOD"}
 
 
@@ -291,10 +288,9 @@ def test_label_smoothing_that_means_nothing_is_refused(task, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tagger_is_not_asked_for_a_text(tmp_path, capsys):
+def test_a_tagger_is_not_asked_for_a_text(tmp_path, cli):
     train(load_job(write_job(tmp_path, TAGS, max_steps=1)))
-    assert main(["chat", str(tmp_path / "run"), "--prompt", "the rain"]) == InputError.exit_code
-    assert "farthing predict" in capsys.readouterr().err
+    assert "farthing predict" in cli.err("chat", tmp_path / "run", "--prompt", "the rain")
 
 
 @pytest.mark.parametrize(

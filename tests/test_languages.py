@@ -21,7 +21,7 @@ from workshop import make_folder, make_job, train
 ROWS = [{"input": "the bread", "target": "das Brot"}, {"input": "bread", "target": "Brot"}] * 4
 
 
-def base_of(folder: Path, family: str, **settings: Any) -> None:
+def base_of(folder: Path, family: str, **settings):
     """A pretrained model with a tokenizer that writes languages into texts."""
     tokenizer = speaking(family)
     tokenizer.save_pretrained(folder)
@@ -33,7 +33,7 @@ def base_of(folder: Path, family: str, **settings: Any) -> None:
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "generation_config.json").read_text())
+    found = json.loads((folder / "generation_config.json").read_text())
     return {
         key: value
         for key, value in found.items()

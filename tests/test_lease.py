@@ -6,7 +6,6 @@ A world of two machines in simulated time: each has its own clocks, one store is
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,12 +34,12 @@ class Shelf(Model):
 class World:
     """Seconds that pass for all; what a machine sees of them depends on its clocks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
-        self.at_work: Machine | None = None
-        self.others: list[Callable[[], None]] = []
+        self.at_work = None
+        self.others = []
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float):
         """One machine waits; the others go about their work meanwhile."""
         waits, self.now = self.at_work, self.now + seconds
         for act in self.others:
@@ -51,7 +50,7 @@ class World:
 class Machine:
     """A machine that may hold the run. `boot_stops`: its clocks stand still while it is paused."""
 
-    def __init__(self, world: World, shelf: Shelf, folder: Path, skew_s: float) -> None:
+    def __init__(self, world: World, shelf: Shelf, folder: Path, skew_s: float):
         self.world, self.shelf, self.skew_s = world, shelf, skew_s
         self.lost_s = 0.0
         self.suspended_until = 0.0
@@ -67,16 +66,16 @@ class Machine:
     def wall(self) -> float:
         return 1.8e9 + self.skew_s + self.boot()
 
-    def suspend(self, seconds: float, *, boot_stops: bool) -> None:
+    def suspend(self, seconds: float, *, boot_stops: bool):
         self.suspended_until = self.world.now + seconds
         self.lost_s += seconds if boot_stops else 0.0
 
-    def claim(self) -> None:
+    def claim(self):
         self.world.at_work = self
         self.lease.claim(self.shelf, lambda: False)  # type: ignore[arg-type]
         self.renewed_at = self.world.now
 
-    def act(self) -> None:
+    def act(self):
         """Renew when it is time, unless asleep or told that the run is lost."""
         self.world.at_work = self
         is_due = self.world.now - self.renewed_at >= RENEW_S
@@ -95,7 +94,7 @@ class Machine:
 def world(monkeypatch):
     made = World()
 
-    def of_machine(name: str) -> Callable[[], float]:
+    def of_machine(name):
         return lambda: getattr(made.at_work, name)()
 
     monkeypatch.setattr(lease_module, "seconds_since_boot", of_machine("boot"))
@@ -149,7 +148,7 @@ def test_a_holder_that_slept_learns_that_it_lost_the_run_and_leaves_its_bill(see
     assert first.was_told
     assert not second.was_told
     first.lease.leave_bill(shelf)  # type: ignore[arg-type]
-    known: set[str] = set()
+    known = set()
     assert bills_left(shelf, known) == [{"by": "first"}]  # type: ignore[arg-type]
     assert bills_left(shelf, known) == []  # type: ignore[arg-type]
     for _ in range(20):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ class Clock:
 
     now = 1000.0
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float):
         self.now += seconds
 
 
@@ -77,7 +76,7 @@ def test_the_folder_that_held_a_run_takes_it_again_at_once(clock, store, tmp_pat
 def test_a_silent_holder_is_waited_for_as_long_as_its_lease_and_an_hour_at_most(
     lease_s, waits_s, clock, store, tmp_path
 ):
-    said: list[str] = []
+    said = []
     lease_in(tmp_path / "first", lease_s).claim(store, never)
     lease_in(tmp_path / "second", 1.0, said).claim(store, never)
     assert waits_s <= clock.now - 1000.0 < waits_s + 0.1
@@ -139,7 +138,7 @@ def test_a_list_that_is_late_is_waited_for_half_a_minute(
 
 
 def test_a_store_that_overwrites_is_named(clock, store, tmp_path, monkeypatch):
-    said: list[str] = []
+    said = []
     lease_in(tmp_path / "first", 60.0, said).claim(store, never)
     assert said == []
     real = store.create
@@ -164,7 +163,7 @@ def test_words_of_a_link_that_are_no_rows_are_passed_over(clock, store, tmp_path
 
 @pytest.mark.parametrize(("gap_s", "is_gap"), [(10.0, False), (10.5, True), (-10.5, True)])
 def test_a_gap_is_longer_than_the_lease_in_either_direction(gap_s, is_gap):
-    now: list[Any] = [0.0]
+    now = [0.0]
     gaps = Gaps(10.0, (lambda: now[0],))
     now[0] = gap_s
     gaps.tick()

@@ -30,7 +30,7 @@ from heads import assert_same, gradients_of, make_model
 IDS = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
-def gradients(model: Any) -> dict[str, torch.Tensor]:
+def gradients(model) -> dict[str, torch.Tensor]:
     return gradients_of(model, model(input_ids=IDS, labels=IDS).loss)
 
 
@@ -64,30 +64,30 @@ def test_another_activation_is_refused_before_anything_is_changed(kernels):
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def kernels(monkeypatch):
     """In place of Liger: norms in other operations, the family's class and rotation replaced;
     counts rotations.
     """
-    rotated: list[int] = []
+    rotated = []
     plain_rotation = modeling_llama.apply_rotary_pos_emb
 
-    def rotate(*args: Any) -> Any:
+    def rotate(*args):
         rotated.append(1)
         return plain_rotation(*args)
 
-    def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    def norm(self, hidden):
         return torch.nn.functional.rms_norm(
             hidden, hidden.shape[-1:], self.weight, self.variance_epsilon
         )
 
     def apply(
-        rope: bool = True,
-        cross_entropy: bool = False,
-        fused_linear_cross_entropy: bool = True,
-        rms_norm: bool = True,
-        swiglu: bool = True,
-        model: Any = None,
-    ) -> None:
+        rope=True,
+        cross_entropy=False,
+        fused_linear_cross_entropy=True,
+        rms_norm=True,
+        swiglu=True,
+        model=None,
+    ):
         assert (rope, rms_norm, swiglu) == (True, True, True)
         assert (cross_entropy, fused_linear_cross_entropy) == (False, False)
         modeling_llama.apply_rotary_pos_emb = rotate
@@ -137,7 +137,7 @@ class Norm(torch.nn.Module):
     fails: type[Exception] | None = None
     width = 0
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(width))
         Norm.width = width
@@ -178,9 +178,7 @@ def interpreted(*kinds: str) -> dict[str, Any]:
     if any(importlib.util.find_spec(name) is None for name in ("liger_kernel", "triton")):
         pytest.skip("liger-kernel and triton are not installed")
     command = [sys.executable, str(Path(__file__).with_name("interpreted.py")), *kinds]
-    found: dict[str, Any] = json.loads(
-        subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
-    )
+    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     assert set(found) == set(kinds)
     return found
 

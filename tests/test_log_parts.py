@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ from farthing.storage.files import seal, unseal
 from mirrored import Faulty, Model, delivered, folder_of_run, mirror_of, step_done, taken
 
 
-def write_steps(run: Path, first: int, last: int) -> None:
+def write_steps(run: Path, first: int, last: int):
     """Lines of about a hundred bytes."""
     with open(run / "log.jsonl", "a") as log:
         for step in range(first, last):
@@ -28,7 +26,7 @@ def commits_of(tmp_path: Path, n: int) -> tuple[Model, list[str], Path]:
     """
     store, sent = Model(), []
 
-    def note(name: str, key: str, operation: Callable[[], Any]) -> Any:
+    def note(name, key, operation):
         sent.extend([key.rpartition("/")[2]] if name == "put" and "/log.parts/" in key else [])
         return operation()
 
@@ -110,7 +108,7 @@ def test_a_lost_micro_batch_costs_its_lines_and_is_said(tmp_path):
     store, _, run = commits_of(tmp_path, 3)
     (lost,) = [key for key in store.objects if key.endswith("/log.parts/000001")]
     n_lost = store.objects.pop(lost).count(b"\n")
-    said: list[str] = []
+    said = []
     assert taken(store, tmp_path / "empty", said) == 3
     assert "log.parts of the copy of step 3 in the store is lost" in said[0]
     whole, found = (

@@ -5,7 +5,6 @@ disk.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import peft
 import pytest
@@ -38,7 +37,7 @@ CLOSE, CLOSE_BF16 = 1e-5, 3e-2
 KINDS = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 
 
-def with_lora(family: str = "llama", model: Any = None, **settings: Any) -> Any:
+def with_lora(family: str = "llama", model=None, **settings):
     """A small model with adapters that do something: fresh ones would multiply by zero."""
     settings = {
         "r": 4,
@@ -59,7 +58,7 @@ def with_lora(family: str = "llama", model: Any = None, **settings: Any) -> Any:
     return wrapped
 
 
-def in_bf16_with_fp32_adapters(model: Any) -> Any:
+def in_bf16_with_fp32_adapters(model):
     """As a run has it: the frozen base in bf16, what is trained in fp32."""
     for weight in model.parameters():
         if not weight.requires_grad:
@@ -68,7 +67,7 @@ def in_bf16_with_fp32_adapters(model: Any) -> Any:
 
 
 def outcome(
-    model: Any, family: str = "llama", *, is_bf16: bool = False
+    model, family: str = "llama", *, is_bf16: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits, and gradients of the loss."""
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
@@ -132,7 +131,7 @@ def test_outputs_and_gradients_are_those_of_peft(family, settings, is_bf16):
         assert_same(gradients, their_gradients)
 
 
-def one_layer(**settings: Any) -> Any:
+def one_layer(**settings):
     """A single adapted layer, 12 -> 10."""
     torch.manual_seed(4)
     wrapped = peft.get_peft_model(
@@ -142,7 +141,7 @@ def one_layer(**settings: Any) -> Any:
     return wrapped.base_model.model[0]
 
 
-def fused_layer(**settings: Any) -> Any:
+def fused_layer(**settings):
     layer = one_layer(**settings)
     layer.__class__ = LowRankLinear
     return layer
@@ -198,7 +197,7 @@ def test_a_frozen_prefix_keeps_nothing_and_is_never_given_gradients(every):
     assert use_low_rank(model).n_fused == len(top) == 7
     checkpoint_layers(model, every)
     layers = model.get_base_model().model.layers
-    need_gradients: list[bool] = []
+    need_gradients = []
     for layer in layers:
         layer.register_forward_hook(lambda _, __, out: need_gradients.append(out.requires_grad))
     loss = summed_loss(model, make_batch(), "causal-lm")[0]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from datetime import date
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-import workshop
 from farthing.planner.managed import Service, fee_of, fees_of, services
 from offers import offer_of
+from workshop import job_file
 
 
 def spec(
     n_examples: int = 1000, mean: float = 100, n_epochs: float = 3, max_steps: int | None = None
-) -> Any:
+):
 
     lengths = SimpleNamespace(n_tokens=n_examples * mean, n_examples=n_examples)
     return SimpleNamespace(
@@ -62,7 +61,7 @@ def test_every_row_has_its_source_its_day_and_its_unit():
 def test_a_plan_answers_what_was_paid(tmp_path, cli, monkeypatch):
     monkeypatch.setenv("FARTHING_TODAY", "2026-11-22")
     size = ("--examples", "20000", "--mean-tokens", "500")
-    words = ["plan", workshop.job_file(tmp_path), *size, "--paid", "$90"]
+    words = ["plan", job_file(tmp_path), *size, "--paid", "$90"]
     view = cli.json(*words)
     assert view["paid"]["usd"] == 90
     assert view["paid"]["here_usd"] == pytest.approx(view["best"]["total_usd"])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -99,7 +99,6 @@ def objective_of(model: str) -> str:
 def shape_of(model: str, n_layers: int | None = None) -> Shape:
     """The shape of a known model, with a few of its layers or all."""
     config = cut_config(model, n_layers) if n_layers else known_config(NAMES[model])
-    assert config is not None
     task = objective_of(model)
     return read_shape(config, task, N_LABELS if task == "classification" else 0)
 
@@ -118,7 +117,7 @@ def compare(case: Traced) -> tuple[Memory, int]:
         shape=shape, method=case.method, target_modules=case.targets, **how
     ).adapters
     if case.method == "lora":
-        names: Any = "all-linear" if case.targets == ALL else list(case.targets)
+        names = "all-linear" if case.targets == ALL else list(case.targets)
         lora = {
             "r": r,
             "target_modules": names,
@@ -181,7 +180,7 @@ def case_of(
     return Case(shape, recipe, adapters, largest, padded, 64.0, labelled_share, is_cuda)
 
 
-def peak(*case: Any, **more: Any) -> Memory:
+def peak(*case, **more) -> Memory:
     return estimate_memory(case_of(*case, **more))
 
 
@@ -195,14 +194,14 @@ def named(case: Traced) -> str:
 
 
 @pytest.fixture
-def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _large_blocks(monkeypatch):
     monkeypatch.setattr(farthing.models.tiles, "CPU_BLOCK_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(
         farthing.model.head, "CPU_BLOCK_BYTES", BLOCK_BYTES // torch.get_num_threads()
     )
 
 
-def agree(case: Traced) -> None:
+def agree(case: Traced):
     """The formulas are as close as they say."""
     said, seen = compare(case)
     assert said.allocated.n_bytes == pytest.approx(seen, rel=0.065), said

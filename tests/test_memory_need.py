@@ -52,7 +52,7 @@ class Case(NamedTuple):
     casts_once: bool = False
 
 
-def config_for(case: Case) -> Any:
+def config_for(case: Case):
     """The configuration, with a few layers or all."""
     if case.model in ("0.5B", "1B", "3B", "8B"):
         values = dict(config_of(case.model))
@@ -82,10 +82,10 @@ def judged(case: Case) -> tuple[MemoryNeed, int]:
         forward = Forward(model, "causal-lm", 0, Numerics(CPU, torch.bfloat16))
         assert forward.is_packed
 
-        def sample_of(n: int) -> Sample:
+        def sample_of(n):
             of = Documents.of((LENGTH,) * n)
             ids = torch.zeros(1, LENGTH * n, dtype=torch.long)
-            batch: dict[str, Any] = {
+            batch = {
                 "input_ids": ids,
                 "position_ids": ids,
                 "attention_mask": of.no_mask,
@@ -132,7 +132,7 @@ def seen(case: Case) -> int:
 
 
 @pytest.fixture
-def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _large_blocks(monkeypatch):
     """Fewer operations to trace than with a CPU's own blocks of logits."""
     monkeypatch.setattr(
         farthing.model.head, "CPU_BLOCK_BYTES", BLOCK_BYTES // torch.get_num_threads()
@@ -209,7 +209,6 @@ def test_a_run_without_a_probe_begins_with_no_checkpointing_whatever_was_planned
     job = make_job(tmp_path, size={"hidden": 32, "layers": 1}, probe=False)
     with opened(job) as run:
         planned = run.estimate
-        assert planned is not None
         planned = replace(planned, settings=replace(planned.settings, checkpoint_every=2))
         found = first_settings(run.spec, run.context, run.train_examples, planned)
         assert found.checkpoint_every == 0

@@ -129,7 +129,7 @@ def test_time_is_on_the_bill_while_nobody_says_anything_and_its_end_is_on_the_di
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr("farthing.run.ledger.BEAT_S", 0.01)
-    forced: list[Path] = []
+    forced = []
     monkeypatch.setattr("farthing.run.ledger.fsync_path", forced.append)
     ledger = Ledger(tmp_path / "l", Meter(already_s=40.0, now=lambda: 1000.0), 1)
     ledger.write()

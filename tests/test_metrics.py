@@ -15,9 +15,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-import workshop
 from farthing.errors import DataError
-from farthing.events import Event, Exported, Saved, Warned
+from farthing.events import Exported, Saved, Warned
 from farthing.metrics import classification_metrics, perplexity, text_metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import choose_numerics
@@ -27,7 +26,7 @@ from farthing.train.evaluate import evaluate
 from farthing.train.resolve import open_examples, resolve
 from interrupted import LeavesAt
 from thinned import thinned
-from workshop import Heard, Watched, log_of, make_job
+from workshop import Heard, Watched, log_of, make_job, rows_of, train
 
 # ---- numbers ----
 
@@ -114,7 +113,7 @@ def test_every_metric_of_a_task_has_a_direction():
 # ---- measured on models ----
 
 
-def evaluations(job: Any) -> list[dict[str, Any]]:
+def evaluations(job) -> list[dict[str, Any]]:
     return [row for row in log_of(job) if "metrics" in row]
 
 
@@ -123,16 +122,16 @@ def test_the_measured_loss_is_that_of_transformers_over_all_target_tokens(tmp_pa
     job = make_job(
         tmp_path,
         pretrained=True,
-        eval_rows=workshop.rows_of("llama", 7, seed=3),
+        eval_rows=rows_of("llama", 7, seed=3),
         max_steps=2,
         label_smoothing_factor=0.2,
     )
-    workshop.train(job)
+    train(job)
     measured = evaluations(job)[-1]["metrics"]
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").eval()
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/model")
-    total, n, means = 0.0, 0, list[float]()
-    for row in workshop.rows_of("llama", 7, seed=3):
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/model")
+    total, n, means = 0.0, 0, []
+    for row in rows_of("llama", 7, seed=3):
         prompt, answer = (
             tokenizer(row["prompt"])["input_ids"],
             tokenizer(row["completion"])["input_ids"],
@@ -153,11 +152,11 @@ def test_the_measured_loss_is_that_of_transformers_over_all_target_tokens(tmp_pa
 
 @pytest.mark.slow
 def test_a_seq2seq_run_may_spare_the_generation(tmp_path):
-    rows = workshop.rows_of("t5", 4)
+    rows = rows_of("t5", 4)
     job = make_job(
         tmp_path, "t5", rows=rows, eval_rows=rows, max_steps=1, predict_with_generate=False
     )
-    workshop.train(job)
+    train(job)
     assert set(evaluations(job)[-1]["metrics"]) == {
         "loss",
         "loss_stderr",
@@ -170,18 +169,15 @@ def test_a_seq2seq_run_may_spare_the_generation(tmp_path):
 def test_evaluating_changes_no_bit_of_the_training(family, tmp_path):
     ends = []
     for name, keys in (
-        ("with", {"eval_rows": workshop.rows_of(family, 6), "eval_steps": 1}),
+        ("with", {"eval_rows": rows_of(family, 6), "eval_steps": 1}),
         ("without", {}),
     ):
         job = make_job(
             tmp_path / name, family, size={"dropout": 0.1}, load_best_model_at_end=False, **keys
         )
-        workshop.train(job)
+        train(job)
         ends.append(load_file(tmp_path / name / "run/model/model.safetensors"))
-    assert (
-        len(evaluations(make_job(tmp_path / "with", family, eval_rows=workshop.rows_of(family, 6))))
-        == 6
-    )
+    assert len(evaluations(make_job(tmp_path / "with", family, eval_rows=rows_of(family, 6)))) == 6
     assert ends[0].keys() == ends[1].keys()
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
@@ -189,7 +185,7 @@ def test_evaluating_changes_no_bit_of_the_training(family, tmp_path):
 # ---- what hangs on them ----
 
 
-def set_metrics(monkeypatch: pytest.MonkeyPatch, *values: float | None, name: str = "loss") -> None:
+def set_metrics(monkeypatch: pytest.MonkeyPatch, *values: float | None, name: str = "loss"):
     """Let the next evaluations measure `values`."""
     measured = iter(values)
     monkeypatch.setattr(
@@ -198,13 +194,11 @@ def set_metrics(monkeypatch: pytest.MonkeyPatch, *values: float | None, name: st
     )
 
 
-def judged_job(tmp_path: Path, **keys: Any) -> Any:
-    return make_job(
-        tmp_path, n_rows=16, eval_rows=workshop.rows_of("llama", 2), eval_steps=1, **keys
-    )
+def judged_job(tmp_path: Path, **keys):
+    return make_job(tmp_path, n_rows=16, eval_rows=rows_of("llama", 2), eval_steps=1, **keys)
 
 
-def checkpoint_weights(job: Any, step: int) -> dict[str, torch.Tensor]:
+def checkpoint_weights(job, step: int) -> dict[str, torch.Tensor]:
     (folder,) = Path(job.output_dir, "checkpoints").glob(f"step-{step:08d}-*")
     return load_file(folder / "model.safetensors")
 
@@ -212,7 +206,7 @@ def checkpoint_weights(job: Any, step: int) -> dict[str, torch.Tensor]:
 def test_the_best_checkpoint_is_the_one_exported(tmp_path, monkeypatch):
     set_metrics(monkeypatch, 3.0, 1.0, 2.0, 2.0, 2.0, 2.0)
     job, heard = judged_job(tmp_path, save_steps=1), Heard()
-    outcome = workshop.train(job, heard)
+    outcome = train(job, heard)
     assert outcome.receipt.best_step == 2
     assert [row["is_best"] for row in evaluations(job)] == [True, True, False, False, False, False]
     exported = load_file(tmp_path / "run/model/model.safetensors")
@@ -227,7 +221,7 @@ def test_the_best_checkpoint_is_the_one_exported(tmp_path, monkeypatch):
 def test_the_last_step_is_exported_when_that_is_asked_for(tmp_path, monkeypatch):
     set_metrics(monkeypatch, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0)
     job = judged_job(tmp_path, load_best_model_at_end=False)
-    workshop.train(job)
+    train(job)
     exported, last = load_file(tmp_path / "run/model/model.safetensors"), checkpoint_weights(job, 6)
     assert all(torch.equal(exported[name], last[name]) for name in exported)
 
@@ -237,17 +231,17 @@ def test_patience_counts_evaluations_without_a_gain_above_the_threshold(tmp_path
     set_metrics(monkeypatch, 3.0, 2.8, 2.4, 2.3, 2.25, 1.6, 1.55, 1.5, 1.5, 1.45, 0.1)
     keys = {"early_stopping_patience": 3, "early_stopping_threshold": 0.3, "max_steps": 20}
     job = judged_job(tmp_path, **keys)
-    outcome = workshop.train(job)
+    outcome = train(job)
     assert (outcome.state, outcome.reason) == ("finished", "stopped early")
     assert (outcome.receipt.steps, outcome.receipt.best_step) == (9, 8)
-    assert workshop.train(job).receipt.steps == 9  # the same command trains nothing more
+    assert train(job).receipt.steps == 9  # the same command trains nothing more
 
 
 def test_more_is_better_where_the_metric_has_it(tmp_path, monkeypatch):
     set_metrics(monkeypatch, 0.1, 0.9, 0.5, name="f1")
     keys = {"max_steps": 3, "eval_steps": 1, "metric_for_best_model": "eval_f1"}
-    job = make_job(tmp_path, "bert", eval_rows=workshop.rows_of("bert", 3), **keys)
-    assert workshop.train(job).receipt.best_step == 2
+    job = make_job(tmp_path, "bert", eval_rows=rows_of("bert", 3), **keys)
+    assert train(job).receipt.best_step == 2
 
 
 @pytest.mark.slow
@@ -275,8 +269,8 @@ def test_the_best_step_does_not_depend_on_the_threshold_even_over_a_stop(
     job = judged_job(
         tmp_path, greater_is_better=greater, early_stopping_threshold=0.5, max_steps=4, save_steps=1
     )
-    assert workshop.train(job, LeavesAt(Saved, 2)).state == "interrupted"
-    outcome = workshop.train(job)
+    assert train(job, LeavesAt(Saved, 2)).state == "interrupted"
+    outcome = train(job)
     assert (outcome.state, outcome.receipt.best_step) == ("finished", best_step)
     exported, best = (
         load_file(tmp_path / "run/model/model.safetensors"),
@@ -286,7 +280,7 @@ def test_the_best_step_does_not_depend_on_the_threshold_even_over_a_stop(
 
 
 def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refused(tmp_path):
-    def examples_of(*labels: str, **label_map: str) -> list[str]:
+    def examples_of(*labels, **label_map):
         folder = tmp_path / str(len(labels) + len(label_map))
         job = make_job(folder, "bert", max_steps=1, data={"label_map": label_map})
         rows = [
@@ -294,7 +288,7 @@ def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refuse
             for number in range(20)
         ]
         Path(job.data.train[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        heard: list[Event] = []
+        heard = []
         open_examples(resolve(job), heard.append)
         return [event.text for event in heard if isinstance(event, Warned)]
 
@@ -314,7 +308,7 @@ def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refuse
 def test_a_model_that_computes_no_numbers_is_measured_as_none(tmp_path, monkeypatch):
     watched = Watched(monkeypatch)
     job = make_job(tmp_path, "bert", max_steps=1, metric_for_best_model="accuracy")
-    workshop.train(job)
+    train(job)
     spec = resolve(job)
     examples, _ = open_examples(spec, Heard())
     with torch.no_grad():
@@ -331,21 +325,21 @@ def test_a_model_that_computes_no_numbers_is_measured_as_none(tmp_path, monkeypa
 
 @pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 3))
 def test_an_evaluation_batch_has_no_more_tokens_than_training_had(family, tmp_path, monkeypatch):
-    asked: list[int] = []
+    asked = []
     honest = Forward.to_device
 
-    def place(forward: Forward, arrays: Any) -> Any:
+    def place(forward, arrays):
         if not torch.is_grad_enabled():
             asked.append(forward.n_computed(arrays))
         return honest(forward, arrays)
 
     monkeypatch.setattr(Forward, "to_device", place)
-    workshop.train(
+    train(
         make_job(
             tmp_path,
             family,
             max_steps=1,
-            eval_rows=workshop.rows_of(family, 12, 9),
+            eval_rows=rows_of(family, 12, 9),
             micro_batch_tokens=70,
         )
     )

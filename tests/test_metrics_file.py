@@ -7,7 +7,7 @@ import re
 import pytest
 
 from farthing.train.metrics_file import metrics_text
-from workshop import log_of, make_job, rows_of, step_taken, train
+from workshop import log_of, make_job, metrics_of, rows_of, step_taken, train
 
 SAMPLE = re.compile(r'farthing_[a-z_]+(\{([a-z]+="(?:[^"\\\n]|\\.)*",?)+\})? [-+0-9.e]+')
 
@@ -16,8 +16,8 @@ def gauges(text: str) -> dict[str, float]:
     """Samples by name and labels; every line is one, or its type or help."""
     lines = text.split("\n")
     assert lines[-2:] == ["# EOF", ""]
-    found: dict[str, float] = {}
-    typed: set[str] = set()
+    found = {}
+    typed = set()
     for line in lines[:-2]:
         if line.startswith("# TYPE "):
             assert line.endswith(" gauge")
@@ -35,9 +35,8 @@ def test_the_file_has_the_last_step_and_evaluation(tmp_path):
     job = make_job(tmp_path, rows=rows, eval_rows=rows[:4], max_steps=5, logging_steps=2)
     train(job)
     found = gauges((tmp_path / "run/metrics.prom").read_text())
-    log = log_of(job)
-    steps = [row for row in log if "loss" in row]
-    metrics = [row["metrics"] for row in log if "metrics" in row][-1]
+    steps = [row for row in log_of(job) if "loss" in row]
+    metrics = metrics_of(job)[-1]
     assert found["farthing_step"] == found["farthing_n_steps"] == 5
     assert found["farthing_running"] == 0
     assert found["farthing_loss"] == pytest.approx(steps[-1]["loss"], rel=1e-5)

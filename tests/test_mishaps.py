@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 import workshop
-from farthing.cli import main
 from farthing.events import StepTaken, Warned
 from farthing.model.forward import Forward
 from farthing.report.receipt import build_receipt
@@ -18,11 +16,12 @@ from farthing.train.run import train
 from farthing.train.trackers import tracked
 from interrupted import job_in
 from mishaps import fail_at
+from workshop import Heard, log_of, make_job, step_taken
 
 
 def test_a_tracker_that_fails_is_dropped_and_training_goes_on(tmp_path):
     pytest.importorskip("tensorboard")
-    heard, taken = workshop.Heard(), workshop.step_taken()
+    heard, taken = Heard(), step_taken()
     (tmp_path / "board").write_text("a file where the folder should be")
     with tracked(heard, ("tensorboard",), tmp_path / "board") as emit:
         for step in (1, 2):
@@ -37,7 +36,7 @@ def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr("farthing.train.trackers.OPENERS", hanging)
     monkeypatch.setattr("farthing.train.trackers.MOST_WAITING", 3)
     monkeypatch.setattr("farthing.train.trackers.PATIENCE_S", 0.2)
-    heard = workshop.Heard()
+    heard = Heard()
     assert train(job_in(tmp_path, "run", report_to=["tensorboard"]), heard).exit_code == 0
     assert not is_over.is_set(), "the tracker still hangs"
     is_over.set()
@@ -49,7 +48,7 @@ def room_for(micro_batch_tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[i
     """A device with room for so many tokens at once; returns what it was asked to compute."""
     honest, asked = Forward.loss, []
 
-    def loss(forward: Any, batch: dict[str, Any], *scale: Any) -> Any:
+    def loss(forward, batch, *scale):
         if torch.is_grad_enabled():
             asked.append(batch["input_ids"].numel())
             if asked[-1] > micro_batch_tokens:
@@ -62,17 +61,15 @@ def room_for(micro_batch_tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[i
 
 def test_memory_that_runs_out_halves_the_micro_batch_and_not_the_step(tmp_path, monkeypatch):
     keys = {"max_steps": 6, "n_rows": 64, "global_batch_size": 16}
-    plain = workshop.make_job(tmp_path / "plain", "llama", **keys)
+    plain = make_job(tmp_path / "plain", "llama", **keys)
     workshop.train(plain)
-    heard = workshop.Heard()
-    job = workshop.make_job(tmp_path / "short", "llama", **keys)
+    heard = Heard()
+    job = make_job(tmp_path / "short", "llama", **keys)
     asked = room_for(200, monkeypatch)
     outcome = train(job, heard)
     assert outcome.state == "finished"
     assert max(asked[-3:]) <= 200 < max(asked)
-    ours, theirs = (
-        [row for row in workshop.log_of(each) if "loss" in row] for each in (job, plain)
-    )
+    ours, theirs = ([row for row in log_of(each) if "loss" in row] for each in (job, plain))
     assert [row["examples"] for row in ours] == [row["examples"] for row in theirs]
     assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in theirs], rel=1e-4)
     sizes = [event["micro_batch_tokens"] for event in outcome.receipt.out_of_memory]
@@ -83,18 +80,17 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_not_the_step(tmp_path, 
 
 @pytest.mark.slow
 def test_one_example_without_room_is_computed_again_in_parts_and_then_said(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, cli
 ):
     job_in(tmp_path, "run")
     room_for(1, monkeypatch)
-    assert main(["train", str(tmp_path / "run.yaml")]) == 1
-    words = capsys.readouterr()
-    assert "data.max_length" in words.err
-    assert "Traceback" not in words.err
+    words = cli.err("train", tmp_path / "run.yaml", code=1)
+    assert "data.max_length" in words
+    assert "Traceback" not in words
     events = build_receipt(tmp_path / "run").out_of_memory
     assert [event["checkpoint_every"] for event in events][-2:] == [2, 1]
     monkeypatch.undo()
-    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    cli("train", tmp_path / "run.yaml")
 
 
 def test_a_crash_keeps_what_was_saved_and_says_how_to_go_on(tmp_path, monkeypatch, cli):

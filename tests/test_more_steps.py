@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from farthing.cli import main
 from farthing.errors import RunChangedError
 from thinned import thinned
 from workshop import Heard, job_file, losses_of, make_job, train
@@ -31,7 +29,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     ),
 )
 def test_a_finished_run_takes_more_steps(schedule, tmp_path):
-    keys: dict[str, Any] = {"n_rows": 40, **schedule}
+    keys = {"n_rows": 40, **schedule}
     train(make_job(tmp_path / "once", max_steps=8, **keys))
     train(make_job(tmp_path / "twice", max_steps=6, **keys))
     job = make_job(tmp_path / "twice", max_steps=8, **keys)
@@ -60,15 +58,15 @@ def test_fewer_steps_than_were_taken_train_nothing(tmp_path):
         {"lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.5},
     ],
 )
-def test_a_schedule_that_knows_its_end_names_the_way_further(schedule, tmp_path):
+def test_a_schedule_that_knows_its_end_names_the_way_further(schedule, tmp_path, cli):
     train(make_job(tmp_path, max_steps=6, **schedule))
     with pytest.raises(RunChangedError) as error:
         train(make_job(tmp_path, max_steps=8, **schedule))
     assert "train.max_steps: 6 -> 8" in str(error.value)
     assert f"farthing train JOB --from {tmp_path / 'run'} --set output_dir=" in str(error.value)
     path = job_file(tmp_path, max_steps=8, **schedule)
-    words = ["--from", str(tmp_path / "run"), "--set", f"output_dir={tmp_path / 'further'}"]
-    assert main(["train", str(path), *words]) == 0
+    further = f"output_dir={tmp_path / 'further'}"
+    cli("train", path, "--from", tmp_path / "run", "--set", further)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +84,12 @@ def test_a_schedule_that_knows_its_end_names_the_way_further(schedule, tmp_path)
         2,
     ),
 )
-def test_a_setting_that_nobody_uses_is_warned_of(keys, words, tmp_path, capsys):
+def test_a_setting_that_nobody_uses_is_warned_of(keys, words, tmp_path, cli):
     heard = Heard()
     train(make_job(tmp_path, max_steps=1, n_rows=8, **keys), heard)
     assert words in heard.warnings
-    assert main(["doctor", str(tmp_path / "job.yaml")]) == 0
-    assert words.split(":")[0] in " ".join(capsys.readouterr().out.split())
+    said = cli.out("doctor", tmp_path / "job.yaml")
+    assert words.split(":")[0] in " ".join(said.split())
 
 
 def test_usual_settings_are_not(tmp_path):

@@ -14,7 +14,7 @@ import workshop
 from farthing.errors import ModelError
 from farthing.export.folders import export_run, trained_model
 from mishaps import fail_at
-from workshop import log_of, losses_of, train
+from workshop import Watched, log_of, losses_of, make_job, train
 
 NEW = ["<mood>", "xqzt"]
 BOTH = {"name": "lora", "modules_to_save": ["embed_tokens", "lm_head"]}
@@ -28,12 +28,10 @@ def rows_of(n: int) -> list[dict[str, str]]:
     ]
 
 
-def job_of(
-    folder: Path, method: Any = "full", new: list[str] = NEW, family: str = "llama", **keys: Any
-) -> Any:
+def job_of(folder: Path, method="full", new: list[str] = NEW, family: str = "llama", **keys):
     """A job whose model gets the new tokens."""
     keys = {"max_steps": 4, "rows": rows_of(24), "pretrained": True, **keys}
-    return workshop.make_job(folder, family, method=method, model={"new_tokens": new}, **keys)
+    return make_job(folder, family, method=method, model={"new_tokens": new}, **keys)
 
 
 def plain_of(base: Path, seed: int) -> tuple[Any, Any]:
@@ -49,7 +47,7 @@ def plain_of(base: Path, seed: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize("method", ["full", BOTH], ids=["full", "lora"])
 def test_the_losses_are_those_of_a_plain_loop(method, tmp_path, monkeypatch):
     job = job_of(tmp_path, method, optim="sgd", max_grad_norm=0, max_steps=1)
-    watched = workshop.Watched(monkeypatch)
+    watched = Watched(monkeypatch)
     train(job)
     tokenizer, model = plain_of(tmp_path / "base", job.train.seed)
     embedding = model.get_input_embeddings().weight
@@ -121,7 +119,7 @@ def test_other_tasks_learn_them_too(family, method, tmp_path, monkeypatch):
     rows = workshop.rows_of(family, 24)
     key = "text" if family == "bert" else "input"
     rows = [{**row, key: f"<mood> {row[key]}"} for row in rows]
-    watched = workshop.Watched(monkeypatch)
+    watched = Watched(monkeypatch)
     train(job_of(tmp_path, method, family=family, rows=rows))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/model")
     row = tokenizer.convert_tokens_to_ids("<mood>")

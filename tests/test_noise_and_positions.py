@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,23 +13,21 @@ import torch
 import transformers
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-import workshop
-from farthing.cli import main
 from farthing.errors import ModelError
 from farthing.export.folders import trained_model
 from farthing.model.documents import packed_batch
 from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.load import ModelChoice, load_config
 from interrupted import stopped_and_resumed
-from workshop import losses_of, make_job
+from workshop import job_file, losses_of, make_folder, make_job, train, trained
 
 IDS = torch.arange(4, 20)[None]
 
 
-def model_in(folder: Path) -> Any:
+def model_in(folder: Path):
     """A small Llama with weights, in training."""
     return transformers.AutoModelForCausalLM.from_pretrained(
-        workshop.make_folder(folder, "llama", pretrained=True)
+        make_folder(folder, "llama", pretrained=True)
     ).train()
 
 
@@ -72,11 +69,11 @@ def test_each_document_has_noise_by_its_own_length(is_packed, tmp_path):
 
 @pytest.mark.slow
 def test_a_noisy_run_resumes_to_the_bit_and_exports_without_noise(tmp_path):
-    keys: dict[str, Any] = {"method": "lora", "max_steps": 6, "n_rows": 24}
+    keys = {"method": "lora", "max_steps": 6, "n_rows": 24}
     whole = make_job(tmp_path / "a", neftune_noise_alpha=5, **keys)
-    workshop.train(whole)
+    train(whole)
     plain = make_job(tmp_path / "b", **keys)
-    workshop.train(plain)
+    train(plain)
     assert losses_of(whole)[0] != losses_of(plain)[0]
     noisy = stopped_and_resumed(tmp_path / "c", method="lora", neftune_noise_alpha=5)
     assert losses_of(noisy) == losses_of(whole)
@@ -89,16 +86,13 @@ def test_a_noisy_run_resumes_to_the_bit_and_exports_without_noise(tmp_path):
 
 def test_two_stacks_are_refused(tmp_path):
     with pytest.raises(ModelError, match="encoder and a decoder"):
-        workshop.train(make_job(tmp_path, "t5", max_steps=1, neftune_noise_alpha=5))
+        train(make_job(tmp_path, "t5", max_steps=1, neftune_noise_alpha=5))
 
 
 @pytest.mark.slow
-def test_positions_of_the_job_are_trained_and_exported(tmp_path):
-    path = workshop.job_file(tmp_path, pretrained=True, method="lora", max_steps=2)
-    assert (
-        main(["train", str(path), "--set", "model.rope_scaling={rope_type: linear, factor: 4.0}"])
-        == 0
-    )
+def test_positions_of_the_job_are_trained_and_exported(tmp_path, cli):
+    path = job_file(tmp_path, pretrained=True, method="lora", max_steps=2)
+    cli("train", path, "--set", "model.rope_scaling={rope_type: linear, factor: 4.0}")
     run = tmp_path / "run"
     values = json.loads((run / "model/model_config.json").read_text())
     assert values["rope_parameters"]["rope_type"] == "linear"
@@ -106,15 +100,15 @@ def test_positions_of_the_job_are_trained_and_exported(tmp_path):
         'AutoConfig.from_pretrained("model_config.json")  # its positions'
         in (run / "model/README.md").read_text()
     )
-    assert main(["export", str(run), "--output", str(tmp_path / "merged")]) == 0
-    merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    cli("export", run, "--output", tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.config.rope_parameters["factor"] == 4.0
     expected = trained_model(run)(input_ids=IDS).logits
     torch.testing.assert_close(merged(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     base.load_state_dict(merged.state_dict())
     assert (base(input_ids=IDS).logits - expected).abs().max().item() > 1e-4, "the positions matter"
-    assert main(["train", str(path)]) == 2, "another model"
+    cli("train", path, code=2)  # another model
 
 
 @pytest.mark.parametrize(
@@ -134,36 +128,34 @@ def test_positions_that_a_family_does_not_know_are_refused(family, rope, words, 
 
 
 @pytest.mark.slow
-def test_biases_of_an_adapter_are_trained_and_merged(tmp_path, capsys):
+def test_biases_of_an_adapter_are_trained_and_merged(tmp_path, cli):
     method = {
         "name": "lora",
         "lora_r": 4,
         "lora_bias": True,
         "target_modules": ["q_proj", "v_proj"],
     }
-    workshop.make_folder(tmp_path / "base", "llama")
+    make_folder(tmp_path / "base", "llama")
     config = json.loads((tmp_path / "base/config.json").read_text())
     config |= {"model_type": "qwen2", "architectures": None, "vocab_size": config["vocab_size"] + 8}
     (tmp_path / "base/config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
-    model: Any = transformers.AutoModelForCausalLM.from_config(
+    model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.from_pretrained(tmp_path / "base")
     )
     model.save_pretrained(tmp_path / "base")
-    job = make_job(tmp_path, pretrained=True, method=method, max_steps=3)
-    workshop.train(job)
-    run = Path(job.output_dir)
+    run = trained(tmp_path, pretrained=True, method=method, max_steps=3)
     tuned = trained_model(run)
     assert any(
         bool(p.any())
         for name, p in tuned.named_parameters()
         if "lora_B" in name and name.endswith("bias")
     )
-    assert main(["export", str(run), "--output", str(tmp_path / "merged")]) == 0
-    merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    cli("export", run, "--output", tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(
         merged(input_ids=IDS).logits, tuned(input_ids=IDS).logits, rtol=1e-4, atol=1e-4
     )
     other = make_job(tmp_path / "other", method=method, max_steps=1)
     with pytest.raises(ModelError, match="have no bias"):
-        workshop.train(other)
+        train(other)

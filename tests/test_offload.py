@@ -5,7 +5,6 @@ resumes exactly.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from scarce import optimizer_of, small_model
 NAME = "adamw_torch_offload"
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, scaler: Any = None) -> None:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, scaler=None):
     inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
     loss = model(inputs).square().mean()
     (scaler.scale(loss) if scaler else loss).backward()
@@ -143,7 +142,7 @@ def test_pinned_copies_share_blocks_that_torch_does_not_round_up(kind):
     sizes = SIZES[kind]
     places, blocks = pack(sizes)
     assert all(size & (size - 1) == 0 for size in blocks)
-    taken: dict[int, list[tuple[int, int]]] = {}
+    taken = {}
     for (block, start), size in zip(places, sizes, strict=True):
         assert start % 512 == 0
         taken.setdefault(block, []).append((start, start + size))

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ import farthing.train.run
 import farthing.train.state
 import farthing.train.step
 import survive
-import workshop
 from farthing.device_memory import (
     is_out_of_memory,
     is_out_of_resources,
@@ -36,7 +34,7 @@ from farthing.train.update import WeightUpdate, temporary_bytes, update_bytes
 from interrupted import LeavesAt
 from scarce import GONE, OPTIMIZERS, Failing, optimizer_of, small_model, step_of, with_scaler
 from thinned import thinned
-from workshop import Heard, losses_of, make_job, opened
+from workshop import Heard, losses_of, make_job, opened, rows_of, train
 
 ILLEGAL = "CUDA error: an illegal memory access"
 FULL = [
@@ -93,7 +91,7 @@ def test_a_kernel_that_does_not_fit_on_the_gpu_is_said_and_not_tried_with_less(
     for error in (of_triton, of_inductor):
         assert is_out_of_resources(error)
         assert not is_out_of_memory(error)
-    calls: list[int] = []
+    calls = []
 
     def failing(*_, **keys):
         calls.append(1)
@@ -102,7 +100,7 @@ def test_a_kernel_that_does_not_fit_on_the_gpu_is_said_and_not_tried_with_less(
     job = make_job(tmp_path, max_steps=2)
     monkeypatch.setattr(farthing.train.step.Step, "accumulate", failing)
     with pytest.raises(HardwareError, match="a kernel does not fit on this GPU"):
-        workshop.train(job)
+        train(job)
     assert len(calls) == 1
 
 
@@ -110,7 +108,7 @@ def test_a_kernel_that_does_not_fit_on_the_gpu_is_said_and_not_tried_with_less(
 
 
 def test_the_allocator_is_asked_for_segments_that_grow_unless_someone_has_set_it():
-    environment: dict[str, str] = {}
+    environment = {}
     assert set_allocator(environment) == "expandable_segments:True (PYTORCH_ALLOC_CONF)"
     assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -190,13 +188,13 @@ def test_an_optimizer_without_room_for_its_state_says_so_before_the_first_step(
 
     monkeypatch.setattr(farthing.train.build, "allocate_state", failing)
     with pytest.raises(OutOfMemoryError, match="CUDA error: out of memory") as caught:
-        workshop.train(make_job(tmp_path, max_steps=2))
+        train(make_job(tmp_path, max_steps=2))
     assert "adamw_torch_offload" in caught.value.to_do
 
 
 # ---- memory that runs out somewhere in a run ----
 
-KEYS: dict[str, Any] = {
+KEYS = {
     "max_steps": 5,
     "n_rows": 40,
     "save_steps": 2,
@@ -205,7 +203,7 @@ KEYS: dict[str, Any] = {
 }
 
 
-PLACES: dict[str, tuple[Any, str, int]] = {
+PLACES = {
     "placing a batch": (Forward, "to_device", 4),
     "forward": (Forward, "loss", 2),
     "backward": (Tensor, "backward", 4),
@@ -219,7 +217,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
 
 
 @pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def untouched(tmp_path_factory):
     """How a run ends that always had memory; with a gradient scaler and without."""
     ends = {}
     for scales in (False, True):
@@ -230,10 +228,10 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return ends
 
 
-def ended(folder: Path, heard: Heard | None = None, **keys: Any) -> Any:
+def ended(folder: Path, heard: Heard | None = None, **keys):
     """Losses, weights and metrics of a run that finished, and its receipt."""
-    job = make_job(folder, eval_rows=workshop.rows_of("llama", 6, 5), **{**KEYS, **keys})
-    outcome = workshop.train(job, heard)
+    job = make_job(folder, eval_rows=rows_of("llama", 6, 5), **{**KEYS, **keys})
+    outcome = train(job, heard)
     assert outcome.state == "finished"
     return survive.result_of(Path(job.output_dir)), losses_of(job), outcome.receipt
 
@@ -304,7 +302,7 @@ def test_an_update_that_was_begun_is_never_taken_again_or_saved(untouched, tmp_p
 
 
 def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(tmp_path, monkeypatch):
-    honest, asked = Forward.loss, list[int]()
+    honest, asked = Forward.loss, []
 
     def loss(forward, batch, *scale):
         asked.append(batch["input_ids"].numel())
@@ -316,7 +314,7 @@ def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(tmp_pa
         if isinstance(event, Warned) and "tokens at a time" in event.text:
             raise ZeroDivisionError
 
-    keys: dict[str, Any] = {
+    keys = {
         "max_steps": 2,
         "n_rows": 32,
         "global_batch_size": 16,
@@ -325,7 +323,7 @@ def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(Forward, "loss", loss)
         with pytest.raises(ZeroDivisionError):
-            workshop.train(make_job(tmp_path, **keys), stop)  # type: ignore[arg-type]
+            train(make_job(tmp_path, **keys), stop)  # type: ignore[arg-type]
     decided = []
     for more in ({}, {"weight_decay": 0.1}):
         heard = Heard()
@@ -336,7 +334,7 @@ def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(tmp_pa
                 raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
-            workshop.train(make_job(tmp_path, **keys, **more), leave)  # type: ignore[arg-type]
+            train(make_job(tmp_path, **keys, **more), leave)  # type: ignore[arg-type]
         decided.append(heard.of(Decided)[0].batch)
     assert "up to 600 tokens" not in decided[0]  # the same job goes on with what fitted
     assert "up to 600 tokens" in decided[1]
@@ -351,14 +349,14 @@ def test_a_restore_that_fails_says_nothing_against_the_checkpoint(
     words, kind, tmp_path, monkeypatch
 ):
     job = make_job(tmp_path, max_steps=4, save_steps=2)
-    assert workshop.train(job, LeavesAt(step=3)).state == "interrupted"
+    assert train(job, LeavesAt(step=3)).state == "interrupted"
     with monkeypatch.context() as patch:
         failing = Failing(farthing.train.state.put_back, 1, words)
         patch.setattr(farthing.train.state, "put_back", failing)
         with pytest.raises(kind, match=words):
-            workshop.train(job)
+            train(job)
     assert [path for path in (tmp_path / "run/checkpoints").iterdir() if ".bad" in path.name] == []
-    assert workshop.train(job).state == "finished"
+    assert train(job).state == "finished"
 
 
 def test_checkpoints_without_room_for_a_snapshot_end_the_run_like_a_full_disk(
@@ -370,7 +368,7 @@ def test_checkpoints_without_room_for_a_snapshot_end_the_run_like_a_full_disk(
     monkeypatch.setattr(farthing.run.checkpoint, "copied", failing)
     heard = Heard()
     with pytest.raises(SaveError):
-        workshop.train(make_job(tmp_path, max_steps=6, save_steps=1), heard)
+        train(make_job(tmp_path, max_steps=6, save_steps=1), heard)
     assert "the checkpoint of step 1 could not be written" in heard.warnings
 
 

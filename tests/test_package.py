@@ -33,15 +33,15 @@ def run(*words: object, cwd: Path) -> str:
 
 
 def test_every_place_says_the_same_version():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == farthing.__version__
-    assert farthing.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert farthing.__version__ in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_image_takes_the_locked_versions_and_extras_that_exist():
-    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
     installs = [line for line in lines if line.startswith("RUN pip install")]
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
     assert len(installs) == 2
@@ -57,7 +57,7 @@ def test_the_image_takes_the_locked_versions_and_extras_that_exist():
 
 def test_types_are_shipped():
     assert (ROOT / "src/farthing/py.typed").exists()
-    text = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    text = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "py.typed" in text["tool"]["setuptools"]["package-data"]["farthing"]
 
 

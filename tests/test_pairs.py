@@ -5,17 +5,13 @@ a time, and no leak.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-import workshop
-from families import examples_of, small
-from farthing.data.token_set import TokenSet
+from families import by_itself, example_of, examples_of, small, summed
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.forward import Forward
@@ -24,14 +20,15 @@ from farthing.models.families import PACKED, PADS_SAFELY
 from farthing.run.folder import kept
 from farthing.train.evaluate import write_texts
 from farthing.train.resolve import Writing
-from heads import NO_DROPOUT
+from heads import NO_DROPOUT, assert_same, gradients_of
 from thinned import thinned
+from workshop import make_job, metrics_of, rows_of, train
 
 CPU = Numerics(torch.device("cpu"), None)
 LENGTHS = [9, 30, 17, 12, 9, 80, 31, 3, 64, 5]
 
 
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES = {
     **{kind: (kind, {}) for kind in sorted(PACKED["seq2seq"])},
     "flan-t5": (
         "t5",
@@ -44,7 +41,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def model_of(name: str, **others: Any) -> Any:
+def model_of(name: str, **others):
     """A small model in training mode without dropout, its weights drawn so that places and
     distances matter.
     """
@@ -63,20 +60,6 @@ def model_of(name: str, **others: Any) -> Any:
     return model.train()
 
 
-def summed(forward: Forward, tokens: TokenSet, examples: list[int]) -> torch.Tensor:
-    return forward.loss(forward.to_device(forward.collate(tokens, np.array(examples))))[0]
-
-
-def by_itself(model: Any, tokens: TokenSet, index: int, smoothing: float = 0.0) -> torch.Tensor:
-    """The loss of one example by plain transformers."""
-    ids, is_target = (torch.from_numpy(part.astype(np.int64)) for part in tokens.example(index))
-    source, labels = ids[is_target == 0][None], ids[is_target == 1][None]
-    logits = model(
-        input_ids=source, attention_mask=torch.ones_like(source), labels=labels, use_cache=False
-    ).logits[0]
-    return F.cross_entropy(logits, labels[0], reduction="sum", label_smoothing=smoothing)
-
-
 @pytest.mark.parametrize("smoothing", thinned([0.0, 0.1], 2))
 @pytest.mark.parametrize("name", thinned(FAMILIES, 3))
 def test_losses_and_gradients_are_those_of_one_example_at_a_time(name, smoothing):
@@ -87,13 +70,7 @@ def test_losses_and_gradients_are_those_of_one_example_at_a_time(name, smoothing
     alone = torch.stack(
         [by_itself(model, tokens, index, smoothing) for index in range(len(LENGTHS))]
     )
-    (alone.sum() / 100).backward()
-    expected = {
-        name: weight.grad.clone()
-        for name, weight in model.named_parameters()
-        if weight.grad is not None
-    }
-    model.zero_grad()
+    expected = gradients_of(model, alone.sum() / 100)
     forward = Forward(model, "seq2seq", model.config.pad_token_id, CPU, label_smoothing=smoothing)
     assert forward.is_packed, forward.why_padded
     assert forward.head.why_whole == ""
@@ -102,15 +79,8 @@ def test_losses_and_gradients_are_those_of_one_example_at_a_time(name, smoothing
     for every in (0, 1, 2):
         checkpoint_layers(model, every)
         loss, _ = forward.loss(forward.to_device(arrays))
-        (loss / 100).backward()
         assert loss.item() == pytest.approx(alone.sum().item(), rel=1e-5)
-        for weight_name, gradient in expected.items():
-            weight = model.get_parameter(weight_name)
-            assert (weight.grad - gradient).norm() <= 5e-5 * max(1e-2, gradient.norm()), (
-                weight_name,
-                every,
-            )
-        model.zero_grad()
+        assert_same(gradients_of(model, loss / 100), expected, close=5e-5)
     if not smoothing:
         with torch.no_grad():
             of_each = -forward.log_probs(forward.to_device(arrays))
@@ -122,19 +92,17 @@ def test_every_family_that_is_packed_is_written_for_in_padded_batches_safely():
 
 
 def test_a_run_is_packed_evaluated_and_has_texts_written(tmp_path):
-    rows = workshop.rows_of("t5", 6, seed=3)
+    rows = rows_of("t5", 6, seed=3)
     keys = {
         "max_steps": 2,
         "probe": False,
         "predict_with_generate": True,
         "data": {"max_target_length": 24},
     }
-    job = workshop.make_job(tmp_path, family="t5", eval_rows=rows, **keys)
-    assert workshop.train(job).state == "finished"
-    log = workshop.log_of(job)
-    assert (kept(Path(job.output_dir) / "settings.json") or {})["packed"] is True
-    measured = next(row["metrics"] for row in log if "metrics" in row)
-    assert {"loss", "document_loss", "rougeL"} <= set(measured)
+    job = make_job(tmp_path, family="t5", eval_rows=rows, **keys)
+    assert train(job).state == "finished"
+    assert kept(Path(job.output_dir) / "settings.json")["packed"] is True
+    assert {"loss", "document_loss", "rougeL"} <= set(metrics_of(job)[0])
 
 
 def test_a_head_with_an_adapter_is_packed_where_labels_are_smoothed_too():
@@ -161,7 +129,7 @@ def test_texts_are_those_that_are_written_for_one_example_at_a_time(name):
     with torch.no_grad():
         found = write_texts(forward, tokens, examples, Writing(tokenizer, 5))
     for index, text in enumerate(found["predictions"]):
-        ids, is_target = (torch.from_numpy(part.astype(np.int64)) for part in tokens.example(index))
+        ids, is_target = example_of(tokens, index)
         source = ids[is_target == 0][None]
         alone = model.generate(
             input_ids=source,
@@ -180,6 +148,6 @@ def test_texts_are_those_that_are_written_for_one_example_at_a_time(name):
 class Spelling:
     """Writes numbers instead of words, without padding and ends."""
 
-    def batch_decode(self, rows: Any, *, skip_special_tokens: bool) -> list[str]:
+    def batch_decode(self, rows, *, skip_special_tokens: bool) -> list[str]:
         assert skip_special_tokens
         return [" ".join(str(int(number)) for number in row if number > 2) for row in rows]

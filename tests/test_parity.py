@@ -34,14 +34,14 @@ def rows_for(family: str) -> list[dict[str, str]]:
     return [{**row, longer: row[longer] * (1 + i % 5)} for i, row in enumerate(rows)]
 
 
-def job_for(family: str, folder: Path, name: str = "run", **keys: Any) -> Job:
+def job_for(family: str, folder: Path, name: str = "run", **keys) -> Job:
     plain = {"lr_scheduler_type": "linear", "warmup_steps": 2, "optim": "adamw_torch"}
     sizes = {"max_steps": N_STEPS, "global_batch_size": 16, "learning_rate": RATE, "seed": SEED}
     keys = {"max_grad_norm": 1.0, "rows": rows_for(family), **plain, **sizes, **keys}
     return make_job(folder, family, output_dir=f"./{name}", size={"dropout": 0.0}, **keys)
 
 
-def cut_by_rows(examples: Any, most: int) -> list[Any]:
+def cut_by_rows(examples, most: int) -> list[Any]:
     return [examples[start : start + most] for start in range(0, len(examples), most)]
 
 
@@ -55,7 +55,7 @@ def plain_loop(
     choice = ModelChoice(str(folder / "base"), init="random")
     tokenizer, rows = load_tokenizer(choice, None), rows_for(family)
     names = tuple(TOPICS) if family == "bert" else ()
-    model: Any = load_model(
+    model = load_model(
         choice,
         load_config(choice),
         TASK[family],
@@ -65,9 +65,7 @@ def plain_loop(
         pad_id=0,
     )
     model.train()
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-        model.parameters(), lr=RATE, weight_decay=0.0
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     if optim == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), lr=SGD_RATE)
     scheduler = get_linear_schedule_with_warmup(optimizer, 2, len(steps))

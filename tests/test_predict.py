@@ -11,24 +11,22 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-import workshop
 from farthing.after.predict import Predictor
 from farthing.cli import main
 from farthing.tiny import write_jsonl
+from workshop import rows_of, trained
 
 
-def run_of(folder: Path, family: str, **keys: Any) -> Path:
+def run_of(folder: Path, family: str, **keys) -> Path:
     """A run that has learned a few rows."""
     keys = {
-        "rows": workshop.rows_of(family, 40),
+        "rows": rows_of(family, 40),
         "max_steps": 30,
         "pretrained": True,
         "learning_rate": 0.003,
         **keys,
     }
-    job = workshop.make_job(folder, family, **keys)
-    workshop.train(job)
-    return Path(job.output_dir)
+    return trained(folder, family, **keys)
 
 
 def predicted(run: Path, rows: list[dict[str, Any]], *words: str) -> list[dict[str, Any]]:
@@ -42,7 +40,7 @@ def predicted(run: Path, rows: list[dict[str, Any]], *words: str) -> list[dict[s
 
 def test_classes_come_with_their_probabilities(tmp_path):
     run = run_of(tmp_path, "bert")
-    rows = workshop.rows_of("bert", 37, seed=1)
+    rows = rows_of("bert", 37, seed=1)
     texts = [{"text": row["text"], "number": i} for i, row in enumerate(rows)]
     found = predicted(run, texts, "--batch-size", "5")
     model = Predictor(run)
@@ -61,7 +59,7 @@ def test_classes_come_with_their_probabilities(tmp_path):
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_answers_of_a_batch_are_those_of_one_row_at_a_time(family, tmp_path):
     run = run_of(tmp_path, family, method="lora")
-    rows = workshop.rows_of(family, 11, seed=2)
+    rows = rows_of(family, 11, seed=2)
     column = "prompt" if family == "llama" else "input"
     asked = [{column: row[column][: 20 + 5 * i]} for i, row in enumerate(rows)]
     found = predicted(run, asked, "--batch-size", "4", "--max-tokens", "12")
@@ -108,9 +106,7 @@ def test_a_chat_is_asked_as_it_was_in_training(tmp_path):
 
 
 def test_the_columns_of_the_job_are_read_and_its_target_is_not_needed(tmp_path):
-    rows = [
-        {"narrative": row["text"], "product": row["label"]} for row in workshop.rows_of("bert", 24)
-    ]
+    rows = [{"narrative": row["text"], "product": row["label"]} for row in rows_of("bert", 24)]
     columns = {"text": "about: {narrative}", "label": "product"}
     run = run_of(tmp_path, "bert", rows=rows, data={"columns": columns}, max_steps=2)
     found = predicted(run, [{"narrative": "the bread"}, {"narrative": ""}])
@@ -135,47 +131,42 @@ def test_rows_that_can_not_be_read_are_named_and_stand_where_they_stood(tmp_path
         ([{"text": "x", "score": 1}], "has a column `score`"),
     ],
 )
-def test_a_file_that_can_not_be_answered_is_refused_and_leaves_nothing(
-    rows, words, tmp_path, capsys
-):
+def test_a_file_that_can_not_be_answered_is_refused_and_leaves_nothing(rows, words, tmp_path, cli):
     run = run_of(tmp_path, "bert", max_steps=2)
     data, output = write_jsonl(tmp_path / "new.jsonl", rows), tmp_path / "out.jsonl"
-    assert main(["predict", str(run), str(data), "-o", str(output)]) == 2
-    assert words in capsys.readouterr().err
+    assert words in cli.err("predict", run, data, "-o", output)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out.jsonl")]
 
 
-def test_a_value_that_is_no_number_is_missing_within_a_list_too(tmp_path):
+def test_a_value_that_is_no_number_is_missing_within_a_list_too(tmp_path, cli):
     run = run_of(tmp_path, "bert", max_steps=2)
     data, output = tmp_path / "new.parquet", tmp_path / "out.jsonl"
     measured = [[1.0, float("nan")], [float("inf")]]
     pq.write_table(pa.table({"text": ["good", "bad"], "measured": measured}), data)
-    assert main(["predict", str(run), str(data), "-o", str(output)]) == 0
+    cli("predict", run, data, "-o", output)
     rows = [json.loads(line, parse_constant=pytest.fail) for line in output.open()]
     assert [row["measured"] for row in rows] == [[1.0, None], [None]]
 
 
-def test_rows_of_another_kind_are_refused_by_their_place_and_kind(tmp_path, capsys):
+def test_rows_of_another_kind_are_refused_by_their_place_and_kind(tmp_path, cli):
     run = run_of(tmp_path, "llama", max_steps=2)
     data = write_jsonl(tmp_path / "new.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    assert main(["predict", str(run), str(data), "-o", str(tmp_path / "out.jsonl")]) == 2
-    said = capsys.readouterr().err
+    said = cli.err("predict", run, data, "-o", tmp_path / "out.jsonl")
     assert "new.jsonl:1: preference data (columns `chosen`, `rejected`)\n" in said
     assert "without the answers" in said
 
 
-def test_nothing_is_overwritten(tmp_path, capsys):
+def test_nothing_is_overwritten(tmp_path, cli):
     run = run_of(tmp_path, "bert", max_steps=2)
     data = write_jsonl(tmp_path / "new.jsonl", [{"text": "x"}])
-    assert main(["predict", str(run), str(data), "-o", str(data)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "exists already" in cli.err("predict", run, data, "-o", data)
     assert json.loads(data.read_text()) == {"text": "x"}
 
 
 @pytest.mark.slow
 def test_memory_that_runs_out_halves_the_batch(tmp_path, monkeypatch):
     run = run_of(tmp_path, "bert", max_steps=2)
-    predictor, sizes = Predictor(run), list[int]()
+    predictor, sizes = Predictor(run), []
     forward = predictor.model.forward
 
     def full(input_ids, **more):

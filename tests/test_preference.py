@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from farthing.cli import main
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.data.formats import converter, recognise
@@ -34,7 +33,7 @@ from mishaps import fail_at
 from thinned import thinned
 from together import on_ranks
 from token_sets import with_words
-from workshop import TOPICS, Heard, job_file, log_of, losses_of, opened, train
+from workshop import TOPICS, Heard, job_file, log_of, losses_of, metrics_of, opened, train
 
 WORDS = [word for words in TOPICS.values() for word in words]
 PAIRS = ["dpo", "orpo", "simpo", "cpo", "reward"]
@@ -44,7 +43,7 @@ def pairs(n: int, seed: int = 0, most: int = 60) -> list[dict[str, Any]]:
     """Prompts with two answers, of which the one that ends with bread is better."""
     draw = np.random.default_rng(seed)
 
-    def words(least: int, most: int) -> str:
+    def words(least, most):
         return " ".join(draw.choice(WORDS, int(draw.integers(least, most))))
 
     rows = []
@@ -75,7 +74,7 @@ def read_of(path: Path) -> tuple[TokenSet, DataRead]:
     return open_examples(spec, heard)[0].tokens, heard.of(DataRead)[0]
 
 
-def preference_job(folder: Path, objective: Any, *, method: str = "lora", **keys: Any) -> Path:
+def preference_job(folder: Path, objective, *, method: str = "lora", **keys) -> Path:
     """A small job of an objective."""
     name = objective["name"] if isinstance(objective, dict) else objective
     rows = keys.pop("rows", None) or (verdicts(16) if name == "kto" else pairs(24))
@@ -95,7 +94,7 @@ def preference_job(folder: Path, objective: Any, *, method: str = "lora", **keys
 # ---- the formulas ----
 
 
-def answers_of(c: Any, r: Any, lengths: Any = ((3.0, 5.0),), **more: Any) -> Answers:
+def answers_of(c, r, lengths=((3.0, 5.0),), **more) -> Answers:
     """Two answers a row with these log-probabilities; the reference has -4 and -6."""
     n = len(c)
     reference = torch.tensor([[-4.0, -6.0]]).double().expand(n, 2)
@@ -104,9 +103,8 @@ def answers_of(c: Any, r: Any, lengths: Any = ((3.0, 5.0),), **more: Any) -> Ans
     return Answers(log_probs, n_targets, reference, None, None, OfStep(n, (3 * n, 5 * n)))
 
 
-def loss_of(settings: Any, answers: Answers) -> float:
+def loss_of(settings, answers: Answers) -> float:
     objective = objective_of(settings["name"])
-    assert objective.loss is not None
     return float(objective.loss(answers, read_settings(settings))[0])
 
 
@@ -213,7 +211,7 @@ def test_a_verdict_costs_what_its_paper_says(kl, loss):
 # ---- against whole logits ----
 
 
-def naive(forward: Forward, tokens: TokenSet, units: Any, column: int = 0) -> tuple[Tensor, Tensor]:
+def naive(forward: Forward, tokens: TokenSet, units, column: int = 0) -> tuple[Tensor, Tensor]:
     """[m] log-probabilities of the sequences of these units, each by itself with whole logits, and
     their targets."""
     found, counts = [], []
@@ -338,7 +336,7 @@ def test_references_hang_on_content_alone_and_bad_blocks_are_made_again_or_refus
     block.write_bytes(good[:50] + bytes([good[50] ^ 1]) + good[51:])
     run("damaged")
     assert block.read_bytes() == good
-    scores = np.frombuffer(bytes.fromhex((kept(block) or {})["rows"])) + 5.0
+    scores = np.frombuffer(bytes.fromhex(kept(block)["rows"])) + 5.0
     keep(block, {"rows": scores.tobytes().hex()})
     with pytest.raises(DataError, match="not this model's"):
         run("poisoned")
@@ -405,7 +403,7 @@ BAD = {"role": "assistant", "content": "Go away."}
 
 
 A, B = "A farthing.", "Go away."
-CHAT_ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+CHAT_ROWS = {
     "trl": ("prompt/chosen/rejected", {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}),
     "implicit": ("chosen/rejected", {"chosen": [USER, GOOD], "rejected": [USER, BAD]}),
     "ultrafeedback": (
@@ -543,7 +541,7 @@ def test_a_margin_is_part_of_a_reward(tmp_path):
     assert losses_of(job)[0] > math.log(2) + 1
 
 
-def run_of(folder: Path, objective: Any) -> Path:
+def run_of(folder: Path, objective) -> Path:
     """The folder of a finished run."""
     job = load_job(preference_job(folder, objective, max_steps=8, learning_rate=0.01))
     train(job)
@@ -551,54 +549,47 @@ def run_of(folder: Path, objective: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def dpo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dpo_run(tmp_path_factory):
     return run_of(tmp_path_factory.mktemp("dpo"), "dpo")
 
 
-def test_eval_compares_the_model_with_what_it_began_with(dpo_run, capsys):
-    assert main(["eval", str(dpo_run), "--base", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_eval_compares_the_model_with_what_it_began_with(dpo_run, cli):
+    found = cli.json("eval", dpo_run, "--base")
     assert found["base"]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert found["base"]["rewards/margins"] == pytest.approx(0, abs=1e-4)
     assert found["tuned"]["rewards/accuracies"] == 1.0
-    log = log_of(load_job(dpo_run.parent / "job.yaml"))
-    last = [row["metrics"] for row in log if "metrics" in row][-1]
+    last = metrics_of(load_job(dpo_run.parent / "job.yaml"))[-1]
     assert found["tuned"]["rewards/margins"] == pytest.approx(last["rewards/margins"], abs=1e-3)
 
 
-def test_the_reference_of_a_run_that_goes_on_from_another_is_that_one(tmp_path, dpo_run, capsys):
+def test_the_reference_of_a_run_that_goes_on_from_another_is_that_one(tmp_path, dpo_run, cli):
     path = preference_job(tmp_path, "dpo", max_steps=1, learning_rate=1e-9)
     job = load_job(path, overrides=[f"model.from_run={dpo_run}"])
     train(job)
     assert losses_of(job)[0] == pytest.approx(math.log(2), abs=1e-6)
-    assert main(["eval", job.output_dir, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli.json("eval", job.output_dir)
     assert found["tuned"]["loss"] == pytest.approx(math.log(2), abs=1e-5)
 
 
-def test_a_reward_model_scores_answers_of_a_file(tmp_path, dpo_run, capsys):
+def test_a_reward_model_scores_answers_of_a_file(tmp_path, dpo_run, cli):
     run, row = run_of(tmp_path, "reward"), pairs(24)[0]
     rows = [{"prompt": row["prompt"], "completion": row[side]} for side in ("chosen", "rejected")]
     file = write_jsonl(tmp_path / "answers.jsonl", rows)
-    capsys.readouterr()
-    assert main(["eval", str(run), "--score", str(file)]) == 0
-    scored = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    scored = [json.loads(line) for line in cli.out("eval", run, "--score", file).splitlines()]
     assert scored[0]["score"] > scored[1]["score"] + 0.1
     assert scored[0]["prompt"] == row["prompt"]
     both = write_jsonl(tmp_path / "pairs.jsonl", pairs(24))
-    assert main(["eval", str(run), "--score", str(both)]) == 2
-    said = capsys.readouterr().err
+    said = cli.err("eval", run, "--score", both)
     assert "give one answer a row" in said
     assert "--data FILE` measures pairs" in said
     assert "objective:" not in said
-    assert main(["eval", str(dpo_run), "--score", str(file)]) == 2
-    assert "scores no answers" in capsys.readouterr().err
+    assert "scores no answers" in cli.err("eval", dpo_run, "--score", file)
 
 
-def test_a_tuned_model_answers_prompts_of_a_file(tmp_path, dpo_run):
+def test_a_tuned_model_answers_prompts_of_a_file(tmp_path, dpo_run, cli):
     file = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "bread"}, {"prompt": "rain"}])
     out = tmp_path / "out.jsonl"
-    assert main(["predict", str(dpo_run), str(file), "-o", str(out)]) == 0
+    cli("predict", dpo_run, file, "-o", out)
     assert all("prediction" in json.loads(line) for line in out.read_text().splitlines())
 
 
@@ -695,11 +686,10 @@ def test_ways_that_do_not_fit_the_objective_are_refused(tmp_path, objective, dat
     assert word in str(caught.value)
 
 
-def test_a_plan_counts_a_prompt_once(tmp_path, capsys):
+def test_a_plan_counts_a_prompt_once(tmp_path, cli):
     path, found = preference_job(tmp_path, "dpo"), []
     for _ in range(2):
-        assert main(["plan", str(path), "--json", "--gpu", "L4"]) == 0
-        found.append(json.loads(capsys.readouterr().out)["job"]["mean_tokens"])
+        found.append(cli.json("plan", path, "--gpu", "L4")["job"]["mean_tokens"])
         read_of(path)
     assert found[0] == pytest.approx(found[1], rel=0.02)
     tokens = open_token_set(next((tmp_path / "cache" / "tokens").glob("*[0-9a-f]")))
@@ -722,7 +712,6 @@ def test_a_run_that_forgets_is_named():
     job = {"task": "dpo", "method": {"name": "lora"}}
     spans = {"compute": 100.0, "reference": 10.0}
     found = answers_view.answers_of(job, points, spans, {"compute": 1.0}, 200, 150)
-    assert found is not None
     assert (found.shared_s, found.reference_s) == (pytest.approx(100 / 3), 40.0)
     assert "fell from -0.05 to -0.85" in found.notes[0]
     assert answers_view.answers_of({"task": "orpo"}, {}, spans, {}, 1, 1).reference_s == 0

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-import workshop
 from desk import left_behind
 from farthing.config.load import load_job
 from farthing.config.preflight import look_over
 from farthing.errors import DataError, InputError, ModelError, PreflightError
 from thinned import thinned
 from web import Quiet, serving
+from workshop import Heard, job_file, make_job, train
 
 HEAVY = ("torch", "transformers", "datasets", "peft")
 
@@ -130,7 +130,7 @@ class Hub(Quiet):
     asked: list[str]
     status = 404
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         type(self).asked.append(self.path)
         self.send_response(self.status)
         body = b'{"model_type": "llama"}'
@@ -265,21 +265,18 @@ def test_doctor_fails_what_a_run_is_refused_for(desk, run, section, keys, says):
 @pytest.mark.parametrize("store", ["", "./store"])
 def test_a_spot_machine_without_a_store_is_warned_of(tmp_path, store):
     where = {"spot": True, "notices": "off"}
-    job = workshop.make_job(tmp_path, max_steps=1, where=where)
+    job = make_job(tmp_path, max_steps=1, where=where)
     if store:
         job = job.model_copy(update={"output_store": str(tmp_path / store)})
-    heard = workshop.Heard()
-    workshop.train(job, heard)
+    heard = Heard()
+    train(job, heard)
     is_warned = "takes this run with it: set output_store" in heard.warnings
     assert is_warned == (not store)
 
 
-def test_doctor_says_that_torch_is_missing(monkeypatch, capsys, tmp_path):
-    from farthing.cli import main
-
+def test_doctor_says_that_torch_is_missing(monkeypatch, cli, tmp_path):
     monkeypatch.setitem(sys.modules, "torch", None)
-    for words in (["doctor"], ["doctor", str(workshop.job_file(tmp_path))]):
-        assert main(words) != 0
-        said = capsys.readouterr().out
+    for words in ([], [job_file(tmp_path)]):
+        said = cli.out("doctor", *words, code=2)
         assert "torch: can't be imported" in said
         assert "pip install torch" in said

@@ -9,7 +9,7 @@ from farthing.doctor import check_choices
 from workshop import make_job
 
 
-def choices(folder: Path, **keys: Any) -> dict[str, Any]:
+def choices(folder: Path, **keys) -> dict[str, Any]:
     return {check.name: check for check in check_choices(make_job(folder, "llama", **keys))}
 
 
@@ -27,7 +27,7 @@ def test_the_list_answers_by_name_what_was_chosen_and_what_is_missing(tmp_path):
     assert list(plain) == [*names, "store", "cap"]
     assert plain["cap"].state == "warning", "there is a price and no limit"
     assert plain["store"].state == "ok"
-    keys: dict[str, Any] = {
+    keys = {
         "method": "lora",
         "limits": {"max_usd": 5, "max_hours": 2},
         "save_steps": 7,

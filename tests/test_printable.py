@@ -48,7 +48,7 @@ def test_a_console_prints_colours_of_its_own_alone():
         assert ("\x1b[2J" not in file.getvalue()) == is_safe
 
 
-def reason(desk: Desk) -> None:
+def reason(desk: Desk):
     desk.bytes(
         b'{"text": "a"}\n{"text": 3, "text": 4}\n'.replace(
             b'"text": 3, "text"', b'"\\u001b[31m\\r\\n": 3, "\\u001b[31m\\r\\n"'
@@ -56,21 +56,21 @@ def reason(desk: Desk) -> None:
     )
 
 
-def columns(desk: Desk) -> None:
+def columns(desk: Desk):
     desk.rows([{CANARY: "a", "other": "b"}])
 
 
-def name_of_a_file(desk: Desk) -> None:
+def name_of_a_file(desk: Desk):
     desk.set("data", train=f"{CANARY}.jsonl".replace("/", ""))
 
 
-def kind_of_file(desk: Desk) -> None:
+def kind_of_file(desk: Desk):
     name = CANARY.replace("/", "") + ".xyz"
     desk.bytes(b"a", name)
     desk.set("data", train=name)
 
 
-def label(desk: Desk) -> None:
+def label(desk: Desk):
     desk.values["task"] = "classification"
     desk.set("model", model_name_or_path=str(desk.models["bert"]))
     desk.rows([{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
@@ -78,11 +78,11 @@ def label(desk: Desk) -> None:
     desk.set("data", eval="eval.jsonl")
 
 
-def model(desk: Desk) -> None:
+def model(desk: Desk):
     desk.values["model"] = f"./{CANARY.replace('/', '')}"
 
 
-def template(desk: Desk) -> None:
+def template(desk: Desk):
     desk.rows(
         [{"messages": [{"role": "user", "content": CANARY}, {"role": "assistant", "content": "b"}]}]
     )
@@ -90,7 +90,7 @@ def template(desk: Desk) -> None:
     desk.set("data", chat_template="chat.jinja")
 
 
-def key(desk: Desk) -> None:
+def key(desk: Desk):
     desk.values[CANARY] = 1
 
 
@@ -107,7 +107,7 @@ def test_refusals_repeat_nothing_that_steers(spoil, desk, run):
         assert is_harmless(said.err), repr(said.err)
 
 
-def test_a_run_says_names_as_they_are_spelt(desk, run):
+def test_a_run_says_names_as_they_are_spelt(desk, run, cli):
     name = "[red]" + CANARY.replace("/", "") + ".jsonl"
     lines = "".join(
         f'{{"prompt": "{row["prompt"]}", "completion": " x", "[red]\\u001b[0m": 1}}\n'
@@ -123,7 +123,7 @@ def test_a_run_says_names_as_they_are_spelt(desk, run):
     assert r"[red]a\x1b]0;owned" in said.out
     assert r"`[red]\x1b[0m`" in said.out
     assert r"run[bold]\x1b[31m" in said.out.replace("\n", "")
-    assert main(["report", str(desk.folder / desk.values["output_dir"])]) == 0
+    cli("report", desk.folder / desk.values["output_dir"])
     card = (desk.folder / desk.values["output_dir"] / "model" / "README.md").read_text(
         encoding="utf-8"
     )
@@ -142,7 +142,7 @@ def test_prices_of_others_steer_no_table_and_no_page(desk, run, cli):
     said = run("--prices", str(prices), "--html", "plan.html", verb="plan")
     assert "x\\x1b[31m" in said.out, said
     assert is_harmless(said.out + said.err)
-    page = (desk.folder / "plan.html").read_text(encoding="utf-8")
+    page = (desk.folder / "plan.html").read_text()
     assert not STEERING.search(page)
     assert "<script" not in page
     assert "x\\x1b[31m" in page

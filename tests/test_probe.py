@@ -8,14 +8,11 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import farthing.train.autotune
-import workshop
-from farthing.cli import main
 from farthing.errors import RunInterruptedError
 from farthing.events import Decided, Probed
 from farthing.local.measurements import append_measurement, read_measurements
@@ -23,13 +20,13 @@ from farthing.settings import Settings
 from farthing.train.autotune import Prober, Trial, is_worth_it
 from farthing.train.resolve import open_examples, resolve
 from farthing.train.run_settings import lengths_of, probed_settings
-from workshop import ESTIMATE, Heard, job_file, log_of, losses_of, make_job, opened
+from workshop import ESTIMATE, Heard, job_file, log_of, losses_of, make_job, opened, train
 
 
 class Bench(Prober):
     """A prober on a machine whose seconds and bytes are given by a formula."""
 
-    def __init__(self, run: Any, seconds_of: Any) -> None:
+    def __init__(self, run, seconds_of):
         super().__init__(run.steps, Heard(), 60.0, clock=self._now)
         self._seconds_of, self.now_s = seconds_of, 0.0
 
@@ -44,7 +41,7 @@ class Bench(Prober):
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Any:
+def run(tmp_path):
     job = make_job(tmp_path, n_rows=200, global_batch_size=128, max_steps=2, micro_batch_tokens=256)
     with opened(job) as run:
         yield run
@@ -130,7 +127,7 @@ def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run):
 def test_what_was_found_holds_for_the_like_and_not_for_others(tmp_path):
     job = make_job(tmp_path, max_steps=8, global_batch_size=4)
     path = tmp_path / "cache" / "measurements.jsonl"
-    workshop.train(job)
+    train(job)
     (measured,) = read_measurements(path)
     spec = resolve(job)
     lengths = lengths_of(spec, open_examples(spec, Heard())[0])
@@ -151,12 +148,9 @@ def test_what_was_found_holds_for_the_like_and_not_for_others(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(tmp_path, monkeypatch, cli):
     path = job_file(tmp_path, n_rows=96, max_steps=3)
-    assert main(["probe", str(path), "--seconds", "5", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli.json("probe", path, "--seconds", "5")
     assert not (tmp_path / "run").exists()
     assert found["trials"][0] | found["settings"] == found["trials"][0]
     assert found["usd_per_million_tokens"] == pytest.approx(
@@ -172,7 +166,7 @@ def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
     measurements.unlink()
     append_measurement(measurements, replace(measured, micro_batch_tokens=77, checkpoint_every=0))
     heard = Heard()
-    workshop.train(job, heard)
+    train(job, heard)
     assert "up to 77 tokens at a time" in heard.of(Decided)[0].batch
     kept, planned = (
         json.loads((Path(job.output_dir) / f"{name}.json").read_text())
@@ -180,8 +174,7 @@ def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
     )
     assert (kept["micro_batch_tokens"], kept["probed"]) == (77, True)
     assert planned["settings"]["micro_batch_tokens"] > 77, "as planned"
-    assert main(["probe", str(path), "--seconds", "5"]) == 0
-    assert "chosen:" in capsys.readouterr().out
+    assert "chosen:" in cli.out("probe", path, "--seconds", "5")
 
 
 # ---- when a run probes by itself ----
@@ -212,13 +205,13 @@ def test_a_run_that_probes_ends_like_one_that_does_not_and_probes_once(tmp_path,
         make_job(tmp_path / name, max_steps=4, probe=name == "probing")
         for name in ("plain", "probing")
     )
-    workshop.train(plain)
+    train(plain)
     heard, again = Heard(), Heard()
-    outcome = workshop.train(job, heard)
+    outcome = train(job, heard)
     assert heard.of(Probed)
     assert next(span for span in outcome.receipt.spans if span.name == "probe").seconds > 0
     ours, theirs = ([row for row in log_of(each) if "loss" in row] for each in (job, plain))
     assert [row["examples"] for row in ours] == [row["examples"] for row in theirs]
     assert losses_of(job) == pytest.approx(losses_of(plain), rel=1e-4)
-    workshop.train(job, again)
+    train(job, again)
     assert not again.of(Probed)

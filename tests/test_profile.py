@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.events import ignore
 from farthing.train.profiling import profile_job
@@ -16,7 +14,7 @@ from workshop import job_file
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory):
     """What a profile of a small LoRA job says."""
     folder = tmp_path_factory.mktemp("profile")
     path = job_file(
@@ -59,8 +57,7 @@ def test_the_trace_can_be_opened_and_has_our_names(found):
     assert {"farthing: attention", "farthing: head", "farthing: optimizer"} <= names
 
 
-def test_what_can_not_be_profiled_is_refused(tmp_path, capsys):
+def test_what_can_not_be_profiled_is_refused(tmp_path, cli):
     path = str(job_file(tmp_path, "llama"))
-    assert main(["profile", path, "--steps", "0"]) == 2
-    assert "1 to 100" in capsys.readouterr().err
-    assert main(["profile", path, "--output", path]) == 2
+    assert "1 to 100" in cli.err("profile", path, "--steps", "0")
+    cli("profile", path, "--output", path, code=2)

@@ -28,7 +28,7 @@ from workshop import Heard, make_job, train
 class Log:
     """A terminal, or a log, and the clock beside it."""
 
-    def __init__(self, *, is_terminal: bool = False) -> None:
+    def __init__(self, *, is_terminal: bool = False):
         self.now = 0.0
         self.file = io.StringIO()
         console = SafeConsole(
@@ -36,7 +36,7 @@ class Log:
         )
         self.terminal = Terminal(console, 10, clock=lambda: self.now)
 
-    def tokenizing(self, n_seconds: int, of_seconds: int) -> None:
+    def tokenizing(self, n_seconds: int, of_seconds: int):
         for second in range(n_seconds + 1):
             self.now = float(second)
             share = second / of_seconds
@@ -93,7 +93,7 @@ def test_shares_are_of_all_sources(tmp_path, tokenizers, monkeypatch):
     sources = open_sources(
         (*names, str(tmp_path / "2.jsonl.gz")), cache_dir=tmp_path, split="train"
     )
-    told: list[tuple[int, int, float]] = []
+    told = []
     tokenize(
         sources,
         tokenizers["llama"],

@@ -5,21 +5,20 @@ and taken up again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import workshop
-from farthing.cli import main
 from farthing.errors import InputError
 from farthing.export.publish import PublishError
 from farthing.report.receipt import build_receipt
-from hub_server import Hub, hub_server
+from hub_server import hub_server
+from workshop import make_job, train
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(monkeypatch):
     """A Hub of this machine, and the token that it knows."""
     from huggingface_hub import constants
 
@@ -32,24 +31,20 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """A run with an adapter."""
-    job = workshop.make_job(
+    return workshop.trained(
         tmp_path_factory.mktemp("pushed"), pretrained=True, method="lora", max_steps=2
     )
-    workshop.train(job)
-    return Path(job.output_dir)
 
 
-def push(run: Path, output: Path, *more: str) -> int:
-    """`farthing export --push`."""
-    words = ["--output", str(output), "--format", "adapter", "--push", "hub:team/small"]
-    return main(["export", str(run), *words, *more])
+def push(run: Path, output: Path) -> list[object]:
+    """The words of `farthing export --push`."""
+    return ["export", run, "--output", output, "--format", "adapter", "--push", "hub:team/small"]
 
 
-def test_an_export_is_published_in_private_with_its_card(hub, trained, tmp_path, cli, capsys):
-    assert push(trained, tmp_path / "out", "--json") == 0
-    said = json.loads(capsys.readouterr().out)["published"]
+def test_an_export_is_published_in_private_with_its_card(hub, trained, tmp_path, cli):
+    said = cli.json(*push(trained, tmp_path / "out"))["published"]
     repository = hub.repositories["team/small"]
     assert repository.is_private
     assert said["commit"] == repository.commits[-1] != "0" * 40
@@ -68,17 +63,16 @@ def test_an_export_is_published_in_private_with_its_card(hub, trained, tmp_path,
 
 
 @pytest.mark.parametrize("part", ["repos/create", "objects/batch", "commit"])
-def test_a_push_that_fails_is_taken_up_by_the_same_command(part, hub, trained, tmp_path, capsys):
+def test_a_push_that_fails_is_taken_up_by_the_same_command(part, hub, trained, tmp_path, cli):
     hub.fails_at = part
-    assert push(trained, tmp_path / "out") == 1
-    said = capsys.readouterr().err
+    said = cli.err(*push(trained, tmp_path / "out"), code=1)
     assert "run the same command again" in said
     assert hub.token not in said
     written = (tmp_path / "out/adapter_model.safetensors").stat().st_mtime_ns
     assert build_receipt(trained).published[-1]["commit"] == ""
     hub.fails_at = ""
     n_asked = len(hub.asked)
-    assert push(trained, tmp_path / "out") == 0
+    cli(*push(trained, tmp_path / "out"))
     assert (tmp_path / "out/adapter_model.safetensors").stat().st_mtime_ns == written, (
         "it is not written again"
     )
@@ -88,44 +82,41 @@ def test_a_push_that_fails_is_taken_up_by_the_same_command(part, hub, trained, t
 
 
 def test_what_would_be_wrong_is_refused_before_a_byte_is_sent(
-    hub, trained, tmp_path, monkeypatch, capsys
+    hub, trained, tmp_path, monkeypatch, cli
 ):
-    assert push(trained, tmp_path / "first", "--public") == 0
+    cli(*push(trained, tmp_path / "first"), "--public")
     assert not hub.repositories["team/small"].is_private
     n_files = len(hub.repositories["team/small"].files)
-    assert push(trained, tmp_path / "second") == 2
-    assert "this repository is public" in capsys.readouterr().err
+    assert "this repository is public" in cli.err(*push(trained, tmp_path / "second"))
     assert len(hub.repositories["team/small"].files) == n_files
     (tmp_path / "first/adapter_model.safetensors").write_bytes(b"another")
-    assert push(trained, tmp_path / "first", "--public") == 2, "not what was written"
-    assert main(["export", str(trained), "--output", str(tmp_path / "x"), "--push", "a/b/c"]) == 2
-    assert main(["export", str(trained), "--output", str(tmp_path / "x"), "--public"]) == 2
+    cli(*push(trained, tmp_path / "first"), "--public", code=2)  # not what was written
+    cli("export", trained, "--output", tmp_path / "x", "--push", "a/b/c", code=2)
+    cli("export", trained, "--output", tmp_path / "x", "--public", code=2)
     hub.token = "hf_other"
-    assert push(trained, tmp_path / "third") == 1
-    assert "hf_secret" not in capsys.readouterr().err
+    assert "hf_secret" not in cli.err(*push(trained, tmp_path / "third"), code=1)
     monkeypatch.delenv("HF_TOKEN")
-    assert push(trained, tmp_path / "fourth") == 2
-    assert "set HF_TOKEN" in capsys.readouterr().err
+    assert "set HF_TOKEN" in cli.err(*push(trained, tmp_path / "fourth"))
     assert not (tmp_path / "fourth").exists()
 
 
-def test_a_finished_run_publishes_its_model_once(hub, tmp_path, monkeypatch):
+def test_a_finished_run_publishes_its_model_once(hub, tmp_path, monkeypatch, cli):
     keys = {"pretrained": True, "method": "lora", "max_steps": 2}
-    job = workshop.make_job(tmp_path, **keys, push_to_hub=True, hub_model_id="team/of-a-run")
+    job = make_job(tmp_path, **keys, push_to_hub=True, hub_model_id="team/of-a-run")
     hub.fails_at = "preupload"
     with pytest.raises(PublishError, match="same command again"):
-        workshop.train(job)
+        train(job)
     assert build_receipt(Path(job.output_dir)).state == "finished"
     wall_s = build_receipt(Path(job.output_dir)).wall_s
     hub.fails_at = ""
-    assert main(["train", str(tmp_path / "job.yaml")]) == 0
+    cli("train", tmp_path / "job.yaml")
     published = build_receipt(Path(job.output_dir)).published
     assert [one["commit"] for one in published] == [hub.repositories["team/of-a-run"].commits[-1]]
     assert b"## Receipt" in hub.repositories["team/of-a-run"].files["README.md"]
     assert build_receipt(Path(job.output_dir)).wall_s == wall_s, "nothing was trained"
     n_asked = len(hub.asked)
-    assert main(["train", str(tmp_path / "job.yaml")]) == 0
+    cli("train", tmp_path / "job.yaml")
     assert len(hub.asked) == n_asked, "the Hub has it"
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(InputError, match="no token"):
-        workshop.train(workshop.make_job(tmp_path / "other", **keys, push_to_hub=True))
+        train(make_job(tmp_path / "other", **keys, push_to_hub=True))

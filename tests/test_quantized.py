@@ -5,7 +5,6 @@ bitsandbytes.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import peft
@@ -13,8 +12,6 @@ import pytest
 import torch
 import transformers
 
-import workshop
-from farthing.cli import main
 from farthing.errors import ModelError
 from farthing.events import Restored
 from farthing.export.folders import export_run
@@ -26,7 +23,7 @@ from farthing.train.build import build_model
 from farthing.train.loop import take_step
 from heads import one_mask
 from interrupted import LeavesAt
-from workshop import Heard, Watched, losses_of, make_job, opened, resolved
+from workshop import Heard, Watched, job_file, losses_of, make_job, opened, resolved, train
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -34,18 +31,18 @@ EIGHT_BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+def watched(monkeypatch):
     return Watched(monkeypatch)
 
 
-def qlora_job(folder: Path, **keys: Any) -> Any:
+def qlora_job(folder: Path, **keys):
     settings = {"max_steps": 8, "method": {"name": "qlora", "lora_r": 4}} | keys
     return make_job(folder, pretrained=True, **settings)
 
 
 def test_qlora_keeps_the_base_in_four_bits_and_learns(tmp_path, watched):
     job = qlora_job(tmp_path, max_steps=15)
-    assert workshop.train(job).state == "finished"
+    assert train(job).state == "finished"
     losses = losses_of(job)
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
     assert all("lora_" in name for name in watched.trainable())
@@ -104,7 +101,7 @@ def test_outputs_and_gradients_are_those_of_peft_with_a_matrix_made_whole_once_a
 
 def test_qlora_takes_dora_and_a_classification_head(tmp_path, watched):
     job = make_job(tmp_path, "bert", pretrained=True, method={"name": "qlora", "use_dora": True})
-    workshop.train(job)
+    train(job)
     trained = watched.changed()
     assert any("lora_magnitude_vector" in name for name in trained)
     assert any("classifier" in name and "modules_to_save" in name for name in trained)
@@ -124,7 +121,7 @@ def test_qlora_takes_dora_and_a_classification_head(tmp_path, watched):
 
 def test_qlora_trains_further_modules_whole(tmp_path, watched):
     method = {"name": "qlora", "target_modules": ["q_proj"], "modules_to_save": ["down_proj"]}
-    workshop.train(make_job(tmp_path, pretrained=True, method=method))
+    train(make_job(tmp_path, pretrained=True, method=method))
     whole = [name for name in watched.changed() if "modules_to_save" in name]
     assert len(whole) == 2
     assert all(".down_proj." in name for name in whole)
@@ -134,20 +131,20 @@ def test_qlora_trains_further_modules_whole(tmp_path, watched):
 
 def test_qlora_refuses_random_weights_in_words(tmp_path):
     with pytest.raises(ModelError, match="pretrained"):
-        workshop.train(make_job(tmp_path, method="qlora"))
+        train(make_job(tmp_path, method="qlora"))
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit", "paged_adamw_32bit"])
 def test_a_quantized_run_resumes_to_the_bit(optim, tmp_path):
     size = {"hidden": 128}
-    keys: dict[str, Any] = {"optim": optim, "size": size, "method": {"name": "qlora", "lora_r": 32}}
+    keys = {"optim": optim, "size": size, "method": {"name": "qlora", "lora_r": 32}}
     whole = make_job(tmp_path / "whole", pretrained=True, max_steps=6, **keys)
-    workshop.train(whole)
+    train(whole)
 
     heard = Heard()
     broken = make_job(tmp_path / "broken", pretrained=True, max_steps=6, save_steps=3, **keys)
-    assert workshop.train(broken, LeavesAt(step=3)).state == "interrupted"
-    workshop.train(broken, heard)
+    assert train(broken, LeavesAt(step=3)).state == "interrupted"
+    train(broken, heard)
     assert [event.step for event in heard.of(Restored)] == [3]
     assert losses_of(broken) == losses_of(whole)
     ends = [tmp_path / name / "run/model/adapter_model.safetensors" for name in ("whole", "broken")]
@@ -168,7 +165,7 @@ def test_every_bitsandbytes_optimizer_keeps_its_promise_of_size(optim, tmp_path)
 
 def test_a_quantized_adapter_merges_into_the_whole_base(tmp_path, watched):
     job = qlora_job(tmp_path)
-    workshop.train(job)
+    train(job)
     run = Path(job.output_dir)
     adapter = export_run(run, tmp_path / "adapter", "adapter")
     merged = export_run(run, tmp_path / "merged", "merged")
@@ -187,7 +184,6 @@ def test_a_quantized_adapter_merges_into_the_whole_base(tmp_path, watched):
     assert error < 0.5  # equal but for the error of four bits
 
 
-def test_doctor_finds_bitsandbytes_where_it_works(tmp_path, capsys):
-    path = workshop.job_file(tmp_path, pretrained=True, method="qlora")
-    assert main(["doctor", str(path)]) == 0
-    assert f"bitsandbytes works: version {bitsandbytes.__version__}" in capsys.readouterr().out
+def test_doctor_finds_bitsandbytes_where_it_works(tmp_path, cli):
+    path = job_file(tmp_path, pretrained=True, method="qlora")
+    assert f"bitsandbytes works: version {bitsandbytes.__version__}" in cli.out("doctor", path)

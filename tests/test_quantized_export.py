@@ -8,7 +8,6 @@ import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ import transformers
 import workshop
 from exported import body_of
 from exported_families import FAMILIES, make_family
-from farthing.cli import main
 from farthing.errors import FarthingError, InputError
 from farthing.export import compressed
 from farthing.export.compressed import plan_compressed, write_compressed
@@ -25,6 +23,7 @@ from farthing.export.gguf_families import family_of, lay_out
 from farthing.export.gguf_file import plan_gguf, write_gguf
 from farthing.export.modelfile import modelfile
 from llama_cpp import LlamaCpp, greedy_of
+from workshop import make_folder, rows_of
 
 DATA = Path(os.environ.get("FARTHING_DATA", ""))
 needs_data = pytest.mark.skipif(
@@ -37,18 +36,16 @@ needs_compressed = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """The run of a small Llama that has learned its rows."""
     folder = tmp_path_factory.mktemp("trained")
-    held_out = workshop.rows_of("llama", 24, 9)
-    job = workshop.make_job(folder, n_rows=120, eval_rows=held_out, max_steps=40)
-    workshop.train(job)
-    return Path(job.output_dir)
+    held_out = rows_of("llama", 24, 9)
+    return workshop.trained(folder, n_rows=120, eval_rows=held_out, max_steps=40)
 
 
-def export(run: Path, folder: Path, *words: str) -> int:
-    """`farthing export`."""
-    return main(["export", str(run), "--output", str(folder), *words])
+def export(run: Path, folder: Path, form: str, *words: str) -> list[object]:
+    """The words of `farthing export`."""
+    return ["export", run, "--output", folder, "--format", form, *words]
 
 
 def test_what_is_laid_out_for_llama_cpp_is_taken_back():
@@ -103,7 +100,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused_by_its_key(family, changes
 )
 def test_every_weight_of_a_family_has_a_place_or_is_another_weight_too(family, is_tied, tokenizers):
     """In Gemma and Gemma 2 llama.cpp has no output layer of its own."""
-    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
     if family != "gpt2":
         sizes = {
             "hidden_size": 32,
@@ -119,7 +116,7 @@ def test_every_weight_of_a_family_has_a_place_or_is_another_weight_too(family, i
         family, vocab_size=2000, tie_word_embeddings=is_tied, **sizes
     )
 
-    def planned() -> Any:
+    def planned():
         return plan_gguf(config, tokenizers["llama"], "causal-lm", "f32", "x", is_chat=False)
 
     if not is_tied and family in ("gemma", "gemma2"):
@@ -131,19 +128,17 @@ def test_every_weight_of_a_family_has_a_place_or_is_another_weight_too(family, i
 
 @needs_gguf
 @pytest.mark.parametrize("family", ["bert", "t5"])
-def test_other_tasks_are_refused_before_a_byte_is_written(family, tmp_path, capsys):
-    job = workshop.make_job(tmp_path, family, max_steps=1)
-    workshop.train(job)
+def test_other_tasks_are_refused_before_a_byte_is_written(family, tmp_path, cli):
+    run = workshop.trained(tmp_path, family, max_steps=1)
     before = sorted(os.listdir(tmp_path))
-    assert export(Path(job.output_dir), tmp_path / "out", "--format", "gguf") == 2
-    assert "GGUF is written of models that continue a text" in capsys.readouterr().err
+    assert "GGUF is written of models that continue a text" in cli.err(
+        *export(run, tmp_path / "out", "gguf")
+    )
     assert sorted(os.listdir(tmp_path)) == before
 
 
 def test_a_template_is_said_in_the_language_of_ollama_or_not_at_all(tmp_path):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        workshop.make_folder(tmp_path / "base", "llama")
-    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(make_folder(tmp_path / "base", "llama"))
     text, notes = modelfile(tokenizer, None, is_chat=False)
     assert 'TEMPLATE """{{ .Prompt }}"""' in text
     tokenizer.chat_template = (
@@ -165,7 +160,7 @@ def test_a_template_is_said_in_the_language_of_ollama_or_not_at_all(tmp_path):
 
 def test_positions_that_are_stretched_by_a_factor_are_said_to_llama_cpp(tmp_path, tokenizers):
     gguf = pytest.importorskip("gguf", reason="pip install 'farthing[gguf]'")
-    folder = workshop.make_folder(tmp_path / "base", "llama", pretrained=True)
+    folder = make_folder(tmp_path / "base", "llama", pretrained=True)
     config = transformers.AutoConfig.from_pretrained(folder)
     config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     plan = plan_gguf(config, tokenizers["llama"], "causal-lm", "f32", "small", is_chat=False)
@@ -176,20 +171,18 @@ def test_positions_that_are_stretched_by_a_factor_are_said_to_llama_cpp(tmp_path
 
 
 @pytest.mark.slow
-def test_without_the_package_it_is_said_how_to_get_it(trained, tmp_path, monkeypatch, capsys):
+def test_without_the_package_it_is_said_how_to_get_it(trained, tmp_path, monkeypatch, cli):
     for package, form in (("gguf", "gguf"), ("compressed_tensors.quantization", "fp8")):
         monkeypatch.setitem(__import__("sys").modules, package, None)
-        assert export(trained, tmp_path / "out", "--format", form) == 2
-        assert "pip install 'farthing[" in capsys.readouterr().err
+        assert "pip install 'farthing[" in cli.err(*export(trained, tmp_path / "out", form))
     assert os.listdir(tmp_path) == []
-    assert export(trained, tmp_path / "out", "--format", "merged", "--bits", "q8_0") == 2
+    cli(*export(trained, tmp_path / "out", "merged", "--bits", "q8_0"), code=2)
 
 
 @needs_gguf
 @pytest.mark.slow
-def test_a_file_of_few_bits_is_judged_and_refused_above_the_limit(trained, tmp_path, capsys):
-    assert export(trained, tmp_path / "eight", "--format", "gguf", "--json") == 0
-    eight = json.loads(capsys.readouterr().out)["judged"]
+def test_a_file_of_few_bits_is_judged_and_refused_above_the_limit(trained, tmp_path, cli):
+    eight = cli.json(*export(trained, tmp_path / "eight", "gguf"))["judged"]
     assert eight["mean_kl"] < 0.01
     assert eight["n_examples"] == 24
     assert set(eight["merged"]) == set(eight["compressed"]) >= {"loss"}
@@ -197,23 +190,23 @@ def test_a_file_of_few_bits_is_judged_and_refused_above_the_limit(trained, tmp_p
     assert "## Form" in card
     assert "same first choice" in card
     assert json.loads((tmp_path / "eight/export.json").read_text())["judged"] == eight
-    four = ("--format", "gguf", "--bits", "q4_0", "--max-kl", "0")
-    assert export(trained, tmp_path / "four", *four) != 0
-    assert "so it was deleted" in capsys.readouterr().err
+    four = ("gguf", "--bits", "q4_0", "--max-kl", "0")
+    assert "so it was deleted" in cli.err(*export(trained, tmp_path / "four", *four))
     assert sorted(os.listdir(tmp_path)) == ["eight"]
-    assert export(trained, tmp_path / "four", *four, "--force", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["judged"]["mean_kl"] > eight["mean_kl"]
+    assert (
+        cli.json(*export(trained, tmp_path / "four", *four, "--force"))["judged"]["mean_kl"]
+        > eight["mean_kl"]
+    )
 
 
 @needs_gguf
-def test_bits_of_llama_quantize_need_it(trained, tmp_path, monkeypatch, capsys):
+def test_bits_of_llama_quantize_need_it(trained, tmp_path, monkeypatch, cli):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert export(trained, tmp_path / "out", "--format", "gguf", "--bits", "q4_k_m") == 2
-    assert "not on PATH" in capsys.readouterr().err
+    assert "not on PATH" in cli.err(*export(trained, tmp_path / "out", "gguf", "--bits", "q4_k_m"))
     tool = tmp_path / "llama-quantize"
     tool.write_text('#!/bin/sh\n[ "$3" = Q4_K_M ] && /bin/cp "$1" "$2"\n')
     tool.chmod(0o755)
-    assert export(trained, tmp_path / "out", "--format", "gguf", "--bits", "q4_k_m") == 0
+    cli(*export(trained, tmp_path / "out", "gguf", "--bits", "q4_k_m"))
     assert sorted(os.listdir(tmp_path / "out")) == [
         "Modelfile",
         "README.md",
@@ -222,7 +215,7 @@ def test_bits_of_llama_quantize_need_it(trained, tmp_path, monkeypatch, capsys):
     ]
 
 
-TINY: dict[str, Any] = {
+TINY = {
     "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -259,7 +252,7 @@ def test_a_compressed_folder_has_all_weights_in_plain_transformers(family, form,
         family, **TINY, **(experts if "mo" in family or "mix" in family else {})
     )
     torch.manual_seed(0)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(tmp_path / "whole")
     (tmp_path / "few").mkdir()
     write_compressed(
@@ -305,18 +298,19 @@ def test_what_transformers_does_not_load_compressed_is_refused_by_its_family(
 
 @needs_compressed
 @pytest.mark.slow
-def test_a_folder_that_lacks_weights_is_not_kept(trained, tmp_path, monkeypatch, capsys):
+def test_a_folder_that_lacks_weights_is_not_kept(trained, tmp_path, monkeypatch, cli):
     real = compressed.compressed_weight
     monkeypatch.setattr(
         compressed,
         "compressed_weight",
         lambda name, *rest: {} if "layers.0.mlp.up" in name else real(name, *rest),
     )
-    assert export(trained, tmp_path / "out", "--format", "w8a16") != 0
-    assert "it finds no model.layers.0.mlp.up_proj.weight_packed" in capsys.readouterr().err
+    assert "it finds no model.layers.0.mlp.up_proj.weight_packed" in cli.err(
+        *export(trained, tmp_path / "out", "w8a16")
+    )
     assert os.listdir(tmp_path) == []
     monkeypatch.undo()
-    assert export(trained, tmp_path / "out", "--format", "fp8") == 0
+    cli(*export(trained, tmp_path / "out", "fp8"))
     assert json.loads((tmp_path / "out/export.json").read_text())["judged"]["mean_kl"] < 0.1
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("name")["input_ids"]
 
@@ -327,13 +321,10 @@ def test_a_folder_that_lacks_weights_is_not_kept(trained, tmp_path, monkeypatch,
     ("family", "form"),
     [("bert", "w4a16"), ("t5", "fp8"), ("llama", "w4a16")],
 )
-def test_a_compressed_run_is_judged(family, form, tmp_path):
+def test_a_compressed_run_is_judged(family, form, tmp_path, cli):
     body_of(tmp_path / "base", family)
-    job = workshop.make_job(
-        tmp_path, family, n_rows=60, pretrained=True, method="lora", max_steps=30
-    )
-    workshop.train(job)
-    assert export(Path(job.output_dir), tmp_path / "out", "--format", form) == 0
+    keys = {"n_rows": 60, "pretrained": True, "method": "lora", "max_steps": 30}
+    cli(*export(workshop.trained(tmp_path, family, **keys), tmp_path / "out", form))
     kept = json.loads((tmp_path / "out/export.json").read_text())
     assert kept["judged"]["mean_kl"] < 0.1
 
@@ -346,18 +337,16 @@ def job_of_family(folder: Path, family: str, texts: list[str]) -> Path:
         for line in (DATA / "e2e_nlg_dev_test.jsonl").read_text().splitlines()[:160]
     ]
     told = [{"prompt": row["input"], "completion": " " + row["target"]} for row in rows]
-    job = workshop.make_job(
+    return workshop.trained(
         folder, rows=told, pretrained=True, data={"eval_fraction": 0.2}, max_steps=30
     )
-    workshop.train(job)
-    return Path(job.output_dir)
 
 
 @needs_gguf
 @needs_data
 @pytest.mark.slow
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_llama_cpp_answers_as_transformers_does(family, tmp_path):
+def test_llama_cpp_answers_as_transformers_does(family, tmp_path, cli):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
     texts = [
         json.loads(line)["text"]
@@ -366,9 +355,9 @@ def test_llama_cpp_answers_as_transformers_does(family, tmp_path):
     run = job_of_family(tmp_path, family, texts[:300])
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "model")
     for bits in ("f32", "bf16"):
-        assert export(run, tmp_path / bits, "--format", "gguf", "--bits", bits) == 0
+        cli(*export(run, tmp_path / bits, "gguf", "--bits", bits))
         engine = LlamaCpp(tmp_path / bits / "model.gguf")
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
+        model = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
         if bits == "bf16":  # what the file holds
             with torch.no_grad():
                 for parameter in model.parameters():

@@ -5,12 +5,10 @@ warm-up by epochs.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import workshop
 from farthing.config.load import load_job
 from farthing.errors import JobError
 from farthing.export.folders import export_run, trained_model, untrained_model
@@ -25,10 +23,10 @@ from farthing.model.load import ModelChoice, load_config, load_model
 from farthing.run.parts import read_part
 from farthing.train.optim import make_optimizer
 from interrupted import stopped_and_resumed
-from workshop import log_of, losses_of, make_job
+from workshop import log_of, losses_of, make_job, train
 
 
-def tiny(folder: Path, **adapter: Any) -> Any:
+def tiny(folder: Path, **adapter):
     choice = ModelChoice(str(folder), init="random")
     model = load_model(
         choice,
@@ -42,7 +40,7 @@ def tiny(folder: Path, **adapter: Any) -> Any:
     return add_adapter(model, Adapter(**adapter), "causal-lm", 7) if adapter else model
 
 
-def steps_of(model: Any, optimizer: torch.optim.Optimizer, n: int = 5) -> torch.Tensor:
+def steps_of(model, optimizer: torch.optim.Optimizer, n: int = 5) -> torch.Tensor:
     ids = torch.arange(24).reshape(2, 12) + 5
     for _ in range(n):
         model(input_ids=ids, labels=ids).loss.backward()
@@ -81,7 +79,7 @@ def test_an_adapter_begins_as_in_peft(init, tiny_folders):
     ours = tiny(tiny_folders["llama"], r=4, alpha=8.0, init=init)
     theirs = tiny(tiny_folders["llama"])
     torch.manual_seed(7)
-    value: Any = {"true": True, "false": False}.get(init, init)
+    value = {"true": True, "false": False}.get(init, init)
     config = peft.LoraConfig(
         r=4,
         lora_alpha=8,
@@ -135,7 +133,7 @@ def test_pissa_resumes_where_another_machine_decomposes_otherwise_and_its_export
 ):
     method = {"name": "lora", "lora_r": 4, "use_rslora": True, "init_lora_weights": "pissa"}
     whole = make_job(tmp_path / "a", "llama", method=method, max_steps=6, n_rows=24)
-    workshop.train(whole)
+    train(whole)
     decompose, calls = torch.linalg.svd, []
 
     def other(weight, **settings):
@@ -182,7 +180,7 @@ def test_an_optimizer_moves_as_torchs_own_and_resumes(name, kind, tmp_path, tiny
         steps_of(theirs, kind(theirs.parameters(), lr=1e-3, foreach=False)),
     )
     whole = make_job(tmp_path / "a", "llama", method="full", max_steps=6, n_rows=24, optim=name)
-    workshop.train(whole)
+    train(whole)
     assert losses_of(stopped_and_resumed(tmp_path / "b", method="full", optim=name)) == losses_of(
         whole
     )
@@ -199,7 +197,7 @@ def test_warm_up_by_epochs(tmp_path):
         global_batch_size=8,
         warmup_epochs=2,
     )
-    workshop.train(job)
+    train(job)
     rates = [row["lr"] for row in log_of(job) if "lr" in row]
     assert rates.index(max(rates)) == 6  # three steps an epoch
 

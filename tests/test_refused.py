@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import workshop
-from farthing.cli import main
 from farthing.errors import ModelError
 from farthing.models.refused import left_out_loss, refuse_model
+from workshop import job_file, make_folder
 
 EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "dbrx", "jetmoe"]
 EXPERTS += ["granitemoe", "phimoe", "switch_transformers", "nllb-moe", "qwen3_vl_moe"]
@@ -21,7 +19,7 @@ EXPERTS += ["granitemoe", "phimoe", "switch_transformers", "nllb-moe", "qwen3_vl
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_the_balance_of_experts_is_refused_where_it_would_count_and_only_there(family):
-    config: Any = CONFIG_MAPPING[family]()
+    config = CONFIG_MAPPING[family]()
     assert (
         left_out_loss(config.to_dict(), "causal-lm") == ""
     )  # transformers leaves it out too, unless asked
@@ -34,7 +32,7 @@ def test_the_balance_of_experts_is_refused_where_it_would_count_and_only_there(f
 def test_a_weight_of_nothing_leaves_nothing_out():
     config = transformers.MixtralConfig(output_router_logits=True, router_aux_loss_coef=0.0)
     assert left_out_loss(config.to_dict(), "causal-lm") == ""
-    dbrx: Any = transformers.DbrxConfig(output_router_logits=True)
+    dbrx = transformers.DbrxConfig(output_router_logits=True)
     assert left_out_loss(dbrx.to_dict(), "causal-lm")
     dbrx.ffn_config.moe_loss_weight = 0.0
     assert left_out_loss(dbrx.to_dict(), "causal-lm") == ""
@@ -48,8 +46,8 @@ def test_a_penalty_on_large_logits_is_refused():
     )
 
 
-def mixtral_folder(folder: Path, **keys: Any) -> Path:
-    workshop.make_folder(folder, "llama")
+def mixtral_folder(folder: Path, **keys) -> Path:
+    make_folder(folder, "llama")
     config = json.loads((folder / "config.json").read_text())
     config |= {
         "model_type": "mixtral",
@@ -61,12 +59,11 @@ def mixtral_folder(folder: Path, **keys: Any) -> Path:
     return folder
 
 
-def test_a_job_that_would_leave_a_loss_out_is_refused_before_it_starts(tmp_path, capsys):
+def test_a_job_that_would_leave_a_loss_out_is_refused_before_it_starts(tmp_path, cli):
     mixtral_folder(tmp_path / "base", output_router_logits=True)
-    path = workshop.job_file(tmp_path, max_steps=1)
+    path = job_file(tmp_path, max_steps=1)
     for verb in ("train", "doctor"):
-        assert main([verb, str(path)]) == 2
-        said = " ".join("".join(capsys.readouterr()).split())
+        said = " ".join("".join(cli(verb, path, code=2)).split())
         assert (
             "`output_router_logits` in the model's config.json adds the balance of the experts to"
             " the loss" in said
@@ -74,7 +71,7 @@ def test_a_job_that_would_leave_a_loss_out_is_refused_before_it_starts(tmp_path,
         assert "config.json has `output_router_logits: false`" in said
     assert not (tmp_path / "run/run.json").exists()
     mixtral_folder(tmp_path / "base", output_router_logits=False)
-    assert main(["train", str(path), "--json"]) == 0
+    cli("train", path, "--json")
 
 
 @pytest.mark.parametrize("kind", ["big_bird", "fnet", "nllb-moe", "rwkv", "xlnet"])

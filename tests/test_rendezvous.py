@@ -10,7 +10,6 @@ import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ TASK = {
 
 
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_launcher(monkeypatch):
     for name in (*RANKS, *ADDRESS, *TASK, "FARTHING_RANKS_STORE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("farthing.run.group.os.isatty", lambda number: False)
@@ -104,12 +103,12 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float):
         self.now += seconds
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Any:
+def host(monkeypatch):
     """A store at an address that this process's environment has."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -219,9 +218,9 @@ def test_one_that_is_killed_before_all_have_met_takes_nobody_along(monkeypatch):
     """The others waited for it until they were killed as well, all were lost, and the command had
     ended.
     """
-    started: list[list[int]] = []
+    started = []
 
-    def start(seat: Seat, slot: int, number: int) -> Any:
+    def start(seat, slot, number):
         started.append([number, slot])
         monkeypatch.setattr("farthing.run.group.GRACE_S", 0.5 if number == 1 else 120.0)
         dies = "os.kill(os.getpid(), signal.SIGKILL)"
@@ -236,7 +235,7 @@ def test_a_run_that_is_finished_is_told_to_all_that_a_launcher_has_started(
 ):
     """The first rank ended at once with 0, and the others waited three minutes for it and failed."""  # noqa: E501
 
-    def joins(*_: Any, **__: Any) -> None:
+    def joins(*_, **__):
         raise InputError("here the others are told")
 
     monkeypatch.setattr("farthing.run.folder.is_finished", lambda folder: True)
@@ -255,7 +254,7 @@ def test_what_a_killed_rank_leaves_goes_with_the_meeting(tmp_path, monkeypatch):
 
 def test_what_torch_would_wait_for_without_end_is_ended_in_words(monkeypatch, capfd):
     """torch's store waits for ever for a program that listens at its port and says nothing."""
-    ended: list[int] = []
+    ended = []
     monkeypatch.setattr("farthing.dist.rendezvous.os._exit", ended.append)
     with rendezvous.bounded(Seat(1, 2, by="srun"), 0.05, "nobody answers"):
         until(lambda: ended)

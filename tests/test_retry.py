@@ -7,23 +7,23 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import survive
-import workshop
+from farthing.config.load import load_job
 from farthing.run.accounts import Account, as_line, read_ledger
 from farthing.run.group import until_it_ends
 from farthing.run.opening import opened
 from farthing.run.supervisor import RunStanding, Supervisor, standing
 from held import Held
 from patience import until
+from workshop import job_file, train
 
 
-def line(attempt: int, step: int, committed: int = -1, notice: Any = None) -> str:
+def line(attempt: int, step: int, committed: int = -1, notice=None) -> str:
     """A line of the ledger."""
     account = Account(attempt, str(attempt), step, "running", 1000.0 * attempt + step)
     account.usd_per_hour, account.step, account.spans = 1.0, step, {"compute": float(step)}
@@ -36,14 +36,14 @@ class Run:
 
     def __init__(
         self, folder: Path, *ends: tuple[int, int, int], notice: dict[str, Any] | None = None
-    ) -> None:
+    ):
         self.folder, self.ends, self.notice = folder, list(ends), notice
         self.n_started = 0
-        self.said: list[str] = []
+        self.said = []
         self.slept_s = 0.0
-        self.told_s: list[float] = []
-        self.got: list[int] = []
-        self.while_running: Callable[[], None] = lambda: None
+        self.told_s = []
+        self.got = []
+        self.while_running = lambda: None
 
     def start(self, number: int) -> Run:
         """Begin an attempt."""
@@ -61,11 +61,11 @@ class Run:
             file.write(line(self.n_started, step, committed, self.notice))
         return code
 
-    def send_signal(self, number: int, /) -> None:
+    def send_signal(self, number: int, /):
         """Get a signal."""
         self.got.append(number)
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float):
         """Wait between attempts."""
         self.slept_s += seconds
 
@@ -202,7 +202,7 @@ def test_an_attempt_that_is_not_tried_again_leaves_with_its_code(code, left_with
 
 
 def test_a_run_that_is_killed_is_begun_again_and_ends_with_the_same_bits(tmp_path):
-    path = workshop.job_file(tmp_path, save_steps=2, probe=False, size={"dropout": 0.1})
+    path = job_file(tmp_path, save_steps=2, probe=False, size={"dropout": 0.1})
     held = Held(tmp_path / "hold", "step-00000004")
     command = [sys.executable, "-m", "farthing", "train", str(path), "--retry", "--json"]
     process = subprocess.Popen(
@@ -220,15 +220,15 @@ def test_a_run_that_is_killed_is_begun_again_and_ends_with_the_same_bits(tmp_pat
     for of_span, of_run in (("seconds", "wall_s"), ("usd", "usd")):
         total = sum(span[of_span] for span in receipt["spans"])
         assert total == pytest.approx(receipt[of_run], rel=0.01)
-    alone = workshop.load_job(path, [f"output_dir={tmp_path / 'alone'}"])
-    assert workshop.train(alone).state == "finished"
+    alone = load_job(path, [f"output_dir={tmp_path / 'alone'}"])
+    assert train(alone).state == "finished"
     left, right = (survive.result_of(tmp_path / name) for name in ("run", "alone"))
     assert survive.differences(left, right) == []
 
 
 @pytest.mark.slow
 def test_when_the_supervisor_dies_its_child_saves_and_leaves(tmp_path):
-    path = workshop.job_file(tmp_path, max_steps=100_000, save_steps=1000, probe=False)
+    path = job_file(tmp_path, max_steps=100_000, save_steps=1000, probe=False)
     log = tmp_path / "run" / "log.jsonl"
     process = subprocess.Popen(
         [sys.executable, "-m", "farthing", "train", str(path), "--retry"], stdout=subprocess.DEVNULL

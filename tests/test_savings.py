@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ OFFERS = (
 )
 
 
-def plan_of(tmp_path: Path, cli: Cli, *more: str, offers: str = OFFERS) -> Any:
+def plan_of(tmp_path: Path, cli: Cli, *more: str, offers: str = OFFERS):
     prices = tmp_path / "prices.csv"
     prices.write_text(COLUMNS + offers)
     size = (

@@ -74,7 +74,7 @@ def test_the_plan_stays_as_it_was_and_the_settings_are_lowered(tmp_path, monkeyp
             raise torch.OutOfMemoryError("CUDA out of memory")
         return honest(self, batch, *scale)
 
-    seen: dict[str, bytes] = {}
+    seen = {}
 
     def leaves(event):
         if isinstance(event, Decided):
@@ -105,7 +105,6 @@ def test_what_others_probe_between_two_attempts_changes_nothing(tmp_path):
     shutil.copytree(tmp_path / "run", tmp_path / "alone")
     alone = make_job(tmp_path / "alone", max_steps=6, n_rows=48)
     assert train(alone).state == "finished"
-    assert job.cache_dir is not None
     train(make_job(tmp_path / "like", max_steps=8, n_rows=48))
     measured = read_measurements(tmp_path / "like" / "cache" / "measurements.jsonl")[-1]
     probed = replace(measured, probed=True, micro_batch_tokens=64)

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
 
-import workshop
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.errors import ModelError
 from farthing.model.load import ModelChoice, load_tokenizer
+from workshop import Heard, make_folder, make_job, train
 
 OWN = (
     "{% for each in messages %}<{{ each.role }}>{{ each.content }}{{ eos_token }}{% endfor %}"
@@ -33,18 +32,18 @@ CHATS = [
 AS_PROMPTS = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in CHATS]
 
 
-def base_with(folder: Path, templates: Any) -> Path:
+def base_with(folder: Path, templates) -> Path:
     """A small model whose tokenizer has these templates."""
-    workshop.make_folder(folder, "llama", pretrained=True)
+    make_folder(folder, "llama", pretrained=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = templates
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def job_of(folder: Path, templates: Any, rows: Any = CHATS, **keys: Any) -> Any:
+def job_of(folder: Path, templates, rows=CHATS, **keys):
     base_with(folder / "base", templates)
-    return workshop.make_job(folder, "llama", rows=rows, pretrained=True, max_steps=2, **keys)
+    return make_job(folder, "llama", rows=rows, pretrained=True, max_steps=2, **keys)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,7 @@ def test_without_a_default_they_are_named_and_nothing_is_trained(tmp_path, in_fi
         with pytest.raises(
             ModelError, match=r"several chat templates, and none is the default: rag, tool_use"
         ):
-            workshop.train(job)
+            train(job)
     light = light_tokenizer(tmp_path / "base", None)
     assert light.chat_template is None
     assert set(light.other_templates) == {"rag", "tool_use"}
@@ -73,14 +72,14 @@ def test_a_file_chooses_and_the_others_are_kept(tmp_path):
     job = job_of(
         tmp_path, {"tool_use": "{{ tools }}"}, data={"chat_template": str(tmp_path / "mine.jinja")}
     )
-    assert workshop.train(job).state == "finished"
+    assert train(job).state == "finished"
     assert light_tokenizer(tmp_path / "run" / "model", None).chat_template == OWN
 
 
 def test_texts_that_are_no_chats_need_no_template(tmp_path):
     rows = [{"prompt": f"say {n} ", "completion": f"number {n}"} for n in range(8)]
     job = job_of(tmp_path, {"tool_use": OWN, "rag": OWN}, rows=rows)
-    assert workshop.train(job).state == "finished"
+    assert train(job).state == "finished"
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     assert exported.chat_template == {"tool_use": OWN, "rag": OWN}
 
@@ -92,6 +91,6 @@ def test_the_default_is_taken(tmp_path):
 
 
 def test_it_is_said_that_farthings_own_is_used(tmp_path):
-    heard = workshop.Heard()
-    workshop.train(job_of(tmp_path, None, AS_PROMPTS), heard)
+    heard = Heard()
+    train(job_of(tmp_path, None, AS_PROMPTS), heard)
     assert "the tokenizer has no chat template: farthing's own is used" in str(list(heard))

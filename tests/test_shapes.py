@@ -52,7 +52,7 @@ GATED = {"feed_forward_proj": "gated-gelu"}
 BIASED, UNBIASED = {"attention_bias": True}, {"attention_bias": False}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
 NARROW_EXPERTS = EXPERTS | {"moe_intermediate_size": 20}
-SIZES: dict[str, dict[str, Any]] = {  # by family, and what is unlike its other rows
+SIZES = {  # by family, and what is unlike its other rows
     "llama": DECODER,
     "llama tied": WIDE | TIED,
     "llama biased": DECODER | BIASED | {"mlp_bias": True},
@@ -112,7 +112,7 @@ def shape_of(config: dict[str, Any], task: str | None = None) -> Shape:
     return read_shape(config, task, N_LABELS if "classification" in (task or "") else 0)
 
 
-def model_of(config: dict[str, Any], task: str, device: str = "meta") -> Any:
+def model_of(config: dict[str, Any], task: str, device: str = "meta"):
     """The model that transformers makes from the same configuration."""
     settings = AutoConfig.for_model(**config)
     torch.manual_seed(0)
@@ -132,7 +132,7 @@ def model_of(config: dict[str, Any], task: str, device: str = "meta") -> Any:
     return model
 
 
-def must_be_the_same(shape: Shape, model: Any) -> None:
+def must_be_the_same(shape: Shape, model):
     """Every parameter by name and size, every linear layer by name, features and bias."""
     weights = [(name, weight) for weight in shape.weights for name in weight.names()]
     bare = {weight for weight in shape.weights if weight.kind in ("experts", "raw")}
@@ -172,7 +172,7 @@ def test_real_models_are_the_real_model(data_dir):
     paths = sorted(data_dir.glob("model_configs/*/config.json"))
     assert len(paths) >= 17
     for path in paths:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text())
         shape = shape_of(config)
         must_be_the_same(shape, model_of(config, shape.task))
 
@@ -259,7 +259,7 @@ CHOICES += [
 ]
 
 
-def must_count_the_same(shape: Shape, model: Any, adapter: Adapter) -> None:
+def must_count_the_same(shape: Shape, model, adapter: Adapter):
     """Counts of the study against those of the real adapters."""
     with torch.device("meta"):
         counts = count_parameters(add_adapter(model, adapter, shape.task, seed=0))
@@ -301,7 +301,6 @@ def test_adapters_are_pefts_own(name, task, use_dora):
 
 def test_a_mixture_counts_all_experts_and_computes_with_those_that_a_token_goes_to():
     config = known_config("mistralai/Mixtral-8x7B-v0.1")
-    assert config is not None
     shape = read_shape(config)
     # with embeddings and norms the 12.9 billion of Jiang et al. 2024, arXiv 2401.04088
     active = 12_748_587_008
@@ -407,9 +406,7 @@ def products(name: str, train: bool, adapter: Adapter | None = None) -> tuple[Sh
         )
         if train:
             logits.sum().backward()
-    by_kind: dict[str, int] = {
-        str(kind): n for kind, n in counter.get_flop_counts()["Global"].items()
-    }
+    by_kind = {str(kind): n for kind, n in counter.get_flop_counts()["Global"].items()}
     linear = by_kind.get("aten.mm", 0) + by_kind.get("aten.addmm", 0)
     return shape_of(CONFIGS[name], task), linear / N_ROWS, by_kind.get("aten.bmm", 0) / N_ROWS
 

@@ -12,7 +12,7 @@ import pytest
 from farthing.config.data_lengths import read_lengths
 from farthing.data.fetch import fetch
 from farthing.data.read import open_sources
-from farthing.data.token_set import TokenRecipe, TokenSet
+from farthing.data.token_set import TokenRecipe
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError
 from farthing.tiny import demo_rows, write_jsonl
@@ -27,8 +27,8 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fi
 def made(tmp_path, tokenizers):
     data = write_jsonl(tmp_path / "a.jsonl", demo_rows(8))
 
-    def making() -> tuple[TokenSet, list[str]]:
-        said: list[str] = []
+    def making():
+        said = []
         sources = open_sources((str(data),), cache_dir=tmp_path / "cache", split="train")
         recipe = TokenRecipe("causal-lm", 64)
         return tokenize(
@@ -42,24 +42,24 @@ def all_of(folder: Path) -> list[Path]:
     return [folder, *folder.iterdir()]
 
 
-def another_owns_it(folder: Path) -> None:
+def another_owns_it(folder: Path):
     for path in all_of(folder):
         os.chown(path, SOMEBODY, SOMEBODY)
 
 
-def another_owns_a_file(folder: Path) -> None:
+def another_owns_a_file(folder: Path):
     os.chown(folder / "ids.bin", SOMEBODY, SOMEBODY)
 
 
-def others_may_write_in_it(folder: Path) -> None:
+def others_may_write_in_it(folder: Path):
     folder.chmod(0o777)
 
 
-def others_may_write_a_file(folder: Path) -> None:
+def others_may_write_a_file(folder: Path):
     (folder / "targets.bin").chmod(0o666)
 
 
-def a_link(folder: Path) -> None:
+def a_link(folder: Path):
     folder.rename(folder.with_name("elsewhere"))
     folder.symlink_to(folder.with_name("elsewhere"))
 

@@ -16,20 +16,19 @@ from torch import Tensor
 import farthing.run.checkpoint
 import farthing.run.snapshot
 import survive
-import workshop
 from farthing.run.checkpoint import Checkpoints
 from farthing.run.snapshot import Later
 from farthing.train.saver import Saver
-from workshop import losses_of, make_job
+from workshop import Heard, losses_of, make_job, train
 
 
 class Event:
     """Copies when somebody waits for it, as late as a device may."""
 
-    def __init__(self, lane: SlowLane, source: Tensor, into: Tensor) -> None:
+    def __init__(self, lane: SlowLane, source: Tensor, into: Tensor):
         self._lane, self._source, self._into = lane, source, into
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """The copy is made now, and not before the trainer has come to its next update."""
         self._lane.comes_late()
         self._into.copy_(self._source)
@@ -38,16 +37,14 @@ class Event:
 class SlowLane:
     """Two buffers and no stream."""
 
-    def __init__(
-        self, device: torch.device | None = None, at: threading.Event | None = None
-    ) -> None:
+    def __init__(self, device: torch.device | None = None, at: threading.Event | None = None):
         self._buffers = [
             torch.empty(farthing.run.snapshot.PIECE_BYTES, dtype=torch.uint8) for _ in range(2)
         ]
         self._at = at
-        self.order: list[tuple[str, int]] = []
+        self.order = []
 
-    def comes_late(self) -> None:
+    def comes_late(self):
         """Wait, once, until the trainer is there."""
         if self._at is not None:
             assert self._at.wait(120)
@@ -108,17 +105,17 @@ def test_memory_of_the_host_is_taken_only_where_half_of_it_is_left(monkeypatch):
     assert not Later({"part": {"a": torch.zeros(501)}}, SlowLane()).keeps_in_memory
 
 
-KEYS: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "n_rows": 40, "save_total_limit": 5}
+KEYS = {"max_steps": 6, "save_steps": 2, "n_rows": 40, "save_total_limit": 5}
 
 
-def as_on_a_gpu(patch: pytest.MonkeyPatch, share: float = 0.5) -> None:
+def as_on_a_gpu(patch: pytest.MonkeyPatch, share: float = 0.5):
     """Every tensor is fetched later: when the trainer waits for it, before its next update, its
     next save or its end.
     """
     at_update = threading.Event()
     for honest in (Checkpoints.wait_until_copied, Checkpoints.wait):
 
-        def wait(checkpoints: Checkpoints, honest: Any = honest) -> Any:
+        def wait(checkpoints, honest=honest):
             at_update.set()
             try:
                 return honest(checkpoints)
@@ -145,7 +142,7 @@ def at_once(tmp_path_factory):
     """Checkpoints, losses and result of a run on a CPU."""
     folder = tmp_path_factory.mktemp("at-once")
     job = make_job(folder, **KEYS)
-    workshop.train(job)
+    train(job)
     return checkpoints_of(folder), losses_of(job), survive.result_of(Path(job.output_dir))
 
 
@@ -154,7 +151,7 @@ def test_a_checkpoint_that_is_copied_behind_the_next_step_is_of_one_step(
     share, at_once, tmp_path, monkeypatch
 ):
     as_on_a_gpu(monkeypatch, share)
-    waited: list[bool] = []
+    waited = []
     honest = Saver.wait_for_copies
 
     def wait(saver):
@@ -164,7 +161,7 @@ def test_a_checkpoint_that_is_copied_behind_the_next_step_is_of_one_step(
 
     monkeypatch.setattr(Saver, "wait_for_copies", wait)
     job = make_job(tmp_path, **KEYS)
-    outcome = workshop.train(job)
+    outcome = train(job)
     checkpoints, losses, result = at_once
     found = checkpoints_of(tmp_path)
     assert found.keys() == checkpoints.keys()
@@ -182,7 +179,7 @@ def test_a_copy_that_fails_lets_training_go_on(tmp_path, monkeypatch):
     def failing(*_):
         raise torch.AcceleratorError("CUDA error: out of memory")
 
-    calls: list[int] = []
+    calls = []
     honest = SlowLane.fetch
 
     def once(lane, piece, number):
@@ -190,8 +187,8 @@ def test_a_copy_that_fails_lets_training_go_on(tmp_path, monkeypatch):
         return failing() if len(calls) == 1 else honest(lane, piece, number)
 
     monkeypatch.setattr(SlowLane, "fetch", once)
-    heard = workshop.Heard()
-    assert workshop.train(make_job(tmp_path, **KEYS), heard).state == "finished"
+    heard = Heard()
+    assert train(make_job(tmp_path, **KEYS), heard).state == "finished"
     assert (
         "the checkpoint of step 2 could not be written (CUDA error: out of memory)"
         in heard.warnings

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import date
-from typing import Any
 
 import pytest
 import torch
@@ -42,8 +41,8 @@ def on(gpu: str, wanted: JobSpec) -> Machine:
     return found
 
 
-def wanted_of(model: str, **changes: Any) -> JobSpec:
-    usual: dict[str, Any] = {
+def wanted_of(model: str, **changes) -> JobSpec:
+    usual = {
         "lengths": from_mean(2000, 200, 1024),
         "target_modules": ("all-linear",),
     }

@@ -5,7 +5,6 @@ calibration.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -30,7 +29,7 @@ LLAMA = shape_of("meta-llama/Llama-2-7b-hf")
 QWEN = shape_of("Qwen/Qwen2.5-0.5B")
 
 
-def with_settings(recipe: Recipe, **changed: Any) -> Recipe:
+def with_settings(recipe: Recipe, **changed) -> Recipe:
     return replace(recipe, settings=replace(recipe.settings, **changed))
 
 
@@ -58,7 +57,7 @@ def work_of(
     return work_of_case(case)
 
 
-def work(recipe: Recipe, shape: Shape = LLAMA, n: int = 1024, **more: Any) -> Work:
+def work(recipe: Recipe, shape: Shape = LLAMA, n: int = 1024, **more) -> Work:
     """The work of a step on examples of one length."""
     adapters = None if recipe.method == "full" else shape.with_lora(16)
     return work_of(shape, recipe, flat(n), float(n), adapters, **more)
@@ -260,7 +259,6 @@ def test_what_is_reached_differs_by_the_gpu(name, precision, tf32, expected):
     """
     sheet = find_gpu(name)
     found = device_of(sheet, precision, tf32=tf32)
-    assert found is not None
     assert found.bandwidth_bytes_per_s == sheet.bandwidth_bytes_per_s * 0.80
     attention = found.flops_per_s * found.attention_share
     reached = (found.flops_per_s / 1e12, attention / 1e12, found.link_bytes_per_s / 1e9)

@@ -20,17 +20,17 @@ from pathlib import Path
 import pytest
 
 import workshop
+from farthing.config.load import load_job
 from farthing.errors import RunChangedError
 from farthing.run.accounts import read_ledger
 from farthing.train.loop import rare_collections
+from workshop import job_file
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """A job file."""
-    return workshop.job_file(
-        tmp_path_factory.mktemp("job"), max_steps=100_000, save_steps=50, probe=False
-    )
+    return job_file(tmp_path_factory.mktemp("job"), max_steps=100_000, save_steps=50, probe=False)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def slow(tmp_path):
     return {**os.environ, "PYTHONPATH": str(tmp_path / "slow")}
 
 
-def until(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
+def until(condition: Callable[[], object], process: subprocess.Popen[bytes]):
     """Wait, as long as the process lives."""
     give_up_at = time.monotonic() + 120
     while not condition():
@@ -111,7 +111,7 @@ def test_asked_to_leave_while_it_imports_torch_a_process_says_so_on_the_ledger(j
 def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch_at_no_cost(
     tmp_path,
 ):
-    path = workshop.job_file(tmp_path, max_steps=2)
+    path = job_file(tmp_path, max_steps=2)
     run = tmp_path / "run"
     code = (
         f"import gc, sys, farthing.cli\ncode = farthing.cli.main(['train', {str(path)!r},"
@@ -122,9 +122,7 @@ def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch
     )
 
     def again(*words):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
         *_, heavy, n_collections = done.stderr.split()
         return done.returncode, done.stdout, heavy, int(n_collections)
 
@@ -132,7 +130,7 @@ def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch
     assert (returncode, heavy) == (0, "torch,transformers"), "a full run has no use for the others"
     assert n_collections < 100, "garbage was looked for while libraries were imported"
     beside = workshop.train(
-        workshop.load_job(path, [f"output_dir={tmp_path / 'beside'}"])
+        load_job(path, [f"output_dir={tmp_path / 'beside'}"])
     )  # here all is imported
     assert beside.state == "finished"
     assert (run / "model/model.safetensors").read_bytes() == (
@@ -150,12 +148,12 @@ def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch
     assert before == {name: (run / name).read_bytes() for name in before}
     data = tmp_path / "data.jsonl"
     os.utime(data)  # not as it was: looked at in full, found the same, and still nothing is added
-    assert workshop.train(workshop.load_job(path)).state == "finished"
+    assert workshop.train(load_job(path)).state == "finished"
     assert [a.state for a in read_ledger(run / "ledger.jsonl").ordered] == ["finished"]
     data.write_text(data.read_text() + data.read_text().splitlines()[0] + "\n")
     for words in ([], ["train.learning_rate=0.02"]):
         with pytest.raises(RunChangedError):  # though it is finished
-            workshop.train(workshop.load_job(path, words))
+            workshop.train(load_job(path, words))
     assert [a.state for a in read_ledger(run / "ledger.jsonl").ordered] == ["finished"]
 
 
@@ -163,7 +161,7 @@ def test_what_is_frozen_is_not_counted_where_the_collector_is_off(monkeypatch):
     monkeypatch.setattr(
         gc, "get_freeze_count", lambda: pytest.fail("it walks through all that is imported")
     )
-    frozen: list[str] = []
+    frozen = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append("frozen"))
     monkeypatch.setattr(gc, "unfreeze", lambda: frozen.append("unfrozen"))
     gc.disable()

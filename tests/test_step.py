@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-import workshop
 from farthing.data.loader import Feed, MicroBatch, micro_batches
 from farthing.data.row_table import in_one_lane
 from farthing.errors import NotFiniteError
@@ -24,15 +23,15 @@ from farthing.model.forward import Forward
 from farthing.train.step import Step
 from patience import until
 from thinned import thinned
-from workshop import Heard, Watched, log_of, make_job, with_system_prompt
+from workshop import Heard, Watched, log_of, losses_of, make_job, rows_of, train, with_system_prompt
 
 # ---- the feed ----
 
 
-def times(honest: Any, factor: float) -> Any:
+def times(honest, factor: float):
     """`Forward.loss` with losses so many times as large."""
 
-    def loss(*args: Any) -> Any:
+    def loss(*args):
         found, figures = honest(*args)
         return found * factor, figures
 
@@ -50,7 +49,7 @@ def items(n: int) -> Iterator[MicroBatch]:
 
 
 def test_a_feed_runs_ahead_but_not_away():
-    made: list[int] = []
+    made = []
 
     def noting():
         for micro_batch in items(100):
@@ -77,16 +76,16 @@ def test_an_error_of_collating_ends_the_run_and_switches_all_on_again(tmp_path, 
 
     monkeypatch.setattr(Forward, "collate", failing)
     with pytest.raises(ValueError, match="no such row"):
-        workshop.train(job)
+        train(job)
     assert gc.isenabled()
 
 
 # ---- running ahead ----
 
 
-def ends_of(job: Any, patch: pytest.MonkeyPatch) -> tuple[list[Any], dict[str, torch.Tensor], Any]:
+def ends_of(job, patch: pytest.MonkeyPatch) -> tuple[list[Any], dict[str, torch.Tensor], Any]:
     watched = Watched(patch)
-    receipt = workshop.train(job).receipt
+    receipt = train(job).receipt
     rows = [row for row in log_of(job) if "loss" in row or "metrics" in row]
     for row in rows:
         row.pop("samples", None)
@@ -98,8 +97,8 @@ def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(tmp_path, mo
     """On a GPU the host is a step ahead when it reads a loss; the same order of things is played on
     the CPU here.
     """
-    keys: dict[str, Any] = {"max_steps": 8, "n_rows": 40, "save_steps": 3, "max_skipped_steps": 3}
-    keys |= {"eval_rows": workshop.rows_of("llama", 6, 5), "eval_strategy": "steps"}
+    keys = {"max_steps": 8, "n_rows": 40, "save_steps": 3, "max_skipped_steps": 3}
+    keys |= {"eval_rows": rows_of("llama", 6, 5), "eval_strategy": "steps"}
     take = Step.take
 
     def spoil(steps, step):
@@ -127,7 +126,7 @@ def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(tmp_pa
     monkeypatch.setattr(Step, "n_ahead", property(lambda _: 1))
     job = make_job(tmp_path, max_steps=9, max_skipped_steps=2)
     with pytest.raises(NotFiniteError):
-        workshop.train(job)
+        train(job)
     rows = [row for row in log_of(job) if "examples" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]  # the third was under way
 
@@ -137,7 +136,7 @@ def test_no_optimizer_moves_a_weight_when_the_gradient_is_not_finite(optim, tmp_
     honest = Forward.loss
     monkeypatch.setattr(Forward, "loss", times(honest, torch.inf))
     watched = Watched(monkeypatch)
-    workshop.train(make_job(tmp_path, max_steps=2, optim=optim))
+    train(make_job(tmp_path, max_steps=2, optim=optim))
     assert watched.changed() == set()
 
 
@@ -148,7 +147,7 @@ def test_no_optimizer_moves_a_weight_when_the_gradient_is_not_finite(optim, tmp_
 def test_a_run_computes_useful_tokens_only(family, tmp_path):
     job = make_job(tmp_path, family, max_steps=4, n_rows=120, global_batch_size=32)
     heard = Heard()
-    workshop.train(job, heard)
+    train(job, heard)
     last = heard.of(StepTaken)[-1]
     least = 0.85 if family == "t5" else 1.0  # padded: another piece has to save more than it costs
     assert last.run_tokens >= least * last.run_padded_tokens
@@ -156,31 +155,31 @@ def test_a_run_computes_useful_tokens_only(family, tmp_path):
 
 @pytest.mark.slow
 def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(tmp_path, monkeypatch):
-    keys: dict[str, Any] = {"max_steps": 2, "rows": with_system_prompt(48)}
+    keys = {"max_steps": 2, "rows": with_system_prompt(48)}
     keys |= {"global_batch_size": 16, "micro_batch_tokens": 8192}
     heard, told = Heard(), Heard()
     job, plain = (make_job(tmp_path / name, **keys) for name in ("shared", "plain"))
-    workshop.train(job, heard)
+    train(job, heard)
     step = heard.of(StepTaken)[-1]
     assert step.run_padded_tokens < 0.6 * step.run_tokens
     assert "computed once in each micro-batch" in str(heard.of(Note))
     monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)
-    workshop.train(plain, told)
+    train(plain, told)
     last = told.of(StepTaken)[-1]
     assert last.run_padded_tokens == last.run_tokens == step.run_tokens
-    assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
+    assert losses_of(job) == pytest.approx(losses_of(plain), rel=1e-4)
 
 
 @pytest.mark.slow
 def test_micro_batches_grow_where_a_beginning_is_then_computed_less_often(tmp_path):
-    keys: dict[str, Any] = {"rows": with_system_prompt(48, 40), "max_steps": 1}
+    keys = {"rows": with_system_prompt(48, 40), "max_steps": 1}
     keys |= {"data": {"max_length": 2048}, "global_batch_size": 16}
 
     def settings_of(name, heard, **more):
         job = make_job(tmp_path / name, **keys, **more)
-        workshop.train(job, heard)
+        train(job, heard)
         kept = json.loads((Path(job.output_dir) / "settings.json").read_text())
-        return kept, heard.of(Decided)[0].batch, workshop.losses_of(job)
+        return kept, heard.of(Decided)[0].batch, losses_of(job)
 
     kept, said, losses = settings_of("free", Heard())
     assert kept["shares_prefix"]

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -133,11 +132,11 @@ def test_large_files_travel_in_four_parts_at_once_and_no_more_than_a_bucket_take
     ids=["away", "refuses", "for a while", "is not there"],
 )
 def test_a_store_is_asked_again_after_pauses_that_double(fault, total_s, pauses_s, monkeypatch):
-    waited: list[float] = []
+    waited = []
     stop = SimpleNamespace(wait=lambda seconds: waited.append(seconds))
     monkeypatch.setattr("random.uniform", lambda low, high: (low + high) / 2)
 
-    def fails(name: str, key: str, operation: Callable[[], Any]) -> Any:
+    def fails(name, key, operation):
         raise fault
 
     patient = Retrying(Faulty(Model(), fails), total_s, stop)  # type: ignore[arg-type]
@@ -228,7 +227,6 @@ def test_a_kill_before_any_operation_leaves_the_copy_before_or_the_new_one(tmp_p
             patient = second.patient(1.0)
             second.catch_up(second.lease.claim(patient, lambda: False), False)
             second.offer(2, [best, step_done(run, 2)])
-            assert second.pending is not None
             second.send(second.pending, patient)
         except Killed:
             was_killed = True
@@ -261,7 +259,6 @@ def test_a_kill_within_a_write_to_a_folder_leaves_no_part_of_an_object(tmp_path)
     store = open_store(str(tmp_path / "store"))
     for after_s in (0.0, 0.005, 0.02, 0.08):
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
             process.stdout.readline()
             time.sleep(after_s)
             process.kill()
@@ -339,7 +336,7 @@ def test_any_damage_to_any_object_is_detected_and_what_is_whole_used(two_copies,
             two_copies.objects = {**whole, name: content} if content is not None else dict(whole)
             if content is None:
                 del two_copies.objects[name]
-            said: list[str] = []
+            said = []
             empty = tmp_path / f"empty-{names.index(name)}-{n}"
             is_small = "checkpoints/" not in name and not name.startswith("commits/")
             assert taken(two_copies, empty, said) == (2 if is_small else 1)
@@ -361,7 +358,7 @@ def test_swapped_objects_are_detected(two_copies, tmp_path):
     objects[commits[0]], objects[commits[1]] = objects[commits[1]], objects[commits[0]]
     with pytest.raises(RunDamagedError, match="none of the 2 commits"):
         mirror_of(two_copies, tmp_path / "empty").bring_back()
-    said: list[str] = []
+    said = []
     mirror = mirror_of(two_copies, tmp_path / "empty", said)
     assert mirror.bring_back(allow_restart=True) is None, "unless starting again is asked for"
     assert "as you asked" in said[-1]
@@ -394,7 +391,7 @@ def test_a_lost_object_of_the_best_checkpoint_leaves_the_last_step(with_best, tm
     by_path = objects_by_path(with_best, newest_objects(with_best)[0])
     name = by_path["checkpoints/step-00000001-0001/model.safetensors"]
     del with_best.objects[name]
-    said: list[str] = []
+    said = []
     assert taken(with_best, tmp_path / "empty", said) == 3
     assert "checkpoints/step-00000001-0001 of the copy of step 3 in the store is lost" in said[0]
     assert [path.name for path in (tmp_path / "empty" / "checkpoints").iterdir()] == [
@@ -487,7 +484,7 @@ def behind(
     """The store of runs from now on, each of whose operations meets `trouble` first."""
     real = open_store(str(tmp_path / "store"))
 
-    def fault(name: str, key: str, operation: Callable[[], Any]) -> Any:
+    def fault(name, key, operation):
         trouble(name)
         return operation()
 

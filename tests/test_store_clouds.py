@@ -106,7 +106,7 @@ def test_keys_come_from_a_profile_where_the_environment_has_none(cloud, tmp_path
 
 
 def test_of_many_that_create_an_object_at_once_one_does(cloud):
-    def create(number: int) -> bool:
+    def create(number):
         return open_store(cloud[1]).create("commits/1", b"%d" % number)
 
     with ThreadPoolExecutor(6) as pool:
@@ -208,7 +208,7 @@ def test_a_large_file_goes_in_parts_and_comes_back(cloud, tmp_path, monkeypatch)
     monkeypatch.setattr(store_module, "PART_BYTES", 5 << 20)
     content = bytes(range(256)) * (48 << 10) + b"end"
     (tmp_path / "large").write_bytes(content)
-    methods: list[str] = []
+    methods = []
 
     def trouble(number, method, path):
         methods.append(method)

@@ -71,7 +71,7 @@ def test_wandb_has_each_step_once(tmp_path, monkeypatch):
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     job = crashed_and_continued(tmp_path, monkeypatch, "wandb")
-    steps, evaluated, ids = list[int](), list[int](), set[str]()
+    steps, evaluated, ids = [], [], set[str]()
     for path in sorted(Path(job.output_dir).glob("wandb/offline-run-*/*.wandb")):
         for data in records_of(path.read_bytes()):
             record = wandb_internal_pb2.Record()
@@ -149,7 +149,7 @@ def test_tensorboard_has_each_step_once(tmp_path, monkeypatch):
 
 
 def test_steps_that_are_taken_again_are_told_once(tmp_path, monkeypatch):
-    everything: Everything = []
+    everything = []
     monkeypatch.setitem(track.OPENERS, "tensorboard", noting(everything))
     job = crashed_and_continued(tmp_path, monkeypatch, "tensorboard")
     assert [step for step, figures in everything if "train/loss" in figures] == list(range(1, 11))
@@ -165,7 +165,7 @@ def test_steps_that_are_taken_again_are_told_once(tmp_path, monkeypatch):
 def test_one_that_hangs_does_not_keep_another_from_its_figures(tmp_path, monkeypatch):
     is_over, heard = threading.Event(), Heard()
 
-    everything: Everything = []
+    everything = []
 
     def fails(*_):
         raise ConnectionError("no server")
@@ -194,5 +194,5 @@ def test_figures_are_numbers_with_dollars_and_useful_tokens():
     assert prefix == "train"
     assert (figures["usd"], figures["run_tokens"]) == (1.5, 70)
     assert "loss" not in figures, "what is not a number is not drawn"
-    metrics: dict[str, Any] = {"loss": 1.0, "n_examples": 3, "per_class": {"a": {}}}
+    metrics = {"loss": 1.0, "n_examples": 3, "per_class": {"a": {}}}
     assert figures_of(Evaluated(4, metrics, True)) == ("eval", 4, {"loss": 1.0, "n_examples": 3})

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -69,7 +68,7 @@ SHORT_FORMS = {
 }
 
 
-def ours(tokenizer: Any, chat: list[dict[str, str]]) -> list[tuple[list[int], list[int], Example]]:
+def ours(tokenizer, chat: list[dict[str, str]]) -> list[tuple[list[int], list[int], Example]]:
     """(ids, mask, text) of every example that a chat becomes; the whole chat is the last."""
     texts = converter("messages", {}, {}, tokenizer, "causal-lm", on="2025-01-02")(
         {"messages": chat}
@@ -81,9 +80,9 @@ def ours(tokenizer: Any, chat: list[dict[str, str]]) -> list[tuple[list[int], li
     ]
 
 
-def learned(tokenizer: Any, ids: list[int], mask: list[int]) -> list[str]:
+def learned(tokenizer, ids: list[int], mask: list[int]) -> list[str]:
     """Each stretch of a chat that is learned, as text."""
-    stretches: list[list[int]] = []
+    stretches = []
     for index, (token, is_learned) in enumerate(zip(ids, mask, strict=True)):
         if is_learned and (index == 0 or not mask[index - 1]):
             stretches.append([])
@@ -114,7 +113,7 @@ def tokenizer(tiny_folders):
     return found
 
 
-KEPT = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.exists() else {"chats": []}
+KEPT = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {"chats": []}
 
 
 @pytest.mark.parametrize("kept", KEPT["chats"], ids=lambda kept: f"{kept['family']}-{kept['chat']}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -47,7 +46,7 @@ WAITING = (
 class NoWaits(TorchDispatchMode):
     """Raises where a processor would wait for its GPU."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run it, unless it waits."""
         name, kwargs = str(func), kwargs or {}
         waits = any(word in name for word in WAITING) or name.startswith("aten.equal")
@@ -68,8 +67,8 @@ class NoWaits(TorchDispatchMode):
 def no_waits() -> Iterator[None]:
     """Within the block whatever waits raises, methods that are no operations among them."""
 
-    def refused(name: str) -> Any:
-        def refuse(*_: Any, **__: Any) -> None:
+    def refused(name):
+        def refuse(*_, **__):
             raise AssertionError(f"{name} waits for the device")
 
         return refuse
@@ -81,7 +80,7 @@ def no_waits() -> Iterator[None]:
         yield
 
 
-def step(model: Any, task: str, dtype: torch.dtype | None = None, **how: Any) -> Tensor:
+def step(model, task: str, dtype: torch.dtype | None = None, **how) -> Tensor:
     """Loss and gradients of a micro-batch as the trainer computes them, the device never waited
     for.
     """
@@ -159,7 +158,7 @@ def test_rotations_for_long_texts():
     step(model_of("phi3", rope_parameters=long, original_max_position_embeddings=8), "causal-lm")
 
 
-def test_scores_of_an_unknown_head_are_taken_at_positions_known_beforehand() -> None:
+def test_scores_of_an_unknown_head_are_taken_at_positions_known_beforehand():
     model, batch = make_model("llama"), labelled(make_batch(), "causal-lm")
     model.config.model_type = "bamba"
     head = find_head(model, "causal-lm")
@@ -173,7 +172,7 @@ def test_scores_of_an_unknown_head_are_taken_at_positions_known_beforehand() -> 
 
 def test_what_is_sent_to_a_gpu_is_pinned_first(monkeypatch):
     """From pageable memory a copy of 64 KB or more waits for all that the stream has to do before."""  # noqa: E501
-    said: list[Any] = []
+    said = []
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: said.append("pinned") or self)
     monkeypatch.setattr(
         Tensor,
@@ -198,7 +197,7 @@ def test_owners_of_keys_are_counted_on_the_device():
 @pytest.mark.parametrize("is_paged", [False, True])
 def test_optimizers_of_bitsandbytes_wait_once_at_most(is_paged):
     """By themselves they wait after each weight; the host may read what is paged."""
-    waited: list[Tensor] = []
+    waited = []
     module = SimpleNamespace(sync_gpu=waited.append)
 
     class Blockwise(torch.optim.SGD):
@@ -210,7 +209,7 @@ def test_optimizers_of_bitsandbytes_wait_once_at_most(is_paged):
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
     for weight in weights:
         weight.grad = torch.ones(2)
-    optimizer: Any = Blockwise(weights, lr=1.0)
+    optimizer = Blockwise(weights, lr=1.0)
     optimizer.is_paged = is_paged
     waiting_once(optimizer, module).step()
     assert len(waited) == is_paged

@@ -20,11 +20,11 @@ def test_each_call_for_words_names_a_macro_with_as_many_values():
     macros = {
         (path.name, macro.name): len(macro.args)
         for path in (SOURCE / "report/templates").iterdir()
-        for macro in Environment().parse(path.read_text(encoding="utf-8")).find_all(nodes.Macro)
+        for macro in Environment().parse(path.read_text()).find_all(nodes.Macro)
     }
     n_checked = 0
     for path in SOURCE.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text()
         for call in ast.walk(ast.parse(text if "report.words" in text else "")):
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
                 continue

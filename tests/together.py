@@ -89,7 +89,7 @@ def _work(
     place: str,
     work: Callable[..., Any],
     arguments: tuple[Any, ...],
-) -> None:
+):
     # what the server has imported: each process looked through all of it for garbage, and copied it
     gc.freeze()
     os.environ |= {
@@ -102,7 +102,7 @@ def _work(
         "FARTHING_RANKS_ATTEMPT": "0",
     }
     try:
-        found: dict[str, Any] = {"value": work(rank, *arguments)}
+        found = {"value": work(rank, *arguments)}
     except BaseException:
         found = {"error": f"rank {rank} of {n}:\n{traceback.format_exc()}"}
     draft = Path(f"{place}.draft")

@@ -34,7 +34,7 @@ from farthing.model.loss import inner_of
 from farthing.model.norms import use_one_gelu
 from heads import language_model_loss
 
-CLASSES: dict[str, Any] = {
+CLASSES = {
     "causal-lm": AutoModelForCausalLM,
     "seq2seq": AutoModelForSeq2SeqLM,
     "classification": AutoModelForSequenceClassification,
@@ -45,12 +45,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Alive(TorchDispatchMode):
     """Bytes of the storages that are alive, and the most there were."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.peak = self._now = 0
-        self._known: dict[int, int] = {}
+        self._known = {}
 
-    def add(self, tensor: Any) -> None:
+    def add(self, tensor: Any):
         """Follow the storage of a tensor."""
         if isinstance(tensor, Tensor):
             storage = tensor.untyped_storage()
@@ -59,7 +59,7 @@ class Alive(TorchDispatchMode):
                 self._now += storage.nbytes()
                 weakref.finalize(storage, self._gone, storage._cdata)
 
-    def _gone(self, key: int) -> None:
+    def _gone(self, key: int):
         self._now -= self._known.pop(key)
 
     def now(self) -> int:
@@ -80,7 +80,7 @@ def own_loss(
     """What the trainer does: `Forward.loss` of documents end to end, or of a padded batch,
     `n_targets` labelled.
     """
-    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if documents and task == "seq2seq":
         of_targets = [length * n_targets // sum(documents) for length in documents]
         lengths = {"source_lengths": np.array(documents), "lengths": np.array(of_targets)}
@@ -127,7 +127,7 @@ def fake_model(
     """
     config.use_cache = False
     with torch.device("meta"):
-        model: Any = CLASSES[task].from_config(config, dtype=DTYPES[weights])
+        model = CLASSES[task].from_config(config, dtype=DTYPES[weights])
         if method != "full":
             kind = {
                 "causal-lm": "CAUSAL_LM",
@@ -138,7 +138,7 @@ def fake_model(
             model = peft.get_peft_model(model, chosen)
             if keeps_start:
                 take_start_away(model)
-    made: dict[int, tuple[Any, Any]] = {}
+    made = {}
     for module in model.modules():
         of_module = module.named_parameters(recurse=False, remove_duplicate=False)
         for name, weight in list(of_module):
@@ -170,7 +170,7 @@ class InFourBits(torch.nn.Module):
     product.
     """
 
-    def __init__(self, linear: torch.nn.Linear) -> None:
+    def __init__(self, linear: torch.nn.Linear):
         super().__init__()
         n_bytes = int(linear.weight.numel() * 0.515869140625)
         self.weight = torch.nn.Parameter(

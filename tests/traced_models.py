@@ -35,7 +35,7 @@ FEW, MANY = (
 )
 
 
-MIXTURES: dict[str, dict[str, Any]] = {
+MIXTURES = {
     "mixtral": SIZES | FEW | {"intermediate_size": 512},
     "qwen3_moe": SIZES | MANY | {"moe_intermediate_size": 192, "head_dim": 32},
     "qwen2_moe": (
@@ -57,7 +57,6 @@ def cut_config(model: str, n_layers: int) -> dict[str, Any]:
     if model in MIXTURES:
         return MIXTURES[model] | {"model_type": model, "num_hidden_layers": n_layers}
     config = known_config(NAMES[model])
-    assert config is not None
     for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"):
         if key in config:
             config[key] = n_layers

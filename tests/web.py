@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 class Quiet(BaseHTTPRequestHandler):
     """Writes nothing to the terminal."""
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_: Any):
         """Nothing."""
 
 
@@ -32,9 +32,9 @@ class Pages:
     function of the request that answers by itself. 404 for the rest.
     """
 
-    def __init__(self, says: dict[str, Any]) -> None:
-        self.says: dict[str, bytes | tuple[int, bytes] | Callable[[Any], None]] = says
-        self.asked: list[tuple[str, str | None]] = []
+    def __init__(self, says: dict[str, Any]):
+        self.says = says
+        self.asked = []
         self.address = ""
 
     @contextmanager
@@ -43,7 +43,7 @@ class Pages:
         pages = self
 
         class Answers(Quiet):
-            def do_GET(self) -> None:
+            def do_GET(self):
                 """What is said on a path."""
                 pages.asked.append((self.path, self.headers.get("Authorization")))
                 said = pages.says.get(self.path, (404, b""))
@@ -65,7 +65,7 @@ class Files:
     content; the query counts where a file has one in its name.
     """
 
-    def __init__(self, with_etag: bool = True, **files: bytes) -> None:
+    def __init__(self, with_etag: bool = True, **files: bytes):
         self.with_etag, self.files = with_etag, files
 
     @contextmanager
@@ -74,7 +74,7 @@ class Files:
         files, with_etag = self.files, self.with_etag
 
         class Answers(Quiet):
-            def do_GET(self) -> None:
+            def do_GET(self):
                 """A file, or 404."""
                 name, _, more = self.path.lstrip("/").partition(".")
                 body = files.get(f"{name}?{more.partition('?')[2]}", files.get(name))

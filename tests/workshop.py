@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -153,7 +153,7 @@ Kind = TypeVar("Kind", bound=Event)
 class Heard(list[Event]):
     """Every event of a run, in order."""
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: Event):
         """Hear one."""
         self.append(event)
 
@@ -183,15 +183,22 @@ def train(job: Job, heard: Heard | None = None) -> Outcome:
     return farthing.train.run.train(job, heard if heard is not None else Heard())
 
 
+def trained(folder: Path, family: str = "llama", **keys) -> Path:
+    """The folder of a run that has ended, of the job of `job_file`."""
+    job = make_job(folder, family, **keys)
+    train(job)
+    return Path(job.output_dir)
+
+
 def opened(job: Job, heard: Heard | None = None) -> Any:
     """A run at step 0, not in its loop; a context."""
     Path(job.output_dir).mkdir(parents=True, exist_ok=True)
     return opened_run(job, heard if heard is not None else Heard())
 
 
-def change_facts(run: Path, **facts: Any) -> None:
+def change_facts(run: Path, **facts: Any):
     """Write other facts into a run's `run.json`, with a right checksum; None takes one out."""
-    changed = {**(kept(run / "run.json") or {}), **facts}
+    changed = {**kept(run / "run.json"), **facts}
     keep(run / "run.json", {key: value for key, value in changed.items() if value is not None})
 
 
@@ -202,15 +209,12 @@ def file_system(folder: Path, options: str) -> Iterator[Path]:
     """
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
-    if (
-        os.getuid() != 0
-        or subprocess.run(command, capture_output=True, check=False).returncode != 0
-    ):
+    if os.getuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
         pytest.skip("only root can mount a file system, and not everywhere")
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "-l", str(folder)], check=False)
+        subprocess.run(["umount", "-l", str(folder)])
 
 
 def log_of(job: Job) -> list[dict[str, Any]]:
@@ -218,6 +222,11 @@ def log_of(job: Job) -> list[dict[str, Any]]:
     return [
         json.loads(line) for line in (Path(job.output_dir) / "log.jsonl").read_text().splitlines()
     ]
+
+
+def metrics_of(job: Job) -> list[dict[str, Any]]:
+    """What each evaluation has measured."""
+    return [row["metrics"] for row in log_of(job) if "metrics" in row]
 
 
 def losses_of(job: Job) -> list[Any]:
@@ -235,12 +244,12 @@ def resolved(job: Job, numerics: Numerics) -> RunSpec:
 class Watched:
     """The model of the last run: its state before training, and itself."""
 
-    def __init__(self, monkeypatch: Any) -> None:
-        self.model: Any = None
-        self.before: dict[str, torch.Tensor] = {}
-        build: Callable[..., Any] = farthing.train.build.build_model
+    def __init__(self, monkeypatch: Any):
+        self.model = None
+        self.before = {}
+        build = farthing.train.build.build_model
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args, **kwargs):
             self.model = build(*args, **kwargs)
             self.before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
             return self.model

@@ -5,39 +5,38 @@ and no CPU shows.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import farthing.train.profiling
-import workshop
 from farthing.errors import HardwareError
 from farthing.model.load import quiet_libraries
 from launches import launched
+from workshop import Heard, make_job, rows_of, train
 
 
-def launched_by_a_run(tmp_path: Path, family: str, **keys: Any) -> str:
+def launched_by_a_run(tmp_path: Path, family: str, **keys) -> str:
     """The names of what a run of three steps launches, with its evaluation."""
     before = launched(tmp_path)
-    rows = workshop.rows_of(family, 8, 5)
+    rows = rows_of(family, 8, 5)
     keys = {
         "where": {"device": "cuda"},
         "max_steps": 3,
         "eval_rows": rows,
         "predict_with_generate": False,
     } | keys
-    assert workshop.train(workshop.make_job(tmp_path / "run", family, **keys)).state == "finished"
+    assert train(make_job(tmp_path / "run", family, **keys)).state == "finished"
     return "\n".join(name for name, n in launched(tmp_path).items() if n > before[name])
 
 
 @pytest.fixture(autouse=True)
-def no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_answers(monkeypatch):
     """What a classifier answers is whatever lay there, and may be no class: read as zeros."""
     monkeypatch.setenv("HOLLOW_ZERO_BYTES", "65536")
 
 
 LIGER = ("_rms_norm_backward_kernel", "_triton_rope", "_swiglu_backward_kernel")
-CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
+CASES = {
     "bf16": (
         "llama",
         {},
@@ -80,11 +79,11 @@ def test_a_run_launches_the_kernels_that_were_chosen_for_it(name, tmp_path):
 
 def test_libraries_say_nothing_beside_a_run(tmp_path, capfd):
     quiet_libraries()
-    workshop.train(workshop.make_job(tmp_path, where={"device": "cuda"}, max_steps=2))
+    train(make_job(tmp_path, where={"device": "cuda"}, max_steps=2))
     assert "could not be imported" not in capfd.readouterr().err
 
 
 def test_a_profile_without_kernels_is_refused(tmp_path):
-    job = workshop.make_job(tmp_path, where={"device": "cuda"}, max_steps=6)
+    job = make_job(tmp_path, where={"device": "cuda"}, max_steps=6)
     with pytest.raises(HardwareError, match="sees no kernels"):
-        farthing.train.profiling.profile_job(job, workshop.Heard(), tmp_path / "profile", 2)
+        farthing.train.profiling.profile_job(job, Heard(), tmp_path / "profile", 2)

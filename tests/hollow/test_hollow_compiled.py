@@ -4,8 +4,6 @@ kernels and layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -20,13 +18,13 @@ _MORE = {"where": {"device": "cuda"}, "max_steps": 2, "probe": False}
 
 
 @pytest.fixture(autouse=True)
-def from_scratch() -> Iterator[None]:
+def from_scratch():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
 
 
-def attended(lengths: list[int], size: int, *, trains: bool) -> None:
+def attended(lengths: list[int], size: int, *, trains: bool):
     """Flex attention with a soft cap and a window over documents, in bf16."""
     documents = Documents.of(lengths, "cuda")
     tensors = [

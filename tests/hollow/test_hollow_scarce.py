@@ -16,23 +16,21 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import farthing.train.build  # noqa: E402
-import workshop  # noqa: E402
 from farthing.errors import DeviceError, OutOfMemoryError  # noqa: E402
 from farthing.export.folders import export_run  # noqa: E402
 from farthing.run.accounts import read_ledger  # noqa: E402
 from launches import launched  # noqa: E402
-from workshop import log_of, make_job  # noqa: E402
+from workshop import log_of, make_job, rows_of, train  # noqa: E402
 
 MEMORY, PINNED, PRODUCT, LAUNCH, BREAK = range(5)
 ALWAYS = 1 << 30
-KEYS: dict[str, Any] = {
+KEYS = {
     "max_steps": 3,
     "save_steps": 1,
     "n_rows": 16,
@@ -46,7 +44,7 @@ KEYS: dict[str, Any] = {
 
 
 @cache
-def hollow() -> Any:
+def hollow():
     """The library that stands in for CUDA's runtime."""
     return ctypes.CDLL(os.environ["LD_PRELOAD"].split(":")[0])
 
@@ -67,7 +65,7 @@ def asked(which: int) -> int:
 
 
 @pytest.fixture(autouse=True)
-def every_tensor_is_an_allocation() -> Iterator[None]:
+def every_tensor_is_an_allocation():
     """torch keeps no blocks: what it asks for is asked of CUDA."""
     torch.cuda.init()
     torch.cuda.memory.caching_allocator_enable(False)
@@ -82,16 +80,16 @@ def n_updates(folder: Path) -> int:
     return sum(n for name, n in launched(folder).items() if re.search("[aA]dam", name))
 
 
-def job_of(folder: Path, **keys: Any) -> Any:
-    return make_job(folder, eval_rows=workshop.rows_of("llama", 3, 5), **{**KEYS, **keys})
+def job_of(folder: Path, **keys):
+    return make_job(folder, eval_rows=rows_of("llama", 3, 5), **{**KEYS, **keys})
 
 
-def steps_of(job: Any) -> list[int]:
+def steps_of(job) -> list[int]:
     return [row["step"] for row in log_of(job) if "examples" in row]
 
 
 @pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, int]:
+def untouched(tmp_path_factory):
     """How often a whole run asks for memory, products and launches; and its updates, at -1."""
     folder = tmp_path_factory.mktemp("untouched")
     torch.cuda.init()  # which would turn the cache on again
@@ -99,7 +97,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, int]:
     before = n_updates(folder)
     for which in (MEMORY, PRODUCT, LAUNCH):
         hollow().hollow_fault(which, 0, 0)
-    workshop.train(job_of(folder))
+    train(job_of(folder))
     found = {which: asked(which) for which in (MEMORY, PRODUCT, LAUNCH)}
     return found | {-1: n_updates(folder) - before}
 
@@ -116,13 +114,13 @@ def test_memory_that_is_missing_once_is_survived_or_said(which, share, untouched
     ended = "said"
     with fault(which, 1 + int(share * untouched[which])):
         with contextlib.suppress(OutOfMemoryError):
-            ended = workshop.train(job).state
+            ended = train(job).state
         assert asked(which) > share * untouched[which]
     if ended == "said":
         assert (which, share) in PLACES[:2] or share <= 0.15, (
             "only what comes before the first step ends a run"
         )
-        workshop.train(job)
+        train(job)
     else:
         assert n_updates(tmp_path) - before == untouched[-1], (
             "an update was made twice, or left out"
@@ -137,10 +135,10 @@ def test_memory_that_stays_away_ends_in_words_and_the_run_goes_on_later(share, u
         fault(MEMORY, 1 + int(share * untouched[MEMORY]), ALWAYS),
         pytest.raises(OutOfMemoryError, match="out of memory"),
     ):
-        workshop.train(job)
+        train(job)
     accounts = read_ledger(Path(job.output_dir) / "ledger.jsonl").ordered
     assert accounts[-1].state == "failed"
-    assert workshop.train(job).state == "finished"
+    assert train(job).state == "finished"
     assert steps_of(job) == [1, 2, 3]
 
 
@@ -159,14 +157,14 @@ def test_a_gpu_that_breaks_ends_in_words_and_the_run_goes_on_later(
     job = job_of(tmp_path)
     with fault(BREAK, int(share * untouched[LAUNCH]), error):
         try:
-            workshop.train(job)
+            train(job)
             said = ""
         except DeviceError as failed:
             said = str(failed)
             hollow().hollow_fault(BREAK, 0, 0)  # while nothing of the attempt has been freed
     assert words in said or "CUBLAS_STATUS_EXECUTION_FAILED" in said
     assert read_ledger(Path(job.output_dir) / "ledger.jsonl").ordered[-1].state == "failed"
-    assert workshop.train(job).state == "finished"
+    assert train(job).state == "finished"
     assert steps_of(job) == [1, 2, 3]
 
 
@@ -185,11 +183,11 @@ def test_memory_that_cannot_be_pinned_costs_time_or_is_said(optim, tmp_path, mon
     monkeypatch.setattr(farthing.train.build, "allocate_state", scarce)
     with fault(PINNED, 0):
         if optim == "adamw_torch_fused":
-            assert workshop.train(job).state == "finished"
+            assert train(job).state == "finished"
             assert asked(PINNED) > 6
         else:
             with pytest.raises(OutOfMemoryError, match="of main memory can't be pinned"):
-                workshop.train(job)
+                train(job)
 
 
 @pytest.mark.parametrize("at", [6, 15, 30])
@@ -197,13 +195,13 @@ def test_a_quantized_model_that_does_not_fit_is_not_called_damaged(at, tmp_path)
     pytest.importorskip("bitsandbytes")
     job = job_of(tmp_path, method="qlora", pretrained=True)
     with fault(MEMORY, at), pytest.raises(OutOfMemoryError, match="out of memory") as caught:
-        workshop.train(job)
+        train(job)
     assert caught.value.where == "model.model_name_or_path"
 
 
 def test_an_export_leaves_the_gpu_alone(tmp_path):
     job = job_of(tmp_path, method="lora", pretrained=True, max_steps=1)
-    workshop.train(job)
+    train(job)
     with fault(MEMORY, 1, ALWAYS):
         export_run(Path(job.output_dir), tmp_path / "merged", "merged")
         assert asked(MEMORY) == 0

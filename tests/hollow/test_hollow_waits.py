@@ -24,7 +24,7 @@ N_LAYERS, N_STEPS = 3, 3
 
 
 def steps_of(
-    folder: Path, family: str, method: Any = "full", *, dropout: float = 0.0, **train: Any
+    folder: Path, family: str, method="full", *, dropout: float = 0.0, **train
 ) -> dict[str, Any]:
     """What a step counts of a small job, by name, once it is under way; with its micro-batches and
     launches by kernel.
