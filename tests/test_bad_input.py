@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ Spoil = Callable[[Desk], None]
 # Each spoils the desk; then the words that must be there: the place, and what to do.
 
 
-def sets(section: str, **keys: Any) -> Spoil:
+def sets(section: str, **keys) -> Spoil:
     return lambda desk: desk.set(section, **keys)
 
 
@@ -35,34 +34,30 @@ def holds(content: bytes, name: str = "train.jsonl") -> Spoil:
     return lambda desk: desk.bytes(content, name)
 
 
-def are(*rows: dict[str, Any]) -> Spoil:
-    return lambda desk: desk.rows(list(rows))
-
-
-def asks(**keys: Any) -> Spoil:
+def asks(**keys) -> Spoil:
     return lambda desk: desk.values.update(keys)
 
 
-def folder_without_tokenizer(desk: Desk) -> None:
+def folder_without_tokenizer(desk: Desk):
     for path in desk.own_model().glob("tokenizer*"):
         path.unlink()
 
 
-def folder_without_weights(desk: Desk) -> None:
+def folder_without_weights(desk: Desk):
     (desk.own_model() / "model.safetensors").unlink()
 
 
-def weights_as_a_pickle(desk: Desk) -> None:
+def weights_as_a_pickle(desk: Desk):
     folder = desk.own_model()
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-def damaged_weights(desk: Desk) -> None:
+def damaged_weights(desk: Desk):
     path = desk.own_model() / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
 
 
-def missing_shard(desk: Desk) -> None:
+def missing_shard(desk: Desk):
     folder = desk.own_model()
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     shards = {
@@ -74,21 +69,21 @@ def missing_shard(desk: Desk) -> None:
     )
 
 
-def config_that_is_no_json(desk: Desk) -> None:
+def config_that_is_no_json(desk: Desk):
     (desk.own_model() / "config.json").write_text("{")
 
 
-def tokenizer_larger_than_the_model(desk: Desk) -> None:
+def tokenizer_larger_than_the_model(desk: Desk):
     path = desk.own_model() / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 100}))
 
 
-def qlora_without_bitsandbytes(desk: Desk) -> None:
+def qlora_without_bitsandbytes(desk: Desk):
     desk.values["model"] = str(desk.with_weights)
     desk.values["method"] = "qlora"
 
 
-def template_with_a_mistake(desk: Desk) -> None:
+def template_with_a_mistake(desk: Desk):
     desk.bytes(b"{% for m in messages %}", "chat.jinja")
     desk.rows(
         [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
@@ -96,13 +91,13 @@ def template_with_a_mistake(desk: Desk) -> None:
     desk.set("data", chat_template="chat.jinja")
 
 
-def columns_of_another_task(desk: Desk) -> None:
+def columns_of_another_task(desk: Desk):
     desk.values["task"] = "classification"
     desk.set("model", model_name_or_path=str(desk.models["llama"]))
     desk.rows([{"left": "x", "label": "y"}])
 
 
-def nothing_left_to_hold_out(desk: Desk) -> None:
+def nothing_left_to_hold_out(desk: Desk):
     desk.rows([ROWS[0]] * 8)
     desk.set("data", eval_fraction=0.5)
 
@@ -117,13 +112,6 @@ BAD: list[tuple[Spoil, list[str]]] = [
         ["trian.jsonl: no such file", "did you mean", "train.jsonl?"],
     ),
     (
-        are({"left": "a", "right": "b"}),
-        [
-            "train.jsonl: the columns (left, right)",
-            "say which of yours are meant",
-        ],
-    ),
-    (
         sets("data", columns={"prompt": "question"}),
         ["train.jsonl: no column `question`", "there are: completion, prompt"],
     ),
@@ -136,13 +124,8 @@ BAD: list[tuple[Spoil, list[str]]] = [
         ],
     ),
     (holds(b"\n\n"), ["train.jsonl: no rows", "check how"]),
-    (
-        sets("data", max_length=4096),
-        ["max_length 4096 is more than the model's 2048 positions", "data.max_length: 2048"],
-    ),
     (folder_without_tokenizer, ["/model: no tokenizer in the", "model.tokenizer_name_or_path"]),
     (folder_without_weights, ["/model: no weights (*.safetensors)", "model.init: random"]),
-    (asks(model="./no-such-model"), ["/no-such-model: no such folder", "check model"]),
     (
         weights_as_a_pickle,
         ["/model: weights only as a pickle (pytorch_model.bin)", "convert them to safetensors"],
@@ -162,7 +145,6 @@ BAD: list[tuple[Spoil, list[str]]] = [
         ["lashAttention", "leave model.attn_implementation out"],
     ),
     (sets("model", attn_implementation="fast"), ["fast", "leave model.attn_implementation out"]),
-    (sets("train", fp16=True), ["train.fp16: fp16 on a CPU", "leave it out"]),
     (
         qlora_without_bitsandbytes,
         ["method: qlora: ", "bitsandbytes", "pip install 'farthing[gpu]'"],
@@ -193,7 +175,6 @@ BAD: list[tuple[Spoil, list[str]]] = [
         columns_of_another_task,
         ["train.jsonl: the columns (label, left)", "{{text: narrative, label: product}}"],
     ),
-    (asks(task="seq2seq"), ["can't be loaded for seq2seq", "task"]),
     (nothing_left_to_hold_out, ["train.jsonl: too few distinct inputs", "data.eval"]),
 ]
 
@@ -241,15 +222,15 @@ def test_one_row_and_a_bad_one_under_the_allowed_share_train(desk, run):
 # ---- a run whose inputs change ----
 
 
-def other_data(desk: Desk) -> None:
+def other_data(desk: Desk):
     desk.rows([*ROWS[:-1], ROWS[0]])
 
 
-def rows_in_another_order(desk: Desk) -> None:
+def rows_in_another_order(desk: Desk):
     desk.rows(ROWS[::-1])
 
 
-def other_tokenizer(desk: Desk) -> None:
+def other_tokenizer(desk: Desk):
     path = desk.folder / "model" / "tokenizer.json"
     path.write_text(
         path.read_text()
@@ -258,14 +239,14 @@ def other_tokenizer(desk: Desk) -> None:
     )
 
 
-def other_weights(desk: Desk) -> None:
+def other_weights(desk: Desk):
     path = desk.folder / "model" / "model.safetensors"
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
 
 
-def other_template(desk: Desk) -> None:
+def other_template(desk: Desk):
     desk.bytes(b"{% for m in messages %}{{ m.content }}{% endfor %}", "chat.jinja")
     desk.set("data", chat_template="chat.jinja")
 

@@ -8,15 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import workshop
 from farthing.errors import InputError
 from farthing.model.hardware import Numerics
 from farthing.model.precision import precision_of
 from farthing.train import bf16_adamw
-from farthing.train.bf16_adamw import round_by_chance
 from farthing.train.optim import load_state, state_bytes, state_tensors
 from scarce import optimizer_of
-from workshop import losses_of, make_job
+from workshop import losses_of, make_job, train
 
 NAME = "adamw_bf16_stochastic_round"
 
@@ -31,7 +29,7 @@ def gradient(weight: Tensor, step: int) -> Tensor:
     return torch.randn(weight.shape, generator=generator).to(torch.bfloat16)
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range):
     for step in numbers:
         for weight in model.parameters():
             weight.grad = gradient(weight, step)
@@ -96,19 +94,6 @@ def test_the_second_moment_comes_down_again():
     assert mean == pytest.approx(0.001 * 0.999**200, rel=0.02)
 
 
-def test_rounding_is_right_in_the_mean_and_leaves_numbers_of_bf16_alone():
-    noise = torch.empty(100_000, dtype=torch.int32)
-    for number in (1 + 1 / 512, -(1 + 3 / 512), 3e-6):
-        numbers = torch.full((100_000,), number)
-        round_by_chance(numbers, noise)
-        assert torch.equal(numbers, numbers.bfloat16().float())
-        assert float(numbers.double().mean()) == pytest.approx(number, rel=1e-4)
-    exact = torch.randn(100_000).bfloat16().float()
-    rounded = exact.clone()
-    round_by_chance(rounded, noise)
-    assert torch.equal(rounded, exact)
-
-
 def test_what_is_not_finite_changes_nothing():
     model = a_matrix()
     optimizer = optimizer_of(model, NAME)
@@ -152,7 +137,7 @@ def test_a_run_learns_as_with_copies_in_fp32(tmp_path):
             optim=name,
             bf16=True,
         )
-        assert workshop.train(job).state == "finished"
+        assert train(job).state == "finished"
         losses[name] = losses_of(job)
     assert losses[NAME][0] == pytest.approx(losses["adamw_torch_fused"][0], rel=0.01)
     assert losses[NAME][-1] == pytest.approx(losses["adamw_torch_fused"][-1], rel=0.05)

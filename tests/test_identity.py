@@ -10,7 +10,6 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ from interrupted import LeavesAt
 from thinned import thinned
 from workshop import Heard, change_facts, job_file, log_of, make_folder, make_job, train
 
-KEYS: dict[str, Any] = {
+KEYS = {
     "max_steps": 6,
     "save_steps": 2,
     "save_total_limit": 2,
@@ -121,34 +120,8 @@ def test_a_model_is_known_by_its_files_and_not_by_its_place(tmp_path):
     )
 
 
-@pytest.mark.slow
-def test_a_run_of_another_format_is_refused(tmp_path):
-    job = make_job(tmp_path, **KEYS)
-    train(job, LeavesAt(step=3))
-    before = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.json")}
-    for other in (1 + 1, None):
-        change_facts(tmp_path / "run", format=other, farthing="0.0.9")
-        with pytest.raises(RunChangedError, match=r"another version of farthing began this run"):
-            train(job)
-    for path, content in before.items():
-        path.write_bytes(content)
-    assert train(job).exit_code == 0
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_in_another_precision_is_said(tmp_path):
-    job = make_job(tmp_path, **KEYS)
-    train(job, LeavesAt(step=3))
-    facts = kept(tmp_path / "run" / "run.json") or {}
-    change_facts(tmp_path / "run", machine={**facts["machine"], "precision": "fp16"})
-    heard = Heard()
-    assert train(job, heard).exit_code == 0
-    assert "precision fp16 -> fp32" in heard.warnings
-    assert "equal to rounding, not to the bit" in heard.warnings
-
-
 def test_weights_that_are_the_same_file_are_read_once(tmp_path, monkeypatch):
-    read: list[str] = []
+    read = []
     honest = weights.sha256_of
 
     def counted(path):
@@ -205,7 +178,7 @@ def test_a_run_that_has_saved_nothing_follows_the_corrected_job(has_store, tmp_p
 
 # ---- damage ----
 
-VALUES: dict[str, dict[str, Any]] = {
+VALUES = {
     "run.json": {
         "run_id": "r1",
         "farthing": "1",
@@ -264,7 +237,7 @@ def test_a_damaged_or_lost_deciding_file_is_written_anew_from_the_newest_checkpo
     ]:
         if content == whole:
             continue
-        said: list[str] = []
+        said = []
         (folder / name).unlink()
         if content is not None:
             (folder / name).write_bytes(content)
@@ -289,6 +262,18 @@ def test_a_damaged_file_that_the_checkpoint_knows_nothing_of_is_removed(tmp_path
     ]
 
 
+def test_a_run_of_another_format_is_refused_and_one_of_another_precision_is_said(tmp_path):
+    folder, facts = folder_with(tmp_path / "run"), VALUES["run.json"]
+    for other in ({"format": 2}, {"format": None}):
+        change_facts(folder, **other)
+        with pytest.raises(RunChangedError, match=r"another version of farthing began this run"):
+            claim(folder, facts["identity"], facts["machine"], print)
+    change_facts(folder, format=1)
+    said = []
+    claim(folder, facts["identity"], {"torch": "2", "precision": "fp16"}, said.append)
+    assert "equal to rounding, not to the bit" in said[0]
+
+
 def test_without_a_copy_a_damaged_run_file_is_refused_once_steps_were_saved(tmp_path):
     folder = folder_with(tmp_path / "run", has_checkpoint=False)
     commit_folder(
@@ -302,7 +287,7 @@ def test_without_a_copy_a_damaged_run_file_is_refused_once_steps_were_saved(tmp_
     (folder / "run.json").unlink()
     with pytest.raises(RunDamagedError, match="is gone"):
         claim(folder, {"train.seed": 42}, {}, print)
-    said: list[str] = []
+    said = []
     assert claim(folder, {"train.seed": 42}, {}, said.append, allow_restart=True)["run_id"] != "r1"
     assert "begins again" in said[0]
     shutil.rmtree(folder / "checkpoints")
@@ -343,13 +328,13 @@ def stopped(tmp_path_factory):
     return folder, job.model_copy(update={"output_dir": str(folder / "untouched")})
 
 
-def all_gone(run: Path) -> None:
+def all_gone(run: Path):
     """Every small file of a run is removed."""
     for name in (*VALUES, "job.json"):
         (run / name).unlink()
 
 
-def newest_damaged_too(run: Path) -> None:
+def newest_damaged_too(run: Path):
     """The plan is cut, and the newest checkpoint, which has a copy of it, is damaged."""
     (run / "plan.json").write_text("{")
     (max((run / "checkpoints").iterdir()) / "manifest.json").write_text("{}")
@@ -371,6 +356,7 @@ def test_a_run_with_damaged_files_ends_as_one_without(damage, stopped, tmp_path)
     assert train(job, heard).exit_code == 0
     assert "written again from the checkpoint of step" in heard.warnings
     assert are_equal(job, untouched)
+    assert kept(tmp_path / "run" / "run.json")["machine"]["precision"] == "fp32"
 
 
 def test_a_flipped_bit_of_every_byte_of_a_log_is_found_and_touches_no_other_line(tmp_path):

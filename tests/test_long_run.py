@@ -1,50 +1,36 @@
-"""A run of a month leaves files that stay small and are read in little memory: by bytes, lines and
-traced memory.
+"""The log of a long run: read fast, by a digest of what was read before, into a curve that stays
+short.
 """
 
 from __future__ import annotations
 
 import json
-import tracemalloc
+import random
 from pathlib import Path
 
-import pytest
-
-from farthing.report.receipt import build_receipt
-from farthing.report.run_page import run_page
 from farthing.report.training_log import Curve, keep_digest, read_log
 from farthing.storage.logs import line_of
-from long_run import make_run
 
 
-def traced_peak_bytes(folder: Path) -> int:
-    """Peak memory of building the receipt."""
-    tracemalloc.start()
-    try:
-        build_receipt(folder)
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.slow
-def test_a_long_run_has_a_small_ledger_and_a_receipt_in_little_memory(tmp_path):
-    usd = make_run(tmp_path / "long", n_steps=20_000, n_evaluations=20, n_attempts=200)
-    make_run(tmp_path / "short", n_steps=2_000, n_evaluations=20, n_attempts=200)
-    ledger = tmp_path / "long" / "ledger.jsonl"
-    assert ledger.read_bytes().count(b"\n") == 201, "a line an attempt, and the two of the last"
-    assert ledger.stat().st_size < 200 * 1800
-    receipt = build_receipt(tmp_path / "long")
-    assert receipt.usd == pytest.approx(usd, abs=0.001)
-    assert sum(span.usd for span in receipt.spans) == pytest.approx(receipt.usd, rel=1e-9)
-    assert len(receipt.attempts) == 200
-    assert len(run_page(receipt).encode()) < 350_000
-    more_bytes = traced_peak_bytes(tmp_path / "long") - traced_peak_bytes(tmp_path / "short")
-    assert more_bytes < 18_000 * 50, "a step costs its place in the curve, not its line"
+def write_log(folder: Path, n_steps: int, every: int):
+    """The log of a run with an evaluation after `every` steps, digested as the loop does it."""
+    chance, kept_bytes = random.Random(0), 0
+    folder.mkdir(parents=True)
+    with open(folder / "log.jsonl", "w", encoding="utf-8") as log:
+        for step in range(1, n_steps + 1):
+            row = {"step": step, "loss": 1 + chance.random(), "lr": 1e-4}
+            row |= {"grad_norm": chance.random(), "n_targets": chance.randrange(4000)}
+            row |= {"n_tokens": chance.randrange(4000, 9000), "examples": [step] * 8}
+            log.write(line_of(row) + "\n")
+            if step % every == 0:
+                metrics = {"loss": 1 + chance.random(), "perplexity": 3 + chance.random()}
+                log.write(line_of({"step": step, "metrics": metrics, "is_best": False}) + "\n")
+                log.flush()
+                kept_bytes = keep_digest(folder / "log.jsonl", kept_bytes)
 
 
 def test_a_log_is_read_fast_to_what_reading_every_line_as_json_gives(tmp_path):
-    make_run(tmp_path / "run", n_steps=300, n_evaluations=30, n_attempts=2)
+    write_log(tmp_path / "run", n_steps=300, every=10)
     path = tmp_path / "run" / "log.jsonl"
     odd = [
         {
@@ -90,7 +76,7 @@ def test_a_log_is_read_fast_to_what_reading_every_line_as_json_gives(tmp_path):
 
 
 def test_a_digest_changes_nothing_of_what_a_log_says(tmp_path):
-    make_run(tmp_path / "run", n_steps=5_000, n_evaluations=5, n_attempts=2)
+    write_log(tmp_path / "run", n_steps=5_000, every=1000)
     path, digest = tmp_path / "run" / "log.jsonl", tmp_path / "run" / "log.digest.json"
     digest.unlink(missing_ok=True)
     whole, lines = read_log(path), path.read_bytes().splitlines(keepends=True)

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
-from farthing.cli import main
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.errors import InputError, JobError
 from farthing.launch.prepare import Wishes, prepare
 from farthing.objectives import registry
-from farthing.objectives.objective import Rows
 from farthing.objectives.registry import (
     code_sha256,
     find_objective,
-    format_of,
     objective_names,
     objective_of,
     register,
-    standard_columns,
 )
-from held import Held
-from patience import until
-from workshop import job_file, log_of, losses_of, make_job, train
+from interrupted import LeavesAt
+from workshop import job_file, log_of, losses_of, make_job, metrics_of, train
 
 PACKAGE = '''
 """Tasks that are not farthing's: stars as ordered classes, and pairs of texts."""
@@ -122,7 +113,7 @@ gone = nowhere_at_all:TASK
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def package(tmp_path, monkeypatch):
     """A folder with an installed package that brings the task `stars`; forgotten afterwards."""
     folder = tmp_path / "site"
     (folder / "tasks_of_ours-1.dist-info").mkdir(parents=True)
@@ -168,7 +159,7 @@ def rows_of(n: int) -> list[dict[str, Any]]:
     ]
 
 
-def write_job(folder: Path, **keys: Any) -> Path:
+def write_job(folder: Path, **keys) -> Path:
     """A small job of the task `stars`."""
     keys = {"task": "stars", "rows": rows_of(40), "eval_rows": rows_of(8), **keys}
     return job_file(folder, "bert", pretrained=True, max_steps=8, **keys)
@@ -180,65 +171,49 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_the_ordinary_commands(  # noqa: E501
-    package, tmp_path, capsys
+def test_a_task_of_a_package_is_planned_trained_stopped_resumed_and_exported(
+    package, tmp_path, cli
 ):
-    keys: dict[str, Any] = {
+    keys = {
         "method": "lora",
         "save_steps": 1,
         "eval_steps": 4,
         "metric_for_best_model": "mean_error",
     }
-    path = write_job(tmp_path / "killed", **keys)
-    assert main(["plan", str(path), "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+    path = write_job(tmp_path / "stopped", **keys)
+    plan = cli.json("plan", path)
     assert plan["job"]["task"] == "stars"
-    assert main(["doctor", str(path)]) == 0
-    assert "text/stars" in capsys.readouterr().out
+    assert "text/stars" in cli.out("doctor", path)
 
-    job, command = load_job(path), [sys.executable, "-m", "farthing", "train", str(path)]
-    held = Held(tmp_path / "hold", "step-00000003", package)
-    environment = held.environment
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    ) as process:
-        until(lambda: held.is_there() or process.poll() is not None)
-        process.send_signal(signal.SIGKILL)
-        assert process.stderr is not None
-        said = process.stderr.read().decode()
-    assert process.returncode == -signal.SIGKILL, said
-    assert not (Path(job.output_dir) / "model").exists()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
+    job = load_job(path)
+    assert train(job, LeavesAt(step=3)).state == "interrupted"
+    assert train(job).state == "finished"
     whole = load_job(write_job(tmp_path / "whole", **keys))
     train(whole)
-    ours, theirs = weights_of(tmp_path / "killed"), weights_of(tmp_path / "whole")
+    ours, theirs = weights_of(tmp_path / "stopped"), weights_of(tmp_path / "whole")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert losses_of(job)[-1] == losses_of(whole)[-1] < losses_of(whole)[0]
-    metrics = [row["metrics"] for row in log_of(whole) if "metrics" in row]
+    metrics = metrics_of(whole)
     assert all(set(each) == {"loss", "loss_stderr", "n_examples", "mean_error"} for each in metrics)
     assert 0 <= metrics[-1]["mean_error"] <= 4
 
     merged = tmp_path / "merged"
-    export = ["export", str(job.output_dir), "--format", "merged", "--output", str(merged)]
-    assert main(export) == 0
+    cli("export", job.output_dir, "--format", "merged", "--output", merged)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(merged)
     assert (model.config.num_labels, model.config.problem_type) == (4, "multi_label_classification")
-    assert main(["report", str(job.output_dir)]) == 0
-    assert "mean_error" in capsys.readouterr().out
+    assert "mean_error" in cli.out("report", job.output_dir)
     assert "pipeline_tag: text-classification" in (merged / "README.md").read_text()
     asked, found = tmp_path / "asked.jsonl", tmp_path / "found.jsonl"
     asked.write_text('{"text": "the grand and the grand"}\n{"text": 3}\n')
-    assert main(["predict", str(job.output_dir), str(asked), "-o", str(found)]) == 0
+    cli("predict", job.output_dir, asked, "-o", found)
     first, second = (json.loads(line) for line in found.read_text().splitlines())
     assert 1 <= first["prediction"][0] <= 5
     assert "more than 1" in first["scores"]
     assert "error" in second
 
 
-def test_a_foreign_task_of_two_texts_is_asked_with_both(package, tmp_path):
+def test_a_foreign_task_of_two_texts_is_asked_with_both(package, tmp_path, cli):
     rows = [
         {"premise": f"rain {i}", "conclusion": "wet" if i % 2 else "dry", "follows": i % 2 == 1}
         for i in range(16)
@@ -248,13 +223,13 @@ def test_a_foreign_task_of_two_texts_is_asked_with_both(package, tmp_path):
     asked.write_text(
         '{"premise": "rain 3", "conclusion": "wet"}\n{"premise": "x", "conclusion": "so dry"}\n'
     )
-    assert main(["predict", str(tmp_path / "run"), str(asked), "-o", str(found)]) == 0
+    cli("predict", tmp_path / "run", asked, "-o", found)
     one, other = (json.loads(line) for line in found.read_text().splitlines())
     assert one["prediction"] in ("True", "False")
     assert one["scores"] != other["scores"]
     asked.write_text('{"premise": "rain 3"}\n')
     found.unlink()
-    assert main(["predict", str(tmp_path / "run"), str(asked), "-o", str(found)]) == 2
+    cli("predict", tmp_path / "run", asked, "-o", found, code=2)
 
 
 EVEN_WORDS = """
@@ -280,7 +255,7 @@ def test_the_loss_of_a_foreign_language_task_is_divided_by_the_targets_that_it_c
     )
     shared = "the very same beginning of " * 8
     rows = [{"prompt": f"{shared}{i}", "completion": f" the answer {i}"} for i in range(8)]
-    keys: dict[str, Any] = {"pretrained": True, "max_steps": 1, "global_batch_size": 8}
+    keys = {"pretrained": True, "max_steps": 1, "global_batch_size": 8}
     keys |= {"task": "even-words", "rows": rows, "eval_rows": rows, "eval_steps": 1}
     job = make_job(tmp_path, "llama", **keys)
     train(job)
@@ -303,7 +278,7 @@ def test_the_loss_of_a_foreign_language_task_is_divided_by_the_targets_that_it_c
     assert first["n_targets"] == n
     assert first["loss"] == pytest.approx(total / n, rel=1e-4)
 
-    def n_token_sets() -> int:
+    def n_token_sets():
         return len(list((tmp_path / "cache/tokens").glob("*/*.json")))
 
     n_sets = n_token_sets()
@@ -364,30 +339,3 @@ def test_a_task_says_nothing_that_is_not_read_and_its_name_is_its_own():
     with pytest.raises(ValueError, match="`targets` is not read"):
         register(pairs._replace(name="other", targets=lambda rows: rows.ids))
     assert objective_names()[:3] == ("causal-lm", "seq2seq", "classification")
-
-
-def test_the_columns_of_all_tasks_are_known():
-    assert format_of("text/label").needs == ("text", "label")
-    assert {"messages", "tools", "system", "target", "label"} <= standard_columns()
-    every = [each for name in objective_names() for each in objective_of(name).formats]
-    assert all(format_of(each.name) == each for each in every), (
-        "a form of rows is the same for all tasks"
-    )
-
-
-@pytest.mark.parametrize("name", ["causal-lm", "seq2seq", "classification"])
-def test_micro_batches_are_laid_out_as_each_task_says(name):
-    ids, is_target = np.array([5, 6, 7, 8, 9], np.int32), np.array([0, 1, 0, 1, 1], bool)
-    labels = np.array([2, 0], np.int32) if name == "classification" else None
-    rows = Rows(ids, is_target, np.array([2, 3]), labels)
-    batch = objective_of(name).pad(rows, 1)
-    expected = {
-        "causal-lm": ([[5, 6, 1], [7, 8, 9]], [[-100, 6, -100], [-100, 8, 9]]),
-        "seq2seq": ([[5], [7]], [[6, -100], [8, 9]]),
-        "classification": ([[5, 6, 1], [7, 8, 9]], [2, 0]),
-    }[name]
-    assert (batch["input_ids"].tolist(), batch["labels"].tolist()) == expected
-    assert (batch["attention_mask"] == (batch["input_ids"] != 1)).all()
-    if name != "seq2seq":
-        flat = {"causal-lm": [[-100, 6, -100, 8, 9]], "classification": [2, 0]}[name]
-        assert objective_of(name).packed_labels(rows).tolist() == flat

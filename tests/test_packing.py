@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -28,7 +25,7 @@ def some_lengths(seed: int) -> NDArray[np.int64]:
     """
     draw = np.random.default_rng(seed)
     n = int(draw.integers(1, 200))
-    kinds: list[Callable[[], Any]] = [
+    kinds = [
         lambda: draw.lognormal(5.5, 1.0, n),
         lambda: draw.integers(1, 60, n),
         lambda: np.full(n, 37),
@@ -142,13 +139,6 @@ def test_a_flat_batch_is_its_examples_end_to_end():
     ]
     assert batch["labels"].tolist() == [expected]
     assert all(array.dtype == np.int64 for array in batch.values())
-
-
-def test_the_first_token_of_a_document_is_never_predicted():
-    tokens = token_set(np.array([4, 4]))
-    tokens.targets[:] = 1
-    labels = collate_packed(tokens, [0, 1], "causal-lm")["labels"][0]
-    assert (labels == -100).tolist() == [True, False, False, False] * 2
 
 
 def test_what_can_not_be_laid_flat_is_refused():

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import survive
 from farthing.config.data_lengths import read_lengths
 from farthing.config.job import Job
 from farthing.data.batches import split_by_input
@@ -39,37 +37,15 @@ CHATS = [
     ]
     for n in range(40)
 ]
-ROWS: list[dict[str, Any]] = [{"messages": chat} for chat in CHATS]
+ROWS = [{"messages": chat} for chat in CHATS]
 
 
-def dated_job(folder: Path, name: str, template: str = DATED, **keys: Any) -> Job:
+def dated_job(folder: Path, name: str, template: str = DATED, **keys) -> Job:
     """A job with a template that asks for the date."""
     folder.mkdir(exist_ok=True)
     (folder / "template.jinja").write_text(template)
     data = {"chat_template": "template.jinja", "eval_fraction": 0.25, **keys.pop("data", {})}
     return make_job(folder, rows=ROWS, data=data, output_dir=f"./{name}", save_steps=1, **keys)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_the_date_it_began_with(tmp_path, monkeypatch):
-    monkeypatch.setenv("FARTHING_TODAY", "2026-03-01")
-    assert train(dated_job(tmp_path, "alone")).exit_code == 0
-    alone = survive.result_of(tmp_path / "alone")
-    job = dated_job(tmp_path, "killed")
-    for step, day in ((2, "2026-03-01"), (4, "2026-03-02")):
-        monkeypatch.setenv("FARTHING_TODAY", day)
-        shutil.rmtree(tmp_path / "cache")
-        assert train(job, LeavesAt(step=step)).exit_code == 75
-    monkeypatch.setenv("FARTHING_TODAY", "2026-04-11")
-    shutil.rmtree(tmp_path / "cache")
-    assert train(job).exit_code == 0
-    assert survive.differences(alone, survive.result_of(tmp_path / "killed")) == []
-    facts = json.loads((tmp_path / "killed" / "run.json").read_text())
-    assert facts["date"] == facts["identity"]["tokenization.date"] == "2026-03-01"
-    assert train(dated_job(tmp_path, "other")).exit_code == 0
-    assert survive.differences(alone, survive.result_of(tmp_path / "other")) != [], (
-        "the template does ask for the date"
-    )
 
 
 @pytest.mark.slow
@@ -115,7 +91,7 @@ def test_other_examples_than_a_run_began_with_are_refused(tmp_path, monkeypatch)
 # ---- the split ----
 
 
-def made(folder: Path, rows: list[dict[str, Any]], tokenizer: Any, **recipe: Any) -> TokenSet:
+def made(folder: Path, rows: list[dict[str, Any]], tokenizer, **recipe) -> TokenSet:
     sources = open_sources(
         (str(write_jsonl(folder / "rows.jsonl", rows)),), cache_dir=folder, split="train"
     )
@@ -157,7 +133,7 @@ def test_no_row_crosses_the_split_whatever_it_is_rendered_by(tmp_path, tokenizer
 
 @pytest.mark.parametrize("task", ["causal-lm", "seq2seq", "classification"])
 def test_rows_of_one_input_stay_together_whatever_is_answered(tmp_path, tokenizers, task):
-    form: Callable[[int], dict[str, Any]] = {
+    form = {
         "causal-lm": lambda n: {"instruction": f"say {n % 10}", "system": "s", "output": f"{n}"},
         "seq2seq": lambda n: {"instruction": f"say {n % 10}", "input": "x", "output": f"{n}"},
         "classification": lambda n: {

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import workshop
 from farthing.cli import main
 from thinned import thinned
+from workshop import Heard, make_job, rows_of, train
 
 AXOLOTL = (
     "base_model: a/b\ndatasets: [{path: x.jsonl, type: alpaca}]\nadapter: lora\nsequence_len: 512\n"
@@ -79,32 +79,20 @@ def test_an_odd_file_is_no_data(name, content, words, tmp_path, cli):
     assert "to do:" in said
 
 
-def test_rows_that_are_nothing_are_counted_with_their_lines(tmp_path, cli):
-    path = tmp_path / "noise.jsonl"
-    path.write_bytes(NOISE + b"\n" + b'{"text": "' + b"x" * 11_000_000 + b'"}\n{"text": "good"}\n')
-    said = cli.out("doctor", "--data", path)
-    assert "line 1: invalid UTF-8" in said
-    assert "line 2: a row of 10.5 MiB" in said
-
-
 @pytest.mark.parametrize("family", thinned(["llama", "bert"], 9))
 def test_inputs_that_are_trained_and_evaluated_on_are_counted(family, tmp_path):
-    rows = workshop.rows_of(family, 20)
-    heard = workshop.Heard()
-    workshop.train(
-        workshop.make_job(
-            tmp_path, family, rows=rows, eval_rows=rows[-1:] * 2 + rows[:1], max_steps=1
-        ),
+    rows = rows_of(family, 20)
+    heard = Heard()
+    train(
+        make_job(tmp_path, family, rows=rows, eval_rows=rows[-1:] * 2 + rows[:1], max_steps=1),
         heard,
     )
     assert "3 of 3 evaluation examples have an input that is trained on too" in heard.warnings
     assert "eval.jsonl" in heard.warnings
-    heard = workshop.Heard()
+    heard = Heard()
     fresh = [
         {**row, ("text" if family == "bert" else "prompt"): f"never seen {i}"}
         for i, row in enumerate(rows[:3])
     ]
-    workshop.train(
-        workshop.make_job(tmp_path / "b", family, rows=rows, eval_rows=fresh, max_steps=1), heard
-    )
+    train(make_job(tmp_path / "b", family, rows=rows, eval_rows=fresh, max_steps=1), heard)
     assert "trained on too" not in heard.warnings

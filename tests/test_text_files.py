@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from farthing.cli import main
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.data.read import open_sources
 from farthing.data.rows import Layout, Row
@@ -18,14 +17,9 @@ WORDS = "The lamp is bright.\n\nThe second paragraph has\nthree\nlines.\n"
 
 
 def rows_of(path: Path, folder: Path) -> tuple[list[dict[str, object]], list[str]]:
-    said: list[str] = []
+    said = []
     (source,) = open_sources((str(path),), cache_dir=folder, split="train", warn=said.append)
     return [row.value for row in source.rows() if isinstance(row, Row)], said
-
-
-def test_a_text_file_is_one_document(tmp_path):
-    (tmp_path / "a.txt").write_text(WORDS)
-    assert rows_of(tmp_path / "a.txt", tmp_path)[0] == [{"text": WORDS}]
 
 
 def test_a_folder_of_text_files_is_one_source_of_documents(tmp_path):
@@ -130,12 +124,11 @@ def test_rows_of_a_large_document_are_read_across_its_pieces(tmp_path):
         rows_of(tmp_path / "b.json", tmp_path)
 
 
-def test_many_files_are_one_summary(tmp_path, capsys):
+def test_many_files_are_one_summary(tmp_path, cli):
     path = job_file(tmp_path, max_steps=2, data={"train": "texts/*.txt"})
     (tmp_path / "texts").mkdir()
     for number in range(10, 50):
         (tmp_path / f"texts/{number}.txt").write_text(f"the number is {number}\nand no other\n")
-    assert main(["doctor", str(path)]) == 0
-    said = capsys.readouterr().out
+    said = cli.out("doctor", path)
     assert "train data 40 files, " in said
     assert "texts/11.txt" not in said
