@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from farthing.train.metrics_file import metrics_text
-from workshop import log_of, make_job, metrics_of, rows_of, step_taken, train
+from farthing.train.metrics_file import metrics_file, metrics_text
+from workshop import Heard, log_of, make_job, metrics_of, rows_of, step_taken, train
 
 SAMPLE = re.compile(r'farthing_[a-z_]+(\{([a-z]+="(?:[^"\\\n]|\\.)*",?)+\})? [-+0-9.e]+')
 
@@ -45,6 +47,16 @@ def test_the_file_has_the_last_step_and_evaluation(tmp_path):
     about = [name for name in found if name.startswith("farthing_run_info")]
     assert 'task="causal-lm"' in about[0]
     assert 'run="run"' in about[0]
+
+
+def test_the_file_is_kept_up_to_date_meanwhile(tmp_path):
+    job = make_job(tmp_path, logging_steps=2)
+    Path(job.output_dir).mkdir()
+    with metrics_file(Heard(), job) as emit:
+        for step in (1, 2, 3):
+            emit(replace(step_taken(), step=step))
+        found = gauges((tmp_path / "run/metrics.prom").read_text())
+        assert (found["farthing_step"], found["farthing_running"]) == (2, 1)
 
 
 def test_odd_names_are_escaped_and_unknown_figures_left_out(tmp_path):

@@ -127,6 +127,7 @@ def test_padded_tokens_are_those_of_the_collation():
 
 def test_a_flat_batch_is_its_examples_end_to_end():
     tokens = token_set(np.array([5, 1, 3, 4]))
+    tokens.targets[tokens.offsets[:-1]] = 1  # a first token is never predicted all the same
     batch = collate_packed(tokens, [2, 0, 1], "causal-lm", first_position=2)
     rows = [tokens.example(index) for index in (2, 0, 1)]
     assert batch["lengths"].tolist() == [3, 5, 1]

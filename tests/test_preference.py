@@ -492,6 +492,7 @@ def test_texts_of_hh_are_cut_at_the_last_turn_in_common():
             {"chosen": [USER, GOOD], "rejected": [{**USER, "content": "Why?"}, BAD]},
             "different prompts",
         ),
+        ("chosen/rejected", {"chosen": [GOOD], "rejected": [BAD]}, "no turn of the user"),
         ("chosen/rejected", {"chosen": "a", "rejected": "b"}, "no prompt"),
         ("prompt/chosen/rejected", {"prompt": "a", "chosen": "", "rejected": "b"}, "`chosen` is"),
         (
