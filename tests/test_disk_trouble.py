@@ -204,6 +204,9 @@ def test_what_is_there_is_on_the_disk_with_its_entries(checkpoints, tmp_path, mo
     assert forced == [*files_of_it, name, f"-> {name}", "checkpoints"]
     assert len(os.listdir("/proc/self/fd")) == n_open
     forced.clear()
+    install_folder(tmp_path / "model", lambda draft: (draft / "weights").write_text("w") and None)
+    assert forced == ["weights", "model", "-> model", tmp_path.name]
+    forced.clear()
     store = open_store(str(tmp_path / "store"))
     assert store.create("commits/1", b"first")
     store.put("data/1/a", b"second")
@@ -212,17 +215,6 @@ def test_what_is_there_is_on_the_disk_with_its_entries(checkpoints, tmp_path, mo
     append_line(tmp_path / "rows.jsonl", {"row": 1})
     files.write_json(tmp_path / "note.json", {})
     assert forced == ["rows.jsonl", "note.json", tmp_path.name]
-
-
-def test_an_exported_folder_is_on_the_disk_with_its_entries_before_it_is_there(
-    tmp_path, monkeypatch
-):
-    forced = []
-    monkeypatch.setattr(files, "fsync_path", forced.append)
-    install_folder(tmp_path / "model", lambda draft: (draft / "weights").write_text("w") and None)
-    *inside, parent = forced
-    assert parent == tmp_path
-    assert {path.name.partition(".draft-")[0] for path in inside} == {"model", "weights"}
 
 
 # ---- checkpoints ----
