@@ -34,13 +34,13 @@ def test_24_runs_a_year_at_250_against_10():
 
 # ---- owning ----
 
-OWN = Owned(
-    "RTX 4090", price_usd=1600, power_kw=0.5, usd_per_kwh=0.2, resale_share=0.25, life_months=30
-)
+KNOWN = {"price_usd": 1600, "power_kw": 0.5, "usd_per_kwh": 0.2}
+KNOWN |= {"resale_share": 0.25, "life_months": 30}
+OWN = Owned("RTX 4090", **KNOWN)
 
 
 def test_a_run_of_ones_own_is_electricity_and_wear():
-    used = OWN._replace(hours_per_month=100, other_usd_per_h=0.05)
+    used = Owned("RTX 4090", **KNOWN, hours_per_month=100, other_usd_per_h=0.05)
     parts = run_on_own(used, 10)
     assert parts == {
         "electricity": pytest.approx(10 * 0.5 * 0.2),
@@ -54,7 +54,7 @@ def test_a_run_of_ones_own_is_electricity_and_wear():
 
 def test_break_even_in_hours_is_the_formula():
     assert break_even_hours(OWN, 0.5) == pytest.approx((1600 - 400) / (0.5 - 0.5 * 0.2))
-    dear = OWN._replace(other_usd_per_h=0.4)
+    dear = Owned("RTX 4090", **KNOWN, other_usd_per_h=0.4)
     assert break_even_hours(dear, 0.5) is None, "running it costs as much as renting"
     assert break_even_hours(dear, 0.4) is None
     assert break_even_hours(Owned("T4"), 0.5) == 0, "what is paid off pays at once"
