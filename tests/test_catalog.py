@@ -269,7 +269,7 @@ def test_the_words_say_where_prices_are_from_and_how_old():
         offers = tuple(an_offer(date=TODAY - timedelta(days=age)) for age in ages)
         return Catalog(offers, "here", TODAY, {})
 
-    young = of(1, 3, 400)
+    young = of(400, 1, 3)
     assert young.ages_days == (1, 3, 400)
     assert not young.is_stale
     assert (
