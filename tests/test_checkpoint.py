@@ -94,12 +94,11 @@ def test_a_folder_that_another_process_commits_meanwhile_is_there_already(tmp_pa
 
 def kill_everywhere(folder_of_all: Path):
     """A save that is killed at its first, second, third ... file operation, until one gets through."""  # noqa: E501
-    outcomes = []
+    outcomes, before = [], folder_of_all / "before"
+    for step in (1, 2):
+        save(Checkpoints(before, "run-1", 2, warn=print), step)
     for k in range(1, 200):
-        folder = folder_of_all / f"kill-{k}"
-        first = Checkpoints(folder, "run-1", 2, warn=print)
-        save(first, 1)
-        save(first, 2)
+        folder = shutil.copytree(before, folder_of_all / f"kill-{k}")
         was_killed = killed_at(
             k, lambda folder=folder: save(Checkpoints(folder, "run-1", 2, warn=print), 3)
         )  # type: ignore[misc]
