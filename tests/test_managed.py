@@ -71,8 +71,16 @@ def test_a_plan_answers_what_was_paid(tmp_path, cli, monkeypatch):
     assert "you paid $90.00: here it is" in said
     assert "no new jobs from 2027-01-06" in said
     assert "--paid" in cli.err(*words[:-1], "much")
-    monkeypatch.setenv("FARTHING_TODAY", "2027-01-06")  # on which OpenAI takes no new jobs
-    assert "OpenAI" not in {each["provider"] for each in cli.json(*words)["managed"]}
+
+
+def test_a_service_is_listed_until_the_day_on_which_it_takes_no_new_jobs():
+    asked, found = spec(), []
+    asked.method = "lora"
+    asked.shape = SimpleNamespace(n_parameters=8_000_000_000, task="causal-lm")
+    for today in (date(2027, 1, 5), date(2027, 1, 6)):
+        fees = fees_of(asked, "a/b", 512, [], today)  # type: ignore[arg-type]
+        found.append("OpenAI" in {fee.provider for fee in fees})
+    assert found == [True, False]
 
 
 def test_a_row_of_a_price_file_is_for_models_of_its_size_and_method():
