@@ -162,6 +162,11 @@ def test_what_can_run_there_is_offered(demo, on, overrides, offers, monkeypatch)
     assert prepared.travels is travels
 
 
+def test_machines_are_looked_for_without_an_offer_and_without_data(demo):
+    job = _job(demo, "data=./gone", "limits.max_usd=0.000001")
+    assert prepare(job, Wishes(on="runpod"), NOW, asks=False).offers == ()
+
+
 @pytest.mark.parametrize(("gpu", "cuda"), [("V100-16GB", "12.6"), ("B200", "13.0"), ("", "12.6")])
 def test_the_image_has_a_torch_for_the_gpu(gpu, cuda):
     assert plain_image(gpu) == f"pytorch/pytorch:2.13.0-cuda{cuda}-cudnn9-runtime"
@@ -526,13 +531,20 @@ def test_the_boot_is_paid_from_the_cap(asked_at, max_usd, left, tmp_path, monkey
     assert _on_machine(tmp_path, monkeypatch, max_usd=max_usd)[0].max_usd == left
 
 
-@pytest.mark.parametrize(("most_s", "why"), [(279, "59 s"), (100, "0 s"), (280, None)])
-def test_what_a_boot_has_left_no_time_for_does_not_begin(most_s, why, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("most_s", "code", "why"),
+    [
+        (279, 3, "booting left 59 s to train: too little"),
+        (100, 3, "booting left 0 s to train: too little"),
+        (280, 137, "`farthing train` ended with 137"),  # by its signal
+    ],
+)
+def test_what_a_boot_has_left_no_time_for_does_not_begin(most_s, code, why, tmp_path, monkeypatch):
     monkeypatch.setenv("FARTHING_CREATED_AT", "9900")
-    stay, children = _on_machine(tmp_path, monkeypatch, most_s=most_s)
-    assert (stay.run(), len(children)) == ((0, 1) if why is None else (3, 0))
-    said = f"booting left {why} to train: too little" if why else "`farthing train` ended with 0"
-    assert words_in(tmp_path).of("farthing-1-1").why == said
+    stay, children = _on_machine(tmp_path, monkeypatch, code=-9, most_s=most_s)
+    assert (stay.run(), len(children)) == (code, int(code == 137))
+    word = words_in(tmp_path).of("farthing-1-1")
+    assert (word.code, word.why) == (code, why)
 
 
 @pytest.mark.parametrize(
@@ -553,8 +565,7 @@ def test_a_signal_is_heard_whenever_it_comes(at, signals, why, tmp_path, monkeyp
     begin = agent_module.begin
     monkeypatch.setattr(f"farthing.launch.agent.{at}", told)
     assert (stay.run(), [child.signals for child in children]) == (75, signals)
-    word = words_in(tmp_path).of("farthing-1-1")
-    assert word.why.startswith(why)
+    assert words_in(tmp_path).of("farthing-1-1").why.startswith(why)
     settings = ["--set=limits.max_usd=3.9", "--set=where.usd_per_hour=0.7", "--set=when_done=null"]
     assert [child.words for child in children] == [["search", "job.yaml", *settings]] * len(signals)
 
@@ -566,12 +577,6 @@ def test_training_is_told_to_leave_before_the_machine_ends(code, tmp_path, monke
     assert stay.run() == 3, "another machine would find no money left"
     assert children[0].signals == [15]
     assert words_in(tmp_path).of("farthing-1-1").code == 3
-
-
-def test_a_child_that_was_killed_is_told_by_its_signal(tmp_path, monkeypatch):
-    stay, _ = _on_machine(tmp_path, monkeypatch, code=-9)
-    assert stay.run() == 137
-    assert words_in(tmp_path).of("farthing-1-1").code == 137
 
 
 def test_training_waits_for_the_machine_before_that_still_saves_in_the_same_folder(

@@ -9,10 +9,8 @@ import sys
 import textwrap
 import time
 
-import httpx
 import pytest
 
-from fake_clouds import Machine as CloudMachine
 from farthing.launch.machines import MachineLedger, RentedMachine
 from farthing.launch.targets.lambda_cloud import Lambda
 from launch_faults import Fate, Killed
@@ -23,29 +21,6 @@ from launched import keys as keys
 def test_an_instance_that_its_provider_has_forgotten_is_gone():
     answers = Answers((404, {"error": "Specified instance does not exist."}), (200, {"data": []}))
     Lambda(api_of(answers)).destroy(RentedMachine("farthing-1-1", id="i1"))
-
-
-@pytest.mark.parametrize("is_away", [False, True])
-def test_a_machine_that_came_and_went_while_nobody_saw_it_is_counted(is_away, tmp_path):
-    """Its watcher sleeps for hours, or asks for hours a provider that does not answer."""
-    course = Course(tmp_path, max_usd=0.7, script=["create never answers after creating"])
-    world = course.world
-    handle, n_looks, until = world.handle, 0, 0.0
-
-    def unseen(request):
-        nonlocal n_looks, until
-        n_looks += request.method == "GET" and bool(world.machines)
-        if n_looks == 1:
-            n_looks, until = 2, world.now + 30_000
-            world.sleep(0 if is_away else 30_000)
-        if world.now < until:
-            raise httpx.ConnectError("away")
-        return handle(request)
-
-    world.handle = unseen  # type: ignore[method-assign]
-    assert (course.goes(), world.usd > 0.6) == (3, True)
-    course.is_counted(rel=0.1)
-    assert world.usd <= 0.7
 
 
 def test_a_machine_that_several_processes_looked_for_in_vain_costs_nothing(tmp_path):
@@ -146,40 +121,3 @@ def test_a_machine_that_is_asked_for_twice_is_billed_from_the_first_time(tmp_pat
     ledger.note("farthing-1-2", "created", 1001.0, id="7")
     asked(ledger, 1900.0, why="asked for elsewhere")
     assert ledger.machines["farthing-1-2"].usd(4600.0) == 1.0
-
-
-# ---- what an earlier watcher left ----
-
-
-def there(course: Course, number: int, *events: str) -> CloudMachine:
-    """A machine that an earlier watcher asked for: in its ledger, in the store and in the cloud."""
-    world, ledger = course.world, course.ledger
-    name = f"{course.prepared.launch_id}-{number}"
-    asked = {"target": "runpod", "provider": "RunPod", "usd_per_hour": 0.4, "left_usd": 4.0}
-    ledger.note(name, "asked", world.now, number=number, most_s=30_000, **asked)
-    for event in events:
-        ledger.note(name, event, world.now, **({"id": str(number)} if event == "created" else {}))
-    world.keep(name, ledger.rows[name])
-    ledger.close()
-    machine = CloudMachine(str(number), name, "", world.now, 0.4, world.now + 30_000, None, 4.0)
-    machine.prices = [(world.now, 0.4)]
-    world.machines.append(machine)
-    return machine
-
-
-def test_of_two_machines_the_younger_is_adopted_and_the_older_is_ended(tmp_path):
-    course = Course(tmp_path, n_steps=240)
-    older, younger = (there(course, number, "created") for number in (1, 2))
-    began = course.world.now
-    assert course.goes() == 0
-    assert older.gone_at - began < 60, "before the younger one trained"
-    assert younger.trained_s > 0
-    assert (len(course.world.machines), course.world.n_alive) == (2, 0)
-
-
-def test_a_machine_that_was_left_and_not_ended_is_ended_before_another_is_rented(tmp_path):
-    course = Course(tmp_path, n_steps=24)
-    left = there(course, 1, "created", "left")
-    assert course.goes() == 0
-    assert left.gone_at <= course.world.machines[1].made_at
-    assert course.world.n_alive == 0

@@ -18,9 +18,6 @@ import yaml
 from farthing.config.job import Job
 from farthing.errors import InputError, RunInterruptedError
 from farthing.launch.driver import (
-    Created,
-    Driver,
-    InstanceStatus,
     NotFoundError,
     OutOfStockError,
     RefusedError,
@@ -305,31 +302,6 @@ def test_a_machine_that_no_line_knows_is_asked_to_go_until_it_is_gone(tmp_path):
     assert sum("should not be there" in text for text in course.said) == 1
 
 
-class Over(Driver):
-    """Every machine is over at once, and has left no word."""
-
-    late_s = 0.0
-
-    def create(self, ask, asked_at):
-        return Created("1")
-
-    def listed(self, prefix):
-        return [InstanceStatus(f"{prefix}-{n}", "1", is_over=True, is_paid=False) for n in range(9)]
-
-    def delete(self, machine):
-        pass
-
-
-def test_a_word_that_is_late_is_waited_for_twice_and_three_machines_in_vain_are_enough(tmp_path):
-    course = Course(tmp_path)
-    assert course.on(Over()).run() == 75
-    assert course.said[-1] == "3 machines in a row saved nothing new: stopped"
-    machines = list(course.ledger.machines.values())
-    assert [(each.left_at or 0.0) - (each.created_at or 0.0) for each in machines] == [20.0] * 3
-    assert {each.why for each in machines} == {"it ended before it had booted"}
-    assert len({each.instance for each in machines}) == 3, "each leaves its offer out"
-
-
 def test_what_a_watcher_makes_after_another_took_over_is_ended_and_counted(tmp_path):
     """It is suspended before its request: the other one looks for that machine in vain."""
     course, found = Course(tmp_path), []
@@ -414,28 +386,6 @@ def test_a_farthing_without_its_metadata_can_not_be_sent(monkeypatch):
 
 
 # ---- what machines leave in the store ----
-
-
-def test_a_store_that_is_away_interrupts_no_watch_and_says_nothing_of_who_holds_it(
-    tmp_path, monkeypatch
-):
-    store = open_store(str(tmp_path / "store"))
-    monkeypatch.setattr("farthing.launch.session.open_store", lambda place: store)
-    monkeypatch.setattr("farthing.launch.session.STORE_S", 0.1)
-    monkeypatch.setattr("farthing.launch.session.time.sleep", lambda seconds: None)
-    session = Session(prepared_for("runpod", tmp_path / "run", 4.0, 0.4), print)
-    (tmp_path / "run" / "launch").mkdir(parents=True)
-
-    def away(*_):
-        raise StoreError("away")
-
-    with session.only_watcher() as (sleep, reclaim):
-        reclaim()
-        monkeypatch.setattr(store, "create", away)
-        with pytest.raises(UnclearError, match="away"):
-            reclaim()
-        monkeypatch.setattr("farthing.launch.session.seconds_since_boot", lambda: 9e9)
-        sleep(1.0)
 
 
 def test_words_of_a_machine(tmp_path, monkeypatch):

@@ -165,26 +165,6 @@ def test_refused_credentials_end_a_launch_before_anything_is_rented(tmp_path):
     assert course.world.now - before < 60, "it is not asked for ever"
 
 
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_provider_that_never_answers_is_given_up_where_nothing_is_rented(status, tmp_path):
-    course = Course(tmp_path, refuses=(0.0, 1e12, status))
-    began = course.world.now
-    with pytest.raises(RunInterruptedError, match="the provider has not answered for 15 min"):
-        course.goes()
-    assert 900 < course.world.now - began < 1000
-    assert len(course.said) == 1, "one reason, one line"
-    assert (course.world.machines, course.ledger.machines) == ([], {})
-
-
-def test_credentials_that_are_refused_on_the_way_name_what_is_still_billed(tmp_path):
-    course = Course(tmp_path, n_steps=10**9)
-    course.world.refuses = (course.world.now + 600, 9e18, 403)
-    with pytest.raises(InputError, match=r"still billed: .* \$0.40 an hour, .* more at the most"):
-        course.goes()
-    assert course.world.n_alive == 1
-    assert len(course.ledger.open) == 1, "not taken for gone"
-
-
 # ---- more than one of us ----
 
 

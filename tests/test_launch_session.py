@@ -50,7 +50,11 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     return lambda shows=OVER, **traits: Rented(tmp_path, shows, **traits)
 
 
-def away(*_: Any) -> None:
+def away(*_):
+    raise UnclearError("away")
+
+
+def no_store(*_):
     raise StoreError("away")
 
 
@@ -72,7 +76,7 @@ def test_a_launch_sends_its_inputs_rents_and_brings_the_run_back(rent, tmp_path,
     wanted = ["task", "model", "data", "limits", "output_dir", "output_store"]
     assert [line.split(":")[0] for line in kept.splitlines() if line[0] not in " -"] == wanted
     assert len(taken) == 1
-    monkeypatch.setattr("farthing.launch.session.take_run", away)
+    monkeypatch.setattr("farthing.launch.session.take_run", no_store)
     rented.session.bring_back()
     assert rented.said[-1] == "the run is in the store, and could not be brought back: away"
 
@@ -124,15 +128,13 @@ def test_the_newest_machine_is_the_one_whose_words_are_shown(rent, tmp_path):
     assert rented.session.log() == f"{name} has printed nothing yet"
     rented.driver.log = lambda machine: f"of {machine.name}"
     assert rented.session.log() == f"of {name}"
-    Speaker(open_store(str(tmp_path / "store")), name).beat("step 1")
+    speaker = Speaker(open_store(str(tmp_path / "store")), name)
+    speaker.beat("step 1")
     assert rented.session.log() == "step 1"
 
-    def fails(machine: Any) -> str:
-        raise UnclearError("no")
-
-    rented.driver.log = fails
-    Speaker(open_store(str(tmp_path / "store")), name).beat("")
-    with pytest.raises(InputError, match=r"no logs \(no\)"):
+    speaker.beat("")
+    rented.driver.log = away
+    with pytest.raises(InputError, match=r"no logs \(away\)"):
         rented.session.log()
 
 
@@ -148,13 +150,18 @@ def test_a_watch_keeps_its_lease_and_ends_where_it_is_lost(rent, monkeypatch):
             sleep(2.0)
         assert (slept, renewed) == ([2.0, 2.0], [1021.0])
 
-        def lost(*_: Any) -> None:
+        monkeypatch.setattr(Lease, "renew", no_store)
+        sleep(1.0)  # nobody else can take the launch either
+        with pytest.raises(UnclearError, match="the store does not answer"):
+            reclaim()
+
+        def lost(*_):
             raise LeaseLostError("by another")
 
         monkeypatch.setattr(Lease, "renew", lost)
         with pytest.raises(RunInterruptedError, match="another process has taken this launch over"):
             reclaim()
-    monkeypatch.setattr(Lease, "claim", away)
+    monkeypatch.setattr(Lease, "claim", no_store)
     with pytest.raises(StoreUnavailableError, match="the store does not answer"):
         session.only_watcher().__enter__()
 

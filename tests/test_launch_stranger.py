@@ -4,12 +4,10 @@ exit code.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
-from command import sets
 from farthing.cli import main
 from farthing.launch.machines import MachineLedger
 from farthing.launch.supervise import Launch
@@ -60,25 +58,6 @@ def test_what_was_never_launched_is_not_looked_for_at_a_provider(job, verb, caps
     assert (code, len(said.splitlines())) == (2, 2)
     assert "no launch is recorded in this folder or in the store" in said
     assert answer(capsys, job, "status") == (0, "nothing has been launched yet\n")
-
-
-@pytest.mark.slow
-def test_a_launch_is_looked_for_where_its_machine_is(job, capsys, monkeypatch):
-    monkeypatch.setattr("farthing.launch.session.LOOK_S", 0.1)
-    ledger = MachineLedger(job.parent / "run")
-    asked = {"number": 1, "target": "runpod", "on": "runpod", "usd_per_hour": 1.0}
-    ledger.note("farthing-1-1", "asked", time.time(), **asked)
-    ledger.note("farthing-1-1", "created", time.time(), id="pod")
-    now = "output_store=s3://bucket/run", "limits.max_usd=0.000001", "data=./gone"
-    code, said = answer(capsys, job, "stop", *sets(*now))
-    assert (code, "RUNPOD_API_KEY is not set" in said) == (2, True), "no offer, no data is needed"
-    code, said = answer(capsys, job, "stop", "--on", "ssh:nowhere")
-    assert (code, "farthing-1-1 of this launch is at runpod" in said) == (2, True)
-    code, said = answer(capsys, job, "--yes", "--on", "ssh:nowhere")
-    assert (code, "name it: --on runpod" in said) == (2, True), said
-    assert [machine.state for machine in MachineLedger(job.parent / "run").open] == ["created"], (
-        "not taken for gone"
-    )
 
 
 def test_another_folder_finds_the_launch_by_the_store(job, ssh, capsys, monkeypatch):
