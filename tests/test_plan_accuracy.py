@@ -52,6 +52,7 @@ def test_rows_that_are_given_are_met(given):
     assert all(row["why"] for row in found["not_expressed"])
 
 
+@pytest.mark.slow
 def test_rows_of_others_are_of_sources_without_a_say_and_held_by_the_ranges(others):
     assert all(row["use"] == "judges only" and date.fromisoformat(row["read_on"]) for row in others)
     had_a_say = ("fms-acceleration", "huggingface/peft", "torchtune", "llm-foundry")

@@ -258,7 +258,7 @@ def leaves(rank: int, was_asked: bool):
         ranks.gather(None)
 
 
-@pytest.mark.parametrize("was_asked", [True, False])
+@pytest.mark.parametrize("was_asked", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_nothing_is_begun_again_where_a_rank_was_asked_to_leave_before_the_first_step(
     was_asked, tmp_path
 ):

@@ -104,6 +104,7 @@ def test_asked_to_leave_while_it_imports_torch_a_process_says_so_on_the_ledger(j
     assert read_ledger(tmp_path / "run" / "ledger.jsonl").accounts[1].state == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch_at_no_cost(
     tmp_path,
 ):

@@ -183,6 +183,7 @@ def test_who_watches_from_beside_kills_nobody_but_who_began_it():
         stranger.kill()
 
 
+@pytest.mark.slow
 def test_the_command_of_when_done_runs_once_after_the_end(job, tmp_path):
     said = tmp_path / "said"
     words = sets("train.max_steps=2", f"when_done=echo $FARTHING_EXIT_CODE $FARTHING_RUN >> {said}")
@@ -305,6 +306,7 @@ def begun(job: Path, run: Path):
     return process, worker
 
 
+@pytest.mark.slow
 def test_a_killed_guard_takes_the_run_along(job, tmp_path):
     process, worker = begun(job, tmp_path / "run")
     process.kill()
