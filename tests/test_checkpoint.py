@@ -31,6 +31,7 @@ from farthing.storage.files import (
     seal,
     seal_file,
     unseal,
+    verify_folder,
     write_text,
 )
 from farthing.storage.logs import SummedLines
@@ -77,16 +78,20 @@ def test_a_part_without_the_rows_of_one_rank_is_damaged(checkpoints):
 
 
 def test_a_folder_that_another_process_commits_meanwhile_is_there_already(tmp_path):
+    def theirs(draft):
+        (draft / "theirs").write_text("quick")
+        (draft / "empty").touch()
+
     def fill(draft):
         (draft / "mine").write_text("late")
-        commit_folder(
-            tmp_path / "set", lambda other: (other / "theirs").write_text("quick") and None, {}
-        )
+        commit_folder(tmp_path / "set", theirs, {})
 
     with pytest.raises(FileExistsError):
         commit_folder(tmp_path / "set", fill, {})
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
-    assert (tmp_path / "set" / "theirs").read_text() == "quick"
+    files = verify_folder(tmp_path / "set")["files"]
+    assert {each["name"]: each["size"] for each in files} == {"theirs": 5, "empty": 0}
+    assert (tmp_path / "set").stat().st_mode & 0o777 == 0o700
 
 
 # ---- killed while saving ----
