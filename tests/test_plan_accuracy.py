@@ -39,6 +39,7 @@ def others():
     return rows_of(Path(plan_accuracy.__file__).parent / "published_rows.csv")
 
 
+@pytest.mark.slow
 def test_rows_that_are_given_are_met(given):
     found = judge(given)
     memory, speed = (found[name][0] for name in ("memory", "speed"))

@@ -201,6 +201,7 @@ def test_an_attempt_that_is_not_tried_again_leaves_with_its_code(code, left_with
 # ---- with real processes ----
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_is_begun_again_and_ends_with_the_same_bits(tmp_path):
     path = job_file(tmp_path, save_steps=2, probe=False, size={"dropout": 0.1})
     held = Held(tmp_path / "hold", "step-00000004")

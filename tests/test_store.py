@@ -233,7 +233,7 @@ def test_a_kill_before_any_operation_leaves_the_copy_before_or_the_new_one(tmp_p
         outcomes.append(taken(store, tmp_path / f"empty-{k}"))
         if not was_killed:
             break
-        if k % 6 == 0:
+        if k % 12 == 0:
             again = mirror_of(store, run)
             again.bring_back()
             assert delivered(again, 3, step_done(run, 3, attempt=2)), (

@@ -153,6 +153,7 @@ def test_a_python_program_that_hangs_is_killed_and_is_on_the_bill(way, job, tmp_
     assert (account.state, account.usd > cap_usd) == ("limit", True)
 
 
+@pytest.mark.slow
 def test_a_close_that_hangs_past_the_cap_ends_by_the_limit(tmp_path, monkeypatch):
     honest, calls = run_module.leave_receipt, []
 
