@@ -484,7 +484,8 @@ class _Search:
         }
         self.tell({"trial": trial, "rung": rung, "n_rungs": n_rungs})
         answer = self._ask(task, trial)
-        if answer["state"] == "limit" or answer.get("kind") == "LimitError":
+        is_late = answer.get("where") == "limits"  # they ended before it had begun
+        if answer["state"] == "limit" or answer.get("kind") == "LimitError" or is_late:
             raise LimitError(self._left()[1])
         rows, keeps_best = answer.get("evaluations", []), self.job.train.load_best_model_at_end
         score = best_score(rows, self.metric, greater_is_better=self.greater, best=keeps_best)
