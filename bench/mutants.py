@@ -36,7 +36,8 @@ WINGS = {  # files to change, and the tests that have to notice
     "storage": ("storage/*.py run/commits.py run/checkpoint.py", DURABLE),
     "run": (
         "run/[!c]*.py",
-        f"{DURABLE} ledger meter limits.py watchdog retry notices ren ranks spread receipts.py",
+        f"{DURABLE} ledger meter limits.py watchdog retry notices rendezvous ranks spread"
+        " receipts.py",
     ),
     "engine": (
         "train/[elmos]*.py train/update.py objectives/*.py dist/reduce.py model/head.py"

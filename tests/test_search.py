@@ -319,6 +319,18 @@ def test_a_bill_that_can_not_be_made_ends_the_search_before_a_cent(tmp_path, mon
     assert not (tmp_path / "run/trials").exists()
 
 
+def test_a_trial_that_begins_after_the_limit_has_not_failed(tmp_path, monkeypatch):
+    late = {"state": "failed", "kind": "InputError", "where": "limits", "error": "0.0 s left"}
+    monkeypatch.setattr("farthing.search.pool.Worker.start", lambda worker: None)
+    monkeypatch.setattr("farthing.search.pool.Worker.end", lambda worker: None)
+    monkeypatch.setattr("farthing.search.pool.Worker.call", lambda worker, task, tell: late)
+    path = job_of(tmp_path)
+    outcome = search(load_job(path), path)
+    assert (outcome.state, outcome.exit_code) == ("limit", 3)
+    states = {each["state"] for each in outcome.receipt["trials"]}
+    assert states == {"not begun"}, "a search that is resumed trains it"
+
+
 @pytest.mark.parametrize(
     ("vary", "words"),
     [

@@ -211,11 +211,14 @@ def run_folder(arguments: argparse.Namespace) -> Path:
     if not folder.is_dir():
         to_do = "name the output_dir of a job"
         raise InputError("no such run folder", where=str(folder), to_do=to_do)
-    from farthing.search.receipt import is_search, winner_of
+    from farthing.run.folder import SEARCH_LOG
 
-    if is_search(folder):
-        to_do = f"name the run of a trial; the best is {winner_of(folder) or 'not known yet'}"
-        raise InputError("a search, which has many runs", where=str(folder), to_do=to_do)
+    if (folder / SEARCH_LOG).exists():
+        from farthing.search.receipt import is_search, winner_of
+
+        best = winner_of(folder) if is_search(folder) else None
+        to_do = f"name the run of a trial; the best is {best or 'not known yet'}"
+        raise InputError("this folder holds a search, not a run", where=str(folder), to_do=to_do)
     return folder
 
 

@@ -41,8 +41,8 @@ def register(task: Objective) -> None:
     unread = ("targets",) if task.loss is not None else _OF_UNITS
     for name in unread:
         if getattr(task, name):
-            has = "a" if task.loss is not None else "no"
-            raise ValueError(f"`{name}` is not read of an objective with {has} `loss` of its own")
+            has = "has a" if task.loss is not None else "has no"
+            raise ValueError(f"`{name}` is not read where an objective {has} `loss` of its own")
     if _OBJECTIVES.setdefault(task.name, task) != task:
         raise ValueError(f"there is another task called {task.name}")
 
@@ -79,7 +79,7 @@ def code_sha256(name: str) -> str:
     modules = [sys.modules[module] for module in _modules_of(objective_of(name))]
     files = {Path(path) for each in modules if (path := getattr(each, "__file__", None))}
     for point in entry_points(group=ENTRY_POINTS, name=name):
-        package = sys.modules[point.module.partition(".")[0]]
+        package = sys.modules.get(point.module.partition(".")[0])  # a program may bring its own
         for folder in getattr(package, "__path__", ()):
             files |= {*Path(folder).rglob("*.py")}
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()

@@ -281,7 +281,7 @@ def trained_on_chats(folder: Path) -> bool:
     """
     found = _known_facts(folder).get(ARE_CHATS)
     if found is None:
-        why, to_do = f"{RUN} is gone, which says how the model is asked", "restore it from a copy"
+        why, to_do = f"{RUN} does not say how the model is asked", "restore it from a copy"
         raise RunDamagedError(why, where=str(folder / RUN), to_do=to_do)
     return bool(found)
 
