@@ -124,6 +124,13 @@ LIMITS = [
         ],
     ),
     (
+        {"max_usd": 0.0},
+        [
+            ("costs $3.17, the cap is $0.00", "limits.max_usd: 3.18", 3171348707.6892),
+            ("costs $1.28, the cap is $0.00", "limits.max_usd: 1.29", 1282075115.5621),
+        ],
+    ),
+    (
         {"max_hours": 1.5},
         [
             (
@@ -165,9 +172,7 @@ LIMITS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("limits", "refused"), LIMITS, ids=[next(iter(limits)) for limits, _ in LIMITS]
-)
+@pytest.mark.parametrize(("limits", "refused"), LIMITS, ids=[str(limits) for limits, _ in LIMITS])
 def test_what_passes_a_limit_and_what_would_not(limits, refused):
     rejected = plans(replace(WANTED, **limits), A100, A100_SPOT).rejected
     found = [(one.reason, one.change, round(one.distance, 4)) for one in rejected]
@@ -181,6 +186,18 @@ def test_the_limits_themselves_are_kept():
     assert len(plans(replace(WANTED, **limits), A100).plans) == 1
     below = {name: value * (1 - 1e-9) for name, value in limits.items()}
     assert not plans(replace(WANTED, **below), A100).plans
+    asked = replace(WANTED, deadline_s=4 * H)
+    (plan,) = plans(asked, A100).plans
+    assert plans(replace(asked, confidence=plan.chance), A100).plans
+
+
+@pytest.mark.parametrize(("n_steps", "advice"), [(1.3, ["train.max_steps: 1 of 18750"]), (0.9, [])])
+def test_one_step_is_advised_where_the_cap_has_room_for_no_more(n_steps, advice):
+    (plan,) = plans(WANTED, A100).plans
+    shrinks_s = plan.seconds_of("training", "checkpoints")
+    cap_s = plan.wall_s - (1 - n_steps / 18750) * shrinks_s
+    (found,) = plans(replace(WANTED, max_hours=cap_s / H), A100).rejected
+    assert found.change.split(", or ")[1:] == advice
 
 
 def test_chances_of_a_deadline():
@@ -262,7 +279,8 @@ def test_spot_with_on_demand_behind_it_has_its_own_figures_and_is_not_refused_be
         "spot alone meets the deadline with 57%; with on demand when it falls behind it saves 22%"
         " of $9.75"
     )
-    assert [round(each, 2) for each in mixed.usd_range] == [4.38, 7.6, 13.19]
+    assert [round(each, 4) for each in mixed.usd_range] == [4.3765, 7.5979, 13.1906]
+    assert mixed.wall_s == pytest.approx(7312.407)
     assert [round(each, 2) for each in mixed.hours_range] == [2.03, 2.03, 8.92]
 
 

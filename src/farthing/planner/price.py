@@ -256,7 +256,7 @@ def _or_fewer_steps(
     moving_s = plan.seconds_of("training", "evaluation", "checkpoints")
     counted_s = plan.wall_s - plan.seconds_of(*free)
     left_s = share * counted_s - (counted_s - moving_s)
-    n = int(wanted.n_steps * max(0.0, left_s) / max(moving_s, 1e-9) * 0.95)
+    n = int(wanted.n_steps * max(0.0, left_s) / moving_s * 0.95)
     evaluating_s = plan.seconds_of("evaluation")
     once_s = evaluating_s / max(1, wanted.n_evaluations)
     per_step_s = (moving_s - evaluating_s) / wanted.n_steps
@@ -314,8 +314,8 @@ def _in_time(plan: OfferPlan, chance: float, deadline_s: float) -> OfferPlan:
 
 
 def _late(plan: OfferPlan, wanted: JobSpec, what: str) -> Rejected:
-    chance, deadline_s = min(max(wanted.confidence, 1e-6), 1 - 1e-6), wanted.deadline_s or 0.0
-    needed_s = plan.wall_s + max(0.0, NormalDist().inv_cdf(chance)) * _sigma_s(plan)
+    deadline_s = wanted.deadline_s or 0.0
+    needed_s = plan.wall_s + NormalDist().inv_cdf(wanted.confidence) * _sigma_s(plan)
     minutes = max(1, math.ceil((needed_s - deadline_s) / 60 + 1e-6))
     change = f"a deadline {say_seconds(60.0 * minutes)} later"
     over = max(1.0, needed_s / max(deadline_s, 1.0))
@@ -340,14 +340,14 @@ def _mixed(
     usd |= {name: v for name, v in plan.usd.items() if name not in ("compute", "rounding")}
     seconds = {n: v for n, v in plan.seconds.items() if n not in ("waiting", "lost work")}
     seconds["waiting"] = max(0.0, way.wall_s + before_s - sum(seconds.values()))
-    total, hours = sum(usd.values()), sum(seconds.values()) / 3600
+    total, wall_s = sum(usd.values()), sum(seconds.values())
     wide = plan.usd_range.high / max(plan.usd_range.likely, 1e-9)
-    known = plan.hours_range
+    known, hours = plan.hours_range, wall_s / 3600
     return plan._replace(
         usd=usd,
         total_usd=total,
         seconds=seconds,
-        wall_s=hours * 3600,
+        wall_s=wall_s,
         usd_range=Range(total / wide, total, total * wide),
         hours_range=Range(min(hours, known.low), hours, max(hours, known.high)),
         mixture=f"spot alone meets the deadline with {alone:.0%}; with on demand when it falls "
