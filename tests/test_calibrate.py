@@ -131,6 +131,11 @@ def test_memory_that_was_measured_has_a_narrow_range(is_cuda, error):
     assert (found.low, found.high, found.known) == (1 - error, 1 + error, "3 runs")
 
 
+def test_memory_of_a_processor_that_was_never_measured_is_a_fifth_more_or_less():
+    found = memory_spread(SimpleNamespace(calibration=Calibration(), is_cuda=False), SMALL)
+    assert found == (0.8, 1.2, "no run was measured on this processor", False)
+
+
 def test_runs_of_the_same_model_give_their_factors_back():
     found = calibrate([run_of(2.0, 3.0)])
     assert found.compute == pytest.approx(2.0)
@@ -261,7 +266,8 @@ def test_the_median_of_the_newest_counts_and_only_runs_that_agree_narrow_the_ran
         ({"method": "lora"}, STARTS_ONLY),
         ({"n_steps": 5}, STARTS_ONLY),
         ({"hidden": 960}, STARTS_ONLY),
-        ({"spans": {"start_up": 0.01}, "n_devices": 2}, Calibration()),  # no new process
+        ({"spans": {"start_up": 0.49}, "n_devices": 2}, Calibration()),  # no new process
+        ({"spans": {"start_up": 0.5}, "n_devices": 2}, Calibration(start_s=0.5)),
     ],
 )
 def test_runs_that_are_not_alike_set_no_pace(changes, found):

@@ -252,6 +252,25 @@ def test_a_tokenizer_that_others_told_to_cut_and_pad_does_neither(tokenizers, na
     assert not after.was_cut.any()
 
 
+def test_the_first_token_of_each_word_is_a_target(tokenizers):
+    rows = [("one", "two"), (), ("a",), ("b",), ()]
+    texts = [Example(((" ".join(row), False),), words=row) for row in rows]
+    encoded = Encoder(tokenizers["llama"], "token-classification", 6, 1)(texts)
+    assert encoded.lengths.tolist() == [6, 0, 1, 1, 0]
+    assert encoded.is_target.tolist() == [1, 0, 0, 1, 0, 0, 1, 1]
+    assert encoded.words.tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("limit", "length", "is_cut"), [(7, 6, False), (6, 6, False), (5, 5, True)]
+)
+def test_a_text_as_long_as_the_limit_is_not_cut(tokenizers, limit, length, is_cut):
+    text = Example((("one", False), ("two", True)), is_raw=False)
+    encoded = Encoder(tokenizers["llama"], "causal-lm", limit, 1)([text])
+    assert (encoded.lengths.tolist(), encoded.was_cut.tolist()) == ([length], [is_cut])
+    assert encoded.is_target.tolist() == [0, 0, 0, 1, 1, 1][:length]
+
+
 # ---- sets of many chunks ----
 
 

@@ -38,8 +38,8 @@ class Encoded(NamedTuple):
         """Sequences as examples of so many each."""
         if n_sequences == 1:
             return self
-        lengths = self.lengths.reshape(-1, n_sequences)
-        was_cut: NDArray[np.bool_] = self.was_cut.reshape(-1, n_sequences).max(1)
+        lengths = self.lengths.reshape(len(self.lengths) // n_sequences, n_sequences)
+        was_cut: NDArray[np.bool_] = self.was_cut.reshape(lengths.shape).max(1)
         return self._replace(lengths=lengths.sum(1), was_cut=was_cut, sequences=lengths)
 
     def n_targets(self) -> NDArray[np.int64]:
@@ -262,18 +262,16 @@ class Encoder:
 
     def _apart(self, sides: list[list[Any]]) -> Encoded:
         """Of each example its input, then its target, if it has one."""
-        in_order = list(itertools.chain.from_iterable(zip(*sides, strict=True)))
-        ids, lengths = _end_to_end([each.ids for each in in_order])
         n_sides, n_examples = len(sides), len(sides[0])
+        in_order = [side[n] for n in range(n_examples) for side in sides]
+        ids, lengths = _end_to_end([each.ids for each in in_order])
         is_target = np.repeat(np.tile(np.arange(n_sides, dtype=np.uint8), n_examples), lengths)
         # more than the limit where the special tokens are too many
-        is_over = lengths.reshape(-1, n_sides) > self._limits
-        is_full = lengths.reshape(-1, n_sides) == self._limits
-        overflows = np.array([bool(each.overflowing) for each in in_order], bool).reshape(
-            -1, n_sides
-        )
-        was_cut: NDArray[np.bool_] = (is_over | (is_full & overflows)).any(1)
-        return Encoded(ids, is_target, lengths.reshape(-1, n_sides).sum(1), was_cut)
+        of_side = lengths.reshape(n_examples, n_sides)
+        overflows = np.array([bool(each.overflowing) for each in in_order], bool)
+        is_full = (of_side == self._limits) & overflows.reshape(of_side.shape)
+        was_cut: NDArray[np.bool_] = ((of_side > self._limits) | is_full).any(1)
+        return Encoded(ids, is_target, of_side.sum(1), was_cut)
 
 
 def _of_first_pieces(encoded: Encoded, encodings: list[Any]) -> Encoded:
@@ -281,7 +279,7 @@ def _of_first_pieces(encoded: Encoded, encodings: list[Any]) -> Encoded:
     of_each = itertools.chain.from_iterable(each.word_ids for each in encodings)
     word = np.fromiter((-1 if each is None else each for each in of_each), np.int64)
     starts = np.cumsum(encoded.lengths) - encoded.lengths
-    before = np.concatenate([[-1], word[:-1]])
+    before = np.roll(word, 1)
     before[starts[encoded.lengths > 0]] = -1
     is_first = (word >= 0) & (word != before)
     return encoded._replace(is_target=is_first.astype(np.uint8), words=word[is_first])

@@ -102,10 +102,9 @@ def _agree(paces: Sequence[float]) -> bool:
 
 
 def _is_alike(m: Measurement, mean_tokens: float | None) -> bool:
-    mean = m.lengths.get("mean", 0.0)
-    if mean_tokens is None or mean <= 0:
+    if mean_tokens is None:
         return True
-    return 1 / ALIKE_LENGTHS <= mean / max(mean_tokens, 1e-9) <= ALIKE_LENGTHS
+    return mean_tokens / ALIKE_LENGTHS <= m.lengths["mean"] <= mean_tokens * ALIKE_LENGTHS
 
 
 def _is_same(m: Measurement, case: Case) -> bool:
