@@ -238,6 +238,8 @@ CASES = [
             ("bnb_4bit_quant_type: nf4", NONE),
             ("train_sampling_strategy: sequential", DIFFERS),
             ("train_sampling_strategy: group_by_length", NONE),
+            ("loss_type: chunked_nll", NONE),
+            ("loss_type: dft", DIFFERS),
             ("lr_scheduler_type: cosine_with_min_lr", DIFFERS),
         )
     ),

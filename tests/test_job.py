@@ -272,6 +272,13 @@ UNKNOWN = "unknown key `"
             "",
         ),
         ("train:\n  seed: 1\n  eval_strategy: steps\n", 7, "needs eval_steps", ""),
+        ("method: {lora_bias: true, use_dora: true}\n", 5, "no lora_bias with use_dora", ""),
+        (
+            "method: {lora_bias: true, init_lora_weights: pissa}\n",
+            5,
+            "no lora_bias with this init_lora_weights",
+            "",
+        ),
     ],
 )
 def test_a_mistake_has_its_line_and_says_what_is_wanted(read, change, line, what, to_do):

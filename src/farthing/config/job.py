@@ -245,6 +245,13 @@ class MethodSection(JobSection):
     of the others'.
     """
 
+    @model_validator(mode="after")
+    def _bias_is_of_plain_adapters(self) -> MethodSection:
+        if self.lora_bias and (self.use_dora or self.init_lora_weights not in ("true", "false")):
+            other = "use_dora" if self.use_dora else "this init_lora_weights"
+            raise ValueError(f"peft has no lora_bias with {other}; leave one of the two out")
+        return self
+
 
 class TrainSection(JobSection):
     """The training arguments."""
