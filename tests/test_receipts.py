@@ -18,6 +18,7 @@ import yaml
 from pydantic import TypeAdapter
 from rich.console import Console
 
+from farthing.report.blocks import Table
 from farthing.report.draw import draw
 from farthing.report.receipt import build_receipt, compare
 from farthing.report.receipt_report import compared_rows, receipt_report
@@ -128,6 +129,47 @@ def test_two_receipts_side_by_side(tmp_path, monkeypatch):
     ]
     assert (found.saved_usd, found.saved_s) == (None, 1050.0)
     assert found.in_words() == "by the token the run takes 75% less than the baseline"
+
+
+@pytest.fixture(scope="module")
+def rented(tmp_path_factory):
+    with contextlib.chdir(tmp_path_factory.mktemp("rented")):
+        receipt_of(yaml.safe_load((RECEIPTS / "rented.yaml").read_text()))
+        return build_receipt(Path("run"))
+
+
+HELD_OUT = {"data.eval (content)": "a file"}
+
+
+@pytest.mark.parametrize(
+    ("both", "key", "unlike"),
+    [
+        ({}, "data.train (content)", {"final_loss", "loss"}),
+        ({}, "data.eval_fraction", {"final_loss", "loss"}),
+        ({}, "tokenization.x", {"final_loss", "loss"}),
+        ({}, "data.max_train_samples", {"final_loss"}),
+        ({}, "data.max_eval_samples", {"loss"}),
+        ({}, "train.seed", {"loss"}),
+        ({}, "train.learning_rate", set()),
+        (HELD_OUT, "data.eval (content)", {"loss"}),
+        (HELD_OUT, "data.eval_fraction", {"final_loss"}),
+        (HELD_OUT, "train.seed", set()),
+    ],
+)
+def test_losses_are_compared_where_their_examples_are_the_same(rented, both, key, unlike):
+    one, other = (replace(rented, identity=both | more) for more in ({}, {key: "other"}))
+    rows = compare(one, other).rows
+    assert {name for name in ("final_loss", "loss") if rows[name].ratio is None} == unlike
+    assert rows["usd"].ratio == 1
+
+
+@pytest.mark.parametrize(("n", "is_shown"), [(0, False), (1, True), (30, True), (31, False)])
+def test_up_to_thirty_classes_are_shown_one_by_one(rented, n, is_shown):
+    row = {"precision": 1.0, "recall": 1.0, "f1": 1.0, "n": 1}
+    metrics = {"per_class": {str(number): row for number in range(n)}}
+    blocks = [b for each in receipt_report(replace(rented, metrics=metrics)) for b in each.blocks]
+    shown = [b for b in blocks if isinstance(b, Table) and b.heads[0] == "class"]
+    assert [len(b.rows) for b in shown] == [n] * is_shown
 
 
 def test_a_long_run_is_thinned_evenly():
