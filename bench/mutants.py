@@ -47,7 +47,7 @@ WINGS = {  # files to change, and the tests that have to notice
     ),
     "data": (
         "data/encode.py data/batches.py",
-        "encode data.py packing lengths chat step columns preference",
+        "encode data.py packing lengths chat step columns preference alone.py",
     ),
     "planner": (
         "planner/price.py planner/ranges.py planner/ranking.py planner/calibration.py",

@@ -18,6 +18,7 @@ import yaml
 from pydantic import TypeAdapter
 from rich.console import Console
 
+from farthing.errors import InputError
 from farthing.report.blocks import Table
 from farthing.report.draw import draw
 from farthing.report.receipt import build_receipt, compare
@@ -129,6 +130,11 @@ def test_two_receipts_side_by_side(tmp_path, monkeypatch):
     ]
     assert (found.saved_usd, found.saved_s) == (None, 1050.0)
     assert found.in_words() == "by the token the run takes 75% less than the baseline"
+
+
+def test_a_folder_without_a_run_has_no_receipt(tmp_path):
+    with pytest.raises(InputError, match="not a run folder"):
+        build_receipt(tmp_path)
 
 
 @pytest.fixture(scope="module")

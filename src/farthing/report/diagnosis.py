@@ -126,7 +126,7 @@ def _communication(run: _Run) -> Iterator[Finding]:
 
 def _checkpoints(run: _Run) -> Iterator[Finding]:
     n, spent_s, steps = run.receipt.checkpoints.n, run.span("checkpoint"), run.receipt.steps
-    if n < 2 or not steps or spent_s <= SAVE_SHARE * run.wall_s:
+    if not (n and steps and spent_s):
         return
     left = max(1, math.ceil(SAVE_SHARE / 2 * run.wall_s * n / spent_s))
     facts: dict[str, Any] = {"n": n, "each_s": spent_s / n, "every": math.ceil(steps / left)}
@@ -136,7 +136,7 @@ def _checkpoints(run: _Run) -> Iterator[Finding]:
 def _evaluation(run: _Run) -> Iterator[Finding]:
     receipt, spent_s = run.receipt, run.span("evaluation")
     n, steps = len(receipt.curves.evaluation), receipt.steps
-    if not n or not steps or spent_s <= EVALUATION_SHARE * run.wall_s:
+    if not (n and steps and spent_s):
         return
     each_s, may_take_s = spent_s / n, EVALUATION_SHARE * (run.wall_s - spent_s)
     n_examples = int((receipt.metrics or {}).get("n_examples", 0))
