@@ -37,7 +37,7 @@ class Batches:
     """
 
     def __post_init__(self) -> None:
-        self._epoch = -1
+        self._epoch: int | None = None
         self._order = self.examples
 
     @property
