@@ -265,10 +265,12 @@ def test_the_first_token_of_each_word_is_a_target(tokenizers):
     ("limit", "length", "is_cut"), [(7, 6, False), (6, 6, False), (5, 5, True)]
 )
 def test_a_text_as_long_as_the_limit_is_not_cut(tokenizers, limit, length, is_cut):
-    text = Example((("one", False), ("two", True)), is_raw=False)
-    encoded = Encoder(tokenizers["llama"], "causal-lm", limit, 1)([text])
-    assert (encoded.lengths.tolist(), encoded.was_cut.tolist()) == ([length], [is_cut])
-    assert encoded.is_target.tolist() == [0, 0, 0, 1, 1, 1][:length]
+    parts = (("one", False), ("two", True)), (("a", True),), (("", True),)
+    texts = [Example(segments, is_raw=False) for segments in parts]
+    encoded = Encoder(tokenizers["llama"], "causal-lm", limit, 1)(texts)
+    assert encoded.lengths.tolist() == [length, 1, 0]
+    assert encoded.was_cut.tolist() == [is_cut, False, False]
+    assert encoded.is_target.tolist() == [*[0, 0, 0, 1, 1, 1][:length], 0], "no first token"
 
 
 # ---- sets of many chunks ----
