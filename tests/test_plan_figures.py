@@ -245,11 +245,21 @@ def test_a_disk_is_paid_for_as_long_as_its_machine():
     assert plan.usd["storage"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("days", "is_wider"), [(90, False), (91, True)])
-def test_a_price_is_old_after_ninety_days(days, is_wider):
-    fresh, old = (plans(WANTED, A100.aged(n)).plans[0].usd_range for n in (0, days))
-    assert (old.high > fresh.high) is is_wider
-    assert (old.low < fresh.low) is is_wider
+@pytest.mark.parametrize(
+    ("days", "prices_are", "less", "more"),
+    [
+        (90, "", 0, 0),
+        (91, "", 0.0747945, 0.0747945),  # three tenths a year
+        (2000, "", 0.9, 0.9),
+        (0, "from", 0, 0.3),
+        (91, "from", 0.0747945, 0.3747945),
+    ],
+)
+def test_an_old_price_may_have_changed_and_the_lowest_may_be_gone(days, prices_are, less, more):
+    offer = A100.aged(days).sold(billing=Billing("A", prices_are=prices_are))
+    sure, found = (plans(WANTED, each).plans[0].usd_range for each in (A100, offer))
+    assert found.low == pytest.approx(sure.low * (1 - less))
+    assert found.high == pytest.approx(sure.high * (1 + more))
 
 
 @pytest.mark.parametrize(
