@@ -570,6 +570,14 @@ def test_errors_are_alike_within_era_kind_and_precision():
     assert class_of(llama, "Volta", "fp16") == ("old", "causal", "16")
     assert class_of(llama, "Turing", "fp16") == ("old", "causal", "16")
     assert class_of(llama, "Ada", "fp32") == ("recent", "causal", "fp32")
+    kinds = {
+        "google/gemma-3-1b-it": "small",
+        "TinyLlama/TinyLlama-1.1B-Chat-v1.0": "causal",
+        "google/flan-t5-base": "pair",
+        "google-bert/bert-base-uncased": "encoder",
+        "mistralai/Mixtral-8x7B-v0.1": "experts",
+    }
+    assert {name: class_of(shape_of(name), "Ada", "bf16")[1] for name in kinds} == kinds
 
 
 def test_ranges_of_farthings_own_runs_come_before_those_of_other_trainers():

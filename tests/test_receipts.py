@@ -79,7 +79,13 @@ def test_two_receipts_side_by_side(tmp_path, monkeypatch):
     receipt_of(yaml.safe_load((RECEIPTS / "spot.yaml").read_text()))
     run = build_receipt(Path("run"))
     other = replace(
-        run, run="other", usd=1.66, wall_s=2100.0, metrics={"loss": 4.5}, final_loss=3.0
+        run,
+        run="other",
+        usd=1.66,
+        wall_s=2100.0,
+        metrics={"loss": 4.5},
+        final_loss=3.0,
+        tokens_per_s=12345.6,
     )
     found = compare(run, other)
     assert list(compared_rows([found])) == [
@@ -87,7 +93,7 @@ def test_two_receipts_side_by_side(tmp_path, monkeypatch):
         ("time", "17 min 30 s", "35 min 00 s", "0.500"),
         ("steps", "200", "200", "1.000"),
         ("tokens", "80,000", "80,000", "1.000"),
-        ("useful tokens/s", "110", "110", "1.000"),
+        ("useful tokens/s", "110", "12,346", "0.009"),
         ("a million tokens", "$10.37", "$10.37", "1.000"),
         ("peak memory", "906.0 MiB", "906.0 MiB", "1.000"),
         ("interruptions", "2", "2", "1.000"),
