@@ -28,7 +28,7 @@ from farthing.launch import agent as agent_module
 from farthing.launch.agent import HostAgent
 from farthing.launch.driver import OutOfStockError, RefusedError, UnauthorizedError, UnclearError
 from farthing.launch.inputs import fetch_inputs, pack, send_inputs, with_token_sets
-from farthing.launch.machines import MachineLedger, bill_by_machine
+from farthing.launch.machines import MachineLedger
 from farthing.launch.prepare import Prepared, Wishes, launch_id_of, plain_image, prepare
 from farthing.launch.session import Session
 from farthing.launch.wheel import refuse_without_extras
@@ -325,7 +325,7 @@ def test_values_of_secrets_are_in_the_request_and_nowhere_else(tmp_path, monkeyp
 # ---- launches that go wrong ----
 
 
-@pytest.mark.parametrize("seed", [*thinned(range(24), 12), 120134])
+@pytest.mark.parametrize("seed", thinned([*range(24), 120134], 24))
 def test_faulty_launches_leave_nothing_behind_and_keep_the_cap(seed):
     case = run_case(seed)
     assert is_good(case), case
@@ -342,17 +342,6 @@ def test_the_cap_holds_when_nobody_of_ours_lives(provider, fault, tmp_path):
     world.sleep(100 * 3600)
     assert (world.n_alive, world.machines[0].why_gone) == (0, "its own end")
     assert world.usd <= 0.9
-
-
-def test_a_lost_machine_is_followed_by_the_next_offer_and_boot_failures_leave_theirs_out(tmp_path):
-    course = Course(tmp_path, n_steps=240, script=["never boots", "taken away", ""])
-    assert course.goes() == 0
-    machines = list(course.ledger.machines.values())
-    assert [machine.gpu for machine in machines] == ["RTX 4090", "RTX 3090", "A40"]
-    assert "not booted" in machines[0].why
-    rows = bill_by_machine(machines, course.world.accounts(), course.world.now)
-    assert [row["seconds"]["train"] > 0 for row in rows] == [False, True, True]
-    assert (course.goes(), len(course.world.machines)) == (0, 3), "nothing more is rented"
 
 
 # ---- HTTP ----

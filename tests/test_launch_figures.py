@@ -3,7 +3,6 @@ is asked again."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ import pytest
 import yaml
 
 from farthing.config.job import Job
-from farthing.errors import InputError, RunInterruptedError
+from farthing.errors import InputError
 from farthing.launch.driver import (
     NotFoundError,
     OutOfStockError,
@@ -35,7 +34,7 @@ from farthing.launch.wheel import wheel_of_this
 from farthing.launch.words import Speaker, StoreWords, Word
 from farthing.run.accounts import Account
 from farthing.storage.objects import StoreError, open_store
-from launch_faults import Fate, Killed, prepared_for
+from launch_faults import prepared_for
 from launched import Course
 from launched import keys as keys
 from offers import offer_of
@@ -300,27 +299,6 @@ def test_a_machine_that_no_line_knows_is_asked_to_go_until_it_is_gone(tmp_path):
     assert course.goes(at=tmp_path / "empty", stop=True) == 0
     assert (course.world.n_alive, course.world.machines[0].n_terminations) == (0, 4)
     assert sum("should not be there" in text for text in course.said) == 1
-
-
-def test_what_a_watcher_makes_after_another_took_over_is_ended_and_counted(tmp_path):
-    """It is suspended before its request: the other one looks for that machine in vain."""
-    course, found = Course(tmp_path), []
-
-    def meanwhile():
-        course.world.sleep(900)
-        with pytest.raises(Killed):
-            course.goes(Fate(40, is_before=False), course.run.parent / "b", holder=2)
-
-    for n in range(3, 20):
-        course = Course(tmp_path / f"{n}", n_steps=10**9)
-        fate = Fate(n, is_before=True, kind="suspend", meanwhile=meanwhile)
-        with contextlib.suppress(RunInterruptedError):
-            course.goes(fate, tmp_path / f"{n}" / "a", holder=1)
-        for machine in MachineLedger(tmp_path / f"{n}" / "a").machines.values():
-            if machine.why == "made after another process had taken over":
-                found.append(machine.state)
-                assert 0 < machine.billed_s(course.world.now) < 900 + 300
-    assert set(found) == {"gone"}
 
 
 # ---- a provider's answers ----
