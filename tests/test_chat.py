@@ -139,7 +139,7 @@ def test_a_chat_is_as_its_template_has_it_and_answers_are_learned_with_their_end
         assert read(tokenizer, CHAT)[1] == as_peers["assistant_masks"]
 
 
-@pytest.mark.parametrize("name", thinned(["llama-2", "mistral", "zephyr", "qwen-2.5", "plain"], 3))
+@pytest.mark.parametrize("name", thinned(["llama-2", "mistral", "zephyr", "qwen-2.5", "plain"], 9))
 def test_chats_in_sentencepiece(data_dir, name):
     """Mistral's tokenizer, which adds its first token, and has no words for the ends of ChatML."""
     tokenizer = load_tokenizer(ModelChoice(str(data_dir / "tokenizers" / "mistral-7b-v0.1")), None)

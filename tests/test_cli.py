@@ -20,7 +20,6 @@ from command import sets
 from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.objectives.registry import objective_of
-from farthing.run.accounts import as_line, read_ledger
 from workshop import job_file, log_of, losses_of
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
@@ -74,19 +73,6 @@ def test_train_with_json_prints_the_receipt_alone(tmp_path, cli):
     written = json.loads((tmp_path / "run/receipt.json").read_text())
     assert len(written.pop("sha256")) == 64  # of the file itself
     assert {**receipt, "written": ""} == {**written, "written": ""}
-
-
-def test_train_prints_its_receipt_and_no_dollars_without_a_price(tmp_path, cli):
-    said = cli.out("train", job_file(tmp_path, max_steps=3, where={"usd_per_hour": 0}))
-    for words in ("where the time went", "finished: all steps done", str(tmp_path / "run/model")):
-        assert words in said
-    assert "[bold]" not in said
-    assert max(len(line.rstrip()) for line in said.splitlines()) <= 400
-    assert "no price was given" in said
-    of_run = [
-        line for line in said.splitlines() if "always on" not in line
-    ]  # what serving would cost has a price
-    assert "$" not in "\n".join(of_run).replace("$0.00 an hour", "")
 
 
 def test_a_limit_stops_with_3_and_a_higher_one_goes_on(tmp_path, cli):
@@ -175,23 +161,16 @@ def test_too_many_in_a_row_end_the_run_with_1_and_words(tmp_path, capsys, monkey
 # ---- report ----
 
 
-def test_report_prints_the_receipt_again_also_of_a_killed_run(tmp_path, cli):
-    rows, run = workshop.rows_of("bert", 9, seed=1), tmp_path / "run"
-    cli.out("train", job_file(tmp_path, "bert", max_steps=8, eval_rows=rows))
-    said = cli.out("report", run)
+def test_report_prints_the_receipt_again(tmp_path, cli):
+    rows = workshop.rows_of("bert", 9, seed=1)
+    cli.out("train", job_file(tmp_path, "bert", max_steps=2, eval_rows=rows))
+    said = cli.out("report", tmp_path / "run")
     for words in ("forward and backward", "100 %", "accuracy", "class", "weather", "estimated"):
         assert words in said
-    receipt = cli.json("report", run)
+    receipt = cli.json("report", tmp_path / "run")
     assert receipt["state"] == "finished"
     assert sum(span["seconds"] for span in receipt["spans"]) == pytest.approx(receipt["wall_s"])
     assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["usd"])
-    (run / "receipt.json").unlink()
-    account = read_ledger(run / "ledger.jsonl").accounts[1]
-    account.state = "running"  # as a kill leaves it
-    (run / "ledger.jsonl").write_text(as_line(account) + as_line(account)[:200])
-    receipt = cli.json("report", run)
-    assert (receipt["state"], receipt["steps"], receipt["usd"] > 0) == ("killed", 8, True)
-    assert "not finished, can be continued" in cli.out("report", run)
 
 
 # ---- export ----
@@ -243,7 +222,7 @@ def test_export_refuses_what_it_can_not_do(tmp_path, cli):
     assert not (tmp_path / "a").exists()
 
 
-def test_the_model_card_holds_metadata_metrics_and_receipt(tmp_path, cli):
+def test_the_model_card_holds_metadata_metrics_and_no_path(tmp_path, cli):
     rows = [{**row, "label": row["label"] + "|x"} for row in workshop.rows_of("bert", 9)]
     cli.out("train", job_file(tmp_path, "bert", method="lora", rows=rows, eval_rows=rows))
     cli.out("export", tmp_path / "run", "--output", tmp_path / "merged")
@@ -256,14 +235,7 @@ def test_the_model_card_holds_metadata_metrics_and_receipt(tmp_path, cli):
     receipt = json.loads((tmp_path / "run/receipt.json").read_text())
     assert f"| accuracy | {receipt['metrics']['accuracy']:.4f} |" in body
     assert "| learning rate | 0.01, constant |" in body
-    for words in (
-        "## Receipt",
-        "| cost | $",
-        "forward and backward",
-        "0 interruptions",
-        "| food\\|x | ",
-    ):
-        assert words in body
+    assert "| food\\|x | " in body
     assert str(tmp_path) not in body
     classes = body.split("| class |")[1].split("\n\n")[0].replace("\\|", "")
     assert {line.count("|") for line in classes.splitlines()[1:]} == {6}

@@ -127,7 +127,7 @@ def pages():
         "models.md",
         pytest.param("gpus.md", marks=pytest.mark.slow),
         "providers.md",
-        "../pictures/plan.svg",
+        pytest.param("../pictures/plan.svg", marks=pytest.mark.slow),
         "../pictures/receipt.svg",
     ],
 )

@@ -240,18 +240,6 @@ def test_inputs_and_targets_are_cut_as_transformers_cuts_them(tokenizers, monkey
         )
 
 
-@pytest.mark.parametrize(("name", "task"), [("t5", "seq2seq"), ("llama", "causal-lm")])
-def test_a_tokenizer_that_others_told_to_cut_and_pad_does_neither(tokenizers, name, task):
-    texts = [Example((("one two three", False), (" four five six", True)))]
-    before = Encoder(tokenizers[name], task, 64, 64)(texts)
-    told = copy.deepcopy(tokenizers[name])
-    told.backend_tokenizer.enable_truncation(2)
-    told.backend_tokenizer.enable_padding(length=40)
-    after = Encoder(told, task, 64, 64)(texts)
-    assert after.ids.tolist() == before.ids.tolist()
-    assert not after.was_cut.any()
-
-
 def test_the_first_token_of_each_word_is_a_target(tokenizers):
     rows = [("one", "two"), (), ("a",), ("b",), ()]
     texts = [Example(((" ".join(row), False),), words=row) for row in rows]
@@ -357,6 +345,7 @@ def test_the_first_mistake_is_the_one_that_is_told(tmp_path, tokenizers):
 # ---- real data: what was made before segments were found by counting bytes ----
 
 
+@pytest.mark.slow
 def test_a_set_of_real_data_is_what_it_was(data_dir, tmp_path):
     """Its digest as it was made row by row, by the tokenizer's map of characters alone."""
     with open(data_dir / "p3_open_license_sample.jsonl", encoding="utf-8") as file:

@@ -518,11 +518,6 @@ CASES = [
         {"method.name": "full"},
     ),
     (
-        "job.json",
-        as_json(training_file="file-a", model="gpt-4o", method={"type": "dpo"}),
-        {"task": "dpo"},
-    ),
-    (
         "fw.json",
         as_json(
             baseModel="accounts/fireworks/models/llama-x",

@@ -16,6 +16,7 @@ from farthing.launch.targets.lambda_cloud import Lambda
 from launch_faults import Fate, Killed
 from launched import Answers, Course, api_of, job_at
 from launched import keys as keys
+from thinned import thinned
 
 
 def test_an_instance_that_its_provider_has_forgotten_is_gone():
@@ -75,7 +76,7 @@ STAND_IN = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize("number", thinned([signal.SIGHUP, signal.SIGTERM], 2))
 def test_a_signal_to_the_command_ends_what_nothing_else_would_end(number, tmp_path):
     child, terminal = pty.fork()
     if child == 0:

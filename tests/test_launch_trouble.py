@@ -19,7 +19,7 @@ from fake_clouds import World
 from farthing.errors import InputError
 from farthing.launch import agent as agent_module
 from farthing.launch.agent import HostAgent
-from farthing.launch.driver import Created, Driver, InstanceStatus, UnclearError
+from farthing.launch.driver import UnclearError
 from farthing.launch.session import Session
 from farthing.launch.targets.lambda_cloud import Lambda
 from farthing.launch.targets.runpod import RunPod
@@ -30,7 +30,7 @@ from farthing.storage.objects import open_store
 from hosts import ask_for, machine_of
 from hosts import host as host
 from launch_faults import prepared_for
-from launched import Answers, Course, api_of, job_at
+from launched import Answers, Course, Played, api_of, job_at
 from launched import keys as keys
 from patience import until
 
@@ -124,35 +124,18 @@ def test_a_machine_without_room_for_the_inputs_says_so_and_another_one_may_do(
 # ---- two at once ----
 
 
-class Hosts(Driver):
-    """Two hosts. The first answers nobody from some moment on and trains until 1000 s have passed:
-    a second one that begins before is refused.
-    """
-
-    may_overlap, late_s = True, 0.0
-
-    def __init__(self, world):
-        self.world, self.began, self.gone = world, world.now, set()
-
-    def create(self, ask, asked_at):
-        return Created(ask.name)
-
-    def look(self, machine):
-        if machine.number == 1 and self.world.now - self.began > 100:
-            raise UnclearError("no route to host")
-        return None if machine.name in self.gone else InstanceStatus(machine.name, machine.id)
-
-    def names(self, prefix):
-        return {}
-
-    def delete(self, machine):
-        if self.look(machine) is not None:
-            self.gone.add(machine.name)
-
-
 def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(tmp_path):
+    """The first host answers nobody from some moment on and trains until 1000 s have passed: one
+    that begins before is refused.
+    """
     course = Course(tmp_path, max_usd=400.0)
     world, began = course.world, course.world.now
+    driver = Played(course, {0: {}}, {}, may_overlap=True)
+
+    def look(machine):
+        if machine.number == 1 and world.now - began > 100:
+            raise UnclearError("no route to host")
+        return Played.look(driver, machine)
 
     def word_of(name):
         """The one that is lost saves a step each second."""
@@ -161,8 +144,8 @@ def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(tmp
         code = 2 if machine.asked_at - began < 1000.0 else 0
         return Word(True, None if machine.number == 1 else code, beat=f"{world.now}")
 
-    world.of = word_of  # type: ignore[method-assign]
-    assert course.on(Hosts(world)).run() == 0
+    driver.look, world.of = look, word_of  # type: ignore[method-assign]
+    assert course.on(driver).run() == 0
     assert 2 < len(course.ledger.machines) < 30
     assert [machine.number for machine in course.ledger.open] == [1], (
         "said, and counted until it is confirmed"

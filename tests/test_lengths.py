@@ -292,30 +292,13 @@ def test_a_plan_reads_a_csv_file_as_training_does(tiny_folders, tmp_path):
     assert sorted(found.tokens.tolist()) == sorted(tokens.lengths.tolist())
 
 
-def test_chats_are_rendered_as_for_training(tiny_folders, tmp_path):
-    turns = [("human", "How are you?"), ("gpt", "Fine."), ("human", "Now?"), ("gpt", "Well.")]
-    rows = [
-        {"conversations": [{"from": who, "value": said * i} for who, said in turns]}
-        for i in (1, 2, 3, 4)
-    ]
-    tokens, found = by_both(write_jsonl(tmp_path / "a.jsonl", rows), tiny_folders["llama"])
-    assert sorted(found.tokens.tolist()) == sorted(tokens.lengths.tolist())
-
-
 def test_every_kind_of_file_has_the_same_lengths(tiny_folders, tmp_path):
-    rows = [
-        {"prompt": f'{row["prompt"]}\n"so, {i}"', "completion": row["completion"]}
-        for i, row in enumerate(demo_rows(60))
-    ]
-    paths = [write_as(kind, tmp_path / f"a.{kind}", rows) for kind in KINDS]
-    jsonl = paths[0].read_bytes()
-    paths.append(tmp_path / "bom.jsonl")
-    paths[-1].write_bytes(b"\xef\xbb\xbf" + jsonl.replace(b"\n", b"\r\n\r\n"))
-    paths.append(write_jsonl(tmp_path / "set" / "train.jsonl", rows).parent)
+    rows = [{**row, "prompt": f'{row["prompt"]}\n"so, {i}"'} for i, row in enumerate(demo_rows(60))]
+    paths = [str(write_as(kind, tmp_path / f"a.{kind}", rows)) for kind in KINDS]
+    paths.append(str(write_jsonl(tmp_path / "set" / "train.jsonl", rows).parent))
 
     def lengths_of(*names):
-        job = plain_job([str(name) for name in names], tiny_folders["llama"])
-        return known_of(job)[0]
+        return known_of(plain_job([*names], tiny_folders["llama"]))[0]
 
     first = lengths_of(paths[0])
     for path in paths[1:]:

@@ -5,17 +5,15 @@ them.
 from __future__ import annotations
 
 import csv
-import math
 import os
 from datetime import date
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import plan_accuracy
 from farthing.planner.ranges import error_classes
-from plan_accuracy import error_table, judge, stretched, width
+from plan_accuracy import error_table, judge
 
 # ---- the published rows ----
 
@@ -73,14 +71,3 @@ def test_the_table_of_errors_is_what_its_command_makes(given, others):
     assert len(made) == 4
     for row in made:
         assert known[tuple(row[:4])] == (float(row[4]), float(row[5]))
-
-
-def test_the_range_of_half_of_the_sources_holds_its_share_of_the_others():
-    alike = {name: np.linspace(-1, 1, 21) for name in "abcdef"}
-    assert width(alike) == pytest.approx([-0.8, 0.8])
-    low, high, share = stretched(alike)
-    assert 0.80 <= share <= 0.85
-    assert (low, high) == pytest.approx((math.exp(-0.8), math.exp(0.8)), rel=0.1)
-    one_apart = stretched(alike | {"g": np.full(21, 3.0)})
-    assert one_apart[1] > 1.2 * high
-    assert one_apart[2] >= 0.80

@@ -21,7 +21,8 @@ from planned import OWN, ask
 
 @pytest.fixture(scope="module")
 def view(tmp_path_factory):
-    found = ask(tmp_path_factory.mktemp("job"), own=[parse_owned(OWN)], deadline_s=40 * 3600.0)
+    few = {"own": [parse_owned(OWN)], "gpu": ["RTX 4090", "A100-80GB", "H100-80GB", "T4"]}
+    found = ask(tmp_path_factory.mktemp("job"), **few, deadline_s=40 * 3600.0)
     return plan_view(found, runs_per_month=24)
 
 

@@ -312,7 +312,8 @@ def test_the_keys_of_a_plan_stay_as_they_were(tmp_path):
     figures = OwnFigures(
         samples_per_min=1100, spot_discount=0.5, interrupted_every_s=28800.0, restart_s=180.0
     )
-    asked = ask(tmp_path, {"limits": {"max_gpu_hours": 5}}, own=[parse_owned(OWN)], is_local=True)
+    few = {"own": [parse_owned(OWN)], "gpu": ["RTX 4090", "A100-80GB", "L4"]}
+    asked = ask(tmp_path, {"limits": {"max_gpu_hours": 5}}, **few, is_local=True)
     view = plan_view(asked, 24, figures, Traffic(latency_s=2.0), 5, 20.0)
     view = replace(view, comparison=compare(view.plans[0], view.plans[1]))
     assert keys_of(view.to_json()) == known

@@ -17,7 +17,7 @@ from farthing.config.load import load_job
 from farthing.config.preflight import look_over
 from farthing.errors import DataError, InputError, ModelError, PreflightError
 from thinned import thinned
-from web import Quiet, serving
+from web import Pages
 from workshop import Heard, job_file, make_job, train
 
 HEAVY = ("torch", "transformers", "datasets", "peft")
@@ -124,32 +124,19 @@ def test_several_faults_are_there_for_programs_too(desk, run):
     assert json.loads(run("--json").out)["error"] == "no such file"
 
 
-class Hub(Quiet):
-    """A Hub that counts what it is asked."""
-
-    asked: list[str]
-    status = 404
-
-    def do_GET(self):
-        type(self).asked.append(self.path)
-        self.send_response(self.status)
-        body = b'{"model_type": "llama"}'
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_HEAD = do_GET
+MODEL, DATA = "/some-org/some-model/resolve/main/config.json", "/api/datasets/some-org/some-data"
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    with serving(Hub) as address:
-        monkeypatch.setenv("HF_ENDPOINT", address)
+    """A Hub that has a model and a data set."""
+    pages = Pages({MODEL: b'{"model_type": "llama"}', DATA: b"{}"})
+    with pages.served():
+        monkeypatch.setenv("HF_ENDPOINT", pages.address)
         monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         monkeypatch.setenv("HF_DATASETS_OFFLINE", "0")
-        Hub.asked, Hub.status = [], 404
-        yield Hub
+        yield pages
 
 
 @pytest.mark.parametrize(
@@ -157,29 +144,29 @@ def hub(monkeypatch, tmp_path):
     thinned([(404, "no such model"), (401, "does not show it"), (503, "answers 503")], 9),
 )
 def test_the_hub_is_asked_once_for_a_model(status, words, desk, hub):
-    hub.status = status
+    hub.says[MODEL] = (status, b"")
     desk.values["model"] = "some-org/some-model"
     desk.job()
     code, said, heavy = in_a_process(desk.folder, "train", "job.yaml")
     assert (code, heavy) == (2, [])
     assert words in said
-    assert hub.asked == ["/some-org/some-model/resolve/main/config.json"]
+    assert [path for path, _ in hub.asked] == [MODEL]
 
 
 def test_the_hub_is_asked_once_for_a_data_set(desk, hub):
     desk.set("data", train="some-org/some-data")
+    found = hub.says.pop(DATA)
     job = load_job(desk.job())
     with pytest.raises(DataError, match="neither a local file nor a data set that can be reached"):
         look_over(job)
-    assert hub.asked == ["/api/datasets/some-org/some-data"]
-    hub.status = 200
+    assert [path for path, _ in hub.asked] == [DATA]
+    hub.says[DATA] = found
     look_over(job)
     look_over(job, only_plans=True)
     assert len(hub.asked) == 2, "a plan does not fetch it"
 
 
 def test_a_model_that_the_hub_or_its_cache_has_passes(desk, hub, tmp_path, monkeypatch):
-    hub.status = 200
     desk.values["model"] = "some-org/some-model"
     job = load_job(desk.job())
     look_over(job)

@@ -163,5 +163,7 @@ def test_truncation_that_a_folder_asks_for_is_neither_followed_nor_exported(tmp_
     again.save_pretrained(tmp_path / "exported")
     saved = json.loads((tmp_path / "exported" / "tokenizer.json").read_text())
     assert saved["truncation"] is saved["padding"] is None
+    again.backend_tokenizer.enable_truncation(2)
+    again.backend_tokenizer.enable_padding(length=40)
     tokens = made(tmp_path, [{"text": "one two three four five six"}], again)
-    assert tokens.lengths[0] > 5
+    assert 5 < tokens.lengths[0] < 40

@@ -447,7 +447,7 @@ def test_a_hostile_commit_is_refused_before_anything_is_fetched(what, two_copies
 def test_a_malformed_commit_is_refused(what, two_copies, tmp_path, marker):
     content = {
         "nested": nested(),
-        "gzip": gzip.compress(b" " * (50 << 20)),
+        "gzip": HOSTILE["gzip bomb"][1],
         "empty": b"",
         "no number": b'{"files": [], "at": 1e999}',
         **pickles(marker),
@@ -483,7 +483,7 @@ def test_objects_larger_than_they_may_be_are_not_fetched(two_copies, tmp_path, m
 
 
 @pytest.mark.parametrize(
-    "name", thinned(["run.json", "ledger.jsonl", "plan.json", "settings.json", "schedule.json"], 2)
+    "name", thinned(["run.json", "ledger.jsonl", "plan.json", "settings.json", "schedule.json"], 5)
 )
 def test_hostile_small_files_of_a_commit_end_in_words(name, tmp_path, marker, capsys):
     """They are installed, as their checksums are right; the run that reads them says what is wrong,
@@ -673,7 +673,6 @@ BOMBS = {
     "sums": doubled("'aaaaaaaa'", "ns.x + ns.x"),
     "joined": doubled("'aaaaaaaa'", "ns.x ~ ns.x"),
     "lists of lists": doubled("[1]", "[ns.x, ns.x]") + "{{ ns.x }}",
-    "as JSON": doubled("[1]", "[ns.x, ns.x]") + "{{ ns.x | tojson }}",
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}"
     "{{ f(90) }}",
     "filter with a width": "{{ 'a' | center(10 ** 10) }}",
