@@ -8,6 +8,7 @@ import itertools
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -204,50 +205,17 @@ def test_recomputed_layers_see_the_documents_of_their_own_batch(family, every):
 # ---- windows, caps and dropout, against the formula ----
 
 
-def attended(
-    documents: Documents, inputs: list[Tensor], how: AttentionSettings
-) -> tuple[Tensor, Tensor]:
-    """(answers of the entry that models call, those of the formula) [T, H, D]."""
-    asked = {"sliding_window": how.window, "softcap": how.softcap, "is_causal": how.causal}
-    asked |= {} if how.bias is None else {"position_bias": how.bias}
-    ours, weights = attend(Layer(), *inputs, None, scaling=how.scale, documents=documents, **asked)  # type: ignore[misc]
-    assert weights is None
-    flat = [each[0].transpose(0, 1) for each in inputs]
-    return ours[0], by_formula(*flat, documents, how)  # type: ignore[call-arg]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("causal", "window", "cap"),
-    [
-        (False, None, None),
-        (True, 1, None),
-        (True, 100, None),
-        (True, 3, 1.5),
-        (False, None, 1.5),
-    ],
-)
-@pytest.mark.parametrize("kernel", ["padded", "flex"])
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_kernels_follow_the_formula(kernel, causal, window, cap, monkeypatch):
-    by_kernel(kernel, monkeypatch)
-    how = AttentionSettings(causal, 0.25, window=window, softcap=cap)
-    for lengths in ([1, 4, 4, 2, 1, 9], [6], [1, 1, 1]):
-        inputs = heads(sum(lengths))
-        if kernel == "flex":  # it has no backward pass on a CPU
-            inputs = [each.detach() for each in inputs]
-        assert_close_with_gradients(*attended(Documents.of(lengths), inputs, how), inputs)
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kernel", ["cpu", "padded"])
 def test_no_kernel_drops_a_bias(kernel, causal, monkeypatch):
     by_kernel(kernel, monkeypatch)
     hides = torch.full((9, 9), -torch.inf).triu(1) if causal else torch.zeros(9, 9)
     how = AttentionSettings(causal, 0.25, bias=torch.randn(1, 4, 9, 9) + hides)
-    documents = Documents.of([1, 4, 4, 2, 9])
-    inputs = heads(20)
-    assert_close_with_gradients(*attended(documents, inputs, how), inputs)
+    documents, inputs = Documents.of([1, 4, 4, 2, 9]), heads(20)
+    asked = {"is_causal": causal, "position_bias": how.bias, "scaling": how.scale}
+    ours, _ = attend(Layer(), *inputs, None, documents=documents, **asked)
+    by_rows = [each[0].transpose(0, 1) for each in inputs]
+    assert_close_with_gradients(ours[0], by_formula(*by_rows, documents, how), inputs)
 
 
 @pytest.mark.parametrize("cap", [None, 1.5])
@@ -291,21 +259,25 @@ def test_a_model_that_drops_is_repeatable_in_training_and_exact_in_evaluation(fa
     [(None, True, (True, -1, 0)), (None, False, (False, -1, -1)), (3, True, (False, 2, 0))],
 )
 def test_flash_is_told_of_documents_windows_and_dropout(window, causal, sees, monkeypatch):
-    """tests/test_shared.py and tests/test_gpu.py hold what it answers."""
+    """The second document goes on from the first, the third from both. tests/test_gpu.py holds what
+    it answers.
+    """
     said = []
 
     def flash(q, k, v, bounds, key_bounds, *others, scale, window_size_left, window_size_right):
-        said.extend([bounds.tolist(), key_bounds is bounds, *others, scale])
+        said.extend([bounds.tolist(), key_bounds.tolist(), len(k), *others, scale])
         said.extend([window_size_left, window_size_right])
         return (q,)
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: "flash")
     how = {"sliding_window": window, "is_causal": causal}
-    how["documents"] = Documents.of([1, 4, 4, 9])
-    attend(Layer(), *heads(18), None, 0.1, scaling=0.3, **how)
+    rows = np.array([*range(4), *range(5), *range(7)])
+    how["documents"] = Documents.of([4, 1, 2], "cpu", [4, 5, 7], rows)
+    attend(Layer(), *heads(7), None, 0.1, scaling=0.3, **how)
     is_causal, left, right = sees
-    assert said == [[0, 1, 5, 9, 18], True, 9, 9, 0.1, is_causal, False, 0.3, left, right]
+    bounds = [[0, 4, 5, 7], [0, 4, 9, 16], 16, 4, 7]
+    assert said == [*bounds, 0.1, is_causal, False, 0.3, left, right]
 
 
 def test_the_flash_attention_of_this_torch_takes_what_it_is_given():

@@ -104,16 +104,8 @@ def nothing_left_to_hold_out(desk: Desk):
 
 BAD: list[tuple[Spoil, list[str]]] = [
     (
-        sets("train", lerning_rate=1),
-        ["job.yaml:{lerning_rate}: unknown key", "did you mean `learning_rate`?"],
-    ),
-    (
         sets("data", train="trian.jsonl"),
         ["trian.jsonl: no such file", "did you mean", "train.jsonl?"],
-    ),
-    (
-        sets("data", columns={"prompt": "question"}),
-        ["train.jsonl: no column `question`", "there are: completion, prompt"],
     ),
     (
         holds(b'{"text": "a"}\n{"text": \n{"text": "c"}\n'),

@@ -131,7 +131,7 @@ def test_a_run_learns_as_with_copies_in_fp32(tmp_path):
         job = make_job(
             tmp_path / name,
             "llama",
-            max_steps=20,
+            max_steps=10,
             n_rows=24,
             learning_rate=0.002,
             optim=name,

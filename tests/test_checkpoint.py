@@ -8,8 +8,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +34,7 @@ from farthing.storage.files import (
 )
 from farthing.storage.logs import SummedLines
 from killed import killed_at
+from together import on_ranks
 
 
 def test_the_snapshot_is_of_the_moment_of_the_call(checkpoints):
@@ -97,18 +96,19 @@ def test_a_folder_that_another_process_commits_meanwhile_is_there_already(tmp_pa
 # ---- killed while saving ----
 
 
-def kill_everywhere(folder_of_all: Path):
+def kill_everywhere(rank: int, folder: str):
     """A save that is killed at its first, second, third ... file operation, until one gets through."""  # noqa: E501
-    outcomes, before = [], folder_of_all / "before"
+    outcomes, folder_of_all = [], Path(folder)
+    before = folder_of_all / "before"
     for step in (1, 2):
         save(Checkpoints(before, "run-1", 2, warn=print), step)
     for k in range(1, 200):
-        folder = shutil.copytree(before, folder_of_all / f"kill-{k}")
+        copy = shutil.copytree(before, folder_of_all / f"kill-{k}")
         was_killed = killed_at(
-            k, lambda folder=folder: save(Checkpoints(folder, "run-1", 2, warn=print), 3)
-        )  # type: ignore[misc]
-        outcomes.append(restored(folder))
-        leftovers = [path.name for path in folder.iterdir() if ".draft-" in path.name]
+            k, lambda copy=copy: save(Checkpoints(copy, "run-1", 2, warn=print), 3)
+        )
+        outcomes.append(restored(copy))
+        leftovers = [path.name for path in copy.iterdir() if ".draft-" in path.name]
         assert leftovers == [], "a fresh start sweeps what a killed writer left"
         if not was_killed:
             break
@@ -120,18 +120,7 @@ def kill_everywhere(folder_of_all: Path):
 
 def test_a_kill_at_any_file_operation_of_a_save_leaves_the_old_checkpoint_or_the_new(tmp_path):
     """In a process of its own: it forks, which is safe only where no other thread has run yet."""
-    code = (
-        "import pathlib, test_checkpoint;"
-        f" test_checkpoint.kill_everywhere(pathlib.Path({str(tmp_path)!r}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    on_ranks(1, tmp_path / "meetings", kill_everywhere, str(tmp_path))
 
 
 # ---- damaged afterwards ----

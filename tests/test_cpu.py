@@ -131,9 +131,9 @@ def test_a_run_in_bf16_that_was_stopped_has_the_losses_of_one_that_was_not(famil
 # ---- fp32 ----
 
 
-def tokens(n: int, heads: int = 2, width: int = 4) -> Tensor:
-    """[n, heads, width] of random numbers that are trained."""
-    return torch.randn(n, heads, width, requires_grad=True)
+def tokens(n: int) -> Tensor:
+    """[n, 2 heads, 4] of random numbers that are trained."""
+    return torch.randn(n, 2, 4, requires_grad=True)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -41,7 +41,7 @@ FORMS = {"list": list, "dataset": datasets.Dataset.from_list, "frame": as_frame}
 
 
 @pytest.mark.parametrize("form", thinned(FORMS, 9))
-def test_rows_in_memory_train_as_a_file_of_them(form, tmp_path):
+def test_rows_in_memory_train_and_are_asked_as_a_file_of_them(form, tmp_path):
     rows = rows_of("llama", 24)
     receipt = farthing.fine_tune(job_of(tmp_path, "llama", FORMS[form](rows)), quiet=True)
     assert receipt.state == "finished"
@@ -61,6 +61,10 @@ def test_rows_in_memory_train_as_a_file_of_them(form, tmp_path):
     assert ours == losses_of(of_file)
     again = farthing.fine_tune(job_of(tmp_path, "llama", FORMS[form](rows)), quiet=True)
     assert again.reason.startswith("the run had finished already")
+    prompt = rows[0]["prompt"]
+    (answer,) = farthing.generate(receipt, prompt, max_new_tokens=5)
+    assert [answer] == farthing.generate(receipt, [{"prompt": prompt}], max_new_tokens=5)
+    assert answer["prompt"] == prompt, "a text is asked as the run was trained"
 
 
 def test_train_and_eval_may_both_be_rows(tmp_path):
@@ -135,12 +139,3 @@ def test_what_comes_after_a_run(tmp_path, cli):
     for call in (farthing.history, farthing.evaluate):
         with pytest.raises(InputError, match="no such run folder"):
             call(tmp_path / "nowhere")
-
-
-def test_a_text_is_asked_as_the_run_was_trained(tmp_path):
-    rows = rows_of("llama", 16)
-    receipt = farthing.fine_tune(job_of(tmp_path, "llama", rows), quiet=True)
-    prompt = rows[0]["prompt"]
-    one = farthing.generate(receipt, prompt, max_new_tokens=5)
-    assert one == farthing.generate(receipt, [{"prompt": prompt}], max_new_tokens=5)
-    assert one[0]["prompt"] == prompt

@@ -18,8 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-import farthing.train.evaluate
-import farthing.train.run
 import survive
 from farthing.config.load import load_job
 from farthing.errors import DiskFullError, SaveError
@@ -28,13 +26,14 @@ from farthing.run import mirror as mirror_module
 from farthing.run.checkpoint import Checkpoints, saves_in
 from farthing.storage.logs import SummedLines
 from farthing.storage.objects import Entry, open_store
+from farthing.train.evaluate import with_room
 from farthing.train.run import train
 from interrupted import job_in, quiet, when
 from machines import machine
 from mirrored import QUICK, Model, delivered, folder_of_run, mirror_of, step_done, taken
 from patience import until
 from thinned import thinned
-from workshop import Heard, file_system, losses_of
+from workshop import Heard, file_system
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -128,28 +127,19 @@ def test_a_log_that_can_not_be_written_ends_the_run_in_words(
 # ---- memory ----
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "error",
-    [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()],
-    ids=["gpu", "host"],
-)
-def test_memory_that_runs_out_in_an_evaluation_halves_it(error, alone, tmp_path, monkeypatch):
-    honest, asked = farthing.train.evaluate.evaluate, []
+def test_an_evaluation_without_room_is_tried_again_and_then_with_half_as_much():
+    asked, said = [], []
 
-    def evaluate(*arguments, micro_batch_tokens, **more):
+    def measure(micro_batch_tokens):
         asked.append(micro_batch_tokens)
-        if len(asked) in (1, 2, 3):
-            raise error
-        return honest(*arguments, micro_batch_tokens=micro_batch_tokens, **more)
+        if len(asked) < 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return "measured"
 
-    monkeypatch.setattr(farthing.train.evaluate, "evaluate", evaluate)
-    heard = Heard()
-    assert train(job_in(tmp_path, "run"), heard).exit_code == 0
-    assert asked[:3] == [asked[0], asked[0], asked[0] // 2], "memory is given back, then halved"
-    assert heard.warnings.count("out of memory in the evaluation") == 2
-    ours, theirs = (losses_of(job_in(tmp_path, name)) for name in ("run", "alone"))
-    assert ours == theirs, "training never sees it"
+    assert with_room(measure, 512, 100, torch.device("cpu"), said.append) == "measured"
+    assert asked == [512, 512, 256, 128, 100], "memory is given back, then halved"
+    assert len(said) == 3
+    assert "out of memory in the evaluation; it begins again with 256 tokens" in said[0]
 
 
 # ---- stores ----

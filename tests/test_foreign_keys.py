@@ -60,14 +60,17 @@ def test_aliases_are_understood_within_sections_and_overrides(tmp_path):
     assert (job.train.optim, job.train.learning_rate) == ("adamw_torch_fused", 3e-4)
 
 
-@pytest.mark.parametrize("text", ["use_lora: false\n", "use_peft: false\n"])
-def test_no_adapter_is_the_whole_model(tmp_path, text):
-    assert job_of(tmp_path, BASE + text).method.name == "full"
-
-
-def test_lora_on_four_bits_is_qlora(tmp_path):
-    assert job_of(tmp_path, BASE + "use_lora: true\nload_in_4bit: true\n").method.name == "qlora"
-    assert job_of(tmp_path, BASE + "load_in_4bit: true\nuse_peft: true\n").method.name == "qlora"
+@pytest.mark.parametrize(
+    ("text", "method"),
+    [
+        ("use_lora: false", "full"),
+        ("use_peft: false", "full"),
+        ("use_lora: true\nload_in_4bit: true", "qlora"),
+        ("load_in_4bit: true\nuse_peft: true", "qlora"),
+    ],
+)
+def test_switches_of_adapters_and_bits_are_a_method(tmp_path, text, method):
+    assert job_of(tmp_path, BASE + text).method.name == method
 
 
 def test_two_names_for_one_key_are_refused(tmp_path):

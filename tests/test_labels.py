@@ -204,6 +204,7 @@ def test_a_word_behind_the_limit_is_neither_learned_nor_predicted(tmp_path, cli)
     train(load_job(path))
     (said,) = predicted(tmp_path, cli, [{"tokens": ["the", "rain", "and", "the", "storm"]}])
     assert [tag is None for tag in said["prediction"]] == [False, False, True, True, True]
+    assert "farthing predict" in cli.err("chat", tmp_path / "run", "--prompt", "the rain")
 
 
 @pytest.mark.parametrize(
@@ -285,12 +286,6 @@ def test_one_class_that_is_there_or_not_can_be_learned(tmp_path):
 def test_label_smoothing_that_means_nothing_is_refused(task, tmp_path):
     with pytest.raises(JobError, match="no probabilities of targets to smooth"):
         load_job(write_job(tmp_path, task, label_smoothing_factor=0.1))
-
-
-@pytest.mark.slow
-def test_a_tagger_is_not_asked_for_a_text(tmp_path, cli):
-    train(load_job(write_job(tmp_path, TAGS, max_steps=1)))
-    assert "farthing predict" in cli.err("chat", tmp_path / "run", "--prompt", "the rain")
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,12 @@ from offers import offer_of
 from workshop import job_file
 
 
-def spec(
-    n_examples: int = 1000, mean: float = 100, n_epochs: float = 3, max_steps: int | None = None
-):
-
-    lengths = SimpleNamespace(n_tokens=n_examples * mean, n_examples=n_examples)
+def spec(max_steps: int | None = None):
+    """Three epochs of a thousand examples of a hundred tokens."""
+    lengths = SimpleNamespace(n_tokens=100_000, n_examples=1000)
     return SimpleNamespace(
         lengths=lengths,
-        n_epochs=n_epochs,
+        n_epochs=3,
         max_steps=max_steps,
         global_batch=10,
         eval_lengths=lengths,

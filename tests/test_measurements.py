@@ -18,7 +18,7 @@ import farthing.train.run
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.data.packing import MicroBatchCost
-from farthing.events import Decided, Saved, StepTaken
+from farthing.events import Decided, Saved
 from farthing.local.machine import local_machine
 from farthing.local.measurements import (
     Measurement,
@@ -30,11 +30,10 @@ from farthing.local.measurements import (
 from farthing.model.forward import Forward
 from farthing.model.hardware import hardware_key
 from farthing.models.shapes import read_shape
-from farthing.storage import logs as summed_lines
 from farthing.storage.logs import line_of
 from interrupted import LeavesAt
 from thinned import thinned
-from workshop import ESTIMATE, TASK, Heard, job_file, make_job, rows_of, train
+from workshop import TASK, Heard, job_file, make_job, rows_of, train
 
 VALUES = {
     "str": "x",
@@ -195,7 +194,7 @@ def test_a_run_measures_what_it_did(family, tmp_path):
     outcome = train(job, heard)
     assert "measured" not in heard.warnings
     (found,) = kept(job)
-    receipt, decided, steps = outcome.receipt, heard.of(Decided)[0], heard.of(StepTaken)
+    receipt, decided = outcome.receipt, heard.of(Decided)[0]
 
     assert found.hardware == hardware_key(torch.device("cpu")) == local_machine().hardware
     config = json.loads((tmp_path / "base" / "config.json").read_text())
@@ -217,9 +216,7 @@ def test_a_run_measures_what_it_did(family, tmp_path):
     values = dataclasses.asdict(found)
     assert {name: values[name] for name in expected} == expected
     assert found.lengths["n_examples"] == 40
-    assert n_tokens == steps[-1].run_padded_tokens - steps[0].run_padded_tokens
     longest = found.lengths["longest"] + found.lengths["longest_target"]
-    assert found.n_steps <= found.n_micro_batches <= 8 * found.n_steps
     most = 4 * longest  # four of the longest, as the job says
     assert longest / 2 < found.largest_tokens <= found.micro_batch_tokens <= most
 
@@ -227,8 +224,6 @@ def test_a_run_measures_what_it_did(family, tmp_path):
     assert sum(spans.values()) <= receipt.wall_s + 0.01
     assert found.compute_s + found.first_step_s >= spans["compute"] - 0.01
     assert 0 < found.compute_s < spans["compute"]
-    work = ("compute", "optimizer", "data_wait", "host_to_device")
-    assert 0 < found.step_s * 7 <= sum(spans[name] for name in work) + 0.01
     assert found.evaluation_s * 2 == pytest.approx(spans["evaluation"], rel=0.05)
     assert all(spans[name] > 0 for name in ("start_up", "checkpoint", "export"))
     assert 0 < receipt.checkpoints.held_up_s <= spans["checkpoint"] + 0.01
@@ -307,33 +302,9 @@ def test_a_run_is_cut_as_planned_and_keeps_what_was_promised_and_no_path(tmp_pat
         assert secret not in text
 
 
-def no_space(*_):
-    raise OSError(28, "No space left on device")
-
-
-@pytest.mark.parametrize("breaks", thinned(["write", "line", "folder", "numbers"], 9))
-def test_a_run_never_fails_for_its_measurement(breaks, tmp_path, monkeypatch):
-    job = make_job(tmp_path)
-    if breaks == "write":
-        kept_open = summed_lines.open_own
-        monkeypatch.setattr(
-            summed_lines,
-            "open_own",
-            lambda path, mode: (
-                no_space() if path.name == "measurements.jsonl" else kept_open(path, mode)
-            ),
-        )
-    elif breaks == "line":
-        monkeypatch.setattr(
-            "farthing.train.build.estimated",
-            lambda *_: dataclasses.replace(ESTIMATE, step_s=float("nan")),
-        )
-    elif breaks == "folder":
-        (Path(job.cache_dir) / "measurements.jsonl").mkdir(parents=True)
-    else:
-        monkeypatch.setattr(Record, "measured", lambda *_: 1 / 0)
-    heard = Heard()
-    outcome = farthing.train.run.train(job, heard)
-    assert outcome.state == "finished"
+def test_a_run_never_fails_for_its_measurement(tmp_path):
+    job, heard = make_job(tmp_path), Heard()
+    (Path(job.cache_dir) / "measurements.jsonl").mkdir(parents=True)
+    assert train(job, heard).state == "finished"
     assert "the measurement could not be written" in heard.warnings
     assert read_measurements(Path(job.cache_dir) / "measurements.jsonl") == []

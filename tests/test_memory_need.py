@@ -31,7 +31,8 @@ from farthing.train.run_settings import first_settings
 from heads import head_loss
 from on_gpu.work import config_of
 from traced import Alive, fake_model, traced_peak
-from traced_models import BLOCK_BYTES, cut_config
+from traced_models import cut_config
+from traced_models import large_blocks as large_blocks
 from workshop import make_job, opened
 
 CPU = torch.device("cpu")
@@ -131,15 +132,6 @@ def seen(case: Case) -> int:
     )
 
 
-@pytest.fixture
-def _large_blocks(monkeypatch):
-    """Fewer operations to trace than with a CPU's own blocks of logits."""
-    monkeypatch.setattr(
-        farthing.model.head, "CPU_BLOCK_BYTES", BLOCK_BYTES // torch.get_num_threads()
-    )
-    monkeypatch.setattr(farthing.models.tiles, "CPU_BLOCK_BYTES", BLOCK_BYTES)
-
-
 CASES = [
     Case("1B", "full", 0, 2, accumulates=True, n_layers=3, casts_once=True),
     Case("1B", "full", 0, n_layers=3),
@@ -151,14 +143,9 @@ CASES = [
 ]
 
 
-def named(case: Case) -> str:
-    """A name for a case."""
-    return " ".join(str(part) for part in case)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_large_blocks")
-@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.usefixtures("large_blocks")
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_need_judged_from_two_short_documents_is_the_peak_of_a_step(case):
     need, loaded_bytes = judged(case)
     assert need.checkpoint_every == case.every

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
 
 import workshop
-from farthing.events import StepTaken, Warned
+from farthing.events import StepTaken
 from farthing.model.forward import Forward
 from farthing.report.receipt import build_receipt
 from farthing.train.run import train
-from farthing.train.trackers import tracked
 from interrupted import job_in
 from mishaps import fail_at
-from workshop import Heard, log_of, make_job, step_taken
-
-
-def test_a_tracker_that_fails_is_dropped_and_training_goes_on(tmp_path):
-    pytest.importorskip("tensorboard")
-    heard, taken = Heard(), step_taken()
-    (tmp_path / "board").write_text("a file where the folder should be")
-    with tracked(heard, ("tensorboard",), tmp_path / "board") as emit:
-        for step in (1, 2):
-            emit(replace(taken, step=step))
-    assert len(heard.of(StepTaken)) == 2
-    assert [("is off" in warned.text) for warned in heard.of(Warned)] == [True]
+from workshop import Heard, log_of, make_job
 
 
 def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, monkeypatch):

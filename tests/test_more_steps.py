@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from farthing.config.preflight import unusual_settings
 from farthing.errors import RunChangedError
 from thinned import thinned
 from workshop import Heard, job_file, losses_of, make_job, train
@@ -28,10 +29,15 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
         9,
     ),
 )
-def test_a_finished_run_takes_more_steps(schedule, tmp_path):
+def test_a_finished_run_takes_more_steps_and_no_fewer(schedule, tmp_path):
     keys = {"n_rows": 40, **schedule}
     train(make_job(tmp_path / "once", max_steps=8, **keys))
     train(make_job(tmp_path / "twice", max_steps=6, **keys))
+    before = weights_of(tmp_path / "twice")
+    fewer = train(make_job(tmp_path / "twice", max_steps=4, **keys))
+    assert (fewer.state, fewer.receipt.steps) == ("finished", 6)
+    left = weights_of(tmp_path / "twice")
+    assert all(torch.equal(before[name], left[name]) for name in before)
     job = make_job(tmp_path / "twice", max_steps=8, **keys)
     outcome = train(job)
     assert (outcome.state, outcome.receipt.steps) == ("finished", 8)
@@ -40,14 +46,6 @@ def test_a_finished_run_takes_more_steps(schedule, tmp_path):
     ours, theirs = weights_of(tmp_path / "twice"), weights_of(tmp_path / "once")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert train(job).reason.startswith("the run had finished already")
-
-
-def test_fewer_steps_than_were_taken_train_nothing(tmp_path):
-    train(make_job(tmp_path, max_steps=6, n_rows=40))
-    before = weights_of(tmp_path)
-    outcome = train(make_job(tmp_path, max_steps=4, n_rows=40))
-    assert (outcome.state, outcome.receipt.steps) == ("finished", 6)
-    assert all(torch.equal(before[name], weight) for name, weight in weights_of(tmp_path).items())
 
 
 @pytest.mark.slow
@@ -69,30 +67,15 @@ def test_a_schedule_that_knows_its_end_names_the_way_further(schedule, tmp_path,
     cli("train", path, "--from", tmp_path / "run", "--set", further)
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    thinned(
-        [
-            ({"learning_rate": 20.0}, "train.learning_rate 20 is unusual: 1e-6 to 1e-4"),
-            (
-                {"learning_rate": 2.0, "method": "lora"},
-                "1e-5 to 1e-3 is the usual range",
-            ),
-            ({"warmup_ratio": 0.9}, "train.warmup_ratio 0.9 is unusual"),
-            ({"weight_decay": 10}, "train.weight_decay 10 is unusual"),
-        ],
-        2,
-    ),
-)
-def test_a_setting_that_nobody_uses_is_warned_of(keys, words, tmp_path, cli):
-    heard = Heard()
-    train(make_job(tmp_path, max_steps=1, n_rows=8, **keys), heard)
-    assert words in heard.warnings
-    said = cli.out("doctor", tmp_path / "job.yaml")
-    assert words.split(":")[0] in " ".join(said.split())
-
-
-def test_usual_settings_are_not(tmp_path):
-    heard = Heard()
-    train(make_job(tmp_path, max_steps=1, n_rows=8, learning_rate=2e-5, method="full"), heard)
-    assert "unusual" not in heard.warnings
+def test_settings_that_nobody_uses_are_warned_of(tmp_path, cli):
+    for keys, words in (
+        ({"learning_rate": 2.0, "method": "lora"}, "1e-5 to 1e-3 is the usual range"),
+        ({"warmup_ratio": 0.9}, "train.warmup_ratio 0.9 is unusual"),
+        ({"weight_decay": 10}, "train.weight_decay 10 is unusual"),
+    ):
+        assert words in "\n".join(unusual_settings(make_job(tmp_path, **keys)))
+    assert unusual_settings(make_job(tmp_path, learning_rate=2e-5)) == []
+    heard, words = Heard(), "train.learning_rate 20 is unusual"
+    train(make_job(tmp_path, max_steps=1, n_rows=8, learning_rate=20.0), heard)
+    assert f"{words}: 1e-6 to 1e-4" in heard.warnings
+    assert words in " ".join(cli.out("doctor", tmp_path / "job.yaml").split())

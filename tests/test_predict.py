@@ -29,6 +29,12 @@ def run_of(folder: Path, family: str, **keys) -> Path:
     return trained(folder, family, **keys)
 
 
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    """A run that tells topics apart."""
+    return run_of(tmp_path_factory.mktemp("classifier"), "bert")
+
+
 def predicted(run: Path, rows: list[dict[str, Any]], *words: str) -> list[dict[str, Any]]:
     """What the verb writes for the rows."""
     data, output = run.parent / "new.jsonl", run.parent / "out.jsonl"
@@ -38,19 +44,18 @@ def predicted(run: Path, rows: list[dict[str, Any]], *words: str) -> list[dict[s
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
-def test_classes_come_with_their_probabilities(tmp_path):
-    run = run_of(tmp_path, "bert")
+def test_classes_come_with_their_probabilities(classifier):
     rows = rows_of("bert", 37, seed=1)
     texts = [{"text": row["text"], "number": i} for i, row in enumerate(rows)]
-    found = predicted(run, texts, "--batch-size", "5")
-    model = Predictor(run)
+    found = predicted(classifier, texts, "--batch-size", "5")
+    model = Predictor(classifier)
     for row, given in zip(found, texts, strict=True):
         alone = model.classify(given["text"])
         assert {name: row[name] for name in given} == given
         assert row["prediction"] == alone["label"]
         assert row["scores"] == pytest.approx(alone["probabilities"], abs=1e-5)
         assert row["score"] == max(row["scores"].values())
-    with_labels = predicted(run, rows)
+    with_labels = predicted(classifier, rows)
     assert [row["prediction"] for row in with_labels] == [row["prediction"] for row in found]
     assert [row["label"] for row in with_labels] == [row["label"] for row in rows]
 
@@ -115,9 +120,8 @@ def test_the_columns_of_the_job_are_read_and_its_target_is_not_needed(tmp_path):
     assert "`narrative` is empty" in found[1]["error"]
 
 
-def test_rows_that_can_not_be_read_are_named_and_stand_where_they_stood(tmp_path, capsys):
-    run = run_of(tmp_path, "bert", max_steps=2)
-    found = predicted(run, [{"text": "good"}, {"text": 3}, {"text": "also good"}])
+def test_rows_that_can_not_be_read_are_named_and_stand_where_they_stood(classifier, capsys):
+    found = predicted(classifier, [{"text": "good"}, {"text": 3}, {"text": "also good"}])
     assert ["error" in row for row in found] == [False, True, False]
     assert "new.jsonl:2: `text` is a number, not text" in found[1]["error"]
     assert "1 row without a prediction" in capsys.readouterr().out
@@ -131,19 +135,19 @@ def test_rows_that_can_not_be_read_are_named_and_stand_where_they_stood(tmp_path
         ([{"text": "x", "score": 1}], "has a column `score`"),
     ],
 )
-def test_a_file_that_can_not_be_answered_is_refused_and_leaves_nothing(rows, words, tmp_path, cli):
-    run = run_of(tmp_path, "bert", max_steps=2)
+def test_a_file_that_can_not_be_answered_is_refused_and_leaves_nothing(
+    rows, words, classifier, tmp_path, cli
+):
     data, output = write_jsonl(tmp_path / "new.jsonl", rows), tmp_path / "out.jsonl"
-    assert words in cli.err("predict", run, data, "-o", output)
+    assert words in cli.err("predict", classifier, data, "-o", output)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out.jsonl")]
 
 
-def test_a_value_that_is_no_number_is_missing_within_a_list_too(tmp_path, cli):
-    run = run_of(tmp_path, "bert", max_steps=2)
+def test_a_value_that_is_no_number_is_missing_within_a_list_too(classifier, tmp_path, cli):
     data, output = tmp_path / "new.parquet", tmp_path / "out.jsonl"
     measured = [[1.0, float("nan")], [float("inf")]]
     pq.write_table(pa.table({"text": ["good", "bad"], "measured": measured}), data)
-    cli("predict", run, data, "-o", output)
+    cli("predict", classifier, data, "-o", output)
     rows = [json.loads(line, parse_constant=pytest.fail) for line in output.open()]
     assert [row["measured"] for row in rows] == [[1.0, None], [None]]
 
@@ -156,17 +160,15 @@ def test_rows_of_another_kind_are_refused_by_their_place_and_kind(tmp_path, cli)
     assert "without the answers" in said
 
 
-def test_nothing_is_overwritten(tmp_path, cli):
-    run = run_of(tmp_path, "bert", max_steps=2)
+def test_nothing_is_overwritten(classifier, tmp_path, cli):
     data = write_jsonl(tmp_path / "new.jsonl", [{"text": "x"}])
-    assert "exists already" in cli.err("predict", run, data, "-o", data)
+    assert "exists already" in cli.err("predict", classifier, data, "-o", data)
     assert json.loads(data.read_text()) == {"text": "x"}
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_halves_the_batch(tmp_path, monkeypatch):
-    run = run_of(tmp_path, "bert", max_steps=2)
-    predictor, sizes = Predictor(run), []
+def test_memory_that_runs_out_halves_the_batch(classifier, monkeypatch):
+    predictor, sizes = Predictor(classifier), []
     forward = predictor.model.forward
 
     def full(input_ids, **more):

@@ -39,9 +39,9 @@ WORDS = [word for words in TOPICS.values() for word in words]
 PAIRS = ["dpo", "orpo", "simpo", "cpo", "reward"]
 
 
-def pairs(n: int, seed: int = 0, most: int = 60) -> list[dict[str, Any]]:
+def pairs(n: int) -> list[dict[str, Any]]:
     """Prompts with two answers, of which the one that ends with bread is better."""
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
 
     def words(least, most):
         return " ".join(draw.choice(WORDS, int(draw.integers(least, most))))
@@ -51,7 +51,7 @@ def pairs(n: int, seed: int = 0, most: int = 60) -> list[dict[str, Any]]:
         begin = " " + words(1, 12)
         rows.append(
             {
-                "prompt": words(3, most),
+                "prompt": words(3, 60),
                 "chosen": f"{begin} bread",
                 "rejected": f"{begin} storm" + " rain" * int(draw.integers(0, 4)),
             }
@@ -104,31 +104,9 @@ def answers_of(c, r, lengths=((3.0, 5.0),), **more) -> Answers:
 
 
 def loss_of(settings, answers: Answers) -> float:
+    settings = {"name": "dpo"} | settings
     objective = objective_of(settings["name"])
     return float(objective.loss(answers, read_settings(settings))[0])
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "value"),
-    [
-        ("sigmoid", math.log(2)),
-        ("hinge", 1.0),
-        ("ipo", 25.0),
-        ("sigmoid_norm", math.log(2)),
-        ("robust", math.log(2)),
-        ("exo_pair", -math.log(2) - 0.5 * math.log(0.1 * 0.9)),
-        ("bco_pair", 2 * math.log(2)),
-        ("nca_pair", 2 * math.log(2)),
-        ("sppo_hard", 50.0),
-        ("apo_zero", 1.0),
-        ("apo_down", 1.0),
-        ("discopop", 0.5 * (1 + math.log(2))),
-    ],
-)
-def test_a_model_that_is_its_reference_has_the_known_loss(loss_type, value):
-    smoothing = 0.1 if loss_type in ("robust", "exo_pair") else 0.0
-    settings = {"name": "dpo", "loss_type": loss_type, "label_smoothing": smoothing}
-    assert loss_of(settings, answers_of([-4.0], [-6.0])) == pytest.approx(value, abs=1e-9)
 
 
 def minus_log_sigmoid(x: float) -> float:
@@ -145,18 +123,37 @@ ODDS = [z - math.log1p(-math.exp(z)) for z in (-1.0, -9 / 5)]
 @pytest.mark.parametrize(
     ("settings", "loss"),
     [
-        ({"name": "dpo"}, minus_log_sigmoid(0.4)),
+        ({}, minus_log_sigmoid(0.4)),
         (
-            {"name": "dpo", "label_smoothing": 0.2, "beta": 0.5},
+            {"label_smoothing": 0.2, "beta": 0.5},
             0.8 * minus_log_sigmoid(2.0) + 0.2 * minus_log_sigmoid(-2.0),
         ),
-        ({"name": "dpo", "loss_type": "ipo", "beta": 0.5}, (1 / 3 + 3 / 5 - 1) ** 2),
-        ({"name": "dpo", "loss_type": "hinge"}, 1 - 0.4),
-        ({"name": "dpo", "loss_type": "sppo_hard"}, (1 - 5) ** 2 + (-3 + 5) ** 2),
-        ({"name": "dpo", "loss_type": "apo_zero"}, 1 - sigmoid(0.1) + sigmoid(-0.3)),
-        ({"name": "dpo", "loss_type": "apo_down"}, sigmoid(0.1) + 1 - sigmoid(0.4)),
+        ({"loss_type": "ipo", "beta": 0.5}, (1 / 3 + 3 / 5 - 1) ** 2),
+        ({"loss_type": "hinge"}, 1 - 0.4),
+        ({"loss_type": "sigmoid_norm"}, minus_log_sigmoid(0.1 * (1 / 3 + 3 / 5))),
         (
-            {"name": "dpo", "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+            {"loss_type": "robust", "label_smoothing": 0.1},
+            (0.9 * minus_log_sigmoid(0.4) - 0.1 * minus_log_sigmoid(-0.4)) / 0.8,
+        ),
+        (
+            {"loss_type": "exo_pair", "label_smoothing": 0.1},
+            sigmoid(0.4) * math.log(sigmoid(0.4) / 0.9)
+            + sigmoid(-0.4) * math.log(sigmoid(-0.4) / 0.1),
+        ),
+        ({"loss_type": "bco_pair"}, minus_log_sigmoid(0.1) + minus_log_sigmoid(0.3)),
+        (
+            {"loss_type": "nca_pair"},
+            minus_log_sigmoid(0.1) + 0.5 * minus_log_sigmoid(-0.1) + 0.5 * minus_log_sigmoid(0.3),
+        ),
+        (
+            {"loss_type": "discopop"},
+            sigmoid(-8) * minus_log_sigmoid(0.4) + sigmoid(8) * math.exp(-0.4),
+        ),
+        ({"loss_type": "sppo_hard"}, (1 - 5) ** 2 + (-3 + 5) ** 2),
+        ({"loss_type": "apo_zero"}, 1 - sigmoid(0.1) + sigmoid(-0.3)),
+        ({"loss_type": "apo_down"}, sigmoid(0.1) + 1 - sigmoid(0.4)),
+        (
+            {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
             minus_log_sigmoid(0.4) + 0.5,
         ),
         (
@@ -211,7 +208,7 @@ def test_a_verdict_costs_what_its_paper_says(kl, loss):
 # ---- against whole logits ----
 
 
-def naive(forward: Forward, tokens: TokenSet, units, column: int = 0) -> tuple[Tensor, Tensor]:
+def naive(forward: Forward, tokens: TokenSet, units) -> tuple[Tensor, Tensor]:
     """[m] log-probabilities of the sequences of these units, each by itself with whole logits, and
     their targets."""
     found, counts = [], []
@@ -382,6 +379,8 @@ def test_a_pass_that_is_killed_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
         ("objective: {name: dpo, label_smoothing: 0.1, loss_type: hinge}", "changes nothing"),
         ("objective: dpo\ntask: seq2seq", "leave `task` out"),
         ("objective: dpo\ndata: {train: data.jsonl, too_long: truncate}", "none of them is cut"),
+        ("objective: dpo\ndata: {train: data.jsonl, keep: best}", "use data.pairs"),
+        ("objective: kto\ndata: {train: data.jsonl, pairs: adjacent}", "data.keep"),
         ("objective: kto\ntrain: {global_batch_size: 1}", "no other"),
         ("objective: dpo\ntrain: {label_smoothing_factor: 0.1}", "no probabilities of targets"),
         ("objective: dpo\nsearch: {vary: {objective.beta: [0.1, 0.5]}}", "can't be compared"),
@@ -536,11 +535,9 @@ def test_a_pair_is_never_cut(tmp_path):
     assert (read.n_skipped_long, read.n_examples) == (1, 23)
 
 
-def test_a_margin_is_part_of_a_reward(tmp_path):
-    rows = [row | {"margin": 2.0} for row in pairs(24)]
-    job = load_job(preference_job(tmp_path, "reward", rows=rows, max_steps=1))
-    train(job)
-    assert losses_of(job)[0] > math.log(2) + 1
+def test_a_margin_is_the_value_of_a_row():
+    row = {"prompt": "a", "chosen": " b", "rejected": " c", "margin": 2.0}
+    assert converter("prompt/chosen/rejected", {}, {}, _Tokenizer(), "reward")(row).value == 2.0
 
 
 def run_of(folder: Path, objective) -> Path:
@@ -676,16 +673,6 @@ def test_scored_answers_train_pairs_and_single_answers(tmp_path):
     assert np.array_equal(paired.targets, plain.targets)
     kept_rows = job_file(tmp_path / "c", data={"keep": {"above": 0.5}}, **keys)
     assert read_of(kept_rows)[1].n_examples == 24
-
-
-@pytest.mark.parametrize(
-    ("objective", "data", "word"),
-    [("dpo", {"keep": "best"}, "use data.pairs"), ("kto", {"pairs": "adjacent"}, "data.keep")],
-)
-def test_ways_that_do_not_fit_the_objective_are_refused(tmp_path, objective, data, word):
-    with pytest.raises(JobError) as caught:
-        load_job(preference_job(tmp_path, objective, data=data))
-    assert word in str(caught.value)
 
 
 def test_a_plan_counts_a_prompt_once(tmp_path, cli):

@@ -13,25 +13,18 @@ from farthing.train.profiling import profile_job
 from workshop import job_file
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What a profile of a small LoRA job says."""
-    folder = tmp_path_factory.mktemp("profile")
+@pytest.mark.slow
+def test_a_step_is_named_forward_and_backward_in_parts_and_in_a_trace(tmp_path):
     path = job_file(
-        folder,
+        tmp_path,
         "llama",
         method="lora",
         pretrained=True,
         micro_batch_tokens=64,
         gradient_checkpointing=True,
     )
-    profiled = profile_job(load_job(path), ignore, folder / "out", 2)
-    assert not (folder / "run").exists(), "the job's own folder is not touched"
-    return profiled
-
-
-@pytest.mark.slow
-def test_a_step_is_named_forward_and_backward(found):
+    found = profile_job(load_job(path), ignore, tmp_path / "out", 2)
+    assert not (tmp_path / "run").exists(), "the job's own folder is not touched"
     parts = {part["name"]: part["step_s"] for part in found["parts"]}
     assert {
         "attention",
@@ -45,10 +38,6 @@ def test_a_step_is_named_forward_and_backward(found):
     } <= set(parts)
     assert sum(parts.values()) == pytest.approx(found["step_s"], rel=0.05)
     assert parts["attention"] > 0
-
-
-@pytest.mark.slow
-def test_the_trace_can_be_opened_and_has_our_names(found):
     trace = json.loads(Path(found["trace"]).read_text())
     assert Path(found["trace"]).name.endswith(".pt.trace.json"), (
         "the name that TensorBoard looks for"

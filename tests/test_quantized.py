@@ -134,10 +134,9 @@ def test_qlora_refuses_random_weights_in_words(tmp_path):
         train(make_job(tmp_path, method="qlora"))
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit", "paged_adamw_32bit"])
-def test_a_quantized_run_resumes_to_the_bit(optim, tmp_path):
+def test_a_quantized_run_resumes_to_the_bit(tmp_path):
     size = {"hidden": 128}
-    keys = {"optim": optim, "size": size, "method": {"name": "qlora", "lora_r": 32}}
+    keys = {"optim": "adamw_8bit", "size": size, "method": {"name": "qlora", "lora_r": 32}}
     whole = make_job(tmp_path / "whole", pretrained=True, max_steps=6, **keys)
     train(whole)
 

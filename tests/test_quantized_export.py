@@ -40,7 +40,7 @@ def trained(tmp_path_factory):
     """The run of a small Llama that has learned its rows."""
     folder = tmp_path_factory.mktemp("trained")
     held_out = rows_of("llama", 24, 9)
-    return workshop.trained(folder, n_rows=120, eval_rows=held_out, max_steps=40)
+    return workshop.trained(folder, n_rows=120, eval_rows=held_out, max_steps=10)
 
 
 def export(run: Path, folder: Path, form: str, *words: str) -> list[object]:

@@ -127,10 +127,10 @@ def test_going_backward_attention_counts_more_where_the_weights_are_frozen(tmp_p
 # ---- the order of sums: no process needed ----
 
 
-def gradients_of(slot: int, n: int = 5) -> list[torch.Tensor | None]:
+def gradients_of(slot: int) -> list[torch.Tensor | None]:
     made = torch.Generator().manual_seed(slot)
-    drawn = [torch.randn(4, 3, generator=made) * 10.0 ** (slot - 2) for _ in range(n)]
-    return [None if (slot + at) % 3 == 0 or at == n - 1 else each for at, each in enumerate(drawn)]
+    drawn = [torch.randn(4, 3, generator=made) * 10.0 ** (slot - 2) for _ in range(5)]
+    return [None if (slot + at) % 3 == 0 or at == 4 else each for at, each in enumerate(drawn)]
 
 
 class Seated:
@@ -279,20 +279,9 @@ def test_the_link_between_ranks_is_measured(tmp_path):
 # ---- whole runs ----
 
 
-def run(
-    rank: int, job: dict[str, Any], mishap: list[Any] | None = None, sends_early: bool = False
-) -> dict[str, Any]:
+def run(rank: int, job: dict[str, Any], mishap: list[Any] | None = None) -> dict[str, Any]:
     """Train the job on this rank; `mishap` is (rank, step, what): kill, leave, no room."""
     heard, take = Heard(), Step.take
-    if sends_early:  # as where gradients are large and there are GPUs
-        reduce.BUCKET = 50  # less than some gradients have numbers
-        begin = AllReduce.begin
-
-        def begins(reducer):
-            reducer._overlaps = True
-            begin(reducer)
-
-        AllReduce.begin = begins  # type: ignore[method-assign]
     if mishap is not None and mishap[0] == rank:
         happened = []
 
@@ -338,10 +327,8 @@ def run(
     }
 
 
-def train_on(
-    n: int, folder: Path, job: Job, mishap: list[Any] | None = None, sends_early: bool = False
-) -> list[Any]:
-    return on_ranks(n, folder / "meetings", run, job.model_dump(mode="json"), mishap, sends_early)
+def train_on(n: int, folder: Path, job: Job, mishap: list[Any] | None = None) -> list[Any]:
+    return on_ranks(n, folder / "meetings", run, job.model_dump(mode="json"), mishap)
 
 
 def codes(found: list[Any]) -> list[int]:
@@ -400,7 +387,7 @@ def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_tha
     }
     one, two = (make_job(tmp_path / name, micro_batch_tokens=60, **keys) for name in ("one", "two"))
     farthing.train.run.train(one, Heard())
-    assert codes(train_on(2, tmp_path, two, sends_early=True)) == [0, 0]
+    assert codes(train_on(2, tmp_path, two)) == [0, 0]
     assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-5)
     assert [row["grad_norm"] for row in log_of(two) if "examples" in row] == pytest.approx(
         [row["grad_norm"] for row in log_of(one) if "examples" in row], rel=1e-4
@@ -411,7 +398,7 @@ def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_tha
 def test_what_one_rank_meets_is_met_by_all(tmp_path):
     """Memory that runs out on the second makes both halve."""
     job = lora_job(tmp_path / "a", save_steps=100, where={"same_bits": False})
-    found = train_on(2, tmp_path, job, [1, 1, "no room"], sends_early=True)
+    found = train_on(2, tmp_path, job, [1, 1, "no room"])
     assert codes(found) == [0, 0]
     assert (
         "goes on with 45 tokens" in found[0]["warnings"] or "out of memory" in found[0]["warnings"]

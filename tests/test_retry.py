@@ -218,9 +218,6 @@ def test_a_run_that_is_killed_is_begun_again_and_ends_with_the_same_bits(tmp_pat
     assert receipt["steps"] == 6
     assert receipt["restart_s"] > 0
     assert "killed by SIGKILL" in words
-    for of_span, of_run in (("seconds", "wall_s"), ("usd", "usd")):
-        total = sum(span[of_span] for span in receipt["spans"])
-        assert total == pytest.approx(receipt[of_run], rel=0.01)
     alone = load_job(path, [f"output_dir={tmp_path / 'alone'}"])
     assert train(alone).state == "finished"
     left, right = (survive.result_of(tmp_path / name) for name in ("run", "alone"))

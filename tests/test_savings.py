@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from command import Cli
 from farthing.data.lengths import from_arrays
 from farthing.planner.alternatives import padded_as_it_comes
 from workshop import job_file
@@ -19,7 +18,7 @@ OFFERS = (
 )
 
 
-def plan_of(tmp_path: Path, cli: Cli, *more: str, offers: str = OFFERS):
+def plan_of(tmp_path: Path, *more: str, offers: str = OFFERS):
     prices = tmp_path / "prices.csv"
     prices.write_text(COLUMNS + offers)
     size = (
@@ -30,7 +29,7 @@ def plan_of(tmp_path: Path, cli: Cli, *more: str, offers: str = OFFERS):
         "--mean-tokens",
         "300",
     )
-    asked = [
+    return [
         "plan",
         str(job_file(tmp_path)),
         "--prices",
@@ -41,12 +40,11 @@ def plan_of(tmp_path: Path, cli: Cli, *more: str, offers: str = OFFERS):
         "--all",
         *more,
     ]
-    view = cli.json(*asked)
-    return view, " ".join(cli.out(*asked).split())
 
 
 def test_one_line_for_each_choice_from_the_plain_way_to_the_plan(tmp_path, cli):
-    view, out = plan_of(tmp_path, cli)
+    asked = plan_of(tmp_path)
+    view, out = cli.json(*asked), " ".join(cli.out(*asked).split())
     rungs = view["savings"]["rungs"]
     assert [one["choice"] for one in rungs] == [
         "plain",
@@ -73,7 +71,7 @@ def test_one_line_for_each_choice_from_the_plain_way_to_the_plan(tmp_path, cli):
 
 def test_spot_is_a_choice_of_its_own(tmp_path, cli):
     spot = "Cloud,4090,RTX 4090,1,x,y,spot,machine_hour,0.1,made up,2026-11-01\n"
-    view, _ = plan_of(tmp_path, cli, offers=OFFERS + spot)
+    view = cli.json(*plan_of(tmp_path, offers=OFFERS + spot))
     assert view["best"]["kind"] == "spot"
     place, last = view["savings"]["rungs"][-2:]
     assert (place["choice"], last["choice"]) == ("place", "spot")
@@ -82,9 +80,8 @@ def test_spot_is_a_choice_of_its_own(tmp_path, cli):
 
 def test_runs_add_up_and_the_saving_is_said(tmp_path, cli):
     managed = "Boss,one run,,1,x,,on-demand,run,250,made up,2026-11-01\n"
-    view, out = plan_of(
-        tmp_path, cli, "--runs", "5", "--runs-per-month", "2", offers=OFFERS + managed
-    )
+    asked = plan_of(tmp_path, "--runs", "5", "--runs-per-month", "2", offers=OFFERS + managed)
+    view, out = cli.json(*asked), cli.out(*asked)
     runs = view["runs"]["usd"]
     assert runs["Boss, one run"] == 1250
     assert runs[view["best"]["name"]] == pytest.approx(5 * view["best"]["total_usd"])
@@ -101,7 +98,8 @@ def test_a_gpu_pays_back_against_a_service_by_the_month(tmp_path, cli):
     """$1,600 against $480 a month: 3.3 months."""
     managed = "Boss,one run,,1,x,,on-demand,run,20,made up,2026-11-01\n"
     own = ("--own", "RTX 4090:1600usd:0W", "--runs-per-month", "24")
-    view, out = plan_of(tmp_path, cli, *own, offers=OFFERS + managed)
+    asked = plan_of(tmp_path, *own, offers=OFFERS + managed)
+    view, out = cli.json(*asked), " ".join(cli.out(*asked).split())
     against = {one["name"]: one["break_even_months"] for one in view["own"][0]["against"]}
     assert round(against["Boss, one run"], 1) == 3.3
     assert "3.3 months" in out

@@ -28,10 +28,10 @@ from farthing.data.prefix_sharing import (
 )
 from farthing.data.token_set import TokenSet
 from farthing.model import attention_kernels
-from farthing.model.attention import DECODERS, attend, can_share, go_packed, packed_logits
+from farthing.model.attention import DECODERS, can_share, go_packed, packed_logits
 from farthing.model.documents import Documents, packed_batch
 from heads import assert_same, gradients_of, language_model_loss, make_model, summed_loss
-from packed_models import MAIN, Layer, heads, model_of
+from packed_models import MAIN, model_of
 from thinned import thinned
 from token_sets import token_set
 
@@ -292,56 +292,6 @@ def test_classification_reads_the_last_token_of_the_whole_text(family):
     assert_same(
         gradients_of(model, F.cross_entropy(ours, batch["labels"], reduction="sum")), theirs
     )
-
-
-# ---- the kernels ----
-
-
-def lower_right(q, k, v, bounds, key_bounds, scale, window):
-    """What flash-attn says it does with more keys than queries, document by document: [T, H, D]."""
-    outputs = []
-    for at in range(len(bounds) - 1):
-        one = q[bounds[at] : bounds[at + 1]].transpose(0, 1)
-        groups = q.shape[1] // k.shape[1]
-        key, value = (
-            tensor[key_bounds[at] : key_bounds[at + 1]].transpose(0, 1).repeat_interleave(groups, 0)
-            for tensor in (k, v)
-        )
-        n, m = one.shape[1], key.shape[1]
-        ahead = torch.arange(m)[None] - (torch.arange(n)[:, None] + m - n)
-        seen = (ahead <= 0) & (ahead > -(window or m))
-        scores = (one @ key.mT * scale).masked_fill(~seen, -torch.inf)
-        outputs.append((scores.softmax(-1) @ value).transpose(0, 1))
-    return torch.cat(outputs)
-
-
-@pytest.mark.usefixtures("_takes_little")
-@pytest.mark.parametrize("window", [None, 3])
-def test_the_kernel_of_a_gpu_is_told_which_keys_are_seen(window, monkeypatch):
-    """By its description it gives what the kernel of a CPU gives, which is held to whole texts."""
-    said = {}
-
-    def flash(q, k, v, bounds, key_bounds, longest, most_keys, dropout, is_causal, mask, **how):
-        assert bounds.dtype == key_bounds.dtype == torch.int32
-        assert (dropout, mask, how["window_size_right"]) == (0.0, False, 0)
-        assert is_causal == (window is None)
-        said["longest"] = longest, most_keys
-        left = how["window_size_left"]
-        reach = None if left < 0 else left + 1
-        return (lower_right(q, k, v, bounds, key_bounds, how["scale"], reach),)
-
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
-    batch = collate_shared(some_tree(1, n=8), np.arange(8), "causal-lm")
-    documents, inputs = packed_batch(batch)["documents"], heads(batch["input_ids"].size)
-    found = []
-    for kernel in ("flash", "padded"):
-        monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_, kernel=kernel: kernel)
-        output = attend(Layer(), *inputs, None, sliding_window=window, documents=documents)[0]
-        found.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
-    assert said == {"longest": (max(documents.lengths), max(documents.key_lengths))}
-    assert said["longest"][0] < said["longest"][1]
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
 
 
 # ---- refusals ----

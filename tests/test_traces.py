@@ -13,10 +13,10 @@ from farthing.prices.offers import Offer
 from offers import offer_of
 
 
-def write(folder: Path, name: str, data: object, gap_s: object = 60) -> Path:
+def write(folder: Path, name: str, data: object) -> Path:
     path = folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"metadata": {"gap_seconds": gap_s}, "data": data}))
+    path.write_text(json.dumps({"metadata": {"gap_seconds": 60}, "data": data}))
     return path
 
 

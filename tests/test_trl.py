@@ -91,11 +91,11 @@ def learned(tokenizer, ids: list[int], mask: list[int]) -> list[str]:
     return [tokenizer.decode(stretch) for stretch in stretches]
 
 
-def as_written(answers: list[str], eos: str = "</s>") -> list[str]:
+def as_written(answers: list[str]) -> list[str]:
     """What of TRL's answers a model writes itself: without line breaks around them, and the token
     behind Phi-3's last.
     """
-    without = [answer.strip().removesuffix(eos) for answer in answers]
+    without = [answer.strip().removesuffix("</s>") for answer in answers]
     return [
         (each if each.endswith("\n") else answer).strip()
         for each, answer in zip(without, answers, strict=True)

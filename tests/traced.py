@@ -10,7 +10,6 @@ import weakref
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import peft
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
 )
 
@@ -28,7 +26,6 @@ from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapter_start import take_start_away
 from farthing.model.attention import Documents, go_packed, packed_logits
 from farthing.model.casts import Casts, add_up
-from farthing.model.documents import packed_batch
 from farthing.model.lora_kernels import use_low_rank
 from farthing.model.loss import inner_of
 from farthing.model.norms import use_one_gelu
@@ -36,7 +33,6 @@ from heads import language_model_loss
 
 CLASSES = {
     "causal-lm": AutoModelForCausalLM,
-    "seq2seq": AutoModelForSeq2SeqLM,
     "classification": AutoModelForSequenceClassification,
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -81,17 +77,7 @@ def own_loss(
     `n_targets` labelled.
     """
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if documents and task == "seq2seq":
-        of_targets = [length * n_targets // sum(documents) for length in documents]
-        lengths = {"source_lengths": np.array(documents), "lengths": np.array(of_targets)}
-        batch = packed_batch(lengths)
-        of_source, of_target = (
-            torch.zeros(1, sum(lengths[name]), dtype=torch.long) for name in lengths
-        )
-        batch |= {"input_ids": of_source, "position_ids": of_source}
-        batch |= {"decoder_ids": of_target, "decoder_position_ids": of_target}
-        ids, n_targets = of_target, of_target.shape[1]
-    elif documents:
+    if documents:
         of = Documents.of(documents)
         ids = torch.zeros(1, sum(documents), dtype=torch.long)
         batch = {
@@ -104,9 +90,8 @@ def own_loss(
         labels = torch.zeros(len(documents) or len(ids), dtype=torch.long)
         scores = packed_logits(model, batch) if documents else model(**batch).logits
         return torch.nn.functional.cross_entropy(scores.float(), labels, reduction="sum")
-    labels = ids[:, :n_targets] if task == "seq2seq" else ids
     n_scored = len(ids) * n_targets
-    batch |= {"labels": labels, "labelled_positions": torch.zeros(n_scored, dtype=torch.long)}
+    batch |= {"labels": ids, "labelled_positions": torch.zeros(n_scored, dtype=torch.long)}
     batch["labelled_targets"] = torch.zeros_like(batch["labelled_positions"])
     return language_model_loss(model, batch, task)
 
@@ -129,11 +114,7 @@ def fake_model(
     with torch.device("meta"):
         model = CLASSES[task].from_config(config, dtype=DTYPES[weights])
         if method != "full":
-            kind = {
-                "causal-lm": "CAUSAL_LM",
-                "seq2seq": "SEQ_2_SEQ_LM",
-                "classification": "SEQ_CLS",
-            }[task]
+            kind = {"causal-lm": "CAUSAL_LM", "classification": "SEQ_CLS"}[task]
             chosen = peft.LoraConfig(task_type=kind, **(lora or {}))
             model = peft.get_peft_model(model, chosen)
             if keeps_start:

@@ -13,11 +13,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import pytest
 import torch
 import yaml
-from numpy.typing import NDArray
 
 import farthing.train.build
 import farthing.train.run
@@ -73,17 +71,6 @@ def rows_of(family: str, n: int, seed: int = 0) -> list[dict[str, str]]:
     if family == "t5":
         return [{"input": row["prompt"], "target": row["completion"].strip()} for row in rows]
     return rows
-
-
-def cut(
-    examples: NDArray[np.int64], lengths: NDArray[np.int64], most: int
-) -> list[NDArray[np.int64]]:
-    """A step's examples in micro-batches of at most `most` rows, similar lengths together, as
-    trainers that pad cut it.
-    """
-    order = np.argsort(-lengths[examples], kind="stable")
-    ordered = examples[order]
-    return [ordered[start : start + most] for start in range(0, len(ordered), most)]
 
 
 def make_folder(folder: Path, family: str, *, pretrained: bool = False, **size: Any) -> Path:
