@@ -114,20 +114,25 @@ def test_what_other_ways_to_train_come_to(asked, where, expected):
 
 LIMITS = [
     (
-        {"max_usd": 3.0},
-        [
-            (
-                "costs $3.17, the cap is $3.00",
-                "limits.max_usd: 3.18, or train.max_steps: 16798 of 18750",
-                1.0571,
-            )
-        ],
-    ),
-    (
         {"max_usd": 0.0},
         [
             ("costs $3.17, the cap is $0.00", "limits.max_usd: 3.18", 3171348707.6892),
             ("costs $1.28, the cap is $0.00", "limits.max_usd: 1.29", 1282075115.5621),
+        ],
+    ),
+    (
+        {"max_usd": 1.2},
+        [
+            (
+                "costs $3.17, the cap is $1.20",
+                "limits.max_usd: 3.18, or train.max_steps: 6146 of 18750",
+                2.6428,
+            ),
+            (
+                "costs $1.28, the cap is $1.20",
+                "limits.max_usd: 1.29, or train.max_steps: 16602 of 18750",
+                1.0684,
+            ),
         ],
     ),
     (
@@ -237,6 +242,17 @@ def test_checkpoints_are_as_far_apart_as_the_job_says(saves, interval_s):
     assert plan.interval_s == pytest.approx(interval_s, rel=1e-3)
 
 
+def test_a_job_on_spot_that_is_over_before_a_checkpoint_pays_has_one_at_its_end():
+    (plan,) = plans(wanted_of(max_steps=200), A100_SPOT).plans
+    assert plan.interval_s == plan.seconds["training"]
+
+
+def test_the_late_end_of_a_range_that_may_never_end_is_ten_times_the_likely():
+    zone = Interruptions(weibull(100.0), n_spells=1.0)
+    (plan,) = decide(wanted_of(max_steps=200), [A100_SPOT], hazard=lambda _: zone).plans
+    assert plan.hours_range.high == pytest.approx(10 * plan.hours_range.likely)
+
+
 def test_a_disk_is_paid_for_as_long_as_its_machine():
     """Ten cents a GB and month where nothing else is known, for the model and three checkpoints."""
     (plan,) = plans(WANTED, A100).plans
@@ -282,7 +298,11 @@ def test_spot_with_on_demand_behind_it_has_its_own_figures_and_is_not_refused_be
     asked = replace(wanted_of(n_epochs=20.0), deadline_s=8.92 * H)
     (alone,) = decide(asked, [spot], hazard=fleeting).rejected
     assert alone.reason == "spot is done by the deadline with 57% only"
-    found = decide(asked, [spot, own], hazard=fleeting)
+    cheaper = decide(asked, [spot, place("A100-80GB", 1.5)], hazard=fleeting)
+    assert cheaper.rejected == (alone,), "on demand by itself costs less"
+    soon = decide(replace(asked, deadline_s=1.7 * H), [spot, own], hazard=fleeting)
+    assert not soon.plans, "with on demand behind it neither is sure"
+    found = decide(asked, [spot, own, place("A100-80GB", 12.0)], hazard=fleeting)
     assert not found.rejected
     mixed = found.plans[0]
     assert mixed.mixture == (

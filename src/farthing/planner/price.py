@@ -306,17 +306,18 @@ def meet_deadline(
 
 
 def _in_time(plan: OfferPlan, chance: float, deadline_s: float) -> OfferPlan:
-    """With its chance. Where that is 90 %, the range, which nine of ten are below, ends by then."""
+    """With its chance, which is 90 % at least: the range, which nine of ten are below, ends by
+    then.
+    """
     hours = plan.hours_range
-    if chance >= 0.9:
-        hours = hours._replace(high=max(hours.likely, min(hours.high, deadline_s / 3600)))
-    return plan._replace(chance=chance, hours_range=hours)
+    high = max(hours.likely, min(hours.high, deadline_s / 3600))
+    return plan._replace(chance=chance, hours_range=hours._replace(high=high))
 
 
 def _late(plan: OfferPlan, wanted: JobSpec, what: str) -> Rejected:
     deadline_s = wanted.deadline_s or 0.0
     needed_s = plan.wall_s + NormalDist().inv_cdf(wanted.confidence) * _sigma_s(plan)
-    minutes = max(1, math.ceil((needed_s - deadline_s) / 60 + 1e-6))
+    minutes = max(1, math.floor((needed_s - deadline_s) / 60) + 1)
     change = f"a deadline {say_seconds(60.0 * minutes)} later"
     over = max(1.0, needed_s / max(deadline_s, 1.0))
     return Rejected(plan.offer, "deadline", what, change, "deadline", over)
