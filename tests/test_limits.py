@@ -398,6 +398,40 @@ def test_the_first_fit_buys_what_is_promised_and_never_more_than_asked():
     assert first_fit(4, warmup, 500.0, 1.0, 10.0).settles_at == 2
 
 
+@pytest.mark.parametrize(
+    ("changes", "n_steps", "n_warmup_steps"),
+    [
+        ({"warmup_ratio": 0.03}, 18, 1),
+        ({"warmup_epochs": 0.5}, 18, 4),
+        ({"warmup_steps": 5, "max_steps": 40}, 40, 5),
+    ],
+)
+def test_epochs_are_steps_and_a_part_of_a_step_is_one(
+    changes, n_steps, n_warmup_steps, plain, tmp_path
+):
+    """Two and a half epochs of seven steps."""
+    known = {"max_steps": None, "num_train_epochs": 2.5, "lr_scheduler_type": "linear"}
+    train = plain.train.model_copy(update=known | changes)
+    found = first_schedule(train, 0.1, tmp_path, 500.0, None, 7)
+    assert (found.n_steps, found.n_warmup_steps, found.fit) == (n_steps, n_warmup_steps, None)
+    assert found.learning_rate(n_warmup_steps) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "n_steps"),
+    [({}, 484), ({"evaluation": 60.0, "checkpoints": 40.0, "export": 20.0}, 422)],
+)
+def test_a_step_of_the_plan_has_its_share_of_evaluations_and_saves(
+    seconds, n_steps, plain, tmp_path
+):
+    """Of 500 s 3 % are kept back, and what the export takes."""
+    asked = {"max_steps": 1000, "fit_schedule_to_budget": True, "warmup_steps": 4}
+    train = plain.train.model_copy(update=asked)
+    estimate = dataclasses.replace(workshop.ESTIMATE, step_s=1.0, seconds=seconds)
+    found = first_schedule(train, 0.1, tmp_path, 500.0, estimate, 7)
+    assert (found.n_steps, found.fit) == (n_steps, kept_fit(tmp_path / "schedule.json"))
+
+
 def test_the_number_is_settled_once_by_the_pace():
     fit = first_fit(1000, lambda n: 20, 500.0, 1.0, 0.0)
     slower = settled_fit(fit, 400.0, 4.0, 12.0)
