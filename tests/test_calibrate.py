@@ -24,7 +24,7 @@ from farthing.planner.ranges import memory_spread, speed_spread
 from farthing.planner.recipe import Case, Recipe, stack_for
 from farthing.planner.search import RecipeBase, recipe_of
 from farthing.planner.speed import Calibration, cpu_device, step_time
-from farthing.planner.types import JobSpec, OfferPlan
+from farthing.planner.types import JobSpec
 from farthing.planner.work import forward_work, work_of
 from farthing.prices.gpus import find_gpu
 from farthing.prices.gpus import gpus as known_gpus
@@ -350,28 +350,20 @@ def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(mo
     monkeypatch.setattr("farthing.planner.machines.installed_torch", lambda: ("2.13.0", "cu126"))
     cut = {"global_batch": 64, "checkpoint_every": 0, "micro_batch_tokens": 8192}
     wanted = wanted_of(shape_of("meta-llama/Llama-3.2-1B"), **cut)
-    found = {}
-    for gpu, memory, is_there, wants in (
-        ("NVIDIA H100 80GB HBM3", 80, True, "auto"),
-        ("NVIDIA H100 80GB HBM3", 80, True, False),
-        ("NVIDIA H100 80GB HBM3", 80, False, "auto"),
-        ("Tesla T4", 15, True, "auto"),
-    ):
-        spec = is_there or None
-        monkeypatch.setattr("importlib.util.find_spec", lambda name, spec=spec: spec)
+
+    def planned(is_there=True, wants="auto"):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: is_there or None)
         job = job_with(train={"use_liger_kernel": wants})
-        plan = plan_here(wanted, with_gpus(gpu, 1, memory), job, [], date(2026, 11, 22))
-        if gpu == "Tesla T4":
-            assert not isinstance(plan, OfferPlan) or not plan.on.machine.kernels.has_liger
-            continue
-        has_liger = plan.on.machine.kernels.has_liger
-        assert has_liger == (is_there and wants == "auto")
-        found[has_liger] = plan.on.memory.parts["activations"]
+        here = with_gpus("NVIDIA H100 80GB HBM3", 1, 80)
+        on = plan_here(wanted, here, job, [], date(2026, 11, 22)).on
+        return on.machine.kernels.has_liger, on.memory.parts["activations"]
+
+    fused, plain = planned(), planned(is_there=False)
+    assert (fused[0], plain[0], planned(wants=False)) == (True, False, plain)
     # of a layer, for each token: fp32 copies of two norms' inputs, and one number as wide as the
     # feed-forward
-    assert found[False] - found[True] == pytest.approx(
-        16 * 8192 * (2 * 4 * 2048 + 2 * 8192), rel=0.1
-    )
+    saved_bytes = 16 * 8192 * (2 * 4 * 2048 + 2 * 8192)
+    assert plain[1] - fused[1] == pytest.approx(saved_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

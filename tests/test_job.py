@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -423,19 +422,6 @@ def test_globs_are_spelled_out_in_order(read, tmp_path):
         "part-2.jsonl",
         "other.jsonl",
     ]
-
-
-def test_no_written_job_keeps_the_secrets_of_an_address(read):
-    urls = [
-        "https://user:secret@host/a.jsonl?sig=hidden",
-        "simplecache::https://user:secret@host/b.jsonl",
-    ]
-    job = read("", f"data.train={json.dumps(urls)}", f"data.eval={urls[0]}")
-    written = json.dumps(job.model_dump(mode="json"))
-    assert job.data.train == tuple(urls)
-    assert "secret" not in written
-    assert "hidden" not in written
-    assert "https://host/a.jsonl" in written
 
 
 # ---- arithmetic ----

@@ -206,43 +206,28 @@ def test_a_template_that_is_not_there_is_one_of_the_faults(desk):
 
 
 @pytest.mark.parametrize(
-    ("section", "keys", "says"),
+    ("override", "says"),
     [
-        (
-            "method",
-            {"name": "lora", "target_modules": ["no_such"]},
-            "Target modules {'no_such'} not found",
-        ),
-        ("train", {"fp16": True}, "fp16 on a CPU"),
-        ("data", {"max_length": 100_000}, "positions"),
-        ("limits", {"deadline": "2020-01-01T00:00"}, "the deadline 2020-01-01 00:00 leaves 0.0 s"),
-        ("limits", {"max_usd": 0.001}, "the cap of $0.001"),
-        ("train", {"early_stopping_patience": 2}, "there is no evaluation data"),
-        ("train", {"load_best_model_at_end": True}, "there is no evaluation data"),
-        (None, {"task": "seq2seq"}, "can't be loaded for seq2seq"),
-        (None, {"model": "bert"}, "looks ahead"),
-        (None, {"output_dir": "train.jsonl/run"}, "can't be made: Not a directory"),
-        (None, {}, "234 of 1,000 rows can't be used"),
-        ("data", {"max_bad_rows": 0.3}, ""),
+        ("method={name: lora, target_modules: [no_such]}", "Target modules {'no_such'} not found"),
+        ("train.fp16=true", "fp16 on a CPU"),
+        ("data.max_length=100000", "positions"),
+        ("limits.deadline=2020-01-01T00:00", "the deadline 2020-01-01 00:00 leaves 0.0 s"),
+        ("limits.max_usd=0.001", "the cap of $0.001"),
+        ("train.early_stopping_patience=2", "there is no evaluation data"),
+        ("train.load_best_model_at_end=true", "there is no evaluation data"),
+        ("task=seq2seq", "can't be loaded for seq2seq"),
+        ("model=BERT", "looks ahead"),
+        ("output_dir=train.jsonl/run", "can't be made: Not a directory"),
+        ("data.max_bad_rows=0.2", "234 of 1,000 rows can't be used"),
+        ("data.max_bad_rows=0.3", ""),
     ],
 )
-def test_doctor_fails_what_a_run_is_refused_for(desk, run, section, keys, says):
-    good = {"prompt": "one two", "completion": "three"}
-    bad = {"prompt": "one two", "completion": ""}
-    is_of_rows = keys == {} or section == "data"
-    are_bad = [is_of_rows and n >= 300 and n % 3 == 0 for n in range(1000)]
-    desk.rows(
-        [bad if is_bad else good | {"prompt": f"{n} two"} for n, is_bad in enumerate(are_bad)]
-    )
+def test_doctor_fails_what_a_run_is_refused_for(desk, run, override, says):
+    bad = range(300, 1000, 3) if "bad_rows" in override else ()
+    answers = ["" if n in bad else "three" for n in range(1000)]
+    desk.rows([{"prompt": f"{n} two", "completion": each} for n, each in enumerate(answers)])
     desk.set("where", usd_per_hour=10)
-    if keys.get("model") == "bert":
-        desk.set("model", model_name_or_path=str(desk.models["bert"]))
-    elif section is None:
-        desk.values |= keys
-    else:
-        desk.values[section] = {} if section == "method" else desk.values.get(section, {})
-        desk.set(section, **keys)
-    said = run(verb="doctor")
+    said = run("--set", override.replace("BERT", str(desk.models["bert"])), verb="doctor")
     assert says in said.out, said.out
     assert (said.code, "failed" in said.out.replace("nothing failed", "")) == (
         (2, True) if says else (0, False)

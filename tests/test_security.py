@@ -673,6 +673,7 @@ BOMBS = {
     "sums": doubled("'aaaaaaaa'", "ns.x + ns.x"),
     "joined": doubled("'aaaaaaaa'", "ns.x ~ ns.x"),
     "lists of lists": doubled("[1]", "[ns.x, ns.x]") + "{{ ns.x }}",
+    "as JSON": doubled("[1]", "[ns.x, ns.x]") + "{{ ns.x | tojson }}",
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}"
     "{{ f(90) }}",
     "filter with a width": "{{ 'a' | center(10 ** 10) }}",
@@ -694,7 +695,6 @@ BOMBS = {
     "linked": LONG + "{{ ('http://a.de ' * 9999) | urlize(rel=x) }}",
     "compared": NESTED + "{{ ns.x == ns.y }}",
     "compared by a test": NESTED + "{{ ns.x is in [ns.y] }}",
-    "sorted": NESTED + "{{ [ns.x, ns.y] | sort }}",
     "counted": NESTED + "{{ [ns.y].count(ns.x) }}",
     "a key": TUPLES + "{{ {ns.x: 1} | length }}",
     "looked up": TUPLES + "{{ {1: 2}[ns.x] }}",

@@ -28,7 +28,7 @@ from farthing.run.accounts import read_ledger
 from farthing.run.guard import Told
 from farthing.run.ledger import Ledger, Meter
 from farthing.run.stillness import Stillness
-from farthing.train.budget import RunLimits, refuse_cap_without_price, say_what_bills_on
+from farthing.train.budget import RunLimits, say_what_bills_on
 from farthing.train.watchdog import Watchdog
 from hangs import hanging, stuck_file_system
 from patience import until
@@ -207,12 +207,9 @@ def test_a_dry_run_shows_the_command_and_begins_nothing(job, tmp_path):
 def test_a_cap_without_a_price_is_refused(tmp_path):
     job = workshop.make_job(tmp_path, limits={"max_usd": 5}, where={"usd_per_hour": 0})
     with pytest.raises(InputError, match="never fires"):
-        refuse_cap_without_price(job)
-    with pytest.raises(InputError, match="never fires"):
         workshop.train(job)
     assert not Path(job.output_dir).exists()
     priced = workshop.make_job(tmp_path, limits={"max_usd": 5})
-    refuse_cap_without_price(priced)
     assert "costs $3.60 an hour until you end it" in "\n".join(say_what_bills_on(priced))
 
 
