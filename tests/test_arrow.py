@@ -178,15 +178,14 @@ def test_a_data_set_of_categories_pictures_and_large_rows(tmp_path):
 # ---- kinds of columns ----
 
 
-@pytest.mark.parametrize("verb", ["train", "doctor"])
-def test_categories_are_texts(verb, desk, run):
+def test_categories_are_texts(desk, run):
     rows = demo_rows(24)
     columns = {
         name: pyarrow.array([row[name] for row in rows]).dictionary_encode() for name in rows[0]
     }
     written(desk.folder / "train.parquet", columns)
     desk.set("data", train="train.parquet")
-    said = run(verb=verb)
+    said = run()
     assert said.code == 0, said.out + said.err
 
 

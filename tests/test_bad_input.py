@@ -18,6 +18,7 @@ import farthing
 import farthing.train.run
 import farthing.train.saver
 from desk import ROWS, Desk, left_behind
+from workshop import read_json
 
 Spoil = Callable[[Desk], None]
 
@@ -75,7 +76,7 @@ def config_that_is_no_json(desk: Desk):
 
 def tokenizer_larger_than_the_model(desk: Desk):
     path = desk.own_model() / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 100}))
+    path.write_text(json.dumps({**read_json(path), "vocab_size": 100}))
 
 
 def qlora_without_bitsandbytes(desk: Desk):

@@ -4,14 +4,13 @@ says something.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 from interrupted import LeavesAt
-from workshop import make_job, rows_of, train, trained
+from workshop import make_job, read_json, rows_of, train, trained
 
 
 def card_rows(run: Path) -> dict[str, list[str]]:
@@ -40,7 +39,7 @@ def test_the_card_of_a_run_that_was_interrupted_has_the_figures_of_its_receipt(
     train(job, LeavesAt(step=3))
     train(job)
     run = Path(job.output_dir)
-    rows, receipt = card_rows(run), json.loads((run / "receipt.json").read_text())
+    rows, receipt = card_rows(run), read_json(run / "receipt.json")
     lines = [
         re.split(r"\s{2,}", line.strip())
         for line in cli.out("report", run).splitlines()

@@ -19,6 +19,7 @@ from farthing.model.casts import Casts, add_up, leaf_of
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from packed_models import documents, model_of, with_adapter
+from workshop import are_same
 
 NUMERICS = Numerics(torch.device("cpu"), torch.bfloat16)
 
@@ -86,7 +87,7 @@ def test_the_same_gradients_where_layers_are_computed_again():
     checkpoint_layers(other, 1)
     _, expected = gradients(plain, "causal-lm", with_casts=True)
     _, found = gradients(other, "causal-lm", with_casts=True)
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert are_same(found, expected)
 
 
 def two_layers() -> tuple[torch.nn.Module, Casts]:

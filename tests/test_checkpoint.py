@@ -4,14 +4,12 @@ full disk.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import save_file
@@ -35,6 +33,7 @@ from farthing.storage.files import (
 from farthing.storage.logs import SummedLines
 from killed import killed_at
 from together import on_ranks
+from workshop import read_json
 
 
 def test_the_snapshot_is_of_the_moment_of_the_call(checkpoints):
@@ -186,7 +185,7 @@ def test_a_tampered_folder_is_not_used(trouble, checkpoints, said):
 def test_a_checkpoint_of_a_newer_farthing_is_refused_with_words(checkpoints):
     save(checkpoints, 1)
     path = newest(checkpoints.folder) / "manifest.json"
-    write_text(path, seal(json.loads(path.read_text()) | {"schema": 99}))
+    write_text(path, seal(read_json(path) | {"schema": 99}))
     with pytest.raises(RunChangedError, match="another version of farthing"):
         restored(checkpoints.folder)
     assert checkpoints.steps() == [1], (
@@ -313,10 +312,10 @@ def test_no_memory_is_taken_by_what_a_header_says(checkpoints, n_bytes):
 class Answers:
     """Other ranks, as the collectives answer one of them."""
 
-    def __init__(self, *answers, is_first: bool):
+    def __init__(self, *answers, is_first):
         self.given, self.is_first, self.sent = list(answers), is_first, []
 
-    def gather(self, value) -> list[Any]:
+    def gather(self, value):
         self.sent.append(value)
         return [value] if not self.given else self.given.pop(0)
 

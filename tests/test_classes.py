@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from workshop import Heard, make_job, metrics_of, rows_of, train
+from workshop import Heard, make_job, metrics_of, read_json, rows_of, train
 
 NAMES = ["weather", "food", "sport"]
 """Of the base's head, in no alphabetical order."""
@@ -84,7 +84,7 @@ def test_numbers_of_classes_are_no_names(classifier, tmp_path):
 def test_a_head_without_names_is_of_the_classes_by_their_numbers(classifier, tmp_path):
     shutil.copytree(classifier, tmp_path / "unnamed")
     path = tmp_path / "unnamed/config.json"
-    config = json.loads(path.read_text())
+    config = read_json(path)
     config["id2label"] = {str(number): f"LABEL_{number}" for number in range(3)}
     del config["label2id"]
     path.write_text(json.dumps(config))
@@ -98,5 +98,5 @@ def test_integer_labels_stay_in_numeric_order(tmp_path):
     rows = [{"text": f"{n} of them, {k}", "label": n} for k in range(4) for n in range(12)]
     job = make_job(tmp_path, "bert", rows=rows, max_steps=1)
     train(job)
-    config = json.loads((tmp_path / "run/model/config.json").read_text())
+    config = read_json(tmp_path / "run/model/config.json")
     assert config["id2label"] == {str(n): str(n) for n in range(12)}

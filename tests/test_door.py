@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import farthing
 import workshop
 from farthing.errors import DataError, InputError
 from thinned import thinned
-from workshop import TASK, losses_of, make_folder, make_job, rows_of
+from workshop import TASK, losses_of, make_folder, make_job, read_rows, rows_of
 
 
 def job_of(folder: Path, family: str, data, **train) -> dict[str, Any]:
@@ -83,10 +82,7 @@ def test_values_of_numpy_and_pandas_become_plain(tmp_path):
 
     frame = pandas.DataFrame({"text": ["a", None], "label": [1, 2], "x": [0.5, float("nan")]})
     rows = [{"v": np.float32(2.0), "w": np.array([1, 2]), "n": pandas.NA, "t": (1, "b")}]
-    read = [
-        [json.loads(line) for line in write_rows(value, tmp_path).read_text().splitlines()]
-        for value in (frame, rows)
-    ]
+    read = [read_rows(write_rows(value, tmp_path)) for value in (frame, rows)]
     assert read[0] == [{"text": "a", "label": 1, "x": 0.5}, {"label": 2}]
     assert read[1] == [{"v": 2.0, "w": [1, 2], "t": [1, "b"]}]
     assert write_rows(rows, tmp_path) == write_rows(rows, tmp_path)

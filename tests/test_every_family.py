@@ -37,7 +37,7 @@ from farthing.models.shapes import read_shape
 from farthing.objectives.registry import objective_of
 from farthing.train.trouble import errors_in_words
 from thinned import thinned
-from workshop import make_folder, make_job, train
+from workshop import make_folder, make_job, read_json, train
 
 
 @pytest.mark.slow
@@ -243,7 +243,7 @@ def test_a_key_of_another_family_changes_no_loss(key):
 
 def prophetnet_folder(folder: Path, **keys):
     make_folder(folder, "t5")
-    tokenizer = json.loads((folder / "config.json").read_text())
+    tokenizer = read_json(folder / "config.json")
     config = small_config("prophetnet", "seq2seq").to_dict() | {
         "vocab_size": tokenizer["vocab_size"],
         **keys,

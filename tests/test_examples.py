@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from farthing.tiny import write_jsonl
-from workshop import TOPICS, make_folder, rows_of
+from workshop import TOPICS, make_folder, read_json, rows_of
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -147,7 +147,7 @@ def test_an_example_runs_as_written(name, tmp_path):
     for block in blocks(folder / "README.md"):
         check(block, partial(run, folder=folder))
     run_folder = folder / "checkpoints" if name == "own-config" else next(folder.glob("runs/*"))
-    found = json.loads((run_folder / "receipt.json").read_text())
+    found = read_json(run_folder / "receipt.json")
     assert found["state"] == "finished"
     if name == "spot-with-a-store":
         assert len(found["attempts"]) == 2, "the second machine went on with the first one's run"
@@ -164,7 +164,7 @@ def test_the_notebook_has_only_python():
 
 def notebook(**changes: str) -> str:
     """The cells of code as one program."""
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    cells = read_json(NOTEBOOK)["cells"]
     text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     for old, new in changes.items():
         text = text.replace(old, new)

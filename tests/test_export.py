@@ -29,7 +29,7 @@ from farthing.run.exported import damage_of, seal_export
 from farthing.run.folder import keep_job, kept_job
 from interrupted import LeavesAt
 from thinned import thinned
-from workshop import TASK, TOPICS, Heard, change_facts, make_job, rows_of, train, trained
+from workshop import TASK, TOPICS, Heard, change_facts, make_job, read_json, rows_of, train, trained
 
 IDS = torch.tensor([[5, 17, 33, 90, 41, 7]])
 
@@ -122,7 +122,7 @@ def test_an_adapter_on_a_shared_weight_changes_its_own_use_alone(family, method,
     assert float((beside - plain).abs().max()) > 1e-2
     with safe_open(tmp_path / "merged/model.safetensors", framework="pt") as file:
         assert "lm_head.weight" in file.keys()  # noqa: SIM118
-    config = json.loads((tmp_path / "merged/config.json").read_text())
+    config = read_json(tmp_path / "merged/config.json")
     assert config["tie_word_embeddings"] is False
 
 
@@ -139,7 +139,7 @@ def test_a_merged_model_keeps_a_tie_that_no_adapter_touches_and_all_may_read_it(
     modes = {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "merged").rglob("*")}
     assert modes == {"0o644"}
     assert (lora_run.stat().st_mode & 0o777) == 0o700
-    layers = json.loads((lora_run / "model/adapter_config.json").read_text())["target_modules"]
+    layers = read_json(lora_run / "model/adapter_config.json")["target_modules"]
     assert len(layers) > 3
     assert layers == sorted(layers), "the same bytes whatever the order of a set"
 

@@ -25,7 +25,7 @@ from farthing.events import Emit, Restored, StepTaken
 from farthing.run import mirror as mirror_module
 from farthing.run.checkpoint import Checkpoints, saves_in
 from farthing.storage.logs import SummedLines
-from farthing.storage.objects import Entry, open_store
+from farthing.storage.objects import open_store
 from farthing.train.evaluate import with_room
 from farthing.train.run import train
 from interrupted import job_in, quiet, when
@@ -169,7 +169,7 @@ class Late(Model):
 
     is_late = True
 
-    def list(self, prefix: str) -> dict[str, Entry]:
+    def list(self, prefix):
         return {} if self.is_late and prefix == "data/" else super().list(prefix)
 
 

@@ -21,7 +21,7 @@ from farthing.data.tokens import tokenize
 from farthing.errors import DataError
 from farthing.events import DataRead
 from farthing.tiny import demo_rows, write_jsonl
-from workshop import Heard, train
+from workshop import Heard, read_json, train
 
 USER, GOOD, BAD = (
     {"role": "user", "content": "How much?"},
@@ -186,7 +186,7 @@ def test_what_to_do_about_preferences_works(desk, run):
     assert said.code == 0, said.err
     assert "`chosen` alone is learned, as data.columns says" in said.out
     assert "not used: `rejected`" in said.out
-    notes = json.loads((desk.folder / "run" / "receipt.json").read_text())["data_notes"]
+    notes = read_json(desk.folder / "run" / "receipt.json")["data_notes"]
     assert any("`chosen` alone is learned" in note for note in notes)
     chats = [{"chosen": [USER, GOOD], "rejected": [USER, BAD]}] * 4
     desk.rows(chats)

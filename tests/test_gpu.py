@@ -50,14 +50,17 @@ from one_step import added_up
 from workshop import (
     Heard,
     Watched,
+    are_same,
     job_file,
-    log_of,
     losses_of,
     make_job,
     opened,
     rows_of,
+    steps_of,
     train,
+    weights_of,
     with_system_prompt,
+    with_where,
 )
 
 HAS_GPU = torch.cuda.is_available()
@@ -169,9 +172,8 @@ def first_gradients(job) -> tuple[float, dict[str, Tensor]]:
 
 def must_agree(ours, theirs, within: float):
     """Losses of every step, and the same examples in each."""
-    assert [row["examples"] for row in log_of(ours) if "examples" in row] == [
-        row["examples"] for row in log_of(theirs) if "examples" in row
-    ]
+    steps, expected = ([row["examples"] for row in steps_of(job)] for job in (ours, theirs))
+    assert steps == expected
     assert losses_of(ours) == pytest.approx(losses_of(theirs), rel=within)
 
 
@@ -303,7 +305,7 @@ def test_a_deterministic_step_with_dropout_has_the_same_bits_twice(
         first_gradients(make_job(tmp_path / name, family, **keys)) for name in ("first", "second")
     )
     assert first[0] == second[0]
-    assert all(torch.equal(gradient, second[1][name]) for name, gradient in first[1].items())
+    assert are_same(first[1], second[1])
 
 
 # ---- the head, adapters, checkpointing ----
@@ -471,36 +473,27 @@ def train_in_a_process(job: Path, kill_after_save: int = 0) -> int:
     ids=["full_determinism", "full_determinism, dropout", "as it comes"],
 )
 def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(is_exact, dropout, tmp_path):
-    ends = {}
-    losses = {}
+    ends, losses = [], []
     keys = strict(
         precision="bf16",
         max_steps=10,
         save_steps=2,
         rows=uneven_rows(64),
         full_determinism=is_exact,
+        global_batch_size=16,
+        micro_batch_tokens=1024,
+        size={"hidden": 128, "layers": 3, "dropout": dropout},
     )
-    keys |= {
-        "global_batch_size": 16,
-        "micro_batch_tokens": 1024,
-        "size": {"hidden": 128, "layers": 3, "dropout": dropout},
-    }
     for name in ("alone", "killed"):
-        job = job_file(tmp_path / name, **dict(keys))
+        job = job_file(tmp_path / name, **keys)
         if name == "killed":
             assert train_in_a_process(job, kill_after_save=4) == -signal.SIGKILL
         assert train_in_a_process(job) == 0
-        ends[name] = load_file(tmp_path / name / "run/model/model.safetensors")
-        losses[name] = torch.tensor(losses_of(load_job(job)), dtype=torch.float64)
-    alone, killed = ends["alone"], ends["killed"]
-    assert len(losses["alone"]) == 10
-    of_losses = float((losses["killed"] / losses["alone"] - 1).abs().max())
-    of_weights = error(killed, alone)
-    print("after a kill:", of_losses, of_weights)
-    if is_exact:
-        assert all(torch.equal(killed[name], alone[name]) for name in alone)
-    assert of_losses <= (0.0 if is_exact else 0.01)
-    assert of_weights < 0.05
+        ends.append(weights_of(tmp_path / name))
+        losses.append(losses_of(load_job(job)))
+    assert len(losses[0]) == 10
+    assert losses[1] == pytest.approx(losses[0], rel=0.0 if is_exact else 0.01)
+    assert are_same(*ends) if is_exact else error(*ends) < 0.05
 
 
 @on_a_gpu
@@ -599,10 +592,7 @@ def test_a_checkpoint_fetched_behind_the_next_step_is_of_one_step(share, tmp_pat
         found[name] = {
             f"{p.parent.name} {p.name} {k}": v for p in saved for k, v in load_file(p).items()
         }
-    assert found["later"].keys() == found["at once"].keys()
-    assert all(
-        torch.equal(found["later"][name], tensor) for name, tensor in found["at once"].items()
-    )
+    assert are_same(found["later"], found["at once"])
 
 
 @on_a_gpu
@@ -705,8 +695,7 @@ def test_weights_spread_over_one_gpu_train_as_whole_ones(method, precision, zero
     }
     plain = make_job(tmp_path / "plain", **strict(precision=precision, **keys))
     spread = make_job(tmp_path / "spread", **strict(precision=precision, **keys))
-    where = spread.where.model_copy(update={"strategy": "fsdp", "reshard_after_forward": zero_3})
-    spread = spread.model_copy(update={"where": where})
+    spread = with_where(spread, strategy="fsdp", reshard_after_forward=zero_3)
     heard = Heard()
     train(plain)
     train(spread, heard)

@@ -4,7 +4,6 @@ at toy sizes.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import torch
 from farthing.train.optim import state_bytes
 from on_gpu import table, work
 from on_gpu.work import SMALL
+from workshop import read_json
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,7 +27,7 @@ def test_everyone_takes_the_examples_that_farthing_draws(tmp_path):
     from peers.assignment import Examples
 
     drawn = Examples.load(tmp_path / "toy-chat" / "train.npz")
-    order = json.loads((tmp_path / "toy-chat" / "facts.json").read_text())["order"][:5]
+    order = read_json(tmp_path / "toy-chat" / "facts.json")["order"][:5]
     assert [len(step) for step in order] == [8] * 5
     assert len({index for step in order for index in step}) == 40
     values = work.job_values(tmp_path / "toy-chat", tmp_path / "out", "lora", SMALL, 5, 3.0)
@@ -42,9 +42,9 @@ def test_everyone_takes_the_examples_that_farthing_draws(tmp_path):
 # ---- the whole program ----
 
 
-def call(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+def call(*words: str) -> subprocess.CompletedProcess[str]:
     """`bench/gpu.sh` with this Python."""
-    environment = {**os.environ, "PYTHON": sys.executable, **more}
+    environment = {**os.environ, "PYTHON": sys.executable}
     command = ["bash", str(ROOT / "bench" / "gpu.sh"), *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 

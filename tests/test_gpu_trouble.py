@@ -4,7 +4,6 @@ and a run that goes on.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,15 +15,25 @@ import survive
 from farthing.after.held_out import held_out_of
 from farthing.device_memory import in_words, reported
 from farthing.errors import DeviceError, HardwareError, OutOfMemoryError
+from farthing.events import StepTaken
 from farthing.export.folders import export_run, trained_model
 from farthing.model.forward import Forward
 from farthing.model.hardware import pinned
 from farthing.model.liger import use_liger
 from farthing.run.accounts import read_ledger
 from farthing.train.update import load_update_kernels
-from interrupted import LeavesAt
+from interrupted import when
 from scarce import OPTIMIZERS, Failing, optimizer_of, small_model, step_of
-from workshop import Heard, job_file, losses_of, make_job, opened, rows_of, train, trained
+from workshop import (
+    Heard,
+    job_file,
+    losses_of,
+    make_job,
+    opened,
+    rows_of,
+    train,
+    trained,
+)
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 BROKEN = [
@@ -60,43 +69,27 @@ def test_an_error_that_is_not_the_gpus_is_not_said_to_be(error):
 KEYS = {"max_steps": 5, "save_steps": 2, "n_rows": 40}
 
 
-class Broken:
-    """A product that ends as on a GPU that has failed, from its n-th call on."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, at: int):
-        self.n, honest = 0, torch.nn.functional.silu
-
-        def silu(*args, **how):
-            self.n += 1
-            if self.n >= at:
-                raise torch.AcceleratorError(f"{ILLEGAL}\nmore of it")
-            return honest(*args, **how)
-
-        patch.setattr(torch.nn.functional, "silu", silu)
-
-
 @pytest.mark.slow
-def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(tmp_path, monkeypatch, cli):
-    alone = make_job(tmp_path / "alone", **KEYS)
+def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(tmp_path, monkeypatch):
+    alone, job = (make_job(tmp_path / name, **KEYS) for name in ("alone", "broken"))
     train(alone)
-    path = job_file(tmp_path / "broken", **KEYS)
-    with monkeypatch.context() as patch:
-        calls = Broken(patch, 10**9)
-        train(make_job(tmp_path / "counted", **KEYS), LeavesAt(step=3))
-    with monkeypatch.context() as patch:
-        Broken(patch, calls.n)
-        said = cli.err("train", path, code=1)  # not 2, after which --retry would not go on
-    assert f"the GPU has failed: {ILLEGAL}\n  to do: run the same command again" in said
-    assert "Traceback" not in said
-    run = tmp_path / "broken/run"
+
+    def broken(*_, **__):
+        raise torch.AcceleratorError(f"{ILLEGAL}\nmore of it")
+
+    breaks = when(StepTaken, 2, lambda: monkeypatch.setattr(torch.nn.functional, "silu", broken))
+    with pytest.raises(DeviceError) as caught:
+        train(job, breaks)
+    monkeypatch.undo()
+    assert caught.value.exit_code == 1, "not 2, after which --retry would not go on"
+    assert f"the GPU has failed: {ILLEGAL}\n  to do: run the same command" in str(caught.value)
+    run = Path(job.output_dir)
     assert read_ledger(run / "ledger.jsonl").ordered[-1].state == "failed"
     assert not [each for each in (run / "checkpoints").iterdir() if "00003" in each.name]
-    cli("train", path)
-    assert (
-        survive.differences(survive.result_of(Path(alone.output_dir)), survive.result_of(run)) == []
-    )
-    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    assert [row["loss"] for row in rows if "examples" in row] == losses_of(alone)
+    train(job)
+    theirs = survive.result_of(Path(alone.output_dir))
+    assert survive.differences(theirs, survive.result_of(run)) == []
+    assert losses_of(job) == losses_of(alone)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,9 @@ import json
 import re
 import shutil
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from farthing.config.job import Job
@@ -34,7 +32,17 @@ from farthing.storage.files import DamagedFileError, commit_folder
 from farthing.storage.logs import SummedLines
 from interrupted import LeavesAt
 from thinned import thinned
-from workshop import Heard, change_facts, job_file, log_of, make_folder, make_job, train
+from workshop import (
+    Heard,
+    are_same,
+    change_facts,
+    job_file,
+    log_of,
+    make_folder,
+    make_job,
+    read_json,
+    train,
+)
 
 KEYS = {
     "max_steps": 6,
@@ -45,17 +53,12 @@ KEYS = {
 }
 
 
-def weights_of(job: Job) -> dict[str, torch.Tensor]:
-    """The exported weights of a finished run."""
-    return dict(load_file(Path(job.output_dir) / "model" / "model.safetensors"))
-
-
 def are_equal(left: Job, right: Job) -> bool:
     """Whether two finished runs have the same log and the same weights, to the bit."""
-    ours, theirs = weights_of(left), weights_of(right)
-    return log_of(left) == log_of(right) and all(
-        torch.equal(ours[name], theirs[name]) for name in theirs
+    ours, theirs = (
+        load_file(Path(job.output_dir) / "model/model.safetensors") for job in (left, right)
     )
+    return log_of(left) == log_of(right) and are_same(ours, theirs)
 
 
 # ---- places ----
@@ -97,7 +100,7 @@ def test_a_model_is_known_by_its_files_and_not_by_its_place(tmp_path):
     hashed = "0123456789abcdef0123456789abcdef01234567"
     second = tmp_path / "models" / "snapshots" / hashed
     shutil.copytree(first, second)
-    config = json.loads((second / "config.json").read_text())
+    config = read_json(second / "config.json")
     config = dict(
         reversed(
             {**config, "transformers_version": "4.40.0", "_name_or_path": "/where/it/was"}.items()
@@ -224,8 +227,13 @@ def test_a_flipped_bit_of_every_byte_and_every_cut_of_a_deciding_file_is_found(t
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_damaged_or_lost_deciding_file_is_written_anew_from_the_newest_checkpoint(name, tmp_path):
+def test_a_damaged_or_lost_deciding_file_is_written_anew_from_the_newest_whole_checkpoint(
+    name, tmp_path
+):
     folder = folder_with(tmp_path / "run")
+    damaged = folder / "checkpoints" / "step-00000006-0001"
+    damaged.mkdir()
+    (damaged / "manifest.json").write_text("{}")
     whole = (folder / name).read_bytes()
     without_sum = json.dumps({**VALUES[name], "n_steps": 80}).encode()
     for content in [
@@ -328,29 +336,11 @@ def stopped(tmp_path_factory):
     return folder, job.model_copy(update={"output_dir": str(folder / "untouched")})
 
 
-def all_gone(run: Path):
-    """Every small file of a run is removed."""
-    for name in (*VALUES, "job.json"):
-        (run / name).unlink()
-
-
-def newest_damaged_too(run: Path):
-    """The plan is cut, and the newest checkpoint, which has a copy of it, is damaged."""
-    (run / "plan.json").write_text("{")
-    (max((run / "checkpoints").iterdir()) / "manifest.json").write_text("{}")
-
-
-DAMAGES: dict[str, Callable[[Path], None]] = {
-    "all gone": all_gone,
-    "a checkpoint too": newest_damaged_too,
-}
-
-
-@pytest.mark.parametrize("damage", thinned(DAMAGES.values(), 20), ids=DAMAGES.keys())
-def test_a_run_with_damaged_files_ends_as_one_without(damage, stopped, tmp_path):
+def test_a_run_with_lost_files_ends_as_one_without(stopped, tmp_path):
     folder, untouched = stopped
     shutil.copytree(folder / "kept", tmp_path / "run")
-    damage(tmp_path / "run")
+    for name in (*VALUES, "job.json"):
+        (tmp_path / "run" / name).unlink()
     heard = Heard()
     job = load_job(folder / "job.yaml", [f"output_dir={tmp_path / 'run'}"])
     assert train(job, heard).exit_code == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from farthing.objectives.token_classification import entities
 from farthing.tiny import write_jsonl
 from farthing.train.resolve import open_examples, resolve
 from thinned import thinned
-from workshop import Heard, job_file, log_of, losses_of, metrics_of, train
+from workshop import Heard, job_file, losses_of, metrics_of, read_rows, steps_of, train
 
 NUMBERS, SEVERAL, TAGS = "regression", "multi-label-classification", "token-classification"
 TASKS = [NUMBERS, SEVERAL, TAGS]
@@ -119,7 +118,7 @@ def test_losses_are_those_of_a_plain_loop_of_transformers(task, family, tmp_path
     assert "padd" not in heard.warnings, "documents are laid end to end"
     optimizer, plain = torch.optim.SGD(model.parameters(), lr=0.01), []
     rows = rows_of(task, 48)
-    for step in (row for row in log_of(job) if "examples" in row):
+    for step in steps_of(job):
         loss = plain_loss(task, model, tokenizer, [rows[index] for index in step["examples"]])
         loss.backward()
         optimizer.step()
@@ -136,7 +135,7 @@ def predicted(folder: Path, cli: Cli, rows: list[dict[str, Any]]) -> list[dict[s
     """What `farthing predict` writes for these rows."""
     asked, out = write_jsonl(folder / "asked.jsonl", rows), folder / "out.jsonl"
     cli("predict", folder / "run", asked, "-o", out)
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    return read_rows(out)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from transformers import AutoModelForSeq2SeqLM
 from families import CODES, small, speaking
 from farthing.errors import ModelError
 from farthing.export.folders import export_run
-from workshop import make_folder, make_job, train
+from workshop import make_folder, make_job, read_json, train
 
 ROWS = [{"input": "the bread", "target": "das Brot"}, {"input": "bread", "target": "Brot"}] * 4
 
@@ -33,7 +33,7 @@ def base_of(folder: Path, family: str, **settings):
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    found = json.loads((folder / "generation_config.json").read_text())
+    found = read_json(folder / "generation_config.json")
     return {
         key: value
         for key, value in found.items()
@@ -98,9 +98,7 @@ def test_how_a_base_generates_is_in_every_form(tmp_path, method):
 def test_settings_that_could_not_be_written_are_refused_before_the_training(tmp_path):
     base_of(tmp_path / "base", "nllb")
     path = tmp_path / "base" / "generation_config.json"
-    path.write_text(
-        json.dumps({**json.loads(path.read_text()), "do_sample": False, "temperature": 0.9})
-    )
+    path.write_text(json.dumps({**read_json(path), "do_sample": False, "temperature": 0.9}))
     data = {"source_lang": "eng_Latn", "target_lang": "deu_Latn"}
     with pytest.raises(
         ModelError, match=r"generation_config.json can't be written with a language"

@@ -13,7 +13,7 @@ import pytest
 
 from farthing.storage import lease as lease_module
 from farthing.storage.lease import Gaps, Lease, LeaseLostError, bills_left
-from farthing.storage.objects import Entry, StoreError
+from farthing.storage.objects import StoreError
 from mirrored import Model
 from thinned import thinned
 
@@ -26,7 +26,7 @@ class Shelf(Model):
 
     late = 0
 
-    def list(self, prefix: str) -> dict[str, Entry]:
+    def list(self, prefix):
         there = [*self.objects][: len(self.objects) - self.late]
         return {key: entry for key, entry in super().list(prefix).items() if key in there}
 
@@ -39,7 +39,7 @@ class World:
         self.at_work = None
         self.others = []
 
-    def sleep(self, seconds: float):
+    def sleep(self, seconds):
         """One machine waits; the others go about their work meanwhile."""
         waits, self.now = self.at_work, self.now + seconds
         for act in self.others:
@@ -50,7 +50,7 @@ class World:
 class Machine:
     """A machine that may hold the run. `boot_stops`: its clocks stand still while it is paused."""
 
-    def __init__(self, world: World, shelf: Shelf, folder: Path, skew_s: float):
+    def __init__(self, world, shelf, folder, skew_s):
         self.world, self.shelf, self.skew_s = world, shelf, skew_s
         self.lost_s = 0.0
         self.suspended_until = 0.0
@@ -60,13 +60,13 @@ class Machine:
         self.lease = Lease(folder, LEASE_S, lambda: [{"by": folder.name}], lambda text: None)
         self.gaps = Gaps(LEASE_S, (self.boot, self.wall))
 
-    def boot(self) -> float:
+    def boot(self):
         return 1000.0 + self.world.now - self.lost_s
 
-    def wall(self) -> float:
+    def wall(self):
         return 1.8e9 + self.skew_s + self.boot()
 
-    def suspend(self, seconds: float, *, boot_stops: bool):
+    def suspend(self, seconds, *, boot_stops):
         self.suspended_until = self.world.now + seconds
         self.lost_s += seconds if boot_stops else 0.0
 

@@ -18,7 +18,7 @@ class Clock:
 
     now = 1000.0
 
-    def sleep(self, seconds: float):
+    def sleep(self, seconds):
         self.now += seconds
 
 

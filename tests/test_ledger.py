@@ -4,7 +4,6 @@ kills while writing.
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from farthing.run.opening import opened
 from farthing.storage.files import commit_folder
 from interrupted import terminate, when
 from killed import killed_at
-from workshop import Heard, job_file, make_job, train
+from workshop import Heard, job_file, make_job, read_json, train
 
 PRICES = (3.6, 7.2, 1.8)
 
@@ -187,7 +186,7 @@ def test_a_run_with_a_damaged_ledger_says_so_keeps_its_bill_and_goes_on(tmp_path
     done = train(job, heard)
     assert "ledger.jsonl was damaged (1 line can't be read" in heard.warnings
     assert done.state == "finished"
-    manifest = json.loads(next(checkpoints.glob("step-00000002-*/manifest.json")).read_text())
+    manifest = read_json(next(checkpoints.glob("step-00000002-*/manifest.json")))
     assert done.receipt.ledger.lost_usd == pytest.approx(manifest["spent_usd"], rel=1e-3)
     assert done.receipt.usd > manifest["spent_usd"]
     assert sum(span.usd for span in done.receipt.spans) == pytest.approx(done.receipt.usd, rel=0.01)

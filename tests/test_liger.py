@@ -137,12 +137,12 @@ class Norm(torch.nn.Module):
     fails: type[Exception] | None = None
     width = 0
 
-    def __init__(self, width: int):
+    def __init__(self, width):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(width))
         Norm.width = width
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows):
         if self.fails is not None:
             raise self.fails(
                 "Failed to find C compiler.\nPlease specify via CC environment variable."

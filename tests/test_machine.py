@@ -23,7 +23,7 @@ from farthing.model.hardware import Numerics
 from farthing.run.folder import kept
 from farthing.train.estimate import estimated
 from farthing.train.resolve import open_examples, resolve
-from workshop import Heard, make_job, resolved
+from workshop import Heard, make_job, resolved, with_where
 
 XEON = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -66,7 +66,6 @@ def on_its_own(code: str, **environment: str) -> str:
     [
         {},
         {"OMP_NUM_THREADS": "1"},
-        {"OMP_NUM_THREADS": "99"},
         {"OMP_NUM_THREADS": "2,1"},
         {"MKL_NUM_THREADS": "1"},
     ],
@@ -221,9 +220,8 @@ def test_a_spot_gpu_in_a_container_without_nvidia_smi_is_planned(tmp_path, monke
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(machine, "_gpus", list)
-    job = job.model_copy(update={"where": job.where.model_copy(update={"device": "cuda"})})
     heard = Heard()
-    spec = resolved(job, Numerics(torch.device("cuda"), torch.float16))
+    spec = resolved(with_where(job, device="cuda"), Numerics(torch.device("cuda"), torch.float16))
     estimated(spec, tmp_path, examples, None, heard)
     assert kept(tmp_path / "plan.json")
     assert "no plan" not in str(heard)

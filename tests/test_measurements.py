@@ -33,7 +33,7 @@ from farthing.models.shapes import read_shape
 from farthing.storage.logs import line_of
 from interrupted import LeavesAt
 from thinned import thinned
-from workshop import TASK, Heard, job_file, make_job, rows_of, train
+from workshop import TASK, Heard, job_file, make_job, read_json, rows_of, train
 
 VALUES = {
     "str": "x",
@@ -197,7 +197,7 @@ def test_a_run_measures_what_it_did(family, tmp_path):
     receipt, decided = outcome.receipt, heard.of(Decided)[0]
 
     assert found.hardware == hardware_key(torch.device("cpu")) == local_machine().hardware
-    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config = read_json(tmp_path / "base" / "config.json")
     shape = read_shape(config, TASK[family], 3)
     log = (Path(job.output_dir) / "log.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, log) if "n_tokens" in row][1:]
@@ -230,7 +230,7 @@ def test_a_run_measures_what_it_did(family, tmp_path):
     assert found.before_model_bytes > 0
     assert found.first_step_peak_bytes <= found.peak_bytes
     assert [step for step, _ in found.peak_bytes_by_step] == [1, 2, 4, 8]
-    of_run = json.loads((Path(job.output_dir) / "measurements.json").read_text())
+    of_run = read_json(Path(job.output_dir) / "measurements.json")
     assert of_run == [values]
 
 
@@ -262,7 +262,7 @@ def test_every_attempt_is_measured_by_itself(tmp_path):
     first, second = kept(job)
     assert (first.n_steps, second.n_steps) == (8, 17)
     assert first.spans.get("export", 0) == 0 < second.spans["export"]
-    assert len(json.loads((Path(job.output_dir) / "measurements.json").read_text())) == 2
+    assert len(read_json(Path(job.output_dir) / "measurements.json")) == 2
     train(job)  # it was finished already
     assert len(kept(job)) == 2
 
@@ -281,7 +281,7 @@ def test_the_run_is_cut_by_the_cost_that_its_plan_names(tmp_path, monkeypatch):
     job = load_job(path, ["model.attn_implementation=eager"])  # padded
     train(job)
     assert set(asked) == {cost}
-    settings = json.loads((Path(job.output_dir) / "settings.json").read_text())
+    settings = read_json(Path(job.output_dir) / "settings.json")
     assert (settings["least_tokens"], settings["more_tokens"]) == (4096, 64)
 
 
@@ -294,7 +294,7 @@ def test_a_run_is_cut_as_planned_and_keeps_what_was_promised_and_no_path(tmp_pat
     promised = found.promised
     assert found.micro_batch_tokens == 2 * found.lengths["longest"]
     assert promised["settings"]["micro_batch_tokens"] == found.micro_batch_tokens
-    plan = json.loads((Path(job.output_dir) / "plan.json").read_text())
+    plan = read_json(Path(job.output_dir) / "plan.json")
     assert promised | {"sha256": ANY} == plan
     assert promised["wall_s"] > 0
     text = (Path(str(job.cache_dir)) / "measurements.jsonl").read_text()

@@ -233,10 +233,8 @@ def test_layers_that_are_kept_to_the_backward_pass_and_fp16_take_more_of_spread_
         ("adamw_torch", 20),
         ("sgd", 8),
         ("adamw_8bit", 10.03),
-        ("adamw_bnb_8bit", 10.03),
         ("adamw_bf16_stochastic_round", 8),
         ("paged_adamw_8bit", 8),
-        ("paged_adamw_32bit", 8),
         ("adamw_torch_offload", 8),
     ],
 )

@@ -26,7 +26,17 @@ from farthing.train.evaluate import evaluate
 from farthing.train.resolve import open_examples, resolve
 from interrupted import LeavesAt
 from thinned import thinned
-from workshop import Heard, Watched, log_of, make_job, rows_of, train
+from workshop import (
+    Heard,
+    Watched,
+    are_same,
+    as_tokens,
+    log_of,
+    make_job,
+    rows_of,
+    train,
+    weights_of,
+)
 
 # ---- numbers ----
 
@@ -132,15 +142,11 @@ def test_the_measured_loss_is_that_of_transformers_over_all_target_tokens(tmp_pa
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/model")
     total, n, means = 0.0, 0, []
     for row in rows_of("llama", 7, seed=3):
-        prompt, answer = (
-            tokenizer(row["prompt"])["input_ids"],
-            tokenizer(row["completion"])["input_ids"],
-        )
-        answer = [*answer, tokenizer.eos_token_id]
-        labels = torch.tensor([[-100] * len(prompt) + answer])
+        ids, labels = as_tokens(tokenizer, row)
+        n_targets = int((labels != -100).sum())
         with torch.no_grad():
-            mean = float(model(torch.tensor([prompt + answer]), labels=labels).loss)
-        total, n, means = total + mean * len(answer), n + len(answer), [*means, mean]
+            mean = float(model(ids, labels=labels).loss)
+        total, n, means = total + mean * n_targets, n + n_targets, [*means, mean]
     assert measured["loss"] == pytest.approx(total / n, rel=1e-5)
     assert measured["perplexity"] == pytest.approx(math.exp(total / n), rel=1e-4)
     assert measured["document_loss"] == pytest.approx(sum(means) / 7, rel=1e-5)
@@ -176,10 +182,9 @@ def test_evaluating_changes_no_bit_of_the_training(family, tmp_path):
             tmp_path / name, family, size={"dropout": 0.1}, load_best_model_at_end=False, **keys
         )
         train(job)
-        ends.append(load_file(tmp_path / name / "run/model/model.safetensors"))
+        ends.append(weights_of(tmp_path / name))
     assert len(evaluations(make_job(tmp_path / "with", family, eval_rows=rows_of(family, 6)))) == 6
-    assert ends[0].keys() == ends[1].keys()
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    assert are_same(*ends)
 
 
 # ---- what hangs on them ----
@@ -209,10 +214,9 @@ def test_the_best_checkpoint_is_the_one_exported(tmp_path, monkeypatch):
     outcome = train(job, heard)
     assert outcome.receipt.best_step == 2
     assert [row["is_best"] for row in evaluations(job)] == [True, True, False, False, False, False]
-    exported = load_file(tmp_path / "run/model/model.safetensors")
-    best, last = checkpoint_weights(job, 2), checkpoint_weights(job, 6)
-    assert all(torch.equal(exported[name], best[name]) for name in exported)
-    assert not all(torch.equal(exported[name], last[name]) for name in exported)
+    exported = weights_of(tmp_path)
+    assert are_same(exported, checkpoint_weights(job, 2))
+    assert not are_same(exported, checkpoint_weights(job, 6))
     assert heard.of(Exported)[0].step == 2
     assert "| step | 2 of 6 |" in (tmp_path / "run/model/README.md").read_text()
 
@@ -222,8 +226,7 @@ def test_the_last_step_is_exported_when_that_is_asked_for(tmp_path, monkeypatch)
     set_metrics(monkeypatch, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0)
     job = judged_job(tmp_path, load_best_model_at_end=False)
     train(job)
-    exported, last = load_file(tmp_path / "run/model/model.safetensors"), checkpoint_weights(job, 6)
-    assert all(torch.equal(exported[name], last[name]) for name in exported)
+    assert are_same(weights_of(tmp_path), checkpoint_weights(job, 6))
 
 
 def test_patience_counts_evaluations_without_a_gain_above_the_threshold(tmp_path, monkeypatch):
@@ -270,11 +273,7 @@ def test_the_best_step_does_not_depend_on_the_threshold_even_over_a_stop(
     assert train(job, LeavesAt(Saved, 2)).state == "interrupted"
     outcome = train(job)
     assert (outcome.state, outcome.receipt.best_step) == ("finished", best_step)
-    exported, best = (
-        load_file(tmp_path / "run/model/model.safetensors"),
-        checkpoint_weights(job, best_step),
-    )
-    assert all(torch.equal(exported[name], best[name]) for name in exported)
+    assert are_same(weights_of(tmp_path), checkpoint_weights(job, best_step))
 
 
 def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refused(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farthing.train.metrics_file import metrics_file, metrics_text
-from workshop import Heard, log_of, make_job, metrics_of, rows_of, step_taken, train
+from workshop import Heard, make_job, metrics_of, rows_of, step_taken, steps_of, train
 
 SAMPLE = re.compile(r'farthing_[a-z_]+(\{([a-z]+="(?:[^"\\\n]|\\.)*",?)+\})? [-+0-9.e]+')
 
@@ -37,7 +37,7 @@ def test_the_file_has_the_last_step_and_evaluation(tmp_path):
     job = make_job(tmp_path, rows=rows, eval_rows=rows[:4], max_steps=5, logging_steps=2)
     train(job)
     found = gauges((tmp_path / "run/metrics.prom").read_text())
-    steps = [row for row in log_of(job) if "loss" in row]
+    steps = steps_of(job)
     metrics = metrics_of(job)[-1]
     assert found["farthing_step"] == found["farthing_n_steps"] == 5
     assert found["farthing_running"] == 0

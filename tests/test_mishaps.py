@@ -5,16 +5,14 @@ from __future__ import annotations
 import threading
 
 import pytest
-import torch
 
 import workshop
 from farthing.events import StepTaken
-from farthing.model.forward import Forward
 from farthing.report.receipt import build_receipt
 from farthing.train.run import train
 from interrupted import job_in
 from mishaps import fail_at
-from workshop import Heard, log_of, make_job
+from workshop import Heard, make_job, room_for, steps_of
 
 
 def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
@@ -31,21 +29,6 @@ def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
     assert "events behind" in heard.warnings
 
 
-def room_for(micro_batch_tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A device with room for so many tokens at once; returns what it was asked to compute."""
-    honest, asked = Forward.loss, []
-
-    def loss(forward, batch, *scale):
-        if torch.is_grad_enabled():
-            asked.append(batch["input_ids"].numel())
-            if asked[-1] > micro_batch_tokens:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return honest(forward, batch, *scale)
-
-    monkeypatch.setattr(Forward, "loss", loss)
-    return asked
-
-
 def test_memory_that_runs_out_halves_the_micro_batch_and_not_the_step(tmp_path, monkeypatch):
     keys = {"max_steps": 6, "n_rows": 64, "global_batch_size": 16}
     plain = make_job(tmp_path / "plain", "llama", **keys)
@@ -56,7 +39,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_not_the_step(tmp_path, 
     outcome = train(job, heard)
     assert outcome.state == "finished"
     assert max(asked[-3:]) <= 200 < max(asked)
-    ours, theirs = ([row for row in log_of(each) if "loss" in row] for each in (job, plain))
+    ours, theirs = steps_of(job), steps_of(plain)
     assert [row["examples"] for row in ours] == [row["examples"] for row in theirs]
     assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in theirs], rel=1e-4)
     sizes = [event["micro_batch_tokens"] for event in outcome.receipt.out_of_memory]

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from farthing.config.preflight import unusual_settings
 from farthing.errors import RunChangedError
 from thinned import thinned
-from workshop import Heard, job_file, losses_of, make_job, train
-
-
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "run/model/model.safetensors")
+from workshop import Heard, are_same, job_file, losses_of, make_job, train, weights_of
 
 
 @pytest.mark.parametrize(
@@ -36,15 +28,13 @@ def test_a_finished_run_takes_more_steps_and_no_fewer(schedule, tmp_path):
     before = weights_of(tmp_path / "twice")
     fewer = train(make_job(tmp_path / "twice", max_steps=4, **keys))
     assert (fewer.state, fewer.receipt.steps) == ("finished", 6)
-    left = weights_of(tmp_path / "twice")
-    assert all(torch.equal(before[name], left[name]) for name in before)
+    assert are_same(weights_of(tmp_path / "twice"), before)
     job = make_job(tmp_path / "twice", max_steps=8, **keys)
     outcome = train(job)
     assert (outcome.state, outcome.receipt.steps) == ("finished", 8)
     assert outcome.receipt.interruptions == 0, "it had ended"
     assert len(losses_of(job)) == 8
-    ours, theirs = weights_of(tmp_path / "twice"), weights_of(tmp_path / "once")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert are_same(weights_of(tmp_path / "twice"), weights_of(tmp_path / "once"))
     assert train(job).reason.startswith("the run had finished already")
 
 

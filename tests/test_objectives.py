@@ -26,7 +26,7 @@ from farthing.objectives.registry import (
 )
 from farthing.train.resolve import open_examples, resolve
 from interrupted import LeavesAt
-from workshop import Heard, job_file, log_of, losses_of, make_job, metrics_of, train
+from workshop import Heard, as_tokens, job_file, losses_of, make_job, metrics_of, steps_of, train
 
 PACKAGE = '''
 """Tasks that are not farthing's: stars as ordered classes, and pairs of texts."""
@@ -255,18 +255,13 @@ def test_the_loss_of_a_foreign_language_task_is_divided_by_the_targets_that_it_c
     model = transformers.AutoModelForCausalLM.from_pretrained(job.model.model_name_or_path)
     total, n = 0.0, 0
     for row in rows:
-        prompt, whole = (
-            tokenizer(text)["input_ids"]
-            for text in (row["prompt"], row["prompt"] + row["completion"])
-        )
-        ids = torch.tensor([*whole, tokenizer.eos_token_id])
-        labels = torch.where(ids % 2 == 0, ids, -100)
-        labels[: len(prompt)] = -100
+        ids, labels = as_tokens(tokenizer, row)
+        wanted = labels.where(ids % 2 == 0, -100)[0, 1:]
         with torch.no_grad():
-            logits = model(ids[None]).logits[0, :-1]
-        total += float(torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum"))
-        n += int((labels[1:] != -100).sum())
-    first = next(row for row in log_of(job) if "loss" in row)
+            logits = model(ids).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits, wanted, reduction="sum"))
+        n += int((wanted != -100).sum())
+    (first,) = steps_of(job)
     assert first["n_targets"] == n
     assert first["loss"] == pytest.approx(total / n, rel=1e-4)
 

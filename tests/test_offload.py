@@ -8,13 +8,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import farthing.train.offload
 from farthing.errors import ModelError
 from farthing.train.offload import pack
 from farthing.train.optim import load_state, state_bytes, state_tensors
 from scarce import optimizer_of, small_model
+from workshop import are_same
 
 NAME = "adamw_torch_offload"
 
@@ -32,10 +33,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, scaler=N
     optimizer.zero_grad(set_to_none=True)
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
@@ -50,11 +47,11 @@ def test_its_steps_are_those_of_the_fused_one_bit_for_bit(bucket_bytes, monkeypa
     for seed in range(5):
         for model, optimizer in zip(models, optimizers, strict=True):
             step(model, optimizer, seed)
-    assert not same(models[1].state_dict(), small_model().state_dict())
-    assert same(*(model.state_dict() for model in models))
+    assert not are_same(models[1].state_dict(), small_model().state_dict())
+    assert are_same(*(model.state_dict() for model in models))
     states = [state_tensors(o, weights_of(m))[0] for o, m in zip(optimizers, models, strict=True)]
     assert len(states[0]) == 3 * 6
-    assert same(*states)
+    assert are_same(*states)
 
 
 def test_a_weight_without_a_gradient_stays_as_it_is():
@@ -89,8 +86,8 @@ def test_a_restored_model_and_state_go_on_exactly():
     load_state(second, weights_of(fresh), tensors, values)
     for model, own in ((alone, optimizer), (broken, first), (fresh, second)):
         step(model, own, 3)
-    assert same(alone.state_dict(), broken.state_dict())
-    assert same(alone.state_dict(), fresh.state_dict())
+    assert are_same(alone.state_dict(), broken.state_dict())
+    assert are_same(alone.state_dict(), fresh.state_dict())
 
 
 def test_state_and_arithmetic_never_come_near_a_device_without_room():
@@ -113,7 +110,7 @@ def test_gradients_are_unscaled_and_an_overflow_skips_the_step():
     optimizer, scaler = optimizer_of(model, NAME), torch.amp.GradScaler("cpu", init_scale=2.0**10)
     step(model, optimizer, 0, scaler)
     step(plain, optimizer_of(plain, NAME), 0)
-    assert same(model.state_dict(), plain.state_dict())
+    assert are_same(model.state_dict(), plain.state_dict())
     scaler.update()
 
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -123,7 +120,7 @@ def test_gradients_are_unscaled_and_an_overflow_skips_the_step():
     step(model, optimizer, 1, scaler)
     scaler.update()
     assert scaler.get_scale() == 2.0**9
-    assert same(before, {name: p.detach() for name, p in model.named_parameters()})
+    assert are_same(before, {name: p.detach() for name, p in model.named_parameters()})
 
 
 SIZES = {

@@ -34,7 +34,7 @@ from farthing.train.update import WeightUpdate, temporary_bytes, update_bytes
 from interrupted import LeavesAt
 from scarce import GONE, OPTIMIZERS, Failing, optimizer_of, small_model, step_of, with_scaler
 from thinned import thinned
-from workshop import Heard, losses_of, make_job, opened, rows_of, train
+from workshop import Heard, losses_of, make_job, opened, room_for, rows_of, train
 
 ILLEGAL = "CUDA error: an illegal memory access"
 FULL = [
@@ -302,14 +302,6 @@ def test_an_update_that_was_begun_is_never_taken_again_or_saved(untouched, tmp_p
 
 
 def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(tmp_path, monkeypatch):
-    honest, asked = Forward.loss, []
-
-    def loss(forward, batch, *scale):
-        asked.append(batch["input_ids"].numel())
-        if asked[-1] > 100:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return honest(forward, batch, *scale)
-
     def stop(event):
         if isinstance(event, Warned) and "tokens at a time" in event.text:
             raise ZeroDivisionError
@@ -321,7 +313,7 @@ def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(tmp_pa
         "micro_batch_tokens": 600,
     }
     with monkeypatch.context() as patch:
-        patch.setattr(Forward, "loss", loss)
+        room_for(100, patch)
         with pytest.raises(ZeroDivisionError):
             train(make_job(tmp_path, **keys), stop)  # type: ignore[arg-type]
     decided = []

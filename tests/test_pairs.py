@@ -148,6 +148,6 @@ def test_texts_are_those_that_are_written_for_one_example_at_a_time(name):
 class Spelling:
     """Writes numbers instead of words, without padding and ends."""
 
-    def batch_decode(self, rows, *, skip_special_tokens: bool) -> list[str]:
+    def batch_decode(self, rows, *, skip_special_tokens):
         assert skip_special_tokens
         return [" ".join(str(int(number)) for number in row if number > 2) for row in rows]

@@ -19,7 +19,7 @@ from farthing.train.run import train
 from heads import assert_same
 from one_step import added_up
 from thinned import thinned
-from workshop import TASK, log_of, make_job, opened, rows_of
+from workshop import TASK, as_tokens, make_job, opened, rows_of, steps_of
 
 FAMILIES = ["llama", "t5", "bert"]
 N_STEPS, RATE, SGD_RATE, SEED = 20, 1e-3, 0.02, 7
@@ -75,12 +75,9 @@ def plain_loop(
         for index in step:
             row = rows[index]
             if family == "llama":
-                ids = tokenizer(row["prompt"] + row["completion"])["input_ids"] + [
-                    tokenizer.eos_token_id
-                ]
-                n_prompt = len(tokenizer(row["prompt"])["input_ids"])
-                labels = [-100] * n_prompt + ids[n_prompt:]
-            elif family == "t5":
+                inputs.append(as_tokens(tokenizer, row))
+                continue
+            if family == "t5":
                 ids, labels = (
                     tokenizer(row["input"])["input_ids"],
                     tokenizer(row["target"])["input_ids"],
@@ -106,7 +103,7 @@ def plain_loop(
 def logged(job: Job) -> list[dict[str, Any]]:
     """The steps of a run that was trained."""
     train(job, ignore)
-    return [row for row in log_of(job) if "examples" in row]
+    return steps_of(job)
 
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, 3))

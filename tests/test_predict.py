@@ -14,7 +14,7 @@ import torch
 from farthing.after.predict import Predictor
 from farthing.cli import main
 from farthing.tiny import write_jsonl
-from workshop import rows_of, trained
+from workshop import read_json, read_rows, rows_of, trained
 
 
 def run_of(folder: Path, family: str, **keys) -> Path:
@@ -41,7 +41,7 @@ def predicted(run: Path, rows: list[dict[str, Any]], *words: str) -> list[dict[s
     write_jsonl(data, rows)
     output.unlink(missing_ok=True)
     assert main(["predict", str(run), str(data), "-o", str(output), *words]) == 0
-    return [json.loads(line) for line in output.read_text().splitlines()]
+    return read_rows(output)
 
 
 def test_classes_come_with_their_probabilities(classifier):
@@ -163,7 +163,7 @@ def test_rows_of_another_kind_are_refused_by_their_place_and_kind(tmp_path, cli)
 def test_nothing_is_overwritten(classifier, tmp_path, cli):
     data = write_jsonl(tmp_path / "new.jsonl", [{"text": "x"}])
     assert "exists already" in cli.err("predict", classifier, data, "-o", data)
-    assert json.loads(data.read_text()) == {"text": "x"}
+    assert read_json(data) == {"text": "x"}
 
 
 @pytest.mark.slow

@@ -33,7 +33,17 @@ from mishaps import fail_at
 from thinned import thinned
 from together import on_ranks
 from token_sets import with_words
-from workshop import TOPICS, Heard, job_file, log_of, losses_of, metrics_of, opened, train
+from workshop import (
+    TOPICS,
+    Heard,
+    job_file,
+    log_of,
+    losses_of,
+    metrics_of,
+    opened,
+    read_json,
+    train,
+)
 
 WORDS = [word for words in TOPICS.values() for word in words]
 PAIRS = ["dpo", "orpo", "simpo", "cpo", "reward"]
@@ -460,11 +470,16 @@ class _Tokenizer:
     backend_tokenizer = with_words("<|end|>")
 
 
+def text_of(form: str, row: dict[str, Any], objective: str = "dpo") -> Any:
+    """What a row of a format becomes."""
+    return converter(form, {}, {}, _Tokenizer(), objective)(row)
+
+
 @pytest.mark.parametrize("name", CHAT_ROWS)
 def test_every_form_of_a_pair_is_the_same_chat(name):
     form, row = CHAT_ROWS[name]
     assert recognise({*row}, "dpo", {}, "here").format == form
-    text = converter(form, {}, {}, _Tokenizer(), "dpo")(row)
+    text = text_of(form, row)
     joined = ["".join(part for part, _ in each) for each in (text.segments, *text.beside)]
     before = "<user>How much?<|end|><assistant>"
     assert joined == [f"{before}A farthing.<|end|>", f"{before}Go away.<|end|>"]
@@ -479,7 +494,7 @@ def test_every_form_of_a_pair_is_the_same_chat(name):
 def test_texts_of_hh_are_cut_at_the_last_turn_in_common():
     begin = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: How much?\n\nAssistant:"
     row = {"chosen": f"{begin} A farthing.", "rejected": f"{begin} Go away."}
-    text = converter("chosen/rejected", {}, {}, _Tokenizer(), "dpo")(row)
+    text = text_of("chosen/rejected", row)
     assert text.segments == ((begin, False), (" A farthing.", True))
     assert text.beside == (((begin, False), (" Go away.", True)),)
 
@@ -515,17 +530,18 @@ def test_texts_of_hh_are_cut_at_the_last_turn_in_common():
 )
 def test_rows_that_are_no_pair_are_named(form, row, word):
     with pytest.raises(UnusableRowError, match=word):
-        converter(form, {}, {}, _Tokenizer(), "dpo")(row)
+        text_of(form, row)
 
 
 @pytest.mark.parametrize("value", [True, 1, "true", "desirable", "1.0"])
 def test_verdicts_are_read_as_they_are_written(value):
     row = {"prompt": "a", "completion": " b", "label": value}
-    assert converter("prompt/completion/label", {}, {}, _Tokenizer(), "kto")(row).value == 1.0
+    form = "prompt/completion/label"
+    assert text_of(form, row, "kto").value == 1.0
     row["label"] = {"True": False, "1": 0, "true": "False", "desirable": "bad"}.get(str(value), 0.0)
-    assert converter("prompt/completion/label", {}, {}, _Tokenizer(), "kto")(row).value == 0.0
+    assert text_of(form, row, "kto").value == 0.0
     with pytest.raises(UnusableRowError, match="verdict"):
-        converter("prompt/completion/label", {}, {}, _Tokenizer(), "kto")(row | {"label": "maybe"})
+        text_of(form, row | {"label": "maybe"}, "kto")
 
 
 def test_a_pair_is_never_cut(tmp_path):
@@ -537,7 +553,7 @@ def test_a_pair_is_never_cut(tmp_path):
 
 def test_a_margin_is_the_value_of_a_row():
     row = {"prompt": "a", "chosen": " b", "rejected": " c", "margin": 2.0}
-    assert converter("prompt/chosen/rejected", {}, {}, _Tokenizer(), "reward")(row).value == 2.0
+    assert text_of("prompt/chosen/rejected", row, "reward").value == 2.0
 
 
 def run_of(folder: Path, objective) -> Path:
@@ -686,7 +702,7 @@ def test_a_plan_counts_a_prompt_once(tmp_path, cli):
 
 
 def test_the_receipt_has_what_was_saved(dpo_run):
-    answers = json.loads((dpo_run / "receipt.json").read_text())["answers"]
+    answers = read_json(dpo_run / "receipt.json")["answers"]
     assert 0.3 < answers["shared_share"] < 0.6
     assert answers["shared_usd"] > 0
     assert answers["figures"]["rewards/margins"][-1][1] > 0

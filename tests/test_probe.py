@@ -5,7 +5,6 @@ knows when to keep out.
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,18 @@ from farthing.settings import Settings
 from farthing.train.autotune import Prober, Trial, is_worth_it
 from farthing.train.resolve import open_examples, resolve
 from farthing.train.run_settings import lengths_of, probed_settings
-from workshop import ESTIMATE, Heard, job_file, log_of, losses_of, make_job, opened, train
+from workshop import (
+    ESTIMATE,
+    Heard,
+    job_file,
+    losses_of,
+    make_job,
+    opened,
+    read_json,
+    room_for,
+    steps_of,
+    train,
+)
 
 
 class Bench(Prober):
@@ -30,10 +40,10 @@ class Bench(Prober):
         super().__init__(run.steps, Heard(), 60.0, clock=self._now)
         self._seconds_of, self.now_s = seconds_of, 0.0
 
-    def _now(self) -> float:
+    def _now(self):
         return getattr(self, "now_s", 0.0)
 
-    def measure(self, setting: Settings) -> Trial:
+    def measure(self, setting):
         self.steps.use(setting)
         self.now_s += 1.0
         seconds = self._seconds_of(setting)
@@ -96,14 +106,7 @@ def test_real_trials_move_no_weight_and_leave_no_gradient(run):
 
 
 def test_memory_that_runs_out_in_a_trial_is_an_answer(run, monkeypatch):
-    honest = run.forward.loss
-
-    def loss(batch, *scale):
-        if batch["input_ids"].numel() > 300:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return honest(batch, *scale)
-
-    monkeypatch.setattr(run.forward, "loss", loss)
+    room_for(300, monkeypatch)
     prober = Prober(run.steps, Heard(), 4.0)
     found = prober.measure(Settings(100_000)), prober.measure(Settings(128))
     assert [one.seconds_per_token == float("inf") for one in found] == [
@@ -169,8 +172,7 @@ def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(tmp_path
     train(job, heard)
     assert "up to 77 tokens at a time" in heard.of(Decided)[0].batch
     kept, planned = (
-        json.loads((Path(job.output_dir) / f"{name}.json").read_text())
-        for name in ("settings", "plan")
+        read_json(Path(job.output_dir) / f"{name}.json") for name in ("settings", "plan")
     )
     assert (kept["micro_batch_tokens"], kept["probed"]) == (77, True)
     assert planned["settings"]["micro_batch_tokens"] > 77, "as planned"
@@ -210,7 +212,7 @@ def test_a_run_that_probes_ends_like_one_that_does_not_and_probes_once(tmp_path,
     outcome = train(job, heard)
     assert heard.of(Probed)
     assert next(span for span in outcome.receipt.spans if span.name == "probe").seconds > 0
-    ours, theirs = ([row for row in log_of(each) if "loss" in row] for each in (job, plain))
+    ours, theirs = steps_of(job), steps_of(plain)
     assert [row["examples"] for row in ours] == [row["examples"] for row in theirs]
     assert losses_of(job) == pytest.approx(losses_of(plain), rel=1e-4)
     train(job, again)

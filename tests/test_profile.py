@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from farthing.config.load import load_job
 from farthing.events import ignore
 from farthing.train.profiling import profile_job
-from workshop import job_file
+from workshop import job_file, read_json
 
 
 @pytest.mark.slow
@@ -38,7 +37,7 @@ def test_a_step_is_named_forward_and_backward_in_parts_and_in_a_trace(tmp_path):
     } <= set(parts)
     assert sum(parts.values()) == pytest.approx(found["step_s"], rel=0.05)
     assert parts["attention"] > 0
-    trace = json.loads(Path(found["trace"]).read_text())
+    trace = read_json(Path(found["trace"]))
     assert Path(found["trace"]).name.endswith(".pt.trace.json"), (
         "the name that TensorBoard looks for"
     )

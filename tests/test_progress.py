@@ -28,7 +28,7 @@ from workshop import Heard, make_job, train
 class Log:
     """A terminal, or a log, and the clock beside it."""
 
-    def __init__(self, *, is_terminal: bool = False):
+    def __init__(self, *, is_terminal=False):
         self.now = 0.0
         self.file = io.StringIO()
         console = SafeConsole(
@@ -36,14 +36,14 @@ class Log:
         )
         self.terminal = Terminal(console, 10, clock=lambda: self.now)
 
-    def tokenizing(self, n_seconds: int, of_seconds: int):
+    def tokenizing(self, n_seconds, of_seconds):
         for second in range(n_seconds + 1):
             self.now = float(second)
             share = second / of_seconds
             self.terminal(Tokenizing("train", 1000 * second, 10**6, share))
 
     @property
-    def lines(self) -> list[str]:
+    def lines(self):
         return self.file.getvalue().splitlines()
 
 

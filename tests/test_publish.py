@@ -4,7 +4,6 @@ and taken up again.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from farthing.errors import InputError
 from farthing.export.publish import PublishError
 from farthing.report.receipt import build_receipt
 from hub_server import hub_server
-from workshop import make_job, train
+from workshop import make_job, read_json, train
 
 
 @pytest.fixture
@@ -55,10 +54,7 @@ def test_an_export_is_published_in_private_with_its_card(hub, trained, tmp_path,
     assert b"## Receipt" in repository.files["README.md"]
     assert not any(str(tmp_path).encode() in content for content in repository.files.values())
     assert [one["commit"] for one in build_receipt(trained).published][-1] == said["commit"]
-    assert (
-        json.loads((trained / "receipt.json").read_text())["published"][-1]["commit"]
-        == said["commit"]
-    )
+    assert read_json(trained / "receipt.json")["published"][-1]["commit"] == said["commit"]
     assert f"commit {said['commit']}" in " ".join(cli.out("report", trained).split())
 
 

@@ -23,7 +23,7 @@ from farthing.export.gguf_families import family_of, lay_out
 from farthing.export.gguf_file import plan_gguf, write_gguf
 from farthing.export.modelfile import modelfile
 from llama_cpp import LlamaCpp, greedy_of
-from workshop import make_folder, rows_of
+from workshop import make_folder, read_json, rows_of
 
 DATA = Path(os.environ.get("FARTHING_DATA", ""))
 needs_data = pytest.mark.skipif(
@@ -189,7 +189,7 @@ def test_a_file_of_few_bits_is_judged_and_refused_above_the_limit(trained, tmp_p
     card = (tmp_path / "eight/README.md").read_text()
     assert "## Form" in card
     assert "same first choice" in card
-    assert json.loads((tmp_path / "eight/export.json").read_text())["judged"] == eight
+    assert read_json(tmp_path / "eight/export.json")["judged"] == eight
     four = ("gguf", "--bits", "q4_0", "--max-kl", "0")
     assert "so it was deleted" in cli.err(*export(trained, tmp_path / "four", *four))
     assert sorted(os.listdir(tmp_path)) == ["eight"]
@@ -311,7 +311,7 @@ def test_a_folder_that_lacks_weights_is_not_kept(trained, tmp_path, monkeypatch,
     assert os.listdir(tmp_path) == []
     monkeypatch.undo()
     cli(*export(trained, tmp_path / "out", "fp8"))
-    assert json.loads((tmp_path / "out/export.json").read_text())["judged"]["mean_kl"] < 0.1
+    assert read_json(tmp_path / "out/export.json")["judged"]["mean_kl"] < 0.1
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("name")["input_ids"]
 
 
@@ -325,7 +325,7 @@ def test_a_compressed_run_is_judged(family, form, tmp_path, cli):
     body_of(tmp_path / "base", family)
     keys = {"n_rows": 60, "pretrained": True, "method": "lora", "max_steps": 30}
     cli(*export(workshop.trained(tmp_path, family, **keys), tmp_path / "out", form))
-    kept = json.loads((tmp_path / "out/export.json").read_text())
+    kept = read_json(tmp_path / "out/export.json")
     assert kept["judged"]["mean_kl"] < 0.1
 
 

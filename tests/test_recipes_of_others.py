@@ -40,6 +40,15 @@ def tiny(folder: Path, **adapter):
     return add_adapter(model, Adapter(**adapter), "causal-lm", 7) if adapter else model
 
 
+def of_peft(folder: Path, **settings):
+    import peft
+
+    model = tiny(folder)
+    torch.manual_seed(7)
+    usual = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    return peft.get_peft_model(model, peft.LoraConfig(**usual, **settings))
+
+
 def steps_of(model, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     ids = torch.arange(24).reshape(2, 12) + 5
     for _ in range(5):
@@ -74,20 +83,9 @@ def test_lora_plus_moves_as_in_peft(tiny_folders):
 
 @pytest.mark.parametrize("init", ["true", "false", "gaussian", "orthogonal"])
 def test_an_adapter_begins_as_in_peft(init, tiny_folders):
-    import peft
-
     ours = tiny(tiny_folders["llama"], r=4, alpha=8.0, init=init)
-    theirs = tiny(tiny_folders["llama"])
-    torch.manual_seed(7)
     value = {"true": True, "false": False}.get(init, init)
-    config = peft.LoraConfig(
-        r=4,
-        lora_alpha=8,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
-        init_lora_weights=value,
-    )
-    theirs = peft.get_peft_model(theirs, config)
+    theirs = of_peft(tiny_folders["llama"], init_lora_weights=value)
     for (name, mine), (_, other) in zip(
         ours.named_parameters(), theirs.named_parameters(), strict=True
     ):
@@ -101,15 +99,9 @@ def test_an_adapter_begins_as_in_peft(init, tiny_folders):
 def test_an_adapter_that_begins_as_part_of_the_weights_moves_as_in_peft(
     init, use_rslora, tiny_folders
 ):
-    import peft
-
-    base, theirs = tiny(tiny_folders["llama"]), tiny(tiny_folders["llama"])
+    base = tiny(tiny_folders["llama"])
     ours = tiny(tiny_folders["llama"], r=4, alpha=8.0, init=init, use_rslora=use_rslora)
-    torch.manual_seed(7)
-    settings = {"r": 4, "lora_alpha": 8, "use_rslora": use_rslora, "init_lora_weights": init}
-    theirs = peft.get_peft_model(
-        theirs, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **settings)
-    )
+    theirs = of_peft(tiny_folders["llama"], use_rslora=use_rslora, init_lora_weights=init)
     kept = ours.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight
     assert torch.equal(kept, base.model.layers[0].mlp.up_proj.weight)
     moved = [

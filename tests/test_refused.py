@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from farthing.errors import ModelError
 from farthing.models.refused import left_out_loss, refuse_model
-from workshop import job_file, make_folder
+from workshop import job_file, make_folder, read_json
 
 EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "dbrx", "jetmoe"]
 EXPERTS += ["granitemoe", "phimoe", "switch_transformers", "nllb-moe", "qwen3_vl_moe"]
@@ -48,7 +48,7 @@ def test_a_penalty_on_large_logits_is_refused():
 
 def mixtral_folder(folder: Path, **keys) -> Path:
     make_folder(folder, "llama")
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     config |= {
         "model_type": "mixtral",
         "architectures": ["MixtralForCausalLM"],

@@ -100,10 +100,10 @@ class Clock:
 
     now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
-    def sleep(self, seconds: float):
+    def sleep(self, seconds):
         self.now += seconds
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ from farthing.run.opening import opened
 from farthing.run.supervisor import RunStanding, Supervisor, standing
 from held import Held
 from patience import until
-from workshop import job_file, train
+from workshop import job_file, read_json, train
 
 
 def line(attempt: int, step: int, committed: int = -1, notice=None) -> str:
@@ -34,9 +33,7 @@ def line(attempt: int, step: int, committed: int = -1, notice=None) -> str:
 class Run:
     """A run folder whose attempts are told how to end: (exit code, step, newest committed step)."""
 
-    def __init__(
-        self, folder: Path, *ends: tuple[int, int, int], notice: dict[str, Any] | None = None
-    ):
+    def __init__(self, folder, *ends, notice=None):
         self.folder, self.ends, self.notice = folder, list(ends), notice
         self.n_started = 0
         self.said = []
@@ -45,7 +42,7 @@ class Run:
         self.got = []
         self.while_running = lambda: None
 
-    def start(self, number: int) -> Run:
+    def start(self, number):
         """Begin an attempt."""
         self.told_s.append(float(os.environ["FARTHING_PAUSED_S"]))
         assert number == self.n_started
@@ -53,7 +50,7 @@ class Run:
         assert self.n_started <= len(self.ends), "begun again once too often"
         return self
 
-    def wait(self) -> int:
+    def wait(self):
         """Let it end."""
         code, step, committed = self.ends[self.n_started - 1]
         self.while_running()
@@ -61,15 +58,15 @@ class Run:
             file.write(line(self.n_started, step, committed, self.notice))
         return code
 
-    def send_signal(self, number: int, /):
+    def send_signal(self, number, /):
         """Get a signal."""
         self.got.append(number)
 
-    def sleep(self, seconds: float):
+    def sleep(self, seconds):
         """Wait between attempts."""
         self.slept_s += seconds
 
-    def supervised(self, **tries: int) -> int:
+    def supervised(self, **tries):
         """The exit code of it all."""
         code = Supervisor(
             self.folder, self.start, self.said.append, sleep=self.sleep, **tries
@@ -237,7 +234,7 @@ def test_when_the_supervisor_dies_its_child_saves_and_leaves(tmp_path):
     process.wait()
     words = Path(f"/proc/{child}/cmdline")
     until(lambda: not words.exists() or not words.read_bytes())
-    receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
+    receipt = read_json(tmp_path / "run" / "receipt.json")
     assert receipt["state"] == "interrupted"
     assert receipt["notices"][-1]["what"] == "SIGTERM"
 

@@ -4,7 +4,6 @@ count of FLOPs.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import peft
@@ -25,6 +24,7 @@ from farthing.models.families import FAMILIES
 from farthing.models.model_config import known_config
 from farthing.models.shapes import Shape, read_shape
 from thinned import thinned
+from workshop import read_json
 
 SMALL = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LAYERS = {
@@ -172,7 +172,7 @@ def test_real_models_are_the_real_model(data_dir):
     paths = sorted(data_dir.glob("model_configs/*/config.json"))
     assert len(paths) >= 17
     for path in paths:
-        config = json.loads(path.read_text())
+        config = read_json(path)
         shape = shape_of(config)
         must_be_the_same(shape, model_of(config, shape.task))
 

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from farthing.data import prefix_sharing as shared
 from farthing.data.batches import Batches, collate, permutation
-from farthing.data.packing import collate_packed
 from farthing.data.prefix_sharing import (
     collate_shared,
     in_common,
@@ -201,14 +200,6 @@ def test_nothing_is_saved_where_little_is_shared():
 # ---- the same losses and gradients ----
 
 
-def losses_of(model, tokens: TokenSet, *, is_shared: bool) -> Tensor:
-    """The summed loss of all examples as one flat micro-batch."""
-    lay = collate_shared if is_shared else collate_packed
-    return language_model_loss(
-        model, packed_batch(lay(tokens, np.arange(len(tokens)), "causal-lm")), "causal-lm"
-    )
-
-
 def padded_loss(model, tokens: TokenSet) -> Tensor:
     """The same from a padded batch, by way of transformers' attention."""
     arrays = collate(tokens, np.arange(len(tokens)), "causal-lm", 1)
@@ -236,7 +227,8 @@ def test_losses_and_gradients_are_those_of_whole_padded_examples(family, seed):
     padded = padded_loss(model, tokens)
     theirs = gradients_of(model, padded)
     go_packed(model)
-    ours = losses_of(model, tokens, is_shared=True)
+    shared_batch = packed_batch(collate_shared(tokens, np.arange(len(tokens)), "causal-lm"))
+    ours = language_model_loss(model, shared_batch, "causal-lm")
     assert float(ours.detach()) == pytest.approx(float(padded.detach()), rel=CLOSE)
     assert_same(gradients_of(model, ours), theirs, 3 * CLOSE)
 

@@ -19,13 +19,13 @@ import survive
 from farthing.run.checkpoint import Checkpoints
 from farthing.run.snapshot import Later
 from farthing.train.saver import Saver
-from workshop import Heard, losses_of, make_job, train
+from workshop import Heard, are_same, losses_of, make_job, train
 
 
 class Event:
     """Copies when somebody waits for it, as late as a device may."""
 
-    def __init__(self, lane: SlowLane, source: Tensor, into: Tensor):
+    def __init__(self, lane, source, into):
         self._lane, self._source, self._into = lane, source, into
 
     def synchronize(self):
@@ -37,7 +37,7 @@ class Event:
 class SlowLane:
     """Two buffers and no stream."""
 
-    def __init__(self, device: torch.device | None = None, at: threading.Event | None = None):
+    def __init__(self, device=None, at=None):
         self._buffers = [
             torch.empty(farthing.run.snapshot.PIECE_BYTES, dtype=torch.uint8) for _ in range(2)
         ]
@@ -50,7 +50,7 @@ class SlowLane:
             assert self._at.wait(120)
             self._at = None
 
-    def fetch(self, piece: Tensor, number: int) -> tuple[Tensor, Event]:
+    def fetch(self, piece, number):
         """Nothing is copied yet."""
         into = self._buffers[number][: len(piece)]
         self.order.append(("fetch", number))
@@ -164,8 +164,7 @@ def test_a_checkpoint_that_is_copied_behind_the_next_step_is_of_one_step(
     outcome = train(job)
     checkpoints, losses, result = at_once
     found = checkpoints_of(tmp_path)
-    assert found.keys() == checkpoints.keys()
-    assert all(torch.equal(found[name], checkpoints[name]) for name in checkpoints)
+    assert are_same(found, checkpoints)
     assert losses_of(job) == losses
     assert survive.differences(result, survive.result_of(Path(job.output_dir))) == []
     assert True in waited  # the copy was under way when the update was due

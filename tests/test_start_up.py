@@ -7,14 +7,11 @@ tests.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +20,7 @@ import workshop
 from farthing.config.load import load_job
 from farthing.errors import RunChangedError
 from farthing.run.accounts import read_ledger
-from farthing.train.loop import rare_collections
+from patience import until
 from workshop import job_file
 
 
@@ -43,15 +40,6 @@ def slow(tmp_path):
         "while True: ctypes.PyDLL(None).usleep(900_000)\n"
     )
     return {**os.environ, "PYTHONPATH": str(tmp_path / "slow")}
-
-
-def until(condition: Callable[[], object], process: subprocess.Popen[bytes]):
-    """Wait, as long as the process lives."""
-    give_up_at = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, "it has ended"
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
 
 
 def train(
@@ -81,9 +69,9 @@ def test_a_process_that_is_killed_while_it_imports_torch_is_on_the_bill_and_unde
         return account.wall_s
 
     process = train(job, run, env=slow)
-    until(importing.exists, process)
+    until(importing.exists)
     seen_s = spent_s()
-    until(lambda: spent_s() > seen_s + 0.15, process)
+    until(lambda: spent_s() > seen_s + 0.15)
     process.kill()
     process.communicate()
     assert spent_s() > 0.2
@@ -97,7 +85,7 @@ def test_a_process_that_is_killed_while_it_imports_torch_is_on_the_bill_and_unde
 @pytest.mark.slow
 def test_asked_to_leave_while_it_imports_torch_a_process_says_so_on_the_ledger(job, slow, tmp_path):
     process = train(job, tmp_path / "run", env=slow)
-    until((tmp_path / "importing").exists, process)
+    until((tmp_path / "importing").exists)
     process.send_signal(signal.SIGTERM)
     _, words = process.communicate(timeout=300)
     assert process.returncode == 75, words
@@ -126,11 +114,6 @@ def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch
     returncode, _, heavy, n_collections = again("--json")
     assert (returncode, heavy) == (0, "torch,transformers"), "a full run has no use for the others"
     assert n_collections < 100, "garbage was looked for while libraries were imported"
-    beside = load_job(path, [f"output_dir={tmp_path / 'beside'}"])
-    assert workshop.train(beside).state == "finished"  # here all is imported
-    assert (run / "model/model.safetensors").read_bytes() == (
-        tmp_path / "beside/model/model.safetensors"
-    ).read_bytes()
     before = {
         name: (run / name).read_bytes()
         for name in ("ledger.jsonl", "receipt.json", "run.json", "log.jsonl")
@@ -150,24 +133,3 @@ def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch
         with pytest.raises(RunChangedError):  # though it is finished
             workshop.train(load_job(path, words))
     assert [a.state for a in read_ledger(run / "ledger.jsonl").ordered] == ["finished"]
-
-
-def test_what_is_frozen_is_not_counted_where_the_collector_is_off(monkeypatch):
-    monkeypatch.setattr(
-        gc, "get_freeze_count", lambda: pytest.fail("it walks through all that is imported")
-    )
-    frozen = []
-    monkeypatch.setattr(gc, "freeze", lambda: frozen.append("frozen"))
-    monkeypatch.setattr(gc, "unfreeze", lambda: frozen.append("unfrozen"))
-    gc.disable()
-    try:
-        with rare_collections():
-            assert not gc.isenabled()
-    finally:
-        gc.enable()
-    assert frozen == []
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
-    with rare_collections():
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    assert frozen == ["frozen", "unfrozen"]

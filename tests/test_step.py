@@ -5,7 +5,6 @@ a thread fails.
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,19 @@ from farthing.model.forward import Forward
 from farthing.train.step import Step
 from patience import until
 from thinned import thinned
-from workshop import Heard, Watched, log_of, losses_of, make_job, rows_of, train, with_system_prompt
+from workshop import (
+    Heard,
+    Watched,
+    are_same,
+    log_of,
+    losses_of,
+    make_job,
+    read_json,
+    rows_of,
+    steps_of,
+    train,
+    with_system_prompt,
+)
 
 # ---- the feed ----
 
@@ -115,7 +126,7 @@ def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(tmp_path, mo
     monkeypatch.setattr(Step, "n_ahead", property(lambda _: 1))
     ahead = ends_of(make_job(tmp_path / "b", eval_steps=4, **keys), monkeypatch)
     assert ahead[0] == rows
-    assert all(torch.equal(weights[name], ahead[1][name]) for name in weights)
+    assert are_same(weights, ahead[1])
     assert ahead[2].skipped_steps == receipt.skipped_steps == 3
     assert ahead[2].steps == 8
 
@@ -127,8 +138,7 @@ def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(tmp_pa
     job = make_job(tmp_path, max_steps=9, max_skipped_steps=2)
     with pytest.raises(NotFiniteError):
         train(job)
-    rows = [row for row in log_of(job) if "examples" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3]  # the third was under way
+    assert [row["step"] for row in steps_of(job)] == [1, 2, 3]  # the third was under way
 
 
 @pytest.mark.parametrize("optim", thinned(["adamw_torch_fused", "adamw_torch", "sgd"], 2))
@@ -178,7 +188,7 @@ def test_micro_batches_grow_where_a_beginning_is_then_computed_less_often(tmp_pa
     def settings_of(name, heard, **more):
         job = make_job(tmp_path / name, **keys, **more)
         train(job, heard)
-        kept = json.loads((Path(job.output_dir) / "settings.json").read_text())
+        kept = read_json(Path(job.output_dir) / "settings.json")
         return kept, heard.of(Decided)[0].batch, losses_of(job)
 
     kept, said, losses = settings_of("free", Heard())

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import obstore.store
 import pytest
 
 from farthing.config.load import load_job
@@ -50,7 +51,7 @@ from mirrored import (
     taken,
     with_copies,
 )
-from workshop import Heard, job_file, make_job, train
+from workshop import Heard, job_file, make_job, read_json, read_rows, train
 
 
 class Killed(BaseException):
@@ -80,22 +81,25 @@ def test_a_store_behaves_like_the_model_of_one(store, tmp_path):
     behaves_like_a_store(store, tmp_path)
 
 
-def test_a_folder_without_hard_links_is_a_store_too(tmp_path):
-    store = open_store(str(tmp_path / "store"))
-    real = store._small
+def test_a_folder_without_hard_links_is_a_store_too(tmp_path, monkeypatch):
+    whole, reason = obstore.store.LocalStore, 1
 
     class NoLinks:
-        def put(self, key, data, mode="overwrite"):
-            if mode == "create":
+        def __init__(self, *given, **how):
+            self.real = whole(*given, **how)
+
+        def put(self, key, data, **how):
+            if how.pop("mode", "") == "create":
                 raise OSError(
                     f"Generic LocalFileSystem error: it can't be done (os error {reason})"
                 )
-            real.put(key, data)
+            self.real.put(key, data, **how)
 
         def __getattr__(self, name):
-            return getattr(real, name)
+            return getattr(self.real, name)
 
-    vars(store)["_small"], reason = NoLinks(), 1
+    monkeypatch.setattr(obstore.store, "LocalStore", NoLinks)
+    store = open_store(str(tmp_path / "store"))
     behaves_like_a_store(store, tmp_path)
     reason = 28  # no space is left
     with pytest.raises(StoreError, match="os error 28"):
@@ -112,7 +116,7 @@ def test_large_files_travel_in_four_parts_at_once_and_no_more_than_a_bucket_take
         given.append((chunk_size, max_concurrency))
         (tmp_path / key).write_bytes(b"")
 
-    monkeypatch.setattr("obstore.store.LocalStore", lambda *_, **__: SimpleNamespace(put=put))
+    monkeypatch.setattr(obstore.store, "LocalStore", lambda *_, **__: SimpleNamespace(put=put))
     store = open_store(str(tmp_path))
     with open(tmp_path / "large", "wb") as large:
         for n_bytes in (10, 72 << 30, 90_000_000_000):
@@ -310,7 +314,7 @@ def test_a_machine_that_comes_back_takes_what_the_other_did(tmp_path):
     )
     assert here == ["step-00000002-0001", "step-00000004-0002"]
     assert "step-00000006-0001 here is not part of the run that the store has" in said[0]
-    rows = [json.loads(line) for line in (a / "ledger.jsonl").read_text().splitlines()]
+    rows = read_rows(a / "ledger.jsonl")
     last = {row["attempt"]: row["spans"]["compute"] for row in rows}
     assert last == {1: 6.0, 2: 4.0}, "time that was spent here and not sent stays on the bill"
 
@@ -428,12 +432,12 @@ def test_what_was_lost_in_the_store_is_sent_again(with_best, tmp_path):
 @pytest.mark.parametrize("name", ["run.json", "plan.json"])
 def test_a_file_that_decides_and_is_damaged_here_comes_back_from_the_store(name, with_best, run):
     """Checkpoints of earlier versions have no copies of these files: the store has."""
-    whole = json.loads((run / name).read_text())
+    whole = read_json(run / name)
     (run / name).write_text("{")
     mirror = mirror_of(with_best, run)
     assert mirror.bring_back() == 3
     mirror.close(1)
-    assert json.loads((run / name).read_text()) == whole
+    assert read_json(run / name) == whole
     assert {path.name for path in (run / "checkpoints").glob("step-*[0-9]")} >= {
         "step-00000003-0001"
     }
@@ -532,7 +536,7 @@ def test_what_is_waited_for_after_the_last_step_is_on_the_bill(quick, monkeypatc
     (attempt,) = receipt.attempts
     assert (attempt["ended"], attempt["spans"]["checkpoint"] > 1.0) == ("finished", True)
     assert receipt.usd == pytest.approx(receipt.wall_s / 3600 * 3.6)
-    on_disk = json.loads((tmp_path / "run" / "receipt.json").read_text())
+    on_disk = read_json(tmp_path / "run" / "receipt.json")
     assert on_disk["wall_s"] == receipt.wall_s
     (tmp_path / "run").rename(tmp_path / "gone")
     again = train(machine(tmp_path, "run", tmp_path / "store"), Heard()).receipt.attempts[0]

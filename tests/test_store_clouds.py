@@ -11,7 +11,6 @@ import base64
 import http.client
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -21,7 +20,7 @@ from farthing.events import ReadingData, Restored
 from farthing.run import mirror as mirror_module
 from farthing.storage import objects as store_module
 from farthing.storage.objects import Retrying, StoreError, StoreRefusedError, open_store
-from fault_proxy import FaultProxy, Reply
+from fault_proxy import FaultProxy
 from interrupted import LeavesAt
 from machines import machine, same_result
 from mirrored import (
@@ -43,7 +42,7 @@ Cloud = tuple[FaultProxy, str]
 class GoogleProxy(FaultProxy):
     """Names Google's condition as S3 does."""
 
-    def pass_on(self, request: BaseHTTPRequestHandler, body: bytes) -> Reply:
+    def pass_on(self, request, body):
         if request.headers.get("x-goog-if-generation-match") == "0":
             request.headers["If-None-Match"] = "*"
         return super().pass_on(request, body)

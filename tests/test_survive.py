@@ -21,6 +21,7 @@ from farthing.storage.files import only_writer
 from farthing.train.run import train
 from interrupted import LeavesAt, job_in, quiet, terminate, when
 from thinned import thinned
+from workshop import read_json
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_two_processes_never_train_in_one_folder(tmp_path):
 @pytest.mark.slow
 def test_the_receipt_has_the_interval_of_its_checkpoints(tmp_path):
     planned = train(job_in(tmp_path, "planned", save_steps=None), quiet).receipt
-    promise = json.loads((tmp_path / "planned" / "plan.json").read_text())
+    promise = read_json(tmp_path / "planned" / "plan.json")
     assert planned.checkpoints.interval_s == promise["interval_s"] > 0
     asked = train(job_in(tmp_path, "asked", save_steps=None, save_minutes=2), quiet).receipt
     assert asked.checkpoints.interval_s == 120

@@ -20,7 +20,7 @@ from farthing.train import trackers as track
 from farthing.train.trackers import tracked
 from mishaps import fail_at
 from patience import until
-from workshop import Heard, losses_of, make_job, step_taken, train
+from workshop import Heard, losses_of, make_job, read_json, step_taken, train
 
 
 def crashed_and_continued(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Job:
@@ -150,12 +150,12 @@ def test_tensorboard_has_each_step_once(tmp_path, monkeypatch):
 
 def test_steps_that_are_taken_again_are_told_once(tmp_path, monkeypatch):
     everything = []
-    monkeypatch.setitem(track.OPENERS, "tensorboard", noting(everything))
+    monkeypatch.setattr("farthing.train.trackers.OPENERS", {"tensorboard": noting(everything)})
     job = crashed_and_continued(tmp_path, monkeypatch, "tensorboard")
     assert [step for step, figures in everything if "train/loss" in figures] == list(range(1, 11))
     assert [step for step, figures in everything if "eval/loss" in figures] == [5, 10]
     (mark,) = (Path(job.output_dir) / "trackers").glob("tensorboard-*")
-    assert json.loads(mark.read_text()) == {"train": 10, "eval": 10}
+    assert read_json(mark) == {"train": 10, "eval": 10}
     mark.write_text("damaged")
     with tracked(Heard(), ("tensorboard",), Path(job.output_dir)) as emit:
         emit(replace(step_taken(), step=11))
@@ -170,9 +170,9 @@ def test_one_that_hangs_does_not_keep_another_from_its_figures(tmp_path, monkeyp
     def fails(*_):
         raise ConnectionError("no server")
 
-    monkeypatch.setitem(track.OPENERS, "tensorboard", noting(everything))
-    monkeypatch.setitem(track.OPENERS, "wandb", lambda *_: (is_over.wait(600), None))
-    monkeypatch.setitem(track.OPENERS, "mlflow", fails)
+    hangs = lambda *_: (is_over.wait(600), None)  # noqa: E731
+    opens = {"tensorboard": noting(everything), "wandb": hangs, "mlflow": fails}
+    monkeypatch.setattr("farthing.train.trackers.OPENERS", opens)
     monkeypatch.setattr(track.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(track, "PATIENCE_S", 0.5)
     with tracked(heard, ("tensorboard", "wandb", "mlflow"), tmp_path) as emit:

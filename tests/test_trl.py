@@ -12,7 +12,6 @@ opens it, which are refused here.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from farthing.data.encode import Encoder
 from farthing.data.formats import Example, converter
 from farthing.model.load import ModelChoice, load_tokenizer
 from token_sets import encoded_examples
+from workshop import read_json
 
 GOLDEN = Path(__file__).parent / "golden" / "trl_chats.json"
 ASKED = [{"role": "user", "content": "What is bread?"}, {"role": "user", "content": "And soup?"}]
@@ -113,7 +113,7 @@ def tokenizer(tiny_folders):
     return found
 
 
-KEPT = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {"chats": []}
+KEPT = read_json(GOLDEN) if GOLDEN.exists() else {"chats": []}
 
 
 @pytest.mark.parametrize("kept", KEPT["chats"], ids=lambda kept: f"{kept['family']}-{kept['chat']}")

@@ -16,12 +16,14 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 import farthing.train.build
 import farthing.train.run
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.events import Event, StepTaken, Warned
+from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.planner.estimate import Estimate
 from farthing.run.folder import keep, kept
@@ -177,6 +179,17 @@ def trained(folder: Path, family: str = "llama", **keys) -> Path:
     return Path(job.output_dir)
 
 
+def with_where(job: Job, **keys: Any) -> Job:
+    return job.model_copy(update={"where": job.where.model_copy(update=keys)})
+
+
+def as_tokens(tokenizer: Any, row: dict[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and labels [1, n] of a prompt and its completion, by the tokenizer's own call."""
+    ids = tokenizer(row["prompt"] + row["completion"])["input_ids"] + [tokenizer.eos_token_id]
+    n_prompt = len(tokenizer(row["prompt"])["input_ids"])
+    return torch.tensor([ids]), torch.tensor([[-100] * n_prompt + ids[n_prompt:]])
+
+
 def opened(job: Job, heard: Heard | None = None) -> Any:
     """A run at step 0, not in its loop; a context."""
     Path(job.output_dir).mkdir(parents=True, exist_ok=True)
@@ -204,11 +217,18 @@ def file_system(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)])
 
 
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """A JSON document a line."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def log_of(job: Job) -> list[dict[str, Any]]:
     """The rows of `log.jsonl`."""
-    return [
-        json.loads(line) for line in (Path(job.output_dir) / "log.jsonl").read_text().splitlines()
-    ]
+    return read_rows(Path(job.output_dir) / "log.jsonl")
 
 
 def metrics_of(job: Job) -> list[dict[str, Any]]:
@@ -216,9 +236,24 @@ def metrics_of(job: Job) -> list[dict[str, Any]]:
     return [row["metrics"] for row in log_of(job) if "metrics" in row]
 
 
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """What the run of a folder has exported."""
+    return load_file(folder / "run/model/model.safetensors")
+
+
+def are_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """To the bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def steps_of(job: Job) -> list[dict[str, Any]]:
+    """The rows of the log that are steps."""
+    return [row for row in log_of(job) if "examples" in row]
+
+
 def losses_of(job: Job) -> list[Any]:
     """The loss of every step."""
-    return [row["loss"] for row in log_of(job) if "examples" in row]
+    return [row["loss"] for row in steps_of(job)]
 
 
 def resolved(job: Job, numerics: Numerics) -> RunSpec:
@@ -226,6 +261,21 @@ def resolved(job: Job, numerics: Numerics) -> RunSpec:
     spec = resolve(job)
     vars(spec)["numerics"] = numerics
     return spec
+
+
+def room_for(n_tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A device with room for so many tokens at once; returns what it was asked to compute."""
+    honest, asked = Forward.loss, []
+
+    def loss(forward, batch, *scale):
+        if torch.is_grad_enabled():
+            asked.append(batch["input_ids"].numel())
+            if asked[-1] > n_tokens:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return honest(forward, batch, *scale)
+
+    monkeypatch.setattr(Forward, "loss", loss)
+    return asked
 
 
 class Watched:
