@@ -42,8 +42,9 @@ WINGS = {  # files to change, and the tests that have to notice
     "engine": (
         "train/[elmos]*.py train/update.py objectives/*.py dist/reduce.py model/head.py"
         " model/loss.py model/pairs.py model/casts.py",
-        "step parity retry objectives preference labels metrics classes head casts pairs memory"
-        " shared decay checkpoint survive ranks spread alone limits progress more_steps bf16",
+        "step parity methods retry objectives preference labels metrics classes head casts pairs"
+        " memory shared decay checkpoint survive ranks spread alone limits progress more_steps"
+        " bf16",
     ),
     "data": (
         "data/encode.py data/batches.py",

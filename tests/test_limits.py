@@ -391,6 +391,7 @@ def test_the_first_fit_buys_what_is_promised_and_never_more_than_asked():
     fit = first_fit(1000, warmup, 500.0, 1.0, 10.0)
     assert (fit.n_steps, fit.settles_at, fit.settled) == (475, 23, False)
     assert first_fit(100, warmup, 500.0, 1.0, 10.0).n_steps == 100
+    assert first_fit(100, warmup, 5.0, 1.0, 10.0).n_steps == 3, "however little it buys"
     unknown = first_fit(1000, warmup, 500.0, None, 10.0)
     assert (unknown.n_steps, unknown.settles_at, unknown.n_warmup_steps) == (1000, 10, 10)
     short = [first_fit(24, warmup, 500.0, step_s, 10.0).settles_at for step_s in (1.0, None)]
@@ -453,6 +454,17 @@ def test_the_rate_before_it_is_settled_does_not_depend_on_the_number(name):
     assert few[:4] == list(map(schedule(name, n_warmup_steps=4, n_steps=40), range(4)))
     assert few[39] < 0.05
     assert few[10:] == sorted(few[10:], reverse=True)
+
+
+@pytest.mark.parametrize(("n_steps", "falls_at"), [(14, 10), (40, 32)])
+def test_a_rate_that_falls_over_a_number_of_steps_has_no_more_than_are_left(n_steps, falls_at):
+    kwargs = {"num_decay_steps": 8, "decay_type": "linear"}
+    how = {"n_warmup_steps": 4, "holds_until": 10, "n_steps": n_steps, "kwargs": kwargs}
+    rates = list(map(fitted_schedule("warmup_stable_decay", **how), range(n_steps + 1)))
+    assert rates[:4] == [0, 0.25, 0.5, 0.75]
+    assert set(rates[4 : falls_at + 1]) == {1}
+    n_falling = n_steps - falls_at
+    assert rates[falls_at:] == pytest.approx([n / n_falling for n in range(n_falling, -1, -1)])
 
 
 def test_a_fit_that_was_kept_is_read_back_and_a_torn_one_is_refused(tmp_path):

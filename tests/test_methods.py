@@ -217,8 +217,11 @@ def test_an_overflow_skips_the_step_and_halves_the_scale_and_is_not_counted_as_n
 
 
 def test_a_polynomial_that_would_have_to_rise_is_refused():
-    with pytest.raises(InputError, match="the learning rate is 1e-08"):
-        schedule("polynomial", n_warmup_steps=0, n_steps=4, learning_rate=1e-8)
+    for rate in (1e-8, 1e-7):  # it ends at 1e-7
+        with pytest.raises(InputError, match=f"the learning rate is {rate}"):
+            schedule("polynomial", n_warmup_steps=0, n_steps=4, learning_rate=rate)
+    even = {"n_steps": 4, "learning_rate": 0.1, "kwargs": {"min_lr": 0.1}}
+    assert schedule("cosine_with_min_lr", n_warmup_steps=0, **even)(3) == 1
 
 
 @pytest.mark.parametrize(
@@ -409,7 +412,7 @@ SCHEDULES = [
     ("cosine_with_min_lr", {"min_lr": 0.002, "num_cycles": 1.25}),
     ("polynomial", {"lr_end": 0.001, "power": 2.0}),
     ("inverse_sqrt", {"timescale": 7}),
-    ("warmup_stable_decay", {"num_decay_steps": 8, "decay_type": "1-sqrt", "min_lr_ratio": 0.2}),
+    ("warmup_stable_decay", {"num_decay_steps": 19, "decay_type": "1-sqrt", "min_lr_ratio": 0.2}),
     ("warmup_stable_decay", {"num_decay_steps": 4, "warmup_type": "1-sqrt", "min_lr_ratio": 0.1}),
 ]
 
