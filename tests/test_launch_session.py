@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ OVER = {0: {"is_over": True, "code": 3}}
 class Rented:
     """A session whose driver this is, with a folder for a store."""
 
-    def __init__(self, folder: Path, shows: dict[int, Any], **traits: Any) -> None:
+    def __init__(self, folder: Path, shows: dict[int, Any], **traits: Any):
         course = Course(folder)
         self.driver, self.said = Played(course, shows, {}, **traits), course.said
         job = course.prepared.job.model_copy(update={"output_store": str(folder / "store")})
@@ -37,13 +36,13 @@ class Rented:
     def run(self, **how: Any) -> int:
         return self.session.run(**{"is_attended": False, "tokenize": list, **how})
 
-    def is_there(self) -> None:
+    def is_there(self):
         """A machine of this launch, which no line knows."""
         self.driver.made[self.name] = self.clock()
 
 
 @pytest.fixture
-def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def rent(tmp_path, monkeypatch):
     monkeypatch.setenv("RUNPOD_API_KEY", "key")
     monkeypatch.setattr("farthing.launch.session.STORE_S", 0.1)
     monkeypatch.setattr("farthing.launch.session.LOOK_S", 0.1)

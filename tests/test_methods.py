@@ -134,7 +134,6 @@ def test_whatever_a_job_names_is_trained_over_a_base_in_bf16_and_merged(
 @pytest.mark.parametrize(
     ("family", "key", "wrong", "known"),
     [
-        ("llama", "target_modules", "q_porj", ("all-linear", "q_proj", "down_proj")),
         ("llama", "modules_to_save", "lm_haed", ("lm_head",)),
         ("t5", "target_modules", "shared", ()),  # never computed
         ("t5", "modules_to_save", "shared", ()),
@@ -245,6 +244,18 @@ def test_a_run_follows_its_schedule_at_a_rate_for_its_global_batch(keys, rates, 
     job = make_job(tmp_path, max_steps=5, **batch, **keys)
     workshop.train(job)
     assert [row["lr"] for row in log_of(job)] == pytest.approx(rates)
+
+
+@pytest.mark.slow
+def test_label_smoothing_changes_training(tmp_path):
+    losses = []
+    for share in (0.0, 0.2):
+        keys = {"max_steps": 1, "label_smoothing_factor": share}
+        job = make_job(tmp_path / str(share), "bert", **keys)
+        workshop.train(job)
+        losses += losses_of(job)
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.2)
 
 
 # ---- loading ----

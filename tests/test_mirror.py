@@ -42,7 +42,7 @@ OTHER = json.dumps({"host": "other", "folder": "/x"}).encode()
 class Away(Model):
     """A store whose operations of these names fail with this."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fault: Exception | None = None
         self.names = {"create", "put", "get", "fetch", "list", "remove"}
@@ -67,7 +67,7 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def said() -> list[str]:
+def said():
     return []
 
 
@@ -151,7 +151,7 @@ def test_another_machine_is_kept_out_while_the_first_renews(store, run, tmp_path
 
 
 def test_a_folder_that_is_no_place_for_a_copy_is_doubted(run, tmp_path, monkeypatch):
-    def doubt(store: str) -> str:
+    def doubt(store):
         return str(mirror_of(open_store(store), run).doubt())
 
     assert doubt(str(tmp_path)).startswith("is on the disk of the run: mount one that outlives")
@@ -163,7 +163,7 @@ def test_a_folder_that_is_no_place_for_a_copy_is_doubted(run, tmp_path, monkeypa
 
 
 def test_a_folder_takes_from_its_store_what_it_has_lost_and_nothing_else(store, run):
-    def again() -> int | None:
+    def again():
         mirror = mirror_of(store, run)
         step = mirror.bring_back()
         mirror.offer_last_words()  # there are none yet

@@ -15,6 +15,7 @@ import pytest
 from farthing.config.data_lengths import read_lengths
 from farthing.config.job import Job
 from farthing.data.batches import split_by_input
+from farthing.data.light_tokenizer import light_tokenizer
 from farthing.data.read import open_sources
 from farthing.data.token_set import TokenRecipe, TokenSet
 from farthing.data.tokens import tokenize
@@ -159,6 +160,7 @@ def test_truncation_that_a_folder_asks_for_is_neither_followed_nor_exported(tmp_
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=5)
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    assert light_tokenizer(folder, None).backend_tokenizer.truncation is None, "a plan's"
     again = load_tokenizer(ModelChoice(str(folder)), None)
     again.save_pretrained(tmp_path / "exported")
     saved = json.loads((tmp_path / "exported" / "tokenizer.json").read_text())
