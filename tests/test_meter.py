@@ -14,7 +14,7 @@ import pytest
 from attempts import Clock, attempt
 from farthing.errors import DiskFullError
 from farthing.run import ledger as ledger_module
-from farthing.run.accounts import Account, as_line, read_ledger, with_redone
+from farthing.run.accounts import Account, AttemptMark, as_line, read_ledger, with_redone
 from farthing.run.ledger import Ledger, Meter, seconds_since_process_start
 from farthing.run.opening import opened
 from patience import until
@@ -93,10 +93,12 @@ def test_a_line_is_written_every_half_second_and_before_a_checkpoint_bears_witne
         (account,) = read_attempts(tmp_path / "l")
         assert (account.wall_s, account.began, account.first_step) == (known_s, True, 7)
     assert account.line == 3
+    ledger.held_up_by_save(0.2)
     clock.now += 0.25
     witness = ledger.witness()
     assert witness == {"attempt": 1, "spent_s": 10.75, "spent_usd": pytest.approx(0.01075)}
-    assert read_attempts(tmp_path / "l")[0].wall_s == 10.75
+    (account,) = read_attempts(tmp_path / "l")
+    assert (account.wall_s, account.n_saves, account.held_up_s) == (10.75, 1, 0.2)
 
 
 def test_what_is_noted_of_an_attempt_is_its_most_and_its_newest():
@@ -165,6 +167,14 @@ def test_work_done_again_is_counted_once_as_redone(tmp_path):
     attempt(tmp_path / "l", clock, 1, 4, 20, end="finished")  # lost all after step 4
     redone = [a.redone_s for a in read_attempts(tmp_path / "l")]
     assert redone == pytest.approx([60, 10, 0])
+
+
+def test_work_until_a_step_is_on_the_line_between_the_nearest_marks():
+    early = AttemptMark(4, 0, 0, 0.0, 0, {"compute": 40.0})
+    late = AttemptMark(8, 0, 0, 0.0, 0, {"compute": 90.0, "optimizer": 10.0, "evaluation": 5.0})
+    account = Account(1, step=8, marks=[early, late])
+    found = [account.work_until(step) for step in (-1, 0, 2, 4, 6, 8, 9)]
+    assert found == [0, 0, 20, 40, 70, 100, 100]
 
 
 def test_an_attempt_that_never_began_loses_no_work(tmp_path):

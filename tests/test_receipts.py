@@ -175,6 +175,13 @@ def test_losses_are_compared_where_their_examples_are_the_same(rented, both, key
     assert rows["usd"].ratio == 1
 
 
+@pytest.mark.parametrize("nothing", [{"tokens": 0}, {"usd": 0.0}])
+def test_nothing_is_saved_against_a_run_of_nothing(rented, nothing):
+    for pair in ((rented, replace(rented, **nothing)), (replace(rented, **nothing), rented)):
+        assert compare(*pair).saved_share_per_token is None
+    assert (compare(rented, replace(rented, **nothing)).saved_share is None) == ("usd" in nothing)
+
+
 @pytest.mark.parametrize(("n", "is_shown"), [(0, False), (1, True), (30, True), (31, False)])
 def test_up_to_thirty_classes_are_shown_one_by_one(rented, n, is_shown):
     row = {"precision": 1.0, "recall": 1.0, "f1": 1.0, "n": 1}

@@ -217,7 +217,7 @@ def schedule(
     fall = usual[name]
     if name == "constant":
         return fall
-    return lambda step: step / max(1, n_warmup_steps) if step < n_warmup_steps else fall(step)
+    return lambda step: step / n_warmup_steps if step < n_warmup_steps else fall(step)
 
 
 def _of_transformers(
