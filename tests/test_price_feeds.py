@@ -41,7 +41,14 @@ AWS = "\n".join(
     ]
 )
 GPUHUNT = "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,gpu_vendor,flags"  # noqa: E501
-GCP = f"{GPUHUNT}\na2-highgpu-1g,us-central1,3.67,12,85,1,A100,40,False,,nvidia,\n"
+GCP = "\n".join(
+    [
+        GPUHUNT,
+        "a2-highgpu-1g,us-central1,3.67,12,85,1,A100,40,False,,nvidia,",
+        "a2-highgpu-1g,us-central1,1.25,12,85,1,A100,40,True,,nvidia,",
+        "m5.large,us-central1,0.09,2,8,0,,,False,,,",
+    ]
+)
 
 
 def zipped(name: str, text: str) -> bytes:
@@ -78,9 +85,9 @@ def test_feeds_become_prices_of_the_day(server, tmp_path):
     said = []
     result = update(path, TODAY, both(server), progress=said.append)
     assert (result.refreshed, result.kept, result.failed) == (("AWS", "GCP"), (), ())
-    assert sorted(said) == ["AWS (skypilot): 5 prices", "GCP (gpuhunt): 1 price"]
+    assert sorted(said) == ["AWS (skypilot): 5 prices", "GCP (gpuhunt): 2 prices"]
     offers = read_prices(path, TODAY)[0]
-    assert result.n_offers == len(offers) == 6
+    assert result.n_offers == len(offers) == 7
     rows = {(o.instance, o.kind, o.zone): o for o in offers}
     assert set(rows) == {
         ("p5.48xlarge", "on-demand", ""),  # the same in both zones
@@ -89,6 +96,7 @@ def test_feeds_become_prices_of_the_day(server, tmp_path):
         ("g5.xlarge", "on-demand", ""),
         ("g5.xlarge", "spot", ""),
         ("a2-highgpu-1g", "on-demand", ""),
+        ("a2-highgpu-1g", "spot", ""),
     }
     assert rows["p5.48xlarge", "spot", "b"].usd == 30.25
     assert {offer.date for offer in offers} == {TODAY}
@@ -144,7 +152,7 @@ def test_a_damaged_file_in_the_cache_is_replaced(server, tmp_path):
     path = tmp_path / "prices.csv"
     path.write_bytes(b"\x00\xff torn")
     update(path, TODAY, both(server))
-    assert len(read_prices(path, TODAY)[0]) == 6
+    assert len(read_prices(path, TODAY)[0]) == 7
 
 
 def test_a_disk_that_is_full_leaves_the_old_prices(server, tmp_path, monkeypatch):
@@ -258,11 +266,11 @@ def test_only_https_is_used_but_for_this_machine(tmp_path):
 def test_a_mirror_and_a_folder_stand_in_for_gpuhunts_servers(server, tmp_path, monkeypatch):
     feeds = [Feed("GCP", "gpuhunt", "https://example.org/v3/gcp")]
     monkeypatch.setenv("GPUHUNT_CATALOG_URL", f"{server.address}/v3/")
-    assert update(tmp_path / "one.csv", TODAY, feeds).n_offers == 1
+    assert update(tmp_path / "one.csv", TODAY, feeds).n_offers == 2
     n_asked = len(server.asked)
     (tmp_path / "gcp.csv").write_text(GCP)
     monkeypatch.setenv("GPUHUNT_CATALOG_DIR", str(tmp_path))
-    assert update(tmp_path / "two.csv", TODAY, feeds).n_offers == 1
+    assert update(tmp_path / "two.csv", TODAY, feeds).n_offers == 2
     assert len(server.asked) == n_asked, "nothing was asked of a server"
     monkeypatch.setenv("GPUHUNT_CATALOG_DIR", str(tmp_path / "none"))
     with pytest.raises(FarthingError, match="No such file"):
