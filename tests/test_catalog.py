@@ -35,7 +35,10 @@ def an_offer(**changes) -> Offer:
 # ---- the facts ----
 
 
-@pytest.mark.parametrize("name", ["gpus", "gpu_usable_memory", "prices", "price_feeds", "billing"])
+PRICED = ["gpus", "gpu_usable_memory", "prices", "price_feeds", "billing"]
+
+
+@pytest.mark.parametrize("name", [*PRICED, "gpu_software", "trained_dtypes"])
 def test_facts_have_a_source_and_a_date(name):
     for row in facts(name):
         assert row["source"], row

@@ -209,7 +209,6 @@ def test_what_the_job_names_wins_over_a_guess(desk, run):
     ("row", "words"),
     [
         ({"prompt": "a", "response": "b", "score": 0.5}, "answers with a score"),
-        ({"prompt": "a", "completion": "b", "rating": 3}, "answers with a score"),
         ({"instruction": "a", "output": ["good", "bad"]}, "several answers to a prompt"),
     ],
 )
