@@ -601,6 +601,7 @@ def test_a_reward_model_scores_answers_of_a_file(tmp_path, dpo_run, cli):
     assert "scores no answers" in cli.err("eval", dpo_run, "--score", file)
 
 
+@pytest.mark.slow
 def test_a_tuned_model_answers_prompts_of_a_file(tmp_path, dpo_run, cli):
     file = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "bread"}, {"prompt": "rain"}])
     out = tmp_path / "out.jsonl"

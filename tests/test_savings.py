@@ -69,6 +69,7 @@ def test_one_line_for_each_choice_from_the_plain_way_to_the_plan(tmp_path, cli):
     assert f"By method: {view['methods'][0]['method']} $" in out
 
 
+@pytest.mark.slow
 def test_spot_is_a_choice_of_its_own(tmp_path, cli):
     spot = "Cloud,4090,RTX 4090,1,x,y,spot,machine_hour,0.1,made up,2026-11-01\n"
     view = cli.json(*plan_of(tmp_path, offers=OFFERS + spot))

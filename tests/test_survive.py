@@ -62,19 +62,17 @@ def test_a_chain_of_kills_changes_nothing(n, how):
     assert how != ["--new-machine"] or result["kills_by_place"]["upload"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "step"),
-    thinned(
-        [
-            (StepTaken, 1),
-            (StepTaken, 5),
-            (Evaluating, None),
-            (Tokenizing, None),
-            (Saved, 4),
-            (Decided, None),
-        ],
-        9,
-    ),
+    [
+        (StepTaken, 1),
+        (StepTaken, 5),
+        (Evaluating, None),
+        (Tokenizing, None),
+        (Saved, 4),
+        (Decided, None),
+    ],
 )
 def test_a_stop_signal_at_any_time_can_be_continued(kind, step, alone, tmp_path):
     shutil.rmtree(tmp_path / "cache")
