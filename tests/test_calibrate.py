@@ -124,16 +124,17 @@ def test_an_evaluation_that_wrote_texts_says_nothing_of_forward_passes():
     assert calibrate([wrote, read]).evaluation == calibrate([read]).evaluation
 
 
-@pytest.mark.parametrize(("is_cuda", "error"), [(True, 0.05), (False, 0.08)])
-def test_memory_that_was_measured_has_a_narrow_range(is_cuda, error):
-    known = Calibration(extra_bytes=0, source="3 runs")
-    found = memory_spread(SimpleNamespace(calibration=known, is_cuda=is_cuda), SMALL)
-    assert (found.low, found.high, found.known) == (1 - error, 1 + error, "3 runs")
+NEVER = "no run was measured on this processor"
 
 
-def test_memory_of_a_processor_that_was_never_measured_is_a_fifth_more_or_less():
-    found = memory_spread(SimpleNamespace(calibration=Calibration(), is_cuda=False), SMALL)
-    assert found == (0.8, 1.2, "no run was measured on this processor", False)
+@pytest.mark.parametrize(
+    ("is_cuda", "extra_bytes", "error", "known"),
+    [(True, 0, 0.05, "3 runs"), (False, 0, 0.08, "3 runs"), (False, None, 0.2, NEVER)],
+)
+def test_memory_that_was_measured_has_a_narrow_range(is_cuda, extra_bytes, error, known):
+    calibration = Calibration(extra_bytes=extra_bytes, source="3 runs")
+    found = memory_spread(SimpleNamespace(calibration=calibration, is_cuda=is_cuda), SMALL)
+    assert (found.low, found.high, found.known) == (1 - error, 1 + error, known)
 
 
 def test_runs_of_the_same_model_give_their_factors_back():

@@ -148,18 +148,6 @@ def test_time_is_on_the_bill_while_nobody_says_anything_and_its_end_is_on_the_di
     assert len(forced) == 1
 
 
-def test_each_attempt_is_priced_at_its_own_rate(tmp_path):
-    clock = Clock()
-    attempt(tmp_path / "l", clock, 3.6, 0, 5)
-    clock.now += 5000  # away: not this machine's time
-    ledger = attempt(tmp_path / "l", clock, 36.0, 5, 8, end="finished")
-    assert ledger.spent_s == pytest.approx(80)
-    assert ledger.spent_usd == pytest.approx(50 * 0.001 + 30 * 0.01)
-    first, second = read_attempts(tmp_path / "l")
-    assert (first.ended, second.ended) == ("killed", "finished")
-    assert (first.usd, second.usd) == pytest.approx((0.05, 0.3))
-
-
 def test_work_done_again_is_counted_once_as_redone(tmp_path):
     clock = Clock()
     attempt(tmp_path / "l", clock, 1, 0, 10)
