@@ -42,39 +42,23 @@ FORMS = {"list": list, "dataset": datasets.Dataset.from_list, "frame": as_frame}
 @pytest.mark.parametrize("form", thinned(FORMS, 9))
 def test_rows_in_memory_train_and_are_asked_as_a_file_of_them(form, tmp_path):
     rows = rows_of("llama", 24)
-    receipt = farthing.fine_tune(job_of(tmp_path, "llama", FORMS[form](rows)), quiet=True)
+    data = {"train": FORMS[form](rows), "eval": datasets.Dataset.from_list(rows[:6])}
+    receipt = farthing.fine_tune(job_of(tmp_path, "llama", data), quiet=True)
     assert receipt.state == "finished"
-    of_file = make_job(
-        tmp_path / "file", "llama", rows=rows, pretrained=True, max_steps=4, warmup_ratio=0.03
-    )
-    of_file = of_file.model_copy(
-        update={
-            "model": of_file.model.model_copy(
-                update={"model_name_or_path": str(tmp_path / "base")}
-            ),
-            "train": of_file.train.model_copy(update={"lr_scheduler_type": "linear"}),
-        }
-    )
+    usual = {"max_steps": 4, "warmup_ratio": 0.03, "lr_scheduler_type": "linear"}
+    base = {"model_name_or_path": str(tmp_path / "base")}
+    of_file = make_job(tmp_path / "file", rows=rows, pretrained=True, model=base, **usual)
     workshop.train(of_file)
-    ours = [row["loss"] for row in farthing.history(receipt) if "loss" in row]
-    assert ours == losses_of(of_file)
-    again = farthing.fine_tune(job_of(tmp_path, "llama", FORMS[form](rows)), quiet=True)
+    logged = farthing.history(receipt)
+    assert [row["loss"] for row in logged if "loss" in row] == losses_of(of_file)
+    assert {"loss", "lr", "grad_norm", "n_tokens"} <= set(logged[0])
+    assert [row["metrics"]["n_examples"] for row in logged if "metrics" in row][-1] == 6
+    again = farthing.fine_tune(job_of(tmp_path, "llama", data), quiet=True)
     assert again.reason.startswith("the run had finished already")
     prompt = rows[0]["prompt"]
     (answer,) = farthing.generate(receipt, prompt, max_new_tokens=5)
     assert [answer] == farthing.generate(receipt, [{"prompt": prompt}], max_new_tokens=5)
     assert answer["prompt"] == prompt, "a text is asked as the run was trained"
-
-
-def test_train_and_eval_may_both_be_rows(tmp_path):
-    rows = rows_of("bert", 30)
-    data = {"train": rows, "eval": datasets.Dataset.from_list(rows[:6])}
-    receipt = farthing.fine_tune(job_of(tmp_path, "bert", data), quiet=True)
-    evaluated = [row for row in farthing.history(receipt) if "metrics" in row]
-    assert evaluated[-1]["metrics"]["n_examples"] == 6
-    steps = [row for row in farthing.history(receipt) if "loss" in row]
-    assert [row["step"] for row in steps] == [1, 2, 3, 4]
-    assert {"loss", "lr", "grad_norm", "n_tokens"} <= set(steps[0])
 
 
 def test_values_of_numpy_and_pandas_become_plain(tmp_path):
