@@ -159,6 +159,7 @@ def test_runs_of_the_same_model_give_their_factors_back():
 def test_parts_of_a_run_that_were_not_measured_are_supposed(changes, load_s, save_s, export_s):
     found = calibrate([run_of(1.0, **changes)])
     assert (found.load_s, found.save_s, found.export_s) == (load_s, save_s, export_s)
+    assert found.start_s is None
 
 
 @pytest.mark.parametrize(("more", "extra"), [((0, 200), 300 << 20), ((-150, -200), -50 << 20)])
