@@ -695,6 +695,7 @@ BOMBS = {
     "linked": LONG + "{{ ('http://a.de ' * 9999) | urlize(rel=x) }}",
     "compared": NESTED + "{{ ns.x == ns.y }}",
     "compared by a test": NESTED + "{{ ns.x is in [ns.y] }}",
+    "sorted": NESTED + "{{ [ns.x, ns.y] | sort }}",
     "counted": NESTED + "{{ [ns.y].count(ns.x) }}",
     "a key": TUPLES + "{{ {ns.x: 1} | length }}",
     "looked up": TUPLES + "{{ {1: 2}[ns.x] }}",
