@@ -63,6 +63,16 @@ def test_tests_and_benches_import_no_private_names():
         assert not private.search(path.read_text()), path
 
 
+def test_no_two_public_classes_share_a_name():
+    names = Counter(
+        node.name
+        for path in FILES
+        for node in tree_of(path).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, n in names.items() if n > 1] == []
+
+
 def test_one_place_goes_backward():
     assert [path.name for path in FILES for _ in re.findall(r"\.backward\(", text_of(path))] == [
         "step.py"
@@ -152,6 +162,16 @@ def test_the_name_of_an_objective_stands_in_its_own_file_alone():
         *in_a_sentence,
         "objectives.causal_lm",
         "objectives.seq2seq",
+    }
+
+
+def test_the_model_is_asked_what_it_computes_and_not_the_objective():
+    asks = re.compile(r"\.(is_pair|scores_\w+|reads_\w+|learns_units|counts_units|predicts_next)\b")
+    found = {module_of(path): len(asks.findall(text_of(path))) for path in FILES}
+    own = {name: n for name, n in found.items() if n and name.startswith(("model.", "export."))}
+    assert own == {
+        "model.load": 2,  # languages of a tokenizer, and what a decoder reads
+        "export.gguf_families": 1,  # llama.cpp continues texts
     }
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
 from farthing.data.lengths import from_arrays
 from farthing.planner.alternatives import padded_as_it_comes
@@ -67,6 +68,21 @@ def test_one_line_for_each_choice_from_the_plain_way_to_the_plan(tmp_path, cli):
     assert methods["lora"]["is_asked"]
     assert methods["full"]["usd"] > methods["lora"]["usd"] == view["best"]["total_usd"]
     assert f"By method: {view['methods'][0]['method']} $" in out
+
+
+def test_a_model_whose_adapters_are_not_known_is_compared_without_them(tmp_path, cli):
+    job, prices = job_file(tmp_path, "bert"), tmp_path / "prices.csv"
+    prices.write_text(COLUMNS + OFFERS)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "embedding_size": 32,
+    }
+    AutoConfig.for_model("squeezebert", **sizes).save_pretrained(tmp_path / "base")
+    methods = [one["method"] for one in cli.json("plan", str(job), "--prices", prices)["methods"]]
+    assert "full" in methods
+    assert not {"lora", "qlora"} & {*methods}
 
 
 @pytest.mark.slow

@@ -284,8 +284,6 @@ def test_adapters_are_pefts_own(name, task, use_dora):
     for targets, saved in CHOICES if not use_dora else CHOICES[: len(TARGETS)]:
         if shape.n_active and saved:
             continue  # peft adapts experts also where the layer that they are in is saved whole
-        if not targets and "classification" in task and len(shape.query_and_value) == 1:
-            continue  # query and value in one layer: `add_adapter` wants it named
         try:
             has_adapters = shape.with_lora(3, targets, saved, use_dora=use_dora).adapted
         except InputError:

@@ -24,8 +24,10 @@ QUERY_AND_VALUE = (
     ("q_lin", "v_lin"),
     ("q", "v"),
     ("query_proj", "value_proj"),
+    *(("qkv_proj",), ("query_key_value",), ("c_attn",), ("Wqkv",), ("in_proj",)),
 )
-"""Names that families give to the layers of queries and values (Hu et al. 2021, section 4.2)."""
+"""Names that families give to the layers of queries and values (Hu et al. 2021, section 4.2), the
+last ones where these are one layer with the keys."""
 _PAIR_LAYERS = ("encoder_layers", "num_hidden_layers"), ("decoder_layers", "num_decoder_layers")
 _FFN = (
     "intermediate_size",

@@ -7,6 +7,7 @@ checkpointed, on demand on A100s. One choice after the other is put in its place
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.lengths import Lengths, from_arrays
+from farthing.errors import InputError
 from farthing.planner.optimizers import BF16_WEIGHTS
 from farthing.planner.types import HERE, OWN, Answer, JobSpec, OfferPlan, open_ended
 from farthing.prices.offers import Offer, cheapest_firm
@@ -77,8 +79,11 @@ def other_methods(
     if wanted.method == "full" and wanted.optim in ("adamw_torch_fused", "adamw_torch"):
         in_bf16 = replace(asked, optim=BF16_WEIGHTS)
         others[f"full with train.optim: {BF16_WEIGHTS} ({in_bf16.optimizer.quality})"] = in_bf16
-    found = [(name, answer_for(other, offers).best) for name, other in others.items()]
-    return [(wanted.method, answer.best), *found]
+    found = [(wanted.method, answer.best)]
+    for name, other in others.items():
+        with contextlib.suppress(InputError):  # adapters that this model can't have
+            found.append((name, answer_for(other, offers).best))
+    return found
 
 
 def padded_as_it_comes(lengths: Lengths) -> Lengths:
