@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 
 from farthing.config.load import load_job
 from farthing.errors import JobError
 from farthing.export.folders import export_run, trained_model, untrained_model
+from farthing.model.adapter_start import as_one_adapter
 from farthing.model.adapters import (
     Adapter,
     add_adapter,
@@ -117,6 +119,23 @@ def test_an_adapter_that_begins_as_part_of_the_weights_moves_as_in_peft(
     with torch.no_grad():
         assert (ours(ids).logits - theirs(ids).logits).abs().max() < 1e-5
     assert count_parameters(ours)["adapter"] == count_parameters(theirs)["adapter"]
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_adapter_wider_than_some_layers_is_written_as_peft_reads_it(
+    init, tiny_folders, tmp_path
+):
+    ours = tiny(tiny_folders["llama"], r=48, init=init)
+    narrow = ours.get_base_model().model.layers[0].self_attn.k_proj
+    assert narrow.lora_A["default"].weight.shape[0] < 48
+    trained = [p for p in ours.parameters() if p.requires_grad]
+    steps_of(ours, torch.optim.SGD(trained, lr=0.01))
+    with as_one_adapter(ours) as tensors:
+        ours.save_pretrained(tmp_path, state_dict=tensors)
+    read = PeftModel.from_pretrained(tiny(tiny_folders["llama"]), tmp_path)
+    ids = torch.arange(24).reshape(2, 12) + 5
+    with torch.no_grad():
+        assert (read(ids).logits - ours(ids).logits).abs().max() < 1e-5
 
 
 @pytest.mark.slow

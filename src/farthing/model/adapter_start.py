@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 START = "start"
 """The name of the frozen adapter."""
@@ -91,7 +92,7 @@ def start_tensors(model: Any) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def as_one_adapter(model: Any) -> Iterator[dict[str, Tensor] | None]:
     """While it lasts the adapter's configuration is one of twice the rank, whose tensors are given:
-    [A; A₀] and [B, −B₀].
+    [A; A₀] and [B, −B₀], with zeros behind them where a layer has no such rank.
 
     Nothing changes, and None is given, for a model without B₀A₀.
     """
@@ -110,10 +111,10 @@ def as_one_adapter(model: Any) -> Iterator[dict[str, Tensor] | None]:
             continue
         start = state.get(name.replace(f".{_OURS}.", f".{START}.")) if ".lora_" in name else None
         if start is not None:
-            tensor = torch.cat(
-                [tensor, start] if ".lora_A." in name else [tensor, -start],
-                0 if ".lora_A." in name else 1,
-            )
+            is_a = ".lora_A." in name
+            tensor = torch.cat([tensor, start if is_a else -start], 0 if is_a else 1)
+            lack = config.r - tensor.shape[0 if is_a else 1]  # of layers narrower than the rank
+            tensor = pad(tensor, (0, 0, 0, lack) if is_a else (0, lack))
         tensors[name] = tensor
     model.peft_config[_OURS] = config
     try:
