@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-DARK, LIGHT = 0, 1
-
 
 def chromium() -> str:
     """The browser; the test is skipped, and says so, where there is none."""
@@ -28,9 +26,7 @@ def chromium() -> str:
     return found
 
 
-def run(
-    page: Path, *options: str, width: int = 1280, scheme: int = LIGHT
-) -> subprocess.CompletedProcess[str]:
+def run(page: Path, *options: str, width: int) -> subprocess.CompletedProcess[str]:
     """Open a page in it, with options of its own."""
     common = [
         "--headless=new",
@@ -39,8 +35,7 @@ def run(
         "--hide-scrollbars",
         "--virtual-time-budget=2000",
     ]
-    size = [f"--window-size={width},1200", f"--blink-settings=preferredColorScheme={scheme}"]
-    command = [chromium(), *common, *size, *options, page.as_uri()]
+    command = [chromium(), *common, f"--window-size={width},1200", *options, page.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
 
 

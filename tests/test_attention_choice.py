@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -69,27 +68,6 @@ def test_kernels_are_chosen_by_what_they_can_do(capability, here, asked, kernel)
     """For bf16 heads of 64, unless said otherwise."""
     asked = AttentionTask(**{"dtype": "bf16", "head_size": 64, **asked})
     assert choose(asked, AttentionHardware(capability, **here)) == kernel
-
-
-def test_the_table_in_the_docs_is_what_the_choice_says():
-    text = (Path(__file__).parent.parent / "docs" / "explanation" / "gpu.md").read_text(
-        encoding="utf-8"
-    )
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in text.splitlines()
-        if line.startswith(("| bf16, fp16", "| fp32,"))
-    ]
-    assert len(rows) == 3
-    numbers = ([("bf16", 64), ("fp16", 256)], [("fp32", 64)], [("fp32", 128)])
-    asked = ({}, {"has_softcap": True}, {"has_dropout": True})
-    for (_, *cells), kinds in zip(rows, numbers, strict=True):
-        for (cell, what), (dtype, size) in itertools.product(zip(cells, asked, strict=True), kinds):
-            here = dict(FULL)
-            for kernel in cell.split(", "):
-                machine = AttentionHardware(A100, **here)
-                assert choose(AttentionTask(dtype, size, **what), machine) == kernel, (cell, what)
-                here |= {} if kernel == "padded" else {f"has_{kernel}": False}
 
 
 def test_what_is_asked_is_read_off_the_tensors_and_the_machine(monkeypatch):

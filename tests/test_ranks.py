@@ -22,7 +22,7 @@ import torch
 import farthing.dist.reduce
 import farthing.train.run
 from farthing.config.job import Job
-from farthing.data.packing import split_by_tokens, split_padded
+from farthing.data.packing import split_by_tokens
 from farthing.data.row_table import rows_of as table_of
 from farthing.dist import reduce
 from farthing.dist.ranks import Ranks
@@ -51,29 +51,6 @@ def must_hold_all(table, examples, lengths, n_slots: int, most: int):
     assert all(cell.slot == cell.number % n_slots for cell in cells)
     assert all(cell.number // n_slots < table.n_rows for cell in cells)
     assert max(int(lengths[cell.examples].sum()) for cell in cells) <= most
-
-
-@pytest.mark.parametrize("n_slots", [1, 2, 7])
-@pytest.mark.parametrize("n", [1, 5, 61])
-@pytest.mark.parametrize("cut", [split_by_tokens, split_padded])
-def test_every_example_stands_in_one_cell_and_lanes_cost_alike(n, n_slots, cut):
-    lengths = np.random.default_rng(n).integers(3, 120, 200)
-    examples = np.random.default_rng(n_slots).permutation(200)[:n]
-
-    def pieces(some, most):
-        return cut(some, lengths, most)
-
-    table = table_of(examples, lengths, 300, n_slots, split=pieces, squares_at=12 * 64)
-    must_hold_all(table, examples, lengths, n_slots, 300)
-    if n_slots == 1:
-        expected = [each.tolist() for each in pieces(examples, 300)]
-        assert [cell.examples.tolist() for cell in table.cells] == expected
-    elif n == 61:
-        columns = [table.of_slots(range(i, i + 1)) for i in range(n_slots)]
-        sums = [sum(int(lengths[cell.examples].sum()) for cell in column) for column in columns]
-        assert len(table.cells) % n_slots == 0
-        uneven = 1.35 if cut is split_by_tokens else 1.7
-        assert max(sums) <= uneven * sum(sums) / n_slots, "the slowest slot is what a step takes"
 
 
 @pytest.mark.parametrize("n", [1, 3, 8, 64])

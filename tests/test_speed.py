@@ -9,19 +9,16 @@ from dataclasses import replace
 import pytest
 
 from farthing.data.lengths import Largest, Padded
-from farthing.models.shapes import Shape, read_shape
+from farthing.models.shapes import Shape
 from farthing.models.weights import Adapters
 from farthing.planner.recipe import Case, Recipe, stack_for
 from farthing.planner.speed import (
     Calibration,
     Device,
-    cpu_device,
-    device_of,
     step_time,
 )
 from farthing.planner.work import Work, forward_work
 from farthing.planner.work import work_of as work_of_case
-from farthing.prices.gpus import find_gpu
 from farthing.settings import Settings
 from planned import shape_of
 
@@ -240,30 +237,6 @@ def test_sending_lengthens_a_step_and_gpus_wait_for_the_slowest():
 # ---- devices ----
 
 
-@pytest.mark.parametrize(
-    ("name", "precision", "tf32", "expected"),  # TFLOP/s of products, of attention, GB/s of links
-    [
-        ("RTX 4090", "bf16", True, (165.0, 99.0, 4.8)),
-        ("H100-80GB", "bf16", True, (662.6, 276.9, 315.0)),
-        ("B200", "bf16", True, (1350.0, 315.0, 630.0)),
-        ("A100-80GB", "bf16", True, (262.1, 156.0, 210.0)),
-        ("A100-80GB", "fp32", True, (93.6, 78.0, 210.0)),
-        ("A100-80GB", "fp32", False, (15.6, 9.8, 210.0)),
-        ("V100-16GB", "fp32", True, (12.6, 7.5, 105.0)),
-    ],
-)
-def test_what_is_reached_differs_by_the_gpu(name, precision, tf32, expected):
-    """GeForce cards send through the memory of the host; FlashAttention-2 is not made for Hopper's
-    and Blackwell's units, so a B200 is not twice an H100 where texts are long; Volta has no TF32.
-    """
-    sheet = find_gpu(name)
-    found = device_of(sheet, precision, tf32=tf32)
-    assert found.bandwidth_bytes_per_s == sheet.bandwidth_bytes_per_s * 0.80
-    attention = found.flops_per_s * found.attention_share
-    reached = (found.flops_per_s / 1e12, attention / 1e12, found.link_bytes_per_s / 1e9)
-    assert reached == pytest.approx(expected, rel=0.01)
-
-
 # ---- calibration and evaluation ----
 
 
@@ -304,23 +277,3 @@ def test_spread_experts_are_multiplied_in_the_precision_of_the_run():
     spread = replace(FULL, n_gpus=8, sharding="fsdp", n_micro_batches=1.0)
     alone = replace(spread, sharding="ddp")
     assert work(spread, shape).matmul_flops < work(alone, shape).matmul_flops
-
-
-def test_a_first_run_on_a_processor_takes_about_what_was_measured():
-    """50 ms of one thread of an EPYC (family 25, 2.6 GHz) for a step of the demo: 32 examples of 30
-    tokens.
-    """
-    sizes = {"vocab_size": 410, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}
-    shape = read_shape(
-        sizes | heads | {"model_type": "llama", "max_position_embeddings": 2048}, "causal-lm"
-    )
-    recipe = Recipe("full", Settings(2048, 0, precision="fp32"), "adamw_torch_fused", 32)
-    recipe = replace(recipe, stack=stack_for("llama", "causal-lm", "fp32", "full"))
-    epyc = cpu_device("EPYC", 83.1e9, 1)
-    asked = work_of(shape, recipe, flat(30), 30.0, labelled_share=0.45)
-    found = step_time(asked, epyc)
-    # beside the computing, not behind it
-    assert found.parts["launch"] == pytest.approx(1.7 * (asked.host_s + 1.3e-3) + 2.3e-3)
-    assert found.parts["matmul"] == pytest.approx(asked.matmul_flops / epyc.flops_per_s)
-    assert found.seconds == pytest.approx(0.050, rel=0.25)
