@@ -26,7 +26,7 @@ def chromium() -> str:
     return found
 
 
-def run(page: Path, *options: str, width: int) -> subprocess.CompletedProcess[str]:
+def run(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Open a page in it, with options of its own."""
     common = [
         "--headless=new",
@@ -35,7 +35,7 @@ def run(page: Path, *options: str, width: int) -> subprocess.CompletedProcess[st
         "--hide-scrollbars",
         "--virtual-time-budget=2000",
     ]
-    command = [chromium(), *common, f"--window-size={width},1200", *options, page.as_uri()]
+    command = [chromium(), *common, "--window-size=1280,1200", *options, page.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
 
 
