@@ -51,7 +51,7 @@ check: setup  ## style, who imports whom, types, and the site
 	$(RUN)/ruff check src tests bench docs
 	$(RUN)/lint-imports
 	$(RUN)/mypy
-	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict
 
 pages: setup  ## write docs/reference from the code and its facts
 	$(RUN)/python docs/pages.py

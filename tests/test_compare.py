@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from peers import judge, ours, workloads
-from peers.clock import Clock
-from peers.race import Piece
+from peers import judge
 
 ROOT = Path(__file__).parent.parent
-SIZE = {"hidden": 32, "layers": 4, "words": 300}
-# ---- the judge ----
 
 
 def test_a_row_counts_when_it_differs_by_less_than_seeds_do():
@@ -32,17 +27,6 @@ def test_a_row_counts_when_it_differs_by_less_than_seeds_do():
     few = judge.verdict({0: 4.0, 1: 4.1}, {0: 9.0})
     assert few.word.startswith("not judged")
     assert not few.is_void
-
-
-# ---- from end to end ----
-
-
-def test_other_examples_than_the_order_says_are_no_comparison(tmp_path):
-    shape = workloads.Workload("causal-lm", mean=20, spread=0.6, max_length=48)
-    place = workloads.prepare(tmp_path, shape, 24, 6, size=SIZE)
-    entry = Piece(*place, "full", "fp32", batch=4, out=tmp_path).entry("farthing", seed=3)
-    with pytest.raises(SystemExit, match="other examples"):
-        ours.train(replace(entry, order=entry.order[::-1]), Clock())
 
 
 # ---- the peers ----

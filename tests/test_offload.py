@@ -4,15 +4,12 @@ resumes exactly.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import nn
 
 import farthing.train.offload
 from farthing.errors import ModelError
-from farthing.train.offload import pack
 from farthing.train.optim import load_state, state_bytes, state_tensors
 from scarce import optimizer_of, small_model
 from workshop import are_same
@@ -132,25 +129,6 @@ SIZES = {
     "tiny": [12, 4, 0, 100],
     "none": [],
 }
-
-
-@pytest.mark.parametrize("kind", list(SIZES))
-def test_pinned_copies_share_blocks_that_torch_does_not_round_up(kind):
-    sizes = SIZES[kind]
-    places, blocks = pack(sizes)
-    assert all(size & (size - 1) == 0 for size in blocks)
-    taken = {}
-    for (block, start), size in zip(places, sizes, strict=True):
-        assert start % 512 == 0
-        taken.setdefault(block, []).append((start, start + size))
-    for block, pieces in taken.items():
-        pieces.sort()
-        assert all(end <= start for (_, end), (start, _) in pairwise(pieces))
-        assert pieces[-1][1] <= blocks[block]
-    if sum(sizes) > 1 << 20:
-        alone = sum(1 << (size - 1).bit_length() for size in sizes)
-        assert sum(blocks) < 1.05 * sum(sizes)
-        assert sum(blocks) < 0.95 * alone
 
 
 def test_weights_that_are_not_fp32_are_refused_in_words():

@@ -17,9 +17,7 @@ from farthing.planner.inputs import Study
 from farthing.planner.machines import machine_of
 from farthing.planner.memory import OnDevice
 from farthing.planner.ownership import parse_owned
-from farthing.planner.serving import Traffic
 from farthing.planner.speed import Calibration, cpu_device
-from farthing.planner.throughput_arithmetic import OwnFigures
 from farthing.planner.types import Machine
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Billing
@@ -275,43 +273,3 @@ def test_how_sure_a_plan_is_and_why(study):
     rented = next(row for row in rows if row["gpu"] == "A100-80GB")
     assert sure["A100-80GB"].startswith(f"{rented['pace']} (")
     assert "GPUs before Ampere" in sure["T4"]
-
-
-BY_NAME = {
-    "parts",
-    "usd",
-    "seconds",
-    "one_year_usd",
-    "three_years_usd",
-    "saved_in_a_year",
-    "usd_per_million",
-}
-"""Keys whose values are named by what they are of."""
-
-
-def keys_of(value, path: str = ""):
-    """The keys of every object of a JSON value in their order, by where they stand; those of a
-    list's elements together.
-    """
-    found = {}
-    if isinstance(value, list):
-        for one in value:
-            for where, keys in keys_of(one, f"{path}[]").items():
-                found[where] = list(dict.fromkeys([*found.get(where, []), *keys]))
-    elif isinstance(value, dict) and path.rpartition(".")[2] not in BY_NAME:
-        found[path] = list(value)
-        for key, one in value.items():
-            found |= keys_of(one, f"{path}.{key}")
-    return found
-
-
-def test_the_keys_of_a_plan_stay_as_they_were(tmp_path):
-    known = json.loads((Path(__file__).parent / "golden" / "plan_keys.json").read_text())
-    figures = OwnFigures(
-        samples_per_min=1100, spot_discount=0.5, interrupted_every_s=28800.0, restart_s=180.0
-    )
-    few = {"own": [parse_owned(OWN)], "gpu": ["RTX 4090", "A100-80GB", "L4"]}
-    asked = ask(tmp_path, {"limits": {"max_gpu_hours": 5}}, **few, is_local=True)
-    view = plan_view(asked, 24, figures, Traffic(latency_s=2.0), 5, 20.0)
-    view = replace(view, comparison=compare(view.plans[0], view.plans[1]))
-    assert keys_of(view.to_json()) == known

@@ -4,11 +4,9 @@ in a log.
 
 from __future__ import annotations
 
-import gzip
 import io
 import random
 import re
-from pathlib import Path
 
 import pytest
 
@@ -16,12 +14,9 @@ from data_files import write_as
 from farthing.data import arrow, blocks
 from farthing.data.read import open_sources
 from farthing.data.rows import Reading
-from farthing.data.token_set import TokenRecipe
-from farthing.data.tokens import tokenize
 from farthing.events import ReadingData, Tokenizing
 from farthing.report.safe import SafeConsole
 from farthing.report.terminal import Terminal
-from farthing.tiny import demo_rows, write_jsonl
 from workshop import Heard, make_job, train
 
 
@@ -84,28 +79,6 @@ def test_every_reader_knows_how_far_it_is(kind, tmp_path, monkeypatch):
     assert 0 <= shares[0] < 0.5
     assert shares == sorted(shares)
     assert reading.share() == pytest.approx(1.0, abs=0.1)
-
-
-def test_shares_are_of_all_sources(tmp_path, tokenizers, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_ROWS", 5)
-    names = [str(write_jsonl(tmp_path / f"{i}.jsonl", demo_rows(200, seed=i))) for i in range(2)]
-    (tmp_path / "2.jsonl.gz").write_bytes(gzip.compress(Path(names[0]).read_bytes() + b"\n"))
-    sources = open_sources(
-        (*names, str(tmp_path / "2.jsonl.gz")), cache_dir=tmp_path, split="train"
-    )
-    told = []
-    tokenize(
-        sources,
-        tokenizers["llama"],
-        TokenRecipe("causal-lm", 64),
-        tmp_path,
-        progress=lambda *all: told.append(all),
-    )
-    shares = [share for _, _, share in told]
-    assert len(shares) >= 12
-    assert shares == sorted(shares)
-    assert shares[-1] == pytest.approx(1.0)
-    assert told[-1][0] == 600
 
 
 def test_a_run_tells_of_reading_and_of_tokenizing(tmp_path):
