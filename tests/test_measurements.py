@@ -40,7 +40,7 @@ VALUES = {
     "int": 3,
     "float": 1.5,
     "bool": True,
-    "dict[str, float]": {"a": 1.0},
+    "dict[str, float]": {"mean": 1.0, "mean_of_squares": 1.0, "mean_target": 0.0},
     "dict[str, Any]": {"usd": 1},
     "list[list[int]]": [[1, 2]],
 }
@@ -90,6 +90,8 @@ def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path):
         b"\xff\xfe",
         good | {"version": 0},
         good | {"n_steps": -1},
+        good | {"n_steps": 0},
+        good | {"lengths": {"mean": 1.0}},
         good | {"n_steps": 1.5},
         good | {"compute_s": "1"},
         good | {"hardware": 5},

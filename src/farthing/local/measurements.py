@@ -271,11 +271,12 @@ def _parsed(line: bytes) -> Measurement | None:
     if not set(row) >= _REQUIRED:
         return None
     row = {name: value for name, value in row.items() if name in _TYPES}
-    return (
-        Measurement(**row)
-        if all(_is_a(value, _TYPES[name]) for name, value in row.items())
-        else None
-    )
+    if not all(_is_a(value, _TYPES[name]) for name, value in row.items()):
+        return None
+    found = Measurement(**row)
+    means = [found.lengths.get(name, -1.0) for name in ("mean", "mean_of_squares", "mean_target")]
+    has_all = min(means) >= 0 and means[0] * found.n_steps * found.global_batch_size > 0
+    return found if has_all else None
 
 
 def _is_a(value: Any, kind: str) -> bool:
