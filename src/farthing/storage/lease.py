@@ -95,7 +95,7 @@ class Lease:
         self.renewed_at = -math.inf
         """By the clock that counts suspended time."""
         self._folder, self._lease_s, self._words, self._say = folder, lease_s, words, say
-        self._number = 0
+        self._number, self._is_released = 0, False
         self._lock = threading.Lock()
 
     def claim(self, store: Store, should_stop: Callable[[], bool]) -> list[Json]:
@@ -122,8 +122,12 @@ class Lease:
         return before
 
     def renew(self, store: Store) -> None:
-        """Hold the run for another while. Raises `LeaseLostError`, `StoreError`."""
+        """Hold the run for another while, unless it was given back meanwhile by another thread.
+        Raises `LeaseLostError`, `StoreError`.
+        """
         with self._lock:
+            if self._is_released:
+                return
             self._add(store, self._number + 1, self.epoch, self._words())
             with contextlib.suppress(StoreError):
                 if self._number > N_LINKS:
@@ -133,6 +137,7 @@ class Lease:
         """So that others need not wait. Raises `LeaseLostError`, `StoreError`."""
         if self.epoch and self._lock.acquire(timeout=2.0):
             try:
+                self._is_released = True
                 self._add(store, self._number + 1, self.epoch, self._words(), is_last=True)
             finally:
                 self._lock.release()
