@@ -12,7 +12,7 @@ import pytest
 from command import in_python
 from farthing.cli import main
 from farthing.config.load import load_job
-from farthing.errors import RunInterruptedError
+from farthing.errors import InputError, RunInterruptedError
 from farthing.launch.driver import RateLimitedError, ServerError, UnauthorizedError
 from farthing.launch.machines import MachineLedger, RentedMachine
 from farthing.launch.prepare import extras_of, launch_id_of, modules_of, secrets_of
@@ -95,6 +95,15 @@ def test_time_is_the_providers_by_whose_clock_it_bills():
     with pytest.raises(ServerError):
         api.ask("GET", "/")
     assert api.clock_offset_s == 200.0
+
+
+def test_refused_credentials_end_a_launch_before_anything_is_rented(tmp_path):
+    course = Course(tmp_path, refuses=(0.0, 9e9, 401))
+    before = course.world.now
+    with pytest.raises(InputError, match="refuses the credentials"):
+        course.goes()
+    assert course.world.machines == []
+    assert course.world.now - before < 60, "it is not asked for ever"
 
 
 # ---- more than one of us ----
