@@ -9,7 +9,7 @@ import pytest
 
 from farthing.errors import RunInterruptedError
 from farthing.storage import lease as lease_module
-from farthing.storage.lease import Gaps, Lease, newest_words
+from farthing.storage.lease import Gaps, Lease, LeaseLostError, newest_words
 from farthing.storage.objects import Store, StoreError, open_store
 
 
@@ -56,7 +56,8 @@ def test_a_run_that_was_given_back_is_taken_at_once_with_the_words_of_who_had_it
     first, second = lease_in(tmp_path / "first"), lease_in(tmp_path / "second")
     assert first.claim(store, never) == []
     first.release(store)
-    first.renew(store)  # by a thread that came late
+    with pytest.raises(LeaseLostError, match="given the run back"):  # a thread that comes late
+        first.renew(store)
     assert newest_words(store) == [{"by": "first"}]
     assert second.claim(store, never) == [{"by": "first"}]
     assert clock.now == 1000.0

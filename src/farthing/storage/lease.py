@@ -122,12 +122,12 @@ class Lease:
         return before
 
     def renew(self, store: Store) -> None:
-        """Hold the run for another while, unless it was given back meanwhile by another thread.
-        Raises `LeaseLostError`, `StoreError`.
+        """Hold the run for another while. Raises `LeaseLostError`, also where another thread has
+        given it back meanwhile, and `StoreError`.
         """
         with self._lock:
             if self._is_released:
-                return
+                raise LeaseLostError("this process has given the run back")
             self._add(store, self._number + 1, self.epoch, self._words())
             with contextlib.suppress(StoreError):
                 if self._number > N_LINKS:
