@@ -601,12 +601,14 @@ def test_a_reward_model_scores_answers_of_a_file(tmp_path, dpo_run, cli):
     assert "scores no answers" in cli.err("eval", dpo_run, "--score", file)
 
 
-@pytest.mark.slow
-def test_a_tuned_model_answers_prompts_of_a_file(tmp_path, dpo_run, cli):
-    file = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "bread"}, {"prompt": "rain"}])
-    out = tmp_path / "out.jsonl"
-    cli("predict", dpo_run, file, "-o", out)
-    assert all("prediction" in json.loads(line) for line in out.read_text().splitlines())
+def test_a_tuned_model_answers_the_prompts_of_pairs(tmp_path, dpo_run, cli):
+    found = []
+    for names in (("prompt",), ("prompt", "chosen", "rejected")):
+        rows = [{name: row[name] for name in names} for row in pairs(3)]
+        file, out = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / f"{len(names)}.jsonl"
+        cli("predict", dpo_run, file, "-o", out)
+        found.append([json.loads(line)["score"] for line in out.open()])
+    assert found[0] == found[1]
 
 
 def _train_on_rank(rank: int, values: dict[str, Any]) -> list[float]:

@@ -1,7 +1,8 @@
 """Answers of a run's model, or of its base: for rows in batches, and for chats as a stream.
 
-A row is read and rendered as in training, by the columns of the run's job. Its target may be
-missing. A row that can't be read gets an `error` in place of a prediction.
+A row is read and rendered as in training, by the columns of the run's job. Its target, or the
+answers that a preference compares, may be missing. A row that can't be read gets an `error` in
+place of a prediction.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from transformers import LogitsProcessorList, TextIteratorStreamer
 from farthing.data.chat import asks_for_the_date
 from farthing.data.encode import Encoder
 from farthing.data.foreign import Foreign
+from farthing.data.formats import recognise
 from farthing.data.read import Source, file_source
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Example, Row, RowValue
@@ -248,8 +250,10 @@ class Predictor:
         def refuse_foreign(row: Row, kind: Foreign) -> None:
             raise DataError(kind.what, where=f"{source.name}:{row.line}")
 
-        reader = SourceReader(source, self._recipe, self.tokenizer, on_foreign=refuse_foreign)
-        filled = [self._with_target(row) for row in window]
+        compared = self._compared(window)
+        recipe = compared or self._recipe
+        reader = SourceReader(source, recipe, self.tokenizer, on_foreign=refuse_foreign)
+        filled = window if compared else [self._with_target(row) for row in window]
         try:
             reader.look(filled)
         except DataError as error:
@@ -275,6 +279,17 @@ class Predictor:
                 one.unusable = str(error)
             prompts.append(one)
         return prompts
+
+    def _compared(self, window: list[Row | BadRow]) -> TokenRecipe | None:
+        """How rows are read that have answers to compare, as the training's had."""
+        first = next((row.value for row in window if isinstance(row, Row)), None)
+        if first is None or not (self._continues and self.task.learns_units):
+            return None
+        own = replace(self._recipe, task=self.task.name, columns=self.job.data.columns)
+        with contextlib.suppress(DataError):
+            recognise(set(first), own.task, own.columns, "")
+            return own
+        return None
 
     def _with_target(self, row: Row | BadRow) -> Row | BadRow:
         """The row with something in place of the target that it lacks."""
