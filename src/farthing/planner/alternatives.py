@@ -7,7 +7,6 @@ checkpointed, on demand on A100s. One choice after the other is put in its place
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -67,9 +66,11 @@ def what_choices_save(
 
 
 def other_methods(
-    answer: Answer, wanted: JobSpec, answer_for: AnswerFor
+    answer: Answer, wanted: JobSpec, answer_for: AnswerFor, notes: list[str]
 ) -> list[tuple[str, OfferPlan | None]]:
-    """The first choice by each method, rented at a firm price; None where nothing can."""
+    """The first choice by each method, rented at a firm price; None where nothing can. Methods that
+    this model can't have are noted.
+    """
     every = [*(one.offer for one in answer.plans), *(one.offer for one in answer.rejected)]
     offers = _cheapest(offer for offer in every if offer.gpu)
     if not offers:  # only spot or the lowest of marketplaces was asked for: nothing to compare with
@@ -81,8 +82,10 @@ def other_methods(
         others[f"full with train.optim: {BF16_WEIGHTS} ({in_bf16.optimizer.quality})"] = in_bf16
     found = [(wanted.method, answer.best)]
     for name, other in others.items():
-        with contextlib.suppress(InputError):  # adapters that this model can't have
+        try:
             found.append((name, answer_for(other, offers).best))
+        except InputError as error:
+            notes.append(f"{name} is not compared: {error.what}")
     return found
 
 

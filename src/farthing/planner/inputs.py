@@ -144,7 +144,7 @@ def study_job(job: Job, asked: PlanOptions, *, now: datetime) -> Study:
             return decide(other, places, today=today, explains=False)
 
         savings = tuple(what_choices_save(answer, best, wanted, catalog.offers, answer_for))
-        methods = tuple(other_methods(answer, wanted, answer_for))
+        methods = tuple(other_methods(answer, wanted, answer_for, notes))
     fees = fees_of(wanted, job.model.model_name_or_path, job.max_length, by_fee, today)
     study = job, wanted, answer, catalog, machine, assumptions, tuple(notes), today
     return Study(*study, tuple(asked.own), law, savings, methods, fees)
