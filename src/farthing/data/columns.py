@@ -40,7 +40,7 @@ _USUAL_NAMES = {
     "label": "labels kto_tag is_desirable desirable category class sentiment intent topic product"
     " target emotion tag",
 }
-"""Other names that the columns of formats go by. What is read so is said."""
+"""Common names for the columns of formats. farthing logs which of them it used."""
 _ALSO_READ = {"input": "context", "system": "system_prompt system_message"}
 """The same of columns that a format reads where they are."""
 

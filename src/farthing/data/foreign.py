@@ -27,7 +27,7 @@ class Foreign(NamedTuple):
 
     what: str
     why: str
-    """What would come of it: a clause that goes on from `what`."""
+    """What training on it would do: a clause that continues `what`."""
     to_do: str
     column: str
 
@@ -134,7 +134,7 @@ def _judged(row: Mapping[str, Any]) -> Foreign | None:
 
 
 def _in_turns(row: Mapping[str, Any]) -> Foreign | None:
-    """Images and the like in what is said."""
+    """Images and other media in the turns of a chat."""
     for name in _TURNS:
         value = parsed_list(row.get(name))
         if isinstance(value, dict):  # OpenAI's preference files keep the messages within `input`

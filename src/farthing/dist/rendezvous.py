@@ -1,9 +1,8 @@
 """Where the processes that share a run find each other: a store at the first rank's address, or in
 a file.
 
-Each says who it is before anything else is sent. A port that another program has, a seat that is
-taken, one that stays empty, and ranks without a GPU of their own beside others that have one are
-told in words.
+Each rank sends who it is first. A port that another program has, a seat that is taken, one that
+stays empty, and ranks without a GPU of their own beside others that have one are errors.
 """
 
 from __future__ import annotations

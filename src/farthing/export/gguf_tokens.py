@@ -41,7 +41,7 @@ vocabulary are not merged.
 def tokenizer_settings(
     tokenizer: Any, n_rows: int, *, is_chat: bool
 ) -> tuple[dict[str, object], list[str]]:
-    """(settings by the name of the method of `gguf.GGUFWriter`, what is to be said) for a model
+    """(settings by the name of the method of `gguf.GGUFWriter`, notices) for a model
     that embeds `n_rows` tokens.
 
     `is_chat`: it was trained on chats, which begin with a special token, not on texts as they are.

@@ -358,9 +358,7 @@ def extras_of(job: Job, n_gpus: int) -> tuple[str, ...]:
 
 
 def plain_image(gpu: str) -> str:
-    """The image for a GPU where none is named: of those with code for it the one that the oldest
-    drivers run.
-    """
+    """The default image for a GPU: of those with code for it, the one for the oldest drivers."""
     fits = (
         image
         for build, image in PLAIN_IMAGES.items()

@@ -2,8 +2,8 @@
 take what differs.
 
 Everything here is known without torch and numpy, which a plan of a model alone does without:
-functions import them when they are called. One that is given tensors says so. Shapes: n examples of
-T tokens in all, N examples of a micro-batch, C scores of each.
+functions import them when they are called. The docstring of one that takes tensors tells it.
+Shapes: n examples of T tokens in all, N examples of a micro-batch, C scores of each.
 """
 
 from __future__ import annotations

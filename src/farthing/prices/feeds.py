@@ -1,9 +1,9 @@
 """Public price feeds -> a refreshed file of prices in the user's cache.
 
-Every feed may fail alone and is named when it does; the file is replaced in one step, and not at
-all when every feed failed. Providers that could not be refreshed keep the prices they had.
+Every feed may fail alone, with a warning. The file is replaced in one step, and not at all when
+every feed failed. Providers that could not be refreshed keep the prices they had.
 
-The only room of the study that uses the network.
+The planner's only module that uses the network.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def _is_none(text: str) -> bool:
 
 @cache
 def _skypilot_memory(info: str, n_gpus: str, name: str) -> float | None:
-    """GiB of one GPU. Some clouds write the size of all, some write GB where MiB is said."""
+    """GiB of one GPU. Some clouds write the size of all GPUs, some write GB under a key in MiB."""
     match = re.search(r"'SizeInMiB': (\d+)", info)
     if match is None or int(match[1]) == 0:
         return None

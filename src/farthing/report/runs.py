@@ -1,6 +1,6 @@
 """All runs in a folder: state, dollars, best metric, truth of the estimate, and the month's cost.
 
-Every folder with a ledger is a run, wherever it lies below. What can't be read is named.
+Every folder with a ledger is a run, wherever it lies below. Unreadable folders are listed.
 """
 
 from __future__ import annotations

@@ -394,7 +394,7 @@ def fill_along(shared: Shared, fill: Fill) -> None:
 
 
 def _sealed_by(fill: Fill, draft: Path) -> list[FileEntry] | str:
-    """Entries of the files that this process has written; why it could not, in words."""
+    """Entries of the files that this process has written, or why it could not."""
     try:
         return [seal_file(path) for path in fill(draft)]
     except (OSError, safetensors.SafetensorError, ValueError, RuntimeError, MemoryError) as error:

@@ -177,7 +177,7 @@ def take_newest(
     """Bring the newest commit whose own checkpoint is whole into a run folder, else the newest
     other checkpoint that is.
 
-    What else of it is lost is named in a warning and done without. Raises `RunDamagedError` when no
+    Other lost files are skipped with a warning. Raises `RunDamagedError` when no
     checkpoint is whole, `RunChangedError` when the folder holds another run, `DiskFullError`,
     `StoreError`.
     """

@@ -169,8 +169,9 @@ class Mirror:
     # ---- at the start ----
 
     def doubt(self) -> str | None:
-        """Why a folder as a store may not be one, in words that follow its name. A disk that is not
-        mounted is another folder on the run's own."""
+        """Why a folder may be no store; the text follows its name. A disk that is not mounted is
+        just another folder on the run's own.
+        """
         if is_remote(self._store.name):
             return None
         root = Path(self._store.name)

@@ -47,7 +47,7 @@ def handled(
 
 @dataclass(frozen=True)
 class Heard:
-    """One thing that was said: a signal's name or a cloud's words."""
+    """One event: a signal's name or a cloud's notice."""
 
     what: str
     source: str
@@ -74,7 +74,7 @@ class Notice:
         self._first_at = 0.0
         self.reason: str | None = None
         self.heard: list[Heard] = []
-        """Everything that was said, in order."""
+        """All events, in order."""
         self.limit: str | None = None
         """The limit that leaves no more time than saving takes."""
         self.warnings: list[str] = []
@@ -124,7 +124,7 @@ class Notice:
         return min(most_s, max(1.0, min(ends) - time.time() - LAST_WORDS_S))
 
     def news(self) -> list[Heard]:
-        """What was said since this was last asked."""
+        """Events since the last call."""
         new = self.heard[self._n_taken :]
         self._n_taken += len(new)
         return new

@@ -31,7 +31,7 @@ def method_of(has_adapter: bool, is_4bit: bool) -> str:
 
 
 def peft_targets(out: Imported) -> None:
-    """Which layers an adapter is put on where nothing is said."""
+    """The layers that get an adapter by default."""
     name = str(out.job.get("model.model_name_or_path", "")).rstrip("/").rpartition("/")[2].lower()
     known = fact("peft-targets").items()
     layers = next(each for pattern, each in known if re.search(pattern, name))
@@ -54,8 +54,8 @@ def settle_precision(values: Json, out: Imported, *, has_fp32_default: bool) -> 
 
 
 def settle(values: Json, out: Imported, *, has_adapter: bool, has_fp32_default: bool) -> None:
-    """What the libraries do where nothing is said. `SFTTrainer` learns every token, and of
-    prompt/completion rows completions alone.
+    """Set the libraries' defaults. `SFTTrainer` learns every token, and of prompt/completion rows
+    only completions.
     """
     preference.settle(out, TRL)
     settle_precision(values, out, has_fp32_default=has_fp32_default)

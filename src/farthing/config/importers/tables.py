@@ -26,7 +26,7 @@ from farthing.objectives.registry import find_objective
 from farthing.storage.files import Json
 
 Effect = Literal["none", "differs", "blocks"]
-"""Of a key that is named: the result is the same, the result differs, or no job can be made."""
+"""The effect of an unsupported key: the same result, another result, or no job."""
 UNKNOWN = "farthing does not know this key; look it up, and set it by hand if it matters"
 ONLY_RUNNING = "only running the script would tell this value: set it by hand"
 _UNLESS = {"train.warmup_ratio": "train.warmup_steps", "train.eval_strategy": "train.eval_steps"}

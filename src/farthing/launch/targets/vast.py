@@ -83,7 +83,7 @@ def search_of(ask: LaunchRequest) -> Json:
 def creation_of(ask: LaunchRequest, value: Value) -> Json:
     """With `price` it is a bid.
 
-    The command goes with what is to be in place of the image's ENTRYPOINT (`onstart`, as `vastai
+    The command comes with a replacement for the image's ENTRYPOINT (`onstart`, as `vastai
     create instance --entrypoint` sends it): `nice`, which runs it, and does no harm where it were
     taken for a command of its own.
     """
