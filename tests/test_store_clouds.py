@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import http.client
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -102,15 +101,6 @@ def test_keys_come_from_a_profile_where_the_environment_has_none(cloud, tmp_path
     monkeypatch.setenv("AWS_PROFILE", "mine")
     assert open_store(cloud[1]).create("commits/1", b"first")
     assert not open_store(cloud[1]).create("commits/1", b"second")
-
-
-def test_of_many_that_create_an_object_at_once_one_does(cloud):
-    def create(number):
-        return open_store(cloud[1]).create("commits/1", b"%d" % number)
-
-    with ThreadPoolExecutor(6) as pool:
-        outcomes = [*pool.map(create, range(6))]
-    assert sorted(outcomes) == [False] * 5 + [True]
 
 
 @ON_S3

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import threading
 import time
@@ -83,6 +84,7 @@ N_WORDS = 64
 MOST_PIECES = 100
 """Of the log in a store; then it is sent whole again."""
 SAFE_AGE_S = 86400.0  # what no commit names is removed when it is older
+_UPLOAD = re.compile(r"data/\d{8}-[0-9a-f]{32}/")  # the folder may hold other data
 
 
 @dataclass(frozen=True)
@@ -236,11 +238,12 @@ class Mirror:
     def catch_up(self, words: list[Json], allow_restart: bool) -> int | None:
         store, step = self.patient(self.pace.deliver_s), None
         commits, known = list_commits(store), dict[int, Account]()
+        here = self.folder / CHECKPOINTS
         is_behind = bool(commits) and (
             run_id_of(self.folder) is None
             or is_damaged(self.folder)
             or commits[0].epoch > self._seen_epoch()  # it continued elsewhere
-            or (commits[0].step > 0 and not saves_in(self.folder / CHECKPOINTS))
+            or commits[0].step > max([0, *(save.step for save in saves_in(here))])
         )
         if is_behind:
             try:
@@ -535,7 +538,9 @@ class Mirror:
         store.remove(
             key
             for key, entry in store.list("data/").items()
-            if key not in named and (key.startswith(mine) or now - entry.at > SAFE_AGE_S)
+            if _UPLOAD.match(key)
+            and key not in named
+            and (key.startswith(mine) or now - entry.at > SAFE_AGE_S)
         )
 
     def _objects(self, store: Store, commit: Commit) -> Objects:
