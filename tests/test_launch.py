@@ -419,6 +419,7 @@ def test_damaged_and_malicious_inputs_are_refused(demo, tmp_path):
         path.write_bytes(path.read_bytes().replace(b"a", b"c"))
     with pytest.raises(InputError, match="differs from the file that was written"):
         fetch_inputs(store, "launch/x/inputs.json", there)
+    assert send_inputs(store, pack(_job(demo)), "launch/x/inputs.json"), "it is sent again"
     for path in ("../evil", "/etc/evil", "run/ledger.jsonl", "inputs/../../evil"):
         entry = {"path": path, "object": "inputs/x", "size": 1, "sha256": "0" * 64}
         store.remove(["launch/y/inputs.json"])

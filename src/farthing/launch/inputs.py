@@ -142,7 +142,11 @@ def fetch_inputs(store: Store, key: str, folder: Path) -> None:
                 continue
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             draft = path.with_name(f"{path.name}.draft")
-            fetch_whole(store, entry, draft)
+            try:
+                fetch_whole(store, entry, draft)
+            except DamagedFileError:
+                store.remove([entry["object"]])  # the next launch sends it again
+                raise
             os.replace(draft, path)
     except (NoSuchObjectError, DamagedFileError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise InputError(

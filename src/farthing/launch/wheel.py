@@ -109,11 +109,13 @@ def _digest(content: bytes) -> str:
 
 def fetch_script(wheel: Wheel, store: str, key: str) -> str:
     """A script that brings the wheel from the store; it fails where the bytes are others."""
-    address = store if "://" in store else f"file://{store}"
+    address = store if "://" in store else Path(store).as_uri()
     return f"""import hashlib, pathlib
 import obstore, obstore.store
-data = bytes(obstore.get(obstore.store.from_url({address!r}), {key!r}).bytes())
+store, key = obstore.store.from_url({address!r}), {key!r}
+data = bytes(obstore.get(store, key).bytes())
 if hashlib.sha256(data).hexdigest() != {wheel.sha256!r}:
+    obstore.delete(store, key)  # the next launch sends it again
     raise SystemExit("the wheel in the store is not the one that was sent")
 pathlib.Path({wheel.name!r}).write_bytes(data)
 """
