@@ -225,11 +225,13 @@ def test_a_kill_at_any_file_operation_of_a_ledger_loses_nothing_of_it(tmp_path):
 def test_attempts_that_are_brought_back_come_before_the_one_under_way(tmp_path):
     path, clock = tmp_path / "ledger.jsonl", Clock()
     three_attempts(tmp_path / "stored")
-    ledger = attempt(path, clock, 3.6, 0, 1)
+    ledger = attempt(path, clock, 3.6, 0, 21)
+    bear_witness(tmp_path, ledger, 21)
     for _ in range(2):
         ledger.take_in(read_ledger(tmp_path / "stored").accounts)
-        assert sums_of(path) == (pytest.approx(210), pytest.approx(0.25))
+        assert sums_of(path) == (pytest.approx(410), pytest.approx(0.45))
     assert ledger.number == 4
+    assert not read_ledger(path, witnesses_of(tmp_path)).is_damaged
 
 
 def test_a_beat_takes_no_room_on_the_disk(tmp_path):

@@ -189,6 +189,8 @@ class Witness(NamedTuple):
     step: int
     s: Amount
     usd: Amount
+    id: str | None = None
+    """Of the attempt, whose number may have changed since, see `merge`."""
 
 
 @dataclass
@@ -252,10 +254,12 @@ def _make_good(found: Found, witnesses: list[Witness]) -> None:
     """Add what is known to have been spent and is on no line."""
     accounts = found.ordered
     numbers = [account.number for account in accounts]
+    number_of: dict[str | None, int] = {account.id: account.number for account in accounts}
     s_until = [0.0, *itertools.accumulate(account.wall_s for account in accounts)]
     usd_until = [0.0, *itertools.accumulate(account.usd for account in accounts)]
     for witness in [Witness(a.number - 1, -1, a.past_s, a.past_usd) for a in accounts] + witnesses:
-        n_known = bisect.bisect_right(numbers, witness.attempt)
+        attempt = number_of.get(witness.id, witness.attempt)
+        n_known = bisect.bisect_right(numbers, attempt)
         found.lost_s = max(found.lost_s, witness.s - s_until[n_known])
         found.lost_usd = max(found.lost_usd, witness.usd - usd_until[n_known])
     if found.lost_s <= NO_LOSS_S and found.lost_usd <= NO_LOSS_USD:

@@ -80,6 +80,7 @@ EXAMPLES, LABEL_NAMES, ARE_CHATS = "examples_sha256", "label_names", "are_chats"
 """In run.json once an attempt knew the run's examples; the last: a chat template wrote some."""
 _OF_ATTEMPTS = ("steps_per_epoch", EXAMPLES, LABEL_NAMES, ARE_CHATS, "finished")
 _SEAL = "sha256"
+_WITNESSED = ("attempt", "step", "spent_s", "spent_usd", "attempt_id")
 
 Warn = Callable[[str], None]
 T = TypeVar("T")
@@ -426,7 +427,7 @@ def witnesses_of(folder: Path) -> list[Witness]:
     for save in saves_in(folder / CHECKPOINTS):
         with contextlib.suppress(DamagedFileError, OSError, ValidationError):
             manifest = read_manifest(save.folder)
-            known = [manifest.get(name) for name in ("attempt", "step", "spent_s", "spent_usd")]
+            known = [manifest.get(name) for name in _WITNESSED]
             if run_id in (None, manifest.get("run_id")):
                 found.append(_witnesses().validate_python(known))
     return found

@@ -270,6 +270,7 @@ class Ledger:
             mine = self._mine
             return {
                 "attempt": mine.number,
+                "attempt_id": mine.id,
                 "spent_s": mine.past_s + mine.wall_s,
                 "spent_usd": mine.past_usd + mine.usd,
             }
