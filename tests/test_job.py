@@ -559,6 +559,10 @@ LONG_NAME = f"./{'ü' * 200}"
         ),
         ("limits.deadline", "0001-01-01", "no moment that a clock shows"),
         ("train.max_steps", "2024-13-45", "not valid YAML"),
+        ("limits.max_hours", "1:30", "YAML reads 1:30 as 90"),
+        ("limits.max_usd", "010", "YAML reads 010 as 8"),
+        ("limits.max_usd", "yes", "give a number, not true/false"),
+        ("output_store", "file://mnt/runs", "three slashes"),
     ],
 )
 def test_a_value_that_nothing_can_be_is_a_mistake_at_its_key(read, key, value, words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ class _Loader(yaml.SafeLoader):
             raise _refused(f"a value that can't be read: {error}", node.start_mark) from error
 
     def number(self, node: yaml.ScalarNode) -> int:
+        if re.search(r":|^[-+]?0\d", node.value):
+            raise ValueError(f"YAML reads {node.value} as {self.construct_yaml_int(node)}")
         return whole_number(node.value, lambda text: int(self.construct_yaml_int(node)))
 
 

@@ -35,6 +35,7 @@ _YAML_ADVICE = {
     "aliases": "write it out plainly",
     "nested": "write it out plainly",
     "'\\t'": "indent with spaces, not with tabs",
+    "YAML reads": "put it in quotes, or write a plain number",
     "constructor": "a job holds plain values only",
     "can't be read": "write a smaller number, or a date that exists",
     "": "check the indentation, quotes and colons on this line and the one above",
@@ -268,7 +269,8 @@ def _override(values: dict[Any, Any], text: str) -> Key:
     try:
         value = read_yaml(raw) if raw else None
     except yaml.YAMLError as error:
-        raise ValueError(f"the value is not valid YAML: {raw[:80]!r}") from error
+        why = getattr(error, "problem", error)
+        raise ValueError(f"the value is not valid YAML: {raw[:80]!r} ({why})") from error
     if len(names) == 1 and names[0] in SHORTHAND and not isinstance(value, dict):
         names = (*names, SHORTHAND[names[0]])
     place = values

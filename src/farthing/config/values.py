@@ -80,8 +80,9 @@ Fraction = Annotated[Number, Field(ge=0, lt=1)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 Positive = Annotated[Whole, Field(ge=1)]
 _MEASURE = WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})
-Usd = Annotated[float, BeforeValidator(parse_usd), Field(ge=0), _MEASURE]
-Hours = Annotated[float, BeforeValidator(parse_hours), Field(gt=0), _MEASURE]
+_NOT_BOOL = BeforeValidator(_is_no_bool)
+Usd = Annotated[float, BeforeValidator(parse_usd), _NOT_BOOL, Field(ge=0), _MEASURE]
+Hours = Annotated[float, BeforeValidator(parse_hours), _NOT_BOOL, Field(gt=0), _MEASURE]
 AsWord = BeforeValidator(lambda value: str(value).lower() if isinstance(value, bool) else value)
 Name = Annotated[str, Field(min_length=1)]
 
@@ -111,6 +112,8 @@ def _in_store(name: str) -> str:
             f"{scheme}:// is no store; give a folder, s3://bucket/prefix, gs://bucket/prefix or"
             " az://container/prefix"
         )
+    if name.startswith("file://") and not name.startswith("file:///"):
+        raise ValueError("file:// needs three slashes and an absolute path, as in file:///mnt/runs")
     if name != without_secrets(name):
         raise ValueError(
             "give a URL without user, password and query: credentials go into the environment"
