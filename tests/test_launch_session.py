@@ -11,6 +11,7 @@ import pytest
 from farthing.errors import InputError, RunInterruptedError, StoreUnavailableError
 from farthing.launch.driver import UnauthorizedError, UnclearError
 from farthing.launch.inputs import Packed
+from farthing.launch.machines import MachineLedger
 from farthing.launch.session import Session, where_it_is
 from farthing.launch.words import Speaker
 from farthing.storage.lease import Lease, LeaseLostError
@@ -121,9 +122,10 @@ def test_the_newest_machine_is_the_one_whose_words_are_shown(rent, tmp_path):
     rented = rent()
     with pytest.raises(InputError, match="nothing has been launched yet"):
         rented.session.log()
-    for number in (1, 2):
-        name = f"{rented.name[:-1]}{number}"
+    for number in (10, 9):
+        name = f"{rented.name}{number}"
         rented.session.ledger.note(name, "asked", 1e9 + number, number=number)
+    rented.session.ledger, name = MachineLedger(rented.session.folder), f"{rented.name}10"
     assert rented.session.log() == f"{name} has printed nothing yet"
     rented.driver.log = lambda machine: f"of {machine.name}"
     assert rented.session.log() == f"of {name}"

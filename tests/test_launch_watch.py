@@ -131,6 +131,13 @@ def test_an_offer_whose_price_rises_twice_is_left_out(tmp_path):
     assert course.said[-1].startswith("no offer is left that could be had")
 
 
+def test_a_job_that_never_says_that_it_booted_is_billed_from_when_its_queue_let_it_begin(course):
+    shows = {0: WAITS, 100: RUNS, 400: OVER}
+    watched(course, Played(course, shows, {}, is_paid_in_queue=False))
+    (machine,) = course.ledger.machines.values()
+    assert machine.billed_s(machine.gone_at) == machine.gone_at - machine.asked_at - 100
+
+
 def test_a_deletion_is_asked_for_until_it_is_confirmed_ever_more_slowly(course):
     driver = Played(course, {0: RUNS}, {0: UP, 50: Word(code=3)}, lingers_s=250.0)
     assert watched(course, driver) == [3, (3, "left with 3", 50, 50, 50)]

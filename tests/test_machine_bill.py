@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farthing.launch.machines import RentedMachine, bill_by_machine
+from farthing.launch.machines import MachineLedger, RentedMachine, bill_by_machine, bill_of
 from farthing.run.accounts import Account
 
 
@@ -60,6 +60,21 @@ def test_attempts_of_two_machines_at_once_belong_to_the_younger():
 def test_no_part_is_longer_than_what_is_left_where_clocks_differ():
     (row,) = bill_by_machine([machine(1)], [attempt(1, 1010.0, 600.0)], 2000.0)
     assert parts_of(row) == [0.0, 520.0, 0.0, 0.0]
+
+
+def test_a_damaged_line_is_named_and_a_machine_is_billed_from_what_is_left(tmp_path):
+    ledger = MachineLedger(tmp_path)
+    ledger.note("f-1", "asked", 1000.0, number=1, usd_per_hour=3.6)
+    for event, at in (("priced", 1200.0), ("created", 1100.0), ("gone", 1300.0)):
+        ledger.note("f-1", event, at, usd_per_hour=at / 1000 * 3.6)
+    assert ledger.machines["f-1"].usd(0.0) == pytest.approx(0.2 * 1.1 + 0.1 * 1.2)
+    text = (tmp_path / "machines.jsonl").read_text()
+    (tmp_path / "machines.jsonl").write_text(text.replace("asked", "Asked"))
+    (row,), damaged = bill_of(tmp_path, [], 2000.0, told := []), told
+    assert (row["wall_s"], damaged) == (
+        200.0,
+        ["machines.jsonl has 1 damaged line: machines may cost more"],
+    )
 
 
 def test_a_refused_machine_is_on_no_bill():

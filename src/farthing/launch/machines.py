@@ -7,6 +7,7 @@ for by its name. Money is counted from that request to the confirmed deletion.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +16,10 @@ from typing import Any
 from farthing.run.accounts import Account
 from farthing.storage.files import Json, fsync_path, make_private
 from farthing.storage.logs import SummedLines
-from farthing.units import say_seconds, say_usd
+from farthing.units import plural, say_seconds, say_usd
 
 MACHINES = "machines.jsonl"
-EVENTS = ("asked", "sought", "created", "refused", "priced", "booted", "left", "gone")
+EVENTS = ("asked", "sought", "created", "refused", "priced", "began", "booted", "left", "gone")
 _BILLED = (
     *("name", "target", "provider", "instance", "gpu", "is_spot", "id", "usd_per_hour"),
     *("state", "why", "asked_at", "gone_at", "price_from"),
@@ -55,6 +56,8 @@ class RentedMachine:
     sought: list[float] = field(default_factory=list)
     """When it was looked for after a request that was not answered."""
     created_at: float | None = None
+    began_at: float | None = None
+    """When a queue had let it begin."""
     booted_at: float | None = None
     left_at: float | None = None
     gone_at: float | None = None
@@ -91,7 +94,9 @@ class RentedMachine:
 
     def billed_s(self, now: float) -> float:
         """Seconds that are paid for, up to `now` while it is not known to be gone."""
-        start = self.asked_at if self.is_paid_in_queue else self.booted_at
+        start = self.asked_at or self.created_at
+        if not self.is_paid_in_queue:
+            start = self.began_at or self.booted_at
         if self.is_refused or start is None:
             return 0.0
         return max(0.0, self.end(now) - start)
@@ -137,6 +142,8 @@ class MachineLedger:
         """Why the newest line is not on the disk."""
         for row in self._lines.rows():
             self._take_in(row)
+        self._sort()
+        self.n_damaged = len(self._lines.damaged)
 
     def note(self, name: str, event: str, at: float, **facts: Any) -> RentedMachine:
         """Write a line and force it to the disk; what it is about, with it taken in.
@@ -156,6 +163,10 @@ class MachineLedger:
             for row in rows:
                 if row not in self.rows.get(name, []):
                     self._write(row) if to_disk else self._take_in(row)
+        self._sort()
+
+    def _sort(self) -> None:
+        self.machines = dict(sorted(self.machines.items(), key=lambda item: item[1].number))
 
     def _write(self, row: Json) -> RentedMachine:
         try:
@@ -184,7 +195,9 @@ class MachineLedger:
         for key in row.keys() & _OF_ROWS:
             setattr(machine, key, row[key])
         if event in ("created", "priced") and "usd_per_hour" in row:
-            machine.charged.append((at, float(row["usd_per_hour"])))
+            # what comes from elsewhere is not in order
+            bisect.insort(machine.charged, (at, float(row["usd_per_hour"])))
+            machine.usd_per_hour = machine.charged[-1][1]
         if event == "sought":
             machine.sought.append(at)
         elif event == "refused":
@@ -272,8 +285,12 @@ def bill_by_machine(
     return rows
 
 
-def bill_of(folder: Path, accounts: Sequence[Account], now: float) -> list[Json]:
-    """The same for the run in a folder; empty where no machine was rented for it."""
-    if not (folder / MACHINES).exists():
-        return []
-    return bill_by_machine(list(MachineLedger(folder).machines.values()), accounts, now)
+def bill_of(
+    folder: Path, accounts: Sequence[Account], now: float, damaged: list[str]
+) -> list[Json]:
+    """The same for the run in a folder; empty where no machine was rented for it. Adds to `damaged`
+    what can't be read."""
+    ledger = MachineLedger(folder)
+    if n := ledger.n_damaged:
+        damaged.append(f"{MACHINES} has {plural(n, 'damaged line')}: machines may cost more")
+    return bill_by_machine(list(ledger.machines.values()), accounts, now)

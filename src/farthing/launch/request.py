@@ -159,6 +159,7 @@ def script_of(ask: LaunchRequest) -> str:
     return f"""#!/bin/sh
 # {ask.name}: trains, and ends after {ask.most_s} seconds at the latest.
 umask 077
+: "${{{CREATED_AT}:=$(date +%s)}}"; export {CREATED_AT}
 child=
 trap '[ -z "$child" ] && exit 75; kill -TERM "$child" 2>/dev/null' TERM INT HUP USR1
 mkdir -p {folder} && cd {folder} || exit 2

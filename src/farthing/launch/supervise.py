@@ -582,6 +582,8 @@ class Launch:
                         return self._ended(machine, seen.code)
                 if seen is not None and seen.is_waiting:
                     beat_at = awake
+                elif seen is not None and not is_paid and machine.began_at is None:
+                    self.ledger.note(machine.name, "began", now)
                 elif is_paid and machine.booted_at is None and age > patience.boot_s:
                     return MachineEnding(
                         f"not booted after {say_seconds(age)}", leaves_offer_out=True

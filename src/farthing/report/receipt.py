@@ -80,7 +80,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> RunReceipt:
     with contextlib.suppress(ValueError, TypeError, KeyError):
         estimate = Estimate.from_json(kept(files.PLAN))
     bill, now = _bill_of(accounts), datetime.now(UTC)
-    machines = bill_of(folder, accounts, now.timestamp())
+    machines = bill_of(folder, accounts, now.timestamp(), damaged)
     exported = [account.exported for account in accounts if account.exported is not None]
     exported_step = exported[-1] if exported else None
     best = next((row for row in reversed(log.evaluations) if row.get("is_best")), None)
