@@ -35,6 +35,7 @@ def of(place: str) -> Commands:
     return target.commands(at)
 
 
+LEFT = InstanceStatus(NAME, "17", is_over=True, is_paid=False)
 JOB = {"metadata": {"name": NAME}, "status": {"active": 1, "ready": 1}}
 FAILED = {
     "metadata": {"name": NAME},
@@ -49,6 +50,7 @@ CASES = {
         f"12|{NAME}|TIMEOUT\n17|{NAME}|PENDING\n16|other|RUNNING\n",
         InstanceStatus(NAME, "17", is_waiting=True),
     ),
+    "slurm, preempted": (of("slurm"), "17", "17", f"17|{NAME}|PREEMPTED\n", LEFT),
     "kubernetes": (
         of("kubernetes:ml"),
         f"configmap/{NAME}\njob.batch/{NAME}",
@@ -79,7 +81,7 @@ CASES = {
     ),
     "skypilot, done": (
         of("skypilot"),
-        "",
+        "ok",
         NAME,
         json.dumps([{"job_id": 3, "job_name": NAME, "status": "SUCCEEDED"}]),
         InstanceStatus(NAME, "3", is_over=True, code=0, is_paid=False),
@@ -103,7 +105,7 @@ def programs(tmp_path, monkeypatch):
 echo "$(basename "$0") $*" >> {tmp_path}/called
 case " $* " in
   *" list "*|*" get "*|*" queue "*|*" ps "*|*format=%i*) cat {tmp_path}/listed ;;
-  *cancel*|*delete*|*--full*) ;;
+  *cancel*|*" delete "*|*--full*) ;;
   *show*) echo "   StdOut={tmp_path}/log" ;;
   *logs*|*logging*) cat {tmp_path}/log ;;
   *) cat {tmp_path}/submitted ;;
@@ -158,6 +160,8 @@ def test_what_can_not_be_read_is_unclear(programs):
         driver = CommandDriver(of(place), lambda ask: programs, restarts=True)
         with pytest.raises(UnclearError):
             driver.look(RentedMachine(NAME))
+    with pytest.raises(UnclearError, match="it printed nothing"):
+        CommandDriver(of("slurm"), lambda ask: programs, restarts=True).create(ask_of("slurm"), 1.0)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ ANSWERS = {
         {"success": True, "new_contract": 7},
         {},
         {"instances": [{"id": 7, "label": "farthing-12345678-1", "actual_status": "dead"}]},
-        {"instances": [], "next_token": "t"},
+        {"instances": [], "next_token": "t+"},
         {"instances": [{"id": 7, "label": "farthing-12345678-1", "dph_total": 0.7}]},
         None,
     ],
@@ -86,7 +86,7 @@ def ask_of(target: Target, *, is_spot: bool = True) -> LaunchRequest:
         install="pip install x",
         needs=("1.2.3", "wandb"),
         fetch="print('fetch')\n",
-        folder="/shared/run" if target.name in ("slurm", "kubernetes") else "",
+        folder="/shared/100% run" if target.name in ("slurm", "kubernetes") else "",
         secrets=("HF_TOKEN", "WANDB_API_KEY"),
         settings={"AWS_REGION": "eu", "HF_ENDPOINT": "https://hub"},
     )

@@ -208,7 +208,8 @@ def test_stop_ends_every_machine_though_what_the_store_knows_of_them_is_damaged(
     [
         '{"pods": 3, "instances": [{}], "data": "x"}',
         '{"pods": [1], "instances": 7, "data": {"x": 1}}',
-        '"busy"',
+        '{"error": "busy"}',
+        "",
     ],
 )
 def test_a_list_that_is_none_is_no_answer(client, answer):

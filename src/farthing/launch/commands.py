@@ -48,6 +48,8 @@ class CommandDriver(Driver):
     def create(self, ask: LaunchRequest, asked_at: float) -> Created:
         """Secrets are in this process' environment, where the command finds them."""
         printed = run_command(self._commands.submit(ask, self._files(ask)))
+        if not printed.strip():
+            raise UnclearError("it printed nothing")
         return Created(self._commands.id_of(printed) or ask.name)
 
     def listed(self, prefix: str) -> list[InstanceStatus]:
@@ -73,7 +75,13 @@ def ended(
     """
     try:
         return subprocess.run(
-            list(words), input=said, capture_output=True, text=True, timeout=timeout_s, check=False
+            list(words),
+            input=said,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
         )
     except FileNotFoundError as error:
         raise RefusedError(

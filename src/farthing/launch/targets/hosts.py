@@ -39,7 +39,8 @@ _NEVER_THERE = re.compile(
     r"|connect to host .* timed out)[^\n]*"
 )
 """What ssh says where it has not come as far as the other side's shell."""
-_END = "END_OF_FARTHING_SCRIPT"
+_BEGIN, _END = "FARTHING_BEGINS", "END_OF_FARTHING_SCRIPT"
+"""The first is printed after what a login prints (~/.bashrc)."""
 LOOK = """
 boot=$(cat /proc/sys/kernel/random/boot_id 2>/dev/null)
 ours() {
@@ -81,14 +82,14 @@ class HostDriver(Driver):
         """What a shell there prints. Raises `UnclearError`."""
         program = shlex.split(os.environ.get("FARTHING_SSH", "ssh"))
         words = ["sh", "-s"] if host == HERE else [*program, *SSH_OPTIONS, "--", host, "sh -s"]
-        done = ended(words, script, PATIENT_S, host)
+        done = ended(words, f"echo {_BEGIN}\n{script}", PATIENT_S, host)
         if done.returncode == 255 and (found := _NEVER_THERE.search(done.stderr)):
             raise UnreachableError(f"{host}: {found[0].strip()}")
         if done.returncode:
             raise UnclearError(
                 f"{host}: {' '.join(done.stderr.split())[-200:] or f'exit code {done.returncode}'}"
             )
-        return done.stdout
+        return done.stdout.partition(f"{_BEGIN}\n")[2]
 
     def create(self, ask: LaunchRequest, asked_at: float) -> Created:
         """A script of that name which runs already is left to run: the same request again."""

@@ -66,7 +66,7 @@ class Lambda(Client):
 
     @understood()
     def listed(self, prefix: str) -> list[InstanceStatus]:
-        found = (sure(self._api, "GET", "/api/v1/instances") or {}).get("data") or []
+        found = sure(self._api, "GET", "/api/v1/instances")["data"]
         return statuses(
             found,
             "name",

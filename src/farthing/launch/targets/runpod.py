@@ -86,13 +86,10 @@ class RunPod(Client):
     @understood()
     def listed(self, prefix: str) -> list[InstanceStatus]:
         answer = sure(self._api, "GET", "/v2/pods")
-        pods = (
-            answer.get("pods") or answer.get("data") or []
-            if isinstance(answer, dict)
-            else answer or []
-        )
+        if isinstance(answer, dict):
+            answer = answer["pods" if "pods" in answer else "data"]
         return statuses(
-            pods,
+            answer,
             "name",
             "status",
             over=("EXITED", "ERROR"),

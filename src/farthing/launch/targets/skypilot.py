@@ -69,7 +69,7 @@ def _submit(ask: LaunchRequest, folder: Path) -> list[str]:
 def _parse(text: str) -> list[InstanceStatus]:
     jobs = json.loads(text)
     found = []
-    for job in jobs if isinstance(jobs, list) else jobs.get("jobs", []):
+    for job in jobs if isinstance(jobs, list) else jobs["jobs"]:
         state = str(job.get("status", "")).rpartition(".")[2]
         name = str(job.get("job_name") or job.get("name"))
         code = {"SUCCEEDED": 0, "FAILED_SETUP": 2, "FAILED_PRECHECKS": 2}.get(state)

@@ -13,14 +13,17 @@ from farthing.launch.request import GRACE_S, LaunchRequest, script_of
 from farthing.launch.target import Commands, Target
 
 BATCH = "run.sbatch"
-_OVER = re.compile("COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE")
+_OVER = re.compile(
+    "COMPLETED|FAILED|CANCELLED|PREEMPTED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE"
+)
 
 
 def render(ask: LaunchRequest) -> dict[str, str]:
     """`ask.at` is the partition, `ask.folder` the run folder, which all nodes see."""
     n_gpus, minutes = ask.offer.n_gpus, math.ceil((ask.most_s + 2 * GRACE_S) / 60)
+    log = f"{ask.folder}/launch/{ask.name}/log.txt"
     options = f"""--job-name={ask.name}
---output={ask.folder}/launch/{ask.name}/log.txt
+--output={shlex.quote(log.replace("%", "%%"))}
 --nodes=1
 --ntasks=1
 --requeue
@@ -51,8 +54,8 @@ def _submit(ask: LaunchRequest, folder: Path) -> list[str]:
 
 
 def _log(machine: RentedMachine) -> str:
-    where = f"scontrol show job {machine.id} | sed -n 's/ *StdOut=//p'"
-    return f"sh -c {shlex.quote(f'{where} | xargs -r tail -n 200')}"
+    where = f"scontrol show job {machine.id} | sed -n 's/ *StdOut=//p' | tr '\\n' '\\0'"
+    return f"sh -c {shlex.quote(f'{where} | xargs -r0 tail -n 200')}"
 
 
 COMMANDS = Commands(

@@ -9,6 +9,7 @@ destroy this one and nothing else.
 from __future__ import annotations
 
 import json
+from urllib.parse import quote
 
 from farthing.launch.driver import (
     Created,
@@ -159,11 +160,11 @@ class Vast(Client):
         found: list[Json] = []
         path = "/api/v1/instances/?limit=25"
         for _ in range(200):
-            answer = sure(self._api, "GET", path) or {}
-            found += answer.get("instances") or []
+            answer = sure(self._api, "GET", path)
+            found += answer["instances"]
             if not answer.get("next_token"):
                 break
-            path = f"/api/v1/instances/?limit=25&after_token={answer['next_token']}"
+            path = f"/api/v1/instances/?limit=25&after_token={quote(answer['next_token'])}"
         return statuses(
             found,
             "label",
