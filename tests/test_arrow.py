@@ -207,7 +207,6 @@ ODD = {
     ),
     "fixed list": (pyarrow.array([[1, 2]] * 3, pyarrow.list_(pyarrow.int8(), 2)), "a list"),
     "number": (pyarrow.array([1.5] * 3), "a number"),
-    "true": (pyarrow.array([True] * 3), "true/false"),
 }
 
 

@@ -75,7 +75,7 @@ def test_numbers_of_classes_are_no_names(classifier, tmp_path):
     rows = [{**row, "label": numbers[row["label"]]} for row in rows_of("bert", 60)]
     _, heard = trained(tmp_path / "anew", classifier, rows)
     assert "begins anew" in heard.warnings
-    label_map = {"label_map": {"0": "food", "1": "sport", "2": "weather"}}
+    label_map = {"label_map": {0: "food", 1: "sport", 2: "weather"}}
     metrics, heard = trained(tmp_path / "mapped", classifier, rows, data=label_map)
     assert metrics["accuracy"] == 1.0
     assert "begins anew" not in heard.warnings

@@ -83,14 +83,12 @@ def test_a_template_with_an_unknown_column_says_which():
 @pytest.mark.parametrize(
     ("columns", "task", "found"),
     [
-        ({"question", "answer"}, "causal-lm", {"prompt": "question", "completion": "answer"}),
         (
             {"Question", "Response", "id"},
             "causal-lm",
             {"prompt": "Question", "completion": "Response"},
         ),
         ({"review", "sentiment"}, "classification", {"text": "review", "label": "sentiment"}),
-        ({"article", "summary"}, "seq2seq", {"input": "article", "target": "summary"}),
         ({"dialogue", "summary"}, "seq2seq", {"input": "dialogue", "target": "summary"}),
         ({"prompt", "response"}, "causal-lm", {"completion": "response"}),
     ],
@@ -103,7 +101,6 @@ def test_usual_names_are_read_and_said(columns, task, found):
 
 def test_two_columns_that_could_be_meant_are_no_guess():
     assert guessed({"question", "query", "answer"}, ("prompt", "completion"), ()) is None
-    assert guessed({"question", "answer", "response"}, ("prompt", "completion"), ()) is None
     with pytest.raises(DataError, match="match no format"):
         recognise({"question", "answer", "response"}, "causal-lm", {}, "rows.jsonl")
 
@@ -177,15 +174,6 @@ def test_the_schema_for_editors_knows_sources_with_keys_of_their_own():
     ]
     assert {"type": "string"} in items
     assert set(items[1]["properties"]) == {"path", "weight", "columns", "split", "name"}
-
-
-def test_whole_numbers_are_labels_by_their_digits(tmp_path):
-    assert job_of(
-        tmp_path, "data: {train: a.jsonl, label_map: {0: neg, 1: pos}}\n"
-    ).data.label_map == {
-        "0": "neg",
-        "1": "pos",
-    }
 
 
 def test_a_part_of_an_object_is_a_column():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,6 +66,14 @@ def test_a_data_set_folder_is_read_through_datasets(tmp_path):
     write_jsonl(folder / "validation.jsonl", ROWS[:1])
     assert values(opened(folder, tmp_path / "cache")) == ROWS
     assert values(opened(folder, tmp_path / "cache", "validation")) == ROWS[:1]
+    names = ("train", "validation")
+    configs = "".join(f"- {{config_name: {name}, data_files: {name}.jsonl}}\n" for name in names)
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    hashes = {
+        open_sources((str(folder),), cache_dir=tmp_path, split="train", config_name=name)[0].sha256
+        for name in names
+    }
+    assert len(hashes) == 2, "configurations are other data"
 
 
 def test_a_changed_data_set_folder_is_never_stale_even_with_its_old_times(tmp_path):
@@ -256,12 +265,9 @@ def segments(
 @pytest.mark.parametrize(
     ("row", "task", "expected"),
     [
-        ({"text": "all of it"}, "causal-lm", [("all of it", True)]),
         ({"prompt": "p", "completion": "c", "id": 3}, "causal-lm", [("p", False), ("c", True)]),
         ({"prompt": "p", "completion": "c"}, "seq2seq", [("p", False), ("c", True)]),
-        ({"input": "i", "target": "t"}, "seq2seq", [("i", False), ("t", True)]),
         ({"input": "i", "target": "t"}, "causal-lm", [("i", False), ("t", True)]),
-        ({"text": "t", "label": "l"}, "classification", [("t", False)]),
         ({"text": "t", "label": "l"}, "causal-lm", [("t", True)]),
         (
             {"instruction": "do", "input": "this", "output": "done"},
@@ -513,8 +519,9 @@ def test_whatever_a_set_follows_from_changes_its_name(source, tmp_path, tiny_fol
     for name, value in changes.items():
         keys.append(set_key([source], hashes[0], replace(recipe, **{name: value})))
     keys.append(set_key([source, source], hashes[0], recipe))
-    other = opened(write_jsonl(tmp_path / "b.jsonl", [{"text": "number 0"}]), tmp_path)
-    keys.append(set_key([other], hashes[0], recipe))
+    other = write_jsonl(tmp_path / "b.jsonl", [{"text": "number 0"}])
+    for each in (other, shutil.copy(tmp_path / "a.jsonl", tmp_path / "a.txt")):
+        keys.append(set_key([opened(each, tmp_path)], hashes[0], recipe))
     for name, value in {
         "chat_template": "{{ messages }}",
         "truncation_side": "left",
@@ -525,7 +532,7 @@ def test_whatever_a_set_follows_from_changes_its_name(source, tmp_path, tiny_fol
     tokenizer.add_tokens(["<new>"])
     hashes.append(tokenizer_sha256(tokenizer))
     keys += [set_key([source], each, recipe) for each in hashes[1:]]
-    assert len(set(keys)) == len(keys) == 1 + len(changes) + 2 + 4
+    assert len(set(keys)) == len(keys) == 1 + len(changes) + 3 + 4
 
 
 @pytest.mark.parametrize(

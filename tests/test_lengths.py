@@ -209,7 +209,7 @@ def test_a_guess_is_of_the_examples_that_a_run_takes(keys, n_examples, tmp_path)
             same(guess, exact)
 
 
-@pytest.mark.parametrize("change", thinned(["data", "tokenizer", "max_length", "set"], 3))
+@pytest.mark.parametrize("change", thinned(["data", "tokenizer", "max_length", "kind", "set"], 3))
 def test_a_stale_note_is_never_used(change, tmp_path):
     file = job_file(tmp_path, n_rows=20, max_steps=1, data={"eval_fraction": 0.1})
     job = load_job(file)
@@ -225,6 +225,8 @@ def test_a_stale_note_is_never_used(change, tmp_path):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 99}))
     elif change == "max_length":
         job = load_job(file, ["data.max_length=500"])
+    elif change == "kind":
+        job = load_job(file, [f"data.train={data.rename(data.with_suffix('.txt'))}"])
     else:
         shutil.rmtree(tokens)
     assert not known_of(job)[0].is_exact

@@ -91,11 +91,7 @@ def note_token_set(
     """Remember which token set the data of `role` (train or eval) became, for `read_lengths`.
     Raises `OSError`.
     """
-    known = {
-        "train": [source.sha256 for source in train_sources],
-        "eval": [source.sha256 for source in eval_sources],
-    }
-    key = _index_key(job, role, known)
+    key = _index_key(job, role, {"train": train_sources, "eval": eval_sources})
     if key is not None and _noted(cache_dir, key) != folder.name:
         when = datetime.now(UTC).isoformat(timespec="seconds")
         write_json(
@@ -295,11 +291,11 @@ def _noted(cache: Path, key: str) -> str | None:
     return name if isinstance(name, str) and Path(name).name == name else None
 
 
-def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
+def _index_key(job: Job, role: str, known: dict[str, list[Source]]) -> str | None:
     """A hash of everything a token set follows from that can be known without transformers; None
     without a tokenizer.
 
-    `known` has the hashes of sources that were opened already.
+    `known` has the sources that were opened already.
     """
     folder = _tokenizer_folder(job)
     if folder is None:
@@ -309,33 +305,37 @@ def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
     content = {
         "version": [CACHE_VERSION, _version("transformers"), _version("tokenizers")],
         # the labels of the evaluation data are those of the training data
-        "train": _content_of(data.train, data.train_split, data, known.get("train")),
-        "eval": role == "eval" and _content_of(data.eval, data.eval_split, data, known.get("eval")),
+        "train": _content_of(data, "train", known.get("train")),
+        "eval": role == "eval" and _content_of(data, "eval", known.get("eval")),
         "role": role,
         "recipe": asdict(recipe_of(job, _max_length(job, folder), template, day)),
         "template": template,
         "tokenizer": _files_sha256(folder),
         "model": sha256_of(config) if (config := _model_folder(job) / CONFIG).is_file() else None,
-        "layout": asdict(data.layout),
-        "own": [data.of_train, data.of_eval],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _content_of(
-    names: tuple[str, ...], split: str, data: DataSection, known: list[str] | None
-) -> list[str]:
-    """The identity of data: of its bytes, or of the address where only the network could tell."""
-    found = []
-    for index, name in enumerate(names):
+    data: DataSection, role: Literal["train", "eval"], known: list[Source] | None
+) -> list[Any]:
+    """The identity of data: of its bytes and how they are read, or of the address where only the
+    network could tell.
+    """
+    found: list[Any] = []
+    for index, (name, own) in enumerate(data.sources(role)):
+        path, config_name = Path(name), own.name or data.dataset_config_name
         if _is_elsewhere(name):
-            asked = json.dumps([name, split, data.dataset_config_name])
-            found.append("at " + hashlib.sha256(asked.encode()).hexdigest())
+            found.append(["at", name, own, config_name, asdict(data.layout)])
         elif known is not None:
-            found.append(known[index])
+            found.append(known[index].identity)
+        elif path.is_dir() and not is_text_folder(path):
+            sha256 = folder_sha256(path, f"{config_name}/{own.split}")
+            found.append(Source("", sha256, "arrow", columns=own.columns).identity)
         else:
-            path = Path(name)
-            found.append(folder_sha256(path, split) if path.is_dir() else sha256_of(path))
+            sha256 = folder_sha256(path, "") if path.is_dir() else sha256_of(path)
+            source = file_source(path, data.layout)
+            found.append(replace(source, sha256=sha256, columns=own.columns).identity)
     return found
 
 

@@ -490,8 +490,6 @@ def _first_lines(path: Path, layout: Layout, n: int) -> list[bytes]:
 
 def delimiter_of(path: Path, layout: Layout = AS_GUESSED) -> str:
     """What separates the columns of a CSV file: a comma, or what its first line has instead."""
-    if ".tsv" in path.suffixes:
-        return "\t"
     line = re.sub(rb'"[^"]*"', b"", b"".join(_first_lines(path, layout, 1)))
     found = [mark for mark in ";\t|" if mark.encode() in line]
     return found[0] if b"," not in line and len(found) == 1 else ","

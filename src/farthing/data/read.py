@@ -85,7 +85,7 @@ class Source:
     @property
     def identity(self) -> Any:
         """What its examples follow from."""
-        return [self.sha256, asdict(self.layout), self.columns]
+        return [self.sha256, self.kind, asdict(self.layout), self.columns]
 
     @property
     def n_bytes(self) -> int:
@@ -168,6 +168,8 @@ def file_source(path: Path, layout: Layout = AS_GUESSED, shown: str | None = Non
         raise DataError(f"can't be read: {error.strerror}", where=shown) from error
     if kind == "jsonl":
         layout = replace(layout, field=None)
+    elif _ending(path) == ".tsv" and not layout.separator:
+        layout = replace(layout, separator="\t")
     return Source(shown, "", kind, (path,), layout)
 
 
@@ -271,7 +273,7 @@ def _open_dataset(
         ) from error
     datasets.disable_progress_bars()
     # `datasets` goes by file times, we by bytes: each content has a cache of its own
-    content = folder_sha256(folder, split) if folder.is_dir() else ""
+    content = folder_sha256(folder, f"{config_name}/{split}") if folder.is_dir() else ""
     cache = own_folder(cache_dir / "datasets", warn) / content[:32]
     if cache.exists() and any(belongs_to_another(path) for path in (cache, *cache.rglob("*"))):
         discard(cache)
@@ -313,9 +315,11 @@ def _arrow_files(data: Any, cache: Path, sha256: str) -> tuple[Path, ...]:
     return (path,)
 
 
-def folder_sha256(folder: Path, split: str) -> str:
-    """Identity of a data set in a folder: the split and every file's name and bytes."""
-    digest = hashlib.sha256(split.encode())
+def folder_sha256(folder: Path, of: str) -> str:
+    """Identity of a folder: every file's name and bytes, and `of` a data set its configuration and
+    split.
+    """
+    digest = hashlib.sha256(of.encode())
     for path in files_below(folder):
         digest.update(f"{path.relative_to(folder)}:{sha256_of(path)}".encode())
     return digest.hexdigest()
