@@ -176,6 +176,7 @@ def test_more_runs_than_a_month_has_hours_is_said(study):
         ("2x RTX 4090", {"gpu": "RTX 4090", "n_gpus": 2}),
         ("A100 80GB spot", {"gpu": "A100-80GB", "kind": "spot"}),
         ("runpod/L40S", {"provider": "RunPod", "gpu": "L40S"}),
+        ("L4", {"gpu": "L4"}),
         ("Lambda", {"provider": "Lambda"}),
         ("own", {"kind": "own"}),
     ],

@@ -89,9 +89,11 @@ def _answers(row: Choice | Refused, text: str) -> bool:
         return False
     if name in ("own", "here", HERE):
         return name in (row.kind, row.provider)
+    named = gpu_named(name)
+    if named is not None and _key(named.name) == _key(name):  # an L4 is no L40S
+        return named.name == row.gpu
     if not name or _key(name) == _key(row.provider) or _key(row.gpu).startswith(_key(name)):
         return True
-    named = gpu_named(name)
     return named is not None and named.name == row.gpu
 
 
