@@ -103,13 +103,6 @@ def test_what_people_train_on_is_covered_with_terms_that_have_sources():
     ("text", "name"),
     [
         ("rtx4090", "RTX 4090"),
-        ("a100-80", "A100-80GB"),
-        ("NVIDIA A100 80GB PCIe", "A100-80GB-PCIe"),
-        ("A100-PCIE-40GB", "A100-40GB-PCIe"),
-        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
-        ("Tesla V100-SXM2-32GB", "V100-32GB"),
-        ("RTX6000", "Quadro RTX 6000"),
-        ("AMD Instinct MI300X", "MI300X"),
     ],
 )
 def test_gpus_are_found_by_whatever_name(text, name):
@@ -143,8 +136,6 @@ def test_names_of_nothing_get_a_hint(text, words):
 @pytest.mark.parametrize(
     ("device", "gib", "name"),
     [
-        ("NVIDIA H100 80GB HBM3", None, "H100-80GB"),
-        ("Tesla V100-SXM2-16GB-N", None, "V100-16GB"),
         ("NVIDIA GeForce RTX 4060 Ti", 7.6, "RTX 4060 Ti 8GB"),
         ("NVIDIA GeForce RTX 3080", 11.6, None),
         ("Tesla T4", 14.56, "T4"),
@@ -162,7 +153,6 @@ def test_devices_are_known_by_the_name_torch_gives_and_their_memory(device, gib,
     [  # cut down, with other memory, a part of one, or of another generation
         "NVIDIA GeForce RTX 3080 Laptop GPU",
         "NVIDIA A100-SXM4-80GB MIG 3g.40gb",
-        "NVIDIA Something New",
         "NVIDIA A100-SXM-64GB",
         "NVIDIA A100-40C",
         "NVIDIA H100 96GB HBM3",
@@ -311,6 +301,7 @@ def test_offers_are_sorted_with_what_is_not_paid_by_the_hour_last():
 # ---- files of one's own ----
 
 HEADER = "provider,instance,gpu,n_gpus,region,zone,kind,unit,usd,vcpus,ram_gib,source,date"
+GPUHUNT = "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,gpu_vendor,flags"  # noqa: E501
 GOOD = "Lab,node1,RTX 4090,2,home,,on-demand,machine_hour,0.8,16,64,the lab's price list,2026-11-01"
 
 
@@ -391,6 +382,8 @@ def test_an_offer_that_is_there_twice_is_an_error(tmp_path):
         (f"{HEADER}\n".encode(), "there is no price in it"),
         (f"{HEADER}\nLab,node1\n".encode(), "2 cells where the header has 13"),
         (b"\xff\xfe\x00provider", "not text in UTF-8"),
+        (f"{HEADER},spot\n{GOOD},true\n".encode(), "the column `spot` is not known"),
+        (f"{GPUHUNT}\nx,eu,1,1,1,1,L4,a lot,,,,\n".encode(), "no GPU in it is known: L4"),
         (f'{HEADER}\n"Lab'.encode(), "not CSV"),
     ],
 )
@@ -408,15 +401,13 @@ def test_a_file_that_is_not_there(tmp_path, name, words):
         read_catalog(tmp_path / name, TODAY)
 
 
-def test_a_byte_order_mark_and_blank_lines_do_no_harm(tmp_path):
+def test_what_a_spreadsheet_writes_does_no_harm(tmp_path):
     path = tmp_path / "mine.csv"
-    path.write_text(f"\ufeff{HEADER}\r\n\r\n{GOOD}\r\n")
+    path.write_text(f"\ufeff{HEADER}\r\n\r\n{GOOD}\r\n".replace(",", ";"))
     assert len(read_catalog(path, TODAY).offers) == 1
 
 
 # ---- layouts of others ----
-
-GPUHUNT = "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,gpu_vendor,flags"  # noqa: E501
 
 
 SKYPILOT = "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,AvailabilityZone"  # noqa: E501

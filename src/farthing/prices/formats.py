@@ -57,7 +57,9 @@ def read_prices(
     to_do = "name a CSV file of prices, in UTF-8"
     try:
         text = (path.read_bytes() if content is None else content).decode("utf-8-sig")
-        rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+        first = text.partition("\n")[0]  # spreadsheets write other separators in some countries
+        mark = next((mark for mark in ";\t" if mark in first and "," not in first), ",")
+        rows = csv.reader(io.StringIO(text, newline=""), delimiter=mark, strict=True)
         return _read(rows, path, today, is_own=is_own, is_feed=is_feed)
     except OSError as error:
         what = (error.strerror or str(error)).lower()
@@ -75,6 +77,14 @@ def _read(
     header = [name.strip() for name in next(rows, [])]
     lines_of = _layout_of(header, path)
     is_strict = is_own and lines_of is _own_lines
+    named = [name for name in header if name]
+    unknown = next((name for name in named if name not in COLUMNS or named.count(name) > 1), "")
+    if is_strict and unknown:
+        what, hint = "is not known", did_you_mean(unknown, COLUMNS)
+        if unknown in COLUMNS:
+            what, hint = "appears twice", ""
+        to_do = f"{hint}take it out; known: {', '.join(COLUMNS)}"
+        raise InputError(f"the column `{unknown}` {what}", where=f"{path}:1", to_do=to_do)
     offers: list[Offer] = []
     bad: list[InputError] = []
     skipped: dict[str, int] = {}
@@ -147,7 +157,7 @@ def _gpuhunt_lines(cells: Cells, path: Path) -> list[Line]:
         {ours: cells.get(theirs, "") for ours, theirs in _GPUHUNT.items()}
         | {
             "provider": provider_name(cells.get("provider") or path.stem),
-            "memory_gib": None if _is_none(memory) else float(memory),
+            "memory_gib": None if _is_none(memory) else _number(memory),
             "kind": "spot" if cells["spot"].lower() in ("true", "1") else "on-demand",
             "source": f"gpuhunt catalog {path.name}",
         }
@@ -181,7 +191,7 @@ def _skypilot_memory(info: str, n_gpus: str, name: str) -> float | None:
         return None
     size = int(match[1])
     gib = size / 1024 if size > 1000 else float(size)
-    for each in (gib, gib / max(1.0, float(n_gpus))):
+    for each in (gib, gib / max(1.0, _number(n_gpus))):
         if gpu_named(name, each) is not None:
             return each
     return gib
