@@ -294,8 +294,9 @@ def test_the_smaller_model_that_is_good_enough_ends_the_search(tmp_path):
     assert large.items() >= ({"model": "./large"} | unknown).items(), "no classifier is served"
     assert "./large" in next(line for line in in_words(outcome.receipt) if "not tried" in line)
 
-    part = {"vary": {"train.learning_rate": [1.0e-2, 1.0e-9]}, "data_fraction": [0.25, 0.5]}
-    path = job_of(tmp_path, part, **keys, data={"eval_fraction": 0.4}, output_dir="./more")
+    vary = {"train.learning_rate": [1.0e-2, 1.0e-9], "data.max_train_samples": [90]}
+    part = {"vary": vary, "data_fraction": [0.25, 0.5]}
+    path = job_of(tmp_path, part, **keys, data={"eval": "./data.jsonl"}, output_dir="./more")
     receipt = search(load_job(path), path).receipt
     assert sorted(each["n_rows"] for each in receipt["trials"] if each["n_rows"]) == [22, 45]
     (rows,) = receipt["gains"]  # a curve of one evaluation says nothing of epochs
@@ -304,6 +305,15 @@ def test_the_smaller_model_that_is_good_enough_ends_the_search(tmp_path):
     of_loss = in_words({**receipt, "metric": "loss", "greater_is_better": False})
     assert any("90 more rows should lower the loss by" in line for line in of_loss)
     assert rows["low"] <= rows["likely"] <= rows["high"] <= 1 - receipt["winner"]["score"]
+
+
+@pytest.mark.slow
+def test_a_winner_that_has_stopped_early_is_whole(tmp_path):
+    rates = [0.01 + n / 100 for n in range(9)]
+    stops = {"early_stopping_patience": 1, "early_stopping_threshold": 9, "max_steps": 18}
+    path = job_of(tmp_path, {"vary": {"train.learning_rate": rates}, "trials": 9}, **stops)
+    assert search(load_job(path), path).receipt["is_trained_in_full"]
+    assert weights_of(tmp_path / "run")
 
 
 def test_a_bill_that_can_not_be_made_ends_the_search_before_a_cent(tmp_path, monkeypatch):

@@ -342,9 +342,8 @@ class _Search:
 
     def _run(self) -> str:
         section, record = self.section, self.record
-        if (section.stop_at or section.data_fraction) and not record.counts:
-            found = self._ask({"do": "count", "values": values_with(self.job, {})})
-            record.add("counts", n_train=found["n_train"], n_eval=found["n_eval"])
+        if section.stop_at:
+            self._count({})
         parts, first, finalists = self._brackets(), 0, list[int]()
         for part, n in zip(parts, shares_of(record.header["n_trials"], len(parts)), strict=True):
             trials = self._halve(part, first, n)
@@ -361,6 +360,12 @@ class _Search:
         if section.data_fraction:
             self._vary_data(self._rank(finalists)[0], first, n)
         return "no model reached stop_at" if section.stop_at else "all trials done"
+
+    def _count(self, settings: Json) -> None:
+        """Count the examples of the job with these settings, once."""
+        if not self.record.counts:
+            found = self._ask({"do": "count", "values": values_with(self.job, settings)})
+            self.record.add("counts", n_train=found["n_train"], n_eval=found["n_eval"])
 
     def _brackets(self) -> list[SearchSection]:
         """One bracket; with `stop_at` one for each model, the cheapest to serve first, else the
@@ -436,6 +441,7 @@ class _Search:
 
     def _vary_data(self, best: int, first: int, n: int) -> None:
         """Train the winner's settings on parts of the data, each in full and evaluated as often."""
+        self._count(self.record.settings[best])
         n_train = int(self.record.counts["n_train"])
         shares = sorted({share for share in self.section.data_fraction if share < 1})
         for trial, share in enumerate(shares, first):
@@ -472,7 +478,7 @@ class _Search:
     def _train(self, trial: int, rung: int, rungs: Rungs) -> None:
         before, n_rungs = self.record.newest(trial), len(rungs.fractions)
         if before.get("state") == "finished":  # it has stopped early
-            self._note({**before, "rung": rung})
+            self._note({**before, "rung": rung, "fraction": rungs.fractions[rung]})
             return
         task = {
             "do": "train",
