@@ -79,19 +79,20 @@ def test_a_head_with_an_adapter_scores_all_positions(changes, scores_positions, 
 
 
 @pytest.mark.parametrize(
-    ("changes", "n_steps", "n_evaluations"),
+    ("changes", "n_steps", "n_evaluations", "n_taken"),
     [
-        ({"n_epochs": 2.5}, 10, 0),
-        ({"max_steps": 7}, 7, 0),
-        ({"eval_lengths": lengths_of(10)}, 12, 3),
-        ({"eval_lengths": lengths_of(10), "eval_steps": 5}, 12, 3),
-        ({"eval_lengths": lengths_of(10), "eval_steps": 0}, 12, 1),
+        ({"n_epochs": 2.5}, 10, 0, 264),
+        ({"max_steps": 7}, 7, 0, 196),
+        ({"eval_lengths": lengths_of(10)}, 12, 3, 300),
+        ({"eval_lengths": lengths_of(10), "eval_steps": 5}, 12, 3, 300),
+        ({"eval_lengths": lengths_of(10), "eval_steps": 0}, 12, 1, 300),
     ],
 )
-def test_steps_are_those_of_the_trainer(changes, n_steps, n_evaluations):
+def test_steps_are_those_of_the_trainer(changes, n_steps, n_evaluations, n_taken):
     """Of 100 examples and three epochs."""
     asked = wanted_of(lengths=lengths_of(100), **changes)
-    assert (asked.n_steps, asked.n_evaluations) == (n_steps, n_evaluations)
+    found = asked.n_steps, asked.n_evaluations, asked.n_taken
+    assert found == (n_steps, n_evaluations, n_taken)
 
 
 def test_each_provider_has_its_own_time_to_boot_and_a_place_of_ones_own_none():

@@ -125,12 +125,12 @@ LIMITS = [
         [
             (
                 "costs $3.17, the cap is $1.20",
-                "limits.max_usd: 3.18, or train.max_steps: 6146 of 18750",
+                "limits.max_usd: 3.18, or train.max_steps: 6125 of 18750",
                 2.6428,
             ),
             (
                 "costs $1.28, the cap is $1.20",
-                "limits.max_usd: 1.29, or train.max_steps: 16602 of 18750",
+                "limits.max_usd: 1.29, or train.max_steps: 16596 of 18750",
                 1.0684,
             ),
         ],
@@ -140,12 +140,12 @@ LIMITS = [
         [
             (
                 "takes 1 h 35 min, the cap is 1 h 30 min",
-                "limits.max_hours: 1.59, or train.max_steps: 16826 of 18750",
+                "limits.max_hours: 1.59, or train.max_steps: 16825 of 18750",
                 1.0555,
             ),
             (
                 "takes 1 h 44 min, the cap is 1 h 30 min",
-                "limits.max_hours: 1.74, or train.max_steps: 15031 of 18750",
+                "limits.max_hours: 1.74, or train.max_steps: 15028 of 18750",
                 1.1565,
             ),
         ],
@@ -156,13 +156,13 @@ LIMITS = [
             (
                 "takes 1.58 GPU-hours, the cap is 1 GPU-hours",
                 "limits.max_gpu_hours: 1.59, or 10,000 samples/min instead of 6,316, or"
-                " train.max_steps: 10899 of 18750",
+                " train.max_steps: 10897 of 18750",
                 1.5832,
             ),
             (
                 "takes 1.73 GPU-hours, the cap is 1 GPU-hours",
                 "limits.max_gpu_hours: 1.74, or 10,000 samples/min instead of 5,764, or"
-                " train.max_steps: 9108 of 18750",
+                " train.max_steps: 9100 of 18750",
                 1.7348,
             ),
         ],

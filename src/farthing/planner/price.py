@@ -231,12 +231,14 @@ def within_limits(plan: OfferPlan, wanted: JobSpec) -> OfferPlan | Rejected:
             continue
         change = f"limits.max_{name}: {_rounded_up(spent)}"
         if name == "gpu_hours":
-            n_samples = wanted.n_steps * wanted.global_batch
+            n_samples = wanted.n_taken
             needed = needed_samples_per_min(n_samples, 1, cap, n_gpus)
             change += f", or {needed:,.0f} samples/min instead of {n_samples / hours / 60:,.0f}"
-        free = ("waiting",) if name == "usd" else ()
-        change += _or_fewer_steps(plan, wanted, cap / spent, free)
-        kind, verb = "dollars" if name == "usd" else name.replace("_", "-"), words.split()[0]
+        is_usd = name == "usd"
+        free, kept = (("waiting",), plan.usd) if is_usd else ((), {})
+        fixed = sum(usd for part, usd in kept.items() if part != "compute")
+        change += _or_fewer_steps(plan, wanted, (cap - fixed) / (spent - fixed), free)
+        kind, verb = "dollars" if is_usd else name.replace("_", "-"), words.split()[0]
         says = said_apart(spent, cap, say, words.partition(" ")[2])
         what = "{} {}, the cap is {}".format(verb, *says)
         return Rejected(plan.offer, kind, what, change, kind, spent / max(cap, 1e-9))
@@ -253,7 +255,7 @@ def _or_fewer_steps(
     """The job that keeps the limit: as many steps as the share leaves room for beside what may not
     shrink. Of spot that is also what interruptions take: it shrinks with the job, but not evenly.
     """
-    moving_s = plan.seconds_of("training", "evaluation", "checkpoints")
+    moving_s = plan.seconds_of("training", "evaluation")
     counted_s = plan.wall_s - plan.seconds_of(*free)
     left_s = share * counted_s - (counted_s - moving_s)
     n = int(wanted.n_steps * max(0.0, left_s) / moving_s * 0.95)

@@ -181,9 +181,10 @@ class Search:
         if objective.needs_reference:
             n = lengths.n_tokens + (wanted.eval_lengths.n_tokens if wanted.eval_lengths else 0)
             forward_s = self._forward_s(machine, best, n * (1 + objective.is_mismatched))
-        training_s = wanted.n_steps * step.seconds
+        n_full, update_s = wanted.n_taken / wanted.global_batch, step.parts.get("optimizer", 0.0)
+        training_s = wanted.n_steps * update_s + n_full * (step.seconds - update_s)
         if objective.is_mismatched:  # a pass over the other answers comes before each step
-            n_computed = wanted.n_steps * best.work.n_padded_tokens
+            n_computed = n_full * best.work.n_padded_tokens
             training_s += self._forward_s(machine, best, n_computed)
         return {
             "download": 0.0 if machine.is_local else weights_bytes / a.download_bytes_per_s,

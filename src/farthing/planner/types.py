@@ -149,6 +149,12 @@ class JobSpec:
         return math.ceil(self.n_epochs * self.steps_per_epoch)
 
     @property
+    def n_taken(self) -> int:
+        """Examples of all steps: the last step of a pass takes what is left."""
+        n_passes, n_more = divmod(self.n_steps, self.steps_per_epoch)
+        return n_passes * self.lengths.n_examples + n_more * self.global_batch
+
+    @property
     def n_evaluations(self) -> int:
         """The last one included."""
         if self.eval_lengths is None:
@@ -171,7 +177,7 @@ class JobSpec:
 
     @property
     def n_tokens(self) -> float:
-        return self.n_steps * self.global_batch * self.tokens_per_example
+        return self.n_taken * self.tokens_per_example
 
     @property
     def save_bytes(self) -> float:

@@ -248,7 +248,7 @@ def _by_hand(study: Study, figures: OwnFigures, best: Choice | None) -> dict[str
     n_samples, mean = wanted.lengths.n_examples, wanted.tokens_per_example
     known = view_of(Known, wanted, n_samples=n_samples, tokens_per_sample=mean)
     if wanted.max_steps is not None:
-        known = replace(known, n_samples=wanted.n_steps * wanted.global_batch, n_epochs=1.0)
+        known = replace(known, n_samples=wanted.n_taken, n_epochs=1.0)
     if best is not None and plan is not None:
         peak = gpus()[plan.offer.gpu].flops.get(plan.recipe.precision) if plan.offer.gpu else None
         step = plan.on.step
