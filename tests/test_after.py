@@ -18,7 +18,7 @@ from farthing.report.receipt import build_receipt
 from farthing.run.folder import kept, trained_on_chats
 from farthing.tiny import write_jsonl
 from thinned import thinned
-from workshop import change_facts, make_job, rows_of, train, trained
+from workshop import change_facts, make_job, read_json, rows_of, train, trained
 
 
 def run_of(folder: Path, family: str) -> Path:
@@ -254,8 +254,14 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
 def test_a_model_is_asked_by_the_template_where_its_rows_were_rendered_by_it(
     row, is_chat, tmp_path
 ):
-    job = make_job(tmp_path, rows=[row] * 4, max_steps=1)
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}<s>{% endfor %}"
+    asked = "{% if add_generation_prompt %}assistant: {% endif %}"
+    (tmp_path / "turns.jinja").write_text(turns + asked)
+    data = {"chat_template": "turns.jinja"}
+    job = make_job(tmp_path, rows=[row] * 4, max_steps=1, data=data)
     train(job)
+    stops = read_json(Path(job.output_dir) / "model/generation_config.json")["eos_token_id"]
+    assert stops == ([2, 1] if is_chat else 2)  # <s> ends a turn
     for path in job.data.train:
         Path(path).unlink()
     assert trained_on_chats(Path(job.output_dir)) is is_chat

@@ -131,7 +131,9 @@ def test_a_chat_is_as_its_template_has_it_and_answers_are_learned_with_their_end
     ids, is_target = read(tokenizer, system + CHAT)
     assert ids == chat_ids(tokenizer, system + CHAT)
     assert learned_of(tokenizer, ids, is_target) == "".join(expected)
-    assert ChatReader.of(tokenizer).teaches_to_stop is (name != "plain")
+    stop = ChatReader.of(tokenizer).stop
+    assert bool(stop) is (name != "plain")
+    assert stop in expected[-1]
     if "{% generation %}" in template:
         as_peers = tokenizer.apply_chat_template(
             CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -265,7 +267,7 @@ def test_a_template_that_ends_no_answer_is_said(made, tmp_path):
     )
     for template in (PLAIN, open_end):
         tokenizer = made(template)
-        assert not ChatReader.of(tokenizer).teaches_to_stop
+        assert not ChatReader.of(tokenizer).stop
         write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 3)
         (source,) = open_sources([str(tmp_path / "chats.jsonl")], cache_dir=tmp_path, split="train")
         found = tokenize([source], tokenizer, TokenRecipe("causal-lm", 512), tmp_path)

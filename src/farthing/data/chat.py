@@ -170,22 +170,21 @@ class ChatReader:
         render = Renderer.of(tokenizer, on)
         shown = _shown(render, _PROBES)
         shows_texts = shown is None or (_QUESTION in shown and _PROBE in shown)
-        if has_marks(render.template):
-            return cls(render, True, TurnEnding(), (), shows_texts)
         tokens = tuple(token for token in _added_tokens(tokenizer) if token.strip())
+        if has_marks(render.template):
+            return cls(render, True, TurnEnding(), tokens, shows_texts)
         return cls(render, False, _ending(render, tokens), tokens, shows_texts)
 
     @property
-    def teaches_to_stop(self) -> bool:
-        """Whether a special token ends what is learned of an answer; without one a model learns no
-        end.
+    def stop(self) -> str:
+        """The special token that ends what is learned of an answer; empty where there is none, and
+        a model learns no end.
         """
-        if not self.marks:
-            return bool(self.ending.opens_next) or any(
-                token in self.ending.end for token in self.tokens
-            )
-        shown = _shown(self.render, _PROBES)
-        return shown is None or bool(shown.rpartition(_PROBE)[2].partition(STOP)[0].strip())
+        said = self.ending.end + self.ending.opens_next
+        if self.marks:
+            said = (_shown(self.render, _PROBES) or "").rpartition(_PROBE)[2].partition(STOP)[0]
+        found = [token for token in self.tokens if token in said]
+        return min(found, key=lambda token: (said.index(token), -len(token)), default="")
 
     def __call__(
         self, messages: Messages, tools: Any, given: frozenset[int] = frozenset()
@@ -452,7 +451,7 @@ def said_of_chats(is_chat: bool, tokenizer: Any, on: str, n_unrolled: int) -> li
             "the tokenizer has no chat template: farthing's own is used (### User, ### Assistant);"
             " for another set data.chat_template"
         )
-    if is_chat and not ChatReader.of(tokenizer, on).teaches_to_stop:
+    if is_chat and not ChatReader.of(tokenizer, on).stop:
         said.append(
             "the chat template ends an answer with no special token: the model does not learn where"
             " to stop"

@@ -227,6 +227,15 @@ def speak(model: Any, tokenizer: Any, language: str) -> None:
         ) from error
 
 
+def stop_at(model: Any, token: int | None) -> None:
+    """Have the model end its answers at a token too, beside those that it names."""
+    settings = model.generation_config
+    named = settings.eos_token_id
+    known = named if isinstance(named, list) else [named] * (named is not None)
+    if token is not None and token not in known:
+        settings.eos_token_id = [*known, token]
+
+
 class FourBits(NamedTuple):
     """A model in 4 bits on a device, but for the modules of these names."""
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from farthing.data.batches import Batches
+from farthing.data.formats import chat_reader
 from farthing.data.packing import MicroBatchCost
 from farthing.device_memory import out_of_memory_said
 from farthing.events import Working
@@ -34,7 +35,8 @@ from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.forward import Forward
 from farthing.model.hardware import free_bytes, taken_bytes
 from farthing.model.liger import use_liger
-from farthing.model.load import FourBits, load_model, speak
+from farthing.model.load import FourBits, load_model, speak, stop_at
+from farthing.model.loss import inner_of
 from farthing.model.precision import precision_of
 from farthing.planner.estimate import Estimate
 from farthing.run.folder import DATA_NOTES, keep
@@ -110,6 +112,9 @@ def assemble(
     """The run at step 0. `examples` are those for training and for evaluation."""
     train, numerics, ranks, emit = spec.train, spec.numerics, context.ranks, context.emit
     train_examples, eval_examples = examples
+    if spec.objective.predicts_next and train_examples.tokens.facts["n_rendered"]:
+        stop = chat_reader(spec.tokenizer, spec.recipe.date).stop
+        stop_at(inner_of(model), spec.tokenizer.get_vocab().get(stop))
     batches = Batches(
         train_examples.indices, spec.global_batch_size, train.seed, train_examples.weights
     )
