@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from farthing.errors import FarthingError, InputError, RunChangedError
 from farthing.report.receipt import build_receipt
 from thinned import thinned
-from workshop import job_file, losses_of, make_job, rows_of, train
+from workshop import losses_of, make_job, rows_of, train
 
 
 def second(folder: Path, source: str, family: str = "llama", **keys):
@@ -103,13 +103,3 @@ def test_what_is_not_there_or_damaged_is_said(tmp_path):
     model = next((tmp_path / "run/checkpoints").glob("step-*")) / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-4] + b"0000")
     is_refused("run", "damaged")
-
-
-@pytest.mark.slow
-def test_the_verb_takes_a_run_and_its_receipt_names_it(tmp_path, cli):
-    path = job_file(tmp_path, "llama", method="lora", max_steps=2, n_rows=24)
-    cli("train", path)
-    sets = ["--set", f"output_dir={tmp_path / 'third'}", "--from", str(tmp_path / "run")]
-    words = ["train", str(path), *sets]
-    assert "begun from step 2 of" in " ".join(cli.out(*words).split())
-    assert cli.json(*words)["ancestor"]["step"] == 2

@@ -54,7 +54,9 @@ def test_a_schedule_that_knows_its_end_names_the_way_further(schedule, tmp_path,
     assert f"farthing train JOB --from {tmp_path / 'run'} --set output_dir=" in str(error.value)
     path = job_file(tmp_path, max_steps=8, **schedule)
     further = f"output_dir={tmp_path / 'further'}"
-    cli("train", path, "--from", tmp_path / "run", "--set", further)
+    words = ("train", path, "--from", tmp_path / "run", "--set", further)
+    assert "begun from step 6 of" in " ".join(cli.out(*words).split())
+    assert cli.json(*words)["ancestor"]["step"] == 6
 
 
 def test_settings_that_nobody_uses_are_warned_of(tmp_path, cli):

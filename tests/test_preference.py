@@ -43,6 +43,7 @@ from workshop import (
     opened,
     read_json,
     train,
+    trained,
 )
 
 WORDS = [word for words in TOPICS.values() for word in words]
@@ -552,8 +553,12 @@ def test_a_pair_is_never_cut(tmp_path):
 
 
 def test_a_margin_is_the_value_of_a_row():
-    row = {"prompt": "a", "chosen": " b", "rejected": " c", "margin": 2.0}
-    assert text_of("prompt/chosen/rejected", row, "reward").value == 2.0
+    row = {"prompt": "a", "chosen": " b", "rejected": " c"}
+    for margin in (2.0, "2"):
+        unit = text_of("prompt/chosen/rejected", row | {"margin": margin}, "reward")
+        assert unit.value == 2.0
+    with pytest.raises(UnusableRowError, match="nan"):
+        text_of("prompt/chosen/rejected", row | {"margin": math.nan}, "reward")
 
 
 def run_of(folder: Path, objective) -> Path:
@@ -577,9 +582,10 @@ def test_eval_compares_the_model_with_what_it_began_with(dpo_run, cli):
     assert found["tuned"]["rewards/margins"] == pytest.approx(last["rewards/margins"], abs=1e-3)
 
 
-def test_the_reference_of_a_run_that_goes_on_from_another_is_that_one(tmp_path, dpo_run, cli):
+def test_the_reference_of_a_run_that_goes_on_from_another_is_that_one(tmp_path, cli):
+    answers = trained(tmp_path / "answers", pretrained=True, method="lora", max_steps=2)
     path = preference_job(tmp_path, "dpo", max_steps=1, learning_rate=1e-9)
-    job = load_job(path, overrides=[f"model.from_run={dpo_run}"])
+    job = load_job(path, overrides=[f"model.from_run={answers}"])
     train(job)
     assert losses_of(job)[0] == pytest.approx(math.log(2), abs=1e-6)
     found = cli.json("eval", job.output_dir)

@@ -7,6 +7,7 @@ The head reads the last token, as transformers' sequence classifiers do. Names a
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from farthing.errors import UnusableRowError
@@ -31,9 +32,13 @@ def _margin(row: Row) -> float:
     value = row.get("margin")
     if value is None or value == "":
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UnusableRowError("`margin` is no number")
-    return float(value)
+    try:
+        margin = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise UnusableRowError(f"`margin` is {str(value)[:40]!r}, not a number")
+    return margin
 
 
 def _loss(answers: Answers, settings: Reward) -> tuple[Any, Figures]:

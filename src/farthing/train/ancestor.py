@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from farthing.config.job import Job
 from farthing.errors import InputError, RunDamagedError
+from farthing.objectives.registry import find_objective, objective_of
 from farthing.report.receipt import build_receipt
 from farthing.run.checkpoint import CheckpointPart
 from farthing.run.folder import CHECKPOINTS, LABEL_NAMES, RUN, kept, kept_job, saves_in
@@ -79,7 +80,10 @@ def ancestor_identity(job: Job, identity: Mapping[str, object]) -> dict[str, str
 
 
 def _refuse_other_meaning(job: Job, found: Ancestor, identity: Mapping[str, object]) -> None:
-    before = (kept(found.run / RUN) or {}).get("identity", {})
+    before = dict((kept(found.run / RUN) or {}).get("identity", {}))
+    task = find_objective(str(before.get("task")))
+    if task is not None and task.head == objective_of(job.task).head:
+        before["task"] = job.task  # the same outputs may learn something else
     beside = set[str]()
     if job.method.name == "full":
         beside |= set(_OF_ADAPTER)
