@@ -271,6 +271,12 @@ UNKNOWN = "unknown key `"
             "",
         ),
         ("train:\n  seed: 1\n  eval_strategy: steps\n", 7, "needs eval_steps", ""),
+        (
+            "train: {eval_strategy: 'no', eval_steps: 2, early_stopping_patience: 2}\n",
+            5,
+            "needs evaluations",
+            "",
+        ),
         ("method: {lora_bias: true, use_dora: true}\n", 5, "no lora_bias with use_dora", ""),
         (
             "method: {lora_bias: true, init_lora_weights: pissa}\n",
@@ -479,6 +485,7 @@ def test_only_settings_that_change_the_result_are_the_runs_identity(read):
         "method.lora_r=3",
         "task=seq2seq",
         "train.max_steps=9",
+        "train.eval_strategy='no'",
     ]
     plain = read("train: {global_batch_size: 8}\n").identity()
     for override in same:

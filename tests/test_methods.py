@@ -261,19 +261,6 @@ def test_label_smoothing_changes_training(tmp_path):
 # ---- loading ----
 
 
-def test_a_head_for_other_classes_is_drawn_anew_and_the_body_is_kept(tmp_path, watched):
-    rows = [{"text": f"row {i}", "label": "abcde"[i % 5]} for i in range(20)]
-    job = make_job(tmp_path, "bert", pretrained=True, rows=rows, method="lora", max_steps=1)
-    before = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
-    assert before.config.num_labels == 2
-    workshop.train(job)
-    model = watched.model.get_base_model()
-    assert model.config.num_labels == 5
-    assert torch.equal(
-        model.bert.embeddings.word_embeddings.weight, before.bert.embeddings.word_embeddings.weight
-    )
-
-
 def test_a_model_whose_weights_are_not_all_there_is_refused(tmp_path):
     job = make_job(tmp_path, pretrained=True)
     path = tmp_path / "base/model.safetensors"

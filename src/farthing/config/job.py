@@ -793,7 +793,6 @@ class Job(JobSection):
                 "fp16",
                 "torch_compile",
                 "use_liger_kernel",
-                "eval_strategy",
                 "load_best_model_at_end",
                 "save_steps",
                 "save_minutes",

@@ -465,7 +465,7 @@ def _without_evaluation(job: Job) -> Iterator[tuple[str, str, str]]:
     why = ""
     if not job.data.eval and not job.data.eval_fraction:
         why = "there is no evaluation data"
-    elif train.eval_strategy == "no" and train.eval_steps is None:
+    elif train.eval_strategy == "no":
         why = "eval_strategy is no"
     for key in ("early_stopping_patience", "load_best_model_at_end"):
         if why and key in train.model_fields_set and getattr(train, key):

@@ -42,14 +42,13 @@ def claimed(spec: RunSpec, context: Context, *, allow_restart: bool) -> Json:
 
 
 def _asks_for_other_steps(spec: RunSpec, folder: Path) -> bool:
-    """Whether a finished run resumes. Its identity says where that changes the steps it has
-    taken.
+    """Whether a finished run resumes, for more steps or to write the model of another one. Its
+    identity says where that changes the steps it has taken.
     """
     with contextlib.suppress(RunDamagedError):
         before = kept_job(folder)["train"]
-        return any(
-            before[key] != getattr(spec.train, key) for key in ("max_steps", "num_train_epochs")
-        )
+        keys = ("max_steps", "num_train_epochs", "load_best_model_at_end")
+        return any(before[key] != getattr(spec.train, key) for key in keys)
     return False
 
 
