@@ -55,7 +55,7 @@ def test_rows_in_memory_train_and_are_asked_as_a_file_of_them(form, tmp_path):
     assert [row["metrics"]["n_examples"] for row in logged if "metrics" in row][-1] == 6
     again = farthing.fine_tune(job_of(tmp_path, "llama", data), quiet=True)
     assert again.reason.startswith("the run had finished already")
-    prompt = rows[0]["prompt"]
+    prompt = rows[0]["prompt"] * 20  # longer than a name of a file may be
     (answer,) = farthing.generate(receipt, prompt, max_new_tokens=5)
     assert [answer] == farthing.generate(receipt, [{"prompt": prompt}], max_new_tokens=5)
     assert answer["prompt"] == prompt, "a text is asked as the run was trained"

@@ -231,6 +231,12 @@ def test_rows_that_are_no_labels_are_named(task, row, why):
         labels.read(row, {})
 
 
+def test_a_whole_number_is_a_class_however_a_table_has_it():
+    read = objective_of("classification").labels.read
+    row = {"text": "a", "label": 3.0}
+    assert [read(row, names)[1] for names in ({}, {"3": "x"})] == ["3", "x"]
+
+
 @pytest.mark.parametrize(
     ("labels", "label_map", "expected"),
     [

@@ -205,7 +205,7 @@ def generate(
         batch_size=batch_size,
         trust_remote_code=trust_remote_code,
     )
-    if isinstance(data, str | Path) and Path(data).is_file():
+    if isinstance(data, Path) or (isinstance(data, str) and os.path.isfile(data)):
         return list(predictor.file(Path(data)))
     if isinstance(data, str):
         data = [data]

@@ -20,6 +20,8 @@ def _read(row: Row, label_map: Mapping[str, str]) -> tuple[str, str]:
     label = row.get("label")
     if label is None or label == "":
         raise UnusableRowError("no `label`")
+    if isinstance(label, float) and label.is_integer():
+        label = int(label)  # a table with empty cells has whole numbers so
     given = label if str(label) in label_map else _meant(label)
     if not isinstance(given, str | int):
         what = f"{label}, a number with a fraction" if isinstance(given, float) else kind_of(given)
