@@ -275,7 +275,7 @@ class World:
                 state="finished"
                 if machine.left is not None and machine.left[0] == 0
                 else "running",
-                started_at=machine.trained_from or 0.0,
+                machine=machine.name,
                 spans={"compute": machine.trained_s},
                 usd_per_hour=self.told.get(machine.name, self.usd_per_hour),
             )

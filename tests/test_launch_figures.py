@@ -131,9 +131,9 @@ def test_a_price_of_a_month_ago_is_said(days, is_said, tmp_path):
     assert view["seconds"]["train"] == 3600.0, "nothing of it is free"
 
 
-def attempt(number: int, started_at: float, wall_s: float) -> Account:
+def attempt(number: int, wall_s: float) -> Account:
     return Account(
-        number, started_at=started_at, spans={"compute": wall_s}, usd_per_hour=0.4, state="running"
+        number, machine=f"f-{number}", spans={"compute": wall_s}, usd_per_hour=0.4, state="running"
     )
 
 
@@ -144,7 +144,7 @@ def test_a_machine_gets_what_others_and_attempts_elsewhere_have_left(tmp_path):
     ledger.note("f-1", "gone", NOW - 20_000 + 9000)  # $1.00, of which $0.80 trained
     ledger.note("f-2", "asked", NOW - 9000, number=2, usd_per_hour=9.0)
     ledger.note("f-2", "refused", NOW - 8000)
-    accounts = [attempt(1, NOW - 19_000, 7200), attempt(2, NOW - 9000, 1800)]  # $0.20 elsewhere
+    accounts = [attempt(1, 7200), attempt(2, 1800)]  # $0.20 elsewhere
     asked = prepared.ask(3, prepared.offers[0], ledger, accounts, NOW)
     assert asked.left_usd == pytest.approx(2.8)
     assert asked.told["max_usd"] == 3.785333, "4.00 - 0.20 - 2 minutes at 0.44"
@@ -170,7 +170,7 @@ def test_a_machine_that_could_not_train_a_minute_is_not_asked_for(tmp_path):
 def test_a_deadline_is_the_end_of_a_machine_and_hours_are_those_of_training(tmp_path):
     def most_s(trained_s=0.0, **limits):
         prepared, ledger = on("runpod", tmp_path, limits=limits), MachineLedger(tmp_path / "run")
-        accounts = [attempt(1, NOW, trained_s)] if trained_s else []
+        accounts = [attempt(1, trained_s)] if trained_s else []
         return prepared.ask(1, prepared.offers[0], ledger, accounts, NOW).most_s
 
     assert most_s(deadline=datetime.fromtimestamp(NOW + 7200, UTC)) == 7200

@@ -15,10 +15,9 @@ def machine(number: int, **more) -> RentedMachine:
     return RentedMachine(f"farthing-{number}", **(known | more))
 
 
-def attempt(number: int, started_at: float, seconds: float) -> Account:
-    return Account(
-        number, str(number), at=started_at, started_at=started_at, spans={"compute": seconds}
-    )
+def attempt(number: int, started_at: float, seconds: float, of: int = 1) -> Account:
+    spans = {"compute": seconds}
+    return Account(number, machine=f"farthing-{of}", started_at=started_at, spans=spans)
 
 
 def parts_of(row) -> list[float]:
@@ -50,9 +49,9 @@ def test_a_machine_without_an_attempt_boots_until_it_has_booted_or_left(known, p
     assert parts_of(row) == parts
 
 
-def test_attempts_of_two_machines_at_once_belong_to_the_younger():
+def test_attempts_of_two_machines_at_once_belong_to_each():
     older, younger = machine(1), machine(2, asked_at=1300.0, booted_at=1350.0, gone_at=1800.0)
-    attempts = [attempt(1, 1120.0, 100.0), attempt(2, 1400.0, 90.0)]
+    attempts = [attempt(1, 1400.0, 100.0), attempt(2, 1120.0, 90.0, of=2)]
     rows = bill_by_machine([older, younger], attempts, 2000.0)
     assert [row["seconds"]["train"] for row in rows] == [100.0, 90.0]
 

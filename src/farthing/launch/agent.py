@@ -21,6 +21,7 @@ from farthing.errors import EXIT_INTERRUPTED, EXIT_LIMIT, FarthingError, RunBusy
 from farthing.launch.inputs import fetch_inputs
 from farthing.launch.request import CREATED_AT, GRACE_S, LEAST_USE_S
 from farthing.launch.words import Speaker
+from farthing.run.ledger import MACHINE
 from farthing.run.signals import handled
 from farthing.run.supervisor import begin
 from farthing.storage.files import Json, only_writer, read_json
@@ -102,7 +103,8 @@ class HostAgent:
         with open(LOG, "ab") as out, open(LOG, "rb") as log:
             log.seek(0, os.SEEK_END)
             words = [does[0], str(self.job), *does[1:], *settings]
-            self._child = begin(words, stdout=out, stderr=subprocess.STDOUT)
+            own = {MACHINE: self.facts["name"]}
+            self._child = begin(words, stdout=out, stderr=subprocess.STDOUT, environ=own)
             if self._was_told:  # while it began
                 self._child.send_signal(signal.SIGTERM)
             done = threading.Event()

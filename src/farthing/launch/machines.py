@@ -231,13 +231,10 @@ class MachineLedger:
     def usd(self, now: float) -> float:
         return sum(machine.usd(now) for machine in self.machines.values())
 
-    def has_billed(self, account: Account, now: float) -> bool:
+    def has_billed(self, account: Account) -> bool:
         """Whether an attempt of the run was made on one of these machines."""
-        return any(
-            machine.asked_at <= account.started_at < (machine.gone_at or now)
-            for machine in self.machines.values()
-            if not machine.is_refused
-        )
+        machine = self.machines.get(account.machine)
+        return machine is not None and not machine.is_refused
 
     def close(self) -> None:
         self._lines.close()
@@ -249,16 +246,14 @@ def bill_by_machine(
     """What each machine has cost: seconds and dollars of boot, train, idle and teardown, which add
     up to the machine's.
 
-    `accounts` are the attempts of the run: those that began while a machine was there are its
-    training. The attempts of two machines at once (one cut off, one that took over) belong to the
-    younger.
+    `accounts` are the attempts of the run, of which each machine's own are its training.
     """
     rows = []
-    paid = [machine for machine in machines if not machine.is_refused]
-    for machine in paid:
+    for machine in machines:
+        if machine.is_refused:
+            continue
         end, total_s = machine.end(now), machine.billed_s(now)
-        later = [other.asked_at for other in paid if other.number > machine.number]
-        own = [a for a in accounts if machine.asked_at <= a.started_at < min([end, *later])]
+        own = [account for account in accounts if account.machine == machine.name]
         first = min(
             [a.started_at for a in own], default=machine.booted_at or machine.left_at or end
         )

@@ -65,6 +65,8 @@ class Account:
     state: str = RUNNING
     at: Amount = 0.0
     started_at: Amount = 0.0
+    machine: str = ""
+    """The rented machine that it runs on."""
     usd_per_hour: Amount = 0.0
     first_step: int = 0
     step: int = 0

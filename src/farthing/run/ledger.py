@@ -63,6 +63,8 @@ SPANS = {
     "lost": "details lost with damaged lines of the ledger",
 }
 BEAT_S = 0.5
+MACHINE = "FARTHING_MACHINE"
+"""The environment variable with the name of a rented machine."""
 N_LONG = 8  # newest attempts whose lines are kept with all their detail
 MOST_TAIL_S = 3600.0
 """Seconds that a killed process can have gone without a line; more is a clock that was set."""
@@ -163,6 +165,7 @@ class Ledger:
         self.lock = meter.lock
         """Held while a line is made and written."""
         self._mine = Account(LOST, id=uuid.uuid4().hex[:12], usd_per_hour=usd_per_hour)
+        self._mine.machine = os.environ.get(MACHINE, "")
         self.past: list[Account] = []
         """The other attempts, in order."""
         self._past_lines = ""
