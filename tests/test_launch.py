@@ -471,7 +471,8 @@ def _on_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0, 
     monkeypatch.chdir(tmp_path)
     children = []
 
-    def begin(words, stdout, **more):
+    def begin(words, stdout, environ, **more):
+        assert environ == {"FARTHING_MACHINE": "farthing-1-1"}
         children.append(Child(words, code, stdout))
         return children[-1]
 

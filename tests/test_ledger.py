@@ -222,16 +222,19 @@ def test_a_kill_at_any_file_operation_of_a_ledger_loses_nothing_of_it(tmp_path):
     assert len(found.accounts[4].notices) == 3
 
 
-def test_attempts_that_are_brought_back_come_before_the_one_under_way(tmp_path):
+def test_attempts_that_are_brought_back_come_before_the_one_under_way(tmp_path, monkeypatch):
     path, clock = tmp_path / "ledger.jsonl", Clock()
     three_attempts(tmp_path / "stored")
+    monkeypatch.setenv("FARTHING_MACHINE", "m")
     ledger = attempt(path, clock, 3.6, 0, 21)
     bear_witness(tmp_path, ledger, 21)
     for _ in range(2):
         ledger.take_in(read_ledger(tmp_path / "stored").accounts)
         assert sums_of(path) == (pytest.approx(410), pytest.approx(0.45))
     assert ledger.number == 4
-    assert not read_ledger(path, witnesses_of(tmp_path)).is_damaged
+    found = read_ledger(path, witnesses_of(tmp_path))
+    assert [each.machine for each in found.ordered] == ["", "", "", "m"]
+    assert not found.is_damaged
 
 
 def test_a_beat_takes_no_room_on_the_disk(tmp_path):
