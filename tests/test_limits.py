@@ -404,6 +404,7 @@ def test_the_first_fit_buys_what_is_promised_and_never_more_than_asked():
     [
         ({"warmup_ratio": 0.03}, 18, 1),
         ({"warmup_epochs": 0.5}, 18, 4),
+        ({"max_steps": 1}, 1, 0),
         ({"warmup_steps": 5, "max_steps": 40}, 40, 5),
     ],
 )

@@ -89,7 +89,9 @@ def first_schedule(
         n_fixed = math.ceil(train.warmup_epochs * steps_per_epoch)
 
     def n_warmup_of(n_steps: int) -> int:
-        return math.ceil(train.warmup_ratio * n_steps) if n_fixed is None else n_fixed
+        if n_fixed is not None or n_steps == 1:  # a rate of 0 at the only step teaches nothing
+            return n_fixed or 0
+        return math.ceil(train.warmup_ratio * n_steps)
 
     found = Schedule(train.lr_scheduler_type, learning_rate, train.lr_scheduler_kwargs)
     if not train.fit_schedule_to_budget:
