@@ -22,6 +22,7 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import choose_numerics
 from farthing.objectives.registry import objective_names, objective_of
 from farthing.train import evaluate as evaluation
+from farthing.train.ancestor import find_ancestor
 from farthing.train.evaluate import evaluate
 from farthing.train.resolve import open_examples, resolve
 from interrupted import LeavesAt
@@ -214,6 +215,7 @@ def test_the_best_checkpoint_is_the_one_exported(tmp_path, monkeypatch):
     assert are_same(exported, checkpoint_weights(job, 2))
     assert not are_same(exported, checkpoint_weights(job, 6))
     assert heard.of(Exported)[0].step == 2
+    assert find_ancestor(job.output_dir).step == 2
     assert "| step | 2 of 6 |" in (tmp_path / "run/model/README.md").read_text()
     train(judged_job(tmp_path, save_steps=1, load_best_model_at_end=False))
     assert are_same(weights_of(tmp_path), checkpoint_weights(job, 6))

@@ -89,9 +89,9 @@ class ModelSection(JobSection):
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` trains from fresh weights: a folder with config.json and a tokenizer is enough."""
     from_run: RunName | None = None
-    """Begin with the trained weights of another run of the same model and method: its folder, or
-    FOLDER:STEP for one of its checkpoints. The receipt names it and adds what it has cost.
-    `farthing train JOB --from FOLDER` sets it."""
+    """Begin with the trained weights of another run of the same model and method: its folder for
+    those of its model, or FOLDER:STEP for one of its checkpoints. The receipt names it and adds
+    what it has cost. `farthing train JOB --from FOLDER` sets it."""
     attn_implementation: str | None = None
     """Attention of transformers: sdpa (its default), eager, flash_attention_2 ..."""
     rope_scaling: dict[str, Any] | None = None

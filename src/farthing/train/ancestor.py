@@ -39,8 +39,8 @@ class Ancestor(NamedTuple):
 
 
 def find_ancestor(from_run: str) -> Ancestor:
-    """The checkpoint that a job begins from: of `RUN:STEP`, or the last one of `RUN`. Raises
-    `InputError`.
+    """The checkpoint that a job begins from: of `RUN:STEP`, or that of `RUN`'s model, where it has
+    none the last one. Raises `InputError`.
     """
     match = re.fullmatch(r"(.+):(\d+)", from_run)
     run = Path(match[1] if match else from_run)
@@ -49,7 +49,8 @@ def find_ancestor(from_run: str) -> Ancestor:
         what = "has no checkpoint" if run.is_dir() else "no such run folder"
         to_do = "name the output_dir of a run that has saved"
         raise InputError(what, where=f"{_WHERE}: {run}", to_do=to_do)
-    wanted = int(match[2]) if match else max(saves)
+    exported = build_receipt(run).exported_step
+    wanted = int(match[2]) if match else exported if exported in saves else max(saves)
     if wanted not in saves:
         raise InputError(
             f"has no checkpoint of step {wanted}",
