@@ -171,7 +171,11 @@ ODDS = [z - math.log1p(-math.exp(z)) for z in (-1.0, -9 / 5)]
             {"name": "simpo", "beta": 2.0, "simpo_gamma": 1.0},
             minus_log_sigmoid(2 * (-1 + 9 / 5) - 1),
         ),
-        ({"name": "cpo", "cpo_alpha": 2.0}, minus_log_sigmoid(0.6) + 2),
+        (
+            {"name": "cpo", "cpo_alpha": 2.0, "label_smoothing": 0.2},
+            0.8 * minus_log_sigmoid(0.6) + 0.2 * minus_log_sigmoid(-0.6) + 2,
+        ),
+        ({"name": "cpo", "loss_type": "hinge"}, 0.4 + 1),
         ({"name": "orpo", "beta": 0.3}, 1.0 + 0.3 * minus_log_sigmoid(ODDS[0] - ODDS[1])),
     ],
 )

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from farthing.config.job import Job
 from farthing.data.token_set import TokenSet
-from farthing.errors import InputError
+from farthing.errors import HardwareError, InputError
 from farthing.events import ignore
 from farthing.export.folders import trusted_job, untrained_model
 from farthing.metrics import Metrics
@@ -44,7 +44,7 @@ class HeldOut:
 
     @cached_property
     def numerics(self) -> Numerics:
-        """Those of the run, or those of this machine."""
+        """Those of the job."""
         return numerics_of(self.job, self.spec.config)
 
     @property
@@ -111,6 +111,17 @@ class HeldOut:
         return found
 
 
+def _here(job: Job) -> Job:
+    """The job; computed as this machine can, where it can't as the run was."""
+    try:
+        numerics_of(job)
+    except HardwareError:
+        where = job.where.model_copy(update={"device": "auto"})
+        train = job.train.model_copy(update={"bf16": None, "fp16": None})
+        return job.model_copy(update={"where": where, "train": train})
+    return job
+
+
 def held_out_of(
     run: Path,
     data: Path | None = None,
@@ -123,7 +134,7 @@ def held_out_of(
 
     Raises `InputError` and `DataError` where the run's data is gone, or is another.
     """
-    job = trusted_job(run, trust_remote_code)
+    job = _here(trusted_job(run, trust_remote_code))
     if data is not None:
         if not data.exists():
             raise InputError("no such file", where=str(data), to_do="check --data")
