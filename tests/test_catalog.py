@@ -57,7 +57,6 @@ def test_every_gpu_has_sane_numbers():
         assert ladder == sorted(ladder), gpu.name
         is_old = gpu.architecture in ("Kepler", "Pascal", "Volta", "Turing")
         assert gpu.has_bf16 == ("tf32" in gpu.flops) == (not is_old), gpu.name
-        assert set(gpu.flops) <= {"fp32", "tf32", "fp16", "bf16", "fp8"}, gpu.name
 
 
 def test_no_name_means_two_gpus():
@@ -68,12 +67,8 @@ def test_no_name_means_two_gpus():
 
 
 def test_every_price_has_a_sane_size():
-    for row in facts("prices"):
-        assert row["gpu"] in gpus() or (
-            row["gpu"] == "" and row["unit"] in ("run", "million_tokens")
-        ), row
     catalog = read_catalog(None, TODAY)
-    assert 400 <= len(catalog.offers) == len(facts("prices")), "no row is a duplicate"
+    assert 400 <= len(catalog.offers) == len(facts("prices")), "a duplicate, or no GPU"
     for offer in catalog.offers:
         usd = offer.usd_per_gpu_hour
         assert usd is None or 0.02 <= usd <= 40, offer

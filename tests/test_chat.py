@@ -118,8 +118,8 @@ def learned_of(tokenizer, ids: list[int], is_target: list[int]) -> str:
     return str(tokenizer.decode([i for i, target in zip(ids, is_target, strict=True) if target]))
 
 
-@pytest.mark.parametrize("begins", [False, True], ids=["", "a tokenizer that adds its first token"])
-@pytest.mark.parametrize("system", [[], SYSTEM], ids=["", "with a system message"])
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("system", [[], SYSTEM])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_chat_is_as_its_template_has_it_and_answers_are_learned_with_their_ends(
     made, name, system, begins

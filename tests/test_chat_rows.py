@@ -92,7 +92,7 @@ def sharegpt(*turns: tuple[str, str], **marks) -> dict[str, Any]:
     return {"conversations": [*said[:-1], said[-1] | marks]}
 
 
-@pytest.mark.parametrize("template", [PLAIN, default_template(False)], ids=["prompts", "marks"])
+@pytest.mark.parametrize("template", [PLAIN, default_template(False)])
 @pytest.mark.parametrize(
     "marks", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": 0}]
 )
@@ -207,9 +207,8 @@ def test_a_row_that_can_not_be_learned_says_why(row, template, words):
 @pytest.mark.parametrize(
     "said",
     [{"content": ""}, {"content": " \n"}, {"content": None}, {}, {"content": "", "name": "bot"}],
-    ids=["empty", "spaces", "null", "no content", "a name alone"],
 )
-@pytest.mark.parametrize("template", [PLAIN, default_template(False)], ids=["prompts", "marks"])
+@pytest.mark.parametrize("template", [PLAIN, default_template(False)])
 def test_an_answer_that_says_nothing_is_not_learned_as_an_empty_one(said, template):
     turns = asked(**said) + talk()[2:]
     with pytest.raises(UnusableRowError, match=EMPTY):

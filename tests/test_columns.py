@@ -286,7 +286,6 @@ ASKED = {"role": "user", "content": "Hi?"}
             ["Food.</s>", "Too.</s>"],
         ),
     ],
-    ids=["dolly", "system beside messages", "bedrock", "cohere", "prompt of messages", "history"],
 )
 def test_chats_as_other_services_write_them(row, whole, learned):
     found = recognise(set(row), "causal-lm", {}, "rows.jsonl")

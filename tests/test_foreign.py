@@ -118,7 +118,6 @@ OURS = {
         (RANKED, "ranked"),
         (MEDIA, "images, sound or video"),
     ],
-    ids=["preferences", "verdicts", "ranked", "media"],
 )
 def test_rows_of_other_kinds_are_known_by_name(rows, word):
     for name, row in rows.items():

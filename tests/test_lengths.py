@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from data_files import KINDS, write_as
-from farthing.config.data_lengths import read_lengths
+from farthing.config.data_lengths import files_of_split, read_lengths
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.data import packing, sample
@@ -172,15 +172,16 @@ def test_lengths_from_the_command_line():
 
 def same(a: Lengths, b: Lengths):
     """Everything but the words."""
-    assert (a.n_examples, a.n_tokens, a.n_target_tokens) == (
-        b.n_examples,
-        b.n_tokens,
-        b.n_target_tokens,
-    )
-    assert (a.longest, a.longest_target) == (b.longest, b.longest_target)
-    assert a.tokens.tolist() == b.tokens.tolist()
-    assert (a.targets is None) == (b.targets is None)
-    assert a.targets is None or b.targets is None or a.targets.tolist() == b.targets.tolist()
+    for name in (
+        "n_examples",
+        "n_tokens",
+        "n_target_tokens",
+        "longest",
+        "longest_target",
+        "tokens",
+        "targets",
+    ):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
 
 
 def known_of(job: Job):
@@ -188,13 +189,18 @@ def known_of(job: Job):
     return read_lengths(job, cache_dir=Path(job.cache_dir))
 
 
+WEIGHED = {"train": [{"path": "data.jsonl", "weight": 3}]}
+
+
 @pytest.mark.parametrize(
     ("keys", "n_examples"),
     [
-        ({"eval_fraction": 0.25, "max_train_samples": 10, "max_eval_samples": 3}, (10, 3)),
+        (
+            {**WEIGHED, "eval_fraction": 0.25, "max_train_samples": 10, "max_eval_samples": 3},
+            (30, 3),
+        ),
         ({"eval": "held.jsonl"}, (40, 7)),
     ],
-    ids=["limits on the samples", "evaluation data of its own"],
 )
 def test_a_guess_is_of_the_examples_that_a_run_takes(keys, n_examples, tmp_path):
     write_jsonl(tmp_path / "held.jsonl", rows_of("llama", 7, seed=3))
@@ -203,10 +209,20 @@ def test_a_guess_is_of_the_examples_that_a_run_takes(keys, n_examples, tmp_path)
     train(job)
     found = known_of(job)
     for guess, exact, n in zip(guesses, found, n_examples, strict=True):
-        assert exact.is_exact
+        assert exact.is_exact == (n != 30)
         assert guess.n_examples == exact.n_examples == n
         if n_examples == (40, 7):
             same(guess, exact)
+
+
+def test_a_plan_reads_the_files_of_a_split_alone(tmp_path):
+    for name in ("train.jsonl.gz", "constraints.test.jsonl", "LICENSE.txt"):
+        (tmp_path / "set" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "set" / name).touch()
+    assert [path.name for path in files_of_split(tmp_path / "set", "train")] == ["train.jsonl.gz"]
+    job = make_job(tmp_path, data={"train": "./set", "dataset_config_name": "en"})
+    with pytest.raises(InputError, match="configuration `en`"):
+        known_of(job)
 
 
 @pytest.mark.parametrize("change", thinned(["data", "tokenizer", "max_length", "kind", "set"], 3))

@@ -74,7 +74,6 @@ IN_FP16 = ON_DEMAND | {"hours": (1.217, 1.583, 4.469), "usd": (2.438, 3.171, 8.9
         (A100_SPOT, ON_SPOT),
         (A100.but(precision_note="may overflow", precision="fp16"), IN_FP16),
     ],
-    ids=["on demand", "spot", "fp16"],
 )
 def test_what_a_plan_comes_to(where, expected):
     """Spot is wider than what is interrupted, and a run that may overflow could be done twice."""

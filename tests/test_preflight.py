@@ -216,6 +216,8 @@ def test_a_template_that_is_not_there_is_one_of_the_faults(desk):
         ("train.early_stopping_patience=2", "there is no evaluation data"),
         ("train.load_best_model_at_end=true", "there is no evaluation data"),
         ("task=seq2seq", "can't be loaded for seq2seq"),
+        ("data.label_map={a: b}", "no classes"),
+        ("data.train=[{path: train.jsonl, split: 'train[:9%]'}]", "a file is no data set"),
         ("model=BERT", "looks ahead"),
         ("output_dir=train.jsonl/run", "can't be made: Not a directory"),
         ("data.max_bad_rows=0.2", "234 of 1,000 rows can't be used"),

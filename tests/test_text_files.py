@@ -61,6 +61,9 @@ def test_rows_inside_an_object_are_asked_for_by_their_path(tmp_path):
     with pytest.raises(DataError) as caught:
         list(source.rows())
     assert "`data.items` (1 items), `data.tags` (2 items)" in str(caught.value)
+    chat = {"messages": [{"role": "user"}]}
+    (tmp_path / "a.json").write_text(json.dumps(chat))
+    assert rows_of(tmp_path / "a.json", tmp_path)[0] == [chat]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,9 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +23,7 @@ from numpy.typing import NDArray
 from farthing.addresses import is_remote, without_secrets
 from farthing.config.job import DataSection, Job
 from farthing.data.batches import Batches, split_by_input
+from farthing.data.blocks import is_text
 from farthing.data.chat import asks_for_the_date, read_template
 from farthing.data.encode import PlainTokenizer
 from farthing.data.lengths import Lengths, from_token_set
@@ -27,6 +31,7 @@ from farthing.data.light_tokenizer import light_tokenizer, own_template
 from farthing.data.read import (
     KINDS,
     Source,
+    ending_of,
     file_source,
     folder_sha256,
     is_dataset,
@@ -144,20 +149,29 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
     tokenizer, recipe = reading_of(job, began(Path(job.output_dir)))
     n_labels = _n_labels(job, tokenizer, recipe)
 
-    def part_of(found: Lengths, share: float, most: int | None) -> Lengths:
-        n_examples = max(1, round(found.n_examples * share))
-        part = found.repeated(n_examples if most is None else min(most, n_examples))
+    def part_of(
+        found: Lengths, weights: Sequence[float], share: float, most: int | None
+    ) -> Lengths:
+        """The share of each source, of all these the first `most`, as often as they are learned."""
+        left, n_examples = math.inf if most is None else most, 0.0
+        for n, weight in zip(found.of_sources, weights, strict=True):
+            n_kept = min(n * share, left)
+            left, n_examples = left - n_kept, n_examples + n_kept * weight
+        part = found.repeated(max(1, round(n_examples)))
         return replace(part, source=found.source, n_labels=n_labels)
 
     data, held_out = job.data, None
     share = 0.0 if data.eval else data.eval_fraction
-    train = sample_lengths(_local_sources(job, "train"), tokenizer, recipe)
+    sources = _local_sources(job, "train")
+    train = sample_lengths(sources, tokenizer, recipe)
     if data.eval or share:
         of_eval = train
         if data.eval:
             of_eval = sample_lengths(_local_sources(job, "eval"), tokenizer, recipe)
-        held_out = part_of(of_eval, share or 1.0, data.max_eval_samples)
-    return part_of(train, 1 - share, data.max_train_samples), held_out
+        once = [1.0] * len(of_eval.of_sources)
+        held_out = part_of(of_eval, once, share or 1.0, data.max_eval_samples)
+    weights = [source.weight for source in sources]
+    return part_of(train, weights, 1 - share, data.max_train_samples), held_out
 
 
 def _n_labels(job: Job, tokenizer: PlainTokenizer, recipe: TokenRecipe) -> int:
@@ -234,10 +248,21 @@ def _local_sources(job: Job, role: Literal["train", "eval"]) -> list[Source]:
                 to_do=_TO_DO,
             )
         is_data_set = Path(name).is_dir() and not is_text_folder(Path(name))
+        if is_data_set and (config_name := own.name or job.data.dataset_config_name):
+            what = f"what its configuration `{config_name}` holds is not known yet"
+            raise InputError(what, where=name, to_do=_TO_DO)
         paths = files_of_split(Path(name), str(own.split)) if is_data_set else [Path(name)]
         found = [file_source(path, job.data.layout) for path in paths]
         sources += [replace(each, columns=own.columns, weight=own.weight) for each in found]
     return sources
+
+
+_SPLITS = {
+    "train": "train|training",
+    "validation": "validation|valid|dev|val",
+    "test": "test|testing|eval|evaluation",
+}
+"""Words for a split in the names of files, as `datasets` has them."""
 
 
 def files_of_split(folder: Path, split: str) -> list[Path]:
@@ -248,13 +273,18 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
     inside = {
         path: str(path.relative_to(folder)).lower()
         for path in sorted(folder.rglob("*"))
-        if path.suffix.lower() in KINDS and path.is_file() and path.name not in about
+        if ending_of(path) in KINDS and path.is_file() and path.name not in about
     }
-    words = {"validation": ("valid", "dev")}.get(split, (split,))
-    named = [path for path, name in inside.items() if any(word in name for word in words)]
-    if not named and split == "train":
-        others = ("valid", "dev", "test", "eval")
-        named = [path for path, name in inside.items() if not any(each in name for each in others)]
+    if not all(map(is_text, inside)):  # a licence is no data
+        inside = {path: name for path, name in inside.items() if not is_text(path)}
+
+    def of(words: str) -> list[Path]:
+        of_split = re.compile(rf"(^|[-._ 0-9/])({words})[-._ 0-9/]")
+        return [path for path, name in inside.items() if of_split.search(name)]
+
+    named = of(_SPLITS.get(split, re.escape(split)))
+    if not named and split == "train" and not of("|".join(_SPLITS.values())):
+        named = list(inside)
     if not named:
         what = f"no file of the folder can be recognised as its split `{split}`"
         raise InputError(what, where=str(folder), to_do=_TO_DO)

@@ -419,6 +419,8 @@ def _contradictions(job: Job) -> Iterator[tuple[str, str, str]]:
         yield "data.keep", f"{job.task} does not learn single answers", to_do
     if data.pairs is not None and not is_paired:
         yield "data.pairs", f"{job.task} does not learn pairs of answers", "use data.keep"
+    if data.label_map and objective.labels is None:
+        yield "data.label_map", f"{job.task} has no classes to name", "leave it out"
     if objective.is_mismatched and job.global_batch_size == 1:
         key = "global_batch_size" if train.global_batch_size else "per_device_train_batch_size"
         what = f"{job.task} compares the examples of a step, and one has no other"

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
-from farthing.addresses import is_remote
+from farthing.addresses import is_remote, without_secrets
 from farthing.config.data_lengths import files_of_split
 from farthing.config.job import Job
 from farthing.config.load import load_job
@@ -144,6 +144,10 @@ def _look_at_data(job: Job, name: str, own: Own, only_plans: bool) -> None:
     """A file, the first file of a folder's split, or whether an address may be asked and the Hub
     knows a name.
     """
+    if "[" in str(own.split) and not is_dataset(name):
+        what = f"a file is no data set, of which a split such as {own.split} can be taken"
+        to_do = "leave it out; data.max_train_samples takes fewer"
+        raise DataError(what, where=without_secrets(name), to_do=to_do)
     if is_remote(name):
         refuse_metadata(name)
     elif not is_dataset(name) or is_text_folder(Path(name)):

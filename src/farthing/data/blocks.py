@@ -320,7 +320,9 @@ def _list_of(value: Any, name: str, field: str | None) -> list[Any]:
         return lists[field]
     outer = [path for path in lists if "." not in path] or list(lists)
     if len(outer) == 1 and not field:
-        return lists[outer[0]]
+        items = lists[outer[0]]
+        is_chat = bool(items) and isinstance(items[0], dict) and {"role", "from"} & items[0].keys()
+        return [value] if is_chat else items  # one chat is a row, its turns are none
     shown = ", ".join(f"`{path}` ({len(items)} items)" for path, items in list(lists.items())[:8])
     raise DataError(
         f"there is no list at `{field}` (data.field)" if field else "not an array of objects",
@@ -360,7 +362,7 @@ class _Fed:
 
     def __init__(self, lines: Lines) -> None:
         self._lines, self._name = iter(lines), lines.name
-        self.first_line = self.n_bytes = 0
+        self.first_line = self.last_line = self.n_bytes = 0
 
     def __iter__(self) -> _Fed:
         return self
@@ -368,6 +370,7 @@ class _Fed:
     def __next__(self) -> str:
         line = next(self._lines)
         self.first_line = self.first_line if self.n_bytes else line.number
+        self.last_line = line.number
         self.n_bytes += line.n_bytes
         if self.n_bytes > MAX_ROW_BYTES + 1:
             raise DataError(
@@ -390,9 +393,11 @@ def csv_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Itera
 
 
 def _records(fed: _Fed, delimiter: str) -> Iterator[Raw]:
-    """The records of a file: fields, or why there are none. Blank lines are passed over."""
+    """The records of a file: fields, or why there are none. Blank lines are passed over. Of a
+    record that is none each line counts: a quote that is not closed swallows other rows.
+    """
     # strict: a quote that is never closed is an error, not a field with the rest of the file
-    reader = csv.reader(fed, delimiter=delimiter, strict=True)
+    reader, n_fields = csv.reader(fed, delimiter=delimiter, strict=True), 0
     while True:
         fed.n_bytes = 0
         try:
@@ -401,8 +406,12 @@ def _records(fed: _Fed, delimiter: str) -> Iterator[Raw]:
             return
         except csv.Error as error:
             content = f"invalid CSV: {error}"
-        if content:
-            yield Raw(fed.first_line, fed.n_bytes, content)
+        if not content:
+            continue
+        n_fields, first = n_fields or len(content), fed.first_line
+        is_whole = isinstance(content, list) and len(content) == n_fields
+        lines = range(first, 1 + (first if is_whole else fed.last_line))
+        yield from (Raw(number, fed.n_bytes // len(lines), content) for number in lines)
 
 
 def _header(first: Raw | None, name: str) -> list[str]:

@@ -103,6 +103,8 @@ class Lengths:
     """What there is to say of the data: columns that nobody reads, and the like."""
     n_labels: int = 0
     """Outputs of a head that scores whole examples; 0: not known, or no such task."""
+    of_sources: tuple[float, ...] = field(default=(), compare=False)
+    """Of a sample: about how many of the examples each source has."""
 
     @property
     def mean(self) -> float:

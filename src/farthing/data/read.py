@@ -168,7 +168,7 @@ def file_source(path: Path, layout: Layout = AS_GUESSED, shown: str | None = Non
         raise DataError(f"can't be read: {error.strerror}", where=shown) from error
     if kind == "jsonl":
         layout = replace(layout, field=None)
-    elif _ending(path) == ".tsv" and not layout.separator:
+    elif ending_of(path) == ".tsv" and not layout.separator:
         layout = replace(layout, separator="\t")
     return Source(shown, "", kind, (path,), layout)
 
@@ -184,7 +184,7 @@ def _hashed(source: Source, progress: Progress, warn: Callable[[str], None]) -> 
     try:
         if is_guessed and (encoding := encoding_of(path)) != "utf-8":
             warn(f"{shown}: it is not UTF-8, and is read as {encoding}")
-        if kind in ("json", "jsonl") and KINDS[_ending(path)] != kind:
+        if kind in ("json", "jsonl") and KINDS[ending_of(path)] != kind:
             is_document = "a document" if kind == "json" else "one object a line"
             warn(f"{shown}: it is read as {is_document}")
         n_bytes = path.stat().st_size
@@ -212,11 +212,11 @@ def is_text_folder(path: Path) -> bool:
     """Whether a folder holds text files and no other data: each file is a document."""
     if not path.is_dir():
         return False
-    kinds = {KINDS.get(_ending(file)) for file in files_below(path)} - {None}
+    kinds = {KINDS.get(ending_of(file)) for file in files_below(path)} - {None}
     return kinds == {"texts"}
 
 
-def _ending(path: Path) -> str:
+def ending_of(path: Path) -> str:
     """The ending that tells the kind of a file, zipped or not."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
@@ -225,7 +225,7 @@ def _kind_of_file(path: Path, shown: str) -> str:
     """jsonl, json, csv or parquet. Raises `OSError`, and `DataError` when there is no such file, or
     nothing in it that can be read.
     """
-    kind = KINDS.get(_ending(path))
+    kind = KINDS.get(ending_of(path))
     if path.is_symlink() and not path.exists():
         what = f"a link to {os.readlink(path)}, and no file is there"
         raise DataError(what, where=shown, to_do="correct the link, or name the file itself")
@@ -281,6 +281,8 @@ def _open_dataset(
         builder = datasets.load_dataset_builder(name, config_name, cache_dir=str(cache))
         if not content and not Path(builder.cache_dir).exists():
             _refuse_large_rows_on_hub(name, builder)
+        if content and hasattr(builder.config, "keep_default_na"):
+            builder.config.keep_default_na = False  # a word such as None is a text
         builder.download_and_prepare()
         data = builder.as_dataset(split=split)
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -348,7 +350,7 @@ def _refuse_leading_out(folder: Path) -> None:
 
 def _refuse_bomb(path: Path, name: str) -> None:
     """Refuse a file that unpacks beyond measure. Raises `DataError`."""
-    if _ending(path) == ".parquet":
+    if ending_of(path) == ".parquet":
         refuse_parquet_bomb(path, name)
     if path.suffix != ".gz":
         return
@@ -371,7 +373,7 @@ def _refuse_large_rows(path: Path, name: str) -> None:
     """Refuse a file of a data set of which a row would fill the memory of `datasets`. Raises
     `DataError`.
     """
-    if KINDS.get(_ending(path)) not in ("parquet", "jsonl", "csv") or not path.stat().st_size:
+    if KINDS.get(ending_of(path)) not in ("parquet", "jsonl", "csv") or not path.stat().st_size:
         return
     _refuse_bomb(path, name)
     for block in file_source(path, shown=name).blocks():

@@ -51,7 +51,7 @@ def sample_lengths(
         recipe = replace(recipe, too_long="truncate")
     known = KnownFacts(sources, recipe)
     maker = known.maker(tokenizer)
-    lengths, weights = [], []
+    lengths, of_sources = [], list[float]()
     n_rows, n_tokenized = 0.0, 0
     for number, (blocks, sizes, share, _) in enumerate(seen):
         picked, stratum = _strata(sizes, max(1, round(n_wanted * len(sizes) / n_seen)))
@@ -61,7 +61,7 @@ def sample_lengths(
         of_picked, counts = _lengths_of(part, [row.line for row in rows], recipe)
         scale = sizes / np.maximum(sizes[picked], 1)[stratum]
         lengths.append(np.repeat(of_picked[stratum] * scale[:, None], counts[stratum], axis=0))
-        weights.append(np.full(len(lengths[-1]), sources[number].weight / share))
+        of_sources.append(len(lengths[-1]) / share)
         n_rows += len(sizes) / share
         n_tokenized += int(counts.sum())
     found = np.concatenate(lengths)
@@ -80,14 +80,14 @@ def sample_lengths(
     sampled = from_arrays(
         tokens,
         targets if task.is_pair else None,
-        n_examples=max(1, round(float(np.concatenate(weights).sum()))),
+        n_examples=max(1, round(sum(of_sources))),
         n_target_tokens=n_labelled if task.scores_tokens else float(len(tokens)),
         is_exact=False,
         source=f"{words} tokenized"
         if tokenizer.is_exact
         else f"guessed from characters, no tokenizer was found here: {words}",
     )
-    return replace(sampled, notes=tuple(known.notes))
+    return replace(sampled, notes=tuple(known.notes), of_sources=tuple(of_sources))
 
 
 def _why_none(tally: Tally, recipe: TokenRecipe) -> str:
