@@ -22,6 +22,7 @@ from farthing.errors import InputError
 from farthing.report.draw import draw
 from farthing.report.receipt import build_receipt, compare
 from farthing.report.receipt_report import compared_rows, receipt_report
+from farthing.report.runs import row_of
 from farthing.report.timeline import timeline_of
 from farthing.run.accounts import Account, as_line
 from farthing.run.folder import keep
@@ -52,6 +53,7 @@ def receipt_of(case):
     values = receipt.to_json()
     assert (values.pop("kind"), values.pop("version")) == ("farthing receipt", 1)
     del values["written"]
+    values["usd_of_months"] = row_of(folder, 0.0, name="").usd_by_month
     return json.loads(json.dumps(values)), console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -36,7 +36,7 @@ class RunRow:
     best: float | None = None
     ratio: float | None = None  # happened/estimated, None before the end
     usd_by_month: dict[str, float] = field(default_factory=dict)
-    """Dollars of the attempts that began in a month (2026-11), UTC."""
+    """Dollars of attempts and machines that began in a month (2026-11), UTC."""
     problem: str = ""
 
 
@@ -71,10 +71,13 @@ def row_of(folder: Path, now: float, *, name: str) -> RunRow:
         receipt = build_receipt(folder)
     except (FarthingError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return RunRow(name, "unreadable", problem=f"{error}")
+    spent = [(attempt["started_at"], attempt["usd"]) for attempt in receipt.attempts]
+    for machine in receipt.machines:  # boot, idle time, teardown
+        asked_at = datetime.fromtimestamp(machine["asked_at"], UTC).isoformat()
+        spent.append((asked_at, machine["usd"] - machine["usd_of"]["train"]))
     months: dict[str, float] = {}
-    for attempt in receipt.attempts if receipt.usd_is_known else ():
-        month = str(attempt["started_at"])[:7]
-        months[month] = months.get(month, 0.0) + attempt["usd"]
+    for at, usd in spent if receipt.usd_is_known else ():
+        months[at[:7]] = months.get(at[:7], 0.0) + usd
     best = next(
         (
             row[receipt.metric]
@@ -92,7 +95,7 @@ def row_of(folder: Path, now: float, *, name: str) -> RunRow:
         receipt.asked("method", "name"),
         receipt.steps,
         receipt.wall_s,
-        receipt.usd if receipt.usd_is_known else None,
+        sum(months.values()) if receipt.usd_is_known else None,
         None if best is None else receipt.metric,
         best,
         None if pair is None else pair.ratio,
