@@ -115,14 +115,15 @@ def test_launches_are_found_in_and_below_this_folder_without_a_job(job, ssh, cli
     kept.write_text("step 3 of 4\n")
     printed = cli.out("launch", "logs", "one/launch/launched.yaml")
     assert printed.strip() == "step 3 of 4", "the store's words come before those of the host"
+    (job.parent / "two").rename("zwei")
     found = cli.json("launch", "status")
     assert (found["kind"], found["usd"]) == ("farthing launches", 3.0)
-    assert [Path(each["run"]).name for each in found["launches"]] == ["one", "two"]
+    assert [Path(each["run"]).name for each in found["launches"]] == ["one", "zwei"]
     said = cli.out("launch", "status")
     assert "one:\n" in said
     assert "farthing-two-7" in said
     (job.parent / "one" / "launch" / "launched.yaml").write_text("task: ?")
     out, err = cli("launch", "status", code=2)
     assert ("one/launch/launched.yaml" in err, "farthing-two-7" in out) == (True, True)
-    found = "2 job files: one/launch/launched.yaml, two/launch/launched.yaml"
+    found = "2 job files: one/launch/launched.yaml, zwei/launch/launched.yaml"
     assert found in cli.err("launch", "logs")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -160,12 +161,15 @@ def _session(arguments: argparse.Namespace, action: str) -> Any:
     from farthing.config.load import load_job
     from farthing.config.preflight import look_over
     from farthing.launch.prepare import Wishes, prepare
-    from farthing.launch.session import Session, where_it_is
+    from farthing.launch.session import JOB_KEPT, Session, where_it_is
     from farthing.report.plan_compare import find_in_study
 
     in_range("--disk", arguments.disk, 10, 20_000)
     in_range("--boot-limit", arguments.boot_limit, 1, 120)
-    job = load_job(arguments.job, arguments.set)
+    path, moved = Path(arguments.job), list[str]()
+    if path.match(JOB_KEPT):  # of a run folder that may have been moved
+        moved = [f"output_dir={json.dumps(str(path.parents[1]), ensure_ascii=False)}"]
+    job = load_job(path, [*moved, *arguments.set])
     asks = action in ("", "attach")
     if asks:
         # a folder travels as it is: a rented machine can't mend what it lacks

@@ -61,7 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.from_ is not None:
-        arguments.set = [*arguments.set, f"model.from_run={json.dumps(arguments.from_)}"]
+        arguments.set = [
+            *arguments.set,
+            f"model.from_run={json.dumps(arguments.from_, ensure_ascii=False)}",
+        ]
     in_range("--retry", arguments.retry, 1)
     seat = seat_in(os.environ)
     if arguments.retry is not None and seat.n > 1:
