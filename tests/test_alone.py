@@ -80,7 +80,7 @@ def test_the_decoder_begins_as_the_model_itself_would_have_it(kind):
     assert (forward.batching_rule is None) == (kind not in OF_ONE_LENGTH)
 
 
-@pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("is_training", [True, False])
 def test_experts_with_a_capacity_answer_each_example_as_if_it_were_alone(is_training):
     sizes = {"num_experts": 2, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
     sizes |= {"dropout_rate": 0.0, "router_jitter_noise": 0.0}

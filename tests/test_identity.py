@@ -64,7 +64,7 @@ def are_equal(left: Job, right: Job) -> bool:
 # ---- places ----
 
 
-@pytest.mark.parametrize("has_store", thinned([True, False], 2), ids=["store", "folder"])
+@pytest.mark.parametrize("has_store", thinned([True, False], 2))
 def test_a_run_goes_on_where_every_path_user_and_machine_is_another(
     has_store, tmp_path, monkeypatch
 ):
@@ -151,7 +151,7 @@ def test_weights_that_are_the_same_file_are_read_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_store", [False, True], ids=["folder", "store"])
+@pytest.mark.parametrize("has_store", [False, True])
 def test_a_run_that_has_saved_nothing_follows_the_corrected_job(has_store, tmp_path):
     store = {"data": {}, "output_dir": "./run"}
     path = job_file(tmp_path, **KEYS, **store)

@@ -172,15 +172,8 @@ def test_lengths_from_the_command_line():
 
 def same(a: Lengths, b: Lengths):
     """Everything but the words."""
-    for name in (
-        "n_examples",
-        "n_tokens",
-        "n_target_tokens",
-        "longest",
-        "longest_target",
-        "tokens",
-        "targets",
-    ):
+    names = "n_examples n_tokens n_target_tokens longest longest_target tokens targets"
+    for name in names.split():
         np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
 
 

@@ -42,7 +42,6 @@ def test_a_machine_boots_trains_and_ends_and_the_rest_is_idle():
         ({"gone_at": None}, [100.0, 0.0, 500.0, 400.0]),
         ({"is_paid_in_queue": False}, [0.0, 0.0, 20.0, 400.0]),
     ],
-    ids=["booted", "never booted", "never left", "not yet gone", "paid from its boot"],
 )
 def test_a_machine_without_an_attempt_boots_until_it_has_booted_or_left(known, parts):
     (row,) = bill_by_machine([machine(1, **known)], [], 2000.0)

@@ -119,7 +119,6 @@ def test_target_modules_are_the_layers_that_get_an_adapter(
         ],
         9,
     ),
-    ids=["t5 head", "llama both", "bert embeddings"],
 )
 def test_whatever_a_job_names_is_trained_over_a_base_in_bf16_and_merged(
     tmp_path, watched, family, names
@@ -236,7 +235,6 @@ def test_a_polynomial_that_would_have_to_rise_is_refused():
             [0, 0.01, 0.0075, 0.005, 0.0025],
         ),
     ],
-    ids=["a share of steps", "keys of the schedule"],
 )
 def test_a_run_follows_its_schedule_at_a_rate_for_its_global_batch(keys, rates, tmp_path):
     """A quarter of the batch that 0.04 was tuned for."""

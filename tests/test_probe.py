@@ -63,7 +63,6 @@ def run(tmp_path):
         (lambda n: 1.0 + abs(n - 1024) / 1024, 1024),
         (lambda n: 1000 / n if n <= 512 else float("inf"), 512),
     ],
-    ids=["the quickest", "the largest with room"],
 )
 def test_it_climbs_to_the_best_size(run, seconds_of, best):
     found = Bench(run, lambda setting: seconds_of(setting.micro_batch_tokens)).find()

@@ -49,7 +49,6 @@ def job_of(folder: Path, templates, rows=CHATS, **keys):
 @pytest.mark.parametrize(
     ("in_files", "rows"),
     [(True, CHATS), (False, CHATS), (True, AS_PROMPTS)],
-    ids=["files", "settings", "prompts of messages"],
 )
 def test_without_a_default_they_are_named_and_nothing_is_trained(tmp_path, in_files, rows):
     job = job_of(tmp_path, {"tool_use": OWN, "rag": OWN}, rows)

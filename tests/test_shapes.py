@@ -74,7 +74,7 @@ SIZES = {  # by family, and what is unlike its other rows
     "phi3": DECODER | UNBIASED,
     "gpt2": GPT2,
     "gpt2 inner": GPT2 | UNTIED | {"n_inner": 40},
-    "gpt_bigcode": GPT2,
+    "gpt_bigcode": GPT2 | {"multi_query": False},
     "gpt2 usual keys": ENCODER,
     "gpt_neox": ENCODER,
     "gpt_neox unbiased": ENCODER | TIED | UNBIASED,
@@ -92,9 +92,9 @@ SIZES = {  # by family, and what is unlike its other rows
     "olmo": DECODER,
     "olmo2": DECODER | BIASED,
     "arcee": DECODER,
-    "cohere": DECODER,
+    "cohere": DECODER | {"use_qk_norm": True},
     "starcoder2": DECODER,
-    "phi": DECODER,
+    "phi": DECODER | {"qk_layernorm": True},
 }
 CONFIGS = {name: {"model_type": name.split()[0]} | sizes for name, sizes in SIZES.items()}
 DEFAULTS = {

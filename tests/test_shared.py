@@ -84,7 +84,6 @@ def test_each_takes_over_the_most_it_may_from_those_before_it(seed):
 @pytest.mark.parametrize(
     ("n_inputs", "taken"),
     [(60, [0, *[59] * 2]), (33, [0, 32, 32]), (32, [0, 0, 0])],
-    ids=["what scores is not left to others", "just enough", "too little"],
 )
 def test_at_least_32_tokens_that_score_nothing_are_taken_over(n_inputs, taken):
     tokens = token_set([[5] * 80 + [index] for index in range(3)], [n_inputs] * 3)

@@ -428,6 +428,8 @@ def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int
     is_said = "head_dim" in family.defaults and says.value("head_dim") is not None
     head_dim = says.n("head_dim") if is_said else says.share(hidden, n_heads, "num_attention_heads")
     n_kv_heads = says.n("num_key_value_heads", n_heads)
+    if says.value("multi_query") is False:
+        n_kv_heads = n_heads
     says.share(n_heads, n_kv_heads, "num_key_value_heads")
     is_pair = family.attention == "encoder-decoder"
     n_decoder_layers = says.n("num_decoder_layers", n_layers) if is_pair else 0
@@ -449,7 +451,7 @@ def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int
         "P": positions or 0,
     }
     sizes |= {"qkv": sizes["q"] + 2 * sizes["k"], "T": says.n("type_vocab_size", 1)}
-    sizes |= {"h2d": hidden + 2 * head_dim, "B": says.n("relative_attention_num_buckets", 1)}
+    sizes |= {"h2d": hidden + 2 * sizes["k"], "B": says.n("relative_attention_num_buckets", 1)}
     shared = (
         says.n("shared_expert_intermediate_size")
         if "shared_expert_intermediate_size" in family.defaults
