@@ -85,12 +85,11 @@ class Lease:
     ) -> None:
         self.epoch = 0
         """The fencing token of this attempt; 0 until it has the run."""
-        boot = ""
-        with contextlib.suppress(OSError):
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        self.writer = hashlib.sha256(
-            f"{socket.gethostname()}|{boot}|{folder.resolve()}".encode()
-        ).hexdigest()[:16]
+        own = f"{socket.gethostname()}|{folder.resolve()}"
+        with contextlib.suppress(OSError):  # containers may share host name and path
+            own += f"|{folder.stat().st_dev}|{folder.stat().st_ino}"
+            own += Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        self.writer = hashlib.sha256(own.encode()).hexdigest()[:16]
         """This folder on this boot of this machine: one lock on it means one process."""
         self.renewed_at = -math.inf
         """By the clock that counts suspended time."""
