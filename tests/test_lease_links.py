@@ -70,6 +70,9 @@ def test_the_folder_that_held_a_run_takes_it_again_at_once(clock, store, tmp_pat
     again = Lease(tmp_path / "first", 60.0, list, print)
     assert again.claim(store, never) == []
     assert clock.now == 1000.0
+    (tmp_path / "first").rename(tmp_path / "gone")
+    lease_in(tmp_path / "first").claim(store, never)
+    assert clock.now >= 1060.0, "another folder of this path"
 
 
 @pytest.mark.parametrize(("lease_s", "waits_s"), [(0.5, 0.5), (60.0, 60.0), (864_000.0, 3600.0)])
