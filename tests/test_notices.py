@@ -175,7 +175,7 @@ COURSES: dict[str, Any] = {
             {
                 TOKEN: aws_token,
                 REBALANCE: (500, ""),
-                ACTION: with_token(json.dumps({"action": "hibernate", "time": "at once"})),
+                ACTION: with_token(json.dumps({"action": "hibernate", "time": 5})),
             },
             [Sign("AWS spot: hibernate")],
         )

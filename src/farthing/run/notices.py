@@ -257,7 +257,7 @@ def _json(status: int, body: bytes) -> Json:
 def _moment(value: Any) -> float | None:
     """Of ISO 8601 or of an HTTP date, in seconds since 1970; None where it is neither."""
     for read in (datetime.fromisoformat, parsedate_to_datetime):
-        with contextlib.suppress(ValueError, TypeError, OverflowError, IndexError):
+        with contextlib.suppress(ValueError, TypeError, AttributeError, OverflowError, IndexError):
             moment = read(value)
             return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     return None
