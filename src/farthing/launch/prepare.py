@@ -66,6 +66,7 @@ SETTINGS = [
     *("HF_ENDPOINT", "HF_HUB_OFFLINE"),
 ]
 GOOGLE_KEY = "GOOGLE_SERVICE_ACCOUNT_KEY"
+AZURE_KEYS = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY", "AZURE_CLIENT_SECRET")
 TRACKER_PLACES = (("wandb", "WANDB_BASE_URL"), ("mlflow", "MLFLOW_TRACKING_URI"))
 """Those that say where its server is."""
 EXTRA_OF = {
@@ -576,7 +577,7 @@ def _refusals(
         yield (
             leaves and tracker in job.train.report_to and _is_here(place),
             "a tracker on this machine can't be told anything from another one",
-            f"{variable}={place}",
+            f"{variable}={without_secrets(place)}",
             "export the address of a server, or take it out of train.report_to",
         )
     also = " (or --on kubernetes:NAMESPACE/CLAIM, with the run folder on that volume)"
@@ -599,6 +600,12 @@ def _refusals(
         f"credentials of Google Cloud are a file, which does not travel to {target.title}",
         f"output_store: {store}",
         f'export {GOOGLE_KEY}="$(cat key.json)" of a service account, or use --on vertex',
+    )
+    yield (
+        is_rented and store.startswith("az://") and not any(map(os.environ.get, AZURE_KEYS)),
+        f"no key of that container is set here, to travel to {target.title}",
+        f"output_store: {store}",
+        f"export one of {', '.join(AZURE_KEYS)}",
     )
     yield (
         is_rented and not limits.is_set,
