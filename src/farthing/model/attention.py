@@ -53,8 +53,10 @@ def can_go_packed(model: Any, task: str) -> str | None:
     inner = inner_of(model)
     config, kind = inner.config, inner.config.model_type
     odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    why = ""
-    if kind in WHY_NOT_PACKED:
+    why, wrapped = "", [each for each in inner.modules() if hasattr(each, "modules_to_save")]
+    if any(hasattr(part, "is_causal") for each in wrapped for part in each.modules()):
+        why = "attention that is trained whole beside an adapter has settings of its own"
+    elif kind in WHY_NOT_PACKED:
         why = WHY_NOT_PACKED[kind]
     elif kind not in PACKED.get(objective_of(task).head, ()):
         why = "not among the families whose packed batches are tested"
