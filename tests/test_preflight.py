@@ -208,7 +208,7 @@ def test_a_template_that_is_not_there_is_one_of_the_faults(desk):
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("method={name: lora, target_modules: [no_such]}", "Target modules {'no_such'} not found"),
+        ("method={name: lora, target_modules: [no_such]}", "this model has no module `no_such`"),
         ("train.fp16=true", "fp16 on a CPU"),
         ("data.max_length=100000", "positions"),
         ("limits.deadline=2020-01-01T00:00", "the deadline 2020-01-01 00:00 leaves 0.0 s"),

@@ -47,7 +47,7 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
     """
     import peft
 
-    _must_know(model, adapter.modules_to_save)
+    _must_know(model, "modules_to_save", adapter.modules_to_save)
     has_new_head = not scores_words(model)
     heads = new_heads(model) if has_new_head else []
     if has_new_head and not adapter.target_modules:
@@ -56,6 +56,7 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
         targets = "all-linear"
     else:
         targets = list(adapter.target_modules)
+        _must_know(model, "target_modules", adapter.target_modules)
     config = peft.LoraConfig(
         r=adapter.r,
         lora_alpha=adapter.alpha,
@@ -146,17 +147,18 @@ def _refuse_without_bias(wrapped: Any) -> None:
             )
 
 
-def _must_know(model: Any, modules_to_save: tuple[str, ...]) -> None:
+def _must_know(model: Any, key: str, wanted_names: tuple[str, ...]) -> None:
     """Refuse names that `peft` would ignore without a word. Raises `ModelError`."""
     names = [
         name for name, module in model.named_modules() if any(True for _ in module.parameters())
     ]
-    for wanted in modules_to_save:
-        if not any(name.endswith(wanted) for name in names):
+    begin = "." if key == "target_modules" else ""
+    for wanted in wanted_names:
+        if not any(f".{name}".endswith(begin + wanted) for name in names):
             known = sorted({name.split(".")[-1] for name in names} - {""})
             raise ModelError(
                 f"this model has no module `{wanted}`",
-                where="method.modules_to_save",
+                where=f"method.{key}",
                 to_do=f"use names among {', '.join(name for name in known if not name.isdigit())}",
             )
 
