@@ -37,6 +37,8 @@ def run_of(folder: Path, family: str) -> Path:
 @pytest.mark.parametrize("family", thinned(["llama", "bert", "t5"], 3))
 def test_base_and_tuned_are_measured_on_the_same_examples(family, tmp_path, cli, monkeypatch):
     run = run_of(tmp_path, family)
+    others = cli.json("eval", run, "--data", tmp_path / "data.jsonl")
+    assert others["examples"] == "60 examples of data.jsonl"
     found = cli.json("eval", run, "--base")
     assert found["n_examples"] == 12
     last = json.loads((run / "receipt.json").read_text())
@@ -129,15 +131,6 @@ def test_a_cap_that_is_spent_is_kept(tmp_path, cli):
     change_facts(run, job_sha256=None)
     assert "all that its job allows" in cli.err("eval", run)
     assert not (run / "evaluation.json").exists()
-
-
-@pytest.mark.slow
-def test_data_of_ones_own_is_measured_instead(tmp_path, cli):
-    run = run_of(tmp_path, "bert")
-    other = write_jsonl(tmp_path / "other.jsonl", rows_of("bert", 7, 1))
-    found = cli.json("eval", run, "--data", other)
-    assert (found["n_examples"], found["examples"]) == (7, "7 examples of other.jsonl")
-    cli("eval", run, "--data", tmp_path / "none.jsonl", code=2)
 
 
 def test_standard_tasks_need_lm_eval(tmp_path, monkeypatch, cli):

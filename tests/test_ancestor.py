@@ -54,7 +54,6 @@ def test_weights_that_mean_something_else_are_refused(tmp_path):
     for method, words in (
         ({"lora_alpha": 8}, r"method.lora_alpha is 32.0 there and 8.0 here"),
         ({"use_rslora": True}, r"method.use_rslora is false there and true here"),
-        ({"name": "qlora"}, r"bitsandbytes|method.name"),
         ({"name": "full"}, r"method\.name"),
     ):
         with pytest.raises(FarthingError, match=words):

@@ -462,6 +462,7 @@ def test_experts_that_nobody_asks_have_no_gradient_as_on_one_process():
     ("method", "family", "keys", "why"),
     [
         ("qlora", "llama", {}, "4-bit weights lose their quantization"),
+        ("lora", "llama", {"model": {"new_tokens": ["<a>"]}}, "are written whole"),
         ("full", "llama", {"optim": "adamw_8bit"}, "is not by rows"),
         ("full", "llama", {"torch_compile": True}, "are not compiled"),
         ("full", "llama", {"where": {"same_bits": True}}, "equal to rounding"),

@@ -21,6 +21,7 @@ from farthing.planner.optimizers import optimizer
 from farthing.train.resolve import RunSpec
 from farthing.units import plural, say_bytes
 
+OF_WORDS = {"embed_tokens", "lm_head"}  # peft writes such a layer with its adapter
 SHARE = 0.8
 """Of a GPU's memory that weights, gradients and optimizer state may take before they are spread:
 the rest is for a step.
@@ -93,6 +94,12 @@ def why_not_shard(spec: RunSpec) -> tuple[str, str] | None:
             begins_from_base(spec.method.init_lora_weights) and not is_full,
             "the adapter's start has no rows to share",
             "use ddp, or leave method.init_lora_weights out",
+        ),
+        (
+            not is_full
+            and bool(spec.choice.new_tokens or OF_WORDS & {*spec.method.target_modules}),
+            "embeddings that an adapter changes are written whole",
+            "use ddp, or method: full",
         ),
         (
             spec.method.name == "qlora",
