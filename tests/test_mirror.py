@@ -102,7 +102,6 @@ def test_how_long_a_store_is_waited_for_and_a_lease_is_held(tmp_path, run):
         (StoreRefusedError("403"), "create", True, StoreUnavailableError),
         (NoSuchBucketError("no bucket"), "create", True, InputError),
     ],
-    ids=["away", "away from a run", "refuses", "refuses later", "no bucket"],
 )
 def test_a_store_that_fails_at_the_start(fault, names, here, error, store, tmp_path, said):
     run = folder_of_run(tmp_path / "run") if here else tmp_path / "run"

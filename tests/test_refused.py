@@ -46,6 +46,13 @@ def test_a_penalty_on_large_logits_is_refused():
     )
 
 
+def test_weights_that_are_quantized_already_are_refused():
+    config = {"quantization_config": {"quant_method": "bitsandbytes"}}
+    refuse_model(config, "causal-lm", "m", "qlora")
+    with pytest.raises(ModelError, match="bitsandbytes"):
+        refuse_model(config, "causal-lm", "m", "lora")
+
+
 def mixtral_folder(folder: Path, **keys) -> Path:
     make_folder(folder, "llama")
     config = read_json(folder / "config.json")

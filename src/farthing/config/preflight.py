@@ -231,7 +231,7 @@ def _look_at_values(
 
 def _look_at_config(job: Job) -> None:
     config, _ = find_config(job.model.model_name_or_path, job.model.revision)
-    refuse_model(config, job.task, job.model.model_name_or_path)
+    refuse_model(config, job.task, job.model.model_name_or_path, job.method.name)
 
 
 def _look_at_model(job: Job) -> None:

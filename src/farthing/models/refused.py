@@ -51,9 +51,17 @@ def left_out_loss(config: Mapping[str, Any], task: str) -> str:
     return ""
 
 
-def refuse_model(config: Mapping[str, Any], task: str, name: str) -> None:
+def refuse_model(config: Mapping[str, Any], task: str, name: str, method: str = "") -> None:
     """Refuse a configuration that can't be trained as it is. Raises `ModelError`."""
     kind = str(config.get("model_type"))
+    how = (config.get("quantization_config") or {}).get("quant_method")
+    # transformers unfolds mxfp4 where it has no kernels for it
+    if how not in (None, "mxfp4") and (how, method) != ("bitsandbytes", "qlora"):
+        raise ModelError(
+            f"its weights are quantized already ({how}), and can't be trained so",
+            where=name,
+            to_do="name the model with weights of 16 bits; method: qlora quantizes it",
+        )
     if kind in NOT_TRAINED:
         raise ModelError(
             f"a {kind} is not trained: {NOT_TRAINED[kind]}",

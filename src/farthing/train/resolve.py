@@ -196,7 +196,7 @@ def resolve(job: Job, emit: Emit = ignore) -> RunSpec:
         section.new_tokens,
     )
     config = load_config(choice)
-    refuse_model(config.to_dict(), job.task, choice.name)
+    refuse_model(config.to_dict(), job.task, choice.name, job.method.name)
     day = began(Path(job.output_dir))
     tokenizer = load_tokenizer(choice, data.chat_template, of_words=task.scores_words)
     limits = [n for n in (max_positions(config), tokenizer.model_max_length) if n]
