@@ -5,6 +5,7 @@ with its own.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,8 @@ def test_the_first_of_several_templates_whose_columns_are_filled_is_taken():
     columns = {"prompt": ["{instruction}\n{input}\n", "{instruction}\n"], "completion": "{output}"}
     row = {"instruction": "Say", "input": "x", "output": "y"}
     assert segments(row, columns)[0] == ("Say\nx\n", False)
-    assert segments(row | {"input": " "}, columns)[0] == ("Say\n", False)
+    for empty in (" ", math.nan):
+        assert segments(row | {"input": empty}, columns)[0] == ("Say\n", False)
     names = columns | {"prompt": ["input", "instruction"]}
     assert segments(row | {"input": " "}, names)[0] == ("Say", False)
     with pytest.raises(UnusableRowError, match=r"`input` is empty.*second template"):

@@ -132,7 +132,7 @@ def test_a_section_that_can_not_be_searched_is_refused(section, words, tmp_path)
     [
         ({"data.max_length": [8, 16]}, "losses under different"),
         ({"data.max_eval_samples": [8, 16]}, "scored on different examples"),
-        ({"data.keep": ["best"]}, "scored on different examples"),
+        ({"data": [{"train": "a", "eval": "b"}, {"train": "a"}]}, "scored on different examples"),
     ],
 )
 def test_scores_of_other_examples_are_not_compared(vary, words, tmp_path):

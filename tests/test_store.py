@@ -131,7 +131,6 @@ def test_large_files_travel_in_four_parts_at_once_and_no_more_than_a_bucket_take
         (StoreError("503"), 3.0, [0.5, 1, 2]),
         (NoSuchObjectError("gone"), 1e9, []),
     ],
-    ids=["away", "refuses", "for a while", "is not there"],
 )
 def test_a_store_is_asked_again_after_pauses_that_double(fault, total_s, pauses_s, monkeypatch):
     waited = []

@@ -53,7 +53,6 @@ def chains(*arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("n", "how"),
     [(10, []), (1, ["--next-day"]), (2, ["--spawn"]), (5, ["--new-machine"])],
-    ids=["attempts", "days", "fresh processes", "disks"],
 )
 def test_a_chain_of_kills_changes_nothing(n, how):
     result = chains("--seeds", str(n), *how)

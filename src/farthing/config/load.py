@@ -442,10 +442,19 @@ def other_metric(job: Job) -> str:
     return next((name for name in objective_of(job.task).metrics if name not in OF_TOKENS), "")
 
 
+def _varied(job: Job) -> Iterator[str]:
+    """The keys that a search varies; of choices that are sections those that differ."""
+    for key, values in job.search.vary.items():
+        whole = [v for v in values if isinstance(v, dict)] if isinstance(values, tuple) else []
+        inner = sorted({name for section in whole for name in section})
+        differ = [name for name in inner if any(v.get(name) != whole[0].get(name) for v in whole)]
+        yield from [f"{key}.{name}" for name in differ] if len(whole) > 1 else [key]
+
+
 def _incomparable(job: Job) -> Iterator[tuple[str, str, str]]:
     """Keys of a search under which scores are no longer of one thing."""
     is_of_tokens, instead = is_mean_of_tokens(job), other_metric(job)
-    for key in job.search.vary:
+    for key in _varied(job):
         section, _, name = key.partition(".")
         is_text = (section == "data" and name in OF_TEXTS) or key == "model.tokenizer_name_or_path"
         splits = (section == "data" and name != "max_train_samples") or key == "train.seed"

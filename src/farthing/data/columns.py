@@ -11,6 +11,7 @@ object. Braces are doubled to stand for themselves.
 from __future__ import annotations
 
 import functools
+import math
 import re
 import string
 from collections.abc import Iterable, Mapping
@@ -162,7 +163,8 @@ def _part(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _is_empty(value: Any) -> bool:
-    return value in (None, [], {}) or (isinstance(value, str) and not value.strip())
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return is_nan or value in (None, [], {}) or (isinstance(value, str) and not value.strip())
 
 
 def _as_text(value: Any, name: str) -> str:
