@@ -201,15 +201,16 @@ def test_a_model_goes_along_where_it_is_asked_for_and_the_last_words_after_it(
     mirror.offer_last_words()
     mirror.close(60)
     store.remove(list(store.list("writers/")))  # the lease knows the money too
+    (tmp_path / "empty" / "model").mkdir(parents=True)
     assert taken(store, tmp_path / "empty") == 2
     assert read_ledger(tmp_path / "empty" / "ledger.jsonl").accounts[1].wall_s == 9.0
+    assert (tmp_path / "empty" / "model.bad-1").is_dir(), "it was of no run"
     (run / "model" / "of another step").write_text("old")
     shutil.rmtree(run / "checkpoints")
     (run / "restore.draft-1234abcd").mkdir()  # of an attempt that was killed
     assert taken(store, run) == 2
     for folder in (run, tmp_path / "empty"):
-        assert [path.name for path in (folder / "model").iterdir()] == ["sub"]
-        assert (folder / "model" / "sub" / "weights").read_text() == "w"
+        assert [path.name for path in (folder / "model").rglob("*")] == ["sub", "weights"]
 
 
 # ---- while the run continues ----

@@ -52,6 +52,7 @@ from farthing.storage.files import (
     entries_of,
     make_private,
     refuse_other,
+    set_aside,
     sweep_drafts,
     unseal,
     write_text,
@@ -319,8 +320,8 @@ def _put_in_place(draft: Path, folder: Path, step: int, warn: Callable[[str], No
     for name, path in arrived.items():
         path.rename(checkpoints / name)
     if (draft / MODEL).is_dir():
-        if (folder / MODEL).exists():
-            discard(folder / MODEL)
+        if (folder / MODEL).exists():  # where no run is, it is the user's own
+            (discard if (folder / RUN).exists() else set_aside)(folder / MODEL)
         (draft / MODEL).rename(folder / MODEL)
     for name in (*(name for name in SMALL if name not in (RUN, LEDGER)), RUN):
         if (draft / name).exists():
