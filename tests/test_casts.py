@@ -4,6 +4,7 @@ on a CPU.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -96,31 +97,18 @@ def two_layers() -> tuple[torch.nn.Module, Casts]:
     return model, Casts(model, torch.bfloat16)
 
 
-def test_no_copy_outlives_its_step():
-    model, kept = two_layers()
-    weight = model[0].weight
-
-    def fails():
-        with kept.kept(several=True):
-            assert leaf_of(weight) is leaf_of(weight)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fails()
-    with torch.no_grad():
-        weight.zero_()
-    assert not leaf_of(weight).any()
-    with kept.kept(several=True):
-        assert not leaf_of(weight).any()
-
-
 def test_copies_are_gone_behind_their_step_without_a_collection_of_garbage():
     model, kept = two_layers()
     gc.disable()
     try:
-        with kept.kept(several=True, at_once=True), torch.autocast("cpu", torch.bfloat16):
+        with (
+            contextlib.suppress(KeyError),
+            kept.kept(several=True, at_once=True),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
             copies = [weakref.ref(leaf_of(layer.weight)) for layer in model]
             model[0](torch.ones(1, 8)).sum().backward()
+            raise KeyError
         assert [copy() for copy in copies] == [None, None]
     finally:
         gc.enable()

@@ -217,6 +217,20 @@ def test_gradients_of_passes_that_do_not_count_are_forgotten():
         assert weight.grad.tolist() == [1.0, 1.0, 1.0]
 
 
+def test_state_comes_to_a_rank_in_its_place(monkeypatch):
+    """A copy of all of it would not fit where ddp just fits."""
+    own, sent = torch.zeros(3), []
+    monkeypatch.setattr(reduce.dist, "broadcast", lambda whole, _: sent.append(whole.data_ptr()))
+    rank = Seated(index=1)
+    rank.is_first = rank.trains_rows = False  # type: ignore[attr-defined]
+    rank.tell_all = lambda value: value  # type: ignore[attr-defined]
+    part = SimpleNamespace(
+        state=lambda: ({"a": own}, {}), restore=lambda told, _: sent.append(told)
+    )
+    Ranks.bring_together(rank, {"model": part})  # type: ignore[arg-type]
+    assert sent == [own.data_ptr(), {"a": own}]
+
+
 def test_slots_are_as_many_as_share_bits():
     assert [n_slots_for(n) for n in (1, 2, 3, 4, 5, 8, 9)] == [4, 4, 4, 4, 8, 8, 9]
 

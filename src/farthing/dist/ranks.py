@@ -469,12 +469,12 @@ class Ranks:
                     " rank",
                     to_do="use the same versions and the same job everywhere",
                 )
-            told = {each: tensors[each].detach().clone().contiguous() for each in names}
-            for whole in told.values():
+            for each in names:  # in its place: there may be no room for another copy of all
+                tensors[each] = whole = tensors[each].contiguous()
                 with self.together():
                     dist.broadcast(whole.view(torch.uint8) if whole.ndim else whole, 0)
             if not self.is_first:
-                parts[name].restore(told, values)
+                parts[name].restore(tensors, values)
 
 def refuse(word: int) -> None:
     """Raise what the worst of all ranks' words stands for. Raises `RunInterruptedError`,
