@@ -41,6 +41,8 @@ def _cross_entropy(  # type: ignore[no-untyped-def]  # Triton reads annotations
     row = tl.program_id(0).to(tl.int64)
     scores += row * N_WORDS
     word = tl.load(words + row)
+    # before the barriers of the sums below: other threads write gradients over it
+    own = tl.load(scores + word).to(tl.float32)
     columns = tl.arange(0, BLOCK)
     largest = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
@@ -55,7 +57,6 @@ def _cross_entropy(  # type: ignore[no-untyped-def]  # Triton reads annotations
         largest = higher
         plain += tl.sum(tl.where(is_word, x, 0.0), 0)
     of_all = largest + tl.log(total)
-    own = tl.load(scores + word).to(tl.float32)
     if HAS_CAP:
         own = cap * (2 * tl.sigmoid(2 * own / cap) - 1)
     loss = (smooth - 1) * (own - of_all) - smooth * (plain / N_WORDS - of_all)
