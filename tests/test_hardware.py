@@ -156,6 +156,14 @@ def test_the_allocator_is_told_before_anyone_starts_the_gpu(gpu, monkeypatch):
     assert told == ["expandable_segments:True"]
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
+    def refuse(*_, **__):
+        raise RuntimeError("CUDA driver error: operation not supported")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    choose_numerics("auto", None, None)
+    assert told[1:] == ["expandable_segments:False"]
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:False"
+
 
 # ---- answers after a run ----
 
@@ -191,7 +199,6 @@ def test_determinism_is_strict(gpu):
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert torch.backends.cudnn.deterministic
     assert not torch.backends.cudnn.benchmark
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
 

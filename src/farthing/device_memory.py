@@ -14,7 +14,7 @@ from farthing.errors import DeviceError, FarthingError, HardwareError, OutOfMemo
 
 # torch 2.9 has renamed the variable, and reads the old one too
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-ALLOCATOR_SETTING = "expandable_segments:True"
+ALLOCATOR_SETTING, PLAIN_SEGMENTS = "expandable_segments:True", "expandable_segments:False"
 """Segments that grow: micro-batches of many sizes leave no holes between blocks (torch's notes on
 CUDA semantics).
 """
@@ -22,6 +22,8 @@ CUDA semantics).
 _WORDS = re.compile(
     r"DefaultCPUAllocator"
     r"|(CUDA|HIP) out of memory"
+    # torch asks NVML about its words for memory that ran out, which knows no slices of a GPU
+    r"|NVML_SUCCESS == .*CUDACachingAllocator"
     r"|(CUDA|HIP)( driver| runtime)? error: out of memory|Triton Error \[(CUDA|HIP)\]: out of"
     r" memory"
     r"|CU(BLAS|SOLVER|SPARSE)_STATUS_(ALLOC_FAILED|INSUFFICIENT_RESOURCES)"

@@ -23,6 +23,7 @@ import torch
 from farthing.device_memory import (
     ALLOCATOR_SETTING,
     ALLOCATOR_VARIABLES,
+    PLAIN_SEGMENTS,
     is_out_of_memory,
     set_allocator,
 )
@@ -97,6 +98,7 @@ def choose_numerics(
         return Numerics(where, torch.bfloat16 if bf16 else None)
     _tell_allocator()  # whoever asks for the GPU's name starts it
     must_be_built_for_gpu()
+    _try_allocator(where)
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     # cuDNN builds a graph for each new shape, and micro-batches seldom have the same:
@@ -266,10 +268,29 @@ def _tell_allocator() -> None:
     had_been_set = any(os.environ.get(name) for name in ALLOCATOR_VARIABLES)
     set_allocator(os.environ)
     if not had_been_set and not torch.cuda.is_initialized():
-        with contextlib.suppress(
-            AttributeError, RuntimeError
-        ):  # the variable alone is read where this is not there
-            torch._C._accelerator_setAllocatorSettings(ALLOCATOR_SETTING)
+        _set_allocator(ALLOCATOR_SETTING)
+
+
+def _try_allocator(device: torch.device) -> None:
+    """Take the setting of the allocator back where the driver refuses segments that grow, as those
+    of vGPUs, of Jetson and some of WSL do (xgboost#12217, pytorch#192330).
+    """
+    if os.environ.get(ALLOCATOR_VARIABLES[0]) != ALLOCATOR_SETTING:
+        return
+    try:
+        for n_bytes in (1, 1 << 21):  # of the pools for small blocks and for large ones
+            torch.empty(n_bytes, dtype=torch.uint8, device=device)
+    except Exception as error:  # any other is for who computes first
+        if "CUDA driver error" in str(error):
+            os.environ[ALLOCATOR_VARIABLES[0]] = PLAIN_SEGMENTS
+            _set_allocator(PLAIN_SEGMENTS)
+
+
+def _set_allocator(setting: str) -> None:
+    with contextlib.suppress(
+        AttributeError, RuntimeError
+    ):  # the variable alone is read where this is not there
+        torch._C._accelerator_setAllocatorSettings(setting)
 
 
 def device_name(device: torch.device) -> str:
