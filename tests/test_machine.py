@@ -15,7 +15,6 @@ from farthing.local.machine import (
     Cpu,
     free_memory_bytes,
     hardware_key,
-    local_cpu,
     local_machine,
     read_cpuinfo,
 )
@@ -98,16 +97,6 @@ def test_a_process_kept_to_one_core_computes_with_one_thread():
     assert on_its_own(code) == "1 1"
 
 
-def test_this_machine():
-    here = local_machine()
-    assert here.kind == "cpu", "the tests hide GPUs"
-    assert here.n_gpus == 0
-    assert 0 < here.memory_bytes <= psutil.virtual_memory().total
-    assert 1 <= here.n_threads <= (os.cpu_count() or 1)
-    assert here.device_name == here.cpu.name
-    assert 1e9 < here.cpu.peak_flops("fp32", here.n_threads) < 1e15
-
-
 def test_names_of_hardware():
     assert hardware_key("cuda", "NVIDIA A10G", 8) == "NVIDIA A10G"
     assert hardware_key("cpu", " AMD  EPYC ", 1) == "AMD EPYC, 1 thread"
@@ -159,7 +148,7 @@ def test_the_memory_of_a_container(tmp_path):
 def smi(tmp_path, monkeypatch):
     """An nvidia-smi that says what its file `says` holds, after `wait` seconds."""
     (tmp_path / "says").write_text(
-        "0, GPU-aa, NVIDIA A10G, 23028\n1, GPU-bb, Tesla T4, 15360\n2, GPU-cc, Odd, [N/A]\n"
+        "0, GPU-bb, [N/A], Tesla T4, 15360\n1, GPU-aa, Disabled, NVIDIA A10G, 23028\n"
     )
     command = tmp_path / "nvidia-smi"
     lines = [
@@ -180,7 +169,6 @@ def test_gpus_by_nvidia_smi(smi, monkeypatch):
     assert (here.kind, here.device_name, here.n_gpus) == ("cuda", "NVIDIA A10G", 2)
     assert here.memory_bytes == 23028 << 20
     assert here.hardware == "NVIDIA A10G"
-    assert here.cpu == local_cpu()
     for visible, name, n in (
         ("1", "Tesla T4", 1),
         ("1,0", "Tesla T4", 2),
@@ -188,9 +176,18 @@ def test_gpus_by_nvidia_smi(smi, monkeypatch):
     ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert (local_machine().device_name, local_machine().n_gpus) == (name, n)
-    for visible in ("", "-1", "9"):
+    for visible in ("", "-1", "9", "MIG-aa"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert local_machine().kind == "cpu"
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert local_machine().device_name == "Tesla T4"
+    (smi / "says").write_text("0, GPU-aa, Enabled, NVIDIA A100-SXM4-40GB, [N/A]\n")
+    for visible in ("0", "MIG-aa"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        here = local_machine()
+        assert here.device_name == "NVIDIA A100-SXM4-40GB MIG", "a slice is no A100"
+        assert here.memory_bytes == psutil.virtual_memory().total, "as of a GB10"
 
 
 def test_no_gpu_after_all(smi, monkeypatch):

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from farthing.prices.gpus import gpu_of_device
 from farthing.units import plural
 
 _SMI_TIMEOUT_S = 2.0
@@ -238,7 +239,8 @@ def _gpus() -> list[tuple[str, int]]:
     is_for_cpus = installed_torch()[1] == "cpu"
     if command is None or (visible is not None and visible.strip() in ("", "-1")) or is_for_cpus:
         return []
-    query = [command, "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    wanted = "--query-gpu=index,uuid,mig.mode.current,name,memory.total"
+    query = [command, wanted, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
             query, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True
@@ -247,18 +249,34 @@ def _gpus() -> list[tuple[str, int]]:
         return []
     found: list[tuple[str, str, str, int]] = []
     for line in done.stdout.splitlines():
-        index, uuid, name, mib = ([cell.strip() for cell in line.split(",")] + [""] * 4)[:4]
-        if name and mib.isdecimal():
+        index, uuid, mig, name, mib = ([cell.strip() for cell in line.split(",")] + [""] * 5)[:5]
+        if mig == "Enabled":  # a process has a slice of it
+            name += " MIG"
+        if mib.isdecimal():
             found.append((index, uuid, name, int(mib) << 20))
+        elif mib == "[N/A]":  # GB10 and the like share the main memory
+            found.append((index, uuid, name, psutil.virtual_memory().total))
+    if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu[2] for gpu in found}) > 1:
+        found.sort(key=_speed, reverse=True)
+        found = [(str(at), *gpu[1:]) for at, gpu in enumerate(found)]
     if visible is not None:
+        slices = [gpu for gpu in found if gpu[2].endswith(" MIG")][:1]
         asked = [word.strip() for word in visible.split(",")]
         found = [
             gpu
             for word in asked
-            for gpu in found
-            if word and (word == gpu[0] or gpu[1].startswith(word))
+            for gpu in (slices if word[:4] == "MIG-" else found)
+            if word and (word[:4] == "MIG-" or word == gpu[0] or gpu[1].startswith(word))
         ]
     return [(name, n_bytes) for _, _, name, n_bytes in found]
+
+
+def _speed(gpu: tuple[str, str, str, int]) -> float:
+    """By which CUDA numbers GPUs of several kinds, the fastest first, where it is not told
+    otherwise; `nvidia-smi` numbers them by their places on the bus.
+    """
+    known = gpu_of_device(gpu[2], gpu[3])
+    return known.fp32_tflops if known else 0.0
 
 
 def installed_torch() -> tuple[str, str]:
