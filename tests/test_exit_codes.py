@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import farthing.train.run
+from command import in_python
 from farthing.cli import main
 from farthing.cli.parser import verb_module
 from farthing.errors import (
@@ -197,6 +198,13 @@ def bench(tmp_path_factory):
     path = job_file(folder, max_steps=2)
     assert main(["train", str(path), "--json"]) == 0
     return folder
+
+
+def test_a_character_that_the_terminal_lacks_ends_nothing(bench):
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    code = "from farthing.cli import entry; entry()"
+    done = in_python(code, "report", str(bench / "run"), env=env)
+    assert (done.returncode, "?" in done.stdout) == (0, True)
 
 
 def test_train_has_every_code(tmp_path, monkeypatch, cli):

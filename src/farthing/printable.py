@@ -6,7 +6,9 @@ For the printing edge alone: what is kept in files and JSON stays as it is.
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 
 # C0, DEL and C1; marks, overrides and isolates of direction; breaks of lines and paragraphs; what
 # has no width; tags
@@ -38,3 +40,10 @@ def _spelt(found: re.Match[str]) -> str:
     return known or (
         f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
     )
+
+
+def print_any_character() -> None:
+    """From now on a character that the encoding of the terminal or log lacks is printed as ?."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")

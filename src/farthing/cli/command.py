@@ -24,7 +24,7 @@ from farthing.errors import (
     FarthingError,
     InputError,
 )
-from farthing.printable import printable_lines
+from farthing.printable import print_any_character, printable_lines
 from farthing.report.last_words import leave_last_words
 from farthing.run.guard import guarded
 
@@ -37,6 +37,7 @@ failed, torch ends the process with a signal when it frees them."""
 
 def entry() -> None:
     """The `farthing` command."""
+    print_any_character()
     ended_with: list[int] = []
     atexit.register(
         _leave_at_once, ended_with
