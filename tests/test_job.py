@@ -134,12 +134,6 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read_over(read, tmp_path):
     ("override", "section", "key", "value"),
     [
         ("method=qlora", "method", "name", "qlora"),
-        (
-            "method.target_modules=[q_proj, v_proj]",
-            "method",
-            "target_modules",
-            ("q_proj", "v_proj"),
-        ),
         ("method.target_modules=all-linear", "method", "target_modules", ("all-linear",)),
         ("data.columns={text: narrative}", "data", "columns", {"text": "narrative"}),
         ("data.columns.label=product", "data", "columns", {"label": "product"}),
@@ -204,7 +198,6 @@ UNKNOWN = "unknown key `"
         ("limits: {zzz: 1}\n", 5, UNKNOWN, "max_usd, max_hours, max_gpu_hours, deadline"),
         ("train: {learning_rate: fast}\n", 5, "`train.learning_rate`", "a number is wanted"),
         ("train: {max_steps: 2.5}\n", 5, "`train.max_steps`", "a whole number is wanted"),
-        ("train: {tf32: perhaps}\n", 5, "`train.tf32`", "true or false"),
         ("train: {learning_rate: 0}\n", 5, "`train.learning_rate`", "should be greater than 0"),
         ("where: {usd_per_hour: .nan}\n", 5, "`where.usd_per_hour`", "finite"),
         ("train: {lr_scheduler_type: cosin}\n", 5, "`train.lr_scheduler_type`", "mean `cosine`?"),
@@ -220,11 +213,10 @@ UNKNOWN = "unknown key `"
         ("limits: {deadline: tomorrow}\n", 5, "`limits.deadline`", "as in 2027-01-31T18:00"),
         ("cache_dir: 2024-01-01\n", 5, "`cache_dir`", "in quotes"),
         ("train: {seed: true}\n", 5, "`train.seed`", "give a number, not true/false"),
-        ("train: {warmup_ratio: true}\n", 5, "`train.warmup_ratio`", "a number, not true/false"),
-        ("limits: {max_usd: lots}\n", 5, "`limits.max_usd`", '"$5"'),
         ("limits: {max_hours: 3 weeks}\n", 5, "`limits.max_hours`", '"3h"'),
         ("data: other.jsonl\n", 5, "`data` appears twice (first on line 3)", "keep one of them"),
         (("run", "''"), 4, "`output_dir` can't be ''", ""),
+        (("org/name", "./run/model"), 4, "write its model over", "another output_dir"),
         (("train.jsonl", "[]"), 3, "`data.train` can't be []", ""),
         (
             ("train.jsonl", "\n  train: a.jsonl\n  columns:\n    txt: body"),
@@ -247,7 +239,6 @@ UNKNOWN = "unknown key `"
             "no prompt",
             "",
         ),
-        (("org/name", OF_OTHERS + "}"), 2, "trust_remote_code", "40 hex digits"),
         (("org/name", OF_OTHERS + ", revision: abc123}"), 2, "trust_remote_code", "40 hex digits"),
         (("org/name", LOCAL_MODEL), 2, "org/tok", "40 hex digits"),
         (
@@ -437,7 +428,6 @@ def test_globs_are_spelled_out_in_order(read, tmp_path):
     ("train", "global_batch", "micro"),
     [
         ("{}", 16, 8),
-        ("{global_batch_size: 4}", 4, 4),
         ("{global_batch_size: 64}", 64, 8),
         ("{per_device_train_batch_size: 4}", 4, 4),
         ("{per_device_train_batch_size: 4, gradient_accumulation_steps: 8}", 32, 4),
@@ -521,7 +511,6 @@ def test_a_mapping_may_hold_paths(tmp_path):
         ({"train": {"path": "a.jsonl", "wieght": 2}}, "data.train.wieght"),
         ({"train": "a.jsonl", "columns": {"prompt": [1]}}, "data.columns.prompt"),
         ({"train": "a.jsonl", "separator": "ab"}, "data.separator"),
-        ({"train": "a.jsonl", "encoding": "utf-99"}, "data.encoding"),
     ],
 )
 def test_a_mistake_is_placed_at_its_key(tmp_path, data, place):
@@ -557,9 +546,7 @@ LONG_NAME = f"./{'ü' * 200}"
         ),
         ("model.from_run", "x" * 300, "a name of 300 bytes in a path"),
         ("model.revision", "v 1", "git has no such name"),
-        ("model.revision", "main~2", "git has no such name"),
         ("output_dir", "~nobody-here/run", "home of an unknown user"),
-        ("data.train", "~nobody-here/a.jsonl", "home of an unknown user"),
         *(
             ("data.encoding", name, f"no text encoding is called {name}")
             for name in ("rot13", "base64", "undefined", "no-such")

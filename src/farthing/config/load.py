@@ -386,6 +386,9 @@ def _contradictions(job: Job) -> Iterator[tuple[str, str, str]]:
     model, data, train, method = job.model, job.data, job.train, job.method
     names = filter(None, (model.model_name_or_path, model.tokenizer_name_or_path))
     on_hub = [name for name in names if not name.startswith("/")]
+    if f"{job.output_dir}/model" in (model.model_name_or_path, model.tokenizer_name_or_path):
+        what = "the run would write its model over the one that it reads"
+        yield "output_dir", what, "name another output_dir"
     is_pinned = re.fullmatch(r"[0-9a-f]{40}", model.revision or "")
     if model.trust_remote_code and on_hub and not is_pinned:
         what = f"trust_remote_code runs whatever {on_hub[0]} holds on that day"
