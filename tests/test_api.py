@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 import farthing
@@ -56,12 +58,25 @@ def test_a_run_gives_its_receipt_and_goes_on_when_it_is_called_again(tmp_path):
     assert (receipt.state, receipt.content.steps) == ("finished", 3)
     assert [event.step for event in heard if isinstance(event, StepTaken)] == [1, 2, 3]
     assert 0 < receipt.usd == receipt.to_json()["usd"]
-    assert (receipt.folder / "model").is_dir()
     assert "where the time went" in str(receipt)
     assert "where the time went" in receipt._repr_html_()
     assert "finished" in repr(receipt)
     assert farthing.fine_tune(path, quiet=True).content.steps == 3
-    assert farthing.fine_tune(path, quiet=True).state == "finished"
+    with pytest.raises(InputError, match="a split such as"):
+        api.fine_tune(api.load_job(path, ["data.train_split='train[:9]'", "output_dir=other"]))
+    with pytest.raises(InputError, match="0 is too few"):
+        api.evaluate(receipt, limit=0)
+
+
+def test_runs_of_several_threads_take_turns(tmp_path):
+    heard = []
+
+    def train(name):
+        api.fine_tune(job_file(tmp_path / name, max_steps=2), on_event=lambda _: heard.append(name))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(train, "ab"))
+    assert sorted(heard) in (heard, heard[::-1])
 
 
 def test_the_package_lists_what_it_offers():

@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
@@ -43,6 +44,8 @@ __all__ = [
     "plan",
 ]
 
+_one_at_a_time = threading.RLock()
+"""Runs share the generators of random numbers, and transformers loads one model at a time."""
 JobLike = str | Path | Mapping[str, Any] | Job
 """A job file, its keys and values, or a job that was loaded."""
 
@@ -129,7 +132,9 @@ def fine_tune(
     shows nothing. The receipt says how it ended: "finished", "limit" or "interrupted". With limits
     a second process kills this one 5 s past a limit, should it hang.
     """
+    from farthing.config.preflight import look_over
     from farthing.report.terminal import Terminal
+    from farthing.run.folder import is_finished
     from farthing.run.group import seat_in
     from farthing.run.guard import watched_from_beside
     from farthing.run.opening import opened
@@ -138,7 +143,10 @@ def fine_tune(
     loaded, begun = load_job(job), None
     refuse_cap_without_price(loaded)
     folder = Path(loaded.output_dir)
+    if not is_finished(folder):
+        look_over(loaded)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_one_at_a_time)
         if loaded.limits.is_set and seat_in(os.environ).n == 1:
             stack.enter_context(watched_from_beside("farthing.report.last_words", folder))
             begun = stack.enter_context(opened(folder, loaded.usd_per_hour))
@@ -149,6 +157,9 @@ def fine_tune(
         if on_event is None and not quiet:
             from rich.console import Console
 
+            from farthing.printable import print_any_character
+
+            print_any_character()
             emit = terminal = Terminal(Console(), loaded.train.logging_steps)
             stack.callback(terminal.close)
         outcome = run(loaded, emit, allow_restart=allow_restart, begun=begun)
@@ -172,6 +183,7 @@ def evaluate(
     from farthing.after.held_out import held_out_of
     from farthing.model.load import quiet_libraries
 
+    _must_count(limit=limit)
     quiet_libraries()
     folder = _folder_of(run)
     with tempfile.TemporaryDirectory(prefix="farthing-rows-") as scratch:
@@ -198,6 +210,7 @@ def generate(
     from farthing.data.memory import rows_of
     from farthing.model.load import quiet_libraries
 
+    _must_count(max_new_tokens=max_new_tokens, batch_size=batch_size)
     quiet_libraries()
     predictor = Predictor(
         _folder_of(run),
@@ -234,6 +247,9 @@ def export_model(
     """
     from farthing.after.quantized import export_as
 
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        to_do = "use float32, bfloat16 or float16"
+        raise InputError(f"there is no {dtype!r}", where="dtype", to_do=to_do)
     with tempfile.TemporaryDirectory(prefix="farthing-rows-") as scratch:
         return export_as(
             _folder_of(run),
@@ -264,6 +280,12 @@ def history(run: str | Path | Receipt) -> list[dict[str, Any]]:
                 row.pop("examples", None)
                 rows.append(row)
     return rows
+
+
+def _must_count(**counts: int | None) -> None:
+    for name, n in counts.items():
+        if n is not None and n < 1:
+            raise InputError(f"{n} is too few", where=name, to_do="use 1 or more")
 
 
 def _folder_of(run: str | Path | Receipt) -> Path:
