@@ -74,9 +74,11 @@ def test_a_data_set_folder_is_read_through_datasets(tmp_path):
         for name in names
     }
     assert len(hashes) == 2, "configurations are other data"
-    (tmp_path / "two").mkdir()
-    write_as("csv", tmp_path / "two" / "train.csv", [{"text": "None"}])
-    assert values(opened(tmp_path / "two", tmp_path)) == [{"text": "None"}]
+    mixed = [{"text": "a", "more": [{"x": 1}, {"y": "b"}]}, {"text": 2, "more": []}]
+    for kind, rows in (("csv", [{"text": "None"}]), ("jsonl", mixed)):
+        (tmp_path / kind).mkdir()
+        write_as(kind, tmp_path / kind / f"train.{kind}", rows)
+        assert values(opened(tmp_path / kind, tmp_path)) == rows
 
 
 def test_a_changed_data_set_folder_is_never_stale_even_with_its_old_times(tmp_path):

@@ -576,7 +576,7 @@ def test_the_need_judged_before_the_first_step_is_the_peak(method, every, tmp_pa
 
 
 @on_a_gpu
-@pytest.mark.parametrize("share", [0.5, 0.0], ids=["into memory", "into the file"])
+@pytest.mark.parametrize("share", [0.5, 0.0])
 def test_a_checkpoint_fetched_behind_the_next_step_is_of_one_step(share, tmp_path, monkeypatch):
     """Against copies that are made at once."""
     keys = strict(
@@ -679,7 +679,7 @@ def test_compiled_layers_compute_what_plain_ones_do(tmp_path):
 # ---- weights that are spread, over one GPU ----
 
 
-@pytest.mark.parametrize("zero_3", [True, False], ids=["ZeRO-3", "ZeRO-2"])
+@pytest.mark.parametrize("zero_3", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_weights_spread_over_one_gpu_train_as_whole_ones(method, precision, zero_3, tmp_path):

@@ -35,7 +35,6 @@ def of(place: str) -> Commands:
     return target.commands(at)
 
 
-LEFT = InstanceStatus(NAME, "17", is_over=True, is_paid=False)
 JOB = {"metadata": {"name": NAME}, "status": {"active": 1, "ready": 1}}
 FAILED = {
     "metadata": {"name": NAME},
@@ -50,7 +49,13 @@ CASES = {
         f"12|{NAME}|TIMEOUT\n17|{NAME}|PENDING\n16|other|RUNNING\n",
         InstanceStatus(NAME, "17", is_waiting=True),
     ),
-    "slurm, preempted": (of("slurm"), "17", "17", f"17|{NAME}|PREEMPTED\n", LEFT),
+    "slurm, preempted": (
+        of("slurm"),
+        "17",
+        "17",
+        f"17|{NAME}|PREEMPTED\n",
+        InstanceStatus(NAME, "17", is_over=True, is_paid=False),
+    ),
     "kubernetes": (
         of("kubernetes:ml"),
         f"configmap/{NAME}\njob.batch/{NAME}",

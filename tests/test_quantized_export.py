@@ -93,7 +93,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused_by_its_key(family, changes
 
 
 @needs_gguf
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize(
     "family",
     ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2"],

@@ -146,7 +146,7 @@ def at_once(tmp_path_factory):
     return checkpoints_of(folder), losses_of(job), survive.result_of(Path(job.output_dir))
 
 
-@pytest.mark.parametrize("share", [0.5, 0.0], ids=["into memory", "into the file"])
+@pytest.mark.parametrize("share", [0.5, 0.0])
 def test_a_checkpoint_that_is_copied_behind_the_next_step_is_of_one_step(
     share, at_once, tmp_path, monkeypatch
 ):

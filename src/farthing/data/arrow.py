@@ -6,7 +6,9 @@ limit, so that a million rows of one long text cost one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,28 +126,53 @@ def write_arrow(dataset: Any, path: Path) -> None:
 
 
 def _block(table: Any, n_before: int) -> RowBlock:
-    sizes = bytes_of_rows(table)
+    import pyarrow
+
+    sizes, decode = bytes_of_rows(table), _decoder(pyarrow.struct(list(table.schema)))
 
     def read(picked: Sequence[int]) -> Iterator[Row | BadRow]:
         few: list[int] = []
         for index in picked:
             is_large = sizes[index] > MAX_ROW_BYTES
             if is_large or sizes[few].sum() + sizes[index] > BATCH_BYTES:
-                yield from _values(table, few, n_before)
+                yield from _values(table, few, n_before, decode)
                 few = []
             if is_large:
                 yield BadRow(n_before + index + 1, too_large(int(sizes[index])))
             else:
                 few.append(index)
-        yield from _values(table, few, n_before)
+        yield from _values(table, few, n_before, decode)
 
     return RowBlock(sizes, read)
 
 
-def _values(table: Any, few: list[int], n_before: int) -> Iterator[Row | BadRow]:
+def _decoder(kind: Any) -> Callable[[Any], Any] | None:
+    """What reads the JSON within values of an Arrow type; None where there is none. `datasets`
+    keeps so what is of other types from row to row.
+    """
+    import pyarrow.types
+
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return lambda value: value and json.loads(value)
+    if pyarrow.types.is_struct(kind):
+        inner = {each.name: read for each in kind if (read := _decoder(each.type))}
+        of_row = partial(_with_decoded, inner=inner)
+        return of_row if inner else None
+    of_item = _decoder(kind.value_type) if hasattr(kind, "value_type") else None
+    return of_item and (lambda value: value and list(map(of_item, value)))
+
+
+def _with_decoded(value: Any, inner: Mapping[str, Callable[[Any], Any]]) -> Any:
+    return value and {**value, **{name: read(value[name]) for name, read in inner.items()}}
+
+
+def _values(
+    table: Any, few: list[int], n_before: int, decode: Callable[[Any], Any] | None
+) -> Iterator[Row | BadRow]:
     """Rows as Python's values, those after `n_before` others."""
     try:
         values = table.take(few).to_pylist() if few else []
+        values = list(map(decode, values)) if decode else values
         yield from [Row(n_before + i + 1, value) for i, value in zip(few, values, strict=True)]
     except (ValueError, OverflowError, ArithmeticError) as error:
         # bytes that are no text, a date beyond Python's
@@ -154,7 +181,7 @@ def _values(table: Any, few: list[int], n_before: int) -> Iterator[Row | BadRow]
             yield BadRow(n_before + few[0] + 1, reason)
             return
         for index in few:
-            yield from _values(table, [index], n_before)
+            yield from _values(table, [index], n_before, decode)
 
 
 def _unreadable(error: Exception, where: str) -> DataError:
