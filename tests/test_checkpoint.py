@@ -273,7 +273,6 @@ def test_a_run_of_other_parts_is_refused(checkpoints):
         ),
         (RuntimeError("CUDA error: device-side assert triggered"), RuntimeError, "CUDA error"),
     ],
-    ids=["named", "nothing is wrong with the checkpoint"],
 )
 def test_a_part_that_cannot_take_what_was_saved(error, kind, words, checkpoints):
     class Unlike(Weights):

@@ -75,7 +75,7 @@ def test_a_data_set_folder_is_read_through_datasets(tmp_path):
     }
     assert len(hashes) == 2, "configurations are other data"
     mixed = [{"text": "a", "more": [{"x": 1}, {"y": "b"}]}, {"text": 2, "more": []}]
-    for kind, rows in (("csv", [{"text": "None"}]), ("jsonl", mixed)):
+    for kind, rows in (("csv", [{"text": "None", "label": "01"}]), ("jsonl", mixed)):
         (tmp_path / kind).mkdir()
         write_as(kind, tmp_path / kind / f"train.{kind}", rows)
         assert values(opened(tmp_path / kind, tmp_path)) == rows

@@ -8,6 +8,7 @@ are refused.
 
 from __future__ import annotations
 
+import csv
 import difflib
 import gzip
 import hashlib
@@ -282,10 +283,16 @@ def _open_dataset(
         if not content and not Path(builder.cache_dir).exists():
             _refuse_large_rows_on_hub(name, builder)
         if content and hasattr(builder.config, "keep_default_na"):
-            builder.config.keep_default_na = False  # a word such as None is a text
+            _read_as_texts(builder.config)
         builder.download_and_prepare()
         data = builder.as_dataset(split=split)
-    except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (
+        ValueError,
+        OSError,
+        RuntimeError,
+        csv.Error,
+        datasets.exceptions.DatasetsError,
+    ) as error:
         reason: BaseException = error
         if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__:
             reason = error.__cause__
@@ -302,6 +309,18 @@ def _open_dataset(
     version = f"{name}/{config_name}/{split}/{data._fingerprint}"
     sha256 = content or hashlib.sha256(version.encode()).hexdigest()
     return Source(f"{shown}[{split}]", sha256, "arrow", _arrow_files(data, cache, sha256))
+
+
+def _read_as_texts(config: Any) -> None:
+    """Have `datasets` read the cells of CSV files as a file alone is read: as texts."""
+    names = set[str]()
+    for path in (path for paths in config.data_files.values() for path in paths):
+        opened: Any = gzip.open if path.endswith(".gz") else open
+        if Path(path).is_file():
+            with opened(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as file:
+                names.update(next(csv.reader(file, delimiter=config.sep), []))
+    config.converters = dict.fromkeys(names, str)
+    config.keep_default_na = False
 
 
 def _arrow_files(data: Any, cache: Path, sha256: str) -> tuple[Path, ...]:
