@@ -855,7 +855,7 @@ def test_an_unsloth_script_is_read_and_never_run(tmp_path, kind, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = UNSLOTH
     if kind == "ipynb":
-        lines = [f"{line}\n" for line in ("%pip install unsloth\n" + UNSLOTH).split("\n")]
+        lines = ("%%time\n%pip install unsloth\nx = !ls\nx?\n" + UNSLOTH).splitlines(True)
         code = {"cell_type": "code", "source": lines}
         text = json.dumps({"cells": [code, {"cell_type": "markdown", "source": ["# x"]}]})
     found = imported(tmp_path, text, f"script.{kind}")

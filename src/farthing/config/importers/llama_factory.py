@@ -64,8 +64,8 @@ def _stage(values: Json, out: Imported) -> None:
         out.put("stage", stage, "task", out.job["task"])
         if (model := values.get("ref_model")) == values.get("model_name_or_path"):
             out.name("ref_model", model, "the model as it begins, as here")
-        if stage == "kto" and values.get("pref_ftx"):
-            why = "adds a loss of the desirable answers, which farthing's KTO has not"
+        if name in ("kto", "orpo", "simpo") and values.get("pref_ftx"):
+            why = f"adds a loss of the better answers, which farthing's {name} has not"
             out.name("pref_ftx", values["pref_ftx"], why, "differs")
     elif stage is not None:
         out.refuse("stage", stage, f"{stage}, which farthing does not do")

@@ -54,6 +54,13 @@ class Command(NamedTuple):
     launcher: Json
 
 
+_OTHER_LANGUAGE = re.compile(r"\s*%%(?!(time|timeit|capture|prun)\b)")
+_OF_NOTEBOOKS = re.compile(
+    r"^([ \t]*)(?:(?:[\w., ]+=\s*)?[%!?](?:.*\\\n)*.*|[\w.]+\?+[ \t]*$)", re.MULTILINE
+)
+"""A line for the shell, a magic or a question, and the same in an assignment."""
+
+
 def code_of_notebook(text: str, where: str) -> str:
     """The Python of a notebook's cells, without lines for the shell. Raises `InputError`."""
     try:
@@ -61,8 +68,8 @@ def code_of_notebook(text: str, where: str) -> str:
         codes = ["".join(cell["source"]) for cell in cells if cell.get("cell_type") == "code"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError("not a notebook (JSON with cells)", where=where) from error
-    code = "\n\n".join(code for code in codes if not code.lstrip().startswith("%%"))
-    return re.sub(r"(?m)^([ \t]*)[%!](?:.*\\\n)*.*", r"\1pass", code)
+    code = "\n\n".join(code for code in codes if not _OTHER_LANGUAGE.match(code))
+    return _OF_NOTEBOOKS.sub(r"\1pass", code)
 
 
 def calls_of(source: str, where: str) -> list[Call]:
