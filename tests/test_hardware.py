@@ -18,6 +18,7 @@ from farthing.doctor import check_machine
 from farthing.errors import HardwareError
 from farthing.model.hardware import (
     choose_numerics,
+    free_bytes,
     must_be_built_for,
     not_deterministic,
     why_not_deterministic,
@@ -165,6 +166,12 @@ def test_the_allocator_is_told_before_anyone_starts_the_gpu(gpu, monkeypatch):
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:False"
 
 
+def test_what_the_allocator_keeps_can_be_taken(monkeypatch):
+    for name, n in (("mem_get_info", (5, 9)), ("memory_reserved", 3), ("memory_allocated", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, n=n: n)
+    assert free_bytes(torch.device("cuda")) == 7
+
+
 # ---- answers after a run ----
 
 
@@ -188,6 +195,8 @@ def test_cudnn_attention_is_off_on_every_gpu(gpu):
     torch.backends.cuda.enable_cudnn_sdp(True)
     assert choose_numerics("cuda", None, None).name == "bf16"
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
 # ---- bits that repeat ----
@@ -201,12 +210,6 @@ def test_determinism_is_strict(gpu):
     assert not torch.backends.cudnn.benchmark
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
-
-
-def test_without_it_nothing_of_it_is_set(gpu):
-    choose_numerics("cuda", None, None)
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
 def test_a_workspace_with_which_cublas_is_not_deterministic_is_refused(gpu, monkeypatch):

@@ -14,7 +14,6 @@ from farthing.local import machine
 from farthing.local.machine import (
     Cpu,
     free_memory_bytes,
-    hardware_key,
     local_machine,
     read_cpuinfo,
 )
@@ -95,11 +94,6 @@ def test_a_process_kept_to_one_core_computes_with_one_thread():
         "print(local_machine().n_threads, torch.get_num_threads())"
     )
     assert on_its_own(code) == "1 1"
-
-
-def test_names_of_hardware():
-    assert hardware_key("cuda", "NVIDIA A10G", 8) == "NVIDIA A10G"
-    assert hardware_key("cpu", " AMD  EPYC ", 1) == "AMD EPYC, 1 thread"
 
 
 def test_processors():

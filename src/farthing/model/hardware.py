@@ -333,9 +333,10 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be taken."""
+    """Memory that can still be taken, of a GPU with what torch's allocator keeps for later."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + kept)
     return free_memory_bytes()
 
 
