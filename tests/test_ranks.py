@@ -394,9 +394,7 @@ def test_what_one_rank_meets_is_met_by_all(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_asked_to_leave_takes_all_along_and_as_many_go_on_to_the_same_bits(
-    tmp_path,
-):
+def test_a_rank_asked_to_leave_takes_all_along_and_as_many_go_on_to_the_same_bits(tmp_path):
     """Three, as sums of two are the same in either order."""
     whole, left = (
         lora_job(tmp_path / name, save_steps=100, where={"same_bits": False})
@@ -409,6 +407,15 @@ def test_a_rank_asked_to_leave_takes_all_along_and_as_many_go_on_to_the_same_bit
     assert codes(train_on(3, tmp_path, left)) == [0] * 3
     assert sha256_at(left, 6) == sha256_at(whole, 6)
     assert log_of(left) == log_of(whole)
+
+
+@pytest.mark.slow
+def test_a_damaged_model_is_written_again_without_references(tmp_path):
+    row = {"prompt": "a", "chosen": " b", "rejected": " c"}
+    job = make_job(tmp_path, task="dpo", rows=[row] * 8, max_steps=1)
+    for _ in range(2):
+        assert codes(train_on(2, tmp_path, job)) == [0, 0]
+        (Path(job.output_dir) / "model/config.json").write_text("{}")
 
 
 def test_a_run_of_one_slot_goes_on_with_more_to_rounding_and_says_so(tmp_path):

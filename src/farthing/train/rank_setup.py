@@ -96,14 +96,17 @@ def _shadow(job: Job, folder: str, *, asks_cloud: bool) -> Job:
     )
 
 
-def lead(context: Context, ended: tuple[str, str] | None = None) -> None:
+def lead(
+    context: Context, ended: tuple[str, str] | None = None, *, was_finished: bool = False
+) -> None:
     """The first rank lets the others in: with the files that decide the result, or with how the run
-    has ended already.
+    has ended already; `was_finished` where only its model is written.
     """
     ranks, folder = context.ranks, context.folder
     if ranks.n > 1:
         files = {name: kept(folder / name) for name in DECIDING} if ended is None else {}
-        ranks.tell_all({"ended": ended, "run_id": context.run_id, "files": files})
+        how = {"ended": ended, "was_finished": was_finished}
+        ranks.tell_all({**how, "run_id": context.run_id, "files": files})
 
 
 def follow(context: Context) -> Json:

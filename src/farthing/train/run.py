@@ -158,7 +158,7 @@ def _lead(job: Job, context: Context, begun: Opened, allow_restart: bool) -> End
     ended = why_not_admitted(context, was_finished=was_finished)
     if ended is None and (names := not_followed(os.environ)):
         context.emit(Note(f"not followed, the job says how to train: {', '.join(names)}"))
-    lead(context, ended)
+    lead(context, ended, was_finished=was_finished)
     if ended:
         return ended
     run = build(spec, context, has_begun=EXAMPLES in facts)
@@ -189,7 +189,8 @@ def _compute_along(job: Job, context: Context) -> Ended:
     facts, spec = told["files"][RUN], _resolved(job, context)
     must_be_the_same(context, spec.identity, facts["identity"])
     run = build(spec, context, has_begun=EXAMPLES in facts)
-    refer(run)
+    if not told["was_finished"]:  # all ranks share that
+        refer(run)
     take_over(run)
     return loop(run)
 
