@@ -181,7 +181,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "settings"), thinned(SETTINGS, 2), ids=lambda value: str(value))
+@pytest.mark.parametrize(("family", "settings"), thinned(SETTINGS, 2))
 def test_each_family_has_the_loss_and_gradients_of_the_plain_path(family, settings):
     model, batch, task = make_model(family, **settings), make_batch(), objective_of(family)
     assert not find_head(model, task).why_whole
@@ -287,7 +287,7 @@ def packed(model, batch: dict[str, Tensor]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_adapted", [False, True])
-@pytest.mark.parametrize(("family", "settings"), thinned(SETTINGS, 4), ids=lambda value: str(value))
+@pytest.mark.parametrize(("family", "settings"), thinned(SETTINGS, 4))
 def test_log_probabilities_of_documents_are_those_of_whole_logits(family, settings, is_adapted):
     model, batch, task = make_model(family, **settings), make_batch(n_rows=4), objective_of(family)
     if family not in ("mbart", "plbart"):  # whose decoder begins with the end of its target

@@ -188,14 +188,14 @@ def agree(case: Traced):
 
 
 @pytest.mark.usefixtures("large_blocks")
-@pytest.mark.parametrize("case", thinned(OURS, 999), ids=str)
+@pytest.mark.parametrize("case", thinned(OURS, 999))
 def test_the_peak_is_that_of_the_loop(case):
     agree(case)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("large_blocks")
-@pytest.mark.parametrize("case", MIXED, ids=str)
+@pytest.mark.parametrize("case", MIXED)
 def test_the_peak_of_experts_is_that_of_the_modelling_code(case, monkeypatch):
     # without data there is a kernel of torch for bf16 alone; for fp32 the one that transformers has
     # itself

@@ -176,7 +176,7 @@ LIMITS = [
 ]
 
 
-@pytest.mark.parametrize(("limits", "refused"), LIMITS, ids=[str(limits) for limits, _ in LIMITS])
+@pytest.mark.parametrize(("limits", "refused"), LIMITS)
 def test_what_passes_a_limit_and_what_would_not(limits, refused):
     rejected = plans(replace(WANTED, **limits), A100, A100_SPOT).rejected
     found = [(one.reason, one.change, round(one.distance, 4)) for one in rejected]

@@ -272,7 +272,7 @@ def must_count_the_same(shape: Shape, model, adapter: Adapter):
     }
 
 
-@pytest.mark.parametrize("use_dora", thinned([False, True], 8), ids=["lora", "dora"])
+@pytest.mark.parametrize("use_dora", thinned([False, True], 8))
 @pytest.mark.parametrize(
     ("name", "task"), thinned(((name, task) for name, task in CASES if task != "body"), 24)
 )

@@ -116,7 +116,7 @@ def tokenizer(tiny_folders):
 KEPT = read_json(GOLDEN) if GOLDEN.exists() else {"chats": []}
 
 
-@pytest.mark.parametrize("kept", KEPT["chats"], ids=lambda kept: f"{kept['family']}-{kept['chat']}")
+@pytest.mark.parametrize("kept", KEPT["chats"])
 def test_a_chat_is_learned_as_by_trl(tokenizer, kept):
     tokenizer.chat_template = SHORT_FORMS[kept["family"]]
     chat = CHATS[kept["chat"]]
