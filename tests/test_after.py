@@ -45,6 +45,7 @@ def test_base_and_tuned_are_measured_on_the_same_examples(family, tmp_path, cli,
     if last["metrics"]:
         assert math.isclose(found["tuned"]["loss"], last["metrics"]["loss"], rel_tol=1e-4)
     assert found["tuned"]["loss"] < found["base"]["loss"]
+    assert 0 < found["usd"] < 1
     gain = found["gains"]["loss"]
     assert math.isclose(gain["usd_per_point"], last["usd"] / (100 * gain["gain"]), rel_tol=0.5)
     if family == "t5":
