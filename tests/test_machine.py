@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from farthing.cli.leaving import n_processes_of
 from farthing.local import machine
 from farthing.local.machine import (
     Cpu,
@@ -198,6 +199,12 @@ def test_no_gpu_after_all(smi, monkeypatch):
     assert local_machine().kind == "cpu", "this torch can't use it"
     (smi / "says").write_text("nothing that we know\n")
     assert local_machine().kind == "cpu"
+
+
+def test_gpus_are_counted_where_there_is_no_nvidia_smi(smi, monkeypatch):
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(machine.Path, "glob", lambda folder, pattern: iter("01"))
+    assert n_processes_of(make_job(smi, where={"gpus": "all", "device": "auto"}), on_cpu=False) == 2
 
 
 def test_a_spot_gpu_in_a_container_without_nvidia_smi_is_planned(tmp_path, monkeypatch):

@@ -22,7 +22,8 @@ import psutil
 from farthing.prices.gpus import gpu_of_device
 from farthing.units import plural
 
-_SMI_TIMEOUT_S = 2.0
+_SMI_TIMEOUT_S = 30.0
+"""It takes over a second for each GPU whose driver no other program keeps loaded."""
 _KNOWN_FLAGS = (
     "avx2",
     "fma",
@@ -103,7 +104,7 @@ def hardware_key(kind: str, name: str, n_threads: int) -> str:
 
 
 def local_machine() -> LocalMachine:
-    """This machine. Takes no time without an NVIDIA driver, and two seconds at most with one."""
+    """This machine. Takes no time without an NVIDIA driver."""
     cpu, n_threads = local_cpu(), n_torch_threads()
     gpus = _gpus()
     if gpus:
@@ -237,8 +238,12 @@ def _gpus() -> list[tuple[str, int]]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     command = shutil.which("nvidia-smi")
     is_for_cpus = installed_torch()[1] == "cpu"
-    if command is None or (visible is not None and visible.strip() in ("", "-1")) or is_for_cpus:
+    if (visible is not None and visible.strip() in ("", "-1")) or is_for_cpus:
         return []
+    if command is None:  # as in containers that may compute alone
+        n = len(list(Path("/dev").glob("nvidia[0-9]*")))
+        n = n if visible is None else min(n, len(visible.split(",")))
+        return [("a GPU without nvidia-smi", 0)] * n
     wanted = "--query-gpu=index,uuid,mig.mode.current,name,memory.total"
     query = [command, wanted, "--format=csv,noheader,nounits"]
     try:
