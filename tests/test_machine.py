@@ -223,3 +223,7 @@ def test_a_spot_gpu_in_a_container_without_nvidia_smi_is_planned(tmp_path, monke
     estimated(spec, tmp_path, examples, None, heard)
     assert kept(tmp_path / "plan.json")
     assert "no plan" not in str(heard)
+    monkeypatch.setattr(machine, "_gpus", lambda: [("Tesla T4", 1)])
+    (cpu := tmp_path / "cpu").mkdir()
+    estimated(resolve(job), cpu, examples, None, heard)
+    assert kept(cpu / "plan.json"), "by the main memory"

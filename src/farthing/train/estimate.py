@@ -18,7 +18,7 @@ from farthing import clock
 from farthing.data.lengths import Lengths, from_token_set
 from farthing.errors import FarthingError
 from farthing.events import Emit, Note, Warned
-from farthing.local.machine import local_machine
+from farthing.local.machine import free_memory_bytes, local_machine
 from farthing.local.measurements import MEASUREMENTS, read_measurements
 from farthing.planner.estimate import Estimate
 from farthing.planner.inputs import estimate_of, plan_here, shape_of, wanted_of
@@ -87,7 +87,9 @@ def _make(
             machine, kind="cuda", device_name=name, n_gpus=n_gpus, memory_bytes=memory_bytes
         )
     else:
-        machine = replace(machine, device_name=machine.cpu.name)
+        machine = replace(
+            machine, device_name=machine.cpu.name, memory_bytes=free_memory_bytes()
+        )  # whatever GPU is here
     measurements = read_measurements(Path(job.cache_dir or ".") / MEASUREMENTS)
     plan = plan_here(wanted, machine, job, measurements, clock.today(), n_ranks)
     return estimate_of(plan, wanted) if isinstance(plan, OfferPlan) else plan
