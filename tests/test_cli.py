@@ -53,12 +53,12 @@ def test_init_overwrites_nothing(tmp_path, cli):
 
 
 def test_init_writes_a_demo_that_the_doctor_finds_fit(tmp_path, cli):
-    written = cli.json("init", "--demo", tmp_path / "demo")
-    assert written["next"] == f"farthing train {tmp_path / 'demo/job.yaml'}"
+    written = cli.json("init", "--demo", tmp_path / "a demo")
+    assert written["next"] == f"farthing train '{tmp_path}/a demo/job.yaml'"
     said = cli.out("doctor", written["written"])
     assert "format prompt/completion; 1,200 rows tried" in said
     assert f"next: {written['next']}" in said
-    assert not (tmp_path / "demo/run").exists(), "nothing was trained"
+    assert not (tmp_path / "a demo/run").exists(), "nothing was trained"
 
 
 # ---- train ----

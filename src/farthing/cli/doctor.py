@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from farthing.cli.console import print_json, rich_console
@@ -69,7 +70,7 @@ def _show(checks: list[Check], arguments: argparse.Namespace) -> int:
     n_warnings = sum(check.state == "warning" for check in checks)
     also = f", {plural(n_warnings, 'warning')}" if n_warnings else ""
     if arguments.job and not (failed or arguments.target):
-        also += f"\nnext: farthing train {escape(arguments.job)}"
+        also += f"\nnext: farthing train {escape(shlex.quote(arguments.job))}"
     result = (
         f"[red]{plural(len(failed), 'check')} failed[/]" if failed else "[green]nothing failed[/]"
     )

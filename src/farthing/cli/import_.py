@@ -5,6 +5,7 @@ Runs nothing it reads.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -110,4 +111,4 @@ def _say(found: Any, written: list[str]) -> None:
         console.print(f"[yellow]differs[/]  {escape(line.key)}: {escape(line.why)}", soft_wrap=True)
     for note in found.notes:
         console.print(f"[cyan]note[/]     {escape(note)}", soft_wrap=True)
-    console.print(f"next: farthing plan {escape(written[0])}", soft_wrap=True)
+    console.print(f"next: farthing plan {escape(shlex.quote(written[0]))}", soft_wrap=True)

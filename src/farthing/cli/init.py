@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 
 from farthing.cli.parser import new_file
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         written = new_file(arguments.path or "job.yaml")
         written.write_text(starter(arguments.task), encoding="utf-8")
-    next_step = f"farthing train {written}" if arguments.demo else f"farthing doctor {written}"
+    next_step = f"farthing {'train' if arguments.demo else 'doctor'} {shlex.quote(str(written))}"
     if arguments.json:
         print(json.dumps({"written": str(written), "next": next_step}))
     else:

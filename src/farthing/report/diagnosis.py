@@ -7,6 +7,7 @@ run and in the rest of this one. `templates/diagnosis.txt` has their words.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -202,7 +203,7 @@ def _advice(run: _Run) -> Iterator[Advice]:
     if best == rows[-1] and gain > 0.005 and receipt.steps_per_epoch:
         usd, words = price(receipt.steps_per_epoch)
         method = receipt.asked("method", "name") or "full"
-        command = say("diagnosis.txt", "train_further", receipt.run, method)
+        command = say("diagnosis.txt", "train_further", shlex.quote(receipt.run), method)
         yield Advice(say("diagnosis.txt", "another_epoch", before, last, words), usd, command)
     after = [step for step, _ in rows if step > best[0]]
     patience = receipt.asked("train", "early_stopping_patience")

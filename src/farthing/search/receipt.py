@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -337,7 +338,7 @@ def _error(row: Mapping[str, object]) -> float:
 def _next(folder: Path, winner: Json) -> list[str]:
     """Commands for the winner."""
     if winner["fraction"] < 1.0:
-        return [f"farthing train {folder / WINNER}"]
-    run = folder_of(folder, winner["trial"])
+        return [f"farthing train {shlex.quote(str(folder / WINNER))}"]
+    run = shlex.quote(str(folder_of(folder, winner["trial"])))
     verbs = "eval {}", "export {}", "train NEW_JOB.yaml --from {}"
     return [f"farthing {verb.format(run)}" for verb in verbs]
