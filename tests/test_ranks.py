@@ -271,7 +271,8 @@ def test_the_link_between_ranks_is_measured(tmp_path):
 
 
 def run(rank: int, job: dict[str, Any], mishap: list[Any] | None = None) -> dict[str, Any]:
-    """Train the job on this rank; `mishap` is (rank, step, what): kill, leave, no room."""
+    """Train the job on this rank; `mishap` is (rank, step, what): kill, leave, or a method of
+    `Forward` that has no room twice."""
     heard, take = Heard(), Step.take
     if mishap is not None and mishap[0] == rank:
         happened = []
@@ -284,14 +285,14 @@ def run(rank: int, job: dict[str, Any], mishap: list[Any] | None = None) -> dict
                 elif mishap[2] == "leave":
                     os.kill(os.getpid(), signal.SIGTERM)
                 else:
-                    loss = Forward.loss
+                    honest = getattr(Forward, mishap[2])
 
                     def no_room(forward, *arguments):
-                        Forward.loss = loss if len(happened) == 2 else no_room  # type: ignore[method-assign]
+                        setattr(Forward, mishap[2], honest if len(happened) == 2 else no_room)
                         happened.append(step)
                         raise torch.OutOfMemoryError("made up")
 
-                    Forward.loss = no_room  # type: ignore[method-assign,assignment]
+                    setattr(Forward, mishap[2], no_room)
             return take(steps, step)
 
         Step.take = mishap_in  # type: ignore[method-assign]
@@ -386,11 +387,9 @@ def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_tha
 def test_what_one_rank_meets_is_met_by_all(tmp_path):
     """Memory that runs out on the second makes both halve."""
     job = lora_job(tmp_path / "a", save_steps=100, where={"same_bits": False})
-    found = train_on(2, tmp_path, job, [1, 1, "no room"])
+    found = train_on(2, tmp_path, job, [1, 1, "loss"])
     assert codes(found) == [0, 0]
-    assert (
-        "goes on with 45 tokens" in found[0]["warnings"] or "out of memory" in found[0]["warnings"]
-    )
+    assert "out of memory" in found[0]["warnings"]
 
 
 @pytest.mark.slow
@@ -407,6 +406,13 @@ def test_a_rank_asked_to_leave_takes_all_along_and_as_many_go_on_to_the_same_bit
     assert codes(train_on(3, tmp_path, left)) == [0] * 3
     assert sha256_at(left, 6) == sha256_at(whole, 6)
     assert log_of(left) == log_of(whole)
+
+
+@pytest.mark.slow
+def test_memory_that_one_rank_lacks_for_mismatched_answers_is_lacked_by_all(tmp_path):
+    rows = [{"prompt": f"{n}", "completion": " b", "label": n % 2 == 0} for n in range(16)]
+    job = make_job(tmp_path, task="kto", rows=rows, max_steps=2)
+    assert codes(train_on(2, tmp_path, job, [1, 1, "mismatched_ratio"])) == [0, 0]
 
 
 @pytest.mark.slow

@@ -109,11 +109,12 @@ class SharedStep:
         cells = feed.table(step).cells
         sums = torch.zeros(len(cells), dtype=torch.float64, device=forward.numerics.device)
         n_more = feed.n_passes(step) if self._ranks.is_fsdp else 0
-        for place, cell in enumerate(cells):
-            if cell.slot in feed.slots:
-                sums[place] = forward.mismatched_ratio(feed.tokens, cell.examples)
-                n_more -= 1
-        for _ in range(n_more):  # all ranks go through the model as often
-            forward.mismatched_ratio(feed.tokens, cells[-1].examples)
+        with self._ranks.all_or_none():  # one that made room by itself would cut other cells
+            for place, cell in enumerate(cells):
+                if cell.slot in feed.slots:
+                    sums[place] = forward.mismatched_ratio(feed.tokens, cell.examples)
+                    n_more -= 1
+            for _ in range(n_more):  # all ranks go through the model as often
+                forward.mismatched_ratio(feed.tokens, cells[-1].examples)
         mean = self._ranks.sum_up(sums).sum() / len(examples)
         return found._replace(baseline=mean.clamp(min=0).float())
