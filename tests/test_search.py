@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from farthing.cli.parser import parse
 from farthing.config.job import SearchSection
 from farthing.config.load import load_job
 from farthing.errors import InputError, JobError, RunChangedError
@@ -161,6 +162,8 @@ def test_the_best_settings_win(tmp_path, cli):
     assert (outcome.state, outcome.exit_code) == ("finished", 0)
     assert receipt["winner"]["settings"] == {"train.learning_rate": 3.0e-3}
     assert receipt["winner"]["fraction"] == 1.0
+    for command in receipt["next"]:
+        parse(command.split()[1:])
     by_rate = {each["settings"]["train.learning_rate"]: each for each in receipt["trials"]}
     failed = by_rate[1.0e9]
     if failed["state"] == "diverged":

@@ -340,5 +340,5 @@ def _next(folder: Path, winner: Json) -> list[str]:
     if winner["fraction"] < 1.0:
         return [f"farthing train {shlex.quote(str(folder / WINNER))}"]
     run = shlex.quote(str(folder_of(folder, winner["trial"])))
-    verbs = "eval {}", "export {}", "train NEW_JOB.yaml --from {}"
+    verbs = "eval {}", "export {} --output NEW_FOLDER", "train NEW_JOB.yaml --from {}"
     return [f"farthing {verb.format(run)}" for verb in verbs]
