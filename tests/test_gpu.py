@@ -470,7 +470,6 @@ def train_in_a_process(job: Path, kill_after_save: int = 0) -> int:
 @pytest.mark.parametrize(
     ("is_exact", "dropout"),
     [(True, 0.0), (True, 0.1), (False, 0.0)],
-    ids=["full_determinism", "full_determinism, dropout", "as it comes"],
 )
 def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(is_exact, dropout, tmp_path):
     ends, losses = [], []
