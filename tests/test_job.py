@@ -552,6 +552,7 @@ LONG_NAME = f"./{'ü' * 200}"
             for name in ("rot13", "base64", "undefined", "no-such")
         ),
         ("limits.deadline", "0001-01-01", "no moment that a clock shows"),
+        ("limits.deadline", "20261201", "20261201 is no moment"),
         ("train.max_steps", "2024-13-45", "not valid YAML"),
         ("limits.max_hours", "1:30", "YAML reads 1:30 as 90"),
         ("limits.max_usd", "010", "YAML reads 010 as 8"),

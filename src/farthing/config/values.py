@@ -312,7 +312,14 @@ def _on_the_clock(moment: datetime) -> datetime:
     return moment
 
 
-Moment = Annotated[datetime, AfterValidator(_on_the_clock)]
+def _is_no_number(value: Any) -> Any:
+    """pydantic takes 20261201 for seconds since 1970."""
+    if isinstance(value, int | float) or (isinstance(value, str) and value.strip().isdigit()):
+        raise ValueError(f"{value} is no moment; write it as in 2027-01-31T18:00")
+    return value
+
+
+Moment = Annotated[datetime, BeforeValidator(_is_no_number), AfterValidator(_on_the_clock)]
 
 
 def known_encoding(name: str) -> str:
