@@ -96,8 +96,9 @@ def test_a_line_is_written_every_half_second_and_before_a_checkpoint_bears_witne
     ledger.held_up_by_save(0.2)
     clock.now += 0.25
     witness = ledger.witness()
-    assert witness == {"attempt": 1, "spent_s": 10.75, "spent_usd": pytest.approx(0.01075)}
     (account,) = read_attempts(tmp_path / "l")
+    known = {"spent_s": 10.75, "spent_usd": pytest.approx(0.01075)}
+    assert witness == {"attempt": 1, "attempt_id": account.id, **known}
     assert (account.wall_s, account.n_saves, account.held_up_s) == (10.75, 1, 0.2)
 
 

@@ -234,12 +234,12 @@ TARGETS = [
     ("v_proj",),
     ("c_proj",),
     ("dense",),
-    ("q", "wo", "layer.0.k"),
+    ("q", "wo"),
     ("wte",),
     ("lm_head", "q_proj"),
     ("model.layers.1.self_attn.q_proj", "0.mlp.up_proj"),
     ("embed_tokens",),
-    ("key", "q_porj", "k"),
+    ("key",),
 ]
 SAVED = [
     ("lm_head",),

@@ -233,7 +233,12 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
     scored = np.concatenate([[0], np.cumsum(drawn.is_target, dtype=np.int64)])
     tokens = TokenSet(
         folder=folder,
-        facts={"sources": [{"name": "random tokens"}], "label_names": names, "notes": []},
+        facts={
+            "sources": [{"name": "random tokens"}],
+            "label_names": names,
+            "notes": [],
+            "n_rendered": 0,
+        },
         ids=drawn.ids,
         targets=drawn.is_target,
         offsets=drawn.offsets,

@@ -16,8 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from farthing.errors import ModelError
 from farthing.model.adapter_start import START, base_is_kept, start_tensors, take_start_away
-from farthing.model.loss import drawn_batch, logits_of, scores_words
+from farthing.model.loss import drawn_batch, inner_of, logits_of, scores_words
 from farthing.models.counted import QUERY_AND_VALUE
+from farthing.models.shapes import PEFT_ADAPTS_EXPERTS
 from farthing.models.weights import begins_from_base
 from farthing.objectives.registry import objective_of
 
@@ -56,7 +57,9 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
         targets = "all-linear"
     else:
         targets = list(adapter.target_modules)
-        _must_know(model, "target_modules", adapter.target_modules)
+        converted = PEFT_ADAPTS_EXPERTS.get(inner_of(model).config.model_type, ())
+        known = tuple(name for name in adapter.target_modules if not name.endswith(converted))
+        _must_know(model, "target_modules", known)
     config = peft.LoraConfig(
         r=adapter.r,
         lora_alpha=adapter.alpha,

@@ -31,7 +31,7 @@ _OF_ALL_TOKENS = (
     ".c_attn",
 )
 # by the names that their layers have in a checkpoint; in other mixtures it leaves experts alone
-_PEFT_ADAPTS_EXPERTS = {
+PEFT_ADAPTS_EXPERTS = {
     "mixtral": ("w1", "w3", "w2"),
     "qwen3_moe": ("gate_proj", "up_proj", "down_proj"),
     "olmoe": ("gate_proj", "up_proj", "down_proj"),
@@ -164,9 +164,7 @@ class Shape(NamedTuple):
             "|".join(rf"(?:^|.*\.)(?:{name})(?:$|\..*)" for name in saved_names) or r"(?!)"
         )
         if tuple(target_modules) == ("all-linear",) or not (target_modules or heads):
-            layers = (
-                self.products if self.model_type in _PEFT_ADAPTS_EXPERTS else self.linear_layers
-            )
+            layers = self.products if self.model_type in PEFT_ADAPTS_EXPERTS else self.linear_layers
             linear = {w.name for w in layers if w.part != "head"}
             adapted_copies = {
                 w: n
@@ -183,6 +181,10 @@ class Shape(NamedTuple):
                     f"{', '.join(self._linear_names())}",
                 )
             self._must_take_adapters(targets, kept_out)
+            names = [name for weight in self.weights for name in weight.names()]
+            for target in targets:
+                if not any(_ends(name, target) for name in names):
+                    raise self._no_module(target, "target_modules")
             adapted_copies = self._matched(
                 lambda name: any(_ends(name, t) for t in targets) and not kept_out.match(name)
             )
@@ -205,7 +207,7 @@ class Shape(NamedTuple):
         """Targets with the names that layers of experts have in a checkpoint changed for those in
         the model, as peft does.
         """
-        fused = _PEFT_ADAPTS_EXPERTS.get(self.model_type, ())
+        fused = PEFT_ADAPTS_EXPERTS.get(self.model_type, ())
         found = tuple(
             "mlp.experts.down_proj" if target in fused[2:] else target for target in targets
         )
@@ -235,9 +237,7 @@ class Shape(NamedTuple):
         return self.n_layers + (0 if weight.name.startswith("encoder.") else self.n_decoder_layers)
 
     def _must_take_adapters(self, targets: Sequence[str], kept_out: re.Pattern[str]) -> None:
-        """Refuse targets that are norms, or modules with others in them. Names that nothing has are
-        passed over.
-        """
+        """Refuse targets that are norms, or modules with others in them."""
         for weight in self.weights:
             for name in weight.names():
                 modules = _with_parents(name) if not kept_out.match(name) else ()
