@@ -131,12 +131,12 @@ def test_what_does_not_leave_is_killed_in_the_end(host, monkeypatch, tmp_path):
 def test_a_host_that_is_not_there_is_unclear_and_greetings_are_passed_over(monkeypatch, tmp_path):
     driver, machine = HostDriver(["nowhere"]), RentedMachine("farthing-12345678-1", instance="x")
     (tmp_path / "ssh").write_text("printf 'GPU 0 is free\\377\\n'; exec sh\n")
-    for program in ("false", f"sh {tmp_path}/ssh"):
+    for program in ("false", "true", f"sh {tmp_path}/ssh"):
         monkeypatch.setenv("FARTHING_SSH", program)
         assert driver.names("farthing-12345678") == {}
         with contextlib.suppress(UnclearError):
             assert driver.look(machine) is None
-            assert program != "false"
+            assert program[:2] == "sh"
 
 
 def test_a_launch_here_from_the_start_to_the_log(host, tmp_path):

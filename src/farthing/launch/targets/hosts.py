@@ -89,7 +89,10 @@ class HostDriver(Driver):
             raise UnclearError(
                 f"{host}: {' '.join(done.stderr.split())[-200:] or f'exit code {done.returncode}'}"
             )
-        return done.stdout.partition(f"{_BEGIN}\n")[2]
+        _, began, printed = done.stdout.partition(f"{_BEGIN}\n")
+        if not began:  # or what runs there would be taken for gone
+            raise UnclearError(f"{host}: the shell there did not run what it was sent")
+        return printed
 
     def create(self, ask: LaunchRequest, asked_at: float) -> Created:
         """A script of that name which runs already is left to run: the same request again."""
