@@ -275,8 +275,8 @@ def check_choices(job: Job) -> Iterator[Check]:
         size = f"{n_tokens:,} tokens" if n_tokens else f"{n_examples} examples"
         micro = f"{size} at once, as the job says"
     yield _check("micro-batch", f"{micro}; {job.global_batch_size} examples a step")
-    save = f"every {train.save_steps} steps" if train.save_steps else "at the planned interval"
-    save = f"every {train.save_minutes:g} min" if train.save_minutes else save
+    save = f"every {train.save_minutes:g} min" if train.save_minutes else "at the planned interval"
+    save = f"every {train.save_steps} steps" if train.save_steps else save
     kept = f"the newest {train.save_total_limit} and the best are kept"
     yield _check("save interval", f"{save}, {kept}")
     store, lost = job.output_store, spot_without_store(job)

@@ -8,6 +8,7 @@ read it whole.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -18,12 +19,19 @@ from urllib.parse import quote
 
 from farthing.addresses import is_remote, without_secrets
 from farthing.config.data_lengths import files_of_split
-from farthing.config.job import Job
+from farthing.config.job import KEYS, Job
 from farthing.config.load import load_job
 from farthing.data.chat import read_template
 from farthing.data.fetch import refuse_metadata
 from farthing.data.formats import RENDERED
-from farthing.data.read import Source, file_source, is_dataset, is_text_folder
+from farthing.data.read import (
+    KINDS,
+    Source,
+    ending_of,
+    file_source,
+    is_dataset,
+    is_text_folder,
+)
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Own, Row
 from farthing.data.token_set import TokenRecipe
@@ -95,6 +103,7 @@ def look_over(job: Job, *, only_plans: bool = False, with_data: bool = True) -> 
         raise PreflightError(found)
 
 
+_NOT_ADAM = ("sgd", "adagrad", "rmsprop")
 _USUAL_RATE = 1e-8, 0.02
 """Of Adam, with room: 1e-6 to 1e-4 is usual for all weights, 1e-5 to 1e-3 for adapters."""
 
@@ -107,9 +116,95 @@ def spot_without_store(job: Job) -> str:
     return "a machine that is taken away takes this run with it: set output_store"
 
 
+def _kinds(job: Job) -> set[str]:
+    """Of the job's data: as `Source.kind`, or `data set`; `unknown` where no name tells."""
+    kinds = set[str]()
+    for name, _ in (*job.data.sources("train"), *job.data.sources("eval")):
+        path = Path(name)
+        if is_remote(name):
+            kinds.add(KINDS.get(ending_of(path), "unknown"))
+        elif is_dataset(name) and not is_text_folder(path):
+            kinds.add("data set")
+        else:
+            with contextlib.suppress(DataError):  # looked at elsewhere
+                kinds.add(file_source(path).kind)
+    return kinds
+
+
+def unread_keys(job: Job) -> list[str]:
+    """Keys with a value of their own that nothing reads beside the other keys, a sentence each."""
+    data, train, where, kinds = job.data, job.train, job.where, _kinds(job)
+    of_files = kinds | {*KINDS.values()} if "unknown" in kinds else kinds
+    holds_out = bool(data.eval or data.eval_fraction)
+    of_method = " ".join(f"method.{key}" for key in KEYS["method"] if key != "name")
+    of_search = " ".join(f"search.{key}" for key in KEYS["search"])
+    of_warmup = "train.warmup_ratio train.warmup_steps train.warmup_epochs"
+    of_choice = "train.metric_for_best_model train.greater_is_better train.eval_strategy"
+    has_adam = train.optim not in (*_NOT_ADAM, "adafactor")
+    fixes_warmup = train.warmup_steps is not None or train.warmup_epochs is not None
+    found = []
+    for keys, is_read, why in (
+        (of_method, job.method.name != "full", "method is full"),
+        (
+            "model.revision",
+            not Path(job.model.model_name_or_path).is_absolute(),
+            "the model is a folder",
+        ),
+        ("data.separator", "csv" in of_files, "no data is a CSV file"),
+        ("data.field", "json" in of_files, "no data is a JSON document"),
+        ("data.text_unit", "texts" in of_files, "no data is a text file"),
+        ("data.encoding", bool(of_files - {"parquet", "data set"}), "no data is a file of text"),
+        (
+            "data.train_split data.eval_split data.dataset_config_name",
+            "data set" in kinds,
+            "files have no splits",
+        ),
+        ("data.eval_fraction", not data.eval, "data.eval is set"),
+        (
+            f"data.max_eval_samples train.eval_steps {of_choice}",
+            holds_out,
+            "there is no evaluation data",
+        ),
+        ("train.eval_steps", train.eval_strategy != "no", "eval_strategy is no"),
+        (
+            "train.early_stopping_threshold",
+            train.early_stopping_patience,
+            "early_stopping_patience is not set",
+        ),
+        (
+            "data.max_target_length data.source_lang data.target_lang train.predict_with_generate",
+            objective_of(job.task).is_pair,
+            f"task is {job.task}",
+        ),
+        (of_warmup, train.lr_scheduler_type != "constant", "lr_scheduler_type is constant"),
+        ("train.warmup_ratio", not fixes_warmup, "warmup_steps or warmup_epochs is set"),
+        (
+            "train.adam_beta1 train.adam_beta2 train.adam_epsilon",
+            has_adam,
+            f"optim is {train.optim}",
+        ),
+        ("train.save_minutes", not train.save_steps, "save_steps is set"),
+        ("train.hub_model_id train.hub_private_repo", train.push_to_hub, "push_to_hub is false"),
+        ("where.power_watts", where.usd_per_kwh, "where.usd_per_kwh is not set"),
+        ("where.usd_per_kwh", where.power_watts, "where.power_watts is not set"),
+        (
+            "where.reshard_after_forward where.offload_weights",
+            where.strategy != "ddp",
+            "strategy is ddp",
+        ),
+        (of_search, job.search.is_asked, "search.vary is empty"),
+    ):
+        for key in () if is_read else keys.split():
+            section, name = key.split(".")
+            asked = getattr(job, section)
+            if getattr(asked, name) != type(asked).model_fields[name].default:
+                found.append(f"{key} is not used: {why}")
+    return found
+
+
 def unusual_settings(job: Job) -> list[str]:
     """Numbers of the job that no published recipe has, a sentence each: slips of a digit or two."""
-    found = []
+    found = unread_keys(job)
     for row in facts("usual_settings"):
         key, low, high = row["key"], float(row["least"]), float(row["most"])
         section, name = key.split(".")
@@ -117,7 +212,7 @@ def unusual_settings(job: Job) -> list[str]:
         is_used = section != "method" or job.method.name != "full"
         if value is not None and is_used and not low <= value <= high:
             found.append(f"{key} {value:g} is unusual: published recipes use {low:g} to {high:g}")
-    if job.train.optim not in ("sgd", "adagrad", "rmsprop"):
+    if job.train.optim not in _NOT_ADAM:
         low, high = _USUAL_RATE
         if not low <= job.learning_rate <= high:
             usual = "1e-6 to 1e-4" if job.method.name == "full" else "1e-5 to 1e-3"

@@ -12,6 +12,7 @@ from typing import Any
 
 from farthing.config.data_lengths import read_lengths
 from farthing.config.job import Job
+from farthing.config.preflight import unread_keys
 from farthing.data.lengths import Lengths, from_mean
 from farthing.errors import FarthingError, InputError
 from farthing.local.machine import LocalMachine, local_machine
@@ -107,7 +108,7 @@ def study_job(job: Job, asked: PlanOptions, *, now: datetime) -> Study:
     measurements = read_measurements(cache_dir / MEASUREMENTS)
     machine, known = local_machine(), Calibrations(wanted, measurements)
     software = rented_torch() if asked.torch is None else parse_torch(asked.torch)
-    notes = [f"model: {where}", f"data: {lengths.source}"]
+    notes = [f"model: {where}", f"data: {lengths.source}", *unread_keys(job)]
     notes += list(dict.fromkeys([*lengths.notes, *(held_out.notes if held_out else ())]))
     notes += [*_of_model(wanted), f"software: {runs_in_words(software)}"]
     offers = _offers(catalog, job, asked)
