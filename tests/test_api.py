@@ -27,6 +27,7 @@ def test_a_job_is_a_file_a_mapping_or_a_job(tmp_path, monkeypatch):
     job = api.load_job(path, ["train.seed=7"])
     assert job.train.seed == 7
     assert api.load_job(job) is job
+    assert api.load_job(path, "train.seed=7") == job
     assert api.load_job(JOB).output_dir == str(tmp_path / "runs/first")
     with pytest.raises(InputError, match="overrides of a job"):
         api.load_job(job, ["train.seed=8"])
@@ -35,7 +36,7 @@ def test_a_job_is_a_file_a_mapping_or_a_job(tmp_path, monkeypatch):
 
 
 def test_a_plan_is_a_value_with_its_page_and_its_table():
-    plan = api.plan(JOB, gpu=["H100-80GB"], **DATED)
+    plan = api.plan(JOB, gpu="H100-80GB", budget_usd="$900", **DATED)
     assert plan.best
     assert {choice["gpu"] for choice in plan.choices} == {"H100-80GB"}
     assert plan.to_json()["best"] == plan.best
@@ -49,6 +50,8 @@ def test_a_plan_is_a_value_with_its_page_and_its_table():
     assert str(nothing)
     with pytest.raises(TypeError, match="no_such"):
         api.plan(JOB, no_such=1)
+    with pytest.raises(InputError, match="kind: can't be 'spt'"):
+        api.plan(JOB, kind="spt")
 
 
 def test_a_run_gives_its_receipt_and_goes_on_when_it_is_called_again(tmp_path):
@@ -64,8 +67,15 @@ def test_a_run_gives_its_receipt_and_goes_on_when_it_is_called_again(tmp_path):
     assert farthing.fine_tune(path, quiet=True).content.steps == 3
     with pytest.raises(InputError, match="a split such as"):
         api.fine_tune(api.load_job(path, ["data.train_split='train[:9]'", "output_dir=other"]))
-    with pytest.raises(InputError, match="0 is too few"):
-        api.evaluate(receipt, limit=0)
+    for ask, what in (
+        (lambda: api.evaluate(receipt, limit=0), "0 is too few"),
+        (lambda: api.fine_tune(None), "job: can't be None"),
+        (lambda: api.generate(receipt, [7]), "row 1 is a int"),
+        (lambda: api.generate(receipt, "dat.jsonl"), "no such file"),
+        (lambda: api.export_model(receipt, "out", format="gguf", max_kl="x"), "max_kl: can't be"),
+    ):
+        with pytest.raises(InputError, match=what):
+            ask()
 
 
 def test_runs_of_several_threads_take_turns(tmp_path):

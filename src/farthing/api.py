@@ -10,15 +10,18 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from pydantic import TypeAdapter, ValidationError
 
 from farthing import clock
 from farthing.config import load
@@ -46,6 +49,7 @@ __all__ = [
 
 _one_at_a_time = threading.RLock()
 """Runs share the generators of random numbers, and transformers loads one model at a time."""
+Kind = TypeVar("Kind")
 JobLike = str | Path | Mapping[str, Any] | Job
 """A job file, its keys and values, or a job that was loaded."""
 
@@ -64,9 +68,11 @@ def load_job(job: JobLike, overrides: Sequence[str] = ()) -> Job:
                 "overrides of a job that is loaded", to_do="give them to load_job with the file"
             )
         return job
+    several = [overrides] if isinstance(overrides, str) else overrides or ()
+    changes = [str(each) for each in several]
     if isinstance(job, Mapping):
-        return load.job_of(_on_disk(job), list(overrides))
-    return load.load_job(job, list(overrides))
+        return load.job_of(_on_disk(job), changes)
+    return load.load_job(_path(job, "job"), changes)
 
 
 def _on_disk(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,7 +119,9 @@ def plan(job: JobLike, *, now: datetime | None = None, **asked: Any) -> Plan:
     from farthing.planner.inputs import PlanOptions, study_job
     from farthing.report.plan_view import plan_view
 
-    loaded, wishes = load_job(job), PlanOptions(**asked)
+    given = {name: each for name, each in vars(PlanOptions(**asked)).items() if each is not None}
+    loaded, wishes = load_job(job), _checked(PlanOptions, given)
+    now = None if now is None else _checked(datetime, now, "now")
     look_over(loaded, only_plans=True, with_data=wishes.n_examples is None)
     return Plan(
         plan_view(
@@ -208,6 +216,7 @@ def generate(
     """
     from farthing.after.predict import Predictor
     from farthing.data.memory import rows_of
+    from farthing.data.read import KINDS, ending_of
     from farthing.model.load import quiet_libraries
 
     _must_count(max_new_tokens=max_new_tokens, batch_size=batch_size)
@@ -218,16 +227,20 @@ def generate(
         batch_size=batch_size,
         trust_remote_code=trust_remote_code,
     )
-    if isinstance(data, Path) or (isinstance(data, str) and os.path.isfile(data)):
-        return list(predictor.file(Path(data)))
     if isinstance(data, str):
-        data = [data]
-    return list(
-        predictor.rows(
-            predictor.row_of(each) if isinstance(each, str) else dict(each)
-            for each in rows_of(data)
-        )
-    )
+        is_named = ending_of(Path(data)) in KINDS and not re.search(r"\s", data)
+        data = Path(data) if is_named or os.path.isfile(data) else [data]
+    if isinstance(data, Path):
+        return list(predictor.file(data))
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for number, each in enumerate(rows_of(data), 1):
+            if not isinstance(each, str | Mapping):
+                what = f"row {number} is a {type(each).__name__}"
+                raise InputError(what, where="data", to_do="give texts, or mappings of columns")
+            yield predictor.row_of(each) if isinstance(each, str) else dict(each)
+
+    return list(predictor.rows(rows()))
 
 
 def export_model(
@@ -253,11 +266,11 @@ def export_model(
     with tempfile.TemporaryDirectory(prefix="farthing-rows-") as scratch:
         return export_as(
             _folder_of(run),
-            Path(output),
+            _path(output, "output"),
             format,
             dtype=dtype,
             bits=bits,
-            max_kl=max_kl,
+            max_kl=None if max_kl is None else _checked(float, max_kl, "max_kl"),
             is_forced=force,
             data=_file_of(data, Path(scratch)),
             trust_remote_code=trust_remote_code,
@@ -282,15 +295,33 @@ def history(run: str | Path | Receipt) -> list[dict[str, Any]]:
     return rows
 
 
+def _checked(kind: type[Kind], values: Any, name: str = "") -> Kind:
+    """What was given as a value of its kind. Raises `InputError`."""
+    try:
+        return TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = next(map(str, first["loc"]), name)
+        to_do = first["msg"].removeprefix("Value error, ")
+        raise InputError(f"can't be {first['input']!r}"[:200], where=where, to_do=to_do) from None
+
+
+def _path(given: Any, name: str) -> Path:
+    """Raises `InputError` for what is no path."""
+    if not isinstance(given, str | Path):
+        raise InputError(f"can't be {given!r}"[:200], where=name, to_do="give a path")
+    return Path(given)
+
+
 def _must_count(**counts: int | None) -> None:
     for name, n in counts.items():
-        if n is not None and n < 1:
-            raise InputError(f"{n} is too few", where=name, to_do="use 1 or more")
+        if n is not None and (not isinstance(n, int) or n < 1):
+            raise InputError(f"{n!r} is too few", where=name, to_do="use 1 or more")
 
 
 def _folder_of(run: str | Path | Receipt) -> Path:
     """The folder of a run. Raises `InputError`."""
-    folder = run.folder if isinstance(run, Receipt) else Path(run)
+    folder = run.folder if isinstance(run, Receipt) else _path(run, "run")
     if not folder.is_dir():
         raise InputError(
             "no such run folder", where=str(folder), to_do="name the output_dir of a job"

@@ -69,7 +69,7 @@ def export_as(
     Raises `InputError` for what a form has not or can't hold, before a byte is written;
     `ModelError` for a judgement above `max_kl`.
     """
-    wanted = (bits or "q8_0").lower()
+    wanted = str(bits or "q8_0").lower()
     for name, value, known in (
         ("--format", form, (*WHOLE, *FORMATS)),
         ("--bits", wanted, (*BITS, *K_BITS)),

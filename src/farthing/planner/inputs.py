@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from farthing.config.data_lengths import read_lengths
 from farthing.config.job import Job
 from farthing.config.preflight import unread_keys
+from farthing.config.values import Names, Positive, PositiveNumber, Usd
 from farthing.data.lengths import Lengths, from_mean
 from farthing.errors import FarthingError, InputError
 from farthing.local.machine import LocalMachine, local_machine
@@ -76,18 +77,18 @@ class Study:
 class PlanOptions:
     """What is asked beside the job. Names of GPUs, providers and regions: any of them will do."""
 
-    gpu: Sequence[str] = ()
-    provider: Sequence[str] = ()
-    region: Sequence[str] = ()
-    kind: str | None = None
-    max_gpus: int = 8
+    gpu: Names = ()
+    provider: Names = ()
+    region: Names = ()
+    kind: Literal["spot", "on-demand"] | None = None
+    max_gpus: Positive = 8
     prices: Path | str | None = None
     traces: Path | None = None  # a folder of spot capacity
     own: Sequence[Owned] = ()
-    budget_usd: float | None = None
-    deadline_s: float | None = None
-    n_examples: int | None = None  # with `mean_tokens`: of data that can't be seen from here
-    mean_tokens: float | None = None
+    budget_usd: Usd | None = None
+    deadline_s: PositiveNumber | None = None
+    n_examples: Positive | None = None  # with `mean_tokens`: of data that can't be seen from here
+    mean_tokens: PositiveNumber | None = None
     is_local: bool = True  # this machine is planned on
     torch: str | None = None
     """What rented machines get ("2.13.0+cu126"); None: what is installed here."""
