@@ -75,9 +75,13 @@ def _data(values: Json, out: Imported) -> None:
         for index, item in enumerate(given if isinstance(given, list) else ()):
             if isinstance(item, dict):
                 out.job.setdefault(to, []).append(_source(section, index, item, out))
-                kinds.append(str(item.get("type")) if to == "data.train" else "")
+                kinds.append(str(item.get("type") or section) if to == "data.train" else "")
     name, jinja = values.get("chat_template"), values.get("chat_template_jinja")
     uses_it = any("chat_template" in each for each in kinds)
+    if {"completion", "pretrain", "pretraining_dataset"} & {*kinds}:
+        out.notes.append(fact("long-texts"))
+        if not values.get("excess_length_strategy"):
+            out.default({"data.too_long": "truncate"})
     if name == "chatml" or {"chatml.ultra", "chatml.argilla_chat"} & {*kinds}:
         out.template("chat_template", name, fact("chatml"), "chatml.jinja")
     elif name == "jinja" and isinstance(jinja, str):

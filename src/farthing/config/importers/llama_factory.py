@@ -49,6 +49,7 @@ def read(values: Json, out: Imported) -> None:
             out.default({"method.lora_alpha": 2 * out.job["method.lora_r"]})
         defaults(out, NAME)
     out.default({"data.max_length": 2048})
+    out.notes += [fact("long-texts")] * (values.get("stage") == "pt")
     out.notes.append(hf.NO_COUNT_OF_GPUS)
 
 

@@ -121,6 +121,8 @@ def _finish(out: Imported) -> None:
     if job.get("method.name") == "full":
         for key in [key for key in job if key.startswith("method.") and key != "method.name"]:
             out.drop(key, "about an adapter, and there is none")
+    if job.get("train.warmup_ratio") and job.get("train.warmup_steps") == 0:
+        out.drop("train.warmup_steps", "0 leaves it to warmup_ratio")
     if "train.warmup_steps" in job:
         out.drop("train.warmup_ratio", "warmup_steps overrides it")
     if not job.get("data.eval") and not job.get("data.eval_fraction"):

@@ -11,7 +11,14 @@ from typing import Any
 
 from farthing.config.importers import hf
 from farthing.config.importers.scripts import Call
-from farthing.config.importers.tables import Computed, Imported, fact, read_keys, table
+from farthing.config.importers.tables import (
+    Computed,
+    Imported,
+    defaults,
+    fact,
+    read_keys,
+    table,
+)
 from farthing.objectives.classification import CLASSIFICATION
 from farthing.objectives.multi_label import MULTI_LABEL
 from farthing.objectives.regression import REGRESSION
@@ -76,10 +83,14 @@ def read(calls: Sequence[Call], out: Imported) -> None:
     of = "the script's calls" if has_adapter else "the script, which makes no adapter"
     is_4bit = values.get("load_in_4bit") is True
     out.default({"method.name": hf.method_of(has_adapter, is_4bit)}, of)
-    has_fp32_default = out.source != hf.UNSLOTH and any(
-        call.last in ("TrainingArguments", "Seq2SeqTrainingArguments") for call in calls
-    )
-    hf.settle(values, out, has_adapter=has_adapter, has_fp32_default=has_fp32_default)
+    made = {call.last for call in calls}
+    of_trainer = {"TrainingArguments", "Seq2SeqTrainingArguments"} & made
+    if of_trainer:  # SFTTrainer keeps their defaults
+        defaults(out, "trainer")
+    elif out.source == hf.UNSLOTH and "UnslothTrainingArguments" not in made:
+        defaults(out, "unsloth-config")
+    is_fp32 = bool(of_trainer) and out.source != hf.UNSLOTH
+    hf.settle(values, out, has_adapter=has_adapter, has_fp32_default=is_fp32)
 
 
 def _is_text(value: Any) -> bool:

@@ -315,6 +315,8 @@ def number(value: Any) -> float:
 
 def warmup(value: Any) -> int | At:
     """Steps; a number below 1 is a share, as transformers 5 has it."""
+    if value in (0, "0"):
+        return 0
     found = number(value)
     return int(found) if found >= 1 else At("train.warmup_ratio", found)
 
