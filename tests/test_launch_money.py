@@ -50,7 +50,9 @@ def test_what_is_billed_after_a_run_names_the_command_that_ends_it():
         {"what": "SkyPilot's jobs controller", "ends": "`sky status` names it, `sky down` ends it"},
         {
             "what": "4.8 MiB in s3://b/run",
-            "ends": "aws s3 rm --recursive s3://b/run, once you have the model",
+            "ends": "aws s3 rm --recursive s3://b/run --exclude '*' --include 'bills/*' --include"
+            " 'commits/*' --include 'data/????????-*' --include 'inputs/sha256-*' --include"
+            " 'launch/*' --include 'trials/*' --include 'writers/*', once you have the model",
         },
     ]
     own = {"where": {"usd_per_hour": 0.5}, "output_store": "/mnt/share"}

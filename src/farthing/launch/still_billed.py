@@ -31,13 +31,25 @@ def still_billed(job: Json, machines: Sequence[Json], n_bytes: int | None = None
     return [{"what": what, "ends": ends} for what, ends in found]
 
 
+_OWN = "bills/* commits/* data/????????-* inputs/sha256-* launch/* trials/* writers/*".split()
+"""The keys of a run in its store, which may hold other data beside them."""
+
+
 def _removal_of(store: str) -> str:
-    """The command that empties a store; empty for a folder, which nobody bills by itself."""
-    scheme, _, path = store.partition("://")
+    """The command that takes a run out of its store; empty for a folder, which nobody bills by
+    itself.
+    """
+    scheme, _, path = store.rstrip("/").partition("://")
     bucket, _, prefix = path.partition("/")
-    return {
-        "s3": f"aws s3 rm --recursive {shlex.quote(store)}",
-        "gs": f"gcloud storage rm --recursive {shlex.quote(store)}",
-        "az": f"az storage blob delete-batch --source {shlex.quote(bucket)} --pattern"
-        f" {shlex.quote(f'{prefix}/*' if prefix else '*')}",
-    }.get(scheme, "")
+    below = f"{prefix}/" if prefix else ""
+    if scheme == "s3":
+        filters = [word for key in _OWN for word in ("--include", key)]
+        return shlex.join(["aws", "s3", "rm", "--recursive", store, "--exclude", "*", *filters])
+    if scheme == "gs":
+        keys = [f"gs://{bucket}/{below}{key}" for key in _OWN]
+        return shlex.join(["gcloud", "storage", "rm", "--recursive", "--continue-on-error", *keys])
+    if scheme == "az":
+        keys = [f"{below}{key}" for key in _OWN]
+        remove = ["az", "storage", "blob", "delete-batch", "--source", bucket, "--pattern"]
+        return f"for key in {shlex.join(keys)}; do {shlex.join(remove)} \"$key\"; done"
+    return ""
