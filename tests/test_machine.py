@@ -143,7 +143,7 @@ def test_the_memory_of_a_container(tmp_path):
 def smi(tmp_path, monkeypatch):
     """An nvidia-smi that says what its file `says` holds, after `wait` seconds."""
     (tmp_path / "says").write_text(
-        "0, GPU-bb, [N/A], Tesla T4, 15360\n1, GPU-aa, Disabled, NVIDIA A10G, 23028\n"
+        "0, GPU-bb, [N/A], Tesla T4, 15360\n1, GPU-aa, Disabled, NVIDIA A10G, 23028, 20000\n"
     )
     command = tmp_path / "nvidia-smi"
     lines = [
@@ -164,10 +164,17 @@ def test_gpus_by_nvidia_smi(smi, monkeypatch):
     assert (here.kind, here.device_name, here.n_gpus) == ("cuda", "NVIDIA A10G", 2)
     assert here.memory_bytes == 23028 << 20
     assert here.hardware == "NVIDIA A10G"
+    both = here.on_first(2)
+    assert (both.hardware, both.memory_bytes, both.taken_bytes) == (
+        "Tesla T4",
+        15360 << 20,
+        12332 << 20,
+    )
     for visible, name, n in (
         ("1", "Tesla T4", 1),
         ("1,0", "Tesla T4", 2),
         ("GPU-bb", "Tesla T4", 1),
+        ("1,9,0", "Tesla T4", 1),
     ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert (local_machine().device_name, local_machine().n_gpus) == (name, n)
@@ -192,6 +199,8 @@ def test_no_gpu_after_all(smi, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(machine, "_SMI_TIMEOUT_S", 0.3)
         assert local_machine().kind == "cpu"
+        patch.setattr(machine.Path, "glob", lambda folder, pattern: iter("01"))
+        assert (local_machine().kind, local_machine().n_gpus) == ("cuda", 2), "it hangs"
     for name in ("fail", "wait"):
         (smi / name).unlink()
     assert local_machine().kind == "cuda"
@@ -223,7 +232,7 @@ def test_a_spot_gpu_in_a_container_without_nvidia_smi_is_planned(tmp_path, monke
     estimated(spec, tmp_path, examples, None, heard)
     assert kept(tmp_path / "plan.json")
     assert "no plan" not in str(heard)
-    monkeypatch.setattr(machine, "_gpus", lambda: [("Tesla T4", 1)])
+    monkeypatch.setattr(machine, "_gpus", lambda: [machine.LocalGpu("Tesla T4", 1)])
     (cpu := tmp_path / "cpu").mkdir()
     estimated(resolve(job), cpu, examples, None, heard)
     assert kept(cpu / "plan.json"), "by the main memory"

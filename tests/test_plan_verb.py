@@ -514,6 +514,8 @@ def test_a_machine_with_several_gpus_shows_each_way_to_use_them(plan, monkeypatc
     assert every[2]["name"] == "this machine (2x RTX 4090)"
     assert list(rows("--set", "where.gpus=2")) == [2]
     assert list(rows("--set", "where.gpus=all")) == [6]
+    gpus["taken_bytes"] = 20 << 30
+    assert rows() == {}, "others hold most of the memory"
 
 
 def test_the_device_of_this_machine_says_nothing_of_other_places(plan):

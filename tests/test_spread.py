@@ -499,7 +499,7 @@ def test_a_process_alone_spreads_weights_over_the_device_that_computes(
 def test_a_run_is_planned_for_all_gpus_that_share_it(tmp_path, monkeypatch):
     """Each process sees its own GPU alone."""
     name, size = "NVIDIA H100 80GB HBM3", 80 << 30
-    monkeypatch.setattr(machine, "_gpus", lambda: [(name, size)])
+    monkeypatch.setattr(machine, "_gpus", lambda: [machine.LocalGpu(name, size)])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (size, size))
     found = {}

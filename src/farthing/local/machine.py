@@ -14,15 +14,16 @@ import platform
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from farthing.prices.gpus import gpu_of_device
 from farthing.units import plural
 
-_SMI_TIMEOUT_S = 30.0
+_SMI_TIMEOUT_S = 10.0
 """It takes over a second for each GPU whose driver no other program keeps loaded."""
 _KNOWN_FLAGS = (
     "avx2",
@@ -74,6 +75,23 @@ class Cpu:
         return min(n_threads, self.n_cores) * self.ghz * 1e9 * of_cycle
 
 
+class LocalGpu(NamedTuple):
+    """A GPU as `nvidia-smi` tells it."""
+
+    name: str
+    memory_bytes: int
+    taken_bytes: int = 0
+    number: str = ""
+    uuid: str = ""
+
+    def speed(self) -> float:
+        """By which CUDA numbers GPUs of several kinds, the fastest first, where it is not told
+        otherwise; `nvidia-smi` numbers them by their places on the bus.
+        """
+        known = gpu_of_device(self.name, self.memory_bytes)
+        return known.fp32_tflops if known else 0.0
+
+
 @dataclass(frozen=True)
 class LocalMachine:
     """What a run here would run on."""
@@ -88,6 +106,22 @@ class LocalMachine:
     n_threads: int
     """That torch computes with."""
     cpu: Cpu
+    taken_bytes: int = 0
+    """Of the memory of one GPU, by other processes."""
+    gpus: tuple[LocalGpu, ...] = ()
+
+    def on_first(self, n: int) -> LocalMachine:
+        """With its first `n` GPUs: they share each step, so the slowest and the fullest tell."""
+        if not self.gpus[:n]:
+            return self
+        slowest = min(self.gpus[:n], key=LocalGpu.speed)
+        free_bytes = min(gpu.memory_bytes - gpu.taken_bytes for gpu in self.gpus[:n])
+        return replace(
+            self,
+            device_name=slowest.name,
+            memory_bytes=slowest.memory_bytes,
+            taken_bytes=max(0, slowest.memory_bytes - free_bytes),
+        )
 
     @property
     def hardware(self) -> str:
@@ -108,8 +142,8 @@ def local_machine() -> LocalMachine:
     cpu, n_threads = local_cpu(), n_torch_threads()
     gpus = _gpus()
     if gpus:
-        name, memory_bytes = gpus[0]
-        return LocalMachine("cuda", name, len(gpus), memory_bytes, n_threads, cpu)
+        of_first = gpus[0].name, len(gpus), gpus[0].memory_bytes, n_threads, cpu
+        return LocalMachine("cuda", *of_first, gpus[0].taken_bytes, tuple(gpus))
     return LocalMachine("cpu", cpu.name, 0, free_memory_bytes(), n_threads, cpu)
 
 
@@ -233,55 +267,55 @@ def free_memory_bytes(
 # ---- GPUs ----
 
 
-def _gpus() -> list[tuple[str, int]]:
-    """(name, bytes) of the GPUs that a run would see; none where torch was built without CUDA."""
+def _gpus() -> list[LocalGpu]:
+    """Those that a run would see; none where torch was built without CUDA."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     command = shutil.which("nvidia-smi")
     is_for_cpus = installed_torch()[1] == "cpu"
     if (visible is not None and visible.strip() in ("", "-1")) or is_for_cpus:
         return []
     if command is None:  # as in containers that may compute alone
-        n = len(list(Path("/dev").glob("nvidia[0-9]*")))
-        n = n if visible is None else min(n, len(visible.split(",")))
-        return [("a GPU without nvidia-smi", 0)] * n
-    wanted = "--query-gpu=index,uuid,mig.mode.current,name,memory.total"
+        return _unknown_gpus(visible)
+    wanted = "--query-gpu=index,uuid,mig.mode.current,name,memory.total,memory.used"
     query = [command, wanted, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
             query, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True
         )
+    except subprocess.TimeoutExpired:
+        return _unknown_gpus(visible)
     except (OSError, subprocess.SubprocessError):
         return []
-    found: list[tuple[str, str, str, int]] = []
+    found: list[LocalGpu] = []
     for line in done.stdout.splitlines():
-        index, uuid, mig, name, mib = ([cell.strip() for cell in line.split(",")] + [""] * 5)[:5]
+        index, uuid, mig, name, mib, used, *_ = [each.strip() for each in f"{line},,,,,".split(",")]
         if mig == "Enabled":  # a process has a slice of it
             name += " MIG"
         if mib.isdecimal():
-            found.append((index, uuid, name, int(mib) << 20))
+            taken_bytes = int(used) << 20 if used.isdecimal() else 0
+            found.append(LocalGpu(name, int(mib) << 20, taken_bytes, index, uuid))
         elif mib == "[N/A]":  # GB10 and the like share the main memory
-            found.append((index, uuid, name, psutil.virtual_memory().total))
-    if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu[2] for gpu in found}) > 1:
-        found.sort(key=_speed, reverse=True)
-        found = [(str(at), *gpu[1:]) for at, gpu in enumerate(found)]
-    if visible is not None:
-        slices = [gpu for gpu in found if gpu[2].endswith(" MIG")][:1]
-        asked = [word.strip() for word in visible.split(",")]
-        found = [
-            gpu
-            for word in asked
-            for gpu in (slices if word[:4] == "MIG-" else found)
-            if word and (word[:4] == "MIG-" or word == gpu[0] or gpu[1].startswith(word))
-        ]
-    return [(name, n_bytes) for _, _, name, n_bytes in found]
+            found.append(LocalGpu(name, psutil.virtual_memory().total, 0, index, uuid))
+    if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu.name for gpu in found}) > 1:
+        found.sort(key=LocalGpu.speed, reverse=True)
+        found = [gpu._replace(number=str(at)) for at, gpu in enumerate(found)]
+    if visible is None:
+        return found
+    slices = [gpu for gpu in found if gpu.name.endswith(" MIG")][:1]
+    seen: list[LocalGpu] = []
+    for word in map(str.strip, visible.split(",")):
+        is_slice = word.startswith("MIG-")
+        named = [gpu for gpu in found if word == gpu.number or (word and gpu.uuid.startswith(word))]
+        if not (several := slices if is_slice else named):
+            break  # CUDA sees none behind a name that it does not know
+        seen += several
+    return seen
 
 
-def _speed(gpu: tuple[str, str, str, int]) -> float:
-    """By which CUDA numbers GPUs of several kinds, the fastest first, where it is not told
-    otherwise; `nvidia-smi` numbers them by their places on the bus.
-    """
-    known = gpu_of_device(gpu[2], gpu[3])
-    return known.fp32_tflops if known else 0.0
+def _unknown_gpus(visible: str | None) -> list[LocalGpu]:
+    n = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    n = n if visible is None else min(n, len(visible.split(",")))
+    return [LocalGpu("a GPU without nvidia-smi", 0)] * n
 
 
 def installed_torch() -> tuple[str, str]:

@@ -47,7 +47,7 @@ from farthing.prices.gpus import gpus
 from farthing.prices.offers import Offer
 from farthing.storage.files import Json
 from farthing.tables import FACTS
-from farthing.units import say_count
+from farthing.units import say_bytes, say_count
 
 LAW = "a prior: the middle of the zones that were measured"
 NO_FP8 = "fp8 kernels would take about half of the time of the products; farthing has none"
@@ -114,6 +114,10 @@ def study_job(job: Job, asked: PlanOptions, *, now: datetime) -> Study:
     notes += [*_of_model(wanted), f"software: {runs_in_words(software)}"]
     offers = _offers(catalog, job, asked)
     here: list[Offered] = []
+    if machine.taken_bytes > 1 << 30:
+        notes.append(
+            f"this machine: other processes hold {say_bytes(machine.taken_bytes)} of a GPU"
+        )
     for n in _counts_here(machine, job, asked) if asked.is_local else ():
         found = machine_here(wanted, machine, job, measurements, today, n)
         if found is None:

@@ -137,7 +137,7 @@ def machine_here(
     if n_gpus is None:
         all_gpus = job.where.gpus == "all"
         n_gpus = machine.n_gpus if all_gpus else min(int(job.where.gpus or 1), machine.n_gpus)
-    known = Calibrations(wanted, measurements)
+    known, machine = Calibrations(wanted, measurements), machine.on_first(n_gpus)
 
     words = "the job's own price: where.usd_per_hour and electricity"
 
@@ -173,7 +173,8 @@ def machine_here(
     )
     kernels = judged.kernels._replace(has_liger=has_liger)
     calibration = known.on(machine.hardware, judged.precision, device, kernels)
-    memory, is_part = min(machine.memory_bytes, gpu.usable_bytes), n_gpus < machine.n_gpus
+    memory = max(1, min(machine.memory_bytes, gpu.usable_bytes) - machine.taken_bytes)
+    is_part = n_gpus < machine.n_gpus
     found = replace(judged, device=device, kernels=kernels, calibration=calibration, host_note="")
     return replace(found, memory=_steady(memory), is_local=True, is_part=is_part), at
 

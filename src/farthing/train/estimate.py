@@ -22,6 +22,7 @@ from farthing.local.machine import free_memory_bytes, local_machine
 from farthing.local.measurements import MEASUREMENTS, read_measurements
 from farthing.planner.estimate import Estimate
 from farthing.planner.inputs import estimate_of, plan_here, shape_of, wanted_of
+from farthing.planner.memory import CUDA_CONTEXT_BYTES
 from farthing.planner.types import OfferPlan, Rejected
 from farthing.run.folder import PLAN, SETTINGS, has_committed, keep, kept_as
 from farthing.train.resolve import Examples, RunSpec
@@ -78,13 +79,19 @@ def _make(
     eval_lengths = None if held_out is None else lengths_of(held_out)
     wanted = wanted_of(job, shape, lengths_of(train), eval_lengths, config=config, now=clock.now())
     wanted = replace(wanted, is_tokenized=train.were_tokenized, precision=numerics.name)
-    machine = replace(local_machine(), kind="cpu")
+    machine = replace(local_machine(), kind="cpu", gpus=())
     if numerics.device.type == "cuda":
-        memory_bytes = int(torch.cuda.mem_get_info(numerics.device)[1])
+        free_bytes, memory_bytes = map(int, torch.cuda.mem_get_info(numerics.device))
+        own_bytes = torch.cuda.memory_reserved(numerics.device) + CUDA_CONTEXT_BYTES
         name = torch.cuda.get_device_name(numerics.device)
         n_gpus = torch.cuda.device_count()  # a container may be without nvidia-smi
         machine = replace(
-            machine, kind="cuda", device_name=name, n_gpus=n_gpus, memory_bytes=memory_bytes
+            machine,
+            kind="cuda",
+            device_name=name,
+            n_gpus=n_gpus,
+            memory_bytes=memory_bytes,
+            taken_bytes=max(0, memory_bytes - free_bytes - own_bytes),
         )
     else:
         machine = replace(
