@@ -26,7 +26,8 @@ def test_a_finished_run_takes_more_steps_and_no_fewer(schedule, tmp_path):
     train(make_job(tmp_path / "once", max_steps=8, **keys))
     train(make_job(tmp_path / "twice", max_steps=6, **keys))
     before = weights_of(tmp_path / "twice")
-    fewer = train(make_job(tmp_path / "twice", max_steps=4, **keys))
+    fewer = train(make_job(tmp_path / "twice", max_steps=4, **keys), heard := Heard())
+    assert "has taken 6 steps, and the job asks for 4" in heard.warnings
     assert (fewer.state, fewer.receipt.steps) == ("finished", 6)
     assert are_same(weights_of(tmp_path / "twice"), before)
     job = make_job(tmp_path / "twice", max_steps=8, **keys)

@@ -31,7 +31,10 @@ def still_billed(job: Json, machines: Sequence[Json], n_bytes: int | None = None
     return [{"what": what, "ends": ends} for what, ends in found]
 
 
-_OWN = "bills/* commits/* data/????????-* inputs/sha256-* launch/* trials/* writers/*".split()
+_OWN = [
+    *("bills/*", "commits/*", "data/????????-*"),
+    *("inputs/sha256-*", "launch/*", "trials/*", "writers/*"),
+]
 """The keys of a run in its store, which may hold other data beside them."""
 
 
@@ -51,5 +54,5 @@ def _removal_of(store: str) -> str:
     if scheme == "az":
         keys = [f"{below}{key}" for key in _OWN]
         remove = ["az", "storage", "blob", "delete-batch", "--source", bucket, "--pattern"]
-        return f"for key in {shlex.join(keys)}; do {shlex.join(remove)} \"$key\"; done"
+        return f'for key in {shlex.join(keys)}; do {shlex.join(remove)} "$key"; done'
     return ""

@@ -220,6 +220,9 @@ def _restore(run: Run, facts: Json, allow_restart: bool, was_finished: bool) -> 
     if not was_finished:
         refer(run)
     run.saver.restore(allow_restart)
+    taken, asked = run.progress.step, run.schedule.n_steps
+    if taken > asked:
+        context.warn(f"the run has taken {taken} steps, and the job asks for {asked}: it ends here")
     return facts
 
 
