@@ -68,6 +68,9 @@ def _answer(hub: Hub, method: str, path: str, body: bytes) -> tuple[int, Any]:
                 for one in json.loads(body)["files"]
             ]
         }
+    if "tree" in parts:
+        row = {"type": "file", "oid": "", "size": 0}
+        return 200, [{**row, "path": name} for name in repository.files]
     if "commit" in parts:
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
@@ -75,6 +78,8 @@ def _answer(hub: Hub, method: str, path: str, body: bytes) -> tuple[int, Any]:
                 repository.files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 repository.files[value["path"]] = hub.blobs[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del repository.files[value["path"]]
         commit = hashlib.sha1(repr(sorted(repository.files.items())).encode()).hexdigest()
         repository.commits.append(commit)
         url = f"{hub.address}/{'/'.join(parts[2:4])}/commit/{commit}"

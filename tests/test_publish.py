@@ -12,7 +12,7 @@ import workshop
 from farthing.errors import InputError
 from farthing.export.publish import PublishError
 from farthing.report.receipt import build_receipt
-from hub_server import hub_server
+from hub_server import Repository, hub_server
 from workshop import make_job, read_json, train
 
 
@@ -43,9 +43,13 @@ def push(run: Path, output: Path) -> list[object]:
 
 
 def test_an_export_is_published_in_private_with_its_card(hub, trained, tmp_path, cli):
+    hub.repositories["team/small"] = Repository(True, dict.fromkeys(("config.json", "a.txt"), b""))
     said = cli.json(*push(trained, tmp_path / "out"))["published"]
     repository = hub.repositories["team/small"]
     assert repository.is_private
+    assert "a.txt" in repository.files
+    assert "config.json" not in repository.files, "of another model"
+    assert "is private" in cli.err(*push(trained, tmp_path / "out"), "--public")
     assert said["commit"] == repository.commits[-1] != "0" * 40
     assert (
         repository.files["adapter_model.safetensors"]
@@ -85,6 +89,11 @@ def test_what_would_be_wrong_is_refused_before_a_byte_is_sent(
     n_files = len(hub.repositories["team/small"].files)
     assert "this repository is public" in cli.err(*push(trained, tmp_path / "second"))
     assert len(hub.repositories["team/small"].files) == n_files
+    manifest = trained / "model/manifest.json"
+    text = manifest.read_text()
+    manifest.write_text(text + " ")
+    cli(*push(trained, tmp_path / "first"), "--public", code=2)  # of another model
+    manifest.write_text(text)
     (tmp_path / "first/adapter_model.safetensors").write_bytes(b"another")
     cli(*push(trained, tmp_path / "first"), "--public", code=2)  # not what was written
     cli("export", trained, "--output", tmp_path / "x", "--push", "a/b/c", code=2)
@@ -113,6 +122,8 @@ def test_a_finished_run_publishes_its_model_once(hub, tmp_path, monkeypatch, cli
     n_asked = len(hub.asked)
     cli("train", tmp_path / "job.yaml")
     assert len(hub.asked) == n_asked, "the Hub has it"
+    train(make_job(tmp_path, **keys, push_to_hub=True, hub_model_id="team/other"))
+    assert len(hub.repositories) == 2
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(InputError, match="no token"):
         train(make_job(tmp_path / "other", **keys, push_to_hub=True))

@@ -125,8 +125,6 @@ def test_qlora_trains_further_modules_whole(tmp_path, watched):
     whole = [name for name in watched.changed() if "modules_to_save" in name]
     assert len(whole) == 2
     assert all(".down_proj." in name for name in whole)
-    lm_head = watched.model.get_output_embeddings()
-    assert not isinstance(lm_head, bitsandbytes.nn.Linear4bit)
 
 
 def test_qlora_refuses_random_weights_in_words(tmp_path):

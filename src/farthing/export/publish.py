@@ -16,12 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from farthing.errors import FarthingError, InputError
-from farthing.run.folder import PUBLISHED, keep, kept
-from farthing.storage.files import DamagedFileError, Json, files_below, sha256_of
+from farthing.run.folder import MODEL, PUBLISHED, keep, kept
+from farthing.storage.files import MANIFEST, DamagedFileError, Json, files_below, sha256_of
 
 PREFIX = "hub:"
 TOKEN = "HF_TOKEN"
 LEFT_OUT = ("manifest.json", ".*", "*.part")
+OF_A_MODEL = (
+    "config.json model_config.json generation_config.json adapter_config.json"
+    " adapter_model.safetensors model.safetensors model.safetensors.index.json model-*.safetensors"
+)
+"""Files of another model in the repository, which transformers would mix with this one."""
 
 
 class PublishError(FarthingError):
@@ -74,9 +79,12 @@ def _token() -> str:
     return os.environ.get(TOKEN, "").strip()
 
 
-def content_of(folder: Path) -> str:
-    """A digest of the files of a folder; the card is of the receipt, not of the model."""
+def content_of(folder: Path, run: Path) -> str:
+    """A digest of the files of a folder, and of the run's model that they were made of; the card is
+    of the receipt, not of the model.
+    """
     files = [path for path in files_below(folder) if path.name not in ("README.md", *LEFT_OUT)]
+    files.append(run / MODEL / MANIFEST)
     lines = [f"{path.name} {sha256_of(path)}\n" for path in files]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -95,7 +103,7 @@ def noted(run: Path, folder: Path, form: str) -> Publication | None:
     found = next((one for one in publications(run) if (one.folder, one.form) == place), None)
     if found is None or not folder.is_dir() or not any(folder.iterdir()):
         return None
-    return found if found.content in ("", content_of(folder)) else None
+    return found if found.content in ("", content_of(folder, run)) else None
 
 
 def announce(run: Path, note: Publication) -> None:
@@ -111,22 +119,26 @@ def publish(run: Path, wanted: Publication) -> Publication:
     """Send a folder to the Hub and note the commit. Raises `PublishError`, `InputError`."""
     from huggingface_hub import HfApi
 
-    note = replace(wanted, content=content_of(Path(wanted.folder)))
-    announce(run, note)
+    note = replace(wanted, content=content_of(Path(wanted.folder), run))
     try:
         api: Any = HfApi(os.environ.get("HF_ENDPOINT"), _token(), library_name="farthing")
         name = api.create_repo(note.to, private=note.is_private, exist_ok=True).repo_id
-        if note.is_private and not api.model_info(name).private:
+        if (is_private := api.model_info(name).private) != note.is_private:
+            kinds = ("private", "public") if is_private else ("public", "private")
             raise InputError(
-                "this repository is public, but you asked for a private one; nothing was sent",
+                "this repository is {}, but you asked for a {} one; nothing was sent".format(
+                    *kinds
+                ),
                 where=f"{PREFIX}{name}",
-                to_do="name another one, or say --public (train.hub_private_repo: false)",
+                to_do="name another one, or change --public (train.hub_private_repo)",
             )
+        announce(run, note)
         done = api.upload_folder(
             repo_id=name,
             folder_path=note.folder,
             commit_message=f"{note.form} model of the run {run.resolve().name}",
             ignore_patterns=list(LEFT_OUT),
+            delete_patterns=None if note.form.startswith("gguf") else OF_A_MODEL.split(),
         )
     except FarthingError:
         raise

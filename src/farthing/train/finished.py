@@ -87,10 +87,15 @@ def to_publish(job: Job) -> Publication | None:
     if not train.push_to_hub:
         return None
     run = Path(job.output_dir)
-    note = noted(run, run / MODEL, FORM)
-    if note is not None and note.commit:
-        return None
     name = train.hub_model_id or run.resolve().name
+    note = noted(run, run / MODEL, FORM)
+    if (
+        note is not None
+        and note.commit
+        and name in (note.to, note.to.rpartition("/")[2])
+        and note.is_private == train.hub_private_repo
+    ):
+        return None
     return wanted_at(
         name, run / MODEL, FORM, is_private=train.hub_private_repo, where="train.push_to_hub"
     )
