@@ -277,7 +277,7 @@ ASKED = {"role": "user", "content": "Hi?"}
         (
             {
                 "prompt": [ASKED, {"role": "assistant", "content": "Yo."}, ASKED],
-                "completion": [{"role": "assistant", "content": "Again."}],
+                "completion": '[ {"role": "assistant", "content": "Again."}]',
             },
             "<user>Hi?</s><assistant>Yo.</s><user>Hi?</s><assistant>Again.</s>",
             ["Again.</s>"],

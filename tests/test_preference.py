@@ -480,19 +480,17 @@ def text_of(form: str, row: dict[str, Any], objective: str = "dpo") -> Any:
     return converter(form, {}, {}, _Tokenizer(), objective)(row)
 
 
-@pytest.mark.parametrize("name", CHAT_ROWS)
-def test_every_form_of_a_pair_is_the_same_chat(name):
-    form, row = CHAT_ROWS[name]
+@pytest.mark.parametrize(("form", "row"), CHAT_ROWS.values(), ids=CHAT_ROWS)
+def test_every_form_of_a_pair_is_the_same_chat(form, row):
     assert recognise({*row}, "dpo", {}, "here").format == form
-    text = text_of(form, row)
-    joined = ["".join(part for part, _ in each) for each in (text.segments, *text.beside)]
-    before = "<user>How much?<|end|><assistant>"
-    assert joined == [f"{before}A farthing.<|end|>", f"{before}Go away.<|end|>"]
-    learned = [
-        "".join(part for part, is_target in each if is_target)
-        for each in (text.segments, *text.beside)
-    ]
-    assert learned == ["A farthing.<|end|>", "Go away.<|end|>"]
+    table = {key: json.dumps(v, indent=1) if isinstance(v, list) else v for key, v in row.items()}
+    for each in (row, table):
+        text = text_of(form, each)
+        for found, answer in zip((text.segments, *text.beside), (A, B), strict=True):
+            assert found == (
+                ("<user>How much?<|end|><assistant>", False),
+                (f"{answer}<|end|>", True),
+            )
     assert text.given == ("How much?",)
 
 

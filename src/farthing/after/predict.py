@@ -23,6 +23,7 @@ import torch
 from transformers import LogitsProcessorList, TextIteratorStreamer
 
 from farthing.data.chat import asks_for_the_date
+from farthing.data.chat_rows import are_turns
 from farthing.data.encode import Encoder
 from farthing.data.foreign import Foreign
 from farthing.data.formats import recognise
@@ -37,7 +38,7 @@ from farthing.model.hardware import Numerics, choose_numerics, free_cached
 from farthing.model.load import ModelChoice, load_tokenizer, set_languages
 from farthing.model.loss import predicts_next, scores_words
 from farthing.model.positions import max_positions
-from farthing.objectives.columns import list_of
+from farthing.objectives.columns import list_of, parsed_list
 from farthing.objectives.objective import class_names
 from farthing.objectives.registry import objective_of
 from farthing.planner.software import fp16_risk
@@ -303,11 +304,11 @@ class Predictor:
             ("messages", "role", "content"),
             ("conversations", "from", "value"),
         ):
-            turns = value.get(column)
+            turns = parsed_list(value.get(column))
             last = turns[-1] if isinstance(turns, list) and turns else None
             if isinstance(last, dict) and last.get(of) not in ("assistant", "gpt"):
                 value[column] = [*turns, {of: "assistant", content: _ANSWER}]
-        is_chat = isinstance(value.get("prompt"), list)
+        is_chat = are_turns(value.get("prompt"))
         answer = [{"role": "assistant", "content": _ANSWER}] if is_chat else _ANSWER
         for name in ("completion", "target", "output"):
             value[name] = value.get(name) or answer

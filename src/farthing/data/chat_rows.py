@@ -11,7 +11,7 @@ from typing import Any
 
 from farthing.data.rows import RowValue
 from farthing.errors import UnusableRowError
-from farthing.objectives.columns import kind_of, text_of
+from farthing.objectives.columns import kind_of, parsed_list, text_of
 from farthing.storage.files import parse_json
 
 _MARKS = ("weight", "train", "training", "loss")
@@ -181,6 +181,16 @@ def as_list(value: Any, column: str) -> list[Any]:
             f"`{column}` is {'empty' if value == [] else kind_of(value)}, not a list of turns"
         )
     return value
+
+
+def are_turns(value: Any) -> bool:
+    """Whether a value is a list, or text of a list of turns."""
+    found = parsed_list(value)
+    return isinstance(value, list) or (
+        isinstance(found, list)
+        and all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in found)
+        and bool(found)
+    )
 
 
 # ---- what is learned ----

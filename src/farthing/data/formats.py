@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from farthing.data.chat import ChatReader
 from farthing.data.chat_rows import (
+    are_turns,
     as_context,
     as_list,
     asked_of,
@@ -156,7 +157,7 @@ def converter(
             writes_calls = "tool_calls" in reader().render.template
             return chat(messages_of(row, format_name, writes_calls=writes_calls), row)
         source, target = format_name.split("/")
-        if is_chat and isinstance(row.get(source), list) and isinstance(row.get(target), list):
+        if is_chat and (are_turns(row.get(source)) or are_turns(row.get(target))):
             # TRL's form: of the turns those of the completion are learned
             turns = as_context(messages_of(row, source)) + messages_of(row, target)
             return chat(turns, row)

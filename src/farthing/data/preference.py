@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from farthing.data.chat_rows import asked_of, messages_of, tools_of, with_system
+from farthing.data.chat_rows import are_turns, asked_of, messages_of, tools_of, with_system
 from farthing.data.rows import RowValue
 from farthing.errors import UnusableRowError
-from farthing.objectives.columns import kind_of, text_of
+from farthing.objectives.columns import kind_of, parsed_list, text_of
 
 Turns = list[RowValue]
 _HH = re.compile(r"\n\nAssistant:")
@@ -33,13 +33,13 @@ class Unit(NamedTuple):
 def _prompted(row: RowValue, *answers: str) -> Unit:
     """A column `prompt` and answers, each texts or turns."""
     prompt, first = row.get("prompt"), row.get(answers[0])
-    if isinstance(first, list) and _says_the_prompt(first, prompt):
+    if are_turns(first) and _says_the_prompt(parsed_list(first), prompt):
         return _whole(row, *answers)
-    if isinstance(prompt, list) or _is_json_list(prompt):
+    if are_turns(prompt):
         return _unit(messages_of(row, "prompt"), row, *answers)
     asked = text_of(row, "prompt")
-    are_turns = all(isinstance(row.get(name), list | dict) for name in answers)
-    if are_turns or "system" in row or tools_of(row):  # a frame that only a chat has
+    is_chat = all(isinstance(row.get(name), dict) or are_turns(row.get(name)) for name in answers)
+    if is_chat or "system" in row or tools_of(row):  # a frame that only a chat has
         return _unit([{"role": "user", "content": asked}], row, *answers)
     return Unit(asked, tuple(text_of(row, name) for name in answers))
 
@@ -63,7 +63,7 @@ def _says_the_prompt(turns: list[Any], prompt: Any) -> bool:
 
 def _whole(row: RowValue, *answers: str) -> Unit:
     """Answers that hold their prompt: chats, or texts of Anthropic's HH."""
-    if all(isinstance(row.get(name), str) and not _is_json_list(row[name]) for name in answers):
+    if all(isinstance(row.get(name), str) and not are_turns(row[name]) for name in answers):
         return _of_texts([text_of(row, name) for name in answers])
     chats = [messages_of(row, name) for name in answers]
     heads = [_behind_last_user(turns) for turns in chats]
@@ -99,7 +99,7 @@ def _of_texts(texts: list[str]) -> Unit:
 def _answer(row: RowValue, name: str) -> str | Turns:
     """An answer: a text, a message, or turns."""
     value = row.get(name)
-    if isinstance(value, str) and not _is_json_list(value):
+    if isinstance(value, str) and not are_turns(value):
         return text_of(row, name)
     turns = messages_of({**row, name: [value] if isinstance(value, dict) else value}, name)
     if turns[-1]["role"] != "assistant":
@@ -109,10 +109,6 @@ def _answer(row: RowValue, name: str) -> str | Turns:
             f"`{name}` has a user's turn: preference tuning compares single answers"
         )
     return turns
-
-
-def _is_json_list(value: Any) -> bool:
-    return isinstance(value, str) and value.lstrip().startswith("[{")
 
 
 def _asked(row: RowValue, *answers: str) -> Unit:
@@ -149,7 +145,7 @@ def _judged_chat(row: RowValue) -> Unit:
 def _and_rejected(row: RowValue, rejected: str) -> Unit:
     """ms-swift's: turns that end with the good answer, and another one."""
     unit, other = _judged_chat(row), row.get(rejected)
-    if not isinstance(other, list) and not _is_json_list(other):
+    if not are_turns(other):
         return unit._replace(answers=(*unit.answers, text_of(row, rejected)))
     others = messages_of(row, rejected)
     n = _behind_last_user(others)
@@ -165,7 +161,7 @@ FORMS: dict[str, Callable[[RowValue], Unit]] = {
     "conversations/chosen/rejected": lambda row: _chat_and(row, "conversations"),
     "messages/chosen/rejected": lambda row: (
         _whole(row, "chosen", "rejected")
-        if isinstance(row.get("chosen"), list) and len(row["chosen"]) > 1
+        if are_turns(row.get("chosen")) and len(parsed_list(row["chosen"])) > 1
         else _chat_and(row, "messages")
     ),
     "input/preferred": _openai,
