@@ -124,6 +124,9 @@ def test_an_adapter_on_a_shared_weight_changes_its_own_use_alone(family, method,
         assert "lm_head.weight" in file.keys()  # noqa: SIM118
     config = read_json(tmp_path / "merged/config.json")
     assert config["tie_word_embeddings"] is False
+    flip(tmp_path / "base")
+    with pytest.raises(ModelError, match="not those that the run began with"):
+        export_run(run, tmp_path / "other", "merged")
 
 
 def test_a_merged_model_keeps_a_tie_that_no_adapter_touches_and_all_may_read_it(tmp_path, lora_run):

@@ -29,6 +29,7 @@ from farthing.model.load import (
     load_config,
     load_model,
     load_tokenizer,
+    model_sha256,
     quiet_libraries,
 )
 from farthing.model.same_answers import answers, refuse_other_answers
@@ -36,7 +37,7 @@ from farthing.report.card import model_card
 from farthing.report.receipt import build_receipt
 from farthing.report.receipt_types import RunReceipt
 from farthing.run.exported import CARD, damage_of, seal_export
-from farthing.run.folder import JOB, MODEL, kept_job
+from farthing.run.folder import JOB, MODEL, RUN, kept, kept_job
 from farthing.storage.files import (
     MANIFEST,
     Json,
@@ -224,10 +225,11 @@ def untrained_model(
     as it was. Raises `ModelError`.
     """
     job = trusted_job(run, trust_remote_code)
-    return _base_of(job, tuned_config(whole_model(run)), dtype).eval()
+    return _base_of(run, job, tuned_config(whole_model(run)), dtype).eval()
 
 
-def _base_of(job: Job, tuned: Json, dtype: torch.dtype) -> Any:
+def _base_of(run: Path, job: Job, tuned: Json, dtype: torch.dtype) -> Any:
+    """The model that a run began with. Raises `ModelError` where its files are others by now."""
     model, of_text = job.model, tuned.get("text_config") or tuned
     choice = ModelChoice(  # the attention of the job may need a GPU, and is none of the weights
         model.model_name_or_path,
@@ -236,12 +238,18 @@ def _base_of(job: Job, tuned: Json, dtype: torch.dtype) -> Any:
         trust_remote_code=model.trust_remote_code,
         rope_scaling=model.rope_scaling,
     )
+    config, cache = load_config(choice), Path(job.cache_dir) if job.cache_dir else None
+    known = (kept(run / RUN) or {}).get("identity", {}).get("model (content)")
+    if known not in (None, model_sha256(choice, config, cache)):
+        what = "its weights or configuration are not those that the run began with"
+        to_do = "put those back; of a model on the Hub the revision of that day"
+        raise ModelError(what, where=choice.name, to_do=to_do)
     # transformers leaves out the names that it would make up itself
     names = {int(index): str(name) for index, name in tuned.get("id2label", {}).items()}
     classes = tuple(name for _, name in sorted(names.items())) or ("LABEL_0", "LABEL_1")
     return load_model(
         choice,
-        load_config(choice),
+        config,
         job.task,
         dtype=dtype,
         seed=job.train.seed,
@@ -255,7 +263,7 @@ def _adapted(job: Job, source: Path, dtype: torch.dtype) -> Any:
     """The adapter in `source` on its base."""
     import peft
 
-    base = _base_of(job, tuned_config(source), dtype)
+    base = _base_of(source.parent, job, tuned_config(source), dtype)
     if (source / GENERATION_CONFIG).exists():
         base.generation_config = GenerationConfig.from_pretrained(source)
     with safe_open(source / ADAPTER_WEIGHTS, framework="pt") as weights:
