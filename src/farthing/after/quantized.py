@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 from farthing.after.held_out import HeldOut, held_out_of
 from farthing.after.judge import judge
@@ -152,11 +152,14 @@ def _quantizer(run: Path, job: Job, form: str, bits: str) -> _Quantizer:
     plan = plan_gguf(config, tokenizer, job.task, bits, run.resolve().name, is_chat=is_chat)
 
     def write_file(merged: Path, draft: Path) -> tuple[Any, list[str]]:
-        path = draft / "model.gguf"
+        path, said = draft / "model.gguf", merged / GENERATION_CONFIG
+        stops = GenerationConfig.from_pretrained(merged) if said.exists() else None
+        ends = getattr(stops, "eos_token_id", None)
+        if is_chat and isinstance(ends, list):  # of others llama.cpp knows some by their text
+            plan.settings["eot_token_id"] = ends[-1]
         write_gguf(plan, merged, path, bits)
         model = _load(merged, job, form)
         model.load_state_dict(dict(read_back(plan, path, merged)), strict=False)
-        stops = model.generation_config if (merged / GENERATION_CONFIG).exists() else None
         text, notes = modelfile(tokenizer, stops, is_chat=is_chat)
         write_text(draft / "Modelfile", text)
         return model, [*plan.notes, *notes]
