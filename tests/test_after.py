@@ -6,21 +6,26 @@ import io
 import json
 import math
 import sys
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from farthing.after import evaluation
+from farthing.after.held_out import held_out_of
+from farthing.after.judge import judge
 from farthing.after.quantized import export_as
 from farthing.errors import InputError, RunDamagedError
+from farthing.export.folders import trained_model, untrained_model
 from farthing.report.receipt import build_receipt
-from farthing.run.folder import kept, trained_on_chats
+from farthing.run.folder import trained_on_chats
 from farthing.tiny import write_jsonl
 from thinned import thinned
-from workshop import change_facts, make_job, read_json, rows_of, train, trained
+from workshop import as_tokens, change_facts, make_job, read_json, rows_of, train, trained
 
 
 def run_of(folder: Path, family: str) -> Path:
@@ -63,63 +68,73 @@ def test_base_and_tuned_are_measured_on_the_same_examples(family, tmp_path, cli,
     assert cli.json("eval", run, "--base") == found
 
 
-def evaluation_set(run: Path) -> evaluation.Measure:
-    """The held-out examples of a run."""
-    from farthing.after.held_out import held_out_of
-
-    return evaluation.on_examples(held_out_of(run))
-
-
-def two_tasks(
-    run: Path, asked: list[str], *, is_torn: bool = False, **others
-) -> evaluation.Measure:
-    """The same examples as two tasks, of which the second can be torn; `asked` becomes what was
-    measured.
-    """
-    whole = evaluation_set(run)
+def test_parts_are_kept_as_they_are_done_and_their_gains_have_a_price(tmp_path):
+    run = trained(tmp_path, eval_rows=rows_of("llama", 9, 3), max_steps=1)
+    whole, asked = held_out_of(run), []
+    figures = {"one": iter([{"loss": 2.0, "n": 1.0}, {"loss": 1.5}, {"loss": 1.0}])}
+    figures["two"] = iter([{"acc": 0.5}, {"acc": 0.25}, {"acc": 0.75}, {"acc": 0.75}])
 
     def measured(model, part, progress):
         asked.append(part)
-        if part == "two" and is_torn:
+        if asked == ["one", "two", "one", "two"]:
             raise KeyboardInterrupt
-        return {f"{part} loss": whole.of_part(model, part, progress)["loss"]}
+        time.sleep(0.01)
+        return next(figures[part])
 
-    better = {"one loss": False, "two loss": False}
-    tasks = {"parts": ("one", "two"), "better": better, "of_part": measured}
-    return replace(whole, **{**tasks, "kept_in": "standard_tasks.json", **others})
-
-
-@pytest.mark.slow
-def test_tasks_are_kept_one_by_one_beside_the_examples_and_shown(tmp_path, cli):
-    run = run_of(tmp_path, "llama")
-    cli("eval", run, "--base")
+    tasks = {"parts": ("one", "two"), "better": {"loss": False, "acc": True}, "of_part": measured}
+    by = replace(evaluation.on_examples(whole), **tasks, kept_in="standard_tasks.json")
     with pytest.raises(KeyboardInterrupt):
-        evaluation.evaluate_run(run, two_tasks(run, [], is_torn=True), with_base=False)
-    asked = []
-    found = evaluation.evaluate_run(run, two_tasks(run, asked), with_base=True)
-    assert asked == ["one", "two", "two"], "of the tuned model one was done"
-    assert found["gains"]["two loss"]["gain"] == pytest.approx(
-        found["base"]["two loss"] - found["tuned"]["two loss"]
-    )
-    receipt = build_receipt(run)
-    assert receipt.standard_tasks is not None
-    card = (run / "model" / "README.md").read_text()
-    assert card.index("## Before and after\n") < card.index(
-        "## Before and after, by standard tasks"
-    )
-    others = two_tasks(run, [], what="other tasks")
+        evaluation.evaluate_run(run, by, with_base=True)
+    found, spent_usd = evaluation.evaluate_run(run, by, with_base=True), build_receipt(run).usd
+    assert asked == ["one", "two", "one", "two", "two"], "what was done is not done again"
+    assert found["base"] == {"loss": 2.0, "n": 1.0, "acc": 0.5}
+    assert found["tuned"] == {"loss": 1.5, "acc": 0.25}
+    assert found["gains"] == {
+        "loss": {"gain": 0.5, "usd_per_point": pytest.approx(spent_usd / 50)},
+        "acc": {"gain": -0.25, "usd_per_point": None},
+    }
+    assert 4e-5 < found["usd"] == found["spent_usd"] < 1e-2  # 0.04 s at 3.60 an hour
+    assert "## Before and after, by standard tasks" in (run / "model/README.md").read_text()
+    others = replace(by, sha256="others")
     more = evaluation.evaluate_run(run, others, with_base=False)
-    spent = kept(run / "standard_tasks.json")["spent_usd"]
-    assert spent == pytest.approx(found["usd"] + more["usd"]), (
-        "what others have cost counts for the cap"
+    assert (more["tuned"], "base" in more) == ({"loss": 1.0, "acc": 0.75}, False)
+    assert more["spent_usd"] == pytest.approx(found["usd"] + more["usd"])
+    cap_usd = spent_usd + more["spent_usd"]
+    limits = whole.job.limits.model_copy(update={"max_usd": cap_usd})
+    capped = whole.job.model_copy(update={"limits": limits})
+    for here in ({"kept_in": "evaluation.json"}, {"what": "other tasks"}):
+        with pytest.raises(InputError, match="all that its job allows"):
+            evaluation.evaluate_run(run, replace(others, job=capped, **here), with_base=False)
+
+
+def test_few_held_out_examples_are_spread_evenly_and_a_file_is_taken_whole(tmp_path):
+    held_out = {"eval_rows": rows_of("llama", 9, 3), "data": {"max_eval_samples": 8}}
+    run = trained(tmp_path, **held_out, max_steps=1)
+    few, most, file = (
+        held_out_of(run, data, n)
+        for data, n in ((None, 3), (None, 8), (tmp_path / "data.jsonl", 99))
     )
-    values = json.loads((run / "job.json").read_text())
-    values["limits"]["max_usd"] = receipt.usd + receipt.evaluation["usd"] + found["usd"]
-    (run / "job.json").write_text(json.dumps(values))
-    change_facts(run, job_sha256=None)
-    again = two_tasks(run, [], what="three tasks", parts=("one", "two", "three"))
-    with pytest.raises(InputError, match="all that its job allows"):
-        evaluation.evaluate_run(run, again, with_base=False)
+    assert [few.indices.tolist(), len(most.indices), len(file.indices)] == [[0, 4, 7], 8, 32]
+    assert [few.what, file.what] == ["3 held-out examples", "32 examples of data.jsonl"]
+    assert len({few.sha256, most.sha256, file.sha256}) == 3
+    model = trained_model(run)
+    assert set(few.measure(model)) == {"loss", "loss_stderr", "perplexity", "document_loss"} | {
+        "n_examples"
+    }
+    verdict = judge(model, untrained_model(run), few)
+    total, agreed, n = 0.0, 0, 0
+    for row in (rows_of("llama", 9, 3)[at] for at in (0, 4, 7)):
+        ids, labels = as_tokens(few.spec.tokenizer, row)
+        with torch.no_grad():
+            p, q = (
+                each(ids).logits[0, :-1][labels[0, 1:] >= 0].double().log_softmax(-1)
+                for each in (model, untrained_model(run))
+            )
+        total, n = total + float((p.exp() * (p - q)).sum()), n + len(p)
+        agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+    assert verdict.mean_kl == pytest.approx(total / n, rel=1e-6)
+    assert (verdict.top1_agreement, verdict.n_examples, verdict.n_targets) == (agreed / n, 3, n)
+    assert verdict.merged["loss"] < verdict.compressed["loss"]
 
 
 def test_a_cap_that_is_spent_is_kept(tmp_path, cli):

@@ -24,6 +24,7 @@ from farthing.events import Exported, StepTaken
 from farthing.export.folders import export_run
 from farthing.model.adapters import break_ties
 from farthing.model.load import auto_class
+from farthing.model.same_answers import refuse_other_answers
 from farthing.run import folder as run_folder
 from farthing.run.exported import damage_of, seal_export
 from farthing.run.folder import keep_job, kept_job
@@ -142,6 +143,9 @@ def test_a_merged_model_keeps_a_tie_that_no_adapter_touches_and_all_may_read_it(
     modes = {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "merged").rglob("*")}
     assert modes == {"0o644"}
     assert (lora_run.stat().st_mode & 0o777) == 0o700
+    assert "generation_config.json" in os.listdir(lora_run / "model")
+    for path in (lora_run / "model/model_config.json", tmp_path / "merged/config.json"):
+        assert read_json(path)["use_cache"], "an answer is written with it"
     layers = read_json(lora_run / "model/adapter_config.json")["target_modules"]
     assert len(layers) > 3
     assert layers == sorted(layers), "the same bytes whatever the order of a set"
@@ -176,6 +180,19 @@ def test_a_merged_model_that_answers_otherwise_is_refused_and_not_kept(
     with pytest.raises(ModelError, match="differ from the trained model's"):
         export_run(Path(job.output_dir), tmp_path / "merged", "merged", dtype)
     assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off"), [("float32", 1e-3), ("float16", 0.03), ("bfloat16", 0.1)]
+)
+def test_answers_may_be_off_by_rounding_alone(dtype, off):
+    expected = torch.tensor([9.0, 11.0])
+    refuse_other_answers(expected + 0.9 * off, expected, getattr(torch, dtype), "it")
+    for other in (expected + 1.1 * off, expected * torch.nan):
+        with pytest.raises(ModelError):
+            refuse_other_answers(other, expected, getattr(torch, dtype), "it")
+    with pytest.raises(ModelError, match="itself answers"):
+        refuse_other_answers(expected, expected * torch.inf, torch.float32, "it")
 
 
 def test_weights_that_a_narrower_dtype_can_not_hold_are_refused(tmp_path):

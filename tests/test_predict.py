@@ -35,6 +35,12 @@ def classifier(tmp_path_factory):
     return run_of(tmp_path_factory.mktemp("classifier"), "bert")
 
 
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory):
+    """A run that writes answers."""
+    return run_of(tmp_path_factory.mktemp("writer"), "llama", max_steps=2)
+
+
 def predicted(run: Path, rows: list[dict[str, Any]], *words: str) -> list[dict[str, Any]]:
     """What the verb writes for the rows."""
     data, output = run.parent / "new.jsonl", run.parent / "out.jsonl"
@@ -81,21 +87,36 @@ def test_answers_of_a_batch_are_those_of_one_row_at_a_time(family, tmp_path):
     ), "a target that is there is not looked at"
 
 
-@pytest.mark.slow
-def test_the_score_is_the_mean_log_probability_of_the_answer(tmp_path):
-    run = run_of(tmp_path, "llama")
-    row = predicted(run, [{"prompt": "name: The Mill; food:"}], "--max-tokens", "6")[0]
-    model = Predictor(run)
-    ids = model.tokenizer("name: The Mill; food:")["input_ids"]
-    log_probs = []
-    for _ in range(6):
+@pytest.mark.parametrize("ends_at", [None, 0])
+def test_an_answer_is_the_likeliest_tokens_and_its_score_their_mean(ends_at, writer):
+    text, log_probs = "name: The Mill; food:", []
+    model = Predictor(writer, max_new_tokens=6)
+    given = model.tokenizer(text)["input_ids"]
+    ids, end = list(given), {model.tokenizer.eos_token_id}
+    for at in range(6):
         with torch.no_grad():
             step = model.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
         log_probs.append(float(step.max()))
         ids.append(int(step.argmax()))
-        if ids[-1] == model.tokenizer.eos_token_id:
+        if at == ends_at:  # as a token that the model itself names
+            model.model.generation_config.eos_token_id = ids[-1]
+            end.add(ids[-1])
+        if ids[-1] in end:
             break
+    row, other = model.rows([{"prompt": text}, {"prompt": text[:9]}])
     assert row["score"] == pytest.approx(sum(log_probs) / len(log_probs), abs=1e-4)
+    answer = model.tokenizer.decode(ids[len(given) :], skip_special_tokens=True)
+    assert row["prediction"] == answer == "".join(model.stream([{"role": "user", "content": text}]))
+    assert row["finish_reason"] == ("stop" if ids[-1] in end else "length")
+    assert other["prediction"] == next(model.rows([{"prompt": text[:9]}]))["prediction"]
+
+
+def test_prompts_longer_than_training_are_whole_and_beyond_the_positions_named(writer):
+    model = Predictor(writer, max_new_tokens=48)
+    whole, named = model.rows([{"prompt": "bread " * 500}, {"prompt": "bread " * 501}])
+    assert "prediction" in whole
+    assert "rows:2: " in named["error"]
+    assert (model.summary.n_rows, model.summary.n_failed, model.summary.n_cut) == (2, 1, 0)
 
 
 @pytest.mark.slow
@@ -152,10 +173,9 @@ def test_a_value_that_is_no_number_is_missing_within_a_list_too(classifier, tmp_
     assert [row["measured"] for row in rows] == [[1.0, None], [None]]
 
 
-def test_rows_of_another_kind_are_refused_by_their_place_and_kind(tmp_path, cli):
-    run = run_of(tmp_path, "llama", max_steps=2)
+def test_rows_of_another_kind_are_refused_by_their_place_and_kind(writer, tmp_path, cli):
     data = write_jsonl(tmp_path / "new.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    said = cli.err("predict", run, data, "-o", tmp_path / "out.jsonl")
+    said = cli.err("predict", writer, data, "-o", tmp_path / "out.jsonl")
     assert "new.jsonl:1: preference data (columns `chosen`, `rejected`)\n" in said
     assert "without the answers" in said
 
@@ -166,7 +186,6 @@ def test_nothing_is_overwritten(classifier, tmp_path, cli):
     assert read_json(data) == {"text": "x"}
 
 
-@pytest.mark.slow
 def test_memory_that_runs_out_halves_the_batch(classifier, monkeypatch):
     predictor, sizes = Predictor(classifier), []
     forward = predictor.model.forward

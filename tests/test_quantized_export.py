@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import workshop
 from exported import body_of
@@ -19,8 +20,8 @@ from exported_families import FAMILIES, make_family
 from farthing.errors import FarthingError, InputError
 from farthing.export import compressed
 from farthing.export.compressed import plan_compressed, write_compressed
-from farthing.export.gguf_families import family_of, lay_out
-from farthing.export.gguf_file import plan_gguf, write_gguf
+from farthing.export.gguf_families import family_of, lay_out, settings_of
+from farthing.export.gguf_file import plan_gguf, read_back, write_gguf
 from farthing.export.modelfile import modelfile
 from llama_cpp import LlamaCpp, greedy_of
 from workshop import make_folder, read_json, rows_of
@@ -83,6 +84,17 @@ def test_what_is_laid_out_for_llama_cpp_is_taken_back():
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_weights"),
         ("qwen3", {"attention_bias": True}, "attention_bias"),
         ("qwen3_moe", {}, "qwen3_moe"),
+        ("gemma2", {"sliding_window": None}, "layer_types"),
+        ("gemma2", {"final_logit_softcapping": None}, "logit_softcapping"),
+        ("gemma2", {"num_hidden_layers": 46}, "query_pre_attn_scalar"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "logit_softcapping"),
+        ("gpt2", {"add_cross_attention": True}, "scale_attn_weights"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial",
+        ),
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_refused_by_its_key(family, changes, words):
@@ -90,6 +102,95 @@ def test_what_llama_cpp_computes_otherwise_is_refused_by_its_key(family, changes
     with pytest.raises(Exception, match=r"llama\.cpp does not compute") as refused:
         family_of(config, "causal-lm")
     assert words in str(refused.value)
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "pad_token_id": 0}
+SMALL |= {"num_hidden_layers": 2, "num_key_value_heads": 1, "vocab_size": 99}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "rms_norm_eps": 1e-3}
+BANDS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+BANDS |= {"original_max_position_embeddings": 64, "rope_theta": 5e5, "rope_type": "llama3"}
+LONG = {"long_factor": [2.0] * 8, "short_factor": [1.5] * 8, "rope_type": "longrope"}
+LONG |= {"original_max_position_embeddings": 64, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "settings", "factors"),
+    [
+        ("mistral", {"sliding_window": 16}, {"context_length": 16}, {}),
+        ("mistral", {"sliding_window": 256}, {}, {}),
+        (
+            "llama",
+            {"rope_parameters": BANDS},
+            {"rope_freq_base": 5e5},
+            {"rope_freqs.weight": [1.0, 2.44226] + [8.0] * 6},
+        ),
+        (
+            "gemma2",
+            {**GEMMA, "num_hidden_layers": 46},
+            {"layer_norm_rms_eps": 1e-3, "sliding_window": 8, "block_count": 46}
+            | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+            {},
+        ),
+        (
+            "gemma3_text",
+            {**GEMMA, "num_hidden_layers": 6},
+            {"layer_norm_rms_eps": 1e-3, "sliding_window": 8, "block_count": 6}
+            | {"rope_freq_base": 1e6, "rope_freq_base_swa": 1e4},
+            {},
+        ),
+        (
+            "phi3",
+            {"rope_parameters": LONG, "original_max_position_embeddings": 64},
+            {"rope_scaling_orig_ctx_len": 64, "layer_norm_rms_eps": 1e-5}
+            | {"rope_scaling_attn_factors": pytest.approx((4 / 3) ** 0.5)},
+            {"rope_factors_long.weight": [2.0] * 8, "rope_factors_short.weight": [1.5] * 8},
+        ),
+    ],
+)
+def test_llama_cpp_is_told_how_a_family_computes(family, changes, settings, factors):
+    changes = {**SMALL, "max_position_embeddings": 256, **changes}
+    config = transformers.AutoConfig.for_model(family, **changes)
+    found, tensors, _ = settings_of(config, family_of(config, "causal-lm"))
+    usual = {"context_length": 256, "embedding_length": 32, "block_count": 2, "head_count": 2}
+    usual |= {"feed_forward_length": 64, "head_count_kv": 1, "key_length": 16, "value_length": 16}
+    usual |= {"rope_freq_base": 1e4, "rope_dimension_count": 16, "layer_norm_rms_eps": 1e-6}
+    assert found == usual | settings
+    assert {name: each.tolist() for name, each in tensors.items()} == {
+        name: pytest.approx(each, rel=1e-5) for name, each in factors.items()
+    }
+
+
+@needs_gguf
+@pytest.mark.parametrize(
+    ("family", "bits"), [("llama", "f16"), ("gemma", "q4_0"), ("gpt2", "q8_0")]
+)
+def test_a_file_holds_the_weights_by_llama_cpp_s_names_and_kinds(
+    family, bits, tmp_path, tokenizers
+):
+    gguf, sizes = __import__("gguf"), {**SMALL, "head_dim": 16, "n_inner": 48, "vocab_size": 2000}
+    config = transformers.AutoConfig.for_model(family, **sizes, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    plan = plan_gguf(config, tokenizers["llama"], "causal-lm", bits, "Phi-3 x", is_chat=False)
+    write_gguf(plan, tmp_path, tmp_path / "model.gguf", bits)
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    kinds = {each.name: each.tensor_type.name for each in reader.tensors}
+    fine = {"f16": "F16", "q4_0": "Q8_0", "q8_0": "Q8_0"}[bits]
+    assert kinds["token_embd.weight"] == fine
+    assert kinds["blk.0.ffn_down.weight"] == {"q8_0": "F16"}.get(bits, bits.upper())  # 48: no block
+    assert kinds["output_norm.weight"] == kinds.get("position_embd.weight", "F32") == "F32"
+    value = {name: field.contents() for name, field in reader.fields.items()}
+    assert value["general.name"] == "phi 3 x"
+    assert (value["general.file_type"], value[f"{family}.vocab_size"]) == (
+        {"f16": 1, "q4_0": 2, "q8_0": 7}[bits],
+        2000,
+    )
+    state = model.state_dict()
+    for name, weight in read_back(plan, tmp_path / "model.gguf", tmp_path):
+        torch.testing.assert_close(
+            weight, state[name], rtol=0, atol=1e-2 if bits == "q4_0" else 5e-4
+        )
 
 
 @needs_gguf
@@ -180,23 +281,13 @@ def test_without_the_package_it_is_said_how_to_get_it(trained, tmp_path, monkeyp
 
 
 @needs_gguf
-@pytest.mark.slow
-def test_a_file_of_few_bits_is_judged_and_refused_above_the_limit(trained, tmp_path, cli):
-    eight = cli.json(*export(trained, tmp_path / "eight", "gguf"))["judged"]
-    assert eight["mean_kl"] < 0.01
-    assert eight["n_examples"] == 24
-    assert set(eight["merged"]) == set(eight["compressed"]) >= {"loss"}
-    card = (tmp_path / "eight/README.md").read_text()
-    assert "## Form" in card
-    assert "same first choice" in card
-    assert read_json(tmp_path / "eight/export.json")["judged"] == eight
-    four = ("gguf", "--bits", "q4_0", "--max-kl", "0")
-    assert "so it was deleted" in cli.err(*export(trained, tmp_path / "four", *four))
-    assert sorted(os.listdir(tmp_path)) == ["eight"]
-    assert (
-        cli.json(*export(trained, tmp_path / "four", *four, "--force"))["judged"]["mean_kl"]
-        > eight["mean_kl"]
-    )
+def test_a_file_of_few_bits_is_refused_above_the_limit_unless_forced(trained, tmp_path, cli):
+    four = export(trained, tmp_path / "four", "gguf", "--bits", "q4_0", "--max-kl", "0")
+    assert "so it was deleted" in cli.err(*four)
+    assert os.listdir(tmp_path) == []
+    judged = cli.json(*four, "--force")["judged"]
+    assert judged["mean_kl"] > 0
+    assert set(judged["merged"]) == set(judged["compressed"]) >= {"loss"}
 
 
 @needs_gguf
@@ -206,7 +297,17 @@ def test_bits_of_llama_quantize_need_it(trained, tmp_path, monkeypatch, cli):
     tool = tmp_path / "llama-quantize"
     tool.write_text('#!/bin/sh\n[ "$3" = Q4_K_M ] && /bin/cp "$1" "$2"\n')
     tool.chmod(0o755)
-    cli(*export(trained, tmp_path / "out", "gguf", "--bits", "q4_k_m"))
+    words = ("gguf", "--bits", "q4_k_m", "--max-kl", "0")  # the tool changes nothing
+    said = cli.json(*export(trained, tmp_path / "out", *words))
+    judged = said["judged"]
+    assert (judged["mean_kl"], judged["top1_agreement"], judged["n_examples"]) == (0.0, 1.0, 24)
+    assert (said["bits"], said["method"]) == ("q4_k_m", "GGUF q4_k_m")
+    assert read_json(tmp_path / "out/export.json")["judged"] == judged
+    assert "## Form\n\nGGUF q4_k_m. Against the merged" in (tmp_path / "out/README.md").read_text()
+    assert "PARAMETER stop" in (tmp_path / "out/Modelfile").read_text()
+    tool.write_text('#!/bin/sh\n/bin/cp "$1" "$2"; echo no such kind >&2; exit 3\n')
+    refused = export(trained, tmp_path / "no", "gguf", "--bits", "q4_k_m")
+    assert "ended with 3: no such kind" in cli.err(*refused)
     assert sorted(os.listdir(tmp_path / "out")) == [
         "Modelfile",
         "README.md",
@@ -253,11 +354,14 @@ def test_a_compressed_folder_has_all_weights_in_plain_transformers(family, form,
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "whole", max_shard_size="60KB")
     (tmp_path / "few").mkdir()
-    write_compressed(
-        plan_compressed(config, "causal-lm", form), tmp_path / "whole", tmp_path / "few"
-    )
+    plan = plan_compressed(config, "causal-lm", form)
+    write_compressed(plan, tmp_path / "whole", tmp_path / "few")
+    parts = [load_file(path) for path in (tmp_path / "few").glob("*.safetensors")]
+    assert read_json(tmp_path / "few/model.safetensors.index.json")["metadata"] == {
+        "total_size": sum(tensor.nbytes for part in parts for tensor in part.values())
+    }
     few, found = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "few", output_loading_info=True
     )
@@ -272,6 +376,22 @@ def test_a_compressed_folder_has_all_weights_in_plain_transformers(family, form,
         for name in ("few", "whole")
     ]
     assert sizes[0] < 0.45 * sizes[1]
+
+
+@needs_compressed
+@pytest.mark.parametrize(
+    ("form", "hidden", "ffn", "group", "bits"),
+    [("fp8", 72, 72, 0, 8), ("w8a16", 64, 64, 64, 8), ("w4a16", 256, 96, 128, 4)],
+)
+def test_weights_share_scales_in_the_largest_group_of_most_layers(form, hidden, ffn, group, bits):
+    sizes = {**TINY, "hidden_size": hidden, "intermediate_size": ffn}
+    config = transformers.AutoConfig.for_model("llama", **sizes)
+    plan = plan_compressed(config, "causal-lm", form)
+    weights = plan.settings.config_groups["group_0"].weights
+    assert (plan.group, weights.num_bits, weights.symmetric) == (group, bits, True)
+    odd = [f"model.layers.{at}.mlp.down_proj" for at in (0, 1)] if ffn == 96 else []
+    assert plan.settings.ignore == ["lm_head", *odd]
+    assert ("2 layers whose width" in plan.method, len(plan.layers)) == (bool(odd), 14 - len(odd))
 
 
 @needs_compressed

@@ -146,8 +146,9 @@ def write_gguf(plan: GgufPlan, source: Path, path: Path, bits: str) -> None:
     kinds = {}
     for name in weights.names:
         shape, place = weights.shape(name), _placed(name, names)
+        shape = shape[::-1] if is_transposed(name, plan.family) else shape
         kinds[name] = _kind(gguf, place, shape, bits)
-        announce(place, shape[::-1] if is_transposed(name, plan.family) else shape, kinds[name])
+        announce(place, shape, kinds[name])
     for name, values in plan.tensors.items():
         announce(name, values.shape, gguf.GGMLQuantizationType.F32)
     writer.write_header_to_file()
