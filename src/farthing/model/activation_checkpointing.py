@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from farthing.device_memory import is_out_of_memory
+from farthing.errors import ModelError
 from farthing.model.loss import inner_of
 from farthing.planner.activations import (
     WORKING_MLP_LEAN,
@@ -248,11 +249,18 @@ def choose_checkpointing(
     checkpointed = checkpointed_layers(model)
     layers = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
     modes = {0: [0, 2, 1], 1: [1]}.get(planned, [2, 1]) if wanted == "auto" else [int(wanted)]
-    if wanted == "auto" and not layers:
+    if not layers:
+        if wanted not in ("auto", 0):
+            raise ModelError(
+                "transformers can't recompute the layers of this family",
+                where="train.gradient_checkpointing",
+                to_do="leave it out, or set it to false",
+            )
         modes = [0]
     need = None
     for every in modes:
-        checkpoint_layers(model, every) if layers or every else None
+        if layers:
+            checkpoint_layers(model, every)
         try:
             saved = saved_linear(model, samples)
             layer = saved_of_a_layer(model, samples, saved)
