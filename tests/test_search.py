@@ -22,6 +22,7 @@ from farthing.report.runs import row_of
 from farthing.search.bill import priced
 from farthing.search.curve import gain
 from farthing.search.halving import best_score, interval, least_difference, paired, ranked, rungs_of
+from farthing.search.record import SearchRecord
 from farthing.search.report import in_words
 from farthing.search.run import search
 from farthing.search.space import draw, n_choices, refuse_choices
@@ -103,7 +104,7 @@ def test_a_power_law_is_found_again_and_not_taken_further_than_twice():
     noisy = gain(points, 2000, [0.02, 0.02, 0.02], greater_is_better=True)
     assert noisy.low < found.likely < noisy.high
     assert gain(points, 2001, [0.0, 0.0, 0.0], greater_is_better=True) is None
-    assert gain(points[:2], 600, [0.0, 0.0], greater_is_better=True) is None, "three points"
+    assert gain(points[:2], 600, [0.0, 0.0], greater_is_better=True) is None  # three points
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_losses_of_other_tokens_are_not_compared(tmp_path):
     path = job_of(tmp_path, {"vary": {"model": ["./base", "./other"]}})
     with pytest.raises(InputError, match="other tokens"):
         search(load_job(path), path)
-    assert not (tmp_path / "run").exists(), "another choice may take the same folder"
+    assert not (tmp_path / "run").exists()  # another choice may take the same folder
 
 
 def test_the_best_settings_win(tmp_path, cli):
@@ -186,9 +187,11 @@ def test_the_best_settings_win(tmp_path, cli):
     assert f"the best is {folder / winner}" in said
 
     ledger = (folder / "ledger.jsonl").read_bytes()
-    assert search(load_job(path), path).receipt == json.loads(json.dumps(receipt))
-    assert row_of(folder, 0.0, name="run").usd == receipt["usd"], "seconds of the closing too"
-    assert (folder / "ledger.jsonl").read_bytes() == ledger, "asking again costs nothing"
+    heard, fewer = [], load_job(path, ["search.trials=2"])
+    assert search(fewer, path, heard.append).receipt == json.loads(json.dumps(receipt))
+    assert "began with 4 trials" in heard[0]["warning"]
+    assert row_of(folder, 0.0, name="run").usd == receipt["usd"]  # seconds of the closing too
+    assert (folder / "ledger.jsonl").read_bytes() == ledger  # asking again costs nothing
     with pytest.raises(RunChangedError, match=r"train\.seed"):
         search(load_job(path, ["train.seed=7"]), path)
 
@@ -250,7 +253,7 @@ def test_a_search_is_priced_before(tmp_path):
     poor = bill_of(path, "limits.max_usd=0.001")
     assert "would stop" in " ".join(poor.of(4)["warnings"])
     both = bill_of(path, "where.gpus=2").of(4)
-    assert both["here"]["hours"] < found["here"]["hours"], "trials side by side"
+    assert both["here"]["hours"] < found["here"]["hours"]  # trials side by side
     assert {row["kind"] for row in found["machines"]} >= {"here", "spot", "on-demand"}
     for bill, size in ((found, "1x"), (both, "2x")):
         names = [row["name"] for row in bill["machines"] if row["kind"] == "spot"]
@@ -285,7 +288,6 @@ def test_the_smaller_model_that_is_good_enough_ends_the_search(tmp_path):
     outcome = search(load_job(path), path)
     winner = outcome.receipt["winner"]
     assert winner["settings"]["model"] == "./base"
-    assert {each["settings"]["model"] for each in outcome.receipt["trials"]} == {"./base"}
     (confirmed,) = outcome.receipt["confirmed"]
     assert confirmed["score"] >= 0.1
     assert confirmed["n_examples"] == 30
@@ -294,7 +296,7 @@ def test_the_smaller_model_that_is_good_enough_ends_the_search(tmp_path):
     small, large = outcome.receipt["models"]
     assert (small["model"], small["trial"]) == ("./base", winner["trial"])
     unknown = {"trial": None, "score": None, "usd_per_million_tokens": None}
-    assert large.items() >= ({"model": "./large"} | unknown).items(), "no classifier is served"
+    assert large.items() >= ({"model": "./large"} | unknown).items()  # no classifier is served
     assert "./large" in next(line for line in in_words(outcome.receipt) if "not tried" in line)
 
     vary = {"train.learning_rate": [1.0e-2, 1.0e-9], "data.max_train_samples": [90]}
@@ -315,8 +317,12 @@ def test_a_winner_that_has_stopped_early_is_whole(tmp_path):
     rates = [0.01 + n / 100 for n in range(9)]
     stops = {"early_stopping_patience": 1, "early_stopping_threshold": 9, "max_steps": 18}
     path = job_of(tmp_path, {"vary": {"train.learning_rate": rates}, "trials": 9}, **stops)
-    assert search(load_job(path), path).receipt["is_trained_in_full"]
+    receipt = search(load_job(path), path).receipt
+    assert receipt["is_trained_in_full"]
     assert weights_of(tmp_path / "run")
+    results = SearchRecord(tmp_path / "run").results
+    usd = sum(results[trial, 0]["usd"] for trial, rung in results if rung == 1)  # none went on
+    assert receipt["saved"]["promotion_usd"] == pytest.approx(usd)
 
 
 def test_a_bill_that_can_not_be_made_ends_the_search_before_a_cent(tmp_path, monkeypatch):
@@ -341,14 +347,13 @@ def test_a_trial_that_begins_after_the_limit_has_not_failed(tmp_path, monkeypatc
     outcome = search(load_job(path), path)
     assert (outcome.state, outcome.exit_code) == ("limit", 3)
     states = {each["state"] for each in outcome.receipt["trials"]}
-    assert states == {"not begun"}, "a search that is resumed trains it"
+    assert states == {"not begun"}  # a search that is resumed trains it
 
 
 @pytest.mark.parametrize(
     ("vary", "words"),
     [
         ({"train.learning_rate": ["fast", 1e-3]}, "'fast'"),
-        ({"method": ["lora", "lorra"]}, "'lorra'"),
         ({"method.lora_r": [8, -1], "method": ["lora"]}, "-1"),
         ({"model": ["./base", "./nowhere"]}, "nowhere"),
     ],

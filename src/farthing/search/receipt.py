@@ -275,7 +275,9 @@ def _saved(record: SearchRecord, trials: Sequence[Json]) -> Json:
         if each["part_of"] is None and each["fraction"] > 0 and each["state"] == "paused"
     )
     promotion = sum(
-        results[trial, rung - 1]["usd"] for trial, rung in results if (trial, rung - 1) in results
+        before["usd"]
+        for (trial, rung), row in results.items()
+        if (before := results.get((trial, rung - 1))) and before["step"] != row["step"]
     )
     seconds = [
         (row.get("spans") or {}).get("tokenize", 0.0)

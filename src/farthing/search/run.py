@@ -60,6 +60,7 @@ from farthing.search.space import (
 )
 from farthing.storage.files import Json
 from farthing.train.budget import RunLimits, refuse_cap_without_price, refuse_limits
+from farthing.units import plural
 
 MOST_TRIALS = 27
 """Where neither the job, the choices nor the cap says how many."""
@@ -106,6 +107,7 @@ def search(
         with contextlib.closing(SearchRecord(folder)) as record:
             record.must_be(asked_of(job))
             if record.ended.get("state") == "finished":
+                tell_of_trials(job, record, tell)
                 return SearchOutcome("finished", record.ended["reason"], read_receipt(folder))
     if not (folder / SEARCH_LOG).exists():
         refuse_limits(job, 0.0, 0.0)
@@ -137,6 +139,16 @@ def search(
                     shutil.rmtree(model, ignore_errors=True)
             found.copy()
     return SearchOutcome(state, reason, read_receipt(folder))
+
+
+def tell_of_trials(job: Job, record: SearchRecord, tell: Tell) -> None:
+    """Warn where the job asks for another number of trials than the search began with."""
+    asked, n = job.search.trials, record.header["n_trials"]
+    if asked is not None and min(asked, n_choices(job.search) or asked) != n:
+        words = (
+            f"this search began with {plural(n, 'trial')} and keeps them, whatever search.trials"
+        )
+        tell({"trial": None, "warning": f"{words} says now; for {asked} set another output_dir"})
 
 
 @contextlib.contextmanager
@@ -248,6 +260,7 @@ class _Search:
         for worker in self.workers:
             worker.start()  # they import while this process plans
         if not is_new:
+            tell_of_trials(self.job, self.record, self.tell)
             return
         bill, most = self._priced(), n_choices(self.section) or MOST_TRIALS
         n_trials = min(self.section.trials or MOST_TRIALS, most)
