@@ -180,7 +180,7 @@ class _Making:
                 self._lines.append(row.line)
                 pieces = itertools.chain(each.segments, *each.beside)
                 self._n_characters += sum([len(part) for part, _ in pieces])
-            self.tally.n_unrolled += len(text.earlier)
+            self.tally.n_unrolled += 0 if self._recipe.scored else len(text.earlier)
             if self._n_characters > CHUNK_CHARACTERS:
                 self._flush()
 

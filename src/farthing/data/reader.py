@@ -94,8 +94,9 @@ class SourceReader:
         value = without_missing(row.value) if self._is_arrow else row.value
         if not self._recipe.scored:
             return self._convert(value)
-        texts = [self._convert(each) for each in expanded(value, self._recipe.scored)]
-        return replace(texts[-1], earlier=tuple(texts[:-1]))
+        answers = map(self._convert, expanded(value, self._recipe.scored))
+        *earlier, last = (each for answer in answers for each in answer.of_row)
+        return replace(last, earlier=tuple(earlier))
 
     @cached_property
     def _convert(self) -> Callable[[RowValue], Example]:
