@@ -513,6 +513,7 @@ def test_texts_of_hh_are_cut_at_the_last_turn_in_common():
         ("chosen/rejected", {"chosen": [GOOD], "rejected": [BAD]}, "no turn of the user"),
         ("chosen/rejected", {"chosen": "a", "rejected": "b"}, "no prompt"),
         ("prompt/chosen/rejected", {"prompt": "a", "chosen": "", "rejected": "b"}, "`chosen` is"),
+        ("prompt/chosen/rejected", {"prompt": "a", "chosen": "b", "rejected": "b"}, "the same"),
         (
             "prompt/chosen/rejected",
             {"prompt": [USER], "chosen": [GOOD, USER], "rejected": [BAD]},

@@ -143,6 +143,8 @@ def converter(
     def one(row: RowValue) -> Example:
         if objective.learns_units:
             unit = FORMS[format_name](row)
+            if len(unit.answers) > 1 and unit.answers[0] == unit.answers[1]:
+                raise UnusableRowError("both answers are the same: there is nothing to prefer")
             first, *others = [answered(unit, answer) for answer in unit.answers]
             value = 0.0 if objective.value is None else objective.value(row)
             return replace(first, beside=tuple(each.segments for each in others), value=value)
