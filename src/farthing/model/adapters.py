@@ -289,7 +289,8 @@ def break_ties(model: Any, adapter_names: Iterable[str]) -> bool:
         setattr(model.get_submodule(module), leaf, own)
     model.all_tied_weights_keys = {}  # what saving and loading in transformers 5 go by
     for config in (model.config, model.config.get_text_config()):
-        config.tie_word_embeddings = False
+        # UMT5 scales its outputs by this key, and is read with both weights where they differ
+        config.tie_word_embeddings = config.model_type == "umt5"
     return True
 
 
