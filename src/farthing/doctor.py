@@ -38,9 +38,9 @@ from farthing.errors import (
     ModelError,
     PreflightError,
 )
-from farthing.run.folder import CHECKPOINTS, RUN
-from farthing.run.opening import refuse_folder
-from farthing.storage.files import read_json
+from farthing.run.accounts import read_ledger
+from farthing.run.folder import CHECKPOINTS, LEDGER, facts_there, witnesses_of
+from farthing.run.opening import refuse_folder, refuse_unpaid
 from farthing.units import plural, say_bytes, say_count, say_usd
 
 TRIED_BYTES = 4 << 20
@@ -321,13 +321,16 @@ def _run_folder(folder: Path) -> Check:
     """Whether the job would start, continue or find itself finished, and the room there."""
     try:
         refuse_folder(folder)
+        if not read_ledger(folder / LEDGER).ordered and not witnesses_of(folder):
+            refuse_unpaid(folder)
+        facts = facts_there(folder)
     except InputError as error:
         return Check("run folder", "failed", f"{folder}: {error.what}", error.to_do)
     state, (_, free_bytes) = "a new run", _room(folder)
-    if (folder / RUN).exists():
+    if facts:
         n_saved = len(list((folder / CHECKPOINTS).glob("step-*")))
         state = f"an unfinished run with {n_saved} checkpoints: the run resumes"
-        if read_json(folder / RUN).get("finished"):
+        if facts.get("finished"):
             state = "a finished run"
     found = f"{folder}: {state}; {say_bytes(free_bytes)} free"
     return _check("run folder", found, "make room there", warns=free_bytes < 5 << 30)

@@ -380,6 +380,16 @@ def unclaim(folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
+def facts_there(folder: Path) -> Json:
+    """What `claim` will find, with nothing changed; empty for a new run. Raises `RunChangedError`,
+    `RunDamagedError`.
+    """
+    manifest = None if _known_facts(folder) else _newest_with_copies(folder)
+    if manifest is not None:  # by which it will be mended
+        return dict(manifest[COPIES][RUN])
+    return _facts_of(folder, lambda text: None, allow_restart=False) or {}
+
+
 def _facts_of(folder: Path, warn: Warn, *, allow_restart: bool) -> Json | None:
     """None where there is no run. Raises `RunDamagedError` where steps would be lost."""
     why = f"{RUN} is gone"

@@ -86,17 +86,21 @@ class Opened:
 
     def refuse_forgotten(self, *, allow_restart: bool) -> None:
         """Refuse a run of whose cost nothing is known. Raises `RunDamagedError`."""
-        if allow_restart or any(account.wall_s for account in self.ledger.past):
-            return
-        left = [name for name in (RUN, LOG) if (self.folder / name).exists()]
-        left += [CHECKPOINTS] if any((self.folder / CHECKPOINTS).glob("step-*")) else []
-        if left:
-            raise RunDamagedError(
-                f"the ledger of this run is gone ({', '.join(left)} are there): its cost so far is"
-                " unknown",
-                where=str(self.folder / LEDGER),
-                to_do="restore it from a copy, or start the bill at $0 with --allow-restart",
-            )
+        if not allow_restart and not any(account.wall_s for account in self.ledger.past):
+            refuse_unpaid(self.folder)
+
+
+def refuse_unpaid(folder: Path) -> None:
+    """Refuse a run in a folder without a ledger. Raises `RunDamagedError`."""
+    left = [name for name in (RUN, LOG) if (folder / name).exists()]
+    left += [CHECKPOINTS] if any((folder / CHECKPOINTS).glob("step-*")) else []
+    if left:
+        raise RunDamagedError(
+            f"the ledger of this run is gone ({', '.join(left)} are there): its cost so far is"
+            " unknown",
+            where=str(folder / LEDGER),
+            to_do="restore it from a copy, or start the bill at $0 with --allow-restart",
+        )
 
 
 def refuse_bucket(folder: Path) -> None:

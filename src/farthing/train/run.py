@@ -121,8 +121,9 @@ def train(
             if isinstance(error, RunInterruptedError) and context.notice:
                 state, reason = context.notice.how_it_ends()
         except InputError:
-            with contextlib.suppress(OSError):
-                unclaim(folder)
+            if begun.is_accepted:
+                with contextlib.suppress(OSError):
+                    unclaim(folder)
             raise
         finally:
             with contextlib.suppress(OSError):  # a full disk must not hide the error on its way
