@@ -111,12 +111,14 @@ echo "$(basename "$0") $*" >> {tmp_path}/called
 case " $* " in
   *" list "*|*" get "*|*" queue "*|*" ps "*|*format=%i*) cat {tmp_path}/listed ;;
   *cancel*|*" delete "*|*--full*) ;;
-  *show*) echo "   StdOut={tmp_path}/log" ;;
+  *show*) echo "   Command={tmp_path}/100%/run.sbatch" ;;
   *logs*|*logging*) cat {tmp_path}/log ;;
   *) cat {tmp_path}/submitted ;;
 esac
 """
     (tmp_path / "log").write_text("step 1\n")
+    (tmp_path / "100%").mkdir()
+    (tmp_path / "100%/log.txt").write_text("step 1\n")
     for name in (
         "sbatch",
         "squeue",

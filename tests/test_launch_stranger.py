@@ -99,7 +99,9 @@ def test_a_cap_that_is_spent_is_a_limit_and_no_crash(job, capsys):
 def test_launches_are_found_in_and_below_this_folder_without_a_job(job, ssh, cli, monkeypatch):
     monkeypatch.chdir(job.parent)
     for verb in ("logs", "stop", "attach"):
-        assert f"to do: name one: farthing launch {verb} job.yaml" in cli.err("launch", verb)
+        said = cli.err("launch", verb)
+        assert "no launch was made in this folder" in said
+        assert f"to do: name the job: farthing launch {verb} job.yaml" in said
     assert cli.out("launch", "status") == "nothing has been launched yet\n"
     ssh("ssh: Could not resolve hostname")
     for name in ("one", "two"):
@@ -110,6 +112,9 @@ def test_launches_are_found_in_and_below_this_folder_without_a_job(job, ssh, cli
         ledger.note(f"farthing-{name}-7", "asked", 1e9, **asked)
         ledger.note(f"farthing-{name}-7", "gone", 1e9 + (3600 if name == "one" else 7200))
         ledger.close()
+    with (job.parent / "one/machines.jsonl").open("a") as lines:
+        lines.write("{\n")
+    assert "machines.jsonl has 1 damaged line" in cli.err("launch", "status", code=0)
     kept = job.parent / "store-one" / "launch" / "farthing-one-7" / "log.txt"
     kept.parent.mkdir(parents=True)
     kept.write_text("step 3 of 4\n")

@@ -20,6 +20,7 @@ from farthing.errors import InputError
 from farthing.launch import agent as agent_module
 from farthing.launch.agent import HostAgent
 from farthing.launch.driver import UnclearError
+from farthing.launch.machines import RentedMachine
 from farthing.launch.session import Session
 from farthing.launch.targets.lambda_cloud import Lambda
 from farthing.launch.targets.runpod import RunPod
@@ -214,6 +215,9 @@ def test_stop_ends_every_machine_though_what_the_store_knows_of_them_is_damaged(
 def test_a_list_that_is_none_is_no_answer(client, answer):
     with pytest.raises(UnclearError):
         client(api_of(Answers((200, answer)))).names("farthing-1")
+    if "error" in answer:  # nor is it an acknowledgement
+        with pytest.raises(UnclearError, match="busy"):
+            client(api_of(Answers((200, answer)))).delete(RentedMachine("farthing-1-1", id="1"))
 
 
 @pytest.mark.parametrize("provider", ["runpod", "vast"])

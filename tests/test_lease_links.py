@@ -75,7 +75,7 @@ def test_the_folder_that_held_a_run_takes_it_again_at_once(clock, store, tmp_pat
     assert clock.now >= 1060.0, "another folder of this path"
 
 
-@pytest.mark.parametrize(("lease_s", "waits_s"), [(0.5, 0.5), (60.0, 60.0), (864_000.0, 3600.0)])
+@pytest.mark.parametrize(("lease_s", "waits_s"), [(0.5, 0.5), (None, 0.0), (864_000.0, 3600.0)])
 def test_a_silent_holder_is_waited_for_as_long_as_its_lease_and_an_hour_at_most(
     lease_s, waits_s, clock, store, tmp_path
 ):

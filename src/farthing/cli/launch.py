@@ -80,6 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
         words = _launched_here()
         if action == "status" and len(words) != 1:
             return _show_all(arguments, words)
+        if not words:
+            to_do = f"name the job: farthing launch {action} job.yaml"
+            raise InputError("no launch was made in this folder", where=action, to_do=to_do)
     if len(words) != 1:
         verb = f"farthing launch {action}".strip()
         found = f"{len(words)} job files{': ' if words else ''}{', '.join(words)}"
@@ -346,6 +349,8 @@ def _show_standing(session: Any, *, as_json: bool) -> int:
         usd = say_usd(standing["usd"])
         _say(f"saved up to {unit} {standing['committed_step']:,}; {usd} so far")
     _say(*_still_billed(standing))
+    if standing["damaged"]:
+        _tell(standing["damaged"])
     if standing["not_known"]:
         _tell(f"could not ask: {printable(standing['not_known'])}")
         _tell("the lines above are all that this folder knows; there may be more machines")

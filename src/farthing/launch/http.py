@@ -165,10 +165,16 @@ def price_of(value: Any) -> float | None:
 
 
 def sure(api: Api, method: str, path: str, body: Any = None, *, may_be_gone: bool = False) -> Any:
-    """`Api.ask` of what is asked or deleted: a refusal settles nothing. Raises `UnclearError`."""
+    """`Api.ask` of what is asked or deleted: a refusal settles nothing, nor does an error under
+    status 200. Raises `UnclearError`.
+    """
     try:
-        return api.ask(method, path, body)
+        answer = api.ask(method, path, body)
     except RefusedError as error:
         if may_be_gone and isinstance(error, NotFoundError):
             return None
         raise UnclearError(str(error)) from error
+    is_dict = isinstance(answer, dict)
+    if is_dict and (answer.get("success") is False or answer.get("error") or answer.get("errors")):
+        raise UnclearError(_words(json.dumps(answer).encode()))
+    return answer

@@ -143,7 +143,6 @@ class MachineLedger:
         for row in self._lines.rows():
             self._take_in(row)
         self._sort()
-        self.n_damaged = len(self._lines.damaged)
 
     def note(self, name: str, event: str, at: float, **facts: Any) -> RentedMachine:
         """Write a line and force it to the disk; what it is about, with it taken in.
@@ -228,6 +227,11 @@ class MachineLedger:
             for machine in self.open
         ]
 
+    def damaged_in_words(self) -> str:
+        """What is known of lines that can't be read; empty where there are none."""
+        n = len(self._lines.damaged)
+        return f"{MACHINES} has {plural(n, 'damaged line')}: machines may cost more" if n else ""
+
     def usd(self, now: float) -> float:
         return sum(machine.usd(now) for machine in self.machines.values())
 
@@ -286,6 +290,6 @@ def bill_of(
     """The same for the run in a folder; empty where no machine was rented for it. Adds to `damaged`
     what can't be read."""
     ledger = MachineLedger(folder)
-    if n := ledger.n_damaged:
-        damaged.append(f"{MACHINES} has {plural(n, 'damaged line')}: machines may cost more")
+    if words := ledger.damaged_in_words():
+        damaged.append(words)
     return bill_by_machine(list(ledger.machines.values()), accounts, now)

@@ -345,6 +345,7 @@ class Session:
             "machines": rows,
             "there_now": there,
             "not_known": "; ".join(filter(None, not_known)),
+            "damaged": self.ledger.damaged_in_words(),
             "committed_step": step,
             "usd": sum(row["usd"] for row in rows),
             "still_billed": still_billed(prepared.job.model_dump(mode="json"), rows, n_bytes),

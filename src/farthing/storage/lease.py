@@ -181,7 +181,8 @@ class Lease:
         self, store: Store, number: int, link: Json, should_stop: Callable[[], bool]
     ) -> tuple[int, Json]:
         """The newest link, once its holder is silent for its lease or has given it back."""
-        lease_s = min(float(link.get("lease_s", 0.0)), MOST_LEASE_S)
+        told = link.get("lease_s")
+        lease_s = min(told, MOST_LEASE_S) if isinstance(told, int | float) else 0.0
         self._say(
             f"{link.get('host')} held this run last: waiting up to {say_seconds(lease_s)} to see"
             " whether it lives"

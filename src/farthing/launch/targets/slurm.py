@@ -54,8 +54,10 @@ def _submit(ask: LaunchRequest, folder: Path) -> list[str]:
 
 
 def _log(machine: RentedMachine) -> str:
-    where = f"scontrol show job {machine.id} | sed -n 's/ *StdOut=//p' | tr '\\n' '\\0'"
-    return f"sh -c {shlex.quote(f'{where} | xargs -r0 tail -n 200')}"
+    # it stands beside the script; `StdOut=` has other percent signs than its name
+    where = f"scontrol show job {machine.id} | sed -n 's|{BATCH}$|log.txt|; s/ *Command=//p'"
+    tail = "tr '\\n' '\\0' | xargs -r0 tail -n 200"
+    return f"sh -c {shlex.quote(f'{where} | {tail}')}"
 
 
 COMMANDS = Commands(
