@@ -119,15 +119,15 @@ def test_prompts_longer_than_training_are_whole_and_beyond_the_positions_named(w
     assert (model.summary.n_rows, model.summary.n_failed, model.summary.n_cut) == (2, 1, 0)
 
 
-@pytest.mark.slow
 def test_a_chat_is_asked_as_it_was_in_training(tmp_path):
-    turns = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This one."}]
-    run = run_of(tmp_path, "llama", rows=[{"messages": turns}] * 16)
+    turns = [{"role": "user", "content": "Which?"}, {"role": "model", "content": "This one."}]
+    run = run_of(tmp_path, "llama", rows=[{"dialog": turns}] * 16, max_steps=2)
     earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     chats = [turns[:1], turns, [*earlier, turns[0]]]
-    found = predicted(run, [{"messages": chat} for chat in chats], "--max-tokens", "8")
     model = Predictor(run, max_new_tokens=8)
-    for row, asked in zip(found, [turns[:1], turns[:1], chats[2]], strict=True):
+    for chat, asked in zip(chats, [turns[:1], turns[:1], chats[2]], strict=True):
+        (row,), (plain,) = model.rows([{"dialog": chat}]), model.rows([{"messages": asked}])
+        assert row["score"] == plain["score"]
         assert row["prediction"] == "".join(model.stream(asked))
 
 

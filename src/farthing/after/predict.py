@@ -23,10 +23,10 @@ import torch
 from transformers import LogitsProcessorList, TextIteratorStreamer
 
 from farthing.data.chat import asks_for_the_date
-from farthing.data.chat_rows import are_turns
+from farthing.data.chat_rows import are_turns, role_of
 from farthing.data.encode import Encoder
 from farthing.data.foreign import Foreign
-from farthing.data.formats import recognise
+from farthing.data.formats import Understood, recognise
 from farthing.data.read import Source, file_source
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Example, Row, RowValue
@@ -265,6 +265,8 @@ class Predictor:
                     " `farthing eval RUN --data FILE` measures pairs"
                 )
             raise DataError(error.what, where=error.where, to_do=to_do) from error
+        if not (compared or self.classifies):
+            filled = [self._asked(row, reader.understood) for row in filled]
         prompts = []
         for row, whole in zip(window, filled, strict=True):
             one = _Prompt({} if isinstance(row, BadRow) else row.value, row.line)
@@ -299,20 +301,28 @@ class Predictor:
         value = dict(row.value)
         if self.classifies:
             return Row(row.line, value | dict.fromkeys(self._targets, self._names[0]))
-        turns: Any
-        for column, of, content in (
-            ("messages", "role", "content"),
-            ("conversations", "from", "value"),
-        ):
-            turns = parsed_list(value.get(column))
-            last = turns[-1] if isinstance(turns, list) and turns else None
-            if isinstance(last, dict) and last.get(of) not in ("assistant", "gpt"):
-                value[column] = [*turns, {of: "assistant", content: _ANSWER}]
-        is_chat = are_turns(value.get("prompt"))
-        answer = [{"role": "assistant", "content": _ANSWER}] if is_chat else _ANSWER
         for name in ("completion", "target", "output"):
-            value[name] = value.get(name) or answer
+            value[name] = value.get(name) or _ANSWER
         return Row(row.line, value)
+
+    @staticmethod
+    def _asked(row: Row | BadRow, understood: Understood | None) -> Row | BadRow:
+        """The row with a turn in place of the answer that its chat lacks."""
+        if isinstance(row, BadRow) or understood is None:
+            return row
+        name, _, target = understood.format.partition("/")
+        own = str(understood.columns.get(name, name))
+        given = row.value.get(own)
+        turns = parsed_list(given) if are_turns(given) else []
+        if not turns or not isinstance(turns[-1], dict):
+            return row
+        of, content = ("role", "content") if "role" in turns[-1] else ("from", "value")
+        answer = {of: "assistant", content: _ANSWER}
+        if row.value.get(target) == _ANSWER:
+            return Row(row.line, row.value | {target: [answer]})
+        if target or role_of(turns[-1]) == "assistant":
+            return row
+        return Row(row.line, row.value | {own: [*turns, answer]})
 
     def _text(self, row: Row | BadRow, reader: SourceReader) -> Example:
         """Where a label is read besides, any that is read will do. Raises `UnusableRowError`."""
