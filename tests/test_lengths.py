@@ -9,6 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 
@@ -29,7 +30,7 @@ from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.tiny import demo_rows, write_jsonl
 from thinned import thinned
 from web import Files
-from workshop import job_file, make_job, rows_of, train
+from workshop import job_file, make_job, read_json, rows_of, train
 
 # ---- padding ----
 
@@ -216,6 +217,25 @@ def test_a_plan_reads_the_files_of_a_split_alone(tmp_path):
     job = make_job(tmp_path, data={"train": "./set", "dataset_config_name": "en"})
     with pytest.raises(InputError, match="configuration `en`"):
         known_of(job)
+
+
+def test_a_saved_data_set_is_planned_by_its_splits_and_its_classes_have_names(tmp_path):
+    of_label = datasets.ClassLabel(names=["World", "Sports"])
+    features = datasets.Features({"text": datasets.Value("string"), "label": of_label})
+    made = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}, features=features)
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(tmp_path / "set")
+    keys = {"train": "./set", "train_split": "train+test", "label_map": {"1": "Chess"}}
+    job = make_job(tmp_path, "bert", data=keys, max_steps=1)
+    assert known_of(job)[0].n_examples == 4
+    train(job)
+    assert known_of(job)[0].n_examples == 4
+    config = read_json(tmp_path / "run/model/config.json")
+    assert config["id2label"] == {"0": "Chess", "1": "World"}
+    (tmp_path / "two").mkdir()
+    for name in ("text", "body"):
+        (tmp_path / "two" / f"{name}.csv").write_text(f"{name},label\na,b\n")
+    with pytest.raises(DataError, match="different columns"):
+        train(make_job(tmp_path, "bert", data={"train": "./two"}, output_dir="./other"))
 
 
 @pytest.mark.parametrize("change", thinned(["data", "tokenizer", "max_length", "kind", "set"], 3))

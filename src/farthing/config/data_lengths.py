@@ -36,6 +36,7 @@ from farthing.data.read import (
     folder_sha256,
     is_dataset,
     is_text_folder,
+    short_name,
 )
 from farthing.data.reader import SourceReader
 from farthing.data.rows import Example
@@ -251,8 +252,14 @@ def _local_sources(job: Job, role: Literal["train", "eval"]) -> list[Source]:
         if is_data_set and (config_name := own.name or job.data.dataset_config_name):
             what = f"what its configuration `{config_name}` holds is not known yet"
             raise InputError(what, where=name, to_do=_TO_DO)
-        paths = files_of_split(Path(name), str(own.split)) if is_data_set else [Path(name)]
-        found = [file_source(path, job.data.layout) for path in paths]
+        parts = str(own.split).split("+") if is_data_set else []
+        paths = [path for part in parts for path in files_of_split(Path(name), part.strip())]
+        found = [
+            Source(short_name(str(path)), "", "arrow", (path,))
+            if path.suffix == SAVED
+            else file_source(path, job.data.layout)
+            for path in (paths if is_data_set else [Path(name)])
+        ]
         sources += [replace(each, columns=own.columns, weight=own.weight) for each in found]
     return sources
 
@@ -263,6 +270,8 @@ _SPLITS = {
     "test": "test|testing|eval|evaluation",
 }
 """Words for a split in the names of files, as `datasets` has them."""
+SAVED = ".arrow"
+"""Ending of the files that `save_to_disk` of `datasets` writes."""
 
 
 def files_of_split(folder: Path, split: str) -> list[Path]:
@@ -273,7 +282,9 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
     inside = {
         path: str(path.relative_to(folder)).lower()
         for path in sorted(folder.rglob("*"))
-        if ending_of(path) in KINDS and path.is_file() and path.name not in about
+        if (ending_of(path) in KINDS or path.match(f"data-*{SAVED}"))
+        and path.is_file()
+        and path.name not in about
     }
     if not all(map(is_text, inside)):  # a licence is no data
         inside = {path: name for path, name in inside.items() if not is_text(path)}

@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from farthing.addresses import is_remote, without_secrets
-from farthing.config.data_lengths import files_of_split
+from farthing.config.data_lengths import SAVED, files_of_split
 from farthing.config.job import KEYS, Job
 from farthing.config.load import load_job
 from farthing.data.chat import read_template
@@ -261,7 +261,7 @@ def _first_of(folder: Path, split: str) -> list[Path]:
     if (folder / "README.md").exists():
         return []
     try:
-        return files_of_split(folder, split)[:1]
+        return [path for path in files_of_split(folder, split) if path.suffix != SAVED][:1]
     except InputError:
         return []
 

@@ -115,6 +115,25 @@ def arrow_blocks(paths: Sequence[Path], reading: Reading) -> Iterator[RowBlock]:
         done += path.stat().st_size
 
 
+def class_names(path: Path, kind: str, column: str) -> list[str]:
+    """What the whole numbers of a column mean, by `ClassLabel` of `datasets`; empty where it has no
+    such names.
+    """
+    import pyarrow.parquet
+
+    try:
+        if kind == "parquet":
+            metadata = pyarrow.parquet.read_schema(path).metadata
+        else:
+            with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+                metadata = stream.schema.metadata
+        feature = json.loads((metadata or {})[b"huggingface"])["info"]["features"][column]
+        names = feature.get("feature", feature)["names"]  # of a list, or of each row
+    except (pyarrow.ArrowException, OSError, ValueError, LookupError, AttributeError, TypeError):
+        return []
+    return [str(name) for name in names]
+
+
 def write_arrow(dataset: Any, path: Path) -> None:
     """A part of a data set as one Arrow stream."""
     import pyarrow

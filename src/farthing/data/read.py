@@ -298,6 +298,9 @@ def _open_dataset(
             reason = error.__cause__
         what = (str(reason).strip().splitlines() or [type(error).__name__])[0][:300]
         to_do = "check `train_split`, `eval_split` and `dataset_config_name`"
+        if what.startswith(("Couldn't cast", "Schema at index")):
+            what = "its files have different columns, or one column has values of several kinds"
+            to_do = "name each file: data.train: [a.csv, b.csv], or {path: a.csv, columns: ...}"
         if isinstance(error, OSError) and not folder.exists():
             what = f"neither a local file nor a data set that can be reached ({what})"
             to_do = (

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from farthing.data.arrow import without_missing
+from farthing.data.arrow import class_names, without_missing
 from farthing.data.foreign import Foreign, chosen_column, foreign_kind, say_ignored
 from farthing.data.formats import Understood, converter, recognise, used_columns
 from farthing.data.read import Source
@@ -44,6 +44,7 @@ class SourceReader:
         self._recipe, self._tokenizer, self._on_foreign = recipe, tokenizer, on_foreign
         self._columns = recipe.columns if source.columns is None else source.columns
         self._is_arrow = source.kind in ("parquet", "arrow")
+        self._kind, self._paths = source.kind, source.paths
         self._shapes: Counter[tuple[str, ...]] = Counter()
         self._chosen: dict[str, str] = {}
 
@@ -102,7 +103,12 @@ class SourceReader:
     def _convert(self) -> Callable[[RowValue], Example]:
         assert self.understood is not None
         recipe, (name, columns, _) = self._recipe, self.understood
-        given = (name, columns, recipe.label_map, self._tokenizer, recipe.task)
+        labels, label = dict(recipe.label_map), name.rpartition("/")[2]
+        column = columns.get(label, label)
+        if self._is_arrow and self._paths and isinstance(column, str):
+            for number, each in enumerate(class_names(self._paths[0], self._kind, column)):
+                labels.setdefault(str(number), labels.get(each, each))
+        given = (name, columns, labels, self._tokenizer, recipe.task)
         return converter(*given, on=recipe.date, shown=self.shown)
 
     def state(self) -> Json:

@@ -48,7 +48,7 @@ from farthing.storage.files import (
     verify_folder,
 )
 
-CACHE_VERSION = 9
+CACHE_VERSION = 10
 """Of the files of a token set, and of how rows become texts, tokens and a split."""
 LINE_BITS = 40
 Indices = Sequence[int] | NDArray[np.int64]
