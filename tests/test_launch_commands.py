@@ -40,6 +40,12 @@ FAILED = {
     "metadata": {"name": NAME},
     "status": {"conditions": [{"type": "Failed", "status": "True"}]},
 }
+PULLS = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
+POD = {
+    "kind": "Pod",
+    "metadata": {"ownerReferences": [{"name": NAME}]},
+    "status": {"containerStatuses": [{"state": PULLS}]},
+}
 PATH = "projects/p/locations/us-central1/customJobs/7"
 CASES = {
     "slurm": (
@@ -60,8 +66,8 @@ CASES = {
         of("kubernetes:ml"),
         f"configmap/{NAME}\njob.batch/{NAME}",
         NAME,
-        json.dumps({"items": [JOB]}),
-        InstanceStatus(NAME, NAME),
+        json.dumps({"items": [JOB, POD]}),
+        InstanceStatus(NAME, NAME, stuck="ImagePullBackOff: no such image"),
     ),
     "kubernetes, failed": (
         of("kubernetes"),

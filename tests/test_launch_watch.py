@@ -77,6 +77,7 @@ UNHEARD_AT_ITS_END = {0: RUNS, 3000: AWAY, 5000: None}
     [
         ({0: RUNS}, {}, {}, (None, "not booted after 10 min 10 s", 610, 610, 610), (75, 1)),
         ({0: WAITS, 900: RUNS}, {}, {}, (None, "not booted after 15 min 00 s", 900), (75, 1)),
+        ({0: WAITS, 60: {"stuck": "no image"}}, {}, {}, (None, "no image", 60), (75, 1)),
         (TAKEN, {}, {}, (None, LOST, 100, 120, 100), (75, 3)),
         (TAKEN, {50: UP}, {}, (None, "taken away", 100, 120, 100), (75, 3)),
         (TAKEN | {120: RUNS}, {50: UP}, {}, (None, SILENT, 660), (75, 3)),

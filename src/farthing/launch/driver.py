@@ -85,6 +85,8 @@ class InstanceStatus:
     """Whether it costs money; what does not is gone."""
     usd_per_hour: float | None = None
     """What the provider charges for it; None where it does not tell."""
+    stuck: str = ""
+    """Why it will never begin."""
 
 
 class Created(NamedTuple):

@@ -580,6 +580,8 @@ class Launch:
                     missed, machine.alive_at = [], self._clock()
                     if seen.is_over:
                         return self._ended(machine, seen.code)
+                    if seen.stuck:
+                        return MachineEnding(seen.stuck, leaves_offer_out=True)
                 if seen is not None and seen.is_waiting:
                     beat_at = awake
                 elif seen is not None and not is_paid and machine.began_at is None:

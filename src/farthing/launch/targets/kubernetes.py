@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +88,32 @@ def check(files: Mapping[str, str]) -> list[str]:
     return [f"{MANIFEST}: a ConfigMap holds 1 MiB at most"] if is_too_long else []
 
 
+_STUCK = (
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "ErrImageNeverPull",
+    "CreateContainerConfigError",
+)
+"""Why a pod waits that waits for ever: its image or its Secret is not there."""
+
+
 def _parse(text: str) -> list[InstanceStatus]:
-    found = []
-    for item in json.loads(text)["items"]:
+    found, stuck = [], dict[str, str]()
+    items = json.loads(text)["items"]
+    for pod in (item for item in items if item.get("kind") == "Pod"):
+        for container in pod["status"].get("containerStatuses", []):
+            waits = container.get("state", {}).get("waiting") or {}
+            if waits.get("reason") in _STUCK:
+                why = f"{waits['reason']}: {waits.get('message', '')}"
+                stuck[pod["metadata"]["ownerReferences"][0]["name"]] = why[:300]
+    for item in (item for item in items if item.get("kind") != "Pod"):
         status = item.get("status", {})
         kinds = {c["type"] for c in status.get("conditions", []) if c.get("status") == "True"}
         name, is_over = item["metadata"]["name"], bool(kinds & {"Complete", "Failed"})
         waits = not status.get("ready") and not is_over
-        found.append(
-            job_status(name, name, is_over, waits=waits, code=0 if "Complete" in kinds else None)
-        )
+        code = 0 if "Complete" in kinds else None
+        seen = job_status(name, name, is_over, waits=waits, code=code)
+        found.append(replace(seen, stuck=stuck.get(name, "")))
     return found
 
 
@@ -110,7 +127,7 @@ def commands(at: str) -> Commands:
         submit=_submit,
         id_of=lambda text: text.split()[-1].rpartition("/")[2],
         listing=lambda prefix: (
-            f"kubectl get jobs -o json --selector=farthing-launch={prefix} {space}"
+            f"kubectl get jobs,pods -o json --selector=farthing-launch={prefix} {space}"
         ),
         parse=_parse,
         destroy=lambda m: (
