@@ -266,16 +266,6 @@ ASKED = {"role": "user", "content": "Hi?"}
         ),
         (
             {
-                "messages": [
-                    {"role": "User", "content": "Hi?"},
-                    {"role": "Chatbot", "content": "Yo."},
-                ]
-            },
-            "<user>Hi?</s><assistant>Yo.</s>",
-            ["Yo.</s>"],
-        ),
-        (
-            {
                 "prompt": [ASKED, {"role": "assistant", "content": "Yo."}, ASKED],
                 "completion": '[ {"role": "assistant", "content": "Again."}]',
             },

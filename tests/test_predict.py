@@ -120,7 +120,7 @@ def test_prompts_longer_than_training_are_whole_and_beyond_the_positions_named(w
 
 
 def test_a_chat_is_asked_as_it_was_in_training(tmp_path):
-    turns = [{"role": "user", "content": "Which?"}, {"role": "model", "content": "This one."}]
+    turns = [{"role": "user", "content": "Which?"}, {"role": "Model", "content": "This one."}]
     run = run_of(tmp_path, "llama", rows=[{"dialog": turns}] * 16, max_steps=2)
     earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     chats = [turns[:1], turns, [*earlier, turns[0]]]

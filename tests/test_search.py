@@ -317,12 +317,15 @@ def test_a_winner_that_has_stopped_early_is_whole(tmp_path):
     rates = [0.01 + n / 100 for n in range(9)]
     stops = {"early_stopping_patience": 1, "early_stopping_threshold": 9, "max_steps": 18}
     path = job_of(tmp_path, {"vary": {"train.learning_rate": rates}, "trials": 9}, **stops)
-    receipt = search(load_job(path), path).receipt
+    receipt = search(load_job(path), path, n_at_a_time=2).receipt
     assert receipt["is_trained_in_full"]
     assert weights_of(tmp_path / "run")
     results = SearchRecord(tmp_path / "run").results
     usd = sum(results[trial, 0]["usd"] for trial, rung in results if rung == 1)  # none went on
     assert receipt["saved"]["promotion_usd"] == pytest.approx(usd)
+    tokenizing = [row["spans"].get("tokenize", 0.0) for row in results.values() if not row["rung"]]
+    usd = (9 * max(tokenizing) - sum(tokenizing)) * 0.001 / 2
+    assert receipt["saved"]["sharing_usd"] == pytest.approx(usd)
 
 
 def test_a_bill_that_can_not_be_made_ends_the_search_before_a_cent(tmp_path, monkeypatch):

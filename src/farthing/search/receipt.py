@@ -285,7 +285,7 @@ def _saved(record: SearchRecord, trials: Sequence[Json]) -> Json:
         if rung == 0
     ]
     shared_s = sum(max(seconds) - each for each in seconds)
-    sharing = shared_s / 3600 * record.header["usd_per_hour"]
+    sharing = shared_s / 3600 * record.header["usd_per_hour"] / record.header["at_a_time"]
     return {"stopping_usd": stopping, "promotion_usd": promotion, "sharing_usd": sharing}
 
 
