@@ -30,6 +30,10 @@ _OF_DATA = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_
 def kind_of(call: Call) -> str:
     """What a call says of a training; empty for one that says nothing."""
     if call.last == "from_pretrained":
+        if call.owner == "AutoTokenizer":
+            return "tokenizer"
+        if call.named.get("is_trainable") is True:
+            return "code"  # an adapter
         is_model = re.search("Model|For|^Fast", call.owner)
         return "model" if is_model and not re.search("Peft|Auto[CFI]", call.owner) else ""
     for kind, row in fact("script-calls").items():
@@ -64,6 +68,9 @@ def read(calls: Sequence[Call], out: Imported) -> None:
     script.place_files()
     for before, given in script.calls:
         read_keys(out, given, "calls", before=before)
+    name, to = script.tokenizer, "model.tokenizer_name_or_path"
+    if name not in ("", out.job.get("model.model_name_or_path")):
+        out.put("AutoTokenizer.from_pretrained", name, to, name)
     has_adapter = "adapter" in script.done
     if out.source == hf.UNSLOTH:
         if has_adapter:
@@ -107,6 +114,7 @@ class _Script:
         self.seen: Counter[str] = Counter()
         self.done: set[str] = set()
         self.files = Json()  # of `data_files`, by their splits
+        self.tokenizer = ""  # the name of the first
 
     def look(self, call: Call, kind: str) -> None:
         """What a call says of the training."""
@@ -120,6 +128,14 @@ class _Script:
         match kind:
             case "" | "nothing":
                 return
+            case "tokenizer":
+                of = (*call.positional, given.get("pretrained_model_name_or_path"))[0]
+                self.tokenizer = self.tokenizer or (of if _is_text(of) else "")
+                return
+            case "code" if [list(x) for x in call.positional if isinstance(x, dict)] == [
+                ["pad_token"]
+            ]:
+                return  # padding is never learned
             case "code":
                 return self._code(call.name, call.last, None)
             case "rows":
@@ -127,7 +143,9 @@ class _Script:
             case "answers":
                 self.out.job["data.train_on_prompt"] = False
             case "stranger":
-                self.out.refuse(call.last, None, "a trainer that farthing does not know")
+                self.out.refuse(
+                    call.last, None, "a trainer or an adapter that farthing does not know"
+                )
             case "model" if "model" not in self.done:
                 self._model(call.owner, given)
             case "adapter" if call.last == "get_peft_model" and "r" not in given:
