@@ -368,6 +368,11 @@ CASES = [
         ),
         {"model.tokenizer_name_or_path": "org/t"},
     ),
+    (
+        "train.py",
+        trainer() + "AutoTokenizer.from_pretrained('out')",
+        {"model.tokenizer_name_or_path": None},
+    ),
     *(
         (
             "train.py",

@@ -130,7 +130,8 @@ class _Script:
                 return
             case "tokenizer":
                 of = (*call.positional, given.get("pretrained_model_name_or_path"))[0]
-                self.tokenizer = self.tokenizer or (of if _is_text(of) else "")
+                if _is_text(of) and "trainer" not in self.done:  # else it is to try the model
+                    self.tokenizer = self.tokenizer or of
                 return
             case "code" if [list(x) for x in call.positional if isinstance(x, dict)] == [
                 ["pad_token"]
