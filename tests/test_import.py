@@ -648,7 +648,7 @@ def test_another_kind_of_training_is_refused_by_name(tmp_path, key, words, cli):
     [
         ("x.yaml", "a: [1\n", ""),
         ("x.json", "{", ""),
-        ("x.py", "def f(:\n", ""),
+        ("x.py", "def f(:\n", "later Python"),
         ("x.py", "print('hello')\n", ""),
         ("x.ipynb", "{}", ""),
         ("x.sh", "echo hello\n", ""),

@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import operator
+import platform
 import re
 import shlex
 from collections.abc import Iterable, Iterator
@@ -81,7 +82,8 @@ def calls_of(source: str, where: str) -> list[Call]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
         what = f"not Python that can be read: {getattr(error, 'msg', error)}"
-        raise InputError(what, where=f"{where}:{line}" if line else where) from error
+        to_do = f"for a later Python than {platform.python_version()}, run farthing under that one"
+        raise InputError(what, where=f"{where}:{line}" if line else where, to_do=to_do) from error
     known, found = _Values(tree), []
     for node in ast.walk(tree):
         match node:
