@@ -78,6 +78,12 @@ def test_two_names_for_one_key_are_refused(tmp_path):
         JobError, match=r"`epochs` means `train.num_train_epochs`, which is 2 already"
     ):
         job_of(tmp_path, BASE + "train: {num_train_epochs: 2, epochs: 3}\n")
+    for text, given in (
+        ("lr: 0.1\n", "train.learning_rate=1e-4"),
+        ("train: {lr: 0.1}\n", "learning_rate=1e-4"),
+        ("train: {learning_rate: 0.1}\n", "train={lr: 1e-4}"),
+    ):
+        assert job_of(tmp_path, BASE + text, given).train.learning_rate == 1e-4
 
 
 def test_a_wrong_value_of_an_alias_has_its_line(tmp_path):

@@ -217,6 +217,8 @@ def test_a_plan_reads_the_files_of_a_split_alone(tmp_path):
     job = make_job(tmp_path, data={"train": "./set", "dataset_config_name": "en"})
     with pytest.raises(InputError, match="configuration `en`"):
         known_of(job)
+    with pytest.raises(InputError, match="are whole numbers above 0"):
+        from_mean(5, float("nan"), 64)
 
 
 def test_a_saved_data_set_is_planned_by_its_splits_and_its_classes_have_names(tmp_path):

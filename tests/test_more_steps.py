@@ -73,6 +73,9 @@ def test_settings_that_nobody_uses_are_warned_of(tmp_path, cli):
         assert words in "\n".join(unusual_settings(make_job(tmp_path, **keys)))
     assert unusual_settings(make_job(tmp_path, learning_rate=2e-5)) == []
     heard, words = Heard(), "train.learning_rate 20 is unusual"
-    train(make_job(tmp_path, max_steps=1, n_rows=8, learning_rate=20.0), heard)
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    keys = {"n_rows": 8, "data": {"chat_template": "./chat.jinja"}, "learning_rate": 20.0}
+    train(make_job(tmp_path, max_steps=1, **keys), heard)
+    assert "data.chat_template is not used: no row is a chat" in heard.warnings
     assert f"{words}: 1e-6 to 1e-4" in heard.warnings
     assert words in " ".join(cli.out("doctor", tmp_path / "job.yaml").split())

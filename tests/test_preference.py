@@ -392,6 +392,8 @@ def test_a_pass_that_is_killed_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
         ("objective: dpp", "did you mean `dpo`?"),
         ("objective: {beta: 0.1}", "`name` is missing"),
         ("objective: {name: dpo, label_smoothing: 0.1, loss_type: hinge}", "changes nothing"),
+        ("objective: {name: cpo, label_smoothing: 0.1, loss_type: hinge}", "changes nothing"),
+        ("objective: {name: dpo, discopop_tau: 0.1}", "changes nothing"),
         ("objective: dpo\ntask: seq2seq", "leave `task` out"),
         ("objective: dpo\ndata: {train: data.jsonl, too_long: truncate}", "none of them is cut"),
         ("objective: dpo\ndata: {train: data.jsonl, keep: best}", "use data.pairs"),

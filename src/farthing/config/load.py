@@ -127,19 +127,14 @@ def _checked(
 ) -> Job:
     """A job of values with their origin. Raises `JobError`."""
     values = _expand(values)
+    problems += _adopted(values, origin)
     for text in overrides or []:
         try:
             origin.overrides.add(_override(values, text))
         except ValueError as error:
             to_do = "--set train.learning_rate=1e-4"
             problems.append(InputError(str(error), where=f"--set {text}", to_do=to_do))
-    try:
-        for stood, stands in adopt(values, KEYS):
-            if stood in origin.places:
-                origin.places.setdefault(stands, origin.places[stood])
-    except ForeignKeyError as error:
-        to_do = "keep one of them"
-        problems.append(InputError(str(error), where=str(origin.path), to_do=to_do))
+    problems += _adopted(values, origin)  # sections of the command line
     if values.get("cache_dir") is None:
         values["cache_dir"] = "~/.cache/farthing"
     try:
@@ -153,6 +148,16 @@ def _checked(
     if problems:
         raise JobError(problems, job)
     return job
+
+
+def _adopted(values: dict[Any, Any], origin: _Origin) -> Iterator[InputError]:
+    """Move keys by other names to where they belong; yields why one can't be."""
+    try:
+        for stood, stands in adopt(values, KEYS):
+            if stood in origin.places:
+                origin.places.setdefault(stands, origin.places[stood])
+    except ForeignKeyError as error:
+        yield InputError(str(error), where=str(origin.path), to_do="keep one of them")
 
 
 def _without(values: Json, places: Iterable[tuple[int | str, ...]], origin: _Origin) -> Job | None:
@@ -273,12 +278,20 @@ def _override(values: dict[Any, Any], text: str) -> Key:
         raise ValueError(f"the value is not valid YAML: {raw[:80]!r} ({why})") from error
     if len(names) == 1 and names[0] in SHORTHAND and not isinstance(value, dict):
         names = (*names, SHORTHAND[names[0]])
+    made: Any = value
+    for name in reversed(names):
+        made = {name: made}
+    if not isinstance(value, dict):
+        for _, stands in adopt(made, KEYS):  # by another name
+            names = stands
+    for name in names:
+        made = made[name]
     place = values
     for name in names[:-1]:
         inner = place.get(name)
         place[name] = inner if isinstance(inner, dict) else {}
         place = place[name]
-    place[names[-1]] = value
+    place[names[-1]] = made
     return names
 
 

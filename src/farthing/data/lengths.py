@@ -389,7 +389,7 @@ def from_mean(
     `mean_target` makes pairs of source and target, long ones with long ones.
     """
     where = "given on the command line"
-    if n_examples < 1 or mean < 1 or (mean_target is not None and mean_target < 1):
+    if n_examples < 1 or not 1 <= mean < math.inf or (mean_target or 1) < 1:
         raise InputError(
             "examples and tokens are whole numbers above 0",
             where=where,

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import model_validator
+
 from farthing.objectives.objective import (
     Answers,
     Figures,
@@ -29,6 +31,12 @@ class CPO(ObjectiveSettings):
     """Of sigmoid: share of pairs whose answers are taken to be swapped."""
     cpo_alpha: NotNegative = 1.0
     """Weight of the chosen answers' own loss."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> CPO:
+        if self.label_smoothing and self.loss_type == "hinge":
+            raise ValueError("label_smoothing changes nothing in hinge")
+        return self
 
 
 def _loss(answers: Answers, settings: CPO) -> tuple[Any, Figures]:

@@ -64,6 +64,11 @@ class DPO(ObjectiveSettings):
             raise ValueError(f"loss_weights has {len(self.loss_weights)} of {len(names)} weights")
         if self.label_smoothing and not {"sigmoid", "robust", "exo_pair"} & {*names}:
             raise ValueError(f"label_smoothing changes nothing in {', '.join(names)}")
+        if (
+            self.discopop_tau != DPO.model_fields["discopop_tau"].default
+            and "discopop" not in names
+        ):
+            raise ValueError(f"discopop_tau changes nothing in {', '.join(names)}")
         if not self.label_smoothing and {"robust", "exo_pair"} & {*names}:
             raise ValueError("robust and exo_pair need a label_smoothing above 0")
         return self

@@ -210,6 +210,8 @@ def _restore(run: Run, facts: Json, allow_restart: bool, was_finished: bool) -> 
     sha256 = sha256_of_examples(run.train_examples, run.eval_examples)
     tokens = run.train_examples.tokens
     are_chats = tokens.facts["n_rendered"] > 0
+    if run.spec.job.data.chat_template and not are_chats:
+        context.warn("data.chat_template is not used: no row is a chat")
     facts = same_examples(folder, facts, sha256, tokens.label_names, are_chats=are_chats)
     context.meter.enter("restore")
     context.emit(Working("looking for a checkpoint"))
