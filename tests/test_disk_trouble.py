@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from safetensors import SafetensorError
 
 import workshop
 from checkpoints import checkpoints as checkpoints
@@ -215,6 +216,15 @@ def test_what_is_there_is_on_the_disk_with_its_entries(checkpoints, tmp_path, mo
     append_line(tmp_path / "rows.jsonl", {"row": 1})
     files.write_json(tmp_path / "note.json", {})
     assert forced == ["rows.jsonl", "note.json", tmp_path.name]
+
+
+def test_a_full_disk_that_a_library_has_in_its_text_alone_is_one(tmp_path):
+    def fill(_):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with pytest.raises(OSError, match=str(tmp_path)) as found:
+        install_folder(tmp_path / "model", fill)
+    assert found.value.errno == errno.ENOSPC
 
 
 # ---- checkpoints ----

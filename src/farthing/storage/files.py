@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -372,9 +373,17 @@ def sweep_drafts(folder: Path, of: Collection[str] = ("*",)) -> None:
 
 
 def install_folder(final: Path, fill: Callable[[Path], None]) -> None:
-    """Write a folder for others so that it appears whole, replacing an earlier one."""
+    """Write a folder for others so that it appears whole, replacing an earlier one. Raises
+    `OSError`, also where a library has the system's error in its text alone.
+    """
     with _folder_draft(final) as draft:
-        fill(draft)
+        try:
+            fill(draft)
+        except Exception as error:
+            code = re.search(r"(?:os error |\[Errno )(\d+)", str(error))
+            if code is None or getattr(error, "errno", None) is not None:
+                raise
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(final)) from error
         mode = draft.stat().st_mode & 0o777
         for path in draft.rglob("*"):
             path.chmod(mode if path.is_dir() else mode & 0o666)
