@@ -103,6 +103,7 @@ class World:
     """The price that each machine was told."""
     lines: dict[str, list[Any]] = field(default_factory=dict)
     """What the store has of each machine."""
+    run_files: dict[str, Any] = field(default_factory=dict)
     asks: dict[str, Any] = field(default_factory=dict)
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     is_attended: bool = True
@@ -229,6 +230,10 @@ class World:
         if self.now < self.store_away_until:
             self.sleep(2.0)
             raise UnclearError("the store is away")
+
+    def run_file(self, name: str) -> Any:
+        """See `StoreWords`."""
+        return self.run_files.get(name, {})
 
     def tell_price(self, name: str, usd_per_hour: float) -> None:
         """See `StoreWords`."""

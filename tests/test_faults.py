@@ -9,9 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +20,11 @@ import survive
 from farthing.config.load import load_job
 from farthing.errors import DiskFullError, SaveError
 from farthing.events import Emit, Restored, StepTaken
-from farthing.run import mirror as mirror_module
 from farthing.run.checkpoint import Checkpoints, saves_in
 from farthing.storage.logs import SummedLines
-from farthing.storage.objects import open_store
 from farthing.train.evaluate import with_room
 from farthing.train.run import train
 from interrupted import job_in, quiet, when
-from machines import machine
 from mirrored import QUICK, Model, delivered, folder_of_run, mirror_of, step_done, taken
 from patience import until
 from thinned import thinned
@@ -143,25 +138,6 @@ def test_an_evaluation_without_room_is_tried_again_and_then_with_half_as_much():
 
 
 # ---- stores ----
-
-
-@pytest.mark.slow
-def test_a_bucket_that_is_emptied_in_the_middle_of_a_run_gets_a_whole_copy_again(
-    monkeypatch, tmp_path
-):
-    monkeypatch.setattr(mirror_module, "PACE", replace(QUICK, give_up_s=60.0))
-
-    def tell(event):
-        if isinstance(event, StepTaken):
-            time.sleep(0.1)
-        if isinstance(event, StepTaken) and event.step == 5:
-            (tmp_path / "store").rename(tmp_path / "emptied")
-
-    outcome = train(machine(tmp_path, "run", tmp_path / "store"), tell)
-    assert outcome.exit_code == 0
-    fresh = mirror_of(open_store(str(tmp_path / "store")), tmp_path / "empty")
-    assert fresh.bring_back() == 8
-    fresh.close(1)
 
 
 class Late(Model):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from farthing.errors import InputError, RunInterruptedError
+from farthing.errors import InputError, RunChangedError, RunInterruptedError
 from farthing.launch.driver import RefusedError, UnauthorizedError, UnclearError
 from farthing.launch.words import Word
 from farthing.run.accounts import Account
@@ -48,9 +48,6 @@ def asked(course: Course, driver: Played, number: int, *events: str, ago: float 
     return name
 
 
-AGAIN, BARE = {"restarts": True}, {"secure": refuse}
-
-
 def watched(course: Course, driver: Played, n_offers: int = 1) -> list[Any]:
     """The exit code of a launch, and of each machine (code, why, left, asked to go, gone), by
     seconds from its request.
@@ -85,10 +82,9 @@ UNHEARD_AT_ITS_END = {0: RUNS, 3000: AWAY, 5000: None}
         ({0: RUNS, 50: AWAY, 240: RUNS}, {0: UP}, {}, (None, UNHEARD, 230, 245), (75, 3)),
         ({50: NO_KEY, 99: RUNS, 200: NO_KEY, 300: RUNS}, {0: UP}, {}, (None, SILENT, 610), (75, 3)),
         ({0: RUNS}, {30: UP, 60: BEATS[0]}, {}, (None, SILENT, 670), (75, 3)),
-        ({0: {"is_over": True}}, {}, {}, (None, "it ended before it had booted", 20), (75, 1)),
+        ({0: OVER}, {}, {}, (None, "it ended before it had booted", 20), (75, 1)),
         ({0: {"is_over": True, "code": 1}}, {}, {}, (1, "left with 1", 0), (1, 1)),
         ({0: RUNS, 50: OVER}, {0: UP}, {}, (None, "it ended without a word", 70), (75, 3)),
-        ({0: RUNS}, {0: UP, 50: Word(code=2)}, {}, (2, "left with 2", 50), (2, 1)),
         ({0: RUNS}, {0: UP, 50: AWAY, 90: LEFT}, {}, (75, "told to", 90), (75, 3)),
         (
             {0: RUNS},
@@ -208,10 +204,25 @@ def test_offers_follow_each_other_and_the_lost_one_comes_last(course):
     assert gpus == ["RTX 4090", "RTX 3090", "RTX 4090"]
 
 
-@pytest.mark.parametrize(("states", "n"), [(["finished"], 0), (["finished", "running"], 1)])
-def test_a_run_that_has_ended_rents_nothing(states, n, course):
+def test_a_launch_refuses_a_store_with_the_run_of_another_job(course):
+    identity = {"train.learning_rate": 7.0}
+    course.world.run_files, course.world.committed = {"run.json": {"identity": identity}}, lambda: 4
+    with pytest.raises(RunChangedError, match="learning_rate"):
+        course.on(Played(course, {}, {})).run()
+
+
+@pytest.mark.parametrize(
+    ("states", "files", "n"),
+    [
+        (["finished"], {}, 0),
+        (["finished", "running"], {}, 1),
+        (["finished", "failed"], {"run.json": {"finished": True}}, 0),
+        (["finished"], {"job.json": {"train": {"max_steps": 9}}}, 1),
+    ],
+)
+def test_a_run_that_has_ended_rents_nothing(states, files, n, course):
     accounts = [Account(number, state=state) for number, state in enumerate(states, 1)]
-    course.world.accounts = lambda: accounts
+    course.world.accounts, course.world.run_files = lambda: accounts, files
     code, *machines = watched(course, Played(course, {0: RUNS}, {0: Word(code=3)}))
     assert (len(machines), code) == (n, 3 * n)
 

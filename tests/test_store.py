@@ -22,6 +22,7 @@ from farthing.errors import (
     RunTakenError,
 )
 from farthing.events import Exported, Restored, StepTaken
+from farthing.launch.words import StoreWords
 from farthing.run import mirror as mirror_module
 from farthing.run.commits import take_small
 from farthing.run.folder import is_finished, kept
@@ -498,6 +499,11 @@ def test_an_empty_machine_goes_on_to_the_same_bits_with_the_money_on_the_bill(qu
     assert fourth.reason.startswith("the run had finished already"), "the model came along"
     assert heard.of(StepTaken) == []
     assert same_result(tmp_path / "alone", tmp_path / "fourth") == []
+    with pytest.raises(RunChangedError, match="learning_rate"):
+        train(machine(tmp_path, "fourth", store, learning_rate=0.5))
+    words = StoreWords(open_store(str(store)))
+    assert words.accounts()[-1].state == "finished", "who was refused is on no bill"
+    assert words.run_file("run.json")["finished"]
 
 
 @pytest.mark.slow

@@ -13,17 +13,21 @@ another process of ours left behind is found by name, adopted or destroyed.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from farthing.config.job import Job
 from farthing.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     EXIT_LIMIT,
     EXIT_MISTAKE,
     InputError,
+    RunChangedError,
     RunInterruptedError,
 )
 from farthing.launch.driver import (
@@ -41,7 +45,8 @@ from farthing.launch.request import TEARDOWN_S, LaunchRequest, Patience
 from farthing.launch.words import StoreWords, Word
 from farthing.prices.offers import Offer
 from farthing.run.accounts import Account
-from farthing.storage.files import Json
+from farthing.run.folder import JOB, MORE_STEPS, RUN, changes_of
+from farthing.storage.files import Json, sha256_of
 from farthing.units import plural, say_seconds, say_usd
 
 T = TypeVar("T")
@@ -306,8 +311,23 @@ class Launch:
         return self._until_clear(self.words.accounts, "the store")
 
     def _is_finished(self) -> bool:
-        """Also where the machine that did it was lost before it could say so."""
-        return any(account.state == "finished" for account in self._accounts()[-1:])
+        """Also where the machine that did it was lost before it could say so. A run that is asked
+        for more steps is not. Raises `RunChangedError` where what was saved is another job's.
+        """
+        read = self.words.run_file
+        facts, kept = self._until_clear(lambda: (read(RUN), read(JOB)), "the store")
+        job = self.prepared.job
+        if self._committed() and (changed := _changed(job, facts.get("identity", {}))):
+            raise RunChangedError(
+                "what was saved is the run of another job:\n    " + "\n    ".join(changed),
+                where=job.output_store or job.output_dir,
+                to_do="undo the change, or give the job another output_dir and output_store",
+            )
+        before, now = kept.get("train", {}), job.train.model_dump(mode="json")
+        if any(before.get(key, now[key]) != now[key] for key in MORE_STEPS):
+            return False
+        newest = self._accounts()[-1:]
+        return any(each.state == "finished" for each in newest) or bool(facts.get("finished"))
 
     def _n_in_vain(self) -> int:
         """How many machines in a row, up to now, have brought the run no further."""
@@ -710,6 +730,17 @@ class Launch:
             self._terminate(machine, self.patience.farewell_s)
         self._if_answered(self._share, None)
         return code
+
+
+def _changed(job: Job, known: Json) -> list[str]:
+    """In what a job differs from the run whose identity is `known`, as far as that shows here."""
+    now = json.loads(json.dumps(job.identity()))
+    for role in ("train", "eval"):
+        key, paths = f"data.{role} (content)", [Path(name) for name in getattr(job.data, role)]
+        if key in known and all(path.is_file() for path in paths):
+            now[key] = [sha256_of(path) for path in paths]
+            known = {**known, key: [each[0] for each in known[key]]}
+    return changes_of(known, {**known, **{key: now[key] for key in now if key in known}})
 
 
 def _kind(offer: Offer) -> tuple[str, str, bool]:

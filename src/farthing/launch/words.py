@@ -22,12 +22,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from farthing.errors import InputError
+from farthing.errors import InputError, RunChangedError
 from farthing.launch.driver import UnclearError
 from farthing.run.accounts import Account, accounts_of, read_ledger
-from farthing.run.commits import list_commits
+from farthing.run.commits import list_commits, read_commit
 from farthing.run.folder import LEDGER
-from farthing.storage.files import DamagedFileError, Json, seal, unseal
+from farthing.storage.files import DamagedFileError, Json, read_json, seal, unseal
 from farthing.storage.lease import newest_words
 from farthing.storage.objects import NoSuchObjectError, Store, StoreError, get_json
 
@@ -115,6 +115,20 @@ class StoreWords:
             return read_ledger(self._folder / LEDGER).ordered
         told = accounts_of(newest_words(self._store))
         return [told[number] for number in sorted(told)]
+
+    @_answered()
+    def run_file(self, name: str) -> Json:
+        """What a small file of the run says; empty where it can't be read."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError, ValueError):
+                return dict(read_json(self._folder / name))
+            return {}
+        for commit in list_commits(self._store):
+            with contextlib.suppress(DamagedFileError, NoSuchObjectError, RunChangedError):
+                for entry in read_commit(self._store, commit)["files"]:
+                    if entry["path"] == name and (found := get_json(self._store, entry["object"])):
+                        return found
+        return {}
 
     @_answered()
     def keep(self, name: str, rows: list[Json]) -> None:

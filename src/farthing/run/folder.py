@@ -79,6 +79,9 @@ CHECKPOINT_NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
 EXAMPLES, LABEL_NAMES, ARE_CHATS = "examples_sha256", "label_names", "are_chats"
 """In run.json once an attempt knew the run's examples; the last: a chat template wrote some."""
 _OF_ATTEMPTS = ("steps_per_epoch", EXAMPLES, LABEL_NAMES, ARE_CHATS, "finished")
+MORE_STEPS = ("max_steps", "num_train_epochs", "load_best_model_at_end")
+"""Keys of `train` with which a finished run resumes. Its identity has those that change the steps
+it has taken."""
 _SEAL = "sha256"
 _WITNESSED = ("attempt", "step", "spent_s", "spent_usd", "attempt_id")
 
@@ -338,7 +341,7 @@ def claim(
         keep(make_private(folder) / RUN, facts)
         return facts
     now = json.loads(json.dumps(identity))
-    changed = _changed(facts["identity"], now)
+    changed = changes_of(facts["identity"], now)
     if changed and has_committed(folder):
         further = (
             " (to train its weights further: farthing train JOB"
@@ -423,7 +426,8 @@ def _facts_of(folder: Path, warn: Warn, *, allow_restart: bool) -> Json | None:
     return None
 
 
-def _changed(before: Json, now: Json) -> list[str]:
+def changes_of(before: Json, now: Json) -> list[str]:
+    """What of an identity differs, in words."""
     return [
         f"{key}: {_brief(before.get(key))} -> {_brief(now.get(key))}"
         for key in {**before, **now}

@@ -13,7 +13,7 @@ import transformers
 from farthing.errors import RunDamagedError
 from farthing.model.hardware import device_name
 from farthing.run.exported import damage_of, damaged_checkpoints
-from farthing.run.folder import MODEL, RUN, claim, keep, kept_job
+from farthing.run.folder import MODEL, MORE_STEPS, RUN, claim, keep, kept_job
 from farthing.storage.files import Json, set_aside
 from farthing.train.context import Context
 from farthing.train.resolve import RunSpec
@@ -42,13 +42,10 @@ def claimed(spec: RunSpec, context: Context, *, allow_restart: bool) -> Json:
 
 
 def _asks_for_other_steps(spec: RunSpec, folder: Path) -> bool:
-    """Whether a finished run resumes, for more steps or to write the model of another one. Its
-    identity says where that changes the steps it has taken.
-    """
+    """Whether a finished run resumes, for more steps or to write the model of another one."""
     with contextlib.suppress(RunDamagedError):
         before = kept_job(folder)["train"]
-        keys = ("max_steps", "num_train_epochs", "load_best_model_at_end")
-        return any(before[key] != getattr(spec.train, key) for key in keys)
+        return any(before[key] != getattr(spec.train, key) for key in MORE_STEPS)
     return False
 
 

@@ -120,9 +120,11 @@ def train(
             reason = error.what
             if isinstance(error, RunInterruptedError) and context.notice:
                 state, reason = context.notice.how_it_ends()
-        except InputError:
-            if begun.is_accepted:
-                with contextlib.suppress(OSError):
+        except InputError as error:
+            with contextlib.suppress(OSError):
+                if begun.belongs_elsewhere(error):
+                    begun.ledger.withdraw()  # before the lease tells the store of it
+                if begun.is_accepted:
                     unclaim(folder)
             raise
         finally:
