@@ -21,6 +21,7 @@ from farthing.data import packing, sample
 from farthing.data.batches import Batches
 from farthing.data.lengths import Lengths, from_arrays, from_mean
 from farthing.data.light_tokenizer import light_tokenizer
+from farthing.data.memory import write_rows
 from farthing.data.packing import split_by_tokens, split_padded
 from farthing.data.read import open_sources
 from farthing.data.token_set import TokenRecipe
@@ -30,7 +31,7 @@ from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.tiny import demo_rows, write_jsonl
 from thinned import thinned
 from web import Files
-from workshop import job_file, make_job, read_json, rows_of, train
+from workshop import job_file, make_job, read_json, read_rows, rows_of, train
 
 # ---- padding ----
 
@@ -233,6 +234,7 @@ def test_a_saved_data_set_is_planned_by_its_splits_and_its_classes_have_names(tm
     assert known_of(job)[0].n_examples == 4
     config = read_json(tmp_path / "run/model/config.json")
     assert config["id2label"] == {"0": "Chess", "1": "World"}
+    assert read_rows(write_rows(made, tmp_path))[1]["label"] == "Sports"
     (tmp_path / "two").mkdir()
     for name in ("text", "body"):
         (tmp_path / "two" / f"{name}.csv").write_text(f"{name},label\na,b\n")

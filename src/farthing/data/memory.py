@@ -36,7 +36,21 @@ def rows_of(value: Any) -> Iterable[Mapping[str, Any]]:
         return list(value.to_dict("records"))
     if not isinstance(value, Iterable) or isinstance(value, str | bytes):
         raise _error(f"a {type(value).__name__} has no rows", "give a list")
-    return value
+    features = getattr(value, "features", None)
+    classes = {name: getattr(each, "feature", each) for name, each in (features or {}).items()}
+    classes = {name: each for name, each in classes.items() if hasattr(each, "int2str")}
+    return value if not classes else (_with_names(row, classes) for row in value)
+
+
+def _with_names(row: Mapping[str, Any], classes: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `datasets` with the names of its classes in place of their numbers."""
+    found = dict(row)
+    for name, of_class in classes.items():
+        try:
+            found[name] = None if row[name] is None else of_class.int2str(row[name])
+        except ValueError:  # -1, as in data whose labels are kept back
+            found[name] = None
+    return found
 
 
 def write_rows(value: Any, folder: Path) -> Path:
