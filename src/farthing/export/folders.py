@@ -9,6 +9,7 @@ killed: only the bill on the card tells of that.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -148,8 +149,12 @@ def whole_model(run: Path) -> Path:
 
 
 def refuse_used(folder: Path) -> None:
-    """Raises `InputError` where something is in the folder already."""
-    if folder.exists() and any(folder.iterdir()):
+    """Raises `InputError` where something is in the folder already, or a file is in its place."""
+    at = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    if not at.is_dir():
+        what = "a file or a broken link, where a folder is to be written"
+        raise InputError(what, where=str(at), to_do="name a new folder with --output")
+    if at == folder and any(folder.iterdir()):
         raise InputError(
             "the folder is not empty", where=str(folder), to_do="name a new one with --output"
         )
