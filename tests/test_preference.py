@@ -128,6 +128,30 @@ def sigmoid(x: float) -> float:
     return math.exp(-minus_log_sigmoid(x))
 
 
+DEFAULTS: dict[str, tuple[dict[str, Any], tuple[float, float]]] = {
+    "dpo": (
+        {"loss_type": "sigmoid", "loss_weights": (), "label_smoothing": 0.0, "discopop_tau": 0.05},
+        (1e-6, 1e-5),
+    ),
+    "kto": (
+        {"loss_type": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0},
+        (1e-6, 1e-5),
+    ),
+    "orpo": ({}, (8e-6, 8e-5)),
+    "simpo": ({"beta": 2.5, "simpo_gamma": 1.375}, (1e-6, 1e-5)),
+    "cpo": ({"loss_type": "sigmoid", "label_smoothing": 0.0, "cpo_alpha": 1.0}, (1e-6, 1e-5)),
+    "reward": ({"beta": None, "center_rewards_coefficient": 0.0}, (1e-5, 1e-4)),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_keys_that_a_job_leaves_out_are_those_of_the_papers(name):
+    keys, rates = DEFAULTS[name]
+    keys = {"name": name, "beta": 0.1, **keys}
+    assert read_settings(name).model_dump() == {k: v for k, v in keys.items() if v is not None}
+    assert objective_of(name).learning_rates == rates
+
+
 ODDS = [z - math.log1p(-math.exp(z)) for z in (-1.0, -9 / 5)]
 
 
@@ -184,6 +208,25 @@ def test_losses_are_those_of_their_papers(settings, loss):
     assert loss_of(settings, answers_of([-3.0], [-9.0])) == pytest.approx(loss)
 
 
+def test_the_figures_of_pairs_are_sums_with_their_counts():
+    """The second pair is a tie in what a token costs."""
+    answers = answers_of([-3.0, -6.0], [-9.0, -10.0], ((3.0, 5.0),))
+    found = objective_of("dpo").loss(answers, read_settings("dpo"))[1]
+    d = [-1 / 3, 3 / 5, 2 / 3, 4 / 5]
+    assert {name: (float(total), float(n)) for name, (total, n) in found.items()} == {
+        "accuracy": (1.0, 2.0),
+        "rewards/accuracies": (2.0, 2.0),
+        "rewards/margins": (pytest.approx(0.6), 2.0),
+        "rewards/chosen": (pytest.approx(-0.1), 2.0),
+        "rewards/rejected": (pytest.approx(-0.7), 2.0),
+        "logps/chosen": (-9.0, 2.0),
+        "logps/rejected": (-19.0, 2.0),
+        "length/chosen": (6.0, 2.0),
+        "length/rejected": (10.0, 2.0),
+        "kl": (pytest.approx(sum(math.exp(x) - 1 - x for x in d)), 4.0),
+    }
+
+
 @pytest.mark.parametrize(("centring", "loss"), [(0.0, 0.0), (0.1, 0.4)])
 def test_a_reward_is_pulled_to_zero_as_its_paper_says(centring, loss):
     """Scores of 1 and -3, and a margin of 0.5."""
@@ -217,7 +260,16 @@ def test_a_verdict_costs_what_its_paper_says(kl, loss):
     answers = Answers(
         at_reference, torch.ones(2, 1), at_reference, None, torch.tensor([1.0, 0.0]), of_step
     )
-    assert loss_of({"name": "kto", "desirable_weight": 1.5}, answers) == pytest.approx(loss)
+    settings = {"name": "kto", "desirable_weight": 1.5}
+    assert loss_of(settings, answers) == pytest.approx(loss)
+    found = objective_of("kto").loss(answers, read_settings(settings))[1]
+    assert {name: (float(total), float(n)) for name, (total, n) in found.items()} == {
+        **dict.fromkeys(("rewards/chosen", "rewards/rejected"), (0.0, 1.0)),
+        **dict.fromkeys(("logps/chosen", "logps/rejected"), (-4.0, 1.0)),
+        **dict.fromkeys(("length/chosen", "length/rejected"), (1.0, 1.0)),
+        "baseline": (2 * kl, 2.0),
+        "kl": (0.0, 2.0),
+    }
 
 
 # ---- against whole logits ----

@@ -27,7 +27,7 @@ from farthing.data.row_table import rows_of as table_of
 from farthing.dist import reduce
 from farthing.dist.ranks import Ranks
 from farthing.dist.reduce import AllReduce, FixedOrder, n_slots_for, slots_of
-from farthing.errors import InputError
+from farthing.errors import InputError, RunInterruptedError
 from farthing.local.measurements import append_measurement, read_measurements
 from farthing.model.forward import Forward
 from farthing.run.folder import kept
@@ -256,15 +256,29 @@ def test_nothing_is_begun_again_where_a_rank_was_asked_to_leave_before_the_first
     assert on_ranks(2, tmp_path, leaves, was_asked) == [75 if was_asked else 76, None]
 
 
-def link_of(rank: int) -> float:
+def said_to(rank: int) -> list[Any]:
+    """What a rank of two knows of both, and how blocks end in which the second fails."""
     ranks = Ranks(seat_in(os.environ), patience_s=60.0)
-    found = ranks.link_bytes_per_s()
+    found: list[Any] = [ranks.agree(rank, [rank, 5 - rank]), ranks.least(7 - rank)]
+    found += [ranks.tell_all(["a", rank]), ranks.gather("x" * 9 * rank)]
+    found += [ranks.sum_up(torch.tensor([1.0, rank])).tolist()]
+    found += [1e6 < ranks.link_bytes_per_s() < 1e12]
+    for error in (None, RunInterruptedError("asked"), torch.OutOfMemoryError("full")):
+        try:
+            with ranks.all_or_none():
+                if error is not None and rank == 1:
+                    raise error
+        except Exception as each:
+            found.append(type(each).__name__)
     ranks.close()
     return found
 
 
-def test_the_link_between_ranks_is_measured(tmp_path):
-    assert all(1e6 < link < 1e12 for link in on_ranks(2, tmp_path, link_of))
+def test_what_one_rank_says_all_know(tmp_path):
+    one, other = on_ranks(2, tmp_path, said_to)
+    assert one == other
+    assert one[:5] == [[1, [1, 5]], 6, ["a", 0], ["", "x" * 9], [2.0, 1.0]]
+    assert one[5:] == [True, "RunInterruptedError", "OutOfMemoryError"]
 
 
 # ---- whole runs ----

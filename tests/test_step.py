@@ -19,6 +19,7 @@ from farthing.data.row_table import in_one_lane
 from farthing.errors import NotFiniteError
 from farthing.events import Decided, Note, StepTaken
 from farthing.model.forward import Forward
+from farthing.train.loop import take_step
 from farthing.train.step import Step
 from patience import until
 from thinned import thinned
@@ -29,6 +30,7 @@ from workshop import (
     log_of,
     losses_of,
     make_job,
+    opened,
     read_json,
     rows_of,
     steps_of,
@@ -148,6 +150,20 @@ def test_no_optimizer_moves_a_weight_when_the_gradient_is_not_finite(optim, tmp_
     watched = Watched(monkeypatch)
     train(make_job(tmp_path, max_steps=2, optim=optim))
     assert watched.changed() == set()
+
+
+def test_a_step_moves_each_weight_by_the_keys_of_its_job_and_is_counted(tmp_path):
+    keys = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
+    job = make_job(tmp_path, method={"name": "lora", "loraplus_lr_ratio": 16}, **keys)
+    with opened(job) as run:
+        take_step(run)
+        groups = run.optimizer.param_groups
+        at, tokens = run.progress, run.train_examples.tokens
+        examples = run.feed.batches.examples_of(0)
+        assert at.n_tokens == at.n_padded_tokens == tokens.lengths[examples].sum()
+        assert at.n_targets == tokens.target_lengths[examples].sum() < at.n_tokens
+    assert [(each["lr"], each["weight_decay"]) for each in groups] == [(0.01, 0.1), (0.16, 0.1)]
+    assert all((each["betas"], each["eps"]) == ((0.8, 0.95), 1e-6) for each in groups)
 
 
 # ---- what is computed ----
