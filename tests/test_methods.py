@@ -245,12 +245,18 @@ def test_a_run_follows_its_schedule_at_a_rate_for_its_global_batch(keys, rates, 
     assert [row["lr"] for row in log_of(job)] == pytest.approx(rates)
 
 
-@pytest.mark.slow
-def test_label_smoothing_changes_training(tmp_path):
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("llama", "label_smoothing_factor", 0.2),
+        ("bert", "label_smoothing_factor", 0.2),
+        ("llama", "neftune_noise_alpha", 5.0),
+    ],
+)
+def test_keys_of_the_loss_change_training(family, key, value, tmp_path):
     losses = []
-    for share in (0.0, 0.2):
-        keys = {"max_steps": 1, "label_smoothing_factor": share}
-        job = make_job(tmp_path / str(share), "bert", **keys)
+    for more in ({}, {key: value}):
+        job = make_job(tmp_path / f"{len(more)}", family, max_steps=1, **more)
         workshop.train(job)
         losses += losses_of(job)
     assert losses[0] != losses[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -325,3 +326,24 @@ def test_a_task_says_nothing_that_is_not_read_and_its_name_is_its_own():
     with pytest.raises(ValueError, match="`targets` is not read"):
         register(pairs._replace(name="other", targets=lambda rows: rows.ids))
     assert objective_names()[:3] == ("causal-lm", "seq2seq", "classification")
+
+
+def test_labels_are_read_and_judged_as_their_tasks_say():
+    classes, several, number = (
+        objective_of(task).labels
+        for task in ("classification", "multi-label-classification", "regression")
+    )
+    assert classes.read({"text": "a", "label": True}, {"true": "yes"}) == ("a", "yes")
+    assert number.read({"text": "a", "score": "good"}, {"good": "4.5"}) == ("a", 4.5)
+    assert several.answers(torch.tensor([0.2, -0.2])).tolist() == [True, False]
+    assert several.predict([0.5, 0.51], ["a", "b"]) == ["b"]
+    assert (classes.smooths, several.smooths, number.smooths) == (True, False, False)
+    scores, wanted = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, -100])
+    low, high = math.log1p(math.exp(-2)), math.log1p(math.exp(2))
+    assert float(classes.loss(scores, wanted, 0.0)) == pytest.approx(low)
+    assert float(classes.loss(scores, wanted, 0.2)) == pytest.approx(0.9 * low + 0.1 * high)
+    both = several.loss(scores[:1], torch.tensor([[1, 1]]), 0.0)
+    assert float(both) == pytest.approx((low + math.log(2)) / 2)
+    assert float(number.loss(scores, torch.tensor([0.0, 3.0]), 0.0)) == 4 + 9
+    limits = {name: objective_of(name).max_length for name in objective_names()[:3]}
+    assert limits == {"causal-lm": 1024, "seq2seq": 512, "classification": 512}

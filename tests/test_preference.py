@@ -165,6 +165,7 @@ ODDS = [z - math.log1p(-math.exp(z)) for z in (-1.0, -9 / 5)]
         ),
         ({"loss_type": "ipo", "beta": 0.5}, (1 / 3 + 3 / 5 - 1) ** 2),
         ({"loss_type": "hinge"}, 1 - 0.4),
+        ({"loss_type": "hinge", "beta": 1.0}, 0.0),
         ({"loss_type": "sigmoid_norm"}, minus_log_sigmoid(0.1 * (1 / 3 + 3 / 5))),
         (
             {"loss_type": "robust", "label_smoothing": 0.1},
@@ -200,6 +201,7 @@ ODDS = [z - math.log1p(-math.exp(z)) for z in (-1.0, -9 / 5)]
             0.8 * minus_log_sigmoid(0.6) + 0.2 * minus_log_sigmoid(-0.6) + 2,
         ),
         ({"name": "cpo", "loss_type": "hinge"}, 0.4 + 1),
+        ({"name": "cpo", "loss_type": "hinge", "beta": 1.0}, 1.0),
         ({"name": "orpo", "beta": 0.3}, 1.0 + 0.3 * minus_log_sigmoid(ODDS[0] - ODDS[1])),
     ],
 )
@@ -225,6 +227,9 @@ def test_the_figures_of_pairs_are_sums_with_their_counts():
         "length/rejected": (10.0, 2.0),
         "kl": (pytest.approx(sum(math.exp(x) - 1 - x for x in d)), 4.0),
     }
+
+    found = objective_of("orpo").loss(answers, read_settings("orpo"))[1]
+    assert float(found["rewards/chosen"][0]) == pytest.approx(-0.3)
 
 
 @pytest.mark.parametrize(("centring", "loss"), [(0.0, 0.0), (0.1, 0.4)])
@@ -262,6 +267,8 @@ def test_a_verdict_costs_what_its_paper_says(kl, loss):
     )
     settings = {"name": "kto", "desirable_weight": 1.5}
     assert loss_of(settings, answers) == pytest.approx(loss)
+    unpaired = loss_of(settings | {"loss_type": "apo_zero_unpaired"}, answers)
+    assert unpaired == pytest.approx(0.5 * 1.5 + 0.5), "whatever the baseline"
     found = objective_of("kto").loss(answers, read_settings(settings))[1]
     assert {name: (float(total), float(n)) for name, (total, n) in found.items()} == {
         **dict.fromkeys(("rewards/chosen", "rewards/rejected"), (0.0, 1.0)),
@@ -443,6 +450,11 @@ def test_a_pass_that_is_killed_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
         ("objective: {name: dpo, beat: 1}", "did you mean `beta`?"),
         ("objective: dpp", "did you mean `dpo`?"),
         ("objective: {beta: 0.1}", "`name` is missing"),
+        ("objective: {name: dpo, beta: 0}", "greater than 0"),
+        ("objective: {name: cpo, label_smoothing: 0.5}", "less than 0.5"),
+        ("objective: {name: dpo, loss_type: [sft, sft]}", "each loss once"),
+        ("objective: {name: dpo, loss_type: [sigmoid, sft], loss_weights: [1]}", "1 of 2 weights"),
+        ("objective: {name: dpo, loss_type: exo_pair}", "above 0"),
         ("objective: {name: dpo, label_smoothing: 0.1, loss_type: hinge}", "changes nothing"),
         ("objective: {name: cpo, label_smoothing: 0.1, loss_type: hinge}", "changes nothing"),
         ("objective: {name: dpo, discopop_tau: 0.1}", "changes nothing"),
@@ -614,8 +626,9 @@ def test_a_margin_is_the_value_of_a_row():
     for margin in (2.0, "2"):
         unit = text_of("prompt/chosen/rejected", row | {"margin": margin}, "reward")
         assert unit.value == 2.0
-    with pytest.raises(UnusableRowError, match="nan"):
-        text_of("prompt/chosen/rejected", row | {"margin": math.nan}, "reward")
+    for odd in (math.nan, True):
+        with pytest.raises(UnusableRowError, match=f"'{odd}', not a number"):
+            text_of("prompt/chosen/rejected", row | {"margin": odd}, "reward")
 
 
 def run_of(folder: Path, objective) -> Path:

@@ -17,7 +17,7 @@ import torch
 from farthing.data.loader import Feed, MicroBatch, micro_batches
 from farthing.data.row_table import in_one_lane
 from farthing.errors import NotFiniteError
-from farthing.events import Decided, Note, StepTaken
+from farthing.events import Decided, Note, StepSkipped, StepTaken
 from farthing.model.forward import Forward
 from farthing.train.loop import take_step
 from farthing.train.step import Step
@@ -141,6 +141,31 @@ def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(tmp_pa
     with pytest.raises(NotFiniteError):
         train(job)
     assert [row["step"] for row in steps_of(job)] == [1, 2, 3]  # the third was under way
+
+
+@pytest.mark.parametrize("is_loss", [True, False])
+def test_a_step_that_is_left_out_names_the_rows_that_it_may_come_from(
+    is_loss, tmp_path, monkeypatch
+):
+    honest, n_of, bad = Forward.loss, [], torch.nan
+
+    def loss(forward, *given):
+        n_of.append(int(given[0]["n_targets"].numel()))
+        found, figures = honest(forward, *given)
+        if len(n_of) != 2:
+            return found, figures
+        if is_loss:
+            return found * bad, figures
+        found.register_hook(lambda gradient: gradient * bad)
+        return found, figures
+
+    monkeypatch.setattr(Forward, "loss", loss)
+    job, heard = make_job(tmp_path, max_steps=1, micro_batch_tokens=150), Heard()
+    train(job, heard)
+    (skipped,) = heard.of(StepSkipped)
+    assert len(n_of) == 2
+    assert len(skipped.samples) == (n_of[1] if is_loss else 8)
+    assert skipped.skipped == ("the loss is" if is_loss else "the gradient is")
 
 
 @pytest.mark.parametrize("optim", thinned(["adamw_torch_fused", "adamw_torch", "sgd"], 2))
