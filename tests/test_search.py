@@ -341,7 +341,9 @@ def test_a_bill_that_can_not_be_made_ends_the_search_before_a_cent(tmp_path, mon
     assert not (tmp_path / "run/trials").exists()
 
 
-def test_a_trial_that_begins_after_the_limit_has_not_failed(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("usd", "state"), [(0.0, "not begun"), (0.5, "paused")])
+def test_a_trial_that_the_limit_stops_has_not_failed(usd, state, tmp_path, monkeypatch):
+    monkeypatch.setattr("farthing.search.receipt.usd_of", lambda folder: usd)
     late = {"state": "failed", "kind": "InputError", "where": "limits", "error": "0.0 s left"}
     monkeypatch.setattr("farthing.search.pool.Worker.start", lambda worker: None)
     monkeypatch.setattr("farthing.search.pool.Worker.end", lambda worker: None)
@@ -349,8 +351,9 @@ def test_a_trial_that_begins_after_the_limit_has_not_failed(tmp_path, monkeypatc
     path = job_of(tmp_path)
     outcome = search(load_job(path), path)
     assert (outcome.state, outcome.exit_code) == ("limit", 3)
-    states = {each["state"] for each in outcome.receipt["trials"]}
-    assert states == {"not begun"}  # a search that is resumed trains it
+    found = {(each["state"], each["usd"]) for each in outcome.receipt["trials"]}
+    assert found == {(state, usd)}  # a search that is resumed trains it
+    assert sum(each["usd"] for each in outcome.receipt["rungs"]) == usd
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,11 @@ def _costs(usd: float, in_trials_usd: float) -> Json:
 def build(folder: Path, record: SearchRecord, usd: float) -> Json:
     """The receipt as plain values."""
     header, greater = record.header, record.header["greater_is_better"]
-    trials = [_trial(record, trial) for trial in sorted(record.settings)]
+    spent = {
+        trial: max(record.newest(trial).get("usd", 0.0), usd_of(folder_of(folder, trial)))
+        for trial in sorted(record.settings)
+    }
+    trials = [_trial(record, trial, usd) for trial, usd in spent.items()]
     known = [each for each in trials if each["score"] is not None and each["part_of"] is None]
     order = _order(known, record)
     by_number = {each["trial"]: each for each in trials}
@@ -143,7 +147,7 @@ def build(folder: Path, record: SearchRecord, usd: float) -> Json:
         "n_trials": header["n_trials"],
         "varied": sorted({key for one in trials if not one["n_rows"] for key in one["settings"]}),
         "trials": trials,
-        "rungs": _by_rung(record),
+        "rungs": _by_rung(record, spent),
         "winner": winner,
         "margin": _margin(record, order) if len(order) > 1 else None,
         "front": _front(known, greater),
@@ -156,9 +160,11 @@ def build(folder: Path, record: SearchRecord, usd: float) -> Json:
     }
 
 
-def _trial(record: SearchRecord, trial: int) -> Json:
+def _trial(record: SearchRecord, trial: int, usd: float) -> Json:
+    """`usd`: also of a segment that a limit has stopped."""
     row, settings = record.newest(trial), record.settings[trial]
     figures = {key: row.get(key, otherwise) for key, otherwise in NOT_BEGUN.items()}
+    figures |= {"usd": usd, "state": "paused" if usd and not row else figures["state"]}
     is_lost = figures["state"] in ("failed", "diverged")
     return {
         "trial": trial,
@@ -193,15 +199,25 @@ def reaches(score: float | None, wanted: float | None, is_greater_better: bool) 
     return score >= wanted if is_greater_better else score <= wanted
 
 
-def _by_rung(record: SearchRecord) -> list[Json]:
-    """The cost of each rung: what each trial added to its bill there."""
+def _by_rung(record: SearchRecord, spent: Mapping[int, float]) -> list[Json]:
+    """The cost of each rung: what each trial added to its bill there, and what it has spent since
+    the last one it reached.
+    """
     found: dict[int, Json] = {}
-    for (trial, rung), row in sorted(record.results.items()):
-        before = record.results.get((trial, rung - 1), {}).get("usd", 0.0)
-        at = found.setdefault(rung, {"rung": rung, "fraction": 0.0, "n_trials": 0, "usd": 0.0})
-        at["fraction"] = max(at["fraction"], row["fraction"])  # 0 of one that failed at once
-        at["n_trials"] += 1
-        at["usd"] += row["usd"] - before
+
+    def at(rung: int) -> Json:
+        return found.setdefault(rung, {"rung": rung, "fraction": 0.0, "n_trials": 0, "usd": 0.0})
+
+    left = dict(spent)
+    for (trial, rung), row in record.results.items():
+        usd = row["usd"] - record.results.get((trial, rung - 1), {}).get("usd", 0.0)
+        left[trial] -= usd
+        at(rung)["fraction"] = max(at(rung)["fraction"], row["fraction"])  # 0: failed at once
+        at(rung)["n_trials"] += 1
+        at(rung)["usd"] += usd
+    for trial, usd in left.items():
+        if usd > 0:
+            at(max((rung for of, rung in record.results if of == trial), default=0))["usd"] += usd
     return [found[rung] for rung in sorted(found)]
 
 
@@ -270,9 +286,10 @@ def _saved(record: SearchRecord, trials: Sequence[Json]) -> Json:
     """
     results = record.results
     stopping = sum(
-        each["usd"] / each["fraction"] - each["usd"]
+        row["usd"] / row["fraction"] - row["usd"]
         for each in trials
         if each["part_of"] is None and each["fraction"] > 0 and each["state"] == "paused"
+        for row in (record.newest(each["trial"]),)
     )
     promotion = sum(
         before["usd"]
