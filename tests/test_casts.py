@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farthing.model import casts
+from farthing.model import casts, cpu
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.casts import Casts, add_up, leaf_of
 from farthing.model.forward import Forward
@@ -23,6 +23,12 @@ from packed_models import documents, model_of, with_adapter
 from workshop import are_same
 
 NUMERICS = Numerics(torch.device("cpu"), torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """Layers are not those of a CPU, which has no casts."""
+    monkeypatch.setattr(cpu, "use", lambda _: None)
 
 
 def gradients(

@@ -8,16 +8,27 @@ import copy
 import importlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from farthing.model import cpu
 from farthing.model.attention_kernels import AttentionSettings
 from farthing.model.documents import Documents
+from farthing.model.forward import Forward
+from farthing.model.hardware import Numerics
 from farthing.model.norms import KINDS, use_one_gelu
+from farthing.model.products import few_sizes
 from interrupted import LeavesAt
-from packed_models import assert_close_with_gradients, by_formula
+from packed_models import (
+    assert_close_with_gradients,
+    by_formula,
+    documents,
+    model_of,
+    with_adapter,
+)
 from workshop import losses_of, make_job, train
 
 HEADS, WIDTH = 4, 16
@@ -71,12 +82,41 @@ def test_answers_and_gradients_are_those_of_the_formula(lengths, key_lengths, n_
         assert float((one.detach() - other.detach()).norm() / other.detach().norm()) < CLOSE
 
 
+class Sizes(TorchDispatchMode):
+    """Sizes of the matrices in bf16 that are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set[int]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            for each in args:
+                self.seen |= set(each.shape) if each.dtype == torch.bfloat16 else set()
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("adapter", [None, {}, {"dropout": 0.2}])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_products_in_bf16_have_few_shapes(family, adapter):
+    model, tokens = model_of(family), documents()
+    if adapter is not None:
+        model = with_adapter(model, **adapter)
+    forward = Forward(model, "causal-lm", 1, Numerics(torch.device("cpu"), torch.bfloat16))
+    with Sizes() as sizes:
+        for n in range(1, 5):
+            batch = forward.to_device(forward.collate(tokens, np.arange(n)))
+            forward.loss(batch)[0].backward()
+    of_weights = {size for weight in model.parameters() for size in weight.shape}
+    assert sizes.seen - of_weights <= {16, 32, 48}
+
+
 def test_sizes_are_few_and_hardly_larger():
     for n in range(1, 5000):
-        size = cpu.few_sizes(n)
+        size = few_sizes(n)
         assert n <= size < n + max(16, n / 8)
-        assert cpu.few_sizes(size) == size
-    assert len({cpu.few_sizes(n) for n in range(1, 2049)}) == 40
+        assert few_sizes(size) == size
+    assert len({few_sizes(n) for n in range(1, 2049)}) == 40
 
 
 @pytest.mark.parametrize("odd", ["window", "softcap"])

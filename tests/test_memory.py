@@ -184,7 +184,7 @@ def in_layers(shape: Shape) -> int:
 def agree(case: Traced):
     """The formulas are as close as they say."""
     said, seen = compare(case)
-    assert said.allocated.n_bytes == pytest.approx(seen, rel=0.065), said
+    assert sum(said.parts.values()) == pytest.approx(seen, rel=0.065), said
 
 
 @pytest.mark.usefixtures("large_blocks")
@@ -241,7 +241,7 @@ def test_layers_that_are_kept_to_the_backward_pass_and_fp16_take_more_of_spread_
 def test_optimizers_by_what_they_keep(optim, of_each):
     shape = shape_of("mistral")
     found = peak(shape, replace(FULL, optim=optim), SHORT)
-    assert found.allocated.n_bytes == pytest.approx(of_each * shape.n_parameters, rel=1e-3)
+    assert sum(found.parts.values()) == pytest.approx(of_each * shape.n_parameters, rel=1e-3)
 
 
 def test_quantized_weights_are_half_a_byte_and_their_constants_beside_bf16_embeddings():
@@ -262,7 +262,8 @@ def test_parts_add_up_and_the_device_needs_more_than_torch_says():
     shape = shape_of("llama")
     for is_cuda in (True, False):
         found = peak(shape, FULL, SHORT, is_cuda=is_cuda)
-        assert found.allocated.n_bytes == sum(found.parts.values())
+        of_code = 0 if is_cuda else 256 << 20  # what oneDNN keeps for products in bf16
+        assert found.allocated.n_bytes == sum(found.parts.values()) + of_code
         assert sum(found.as_dict().values()) == found.on_device.n_bytes
         assert all(value > 0 for value in found.as_dict().values())
     assert found.on_device.n_bytes == found.allocated.n_bytes  # of a processor

@@ -1,8 +1,10 @@
-"""What is only for CPUs: attention of packed documents and RMS norms that beat torch's own there.
+"""What is only for CPUs: products of few shapes, attention of packed documents and RMS norms that
+beat torch's own there.
 
-`use` is the one switch. Measured on two cores (evidence/log.md): blocks of few shapes are a tenth
-to two fifths of a step in bf16, products of short documents a tenth to a quarter in bf16, one
-node for a norm a tenth for T5. Everything else is left to torch.
+`use` is the one switch. Measured on two cores (evidence/log.md): products and blocks of few shapes
+are a tenth to two fifths of a step in bf16, and without them memory grows with every step; products
+of short documents are a tenth to a quarter in bf16, one node for a norm a tenth for T5. Everything
+else is left to torch.
 
 Shapes: T tokens of N documents, K keys, H query and G key heads of D.
 """
@@ -10,18 +12,20 @@ Shapes: T tokens of N documents, K keys, H query and G key heads of D.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
 
 from farthing.model import attention_kernels
 from farthing.model.attention_kernels import AttentionSettings
 from farthing.model.documents import Documents
 from farthing.model.norms import is_known
+from farthing.model.products import few_sizes, with_zeros
 
 MOST_SHORT = 128  # keys up to which documents that look both ways are a block each
 MOST_KEYS = 2048  # up to which blocks are quicker than torch's fused kernel
@@ -37,6 +41,8 @@ def use(inner: nn.Module) -> None:
     for module in inner.modules():
         if is_known(module) and module.weight.device.type == "cpu":
             module.forward = functools.partial(_normed, module, module.forward)
+        elif isinstance(module, nn.Linear | Conv1D):
+            module.forward = functools.partial(_of_few_rows, module.forward)
 
 
 def attend(
@@ -50,18 +56,22 @@ def attend(
     return _Attention.apply(query, key, value, how.bias, documents, how)
 
 
+# ---- products of few shapes ----
+
+
+def _of_few_rows(original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    n = x[..., 0].numel()
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    if dtype != torch.bfloat16 or n == few_sizes(n):
+        return original(x)
+    wide = with_zeros(x.reshape(n, -1).to(dtype))
+    return original(wide)[:n].unflatten(0, x.shape[:-1])
+
+
 # ---- a block of queries at a time ----
-# oneDNN, by which torch multiplies matrices of bf16, makes code for every shape of a product and
-# keeps it for the life of the process: about 0.65 MiB and 0.8 ms each. So blocks are copied, with
-# zeros up to one of `few_sizes`. Short documents, and those with a bias, are a block each, which is
-# multiplied in fp32, by MKL: products this small gain nothing from bf16. Scores live for a block;
-# its weights are kept where they are few, else made again.
-
-
-def few_sizes(n: int) -> int:
-    """The least size that is as large: multiples of 16, from 256 on eight for each doubling."""
-    step = max(16, 1 << max(0, n - 1).bit_length() >> 4)
-    return -(-n // step) * step
+# Blocks are copied, with zeros up to one of `few_sizes`. Short documents, and those with a bias,
+# are a block each, which is multiplied in fp32, by MKL: products this small gain nothing from bf16.
+# Scores live for a block; its weights are kept where they are few, else made again.
 
 
 def takes(query: Tensor, documents: Documents, how: AttentionSettings) -> bool:

@@ -112,8 +112,8 @@ class Forward:
         self.why_padded = can_go_packed(model, task) if may_go_packed else other
         if self.why_padded is None:
             go_packed(model)
-            if numerics.device.type == "cpu":
-                cpu.use(inner_of(model))
+        if numerics.device.type == "cpu":
+            cpu.use(inner_of(model))
         self.of = objective_of(task)
         inner = self._inner = inner_of(model)
         self.has_decoder = has_decoder(inner)

@@ -37,6 +37,7 @@ from farthing.model.loss import (
     inputs_of,
     logits_of,
 )
+from farthing.model.products import with_zeros
 from farthing.models.families import KNOWN_HEADS
 from farthing.models.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
 from farthing.objectives.registry import objective_of
@@ -112,14 +113,18 @@ class _HeadLoss(torch.autograd.Function):
             )
             for start in range(0, n, tile):
                 part = slice(start, start + tile)
-                inputs = hidden.index_select(0, positions[part]).to(computed)
+                inputs = with_zeros(hidden.index_select(0, positions[part]).to(computed))
+                own = len(losses[part])
                 scores = torch.mm(inputs, matrix.t())
                 if shift is not None:
                     scores.add_(shift)
                 wants = of_hidden or of_weight or of_bias
-                _to_gradients(scores, targets[part], losses[part], how, wants)
-                if grad_hidden is not None:
+                _to_gradients(scores[:own], targets[part], losses[part], how, wants)
+                scores[own:] = 0
+                if grad_hidden is not None and own == len(scores):
                     torch.mm(scores, matrix, out=grad_hidden[part])
+                elif grad_hidden is not None:
+                    grad_hidden[part] = torch.mm(scores, matrix)[:own]
                 if grad_weight is not None:
                     _add_product(grad_weight, scores.t(), inputs, product, is_first=start == 0)
                 if grad_bias is not None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from farthing.model.casts import LAST_CAST, leaf_of
+from farthing.model.products import with_zeros
 
 _FOUR_BITS = "peft.tuners.lora.bnb.Linear4bit"  # there only where bitsandbytes is
 
@@ -163,22 +164,26 @@ class _LowRank(torch.autograd.Function):
         """x [..., i] -> [..., o] in `computed`."""
         # a compiler casts once by itself, and can't follow a memory of tensors
         seen = x.to(computed) if torch.compiler.is_compiling() else LAST_CAST.cast(x, computed)
-        rows = seen.reshape(-1, seen.shape[-1])
+        own = seen.reshape(-1, seen.shape[-1])
+        rows = with_zeros(own)
         thin_a, thin_b = a.to(computed), b.to(computed)
         y = rows.new_empty((*x.shape[:-1], b.shape[0]))
-        flat, dense = y.view(-1, b.shape[0]), _dense(weight, packed, computed)
+        flat = y.view(-1, b.shape[0])
+        if rows is not own:
+            flat = rows.new_empty(rows.shape[0], b.shape[0])
+        dense = _dense(weight, packed, computed)
         if bias is None:
             torch.mm(rows, dense.t(), out=flat)
         else:
             torch.addmm(bias.to(computed), rows, dense.t(), out=flat)
         del dense
-        dropped, mask = torch.native_dropout(rows, p, True) if p else (rows, None)
-        thin = torch.mm(dropped, thin_a.t())  # [n, r]
+        dropped, mask = torch.native_dropout(own, p, True) if p else (own, None)
+        thin = torch.mm(rows if mask is None else with_zeros(dropped), thin_a.t())  # [n, r]
         flat.addmm_(thin, thin_b.t(), alpha=scale)
         ctx.save_for_backward(seen, thin, weight, thin_a, thin_b, mask)
         ctx.scale, ctx.dtype, ctx.trained, ctx.packed = scale, x.dtype, a.dtype, packed
         ctx.grows = 1 / (1 - p) if p < 1 else 0.0
-        return y
+        return y if rows is own else y.copy_(flat[: own.shape[0]].view_as(y))
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
@@ -186,8 +191,9 @@ class _LowRank(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("the fused LoRA layer has no second derivatives")
         seen, thin, weight, thin_a, thin_b, mask = ctx.saved_tensors
-        rows = seen.reshape(-1, seen.shape[-1])
-        grad = grad_y.reshape(-1, grad_y.shape[-1]).to(seen.dtype)
+        own = seen.reshape(-1, seen.shape[-1])
+        rows = with_zeros(own)
+        grad = with_zeros(grad_y.reshape(-1, grad_y.shape[-1]).to(seen.dtype))
         needs_x, _, _, needs_a, needs_b, *_ = ctx.needs_input_grad
         of_x = of_a = of_b = None
         # products that scale by themselves
@@ -197,15 +203,17 @@ class _LowRank(torch.autograd.Function):
         if needs_x or needs_a:
             of_thin = torch.empty_like(thin).addmm_(grad, thin_b, beta=0, alpha=ctx.scale)  # [n, r]
             if needs_a:
-                dropped = rows if mask is None else _dropped(rows, mask, ctx.grows)
+                dropped = rows if mask is None else with_zeros(_dropped(own, mask, ctx.grows))
                 of_a = torch.mm(of_thin.t(), dropped).to(ctx.trained)
                 del dropped
             if needs_x:
                 of_x = torch.mm(grad, _dense(weight, ctx.packed, seen.dtype))
                 if mask is None:
                     of_x.addmm_(of_thin, thin_a)
-                else:
-                    of_x += _dropped(torch.mm(of_thin, thin_a), mask, ctx.grows)
+                of_x = of_x[: own.shape[0]]
+                if mask is not None:
+                    of_thin = torch.mm(of_thin, thin_a)[: own.shape[0]]
+                    of_x += _dropped(of_thin, mask, ctx.grows)
                 of_x = of_x.view(seen.shape).to(ctx.dtype)
         return of_x, None, None, of_a, of_b, None, None, None, None
 

@@ -27,6 +27,7 @@ CUDA_CONTEXT_BYTES = int(0.8 * 2**30)
 # of whole logits: blocks that are too large for anything else, and are kept. Between 0.47 of one
 # source (fms-acceleration, nvidia-smi) and nothing of another (PEFT, reserved)
 CACHED_LOGITS = 0.25
+CPU_CODE_BYTES = 256 << 20  # that oneDNN makes for products in bf16, of as many shapes as there are
 COMMUNICATION_BYTES = {  # what gathered layers leave in the pools of streams; buffers of NCCL
     FSDP: int(4.6 * 2**30),
     DDP: 2**29,
@@ -116,7 +117,9 @@ def estimate_memory(case: Case) -> Memory:
     moments = _moments(case, standing, layers, logits)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     beside = 0 if recipe.stack.scores_positions else int(CACHED_LOGITS * logits)
-    beside = beside + COMMUNICATION_BYTES.get(recipe.sharding, 0) if is_cuda else 0
+    beside += COMMUNICATION_BYTES.get(recipe.sharding, 0)
+    if not is_cuda:
+        beside = 0 if recipe.compute_bytes == 4 else CPU_CODE_BYTES
     return Memory(_whole(moments[moment]), moment, is_cuda, beside)
 
 

@@ -135,7 +135,8 @@ class Search:
             return memory.with_measured(extra)
         if machine.is_cuda:
             return memory
-        return replace(memory, beside_bytes=self.assumptions.process_bytes)
+        beside = memory.beside_bytes + self.assumptions.process_bytes
+        return replace(memory, beside_bytes=beside)
 
     # ---- recipes ----
 
