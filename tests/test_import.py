@@ -29,6 +29,7 @@ datasets:
   - path: org/talks
     type: chat_template
     field_messages: conversation
+    field_tools: calls
     message_property_mappings: {role: role, content: content}
 chat_template: chatml
 val_set_size: 0.05
@@ -699,7 +700,7 @@ def test_axolotl(tmp_path):
     assert job.train.optim == "adamw_bnb_8bit"
     instructions, talks = job.data.of_train
     assert instructions.split == "train[:90%]"
-    assert talks.columns == {"messages": "conversation"}
+    assert talks.columns == {"messages": "conversation", "tools": "calls"}
     assert Path(str(job.data.chat_template)).read_text().startswith("{%- for message")
     assert "does not know this key" in found.lines["surely_unknown"].why
     assert "--deepspeed FILE" in found.lines["deepspeed"].why
@@ -712,7 +713,10 @@ def test_llama_factory_and_the_registry_of_its_data(tmp_path):
             "file_name": "mine.json",
             "columns": {"prompt": "ask", "query": "more", "response": "say", "history": "before"},
         },
-        "talks": {"hf_hub_url": "org/talks", "formatting": "sharegpt", "subset": "small"},
+        "talks": {
+            **{"hf_hub_url": "org/talks", "formatting": "sharegpt", "subset": "small"},
+            **{"columns": {"system": "sys"}, "num_samples": 5},
+        },
     }
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(registry))
     (tmp_path / "data" / "mine.json").write_text('[{"ask": "a", "more": "b", "say": "c"}]')
@@ -730,6 +734,8 @@ def test_llama_factory_and_the_registry_of_its_data(tmp_path):
         "history": "before",
     }
     assert job.data.of_train[1].name == "small"
+    assert job.data.of_train[1].columns == {"system": "sys"}
+    assert found.lines["dataset_info.talks.num_samples"].effect == DIFFERS
 
 
 @pytest.mark.parametrize(

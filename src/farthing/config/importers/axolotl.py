@@ -134,7 +134,9 @@ def _columns(at: str, item: Json, out: Imported, *, is_text: bool) -> tuple[Json
     if out.prefers and (pair := pair_style(base, out.job["task"])):
         return pair, "type"
     if base.startswith(("sharegpt", "chat_template")):
-        return _chat(item, out), "type " + fact("axolotl-chat-keys")
+        is_same = item.get("field_thinking") == item.get("template_thinking_key")
+        thinking = "field_thinking template_thinking_key " * is_same
+        return _chat(item, out), f"type {thinking}{fact('axolotl-chat-keys')}"
     if style in styles and not out.prefers:
         return dict(styles[style]), "type"
     if style in styles:
@@ -157,7 +159,9 @@ def _chat(item: Json, out: Imported) -> Json:
     found = item.get("message_property_mappings") or {}
     role = found.get("role") or item.get("message_field_role")
     content = found.get("content") or item.get("message_field_content")
-    return chat_columns(item.get("field_messages"), role, content)
+    beside = {name: item.get(f"field_{name}") for name in ("system", "tools")}
+    own = {name: str(column) for name, column in beside.items() if column not in (None, name)}
+    return chat_columns(item.get("field_messages"), role, content) | own
 
 
 # ---- columns and format strings ----

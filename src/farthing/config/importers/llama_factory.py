@@ -160,6 +160,10 @@ def _source(name: str, registry: Json, at: Path, out: Imported) -> Json:
     source: Json = {"path": str(at / entry[key]) if key == "file_name" else entry.get(key, name)}
     own = {"name": entry.get("subset"), "split": entry.get("split")}
     source |= {key: value for key, value in own.items() if isinstance(value, str)}
+    for key in ("num_samples", "folder"):
+        if entry.get(key):
+            why = "chooses a part of the data; farthing takes all of it"
+            out.name(f"dataset_info.{name}.{key}", entry[key], why, "differs")
     given = entry.get("columns")
     columns: Json = dict(given) if isinstance(given, dict) else {}
     ranks, task = bool(entry.get("ranking")), out.job["task"]
@@ -191,7 +195,8 @@ def _columns(entry: Json, columns: Json) -> Json:
         role = "role" if is_openai else tags.get("role_tag", "from")
         content = "content" if is_openai else tags.get("content_tag", "value")
         field = columns.get("messages", "messages" if is_openai else "conversations")
-        return chat_columns(field, role, content)
+        beside = {name: str(columns[name]) for name in ("system", "tools") if columns.get(name)}
+        return chat_columns(field, role, content) | {k: v for k, v in beside.items() if k != v}
     usual = {"query": "input", "response": "output"} if not columns else {}
     known = {"prompt": "instruction", **usual, **columns}
     question, more, answer = (known.get(key) for key in ("prompt", "query", "response"))
