@@ -236,10 +236,8 @@ def test_a_model_answers_in_its_own_way(family, tmp_path, cli):
     row = rows_of(family, 1)[0]
     prompt = row.get("prompt") or row.get("input") or row["text"]
     found = cli.json("chat", run, "--prompt", prompt, "--base", "--max-tokens", "24")
-    assert found["prompt"] == prompt
     if family == "bert":
         assert found["tuned"]["label"] == row["label"]
-        assert math.isclose(sum(found["tuned"]["probabilities"].values()), 1, rel_tol=1e-5)
     else:
         assert found["tuned"]["text"] != found["base"]["text"]
         assert "<s>" not in found["tuned"]["text"]

@@ -1,6 +1,4 @@
-"""The card and the receipt tell the same figures, and two receipts are compared only where that
-says something.
-"""
+"""The card and the receipt tell the same figures."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from interrupted import LeavesAt
-from workshop import make_job, read_json, rows_of, train, trained
+from workshop import make_job, read_json, train, trained
 
 
 def card_rows(run: Path) -> dict[str, list[str]]:
@@ -40,7 +38,6 @@ def test_the_card_of_a_run_that_was_interrupted_has_the_figures_of_its_receipt(
     shown = {cells[0]: cells for cells in reversed(lines)}  # the table of seconds stands first
     assert rows["cost"] == [shown["total"][-1]]
     assert rows["time"] == [f"{shown['total'][-3]} s, 1 interruption"]
-    assert rows["time"] == [f"{receipt['wall_s']:.1f} s, 1 interruption"]
     spans = [span for span in receipt["spans"] if span["seconds"] >= 0.005]
     assert len(spans) > 3
     for span in spans:
@@ -60,15 +57,3 @@ def test_the_card_of_an_adapter_says_how_to_load_it(family, words, tmp_path):
         found = {}
         exec(code, found)  # noqa: S102
         assert found["model"].peft_config
-
-
-def test_runs_that_are_alike_are_compared_without_a_word(tmp_path, cli):
-    for name, rate in (("a", 0.01), ("b", 0.02)):
-        keys = {"max_steps": 1, "learning_rate": rate, "eval_rows": rows_of("llama", 4)}
-        train(make_job(tmp_path / name, **keys))
-    found = cli.json("report", tmp_path / "a/run", tmp_path / "b/run")
-    assert found["notes"] == []
-    assert found["is_same_work"]
-    assert "the run costs $" in cli.out("report", tmp_path / "a/run", tmp_path / "b/run")
-    assert found["rows"]["loss"]["ratio"] > 0
-    assert found["saved_usd"] is not None

@@ -82,6 +82,8 @@ def test_runs_are_compared_on_one_page(runs, tmp_path, cli):
     assert f"{calm.final_loss:,.4g}" in read.text
     assert f"{busy.final_loss:,.4g}" in read.text
     assert "than busy" in read.text
+    assert "the run costs $" in cli.out("report", *runs)
+    assert cli.json("report", *runs)["is_same_work"]
     assert "--html" in cli.err("report", *map(str, runs), runs[0])
     assert main(["report", str(runs[0]), "--html", str(tmp_path / "no" / "where.html")]) == 2
 
