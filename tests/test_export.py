@@ -68,6 +68,7 @@ def test_an_adapter_and_its_merged_model_load_in_the_ordinary_ways(family, tmp_p
     expected = logits(auto.from_pretrained(tmp_path / "merged"), family)
     for folder in (run / "model", tmp_path / "adapter"):
         config = transformers.AutoConfig.from_pretrained(folder / "model_config.json")
+        assert family != "bert" or config.label2id == {"food": 0, "sport": 1, "weather": 2}
         how = {"config": config, "ignore_mismatched_sizes": True} if family == "bert" else {}
         of_base = {"num_labels": 3, "ignore_mismatched_sizes": True} if family == "bert" else {}
         base = auto.from_pretrained(tmp_path / "base", **of_base)
