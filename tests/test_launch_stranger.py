@@ -118,7 +118,7 @@ def test_launches_are_found_in_and_below_this_folder_without_a_job(job, ssh, cli
     kept = job.parent / "store-one" / "launch" / "farthing-one-7" / "log.txt"
     kept.parent.mkdir(parents=True)
     kept.write_text("step 3 of 4\n")
-    printed = cli.out("launch", "logs", "one/launch/launched.yaml")
+    printed = cli.out("launch", "one/launch/launched.yaml", "logs")
     assert printed.strip() == "step 3 of 4", "the store's words come before those of the host"
     (job.parent / "two").rename("zwei")
     found = cli.json("launch", "status")

@@ -68,6 +68,7 @@ def test_settings_that_nobody_uses_are_warned_of(tmp_path, cli):
         ({"method": {"name": "full", "lora_r": 8}}, "method.lora_r is not used: method is full"),
         ({"data": {"separator": ";"}}, "data.separator is not used: no data is a CSV file"),
         ({"data": {"train_split": "test"}}, "data.train_split is not used: files have no splits"),
+        ({"data": {"train": [{"path": "data.jsonl", "split": "a"}]}}, "split and name of /"),
         ({"where": {"power_watts": 300}}, "where.power_watts is not used: "),
     ):
         assert words in "\n".join(unusual_settings(make_job(tmp_path, **keys)))

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    first, *rest = arguments.words
+    first, *rest = sorted(arguments.words, key=lambda word: word not in ACTIONS)
     if first == AGENT and len(rest) == 2:
         from farthing.launch.agent import run_agent
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         from farthing.launch.wheel import say_lacking
 
         return say_lacking(rest[0], rest[1:])
-    action, words = (first, rest) if first in ACTIONS else ("", arguments.words)
+    action, words = (first, rest) if first in ACTIONS else ("", [first, *rest])
     if action and not words:
         words = _launched_here()
         if action == "status" and len(words) != 1:

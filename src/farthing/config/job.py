@@ -482,7 +482,7 @@ class WhereSection(JobSection):
     """Regions, or how their names begin: [us-, eu-west-1]."""
     offers: Literal["spot", "on-demand"] | None = None
     """Only one kind of offer."""
-    gpus: Annotated[int, Field(ge=1, le=1024)] | Literal["all"] | None = None
+    gpus: Annotated[Whole, Field(ge=1, le=1024)] | Literal["all"] | None = None
     """How many GPUs of this machine share the run, or all of them; with device: cpu so many
     processes. Default: one, and as many as torchrun or another launcher has started."""
     patience_s: Annotated[Number, Field(ge=2)] = 60.0

@@ -199,6 +199,12 @@ def unread_keys(job: Job) -> list[str]:
             asked = getattr(job, section)
             if getattr(asked, name) != type(asked).model_fields[name].default:
                 found.append(f"{key} is not used: {why}")
+    several = [*zip(data.train, data.of_train, strict=False)]
+    several += zip(data.eval, data.of_eval, strict=False)
+    for path, own in several:
+        if (own.split or own.name) and (is_remote(path) or not is_dataset(path)):
+            shown = without_secrets(path)
+            found.append(f"split and name of {shown} are not used: files have no splits")
     return found
 
 
