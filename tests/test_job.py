@@ -482,6 +482,8 @@ def test_only_settings_that_change_the_result_are_the_runs_identity(read):
         assert read("train: {global_batch_size: 8}\n", override).identity() == plain, override
     for override in other:
         assert read("train: {global_batch_size: 8}\n", override).identity() != plain, override
+    unread = read("method: {name: full, lora_r: 3}\n").identity()
+    assert unread == read("method: full\n").identity(), "unread"
 
 
 # ---- the starter, the demo and the schema ----

@@ -812,7 +812,11 @@ class Job(JobSection):
             include={"eval_fraction", "max_train_samples", "max_eval_samples"}
         )
         model = self.model.model_dump(include={"init", "rope_scaling", "new_tokens"})
-        parts = {"train": train, "data": data, "method": self.method.model_dump(), "model": model}
+        # keys that nothing reads may go
+        method = MethodSection(name="full") if self.method.name == "full" else self.method
+        if self.data.eval:
+            data["eval_fraction"] = 0.0
+        parts = {"train": train, "data": data, "method": method.model_dump(), "model": model}
         flat = {
             f"{section}.{key}": value
             for section, keys in parts.items()
