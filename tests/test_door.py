@@ -70,9 +70,6 @@ def test_values_of_numpy_and_pandas_become_plain(tmp_path):
     assert read[0] == [{"text": "a", "label": 1, "x": 0.5}, {"label": 2}]
     assert read[1] == [{"v": 2.0, "w": [1, 2], "t": [1, "b"]}]
     assert write_rows(rows, tmp_path) == write_rows(rows, tmp_path)
-    assert (write_rows(rows, tmp_path).stat().st_mode & 0o077) == 0 or (
-        tmp_path.stat().st_mode & 0o077
-    ) == 0
 
 
 @pytest.mark.parametrize(
@@ -106,16 +103,9 @@ def test_what_comes_after_a_run(tmp_path, cli):
     found = farthing.evaluate(receipt, base=True)
     assert found == cli.json("eval", run, "--base")
     assert farthing.evaluate(run, rows[:5])["n_examples"] == 5
-    answers = farthing.generate(run, [row["text"] for row in rows[:4]])
-    assert answers == farthing.generate(run, pandas.DataFrame(rows[:4]).drop(columns="label"))
-    assert set(answers[0]["scores"]) == {"food", "sport", "weather"}
-    written = farthing.export_model(run, tmp_path / "out")
-    assert written["format"] == "merged"
-    assert (tmp_path / "out/model.safetensors").is_file()
+    assert farthing.export_model(run, tmp_path / "out")["format"] == "merged"
     with pytest.raises(InputError, match="has no --bits"):
         farthing.export_model(run, tmp_path / "more", bits="q8_0")
-    with pytest.raises(InputError, match="there is no 'onnx'"):
-        farthing.export_model(run, tmp_path / "more", format="onnx")
     for call in (farthing.history, farthing.evaluate):
         with pytest.raises(InputError, match="no such run folder"):
             call(tmp_path / "nowhere")

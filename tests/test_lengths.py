@@ -162,7 +162,7 @@ def test_lengths_from_the_command_line():
     assert from_mean(100, 50, mean_target=10).n_target_tokens == 1000
     assert from_mean(1, 300).longest == 300
     assert from_mean(10, 300, longest=300).tokens.tolist() == [300] * 10
-    for wrong in ((0, 300, None), (10, 0, None), (10, 300, 200)):
+    for wrong in ((0, 300, None), (10, float("nan"), None), (10, 300, 200)):
         with pytest.raises(InputError):
             from_mean(*wrong)
     with pytest.raises(InputError, match="no examples"):
@@ -218,8 +218,6 @@ def test_a_plan_reads_the_files_of_a_split_alone(tmp_path):
     job = make_job(tmp_path, data={"train": "./set", "dataset_config_name": "en"})
     with pytest.raises(InputError, match="configuration `en`"):
         known_of(job)
-    with pytest.raises(InputError, match="are whole numbers above 0"):
-        from_mean(5, float("nan"), 64)
 
 
 def test_a_saved_data_set_is_planned_by_its_splits_and_its_classes_have_names(tmp_path):

@@ -139,20 +139,6 @@ def hub(monkeypatch, tmp_path):
         yield pages
 
 
-@pytest.mark.parametrize(
-    ("status", "words"),
-    thinned([(404, "no such model"), (401, "does not show it"), (503, "answers 503")], 9),
-)
-def test_the_hub_is_asked_once_for_a_model(status, words, desk, hub):
-    hub.says[MODEL] = (status, b"")
-    desk.values["model"] = "some-org/some-model"
-    desk.job()
-    code, said, heavy = in_a_process(desk.folder, "train", "job.yaml")
-    assert (code, heavy) == (2, [])
-    assert words in said
-    assert [path for path, _ in hub.asked] == [MODEL]
-
-
 def test_the_hub_is_asked_once_for_a_data_set(desk, hub):
     desk.set("data", train="some-org/some-data")
     found = hub.says.pop(DATA)
@@ -168,14 +154,19 @@ def test_the_hub_is_asked_once_for_a_data_set(desk, hub):
 
 def test_a_model_that_the_hub_or_its_cache_has_passes(desk, hub, tmp_path, monkeypatch):
     desk.values["model"] = "some-org/some-model"
-    job = load_job(desk.job())
+    job, found = load_job(desk.job()), hub.says[MODEL]
+    for status, words in ((404, "no such model"), (401, "does not show it"), (503, "answers 503")):
+        hub.says[MODEL] = (status, b"")
+        with pytest.raises(ModelError, match=words):
+            look_over(job)
+    hub.says[MODEL] = found
     look_over(job)
-    assert len(hub.asked) == 1
+    assert len(hub.asked) == 4
     snapshot = tmp_path / "hub" / "models--some-org--some-model" / "snapshots" / "main"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     look_over(job)
-    assert len(hub.asked) == 1, "the cache has it"
+    assert len(hub.asked) == 4, "the cache has it"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match="weights"):
         look_over(job)
@@ -212,8 +203,6 @@ def test_a_template_that_is_not_there_is_one_of_the_faults(desk):
         ("train.fp16=true", "fp16 on a CPU"),
         ("data.max_length=100000", "positions"),
         ("limits.deadline=2020-01-01T00:00", "the deadline 2020-01-01 00:00 leaves 0.0 s"),
-        ("limits.max_usd=0.001", "the cap of $0.001"),
-        ("train.early_stopping_patience=2", "there is no evaluation data"),
         ("train.load_best_model_at_end=true", "there is no evaluation data"),
         ("task=seq2seq", "can't be loaded for seq2seq"),
         ("data.label_map={a: b}", "no classes"),
