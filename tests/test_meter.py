@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import random
+import time
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ from attempts import Clock, attempt
 from farthing.errors import DiskFullError
 from farthing.run import ledger as ledger_module
 from farthing.run.accounts import Account, AttemptMark, as_line, read_ledger, with_redone
-from farthing.run.ledger import Ledger, Meter, seconds_since_process_start
+from farthing.run.ledger import Ledger, Meter, end_for, seconds_since_process_start
 from farthing.run.opening import opened
 from patience import until
 
@@ -126,6 +127,13 @@ def test_a_clock_behind_an_earlier_attempt_is_known(tmp_path):
     assert back_s == [60.0, 0.0]
     first = Ledger(tmp_path / "none", Meter(already_s=40.0, now=lambda: 0.0), 1)
     assert first.clock_back_s == 0.0
+
+
+def test_a_clock_that_was_set_bills_nothing_after_a_kill(tmp_path):
+    began = Account(1, at=time.time() - 1800, spans={"compute": 9.0})
+    (tmp_path / "l").write_text(as_line(began))
+    end_for(tmp_path / "l")
+    assert read_ledger(tmp_path / "l").accounts[1].wall_s == pytest.approx(9, abs=5)
 
 
 def test_time_is_on_the_bill_while_nobody_says_anything_and_its_end_is_on_the_disk(

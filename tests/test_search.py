@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from farthing.report.runs import row_of
 from farthing.search.bill import priced
 from farthing.search.curve import gain
 from farthing.search.halving import best_score, interval, least_difference, paired, ranked, rungs_of
+from farthing.search.pool import Worker, WorkerDiedError
 from farthing.search.record import SearchRecord
 from farthing.search.report import in_words
 from farthing.search.run import search
@@ -341,19 +343,35 @@ def test_a_bill_that_can_not_be_made_ends_the_search_before_a_cent(tmp_path, mon
     assert not (tmp_path / "run/trials").exists()
 
 
+def test_a_worker_that_dies_within_a_line_has_died(tmp_path, monkeypatch):
+    begin, torn = subprocess.Popen, "import os; os.write(1, b'{\"done\": {'); os._exit(7)"
+    dies = lambda words, **how: begin([sys.executable, "-c", torn], **how)  # noqa: E731
+    monkeypatch.setattr(subprocess, "Popen", dies)
+    with pytest.raises(WorkerDiedError, match="ended with 7"):
+        Worker(tmp_path / "log", {}).call({}, print)
+
+
 @pytest.mark.parametrize(("usd", "state"), [(0.0, "not begun"), (0.5, "paused")])
 def test_a_trial_that_the_limit_stops_has_not_failed(usd, state, tmp_path, monkeypatch):
     monkeypatch.setattr("farthing.search.receipt.usd_of", lambda folder: usd)
     late = {"state": "failed", "kind": "InputError", "where": "limits", "error": "0.0 s left"}
-    monkeypatch.setattr("farthing.search.pool.Worker.start", lambda worker: None)
+    clock, until = time.time, []
+
+    def call(worker, task, tell):
+        until.append(datetime.fromisoformat(task["values"]["limits"]["deadline"]).timestamp())
+        return late
+
+    set_forward = lambda worker: monkeypatch.setattr(time, "time", lambda: clock() + 36_000)  # noqa: E731
+    monkeypatch.setattr("farthing.search.pool.Worker.start", set_forward)
     monkeypatch.setattr("farthing.search.pool.Worker.end", lambda worker: None)
-    monkeypatch.setattr("farthing.search.pool.Worker.call", lambda worker, task, tell: late)
+    monkeypatch.setattr("farthing.search.pool.Worker.call", call)
     path = job_of(tmp_path)
     outcome = search(load_job(path), path)
     assert (outcome.state, outcome.exit_code) == ("limit", 3)
     found = {(each["state"], each["usd"]) for each in outcome.receipt["trials"]}
     assert found == {(state, usd)}  # a search that is resumed trains it
     assert sum(each["usd"] for each in outcome.receipt["rungs"]) == usd
+    assert until[0] > clock() + 36_000, "its limit counts from the clock that it begins with"
 
 
 @pytest.mark.parametrize(

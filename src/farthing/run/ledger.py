@@ -363,7 +363,8 @@ def end_for(path: Path, state: str = "", late_s: float = MOST_TAIL_S) -> None:
     with contextlib.suppress(OSError):
         accounts = read_ledger(path).ordered
         if accounts and (last := accounts[-1]).ended == "killed":
-            late_s = max(0.0, min(late_s, time.time() - last.at))
+            # not `last.at`: the clock may have been set since the attempt began
+            late_s = max(0.0, min(late_s, time.time() - path.stat().st_mtime))
             last.state, last.line, last.at = state or last.state, last.line + 1, last.at + late_s
             last.spans["idle"] = last.spans.get("idle", 0.0) + late_s
             write_text(path, map(as_line, accounts))

@@ -41,6 +41,8 @@ class Worker:
             process.stdin.write(json.dumps(task, default=str) + "\n")
             process.stdin.flush()
         for line in process.stdout:
+            if not line.endswith("\n"):  # it died while it wrote
+                break
             row = json.loads(line)
             if "done" in row:
                 if row["done"]["state"] == "failed":  # its memory may hold what failed

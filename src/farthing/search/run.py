@@ -12,6 +12,7 @@ import math
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -593,8 +594,9 @@ class _Search:
             raise LimitError(limit)
         if math.isinf(left_s):
             return {}
-        # a moment: what another machine has spent on the trial is known only once it begins
-        until = datetime.fromtimestamp(self.ledger.now + left_s - self.closing_s, UTC)
+        # a moment: what another machine has spent on the trial is known only once it begins. By the
+        # clock as it is now, which may have been set since the search began.
+        until = datetime.fromtimestamp(time.time() + left_s - self.closing_s, UTC)
         return {"deadline": until.isoformat(timespec="milliseconds")}
 
     def _left(self) -> tuple[float, str]:
