@@ -60,7 +60,6 @@ OTHERS = [
     torch.AcceleratorError(f"{ILLEGAL} was encountered"),
     RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
-    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
     OSError(errno.ENOSPC, "No space left on device"),
     ValueError("CUDA out of memory"),
     OutOfMemoryError("said already"),
