@@ -37,7 +37,6 @@ def settings(job: Job):
         ("discopop_tau: 0.1\nloss_type: discopop\n", {"name": "dpo", "loss_type": "discopop"}),
         ("objective: dpo\nloss_type: robust\n", {"name": "dpo"}),
         ("desirable_weight: 1.5\nbeta: 0.2\n", {"name": "kto", "beta": 0.2}),
-        ("objective: orpo\nbeta: 0.3\n", {"name": "orpo", "beta": 0.3}),
         ("cpo_alpha: 0.5\nloss_type: hinge\n", {"name": "cpo", "loss_type": "hinge"}),
         (
             "cpo_alpha: 0.0\nsimpo_gamma: 1.5\nbeta: 2.0\nloss_type: simpo\n",
@@ -127,8 +126,8 @@ def test_a_script_of_two_trainings_is_refused(tmp_path):
     [
         (
             "rl: dpo\nrl_beta: 0.3\ndatasets: [{path: a/b, type: chat_template.default,"
-            " field_messages: talk}]\n",
-            {"name": "dpo", "beta": 0.3},
+            " field_messages: talk}]\ndpo_loss_type: [ipo, sft]\ndpo_loss_weights: [1, 0.5]\n",
+            {"name": "dpo", "beta": 0.3, "loss_type": ("ipo", "sft"), "loss_weights": (1, 0.5)},
             {"messages": "talk"},
         ),
         (

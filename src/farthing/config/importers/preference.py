@@ -69,8 +69,9 @@ def read(out: Imported, name: str, values: Json, loss: str = "loss_type") -> Non
     if losses:
         out.job["objective.loss_type"] = losses[0] if len(losses) == 1 else losses
         out.keep({loss: given} if given else {}, "objective.loss_type")
-    if weights := values.get("loss_weights"):
-        out.put("loss_weights", weights, "objective.loss_weights", weights)
+    for key in ("loss_weights", "dpo_loss_weights"):
+        if weights := values.get(key):
+            out.put(key, weights, "objective.loss_weights", weights)
     if name == "simpo" and (ratio := _amount(values, "gamma_beta_ratio")):
         gamma = ratio * (_amount(values, "beta") or 2.0)
         out.put("gamma_beta_ratio", ratio, "objective.simpo_gamma", gamma, "x beta")
