@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,8 @@ import farthing
 import farthing.train.run
 import farthing.train.saver
 from desk import ROWS, Desk, left_behind
-from workshop import read_json
+from farthing.errors import DiskFullError
+from workshop import make_job, opened, read_json
 
 Spoil = Callable[[Desk], None]
 
@@ -198,6 +200,18 @@ def test_a_full_disk_is_refused_before_the_first_step(desk, run, monkeypatch):
     assert "1000 B are free" in said.err
     assert "make room" in said.err
     assert left_behind(desk.folder / "run") == set()
+
+
+def test_a_disk_has_room_for_two_saves_more_than_are_kept(tmp_path, monkeypatch):
+    with opened(make_job(tmp_path, optim="sgd", save_total_limit=3)) as attempt:
+        n_bytes = 5 * sum(weight.nbytes for weight in attempt.model.parameters())
+        for free in (n_bytes, n_bytes - 1):
+            room = SimpleNamespace(free=free)
+            monkeypatch.setattr(
+                farthing.train.saver.shutil, "disk_usage", lambda _, room=room: room
+            )
+            with pytest.raises(DiskFullError) if free < n_bytes else nullcontext():
+                attempt.saver.refuse_small_disk()
 
 
 def test_one_row_and_a_bad_one_under_the_allowed_share_train(desk, run):

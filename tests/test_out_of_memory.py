@@ -8,6 +8,7 @@ import errno
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ from farthing.train.update import WeightUpdate, temporary_bytes, update_bytes
 from interrupted import LeavesAt
 from scarce import GONE, OPTIMIZERS, Failing, optimizer_of, small_model, step_of, with_scaler
 from thinned import thinned
-from workshop import Heard, losses_of, make_job, opened, room_for, rows_of, train
+from workshop import Heard, Watched, losses_of, make_job, opened, room_for, rows_of, train
 
 ILLEGAL = "CUDA error: an illegal memory access"
 FULL = [
@@ -397,3 +398,24 @@ def test_what_an_update_takes_besides_is_known():
         )
         == large
     )
+
+
+@pytest.mark.parametrize(
+    ("n_failed", "layers"), [(1, [False, False]), (2, [True, False]), (3, [True, True]), (4, None)]
+)
+def test_one_example_without_room_has_more_layers_computed_again(
+    n_failed, layers, tmp_path, monkeypatch
+):
+    honest, failures, watched = Forward.loss, FULL[:1] * n_failed, Watched(monkeypatch)
+
+    def loss(*given):
+        if torch.is_grad_enabled() and failures:
+            raise failures.pop()
+        return honest(*given)
+
+    monkeypatch.setattr(Forward, "loss", loss)
+    job = make_job(tmp_path, global_batch_size=1, max_steps=1)
+    with pytest.raises(OutOfMemoryError) if layers is None else nullcontext():
+        train(job)
+    if layers is not None:
+        assert [each.gradient_checkpointing for each in watched.model.model.layers] == layers

@@ -26,7 +26,7 @@ from farthing.data.packing import split_by_tokens
 from farthing.data.row_table import rows_of as table_of
 from farthing.dist import reduce
 from farthing.dist.ranks import Ranks
-from farthing.dist.reduce import AllReduce, FixedOrder, n_slots_for, slots_of
+from farthing.dist.reduce import AllReduce, FixedOrder, n_slots_for, reduce_bytes, slots_of
 from farthing.errors import InputError, RunInterruptedError
 from farthing.local.measurements import append_measurement, read_measurements
 from farthing.model.forward import Forward
@@ -35,6 +35,7 @@ from farthing.run.group import Elastic, Seat, device_of, not_followed, seat_in
 from farthing.run.signals import Notice
 from farthing.train.rank_setup import slots_of_run
 from farthing.train.step import Step
+from farthing.train.strategy import resident_bytes
 from patience import until
 from ranks_at_work import child, lora_job
 from together import on_ranks
@@ -229,6 +230,18 @@ def test_state_comes_to_a_rank_in_its_place(monkeypatch):
     )
     Ranks.bring_together(rank, {"model": part})  # type: ignore[arg-type]
     assert sent == [own.data_ptr(), {"a": own}]
+
+
+def test_sums_and_copies_of_weights_take_their_bytes():
+    weights = [torch.nn.Parameter(torch.zeros(5)), torch.nn.Parameter(torch.zeros(7))]
+    two, spread, alone = (
+        SimpleNamespace(n=n, trains_rows=rows) for n, rows in ((2, False), (2, True), (1, False))
+    )
+    assert [reduce_bytes(each, weights) for each in (two, spread, alone)] == [144, 0, 0]  # type: ignore[arg-type]
+    model = torch.nn.ParameterList(weights)
+    assert resident_bytes(model, "adamw_torch_fused") == 12 * 16
+    weights[0].requires_grad_(False)
+    assert resident_bytes(model, "sgd") == 5 * 4 + 7 * 8
 
 
 def test_slots_are_as_many_as_share_bits():
