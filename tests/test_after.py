@@ -229,22 +229,6 @@ def test_tasks_of_lm_eval_have_its_own_figures(tmp_path, cli):
     assert "no task 'no_such_task'" in cli.err("eval", run, "--tasks", "no_such_task")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
-def test_a_model_answers_in_its_own_way(family, tmp_path, cli):
-    run = run_of(tmp_path, family)
-    row = rows_of(family, 1)[0]
-    prompt = row.get("prompt") or row.get("input") or row["text"]
-    found = cli.json("chat", run, "--prompt", prompt, "--base", "--max-tokens", "24")
-    if family == "bert":
-        assert found["tuned"]["label"] == row["label"]
-    else:
-        assert found["tuned"]["text"] != found["base"]["text"]
-        assert "<s>" not in found["tuned"]["text"]
-    said = cli.out("chat", run, "--prompt", prompt, "--max-tokens", "24")
-    assert (found["tuned"].get("text") or found["tuned"]["label"]) in said
-
-
 def test_a_chat_needs_words(tmp_path, monkeypatch, cli):
     cli("chat", tmp_path / "none", code=2)
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
@@ -259,9 +243,6 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
     [
         ({"messages": [USER, ANSWER]}, True),
         ({"prompt": "a", "completion": "b"}, False),
-        pytest.param({"instruction": "a", "output": "b"}, True, marks=pytest.mark.slow),
-        pytest.param({"prompt": [USER], "completion": [ANSWER]}, True, marks=pytest.mark.slow),
-        pytest.param({"text": "a"}, False, marks=pytest.mark.slow),
     ],
 )
 def test_a_model_is_asked_by_the_template_where_its_rows_were_rendered_by_it(

@@ -30,7 +30,7 @@ from farthing.run.exported import damage_of, seal_export
 from farthing.run.folder import keep_job, kept_job
 from interrupted import LeavesAt
 from thinned import thinned
-from workshop import TASK, TOPICS, Heard, change_facts, make_job, read_json, rows_of, train, trained
+from workshop import TASK, TOPICS, Heard, change_facts, make_job, read_json, train, trained
 
 IDS = torch.tensor([[5, 17, 33, 90, 41, 7]])
 
@@ -288,19 +288,6 @@ def test_a_damaged_model_is_named_and_written_again(tmp_path, cli):
     heard = Heard()
     assert train(job, heard).reason == "the run had finished already; nothing was trained"
     assert not heard.of(Exported)
-
-
-@pytest.mark.slow
-def test_the_best_step_is_what_is_written_again(tmp_path):
-    rows = rows_of("llama", 16)
-    others = [{**row, "completion": rows[-1 - i]["completion"]} for i, row in enumerate(rows)]
-    job = make_job(tmp_path, rows=rows, eval_rows=others, eval_steps=4, max_steps=40)
-    best = train(job).receipt.exported_step
-    assert best < 40
-    whole = files_of(Path(job.output_dir) / "model")
-    flip(Path(job.output_dir) / "model")
-    assert train(job).receipt.exported_step == best
-    assert files_of(Path(job.output_dir) / "model") == whole
 
 
 def test_a_merge_needs_no_attention_of_a_gpu_and_says_when_a_model_can_not_be_run(

@@ -138,41 +138,6 @@ def predicted(folder: Path, cli: Cli, rows: list[dict[str, Any]]) -> list[dict[s
     return read_rows(out)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("task", TASKS)
-def test_a_model_is_planned_trained_exported_and_asked(task, method, tmp_path, cli):
-    path = write_job(tmp_path, task, method=method, max_steps=12, learning_rate=3e-3)
-    cli("plan", path)
-    cli("train", path)
-    metrics = metrics_of(load_job(path))
-    assert set(objective_of(task).metrics) <= set(metrics[-1])
-    merged = tmp_path / "merged"
-    cli("export", tmp_path / "run", "--format", "merged", "--output", merged)
-    model = AUTO[task].from_pretrained(merged).eval()
-    assert model.config.problem_type == PROBLEM[task]
-    assert list(model.config.id2label.values()) == (names_of(task) or ["LABEL_0"])
-    column = "tokens" if task == TAGS else "text"
-    answered = predicted(tmp_path, cli, [{column: row[column]} for row in rows_of(task, 5, 9)])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(merged)
-    for row in answered:
-        given = row[column]
-        batch = tokenizer(given, is_split_into_words=task == TAGS, return_tensors="pt")
-        with torch.no_grad():
-            scores = model(**batch).logits[0]
-        if task == NUMBERS:
-            assert row["prediction"] == pytest.approx(float(scores[0]), abs=1e-4)
-        elif task == SEVERAL:
-            shares = dict(zip(names_of(task), scores.sigmoid().tolist(), strict=True))
-            assert row["scores"] == pytest.approx(shares, abs=1e-4)
-            assert row["prediction"] == [name for name, share in shares.items() if share > 0.5]
-        else:
-            firsts = [batch.word_ids(0).index(word) for word in range(len(given))]
-            tags = [names_of(task)[index] for index in scores[firsts].argmax(-1)]
-            assert row["prediction"] == tags
-            assert len(row["scores"]) == len(given)
-
-
 @pytest.mark.parametrize(
     "name", thinned(["bert-base-uncased", "roberta-base", "gpt2", "mistral-7b-v0.1"], 2)
 )

@@ -12,26 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 from farthing.errors import DataError
-from farthing.events import Exported, Saved, Warned
+from farthing.events import Exported, Warned
 from farthing.metrics import classification_metrics, perplexity, text_metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import choose_numerics
 from farthing.objectives.registry import objective_names, objective_of
-from farthing.train import evaluate as evaluation
 from farthing.train.ancestor import find_ancestor
 from farthing.train.evaluate import evaluate
 from farthing.train.resolve import open_examples, resolve
-from interrupted import LeavesAt
 from thinned import thinned
 from workshop import (
     Heard,
     Watched,
     are_same,
-    as_tokens,
     log_of,
     make_job,
     rows_of,
@@ -128,31 +124,6 @@ def evaluations(job) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_measured_loss_is_that_of_transformers_over_all_target_tokens(tmp_path):
-    job = make_job(
-        tmp_path,
-        pretrained=True,
-        eval_rows=rows_of("llama", 7, seed=3),
-        max_steps=2,
-        label_smoothing_factor=0.2,
-    )
-    train(job)
-    measured = evaluations(job)[-1]["metrics"]
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/model")
-    total, n, means = 0.0, 0, []
-    for row in rows_of("llama", 7, seed=3):
-        ids, labels = as_tokens(tokenizer, row)
-        n_targets = int((labels != -100).sum())
-        with torch.no_grad():
-            mean = float(model(ids, labels=labels).loss)
-        total, n, means = total + mean * n_targets, n + n_targets, [*means, mean]
-    assert measured["loss"] == pytest.approx(total / n, rel=1e-5)
-    assert measured["perplexity"] == pytest.approx(math.exp(total / n), rel=1e-4)
-    assert measured["document_loss"] == pytest.approx(sum(means) / 7, rel=1e-5)
-
-
-@pytest.mark.slow
 def test_a_seq2seq_run_may_spare_the_generation(tmp_path):
     rows = rows_of("t5", 4)
     job = make_job(
@@ -234,34 +205,6 @@ def test_more_is_better_where_the_metric_has_it(tmp_path, monkeypatch):
     keys = {"max_steps": 3, "eval_steps": 1, "metric_for_best_model": "eval_f1"}
     job = make_job(tmp_path, "bert", eval_rows=rows_of("bert", 3), **keys)
     assert train(job).receipt.best_step == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("values", "greater", "best_step"),
-    [
-        ((0.1, 0.2, 0.2, 0.15), True, 2),  # of equal ones the first
-        ((None, 3.0, None, 2.9), False, 4),
-    ],
-)
-def test_the_best_step_does_not_depend_on_the_threshold_even_over_a_stop(
-    values, greater, best_step, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(
-        evaluation.Evaluator,
-        "measure",
-        lambda evaluator, each: {
-            "loss": values[evaluator.training.progress.step - 1],
-            "n_examples": 1,
-        },
-    )
-    job = judged_job(
-        tmp_path, greater_is_better=greater, early_stopping_threshold=0.5, max_steps=4, save_steps=1
-    )
-    assert train(job, LeavesAt(Saved, 2)).state == "interrupted"
-    outcome = train(job)
-    assert (outcome.state, outcome.receipt.best_step) == ("finished", best_step)
-    assert are_same(weights_of(tmp_path), checkpoint_weights(job, best_step))
 
 
 def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refused(tmp_path):

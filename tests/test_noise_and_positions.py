@@ -18,8 +18,7 @@ from farthing.export.folders import trained_model
 from farthing.model.documents import packed_batch
 from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.load import ModelChoice, load_config
-from interrupted import stopped_and_resumed
-from workshop import job_file, losses_of, make_folder, make_job, read_json, train, trained
+from workshop import job_file, make_folder, make_job, read_json, train, trained
 
 IDS = torch.arange(4, 20)[None]
 
@@ -65,23 +64,6 @@ def test_each_document_has_noise_by_its_own_length(is_packed, tmp_path):
     for part, length in zip(parts, lengths, strict=True):
         most = 3.0 / (length * embedding.embedding_dim) ** 0.5
         assert 0.9 * most < float(part.detach().abs().max()) <= most * (1 + 1e-4)
-
-
-@pytest.mark.slow
-def test_a_noisy_run_resumes_to_the_bit_and_exports_without_noise(tmp_path):
-    keys = {"method": "lora", "max_steps": 6, "n_rows": 24}
-    whole = make_job(tmp_path / "a", neftune_noise_alpha=5, **keys)
-    train(whole)
-    plain = make_job(tmp_path / "b", **keys)
-    train(plain)
-    assert losses_of(whole)[0] != losses_of(plain)[0]
-    noisy = stopped_and_resumed(tmp_path / "c", method="lora", neftune_noise_alpha=5)
-    assert losses_of(noisy) == losses_of(whole)
-    again = [trained_model(Path(whole.output_dir))(input_ids=IDS).logits for _ in range(2)]
-    assert torch.equal(*again)
-    assert "neftune" not in "".join(
-        path.read_text() for path in (Path(whole.output_dir) / "model").glob("*.json")
-    )
 
 
 def test_two_stacks_are_refused(tmp_path):

@@ -26,8 +26,7 @@ from farthing.objectives.registry import (
     register,
 )
 from farthing.train.resolve import open_examples, resolve
-from interrupted import LeavesAt
-from workshop import Heard, as_tokens, job_file, losses_of, make_job, metrics_of, steps_of, train
+from workshop import Heard, as_tokens, job_file, make_job, steps_of, train
 
 PACKAGE = '''
 """Tasks that are not farthing's: stars as ordered classes, and pairs of texts."""
@@ -166,46 +165,6 @@ def write_job(folder: Path, **keys) -> Path:
     return job_file(folder, "bert", pretrained=True, max_steps=8, **keys)
 
 
-@pytest.mark.slow
-def test_a_task_of_a_package_is_planned_trained_stopped_resumed_and_exported(
-    package, tmp_path, cli
-):
-    keys = {
-        "method": "lora",
-        "save_steps": 1,
-        "eval_steps": 4,
-        "metric_for_best_model": "mean_error",
-    }
-    path = write_job(tmp_path / "stopped", **keys)
-    plan = cli.json("plan", path)
-    assert plan["job"]["task"] == "stars"
-    assert "text/stars" in cli.out("doctor", path)
-
-    job = load_job(path)
-    assert train(job, LeavesAt(step=3)).state == "interrupted"
-    assert train(job).state == "finished"
-    whole = load_job(write_job(tmp_path / "whole", **keys))
-    train(whole)
-    assert losses_of(job)[-1] == losses_of(whole)[-1] < losses_of(whole)[0]
-    metrics = metrics_of(whole)
-    assert all(set(each) == {"loss", "loss_stderr", "n_examples", "mean_error"} for each in metrics)
-    assert 0 <= metrics[-1]["mean_error"] <= 4
-
-    merged = tmp_path / "merged"
-    cli("export", job.output_dir, "--format", "merged", "--output", merged)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(merged)
-    assert (model.config.num_labels, model.config.problem_type) == (4, "multi_label_classification")
-    assert "mean_error" in cli.out("report", job.output_dir)
-    assert "pipeline_tag: text-classification" in (merged / "README.md").read_text()
-    asked, found = tmp_path / "asked.jsonl", tmp_path / "found.jsonl"
-    asked.write_text('{"text": "the grand and the grand"}\n{"text": 3}\n')
-    cli("predict", job.output_dir, asked, "-o", found)
-    first, second = (json.loads(line) for line in found.read_text().splitlines())
-    assert 1 <= first["prediction"][0] <= 5
-    assert "more than 1" in first["scores"]
-    assert "error" in second
-
-
 def test_a_foreign_task_of_two_texts_is_asked_with_both(package, tmp_path, cli):
     rows = [
         {"premise": f"rain {i}", "conclusion": "wet" if i % 2 else "dry", "follows": i % 2 == 1}
@@ -336,7 +295,22 @@ def test_labels_are_read_and_judged_as_their_tasks_say():
     assert classes.read({"text": "a", "label": True}, {"true": "yes"}) == ("a", "yes")
     assert number.read({"text": "a", "score": "good"}, {"good": "4.5"}) == ("a", 4.5)
     assert several.answers(torch.tensor([0.2, -0.2])).tolist() == [True, False]
-    assert several.predict([0.5, 0.51], ["a", "b"]) == ["b"]
+    found = several.said(torch.tensor([0.0, 2.0]), ["a", "b"], [])
+    shares = {"a": 0.5, "b": pytest.approx(1 / (1 + math.exp(-2)))}
+    assert found == {"prediction": ["b"], "scores": shares}
+    found = classes.said(torch.tensor([0.0, 2.0]), ["a", "b"], [])
+    assert (found["prediction"], found["score"]) == ("b", shares["b"])
+    assert number.said(torch.tensor([1.5]), ["LABEL_0"], []) == {"prediction": 1.5}
+    for labels, problem in (
+        (classes, "single_label_classification"),
+        (several, "multi_label_classification"),
+        (number, "regression"),
+    ):
+        config = transformers.BertConfig()
+        labels.set_head(config, ["x", "y", "z"])
+        names = ["LABEL_0"] if labels is number else ["x", "y", "z"]
+        assert (config.problem_type, list(config.id2label.values())) == (problem, names)
+        assert config.num_labels == len(config.label2id) == len(names)
     assert (classes.smooths, several.smooths, number.smooths) == (True, False, False)
     scores, wanted = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, -100])
     low, high = math.log1p(math.exp(-2)), math.log1p(math.exp(2))

@@ -50,7 +50,7 @@ def predicted(run: Path, rows: list[dict[str, Any]], *words: str) -> list[dict[s
     return read_rows(output)
 
 
-def test_classes_come_with_their_probabilities(classifier):
+def test_classes_come_with_their_probabilities(classifier, cli):
     rows = rows_of("bert", 37, seed=1)
     texts = [{"text": row["text"], "number": i} for i, row in enumerate(rows)]
     found = predicted(classifier, texts, "--batch-size", "5")
@@ -61,29 +61,27 @@ def test_classes_come_with_their_probabilities(classifier):
         assert row["prediction"] == alone["label"]
         assert row["scores"] == pytest.approx(alone["probabilities"], abs=1e-5)
         assert row["score"] == max(row["scores"].values())
+    said = cli.json("chat", classifier, "--prompt", texts[0]["text"])["tuned"]
+    assert said == model.classify(texts[0]["text"])
     with_labels = predicted(classifier, rows)
     assert [row["prediction"] for row in with_labels] == [row["prediction"] for row in found]
     assert [row["label"] for row in with_labels] == [row["label"] for row in rows]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "t5"])
-def test_answers_of_a_batch_are_those_of_one_row_at_a_time(family, tmp_path):
-    run = run_of(tmp_path, family, method="lora")
-    rows = rows_of(family, 11, seed=2)
-    column = "prompt" if family == "llama" else "input"
-    asked = [{column: row[column][: 20 + 5 * i]} for i, row in enumerate(rows)]
-    found = predicted(run, asked, "--batch-size", "4", "--max-tokens", "12")
-    model = Predictor(run, max_new_tokens=12)
-    for row, given in zip(found, asked, strict=True):
-        messages = [{"role": "user", "content": given[column]}]
-        assert row["prediction"] == "".join(model.stream(messages))
-        assert row["score"] < 0
-        assert row["finish_reason"] in ("stop", "length")
+def test_answers_of_a_batch_are_those_of_one_row_at_a_time(tmp_path):
+    run = run_of(tmp_path, "t5", max_steps=2)
+    rows = [{**row, "input": row["input"][: 9 * (i + 1)]} for i, row in enumerate(rows_of("t5", 5))]
+    found = predicted(run, rows, "--batch-size", "4", "--max-tokens", "6")
+    model = Predictor(run, max_new_tokens=6)
+    for row, given in zip(found, rows, strict=True):
+        alone = "".join(model.stream([{"role": "user", "content": given["input"]}]))
+        assert row == given | {name: row[name] for name in ("score", "finish_reason")} | {
+            "prediction": alone
+        }
 
 
 @pytest.mark.parametrize("ends_at", [None, 0])
-def test_an_answer_is_the_likeliest_tokens_and_its_score_their_mean(ends_at, writer):
+def test_an_answer_is_the_likeliest_tokens_and_its_score_their_mean(ends_at, writer, cli):
     text, log_probs = "name: The Mill; food:", []
     model = Predictor(writer, max_new_tokens=6)
     given = model.tokenizer(text)["input_ids"]
@@ -102,6 +100,10 @@ def test_an_answer_is_the_likeliest_tokens_and_its_score_their_mean(ends_at, wri
     assert row["score"] == pytest.approx(sum(log_probs) / len(log_probs), abs=1e-4)
     answer = model.tokenizer.decode(ids[len(given) :], skip_special_tokens=True)
     assert row["prediction"] == answer == "".join(model.stream([{"role": "user", "content": text}]))
+    if ends_at is None:
+        said = cli.json("chat", writer, "--prompt", text, "--base", "--max-tokens", "6")
+        assert (said["prompt"], said["tuned"]["text"]) == (text, answer)
+        assert said["base"]["text"] != answer
     assert row["finish_reason"] == ("stop" if ids[-1] in end else "length")
     assert other["prediction"] == next(model.rows([{"prompt": text[:9]}]))["prediction"]
 

@@ -361,7 +361,6 @@ def test_every_objective_learns_is_killed_and_goes_on_to_the_same_bits(tmp_path,
     assert losses_of(parts)[-3:] == losses[-3:]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("objective", thinned(["kto", "reward"], 2))
 def test_how_a_step_is_split_and_laid_out_changes_nothing(tmp_path, objective):
     path, found = preference_job(tmp_path, objective, max_steps=2), []

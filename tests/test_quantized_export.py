@@ -20,7 +20,7 @@ from exported_families import FAMILIES, make_family
 from farthing.errors import FarthingError, InputError
 from farthing.export import compressed
 from farthing.export.compressed import plan_compressed, write_compressed
-from farthing.export.gguf_families import family_of, lay_out, settings_of
+from farthing.export.gguf_families import family_of, settings_of
 from farthing.export.gguf_file import plan_gguf, read_back, write_gguf
 from farthing.export.modelfile import modelfile
 from llama_cpp import LlamaCpp, greedy_of
@@ -47,27 +47,6 @@ def trained(tmp_path_factory):
 def export(run: Path, folder: Path, form: str, *words: str) -> list[object]:
     """The words of `farthing export`."""
     return ["export", run, "--output", folder, "--format", form, *words]
-
-
-def test_what_is_laid_out_for_llama_cpp_is_taken_back():
-    dice = torch.Generator().manual_seed(0)
-    for model_type in ("llama", "gemma", "gpt2"):
-        config = transformers.AutoConfig.for_model(model_type)
-        config.num_attention_heads, config.num_key_value_heads = 4, 2
-        family = family_of(config, "causal-lm")
-        for name, rows in (
-            ("layers.0.self_attn.q_proj.weight", 32),
-            ("layers.0.self_attn.k_proj.bias", 16),
-            ("h.0.attn.c_attn.weight", 24),
-            ("layers.0.input_layernorm.weight", 8),
-        ):
-            shape = (rows, 12) if name.endswith("attn.weight") or "q_proj" in name else (rows,)
-            weight = torch.randn(shape, generator=dice).numpy()
-            there = lay_out(name, weight, config, family)
-            back = lay_out(name, there, config, family, is_back=True)
-            torch.testing.assert_close(
-                torch.from_numpy(back), torch.from_numpy(weight), rtol=1e-6, atol=1e-6
-            )
 
 
 @pytest.mark.parametrize(
@@ -168,6 +147,7 @@ def test_a_file_holds_the_weights_by_llama_cpp_s_names_and_kinds(
     family, bits, tmp_path, tokenizers
 ):
     gguf, sizes = __import__("gguf"), {**SMALL, "head_dim": 16, "n_inner": 48, "vocab_size": 2000}
+    sizes |= {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}
     config = transformers.AutoConfig.for_model(family, **sizes, tie_word_embeddings=True)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -182,6 +162,9 @@ def test_a_file_holds_the_weights_by_llama_cpp_s_names_and_kinds(
     assert kinds["output_norm.weight"] == kinds.get("position_embd.weight", "F32") == "F32"
     value = {name: field.contents() for name, field in reader.fields.items()}
     assert value["general.name"] == "phi 3 x"
+    if family != "gpt2":
+        scaling = value[f"{family}.rope.scaling.type"], value[f"{family}.rope.scaling.factor"]
+        assert scaling == ("linear", 4.0)
     assert (value["general.file_type"], value[f"{family}.vocab_size"]) == (
         {"f16": 1, "q4_0": 2, "q8_0": 7}[bits],
         2000,
@@ -257,18 +240,6 @@ def test_a_template_is_said_in_the_language_of_ollama_or_not_at_all(tmp_path):
     text, notes = modelfile(tokenizer, None)
     assert "TEMPLATE" not in text
     assert "the Modelfile has none" in notes[0]
-
-
-def test_positions_that_are_stretched_by_a_factor_are_said_to_llama_cpp(tmp_path, tokenizers):
-    gguf = pytest.importorskip("gguf", reason="pip install 'farthing[gguf]'")
-    folder = make_folder(tmp_path / "base", "llama", pretrained=True)
-    config = transformers.AutoConfig.from_pretrained(folder)
-    config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
-    plan = plan_gguf(config, tokenizers["llama"], "causal-lm", "f32", "small", is_chat=False)
-    write_gguf(plan, folder, tmp_path / "model.gguf", "f32")
-    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
-    assert fields["llama.rope.scaling.type"].contents() == "linear"
-    assert fields["llama.rope.scaling.factor"].contents() == 4.0
 
 
 @pytest.mark.slow

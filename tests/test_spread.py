@@ -194,26 +194,6 @@ def test_other_numbers_of_ranks_and_other_ways_give_the_same(family, keys, where
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_a_killed_run_on_as_many_ranks_has_the_same_bits(strategy, tmp_path):
-    keys = {"optim": "adamw_bf16_stochastic_round", "bf16": True}
-    whole, killed = (
-        spread_job(tmp_path / name, where={"strategy": strategy}, **keys)
-        for name in ("whole", "killed")
-    )
-    finish_on(2, tmp_path, whole)
-    assert train_on(2, tmp_path, killed, [0, 4]) == [-signal.SIGKILL, 76]
-    finish_on(2, tmp_path, killed)
-    ours, theirs = (
-        {path.name: path.read_bytes() for path in saves_of(job)[7].glob("*.safetensors")}
-        for job in (whole, killed)
-    )
-    assert len(ours) == (4 if strategy == "fsdp" else 2)
-    assert ours == theirs
-    assert losses_of(whole) == losses_of(killed)
-
-
-@pytest.mark.slow
 def test_a_rank_without_memory_ends_all_and_leaves_less_to_the_next_attempt(tmp_path):
     alone, spread = trained_alone(tmp_path), spread_job(tmp_path / "spread")
     first, second = train_on(2, tmp_path, spread, [1, 4], 0, True)

@@ -17,7 +17,7 @@ import torch
 from farthing.data.loader import Feed, MicroBatch, micro_batches
 from farthing.data.row_table import in_one_lane
 from farthing.errors import NotFiniteError
-from farthing.events import Decided, Note, StepSkipped, StepTaken
+from farthing.events import Decided, StepSkipped, StepTaken
 from farthing.model.forward import Forward
 from farthing.train.loop import take_step
 from farthing.train.step import Step
@@ -179,7 +179,9 @@ def test_no_optimizer_moves_a_weight_when_the_gradient_is_not_finite(optim, tmp_
 
 def test_a_step_moves_each_weight_by_the_keys_of_its_job_and_is_counted(tmp_path):
     keys = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
-    job = make_job(tmp_path, method={"name": "lora", "loraplus_lr_ratio": 16}, **keys)
+    job = make_job(
+        tmp_path, method={"name": "lora", "loraplus_lr_ratio": 16, "use_dora": True}, **keys
+    )
     with opened(job) as run:
         take_step(run)
         groups = run.optimizer.param_groups
@@ -188,6 +190,7 @@ def test_a_step_moves_each_weight_by_the_keys_of_its_job_and_is_counted(tmp_path
         assert at.n_tokens == at.n_padded_tokens == tokens.lengths[examples].sum()
         assert at.n_targets == tokens.target_lengths[examples].sum() < at.n_tokens
     assert [(each["lr"], each["weight_decay"]) for each in groups] == [(0.01, 0.1), (0.16, 0.1)]
+    assert 2 * len(groups[0]["params"]) == len(groups[1]["params"]), "B, and DoRA's magnitudes"
     assert all((each["betas"], each["eps"]) == ((0.8, 0.95), 1e-6) for each in groups)
 
 
@@ -204,24 +207,6 @@ def test_a_run_computes_useful_tokens_only(family, tmp_path):
     assert last.run_tokens >= least * last.run_padded_tokens
 
 
-@pytest.mark.slow
-def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(tmp_path, monkeypatch):
-    keys = {"max_steps": 2, "rows": with_system_prompt(48)}
-    keys |= {"global_batch_size": 16, "micro_batch_tokens": 8192}
-    heard, told = Heard(), Heard()
-    job, plain = (make_job(tmp_path / name, **keys) for name in ("shared", "plain"))
-    train(job, heard)
-    step = heard.of(StepTaken)[-1]
-    assert step.run_padded_tokens < 0.6 * step.run_tokens
-    assert "computed once in each micro-batch" in str(heard.of(Note))
-    monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)
-    train(plain, told)
-    last = told.of(StepTaken)[-1]
-    assert last.run_padded_tokens == last.run_tokens == step.run_tokens
-    assert losses_of(job) == pytest.approx(losses_of(plain), rel=1e-4)
-
-
-@pytest.mark.slow
 def test_micro_batches_grow_where_a_beginning_is_then_computed_less_often(tmp_path):
     keys = {"rows": with_system_prompt(48, 40), "max_steps": 1}
     keys |= {"data": {"max_length": 2048}, "global_batch_size": 16}
