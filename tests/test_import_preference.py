@@ -209,9 +209,9 @@ def test_stages_of_llama_factory(tmp_path):
     }
     assert job.data.columns == {"conversations": "talk", "chosen": "good", "rejected": "bad"}
     found = imported(
-        tmp_path, FACTORY + "stage: dpo\npref_loss: simpo\nsimpo_gamma: 1\npref_ftx: 1\n"
+        tmp_path, FACTORY + "stage: dpo\npref_loss: simpo\nsimpo_gamma: 1\npref_ftx: 1\npref_x: 1\n"
     )
-    assert found.lines["pref_ftx"].effect == "differs"
+    assert {found.lines[key].effect for key in ("pref_ftx", "pref_x")} == {"differs"}
     assert settings(job_of(tmp_path, found)) == {"name": "simpo", "beta": 0.1, "simpo_gamma": 1.0}
     found = imported(tmp_path, FACTORY.replace("pairs", "asked") + "stage: rm\n")
     job = job_of(tmp_path, found)
