@@ -120,7 +120,7 @@ def test_a_chat_is_asked_as_it_was_in_training(tmp_path):
     turns = [{"role": "user", "content": "Which?"}, {"role": "Model", "content": "This one."}]
     run = run_of(tmp_path, "llama", rows=[{"dialog": turns}] * 16, max_steps=2)
     earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    chats = [turns[:1], turns, [*earlier, turns[0]]]
+    chats = [turns[:1], [turns[0], {**turns[1], "weight": 0}], [*earlier, turns[0]]]
     model = Predictor(run, max_new_tokens=8)
     for chat, asked in zip(chats, [turns[:1], turns[:1], chats[2]], strict=True):
         (row,), (plain,) = model.rows([{"dialog": chat}]), model.rows([{"messages": asked}])

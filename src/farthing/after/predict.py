@@ -307,7 +307,7 @@ class Predictor:
 
     @staticmethod
     def _asked(row: Row | BadRow, understood: Understood | None) -> Row | BadRow:
-        """The row with a turn in place of the answer that its chat lacks."""
+        """The row with a turn in place of the answer that its chat has, or lacks."""
         if isinstance(row, BadRow) or understood is None:
             return row
         name, _, target = understood.format.partition("/")
@@ -320,9 +320,10 @@ class Predictor:
         answer = {of: "assistant", content: _ANSWER}
         if row.value.get(target) == _ANSWER:
             return Row(row.line, row.value | {target: [answer]})
-        if target or role_of(turns[-1]) == "assistant":
+        if target:
             return row
-        return Row(row.line, row.value | {own: [*turns, answer]})
+        asked = turns[:-1] if role_of(turns[-1]) == "assistant" else turns
+        return Row(row.line, row.value | {own: [*asked, answer]})
 
     def _text(self, row: Row | BadRow, reader: SourceReader) -> Example:
         """Where a label is read besides, any that is read will do. Raises `UnusableRowError`."""
