@@ -43,7 +43,7 @@ def test_the_first_of_several_templates_whose_columns_are_filled_is_taken():
 
 
 @pytest.mark.parametrize(
-    ("answer", "text"), [(1, "cold"), ("1", "cold"), ("B", "cold"), ("b", "cold"), ("cold", "cold")]
+    ("answer", "text"), [(1, "cold"), ("1", "cold"), ("b", "cold"), ("cold", "cold")]
 )
 def test_an_index_picks_among_choices(answer, text):
     row = {"question": "Ice is", "choices": ["hot", "cold"], "answer": answer}
@@ -90,8 +90,6 @@ def test_a_template_with_an_unknown_column_says_which():
             "causal-lm",
             {"prompt": "Question", "completion": "Response"},
         ),
-        ({"review", "sentiment"}, "classification", {"text": "review", "label": "sentiment"}),
-        ({"dialogue", "summary"}, "seq2seq", {"input": "dialogue", "target": "summary"}),
         ({"prompt", "response"}, "causal-lm", {"completion": "response"}),
     ],
 )
@@ -246,11 +244,6 @@ ASKED = {"role": "user", "content": "Hi?"}
             {"instruction": "Sum up.", "context": "Bread rose.", "response": "Bread."},
             "<user>Sum up.\n\nBread rose.</s><assistant>Bread.</s>",
             ["Bread.</s>"],
-        ),
-        (
-            {"system": "Be brief.", "messages": [ASKED, {"role": "assistant", "content": "Yo."}]},
-            "<system>Be brief.</s><user>Hi?</s><assistant>Yo.</s>",
-            ["Yo.</s>"],
         ),
         (
             {

@@ -119,7 +119,6 @@ def test_a_power_law_is_found_again_and_not_taken_further_than_twice():
         ({"vary": {"train.learning_rate": {"low": 3, "high": 1}}}, r"rate`: low 3 is not below"),
         ({"vary": {"train.learning_rate": {"low": 3, "hi": 4}}}, r"rate\.high` is missing"),
         ({"vary": {"data": ["./a.jsonl", "./b.jsonl"]}}, "holds out other examples"),
-        ({"vary": {"data.eval_fraction": [0.1, 0.2]}}, "holds out other examples"),
         ({"vary": {"train.seed": [1, 2]}}, "holds out other examples"),
         ({"sampler": "grid", "vary": {"train.weight_decay": {"low": 0, "high": 0.1}}}, "grid"),
         ({"vary": {"method": ["full"]}, "data_fraction": [0.5]}, "two shares"),
