@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from farthing.config.load import load_job
-from farthing.data.columns import columns_of, guessed, renamed
+from farthing.data.columns import columns_of, renamed
 from farthing.data.formats import converter, recognise, used_columns
 from farthing.data.read import open_sources
 from farthing.data.rows import Row
@@ -100,7 +100,6 @@ def test_usual_names_are_read_and_said(columns, task, found):
 
 
 def test_two_columns_that_could_be_meant_are_no_guess():
-    assert guessed({"question", "query", "answer"}, ("prompt", "completion"), ()) is None
     with pytest.raises(DataError, match="match no format"):
         recognise({"question", "answer", "response"}, "causal-lm", {}, "rows.jsonl")
 
