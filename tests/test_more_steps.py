@@ -58,7 +58,6 @@ def test_settings_that_nobody_uses_are_warned_of(tmp_path, cli):
     for keys, words in (
         ({"learning_rate": 2.0, "method": "lora"}, "1e-5 to 1e-3 is the usual range"),
         ({"warmup_ratio": 0.9}, "train.warmup_ratio 0.9 is unusual"),
-        ({"weight_decay": 10}, "train.weight_decay 10 is unusual"),
         ({"method": {"name": "full", "lora_r": 8}}, "method.lora_r is not used: method is full"),
         ({"data": {"separator": ";"}}, "data.separator is not used: no data is a CSV file"),
         ({"data": {"train_split": "test"}}, "data.train_split is not used: files have no splits"),
