@@ -217,6 +217,7 @@ UNKNOWN = "unknown key `"
         ("data: other.jsonl\n", 5, "`data` appears twice (first on line 3)", "keep one of them"),
         (("run", "''"), 4, "`output_dir` can't be ''", ""),
         (("org/name", "./run/model"), 4, "write its model over", "another output_dir"),
+        ("output_store: ./run/copy\n", 5, "would lie in the run folder", "a bucket"),
         (("train.jsonl", "[]"), 3, "`data.train` can't be []", ""),
         (
             ("train.jsonl", "\n  train: a.jsonl\n  columns:\n    txt: body"),

@@ -402,6 +402,10 @@ def _contradictions(job: Job) -> Iterator[tuple[str, str, str]]:
     if f"{job.output_dir}/model" in (model.model_name_or_path, model.tokenizer_name_or_path):
         what = "the run would write its model over the one that it reads"
         yield "output_dir", what, "name another output_dir"
+    store = (job.output_store or "").removeprefix("file://")
+    if store and Path(store).is_relative_to(job.output_dir):
+        what = "the copy would lie in the run folder, and be lost with it"
+        yield "output_store", what, "name a bucket, or a folder of another disk"
     is_pinned = re.fullmatch(r"[0-9a-f]{40}", model.revision or "")
     if model.trust_remote_code and on_hub and not is_pinned:
         what = f"trust_remote_code runs whatever {on_hub[0]} holds on that day"
