@@ -45,6 +45,9 @@ def test_vllm_gets_the_memory_and_the_precision_of_the_plan(runs, tmp_path, cli)
     service = yaml.safe_load((tmp_path / "m/serve/compose.yaml").read_text())["services"]["vllm"]
     assert "--gpu-memory-utilization=0.9" in service["command"]
     assert "--max-model-len=2048" in service["command"], "as long as its positions"
+    assert "--dtype=bfloat16" in service["command"]
+    assert "--tensor-parallel-size=1" in service["command"]
+    assert "--served-model-name=run" in service["command"]
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
     subprocess.run(["sh", "-n", str(tmp_path / "m/serve/serve.sh")], check=True)
@@ -70,6 +73,8 @@ def test_vertex_gets_a_model_an_endpoint_and_a_machine(runs, tmp_path):
 
 
 def test_what_can_not_be_served_is_refused_before_anything_is_written(runs, tmp_path):
+    assert len({offer.provider for offer in parse_place("vllm").offers()}) > 5
+    assert {offer.provider for offer in parse_place(VERTEX).offers()} == {"GCP"}
     for text in ("vertex", "vertex:project", "vllm:here", "sagemaker"):
         with pytest.raises(InputError, match="names no server"):
             parse_place(text)

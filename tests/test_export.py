@@ -140,6 +140,7 @@ def test_a_merged_model_keeps_a_tie_that_no_adapter_touches_and_all_may_read_it(
     assert modes == {"0o644"}
     assert (lora_run.stat().st_mode & 0o777) == 0o700
     assert "generation_config.json" in os.listdir(lora_run / "model")
+    assert "library_name: peft\n" in (lora_run / "model/README.md").read_text()
     for path in (lora_run / "model/model_config.json", tmp_path / "merged/config.json"):
         assert read_json(path)["use_cache"], "an answer is written with it"
     layers = read_json(lora_run / "model/adapter_config.json")["target_modules"]

@@ -13,6 +13,7 @@ import torch
 
 from farthing.after.predict import Predictor
 from farthing.cli import main
+from farthing.errors import InputError
 from farthing.tiny import write_jsonl
 from workshop import read_json, read_rows, rows_of, trained
 
@@ -133,7 +134,10 @@ def test_the_columns_of_the_job_are_read_and_its_target_is_not_needed(tmp_path):
     columns = {"text": "about: {narrative}", "label": "product"}
     run = run_of(tmp_path, "bert", rows=rows, data={"columns": columns}, max_steps=2)
     found = predicted(run, [{"narrative": "the bread"}, {"narrative": ""}])
-    alone = Predictor(run).classify("about: the bread")
+    model = Predictor(run)
+    alone = model.classify("about: the bread")
+    with pytest.raises(InputError, match="makes `text` of several columns"):
+        model.row_of("the bread")
     assert found[0]["scores"] == pytest.approx(alone["probabilities"], abs=1e-5)
     assert "`narrative` is empty" in found[1]["error"]
 

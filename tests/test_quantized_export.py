@@ -8,8 +8,10 @@ import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -22,6 +24,7 @@ from farthing.export import compressed
 from farthing.export.compressed import plan_compressed, write_compressed
 from farthing.export.gguf_families import family_of, settings_of
 from farthing.export.gguf_file import plan_gguf, read_back, write_gguf
+from farthing.export.gguf_tokens import tokenizer_settings
 from farthing.export.modelfile import modelfile
 from llama_cpp import LlamaCpp, greedy_of
 from workshop import make_folder, read_json, rows_of
@@ -174,6 +177,49 @@ def test_a_file_holds_the_weights_by_llama_cpp_s_names_and_kinds(
         torch.testing.assert_close(
             weight, state[name], rtol=0, atol=1e-2 if bits == "q4_0" else 5e-4
         )
+
+
+def bpe_of(pieces: str, merges: list[tuple[str, str]], **how) -> tokenizers.Tokenizer:
+    vocab = {piece: index for index, piece in enumerate(pieces.split())}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, **how))
+    backend.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    backend.add_special_tokens(["<unk>", "<s>"])
+    return backend
+
+
+def said_of(backend: tokenizers.Tokenizer) -> tuple[dict[str, Any], list[str]]:
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    return tokenizer_settings(made, 12, is_chat=True)
+
+
+def test_pieces_have_their_kinds_and_the_ranks_of_their_merges():
+    merges, how = [("a", "b"), ("▁", "ab")], {"unk_token": "<unk>", "byte_fallback": True}
+    backend = bpe_of("<unk> <s> <0x41> ▁ a b ab ▁ab zz", merges, **how)
+    steps = tokenizers.normalizers
+    backend.normalizer = steps.Sequence([steps.Prepend("▁"), steps.Replace(" ", "▁")])
+    backend.add_tokens([tokenizers.AddedToken("▁x", normalized=False)])
+    found, notes = said_of(backend)
+    assert found["token_list"][8:] == ["zz", " x", "[PAD10]", "[PAD11]"]
+    assert found["token_types"] == [2, 3, 6, *[1] * 6, 4, 5, 5]
+    assert found["token_scores"] == [0, 0, 0, 0, 0, 0, 0, -1, -1e9, 0, 0, 0]
+    assert (found["tokenizer_model"], found["add_space_prefix"], notes) == ("llama", True, [])
+    assert (found["add_bos_token"], found["add_eos_token"], found["bos_token_id"]) == (1, 0, 1)
+
+
+def test_bytes_are_split_as_llama_cpp_names_it_and_texts_in_other_forms_are_noted():
+    backend = bpe_of("<unk> <s> a b ab", [("a", "b")])
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.normalizer = tokenizers.normalizers.NFC()
+    found, notes = said_of(backend)
+    assert (found["tokenizer_model"], found["tokenizer_pre"]) == ("gpt2", "gpt-2")
+    assert (found["token_merges"], found["add_bos_token"]) == (["a b"], True)
+    assert "form NFC" in notes[0]
+    backend.normalizer = tokenizers.normalizers.NFKC()
+    with pytest.raises(InputError, match="NFKC"):
+        said_of(backend)
+    backend.normalizer, backend.model.ignore_merges = tokenizers.normalizers.NFC(), True
+    with pytest.raises(InputError, match="no name for how it splits"):
+        said_of(backend)
 
 
 @needs_gguf
