@@ -334,6 +334,7 @@ def test_a_model_file_that_is_a_pipe_is_refused(name, tmp_path, cli):
         assert "this is no file" in cli.err(verb, path)
 
 
-def test_a_disk_that_is_full_ends_any_verb_alike(tmp_path, monkeypatch, cli):
-    monkeypatch.setattr("farthing.cli.init.run", failing(errno.ENOSPC))
-    assert "No space left" in cli.err("init", tmp_path / "job.yaml", code=75)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
+def test_a_disk_that_is_full_ends_any_verb_alike(number, tmp_path, monkeypatch, cli):
+    monkeypatch.setattr("farthing.cli.init.run", failing(number))
+    assert os.strerror(number) in cli.err("init", tmp_path / "job.yaml", code=75)

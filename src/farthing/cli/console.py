@@ -46,8 +46,8 @@ def write(text: str) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a disk, or its quota, is full."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    """Whether a disk, or a quota or limit of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def print_json(value: Any) -> None:
