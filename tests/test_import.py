@@ -92,7 +92,7 @@ BESIDE = """from transformers import EarlyStoppingCallback, Trainer, TrainingArg
 from trl import DataCollatorForCompletionOnlyLM, SFTTrainer
 trainer = SFTTrainer(
     model="org/m", args=TrainingArguments("out"), dataset_text_field="story",
-    train_dataset=load_dataset("org/d", split="train"), optimizers=(mine, None),
+    train_dataset=load_dataset("org/d", split="train", field="x"), optimizers=(mine, None),
     data_collator=DataCollatorForCompletionOnlyLM("### Answer:"),
     callbacks=[EarlyStoppingCallback(early_stopping_patience=3)],
 )
@@ -118,7 +118,7 @@ PRECISE = """from transformers import AutoModelForCausalLM, Trainer, TrainingArg
 from datasets import load_dataset
 data = load_dataset("org/d")
 model = AutoModelForCausalLM.from_pretrained("org/m"{weights})
-args = TrainingArguments("out", eval_strategy="epoch"{precision})
+args = TrainingArguments("out", evaluation_strategy="epoch"{precision})
 Trainer(model, args, train_dataset=data["train"], eval_dataset=data["test"]).train()
 """
 LOOP = """import torch
@@ -318,6 +318,7 @@ CASES = [
             "train.learning_rate": 5e-5,
             "data.train": [{"path": "org/d", "split": "train", "columns": {"text": "story"}}],
             "SFTTrainer.optimizers": DIFFERS,
+            "load_dataset.field": DIFFERS,
             "EarlyStoppingCallback.early_stopping_patience": DIFFERS,
         },
     ),

@@ -221,7 +221,8 @@ def read_data(values: Json, out: Imported) -> None:
     if isinstance(template, str) and "{" in template:
         out.template("chat_template", template, template)
     said = {key: value for key, value in values.items() if type(value) is str and value}
-    evaluates = str(values.get("eval_strategy", "no")) not in ("no", "False")
+    asked = values.get("eval_strategy", values.get("evaluation_strategy", "no"))
+    evaluates = str(asked) not in ("no", "False")
     if out.source == TRL and not out.labels and evaluates and "dataset_name" in said:
         said.setdefault("dataset_test_split", "test")
     held_key = "dataset_test_split" if "dataset_test_split" in said else "validation_file"

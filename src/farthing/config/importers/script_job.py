@@ -237,5 +237,7 @@ class _Script:
         }
         self.values["dataset_name"] = path
         self.out.labels |= {ours: f"{before}{key}" for key, ours in _OF_DATA.items()}
-        self.out.keep(given, "data.train", before)
+        own = {key: each for key, each in given.items() if key in (*_OF_DATA, "data_files")}
+        self.out.keep(own, "data.train", before)
+        read_keys(self.out, given, "axolotl-dataset", before=before)
         return True
