@@ -361,6 +361,21 @@ def test_every_objective_learns_is_killed_and_goes_on_to_the_same_bits(tmp_path,
     assert losses_of(parts)[-3:] == losses[-3:]
 
 
+@pytest.mark.parametrize("reference", [-300.0, 300.0])
+def test_a_baseline_is_how_far_mismatched_answers_have_moved_and_not_below_zero(
+    tmp_path, reference
+):
+    with opened(load_job(preference_job(tmp_path, "kto"))) as attempt:
+        forward, tokens = attempt.forward, attempt.train_examples.tokens
+        forward.references[tokens.folder][:] = reference
+        examples, step = attempt.feed.batches.examples_of(0), attempt.steps.step
+        step.begin(0)
+        with torch.no_grad():
+            moved = float(forward.mismatched_ratio(tokens, examples)) / len(examples)
+    assert (moved > 0) is (reference < 0)
+    assert float(step.totals.baseline) == pytest.approx(max(0.0, moved), rel=1e-5)
+
+
 @pytest.mark.parametrize("objective", thinned(["kto", "reward"], 2))
 def test_how_a_step_is_split_and_laid_out_changes_nothing(tmp_path, objective):
     path, found = preference_job(tmp_path, objective, max_steps=2), []
