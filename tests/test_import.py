@@ -414,7 +414,6 @@ CASES = [
             ("c.yaml", FACTORY, None, None),
             ("c.yaml", "base_model: m\nmicro_batch_size: 2\n", None, None),
             ("c.yaml", "model: m\ndata: a.jsonl\nlr: 1.0e-4\nprecision: 16-mixed\n", None, True),
-            ("c.yaml", "model: m\ndata: a.jsonl\nlr: 1.0e-4\ndtype: float32\n", False, None),
         )
     ),
     # names that grow out of one another are worked out once; a text that doubles is left open
@@ -651,7 +650,6 @@ def test_another_kind_of_training_is_refused_by_name(tmp_path, key, words, cli):
         ("x.yaml", "a: [1\n", ""),
         ("x.json", "{", ""),
         ("x.py", "def f(:\n", "later Python"),
-        ("x.py", "print('hello')\n", ""),
         ("x.ipynb", "{}", ""),
         ("x.sh", "echo hello\n", ""),
         ("x.yaml", "hello: world\n", "can't tell which tool"),
