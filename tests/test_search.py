@@ -17,7 +17,7 @@ import pytest
 from farthing.cli.parser import parse
 from farthing.config.job import SearchSection
 from farthing.config.load import load_job
-from farthing.errors import InputError, JobError, RunChangedError
+from farthing.errors import InputError, JobError, RunChangedError, RunDamagedError
 from farthing.metrics import stderr_of_mean
 from farthing.report.runs import row_of
 from farthing.search.bill import priced
@@ -371,6 +371,9 @@ def test_a_trial_that_the_limit_stops_has_not_failed(usd, state, tmp_path, monke
     assert found == {(state, usd)}  # a search that is resumed trains it
     assert sum(each["usd"] for each in outcome.receipt["rungs"]) == usd
     assert until[0] > clock() + 36_000, "its limit counts from the clock that it begins with"
+    (tmp_path / "run/ledger.jsonl").write_text("x" * 99)
+    with pytest.raises(RunDamagedError, match="its cost so far is unknown"):
+        search(load_job(path), path)
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,12 @@ from farthing.errors import (
     FarthingError,
     InputError,
     LimitError,
+    RunDamagedError,
     RunInterruptedError,
     RunTakenError,
 )
 from farthing.objectives.registry import objective_of
-from farthing.run.folder import MODEL, SEARCH_LOG, claim
+from farthing.run.folder import LEDGER, MODEL, SEARCH_LOG, claim
 from farthing.run.ledger import Ledger
 from farthing.run.mirror import Mirror, open_mirror
 from farthing.run.opening import Opened, opened
@@ -118,6 +119,14 @@ def search(
             _mirrored(job, begun, tell, closing_s) as mirror,
             contextlib.closing(SearchRecord(folder)) as record,
         ):
+            if record.header and not any(each.wall_s for each in begun.ledger.past):
+                raise RunDamagedError(
+                    "the ledger of this search is gone: its cost so far is unknown",
+                    where=str(folder / LEDGER),
+                    to_do="restore it from a copy, or give the search another output_dir",
+                )
+            if damage := begun.damage_in_words():
+                tell({"trial": None, "warning": damage})
             environments = environs(n_at_a_time, job.where.device, folder.name)
             workers = [
                 Worker(folder / f"worker-{number}.log", environ)
