@@ -85,6 +85,9 @@ def test_answers_of_a_batch_are_those_of_one_row_at_a_time(tmp_path):
 def test_an_answer_is_the_likeliest_tokens_and_its_score_their_mean(ends_at, writer, cli):
     text, log_probs = "name: The Mill; food:", []
     model = Predictor(writer, max_new_tokens=6)
+    model.model.generation_config.update(
+        stop_strings=["a"], return_dict_in_generate=True, prompt_lookup_num_tokens=2
+    )
     given = model.tokenizer(text)["input_ids"]
     ids, end = list(given), {model.tokenizer.eos_token_id}
     for at in range(6):

@@ -35,7 +35,7 @@ from farthing.device_memory import is_out_of_memory
 from farthing.errors import DataError, InputError, UnusableRowError
 from farthing.export.folders import trained_model, trusted_job, tuned_config, untrained_model
 from farthing.model.hardware import Numerics, choose_numerics, free_cached
-from farthing.model.load import ModelChoice, load_tokenizer, set_languages
+from farthing.model.load import PLAIN, ModelChoice, load_tokenizer, set_languages
 from farthing.model.loss import predicts_next, scores_words
 from farthing.model.positions import max_positions
 from farthing.objectives.columns import list_of, parsed_list
@@ -417,8 +417,7 @@ class Predictor:
         return self.model.generate(
             **batch,
             **{"do_sample": False, **how},
-            num_beams=1,
-            use_cache=True,
+            **PLAIN,
             max_new_tokens=self.max_new_tokens,
             eos_token_id=self._ends or None,
             pad_token_id=self._pad_id,

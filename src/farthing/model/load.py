@@ -227,6 +227,16 @@ def speak(model: Any, tokenizer: Any, language: str) -> None:
         ) from error
 
 
+PLAIN = {
+    "num_beams": 1,
+    "use_cache": True,
+    "prompt_lookup_num_tokens": None,
+    "return_dict_in_generate": False,
+    "stop_strings": None,
+}
+"""Of `generate`, whatever a base's own settings say: one answer by its tokens, ended by a token."""
+
+
 def stop_at(model: Any, token: int | None) -> None:
     """Have the model end its answers at a token too, beside those that it names."""
     settings = model.generation_config

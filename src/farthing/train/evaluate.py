@@ -23,6 +23,7 @@ from farthing.events import Evaluated, Evaluating
 from farthing.metrics import Metrics, stderr_of_mean
 from farthing.model.forward import Forward
 from farthing.model.hardware import free_cached
+from farthing.model.load import PLAIN
 from farthing.objectives.objective import EvaluationSums, Found
 from farthing.train.context import Training
 from farthing.train.resolve import Examples, Writing
@@ -194,8 +195,7 @@ def write_texts(
             **batch,
             max_new_tokens=writing.max_new_tokens,
             do_sample=False,
-            num_beams=1,
-            use_cache=True,
+            **PLAIN,
         )
     targets = np.where(arrays["labels"] >= 0, arrays["labels"], forward.pad_id)
     both = {"predictions": written, "references": targets}
