@@ -55,6 +55,7 @@ def test_scores_have_the_noise_of_their_evaluation_set():
     row = {"accuracy": 0.8, "loss": 1.5, "loss_stderr": 0.1, "f1": 0.8, "n_examples": 100}
     assert interval("accuracy", row) == pytest.approx((0.711, 0.867), abs=1e-3)
     assert interval("loss", row) == pytest.approx((1.304, 1.696), abs=1e-3)
+    assert interval("loss", {**row, "n_examples": 1}) is None
     assert interval("rewards/margins", {"rewards/margins": 2.0, "n_examples": 100}) is None
     low, high = interval("f1", {**row, "confusion": [[40, 10], [10, 40]]}) or (0.0, 0.0)
     assert 0.70 < low < 0.74
@@ -69,6 +70,7 @@ def test_the_same_examples_tell_settings_apart_that_their_intervals_do_not():
     low, high = paired((better, ones), (hits, ones)) or (0.0, 0.0)
     assert (low, high) == pytest.approx((0.0132, 0.1068), abs=1e-3)
     assert paired((better, ones), (hits, [1.0] * 99)) is None
+    assert paired(([1.0], [1.0]), ([0.0], [1.0])) is None
 
 
 def test_least_difference_of_two_shares():

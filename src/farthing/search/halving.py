@@ -96,7 +96,7 @@ def interval(metric: str, row: Mapping[str, Any]) -> tuple[float, float] | None:
     if score is None or n < 1:
         return None
     if (stderr := row.get(f"{metric}_stderr")) is not None:
-        return score - Z_95 * stderr, score + Z_95 * stderr
+        return None if n < 2 else (score - Z_95 * stderr, score + Z_95 * stderr)
     if metric in ("f1", "precision", "recall") and "confusion" in row:
         return _bootstrapped(metric, np.array(row["confusion"]))
     if metric not in SHARES:
@@ -123,10 +123,10 @@ Each = Sequence[Sequence[float]]
 
 def paired(one: Each, other: Each) -> tuple[float, float] | None:
     """95 % interval of the difference between two means over the same examples; None where they
-    are others.
+    are others, or a single one.
     """
     (sums, weights), (sums_of_other, weights_of_other) = one, other
-    if weights != weights_of_other:
+    if weights != weights_of_other or len(weights) < 2:
         return None
     differences, of_all = np.array(sums) - np.array(sums_of_other), np.array(weights)
     mean = float(differences.sum() / of_all.sum())
