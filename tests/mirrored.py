@@ -95,9 +95,9 @@ def delivered(mirror: Mirror, step: int, *checkpoints: Path, seconds: float = 60
     return mirror.wait(seconds)
 
 
-def with_copies(store: Kind, run: Path, *steps: int, keep: int = 2) -> Kind:
+def with_copies(store: Kind, run: Path, *steps: int) -> Kind:
     """A store that a run has brought these steps to."""
-    mirror = mirror_of(store, run, keep=keep)
+    mirror = mirror_of(store, run)
     mirror.bring_back()
     for step in steps:
         assert delivered(mirror, step, step_done(run, step))

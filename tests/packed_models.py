@@ -116,18 +116,18 @@ class Layer:
     training = True
 
 
-def heads(n_tokens: int, seed: int = 0, n_batch: int = 1) -> list[Tensor]:
-    """query [B, 4, T, 16], key and value [B, 2, T, 16], that want gradients."""
-    torch.manual_seed(seed)
-    return [torch.randn(n_batch, n, n_tokens, 16, requires_grad=True) for n in (4, 2, 2)]
+def heads(n_tokens: int) -> list[Tensor]:
+    """query [1, 4, T, 16], key and value [1, 2, T, 16], that want gradients."""
+    torch.manual_seed(0)
+    return [torch.randn(1, n, n_tokens, 16, requires_grad=True) for n in (4, 2, 2)]
 
 
-def documents(n_labels: int = 3) -> Any:
+def documents() -> Any:
     """A token set of texts of several lengths, the last tokens of each labelled."""
     draw = np.random.default_rng(0)
     lengths = [12, 12, 7, 3, 3, 9]
     texts = [draw.integers(3, 99, n).tolist() for n in lengths]
-    return token_set(texts, [n // 2 for n in lengths], [n % n_labels for n in range(len(lengths))])
+    return token_set(texts, [n // 2 for n in lengths], [n % 3 for n in range(len(lengths))])
 
 
 def by_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch, flex: Any = flex_attention):

@@ -30,11 +30,17 @@ def optimizer_of(model: nn.Module, name: str, **keys: Any) -> torch.optim.Optimi
     return make_optimizer(model, name, **settings | keys)
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0):
-    model(
-        torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
-    ).square().mean().backward()
-    optimizer.step()
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0, scaler: Any = None):
+    """A step whose gradients are clipped, at a rate of its own."""
+    inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
+    loss = model(inputs).square().mean()
+    (scaler.scale(loss) if scaler else loss).backward()
+    if scaler:
+        scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01 / (1 + seed)
+    scaler.step(optimizer) if scaler else optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 

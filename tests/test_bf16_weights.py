@@ -29,10 +29,10 @@ def gradient(weight: Tensor, step: int) -> Tensor:
     return torch.randn(weight.shape, generator=generator).to(torch.bfloat16)
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range):
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range, drawn=gradient):
     for step in numbers:
         for weight in model.parameters():
-            weight.grad = gradient(weight, step)
+            weight.grad = drawn(weight, step)
         torch.manual_seed(step)
         optimizer.step()
 
@@ -75,10 +75,7 @@ def test_updates_too_small_for_bf16_are_made_in_the_mean():
     model = nn.Linear(128, 128, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)
     optimizer = optimizer_of(model, NAME, learning_rate=1e-5, weight_decay=0)
-    for step in range(100):
-        model.weight.grad = torch.ones_like(model.weight)
-        torch.manual_seed(step)
-        optimizer.step()
+    steps(model, optimizer, range(100), lambda weight, _: torch.ones_like(weight))
     assert float(model.weight.detach().double().mean()) == pytest.approx(1 - 100 * 1e-5, abs=3e-5)
 
 
@@ -86,10 +83,7 @@ def test_the_second_moment_comes_down_again():
     """0.999 of a number is the number itself, rounded to nearest in bf16."""
     model = nn.Linear(128, 128, bias=False).to(torch.bfloat16)
     optimizer = optimizer_of(model, NAME, betas=(0.9, 0.999))
-    for step in range(201):
-        model.weight.grad = torch.full_like(model.weight, 1.0 if step == 0 else 0.0)
-        torch.manual_seed(step)
-        optimizer.step()
+    steps(model, optimizer, range(201), lambda w, step: torch.full_like(w, float(step == 0)))
     mean = float(optimizer.state[model.weight]["exp_avg_sq"].double().mean())
     assert mean == pytest.approx(0.001 * 0.999**200, rel=0.02)
 

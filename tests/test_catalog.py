@@ -95,19 +95,14 @@ def test_what_people_train_on_is_covered_with_terms_that_have_sources():
 
 
 @pytest.mark.parametrize(
-    ("text", "name"),
+    ("text", "gib", "name"),
     [
-        ("rtx4090", "RTX 4090"),
+        ("rtx4090", None, "RTX 4090"),
+        ("A100", 80, "A100-80GB"),
+        ("RTX4060Ti", 16, "RTX 4060 Ti 16GB"),
     ],
 )
-def test_gpus_are_found_by_whatever_name(text, name):
-    assert find_gpu(text).name == name
-
-
-@pytest.mark.parametrize(
-    ("text", "gib", "name"), [("A100", 80, "A100-80GB"), ("RTX4060Ti", 16, "RTX 4060 Ti 16GB")]
-)
-def test_a_size_tells_gpus_of_one_name_apart(text, gib, name):
+def test_gpus_are_found_by_whatever_name_and_told_apart_by_their_size(text, gib, name):
     assert find_gpu(text, gib).name == name
     with pytest.raises(InputError):
         find_gpu("RTX 4090", 48)

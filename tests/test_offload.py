@@ -11,23 +11,10 @@ from torch import nn
 import farthing.train.offload
 from farthing.errors import ModelError
 from farthing.train.optim import load_state, state_bytes, state_tensors
-from scarce import optimizer_of, small_model
+from scarce import optimizer_of, small_model, step_of
 from workshop import are_same
 
 NAME = "adamw_torch_offload"
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, scaler=None):
-    inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
-    loss = model(inputs).square().mean()
-    (scaler.scale(loss) if scaler else loss).backward()
-    if scaler:
-        scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.01 / (1 + seed)
-    scaler.step(optimizer) if scaler else optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
 
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -43,7 +30,7 @@ def test_its_steps_are_those_of_the_fused_one_bit_for_bit(bucket_bytes, monkeypa
     ]
     for seed in range(5):
         for model, optimizer in zip(models, optimizers, strict=True):
-            step(model, optimizer, seed)
+            step_of(model, optimizer, seed)
     assert not are_same(models[1].state_dict(), small_model().state_dict())
     assert are_same(*(model.state_dict() for model in models))
     states = [state_tensors(o, weights_of(m))[0] for o, m in zip(optimizers, models, strict=True)]
@@ -55,7 +42,7 @@ def test_a_weight_without_a_gradient_stays_as_it_is():
     model = small_model()
     optimizer = optimizer_of(model, NAME)
     model[0].requires_grad_(False)
-    step(model, optimizer, 0)
+    step_of(model, optimizer, 0)
     assert torch.equal(model[0].weight, small_model()[0].weight)
     assert not torch.equal(model[3].weight, small_model()[3].weight)
     state = optimizer.state[model[0].weight]
@@ -67,12 +54,12 @@ def test_a_restored_model_and_state_go_on_exactly():
     alone, broken = small_model(), small_model()
     optimizer, first = optimizer_of(alone, NAME), optimizer_of(broken, NAME)
     for seed in range(3):
-        step(alone, optimizer, seed)
-        step(broken, first, seed)
+        step_of(alone, optimizer, seed)
+        step_of(broken, first, seed)
     weights = {name: p.detach().clone() for name, p in broken.state_dict().items()}
     tensors, values = state_tensors(first, weights_of(broken))
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    step(broken, first, 99)  # work that is lost
+    step_of(broken, first, 99)  # work that is lost
 
     # into the same optimizer: its copies of the weights are stale now
     broken.load_state_dict(weights)
@@ -82,7 +69,7 @@ def test_a_restored_model_and_state_go_on_exactly():
     fresh.load_state_dict(weights)
     load_state(second, weights_of(fresh), tensors, values)
     for model, own in ((alone, optimizer), (broken, first), (fresh, second)):
-        step(model, own, 3)
+        step_of(model, own, 3)
     assert are_same(alone.state_dict(), broken.state_dict())
     assert are_same(alone.state_dict(), fresh.state_dict())
 
@@ -91,7 +78,7 @@ def test_state_and_arithmetic_never_come_near_a_device_without_room():
     """Weights on the meta device, which keeps nothing: what is restored must not go there."""
     model = small_model()
     optimizer = optimizer_of(model, NAME)
-    step(model, optimizer, 0)
+    step_of(model, optimizer, 0)
     tensors, values = state_tensors(optimizer, weights_of(model))
     far = small_model().to("meta")
     for name, stays in ((NAME, True), ("adamw_torch_fused", False)):
@@ -105,8 +92,8 @@ def test_state_and_arithmetic_never_come_near_a_device_without_room():
 def test_gradients_are_unscaled_and_an_overflow_skips_the_step():
     model, plain = small_model(), small_model()
     optimizer, scaler = optimizer_of(model, NAME), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    step(model, optimizer, 0, scaler)
-    step(plain, optimizer_of(plain, NAME), 0)
+    step_of(model, optimizer, 0, scaler)
+    step_of(plain, optimizer_of(plain, NAME), 0)
     assert are_same(model.state_dict(), plain.state_dict())
     scaler.update()
 
@@ -114,21 +101,10 @@ def test_gradients_are_unscaled_and_an_overflow_skips_the_step():
     with torch.no_grad():
         model[3].bias.fill_(torch.inf)
     before["3.bias"] = model[3].bias.detach().clone()
-    step(model, optimizer, 1, scaler)
+    step_of(model, optimizer, 1, scaler)
     scaler.update()
     assert scaler.get_scale() == 2.0**9
     assert are_same(before, {name: p.detach() for name, p in model.named_parameters()})
-
-
-SIZES = {
-    "8B": [
-        4 * n
-        for n in (128256 * 4096, *32 * (4096 * 4096, 4096 * 1024, 4096 * 1024, 14336 * 4096), 4096)
-    ],
-    "just over half": [33 << 20] * 100,
-    "tiny": [12, 4, 0, 100],
-    "none": [],
-}
 
 
 def test_weights_that_are_not_fp32_are_refused_in_words():

@@ -230,21 +230,8 @@ def test_bytes_are_split_as_llama_cpp_names_it_and_texts_in_other_forms_are_note
 )
 def test_every_weight_of_a_family_has_a_place_or_is_another_weight_too(family, is_tied, tokenizers):
     """In Gemma and Gemma 2 llama.cpp has no output layer of its own."""
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
-    if family != "gpt2":
-        sizes = {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "pad_token_id": 0,
-            "query_pre_attn_scalar": 16,
-        }
-    config = transformers.AutoConfig.for_model(
-        family, vocab_size=2000, tie_word_embeddings=is_tied, **sizes
-    )
+    sizes = {**SMALL, "head_dim": 16, "query_pre_attn_scalar": 16, "vocab_size": 2000}
+    config = transformers.AutoConfig.for_model(family, tie_word_embeddings=is_tied, **sizes)
 
     def planned():
         return plan_gguf(config, tokenizers["llama"], "causal-lm", "f32", "x", is_chat=False)
@@ -333,17 +320,8 @@ def test_bits_of_llama_quantize_need_it(trained, tmp_path, monkeypatch, cli):
     ]
 
 
-TINY = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TINY = SMALL | {"vocab_size": 96, "hidden_size": 64, "num_attention_heads": 4}
+TINY |= {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
 
 
 @needs_compressed
@@ -360,15 +338,9 @@ TINY = {
     ],
 )
 def test_a_compressed_folder_has_all_weights_in_plain_transformers(family, form, tmp_path):
-    experts = {
-        "num_experts": 4,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-    }
-    config = transformers.AutoConfig.for_model(
-        family, **TINY, **(experts if "mo" in family or "mix" in family else {})
-    )
+    experts = dict.fromkeys(("num_experts", "num_local_experts"), 4)
+    experts |= {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = transformers.AutoConfig.for_model(family, **TINY, **experts)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(tmp_path / "whole", max_shard_size="60KB")

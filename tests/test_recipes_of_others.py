@@ -27,6 +27,8 @@ from farthing.train.optim import make_optimizer
 from interrupted import stopped_and_resumed
 from workshop import log_of, losses_of, make_job, train
 
+IDS = torch.arange(24).reshape(2, 12) + 5
+
 
 def tiny(folder: Path, **adapter):
     choice = ModelChoice(str(folder), init="random")
@@ -51,13 +53,16 @@ def of_peft(folder: Path, **settings):
     return peft.get_peft_model(model, peft.LoraConfig(**usual, **settings))
 
 
+def trained_of(model) -> list[torch.nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def steps_of(model, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    ids = torch.arange(24).reshape(2, 12) + 5
     for _ in range(5):
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(input_ids=IDS, labels=IDS).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+    return torch.cat([p.detach().flatten() for p in trained_of(model)])
 
 
 @pytest.mark.parametrize("init", ["true", "false", "gaussian", "orthogonal"])
@@ -87,14 +92,13 @@ def test_an_adapter_that_begins_as_part_of_the_weights_moves_as_in_peft(
         steps_of(
             each,
             # a larger eps: Adam would turn rounding in near-zero gradients into whole updates
-            torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-3, eps=1e-3),
+            torch.optim.AdamW(trained_of(each), lr=1e-3, eps=1e-3),
         )
         for each in (ours, theirs)
     ]
     assert (moved[0] - moved[1]).abs().max() < 1e-5
-    ids = torch.arange(24).reshape(2, 12) + 5
     with torch.no_grad():
-        assert (ours(ids).logits - theirs(ids).logits).abs().max() < 1e-5
+        assert (ours(IDS).logits - theirs(IDS).logits).abs().max() < 1e-5
     assert count_parameters(ours)["adapter"] == count_parameters(theirs)["adapter"]
 
 
@@ -105,14 +109,12 @@ def test_an_adapter_wider_than_some_layers_is_written_as_peft_reads_it(
     ours = tiny(tiny_folders["llama"], r=48, init=init)
     narrow = ours.get_base_model().model.layers[0].self_attn.k_proj
     assert narrow.lora_A["default"].weight.shape[0] < 48
-    trained = [p for p in ours.parameters() if p.requires_grad]
-    steps_of(ours, torch.optim.SGD(trained, lr=0.01))
+    steps_of(ours, torch.optim.SGD(trained_of(ours), lr=0.01))
     with as_one_adapter(ours) as tensors:
         ours.save_pretrained(tmp_path, state_dict=tensors)
     read = PeftModel.from_pretrained(tiny(tiny_folders["llama"]), tmp_path)
-    ids = torch.arange(24).reshape(2, 12) + 5
     with torch.no_grad():
-        assert (read(ids).logits - ours(ids).logits).abs().max() < 1e-5
+        assert (read(IDS).logits - ours(IDS).logits).abs().max() < 1e-5
 
 
 @pytest.mark.slow
@@ -144,12 +146,11 @@ def test_pissa_resumes_where_another_machine_decomposes_otherwise_and_its_export
     trained = {name: weight for name, weight in again.named_parameters() if weight.requires_grad}
     newest = max((run / "checkpoints").glob("*"), key=lambda path: path.name)
     put_back(trained_tensors(again, trained), read_part(newest, "model"))
-    ids = torch.arange(24).reshape(2, 12) + 5
     with torch.no_grad():
-        expected = again.eval()(ids).logits
-        assert (model(ids).logits - expected).abs().max() < 1e-5
+        expected = again.eval()(IDS).logits
+        assert (model(IDS).logits - expected).abs().max() < 1e-5
         with model.disable_adapter():
-            assert (model(ids).logits - expected).abs().max() > 1e-3  # it has learned
+            assert (model(IDS).logits - expected).abs().max() > 1e-3  # it has learned
     export_run(run, tmp_path / "merged", "merged")
 
 

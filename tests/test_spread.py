@@ -42,7 +42,7 @@ from farthing.train.resolve import open_examples
 from farthing.train.step import Step
 from farthing.train.strategy import read_where_it_differs, resident_bytes, shard_weights
 from together import on_ranks
-from workshop import Heard, losses_of, make_job, resolved, rows_of
+from workshop import Heard, losses_of, make_job, resolved, rows_of, with_where
 
 # ---- whole runs ----
 
@@ -116,10 +116,6 @@ def finish_on(n: int, folder: Path, job: Job, *more):
     found = train_on(n, folder, job, *more)
     assert [each["code"] for each in found] == [0] * n
     return found
-
-
-def with_where(job: Job, **keys) -> Job:
-    return job.model_copy(update={"where": job.where.model_copy(update=keys)})
 
 
 def trained_alone(folder: Path, family: str = "llama", **keys) -> Job:
