@@ -97,9 +97,11 @@ def test_the_same_gradients_where_layers_are_computed_again():
     assert are_same(found, expected)
 
 
-def two_layers() -> tuple[torch.nn.Module, Casts]:
+def two_layers(*, are_tied: bool = False) -> tuple[torch.nn.Module, Casts]:
     torch.manual_seed(0)
     model = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False)])
+    if are_tied:
+        model[1].weight = model[0].weight
     return model, Casts(model, torch.bfloat16)
 
 
@@ -134,9 +136,7 @@ def test_a_copy_made_without_gradients_is_not_taken_where_they_are_wanted():
 @pytest.mark.parametrize("small", [0, 1 << 18])
 def test_a_weight_that_several_layers_share(monkeypatch, small, several):
     monkeypatch.setattr(casts, "SMALL", small)
-    model = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False)])
-    model[1].weight = model[0].weight
-    kept = Casts(model, torch.bfloat16)
+    model, kept = two_layers(are_tied=True)
     assert len(kept.weights) == 2
     x = torch.ones(1, 8)
     for _ in range(2):

@@ -38,7 +38,7 @@ from packed_models import model_of, with_adapter
 from scarce import optimizer_of, with_scaler
 from scarce import small_model as small_weights
 from thinned import thinned
-from workshop import Heard, Watched, log_of, losses_of, make_job
+from workshop import Heard, Watched, are_same, log_of, losses_of, make_job, weights_in
 
 ADAPTERS = {
     "dora": {"name": "lora", "use_dora": True},
@@ -190,7 +190,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale_and_is_not_counted_as_n
     job, heard = make_job(tmp_path, max_skipped_steps=2), Heard()
     Path(job.output_dir).mkdir()
     with opened_run(job, heard) as run:
-        before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+        before = weights_in(run.model)
         step = run.steps.step
         unscale = step.scaler.unscale_
 
@@ -203,13 +203,13 @@ def test_an_overflow_skips_the_step_and_halves_the_scale_and_is_not_counted_as_n
             for expected in (2.0**15, 2.0**14, 2.0**13):
                 take_step(run)
                 assert step.scaler.get_scale() == expected
-        assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+        assert are_same(before, weights_in(run.model))
         states = [value for state in step.optimizer.state.values() for value in state.values()]
         assert not any(value.any() for value in states)
         assert (run.progress.step, run.progress.skipped_in_a_row) == (3, 0)
         assert "overflowed" in heard.warnings
         take_step(run)
-        assert any(not torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+        assert not are_same(before, weights_in(run.model))
 
 
 # ---- optimizers and schedules ----

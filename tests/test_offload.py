@@ -12,7 +12,7 @@ import farthing.train.offload
 from farthing.errors import ModelError
 from farthing.train.optim import load_state, state_bytes, state_tensors
 from scarce import optimizer_of, small_model, step_of
-from workshop import are_same
+from workshop import are_same, weights_in
 
 NAME = "adamw_torch_offload"
 
@@ -56,7 +56,7 @@ def test_a_restored_model_and_state_go_on_exactly():
     for seed in range(3):
         step_of(alone, optimizer, seed)
         step_of(broken, first, seed)
-    weights = {name: p.detach().clone() for name, p in broken.state_dict().items()}
+    weights = weights_in(broken)
     tensors, values = state_tensors(first, weights_of(broken))
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     step_of(broken, first, 99)  # work that is lost
@@ -97,14 +97,14 @@ def test_gradients_are_unscaled_and_an_overflow_skips_the_step():
     assert are_same(model.state_dict(), plain.state_dict())
     scaler.update()
 
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = weights_in(model)
     with torch.no_grad():
         model[3].bias.fill_(torch.inf)
     before["3.bias"] = model[3].bias.detach().clone()
     step_of(model, optimizer, 1, scaler)
     scaler.update()
     assert scaler.get_scale() == 2.0**9
-    assert are_same(before, {name: p.detach() for name, p in model.named_parameters()})
+    assert are_same(before, weights_in(model))
 
 
 def test_weights_that_are_not_fp32_are_refused_in_words():

@@ -120,6 +120,11 @@ def loss_of(settings, answers: Answers) -> float:
     return float(objective.loss(answers, read_settings(settings))[0])
 
 
+def as_numbers(figures) -> dict[str, tuple[float, float]]:
+    """Sums with their counts."""
+    return {name: (float(total), float(n)) for name, (total, n) in figures.items()}
+
+
 def minus_log_sigmoid(x: float) -> float:
     return math.log1p(math.exp(-x))
 
@@ -215,7 +220,7 @@ def test_the_figures_of_pairs_are_sums_with_their_counts():
     answers = answers_of([-3.0, -6.0], [-9.0, -10.0], ((3.0, 5.0),))
     found = objective_of("dpo").loss(answers, read_settings("dpo"))[1]
     d = [-1 / 3, 3 / 5, 2 / 3, 4 / 5]
-    assert {name: (float(total), float(n)) for name, (total, n) in found.items()} == {
+    assert as_numbers(found) == {
         "accuracy": (1.0, 2.0),
         "rewards/accuracies": (2.0, 2.0),
         "rewards/margins": (pytest.approx(0.6), 2.0),
@@ -270,7 +275,7 @@ def test_a_verdict_costs_what_its_paper_says(kl, loss):
     unpaired = loss_of(settings | {"loss_type": "apo_zero_unpaired"}, answers)
     assert unpaired == pytest.approx(0.5 * 1.5 + 0.5), "whatever the baseline"
     found = objective_of("kto").loss(answers, read_settings(settings))[1]
-    assert {name: (float(total), float(n)) for name, (total, n) in found.items()} == {
+    assert as_numbers(found) == {
         **dict.fromkeys(("rewards/chosen", "rewards/rejected"), (0.0, 1.0)),
         **dict.fromkeys(("logps/chosen", "logps/rejected"), (-4.0, 1.0)),
         **dict.fromkeys(("length/chosen", "length/rejected"), (1.0, 1.0)),

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import farthing.train.autotune
 from farthing.errors import RunInterruptedError
@@ -22,6 +21,7 @@ from farthing.train.run_settings import lengths_of, probed_settings
 from workshop import (
     ESTIMATE,
     Heard,
+    are_same,
     job_file,
     losses_of,
     make_job,
@@ -30,6 +30,7 @@ from workshop import (
     room_for,
     steps_of,
     train,
+    weights_in,
 )
 
 
@@ -91,10 +92,10 @@ def test_it_keeps_to_its_time(run):
 
 
 def test_real_trials_move_no_weight_and_leave_no_gradient(run):
-    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    before = weights_in(run.model)
     prober = Prober(run.steps, Heard(), 4.0)
     best = prober.find()
-    assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+    assert are_same(before, weights_in(run.model))
     assert all(p.grad is None for p in run.model.parameters())
     assert not any(
         state["step"].any() or state["exp_avg"].any()

@@ -23,7 +23,17 @@ from farthing.train.build import build_model
 from farthing.train.loop import take_step
 from heads import one_mask
 from interrupted import LeavesAt
-from workshop import Heard, Watched, job_file, losses_of, make_job, opened, resolved, train
+from workshop import (
+    Heard,
+    Watched,
+    job_file,
+    losses_of,
+    make_job,
+    opened,
+    resolved,
+    train,
+    weights_in,
+)
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -151,7 +161,7 @@ def test_a_quantized_run_resumes_to_the_bit(tmp_path):
 @pytest.mark.parametrize("optim", EIGHT_BIT)
 def test_every_bitsandbytes_optimizer_keeps_its_promise_of_size(optim, tmp_path):
     with opened(make_job(tmp_path, optim=optim, size={"hidden": 128})) as run:
-        before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+        before = weights_in(run.model)
         take_step(run)
         assert not any(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
         states = run.steps.step.optimizer.state

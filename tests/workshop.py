@@ -246,6 +246,11 @@ def are_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bo
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def weights_in(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of what it has now."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
 def steps_of(job: Job) -> list[dict[str, Any]]:
     """The rows of the log that are steps."""
     return [row for row in log_of(job) if "examples" in row]
@@ -288,7 +293,7 @@ class Watched:
 
         def watched(*args, **kwargs):
             self.model = build(*args, **kwargs)
-            self.before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+            self.before = weights_in(self.model)
             return self.model
 
         monkeypatch.setattr(farthing.train.build, "build_model", watched)
