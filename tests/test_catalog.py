@@ -13,7 +13,7 @@ import pytest
 from farthing.errors import InputError
 from farthing.prices.catalog import Catalog, cache_path, read_catalog, select, sort_offers
 from farthing.prices.formats import read_prices
-from farthing.prices.gpus import find_gpu, gpu_of_device, gpus, name_key
+from farthing.prices.gpus import find_gpu, gpu_of_device, gpus
 from farthing.prices.offers import Billing, Offer, bill, billings, up_front_usd
 from farthing.report.words import say
 from farthing.tables import facts
@@ -57,13 +57,6 @@ def test_every_gpu_has_sane_numbers():
         assert ladder == sorted(ladder), gpu.name
         is_old = gpu.architecture in ("Kepler", "Pascal", "Volta", "Turing")
         assert gpu.has_bf16 == ("tf32" in gpu.flops) == (not is_old), gpu.name
-
-
-def test_no_name_means_two_gpus():
-    owner = {}
-    for gpu in gpus().values():
-        for name in (gpu.name, *gpu.aliases):
-            assert owner.setdefault(name_key(name), gpu.name) == gpu.name, name
 
 
 def test_every_price_has_a_sane_size():

@@ -106,6 +106,7 @@ NO_TASK = 3
 ENTRIES = """
 [farthing.objectives]
 stars = tasks_of_ours:STARS
+even-words = tasks_of_ours:EVEN_WORDS
 follows = tasks_of_ours:FOLLOWS
 broken = tasks_of_ours:NO_TASK
 gone = nowhere_at_all:TASK
@@ -202,9 +203,6 @@ def test_the_loss_of_a_foreign_language_task_is_divided_by_the_targets_that_it_c
     package, tmp_path
 ):
     (package / "tasks_of_ours.py").write_text(EVEN_WORDS)
-    (package / "tasks_of_ours-1.dist-info/entry_points.txt").write_text(
-        "[farthing.objectives]\neven-words = tasks_of_ours:EVEN_WORDS\n"
-    )
     shared = "the very same beginning of " * 8
     rows = [{"prompt": f"{shared}{i}", "completion": f" the answer {i}"} for i in range(8)]
     keys = {"pretrained": True, "max_steps": 1, "global_batch_size": 8}
@@ -244,9 +242,6 @@ def test_versions_of_a_task_differ_by_any_file_of_its_package(package):
     (folder / "inner/words.py").write_text("STEP = 2\n")
     text = "from tasks_of_ours.inner.words import STEP\n" + EVEN_WORDS.replace("% 2", "% STEP")
     (folder / "__init__.py").write_text(text)
-    (package / "tasks_of_ours-1.dist-info/entry_points.txt").write_text(
-        "[farthing.objectives]\neven-words = tasks_of_ours:EVEN_WORDS\n"
-    )
     before = code_sha256("even-words")
     assert code_sha256("even-words") == before
     (folder / "inner/words.py").write_text("STEP = 3\n")

@@ -112,75 +112,43 @@ def test_what_other_ways_to_train_come_to(asked, where, expected):
 
 
 LIMITS = [
+    ("max_usd", 0.0, "costs $1.28, the cap is $0.00", "limits.max_usd: 1.29", 1282075115.5621),
     (
-        {"max_usd": 0.0},
-        [
-            ("costs $3.17, the cap is $0.00", "limits.max_usd: 3.18", 3171348707.6892),
-            ("costs $1.28, the cap is $0.00", "limits.max_usd: 1.29", 1282075115.5621),
-        ],
+        "max_usd",
+        1.2,
+        "costs $1.28, the cap is $1.20",
+        "limits.max_usd: 1.29, or train.max_steps: 16596 of 18750",
+        1.0684,
     ),
     (
-        {"max_usd": 1.2},
-        [
-            (
-                "costs $3.17, the cap is $1.20",
-                "limits.max_usd: 3.18, or train.max_steps: 6125 of 18750",
-                2.6428,
-            ),
-            (
-                "costs $1.28, the cap is $1.20",
-                "limits.max_usd: 1.29, or train.max_steps: 16596 of 18750",
-                1.0684,
-            ),
-        ],
+        "max_hours",
+        1.5,
+        "takes 1 h 44 min, the cap is 1 h 30 min",
+        "limits.max_hours: 1.74, or train.max_steps: 15028 of 18750",
+        1.1565,
     ),
     (
-        {"max_hours": 1.5},
-        [
-            (
-                "takes 1 h 35 min, the cap is 1 h 30 min",
-                "limits.max_hours: 1.59, or train.max_steps: 16825 of 18750",
-                1.0555,
-            ),
-            (
-                "takes 1 h 44 min, the cap is 1 h 30 min",
-                "limits.max_hours: 1.74, or train.max_steps: 15028 of 18750",
-                1.1565,
-            ),
-        ],
+        "max_gpu_hours",
+        1.0,
+        "takes 1.73 GPU-hours, the cap is 1 GPU-hours",
+        "limits.max_gpu_hours: 1.74, or 10,000 samples/min instead of 5,764, or"
+        " train.max_steps: 9100 of 18750",
+        1.7348,
     ),
     (
-        {"max_gpu_hours": 1.0},
-        [
-            (
-                "takes 1.58 GPU-hours, the cap is 1 GPU-hours",
-                "limits.max_gpu_hours: 1.59, or 10,000 samples/min instead of 6,316, or"
-                " train.max_steps: 10897 of 18750",
-                1.5832,
-            ),
-            (
-                "takes 1.73 GPU-hours, the cap is 1 GPU-hours",
-                "limits.max_gpu_hours: 1.74, or 10,000 samples/min instead of 5,764, or"
-                " train.max_steps: 9100 of 18750",
-                1.7348,
-            ),
-        ],
-    ),
-    (
-        {"deadline_s": 1.5 * H},
-        [
-            ("ends 5 min 00 s after the deadline", "a deadline 1 h 24 min later", 1.9236),
-            ("ends 14 min 05 s after the deadline", "a deadline 2 h 25 min later", 2.6032),
-        ],
+        "deadline_s",
+        1.5 * H,
+        "ends 14 min 05 s after the deadline",
+        "a deadline 2 h 25 min later",
+        2.6032,
     ),
 ]
 
 
-@pytest.mark.parametrize(("limits", "refused"), LIMITS)
-def test_what_passes_a_limit_and_what_would_not(limits, refused):
-    rejected = plans(replace(WANTED, **limits), A100, A100_SPOT).rejected
-    found = [(one.reason, one.change, round(one.distance, 4)) for one in rejected]
-    assert found == refused
+@pytest.mark.parametrize(("limit", "value", "reason", "change", "distance"), LIMITS)
+def test_what_passes_a_limit_and_what_would_not(limit, value, reason, change, distance):
+    (found,) = plans(replace(WANTED, **{limit: value}), A100_SPOT).rejected
+    assert (found.reason, found.change, round(found.distance, 4)) == (reason, change, distance)
 
 
 def test_the_limits_themselves_are_kept():

@@ -34,7 +34,6 @@ FULL = Recipe("full", Settings(precision="bf16"), "adamw_torch_fused", 8, n_micr
 LORA = replace(FULL, method="lora", lora_r=16)
 DEVICE = Device("made", 100e12, 1e12, 50e9, True)
 ENDLESS = Device("computes in no time", 1e18, 1e12, 50e9, True)
-SLOW_LINK = Device("on a slow link", 100e12, 1e12, 1e9, True)
 
 
 def flat(n: int) -> Padded:
@@ -120,14 +119,6 @@ def test_recomputing_every_layer_is_one_more_forward_pass(recipe, factor):
     assert halfway - 1 == pytest.approx((ratio - 1) / 2)
 
 
-def test_long_examples_attend_more_than_their_mean_says():
-    even, uneven = flat(1000), Padded(1000.0, 0.0, 2e6, 0.0, 0.0)
-    found = [work_of(LLAMA, FULL, padded, 900.0) for padded in (even, uneven)]
-    assert found[1].attention_flops == pytest.approx(2 * found[0].attention_flops)
-    assert found[1].matmul_flops == found[0].matmul_flops
-    assert (found[0].n_tokens, found[0].n_padded_tokens) == (8 * 900.0, 8 * 1000.0)
-
-
 # ---- seconds ----
 
 
@@ -148,7 +139,8 @@ def test_parts_add_up_and_are_what_the_device_takes_for_them():
 
 
 def test_a_tiny_micro_batch_takes_the_time_to_read_the_weights():
-    asked = work_of(LLAMA, replace(FULL, global_batch=1, n_micro_batches=1.0), flat(4), 4.0)
+    asked = work_of(LLAMA, replace(FULL, global_batch=1, n_micro_batches=1.0), flat(4), 3.0)
+    assert (asked.n_tokens, asked.n_padded_tokens) == (3.0, 4.0)
     assert asked.read_bytes == 2 * 2 * (LLAMA.n_matmul + LLAMA.n_head_matmul)
     assert step_time(asked, ENDLESS).parts["matmul"] == asked.read_bytes / 1e12
 
@@ -207,34 +199,12 @@ def test_copies_exchange_their_gradients_in_a_ring():
     assert work(FULL).sent_bytes == 0
 
 
-def test_shards_gather_layers_twice_recomputed_or_not_and_scatter_gradients():
-    shards = replace(FULL, n_gpus=4, sharding="fsdp", global_batch=32)
-    n = LLAMA.n_parameters
-    assert shards.n_micro_batches == 2
-    of_layers = sum(w.n_parameters for w in LLAMA.weights if "*" in w.name)
-    sent = (
-        3 / 4 * 2 * (2 * (n + of_layers) + 4 * n)
-    )  # two micro-batches: bf16 weights, the root's once; fp32 gradients
-    assert work(shards).sent_bytes == pytest.approx(sent)
-    assert work(with_settings(shards, checkpoint_every=1)).sent_bytes == pytest.approx(sent)
+def test_shards_gather_frozen_layers_twice_and_copy_the_gradients_of_adapters():
     frozen = replace(LORA, n_gpus=4, sharding="fsdp", global_batch=32)
-    adapters = LLAMA.with_lora(16).n_trainable
-    assert work(frozen).sent_bytes == pytest.approx(
-        3 / 4 * (2 * 2 * (n + of_layers) + 2 * 4 * adapters)
-    )
-
-
-def test_sending_lengthens_a_step_and_gpus_wait_for_the_slowest():
-    asked = work(replace(FULL, n_gpus=2, sharding="ddp"))
-    found = step_time(asked, DEVICE).parts
-    busy = sum(found[name] for name in ("matmul", "attention", "memory traffic"))
-    assert found["communication"] == pytest.approx(0.96 * asked.sent_bytes / 50e9 + 0.023 * busy)
-    slow = step_time(asked, SLOW_LINK).parts
-    assert slow["communication"] == pytest.approx(0.96 * asked.sent_bytes / 1e9 + 0.023 * busy)
-    assert "communication" not in step_time(work(FULL), DEVICE).parts
-
-
-# ---- devices ----
+    n, of_adapters = LLAMA.n_parameters, 4 * LLAMA.with_lora(16).n_trainable
+    of_layers = sum(w.n_parameters for w in LLAMA.weights if "*" in w.name)
+    sent = 2 * 2 * (n + of_layers) + 2 * of_adapters  # two micro-batches in bf16; once a step
+    assert work(frozen).sent_bytes == pytest.approx(3 / 4 * sent)
 
 
 # ---- calibration and evaluation ----
