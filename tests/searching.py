@@ -7,6 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from farthing.config.load import load_job
+from farthing.search.run import search
 from workshop import job_file
 
 RATES = [1.0e-9, 3.0e-3, 3.0e-4, 1.0e9]
@@ -28,6 +30,11 @@ def job_of(folder: Path, section=SEARCH, **keys) -> Path:
     job = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({**job, "search": section}))
     return path
+
+
+def searched(path: Path, *overrides: str, **how):
+    """What comes of the search of a job file."""
+    return search(load_job(path, [*overrides]), path, **how)
 
 
 def weights_of(folder: Path):

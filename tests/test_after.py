@@ -48,7 +48,7 @@ def test_base_and_tuned_are_measured_on_the_same_examples(family, tmp_path, cli,
     assert others["examples"] == "60 examples of data.jsonl"
     found = cli.json("eval", run, "--base")
     assert found["n_examples"] == 12
-    last = json.loads((run / "receipt.json").read_text())
+    last = read_json(run / "receipt.json")
     if last["metrics"]:
         assert math.isclose(found["tuned"]["loss"], last["metrics"]["loss"], rel_tol=1e-4)
     assert found["tuned"]["loss"] < found["base"]["loss"]
@@ -148,7 +148,7 @@ def test_a_cap_that_is_spent_is_kept(tmp_path, cli):
     run = trained(
         tmp_path, eval_rows=rows_of("llama", 4, 3), max_steps=2, limits={"max_usd": 1000.0}
     )
-    values = json.loads((run / "job.json").read_text())
+    values = read_json(run / "job.json")
     values["limits"]["max_usd"] = 1e-9
     values["where"]["device"] = "cuda"  # it may be measured where no GPU is
     (run / "job.json").write_text(json.dumps(values))

@@ -18,7 +18,7 @@ from command import sets
 from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.objectives.registry import objective_of
-from workshop import job_file, log_of, losses_of
+from workshop import job_file, log_of, losses_of, read_json
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
 
@@ -70,7 +70,7 @@ def test_train_with_json_prints_the_receipt_alone(tmp_path, cli):
         "finished",
         3,
     )
-    written = json.loads((tmp_path / "run/receipt.json").read_text())
+    written = read_json(tmp_path / "run/receipt.json")
     assert len(written.pop("sha256")) == 64  # of the file itself
     assert {**receipt, "written": ""} == {**written, "written": ""}
 
@@ -129,7 +129,7 @@ def test_a_loss_that_is_not_a_number_is_skipped_and_its_samples_named(tmp_path, 
     rows = [row for row in log_of(load_job(path)) if "examples" in row]
     assert [row["loss"] is None for row in rows] == [False, True, False, True, False, False]
     assert all(row["loss"] > 0 for row in rows if row["loss"] is not None)
-    receipt = json.loads((tmp_path / "run/receipt.json").read_text())
+    receipt = read_json(tmp_path / "run/receipt.json")
     assert receipt["skipped_steps"] == 2
     assert "2 steps whose loss or gradient was not a number" in said
     (line,) = (line for line in said.splitlines() if "step 2: the loss is not a number" in line)
@@ -201,7 +201,7 @@ def test_the_model_card_holds_metadata_metrics_and_no_path(tmp_path, cli):
     meta = yaml.safe_load(front)
     assert (meta["pipeline_tag"], meta["library_name"]) == ("text-classification", "peft")
     assert {"farthing", "lora"} <= set(meta["tags"])
-    receipt = json.loads((tmp_path / "run/receipt.json").read_text())
+    receipt = read_json(tmp_path / "run/receipt.json")
     assert f"| accuracy | {receipt['metrics']['accuracy']:.4f} |" in body
     assert "| learning rate | 0.01, constant |" in body
     assert "| food\\|x | " in body

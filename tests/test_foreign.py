@@ -31,6 +31,7 @@ USER, GOOD, BAD = (
 TURNS = [{"from": "human", "value": "How much?"}, {"from": "gpt", "value": "A farthing."}]
 SEES = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
 
+PAIR = {"prompt": "a", "completion": "b"}
 PREFERENCES = {
     "strings": {"prompt": "a", "chosen": "b", "rejected": "c"},
     "messages and what was rejected": {"messages": [USER, GOOD], "rejected_response": "Go away."},
@@ -40,29 +41,26 @@ PREFERENCES = {
         "non_preferred_output": [BAD],
     },
     "two responses": {
-        "prompt": "a",
-        "completion": "b",
+        **PAIR,
         "response_0": "b",
         "response_1": "c",
         "better_response_id": 0,
     },
     "an arena": {
-        "prompt": "a",
-        "completion": "b",
+        **PAIR,
         "conversation_a": TURNS,
         "conversation_b": TURNS,
         "winner": "a",
     },
 }
 VERDICTS = {
-    "of a csv file": {"prompt": "a", "completion": "b", "label": "False"},
-    "a number": {"prompt": "a", "completion": "b", "label": 0},
+    "of a csv file": {**PAIR, "label": "False"},
+    "a number": {**PAIR, "label": 0},
     "a tag": {"conversations": TURNS, "kto_tag": True},
 }
 RANKED = {
     "scores beside": {
-        "prompt": "a",
-        "completion": "b",
+        **PAIR,
         "responses": ["b", "c"],
         "scores": [1.0, 0.5],
     },
@@ -72,12 +70,11 @@ RANKED = {
         "completions": [{"overall_score": 4}, {"r": 1}],
     },
     "steps that are judged": {
-        "prompt": "a",
-        "completion": "b",
+        **PAIR,
         "completions": ["b", "c"],
         "labels": [True, False],
     },
-    "ranks": {"prompt": "a", "completion": "b", "answers": ["b", "c"], "rank": [0, 1]},
+    "ranks": {**PAIR, "answers": ["b", "c"], "rank": [0, 1]},
 }
 MEDIA = {
     "a column of pictures": {"messages": [USER, GOOD], "images": ["a.png"]},
@@ -93,19 +90,19 @@ MEDIA = {
     },
     "parts without a type": {"messages": [{"role": "user", "content": [{"image": "a.png"}]}, GOOD]},
     "pictures of a message": {"messages": [{**USER, "images": ["aGk="]}, GOOD]},
-    "a path": {"prompt": "a", "completion": "b", "image_path": "a.png"},
+    "a path": {**PAIR, "image_path": "a.png"},
     "special tokens": {"prompt": "<|vision_start|><|image_pad|><|vision_end|>a", "completion": "b"},
 }
 OURS = {
-    "a label of a topic": {"prompt": "a", "completion": "b", "label": "science"},
+    "a label of a topic": {**PAIR, "label": "science"},
     "no picture": {"messages": [USER, GOOD], "images": []},
-    "no rejected answer": {"prompt": "a", "completion": "b", "chosen": None, "rejected": None},
+    "no rejected answer": {**PAIR, "chosen": None, "rejected": None},
     "xml": {"prompt": "Mend it:\n<image>\n<url>x</url>\n</image>", "completion": "b"},
     "words on tags": {
         "messages": [{"role": "user", "content": "What does <image> mean in RSS?"}, GOOD]
     },
-    "options of a question": {"prompt": "a", "completion": "b", "choices": ["b", "c"]},
-    "a language that is preferred": {"prompt": "a", "completion": "b", "preferred_language": "en"},
+    "options of a question": {**PAIR, "choices": ["b", "c"]},
+    "a language that is preferred": {**PAIR, "preferred_language": "en"},
     "where it was said": {"text": "a", "video_id": "x1"},
 }
 
@@ -136,9 +133,7 @@ def test_rows_that_only_look_like_it_are_ours(name):
 def test_a_text_with_a_verdict_beside_it_is_only_a_text():
     assert foreign_kind({"text": "a", "label": True}, "causal-lm") is None
     assert foreign_kind({"story": "a", "label": True}, "causal-lm", {"text": "story"}) is None
-    assert foreign_kind(
-        {"prompt": "a", "completion": "b", "label": True}, "causal-lm", {"text": "completion"}
-    )
+    assert foreign_kind(PAIR | {"label": True}, "causal-lm", {"text": "completion"})
 
 
 def test_classes_may_be_called_anything_but_pictures_are_not_read():

@@ -37,10 +37,9 @@ def problems_of(read, more: str = "", *overrides: str, base: str = BASE):
     ]
 
 
-def one_problem(read, more: str = "", *overrides: str, base: str = BASE):
-    problems = problems_of(read, more, *overrides, base=base)
-    assert len(problems) == 1, problems
-    return problems[0]
+def one_problem(*job, **base: str):
+    (problem,) = problems_of(*job, **base)
+    return problem
 
 
 # ---- what is read ----
@@ -355,20 +354,23 @@ def test_what_is_near_a_mistake_is_none(read):
 # ---- paths ----
 
 
-def test_paths_in_the_file_are_relative_to_the_file(read, tmp_path, monkeypatch):
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Where one is."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_paths_in_the_file_are_relative_to_the_file(read, tmp_path, elsewhere):
     job = read("cache_dir: cache\n", base=BASE.replace("org/name", "./model"))
     assert job.model.model_name_or_path == str(tmp_path / "model")
     assert job.data.train == (str(tmp_path / "train.jsonl"),)
     assert (job.output_dir, job.cache_dir) == (str(tmp_path / "run"), str(tmp_path / "cache"))
 
 
-def test_paths_on_the_command_line_are_relative_to_where_one_is(read, tmp_path, monkeypatch):
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
+def test_paths_on_the_command_line_are_relative_to_where_one_is(read, elsewhere):
     job = read(
         "",
         "output_dir=out",

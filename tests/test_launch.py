@@ -225,18 +225,18 @@ def test_an_offer_is_taken_by_its_rank_and_by_its_name(demo):
         prepared_of(demo, "where.gpu=RTX 4090", offer="OpenRelay/RTX 4090")
 
 
-def test_where_nothing_ends_a_machine_somebody_has_to_stay(demo, monkeypatch):
-    monkeypatch.setenv("LAMBDA_API_KEY", "no key")
-    prepared = prepared_of(demo, on="lambda:us-east-1/key")
-    with pytest.raises(InputError, match="--attended"):
-        session_of(prepared).run(is_attended=False, tokenize=list)
-
-
-def test_a_secret_that_is_not_set_is_said_before_anything_is_sent(demo, monkeypatch):
-    monkeypatch.setenv("VAST_API_KEY", "no key")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(InputError, match="AWS_SECRET_ACCESS_KEY is not set"):
-        session_of(prepared_of(demo, on="vast")).run(is_attended=False, tokenize=list)
+@pytest.mark.parametrize(
+    ("on", "words"),
+    [("lambda:us-east-1/key", "--attended"), ("vast", "AWS_SECRET_ACCESS_KEY is not set")],
+)
+def test_without_an_end_of_its_own_or_a_secret_nothing_is_sent(on, words, demo, monkeypatch):
+    """Where nothing ends a machine, somebody has to stay."""
+    for key in ("LAMBDA_API_KEY", "VAST_API_KEY"):
+        monkeypatch.setenv(key, "no key")
+    if on == "vast":
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(InputError, match=words):
+        session_of(prepared_of(demo, on=on)).run(is_attended=False, tokenize=list)
 
 
 # ---- files ----

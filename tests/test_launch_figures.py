@@ -42,8 +42,13 @@ from offers import offer_of
 NOW = 1_800_000_000.0
 
 
+@pytest.fixture
+def ledger(tmp_path):
+    return MachineLedger(tmp_path / "run")
+
+
 def view_of(tmp_path: Path, **plan):
-    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
+    prepared = on("runpod", tmp_path)
     known = {"wall_s": 3600.0, "seconds": {"setup": 100.0, "waiting": 50.0}, "price_age_days": 3}
     plans = {prepared.offers[0]: SimpleNamespace(offer=prepared.offers[0], **known | plan)}
     prepared = replace(prepared, plans=plans, offers=prepared.offers * 2)
@@ -137,9 +142,8 @@ def attempt(number: int, wall_s: float) -> Account:
     )
 
 
-def test_a_machine_gets_what_others_and_attempts_elsewhere_have_left(tmp_path):
-    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
-    ledger = MachineLedger(tmp_path / "run")
+def test_a_machine_gets_what_others_and_attempts_elsewhere_have_left(ledger, tmp_path):
+    prepared = on("runpod", tmp_path)
     ledger.note("f-1", "asked", NOW - 20_000, number=1, usd_per_hour=0.4)
     ledger.note("f-1", "gone", NOW - 20_000 + 9000)  # $1.00, of which $0.80 trained
     ledger.note("f-2", "asked", NOW - 9000, number=2, usd_per_hour=9.0)
@@ -153,9 +157,8 @@ def test_a_machine_gets_what_others_and_attempts_elsewhere_have_left(tmp_path):
     assert asked.name == f"{prepared.launch_id}-3"
 
 
-def test_a_machine_that_could_not_train_a_minute_is_not_asked_for(tmp_path):
-    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
-    ledger = MachineLedger(tmp_path / "run")
+def test_a_machine_that_could_not_train_a_minute_is_not_asked_for(ledger, tmp_path):
+    prepared = on("runpod", tmp_path)
 
     def after(usd):
         spent = [Account(1, spans={"compute": 3600.0}, usd_per_hour=usd, state="limit")]
@@ -167,9 +170,9 @@ def test_a_machine_that_could_not_train_a_minute_is_not_asked_for(tmp_path):
         after(4.0 - least_usd + 1e-4)
 
 
-def test_a_deadline_is_the_end_of_a_machine_and_hours_are_those_of_training(tmp_path):
+def test_a_deadline_is_the_end_of_a_machine_and_hours_are_those_of_training(ledger, tmp_path):
     def most_s(trained_s=0.0, **limits):
-        prepared, ledger = on("runpod", tmp_path, limits=limits), MachineLedger(tmp_path / "run")
+        prepared = on("runpod", tmp_path, limits=limits)
         accounts = [attempt(1, trained_s)] if trained_s else []
         return prepared.ask(1, prepared.offers[0], ledger, accounts, NOW).most_s
 
@@ -200,7 +203,7 @@ def test_spot_is_taken_as_long_as_a_quarter_and_two_boots_are_left(more_s, may, 
     assert prepared.is_in_time(spot, NOW + 0.625 * 3600, 50) is may, "half of it is done"
 
 
-def test_a_rented_machine_reads_a_job_of_its_own(tmp_path, monkeypatch):
+def test_a_rented_machine_reads_a_job_of_its_own(ledger, tmp_path, monkeypatch):
     settings = {"AWS_REGION": "eu", "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "https://me:pw@hub"}
     for name, value in (settings | {"HF_TOKEN": "t"}).items():
         monkeypatch.setenv(name, value)
@@ -209,7 +212,7 @@ def test_a_rented_machine_reads_a_job_of_its_own(tmp_path, monkeypatch):
         "train": {"push_to_hub": True, "hub_model_id": "me/mine"},
         "limits": {"max_usd": 4.0, "deadline": "2027-01-15T10:00:00+01:00"},
     }
-    prepared, ledger = on("runpod", tmp_path, **more), MachineLedger(tmp_path / "run")
+    prepared = on("runpod", tmp_path, **more)
     ask = prepared.ask(7, prepared.offers[1], ledger, [], NOW)
     assert ask.job_text.startswith("task: causal-lm\nmodel:\n  model_name_or_path: org/größe\n")
     assert yaml.safe_load(ask.job_text) == {

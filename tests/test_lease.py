@@ -104,16 +104,17 @@ def world(monkeypatch):
 
 
 def two(world: World, tmp_path: Path, skew_s: float) -> tuple[Machine, Machine, Shelf]:
+    """The first has the run."""
     shelf = Shelf()
     first = Machine(world, shelf, tmp_path / "first", 0.0)
     second = Machine(world, shelf, tmp_path / "second", skew_s)
+    first.claim()
     return first, second, shelf
 
 
 @pytest.mark.parametrize("skew_s", [-2 * DAYS_S, -130.0, 0.0, 130.0, 2 * DAYS_S])
 def test_a_live_holder_keeps_the_run_whatever_the_clocks_say(skew_s, world, tmp_path):
     first, second, _ = two(world, tmp_path, skew_s)
-    first.claim()
     world.others = [first.act]
     world.now = RENEW_S - 1  # its link is as old as it ever gets
     with pytest.raises(LeaseLostError, match="is training this run"):
@@ -126,7 +127,6 @@ def test_a_holder_that_slept_learns_that_it_lost_the_run_and_leaves_its_bill(see
     """Suspended for seconds to days; clocks that count this, or stand still, or jump."""
     dice = random.Random(seed)
     first, second, shelf = two(world, tmp_path, dice.choice([0, 130, -DAYS_S, 2 * DAYS_S]))
-    first.claim()
     for _ in range(dice.randint(0, 30)):
         world.sleep(RENEW_S)
         first.act()
@@ -158,7 +158,6 @@ def test_a_holder_that_slept_learns_that_it_lost_the_run_and_leaves_its_bill(see
 
 def test_both_suspended_as_virtual_machines_on_one_laptop(world, tmp_path):
     first, second, _ = two(world, tmp_path, 0.0)
-    first.claim()
     asleep = False
 
     def lid():
@@ -179,7 +178,6 @@ def test_a_lost_answer_does_not_make_a_holder_a_stranger_to_itself(
     lost, world, tmp_path, monkeypatch
 ):
     first, _, shelf = two(world, tmp_path, 0.0)
-    first.claim()
     real = getattr(shelf, lost)
 
     def unanswered(*arguments):
@@ -198,7 +196,6 @@ def test_a_lost_answer_does_not_make_a_holder_a_stranger_to_itself(
 @pytest.mark.parametrize("late", [1, 3])
 def test_a_list_that_lacks_the_newest_links_lets_nobody_in_beside_the_holder(late, world, tmp_path):
     first, second, shelf = two(world, tmp_path, 0.0)
-    first.claim()
     for _ in range(12):
         world.sleep(RENEW_S)
         first.act()

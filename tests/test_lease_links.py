@@ -46,15 +46,22 @@ def never() -> bool:
     return False
 
 
+@pytest.fixture
+def first(clock, store, tmp_path):
+    """Whoever has begun the run."""
+    lease = lease_in(tmp_path / "first")
+    assert lease.claim(store, never) == []
+    return lease
+
+
 def links_in(store: Store) -> list[str]:
     return sorted(store.list("writers/"))
 
 
 def test_a_run_that_was_given_back_is_taken_at_once_with_the_words_of_who_had_it(
-    clock, store, tmp_path
+    first, clock, store, tmp_path
 ):
-    first, second = lease_in(tmp_path / "first"), lease_in(tmp_path / "second")
-    assert first.claim(store, never) == []
+    second = lease_in(tmp_path / "second")
     first.release(store)
     with pytest.raises(LeaseLostError, match="given the run back"):  # a thread that comes late
         first.renew(store)
@@ -64,9 +71,7 @@ def test_a_run_that_was_given_back_is_taken_at_once_with_the_words_of_who_had_it
     assert (first.epoch, second.epoch) == (1, 3)
 
 
-def test_the_folder_that_held_a_run_takes_it_again_at_once(clock, store, tmp_path):
-    first = lease_in(tmp_path / "first")
-    first.claim(store, never)
+def test_the_folder_that_held_a_run_takes_it_again_at_once(first, clock, store, tmp_path):
     again = Lease(tmp_path / "first", 60.0, list, print)
     assert again.claim(store, never) == []
     assert clock.now == 1000.0
@@ -88,10 +93,9 @@ def test_a_silent_holder_is_waited_for_as_long_as_its_lease_and_an_hour_at_most(
 
 
 def test_a_holder_that_gives_back_while_it_is_waited_for_is_not_waited_for_any_longer(
-    clock, store, tmp_path
+    first, clock, store, tmp_path
 ):
-    first, second = lease_in(tmp_path / "first"), lease_in(tmp_path / "second")
-    first.claim(store, never)
+    second = lease_in(tmp_path / "second")
 
     def released_after_10_s():
         if clock.now == 1010.0:
@@ -102,8 +106,7 @@ def test_a_holder_that_gives_back_while_it_is_waited_for_is_not_waited_for_any_l
     assert clock.now == 1011.0
 
 
-def test_who_waits_for_a_lease_can_be_told_to_leave(clock, store, tmp_path):
-    lease_in(tmp_path / "first").claim(store, never)
+def test_who_waits_for_a_lease_can_be_told_to_leave(first, clock, store, tmp_path):
     with pytest.raises(RunInterruptedError):
         lease_in(tmp_path / "second").claim(store, lambda: clock.now >= 1005.0)
     assert clock.now == 1005.0
@@ -111,9 +114,7 @@ def test_who_waits_for_a_lease_can_be_told_to_leave(clock, store, tmp_path):
     assert links_in(store) == ["writers/00000001.json"]
 
 
-def test_renewals_keep_the_last_eight_links_and_the_epoch(clock, store, tmp_path):
-    first = lease_in(tmp_path / "first")
-    first.claim(store, never)
+def test_renewals_keep_the_last_eight_links_and_the_epoch(first, clock, store):
     for _ in range(20):
         clock.now += 20.0
         first.renew(store)

@@ -32,6 +32,11 @@ from workshop import Heard, job_file, make_job, read_json, train
 PRICES = (3.6, 7.2, 1.8)
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger.jsonl"
+
+
 def three_attempts(path: Path) -> Clock:
     """200 s at three prices, an attempt of 100, 60 and 40 s: 0.10 + 0.12 + 0.02 dollars."""
     clock = Clock()
@@ -49,8 +54,7 @@ def sums_of(path: Path) -> tuple[float, float]:
 # ---- damaged lines ----
 
 
-def test_a_changed_digit_anywhere_is_noticed_and_no_money_is_forgotten(tmp_path):
-    path = tmp_path / "ledger.jsonl"
+def test_a_changed_digit_anywhere_is_noticed_and_no_money_is_forgotten(path):
     three_attempts(path)
     content, chance = path.read_bytes(), random.Random(1)
     lines = [at for at, byte in enumerate(content) if byte == 10]
@@ -60,25 +64,21 @@ def test_a_changed_digit_anywhere_is_noticed_and_no_money_is_forgotten(tmp_path)
         path.write_bytes(content[:at] + digit + content[at + 1 :])
         found = read_ledger(path)
         assert found.n_broken == 1
-        assert sums_of(path) == (pytest.approx(200), pytest.approx(0.24)), (
-            "the line after knows the sum"
-        )
+        assert sums_of(path) == pytest.approx((200, 0.24)), "the line after knows the sum"
 
 
-def test_a_changed_digit_in_the_newest_line_leaves_its_twin(tmp_path):
-    path = tmp_path / "ledger.jsonl"
+def test_a_changed_digit_in_the_newest_line_leaves_its_twin(path):
     three_attempts(path)
     content = path.read_bytes()
     for line in content.splitlines()[-2:]:
         at = content.rindex(line) + line.index(b"usd_per_hour") + 15
         path.write_bytes(content[:at] + b"9" + content[at + 1 :])
-        assert sums_of(path) == (pytest.approx(200), pytest.approx(0.24))
+        assert sums_of(path) == pytest.approx((200, 0.24))
         assert read_ledger(path).accounts[3].state == "interrupted"
 
 
 @pytest.mark.parametrize("gone", [[0], [1], [0, 1]])
-def test_removed_lines_are_made_good_from_what_later_ones_know(gone, tmp_path):
-    path = tmp_path / "ledger.jsonl"
+def test_removed_lines_are_made_good_from_what_later_ones_know(gone, path, tmp_path):
     clock = three_attempts(path)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for index, line in enumerate(lines) if index not in gone))
@@ -91,9 +91,9 @@ def test_removed_lines_are_made_good_from_what_later_ones_know(gone, tmp_path):
     path.write_text("".join(line for index, line in enumerate(lines) if index not in gone))
     found = read_ledger(path)
     assert found.is_damaged
-    assert sums_of(path) == (pytest.approx(200), pytest.approx(0.24))
+    assert sums_of(path) == pytest.approx((200, 0.24))
     attempt(path, clock, 3.6, 20, 21, end="finished")
-    assert sums_of(path) == (pytest.approx(210), pytest.approx(0.25))
+    assert sums_of(path) == pytest.approx((210, 0.25))
     assert not read_ledger(path).is_damaged, "said once, then it is on a line of its own"
     assert 0 in read_ledger(path).accounts
     assert path.with_name("ledger.jsonl.damaged-1").exists()
@@ -124,8 +124,8 @@ def bear_witness(folder: Path, ledger: Ledger, step: int, run_id: str = "run-1")
 
 
 @pytest.mark.parametrize("left", [None, b"", b"\xff\x00\n" * 9])
-def test_a_ledger_that_is_lost_is_made_good_from_the_checkpoints(left, tmp_path):
-    path, clock = tmp_path / "ledger.jsonl", Clock()
+def test_a_ledger_that_is_lost_is_made_good_from_the_checkpoints(left, path, tmp_path):
+    clock = Clock()
     keep(tmp_path / "run.json", {"run_id": "run-1"})
     ledger = attempt(path, clock, 3.6, 0, 10)
     bear_witness(tmp_path, ledger, 10)
@@ -136,7 +136,7 @@ def test_a_ledger_that_is_lost_is_made_good_from_the_checkpoints(left, tmp_path)
     if left is not None:
         path.write_bytes(left)
     receipt = build_receipt(tmp_path)
-    assert (receipt.wall_s, receipt.usd) == (pytest.approx(160), pytest.approx(0.22))
+    assert (receipt.wall_s, receipt.usd) == pytest.approx((160, 0.22))
     assert sum(span.usd for span in receipt.spans) == pytest.approx(receipt.usd)
     assert receipt.ledger.lost_usd == pytest.approx(0.22)
     ledger = Ledger(path, Meter(clock=clock), 3.6, witnesses_of(tmp_path))
@@ -165,15 +165,15 @@ def test_nothing_known_of_the_money_is_refused_until_it_is_asked_for(left, tmp_p
         new.refuse_forgotten(allow_restart=False)
 
 
-def test_a_running_attempt_writes_its_line_again_when_the_ledger_is_taken_away(tmp_path):
-    path, clock = tmp_path / "ledger.jsonl", Clock()
+def test_a_running_attempt_writes_its_line_again_when_the_ledger_is_taken_away(path):
+    clock = Clock()
     attempt(path, clock, 3.6, 0, 10, end="interrupted")
     ledger = attempt(path, clock, 3.6, 10, 12)
     for damage in (path.unlink, lambda: path.write_bytes(b""), lambda: path.write_bytes(b"x" * 9)):
         damage()
         clock.now += 10
         ledger.write()
-    assert sums_of(path) == (pytest.approx(150), pytest.approx(0.15))
+    assert sums_of(path) == pytest.approx((150, 0.15))
 
 
 def test_a_run_with_a_damaged_ledger_says_so_keeps_its_bill_and_goes_on(tmp_path):
@@ -195,9 +195,8 @@ def test_a_run_with_a_damaged_ledger_says_so_keeps_its_bill_and_goes_on(tmp_path
 # ---- kills while the ledger is written again ----
 
 
-def test_a_kill_at_any_file_operation_of_a_ledger_loses_nothing_of_it(tmp_path):
-    path, clock = tmp_path / "ledger.jsonl", Clock()
-    three_attempts(path)
+def test_a_kill_at_any_file_operation_of_a_ledger_loses_nothing_of_it(path):
+    clock = three_attempts(path)
     content, n_kills = path.read_bytes(), 0
 
     def begin_and_grow():
@@ -222,15 +221,15 @@ def test_a_kill_at_any_file_operation_of_a_ledger_loses_nothing_of_it(tmp_path):
     assert len(found.accounts[4].notices) == 3
 
 
-def test_attempts_that_are_brought_back_come_before_the_one_under_way(tmp_path, monkeypatch):
-    path, clock = tmp_path / "ledger.jsonl", Clock()
+def test_attempts_that_are_brought_back_come_before_the_one_under_way(path, tmp_path, monkeypatch):
+    clock = Clock()
     three_attempts(tmp_path / "stored")
     monkeypatch.setenv("FARTHING_MACHINE", "m")
     ledger = attempt(path, clock, 3.6, 0, 21)
     bear_witness(tmp_path, ledger, 21)
     for _ in range(2):
         ledger.take_in(read_ledger(tmp_path / "stored").accounts)
-        assert sums_of(path) == (pytest.approx(410), pytest.approx(0.45))
+        assert sums_of(path) == pytest.approx((410, 0.45))
     assert ledger.number == 4
     found = read_ledger(path, witnesses_of(tmp_path))
     assert [each.machine for each in found.ordered] == ["", "", "", "m"]
@@ -264,8 +263,7 @@ def test_an_attempt_that_is_refused_leaves_no_trace(tmp_path):
 
 
 @pytest.mark.parametrize("error", [RunChangedError("another run"), RunTakenError("by another")])
-def test_an_attempt_at_another_run_is_not_on_its_bill(error, tmp_path):
-    path = tmp_path / "ledger.jsonl"
+def test_an_attempt_at_another_run_is_not_on_its_bill(error, path, tmp_path):
     three_attempts(path)
     before = sums_of(path)
 
@@ -290,8 +288,7 @@ def test_an_attempt_at_another_run_is_not_on_its_bill(error, tmp_path):
         (KeyboardInterrupt(), "interrupted"),
     ],
 )
-def test_an_attempt_at_its_own_run_ends_as_what_has_ended_it(error, state, tmp_path):
-    path = tmp_path / "ledger.jsonl"
+def test_an_attempt_at_its_own_run_ends_as_what_has_ended_it(error, state, path, tmp_path):
     three_attempts(path)
     before = sums_of(path)
     with pytest.raises(type(error)), opened(tmp_path, 3600.0) as new:

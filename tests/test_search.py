@@ -26,9 +26,8 @@ from farthing.search.halving import best_score, interval, least_difference, pair
 from farthing.search.pool import Worker, WorkerDiedError
 from farthing.search.record import SearchRecord
 from farthing.search.report import in_words
-from farthing.search.run import search
 from farthing.search.space import draw, n_choices, refuse_choices
-from searching import job_of, told, weights_of
+from searching import job_of, searched, told, weights_of
 from small_models import make_model_folder
 
 
@@ -150,18 +149,22 @@ def test_with_evaluation_data_of_its_own_the_seed_and_the_number_of_rows_vary(tm
     load_job(job_of(tmp_path, {"vary": vary}, data={"eval": "./data.jsonl"}))
 
 
+def refused(path: Path, words: str):
+    """Such a search is; another choice may take the same folder."""
+    with pytest.raises(InputError, match=words):
+        searched(path)
+    assert not (path.parent / "run").exists()
+
+
 @pytest.mark.slow
 def test_losses_of_other_tokens_are_not_compared(tmp_path):
     make_model_folder(tmp_path / "other", ["of other words"])
-    path = job_of(tmp_path, {"vary": {"model": ["./base", "./other"]}})
-    with pytest.raises(InputError, match="other tokens"):
-        search(load_job(path), path)
-    assert not (tmp_path / "run").exists()  # another choice may take the same folder
+    refused(job_of(tmp_path, {"vary": {"model": ["./base", "./other"]}}), "other tokens")
 
 
 def test_the_best_settings_win(tmp_path, cli):
     path, folder = job_of(tmp_path), tmp_path / "run"
-    outcome = search(load_job(path), path)
+    outcome = searched(path)
     receipt = outcome.receipt
     assert (outcome.state, outcome.exit_code) == ("finished", 0)
     assert receipt["winner"]["settings"] == {"train.learning_rate": 3.0e-3}
@@ -190,27 +193,29 @@ def test_the_best_settings_win(tmp_path, cli):
     assert f"the best is {folder / winner}" in said
 
     ledger = (folder / "ledger.jsonl").read_bytes()
-    heard, fewer = [], load_job(path, ["search.trials=2"])
-    assert search(fewer, path, heard.append).receipt == json.loads(json.dumps(receipt))
+    heard = []
+    assert searched(path, "search.trials=2", tell=heard.append).receipt == json.loads(
+        json.dumps(receipt)
+    )
     assert "began with 4 trials" in heard[0]["warning"]
     assert row_of(folder, 0.0, name="run").usd == receipt["usd"]  # seconds of the closing too
     assert (folder / "ledger.jsonl").read_bytes() == ledger  # asking again costs nothing
     with pytest.raises(RunChangedError, match=r"train\.seed"):
-        search(load_job(path, ["train.seed=7"]), path)
+        searched(path, "train.seed=7")
 
 
 @pytest.mark.slow
 def test_a_search_that_is_capped_and_killed_ends_as_one_left_alone(tmp_path):
     path = job_of(tmp_path / "straight")
-    receipt = search(load_job(path), path).receipt
+    receipt = searched(path).receipt
     cap_usd = 0.009  # 9 seconds: less than all trials take
     other = job_of(tmp_path / "other", limits={"max_usd": cap_usd})
-    stopped = search(load_job(other), other)
+    stopped = searched(other)
     assert (stopped.state, stopped.exit_code) == ("limit", 3)
     assert stopped.receipt["usd"] <= cap_usd
     for n_lines in (3, 7):
         kill_when(other, n_lines)
-    resumed = search(load_job(other, ["limits.max_usd=5"]), other)
+    resumed = searched(other, "limits.max_usd=5")
     assert told(resumed.receipt) == told(receipt)
     assert resumed.receipt["winner"]["trial"] == receipt["winner"]["trial"]
     assert weights_of(tmp_path / "other" / "run") == weights_of(tmp_path / "straight" / "run")
@@ -235,10 +240,7 @@ def kill_when(path: Path, n_lines: int):
 
 
 def test_a_cap_too_small_to_begin_with_is_refused(tmp_path):
-    path = job_of(tmp_path, limits={"max_usd": 0.002})  # 2 seconds
-    with pytest.raises(InputError, match="a start takes"):
-        search(load_job(path), path)
-    assert not (tmp_path / "run").exists()
+    refused(job_of(tmp_path, limits={"max_usd": 0.002}), "a start takes")  # 2 seconds
 
 
 def bill_of(path: Path, *overrides: str):
@@ -288,7 +290,7 @@ def test_the_smaller_model_that_is_good_enough_ends_the_search(tmp_path):
     keys = {"family": "bert", "n_rows": 150, "metric_for_best_model": "accuracy", "max_steps": 40}
     make_model_folder(tmp_path / "large", ["a b c"], "bert", hidden=128, layers=2)
     path = job_of(tmp_path, section, **keys, data={"eval_fraction": 0.4})
-    outcome = search(load_job(path), path)
+    outcome = searched(path)
     winner = outcome.receipt["winner"]
     assert winner["settings"]["model"] == "./base"
     (confirmed,) = outcome.receipt["confirmed"]
@@ -305,7 +307,7 @@ def test_the_smaller_model_that_is_good_enough_ends_the_search(tmp_path):
     vary = {"train.learning_rate": [1.0e-2, 1.0e-9], "data.max_train_samples": [90]}
     part = {"vary": vary, "data_fraction": [0.25, 0.5]}
     path = job_of(tmp_path, part, **keys, data={"eval": "./data.jsonl"}, output_dir="./more")
-    receipt = search(load_job(path), path).receipt
+    receipt = searched(path).receipt
     assert sorted(each["n_rows"] for each in receipt["trials"] if each["n_rows"]) == [22, 45]
     (rows,) = receipt["gains"]  # a curve of one evaluation says nothing of epochs
     assert (rows["of"], rows["more"]) == ("rows", 90)
@@ -320,7 +322,7 @@ def test_a_winner_that_has_stopped_early_is_whole(tmp_path):
     rates = [0.01 + n / 100 for n in range(9)]
     stops = {"early_stopping_patience": 1, "early_stopping_threshold": 9, "max_steps": 18}
     path = job_of(tmp_path, {"vary": {"train.learning_rate": rates}, "trials": 9}, **stops)
-    receipt = search(load_job(path), path, n_at_a_time=2).receipt
+    receipt = searched(path, n_at_a_time=2).receipt
     assert receipt["is_trained_in_full"]
     assert weights_of(tmp_path / "run")
     results = SearchRecord(tmp_path / "run").results
@@ -340,7 +342,7 @@ def test_a_bill_that_can_not_be_made_ends_the_search_before_a_cent(tmp_path, mon
     monkeypatch.setattr("farthing.search.run.priced", fails)
     path = job_of(tmp_path)
     with pytest.raises(InputError, match="a line is damaged"):
-        search(load_job(path), path)
+        searched(path)
     assert not (tmp_path / "run/trials").exists()
 
 
@@ -367,7 +369,7 @@ def test_a_trial_that_the_limit_stops_has_not_failed(usd, state, tmp_path, monke
     monkeypatch.setattr("farthing.search.pool.Worker.end", lambda worker: None)
     monkeypatch.setattr("farthing.search.pool.Worker.call", call)
     path = job_of(tmp_path)
-    outcome = search(load_job(path), path)
+    outcome = searched(path)
     assert (outcome.state, outcome.exit_code) == ("limit", 3)
     found = {(each["state"], each["usd"]) for each in outcome.receipt["trials"]}
     assert found == {(state, usd)}  # a search that is resumed trains it
@@ -375,7 +377,7 @@ def test_a_trial_that_the_limit_stops_has_not_failed(usd, state, tmp_path, monke
     assert until[0] > clock() + 36_000, "its limit counts from the clock that it begins with"
     (tmp_path / "run/ledger.jsonl").write_text("x" * 99)
     with pytest.raises(RunDamagedError, match="its cost so far is unknown"):
-        search(load_job(path), path)
+        searched(path)
 
 
 @pytest.mark.parametrize(
@@ -387,10 +389,7 @@ def test_a_trial_that_the_limit_stops_has_not_failed(usd, state, tmp_path, monke
     ],
 )
 def test_a_choice_that_can_never_work_is_refused_before_a_cent(vary, words, tmp_path):
-    path = job_of(tmp_path, {"vary": vary, "trials": 2})
-    with pytest.raises(InputError, match=words):
-        search(load_job(path), path)
-    assert not (tmp_path / "run").exists()
+    refused(job_of(tmp_path, {"vary": vary, "trials": 2}), words)
 
 
 def test_a_choice_may_need_the_choice_of_another_key(tmp_path):

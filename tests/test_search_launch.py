@@ -22,9 +22,8 @@ from farthing.launch.request import Patience
 from farthing.launch.session import Session
 from farthing.run.commits import list_commits
 from farthing.search.receipt import read_receipt
-from farthing.search.run import search
 from farthing.storage.objects import StoreError, open_store
-from searching import SEARCH, job_of, told, weights_of
+from searching import SEARCH, job_of, searched, told, weights_of
 
 QUICK = Patience(
     poll_s=0.5, boot_s=120.0, lost_s=3.0, silent_s=120.0, stubborn_s=1.0, farewell_s=1.0
@@ -58,7 +57,7 @@ def lose(host: Path):
 @pytest.mark.slow
 def test_a_launched_search_goes_on_elsewhere_to_the_same_end(tmp_path, monkeypatch):
     alone = job_of(tmp_path / "alone")
-    receipt = search(load_job(alone), alone).receipt
+    receipt = searched(alone).receipt
     hosts, ssh = tmp_path / "hosts", tmp_path / "ssh"
     for name in ("one", "two"):
         (hosts / name).mkdir(parents=True)
@@ -90,7 +89,7 @@ def test_a_launched_search_goes_on_elsewhere_to_the_same_end(tmp_path, monkeypat
     assert main(again) == 0, "the search has finished: nothing is rented"
     assert len(session.ledger.machines) == 2
     found = read_receipt(tmp_path / "job" / "run")
-    assert search(job, path).receipt == found
+    assert searched(path).receipt == found
     assert told(found) == told(receipt)
     assert found["winner"]["trial"] == receipt["winner"]["trial"]
     assert weights_of(tmp_path / "job" / "run") == weights_of(tmp_path / "alone" / "run")
