@@ -12,9 +12,9 @@ from farthing.data.read import BadRow, Row, Source, open_sources
 KINDS = ["jsonl", "jsonl.gz", "json", "data.json", "csv", "tsv", "parquet"]
 
 
-def opened(path: Path | str, cache: Path, split: str = "train") -> Source:
+def opened(path: Path | str, cache: Path, split: str = "train", **how: Any) -> Source:
     """The source of one name."""
-    (source,) = open_sources((str(path),), cache_dir=cache, split=split)
+    (source,) = open_sources((str(path),), cache_dir=cache, split=split, **how)
     return source
 
 

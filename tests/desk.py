@@ -96,11 +96,13 @@ Run = Callable[..., Said]
 
 @pytest.fixture
 def run(desk, capsys):
-    def running(*arguments, verb="train", job=None):
+    """Runs a verb, whose exit code must be `code` where one is named."""
+
+    def running(*arguments, verb="train", job=None, code=None):
         capsys.readouterr()
-        code = main([verb, job or str(desk.job()), *arguments])
-        said = capsys.readouterr()
-        return Said(code, said.out, said.err)
+        said = Said(main([verb, job or str(desk.job()), *arguments]), *capsys.readouterr())
+        assert code in (None, said.code), said
+        return said
 
     return running
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,6 +89,17 @@ def mirror_of(
 ) -> Mirror:
     folder.mkdir(parents=True, exist_ok=True)
     return Mirror(store, folder, keep, (said if said is not None else []).append, pace)
+
+
+@contextlib.contextmanager
+def mirroring(
+    store: Store, run: Path, said: list[str] | None = None, step: int | None = None, **how: Any
+) -> Iterator[Mirror]:
+    """A run that goes on from the copy of this step, with its mirror."""
+    mirror = mirror_of(store, run, said, **how)
+    assert mirror.bring_back() == step
+    yield mirror
+    mirror.close(1)
 
 
 def delivered(mirror: Mirror, step: int, *checkpoints: Path, seconds: float = 60.0) -> bool:

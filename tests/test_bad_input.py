@@ -180,8 +180,7 @@ def test_bad_input_is_refused_with_its_place_and_what_to_do(desk, run, monkeypat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     spoil(desk)
     desk.job()
-    said = run()
-    assert said.code == 2, said.err
+    said = run(code=2)
     assert said.err.startswith("farthing: ")
     assert "Traceback" not in said.out + said.err
     for word in words:
@@ -218,8 +217,7 @@ def test_one_row_and_a_bad_one_under_the_allowed_share_train(desk, run):
     """Fewer rows than a batch has examples."""
     desk.bytes(b'{"prompt": "one two", "completion": " three"}\n{"prompt": \n')
     desk.set("data", max_bad_rows=0.5)
-    said = run("--json")
-    assert said.code == 0, said.err
+    said = run("--json", code=0)
     assert json.loads(said.out)["steps"] == 2
     assert "train.jsonl:2" in said.err + said.out
     assert "invalid JSON" in said.err + said.out
@@ -273,7 +271,7 @@ CHANGES: list[tuple[Spoil, str]] = [
 
 def test_a_run_is_not_continued_with_anything_else_and_says_what_changed(desk, run):
     desk.own_model()
-    assert run().code == 0
+    run(code=0)
     files = [desk.folder / name for name in ("train.jsonl", *MODEL_FILES)]
     before, whole = copy.deepcopy(desk.values), {path: path.read_bytes() for path in files}
     weights = (desk.folder / "run" / "model" / "model.safetensors").read_bytes()
@@ -289,6 +287,5 @@ def test_a_run_is_not_continued_with_anything_else_and_says_what_changed(desk, r
         for path, content in whole.items():
             path.write_bytes(content)
     assert (desk.folder / "run" / "model" / "model.safetensors").read_bytes() == weights
-    said = run()
-    assert said.code == 0
+    said = run(code=0)
     assert "finished already" in said.out

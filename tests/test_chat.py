@@ -34,11 +34,11 @@ from chat_templates import (
     WORDS,
     ZEPHYR,
 )
+from data_files import opened
 from farthing.data.chat import ChatReader, Renderer, default_template
 from farthing.data.encode import Encoder
 from farthing.data.formats import converter
 from farthing.data.light_tokenizer import light_tokenizer
-from farthing.data.read import open_sources
 from farthing.data.sample import sample_lengths
 from farthing.data.token_set import TokenRecipe
 from farthing.data.tokens import tokenize
@@ -55,6 +55,7 @@ CHAT = [
     {"role": "assistant", "content": "Food too 🙂 "},
 ]
 SYSTEM = [{"role": "system", "content": "Be brief."}]
+THOUGHT = [*CHAT[:3], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nFood."}]
 FIRST, SECOND = CHAT[1]["content"], CHAT[3]["content"]
 
 # template -> what is learned of the chat: of each answer what the model is to write, and the token
@@ -165,8 +166,7 @@ def test_the_end_of_a_turn_is_found_in_a_template_that_must_have_a_system_messag
 
 def test_thinking_that_a_prompt_opens_is_learned_from_there(made):
     tokenizer = made(DEEPSEEK_R1)
-    thought = [*CHAT[:3], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nFood."}]
-    ids, is_target = read(tokenizer, thought)
+    ids, is_target = read(tokenizer, THOUGHT)
     prompt = chat_ids(tokenizer, CHAT[:3], add_generation_prompt=True)
     assert ids[: len(prompt)] == prompt
     assert is_target == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
@@ -254,8 +254,7 @@ def test_a_template_that_can_ask_without_thinking_has_such_answers_learned(made)
     prompt = chat_ids(tokenizer, CHAT[:3], add_generation_prompt=True, enable_thinking=False)
     assert ids[: len(prompt)] == prompt
     assert is_target[len(prompt)] == 1
-    thought = [*CHAT[:3], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nFood."}]
-    ids, is_target = read(tokenizer, thought)
+    ids, is_target = read(tokenizer, THOUGHT)
     prompt = chat_ids(tokenizer, CHAT[:3], add_generation_prompt=True)
     assert tokenizer.decode(ids[len(prompt) :]) == "Hm.\n</think>\n\nFood.<|im_end|>\n"
 
@@ -268,7 +267,7 @@ def test_a_template_that_ends_no_answer_is_said(made, tmp_path):
         tokenizer = made(template)
         assert not ChatReader.of(tokenizer).stop
         write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 3)
-        (source,) = open_sources([str(tmp_path / "chats.jsonl")], cache_dir=tmp_path, split="train")
+        source = opened(tmp_path / "chats.jsonl", tmp_path)
         found = tokenize([source], tokenizer, TokenRecipe("causal-lm", 512), tmp_path)
         assert "the model does not learn where to stop" in "".join(found.notes)
 
@@ -279,7 +278,7 @@ def test_every_answer_is_an_example_of_the_set_and_of_the_plan(made, tmp_path):
         for n in range(6)
     ]
     path = write_jsonl(tmp_path / "chats.jsonl", rows)
-    sources = open_sources([str(path)], cache_dir=tmp_path, split="train")
+    sources = [opened(path, tmp_path)]
     tokenizer, recipe = made(QWEN_3), TokenRecipe("causal-lm", 512)
     found = tokenize(sources, tokenizer, recipe, tmp_path)
     assert (found.facts["n_rows"], len(found), found.facts["n_unlearned_turns"]) == (6, 12, 0)

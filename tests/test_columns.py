@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
+from data_files import opened, values
 from farthing.config.load import load_job
 from farthing.data.columns import columns_of, renamed
 from farthing.data.formats import converter, recognise, used_columns
-from farthing.data.read import open_sources
-from farthing.data.rows import Row
 from farthing.errors import DataError, JobError, UnusableRowError
 from token_sets import with_words
 
@@ -198,11 +197,10 @@ def test_a_part_of_an_object_is_a_column():
 
 def test_spaces_around_the_names_of_a_csv_file_are_left_out(tmp_path):
     (tmp_path / "rows.csv").write_text("instruction , input, output\nSay it, bread,Bread.\n")
-    (source,) = open_sources((str(tmp_path / "rows.csv"),), cache_dir=tmp_path, split="train")
-    (row,) = [row for row in source.rows() if isinstance(row, Row)]
-    assert row.value == {"instruction": "Say it", "input": " bread", "output": "Bread."}
+    (row,) = values(opened(tmp_path / "rows.csv", tmp_path))
+    assert row == {"instruction": "Say it", "input": " bread", "output": "Bread."}
     found = recognise(
-        set(row.value), "seq2seq", {"prompt": " input", "completion": "{output}"}, "rows.csv"
+        set(row), "seq2seq", {"prompt": " input", "completion": "{output}"}, "rows.csv"
     )
     assert (
         found.columns["prompt"] == "input"

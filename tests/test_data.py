@@ -69,10 +69,7 @@ def test_a_data_set_folder_is_read_through_datasets(tmp_path):
     names = ("train", "validation")
     configs = "".join(f"- {{config_name: {name}, data_files: {name}.jsonl}}\n" for name in names)
     (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
-    hashes = {
-        open_sources((str(folder),), cache_dir=tmp_path, split="train", config_name=name)[0].sha256
-        for name in names
-    }
+    hashes = {opened(folder, tmp_path, config_name=name).sha256 for name in names}
     assert len(hashes) == 2, "configurations are other data"
     mixed = [{"text": "a", "more": [{"x": 1}, {"y": "b"}]}, {"text": 2, "more": []}]
     for kind, rows in (("csv", [{"text": "None", "label": "01"}]), ("jsonl", mixed)):
@@ -98,7 +95,7 @@ def test_a_data_set_without_its_package_says_what_to_install(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "set").mkdir()
     with pytest.raises(DataError, match=r"pip install 'farthing\[datasets\]'"):
-        open_sources((str(tmp_path / "set"),), cache_dir=tmp_path, split="train")
+        opened(tmp_path / "set", tmp_path)
 
 
 def test_a_data_set_folder_that_cannot_be_read_is_refused_in_words(tmp_path):

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
 
-from data_files import real_tokenizer
+from data_files import opened, real_tokenizer
 from farthing.data import blocks
 from farthing.data import parts as parts_module
 from farthing.data.encode import Encoder
 from farthing.data.formats import Example
-from farthing.data.read import Source, open_sources
+from farthing.data.read import Source
 from farthing.data.rows import Row, RowBlock
 from farthing.data.token_set import TokenRecipe, TokenSet
 from farthing.data.tokens import tokenize
@@ -263,7 +263,7 @@ def rows(tmp_path):
 
 
 def made(rows: Path, tokenizer, cache: Path, **options) -> TokenSet:
-    sources = open_sources((str(rows),), cache_dir=cache, split="train")
+    sources = [opened(rows, cache)]
     return tokenize(
         sources, tokenizer, TokenRecipe("causal-lm", 24, max_bad_rows=0.5), cache, **options
     )
@@ -340,7 +340,7 @@ def test_a_set_of_real_data_is_what_it_was(data_dir, tmp_path):
         lines = [line for line, _ in zip(file, range(600), strict=False)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(lines), encoding="utf-8")
-    sources = open_sources((str(path),), cache_dir=tmp_path, split="train")
+    sources = [opened(path, tmp_path)]
     recipe = TokenRecipe("causal-lm", 512, max_bad_rows=0.5)
     tokens = tokenize(sources, real_tokenizer(data_dir, "gpt2"), recipe, tmp_path)
     columns = (tokens.ids, tokens.targets, tokens.offsets, tokens.lines)

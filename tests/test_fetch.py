@@ -81,8 +81,7 @@ def connections(monkeypatch):
 def test_they_are_refused_by_every_verb_before_any_connection(url, desk, run, connections):
     desk.set("data", train=url)
     for verb in ("train", "plan", "doctor"):
-        said = run(verb=verb)
-        assert said.code == 2
+        said = run(verb=verb, code=2)
         assert "an address at which machines keep their credentials" in said.out + said.err
     assert connections == []
 

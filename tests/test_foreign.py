@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from data_files import opened
 from desk import left_behind
 from farthing.config.load import load_job
 from farthing.data.foreign import foreign_kind
-from farthing.data.read import Source, open_sources
+from farthing.data.read import Source
 from farthing.data.reader import SourceReader
 from farthing.data.rows import Row
 from farthing.data.token_set import TokenRecipe
@@ -146,9 +147,7 @@ def test_classes_may_be_called_anything_but_pictures_are_not_read():
 def test_one_row_of_another_kind_anywhere_refuses_the_file_at_its_line(where, tmp_path, tokenizers):
     rows = list(demo_rows(1600))
     rows[where] = rows[where] | {"label": False}
-    sources = open_sources(
-        (str(write_jsonl(tmp_path / "a.jsonl", rows)),), cache_dir=tmp_path, split="train"
-    )
+    sources = [opened(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path)]
     with pytest.raises(DataError) as caught:
         tokenize(
             sources, tokenizers["llama"], TokenRecipe("causal-lm", 64, max_bad_rows=1.0), tmp_path
@@ -161,8 +160,7 @@ def test_one_row_of_another_kind_anywhere_refuses_the_file_at_its_line(where, tm
 def test_a_preference_file_is_refused_by_every_verb(desk, run, verb):
     desk.rows([{"conversations": TURNS, "chosen": TURNS[1], "rejected": TURNS[1]}] * 4)
     desk.set("data", max_bad_rows=1.0)
-    said = run(verb=verb)
-    assert said.code == 2
+    said = run(verb=verb, code=2)
     assert "preference data (" in said.out + said.err
     assert "Traceback" not in said.err
     assert left_behind(desk.folder / "run") == set()
@@ -176,8 +174,7 @@ def test_what_to_do_about_preferences_works(desk, run):
     desk.rows(rows)
     advice = run().err.partition("say so: ")[2]
     desk.set("data", **{"columns": yaml.safe_load(advice.partition("data.columns: ")[2])})
-    said = run()
-    assert said.code == 0, said.err
+    said = run(code=0)
     assert "`chosen` alone is learned, as data.columns says" in said.out
     assert "not used: `rejected`" in said.out
     notes = read_json(desk.folder / "run" / "receipt.json")["data_notes"]
@@ -190,12 +187,10 @@ def test_what_to_do_about_preferences_works(desk, run):
 
 def test_what_the_job_names_wins_over_a_guess(desk, run):
     desk.rows([{"question": "a", "answer": f"b{i}", "label": i % 2 == 0} for i in range(8)])
-    said = run()
-    assert said.code == 2
+    said = run(code=2)
     assert "verdict (column `label` is true)" in said.err
     desk.set("data", columns={"prompt": "question", "completion": "answer"})
-    said = run()
-    assert said.code == 0, said.err
+    said = run(code=0)
     assert "`answer` alone is learned, as data.columns says" in " ".join(said.out.split())
 
 
@@ -208,8 +203,7 @@ def test_what_the_job_names_wins_over_a_guess(desk, run):
 )
 def test_scored_and_several_answers_are_named(desk, run, row, words):
     desk.rows([row] * 8)
-    said = run()
-    assert said.code == 2
+    said = run(code=2)
     assert words in said.err
 
 
@@ -217,12 +211,14 @@ def test_scored_and_several_answers_are_named(desk, run, row, words):
 
 
 def test_each_source_has_its_own_ignored_columns(tmp_path, tokenizers):
-    write_jsonl(tmp_path / "a.jsonl", [{"text": "one", "id": 1}, {"text": "two"}])
-    write_jsonl(
-        tmp_path / "b.jsonl", [{"prompt": "one", "completion": "two", "text": "three", "n": 2}] * 3
-    )
-    names = (str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))
-    sources = open_sources(names, cache_dir=tmp_path, split="train")
+    both = {
+        "a": [{"text": "one", "id": 1}, {"text": "two"}],
+        "b": [PAIR | {"text": "three", "n": 2}] * 3,
+    }
+    sources = [
+        opened(write_jsonl(tmp_path / f"{name}.jsonl", rows), tmp_path)
+        for name, rows in both.items()
+    ]
     made, again = (
         tokenize(sources, tokenizers["llama"], TokenRecipe("causal-lm", 64), tmp_path)
         for _ in range(2)

@@ -13,7 +13,7 @@ import datasets
 import numpy as np
 import pytest
 
-from data_files import KINDS, write_as
+from data_files import KINDS, opened, write_as
 from farthing.config.data_lengths import files_of_split, read_lengths
 from farthing.config.job import Job
 from farthing.config.load import load_job
@@ -23,7 +23,6 @@ from farthing.data.lengths import Lengths, from_arrays, from_mean
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.data.memory import write_rows
 from farthing.data.packing import split_by_tokens, split_padded
-from farthing.data.read import open_sources
 from farthing.data.token_set import TokenRecipe
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, InputError, ModelError
@@ -253,7 +252,7 @@ def test_a_stale_note_is_never_used(change, tmp_path):
         os.utime(data, ns=(times.st_atime_ns, times.st_mtime_ns))
     elif change == "tokenizer":
         path = tmp_path / "base" / "tokenizer_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 99}))
+        path.write_text(json.dumps(read_json(path) | {"model_max_length": 99}))
     elif change == "max_length":
         job = load_job(file, ["data.max_length=500"])
     elif change == "kind":
@@ -305,7 +304,7 @@ def plain_job(data, model: Path | str = "nobody/nothing", task: str = "causal-lm
 
 def by_both(path: Path, model: Path):
     """The tokens that training has of a file, and the lengths that a plan finds in it."""
-    sources = open_sources((str(path),), cache_dir=path.parent, split="train")
+    sources = [opened(path, path.parent)]
     how = TokenRecipe("causal-lm", 512, max_bad_rows=0.5)
     tokenizer = load_tokenizer(ModelChoice(str(model)), None)
     planned = sample.sample_lengths(sources, light_tokenizer(model, None), how)

@@ -10,7 +10,16 @@ import pytest
 from farthing.errors import RunChangedError
 from farthing.run import mirror as mirror_module
 from farthing.storage.files import seal, unseal
-from mirrored import Faulty, Model, delivered, folder_of_run, mirror_of, step_done, taken
+from mirrored import (
+    Faulty,
+    Model,
+    delivered,
+    folder_of_run,
+    mirror_of,
+    mirroring,
+    step_done,
+    taken,
+)
 
 
 def write_steps(run: Path, first: int, last: int):
@@ -32,14 +41,12 @@ def commits_of(tmp_path: Path, n: int) -> tuple[Model, list[str], Path]:
 
     run = folder_of_run(tmp_path / "run")
     (run / "log.jsonl").unlink(missing_ok=True)
-    mirror = mirror_of(Faulty(store, note), run)
-    mirror.bring_back()
-    for step in range(1, n + 1):
-        write_steps(run, 45 * step - 45, 45 * step)
-        assert delivered(mirror, step, step_done(run, step))
-    mirror.offer_last_words()
-    assert mirror.wait(60)
-    mirror.close(1)
+    with mirroring(Faulty(store, note), run) as mirror:
+        for step in range(1, n + 1):
+            write_steps(run, 45 * step - 45, 45 * step)
+            assert delivered(mirror, step, step_done(run, step))
+        mirror.offer_last_words()
+        assert mirror.wait(60)
     return store, sent, run
 
 
@@ -59,29 +66,25 @@ def test_a_log_that_was_cut_back_or_is_in_many_pieces_is_sent_whole(tmp_path, mo
     assert sent == ["000000", "000001", "000002", "000003", "000000", "000001"]
     assert taken(store, tmp_path / "empty") == 6
     assert (tmp_path / "empty" / "log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
-    mirror = mirror_of(store, run)
-    mirror.bring_back()
-    for step, n_lines in ((7, 300), (8, 20)):
-        lines = (run / "log.jsonl").read_bytes().splitlines(keepends=True)
-        (run / "log.jsonl").write_bytes(b"".join(lines[:n_lines]))
-        assert delivered(mirror, step, step_done(run, step))
-    mirror.close(1)
+    with mirroring(store, run) as mirror:
+        for step, n_lines in ((7, 300), (8, 20)):
+            lines = (run / "log.jsonl").read_bytes().splitlines(keepends=True)
+            (run / "log.jsonl").write_bytes(b"".join(lines[:n_lines]))
+            assert delivered(mirror, step, step_done(run, step))
     assert taken(store, tmp_path / "shorter") == 8
     assert (tmp_path / "shorter" / "log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
 
 
 def test_a_last_line_without_its_end_waits_for_it(tmp_path):
     store, run = Model(), folder_of_run(tmp_path / "run")
-    mirror = mirror_of(store, run)
-    mirror.bring_back()
-    write_steps(run, 0, 5)
-    whole = (run / "log.jsonl").read_bytes()
-    for step, more in ((1, b'{"step": 5'), (2, b", 1}\n")):
-        checkpoint = step_done(run, step)
-        (run / "log.jsonl").write_bytes(whole + more)
-        whole = whole + more
-        assert delivered(mirror, step, checkpoint)
-    mirror.close(1)
+    with mirroring(store, run) as mirror:
+        write_steps(run, 0, 5)
+        whole = (run / "log.jsonl").read_bytes()
+        for step, more in ((1, b'{"step": 5'), (2, b", 1}\n")):
+            checkpoint = step_done(run, step)
+            (run / "log.jsonl").write_bytes(whole + more)
+            whole = whole + more
+            assert delivered(mirror, step, checkpoint)
     assert taken(store, tmp_path / "empty") == 2
     assert (tmp_path / "empty" / "log.jsonl").read_bytes() == whole
 
@@ -94,11 +97,9 @@ def test_a_machine_that_goes_on_sends_only_what_is_new(tmp_path):
         puts.extend([key] if name == "put" and "/log.parts/" in key else [])
         return operation()
 
-    mirror = mirror_of(Faulty(store, note), other)
-    assert mirror.bring_back() == 4
-    write_steps(other, 180, 200)
-    assert delivered(mirror, 5, step_done(other, 5))
-    mirror.close(1)
+    with mirroring(Faulty(store, note), other, step=4) as mirror:
+        write_steps(other, 180, 200)
+        assert delivered(mirror, 5, step_done(other, 5))
     assert len(puts) == 1
     assert taken(store, tmp_path / "third") == 5
     assert (tmp_path / "third" / "log.jsonl").read_bytes() == (other / "log.jsonl").read_bytes()

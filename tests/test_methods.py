@@ -4,7 +4,6 @@ moves.
 
 from __future__ import annotations
 
-import json
 import weakref
 from pathlib import Path
 
@@ -38,7 +37,16 @@ from packed_models import model_of, with_adapter
 from scarce import optimizer_of, with_scaler
 from scarce import small_model as small_weights
 from thinned import thinned
-from workshop import Heard, Watched, are_same, log_of, losses_of, make_job, weights_in
+from workshop import (
+    Heard,
+    Watched,
+    are_same,
+    log_of,
+    losses_of,
+    make_job,
+    read_json,
+    weights_in,
+)
 
 ADAPTERS = {
     "dora": {"name": "lora", "use_dora": True},
@@ -159,7 +167,7 @@ def test_bf16_keeps_frozen_weights_in_bf16_and_trained_ones_in_fp32(method, tmp_
     assert {dtypes[name] for name in watched.trainable()} == {torch.float32}
     frozen = {dtype for name, dtype in dtypes.items() if name not in watched.trainable()}
     assert frozen == (set() if method == "full" else {torch.bfloat16})
-    assert json.loads((tmp_path / "run/run.json").read_text())["machine"]["precision"] == "bf16"
+    assert read_json(tmp_path / "run/run.json")["machine"]["precision"] == "bf16"
 
 
 def test_random_weights_are_the_same_in_every_precision(tmp_path):

@@ -30,6 +30,7 @@ from mirrored import (
     delivered,
     folder_of_run,
     mirror_of,
+    mirroring,
     step_done,
     taken,
     with_copies,
@@ -73,10 +74,8 @@ def said():
 
 @pytest.fixture
 def mirror(store, run, said):
-    begun = mirror_of(store.behind(), run, said)
-    begun.bring_back()
-    yield begun
-    begun.close(1)
+    with mirroring(store.behind(), run, said) as begun:
+        yield begun
 
 
 def test_how_long_a_store_is_waited_for_and_a_lease_is_held(tmp_path, run):
@@ -125,27 +124,25 @@ def test_a_run_that_began_without_its_store_takes_it_later_unless_another_went_o
 ):
     with_copies(store, run, 1)
     store.fault = StoreError("503")
-    mirror = mirror_of(store.behind(), run, said)
-    mirror.bring_back()
-    if has_gone_on:
-        with_copies(store, folder_of_run(tmp_path / "other"), 3)
-    store.fault = None
-    assert delivered(mirror, 2, step_done(run, 2)) is not has_gone_on
-    if has_gone_on:
-        with pytest.raises(RunTakenError, match="the run has gone on elsewhere while the store"):
-            mirror.check()
-    mirror.close(1)
+    with mirroring(store.behind(), run, said) as mirror:
+        if has_gone_on:
+            with_copies(store, folder_of_run(tmp_path / "other"), 3)
+        store.fault = None
+        assert delivered(mirror, 2, step_done(run, 2)) is not has_gone_on
+        if has_gone_on:
+            with pytest.raises(
+                RunTakenError, match="the run has gone on elsewhere while the store"
+            ):
+                mirror.check()
     assert max(int(key[-13:-5]) for key in store.list("commits/")) == (3 if has_gone_on else 2)
 
 
 def test_another_machine_is_kept_out_while_the_first_renews(store, run, tmp_path):
-    first = mirror_of(store, run, pace=replace(STILL, renew_s=0.05, lease_s=2.0))
-    first.bring_back()
-    until(lambda: len(store.list("writers/")) > 3)
-    with pytest.raises(RunTakenError, match="is training this run") as caught:
-        mirror_of(store, tmp_path / "second").bring_back()
-    assert caught.value.where == "output_store: model://store"
-    first.close(1)
+    with mirroring(store, run, pace=replace(STILL, renew_s=0.05, lease_s=2.0)):
+        until(lambda: len(store.list("writers/")) > 3)
+        with pytest.raises(RunTakenError, match="is training this run") as caught:
+            mirror_of(store, tmp_path / "second").bring_back()
+        assert caught.value.where == "output_store: model://store"
     assert json.loads(store.objects[max(store.list("writers/"))])["released"] is True
 
 
@@ -169,10 +166,8 @@ def test_a_folder_takes_from_its_store_what_it_has_lost_and_nothing_else(store, 
         mirror.close(1)
         return step
 
-    mirror = mirror_of(store, run)
-    mirror.bring_back()
-    assert delivered(mirror, 0)
-    mirror.close(1)
+    with mirroring(store, run) as mirror:
+        assert delivered(mirror, 0)
     assert again() is None, "no step is in the store"
     with_copies(store, run, 1, 2)
     step_done(run, 3)
@@ -219,17 +214,15 @@ def test_a_model_goes_along_where_it_is_asked_for_and_the_last_words_after_it(
 def test_after_a_gap_the_store_is_asked_before_the_run_continues(store, run, said, monkeypatch):
     gaps = SimpleNamespace(tick=lambda: None, taken=lambda: True)
     monkeypatch.setattr(mirror_module, "Gaps", lambda most_s: gaps)
-    mirror = mirror_of(store.behind(), run, said)
-    mirror.bring_back()
-    store.fault = StoreError("503")
-    mirror.check()
-    assert said == ["the store does not answer (503); the run continues"]
-    store.fault = None
-    mirror.check()
-    store.create("writers/00000003.json", OTHER)
-    with pytest.raises(RunTakenError, match="other is training this run in /x"):
+    with mirroring(store.behind(), run, said) as mirror:
+        store.fault = StoreError("503")
         mirror.check()
-    mirror.close(1)
+        assert said == ["the store does not answer (503); the run continues"]
+        store.fault = None
+        mirror.check()
+        store.create("writers/00000003.json", OTHER)
+        with pytest.raises(RunTakenError, match="other is training this run in /x"):
+            mirror.check()
     assert len(store.list("bills/")) == 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import workshop
 from farthing.errors import ModelError
 from farthing.export.folders import export_run, trained_model
 from mishaps import fail_at
-from workshop import Watched, log_of, losses_of, make_job, train
+from workshop import Watched, log_of, losses_of, make_job, read_json, train
 
 NEW = ["<mood>", "xqzt"]
 BOTH = {"name": "lora", "modules_to_save": ["embed_tokens", "lm_head"]}
@@ -138,5 +137,5 @@ def test_fresh_weights_have_room_for_them(tmp_path):
     job = job_of(tmp_path, pretrained=False, max_steps=1)
     train(job)
     tokenizer = transformers.AutoTokenizer.from_pretrained(Path(job.output_dir) / "model")
-    config = json.loads((Path(job.output_dir) / "model/config.json").read_text())
+    config = read_json(Path(job.output_dir) / "model/config.json")
     assert config["vocab_size"] == len(tokenizer)

@@ -117,8 +117,7 @@ def test_a_run_says_names_as_they_are_spelt(desk, run, cli):
     desk.set("data", train=name, max_bad_rows=0.1)
     desk.values["output_dir"] = "run[bold]\x1b[31m"
     desk.values["model"] = {**desk.values["model"]}
-    said = run()
-    assert said.code == 0, said.err
+    said = run(code=0)
     assert is_harmless(said.out + said.err), repr(said.out)
     assert r"[red]a\x1b]0;owned" in said.out
     assert r"`[red]\x1b[0m`" in said.out
@@ -158,8 +157,7 @@ def test_a_crash_and_a_wrong_argument_are_told_without_it(desk, run, monkeypatch
         raise ZeroDivisionError(CANARY)
 
     monkeypatch.setattr(farthing.config.preflight, "look_over", crash)
-    said = run()
-    assert said.code == 1
+    said = run(code=1)
     assert "crashed: ZeroDivisionError" in said.err
     assert is_harmless(said.err), repr(said.err)
     for argv in (["train", "job.yaml", CANARY], [CANARY], ["plan", "job.yaml", "--limit", CANARY]):

@@ -10,9 +10,8 @@ import re
 
 import pytest
 
-from data_files import write_as
+from data_files import opened, write_as
 from farthing.data import arrow, blocks
-from farthing.data.read import open_sources
 from farthing.data.rows import Reading
 from farthing.events import ReadingData, Tokenizing
 from farthing.report.safe import SafeConsole
@@ -71,7 +70,7 @@ def test_every_reader_knows_how_far_it_is(kind, tmp_path, monkeypatch):
     dice = random.Random(0)
     rows = [{"text": dice.randbytes(300).hex()} for _ in range(2000)]
     path = write_as(kind, tmp_path / f"a.{kind}", rows)
-    (source,) = open_sources((str(path),), cache_dir=tmp_path, split="train")
+    source = opened(path, tmp_path)
     monkeypatch.setattr(blocks, "BLOCK_ROWS", 100)
     monkeypatch.setattr(arrow, "BATCH_ROWS", 100)
     reading = Reading()

@@ -4,7 +4,6 @@ and cut.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data_files import opened
 from farthing.config.data_lengths import read_lengths
 from farthing.config.job import Job
 from farthing.data.batches import split_by_input
 from farthing.data.light_tokenizer import light_tokenizer
-from farthing.data.read import open_sources
 from farthing.data.token_set import TokenRecipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import RunChangedError
@@ -24,7 +23,7 @@ from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.tiny import write_jsonl
 from farthing.train.resolve import resolve
 from interrupted import LeavesAt
-from workshop import make_job, train
+from workshop import make_job, read_json, train
 
 DATED = (
     "{{ '### Today is ' + strftime_now('%A %d %B %Y') + '\n' }}{% for m in messages %}{{ '### ' +"
@@ -93,9 +92,7 @@ def test_other_examples_than_a_run_began_with_are_refused(tmp_path, monkeypatch)
 
 
 def made(folder: Path, rows: list[dict[str, Any]], tokenizer, **recipe) -> TokenSet:
-    sources = open_sources(
-        (str(write_jsonl(folder / "rows.jsonl", rows)),), cache_dir=folder, split="train"
-    )
+    sources = [opened(write_jsonl(folder / "rows.jsonl", rows), folder)]
     return tokenize(
         sources,
         tokenizer,
@@ -163,7 +160,7 @@ def test_truncation_that_a_folder_asks_for_is_neither_followed_nor_exported(tmp_
     assert light_tokenizer(folder, None).backend_tokenizer.truncation is None, "a plan's"
     again = load_tokenizer(ModelChoice(str(folder)), None)
     again.save_pretrained(tmp_path / "exported")
-    saved = json.loads((tmp_path / "exported" / "tokenizer.json").read_text())
+    saved = read_json(tmp_path / "exported" / "tokenizer.json")
     assert saved["truncation"] is saved["padding"] is None
     again.backend_tokenizer.enable_truncation(2)
     again.backend_tokenizer.enable_padding(length=40)

@@ -41,12 +41,12 @@ from farthing.run.folder import keep_job, kept, kept_job
 from farthing.storage.files import DamagedFileError, read_manifest, seal, unseal, write_text
 from farthing.storage.objects import open_store
 from held import Held
-from mirrored import Model, folder_of_run, mirror_of, with_copies
+from mirrored import Model, folder_of_run, mirror_of, mirroring, with_copies
 from mishaps import fail_at
 from peak_memory import PeakMemory
 from thinned import thinned
 from web import Files
-from workshop import job_file
+from workshop import job_file, read_json
 
 MOST_BYTES = 200 << 20  # that reading something hostile may add to the memory
 
@@ -213,8 +213,7 @@ def test_a_password_in_the_address_of_data_is_kept_nowhere(desk, run, tmp_path):
     with Files(a=(desk.folder / "train.jsonl").read_bytes()).served() as address:
         host = address.removeprefix("http://")
         desk.set("data", train=f"http://user:{secret}@{host}/a.jsonl?key={secret}")
-        said = run()
-    assert said.code == 0, said.err
+        said = run(code=0)
     assert secrets_in((said.out + said.err).encode()) == []
     (desk.folder / "job.yaml").unlink()
     assert files_with_secrets(desk.folder) == {}
@@ -224,7 +223,7 @@ def test_a_password_in_the_address_of_data_is_kept_nowhere(desk, run, tmp_path):
 def test_what_may_hold_data_is_for_its_owner_alone(desk, run):
     before = os.umask(0o022)
     try:
-        assert run("--set", "output_store=store").code == 0
+        run("--set", "output_store=store", code=0)
     finally:
         os.umask(before)
     kept = {path.parent for path in (desk.folder / "store").rglob("*") if path.is_file()}
@@ -287,7 +286,7 @@ HOSTILE = {
 def forge(folder: Path, name: str, content: bytes):
     """Put a file into a committed folder, with a manifest that vouches for it."""
     (folder / name).write_bytes(content)
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = read_json(folder / "manifest.json")
     entry = {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     manifest["files"] = [*(file for file in manifest["files"] if file["name"] != name), entry]
     write_text(folder / "manifest.json", seal(manifest))
@@ -343,7 +342,7 @@ def test_a_pickle_beside_a_checkpoint_is_not_looked_at(name, two_saves, marker):
 @pytest.mark.parametrize("name", ["../escape", "/etc/passwd", "..", "a/b", "", "manifest.json"])
 def test_a_manifest_can_not_name_files_outside_its_folder(name, two_saves, marker):
     path = newest(two_saves) / "manifest.json"
-    manifest = json.loads(path.read_text())
+    manifest = read_json(path)
     manifest["files"][0]["name"] = name
     write_text(path, seal(manifest))
     with pytest.raises(DamagedFileError, match="names a file outside its folder"):
@@ -394,10 +393,8 @@ def forge_commit(store: Model, change):
 
 def takes_the_one_before(store: Model, tmp_path: Path, marker: Path):
     said = []
-    with PeakMemory() as memory:
-        mirror = mirror_of(store, tmp_path / "empty", said)
-        assert mirror.bring_back() == 1
-        mirror.close(1)
+    with PeakMemory() as memory, mirroring(store, tmp_path / "empty", said, step=1):
+        pass
     assert "the copy of step 2 in the store is damaged" in said[0]
     assert memory.n_bytes < MOST_BYTES
     assert not marker.exists()
@@ -516,9 +513,8 @@ def test_a_hostile_lease_costs_nothing_but_the_lease(two_copies, tmp_path, marke
             key for key in two_copies.objects if key.startswith("writers/") and key > newest_link
         ]:
             del two_copies.objects[key]
-        mirror = mirror_of(two_copies, tmp_path / f"empty-{number}")
-        assert mirror.bring_back() == 2
-        mirror.close(1)
+        with mirroring(two_copies, tmp_path / f"empty-{number}", step=2):
+            pass
     assert not marker.exists()
     assert main(["report", str(tmp_path / "empty-3")]) == 0
 
@@ -549,16 +545,14 @@ def test_a_hostile_job_runs_nothing_and_stays_small(text, words, desk, run, mark
     written = desk.job().read_text() + text.replace("{marker}", str(marker)) + "\n"
     (desk.folder / "evil.yaml").write_text(written)
     with PeakMemory() as memory:
-        said = run(verb="plan", job="evil.yaml")
-    assert said.code == 2
+        said = run(verb="plan", job="evil.yaml", code=2)
     assert words in said.err
     assert memory.n_bytes < MOST_BYTES
     assert not marker.exists()
 
 
 def test_an_override_that_would_run_code_runs_none(desk, run, marker):
-    said = run("--set", f"limits=!!python/object/apply:os.system ['touch \"{marker}\"']")
-    assert said.code == 2
+    said = run("--set", f"limits=!!python/object/apply:os.system ['touch \"{marker}\"']", code=2)
     assert "not valid YAML" in said.err
     assert not marker.exists()
 
@@ -566,7 +560,7 @@ def test_an_override_that_would_run_code_runs_none(desk, run, marker):
 def test_nothing_of_the_environment_is_put_into_a_job(secrets, desk, run):
     written = "${HF_TOKEN} $HF_TOKEN %(HF_TOKEN)s {{ env.HF_TOKEN }}"
     desk.values["output_dir"] = written
-    assert run().code == 0
+    run(code=0)
     assert (desk.folder / written / "receipt.json").exists(), "a name like any other"
     assert files_with_secrets(desk.folder) == {}
 
@@ -574,7 +568,7 @@ def test_nothing_of_the_environment_is_put_into_a_job(secrets, desk, run):
 def test_a_run_folder_that_is_a_link_of_ones_own_is_followed(desk, run):
     (desk.folder / "large disk").mkdir(mode=0o755)
     (desk.folder / "run").symlink_to(desk.folder / "large disk")
-    assert run().code == 0
+    run(code=0)
     assert (desk.folder / "large disk" / "model" / "config.json").exists()
     assert (desk.folder / "large disk").stat().st_mode & 0o777 == 0o700
 
@@ -584,8 +578,7 @@ def test_a_run_folder_that_somebody_else_has_linked_is_refused(desk, run):
     (desk.folder / "elsewhere").mkdir(mode=0o755)
     (desk.folder / "run").symlink_to(desk.folder / "elsewhere")
     os.chown(desk.folder / "run", 12345, 12345, follow_symlinks=False)
-    said = run()
-    assert said.code == 2
+    said = run(code=2)
     assert "a link made by another user" in said.err
     assert list((desk.folder / "elsewhere").iterdir()) == []
     assert (desk.folder / "elsewhere").stat().st_mode & 0o777 == 0o755
@@ -599,8 +592,7 @@ def test_nothing_is_written_through_a_link_in_the_run_folder(name, desk, run):
     precious.write_text("of someone")
     (desk.folder / "run").mkdir()
     (desk.folder / "run" / name).symlink_to(precious)
-    said = run()
-    assert said.code == 2
+    said = run(code=2)
     assert f"`{name}` in this folder is a symbolic link" in said.err
     assert precious.read_text() == "of someone"
 
@@ -619,8 +611,7 @@ def test_a_link_in_a_data_folder_does_not_lead_out_of_it(desk, run):
     (desk.folder / "private").write_text('{"text": "the contents of a private file"}\n' * 9)
     link.unlink()
     link.symlink_to("../private")
-    said = run("--set", "output_dir=other")
-    assert said.code == 2
+    said = run("--set", "output_dir=other", code=2)
     assert "leads out of the data set's folder" in said.err
 
 
@@ -738,8 +729,7 @@ def test_a_template_that_meets_its_bomb_in_the_data_ends_the_job(verb, desk, run
         "{% if messages | length > 12 %}{{ 'a' * 10 ** 10 }}{% endif %}"
     )
     desk.set("data", chat_template="t.jinja")
-    said = run(verb=verb)
-    assert said.code == 2
+    said = run(verb=verb, code=2)
     assert "loops or grows without bound" in said.err + said.out
 
 
@@ -768,8 +758,7 @@ def test_data_without_bounds_is_refused_by_name(name, text, words, desk, run):
     else:
         (desk.folder / name).write_text(text)
     for verb in ("plan", "train"):
-        said = run(verb=verb)
-        assert said.code == 2
+        said = run(verb=verb, code=2)
         assert words in said.err + said.out
 
 
@@ -795,9 +784,8 @@ def test_a_configuration_of_no_model_is_refused_before_anything_is_built(
     key, value, words, desk, run
 ):
     path = desk.own_model() / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
-    said = run(verb="train" if isinstance(value, dict) else "plan")
-    assert said.code == 2
+    path.write_text(json.dumps({**read_json(path), key: value}))
+    said = run(verb="train" if isinstance(value, dict) else "plan", code=2)
     assert words in said.err + said.out
 
 
@@ -811,8 +799,7 @@ def test_a_pipe_or_a_device_in_place_of_a_small_file_is_not_read(kind, what, des
     else:
         path.symlink_to("/dev/zero")
     for verb in ("plan", "doctor", "train"):
-        said = run(verb=verb, **({"job": path.name} if what == "job" else {}))
-        assert said.code == 2
+        said = run(verb=verb, **({"job": path.name} if what == "job" else {}), code=2)
         assert "can't be read: a pipe or a device, not a file" in said.err + said.out
 
 
@@ -855,8 +842,7 @@ def test_an_index_does_not_make_a_pickle_of_a_model_folder_run(name, desk, run, 
         (folder / "model.safetensors").rename(folder / "part.safetensors")
         index = {"metadata": {"total_size": 1}, "weight_map": {"model.embed_tokens.weight": name}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        said = run()
-        assert said.code == 2
+        said = run(code=2)
         assert "names files outside its folder" in said.err
         (folder / "part.safetensors").rename(folder / "model.safetensors")
     assert not marker.exists()
@@ -881,7 +867,7 @@ def test_code_beside_a_model_is_not_run(where, known, desk, run, marker):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(code)
     tokenizer = {} if known or where == "config.json" else {"tokenizer_class": "EvilTokenizer"}
-    said_before = json.loads((folder / where).read_text())
+    said_before = read_json(folder / where)
     (folder / where).write_text(json.dumps(said_before | auto_map(where, known) | tokenizer))
     said = run()
     assert not marker.exists()
@@ -892,11 +878,8 @@ def test_code_beside_a_model_is_not_run(where, known, desk, run, marker):
 
 def test_kernels_that_a_model_would_fetch_and_run_are_refused(desk, run):
     path = desk.own_model() / "config.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"attn_implementation": "someone/some-kernels"})
-    )
-    said = run()
-    assert said.code == 2
+    path.write_text(json.dumps(read_json(path) | {"attn_implementation": "someone/some-kernels"}))
+    said = run(code=2)
     assert "attention 'someone/some-kernels' is code from the Hub" in said.err
     said = run("--set", "model.attn_implementation=someone/others", "--set", "model.init=random")
     assert "attention 'someone/others' is code from the Hub" in said.err
@@ -908,7 +891,7 @@ def test_a_run_folder_can_not_ask_for_code_to_be_run_at_its_export(tmp_path, mar
     base = tmp_path / "base"
     (base / "evil.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Evil: pass\n")
     (base / "config.json").write_text(
-        json.dumps(json.loads((base / "config.json").read_text()) | auto_map("", True))
+        json.dumps(read_json(base / "config.json") | auto_map("", True))
     )
     job = kept_job(tmp_path / "run")
     job["model"]["trust_remote_code"] = True

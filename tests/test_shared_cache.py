@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from data_files import opened
 from farthing.config.data_lengths import read_lengths
 from farthing.data.fetch import fetch
-from farthing.data.read import open_sources
 from farthing.data.token_set import TokenRecipe
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError
@@ -29,7 +29,7 @@ def made(tmp_path, tokenizers):
 
     def making():
         said = []
-        sources = open_sources((str(data),), cache_dir=tmp_path / "cache", split="train")
+        sources = [opened(data, tmp_path / "cache")]
         recipe = TokenRecipe("causal-lm", 64)
         return tokenize(
             sources, tokenizers["llama"], recipe, tmp_path / "cache", warn=said.append
@@ -151,13 +151,13 @@ def test_a_download_and_a_data_set_of_another_are_fetched_again(tmp_path):
         assert fetch(f"{address}/a.jsonl", tmp_path).read_bytes() == b'{"text": "right"}\n'
 
     folder = write_jsonl(tmp_path / "set" / "train.jsonl", [{"text": "right"}]).parent
-    (first,) = open_sources((str(folder),), cache_dir=tmp_path, split="train")
+    first = opened(folder, tmp_path)
     arrow_files = list((tmp_path / "datasets").rglob("*.arrow"))
     before = arrow_files[0].stat().st_ino
     os.chown(arrow_files[0], SOMEBODY, SOMEBODY)
     with open(
         arrow_files[0], "rb"
     ):  # its number is given to no other as long as somebody has it open
-        (again,) = open_sources((str(folder),), cache_dir=tmp_path, split="train")
+        again = opened(folder, tmp_path)
         assert next((tmp_path / "datasets").rglob("*.arrow")).stat().st_ino != before
     assert first.sha256 == again.sha256

@@ -44,6 +44,7 @@ from mirrored import (
     delivered,
     folder_of_run,
     mirror_of,
+    mirroring,
     newest_objects,
     step_done,
     taken,
@@ -164,15 +165,13 @@ def test_the_newest_and_the_best_are_kept_and_nothing_is_sent_twice(run, tmp_pat
         )
         return operation()
 
-    mirror = mirror_of(Faulty(store, note), run)
-    mirror.bring_back()
-    best = step_done(run, 1)
-    assert delivered(mirror, 1, best)
-    for step in (2, 3, 4):
-        assert delivered(mirror, step, best, step_done(run, step))
-    mirror.offer_last_words()
-    assert mirror.wait(60)
-    mirror.close(1)
+    with mirroring(Faulty(store, note), run) as mirror:
+        best = step_done(run, 1)
+        assert delivered(mirror, 1, best)
+        for step in (2, 3, 4):
+            assert delivered(mirror, step, best, step_done(run, step))
+        mirror.offer_last_words()
+        assert mirror.wait(60)
     assert len(puts) == len(set(puts)) == 12
     assert [int(key[-13:-5]) for key in store.list("commits/")] == [3, 4]
     steps = {
@@ -192,10 +191,8 @@ def test_what_abandoned_uploads_left_is_removed_when_it_is_old(run):
     for key, age_s in {old: 87000.0, young: 86000.0, "data/mine.csv": 1e9}.items():
         store.put(key, b"left")
         store.written_at[key] -= age_s
-    mirror = mirror_of(store, run)
-    mirror.bring_back()
-    assert delivered(mirror, 1, step_done(run, 1))
-    mirror.close(1)
+    with mirroring(store, run) as mirror:
+        assert delivered(mirror, 1, step_done(run, 1))
     assert [key for key, data in store.objects.items() if data == b"left"] == [
         young,
         "data/mine.csv",
@@ -234,12 +231,10 @@ def test_a_kill_before_any_operation_leaves_the_copy_before_or_the_new_one(tmp_p
         if not was_killed:
             break
         if k % 12 == 0:
-            again = mirror_of(store, run)
-            again.bring_back()
-            assert delivered(again, 3, step_done(run, 3, attempt=2)), (
-                "and the next attempt is not in the way of what is left"
-            )
-            again.close(1)
+            with mirroring(store, run) as again:
+                assert delivered(again, 3, step_done(run, 3, attempt=2)), (
+                    "and the next attempt is not in the way of what is left"
+                )
             assert taken(store, tmp_path / f"again-{k}") == 3
     assert outcomes[-1] == 2
     assert set(outcomes) == {1, 2}
@@ -254,30 +249,23 @@ def test_a_machine_that_has_lost_the_run_commits_nothing(tmp_path):
     store, run = Model(), folder_of_run(tmp_path / "a")
     first = mirror_of(store, run)  # renews once a minute: for the others it is dead
     first.bring_back()
-    second = mirror_of(store, tmp_path / "b")
-    second.bring_back()
-    assert not delivered(first, 2, step_done(run, 2))
-    assert store.list("commits/") == {}
-    first.close(0)
-    second.close(1)
+    with mirroring(store, tmp_path / "b"):
+        assert not delivered(first, 2, step_done(run, 2))
+        assert store.list("commits/") == {}
+        first.close(0)
 
 
 def test_a_machine_that_comes_back_takes_what_the_other_did(tmp_path):
     store, said = Model(), []  # type: ignore[var-annotated]
     a, b = folder_of_run(tmp_path / "a"), tmp_path / "b"
-    first = mirror_of(store, a)
-    first.bring_back()
-    assert delivered(first, 2, step_done(a, 2))
-    first.close(1)
+    with mirroring(store, a) as first:
+        assert delivered(first, 2, step_done(a, 2))
     step_done(a, 6)  # never sent, as what was then at step 4
     shutil.copytree(a / "checkpoints/step-00000002-0001", a / "checkpoints/step-00000004-0009")
-    second = mirror_of(store, b)
-    assert second.bring_back() == 2
-    assert delivered(second, 4, step_done(b, 4, attempt=2))
-    second.close(1)
-    third = mirror_of(store, a, said)
-    assert third.bring_back() == 4
-    third.close(1)
+    with mirroring(store, b, step=2) as second:
+        assert delivered(second, 4, step_done(b, 4, attempt=2))
+    with mirroring(store, a, said, step=4):
+        pass
     here = sorted(
         path.name for path in (a / "checkpoints").iterdir() if "elsewhere" not in path.name
     )
@@ -350,12 +338,10 @@ def objects_by_path(store: Model, commit: str) -> dict[str, str]:
 def with_best(tmp_path, run):
     """Commits of steps 2 and 3, both with the best checkpoint, of step 1."""
     store = Model()
-    mirror = mirror_of(store, run)
-    mirror.bring_back()
-    best = step_done(run, 1)
-    for step in (2, 3):
-        assert delivered(mirror, step, best, step_done(run, step))
-    mirror.close(1)
+    with mirroring(store, run) as mirror:
+        best = step_done(run, 1)
+        for step in (2, 3):
+            assert delivered(mirror, step, best, step_done(run, step))
     return store
 
 
@@ -390,10 +376,10 @@ def test_what_was_lost_in_the_store_is_sent_again(with_best, tmp_path):
     by_path = objects_by_path(with_best, newest_objects(with_best)[0])
     damaged = by_path["checkpoints/step-00000001-0001/model.safetensors"]
     with_best.objects[damaged] = bytes(len(with_best.objects[damaged]))
-    mirror = mirror_of(with_best, tmp_path / "empty")
-    assert mirror.bring_back() == 3
-    assert delivered(mirror, 4, step_done(tmp_path / "empty", 1), step_done(tmp_path / "empty", 4))
-    mirror.close(1)
+    with mirroring(with_best, tmp_path / "empty", step=3) as mirror:
+        assert delivered(
+            mirror, 4, step_done(tmp_path / "empty", 1), step_done(tmp_path / "empty", 4)
+        )
     assert taken(with_best, tmp_path / "other") == 4
     assert (tmp_path / "other" / "checkpoints" / "step-00000001-0001").is_dir()
 
@@ -403,9 +389,8 @@ def test_a_file_that_decides_and_is_damaged_here_comes_back_from_the_store(name,
     """Checkpoints of earlier versions have no copies of these files: the store has."""
     whole = read_json(run / name)
     (run / name).write_text("{")
-    mirror = mirror_of(with_best, run)
-    assert mirror.bring_back() == 3
-    mirror.close(1)
+    with mirroring(with_best, run, step=3):
+        pass
     assert read_json(run / name) == whole
     assert {path.name for path in (run / "checkpoints").glob("step-*[0-9]")} >= {
         "step-00000003-0001"
@@ -422,12 +407,10 @@ def test_what_was_damaged_when_it_was_sent_is_written_anew_from_the_checkpoint(t
     checkpoint = run / "checkpoints" / "step-00000002-0001"
     commit_folder(checkpoint, fill, {"step": 2, "run_id": "run-1", "run_files": facts})
     store = Model()
-    mirror = mirror_of(store, run)
-    mirror.bring_back()
-    for name in facts:
-        (run / name).write_text("{")
-    assert delivered(mirror, 2, checkpoint)
-    mirror.close(1)
+    with mirroring(store, run) as mirror:
+        for name in facts:
+            (run / name).write_text("{")
+        assert delivered(mirror, 2, checkpoint)
     assert taken(store, tmp_path / "empty") == 2
     assert kept(tmp_path / "empty" / "plan.json") == facts["plan.json"]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from data_files import bad, opened, values
 from farthing.data.light_tokenizer import light_tokenizer
-from farthing.data.read import open_sources
-from farthing.data.rows import Layout, Row
+from farthing.data.rows import Layout
 from farthing.errors import DataError
 from workshop import job_file
 
@@ -18,8 +18,8 @@ WORDS = "The lamp is bright.\n\nThe second paragraph has\nthree\nlines.\n"
 
 def rows_of(path: Path, folder: Path) -> tuple[list[dict[str, object]], list[str]]:
     said = []
-    (source,) = open_sources((str(path),), cache_dir=folder, split="train", warn=said.append)
-    return [row.value for row in source.rows() if isinstance(row, Row)], said
+    source = opened(path, folder, warn=said.append)
+    return values(source), said
 
 
 def test_a_folder_of_text_files_is_one_source_of_documents(tmp_path):
@@ -30,12 +30,10 @@ def test_a_folder_of_text_files_is_one_source_of_documents(tmp_path):
     (corpus / "part" / "9.txt").write_text("nine")
     (corpus / "blank.txt").write_text("\n \n")
     (corpus / "broken.txt").write_bytes(b"\xff\xfe\xfa")
-    (source,) = open_sources((str(corpus),), cache_dir=tmp_path, split="train")
-    rows = list(source.rows())
-    assert [row.value["text"][:1] for row in rows if isinstance(row, Row)] == list("01234567n")
-    bad = [row.reason for row in rows if not isinstance(row, Row)]
-    assert len(bad) == 1
-    assert bad[0].startswith("broken.txt: invalid UTF-8")
+    source = opened(corpus, tmp_path)
+    assert [row["text"][:1] for row in values(source)] == list("01234567n")
+    ((_, reason),) = bad(source)
+    assert reason.startswith("broken.txt: invalid UTF-8")
 
 
 def test_another_separator_and_encoding_are_read_and_said(tmp_path):
@@ -51,13 +49,13 @@ def test_another_separator_and_encoding_are_read_and_said(tmp_path):
 def test_a_few_broken_rows_of_utf8_stay_broken(tmp_path):
     good = '{"text": "café"}\n'.encode()
     (tmp_path / "a.jsonl").write_bytes(good * 9 + b'{"text": "caf\xe9"}\n' * 4)
-    (source,) = open_sources((str(tmp_path / "a.jsonl"),), cache_dir=tmp_path, split="train")
-    assert sum(isinstance(row, Row) for row in source.rows()) == 9
+    source = opened(tmp_path / "a.jsonl", tmp_path)
+    assert len(values(source)) == 9
 
 
 def test_rows_inside_an_object_are_asked_for_by_their_path(tmp_path):
     (tmp_path / "a.json").write_text('{"data": {"items": [{"a": 1}], "tags": [1, 2]}, "x": 3}')
-    (source,) = open_sources((str(tmp_path / "a.json"),), cache_dir=tmp_path, split="train")
+    source = opened(tmp_path / "a.json", tmp_path)
     with pytest.raises(DataError) as caught:
         list(source.rows())
     assert "`data.items` (1 items), `data.tags` (2 items)" in str(caught.value)
@@ -79,10 +77,7 @@ def test_tokens_are_guessed_by_script(text, low, high):
 def test_the_job_says_encoding_separator_field_and_unit(tmp_path):
     def rows(name, content, **layout):
         (tmp_path / name).write_bytes(content)
-        (source,) = open_sources(
-            (str(tmp_path / name),), cache_dir=tmp_path, split="train", layout=Layout(**layout)
-        )
-        return [row.value for row in source.rows() if isinstance(row, Row)]
+        return values(opened(tmp_path / name, tmp_path, layout=Layout(**layout)))
 
     latin = "text,label\ncaf\xe9,\xfcb\n".encode("latin-1")
     assert rows("a.csv", latin, encoding="latin-1") == [{"text": "café", "label": "üb"}]

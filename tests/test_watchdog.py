@@ -7,7 +7,6 @@ sees and does afterwards is here too.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -105,7 +104,7 @@ def test_a_hang_is_ended_by_the_cap_and_is_on_the_bill(phase, way, job, tmp_path
     (account,) = read_ledger(run / "ledger.jsonl").ordered
     assert account.state == "limit"
     assert account.usd > cap_usd, "the hang is paid for"
-    assert json.loads((run / "receipt.json").read_text())["state"] == "limit"
+    assert workshop.read_json(run / "receipt.json")["state"] == "limit"
     if "take_step" in phase:
         assert list((run / "checkpoints").glob("step-*")), "what was committed stays"
 
@@ -124,7 +123,7 @@ def test_who_waits_in_the_kernel_is_named_and_the_machine_can_be_ended(job, tmp_
     assert done.returncode == 3, done.stderr
     assert "can't be killed" in done.stderr
     assert (tmp_path / "ended").exists()
-    assert json.loads((run / "receipt.json").read_text())["state"] == "limit"
+    assert workshop.read_json(run / "receipt.json")["state"] == "limit"
 
 
 @pytest.mark.slow
