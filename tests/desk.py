@@ -58,6 +58,11 @@ class Desk:
         self.values["model"] = "./model"
         return copy
 
+    def classify(self, family: str = "bert"):
+        """Another task, with a model of a family."""
+        self.values["task"] = "classification"
+        self.set("model", model_name_or_path=str(self.models[family]))
+
     def job(self) -> Path:
         """Write the job file."""
         path = self.folder / "job.yaml"

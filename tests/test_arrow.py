@@ -227,8 +227,7 @@ def test_other_columns_of_any_type_do_not_matter(tmp_path):
 
 
 def test_labels_of_other_types_are_refused(desk, run):
-    desk.values["task"] = "classification"
-    desk.set("model", model_name_or_path=str(desk.models["bert"]))
+    desk.classify()
     written(desk.folder / "train.parquet", {"text": ["a", "b"], "label": [b"x", b"y"]})
     desk.set("data", train="train.parquet")
     assert "`label` is bytes, not a class" in run().err

@@ -95,8 +95,7 @@ def template_with_a_mistake(desk: Desk):
 
 
 def columns_of_another_task(desk: Desk):
-    desk.values["task"] = "classification"
-    desk.set("model", model_name_or_path=str(desk.models["llama"]))
+    desk.classify("llama")
     desk.rows([{"left": "x", "label": "y"}])
 
 

@@ -139,18 +139,17 @@ def test_a_loss_that_is_not_a_number_is_skipped_and_its_samples_named(tmp_path, 
     assert skipped[2][0] in line
 
 
-def test_a_skipped_step_changes_no_weight(tmp_path, monkeypatch):
+def test_a_skipped_step_changes_no_weight(tmp_path, cli, monkeypatch):
     spoil(monkeypatch, 1, 2, 3)
     watched = workshop.Watched(monkeypatch)
-    assert main(["train", str(job_file(tmp_path, max_steps=3))]) == 0
+    cli("train", job_file(tmp_path, max_steps=3))
     assert watched.changed() == set()
 
 
-def test_too_many_in_a_row_end_the_run_with_1_and_words(tmp_path, capsys, monkeypatch):
+def test_too_many_in_a_row_end_the_run_with_1_and_words(tmp_path, cli, monkeypatch):
     spoil(monkeypatch, 2, 4, 5, 6)
     path = job_file(tmp_path, max_steps=9, max_skipped_steps=3)
-    assert main(["train", str(path)]) == 1
-    error = capsys.readouterr().err
+    error = cli.err("train", path, code=1)
     assert "3 steps in a row had a loss or gradient that is not a number" in error
     assert f"{tmp_path / 'data.jsonl'}:" in error
     assert "lower learning_rate" in error

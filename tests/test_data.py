@@ -41,6 +41,9 @@ ROWS = [
 ]
 
 
+RECIPE = TokenRecipe("causal-lm", 64)
+
+
 # ---- readers ----
 
 
@@ -444,7 +447,7 @@ def test_several_sources_are_one_set_and_every_example_knows_its_place(tmp_path,
         for name in "ab"
     ]
     sources = open_sources(tuple(map(str, paths)), cache_dir=tmp_path, split="train")
-    tokens = tokenize(sources, tokenizers["llama"], TokenRecipe("causal-lm", 64), tmp_path)
+    tokens = tokenize(sources, tokenizers["llama"], RECIPE, tmp_path)
     assert [tokens.place(i).rpartition("/")[2] for i in range(4)] == [
         "a.jsonl:1",
         "a.jsonl:2",
@@ -471,9 +474,9 @@ def source(tmp_path):
 
 
 def test_a_set_is_made_once(source, tmp_path, tokenizers):
-    recipe, counts = TokenRecipe("causal-lm", 64), [Counting(), Counting()]
+    counts = [Counting(), Counting()]
     made, found = (
-        tokenize([source], tokenizers["llama"], recipe, tmp_path, progress=count)
+        tokenize([source], tokenizers["llama"], RECIPE, tmp_path, progress=count)
         for count in counts
     )
     assert [count[-1:] for count in counts] == [[30], []]
@@ -495,10 +498,9 @@ def test_the_use_of_a_tokenizer_does_not_change_its_identity(tokenizers):
 def test_whatever_a_set_follows_from_changes_its_name(source, tmp_path, tiny_folders):
     from transformers import AutoTokenizer
 
-    recipe = TokenRecipe("causal-lm", 64)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folders["llama"])
     hashes = [tokenizer_sha256(tokenizer)]
-    keys = [set_key([source], hashes[0], recipe)]
+    keys = [set_key([source], hashes[0], RECIPE)]
     changes = {
         "task": "seq2seq",
         "max_length": 65,
@@ -517,11 +519,11 @@ def test_whatever_a_set_follows_from_changes_its_name(source, tmp_path, tiny_fol
     }
     assert changes.keys() == TokenRecipe.__dataclass_fields__.keys()
     for name, value in changes.items():
-        keys.append(set_key([source], hashes[0], replace(recipe, **{name: value})))
-    keys.append(set_key([source, source], hashes[0], recipe))
+        keys.append(set_key([source], hashes[0], replace(RECIPE, **{name: value})))
+    keys.append(set_key([source, source], hashes[0], RECIPE))
     other = write_jsonl(tmp_path / "b.jsonl", [{"text": "number 0"}])
     for each in (other, shutil.copy(tmp_path / "a.jsonl", tmp_path / "a.txt")):
-        keys.append(set_key([opened(each, tmp_path)], hashes[0], recipe))
+        keys.append(set_key([opened(each, tmp_path)], hashes[0], RECIPE))
     for name, value in {
         "chat_template": "{{ messages }}",
         "truncation_side": "left",
@@ -531,7 +533,7 @@ def test_whatever_a_set_follows_from_changes_its_name(source, tmp_path, tiny_fol
         hashes.append(tokenizer_sha256(tokenizer))
     tokenizer.add_tokens(["<new>"])
     hashes.append(tokenizer_sha256(tokenizer))
-    keys += [set_key([source], each, recipe) for each in hashes[1:]]
+    keys += [set_key([source], each, RECIPE) for each in hashes[1:]]
     assert len(set(keys)) == len(keys) == 1 + len(changes) + 3 + 4
 
 
@@ -539,8 +541,7 @@ def test_whatever_a_set_follows_from_changes_its_name(source, tmp_path, tiny_fol
     "name", ["ids.bin", "targets.bin", "offsets.bin", "groups.bin", "lines.bin", "manifest.json"]
 )
 def test_a_flipped_byte_is_detected_and_the_set_made_anew(source, tmp_path, tokenizers, name):
-    recipe = TokenRecipe("causal-lm", 64)
-    made = tokenize([source], tokenizers["llama"], recipe, tmp_path)
+    made = tokenize([source], tokenizers["llama"], RECIPE, tmp_path)
     expected = made.ids.copy()
     path = made.folder / name
     raw = bytearray(path.read_bytes())
@@ -552,7 +553,7 @@ def test_a_flipped_byte_is_detected_and_the_set_made_anew(source, tmp_path, toke
             open_token_set(made.folder, checks_tokens=False)
     count, said = Counting(), []
     again = tokenize(
-        [source], tokenizers["llama"], recipe, tmp_path, progress=count, warn=said.append
+        [source], tokenizers["llama"], RECIPE, tmp_path, progress=count, warn=said.append
     )
     assert count[-1] == 30
     assert (again.ids == expected).all()

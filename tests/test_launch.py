@@ -32,7 +32,7 @@ from farthing.launch.machines import MachineLedger
 from farthing.launch.prepare import Prepared, Wishes, launch_id_of, plain_image, prepare
 from farthing.launch.session import Session
 from farthing.launch.wheel import refuse_without_extras
-from farthing.launch.words import StoreWords
+from farthing.launch.words import StoreWords, Word
 from farthing.report.plan_compare import find_in_study
 from farthing.storage.files import only_writer, seal
 from farthing.storage.objects import StoreError, open_store
@@ -470,6 +470,11 @@ def words_in(folder: Path, *launch: str) -> StoreWords:
     return StoreWords(open_store(str(folder / "store")), *launch)
 
 
+def word_in(folder: Path) -> Word:
+    """What the machine has said."""
+    return words_in(folder).of("farthing-1-1")
+
+
 def _on_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0, **facts):
     monkeypatch.chdir(tmp_path)
     children = []
@@ -536,7 +541,7 @@ def test_what_a_boot_has_left_no_time_for_does_not_begin(most_s, code, why, tmp_
     monkeypatch.setenv("FARTHING_CREATED_AT", "9900")
     stay, children = _on_machine(tmp_path, monkeypatch, code=-9, most_s=most_s)
     assert (stay.run(), len(children)) == (code, int(code == 137))
-    word = words_in(tmp_path).of("farthing-1-1")
+    word = word_in(tmp_path)
     assert (word.code, word.why) == (code, why)
 
 
@@ -558,7 +563,7 @@ def test_a_signal_is_heard_whenever_it_comes(at, signals, why, tmp_path, monkeyp
     begin = agent_module.begin
     monkeypatch.setattr(f"farthing.launch.agent.{at}", told)
     assert (stay.run(), [child.signals for child in children]) == (75, signals)
-    assert words_in(tmp_path).of("farthing-1-1").why.startswith(why)
+    assert word_in(tmp_path).why.startswith(why)
     settings = ["--set=limits.max_usd=3.9", "--set=where.usd_per_hour=0.7", "--set=when_done=null"]
     assert [child.words for child in children] == [["search", "job.yaml", *settings]] * len(signals)
 
@@ -569,7 +574,7 @@ def test_training_is_told_to_leave_before_the_machine_ends(code, tmp_path, monke
     stay, children = _on_machine(tmp_path, monkeypatch, code=code, most_s=120)
     assert stay.run() == 3, "another machine would find no money left"
     assert children[0].signals == [15]
-    assert words_in(tmp_path).of("farthing-1-1").code == 3
+    assert word_in(tmp_path).code == 3
 
 
 def test_training_waits_for_the_machine_before_that_still_saves_in_the_same_folder(
@@ -593,7 +598,7 @@ def test_inputs_that_do_not_come_are_said_to_whoever_watches(tmp_path, monkeypat
     stay, children = _on_machine(tmp_path, monkeypatch, inputs="launch/none/inputs.json")
     assert (stay.run(), children) == (2, [])
     assert "not whole" in capfd.readouterr().err
-    assert "not whole" in words_in(tmp_path).of("farthing-1-1").why
+    assert "not whole" in word_in(tmp_path).why
 
 
 # ---- docs ----

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,11 @@ def of(place: str) -> Commands:
     """The commands of a target."""
     target, at = find_target(place)
     return target.commands(at)
+
+
+def driver_in(folder: Path, commands: Commands) -> CommandDriver:
+    """Runs them with the files of a folder."""
+    return CommandDriver(commands, lambda ask: folder, restarts=True)
 
 
 JOB = {"metadata": {"name": NAME}, "status": {"active": 1, "ready": 1}}
@@ -152,7 +158,7 @@ def test_a_job_is_made_found_and_ended(case, programs, monkeypatch):
     target = case.partition(",")[0]
     for name, text in FILES_OF_CASE(target).items():
         (programs / name).write_text(text)
-    driver = CommandDriver(commands, lambda ask: programs, restarts=True)
+    driver = driver_in(programs, commands)
     assert driver.create(ask_of(target, secrets=("HF_TOKEN",)), 1.0).id == number
     machine = RentedMachine(NAME, id=number)
     assert driver.look(machine) == expected
@@ -170,11 +176,11 @@ def test_what_can_not_be_read_is_unclear(programs):
     (programs / "listed").write_text("an error page")
     (programs / "submitted").write_text("")
     for place in ("kubernetes", "vertex:p/r", "skypilot", "hf"):
-        driver = CommandDriver(of(place), lambda ask: programs, restarts=True)
+        driver = driver_in(programs, of(place))
         with pytest.raises(UnclearError):
             driver.look(RentedMachine(NAME))
     with pytest.raises(UnclearError, match="it printed nothing"):
-        CommandDriver(of("slurm"), lambda ask: programs, restarts=True).create(ask_of("slurm"), 1.0)
+        driver_in(programs, of("slurm")).create(ask_of("slurm"), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +195,7 @@ def test_a_command_that_fails_tells_why_and_one_that_is_not_there_is_refused(
     says, kind, programs, monkeypatch
 ):
     (programs / "bin" / "sbatch").write_text(f"#!/bin/sh\n{says}\nexit 1\n")
-    driver = CommandDriver(of("slurm"), lambda ask: programs, restarts=True)
+    driver = driver_in(programs, of("slurm"))
     with pytest.raises(kind) as caught:
         driver.create(ask_of("slurm"), 1.0)
     said = says.removeprefix("echo ").partition(" >")[0].partition(" 1>")[0][-300:]

@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from command import in_python
-from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.errors import InputError, RunInterruptedError
 from farthing.launch.driver import RateLimitedError, ServerError, UnauthorizedError
@@ -136,19 +135,16 @@ def test_a_watcher_whose_clock_is_off_evicts_nobody(skew_s, tmp_path):
 
 
 def test_a_status_that_could_not_look_does_not_say_that_nothing_was_launched(
-    tmp_path, tiny_folders, cli, capsys, monkeypatch
+    tmp_path, tiny_folders, cli, monkeypatch
 ):
     monkeypatch.setattr("farthing.launch.session.LOOK_S", 0.1)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     job = job_at(tmp_path, tiny_folders, output_store="s3://bucket/run")
-    assert main(["launch", "status", str(job)]) != 0
-    said = capsys.readouterr()
-    assert "nothing has been launched yet" not in said.out + said.err
-    assert "the store does not answer" in said.err
-    assert (
-        "the store does not answer"
-        in cli.json("launch", "status", job, "--on", "ssh:a", code=1)["not_known"]
-    )
+    out, err = cli("launch", "status", job, code=1)
+    assert "nothing has been launched yet" not in out + err
+    known = cli.json("launch", "status", job, "--on", "ssh:a", code=1)
+    for said in (err, known["not_known"]):
+        assert "the store does not answer" in said
     assert "only machines known here are stopped" in cli.err(
         "launch", "stop", job, "--on", "local", code=1
     )
@@ -215,7 +211,7 @@ def test_what_a_job_needs_is_known_before_anything_is_rented(
     assert "version 0.0.1 of farthing, this is" in said
     assert "`no_such_module` is not installed here" in said
     assert "`json`" not in said
-    assert main(["launch", "needs", "any", "json"]) == 0
+    cli("launch", "needs", "any", "json")
 
 
 def test_a_launch_here_is_refused_where_what_it_needs_is_not_installed(

@@ -20,7 +20,6 @@ import farthing.run.notices
 import survive
 import workshop
 from command import in_python
-from farthing.config.job import Job
 from farthing.errors import InputError
 from farthing.events import Saved, StepTaken
 from farthing.run import mirror as mirror_module
@@ -401,10 +400,6 @@ def notices_of(monkeypatch: pytest.MonkeyPatch) -> list[Notice]:
     return found
 
 
-def of_aws(job: Job) -> Job:
-    return job.model_copy(update={"where": job.where.model_copy(update={"notices": "aws"})})
-
-
 @pytest.fixture
 def quick(metadata, monkeypatch):
     """The service that runs ask, often."""
@@ -428,7 +423,7 @@ def test_a_run_that_is_noticed_leaves_with_75_and_goes_on_to_the_bit(quick, tmp_
             until(lambda: notices[-1].heard)  # before the next micro-batch
 
     began = time.monotonic()
-    outcome = train(of_aws(job), tell)
+    outcome = train(workshop.with_where(job, notices="aws"), tell)
     assert outcome.exit_code == 75
     (notice,) = outcome.receipt.notices
     assert (notice["source"], notice["attempt"], notice["is_certain"]) == ("aws", 1, True)
@@ -443,7 +438,7 @@ def test_a_run_that_is_noticed_leaves_with_75_and_goes_on_to_the_bit(quick, tmp_
 
 
 def test_a_rebalance_recommendation_saves_now_and_goes_on(quick, tmp_path, monkeypatch):
-    job = of_aws(workshop.make_job(tmp_path, save_steps=1000))
+    job = workshop.make_job(tmp_path, save_steps=1000, where={"notices": "aws"})
     heard, notices = workshop.Heard(), notices_of(monkeypatch)
 
     def tell(event):

@@ -71,8 +71,7 @@ def kind_of_file(desk: Desk):
 
 
 def label(desk: Desk):
-    desk.values["task"] = "classification"
-    desk.set("model", model_name_or_path=str(desk.models["bert"]))
+    desk.classify()
     desk.rows([{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
     desk.rows([{"text": "a", "label": CANARY}] * 3, "eval.jsonl")
     desk.set("data", eval="eval.jsonl")

@@ -887,7 +887,7 @@ def test_kernels_that_a_model_would_fetch_and_run_are_refused(desk, run):
 
 def test_a_run_folder_can_not_ask_for_code_to_be_run_at_its_export(tmp_path, marker, cli):
     path = job_file(tmp_path, method="lora", pretrained=True, max_steps=1)
-    assert main(["train", str(path)]) == 0
+    cli("train", path)
     base = tmp_path / "base"
     (base / "evil.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Evil: pass\n")
     (base / "config.json").write_text(

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from farthing.cli import main
 from farthing.report.live import Watcher, line_of, lines_of, progress_of
 from farthing.report.receipt import build_receipt
 from farthing.report.receipt_types import RunReceipt
@@ -95,7 +94,7 @@ def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path, c
     assert [look["usd"] for look in looks] == sorted(look["usd"] for look in looks)
 
 
-def test_a_run_in_a_store_is_looked_at_without_its_checkpoints(finished, tmp_path):
+def test_a_run_in_a_store_is_looked_at_without_its_checkpoints(finished, tmp_path, cli):
     place = finished.parent / "store"
     before, store = sorted(place.rglob("*")), open_store(str(place))
     fetch, fetched = store.fetch, []
@@ -110,15 +109,15 @@ def test_a_run_in_a_store_is_looked_at_without_its_checkpoints(finished, tmp_pat
     n_first = len(fetched)
     assert take_small(store, tmp_path, [])
     assert len(fetched) < 2 * n_first, "pieces of the log are fetched once"
-    assert main(["watch", str(place), "--once"]) == 0
+    cli("watch", place, "--once")
     assert sorted(place.rglob("*")) == before, "looking leaves no trace"
     assert not take_small(open_store(str(tmp_path / "empty")), tmp_path, [])
 
 
 def test_what_can_not_be_watched_is_refused_in_words(tmp_path, cli):
     assert "not a run folder" in cli.err("watch", tmp_path, "--once")
-    assert main(["watch", str(tmp_path), "--every", "0"]) == 2
-    assert main(["runs", str(tmp_path / "none")]) == 2
+    cli("watch", tmp_path, "--every", 0, code=2)
+    cli("runs", tmp_path / "none", code=2)
 
 
 def test_a_folder_that_can_not_be_read_is_named(tmp_path, monkeypatch, cli):
