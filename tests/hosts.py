@@ -24,12 +24,12 @@ esac
 @pytest.fixture
 def host(tmp_path, monkeypatch):
     """This machine, with something else in the place of farthing."""
-    program = tmp_path / "bin" / "farthing"
+    program = tmp_path / "bin/farthing"
     program.parent.mkdir()
     program.write_text(FAKE)
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(
-        "farthing.launch.targets.hosts.sys.executable", str(tmp_path / "bin" / "python")
+        "farthing.launch.targets.hosts.sys.executable", str(tmp_path / "bin/python")
     )
     monkeypatch.setenv("FARTHING_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-of-a-secret")

@@ -220,7 +220,7 @@ def test_one_row_and_a_bad_one_under_the_allowed_share_train(desk, run):
     assert json.loads(said.out)["steps"] == 2
     assert "train.jsonl:2" in said.err + said.out
     assert "invalid JSON" in said.err + said.out
-    assert (desk.folder / "run" / "model" / "config.json").exists()
+    assert (desk.folder / "run/model/config.json").exists()
 
 
 # ---- a run whose inputs change ----
@@ -235,7 +235,7 @@ def rows_in_another_order(desk: Desk):
 
 
 def other_tokenizer(desk: Desk):
-    path = desk.folder / "model" / "tokenizer.json"
+    path = desk.folder / "model/tokenizer.json"
     path.write_text(
         path.read_text()
         .replace('"add_prefix_space": false', '"add_prefix_space": true')
@@ -244,7 +244,7 @@ def other_tokenizer(desk: Desk):
 
 
 def other_weights(desk: Desk):
-    path = desk.folder / "model" / "model.safetensors"
+    path = desk.folder / "model/model.safetensors"
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
@@ -273,7 +273,7 @@ def test_a_run_is_not_continued_with_anything_else_and_says_what_changed(desk, r
     run(code=0)
     files = [desk.folder / name for name in ("train.jsonl", *MODEL_FILES)]
     before, whole = copy.deepcopy(desk.values), {path: path.read_bytes() for path in files}
-    weights = (desk.folder / "run" / "model" / "model.safetensors").read_bytes()
+    weights = (desk.folder / "run/model/model.safetensors").read_bytes()
     for change, named in CHANGES:
         change(desk)
         said = run()
@@ -285,6 +285,6 @@ def test_a_run_is_not_continued_with_anything_else_and_says_what_changed(desk, r
         desk.values = copy.deepcopy(before)
         for path, content in whole.items():
             path.write_bytes(content)
-    assert (desk.folder / "run" / "model" / "model.safetensors").read_bytes() == weights
+    assert (desk.folder / "run/model/model.safetensors").read_bytes() == weights
     said = run(code=0)
     assert "finished already" in said.out

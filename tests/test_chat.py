@@ -145,7 +145,7 @@ def test_a_chat_is_as_its_template_has_it_and_answers_are_learned_with_their_end
 @pytest.mark.parametrize("name", thinned(["llama-2", "mistral", "zephyr", "qwen-2.5", "plain"], 9))
 def test_chats_in_sentencepiece(data_dir, name):
     """Mistral's tokenizer, which adds its first token, and has no words for the ends of ChatML."""
-    tokenizer = load_tokenizer(ModelChoice(str(data_dir / "tokenizers" / "mistral-7b-v0.1")), None)
+    tokenizer = load_tokenizer(ModelChoice(str(data_dir / "tokenizers/mistral-7b-v0.1")), None)
     tokenizer.chat_template, expected = FAMILIES[name]
     ids, is_target = read(tokenizer, CHAT)
     assert ids == chat_ids(tokenizer, CHAT)
@@ -392,7 +392,7 @@ def test_a_template_that_leaves_out_what_is_said_is_refused(made, says):
 def test_a_sentencepiece_model_without_its_package_says_what_to_install(
     data_dir, tmp_path, monkeypatch
 ):
-    shutil.copy(data_dir / "tokenizers" / "t5" / "spiece.model", tmp_path)
+    shutil.copy(data_dir / "tokenizers/t5/spiece.model", tmp_path)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(DataError, match=r"pip install 'farthing\[sentencepiece\]'"):
         light_tokenizer(tmp_path, None)

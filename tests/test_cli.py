@@ -194,7 +194,7 @@ def test_the_model_card_holds_metadata_metrics_and_no_path(tmp_path, cli):
     rows = [{**row, "label": row["label"] + "|x"} for row in workshop.rows_of("bert", 9)]
     cli.out("train", job_file(tmp_path, "bert", method="lora", rows=rows, eval_rows=rows))
     cli.out("export", tmp_path / "run", "--output", tmp_path / "merged")
-    _, front, _ = (tmp_path / "merged" / "README.md").read_text().split("---\n", 2)
+    _, front, _ = (tmp_path / "merged/README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front)["library_name"] == "transformers"
     _, front, body = (tmp_path / "run/model/README.md").read_text().split("---\n", 2)
     meta = yaml.safe_load(front)

@@ -30,12 +30,12 @@ def store(tmp_path):
 
 def test_a_run_comes_with_its_checkpoint_and_all_that_is_known_of_its_money(store, tmp_path):
     take_run(store, tmp_path / "here", print)
-    names = sorted(path.name for path in (tmp_path / "here" / "checkpoints").iterdir())
+    names = sorted(path.name for path in (tmp_path / "here/checkpoints").iterdir())
     assert names == ["step-00000002-0001"]
-    (account,) = read_ledger(tmp_path / "here" / "ledger.jsonl").ordered
+    (account,) = read_ledger(tmp_path / "here/ledger.jsonl").ordered
     assert (account.wall_s, account.step) == (5.0, 5)
-    assert not (tmp_path / "here" / "log.parts").exists()
-    assert (tmp_path / "here" / "log.jsonl").read_text().count("\n") == 2
+    assert not (tmp_path / "here/log.parts").exists()
+    assert (tmp_path / "here/log.jsonl").read_text().count("\n") == 2
 
 
 def test_twice_the_size_of_a_copy_has_to_be_free(store, tmp_path, monkeypatch):
@@ -49,7 +49,7 @@ def test_twice_the_size_of_a_copy_has_to_be_free(store, tmp_path, monkeypatch):
     assert list((tmp_path / "here").iterdir()) == []
     free[0] += 1
     take_run(store, tmp_path / "here", print)
-    assert (tmp_path / "here" / "run.json").exists()
+    assert (tmp_path / "here/run.json").exists()
 
 
 def test_a_store_without_a_run_gives_nothing(tmp_path):

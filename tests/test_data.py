@@ -109,7 +109,7 @@ def test_a_data_set_folder_that_cannot_be_read_is_refused_in_words(tmp_path):
         opened(folder, tmp_path / "cache")
     with pytest.raises(DataError, match="train_split"):
         opened(
-            write_jsonl(tmp_path / "two" / "train.jsonl", ROWS).parent,
+            write_jsonl(tmp_path / "two/train.jsonl", ROWS).parent,
             tmp_path / "cache",
             "no-such-split",
         )
@@ -612,7 +612,7 @@ def test_a_tokenization_that_is_killed_resumes_and_gives_the_same_bytes(
         capture_output=True,
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    drafts = list((tmp_path / "cache" / "tokens").glob("*.draft-tokens"))
+    drafts = list((tmp_path / "cache/tokens").glob("*.draft-tokens"))
     assert len(drafts) == 1
     of_draft = sorted(drafts[0].glob("part-*"))
     of_draft[-1].write_bytes(of_draft[-1].read_bytes()[:-1000])  # lost with the power

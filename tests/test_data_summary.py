@@ -114,7 +114,7 @@ def test_the_template_of_a_model_says_what_it_leaves_out_and_without_one_that_is
     tmp_path, cli
 ):
     make_tokenizer(tmp_path / "model", ["user assistant"])
-    (tmp_path / "model" / "chat_template.jinja").write_text(
+    (tmp_path / "model/chat_template.jinja").write_text(
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     )
     rows = [

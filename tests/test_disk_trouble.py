@@ -89,10 +89,10 @@ def test_a_bucket_that_looks_like_a_folder_is_known(kind, source, program, tmp_p
     disk = Mount("/dev/sda", "/", "ext4")
     mounted = [disk, Mount(source, str(place), kind)]
     monkeypatch.setattr(mounts.psutil, "disk_partitions", lambda all: mounted)
-    assert mounts.bucket_mount_of(place / "runs" / "first") == program
+    assert mounts.bucket_mount_of(place / "runs/first") == program
     assert mounts.bucket_mount_of(tmp_path / "a bucket of another name") is None
     mounted.append(Mount("/dev/sdb", str(place / "runs"), "ext4"))
-    assert mounts.bucket_mount_of(place / "runs" / "first") is None, "a disk is mounted within it"
+    assert mounts.bucket_mount_of(place / "runs/first") is None, "a disk is mounted within it"
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_a_kill_within_the_export_leaves_no_second_model_on_the_disk(tmp_path, m
     assert train(job, quiet).exit_code == 0
     left = sorted(path.name for path in (tmp_path / "run").iterdir() if ".draft-" in path.name)
     assert left == []
-    assert (tmp_path / "run" / "model" / "manifest.json").exists()
+    assert (tmp_path / "run/model/manifest.json").exists()
 
 
 def test_what_is_there_is_on_the_disk_with_its_entries(checkpoints, tmp_path, monkeypatch):
@@ -259,7 +259,7 @@ def test_a_run_whose_checkpoints_here_are_all_damaged_goes_on_from_the_copy_in_i
     store = tmp_path / "store"
     assert workshop.train(machine(tmp_path, "alone", None)).exit_code == 0
     assert workshop.train(machine(tmp_path, "run", store), LeavesAt(step=5)).exit_code == 75
-    for path in (tmp_path / "run" / "checkpoints").rglob("*.safetensors"):
+    for path in (tmp_path / "run/checkpoints").rglob("*.safetensors"):
         os.truncate(path, 100)
     left = workshop.train(machine(tmp_path, "run", store))
     assert left.exit_code == 75, "so that --retry and a launch try it again"
@@ -317,7 +317,7 @@ def test_a_run_folder_of_another_user_is_named(tmp_path):
 def test_a_damaged_line_in_the_log_of_a_finished_run_is_shown(tmp_path, cli):
     path = job_file(tmp_path, max_steps=6)
     cli("train", path)
-    log = tmp_path / "run" / "log.jsonl"
+    log = tmp_path / "run/log.jsonl"
     lines = log.read_bytes().splitlines(keepends=True)
     lines[2] = lines[2].replace(b'"n_tokens": ', b'"n_tokens": 9')
     log.write_bytes(b"".join(lines))

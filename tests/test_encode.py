@@ -308,7 +308,7 @@ def test_a_stop_leaves_no_thread_and_is_resumed(rows, tmp_path, tokenizers, monk
     )
     assert told[0] == 110
     assert again.facts == made(rows, tokenizers["llama"], tmp_path / "d").facts
-    assert [path.name for path in (tmp_path / "c" / "tokens").iterdir()] == [again.folder.name]
+    assert [path.name for path in (tmp_path / "c/tokens").iterdir()] == [again.folder.name]
 
 
 def test_the_first_mistake_is_the_one_that_is_told(tmp_path, tokenizers):

@@ -148,7 +148,7 @@ def test_training_goes_on_when_nobody_reads_and_keeps_its_exit_code(tmp_path):
     job_file(tmp_path, max_steps=8, logging_steps=1)
     codes, said = piped("train job.yaml", tmp_path)
     assert (codes[0], "Traceback" in said) == (0, False)
-    assert read_json(tmp_path / "run" / "receipt.json")["steps"] == 8
+    assert read_json(tmp_path / "run/receipt.json")["steps"] == 8
 
 
 def test_a_launch_of_several_jobs_asks_for_one(cli):

@@ -177,7 +177,7 @@ def test_what_to_do_about_preferences_works(desk, run):
     said = run(code=0)
     assert "`chosen` alone is learned, as data.columns says" in said.out
     assert "not used: `rejected`" in said.out
-    notes = read_json(desk.folder / "run" / "receipt.json")["data_notes"]
+    notes = read_json(desk.folder / "run/receipt.json")["data_notes"]
     assert any("`chosen` alone is learned" in note for note in notes)
     chats = [{"chosen": [USER, GOOD], "rejected": [USER, BAD]}] * 4
     desk.rows(chats)

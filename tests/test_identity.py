@@ -70,11 +70,11 @@ def test_a_run_goes_on_where_every_path_user_and_machine_is_another(
 ):
     alone = make_job(tmp_path / "alone", pretrained=True, **KEYS)
     assert train(alone).exit_code == 0
-    here, there = tmp_path / "here", tmp_path / "home" / "another" / "deep er"
+    here, there = tmp_path / "here", tmp_path / "home/another/deep er"
     path = job_file(here, pretrained=True, **KEYS)
     store = [f"output_store={tmp_path / 'store'}"] if has_store else []
     shutil.rmtree(here / "base")
-    shutil.copytree(tmp_path / "alone" / "base", here / "base")
+    shutil.copytree(tmp_path / "alone/base", here / "base")
     assert train(load_job(path, store), LeavesAt(step=3)).exit_code == 75
     there.mkdir(parents=True)
     shutil.copy(path, there / "the same.yaml")
@@ -98,7 +98,7 @@ def test_a_run_goes_on_where_every_path_user_and_machine_is_another(
 def test_a_model_is_known_by_its_files_and_not_by_its_place(tmp_path):
     first = make_folder(tmp_path / "a", "llama", pretrained=True, hidden=32)
     hashed = "0123456789abcdef0123456789abcdef01234567"
-    second = tmp_path / "models" / "snapshots" / hashed
+    second = tmp_path / "models/snapshots" / hashed
     shutil.copytree(first, second)
     config = read_json(second / "config.json")
     config = dict(
@@ -171,7 +171,7 @@ def test_a_run_that_has_saved_nothing_follows_the_corrected_job(has_store, tmp_p
     assert "train.learning_rate: 0.01 -> 0.02" in said[0]
     assert "model (content)" in said[0]
     assert len(outcome.receipt.attempts) == 2
-    shutil.copytree(tmp_path / "base", tmp_path / "other" / "base")
+    shutil.copytree(tmp_path / "base", tmp_path / "other/base")
     other = make_job(tmp_path / "other", **KEYS, learning_rate=0.02)
     train(other)
     assert are_equal(corrected, other)
@@ -211,7 +211,7 @@ def folder_with(folder: Path, *, has_checkpoint: bool = True) -> Path:
         keep(folder / name, value)
     if has_checkpoint:
         facts = {"step": 4, "run_id": "r1", "run_files": VALUES}
-        commit_folder(folder / "checkpoints" / "step-00000004-0001", lambda draft: None, facts)
+        commit_folder(folder / "checkpoints/step-00000004-0001", lambda draft: None, facts)
     return folder
 
 
@@ -231,7 +231,7 @@ def test_a_damaged_or_lost_deciding_file_is_written_anew_from_the_newest_whole_c
     name, tmp_path
 ):
     folder = folder_with(tmp_path / "run")
-    damaged = folder / "checkpoints" / "step-00000006-0001"
+    damaged = folder / "checkpoints/step-00000006-0001"
     damaged.mkdir()
     (damaged / "manifest.json").write_text("{}")
     whole = (folder / name).read_bytes()
@@ -261,7 +261,7 @@ def test_a_damaged_or_lost_deciding_file_is_written_anew_from_the_newest_whole_c
 def test_a_damaged_file_that_the_checkpoint_knows_nothing_of_is_removed(tmp_path):
     folder, said = folder_with(tmp_path / "run"), list[str]()
     facts = {"step": 6, "run_id": "r1", "run_files": {**VALUES, "schedule.json": None}}
-    commit_folder(folder / "checkpoints" / "step-00000006-0002", lambda draft: None, facts)
+    commit_folder(folder / "checkpoints/step-00000006-0002", lambda draft: None, facts)
     (folder / "schedule.json").write_text("{")
     mend(folder, said.append)
     assert not (folder / "schedule.json").exists()
@@ -285,7 +285,7 @@ def test_a_run_of_another_format_is_refused_and_one_of_another_precision_is_said
 def test_without_a_copy_a_damaged_run_file_is_refused_once_steps_were_saved(tmp_path):
     folder = folder_with(tmp_path / "run", has_checkpoint=False)
     commit_folder(
-        folder / "checkpoints" / "step-00000004-0001",
+        folder / "checkpoints/step-00000004-0001",
         lambda draft: None,
         {"step": 4, "run_id": "r1"},
     )
@@ -346,7 +346,7 @@ def test_a_run_with_lost_files_ends_as_one_without(stopped, tmp_path):
     assert train(job, heard).exit_code == 0
     assert "written again from the checkpoint of step" in heard.warnings
     assert are_equal(job, untouched)
-    assert kept(tmp_path / "run" / "run.json")["machine"]["precision"] == "fp32"
+    assert kept(tmp_path / "run/run.json")["machine"]["precision"] == "fp32"
 
 
 def test_a_flipped_bit_of_every_byte_of_a_log_is_found_and_touches_no_other_line(tmp_path):

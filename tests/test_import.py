@@ -717,8 +717,8 @@ def test_llama_factory_and_the_registry_of_its_data(tmp_path):
             **{"columns": {"system": "sys"}, "num_samples": 5},
         },
     }
-    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(registry))
-    (tmp_path / "data" / "mine.json").write_text('[{"ask": "a", "more": "b", "say": "c"}]')
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(registry))
+    (tmp_path / "data/mine.json").write_text('[{"ask": "a", "more": "b", "say": "c"}]')
     found = imported(
         tmp_path,
         "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ndataset: mine,talks\n"
@@ -726,7 +726,7 @@ def test_llama_factory_and_the_registry_of_its_data(tmp_path):
     )
     job = job_of(tmp_path, found)
     assert job.method.name == "qlora"
-    assert job.data.train == (str(tmp_path / "data" / "mine.json"), "org/talks")
+    assert job.data.train == (str(tmp_path / "data/mine.json"), "org/talks")
     assert job.data.of_train[0].columns == {
         "instruction": ("{ask}\n{more}", "{ask}"),
         "output": "{say}",

@@ -193,8 +193,8 @@ def _registry(folder: Path):
         },
     }
     (folder / "data").mkdir()
-    (folder / "data" / "dataset_info.json").write_text(json.dumps(known))
-    (folder / "data" / "a.json").write_text("[]")
+    (folder / "data/dataset_info.json").write_text(json.dumps(known))
+    (folder / "data/a.json").write_text("[]")
 
 
 def test_stages_of_llama_factory(tmp_path):

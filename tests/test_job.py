@@ -391,7 +391,7 @@ def test_paths_on_the_command_line_are_relative_to_where_one_is(read, elsewhere)
 
 def test_the_home_folder_is_spelled_out(read):
     assert read("cache_dir: ~/c\n").cache_dir == str(Path.home() / "c")
-    assert read().cache_dir == str(Path.home() / ".cache" / "farthing")
+    assert read().cache_dir == str(Path.home() / ".cache/farthing")
 
 
 @pytest.mark.parametrize(
@@ -409,8 +409,8 @@ def test_what_looks_like_a_file_is_one(read, tmp_path, name):
 
 
 def test_a_folder_that_exists_is_no_hub_name(read, tmp_path):
-    (tmp_path / "org" / "name").mkdir(parents=True)
-    assert read().model.model_name_or_path == str(tmp_path / "org" / "name")
+    (tmp_path / "org/name").mkdir(parents=True)
+    assert read().model.model_name_or_path == str(tmp_path / "org/name")
 
 
 def test_globs_are_spelled_out_in_order(read, tmp_path):

@@ -75,7 +75,7 @@ def test_dry_run_writes_files_shows_the_bill_and_rents_nothing(demo, capsys):
     view = json.loads(capsys.readouterr().out)
     folder = Path(view["folder"])
     assert sorted(path.name for path in folder.iterdir()) == view["files"] == ["pod.json", "run.sh"]
-    assert not (demo.parent / "run" / "machines.jsonl").exists(), "nothing was asked for"
+    assert not (demo.parent / "run/machines.jsonl").exists(), "nothing was asked for"
     assert view["most_usd"] < view["max_usd"] == 2
     assert view["name"] in (folder / "pod.json").read_text()
 
@@ -276,7 +276,7 @@ def test_the_job_that_travels_is_a_job_and_names_what_is_there(demo):
     values = yaml.safe_load(demo.read_text()) | {"data": {"train": rows}}
     demo.write_text(yaml.safe_dump(values))
     ask = session_of(prepared_of(demo, on="runpod")).next_ask()
-    travelling = demo.parent / "there" / "job.yaml"
+    travelling = demo.parent / "there/job.yaml"
     travelling.parent.mkdir()
     travelling.write_text(ask.job_text)
     job, there = _job(travelling), travelling.parent
@@ -603,7 +603,7 @@ def test_inputs_that_do_not_come_are_said_to_whoever_watches(tmp_path, monkeypat
 
 # ---- docs ----
 
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "guides" / "launch"
+DOCS = Path(__file__).resolve().parents[1] / "docs/guides/launch"
 
 
 def test_every_target_has_a_page_and_every_page_is_about_one():
@@ -650,7 +650,7 @@ def test_lines_of_machines_are_kept_in_the_store_and_damage_is_refused(tmp_path)
     rows = [{"machine": "farthing-1-1", "event": "asked", "at": 1.0, "usd_per_hour": 2.0}]
     words.keep("farthing-1-1", rows)
     assert words.kept() == {"farthing-1-1": rows}
-    path = tmp_path / "store" / "launch" / "farthing-1" / "machines" / "farthing-1-1.json"
+    path = tmp_path / "store/launch" / "farthing-1/machines/farthing-1-1.json"
     path.write_text(path.read_text().replace("2.0", "0.0"))
     with pytest.raises(InputError, match="damaged"):
         words.kept()

@@ -151,8 +151,8 @@ def test_from_the_plan_to_the_bill_over_two_pods(cloud, tmp_path, monkeypatch):
     assert handler.pods == {}, "everything was given back"
     standing = json.loads(out)
     assert [row["state"] for row in standing["machines"]] == ["gone", "gone"]
-    assert result_of(tmp_path / "job" / "run") == reference
-    receipt = json.loads((tmp_path / "job" / "run" / "receipt.json").read_text())
+    assert result_of(tmp_path / "job/run") == reference
+    receipt = json.loads((tmp_path / "job/run/receipt.json").read_text())
     assert len(receipt["machines"]) == 2
     everything = said + out + "".join(handler.bodies)
     files = [path for path in (tmp_path / "job").rglob("*") if path.is_file()]

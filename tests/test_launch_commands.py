@@ -194,7 +194,7 @@ def test_what_can_not_be_read_is_unclear(programs):
 def test_a_command_that_fails_tells_why_and_one_that_is_not_there_is_refused(
     says, kind, programs, monkeypatch
 ):
-    (programs / "bin" / "sbatch").write_text(f"#!/bin/sh\n{says}\nexit 1\n")
+    (programs / "bin/sbatch").write_text(f"#!/bin/sh\n{says}\nexit 1\n")
     driver = driver_in(programs, of("slurm"))
     with pytest.raises(kind) as caught:
         driver.create(ask_of("slurm"), 1.0)

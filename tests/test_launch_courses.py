@@ -23,7 +23,7 @@ from launched import ALIVE
 from launched import keys as keys
 from thinned import thinned
 
-COURSES = Path(__file__).parent / "golden" / "launch_courses.json"
+COURSES = Path(__file__).parent / "golden/launch_courses.json"
 DEATHS = [(kind, n) for kind in ("kill", "signal") for n in (3, 9, 25)]
 EVENTS = ("asked", "created", "booted", "left", "gone")
 CAPS = {"tight": 0.2, "short": 0.03}

@@ -52,7 +52,7 @@ def container(folder: Path, farthing: str, site: str):
     for name, text in (("bin/farthing", farthing), ("site/sitecustomize.py", site)):
         (folder / name).parent.mkdir()
         (folder / name).write_text(text)
-    (folder / "bin" / "farthing").chmod(0o755)
+    (folder / "bin/farthing").chmod(0o755)
     path = {"PATH": f"{folder}/bin:/usr/bin:/bin", "PYTHONPATH": f"{folder}/site"}
     return path | {"HOME": str(folder)}
 

@@ -24,7 +24,7 @@ from farthing.launch.request import LaunchRequest, script_of
 from farthing.launch.target import Target
 from offers import offer_of
 
-GOLDEN = Path(__file__).parent / "golden" / "launch_files.json"
+GOLDEN = Path(__file__).parent / "golden/launch_files.json"
 TRIED = ("local", "slurm", "kubernetes", "vertex", "skypilot", "runpod", "vast", "lambda", "hf")
 PLACES = {
     "vertex": "project/europe-west4/me@project",

@@ -56,7 +56,7 @@ def begun(home: Path, pid: int) -> RentedMachine:
 def test_the_exit_code_is_read_of_a_script_that_ends_while_it_is_looked_at(
     host, tmp_path, monkeypatch
 ):
-    machine, search = begun(tmp_path / "home", 1), tmp_path / "bin" / "pgrep"
+    machine, search = begun(tmp_path / "home", 1), tmp_path / "bin/pgrep"
     search.write_text(f"#!/bin/sh\necho 75 > {tmp_path}/home/{machine.name}/code\nexit 1\n")
     search.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
@@ -90,7 +90,7 @@ def test_a_script_runs_on_its_own_and_its_exit_code_is_kept(host, tmp_path):
 
 @pytest.mark.parametrize(("install", "code"), [("touch installed", 0), ("true", 2), ("false", 2)])
 def test_what_a_job_needs_is_installed_where_a_host_lacks_it(install, code, host, tmp_path):
-    (tmp_path / "bin" / "farthing").write_text(CHECKED)
+    (tmp_path / "bin/farthing").write_text(CHECKED)
     ask = replace(ask_for("x"), install=install, needs=("0.1.0", "bitsandbytes"))
     host.create(ask, time.time())
     assert over(host, ask).code == code
@@ -113,7 +113,7 @@ def test_the_same_request_again_does_not_start_it_twice(host):
 
 
 def test_what_does_not_leave_is_killed_in_the_end(host, monkeypatch, tmp_path):
-    program = tmp_path / "bin" / "farthing"
+    program = tmp_path / "bin/farthing"
     program.write_text("#!/bin/sh\ntrap '' TERM\nwhile :; do sleep 0.1; done\n")
     monkeypatch.setattr("farthing.launch.targets.hosts.KILL_AFTER_S", 0)
     ask = ask_for("stubborn")
@@ -146,7 +146,7 @@ def test_a_launch_here_from_the_start_to_the_log(host, tmp_path):
     def run():
         return session.run(is_attended=False, tokenize=list, patience=patience)
 
-    program = tmp_path / "bin" / "farthing"
+    program = tmp_path / "bin/farthing"
     program.write_text("#!/bin/sh\n[ $2 = needs ] && exit 0\necho hello from there\nexit 3\n")
     assert run() == 3
     standing = session.standing()

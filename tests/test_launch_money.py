@@ -96,7 +96,7 @@ def test_a_watcher_that_wakes_beside_one_that_took_over_destroys_nothing(is_befo
     late = []
     for n in range(3, 36, 2):
         course, alive = Course(tmp_path / f"{n}", n_steps=600), []
-        world, first = course.world, tmp_path / f"{n}" / "a"
+        world, first = course.world, tmp_path / f"{n}/a"
 
         def there(world=world):
             return [machine.name for machine in world.machines if machine.gone_at is None]
@@ -228,5 +228,5 @@ def test_two_volumes_at_one_path_are_two_launches(tmp_path, tiny_folders):
     job = load_job(job_at(tmp_path, tiny_folders))
     first = launch_id_of(job)
     assert launch_id_of(job) == first, "kept in the run folder"
-    (tmp_path / "run" / "launch" / "id").unlink()  # another volume is mounted there
+    (tmp_path / "run/launch/id").unlink()  # another volume is mounted there
     assert launch_id_of(job) != first

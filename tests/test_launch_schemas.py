@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_a_target_takes_its_files_and_would_have_found_a_mistake(
     target, variable, folder, old, new
 ):
-    python = Path(os.environ.get(variable) or ROOT / ".venv" / folder) / "bin" / "python"
+    python = Path(os.environ.get(variable) or ROOT / ".venv" / folder) / "bin/python"
     if not python.exists():
         pytest.skip(f"{python} is not there: `make launch-tools`, or name an environment")
     rows = [outcome_of(name, offer) for name, offer in cases(every=40) if name == target]

@@ -102,7 +102,7 @@ def test_a_provider_is_asked_before_anything_is_sent(error, kind, where, why, re
     with pytest.raises(kind, match=why) as caught:
         rented.run(is_new=kind is InputError)
     assert caught.value.where == where
-    assert not (tmp_path / "store" / "inputs").exists()
+    assert not (tmp_path / "store/inputs").exists()
     standing = rented.session.standing()
     assert standing["not_known"] == f"{where}: {why} ({error})"
     assert (standing["there_now"], standing["committed_step"]) == (None, 0)

@@ -74,7 +74,7 @@ def test_another_folder_finds_the_launch_by_the_store(job, ssh, capsys, monkeypa
     code, said = answer(capsys, job, "status", *second)
     assert code == 0
     assert "asked    machines by ssh a" in said, "known by the store, asked by ssh without --on"
-    assert not (job.parent / "second" / "machines.jsonl").exists(), "who looks writes nothing"
+    assert not (job.parent / "second/machines.jsonl").exists(), "who looks writes nothing"
 
 
 def test_a_host_that_was_never_reached_is_refused_at_once(job, ssh, capsys):
@@ -115,7 +115,7 @@ def test_launches_are_found_in_and_below_this_folder_without_a_job(job, ssh, cli
     with (job.parent / "one/machines.jsonl").open("a") as lines:
         lines.write("{\n")
     assert "machines.jsonl has 1 damaged line" in cli.err("launch", "status", code=0)
-    kept = job.parent / "store-one" / "launch" / "farthing-one-7" / "log.txt"
+    kept = job.parent / "store-one/launch" / "farthing-one-7/log.txt"
     kept.parent.mkdir(parents=True)
     kept.write_text("step 3 of 4\n")
     printed = cli.out("launch", "one/launch/launched.yaml", "logs")
@@ -127,7 +127,7 @@ def test_launches_are_found_in_and_below_this_folder_without_a_job(job, ssh, cli
     said = cli.out("launch", "status")
     assert "one:\n" in said
     assert "farthing-two-7" in said
-    (job.parent / "one" / "launch" / "launched.yaml").write_text("task: ?")
+    (job.parent / "one/launch/launched.yaml").write_text("task: ?")
     out, err = cli("launch", "status", code=2)
     assert ("one/launch/launched.yaml" in err, "farthing-two-7" in out) == (True, True)
     found = "2 job files: one/launch/launched.yaml, zwei/launch/launched.yaml"

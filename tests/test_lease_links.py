@@ -147,7 +147,7 @@ def test_a_store_that_overwrites_is_named(clock, store, tmp_path, monkeypatch):
     assert said == []
     real = store.create
     monkeypatch.setattr(store, "create", lambda key, data: real(key, data) or "condition" in key)
-    lease_in(tmp_path / "first" / "other", 1.0, said)
+    lease_in(tmp_path / "first/other", 1.0, said)
     Lease(tmp_path / "first", 60.0, list, said.append).claim(store, never)
     assert len(said) == 1
     assert "overwrites where it was told not to" in said[0]

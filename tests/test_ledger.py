@@ -149,7 +149,7 @@ def test_a_ledger_that_is_lost_is_made_good_from_the_checkpoints(left, path, tmp
 def test_nothing_known_of_the_money_is_refused_until_it_is_asked_for(left, tmp_path):
     if left == "checkpoints":
         facts = {"kind": "farthing checkpoint", "step": 5, "run_id": "run-1", "attempt": 1}
-        commit_folder(tmp_path / "checkpoints" / "step-00000005-0001", lambda draft: None, facts)
+        commit_folder(tmp_path / "checkpoints/step-00000005-0001", lambda draft: None, facts)
     else:
         (tmp_path / left).write_text("{}\n")
     for _ in range(2):  # and again
@@ -180,7 +180,7 @@ def test_a_run_with_a_damaged_ledger_says_so_keeps_its_bill_and_goes_on(tmp_path
     job = make_job(tmp_path, max_steps=4, save_steps=2, limits={"max_hours": 1})
     stopped = train(job, when(StepTaken, 2, terminate))  # type: ignore[arg-type]
     assert stopped.state == "interrupted"
-    ledger, checkpoints = tmp_path / "run" / "ledger.jsonl", tmp_path / "run" / "checkpoints"
+    ledger, checkpoints = tmp_path / "run/ledger.jsonl", tmp_path / "run/checkpoints"
     ledger.write_text("not a ledger\n")
     heard = Heard()
     done = train(job, heard)
@@ -252,11 +252,11 @@ def test_a_beat_takes_no_room_on_the_disk(tmp_path):
 
 
 def test_an_attempt_that_is_refused_leaves_no_trace(tmp_path):
-    with pytest.raises(DataError), opened(tmp_path / "a" / "b" / "run", 1.0):
+    with pytest.raises(DataError), opened(tmp_path / "a/b/run", 1.0):
         raise DataError("no such file")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("of the person's own")
+    (tmp_path / "mine/notes.txt").write_text("of the person's own")
     with pytest.raises(DataError), opened(tmp_path / "mine", 1.0):
         raise DataError("no such file")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
@@ -301,12 +301,12 @@ def test_the_age_of_a_process_is_counted_once(tmp_path):
     for name in ("a", "b", "c"):
         with opened(tmp_path / name, 1.0):
             pass
-    assert sums_of(tmp_path / "c" / "ledger.jsonl")[0] < 5
+    assert sums_of(tmp_path / "c/ledger.jsonl")[0] < 5
 
 
 def test_a_job_that_is_wrong_or_of_another_folder_leaves_the_bill_as_it_was(tmp_path, cli):
     path = job_file(tmp_path, max_steps=2, output_dir="run")
-    ledger = tmp_path / "run" / "ledger.jsonl"
+    ledger = tmp_path / "run/ledger.jsonl"
     ledger.parent.mkdir()
     three_attempts(ledger)
     before = sums_of(ledger)

@@ -234,7 +234,7 @@ def test_a_saved_data_set_is_planned_by_its_splits_and_its_classes_have_names(tm
     assert read_rows(write_rows(made, tmp_path))[1]["label"] == "Sports"
     (tmp_path / "two").mkdir()
     for name in ("text", "body"):
-        (tmp_path / "two" / f"{name}.csv").write_text(f"{name},label\na,b\n")
+        (tmp_path / f"two/{name}.csv").write_text(f"{name},label\na,b\n")
     with pytest.raises(DataError, match="different columns"):
         train(make_job(tmp_path, "bert", data={"train": "./two"}, output_dir="./other"))
 
@@ -251,7 +251,7 @@ def test_a_stale_note_is_never_used(change, tmp_path):
         data.write_text(data.read_text().replace("a", "e", 1))  # as long as before, and as old
         os.utime(data, ns=(times.st_atime_ns, times.st_mtime_ns))
     elif change == "tokenizer":
-        path = tmp_path / "base" / "tokenizer_config.json"
+        path = tmp_path / "base/tokenizer_config.json"
         path.write_text(json.dumps(read_json(path) | {"model_max_length": 99}))
     elif change == "max_length":
         job = load_job(file, ["data.max_length=500"])
@@ -327,7 +327,7 @@ def test_a_plan_reads_a_csv_file_as_training_does(tiny_folders, tmp_path):
 def test_every_kind_of_file_has_the_same_lengths(tiny_folders, tmp_path):
     rows = [{**row, "prompt": f'{row["prompt"]}\n"so, {i}"'} for i, row in enumerate(demo_rows(60))]
     paths = [str(write_as(kind, tmp_path / f"a.{kind}", rows)) for kind in KINDS]
-    paths.append(str(write_jsonl(tmp_path / "set" / "train.jsonl", rows).parent))
+    paths.append(str(write_jsonl(tmp_path / "set/train.jsonl", rows).parent))
 
     def lengths_of(*names):
         return known_of(plain_job([*names], tiny_folders["llama"]))[0]

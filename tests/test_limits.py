@@ -500,7 +500,7 @@ def test_a_fit_that_was_kept_is_read_back_and_a_torn_one_is_refused(tmp_path):
     assert kept_fit(tmp_path / "s") == fit
     (tmp_path / "s").write_text("{")
     assert kept_fit(tmp_path / "s") is None, "while nothing was saved by it, it is made again"
-    (tmp_path / "checkpoints" / "step-00000005-0001").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-00000005-0001").mkdir(parents=True)
     with pytest.raises(RunDamagedError, match="s can't be read"):
         kept_fit(tmp_path / "s")
     (tmp_path / "s").unlink()

@@ -54,8 +54,8 @@ def test_each_piece_is_sent_once(tmp_path):
     store, sent, run = commits_of(tmp_path, 6)
     assert sent == [f"{n:06d}" for n in range(6)]
     assert taken(store, tmp_path / "empty") == 6
-    assert (tmp_path / "empty" / "log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
-    assert not (tmp_path / "empty" / "log.parts").exists()
+    assert (tmp_path / "empty/log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
+    assert not (tmp_path / "empty/log.parts").exists()
     held = {key.rpartition("/")[2] for key in store.objects if "/log.parts/" in key}
     assert held == set(sent), "old commits go, what newer ones share with them stays"
 
@@ -65,14 +65,14 @@ def test_a_log_that_was_cut_back_or_is_in_many_pieces_is_sent_whole(tmp_path, mo
     store, sent, run = commits_of(tmp_path, 6)
     assert sent == ["000000", "000001", "000002", "000003", "000000", "000001"]
     assert taken(store, tmp_path / "empty") == 6
-    assert (tmp_path / "empty" / "log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
+    assert (tmp_path / "empty/log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
     with mirroring(store, run) as mirror:
         for step, n_lines in ((7, 300), (8, 20)):
             lines = (run / "log.jsonl").read_bytes().splitlines(keepends=True)
             (run / "log.jsonl").write_bytes(b"".join(lines[:n_lines]))
             assert delivered(mirror, step, step_done(run, step))
     assert taken(store, tmp_path / "shorter") == 8
-    assert (tmp_path / "shorter" / "log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
+    assert (tmp_path / "shorter/log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
 
 
 def test_a_last_line_without_its_end_waits_for_it(tmp_path):
@@ -86,7 +86,7 @@ def test_a_last_line_without_its_end_waits_for_it(tmp_path):
             whole = whole + more
             assert delivered(mirror, step, checkpoint)
     assert taken(store, tmp_path / "empty") == 2
-    assert (tmp_path / "empty" / "log.jsonl").read_bytes() == whole
+    assert (tmp_path / "empty/log.jsonl").read_bytes() == whole
 
 
 def test_a_machine_that_goes_on_sends_only_what_is_new(tmp_path):
@@ -102,7 +102,7 @@ def test_a_machine_that_goes_on_sends_only_what_is_new(tmp_path):
         assert delivered(mirror, 5, step_done(other, 5))
     assert len(puts) == 1
     assert taken(store, tmp_path / "third") == 5
-    assert (tmp_path / "third" / "log.jsonl").read_bytes() == (other / "log.jsonl").read_bytes()
+    assert (tmp_path / "third/log.jsonl").read_bytes() == (other / "log.jsonl").read_bytes()
 
 
 def test_a_lost_micro_batch_costs_its_lines_and_is_said(tmp_path):

@@ -183,8 +183,8 @@ def test_a_folder_takes_from_its_store_what_it_has_lost_and_nothing_else(store, 
 def test_a_model_goes_along_where_it_is_asked_for_and_the_last_words_after_it(
     mirror, store, run, tmp_path
 ):
-    (run / "model" / "sub").mkdir(parents=True)
-    (run / "model" / "sub" / "weights").write_text("w")
+    (run / "model/sub").mkdir(parents=True)
+    (run / "model/sub/weights").write_text("w")
     for step in (1, 2):
         mirror.offer(step, [step_done(run, step)], with_model=step == 2)
         assert mirror.wait(60)
@@ -196,11 +196,11 @@ def test_a_model_goes_along_where_it_is_asked_for_and_the_last_words_after_it(
     mirror.offer_last_words()
     mirror.close(60)
     store.remove(list(store.list("writers/")))  # the lease knows the money too
-    (tmp_path / "empty" / "model").mkdir(parents=True)
+    (tmp_path / "empty/model").mkdir(parents=True)
     assert taken(store, tmp_path / "empty") == 2
-    assert read_ledger(tmp_path / "empty" / "ledger.jsonl").accounts[1].wall_s == 9.0
-    assert (tmp_path / "empty" / "model.bad-1").is_dir(), "it was of no run"
-    (run / "model" / "of another step").write_text("old")
+    assert read_ledger(tmp_path / "empty/ledger.jsonl").accounts[1].wall_s == 9.0
+    assert (tmp_path / "empty/model.bad-1").is_dir(), "it was of no run"
+    (run / "model/of another step").write_text("old")
     shutil.rmtree(run / "checkpoints")
     (run / "restore.draft-1234abcd").mkdir()  # of an attempt that was killed
     assert taken(store, run) == 2

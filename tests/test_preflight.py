@@ -110,7 +110,7 @@ def test_folders_are_looked_into_and_one_split_may_be_used_twice(desk):
     with pytest.raises(DataError, match="answers with a verdict") as caught:
         look_over(load_job(desk.job()))
     assert caught.value.where == "bad/train.jsonl:1"
-    (desk.folder / "bad" / "README.md").write_text("configs:")
+    (desk.folder / "bad/README.md").write_text("configs:")
     look_over(load_job(desk.job()))
 
 
@@ -162,7 +162,7 @@ def test_a_model_that_the_hub_or_its_cache_has_passes(desk, hub, tmp_path, monke
     hub.says[MODEL] = found
     look_over(job)
     assert len(hub.asked) == 4
-    snapshot = tmp_path / "hub" / "models--some-org--some-model" / "snapshots" / "main"
+    snapshot = tmp_path / "hub/models--some-org--some-model" / "snapshots/main"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     look_over(job)

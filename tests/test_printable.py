@@ -122,9 +122,7 @@ def test_a_run_says_names_as_they_are_spelt(desk, run, cli):
     assert r"`[red]\x1b[0m`" in said.out
     assert r"run[bold]\x1b[31m" in said.out.replace("\n", "")
     cli("report", desk.folder / desk.values["output_dir"])
-    card = (desk.folder / desk.values["output_dir"] / "model" / "README.md").read_text(
-        encoding="utf-8"
-    )
+    card = (desk.folder / desk.values["output_dir"] / "model/README.md").read_text(encoding="utf-8")
     assert not STEERING.search(card)
     assert r"# run[bold]\x1b[31m" in card
 

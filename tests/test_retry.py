@@ -224,7 +224,7 @@ def test_a_run_that_is_killed_is_begun_again_and_ends_with_the_same_bits(tmp_pat
 @pytest.mark.slow
 def test_when_the_supervisor_dies_its_child_saves_and_leaves(tmp_path):
     path = job_file(tmp_path, max_steps=100_000, save_steps=1000, probe=False)
-    log = tmp_path / "run" / "log.jsonl"
+    log = tmp_path / "run/log.jsonl"
     process = subprocess.Popen(
         [sys.executable, "-m", "farthing", "train", str(path), "--retry"], stdout=subprocess.DEVNULL
     )
@@ -234,7 +234,7 @@ def test_when_the_supervisor_dies_its_child_saves_and_leaves(tmp_path):
     process.wait()
     words = Path(f"/proc/{child}/cmdline")
     until(lambda: not words.exists() or not words.read_bytes())
-    receipt = read_json(tmp_path / "run" / "receipt.json")
+    receipt = read_json(tmp_path / "run/receipt.json")
     assert receipt["state"] == "interrupted"
     assert receipt["notices"][-1]["what"] == "SIGTERM"
 

@@ -160,7 +160,7 @@ def test_truncation_that_a_folder_asks_for_is_neither_followed_nor_exported(tmp_
     assert light_tokenizer(folder, None).backend_tokenizer.truncation is None, "a plan's"
     again = load_tokenizer(ModelChoice(str(folder)), None)
     again.save_pretrained(tmp_path / "exported")
-    saved = read_json(tmp_path / "exported" / "tokenizer.json")
+    saved = read_json(tmp_path / "exported/tokenizer.json")
     assert saved["truncation"] is saved["padding"] is None
     again.backend_tokenizer.enable_truncation(2)
     again.backend_tokenizer.enable_padding(length=40)

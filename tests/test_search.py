@@ -218,7 +218,7 @@ def test_a_search_that_is_capped_and_killed_ends_as_one_left_alone(tmp_path):
     resumed = searched(other, "limits.max_usd=5")
     assert told(resumed.receipt) == told(receipt)
     assert resumed.receipt["winner"]["trial"] == receipt["winner"]["trial"]
-    assert weights_of(tmp_path / "other" / "run") == weights_of(tmp_path / "straight" / "run")
+    assert weights_of(tmp_path / "other/run") == weights_of(tmp_path / "straight/run")
 
 
 def kill_when(path: Path, n_lines: int):
@@ -230,7 +230,7 @@ def kill_when(path: Path, n_lines: int):
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    record = path.parent / "run" / "search.jsonl"
+    record = path.parent / "run/search.jsonl"
     while child.poll() is None:
         if record.exists() and record.read_bytes().count(b"\n") >= n_lines:
             os.kill(child.pid, signal.SIGKILL)
@@ -277,7 +277,7 @@ def test_models_that_are_tried_one_by_one_have_a_winner_each_on_the_bill(tmp_pat
 def test_a_search_is_refused_where_one_run_is_wanted(tmp_path, cli):
     path = job_of(tmp_path)
     assert "search" in cli.err("train", path)
-    assert not (tmp_path / "run" / "trials").exists()
+    assert not (tmp_path / "run/trials").exists()
 
 
 @pytest.mark.slow

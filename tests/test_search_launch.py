@@ -88,11 +88,11 @@ def test_a_launched_search_goes_on_elsewhere_to_the_same_end(tmp_path, monkeypat
     again = ["launch", str(path), "--on", "ssh:two", "--yes"]
     assert main(again) == 0, "the search has finished: nothing is rented"
     assert len(session.ledger.machines) == 2
-    found = read_receipt(tmp_path / "job" / "run")
+    found = read_receipt(tmp_path / "job/run")
     assert searched(path).receipt == found
     assert told(found) == told(receipt)
     assert found["winner"]["trial"] == receipt["winner"]["trial"]
-    assert weights_of(tmp_path / "job" / "run") == weights_of(tmp_path / "alone" / "run")
+    assert weights_of(tmp_path / "job/run") == weights_of(tmp_path / "alone/run")
     on_machines = sum(row["usd"] for row in session.standing()["machines"])
     assert found["usd"] <= on_machines <= 5
 

@@ -217,7 +217,7 @@ def test_a_password_in_the_address_of_data_is_kept_nowhere(desk, run, tmp_path):
     assert secrets_in((said.out + said.err).encode()) == []
     (desk.folder / "job.yaml").unlink()
     assert files_with_secrets(desk.folder) == {}
-    assert f"{address}/a.jsonl" in (desk.folder / "run" / "job.json").read_text()
+    assert f"{address}/a.jsonl" in (desk.folder / "run/job.json").read_text()
 
 
 def test_what_may_hold_data_is_for_its_owner_alone(desk, run):
@@ -569,7 +569,7 @@ def test_a_run_folder_that_is_a_link_of_ones_own_is_followed(desk, run):
     (desk.folder / "large disk").mkdir(mode=0o755)
     (desk.folder / "run").symlink_to(desk.folder / "large disk")
     run(code=0)
-    assert (desk.folder / "large disk" / "model" / "config.json").exists()
+    assert (desk.folder / "large disk" / "model/config.json").exists()
     assert (desk.folder / "large disk").stat().st_mode & 0o777 == 0o700
 
 
@@ -895,7 +895,7 @@ def test_a_run_folder_can_not_ask_for_code_to_be_run_at_its_export(tmp_path, mar
     )
     job = kept_job(tmp_path / "run")
     job["model"]["trust_remote_code"] = True
-    keep_job(tmp_path / "run", job, kept(tmp_path / "run" / "run.json") or {})
+    keep_job(tmp_path / "run", job, kept(tmp_path / "run/run.json") or {})
     assert "--trust-remote-code" in cli.err(
         "export", tmp_path / "run", "--output", tmp_path / "out"
     )

@@ -97,7 +97,7 @@ def test_what_others_probe_between_two_attempts_changes_nothing(tmp_path):
     alone = make_job(tmp_path / "alone", max_steps=6, n_rows=48)
     assert train(alone).state == "finished"
     train(make_job(tmp_path / "like", max_steps=8, n_rows=48))
-    measured = read_measurements(tmp_path / "like" / "cache" / "measurements.jsonl")[-1]
+    measured = read_measurements(tmp_path / "like/cache/measurements.jsonl")[-1]
     probed = replace(measured, probed=True, micro_batch_tokens=64)
     append_measurement(Path(job.cache_dir) / "measurements.jsonl", probed)
     heard = Heard()

@@ -54,7 +54,7 @@ def test_without_a_default_they_are_named_and_nothing_is_trained(tmp_path, in_fi
     job = job_of(tmp_path, {"tool_use": OWN, "rag": OWN}, rows)
     if not in_files:
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
-        shutil.rmtree(tmp_path / "base" / "additional_chat_templates", ignore_errors=True)
+        shutil.rmtree(tmp_path / "base/additional_chat_templates", ignore_errors=True)
         tokenizer.save_pretrained(tmp_path / "base", save_jinja_files=False)
     for _ in range(2):  # the second time would find tokens that the first had kept
         with pytest.raises(
@@ -72,14 +72,14 @@ def test_a_file_chooses_and_the_others_are_kept(tmp_path):
         tmp_path, {"tool_use": "{{ tools }}"}, data={"chat_template": str(tmp_path / "mine.jinja")}
     )
     assert train(job).state == "finished"
-    assert light_tokenizer(tmp_path / "run" / "model", None).chat_template == OWN
+    assert light_tokenizer(tmp_path / "run/model", None).chat_template == OWN
 
 
 def test_texts_that_are_no_chats_need_no_template(tmp_path):
     rows = [{"prompt": f"say {n} ", "completion": f"number {n}"} for n in range(8)]
     job = job_of(tmp_path, {"tool_use": OWN, "rag": OWN}, rows=rows)
     assert train(job).state == "finished"
-    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/model")
     assert exported.chat_template == {"tool_use": OWN, "rag": OWN}
 
 

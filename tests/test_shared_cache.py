@@ -96,7 +96,7 @@ def test_a_set_that_another_could_have_changed_is_made_again(spoil, made):
 
 @needs_root
 def test_a_folder_of_another_user_is_left_alone(made, tmp_path):
-    tokens = tmp_path / "cache" / "tokens"
+    tokens = tmp_path / "cache/tokens"
     first, _ = made()
     for path in [tokens, *(tokens / first.folder.name).parent.rglob("*")]:
         os.chown(path, SOMEBODY, SOMEBODY)
@@ -150,7 +150,7 @@ def test_a_download_and_a_data_set_of_another_are_fetched_again(tmp_path):
         os.chown(path, SOMEBODY, SOMEBODY)
         assert fetch(f"{address}/a.jsonl", tmp_path).read_bytes() == b'{"text": "right"}\n'
 
-    folder = write_jsonl(tmp_path / "set" / "train.jsonl", [{"text": "right"}]).parent
+    folder = write_jsonl(tmp_path / "set/train.jsonl", [{"text": "right"}]).parent
     first = opened(folder, tmp_path)
     arrow_files = list((tmp_path / "datasets").rglob("*.arrow"))
     before = arrow_files[0].stat().st_ino

@@ -33,8 +33,8 @@ def job(tmp_path_factory):
 @pytest.fixture
 def slow(tmp_path):
     """An environment where importing torch never ends, and leaves the file `importing`."""
-    (tmp_path / "slow" / "torch").mkdir(parents=True)
-    (tmp_path / "slow" / "torch" / "__init__.py").write_text(
+    (tmp_path / "slow/torch").mkdir(parents=True)
+    (tmp_path / "slow/torch/__init__.py").write_text(
         f"import ctypes, pathlib\npathlib.Path({str(tmp_path / 'importing')!r}).touch()\n"
         # no other thread runs meanwhile, as where a library is loaded
         "while True: ctypes.PyDLL(None).usleep(900_000)\n"
@@ -89,7 +89,7 @@ def test_asked_to_leave_while_it_imports_torch_a_process_says_so_on_the_ledger(j
     process.send_signal(signal.SIGTERM)
     _, words = process.communicate(timeout=300)
     assert process.returncode == 75, words
-    assert read_ledger(tmp_path / "run" / "ledger.jsonl").accounts[1].state == "interrupted"
+    assert read_ledger(tmp_path / "run/ledger.jsonl").accounts[1].state == "interrupted"
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ def test_the_newest_and_the_best_are_kept_and_nothing_is_sent_twice(run, tmp_pat
     }
     assert steps == {"00000001", "00000003", "00000004"}
     assert taken(store, tmp_path / "empty") == 4
-    assert sorted(path.name for path in (tmp_path / "empty" / "checkpoints").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "empty/checkpoints").iterdir()) == [
         "step-00000001-0001",
         "step-00000004-0001",
     ]
@@ -209,7 +209,7 @@ def test_a_kill_before_any_operation_leaves_the_copy_before_or_the_new_one(tmp_p
         store, run, count = Model(), tmp_path / f"run-{k}", 0
         store.objects, store.written_at = dict(begun.objects), dict(begun.written_at)
         shutil.copytree(tmp_path / "begun", run)
-        best = run / "checkpoints" / "step-00000001-0001"
+        best = run / "checkpoints/step-00000001-0001"
 
         def fault(name, key, operation, k=k):
             nonlocal count
@@ -353,7 +353,7 @@ def test_a_lost_object_of_the_best_checkpoint_leaves_the_last_step(with_best, tm
     said = []
     assert taken(with_best, tmp_path / "empty", said) == 3
     assert "checkpoints/step-00000001-0001 of the copy of step 3 in the store is lost" in said[0]
-    assert [path.name for path in (tmp_path / "empty" / "checkpoints").iterdir()] == [
+    assert [path.name for path in (tmp_path / "empty/checkpoints").iterdir()] == [
         "step-00000003-0001"
     ]
 
@@ -368,7 +368,7 @@ def test_a_lost_object_of_the_last_checkpoint_leaves_the_one_before_and_then_the
                 by_path.get(f"checkpoints/step-0000000{lost}-0001/state.json", ""), None
             )
         assert taken(with_best, tmp_path / f"empty-{n}") == left
-    steps = {path.name[:13] for path in (tmp_path / "empty-1" / "checkpoints").iterdir()}
+    steps = {path.name[:13] for path in (tmp_path / "empty-1/checkpoints").iterdir()}
     assert steps == {"step-00000001"}
 
 
@@ -381,7 +381,7 @@ def test_what_was_lost_in_the_store_is_sent_again(with_best, tmp_path):
             mirror, 4, step_done(tmp_path / "empty", 1), step_done(tmp_path / "empty", 4)
         )
     assert taken(with_best, tmp_path / "other") == 4
-    assert (tmp_path / "other" / "checkpoints" / "step-00000001-0001").is_dir()
+    assert (tmp_path / "other/checkpoints/step-00000001-0001").is_dir()
 
 
 @pytest.mark.parametrize("name", ["run.json", "plan.json"])
@@ -404,7 +404,7 @@ def test_what_was_damaged_when_it_was_sent_is_written_anew_from_the_checkpoint(t
     def fill(draft):
         (draft / "state.json").write_text("{}")
 
-    checkpoint = run / "checkpoints" / "step-00000002-0001"
+    checkpoint = run / "checkpoints/step-00000002-0001"
     commit_folder(checkpoint, fill, {"step": 2, "run_id": "run-1", "run_files": facts})
     store = Model()
     with mirroring(store, run) as mirror:
@@ -412,7 +412,7 @@ def test_what_was_damaged_when_it_was_sent_is_written_anew_from_the_checkpoint(t
             (run / name).write_text("{")
         assert delivered(mirror, 2, checkpoint)
     assert taken(store, tmp_path / "empty") == 2
-    assert kept(tmp_path / "empty" / "plan.json") == facts["plan.json"]
+    assert kept(tmp_path / "empty/plan.json") == facts["plan.json"]
 
 
 def test_what_is_here_and_damaged_is_fetched_again_to_be_looked_at(two_copies, tmp_path):
@@ -492,7 +492,7 @@ def test_what_is_waited_for_after_the_last_step_is_on_the_bill(quick, monkeypatc
     receipt = train(machine(tmp_path, "run", tmp_path / "store"), heard).receipt
     (attempt,) = receipt.attempts
     assert (attempt["ended"], attempt["spans"]["checkpoint"] > 1.0) == ("finished", True)
-    on_disk = read_json(tmp_path / "run" / "receipt.json")
+    on_disk = read_json(tmp_path / "run/receipt.json")
     assert on_disk["wall_s"] == receipt.wall_s
     (tmp_path / "run").rename(tmp_path / "gone")
     again = train(machine(tmp_path, "run", tmp_path / "store"), Heard()).receipt.attempts[0]
@@ -532,8 +532,8 @@ def test_a_store_that_is_down_to_the_end_costs_nothing_but_the_copy(quick, monke
     outcome = train(machine(tmp_path, "run", tmp_path / "store"), heard)
     assert outcome.exit_code == 0
     assert "could not be brought to" in heard.warnings
-    assert not (tmp_path / "run" / "outbox").exists()
-    assert (tmp_path / "run" / "model").is_dir()
+    assert not (tmp_path / "run/outbox").exists()
+    assert (tmp_path / "run/model").is_dir()
     assert not is_finished(tmp_path / "run"), "the model is not where it was asked for"
     heard.clear()
     monkeypatch.setattr(mirror_module, "open_store", lambda address: real)

@@ -89,12 +89,12 @@ def test_a_stop_signal_at_any_time_can_be_continued(kind, step, alone, tmp_path)
 def test_without_a_whole_checkpoint_a_restart_has_to_be_asked_for(how, alone, tmp_path):
     job = job_in(tmp_path, "lost")
     train(job, when(StepTaken, 7, terminate))
-    newest = max((tmp_path / "lost" / "checkpoints").glob("step-*")) / "optimizer.safetensors"
+    newest = max((tmp_path / "lost/checkpoints").glob("step-*")) / "optimizer.safetensors"
     os.truncate(newest, newest.stat().st_size // 2)
     assert train(job, heard := LeavesAt(step=8)).exit_code == 75
     assert "step 7 is damaged" in heard.warnings
     assert [event.step for event in heard.of(Restored)] == [6], "it goes on from the one before"
-    for folder in (tmp_path / "lost" / "checkpoints").glob("step-*"):
+    for folder in (tmp_path / "lost/checkpoints").glob("step-*"):
         if how == "damaged":
             (folder / "state.json").write_text("{}")
         else:
@@ -118,5 +118,5 @@ def test_two_processes_never_train_in_one_folder(tmp_path):
 @pytest.mark.slow
 def test_the_receipt_has_the_interval_of_its_checkpoints(tmp_path):
     planned = train(job_in(tmp_path, "planned", save_steps=None), quiet).receipt
-    promise = read_json(tmp_path / "planned" / "plan.json")
+    promise = read_json(tmp_path / "planned/plan.json")
     assert planned.checkpoints.interval_s == promise["interval_s"] > 0

@@ -27,7 +27,7 @@ def test_a_folder_of_text_files_is_one_source_of_documents(tmp_path):
     (corpus / "part").mkdir(parents=True)
     for n in range(8):
         (corpus / f"{n}.txt").write_text(f"{n} {WORDS}")
-    (corpus / "part" / "9.txt").write_text("nine")
+    (corpus / "part/9.txt").write_text("nine")
     (corpus / "blank.txt").write_text("\n \n")
     (corpus / "broken.txt").write_bytes(b"\xff\xfe\xfa")
     source = opened(corpus, tmp_path)

@@ -24,7 +24,7 @@ from farthing.model.load import ModelChoice, load_tokenizer
 from token_sets import encoded_examples
 from workshop import read_json
 
-GOLDEN = Path(__file__).parent / "golden" / "trl_chats.json"
+GOLDEN = Path(__file__).parent / "golden/trl_chats.json"
 ASKED = [{"role": "user", "content": "What is bread?"}, {"role": "user", "content": "And soup?"}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 PLAIN = [

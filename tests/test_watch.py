@@ -85,7 +85,7 @@ def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path, c
     path = job_file(tmp_path, "llama", max_steps=30, save_steps=10)
     command = [sys.executable, "-m", "farthing", "train", str(path), "--json"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        until((tmp_path / "run" / "ledger.jsonl").exists)
+        until((tmp_path / "run/ledger.jsonl").exists)
         seen = cli.out("watch", tmp_path / "run", "--json", "--every", "0.2")
         assert process.wait(300) == 0
     looks = [json.loads(line) for line in seen.splitlines()]

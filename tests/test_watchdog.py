@@ -364,7 +364,7 @@ def test_signs_of_work_are_polls_cpu_time_and_bytes_read():
 @pytest.mark.slow
 def test_a_stop_from_the_terminal_stops_the_worker_and_its_kill_is_a_kill(job, tmp_path):
     process, worker = begun(job, tmp_path / "run")
-    log = tmp_path / "run" / "log.jsonl"
+    log = tmp_path / "run/log.jsonl"
     process.send_signal(signal.SIGTSTP)
     until(lambda: worker.status() == psutil.STATUS_STOPPED)
     n_lines = log.read_bytes().count(b"\n")
