@@ -49,9 +49,10 @@ def checkpoints(tmp_path, said):
     return Checkpoints(tmp_path / "checkpoints", "run-1", 3, warn=said.append)
 
 
-def save(checkpoints: Checkpoints, step: int, best: int | None = None):
-    checkpoints.save(step, {"model": Weights(step), "optimizer": Weights(step + 100)}, best)
-    checkpoints.wait()
+def save(checkpoints: Checkpoints, *steps: int, best: int | None = None):
+    for step in steps:
+        checkpoints.save(step, {"model": Weights(step), "optimizer": Weights(step + 100)}, best)
+        checkpoints.wait()
 
 
 def restored(folder: Path, said: list[str] | None = None) -> int | None:

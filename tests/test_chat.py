@@ -37,7 +37,6 @@ from chat_templates import (
 from data_files import opened
 from farthing.data.chat import ChatReader, Renderer, default_template
 from farthing.data.encode import Encoder
-from farthing.data.formats import converter
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.data.sample import sample_lengths
 from farthing.data.token_set import TokenRecipe
@@ -46,7 +45,7 @@ from farthing.errors import DataError, ModelError, UnusableRowError
 from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.tiny import write_jsonl
 from thinned import thinned
-from token_sets import encoded_examples
+from token_sets import encoded_examples, reader_of_chats
 
 CHAT = [
     {"role": "user", "content": " What is bread? "},
@@ -101,15 +100,12 @@ def chat_ids(tokenizer, messages: list[dict[str, Any]], **options) -> list[int]:
     encoded = tokenizer.apply_chat_template(
         messages, tokenize=True, date_string="02 Jan 2025", **options
     )
-    ids = encoded["input_ids"]
-    return ids
+    return encoded["input_ids"]
 
 
 def read(tokenizer, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
     """(ids, is_target) of a chat."""
-    text = converter("messages", {}, {}, tokenizer, "causal-lm", on="2025-01-02")(
-        {"messages": messages}
-    )
+    text = reader_of_chats(tokenizer, on="2025-01-02")({"messages": messages})
     ((ids, is_target),) = encoded_examples(Encoder(tokenizer, "causal-lm", 4096, 4096)([text]))
     return ids.tolist(), is_target.tolist()
 
@@ -183,7 +179,7 @@ def test_thinking_of_qwen_is_learned_where_the_model_writes_it(made):
     thought[1] = {"role": "assistant", "content": "<think>\nOne.\n</think>\n\nFood."}
     thought[3] = {"role": "assistant", "content": "<think>\nTwo.\n</think>\n\nFood."}
     tokenizer = made(QWEN_3)
-    text = converter("messages", {}, {}, tokenizer, "causal-lm")({"messages": thought})
+    text = reader_of_chats(tokenizer)({"messages": thought})
     assert [part for part, learned in text.segments if learned] == [
         "<think>\nTwo.\n</think>\n\nFood.<|im_end|>"
     ]
@@ -200,7 +196,7 @@ def test_thinking_of_qwen_is_learned_where_the_model_writes_it(made):
 
 def test_an_answer_follows_the_thinking_that_its_prompt_closes_and_a_chat_drops(made):
     """Gemma 4 asks for an answer behind empty thinking, and shows none in the chat."""
-    read_chat = converter("messages", {}, {}, made(GEMMA_4), "causal-lm")
+    read_chat = reader_of_chats(made(GEMMA_4))
     text = read_chat({"messages": SYSTEM + CHAT})
     asked = "<|turn>model\n<|channel>thought\n<channel|>"
     for each, question, answer in zip(
@@ -229,9 +225,7 @@ def test_answers_to_tools_share_an_example_with_their_question(made):
         {"role": "tool", "content": "2"},
         {"role": "assistant", "content": "Two."},
     ]
-    text = converter("messages", {}, {}, made(QWEN_3), "causal-lm")(
-        {"messages": [*asked, *asked, CHAT[2]]}
-    )
+    text = reader_of_chats(made(QWEN_3))({"messages": [*asked, *asked, CHAT[2]]})
     assert [[part for part, learned in each.segments if learned] for each in text.of_row] == [
         ["<think>\nAsk.\n</think>\n\nadd(1, 1)<|im_end|>", "<think>\n\n</think>\n\nTwo.<|im_end|>"]
     ] * 2
@@ -308,7 +302,7 @@ def test_calls_of_tools_are_learned_to_the_end_of_the_turn(made):
         {"role": "assistant", "content": "Two."},
     ]
     tokenizer, tools = made(TOOLS), [{"type": "function", "function": {"name": "add"}}]
-    convert = converter("messages", {}, {}, tokenizer, "causal-lm")
+    convert = reader_of_chats(tokenizer)
     text = convert({"messages": messages, "tools": tools})
     assert [part for part, learned in text.segments if learned] == [
         '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',

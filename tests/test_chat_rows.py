@@ -5,7 +5,6 @@ developers, older function calls.
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from farthing.data.foreign import foreign_kind
 from farthing.data.formats import converter, recognise
 from farthing.data.shown import Shown
 from farthing.errors import UnusableRowError
-from token_sets import with_words
+from token_sets import with_template
 
 PLAIN = (
     "{%- for m in messages %}{{- '<' + m.role + '>' + (m.content or '') + '</s>' }}{%- for call in"
@@ -52,11 +51,7 @@ WITH_TOOLS = {
 
 def reader(template: str):
     """Reads a row of any format with this template."""
-    tokenizer = SimpleNamespace(
-        chat_template=template,
-        special_tokens_map={"eos_token": "</s>"},
-        backend_tokenizer=with_words("</s>"),
-    )
+    tokenizer = with_template(template)
 
     def read(row):
         found = recognise(set(row), "causal-lm", {}, "rows.jsonl")

@@ -99,8 +99,7 @@ def kill_everywhere(rank: int, folder: str):
     """A save that is killed at its first, second, third ... file operation, until one gets through."""  # noqa: E501
     outcomes, folder_of_all = [], Path(folder)
     before = folder_of_all / "before"
-    for step in (1, 2):
-        save(Checkpoints(before, "run-1", 2, warn=print), step)
+    save(Checkpoints(before, "run-1", 2, warn=print), 1, 2)
     for k in range(1, 200):
         copy = shutil.copytree(before, folder_of_all / f"kill-{k}")
         was_killed = killed_at(
@@ -149,8 +148,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 def test_a_damaged_file_is_detected_and_the_previous_checkpoint_used(
     file, damage, checkpoints, said
 ):
-    save(checkpoints, 1)
-    save(checkpoints, 2)
+    save(checkpoints, 1, 2)
     DAMAGES[damage](newest(checkpoints.folder) / file)
     assert restored(checkpoints.folder, said) == 1
     assert len(said) == 1
@@ -162,8 +160,7 @@ def test_a_damaged_file_is_detected_and_the_previous_checkpoint_used(
 
 @pytest.mark.parametrize("trouble", ["extra file", "empty folder", "folders swapped"])
 def test_a_tampered_folder_is_not_used(trouble, checkpoints, said):
-    save(checkpoints, 1)
-    save(checkpoints, 2)
+    save(checkpoints, 1, 2)
     folder = newest(checkpoints.folder)
     if trouble == "extra file":
         (folder / "more.bin").write_bytes(b"x")
@@ -213,8 +210,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_gives_up_after_three(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    save(checkpoints, 2)
-    save(checkpoints, 3)
+    save(checkpoints, 2, 3)
     assert len(said) == 2
     assert "No space left" in said[0]
     with pytest.raises(SaveError):
@@ -247,8 +243,7 @@ def test_one_failed_save_is_forgiven_when_the_next_one_works(checkpoints, said, 
 
 
 def test_a_third_save_of_a_step_replaces_the_second(checkpoints):
-    for step in (4, 6, 4, 4):
-        save(checkpoints, step)
+    save(checkpoints, 4, 6, 4, 4)
     assert [path.name for path in checkpoints.folder.glob("step-00000004-*")] == [
         "step-00000004-0004"
     ]
@@ -285,8 +280,7 @@ def test_a_part_that_cannot_take_what_was_saved(error, kind, words, checkpoints)
 
 
 def test_a_run_that_starts_from_zero_keeps_its_checkpoints_aside(checkpoints):
-    for step in (3, 5):
-        save(checkpoints, step)
+    save(checkpoints, 3, 5)
     before = sorted(path.name for path in checkpoints.folder.iterdir())
     checkpoints.forget_all()
     assert checkpoints.steps() == []

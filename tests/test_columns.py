@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from farthing.config.load import load_job
 from farthing.data.columns import columns_of, renamed
 from farthing.data.formats import converter, recognise, used_columns
 from farthing.errors import DataError, JobError, UnusableRowError
-from token_sets import with_words
+from token_sets import with_template
 
 GSM = {"question": "2 + 2?", "chain_of_thought": "Count.", "answer": "4"}
 
@@ -223,13 +222,11 @@ def test_earlier_turns_of_an_instruction_are_pairs_of_a_chat():
         converter("instruction", {}, {}, None, "seq2seq")(WITH_HISTORY)
 
 
-TEMPLATE = SimpleNamespace(
-    chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+TEMPLATE = with_template(
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}",
-    special_tokens_map={"eos_token": "</s>"},
     other_templates=(),
     all_special_tokens=["</s>"],
-    backend_tokenizer=with_words("</s>"),
 )
 ASKED = {"role": "user", "content": "Hi?"}
 

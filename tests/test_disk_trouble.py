@@ -226,8 +226,7 @@ def test_a_full_disk_that_a_library_has_in_its_text_alone_is_one(tmp_path):
 
 def test_a_checkpoint_that_the_disk_no_longer_gives_is_passed_over(checkpoints, said, monkeypatch):
     """A bad sector under the newest one: the one before is whole."""
-    for step in (1, 2):
-        save(checkpoints, step)
+    save(checkpoints, 1, 2)
     bad, real = newest(checkpoints.folder), files.sha256_of
 
     def read(path, *more):
@@ -244,8 +243,7 @@ def test_a_checkpoint_that_the_disk_no_longer_gives_is_passed_over(checkpoints, 
 def test_old_checkpoints_that_can_not_be_removed_end_no_run(checkpoints, said, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_module, "discard", failing(errno.EPERM))
-        for step in range(1, 8):
-            save(checkpoints, step)
+        save(checkpoints, *range(1, 8))
     assert checkpoints.steps() == [7, 6, 5, 4, 3, 2, 1]
     assert len(said) == 4
     assert all("older checkpoint could not be removed" in text for text in said)

@@ -22,7 +22,7 @@ from farthing.data.encode import Encoder
 from farthing.data.formats import Example
 from farthing.data.read import Source
 from farthing.data.rows import Row, RowBlock
-from farthing.data.token_set import TokenRecipe, TokenSet
+from farthing.data.token_set import TokenRecipe
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, RunInterruptedError
 from farthing.tiny import write_jsonl
@@ -262,27 +262,30 @@ def rows(tmp_path):
     return write_jsonl(tmp_path / "rows.jsonl", rows)
 
 
-def made(rows: Path, tokenizer, cache: Path, **options) -> TokenSet:
-    sources = [opened(rows, cache)]
-    return tokenize(
-        sources, tokenizer, TokenRecipe("causal-lm", 24, max_bad_rows=0.5), cache, **options
-    )
+@pytest.fixture
+def made(rows, tmp_path, tokenizers):
+    """Makes the set of the rows in a cache of this name."""
+    recipe = TokenRecipe("causal-lm", 24, max_bad_rows=0.5)
+
+    def making(name, **options):
+        cache = tmp_path / name
+        return tokenize([opened(rows, cache)], tokenizers["llama"], recipe, cache, **options)
+
+    return making
 
 
-def test_a_set_is_the_same_however_many_rows_are_encoded_at_once(
-    rows, tmp_path, tokenizers, monkeypatch
-):
-    whole = made(rows, tokenizers["llama"], tmp_path / "whole")
+def test_a_set_is_the_same_however_many_rows_are_encoded_at_once(made, monkeypatch):
+    whole = made("whole")
     for n_rows, n_characters in ((1, 1 << 18), (1024, 1), (1024, 100)):
         monkeypatch.setattr(blocks, "BLOCK_ROWS", n_rows)
         monkeypatch.setattr(parts_module, "CHUNK_CHARACTERS", n_characters)
-        again = made(rows, tokenizers["llama"], tmp_path / f"{n_rows} {n_characters}")
+        again = made(f"{n_rows} {n_characters}")
         assert again.facts == whole.facts  # with the sha256 of every file
     assert whole.facts["n_bad"] == 30
     assert whole.facts["bad_rows"][0][0].endswith("rows.jsonl:4")
 
 
-def test_a_stop_leaves_no_thread_and_is_resumed(rows, tmp_path, tokenizers, monkeypatch):
+def test_a_stop_leaves_no_thread_and_is_resumed(made, tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_ROWS", 10)
     monkeypatch.setattr(parts_module, "PART_BLOCKS", 1)
     n_seen = 0
@@ -293,21 +296,13 @@ def test_a_stop_leaves_no_thread_and_is_resumed(rows, tmp_path, tokenizers, monk
 
     before = set(threading.enumerate())  # other tests may have left some
     with pytest.raises(RunInterruptedError, match="stopped while tokenizing"):
-        made(
-            rows,
-            tokenizers["llama"],
-            tmp_path / "c",
-            progress=noting,
-            should_stop=lambda: n_seen >= 100,
-        )
+        made("c", progress=noting, should_stop=lambda: n_seen >= 100)
     assert n_seen == 100
     assert not set(threading.enumerate()) - before
     told = []
-    again = made(
-        rows, tokenizers["llama"], tmp_path / "c", progress=lambda n_rows, *_: told.append(n_rows)
-    )
+    again = made("c", progress=lambda n_rows, *_: told.append(n_rows))
     assert told[0] == 110
-    assert again.facts == made(rows, tokenizers["llama"], tmp_path / "d").facts
+    assert again.facts == made("d").facts
     assert [path.name for path in (tmp_path / "c/tokens").iterdir()] == [again.folder.name]
 
 

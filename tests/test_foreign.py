@@ -173,7 +173,7 @@ def test_what_to_do_about_preferences_works(desk, run):
     ]
     desk.rows(rows)
     advice = run().err.partition("say so: ")[2]
-    desk.set("data", **{"columns": yaml.safe_load(advice.partition("data.columns: ")[2])})
+    desk.set("data", columns=yaml.safe_load(advice.partition("data.columns: ")[2]))
     said = run(code=0)
     assert "`chosen` alone is learned, as data.columns says" in said.out
     assert "not used: `rejected`" in said.out

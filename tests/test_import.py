@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from farthing.cli import main
 from farthing.config.load import load_job
-from farthing.data.formats import converter
 from importing import imported, job_of
-from token_sets import with_words
+from token_sets import reader_of_chats, with_template
 
 DIFFERS, NONE, BLOCKS = "differs", "none", "blocks"
 AXOLOTL = """\
@@ -202,10 +200,7 @@ CASES = [
         {},
     ),
     # LLaMA-Factory
-    *(
-        ("lf.yaml", f"{FACTORY}{keys}\n", {keys.partition(":")[0]: DIFFERS})
-        for keys in ("add_tokens: <a>,<b>",)
-    ),
+    ("lf.yaml", f"{FACTORY}add_tokens: <a>,<b>\n", {"add_tokens": DIFFERS}),
     (
         "lf.yaml",
         f"{FACTORY}add_tokens: <a>,<b>\nresize_vocab: true\n",
@@ -223,6 +218,8 @@ CASES = [
             ("", "pissa_niter_16"),
         )
     ),
+    # pre-training packs where nothing is said
+    ("lf.yaml", FACTORY.replace("sft", "pt"), {"packing": DIFFERS}),
     # TRL, and recipes of Hugging Face
     ("config.yaml", f"{TRL}use_vllm: false\nnum_generations: null\n", {}),
     *(
@@ -764,11 +761,9 @@ def test_a_frame_of_llama_factory_is_a_template_beside_the_job(tmp_path, name, t
     settings = f"{FACTORY}template: {name}\n"
     found = imported(tmp_path, settings)
     assert found.job["data.chat_template"] == f"{name}.jinja"
-    tokenizer = SimpleNamespace(backend_tokenizer=with_words())
-    tokenizer.chat_template = found.files[f"{name}.jinja"]
-    tokenizer.special_tokens_map = {"eos_token": "</s>"}
+    tokenizer = with_template(found.files[f"{name}.jinja"])
     chat = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yo."}]
-    read = converter("messages", {}, {}, tokenizer, "causal-lm")
+    read = reader_of_chats(tokenizer)
     assert read({"messages": chat}).segments == ((text, False), (learned, True))
     longer = read({"messages": [{"role": "system", "content": "Be brief."}, *chat * 2]}).segments
     assert [part for part, is_learned in longer if is_learned] == [learned] * 2
@@ -984,8 +979,3 @@ def test_a_program_keeps_its_defaults(program, keys, tmp_path):
     text = f"python {program} --model_name_or_path org/m --learning_rate 1e-4\n"
     found = imported(tmp_path, text, "run.sh")
     assert {key: found.job.get(key) for key in keys} == keys
-
-
-def test_pre_training_packs_where_nothing_is_said(tmp_path):
-    text = "stage: pt\nmodel_name_or_path: m\nfinetuning_type: full\n"
-    assert imported(tmp_path, text).lines["packing"].effect == "differs"

@@ -23,6 +23,8 @@ UNHEARD, LATE = "no answer for 3 min 10 s", "its time is over"
 ENDED = f"{UNHEARD}; no answer, and its own time-out has passed"
 OVER, KEPT, NEVER = {"is_over": True}, {"ends_by_itself": False}, -1_800_000_000
 DEAR = "$0.4402 an hour instead of $0.40: the cap does not allow it for that long"
+THERE, BOOTED, DONE = {0: RUNS}, {0: UP}, {0: Word(code=3)}
+UP_AND_DONE = {0: UP, 50: Word(code=3)}
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ UNHEARD_AT_ITS_END = {0: RUNS, 3000: AWAY, 5000: None}
 @pytest.mark.parametrize(
     ("shows", "says", "traits", "ending", "ended"),
     [
-        ({0: RUNS}, {}, {}, (None, "not booted after 10 min 10 s", 610, 610, 610), (75, 1)),
+        (THERE, {}, {}, (None, "not booted after 10 min 10 s", 610, 610, 610), (75, 1)),
         ({0: WAITS, 900: RUNS}, {}, {}, (None, "not booted after 15 min 00 s", 900), (75, 1)),
         ({0: WAITS, 60: {"stuck": "no image"}}, {}, {}, (None, "no image", 60), (75, 1)),
         (TAKEN, {50: UP}, {}, (None, "taken away", 100, 120, 100), (75, 3)),
@@ -80,22 +82,22 @@ UNHEARD_AT_ITS_END = {0: RUNS, 3000: AWAY, 5000: None}
         ({0: None}, {}, {}, (None, LOST, 0, 130, 0), (75, 3)),
         ({0: OVER}, {}, {}, (None, "it ended before it had booted", 20), (75, 1)),
         ({0: {"is_over": True, "code": 1}}, {}, {}, (1, "left with 1", 0), (1, 1)),
-        ({0: RUNS, 50: OVER}, {0: UP}, {}, (None, "it ended without a word", 70), (75, 3)),
+        ({0: RUNS, 50: OVER}, BOOTED, {}, (None, "it ended without a word", 70), (75, 3)),
         (
-            {0: RUNS},
+            THERE,
             {50: LEFT, 90: Word(code=0)},
             {"restarts": True},
             (0, "left with 0", 90),
             (0, 1),
         ),
         (
-            {0: RUNS},
+            THERE,
             {},
             {"secure": refuse},
             (None, "it could not be given its end (no)", 0),
             (75, 1),
         ),
-        ({0: RUNS}, BEATS, {}, (3, LATE, 3220, 3220, 3220), (3, 1)),
+        (THERE, BEATS, {}, (3, LATE, 3220, 3220, 3220), (3, 1)),
         (at(0.44), BEATS, {}, (3, "the cap is reached at the price that is charged", 3210), (3, 1)),
         (at(0.4402), BEATS, {}, (None, DEAR, 0), (3, 2)),
         (UNHEARD_AT_ITS_END, BEATS, {}, (None, ENDED, 3180, NEVER, 3152), (3, 1)),
@@ -131,14 +133,14 @@ def test_a_job_that_never_says_that_it_booted_is_billed_from_when_its_queue_let_
 
 
 def test_a_deletion_is_asked_for_until_it_is_confirmed_ever_more_slowly(course):
-    driver = Played(course, {0: RUNS}, {0: UP, 50: Word(code=3)}, lingers_s=250.0)
+    driver = Played(course, THERE, UP_AND_DONE, lingers_s=250.0)
     assert watched(course, driver) == [3, (3, "left with 3", 50, 50, 50)]
     (at,), (asked,) = driver.made.values(), driver.deleted.values()
     assert [each - at for each in asked] == [50, 55, 65, 85, 125, 185, 245, 305]
 
 
 def test_a_host_that_does_not_answer_is_left_after_a_minute_and_asked_again(course):
-    driver = Played(course, {0: RUNS, 50: AWAY}, {0: UP}, may_overlap=True)
+    driver = Played(course, {0: RUNS, 50: AWAY}, BOOTED, may_overlap=True)
     assert watched(course, driver, 2)[0] == 75
     first, *later = driver.made.values()
     assert [at - first for at in later] == [305, 570], "lost after 230 s and 190 s"
@@ -147,7 +149,7 @@ def test_a_host_that_does_not_answer_is_left_after_a_minute_and_asked_again(cour
 
 def test_the_account_that_may_not_rent_ends_what_is_there(course):
     shows, refuses = {0: RUNS, 50: AWAY, 310: RUNS}, [None, NO_KEY]
-    driver = Played(course, shows, {0: UP}, refuses=refuses, may_overlap=True)
+    driver = Played(course, shows, BOOTED, refuses=refuses, may_overlap=True)
     with pytest.raises(InputError, match="no key"):
         watched(course, driver)
     assert [machine.state for machine in course.ledger.machines.values()] == ["gone", "refused"]
@@ -156,13 +158,13 @@ def test_the_account_that_may_not_rent_ends_what_is_there(course):
 def test_a_key_that_is_refused_for_three_minutes_ends_the_watch(course):
     began = course.world.now
     with pytest.raises(InputError, match=r"still billed: .*, \$0.40 an hour, .* more at the most"):
-        watched(course, Played(course, {0: RUNS, 50: NO_KEY}, {0: UP}))
+        watched(course, Played(course, {0: RUNS, 50: NO_KEY}, BOOTED))
     assert course.world.now - began == 230
 
 
 @pytest.mark.parametrize(("ago", "left"), [(590, 20), (600, 610)])
 def test_an_adopted_machine_has_its_time_to_boot(ago, left, course):
-    driver, now = Played(course, {0: RUNS}, {}), course.world.now
+    driver, now = Played(course, THERE, {}), course.world.now
     name = asked(course, driver, 1, "created", ago=ago)
     watched(course, driver)
     assert driver.deleted[name][0] - now == left
@@ -173,7 +175,7 @@ def test_an_adopted_machine_has_its_time_to_boot(ago, left, course):
     [(["created"], [0, 10, 20, 30], 0), (["created", "left"], [0, 5, 15, 35], 35)],
 )
 def test_what_an_earlier_watcher_left_is_ended(events, deletions, made_at, course):
-    driver = Played(course, {0: RUNS}, {0: UP, 50: Word(code=3)}, lingers_s=30.0)
+    driver = Played(course, THERE, UP_AND_DONE, lingers_s=30.0)
     asked(course, driver, 1, *events)
     if not made_at:  # the younger of two is watched on
         asked(course, driver, 2, "created")
@@ -194,7 +196,7 @@ def test_a_machine_elsewhere_is_named_before_anything_is_done(on, course):
 
 
 def test_offers_follow_each_other_and_the_lost_one_comes_last(course):
-    watched(course, Played(course, {0: RUNS, 100: None}, {0: UP}), 2)
+    watched(course, Played(course, {0: RUNS, 100: None}, BOOTED), 2)
     gpus = [machine.gpu for machine in course.ledger.machines.values()]
     assert gpus == ["RTX 4090", "RTX 3090", "RTX 4090"]
 
@@ -218,7 +220,7 @@ def test_a_launch_refuses_a_store_with_the_run_of_another_job(course):
 def test_a_run_that_has_ended_rents_nothing(states, files, n, course):
     accounts = [Account(number, state=state) for number, state in enumerate(states, 1)]
     course.world.accounts, course.world.run_files = lambda: accounts, files
-    code, *machines = watched(course, Played(course, {0: RUNS}, {0: Word(code=3)}))
+    code, *machines = watched(course, Played(course, THERE, DONE))
     assert (len(machines), code) == (n, 3 * n)
 
 
@@ -249,7 +251,7 @@ def test_a_machine_that_nobody_wrote_down_is_counted_at_the_dearest_price(course
     one, other = course.prepared.offers[:2]
     other = other._replace(provider="Vast.ai", usd=0.6)
     course.prepared = replace(course.prepared, offers=(one, other))
-    driver, first = Played(course, {0: RUNS}, {0: Word(code=3)}), course.prepared.launch_id
+    driver, first = Played(course, THERE, DONE), course.prepared.launch_id
     driver.made |= {f"{first}-5": course.world.now - 600, f"{first}-x": course.world.now}
     assert watched(course, driver, 2) == [3, (3, "left with 3", 0, 0, 0)]
     machine = course.ledger.machines[f"{first}-5"]
@@ -265,7 +267,7 @@ def test_a_machine_that_nobody_wrote_down_is_counted_at_the_dearest_price(course
 def test_a_provider_that_does_not_answer_is_waited_for_where_something_is_rented(
     is_known, shows, waited_s, course
 ):
-    driver, began = Played(course, shows, {0: Word(code=3)}), course.world.now
+    driver, began = Played(course, shows, DONE), course.world.now
     if is_known:
         asked(course, driver, 1, "created")
         assert watched(course, driver)[0] == 3
@@ -284,7 +286,7 @@ def test_a_launch_is_stopped_on_demand_and_not_by_a_store_that_is_away(is_away, 
     until = 1_800_000_050
     course.world.is_stopped = away if is_away else lambda: course.world.now >= until
     course.world.committed = away
-    code, machine, *_ = watched(course, Played(course, {0: RUNS}, {0: UP}))
+    code, machine, *_ = watched(course, Played(course, THERE, BOOTED))
     assert (code, machine[1:3]) == (75, (ending, 610 if is_away else 50))
     assert ("stopped by `farthing launch stop`" in course.said) is not is_away
     assert {each.committed for each in course.ledger.machines.values()} == {0}
@@ -295,7 +297,7 @@ def test_a_stop_ends_what_is_known_here_and_says_where_it_could_not_look(is_whol
 
     if not is_whole:
         course.world.kept = away
-    driver = Played(course, {0: RUNS}, {})
+    driver = Played(course, THERE, {})
     asked(course, driver, 1, "created")
     asked(course, driver, 2)
     assert course.on(driver).stop() is is_whole
@@ -307,7 +309,7 @@ def test_a_stop_ends_what_is_known_here_and_says_where_it_could_not_look(is_whol
 def test_a_watcher_that_slept_makes_sure_that_the_launch_is_still_its_own(pause_s, n, course):
     reclaimed = list[float]()
     world = course.world
-    launch = course.on(Played(course, {0: RUNS}, {0: UP, 50: Word(code=3)}))
+    launch = course.on(Played(course, THERE, UP_AND_DONE))
     more = {1_800_000_020: pause_s}
     launch.sleep = lambda seconds: world.sleep(seconds + more.get(world.now, 0.0))
     launch.reclaim = lambda: reclaimed.append(world.now)

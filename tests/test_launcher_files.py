@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from farthing.cli.command import main
 from farthing.config.importers.launchers import beside
 from farthing.config.importers.tables import flat
 from farthing.config.job import Job
@@ -173,12 +172,11 @@ def test_what_farthing_cannot_do_is_refused(kind, values, why, tmp_path):
     assert refused.value.to_do
 
 
-def test_a_run_takes_the_file_and_says_every_line(tmp_path, capfd):
+def test_a_run_takes_the_file_and_says_every_line(tmp_path, cli):
     path, file = job_file(tmp_path, max_steps=1), tmp_path / "ds.json"
     values = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.25, "train_batch_size": 4}
     file.write_text(json.dumps(values))
-    assert main(["train", str(path), "--deepspeed", str(file)]) == 0
-    told = capfd.readouterr().err
+    told = cli.err("train", path, "--deepspeed", file, code=0)
     assert "zero_optimization.stage: 1 -> where.strategy: ddp (optimizer state is on each" in told
     assert "train_batch_size: 4 - left out: the job says train.global_batch_size itself" in told
     kept = kept_job(tmp_path / "run")
@@ -187,4 +185,4 @@ def test_a_run_takes_the_file_and_says_every_line(tmp_path, capfd):
         "the job is as it was"
     )
     file.write_text("{")
-    assert main(["train", str(path), "--deepspeed", str(file)]) == 2
+    cli("train", path, "--deepspeed", file, code=2)

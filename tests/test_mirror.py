@@ -37,6 +37,7 @@ from mirrored import (
 )
 from patience import until
 
+BUSY = StoreError("503")
 OTHER = json.dumps({"host": "other", "folder": "/x"}).encode()
 
 
@@ -95,8 +96,8 @@ def test_how_long_a_store_is_waited_for_and_a_lease_is_held(tmp_path, run):
 @pytest.mark.parametrize(
     ("fault", "names", "here", "error"),
     [
-        (StoreError("503"), "list", False, StoreUnavailableError),
-        (StoreError("503"), "list", True, None),
+        (BUSY, "list", False, StoreUnavailableError),
+        (BUSY, "list", True, None),
         (StoreRefusedError("403"), "list", True, InputError),
         (StoreRefusedError("403"), "create", True, StoreUnavailableError),
         (NoSuchBucketError("no bucket"), "create", True, InputError),
@@ -123,7 +124,7 @@ def test_a_run_that_began_without_its_store_takes_it_later_unless_another_went_o
     has_gone_on, store, run, tmp_path, said
 ):
     with_copies(store, run, 1)
-    store.fault = StoreError("503")
+    store.fault = BUSY
     with mirroring(store.behind(), run, said) as mirror:
         if has_gone_on:
             with_copies(store, folder_of_run(tmp_path / "other"), 3)
@@ -215,7 +216,7 @@ def test_after_a_gap_the_store_is_asked_before_the_run_continues(store, run, sai
     gaps = SimpleNamespace(tick=lambda: None, taken=lambda: True)
     monkeypatch.setattr(mirror_module, "Gaps", lambda most_s: gaps)
     with mirroring(store.behind(), run, said) as mirror:
-        store.fault = StoreError("503")
+        store.fault = BUSY
         mirror.check()
         assert said == ["the store does not answer (503); the run continues"]
         store.fault = None
@@ -236,7 +237,7 @@ def test_the_bill_that_another_machine_left_is_joined_with_the_ledger(mirror, st
 
 
 def test_a_store_that_fails_is_said_once_and_so_is_that_it_is_back(mirror, store, run, said):
-    store.fault, store.names = StoreError("503"), {"put"}
+    store.fault, store.names = BUSY, {"put"}
     mirror.offer(1, [step_done(run, 1)])
     until(lambda: (mirror.check(), said)[1])
     mirror.offer(2, [step_done(run, 2)])
@@ -255,7 +256,7 @@ def test_what_does_not_reach_the_store_by_the_end_is_named(sent, there, store, r
     mirror.bring_back()
     for step in sent:
         assert delivered(mirror, step, step_done(run, step))
-    store.fault = StoreError("503")
+    store.fault = BUSY
     mirror.offer(2, [step_done(run, 2)])
     mirror.close(1e9)  # it ends, as the store only fails
     assert said[-1] == (

@@ -12,7 +12,6 @@ import jinja2
 import pytest
 
 import browser
-from farthing.cli import main
 from farthing.errors import InputError
 from farthing.report.blocks import Section
 from farthing.report.chart import Axes, Line, curves, ticks
@@ -76,7 +75,7 @@ def test_a_run_leaves_its_page_and_it_is_whole(runs):
 
 def test_runs_are_compared_on_one_page(runs, tmp_path, cli):
     out = tmp_path / "both.html"
-    assert main(["report", *map(str, runs), str(runs[0]), "--html", str(out)]) == 0
+    cli("report", *runs, runs[0], "--html", out)
     read, (calm, busy) = Read(out.read_text()), map(build_receipt, runs)
     assert "Side by side" in read.text
     assert f"{calm.final_loss:,.4g}" in read.text
@@ -84,8 +83,8 @@ def test_runs_are_compared_on_one_page(runs, tmp_path, cli):
     assert "than busy" in read.text
     assert "the run costs $" in cli.out("report", *runs)
     assert cli.json("report", *runs)["is_same_work"]
-    assert "--html" in cli.err("report", *map(str, runs), runs[0])
-    assert main(["report", str(runs[0]), "--html", str(tmp_path / "no" / "where.html")]) == 2
+    assert "--html" in cli.err("report", *runs, runs[0])
+    cli("report", runs[0], "--html", tmp_path / "no/where.html", code=2)
 
 
 def test_runs_of_two_tasks_are_not_compared(runs):

@@ -33,7 +33,6 @@ from canaries import CANARIES
 from checkpoints import newest, restored, save
 from farthing.cli import main
 from farthing.data.chat_template import render
-from farthing.data.formats import converter
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.errors import ModelError, RunDamagedError, UnusableRowError
 from farthing.run.checkpoint import Checkpoints
@@ -45,6 +44,7 @@ from mirrored import Model, folder_of_run, mirror_of, mirroring, with_copies
 from mishaps import fail_at
 from peak_memory import PeakMemory
 from thinned import thinned
+from token_sets import reader_of_chats
 from web import Files
 from workshop import job_file, read_json
 
@@ -53,8 +53,10 @@ MOST_BYTES = 200 << 20  # that reading something hostile may add to the memory
 
 @pytest.fixture
 def marker(tmp_path):
-    """The file that a payload leaves when it is run."""
-    return tmp_path / "the payload ran"
+    """The file that a payload leaves when it is run: no test has one run."""
+    path = tmp_path / "the payload ran"
+    yield path
+    assert not path.exists()
 
 
 class Payload:
@@ -295,26 +297,23 @@ def forge(folder: Path, name: str, content: bytes):
 @pytest.fixture
 def two_saves(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", "run-1", 3, warn=print)
-    save(checkpoints, 1)
-    save(checkpoints, 2)
+    save(checkpoints, 1, 2)
     return checkpoints.folder
 
 
-def goes_on_from_the_one_before(folder: Path, marker: Path):
+def goes_on_from_the_one_before(folder: Path):
     said = []
-    with PeakMemory() as memory:
+    with PeakMemory(MOST_BYTES):
         assert restored(folder, said) == 1
     assert len(said) == 1
     assert "the checkpoint of step 2 is damaged" in said[0]
     assert len(said[0]) < 1000
-    assert memory.n_bytes < MOST_BYTES
-    assert not marker.exists()
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_checkpoint_is_refused_before_it_is_parsed(what, two_saves, marker):
+def test_a_hostile_checkpoint_is_refused_before_it_is_parsed(what, two_saves):
     forge(newest(two_saves), *HOSTILE[what])
-    goes_on_from_the_one_before(two_saves, marker)
+    goes_on_from_the_one_before(two_saves)
 
 
 @pytest.mark.parametrize("kind", ["pickle", "torch"])
@@ -326,7 +325,7 @@ def test_a_pickle_under_any_name_of_a_checkpoint_is_not_run(name, kind, two_save
         (newest(two_saves) / name).write_bytes(pickles(marker)[kind])
     else:
         forge(newest(two_saves), name, pickles(marker)[kind])
-    goes_on_from_the_one_before(two_saves, marker)
+    goes_on_from_the_one_before(two_saves)
 
 
 @pytest.mark.parametrize(
@@ -336,18 +335,17 @@ def test_a_pickle_beside_a_checkpoint_is_not_looked_at(name, two_saves, marker):
     for content in pickles(marker).values():
         forge(newest(two_saves), name, content)
         assert restored(two_saves) == 2
-    assert not marker.exists()
 
 
 @pytest.mark.parametrize("name", ["../escape", "/etc/passwd", "..", "a/b", "", "manifest.json"])
-def test_a_manifest_can_not_name_files_outside_its_folder(name, two_saves, marker):
+def test_a_manifest_can_not_name_files_outside_its_folder(name, two_saves):
     path = newest(two_saves) / "manifest.json"
     manifest = read_json(path)
     manifest["files"][0]["name"] = name
     write_text(path, seal(manifest))
     with pytest.raises(DamagedFileError, match="names a file outside its folder"):
         read_manifest(path.parent)
-    goes_on_from_the_one_before(two_saves, marker)
+    goes_on_from_the_one_before(two_saves)
 
 
 @pytest.mark.parametrize(
@@ -355,15 +353,13 @@ def test_a_manifest_can_not_name_files_outside_its_folder(name, two_saves, marke
     [nested(), b"[" * 500_000, b"\x1f\x8b" + b"\0" * 99, b'{"files": [], "spent_s": NaN}'],
     ids=["objects", "lists", "gzip", "no number"],
 )
-def test_a_malformed_manifest_is_refused(content, two_saves, marker):
+def test_a_malformed_manifest_is_refused(content, two_saves):
     (newest(two_saves) / "manifest.json").write_bytes(content)
-    goes_on_from_the_one_before(two_saves, marker)
+    goes_on_from_the_one_before(two_saves)
 
 
 @pytest.mark.parametrize("what", ["folder", "manifest", "file", "pipe"])
-def test_links_and_pipes_in_place_of_a_checkpoint_are_not_followed(
-    what, two_saves, tmp_path, marker
-):
+def test_links_and_pipes_in_place_of_a_checkpoint_are_not_followed(what, two_saves, tmp_path):
     folder, elsewhere = newest(two_saves), tmp_path / "elsewhere"
     path = folder / {"folder": "", "file": "model.safetensors"}.get(what, "manifest.json")
     path.rename(elsewhere)
@@ -371,7 +367,7 @@ def test_links_and_pipes_in_place_of_a_checkpoint_are_not_followed(
         os.mkfifo(path)  # who opens it waits for ever
     else:
         path.symlink_to(elsewhere)
-    goes_on_from_the_one_before(two_saves, marker)
+    goes_on_from_the_one_before(two_saves)
     assert elsewhere.exists()
 
 
@@ -391,13 +387,11 @@ def forge_commit(store: Model, change):
     store.objects[key] = seal(commit).encode()
 
 
-def takes_the_one_before(store: Model, tmp_path: Path, marker: Path):
+def takes_the_one_before(store: Model, tmp_path: Path):
     said = []
-    with PeakMemory() as memory, mirroring(store, tmp_path / "empty", said, step=1):
+    with PeakMemory(MOST_BYTES), mirroring(store, tmp_path / "empty", said, step=1):
         pass
     assert "the copy of step 2 in the store is damaged" in said[0]
-    assert memory.n_bytes < MOST_BYTES
-    assert not marker.exists()
     assert {path.name for path in tmp_path.iterdir()} <= {"run", "empty"}
 
 
@@ -435,9 +429,9 @@ COMMITS = {
 
 
 @pytest.mark.parametrize("what", COMMITS)
-def test_a_hostile_commit_is_refused_before_anything_is_fetched(what, two_copies, tmp_path, marker):
+def test_a_hostile_commit_is_refused_before_anything_is_fetched(what, two_copies, tmp_path):
     forge_commit(two_copies, COMMITS[what])
-    takes_the_one_before(two_copies, tmp_path, marker)
+    takes_the_one_before(two_copies, tmp_path)
 
 
 @pytest.mark.parametrize("what", ["pickle", "nested", "gzip", "empty", "no number"])
@@ -450,10 +444,10 @@ def test_a_malformed_commit_is_refused(what, two_copies, tmp_path, marker):
         **pickles(marker),
     }[what]
     two_copies.objects[max(two_copies.list("commits/"))] = content
-    takes_the_one_before(two_copies, tmp_path, marker)
+    takes_the_one_before(two_copies, tmp_path)
 
 
-def test_objects_larger_than_they_may_be_are_not_fetched(two_copies, tmp_path, marker):
+def test_objects_larger_than_they_may_be_are_not_fetched(two_copies, tmp_path):
     """A folder as the store: its commit grows to 3 GB, and the one before names a file that has
     grown to as much.
     """
@@ -468,11 +462,10 @@ def test_objects_larger_than_they_may_be_are_not_fetched(two_copies, tmp_path, m
     )
     os.truncate(folder / large, 3 << 30)
     said = []
-    with PeakMemory() as memory, pytest.raises(RunDamagedError, match="none of the 2 commits"):
+    with PeakMemory(MOST_BYTES), pytest.raises(RunDamagedError, match="none of the 2 commits"):
         mirror_of(open_store(str(folder)), tmp_path / "empty", said).bring_back()
     assert "bytes, no more than" in said[0]
     assert "bytes, no more than" in said[1]
-    assert memory.n_bytes < MOST_BYTES
     assert (
         sum(path.stat().st_size for path in (tmp_path / "empty").rglob("*") if path.is_file())
         < 1 << 20
@@ -482,22 +475,19 @@ def test_objects_larger_than_they_may_be_are_not_fetched(two_copies, tmp_path, m
 @pytest.mark.parametrize(
     "name", thinned(["run.json", "ledger.jsonl", "plan.json", "settings.json", "schedule.json"], 5)
 )
-def test_hostile_small_files_of_a_commit_end_in_words(name, tmp_path, marker, capsys):
+def test_hostile_small_files_of_a_commit_end_in_words(name, tmp_path, marker, cli):
     """They are installed, as their checksums are right; the run that reads them says what is wrong,
     and writes those that decide its result again from its checkpoint."""
     path = job_file(tmp_path, max_steps=2)
     keys = ["--set", "limits.max_hours=1", "--set", "train.fit_schedule_to_budget=true"]
-    assert main(["train", str(path), *keys]) == 0
+    cli("train", path, *keys)
     (tmp_path / "run" / name).write_bytes(nested() + b"\n" + pickles(marker)["pickle"])
-    code = main(["train", str(path), *keys])
-    out, said = capsys.readouterr()
-    assert code == 0, said
+    out, said = cli("train", path, *keys)
     assert ("written again from the checkpoint" in out) == (name != "ledger.jsonl")
     assert "Traceback" not in said
-    assert not marker.exists()
 
 
-def test_a_hostile_lease_costs_nothing_but_the_lease(two_copies, tmp_path, marker):
+def test_a_hostile_lease_costs_nothing_but_the_lease(two_copies, tmp_path, marker, cli):
     newest_link = max(two_copies.list("writers/"))
     row = {"attempt": 1, "spans": {"compute": "a lot"}, "at": "never"}
     for number, content in enumerate(
@@ -515,8 +505,7 @@ def test_a_hostile_lease_costs_nothing_but_the_lease(two_copies, tmp_path, marke
             del two_copies.objects[key]
         with mirroring(two_copies, tmp_path / f"empty-{number}", step=2):
             pass
-    assert not marker.exists()
-    assert main(["report", str(tmp_path / "empty-3")]) == 0
+    cli("report", tmp_path / "empty-3")
 
 
 # ---- jobs ----
@@ -544,17 +533,14 @@ def laughs(n: int) -> str:
 def test_a_hostile_job_runs_nothing_and_stays_small(text, words, desk, run, marker):
     written = desk.job().read_text() + text.replace("{marker}", str(marker)) + "\n"
     (desk.folder / "evil.yaml").write_text(written)
-    with PeakMemory() as memory:
+    with PeakMemory(MOST_BYTES):
         said = run(verb="plan", job="evil.yaml", code=2)
     assert words in said.err
-    assert memory.n_bytes < MOST_BYTES
-    assert not marker.exists()
 
 
 def test_an_override_that_would_run_code_runs_none(desk, run, marker):
     said = run("--set", f"limits=!!python/object/apply:os.system ['touch \"{marker}\"']", code=2)
     assert "not valid YAML" in said.err
-    assert not marker.exists()
 
 
 def test_nothing_of_the_environment_is_put_into_a_job(secrets, desk, run):
@@ -637,10 +623,9 @@ def test_a_chat_template_does_not_get_out_of_its_sandbox(
     monkeypatch.setattr(tokenizers["llama"], "chat_template", template)
     planners = light_tokenizer(tiny_folders["llama"], template)
     for tokenizer in (tokenizers["llama"], planners):
-        convert = converter("messages", {}, {}, tokenizer, "causal-lm")
+        convert = reader_of_chats(tokenizer)
         with pytest.raises(UnusableRowError):
             convert(chat)
-    assert not marker.exists()
 
 
 def doubled(start: str, twice: str) -> str:
@@ -698,16 +683,14 @@ BOMBS = {
 @pytest.mark.parametrize("what", BOMBS)
 def test_a_chat_template_without_bounds_ends_the_job(what, tiny_folders):
     tokenizer = light_tokenizer(tiny_folders["llama"], BOMBS[what] + "{{ messages[0].content }}")
-    with PeakMemory() as memory, pytest.raises(ModelError, match="loops or grows without bound"):
-        converter("messages", {}, {}, tokenizer, "causal-lm")
-    assert memory.n_bytes < MOST_BYTES
+    with PeakMemory(MOST_BYTES), pytest.raises(ModelError, match="loops or grows without bound"):
+        reader_of_chats(tokenizer)
 
 
 @pytest.mark.parametrize("made", ["'a'.encode()", "(1).to_bytes(99999, 'big')"])
 def test_a_chat_template_makes_no_bytes(made):
-    with PeakMemory() as memory, pytest.raises(SecurityError, match="not safely callable"):
+    with PeakMemory(MOST_BYTES), pytest.raises(SecurityError, match="not safely callable"):
         render("{{ " + made + " * 10 ** 9 }}", {})
-    assert memory.n_bytes < MOST_BYTES
 
 
 def test_a_chat_template_may_format_any_content(tiny_folders):
@@ -715,7 +698,7 @@ def test_a_chat_template_may_format_any_content(tiny_folders):
     tokenizer = light_tokenizer(tiny_folders["llama"], template)
     said = "**Call** 0049 30 1234567 {or {write}} 100 %*"
     chat = [{"role": role, "content": said} for role in ("user", "assistant")]
-    text = converter("messages", {}, {}, tokenizer, "causal-lm")({"messages": chat})
+    text = reader_of_chats(tokenizer)({"messages": chat})
     assert "".join(part for part, _ in text.segments) == f"user: {said}\nassistant: {said}\n"
 
 
@@ -734,7 +717,7 @@ def test_a_template_that_meets_its_bomb_in_the_data_ends_the_job(verb, desk, run
 
 
 def test_json_within_a_row_that_is_nested_too_deep_is_a_bad_row(tokenizers):
-    convert = converter("messages", {}, {}, tokenizers["llama"], "causal-lm")
+    convert = reader_of_chats(tokenizers["llama"])
     with pytest.raises(UnusableRowError, match="not JSON"):
         convert({"messages": "[" * 500_000})
 
@@ -817,7 +800,6 @@ def test_a_pickle_under_any_name_of_a_model_folder_is_not_run(kind, desk, run, m
     ):
         (folder / name).write_bytes(content)
     assert run().code == 0, "beside whole weights it is not looked at"
-    assert not marker.exists()
     for name, words in (
         ("model.safetensors", "can't be loaded"),
         ("tokenizer.json", ""),
@@ -829,7 +811,6 @@ def test_a_pickle_under_any_name_of_a_model_folder_is_not_run(kind, desk, run, m
         assert said.code == 2, name
         assert words in said.err
         (folder / name).write_bytes(kept)
-    assert not marker.exists()
 
 
 @pytest.mark.parametrize(
@@ -845,7 +826,6 @@ def test_an_index_does_not_make_a_pickle_of_a_model_folder_run(name, desk, run, 
         said = run(code=2)
         assert "names files outside its folder" in said.err
         (folder / "part.safetensors").rename(folder / "model.safetensors")
-    assert not marker.exists()
 
 
 def auto_map(where: str, known: bool):
@@ -870,7 +850,6 @@ def test_code_beside_a_model_is_not_run(where, known, desk, run, marker):
     said_before = read_json(folder / where)
     (folder / where).write_text(json.dumps(said_before | auto_map(where, known) | tokenizer))
     said = run()
-    assert not marker.exists()
     assert said.code == (0 if known else 2), said.err
     if said.code == 2:
         assert "trust_remote_code" in said.err
@@ -899,4 +878,3 @@ def test_a_run_folder_can_not_ask_for_code_to_be_run_at_its_export(tmp_path, mar
     assert "--trust-remote-code" in cli.err(
         "export", tmp_path / "run", "--output", tmp_path / "out"
     )
-    assert not marker.exists()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from farthing.cli import main
 from thinned import thinned
 from workshop import Heard, make_job, rows_of, train
 
@@ -32,23 +31,34 @@ def odd(path: Path, content: bytes | None) -> Path:
     return path
 
 
+IMPORT, LOOK = ["import"], ["doctor", "--data"]
+
+
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("asked", "name", "content", "words"),
     [
-        ("empty.yaml", b"", "the file is empty"),
-        ("blank.py", b"\n  \n", "the file is empty"),
-        ("noise.yaml", NOISE, "not UTF-8 text"),
-        ("list.json", b"[]", "not a mapping of settings"),
-        ("deep.json", b"[" * 100_000, "nested too deep"),
-        ("data.yaml", b"base_model: x\n" + b"k: 1\n" * 220_000, "larger than 1 MiB"),
-        ("folder", None, "Is a directory"),
-        ("link.yaml", None, "No such file"),
-        ("pipe.yaml", None, "a pipe or a device"),
+        (IMPORT, "empty.yaml", b"", "the file is empty"),
+        (IMPORT, "blank.py", b"\n  \n", "the file is empty"),
+        (IMPORT, "noise.yaml", NOISE, "not UTF-8 text"),
+        (IMPORT, "list.json", b"[]", "not a mapping of settings"),
+        (IMPORT, "deep.json", b"[" * 100_000, "nested too deep"),
+        (
+            IMPORT,
+            "data.yaml",
+            b"base_model: x\n" + b"k: 1\n" * 220_000,
+            "larger than 1 MiB",
+        ),
+        (IMPORT, "folder", None, "Is a directory"),
+        (IMPORT, "link.yaml", None, "No such file"),
+        (IMPORT, "pipe.yaml", None, "a pipe or a device"),
+        (LOOK, "none.json", b"[]", "there are no rows in it"),
+        (LOOK, "folder", None, "a folder"),
+        (LOOK, "link.jsonl", None, "a link to a file that is not there"),
+        (LOOK, "pipe.jsonl", None, "no ordinary file"),
     ],
 )
-def test_an_odd_file_is_no_configuration(name, content, words, tmp_path, cli):
-    path = odd(tmp_path / name, content)
-    said = cli.err("import", path)
+def test_an_odd_file_is_no_configuration_and_no_data(asked, name, content, words, tmp_path, cli):
+    said = cli.err(*asked, odd(tmp_path / name, content))
     assert words in said
     assert "to do:" in said
 
@@ -60,23 +70,7 @@ def test_settings_of_another_tool_than_the_named_one_are_no_job(source, tmp_path
     (tmp_path / "ax.yaml").write_text(AXOLOTL)
     said = cli.err("import", tmp_path / "ax.yaml", "--from", source)
     assert "they look like those of axolotl" in said or "no job can be made" in said
-    assert main(["import", str(tmp_path / "ax.yaml"), "--from", "axolotl"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("none.json", b"[]", "there are no rows in it"),
-        ("folder", None, "a folder"),
-        ("link.jsonl", None, "a link to a file that is not there"),
-        ("pipe.jsonl", None, "no ordinary file"),
-    ],
-)
-def test_an_odd_file_is_no_data(name, content, words, tmp_path, cli):
-    path = odd(tmp_path / name, content)
-    said = cli.err("doctor", "--data", path)
-    assert words in said
-    assert "to do:" in said
+    cli("import", tmp_path / "ax.yaml", "--from", "axolotl")
 
 
 @pytest.mark.parametrize("family", thinned(["llama", "bert"], 9))

@@ -19,9 +19,9 @@ import pytest
 
 from chat_templates import GEMMA, MARKED, PHI_3, QWEN_3, WORDS
 from farthing.data.encode import Encoder
-from farthing.data.formats import Example, converter
+from farthing.data.formats import Example
 from farthing.model.load import ModelChoice, load_tokenizer
-from token_sets import encoded_examples
+from token_sets import encoded_examples, reader_of_chats
 from workshop import read_json
 
 GOLDEN = Path(__file__).parent / "golden/trl_chats.json"
@@ -70,9 +70,7 @@ SHORT_FORMS = {
 
 def ours(tokenizer, chat: list[dict[str, str]]) -> list[tuple[list[int], list[int], Example]]:
     """(ids, mask, text) of every example that a chat becomes; the whole chat is the last."""
-    texts = converter("messages", {}, {}, tokenizer, "causal-lm", on="2025-01-02")(
-        {"messages": chat}
-    ).of_row
+    texts = reader_of_chats(tokenizer, on="2025-01-02")({"messages": chat}).of_row
     examples = encoded_examples(Encoder(tokenizer, "causal-lm", 4096, 4096)(texts))
     return [
         (ids.tolist(), mask.tolist(), text)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
 from farthing.data.encode import Encoded
+from farthing.data.formats import converter
 from farthing.data.token_set import TokenSet
 
 
@@ -36,6 +39,21 @@ def with_words(*words: str) -> Tokenizer:
     rust = Tokenizer(models.BPE())
     rust.add_special_tokens(list(words))
     return rust
+
+
+def with_template(template: str, **more: Any) -> SimpleNamespace:
+    """A tokenizer of this chat template."""
+    return SimpleNamespace(
+        chat_template=template,
+        special_tokens_map={"eos_token": "</s>"},
+        backend_tokenizer=with_words("</s>"),
+        **more,
+    )
+
+
+def reader_of_chats(tokenizer: Any, **how: Any):
+    """Reads rows with `messages`."""
+    return converter("messages", {}, {}, tokenizer, "causal-lm", **how)
 
 
 def encoded_examples(encoded: Encoded) -> list[tuple[NDArray[np.int32], NDArray[np.uint8]]]:

@@ -83,10 +83,7 @@ def make_folder(folder: Path, family: str, *, pretrained: bool = False, **size: 
         from farthing.model.load import ModelChoice, auto_class, load_config
 
         torch.manual_seed(0)
-        task = (
-            "causal-lm" if family == "llama" else "seq2seq" if family == "t5" else "classification"
-        )
-        auto_class(task).from_config(
+        auto_class(TASK[family]).from_config(
             load_config(ModelChoice(str(folder), init="random"))
         ).save_pretrained(folder)
     return folder
