@@ -13,12 +13,11 @@ import yaml
 
 import farthing.train.loop
 import farthing.train.run
-import workshop
 from command import sets
 from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.objectives.registry import objective_of
-from workshop import job_file, log_of, losses_of, read_json
+from workshop import Watched, job_file, log_of, losses_of, read_json, rows_of
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
 
@@ -141,7 +140,7 @@ def test_a_loss_that_is_not_a_number_is_skipped_and_its_samples_named(tmp_path, 
 
 def test_a_skipped_step_changes_no_weight(tmp_path, cli, monkeypatch):
     spoil(monkeypatch, 1, 2, 3)
-    watched = workshop.Watched(monkeypatch)
+    watched = Watched(monkeypatch)
     cli("train", job_file(tmp_path, max_steps=3))
     assert watched.changed() == set()
 
@@ -161,7 +160,7 @@ def test_too_many_in_a_row_end_the_run_with_1_and_words(tmp_path, cli, monkeypat
 
 
 def test_report_prints_the_receipt_again(tmp_path, cli):
-    rows = workshop.rows_of("bert", 9, seed=1)
+    rows = rows_of("bert", 9, seed=1)
     cli.out("train", job_file(tmp_path, "bert", max_steps=2, eval_rows=rows))
     said = cli.out("report", tmp_path / "run")
     for words in ("forward and backward", "100 %", "accuracy", "class", "weather", "estimated"):
@@ -191,7 +190,7 @@ def test_export_refuses_what_it_can_not_do(tmp_path, cli):
 
 
 def test_the_model_card_holds_metadata_metrics_and_no_path(tmp_path, cli):
-    rows = [{**row, "label": row["label"] + "|x"} for row in workshop.rows_of("bert", 9)]
+    rows = [{**row, "label": row["label"] + "|x"} for row in rows_of("bert", 9)]
     cli.out("train", job_file(tmp_path, "bert", method="lora", rows=rows, eval_rows=rows))
     cli.out("export", tmp_path / "run", "--output", tmp_path / "merged")
     _, front, _ = (tmp_path / "merged/README.md").read_text().split("---\n", 2)
@@ -221,7 +220,7 @@ def test_doctor_looks_at_the_machine(cli):
 
 
 def test_doctor_warns_of_rows_that_are_no_use_and_of_a_missing_price(tmp_path, cli):
-    rows = [*workshop.rows_of("llama", 9), {"prompt": "x", "completion": None}]
+    rows = [*rows_of("llama", 9), {"prompt": "x", "completion": None}]
     path = job_file(tmp_path, rows=rows, where={"usd_per_hour": 0})
     said = cli.out("doctor", path, "--set", "data.max_bad_rows=0.2")
     assert "10 rows tried; 1 can't be used" in said

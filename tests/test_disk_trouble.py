@@ -16,7 +16,6 @@ from typing import NamedTuple
 import pytest
 from safetensors import SafetensorError
 
-import workshop
 from checkpoints import checkpoints as checkpoints
 from checkpoints import newest, restored, save
 from checkpoints import said as said
@@ -28,12 +27,11 @@ from farthing.storage import files, mounts
 from farthing.storage.files import install_folder, only_writer
 from farthing.storage.logs import append_line
 from farthing.storage.objects import open_store
-from farthing.train.run import train
 from interrupted import LeavesAt, job_in, quiet
 from machines import machine, same_result
 from machines import quick as quick
 from mirrored import folder_of_run, mirror_of, step_done
-from workshop import Heard, file_system, job_file
+from workshop import Heard, file_system, job_file, train
 
 
 def failing(number: int):
@@ -255,14 +253,14 @@ def test_old_checkpoints_that_can_not_be_removed_end_no_run(checkpoints, said, m
 @pytest.mark.usefixtures("quick")
 def test_a_run_whose_checkpoints_here_are_all_damaged_goes_on_from_the_copy_in_its_store(tmp_path):
     store = tmp_path / "store"
-    assert workshop.train(machine(tmp_path, "alone", None)).exit_code == 0
-    assert workshop.train(machine(tmp_path, "run", store), LeavesAt(step=5)).exit_code == 75
+    assert train(machine(tmp_path, "alone", None)).exit_code == 0
+    assert train(machine(tmp_path, "run", store), LeavesAt(step=5)).exit_code == 75
     for path in (tmp_path / "run/checkpoints").rglob("*.safetensors"):
         os.truncate(path, 100)
-    left = workshop.train(machine(tmp_path, "run", store))
+    left = train(machine(tmp_path, "run", store))
     assert left.exit_code == 75, "so that --retry and a launch try it again"
     assert "the same command takes the copy in the store" in left.reason
-    again = workshop.train(machine(tmp_path, "run", store), heard := Heard())
+    again = train(machine(tmp_path, "run", store), heard := Heard())
     assert again.exit_code == 0
     assert [event.step for event in heard.of(Restored)] == [5]
     assert same_result(tmp_path / "alone", tmp_path / "run") == []

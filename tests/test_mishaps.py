@@ -6,13 +6,11 @@ import threading
 
 import pytest
 
-import workshop
 from farthing.events import StepTaken
 from farthing.report.receipt import build_receipt
-from farthing.train.run import train
 from interrupted import job_in
 from mishaps import fail_at
-from workshop import Heard, make_job, room_for, steps_of
+from workshop import Heard, make_job, room_for, steps_of, train
 
 
 def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
@@ -32,7 +30,7 @@ def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
 def test_memory_that_runs_out_halves_the_micro_batch_and_not_the_step(tmp_path, monkeypatch):
     keys = {"max_steps": 6, "n_rows": 64, "global_batch_size": 16}
     plain = make_job(tmp_path / "plain", "llama", **keys)
-    workshop.train(plain)
+    train(plain)
     heard = Heard()
     job = make_job(tmp_path / "short", "llama", **keys)
     asked = room_for(200, monkeypatch)
