@@ -140,7 +140,7 @@ def test_a_status_that_could_not_look_does_not_say_that_nothing_was_launched(
     monkeypatch.setattr("farthing.launch.session.LOOK_S", 0.1)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     job = job_at(tmp_path, tiny_folders, output_store="s3://bucket/run")
-    out, err = cli("launch", "status", job, code=1)
+    out, err = cli("launch", "status", job, code=75)
     assert "nothing has been launched yet" not in out + err
     known = cli.json("launch", "status", job, "--on", "ssh:a", code=1)
     for said in (err, known["not_known"]):
