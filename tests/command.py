@@ -16,10 +16,10 @@ def sets(*keys: str) -> list[str]:
     return [word for key in keys for word in ("--set", key)]
 
 
-def in_python(code: str, *words: str, **more):
+def in_python(code: str, *words: str, check: bool = False, **more):
     """A program in a process of its own, how it ended and what it printed."""
     argv = [sys.executable, "-c", code, *words]
-    return subprocess.run(argv, capture_output=True, text=True, check=False, **more)
+    return subprocess.run(argv, capture_output=True, text=True, check=check, **more)
 
 
 class Cli:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from command import in_python
 from data_files import KINDS, bad, opened, values, write_as
 from farthing.addresses import without_secrets
 from farthing.data import blocks, parts
@@ -606,11 +606,7 @@ def test_a_tokenization_that_is_killed_resumes_and_gives_the_same_bytes(
     rows[2_000] = {"text": "odd", "more": 1, "label": "late"}
     write_jsonl(tmp_path / "a.jsonl", rows)
     folder = str(tiny_folders["llama"])
-    killed = subprocess.run(
-        [sys.executable, "-c", TOKENIZE, folder],
-        cwd=tmp_path,
-        capture_output=True,
-    )
+    killed = in_python(TOKENIZE, folder, cwd=tmp_path)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     drafts = list((tmp_path / "cache/tokens").glob("*.draft-tokens"))
     assert len(drafts) == 1
@@ -671,11 +667,8 @@ def test_memory_does_not_grow_with_the_tokens(tmp_path, tiny_folders):
         with open(path, "w") as file:
             for n in range(n_rows):
                 file.write(json.dumps({"text": f"row {n} " + "of some words " * 30}) + "\n")
-        done = subprocess.run(
-            [sys.executable, "-c", PEAK, str(tiny_folders["llama"]), str(path), str(tmp_path)],
-            capture_output=True,
-            check=True,
-        )
+        words = str(tiny_folders["llama"]), str(path), str(tmp_path)
+        done = in_python(PEAK, *words, check=True)
         found.append(json.loads(done.stdout))
     few, many = found
     n_more = many["n_tokens"] - few["n_tokens"]

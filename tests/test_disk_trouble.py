@@ -8,8 +8,6 @@ import errno
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +17,7 @@ from safetensors import SafetensorError
 from checkpoints import checkpoints as checkpoints
 from checkpoints import newest, restored, save
 from checkpoints import said as said
+from command import in_python
 from farthing.errors import InputError, RunBusyError
 from farthing.events import Restored
 from farthing.run import checkpoint as checkpoint_module
@@ -304,7 +303,7 @@ def test_a_run_folder_of_another_user_is_named(tmp_path):
     )
     for each in (tmp_path, *tmp_path.parents[:3], tmp_path / "job", *(tmp_path / "job").rglob("*")):
         each.chmod(0o755)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = in_python(code)
     assert "Traceback" not in done.stderr, done.stderr
     assert done.stdout.splitlines()[-1] == "codes 2 2 2 2", done.stderr
     assert done.stderr.count("this user may not read or write it") == 4, done.stderr

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import psutil
 import pytest
 import torch
 
+from command import in_python
 from farthing.cli.leaving import n_processes_of
 from farthing.local import machine
 from farthing.local.machine import (
@@ -54,9 +53,7 @@ def on_its_own(code: str, **environment: str) -> str:
     own = {
         name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")
     } | environment
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=own
-    ).stdout.strip()
+    return in_python(code, check=True, env=own).stdout.strip()
 
 
 @pytest.mark.slow

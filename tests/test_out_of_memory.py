@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,6 +20,7 @@ import farthing.train.run
 import farthing.train.state
 import farthing.train.step
 import survive
+from command import in_python
 from farthing.device_memory import (
     is_out_of_memory,
     is_out_of_resources,
@@ -131,9 +130,7 @@ def test_the_command_line_sets_it_before_torch_is_there_and_children_have_it_too
     environment = {
         name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")
     }
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
+    done = in_python(code, check=True, env=environment)
     assert done.stdout.splitlines()[-2:] == ["expandable_segments:True", ""]
 
 

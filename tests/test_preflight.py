@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from command import in_python
 from desk import left_behind
 from farthing.config.load import load_job
 from farthing.config.preflight import look_over
@@ -29,13 +29,7 @@ def in_a_process(folder: Path, *argv: str, **environment: str) -> tuple[int, str
         "import sys\nfrom farthing.cli import main\ncode = main(sys.argv[1:])\nprint('HEAVY',"
         f" *[name for name in {HEAVY!r} if name in sys.modules])\nraise SystemExit(code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *argv],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
+    done = in_python(code, *argv, cwd=folder, env={**os.environ, **environment})
     out, _, heavy = done.stdout.rpartition("HEAVY")
     return done.returncode, out + done.stderr, heavy.split()
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import workshop
+from command import in_python
 from farthing.config.load import load_job
 from farthing.errors import RunChangedError
 from farthing.run.accounts import read_ledger
@@ -107,7 +108,7 @@ def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch
     )
 
     def again(*words):
-        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+        done = in_python(code, *words)
         *_, heavy, n_collections = done.stderr.split()
         return done.returncode, done.stdout, heavy, int(n_collections)
 

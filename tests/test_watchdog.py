@@ -21,7 +21,7 @@ import yaml
 
 import farthing.train.run as run_module
 import workshop
-from command import sets
+from command import in_python, sets
 from farthing.errors import InputError, LimitError
 from farthing.run.accounts import read_ledger
 from farthing.run.guard import Told
@@ -224,7 +224,7 @@ def guarded(tmp_path: Path, work: str) -> subprocess.CompletedProcess[str]:
         "    said.write(f'{folder} {why} {late_s < 300}')\n"
         "sys.exit(guarded(work, last_words))\n"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return in_python(code)
 
 
 @pytest.mark.parametrize(
