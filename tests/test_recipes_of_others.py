@@ -1,5 +1,5 @@
-"""What other tools' recipes use, held against torch and peft: LoRA+, ways to begin, optimizers,
-warm-up by epochs.
+"""What other tools' recipes use, held against torch and peft: ways to begin, and
+optimizers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from farthing.model.load import ModelChoice, load_config, load_model
 from farthing.run.parts import read_part
 from farthing.train.optim import make_optimizer
 from interrupted import stopped_and_resumed
-from workshop import log_of, losses_of, make_job, train
+from workshop import losses_of, make_job, train
 
 IDS = torch.arange(24).reshape(2, 12) + 5
 
@@ -173,22 +173,6 @@ def test_an_optimizer_moves_as_torchs_own_and_resumes(name, kind, tmp_path, tiny
     assert losses_of(stopped_and_resumed(tmp_path / "b", method="full", optim=name)) == losses_of(
         whole
     )
-
-
-def test_warm_up_by_epochs(tmp_path):
-    job = make_job(
-        tmp_path,
-        "llama",
-        method="lora",
-        max_steps=10,
-        n_rows=24,
-        lr_scheduler_type="linear",
-        global_batch_size=8,
-        warmup_epochs=2,
-    )
-    train(job)
-    rates = [row["lr"] for row in log_of(job) if "lr" in row]
-    assert rates.index(max(rates)) == 6  # three steps an epoch
 
 
 @pytest.mark.parametrize(

@@ -50,18 +50,6 @@ def measured(zone: Interruptions, n: int, seed: int = 1) -> Interruptions:
     return fit(up, down)
 
 
-# ---- oracles ----
-
-
-def test_an_interruption_in_8_hours_and_a_12_hour_job():
-    # restart and loss of 5 min each: save every 4 min, half of it lost on average, and 3 min to
-    # restart
-    expected = expect(12 * H, SaveSchedule(240, 0, 180), exponential(8 * H))
-    assert expected.n_interruptions == pytest.approx(1.5, abs=0.02)
-    assert expected.lost_s / 60 == pytest.approx(1.5 * 2, abs=0.1)
-    assert expected.restart_s / 60 == pytest.approx(1.5 * 3, abs=0.1)
-
-
 # ---- closed forms ----
 
 
@@ -87,16 +75,6 @@ def test_the_best_interval_of_exponential_spells_is_dalys():
         x = save_s / (2 * 4 * H)
         daly = young_interval_s(save_s, 4 * H) * (1 + math.sqrt(x) / 3 + x / 9) - save_s
         assert best_interval_s(save_s, 300, exponential(4 * H)) == pytest.approx(daly, rel=0.025)
-
-
-def test_no_interval_does_better_than_the_best_one():
-    for zone in (BURSTY, measured(BURSTY, 500)):
-        best = best_interval_s(30, 300, zone)
-        hours = [
-            expect(100 * H, SaveSchedule(tau, 30, 300), zone).billed_s
-            for tau in (best, best / 3, best * 3)
-        ]
-        assert hours[0] < min(hours[1:])
 
 
 def test_a_job_that_can_never_save_is_said_never_to_end():
