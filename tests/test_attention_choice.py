@@ -38,7 +38,7 @@ FP32, CAPPED, DROPPED = {"dtype": "fp32"}, {"has_softcap": True}, {"has_dropout"
         (H100, FULL, {"head_size": 512}, "padded"),
         (H100, {}, {}, "padded"),
         # before Ampere
-        *((each, FULL, more, "padded") for each in (T4, (7, 0)) for more in ({}, CAPPED, FP32)),
+        *((T4, FULL, more, "padded") for more in ({}, CAPPED, FP32)),
         # wide heads train where shared memory is large enough
         (RTX, FULL, {"head_size": 256}, "flash"),
         (RTX, FULL, {"head_size": 208}, "padded"),

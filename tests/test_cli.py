@@ -19,9 +19,6 @@ from farthing.config.load import load_job
 from farthing.objectives.registry import objective_of
 from workshop import Watched, job_file, log_of, losses_of, read_json, rows_of
 
-IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
-
-
 # ---- init ----
 
 

@@ -16,8 +16,6 @@ from farthing.data.packing import (
     split_padded,
 )
 
-CLOSE = 1e-5
-
 
 def some_lengths(seed: int) -> NDArray[np.int64]:
     """Lengths as chats have them, as instructions have them, all equal, or two sorts; now and then
