@@ -111,6 +111,15 @@ def test_products_in_bf16_have_few_shapes(family, adapter):
     assert sizes.seen - of_weights <= {16, 32, 48}
 
 
+def test_layers_take_inputs_of_any_form():
+    layer = nn.Linear(12, 3).bfloat16()
+    inputs = [torch.randn(size).bfloat16() for size in ((12,), (0, 12), (2, 3, 12))]
+    plain = [layer(x) for x in inputs]
+    cpu.use(nn.Sequential(layer))
+    for x, expected in zip(inputs, plain, strict=True):
+        torch.testing.assert_close(layer(x), expected)
+
+
 def test_sizes_are_few_and_hardly_larger():
     for n in range(1, 5000):
         size = few_sizes(n)

@@ -64,8 +64,8 @@ def _of_few_rows(original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     if dtype != torch.bfloat16 or n == few_sizes(n):
         return original(x)
-    wide = with_zeros(x.reshape(n, -1).to(dtype))
-    return original(wide)[:n].unflatten(0, x.shape[:-1])
+    found = original(with_zeros(x.reshape(n, -1).to(dtype)))
+    return found[:n].view(*x.shape[:-1], found.shape[-1])
 
 
 # ---- a block of queries at a time ----
