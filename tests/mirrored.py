@@ -15,7 +15,7 @@ import pytest
 from farthing.run.accounts import Account, as_line
 from farthing.run.folder import copies_of, keep
 from farthing.run.mirror import Mirror, MirrorTimes
-from farthing.storage.files import commit_folder, unseal, verify_folder
+from farthing.storage.files import commit_folder, seal, unseal, verify_folder
 from farthing.storage.logs import line_of
 from farthing.storage.objects import (
     Entry,
@@ -115,6 +115,10 @@ def with_copies(store: Kind, run: Path, *steps: int) -> Kind:
         assert delivered(mirror, step, step_done(run, step))
     mirror.close(1)
     return store
+
+
+OTHER = seal({"host": "other", "folder": "/x"}).encode()
+"""A link of a machine that holds the run."""
 
 
 class Model:

@@ -357,3 +357,10 @@ def test_a_line_is_written_whole_or_is_an_error(tmp_path):
     assert list(log.rows()) == [{"step": 1}, {"step": 3}]
     with pytest.raises(ValueError, match="JSON compliant"):
         log.append({"loss": float("nan")})
+    log.keep(lambda row: True)
+    whole = log.path.read_bytes()
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        log.path.write_bytes(flipped)
+        assert list(log.rows()) == [{"step": 1}, {"step": 3}] or log.damaged, bit

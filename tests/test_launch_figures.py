@@ -33,6 +33,7 @@ from farthing.launch.session import Session, dry_view, notes_of, said
 from farthing.launch.wheel import wheel_of_this
 from farthing.launch.words import Speaker, StoreWords, Word
 from farthing.run.accounts import Account
+from farthing.storage.files import seal
 from farthing.storage.objects import StoreError, open_store
 from launch_faults import prepared_for
 from launched import Course
@@ -383,9 +384,14 @@ def test_words_of_a_machine(tmp_path, monkeypatch):
     for usd, told in ((0.7, 0.7), (0.0, None), (100_000.0, None)):
         words.tell_price("farthing-1-1", usd)
         assert speaker.price() == told
+    store.put("launch/farthing-1-1/price.json", seal({"usd_per_hour": 7}).encode()[:-1])
+    assert speaker.price() is None
     speaker.left(3, "y" * 300)
     word = words.of("farthing-1-1")
     assert (word.code, word.why) == (3, "y" * 200)
+    left = store.get("launch/farthing-1-1/left.json")
+    store.put("launch/farthing-1-1/left.json", left.replace(b"3", b"0"))
+    assert words.of("farthing-1-1").code is None
     speaker.booted()
     assert words.of("farthing-1-1").code is None
 

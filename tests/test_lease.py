@@ -149,8 +149,8 @@ def test_a_holder_that_slept_learns_that_it_lost_the_run_and_leaves_its_bill(see
     assert not second.was_told
     first.lease.leave_bill(shelf)  # type: ignore[arg-type]
     known = set()
-    assert bills_left(shelf, known) == [{"by": "first"}]  # type: ignore[arg-type]
-    assert bills_left(shelf, known) == []  # type: ignore[arg-type]
+    assert bills_left(shelf, known, print) == [{"by": "first"}]  # type: ignore[arg-type]
+    assert bills_left(shelf, known, print) == []  # type: ignore[arg-type]
     for _ in range(20):
         world.sleep(RENEW_S)
     assert not second.was_told

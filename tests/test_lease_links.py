@@ -80,7 +80,7 @@ def test_the_folder_that_held_a_run_takes_it_again_at_once(first, clock, store, 
     assert clock.now >= 1060.0, "another folder of this path"
 
 
-@pytest.mark.parametrize(("lease_s", "waits_s"), [(0.5, 0.5), (None, 0.0), (864_000.0, 3600.0)])
+@pytest.mark.parametrize(("lease_s", "waits_s"), [(0.5, 0.5), (864_000.0, 3600.0)])
 def test_a_silent_holder_is_waited_for_as_long_as_its_lease_and_an_hour_at_most(
     lease_s, waits_s, clock, store, tmp_path
 ):
@@ -153,16 +153,24 @@ def test_a_store_that_overwrites_is_named(clock, store, tmp_path, monkeypatch):
     assert "overwrites where it was told not to" in said[0]
 
 
-def test_words_of_a_link_that_are_no_rows_are_passed_over(clock, store, tmp_path):
-    first = Lease(tmp_path / "first", 60.0, lambda: ["no row", {"by": "first"}], print)  # type: ignore[list-item]
-    (tmp_path / "first").mkdir()
-    first.claim(store, never)
+def test_a_damaged_link_is_that_of_a_live_holder_whose_words_stand_in_the_one_before(
+    first, clock, store, tmp_path
+):
     first.renew(store)
-    assert newest_words(store) == [{"by": "first"}]
-    store.put("writers/00000003.json", b"[]")
-    assert lease_in(tmp_path / "second").claim(store, never) == []
-    assert clock.now == 1000.0, "nobody holds it by a link that says nothing"
-    assert newest_words(open_store(str(tmp_path / "empty"))) == []
+    first.renew(store)
+    whole = store.get("writers/00000003.json")
+    for damaged in (b"", b"[]", whole[:-9], whole.replace(b'first"', b'third"')):
+        store.put("writers/00000003.json", damaged)
+        assert newest_words(store) == [{"by": "first"}]
+    said = []
+    assert lease_in(tmp_path / "second", 7.0, said).claim(store, never) == [{"by": "first"}]
+    assert said[0].startswith("somebody whose newest word is damaged held this run last")
+    assert clock.now >= 1007.0
+    with pytest.raises(LeaseLostError):
+        first.renew(store)
+    store.put("writers/00000005.json", b"")
+    with pytest.raises(StoreError, match=r"00000005\.json is damaged"):
+        lease_in(tmp_path / "third", 0.0)._add(store, 5, 5, [])
 
 
 @pytest.mark.parametrize(("gap_s", "is_gap"), [(10.0, False), (10.5, True), (-10.5, True)])

@@ -16,6 +16,7 @@ from farthing.run import mirror as mirror_module
 from farthing.run.accounts import Account, as_line, read_ledger
 from farthing.run.mirror import open_mirror
 from farthing.storage import mounts
+from farthing.storage.files import seal
 from farthing.storage.objects import (
     NoSuchBucketError,
     Store,
@@ -24,6 +25,7 @@ from farthing.storage.objects import (
     open_store,
 )
 from mirrored import (
+    OTHER,
     STILL,
     Faulty,
     Model,
@@ -38,7 +40,6 @@ from mirrored import (
 from patience import until
 
 BUSY = StoreError("503")
-OTHER = json.dumps({"host": "other", "folder": "/x"}).encode()
 
 
 class Away(Model):
@@ -126,8 +127,9 @@ def test_a_run_that_began_without_its_store_takes_it_later_unless_another_went_o
     with_copies(store, run, 1)
     store.fault = BUSY
     with mirroring(store.behind(), run, said) as mirror:
-        if has_gone_on:
-            with_copies(store, folder_of_run(tmp_path / "other"), 3)
+        with mirroring(store, other := tmp_path / "other", step=1) as elsewhere:
+            done = step_done(other, 3, attempt=2)
+            assert not has_gone_on or delivered(elsewhere, 3, done)
         store.fault = None
         assert delivered(mirror, 2, step_done(run, 2)) is not has_gone_on
         if has_gone_on:
@@ -135,7 +137,10 @@ def test_a_run_that_began_without_its_store_takes_it_later_unless_another_went_o
                 RunTakenError, match="the run has gone on elsewhere while the store"
             ):
                 mirror.check()
+        mirror.close(1)
     assert max(int(key[-13:-5]) for key in store.list("commits/")) == (3 if has_gone_on else 2)
+    ids = [account.id for account in read_ledger(run / "ledger.jsonl").ordered]
+    assert ids == ["run-1", "other-2"], "what it has cost elsewhere is on the bill"
 
 
 def test_another_machine_is_kept_out_while_the_first_renews(store, run, tmp_path):
@@ -227,13 +232,21 @@ def test_after_a_gap_the_store_is_asked_before_the_run_continues(store, run, sai
     assert len(store.list("bills/")) == 1
 
 
-def test_the_bill_that_another_machine_left_is_joined_with_the_ledger(mirror, store, run):
-    left = Account(9, "theirs", 1, "running", spans={"idle": 7.0})
-    store.put("bills/ab-1.json", json.dumps({"ledger": [left.as_row()]}).encode())
+def test_the_bills_that_other_machines_left_are_joined_with_the_ledger(mirror, store, run, said):
+    for number, name in enumerate(["theirs", "of a third"]):
+        left = Account(9, name, 1, "running", spans={"idle": 7.0 + number})
+        bill = seal({"ledger": [left.as_row()]}).encode()
+        store.put(f"bills/ab-{number}.json", bill)
+    store.put("bills/ab-2.json", bill.replace(b"8.0", b"9.0"))
     assert delivered(mirror, 1, step_done(run, 1))
     mirror.check()
     found = read_ledger(run / "ledger.jsonl").accounts
-    assert {number: account.wall_s for number, account in found.items()} == {1: 1.0, 9: 7.0}
+    walls = {number: account.wall_s for number, account in found.items()}
+    assert walls == {1: 1.0, 9: 7.0, 10: 8.0}
+    (damaged,) = said
+    assert damaged.startswith(
+        "what another machine has spent on this run is not on its bill: bills"
+    )
 
 
 def test_a_store_that_fails_is_said_once_and_so_is_that_it_is_back(mirror, store, run, said):

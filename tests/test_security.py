@@ -495,7 +495,7 @@ def test_a_hostile_lease_costs_nothing_but_the_lease(two_copies, tmp_path, marke
             nested(),
             pickles(marker)["pickle"],
             b"[]",
-            json.dumps({"released": True, "ledger": [row, 7, nested().decode()]}).encode(),
+            seal({"released": True, "ledger": [row, 7, "[" * 1000], "lease_s": "long"}).encode(),
         ]
     ):
         two_copies.objects[newest_link] = content

@@ -23,7 +23,7 @@ from farthing.errors import (
 from farthing.events import Exported, Restored, StepTaken
 from farthing.launch.words import StoreWords
 from farthing.run import mirror as mirror_module
-from farthing.run.commits import take_small
+from farthing.run.commits import take_run, take_small
 from farthing.run.folder import is_finished, kept
 from farthing.storage.files import commit_folder, unseal
 from farthing.storage.objects import (
@@ -38,6 +38,7 @@ from interrupted import LeavesAt
 from machines import machine, same_result
 from machines import quick as quick
 from mirrored import (
+    OTHER,
     Faulty,
     Model,
     behaves_like_a_store,
@@ -197,6 +198,59 @@ def test_what_abandoned_uploads_left_is_removed_when_it_is_old(run):
         young,
         "data/mine.csv",
     ]
+
+
+def test_nothing_goes_of_which_it_is_not_known_that_no_commit_names_it(run, tmp_path, monkeypatch):
+    """The newest commit is missing in a late list, or an older one damaged on its way here; the
+    clock here is two days ahead of the store's.
+    """
+    trouble, store, ahead = "", Model(), lambda: time.time() + 172_800
+    clocks = SimpleNamespace(time=ahead, monotonic=time.monotonic)
+    monkeypatch.setattr(mirror_module, "time", clocks)
+
+    def fault(name, key, operation):
+        found = operation()
+        if trouble == "late" and (name, key) == ("list", "commits/"):
+            del found[max(found)]
+        return b"{}" if trouble == "damaged" and name == "get" and "commits/" in key else found
+
+    behind = Faulty(store, fault)
+    store.put(other := f"data/00000009-{'f' * 32}/x", b"of another machine")
+    with mirroring(behind, run) as mirror:
+        for step, trouble in enumerate(["", "late", ""], 1):  # noqa: B007
+            assert delivered(mirror, step, step_done(run, step))
+    shutil.rmtree(run / "checkpoints")
+    with mirroring(behind, run, step=3, keep=3) as mirror:
+        trouble = "damaged"
+        store.written_at = {key: at - 100_000 for key, at in store.written_at.items()}
+        assert delivered(mirror, 4, step_done(run, 4))
+    assert store.get(other) == b"of another machine"
+    assert taken(store, tmp_path / "empty") == 4
+    store.remove([max(store.list("commits/"))])
+    assert taken(store, tmp_path / "another") == 3
+
+
+def test_who_reads_a_commit_that_is_removed_for_a_newer_one_gets_that(run, tmp_path):
+    store, said, step, until = Model(), [], 0, 2
+
+    def goes_on(name, key, operation):
+        nonlocal step
+        while name != "list" and "writers/" not in key and step < until:
+            step += 1
+            assert delivered(mirror, step, step_done(run, step))
+        return operation()
+
+    with mirroring(store, run) as mirror:
+        behind = Faulty(store, goes_on)
+        goes_on("get", "", dict)
+        (tmp_path / "look").mkdir()
+        for until in (8, 14):
+            assert take_small(behind, tmp_path / "look", [])
+            assert f'"step": {until}' in (tmp_path / "look/log.jsonl").read_text()
+        until = 20
+        take_run(behind, tmp_path / "here", said.append)
+    names = [path.name for path in (tmp_path / "here/checkpoints").iterdir()]
+    assert (names, said) == (["step-00000020-0001"], [])
 
 
 # ---- killed at every operation ----
@@ -506,9 +560,7 @@ def test_a_run_that_another_machine_takes_over_stops_in_words(monkeypatch, quick
         if isinstance(event, StepTaken) and event.step == 4:
             links = sorted(store.list("writers/"))
             number = int(links[-1][-13:-5]) + 1
-            while not store.create(
-                f"writers/{number:08d}.json", json.dumps({"host": "other", "folder": "/x"}).encode()
-            ):
+            while not store.create(f"writers/{number:08d}.json", OTHER):
                 number += 1
             time.sleep(0.3)
 

@@ -18,8 +18,8 @@ from pathlib import Path, PurePosixPath
 from farthing.config.job import Job
 from farthing.errors import InputError, StoreUnavailableError
 from farthing.run.commits import fetch_whole, is_here
-from farthing.storage.files import DamagedFileError, Json, seal, sha256_of, unseal
-from farthing.storage.objects import NoSuchObjectError, Store, StoreError
+from farthing.storage.files import DamagedFileError, Json, seal, sha256_of
+from farthing.storage.objects import NoSuchObjectError, Store, StoreError, get_sealed
 
 INPUTS, CACHE = "inputs", "cache"
 
@@ -135,7 +135,7 @@ def fetch_inputs(store: Store, key: str, folder: Path) -> None:
     is none.
     """
     try:
-        listed = unseal(store.get(key).decode("utf-8"), key)["files"]
+        listed = get_sealed(store, key)["files"]
         for entry in listed:
             path = folder / _safe(str(entry["path"]))
             if is_here(path, entry):
@@ -148,7 +148,7 @@ def fetch_inputs(store: Store, key: str, folder: Path) -> None:
                 store.remove([entry["object"]])  # the next launch sends it again
                 raise
             os.replace(draft, path)
-    except (NoSuchObjectError, DamagedFileError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (NoSuchObjectError, DamagedFileError, KeyError, TypeError) as error:
         raise InputError(
             f"the inputs in the store are not whole ({error})",
             where=key,

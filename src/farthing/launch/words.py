@@ -16,6 +16,7 @@ Where there is no store the shared run folder is one.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -27,9 +28,9 @@ from farthing.launch.driver import UnclearError
 from farthing.run.accounts import Account, accounts_of, read_ledger
 from farthing.run.commits import list_commits, read_commit
 from farthing.run.folder import LEDGER
-from farthing.storage.files import DamagedFileError, Json, read_json, seal, unseal
+from farthing.storage.files import DamagedFileError, Json, parse_json, read_json, seal
 from farthing.storage.lease import newest_words
-from farthing.storage.objects import NoSuchObjectError, Store, StoreError, get_json
+from farthing.storage.objects import NoSuchObjectError, Store, StoreError, get_sealed
 
 BOOTED, LOG, LEFT, STOP, MACHINES = "booted.json", "log.txt", "left.json", "stop.json", "machines"
 PRICE = "price.json"
@@ -67,7 +68,10 @@ class StoreWords:
     def of(self, name: str) -> Word:
         place = f"launch/{name}"
         there = self._store.list(f"{place}/")
-        left = get_json(self._store, f"{place}/{LEFT}") if f"{place}/{LEFT}" in there else {}
+        left: Json = {}
+        if f"{place}/{LEFT}" in there:
+            with contextlib.suppress(NoSuchObjectError, DamagedFileError):
+                left = get_sealed(self._store, f"{place}/{LEFT}")
         log, code = there.get(f"{place}/{LOG}"), left.get("code")
         return Word(
             has_booted=f"{place}/{BOOTED}" in there,
@@ -79,7 +83,7 @@ class StoreWords:
     @_answered()
     def tell_price(self, name: str, usd_per_hour: float) -> None:
         """Leave the price that the provider charges where the machine finds it."""
-        text = json.dumps({"usd_per_hour": usd_per_hour})
+        text = seal({"usd_per_hour": usd_per_hour})
         self._store.put(f"launch/{name}/{PRICE}", text.encode())
 
     @_answered()
@@ -124,10 +128,14 @@ class StoreWords:
                 return dict(read_json(self._folder / name))
             return {}
         for commit in list_commits(self._store):
-            with contextlib.suppress(DamagedFileError, NoSuchObjectError, RunChangedError):
+            with contextlib.suppress(
+                DamagedFileError, NoSuchObjectError, RunChangedError, ValueError, TypeError
+            ):
                 for entry in read_commit(self._store, commit)["files"]:
-                    if entry["path"] == name and (found := get_json(self._store, entry["object"])):
-                        return found
+                    if entry["path"] == name:
+                        data = self._store.get(entry["object"])
+                        if hashlib.sha256(data).hexdigest() == entry["sha256"]:
+                            return dict(parse_json(data))
         return {}
 
     @_answered()
@@ -147,8 +155,8 @@ class StoreWords:
         there = self._store.list(f"{self._launch}/{MACHINES}/") if self._folder is None else {}
         for key in there:
             try:
-                found[PurePosixPath(key).stem] = unseal(self._store.get(key).decode(), key)["rows"]
-            except (DamagedFileError, KeyError, TypeError, UnicodeDecodeError) as error:
+                found[PurePosixPath(key).stem] = get_sealed(self._store, key)["rows"]
+            except (DamagedFileError, KeyError) as error:
                 raise InputError(
                     f"the record of a machine is damaged ({error})",
                     where=f"{self._store.name}: {key}",
@@ -171,8 +179,8 @@ class Speaker:
 
     def price(self) -> float | None:
         """Dollars an hour that this machine costs, where whoever watches has told them."""
-        with contextlib.suppress(StoreError, NoSuchObjectError, KeyError, TypeError, ValueError):
-            told = float(get_json(self._store, f"{self._place}/{PRICE}")["usd_per_hour"])
+        with contextlib.suppress(StoreError, DamagedFileError, KeyError, TypeError, ValueError):
+            told = float(get_sealed(self._store, f"{self._place}/{PRICE}")["usd_per_hour"])
             return told if 0 < told < 100_000 else None
         return None
 
@@ -182,7 +190,7 @@ class Speaker:
     def left(self, code: int, why: str) -> None:
         """Say how it ended, for as long as it takes to be heard: a quarter of a minute at most."""
         for _ in range(5):
-            if self._put(LEFT, json.dumps({"code": code, "why": why, "at": time.time()})):
+            if self._put(LEFT, seal({"code": code, "why": why, "at": time.time()})):
                 return
             time.sleep(3.0)
 

@@ -234,22 +234,26 @@ def read_ledger(path: Path, witnesses: Iterable[Witness] = ()) -> Found:
 
 def accounts_of(rows: Iterable[Json]) -> dict[int, Account]:
     """What rows say together: they may have come from a store."""
-    accounts: dict[int, Account] = {}
-    for row in rows:
-        _take_in(accounts, row)
-    return accounts
+    return merge({}, filter(None, map(_account_of, rows)))
 
 
 def _take_in(accounts: dict[int, Account], row: Json | None) -> bool:
     """Add a row to the accounts, unless something newer is known. False: it is no account."""
-    try:
-        new = _rows().validate_python(row)
-    except ValidationError:
+    new = _account_of(row)
+    if new is None:
         return False
     known = accounts.get(new.number)
     if known is None or known.id != new.id or new.line >= known.line:
         accounts[new.number] = new
     return True
+
+
+def _account_of(row: Json | None) -> Account | None:
+    """None where it is none."""
+    try:
+        return _rows().validate_python(row)
+    except ValidationError:
+        return None
 
 
 def _make_good(found: Found, witnesses: list[Witness]) -> None:
@@ -280,7 +284,7 @@ def _make_good(found: Found, witnesses: list[Witness]) -> None:
     )
 
 
-def merge(first: dict[int, Account], second: dict[int, Account]) -> dict[int, Account]:
+def merge(first: dict[int, Account], second: Iterable[Account]) -> dict[int, Account]:
     """All attempts that either knows: none is lost, and none counted twice.
 
     Two attempts of one number are two where the store was away when the other machine's began:
@@ -288,16 +292,15 @@ def merge(first: dict[int, Account], second: dict[int, Account]) -> dict[int, Ac
     """
     merged = {number: replace(account) for number, account in first.items()}
     by_id = {account.id or account.number: account for account in merged.values()}
-    for number, account in sorted(second.items()):
-        twin = by_id.get(account.id or account.number)
-        if twin is not None:
-            longer = account if account.wall_s > twin.wall_s else twin
-            merged[twin.number] = replace(
-                longer, number=twin.number, committed=max(account.committed, twin.committed)
-            )
-        else:
-            new = number if number not in merged else max(merged) + 1
-            merged[new] = replace(account, number=new)
+    for account in sorted(second, key=lambda each: each.number):
+        twin = by_id.get(account.id or account.number, account)
+        number = twin.number
+        if twin is account and number in merged:
+            number = max(merged) + 1
+        longer = max(twin, account, key=lambda each: (each.wall_s, each.line))
+        committed = max(account.committed, twin.committed)
+        merged[number] = replace(longer, number=number, committed=committed)
+        by_id[account.id or account.number] = merged[number]
     return merged
 
 

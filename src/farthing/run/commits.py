@@ -54,11 +54,10 @@ from farthing.storage.files import (
     refuse_other,
     set_aside,
     sweep_drafts,
-    unseal,
     write_text,
 )
 from farthing.storage.lease import newest_words
-from farthing.storage.objects import NoSuchObjectError, Store
+from farthing.storage.objects import NoSuchObjectError, Store, get_sealed, twice_if_damaged
 from farthing.units import say_bytes
 
 SCHEMA = 2
@@ -96,12 +95,15 @@ def list_commits(store: Store) -> list[Commit]:
     return sorted((Commit(*map(int, match.groups())) for match in matches if match), reverse=True)
 
 
+def _in_place_of(store: Store, commit: Commit) -> list[Commit]:
+    """The commits for which one was removed while it was read; none where it is still there."""
+    commits = list_commits(store)
+    return [] if commit in commits else commits
+
+
 def read_commit(store: Store, commit: Commit) -> Json:
     """Its form checked. Raises `DamagedFileError`, `RunChangedError`, `StoreError`."""
-    try:
-        manifest = unseal(store.get(commit.key).decode("utf-8"), "its commit")
-    except UnicodeDecodeError as error:
-        raise DamagedFileError(f"its commit can't be read: {error}") from error
+    manifest = get_sealed(store, commit.key, "its commit")
     refuse_other(manifest, SCHEMA, store.name)
     if [manifest.get(key) for key in Commit._fields] != list(commit):
         raise DamagedFileError("its commit is that of another copy")
@@ -134,16 +136,24 @@ def take_small(store: Store, folder: Path, words: list[Json]) -> bool:
     What is there already is not fetched again; the ledger is joined with `words`. False where the
     store holds no run. Raises `StoreError`, `RunChangedError`.
     """
-    is_there = bool(words)
-    for commit in list_commits(store):
-        with contextlib.suppress(*_IS_LOST):
+    is_there, commits = bool(words), list_commits(store)
+    while commits:
+        commit, *older = commits
+        try:
             files = read_commit(store, commit)["files"]
             wanted = [
                 each for each in files if each["path"] in SMALL or _unit(each["path"]) == LOG_PARTS
             ]
-            _fetch_all(
+            lost = _fetch_all(
                 store, folder, [each for each in wanted if not is_here(folder / each["path"], each)]
             )
+        except _IS_LOST:
+            lost = None
+        if lost != {} and (newer := _in_place_of(store, commit)):
+            commits = newer
+        elif lost is None:
+            commits = older
+        else:
             _join_log(folder)
             is_there = True
             break
@@ -194,6 +204,8 @@ def take_newest(
         try:
             manifest = read_commit(store, commit)
         except _IS_LOST as error:
+            if newer := _in_place_of(store, commit):
+                return take_newest(store, folder, newer, warn)
             say_damaged(commit, error)
             continue
         # None where the file that says so was damaged when it was sent, or is not here
@@ -209,6 +221,8 @@ def take_newest(
             try:
                 return _install(store, folder, commit, manifest, warn, needs_its_step)
             except _IS_LOST as error:
+                if newer := _in_place_of(store, commit):
+                    return take_newest(store, folder, newer, warn)
                 if needs_its_step:
                     say_damaged(commit, error)
     raise RunDamagedError(
@@ -246,7 +260,7 @@ def _install(
         lost = _fetch_all(store, draft, entries)
         steps = {save.step for save in saves_in(draft / CHECKPOINTS)}
         has_a_step = own == 0 or (own in steps if needs_its_step else bool(steps))
-        if lost and (SEARCH_LOG in lost or not has_a_step):
+        if lost and (SEARCH_LOG in lost or not has_a_step or _in_place_of(store, commit)):
             raise DamagedFileError(next(iter(lost.values())))
         mend(draft, lambda text: None)
         _join_log(draft)
@@ -283,8 +297,12 @@ def _fetch_all(store: Store, draft: Path, entries: list[StoredFile]) -> dict[str
 
 def fetch_whole(store: Store, entry: StoredFile, path: Path) -> None:
     """Raises `DamagedFileError`, `NoSuchObjectError`, `StoreError`."""
-    store.fetch(entry["object"], path, entry["size"])
-    check_file(path, entry, entry["path"])
+
+    def fetch() -> None:
+        store.fetch(entry["object"], path, entry["size"])
+        check_file(path, entry, entry["path"])
+
+    twice_if_damaged(fetch)
 
 
 def is_here(path: Path, entry: StoredFile) -> bool:
@@ -334,13 +352,11 @@ def _put_in_place(draft: Path, folder: Path, step: int, warn: Callable[[str], No
 def with_words(accounts: dict[int, Account], words: list[Json]) -> dict[int, Account]:
     """What a store's ledger and the lease's `words` know together."""
     # what was committed elsewhere is not here
-    told = {
-        number: replace(account, committed=-1) for number, account in accounts_of(words).items()
-    }
+    told = (replace(account, committed=-1) for account in accounts_of(words).values())
     return merge(accounts, told)
 
 
 def join_ledgers(here: Path, known: dict[int, Account]) -> None:
     """Add to the ledger at `here`, which no attempt is writing, what is known besides."""
-    if joined := merge(known, read_ledger(here).accounts):
+    if joined := merge(known, read_ledger(here).ordered):
         write_text(here, (as_line(joined[number]) for number in sorted(joined)))

@@ -181,7 +181,7 @@ class Ledger:
     def _add(self, known: dict[int, Account]) -> None:
         """Take over what is known of other attempts; number this one after them."""
         mine = self._mine
-        known = merge(known, {account.number: account for account in self.past})
+        known = merge(known, self.past)
         self.past = [known[number] for number in sorted(known) if known[number].id != mine.id]
         numbers = [account.number for account in self.past]
         if mine.number == LOST or mine.number in numbers:

@@ -201,7 +201,7 @@ class Mirror:
         step, patient = None, self.patient(self.pace.answer_s)
         try:
             words = self.lease.claim(patient, should_stop)
-            words += bills_left(patient, self._known_bills)
+            words += bills_left(patient, self._known_bills, self._said.append)
             step = self.catch_up(words, allow_restart)
         except LeaseLostError as error:
             raise self._busy(str(error)) from error
@@ -254,7 +254,8 @@ class Mirror:
                     raise
                 self._warn("the store has no whole checkpoint: starting without it, as you asked")
         else:
-            self._known = {commit: self._objects(store, commit) for commit in commits[:1]}
+            with contextlib.suppress(DamagedFileError, RunChangedError, NoSuchObjectError):
+                self._known = {commit: self._objects(store, commit) for commit in commits[:1]}
         if known := with_words(known, words):
             self.on_bills(known)
         self._note_seen()
@@ -312,15 +313,15 @@ class Mirror:
             except StoreError as error:
                 self._said.append(f"the store does not answer ({error}); the run continues")
         self._flush()
-        if self._bills:
-            rows, self._bills = self._bills, []
-            self.on_bills(accounts_of(rows))
         if self._lost is not None:
             raise self._busy(self._lost)
 
     def _flush(self) -> None:
         while self._said:
             self._warn(self._said.pop(0))
+        if self._bills:
+            rows, self._bills = self._bills, []
+            self.on_bills(accounts_of(rows))
 
     def _set_aside(self, step: int, names: list[str], carried: Sequence[StoredFile] = ()) -> None:
         """Link files, copy the small ones, and let the parcel be sent in place of one that waits.
@@ -412,7 +413,7 @@ class Mirror:
         """Renew the lease, or take it late. Raises `LeaseLostError`, `StoreError`."""
         with self._late:
             if not self.lease.epoch:
-                self.lease.claim(store, self._stop.is_set)
+                self._bills += self.lease.claim(store, self._stop.is_set)
                 if any(commit.epoch > self._seen_epoch() for commit in list_commits(store)):
                     raise LeaseLostError(
                         "the run has gone on elsewhere while the store could not be reached"
@@ -470,7 +471,7 @@ class Mirror:
             self._hold(store)
         epoch = self.lease.epoch
         entries = self._send_data(parcel, store)
-        self._bills += bills_left(store, self._known_bills)
+        self._bills += bills_left(store, self._known_bills, self._said.append)
         self._hold(store)
         self._n_commits += 1
         commit = Commit(epoch, self._n_commits, parcel.step)
@@ -487,7 +488,8 @@ class Mirror:
             raise LeaseLostError("another process committed in the name of this one")
         self._known[commit] = objects_of(entries)
         self.delivered_step, self._newest = parcel.step, manifest
-        with contextlib.suppress(StoreError):
+        # no object goes of which it can't be told whether a commit names it
+        with contextlib.suppress(StoreError, DamagedFileError, RunChangedError):
             self._rotate(store)
 
     def _send_data(self, parcel: _Parcel, store: Store) -> list[StoredFile]:
@@ -527,26 +529,27 @@ class Mirror:
     def _rotate(self, store: Store) -> None:
         """Keep the newest commits of `keep` steps, and the objects that those name."""
         kept: dict[int, Commit] = {}
-        commits = list_commits(store)
+        commits = sorted({*list_commits(store), *self._known}, reverse=True)  # lists may be late
         for commit in commits:
             if len(kept) < self._keep:
                 kept.setdefault(commit.step, commit)
         store.remove([commit.key for commit in commits if commit not in kept.values()])
         self._known = {commit: self._objects(store, commit) for commit in kept.values()}
         named = {name for objects in self._known.values() for name in objects.values()}
-        mine, now = f"data/{self.lease.epoch:08d}-", time.time()
+        mine, there = f"data/{self.lease.epoch:08d}-", store.list("data/")
+        now = max(
+            (entry.at for entry in there.values()), default=0.0
+        )  # by the clock that has dated them
         store.remove(
             key
-            for key, entry in store.list("data/").items()
+            for key, entry in there.items()
             if _UPLOAD.match(key)
             and key not in named
             and (key.startswith(mine) or now - entry.at > SAFE_AGE_S)
         )
 
     def _objects(self, store: Store, commit: Commit) -> Objects:
-        with contextlib.suppress(DamagedFileError, RunChangedError, NoSuchObjectError):
-            return self._known.get(commit) or objects_of(read_commit(store, commit)["files"])
-        return {}
+        return self._known.get(commit) or objects_of(read_commit(store, commit)["files"])
 
     # ---- at the end ----
 
@@ -585,7 +588,8 @@ class Mirror:
         for thread in self._threads:
             thread.join(1.0)
         shutil.rmtree(self.folder / OUTBOX, ignore_errors=True)
-        self._flush()
+        with contextlib.suppress(OSError):
+            self._flush()
 
 
 def _link(path: Path, target: Path) -> None:

@@ -7,7 +7,8 @@ Whoever adds the next link holds the run. A renewal is the next link too, so it 
 somebody else has taken over; old links are removed, so a renewal also asks whether its link is the
 newest. The number of the link that began a hold is its epoch, the fencing token of its commits. A
 link carries the newest accounts of the ledger: money spent since the last commit is known to
-whoever comes next. Who has lost the run leaves its own account in `bills/`.
+whoever comes next. Who has lost the run leaves its own account in `bills/`. All are sealed: a
+damaged link is one of somebody who may be alive.
 
 No clock decides who holds a run. A claimer waits by its own clock whether the holder adds a link;
 `Gaps` tells a holder that was suspended to ask before it continues.
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import operator
 import re
@@ -30,8 +30,8 @@ from pathlib import Path
 
 from farthing.clock import seconds_since_boot
 from farthing.errors import RunInterruptedError
-from farthing.storage.files import Json
-from farthing.storage.objects import NoSuchObjectError, Store, StoreError, get_json
+from farthing.storage.files import DamagedFileError, Json, seal
+from farthing.storage.objects import NoSuchObjectError, Store, StoreError, get_sealed
 from farthing.units import say_seconds
 
 N_LINKS = 8
@@ -105,12 +105,12 @@ class Lease:
         `StoreError`, `RunInterruptedError`.
         """
         number = _newest(store)
-        link = get_json(store, _key(number)) if number else {"released": True}
+        link = _link(store, number) if number else {"released": True}
         if link.get("writer") != self.writer and not link.get("released"):
-            number, link = self._wait_for_silence(store, number, link, should_stop)
-        number, before = number + 1, _words_of(link)
-        self._add(store, number, number, before)
-        self.epoch = number
+            number = self._wait_for_silence(store, number, link, should_stop)
+        before = _words_until(store, number)
+        self._add(store, number + 1, number + 1, before)
+        self.epoch = number + 1
         key = f"writers/condition-{self.epoch:08d}"
         if store.create(key, b"first") and store.create(key, b"second"):
             self._say(
@@ -155,8 +155,10 @@ class Lease:
             "nonce": uuid.uuid4().hex,
             "ledger": words,
         }
-        while not store.create(_key(number), json.dumps(link).encode()):
-            there = get_json(store, _key(number))
+        while not store.create(_key(number), seal(link).encode()):
+            there = _link(store, number)
+            if not there:
+                raise StoreError(f"{_key(number)} is damaged")
             if (there.get("writer"), there.get("epoch")) != (self.writer, epoch):
                 raise LeaseLostError(_holder_in_words(there))
             number += 1  # the answer to an earlier request was lost
@@ -169,23 +171,24 @@ class Lease:
                 )
             time.sleep(LOOK_AGAIN_S)
         if newest > number:
-            raise LeaseLostError(_holder_in_words(get_json(store, _key(newest))))
+            raise LeaseLostError(_holder_in_words(_link(store, newest)))
         self.renewed_at = seconds_since_boot()
 
     def leave_bill(self, store: Store) -> None:
         """What this attempt has cost, for whoever holds the run now. Raises `StoreError`."""
-        data = json.dumps({"ledger": self._words(), "nonce": uuid.uuid4().hex}).encode()
-        store.create(f"bills/{self.writer}-{uuid.uuid4().hex[:8]}.json", data)
+        text = seal({"ledger": self._words(), "nonce": uuid.uuid4().hex})
+        store.create(f"bills/{self.writer}-{uuid.uuid4().hex[:8]}.json", text.encode())
 
     def _wait_for_silence(
         self, store: Store, number: int, link: Json, should_stop: Callable[[], bool]
-    ) -> tuple[int, Json]:
+    ) -> int:
         """The newest link, once its holder is silent for its lease or has given it back."""
         told = link.get("lease_s")
-        lease_s = min(told, MOST_LEASE_S) if isinstance(told, int | float) else 0.0
+        lease_s = min(told if isinstance(told, int | float) else self._lease_s, MOST_LEASE_S)
+        who = link.get("host", "somebody whose newest word is damaged")
         self._say(
-            f"{link.get('host')} held this run last: waiting up to {say_seconds(lease_s)} to see"
-            " whether it lives"
+            f"{who} held this run last: waiting up to {say_seconds(lease_s)} to see whether it"
+            " lives"
         )
         until = seconds_since_boot() + lease_s
         while seconds_since_boot() < until:
@@ -194,31 +197,47 @@ class Lease:
             time.sleep(min(1.0, lease_s / 10))
             newest = _newest(store, number)
             if newest > number:
-                other = get_json(store, _key(newest))
+                other = _link(store, newest)
                 if not other.get("released"):
                     raise LeaseLostError(_holder_in_words(other))
-                return newest, other
-        return number, link
+                return newest
+        return number
 
 
 def newest_words(store: Store) -> list[Json]:
     """The ledger rows of whoever holds the run, or held it last. Raises `StoreError`."""
-    return _words_of(get_json(store, _key(number))) if (number := _newest(store)) else []
+    return _words_until(store, _newest(store))
 
 
-def bills_left(store: Store, known: set[str]) -> list[Json]:
+def bills_left(store: Store, known: set[str], say: Callable[[str], None]) -> list[Json]:
     """The ledger rows of attempts that lost the run; `known` keys are passed over."""
     rows: list[Json] = []
     for key in store.list("bills/"):
         if key not in known and _BILL.fullmatch(key):
-            rows += _words_of(get_json(store, key))
+            try:
+                rows += _words_of(get_sealed(store, key))
+            except DamagedFileError as error:
+                say(f"what another machine has spent on this run is not on its bill: {error}")
             known.add(key)
     return rows
+
+
+def _words_until(store: Store, number: int) -> list[Json]:
+    """Of the newest whole link up to a number."""
+    links = (_link(store, each) for each in range(number, max(0, number - N_LINKS), -1))
+    return next((_words_of(link) for link in links if link), [])
 
 
 def _words_of(link: Json) -> list[Json]:
     rows = link.get("ledger")
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def _link(store: Store, number: int) -> Json:
+    """Empty where there is none, or it is damaged. Raises `StoreError`."""
+    with contextlib.suppress(NoSuchObjectError, DamagedFileError):
+        return get_sealed(store, _key(number))
+    return {}
 
 
 def _key(number: int) -> str:

@@ -48,7 +48,10 @@ def newest_lines(path: Path, most_bytes: int) -> list[bytes]:
 
 def checked(line: bytes) -> bytes | None:
     """A line's text without its checksum, not taken apart; None where it is damaged."""
-    whole = line.rstrip(b"\n")
+    line = line.rstrip(b"\n")
+    whole = line[: line.rfind(b"}") + 1]
+    if len(line) > len(whole) + 1:  # one byte is an end of the line that was damaged
+        return None
     found = _TAIL.fullmatch(whole[-_TAIL_BYTES:])  # a line may be long: only its end is looked at
     text = whole[:-_TAIL_BYTES] + b"}"
     return text if found and zlib.crc32(text) == int(found[1], 16) else None

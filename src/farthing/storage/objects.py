@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeVar
 
 from farthing.addresses import is_remote, without_secrets
 from farthing.errors import InputError
-from farthing.storage.files import DamagedFileError, Json, fsync_path, make_private, parse_json
+from farthing.storage.files import DamagedFileError, Json, fsync_path, make_private, unseal
 
 TRY_S = 30.0
 MOST_SMALL_BYTES = 16 << 20  # of what is read whole: leases and commits
@@ -351,10 +351,14 @@ class Retrying:
                     raise
 
 
-def get_json(store: Store, key: str) -> Json:
-    """Empty where there is no object, or none that is understood. Raises `StoreError`."""
-    with contextlib.suppress(NoSuchObjectError, DamagedFileError, ValueError):
-        value = parse_json(store.get(key))
-        if isinstance(value, dict):
-            return value
-    return {}
+def get_sealed(store: Store, key: str, name: str = "") -> Json:
+    """What `seal` wrote, called `name`. Raises `DamagedFileError`, `StoreError`."""
+    return twice_if_damaged(lambda: unseal(store.get(key).decode("utf-8", "replace"), name or key))
+
+
+def twice_if_damaged(read: Callable[[], Result]) -> Result:
+    """The first time it may have been the transfer. Raises `DamagedFileError`."""
+    try:
+        return read()
+    except DamagedFileError:
+        return read()
