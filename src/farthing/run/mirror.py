@@ -30,7 +30,7 @@ from farthing.errors import (
     RunTakenError,
     StoreUnavailableError,
 )
-from farthing.run.accounts import Account, accounts_of, read_ledger
+from farthing.run.accounts import Account, read_ledger
 from farthing.run.commits import (
     LOG_PARTS,
     SCHEMA,
@@ -321,7 +321,7 @@ class Mirror:
             self._warn(self._said.pop(0))
         if self._bills:
             rows, self._bills = self._bills, []
-            self.on_bills(accounts_of(rows))
+            self.on_bills(with_words({}, rows))
 
     def _set_aside(self, step: int, names: list[str], carried: Sequence[StoredFile] = ()) -> None:
         """Link files, copy the small ones, and let the parcel be sent in place of one that waits.
