@@ -312,7 +312,7 @@ def test_the_first_mistake_is_the_one_that_is_told(tmp_path, tokenizers):
 
         def blocks(self, reading=None):
             rows = [Row(n + 1, {"text": "long " * (50 if n == 3 else 1)}) for n in range(6)]
-            yield RowBlock(np.ones(6, np.int64), lambda picked: [rows[n] for n in picked])
+            yield RowBlock(np.ones(6, np.int64), lambda picked: [rows[n] for n in picked], 1.0)
             raise DataError("the disk fails")
 
     source = CutShort("a set", "0", "jsonl")

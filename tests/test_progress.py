@@ -12,7 +12,6 @@ import pytest
 
 from data_files import opened, write_as
 from farthing.data import arrow, blocks
-from farthing.data.rows import Reading
 from farthing.events import ReadingData, Tokenizing
 from farthing.report.safe import SafeConsole
 from farthing.report.terminal import Terminal
@@ -73,11 +72,10 @@ def test_every_reader_knows_how_far_it_is(kind, tmp_path, monkeypatch):
     source = opened(path, tmp_path)
     monkeypatch.setattr(blocks, "BLOCK_ROWS", 100)
     monkeypatch.setattr(arrow, "BATCH_ROWS", 100)
-    reading = Reading()
-    shares = [(reading.share(), block)[0] for block in source.blocks(reading)]
+    shares = [block.share for block in source.blocks()]
     assert 0 <= shares[0] < 0.5
     assert shares == sorted(shares)
-    assert reading.share() == pytest.approx(1.0, abs=0.1)
+    assert shares[-1] == 1.0
 
 
 def test_a_run_tells_of_reading_and_of_tokenizing(tmp_path):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.rows import MAX_ROW_BYTES, BadRow, Reading, Row, RowBlock, too_large
+from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row, RowBlock, too_large
 from farthing.errors import DataError
 from farthing.units import say_bytes
 
@@ -64,7 +64,7 @@ def refuse_parquet_bomb(path: Path, name: str) -> None:
             )
 
 
-def parquet_blocks(path: Path, name: str, reading: Reading) -> Iterator[RowBlock]:
+def parquet_blocks(path: Path, name: str, most_bytes: int | None) -> Iterator[RowBlock]:
     """The rows of a Parquet file, counted from 1. Raises `DataError`."""
     import pyarrow
 
@@ -79,40 +79,36 @@ def parquet_blocks(path: Path, name: str, reading: Reading) -> Iterator[RowBlock
     n_together = int(min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, row_bytes))))
     starts = np.cumsum([0, *(group.num_rows for group in groups)]).tolist()
     done = 0
-    reading.share = lambda: done / max(1, metadata.num_rows)
-    for number in _spread(sizes, reading):
+    for number in _spread(sizes, most_bytes):
         index = starts[number]
         try:
             for batch in file.iter_batches(batch_size=n_together, row_groups=[number]):
                 done += len(batch)
-                yield _block(batch, index)
+                yield _block(batch, index, done / metadata.num_rows)
                 index += len(batch)
         except (pyarrow.ArrowException, OSError, RecursionError) as error:
             raise _unreadable(error, f"{name}:{index + 1}") from error
 
 
-def _spread(sizes: list[int], reading: Reading) -> list[int]:
+def _spread(sizes: list[int], most_bytes: int | None) -> list[int]:
     """Row groups of about as many bytes as are to be read, from all over the file; else all."""
-    share = 1.0 if reading.most_bytes is None else reading.most_bytes / max(1, sum(sizes))
+    share = 1.0 if most_bytes is None else most_bytes / max(1, sum(sizes))
     n = min(len(sizes), max(1, int(share * len(sizes))))
-    reading.is_whole = n == len(sizes)
     return np.linspace(0, len(sizes) - 1, n).round().astype(int).tolist() if sizes else []
 
 
-def arrow_blocks(paths: Sequence[Path], reading: Reading) -> Iterator[RowBlock]:
+def arrow_blocks(paths: Sequence[Path]) -> Iterator[RowBlock]:
     """The rows of Arrow streams as `datasets` keeps them: pictures and sound stay bytes."""
     import pyarrow
 
-    n_bytes, done, index = sum(path.stat().st_size for path in paths), 0, 0
-    reading.share = lambda: done / max(1, n_bytes)
-    for path in paths:
+    index = 0
+    for n_files, path in enumerate(paths):
         with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
-            for batch in stream:
-                for start in range(0, len(batch), BATCH_ROWS):
-                    some = batch.slice(start, BATCH_ROWS)
-                    yield _block(some, index)
-                    index += len(some)
-        done += path.stat().st_size
+            table, before = stream.read_all(), index  # mapped: nothing is copied
+            for batch in table.to_batches(max_chunksize=BATCH_ROWS):
+                index += len(batch)
+                done = n_files + (index - before) / len(table)
+                yield _block(batch, index - len(batch), done / len(paths))
 
 
 def class_names(path: Path, kind: str, column: str) -> list[str]:
@@ -144,7 +140,7 @@ def write_arrow(dataset: Any, path: Path) -> None:
             stream.write_table(table)
 
 
-def _block(table: Any, n_before: int) -> RowBlock:
+def _block(table: Any, n_before: int, share: float) -> RowBlock:
     import pyarrow
 
     sizes, decode = bytes_of_rows(table), _decoder(pyarrow.struct(list(table.schema)))
@@ -162,7 +158,7 @@ def _block(table: Any, n_before: int) -> RowBlock:
                 few.append(index)
         yield from _values(table, few, n_before, decode)
 
-    return RowBlock(sizes, read)
+    return RowBlock(sizes, read, share)
 
 
 def _decoder(kind: Any) -> Callable[[Any], Any] | None:

@@ -24,7 +24,6 @@ from farthing.data.rows import (
     MAX_ROW_BYTES,
     BadRow,
     Layout,
-    Reading,
     Row,
     RowBlock,
     RowValue,
@@ -59,8 +58,10 @@ def _opened(path: Path) -> IO[bytes]:
 class Lines:
     """The lines of a file, and how far it has been read."""
 
-    def __init__(self, path: Path, name: str, layout: Layout, reading: Reading) -> None:
-        self.name, self.n, self._reading = name, 0, reading
+    def __init__(
+        self, path: Path, name: str, layout: Layout, most_bytes: int | None = None
+    ) -> None:
+        self.name, self.n, self.n_read = name, 0, 0
         self._encoding = layout.encoding or encoding_of(path)
         self._bytes = _opened(path)
         is_utf8 = codecs.lookup(self._encoding).name == "utf-8"
@@ -68,21 +69,18 @@ class Lines:
         self._file: Any = (
             self._bytes if is_utf8 else io.TextIOWrapper(self._bytes, self._encoding, newline="\n")
         )
-        n_bytes, most = max(1, path.stat().st_size), reading.most_bytes
-        self._most, self._n_seen = most if most and not is_plain else None, 0
+        self._n_bytes, self._most = path.stat().st_size, most_bytes
         self._spans: list[tuple[int, int | None]] = [(0, None)]
-        if is_plain and most and n_bytes > most:
-            starts = [n_bytes * i // _N_SPANS for i in range(_N_SPANS)]
-            self._spans = [(start, start + most // _N_SPANS) for start in starts]
-            reading.is_whole = False
-        packed = getattr(self._bytes, "fileobj", self._bytes)
+        if is_plain and most_bytes and self._n_bytes > most_bytes:
+            starts = [self._n_bytes * i // _N_SPANS for i in range(_N_SPANS)]
+            self._spans = [(start, start + most_bytes // _N_SPANS) for start in starts]
+            self._most = None
+        self._packed = getattr(self._bytes, "fileobj", self._bytes)
 
-        def share() -> float:
-            is_part = len(self._spans) > 1
-            done = self._n_seen if is_part else n_bytes if packed.closed else packed.tell()
-            return min(1.0, done / n_bytes)
-
-        reading.share = share
+    def share(self) -> float:
+        """Of the file, that has been read."""
+        done = self.n_read if len(self._spans) > 1 else self._packed.tell()
+        return min(1.0, done / max(1, self._n_bytes))
 
     def __enter__(self) -> Lines:
         return self
@@ -117,12 +115,12 @@ class Lines:
                     n_bytes += self._skip_line()
                 elif self.n == 1:
                     raw = raw.removeprefix(b"\xef\xbb\xbf")
-                self._n_seen += n_bytes
+                self.n_read += n_bytes
                 yield Raw(self.n, n_bytes, raw)
                 if stop is not None and self._bytes.tell() >= stop:
                     break
-                if self._most is not None and self._n_seen > self._most:
-                    self._reading.is_whole = False
+                if self._most and self.n_read > self._most:
+                    self._n_bytes += 1  # what was unpacked ahead is no whole file
                     return
 
     def _skip_line(self) -> int:
@@ -135,7 +133,9 @@ class Lines:
         return n_bytes
 
 
-def _blocks(rows: Iterable[Raw], parse: Callable[[Any], RowValue | str]) -> Iterator[RowBlock]:
+def _blocks(
+    rows: Iterable[Raw], parse: Callable[[Any], RowValue | str], share: Callable[[], float]
+) -> Iterator[RowBlock]:
     """Rows in blocks of as many and as large as a block may be. `parse` makes a row of a content
     when it is asked for, or says why there is none."""
     pending: list[Raw] = []
@@ -144,20 +144,20 @@ def _blocks(rows: Iterable[Raw], parse: Callable[[Any], RowValue | str]) -> Iter
         pending.append(row)
         n_bytes += row.n_bytes
         if len(pending) == BLOCK_ROWS or n_bytes > BLOCK_BYTES:
-            yield _block(pending, parse)
+            yield _block(pending, parse, share())
             pending, n_bytes = [], 0
     if pending:
-        yield _block(pending, parse)
+        yield _block(pending, parse, share())
 
 
-def _block(rows: list[Raw], parse: Callable[[Any], RowValue | str]) -> RowBlock:
+def _block(rows: list[Raw], parse: Callable[[Any], RowValue | str], share: float) -> RowBlock:
     def read(picked: Sequence[int]) -> Iterator[Row | BadRow]:
         for number, n_bytes, content in (rows[index] for index in picked):
             is_large = n_bytes > MAX_ROW_BYTES + 1
             made = too_large(n_bytes) if is_large else parse(content)
             yield BadRow(number, made) if isinstance(made, str) else Row(number, made)
 
-    return RowBlock(np.fromiter((row.n_bytes for row in rows), np.int64, len(rows)), read)
+    return RowBlock(np.fromiter((row.n_bytes for row in rows), np.int64, len(rows)), read, share)
 
 
 def _as_object(value: Any) -> RowValue | str:
@@ -167,10 +167,11 @@ def _as_object(value: Any) -> RowValue | str:
 # ---- JSON ----
 
 
-def jsonl_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iterator[RowBlock]:
+def jsonl_blocks(path: Path, name: str, layout: Layout, most: int | None) -> Iterator[RowBlock]:
     """One object a line."""
-    with Lines(path, name, layout, reading) as lines:
-        yield from _blocks((line for line in lines if line.content.strip()), _json_row)
+    with Lines(path, name, layout, most) as lines:
+        rows = (line for line in lines if line.content.strip())
+        yield from _blocks(rows, _json_row, lines.share)
 
 
 def _json_row(line: bytes) -> RowValue | str:
@@ -208,18 +209,18 @@ _DECODER = json.JSONDecoder(
 )  # made once: `json.loads` would make one for each row
 
 
-def json_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iterator[RowBlock]:
+def json_blocks(path: Path, name: str, layout: Layout, _: int | None) -> Iterator[RowBlock]:
     """The objects of an array, or of the list within an object that `layout.field` names or that is
     its only one.
     """
-    with Lines(path, name, layout, reading) as file:
+    with Lines(path, name, layout) as file:
         document = _Document(file)
         if document.next_mark() == "[" and not layout.field:
             values: Iterable[Any] = document.items()
         else:
             values = _list_of(document.whole(), name, layout.field)
         rows = (Raw(n, _n_characters(value), value) for n, value in enumerate(values, 1))
-        yield from _blocks(rows, _as_object)
+        yield from _blocks(rows, _as_object, file.share)
 
 
 class _Document:
@@ -357,49 +358,34 @@ def _n_characters(value: Any) -> int:
 # ---- CSV ----
 
 
-class _Fed:
-    """The lines of a CSV file as text for `csv.reader`: which record they are of, and its bytes."""
-
-    def __init__(self, lines: Lines) -> None:
-        self._lines, self._name = iter(lines), lines.name
-        self.first_line = self.last_line = self.n_bytes = 0
-
-    def __iter__(self) -> _Fed:
-        return self
-
-    def __next__(self) -> str:
-        line = next(self._lines)
-        self.first_line = self.first_line if self.n_bytes else line.number
-        self.last_line = line.number
-        self.n_bytes += line.n_bytes
-        if self.n_bytes > MAX_ROW_BYTES + 1:
-            raise DataError(
-                too_large(self.n_bytes),
-                where=f"{self._name}:{self.first_line}",
-                to_do="take this row out, or close its quotes",
-            )
-        # bytes that are no UTF-8 become lone surrogates: the row they are in is then named
-        return str(line.content, "utf-8", "surrogateescape")
-
-
-def csv_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iterator[RowBlock]:
+def csv_blocks(path: Path, name: str, layout: Layout, most: int | None) -> Iterator[RowBlock]:
     """Records under a header line, quoted as RFC 4180 has it."""
     csv.field_size_limit(MAX_ROW_BYTES)
     delimiter = layout.separator or delimiter_of(path, layout)
-    with Lines(path, name, layout, reading) as lines:
-        records = _records(_Fed(lines), delimiter)
+    with Lines(path, name, layout, most) as lines:
+        records = _records(lines, delimiter)
         header = _header(next(records, None), name)
-        yield from _blocks(records, functools.partial(_csv_row, header))
+        yield from _blocks(records, functools.partial(_csv_row, header), lines.share)
 
 
-def _records(fed: _Fed, delimiter: str) -> Iterator[Raw]:
+def _records(lines: Lines, delimiter: str) -> Iterator[Raw]:
     """The records of a file: fields, or why there are none. Blank lines are passed over. Of a
     record that is none each line counts: a quote that is not closed swallows other rows.
     """
+    first = n_before = 0
+
+    def texts() -> Iterator[str]:
+        for line in lines:
+            if (n_bytes := lines.n_read - n_before) > MAX_ROW_BYTES + 1:
+                to_do = "take this row out, or close its quotes"
+                raise DataError(too_large(n_bytes), where=f"{lines.name}:{first}", to_do=to_do)
+            # bytes that are no UTF-8 become lone surrogates: the row they are in is then named
+            yield str(line.content, "utf-8", "surrogateescape")
+
     # strict: a quote that is never closed is an error, not a field with the rest of the file
-    reader, n_fields = csv.reader(fed, delimiter=delimiter, strict=True), 0
+    reader, n_fields = csv.reader(texts(), delimiter=delimiter, strict=True), 0
     while True:
-        fed.n_bytes = 0
+        first, n_before = lines.n + 1, lines.n_read
         try:
             content: list[str] | str = next(reader)
         except StopIteration:
@@ -408,10 +394,11 @@ def _records(fed: _Fed, delimiter: str) -> Iterator[Raw]:
             content = f"invalid CSV: {error}"
         if not content:
             continue
-        n_fields, first = n_fields or len(content), fed.first_line
+        n_fields = n_fields or len(content)
         is_whole = isinstance(content, list) and len(content) == n_fields
-        lines = range(first, 1 + (first if is_whole else fed.last_line))
-        yield from (Raw(number, fed.n_bytes // len(lines), content) for number in lines)
+        numbers = range(first, 1 + (first if is_whole else lines.n))
+        n_bytes = (lines.n_read - n_before) // len(numbers)
+        yield from (Raw(number, n_bytes, content) for number in numbers)
 
 
 def _header(first: Raw | None, name: str) -> list[str]:
@@ -442,7 +429,7 @@ def _csv_row(header: list[str], fields: list[str] | str) -> RowValue | str:
 # ---- plain text ----
 
 
-def text_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iterator[RowBlock]:
+def text_blocks(path: Path, name: str, layout: Layout, _: int | None) -> Iterator[RowBlock]:
     """Each text file as one row, in the order of names, or each of its lines; white space alone is
     passed over.
     """
@@ -452,7 +439,7 @@ def text_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iter
     def contents() -> Iterator[tuple[int, RowValue | str]]:
         nonlocal done
         for file in files:
-            with Lines(file, name, layout, Reading()) as lines:
+            with Lines(file, name, layout) as lines:
                 if by_line:
                     yield from ((line.n_bytes, _text(line.content)) for line in lines)
                 else:
@@ -460,9 +447,9 @@ def text_blocks(path: Path, name: str, layout: Layout, reading: Reading) -> Iter
                     yield len(whole), _text(whole, f"{file.name}: ")
             done += 1
 
-    reading.share = lambda: done / max(1, len(files))
     rows = (Raw(number, *each) for number, each in enumerate(contents(), 1))
-    yield from _blocks((row for row in rows if row.content), lambda made: made)
+    filled = (row for row in rows if row.content)
+    yield from _blocks(filled, lambda made: made, lambda: done / len(files))
 
 
 def _text(content: bytes, of_file: str = "") -> RowValue | str:
@@ -491,7 +478,7 @@ def is_text(path: Path) -> bool:
 def _first_lines(path: Path, layout: Layout, n: int) -> list[bytes]:
     """At most `n` lines; fewer where the file can't be read, which its reader says."""
     try:
-        with Lines(path, path.name, layout, Reading()) as lines:
+        with Lines(path, path.name, layout) as lines:
             return [line.content for line in itertools.islice(lines, n)]
     except (OSError, EOFError, zlib.error, DataError):
         return []

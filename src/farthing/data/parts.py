@@ -23,7 +23,7 @@ from farthing.data.encode import Encoded, Encoder, sums_of
 from farthing.data.formats import Understood, hash_of_input
 from farthing.data.read import Source
 from farthing.data.reader import SourceReader
-from farthing.data.rows import BadRow, Example, Reading, Row, RowBlock
+from farthing.data.rows import BadRow, Example, Row, RowBlock
 from farthing.data.token_set import LINE_BITS, TokenRecipe
 from farthing.data.units import n_shared
 from farthing.errors import DataError
@@ -109,14 +109,13 @@ class PartPlace(NamedTuple):
 def places(sources: Sequence[Source]) -> Iterator[PartPlace]:
     """The places of all parts, in order. Raises `DataError`."""
     for number, source in enumerate(sources):
-        reading = Reading()
         pending: list[RowBlock] = []
         failed: DataError | None = None
         try:
-            for block in source.blocks(reading):
+            for block in source.blocks():
                 pending.append(block)
                 if len(pending) == PART_BLOCKS:
-                    yield PartPlace(number, map(RowBlock.rows, pending), reading.share())
+                    yield PartPlace(number, map(RowBlock.rows, pending), block.share)
                     pending = []
         except DataError as error:  # behind the rows that were read
             failed = error

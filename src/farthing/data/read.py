@@ -34,7 +34,6 @@ from farthing.data.rows import (
     BadRow,
     Layout,
     Own,
-    Reading,
     Row,
     RowBlock,
     too_large,
@@ -100,11 +99,13 @@ class Source:
         for block in self.blocks():
             yield from block.rows()
 
-    def blocks(self, reading: Reading | None = None) -> Iterator[RowBlock]:
-        """The rows unparsed, in order; `reading` is told how far it has got. Raises `DataError`."""
+    def blocks(self, most_bytes: int | None = None) -> Iterator[RowBlock]:
+        """The rows unparsed, in order. Of a source that is larger than `most_bytes` readers leave
+        out parts, evenly where they can. Raises `DataError`.
+        """
         n = 0
         try:
-            for block in self._read(reading or Reading()):
+            for block in self._read(most_bytes):
                 n += len(block.sizes)
                 yield block
         except (OSError, EOFError, zlib.error, MemoryError) as error:
@@ -116,13 +117,13 @@ class Source:
                 to_do = "write it as .jsonl, one example a line, or use a larger machine"
             raise DataError(what, where=f"{self.name}:{n + 1}", to_do=to_do) from error
 
-    def _read(self, reading: Reading) -> Iterator[RowBlock]:
+    def _read(self, most_bytes: int | None) -> Iterator[RowBlock]:
         if self.kind == "arrow":
-            return arrow_blocks(self.paths, reading)
+            return arrow_blocks(self.paths)
         (path,) = self.paths
         if self.kind == "parquet":
-            return parquet_blocks(path, self.name, reading)
-        return READERS[self.kind](path, self.name, self.layout, reading)
+            return parquet_blocks(path, self.name, most_bytes)
+        return READERS[self.kind](path, self.name, self.layout, most_bytes)
 
 
 def open_sources(

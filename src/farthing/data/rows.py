@@ -1,5 +1,5 @@
 """What readers are asked and give: what a job says of a source, rows with their place, examples as
-text, progress.
+text.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class RowBlock(NamedTuple):
     """Bytes of each row, about [n]."""
     read: Callable[[Sequence[int]], Iterable[Row | BadRow]]
     """Parse the rows at these places, in this order."""
+    share: float
+    """Of the source, that has been read where the block ends; 1 at the end of a whole one."""
 
     def rows(self) -> Iterable[Row | BadRow]:
         """All of them."""
@@ -114,19 +116,6 @@ class Own(NamedTuple):
     split: str | None = None
     name: str | None = None
     """Configuration of a Hub data set."""
-
-
-class Reading:
-    """How far a source has been read, from 0 to 1; readers say how to tell.
-
-    With `most_bytes` readers leave out parts of a larger source, evenly where they can. Then 1 is
-    the share that was read of all.
-    """
-
-    def __init__(self, most_bytes: int | None = None) -> None:
-        self.most_bytes = most_bytes
-        self.share: Callable[[], float] = lambda: 0.0
-        self.is_whole = True
 
 
 def too_large(n_bytes: int) -> str:

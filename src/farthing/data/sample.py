@@ -18,7 +18,7 @@ from farthing.data.encode import PlainTokenizer
 from farthing.data.lengths import Lengths, from_arrays
 from farthing.data.parts import PartPlace, Tally, TokenPart
 from farthing.data.read import Source
-from farthing.data.rows import BadRow, Reading, Row, RowBlock
+from farthing.data.rows import BadRow, Row, RowBlock
 from farthing.data.token_set import LINE_BITS, TokenRecipe
 from farthing.data.tokens import KnownFacts
 from farthing.data.units import worth_sharing
@@ -53,7 +53,7 @@ def sample_lengths(
     maker = known.maker(tokenizer)
     lengths, of_sources = [], list[float]()
     n_rows, n_tokenized = 0.0, 0
-    for number, (blocks, sizes, share, _) in enumerate(seen):
+    for number, (blocks, sizes, share) in enumerate(seen):
         picked, stratum = _strata(sizes, max(1, round(n_wanted * len(sizes) / n_seen)))
         rows = _rows_at(blocks, picked)
         part = maker.make(PartPlace(number, [rows], 1.0))
@@ -75,7 +75,7 @@ def sample_lengths(
     limits = recipe.max_length * task.n_sequences, recipe.max_target_length
     tokens, targets = np.clip(np.round(found), 1, limits).astype(np.int64).T
     n_labelled = float((targets if task.is_pair else found[:, 1]).sum())
-    about = "" if all(each.is_whole for each in seen) else "about "
+    about = "" if all(each.share == 1.0 for each in seen) else "about "
     words = f"{n_tokenized:,} of {about}{round(n_rows):,} rows"
     sampled = from_arrays(
         tokens,
@@ -138,15 +138,12 @@ class _Seen(NamedTuple):
     blocks: list[RowBlock]
     sizes: NDArray[np.int64]
     share: float
-    is_whole: bool
 
 
 def _seen(source: Source) -> _Seen:
-    reading = Reading(_MOST_READ_BYTES)
-    blocks = list(source.blocks(reading))
-    share = 1.0 if reading.is_whole else reading.share()
+    blocks = list(source.blocks(_MOST_READ_BYTES))
     sizes = np.concatenate([np.zeros(0, np.int64), *(block.sizes for block in blocks)])
-    return _Seen(blocks, sizes, share, reading.is_whole)
+    return _Seen(blocks, sizes, blocks[-1].share if blocks else 1.0)
 
 
 def _rows_at(blocks: list[RowBlock], picked: NDArray[np.int64]) -> list[Row | BadRow]:

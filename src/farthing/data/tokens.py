@@ -35,7 +35,6 @@ from farthing.data.parts import (
 )
 from farthing.data.read import Source, say_names
 from farthing.data.reader import understood_reader
-from farthing.data.rows import Reading
 from farthing.data.token_set import (
     CACHE_VERSION,
     TokenRecipe,
@@ -259,15 +258,14 @@ def try_out(
     known, is_whole = KnownFacts(sources, recipe), True
     maker = known.maker(_plain(tokenizer, recipe))
     for number, source in enumerate(sources):
-        reading = Reading(most_bytes)
-        n_bytes = 0
-        for block in source.blocks(reading):
+        n_bytes, share = 0, 1.0
+        for block in source.blocks(most_bytes):
             if n_bytes > most_bytes:
                 is_whole = False
                 break
-            n_bytes += int(block.sizes.sum())
+            n_bytes, share = n_bytes + int(block.sizes.sum()), block.share
             known.add(maker.make(PartPlace(number, [block.rows()], 1.0)))
-        is_whole &= reading.is_whole
+        is_whole &= share == 1.0
     facts = known.facts(tokenizer)
     if known.of_labels is not None and is_whole:
         refuse_one_class(known.labels, [source.name for source in sources])
