@@ -19,11 +19,6 @@ from farthing.data.batches import rows_of
 from farthing.data.token_set import TokenSet
 from farthing.objectives.registry import objective_of
 
-LEAST_SHARE = 0.97
-"""Of the computed tokens are useful, where they are padded and more micro-batches cost less than
-padding.
-"""
-
 
 class MicroBatchCost(NamedTuple):
     """What a micro-batch takes on a device, in computed tokens; `planner.speed.micro_batch_cost`
@@ -97,7 +92,6 @@ def split_padded(
     micro_batch_tokens: int,
     *,
     target_lengths: NDArray[np.int64] | None = None,
-    least_share: float = LEAST_SHARE,
     cost: MicroBatchCost = ON_CPU,
 ) -> list[NDArray[np.int64]]:
     """The step's examples in padded micro-batches of similar lengths, each at most
@@ -105,9 +99,8 @@ def split_padded(
 
     `lengths` [n_examples of the set] are tokens of each input and `target_lengths`, for seq2seq, of
     each target, which is padded apart. An example that is longer than the budget is a micro-batch
-    of its own. Sorted and filled to the budget; then the micro-batch whose best split saves most is
-    split, by input or by target, until `least_share` of all computed tokens is useful, or a split
-    would save nothing, by what micro-batches `cost`. The largest micro-batch comes first.
+    of its own. Sorted and filled to the budget; then each is split in two, by input or by target,
+    for as long as that saves something, by what micro-batches `cost`. The largest comes first.
     """
     sides = (
         [lengths[examples]]
@@ -115,30 +108,15 @@ def split_padded(
         else [lengths[examples], target_lengths[examples]]
     )
     sizes = np.stack(sides, axis=1)  # [n, sides]
-    useful = int(sizes.sum())
-    micro_batches = _filled(np.lexsort((-sizes[:, -1], -sizes.sum(1))), sizes, micro_batch_tokens)
-    computed = [padded_tokens(sizes[micro_batch]) for micro_batch in micro_batches]
-    splits = [
-        _best_split(micro_batch, sizes, number, cost, computed[number])
-        for number, micro_batch in enumerate(micro_batches)
-    ]
-    heapq.heapify(splits)
-    n_computed = sum(computed)
-    while splits and useful < least_share * n_computed:
-        change, number, *parts = heapq.heappop(splits)
-        if change >= 0:
-            break
-        both = [padded_tokens(sizes[part]) for part in parts]
-        n_computed += sum(both) - computed[number]
-        micro_batches[number], computed[number] = parts[0], both[0]
-        micro_batches.append(parts[1])
-        computed.append(both[1])
-        for at in (number, len(micro_batches) - 1):
-            heapq.heappush(splits, _best_split(micro_batches[at], sizes, at, cost, computed[at]))
-    order = sorted(
-        range(len(micro_batches)), key=lambda at: (-computed[at], int(micro_batches[at][0]))
-    )
-    return [examples[micro_batches[at]] for at in order]
+    left = _filled(np.lexsort((-sizes[:, -1], -sizes.sum(1))), sizes, micro_batch_tokens)
+    found: list[NDArray[np.int64]] = []
+    while left:
+        micro_batch = left.pop()
+        parts = _best_split(micro_batch, sizes, cost)
+        left += parts
+        found += [] if parts else [micro_batch]
+    found.sort(key=lambda each: (-padded_tokens(sizes[each]), int(each[0])))
+    return [examples[each] for each in found]
 
 
 def padded_tokens(sizes: NDArray[np.int64]) -> int:
@@ -166,38 +144,27 @@ def _filled(
 
 
 def _best_split(
-    micro_batch: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    number: int,
-    cost: MicroBatchCost,
-    n_computed: int,
-) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
-    """(change in cost, `number`, one part, the other) of the split in two that costs least; 0 where
-    none saves anything.
-
-    `n_computed` are the computed tokens of the whole micro-batch.
-    """
-    best = 0, number, micro_batch, micro_batch[:0]
-    n = len(micro_batch)
-    whole = max(cost.least_tokens, n_computed + cost.more_tokens)
-    if n < 2 or whole <= cost.least_tokens + cost.more_tokens:
-        return best
-    own, counts = sizes[micro_batch], np.arange(1, n)
-    for side in range(sizes.shape[1]):
+    micro_batch: NDArray[np.int64], sizes: NDArray[np.int64], cost: MicroBatchCost
+) -> list[NDArray[np.int64]]:
+    """The parts of the split in two that costs least; none where no split saves anything."""
+    own, counts = sizes[micro_batch], np.arange(1, len(micro_batch))
+    least, parts = int(cost.of(padded_tokens(own))), list[NDArray[np.int64]]()
+    for side in range(sizes.shape[1] if len(counts) and least > 2 * cost.of(0) else 0):
         order = np.argsort(-own[:, side], kind="stable")
         ordered = own[order]
-        left = np.maximum.accumulate(ordered)[:-1].sum(1) * counts
-        right = np.maximum.accumulate(ordered[::-1])[-2::-1].sum(1) * counts[::-1]
-        both = cost.of(left) + cost.of(right)
+        before = np.maximum.accumulate(ordered)[:-1].sum(1) * counts
+        behind = np.maximum.accumulate(ordered[::-1])[-2::-1].sum(1) * counts[::-1]
+        both = cost.of(before) + cost.of(behind)
         at = int(both.argmin())
-        if int(both[at]) - whole < best[0]:
-            best = (
-                int(both[at]) - whole,
-                number,
-                micro_batch[order[: at + 1]],
-                micro_batch[order[at + 1 :]],
+        if int(both[at]) < least:
+            least, parts = (
+                int(both[at]),
+                [
+                    micro_batch[order[: at + 1]],
+                    micro_batch[order[at + 1 :]],
+                ],
             )
-    return best
+    return parts
 
 
 def collate_packed(
