@@ -16,7 +16,7 @@ def added_up(run: Run, step: int, lanes: Any = None) -> Sums:
         step,
         step + 1,
         run.feed.batches.examples_of,
-        lambda _: run.feed.table_of(examples).cells if lanes is None else lanes,
+        lambda _: run.feed.table_of(examples) if lanes is None else lanes,
         lambda piece: run.forward.collate(tokens, piece),
     )
     sums = Sums(examples, tokens.n_targets(examples))

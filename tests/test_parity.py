@@ -12,7 +12,7 @@ import torch
 from transformers import get_linear_schedule_with_warmup
 
 from farthing.config.job import Job
-from farthing.data.row_table import in_one_lane
+from farthing.data.row_table import row_table
 from farthing.events import ignore
 from farthing.model.load import ModelChoice, load_config, load_model, load_tokenizer
 from farthing.train.run import train
@@ -136,7 +136,7 @@ def test_every_way_of_cutting_the_batch_gives_the_same_gradients(family, method,
 
         def gradients(pieces):
             run.steps.step.optimizer.zero_grad(set_to_none=True)
-            sums = added_up(run, 0, in_one_lane(pieces))
+            sums = added_up(run, 0, row_table([pieces]))
             named = run.model.named_parameters()
             grads = {name: p.grad.clone() for name, p in named if p.grad is not None}
             return float(torch.stack(sums.losses).sum()), grads

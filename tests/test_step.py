@@ -5,6 +5,7 @@ a thread fails.
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from farthing.data.loader import Feed, MicroBatch, micro_batches
-from farthing.data.row_table import in_one_lane
+from farthing.data.loader import MicroBatch, Prefetcher, micro_batches
+from farthing.data.row_table import row_table
 from farthing.errors import NotFiniteError
 from farthing.events import Decided, StepSkipped, StepTaken
 from farthing.model.forward import Forward
@@ -56,7 +57,7 @@ def items(n: int) -> Iterator[MicroBatch]:
         0,
         n,
         lambda step: np.arange(4) + 4 * step,
-        lambda examples: in_one_lane([examples[:3], examples[3:]]),
+        lambda examples: row_table([[examples[:3], examples[3:]]]),
         lambda examples: {"input_ids": examples},
     )
 
@@ -69,12 +70,12 @@ def test_a_feed_runs_ahead_but_not_away():
             made.append(micro_batch.step)
             yield micro_batch
 
-    feed = Feed(noting(), ahead=2)
+    feed = Prefetcher(noting(), ahead=2)
     until(lambda: len(made) == 3)
     time.sleep(0.2)
     assert len(made) == 3  # two wait, one is in the thread's hand
     feed.close()
-    assert not feed.thread.is_alive()
+    assert not any(each.name.startswith("farthing-feed") for each in threading.enumerate())
 
 
 def test_an_error_of_collating_ends_the_run_and_switches_all_on_again(tmp_path, monkeypatch):

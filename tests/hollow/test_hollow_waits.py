@@ -59,7 +59,7 @@ def steps_of(
         before, earlier = counted(), launched(folder)
         for step in range(2, 2 + N_STEPS):
             take_step(run)
-            n += len(run.feed.table(step).cells)
+            n += len(run.feed.table(step))
         after, now = counted(), launched(folder)
         run.log.settle()
     now.subtract(earlier)

@@ -6,11 +6,11 @@ nothing to save: a new feed may begin at any step.
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,61 +56,27 @@ def micro_batches(
             yield MicroBatch(step, examples[:0], {}, True)
 
 
-Item = TypeVar("Item")
+class Prefetcher:
+    """Micro-batches that a thread makes ready; its error is raised where the next one is taken."""
 
+    def __init__(self, items: Iterator[MicroBatch], ahead: int = AHEAD) -> None:
+        self._items, self._pool = items, ThreadPoolExecutor(1, "farthing-feed")
+        self._ready = deque(self._ask() for _ in range(ahead + 1))
 
-class Ahead(Generic[Item]):
-    """An iterator that a thread runs ahead of. An error in it is raised where the next item is
-    taken.
-    """
+    def _ask(self) -> Future[MicroBatch | None]:
+        return self._pool.submit(next, self._items, None)
 
-    def __init__(self, items: Iterator[Item], ahead: int = AHEAD) -> None:
-        self._queue: queue.Queue[Item | BaseException | None] = queue.Queue(ahead)
-        self._is_closed = threading.Event()
-        self.thread = threading.Thread(
-            target=self._run, args=(items,), name="farthing-feed", daemon=True
-        )
-        self.thread.start()
-
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         return self
 
-    def __next__(self) -> Item:
-        """The next item, waited for. Raises `StopIteration` after the last."""
-        item = self._queue.get()
-        if item is None:
+    def __next__(self) -> MicroBatch:
+        """The next one, waited for. Raises `StopIteration` after the last."""
+        found = self._ready.popleft().result()
+        if found is None:
             raise StopIteration
-        if isinstance(item, BaseException):
-            raise item
-        return item
+        self._ready.append(self._ask())
+        return found
 
     def close(self) -> None:
         """Stop the thread; what was ready is dropped."""
-        self._is_closed.set()
-        while self.thread.is_alive():
-            try:
-                self._queue.get(timeout=0.05)
-            except queue.Empty:
-                continue
-
-    def _run(self, items: Iterator[Item]) -> None:
-        try:
-            for item in items:
-                if not self._put(item):
-                    return
-            self._put(None)
-        except BaseException as error:
-            self._put(error)
-
-    def _put(self, item: Item | BaseException | None) -> bool:
-        while not self._is_closed.is_set():
-            try:
-                self._queue.put(item, timeout=0.05)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-
-Feed = Ahead[MicroBatch]
-"""Micro-batches that a thread makes ready."""
+        self._pool.shutdown(cancel_futures=True)

@@ -7,7 +7,7 @@ What a step is made of does not change: every example stands in exactly one cell
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,20 +37,20 @@ class Cell:
     examples: Examples
 
 
-@dataclass(frozen=True)
-class RowTable:
-    """The cells of a step; those without examples are left out."""
+def row_table(lanes: Sequence[Sequence[Examples]]) -> list[Cell]:
+    """The cells of a step from the micro-batches of each slot, row by row."""
+    n = len(lanes)
+    cells = [
+        Cell(row * n + slot, slot, each)
+        for slot, lane in enumerate(lanes)
+        for row, each in enumerate(lane)
+    ]
+    return sorted(cells, key=lambda cell: cell.number)
 
-    n_rows: int
-    n_slots: int
-    cells: tuple[Cell, ...]
 
-    def of_slots(self, slots: range) -> list[Cell]:
-        """The cells of some slots, slot by slot."""
-        return sorted(
-            (cell for cell in self.cells if cell.slot in slots),
-            key=lambda cell: (cell.slot, cell.number),
-        )
+def of_slots(table: Sequence[Cell], slots: range) -> list[Cell]:
+    """The cells of some slots, slot by slot."""
+    return sorted((cell for cell in table if cell.slot in slots), key=lambda cell: cell.slot)
 
 
 def rows_of(
@@ -62,7 +62,7 @@ def rows_of(
     split: Split,
     squares_at: int = 0,
     costs: Costs | None = None,
-) -> RowTable:
+) -> list[Cell]:
     """The step's examples in rows of `n_slots` micro-batches of about the same cost, dearest row
     first.
 
@@ -74,9 +74,11 @@ def rows_of(
     """
     micro_batches = split(examples, micro_batch_tokens)
     if n_slots == 1:
-        return RowTable(len(micro_batches), 1, in_one_lane(micro_batches))
+        return row_table([micro_batches])
     if costs is not None:
-        return _lane_by_lane(examples, lengths, micro_batch_tokens, n_slots, split, costs)
+        return row_table(
+            _lane_by_lane(examples, lengths, micro_batch_tokens, n_slots, split, costs)
+        )
 
     def cost(some: Examples) -> NDArray[np.int64]:
         tokens = lengths[some].astype(np.int64)
@@ -86,16 +88,11 @@ def rows_of(
     micro_batches = _split_dearest(
         _even(examples, lengths, micro_batch_tokens, n_wanted, split), n_slots, cost
     )
-    cells = []
+    lanes: list[list[Examples]] = [[] for _ in range(n_slots)]
     for place, micro_batch in enumerate(_dearest_first(micro_batches, cost)):
         row, slot = divmod(place, n_slots)
-        slot = n_slots - 1 - slot if row % 2 else slot
-        cells.append(Cell(row * n_slots + slot, slot, micro_batch))
-    return RowTable(
-        -(-len(micro_batches) // n_slots),
-        n_slots,
-        tuple(sorted(cells, key=lambda cell: cell.number)),
-    )
+        lanes[n_slots - 1 - slot if row % 2 else slot].append(micro_batch)
+    return row_table(lanes)
 
 
 def _lane_by_lane(
@@ -105,25 +102,18 @@ def _lane_by_lane(
     n_slots: int,
     split: Split,
     costs: Costs,
-) -> RowTable:
+) -> list[list[Examples]]:
     """The examples dealt to slots, each of which is split into as many micro-batches as the one
     that needs most.
     """
     of_each = [(cost, at) for at, cost in enumerate(costs(examples).tolist())]
     parts = [examples[places] for places in _dealt(of_each, n_slots)]
     n_rows = max(len(split(part, micro_batch_tokens)) for part in parts if len(part))
-    cells = []
-    for slot, part in enumerate(parts):
-        if len(part):
-            micro_batches = _split_dearest(
-                _even(part, lengths, micro_batch_tokens, n_rows, split), n_rows, costs
-            )
-            ordered = _dearest_first(micro_batches, costs)
-            cells += [
-                Cell(row * n_slots + slot, slot, micro_batch)
-                for row, micro_batch in enumerate(ordered)
-            ]
-    return RowTable(n_rows, n_slots, tuple(sorted(cells, key=lambda cell: cell.number)))
+    lanes: list[list[Examples]] = []
+    for part in parts:
+        found = _even(part, lengths, micro_batch_tokens, n_rows, split) if len(part) else []
+        lanes.append(_dearest_first(_split_dearest(found, n_rows, costs), costs))
+    return lanes
 
 
 def _dealt(costs: list[tuple[int, int]], n: int) -> list[list[int]]:
@@ -159,11 +149,6 @@ def _dealt(costs: list[tuple[int, int]], n: int) -> list[list[int]]:
         parts.sort(key=lambda part: -part[0])
         heapq.heappush(sets, (parts[-1][0] - parts[0][0], place, parts))
     return [places for _, part in sets[0][2] for places in _dealt(part, n // n_parts)]
-
-
-def in_one_lane(micro_batches: list[Examples]) -> tuple[Cell, ...]:
-    """Micro-batches one after the other."""
-    return tuple(Cell(number, 0, each) for number, each in enumerate(micro_batches))
 
 
 def _dearest_first(micro_batches: list[Examples], costs: Costs) -> list[Examples]:

@@ -137,7 +137,7 @@ class Prober:
             0,
             len(self.sample),
             lambda step: self.sample[step],
-            lambda examples: feed.table_of(examples).cells,
+            feed.table_of,
             lambda examples: forward.collate(feed.tokens, examples),
         )
         ready = list(found)

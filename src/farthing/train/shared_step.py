@@ -69,7 +69,7 @@ class SharedStep:
         """Micro-batches that count for nothing, where this rank has fewer than the busiest."""
         if self.reducer is None or not self.waits_in_layers:
             return
-        smallest = self._feed.table(step).cells[-1].examples
+        smallest = self._feed.table(step)[-1].examples
         with self.reducer.aside():
             for _ in range(n):
                 for weight in [] if self._ranks.trains_rows else self._trained:
@@ -88,7 +88,7 @@ class SharedStep:
             rows = torch.cat([losses, torch.stack(sums.figures).flatten(1)], 1)
         sums.micro_batches = [each.examples for each in sums.done]
         if self.reducer is not None:
-            cells = self._feed.table(step).cells
+            cells = self._feed.table(step)
             places = {cell.number: place for place, cell in enumerate(cells)}
             of_all = torch.zeros(len(cells), width, dtype=torch.float64, device=device)
             for each, row in zip(sums.done, rows, strict=True):
@@ -106,7 +106,7 @@ class SharedStep:
         found = forward.of_step(feed.tokens, examples)
         if not forward.of.is_mismatched:
             return found
-        cells = feed.table(step).cells
+        cells = feed.table(step)
         sums = torch.zeros(len(cells), dtype=torch.float64, device=forward.numerics.device)
         n_more = feed.n_passes(step) if self._ranks.is_fsdp else 0
         with self._ranks.all_or_none():  # one that made room by itself would cut other cells

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.batches import Batches
-from farthing.data.loader import Feed, MicroBatch, micro_batches
-from farthing.data.row_table import RowTable, rows_of
+from farthing.data.loader import MicroBatch, Prefetcher, micro_batches
+from farthing.data.row_table import Cell, of_slots, rows_of
 from farthing.data.token_set import TokenSet
 from farthing.dist.ranks import Ranks
 from farthing.dist.reduce import slots_of
@@ -39,7 +39,7 @@ class StepFeed:
     def __post_init__(self) -> None:
         self.n_slots = self.settings.slots or self.ranks.n
         self.slots = slots_of(self.ranks.index, self.ranks.n, self.n_slots)
-        self._feed: Feed | None = None
+        self._feed: Prefetcher | None = None
         self._fed_step = -1
 
     def of(self, step: int) -> Iterator[MicroBatch]:
@@ -50,10 +50,10 @@ class StepFeed:
                 step,
                 self.schedule.n_steps,
                 self.batches.examples_of,
-                lambda examples: self.table_of(examples).of_slots(self.slots),
+                lambda examples: of_slots(self.table_of(examples), self.slots),
                 lambda examples: self.forward.collate(self.tokens, examples),
             )
-            self._feed = Feed(ahead)
+            self._feed = Prefetcher(ahead)
         is_last = False
         while not is_last:
             with self.meter.span("data_wait"):
@@ -83,11 +83,11 @@ class StepFeed:
             has_several = has_several or len(of_step) > 1
         return max(cells, key=lambda cell: self.forward.n_tokens_of(self.tokens, cell)), has_several
 
-    def table(self, step: int) -> RowTable:
+    def table(self, step: int) -> list[Cell]:
         """All micro-batches of a step, whichever rank computes them."""
         return self.table_of(self.batches.examples_of(step))
 
-    def table_of(self, examples: NDArray[np.int64]) -> RowTable:
+    def table_of(self, examples: NDArray[np.int64]) -> list[Cell]:
         forward, tokens = self.forward, self.tokens
         return rows_of(
             examples,
@@ -102,11 +102,11 @@ class StepFeed:
     def n_passes(self, step: int) -> int:
         """Micro-batches of the busiest rank."""
         table, n = self.table(step), self.ranks.n
-        return max(len(table.of_slots(slots_of(rank, n, self.n_slots))) for rank in range(n))
+        return max(len(of_slots(table, slots_of(rank, n, self.n_slots))) for rank in range(n))
 
     def largest(self, step: int) -> NDArray[np.int64]:
         """The examples of the step's largest micro-batch."""
-        cells = self.table(step).cells
+        cells = self.table(step)
         if self.n_slots == 1 and not self.ranks.is_fsdp:
             return cells[0].examples  # comes first
         lengths = self.forward.lengths_of(self.tokens)
