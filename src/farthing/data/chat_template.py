@@ -128,49 +128,29 @@ def _bounded_function(name: str, of: Callable[..., Any]) -> Callable[..., Any]:
     return bounded
 
 
-def _whole(value: nodes.Expr) -> nodes.Expr:
-    return nodes.Filter(value, "_read", [nodes.Const(True)], [], None, None)
+def _filtered(value: nodes.Expr, name: str, *args: object) -> nodes.Filter:
+    return nodes.Filter(value, name, list(map(nodes.Const, args)), [], None, None)
 
 
 class _Counted(NodeTransformer):
-    """Has loops, comparisons, slices and `~` spend what they read."""
+    """Has loops, comparisons, slices, keys and `~` spend what they read."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        """`for x in xs` as `for x in xs | _turns(n)`."""
-        self.generic_visit(node)
-        n_written = sum(len(each.data) for each in node.find_all(nodes.TemplateData))
-        node.iter = nodes.Filter(node.iter, "_turns", [nodes.Const(n_written)], [], None, None)
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """`a ~ b` as `[a, b] | join`."""
-        self.generic_visit(node)
-        return nodes.Filter(nodes.List(node.nodes), "join", [], [], None, None)
-
-    def visit_Operand(self, node: nodes.Operand) -> nodes.Node:
-        """What something is compared with."""
-        self.generic_visit(node)
-        node.expr = _whole(node.expr)
-        return node
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        """What is looked for in a dictionary: its hash goes through all of it."""
-        self.generic_visit(node)
-        if any(each.op in ("in", "notin") for each in node.ops):
-            node.expr = _whole(node.expr)
-        return node
-
-    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
-        """The key of a dictionary, for its hash."""
-        self.generic_visit(node)
-        node.key = _whole(node.key)
-        return node
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        """`xs[1:]`."""
-        self.generic_visit(node)
-        if isinstance(node.arg, nodes.Slice):
-            node.node = nodes.Filter(node.node, "_read", [nodes.Const(False)], [], None, None)
+    def generic_visit(self, node: nodes.Node) -> nodes.Node:
+        super().generic_visit(node)
+        match node:
+            case nodes.For():  # each turn writes what the template has in it
+                n_written = sum(len(each.data) for each in node.find_all(nodes.TemplateData))
+                node.iter = _filtered(node.iter, "_turns", n_written)
+            case nodes.Concat():
+                return _filtered(nodes.List(node.nodes), "join")
+            case nodes.Operand():  # what something is compared with
+                node.expr = _filtered(node.expr, "_read", True)
+            case nodes.Compare() if any(each.op in ("in", "notin") for each in node.ops):
+                node.expr = _filtered(node.expr, "_read", True)  # for its hash
+            case nodes.Pair():
+                node.key = _filtered(node.key, "_read", True)
+            case nodes.Getitem(arg=nodes.Slice()):
+                node.node = _filtered(node.node, "_read", False)
         return node
 
 

@@ -191,29 +191,6 @@ class Lengths:
         own = cost._replace(least_tokens=least)
         return _padded(self, most, batch, own)
 
-    def largest(
-        self,
-        micro_batch_tokens: int,
-        global_batch: int,
-        *,
-        is_packed: bool,
-        cost: MicroBatchCost = ON_CPU,
-    ) -> Largest:
-        """The largest micro-batch of such steps."""
-        if not is_packed:
-            return self.cut(micro_batch_tokens, global_batch, is_packed=False, cost=cost).largest
-        batch = self._batch(global_batch)
-        top = self._top(micro_batch_tokens, batch)
-        of_targets = 0
-        if self.targets is not None:
-            of_targets = round(top * self.mean_target / (self.mean + self.mean_target))
-        of_inputs = top - of_targets
-        of_step, pairs = _largest_step(self, batch)
-        if of_inputs < of_step:  # the longest example and mean ones
-            beside = max(0, of_inputs - self.longest) * self.mean_of_squares
-            pairs = round(min(pairs, self.longest**2 + beside / max(1.0, self.mean)))
-        return Largest(1, of_inputs, of_targets, pairs)
-
     def largest_step(self, global_batch: int) -> int:
         """The most tokens of a step, sources and targets together, among as many as are drawn from
         a fixed seed.
@@ -241,7 +218,14 @@ def _largest_step(of: Lengths, batch: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def _packed(of: Lengths, micro_batch_tokens: int, batch: int) -> Cut:
-    largest = of.largest(micro_batch_tokens, batch, is_packed=True)
+    top, of_targets = of._top(micro_batch_tokens, batch), 0
+    if of.targets is not None:
+        of_targets = round(top * of.mean_target / (of.mean + of.mean_target))
+    of_inputs = top - of_targets
+    of_step, pairs = _largest_step(of, batch)
+    if of_inputs < of_step:  # the longest example and mean ones
+        beside = max(0, of_inputs - of.longest) * of.mean_of_squares
+        pairs = round(min(pairs, of.longest**2 + beside / max(1.0, of.mean)))
     n = 1.0
     if of.largest_step(batch) > micro_batch_tokens:
         steps = _steps(of, batch, min(4 * _N_CUT, max(_N_CUT, 32 * batch)))
@@ -255,7 +239,7 @@ def _packed(of: Lengths, micro_batch_tokens: int, batch: int) -> Cut:
                 cut = split_by_tokens(steps[at], of._both, micro_batch_tokens)
                 counts[at] = len(cut)
         n = float(counts.mean())
-    return Cut(of.example, n, largest)
+    return Cut(of.example, n, Largest(1, of_inputs, of_targets, pairs))
 
 
 @lru_cache(maxsize=4096)

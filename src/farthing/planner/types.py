@@ -115,14 +115,9 @@ class JobSpec:
             has_plain_adapters=not (self.use_dora or self.keeps_start),
         )
 
-    def _batch(self, n_gpus: int) -> int:
-        return -(-self.global_batch // n_gpus)
-
     def cut(self, most: int, n_gpus: int = 1, cost: MicroBatchCost = ON_CPU) -> Cut:
-        return self.lengths.cut(most, self._batch(n_gpus), is_packed=self.is_packed, cost=cost)
-
-    def largest(self, most: int, n_gpus: int = 1, cost: MicroBatchCost = ON_CPU) -> Largest:
-        return self.lengths.largest(most, self._batch(n_gpus), is_packed=self.is_packed, cost=cost)
+        batch = -(-self.global_batch // n_gpus)
+        return self.lengths.cut(most, batch, is_packed=self.is_packed, cost=cost)
 
     def eval_cut(self, micro_batch_tokens: int, cost: MicroBatchCost = ON_CPU) -> Cut:
         """The evaluation examples as they are cut where training takes so many tokens at once."""
@@ -185,9 +180,8 @@ class JobSpec:
         return self.n_trainable * (of_weight + self.optimizer.saved_bytes)
 
     def case(self, recipe: Recipe, *, is_cuda: bool = True) -> Case:
-        asked = recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost
-        example = self.lengths.example if self.is_packed else self.cut(*asked).example
-        lengths = self.largest(*asked), example, self.tokens_per_example, self.labelled_share
+        cut = self.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost)
+        lengths = cut.largest, cut.example, self.tokens_per_example, self.labelled_share
         return Case(self.shape, recipe, self.adapters, *lengths, is_cuda)
 
 
