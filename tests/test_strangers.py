@@ -53,8 +53,8 @@ IMPORT, LOOK = ["import"], ["doctor", "--data"]
         (IMPORT, "pipe.yaml", None, "a pipe or a device"),
         (LOOK, "none.json", b"[]", "there are no rows in it"),
         (LOOK, "folder", None, "a folder"),
-        (LOOK, "link.jsonl", None, "a link to a file that is not there"),
-        (LOOK, "pipe.jsonl", None, "no ordinary file"),
+        (LOOK, "link.jsonl", None, "nowhere, and no file is there"),
+        (LOOK, "pipe.jsonl", None, "a pipe or a device, not a file"),
     ],
 )
 def test_an_odd_file_is_no_configuration_and_no_data(asked, name, content, words, tmp_path, cli):

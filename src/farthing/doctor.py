@@ -355,21 +355,8 @@ def look_at_data(
     from farthing.objectives.causal_lm import CAUSAL_LM
 
     shown = short_name(str(path))
-    for is_odd, what, to_do in (
-        (path.is_dir() and not is_text_folder(path), "a folder", "name one file of it"),
-        (
-            path.is_symlink() and not path.exists(),
-            "a link to a file that is not there",
-            "name the file itself",
-        ),
-        (
-            path.exists() and not (path.is_file() or path.is_dir()),
-            "no ordinary file",
-            "write it to a file first",
-        ),
-    ):
-        if is_odd:
-            raise DataError(what, where=shown, to_do=to_do)
+    if path.is_dir() and not is_text_folder(path):
+        raise DataError("a folder", where=shown, to_do="name one file of it")
     if job_file is None:
         source, task = file_source(path), None
         tokenizer = light_tokenizer(_folder_here(model) if model else None, None)
