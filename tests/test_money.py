@@ -8,7 +8,6 @@ from farthing.errors import InputError
 from farthing.planner.ownership import (
     Owned,
     Way,
-    break_even_hours,
     break_even_months,
     parse_owned,
     run_on_own,
@@ -20,7 +19,7 @@ from farthing.planner.ownership import (
 
 
 def test_a_gpu_of_1600_dollars_against_480_a_month_pays_back_in_three_months():
-    months = break_even_months(Owned("RTX 4090", price_usd=1600), rent_usd_per_month=480)
+    months = break_even_months(Owned("RTX 4090", price_usd=1600), 480, 0)
     assert months == pytest.approx(10 / 3)
     assert f"{months:.1f}" == "3.3"
 
@@ -52,21 +51,15 @@ def test_a_run_of_ones_own_is_electricity_and_wear():
     )
 
 
-def test_break_even_in_hours_is_the_formula():
-    assert break_even_hours(OWN, 0.5) == pytest.approx((1600 - 400) / (0.5 - 0.5 * 0.2))
+def test_break_even_is_the_formula():
+    assert break_even_months(OWN, 0.5, 1) == pytest.approx((1600 - 400) / (0.5 - 0.5 * 0.2))
+    assert break_even_months(OWN, 75, 150) == pytest.approx(break_even_months(OWN, 0.5, 1) / 150)
     dear = Owned("RTX 4090", **KNOWN, other_usd_per_h=0.4)
-    assert break_even_hours(dear, 0.5) is None, "running it costs as much as renting"
-    assert break_even_hours(dear, 0.4) is None
-    assert break_even_hours(Owned("T4"), 0.5) == 0, "what is paid off pays at once"
-
-
-def test_break_even_in_months_counts_the_hours_of_use():
-    hours = break_even_hours(OWN, 0.5)
-    assert break_even_months(OWN, rent_usd_per_h=0.5, hours_per_month=150) == pytest.approx(
-        hours / 150
-    )
-    assert break_even_months(OWN, rent_usd_per_month=20, hours_per_month=300) is None
-    assert break_even_months(OWN) is None
+    assert break_even_months(dear, 0.5, 1) is None, "running it costs as much as renting"
+    assert break_even_months(dear, 0.4, 1) is None
+    assert break_even_months(Owned("T4"), 0.5, 1) == 0, "what is paid off pays at once"
+    assert break_even_months(OWN, 20, 300) is None
+    assert break_even_months(OWN, 0, 0) is None
 
 
 def test_a_year_counts_what_is_paid_at_the_start_less_what_is_got_back():

@@ -359,7 +359,7 @@ def test_the_library_itself_reads_the_same_from_a_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("GPUHUNT_CATALOG_DIR", str(tmp_path))
     theirs = gpuhunt.Catalog(balance_resources=False, auto_reload=False).query(provider="aws")
     items = tmp_path / "items.csv"
-    items.write_bytes(price_feeds.csv_of(theirs))
+    items.write_text(price_feeds.csv_of(theirs))
     update(tmp_path / "prices.csv", TODAY, [Feed("AWS", "gpuhunt", "https://example.org/v3/aws")])
     ours, of_items = (
         sorted((o.instance, o.n_gpus, o.usd, o.is_spot) for o in read_prices(path, TODAY, **how)[0])

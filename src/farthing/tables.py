@@ -25,6 +25,12 @@ def facts(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader(_text(name).splitlines()))
 
 
+@cache
+def numbers(name: str, key: str, value: str) -> dict[str, float]:
+    """A column of a table as numbers, by another."""
+    return {row[key]: float(row[value]) for row in facts(name)}
+
+
 def typed(name: str, kind: Callable[..., Row]) -> list[Row]:
     """The rows of a table as values of a `NamedTuple`, each cell by the type of its field; those of
     a tuple stand between semicolons. An empty cell is the field's default; where there is none,

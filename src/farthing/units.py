@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 _SECONDS = {
     "ms": 0.001,
@@ -28,6 +28,14 @@ def _split(text: str, what: str) -> tuple[float, str]:
     if not match:
         raise ValueError(f"{text!r} is not {what}")
     return float(match[1]), match[2].lower()
+
+
+def parse_in(text: str, units: Mapping[str, float], what: str) -> float:
+    """A number in one of these units, by how many of it make one: of `"450W"` 1,000."""
+    number, unit = _split(text, what)
+    if unit not in units:
+        raise ValueError(f"{text!r} is not {what}")
+    return number / units[unit]
 
 
 def parse_usd(value: str | float) -> float:

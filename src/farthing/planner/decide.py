@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date
 
 from farthing.errors import InputError
@@ -46,10 +46,38 @@ def decide(
     assumptions = assumptions or Assumptions()
     hazard = hazard or (lambda offer: prior(offer.n_gpus))
     search = Search(wanted, assumptions, explains=explains)
+
+    def on_machine(machine: Machine, offers: Sequence[Offer]) -> Iterator[OfferPlan | Rejected]:
+        """Where nothing else fits and main memory is known to be enough, weights are kept there."""
+        plan, other = search.plan(machine), None
+        if isinstance(plan, Refusal) and explains and machine.is_cuda and may_be_spread(wanted):
+            other = search.plan(machine, offloads=True)
+        usual, offloaded = (
+            Pricing(wanted, one, assumptions, hazard) if isinstance(one, MachinePlan) else None
+            for one in (plan, other)
+        )
+        for offer in offers:
+            pricing = usual
+            if offloaded and offer.ram_gib is not None:
+                pricing = None if lacks_main_memory(offer, offloaded.on) else offloaded
+            if pricing is None:
+                assert isinstance(plan, Refusal)
+                yield plan.of(offer)
+            elif lacks := lacks_main_memory(offer, pricing.on):
+                yield lacks
+            else:
+                age = max(0, (today - offer.date).days) if today is not None else 0
+                is_users = has_own_prices or offer.provider in (HERE, OWN)
+                found = pricing.plan(offer, age, is_users)
+                yield within_limits(found, wanted) if isinstance(found, OfferPlan) else found
+
     plans: list[OfferPlan] = []
     rejected: list[Rejected] = []
     for machine, offers in machines:
-        for found in _on_machine(search, machine, offers, hazard, today, has_own_prices):
+        if isinstance(machine, Refusal):
+            rejected += map(machine.of, offers)
+            continue
+        for found in on_machine(machine, offers):
             if isinstance(found, OfferPlan):
                 plans.append(found)
             else:
@@ -58,40 +86,3 @@ def decide(
         plans, late = meet_deadline(sorted(plans, key=lambda p: p.total_usd), wanted, hazard)
         rejected += late
     return Answer(tuple(ranked(plans)), tuple(rejected), wanted.n_steps)
-
-
-def _on_machine(
-    search: Search,
-    machine: Machine | Refusal,
-    offers: Sequence[Offer],
-    hazard: Hazard,
-    today: date | None,
-    has_own_prices: bool,
-) -> Iterable[OfferPlan | Rejected]:
-    """Where nothing else fits and main memory is known to be enough, weights are kept there."""
-    if isinstance(machine, Refusal):
-        yield from (machine.of(offer) for offer in offers)
-        return
-    wanted, plan = search.wanted, search.plan(machine)
-    other: MachinePlan | Refusal | None = None
-    if isinstance(plan, Refusal) and search.explains and machine.is_cuda and may_be_spread(wanted):
-        other = search.plan(machine, offloads=True)
-    usual, offloaded = (
-        Pricing(wanted, one, search.assumptions, hazard) if isinstance(one, MachinePlan) else None
-        for one in (plan, other)
-    )
-    for offer in offers:
-        pricing = usual
-        if offloaded and offer.ram_gib is not None and not lacks_main_memory(offer, offloaded.on):
-            pricing = offloaded
-        if pricing is None:
-            assert isinstance(plan, Refusal)
-            yield plan.of(offer)
-            continue
-        if lacks := lacks_main_memory(offer, pricing.on):
-            yield lacks
-            continue
-        age = max(0, (today - offer.date).days) if today is not None else 0
-        is_users = has_own_prices or offer.provider in (HERE, OWN)
-        found = pricing.plan(offer, age, is_users)
-        yield within_limits(found, wanted) if isinstance(found, OfferPlan) else found

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from farthing.errors import InputError
 from farthing.prices.gpus import did_you_mean, find_gpu
 from farthing.prices.offers import HOURS_PER_MONTH
-from farthing.units import parse_hours, parse_share, parse_usd
+from farthing.units import parse_hours, parse_in, parse_share, parse_usd
 
 MONTHS_PER_YEAR = 12
 
@@ -62,25 +62,14 @@ def run_on_own(owned: Owned, hours: float) -> dict[str, float]:
 # ---- when buying pays back ----
 
 
-def break_even_hours(owned: Owned, rent_usd_per_h: float) -> float | None:
-    """Hours of use after which owning is cheaper; None where it never is.
-
-    (price - resale) / (rent per hour - kW x price of a kWh - other per hour)
-    """
-    saved_per_h = rent_usd_per_h - owned.running_usd_per_h
-    return owned.lost_usd / saved_per_h if saved_per_h > 0 else None
-
-
 def break_even_months(
-    owned: Owned,
-    *,
-    rent_usd_per_h: float = 0.0,
-    rent_usd_per_month: float = 0.0,
-    hours_per_month: float = 0.0,
+    owned: Owned, rent_usd_per_month: float, hours_per_month: float
 ) -> float | None:
-    """Months after which owning is cheaper than a rent by the hour or the month; None: never."""
-    rent = rent_usd_per_month + rent_usd_per_h * hours_per_month
-    saved_per_month = rent - owned.running_usd_per_h * hours_per_month
+    """Months of so many hours of use after which owning is cheaper than a rent; None: never.
+
+    (price - resale) / (rent - hours x (kW x price of a kWh + other per hour))
+    """
+    saved_per_month = rent_usd_per_month - owned.running_usd_per_h * hours_per_month
     return owned.lost_usd / saved_per_month if saved_per_month > 0 else None
 
 
@@ -128,28 +117,14 @@ def needed_samples_per_min(
 # ---- what people write ----
 
 
-def _quantity(units: Mapping[str, float], example: str) -> Callable[[str], float]:
-    """A parser of a number in one of these units, by how many of it make one."""
-
-    def parse(text: str) -> float:
-        match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.lower())
-        if match is None or match[2] not in units:
-            raise ValueError(f"{text!r} is not {example}")
-        return float(match[1]) / units[match[2]]
-
-    return parse
-
-
-_WATTS = {"kw": 1.0, "w": 1000.0, "watt": 1000.0, "watts": 1000.0}
+_WATTS = {"kw": 1.0, **dict.fromkeys(("w", "watt", "watts"), 1000.0)}
+_MONTHS = dict.fromkeys(("", "mo", "month", "months"), 1.0)
 _KEYS: dict[str, tuple[str, Callable[[str], float]]] = {
     "price": ("price_usd", parse_usd),
-    "power": ("power_kw", _quantity(_WATTS, 'a power such as "0.45kW" or "450W"')),
+    "power": ("power_kw", lambda x: parse_in(x, _WATTS, 'a power such as "0.45kW" or "450W"')),
     "kwh": ("usd_per_kwh", parse_usd),
     "resale": ("resale_share", parse_share),
-    "life": (
-        "life_months",
-        _quantity(dict.fromkeys(("", "mo", "month", "months"), 1.0), "a number of months"),
-    ),
+    "life": ("life_months", lambda x: parse_in(x, _MONTHS, "a number of months")),
     "other": ("other_usd_per_h", parse_usd),
     "use": ("hours_per_month", parse_hours),
 }
@@ -177,33 +152,28 @@ def parse_owned(text: str) -> Owned:
         raise InputError(error.what, where=f"own: {text}", to_do=error.to_do) from None
     found: dict[str, float] = {}
     for part in parts:
-        key, value = _pair(text, part)
+        word, is_named, value = part.partition("=")
+        if not is_named:
+            word, value = "power" if re.search(r"k?w$|watts?$", part.lower()) else "price", part
+        key, parse = _key(text, word.strip())
         if key in found:
             raise _mistake(text, f"{part!r} says {key} once more")
-        found[key] = value
+        try:
+            found[key] = number = parse(value.strip())
+        except ValueError as error:
+            raise _mistake(text, str(error)) from None
+        most = 744.0 if key == "hours_per_month" else 1e7
+        if not 0 <= number <= most or (number == 0 and key in ("life_months", "hours_per_month")):
+            raise _mistake(text, f"{part!r} is not above 0 and at most {most:g}")
     found.setdefault("power_kw", gpu.power_watts * n_gpus / 1000)
     return Owned(gpu=gpu.name, n_gpus=n_gpus, **found)
 
 
-def _pair(text: str, part: str) -> tuple[str, float]:
-    word, is_named, value = part.partition("=")
-    if not is_named:
-        lowered = part.lower()
-        word = "power" if re.search(r"k?w$|watts?$", lowered) else "price"
-        value = part
-    word = word.strip()
+def _key(text: str, word: str) -> tuple[str, Callable[[str], float]]:
     if word.lower() not in _KEYS:
         near = did_you_mean(word, _KEYS) or f"known: {', '.join(_KEYS)}"
         raise _mistake(text, f"no key `{word}` is known, {near}")
-    key, parse = _KEYS[word.lower()]
-    try:
-        number = parse(value.strip())
-    except ValueError as error:
-        raise _mistake(text, str(error)) from None
-    most = 744.0 if key == "hours_per_month" else 1e7
-    if not 0 <= number <= most or (number == 0 and key in ("life_months", "hours_per_month")):
-        raise _mistake(text, f"{part!r} is not above 0 and at most {most:g}")
-    return key, number
+    return _KEYS[word.lower()]
 
 
 def _mistake(text: str, what: str) -> InputError:

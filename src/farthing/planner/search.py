@@ -233,8 +233,8 @@ class Search:
     def _too_large(self, machine: Machine, found: Sequence[Candidate]) -> Refusal:
         least, is_cuda = min(found, key=lambda one: one.memory.on_device), machine.is_cuda
         needed, there = least.memory.on_device.n_bytes, machine.memory.n_bytes
-        gib = said_apart(needed / 2**30, there / 2**30, lambda n: say_bytes(n * 2**30), "{} GiB")
-        reason, distance = f"needs {gib[0]} at least, has {gib[1]}", needed / there
+        reason = "needs {} at least, has {}".format(*_gib_apart(needed, there))
+        distance = needed / there
         no = Refusal("memory", reason, "", "", distance, least.recipe.in_words())
         if not self.explains:
             return no
@@ -278,15 +278,18 @@ class Search:
 
 def lacks_main_memory(offer: Offer, plan: MachinePlan) -> Rejected | None:
     """None where it fits, and where the main memory of the offer is not known."""
-    needed_gib = plan.host_bytes / 2**30
     if offer.ram_gib is None or not plan.machine.is_cuda:
         return None
-    if needed_gib <= HOST_SHARE * offer.ram_gib:
+    needed, there = plan.host_bytes, offer.ram_gib * 2**30
+    if needed <= HOST_SHARE * there:
         return None
-    says = said_apart(needed_gib, offer.ram_gib, lambda n: say_bytes(n * 2**30), "{} GiB")
-    what = "needs {} of main memory, has {}".format(*says)
+    what = "needs {} of main memory, has {}".format(*_gib_apart(needed, there))
     change = "a machine with more main memory"
-    return Rejected(offer, "main memory", what, change, "machine", needed_gib / offer.ram_gib)
+    return Rejected(offer, "main memory", what, change, "machine", needed / there)
+
+
+def _gib_apart(needed: float, there: float) -> tuple[str, str]:
+    return said_apart(needed / 2**30, there / 2**30, lambda n: say_bytes(n * 2**30), "{} GiB")
 
 
 def peak_memory(wanted: JobSpec, case: Case) -> Memory:
@@ -410,10 +413,13 @@ def recipe_of(
 
 def _one_pass(wanted: JobSpec, precision: str, settings: Settings) -> Recipe:
     """What does not depend on how a step is cut: the whole of it in one pass."""
-    settings = replace(settings, precision=precision)
-    recipe = Recipe(wanted.method, settings, wanted.optim, wanted.global_batch)
-    recipe = replace(recipe, stack=wanted.stack(precision), reshards=wanted.reshards)
-    if wanted.method == "full":
-        return recipe
-    r, dropout, use_dora = wanted.lora_r, wanted.lora_dropout, wanted.use_dora
-    return replace(recipe, lora_r=r, lora_dropout=dropout, use_dora=use_dora)
+    of_adapter = () if wanted.method == "full" else ("lora_r", "lora_dropout", "use_dora")
+    return Recipe(
+        wanted.method,
+        replace(settings, precision=precision),
+        wanted.optim,
+        wanted.global_batch,
+        stack=wanted.stack(precision),
+        reshards=wanted.reshards,
+        **{name: getattr(wanted, name) for name in of_adapter},
+    )

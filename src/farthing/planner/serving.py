@@ -12,7 +12,7 @@ Pure.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -221,21 +221,15 @@ def on_share(per_s: float, busy_s: float, warm_s: float, cold_start_s: float) ->
 
 
 def break_even_per_s(times: float, busy_s: float, warm_s: float, cold_start_s: float) -> float:
-    """Arrivals a second at which going to zero at `times` the price costs as much as staying on."""
+    """Arrivals a second at which going to zero at `times` the price costs as much as staying on; to
+    a ten-thousandth.
+    """
 
-    def is_cheaper(per_s: float) -> bool:
-        return times * on_share(per_s, busy_s, warm_s, cold_start_s) < 1.0
+    def is_dearer(power: int) -> bool:
+        return times * on_share(1.0001**power, busy_s, warm_s, cold_start_s) >= 1.0
 
-    low, high = 0.0, 1.0
-    while is_cheaper(high) and high < 1e6:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        if is_cheaper(middle):
-            low = middle
-        else:
-            high = middle
-    return high
+    powers = range(-200_000, 138_000)
+    return 1.0001 ** powers[bisect_left(powers, True, key=is_dearer)]
 
 
 class NotServed(NamedTuple):
@@ -299,17 +293,9 @@ def _why_not(server: Server, traffic: Traffic) -> str:
 _PER_DAY = {"": 1.0, "day": 1.0, "d": 1.0, "hour": 24.0, "h": 24.0, "min": 1440.0, "s": 86_400.0}
 
 
-def _count(text: str) -> float:
-    """`200`, `2_000`."""
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise ValueError("not above 0")
-    return number
-
-
 def _per_day(text: str) -> float:
     number, _, unit = text.partition("/")
-    return _count(number.strip()) * _PER_DAY[unit.strip()]
+    return float(number) * _PER_DAY[unit.strip()]
 
 
 def _seconds(text: str) -> float:
@@ -319,8 +305,8 @@ def _seconds(text: str) -> float:
 
 _TRAFFIC: dict[str, tuple[str, Callable[[str], float]]] = {
     "requests": ("requests_per_day", _per_day),
-    "input": ("input_tokens", _count),
-    "output": ("output_tokens", _count),
+    "input": ("input_tokens", float),
+    "output": ("output_tokens", float),
     "latency": ("latency_s", _seconds),
 }
 
@@ -333,7 +319,7 @@ def parse_traffic(text: str) -> Traffic:
         try:
             field, parse = _TRAFFIC[name]
             says[field] = parse(value.lower())
-            if says[field] <= 0:
+            if not 0 < says[field] < math.inf:
                 raise ValueError("not above 0")
         except (KeyError, ValueError):
             to_do = 'e.g. --serve "requests=2000/day,input=800,output=200,latency=2s"'

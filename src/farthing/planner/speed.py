@@ -24,7 +24,7 @@ from typing import NamedTuple
 from farthing.data.packing import ON_CPU, MicroBatchCost
 from farthing.planner.work import Work
 from farthing.prices.gpus import Gpu
-from farthing.tables import facts
+from farthing.tables import facts, numbers
 
 OTHER_ATTENTION = 0.60  # of what products reach, on GPUs that `facts/attention_shares.csv` lacks
 BANDWIDTH_SHARE = 0.80
@@ -79,7 +79,9 @@ def device_of(gpu: Gpu, precision: str, *, tf32: bool = True) -> Device | None:
     places = (gpu.name, gpu.architecture, "")
     names = [f"{place}/{kind}" for place in places] + [f"{place}/" for place in places]
     share = _share("matmul", *names)
-    of_attention = _attention_shares().get(gpu.compute_capability)
+    # what causal attention reaches of the dense peak, both passes
+    shares = numbers("attention_shares", "compute_capability", "share")
+    of_attention = shares.get(gpu.compute_capability)
     attention = OTHER_ATTENTION if of_attention is None else of_attention / share
     is_geforce = gpu.link == "pcie" and re.match(r"RTX \d{4}( Ti| Super|$)", gpu.name) is not None
     link = _share("link", f"{'geforce' if is_geforce else gpu.link}/") * gpu.link_bytes_per_s
@@ -87,12 +89,6 @@ def device_of(gpu: Gpu, precision: str, *, tf32: bool = True) -> Device | None:
     error = GEFORCE_LINK_ERROR if is_geforce else LINK_ERROR
     rates = peak * share, bandwidth, link
     return Device(gpu.name, *rates, True, attention, error, has_tiles=kind != "fp32")
-
-
-@cache
-def _attention_shares() -> dict[str, float]:
-    """What causal attention reaches of the dense peak, both passes, by compute capability."""
-    return {row["compute_capability"]: float(row["share"]) for row in facts("attention_shares")}
 
 
 def cpu_device(name: str, peak_flops: float, n_threads: int) -> Device:

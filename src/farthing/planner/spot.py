@@ -33,7 +33,7 @@ from pydantic import BaseModel, Field, ValidationError
 from farthing.errors import InputError
 from farthing.prices.gpus import gpu_named
 from farthing.prices.offers import Offer
-from farthing.tables import facts
+from farthing.tables import numbers
 from farthing.units import plural
 
 Floats = NDArray[np.float64]
@@ -147,9 +147,8 @@ class Interruptions:
         return _Drawn(up, down, wait)
 
 
-@functools.cache
 def _facts() -> dict[str, float]:
-    return {row["name"]: float(row["value"]) for row in facts("spot_spells")}
+    return numbers("spot_spells", "name", "value")
 
 
 @functools.cache

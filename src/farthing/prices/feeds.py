@@ -230,17 +230,18 @@ def _live_csv(address: str, *_: float) -> bytes:
         source = provider.from_env() if hasattr(provider, "from_env") else provider()
     except getattr(library, "MissingCredsError", ()):
         raise _Absent("not asked: it needs a key") from None
-    return csv_of(source.get(query_filter=None, balance_resources=False))
+    return csv_of(source.get(query_filter=None, balance_resources=False)).encode()
 
 
-def csv_of(items: Iterable[Any]) -> bytes:
-    """Items of gpuhunt in its own layout."""
+def csv_of(items: Iterable[Any], columns: Sequence[str] = _GPUHUNT_COLUMNS) -> str:
+    """By default items of gpuhunt in its own layout."""
     text = io.StringIO()
-    rows = csv.writer(text)
-    rows.writerow(_GPUHUNT_COLUMNS)
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(columns)
     for item in items:
-        rows.writerow([getattr(item, name, None) for name in _GPUHUNT_COLUMNS])
-    return text.getvalue().encode()
+        cells = [getattr(item, name, None) for name in columns]
+        rows.writerow([f"{cell:.6g}" if isinstance(cell, float) else cell for cell in cells])
+    return text.getvalue()
 
 
 def _without_zones(offers: Sequence[Offer]) -> list[Offer]:
@@ -259,19 +260,10 @@ def _without_zones(offers: Sequence[Offer]) -> list[Offer]:
 
 
 def _write(path: Path, offers: Sequence[Offer]) -> None:
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(COLUMNS)
-    rows.writerows(_row(offer) for offer in offers)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text.getvalue())
+        write_text(path, csv_of(offers, COLUMNS))
     except OSError as error:
         what = f"the prices can't be written: {error.strerror or error}"
         to_do = "free space there, or set XDG_CACHE_HOME"
         raise InputError(what, where=str(path), to_do=to_do) from None
-
-
-def _row(offer: Offer) -> list[object]:
-    cells = (getattr(offer, name) for name in COLUMNS)
-    return [f"{cell:.6g}" if isinstance(cell, float) else cell for cell in cells]

@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from farthing.errors import InputError
-from farthing.tables import facts, typed
+from farthing.tables import numbers, typed
 
 _DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8")
 _MEMORY_TOLERANCE = 0.12  # marketing says 24 GB where the driver shows 22.5 GiB
@@ -76,9 +76,8 @@ def gpus() -> dict[str, Gpu]:
     return {gpu.name: gpu for gpu in typed("gpus", Gpu)}
 
 
-@cache
 def _usable_gib() -> dict[str, float]:
-    return {row["gpu"]: float(row["usable_gib"]) for row in facts("gpu_usable_memory")}
+    return numbers("gpu_usable_memory", "gpu", "usable_gib")
 
 
 @cache

@@ -93,13 +93,10 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     return [round(size * i, 10) for i in numbers]
 
 
-def time_ticks(seconds: float, most: int = 7) -> list[float]:
-    sizes = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200]
-    sizes += [86400 * n for n in (1, 2, 5, 10, 20, 50, 100)]
-    size = seconds / 4
-    if seconds > 2:
-        size = next((size for size in sizes if seconds / size <= most), sizes[-1])
-    return [size * i for i in range(int(seconds / size) + 1)] if seconds else [0.0]
+def time_ticks(seconds: float, most: int) -> list[float]:
+    """Round numbers of days, hours, minutes or seconds."""
+    unit = next((size for size in (86400, 3600, 60) if seconds >= 2 * size), 1)
+    return [unit * number for number in ticks(0.0, seconds / unit, most)]
 
 
 def figure(

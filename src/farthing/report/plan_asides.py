@@ -12,7 +12,6 @@ from farthing.planner.ownership import (
     Owned,
     Saving,
     Way,
-    break_even_hours,
     break_even_months,
     run_on_own,
     saving,
@@ -133,8 +132,8 @@ def own_machine(
 def _pays_back(
     owned: Owned, name: str, usd: float, hours: float, rank: int | None = None, equal: bool = False
 ) -> PaysBack:
-    months = break_even_months(owned, rent_usd_per_h=usd, hours_per_month=hours)
-    found = PaysBack(name, rank, equal, usd, break_even_hours(owned, usd), months, hours)
+    months = break_even_months(owned, usd * hours, hours)
+    found = PaysBack(name, rank, equal, usd, months and months * hours, months, hours)
     return replace(found, words=say("plan.txt", "pays_back", found, owned.price_usd))
 
 
@@ -169,7 +168,7 @@ def years_of(
         name = f"{'buy' if one.price_usd else 'own'} {found.name}"
         ways[name] = Way(found.hours * one.running_usd_per_h, one.lost_usd)
         busy, rent = found.hours * runs_per_month, others.get(PAID, 0.0) * runs_per_month
-        months = break_even_months(one, rent_usd_per_month=rent, hours_per_month=busy)
+        months = break_even_months(one, rent, busy)
         is_full, is_bought = busy > HOURS_PER_MONTH, bool(rent and one.price_usd)
         notes += lines("plan.txt", "years_notes", name, busy, is_full, rent, is_bought, months)
     ways |= {name: Way(usd) for name, usd in others.items()}
