@@ -389,3 +389,5 @@ def test_a_large_file_is_read_in_blocks(tiny_folders, tmp_path, monkeypatch):
     assert "of about" in part.source
     assert part.n_examples == pytest.approx(6000, rel=0.05)
     assert part.mean == pytest.approx(whole.mean, rel=0.05)
+    document = write_as("json", tmp_path / "a.json", rows)
+    assert known_of(plain_job(str(document), tiny_folders["llama"]))[0].n_examples == 6000
