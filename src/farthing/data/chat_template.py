@@ -128,7 +128,7 @@ def _bounded_function(name: str, of: Callable[..., Any]) -> Callable[..., Any]:
     return bounded
 
 
-def _filtered(value: nodes.Expr, name: str, *args: object) -> nodes.Filter:
+def _filtered(value: nodes.Node, name: str, *args: object) -> nodes.Filter:
     return nodes.Filter(value, name, list(map(nodes.Const, args)), [], None, None)
 
 
