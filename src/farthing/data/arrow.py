@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from farthing.arrays import Ints
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row, RowBlock, too_large
 from farthing.errors import DataError
 from farthing.units import say_bytes
@@ -219,7 +219,7 @@ def without_missing(value: Any) -> Any:
     return [without_missing(each) for each in value] if isinstance(value, list) else value
 
 
-def bytes_of_rows(table: Any) -> NDArray[np.int64]:
+def bytes_of_rows(table: Any) -> Ints:
     """About how many bytes each row of a table or batch is when it is unfolded [n_rows]."""
     import pyarrow
 
@@ -230,7 +230,7 @@ def bytes_of_rows(table: Any) -> NDArray[np.int64]:
     return sizes
 
 
-def _sizes(array: Any) -> NDArray[np.int64]:
+def _sizes(array: Any) -> Ints:
     """Bytes of each value of an Arrow array [n]; those that are no text count 8."""
     import pyarrow
     import pyarrow.compute

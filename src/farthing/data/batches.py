@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.arrays import Floats, Ints
 from farthing.data.token_set import TokenSet
 from farthing.objectives.objective import Rows
 from farthing.objectives.registry import objective_of
@@ -28,10 +29,10 @@ class Batches:
     epoch); its last step takes what is left.
     """
 
-    examples: NDArray[np.int64]
+    examples: Ints
     global_batch_size: int
     seed: int
-    weights: NDArray[np.float64] | None = None
+    weights: Floats | None = None
     """How often each example is learned in an epoch [n]; examples of one source have the same.
     None: once each.
     """
@@ -52,7 +53,7 @@ class Batches:
         """Optimizer steps of one pass; the last may be a smaller batch."""
         return -(-self.n_per_epoch // self.global_batch_size)
 
-    def _portions(self) -> list[tuple[NDArray[np.int64], float, int]]:
+    def _portions(self) -> list[tuple[Ints, float, int]]:
         """(examples, weight, how many an epoch takes of them) of each weight there is."""
         assert self.weights is not None
         found = []
@@ -61,7 +62,7 @@ class Batches:
             found.append((examples, weight, max(1, round(weight * len(examples)))))
         return found
 
-    def _of_epoch(self, epoch: int) -> NDArray[np.int64]:
+    def _of_epoch(self, epoch: int) -> Ints:
         """What an epoch learns, in no order: whole passes, and of the rest a drawn part that
         differs from epoch to epoch.
         """
@@ -76,7 +77,7 @@ class Batches:
             parts += [examples] * n_whole + [examples[drawn]]
         return np.concatenate(parts)
 
-    def examples_of(self, step: int) -> NDArray[np.int64]:
+    def examples_of(self, step: int) -> Ints:
         """Indices of the examples of optimizer step `step`, counted from 0."""
         epoch, place = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
@@ -85,7 +86,7 @@ class Batches:
         return self._order[place * self.global_batch_size : (place + 1) * self.global_batch_size]
 
 
-def permutation(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def permutation(n: int, seed: int, epoch: int) -> Ints:
     """A shuffle of range(n) that is the same on every machine and with every numpy.
 
     It ranks raw draws of Philox, whose stream numpy guarantees (NEP 19); `Generator.permutation`
@@ -103,7 +104,7 @@ def _fold(*numbers: int) -> int:
 
 def split_by_input(
     groups: NDArray[np.uint64], fraction: float, seed: int, inputs: NDArray[np.uint64] | None = None
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+) -> tuple[Ints, Ints]:
     """(train, eval) example indices. Examples with equal input fall on the same side; `fraction` is
     of distinct inputs.
 
@@ -127,7 +128,7 @@ def split_by_input(
 
 
 def collate(
-    tokens: TokenSet, examples: Sequence[int] | NDArray[np.int64], task: str, pad_id: int
+    tokens: TokenSet, examples: Sequence[int] | Ints, task: str, pad_id: int
 ) -> dict[str, NDArray[Any]]:
     """Arrays of one micro-batch, padded on the right to its longest example, as its task lays them
     out: see `Objective.pad`.
@@ -137,8 +138,8 @@ def collate(
 
 def rows_of(
     tokens: TokenSet,
-    examples: Sequence[int] | NDArray[np.int64],
-    skipped: NDArray[np.int64] | int = 0,
+    examples: Sequence[int] | Ints,
+    skipped: Ints | int = 0,
 ) -> Rows:
     """These examples end to end, without the first `skipped` tokens of each."""
     places, lengths = tokens.places_of(examples, skipped)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.arrays import Bools, Ints
 from farthing.data.rows import Example
 from farthing.objectives.registry import objective_of
 from farthing.storage.files import Json
@@ -26,12 +27,12 @@ class Encoded(NamedTuple):
 
     ids: NDArray[np.int32]
     is_target: NDArray[np.uint8]
-    lengths: NDArray[np.int64]
-    was_cut: NDArray[np.bool_]
+    lengths: Ints
+    was_cut: Bools
     """Which were longer than the limits."""
-    sequences: NDArray[np.int64] | None = None
+    sequences: Ints | None = None
     """[n_examples, k]: tokens of each sequence of an example; None where it is one."""
-    words: NDArray[np.int64] | None = None
+    words: Ints | None = None
     """[n_targets]: of each target token its word, where words have labels."""
 
     def joined(self, n_sequences: int) -> Encoded:
@@ -39,14 +40,14 @@ class Encoded(NamedTuple):
         if n_sequences == 1:
             return self
         lengths = self.lengths.reshape(len(self.lengths) // n_sequences, n_sequences)
-        was_cut: NDArray[np.bool_] = self.was_cut.reshape(lengths.shape).max(1)
+        was_cut: Bools = self.was_cut.reshape(lengths.shape).max(1)
         return self._replace(lengths=lengths.sum(1), was_cut=was_cut, sequences=lengths)
 
-    def n_targets(self) -> NDArray[np.int64]:
+    def n_targets(self) -> Ints:
         """Target tokens of each [n_examples]."""
         return sums_of(self.is_target, self.lengths)
 
-    def only(self, kept: NDArray[np.bool_]) -> Encoded:
+    def only(self, kept: Bools) -> Encoded:
         """The examples where `kept` [n_examples]."""
         if kept.all():
             return self
@@ -270,7 +271,7 @@ class Encoder:
         of_side = lengths.reshape(n_examples, n_sides)
         overflows = np.array([bool(each.overflowing) for each in in_order], bool)
         is_full = (of_side == self._limits) & overflows.reshape(of_side.shape)
-        was_cut: NDArray[np.bool_] = ((of_side > self._limits) | is_full).any(1)
+        was_cut: Bools = ((of_side > self._limits) | is_full).any(1)
         return Encoded(ids, is_target, of_side.sum(1), was_cut)
 
 
@@ -285,13 +286,13 @@ def _of_first_pieces(encoded: Encoded, encodings: list[Any]) -> Encoded:
     return encoded._replace(is_target=is_first.astype(np.uint8), words=word[is_first])
 
 
-def _end_to_end(rows: list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+def _end_to_end(rows: list[list[int]]) -> tuple[NDArray[np.int32], Ints]:
     """(all tokens, the length of each row)."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     return np.fromiter(itertools.chain.from_iterable(rows), np.int32, int(lengths.sum())), lengths
 
 
-def sums_of(values: NDArray[Any], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def sums_of(values: NDArray[Any], lengths: Ints) -> Ints:
     """The sum over each example of `values` [n_tokens], which stand end to end; `lengths` [n]."""
     upto, stops = np.concatenate([[0], np.cumsum(values, dtype=np.int64)]), np.cumsum(lengths)
     return upto[stops] - upto[stops - lengths]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.arrays import Floats, Ints
 from farthing.data.packing import ON_CPU, MicroBatchCost, split_by_tokens, split_padded
 from farthing.data.token_set import TokenSet
 from farthing.data.units import shared_tokens
@@ -80,11 +81,11 @@ class Lengths:
     """
 
     n_examples: int
-    tokens: NDArray[np.int64]
+    tokens: Ints
     """Input tokens of at most 4096 examples, evenly from the shortest to the longest; seq2seq: of
     the source.
     """
-    targets: NDArray[np.int64] | None
+    targets: Ints | None
     """Seq2seq: target tokens of the same examples."""
     n_tokens: float
     """All input tokens; seq2seq: of the sources."""
@@ -122,11 +123,11 @@ class Lengths:
         return self.example.token_pairs
 
     @cached_property
-    def _targets(self) -> NDArray[np.int64]:
+    def _targets(self) -> Ints:
         return np.zeros_like(self.tokens) if self.targets is None else self.targets
 
     @cached_property
-    def _both(self) -> NDArray[np.int64]:
+    def _both(self) -> Ints:
         return self.tokens + self._targets
 
     @cached_property
@@ -277,7 +278,7 @@ def _padded(of: Lengths, micro_batch_tokens: int, batch: int, cost: MicroBatchCo
     return Cut(example, n_passes, Largest(n_rows, *longest))
 
 
-def _steps(of: Lengths, batch: int, n_examples: int) -> NDArray[np.int64]:
+def _steps(of: Lengths, batch: int, n_examples: int) -> Ints:
     """Places in the sample [steps, batch] of about `n_examples` in shuffled steps, the same
     each time.
     """
@@ -289,13 +290,13 @@ def _steps(of: Lengths, batch: int, n_examples: int) -> NDArray[np.int64]:
 
 
 @lru_cache(maxsize=16)
-def _shuffled(size: int, n_rounds: int) -> NDArray[np.int64]:
+def _shuffled(size: int, n_rounds: int) -> Ints:
     """So many shuffles of `range(size)`; those that are asked for first are those of more."""
     draws = np.random.Generator(np.random.Philox(key=1)).random((n_rounds, size))
     return np.argsort(draws, axis=1, kind="stable")
 
 
-def _figures(source: NDArray[Any], target: NDArray[Any]) -> NDArray[np.float64]:
+def _figures(source: NDArray[Any], target: NDArray[Any]) -> Floats:
     """[5, n]: the figures of `Padded` for examples of such lengths."""
     source, target = source.astype(np.float64), target.astype(np.float64)
     return np.stack([source, target, source**2, target**2, source * target])
@@ -345,9 +346,7 @@ def from_arrays(
     )
 
 
-def from_token_set(
-    tokens: TokenSet, indices: NDArray[np.int64] | None, task: str, *, source: str
-) -> Lengths:
+def from_token_set(tokens: TokenSet, indices: Ints | None, task: str, *, source: str) -> Lengths:
     """The exact lengths of a token set, or of the examples `indices` of it."""
     lengths, n_targets = tokens.lengths - shared_tokens(tokens), tokens.target_lengths
     if not objective_of(task).scores_tokens:
@@ -390,7 +389,7 @@ def from_mean(
     return replace(found, n_tokens=mean * n_examples, n_target_tokens=n_targets)
 
 
-def _lognormal(n: int, mean: float, longest: int | None, spread: float) -> NDArray[np.int64]:
+def _lognormal(n: int, mean: float, longest: int | None, spread: float) -> Ints:
     """`n` sorted lengths with this mean, none above `longest`, the last one equal to it."""
     normal = NormalDist(0.0, spread)
     shape = np.exp([normal.inv_cdf((i + 0.5) / n) for i in range(n)])

@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
+from farthing.arrays import Ints
 from farthing.data.row_table import Cell
 
 Arrays = dict[str, NDArray[Any]]
@@ -27,7 +27,7 @@ class MicroBatch:
     """A micro-batch of a step."""
 
     step: int
-    examples: NDArray[np.int64]
+    examples: Ints
     arrays: Arrays
     is_last: bool
     """Of the step, for this process."""
@@ -39,9 +39,9 @@ class MicroBatch:
 def micro_batches(
     first_step: int,
     n_steps: int,
-    examples_of: Callable[[int], NDArray[np.int64]],
-    cells_of: Callable[[NDArray[np.int64]], Sequence[Cell]],
-    collate: Callable[[NDArray[np.int64]], Arrays],
+    examples_of: Callable[[int], Ints],
+    cells_of: Callable[[Ints], Sequence[Cell]],
+    collate: Callable[[Ints], Arrays],
 ) -> Iterator[MicroBatch]:
     """The micro-batches of all steps from `first_step` to the end, in order; a step that has none
     for this process is one without examples."""

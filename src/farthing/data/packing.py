@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.arrays import Ints
 from farthing.data.batches import rows_of
 from farthing.data.token_set import TokenSet
 from farthing.objectives.registry import objective_of
@@ -42,9 +43,7 @@ class MicroBatchCost(NamedTuple):
 ON_CPU = MicroBatchCost()
 
 
-def split_by_tokens(
-    examples: NDArray[np.int64], lengths: NDArray[np.int64], micro_batch_tokens: int
-) -> list[NDArray[np.int64]]:
+def split_by_tokens(examples: Ints, lengths: Ints, micro_batch_tokens: int) -> list[Ints]:
     """The step's examples in few packed micro-batches of nearly equal tokens, each at most
     `micro_batch_tokens`.
 
@@ -67,8 +66,8 @@ def split_by_tokens(
 
 
 def _spread(
-    order: NDArray[np.int64],
-    sizes: NDArray[np.int64],
+    order: Ints,
+    sizes: Ints,
     n_micro_batches: int,
     micro_batch_tokens: int,
 ) -> list[list[int]] | None:
@@ -87,13 +86,13 @@ def _spread(
 
 
 def split_padded(
-    examples: NDArray[np.int64],
-    lengths: NDArray[np.int64],
+    examples: Ints,
+    lengths: Ints,
     micro_batch_tokens: int,
     *,
-    target_lengths: NDArray[np.int64] | None = None,
+    target_lengths: Ints | None = None,
     cost: MicroBatchCost = ON_CPU,
-) -> list[NDArray[np.int64]]:
+) -> list[Ints]:
     """The step's examples in padded micro-batches of similar lengths, each at most
     `micro_batch_tokens` with its padding.
 
@@ -109,7 +108,7 @@ def split_padded(
     )
     sizes = np.stack(sides, axis=1)  # [n, sides]
     left = _filled(np.lexsort((-sizes[:, -1], -sizes.sum(1))), sizes, micro_batch_tokens)
-    found: list[NDArray[np.int64]] = []
+    found: list[Ints] = []
     while left:
         micro_batch = left.pop()
         parts = _best_split(micro_batch, sizes, cost)
@@ -119,18 +118,16 @@ def split_padded(
     return [examples[each] for each in found]
 
 
-def padded_tokens(sizes: NDArray[np.int64]) -> int:
+def padded_tokens(sizes: Ints) -> int:
     """Computed tokens of a padded micro-batch, its lengths [n, sides]: as many rows as the longest
     of each side is wide.
     """
     return int(len(sizes) * sizes.max(axis=0).sum())
 
 
-def _filled(
-    order: NDArray[np.int64], sizes: NDArray[np.int64], micro_batch_tokens: int
-) -> list[NDArray[np.int64]]:
+def _filled(order: Ints, sizes: Ints, micro_batch_tokens: int) -> list[Ints]:
     """Neighbours in `order` as long as the budget holds."""
-    micro_batches: list[NDArray[np.int64]] = []
+    micro_batches: list[Ints] = []
     start = 0
     width: list[int] = [0] * sizes.shape[1]
     for at, sides in enumerate(sizes[order].tolist()):
@@ -143,12 +140,10 @@ def _filled(
     return [*micro_batches, order[start:]] if len(order) else []
 
 
-def _best_split(
-    micro_batch: NDArray[np.int64], sizes: NDArray[np.int64], cost: MicroBatchCost
-) -> list[NDArray[np.int64]]:
+def _best_split(micro_batch: Ints, sizes: Ints, cost: MicroBatchCost) -> list[Ints]:
     """The parts of the split in two that costs least; none where no split saves anything."""
     own, counts = sizes[micro_batch], np.arange(1, len(micro_batch))
-    least, parts = int(cost.of(padded_tokens(own))), list[NDArray[np.int64]]()
+    least, parts = int(cost.of(padded_tokens(own))), list[Ints]()
     for side in range(sizes.shape[1] if len(counts) and least > 2 * cost.of(0) else 0):
         order = np.argsort(-own[:, side], kind="stable")
         ordered = own[order]
@@ -169,10 +164,10 @@ def _best_split(
 
 def collate_packed(
     tokens: TokenSet,
-    examples: Sequence[int] | NDArray[np.int64],
+    examples: Sequence[int] | Ints,
     task: str,
     first_position: int = 0,
-    skipped: NDArray[np.int64] | None = None,
+    skipped: Ints | None = None,
 ) -> dict[str, NDArray[Any]]:
     """Arrays of one micro-batch, its examples end to end: T tokens of N documents and nothing else.
 

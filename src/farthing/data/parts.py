@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.arrays import Bools, Ints
 from farthing.data.encode import Encoded, Encoder, sums_of
 from farthing.data.formats import Understood, hash_of_input
 from farthing.data.read import Source
@@ -227,14 +228,12 @@ class _Making:
         for name, column in columns.items():
             self._columns.setdefault(name, []).append(column)
 
-    def _n_targets(self, encoded: Encoded) -> NDArray[np.int64]:
+    def _n_targets(self, encoded: Encoded) -> Ints:
         """[n]: tokens of each example that its objective learns."""
         rows = Rows(encoded.ids, encoded.is_target.astype(bool), encoded.lengths, None)
         return sums_of(self._objective.is_learned(rows), encoded.lengths)
 
-    def _usable(
-        self, encoded: Encoded, lines: NDArray[np.int64], n_targets: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
+    def _usable(self, encoded: Encoded, lines: Ints, n_targets: Ints) -> Bools:
         """Which examples become some of the set [n]; the others are counted. Raises `DataError`."""
         recipe, tally = self._recipe, self.tally
         tally.n_too_long += int(encoded.was_cut.sum())
@@ -260,8 +259,8 @@ class _Making:
     def _numbered(
         self,
         texts: list[Example],
-        lines: NDArray[np.int64],
-        kept: NDArray[np.bool_],
+        lines: Ints,
+        kept: Bools,
         encoded: Encoded,
     ) -> NDArray[np.int32] | None:
         """The labels of the kept examples, or of their words, by their place in `labels`; one that

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.arrays import Ints
 from farthing.data.batches import Batches
 from farthing.data.packing import collate_packed
 from farthing.data.token_set import TokenSet
@@ -36,9 +37,7 @@ COPY_SHARE = 1 / 16
 SAMPLED = 4096  # examples, at least, from which that is judged
 
 
-def in_common(
-    tokens: TokenSet, examples: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def in_common(tokens: TokenSet, examples: Ints) -> tuple[Ints, Ints]:
     """(places of `examples` in the order of their texts [n], how many tokens each takes over from
     the one before it [n]).
 
@@ -69,9 +68,7 @@ def _n_unscored(is_target: NDArray[np.uint8]) -> int:
     return (first if is_target[first] else len(is_target)) - 1
 
 
-def split_shared(
-    tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int
-) -> list[NDArray[np.int64]]:
+def split_shared(tokens: TokenSet, examples: Ints, micro_batch_tokens: int) -> list[Ints]:
     """The step's examples in few packed micro-batches of nearly equal tokens, each at most
     `micro_batch_tokens`.
 
@@ -117,7 +114,7 @@ def split_shared(
 
 
 def collate_shared(
-    tokens: TokenSet, examples: NDArray[np.int64], task: str, first_position: int = 0
+    tokens: TokenSet, examples: Ints, task: str, first_position: int = 0
 ) -> dict[str, NDArray[Any]]:
     """As `collate_packed`, but what an example has in common with one before it in the order of
     their texts is left out.

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Examples = NDArray[np.int64]
+from farthing.arrays import Ints
+
+Examples = Ints
 """Examples of a micro-batch."""
-Split = Callable[[NDArray[np.int64], int], list[Examples]]
+Split = Callable[[Ints, int], list[Examples]]
 """(examples, tokens of a micro-batch at most) -> micro-batches, see `packing`."""
-Costs = Callable[[Examples], NDArray[np.int64]]
+Costs = Callable[[Examples], Ints]
 """What each of some examples costs to compute; whole numbers, which are the same on every machine.
 """
 FEW = 12
@@ -54,8 +55,8 @@ def of_slots(table: Sequence[Cell], slots: range) -> list[Cell]:
 
 
 def rows_of(
-    examples: NDArray[np.int64],
-    lengths: NDArray[np.int64],
+    examples: Ints,
+    lengths: Ints,
     micro_batch_tokens: int,
     n_slots: int,
     *,
@@ -80,7 +81,7 @@ def rows_of(
             _lane_by_lane(examples, lengths, micro_batch_tokens, n_slots, split, costs)
         )
 
-    def cost(some: Examples) -> NDArray[np.int64]:
+    def cost(some: Examples) -> Ints:
         tokens = lengths[some].astype(np.int64)
         return tokens * squares_at + tokens * tokens if squares_at else tokens
 
@@ -96,8 +97,8 @@ def rows_of(
 
 
 def _lane_by_lane(
-    examples: NDArray[np.int64],
-    lengths: NDArray[np.int64],
+    examples: Ints,
+    lengths: Ints,
     micro_batch_tokens: int,
     n_slots: int,
     split: Split,
@@ -156,8 +157,8 @@ def _dearest_first(micro_batches: list[Examples], costs: Costs) -> list[Examples
 
 
 def _even(
-    examples: NDArray[np.int64],
-    lengths: NDArray[np.int64],
+    examples: Ints,
+    lengths: Ints,
     micro_batch_tokens: int,
     n_wanted: int,
     split: Split,

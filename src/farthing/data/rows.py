@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from farthing.units import say_bytes
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from farthing.arrays import Ints
 
 MAX_ROW_BYTES = 10_000_000
 Segments = tuple[tuple[str, bool], ...]
@@ -44,7 +43,7 @@ class BadRow(NamedTuple):
 class RowBlock(NamedTuple):
     """Neighbouring rows of a source, of which none is parsed yet."""
 
-    sizes: NDArray[np.int64]
+    sizes: Ints
     """Bytes of each row, about [n]."""
     read: Callable[[Sequence[int]], Iterable[Row | BadRow]]
     """Parse the rows at these places, in this order."""

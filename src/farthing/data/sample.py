@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from farthing.arrays import Floats, Ints
 from farthing.data.encode import PlainTokenizer
 from farthing.data.lengths import Lengths, from_arrays
 from farthing.data.parts import PartPlace, Tally, TokenPart
@@ -98,7 +98,7 @@ def _why_none(tally: Tally, recipe: TokenRecipe) -> str:
     return "every target is masked: prompts fill max_length"
 
 
-def _strata(sizes: NDArray[np.int64], n_wanted: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _strata(sizes: Ints, n_wanted: int) -> tuple[Ints, Ints]:
     """(rows to tokenize, index of the one that stands for each row): the middle of each stratum by
     size.
     """
@@ -112,9 +112,7 @@ def _strata(sizes: NDArray[np.int64], n_wanted: int) -> tuple[NDArray[np.int64],
     return order[(edges[:-1] + edges[1:]) // 2], stratum
 
 
-def _lengths_of(
-    part: TokenPart, lines: list[int], recipe: TokenRecipe
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def _lengths_of(part: TokenPart, lines: list[int], recipe: TokenRecipe) -> tuple[Floats, Ints]:
     """[row, (input, labelled tokens)] of a mean example of each row, and [row] how many it has."""
     found, counts = np.zeros((len(lines), 2)), np.zeros(len(lines), np.int64)
     columns = part.columns
@@ -136,7 +134,7 @@ class _Seen(NamedTuple):
     """What was seen of a file: its rows unparsed, the bytes of each, and the share of it."""
 
     blocks: list[RowBlock]
-    sizes: NDArray[np.int64]
+    sizes: Ints
     share: float
 
 
@@ -146,7 +144,7 @@ def _seen(source: Source) -> _Seen:
     return _Seen(blocks, sizes, blocks[-1].share if blocks else 1.0)
 
 
-def _rows_at(blocks: list[RowBlock], picked: NDArray[np.int64]) -> list[Row | BadRow]:
+def _rows_at(blocks: list[RowBlock], picked: Ints) -> list[Row | BadRow]:
     """The rows at these places, in this order."""
     starts = np.cumsum([0, *(len(block.sizes) for block in blocks)])
     of_block = np.searchsorted(starts, picked, side="right") - 1

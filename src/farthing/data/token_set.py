@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.arrays import Ints
 from farthing.data.read import Source
 from farthing.objectives.registry import code_sha256
 from farthing.storage.files import (
@@ -51,7 +52,7 @@ from farthing.storage.files import (
 CACHE_VERSION = 10
 """Of the files of a token set, and of how rows become texts, tokens and a split."""
 LINE_BITS = 40
-Indices = Sequence[int] | NDArray[np.int64]
+Indices = Sequence[int] | Ints
 DTYPES: dict[str, Any] = {
     "ids": np.int32,
     "targets": np.uint8,
@@ -103,9 +104,9 @@ class TokenSet:
     facts: Json
     ids: NDArray[np.int32]
     targets: NDArray[np.uint8]
-    offsets: NDArray[np.int64]
-    lines: NDArray[np.int64]
-    target_lengths: NDArray[np.int64]
+    offsets: Ints
+    lines: Ints
+    target_lengths: Ints
     groups: NDArray[np.uint64]
     labels: NDArray[Any] | None
     inputs: NDArray[np.uint64] | None = None
@@ -118,12 +119,12 @@ class TokenSet:
         return len(self.offsets) - 1
 
     @functools.cached_property
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> Ints:
         """Tokens of each example [n_examples]."""
         return np.diff(self.offsets)
 
     @functools.cached_property
-    def _of_words(self) -> NDArray[np.int64]:
+    def _of_words(self) -> Ints:
         """Where the labels of the words of each example begin [n_examples]."""
         return np.cumsum(self.target_lengths) - self.target_lengths
 
@@ -175,7 +176,7 @@ class TokenSet:
         """Of an example."""
         return 1 if self.sequences is None else len(self.sequences) // max(1, len(self))
 
-    def sequences_of(self, indices: Indices) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def sequences_of(self, indices: Indices) -> tuple[Ints, Ints]:
         """Where the sequences of these examples begin, and the tokens of each [n * k]."""
         chosen = np.asarray(indices, dtype=np.int64)
         starts = self.offsets[chosen]
@@ -184,9 +185,7 @@ class TokenSet:
         lengths = self.sequences.reshape(-1, self.n_sequences)[chosen].astype(np.int64)
         return (starts[:, None] + np.cumsum(lengths, 1) - lengths).ravel(), lengths.ravel()
 
-    def places_of(
-        self, indices: Indices, skipped: NDArray[np.int64] | int = 0
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def places_of(self, indices: Indices, skipped: Ints | int = 0) -> tuple[Ints, Ints]:
         """Where the tokens of these examples stand, end to end [n_tokens], and how many each has
         [n].
 
@@ -211,7 +210,7 @@ class TokenSet:
         return f"{self.facts['sources'][source]['name']}:{line}"
 
 
-def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def ranges(starts: Ints, lengths: Ints) -> Ints:
     """start, start + 1, ... of each, end to end."""
     stops = np.cumsum(lengths)
     return np.arange(int(lengths.sum())) + np.repeat(starts - stops + lengths, lengths)

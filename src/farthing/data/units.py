@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.arrays import Bools, Ints
 from farthing.data.token_set import TokenSet, ranges
 
 LEAST_TOKENS = 32  # that a sequence takes over; for fewer it is not worth copying keys and values
@@ -29,13 +30,13 @@ class Sequences(NamedTuple):
     """
 
     ids: NDArray[np.int32]
-    is_target: NDArray[np.bool_]
-    lengths: NDArray[np.int64]
-    shared: NDArray[np.int64]
+    is_target: Bools
+    lengths: Ints
+    shared: Ints
     n_sequences: int
 
 
-def n_shared(ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def n_shared(ids: NDArray[np.int32], lengths: Ints) -> Ints:
     """[n, k]: tokens that each sequence has in common with the first of its unit, 0 for the first;
     one of its own is left. `lengths` [n, k].
     """
@@ -57,19 +58,19 @@ def n_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     return int(differ[0]) if len(differ) else n
 
 
-def shared_tokens(tokens: TokenSet) -> NDArray[np.int64]:
+def shared_tokens(tokens: TokenSet) -> Ints:
     """[n]: tokens of each unit of a set that need not be computed."""
     return worth_sharing(tokens.shared, len(tokens))
 
 
-def worth_sharing(shared: NDArray[Any] | None, n: int) -> NDArray[np.int64]:
+def worth_sharing(shared: NDArray[Any] | None, n: int) -> Ints:
     """[n]: the same of n units that have so many tokens in common with their first sequence."""
     if shared is None:
         return np.zeros(n, np.int64)
     return np.where(shared >= LEAST_TOKENS, shared, 0).reshape(n, -1).sum(1, dtype=np.int64)
 
 
-def sequences_of(tokens: TokenSet, units: NDArray[np.int64]) -> Sequences:
+def sequences_of(tokens: TokenSet, units: Ints) -> Sequences:
     """The sequences of these units."""
     starts, lengths = tokens.sequences_of(units)
     places = ranges(starts, lengths)
@@ -80,7 +81,7 @@ def sequences_of(tokens: TokenSet, units: NDArray[np.int64]) -> Sequences:
     return Sequences(tokens.ids[places], tokens.targets[places].astype(bool), lengths, shared, k)
 
 
-def mismatched(tokens: TokenSet, units: NDArray[np.int64]) -> Sequences:
+def mismatched(tokens: TokenSet, units: Ints) -> Sequences:
     """Each unit's input with the answer of the unit before it in the set: one sequence a unit, cut
     to the set's longest.
     """

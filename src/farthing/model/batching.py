@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from farthing.arrays import Ints
 from farthing.errors import ModelError
-from farthing.model.documents import Ints
 from farthing.models.families import PADS_SAFELY
 from farthing.objectives.registry import objective_of
 

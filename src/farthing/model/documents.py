@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from farthing.arrays import Ints
 from farthing.model.hardware import pinned
 
-Ints = NDArray[np.int64]
 Batch = dict[str, Any]
 """What the forward pass of a model of `transformers` takes of a micro-batch, by name: tensors, and
 where documents begin.

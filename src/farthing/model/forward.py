@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from farthing.arrays import Ints
 from farthing.data import units
 from farthing.data.batches import Batches, collate
 from farthing.data.encode import sums_of
@@ -46,7 +47,7 @@ from farthing.model.attention import (
 )
 from farthing.model.batching import batching_rule, refuse_batch_norms
 from farthing.model.casts import Casts
-from farthing.model.documents import Batch, Ints, packed_batch
+from farthing.model.documents import Batch, packed_batch
 from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.hardware import Numerics, pinned
 from farthing.model.head import find_head, one_kernel

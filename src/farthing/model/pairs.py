@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from farthing.arrays import Ints
 from farthing.data.batches import collate
 from farthing.data.token_set import TokenSet
 from farthing.model.attention_kernels import AttentionSettings, over_documents, up_to_aligned
-from farthing.model.documents import Batch, Documents, Ints
+from farthing.model.documents import Batch, Documents
 from farthing.model.loss import decoder_inputs
 from farthing.objectives.objective import IGNORED
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
+from farthing.arrays import Bools, Ints
 from farthing.metrics import Metrics
 from farthing.objectives.columns import Format, Row
 
@@ -27,11 +28,11 @@ class Rows(NamedTuple):
     """
 
     ids: NDArray[np.int32]
-    is_target: NDArray[np.bool_]
-    lengths: NDArray[np.int64]
+    is_target: Bools
+    lengths: Ints
     labels: NDArray[Any] | None
 
-    def padded(self, pad_id: int) -> dict[str, NDArray[np.int64]]:
+    def padded(self, pad_id: int) -> dict[str, Ints]:
         """input_ids and attention_mask [N, longest], padded on the right."""
         where = is_within(self.lengths)
         return {
@@ -40,13 +41,13 @@ class Rows(NamedTuple):
         }
 
 
-def is_within(lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+def is_within(lengths: Ints) -> Bools:
     """[N, longest]: where a padded batch holds something."""
 
     return np.arange(lengths.max()) < lengths[:, None]
 
 
-def filled(values: NDArray[Any], where: NDArray[np.bool_], otherwise: int) -> NDArray[np.int64]:
+def filled(values: NDArray[Any], where: Bools, otherwise: int) -> Ints:
     """`values`, in order, where `where` is true; elsewhere `otherwise`."""
 
     array = np.full(where.shape, otherwise, dtype=np.int64)
@@ -323,11 +324,11 @@ class Objective(NamedTuple):
             labels[starts[rows.lengths > 0]] = IGNORED
         return labels[None] if self._labels_tokens else labels
 
-    def is_learned(self, rows: Rows) -> NDArray[np.bool_]:
+    def is_learned(self, rows: Rows) -> Bools:
         """[T]: the tokens that a loss of tokens is divided by."""
         if not self._chooses_tokens:
             return rows.is_target
-        found: NDArray[np.bool_] = self.packed_labels(rows)[0] != IGNORED
+        found: Bools = self.packed_labels(rows)[0] != IGNORED
         return found
 
     @property

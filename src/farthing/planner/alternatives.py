@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from farthing.arrays import Ints
 from farthing.data.lengths import Lengths, from_arrays
 from farthing.errors import InputError
 from farthing.planner.optimizers import BF16_WEIGHTS
@@ -96,7 +96,7 @@ def padded_as_it_comes(lengths: Lengths) -> Lengths:
     n = len(order) // batch * batch
     groups = order[:n].reshape(-1, batch)
 
-    def padded(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    def padded(values: Ints) -> Ints:
         return np.repeat(values[groups].max(axis=1), groups.shape[1])
 
     return from_arrays(

@@ -27,16 +27,15 @@ from statistics import NormalDist
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
+from farthing.arrays import Floats
 from farthing.errors import InputError
 from farthing.prices.gpus import gpu_named
 from farthing.prices.offers import Offer
 from farthing.tables import numbers
 from farthing.units import plural
 
-Floats = NDArray[np.float64]
 N_PATHS, MOST_SPELLS = 256, 160
 N_QUANTILES = 512  # of a law that is known by its formula
 Z80 = 1.2816  # standard deviations on either side of the middle that hold 80 % of a normal law

@@ -1,0 +1,10 @@
+"""NumPy arrays by what they hold. Whoever takes or gives one says of what shape it is."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
