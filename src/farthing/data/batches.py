@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.arrays import Floats, Ints
+from farthing.arrays import Arrays, Floats, Ints
 from farthing.data.token_set import TokenSet
 from farthing.objectives.objective import Rows
 from farthing.objectives.registry import objective_of
@@ -127,9 +126,7 @@ def split_by_input(
     return np.flatnonzero(~is_eval), np.flatnonzero(is_eval)
 
 
-def collate(
-    tokens: TokenSet, examples: Sequence[int] | Ints, task: str, pad_id: int
-) -> dict[str, NDArray[Any]]:
+def collate(tokens: TokenSet, examples: Sequence[int] | Ints, task: str, pad_id: int) -> Arrays:
     """Arrays of one micro-batch, padded on the right to its longest example, as its task lays them
     out: see `Objective.pad`.
     """

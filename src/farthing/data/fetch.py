@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from farthing.addresses import is_metadata_host, without_secrets
 from farthing.errors import DataError
-from farthing.storage.files import belongs_to_another, own_folder, sha256_of
+from farthing.storage.files import Warn, belongs_to_another, own_folder, sha256_of
 from farthing.storage.objects import BUCKETS, NoSuchObjectError, ObjectStore, StoreError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def fetch(
     url: str,
     cache_dir: Path,
     progress: Callable[[str, int, int | None], None] = lambda what, done, total: None,
-    warn: Callable[[str], None] = lambda text: None,
+    warn: Warn = lambda text: None,
 ) -> Path:
     """Copy a remote file into the cache, never stale: the copy is named by URL and version (ETag
     and the like).

@@ -10,15 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
-from numpy.typing import NDArray
-
-from farthing.arrays import Ints
+from farthing.arrays import Arrays, Ints
 from farthing.data.row_table import Cell
 
-Arrays = dict[str, NDArray[Any]]
-"""What a model takes of a micro-batch, by name."""
 AHEAD = 3  # micro-batches that wait ready: enough to bridge an uneven one, and little memory
 
 

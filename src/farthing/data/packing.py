@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from farthing.arrays import Ints
+from farthing.arrays import Arrays, Ints
 from farthing.data.batches import rows_of
 from farthing.data.token_set import TokenSet
 from farthing.objectives.registry import objective_of
@@ -168,7 +167,7 @@ def collate_packed(
     task: str,
     first_position: int = 0,
     skipped: Ints | None = None,
-) -> dict[str, NDArray[Any]]:
+) -> Arrays:
     """Arrays of one micro-batch, its examples end to end: T tokens of N documents and nothing else.
 
     input_ids, position_ids int64 [1, T]; lengths int64 [N], tokens of each document, in order

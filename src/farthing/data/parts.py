@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.arrays import Bools, Ints
+from farthing.arrays import Arrays, Bools, Ints
 from farthing.data.encode import Encoded, Encoder, sums_of
 from farthing.data.formats import Understood, hash_of_input
 from farthing.data.read import Source
@@ -70,7 +70,7 @@ class TokenPart(NamedTuple):
     `seen` the distinct inputs.
     """
 
-    columns: dict[str, NDArray[Any]]
+    columns: Arrays
     facts: Json
 
     def write(self, path: Path) -> None:
@@ -189,7 +189,7 @@ class _Making:
         if len(self.tally.bad_rows) < MOST_NAMED:
             self.tally.bad_rows.append((f"{self._name}:{line}", reason))
 
-    def finish(self) -> dict[str, NDArray[Any]]:
+    def finish(self) -> Arrays:
         """The columns."""
         if self._texts:
             self._flush()
@@ -208,7 +208,7 @@ class _Making:
         tally, encoded = self.tally, encoded.only(kept)
         tally.n_unlearned_turns += sum(texts[at].n_unlearned for at in np.flatnonzero(kept))
         tally.n_rendered += sum(not text.is_raw for text in texts)
-        columns: dict[str, NDArray[Any]] = {
+        columns: Arrays = {
             "ids": encoded.ids,
             "targets": encoded.is_target,
             "lengths": encoded.lengths,

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.arrays import Ints
+from farthing.arrays import Arrays, Ints
 from farthing.data.batches import Batches
 from farthing.data.packing import collate_packed
 from farthing.data.token_set import TokenSet
@@ -113,9 +112,7 @@ def split_shared(tokens: TokenSet, examples: Ints, micro_batch_tokens: int) -> l
     ]
 
 
-def collate_shared(
-    tokens: TokenSet, examples: Ints, task: str, first_position: int = 0
-) -> dict[str, NDArray[Any]]:
+def collate_shared(tokens: TokenSet, examples: Ints, task: str, first_position: int = 0) -> Arrays:
     """As `collate_packed`, but what an example has in common with one before it in the order of
     their texts is left out.
 

@@ -40,6 +40,7 @@ from farthing.data.rows import (
 )
 from farthing.errors import DataError
 from farthing.storage.files import (
+    Warn,
     belongs_to_another,
     bytes_below,
     discard,
@@ -133,7 +134,7 @@ def open_sources(
     split: str,
     config_name: str | None = None,
     progress: Progress = lambda what, done, total: None,
-    warn: Callable[[str], None] = lambda text: None,
+    warn: Warn = lambda text: None,
     own: tuple[Own, ...] = (),
     layout: Layout = AS_GUESSED,
 ) -> list[Source]:
@@ -175,7 +176,7 @@ def file_source(path: Path, layout: Layout = AS_GUESSED, shown: str | None = Non
     return Source(shown, "", kind, (path,), layout)
 
 
-def _hashed(source: Source, progress: Progress, warn: Callable[[str], None]) -> Source:
+def _hashed(source: Source, progress: Progress, warn: Warn) -> Source:
     """The source with its identity, after what is read otherwise than the name says was told."""
     (path,), shown, kind, layout = source.paths, source.name, source.kind, source.layout
     if path.is_dir():
@@ -254,7 +255,7 @@ def short_name(name: str) -> str:
 
 
 def _open_dataset(
-    name: str, split: str, config_name: str | None, cache_dir: Path, warn: Callable[[str], None]
+    name: str, split: str, config_name: str | None, cache_dir: Path, warn: Warn
 ) -> Source:
     """A Hub data set or a folder in a layout that `datasets` knows. No loading script is
     ever run.

@@ -147,10 +147,6 @@ def _seen(source: Source) -> _Seen:
 def _rows_at(blocks: list[RowBlock], picked: Ints) -> list[Row | BadRow]:
     """The rows at these places, in this order."""
     starts = np.cumsum([0, *(len(block.sizes) for block in blocks)])
-    of_block = np.searchsorted(starts, picked, side="right") - 1
-    found: dict[int, Row | BadRow] = {}
-    for number in np.unique(of_block).tolist():
-        at = picked[of_block == number]
-        rows = blocks[number].read((at - starts[number]).tolist())
-        found.update(zip(at.tolist(), rows, strict=True))
-    return [found[place] for place in picked.tolist()]
+    numbers = np.searchsorted(starts, picked, side="right") - 1
+    places = zip(numbers.tolist(), (picked - starts[numbers]).tolist(), strict=True)
+    return [row for number, at in places for row in blocks[number].read([at])]

@@ -50,6 +50,7 @@ from farthing.objectives.registry import is_installed, objective_of
 from farthing.storage.files import (
     DamagedFileError,
     Json,
+    Warn,
     belongs_to_another,
     commit_folder,
     discard,
@@ -74,7 +75,7 @@ def tokenize(
     *,
     progress: Progress = lambda rows, tokens, share: None,
     should_stop: Callable[[], bool] = lambda: False,
-    warn: Callable[[str], None] = lambda text: None,
+    warn: Warn = lambda text: None,
 ) -> TokenSet:
     """The token set of these sources: from the cache when it is there, else made and committed
     whole.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.arrays import Bools, Ints
+from farthing.arrays import Arrays, Bools, Ints
 from farthing.data.token_set import TokenSet, ranges
 
 LEAST_TOKENS = 32  # that a sequence takes over; for fewer it is not worth copying keys and values
@@ -108,7 +108,7 @@ def mismatched(tokens: TokenSet, units: Ints) -> Sequences:
 
 def collate_units(
     found: Sequences, *, first_position: int = 0, shares: bool = False, pad_id: int | None = None
-) -> dict[str, NDArray[Any]]:
+) -> Arrays:
     """Arrays of a micro-batch: packed [1, T], or with `pad_id` padded [m, longest].
 
     labelled_positions, labelled_targets int64 [u]: the distinct (place in the flattened batch,
@@ -121,7 +121,7 @@ def collate_units(
     starts = np.cumsum(lengths) - lengths
     owner = np.repeat(np.arange(len(lengths)), lengths)
     place = np.arange(len(ids)) - starts[owner]
-    arrays: dict[str, NDArray[Any]]
+    arrays: Arrays
     if pad_id is not None:
         longest = int(lengths.max())
         rows = owner * longest + place

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from farthing.arrays import Bools, Ints
+from farthing.arrays import Arrays, Bools, Ints
 from farthing.metrics import Metrics
 from farthing.objectives.columns import Format, Row
 
@@ -275,7 +275,7 @@ class Objective(NamedTuple):
     """What a micro-batch learns: of each token [T], or of each example [N, ...]. None: the target
     tokens.
     """
-    lay_out: Callable[[Rows, int], dict[str, NDArray[Any]]] | None = None
+    lay_out: Callable[[Rows, int], Arrays] | None = None
     """The arrays of a padded micro-batch, filled up with a token's id; None: those of `pad`."""
     is_pair: bool = False
     labels: Labels | None = None
@@ -304,7 +304,7 @@ class Objective(NamedTuple):
     value: Callable[[Row], float] | None = None
     """The number of a row's unit, with standard columns. Raises `UnusableRowError`."""
 
-    def pad(self, rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
+    def pad(self, rows: Rows, pad_id: int) -> Arrays:
         """input_ids and attention_mask [N, longest], labels [N, longest] or [N, ...]."""
         if self.lay_out is not None:
             return self.lay_out(rows, pad_id)

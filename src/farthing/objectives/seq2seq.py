@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
+from farthing.arrays import Arrays
 from farthing.metrics import Metrics, text_metrics
 from farthing.objectives import columns
 from farthing.objectives.objective import (
@@ -20,7 +18,7 @@ from farthing.objectives.objective import (
 )
 
 
-def _lay_out(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
+def _lay_out(rows: Rows, pad_id: int) -> Arrays:
     """input_ids and attention_mask [N, longest input], labels [N, longest target]; an example is
     its input, then its target.
     """

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -46,6 +46,7 @@ from farthing.storage.files import (
     DamagedFileError,
     Json,
     StoredFile,
+    Warn,
     check_file,
     discard,
     draft_of,
@@ -162,7 +163,7 @@ def take_small(store: Store, folder: Path, words: list[Json]) -> bool:
     return is_there
 
 
-def take_run(store: Store, folder: Path, warn: Callable[[str], None]) -> None:
+def take_run(store: Store, folder: Path, warn: Warn) -> None:
     """Bring the newest commit, if there is one, into a folder that nobody trains in, and what the
     lease knows besides to its ledger. Raises as `take_newest`."""
     if commits := list_commits(store):
@@ -182,9 +183,7 @@ class Taken(NamedTuple):
     """Of its ledger, which the caller has to join with the one here."""
 
 
-def take_newest(
-    store: Store, folder: Path, commits: list[Commit], warn: Callable[[str], None]
-) -> Taken:
+def take_newest(store: Store, folder: Path, commits: list[Commit], warn: Warn) -> Taken:
     """Bring the newest commit whose own checkpoint is whole into a run folder, else the newest
     other checkpoint that is.
 
@@ -237,7 +236,7 @@ def _install(
     folder: Path,
     commit: Commit,
     manifest: Json,
-    warn: Callable[[str], None],
+    warn: Warn,
     needs_its_step: bool,
 ) -> Taken:
     """Fetch every file, verify it, and only then put in place what is whole.
@@ -325,7 +324,7 @@ def _join_log(draft: Path) -> None:
         (draft / LOG).write_bytes(b"".join(piece.read_bytes() for piece in pieces))
 
 
-def _put_in_place(draft: Path, folder: Path, step: int, warn: Callable[[str], None]) -> None:
+def _put_in_place(draft: Path, folder: Path, step: int, warn: Warn) -> None:
     """run.json comes last: a kill before leaves a folder that is brought back again."""
     checkpoints = make_private(folder / CHECKPOINTS)
     arrived = {save.folder.name: save.folder for save in saves_in(draft / CHECKPOINTS)}

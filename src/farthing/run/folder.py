@@ -41,6 +41,7 @@ from farthing.run.accounts import Witness, read_ledger
 from farthing.storage.files import (
     DamagedFileError,
     Json,
+    Warn,
     make_private,
     parse_json,
     read_manifest,
@@ -85,7 +86,6 @@ it has taken."""
 _SEAL = "sha256"
 _WITNESSED = ("attempt", "step", "spent_s", "spent_usd", "attempt_id")
 
-Warn = Callable[[str], None]
 T = TypeVar("T")
 
 

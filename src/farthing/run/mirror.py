@@ -58,6 +58,7 @@ from farthing.storage.files import (
     DamagedFileError,
     Json,
     StoredFile,
+    Warn,
     files_below,
     make_private,
     read_json,
@@ -127,9 +128,7 @@ class _Parcel:
     arrived: Objects = field(default_factory=dict)
 
 
-def open_mirror(
-    address: str | None, folder: Path, keep: int, warn: Callable[[str], None]
-) -> Mirror | None:
+def open_mirror(address: str | None, folder: Path, keep: int, warn: Warn) -> Mirror | None:
     """The mirror at an address, of which nothing is asked yet. Raises `InputError`."""
     return None if address is None else Mirror(open_store(address), folder, keep, warn, PACE)
 
@@ -138,7 +137,7 @@ class Mirror:
     """The copy of the run in `folder`, in `store`. `warn` is called by `check` alone."""
 
     def __init__(
-        self, store: Store, folder: Path, keep: int, warn: Callable[[str], None], pace: MirrorTimes
+        self, store: Store, folder: Path, keep: int, warn: Warn, pace: MirrorTimes
     ) -> None:
         self.folder, self.pace = folder, pace
         self.delivered_step: int | None = None

@@ -40,6 +40,7 @@ FREED_S = 0.5
 _OWNERS = (0, os.geteuid())
 Json = dict[str, Any]
 """An object that others may have written: nothing of it is known before it is checked."""
+Warn = Callable[[str], None]
 
 
 class FileEntry(TypedDict):
@@ -150,7 +151,7 @@ def belongs_to_another(path: Path) -> bool:
     return path.lstat().st_uid not in _OWNERS
 
 
-def own_folder(folder: Path, warn: Callable[[str], None]) -> Path:
+def own_folder(folder: Path, warn: Warn) -> Path:
     """`make_private`, or in place of a folder that belongs to another user one beside it, which
     `warn` is told.
 
