@@ -76,45 +76,43 @@ def rows_of(
     micro_batches = split(examples, micro_batch_tokens)
     if n_slots == 1:
         return row_table([micro_batches])
+
+    def dearest_first(some: Examples, n_wanted: int, cost: Costs) -> list[Examples]:
+        """Micro-batches by the tightest budget that makes at most so many; the dearest are then
+        parted in two until there are so many, or none has two examples.
+        """
+        mean = int(lengths[some].sum()) / n_wanted
+        budgets = [min(micro_batch_tokens, int(mean * share) + 1) for share in TIGHTER]
+        tried = (split(some, most) for most in (*budgets, micro_batch_tokens))
+        found = list(next(each for each in tried if len(each) <= n_wanted))
+        while len(found) < n_wanted:
+            sums = [(len(each) > 1, int(cost(each).sum())) for each in found]
+            at = sums.index(max(sums))
+            if len(dear := found[at]) == 1:
+                break
+            upto = np.cumsum(cost(dear))
+            first = 1 + int(np.abs(2 * upto[:-1] - upto[-1]).argmin())
+            found[at : at + 1] = [dear[:first], dear[first:]]
+        return sorted(found, key=lambda each: (-int(cost(each).sum()), int(each.min())))
+
     if costs is not None:
+        dealt = _dealt([(each, at) for at, each in enumerate(costs(examples).tolist())], n_slots)
+        parts = [examples[places] for places in dealt]
+        n_rows = max(len(split(part, micro_batch_tokens)) for part in parts if len(part))
         return row_table(
-            _lane_by_lane(examples, lengths, micro_batch_tokens, n_slots, split, costs)
+            [dearest_first(part, n_rows, costs) if len(part) else [] for part in parts]
         )
 
-    def cost(some: Examples) -> Ints:
+    def squared(some: Examples) -> Ints:
         tokens = lengths[some].astype(np.int64)
         return tokens * squares_at + tokens * tokens if squares_at else tokens
 
-    n_wanted = -(-len(micro_batches) // n_slots) * n_slots
-    micro_batches = _split_dearest(
-        _even(examples, lengths, micro_batch_tokens, n_wanted, split), n_slots, cost
-    )
     lanes: list[list[Examples]] = [[] for _ in range(n_slots)]
-    for place, micro_batch in enumerate(_dearest_first(micro_batches, cost)):
+    ordered = dearest_first(examples, -(-len(micro_batches) // n_slots) * n_slots, squared)
+    for place, each in enumerate(ordered):
         row, slot = divmod(place, n_slots)
-        lanes[n_slots - 1 - slot if row % 2 else slot].append(micro_batch)
+        lanes[n_slots - 1 - slot if row % 2 else slot].append(each)
     return row_table(lanes)
-
-
-def _lane_by_lane(
-    examples: Ints,
-    lengths: Ints,
-    micro_batch_tokens: int,
-    n_slots: int,
-    split: Split,
-    costs: Costs,
-) -> list[list[Examples]]:
-    """The examples dealt to slots, each of which is split into as many micro-batches as the one
-    that needs most.
-    """
-    of_each = [(cost, at) for at, cost in enumerate(costs(examples).tolist())]
-    parts = [examples[places] for places in _dealt(of_each, n_slots)]
-    n_rows = max(len(split(part, micro_batch_tokens)) for part in parts if len(part))
-    lanes: list[list[Examples]] = []
-    for part in parts:
-        found = _even(part, lengths, micro_batch_tokens, n_rows, split) if len(part) else []
-        lanes.append(_dearest_first(_split_dearest(found, n_rows, costs), costs))
-    return lanes
 
 
 def _dealt(costs: list[tuple[int, int]], n: int) -> list[list[int]]:
@@ -150,40 +148,3 @@ def _dealt(costs: list[tuple[int, int]], n: int) -> list[list[int]]:
         parts.sort(key=lambda part: -part[0])
         heapq.heappush(sets, (parts[-1][0] - parts[0][0], place, parts))
     return [places for _, part in sets[0][2] for places in _dealt(part, n // n_parts)]
-
-
-def _dearest_first(micro_batches: list[Examples], costs: Costs) -> list[Examples]:
-    return sorted(micro_batches, key=lambda each: (-int(costs(each).sum()), int(each.min())))
-
-
-def _even(
-    examples: Ints,
-    lengths: Ints,
-    micro_batch_tokens: int,
-    n_wanted: int,
-    split: Split,
-) -> list[Examples]:
-    """Split by the tightest budget that makes at most `n_wanted` micro-batches."""
-    mean = int(lengths[examples].sum()) / n_wanted
-    for share in TIGHTER:
-        micro_batches = split(examples, max(1, min(micro_batch_tokens, int(mean * share) + 1)))
-        if len(micro_batches) <= n_wanted:
-            return micro_batches
-    return split(examples, micro_batch_tokens)
-
-
-def _split_dearest(micro_batches: list[Examples], multiple: int, costs: Costs) -> list[Examples]:
-    """Part the dearest micro-batches in two until their number is a multiple of that, or none has
-    two examples.
-    """
-    micro_batches = list(micro_batches)
-    while len(micro_batches) % multiple:
-        dear = [at for at, micro_batch in enumerate(micro_batches) if len(micro_batch) > 1]
-        if not dear:
-            break
-        at = max(dear, key=lambda at: (int(costs(micro_batches[at]).sum()), -at))
-        micro_batch = micro_batches[at]
-        upto = np.cumsum(costs(micro_batch))
-        first = 1 + int(np.abs(2 * upto[:-1] - upto[-1]).argmin())
-        micro_batches[at : at + 1] = [micro_batch[:first], micro_batch[first:]]
-    return micro_batches
