@@ -145,18 +145,33 @@ def _block(table: Any, n_before: int, share: float) -> RowBlock:
 
     sizes, decode = bytes_of_rows(table), _decoder(pyarrow.struct(list(table.schema)))
 
+    def values(few: list[int]) -> Iterator[Row | BadRow]:
+        """Rows as Python's values."""
+        try:
+            found = table.take(few).to_pylist() if few else []
+            found = list(map(decode, found)) if decode else found
+            yield from [Row(n_before + i + 1, value) for i, value in zip(few, found, strict=True)]
+        except (ValueError, OverflowError, ArithmeticError) as error:
+            # bytes that are no text, a date beyond Python's
+            if len(few) == 1:
+                reason = f"a value that can't be read: {str(error)[:200]}"
+                yield BadRow(n_before + few[0] + 1, reason)
+                return
+            for index in few:
+                yield from values([index])
+
     def read(picked: Sequence[int]) -> Iterator[Row | BadRow]:
         few: list[int] = []
         for index in picked:
             is_large = sizes[index] > MAX_ROW_BYTES
             if is_large or sizes[few].sum() + sizes[index] > BATCH_BYTES:
-                yield from _values(table, few, n_before, decode)
+                yield from values(few)
                 few = []
             if is_large:
                 yield BadRow(n_before + index + 1, too_large(int(sizes[index])))
             else:
                 few.append(index)
-        yield from _values(table, few, n_before, decode)
+        yield from values(few)
 
     return RowBlock(sizes, read, share)
 
@@ -179,24 +194,6 @@ def _decoder(kind: Any) -> Callable[[Any], Any] | None:
 
 def _with_decoded(value: Any, inner: Mapping[str, Callable[[Any], Any]]) -> Any:
     return value and {**value, **{name: read(value[name]) for name, read in inner.items()}}
-
-
-def _values(
-    table: Any, few: list[int], n_before: int, decode: Callable[[Any], Any] | None
-) -> Iterator[Row | BadRow]:
-    """Rows as Python's values, those after `n_before` others."""
-    try:
-        values = table.take(few).to_pylist() if few else []
-        values = list(map(decode, values)) if decode else values
-        yield from [Row(n_before + i + 1, value) for i, value in zip(few, values, strict=True)]
-    except (ValueError, OverflowError, ArithmeticError) as error:
-        # bytes that are no text, a date beyond Python's
-        if len(few) == 1:
-            reason = f"a value that can't be read: {str(error)[:200]}"
-            yield BadRow(n_before + few[0] + 1, reason)
-            return
-        for index in few:
-            yield from _values(table, [index], n_before, decode)
 
 
 def _unreadable(error: Exception, where: str) -> DataError:
