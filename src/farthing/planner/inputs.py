@@ -126,7 +126,10 @@ def study_job(job: Job, asked: PlanOptions, *, now: datetime) -> Study:
             break
         here.append((found[0], [found[1]]))
     rented = _machines(wanted, offers, known, software)
-    own = _owned(wanted, asked.own, known, software, today)
+    owned = _machines(wanted, [owned_offer(one, today) for one in asked.own], known, software)
+    own = [
+        (one if isinstance(one, Refusal) else replace(one, is_local=True), at) for one, at in owned
+    ]
     if job.where.device == "cpu":
         notes.append("where.device: cpu is of this machine; other places are planned with a GPU")
     hazard, law = None, LAW
@@ -205,18 +208,6 @@ def _machines(
             groups.setdefault((offer.gpu, max(1, offer.n_gpus)), []).append(offer)
     how = wanted, known, software
     return [(machine_of(gpus()[gpu], n, *how), group) for (gpu, n), group in groups.items()]
-
-
-def _owned(
-    wanted: JobSpec, own: Sequence[Owned], known: Calibrations, software: Torch, today: date
-) -> list[Offered]:
-    found: list[Offered] = []
-    for owned in own:
-        machine = machine_of(gpus()[owned.gpu], owned.n_gpus, wanted, known, software)
-        if not isinstance(machine, Refusal):
-            machine = replace(machine, is_local=True)
-        found.append((machine, [owned_offer(owned, today)]))
-    return found
 
 
 def _past(
