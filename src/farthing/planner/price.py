@@ -59,12 +59,6 @@ class _Timed(NamedTuple):
     billed_range: Range
 
 
-class _Terms(NamedTuple):
-    timed: _Timed
-    hourly: dict[str, float]  # hours that are paid for at the offer's price, by what they go to
-    fixed_usd: dict[str, float]
-
-
 def quiet_interval_s(save_s: float) -> float:
     young = young_interval_s(save_s, CRASH_EVERY_S)
     return min(LONGEST_INTERVAL_S, max(SHORTEST_INTERVAL_S, young))
@@ -81,22 +75,26 @@ class Pricing:
         hazard: Callable[[Offer], Interruptions],
     ) -> None:
         self.wanted, self.on, self.assumptions, self.hazard = wanted, on, assumptions, hazard
-        self._time, self._known = cache(self._timed), dict[tuple[object, ...], _Terms]()
+        self._time = cache(self._timed)
 
     def plan(self, offer: Offer, price_age_days: int, is_users_price: bool) -> OfferPlan | Rejected:
         """The offer's plan; a rejection where interruptions keep it from ever ending."""
         zone, save_s = self.hazard(offer) if offer.is_spot else None, self.save_s(offer)
-        key = offer.billing.provider, zone, save_s
-        terms = self._known.get(key)
-        if terms is None:
-            terms = self._known[key] = self._terms(offer, save_s, zone)
-        timed, hourly, fixed_usd = terms
+        wanted, timed = self.wanted, self._time(self.setup_s(offer), save_s, zone)
         if not math.isfinite(timed.wall_s):
             what = "interruptions come faster than work is saved"
             change = "the same machine on demand"
             return Rejected(offer, "spot", what, change, "on demand", 10.0)
+        held_gb = (wanted.shape.n_parameters * 2 + 3 * wanted.save_bytes) / 1e9
+        usd = bill(
+            offer,
+            timed.billed_s / 3600,
+            n_starts=1 + (math.ceil(timed.spot.n_interruptions) if timed.spot else 0),
+            storage_gb=0.0 if self.on.machine.is_local else held_gb,
+            storage_hours=timed.wall_s / 3600,
+            egress_gb=self._leaving_gb(offer, timed.n_saves),
+        )
         rate = offer.usd_per_hour or 0.0
-        usd = {name: hours * rate for name, hours in hourly.items()} | fixed_usd
         total, billed = sum(usd.values()), timed.billed_range
         is_old = price_age_days > OLD_PRICE_DAYS and not is_users_price
         cheaper, dearer = price_error(offer, price_age_days if is_old else 0)
@@ -117,22 +115,6 @@ class Pricing:
             timed.spot,
             is_users_price=is_users_price,
         )
-
-    def _terms(self, offer: Offer, save_s: float, zone: Interruptions | None) -> _Terms:
-        wanted, timed = self.wanted, self._time(self.setup_s(offer), save_s, zone)
-        if not math.isfinite(timed.wall_s):
-            return _Terms(timed, {}, {})
-        held_gb = (wanted.shape.n_parameters * 2 + 3 * wanted.save_bytes) / 1e9
-        usd = bill(
-            offer._replace(unit="machine_hour", usd=1.0),
-            timed.billed_s / 3600,
-            n_starts=1 + (math.ceil(timed.spot.n_interruptions) if timed.spot else 0),
-            storage_gb=0.0 if self.on.machine.is_local else held_gb,
-            storage_hours=timed.wall_s / 3600,
-            egress_gb=self._leaving_gb(offer, timed.n_saves),
-        )
-        hourly = {name: usd.pop(name) for name in list(usd) if name in ("compute", "rounding")}
-        return _Terms(timed, hourly, usd)
 
     def setup_s(self, offer: Offer) -> float:
         """From the request for a machine until it can begin."""
