@@ -7,6 +7,7 @@ budget of tokens (`data/packing`).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from statistics import NormalDist
@@ -64,14 +65,19 @@ class Largest(NamedTuple):
         return self.n_rows * (self.tokens + self.targets)
 
 
-class Cut(NamedTuple):
+@dataclass(frozen=True)
+class Cut:
     """What steps become when they are cut by a budget of tokens."""
 
     example: Padded
     """The mean one as it is computed."""
-    n_micro_batches: float
-    """Of a mean step."""
     largest: Largest
+    count: Callable[[], float]
+
+    @cached_property
+    def n_micro_batches(self) -> float:
+        """Of a mean step; counted when it is asked for."""
+        return self.count()
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,8 +233,10 @@ def _packed(of: Lengths, micro_batch_tokens: int, batch: int) -> Cut:
     if of_inputs < of_step:  # the longest example and mean ones
         beside = max(0, of_inputs - of.longest) * of.mean_of_squares
         pairs = round(min(pairs, of.longest**2 + beside / max(1.0, of.mean)))
-    n = 1.0
-    if of.largest_step(batch) > micro_batch_tokens:
+
+    def count() -> float:
+        if of_step <= micro_batch_tokens:
+            return 1.0
         steps = _steps(of, batch, min(4 * _N_CUT, max(_N_CUT, 32 * batch)))
         sizes = of._both[steps]
         n_tokens = sizes.sum(1)
@@ -239,8 +247,9 @@ def _packed(of: Lengths, micro_batch_tokens: int, batch: int) -> Cut:
             for at in np.flatnonzero(fullest > micro_batch_tokens):
                 cut = split_by_tokens(steps[at], of._both, micro_batch_tokens)
                 counts[at] = len(cut)
-        n = float(counts.mean())
-    return Cut(of.example, n, Largest(1, of_inputs, of_targets, pairs))
+        return float(counts.mean())
+
+    return Cut(of.example, Largest(1, of_inputs, of_targets, pairs), count)
 
 
 @lru_cache(maxsize=4096)
@@ -275,7 +284,7 @@ def _padded(of: Lengths, micro_batch_tokens: int, batch: int, cost: MicroBatchCo
     n_rows = max(1, min(batch, -(-top // widest)))
     share = min(1.0, top / (n_rows * widest))
     longest = math.ceil(share * of.longest), math.ceil(share * of.longest_target)
-    return Cut(example, n_passes, Largest(n_rows, *longest))
+    return Cut(example, Largest(n_rows, *longest), lambda: n_passes)
 
 
 def _steps(of: Lengths, batch: int, n_examples: int) -> Ints:
