@@ -14,12 +14,13 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from urllib.parse import quote
 
 from farthing.addresses import is_remote, without_secrets
 from farthing.config.data_lengths import SAVED, files_of_split
-from farthing.config.job import KEYS, Job
+from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.data.chat import read_template
 from farthing.data.fetch import refuse_metadata
@@ -132,73 +133,32 @@ def _kinds(job: Job) -> set[str]:
 
 
 def unread_keys(job: Job) -> list[str]:
-    """Keys with a value of their own that nothing reads beside the other keys, a sentence each."""
-    data, train, where, kinds = job.data, job.train, job.where, _kinds(job)
-    of_files = kinds | {*KINDS.values()} if "unknown" in kinds else kinds
-    holds_out = bool(data.eval or data.eval_fraction)
-    of_method = " ".join(f"method.{key}" for key in KEYS["method"] if key != "name")
-    of_search = " ".join(f"search.{key}" for key in KEYS["search"])
-    of_warmup = "train.warmup_ratio train.warmup_steps train.warmup_epochs"
-    of_choice = "train.metric_for_best_model train.greater_is_better train.eval_strategy"
-    has_adam = train.optim not in (*_NOT_ADAM, "adafactor")
-    fixes_warmup = train.warmup_steps is not None or train.warmup_epochs is not None
-    found = []
-    for keys, is_read, why in (
-        (of_method, job.method.name != "full", "method is full"),
-        (
-            "model.revision",
-            not Path(job.model.model_name_or_path).is_absolute(),
-            "the model is a folder",
-        ),
-        ("data.separator", "csv" in of_files, "no data is a CSV file"),
-        ("data.field", "json" in of_files, "no data is a JSON document"),
-        ("data.text_unit", "texts" in of_files, "no data is a text file"),
-        ("data.encoding", bool(of_files - {"parquet", "data set"}), "no data is a file of text"),
-        (
-            "data.train_split data.eval_split data.dataset_config_name",
-            "data set" in kinds,
-            "files have no splits",
-        ),
-        ("data.eval_fraction", not data.eval, "data.eval is set"),
-        (
-            f"data.max_eval_samples train.eval_steps {of_choice}",
-            holds_out,
-            "there is no evaluation data",
-        ),
-        ("train.eval_steps", train.eval_strategy != "no", "eval_strategy is no"),
-        (
-            "train.early_stopping_threshold",
-            train.early_stopping_patience,
-            "early_stopping_patience is not set",
-        ),
-        (
-            "data.max_target_length data.source_lang data.target_lang train.predict_with_generate",
-            objective_of(job.task).is_pair,
-            f"task is {job.task}",
-        ),
-        (of_warmup, train.lr_scheduler_type != "constant", "lr_scheduler_type is constant"),
-        ("train.warmup_ratio", not fixes_warmup, "warmup_steps or warmup_epochs is set"),
-        (
-            "train.adam_beta1 train.adam_beta2 train.adam_epsilon",
-            has_adam,
-            f"optim is {train.optim}",
-        ),
-        ("train.save_minutes", not train.save_steps, "save_steps is set"),
-        ("train.hub_model_id train.hub_private_repo", train.push_to_hub, "push_to_hub is false"),
-        ("where.power_watts", where.usd_per_kwh, "where.usd_per_kwh is not set"),
-        ("where.usd_per_kwh", where.power_watts, "where.power_watts is not set"),
-        (
-            "where.reshard_after_forward where.offload_weights",
-            where.strategy != "ddp",
-            "strategy is ddp",
-        ),
-        (of_search, job.search.is_asked, "search.vary is empty"),
+    """Keys with a value of their own that nothing reads beside the other keys, a sentence each.
+
+    In the table, `beside` is a key of the job, or one of the words that are gathered here.
+    """
+    data, found, true = job.data, list[str](), _kinds(job)
+    if "unknown" in true:
+        true |= {*KINDS.values()}
+    for word, is_so in (
+        ("text", true - {"parquet", "data set"}),
+        ("model folder", Path(job.model.model_name_or_path).is_absolute()),
+        ("evaluation data", data.eval or data.eval_fraction),
+        ("pairs", objective_of(job.task).is_pair),
     ):
-        for key in () if is_read else keys.split():
+        true |= {word} if is_so else set()
+    for row in facts("unread_keys"):
+        beside = row["beside"]
+        value = attrgetter(beside)(job) if "." in beside else beside in true
+        if not {str(value), "set" if value else "unset"} & {*row["states"].split()}:
+            continue
+        for key in row["keys"].split():
             section, name = key.split(".")
             asked = getattr(job, section)
-            if getattr(asked, name) != type(asked).model_fields[name].default:
-                found.append(f"{key} is not used: {why}")
+            for each, field in type(asked).model_fields.items():
+                is_meant = name in (each, "*") and f"{section}.{each}" != beside
+                if is_meant and getattr(asked, each) != field.default:
+                    found.append(f"{section}.{each} is not used: {row['why'].format(job=job)}")
     several = [*zip(data.train, data.of_train, strict=False)]
     several += zip(data.eval, data.of_eval, strict=False)
     for path, own in several:
