@@ -41,22 +41,11 @@ from farthing.errors import (
 from farthing.run.accounts import read_ledger
 from farthing.run.folder import CHECKPOINTS, LEDGER, facts_there, witnesses_of
 from farthing.run.opening import refuse_folder, refuse_unpaid
+from farthing.tables import facts
 from farthing.units import plural, say_bytes, say_count, say_usd
 
 TRIED_BYTES = 4 << 20
 """Of the sources together: some seconds."""
-EXTRAS = {
-    "datasets": ("datasets", "data sets of the Hub and folders of them"),
-    "sentencepiece": ("sentencepiece", "tokenizers without a tokenizer.json"),
-    "bitsandbytes": ("gpu", "qlora, 8-bit and paged optimizers"),
-    "liger_kernel": ("gpu", "train.use_liger_kernel"),
-    "pynvml": ("gpu", "GPU utilisation in the progress line"),
-    "boto3": ("s3", "profiles and logins of ~/.aws, for s3://"),
-    "tensorboard": ("track", "train.report_to: [tensorboard]"),
-    "wandb": ("wandb", "train.report_to: [wandb]"),
-    "mlflow": ("mlflow", "train.report_to: [mlflow]"),
-    "trackio": ("trackio", "train.report_to: [trackio]"),
-}
 
 
 def _check(name: str, found: str, to_do: str = "", *, warns: object = False) -> Check:
@@ -114,9 +103,12 @@ def check_machine(folder: Path, *, with_device: bool = True) -> Iterator[Check]:
     )
     found = f"{say_bytes(free_bytes)} free at {place}"
     yield _check("disk", found, "make room", warns=free_bytes < 5 << 30)
-    for module, (extra, what) in EXTRAS.items():
-        absent = f"not installed; only for {what}: pip install 'farthing[{extra}]'"
-        yield _check(module, "installed" if importlib.util.find_spec(module) else absent)
+    for row in facts("extras"):
+        absent = (
+            f"not installed; only for {row['needed_for']}: pip install 'farthing[{row['extra']}]'"
+        )
+        found = "installed" if importlib.util.find_spec(row["module"]) else absent
+        yield _check(row["module"], found)
 
 
 def _installed(package: str, *, is_imported: bool = False) -> Check:

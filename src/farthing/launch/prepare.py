@@ -69,13 +69,7 @@ GOOGLE_KEY = "GOOGLE_SERVICE_ACCOUNT_KEY"
 AZURE_KEYS = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY", "AZURE_CLIENT_SECRET")
 TRACKER_PLACES = (("wandb", "WANDB_BASE_URL"), ("mlflow", "MLFLOW_TRACKING_URI"))
 """Those that say where its server is."""
-EXTRA_OF = {
-    "bitsandbytes": "gpu",
-    "liger_kernel": "gpu",
-    "optuna": "search",
-    "tensorboard": "track",
-}
-"""Of modules that have another name than the extra that brings them."""
+EXTRA_OF = {row["module"]: row["extra"] for row in facts("extras")}
 ATTENTION_OF_TORCH = ("sdpa", "eager", "flex_attention")
 """What needs no package besides."""
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -353,7 +347,7 @@ def modules_of(job: Job) -> tuple[str, ...]:
 
 def extras_of(job: Job, n_gpus: int) -> tuple[str, ...]:
     """The extras of farthing that are installed for the job on a machine."""
-    extras = {EXTRA_OF.get(name, name) for name in modules_of(job)}
+    extras = {EXTRA_OF[name] for name in modules_of(job)}
     extras |= {"sentencepiece"}  # which tokenizer a model has is known there
     return tuple(sorted(extras | ({"gpu"} if n_gpus else set())))
 
@@ -625,7 +619,7 @@ def _refusals(
         absent,
         f"not installed here: {', '.join(absent)}",
         "the job",
-        f"pip install 'farthing[{','.join(EXTRA_OF.get(name, name) for name in absent)}]'",
+        f"pip install 'farthing[{','.join(EXTRA_OF[name] for name in absent)}]'",
     )
     yield (
         leaves and job.model.from_run is not None,
