@@ -341,13 +341,13 @@ def look_at_data(
     Raises `DataError`, `JobError`, and `ModelError` for a model that is not on this machine.
     """
     from farthing.data.light_tokenizer import light_tokenizer
-    from farthing.data.read import file_source, is_text_folder, short_name
+    from farthing.data.read import file_source, place_of, short_name
     from farthing.data.summary import summarize
     from farthing.data.token_set import TokenRecipe
     from farthing.objectives.causal_lm import CAUSAL_LM
 
     shown = short_name(str(path))
-    if path.is_dir() and not is_text_folder(path):
+    if place_of(str(path)) == "folder":
         raise DataError("a folder", where=shown, to_do="name one file of it")
     if job_file is None:
         source, task = file_source(path), None

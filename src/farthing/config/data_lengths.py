@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.addresses import is_remote, without_secrets
+from farthing.addresses import without_secrets
 from farthing.config.job import DataSection, Job
 from farthing.data.batches import Batches, split_by_input
 from farthing.data.blocks import is_text
@@ -34,8 +34,7 @@ from farthing.data.read import (
     ending_of,
     file_source,
     folder_sha256,
-    is_dataset,
-    is_text_folder,
+    place_of,
     short_name,
 )
 from farthing.data.reader import SourceReader
@@ -63,6 +62,7 @@ from farthing.storage.files import (
 )
 from farthing.units import plural
 
+_ELSEWHERE = ("remote", "hub")  # what only the network can show
 _MOST_LABELLED = 200_000  # rows of a file of which labels are read
 INDEX = "token_index"  # the folder in the cache that tells which token set a job's data became
 _TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -127,7 +127,7 @@ def _exact(job: Job, tokens: TokenSet, cache: Path) -> tuple[Lengths, Lengths | 
         else None
     )
     n_per_epoch = Batches(train, 1, 0, of_each).n_per_epoch
-    is_exact = not any(_is_elsewhere(name) for name in (*job.data.train, *job.data.eval))
+    is_exact = not any(place_of(name) in _ELSEWHERE for name in (*job.data.train, *job.data.eval))
 
     def lengths_of(of: TokenSet, indices: NDArray[np.int64]) -> Lengths:
         words = f"token cache, {plural(len(indices), 'example')}"
@@ -226,11 +226,6 @@ def _template_of_job(job: Job) -> str | None:
     return job.data.chat_template and read_template(job.data.chat_template)
 
 
-def _is_elsewhere(name: str) -> bool:
-    """Whether a name of data means something that only the network can show."""
-    return is_remote(name) or (is_dataset(name) and not Path(name).is_dir())
-
-
 _TO_DO = (
     "give --examples N --mean-tokens M, or run `farthing train` once: tokenized data is remembered"
 )
@@ -240,15 +235,16 @@ def _local_sources(job: Job, role: Literal["train", "eval"]) -> list[Source]:
     """The files of the job's data; no content is hashed. Raises `InputError`, `DataError`."""
     sources = []
     for name, own in job.data.sources(role):
-        if _is_elsewhere(name):
+        place = place_of(name)
+        if place in _ELSEWHERE:
             what = "no file here; as a data set of the Hub"
-            what = "a file of another machine" if is_remote(name) else what
+            what = "a file of another machine" if place == "remote" else what
             raise InputError(
                 f"{what}, it can't be looked at without the network",
                 where=without_secrets(name),
                 to_do=_TO_DO,
             )
-        is_data_set = Path(name).is_dir() and not is_text_folder(Path(name))
+        is_data_set = place == "folder"
         if is_data_set and (config_name := own.name or job.data.dataset_config_name):
             what = f"what its configuration `{config_name}` holds is not known yet"
             raise InputError(what, where=name, to_do=_TO_DO)
@@ -366,11 +362,12 @@ def _content_of(
     found: list[Any] = []
     for index, (name, own) in enumerate(data.sources(role)):
         path, config_name = Path(name), own.name or data.dataset_config_name
-        if _is_elsewhere(name):
+        place = place_of(name)
+        if place in _ELSEWHERE:
             found.append(["at", name, own, config_name, asdict(data.layout)])
         elif known is not None:
             found.append(known[index].identity)
-        elif path.is_dir() and not is_text_folder(path):
+        elif place == "folder":
             sha256 = folder_sha256(path, f"{config_name}/{own.split}")
             found.append(Source("", sha256, "arrow", columns=own.columns).identity)
         else:

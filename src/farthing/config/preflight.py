@@ -18,7 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 from urllib.parse import quote
 
-from farthing.addresses import is_remote, without_secrets
+from farthing.addresses import without_secrets
 from farthing.config.data_lengths import SAVED, files_of_split
 from farthing.config.job import Job
 from farthing.config.load import load_job
@@ -30,8 +30,7 @@ from farthing.data.read import (
     Source,
     ending_of,
     file_source,
-    is_dataset,
-    is_text_folder,
+    place_of,
 )
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Own, Row
@@ -121,10 +120,10 @@ def _kinds(job: Job) -> set[str]:
     """Of the job's data: as `Source.kind`, or `data set`; `unknown` where no name tells."""
     kinds = set[str]()
     for name, _ in (*job.data.sources("train"), *job.data.sources("eval")):
-        path = Path(name)
-        if is_remote(name):
+        path, place = Path(name), place_of(name)
+        if place == "remote":
             kinds.add(KINDS.get(ending_of(path), "unknown"))
-        elif is_dataset(name) and not is_text_folder(path):
+        elif place != "file":
             kinds.add("data set")
         else:
             with contextlib.suppress(DataError):  # looked at elsewhere
@@ -162,7 +161,7 @@ def unread_keys(job: Job) -> list[str]:
     several = [*zip(data.train, data.of_train, strict=False)]
     several += zip(data.eval, data.of_eval, strict=False)
     for path, own in several:
-        if (own.split or own.name) and (is_remote(path) or not is_dataset(path)):
+        if (own.split or own.name) and place_of(path) in ("file", "remote"):
             shown = without_secrets(path)
             found.append(f"split and name of {shown} are not used: files have no splits")
     return found
@@ -205,15 +204,16 @@ def _look_at_data(job: Job, name: str, own: Own, only_plans: bool) -> None:
     """A file, the first file of a folder's split, or whether an address may be asked and the Hub
     knows a name.
     """
-    if "[" in str(own.split) and not is_dataset(name):
+    place = place_of(name)
+    if "[" in str(own.split) and place in ("file", "remote"):
         what = f"a file is no data set, of which a split such as {own.split} can be taken"
         to_do = "leave it out; data.max_train_samples takes fewer"
         raise DataError(what, where=without_secrets(name), to_do=to_do)
-    if is_remote(name):
+    if place == "remote":
         refuse_metadata(name)
-    elif not is_dataset(name) or is_text_folder(Path(name)):
+    elif place == "file":
         _look_at_file(job, Path(name), own)
-    elif Path(name).is_dir():
+    elif place == "folder":
         for path in _first_of(Path(name), str(own.split)):
             _look_at_file(job, path, own)
     elif not only_plans:

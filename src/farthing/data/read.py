@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from farthing.addresses import is_remote, without_secrets
 from farthing.data.arrow import (
@@ -147,12 +147,13 @@ def open_sources(
     """
     found = []
     for name, said in zip(names, own or (Own(),) * len(names), strict=True):
-        if is_dataset(name) and not is_text_folder(Path(name)):
+        place = place_of(name)
+        if place in ("folder", "hub"):
             of = said.split or split, said.name or config_name
             source = _open_dataset(name, *of, cache_dir, warn)
         else:
             path, shown = Path(name), None
-            if is_remote(name):
+            if place == "remote":
                 path, shown = fetch(name, cache_dir, progress, warn), without_secrets(name)
                 _refuse_bomb(path, shown)
             source = _hashed(file_source(path, layout, shown), progress, warn)
@@ -197,11 +198,16 @@ def _hashed(source: Source, progress: Progress, warn: Warn) -> Source:
     return replace(source, sha256=sha256)
 
 
-def is_dataset(name: str) -> bool:
-    """Whether a name means a data set: a folder here, or on the Hub."""
+def place_of(name: str) -> Literal["file", "remote", "folder", "hub"]:
+    """What data of a name is: a file or folder of text files, an address of a file, a data set in a
+    folder here, or one on the Hub.
+    """
     path = Path(name)
-    is_name = not path.exists() and not path.is_absolute() and not is_remote(name)
-    return path.is_dir() or is_name
+    if is_remote(name):
+        return "remote"
+    if path.is_dir():
+        return "file" if is_text_folder(path) else "folder"
+    return "file" if path.exists() or path.is_absolute() else "hub"
 
 
 def say_names(names: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ import yaml
 from farthing import __version__
 from farthing.addresses import is_remote, without_secrets
 from farthing.config.job import Job
-from farthing.data.read import is_dataset, is_text_folder
+from farthing.data.read import place_of
 from farthing.errors import InputError
 from farthing.launch.inputs import INPUTS, Packed, inputs_key, pack
 from farthing.launch.machines import MachineLedger, RentedMachine
@@ -331,10 +331,8 @@ def _one_spelling(place: str) -> str:
 
 def modules_of(job: Job) -> tuple[str, ...]:
     """Modules of farthing's extras without which the job fails."""
-    has_data_sets = any(
-        is_dataset(name) and not is_remote(name) and not is_text_folder(Path(name))
-        for name in (*job.data.train, *job.data.eval)
-    )
+    names = (*job.data.train, *job.data.eval)
+    has_data_sets = any(place_of(name) in ("folder", "hub") for name in names)
     in_4_bits = job.method.name == "qlora"
     needs = {
         "bitsandbytes": in_4_bits or optimizer(job.train.optim).needs_bitsandbytes,
