@@ -8,7 +8,6 @@ defaults of `argparse` and of dataclass fields, arithmetic on these. Everything 
 from __future__ import annotations
 
 import ast
-import functools
 import json
 import math
 import operator
@@ -16,6 +15,7 @@ import platform
 import re
 import shlex
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from farthing.config.importers.tables import Computed, is_open
@@ -27,12 +27,9 @@ MAX_LINE, MAX_VALUES = 1 << 20, 10_000
 
 
 class Call(NamedTuple):
-    """A call: what is called (`FastModel.from_pretrained`), its line, its values by position and by
-    name.
-    """
+    """A call: what is called (`FastModel.from_pretrained`), its values by position and by name."""
 
     name: str
-    line: int
     positional: list[Any]
     named: Json
 
@@ -84,28 +81,11 @@ def calls_of(source: str, where: str) -> list[Call]:
         what = f"not Python that can be read: {getattr(error, 'msg', error)}"
         to_do = f"for a later Python than {platform.python_version()}, run farthing under that one"
         raise InputError(what, where=f"{where}:{line}" if line else where, to_do=to_do) from error
-    known, found = _Values(tree), []
-    for node in ast.walk(tree):
-        match node:
-            case ast.ClassDef(name=owner, body=body):
-                own = (each for each in body if isinstance(each, ast.FunctionDef))
-                found += [Call(f"{owner}.{method.name}", method.lineno, [], {}) for method in own]
-            case ast.Assign([ast.Attribute(attr="requires_grad")], ast.Constant(False)):
-                found.append(Call("parameters.requires_grad_", node.lineno, [False], {}))
-            case ast.Assign([ast.Attribute(ast.Name(owner), attr)], value):
-                made = known.made(owner, node.lineno)  # `args.max_steps = 5` is a call's key
-                made = "get_chat_template" if attr == "chat_template" else made
-                found.append(Call(made, node.lineno, [], {attr: known.of(value, node.lineno)}))
-            case ast.Call(func, args, keywords) if name := _dotted(func):
-                named = Json()
-                for keyword in keywords:
-                    value = known.of(keyword.value, node.lineno)
-                    is_spread = keyword.arg is None and isinstance(value, dict)
-                    named |= value if is_spread else {keyword.arg or f"**{value}": value}
-                given = [arg for arg in args if not isinstance(arg, ast.Starred)]
-                positional = [known.of(arg, node.lineno) for arg in given]
-                found.append(Call(name, node.lineno, positional, named))
-    return sorted(found, key=lambda call: call.line)
+    return list(_Script(tree).calls())
+
+
+def _line(node: Any) -> int:
+    return int(node.lineno)
 
 
 def _dotted(node: ast.expr) -> str:
@@ -127,23 +107,27 @@ _ARITHMETIC: dict[type[ast.operator], Any] = {
 }
 
 
-class _Values:
-    """What expressions are worth, where that can be seen."""
+class _Given(NamedTuple):
+    """What a name was given, and the call that made it."""
+
+    value: Any
+    maker: str
+
+
+class _Script:
+    """The values in a script, as far as they can be seen."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self.assigned: dict[str, list[tuple[int, ast.expr]]] = {}
+        self.known: dict[str, _Given] = {}
         self.defaults: dict[str, ast.expr] = {}
         """Of command line arguments and dataclass fields, by their name."""
-        self.of = functools.cache(self._of)  # names grow out of one another
         self.sizes: dict[int, int] = {}  # values in a list or mapping with those in it, by its id
-        for node in ast.walk(tree):
+        self.nodes = sorted((each for each in ast.walk(tree) if hasattr(each, "lineno")), key=_line)
+        for node in self.nodes:
             match node:
                 case ast.Constant(value=int(number)) if number.bit_length() > 63:
                     node.value = math.inf  # Python makes no text of a long number
-                case ast.Assign(targets, value):
-                    self._assign(targets, value)
                 case ast.AnnAssign(target, value=ast.expr() as value):
-                    self._assign([target], value)
                     self.defaults[_dotted(target)] = _default_of(value) or value
                 case ast.Call(func, flags) if _dotted(func).endswith("add_argument"):
                     for flag in flags:
@@ -151,69 +135,86 @@ class _Values:
                             name = str(flag.value).lstrip("-").replace("-", "_")
                             self.defaults[name] = default
 
-    def _assign(self, targets: list[ast.expr], value: ast.expr) -> None:
-        for target in targets:
-            name = _dotted(target)
-            if name and not name.startswith("()"):
-                self.assigned.setdefault(name, []).append((target.lineno, value))
+    def calls(self) -> Iterator[Call]:
+        """In the order of their lines. What a line assigns is known from the next one on."""
+        for _, nodes in groupby(self.nodes, _line):
+            given: dict[str, _Given] = {}
+            for node in nodes:
+                match node:
+                    case ast.ClassDef(name=owner, body=body):
+                        own = (each for each in body if isinstance(each, ast.FunctionDef))
+                        yield from (Call(f"{owner}.{method.name}", [], {}) for method in own)
+                    case ast.Assign([ast.Attribute(attr="requires_grad")], ast.Constant(False)):
+                        yield Call("parameters.requires_grad_", [False], {})
+                    case ast.Assign(targets, value):
+                        made = self._given(value)
+                        given |= dict.fromkeys(map(_dotted, targets), made)
+                        match targets:  # `args.max_steps = 5` is a call's key
+                            case [ast.Attribute(attr="chat_template" as attr)]:
+                                yield Call("get_chat_template", [], {attr: made.value})
+                            case [ast.Attribute(ast.Name(owner), attr)] if owner in self.known:
+                                yield Call(self.known[owner].maker, [], {attr: made.value})
+                    case ast.AnnAssign(target, value=ast.expr() as value):
+                        given[_dotted(target)] = self._given(value)
+                    case ast.Call(func, args, keywords) if name := _dotted(func):
+                        named = Json()
+                        for keyword in keywords:
+                            value = self.of(keyword.value)
+                            is_spread = keyword.arg is None and isinstance(value, dict)
+                            named |= value if is_spread else {keyword.arg or f"**{value}": value}
+                        positional = (arg for arg in args if not isinstance(arg, ast.Starred))
+                        yield Call(name, list(map(self.of, positional)), named)
+            self.known |= given
 
-    def _of(self, node: ast.expr, line: int) -> Any:
-        """The value of an expression on a line, or `Computed`."""
+    def _given(self, node: ast.expr) -> _Given:
+        return _Given(self.of(node), _dotted(node.func) if isinstance(node, ast.Call) else "")
+
+    def of(self, node: ast.expr) -> Any:
+        """The value of an expression, or `Computed`."""
         try:
-            return self._seen(node, line)
+            return self._seen(node)
         except (RecursionError, ArithmeticError):
             return Computed("...")
 
-    def _seen(self, node: ast.expr, line: int) -> Any:
+    def _seen(self, node: ast.expr) -> Any:
         match node:
             case ast.Constant(value=str() | int() | float() | None):
                 return node.value
             case ast.List(items) | ast.Tuple(items) | ast.Set(items):
-                values = [self.of(item, line) for item in items]
-                if any(map(is_open, values)):
-                    return Computed(ast.unparse(node))
-                return self._counted(values, values)
+                values = list(map(self.of, items))
+                if not any(map(is_open, values)):
+                    return self._counted(values, values)
             case ast.Dict(keys, values):
                 pairs = zip(keys, values, strict=True)
-                found = {
-                    str(self.of(key, line)): self.of(value, line) for key, value in pairs if key
-                }
+                found = {str(self.of(key)): self.of(value) for key, value in pairs if key}
                 return self._counted(found, found.values())
             case ast.UnaryOp(ast.USub(), inner):
-                return self._arithmetic(node, operator.neg, inner, line=line)
+                return self._arithmetic(node, operator.neg, inner)
             case ast.BinOp(left, sign, right):
-                return self._arithmetic(node, _ARITHMETIC.get(type(sign)), left, right, line=line)
+                return self._arithmetic(node, _ARITHMETIC.get(type(sign)), left, right)
             case ast.Name() | ast.Attribute():
-                return self._named(node, line)
+                return self._named(_dotted(node))
         return Computed(ast.unparse(node))
 
     def _counted(self, value: Any, parts: Iterable[Any]) -> Any:
-        n = sum(self.sizes.get(id(part), 1) for part in parts)
+        n = sum(self.sizes[id(part)] if isinstance(part, list | dict) else 1 for part in parts)
         if n > MAX_VALUES:
             raise OverflowError
         self.sizes[id(value)] = n
         return value
 
-    def made(self, name: str, line: int) -> str:
-        """The name of the call that a variable was made by; empty for others."""
-        before = [value for at, value in self.assigned.get(name, ()) if at < line]
-        return _dotted(before[-1].func) if before and isinstance(before[-1], ast.Call) else ""
-
-    def _arithmetic(self, node: ast.expr, how: Any, *sides: ast.expr, line: int) -> Any:
-        values = [self.of(side, line) for side in sides]
+    def _arithmetic(self, node: ast.expr, how: Any, *sides: ast.expr) -> Any:
+        values = list(map(self.of, sides))
         is_number = all(type(value) in (int, float) and abs(value) < 1e15 for value in values)
         return how(*values) if how and is_number else Computed(ast.unparse(node))
 
-    def _named(self, node: ast.Name | ast.Attribute, line: int) -> Any:
-        name = _dotted(node)
-        before = [(at, value) for at, value in self.assigned.get(name, ()) if at < line]
+    def _named(self, name: str) -> Any:
         owner, _, last = name.rpartition(".")
-        if before:
-            value = self.of(before[-1][1], before[-1][0])
-        elif owner and last in self.defaults and not Computed(name).is_constant:
-            value = self.of(self.defaults[last], line)
-        else:
-            return Computed(name)
+        value: Any = Computed(name)
+        if name in self.known and not owner.startswith("()"):
+            value = self.known[name].value
+        elif owner and last in self.defaults and not value.is_constant:
+            value = self.of(self.defaults[last])
         return Computed(name) if is_open(value) else value
 
 
