@@ -18,11 +18,9 @@ _FILES = ("json", "csv", "parquet", "text")
 def read(values: Json, out: Imported) -> None:
     asked = values.get("rl")
     if asked in ("dpo", "ipo", "kto", "orpo", "simpo"):
-        preference.read(out, asked, values, "dpo_loss_type")
-        out.put("rl", asked, "task", out.job["task"])
+        preference.read(out, asked, values, "dpo_loss_type", "rl")
     elif values.get("reward_model") is True:
-        preference.read(out, "reward", {})
-        out.put("reward_model", True, "task", "reward")
+        preference.read(out, "reward", {"reward_model": True}, said_by="reward_model")
     adapter, is_4bit = values.get("adapter"), values.get("load_in_4bit") is True
     if is_4bit and not adapter:
         out.refuse("load_in_4bit", True, "a 4-bit base without an adapter can't be trained")
@@ -112,7 +110,7 @@ def _source(section: str, index: int, item: Json, out: Imported) -> Json:
     columns, used = _columns(at, item, out, is_text=section == "pretraining_dataset")
     out.keep({key: item[key] for key in used.split() if item.get(key)}, "data.columns", at)
     read_keys(out, item, "axolotl-dataset", before=at)
-    return source | ({"columns": columns} if columns else {})
+    return source | {"columns": columns}
 
 
 def _columns(at: str, item: Json, out: Imported, *, is_text: bool) -> tuple[Json, str]:
@@ -125,8 +123,7 @@ def _columns(at: str, item: Json, out: Imported, *, is_text: bool) -> tuple[Json
     base, _, style = name.partition(":")
     style = f"alpaca:{style}" if base == "alpaca" and style else base
     if is_text or base in ("completion", "pretrain") or (not name and "text_column" in item):
-        column = str(item.get("field") or item.get("text_column") or "text")
-        return ({} if column == "text" else {"text": column}), "field text_column type"
+        return {"text": item.get("field") or item.get("text_column")}, "field text_column type"
     if out.prefers and base.startswith("bradley_terry.chat_template"):
         return {"prompt": "input"}, "type"
     if out.prefers and base in ("chatml.ultra", "chatml.argilla_chat"):
@@ -154,14 +151,12 @@ def _columns(at: str, item: Json, out: Imported, *, is_text: bool) -> tuple[Json
 
 def _chat(item: Json, out: Imported) -> Json:
     if out.prefers:
-        known = {name: item.get(f"field_{name}") for name in ("messages", "chosen", "rejected")}
-        return {name: str(column) for name, column in known.items() if column not in (None, name)}
+        return {name: item.get(f"field_{name}") for name in ("messages", "chosen", "rejected")}
     found = item.get("message_property_mappings") or {}
     role = found.get("role") or item.get("message_field_role")
     content = found.get("content") or item.get("message_field_content")
     beside = {name: item.get(f"field_{name}") for name in ("system", "tools")}
-    own = {name: str(column) for name, column in beside.items() if column not in (None, name)}
-    return chat_columns(item.get("field_messages"), role, content) | own
+    return chat_columns(item.get("field_messages"), role, content) | beside
 
 
 # ---- columns and format strings ----
@@ -189,11 +184,9 @@ def pair_style(name: str, task: str) -> Json | None:
     }
 
 
-def chat_columns(field: Any, role: Any, content: Any) -> dict[str, str]:
+def chat_columns(field: Any, role: Any, content: Any) -> Json:
     """`data.columns` of chats in a column of this name, whose turns have these keys."""
-    standard = "conversations" if role == "from" or content == "value" else "messages"
-    field = str(field or standard)
-    return {} if field == standard else {standard: field}
+    return {"conversations" if role == "from" or content == "value" else "messages": field}
 
 
 def _fields(given: Json, *known: str) -> dict[str, str]:
@@ -225,5 +218,4 @@ def pair_columns(given: Json, task: str) -> Json:
     fields = _fields(given, "prompt", *answers, "system", "label")
     parts = ("prompt", *answers)
     forms = {part: given.get(f"{part}_format") or f"{{{part}}}" for part in parts}
-    found: Json = {part: _own(form, fields) for part, form in forms.items()}
-    return found | ({"label": fields["label"]} if fields["label"] != "label" else {})
+    return {part: _own(form, fields) for part, form in forms.items()} | {"label": fields["label"]}

@@ -236,8 +236,7 @@ def read_data(values: Json, out: Imported) -> None:
             if theirs in said:
                 source[own] = said[theirs]
                 out.name(theirs, said[theirs], f"is `{own}` of data.train")
-        if said.get("dataset_text_field", "text") != "text":
-            source["columns"] = {"text": said["dataset_text_field"]}
+        source["columns"] = {"text": said.get("dataset_text_field")}
         out.put(key, said[key], "data.train", [source])
         if held and evaluates:
             other = "split" if held_key == "dataset_test_split" else "path"

@@ -61,8 +61,7 @@ def _stage(values: Json, out: Imported) -> None:
         loss = str(values.get("pref_loss", "sigmoid")) if stage == "dpo" else ""
         name = loss if loss in ("orpo", "simpo") else {"rm": "reward"}.get(stage, stage)
         given = dict(values) if stage == "dpo" else {**values, "pref_loss": None}
-        preference.read(out, str(name), given, "pref_loss")
-        out.put("stage", stage, "task", out.job["task"])
+        preference.read(out, str(name), given, "pref_loss", "stage")
         if (model := values.get("ref_model")) == values.get("model_name_or_path"):
             out.name("ref_model", model, "the model as it begins, as here")
         if name in ("kto", "orpo", "simpo") and values.get("pref_ftx"):
@@ -180,11 +179,10 @@ def _source(name: str, registry: Json, at: Path, out: Imported) -> Json:
     found = _columns(entry, columns)
     if ranks:
         found = {k: v for k, v in found.items() if k not in ("output", "text", "history")}
-        pair = {name: str(columns.get(name, name)) for name in ("chosen", "rejected")}
-        found |= {name: column for name, column in pair.items() if name != column}
-    if is_judged and columns.get("kto_tag", "label") != "label":
-        found["label"] = str(columns["kto_tag"])
-    return source | ({"columns": found} if found else {})
+        found |= {name: columns.get(name) for name in ("chosen", "rejected")}
+    if is_judged:
+        found["label"] = columns.get("kto_tag")
+    return source | {"columns": found}
 
 
 def _columns(entry: Json, columns: Json) -> Json:
@@ -195,14 +193,13 @@ def _columns(entry: Json, columns: Json) -> Json:
         role = "role" if is_openai else tags.get("role_tag", "from")
         content = "content" if is_openai else tags.get("content_tag", "value")
         field = columns.get("messages", "messages" if is_openai else "conversations")
-        beside = {name: str(columns[name]) for name in ("system", "tools") if columns.get(name)}
-        return chat_columns(field, role, content) | {k: v for k, v in beside.items() if k != v}
+        beside = {name: columns.get(name) for name in ("system", "tools")}
+        return chat_columns(field, role, content) | beside
     usual = {"query": "input", "response": "output"} if not columns else {}
     known = {"prompt": "instruction", **usual, **columns}
     question, more, answer = (known.get(key) for key in ("prompt", "query", "response"))
     if not answer and not entry.get("ranking"):
-        return {"text": str(question)}
+        return {"text": f"{{{question}}}"}
     asked = [f"{{{question}}}\n{{{more}}}", f"{{{question}}}"] if more else f"{{{question}}}"
     found: Json = {"instruction": asked, "output": f"{{{answer}}}"}
-    own = {name: str(columns[name]) for name in ("system", "history") if columns.get(name)}
-    return found | {name: column for name, column in own.items() if name != column}
+    return found | {name: columns.get(name) for name in ("system", "history")}

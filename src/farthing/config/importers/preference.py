@@ -32,9 +32,11 @@ def has_keys(values: Json) -> bool:
     return any((why := others.why(key)) and "preference" in why.reason for key in values)
 
 
-def read(out: Imported, name: str, values: Json, loss: str = "loss_type") -> None:
-    """The objective `name` with its loss. `values` are by their keys in the source, `loss` is that
-    of the loss; other settings are left to the tool's table.
+def read(
+    out: Imported, name: str, values: Json, loss: str = "loss_type", said_by: str = "objective"
+) -> None:
+    """The objective `name` with its loss. `values` are by their keys in the source, of which `loss`
+    has the loss and `said_by` the objective; other settings are left to the tool's table.
     """
     given = values.get(loss)
     losses = [str(each) for each in (given if isinstance(given, list) else [given]) if each]
@@ -46,8 +48,8 @@ def read(out: Imported, name: str, values: Json, loss: str = "loss_type") -> Non
     if found is None or found.settings is None:
         return out.refuse(loss, name, f"{name}, which farthing does not do")
     out.job["task"] = out.job["objective.name"] = name
-    if "objective" in values:
-        out.put("objective", values["objective"], "task", name)
+    if said_by in values:
+        out.put(said_by, values[said_by], "task", name)
     if losses == [name]:
         out.keep({loss: given}, "objective.name")
         losses = []

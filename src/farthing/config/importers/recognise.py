@@ -118,6 +118,10 @@ def _finish(out: Imported) -> None:
     if job.get("model.trust_remote_code") and not is_known:
         why = "farthing runs the code of a Hub model only with a pinned `model.revision`"
         out.drop("model.trust_remote_code", f"{why}; most families need none")
+    for source in (*job.get("data.train", ()), *job.get("data.eval", ())):
+        columns = source.pop("columns", {}).items()
+        if own := {name: column for name, column in columns if column not in (None, "", name)}:
+            source["columns"] = own
     if job.get("method.name") == "full":
         for key in [key for key in job if key.startswith("method.") and key != "method.name"]:
             out.drop(key, "about an adapter, and there is none")

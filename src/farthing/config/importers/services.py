@@ -40,8 +40,7 @@ def read_openai(values: Json, out: Imported) -> None:
     kinds = ("dpo", "reinforcement", "supervised")
     kind = method.get("type") or next((each for each in kinds if each in method), None)
     if kind == "dpo":
-        preference.read(out, "dpo", {})
-        out.put("method.type", kind, "task", "dpo")
+        preference.read(out, "dpo", {"method.type": kind}, said_by="method.type")
     elif kind == "supervised":
         out.name("method.type", kind, "supervised: what farthing does")
     elif kind is not None:
