@@ -979,3 +979,9 @@ def test_a_program_keeps_its_defaults(program, keys, tmp_path):
     text = f"python {program} --model_name_or_path org/m --learning_rate 1e-4\n"
     found = imported(tmp_path, text, "run.sh")
     assert {key: found.job.get(key) for key in keys} == keys
+
+
+def test_a_none_of_another_branch_undoes_no_value(tmp_path):
+    lines = "if a:\n    m = ['x']\nelse:\n    m = None\nLoraConfig(exclude_modules=m)\n"
+    found = imported(tmp_path, f"import transformers\n{lines}", "train.py")
+    assert found.lines["LoraConfig.exclude_modules"].effect == DIFFERS

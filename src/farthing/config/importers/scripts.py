@@ -164,7 +164,9 @@ class _Script:
                             named |= value if is_spread else {keyword.arg or f"**{value}": value}
                         positional = (arg for arg in args if not isinstance(arg, ast.Starred))
                         yield Call(name, list(map(self.of, positional)), named)
-            self.known |= given
+            for name, each in given.items():
+                if each.value is not None or name not in self.known:  # it may be the other branch's
+                    self.known[name] = each
 
     def _given(self, node: ast.expr) -> _Given:
         return _Given(self.of(node), _dotted(node.func) if isinstance(node, ast.Call) else "")
