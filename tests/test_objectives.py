@@ -42,7 +42,7 @@ def read(row, label_map):
     stars = row.get("stars")
     if isinstance(stars, bool) or not isinstance(stars, int) or not 1 <= stars <= MOST:
         raise UnusableRowError(f"`stars` is no whole number from 1 to {MOST}")
-    return text_of(row, "text"), stars
+    return stars
 
 
 def set_head(config, names):
@@ -91,7 +91,11 @@ def read_pair(row, label_map):
     follows = row.get("follows")
     if not isinstance(follows, bool):
         raise UnusableRowError("`follows` is not true or false")
-    return f"{text_of(row, 'premise')} => {text_of(row, 'conclusion')}", str(follows)
+    return str(follows)
+
+
+def both(row):
+    return f"{text_of(row, 'premise')} => {text_of(row, 'conclusion')}"
 
 
 COLUMNS = ("premise", "conclusion", "follows")
@@ -99,7 +103,7 @@ FOLLOWS = CLASSIFICATION._replace(
     name="follows",
     formats=(Format("/".join(COLUMNS), COLUMNS),),
     same_head_as=CLASSIFICATION.name,
-    labels=CLASSIFICATION.labels._replace(read=read_pair),
+    labels=CLASSIFICATION.labels._replace(read=read_pair, text=both),
 )
 NO_TASK = 3
 '''

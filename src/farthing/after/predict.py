@@ -23,10 +23,9 @@ import torch
 from transformers import LogitsProcessorList, TextIteratorStreamer
 
 from farthing.data.chat import asks_for_the_date
-from farthing.data.chat_rows import are_turns, role_of
 from farthing.data.encode import Encoder
 from farthing.data.foreign import Foreign
-from farthing.data.formats import Understood, recognise
+from farthing.data.formats import recognise
 from farthing.data.read import Source, file_source
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Example, Row, RowValue
@@ -38,7 +37,6 @@ from farthing.model.hardware import Numerics, choose_numerics, free_cached
 from farthing.model.load import PLAIN, ModelChoice, load_tokenizer, set_languages
 from farthing.model.loss import predicts_next, scores_words
 from farthing.model.positions import max_positions
-from farthing.objectives.columns import list_of, parsed_list
 from farthing.objectives.objective import class_names
 from farthing.objectives.registry import objective_of
 from farthing.planner.software import fp16_risk
@@ -49,9 +47,8 @@ Message = dict[str, str]
 WINDOW = 1024  # rows whose lengths are sorted together
 ADDED = ("prediction", "score", "scores", "finish_reason", "error")
 """The columns that a prediction adds to its row."""
-ANY_LABEL: tuple[Any, ...] = (1, True, 0.0, "O", [])
+COMPARED = ("chosen", "rejected")
 _UNLIMITED = 1 << 30
-_ANSWER = "?"  # stands where a target would, and is cut off again
 
 
 def numerics_of_run(run: Path) -> Numerics:
@@ -74,12 +71,10 @@ class Predicted:
 
 @dataclass
 class _Prompt:
-    """A row with its tokens, and with its prediction or an `error`."""
+    """A row with its tokens, if it can be asked, and with its prediction or an `error`."""
 
     row: RowValue
     line: int
-    unusable: str = ""
-    """Why it can't be asked."""
     ids: list[int] = field(default_factory=list)
     found: dict[str, Any] = field(default_factory=dict)
     words: list[int | None] = field(default_factory=list)
@@ -123,7 +118,7 @@ class Predictor:
         self._recipe = TokenRecipe(
             asked.name,
             max_length,
-            columns={name: own for name, own in data.columns.items() if name not in self._targets},
+            columns={name: own for name, own in data.columns.items() if name not in COMPARED},
             source_lang=languages[0],
             target_lang=languages[1],
             date=began(run) if asks_for_the_date(template) else "",
@@ -138,14 +133,6 @@ class Predictor:
         named = self.model.generation_config.eos_token_id
         found = [self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
         return [index for index in dict.fromkeys(found) if index is not None]
-
-    @property
-    def _targets(self) -> set[str]:
-        """The standard columns that hold what is to be predicted."""
-        if self.classifies and not self.scores_answers:
-            return {each.needs[-1] for each in self.task.formats}
-        pair = {"chosen", "rejected"}
-        return pair if self.classifies else {"completion", "target", "output", *pair}
 
     # ---- rows, texts and chats ----
 
@@ -228,8 +215,8 @@ class Predictor:
         """Raises `InputError`."""
         source = Source("the prompt", "", "jsonl", columns={})
         (prompt,) = self._prompts([Row(1, self._standard_row(messages))], source)
-        if prompt.unusable:
-            raise InputError(prompt.unusable, where="the prompt", to_do="write another text")
+        if not prompt.ids:
+            raise InputError(prompt.found["error"], where="the prompt", to_do="write another text")
         return prompt
 
     def _predicted(self, rows: Iterator[Row | BadRow], source: Source) -> Iterator[RowValue]:
@@ -237,8 +224,8 @@ class Predictor:
             prompts = self._prompts(window, source)
             self._answer(sorted((one for one in prompts if one.ids), key=lambda one: -len(one.ids)))
             for one in prompts:
-                if one.unusable:
-                    one.found = {"error": f"{source.name}:{one.line}: {one.unusable}"}
+                if not one.ids:
+                    one.found = {"error": f"{source.name}:{one.line}: {one.found['error']}"}
                     if len(self.summary.first_errors) < 5:
                         self.summary.first_errors.append(one.found["error"])
                 self.summary.n_rows += 1
@@ -252,11 +239,15 @@ class Predictor:
             raise DataError(kind.what, where=f"{source.name}:{row.line}")
 
         compared = self._compared(window)
-        recipe = compared or self._recipe
-        reader = SourceReader(source, recipe, self.tokenizer, on_foreign=refuse_foreign)
-        filled = window if compared else [self._with_target(row) for row in window]
+        reader = SourceReader(
+            source,
+            compared or self._recipe,
+            self.tokenizer,
+            on_foreign=refuse_foreign,
+            asks=not (compared or self.scores_answers),
+        )
         try:
-            reader.look(filled)
+            reader.look(window)
         except DataError as error:
             to_do = "give rows like those of the training, without the answers; data.columns apply"
             if self.scores_answers:
@@ -265,10 +256,8 @@ class Predictor:
                     " `farthing eval RUN --data FILE` measures pairs"
                 )
             raise DataError(error.what, where=error.where, to_do=to_do) from error
-        if not (compared or self.classifies):
-            filled = [self._asked(row, reader.understood) for row in filled]
         prompts = []
-        for row, whole in zip(window, filled, strict=True):
+        for row in window:
             one = _Prompt({} if isinstance(row, BadRow) else row.value, row.line)
             if odd := [name for name in ADDED if name in one.row]:
                 raise DataError(
@@ -277,9 +266,9 @@ class Predictor:
                     to_do="rename it in the file",
                 )
             try:
-                one.ids, one.words = self._tokens(self._text(whole, reader))
+                one.ids, one.words = self._tokens(reader.text(row))
             except UnusableRowError as error:
-                one.unusable = str(error)
+                one.found = {"error": str(error)}
             prompts.append(one)
         return prompts
 
@@ -293,56 +282,6 @@ class Predictor:
             recognise(set(first), own.task, own.columns, "")
             return own
         return None
-
-    def _with_target(self, row: Row | BadRow) -> Row | BadRow:
-        """The row with something in place of the target that it lacks."""
-        if isinstance(row, BadRow) or self.scores_answers:
-            return row
-        value = dict(row.value)
-        if self.classifies:
-            return Row(row.line, value | dict.fromkeys(self._targets, self._names[0]))
-        for name in ("completion", "target", "output"):
-            value[name] = value.get(name) or _ANSWER
-        return Row(row.line, value)
-
-    @staticmethod
-    def _asked(row: Row | BadRow, understood: Understood | None) -> Row | BadRow:
-        """The row with a turn in place of the answer that its chat has, or lacks."""
-        if isinstance(row, BadRow) or understood is None:
-            return row
-        name, _, target = understood.format.partition("/")
-        own = str(understood.columns.get(name, name))
-        given = row.value.get(own)
-        turns = parsed_list(given) if are_turns(given) else []
-        if not turns or not isinstance(turns[-1], dict):
-            return row
-        of, content = ("role", "content") if "role" in turns[-1] else ("from", "value")
-        answer = {of: "assistant", content: _ANSWER}
-        if row.value.get(target) == _ANSWER:
-            return Row(row.line, row.value | {target: [answer]})
-        if target:
-            return row
-        asked = turns[:-1] if role_of(turns[-1]) == "assistant" else turns
-        return Row(row.line, row.value | {own: [*asked, answer]})
-
-    def _text(self, row: Row | BadRow, reader: SourceReader) -> Example:
-        """Where a label is read besides, any that is read will do. Raises `UnusableRowError`."""
-        labels = self.task.labels
-        if isinstance(row, BadRow) or labels is None or self.scores_answers:
-            return reader.text(row)
-        n_words: int | None = None
-        if labels.per_word and reader.understood is not None:
-            name = self.task.formats[0].needs[0]
-            own = reader.understood.columns.get(name, name)
-            n_words = len(list_of(row.value, own)) if isinstance(own, str) else 0
-        errors = []
-        for label in (labels.blank, self._names[0], *ANY_LABEL):
-            each = label if n_words is None else [label] * n_words
-            try:
-                return reader.text(Row(row.line, row.value | dict.fromkeys(self._targets, each)))
-            except UnusableRowError as error:
-                errors.append(error)
-        raise errors[labels.blank is None]
 
     def _tokens(self, text: Example) -> tuple[list[int], list[int | None]]:
         """The tokens that the model is asked with, and where words have labels the first of each.

@@ -34,12 +34,6 @@ def usual_role(role: str) -> str:
     return _ROLES.get(role.lower(), role.lower())
 
 
-def role_of(turn: RowValue) -> str:
-    """The role of a turn, however it is written."""
-    who = str(turn.get("role", turn.get("from")))
-    return _SHAREGPT.get(who, usual_role(who))
-
-
 def messages_of(
     row: RowValue, column: str = "messages", *, writes_calls: bool = True
 ) -> list[RowValue]:

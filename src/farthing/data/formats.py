@@ -43,6 +43,8 @@ from farthing.objectives.columns import text_of
 from farthing.objectives.objective import Labels
 from farthing.objectives.registry import format_of, objective_of
 
+ANSWER = "?"  # stands where a target would
+ANSWER_TURN: RowValue = {"role": "assistant", "content": ANSWER}
 RENDERED = frozenset({"messages", "conversations", "instruction"})
 """Formats written by a chat template, where a model predicts the next token."""
 
@@ -98,6 +100,16 @@ def recognise(columns: set[str], task: str, renamed: Columns, where: str) -> Und
     )
 
 
+def asked_columns(task: str) -> set[str]:
+    """The standard columns that hold what is learned of a row, and which one to be answered may
+    lack.
+    """
+    objective = objective_of(task)
+    if objective.labels is not None:
+        return {each.needs[-1] for each in objective.formats}
+    return {"completion", "target", "output"}
+
+
 def used_columns(format_name: str, renamed: Columns) -> set[str]:
     """The columns of the data, by their own names, that a format reads; all others are ignored."""
     _, needs, may_have = format_of(format_name)
@@ -114,14 +126,17 @@ def converter(
     *,
     on: str = "",
     shown: Shown | None = None,
+    asks: bool = False,
 ) -> Callable[[RowValue], Example]:
     """A function from a row to its `Example`. It raises `UnusableRowError` with the reason.
 
     `on` is the ISO date that a chat template sees which asks for it; `shown` notes what the
-    template leaves out of chats.
+    template leaves out of chats. With `asks` the example's target is `ANSWER`, or its label None,
+    whatever the row has.
     """
     objective, shown = objective_of(task), shown or Shown()
     labels, is_chat = objective.labels, objective.predicts_next
+    answers = dict.fromkeys(asked_columns(task), ANSWER) if asks else {}
 
     @functools.cache
     def reader() -> ChatReader:
@@ -149,7 +164,8 @@ def converter(
             value = 0.0 if objective.value is None else objective.value(row)
             return replace(first, beside=tuple(each.segments for each in others), value=value)
         if labels is not None:
-            return _labelled(row, labels, label_map)
+            label = None if asks else labels.read(row, label_map)
+            return _labelled(labels.text(row), label, labels)
         if format_name == "text":
             text = text_of(row, "text")
             return Example(((text, True),), given=(text,))
@@ -157,19 +173,20 @@ def converter(
             return chat(_of_alpaca(row), row) if is_chat else _asked(row)
         if format_name in RENDERED:
             writes_calls = "tool_calls" in reader().render.template
-            return chat(messages_of(row, format_name, writes_calls=writes_calls), row)
+            turns = messages_of(row, format_name, writes_calls=writes_calls)
+            return chat(_to_answer(turns) if asks else turns, row)
         source, target = format_name.split("/")
         if is_chat and (are_turns(row.get(source)) or are_turns(row.get(target))):
             # TRL's form: of the turns those of the completion are learned
-            turns = as_context(messages_of(row, source)) + messages_of(row, target)
-            return chat(turns, row)
+            learned = [ANSWER_TURN] if asks else messages_of(row, target)
+            return chat(as_context(messages_of(row, source)) + learned, row)
         return _pair(text_of(row, source), text_of(row, target))
 
     if is_chat and format_name in RENDERED:
         reader()  # a template that can't be used is an error of the job, not of a row
 
     def convert(row: RowValue) -> Example:
-        text = one(renamed(row, columns) if columns else row)
+        text = one({**(renamed(row, columns) if columns else row), **answers})
         try:
             for each in (*text.sequences, *text.earlier):
                 for part, _ in each.segments:
@@ -208,8 +225,12 @@ def _pair(given: str, answer: str) -> Example:
     return Example(((given, False), (answer, True)), given=(given,))
 
 
-def _labelled(row: RowValue, labels: Labels, label_map: dict[str, str]) -> Example:
-    text, label = labels.read(row, label_map)
+def _to_answer(turns: list[RowValue]) -> list[RowValue]:
+    """A chat with `ANSWER` in place of the answer that it has, or lacks."""
+    return [*(turns[:-1] if turns[-1]["role"] == "assistant" else turns), ANSWER_TURN]
+
+
+def _labelled(text: Any, label: Any, labels: Labels) -> Example:
     if labels.per_word:
         return Example(((" ".join(text), False),), label=label, given=text, words=text)
     return Example(((text, False),), label=label, given=(text,))

@@ -13,7 +13,13 @@ from typing import Any
 
 from farthing.data.arrow import class_names, without_missing
 from farthing.data.foreign import Foreign, chosen_column, foreign_kind, say_ignored
-from farthing.data.formats import Understood, converter, recognise, used_columns
+from farthing.data.formats import (
+    Understood,
+    asked_columns,
+    converter,
+    recognise,
+    used_columns,
+)
 from farthing.data.read import Source
 from farthing.data.rows import BadRow, Example, Row, RowValue
 from farthing.data.scored import expanded
@@ -27,7 +33,8 @@ class SourceReader:
     """A source's rows, a few at a time: `look` at them first, then take the text of each.
 
     The tokenizer is only needed for texts. `on_foreign` is told of a row of another kind that was
-    not chosen, which is then passed over; without it such a row is an error.
+    not chosen, which is then passed over; without it such a row is an error. With `asks` rows are
+    to be answered: what is learned of them may be missing, and is not read.
     """
 
     def __init__(
@@ -37,12 +44,16 @@ class SourceReader:
         tokenizer: Any,
         understood: Understood | None = None,
         on_foreign: Callable[[Row, Foreign], None] | None = None,
+        *,
+        asks: bool = False,
     ) -> None:
         self.name, self.n_rows, self.shown = source.name, 0, Shown()
         self.understood = understood
         """Known once it has looked at a row with columns."""
         self._recipe, self._tokenizer, self._on_foreign = recipe, tokenizer, on_foreign
-        self._columns = recipe.columns if source.columns is None else source.columns
+        self._lacks = asked_columns(recipe.task) if asks else set[str]()
+        own = recipe.columns if source.columns is None else source.columns
+        self._columns = {name: each for name, each in own.items() if name not in self._lacks}
         self._is_arrow = source.kind in ("parquet", "arrow")
         self._kind, self._paths = source.kind, source.paths
         self._shapes: Counter[tuple[str, ...]] = Counter()
@@ -54,7 +65,7 @@ class SourceReader:
         """
         ours = [row for row in rows if isinstance(row, BadRow) or self._is_ours(row)]
         if self.understood is None and self._shapes:
-            columns = {name for shape in self._shapes for name in shape}
+            columns = self._lacks.union(*self._shapes)
             self.understood = recognise(columns, self._recipe.task, self._columns, self.name)
         return ours
 
@@ -109,7 +120,7 @@ class SourceReader:
             for number, each in enumerate(class_names(self._paths[0], self._kind, column)):
                 labels.setdefault(str(number), labels.get(each, each))
         given = (name, columns, labels, self._tokenizer, recipe.task)
-        return converter(*given, on=recipe.date, shown=self.shown)
+        return converter(*given, on=recipe.date, shown=self.shown, asks=bool(self._lacks))
 
     def state(self) -> Json:
         """What it has seen, in plain values; `merge` adds it to what another one has."""

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from farthing.errors import UnusableRowError
 from farthing.metrics import Metrics, classification_metrics
-from farthing.objectives.columns import TEXT_LABEL, Row, kind_of, parsed_list, text_of
+from farthing.objectives.columns import TEXT_LABEL, Row, kind_of, parsed_list
 from farthing.objectives.objective import IGNORED, EvaluationSums, Labels, Objective, Rows, Starter
 
 
-def _read(row: Row, label_map: Mapping[str, str]) -> tuple[str, str]:
-    """The text, and the name of its class: text or a whole number. Raises `UnusableRowError`."""
+def _read(row: Row, label_map: Mapping[str, str]) -> str:
+    """The name of a class: text or a whole number. Raises `UnusableRowError`."""
     label = row.get("label")
     if label is None or label == "":
         raise UnusableRowError("no `label`")
@@ -32,8 +32,8 @@ def _read(row: Row, label_map: Mapping[str, str]) -> tuple[str, str]:
         raise UnusableRowError(f"`label` is {what}, not a class (text or a whole number){to_do}")
     name = str(label)
     if isinstance(label, bool):  # as JSON writes it, or as Python does
-        return text_of(row, "text"), label_map.get(name, label_map.get(name.lower(), name))
-    return text_of(row, "text"), label_map.get(name, name)
+        return label_map.get(name, label_map.get(name.lower(), name))
+    return label_map.get(name, name)
 
 
 def _meant(label: Any) -> Any:

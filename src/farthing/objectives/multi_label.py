@@ -8,14 +8,14 @@ from typing import Any
 from farthing.errors import UnusableRowError
 from farthing.metrics import Metrics, multi_label_metrics
 from farthing.objectives.classification import CLASSIFICATION, LABELS, head_of, in_order
-from farthing.objectives.columns import TEXT_LABELS, Row, kind_of, list_of, text_of
+from farthing.objectives.columns import TEXT_LABELS, Row, kind_of, list_of
 from farthing.objectives.objective import EvaluationSums, Starter
 
 Names = tuple[str, ...]
 
 
-def _read(row: Row, label_map: Mapping[str, str]) -> tuple[str, Names]:
-    """The text, and the names of its classes: of a list of texts or whole numbers, or of one of
+def _read(row: Row, label_map: Mapping[str, str]) -> Names:
+    """The names of a text's classes: of a list of texts or whole numbers, or of one of
     fractions or truths, 1 at the place of each class. Raises `UnusableRowError`.
     """
     given = list_of(row, "labels")
@@ -33,9 +33,7 @@ def _read(row: Row, label_map: Mapping[str, str]) -> tuple[str, Names]:
             "`labels` has a class twice; zeros and ones at the place of each class are written"
             " as 0.0 and 1.0, or as true and false"
         )
-    return text_of(row, "text"), tuple(
-        sorted({label_map.get(str(each), str(each)) for each in given})
-    )
+    return tuple(sorted({label_map.get(str(each), str(each)) for each in given}))
 
 
 def _names(labels: set[Names]) -> list[str]:
@@ -85,6 +83,5 @@ MULTI_LABEL = CLASSIFICATION._replace(
         smooths=False,
         shares=lambda scores: scores.sigmoid(),
         predict=_predict,
-        blank=[],
     ),
 )

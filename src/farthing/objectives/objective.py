@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from farthing.arrays import Arrays, Bools, Ints
 from farthing.metrics import Metrics
-from farthing.objectives.columns import Format, Row
+from farthing.objectives.columns import Format, Row, text_of
 
 IGNORED = -100  # label of a position the loss does not count, as in transformers
 
@@ -111,9 +111,9 @@ class Labels(NamedTuple):
     word.
     """
 
-    read: Callable[[Row, Mapping[str, str]], tuple[Any, Any]]
-    """(input text, label) of a row with standard columns, under the job's `label_map`; with
-    `per_word` tuples: the words, and the label of each. Raises `UnusableRowError`.
+    read: Callable[[Row, Mapping[str, str]], Any]
+    """The label of a row with standard columns, under the job's `label_map`; with `per_word` a
+    tuple, the label of each word. Raises `UnusableRowError`.
     """
     names: Callable[[set[Any]], list[str]]
     """The names of the classes, in order, from the labels that are there; none where labels are
@@ -146,8 +146,10 @@ class Labels(NamedTuple):
     predict: Callable[[Sequence[float], Sequence[str]], Any] | None = None
     """The answer for the shares of one example, by the names of the classes. None: the likeliest.
     """
-    blank: Any = None
-    """A label that `read` takes, for a row that is only asked about; None: the name of a class."""
+    text: Callable[[Row], Any] = lambda row: text_of(row, "text")
+    """The input text of a row with standard columns, which may lack the label; with `per_word` a
+    tuple of words. Raises `UnusableRowError`.
+    """
 
     def said(
         self, scores: Any, names: Sequence[str], words: Sequence[int | None]

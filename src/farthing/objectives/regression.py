@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from farthing.errors import UnusableRowError
 from farthing.metrics import Metrics
 from farthing.objectives.classification import CLASSIFICATION, LABELS, head_of
-from farthing.objectives.columns import TEXT_LABEL, TEXT_SCORE, Row, kind_of, text_of
+from farthing.objectives.columns import TEXT_LABEL, TEXT_SCORE, Row, kind_of
 from farthing.objectives.objective import EvaluationSums, Starter
 
 
-def _read(row: Row, label_map: Mapping[str, str]) -> tuple[str, float]:
-    """The text, and its number. Raises `UnusableRowError`."""
+def _read(row: Row, label_map: Mapping[str, str]) -> float:
     column = "score" if row.get("score") is not None else "label"
     value = row.get(column)
     if value is None or value == "":
@@ -30,7 +29,7 @@ def _read(row: Row, label_map: Mapping[str, str]) -> tuple[str, float]:
         raise UnusableRowError(f"`{column}` is {str(value)[:40]!r}, not a number") from None
     if not math.isfinite(number):
         raise UnusableRowError(f"`{column}` is {number}, which can't be learned")
-    return text_of(row, "text"), number
+    return number
 
 
 def _loss(scores: Any, labels: Any, _: float) -> Any:
@@ -77,6 +76,5 @@ REGRESSION = CLASSIFICATION._replace(
         answers=lambda scores: scores[:, 0],
         dtype="float32",
         smooths=False,
-        blank=0.0,
     ),
 )

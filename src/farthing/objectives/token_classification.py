@@ -18,21 +18,29 @@ from farthing.objectives.objective import IGNORED, EvaluationSums, Rows, Starter
 _OF_ENTITIES = re.compile(r"O|[BIESLUM]-.+")
 
 
-def _read(row: Row, label_map: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The words, and the tag of each: text or a whole number. Raises `UnusableRowError`."""
-    words, tags = list_of(row, "tokens"), list_of(row, "tags")
-    if not words:
-        raise UnusableRowError("`tokens` is empty")
-    if len(words) != len(tags):
-        raise UnusableRowError(f"{len(words):,} `tokens` and {len(tags):,} `tags`: each has one")
-    for name, each, kinds in (
-        *(("tokens", word, str) for word in words),
-        *(("tags", tag, str | int) for tag in tags),
-    ):
+def _of_words(row: Row, column: str, kinds: Any) -> list[Any]:
+    """What a column has of each word. Raises `UnusableRowError`."""
+    found = list_of(row, column)
+    for each in found:
         if not isinstance(each, kinds) or isinstance(each, bool) or each == "":
             what = "an empty text" if each == "" else kind_of(each)
-            raise UnusableRowError(f"`{name}` holds {what}, not {name[:-1]}s")
-    return tuple(words), tuple(label_map.get(str(tag), str(tag)) for tag in tags)
+            raise UnusableRowError(f"`{column}` holds {what}, not {column[:-1]}s")
+    return found
+
+
+def _words(row: Row) -> tuple[str, ...]:
+    words = tuple(_of_words(row, "tokens", str))
+    if not words:
+        raise UnusableRowError("`tokens` is empty")
+    return words
+
+
+def _read(row: Row, label_map: Mapping[str, str]) -> tuple[str, ...]:
+    """The tag of each word: text or a whole number. Raises `UnusableRowError`."""
+    words, tags = _words(row), _of_words(row, "tags", str | int)
+    if len(words) != len(tags):
+        raise UnusableRowError(f"{len(words):,} `tokens` and {len(tags):,} `tags`: each has one")
+    return tuple(label_map.get(str(tag), str(tag)) for tag in tags)
 
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
@@ -84,5 +92,5 @@ TOKEN_CLASSIFICATION = CLASSIFICATION._replace(
     peft_type="TOKEN_CLS",
     pipeline_tag="token-classification",
     starter=Starter("FacebookAI/roberta-base", "2.0e-4", "f1", "tokens, tags (or ner_tags)"),
-    labels=LABELS._replace(read=_read, set_head=head_of(None), per_word=True),
+    labels=LABELS._replace(read=_read, text=_words, set_head=head_of(None), per_word=True),
 )
