@@ -20,6 +20,7 @@ planner's `memory` has them: the loss, the backward pass, its end with all gradi
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -177,8 +178,11 @@ def checkpoint_layers(model: Any, checkpoint_every: int) -> None:
         inner._set_gradient_checkpointing(enable=False)
         return
 
-    def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+    def recompute(function: functools.partial[Any], *args: Any) -> Any:
+        """`function` is a partial of a layer's forward, which may be compiled."""
+        forward = vars(function.args[0]).get("compiled_forward", function.func)
+        whole = functools.partial(forward, *function.args, **function.keywords)
+        return torch.utils.checkpoint.checkpoint(whole, *args, use_reentrant=False)
 
     inner._set_gradient_checkpointing(
         enable=True, gradient_checkpointing_func=recompute, every_n_layers=checkpoint_every

@@ -40,11 +40,6 @@ from farthing.objectives.registry import objective_of
 
 NAME = "farthing_varlen"
 
-PADDING_FIRST = frozenset(
-    {"camembert", "roberta", "xlm-roberta"}
-)  # their positions begin after the padding index
-
-
 # ---- the model ----
 
 
@@ -108,11 +103,6 @@ def go_packed(model: Any) -> None:
             part.set_attn_implementation(NAME)
     take_documents(inner_of(model))
     use_one_kernel(inner_of(model))
-
-
-def first_position(config: Any) -> int:
-    """The position of a document's first token."""
-    return int(config.pad_token_id) + 1 if config.model_type in PADDING_FIRST else 0
 
 
 def packed_logits(model: Any, batch: Batch) -> Tensor:

@@ -13,7 +13,6 @@ CPUs only, never on a GPU.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -78,44 +77,19 @@ def n_graphs() -> int:
 
 def _in_training(layer: Any, how: dict[str, object]) -> Callable[..., Any]:
     """What calling the layer does: the compiled program in training; one that is recomputed has it
-    further within.
+    further within: checkpointing in a program, torch gives up on all of it where attention has to
+    stay outside.
     """
     compiled = in_programs(layer._call_impl, **how)
+    layer.compiled_forward = in_programs(type(layer).forward.__wrapped__, **how)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not (layer.training and torch.is_grad_enabled()):
+        is_trained = layer.training and torch.is_grad_enabled()
+        if not is_trained or layer.gradient_checkpointing:
             return layer._call_impl(*args, **kwargs)
-        if not layer.gradient_checkpointing:
-            return compiled(*args, **kwargs)
-        if not isinstance(layer._gradient_checkpointing_func, _Recomputed):
-            layer._gradient_checkpointing_func = _Recomputed(
-                layer._gradient_checkpointing_func, how
-            )
-        return layer._call_impl(*args, **kwargs)
+        return compiled(*args, **kwargs)
 
     return call
-
-
-class _Recomputed:
-    """The checkpointing function of a layer, that hands it a compiled layer.
-
-    The other way round, checkpointing in a program, torch gives up on all of it where attention has
-    to stay outside.
-    """
-
-    def __init__(self, checkpointing: Callable[..., Any], how: dict[str, object]) -> None:
-        self.checkpointing, self._how = checkpointing, how
-        self._compiled: dict[Any, Callable[..., Any]] = {}
-
-    def __call__(self, function: functools.partial[Any], *args: Any, **kwargs: Any) -> Any:
-        """`function` is what transformers wants recomputed: a partial of the layer's own
-        forward.
-        """
-        body = function.func
-        if body not in self._compiled:
-            self._compiled[body] = in_programs(body, **self._how)
-        compiled = functools.partial(self._compiled[body], *function.args, **function.keywords)
-        return self.checkpointing(compiled, *args, **kwargs)
 
 
 def _keep_attention_out() -> None:

@@ -40,7 +40,6 @@ from farthing.model import cpu
 from farthing.model.attention import (
     can_go_packed,
     can_share,
-    first_position,
     go_packed,
     packed_logits,
     reads_first_tokens,
@@ -55,6 +54,7 @@ from farthing.model.last_layer import last_layer
 from farthing.model.loss import find_labelled, has_decoder, inner_of, logits_of, scores_words
 from farthing.model.norms import use_one_gelu
 from farthing.model.pairs import collate_pairs
+from farthing.model.positions import first_position
 from farthing.models.tiles import WRITES_MORE, default_tile_tokens, head_bytes
 from farthing.objectives.objective import Answers, Found, ObjectiveSettings, OfStep
 from farthing.objectives.registry import objective_of

@@ -19,9 +19,14 @@ def max_positions(config: Any) -> int | None:
     limit = getattr(text_config, "max_position_embeddings", None)
     if limit is None or limit <= 0:
         return None
+    return int(limit) - first_position(config)
+
+
+def first_position(config: Any) -> int:
+    """The position of a text's first token."""
     if config.model_type in POSITIONS_AFTER_PADDING:
-        limit -= (config.pad_token_id or 0) + 1
-    return int(limit)
+        return int(config.pad_token_id or 0) + 1
+    return 0
 
 
 def stretch(wanted: dict[str, Any]) -> float:
