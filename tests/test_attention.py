@@ -25,13 +25,13 @@ from farthing.model.attention import (
     Documents,
     attend,
     can_go_packed,
-    first_position,
     go_packed,
     packed_logits,
 )
 from farthing.model.attention_kernels import AttentionSettings
 from farthing.model.flops import flops_per_token
 from farthing.model.last_layer import last_layer
+from farthing.model.positions import first_position
 from farthing.models.families import DECODERS, ENCODERS
 from farthing.models.shapes import read_shape
 from heads import assert_same, gradients_of

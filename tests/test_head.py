@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farthing.model.activation_checkpointing import saved_bytes
-from farthing.model.attention import can_go_packed, first_position, go_packed
+from farthing.model.attention import can_go_packed, go_packed
 from farthing.model.documents import packed_batch
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
@@ -24,6 +24,7 @@ from farthing.model.head import (
     find_head,
 )
 from farthing.model.loss import Labelled, find_labelled
+from farthing.model.positions import first_position
 from farthing.models.families import CAUSAL_FAMILIES, SEQ2SEQ_FAMILIES
 from heads import (
     CLOSE,

@@ -102,7 +102,7 @@ class Predictor:
         self.model = model.to(numerics.device)
         self.tokenizer = load_tokenizer(ModelChoice(str(run / MODEL)), None)
         self.classifies = not scores_words(model)
-        self.scores_answers = self.classifies and self.task.learns == "units"
+        self.scores_answers = self.classifies and self.task.learns_units
         """Whether a row's answer is scored, not made."""
         self._continues = predicts_next(model)
         self.is_chat = self._continues and trained_on_chats(run)

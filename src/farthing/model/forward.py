@@ -75,10 +75,6 @@ def _whole(method: Callable[..., Any]) -> Callable[..., Any]:
     return computes
 
 
-def _no_figures(loss: Tensor) -> Tensor:
-    return loss.new_empty(2, 0, dtype=torch.float64)
-
-
 class Forward:
     """The forward pass of a model for a task.
 
@@ -118,14 +114,8 @@ class Forward:
         self.of = objective_of(task)
         inner = self._inner = inner_of(model)
         self.has_decoder = has_decoder(inner)
-        learns = self.of.learns
-        is_of_words = learns == "words" or (learns == "units" and scores_words(inner))
+        is_of_words = scores_words(inner) if self.of.loss is not None else self.of.labels is None
         self.head = find_head(model, task) if is_of_words else None
-        self._loss, self._measure = {
-            "words": (self._loss_of_words, self._measure_words),
-            "labels": (self._loss_of_labels, self._measure_labels),
-            "units": (self._loss_of_units, self._measure_units),
-        }[learns]
         self._first_position = first_position(inner.config)
         refuse_batch_norms(inner)
         width, n_layers, n_words = (
@@ -309,7 +299,7 @@ class Forward:
 
     def collate(self, tokens: TokenSet, examples: Ints) -> Host:
         """Arrays of one micro-batch, the labelled positions among them; pinned for a GPU."""
-        if self.of.learns == "units":
+        if self.of.loss is not None:
             own = units.sequences_of(tokens, examples)
             return self._pinned(self._collate_units(tokens, examples, own, 0))
         if self.shares:
@@ -409,12 +399,28 @@ class Forward:
         `gradient_scale` is what its gradient is expected to be: it changes no result, see
         `head.How`.
         """
-        return self._loss(batch, step, gradient_scale)
+        if self.of.loss is not None:
+            return self._loss_of_units(batch, step)
+        if self.of.labels is not None:
+            loss = self.of.labels.loss(self._scores(batch), batch["labels"], self.label_smoothing)
+        else:
+            assert self.head is not None
+            with self._passing(batch):
+                loss = self.head.loss(batch, self.label_smoothing, gradient_scale)
+        return loss, loss.new_empty(2, 0, dtype=torch.float64)
 
     @_whole
     def measure(self, batch: Batch, step: OfStep = NO_STEP) -> Found:
         """What an evaluation reads of a micro-batch, without label smoothing."""
-        return self._measure(batch, step)
+        n_targets = batch[units.N_TARGETS]
+        if self.of.loss is not None:
+            loss, figures = self._loss_of_units(batch, step)
+            return {"loss": loss.double()[None], "figures": figures[None]}
+        if self.of.labels is not None:
+            return self.of.labels.measure(self._scores(batch), batch["labels"], n_targets)
+        losses = -self.log_probs(batch)
+        documents = (losses / n_targets).sum()
+        return {"loss": losses.sum()[None], "each": losses, "documents": documents[None]}
 
     @_whole
     def log_probs(self, batch: Batch) -> Tensor:
@@ -439,40 +445,7 @@ class Forward:
         with self._passing(batch):
             return (packed_logits if self.is_packed else logits_of)(self.model, batch)
 
-    # of words
-
-    def _loss_of_words(
-        self, batch: Batch, step: OfStep, gradient_scale: float | Tensor
-    ) -> tuple[Tensor, Tensor]:
-        assert self.head is not None
-        with self._passing(batch):
-            loss = self.head.loss(batch, self.label_smoothing, gradient_scale)
-        return loss, _no_figures(loss)
-
-    def _measure_words(self, batch: Batch, step: OfStep) -> Found:
-        log_probs = self.log_probs(batch)
-        documents = -(log_probs / batch[units.N_TARGETS]).sum()
-        return {"loss": -log_probs.sum()[None], "each": -log_probs, "documents": documents[None]}
-
-    # of labels
-
-    def _loss_of_labels(
-        self, batch: Batch, step: OfStep, gradient_scale: float | Tensor
-    ) -> tuple[Tensor, Tensor]:
-        assert self.of.labels is not None
-        scores = self._scores(batch)
-        loss = self.of.labels.loss(scores, batch["labels"], self.label_smoothing)
-        return loss, _no_figures(loss)
-
-    def _measure_labels(self, batch: Batch, step: OfStep) -> Found:
-        assert self.of.labels is not None
-        return self.of.labels.measure(self._scores(batch), batch["labels"], batch[units.N_TARGETS])
-
-    # of units
-
-    def _loss_of_units(
-        self, batch: Batch, step: OfStep, gradient_scale: float | Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _loss_of_units(self, batch: Batch, step: OfStep) -> tuple[Tensor, Tensor]:
         assert self.of.loss is not None
         log_probs = scores = None
         n_targets = batch[units.N_TARGETS].reshape(-1, self.of.n_sequences)
@@ -485,10 +458,6 @@ class Forward:
         loss, figures = self.of.loss(answers, self.settings)
         found = [torch.stack(figures[name]).detach() for name in self.of.figures]
         return loss, torch.stack(found, 1).double()
-
-    def _measure_units(self, batch: Batch, step: OfStep) -> Found:
-        loss, figures = self._loss_of_units(batch, step, 1.0)
-        return {"loss": loss.double()[None], "figures": figures[None]}
 
     # ---- for those who count memory ----
 

@@ -9,7 +9,7 @@ Shapes: n examples of T tokens in all, N examples of a micro-batch, C scores of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -349,13 +349,6 @@ class Objective(NamedTuple):
     @property
     def scores_words(self) -> bool:
         return self.labels is not None and self.labels.per_word
-
-    @property
-    def learns(self) -> Literal["words", "labels", "units"]:
-        """What its loss is a sum of."""
-        if self.loss is not None:
-            return "units"
-        return "words" if self.labels is None else "labels"
 
     @property
     def shares_beginnings(self) -> bool:
