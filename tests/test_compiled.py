@@ -132,15 +132,20 @@ def test_a_model_without_known_layers_is_left_as_it_is():
 # ---- what is traced ----
 
 
+@pytest.fixture
+def traced(monkeypatch):
+    monkeypatch.setattr("farthing.model.compiled.HOW", {"backend": "eager"})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 1])
-def test_documents_of_any_lengths_are_served_by_the_first_programs_in_any_thread(every):
+def test_documents_of_any_lengths_are_served_by_the_first_programs_in_any_thread(every, traced):
     """torch keeps settings by thread, and on CUDA a thread of autograd recomputes."""
     plain = flat(causal_model())
     model = copy.deepcopy(plain)
     names = list(model.state_dict())
     checkpoint_layers(model, every)
-    assert compile_blocks(model, "eager") == 3
+    assert compile_blocks(model) == 3
     assert list(model.state_dict()) == names
     with ThreadPoolExecutor(1) as thread:
         made = thread.submit(must_serve_all_lengths, model, plain, flat_loss).result()
@@ -148,11 +153,11 @@ def test_documents_of_any_lengths_are_served_by_the_first_programs_in_any_thread
 
 
 @pytest.mark.slow
-def test_evaluation_is_computed_as_ever_and_compiles_nothing():
+def test_evaluation_is_computed_as_ever_and_compiles_nothing(traced):
     plain = flat(causal_model())
     leave_to_compiler(plain)
     model = copy.deepcopy(plain)
-    compile_blocks(model, "eager")
+    compile_blocks(model)
     before = n_graphs()
     with torch.no_grad():
         assert torch.equal(flat_loss(model.eval(), 1), flat_loss(plain.eval(), 1))
@@ -166,7 +171,7 @@ def test_evaluation_is_computed_as_ever_and_compiles_nothing():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
-def test_fused_adapters_in_checkpointed_layers_compile_and_agree(every):
+def test_fused_adapters_in_checkpointed_layers_compile_and_agree(every, traced):
     """In bf16 over an fp32 base every input is cast, which is where the layers share what they
     cast.
     """
@@ -178,8 +183,8 @@ def test_fused_adapters_in_checkpointed_layers_compile_and_agree(every):
     model, kept = copy.deepcopy(plain), copy.deepcopy(plain)
     for one in (plain, model):
         checkpoint_layers(one, every)
-    assert compile_blocks(model, "eager") == 3
-    assert compile_blocks(model, "eager") == 3  # again: the same as once
+    assert compile_blocks(model) == 3
+    assert compile_blocks(model) == 3  # again: the same as once
 
     def loss_of(one, seed):
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -11,8 +11,10 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,9 +22,10 @@ import survive
 from farthing.config.load import load_job
 from farthing.errors import DiskFullError, SaveError
 from farthing.events import Emit, Restored, StepTaken
+from farthing.model.hardware import choose_numerics
 from farthing.run.checkpoint import Checkpoints, saves_in
 from farthing.storage.logs import SummedLines
-from farthing.train.evaluate import with_room
+from farthing.train.evaluate import Sweep
 from farthing.train.run import train
 from interrupted import job_in, quiet, when
 from mirrored import QUICK, Model, delivered, folder_of_run, mirror_of, step_done, taken
@@ -125,14 +128,19 @@ def test_a_log_that_can_not_be_written_ends_the_run_in_words(
 def test_an_evaluation_without_room_is_tried_again_and_then_with_half_as_much():
     asked, said = [], []
 
-    def measure(micro_batch_tokens):
-        asked.append(micro_batch_tokens)
+    def split(tokens, examples, n_tokens):
+        asked.append(n_tokens)
+        return np.array_split(examples, 512 // n_tokens)
+
+    def look(part):
         if len(asked) < 5:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return "measured"
+        return {"n": [len(part)]}
 
-    assert with_room(measure, 512, 100, torch.device("cpu"), said.append) == "measured"
-    assert asked == [512, 512, 256, 128, 100], "memory is given back, then halved"
+    here = SimpleNamespace(numerics=choose_numerics("cpu", None, None), split=split)
+    sweep = Sweep(here, None, np.arange(8), 512, warn=said.append)
+    assert sweep.look(look)[1] == {"n": [1] * 8}
+    assert asked == [512, 512, 256, 128, 64], "memory is given back, then halved"
     assert len(said) == 3
     assert "out of memory in the evaluation; it begins again with 256 tokens" in said[0]
 

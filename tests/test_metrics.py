@@ -21,7 +21,7 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import choose_numerics
 from farthing.objectives.registry import objective_names, objective_of
 from farthing.train.ancestor import find_ancestor
-from farthing.train.evaluate import evaluate
+from farthing.train.evaluate import Sweep, evaluate
 from farthing.train.resolve import open_examples, resolve
 from thinned import thinned
 from workshop import (
@@ -241,12 +241,9 @@ def test_a_model_that_computes_no_numbers_is_measured_as_none(tmp_path, monkeypa
     examples, _ = open_examples(spec, Heard())
     with torch.no_grad():
         watched.model.classifier.weight.fill_(torch.nan)
-    found = evaluate(
-        Forward(watched.model, "classification", spec.pad_id, choose_numerics("cpu", None, None)),
-        examples.tokens,
-        examples.indices,
-        micro_batch_tokens=100,
-    )
+    numerics = choose_numerics("cpu", None, None)
+    forward = Forward(watched.model, "classification", spec.pad_id, numerics)
+    found = evaluate(Sweep(forward, examples.tokens, examples.indices, 100))
     assert found["loss"] is None
     assert "accuracy" not in found  # the class that argmax names for such scores means nothing
 

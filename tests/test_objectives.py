@@ -291,8 +291,8 @@ def test_labels_are_read_and_judged_as_their_tasks_say():
         objective_of(task).labels
         for task in ("classification", "multi-label-classification", "regression")
     )
-    assert classes.read({"text": "a", "label": True}, {"true": "yes"}) == ("a", "yes")
-    assert number.read({"text": "a", "score": "good"}, {"good": "4.5"}) == ("a", 4.5)
+    assert classes.read({"text": "a", "label": True}, {"true": "yes"}) == "yes"
+    assert number.read({"text": "a", "score": "good"}, {"good": "4.5"}) == 4.5
     assert several.answers(torch.tensor([0.2, -0.2])).tolist() == [True, False]
     found = several.said(torch.tensor([0.0, 2.0]), ["a", "b"], [])
     shares = {"a": 0.5, "b": pytest.approx(1 / (1 + math.exp(-2)))}

@@ -232,7 +232,7 @@ def compiled_in(mode: str) -> Iterator[None]:
     from farthing.model import compiled
 
     more = {} if mode == "default" else torch._inductor.list_mode_options(mode)
-    with mock.patch.dict(compiled.OPTIONS, more):
+    with mock.patch.dict(compiled.HOW["options"], more):
         yield
 
 

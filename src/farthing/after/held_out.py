@@ -8,9 +8,9 @@ import hashlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +23,9 @@ from farthing.export.folders import trusted_job, untrained_model
 from farthing.metrics import Metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
-from farthing.train.evaluate import evaluate, with_room
+from farthing.train.evaluate import Sweep, evaluate
 from farthing.train.reference import references_of
 from farthing.train.resolve import RunSpec, Writing, numerics_of, open_examples, resolve
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class HeldOut:
         if forward.of.needs_reference:
             forward.references[self.tokens.folder] = self._references
         writing = Writing(self.spec.tokenizer, job.data.max_target_length) if generates else None
-        found = self._in_batches(evaluate, forward, writing=writing, progress=progress)
+        found = evaluate(self._sweep(forward, progress=progress), writing)
         model.to(before)
         return found
 
@@ -82,11 +80,10 @@ class HeldOut:
             may_go_packed=self.job.model.attn_implementation is None,
         )
 
-    def _in_batches(self, measure: Callable[..., T], forward: Forward, **how: Any) -> T:
+    def _sweep(self, forward: Forward, **how: Any) -> Sweep:
         longest = int(self.tokens.lengths[self.indices].max())
         most_tokens = self.job.train.per_device_eval_batch_size * longest
-        bound = partial(measure, forward, self.tokens, self.indices, **how)
-        return with_room(bound, most_tokens, longest, forward.numerics.device)
+        return Sweep(forward, self.tokens, self.indices, most_tokens, **how)
 
     @cached_property
     def _references(self) -> NDArray[np.float64]:
@@ -105,7 +102,7 @@ class HeldOut:
                 return self._referred(begun.forward)
 
     def _referred(self, forward: Forward) -> NDArray[np.float64]:
-        rows = self._in_batches(references_of, forward)
+        rows = references_of(self._sweep(forward))
         found = np.full((len(self.tokens), rows.shape[1]), np.nan)
         found[self.indices] = rows
         return found

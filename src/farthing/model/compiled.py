@@ -31,7 +31,7 @@ from farthing.model.norms import leave_to_compiler
 from farthing.model.programs import in_programs
 
 # dropout draws what it would draw uncompiled, so that it stays a function of the step
-OPTIONS = {"fallback_random": True}
+HOW: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
 
 
 def why_not_compiled(model: Any) -> str | None:
@@ -48,7 +48,7 @@ def why_not_compiled(model: Any) -> str | None:
     return None
 
 
-def compile_blocks(model: Any, backend: str = "inductor") -> int | str:
+def compile_blocks(model: Any) -> int | str:
     """Compile every layer in place and return how many there are, or why none is.
 
     The compiling itself happens in the first steps (see `n_graphs`), and again after
@@ -58,12 +58,9 @@ def compile_blocks(model: Any, backend: str = "inductor") -> int | str:
         return reason
     _keep_attention_out()
     leave_to_compiler(model)
-    how: dict[str, object] = {"backend": backend}
-    if backend == "inductor":
-        how["options"] = OPTIONS
     layers = _layers(model)
     for layer in layers:
-        layer._compiled_call_impl = _in_training(layer, how)
+        layer._compiled_call_impl = _in_training(layer)
     return len(layers)
 
 
@@ -75,13 +72,13 @@ def n_graphs() -> int:
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
-def _in_training(layer: Any, how: dict[str, object]) -> Callable[..., Any]:
+def _in_training(layer: Any) -> Callable[..., Any]:
     """What calling the layer does: the compiled program in training; one that is recomputed has it
     further within: checkpointing in a program, torch gives up on all of it where attention has to
     stay outside.
     """
-    compiled = in_programs(layer._call_impl, **how)
-    layer.compiled_forward = in_programs(type(layer).forward.__wrapped__, **how)
+    compiled = in_programs(layer._call_impl, **HOW)
+    layer.compiled_forward = in_programs(type(layer).forward.__wrapped__, **HOW)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         is_trained = layer.training and torch.is_grad_enabled()

@@ -51,7 +51,7 @@ def nll_of_chosen(answers: Answers) -> Any:
     return -answers.log_probs[:, 0].sum() * share
 
 
-def figures_of(answers: Answers, rewards: Any, ranked_by: Any = None) -> Figures:
+def figures_of(answers: Answers, rewards: Any) -> Figures:
     """What is shown of pairs with `rewards` [n, 2]. Accuracy counts pairs whose chosen answer has
     the larger log-probability a token; `rewards/accuracies` those with the larger reward.
     """

@@ -4,10 +4,10 @@ best so far.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,70 +28,81 @@ from farthing.objectives.objective import EvaluationSums, Found
 from farthing.train.context import Training
 from farthing.train.resolve import Examples, Writing
 
-T = TypeVar("T")
 Scores = dict[str, tuple[list[float], list[float]]]
 """Metric -> (what each example adds, how much of the mean it is), in the order of the examples."""
 
 
-def with_room(
-    measure: Callable[..., T],
-    micro_batch_tokens: int,
-    longest: int,
-    device: torch.device,
-    warn: Callable[[str], None] = lambda text: None,
-    what: str = "the evaluation",
-) -> T:
-    """What `measure(micro_batch_tokens=...)` finds. Where memory runs out it is tried once as
-    before, then with half as much at once, down to the `longest` example, in tokens."""
-    has_freed = False
-    while True:
-        try:
-            return measure(micro_batch_tokens=micro_batch_tokens)
-        except Exception as error:
-            if not is_out_of_memory(error) or (has_freed and micro_batch_tokens <= longest):
-                raise
-        if has_freed:
-            micro_batch_tokens = max(longest, micro_batch_tokens // 2)
-            warn(
-                f"out of memory in {what}; it begins again with {micro_batch_tokens:,}"
-                " tokens at a time"
-            )
-        free_cached(device)
-        has_freed = True
-
-
-def look_at_all(
-    ranks: Ranks,
-    parts: list[NDArray[np.int64]],
-    look: Callable[[NDArray[np.int64]], Found],
-    should_stop: Callable[[], bool],
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[str, list[Any]]:
-    """What `look` finds in all parts, in order and on the host; ranks share the parts, and all know
-    all. Raises `RunInterruptedError` when asked to stop in between.
+@dataclass(frozen=True)
+class Sweep:
+    """How a set of examples goes through a model, one micro-batch after the other: each has at most
+    `micro_batch_tokens` computed tokens, or one example.
     """
-    own, n_done, n_all = list[tuple[int, Found]](), 0, sum(len(part) for part in parts)
-    with ranks.all_or_none():
-        for number in range(ranks.index, len(parts), ranks.n):
-            if should_stop() and not ranks.is_fsdp:
-                raise RunInterruptedError("stopped between micro-batches")
-            own.append((number, look(parts[number])))
-            n_done += len(parts[number])
-            progress(n_done, n_all)
-        if ranks.is_fsdp:  # all go through the model as often
-            if len(own) < -(-len(parts) // ranks.n):
-                look(parts[-1])
-            if should_stop():
-                raise RunInterruptedError("stopped between micro-batches")
-    plain = [(number, {name: _listed(each) for name, each in one.items()}) for number, one in own]
-    of_all = sorted(
-        (pair for told in ranks.gather(plain) for pair in told), key=lambda pair: pair[0]
-    )
-    found: dict[str, list[Any]] = {}
-    for _, one in of_all:
-        for name, values in one.items():
-            found.setdefault(name, []).extend(values)
-    return found
+
+    forward: Forward
+    tokens: TokenSet
+    examples: NDArray[np.int64]
+    """Indices [n] into the tokens."""
+    micro_batch_tokens: int
+    ranks: Ranks = field(default_factory=Ranks)
+    """They share the micro-batches, and all know all that is found."""
+    should_stop: Callable[[], bool] = lambda: False
+    progress: Callable[[int, int], None] = lambda done, total: None
+    warn: Callable[[str], None] = lambda text: None
+    what: str = "the evaluation"
+
+    def look(
+        self,
+        look: Callable[[NDArray[np.int64]], Found],
+        split: Callable[[int], list[NDArray[np.int64]]] | None = None,
+    ) -> tuple[list[NDArray[np.int64]], dict[str, list[Any]]]:
+        """(the micro-batches of `split`, what `look` finds in all of them, in order and on the
+        host). Where memory runs out they are looked at once more as before, then in halves. Raises
+        `RunInterruptedError` when asked to stop in between.
+        """
+        n_tokens, has_freed = self.micro_batch_tokens, False
+        while True:
+            parts = self._split(n_tokens) if split is None else split(n_tokens)
+            try:
+                return parts, self._found(parts, look)
+            except Exception as error:
+                is_least = len(parts) == len(self.examples) or n_tokens == 1
+                if not is_out_of_memory(error) or (has_freed and is_least):
+                    raise
+            if has_freed:
+                n_tokens //= 2
+                again = f"it begins again with {n_tokens:,} tokens at a time"
+                self.warn(f"out of memory in {self.what}; {again}")
+            free_cached(self.forward.numerics.device)
+            has_freed = True
+
+    def _split(self, n_tokens: int) -> list[NDArray[np.int64]]:
+        return self.forward.split(self.tokens, self.examples, n_tokens)
+
+    def _found(
+        self, parts: list[NDArray[np.int64]], look: Callable[[NDArray[np.int64]], Found]
+    ) -> dict[str, list[Any]]:
+        ranks, own, n_done = self.ranks, list[tuple[int, Found]](), 0
+        with ranks.all_or_none():
+            for number in range(ranks.index, len(parts), ranks.n):
+                if self.should_stop() and not ranks.is_fsdp:
+                    raise RunInterruptedError("stopped between micro-batches")
+                own.append((number, look(parts[number])))
+                n_done += len(parts[number])
+                self.progress(n_done, len(self.examples))
+            if ranks.is_fsdp:  # all go through the model as often
+                if len(own) < -(-len(parts) // ranks.n):
+                    look(parts[-1])
+                if self.should_stop():
+                    raise RunInterruptedError("stopped between micro-batches")
+        plain = [(at, {name: _listed(each) for name, each in one.items()}) for at, one in own]
+        of_all = sorted(
+            (pair for told in ranks.gather(plain) for pair in told), key=lambda pair: pair[0]
+        )
+        found: dict[str, list[Any]] = {}
+        for _, one in of_all:
+            for name, values in one.items():
+                found.setdefault(name, []).extend(values)
+        return found
 
 
 def _listed(values: Any) -> Any:
@@ -99,49 +110,34 @@ def _listed(values: Any) -> Any:
 
 
 @torch.no_grad()
-def evaluate(
-    forward: Forward,
-    tokens: TokenSet,
-    examples: NDArray[np.int64],
-    *,
-    micro_batch_tokens: int,
-    writing: Writing | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    ranks: Ranks | None = None,
-    each: Scores | None = None,
-) -> Metrics:
-    """Metrics over `examples` (indices [n] into `tokens`); the loss is None, and alone, when it is
-    not a number.
+def evaluate(sweep: Sweep, writing: Writing | None = None, each: Scores | None = None) -> Metrics:
+    """Metrics over the examples of a sweep; the loss is None, and alone, when it is not a number.
 
-    A batch has at most `micro_batch_tokens` computed tokens, or one example. Where input and target
-    are apart, a text is written for each with `writing`. `ranks` share the batches, and all know
-    all metrics. `each` gets what every example has added. Raises
-    `RunInterruptedError` when asked to stop in between.
+    Where input and target are apart, a text is written for each with `writing`. `each` gets what
+    every example has added. Raises `RunInterruptedError` when asked to stop in between.
     """
+    forward, tokens, examples = sweep.forward, sweep.tokens, sweep.examples
     of, n = forward.of, len(examples)
     texts: dict[str, list[str]] = {}
-    look = functools.partial(look_at_all, ranks or Ranks(), should_stop=should_stop)
     was_training = forward.model.training
     forward.model.eval()
     try:
-        parts = forward.split(tokens, examples, micro_batch_tokens)
         step = forward.of_step(tokens, examples)
         if of.is_mismatched:
-            ratios = look(
-                parts, lambda part: {"sums": forward.mismatched_ratio(tokens, part)[None]}
+            quiet = replace(sweep, progress=lambda done, total: None)
+            _, ratios = quiet.look(
+                lambda part: {"sums": forward.mismatched_ratio(tokens, part)[None]}
             )
             step = step._replace(baseline=max(0.0, sum(ratios["sums"]) / n))
 
         def measure(part: NDArray[np.int64]) -> Found:
             return forward.measure(forward.to_device(forward.collate(tokens, part)), step)
 
-        found = look(parts, measure, progress=progress)
+        parts, found = sweep.look(measure)
         if writing is not None and forward.has_decoder:
-            most_new = writing.max_new_tokens
-            alike = forward.split_to_write(tokens, examples, micro_batch_tokens, most_new)
-            texts = look(
-                alike, lambda part: write_texts(forward, tokens, part, writing), progress=progress
+            _, texts = sweep.look(
+                lambda part: write_texts(forward, tokens, part, writing),
+                lambda n: forward.split_to_write(tokens, examples, n, writing.max_new_tokens),
             )
     finally:
         forward.model.train(was_training)
@@ -271,19 +267,17 @@ class Evaluator:
         """Metrics of the model as it is; `each` gets those of every example."""
         run, context = self.training, self.training.context
         tokens, indices = self.examples.tokens, self.examples.indices
-        longest = int(tokens.lengths[indices].max())
         # as much at once as training was seen to have room for
         most_examples = run.spec.train.per_device_eval_batch_size
-        most_tokens = min(run.feed.settings.micro_batch_tokens, most_examples * longest)
-        measure = functools.partial(
-            evaluate,
+        most_tokens = most_examples * int(tokens.lengths[indices].max())
+        sweep = Sweep(
             run.forward,
             tokens,
             indices,
-            writing=run.spec.writing,
-            should_stop=context.is_asked_to_leave,
-            ranks=context.ranks,
-            each=each,
-            progress=lambda done, total: context.emit(Evaluating(done, total)),
+            min(run.feed.settings.micro_batch_tokens, most_tokens),
+            context.ranks,
+            context.is_asked_to_leave,
+            lambda done, total: context.emit(Evaluating(done, total)),
+            context.warn,
         )
-        return with_room(measure, most_tokens, longest, run.spec.numerics.device, context.warn)
+        return evaluate(sweep, run.spec.writing, each)

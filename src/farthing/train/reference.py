@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +21,13 @@ from numpy.typing import NDArray
 
 from farthing.data.token_set import TokenSet
 from farthing.data.units import N_TARGETS
-from farthing.dist.ranks import Ranks
 from farthing.errors import DataError
 from farthing.events import Note, Working
 from farthing.model.forward import Forward
 from farthing.run.folder import keep, kept
 from farthing.storage.files import DamagedFileError, own_folder
 from farthing.train.built import Run
-from farthing.train.evaluate import Found, look_at_all, with_room
+from farthing.train.evaluate import Found, Sweep
 
 BLOCK = 256  # examples
 N_SAMPLED = 8
@@ -67,28 +64,20 @@ def without_references(forward: Forward, tokens: TokenSet) -> None:
 
 
 @torch.no_grad()
-def references_of(
-    forward: Forward,
-    tokens: TokenSet,
-    units: NDArray[np.int64],
-    *,
-    micro_batch_tokens: int,
-    ranks: Ranks | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> NDArray[np.float64]:
-    """[len(units), k] by this very model, mismatched ones last; all ranks share the work. Raises
-    `RunInterruptedError`.
+def references_of(sweep: Sweep) -> NDArray[np.float64]:
+    """[n, k] of the units of a sweep by this very model, mismatched ones last; all ranks share the
+    work. Raises `RunInterruptedError`.
     """
+    forward, tokens = sweep.forward, sweep.tokens
 
     def look(part: NDArray[np.int64]) -> Found:
         arrays = forward.collate_scored(tokens, part)
         found = [forward.log_probs(forward.to_device(each)) for each in arrays]
         return {"rows": torch.cat([each.reshape(len(part), -1) for each in found], 1)}
 
-    parts = forward.split(tokens, units, micro_batch_tokens)
-    found = look_at_all(ranks or Ranks(), parts, look, should_stop)
+    parts, found = sweep.look(look)
     of_unit = dict(zip(np.concatenate(parts).tolist(), found["rows"], strict=True))
-    return np.array([of_unit[unit] for unit in units.tolist()])
+    return np.array([of_unit[unit] for unit in sweep.examples.tolist()])
 
 
 def _refer_to(run: Run, tokens: TokenSet, wanted: NDArray[np.int64]) -> None:
@@ -143,18 +132,18 @@ def _width(forward: Forward, tokens: TokenSet) -> int:
 
 
 def _measured(run: Run, tokens: TokenSet, units: NDArray[np.int64]) -> NDArray[np.float64]:
-    forward, context = run.forward, run.context
-    measure = partial(
-        references_of,
-        forward,
+    context = run.context
+    sweep = Sweep(
+        run.forward,
         tokens,
         units,
-        ranks=context.ranks,
-        should_stop=context.is_asked_to_leave,
+        run.feed.settings.micro_batch_tokens,
+        context.ranks,
+        context.is_asked_to_leave,
+        warn=context.warn,
+        what="the reference pass",
     )
-    most_tokens, device = run.feed.settings.micro_batch_tokens, forward.numerics.device
-    longest = int(forward.lengths_of(tokens)[units].max())
-    return with_room(measure, most_tokens, longest, device, context.warn, "the reference pass")
+    return references_of(sweep)
 
 
 def _apart(
