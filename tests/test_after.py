@@ -100,8 +100,9 @@ def test_parts_are_kept_as_they_are_done_and_their_gains_have_a_price(tmp_path):
     assert (more["tuned"], "base" in more) == ({"loss": 1.0, "acc": 0.75}, False)
     assert more["spent_usd"] == pytest.approx(found["usd"] + more["usd"])
     cap_usd = spent_usd + more["spent_usd"]
-    limits = whole.job.limits.model_copy(update={"max_usd": cap_usd})
-    capped = whole.job.model_copy(update={"limits": limits})
+    job = whole.spec.job
+    limits = job.limits.model_copy(update={"max_usd": cap_usd})
+    capped = job.model_copy(update={"limits": limits})
     for here in ({"kept_in": "evaluation.json"}, {"what": "other tasks"}):
         with pytest.raises(InputError, match="all that its job allows"):
             evaluation.evaluate_run(run, replace(others, job=capped, **here), with_base=False)
@@ -114,9 +115,13 @@ def test_few_held_out_examples_are_spread_evenly_and_a_file_is_taken_whole(tmp_p
         held_out_of(run, data, n)
         for data, n in ((None, 3), (None, 8), (tmp_path / "data.jsonl", 99))
     )
-    assert [few.indices.tolist(), len(most.indices), len(file.indices)] == [[0, 4, 7], 8, 32]
+    assert [few.examples.indices.tolist(), len(most.examples), len(file.examples)] == [
+        [0, 4, 7],
+        8,
+        32,
+    ]
     assert [few.what, file.what] == ["3 held-out examples", "32 examples of data.jsonl"]
-    assert len({few.sha256, most.sha256, file.sha256}) == 3
+    assert len({evaluation.on_examples(each).sha256 for each in (few, most, file)}) == 3
     model = trained_model(run)
     verdict = judge(model, untrained_model(run), few)
     total, agreed, n, losses = 0.0, 0, 0, []

@@ -20,10 +20,10 @@ from farthing.errors import InputError
 from farthing.export.folders import trained_model, untrained_model, write_card
 from farthing.metrics import Metrics
 from farthing.model.hardware import Numerics
-from farthing.objectives.registry import objective_of
 from farthing.report.receipt import build_receipt
 from farthing.run.folder import EVALUATION, STANDARD_TASKS, keep, kept
 from farthing.storage.files import DamagedFileError, Json
+from farthing.train.resolve import sha256_of_examples
 
 Progress = Callable[[str, int, int], None]
 """(side, examples done, examples in all)"""
@@ -51,15 +51,16 @@ class Measure:
 
 def on_examples(held_out: HeldOut) -> Measure:
     """Loss and the task's metrics on held-out examples, in one part."""
+    spec = held_out.spec
     return Measure(
-        held_out.job,
+        spec.job,
         held_out.what,
-        held_out.sha256,
+        sha256_of_examples(held_out.examples),
         lambda model, part, progress: held_out.measure(model, generates=True, progress=progress),
-        objective_of(held_out.job.task).metrics,
+        spec.objective.metrics,
         EVALUATION,
-        held_out.numerics,
-        n_examples=len(held_out.indices),
+        spec.numerics,
+        n_examples=len(held_out.examples),
     )
 
 

@@ -53,9 +53,9 @@ class Verdict:
 def judge(merged: Any, compressed: Any, held_out: HeldOut) -> Verdict:
     """Compare `compressed` with `merged`, both on the device and in the dtype of their weights."""
     total, agreed, n = 0.0, 0, 0
-    for index in held_out.indices:
-        one, spec = np.array([index]), held_out.spec
-        arrays = collate(held_out.tokens, one, held_out.job.task, spec.pad_id)
+    spec, examples = held_out.spec, held_out.examples
+    for index in examples.indices:
+        arrays = collate(examples.tokens, np.array([index]), spec.task, spec.pad_id)
         batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
         expected, found = (_scores(model, batch) for model in (merged, compressed))
         p, q = expected.log_softmax(-1), found.log_softmax(-1)
@@ -67,7 +67,7 @@ def judge(merged: Any, compressed: Any, held_out: HeldOut) -> Verdict:
         for model in (merged, compressed)
     ]
     kl = max(0.0, total / n) if math.isfinite(total) else math.inf
-    return Verdict(kl, agreed / n, len(held_out.indices), n, held_out.what, *metrics)
+    return Verdict(kl, agreed / n, len(examples), n, held_out.what, *metrics)
 
 
 @torch.no_grad()

@@ -111,7 +111,7 @@ def export_as(
             compressed, notes = quantizer.write(merged, draft)
             words, judged = "not judged: its data is gone", None
             if held_out is not None:
-                whole = _load(merged, held_out.job, form)
+                whole = _load(merged, held_out.spec.job, form)
                 verdict = judge(whole, compressed, held_out)
                 words, judged = verdict.in_words(), verdict.to_json()
                 if verdict.mean_kl > limit and not is_forced:

@@ -15,6 +15,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -164,11 +165,10 @@ def confirm(task: Json, tell: Tell) -> Json:
     spec, run = resolve(job), Path(job.output_dir)
     _, held_out = open_examples(spec, ignore)
     assert held_out is not None
-    indices = held_out.indices[task["skip"] :]
-    what = "examples no choice was made on"
-    by = on_examples(HeldOut(job, spec, held_out.tokens, indices, what, run))
+    rest = replace(held_out, indices=held_out.indices[task["skip"] :])
+    by = on_examples(HeldOut(spec, rest, "examples no choice was made on", run))
     found = evaluate_run(run, by, with_base=False)
-    return {"state": "finished", "metrics": found["tuned"], "n_examples": len(indices)}
+    return {"state": "finished", "metrics": found["tuned"], "n_examples": len(rest)}
 
 
 def _free_memory() -> None:
