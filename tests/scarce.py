@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from farthing.config.job import TrainSection
 from farthing.model.hardware import Numerics
-from farthing.train.optim import (
-    make_optimizer,
-)
+from farthing.train.optim import make_optimizer
 
 
 def small_model(seed: int = 0) -> nn.Module:
@@ -20,14 +19,11 @@ def small_model(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.LayerNorm(40), nn.Linear(40, 3))
 
 
-def optimizer_of(model: nn.Module, name: str, **keys: Any) -> torch.optim.Optimizer:
-    settings = {
-        "learning_rate": 0.01,
-        "weight_decay": 0.1,
-        "betas": (0.9, 0.99),
-        "epsilon": 1e-8,
-    }
-    return make_optimizer(model, name, **settings | keys)
+def optimizer_of(
+    model: nn.Module, name: str, rate: float = 0.01, **keys: Any
+) -> torch.optim.Optimizer:
+    train = TrainSection(**{"optim": name, "weight_decay": 0.1, "adam_beta2": 0.99, **keys})
+    return make_optimizer(model, dict(model.named_parameters()), train, rate)
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0, scaler: Any = None):

@@ -74,7 +74,7 @@ def test_updates_too_small_for_bf16_are_made_in_the_mean():
     """Rounding to nearest would leave every weight where it is."""
     model = nn.Linear(128, 128, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)
-    optimizer = optimizer_of(model, NAME, learning_rate=1e-5, weight_decay=0)
+    optimizer = optimizer_of(model, NAME, 1e-5, weight_decay=0)
     steps(model, optimizer, range(100), lambda weight, _: torch.ones_like(weight))
     assert float(model.weight.detach().double().mean()) == pytest.approx(1 - 100 * 1e-5, abs=3e-5)
 
@@ -82,7 +82,7 @@ def test_updates_too_small_for_bf16_are_made_in_the_mean():
 def test_the_second_moment_comes_down_again():
     """0.999 of a number is the number itself, rounded to nearest in bf16."""
     model = nn.Linear(128, 128, bias=False).to(torch.bfloat16)
-    optimizer = optimizer_of(model, NAME, betas=(0.9, 0.999))
+    optimizer = optimizer_of(model, NAME, adam_beta2=0.999)
     steps(model, optimizer, range(201), lambda w, step: torch.full_like(w, float(step == 0)))
     mean = float(optimizer.state[model.weight]["exp_avg_sq"].double().mean())
     assert mean == pytest.approx(0.001 * 0.999**200, rel=0.02)

@@ -19,7 +19,8 @@ from farthing.models.families import (
     FAMILIES,
     SEQ2SEQ_FAMILIES,
 )
-from farthing.train.optim import decayed_names, make_optimizer
+from farthing.train.optim import decayed_names
+from scarce import optimizer_of
 from thinned import thinned
 
 SMALL = {
@@ -93,8 +94,7 @@ def test_the_groups_of_an_optimizer_hold_each_trained_weight_once():
     model = transformers.AutoModelForCausalLM.from_config(
         CONFIG_MAPPING["gpt2"](n_embd=16, n_layer=1, n_head=2, vocab_size=20)
     )
-    how = {"learning_rate": 1e-3, "betas": (0.9, 0.99), "epsilon": 1e-8}
-    groups = make_optimizer(model, "adamw_torch", weight_decay=0.1, **how).param_groups
+    groups = optimizer_of(model, "adamw_torch").param_groups
     held = [id(p) for group in groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters())
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]

@@ -23,8 +23,8 @@ from farthing.model.adapters import (
 )
 from farthing.model.load import ModelChoice, load_config, load_model
 from farthing.run.parts import read_part
-from farthing.train.optim import make_optimizer
 from interrupted import stopped_and_resumed
+from scarce import optimizer_of
 from workshop import losses_of, make_job, train
 
 IDS = torch.arange(24).reshape(2, 12) + 5
@@ -161,9 +161,7 @@ def test_pissa_resumes_where_another_machine_decomposes_otherwise_and_its_export
 )
 def test_an_optimizer_moves_as_torchs_own_and_resumes(name, kind, tmp_path, tiny_folders):
     ours, theirs = tiny(tiny_folders["llama"]), tiny(tiny_folders["llama"])
-    optimizer = make_optimizer(
-        ours, name, learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.999), epsilon=1e-8
-    )
+    optimizer = optimizer_of(ours, name, 1e-3, weight_decay=0.0)
     assert torch.equal(
         steps_of(ours, optimizer),
         steps_of(theirs, kind(theirs.parameters(), lr=1e-3, foreach=False)),

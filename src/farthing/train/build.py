@@ -6,14 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
-
-import torch
-from torch import nn
 
 from farthing.data.batches import Batches
 from farthing.data.formats import chat_reader
@@ -126,7 +123,14 @@ def assemble(
         estimate,
         batches.steps_per_epoch,
     )
-    optimizer = build_optimizer(spec, model, ranks.trained_of(model))
+    is_full = spec.method.name == "full"
+    optimizer = make_optimizer(
+        model,
+        ranks.trained_of(model),
+        train,
+        spec.learning_rate,
+        None if is_full else spec.method.loraplus_lr_ratio,
+    )
     forward, kernels = _computed(spec, context, model, settings)
     before_bytes, free = taken_bytes(numerics.device), ranks.least(free_bytes(numerics.device))
     with out_of_memory_said("train.optim", OPTIMIZER_TO_DO):
@@ -285,23 +289,3 @@ def build_model(
                 refuse_unreached(model, adapter)
     model.train()
     return model
-
-
-def build_optimizer(
-    spec: RunSpec, model: Any, weights: Mapping[str, nn.Parameter]
-) -> torch.optim.Optimizer:
-    """The job's optimizer over the trained `weights` by name, whole or the rows of this rank."""
-    train, is_full = spec.train, spec.method.name == "full"
-    optimizer = make_optimizer(
-        model,
-        train.optim,
-        learning_rate=spec.learning_rate,
-        weight_decay=train.weight_decay,
-        betas=(train.adam_beta1, train.adam_beta2),
-        epsilon=train.adam_epsilon,
-        loraplus=None if is_full else spec.method.loraplus_lr_ratio,
-    )
-    name_of = {weight: name for name, weight in model.named_parameters()}
-    for group in optimizer.param_groups:  # it has no state yet
-        group["params"] = [weights[name_of[weight]] for weight in group["params"]]
-    return optimizer

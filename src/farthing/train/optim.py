@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farthing.config.job import TrainSection
 from farthing.errors import ModelError
 from farthing.model.load import need_bitsandbytes
 from farthing.planner.optimizers import BF16_WEIGHTS
@@ -42,34 +43,32 @@ def decayed_names(model: nn.Module) -> set[str]:
 
 
 def make_optimizer(
-    model: Any,
-    name: str,
-    *,
+    model: nn.Module,
+    weights: Mapping[str, nn.Parameter],
+    train: TrainSection,
     learning_rate: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    epsilon: float,
     loraplus: float | None = None,
 ) -> torch.optim.Optimizer:
-    """An optimizer over the trainable weights, those that are decayed in a group of their own.
+    """The job's optimizer over the trained `weights` of a model by name, whole or the rows of this
+    rank, those that are decayed in a group of their own.
 
     With `loraplus` the rate of LoRA's B matrices and of all vectors is so many times
     that of the others, as in peft's `create_loraplus_optimizer`. Raises `HardwareError` for an
     8-bit or paged one where bitsandbytes does not work.
     """
     decayed, places = decayed_names(model), dict[tuple[bool, bool], list[nn.Parameter]]()
-    for n, p in model.named_parameters():
-        if p.requires_grad:
-            is_fast = loraplus is not None and ("lora_B" in n or p.ndim == 1)
-            places.setdefault((is_fast, n not in decayed), []).append(p)
+    for of, weight in weights.items():
+        is_fast = loraplus is not None and ("lora_B" in of or weight.ndim == 1)
+        places.setdefault((is_fast, of not in decayed), []).append(weight)
     groups: list[dict[str, object]] = [
         {
-            "params": weights,
-            "weight_decay": 0.0 if is_undecayed else weight_decay,
+            "params": some,
+            "weight_decay": 0.0 if is_undecayed else train.weight_decay,
             "lr_ratio": loraplus if is_fast else 1.0,
         }
-        for (is_fast, is_undecayed), weights in sorted(places.items(), key=lambda item: item[0])
+        for (is_fast, is_undecayed), some in sorted(places.items(), key=lambda item: item[0])
     ]
+    name = train.optim
     plain = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
     if name in plain:  # decay copies a weight at a time, not all
         return plain[name](groups, lr=learning_rate, foreach=False)
@@ -80,7 +79,8 @@ def make_optimizer(
             groups, lr=learning_rate, scale_parameter=False, relative_step=False
         )
         return made
-    adam: dict[str, Any] = {"lr": learning_rate, "betas": betas, "eps": epsilon}
+    betas = train.adam_beta1, train.adam_beta2
+    adam: dict[str, Any] = {"lr": learning_rate, "betas": betas, "eps": train.adam_epsilon}
     ours: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adamw_torch_fused": partial(torch.optim.AdamW, fused=True),
         "adamw_torch": partial(torch.optim.AdamW, fused=False),
