@@ -26,7 +26,7 @@ from farthing.run.exported import seal_export
 from farthing.run.ledger import Ledger, Meter, steady_clock
 from farthing.run.signals import Notice
 from farthing.train.budget import RunLimits
-from farthing.train.context import Context
+from farthing.train.context import Context, Progress
 from farthing.train.evaluate import Evaluator
 from farthing.train.forecast import Forecaster
 from farthing.train.loop import loop
@@ -41,7 +41,6 @@ from farthing.train.schedule import (
     schedule,
     settled_fit,
 )
-from farthing.train.state import Progress
 from thinned import thinned
 
 STARTED_AT = 1_800_000_000.0  # a moment of the year 2027

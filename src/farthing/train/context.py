@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from farthing.dist.ranks import Ranks
 from farthing.events import Emit, Warned
@@ -15,15 +16,16 @@ from farthing.local.measurements import Record
 from farthing.model.activation_checkpointing import MemoryNeed
 from farthing.model.forward import Forward
 from farthing.planner.estimate import Estimate
+from farthing.run.checkpoint import State
 from farthing.run.folder import LOG
 from farthing.run.ledger import Ledger, Meter
 from farthing.run.mirror import Mirror
 from farthing.run.signals import Notice
+from farthing.storage.files import Json
 from farthing.storage.logs import SummedLines
 from farthing.train.budget import RunLimits
 from farthing.train.resolve import Examples, RunSpec
 from farthing.train.schedule import Schedule
-from farthing.train.state import Progress
 from farthing.train.step_feed import StepFeed
 from farthing.train.throughput import Pace
 from farthing.train.watchdog import Watchdog
@@ -55,6 +57,37 @@ class Context:
 
     def warn(self, text: str) -> None:
         self.emit(Warned(text))
+
+
+@dataclass
+class Progress:
+    """Where the run is."""
+
+    step: int = 0
+    n_tokens: int = 0
+    n_padded_tokens: int = 0
+    n_targets: int = 0
+    skipped_in_a_row: int = 0
+    evaluated_step: int = 0
+    best_step: int | None = None
+    best_metric: float | None = None
+    n_evaluations_without_gain: int = 0
+    stopped_early: bool = False
+
+    def state(self) -> State:
+        """No tensors, every field."""
+        return {}, asdict(self)
+
+    def restore(self, tensors: dict[str, Tensor], values: Json) -> None:
+        """Every field. Raises `KeyError`, `TypeError`."""
+        for item in fields(self):
+            if not isinstance(values[item.name], int | float | None):
+                raise TypeError(f"{item.name} is no number")
+            setattr(self, item.name, values[item.name])
+
+    @property
+    def mark(self) -> tuple[Any, ...]:
+        return self.step, self.evaluated_step, self.stopped_early
 
 
 @dataclass

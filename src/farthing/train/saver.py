@@ -21,7 +21,7 @@ from farthing.export.folders import export_model
 from farthing.model.adapters import put_back
 from farthing.report.receipt import build_receipt
 from farthing.report.training_log import keep_digest
-from farthing.run.checkpoint import CheckpointPart, Checkpoints, SaveResult, n_bytes_of
+from farthing.run.checkpoint import Checkpoints, SaveResult, n_bytes_of
 from farthing.run.folder import CHECKPOINTS, COPIES, LOG, MODEL, copies_of
 from farthing.run.parts import read_part
 from farthing.storage.files import DamagedFileError, Json
@@ -36,13 +36,7 @@ class Saver:
     def __init__(self, training: Training) -> None:
         spec, context, model = training.spec, training.context, training.model
         self.training, self.context, self.progress = training, context, training.progress
-        self.state: dict[str, CheckpointPart] = parts_of(
-            model,
-            context.ranks.trained_of(model),
-            training.optimizer,
-            training.scaler,
-            training.progress,
-        )
+        self.state = parts_of(training)
         """Everything resumable."""
         copies: Json = {}
         self.checkpoints = Checkpoints(

@@ -6,48 +6,16 @@ or is about one attempt alone. Time and money are in the ledger, which outlives 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from farthing.model.adapters import put_back, trained_tensors
 from farthing.run.checkpoint import CheckpointPart, State
 from farthing.storage.files import Json
+from farthing.train.context import Training
 from farthing.train.optim import load_state, state_tensors
-
-
-@dataclass
-class Progress:
-    """Where the run is."""
-
-    step: int = 0
-    n_tokens: int = 0
-    n_padded_tokens: int = 0
-    n_targets: int = 0
-    skipped_in_a_row: int = 0
-    evaluated_step: int = 0
-    best_step: int | None = None
-    best_metric: float | None = None
-    n_evaluations_without_gain: int = 0
-    stopped_early: bool = False
-
-    def state(self) -> State:
-        """No tensors, every field."""
-        return {}, asdict(self)
-
-    def restore(self, tensors: dict[str, Tensor], values: Json) -> None:
-        """Every field. Raises `KeyError`, `TypeError`."""
-        for item in fields(self):
-            if not isinstance(values[item.name], int | float | None):
-                raise TypeError(f"{item.name} is no number")
-            setattr(self, item.name, values[item.name])
-
-    @property
-    def mark(self) -> tuple[Any, ...]:
-        return self.step, self.evaluated_step, self.stopped_early
 
 
 class _Part(NamedTuple):
@@ -55,16 +23,10 @@ class _Part(NamedTuple):
     restore: Callable[[dict[str, Tensor], Json], None]
 
 
-def parts_of(
-    model: Any,
-    weights: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    progress: Progress,
-) -> dict[str, CheckpointPart]:
-    """What a checkpoint has, by name. `weights` are the trained ones: whole, or this rank's rows of
-    them.
-    """
+def parts_of(training: Training) -> dict[str, CheckpointPart]:
+    """What a checkpoint has, by name: of trained weights all, or this rank's rows."""
+    model, optimizer, scaler = training.model, training.optimizer, training.scaler
+    weights = training.context.ranks.trained_of(model)
 
     def trained() -> dict[str, Tensor]:
         return trained_tensors(model, weights)
@@ -82,5 +44,5 @@ def parts_of(
             lambda tensors, values: load_state(optimizer, weights, tensors, values),
         ),
         "scaler": _Part(lambda: ({}, scaler.state_dict()), restore_scaler),
-        "progress": progress,
+        "progress": training.progress,
     }
