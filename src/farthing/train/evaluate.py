@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from farthing.arrays import Ints
 from farthing.data.batches import collate
 from farthing.data.token_set import TokenSet
 from farthing.device_memory import is_out_of_memory
@@ -40,7 +40,7 @@ class Sweep:
 
     forward: Forward
     tokens: TokenSet
-    examples: NDArray[np.int64]
+    examples: Ints
     """Indices [n] into the tokens."""
     micro_batch_tokens: int
     ranks: Ranks = field(default_factory=Ranks)
@@ -52,9 +52,9 @@ class Sweep:
 
     def look(
         self,
-        look: Callable[[NDArray[np.int64]], Found],
-        split: Callable[[int], list[NDArray[np.int64]]] | None = None,
-    ) -> tuple[list[NDArray[np.int64]], dict[str, list[Any]]]:
+        look: Callable[[Ints], Found],
+        split: Callable[[int], list[Ints]] | None = None,
+    ) -> tuple[list[Ints], dict[str, list[Any]]]:
         """(the micro-batches of `split`, what `look` finds in all of them, in order and on the
         host). Where memory runs out they are looked at once more as before, then in halves. Raises
         `RunInterruptedError` when asked to stop in between.
@@ -75,12 +75,10 @@ class Sweep:
             free_cached(self.forward.numerics.device)
             has_freed = True
 
-    def _split(self, n_tokens: int) -> list[NDArray[np.int64]]:
+    def _split(self, n_tokens: int) -> list[Ints]:
         return self.forward.split(self.tokens, self.examples, n_tokens)
 
-    def _found(
-        self, parts: list[NDArray[np.int64]], look: Callable[[NDArray[np.int64]], Found]
-    ) -> dict[str, list[Any]]:
+    def _found(self, parts: list[Ints], look: Callable[[Ints], Found]) -> dict[str, list[Any]]:
         ranks, own, n_done = self.ranks, list[tuple[int, Found]](), 0
         with ranks.all_or_none():
             for number in range(ranks.index, len(parts), ranks.n):
@@ -130,7 +128,7 @@ def evaluate(sweep: Sweep, writing: Writing | None = None, each: Scores | None =
             )
             step = step._replace(baseline=max(0.0, sum(ratios["sums"]) / n))
 
-        def measure(part: NDArray[np.int64]) -> Found:
+        def measure(part: Ints) -> Found:
             return forward.measure(forward.to_device(forward.collate(tokens, part)), step)
 
         parts, found = sweep.look(measure)
@@ -177,9 +175,7 @@ def evaluate(sweep: Sweep, writing: Writing | None = None, each: Scores | None =
     return metrics | of.judge(of_task)
 
 
-def write_texts(
-    forward: Forward, tokens: TokenSet, part: NDArray[np.int64], writing: Writing
-) -> Found:
+def write_texts(forward: Forward, tokens: TokenSet, part: Ints, writing: Writing) -> Found:
     """What the model writes for a micro-batch, and what it should write."""
     arrays = collate(tokens, part, forward.task, forward.pad_id)
     device = forward.numerics.device

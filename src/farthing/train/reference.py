@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from farthing.arrays import Ints
 from farthing.data.token_set import TokenSet
 from farthing.data.units import N_TARGETS
 from farthing.errors import DataError
@@ -43,7 +44,7 @@ def refer(run: Run) -> None:
     if not run.forward.of.needs_reference:
         return
     run.begin_as_ancestor()  # a checkpoint may have spared the start from that
-    wanted: dict[Path, tuple[TokenSet, list[NDArray[np.int64]]]] = {}
+    wanted: dict[Path, tuple[TokenSet, list[Ints]]] = {}
     for examples in (run.train_examples, run.eval_examples):
         if examples is not None:
             _, indices = wanted.setdefault(examples.tokens.folder, (examples.tokens, []))
@@ -70,7 +71,7 @@ def references_of(sweep: Sweep) -> NDArray[np.float64]:
     """
     forward, tokens = sweep.forward, sweep.tokens
 
-    def look(part: NDArray[np.int64]) -> Found:
+    def look(part: Ints) -> Found:
         arrays = forward.collate_scored(tokens, part)
         found = [forward.log_probs(forward.to_device(each)) for each in arrays]
         return {"rows": torch.cat([each.reshape(len(part), -1) for each in found], 1)}
@@ -80,7 +81,7 @@ def references_of(sweep: Sweep) -> NDArray[np.float64]:
     return np.array([of_unit[unit] for unit in sweep.examples.tolist()])
 
 
-def _refer_to(run: Run, tokens: TokenSet, wanted: NDArray[np.int64]) -> None:
+def _refer_to(run: Run, tokens: TokenSet, wanted: Ints) -> None:
     context = run.context
     folder = own_folder(run.spec.cache_dir / "references", context.warn) / _key(run, tokens)
     folder.mkdir(exist_ok=True)
@@ -131,7 +132,7 @@ def _width(forward: Forward, tokens: TokenSet) -> int:
     return tokens.n_sequences + int(forward.of.is_mismatched)
 
 
-def _measured(run: Run, tokens: TokenSet, units: NDArray[np.int64]) -> NDArray[np.float64]:
+def _measured(run: Run, tokens: TokenSet, units: Ints) -> NDArray[np.float64]:
     context = run.context
     sweep = Sweep(
         run.forward,
@@ -147,7 +148,7 @@ def _measured(run: Run, tokens: TokenSet, units: NDArray[np.int64]) -> NDArray[n
 
 
 def _apart(
-    run: Run, tokens: TokenSet, sample: NDArray[np.int64], cached: NDArray[np.float64]
+    run: Run, tokens: TokenSet, sample: Ints, cached: NDArray[np.float64]
 ) -> tuple[float, float]:
     """(most, mean) nats a token between cached log-probabilities and those of the live model."""
     arrays = run.forward.collate_scored(tokens, sample)

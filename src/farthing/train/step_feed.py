@@ -7,9 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
+from farthing.arrays import Ints
 from farthing.data.batches import Batches
 from farthing.data.loader import MicroBatch, Prefetcher, micro_batches
 from farthing.data.row_table import Cell, of_slots, rows_of
@@ -67,15 +65,15 @@ class StepFeed:
             self._feed.close()
         self._feed = None
 
-    def n_tokens(self, examples: NDArray[np.int64]) -> int:
+    def n_tokens(self, examples: Ints) -> int:
         """Without padding."""
         return int(self.tokens.lengths[examples].sum())
 
-    def first_steps(self, micro_batch_tokens: int = 0) -> tuple[NDArray[np.int64], bool]:
+    def first_steps(self, micro_batch_tokens: int = 0) -> tuple[Ints, bool]:
         """(examples of the largest micro-batch, whether a step has several), by the first steps,
         cut as the settings say or into micro-batches of so many tokens.
         """
-        has_several, cells = False, list[NDArray[np.int64]]()
+        has_several, cells = False, list[Ints]()
         most_tokens = micro_batch_tokens or self.settings.micro_batch_tokens
         for step in range(min(self.schedule.n_steps, LOOKED_AT_STEPS)):
             of_step = self.forward.split(self.tokens, self.batches.examples_of(step), most_tokens)
@@ -87,7 +85,7 @@ class StepFeed:
         """All micro-batches of a step, whichever rank computes them."""
         return self.table_of(self.batches.examples_of(step))
 
-    def table_of(self, examples: NDArray[np.int64]) -> list[Cell]:
+    def table_of(self, examples: Ints) -> list[Cell]:
         forward, tokens = self.forward, self.tokens
         return rows_of(
             examples,
@@ -104,7 +102,7 @@ class StepFeed:
         table, n = self.table(step), self.ranks.n
         return max(len(of_slots(table, slots_of(rank, n, self.n_slots))) for rank in range(n))
 
-    def largest(self, step: int) -> NDArray[np.int64]:
+    def largest(self, step: int) -> Ints:
         """The examples of the step's largest micro-batch."""
         cells = self.table(step)
         if self.n_slots == 1 and not self.ranks.is_fsdp:

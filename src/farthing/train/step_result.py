@@ -7,11 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from farthing.arrays import Ints
 from farthing.data.loader import MicroBatch
 
 
@@ -19,7 +18,7 @@ from farthing.data.loader import MicroBatch
 class Sums:
     """The micro-batches of a step, whose gradients were added up."""
 
-    examples: NDArray[np.int64]
+    examples: Ints
     n_targets: int  # of all ranks: what the summed loss is divided by
     done: list[MicroBatch] = field(default_factory=list)
     """Of this rank; their arrays may still be on their way to the device."""
@@ -28,7 +27,7 @@ class Sums:
     """[2, F] of each: see `Forward.loss`."""
     computed: list[int] = field(default_factory=list)  # computed tokens of each
     n_computed: int = 0  # computed tokens of all ranks
-    micro_batches: list[NDArray[np.int64]] = field(default_factory=list)
+    micro_batches: list[Ints] = field(default_factory=list)
     """The examples as they were cut into micro-batches, of all ranks."""
 
     def add(self, micro_batch: MicroBatch, loss: Tensor, figures: Tensor, n_computed: int) -> None:
