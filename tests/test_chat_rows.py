@@ -318,6 +318,28 @@ def test_a_system_message_stands_once(key):
             read(wrong)
 
 
+def test_exports_of_chatgpt_and_claude_are_chats():
+    def node(parent, role, *parts, **more):
+        content = {"content_type": "text", "parts": list(parts)}
+        return {"parent": parent, "message": {"author": {"role": role}, "content": content, **more}}
+
+    nodes = {"0": {"parent": None, "message": None}, "s": node("0", "system", "")}
+    nodes |= {"q": node("s", "user", "1+1?"), "old": node("q", "assistant", "3")}
+    nodes |= {
+        "a": node("q", "assistant", "2"),
+        "call": node("q", "assistant", "x", recipient="bio"),
+    }
+    row = {"mapping": nodes, "current_node": "a"}
+    claude = [{"sender": "human", "text": "1+1?"}, {"sender": "assistant", "text": "2"}]
+    assert whole(row) == whole({"chat_messages": claude}) == "<user>1+1?</s><assistant>2</s>"
+    nodes["image"] = node("q", "assistant", {"asset_pointer": "x"})
+    for last, words in {"image": "as text", "call": "asks a tool", "s": "no turn"}.items():
+        with pytest.raises(UnusableRowError, match=words):
+            read(row | {"current_node": last})
+    with pytest.raises(UnusableRowError, match="as ChatGPT's export"):
+        read(row | {"mapping": {"a": {"message": {}}}})
+
+
 def test_calls_of_sharegpt_are_written_as_the_template_writes_calls():
     call = '{"name": "add", "arguments": {"a": 1}}'
     for said in (call, f"[{call}]", json.dumps({"name": "add", "arguments": '{"a": 1}'})):

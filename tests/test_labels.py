@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ PROBLEM = {NUMBERS: "regression", SEVERAL: "multi_label_classification", TAGS: N
 
 
 def rows_of(task: str, n: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Texts of one to eight words, some of which are of a kind."""
+    """Texts of one to eight words, some of which are of a kind; of numbers in two halves."""
     draw = np.random.default_rng(seed)
     words = ["the", "and", "numbers", *(word for each in KINDS.values() for word in each)]
     rows = []
@@ -47,7 +48,8 @@ def rows_of(task: str, n: int, seed: int = 0) -> list[dict[str, Any]]:
         kinds = [next((k for k, own in KINDS.items() if word in own), "") for word in text]
         there = sorted(set(kinds) - {""})
         if task == NUMBERS:
-            rows.append({"text": " ".join(text), "score": len(there) - 0.5})
+            halves = {"sentence1": "the " + " ".join(text[:3]), "sentence2": " ".join(text)}
+            rows.append({**halves, "score": len(there) - 0.5})
         elif task == SEVERAL:
             rows.append({"text": " ".join(text), "labels": there})
         else:
@@ -80,15 +82,20 @@ def write_job(folder: Path, task: str, family: str = "bert", **keys) -> Path:
     config.classifier_dropout = 0.0
     torch.manual_seed(0)
     AUTO[task].from_config(config).save_pretrained(folder / "base")
+    if family == "bert":
+        settings = folder / "base" / "tokenizer_config.json"
+        names = ["input_ids", "token_type_ids", "attention_mask"]
+        said = json.loads(settings.read_text()) | {"model_input_names": names}
+        settings.write_text(json.dumps(said))
     return path
 
 
 def plain_loss(task: str, model, tokenizer, rows: list[dict[str, Any]]) -> torch.Tensor:
     """transformers' own loss of a padded batch."""
     names = names_of(task)
-    given = [row["tokens"] if task == TAGS else row["text"] for row in rows]
-    batch = tokenizer(given, is_split_into_words=task == TAGS, padding=True, return_tensors="pt")
-    batch.pop("token_type_ids", None)
+    options = {"is_split_into_words": task == TAGS, "padding": True, "return_tensors": "pt"}
+    columns = {NUMBERS: ["sentence1", "sentence2"], SEVERAL: ["text"], TAGS: ["tokens"]}[task]
+    batch = tokenizer(*([row[name] for row in rows] for name in columns), **options)
     if task == NUMBERS:
         labels = torch.tensor([row["score"] for row in rows])
     elif task == SEVERAL:

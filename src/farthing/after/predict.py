@@ -35,7 +35,7 @@ from farthing.errors import DataError, InputError, UnusableRowError
 from farthing.export.folders import trained_model, trusted_job, tuned_config, untrained_model
 from farthing.model.hardware import Numerics, choose_numerics, free_cached
 from farthing.model.load import PLAIN, ModelChoice, load_tokenizer, set_languages
-from farthing.model.loss import predicts_next, scores_words
+from farthing.model.loss import predicts_next, reads_token_types, scores_words
 from farthing.model.positions import max_positions
 from farthing.objectives.objective import class_names
 from farthing.objectives.registry import objective_of
@@ -76,6 +76,8 @@ class _Prompt:
     row: RowValue
     line: int
     ids: list[int] = field(default_factory=list)
+    types: list[int] = field(default_factory=list)
+    """Of each token: 1 in the second of two texts."""
     found: dict[str, Any] = field(default_factory=dict)
     words: list[int | None] = field(default_factory=list)
     """Where words have labels: the first token of each, if it has one."""
@@ -104,6 +106,7 @@ class Predictor:
         self.classifies = not scores_words(model)
         self.scores_answers = self.classifies and self.task.learns_units
         """Whether a row's answer is scored, not made."""
+        self._reads_types = reads_token_types(model, self.task)
         self._continues = predicts_next(model)
         self.is_chat = self._continues and trained_on_chats(run)
         self._names = class_names(model.config)
@@ -184,7 +187,7 @@ class Predictor:
         pieces = TextIteratorStreamer(
             self.tokenizer, skip_prompt=self._continues, skip_special_tokens=True
         )
-        batch, errors = self._padded([self._prompt_of(messages).ids]), list[Exception]()
+        batch, errors = self._padded([self._prompt_of(messages)]), list[Exception]()
         how = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
         torch.manual_seed(seed)
 
@@ -206,6 +209,12 @@ class Predictor:
         """The last message, or the chat, under the standard name of its column."""
         if self.is_chat:
             return {"messages": messages}
+        if "text_pair" in self._recipe.columns:
+            raise InputError(
+                "the run's model reads two texts",
+                where="the prompt",
+                to_do="write rows with both, and use `farthing predict`",
+            )
         name = "prompt" if self._continues else "input"
         if self.classifies:
             name = self.task.formats[0].needs[0]
@@ -266,7 +275,7 @@ class Predictor:
                     to_do="rename it in the file",
                 )
             try:
-                one.ids, one.words = self._tokens(reader.text(row))
+                one.ids, one.types, one.words = self._tokens(reader.text(row))
             except UnusableRowError as error:
                 one.found = {"error": str(error)}
             prompts.append(one)
@@ -283,11 +292,11 @@ class Predictor:
             return own
         return None
 
-    def _tokens(self, text: Example) -> tuple[list[int], list[int | None]]:
-        """The tokens that the model is asked with, and where words have labels the first of each.
-        Raises `UnusableRowError`.
+    def _tokens(self, text: Example) -> tuple[list[int], list[int], list[int | None]]:
+        """The tokens that the model is asked with, their types, and where words have labels the
+        first of each. Raises `UnusableRowError`.
         """
-        if not (text.words or self.scores_answers):
+        if not self.classifies:
             learned = [index for index, (_, is_target) in enumerate(text.segments) if is_target]
             end = learned[-1] if learned and learned[-1] > 0 else None
             prompt = tuple((part, False) for part, _ in text.segments[:end])
@@ -299,8 +308,8 @@ class Predictor:
             places: list[int | None] = [None] * len(text.words)
             for word, at in zip(found.words.tolist(), found.is_target.nonzero()[0], strict=True):
                 places[word] = int(at)
-            return found.ids.tolist(), places
-        ids = (found.ids if self.scores_answers else found.ids[found.is_target == 0]).tolist()
+            return found.ids.tolist(), [], places
+        ids = (found.ids if self.classifies else found.ids[found.is_target == 0]).tolist()
         if self._continues and len(ids) + self.max_new_tokens > self._longest:
             raise UnusableRowError(
                 f"{len(ids):,} tokens and {self.max_new_tokens:,} of an answer are more than the"
@@ -308,7 +317,7 @@ class Predictor:
             )
         if not ids:
             raise UnusableRowError("no text to answer")
-        return ids, []
+        return ids, found.is_target.tolist(), []
 
     # ---- tokens to answers ----
 
@@ -328,24 +337,31 @@ class Predictor:
                 one.found = each or {"error": "the model's scores are no numbers"}
             at += len(batch)
 
-    def _padded(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    def _padded(self, prompts: list[_Prompt]) -> dict[str, torch.Tensor]:
         """On the left where the model continues its input."""
         side = "left" if self._continues else "right"
-        ids, mask = (
-            torch.nn.utils.rnn.pad_sequence(
-                [torch.tensor(row) for row in of], True, padding, padding_side=side
-            )
-            for of, padding in ((rows, self._pad_id), ([[1] * len(row) for row in rows], 0))
-        )
-        device = self.model.device
-        return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+        columns = {
+            "input_ids": [one.ids for one in prompts],
+            "attention_mask": [[1] * len(one.ids) for one in prompts],
+        }
+        if self._reads_types:
+            columns["token_type_ids"] = [one.types for one in prompts]
+        return {
+            name: torch.nn.utils.rnn.pad_sequence(
+                [torch.tensor(row) for row in rows],
+                batch_first=True,
+                padding_value=self._pad_id if name == "input_ids" else 0,
+                padding_side=side,
+            ).to(self.model.device)
+            for name, rows in columns.items()
+        }
 
     @torch.no_grad()
     def _scored(self, prompts: list[_Prompt]) -> list[dict[str, Any]]:
         """The prediction of each; empty where its scores are no numbers."""
         labels = self.task.labels
         assert labels is not None
-        batch = self._padded([one.ids for one in prompts])
+        batch = self._padded(prompts)
         scores = self.model(**batch).logits.float().cpu()  # [B, C], or [B, T, C] of words
         return [
             labels.said(of, self._names, one.words) if of.isfinite().all() else {}
@@ -371,7 +387,7 @@ class Predictor:
             log_probs.append(scores.float().log_softmax(-1).amax(-1))  # of the token that is taken
             return scores
 
-        batch = self._padded([one.ids for one in prompts])
+        batch = self._padded(prompts)
         written = self._generate(batch, logits_processor=LogitsProcessorList([note]))
         answers = written[:, -len(log_probs) :].tolist()
         found: list[dict[str, Any]] = []

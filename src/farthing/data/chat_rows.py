@@ -1,4 +1,5 @@
-"""Turns of a chat as others write them: OpenAI, ShareGPT, Bedrock, Cohere, Gemma.
+"""Turns of a chat as others write them: OpenAI, ShareGPT, Bedrock, Cohere, Gemma, and the exports
+of ChatGPT and Claude.
 
 OpenAI marks an assistant's message with `weight: 0 | 1`, Axolotl a turn with `train` or `training`,
 others with `loss`.
@@ -16,6 +17,7 @@ from farthing.storage.files import parse_json
 
 _MARKS = ("weight", "train", "training", "loss")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_NOT_SAID = ("thoughts", "reasoning_recap", "user_editable_context", "model_editable_context")
 _ROLES = {
     **dict.fromkeys(("chatbot", "model", "bot", "gpt"), "assistant"),
     "human": "user",
@@ -42,7 +44,7 @@ def messages_of(
     `writes_calls`: what a turn of `function_call` says is a call of a tool, which the template
     writes in its own way.
     """
-    given = as_list(row.get(column), column)
+    given = _branch(row) if column == "mapping" else as_list(row.get(column), column)
     first = given[0] if isinstance(given[0], dict) else {}
     is_sharegpt = "role" not in first and (column == "conversations" or "from" in first)
     messages = []
@@ -56,6 +58,8 @@ def messages_of(
 
 def _of_openai(message: Any, index: int) -> RowValue:
     """A message with its text parts joined, and `function_call` as a tool call."""
+    if isinstance(message, dict) and isinstance(message.get("text"), str) and "sender" in message:
+        message = {"role": message["sender"], "content": message["text"]}  # Claude's export
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UnusableRowError(f"message {index} has no `role`")
     kept = {key: value for key, value in message.items() if value is not None or key == "content"}
@@ -71,6 +75,30 @@ def _of_openai(message: Any, index: int) -> RowValue:
     if calls not in (None, [], "[]", ""):
         kept["tool_calls"] = list(map(_parsed_arguments, as_list(calls, "tool_calls")))
     return kept
+
+
+def _branch(row: RowValue) -> list[RowValue]:
+    """The messages of ChatGPT's export, which keeps a tree of them: the branch that was shown last.
+    Raises `UnusableRowError`.
+    """
+    found: list[RowValue] = []
+    try:
+        nodes, at = dict(row["mapping"]), row["current_node"]
+        while node := nodes.pop(at, None):
+            at, message = node["parent"], node["message"] or {"content": {"parts": []}}
+            content = message["content"]
+            said = [] if content.get("content_type") in _NOT_SAID else content.get("parts", [None])
+            is_text = all(isinstance(part, str) for part in said)
+            if not is_text or message.get("recipient", "all") != "all":
+                what = f"a turn is `{content['content_type']}`, or asks a tool"
+                raise UnusableRowError(f"{what}; only what is said as text can be learned")
+            if text := "".join(said).strip():
+                found.append({"role": message["author"]["role"], "content": text})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UnusableRowError("`mapping` is not as ChatGPT's export has it") from error
+    if not found:
+        raise UnusableRowError("`mapping` has no turn with text above its `current_node`")
+    return found[::-1]
 
 
 def _joined(content: Any) -> Any:

@@ -25,7 +25,7 @@ Columns = Mapping[str, Template]
 _PICK = re.compile(r"([^\[\]]+)\[([^\[\]]+)\]")
 
 _USUAL_NAMES = {
-    "messages": "conversation chat dialog dialogue turns message",
+    "messages": "conversation chat dialog dialogue turns message chat_messages",
     "prompt": "question query problem user human request source input_text",
     "completion": "response answer reply solution assistant bot target_text output_text",
     "input": "source article document dialogue source_text input_text question context",
@@ -42,6 +42,11 @@ _USUAL_NAMES = {
     " target emotion tag",
 }
 """Common names for the columns of formats. farthing logs which of them it used."""
+_TEXT_PAIRS = (
+    *(("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2")),
+    *(("text1", "text2"), ("sentence_a", "sentence_b"), ("question", "sentence")),
+)
+"""The same of two texts that are read side by side: GLUE's, and their like."""
 _ALSO_READ = {"input": "context", "system": "system_prompt system_message"}
 """The same of columns that a format reads where they are."""
 
@@ -55,14 +60,19 @@ def guessed(
     A column that could be read as two, or two for one, is no guess. Capitals make no difference.
     """
     found: dict[str, str] = {}
+    if "text_pair" in may_have:
+        own = {name.lower(): name for name in columns}
+        pairs = [pair for pair in _TEXT_PAIRS if own.keys() >= {*pair}]
+        if len(pairs) == 1 and not columns & {"text", "text_pair"}:
+            found = {"text": own[pairs[0][0]], "text_pair": own[pairs[0][1]]}
     for names, needed in ((needs, _USUAL_NAMES), (may_have, _ALSO_READ)):
         for standard in names:
-            if standard in columns:
+            if standard in columns or standard in found:
                 continue
             usual = {standard, *needed.get(standard, "").split()}
-            own = [name for name in columns if name.lower() in usual]
-            if len(own) == 1 and own[0] not in found.values():
-                found[standard] = own[0]
+            near = [name for name in columns if name.lower() in usual]
+            if len(near) == 1 and near[0] not in found.values():
+                found[standard] = near[0]
             elif needed is _USUAL_NAMES:
                 return None
     return found

@@ -76,6 +76,7 @@ class PlainTokenizer:
     other_templates: tuple[str, ...] = ()
     """Names of its chat templates, where it has several and none is the default."""
     truncation_side: str = "right"
+    model_input_names: tuple[str, ...] = ()
     is_exact: bool = True
 
     @classmethod
@@ -89,6 +90,7 @@ class PlainTokenizer:
             tokenizer.chat_template,
             tuple(getattr(tokenizer, "other_templates", None) or ()),
             tokenizer.truncation_side,
+            tuple(tokenizer.model_input_names),
         )
 
     def state(self) -> Json:
@@ -191,17 +193,19 @@ class Encoder:
             return _of_first_pieces(self._apart([encodings]), encodings)
         sides = []
         for side, limit in enumerate(self._limits):
-            strings = [
-                "".join([part for part, is_target in text.segments if is_target == side])
+            parts = [
+                tuple([part for part, is_target in text.segments if is_target == side])
                 for text in texts
             ]
+            strings = ["".join(each) if len(each) < 2 else each for each in parts]
             sides.append(self._encode(strings, limit=limit, side=side))
         return self._apart(sides)
 
     def _encode(
         self, strings: Sequence[Any], *, limit: int | None = None, side: int = 0
     ) -> list[Any]:
-        """What the tokenizer says of texts, or of lists of words; of equal ones once.
+        """What the tokenizer says of texts, of two texts each, or of lists of words; of equal ones
+        once.
 
         With a limit the tokenizer truncates, and puts its special tokens around that.
         """
@@ -262,11 +266,15 @@ class Encoder:
     # ---- texts that are wholly input or wholly target ----
 
     def _apart(self, sides: list[list[Any]]) -> Encoded:
-        """Of each example its input, then its target, if it has one."""
+        """Of each example its input, then its target, if it has one; of two texts the second is
+        marked as a target is, where the tokenizer tells them apart.
+        """
         n_sides, n_examples = len(sides), len(sides[0])
         in_order = [side[n] for n in range(n_examples) for side in sides]
         ids, lengths = _end_to_end([each.ids for each in in_order])
         is_target = np.repeat(np.tile(np.arange(n_sides, dtype=np.uint8), n_examples), lengths)
+        if n_sides == 1 and "token_type_ids" in self.tokenizer.model_input_names:
+            is_target, _ = _end_to_end([each.type_ids for each in in_order], np.uint8)
         # more than the limit where the special tokens are too many
         of_side = lengths.reshape(n_examples, n_sides)
         overflows = np.array([bool(each.overflowing) for each in in_order], bool)
@@ -286,10 +294,10 @@ def _of_first_pieces(encoded: Encoded, encodings: list[Any]) -> Encoded:
     return encoded._replace(is_target=is_first.astype(np.uint8), words=word[is_first])
 
 
-def _end_to_end(rows: list[list[int]]) -> tuple[NDArray[np.int32], Ints]:
+def _end_to_end(rows: list[list[int]], dtype: Any = np.int32) -> tuple[NDArray[Any], Ints]:
     """(all tokens, the length of each row)."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    return np.fromiter(itertools.chain.from_iterable(rows), np.int32, int(lengths.sum())), lengths
+    return np.fromiter(itertools.chain.from_iterable(rows), dtype, int(lengths.sum())), lengths
 
 
 def sums_of(values: NDArray[Any], lengths: Ints) -> Ints:

@@ -45,7 +45,7 @@ from farthing.objectives.registry import format_of, objective_of
 
 ANSWER = "?"  # stands where a target would
 ANSWER_TURN: RowValue = {"role": "assistant", "content": ANSWER}
-RENDERED = frozenset({"messages", "conversations", "instruction"})
+RENDERED = frozenset({"messages", "conversations", "mapping", "instruction"})
 """Formats written by a chat template, where a model predicts the next token."""
 
 
@@ -136,6 +136,7 @@ def converter(
     """
     objective, shown = objective_of(task), shown or Shown()
     labels, is_chat = objective.labels, objective.predicts_next
+    reads_pairs = labels is not None and "text_pair" in format_of(format_name).may_have
     answers = dict.fromkeys(asked_columns(task), ANSWER) if asks else {}
 
     @functools.cache
@@ -165,7 +166,8 @@ def converter(
             return replace(first, beside=tuple(each.segments for each in others), value=value)
         if labels is not None:
             label = None if asks else labels.read(row, label_map)
-            return _labelled(labels.text(row), label, labels)
+            pair = text_of(row, "text_pair") if reads_pairs and "text_pair" in row else ""
+            return _labelled(labels.text(row), pair, label, labels)
         if format_name == "text":
             text = text_of(row, "text")
             return Example(((text, True),), given=(text,))
@@ -230,10 +232,11 @@ def _to_answer(turns: list[RowValue]) -> list[RowValue]:
     return [*(turns[:-1] if turns[-1]["role"] == "assistant" else turns), ANSWER_TURN]
 
 
-def _labelled(text: Any, label: Any, labels: Labels) -> Example:
+def _labelled(text: Any, pair: str, label: Any, labels: Labels) -> Example:
     if labels.per_word:
         return Example(((" ".join(text), False),), label=label, given=text, words=text)
-    return Example(((text, False),), label=label, given=(text,))
+    given = (text, pair) if pair else (text,)
+    return Example(tuple((each, False) for each in given), label=label, given=given)
 
 
 def _asked(row: RowValue) -> Example:

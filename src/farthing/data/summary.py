@@ -174,7 +174,7 @@ def _count_turns(turns: Any, found: Summary) -> list[int]:
     if not isinstance(turns, list):
         return []
     said = [
-        usual_role(str(turn.get("role", turn.get("from"))))
+        usual_role(str(turn.get("role", turn.get("from", turn.get("sender")))))
         for turn in turns
         if isinstance(turn, dict)
     ]
@@ -207,8 +207,13 @@ def _count_tokens(
         "learned_share": float(encoded.n_targets().sum() / max(1, lengths.sum())),
     }
     found.n_too_long = int((lengths > recipe.max_length).sum())
-    is_all_learned = recipe.train_on_prompt and objective_of(found.task).predicts_next
+    objective = objective_of(found.task)
+    is_all_learned = recipe.train_on_prompt and objective.predicts_next
+    between = "\n" if objective.reads_labels else ""  # of two texts
     found.examples = [
-        [(part, is_learned or is_all_learned) for part, is_learned in text.segments]
+        [
+            (between * (n > 0) + part, is_learned or is_all_learned)
+            for n, (part, is_learned) in enumerate(text.segments)
+        ]
         for text in kept[:N_EXAMPLES]
     ]

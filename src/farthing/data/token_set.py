@@ -4,7 +4,8 @@ they follow from.
 So a stale set can't be used, and a set that exists is complete. On disk, flat:
 
     ids.bin      int32  [n_tokens]      all examples end to end
-    targets.bin  uint8  [n_tokens]      1 where the model must predict the token
+    targets.bin  uint8  [n_tokens]      1 where the model must predict the token; where examples
+    have a label: the type of the token, 1 in the second of two texts
     offsets.bin  int64  [n_examples+1]  where each example begins
     lines.bin    int64  [n_examples]    the row it came from: source number * 2^40 + line
     target_lengths.bin int64 [n_examples] how many of its tokens are targets
@@ -49,7 +50,7 @@ from farthing.storage.files import (
     verify_folder,
 )
 
-CACHE_VERSION = 10
+CACHE_VERSION = 11
 """Of the files of a token set, and of how rows become texts, tokens and a split."""
 LINE_BITS = 40
 Indices = Sequence[int] | Ints

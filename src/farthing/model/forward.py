@@ -51,12 +51,19 @@ from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.hardware import Numerics, pinned
 from farthing.model.head import find_head, one_kernel
 from farthing.model.last_layer import last_layer
-from farthing.model.loss import find_labelled, has_decoder, inner_of, logits_of, scores_words
+from farthing.model.loss import (
+    find_labelled,
+    has_decoder,
+    inner_of,
+    logits_of,
+    reads_token_types,
+    scores_words,
+)
 from farthing.model.norms import use_one_gelu
 from farthing.model.pairs import collate_pairs
 from farthing.model.positions import first_position
 from farthing.models.tiles import WRITES_MORE, default_tile_tokens, head_bytes
-from farthing.objectives.objective import Answers, Found, ObjectiveSettings, OfStep
+from farthing.objectives.objective import Answers, Found, ObjectiveSettings, OfStep, filled
 from farthing.objectives.registry import objective_of
 
 Host = dict[str, Any]
@@ -116,6 +123,7 @@ class Forward:
         self.has_decoder = has_decoder(inner)
         is_of_words = scores_words(inner) if self.of.loss is not None else self.of.labels is None
         self.head = find_head(model, task) if is_of_words else None
+        self._reads_types = reads_token_types(inner, self.of)
         self._first_position = first_position(inner.config)
         refuse_batch_norms(inner)
         width, n_layers, n_words = (
@@ -310,6 +318,10 @@ class Forward:
             arrays = collate_pairs(self._inner, tokens, examples, self.task, self.pad_id)
         else:
             arrays = collate_packed(tokens, examples, self.task, self._first_position)
+        if self._reads_types:
+            types = tokens.targets[tokens.places_of(examples)[0]].astype(np.int64)
+            where = types >= 0 if self.is_packed else arrays["attention_mask"] > 0
+            arrays["token_type_ids"] = filled(types, np.atleast_2d(where), 0)
         arrays[units.N_TARGETS] = tokens.target_lengths[examples].astype(np.float32)
         if self.head is not None:
             labels = torch.from_numpy(arrays["labels"])

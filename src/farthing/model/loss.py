@@ -24,7 +24,7 @@ from farthing.data.units import (
 )
 from farthing.errors import ModelError
 from farthing.model.documents import Batch
-from farthing.objectives.objective import IGNORED
+from farthing.objectives.objective import IGNORED, Objective
 
 OF_LOSS = {"labels", POSITIONS, TARGETS, SCORED, OWNERS, N_TARGETS, REFERENCE, VALUES}
 """Keys of a batch that only the loss reads."""
@@ -50,6 +50,12 @@ def has_decoder(model: Any) -> bool:
 def predicts_next(model: Any) -> bool:
     """Whether each word is predicted from those before it in the same text."""
     return scores_words(model) and not has_decoder(model)
+
+
+def reads_token_types(model: Any, of: Objective) -> bool:
+    """Whether the model is told which tokens are of a second text: BERT is, RoBERTa is not."""
+    n_types = getattr(inner_of(model).config, "type_vocab_size", None) or 0
+    return of.reads_labels and not of.scores_words and n_types > 1
 
 
 def inputs_of(batch: Batch) -> dict[str, Any]:

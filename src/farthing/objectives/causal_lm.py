@@ -17,6 +17,7 @@ CAUSAL_LM = Objective(
     formats=(
         columns.MESSAGES,
         columns.CONVERSATIONS,
+        columns.CHATGPT,
         columns.INSTRUCTION,
         columns.PROMPT_COMPLETION,
         columns.INPUT_TARGET,

@@ -31,13 +31,14 @@ def _form(name: str, *may_have: str, needs: tuple[str, ...] = ()) -> Format:
 
 MESSAGES = _form("messages", "tools", "functions", "system")
 CONVERSATIONS = _form("conversations", "system", "tools")
+CHATGPT = _form("mapping", needs=("mapping", "current_node"))
 INSTRUCTION = _form("instruction", "input", "system", "history", needs=("instruction", "output"))
 PROMPT_COMPLETION = _form("prompt/completion", "tools")
 INPUT_TARGET = _form("input/target")
-TEXT_LABEL = _form("text/label")
+TEXT_LABEL = _form("text/label", "text_pair")
 TEXT = _form("text")
-TEXT_LABELS = _form("text/labels")
-TEXT_SCORE = _form("text/score")
+TEXT_LABELS = _form("text/labels", "text_pair")
+TEXT_SCORE = _form("text/score", "text_pair")
 TOKENS_TAGS = _form("tokens/tags")
 
 _BESIDE = ("system", "tools", "margin")

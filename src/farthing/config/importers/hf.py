@@ -165,11 +165,7 @@ def _task(values: Json, out: Imported, name: str) -> None:
         out.keep({"do_regression": True} if is_number else {}, "task")
     out.job["task"] = task
     if of_glue and task in (CLASSIFICATION.name, REGRESSION.name):
-        source: Json = {"path": "nyu-mll/glue", "name": of_glue}
-        if text := fact("glue").get(of_glue):
-            source["columns"] = {"text": text, "label": "label"}
-            out.notes += [fact("glue-pairs")] * ("\n" in text)
-        out.put("task_name", of_glue, "data.train", [source])
+        out.put("task_name", of_glue, "data.train", [{"path": "nyu-mll/glue", "name": of_glue}])
     if block := values.get("block_size"):
         out.job["data.max_length"] = out.fit("data.max_length", block)
 

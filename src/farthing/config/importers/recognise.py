@@ -66,6 +66,9 @@ def _imported(path: Path, source: str | None) -> Imported:
         return _commands(path, list(commands_of(_text(path))), source)
     values = settings_in(path)
     seen = _whose(values)
+    if seen is None and any("_component_" in str(value) for value in values.values()):
+        what = "a config of torchtune, which `farthing import` does not read"
+        raise InputError(what, where=str(path), to_do="write the job by hand: `farthing init`")
     if source is None and seen is None:
         what = f"can't tell which tool wrote this file: its keys are {', '.join([*values][:6])}"
         to_do = f"pass --from {' | '.join(SOURCES)}"
