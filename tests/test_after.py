@@ -46,6 +46,7 @@ def test_base_and_tuned_are_measured_on_the_same_examples(family, tmp_path, cli,
     run = run_of(tmp_path, family)
     others = cli.json("eval", run, "--data", tmp_path / "data.jsonl")
     assert others["examples"] == "60 examples of data.jsonl"
+    assert "| metric | after |" in (run / "model/README.md").read_text()
     found = cli.json("eval", run, "--base")
     assert found["n_examples"] == 12
     last = read_json(run / "receipt.json")

@@ -70,6 +70,7 @@ def test_a_run_gives_its_receipt_and_goes_on_when_it_is_called_again(tmp_path):
     for ask, what in (
         (lambda: api.evaluate(receipt, limit=0), "0 is too few"),
         (lambda: api.fine_tune(None), "job: can't be None"),
+        (lambda: api.fine_tune(path, on_event=5), "`on_event` is a int"),
         (lambda: api.generate(receipt, [7]), "row 1 is a int"),
         (lambda: api.generate(receipt, "dat.jsonl"), "no such file"),
         (lambda: api.export_model(receipt, "out", format="gguf", max_kl="x"), "max_kl: can't be"),

@@ -287,6 +287,7 @@ def test_without_the_package_it_is_said_how_to_get_it(trained, tmp_path, monkeyp
 @needs_gguf
 def test_a_file_of_few_bits_is_refused_above_the_limit_unless_forced(trained, tmp_path, cli):
     four = export(trained, tmp_path / "four", "gguf", "--bits", "q4_0", "--max-kl", "0")
+    (tmp_path / "four.draft-of-a-killed-one").mkdir()
     assert "so it was deleted" in cli.err(*four)
     assert os.listdir(tmp_path) == []
     judged = cli.json(*four, "--force")["judged"]

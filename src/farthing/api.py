@@ -148,6 +148,9 @@ def fine_tune(
     from farthing.run.opening import opened
     from farthing.train.budget import RunLimits, refuse_cap_without_price
 
+    if on_event is not None and not callable(on_event):
+        what = f"`on_event` is a {type(on_event).__name__}, which can't be called"
+        raise InputError(what, to_do="give a function of one event")
     loaded, begun = load_job(job), None
     refuse_cap_without_price(loaded)
     folder = Path(loaded.output_dir)

@@ -34,7 +34,7 @@ from farthing.report.card import model_card
 from farthing.report.receipt import build_receipt
 from farthing.run.exported import CARD
 from farthing.run.folder import trained_on_chats
-from farthing.storage.files import Json, bytes_below, install_folder, write_json, write_text
+from farthing.storage.files import DRAFT, Json, bytes_below, install_folder, write_json, write_text
 
 WHOLE = ("adapter", "merged")
 FORMATS = ("gguf", "fp8", "w8a16", "w4a16")
@@ -103,7 +103,7 @@ def export_as(
             raise
     said: Json = {"format": form, "bits": wanted if form == "gguf" else None}
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as work:
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}{DRAFT}", dir=folder.parent) as work:
         merged = Path(work) / "merged"
         export_run(run, merged, "merged", trust_remote_code=trust_remote_code)
 

@@ -204,7 +204,8 @@ def _next_step(arguments: argparse.Namespace, view: PlanView, bill: Any) -> str:
         spot = " spot" if best.kind == "spot" else ""
         offer = shlex.quote(f"{best.provider}/{best.n_gpus}x {best.gpu}{spot}")
         return f"farthing launch {words} --offer {offer}  (rents nothing without --yes)"
-    return f"rent it at {best.provider}, then: farthing launch {words} --on ssh:HOST"
+    price = f"--set where.usd_per_hour={best.usd_per_hour:g}"
+    return f"rent it at {best.provider}, then: farthing launch {words} --on ssh:HOST {price}"
 
 
 def _parsed(read: Callable[[str], float], text: str | None, where: str, such: str) -> float | None:

@@ -45,6 +45,7 @@ from farthing.storage.files import (
     bytes_below,
     install_folder,
     read_json,
+    sweep_drafts,
     write_text,
 )
 
@@ -149,7 +150,9 @@ def whole_model(run: Path) -> Path:
 
 
 def refuse_used(folder: Path) -> None:
-    """Raises `InputError` where something is in the folder already, or a file is in its place."""
+    """Raises `InputError` where something is in the folder already, or a file is in its place; what
+    a killed export left beside it is removed.
+    """
     at = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     if not at.is_dir():
         what = "a file or a broken link, where a folder is to be written"
@@ -158,6 +161,7 @@ def refuse_used(folder: Path) -> None:
         raise InputError(
             "the folder is not empty", where=str(folder), to_do="name a new one with --output"
         )
+    sweep_drafts(folder.parent, (folder.name,))
 
 
 def export_run(

@@ -34,7 +34,7 @@ def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> li
     """What to take, what it costs, what to check, and the command that is `next_step`."""
     best, limits, shown = view.best, limits_in_words(view), list(view.plans[: n_shown or N_BRIEF])
     if best is None:
-        return report("plan.txt", "brief", view, None, view.answer, limits, None, 0, 0, "")
+        return report("plan.txt", "brief", view, None, view.answer, limits, TIE, False, 0, 0, "")
     to_do = f"{say('plan.txt', 'to_do', best)}: {cost_range(best)}"
     here = [one for one in view.plans if one.kind == "here" and one not in shown]
     supposed = f"{view.job.lengths_source.removeprefix(ON_COMMAND_LINE)}; {best.pace}"
@@ -43,8 +43,8 @@ def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> li
     facts = pairs("plan.txt", "facts", view, best, supposed, to_check(view, best), old)
     n_rest, n_refused = len(view.plans) - len(shown), view.n_offers - view.n_plans
     cheapest = min(one.total_usd for one in view.plans if one.is_priced or one is best)
-    tie = TIE if best.total_usd <= cheapest else None
-    rest = to_do, limits, tie, n_rest, n_refused, next_step
+    is_dearer = best.total_usd > cheapest
+    rest = to_do, limits, TIE, is_dearer, n_rest, n_refused, next_step
     choices = choices_table([*shown, *here[:1]])
     found = report("plan.txt", "brief", view, best, *rest, choices=choices, facts=facts)
     return [*found, *beside(view)]
