@@ -106,7 +106,7 @@ class Predictor:
         self.classifies = not scores_words(model)
         self.scores_answers = self.classifies and self.task.learns_units
         """Whether a row's answer is scored, not made."""
-        self._reads_types = reads_token_types(model, self.task)
+        self._reads_types = reads_token_types(model) and not self.scores_answers
         self._continues = predicts_next(model)
         self.is_chat = self._continues and trained_on_chats(run)
         self._names = class_names(model.config)

@@ -123,7 +123,7 @@ class Forward:
         self.has_decoder = has_decoder(inner)
         is_of_words = scores_words(inner) if self.of.loss is not None else self.of.labels is None
         self.head = find_head(model, task) if is_of_words else None
-        self._reads_types = reads_token_types(inner, self.of)
+        self._reads_types = reads_token_types(inner)
         self._first_position = first_position(inner.config)
         refuse_batch_norms(inner)
         width, n_layers, n_words = (

@@ -24,7 +24,7 @@ from farthing.data.units import (
 )
 from farthing.errors import ModelError
 from farthing.model.documents import Batch
-from farthing.objectives.objective import IGNORED, Objective
+from farthing.objectives.objective import IGNORED
 
 OF_LOSS = {"labels", POSITIONS, TARGETS, SCORED, OWNERS, N_TARGETS, REFERENCE, VALUES}
 """Keys of a batch that only the loss reads."""
@@ -52,10 +52,13 @@ def predicts_next(model: Any) -> bool:
     return scores_words(model) and not has_decoder(model)
 
 
-def reads_token_types(model: Any, of: Objective) -> bool:
-    """Whether the model is told which tokens are of a second text: BERT is, RoBERTa is not."""
-    n_types = getattr(inner_of(model).config, "type_vocab_size", None) or 0
-    return of.reads_labels and not of.scores_words and n_types > 1
+def reads_token_types(model: Any) -> bool:
+    """Whether a classifier of texts is told which tokens are of a second one: BERT's is, RoBERTa's
+    is not.
+    """
+    inner = inner_of(model)
+    is_of_texts = type(inner).__name__.endswith("ForSequenceClassification")
+    return is_of_texts and (getattr(inner.config, "type_vocab_size", None) or 0) > 1
 
 
 def inputs_of(batch: Batch) -> dict[str, Any]:
