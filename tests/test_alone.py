@@ -24,7 +24,7 @@ from farthing.model.causality import refuse_looking_ahead
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.load import set_languages, speak
-from farthing.model.loss import decoder_inputs, logits_of
+from farthing.model.loss import decoder_inputs, logits_of, reads_token_types
 from token_sets import encoded_examples
 
 CPU = Numerics(torch.device("cpu"), None)
@@ -47,8 +47,10 @@ def test_classes_are_those_of_single_examples(kind):
             batch = forward.to_device(forward.collate(tokens, piece))
             together[torch.from_numpy(piece)] = compute(model, batch)
         for index in range(9):
-            ids, _ = example_of(tokens, index)
-            alone[index] = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
+            ids, types = example_of(tokens, index)
+            batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            batch |= {"token_type_ids": types} if reads_token_types(model) else {}
+            alone[index] = model(**batch).logits[0]
     assert (together - alone).abs().max() < 1e-4 * alone.abs().max()
     assert alone.std(0).max() > 1e-3, "else nothing is shown"
     if kind in PADDED:
