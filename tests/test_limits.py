@@ -368,14 +368,11 @@ def test_what_is_kept_back_is_all_that_may_come():
     assert found()[:2] == pytest.approx([1.15 * 9 + 8, 1.15 * (2 * 4 + 6) + 0.3])
 
 
-@pytest.mark.parametrize("cap", ["max_hours", "max_gpu_hours"])
-def test_killed_in_its_last_seconds_a_run_has_its_model_and_does_not_start_again(
-    cap, plain, tmp_path
-):
+def test_killed_in_its_last_seconds_a_run_has_its_model_and_does_not_start_again(plain, tmp_path):
     dice = random.Random(1)
     costs = Costs(dice)
     costs.start_s, costs.mean_step_s, costs.evaluation_s = 20.0, 1.0, 0.0
-    job = under(plain, **{cap: 100 / 3600})
+    job = under(plain, max_hours=100 / 3600)
     machine, disk = Machine(), {}
     machine.kill_at = 97.0
     with pytest.raises(Killed):
@@ -383,6 +380,17 @@ def test_killed_in_its_last_seconds_a_run_has_its_model_and_does_not_start_again
     assert disk["model"] > 30, "written while what was left paid for a start"
     assert attempt(job, tmp_path, machine, costs, disk) == "limit"
     assert machine.alive_s == 97.0, "asking costs nothing"
+
+
+def test_gpu_hours_are_those_of_the_gpus_that_each_attempt_has_had(plain, tmp_path):
+    """Resumed on fewer, a run went on for longer than its cap; on more, it was refused."""
+    job = under(plain, max_gpu_hours=1)
+    for n_gpus, left_s in ((3, 1100.0), (1, 3200.0), (8, 300.0)):
+        ledger = Ledger(tmp_path / "l", Meter(already_s=100.0, clock=lambda: 0.0), 1.0, (), n_gpus)
+        ledger.write()
+        (left,) = RunLimits(job, ledger).left()
+        assert left.seconds == pytest.approx(left_s)
+    assert left.why == "the cap of 1 GPU-hours: 0.3333 GPU-hours are spent"
 
 
 def test_a_clock_that_is_set_within_an_attempt_neither_ends_nor_extends_it(plain, tmp_path):

@@ -6,7 +6,6 @@ Each check gives a state (ok, warning, failed), what was found and what to do.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -273,23 +272,20 @@ def check_choices(job: Job) -> Iterator[Check]:
     yield _check("save interval", f"{save}, {kept}")
     store, lost = job.output_store, spot_without_store(job)
     yield _check("store", store or "none: checkpoints stay on this machine", lost, warns=lost)
-    if job.usd_per_hour and job.limits.max_usd is None and job.limits.most_hours() is None:
+    limits = job.limits
+    if job.usd_per_hour and limits.max_usd is limits.max_hours is limits.max_gpu_hours is None:
         yield _check("cap", "none", "set limits.max_usd", warns=True)
 
 
 def _limits(job: Job) -> str:
     """How much time a run has. Raises `InputError`."""
-    from farthing.report.receipt import build_receipt
     from farthing.train.budget import refuse_limits
 
-    spent_usd = spent_s = 0.0
-    with contextlib.suppress(InputError):
-        receipt = build_receipt(Path(job.output_dir))
-        spent_usd, spent_s = receipt.usd, receipt.wall_s
-    refuse_limits(job, spent_usd, spent_s)
-    limits, hours = job.limits, job.limits.most_hours()
+    refuse_limits(job, read_ledger(Path(job.output_dir) / LEDGER).ordered)
+    limits = job.limits
     caps = [] if limits.max_usd is None else [say_usd(limits.max_usd)]
-    caps += [] if hours is None else [f"{hours:g} h"]
+    caps += [] if limits.max_hours is None else [f"{limits.max_hours:g} h"]
+    caps += [] if limits.max_gpu_hours is None else [f"{limits.max_gpu_hours:g} GPU-hours"]
     caps += [str(limits.deadline)] if limits.deadline else []
     return ", ".join(caps) or "none"
 

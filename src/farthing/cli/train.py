@@ -110,7 +110,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.retry is not None or n_ranks > 1:
         look_over(job)
         return _train_until_it_ends(arguments, folder, n_ranks)
-    with opened(folder, job.usd_per_hour) as attempt:  # on the bill from here on
+    with opened(folder, job.usd_per_hour, seat.n) as attempt:  # on the bill from here on
         RunLimits(job, attempt.ledger).tell_guard()
         outcome = _train_once(arguments, job, offer, attempt)
     if isinstance(outcome, str):
@@ -126,12 +126,14 @@ def _show_dry_run(job: Any) -> int:
     from farthing.train.budget import say_what_bills_on
     from farthing.units import say_seconds, say_usd
 
-    limits, most_hours = job.limits, job.limits.most_hours()
+    limits = job.limits
     print(f"an hour costs {say_usd(job.usd_per_hour)}")
     if limits.max_usd is not None:
         print(f"it stops at {say_usd(limits.max_usd)}")
-    if most_hours is not None:
-        print(f"it stops after {say_seconds(most_hours * 3600)}")
+    if limits.max_hours is not None:
+        print(f"it stops after {say_seconds(limits.max_hours * 3600)}")
+    if limits.max_gpu_hours is not None:
+        print(f"it stops after {limits.max_gpu_hours:g} GPU-hours")
     if limits.deadline is not None:
         print(f"it stops at {limits.deadline}")
     for line in say_what_bills_on(job):

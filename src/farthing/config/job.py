@@ -448,7 +448,7 @@ class LimitsSection(JobSection):
     max_hours: Hours | None = None
     """Most hours of the run, all attempts together."""
     max_gpu_hours: Hours | None = None
-    """Hours times GPUs."""
+    """Hours times the GPUs that share each attempt, all attempts together."""
     deadline: Moment | None = None
     """ISO date and time; without a zone it is the machine's own."""
 
@@ -456,11 +456,6 @@ class LimitsSection(JobSection):
     def is_set(self) -> bool:
         """Whether there is any."""
         return self != LimitsSection()
-
-    def most_hours(self, n_gpus: int = 1) -> float | None:
-        """What `max_hours` and `max_gpu_hours` leave a run on so many GPUs."""
-        caps = [self.max_hours, None if self.max_gpu_hours is None else self.max_gpu_hours / n_gpus]
-        return min((cap for cap in caps if cap is not None), default=None)
 
 
 class WhereSection(JobSection):

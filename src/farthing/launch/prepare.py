@@ -234,10 +234,13 @@ class Prepared:
     def _lasts(self, offer: Offer, accounts: Sequence[Account], now: float) -> dict[str, float]:
         """Seconds that limits of time leave, by limit."""
         limits, lasts = self.job.limits, dict[str, float]()
-        if (hours := limits.most_hours(max(1, offer.n_gpus))) is not None:
+        around_s = self._boot_s(offer) + GRACE_S + TEARDOWN_S
+        if limits.max_hours is not None:
             trained_s = sum(account.wall_s for account in accounts)
-            around_s = self._boot_s(offer) + GRACE_S + TEARDOWN_S
-            lasts["limits.max_hours"] = hours * 3600 - trained_s + around_s
+            lasts["limits.max_hours"] = limits.max_hours * 3600 - trained_s + around_s
+        if limits.max_gpu_hours is not None:
+            left_s = limits.max_gpu_hours * 3600 - sum(account.gpu_s for account in accounts)
+            lasts["limits.max_gpu_hours"] = left_s / max(1, offer.n_gpus) + around_s
         if limits.deadline is not None:
             lasts["limits.deadline"] = limits.deadline.timestamp() - now
         return lasts

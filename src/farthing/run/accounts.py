@@ -68,6 +68,8 @@ class Account:
     machine: str = ""
     """The rented machine that it runs on."""
     usd_per_hour: Amount = 0.0
+    n_gpus: Annotated[int, Field(ge=1)] = 1
+    """That share it."""
     first_step: int = 0
     step: int = 0
     began: bool = False
@@ -101,6 +103,10 @@ class Account:
     @property
     def usd(self) -> float:
         return self.wall_s / 3600 * self.usd_per_hour
+
+    @property
+    def gpu_s(self) -> float:
+        return self.wall_s * self.n_gpus
 
     @property
     def ended(self) -> str:
@@ -279,6 +285,7 @@ def _make_good(found: Found, witnesses: list[Witness]) -> None:
         line=earlier.line + 1,
         spans={"lost": seconds},
         usd_per_hour=usd / seconds * 3600,
+        n_gpus=max((account.n_gpus for account in accounts), default=1),
         committed=max([earlier.committed, *steps]),
         step=max([earlier.step, *steps]),
     )

@@ -160,11 +160,13 @@ class Ledger:
         meter: Meter,
         usd_per_hour: float,
         witnesses: Iterable[Witness] = (),
+        n_gpus: int = 1,
     ) -> None:
         self._path, self._meter = path, meter
         self.lock = meter.lock
         """Held while a line is made and written."""
         self._mine = Account(LOST, id=uuid.uuid4().hex[:12], usd_per_hour=usd_per_hour)
+        self._mine.n_gpus = n_gpus
         self._mine.machine = os.environ.get(MACHINE, "")
         self.past: list[Account] = []
         """The other attempts, in order."""
@@ -207,6 +209,10 @@ class Ledger:
         return self._mine.past_s + self._meter.wall_s
 
     @property
+    def spent_gpu_s(self) -> float:
+        return sum(each.gpu_s for each in self.past) + self._meter.wall_s * self._mine.n_gpus
+
+    @property
     def committed_step(self) -> int:
         """The newest step that was ever saved; -1 where there is none."""
         return max(account.committed for account in self._all)
@@ -241,6 +247,10 @@ class Ledger:
     def number(self) -> int:
         """Of this attempt, from 1."""
         return self._mine.number
+
+    @property
+    def n_gpus(self) -> int:
+        return self._mine.n_gpus
 
     @property
     def has_ended(self) -> bool:

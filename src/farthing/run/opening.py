@@ -142,9 +142,9 @@ def refuse_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def opened(folder: Path, usd_per_hour: float) -> Iterator[Opened]:
+def opened(folder: Path, usd_per_hour: float, n_gpus: int = 1) -> Iterator[Opened]:
     """An attempt in a run folder, which is made if need be and held by this process for as long as
-    the block runs.
+    the block runs; `n_gpus` share it.
 
     Raises `InputError` where the folder can't be made,
     `RunBusyError`, `DiskFullError`.
@@ -162,7 +162,7 @@ def opened(folder: Path, usd_per_hour: float) -> Iterator[Opened]:
         ) from error
     with only_writer(folder):
         meter = Meter(already_s=uncounted_age_s(), idle_s=_paused_s())
-        ledger = Ledger(folder / LEDGER, meter, usd_per_hour, witnesses_of(folder))
+        ledger = Ledger(folder / LEDGER, meter, usd_per_hour, witnesses_of(folder), n_gpus)
         attempt = Opened(folder, meter, ledger)
         try:
             sweep_drafts(folder, _DRAFTS)

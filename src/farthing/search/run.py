@@ -112,8 +112,8 @@ def search(
                 tell_of_trials(job, record, tell)
                 return SearchOutcome("finished", record.ended["reason"], read_receipt(folder))
     if not (folder / SEARCH_LOG).exists():
-        refuse_limits(job, 0.0, 0.0)
-    with opened(folder, job.usd_per_hour) as begun:
+        refuse_limits(job)
+    with opened(folder, job.usd_per_hour, n_at_a_time) as begun:
         closing_s = min(LONGEST_CLOSING_S, max(CLOSING_S, begun.meter.wall_s))
         with (
             _mirrored(job, begun, tell, closing_s) as mirror,

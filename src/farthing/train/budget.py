@@ -8,8 +8,8 @@ clock is asked once, when an attempt begins, and seconds are counted from there.
 from __future__ import annotations
 
 import math
-import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from farthing.config.job import Job
 from farthing.errors import InputError
+from farthing.run.accounts import Account
 from farthing.run.exported import damage_of
 from farthing.run.folder import MODEL, RUN, is_finished
-from farthing.run.group import seat_in
 from farthing.run.guard import tell
 from farthing.run.ledger import Ledger
 from farthing.units import say_seconds, say_usd
@@ -51,7 +51,8 @@ class RunLimits:
 
     def left(self) -> list[Left]:
         ledger = self.ledger
-        return _left(self.job, ledger.spent_usd, ledger.spent_s, ledger.now)
+        spent = ledger.spent_usd, ledger.spent_s, ledger.spent_gpu_s
+        return _left(self.job, *spent, ledger.n_gpus, ledger.now)
 
     @property
     def left_s(self) -> float:
@@ -113,16 +114,23 @@ class RunLimits:
         return reason
 
 
-def _left(job: Job, spent_usd: float, spent_s: float, now: float) -> list[Left]:
+def _left(
+    job: Job, spent_usd: float, spent_s: float, spent_gpu_s: float, n_gpus: int, now: float
+) -> list[Left]:
     limits, found = job.limits, list[Left]()
     if limits.max_usd is not None and job.usd_per_hour > 0:
         seconds = (limits.max_usd - spent_usd) / job.usd_per_hour * 3600
         found.append(Left(seconds, f"the cap of {say_usd(limits.max_usd)}", say_usd(spent_usd)))
-    most_hours = limits.most_hours(seat_in(os.environ).n)
-    if most_hours is not None:
-        most_s = most_hours * 3600
+    if limits.max_hours is not None:
+        most_s = limits.max_hours * 3600
         cap = f"the cap of {say_seconds(most_s)}"
         found.append(Left(most_s - spent_s, cap, say_seconds(spent_s)))
+    if limits.max_gpu_hours is not None:
+        seconds = (limits.max_gpu_hours * 3600 - spent_gpu_s) / n_gpus
+        cap, spent = (
+            f"{hours:.4g} GPU-hours" for hours in (limits.max_gpu_hours, spent_gpu_s / 3600)
+        )
+        found.append(Left(seconds, f"the cap of {cap}", spent))
     if limits.deadline is not None:
         moment = limits.deadline.isoformat(sep=" ", timespec="minutes")
         seconds = limits.deadline.timestamp() - now
@@ -145,15 +153,18 @@ def refuse_start(job: Job) -> None:
     """Refuse a cap that holds nothing, and a new run whose time is over. Raises `InputError`."""
     refuse_cap_without_price(job)
     if not (Path(job.output_dir) / RUN).exists() and job.output_store is None:
-        refuse_limits(job, 0.0, 0.0, least_s=0.0)
+        refuse_limits(job, least_s=0.0)
 
 
 def refuse_limits(
-    job: Job, spent_usd: float, spent_s: float, least_s: float = LEAST_START_S
+    job: Job, accounts: Sequence[Account] = (), least_s: float = LEAST_START_S
 ) -> None:
-    """Refuse limits that leave no time for a start, which takes `least_s`. Raises `InputError`."""
+    """Refuse limits that leave no time for a start, which takes `least_s`, after the attempts of
+    `accounts`. Raises `InputError`."""
     refuse_cap_without_price(job)
-    for each in _left(job, spent_usd, spent_s, time.time()):
+    usd = sum(each.usd for each in accounts)
+    wall_s, gpu_s = sum(each.wall_s for each in accounts), sum(each.gpu_s for each in accounts)
+    for each in _left(job, usd, wall_s, gpu_s, 1, time.time()):
         if each.seconds <= least_s:
             raise InputError(
                 f"{each.why} leaves {say_seconds(max(0.0, each.seconds))}, and a start takes"

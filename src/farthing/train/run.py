@@ -102,7 +102,7 @@ def train(
         folder = Path(job.output_dir)
         if begun is None:
             with errors_in_words(folder):
-                begun = stack.enter_context(opened(folder, job.usd_per_hour))
+                begun = stack.enter_context(opened(folder, job.usd_per_hour, ranks.n))
         context = stack.enter_context(attempt(job, ranks, begun, emit))
         with errors_in_words(folder):
             mend(folder, context.warn)
