@@ -31,6 +31,17 @@ DURABLE = (
     "store mirror commits lease log_parts checkpoint faults survive snapshot disk_trouble identity"
     " security shared_cache"
 )
+AFTER = (
+    "after api deployment door export labels languages metrics new_tokens predict preference.py"
+    " publish quantized"
+)
+ENGINE = (
+    f"{AFTER} alone ancestor attention bf16 casts classes compiled cpu cross decay every_family"
+    " faults gpu hardware head identity liger limits low_rank machine.py measurements memory"
+    " methods mishaps more_steps noise notices objectives offload out_of packing pairs parity probe"
+    " profile progress ranks refused retry shared.py snapshot spread step survive trackers trl"
+    " watchdog"
+)
 WINGS = {  # files to change, and the tests that have to notice
     "launch": ("launch/*.py", "launch machine_bill search_launch"),
     "storage": ("storage/*.py run/commits.py run/checkpoint.py", DURABLE),
@@ -39,8 +50,8 @@ WINGS = {  # files to change, and the tests that have to notice
         f"{DURABLE} ledger meter limits.py watchdog retry notices rendezvous ranks spread"
         " receipts.py",
     ),
-    "engine": ("train/*.py model/*.py dist/*.py objectives/*.py", "*"),
-    "after": ("after/*.py export/*.py", "*"),
+    "engine": ("train/*.py model/*.py dist/*.py objectives/*.py", ENGINE),
+    "after": ("after/*.py export/*.py", AFTER),
     "data": (
         "data/encode.py data/batches.py",
         "encode data.py packing lengths chat step columns preference alone.py",
@@ -166,8 +177,8 @@ def work(share: list[Mutant], source: Path, found: dict[str, Any]) -> None:
         lines, seconds = found["lines"].get(mutant.file, {}), found["seconds"]
         near = range(mutant.line, mutant.end_line + 1)
         tests = {test for line in near for test in lines.get(str(line), [])}
-        if not tests:  # no process of the tests' own runs it
-            tests = {test for test in seconds if BEGIN_PROCESSES.search(test)}
+        if not tests or "/dist/" in mutant.file:  # other processes run it, or run it otherwise
+            tests |= {test for test in seconds if BEGIN_PROCESSES.search(test)}
         if "" in tests:  # runs at import: every test that runs the file
             tests = {test for each in lines.values() for test in each}
         ordered = sorted(tests - {""}, key=lambda test: seconds[test])
