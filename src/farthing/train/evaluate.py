@@ -251,7 +251,7 @@ class Evaluator:
         if value is not None:
             sign = 1 if self.greater_is_better else -1
             gain = math.inf if at.best_metric is None else (value - at.best_metric) * sign
-        counts = gain > 0 and gain > train.early_stopping_threshold
+        counts = gain > train.early_stopping_threshold
         at.n_evaluations_without_gain = 0 if counts else at.n_evaluations_without_gain + 1
         if gain > 0:
             at.best_metric, at.best_step = value, at.step

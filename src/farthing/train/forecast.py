@@ -71,7 +71,7 @@ class Forecaster:
                 planned_s = run.estimate.step_s * least_s / likely_s
             return self._before("step_s") or planned_s
         n_tokens = run.feed.n_tokens(run.feed.batches.examples_of(run.progress.step))
-        step_s = pace.longest_step_s * max(1.0, n_tokens / max(1, pace.most_tokens))
+        step_s = pace.longest_step_s * max(1.0, n_tokens / pace.most_tokens)
         return step_s + pace.longest_rest_s
 
     @property

@@ -83,13 +83,11 @@ def why_stop(run: Run) -> tuple[str, str] | None:
     """(state, reason) where the run ends here; None where it continues."""
     hear(run)
     notice, forecast = run.context.notice, run.forecast
-    limit = run.context.limits.over(forecast.reserve_s)
-    if forecast.evaluation_is_due and not limit:
-        return None
     if forecast.is_done:
         return "finished", "stopped early" if run.progress.stopped_early else "all steps done"
     if notice:
         return notice.how_it_ends()
+    limit = run.context.limits.over(forecast.reserve_s)
     return ("limit", limit) if limit else None
 
 

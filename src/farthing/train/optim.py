@@ -31,9 +31,7 @@ def decayed_names(model: nn.Module) -> set[str]:
     experts and T5's biases of distances are not, though some of these are matrices.
     """
     norms = tuple(
-        f"{name}."
-        for name, module in model.named_modules()
-        if isinstance(module, nn.LayerNorm) and name
+        f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)
     )
     return {
         name
@@ -66,7 +64,7 @@ def make_optimizer(
             "weight_decay": 0.0 if is_undecayed else train.weight_decay,
             "lr_ratio": loraplus if is_fast else 1.0,
         }
-        for (is_fast, is_undecayed), some in sorted(places.items(), key=lambda item: item[0])
+        for (is_fast, is_undecayed), some in places.items()
     ]
     name = train.optim
     plain = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
