@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -148,6 +149,9 @@ def test_few_held_out_examples_are_spread_evenly_and_a_file_is_taken_whole(tmp_p
     assert verdict.mean_kl == pytest.approx(total / n, rel=1e-6)
     assert (verdict.top1_agreement, verdict.n_examples, verdict.n_targets) == (agreed / n, 3, n)
     assert verdict.merged["loss"] < verdict.compressed["loss"]
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    assert judge(untrained_model(run), model, few).mean_kl == math.inf
 
 
 def test_a_cap_that_is_spent_is_kept(tmp_path, cli):
@@ -264,7 +268,9 @@ def test_a_model_is_asked_by_the_template_where_its_rows_were_rendered_by_it(
     assert stops == ([2, 1] if is_chat else 2)  # <s> ends a turn
     if find_spec("gguf"):
         export_as(Path(job.output_dir), tmp_path / "out", "gguf")
-        assert (b"eot_token_id" in (tmp_path / "out/model.gguf").read_bytes()) is is_chat
+        fields = import_module("gguf").GGUFReader(tmp_path / "out/model.gguf").fields
+        named = fields.get("tokenizer.ggml.eot_token_id")
+        assert (named and named.contents()) == (1 if is_chat else None)
     for path in job.data.train:
         Path(path).unlink()
     assert trained_on_chats(Path(job.output_dir)) is is_chat

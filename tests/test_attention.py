@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from farthing.model import attention_kernels
-from farthing.model.activation_checkpointing import checkpoint_layers
+from farthing.model.activation_checkpointing import checkpoint_layers, checkpointed_layers
 from farthing.model.attention import (
     Documents,
     attend,
@@ -29,7 +29,7 @@ from farthing.model.attention import (
     packed_logits,
 )
 from farthing.model.attention_kernels import AttentionSettings
-from farthing.model.flops import flops_per_token
+from farthing.model.flops import flops_per_token, recomputed_share
 from farthing.model.last_layer import last_layer
 from farthing.model.positions import first_position
 from farthing.models.families import DECODERS, ENCODERS
@@ -184,6 +184,12 @@ def test_plan_and_receipt_count_the_last_layer_of_an_encoder_for_the_tokens_that
     )
     saved = (flops_per_token(model) - flops_per_token(model, last_layer(model), 1 / 12)) * 12
     assert saved == pytest.approx(whole.body - planned.body)
+    layers = checkpointed_layers(model)
+    again = sum(
+        weight.numel() for each in layers for weight in each.parameters() if weight.ndim > 1
+    )
+    share = again / (flops_per_token(model) + again)  # forward, twice a weight, of every other one
+    assert recomputed_share(model, layers, 2) == pytest.approx(share)
 
 
 # ---- with what else a run switches on ----
@@ -324,6 +330,8 @@ def test_models_that_must_stay_padded_say_why():
         (scored, "classification", "head is not known"),
         (linear, "causal-lm", "linear_attention"),
         (model_of("mixtral", output_router_logits=True), "causal-lm", "routers"),
+        (model_of("gemma3_text", use_bidirectional_attention=True), "causal-lm", "both directions"),
+        (model_of("bert", "classification", is_decoder=True), "classification", "as a decoder"),
         (model_of("llama"), "seq2seq", "not among the families"),
         (model_of("bert", "classification"), "causal-lm", "not among the families"),
     ):

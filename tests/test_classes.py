@@ -81,14 +81,15 @@ def test_numbers_of_classes_are_no_names(classifier, tmp_path):
     assert "begins anew" not in heard.warnings
 
 
-def test_a_head_without_names_is_of_the_classes_by_their_numbers(classifier, tmp_path):
+@pytest.mark.parametrize("name_of", [int, "LABEL_{}".format])
+def test_a_head_without_names_is_of_the_classes_by_their_numbers(name_of, classifier, tmp_path):
     shutil.copytree(classifier, tmp_path / "unnamed")
     path = tmp_path / "unnamed/config.json"
     config = read_json(path)
     config["id2label"] = {str(number): f"LABEL_{number}" for number in range(3)}
     del config["label2id"]
     path.write_text(json.dumps(config))
-    rows = [{**row, "label": NAMES.index(row["label"])} for row in rows_of("bert", 60)]
+    rows = [{**row, "label": name_of(NAMES.index(row["label"]))} for row in rows_of("bert", 60)]
     metrics, heard = trained(tmp_path / "job", tmp_path / "unnamed", rows)
     assert metrics["accuracy"] == 1.0
     assert "begins anew" not in heard.warnings

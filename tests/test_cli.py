@@ -17,7 +17,7 @@ from command import sets
 from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.objectives.registry import objective_of
-from workshop import Watched, job_file, log_of, losses_of, read_json, rows_of
+from workshop import job_file, log_of, losses_of, read_json, rows_of
 
 # ---- init ----
 
@@ -133,13 +133,6 @@ def test_a_loss_that_is_not_a_number_is_skipped_and_its_samples_named(tmp_path, 
     assert len(skipped[2]) == 4  # the second and last step of an epoch of 12
     assert all(place.startswith(str(tmp_path / "data.jsonl:")) for place in skipped[2])
     assert skipped[2][0] in line
-
-
-def test_a_skipped_step_changes_no_weight(tmp_path, cli, monkeypatch):
-    spoil(monkeypatch, 1, 2, 3)
-    watched = Watched(monkeypatch)
-    cli("train", job_file(tmp_path, max_steps=3))
-    assert watched.changed() == set()
 
 
 def test_too_many_in_a_row_end_the_run_with_1_and_words(tmp_path, cli, monkeypatch):

@@ -13,6 +13,10 @@ import yaml
 from farthing.after.deployment import parse_place, plan_deployment, write_deployment
 from farthing.cli import main
 from farthing.errors import InputError
+from farthing.models.model_config import known_config
+from farthing.models.shapes import read_shape
+from farthing.prices.gpus import gpus
+from farthing.report.training_log import read_log
 from workshop import trained
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,9 +60,15 @@ def test_vllm_gets_the_memory_and_the_precision_of_the_plan(runs, tmp_path, cli)
 def test_a_quantized_format_is_served_as_such(runs, tmp_path):
     files = written(runs["llama"], tmp_path / "m", "vllm", export_format="fp8")
     assert "--kv-cache-dtype=fp8" in files["serve.sh"]
+    log, asked = (
+        read_log(runs["llama"] / "log.jsonl"),
+        plan_deployment(runs["llama"], "vllm", None, None),
+    )
+    n_out, n_in = log.n_targets / 8, (log.n_tokens - log.n_targets) / 8
+    assert (asked.served.traffic.output_tokens, asked.served.traffic.input_tokens) == (n_out, n_in)
 
 
-def test_vertex_gets_a_model_an_endpoint_and_a_machine(runs, tmp_path):
+def test_vertex_gets_a_model_an_endpoint_and_a_machine(runs, tmp_path, monkeypatch):
     files = written(runs["t5"], tmp_path / "m", VERTEX)
     model = json.loads(files["model.json"])["model"]
     assert model["artifactUri"] == "gs://my-bucket/run"
@@ -70,6 +80,15 @@ def test_vertex_gets_a_model_an_endpoint_and_a_machine(runs, tmp_path):
     zero = json.loads(files["deploy_to_zero.json"])["deployedModel"]["dedicatedResources"]
     assert (zero["minReplicaCount"], zero["initialReplicaCount"]) == (0, 1)
     subprocess.run(["sh", "-n", str(tmp_path / "m/serve/deploy.sh")], check=True)
+    config = known_config("google/flan-t5-xl") | {"num_layers": 30, "num_decoder_layers": 30}
+    monkeypatch.setattr("farthing.after.deployment.tuned_config", lambda _: config)
+    least_bytes = 8 * read_shape(config, "seq2seq").n_parameters
+    fitting = [
+        offer.usd_per_hour
+        for offer in parse_place(VERTEX).offers()
+        if offer.n_gpus == 1 and not offer.is_spot and gpus()[offer.gpu].memory_bytes > least_bytes
+    ]
+    assert plan_deployment(runs["t5"], VERTEX, None, None).offer.usd_per_hour == min(fitting)
 
 
 def test_what_can_not_be_served_is_refused_before_anything_is_written(runs, tmp_path):

@@ -23,9 +23,10 @@ from farthing.objectives.objective import EvaluationSums
 from farthing.objectives.registry import objective_of
 from farthing.objectives.token_classification import entities
 from farthing.tiny import write_jsonl
+from farthing.train.evaluate import Sweep, evaluate
 from farthing.train.resolve import open_examples, resolve
 from thinned import thinned
-from workshop import Heard, job_file, losses_of, metrics_of, read_rows, steps_of, train
+from workshop import Heard, job_file, losses_of, metrics_of, opened, read_rows, steps_of, train
 
 NUMBERS, SEVERAL, TAGS = "regression", "multi-label-classification", "token-classification"
 TASKS = [NUMBERS, SEVERAL, TAGS]
@@ -191,6 +192,8 @@ def test_a_word_behind_the_limit_is_neither_learned_nor_predicted(tmp_path, cli)
         (TAGS, {"tokens": ["a", "b"], "tags": ["O"]}, "2 `tokens` and 1 `tags`"),
         (TAGS, {"tokens": "a b", "tags": "O O"}, "`tokens` is text, not a list"),
         (TAGS, {"tokens": ["a"], "tags": [None]}, "holds nothing, not tags"),
+        (NUMBERS, {"text": "a", "label": ""}, "no `label` or `score`"),
+        ("classification", {"text": "a", "label": ""}, "no `label`"),
         ("classification", {"text": "a", "label": 0.5}, "task: regression"),
         ("classification", {"text": "a", "label": ["x"]}, "task: multi-label-classification"),
         ("classification", {"text": "a", "label": "0.143"}, "task: regression"),
@@ -256,6 +259,21 @@ def test_one_class_that_is_there_or_not_can_be_learned(tmp_path):
     assert metrics["per_class"].keys() == {"FOOD"}
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_what_each_example_adds_is_what_it_has_alone(task, tmp_path):
+    with opened(load_job(write_job(tmp_path, task, per_device_eval_batch_size=2))) as run:
+        each: dict[str, Any] = {}
+        together, held = run.evaluator.measure(each), run.eval_examples
+        alone = [
+            evaluate(Sweep(run.forward, held.tokens, held.indices[at : at + 1], 99))
+            for at in range(len(held))
+        ]
+    assert each.keys() == {"loss", *({"accuracy"} if task != NUMBERS else ())}
+    for name, (values, weights) in each.items():
+        assert values == pytest.approx([a[name] * n for a, n in zip(alone, weights, strict=True)])
+        assert sum(values) / sum(weights) == pytest.approx(together[name])
+
+
 @pytest.mark.parametrize("task", [NUMBERS, SEVERAL])
 def test_label_smoothing_that_means_nothing_is_refused(task, tmp_path):
     with pytest.raises(JobError, match="no probabilities of targets to smooth"):
@@ -269,6 +287,7 @@ def test_label_smoothing_that_means_nothing_is_refused(task, tmp_path):
         (["I-PER", "I-LOC", "I-LOC"], {("PER", 0, 0), ("LOC", 1, 2)}),
         (["B-PER", "B-PER", "I-ORG"], {("PER", 0, 0), ("PER", 1, 1), ("ORG", 2, 2)}),
         (["B-A", "E-A", "I-A", "S-A"], {("A", 0, 1), ("A", 2, 2), ("A", 3, 3)}),
+        (["B-A", "M-A", "I-A", "O", "I-A"], {("A", 0, 2), ("A", 4, 4)}),
     ],
 )
 def test_entities_are_those_of_seqeval(tags, found):

@@ -32,26 +32,11 @@ def write_log(folder: Path, n_steps: int, every: int):
 def test_a_log_is_read_fast_to_what_reading_every_line_as_json_gives(tmp_path):
     write_log(tmp_path / "run", n_steps=300, every=10)
     path = tmp_path / "run" / "log.jsonl"
+    known = {"lr": 1e-4, "n_targets": 5, "n_tokens": 7, "examples": [1]}
     odd = [
-        {
-            "step": 301,
-            "loss": None,
-            "grad_norm": None,
-            "lr": 1e-4,
-            "n_targets": 5,
-            "n_tokens": 7,
-            "examples": [1],
-        },
+        {"step": 301, "loss": None, "grad_norm": None, **known},
         {"step": 301, "skipped": "the loss is", "samples": ["a.jsonl:7"]},
-        {
-            "step": 303,
-            "loss": 2.0,
-            "grad_norm": 1.0,
-            "lr": 1e-4,
-            "n_targets": 1,
-            "n_tokens": 2,
-            "examples": [],
-        },
+        {"step": 303, "loss": 2.0, "grad_norm": 1.0, **known},
     ]
     torn = (
         '{"step": 304, "loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "n_targets": 3, "n_tokens": 9,'

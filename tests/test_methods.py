@@ -32,7 +32,6 @@ from farthing.train.opened_run import opened_run
 from farthing.train.resolve import resolve
 from farthing.train.schedule import schedule
 from heads import gradients_of, summed_loss
-from interrupted import LeavesAt
 from packed_models import model_of, with_adapter
 from scarce import optimizer_of, with_scaler
 from scarce import small_model as small_weights
@@ -452,19 +451,6 @@ def test_schedules_are_those_of_transformers_step_by_step(name, kwargs, n_warmup
 def test_a_schedule_that_can_not_be_followed_is_refused(keys, words, tmp_path):
     with pytest.raises(InputError, match=words):
         workshop.train(make_job(tmp_path, **keys))
-
-
-@pytest.mark.slow
-def test_adafactor_learns_and_resumes(tmp_path):
-    keys = {"optim": "adafactor", "n_rows": 24, "max_steps": 6}
-    keys |= {"weight_decay": 0.1, "max_grad_norm": 0, "save_steps": 2}
-    whole, stopped = (make_job(tmp_path / name, **keys) for name in ("whole", "stopped"))
-    workshop.train(whole)
-    assert workshop.train(stopped, LeavesAt(step=3)).state == "interrupted"
-    workshop.train(stopped)
-    losses = losses_of(whole)
-    assert losses_of(stopped) == losses
-    assert np.mean(losses[-2:]) < np.mean(losses[:2])
 
 
 def test_adafactor_has_the_rate_of_the_job():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from farthing.model.hardware import choose_numerics
 from farthing.objectives.registry import objective_names, objective_of
 from farthing.train.ancestor import find_ancestor
 from farthing.train.evaluate import Sweep, evaluate
+from farthing.train.loop import Due
 from farthing.train.resolve import open_examples, resolve
 from thinned import thinned
 from workshop import (
@@ -30,6 +32,7 @@ from workshop import (
     are_same,
     log_of,
     make_job,
+    opened,
     rows_of,
     train,
     weights_of,
@@ -142,8 +145,8 @@ def test_a_seq2seq_run_may_spare_the_generation(tmp_path):
 def test_evaluating_changes_no_bit_of_the_training(family, tmp_path):
     ends = []
     for name, keys in (
-        ("with", {"eval_rows": rows_of(family, 6), "eval_steps": 1}),
         ("without", {}),
+        ("with", {"eval_rows": rows_of(family, 6), "eval_steps": 1}),
     ):
         job = make_job(
             tmp_path / name, family, size={"dropout": 0.1}, load_best_model_at_end=False, **keys
@@ -152,6 +155,9 @@ def test_evaluating_changes_no_bit_of_the_training(family, tmp_path):
         ends.append(weights_of(tmp_path / name))
     assert len(evaluations(make_job(tmp_path / "with", family, eval_rows=rows_of(family, 6)))) == 6
     assert are_same(*ends)
+    with opened(make_job(tmp_path / "again", family, size={"dropout": 0.1}, **keys)) as run:
+        assert run.evaluator.measure({}) == run.evaluator.measure({}), "without dropout"
+        assert run.model.training
 
 
 # ---- what hangs on them ----
@@ -176,8 +182,8 @@ def checkpoint_weights(job, step: int) -> dict[str, torch.Tensor]:
 
 
 def test_the_best_checkpoint_is_the_one_exported(tmp_path, monkeypatch):
-    set_metrics(monkeypatch, 3.0, 1.0, 2.0, 2.0, 2.0, 2.0)
-    job, heard = judged_job(tmp_path, save_steps=1), Heard()
+    set_metrics(monkeypatch, *[3.0, 1.0, 2.0, 2.0, 2.0, 2.0] * 2)
+    job, heard = judged_job(tmp_path, save_steps=5), Heard()
     outcome = train(job, heard)
     assert outcome.receipt.best_step == 2
     assert [row["is_best"] for row in evaluations(job)] == [True, True, False, False, False, False]
@@ -185,14 +191,26 @@ def test_the_best_checkpoint_is_the_one_exported(tmp_path, monkeypatch):
     assert heard.of(Exported)[0].step == 2
     assert find_ancestor(job.output_dir).step == 2
     assert "| step | 2 of 6 |" in (tmp_path / "run/model/README.md").read_text()
-    train(judged_job(tmp_path, save_steps=1, load_best_model_at_end=False))
+    train(judged_job(tmp_path, save_steps=5, load_best_model_at_end=False))
     assert are_same(weights_of(tmp_path), checkpoint_weights(job, 6))
+    os.truncate(next(Path(job.output_dir).glob("checkpoints/step-00000002-*/model.*")), 9)
+    assert train(job, heard).receipt.exported_step == 6
+    assert "(step 2) is damaged" in heard.warnings
+
+    def due(run):
+        return Due(0, run.progress.step == 4, run.saver.is_due)
+
+    monkeypatch.setattr("farthing.train.loop.what_is_due", due)
+    early = judged_job(tmp_path / "early", save_steps=5)
+    train(early)
+    last = [checkpoint_weights(each, 6) for each in (early, job)]
+    assert are_same(*last), "training goes on from where it was"
 
 
 def test_patience_counts_evaluations_without_a_gain_above_the_threshold(tmp_path, monkeypatch):
     """As EarlyStoppingCallback of transformers does."""
-    set_metrics(monkeypatch, 3.0, 2.8, 2.4, 2.3, 2.25, 1.6, 1.55, 1.5, 1.5, 1.45, 0.1)
-    keys = {"early_stopping_patience": 3, "early_stopping_threshold": 0.3, "max_steps": 20}
+    set_metrics(monkeypatch, 3.0, 2.8, 2.4, 2.3, 2.25, 1.75, 1.5, 1.375, 1.375, 1.3, 0.1)
+    keys = {"early_stopping_patience": 3, "early_stopping_threshold": 0.25, "max_steps": 20}
     job = judged_job(tmp_path, **keys)
     outcome = train(job)
     assert (outcome.state, outcome.reason) == ("finished", "stopped early")
@@ -259,14 +277,8 @@ def test_an_evaluation_batch_has_no_more_tokens_than_training_had(family, tmp_pa
         return honest(forward, arrays)
 
     monkeypatch.setattr(Forward, "to_device", place)
-    train(
-        make_job(
-            tmp_path,
-            family,
-            max_steps=1,
-            eval_rows=rows_of(family, 12, 9),
-            micro_batch_tokens=70,
-        )
-    )
-    assert len(asked) > 1
+    for keys in ({"micro_batch_tokens": 70}, {"per_device_eval_batch_size": 1}):
+        keys |= {"max_steps": 1, "eval_rows": rows_of(family, 12, 9)}
+        train(make_job(tmp_path / str(len(asked)), family, **keys))
+        assert len(asked) > 1
     assert max(asked) <= 70

@@ -109,7 +109,9 @@ def test_an_answer_is_the_likeliest_tokens_and_its_score_their_mean(ends_at, wri
         assert (said["prompt"], said["tuned"]["text"]) == (text, answer)
         assert said["base"]["text"] != answer
     assert row["finish_reason"] == ("stop" if ids[-1] in end else "length")
-    assert other["prediction"] == next(model.rows([{"prompt": text[:9]}]))["prediction"]
+    alone = next(model.rows([{"prompt": text[:9]}]))
+    assert other["prediction"] == alone["prediction"]
+    assert other["score"] == pytest.approx(alone["score"], abs=1e-4)
 
 
 def test_prompts_longer_than_training_are_whole_and_beyond_the_positions_named(writer):
@@ -130,6 +132,8 @@ def test_a_chat_is_asked_as_it_was_in_training(tmp_path):
         (row,), (plain,) = model.rows([{"dialog": chat}]), model.rows([{"messages": asked}])
         assert row["score"] == plain["score"]
         assert row["prediction"] == "".join(model.stream(asked))
+    drawn = ["".join(model.stream(turns[:1], 9.0, seed)) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_the_columns_of_the_job_are_read_and_its_target_is_not_needed(tmp_path):

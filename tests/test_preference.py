@@ -106,12 +106,14 @@ def preference_job(folder: Path, objective, *, method: str = "lora", **keys) -> 
 
 
 def answers_of(c, r, lengths=((3.0, 5.0),), **more) -> Answers:
-    """Two answers a row with these log-probabilities; the reference has -4 and -6."""
+    """Two answers a row with these log-probabilities, half of a step; the reference has -4 and
+    -6.
+    """
     n = len(c)
     reference = torch.tensor([[-4.0, -6.0]]).double().expand(n, 2)
     n_targets = torch.tensor(lengths).double().expand(n, 2)
     log_probs = torch.stack([torch.as_tensor(c), torch.as_tensor(r)], 1).double()
-    return Answers(log_probs, n_targets, reference, None, None, OfStep(n, (3 * n, 5 * n)))
+    return Answers(log_probs, n_targets, reference, None, None, OfStep(2 * n, (3 * n, 5 * n)))
 
 
 def loss_of(settings, answers: Answers) -> float:
@@ -195,7 +197,7 @@ ODDS = [z - math.log1p(-math.exp(z)) for z in (-1.0, -9 / 5)]
         ({"loss_type": "apo_down"}, sigmoid(0.1) + 1 - sigmoid(0.4)),
         (
             {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
-            minus_log_sigmoid(0.4) + 0.5,
+            minus_log_sigmoid(0.4) + 1.0,
         ),
         (
             {"name": "simpo", "beta": 2.0, "simpo_gamma": 1.0},
@@ -203,11 +205,11 @@ ODDS = [z - math.log1p(-math.exp(z)) for z in (-1.0, -9 / 5)]
         ),
         (
             {"name": "cpo", "cpo_alpha": 2.0, "label_smoothing": 0.2},
-            0.8 * minus_log_sigmoid(0.6) + 0.2 * minus_log_sigmoid(-0.6) + 2,
+            0.8 * minus_log_sigmoid(0.6) + 0.2 * minus_log_sigmoid(-0.6) + 4,
         ),
-        ({"name": "cpo", "loss_type": "hinge"}, 0.4 + 1),
-        ({"name": "cpo", "loss_type": "hinge", "beta": 1.0}, 1.0),
-        ({"name": "orpo", "beta": 0.3}, 1.0 + 0.3 * minus_log_sigmoid(ODDS[0] - ODDS[1])),
+        ({"name": "cpo", "loss_type": "hinge"}, 0.4 + 2),
+        ({"name": "cpo", "loss_type": "hinge", "beta": 1.0}, 2.0),
+        ({"name": "orpo", "beta": 0.3}, 2.0 + 0.3 * minus_log_sigmoid(ODDS[0] - ODDS[1])),
     ],
 )
 def test_losses_are_those_of_their_papers(settings, loss):
@@ -260,27 +262,30 @@ def test_gradients_of_losses_are_right(name):
 @pytest.mark.parametrize(
     ("kl", "loss"),
     [
-        (0.0, 0.5 * 1.5 + 0.5),
-        (2.0, 1.5 * (1 - 1 / (1 + math.exp(0.2))) + (1 - 1 / (1 + math.exp(-0.2)))),
+        (0.0, 1.5 * sigmoid(-0.1) + 0.5 * sigmoid(-0.2)),
+        (2.0, 1.5 * sigmoid(0.1) + 0.5 * sigmoid(-0.4)),
     ],
 )
 def test_a_verdict_costs_what_its_paper_says(kl, loss):
-    at_reference = torch.tensor([[-4.0], [-4.0]])
-    of_step = OfStep(2, (2,), torch.tensor(kl))
-    answers = Answers(
-        at_reference, torch.ones(2, 1), at_reference, None, torch.tensor([1.0, 0.0]), of_step
-    )
-    settings = {"name": "kto", "desirable_weight": 1.5}
+    """Log-ratios to the reference are 1 of the accepted answer and -2 of the other."""
+    log_probs, reference = torch.tensor([[-3.0], [-6.0]]), torch.tensor([[-4.0], [-4.0]])
+    of_step, lengths = OfStep(2, (2,), torch.tensor(kl)), torch.tensor([[2.0], [1.0]])
+    answers = Answers(log_probs, lengths, reference, None, torch.tensor([1.0, 0.0]), of_step)
+    settings = {"name": "kto", "desirable_weight": 1.5, "undesirable_weight": 0.5}
     assert loss_of(settings, answers) == pytest.approx(loss)
     unpaired = loss_of(settings | {"loss_type": "apo_zero_unpaired"}, answers)
-    assert unpaired == pytest.approx(0.5 * 1.5 + 0.5), "whatever the baseline"
+    without = 1.5 * sigmoid(-0.1) + 0.5 * sigmoid(-0.2)
+    assert unpaired == pytest.approx(without), "whatever the baseline"
     found = objective_of("kto").loss(answers, read_settings(settings))[1]
     assert as_numbers(found) == {
-        **dict.fromkeys(("rewards/chosen", "rewards/rejected"), (0.0, 1.0)),
-        **dict.fromkeys(("logps/chosen", "logps/rejected"), (-4.0, 1.0)),
-        **dict.fromkeys(("length/chosen", "length/rejected"), (1.0, 1.0)),
+        "rewards/chosen": (pytest.approx(0.1), 1.0),
+        "rewards/rejected": (pytest.approx(-0.2), 1.0),
+        "logps/chosen": (-3.0, 1.0),
+        "logps/rejected": (-6.0, 1.0),
+        "length/chosen": (2.0, 1.0),
+        "length/rejected": (1.0, 1.0),
         "baseline": (2 * kl, 2.0),
-        "kl": (0.0, 2.0),
+        "kl": (pytest.approx(math.exp(-0.5) - 0.5 + math.exp(2) - 3), 2.0),
     }
 
 
@@ -353,7 +358,7 @@ def test_every_objective_learns_is_killed_and_goes_on_to_the_same_bits(tmp_path,
         first, _, third = (row for row in log_of(whole)[:3])
         assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
         assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
-        assert third["rewards/accuracies"] > 0
+        assert 0 < third["rewards/accuracies"] <= 1
         assert heard.of(StepTaken)[0].metrics["kl"] == pytest.approx(0, abs=1e-6)
         assert kept_job(Path(whole.output_dir))["objective"]["beta"] == 0.1
     parts = load_job(preference_job(tmp_path / "b", objective, **keys, save_steps=3))
@@ -371,14 +376,20 @@ def test_a_baseline_is_how_far_mismatched_answers_have_moved_and_not_below_zero(
     tmp_path, reference
 ):
     with opened(load_job(preference_job(tmp_path, "kto"))) as attempt:
-        forward, tokens = attempt.forward, attempt.train_examples.tokens
-        forward.references[tokens.folder][:] = reference
-        examples, step = attempt.feed.batches.examples_of(0), attempt.steps.step
+        forward, step, held = attempt.forward, attempt.steps.step, attempt.eval_examples
+        for examples in (attempt.train_examples, held):
+            tokens = examples.tokens
+            forward.references[tokens.folder] = np.full((len(tokens), 2), reference)
         step.begin(0)
-        with torch.no_grad():
-            moved = float(forward.mismatched_ratio(tokens, examples)) / len(examples)
-    assert (moved > 0) is (reference < 0)
-    assert float(step.totals.baseline) == pytest.approx(max(0.0, moved), rel=1e-5)
+        judged = attempt.evaluator.measure({})
+        for tokens, of, found in (
+            (attempt.train_examples.tokens, step.feed.batches.examples_of(0), step.totals.baseline),
+            (held.tokens, held.indices, judged["baseline"]),
+        ):
+            with torch.no_grad():
+                moved = float(forward.mismatched_ratio(tokens, of)) / len(of)
+            assert (moved > 0) is (reference < 0)
+            assert float(found) == pytest.approx(max(0.0, moved), rel=1e-5)
 
 
 @pytest.mark.parametrize("objective", thinned(["kto", "reward"], 2))

@@ -37,8 +37,8 @@ from workshop import (
 class Bench(Prober):
     """A prober on a machine whose seconds and bytes are given by a formula."""
 
-    def __init__(self, run, seconds_of):
-        super().__init__(run.steps, Heard(), 60.0, clock=self._now)
+    def __init__(self, run, seconds_of, budget_s=60.0):
+        super().__init__(run.steps, Heard(), budget_s, clock=self._now)
         self._seconds_of, self.now_s = seconds_of, 0.0
 
     def _now(self):
@@ -66,7 +66,9 @@ def run(tmp_path):
     ],
 )
 def test_it_climbs_to_the_best_size(run, seconds_of, best):
-    found = Bench(run, lambda setting: seconds_of(setting.micro_batch_tokens)).find()
+    bench = Bench(run, lambda setting: seconds_of(setting.micro_batch_tokens))
+    found = bench.find()
+    assert [len(step) for step in bench.sample] == [128, 72]
     assert found.settings.micro_batch_tokens == run.feed.settings.micro_batch_tokens == best
 
 
@@ -89,6 +91,8 @@ def test_it_keeps_to_its_time(run):
     bench.deadline = 5.0
     bench.find()
     assert bench.now_s <= 8
+    (bench := Bench(run, lambda _: 1.0, 20.0)).find()
+    assert len(bench.sample[0]) == 2, "a trial of a second is long enough"
 
 
 def test_real_trials_move_no_weight_and_leave_no_gradient(run):

@@ -142,6 +142,7 @@ def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(tmp_pa
     with pytest.raises(NotFiniteError):
         train(job)
     assert [row["step"] for row in steps_of(job)] == [1, 2, 3]  # the third was under way
+    assert list((tmp_path / "run/checkpoints").glob("step-00000003-*"))
 
 
 @pytest.mark.parametrize("is_loss", [True, False])
