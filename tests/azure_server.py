@@ -15,49 +15,31 @@ from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-from web import Quiet
-
+Headers = dict[str, str]
 ACCOUNT, KEY = "account", "Y2FuYXJ5LW9mLWEtc2VjcmV0"
 
 
 class AzureServer:
-    """A service with one container; `handler` answers for it."""
+    """A service with one container."""
 
     def __init__(self, container: str):
         self.container = container
         self.blobs = {}
         self._blocks = {}
         self._lock = threading.Lock()
-        service = self
 
-        class Handler(Quiet):
-            protocol_version = "HTTP/1.1"
+    def serve(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes, Headers]:
+        with self._lock:
+            return self.answer(request, body)
 
-            def _serve(self):
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                with service._lock:
-                    status, headers, reply = service.answer(self, body)
-                self.send_response_only(status)
-                for name, value in {"Content-Length": str(len(reply)), **headers}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(reply)
-
-            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve
-
-        self.handler = Handler
-
-    def answer(
-        self, request: BaseHTTPRequestHandler, body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
+    def answer(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes, Headers]:
         url = urlsplit(request.path)
         asked = {name: values[0] for name, values in parse_qs(url.query).items()}
         container, _, key = unquote(url.path).lstrip("/").partition("/")
         if container != self.container:
             return _error(404, "ContainerNotFound")
         if asked.get("comp") == "list":
-            return 200, {"Content-Type": "application/xml"}, self._list(asked.get("prefix", ""))
+            return 200, self._list(asked.get("prefix", "")), {"Content-Type": "application/xml"}
         if asked.get("comp") == "batch":
             return self._delete_all(body.decode())
         if request.command == "PUT":
@@ -66,31 +48,31 @@ class AzureServer:
             return _error(404, "BlobNotFound")
         if request.command == "DELETE":
             del self.blobs[key]
-            return 202, {}, b""
+            return 202, b"", {}
         data, at = self.blobs[key]
         headers = {"ETag": _tag(data), "Last-Modified": email.utils.formatdate(at, usegmt=True)}
         named = request.headers.get("x-ms-range") or request.headers.get("Range") or ""
         if wanted := re.fullmatch(r"bytes=(\d+)-(\d+)", named):
             start, end = int(wanted[1]), min(int(wanted[2]) + 1, len(data))
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
-            return 206, headers, data[start:end]
-        return 200, {**headers, "Content-Length": str(len(data))}, data
+            return 206, data[start:end], headers
+        return 200, data, headers
 
     def _put(
         self, request: BaseHTTPRequestHandler, asked: dict[str, str], key: str, body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
+    ) -> tuple[int, bytes, Headers]:
         if asked.get("comp") == "block":
             self._blocks[key, asked["blockid"]] = body
-            return 201, {}, b""
+            return 201, b"", {}
         if request.headers.get("If-None-Match") == "*" and key in self.blobs:
             return _error(409, "BlobAlreadyExists")
         if asked.get("comp") == "blocklist":
             blocks = re.findall(r"<(?:Latest|Uncommitted)>([^<]*)<", body.decode())
             body = b"".join(self._blocks.pop((key, block)) for block in blocks)
         self.blobs[key] = body, time.time()
-        return 201, {"ETag": _tag(body)}, b""
+        return 201, b"", {"ETag": _tag(body)}
 
-    def _delete_all(self, batch: str) -> tuple[int, dict[str, str], bytes]:
+    def _delete_all(self, batch: str) -> tuple[int, bytes, Headers]:
         replies = []
         for n, path in enumerate(re.findall(r"^DELETE (\S+) HTTP", batch, re.MULTILINE)):
             key = unquote(urlsplit(path).path).lstrip("/").partition("/")[2]
@@ -102,7 +84,7 @@ class AzureServer:
                 f"Content-ID: {n}\r\n\r\nHTTP/1.1 {status}\r\n{code}\r\n\r\n"
             )
         text = "".join(replies) + "--batch--"
-        return 202, {"Content-Type": "multipart/mixed; boundary=batch"}, text.encode()
+        return 202, text.encode(), {"Content-Type": "multipart/mixed; boundary=batch"}
 
     def _list(self, prefix: str) -> bytes:
         blobs = "".join(
@@ -122,6 +104,6 @@ def _tag(data: bytes) -> str:
     return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
 
 
-def _error(status: int, code: str) -> tuple[int, dict[str, str], bytes]:
+def _error(status: int, code: str) -> tuple[int, bytes, Headers]:
     text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
-    return status, {"x-ms-error-code": code, "Content-Type": "application/xml"}, text.encode()
+    return status, text.encode(), {"x-ms-error-code": code, "Content-Type": "application/xml"}

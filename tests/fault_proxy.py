@@ -20,7 +20,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from web import Quiet, serving
+from web import serving
 
 Fault = Callable[[int, str, str], str | None]
 Reply = tuple[int, list[tuple[str, str]], bytes]
@@ -34,18 +34,7 @@ class FaultProxy:
         self.backend_port, self.is_over = backend_port, threading.Event()
         self.is_asking = threading.Lock()  # moto looks and writes in two steps, as no store does
         self.begin()
-        proxy = self
-
-        class Handler(Quiet):
-            protocol_version = "HTTP/1.1"
-
-            def answer(self):
-                with contextlib.suppress(OSError):
-                    proxy.serve(self)
-
-            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
-
-        self.serving = serving(Handler)
+        self.serving = serving(self.serve, "HTTP/1.1")
 
     def __enter__(self) -> FaultProxy:
         self.url = self.serving.__enter__()
@@ -59,11 +48,10 @@ class FaultProxy:
         """Count from 1 again, under another fault."""
         self.numbers, self.n_requests, self.fault = itertools.count(1), 0, fault
 
-    def serve(self, request: BaseHTTPRequestHandler):
+    def serve(self, request: BaseHTTPRequestHandler, body: bytes):
         """Answer one request, or do to it what is due."""
         self.n_requests = next(self.numbers)
         fault = self.fault(self.n_requests, request.command, request.path)
-        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
         if fault == "hang":
             self.is_over.wait(60)
         if fault in ("hang", "reset"):

@@ -28,7 +28,7 @@ from farthing.errors import DataError
 from farthing.tiny import demo_rows
 from peak_memory import PeakMemory
 from token_sets import with_template
-from web import Files
+from web import Pages
 
 MOST_BYTES = 250 << 20
 
@@ -113,10 +113,9 @@ def test_a_fetched_file_that_unfolds_beyond_measure_is_refused_unread(name, tmp_
         pyarrow.parquet.ParquetFile, "iter_batches", lambda *_, **__: pytest.fail("it was read")
     )
 
-    with Files(file=content).served() as address:
-        url = f"{address}/file.{name.partition('.')[2]}"
-        with pytest.raises(DataError, match=words):
-            open_sources((url,), cache_dir=tmp_path, split="train")
+    path = f"/file.{name.partition('.')[2]}"
+    with Pages({path: content}).served() as address, pytest.raises(DataError, match=words):
+        open_sources((address + path,), cache_dir=tmp_path, split="train")
 
 
 @pytest.mark.parametrize("verb", ["train", "plan"])

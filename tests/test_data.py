@@ -33,7 +33,7 @@ from farthing.data.tokens import tokenize
 from farthing.errors import DataError, UnusableRowError
 from farthing.storage.files import DamagedFileError
 from farthing.tiny import write_jsonl
-from web import Files
+from web import Pages
 
 ROWS = [
     {"prompt": "one\ntwo", "completion": 'say "hi", ü'},
@@ -117,18 +117,19 @@ def test_a_data_set_folder_that_cannot_be_read_is_refused_in_words(tmp_path):
 
 @pytest.mark.parametrize("with_etag", [True, False])
 def test_a_file_on_the_web_is_never_stale(tmp_path, with_etag):
-    web = Files(with_etag, **{"a": b'{"text": "before"}\n', "a?part=other": b'{"text": "other"}\n'})
+    rows = {"/a.jsonl": b'{"text": "before"}\n', "/a.jsonl?part=other": b'{"text": "other"}\n'}
+    web = Pages(rows, with_etag)
     with web.served() as address:
         for _ in range(2):
             assert values(opened(f"{address}/a.jsonl", tmp_path)) == [{"text": "before"}]
-        web.files["a"] = b'{"text": "after!"}\n'
+        web.says["/a.jsonl"] = b'{"text": "after!"}\n'
         assert values(opened(f"{address}/a.jsonl", tmp_path)) == [{"text": "after!"}]
         assert len(list((tmp_path / "downloads").iterdir())) == 2  # one for each content
         assert values(opened(f"{address}/a.jsonl?part=other", tmp_path)) == [{"text": "other"}]
 
 
 def test_a_missing_address_is_named_without_its_secrets(tmp_path):
-    with Files().served() as address:
+    with Pages().served() as address:
         host = address.removeprefix("http://")
         for path in ("missing.jsonl?sig=hunter2", "missing.csv"):
             with pytest.raises(DataError) as caught:

@@ -11,7 +11,7 @@ import pytest
 from farthing.addresses import is_metadata_host
 from farthing.data.fetch import fetch, refuse_metadata
 from farthing.errors import DataError
-from web import Quiet, serving
+from web import serving
 
 METADATA = [
     "169.254.169.254",
@@ -90,28 +90,17 @@ def test_a_bucket_may_be_called_metadata():
     refuse_metadata("s3://metadata/a.jsonl")
 
 
-class Answers(Quiet):
+def answer(request, _):
     """`/to/HOST` redirects there, `/500` fails, `/403` refuses, everything else is not there."""
-
-    n_asked = 0
-
-    def do_GET(self):
-        type(self).n_asked += 1
-        first, _, rest = self.path.removeprefix("/").partition("/")
-        self.send_response(302 if first == "to" else int(first) if first.isdigit() else 404)
-        if first == "to":
-            self.send_header(
-                "Location", f"http://{'[::ffff:a9fe:a9fe]' if rest == 'six' else rest}/a.jsonl"
-            )
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_HEAD = do_GET
+    first, _, rest = request.path.removeprefix("/").partition("/")
+    host = "[::ffff:a9fe:a9fe]" if rest == "six" else rest
+    status = 302 if first == "to" else int(first) if first.isdigit() else 404
+    return status, b"", {"Location": f"http://{host}/a.jsonl"}
 
 
 @pytest.fixture
 def host():
-    with serving(Answers) as address:
+    with serving(answer) as address:
         yield address.removeprefix("http://")
 
 

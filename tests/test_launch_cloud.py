@@ -15,6 +15,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ import pytest
 import ssh_machines
 from farthing.storage.objects import open_store
 from launch_chains import left_alone, result_of, saved_step, write_job
-from web import Quiet, serving
+from web import serving
 
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "canary-of-a-secret"}
 NO_TOKENIZING = """
@@ -32,55 +33,6 @@ def refuse(*args, **more):
 assert tokens._make
 tokens._make = refuse
 """
-
-
-class Pods(Quiet):
-    """The requests that our client of RunPod makes. A pod is a process group of its own with an
-    empty home.
-    """
-
-    home: Path
-    pods: dict[str, Any]
-    bodies: list[str]
-    environment: dict[str, str]
-
-    def do_POST(self):
-        """A pod is made."""
-        text = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        self.bodies.append(text)
-        pod = json.loads(text)["variables"]["input"]
-        number = f"pod{len(self.bodies) - 1}"
-        home = self.home / number
-        home.mkdir(parents=True)
-        env = {each["key"]: each["value"] for each in pod["env"]}
-        env |= {name: KEYS[name] for name in env if env[name] == f"{{{{ RUNPOD_SECRET_{name} }}}}"}
-        start = json.loads(pod["dockerArgs"])
-        process = subprocess.Popen(
-            [*start["entrypoint"], *start["cmd"]],
-            cwd=home,
-            env={**self.environment, **env, "HOME": str(home)},
-            start_new_session=True,
-            stdout=open(home / "out.txt", "wb"),  # noqa: SIM115
-            stderr=subprocess.STDOUT,
-        )
-        self.pods[number] = pod["name"], process
-        self._answer({"data": {"made": {"id": number}}})
-
-    def do_GET(self):
-        """The pods that are there."""
-        there = list(self.pods.items())
-        rows = [{"id": n, "name": name, "status": "RUNNING"} for n, (name, _) in there]
-        self._answer({"pods": rows})
-
-    def do_DELETE(self):
-        """A pod is destroyed."""
-        take_away(self.pods, self.path.rsplit("/", 1)[1])
-        self._answer(None)
-
-    def _answer(self, value):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"" if value is None else json.dumps(value).encode())
 
 
 def take_away(pods, number: str):
@@ -104,15 +56,44 @@ def cloud(tmp_path):
         "CUDA_VISIBLE_DEVICES": "",
         "AWS_EC2_METADATA_DISABLED": "true",
     }
-    handler: Any = type(
-        "Handler",
-        (Pods,),
-        {"home": tmp_path / "pods", "pods": {}, "bodies": [], "environment": environment},
-    )
-    with serving(handler) as address:
-        yield address, handler
-        for number in list(handler.pods):
-            take_away(handler.pods, number)
+    pods, bodies = dict[str, Any](), list[str]()
+
+    def made(text):
+        pod = json.loads(text)["variables"]["input"]
+        number = f"pod{len(bodies)}"
+        bodies.append(text)
+        home = tmp_path / "pods" / number
+        home.mkdir(parents=True)
+        env = {each["key"]: each["value"] for each in pod["env"]}
+        env |= {name: KEYS[name] for name in env if env[name] == f"{{{{ RUNPOD_SECRET_{name} }}}}"}
+        start = json.loads(pod["dockerArgs"])
+        process = subprocess.Popen(
+            [*start["entrypoint"], *start["cmd"]],
+            cwd=home,
+            env={**environment, **env, "HOME": str(home)},
+            start_new_session=True,
+            stdout=open(home / "out.txt", "wb"),  # noqa: SIM115
+            stderr=subprocess.STDOUT,
+        )
+        pods[number] = pod["name"], process
+        return {"data": {"made": {"id": number}}}
+
+    def answer(request, body):
+        """The requests that our client of RunPod makes. A pod is a process group of its own with
+        an empty home.
+        """
+        if request.command == "DELETE":
+            take_away(pods, request.path.rsplit("/", 1)[1])
+            return 200, b""
+        there = list(pods.items())
+        rows = [{"id": n, "name": name, "status": "RUNNING"} for n, (name, _) in there]
+        found = made(body.decode()) if request.command == "POST" else {"pods": rows}
+        return 200, json.dumps(found)
+
+    with serving(answer) as address:
+        yield SimpleNamespace(address=address, pods=pods, bodies=bodies)
+        for number in list(pods):
+            take_away(pods, number)
 
 
 @pytest.mark.slow
@@ -120,7 +101,6 @@ def test_from_the_plan_to_the_bill_over_two_pods(cloud, tmp_path, monkeypatch):
     moto = pytest.importorskip(
         "moto.server", reason="moto[s3] is not installed: there is no bucket here"
     )
-    base, handler = cloud
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     endpoint = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
@@ -133,7 +113,11 @@ def test_from_the_plan_to_the_bill_over_two_pods(cloud, tmp_path, monkeypatch):
     job.write_text(job.read_text() + "output_store: s3://bucket/run\n")
     words = [sys.executable, "-m", "farthing", "launch", str(job)]
     words += ["--on", "runpod", "--yes", "--json"]
-    environment = {**os.environ, "FARTHING_LAUNCH_API": base, "RUNPOD_API_KEY": "canary-of-a-key"}
+    environment = {
+        **os.environ,
+        "FARTHING_LAUNCH_API": cloud.address,
+        "RUNPOD_API_KEY": "canary-of-a-key",
+    }
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
@@ -142,19 +126,19 @@ def test_from_the_plan_to_the_bill_over_two_pods(cloud, tmp_path, monkeypatch):
         until = time.monotonic() + 200
         while saved_step(store) < 36 and time.monotonic() < until and process.poll() is None:
             time.sleep(0.05)
-        take_away(handler.pods, "pod0")
+        take_away(cloud.pods, "pod0")
         out, said = process.communicate(timeout=250)
     finally:
         process.kill()
         server.stop()
     assert process.returncode == 0, said
-    assert handler.pods == {}, "everything was given back"
+    assert cloud.pods == {}, "everything was given back"
     standing = json.loads(out)
     assert [row["state"] for row in standing["machines"]] == ["gone", "gone"]
     assert result_of(tmp_path / "job/run") == reference
     receipt = json.loads((tmp_path / "job/run/receipt.json").read_text())
     assert len(receipt["machines"]) == 2
-    everything = said + out + "".join(handler.bodies)
+    everything = said + out + "".join(cloud.bodies)
     files = [path for path in (tmp_path / "job").rglob("*") if path.is_file()]
     assert "canary-" not in everything
     assert not [path for path in files if b"canary-" in path.read_bytes()]

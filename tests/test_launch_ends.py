@@ -11,14 +11,14 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
 from farthing.launch.targets import runpod, vast, vertex
 from launched import ask_of
 from patience import titles_of_processes, until
-from web import Quiet, serving
+from web import serving
 
 REDIRECT = """
 import os, urllib.request as web
@@ -29,20 +29,6 @@ def to_the_test(request, *args, **more):
 web.urlopen = to_the_test
 """
 KEY = "canary-of-the-instance"
-
-
-class Console(Quiet):
-    """Takes deletions, the second time it is asked."""
-
-    asked: list[tuple[str, str | None, bool]]
-    begun: list[subprocess.Popen[bytes]]
-    done: Path
-
-    def do_DELETE(self):
-        """A deletion: its path, its key, and whether farthing has ended."""
-        self.asked.append((self.path, self.headers["Authorization"], self.done.exists()))
-        self.send_response(500 if len(self.asked) == 1 else 200)
-        self.end_headers()
 
 
 def container(folder: Path, farthing: str, site: str):
@@ -60,12 +46,17 @@ def container(folder: Path, farthing: str, site: str):
 @pytest.fixture
 def console(tmp_path, monkeypatch):
     monkeypatch.setattr(vast, "AGAIN_S", 0.5)
-    handler: Any = type(
-        "Handler", (Console,), {"asked": [], "begun": [], "done": tmp_path / "done"}
-    )
-    with serving(handler) as handler.address:
-        yield handler
-        for process in handler.begun:  # what is left of a container ends with it
+    console = SimpleNamespace(asked=[], begun=[], done=tmp_path / "done")
+
+    def answer(request, _):
+        """Of a deletion its path, its key, and whether farthing has ended; the second is taken."""
+        said = request.path, request.headers["Authorization"], console.done.exists()
+        console.asked.append(said)
+        return 500 if len(console.asked) == 1 else 200, b""
+
+    with serving(answer) as console.address:
+        yield console
+        for process in console.begun:  # what is left of a container ends with it
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -29,7 +29,7 @@ from farthing.errors import DataError, InputError, ModelError
 from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.tiny import demo_rows, write_jsonl
 from thinned import thinned
-from web import Files
+from web import Pages
 from workshop import job_file, make_job, read_json, read_rows, rows_of, train
 
 # ---- padding ----
@@ -275,7 +275,7 @@ def test_a_changed_index_entry_cannot_lead_outside_the_cache(tmp_path):
 
 def test_remote_data_is_remembered_but_not_looked_at(tmp_path, monkeypatch):
     rows = write_jsonl(tmp_path / "rows.jsonl", demo_rows(20)).read_bytes()
-    with Files(rows=rows).served() as address:
+    with Pages({"/rows.jsonl": rows}).served() as address:
         job = make_job(tmp_path, n_rows=20, max_steps=1, data={"train": f"{address}/rows.jsonl"})
         with pytest.raises(InputError, match="network") as caught:
             known_of(job)

@@ -29,7 +29,7 @@ from farthing.train.run import train
 from interrupted import job_in, quiet
 from mirrored import QUICK
 from patience import until
-from web import Quiet, serving
+from web import Pages
 
 ACTION, REBALANCE, TOKEN = (
     "/latest/meta-data/spot/instance-action",
@@ -44,44 +44,13 @@ NAME = "/metadata/instance/compute/name"
 Answer = tuple[int, str]
 
 
-class Metadata:
-    """A metadata service that answers as it is told to: `says[path]` is an answer, or a function of
-    the request.
-    """
-
-    def __init__(self):
-        self.says = {}
-        self.asked = []
-        self.headers = {}
-        self.base = ""
-
-    def count(self, path):
-        """How often a path was asked for."""
-        return sum(line.endswith(f" {path}") for line in self.asked)
-
-
 @pytest.fixture
 def metadata(monkeypatch):
     monkeypatch.setattr(farthing.run.notices, "TIMEOUT_S", 60.0)  # it is this process that answers
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):  # they are passed by
         monkeypatch.setenv(name, "http://127.0.0.1:1")
-    service = Metadata()
-
-    class Handler(Quiet):
-        def do_GET(self):
-            path = self.path.split("?")[0]
-            service.asked.append(f"{self.command} {path}")
-            answer = service.says.get(path, (404, ""))
-            status, body = answer(self) if callable(answer) else answer
-            self.send_response(status)
-            for name, value in {**service.headers, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        do_PUT = do_GET
-
-    with serving(Handler) as service.base:
+    service = Pages()
+    with service.served():
         yield service
 
 
@@ -95,7 +64,7 @@ class Ears(Notice):
 
     def watch(self, metadata, *names):
         """A watch that is quick."""
-        return Watch(list(names), self, base=metadata.base, pause_s=0.01)
+        return Watch(list(names), self, base=metadata.address, pause_s=0.01)
 
     @contextmanager
     def watching(self, metadata, *names):
@@ -403,7 +372,7 @@ def notices_of(monkeypatch: pytest.MonkeyPatch) -> list[Notice]:
 @pytest.fixture
 def quick(metadata, monkeypatch):
     """The service that runs ask, often."""
-    monkeypatch.setenv("FARTHING_METADATA", metadata.base)
+    monkeypatch.setenv("FARTHING_METADATA", metadata.address)
     services = farthing.run.notices.SERVICES
     assert {name: s for name, (_, s) in services.items()} == {"aws": 5, "gcp": 2, "azure": 2}
     quick = {name: (look, 0.005) for name, (look, _) in services.items()}

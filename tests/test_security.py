@@ -45,7 +45,7 @@ from mishaps import fail_at
 from peak_memory import PeakMemory
 from thinned import thinned
 from token_sets import reader_of_chats
-from web import Files
+from web import Pages
 from workshop import job_file, read_json
 
 MOST_BYTES = 200 << 20  # that reading something hostile may add to the memory
@@ -212,7 +212,7 @@ def test_a_secret_in_a_job_is_refused_and_not_repeated(keys, tmp_path, capsys):
 
 def test_a_password_in_the_address_of_data_is_kept_nowhere(desk, run, tmp_path):
     secret = CANARIES["AWS_SECRET_ACCESS_KEY"]
-    with Files(a=(desk.folder / "train.jsonl").read_bytes()).served() as address:
+    with Pages({"/a.jsonl": (desk.folder / "train.jsonl").read_bytes()}).served() as address:
         host = address.removeprefix("http://")
         desk.set("data", train=f"http://user:{secret}@{host}/a.jsonl?key={secret}")
         said = run(code=0)

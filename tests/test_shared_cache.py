@@ -16,7 +16,7 @@ from farthing.data.token_set import TokenRecipe
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError
 from farthing.tiny import demo_rows, write_jsonl
-from web import Files
+from web import Pages
 from workshop import Heard, make_job, train
 
 SOMEBODY = 54321
@@ -144,7 +144,7 @@ def test_a_run_says_it_and_a_plan_does_not_go_by_it(tmp_path):
 
 @needs_root
 def test_a_download_and_a_data_set_of_another_are_fetched_again(tmp_path):
-    with Files(a=b'{"text": "right"}\n').served() as address:
+    with Pages({"/a.jsonl": b'{"text": "right"}\n'}).served() as address:
         path = fetch(f"{address}/a.jsonl", tmp_path)
         path.write_bytes(b'{"text": "wrong"}\n')
         os.chown(path, SOMEBODY, SOMEBODY)

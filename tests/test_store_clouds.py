@@ -62,7 +62,7 @@ def cloud(request, moto, monkeypatch):
     address = f"{scheme}://{bucket}/runs/one"
     if scheme == "az":
         with (
-            serving(AzureServer(bucket).handler) as server,
+            serving(AzureServer(bucket).serve, "HTTP/1.1") as server,
             FaultProxy(int(server.rpartition(":")[2])) as proxy,
         ):
             monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", proxy.url)

@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
-class Quiet(BaseHTTPRequestHandler):
-    """Writes nothing to the terminal."""
-
-    def log_message(self, *_: Any):
-        """Nothing."""
-
-
 @contextmanager
-def serving(handler: Any) -> Iterator[str]:
-    """A server with this handler, by its address."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+def serving(answer: Callable[[Any, bytes], Any], protocol: str = "HTTP/1.0") -> Iterator[str]:
+    """A server by its address.
+
+    To a request and its body `answer` is a status, bytes or text, and perhaps headers; None where
+    it has written by itself.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = protocol
+
+        def log_message(self, *_: Any):
+            """Nothing is written to the terminal."""
+
+        def reply(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            with contextlib.suppress(OSError):  # who has asked may be gone
+                if (said := answer(self, body)) is None:
+                    return
+                status, content, headers = (*said, {})[:3]
+                content = content.encode() if isinstance(content, str) else content
+                self.send_response(status)
+                for name, value in {"Content-Length": str(len(content)), **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(content)
+
+        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = reply
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -28,62 +49,32 @@ def serving(handler: Any) -> Iterator[str]:
 
 
 class Pages:
-    """What a server says on each path, and what it was asked: bytes, a status with bytes, or a
-    function of the request that answers by itself. 404 for the rest.
+    """What a server says on each path (or path with query), and what it was asked: bytes, a status
+    with bytes, or a function of the request that says so, or answers by itself. 404 for the rest.
     """
 
-    def __init__(self, says: dict[str, Any]):
-        self.says = says
+    def __init__(self, says: dict[str, Any] | None = None, has_etags: bool = False):
+        self.says, self.headers, self.has_etags = says or {}, dict[str, str](), has_etags
         self.asked = []
         self.address = ""
 
-    @contextmanager
-    def served(self) -> Iterator[None]:
-        """While it answers, at its address."""
-        pages = self
+    def count(self, path: str) -> int:
+        """How often a path was asked for."""
+        return sum(each == path for each, _ in self.asked)
 
-        class Answers(Quiet):
-            def do_GET(self):
-                """What is said on a path."""
-                pages.asked.append((self.path, self.headers.get("Authorization")))
-                said = pages.says.get(self.path, (404, b""))
-                if callable(said):
-                    said(self)
-                    return
-                status, body = (200, said) if isinstance(said, bytes) else said
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-        with serving(Answers) as self.address:
-            yield
-
-
-class Files:
-    """Files on a web server, by path without the slash and `.jsonl`, each with an ETag of its
-    content; the query counts where a file has one in its name.
-    """
-
-    def __init__(self, with_etag: bool = True, **files: bytes):
-        self.with_etag, self.files = with_etag, files
+    def _answer(self, request: Any, _: bytes):
+        path = request.path.partition("?")[0]
+        self.asked.append((path, request.headers.get("Authorization")))
+        said = self.says.get(request.path, self.says.get(path, (404, b"")))
+        said = said(request) if callable(said) else said
+        if said is None:
+            return None
+        status, content = (200, said) if isinstance(said, bytes) else said
+        etag = {"ETag": str(zlib.crc32(content))} if self.has_etags else {}
+        return status, content, self.headers | etag
 
     @contextmanager
     def served(self) -> Iterator[str]:
-        """The server's address."""
-        files, with_etag = self.files, self.with_etag
-
-        class Answers(Quiet):
-            def do_GET(self):
-                """A file, or 404."""
-                name, _, more = self.path.lstrip("/").partition(".")
-                body = files.get(f"{name}?{more.partition('?')[2]}", files.get(name))
-                self.send_response(404 if body is None else 200)
-                if with_etag:
-                    self.send_header("ETag", str(zlib.crc32(body or b"")))
-                self.send_header("Content-Length", str(len(body or b"")))
-                self.end_headers()
-                self.wfile.write(body or b"")
-
-        with serving(Answers) as address:
-            yield address
+        """While it answers, at its address."""
+        with serving(self._answer) as self.address:
+            yield self.address
