@@ -117,7 +117,8 @@ from datasets import load_dataset
 data = load_dataset("org/d")
 model = AutoModelForCausalLM.from_pretrained("org/m"{weights})
 args = TrainingArguments("out", evaluation_strategy="epoch"{precision})
-Trainer(model, args, train_dataset=data["train"], eval_dataset=data["test"]).train()
+rows = data["train"].shuffle(seed=1)
+Trainer(model, args, train_dataset=rows, eval_dataset=data["test"].map(f)).train()
 """
 LOOP = """import torch
 from transformers import AutoModelForCausalLM
@@ -158,6 +159,10 @@ def as_json(**keys) -> str:
     return json.dumps(keys)
 
 
+SYSTEM = {
+    "prompt": ["{s}{instruction}", "{s}{instruction} ", "{instruction}", "{instruction} "],
+    "completion": "{output}",
+}
 MIN_LR = {"train.lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
 CASES = [
     # Axolotl
@@ -180,6 +185,15 @@ CASES = [
         MIN_LR | {"train.lr_scheduler_type": "cosine_with_min_lr"},
     ),
     ("ax.yaml", f"{AX}adapter: lora\ntokens: [<a>, <b>]\n", {"tokens": DIFFERS}),
+    (
+        "ax.yaml",
+        f"{AX}datasets: [{{path: a, type: {{field_system: s, format: '{{instruction}}'}}}}]\n"
+        "early_stopping_patience: 2\neval_steps: 0.1\nval_set_size: 0.1\n",
+        {
+            "data.train": [{"path": "a", "columns": SYSTEM}],
+            "eval_steps": DIFFERS,
+        },
+    ),
     (
         "ax.yaml",
         f"{AX}adapter: lora\ntokens: [<a>, <b>]\nlora_modules_to_save: [embed_tokens, lm_head]\n",
@@ -221,7 +235,6 @@ CASES = [
     # pre-training packs where nothing is said
     ("lf.yaml", FACTORY.replace("sft", "pt"), {"packing": DIFFERS}),
     # TRL, and recipes of Hugging Face
-    ("config.yaml", f"{TRL}use_vllm: false\nnum_generations: null\n", {}),
     *(
         ("config.yaml", f"{TRL}{setting}\n", {setting.partition(":")[0]: effect})
         for setting, effect in (
@@ -351,6 +364,10 @@ CASES = [
             ),
             ("model.roberta.requires_grad_(False)", "model.roberta.requires_grad_"),
             ("ds = ds.filter(f)", "ds.filter"),
+            ("ds.train_test_split(train_size=0.1)", "train_test_split.train_size"),
+            ("model, t = setup_chat_format(model, t)", "setup_chat_format"),
+            ("model = AutoModel.from_config(config)", "AutoModel.from_config"),
+            ("b = BitsAndBytesConfig(load_in_4bit=True)", "BitsAndBytesConfig.bnb_4bit_quant_type"),
             (
                 "PeftModel.from_pretrained(model, 'a', is_trainable=True)",
                 "PeftModel.from_pretrained",
@@ -359,6 +376,19 @@ CASES = [
         )
     ),
     ("train.py", trainer(before="IA3Config()"), {"IA3Config": BLOCKS}),
+    (
+        "train.py",
+        trainer(
+            before="x = [t(a, truncation=True, max_length=99)]\n"
+            "t(text_target=b, truncation=True, max_length=9)",
+            head="Seq2SeqLM",
+        ).replace("('org/d')", "('org/d', split='ca_test').train_test_split(0.2)"),
+        {
+            "data.max_length": 99,
+            "data.max_target_length": 9,
+            "data.train": [{"path": "org/d", "split": "ca_test"}],
+        },
+    ),
     (
         "train.py",
         trainer(
@@ -476,7 +506,6 @@ CASES = [
         ("run.sh", command(line), {"task": task})
         for line, task in (
             ("run_glue.py --task_name stsb", "regression"),
-            ("run_glue.py --task_name mrpc", "classification"),
             ("run_classification.py --train_file t.csv --do_regression True", "regression"),
             ("run_ner.py --dataset_name conll2003", "token-classification"),
         )
@@ -719,19 +748,22 @@ def test_llama_factory_and_the_registry_of_its_data(tmp_path):
     (tmp_path / "data/mine.json").write_text('[{"ask": "a", "more": "b", "say": "c"}]')
     found = imported(
         tmp_path,
-        "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ndataset: mine,talks\n"
-        "quantization_bit: 4\n",
+        "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ndataset: mine\n"
+        "quantization_bit: 4\neval_dataset: talks\neval_strategy: epoch\n",
     )
     job = job_of(tmp_path, found)
     assert job.method.name == "qlora"
-    assert job.data.train == (str(tmp_path / "data/mine.json"), "org/talks")
+    assert (job.data.train, job.data.eval) == (
+        (str(tmp_path / "data/mine.json"),),
+        ("org/talks",),
+    )
     assert job.data.of_train[0].columns == {
         "instruction": ("{ask}\n{more}", "{ask}"),
         "output": "{say}",
         "history": "before",
     }
-    assert job.data.of_train[1].name == "small"
-    assert job.data.of_train[1].columns == {"system": "sys"}
+    assert job.data.of_eval[0].name == "small"
+    assert job.data.of_eval[0].columns == {"system": "sys"}
     assert found.lines["dataset_info.talks.num_samples"].effect == DIFFERS
 
 

@@ -38,7 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(_as_json(found, text, written))
     elif found.blockers:
-        whys = [f"{line.key}: {say(line.value)} ({line.why})" for line in found.blockers]
+        whys = [
+            f"{line.key}{'' if line.value is None else f': {say(line.value)}'} ({line.why})"
+            for line in found.blockers
+        ]
         raise InputError(
             f"no job can be made of it: {'; '.join(whys)}",
             where=str(path),

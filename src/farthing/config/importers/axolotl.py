@@ -203,11 +203,13 @@ def _own(template: Any, fields: Mapping[str, str]) -> str:
 def columns_of_fields(given: Json) -> Json:
     """Axolotl's own formats: fields with a format string each way."""
     fields = _fields(given, "system", "instruction", "input", "output")
-    system = str(given.get("system_prompt") or "")
-    start = str(given.get("system_format") or "{system}").replace("{system}", system) * bool(system)
+    system = "{system}" if given.get("field_system") else str(given.get("system_prompt") or "")
+    frame = str(given.get("system_format") or "{system}")
+    start = _own(frame.replace("{system}", system), fields) * bool(system)
     with_input = given.get("format") or "{instruction} {input} "
-    ways = with_input, given.get("no_input_format") or "{instruction} "
-    found = [start + _own(each, fields) for each in dict.fromkeys(ways)]
+    ways = dict.fromkeys((with_input, given.get("no_input_format") or "{instruction} "))
+    starts = (start, "") if given.get("field_system") else (start,)
+    found = [start + _own(each, fields) for start in starts for each in ways]
     prompt = found if len(found) > 1 else found[0]
     return {"prompt": prompt, "completion": "{" + fields["output"] + "}"}
 

@@ -64,10 +64,12 @@ def job_text(imported: Imported, name: str) -> str:
 def _data(job: Json) -> Json:
     """`data.train` in its shortest form: one data set stands with its keys in the section."""
     found: Json = {"data.train": "train.jsonl"}
-    for role in ("train", "eval"):
-        sources = job.pop(f"data.{role}", None) or []
+    roles = {role: job.pop(f"data.{role}", None) or [] for role in ("train", "eval")}
+    shared = [[each.get(key) for key in ("columns", "name")] for s in roles.values() for each in s]
+    for role, sources in roles.items():
         keys = {key for each in sources for key in each}
-        if len(sources) == 1 and keys <= {"path", "columns", "name", "split"}:
+        is_plain = keys <= {"path", "columns", "name", "split"}
+        if len(sources) == 1 and is_plain and shared == shared[:1] * len(shared):
             to = {"path": role, "name": "dataset_config_name", "split": f"{role}_split"}
             order = [key for key in ("path", "split", "name", "columns") if key in keys]
             found |= {f"data.{to.get(key, key)}": sources[0][key] for key in order}

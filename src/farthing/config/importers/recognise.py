@@ -117,6 +117,10 @@ def _finish(out: Imported) -> None:
     if not model:
         job["model.model_name_or_path"] = FILL_IN
         out.notes.append(f"it names no model: put its name in place of {FILL_IN}")
+    if not job.get("data.train"):
+        out.notes.append(
+            "it names no data that can be read here: put yours in place of train.jsonl"
+        )
     is_known = str(model).startswith(("/", ".", "~")) or re.fullmatch(r"[0-9a-f]{40}", revision)
     if job.get("model.trust_remote_code") and not is_known:
         why = "farthing runs the code of a Hub model only with a pinned `model.revision`"
@@ -136,6 +140,11 @@ def _finish(out: Imported) -> None:
         for key, (effect, why) in fact("without-evaluation").items():
             if job.get(key) not in (None, False, "no"):
                 out.drop(key, why, effect)
+    if job.get("train.load_best_model_at_end") or job.get("train.early_stopping_patience"):
+        why = "the best is chosen among evaluations: set train.eval_steps to as many as there"
+        for line in out.named:
+            if re.search(r"(^|\.)(eval_steps|evals_per_epoch)$", line.key) and line.value:
+                out.name(line.key, line.value, why, "differs", is_last=True)
     if job.get("train.eval_strategy") == "steps" and "train.eval_steps" not in job:
         job["train.eval_steps"] = job.get("train.logging_steps", 500)
         out.defaults["train.eval_steps"] = "Trainer: as often as it logs"

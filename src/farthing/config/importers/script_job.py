@@ -36,6 +36,8 @@ def kind_of(call: Call) -> str:
             return "code"  # an adapter
         is_model = re.search("Model|For|^Fast", call.owner)
         return "model" if is_model and not re.search("Peft|Auto[CFI]", call.owner) else ""
+    if "truncation" in call.named:
+        return "tokens"
     for kind, row in fact("script-calls").items():
         if call.last in row["names"].split():
             return str(kind)
@@ -50,7 +52,7 @@ def has_settings(calls: Sequence[Call]) -> bool:
 
 def read(calls: Sequence[Call], out: Imported) -> None:
     """The calls of a script of `out.source`, and what that tool does where they say nothing."""
-    script = _Script(out)
+    script = _Script(out, {kind_of(call) for call in calls})
     for call in calls:
         script.look(call, kind_of(call))
     values = script.values
@@ -66,7 +68,8 @@ def read(calls: Sequence[Call], out: Imported) -> None:
         out.job["model.model_name_or_path"] = values["model"]
     hf.read_data(values, out)
     script.place_files()
-    for before, given in script.calls:
+    # Unsloth's model bounds the length that the trainer is given
+    for before, given in sorted(script.calls, key=lambda each: each[0].startswith("Fast")):
         read_keys(out, given, "calls", before=before)
     name, to = script.tokenizer, "model.tokenizer_name_or_path"
     if name not in ("", out.job.get("model.model_name_or_path")):
@@ -107,8 +110,9 @@ def _is_text(value: Any) -> bool:
 class _Script:
     """Collects the settings of one script; names what a job has no place for."""
 
-    def __init__(self, out: Imported) -> None:
+    def __init__(self, out: Imported, kinds: set[str]) -> None:
         self.out = out
+        self.kinds = kinds  # of all its calls
         self.values = Json()  # all settings by their own names; the first call that has one counts
         self.calls: list[tuple[str, Json]] = []
         self.seen: Counter[str] = Counter()
@@ -138,9 +142,13 @@ class _Script:
             ]:
                 return  # padding is never learned
             case "code":
-                return self._code(call.name, call.last, None)
+                return self._code(call.name, call.last, (*call.positional, "...")[0])
             case "rows":
                 return self._code(f"{before}function", "formatting_func", given.get("function"))
+            case "tokens":
+                return self._lengths(before, given)
+            case "quantization" if given.get("load_in_4bit") is True:
+                given = {"bnb_4bit_quant_type": "fp4"} | given  # the default there
             case "answers":
                 self.out.job["data.train_on_prompt"] = False
             case "stranger":
@@ -157,7 +165,7 @@ class _Script:
                 text = fact("chatml")
                 self.out.template(f"{before}chat_template", "chatml", text, "chatml.jinja")
             case "data":
-                is_train = not re.search("test|valid|dev", str(given.get("split", "")))
+                is_train = self._is_learned(given)
                 if not is_train or kind in self.done or not self._data(before, given):
                     why, effect = row["later"]["why"], "differs" if is_train else "none"
                     return self._name(before, given, why, effect)
@@ -175,7 +183,7 @@ class _Script:
     def splits(self) -> None:
         """Splits of the one data set that `data["train"]` and `data["test"]` stand for."""
         keys = {"train_dataset": "dataset_train_split", "eval_dataset": "dataset_test_split"}
-        found = [re.fullmatch(r"(\w+)\['(\w+)'\]", str(self.values.get(key))) for key in keys]
+        found = [re.match(r"(\w+)\['(\w+)'\]", str(self.values.get(key))) for key in keys]
         owners = {each[1] for each in found if each}
         is_known = self.seen["load_dataset"] == 1 and "split" not in self.done and len(owners) == 1
         if is_known and "dataset_train_split" not in self.values:
@@ -219,6 +227,21 @@ class _Script:
         is_16bit = given.get("load_in_8bit") or given.get("load_in_16bit")
         if owner.startswith("Fast") and not is_16bit:
             self.values.setdefault("load_in_4bit", given.get("load_in_4bit", True))
+
+    def _lengths(self, before: str, given: Json) -> None:
+        """Where a tokenizer cuts, unless it tries the model, or the trainer has a length."""
+        if "trainer" not in self.done and self.out.source == hf.TRAINER and "max_length" in given:
+            part = "max_target_length" if "text_target" in given else "max_length"
+            self.calls.append((before, {part: given["max_length"]}))
+
+    def _is_learned(self, given: Json) -> bool:
+        """Whether a data set is not held out; what is held out of the same one is evaluated."""
+        split = str(given.get("split", ""))
+        if "split" in self.kinds or not re.search("test|valid|dev", split):
+            return True
+        if given.get("path") == self.values.get("dataset_name"):
+            self.values.setdefault("dataset_test_split", split)
+        return False
 
     def _data(self, before: str, given: Json) -> bool:
         """Whether a call names the training data."""

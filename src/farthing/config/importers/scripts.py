@@ -217,7 +217,9 @@ class _Script:
             value = self.known[name].value
         elif owner and last in self.defaults and not value.is_constant:
             value = self.of(self.defaults[last])
-        return Computed(name) if is_open(value) else value
+        if is_open(value):  # of a data set, its split tells more than the name
+            value = Computed((re.match(r"\w+\['\w+'\]", value) or [name])[0])
+        return value
 
 
 def _default_of(node: ast.expr) -> ast.expr | None:
