@@ -68,8 +68,8 @@ def keys() -> str:
     text = "# Keys of a job file\n\n" + NOTE
     text += (
         "`farthing init --schema` prints this as a JSON Schema. `--set train.learning_rate=1e-4`"
-        " sets a key on the command line. A short form in the second column stands for the whole"
-        " section.\n\n"
+        " sets a key on the command line, and `KEY=null` takes it back to its default. A short form"
+        " in the second column stands for the whole section.\n\n"
     )
     text += table(("key", "what it takes", "default", "meaning"), _keys_of(schema, schema, ""))
     text += "\n## objective\n\nEach objective has keys of its own.\n"

@@ -48,7 +48,7 @@ def test_a_plan_is_a_value_with_its_page_and_its_table():
     assert nothing.best is None
     assert nothing.rejected
     assert str(nothing)
-    with pytest.raises(TypeError, match="no_such"):
+    with pytest.raises(InputError, match="no_such: no such option"):
         api.plan(JOB, no_such=1)
     with pytest.raises(InputError, match="kind: can't be 'spt'"):
         api.plan(JOB, kind="spt")

@@ -135,6 +135,7 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read_over(read, tmp_path):
         ("data.columns={text: narrative}", "data", "columns", {"text": "narrative"}),
         ("data.columns.label=product", "data", "columns", {"label": "product"}),
         ("train.early_stopping_patience=", "train", "early_stopping_patience", None),
+        ("data.eval=null", "data", "eval", ()),
     ],
 )
 def test_any_key_can_be_set_from_the_command_line(read, override, section, key, value):

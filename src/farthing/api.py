@@ -119,7 +119,11 @@ def plan(job: JobLike, *, now: datetime | None = None, **asked: Any) -> Plan:
     from farthing.planner.inputs import PlanOptions, study_job
     from farthing.report.plan_view import plan_view
 
-    given = {name: each for name, each in vars(PlanOptions(**asked)).items() if each is not None}
+    known = vars(PlanOptions())
+    for name in asked.keys() - known.keys():
+        to_do = f"give {', '.join(known)}; set keys of the job, such as where.gpus, in load_job"
+        raise InputError("no such option of a plan", where=name, to_do=to_do)
+    given = {name: each for name, each in asked.items() if each is not None}
     loaded, wishes = load_job(job), _checked(PlanOptions, given)
     now = None if now is None else _checked(datetime, now, "now")
     look_over(loaded, only_plans=True, with_data=wishes.n_examples is None)

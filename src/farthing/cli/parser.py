@@ -158,7 +158,7 @@ def build_parser(verbs: Iterable[str], *, shows_rare: bool = True) -> Parser:
                 sub.add_argument("--help-all", action="help", help=words)
             if rare and not shows_rare:
                 positions = (form for form in module.ARGUMENTS if not form.startswith("-"))
-                sub.usage = f"farthing {verb} [options] {' '.join(positions)}"
+                sub.usage = sub.usage or f"farthing {verb} [options] {' '.join(positions)}"
     return parser
 
 

@@ -81,7 +81,8 @@ def _draw(rows: list[Any], total: dict[str, Any], stores: list[str]) -> None:
         began = "" if row.began is None else f", began {row.began.replace('T', ' ')[:16]}"
         best = "" if row.best is None else f"{row.metric} {row.best:.4g}"
         ratio = "" if row.ratio is None else f"{row.ratio:.0%} of the estimate"
-        facts = (plural(row.steps, "step"), say_seconds(row.wall_s), usd, best, ratio)
+        steps = plural(row.steps, "step") if row.steps else ""  # a search has trials
+        facts = (steps, say_seconds(row.wall_s), usd, best, ratio)
         console.print(
             f"[bold]{escape(row.run)}[/]: {row.state}{began}", highlight=False, soft_wrap=True
         )

@@ -292,6 +292,8 @@ def _override(values: dict[Any, Any], text: str) -> Key:
         place[name] = inner if isinstance(inner, dict) else {}
         place = place[name]
     place[names[-1]] = made
+    if made is None and names[-1] in KEYS.get(".".join(names[:-1]), ()):
+        del place[names[-1]]  # its default
     return names
 
 

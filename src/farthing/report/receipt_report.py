@@ -133,7 +133,7 @@ def classes_table(metrics: Json) -> Table:
 
 def evaluation_table(found: Json) -> Table:
     """What `farthing eval` measured: before, after, the gain, and the price of a hundredth."""
-    sides = [side for side in ("base", "tuned") if side in found]
+    sides = [side for side in ("base", "tuned") if found.get(side)]
     rows = table("receipt.txt", "measured_table", found, sides, found.get("gains"))
     return rows._replace(title=found["examples"])
 
