@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.data.formats import converter, recognise
 from farthing.data.scored import expanded
@@ -30,8 +29,8 @@ from farthing.run.folder import keep, kept, kept_job
 from farthing.tiny import write_jsonl
 from farthing.train.resolve import open_examples, resolve
 from mishaps import fail_at
+from ranks_at_work import finish_on
 from thinned import thinned
-from together import on_ranks
 from token_sets import with_words
 from workshop import (
     TOPICS,
@@ -717,12 +716,6 @@ def test_a_tuned_model_answers_the_prompts_of_pairs(tmp_path, dpo_run, cli):
     assert found[0] == found[1]
 
 
-def _train_on_rank(rank: int, values: dict[str, Any]) -> list[float]:
-    job = Job.model_validate(values)
-    train(job)
-    return losses_of(job) if rank == 0 else []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("objective", "strategy"), [("kto", "ddp"), ("dpo", "fsdp")])
 def test_two_ranks_take_the_same_steps(tmp_path, objective, strategy):
@@ -731,8 +724,8 @@ def test_two_ranks_take_the_same_steps(tmp_path, objective, strategy):
     train(alone)
     place = {"strategy": strategy, "device": "cpu", "gpus": 2}
     job = load_job(preference_job(tmp_path / "two", objective, where=place, **keys))
-    found = on_ranks(2, tmp_path / "meetings", _train_on_rank, job.model_dump(mode="json"))
-    assert found[0] == pytest.approx(losses_of(alone), abs=2e-5)
+    finish_on(2, tmp_path, job)
+    assert losses_of(job) == pytest.approx(losses_of(alone), abs=2e-5)
 
 
 # ---- answers with scores ----

@@ -30,15 +30,13 @@ from farthing.dist.ranks import Ranks
 from farthing.dist.reduce import AllReduce, FixedOrder, n_slots_for, reduce_bytes, slots_of
 from farthing.errors import InputError, RunInterruptedError
 from farthing.local.measurements import append_measurement, read_measurements
-from farthing.model.forward import Forward
 from farthing.run.folder import kept
 from farthing.run.group import Elastic, Seat, device_of, not_followed, seat_in
 from farthing.run.signals import Notice
 from farthing.train.rank_setup import slots_of_run
-from farthing.train.step import Step
 from farthing.train.strategy import resident_bytes
 from patience import until
-from ranks_at_work import child, lora_job
+from ranks_at_work import child, finish_on, lora_job, train_on
 from together import on_ranks
 from workshop import Heard, log_of, losses_of, make_job, opened, steps_of, with_where
 
@@ -296,63 +294,6 @@ def test_what_one_rank_says_all_know(tmp_path):
 # ---- whole runs ----
 
 
-def run(rank: int, job: dict[str, Any], mishap: list[Any] | None = None) -> dict[str, Any]:
-    """Train the job on this rank; `mishap` is (rank, step, what): kill, leave, or a method of
-    `Forward` that has no room twice."""
-    heard, take = Heard(), Step.take
-    if mishap is not None and mishap[0] == rank:
-        happened = []
-
-        def mishap_in(steps, step):
-            if step == mishap[1] and not happened:
-                happened.append(step)
-                if mishap[2] == "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                elif mishap[2] == "leave":
-                    os.kill(os.getpid(), signal.SIGTERM)
-                else:
-                    honest = getattr(Forward, mishap[2])
-
-                    def no_room(forward, *arguments):
-                        setattr(Forward, mishap[2], honest if len(happened) == 2 else no_room)
-                        happened.append(step)
-                        raise torch.OutOfMemoryError("made up")
-
-                    setattr(Forward, mishap[2], no_room)
-            return take(steps, step)
-
-        Step.take = mishap_in  # type: ignore[method-assign]
-    loop, held = farthing.train.run.loop, [0, 0]
-
-    def looked_at(attempt):
-        of_layers = [
-            weight for name, weight in attempt.model.named_parameters() if ".layers." in name
-        ]
-        frozen = [weight for weight in of_layers if not weight.requires_grad]
-        held[:] = [
-            sum(getattr(w, "_local_tensor", w).numel() for w in frozen),
-            sum(w.numel() for w in frozen),
-        ]
-        return loop(attempt)
-
-    farthing.train.run.loop = looked_at
-    outcome = farthing.train.run.train(Job.model_validate(job), heard)
-    return {
-        "held": held,
-        "code": outcome.exit_code,
-        "receipt": outcome.receipt and outcome.receipt.to_json(),
-        "warnings": heard.warnings,
-    }
-
-
-def train_on(n: int, folder: Path, job: Job, mishap: list[Any] | None = None) -> list[Any]:
-    return on_ranks(n, folder / "meetings", run, job.model_dump(mode="json"), mishap)
-
-
-def codes(found: list[Any]) -> list[int]:
-    return [each["code"] for each in found]
-
-
 def sha256_at(job: Job, step: int) -> str:
     """Of weights, moments and progress as they were saved at a step."""
     folders = sorted((Path(job.output_dir) / "checkpoints").glob(f"step-{step:08d}-*"))
@@ -369,15 +310,14 @@ def test_the_same_bits_on_one_and_on_two_of_which_one_is_killed_then_three_that_
     tmp_path,
 ):
     alone, others = (lora_job(tmp_path / name, max_steps=10) for name in ("alone", "others"))
-    assert codes(train_on(1, tmp_path, alone)) == [0]
-    killed = train_on(2, tmp_path, others, [1, 4, "kill"])
+    finish_on(1, tmp_path, alone)
+    killed = train_on(2, tmp_path, others, [1, 4, signal.SIGKILL])
     assert killed == [76, -signal.SIGKILL], "the other one ends, and says why"
     others = with_where(others, strategy="fsdp")
     (measured,) = read_measurements(Path(alone.cache_dir or "") / "measurements.jsonl")
     measurements = Path(others.cache_dir or "") / "measurements.jsonl"
     append_measurement(measurements, replace(measured, n_devices=3, link_bytes_per_s=5e9))
-    found = train_on(3, tmp_path, others)
-    assert codes(found) == [0] * 3
+    found = finish_on(3, tmp_path, others)
     assert "ranks" in json.dumps(found[0]["receipt"]), "waiting for others is on the bill"
     known = [each.link_bytes_per_s for each in read_measurements(measurements)]
     assert known == [5e9, 5e9], "it is not measured at each start"
@@ -402,7 +342,7 @@ def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_tha
     }
     one, two = (make_job(tmp_path / name, micro_batch_tokens=60, **keys) for name in ("one", "two"))
     farthing.train.run.train(one, Heard())
-    assert codes(train_on(2, tmp_path, two)) == [0, 0]
+    finish_on(2, tmp_path, two)
     assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-5)
     norms, expected = ([row["grad_norm"] for row in steps_of(job)] for job in (two, one))
     assert norms == pytest.approx(expected, rel=1e-4)
@@ -412,8 +352,7 @@ def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_tha
 def test_what_one_rank_meets_is_met_by_all(tmp_path):
     """Memory that runs out on the second makes both halve."""
     job = lora_job(tmp_path / "a", save_steps=100, where={"same_bits": False})
-    found = train_on(2, tmp_path, job, [1, 1, "loss"])
-    assert codes(found) == [0, 0]
+    found = finish_on(2, tmp_path, job, [1, 1, "loss", 2])
     assert "out of memory" in found[0]["warnings"]
 
 
@@ -421,7 +360,7 @@ def test_what_one_rank_meets_is_met_by_all(tmp_path):
 def test_memory_that_one_rank_lacks_for_mismatched_answers_is_lacked_by_all(tmp_path):
     rows = [{"prompt": f"{n}", "completion": " b", "label": n % 2 == 0} for n in range(16)]
     job = make_job(tmp_path, task="kto", rows=rows, max_steps=2)
-    assert codes(train_on(2, tmp_path, job, [1, 1, "mismatched_ratio"])) == [0, 0]
+    finish_on(2, tmp_path, job, [1, 1, "mismatched_ratio", 2])
 
 
 @pytest.mark.slow
@@ -429,7 +368,7 @@ def test_a_damaged_model_is_written_again_without_references(tmp_path):
     row = {"prompt": "a", "chosen": " b", "rejected": " c"}
     job = make_job(tmp_path, task="dpo", rows=[row] * 8, max_steps=1)
     for _ in range(2):
-        assert codes(train_on(2, tmp_path, job)) == [0, 0]
+        finish_on(2, tmp_path, job)
         (Path(job.output_dir) / "model/config.json").write_text("{}")
 
 

@@ -23,7 +23,7 @@ import farthing.train.resolve
 import farthing.train.run
 from farthing.config.job import Job
 from farthing.dist.fsdp import ShardedModel, ShardingSettings
-from farthing.dist.ranks import NoRoomLeft, Ranks
+from farthing.dist.ranks import Ranks
 from farthing.errors import InputError, ModelError
 from farthing.local import machine
 from farthing.model.forward import Forward
@@ -39,8 +39,8 @@ from farthing.train.memory import dearest_step
 from farthing.train.opened_run import opened_run
 from farthing.train.rank_setup import joined
 from farthing.train.resolve import open_examples
-from farthing.train.step import Step
 from farthing.train.strategy import read_where_it_differs, resident_bytes, shard_weights
+from ranks_at_work import finish_on, train_on
 from together import on_ranks
 from workshop import Heard, losses_of, make_job, resolved, rows_of, with_where
 
@@ -68,54 +68,6 @@ def spread_job(folder: Path, family: str = "llama", **keys) -> Job:
         "predict_with_generate": False,
     }
     return make_job(folder, family, where=where, **(settings | keys))
-
-
-def run(rank: int, job, killed=None, n_local: int = 0, is_full: bool = False):
-    """Train the job on this rank; `killed` is (rank, step) of one that is lost, or whose memory
-    `is_full`.
-    """
-    take, loop, held = Step.take, farthing.train.run.loop, [0, 0]
-    if n_local:
-        os.environ |= {"LOCAL_RANK": str(rank % n_local), "LOCAL_WORLD_SIZE": str(n_local)}
-
-    def kill_in(steps, step):
-        if killed == [rank, step] and is_full:
-            Forward.loss = no_room  # type: ignore[method-assign,assignment]
-        elif killed == [rank, step]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return take(steps, step)
-
-    def looked_at(attempt):
-        own = attempt.steps.step.trained
-        held[:] = [sum(w.numel() for w in own), sum(w.numel() for w in attempt.model.parameters())]
-        return loop(attempt)
-
-    Step.take, farthing.train.run.loop = kill_in, looked_at  # type: ignore[method-assign]
-    heard = Heard()
-    try:
-        outcome = farthing.train.run.train(Job.model_validate(job), heard)
-    except NoRoomLeft as error:
-        return {"code": error.exit_code, "why": str(error)}
-    return {
-        "code": outcome.exit_code,
-        "warnings": heard.warnings,
-        "held": held,
-        "said": [str(each) for each in heard],
-    }
-
-
-def no_room(*_):
-    raise torch.OutOfMemoryError("made up")
-
-
-def train_on(n: int, folder: Path, job: Job, *more):
-    return on_ranks(n, folder / "meetings", run, job.model_dump(mode="json"), *more)
-
-
-def finish_on(n: int, folder: Path, job: Job, *more):
-    found = train_on(n, folder, job, *more)
-    assert [each["code"] for each in found] == [0] * n
-    return found
 
 
 def trained_alone(folder: Path, family: str = "llama", **keys) -> Job:
@@ -185,14 +137,17 @@ def test_other_numbers_of_ranks_and_other_ways_give_the_same(family, keys, where
         else:
             first = begins_with_ddp and not number
             job = with_where(spread, strategy="ddp") if first else spread
-            assert train_on(n, tmp_path, job, [n - 1, step], n_local)[-1] == -signal.SIGKILL
+            assert (
+                train_on(n, tmp_path, job, [n - 1, step, signal.SIGKILL], n_local)[-1]
+                == -signal.SIGKILL
+            )
     refuse_difference(spread, alone)
 
 
 @pytest.mark.slow
 def test_a_rank_without_memory_ends_all_and_leaves_less_to_the_next_attempt(tmp_path):
     alone, spread = trained_alone(tmp_path), spread_job(tmp_path / "spread")
-    first, second = train_on(2, tmp_path, spread, [1, 4], 0, True)
+    first, second = train_on(2, tmp_path, spread, [1, 4, "loss", 99])
     assert first == 76
     assert second["code"] == 75
     assert "with smaller micro-batches" in second["why"]
@@ -206,7 +161,7 @@ def test_a_rank_without_memory_ends_all_and_leaves_less_to_the_next_attempt(tmp_
 def test_rows_travel_through_a_store_to_another_number_of_ranks(tmp_path):
     alone, stored = trained_alone(tmp_path), {"output_store": str(tmp_path / "store")}
     spread = spread_job(tmp_path / "spread").model_copy(update=stored)
-    assert train_on(2, tmp_path, spread, [1, 5]) == [76, -signal.SIGKILL]
+    assert train_on(2, tmp_path, spread, [1, 5, signal.SIGKILL]) == [76, -signal.SIGKILL]
     shutil.rmtree(spread.output_dir)
     assert "was brought back" in str(finish_on(3, tmp_path, spread)[0]["said"])
     refuse_difference(spread, alone)

@@ -185,35 +185,22 @@ def traced_peak(
     config: Any,
     task: str,
     *,
-    method: str,
-    weights: str,
     autocast: bool,
-    checkpoint_every: int,
     n_rows: int = 0,
     n_tokens: int = 0,
     n_targets: int = 0,
     documents: tuple[int, ...] = (),
-    lora: dict[str, Any] | None = None,
-    keeps_start: bool = False,
     accumulates: bool = False,
     casts_once: bool = False,
+    **of_model: Any,
 ) -> int:
     """Peak bytes of a step with fused AdamW, whose state is there already.
 
     A padded batch of `n_rows`, or `documents` of so many tokens laid end to end; `n_targets`
-    labelled of a row, or of all documents.
+    labelled of a row, or of all documents. `of_model` is for `fake_model`.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = fake_model(
-            config,
-            task,
-            method=method,
-            weights=weights,
-            checkpoint_every=checkpoint_every,
-            lora=lora,
-            keeps_start=keeps_start,
-            is_packed=bool(documents),
-        )
+        model = fake_model(config, task, is_packed=bool(documents), **of_model)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
         for weight in trained:  # its state is there from the second step on
