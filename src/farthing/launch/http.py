@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -28,6 +29,7 @@ from farthing.launch.driver import (
     UnclearError,
     refusal,
 )
+from farthing.run.ledger import steady_clock
 from farthing.storage.files import Json, parse_json
 
 TIMEOUT_S = 30.0
@@ -44,15 +46,22 @@ class Api:
         *,
         transport: httpx.BaseTransport | None = None,
         sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         headers = {"Content-Type": "application/json", "User-Agent": "farthing", **headers}
         self._client = httpx.Client(
             headers=headers, timeout=TIMEOUT_S, transport=transport, follow_redirects=False
         )
-        self._base, self._sleep, self._clock = base.rstrip("/"), sleep, clock
-        self.clock_offset_s = 0.0
-        """The provider's clock minus ours, by the Date of its newest answer."""
+        self._base, self._sleep = base.rstrip("/"), sleep
+        # as the launch counts: ours may be set meanwhile
+        self._clock = clock or steady_clock()
+        self._offsets = deque[float](maxlen=9)
+
+    @property
+    def clock_offset_s(self) -> float:
+        """The provider's clock minus ours, by the Date of its answers: the middle of the newest,
+        since one may come from a cache or from a server whose clock is off."""
+        return sorted(self._offsets)[len(self._offsets) // 2] if self._offsets else 0.0
 
     def ask(self, method: str, path: str, body: Any = None, *, n_tries: int = 3) -> Any:
         """The answer. With `n_tries` 1 nothing is sent twice: for requests that make something.
@@ -83,7 +92,7 @@ class Api:
             raise UnclearError(f"no answer ({type(error).__name__})") from error
         with contextlib.suppress(KeyError, ValueError, TypeError):
             told = parsedate_to_datetime(answer.headers["date"]).timestamp()
-            self.clock_offset_s = told - self._clock()
+            self._offsets.append(told - self._clock())
         status = answer.status_code
         if status == 404 and method == "DELETE":
             return None
