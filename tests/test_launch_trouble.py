@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -20,6 +21,7 @@ from farthing.errors import InputError
 from farthing.launch import agent as agent_module
 from farthing.launch.agent import HostAgent
 from farthing.launch.driver import UnclearError
+from farthing.launch.http import Api
 from farthing.launch.machines import RentedMachine
 from farthing.launch.session import Session
 from farthing.launch.targets.lambda_cloud import Lambda
@@ -69,11 +71,30 @@ def test_a_watcher_that_was_asleep_does_not_take_its_own_silence_for_the_machine
 
 def test_a_clock_that_is_set_ends_no_machine(tmp_path, monkeypatch):
     session = Session(prepared_for("runpod", tmp_path / "run", 4.0, 0.4), lambda text: None)
+    answer = Answers((200, "{}"), Date="Sun, 06 Nov 1994 08:49:37 GMT")
+    api = Api("https://x", {}, transport=httpx.MockTransport(answer))
     before = session.clock()
     real = time.time()
     for jump in (2 * 86400.0, -2 * 86400.0):
         monkeypatch.setattr(time, "time", lambda jump=jump: real + jump)
+        api.ask("GET", "/")
         assert abs(session.clock() - before) < 60
+        assert abs(784111777 - before - api.clock_offset_s) < 60, "the provider's is the same"
+
+
+def test_an_answer_with_an_old_date_takes_nothing_off_the_bill(tmp_path):
+    course = Course(tmp_path, n_steps=60)
+    handle = course.world.handle
+
+    def from_a_cache(request):
+        answer = handle(request)
+        if request.method == "DELETE":
+            answer.headers["Date"] = "Sun, 06 Nov 1994 08:49:37 GMT"
+        return answer
+
+    course.world.handle = from_a_cache  # type: ignore[method-assign]
+    assert course.goes() == 0
+    course.is_counted(rel=0.01)
 
 
 # ---- a disk without room ----
@@ -220,18 +241,27 @@ def test_a_list_that_is_none_is_no_answer(client, answer):
             client(api_of(Answers((200, answer)))).delete(RentedMachine("farthing-1-1", id="1"))
 
 
-@pytest.mark.parametrize("provider", ["runpod", "vast"])
-def test_a_creation_answered_with_something_else_is_looked_for_by_name(provider, tmp_path):
+@pytest.mark.parametrize(
+    ("provider", "is_twice"), [("runpod", False), ("vast", False), ("lambda", True)]
+)
+def test_a_creation_answered_with_something_else_is_looked_for_by_name(
+    provider, is_twice, tmp_path
+):
+    """And one that a proxy had carried out twice leaves one machine."""
     course = Course(tmp_path, provider, n_steps=60)
     world, real = course.world, course.world.create
 
     def made_and_garbled(*args):
         status, value = real(*args)
+        if is_twice:
+            world.machines.insert(0, replace(world.machines[0], id="7"))
+            return status, value
         return (status, [json.dumps(value)]) if world.n_created == 1 else (status, value)
 
     world.create = made_and_garbled  # type: ignore[method-assign]
     assert course.goes() == 0
-    assert (world.n_alive, len(world.machines), world.n_double) == (0, 1, 0)
+    assert (world.n_alive, len(world.machines), world.n_double) == (0, 1 + is_twice, 0)
+    course.is_counted(abs=0.001)
 
 
 # ---- hosts ----

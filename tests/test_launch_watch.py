@@ -162,9 +162,14 @@ def test_a_key_that_is_refused_for_three_minutes_ends_the_watch(course):
     assert course.world.now - began == 230
 
 
-@pytest.mark.parametrize(("ago", "left"), [(590, 20), (600, 610)])
-def test_an_adopted_machine_has_its_time_to_boot(ago, left, course):
-    driver, now = Played(course, THERE, {}), course.world.now
+@pytest.mark.parametrize(
+    ("ago", "says", "left"), [(590, {}, 20), (600, {}, 610), (600, BEATS, 2940)]
+)
+def test_an_adopted_machine_has_its_time_to_boot_and_the_cap_of_the_job_today(
+    ago, says, left, tmp_path
+):
+    course = Course(tmp_path, max_usd=0.4)
+    driver, now = Played(course, THERE, says), course.world.now
     name = asked(course, driver, 1, "created", ago=ago)
     watched(course, driver)
     assert driver.deleted[name][0] - now == left

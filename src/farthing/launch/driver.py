@@ -147,9 +147,14 @@ class Driver:
         return found[-1] if found else None
 
     def names(self, prefix: str) -> dict[str, str]:
-        """Every machine whose name begins so and that is paid for, with its id."""
-        ours = (seen for seen in self.listed(prefix) if seen.name.startswith(f"{prefix}-"))
-        return {seen.name: seen.id for seen in ours if seen.is_paid}
+        """Every machine whose name begins so and that is paid for, with its id. A second one of a
+        name, of a request that was carried out twice, has a name of its own."""
+        found = dict[str, str]()
+        for seen in self.listed(prefix):
+            is_ours = seen.name.startswith(f"{prefix}-") and seen.is_paid
+            if is_ours and found.setdefault(seen.name, seen.id) != seen.id:
+                found[f"{seen.name}+{seen.id}"] = seen.id
+        return found
 
     def destroy(self, machine: RentedMachine) -> None:
         """Ask that it be deleted; returns when that was acknowledged, or it was gone already."""

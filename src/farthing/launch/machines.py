@@ -235,10 +235,10 @@ class MachineLedger:
     def usd(self, now: float) -> float:
         return sum(machine.usd(now) for machine in self.machines.values())
 
-    def has_billed(self, account: Account) -> bool:
-        """Whether an attempt of the run was made on one of these machines."""
-        machine = self.machines.get(account.machine)
-        return machine is not None and not machine.is_refused
+    def spent_usd(self, accounts: Sequence[Account], now: float) -> float:
+        """What the run has cost: these machines, and its attempts on none of them."""
+        billed = {name for name, machine in self.machines.items() if not machine.is_refused}
+        return self.usd(now) + sum(each.usd for each in accounts if each.machine not in billed)
 
     def close(self) -> None:
         self._lines.close()

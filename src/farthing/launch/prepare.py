@@ -165,9 +165,7 @@ class Prepared:
         calls = called(self.target, offer)
         assert calls is not None  # others were left out
         rate, max_usd = offer.usd_per_hour or 0.0, self.job.limits.max_usd
-        spent_usd = ledger.usd(now) + sum(
-            account.usd for account in accounts if not ledger.has_billed(account)
-        )
+        spent_usd = ledger.spent_usd(accounts, now)
         most_rate = rate * MOST_OVER if self.target.is_rented else rate
         reserve_usd = TEARDOWN_S / 3600 * most_rate
         most_s, left_usd, train_usd = NO_LIMIT_S, None, None

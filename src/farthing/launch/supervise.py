@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
@@ -297,6 +298,10 @@ class Launch:
         if not (is_there and self._is_secured(machine)):
             return None
         self.say(f"{machine.name} is there already: continuing with it")
+        if (max_usd := self.prepared.job.limits.max_usd) is not None:  # it may have been changed
+            now = self._clock()
+            others_usd = self.ledger.spent_usd(self._accounts(), now) - machine.usd(now)
+            machine.left_usd = max_usd - others_usd
         return machine
 
     def _is_stopped(self) -> bool:
@@ -463,12 +468,13 @@ class Launch:
             if "created" in at:
                 raise
             # looked for in vain, it was counted until then as if it had been there
-            counted_s = (machine.created_at or 0.0) - at["gone"] if "gone" in at else 0.0
+            counted_s = max(0.0, (machine.created_at or 0.0) - at["gone"]) if "gone" in at else 0.0
+            gone_at = min(self._clock() - counted_s, self._own_end(machine))
             why = "made after another process had taken over"
-            self.ledger.note(machine.name, "left", self._clock() - counted_s, why=why)
+            self.ledger.note(machine.name, "left", gone_at, why=why)
             with contextlib.suppress(ProviderError):
                 self.driver.destroy(machine)
-                self.ledger.note(machine.name, "gone", self._clock() - counted_s, why=why)
+                self.ledger.note(machine.name, "gone", gone_at, why=why)
             with contextlib.suppress(UnclearError):
                 self.words.keep(machine.name, self.ledger.rows[machine.name])
             raise
@@ -495,9 +501,9 @@ class Launch:
                 began = back[-1] if back else times[1]
                 if now >= began + late_s:
                     if back:
-                        ends = machine.asked_at + machine.most_s if machine.most_s else began
                         why = "can't tell whether it existed; counted as if it did"
-                        self.ledger.note(machine.name, "gone", min(began, ends), why=why)
+                        at = min(began, self._own_end(machine))
+                        self.ledger.note(machine.name, "gone", at, why=why)
                     else:
                         self._refused(machine, "no such machine came into being")
                     return False
@@ -670,10 +676,14 @@ class Launch:
             self._pause(pause_s)
             pause_s = min(60.0, pause_s * 2)
 
+    def _own_end(self, machine: RentedMachine) -> float:
+        """When its provider ends it by itself, if it does."""
+        has_end = self.driver.ends_by_itself and machine.most_s
+        return machine.asked_at + machine.most_s if has_end else math.inf
+
     def _is_gone(self, machine: RentedMachine) -> bool:
         """Ask once for its deletion, and whether it is gone."""
-        has_end = self.driver.ends_by_itself and machine.most_s
-        own_end = machine.asked_at + machine.most_s if has_end else None
+        own_end = self._own_end(machine)
         try:
             self._hold()
             self._asked(lambda: self.driver.destroy(machine))
@@ -681,15 +691,14 @@ class Launch:
             seen = self._look(machine)
             if seen is not None and seen.is_paid:
                 machine.is_missed = False
-                machine.alive_at = self._clock()
+                machine.alive_at, machine.id = self._clock(), seen.id
                 return False
             why, at = machine.why, machine.acknowledged_at
         except UnclearError:
-            if not own_end or self._clock() <= own_end + 300:
+            if self._clock() <= own_end + 300:
                 return False
             why, at = f"{machine.why}; no answer, and its own time-out has passed", self._clock()
-        if own_end:  # it may have been gone long before we looked
-            at = min(at, max(own_end, machine.alive_at))
+        at = min(at, max(own_end, machine.alive_at))  # it may have been gone before we looked
         if machine.is_missed:
             at = machine.left_at or at
         self.ledger.note(machine.name, "gone", at, why=why)
