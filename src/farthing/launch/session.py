@@ -46,7 +46,7 @@ from farthing.run.ledger import steady_clock
 from farthing.storage.files import Json, cannot_write, make_private, only_writer, write_text
 from farthing.storage.lease import Lease, LeaseLostError
 from farthing.storage.objects import Retrying, Store, StoreError, open_store
-from farthing.units import say_bytes, say_seconds, say_usd
+from farthing.units import plural, say_bytes, say_seconds, say_usd
 
 FOLDER = "launch"
 JOB_KEPT = f"{FOLDER}/launched.yaml"
@@ -528,7 +528,8 @@ def said(view: Json) -> list[str]:
     rows += [("at most", most), ("ended by", view["ends"] or "nothing but this process")]
     if view["n_inputs"]:
         size = say_bytes(view["inputs_bytes"])
-        rows.append(("goes along", f"{view['n_inputs']} files, {size}, by way of {view['store']}"))
+        files = plural(view["n_inputs"], "file")
+        rows.append(("goes along", f"{files}, {size}, by way of {view['store']}"))
     if view["secrets"]:
         names = ", ".join(view["secrets"])
         rows.append(("secrets", f"{names}: by name, the values are in no file"))

@@ -81,7 +81,7 @@ def spans(receipt: RunReceipt) -> Table:
     return Table(heads[:n], tuple(row[:n] for row in rows), caption="Parts of the bill")
 
 
-def estimate(receipt: RunReceipt, least_s: float = 0.0) -> Section | None:
+def estimate(receipt: RunReceipt, least_s: float = 0.05) -> Section | None:
     """What the plan and the first steps said; of the parts, those of at least `least_s`."""
     rows, promised, forecast = [], receipt.promised, receipt.forecast
 
