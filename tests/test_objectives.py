@@ -283,6 +283,8 @@ def test_a_task_says_nothing_that_is_not_read_and_its_name_is_its_own():
         register(ours._replace(name="other", figures=("margin",)))
     with pytest.raises(ValueError, match="`targets` is not read"):
         register(pairs._replace(name="other", targets=lambda rows: rows.ids))
+    with pytest.raises(ValueError, match="`text` is not read"):
+        register(pairs._replace(name="other", formats=ours.formats[-1:]))
     assert objective_names()[:3] == ("causal-lm", "seq2seq", "classification")
 
 

@@ -20,7 +20,7 @@ from farthing.errors import InputError
 from farthing.objectives import cpo, dpo, kto, orpo, reward, simpo
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.classification import CLASSIFICATION
-from farthing.objectives.columns import Format
+from farthing.objectives.columns import PAIRS, VERDICTS, Format
 from farthing.objectives.multi_label import MULTI_LABEL
 from farthing.objectives.objective import Objective, ObjectiveSettings
 from farthing.objectives.regression import REGRESSION
@@ -43,6 +43,10 @@ def register(task: Objective) -> None:
         if getattr(task, name):
             has = "has a" if task.loss is not None else "has no"
             raise ValueError(f"`{name}` is not read where an objective {has} `loss` of its own")
+    odd = [form.name for form in task.formats if form not in (*PAIRS, *VERDICTS)]
+    if task.loss is not None and odd:
+        to_do = "formats of columns.PAIRS and columns.VERDICTS are; data.columns maps other columns"
+        raise ValueError(f"`{odd[0]}` is not read where an objective has a `loss`: {to_do}")
     if _OBJECTIVES.setdefault(task.name, task) != task:
         raise ValueError(f"there is another task called {task.name}")
 
