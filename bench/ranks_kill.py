@@ -80,6 +80,19 @@ def can_happen(what: str, part: str, way: str) -> bool:
     return not (what == "exception" and part in ("saving", "writing", "between parts and commit"))
 
 
+def _send(case: dict[str, Any], place: Path) -> None:
+    """The signal of a mishap, to its rank or to all."""
+    what, victim = case["what"], case["victim"]
+    while not (place / f"pid-{victim}").exists():
+        time.sleep(0.01)
+    if "all" in what or what == "Ctrl-C":
+        os.kill(case["starter"], signal.SIGUSR1)
+    else:
+        os.kill(int((place / f"pid-{victim}").read_text()), getattr(signal, what.split()[0]))
+    if victim == 0 or what in ("SIGTERM to all", "Ctrl-C"):
+        time.sleep(0.2)
+
+
 def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
     """In a rank, before it begins: let the mishap happen in its part, once in all attempts."""
     import torch
@@ -111,21 +124,13 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
             return
         (place / "fired").write_text(str(time.monotonic()))
         if by_signal:
-            while not (place / f"pid-{victim}").exists():
-                time.sleep(0.01)
-            target = int((place / f"pid-{victim}").read_text())
-            if "all" in what or what == "Ctrl-C":
-                os.kill(case["starter"], signal.SIGUSR1)
-            else:
-                os.kill(target, getattr(signal, what.split()[0]))
-            if victim == 0 or what in ("SIGTERM to all", "Ctrl-C"):
-                time.sleep(0.2)
-        elif what == "exception":
-            raise ValueError("made up")
-        elif what == "out of memory":
-            raise torch.OutOfMemoryError("made up")
-        elif what == "full disk":
-            raise OSError(errno.ENOSPC, "No space left on device")
+            _send(case, place)
+        elif what != "slow":
+            raise {
+                "exception": ValueError("made up"),
+                "out of memory": torch.OutOfMemoryError("made up"),
+                "full disk": OSError(errno.ENOSPC, "No space left on device"),
+            }[what]
 
     def within(module: Any, name: str) -> None:
         before = getattr(module, name)

@@ -223,6 +223,17 @@ def _rows(path: Path, key: str) -> list[dict[str, Any]]:
 # ---- a chain of kills ----
 
 
+def _attempt(job: Path, home: Path | None, where: Path | None) -> Any:
+    """An attempt at `job`: a fork of this process, or a new one that tells `where` it is."""
+    words = job.with_suffix(".out")
+    if where is None:
+        return Forked(lambda: [become(home), train(job)][1], words)  # type: ignore[list-item, return-value]
+    command = [sys.executable, __file__, "--attempt", str(job), "--where", str(where)]
+    command += ["--home", str(home)] if home else []
+    with open(words, "wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+
 def survive(
     seed: int,
     folder: Path,
@@ -237,9 +248,6 @@ def survive(
     """Run one seed in `folder`; the chain says what differed (nothing, if all is well)."""
     folder.mkdir(parents=True, exist_ok=True)
     train_file, task = _chats(folder, seed) if next_day else _data(folder, data, seed)
-    first_day = date(2026, 2, 26)
-    if next_day:
-        os.environ["FARTHING_TODAY"] = first_day.isoformat()
     method = ["full", "lora"][seed // 3 % 2]
     with open(train_file, encoding="utf-8-sig", errors="replace") as file:
         some_text = list(itertools.islice(file, 500))
@@ -267,26 +275,15 @@ def survive(
 
     def start(job: Path) -> Any:
         where.begin()
-        words = job.with_suffix(".out")
+        if next_day:
+            today = date(2026, 2, 26) + timedelta(days=len(chain.kills))
+            os.environ["FARTHING_TODAY"] = today.isoformat()
         home = job.parent if job != alone and new_machine else None
-        if not spawn:
-            return Forked(lambda: [become(home), train(job)][1], words)  # type: ignore[list-item, return-value]
-        with open(words, "wb") as output:
-            command = [
-                sys.executable,
-                __file__,
-                "--attempt",
-                str(job),
-                "--where",
-                str(folder.parent / "where"),
-            ]
-            command += ["--home", str(home)] if home else []
-            return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        return _attempt(job, home, folder.parent / "where" if spawn else None)
 
     def has_ended_well(job: Path) -> bool:
         code = finish(start(job))
-        if code != 0:
-            chain.failure = _last_words(job, code)
+        chain.failure = _last_words(job, code) if code else ""
         return code == 0
 
     started = time.monotonic()
@@ -312,10 +309,6 @@ def survive(
             killed = job_on_machine(number)
         elif next_day:
             shutil.rmtree(cache, ignore_errors=True)
-        if next_day:
-            os.environ["FARTHING_TODAY"] = (
-                first_day + timedelta(days=len(chain.kills))
-            ).isoformat()
     if not has_ended_well(killed):
         return chain
     run = killed.with_suffix("")

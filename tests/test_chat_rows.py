@@ -11,7 +11,7 @@ import pytest
 
 from farthing.data.chat import Renderer, default_template
 from farthing.data.foreign import foreign_kind
-from farthing.data.formats import converter, recognise
+from farthing.data.formats import Converter, recognise
 from farthing.data.shown import Shown
 from farthing.errors import UnusableRowError
 from token_sets import with_template
@@ -55,7 +55,7 @@ def reader(template: str):
 
     def read(row):
         found = recognise(set(row), "causal-lm", {}, "rows.jsonl")
-        return converter(found.format, found.columns, {}, tokenizer, "causal-lm")(row)
+        return Converter(found.format, found.columns, {}, tokenizer, "causal-lm")(row)
 
     return read
 

@@ -14,7 +14,7 @@ import pytest
 from data_files import opened, values
 from farthing.config.load import load_job
 from farthing.data.columns import columns_of, renamed
-from farthing.data.formats import converter, recognise, used_columns
+from farthing.data.formats import Converter, recognise, used_columns
 from farthing.errors import DataError, JobError, UnusableRowError
 from token_sets import with_template
 
@@ -25,7 +25,7 @@ def segments(
     row: dict[str, Any], columns: dict[str, Any], task: str = "causal-lm"
 ) -> list[tuple[str, bool]]:
     found = recognise(set(row), task, columns, "rows.jsonl")
-    return list(converter(found.format, found.columns, {}, None, task)(row).segments)
+    return list(Converter(found.format, found.columns, {}, None, task)(row).segments)
 
 
 def test_the_first_of_several_templates_whose_columns_are_filled_is_taken():
@@ -215,11 +215,11 @@ WITH_HISTORY = {
 
 
 def test_earlier_turns_of_an_instruction_are_pairs_of_a_chat():
-    chats = converter("instruction", {}, {}, TEMPLATE, "causal-lm")
+    chats = Converter("instruction", {}, {}, TEMPLATE, "causal-lm")
     with pytest.raises(UnusableRowError, match="no list of"):
         chats(WITH_HISTORY | {"history": [["What?"]]})
     with pytest.raises(UnusableRowError, match="earlier turns"):
-        converter("instruction", {}, {}, None, "seq2seq")(WITH_HISTORY)
+        Converter("instruction", {}, {}, None, "seq2seq")(WITH_HISTORY)
 
 
 TEMPLATE = with_template(
@@ -268,7 +268,7 @@ ASKED = {"role": "user", "content": "Hi?"}
 )
 def test_chats_as_other_services_write_them(row, whole, learned):
     found = recognise(set(row), "causal-lm", {}, "rows.jsonl")
-    text = converter(found.format, found.columns, {}, TEMPLATE, "causal-lm")(row)
+    text = Converter(found.format, found.columns, {}, TEMPLATE, "causal-lm")(row)
     assert "".join(part for part, _ in text.segments) == whole
     assert [part for part, is_learned in text.segments if is_learned] == learned
 

@@ -19,7 +19,7 @@ from data_files import KINDS, bad, opened, values, write_as
 from farthing.addresses import without_secrets
 from farthing.data import blocks, parts
 from farthing.data.batches import Batches, collate, permutation, split_by_input
-from farthing.data.formats import converter, recognise
+from farthing.data.formats import Converter, recognise
 from farthing.data.parts import TokenPart, read_part
 from farthing.data.read import Row, open_sources
 from farthing.data.token_set import (
@@ -265,7 +265,7 @@ def segments(
 ) -> list[tuple[str, bool]]:
     """What the recognised format makes of a row."""
     name, columns, _ = recognise(set(row), task, renamed, "file")
-    return list(converter(name, columns, {}, tokenizer, task)(row).segments)
+    return list(Converter(name, columns, {}, tokenizer, task)(row).segments)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from farthing.config.load import load_job
-from farthing.data.formats import converter, recognise
+from farthing.data.formats import Converter, recognise
 from farthing.data.scored import expanded
 from farthing.data.token_set import TokenSet, open_token_set
 from farthing.errors import DataError, InputError, JobError, UnusableRowError
@@ -572,7 +572,7 @@ class _Tokenizer:
 
 def text_of(form: str, row: dict[str, Any], objective: str = "dpo") -> Any:
     """What a row of a format becomes."""
-    return converter(form, {}, {}, _Tokenizer(), objective)(row)
+    return Converter(form, {}, {}, _Tokenizer(), objective)(row)
 
 
 @pytest.mark.parametrize(("form", "row"), CHAT_ROWS.values(), ids=CHAT_ROWS)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
 from farthing.data.encode import Encoded
-from farthing.data.formats import converter
+from farthing.data.formats import Converter
 from farthing.data.token_set import TokenSet
 
 
@@ -53,7 +53,7 @@ def with_template(template: str, **more: Any) -> SimpleNamespace:
 
 def reader_of_chats(tokenizer: Any, **how: Any):
     """Reads rows with `messages`."""
-    return converter("messages", {}, {}, tokenizer, "causal-lm", **how)
+    return Converter("messages", {}, {}, tokenizer, "causal-lm", **how)
 
 
 def encoded_examples(encoded: Encoded) -> list[tuple[NDArray[np.int32], NDArray[np.uint8]]]:

@@ -8,12 +8,12 @@ Chats are rendered by the tokenizer's own template.
 from __future__ import annotations
 
 import difflib
-import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from farthing.data.chat import ChatReader
@@ -40,7 +40,7 @@ from farthing.data.rows import Example, RowValue
 from farthing.data.shown import Shown, leaves_an_answer_empty
 from farthing.errors import DataError, ModelError, UnusableRowError
 from farthing.objectives.columns import text_of
-from farthing.objectives.objective import Labels
+from farthing.objectives.objective import Labels, Objective
 from farthing.objectives.registry import format_of, objective_of
 
 ANSWER = "?"  # stands where a target would
@@ -117,78 +117,31 @@ def used_columns(format_name: str, renamed: Columns) -> set[str]:
     return read | {own.partition(".")[0] for own in read}
 
 
-def converter(
-    format_name: str,
-    columns: Columns,
-    label_map: dict[str, str],
-    tokenizer: Any,
-    task: str,
-    *,
-    on: str = "",
-    shown: Shown | None = None,
-    asks: bool = False,
-) -> Callable[[RowValue], Example]:
-    """A function from a row to its `Example`. It raises `UnusableRowError` with the reason.
+@dataclass(frozen=True)
+class Converter:
+    """Makes a row an `Example`. Raises `UnusableRowError` with the reason.
 
     `on` is the ISO date that a chat template sees which asks for it; `shown` notes what the
     template leaves out of chats. With `asks` the example's target is `ANSWER`, or its label None,
     whatever the row has.
     """
-    objective, shown = objective_of(task), shown or Shown()
-    labels, is_chat = objective.labels, objective.predicts_next
-    reads_pairs = labels is not None and "text_pair" in format_of(format_name).may_have
-    answers = dict.fromkeys(asked_columns(task), ANSWER) if asks else {}
 
-    @functools.cache
-    def reader() -> ChatReader:
-        return chat_reader(tokenizer, on)
+    format: str
+    columns: Columns
+    label_map: dict[str, str]
+    tokenizer: Any
+    task: str
+    on: str = ""
+    shown: Shown = field(default_factory=Shown)
+    asks: bool = False
 
-    def chat(messages: list[RowValue], row: RowValue) -> Example:
-        return chat_text(messages, tools_of(row), reader(), shown)
+    def __post_init__(self) -> None:
+        if self._objective.predicts_next and self.format in RENDERED:
+            _ = self._chats  # a template that can't be used is an error of the job, not of a row
 
-    def answered(unit: Unit, answer: str | Turns) -> Example:
-        if isinstance(unit.prompt, str):
-            return _pair(unit.prompt, str(answer))
-        turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-        messages = [*as_context(unit.prompt), *turns]
-        text = chat_text(messages, unit.tools, reader(), shown)
-        if text.earlier:
-            raise UnusableRowError("the chat template shows the answer in several forms")
-        return replace(text, given=_said(unit.prompt))
-
-    def one(row: RowValue) -> Example:
-        if objective.learns_units:
-            unit = FORMS[format_name](row)
-            if len(unit.answers) > 1 and unit.answers[0] == unit.answers[1]:
-                raise UnusableRowError("both answers are the same: there is nothing to prefer")
-            first, *others = [answered(unit, answer) for answer in unit.answers]
-            value = 0.0 if objective.value is None else objective.value(row)
-            return replace(first, beside=tuple(each.segments for each in others), value=value)
-        if labels is not None:
-            label = None if asks else labels.read(row, label_map)
-            pair = text_of(row, "text_pair") if reads_pairs and "text_pair" in row else ""
-            return _labelled(labels.text(row), pair, label, labels)
-        if format_name == "text":
-            text = text_of(row, "text")
-            return Example(((text, True),), given=(text,))
-        if format_name == "instruction":
-            return chat(_of_alpaca(row), row) if is_chat else _asked(row)
-        if format_name in RENDERED:
-            writes_calls = "tool_calls" in reader().render.template
-            turns = messages_of(row, format_name, writes_calls=writes_calls)
-            return chat(_to_answer(turns) if asks else turns, row)
-        source, target = format_name.split("/")
-        if is_chat and (are_turns(row.get(source)) or are_turns(row.get(target))):
-            # TRL's form: of the turns those of the completion are learned
-            learned = [ANSWER_TURN] if asks else messages_of(row, target)
-            return chat(as_context(messages_of(row, source)) + learned, row)
-        return _pair(text_of(row, source), text_of(row, target))
-
-    if is_chat and format_name in RENDERED:
-        reader()  # a template that can't be used is an error of the job, not of a row
-
-    def convert(row: RowValue) -> Example:
-        text = one({**(renamed(row, columns) if columns else row), **answers})
+    def __call__(self, row: RowValue) -> Example:
+        own = renamed(row, self.columns) if self.columns else row
+        text = self._example({**own, **self._answers})
         try:
             for each in (*text.sequences, *text.earlier):
                 for part, _ in each.segments:
@@ -201,7 +154,86 @@ def converter(
             ) from error
         return text
 
-    return convert
+    @cached_property
+    def _objective(self) -> Objective:
+        return objective_of(self.task)
+
+    @cached_property
+    def _answers(self) -> RowValue:
+        return dict.fromkeys(asked_columns(self.task), ANSWER) if self.asks else {}
+
+    @cached_property
+    def _chats(self) -> ChatReader:
+        return chat_reader(self.tokenizer, self.on)
+
+    def _example(self, row: RowValue) -> Example:
+        is_chat = self._objective.predicts_next
+        if self._objective.learns_units:
+            return self._unit(row)
+        if (labels := self._objective.labels) is not None:
+            label = None if self.asks else labels.read(row, self.label_map)
+            has_pair = "text_pair" in row and "text_pair" in format_of(self.format).may_have
+            pair = text_of(row, "text_pair") if has_pair else ""
+            return _labelled(labels.text(row), pair, label, labels)
+        if self.format == "text":
+            text = text_of(row, "text")
+            return Example(((text, True),), given=(text,))
+        if self.format == "instruction":
+            return self._chat(_of_alpaca(row), tools_of(row)) if is_chat else _asked(row)
+        if self.format in RENDERED:
+            writes_calls = "tool_calls" in self._chats.render.template
+            turns = messages_of(row, self.format, writes_calls=writes_calls)
+            return self._chat(_to_answer(turns) if self.asks else turns, tools_of(row))
+        source, target = self.format.split("/")
+        if is_chat and (are_turns(row.get(source)) or are_turns(row.get(target))):
+            # TRL's form: of the turns those of the completion are learned
+            learned = [ANSWER_TURN] if self.asks else messages_of(row, target)
+            return self._chat(as_context(messages_of(row, source)) + learned, tools_of(row))
+        return _pair(text_of(row, source), text_of(row, target))
+
+    def _unit(self, row: RowValue) -> Example:
+        unit = FORMS[self.format](row)
+        if len(unit.answers) > 1 and unit.answers[0] == unit.answers[1]:
+            raise UnusableRowError("both answers are the same: there is nothing to prefer")
+        first, *others = [self._answered(unit, answer) for answer in unit.answers]
+        value = 0.0 if self._objective.value is None else self._objective.value(row)
+        return replace(first, beside=tuple(each.segments for each in others), value=value)
+
+    def _answered(self, unit: Unit, answer: str | Turns) -> Example:
+        if isinstance(unit.prompt, str):
+            return _pair(unit.prompt, str(answer))
+        turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        text = self._chat([*as_context(unit.prompt), *turns], unit.tools)
+        if text.earlier:
+            raise UnusableRowError("the chat template shows the answer in several forms")
+        return replace(text, given=_said(unit.prompt))
+
+    def _chat(self, messages: list[RowValue], tools: Any) -> Example:
+        """A chat as text. What its owner gave: all that the assistant does not say, or all where
+        only it speaks.
+        """
+        others = [message for message in messages if message["role"] != "assistant"] or messages
+        given, render = _said(others), self._chats.render
+        if tools:
+            given += (json.dumps(tools, sort_keys=True, default=str),)
+        messages, unlearned = without_marks(messages)
+        if "developer" not in render.template:
+            messages = [
+                {**each, "role": "system"} if each["role"] == "developer" else each
+                for each in messages
+            ]
+        try:
+            self.shown.look(messages, tools, render)
+            if leaves_an_answer_empty(messages, tools, render, unlearned):
+                raise UnusableRowError(
+                    "the chat template leaves out `tool_calls`: an empty answer would be learned"
+                )
+            chat = self._chats(messages, tools, unlearned)
+        except UnusableRowError as error:
+            error.given = given
+            raise
+        earlier = tuple(replace(each, given=given) for each in chat.earlier)
+        return replace(chat, given=given, earlier=earlier)
 
 
 def chat_reader(tokenizer: Any, on: str) -> ChatReader:
@@ -270,33 +302,6 @@ def _history(row: RowValue) -> list[list[str]]:
         if not isinstance(turn, list) or [type(said) for said in turn] != [str, str]:
             raise UnusableRowError("`history` is no list of [question, answer]")
     return turns
-
-
-def chat_text(messages: list[RowValue], tools: Any, read: ChatReader, shown: Shown) -> Example:
-    """A chat as text. What its owner gave: all that the assistant does not say, or all where only
-    it speaks.
-    """
-    others = [message for message in messages if message["role"] != "assistant"] or messages
-    given = _said(others)
-    if tools:
-        given += (json.dumps(tools, sort_keys=True, default=str),)
-    messages, unlearned = without_marks(messages)
-    if "developer" not in read.render.template:
-        messages = [
-            {**each, "role": "system"} if each["role"] == "developer" else each for each in messages
-        ]
-    try:
-        shown.look(messages, tools, read.render)
-        if leaves_an_answer_empty(messages, tools, read.render, unlearned):
-            raise UnusableRowError(
-                "the chat template leaves out `tool_calls`: an empty answer would be learned"
-            )
-        chat = read(messages, tools, unlearned)
-    except UnusableRowError as error:
-        error.given = given
-        raise
-    earlier = tuple(replace(each, given=given) for each in chat.earlier)
-    return replace(chat, given=given, earlier=earlier)
 
 
 def _said(messages: Sequence[RowValue]) -> tuple[str, ...]:

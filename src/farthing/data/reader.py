@@ -14,14 +14,14 @@ from typing import Any
 from farthing.data.arrow import class_names, without_missing
 from farthing.data.foreign import Foreign, chosen_column, foreign_kind, say_ignored
 from farthing.data.formats import (
+    Converter,
     Understood,
     asked_columns,
-    converter,
     recognise,
     used_columns,
 )
 from farthing.data.read import Source
-from farthing.data.rows import BadRow, Example, Row, RowValue
+from farthing.data.rows import BadRow, Example, Row
 from farthing.data.scored import expanded
 from farthing.data.shown import Shown
 from farthing.data.token_set import TokenRecipe
@@ -111,7 +111,7 @@ class SourceReader:
         return replace(last, earlier=tuple(earlier))
 
     @cached_property
-    def _convert(self) -> Callable[[RowValue], Example]:
+    def _convert(self) -> Converter:
         assert self.understood is not None
         recipe, (name, columns, _) = self._recipe, self.understood
         labels, label = dict(recipe.label_map), name.rpartition("/")[2]
@@ -120,7 +120,7 @@ class SourceReader:
             for number, each in enumerate(class_names(self._paths[0], self._kind, column)):
                 labels.setdefault(str(number), labels.get(each, each))
         given = (name, columns, labels, self._tokenizer, recipe.task)
-        return converter(*given, on=recipe.date, shown=self.shown, asks=bool(self._lacks))
+        return Converter(*given, recipe.date, self.shown, bool(self._lacks))
 
     def state(self) -> Json:
         """What it has seen, in plain values; `merge` adds it to what another one has."""

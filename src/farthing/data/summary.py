@@ -20,7 +20,7 @@ import numpy as np
 from farthing.data.chat_rows import usual_role
 from farthing.data.encode import Encoder
 from farthing.data.foreign import Foreign, say_ignored
-from farthing.data.formats import converter, hash_of_input, recognise
+from farthing.data.formats import Converter, hash_of_input, recognise
 from farthing.data.read import Source
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Example, Row
@@ -156,7 +156,7 @@ def _task_of(rows: list[Row | BadRow], recipe: TokenRecipe) -> str:
         if task.scores_tokens:
             return task.name
         if "text" not in columns or {"label", "labels", "score"} & columns:
-            convert = converter(name, own, {}, None, task.name)
+            convert = Converter(name, own, {}, None, task.name)
             for value in values[:_MOST_NAMED]:
                 with contextlib.suppress(UnusableRowError):
                     convert(value)

@@ -597,25 +597,13 @@ class Launch:
                 seen = self._look(machine)
                 self._take_price(machine, seen)
                 answered_at = awake
-                if seen is None:
-                    missed.append(self._clock())
-                    if len(missed) >= 3 and (machine.alive_at or age > self.driver.late_s):
-                        why = "taken away" if machine.booted_at else "gone before it had booted"
-                        return MachineEnding(why, at=missed[0])
-                else:
-                    missed, machine.alive_at = [], self._clock()
-                    if seen.is_over:
-                        return self._ended(machine, seen.code)
-                    if seen.stuck:
-                        return MachineEnding(seen.stuck, leaves_offer_out=True)
+                missed = [] if seen else [*missed, self._clock()]
+                if ending := self._ending_by(seen, machine, missed, age):
+                    return ending
                 if seen is not None and seen.is_waiting:
                     beat_at = awake
                 elif seen is not None and not is_paid and machine.began_at is None:
                     self.ledger.note(machine.name, "began", now)
-                elif is_paid and machine.booted_at is None and age > patience.boot_s:
-                    return MachineEnding(
-                        f"not booted after {say_seconds(age)}", leaves_offer_out=True
-                    )
             except UnclearError:
                 if awake - answered_at > patience.lost_s:
                     return MachineEnding(f"no answer for {say_seconds(awake - answered_at)}")
@@ -626,6 +614,25 @@ class Launch:
             if is_paid and machine.most_s and age > machine.most_s + 60:
                 return MachineEnding("its time is over", EXIT_LIMIT)
             self.sleep(patience.poll_s)
+
+    def _ending_by(
+        self, seen: InstanceStatus | None, machine: RentedMachine, missed: list[float], age: float
+    ) -> MachineEnding | None:
+        """The ending that the provider's answer shows. `missed` are the times of answers without
+        the machine."""
+        if seen is None:
+            if len(missed) >= 3 and (machine.alive_at or age > self.driver.late_s):
+                why = "taken away" if machine.booted_at else "gone before it had booted"
+                return MachineEnding(why, at=missed[0])
+        else:
+            machine.alive_at = self._clock()
+            if seen.is_over:
+                return self._ended(machine, seen.code)
+        is_late = self.driver.is_paid_in_queue and age > self.patience.boot_s
+        stuck = seen.stuck if seen is not None else ""
+        if is_late and machine.booted_at is None and not (seen and seen.is_waiting):
+            stuck = stuck or f"not booted after {say_seconds(age)}"
+        return MachineEnding(stuck, leaves_offer_out=True) if stuck else None
 
     def _is_at_cap(self, machine: RentedMachine) -> bool:
         """Whether the machine has to end now for the cap to hold until it is confirmed gone."""

@@ -279,11 +279,10 @@ def load_model(
     trained_for = class_names(config)
     text_config = config.get_text_config()
     grows = n_words is not None and n_words > text_config.vocab_size
+    config = copy.deepcopy(config)
     if grows and choice.init != "pretrained":
-        config = copy.deepcopy(config)
         config.get_text_config().vocab_size = n_words
     if labels is not None:
-        config = copy.deepcopy(config)
         labels.set_head(config, label_names)
     auto = auto_class(task)
     torch.manual_seed(seed)
@@ -313,10 +312,7 @@ def load_model(
                 revision=choice.revision,
                 **how,
             )
-            for module in model.modules() if in_four_bits is not None else ():
-                if hasattr(module, "support_avx512bf16_for_cpu"):
-                    # bitsandbytes would write over the weights at the first evaluation on a CPU
-                    module.support_avx512bf16_for_cpu = False
+            _keep_weights(model)
             _body_must_be_whole(model, loaded, task, choice.name)
             if grows:
                 torch.manual_seed(seed)
@@ -336,6 +332,13 @@ def load_model(
         pad = getattr(model.config, "pad_token_id", None) or 0
         decoder_inputs(model, torch.tensor([[pad + 1] * 2]))
     return model
+
+
+def _keep_weights(model: Any) -> None:
+    """Without this bitsandbytes writes over its weights at the first evaluation on a CPU."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _tell_padding(config: Any, pad_id: int | None) -> None:

@@ -161,21 +161,16 @@ def _chat(item: Json, out: Imported) -> Json:
 
 # ---- columns and format strings ----
 
-_HEADERS = {
-    "chatml": ("<|im_start|>{}\n", "<|im_end|>", "\n"),
-    "llama3": ("<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>", ""),
-}
-_ASKED = {"icr": "input", "intel": "question", "prompt_pairs": "prompt", "argilla": "instruction"}
-
 
 def pair_style(name: str, task: str) -> Json | None:
     """Axolotl's formats of preferences such as `chatml.intel`, for `task`; None for others."""
     frame, _, style = name.partition(".")
-    asked = "prompt" if (style, task) == ("ultra", "kto") else _ASKED.get(style)
+    frames, questions = fact("axolotl-frames"), fact("axolotl-questions")
+    asked = "prompt" if (style, task) == ("ultra", "kto") else questions.get(style)
     is_pair = objective_of(task).n_sequences > 1
-    if frame not in _HEADERS or asked is None or (style == "argilla" and is_pair):
+    if frame not in frames or asked is None or (style == "argilla" and is_pair):
         return None
-    header, end, gap = _HEADERS[frame]
+    header, end, gap = frames[frame]
     user = f"{header.format('user')}{{{asked}}}{end}{gap}{header.format('assistant')}"
     answers = ("chosen", "rejected") if is_pair else ("completion",)
     return {

@@ -30,14 +30,6 @@ def method_of(has_adapter: bool, is_4bit: bool) -> str:
     return "full" if not has_adapter else "qlora" if is_4bit else "lora"
 
 
-def peft_targets(out: Imported) -> None:
-    """The layers that get an adapter by default."""
-    name = str(out.job.get("model.model_name_or_path", "")).rstrip("/").rpartition("/")[2].lower()
-    known = fact("peft-targets").items()
-    layers = next(each for pattern, each in known if re.search(pattern, name))
-    out.default({"method.target_modules": layers.split()}, "peft for models of this name")
-
-
 def settle_precision(values: Json, out: Imported, *, has_fp32_default: bool) -> None:
     """Precision where a tool has fp32 for what is not written, and weights that are less than
     that.
@@ -61,7 +53,10 @@ def settle(values: Json, out: Imported, *, has_adapter: bool, has_fp32_default: 
     settle_precision(values, out, has_fp32_default=has_fp32_default)
     if has_adapter:
         defaults(out, "lora")
-        peft_targets(out)
+        path, known = str(out.job.get("model.model_name_or_path", "")), fact("peft-targets").items()
+        name = path.rstrip("/").rpartition("/")[2].lower()
+        layers = next(each for pattern, each in known if re.search(pattern, name))
+        out.default({"method.target_modules": layers.split()}, "peft for models of this name")
     of_trl = (TRL,) if out.source != TRAINER or (out.prefers and out.labels) else ()
     if of_trl and out.prefers:
         rate = 1e-4 if out.job["task"] == "reward" else 1e-6
@@ -202,12 +197,6 @@ def _columns(values: Json, out: Imported) -> None:
 
 # ---- the data ----
 
-_NAMES_OF_DATA = ("dataset_name", "dataset_id_or_path", "train_file", "data_path")
-_OF_SOURCE = {
-    **{"path": "path", "id": "path", "name": "name", "config": "name", "split": "split"},
-    **{"fraction": "weight", "weight": "weight"},
-}
-
 
 def read_data(values: Json, out: Imported) -> None:
     """`dataset_name` and what goes with it, or the lists `datasets` (TRL), `dataset_mixture` and
@@ -225,10 +214,9 @@ def read_data(values: Json, out: Imported) -> None:
     held = said.get(held_key)
     if held and not evaluates:
         out.name(held_key, held, "not evaluated there (eval_strategy: no)")
-    if key := next((key for key in _NAMES_OF_DATA if key in said), ""):
+    if key := next((key for key in fact("names-of-data").split() if key in said), ""):
         source: Json = {"path": said[key]}
-        for theirs in ("dataset_config", "dataset_config_name", "dataset_train_split"):
-            own = "split" if theirs.endswith("split") else "name"
+        for theirs, own in fact("beside-data").items():
             if theirs in said:
                 source[own] = said[theirs]
                 out.name(theirs, said[theirs], f"is `{own}` of data.train")
@@ -262,10 +250,10 @@ def _mixture(given: Any, at: str, out: Imported) -> None:
     """Several data sets, each with the share of its rows that is taken."""
     if not (isinstance(given, list) and given and all(isinstance(each, dict) for each in given)):
         return
-    found = []
+    found, known = [], fact("mixture-keys")
     for index, each in enumerate(given):
-        own = {key: value for key, value in each.items() if key in _OF_SOURCE and value is not None}
-        found.append({_OF_SOURCE[key]: value for key, value in own.items()})
+        own = {key: value for key, value in each.items() if key in known and value is not None}
+        found.append({known[key]: value for key, value in own.items()})
         out.keep(own, "data.train", f"{at}[{index}].")
         read_keys(out, each, "mixture", before=f"{at}[{index}].")
     out.job.setdefault("data.train", found)

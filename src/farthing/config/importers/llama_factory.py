@@ -147,15 +147,13 @@ def _registry(directory: str, folder: Path) -> tuple[Json, Path]:
     return {}, folder
 
 
-_PLACES = ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
-
-
 def _source(name: str, registry: Json, at: Path, out: Imported) -> Json:
     entry = registry.get(name)
     if not isinstance(entry, dict):
         out.notes += [f"dataset_info.json has no `{name}`"] * bool(registry)
         return {"path": name}
-    key = next((key for key in _PLACES if isinstance(entry.get(key), str)), "")
+    places = fact("llama-factory-places").split()
+    key = next((key for key in places if isinstance(entry.get(key), str)), "")
     source: Json = {"path": str(at / entry[key]) if key == "file_name" else entry.get(key, name)}
     own = {"name": entry.get("subset"), "split": entry.get("split")}
     source |= {key: value for key, value in own.items() if isinstance(value, str)}

@@ -71,9 +71,6 @@ def read(
     if losses:
         out.job["objective.loss_type"] = losses[0] if len(losses) == 1 else losses
         out.keep({loss: given} if given else {}, "objective.loss_type")
-    for key in ("loss_weights", "dpo_loss_weights"):
-        if weights := values.get(key):
-            out.put(key, weights, "objective.loss_weights", weights)
     if name == "simpo" and (ratio := _amount(values, "gamma_beta_ratio")):
         gamma = ratio * (_amount(values, "beta") or 2.0)
         out.put("gamma_beta_ratio", ratio, "objective.simpo_gamma", gamma, "x beta")

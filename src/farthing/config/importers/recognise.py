@@ -15,7 +15,7 @@ import yaml
 
 from farthing.config.bounded import read_yaml, whole_number
 from farthing.config.importers import axolotl, hf, home_made, llama_factory, script_job, services
-from farthing.config.importers.scripts import Call, Command, calls_of, code_of_notebook, commands_of
+from farthing.config.importers.scripts import Command, calls_of, code_of_notebook, commands_of
 from farthing.config.importers.tables import Imported, UnmatchedError, fact, table
 from farthing.config.load import job_of
 from farthing.config.values import flat
@@ -132,10 +132,20 @@ def _finish(out: Imported) -> None:
     if job.get("method.name") == "full":
         for key in [key for key in job if key.startswith("method.") and key != "method.name"]:
             out.drop(key, "about an adapter, and there is none")
-    if job.get("train.warmup_ratio") and job.get("train.warmup_steps") == 0:
-        out.drop("train.warmup_steps", "0 leaves it to warmup_ratio")
     if "train.warmup_steps" in job:
-        out.drop("train.warmup_ratio", "warmup_steps overrides it")
+        is_share = job.get("train.warmup_ratio") and job["train.warmup_steps"] == 0
+        why = "0 leaves it to warmup_ratio" if is_share else "warmup_steps overrides it"
+        out.drop("train.warmup_steps" if is_share else "train.warmup_ratio", why)
+    _settle_evaluation(out)
+    if job.get("train.bf16"):
+        out.drop("train.fp16", "bf16 is on too, and goes before it")
+    while not out.blockers and _drops_what_a_job_refuses(out):
+        pass
+
+
+def _settle_evaluation(out: Imported) -> None:
+    """Leave no key that needs evaluation data where there are none, or steps where it has none."""
+    job = out.job
     if not job.get("data.eval") and not job.get("data.eval_fraction"):
         for key, (effect, why) in fact("without-evaluation").items():
             if job.get(key) not in (None, False, "no"):
@@ -150,10 +160,6 @@ def _finish(out: Imported) -> None:
         out.defaults["train.eval_steps"] = "Trainer: as often as it logs"
     if job.get("train.eval_strategy") in ("no", "epoch"):
         out.drop("train.eval_steps", "eval_strategy does not go by steps")
-    if job.get("train.bf16"):
-        out.drop("train.fp16", "bf16 is on too, and goes before it")
-    while not out.blockers and _drops_what_a_job_refuses(out):
-        pass
 
 
 def _drops_what_a_job_refuses(out: Imported) -> bool:
@@ -200,13 +206,12 @@ def settings_in(path: Path) -> Json:
     try:
         try:
             values = json.loads(text, parse_int=whole_number)
-        except ValueError:
+        except (ValueError, RecursionError):
             values = read_yaml(text)
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         what = str(getattr(error, "problem", None) or error).splitlines()[0][:200]
-        what = "nested too deep" if isinstance(error, RecursionError) else what
         what = f"not valid YAML or JSON: {what}"
         raise InputError(what, where=where, to_do="correct the syntax") from error
     if not isinstance(values, dict) or not values:
@@ -237,15 +242,18 @@ def _script(path: Path, source: str | None) -> Imported:
         code = code_of_notebook(code, str(path))
     calls = calls_of(code, str(path))
     imports = re.findall(r"^\s*(?:from|import)\s+(\w+)", code, re.MULTILINE)
-    if (call := _service_call(calls)) is not None:
+    # the call of OpenAI's or Together's Python client that creates a fine-tuning job
+    ends = ("fine_tuning.jobs.create", "fine_tuning.create")
+    if call := next((call for call in calls if call.name.endswith(ends)), None):
         is_together = "together" in imports or ".jobs." not in call.name
         return _read(services.TOGETHER if is_together else services.OPENAI, call.named, path)
     tools = {"unsloth": hf.UNSLOTH, "trl": hf.TRL, "transformers": hf.TRAINER}
     source = source or next((tool for word, tool in tools.items() if word in imports), None)
     takes_all = re.search(r"\b(TrlParser|HfArgumentParser)\(", code) is not None
     if takes_all or not script_job.has_settings(calls):
-        commands = [command for doc in _docstrings(code) for command in commands_of(doc)]
-        if commands:
+        comments = "\n".join(re.findall(r"^\s*#\s?(.*)$", code, re.MULTILINE))
+        texts = [*re.findall(r'"""(.*?)"""', code, re.DOTALL), comments]
+        if commands := [command for text in texts for command in commands_of(text)]:
             return _commands(path, commands, source)
         what = "a script without training settings of its own, or with a training loop of its own"
         to_do = "import the file that has its settings (.yaml, .json, .sh), or: farthing init JOB"
@@ -256,17 +264,6 @@ def _script(path: Path, source: str | None) -> Imported:
     out = Imported(source, path)
     script_job.read(calls, out)
     return out
-
-
-def _service_call(calls: list[Call]) -> Call | None:
-    """The call of OpenAI's or Together's Python client that creates a fine-tuning job."""
-    ends = ("fine_tuning.jobs.create", "fine_tuning.create")
-    return next((call for call in calls if call.name.endswith(ends)), None)
-
-
-def _docstrings(code: str) -> list[str]:
-    comments = "\n".join(re.findall(r"^\s*#\s?(.*)$", code, re.MULTILINE))
-    return [*re.findall(r'"""(.*?)"""', code, re.DOTALL), comments]
 
 
 def _commands(path: Path, commands: list[Command], source: str | None) -> Imported:
@@ -281,14 +278,12 @@ def _commands(path: Path, commands: list[Command], source: str | None) -> Import
     with_rate = (c for c in commands if any("lr" in k or "learning_rate" in k for k in c.values))
     best = next(with_rate, commands[0])
     if source is None:
-        source = _whose(best.values) or hf.TRAINER
-        if best.program.startswith(("run_", "finetune")):
-            source = hf.TRAINER
-        elif "dataset_name" in best.values:
-            source = hf.TRL
+        is_run = best.program.startswith(("run_", "finetune"))
+        of_data = hf.TRL if "dataset_name" in best.values else _whose(best.values)
+        source = None if is_run else of_data
     computes_in = best.launcher.get("mixed_precision")  # of accelerate, which the programs take up
     own = {computes_in: True} if computes_in in ("bf16", "fp16") else {}
-    out = _read(source, own | best.values, path, best.program)
+    out = _read(source or hf.TRAINER, own | best.values, path, best.program)
     for key, value in flat(best.launcher):
         is_count = value != 1 and bool(re.search("nproc|num_(proc|gpus|machines)|nnodes", key))
         why = "how it is started; say where.gpus, or `farthing train --accelerate FILE`"

@@ -11,14 +11,7 @@ from typing import Any
 
 from farthing.config.importers import hf
 from farthing.config.importers.scripts import Call
-from farthing.config.importers.tables import (
-    Computed,
-    Imported,
-    defaults,
-    fact,
-    read_keys,
-    table,
-)
+from farthing.config.importers.tables import Computed, Imported, defaults, fact, read_keys, table
 from farthing.objectives.classification import CLASSIFICATION
 from farthing.objectives.multi_label import MULTI_LABEL
 from farthing.objectives.regression import REGRESSION
@@ -29,6 +22,8 @@ _OF_DATA = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_
 
 def kind_of(call: Call) -> str:
     """What a call says of a training; empty for one that says nothing."""
+    if [list(each) for each in call.positional if isinstance(each, dict)] == [["pad_token"]]:
+        return ""  # padding is never learned
     if call.last == "from_pretrained":
         if call.owner == "AutoTokenizer":
             return "tokenizer"
@@ -58,7 +53,7 @@ def read(calls: Sequence[Call], out: Imported) -> None:
     values = script.values
     words = r"(DPO|KTO|ORPO|CPO|Reward|SFT)(Config|Trainer)$"
     asked = {found[1].lower() for call in calls if (found := re.match(words, call.last))}
-    if len(asked) > 1 and asked != {"sft"}:
+    if len(asked) > 1:
         what = f"several trainings ({', '.join(sorted(asked))}): import them apart"
         out.refuse("(script)", None, what)
     elif asked:
@@ -134,13 +129,11 @@ class _Script:
                 return
             case "tokenizer":
                 of = (*call.positional, given.get("pretrained_model_name_or_path"))[0]
-                if _is_text(of) and "trainer" not in self.done:  # else it is to try the model
-                    self.tokenizer = self.tokenizer or of
+                tries = "trainer" in self.done  # the model
+                self.tokenizer = (
+                    of if _is_text(of) and not (self.tokenizer or tries) else self.tokenizer
+                )
                 return
-            case "code" if [list(x) for x in call.positional if isinstance(x, dict)] == [
-                ["pad_token"]
-            ]:
-                return  # padding is never learned
             case "code":
                 return self._code(call.name, call.last, (*call.positional, "...")[0])
             case "rows":
@@ -159,8 +152,6 @@ class _Script:
                 self._model(call.owner, given)
             case "adapter" if call.last == "get_peft_model" and "r" not in given:
                 return  # its settings are in LoraConfig
-            case "template" if call.last == "apply_chat_template":
-                given.pop("chat_template", None)
             case "template" if given.get("chat_template") == "chatml":
                 text = fact("chatml")
                 self.out.template(f"{before}chat_template", "chatml", text, "chatml.jinja")
@@ -175,10 +166,9 @@ class _Script:
         told = row.get("reads", "").split()
         given = {key: value for key, value in given.items() if not told or key in told}
         self.calls.append((before, given))
-        for key, value in given.items():
-            if value is not None and key not in self.values:
-                self.values[key] = value
-                self.out.labels[key] = f"{before}{key}"
+        new = {k: v for k, v in given.items() if v is not None and k not in self.values}
+        self.values |= new
+        self.out.labels |= {key: f"{before}{key}" for key in new}
 
     def splits(self) -> None:
         """Splits of the one data set that `data["train"]` and `data["test"]` stand for."""

@@ -84,10 +84,6 @@ def calls_of(source: str, where: str) -> list[Call]:
     return list(_Script(tree).calls())
 
 
-def _line(node: Any) -> int:
-    return int(node.lineno)
-
-
 def _dotted(node: ast.expr) -> str:
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
@@ -98,6 +94,7 @@ def _dotted(node: ast.expr) -> str:
     return ".".join(["()", *reversed(parts)]) if parts else ""
 
 
+_line = operator.attrgetter("lineno")
 _ARITHMETIC: dict[type[ast.operator], Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -46,15 +46,11 @@ def read_openai(values: Json, out: Imported) -> None:
     elif kind is not None:
         out.refuse("method.type", kind, f"{kind} learning, which farthing does not do")
     out.job["model.model_name_or_path"] = _STAND_IN
-    read_keys(out, values, OPENAI, name_of=_within_hyperparameters)
+    read_keys(out, values, OPENAI, name_of=lambda key: re.sub(".*hyperparameters.*\\.", "", key))
     _note_files(out, "OpenAI (its files API)")
     for of, each in fact("openai-guesses").items():
         out.default(each, of)
     out.notes.append(fact("openai-note"))
-
-
-def _within_hyperparameters(key: str) -> str:
-    return key.rpartition(".")[2] if "hyperparameters" in key else key
 
 
 def read_together(values: Json, out: Imported) -> None:

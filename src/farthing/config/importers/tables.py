@@ -321,13 +321,6 @@ def warmup(value: Any) -> int | At:
     return int(found) if found >= 1 else At("train.warmup_ratio", found)
 
 
-def answers(value: Any) -> bool:
-    """data.train_on_prompt of a switch that leaves the prompts out."""
-    if not is_true(value):
-        raise UnmatchedError("is data.train_on_prompt", "none")
-    return False
-
-
 def is_true(value: Any) -> bool:
     """Whether a switch is on, in a file or on a command line."""
     return str(value).lower() in ("true", "yes", "on", "1")
@@ -385,7 +378,7 @@ def uploaded(value: Any) -> list[Json]:
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
-    **{each.__name__: each for each in (warmup, answers, names, targets, reports, mapping, files)},
+    **{each.__name__: each for each in (warmup, names, targets, reports, mapping, files)},
     "service-file": uploaded,
     "multiplier": lambda value: number(value) * 2e-4,  # of farthing's rate for adapters
 }
