@@ -22,6 +22,7 @@ from farthing.events import Decided, StepSkipped, StepTaken
 from farthing.model.forward import Forward
 from farthing.train.loop import take_step
 from farthing.train.step import Step
+from farthing.train.update import WeightUpdate
 from patience import until
 from thinned import thinned
 from workshop import (
@@ -126,7 +127,7 @@ def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(tmp_path, mo
 
     monkeypatch.setattr(Step, "take", spoil)
     rows, weights, receipt = ends_of(make_job(tmp_path / "a", eval_steps=4, **keys), monkeypatch)
-    monkeypatch.setattr(Step, "n_ahead", property(lambda _: 1))
+    monkeypatch.setattr(WeightUpdate, "n_ahead", property(lambda _: 1))
     ahead = ends_of(make_job(tmp_path / "b", eval_steps=4, **keys), monkeypatch)
     assert ahead[0] == rows
     assert are_same(weights, ahead[1])
@@ -137,7 +138,7 @@ def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(tmp_path, mo
 def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(tmp_path, monkeypatch):
     honest = Forward.loss
     monkeypatch.setattr(Forward, "loss", times(honest, torch.nan))
-    monkeypatch.setattr(Step, "n_ahead", property(lambda _: 1))
+    monkeypatch.setattr(WeightUpdate, "n_ahead", property(lambda _: 1))
     job = make_job(tmp_path, max_steps=9, max_skipped_steps=2)
     with pytest.raises(NotFiniteError):
         train(job)

@@ -179,7 +179,7 @@ def take_step(run: Run) -> None:
     at.n_targets += sums.n_targets
     run.record.micro_batch(*sums.largest)
     run.log.in_flight.append(taken)
-    run.log.settle(run.steps.step.n_ahead)
+    run.log.settle(run.steps.step.update.n_ahead)
     run.saver.note_finished(run.saver.checkpoints.finished_save())
     if run.context.replica is not None:
         run.context.replica.check()

@@ -106,6 +106,7 @@ class Steps:
     def _rehearse(self, step: int) -> tuple[int, int]:
         feed, of, ranks = self.feed, self.step, self.step.ranks
         sums = of.begin(step)
+        sums.counts = False
         largest = feed.largest(step)
         arrays = of.forward.collate(feed.tokens, largest)
         passes = [
@@ -116,7 +117,7 @@ class Steps:
             passes = passes[1:]
         word = of.shared.begin(len(passes))
         try:
-            of.accumulate(sums, passes, of.shared.reducer, counts=False)
+            of.accumulate(sums, passes, of.shared.reducer)
             reserve_for_update(of.optimizer)
             load_update_kernels(of.optimizer)
         except Exception as error:

@@ -47,11 +47,6 @@ class Step:
         self.shared = SharedStep(training, self.trained)
         self.number, self.totals = 0, OfStep(0, ())
 
-    @property
-    def n_ahead(self) -> int:
-        """Steps that may be under way on the device while the host begins the next."""
-        return 1 if self.device.type == "cuda" and not self.update.waits_for_host else 0
-
     def take(self, number: int) -> StepResult:
         """Step `number`, from 0. Raises `RunInterruptedError`, `torch.OutOfMemoryError`."""
         started_s, rate = self.meter.wall_s, self.feed.schedule.learning_rate(number)
@@ -61,7 +56,7 @@ class Step:
         try:
             self.accumulate(sums, self.feed.of(number), self.shared.reducer)
             for idle in self.shared.idle(number, n_passes - len(sums.losses)):
-                self.accumulate(Sums(sums.examples, sums.n_targets), [idle], counts=False)
+                self.accumulate(Sums(sums.examples, sums.n_targets, counts=False), [idle])
             if self.should_stop() and self.shared.waits_in_layers:
                 raise RunInterruptedError(STOPPED)
             reserve_for_update(self.optimizer)
@@ -93,14 +88,10 @@ class Step:
         return Sums(examples, self.feed.tokens.n_targets(examples))
 
     def accumulate(
-        self,
-        sums: Sums,
-        micro_batches: Iterable[MicroBatch],
-        reducer: Reducer | None = None,
-        counts: bool = True,
+        self, sums: Sums, micro_batches: Iterable[MicroBatch], reducer: Reducer | None = None
     ) -> None:
-        """Add up the gradients of a step's micro-batches, each divided by the targets of all, or
-        zeros where they do not count. Raises `RunInterruptedError`.
+        """Add up the gradients of a step's micro-batches, each divided by the targets of all.
+        Raises `RunInterruptedError`.
 
         Where a `reducer` hears of each micro-batch, dropout follows from the place in the table.
         """
@@ -115,14 +106,12 @@ class Step:
                     if not len(micro_batch.examples):
                         continue
                     seed_everything(self.seed, micro_batch.step, micro_batch.number)
-                self._backward(sums, micro_batch, reducer, counts)
+                self._backward(sums, micro_batch, reducer)
                 # with spread weights others would wait for this rank's
                 if self.should_stop() and not self.ranks.is_fsdp:
                     raise RunInterruptedError(STOPPED)
 
-    def _backward(
-        self, sums: Sums, micro_batch: MicroBatch, reducer: Reducer | None, counts: bool
-    ) -> None:
+    def _backward(self, sums: Sums, micro_batch: MicroBatch, reducer: Reducer | None) -> None:
         """One micro-batch: to the device, forward, loss / targets of the step, backward."""
         with self.meter.span("host_to_device"):
             batch = self.forward.to_device(micro_batch.arrays)
@@ -134,7 +123,7 @@ class Step:
             if reducer is not None and micro_batch.is_last:
                 reducer.last_backward_begins()
             with self.ranks.computing():
-                self.scaler.scale(loss / sums.n_targets if counts else 0.0 * loss).backward()
+                self.scaler.scale(loss / sums.n_targets if sums.counts else 0.0 * loss).backward()
             add_up()
         sums.add(micro_batch, loss, figures, self.forward.n_computed(micro_batch.arrays))
 

@@ -20,6 +20,7 @@ class Sums:
 
     examples: Ints
     n_targets: int  # of all ranks: what the summed loss is divided by
+    counts: bool = True  # else its gradients are zeros: a rehearsal, or another rank's turn
     done: list[MicroBatch] = field(default_factory=list)
     """Of this rank; their arrays may still be on their way to the device."""
     losses: list[Tensor] = field(default_factory=list)  # of each: a sum, on the device

@@ -38,16 +38,14 @@ def tracked(emit: Emit, names: tuple[str, ...], folder: Path) -> Iterator[Emit]:
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
-            extra = "track" if name == "tensorboard" else name
-            to_do = f"pip install 'farthing[{extra}]'"
+            to_do = f"pip install 'farthing[{'track' if name == 'tensorboard' else name}]'"
             raise InputError(f"{name} is not installed", where="train.report_to", to_do=to_do)
     trackers = [_Tracker(name, folder) for name in dict.fromkeys(names)]
 
     def drop_failed() -> None:
         for tracker in [each for each in trackers if each.trouble]:
             trackers.remove(tracker)
-            what = f"{tracker.name} {tracker.trouble}"
-            emit(Warned(f"report_to: {what} and is off from here on"))
+            emit(Warned(f"report_to: {tracker.name} {tracker.trouble} and is off from here on"))
 
     def emit_and_tell(event: Event) -> None:
         emit(event)
@@ -77,19 +75,19 @@ class _Tracker(threading.Thread):
     def __init__(self, name: str, folder: Path) -> None:
         super().__init__(name=name, daemon=True)
         self.folder, self.trouble = folder, ""
-        self.waiting: queue.Queue[Figures | None] = queue.Queue(MOST_WAITING)
+        self.waiting: queue.SimpleQueue[Figures | None] = queue.SimpleQueue()
         self.start()
 
     def tell(self, figures: Figures | None) -> None:
-        try:
-            self.waiting.put_nowait(figures)
-        except queue.Full:
+        self.waiting.put(figures)
+        if self.waiting.qsize() > MOST_WAITING:
             self.trouble = self.trouble or f"is {MOST_WAITING:,} events behind"
 
     def run(self) -> None:
+        figures = iter(self.waiting.get, None)
         try:
-            if (first := self.waiting.get()) is not None:
-                self._follow(itertools.chain([first], iter(self.waiting.get, None)))
+            for first in figures:  # nothing is opened for a run without figures
+                self._follow(itertools.chain([first], figures))
         except Exception as error:  # a disk, a server, a library: none of it is worth a run
             self.trouble = f"failed ({error})"
 
@@ -127,11 +125,14 @@ def _wandb(folder: Path, run_id: str, step: int) -> Tracker:
     """Neither code nor what is printed is sent."""
     import wandb
 
-    settings = wandb.Settings(console="off", disable_code=True, disable_git=True, silent=True)
-    to = {"project": os.environ.get("WANDB_PROJECT", "farthing"), "dir": str(folder)}
-    config = kept_job(folder)
     run = wandb.init(
-        id=run_id, name=folder.name, config=config, settings=settings, resume="allow", **to
+        project=os.environ.get("WANDB_PROJECT", "farthing"),
+        dir=str(folder),
+        id=run_id,
+        name=folder.name,
+        config=kept_job(folder),
+        settings=wandb.Settings(console="off", disable_code=True, disable_git=True, silent=True),
+        resume="allow",
     )
     run.define_metric("*", step_metric="step")
     return lambda figures, step: run.log({**figures, "step": step}), run.finish

@@ -26,7 +26,7 @@ class WeightUpdate:
         trained: Sequence[Tensor],
         device: torch.device,
     ) -> None:
-        self._optimizer, self._scaler = optimizer, scaler
+        self._optimizer, self._scaler, self._is_cuda = optimizer, scaler, device.type == "cuda"
         self.is_guarded_on_device = all(
             weight.device.type == device.type for weight in trained
         ) and all(group.get("fused") for group in optimizer.param_groups)
@@ -35,9 +35,11 @@ class WeightUpdate:
         self._versions: list[int] | None = None
 
     @property
-    def waits_for_host(self) -> bool:
-        """Whether the host has to know that gradients are finite before it can begin."""
-        return not (self.is_guarded_on_device or self._scaler.is_enabled())
+    def n_ahead(self) -> int:
+        """Steps that may be under way on the device while the host begins the next: none where the
+        host has to know that gradients are finite before the update.
+        """
+        return int(self._is_cuda and (self.is_guarded_on_device or self._scaler.is_enabled()))
 
     def begin(self) -> None:
         """A step begins."""
