@@ -230,7 +230,7 @@ def test_attempts_that_are_brought_back_come_before_the_one_under_way(path, tmp_
     for _ in range(2):
         ledger.take_in(read_ledger(tmp_path / "stored").accounts)
         assert sums_of(path) == pytest.approx((410, 0.45))
-    assert ledger.number == 4
+    assert ledger.mine.number == 4
     found = read_ledger(path, witnesses_of(tmp_path))
     assert [each.machine for each in found.ordered] == ["", "", "", "m"]
     assert not found.is_damaged

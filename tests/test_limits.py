@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 
 import workshop
+from farthing.clock import steady_clock
 from farthing.config.job import Job
 from farthing.errors import RunDamagedError, RunInterruptedError
 from farthing.report.receipt import build_receipt
 from farthing.run.accounts import read_ledger
 from farthing.run.exported import seal_export
-from farthing.run.ledger import Ledger, Meter, steady_clock
+from farthing.run.ledger import Ledger, Meter
 from farthing.run.signals import Notice
 from farthing.train.budget import RunLimits
 from farthing.train.context import Context, Progress

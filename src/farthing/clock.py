@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import date, datetime
 
 
@@ -27,3 +28,11 @@ def seconds_since_boot() -> float:
     if hasattr(time, "CLOCK_BOOTTIME"):
         return time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.monotonic()
+
+
+def steady_clock(
+    wall: Callable[[], float] = time.time, since_boot: Callable[[], float] = seconds_since_boot
+) -> Callable[[], float]:
+    """Of the time of day, from the `wall` clock as it is now, wherever that is set later."""
+    boot_at = wall() - since_boot()
+    return lambda: boot_at + since_boot()

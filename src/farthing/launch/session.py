@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from farthing.clock import seconds_since_boot
+from farthing.clock import seconds_since_boot, steady_clock
 from farthing.config.job import Job
 from farthing.errors import (
     FarthingError,
@@ -42,7 +42,6 @@ from farthing.prices.offers import boot_of
 from farthing.run.accounts import read_ledger
 from farthing.run.commits import take_run
 from farthing.run.folder import LEDGER, run_id_of
-from farthing.run.ledger import steady_clock
 from farthing.storage.files import Json, cannot_write, make_private, only_writer, write_text
 from farthing.storage.lease import Lease, LeaseLostError
 from farthing.storage.objects import Retrying, Store, StoreError, open_store
@@ -466,9 +465,8 @@ def notes_of(prepared: Prepared, ask: LaunchRequest) -> list[str]:
         f"{target.keeps_billing[0] if target.keeps_billing else ''} is not counted here": (
             target.keeps_billing
         ),
-        "the secrets have to be in Secret Manager of the project, each by the name of its variable": (  # noqa: E501
-            target.name == "vertex" and ask.secrets
-        ),
+        "the secrets have to be in Secret Manager of the project, each by the name of its"
+        " variable": (target.name == "vertex" and ask.secrets),
         f"image: {ask.image}, on which this farthing is installed; --image names your own": (
             ask.image and not prepared.wishes.image
         ),

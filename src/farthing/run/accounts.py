@@ -227,13 +227,14 @@ def as_line(account: Account) -> str:
 
 
 def read_ledger(path: Path, witnesses: Iterable[Witness] = ()) -> Found:
-    """The accounts in a ledger, one line in memory at a time; empty where there is none."""
+    """The accounts in a ledger; empty where there is none."""
     found = Found()
     if path.exists():
         with open(path, "rb") as file:
-            while raw := file.readline(MAX_LINE_BYTES):
-                if raw.strip() and not _take_in(found.accounts, read_line(raw)):
-                    found.n_broken += 1
+            lines = iter(lambda: file.readline(MAX_LINE_BYTES), b"")
+            read = [_account_of(read_line(raw)) for raw in lines if raw.strip()]
+        found.n_broken = read.count(None)
+        found.accounts = merge({}, filter(None, read))
     _make_good(found, list(witnesses))
     return found
 
@@ -241,17 +242,6 @@ def read_ledger(path: Path, witnesses: Iterable[Witness] = ()) -> Found:
 def accounts_of(rows: Iterable[Json]) -> dict[int, Account]:
     """What rows say together: they may have come from a store."""
     return merge({}, filter(None, map(_account_of, rows)))
-
-
-def _take_in(accounts: dict[int, Account], row: Json | None) -> bool:
-    """Add a row to the accounts, unless something newer is known. False: it is no account."""
-    new = _account_of(row)
-    if new is None:
-        return False
-    known = accounts.get(new.number)
-    if known is None or known.id != new.id or new.line >= known.line:
-        accounts[new.number] = new
-    return True
 
 
 def _account_of(row: Json | None) -> Account | None:

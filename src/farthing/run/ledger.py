@@ -28,11 +28,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from farthing.clock import seconds_since_boot
+from farthing.clock import seconds_since_boot, steady_clock
 from farthing.run.accounts import (
     LOST,
     N_SHORT_MARKS,
-    RUNNING,
     Account,
     Witness,
     as_line,
@@ -81,14 +80,6 @@ def seconds_since_process_start() -> float:
 
         age = time.time() - psutil.Process().create_time()
     return age if 0 <= age < 3600 else 0.0
-
-
-def steady_clock(
-    wall: Callable[[], float] = time.time, since_boot: Callable[[], float] = seconds_since_boot
-) -> Callable[[], float]:
-    """Of the time of day, from the `wall` clock as it is now, wherever that is set later."""
-    boot_at = wall() - since_boot()
-    return lambda: boot_at + since_boot()
 
 
 class Meter:
@@ -165,9 +156,14 @@ class Ledger:
         self._path, self._meter = path, meter
         self.lock = meter.lock
         """Held while a line is made and written."""
-        self._mine = Account(LOST, id=uuid.uuid4().hex[:12], usd_per_hour=usd_per_hour)
-        self._mine.n_gpus = n_gpus
-        self._mine.machine = os.environ.get(MACHINE, "")
+        self.mine = Account(
+            LOST,
+            id=uuid.uuid4().hex[:12],
+            machine=os.environ.get(MACHINE, ""),
+            usd_per_hour=usd_per_hour,
+            n_gpus=n_gpus,
+        )
+        """This attempt; `number` is from 1."""
         self.past: list[Account] = []
         """The other attempts, in order."""
         self._past_lines = ""
@@ -182,7 +178,7 @@ class Ledger:
 
     def _add(self, known: dict[int, Account]) -> None:
         """Take over what is known of other attempts; number this one after them."""
-        mine = self._mine
+        mine = self.mine
         known = merge(known, self.past)
         self.past = [known[number] for number in sorted(known) if known[number].id != mine.id]
         numbers = [account.number for account in self.past]
@@ -198,19 +194,19 @@ class Ledger:
 
     @property
     def _all(self) -> list[Account]:
-        return [*self.past, self._mine]
+        return [*self.past, self.mine]
 
     @property
     def spent_usd(self) -> float:
-        return self._mine.past_usd + self._meter.wall_s / 3600 * self._mine.usd_per_hour
+        return self.mine.past_usd + self._meter.wall_s / 3600 * self.mine.usd_per_hour
 
     @property
     def spent_s(self) -> float:
-        return self._mine.past_s + self._meter.wall_s
+        return self.mine.past_s + self._meter.wall_s
 
     @property
     def spent_gpu_s(self) -> float:
-        return sum(each.gpu_s for each in self.past) + self._meter.wall_s * self._mine.n_gpus
+        return sum(each.gpu_s for each in self.past) + self._meter.wall_s * self.mine.n_gpus
 
     @property
     def committed_step(self) -> int:
@@ -243,44 +239,31 @@ class Ledger:
     def now(self) -> float:
         return self._meter.now()
 
-    @property
-    def number(self) -> int:
-        """Of this attempt, from 1."""
-        return self._mine.number
-
-    @property
-    def n_gpus(self) -> int:
-        return self._mine.n_gpus
-
-    @property
-    def has_ended(self) -> bool:
-        return self._mine.state != RUNNING
-
     def begin_at(self, step: int) -> None:
         """This attempt continues after `step`."""
-        self._mine.first_step = self._mine.step = step
-        self._mine.began = True
+        self.mine.first_step = self.mine.step = step
+        self.mine.began = True
         self.write()
 
     def at_step(self, step: int, facts: Json) -> None:
         """Note that `step` is done. It is written no oftener than a beat, so that quick steps cost
         nothing."""
         with self.lock:
-            self._mine.step = step
-            self._mine.note(facts)
+            self.mine.step = step
+            self.mine.note(facts)
         self.beat()
 
     def held_up_by_save(self, seconds: float, n_saves: int = 1) -> None:
         """Note that saving has held the loop up, for the next line."""
         with self.lock:
-            self._mine.n_saves += n_saves
-            self._mine.held_up_s += seconds
+            self.mine.n_saves += n_saves
+            self.mine.held_up_s += seconds
 
     def witness(self) -> Json:
         """What a checkpoint's manifest knows of the money; on the ledger first."""
         with self.lock:
             self.write()
-            mine = self._mine
+            mine = self.mine
             return {
                 "attempt": mine.number,
                 "attempt_id": mine.id,
@@ -301,7 +284,7 @@ class Ledger:
         with self.lock:
             if self._is_withdrawn:
                 return
-            mine, self._last_line_at = self._mine, self._meter.wall_s
+            mine, self._last_line_at = self.mine, self._meter.wall_s
             mine.at, mine.line = self.now, mine.line + 1
             mine.started_at = mine.started_at or mine.at - self._last_line_at
             mine.spans = {name: round(seconds, 4) for name, seconds in self._meter.spans.items()}
@@ -328,7 +311,7 @@ class Ledger:
     def end(self, state: str) -> None:
         """How the attempt has ended, forced to the disk; time continues until `close`."""
         with self.lock:
-            self._mine.state = state
+            self.mine.state = state
             self.write()
             if not self._is_withdrawn:
                 fsync_path(self._path)
@@ -340,7 +323,7 @@ class Ledger:
             self._beats.join()
             self._beats = None
         if self._is_written:
-            self.end(self._mine.state)
+            self.end(self.mine.state)
 
     def withdraw(self) -> None:
         """Take this attempt out: it was none of this run. Without others the file goes."""
@@ -354,7 +337,7 @@ class Ledger:
     def _put(self) -> None:
         if self.damage is not None and not self._is_written:
             keep_aside(self._path)
-        text = self._past_lines + 2 * as_line(self._mine)
+        text = self._past_lines + 2 * as_line(self.mine)
         try:
             write_text(self._path, text, is_synced=False, is_private=True)
         except OSError as error:

@@ -540,11 +540,13 @@ class Mirror:
             (entry.at for entry in there.values()), default=0.0
         )  # by the clock that has dated them
         store.remove(
-            key
-            for key, entry in there.items()
-            if _UPLOAD.match(key)
-            and key not in named
-            and (key.startswith(mine) or now - entry.at > SAFE_AGE_S)
+            [
+                key
+                for key, entry in there.items()
+                if _UPLOAD.match(key)
+                and key not in named
+                and (key.startswith(mine) or now - entry.at > SAFE_AGE_S)
+            ]
         )
 
     def _objects(self, store: Store, commit: Commit) -> Objects:

@@ -25,6 +25,7 @@ from farthing.errors import (
     RunInterruptedError,
     RunTakenError,
 )
+from farthing.run.accounts import RUNNING
 from farthing.run.folder import (
     CHECKPOINTS,
     LEDGER,
@@ -180,7 +181,7 @@ def opened(folder: Path, usd_per_hour: float, n_gpus: int = 1) -> Iterator[Opene
                 with contextlib.suppress(OSError):
                     for path in made:
                         path.rmdir()
-            elif not ledger.has_ended:
+            elif ledger.mine.state == RUNNING:
                 with contextlib.suppress(OSError):
                     ledger.end(_state_after(error))
             raise

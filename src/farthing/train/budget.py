@@ -52,7 +52,7 @@ class RunLimits:
     def left(self) -> list[Left]:
         ledger = self.ledger
         spent = ledger.spent_usd, ledger.spent_s, ledger.spent_gpu_s
-        return _left(self.job, *spent, ledger.n_gpus, ledger.now)
+        return _left(self.job, *spent, ledger.mine.n_gpus, ledger.now)
 
     @property
     def left_s(self) -> float:

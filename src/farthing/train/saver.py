@@ -82,8 +82,8 @@ class Saver:
         if step is not None:
             checkpoints.restore(checkpoints.folder_of(step), self.state)
             self.mark = self.progress.mark
-            context.emit(Restored(step, self.training.schedule.n_steps, ledger.number))
-        elif ledger.number > 1:
+            context.emit(Restored(step, self.training.schedule.n_steps, ledger.mine.number))
+        elif ledger.mine.number > 1:
             context.emit(Note("an earlier attempt left no checkpoint: starting at step 0"))
         self._keep_log()
         self.refuse_small_disk()
