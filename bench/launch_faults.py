@@ -165,7 +165,8 @@ def supervise(
         sleep=world.sleep,
         clock=world_clock(world, skew_s),
     )
-    driver = {"runpod": RunPod, "vast": Vast, "lambda": Lambda}[world.provider](api)
+    clients: dict[str, Any] = {"runpod": RunPod, "vast": Vast, "lambda": Lambda}
+    driver = clients[world.provider](api)
     world.holder = holder
 
     launch = Launch(

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from fake_clouds import World
-from farthing.launch.driver import Created, Driver, InstanceStatus, UnclearError
+from farthing.launch.driver import Created, Driver, InstanceStatus, ListingDriver, UnclearError
 from farthing.launch.http import Api
 from farthing.launch.machines import MachineLedger, RentedMachine
 from farthing.launch.request import LaunchRequest
@@ -97,7 +97,7 @@ class Course:
         assert self.ledger.usd(self.world.now) == pytest.approx(self.world.usd, **about)
 
 
-class Played(Driver):
+class Played(ListingDriver):
     """Each machine is shown, and speaks, as a script has it by its age; an error in it is raised.
     One that is deleted is shown `lingers_s` longer. `refuses` are answers to requests, the first
     first. `traits` are those of a driver.

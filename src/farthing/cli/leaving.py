@@ -70,7 +70,7 @@ def n_processes_of(job: Any, *, on_cpu: bool) -> int:
 
 
 def leave_before_the_start(number: int, frame: Any) -> None:
-    """The handler of such a signal: says so and ends the process."""
+    """The handler of such a signal: prints one line and ends the process."""
     os.write(
         2, b"farthing: asked to leave before the run had begun; run the same command to start it\n"
     )

@@ -74,8 +74,8 @@ RUN: Arguments = {
 }
 MAX_TOKENS: Arguments = {"--max-tokens N:=256": "maximum tokens of an answer"}
 _VALUE = re.compile(
-    r"(?P<open>\[)?(?P<name>.*?)(?P<choices>\{.*\})?(?P<float>:float)?(:=(?P<default>.*?))?(?(open)\])"
-    r"(?P<more>\.\.\.)?(?P<needed>!)?"
+    r"(?P<open>\[)?(?P<name>.*?)(?P<choices>\{.*\})?(?P<float>:float)?(:=(?P<default>.*?))?"
+    r"(?(open)\])(?P<more>\.\.\.)?(?P<needed>!)?"
 )
 
 

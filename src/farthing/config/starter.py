@@ -19,17 +19,17 @@ task: {task}
 model: {model}        # Hub name or folder
 
 data:
-  train: train.jsonl              # jsonl, json, csv, parquet; local, s3://, gs://, https://; or a Hub data set
+  train: train.jsonl              # .jsonl, .json, .csv, .parquet; s3://, https://; or a Hub name
   eval_fraction: 0.05             # or:  eval: eval.jsonl
   # columns found by name: {formats}
   # columns: {{{of.example_columns}}}
   max_length: {of.max_length}
 
-method: lora                      # full | lora | qlora    (more: method: {{name: lora, lora_r: 16, lora_alpha: 32}})
+method: lora                      # full | lora | qlora, or {{name: lora, lora_r: 16, ...}}
 
 train:
   num_train_epochs: 3
-  global_batch_size: 16           # examples an optimizer step; how they are cut into passes never changes the result
+  global_batch_size: 16           # examples an optimizer step, however they are cut into passes
   learning_rate: {learning_rate}
   lr_scheduler_type: cosine
   metric_for_best_model: {metric}
@@ -40,7 +40,7 @@ limits:
   # max_hours: 8h
 
 where:
-  usd_per_hour: 0                 # what this machine costs; an owned one: power_watts: 350 and usd_per_kwh: 0.30
+  usd_per_hour: 0                 # what this machine costs; or power_watts: 350, usd_per_kwh: 0.30
 
 output_dir: runs/my-first         # checkpoints, logs, receipt and the trained model
-"""  # noqa: E501
+"""

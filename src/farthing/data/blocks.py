@@ -15,7 +15,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,8 +51,8 @@ class Raw(NamedTuple):
     content: Any
 
 
-def _opened(path: Path) -> IO[bytes]:
-    return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]
+def _opened(path: Path) -> Any:
+    return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
 
 
 class Lines:

@@ -150,7 +150,7 @@ class TurnEnding:
 class ChatReader:
     """From messages to text with targets: what the assistant says and the token that ends its turn.
 
-    A template with generation marks says so itself. Without them a turn is what stands behind the
+    A template with generation marks shows where a turn is. Without them it is what follows the
     prompt that asks for it. Where the template shows a turn in another form once the chat continues
     (reasoning models cut what was thought), it is learned in a chat of its own that ends with it:
     what the model is given and writes when it is asked.
@@ -274,7 +274,7 @@ class ChatReader:
         it.
 
         All up to what a template writes to ask for an answer; where it shows that in another form,
-        up to what is said.
+        up to the content of the turn.
         """
         asked = self.render(messages[:1], tools, is_prompt=True)
         said = str(messages[0].get("content") or "").strip()

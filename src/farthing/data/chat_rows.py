@@ -91,7 +91,7 @@ def _branch(row: RowValue) -> list[RowValue]:
             is_text = all(isinstance(part, str) for part in said)
             if not is_text or message.get("recipient", "all") != "all":
                 what = f"a turn is `{content['content_type']}`, or asks a tool"
-                raise UnusableRowError(f"{what}; only what is said as text can be learned")
+                raise UnusableRowError(f"{what}, which can't be learned as text")
             if text := "".join(said).strip():
                 found.append({"role": message["author"]["role"], "content": text})
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -50,9 +50,7 @@ RENDERED = frozenset({"messages", "conversations", "mapping", "instruction"})
 
 
 class Understood(NamedTuple):
-    """The format of a source, the columns it is read from, and what of that was guessed, in
-    words.
-    """
+    """The format of a source, the columns it is read from, and a note on each guess."""
 
     format: str
     columns: dict[str, Template]

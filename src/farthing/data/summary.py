@@ -48,7 +48,7 @@ _USUAL_ROLES = {
 
 @dataclass
 class Summary:
-    """What was seen of a file. Counts are of rows where nothing else is said."""
+    """What was seen of a file. Counts are of rows unless a field names another unit."""
 
     name: str
     task: str

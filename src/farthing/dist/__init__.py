@@ -1,1 +1,1 @@
-"""Several processes that share a run: how they meet, what they say, and how gradients are summed."""
+"""Several processes that share a run: how they meet, what they say, how gradients are summed."""

@@ -274,7 +274,11 @@ def _refuse_odd(model: nn.Module, layers: list[Any], whole: set[nn.Parameter]) -
 
 
 def _gathered(
-    model: nn.Module, layers: list[Any], whole: set[nn.Parameter], how: ShardingSettings, trains: bool
+    model: nn.Module,
+    layers: list[Any],
+    whole: set[nn.Parameter],
+    how: ShardingSettings,
+    trains: bool,
 ) -> Gathered:
     """What FSDP2 gathers: the root, from the forward to the end of the backward pass, and the layer
     at work; in the backward pass the next one too (ZeRO-2 keeps all). Where rows are trained their

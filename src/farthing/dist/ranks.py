@@ -25,17 +25,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from farthing.device_memory import is_out_of_memory
+from farthing.dist.rendezvous import JOIN_HERE_S, RankLostError, bounded, lost, meet
 from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, HardwareError, RunInterruptedError
 from farthing.run.checkpoint import CheckpointPart
 from farthing.run.group import EXIT_RANK_LOST, Seat
 from farthing.run.ledger import Meter
 from farthing.run.parts import Shared
 from farthing.run.signals import Notice
-from farthing.dist.rendezvous import JOIN_HERE_S, RankLostError, bounded, lost, meet
 from farthing.run.stillness import Stillness
 
 if TYPE_CHECKING:
-    from farthing.dist.fsdp import ShardingSettings, ShardedModel
+    from farthing.dist.fsdp import ShardedModel, ShardingSettings
 
 GO_ON, NO_ROOM, LEAVE = range(3)
 """Words of a step, the worst last: all is well; memory ran out; someone asked us to leave."""
@@ -158,7 +158,7 @@ class Ranks:
         return max(0.0, self._stillness.seconds() - (STILL_S if may_be_still else 0.0))
 
     def _leave_the_lost(self, why: str, code: int, hangs: bool = False) -> None:
-        if self.word and not hangs:  # this one has failed, or is done, and says so itself
+        if self.word and not hangs:  # this one has failed, or is done, and reports that itself
             self._words = [_GONE] * self.n
             raise SystemExit
         last = threading.Thread(target=self.at_loss, daemon=True)
@@ -383,7 +383,9 @@ class Ranks:
                 f"rank {self.index} has no memory left, and over spread weights a step can't be"
                 " taken again by itself",
                 where="where.strategy",
-                to_do="run the same command: it resumes from the last save with smaller micro-batches",
+                to_do=(
+                    "run the same command: it resumes from the last save with smaller micro-batches"
+                ),
             ) from error
         return LEAVE if isinstance(error, RunInterruptedError) else NO_ROOM
 
@@ -475,6 +477,7 @@ class Ranks:
                     dist.broadcast(whole.view(torch.uint8) if whole.ndim else whole, 0)
             if not self.is_first:
                 parts[name].restore(tensors, values)
+
 
 def refuse(word: int) -> None:
     """Raise what the worst of all ranks' words stands for. Raises `RunInterruptedError`,

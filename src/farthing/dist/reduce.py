@@ -11,6 +11,7 @@ Every process sends the same buckets in the same order, one that has failed too:
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -56,7 +57,7 @@ def reduce_bytes(ranks: Ranks, weights: Sequence[Tensor]) -> int:
     return 0 if ranks.n == 1 or ranks.trains_rows else 3 * 4 * n_numbers
 
 
-class Reducer:
+class Reducer(ABC):
     """What a step tells of its backward passes, and how the sums come to the weights."""
 
     def __init__(self, ranks: Ranks, weights: Sequence[Tensor]) -> None:
@@ -71,9 +72,11 @@ class Reducer:
 
     def slot(self, number: int) -> None:
         """The slots before this one are complete."""
+        return None
 
     def last_backward_begins(self) -> None:
         """The backward pass that comes now is the last one of the step."""
+        return None
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -84,15 +87,15 @@ class Reducer:
         for weight, gradient in zip(self._weights, kept, strict=True):
             weight.grad = gradient
 
+    @abstractmethod
     def end(self, has_failed: bool) -> list[int]:
         """No backward pass comes any more. Of each weight, 1 where this process has a gradient."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, has_gradient: Sequence[int]) -> None:
         """Leave the sums with the weights of every process. `has_gradient` says of each weight
         whether any process has a gradient; the others keep none.
         """
-        raise NotImplementedError
 
     def give_up(self) -> None:
         """Wait for what is under way, and keep nothing of it."""

@@ -67,9 +67,7 @@ def meet(seat: Seat, device: torch.device, patience_s: float) -> Any:
 
 @contextlib.contextmanager
 def bounded(seat: Seat, most_s: float, why: str) -> Iterator[None]:
-    """End this process with a message where the block takes longer: torch waits in it without an end of
-    its own.
-    """
+    """End this process with a message where the block takes longer: torch itself waits for ever."""
 
     def end() -> None:
         error = lost(seat, why)

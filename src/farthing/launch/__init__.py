@@ -1,3 +1,1 @@
-"""Going there: machines rented for a run, watched, and given back. Imports no torch and no vendor's
-library.
-"""
+"""Machines rented for a run, watched, and given back. Imports no torch and no vendor's library."""

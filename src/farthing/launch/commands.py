@@ -15,12 +15,13 @@ from pathlib import Path
 
 from farthing.launch.driver import (
     Created,
-    Driver,
     InstanceStatus,
+    ListingDriver,
     RefusedError,
     TimedOutError,
     UnauthorizedError,
     UnclearError,
+    understood,
 )
 from farthing.launch.machines import RentedMachine
 from farthing.launch.request import LaunchRequest
@@ -35,7 +36,7 @@ _NO_LOGIN = re.compile(
 """What commands print where the login is missing, has expired or may not do this."""
 
 
-class CommandDriver(Driver):
+class CommandDriver(ListingDriver):
     """A target by its own command. `files` gives the folder where an ask was written."""
 
     is_paid_in_queue, late_s, may_refuse_twice = False, 30.0, True
@@ -53,12 +54,8 @@ class CommandDriver(Driver):
         return Created(self._commands.id_of(printed) or ask.name)
 
     def listed(self, prefix: str) -> list[InstanceStatus]:
-        try:
+        with understood():
             return self._commands.parse(run_command(self._commands.listing(prefix)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UnclearError(
-                f"its list of jobs can't be read ({type(error).__name__}: {error})"
-            ) from error
 
     def delete(self, machine: RentedMachine) -> None:
         run_command(self._commands.destroy(machine))

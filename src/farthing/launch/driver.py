@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -47,26 +51,30 @@ class ServerError(UnclearError):
 
 def refusal(why: str, status: int = 400) -> ProviderError:
     """The error of a refusal, by its HTTP status and by the provider's words."""
-    low = why.lower()
     if status in (401, 402, 403):
         return UnauthorizedError(why)
-    if any(word in low for word in _STOCK):
+    if _STOCK.search(why):
         return OutOfStockError(why)
-    if any(word in low for word in _ACCOUNT):
+    if _ACCOUNT.search(why):
         return UnauthorizedError(why)
     return NotFoundError(why) if status == 404 else RefusedError(why)
 
 
-_STOCK = (
-    "no longer any",
-    "capacity",
-    "no_such_ask",
-    "not available",
-    "unavailable",
-    "no instances",
-    "stock",
+_STOCK = re.compile(
+    "(?i)no longer any|capacity|no_such_ask|not available|unavailable|no instances|stock"
 )
-_ACCOUNT = ("insufficient", "credit", "balance", "unauthorized", "api key")
+_ACCOUNT = re.compile("(?i)insufficient|credit|balance|unauthorized|api key")
+
+
+@contextlib.contextmanager
+def understood() -> Iterator[None]:
+    """An answer of another form than a provider's own says nothing. Raises `UnclearError`."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UnclearError(
+            f"an answer that can't be read ({type(error).__name__}: {error})"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ def job_status(
     )
 
 
-class Driver:
+class Driver(ABC):
     """A target. Every call may raise `UnclearError` and `UnauthorizedError`."""
 
     is_paid_in_queue = True
@@ -118,27 +126,53 @@ class Driver:
     """Whether the next may be asked for before this one is confirmed gone: own hosts."""
     late_s = 120.0
     """For so long a new machine may be missing in its lists."""
-    may_refuse_twice = False
-    """Whether a deletion may fail for a machine that is over, so that it is looked for first."""
 
     @property
     def clock_offset_s(self) -> float:
         """Seconds that the provider's clock, by which it bills, is ahead of this machine's."""
         return 0.0
 
+    @abstractmethod
     def create(self, ask: LaunchRequest, asked_at: float) -> Created:
         """Make the machine. Raises `RefusedError` where nothing was made."""
-        raise NotImplementedError
 
     def secure(self, machine: RentedMachine) -> None:
         """Give a machine its end, where that is a request of its own. Raises `RefusedError`."""
+        return None
 
-    def listed(self, prefix: str) -> list[InstanceStatus]:
-        """The machines of a launch, and maybe others."""
-        raise NotImplementedError
-
+    @abstractmethod
     def look(self, machine: RentedMachine) -> InstanceStatus | None:
         """The machine by its name, None where there is none; of jobs begun again the last."""
+
+    @abstractmethod
+    def names(self, prefix: str) -> dict[str, str]:
+        """Every machine whose name begins so and that is paid for, with its id. A second one of a
+        name, of a request that was carried out twice, has a name of its own."""
+
+    @abstractmethod
+    def destroy(self, machine: RentedMachine) -> None:
+        """Ask that it be deleted; returns when that was acknowledged, or it was gone already."""
+
+    def log(self, machine: RentedMachine) -> str:
+        """The end of what was printed there; empty where only the store has it."""
+        return ""
+
+
+class ListingDriver(Driver):
+    """A target that lists its machines."""
+
+    may_refuse_twice = False
+    """Whether a deletion may fail for a machine that is over, so that it is looked for first."""
+
+    @abstractmethod
+    def listed(self, prefix: str) -> list[InstanceStatus]:
+        """The machines of a launch, and maybe others."""
+
+    @abstractmethod
+    def delete(self, machine: RentedMachine) -> None:
+        """`destroy` a machine whose id is known."""
+
+    def look(self, machine: RentedMachine) -> InstanceStatus | None:
         found = [
             seen
             for seen in self.listed(machine.name.rpartition("-")[0])
@@ -147,8 +181,6 @@ class Driver:
         return found[-1] if found else None
 
     def names(self, prefix: str) -> dict[str, str]:
-        """Every machine whose name begins so and that is paid for, with its id. A second one of a
-        name, of a request that was carried out twice, has a name of its own."""
         found = dict[str, str]()
         for seen in self.listed(prefix):
             is_ours = seen.name.startswith(f"{prefix}-") and seen.is_paid
@@ -157,18 +189,9 @@ class Driver:
         return found
 
     def destroy(self, machine: RentedMachine) -> None:
-        """Ask that it be deleted; returns when that was acknowledged, or it was gone already."""
         if self.may_refuse_twice or not machine.id:
             seen = self.look(machine)
             if seen is None or not seen.is_paid:
                 return
             machine = replace(machine, id=machine.id or seen.id)
         self.delete(machine)
-
-    def delete(self, machine: RentedMachine) -> None:
-        """The same for a machine whose id is known."""
-        raise NotImplementedError
-
-    def log(self, machine: RentedMachine) -> str:
-        """The end of what was printed there; empty where only the store has it."""
-        return ""

@@ -12,15 +12,15 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
 
 from farthing.launch.driver import (
-    Driver,
     InstanceStatus,
+    ListingDriver,
     NotFoundError,
     RateLimitedError,
     RefusedError,
@@ -116,18 +116,7 @@ def _words(text: bytes) -> str:
     return said[:200]
 
 
-@contextlib.contextmanager
-def understood() -> Iterator[None]:
-    """An answer of another form than a provider's own says nothing. Raises `UnclearError`."""
-    try:
-        yield
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UnclearError(
-            f"an answer that can't be read ({type(error).__name__}: {error})"
-        ) from error
-
-
-class Client(Driver):
+class Client(ListingDriver):
     """A provider by its API."""
 
     def __init__(self, api: Api) -> None:

@@ -124,7 +124,7 @@ class Session:
                 where="--on",
                 to_do="stay with it and say so with --attended, or take another target",
             )
-        if prepared.target.takes_values:  # what is missing is said before anything is sent
+        if prepared.target.takes_values:  # refuse a missing secret before anything is sent
             values_of(secrets_of(prepared.job, prepared.target))
         with only_writer(make_private(make_private(self.folder) / FOLDER)):
             kept = prepared.job.model_dump(mode="json", exclude_unset=True)

@@ -1,3 +1,1 @@
-"""The workshop's bench: load a model, add adapters, take a loss. Sees plain values, never a job or
-a run.
-"""
+"""The model: loading, adapters, packing, attention, loss. Sees plain values, never a job or run."""

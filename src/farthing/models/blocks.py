@@ -1,13 +1,13 @@
 """What a layer of a family keeps besides its matrix products' inputs: rows of `facts/blocks.csv`.
 
-In numbers of a token, of as many bytes as the run computes in. A family without a row is taken for
-a usual one of its kind, and a plan says so.
+In numbers of a token, of as many bytes as the run computes in. A family without a row is planned
+as a usual one of its kind, with a note in the plan.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from farthing.models.shapes import Shape
 from farthing.tables import facts
@@ -50,11 +50,11 @@ class Block(NamedTuple):
 def _rows() -> dict[str, Block]:
     ints = ("n_norms", "n_attention_inputs", "n_mlp_inputs", "dropouts", "launches")
 
-    def read(name: str, cell: str) -> float | bool:
+    def read(name: str, cell: str) -> Any:
         return int(cell) if name in ints else float(cell) if name == "activation" else bool(cell)
 
     return {
-        row["model_type"]: Block(*(read(name, row[name]) for name in Block._fields))  # type: ignore[arg-type]
+        row["model_type"]: Block(*(read(name, row[name]) for name in Block._fields))
         for row in facts("blocks")
     }
 

@@ -110,7 +110,7 @@ class Account:
 
     @property
     def ended(self) -> str:
-        """How it ended; `killed` where it has not said so."""
+        """How it ended; `killed` where its line does not tell."""
         return "killed" if self.state == RUNNING else self.state
 
     @property

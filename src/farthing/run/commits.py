@@ -207,7 +207,7 @@ def take_newest(store: Store, folder: Path, commits: list[Commit], warn: Warn) -
                 return take_newest(store, folder, newer, warn)
             say_damaged(commit, error)
             continue
-        # None where the file that says so was damaged when it was sent, or is not here
+        # None where the file with the id was damaged when it was sent, or is not here
         if len({manifest.get("run_id"), run_id_of(folder)} - {None}) > 1:
             raise RunChangedError(
                 f"the store holds another run than {folder}",

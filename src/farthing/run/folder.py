@@ -274,7 +274,7 @@ FORMAT = 1
 
 def began(folder: Path) -> str:
     """The ISO date on which the run began, today where none has: templates render on it."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):  # damaged: `claim` says so
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # damaged: `claim` refuses it
         return date.fromisoformat(_known_facts(folder)["date"]).isoformat()
     return today().isoformat()
 
@@ -427,7 +427,7 @@ def _facts_of(folder: Path, warn: Warn, *, allow_restart: bool) -> Json | None:
 
 
 def changes_of(before: Json, now: Json) -> list[str]:
-    """What of an identity differs, in words."""
+    """A line for each key of an identity that differs."""
     return [
         f"{key}: {_brief(before.get(key))} -> {_brief(now.get(key))}"
         for key in {**before, **now}

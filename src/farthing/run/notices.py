@@ -2,8 +2,8 @@
 from a thread.
 
 A notice only sets the flag of `Notice`, with the moment that it announces; the loop does the rest.
-Whose machine this is is read from files of the firmware, never asked of the network; only a job
-that says so (`where.spot`, `where.notices`) makes us ask blindly. A service that does not answer is
+Whose machine this is is read from files of the firmware, never asked of the network; only
+`where.spot` or `where.notices` in the job makes us ask blindly. A service that does not answer is
 given up after a few tries and never holds a run up.
 
 FARTHING_METADATA is for tests: a port of this machine (http://127.0.0.1:PORT) to ask instead.
@@ -80,8 +80,8 @@ def _gcp(ask: Ask) -> Iterator[Sign]:
     """Google Cloud: `instance/preempted` is TRUE from the notice on; 30 seconds are left, or less.
 
     Machines with GPUs are stopped for maintenance of their host an hour after
-    `instance/maintenance-event` says so, others after a minute
-    (cloud.google.com/compute/docs/gpus/gpu-host-maintenance): nobody says when.
+    `instance/maintenance-event` announces it, others after a minute
+    (cloud.google.com/compute/docs/gpus/gpu-host-maintenance): no moment is given.
     """
     place, own = "/computeMetadata/v1/instance", {"Metadata-Flavor": "Google"}
     status, body, headers = ask(f"{place}/preempted", **own)
@@ -182,7 +182,7 @@ class Watch:
     def _run(self) -> None:
         try:
             self._ask_until_told()
-        except Exception as error:  # a run continues without its watch, and says so
+        except Exception as error:  # a run continues without its watch, with a warning
             self._notice.warnings.append(
                 f"notices of the cloud are no longer watched: {type(error).__name__}: {error}"
             )

@@ -149,7 +149,7 @@ class Supervisor:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words."""
+    """What an exit code means: `killed by SIGKILL`."""
     if code < 0:
         try:
             return f"killed by {signal.Signals(-code).name}"

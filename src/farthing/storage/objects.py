@@ -15,7 +15,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -92,7 +92,7 @@ class Store(Protocol):
     def list(self, prefix: str) -> dict[str, Entry]:
         """Every object whose key begins with `prefix`, which ends with a slash."""
 
-    def remove(self, keys: Iterable[str]) -> None:
+    def remove(self, keys: Sequence[str]) -> None:
         """Remove objects; one that is gone already is no fault."""
 
 
@@ -188,7 +188,7 @@ class ObjectStore:
             found = self._small.list(prefix).collect()
         return {each["path"]: _entry_of(each) for each in found}
 
-    def remove(self, keys: Iterable[str]) -> None:
+    def remove(self, keys: Sequence[str]) -> None:
         for key in keys:
             with contextlib.suppress(NoSuchObjectError), self._faults():
                 self._small.delete(key)
@@ -285,6 +285,11 @@ def _first_line(error: BaseException) -> str:
     return re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", first)[:300]
 
 
+def _again(name: str) -> Any:
+    """An operation of `Store`, tried until it is done."""
+    return lambda self, *given: self._retried(lambda: getattr(self._store, name)(*given))
+
+
 class Retrying:
     """A store whose faults are waited out: jittered pauses that double, `total_s` for each thing
     that is asked.
@@ -315,21 +320,8 @@ class Retrying:
         """
         return self._retried(lambda: self._store.create(key, data) or self._store.get(key) == data)
 
-    def put(self, key: str, content: Path | bytes) -> None:
-        self._retried(lambda: self._store.put(key, content))
-
-    def get(self, key: str) -> bytes:
-        return self._retried(lambda: self._store.get(key))
-
-    def fetch(self, key: str, path: Path, n_bytes: int) -> None:
-        self._retried(lambda: self._store.fetch(key, path, n_bytes))
-
-    def list(self, prefix: str) -> dict[str, Entry]:
-        return self._retried(lambda: self._store.list(prefix))
-
-    def remove(self, keys: Iterable[str]) -> None:
-        keys = list(keys)
-        self._retried(lambda: self._store.remove(keys))
+    put, get, fetch = _again("put"), _again("get"), _again("fetch")
+    list, remove = _again("list"), _again("remove")
 
     def _retried(self, operation: Callable[[], Result]) -> Result:
         n_tries, until = 0, time.monotonic() + self._total_s

@@ -34,7 +34,7 @@ STARTING = ("start_up", "load_model", "restore")  # what a start takes when data
 
 class Due(NamedTuple):
     """What comes before the next step; 1 where it is due. What hangs on a clock, a disk or money is
-    the first rank's to say; whoever was asked to leave says so for all.
+    the first rank's to say; any rank that was asked to leave speaks for all.
     """
 
     settle: int

@@ -47,8 +47,8 @@ def read_where_it_differs(ranks: Ranks, model: Any, read: Callable[[], Any]) -> 
 
 
 def shard_weights(spec: RunSpec, ranks: Ranks, model: Any, emit: Emit) -> None:
-    """Shard the weights over the ranks where the job says so, or they fit no other way. Raises
-    `InputError`.
+    """Shard the weights over the ranks where the job asks for it, or they fit no other way.
+    Raises `InputError`.
     """
     where, numerics = spec.where, spec.numerics
     way, because = _way_of(spec, ranks, model)

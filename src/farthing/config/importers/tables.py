@@ -187,7 +187,7 @@ class Imported:
         """A value as the key of the job takes it. Raises `UnmatchedError`."""
         known = self._type(key)
         if known is None:
-            return value  # `put` says so
+            return value  # `put` names it
         try:
             fitted = known.validate_python(value)
         except ValidationError as error:

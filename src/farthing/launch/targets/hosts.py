@@ -17,7 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from farthing.launch.commands import ended
-from farthing.launch.driver import Created, Driver, InstanceStatus, RefusedError, UnclearError
+from farthing.launch.driver import (
+    Created,
+    Driver,
+    InstanceStatus,
+    RefusedError,
+    UnclearError,
+    job_status,
+)
 from farthing.launch.machines import RentedMachine
 from farthing.launch.request import SCRIPT, LaunchRequest, home_of, script_of
 from farthing.launch.target import Target
@@ -45,24 +52,28 @@ LOOK = """
 boot=$(cat /proc/sys/kernel/random/boot_id 2>/dev/null)
 ours() {
   began=$(cut -d ' ' -f 22 "/proc/$(cat "$1/pid")/stat" 2>/dev/null)
-  [ "$(cat "$1/boot")" = "$boot" ] && { [ -z "$began" ] || [ ! -e "$1/began" ] || [ "$(cat "$1/began")" = "$began" ]; }
+  [ "$(cat "$1/boot")" = "$boot" ] || return 1
+  [ -z "$began" ] || [ ! -e "$1/began" ] || [ "$(cat "$1/began")" = "$began" ]
 }
 lives() {
-  for p in $(pgrep -s "$1" 2>/dev/null); do grep -q '^State:.[ZX]' "/proc/$p/status" 2>/dev/null || return 0; done; false
+  for p in $(pgrep -s "$1" 2>/dev/null); do
+    grep -q '^State:.[ZX]' "/proc/$p/status" 2>/dev/null || return 0
+  done; false
 }
 one() {
   if [ -e "$1/code" ]; then echo "over $(cat "$1/code")"
   elif [ -e "$1/pid" ] && ours "$1" && lives "$(cat "$1/pid")"; then echo alive
   else echo "over $(cat "$1/code" 2>/dev/null)"; fi  # it may have ended since the first line
 }
-"""  # noqa: E501
+"""
 """Numbers of processes are given again: ours began when ours did. Its session may outlive it,
 zombies are no life.
 """
 _RUN = f"""
 cut -d " " -f 22 /proc/$$/stat > "$0/began"; echo $$ > "$0/pid.new"; mv "$0/pid.new" "$0/pid"
-sh "$0/{SCRIPT}" > "$0/log.txt" 2>&1 < /dev/null; echo $? > "$0/code.new"; mv "$0/code.new" "$0/code"
-"""  # noqa: E501
+sh "$0/{SCRIPT}" > "$0/log.txt" 2>&1 < /dev/null
+echo $? > "$0/code.new"; mv "$0/code.new" "$0/code"
+"""
 """The session itself says which it is: whoever began it may be cut off before."""
 
 
@@ -131,13 +142,7 @@ cat "$d/pid"
         if not words:
             return None
         code = int(words[2]) if len(words) > 2 and words[2].isdigit() else None
-        return InstanceStatus(
-            machine.name,
-            words[0],
-            is_over=words[1] != "alive",
-            code=code,
-            is_paid=words[1] == "alive",
-        )
+        return job_status(machine.name, words[0], words[1] != "alive", waits=False, code=code)
 
     def names(self, prefix: str) -> dict[str, str]:
         """A host that does not answer is asked again at the next look."""
@@ -164,9 +169,10 @@ d={self._home}/{machine.name}
 [ -e "$d/pid" ] && ours "$d" || exit 0
 p=$(cat "$d/pid"); now=$(date +%s)
 [ -e "$d/asked" ] || echo "$now" > "$d/asked"
-if [ $((now - $(cat "$d/asked"))) -ge {KILL_AFTER_S} ]; then pkill -KILL -s "$p"; else pkill -TERM -P "$p"; fi
+if [ $((now - $(cat "$d/asked"))) -ge {KILL_AFTER_S} ]; then pkill -KILL -s "$p"
+else pkill -TERM -P "$p"; fi
 true
-""",  # noqa: E501
+""",
         )
 
     def log(self, machine: RentedMachine) -> str:

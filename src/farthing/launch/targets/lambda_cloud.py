@@ -8,8 +8,8 @@ import json
 import re
 from collections.abc import Mapping
 
-from farthing.launch.driver import Created, InstanceStatus, UnclearError
-from farthing.launch.http import Client, statuses, sure, understood
+from farthing.launch.driver import Created, InstanceStatus, UnclearError, understood
+from farthing.launch.http import Client, statuses, sure
 from farthing.launch.machines import RentedMachine
 from farthing.launch.request import LaunchRequest, script_of
 from farthing.launch.target import Target

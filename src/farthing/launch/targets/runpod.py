@@ -8,8 +8,8 @@ import base64
 import json
 from datetime import UTC, datetime
 
-from farthing.launch.driver import Created, InstanceStatus, OutOfStockError, refusal
-from farthing.launch.http import Client, price_of, statuses, sure, understood
+from farthing.launch.driver import Created, InstanceStatus, OutOfStockError, refusal, understood
+from farthing.launch.http import Client, price_of, statuses, sure
 from farthing.launch.machines import RentedMachine
 from farthing.launch.request import (
     CREATED_AT,

@@ -17,8 +17,9 @@ from farthing.launch.driver import (
     OutOfStockError,
     RefusedError,
     refusal,
+    understood,
 )
-from farthing.launch.http import Client, price_of, statuses, sure, understood
+from farthing.launch.http import Client, price_of, statuses, sure
 from farthing.launch.machines import RentedMachine
 from farthing.launch.request import (
     CREATED_AT,
