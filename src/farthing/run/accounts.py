@@ -15,8 +15,6 @@ Money is counted twice rather than forgotten, and never without a warning.
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -167,12 +165,11 @@ class Account:
         """Seconds of work when `step` was done, on the straight line between the nearest marks."""
         marks = [(mark.step, _work_s(mark.spans)) for mark in self.marks]
         points = sorted([(self.first_step, 0.0), *marks])
-        after = bisect.bisect_left(points, (step, 0.0))
-        if after == 0:
-            return points[0][1]
-        if after == len(points):
-            return points[-1][1]
-        (known, work_s), (later, later_work_s) = points[after - 1 : after + 1]
+        before = [point for point in points if point < (step, 0.0)]
+        after = points[len(before) :]
+        if not (before and after):
+            return (before[-1:] or after)[0][1]
+        (known, work_s), (later, later_work_s) = before[-1], after[0]
         return work_s + (step - known) / (later - known) * (later_work_s - work_s)
 
     def as_row(self) -> Json:
@@ -255,15 +252,14 @@ def _account_of(row: Json | None) -> Account | None:
 def _make_good(found: Found, witnesses: list[Witness]) -> None:
     """Add what is known to have been spent and is on no line."""
     accounts = found.ordered
-    numbers = [account.number for account in accounts]
     number_of: dict[str | None, int] = {account.id: account.number for account in accounts}
-    s_until = [0.0, *itertools.accumulate(account.wall_s for account in accounts)]
-    usd_until = [0.0, *itertools.accumulate(account.usd for account in accounts)]
+    costs = [(account.number, account.wall_s, account.usd) for account in accounts]
     for witness in [Witness(a.number - 1, -1, a.past_s, a.past_usd) for a in accounts] + witnesses:
         attempt = number_of.get(witness.id, witness.attempt)
-        n_known = bisect.bisect_right(numbers, attempt)
-        found.lost_s = max(found.lost_s, witness.s - s_until[n_known])
-        found.lost_usd = max(found.lost_usd, witness.usd - usd_until[n_known])
+        known_s = sum(seconds for number, seconds, _ in costs if number <= attempt)
+        known_usd = sum(usd for number, _, usd in costs if number <= attempt)
+        found.lost_s = max(found.lost_s, witness.s - known_s)
+        found.lost_usd = max(found.lost_usd, witness.usd - known_usd)
     if found.lost_s <= NO_LOSS_S and found.lost_usd <= NO_LOSS_USD:
         found.lost_s = found.lost_usd = 0.0
         return
