@@ -53,7 +53,7 @@ def read(values: Json, out: Imported) -> None:
     notes = fact("axolotl-notes")
     out.notes += [notes["weights"]] * (method == "full" and values.get("bf16", "auto") is not False)
     out.notes += [notes["warmup"]] * ("train.warmup_ratio" in out.defaults)
-    out.notes.append(hf.NO_COUNT_OF_GPUS)
+    out.notes.append(fact("one-gpu"))
     is_split = out.job.get("train.gradient_accumulation_steps", 1) > 1 and not out.prefers
     out.notes += [notes["accumulation"]] * is_split
     out.notes += [notes["packing"]] * bool(values.get("sample_packing"))

@@ -20,10 +20,6 @@ from farthing.objectives.seq2seq import SEQ2SEQ
 from farthing.storage.files import Json
 
 TRL, TRAINER, UNSLOTH = "trl", "hf-trainer", "unsloth"
-NO_COUNT_OF_GPUS = (
-    "written for one GPU: where the original ran on N of them its global batch was N times "
-    "per_device_train_batch_size x gradient_accumulation_steps"
-)
 
 
 def method_of(has_adapter: bool, is_4bit: bool) -> str:
@@ -69,7 +65,7 @@ def settle(values: Json, out: Imported, *, has_adapter: bool, has_fp32_default: 
         is_open = "data.train_on_prompt" in out.defaults and not learns_all
         out.notes += [fact("trl-learns")] * (is_open and out.source != UNSLOTH)
     defaults(out, *of_trl, "trainer")
-    out.notes.append(NO_COUNT_OF_GPUS)
+    out.notes.append(fact("one-gpu"))
 
 
 def _has_completions(path: Path) -> bool:

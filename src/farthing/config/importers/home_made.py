@@ -7,23 +7,17 @@ from __future__ import annotations
 
 import re
 
-from farthing.config.importers.hf import NO_COUNT_OF_GPUS
-from farthing.config.importers.tables import Imported, read_keys, table
+from farthing.config.importers.tables import Imported, fact, read_keys, table
 from farthing.config.values import flat
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.storage.files import Json
 
 NAME = "home-made"
-_SECTION = r"^(train|training|trainer|hyperparameters|optimizer|model|data|dataset|lora|peft)\."
-_OTHER_OBJECTIVE = re.compile(
-    "(?i)(^|[^a-z])(i|d|c|p|gr|or|sim)po|kto|rloo|gkd|rlhf|reward|preference|reinforce|distill"
-)
-"""Values by which a configuration says another objective, whatever its key is."""
 
 
 def _name_of(key: str) -> str:
     """A key without its section, unless the table has it with that."""
-    return key if key in table(NAME).keys else re.sub(_SECTION, "", key)
+    return key if key in table(NAME).keys else re.sub(fact("home-made-sections"), "", key)
 
 
 def is_home_made(values: Json) -> bool:
@@ -38,7 +32,7 @@ def read(values: Json, out: Imported) -> None:
     del out.job["task"]
     for key, value in flat(values):
         is_word = _name_of(key) not in table(NAME).keys or _name_of(key) in ("task", "objective")
-        if is_word and isinstance(value, str) and _OTHER_OBJECTIVE.search(value):
+        if is_word and isinstance(value, str) and re.search(fact("home-made-objectives"), value):
             why = f"{value}, whose settings and data this importer does not know"
             out.refuse(key, value, why)
     read_keys(out, values, NAME, name_of=_name_of)
@@ -50,4 +44,4 @@ def read(values: Json, out: Imported) -> None:
         out.notes.append("it names no precision: on GPUs that have bf16 this job computes in it")
     out.notes.append("read by its key names alone: compare each line with your loop")
     if "train.per_device_train_batch_size" in out.job:
-        out.notes.append(NO_COUNT_OF_GPUS)
+        out.notes.append(fact("one-gpu"))

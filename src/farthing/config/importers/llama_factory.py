@@ -50,7 +50,7 @@ def read(values: Json, out: Imported) -> None:
         defaults(out, NAME)
     out.default({"data.max_length": 2048})
     out.notes += [fact("long-texts")] * (values.get("stage") == "pt")
-    out.notes.append(hf.NO_COUNT_OF_GPUS)
+    out.notes.append(fact("one-gpu"))
 
 
 def _stage(values: Json, out: Imported) -> None:

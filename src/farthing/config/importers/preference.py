@@ -90,8 +90,7 @@ def settle(out: Imported, tool: str) -> None:
     """What goes without saying in a job of preferences, and what `tool` does otherwise."""
     if not out.prefers:
         return
-    if out.job["task"] == "simpo":  # of TRL, of which Axolotl and LLaMA-Factory have it
-        out.default({"objective.beta": 0.1, "objective.simpo_gamma": 0.5})
+    out.default(fact("objective-defaults").get(out.job["task"], {}))
     notes = fact("objective-notes").get(tool, {})
     out.notes += [notes[each] for each in ("all", out.job["task"]) if each in notes]
     losses = str(out.job.get("objective.loss_type", "sigmoid"))

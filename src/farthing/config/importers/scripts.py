@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from farthing.config.importers.tables import Computed, is_open
+from farthing.config.importers.tables import Computed, fact, is_open
 from farthing.errors import InputError
 from farthing.storage.files import Json
 
@@ -226,10 +226,6 @@ def _default_of(node: ast.expr) -> ast.expr | None:
 
 # ---- command lines ----
 
-_STARTS = re.compile(
-    r"(accelerate launch|torchrun|deepspeed|python3?|trl (?:sft|dpo|kto|grpo|rloo|reward|env)"
-    r"|llamafactory-cli train|uv run)\b"
-)
 _ASSIGNED = (
     r"^[ \t]*(?:(?:export|local|readonly|declare)[ \t]+)?(\w+)="
     r"(\"(?:[^\"\\]|\\.)*\"|'[^']*'|[^\s;&|\"']*)"
@@ -261,7 +257,7 @@ def commands_of(text: str) -> Iterator[Command]:
         return text
 
     for line in joined.split("\n"):
-        begins = _STARTS.search(line)
+        begins = re.search(fact("command-starts"), line)
         if begins is None or "--" not in line or len(line) > MAX_LINE:
             continue
         try:
