@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import shutil
 import time
 from collections.abc import Callable
@@ -105,6 +106,12 @@ def test_a_folder_without_hard_links_is_a_store_too(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match="os error 28"):
         store.create("commits/2", b"second")
     assert list(store.list("commits/")) == ["commits/1"]
+    reason, (most, _) = 1, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3, resource.RLIM_INFINITY))
+    with pytest.raises(StoreError, match="too large"):
+        store.create("commits/2", b"second")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+    assert store.create("commits/2", b"second")
 
 
 def test_large_files_travel_in_four_parts_at_once_and_no_more_than_a_bucket_takes(

@@ -137,8 +137,14 @@ class ObjectStore:
             except Exception as error:
                 if is_remote(self._address) or not _NO_LINKS.search(str(error)):
                     raise
-                with open(Path(self._address, key), "xb") as file:
-                    file.write(data)
+                path = Path(self._address, key)
+                with open(path, "xb") as file:
+                    try:
+                        file.write(data)
+                        file.flush()
+                    except OSError:  # half an object would be one that another has written
+                        path.unlink()
+                        raise
             return True
         return False
 
