@@ -184,6 +184,10 @@ def test_a_folder_takes_from_its_store_what_it_has_lost_and_nothing_else(store, 
         assert again() == 2, "of an older copy of the folder"
     (run / "store.json").write_text('{"store": "another", "epoch": 99}')
     assert again() == 2
+    shutil.rmtree(run / "checkpoints")
+    (run / "search.jsonl").touch()
+    (run / "ledger.jsonl").write_text(as_line(Account(9, committed=3)))
+    assert again() is None, "a search that is further, and has no checkpoints"
 
 
 def test_a_model_goes_along_where_it_is_asked_for_and_the_last_words_after_it(

@@ -50,6 +50,7 @@ from farthing.run.folder import (
     LOG,
     MODEL,
     RUN,
+    SEARCH_LOG,
     is_damaged,
     run_id_of,
     saves_in,
@@ -237,12 +238,14 @@ class Mirror:
     def catch_up(self, words: list[Json], allow_restart: bool) -> int | None:
         store, step = self.patient(self.pace.deliver_s), None
         commits, known = list_commits(store), dict[int, Account]()
-        here = self.folder / CHECKPOINTS
+        done = [0, *(save.step for save in saves_in(self.folder / CHECKPOINTS))]
+        if (self.folder / SEARCH_LOG).exists():  # a search has no checkpoints of its own
+            done += [each.committed for each in read_ledger(self.folder / LEDGER).ordered]
         is_behind = bool(commits) and (
             run_id_of(self.folder) is None
             or is_damaged(self.folder)
             or commits[0].epoch > self._seen_epoch()  # it continued elsewhere
-            or commits[0].step > max([0, *(save.step for save in saves_in(here))])
+            or commits[0].step > max(done)
         )
         if is_behind:
             try:
