@@ -562,6 +562,7 @@ LONG_NAME = f"./{'ü' * 200}"
         ("limits.max_usd", "010", "YAML reads 010 as 8"),
         ("limits.max_usd", "yes", "give a number, not true/false"),
         ("output_store", "file://mnt/runs", "three slashes"),
+        ("output_store", "s3:/bucket/runs", "two slashes"),
     ],
 )
 def test_a_value_that_nothing_can_be_is_a_mistake_at_its_key(read, key, value, words):

@@ -112,6 +112,8 @@ def _in_store(name: str) -> str:
             f"{scheme}:// is no store; give a folder, s3://bucket/prefix, gs://bucket/prefix or"
             " az://container/prefix"
         )
+    if re.match(rf"({'|'.join(BUCKETS)}):(?!//)", name):
+        raise ValueError("an address has two slashes, as in s3://bucket/prefix")
     if name.startswith("file://") and not name.startswith("file:///"):
         raise ValueError("file:// needs three slashes and an absolute path, as in file:///mnt/runs")
     if name != without_secrets(name):
