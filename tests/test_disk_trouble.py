@@ -316,8 +316,9 @@ def test_a_damaged_line_in_the_log_of_a_finished_run_is_shown(tmp_path, cli):
     lines = log.read_bytes().splitlines(keepends=True)
     lines[2] = lines[2].replace(b'"n_tokens": ', b'"n_tokens": 9')
     log.write_bytes(b"".join(lines))
-    for verb in (["train", str(path)], ["report", str(tmp_path / "run")]):
-        assert "1 damaged line, left out" in cli.out(*verb)
+    run = tmp_path / "run"
+    for verb in (["train", path], ["report", run], ["runs", run], ["watch", run, "--once"]):
+        assert "1 damaged or missing line, left out" in cli.out(*verb)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "chat_template.jinja"])

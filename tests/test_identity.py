@@ -224,6 +224,9 @@ def test_a_flipped_bit_of_every_byte_and_every_cut_of_a_deciding_file_is_found(t
             path.write_bytes(whole[:at] + rest)
             with pytest.raises(DamagedFileError):
                 kept(path)
+    shutil.copy(path.with_name("run.json"), path)
+    with pytest.raises(DamagedFileError, match="holds another file"):
+        kept(path)
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -384,7 +387,9 @@ def test_a_damaged_job_is_not_exported_by(stopped):
 
 
 @pytest.mark.parametrize("name", ["job.json", "plan.json", "data_notes.json"])
-def test_a_report_names_a_file_that_was_changed_and_leaves_it_out(name, stopped, tmp_path, cli):
+def test_a_report_names_a_file_that_was_changed_or_is_gone_and_leaves_it_out(
+    name, stopped, tmp_path, cli
+):
     run = tmp_path / "run"
     shutil.copytree(stopped[1].output_dir, run)
     assert build_receipt(run).damaged_files == []
@@ -393,3 +398,6 @@ def test_a_report_names_a_file_that_was_changed_and_leaves_it_out(name, stopped,
     (run / name).write_bytes(content)
     assert any(each.startswith(name) for each in build_receipt(run).damaged_files)
     assert re.search(rf"damaged 1 +{name}", cli.out("report", run))
+    (run / name).unlink()
+    is_known = name != "data_notes.json"
+    assert [each.startswith(name) for each in build_receipt(run).damaged_files] == [True] * is_known

@@ -202,6 +202,9 @@ def test_the_best_settings_win(tmp_path, cli):
     assert (folder / "ledger.jsonl").read_bytes() == ledger  # asking again costs nothing
     with pytest.raises(RunChangedError, match=r"train\.seed"):
         searched(path, "train.seed=7")
+    whole = (folder / "search.json").read_text()
+    (folder / "search.json").write_text(whole.replace('"n_trials": 4', '"n_trials": 5'))
+    assert "search can't be read" in cli.err("report", folder)
 
 
 @pytest.mark.slow

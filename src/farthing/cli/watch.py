@@ -8,9 +8,10 @@ import argparse
 import contextlib
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+from farthing.addresses import without_secrets
 from farthing.cli.console import rich_console
 from farthing.cli.looking import looked_at, names_a_store
 from farthing.errors import EXIT_FINISHED, InputError
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         contextlib.closing(watcher),
     ):
         while True:
-            receipt = build_receipt(look())
+            receipt = replace(build_receipt(look()), run=without_secrets(arguments.run))
             progress = progress_of(
                 receipt, time.time(), silent_s=SILENT_STORE_S if is_store else SILENT_S
             )
@@ -59,6 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _as_json(receipt: Any, progress: Any) -> dict[str, object]:
     """One look, for programs."""
+    from farthing.report.words import lines
+
     found = receipt.to_json()
     kept = "run usd wall_s final_loss metrics tokens_per_s mfu peak_bytes interruptions diagnosis"
-    return {**asdict(progress), **{name: found[name] for name in kept.split()}}
+    damage = lines("receipt.txt", "damage", receipt)
+    return {**asdict(progress), **{name: found[name] for name in kept.split()}, "damage": damage}

@@ -37,6 +37,7 @@ from farthing.model.same_answers import answers, refuse_other_answers
 from farthing.report.card import model_card
 from farthing.report.receipt import build_receipt
 from farthing.report.receipt_types import RunReceipt
+from farthing.report.words import lines
 from farthing.run.exported import CARD, damage_of, seal_export
 from farthing.run.folder import JOB, MODEL, RUN, kept, kept_job
 from farthing.storage.files import (
@@ -174,11 +175,12 @@ def export_run(
     in use; `ModelError` when the model that was written does not answer as the trained one.
     """
     quiet_libraries()
-    source = whole_model(run)
+    source, receipt = whole_model(run), build_receipt(run)
+    kept_job(run)  # the card tells of it
     refuse_used(folder)
     is_adapter = (source / ADAPTER_CONFIG).exists()
     if form == "merged":
-        _write_merged(run, source, folder, dtype, trust_remote_code)
+        _write_merged(run, source, folder, dtype, trust_remote_code, receipt)
     elif not is_adapter:
         raise InputError(
             "a full fine-tune has no adapter", where=str(run), to_do="use --format merged"
@@ -188,10 +190,11 @@ def export_run(
         def fill(draft: Path) -> None:
             ignored = shutil.ignore_patterns(MANIFEST)
             shutil.copytree(source, draft, dirs_exist_ok=True, ignore=ignored)
-            write_text(draft / CARD, model_card(build_receipt(run), is_merged=False))
+            write_text(draft / CARD, model_card(receipt, is_merged=False))
 
         install_folder(folder, fill)
-    return {"folder": str(folder), "format": form, "bytes": bytes_below(folder)}
+    notes = lines("receipt.txt", "damage", receipt)
+    return {"folder": str(folder), "format": form, "bytes": bytes_below(folder), "notes": notes}
 
 
 def trusted_job(run: Path, trust_remote_code: bool) -> Job:
@@ -294,7 +297,12 @@ def _read(folder: Path, job: Job, dtype: torch.dtype | str) -> Any:
 
 
 def _write_merged(
-    run: Path, source: Path, folder: Path, dtype: str | None, trust_remote_code: bool
+    run: Path,
+    source: Path,
+    folder: Path,
+    dtype: str | None,
+    trust_remote_code: bool,
+    receipt: RunReceipt,
 ) -> None:
     """Write the whole model into a folder; read back from there it must answer as it did. Raises
     `ModelError`.
@@ -304,7 +312,7 @@ def _write_merged(
     is_adapter = (source / ADAPTER_CONFIG).exists()
     asked = getattr(torch, dtype or "float32")
     model = _adapted(job, source, asked) if is_adapter else _read(source, job, "auto")
-    expected, receipt = answers(model), build_receipt(run)
+    expected = answers(model)
     if is_adapter:
         with warnings.catch_warnings():  # of weights that are no longer tied
             warnings.simplefilter("ignore")

@@ -62,20 +62,29 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> RunReceipt:
         to_do = "name the output_dir of a job that has started"
         raise InputError("not a run folder", where=str(folder), to_do=to_do)
     accounts, log = with_redone(found.ordered), log or read_log(folder / files.LOG)
+    copies = (files.newest_with_copies(folder) or {}).get(files.COPIES, {})
     damaged: list[str] = []
 
     def kept(name: str) -> Json | None:
+        found = None
         try:
-            return files.kept(folder / name)
+            found = files.kept(folder / name)
+            if found is None and copies.get(name) is not None:
+                damaged.append(f"{name} is gone")
         except DamagedFileError as error:
             damaged.append(str(error))
-            return None
+        return found
+
+    def measured(name: str) -> Json | None:
+        values = kept(name) or {}
+        return values if values.get("exported_step", -1) == exported_step else None
 
     facts, job = kept(files.RUN) or {}, None
     try:
-        job = files.kept_job(folder) if (folder / files.JOB).exists() else None
+        if (folder / files.JOB).exists() or "job_sha256" in facts:
+            job = files.kept_job(folder)
     except RunDamagedError as error:
-        damaged.append(f"{files.JOB} {error.what}")
+        damaged += {error.what} - {*damaged}
     estimate, n_in_epoch = None, facts.get("steps_per_epoch")
     with contextlib.suppress(ValueError, TypeError, KeyError):
         estimate = Estimate.from_json(kept(files.PLAN))
@@ -89,9 +98,10 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> RunReceipt:
         of_model = log.evaluations[-1]
     lost, forecasts = found.accounts.get(LOST, Account(LOST)), [a.forecast for a in accounts]
     is_broken = found.n_broken > 0 or LOST in found.accounts
-    measured: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for account in accounts:
-        measured |= account.facts
+        figures |= account.facts
+    attempt = next((account for account in reversed(accounts) if account.began), lost)
     receipt = view_of(
         RunReceipt,
         bill,
@@ -115,8 +125,8 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> RunReceipt:
         best_step=best["step"] if best else None,
         exported_step=exported_step,
         metrics=of_model["metrics"] if of_model else None,
-        evaluation=files.evaluation_of(folder, exported_step),
-        standard_tasks=files.evaluation_of(folder, exported_step, files.STANDARD_TASKS),
+        evaluation=measured(files.EVALUATION),
+        standard_tasks=measured(files.STANDARD_TASKS),
         published=(kept(files.PUBLISHED) or {}).get("publications", []),
         ancestor=facts.get("ancestor"),
         usd_with_ancestor=bill.usd + (facts.get("ancestor") or {}).get("usd", 0.0),
@@ -124,7 +134,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> RunReceipt:
         usd_per_million_tokens=bill.usd / (log.n_tokens / 1e6) if log.n_tokens else None,
         spans=_spans(bill),
         ledger=Trust(found.n_broken, lost.wall_s, lost.usd) if is_broken else None,
-        damaged_log_lines=log.n_damaged,
+        damaged_log_lines=max(log.n_damaged, attempt.committed - log.step),
         damaged_files=damaged,
         checkpoints=_checkpoints(job, estimate, accounts, bill.wall_s),
         attempts=[_attempt(a) for a in accounts],
@@ -140,7 +150,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> RunReceipt:
         ),
         machines=machines,
         still_billed=still_billed(job or {}, machines),
-        **{name: measured.get(name) for name in FIGURES},
+        **{name: figures.get(name) for name in FIGURES},
         curves=_curves(log, accounts),
         answers=answers_of(
             job,
@@ -148,7 +158,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> RunReceipt:
             bill.spans,
             bill.usd_of,
             log.n_tokens,
-            measured.get("padded_tokens"),
+            figures.get("padded_tokens"),
         ),
         timeline=timeline_of(accounts, [row["step"] for row in log.evaluations]),
     )

@@ -161,7 +161,7 @@ class RunReceipt:
     usd_per_million_tokens: float | None
     spans: list[Span]
     ledger: Trust | None
-    damaged_log_lines: int
+    damaged_log_lines: int  # or missing
     damaged_files: list[str]  # of the run folder, and left out: which, and in what way
     checkpoints: Saves
     attempts: list[Json]

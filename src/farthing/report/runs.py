@@ -17,6 +17,7 @@ from typing import Any
 from farthing.errors import FarthingError
 from farthing.report.live import progress_of
 from farthing.report.receipt import build_receipt
+from farthing.report.words import lines
 from farthing.run.folder import CHECKPOINTS, LEDGER, MODEL, SEARCH_LOG
 
 _NOT_LOOKED_INTO = {CHECKPOINTS, MODEL, "tensorboard", ".git", "node_modules", "__pycache__"}
@@ -100,7 +101,7 @@ def row_of(folder: Path, now: float, *, name: str) -> RunRow:
         best,
         None if pair is None else pair.ratio,
         months,
-        "; ".join(receipt.damaged_files),
+        "; ".join(lines("receipt.txt", "damage", receipt)),
     )
 
 

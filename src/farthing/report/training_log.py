@@ -98,7 +98,9 @@ class TrainingLog:
         head, is_of_step, _ = line.partition(b', "examples": [')
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             row = parse_json(head + b"}" if is_of_step else line)
-            if is_of_step:
+            if is_of_step and row["step"] <= self.step:  # a line that stands there twice
+                self.n_damaged += 1
+            elif is_of_step:
                 self.add_step(row["step"], row["loss"], row["n_targets"], row["n_tokens"])
                 for name in row.keys() - _OF_STEP:
                     self.figures.setdefault(name, Curve()).add(row["step"], float(row[name]))

@@ -40,7 +40,7 @@ def _texts(is_markup: bool) -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: shown(value).replace("|", _BAR) if type(value) is str else value,
     )
-    known = (digits_of, plural, say_bytes, say_count, say_seconds, say_usd, percent, say)
+    known = (digits_of, lines, plural, say_bytes, say_count, say_seconds, say_usd, percent, say)
     for function in (*known, cost_range, say_cost, say_short, span, sparkline, time_range):
         found.globals[function.__name__] = function
     return found

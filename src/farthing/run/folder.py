@@ -83,7 +83,7 @@ _OF_ATTEMPTS = ("steps_per_epoch", EXAMPLES, LABEL_NAMES, ARE_CHATS, "finished")
 MORE_STEPS = ("max_steps", "num_train_epochs", "load_best_model_at_end")
 """Keys of `train` with which a finished run resumes. Its identity has those that change the steps
 it has taken."""
-_SEAL = "sha256"
+_NAME, _SEAL = "file", "sha256"
 _WITNESSED = ("attempt", "step", "spent_s", "spent_usd", "attempt_id")
 
 T = TypeVar("T")
@@ -93,8 +93,9 @@ T = TypeVar("T")
 
 
 def keep(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file that decides the result, with its checksum, in one step. Raises `OSError`."""
-    write_text(path, seal(dict(value)))
+    """Write a file that decides the result, with its name and checksum, in one step. Raises
+    `OSError`."""
+    write_text(path, seal({**value, _NAME: path.name}))
 
 
 def kept(path: Path) -> Json | None:
@@ -105,7 +106,10 @@ def kept(path: Path) -> Json | None:
         return None
     except (OSError, ValueError) as error:
         raise DamagedFileError(f"{path.name} can't be read ({type(error).__name__})") from error
-    return {key: item for key, item in unseal(text, path.name).items() if key != _SEAL}
+    values = unseal(text, path.name)
+    if values.pop(_NAME, "") != path.name:
+        raise DamagedFileError(f"{path.name} holds another file")
+    return {key: item for key, item in values.items() if key != _SEAL}
 
 
 def kept_as(path: Path, read: Callable[[Json], T], warn: Warn) -> T | None:
@@ -141,7 +145,7 @@ def copies_of(folder: Path, before: Mapping[str, Any] | None = None) -> Json:
 
 def mend(folder: Path, warn: Warn) -> None:
     """Write deciding files that are damaged or gone again from a checkpoint. Raises `OSError`."""
-    manifest = _newest_with_copies(folder)
+    manifest = newest_with_copies(folder)
     if manifest is None:
         return
     for name in DECIDING:
@@ -160,7 +164,7 @@ def mend(folder: Path, warn: Warn) -> None:
             warn(f"{why}: written again from the checkpoint of step {manifest['step']}")
 
 
-def _newest_with_copies(folder: Path) -> Json | None:
+def newest_with_copies(folder: Path) -> Json | None:
     """The newest manifest with copies of the deciding files, of this run if known."""
     run_id = run_id_of(folder)
     for save in saves_in(folder / CHECKPOINTS):
@@ -247,23 +251,13 @@ def kept_job(folder: Path) -> Json:
         is_whole = digest in (None, hashlib.sha256(text.encode()).hexdigest())
         if is_whole and isinstance(job, dict):
             return job
-        why = "differs from the file that was written (sha256)"
-    except (OSError, ValueError, DamagedFileError) as error:
-        why = f"can't be read ({type(error).__name__})"
+        why = f"{JOB} differs from the file that was written (sha256)"
+    except DamagedFileError as error:
+        why = str(error)
+    except (OSError, ValueError) as error:
+        why = f"{JOB} can't be read ({type(error).__name__})"
     to_do = "run `farthing train` with the job once more: it writes the file again"
-    raise RunDamagedError(why, where=str(folder / JOB), to_do=to_do)
-
-
-# ---- what was measured of its model afterwards ----
-
-
-def evaluation_of(folder: Path, exported_step: int | None, name: str = EVALUATION) -> Json | None:
-    """What was measured of the model of this step; None where that can't be read."""
-    try:
-        values = kept(folder / name)
-    except DamagedFileError:
-        return None
-    return values if values is not None and values.get("exported_step") == exported_step else None
+    raise RunDamagedError(why, where=str(folder), to_do=to_do)
 
 
 # ---- whose run it is ----
@@ -387,7 +381,7 @@ def facts_there(folder: Path) -> Json:
     """What `claim` will find, with nothing changed; empty for a new run. Raises `RunChangedError`,
     `RunDamagedError`.
     """
-    manifest = None if _known_facts(folder) else _newest_with_copies(folder)
+    manifest = None if _known_facts(folder) else newest_with_copies(folder)
     if manifest is not None:  # by which it will be mended
         return dict(manifest[COPIES][RUN])
     return _facts_of(folder, lambda text: None, allow_restart=False) or {}

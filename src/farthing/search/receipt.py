@@ -15,13 +15,13 @@ from farthing.config.job import Job
 from farthing.errors import InputError
 from farthing.run.accounts import WORK, read_ledger
 from farthing.run.commits import take_run
-from farthing.run.folder import LEDGER, RUN, SEARCH_LOG, kept_job
+from farthing.run.folder import LEDGER, RUN, SEARCH_LOG, keep, kept, kept_job
 from farthing.search.curve import gain
 from farthing.search.halving import SHARES, Z_95, paired, ranked
 from farthing.search.record import SearchRecord, folder_of, store_of
 from farthing.search.report import search_page
 from farthing.search.space import model_of
-from farthing.storage.files import Json, read_json, write_json, write_text
+from farthing.storage.files import DamagedFileError, Json, write_text
 from farthing.storage.objects import Retrying, open_store
 
 SEARCH = "search.json"
@@ -52,10 +52,10 @@ def read_receipt(folder: Path) -> Json:
     is damaged.
     """
     try:
-        found = dict(read_json(folder / SEARCH))
+        found = kept(folder / SEARCH) or {}
         usd = max(found["usd"], usd_of(folder))
         return found | _costs(usd, found["usd_in_trials"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (DamagedFileError, TypeError, KeyError) as error:
         raise InputError(
             "the receipt of this search can't be read",
             where=str(folder / SEARCH),
@@ -82,7 +82,7 @@ def leave_receipt(job: Job, record: SearchRecord, usd: float) -> Json:
         values = {key: value for key, value in values.items() if key not in ("limits", "search")}
         text = yaml.safe_dump(values, sort_keys=False)
         write_text(folder / WINNER, f"# Trial {trial} of the search in {folder}.\n{text}")
-    write_json(folder / SEARCH, receipt)
+    keep(folder / SEARCH, receipt)
     write_text(folder / PAGE, search_page(receipt))
     return receipt
 

@@ -122,6 +122,8 @@ class Saver:
         def is_kept(row: Json) -> bool:
             step = row.get("step", 0)
             if "examples" in row and 0 < step <= at.step:
+                if step in steps:
+                    return False
                 steps.add(step)
             return step <= at.step and ("metrics" not in row or step <= at.evaluated_step)
 
