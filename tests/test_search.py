@@ -371,9 +371,14 @@ def test_a_trial_that_the_limit_stops_has_not_failed(usd, state, tmp_path, monke
     monkeypatch.setattr("farthing.search.pool.Worker.start", set_forward)
     monkeypatch.setattr("farthing.search.pool.Worker.end", lambda worker: None)
     monkeypatch.setattr("farthing.search.pool.Worker.call", call)
+    reads, writes = os.pipe()
+    monkeypatch.setenv("FARTHING_GUARD", str(writes))
     path = job_of(tmp_path)
     outcome = searched(path)
+    os.close(writes)
     assert (outcome.state, outcome.exit_code) == ("limit", 3)
+    with open(reads) as guard:
+        assert 4900 < json.loads(guard.readline())["left_s"] < 5000, "who watches knows the cap"
     found = {(each["state"], each["usd"]) for each in outcome.receipt["trials"]}
     assert found == {(state, usd)}  # a search that is resumed trains it
     assert sum(each["usd"] for each in outcome.receipt["rungs"]) == usd

@@ -170,15 +170,17 @@ def _mirrored(job: Job, begun: Opened, tell: Tell, closing_s: float) -> Iterator
     def warn(text: str) -> None:
         tell({"trial": None, "warning": text})
 
+    limits = RunLimits(job, begun.ledger)
+    limits.tell_guard()
     mirror = open_mirror(job.output_store, begun.folder, N_COPIES, warn)
     if mirror is None:
         yield None
         return
-    limits = RunLimits(job, begun.ledger)
     try:
         mirror.on_bills = begun.ledger.take_in
         mirror.bring_back(should_stop=lambda: limits.left_s <= closing_s)
         begun.ledger.write()
+        limits.tell_guard()
         yield mirror
     finally:
         mirror.close(min(STORE_S, max(1.0, limits.left_s)))
