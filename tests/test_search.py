@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ import pytest
 from farthing.cli.parser import parse
 from farthing.config.job import SearchSection
 from farthing.config.load import load_job
-from farthing.errors import InputError, JobError, RunChangedError, RunDamagedError
+from farthing.errors import InputError, JobError, LimitError, RunChangedError, RunDamagedError
 from farthing.metrics import stderr_of_mean
 from farthing.report.runs import row_of
 from farthing.search.bill import priced
@@ -27,6 +26,7 @@ from farthing.search.pool import Worker, WorkerDiedError
 from farthing.search.record import SearchRecord
 from farthing.search.report import in_words
 from farthing.search.space import draw, n_choices, refuse_choices
+from farthing.search.worker import train_segment
 from searching import job_of, searched, told, weights_of
 from small_models import make_model_folder
 
@@ -364,11 +364,17 @@ def test_a_trial_that_the_limit_stops_has_not_failed(usd, state, tmp_path, monke
     clock, until = time.time, []
 
     def call(worker, task, tell):
-        until.append(datetime.fromisoformat(task["values"]["limits"]["deadline"]).timestamp())
+        monkeypatch.setattr(time, "time", lambda: clock() + 36_000)
+        with pytest.raises(LimitError):
+            train_segment(task | {"n_steps": 8}, tell)
         return late
 
-    set_forward = lambda worker: monkeypatch.setattr(time, "time", lambda: clock() + 36_000)  # noqa: E731
-    monkeypatch.setattr("farthing.search.pool.Worker.start", set_forward)
+    def began(job, tell):
+        until.append(job.limits.deadline.timestamp())
+        raise LimitError("enough")
+
+    monkeypatch.setattr("farthing.train.run.train", began)
+    monkeypatch.setattr("farthing.search.pool.Worker.start", lambda worker: None)
     monkeypatch.setattr("farthing.search.pool.Worker.end", lambda worker: None)
     monkeypatch.setattr("farthing.search.pool.Worker.call", call)
     reads, writes = os.pipe()

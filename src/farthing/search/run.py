@@ -12,15 +12,14 @@ import math
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from farthing.clock import seconds_since_boot
 from farthing.config.job import Job, SearchSection
 from farthing.config.load import is_mean_of_tokens, other_metric
 from farthing.errors import (
@@ -507,7 +506,8 @@ class _Search:
             return
         task = {
             "do": "train",
-            "values": self._values(trial) | {"limits": self._limits()},
+            "values": self._values(trial),
+            "ends_at": self._ends_at(),
             "first_fraction": rungs.fractions[0],
             "times": None if rung == n_rungs - 1 else rungs.factor**rung,
             "n_steps": before.get("n_steps"),
@@ -598,17 +598,12 @@ class _Search:
 
     # ---- limits and signals ----
 
-    def _limits(self) -> Json:
-        """The limits of a trial: what those of the search leave. Raises `LimitError`."""
+    def _ends_at(self) -> float:
+        """When a trial has to end, by the clock since boot. Raises `LimitError`."""
         left_s, limit = self._left()
         if left_s <= self.closing_s:
             raise LimitError(limit)
-        if math.isinf(left_s):
-            return {}
-        # a moment: what another machine has spent on the trial is known only once it begins. By the
-        # clock as it is now, which may have been set since the search began.
-        until = datetime.fromtimestamp(time.time() + left_s - self.closing_s, UTC)
-        return {"deadline": until.isoformat(timespec="milliseconds")}
+        return seconds_since_boot() + left_s - self.closing_s
 
     def _left(self) -> tuple[float, str]:
         """Seconds until the first limit of the search, and that limit."""

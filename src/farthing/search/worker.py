@@ -14,11 +14,14 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+from farthing.clock import seconds_since_boot
 from farthing.config.job import Job
 from farthing.errors import EXIT_INTERRUPTED, FarthingError, RunInterruptedError
 from farthing.events import Evaluated, Event, Restored, Warned, ignore
@@ -76,7 +79,7 @@ def train_segment(task: Json, tell: Tell) -> Json:
     """Train a trial until its rung, and how it stands there."""
     from farthing.train.run import train
 
-    job = job_of(task["values"], task["place"])
+    job = job_of(task["values"] | {"limits": _limits(task["ends_at"])}, task["place"])
     n_steps = task["n_steps"] or _n_steps(job)
     every = max(1, math.ceil(n_steps * task["first_fraction"]))
     until = n_steps if task["times"] is None else min(n_steps, every * task["times"])
@@ -110,6 +113,15 @@ def train_segment(task: Json, tell: Tell) -> Json:
         "spans": {span.name: span.seconds for span in receipt.spans},
         "epochs": receipt.epochs,
     }
+
+
+def _limits(ends_at: float) -> Json:
+    """Of a trial that ends then: a moment, since what another machine has spent on it is known only
+    once it begins."""
+    if math.isinf(ends_at):
+        return {}
+    until = datetime.fromtimestamp(time.time() + ends_at - seconds_since_boot(), UTC)
+    return {"deadline": until.isoformat(timespec="milliseconds")}
 
 
 def _evaluations(log: Path) -> dict[int, Json]:
