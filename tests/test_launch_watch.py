@@ -310,12 +310,21 @@ def test_a_stop_ends_what_is_known_here_and_says_where_it_could_not_look(is_whol
     assert any("only machines known here are stopped" in text for text in course.said) != is_whole
 
 
-@pytest.mark.parametrize(("pause_s", "n"), [(20.0, 0), (21.0, 1)])
-def test_a_watcher_that_slept_makes_sure_that_the_launch_is_still_its_own(pause_s, n, course):
+@pytest.mark.parametrize(("pause_s", "n_away", "n"), [(20.0, 0, 0), (21.0, 1, 2), (21.0, 99, 2)])
+def test_a_watcher_that_slept_makes_sure_that_the_launch_is_still_its_own(
+    pause_s, n_away, n, course
+):
+    """Its network may come back later; what is there is ended all the same."""
     reclaimed = list[float]()
     world = course.world
+
+    def reclaim():
+        reclaimed.append(world.now)
+        if len(reclaimed) <= n_away:
+            raise AWAY
+
     launch = course.on(Played(course, THERE, UP_AND_DONE))
     more = {1_800_000_020: pause_s}
     launch.sleep = lambda seconds: world.sleep(seconds + more.get(world.now, 0.0))
-    launch.reclaim = lambda: reclaimed.append(world.now)
+    launch.reclaim = reclaim
     assert (launch.run(), len(reclaimed)) == (3, n)

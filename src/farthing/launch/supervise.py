@@ -95,7 +95,7 @@ class Launch:
         self._is_ending = False
         """Everything is to be destroyed, whoever knows of it."""
         self._prefix, self._said = self.prepared.launch_id, set[str]()
-        self._held_at, self._n_gaps = self.awake(), 0
+        self._held_at, self._n_gaps, self._is_sure = self.awake(), 0, True
         self._locked_at: float | None = None
 
     def run(self) -> int:
@@ -170,18 +170,28 @@ class Launch:
         """The time of day by the provider's clock, by which it bills; ours where it tells none."""
         return self.clock() + self.driver.clock_offset_s
 
-    def _hold(self) -> None:
-        """After a gap: make sure that the launch is still ours, and read what others did meanwhile.
+    def _hold(self, *, surely: bool = False) -> None:
+        """After a gap: make sure that the launch is still ours, and read what others did meanwhile;
+        `surely` waits for the store, without which nobody else can take the launch over either.
 
-        A suspended watcher may wake beside one that took over; nothing may be made or destroyed by
-        what it remembers.
+        A suspended watcher may wake beside one that took over; nothing may be made by what it
+        remembers.
         """
         if self.awake() - self._held_at > GAP_S and not self._is_ending:
-            self.reclaim()
-            self._until_clear(self._take_over, "the store")
             self._n_gaps += 1
-            self._locked_at = None
+            self._locked_at, self._is_sure = None, False
         self._held_at = self.awake()
+        if surely:
+            self._until_clear(self._make_sure, "the store")
+        else:
+            self._if_answered(self._make_sure, None)
+
+    def _make_sure(self) -> None:
+        """Raises `RunInterruptedError`, `UnclearError`."""
+        if not self._is_sure:
+            self.reclaim()
+            self._take_over()
+            self._is_sure = True
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:
@@ -370,7 +380,7 @@ class Launch:
     def _rent(self) -> RentedMachine | None:
         """The next machine, made; None where no offer is left. Raises `NoBudgetError`."""
         while offer := self._next_offer():
-            self._hold()
+            self._hold(surely=True)
             number, accounts, now = self.ledger.next_number, self._accounts(), self._clock()
             ask = self.prepared.ask(number, offer, self.ledger, accounts, now)
             self.write(ask)
@@ -405,7 +415,7 @@ class Launch:
             committed=self._committed(),
         )
         try:
-            self._hold()
+            self._hold(surely=True)
         except RunInterruptedError as error:  # the number may be another machine's by now
             self._refused(machine, error.what)
             raise
