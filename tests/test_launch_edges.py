@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from command import in_python
 from farthing.launch.machines import MachineLedger, RentedMachine
 from farthing.launch.targets.lambda_cloud import Lambda
 from launch_faults import Fate, Killed
@@ -93,6 +94,14 @@ def test_a_signal_to_the_command_ends_what_nothing_else_would_end(number, tmp_pa
     for again in (signal.SIGHUP, signal.SIGTERM):  # the shell sends another, a service manager too
         os.kill(child, again)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75
+    assert (tmp_path / "ended").exists()
+
+
+def test_a_fault_of_ours_ends_what_nothing_else_would_end(tmp_path):
+    crash = textwrap.dedent(STAND_IN).replace("time.sleep(60)", "raise KeyError('ours')")
+    done = in_python(crash, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "KeyError: 'ours'" in done.stderr
     assert (tmp_path / "ended").exists()
 
 

@@ -277,9 +277,12 @@ def _do(session: Any, action: str, arguments: argparse.Namespace) -> int:
                 )
         except KeyboardInterrupt:
             return _left_alone(session)
-        except Exception:
+        except FarthingError:
             with contextlib.suppress(FarthingError):
                 _say_open(session)
+            raise
+        except Exception:  # a fault of ours
+            _left_alone(session)
             raise
     standing, has_receipt = session.standing(), (session.folder / LEDGER).exists()
     if job.search.is_asked:
@@ -302,7 +305,7 @@ def _do(session: Any, action: str, arguments: argparse.Namespace) -> int:
 
 
 def _left_alone(session: Any) -> int:
-    """The watch was interrupted. Machines that nothing else ends are ended now; of the others the
+    """The watch has ended early. Machines that nothing else ends are ended now; of the others the
     price, the latest end and the commands are printed.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
