@@ -76,6 +76,8 @@ def test_a_dry_run_shows_what_is_paid_and_what_is_the_most(tmp_path):
     names = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"
     assert f"secrets      {names}: by name, the values are in no file" in said(view)
     assert said(view)[-1] == f"wrote        {tmp_path}/files: a, b"
+    (*_, note) = view_of(tmp_path, wall_s=40_000.0)["notes"]
+    assert note == "the plan takes longer than a limit allows: the run would stop unfinished"
 
 
 def on(place: str, tmp_path: Path, **job) -> Prepared:

@@ -453,6 +453,7 @@ def notes_of(prepared: Prepared, ask: LaunchRequest) -> list[str]:
     kept = [name for name in prepared.job.train.report_to if name in ("tensorboard", "trackio")]
     plan, own = prepared.plans.get(ask.offer), prepared.wishes.prices
     age = 0 if plan is None else plan.price_age_days
+    planned_s = 0.0 if plan is None else paid_s(plan) + boot_of(plan.offer.provider).seconds
     renewal = f"renew {own}" if own else "`farthing prices update` reads newer ones"
     notes = {
         f"nothing at {target.title} ends the machine when this process dies: --attended only": (
@@ -484,6 +485,9 @@ def notes_of(prepared: Prepared, ask: LaunchRequest) -> list[str]:
             prepared.travels and not os.environ.get("HF_TOKEN") and _has_hub_login()
         ),
         f"the price is {age} days old: {renewal}": age >= AGED_PRICE_DAYS,
+        "the plan takes longer than a limit allows: the run would stop unfinished": (
+            planned_s > ask.most_s
+        ),
         f"the price is the lowest of many hosts' on {ask.offer.date}: it may not be had": (
             ask.offer.billing.prices_are == "from"
         ),
