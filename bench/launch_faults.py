@@ -201,7 +201,9 @@ def world_clock(world: World, skew_s: float) -> Callable[[], float]:
 
 
 def reclaim(world: World, holder: int) -> None:
-    """As the lease does it. Raises `RunInterruptedError` where another process took over."""
+    """As the lease does it. Raises `RunInterruptedError` where another process took over, and
+    `UnclearError`."""
+    world.kept()  # the store has to answer
     if world.holder != holder:
         raise RunInterruptedError("another process has taken this launch over")
 
@@ -221,13 +223,11 @@ def run_case(seed: int) -> dict[str, Any]:
         prepared = prepared_for(provider, folders[0], max_usd, world.usd_per_hour)
         code: int | None = None
 
-        def live(life: int, fate: Fate) -> int | None:
+        def live(life: int, fate: Fate, folder: Path) -> int | None:
             """One life; None where it was killed or lost the launch."""
             skew_s = dice.choice((0.0, 0.0, 0.0, -86400.0 * 2, 86400.0 * 2, 130.0, -40.0))
             try:
-                return supervise(
-                    world, prepared, dice.choice(folders), fate, skew_s=skew_s, holder=life
-                )
+                return supervise(world, prepared, folder, fate, skew_s=skew_s, holder=life)
             except InputError:
                 return EXIT_MISTAKE
             except (Killed, RunInterruptedError):
@@ -240,7 +240,8 @@ def run_case(seed: int) -> dict[str, Any]:
             if dice.random() < 0.7:
                 folders.append(Path(name) / f"run-{len(folders)}")
                 n = None if dice.random() < 0.5 else dice.randrange(1, 60)
-                live(1000 + len(folders), Fate(n, is_before=False))
+                # that of the suspended one is locked
+                live(1000 + len(folders), Fate(n, is_before=False), folders[-1])
 
         for life in range(n_lives):
             is_last = life == n_lives - 1 and returns
@@ -248,7 +249,7 @@ def run_case(seed: int) -> dict[str, Any]:
             n = None if is_last else dice.randrange(1, 60)
             kinds += [] if n is None else [kind]
             fate = Fate(n, is_before=dice.random() < 0.5, kind=kind, meanwhile=other)
-            code = live(life, fate)
+            code = live(life, fate, dice.choice(folders))
             if code not in (None, EXIT_INTERRUPTED):
                 break
             with world.unattended():
@@ -257,7 +258,7 @@ def run_case(seed: int) -> dict[str, Any]:
         is_left = code == EXIT_MISTAKE and bool(last.open)  # until its user exports a valid key
         last.close()
         if returns and (code is None or is_left):
-            code = live(n_lives, Fate(None, is_before=False))
+            code = live(n_lives, Fate(None, is_before=False), dice.choice(folders))
         if not returns:
             with world.unattended():
                 world.sleep(40 * 3600)
