@@ -168,6 +168,10 @@ def test_a_job_is_made_found_and_ended(case, programs, monkeypatch):
     driver.destroy(machine)
     last = (programs / "called").read_text().splitlines()[-1]
     assert any(word in last for word in ("cancel", "delete")) == expected.is_paid
+    (programs / "listed").write_text(listed.replace(NAME, "farthing-1-1"))
+    driver.destroy(machine)
+    last = (programs / "called").read_text().splitlines()[-1]
+    assert any(word in last for word in ("cancel", "delete")), "though its list lacks it"
     files = [path.read_text() for path in programs.rglob("*") if path.is_file()]
     assert "canary-" not in "".join(files), "nor in any argument"
 

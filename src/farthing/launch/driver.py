@@ -191,6 +191,9 @@ class ListingDriver(Driver):
     def destroy(self, machine: RentedMachine) -> None:
         if self.may_refuse_twice or not machine.id:
             seen = self.look(machine)
+            if seen is None and machine.id:  # a list may be late, or lack it once
+                with contextlib.suppress(UnclearError):
+                    self.delete(machine)
             if seen is None or not seen.is_paid:
                 return
             machine = replace(machine, id=machine.id or seen.id)
