@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from farthing.addresses import is_remote, without_secrets
 from farthing.errors import InputError
@@ -70,32 +70,6 @@ class Entry:
     """Another one where the content is another."""
 
 
-class Store(Protocol):
-    """Objects by key. Every operation raises `StoreError`."""
-
-    name: str
-    """The address for people, without secrets."""
-
-    def create(self, key: str, data: bytes) -> bool:
-        """Write an object where none is, in one step; False when there is one already."""
-
-    def put(self, key: str, content: Path | bytes) -> None:
-        """Write a file, or a few bytes, over what may be there."""
-
-    def get(self, key: str) -> bytes:
-        """Raises `NoSuchObjectError`, and `DamagedFileError` for more than `MOST_SMALL_BYTES`."""
-
-    def fetch(self, key: str, path: Path, n_bytes: int) -> None:
-        """Into a file. Raises `NoSuchObjectError`, and `DamagedFileError` for a larger object, of
-        which nothing is fetched."""
-
-    def list(self, prefix: str) -> dict[str, Entry]:
-        """Every object whose key begins with `prefix`, which ends with a slash."""
-
-    def remove(self, keys: Sequence[str]) -> None:
-        """Remove objects; one that is gone already is no fault."""
-
-
 def open_store(address: str) -> ObjectStore:
     """The store at a folder or URL; nothing is asked of it yet. Raises `InputError`."""
     protocol, _, path = address.partition("://") if is_remote(address) else ("file", "", address)
@@ -109,8 +83,8 @@ def open_store(address: str) -> ObjectStore:
 
 
 class ObjectStore:
-    """A folder on a disk that outlives the machine, or a bucket of S3 (or what speaks it), Google
-    Cloud Storage or Azure Blob Storage.
+    """Objects by key: in a folder on a disk that outlives the machine, or in a bucket of S3 (or of
+    what speaks it), Google Cloud Storage or Azure. Every operation raises `StoreError`.
 
     `create` is the bucket's own condition (If-None-Match, or a generation match), or a hard link in
     a folder; where there are none an exclusive open, which a kill can tear. Raises `InputError` for
@@ -119,6 +93,7 @@ class ObjectStore:
 
     def __init__(self, address: str) -> None:
         self.name, self._address = without_secrets(address.rstrip("/")), address
+        """The name is the address for people."""
         if is_remote(address):
             self._small, self._bulk  # noqa: B018 - a wrong address is refused here
 
@@ -131,6 +106,7 @@ class ObjectStore:
         return self._client(TRY_S + N_AT_ONCE * PART_BYTES / LEAST_BYTES_PER_S)
 
     def create(self, key: str, data: bytes) -> bool:
+        """Write an object where none is, in one step; False when there is one already."""
         with contextlib.suppress(FileExistsError), self._writing(key):
             try:
                 self._small.put(key, data, mode="create")
@@ -149,12 +125,14 @@ class ObjectStore:
         return False
 
     def put(self, key: str, content: Path | bytes) -> None:
+        """Write a file, or a few bytes, over what may be there."""
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
         part_bytes = max(PART_BYTES, size // MOST_PARTS)
         with self._writing(key):
             self._bulk.put(key, content, chunk_size=part_bytes, max_concurrency=N_AT_ONCE)
 
     def get(self, key: str) -> bytes:
+        """Raises `NoSuchObjectError`, and `DamagedFileError` for more than `MOST_SMALL_BYTES`."""
         with self._faults():
             found = self._small.get(key)
             _refuse_larger(found.meta["size"], MOST_SMALL_BYTES, key)
@@ -172,7 +150,10 @@ class ObjectStore:
         n_bytes: int,
         progress: Callable[[int], None] = lambda n_bytes: None,
     ) -> None:
-        """`progress` gets the size of each part. Raises `OSError` where `path` can't be written."""
+        """Into a file; `progress` gets the size of each part. Raises `NoSuchObjectError`,
+        `DamagedFileError` for a larger object, of which nothing is fetched, and `OSError` where
+        `path` can't be written.
+        """
         size = self.head(key).n_bytes
         _refuse_larger(size, n_bytes, key)
         path.write_bytes(b"")
@@ -190,11 +171,13 @@ class ObjectStore:
             list(pool.map(fetch_part, range(0, size, PART_BYTES)))
 
     def list(self, prefix: str) -> dict[str, Entry]:
+        """Every object whose key begins with `prefix`, which ends with a slash."""
         with self._faults():
             found = self._small.list(prefix).collect()
         return {each["path"]: _entry_of(each) for each in found}
 
     def remove(self, keys: Sequence[str]) -> None:
+        """Remove objects; one that is gone already is no fault."""
         for key in keys:
             with contextlib.suppress(NoSuchObjectError), self._faults():
                 self._small.delete(key)
@@ -292,7 +275,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _again(name: str) -> Any:
-    """An operation of `Store`, tried until it is done."""
+    """An operation of `ObjectStore`, tried until it is done."""
     return lambda self, *given: self._retried(lambda: getattr(self._store, name)(*given))
 
 
@@ -312,15 +295,16 @@ class Retrying:
         *,
         pause_s: float = PAUSE_S,
     ) -> None:
-        self.name, self._store = store.name, store
+        self.name: str = store.name
+        self._store = store
         self._stop, self._pause_s = stop or threading.Event(), pause_s
         self._total_s = total_s
         self.has_answered = False
         """Whether the store has ever done what was asked: then a refusal may pass."""
 
     def create(self, key: str, data: bytes) -> bool:
-        """See `Store`. What stands there already is read: if it is `data`, a reply was lost and it
-        was this very write.
+        """What stands there already is read: if it is `data`, a reply was lost and it was this very
+        write.
 
         So no two writers may create the same data.
         """
@@ -347,6 +331,9 @@ class Retrying:
                 late = time.monotonic() + pause_s > until
                 if n_tries >= most or late or self._stop.wait(pause_s):
                     raise
+
+
+Store = ObjectStore | Retrying
 
 
 def get_sealed(store: Store, key: str, name: str = "") -> Json:

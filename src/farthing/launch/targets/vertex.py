@@ -18,7 +18,8 @@ _WAITS = ("JOB_STATE_QUEUED", "JOB_STATE_PENDING")
 _SECRET = (
     "import base64, json, sys, urllib.request as web\ndef get(url, **headers):\n    return"
     " json.load(web.urlopen(web.Request(url, headers=headers), timeout=30))\nown ="
-    " 'http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/default/token'\n"
+    " 'http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/default"
+    "/token'\n"
     "key = get(own, **{'Metadata-Flavor': 'Google'})['access_token']\nurl ="
     " 'https://secretmanager.googleapis.com/v1/projects/%s/secrets/%s/versions/latest:access' %"
     " tuple(sys.argv[1:])\nfound = get(url, Authorization='Bearer ' +"
