@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -40,15 +40,10 @@ DTYPES = {
 """Names of safetensors' format (huggingface/safetensors, README, "Format")."""
 
 
-class Lane(Protocol):
-    """A way from the device to main memory, beside the one on which training computes."""
-
-    def fetch(self, piece: Tensor, number: int) -> tuple[Tensor, Any]:
-        """Begin to copy bytes [n] into buffer `number`; these, and what to `synchronize`."""
-
-
 class CudaLane:
-    """A stream of its own, behind what was queued before it was made."""
+    """A way from the device to main memory, beside the one on which training computes: a stream of
+    its own, behind what was queued before it was made.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -58,7 +53,7 @@ class CudaLane:
         ]
 
     def fetch(self, piece: Tensor, number: int) -> tuple[Tensor, Any]:
-        """See `Lane`."""
+        """Begin to copy bytes [n] into buffer `number`; these, and what to `synchronize`."""
         into = self._buffers[number][: len(piece)]
         with torch.cuda.stream(self._stream):
             into.copy_(piece, non_blocking=True)
@@ -73,7 +68,7 @@ def can_wait(tensor: Tensor) -> bool:
 class Later:
     """Tensors that are still where training has them; `fetch`, `write` in one thread."""
 
-    def __init__(self, tensors: dict[str, dict[str, Tensor]], lane: Lane) -> None:
+    def __init__(self, tensors: dict[str, dict[str, Tensor]], lane: CudaLane) -> None:
         self._tensors, self._lane = tensors, lane
         self._copied = threading.Event()
         n_bytes = sum(tensor.nbytes for of_part in tensors.values() for tensor in of_part.values())
