@@ -103,7 +103,7 @@ def play(case: dict[str, Any], clock: OwnClock) -> dict[str, Any]:
         setattr(owner, what, slow(honest))
         stack.callback(setattr, owner, what, honest)
         state = farthing.fine_tune(job_in(Path(name), case), quiet=True).state
-        accounts = read_ledger(Path(name) / "run" / "ledger.jsonl").ordered
+        accounts = read_ledger(Path(name) / "run" / "ledger.jsonl").accounts
         steps = max([account.step for account in accounts], default=0)
         over_s = sum(account.wall_s for account in accounts) - case["cap_s"]
         return {**case, "state": state, "steps": steps, "over_s": round(over_s, 4)}

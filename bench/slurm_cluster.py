@@ -291,7 +291,7 @@ def slurm_chain(
                 0,
                 *(
                     account.committed
-                    for account in read_ledger(session.folder / "ledger.jsonl").ordered
+                    for account in read_ledger(session.folder / "ledger.jsonl").accounts
                 ),
             ]
         )

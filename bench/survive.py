@@ -138,7 +138,7 @@ def resumed_at(run: Path) -> list[int]:
     """The first step of each attempt."""
     from farthing.run.accounts import read_ledger
 
-    accounts = read_ledger(run / "ledger.jsonl").ordered
+    accounts = read_ledger(run / "ledger.jsonl").accounts
     return [account.first_step for account in accounts if account.began]
 
 

@@ -32,7 +32,7 @@ def test_a_run_comes_with_its_checkpoint_and_all_that_is_known_of_its_money(stor
     take_run(store, tmp_path / "here", print)
     names = sorted(path.name for path in (tmp_path / "here/checkpoints").iterdir())
     assert names == ["step-00000002-0001"]
-    (account,) = read_ledger(tmp_path / "here/ledger.jsonl").ordered
+    (account,) = read_ledger(tmp_path / "here/ledger.jsonl").accounts
     assert (account.wall_s, account.step) == (5.0, 5)
     assert not (tmp_path / "here/log.parts").exists()
     assert (tmp_path / "here/log.jsonl").read_text().count("\n") == 2
@@ -67,7 +67,7 @@ def test_a_look_takes_what_is_small_and_the_words_of_the_lease(store, tmp_path):
     assert take_small(
         store, here, [{"attempt": 2, "id": "x", "committed": 9, "spans": {"idle": 7.0}}]
     )
-    accounts = read_ledger(here / "ledger.jsonl").ordered
+    accounts = read_ledger(here / "ledger.jsonl").accounts
     assert [(each.wall_s, each.committed) for each in accounts] == [(2.0, -1), (7.0, -1)]
     assert not (here / "checkpoints").exists()
     assert (here / "log.jsonl").read_text().count("\n") == 2

@@ -82,7 +82,7 @@ def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(tmp_path,
     assert caught.value.exit_code == 1, "not 2, after which --retry would not go on"
     assert f"the GPU has failed: {ILLEGAL}\n  to do: run the same command" in str(caught.value)
     run = Path(job.output_dir)
-    assert read_ledger(run / "ledger.jsonl").ordered[-1].state == "failed"
+    assert read_ledger(run / "ledger.jsonl").accounts[-1].state == "failed"
     assert not [each for each in (run / "checkpoints").iterdir() if "00003" in each.name]
     train(job)
     assert len(losses_of(job)) == 5

@@ -47,7 +47,7 @@ def three_attempts(path: Path) -> Clock:
 
 def sums_of(path: Path) -> tuple[float, float]:
     """Seconds and dollars."""
-    accounts = read_ledger(path).ordered
+    accounts = read_ledger(path).accounts
     return sum(a.wall_s for a in accounts), sum(a.usd for a in accounts)
 
 
@@ -74,7 +74,7 @@ def test_a_changed_digit_in_the_newest_line_leaves_its_twin(path):
         at = content.rindex(line) + line.index(b"usd_per_hour") + 15
         path.write_bytes(content[:at] + b"9" + content[at + 1 :])
         assert sums_of(path) == pytest.approx((200, 0.24))
-        assert read_ledger(path).accounts[3].state == "interrupted"
+        assert read_ledger(path).accounts[-1].state == "interrupted"
 
 
 @pytest.mark.parametrize("gone", [[0], [1], [0, 1]])
@@ -95,7 +95,7 @@ def test_removed_lines_are_made_good_from_what_later_ones_know(gone, path, tmp_p
     attempt(path, clock, 3.6, 20, 21, end="finished")
     assert sums_of(path) == pytest.approx((210, 0.25))
     assert not read_ledger(path).is_damaged, "said once, then it is on a line of its own"
-    assert 0 in read_ledger(path).accounts
+    assert read_ledger(path).accounts[0].number == 0
     assert path.with_name("ledger.jsonl.damaged-1").exists()
 
 
@@ -213,12 +213,12 @@ def test_a_kill_at_any_file_operation_of_a_ledger_loses_nothing_of_it(path):
         was_killed = killed_at(k, begin_and_grow)
         found = read_ledger(path)
         assert not found.is_damaged
-        assert [a.wall_s for a in found.ordered][:3] == pytest.approx([100, 60, 40])
+        assert [a.wall_s for a in found.accounts][:3] == pytest.approx([100, 60, 40])
         if not was_killed:
             break
         n_kills += 1
     assert n_kills > 10
-    assert len(found.accounts[4].notices) == 3
+    assert len(found.accounts[-1].notices) == 3
 
 
 def test_attempts_that_are_brought_back_come_before_the_one_under_way(path, tmp_path, monkeypatch):
@@ -232,7 +232,7 @@ def test_attempts_that_are_brought_back_come_before_the_one_under_way(path, tmp_
         assert sums_of(path) == pytest.approx((410, 0.45))
     assert ledger.mine.number == 4
     found = read_ledger(path, witnesses_of(tmp_path))
-    assert [each.machine for each in found.ordered] == ["", "", "", "m"]
+    assert [each.machine for each in found.accounts] == ["", "", "", "m"]
     assert not found.is_damaged
 
 
@@ -293,7 +293,7 @@ def test_an_attempt_at_its_own_run_ends_as_what_has_ended_it(error, state, path,
     before = sums_of(path)
     with pytest.raises(type(error)), opened(tmp_path, 3600.0) as new:
         raise error
-    assert read_ledger(path).accounts[4].state == state
+    assert read_ledger(path).accounts[-1].state == state
     assert new.ledger.spent_usd > before[1]
 
 
@@ -315,7 +315,7 @@ def test_a_job_that_is_wrong_or_of_another_folder_leaves_the_bill_as_it_was(tmp_
     assert sums_of(ledger) == before
     cli("train", path, "--set", "limits.max_hours=1s", code=3)
     assert sums_of(ledger)[1] < before[1] + 1.0, "the age of the process, at the job's price"
-    priced = [account.usd_per_hour for account in read_ledger(ledger).ordered]
+    priced = [account.usd_per_hour for account in read_ledger(ledger).accounts]
     assert priced == [*PRICES, 3.6]
     cli("train", path, "--set", "limits.max_hours=1s", code=3)
     assert len(read_ledger(ledger).accounts) == 4, "asking again costs nothing"

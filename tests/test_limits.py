@@ -299,7 +299,7 @@ def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(seed, plain,
     assert state in ("limit", "finished")
     slack_s = 2.0 * (n_kills + 1)  # what the ledger had not yet written
     assert machine.alive_s <= budget_s + costs.longest_step_s + slack_s
-    spent_s = sum(account.wall_s for account in read_ledger(folder / "ledger.jsonl").ordered)
+    spent_s = sum(account.wall_s for account in read_ledger(folder / "ledger.jsonl").accounts)
     assert spent_s <= budget_s + costs.longest_step_s
     assert spent_s == pytest.approx(machine.alive_s, abs=slack_s)
     assert (folder / "model").is_dir()

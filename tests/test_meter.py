@@ -23,7 +23,7 @@ from patience import until
 
 def read_attempts(path: Path) -> list[Account]:
     """The attempts of a ledger."""
-    return with_redone(read_ledger(path).ordered)
+    return with_redone(read_ledger(path).accounts)
 
 
 def test_spans_add_up_to_the_wall_time_however_they_nest():
@@ -133,7 +133,7 @@ def test_a_clock_that_was_set_bills_nothing_after_a_kill(tmp_path):
     began = Account(1, at=time.time() - 1800, spans={"compute": 9.0})
     (tmp_path / "l").write_text(as_line(began))
     end_for(tmp_path / "l")
-    assert read_ledger(tmp_path / "l").accounts[1].wall_s == pytest.approx(9, abs=5)
+    assert read_ledger(tmp_path / "l").accounts[0].wall_s == pytest.approx(9, abs=5)
 
 
 def test_time_is_on_the_bill_while_nobody_says_anything_and_its_end_is_on_the_disk(
@@ -231,7 +231,7 @@ def test_a_ledger_keeps_the_stretches_of_an_attempt(tmp_path):
         facts = {"tokens": 7 * step, "utilisation_percent": 20 if step <= 50 else 80}
         ledger.at_step(10 + step, facts)
     ledger.end("finished")
-    account = read_ledger(tmp_path / "l").accounts[1]
+    account = read_ledger(tmp_path / "l").accounts[0]
     stretches = account.stretches
     assert len(stretches) == len(account.marks)
     assert stretches[-1][:2] == (110, 700)
@@ -251,7 +251,7 @@ def test_a_disk_that_is_full_takes_the_bill_in_the_place_of_the_last(tmp_path, m
     monkeypatch.setattr("farthing.run.ledger.write_text", full)
     clock.now += 1000
     ledger.beat()
-    assert read_ledger(tmp_path / "l").accounts[1].wall_s == pytest.approx(1050)
+    assert read_ledger(tmp_path / "l").accounts[0].wall_s == pytest.approx(1050)
     assert not read_ledger(tmp_path / "l").is_damaged
     with pytest.raises(DiskFullError, match="No space left"), opened(tmp_path / "run", 1.0):
         pass

@@ -139,7 +139,7 @@ def test_a_run_that_began_without_its_store_takes_it_later_unless_another_went_o
                 mirror.check()
         mirror.close(1)
     assert max(int(key[-13:-5]) for key in store.list("commits/")) == (3 if has_gone_on else 2)
-    ids = [account.id for account in read_ledger(run / "ledger.jsonl").ordered]
+    ids = [account.id for account in read_ledger(run / "ledger.jsonl").accounts]
     assert ids == ["run-1", "other-2"], "what it has cost elsewhere is on the bill"
 
 
@@ -208,7 +208,7 @@ def test_a_model_goes_along_where_it_is_asked_for_and_the_last_words_after_it(
     store.remove(list(store.list("writers/")))  # the lease knows the money too
     (tmp_path / "empty/model").mkdir(parents=True)
     assert taken(store, tmp_path / "empty") == 2
-    assert read_ledger(tmp_path / "empty/ledger.jsonl").accounts[1].wall_s == 9.0
+    assert read_ledger(tmp_path / "empty/ledger.jsonl").accounts[0].wall_s == 9.0
     assert (tmp_path / "empty/model.bad-1").is_dir(), "it was of no run"
     (run / "model/of another step").write_text("old")
     shutil.rmtree(run / "checkpoints")
@@ -245,7 +245,7 @@ def test_the_bills_that_other_machines_left_are_joined_with_the_ledger(mirror, s
     assert delivered(mirror, 1, step_done(run, 1))
     mirror.check()
     found = read_ledger(run / "ledger.jsonl").accounts
-    walls = {number: account.wall_s for number, account in found.items()}
+    walls = {account.number: account.wall_s for account in found}
     assert walls == {1: 1.0, 9: 7.0, 10: 8.0}
     (damaged,) = said
     assert damaged.startswith(

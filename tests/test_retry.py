@@ -264,7 +264,7 @@ def test_pauses_between_attempts_are_on_the_bill(tmp_path, monkeypatch):
         with opened(tmp_path, 3600.0) as attempt:
             attempt.ledger.end("failed")
         assert "FARTHING_PAUSED_S" not in os.environ, "it is of one attempt"
-    accounts = read_ledger(tmp_path / "ledger.jsonl").ordered
+    accounts = read_ledger(tmp_path / "ledger.jsonl").accounts
     assert [account.spans.get("idle", 0.0) for account in accounts] == pytest.approx(
         [12.5, 0, 0, 3599, 0], abs=0.5
     )

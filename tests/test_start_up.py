@@ -66,7 +66,7 @@ def test_a_process_that_is_killed_while_it_imports_torch_is_on_the_bill_and_unde
     run, importing = tmp_path / "run", tmp_path / "importing"
 
     def spent_s():
-        (account,) = read_ledger(run / "ledger.jsonl").ordered
+        (account,) = read_ledger(run / "ledger.jsonl").accounts
         return account.wall_s
 
     process = train(job, run, env=slow)
@@ -90,7 +90,7 @@ def test_asked_to_leave_while_it_imports_torch_a_process_says_so_on_the_ledger(j
     process.send_signal(signal.SIGTERM)
     _, words = process.communicate(timeout=300)
     assert process.returncode == 75, words
-    assert read_ledger(tmp_path / "run/ledger.jsonl").accounts[1].state == "interrupted"
+    assert read_ledger(tmp_path / "run/ledger.jsonl").accounts[0].state == "interrupted"
 
 
 @pytest.mark.slow
@@ -128,9 +128,9 @@ def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch
     data = tmp_path / "data.jsonl"
     os.utime(data)  # not as it was: looked at in full, found the same, and still nothing is added
     assert workshop.train(load_job(path)).state == "finished"
-    assert [a.state for a in read_ledger(run / "ledger.jsonl").ordered] == ["finished"]
+    assert [a.state for a in read_ledger(run / "ledger.jsonl").accounts] == ["finished"]
     data.write_text(data.read_text() + data.read_text().splitlines()[0] + "\n")
     for words in ([], ["train.learning_rate=0.02"]):
         with pytest.raises(RunChangedError):  # though it is finished
             workshop.train(load_job(path, words))
-    assert [a.state for a in read_ledger(run / "ledger.jsonl").ordered] == ["finished"]
+    assert [a.state for a in read_ledger(run / "ledger.jsonl").accounts] == ["finished"]

@@ -101,7 +101,7 @@ def train_until_hung(job: Path, where: Path, environ, *keys: str):
 def test_a_hang_is_ended_by_the_cap_and_is_on_the_bill(phase, way, job, tmp_path):
     done, run, cap_usd = train_until_hung(job, tmp_path, hanging(tmp_path, phase, way))
     assert done.returncode == 3, done.stderr
-    (account,) = read_ledger(run / "ledger.jsonl").ordered
+    (account,) = read_ledger(run / "ledger.jsonl").accounts
     assert account.state == "limit"
     assert account.usd > cap_usd, "the hang is paid for"
     assert workshop.read_json(run / "receipt.json")["state"] == "limit"
@@ -148,7 +148,7 @@ def test_a_python_program_that_hangs_is_killed_and_is_on_the_bill(way, job, tmp_
     done, run, cap_usd = hung(tmp_path, begin)
     assert done.returncode == -signal.SIGKILL
     assert "stopped by the cap of" in done.stderr
-    (account,) = read_ledger(run / "ledger.jsonl").ordered
+    (account,) = read_ledger(run / "ledger.jsonl").accounts
     assert (account.state, account.usd > cap_usd) == ("limit", True)
 
 

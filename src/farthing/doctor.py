@@ -281,7 +281,7 @@ def _limits(job: Job) -> str:
     """How much time a run has. Raises `InputError`."""
     from farthing.train.budget import refuse_limits
 
-    refuse_limits(job, read_ledger(Path(job.output_dir) / LEDGER).ordered)
+    refuse_limits(job, read_ledger(Path(job.output_dir) / LEDGER).accounts)
     limits = job.limits
     caps = [] if limits.max_usd is None else [say_usd(limits.max_usd)]
     caps += [] if limits.max_hours is None else [f"{limits.max_hours:g} h"]
@@ -309,7 +309,7 @@ def _run_folder(folder: Path) -> Check:
     """Whether the job would start, continue or find itself finished, and the room there."""
     try:
         refuse_folder(folder)
-        if not read_ledger(folder / LEDGER).ordered and not witnesses_of(folder):
+        if not read_ledger(folder / LEDGER).accounts and not witnesses_of(folder):
             refuse_unpaid(folder)
         facts = facts_there(folder)
     except InputError as error:

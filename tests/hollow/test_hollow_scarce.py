@@ -136,7 +136,7 @@ def test_memory_that_stays_away_ends_in_words_and_the_run_goes_on_later(share, u
         pytest.raises(OutOfMemoryError, match="out of memory"),
     ):
         train(job)
-    accounts = read_ledger(Path(job.output_dir) / "ledger.jsonl").ordered
+    accounts = read_ledger(Path(job.output_dir) / "ledger.jsonl").accounts
     assert accounts[-1].state == "failed"
     assert train(job).state == "finished"
     assert steps_of(job) == [1, 2, 3]
@@ -163,7 +163,7 @@ def test_a_gpu_that_breaks_ends_in_words_and_the_run_goes_on_later(
             said = str(failed)
             hollow().hollow_fault(BREAK, 0, 0)  # while nothing of the attempt has been freed
     assert words in said or "CUBLAS_STATUS_EXECUTION_FAILED" in said
-    assert read_ledger(Path(job.output_dir) / "ledger.jsonl").ordered[-1].state == "failed"
+    assert read_ledger(Path(job.output_dir) / "ledger.jsonl").accounts[-1].state == "failed"
     assert train(job).state == "finished"
     assert steps_of(job) == [1, 2, 3]
 

@@ -92,7 +92,7 @@ class Session:
 
     def next_ask(self) -> LaunchRequest:
         """What would be asked for first. Raises `NoBudgetError`."""
-        accounts, first = read_ledger(self.folder / LEDGER).ordered, self.prepared.offers[0]
+        accounts, first = read_ledger(self.folder / LEDGER).accounts, self.prepared.offers[0]
         return self.prepared.ask(
             self.ledger.next_number, first, self.ledger, accounts, self.clock()
         )
@@ -316,7 +316,7 @@ class Session:
 
     def standing(self) -> Json:
         """Every machine with its seconds and dollars, and how far the run is."""
-        prepared, accounts = self.prepared, read_ledger(self.folder / LEDGER).ordered
+        prepared, accounts = self.prepared, read_ledger(self.folder / LEDGER).accounts
         step, n_bytes, there, now = None, 0, None, self.clock()
         not_known = [self._take_in()]
         if not not_known[0]:

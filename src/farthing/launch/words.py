@@ -116,9 +116,8 @@ class StoreWords:
     def accounts(self) -> list[Account]:
         """What each attempt has cost: the newest link of the lease has every account."""
         if self._folder is not None:
-            return read_ledger(self._folder / LEDGER).ordered
-        told = accounts_of(newest_words(self._store))
-        return [told[number] for number in sorted(told)]
+            return read_ledger(self._folder / LEDGER).accounts
+        return accounts_of(newest_words(self._store))
 
     @_answered()
     def run_file(self, name: str) -> Json:

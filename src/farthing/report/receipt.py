@@ -61,7 +61,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> RunReceipt:
     if not found.accounts and not (folder / files.LEDGER).exists():
         to_do = "name the output_dir of a job that has started"
         raise InputError("not a run folder", where=str(folder), to_do=to_do)
-    accounts, log = with_redone(found.ordered), log or read_log(folder / files.LOG)
+    accounts, log = with_redone(found.accounts), log or read_log(folder / files.LOG)
     copies = (files.newest_with_copies(folder) or {}).get(files.COPIES, {})
     damaged: list[str] = []
 
@@ -96,8 +96,8 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> RunReceipt:
     of_model = next((row for row in log.evaluations if row["step"] == exported_step), best)
     if of_model is None and log.evaluations:
         of_model = log.evaluations[-1]
-    lost, forecasts = found.accounts.get(LOST, Account(LOST)), [a.forecast for a in accounts]
-    is_broken = found.n_broken > 0 or LOST in found.accounts
+    lost = next((each for each in accounts if each.number == LOST), Account(LOST))
+    is_broken, forecasts = found.n_broken > 0 or lost in accounts, [a.forecast for a in accounts]
     figures: dict[str, Any] = {}
     for account in accounts:
         figures |= account.facts

@@ -200,9 +200,10 @@ class Witness(NamedTuple):
 
 @dataclass
 class Found:
-    """What is in a ledger, by the number of the attempt."""
+    """What is in a ledger."""
 
-    accounts: dict[int, Account] = field(default_factory=dict)
+    accounts: list[Account] = field(default_factory=list)
+    """In the order of their numbers."""
     n_broken: int = 0
     """Lines that can't be read or have another checksum."""
     lost_s: float = 0.0
@@ -213,10 +214,6 @@ class Found:
     def is_damaged(self) -> bool:
         """Whether something has to be said."""
         return self.n_broken > 0 or self.lost_s > 0 or self.lost_usd > 0
-
-    @property
-    def ordered(self) -> list[Account]:
-        return [self.accounts[number] for number in sorted(self.accounts)]
 
 
 def as_line(account: Account) -> str:
@@ -231,14 +228,14 @@ def read_ledger(path: Path, witnesses: Iterable[Witness] = ()) -> Found:
             lines = iter(lambda: file.readline(MAX_LINE_BYTES), b"")
             read = [_account_of(read_line(raw)) for raw in lines if raw.strip()]
         found.n_broken = read.count(None)
-        found.accounts = merge({}, filter(None, read))
+        found.accounts = merge([], filter(None, read))
     _make_good(found, list(witnesses))
     return found
 
 
-def accounts_of(rows: Iterable[Json]) -> dict[int, Account]:
+def accounts_of(rows: Iterable[Json]) -> list[Account]:
     """What rows say together: they may have come from a store."""
-    return merge({}, filter(None, map(_account_of, rows)))
+    return merge([], filter(None, map(_account_of, rows)))
 
 
 def _account_of(row: Json | None) -> Account | None:
@@ -251,7 +248,7 @@ def _account_of(row: Json | None) -> Account | None:
 
 def _make_good(found: Found, witnesses: list[Witness]) -> None:
     """Add what is known to have been spent and is on no line."""
-    accounts = found.ordered
+    accounts = found.accounts
     number_of: dict[str | None, int] = {account.id: account.number for account in accounts}
     costs = [(account.number, account.wall_s, account.usd) for account in accounts]
     for witness in [Witness(a.number - 1, -1, a.past_s, a.past_usd) for a in accounts] + witnesses:
@@ -263,10 +260,11 @@ def _make_good(found: Found, witnesses: list[Witness]) -> None:
     if found.lost_s <= NO_LOSS_S and found.lost_usd <= NO_LOSS_USD:
         found.lost_s = found.lost_usd = 0.0
         return
-    earlier = found.accounts.get(LOST, Account(LOST, state="lost"))
+    known = [account for account in accounts if account.number != LOST]
+    earlier = accounts[0] if len(known) < len(accounts) else Account(LOST, state="lost")
     seconds, usd = earlier.wall_s + max(found.lost_s, 0.001), earlier.usd + found.lost_usd
     steps = [witness.step for witness in witnesses]
-    found.accounts[LOST] = replace(
+    made_good = replace(
         earlier,
         line=earlier.line + 1,
         spans={"lost": seconds},
@@ -275,15 +273,16 @@ def _make_good(found: Found, witnesses: list[Witness]) -> None:
         committed=max([earlier.committed, *steps]),
         step=max([earlier.step, *steps]),
     )
+    found.accounts = [made_good, *known]
 
 
-def merge(first: dict[int, Account], second: Iterable[Account]) -> dict[int, Account]:
-    """All attempts that either knows: none is lost, and none counted twice.
+def merge(first: Iterable[Account], second: Iterable[Account]) -> list[Account]:
+    """All attempts that either knows, in order: none is lost, and none counted twice.
 
     Two attempts of one number are two where the store was away when the other machine's began:
     those of `second` get new numbers.
     """
-    merged = {number: replace(account) for number, account in first.items()}
+    merged = {account.number: replace(account) for account in first}
     by_id = {account.id or account.number: account for account in merged.values()}
     for account in sorted(second, key=lambda each: each.number):
         twin = by_id.get(account.id or account.number, account)
@@ -294,7 +293,7 @@ def merge(first: dict[int, Account], second: Iterable[Account]) -> dict[int, Acc
         committed = max(account.committed, twin.committed)
         merged[number] = replace(longer, number=number, committed=committed)
         by_id[account.id or account.number] = merged[number]
-    return merged
+    return [merged[number] for number in sorted(merged)]
 
 
 def with_redone(accounts: list[Account]) -> list[Account]:

@@ -159,7 +159,7 @@ def take_small(store: Store, folder: Path, words: list[Json]) -> bool:
             is_there = True
             break
     if is_there:
-        join_ledgers(folder / LEDGER, with_words({}, words))
+        join_ledgers(folder / LEDGER, with_words([], words))
     return is_there
 
 
@@ -179,7 +179,7 @@ class Taken(NamedTuple):
     """Of its newest checkpoint."""
     objects: Objects
     """Those that were found whole."""
-    accounts: dict[int, Account]
+    accounts: list[Account]
     """Of its ledger, which the caller has to join with the one here."""
 
 
@@ -348,14 +348,14 @@ def _put_in_place(draft: Path, folder: Path, step: int, warn: Warn) -> None:
 # ---- spending ----
 
 
-def with_words(accounts: dict[int, Account], words: list[Json]) -> dict[int, Account]:
+def with_words(accounts: list[Account], words: list[Json]) -> list[Account]:
     """What a store's ledger and the lease's `words` know together."""
     # what was committed elsewhere is not here
-    told = (replace(account, committed=-1) for account in accounts_of(words).values())
+    told = (replace(account, committed=-1) for account in accounts_of(words))
     return merge(accounts, told)
 
 
-def join_ledgers(here: Path, known: dict[int, Account]) -> None:
+def join_ledgers(here: Path, known: list[Account]) -> None:
     """Add to the ledger at `here`, which no attempt is writing, what is known besides."""
-    if joined := merge(known, read_ledger(here).ordered):
-        write_text(here, (as_line(joined[number]) for number in sorted(joined)))
+    if joined := merge(known, read_ledger(here).accounts):
+        write_text(here, map(as_line, joined))

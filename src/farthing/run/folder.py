@@ -210,7 +210,7 @@ def has_committed(folder: Path) -> bool:
     return (
         bool(saves_in(folder / CHECKPOINTS))
         or (folder / MODEL).exists()
-        or any(account.committed > 0 for account in read_ledger(folder / LEDGER).ordered)
+        or any(account.committed > 0 for account in read_ledger(folder / LEDGER).accounts)
     )
 
 

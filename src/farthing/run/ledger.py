@@ -176,11 +176,10 @@ class Ledger:
         """What was wrong with the ledger when it was read, if anything was."""
         self._add(found.accounts)
 
-    def _add(self, known: dict[int, Account]) -> None:
+    def _add(self, known: list[Account]) -> None:
         """Take over what is known of other attempts; number this one after them."""
         mine = self.mine
-        known = merge(known, self.past)
-        self.past = [known[number] for number in sorted(known) if known[number].id != mine.id]
+        self.past = [each for each in merge(known, self.past) if each.id != mine.id]
         numbers = [account.number for account in self.past]
         if mine.number == LOST or mine.number in numbers:
             mine.number = max(numbers, default=LOST) + 1
@@ -271,7 +270,7 @@ class Ledger:
                 "spent_usd": mine.past_usd + mine.usd,
             }
 
-    def take_in(self, accounts: dict[int, Account]) -> None:
+    def take_in(self, accounts: list[Account]) -> None:
         """Put attempts of other machines at this run on the bill."""
         with self.lock:
             self._add(accounts)
@@ -354,7 +353,7 @@ def end_for(path: Path, state: str = "", late_s: float = MOST_TAIL_S) -> None:
     after its last line. Nobody may be writing the file any more. Never raises.
     """
     with contextlib.suppress(OSError):
-        accounts = read_ledger(path).ordered
+        accounts = read_ledger(path).accounts
         if accounts and (last := accounts[-1]).ended == "killed":
             # not `last.at`: the clock may have been set since the attempt began
             late_s = max(0.0, min(late_s, time.time() - path.stat().st_mtime))

@@ -114,7 +114,7 @@ class MirrorTimes:
 
 
 PACE = MirrorTimes()
-Accept = Callable[[dict[int, Account]], None]
+Accept = Callable[[list[Account]], None]
 
 
 @dataclass
@@ -237,10 +237,10 @@ class Mirror:
 
     def catch_up(self, words: list[Json], allow_restart: bool) -> int | None:
         store, step = self.patient(self.pace.deliver_s), None
-        commits, known = list_commits(store), dict[int, Account]()
+        commits, known = list_commits(store), list[Account]()
         done = [0, *(save.step for save in saves_in(self.folder / CHECKPOINTS))]
         if (self.folder / SEARCH_LOG).exists():  # a search has no checkpoints of its own
-            done += [each.committed for each in read_ledger(self.folder / LEDGER).ordered]
+            done += [each.committed for each in read_ledger(self.folder / LEDGER).accounts]
         is_behind = bool(commits) and (
             run_id_of(self.folder) is None
             or is_damaged(self.folder)
@@ -323,7 +323,7 @@ class Mirror:
             self._warn(self._said.pop(0))
         if self._bills:
             rows, self._bills = self._bills, []
-            self.on_bills(with_words({}, rows))
+            self.on_bills(with_words([], rows))
 
     def _set_aside(self, step: int, names: list[str], carried: Sequence[StoredFile] = ()) -> None:
         """Link files, copy the small ones, and let the parcel be sent in place of one that waits.
@@ -388,7 +388,7 @@ class Mirror:
         """The accounts of the newest attempts: spending that no commit holds yet travels with the
         lease. Each knows what all before it have cost."""
         with contextlib.suppress(OSError):
-            newest = read_ledger(self.folder / LEDGER).ordered[-N_WORDS:]
+            newest = read_ledger(self.folder / LEDGER).accounts[-N_WORDS:]
             return [account.as_row() for account in newest]
         return []
 

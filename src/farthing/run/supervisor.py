@@ -55,7 +55,7 @@ class RunStanding:
 
 def standing(folder: Path) -> RunStanding:
     """Where the run in `folder` stands; at zero before it has begun."""
-    accounts = read_ledger(folder / LEDGER).ordered
+    accounts = read_ledger(folder / LEDGER).accounts
     if not accounts:
         return RunStanding()
     said = [each["notice"] for each in accounts[-1].notices]

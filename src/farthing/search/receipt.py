@@ -97,7 +97,7 @@ def leave_receipt_of_copy(job: Job) -> None:
 
 def usd_of(folder: Path) -> float:
     """Dollars that the run or search in a folder has cost so far."""
-    return sum(each.usd for each in read_ledger(folder / LEDGER).ordered)
+    return sum(each.usd for each in read_ledger(folder / LEDGER).accounts)
 
 
 def bring_trial(job: Job, trial: int) -> None:
