@@ -484,6 +484,10 @@ def test_what_is_here_and_damaged_is_fetched_again_to_be_looked_at(two_copies, t
     (folder / "plan.json").write_bytes(whole[:-2] + b" \n")
     assert take_small(two_copies, folder, [])
     assert (folder / "plan.json").read_bytes() == whole
+    two_copies.remove([name for name in newest_objects(two_copies) if name.endswith("/plan.json")])
+    (folder / "plan.json").unlink()
+    assert take_small(two_copies, folder, [])
+    assert (folder / "plan.json").read_bytes() == b"", "damaged, as the report says"
 
 
 def test_a_store_that_holds_another_run_is_refused(two_copies, tmp_path):

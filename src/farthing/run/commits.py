@@ -155,6 +155,8 @@ def take_small(store: Store, folder: Path, words: list[Json]) -> bool:
         elif lost is None:
             commits = older
         else:
+            for path in lost:  # an empty file counts as damaged, none would not
+                (folder / path).touch()
             _join_log(folder)
             is_there = True
             break
