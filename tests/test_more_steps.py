@@ -31,6 +31,7 @@ def test_a_finished_run_takes_more_steps_and_no_fewer(schedule, tmp_path):
     assert (fewer.state, fewer.receipt.steps) == ("finished", 6)
     assert are_same(weights_of(tmp_path / "twice"), before)
     job = make_job(tmp_path / "twice", max_steps=8, **keys)
+    (tmp_path / "twice/run/job.json").write_text("{")  # what it had asked for is not known
     outcome = train(job)
     assert (outcome.state, outcome.receipt.steps) == ("finished", 8)
     assert outcome.receipt.interruptions == 0, "it had ended"

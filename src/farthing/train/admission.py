@@ -4,7 +4,6 @@ have room for a start.
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import torch
@@ -43,10 +42,11 @@ def claimed(spec: RunSpec, context: Context, *, allow_restart: bool) -> Json:
 
 def _asks_for_other_steps(spec: RunSpec, folder: Path) -> bool:
     """Whether a finished run resumes, for more steps or to write the model of another one."""
-    with contextlib.suppress(RunDamagedError):
+    try:
         before = kept_job(folder)["train"]
-        return any(before[key] != getattr(spec.train, key) for key in MORE_STEPS)
-    return False
+    except RunDamagedError:
+        return True  # nobody knows: a run at its last step ends at once
+    return any(before[key] != getattr(spec.train, key) for key in MORE_STEPS)
 
 
 def why_not_admitted(context: Context, *, was_finished: bool) -> tuple[str, str] | None:
