@@ -204,6 +204,7 @@ CASES = [
         for keys, key in (
             ("plugins: [axolotl.integrations.kd.KDPlugin]", "plugins"),
             ("shuffle_merged_datasets: false", "shuffle_merged_datasets"),
+            ("dataset_shard_num: 8", "dataset_shard_num"),
             ("datasets: [{path: a/b}]\nchat_template: x\n1: {2: 3}", "1.2"),
         )
     ),
