@@ -101,9 +101,10 @@ def test_what_can_not_be_served_is_refused_before_anything_is_written(runs, tmp_
         plan_deployment(runs["t5"], "vllm", None, None)
     with pytest.raises(InputError, match="do not load the format gguf"):
         plan_deployment(runs["llama"], "vllm", "gguf", None)
-    assert (
-        main(["export", str(runs["t5"]), "--output", str(tmp_path / "m"), "--serve", "vllm"]) == 2
-    )
+    with pytest.raises(InputError, match="requests of 2,048 tokens at most"):
+        plan_deployment(runs["llama"], "vllm", None, "input=2000,output=100")
+    words = ["export", str(runs["t5"]), "--output", str(tmp_path / "m"), "--serve", "vllm"]
+    assert main(words) == 2
     assert not (tmp_path / "m").exists()
 
 

@@ -129,6 +129,9 @@ def plan_deployment(
     best, server = wanted[0], wanted[0].server
     room = int(server.room_bytes / server.cache_bytes_per_token)
     longest = min(room, shape.max_positions or room)
+    if asked.input_tokens + asked.output_tokens > longest:
+        what = f"the model or the machine holds requests of {longest:,} tokens at most"
+        raise InputError(what, where="--traffic", to_do="ask for shorter ones")
     form = FORMATS[server.precision]
     return Deployment(place, name, task, best.offer, form, best, longest)
 
