@@ -246,6 +246,11 @@ def test_a_cap_too_small_to_begin_with_is_refused(tmp_path):
     refused(job_of(tmp_path, limits={"max_usd": 0.002}), "a start takes")  # 2 seconds
 
 
+def test_a_share_above_one_is_refused(tmp_path):
+    section = {"vary": {"train.weight_decay": [0, 1]}, "stop_at": {"accuracy": 85}}
+    refused(job_of(tmp_path, section, family="bert"), "at most 1")
+
+
 def bill_of(path: Path, *overrides: str):
     return priced(load_job(path, list(overrides)), str(path))
 

@@ -89,7 +89,7 @@ class SearchBill:
         best = rows[0] if rows else None
         here = next((row for row in rows if row["kind"] == "here"), None)
         return {
-            "trials": n_trials,
+            "trials": sum(n for _, n in brackets),
             "rungs": [{"fraction": each, "trials": at_rungs[each]} for each in sorted(at_rungs)],
             "full_trainings": sum(rungs.full_runs(n) for rungs, n in brackets),
             "n_settings": n_choices(self.job.search),

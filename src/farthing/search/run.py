@@ -38,7 +38,7 @@ from farthing.run.mirror import Mirror, open_mirror
 from farthing.run.opening import Opened, opened
 from farthing.run.signals import handled
 from farthing.search.bill import SearchBill, priced
-from farthing.search.halving import Rungs, best_score, interval, ranked, rungs_of, shares_of
+from farthing.search.halving import SHARES, Rungs, best_score, interval, ranked, rungs_of, shares_of
 from farthing.search.pool import Worker, WorkerDiedError, environs
 from farthing.search.receipt import (
     PART,
@@ -218,6 +218,12 @@ def check(job: Job) -> None:
             "search.stop_at",
             f"{', '.join(section.stop_at)} is no metric of {job.task}",
             f"use one of {', '.join(known)}",
+        ),
+        (
+            any(name in SHARES and least > 1 for name, least in section.stop_at.items()),
+            "search.stop_at",
+            "its metric is at most 1",
+            "85 % is 0.85",
         ),
         (
             job.train.push_to_hub,
