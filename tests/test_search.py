@@ -205,6 +205,8 @@ def test_the_best_settings_win(tmp_path, cli):
     whole = (folder / "search.json").read_text()
     (folder / "search.json").write_text(whole.replace('"n_trials": 4', '"n_trials": 5'))
     assert "search can't be read" in cli.err("report", folder)
+    (folder / "search.json").unlink()  # as after a kill
+    assert "`farthing search` with its job continues it" in cli.out("report", folder)
 
 
 @pytest.mark.slow

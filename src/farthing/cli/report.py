@@ -19,9 +19,9 @@ ARGUMENTS = {
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the receipt or the comparison; a damaged exported model is named on stderr."""
-    from farthing.search.receipt import is_search
+    from farthing.run.folder import SEARCH_LOG
 
-    if is_search(Path(arguments.folder)) and not arguments.baseline:
+    if (Path(arguments.folder) / SEARCH_LOG).is_file() and not arguments.baseline:
         return _show_search(arguments)
     from farthing.report.receipt import build_receipt, compare
     from farthing.run.exported import damage_of

@@ -48,10 +48,14 @@ def is_search(folder: Path) -> bool:
 
 
 def read_receipt(folder: Path) -> Json:
-    """The receipt of a search, with the seconds since it was written. Raises `InputError` where it
-    is damaged.
+    """The receipt of a search, with the seconds since it was written; made anew of one that goes on
+    or was killed. Raises `InputError` where it is damaged.
     """
     try:
+        if not is_search(folder):
+            again = ["# not ended: `farthing search` with its job continues it"]
+            found = build(folder, SearchRecord(folder), usd_of(folder))
+            return found | {"max_usd": None, "next": again}
         found = kept(folder / SEARCH) or {}
         usd = max(found["usd"], usd_of(folder))
         return found | _costs(usd, found["usd_in_trials"])
