@@ -201,6 +201,9 @@ def test_a_dry_run_shows_the_command_and_begins_nothing(job, tmp_path):
     assert "this command runs once: no-such-program now" in done.stdout
     assert "`no-such-program` of when_done is not found" in done.stdout
     assert not (tmp_path / "run").exists()
+    wrong = sets(f"when_done=touch {tmp_path / 'said'}", "train.max_step=2")
+    assert train(job, tmp_path / "run", {}, *wrong, "--dry-run").returncode == 2
+    assert not (tmp_path / "said").exists()
 
 
 def test_a_cap_without_a_price_is_refused(tmp_path):

@@ -23,9 +23,9 @@ def run(arguments: argparse.Namespace) -> int:
     from farthing.search.run import check, search
 
     job = load_job_or_tell_all(arguments.job, arguments.set)
+    tell(folder=job.output_dir, when_done=job.when_done)
     check(job)
     look_over(job)
-    tell(folder=job.output_dir, when_done=job.when_done)
     forget_done(Path(job.output_dir))
     console = rich_console(stderr=arguments.json, goes_on=True)
     outcome = search(

@@ -89,12 +89,12 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         job = load_job_or_tell_all(arguments.job, arguments.set)
     except JobError as error:
-        if error.rest is not None:
+        if error.rest is not None and not arguments.dry_run:
             tell(folder=error.rest.output_dir, when_done=error.rest.when_done)
         raise
     folder = Path(job.output_dir)
-    refuse_start(job)
     if arguments.dry_run:
+        refuse_start(job)
         return _show_dry_run(job)
     offer = _scaling_offer(arguments, job)
     if seat.n == 1 and is_finished(folder):  # else the others wait, and are told together
@@ -106,6 +106,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 complain(text)
             return _show_end(arguments, "finished", FINISHED_ALREADY, done)
     tell(folder=str(folder), when_done=job.when_done)
+    refuse_start(job)
     n_ranks = 1 if seat.by else n_processes_of(job, on_cpu=True)
     if arguments.retry is not None or n_ranks > 1:
         look_over(job)
