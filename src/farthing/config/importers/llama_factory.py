@@ -137,7 +137,8 @@ def _registry(directory: str, folder: Path) -> tuple[Json, Path]:
     """dataset_info.json in `directory`, which is relative to where LLaMA-Factory was started: the
     file's folder or above. Empty where there is none.
     """
-    for base in (folder, *folder.resolve().parents):
+    folder = folder.resolve()  # the job may be written elsewhere
+    for base in (folder, *folder.parents):
         path = base / directory / "dataset_info.json"
         if ":" not in directory and path.is_file():
             with contextlib.suppress(ValueError, OSError, RecursionError):
