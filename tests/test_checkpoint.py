@@ -355,6 +355,7 @@ def test_a_line_is_written_whole_or_is_an_error(tmp_path):
         log.close()
     log.append({"step": 3})
     assert list(log.rows()) == [{"step": 1}, {"step": 3}]
+    assert log.damaged == [], "the half was taken back"
     with pytest.raises(ValueError, match="JSON compliant"):
         log.append({"loss": float("nan")})
     log.keep(lambda row: True)

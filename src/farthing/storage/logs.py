@@ -83,10 +83,12 @@ class SummedLines:
         """
         if self._file is None:
             self._file = open_own(self.path, "ab+")
-        self._file.seek(max(0, self._file.seek(0, os.SEEK_END) - 1))
+        end = self._file.seek(0, os.SEEK_END)
+        self._file.seek(max(0, end - 1))
         is_torn = self._file.read(1) not in (b"", b"\n")
         data = (("\n" if is_torn else "") + line_of(row) + "\n").encode()
         if self._file.write(data) != len(data):
+            self._file.truncate(end)  # a half would be a damaged line as soon as one follows
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def sync(self) -> None:
