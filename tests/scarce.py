@@ -40,7 +40,14 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0, s
     optimizer.zero_grad(set_to_none=True)
 
 
-OPTIMIZERS = ["adamw_torch_fused", "adamw_torch", "adamw_torch_offload", "adafactor", "sgd"]
+OPTIMIZERS = [
+    "adamw_torch_fused",
+    "adamw_torch",
+    "adamw_torch_offload",
+    "adafactor",
+    "sgd",
+    "rmsprop",
+]
 
 
 GONE = "CUDA error: out of memory"

@@ -150,7 +150,7 @@ def state_tensors(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the state of every weight now, as the first step would: memory that is not there is
-    missed before any step.
+    missed before any step, and what the first rank restores has its place on every rank.
 
     What is there stays as it is. Plain SGD has none.
     """
@@ -177,7 +177,11 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
                     column = shape[:-2] + shape[-1:]
                     sums = {"exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": column}
                 zeros = {key: weight.new_zeros(of) for key, of in sums.items()}
-                optimizer.state[weight] = {"step": 0, **zeros, "RMS": 0}
+                rms = torch.zeros((), device=weight.device)
+                optimizer.state[weight] = {"step": 0, **zeros, "RMS": rms}
+            elif isinstance(optimizer, torch.optim.RMSprop):
+                kept = {"step": torch.zeros(()), "square_avg": torch.zeros_like(weight)}
+                optimizer.state[weight] = kept
 
 
 def load_state(
