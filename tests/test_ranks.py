@@ -21,6 +21,7 @@ import torch
 
 import farthing.dist.reduce
 import farthing.train.run
+from farthing.cli.command import main
 from farthing.config.job import Job
 from farthing.data.packing import split_by_tokens
 from farthing.data.row_table import of_slots
@@ -38,7 +39,7 @@ from farthing.train.strategy import resident_bytes
 from patience import until
 from ranks_at_work import child, finish_on, lora_job, train_on
 from together import on_ranks
-from workshop import Heard, log_of, losses_of, make_job, opened, steps_of, with_where
+from workshop import Heard, job_file, log_of, losses_of, make_job, opened, steps_of, with_where
 
 # ---- the table of a step: no process needed ----
 
@@ -465,6 +466,19 @@ def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(
             said,
         )
         assert all(each.poll() is not None for each in attempt.children), "no process is left"
+
+
+def test_a_start_from_zero_is_not_asked_for_again_once_a_rank_was_lost(tmp_path, monkeypatch):
+    codes, began = iter(["sys.exit(76)", KILLED, "sys.exit(0)"]), []
+
+    def begin(words, **_):
+        began.append("--allow-restart" in words)
+        return child(next(codes))
+
+    monkeypatch.setattr("farthing.run.supervisor.begin", begin)
+    job = job_file(tmp_path, where={"gpus": 2, "device": "cpu"})
+    assert main(["train", str(job), "--allow-restart"]) == 0
+    assert began == [True, True, False]
 
 
 def test_a_killed_rank_that_waits_in_the_kernel_is_gone_for_the_others(

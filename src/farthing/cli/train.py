@@ -222,16 +222,18 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path, n_ranks: i
             return printed if arguments.json else None
 
         def start(number: int) -> Child:
-            is_restart = arguments.allow_restart and number == 0
-            command = [*words, "--allow-restart"] if is_restart else words
+            def command(attempt: int) -> list[str]:
+                is_restart = arguments.allow_restart and (number, attempt) == (0, 1)
+                return [*words, "--allow-restart"] if is_restart else words
+
             if n_ranks == 1:
-                return begin(command, stdout=emptied())
+                return begin(command(1), stdout=emptied())
 
             def start_rank(seat: Seat, slot: int, attempt: int) -> subprocess.Popen[bytes]:
                 place = Path(meeting) / f"attempt-{number}-{attempt}"
                 environ = environ_of(seat, slot, place, os.environ)
                 out = emptied() if seat.is_first else subprocess.DEVNULL
-                return begin(command, stdout=out, environ=environ)
+                return begin(command(attempt), stdout=out, environ=environ)
 
             return Elastic(n_ranks, start_rank, complain, lambda: end_for(folder / LEDGER))
 
