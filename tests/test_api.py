@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,6 +90,21 @@ def test_runs_of_several_threads_take_turns(tmp_path):
     with ThreadPoolExecutor() as pool:
         list(pool.map(train, "ab"))
     assert sorted(heard) in (heard, heard[::-1])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_ranks_the_first_alone_tells(rank, tmp_path, monkeypatch):
+    def run(job, emit, **_):
+        emit(rank)
+        return SimpleNamespace(state="finished", reason="", receipt=None)
+
+    launched = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "a", "MASTER_PORT": 1}
+    for name, value in {**launched, "CUDA_VISIBLE_DEVICES": "4,7"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("farthing.train.run.train", run)
+    heard = []
+    api.fine_tune(job_file(tmp_path), on_event=heard.append)
+    assert (heard, os.environ["CUDA_VISIBLE_DEVICES"]) == ([[0], []][rank], "47"[rank])
 
 
 def test_the_package_lists_what_it_offers():

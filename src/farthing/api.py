@@ -140,14 +140,15 @@ def fine_tune(
     """Start a job, or resume it where it was interrupted, in this process; returns when it ends for
     whatever reason.
 
-    `on_event` gets what happens (the events of `farthing.events`) instead of the terminal; `quiet`
-    shows nothing. The receipt says how it ended: "finished", "limit" or "interrupted". With limits
-    a second process kills this one 5 s past a limit, should it hang.
+    `on_event` gets what happens (the events of `farthing.events`) instead of the terminal, on the
+    first of several ranks; `quiet` shows nothing. The receipt says how it ended: "finished",
+    "limit" or "interrupted". With limits a second process kills this one 5 s past a limit, should
+    it hang.
     """
     from farthing.config.preflight import look_over
     from farthing.report.terminal import Terminal
     from farthing.run.folder import is_finished
-    from farthing.run.group import seat_in
+    from farthing.run.group import seat_in, sit_down
     from farthing.run.guard import watched_from_beside
     from farthing.run.opening import opened
     from farthing.train.budget import RunLimits, refuse_cap_without_price
@@ -155,21 +156,23 @@ def fine_tune(
     if on_event is not None and not callable(on_event):
         what = f"`on_event` is a {type(on_event).__name__}, which can't be called"
         raise InputError(what, to_do="give a function of one event")
-    loaded, begun = load_job(job), None
+    loaded, begun, seat = load_job(job), None, seat_in(os.environ)
+    if seat.by:
+        sit_down(seat, os.environ)
     refuse_cap_without_price(loaded)
     folder = Path(loaded.output_dir)
     if not is_finished(folder):
         look_over(loaded)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_one_at_a_time)
-        if loaded.limits.is_set and seat_in(os.environ).n == 1:
+        if loaded.limits.is_set and seat.n == 1:
             stack.enter_context(watched_from_beside("farthing.report.last_words", folder))
             begun = stack.enter_context(opened(folder, loaded.usd_per_hour))
             RunLimits(loaded, begun.ledger).tell_guard()
         from farthing.train.run import train as run  # imports torch: the limits hold by now
 
-        emit = on_event or ignore
-        if on_event is None and not quiet:
+        emit = on_event if on_event is not None and seat.is_first else ignore
+        if on_event is None and not quiet and seat.is_first:
             from rich.console import Console
 
             from farthing.printable import print_any_character
