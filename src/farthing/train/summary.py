@@ -32,8 +32,10 @@ def emit_summary(run: Run) -> None:
     if train.save_steps is not None:
         checkpoints = f"every {plural(train.save_steps, 'step')}"
     price = _price_in_words(spec)
+    n_ranks = run.context.ranks.n
+    each = f"{n_ranks} ranks, each " if n_ranks > 1 else ""
     # of the GPUs that a process on its own sees
-    n_idle = n_devices(device) - 1 if run.context.ranks.n == 1 else 0
+    n_idle = n_devices(device) - 1 if n_ranks == 1 else 0
     if n_idle > 0:
         price += f"; {plural(n_idle, 'other GPU')} here not used (where.gpus)"
     name, counts = Path(spec.choice.name).name, count_parameters(run.model)
@@ -51,7 +53,7 @@ def emit_summary(run: Run) -> None:
             batch=f"{batch} a step, up to {settings.micro_batch_tokens:,} tokens at a time",
             fitted=fitted,
             learning_rate=f"{spec.learning_rate:g}, {train.lr_scheduler_type}, {warm_up}",
-            device=device_name(device),
+            device=f"{each}{device_name(device)}",
             precision=spec.numerics.name,
             computed=_computed_in_words(run),
             memory=memory,
