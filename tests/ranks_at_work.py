@@ -43,8 +43,9 @@ def child(code: str) -> Popen[bytes]:
 
 
 def no_room(method: str, n_times: int):
-    """This method of `Forward` runs out of memory so many times."""
-    honest, left = getattr(Forward, method), [n_times]
+    """This method of `Forward` or `Step` runs out of memory so many times."""
+    owner: Any = Forward if hasattr(Forward, method) else Step
+    honest, left = getattr(owner, method), [n_times]
 
     def full(forward, *arguments):
         left[0] -= 1
@@ -52,14 +53,14 @@ def no_room(method: str, n_times: int):
             return honest(forward, *arguments)
         raise torch.OutOfMemoryError("made up")
 
-    setattr(Forward, method, full)
+    setattr(owner, method, full)
 
 
 def run(
     rank: int, job: dict[str, Any], mishap: list[Any] | None = None, n_local: int = 0
 ) -> dict[str, Any]:
-    """Train the job on this rank; `mishap` is (rank, step, what): a signal, or a method of
-    `Forward` and how often it has no room.
+    """Train the job on this rank; `mishap` is (rank, step, what): a signal, or a method and
+    how often it has no room.
     """
     take, loop, held, heard = Step.take, farthing.train.run.loop, [0, 0], Heard()
     if n_local:

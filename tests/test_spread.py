@@ -145,11 +145,14 @@ def test_other_numbers_of_ranks_and_other_ways_give_the_same(family, keys, where
 
 
 @pytest.mark.slow
-def test_a_rank_without_memory_ends_all_and_leaves_less_to_the_next_attempt(tmp_path):
-    alone, spread = trained_alone(tmp_path), spread_job(tmp_path / "spread")
-    first, second = train_on(2, tmp_path, spread, [1, 4, "loss", 99])
-    assert first == 76
-    assert second["code"] == 75
+@pytest.mark.parametrize(("strategy", "full"), [("fsdp", "loss"), ("ddp", "clip")])
+def test_a_rank_without_memory_ends_all_and_leaves_less_to_the_next_attempt(
+    strategy, full, tmp_path
+):
+    where = {"strategy": strategy}
+    alone, spread = trained_alone(tmp_path), spread_job(tmp_path / "spread", where=where)
+    first, second = train_on(2, tmp_path, spread, [1, 4, full, 99])
+    assert [first, second["code"]] == [76, 76]
     assert "with smaller micro-batches" in second["why"]
     settings = kept(Path(spread.output_dir) / "settings.json") or {}
     assert settings["micro_batch_tokens"] < 90

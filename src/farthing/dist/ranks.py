@@ -26,7 +26,13 @@ from torch import Tensor, nn
 
 from farthing.device_memory import is_out_of_memory
 from farthing.dist.rendezvous import JOIN_HERE_S, RankLostError, bounded, lost, meet
-from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, HardwareError, RunInterruptedError
+from farthing.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_MISTAKE,
+    FarthingError,
+    HardwareError,
+    RunInterruptedError,
+)
 from farthing.run.checkpoint import CheckpointPart
 from farthing.run.group import EXIT_RANK_LOST, Seat
 from farthing.run.ledger import Meter
@@ -56,7 +62,7 @@ EXIT_NO_ROOM = 77  # what a rank without memory tells the others; no process end
 
 
 class NoRoomLeft(RankLostError):
-    """Memory has run out on this rank while others wait for it within a layer."""
+    """Memory has run out on this rank while others count on what it computes."""
 
 
 class Ranks:
@@ -73,8 +79,8 @@ class Ranks:
         self.at_loss: Callable[[], None] = lambda: None
         """Called where another rank is lost, before this process ends."""
         self.leave_less: Callable[[], bool] = lambda: False
-        """Called where memory runs out over spread weights, and then on the first rank before all
-        end: notes that the next attempt takes less at once. Whether it can."""
+        """Called where memory runs out and others count on this rank, and then on the first rank
+        before all end: notes that the next attempt takes less at once. Whether it can."""
         self.fsdp: ShardedModel | None = None
         """The model's weights where they are spread over the ranks."""
         self.word = 0
@@ -328,6 +334,8 @@ class Ranks:
             try:
                 yield
             except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise self.no_room() from error
                 self._wait_until(lambda: False, self.patience_s + 2 * BEAT_S)
                 raise RankLostError(
                     f"another rank of {self.n} does not answer: {str(error).splitlines()[0][:200]}",
@@ -371,23 +379,24 @@ class Ranks:
         if self.n == 1 or not (isinstance(error, RunInterruptedError) or is_out_of_memory(error)):
             raise error
         if self.is_fsdp and is_out_of_memory(error):
-            # the others are in a layer, and wait for its weights
-            if not self.leave_less():
-                raise HardwareError(
-                    f"rank {self.index} has no memory left for one example with every layer"
-                    " computed again",
-                    where="where.strategy",
-                    to_do="lower data.max_length, use more or larger GPUs, or method: lora",
-                ) from error
-            raise NoRoomLeft(
-                f"rank {self.index} has no memory left, and over spread weights a step can't be"
-                " taken again by itself",
-                where="where.strategy",
-                to_do=(
-                    "run the same command: it resumes from the last save with smaller micro-batches"
-                ),
-            ) from error
+            raise self.no_room() from error  # the others are in a layer, and wait for its weights
         return LEAVE if isinstance(error, RunInterruptedError) else NO_ROOM
+
+    def no_room(self) -> FarthingError:
+        """What to raise where memory runs out and the others can't take the step again with this
+        rank.
+        """
+        if not self.leave_less():
+            return HardwareError(
+                f"rank {self.index} has no memory left for one example with every layer"
+                " computed again",
+                where="where.strategy",
+                to_do="lower data.max_length, use more or larger GPUs, or method: lora",
+            )
+        return NoRoomLeft(
+            f"rank {self.index} has no memory left in a step that the other ranks can't take again",
+            to_do="run the same command: it resumes from the last save with smaller micro-batches",
+        )
 
     def tell_all(self, value: Any) -> Any:
         """The first rank's plain value, through JSON, on every rank. What others give is not looked

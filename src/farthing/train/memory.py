@@ -87,8 +87,10 @@ class Steps:
                 return call(step)
             except BaseException as error:
                 self.step.undo()
-                if not is_out_of_memory(error) or self.step.shared.is_agreed:
+                if not is_out_of_memory(error):
                     raise
+                if self.step.shared.is_agreed:
+                    raise self.step.ranks.no_room() from error
                 self.step.update.refuse_half_an_update(step, error)
                 frees = not has_freed and self._n_freed < MOST_FREED
                 if not frees and not self._can_make_room(step):

@@ -23,6 +23,7 @@ from farthing.config.job import Job, LimitsSection, WhereSection
 from farthing.data.packing import MicroBatchCost
 from farthing.dist.ranks import Ranks
 from farthing.dist.reduce import n_slots_for
+from farthing.dist.rendezvous import RankLostError
 from farthing.errors import (
     EXIT_CRASH,
     DiskFullError,
@@ -34,7 +35,7 @@ from farthing.events import Emit, Warned
 from farthing.local.measurements import MEASUREMENTS, link_of, read_measurements
 from farthing.model.hardware import hardware_key
 from farthing.run.folder import DECIDING, RUN, SCHEDULE, keep, kept
-from farthing.run.group import STORE, seat_in
+from farthing.run.group import EXIT_RANK_LOST, STORE, seat_in
 from farthing.settings import Settings
 from farthing.storage.files import Json
 from farthing.train.built import Run
@@ -62,6 +63,8 @@ def joined(job: Job) -> Iterator[tuple[Ranks, Job]]:
         except BaseException as error:
             code = error.exit_code if isinstance(error, FarthingError) else EXIT_CRASH
             error.is_told = not ranks.fail(code, error)  # type: ignore[attr-defined]
+            if isinstance(error, RankLostError) and seat.by == "farthing":
+                error.exit_code = EXIT_RANK_LOST
             raise
         finally:
             ranks.close()
