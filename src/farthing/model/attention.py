@@ -65,12 +65,8 @@ def can_go_packed(model: Any, task: str) -> str | None:
         why = "its configuration asks for the logits of its routers"
     elif kind in DECODERS and getattr(config, "use_bidirectional_attention", False):
         why = "it attends in both directions"
-    elif kind in ENCODERS and (
-        getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False)
-    ):
+    elif kind in ENCODERS and config.is_decoder:
         why = "used as a decoder"
-    elif getattr(config, "position_embedding_type", None) not in (None, "absolute"):
-        why = "its scores are biased by the distance of tokens"
     elif _head_kind(inner) is None:
         why = "its classification head is not known"
     return f"{kind}: {why}" if why else None
@@ -154,8 +150,6 @@ def _last_tokens(ids: Tensor, documents: Documents, config: Any) -> Tensor:
     else its first.
     """
     pad_id = config.get_text_config().pad_token_id
-    if pad_id is None:
-        return documents.bounds[1:].long() - 1
     rows, starts, owner = documents.key_rows, documents.key_bounds[:-1].long(), owners_of(documents)
     text = ids if rows is None else ids[rows]
     places = (torch.arange(len(text), device=ids.device) - starts[owner]) * (text != pad_id)
