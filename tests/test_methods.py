@@ -133,6 +133,8 @@ def test_whatever_a_job_names_is_trained_over_a_base_in_bf16_and_merged(
     job = make_job(tmp_path, family, method={"name": "lora", **names}, **keys)
     workshop.train(job)
     assert watched.changed() == watched.trainable()
+    kinds = {each.dtype for each in watched.model.parameters() if each.requires_grad}
+    assert kinds == {torch.float32}, "masters"
     assert export_run(Path(job.output_dir), tmp_path / "merged", "merged")
 
 
@@ -217,6 +219,9 @@ def test_an_overflow_skips_the_step_and_halves_the_scale_and_is_not_counted_as_n
         assert "overflowed" in heard.warnings
         take_step(run)
         assert not are_same(before, weights_in(run.model))
+        run.saver.save_last()
+    with opened_run(job, heard) as run:
+        assert run.scaler.get_scale() == 2.0**13
 
 
 # ---- optimizers and schedules ----

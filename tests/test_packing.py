@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from drawn_sets import token_set
-from farthing.data.batches import collate, permutation
+from farthing.data.batches import collate, permutation, rows_of
 from farthing.data.packing import (
     MicroBatchCost,
     collate_packed,
@@ -15,6 +15,7 @@ from farthing.data.packing import (
     split_by_tokens,
     split_padded,
 )
+from farthing.data.units import Sequences, collate_units
 
 
 def some_lengths(seed: int) -> NDArray[np.int64]:
@@ -131,6 +132,9 @@ def test_a_flat_batch_is_its_examples_end_to_end():
     assert batch["lengths"].tolist() == [3, 5, 1]
     assert batch["input_ids"].tolist() == [[int(i) for ids, _ in rows for i in ids]]
     assert batch["position_ids"].tolist() == [[2, 3, 4, 2, 3, 4, 5, 6, 2]]
+    of_units = Sequences(*rows_of(tokens, [2, 0, 1])[:3], np.zeros(3, np.int64), 1)
+    units = collate_units(of_units, first_position=2)
+    assert units["position_ids"].tolist() == batch["position_ids"].tolist()
     expected = [
         int(i) if target and place else -100
         for ids, is_target in rows

@@ -172,7 +172,12 @@ def test_a_file_holds_the_weights_by_llama_cpp_s_names_and_kinds(
         {"f16": 1, "q4_0": 2, "q8_0": 7}[bits],
         2000,
     )
-    state = model.state_dict()
+    state, data = model.state_dict(), {each.name: each.data for each in reader.tensors}
+    assert {*data["output_norm.weight"].tolist()} == {1.0}, "Gemma's are one less"
+    if family == "llama":  # llama.cpp turns neighbours, not halves
+        keys = state["model.layers.0.self_attn.k_proj.weight"]
+        pairs = keys[torch.arange(16).reshape(2, 8).T.flatten()].half()
+        assert torch.equal(torch.from_numpy(data["blk.0.attn_k.weight"].copy()), pairs)
     for name, weight in read_back(plan, tmp_path / "model.gguf", tmp_path):
         torch.testing.assert_close(
             weight, state[name], rtol=0, atol=1e-2 if bits == "q4_0" else 5e-4

@@ -331,8 +331,9 @@ def test_the_same_bits_on_one_and_on_two_of_which_one_is_killed_then_three_that_
     assert log_of(alone) == log_of(others)
 
 
-def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_than_ranks(
-    tmp_path,
+@pytest.mark.parametrize(("strategy", "n"), [("ddp", 2), ("fsdp", 3)])
+def test_full_training_on_several_is_that_of_one_to_rounding_with_fewer_examples_than_ranks(
+    strategy, n, tmp_path
 ):
     keys = {
         "n_rows": 7,
@@ -340,12 +341,16 @@ def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_tha
         "global_batch_size": 3,
         "size": {"hidden": 32, "layers": 1},
         "pretrained": True,
+        "optim": "sgd",
+        "max_grad_norm": 0.5,
     }
-    one, two = (make_job(tmp_path / name, micro_batch_tokens=60, **keys) for name in ("one", "two"))
+    one, several = (
+        make_job(tmp_path / name, micro_batch_tokens=60, **keys) for name in ("one", "several")
+    )
     farthing.train.run.train(one, Heard())
-    finish_on(2, tmp_path, two)
-    assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-5)
-    norms, expected = ([row["grad_norm"] for row in steps_of(job)] for job in (two, one))
+    finish_on(n, tmp_path, with_where(several, strategy=strategy))
+    assert losses_of(several) == pytest.approx(losses_of(one), rel=1e-5)
+    norms, expected = ([row["grad_norm"] for row in steps_of(job)] for job in (several, one))
     assert norms == pytest.approx(expected, rel=1e-4)
 
 

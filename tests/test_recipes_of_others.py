@@ -102,11 +102,11 @@ def test_an_adapter_that_begins_as_part_of_the_weights_moves_as_in_peft(
     assert count_parameters(ours)["adapter"] == count_parameters(theirs)["adapter"]
 
 
-@pytest.mark.parametrize("init", ["pissa", "olora"])
+@pytest.mark.parametrize(("init", "use_rslora"), [("pissa", False), ("olora", True)])
 def test_an_adapter_wider_than_some_layers_is_written_as_peft_reads_it(
-    init, tiny_folders, tmp_path
+    init, use_rslora, tiny_folders, tmp_path
 ):
-    ours = tiny(tiny_folders["llama"], r=48, init=init)
+    ours = tiny(tiny_folders["llama"], r=48, init=init, use_rslora=use_rslora)
     narrow = ours.get_base_model().model.layers[0].self_attn.k_proj
     assert narrow.lora_A["default"].weight.shape[0] < 48
     steps_of(ours, torch.optim.SGD(trained_of(ours), lr=0.01))

@@ -180,11 +180,19 @@ def test_no_optimizer_moves_a_weight_when_the_gradient_is_not_finite(optim, tmp_
     assert watched.changed() == set()
 
 
-def test_a_step_moves_each_weight_by_the_keys_of_its_job_and_is_counted(tmp_path):
+def test_a_step_moves_each_weight_by_the_keys_of_its_job_and_is_counted(tmp_path, monkeypatch):
     keys = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
+    keys |= {"where": {"same_bits": True}}
     job = make_job(
         tmp_path, method={"name": "lora", "loraplus_lr_ratio": 16, "use_dora": True}, **keys
     )
+    seeds, honest = [], Forward.loss
+
+    def loss(*given):
+        seeds.append(torch.initial_seed())
+        return honest(*given)
+
+    monkeypatch.setattr(Forward, "loss", loss)
     with opened(job) as run:
         take_step(run)
         groups = run.optimizer.param_groups
@@ -192,6 +200,8 @@ def test_a_step_moves_each_weight_by_the_keys_of_its_job_and_is_counted(tmp_path
         examples = run.feed.batches.examples_of(0)
         assert at.n_tokens == at.n_padded_tokens == tokens.lengths[examples].sum()
         assert at.n_targets == tokens.target_lengths[examples].sum() < at.n_tokens
+        seeds += [(run.steps.step.begin(step), torch.initial_seed())[1] for step in (1, 2)]
+    assert len({*seeds}) == len(seeds) == 4 + 2, "each micro-batch and step drops others"
     assert [(each["lr"], each["weight_decay"]) for each in groups] == [(0.01, 0.1), (0.16, 0.1)]
     assert 2 * len(groups[0]["params"]) == len(groups[1]["params"]), "B, and DoRA's magnitudes"
     assert all((each["betas"], each["eps"]) == ((0.8, 0.95), 1e-6) for each in groups)
