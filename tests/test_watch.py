@@ -169,5 +169,7 @@ def test_all_runs_are_listed_with_what_the_month_has_cost(finished, tmp_path, cl
     text = cli.out("runs", tmp_path)
     assert "3 runs, $" in text
     assert "broken" in text
+    (tmp_path / "deep/b/ledger.jsonl").unlink()
+    assert "3 runs, $" in cli.out("runs", tmp_path), "its checkpoints know what it has cost"
     assert "no runs here" in cli.out("runs", finished / "checkpoints")
     assert "finished" in cli.out("runs", finished.parent / "store")

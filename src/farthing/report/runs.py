@@ -1,6 +1,6 @@
 """All runs in a folder: state, dollars, best metric, truth of the estimate, and the month's cost.
 
-Every folder with a ledger is a run, wherever it lies below. Unreadable folders are listed.
+Every folder below with a ledger or a run.json is a run. Unreadable folders are listed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from farthing.errors import FarthingError
 from farthing.report.live import progress_of
 from farthing.report.receipt import build_receipt
 from farthing.report.words import lines
-from farthing.run.folder import CHECKPOINTS, LEDGER, MODEL, SEARCH_LOG
+from farthing.run.folder import CHECKPOINTS, LEDGER, MODEL, RUN, SEARCH_LOG
 
 _NOT_LOOKED_INTO = {CHECKPOINTS, MODEL, "tensorboard", ".git", "node_modules", "__pycache__"}
 
@@ -60,7 +60,7 @@ def _found(folder: Path, note: Callable[[OSError], None]) -> Iterator[tuple[Path
             yield Path(where), True
             folders.clear()  # its data/ has copies of a run's files
             continue
-        if LEDGER in files:
+        if LEDGER in files or RUN in files:
             yield Path(where), False
         if SEARCH_LOG in files and "trials" in folders:
             folders.remove("trials")  # its ledger has their seconds
