@@ -12,13 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
 from checkpoints import Weights, newest, restored, save
 from checkpoints import checkpoints as checkpoints
 from checkpoints import said as said
 from farthing.errors import RunChangedError, RunDamagedError, SaveError
-from farthing.run.checkpoint import Checkpoints, commit_together, fill_along
+from farthing.run.checkpoint import Checkpoints
 from farthing.run.parts import Shared, contents_of
 from farthing.storage import logs
 from farthing.storage.files import (
@@ -58,15 +57,7 @@ def test_only_the_newest_and_the_best_are_kept(checkpoints):
         checkpoints.save(8, {"model": broken}, None)
 
 
-def test_a_part_without_the_rows_of_one_rank_is_damaged(checkpoints):
-    def fill(draft):
-        (draft / "state.json").write_text('{"model": {}}')
-        save_file(Weights(1).tensors, draft / "model-00001-of-00002.safetensors")
-
-    facts = {"schema": 1, "step": 1, "run_id": "run-1"}
-    commit_folder(checkpoints.folder / "step-00000001-0001", fill, facts)
-    with pytest.raises(DamagedFileError, match="of the files of its model there are 1 of 2"):
-        checkpoints.verify(1)
+def test_each_rank_writes_its_own_rows_and_the_files_of_a_part_are_told_by_their_names():
     second = Shared(False, 1, 2, False, {"spread": (3, 6)}.get, lambda value: [value])
     assert (second.writes("spread"), second.writes("whole")) == (True, False)
     assert replace(second, shard=0).writes("whole")
@@ -300,37 +291,6 @@ def test_no_memory_is_taken_by_what_a_header_says(checkpoints, n_bytes):
     manifest.write_text(seal({**facts, "files": sealed}))
     with pytest.raises(DamagedFileError, match=r"is no file of tensors: .*header"):
         checkpoints.verify(5)
-
-
-class Answers:
-    """Other ranks, as the collectives answer one of them."""
-
-    def __init__(self, *answers, is_first):
-        self.given, self.is_first, self.sent = list(answers), is_first, []
-
-    def gather(self, value):
-        self.sent.append(value)
-        return [value] if not self.given else self.given.pop(0)
-
-
-def test_what_fails_on_one_rank_has_failed_on_all(tmp_path):
-    def fill(draft):
-        (draft / "mine").write_text("1")
-        return [draft / "mine"]
-
-    first = Answers([str(tmp_path)], ["no space left"], is_first=True)
-    with pytest.raises(OSError, match="no space left"):
-        commit_together(first, tmp_path / "step", fill, {})  # type: ignore[arg-type]
-    assert first.sent[-1] == "no space left", "the others are told why"
-    assert not (tmp_path / "step").exists()
-    along = Answers([str(tmp_path)], [], ["no space left"], is_first=False)
-    with pytest.raises(OSError, match="no space left"):
-        fill_along(along, fill)  # type: ignore[arg-type]
-    refused = Answers(is_first=True)
-    (tmp_path / "step").write_text("a file is in the way")
-    with pytest.raises(OSError):
-        commit_together(refused, tmp_path / "step/1", fill, {})  # type: ignore[arg-type]
-    assert refused.sent[0] is None, "those that wait for a folder are told that there is none"
 
 
 def test_a_line_is_written_whole_or_is_an_error(tmp_path):

@@ -61,7 +61,7 @@ def test_three_keys_and_an_output_folder_are_a_job(read, tmp_path):
 def test_the_names_are_those_of_the_hugging_face_training_arguments():
     from transformers import Seq2SeqTrainingArguments
 
-    ours = set(yaml_keys(Job)["train"])
+    ours = set(Job.model_fields["train"].annotation.model_fields)
     own_names = {
         "global_batch_size",
         "learning_rate_batch_size",
@@ -165,15 +165,6 @@ def test_a_mistake_in_an_override_names_the_override_not_a_line(read):
 
 
 # ---- mistakes ----
-
-
-def yaml_keys(section):
-    """Keys of the job as a tree of names."""
-    keys = {}
-    for name, field in section.model_fields.items():
-        inner = field.annotation
-        keys[name] = yaml_keys(inner) if hasattr(inner, "model_fields") else {}
-    return keys
 
 
 OF_OTHERS = "{model_name_or_path: org/name, trust_remote_code: true"

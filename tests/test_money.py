@@ -18,19 +18,6 @@ from farthing.planner.ownership import (
 # ---- worked figures ----
 
 
-def test_a_gpu_of_1600_dollars_against_480_a_month_pays_back_in_three_months():
-    months = break_even_months(Owned("RTX 4090", price_usd=1600), 480, 0)
-    assert months == pytest.approx(10 / 3)
-    assert f"{months:.1f}" == "3.3"
-
-
-def test_24_runs_a_year_at_250_against_10():
-    totals = yearly_usd({"managed": Way(250), "spot": Way(10)}, n_runs_per_month=2)
-    assert totals == {"spot": 240, "managed": 6000}
-    assert list(totals) == ["spot", "managed"], "the cheapest first"
-    assert saving(totals["spot"], totals["managed"]).usd == 5760
-
-
 # ---- owning ----
 
 KNOWN = {"price_usd": 1600, "power_kw": 0.5, "usd_per_kwh": 0.2}

@@ -22,7 +22,7 @@ from farthing.planner.search import budgets
 from farthing.planner.software import Torch
 from farthing.planner.spot import Interruptions, weibull
 from farthing.planner.types import JobSpec
-from farthing.prices.offers import Billing, Offer
+from farthing.prices.offers import Offer
 from farthing.report.plan_view import why
 from offers import TODAY, offer_of
 from planned import H, Place, at, decide, lengths_of, only, place, refused, shape_of, wanted_of
@@ -167,7 +167,6 @@ def test_among_equals_one_gpu_comes_before_several():
 
 
 OLD = place("A100-80GB", 2.0)
-SESSION, ROOMY = place("RTX PRO 6000", 0.9), place("H100-80GB", 9.0)
 ARM = at(offer_of("GH200", 1.0), torch=Torch("2.13.0"))
 SMALL_STEPS = {"micro_batch_tokens": 1024, "checkpoint_every": 1}
 NEEDED = only(wanted_of(**SMALL_STEPS), place("RTX 4090", 0.2)).on.memory_range.likely
@@ -186,8 +185,6 @@ def fresh(usd: float, **changes) -> Place:
         (OLD.aged(181), fresh(2.35, host_note="drivers of its own"), False, {}),
         (OLD.aged(91), fresh(2.6, host_note="drivers of its own"), True, {}),
         (OLD.aged(95), OLD.aged(400).sold(usd=1.9), True, {}),  # the cheapest at worst
-        (SESSION, ROOMY, True, {}),
-        (SESSION.sold(billing=Billing("A", most_hours=0.3)), ROOMY, False, {}),
         (ARM, place("H100-80GB", 1.5), False, {}),
         (TIGHT, OLD, False, SMALL_STEPS),
         (place("RTX 4090", 0.2), OLD, True, SMALL_STEPS),

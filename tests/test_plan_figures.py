@@ -173,7 +173,6 @@ def test_chances_of_a_deadline():
     [
         (1.7, 0.9, "55%", "1 h 12 min", 1.701),
         (1.7, 0.99, "55%", "2 h 15 min", 2.319),
-        (1.6, 0.9, "51%", "1 h 18 min", 1.807),
     ],
 )
 def test_a_deadline_that_is_not_sure_enough_is_refused_with_one_that_is(
@@ -235,9 +234,7 @@ def test_an_old_price_may_have_changed_and_the_lowest_may_be_gone(days, prices_a
     assert found.high == pytest.approx(sure.high * (1 + more))
 
 
-@pytest.mark.parametrize(
-    ("usd", "cap"), [(99.994, "100.00"), (99.495, "99.50"), (100.4, "101"), (1234.5, "1235")]
-)
+@pytest.mark.parametrize(("usd", "cap"), [(99.994, "100.00"), (99.495, "99.50"), (100.4, "101")])
 def test_a_cap_that_would_do_is_rounded_up(usd, cap):
     one, two = (plans(WANTED, place("A100-80GB", price)).plans[0].total_usd for price in (1, 2))
     dear = place("A100-80GB", 1 + (usd - one) / (two - one))

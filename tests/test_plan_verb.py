@@ -450,11 +450,6 @@ def test_a_cap_on_gpu_hours_counts_every_gpu(plan, tmp_path, n_gpus, fits, neede
     assert (found["fits_the_cap"], round(found["needed_samples_per_min"], 1)) == (fits, needed)
 
 
-def test_a_cap_on_gpu_hours_says_the_throughput_that_would_do(plan):
-    found = by_hand(plan, 300_000, 1, "--set", "limits.max_gpu_hours=12")
-    assert round(found["needed_samples_per_min"]) == 417
-
-
 # ---- words that say what they mean ----
 
 

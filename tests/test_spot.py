@@ -55,7 +55,7 @@ def measured(zone: Interruptions, n: int, seed: int = 1) -> Interruptions:
 
 @pytest.mark.parametrize(
     ("work_h", "tau", "save", "restart"),
-    [(10, 900, 20, 300), (100, 36, 5, 60), (500, 300, 60, 600)],
+    [(10, 900, 20, 300), (500, 300, 60, 600)],
 )
 def test_exponential_spells_give_dalys_formula(work_h, tau, save, restart):
     mean_s = 4 * H
@@ -70,7 +70,6 @@ def test_exponential_spells_give_dalys_formula(work_h, tau, save, restart):
 
 def test_the_best_interval_of_exponential_spells_is_dalys():
     assert young_interval_s(20, 4 * H) == pytest.approx(math.sqrt(2 * 20 * 4 * H))
-    assert young_interval_s(20, 4 * H) / 60 == pytest.approx(12.6, abs=0.1)
     for save_s in (5, 30, 300):
         x = save_s / (2 * 4 * H)
         daly = young_interval_s(save_s, 4 * H) * (1 + math.sqrt(x) / 3 + x / 9) - save_s
