@@ -109,11 +109,9 @@ def delivered(mirror: Mirror, step: int, *checkpoints: Path, seconds: float = 60
 
 def with_copies(store: Kind, run: Path, *steps: int) -> Kind:
     """A store that a run has brought these steps to."""
-    mirror = mirror_of(store, run)
-    mirror.bring_back()
-    for step in steps:
-        assert delivered(mirror, step, step_done(run, step))
-    mirror.close(1)
+    with mirroring(store, run) as mirror:
+        for step in steps:
+            assert delivered(mirror, step, step_done(run, step))
     return store
 
 
@@ -177,6 +175,18 @@ class Faulty:
             return self._fault(name, str(keys), lambda: operation(keys, *rest))
 
         return run
+
+
+def noting(store: Store, part: str) -> tuple[Faulty, list[str]]:
+    """The store; and what follows `part` in each key that is put, in order."""
+    puts = []
+
+    def note(name, key, operation):
+        if name == "put" and part in key:
+            puts.append(key.partition(part)[2])
+        return operation()
+
+    return Faulty(store, note), puts
 
 
 def taken(store: Store, folder: Path, said: list[str] | None = None) -> int | None:

@@ -11,12 +11,12 @@ from farthing.errors import RunChangedError
 from farthing.run import mirror as mirror_module
 from farthing.storage.files import seal, unseal
 from mirrored import (
-    Faulty,
     Model,
     delivered,
     folder_of_run,
     mirror_of,
     mirroring,
+    noting,
     step_done,
     taken,
 )
@@ -37,15 +37,10 @@ def commits_of(tmp_path: Path, n: int) -> tuple[Model, list[str], Path]:
     """A store with `n` commits of a log that grows by 45 lines each; the pieces that were sent, in
     order.
     """
-    store, sent = Model(), []
-
-    def note(name, key, operation):
-        sent.extend([key.rpartition("/")[2]] if name == "put" and "/log.parts/" in key else [])
-        return operation()
-
-    run = folder_of_run(tmp_path / "run")
+    store, run = Model(), folder_of_run(tmp_path / "run")
+    noted, sent = noting(store, "/log.parts/")
     (run / "log.jsonl").unlink(missing_ok=True)
-    with mirroring(Faulty(store, note), run) as mirror:
+    with mirroring(noted, run) as mirror:
         for step in range(1, n + 1):
             write_steps(run, 45 * step - 45, 45 * step)
             assert delivered(mirror, step, step_done(run, step))
@@ -95,13 +90,9 @@ def test_a_last_line_without_its_end_waits_for_it(tmp_path):
 
 def test_a_machine_that_goes_on_sends_only_what_is_new(tmp_path):
     store, _, _ = commits_of(tmp_path, 4)
-    other, puts = tmp_path / "other", []
-
-    def note(name, key, operation):
-        puts.extend([key] if name == "put" and "/log.parts/" in key else [])
-        return operation()
-
-    with mirroring(Faulty(store, note), other, step=4) as mirror:
+    other = tmp_path / "other"
+    noted, puts = noting(store, "/log.parts/")
+    with mirroring(noted, other, step=4) as mirror:
         write_steps(other, 180, 200)
         assert delivered(mirror, 5, step_done(other, 5))
     assert len(puts) == 1

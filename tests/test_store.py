@@ -48,6 +48,7 @@ from mirrored import (
     mirror_of,
     mirroring,
     newest_objects,
+    noting,
     step_done,
     taken,
     with_copies,
@@ -165,15 +166,9 @@ def test_where_it_is_kept_does_not_identify_a_run(tmp_path):
 
 
 def test_the_newest_and_the_best_are_kept_and_nothing_is_sent_twice(run, tmp_path):
-    store, puts = Model(), []
-
-    def note(name, key, operation):
-        puts.extend(
-            [key.partition("/checkpoints/")[2]] if name == "put" and "/checkpoints/" in key else []
-        )
-        return operation()
-
-    with mirroring(Faulty(store, note), run) as mirror:
+    store = Model()
+    noted, puts = noting(store, "/checkpoints/")
+    with mirroring(noted, run) as mirror:
         best = step_done(run, 1)
         assert delivered(mirror, 1, best)
         for step in (2, 3, 4):
