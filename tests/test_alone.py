@@ -130,7 +130,7 @@ def test_a_model_without_a_start_is_refused_in_words():
 def longrope(**others):
     """A Phi-3 whose long factors begin above 16 tokens."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
-    rope |= {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [1.0 + n for n in range(4)]}
     return small(
         "phi3",
         AutoModelForCausalLM,

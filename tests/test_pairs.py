@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM
 
 from families import by_itself, example_of, examples_of, small, summed
 from farthing.model.activation_checkpointing import checkpoint_layers
@@ -20,7 +20,7 @@ from farthing.models.families import PACKED, PADS_SAFELY
 from farthing.run.folder import kept
 from farthing.train.evaluate import write_texts
 from farthing.train.resolve import Writing
-from heads import NO_DROPOUT, assert_same, gradients_of
+from heads import assert_same, gradients_of
 from thinned import thinned
 from workshop import make_job, metrics_of, rows_of, train
 
@@ -46,14 +46,7 @@ def model_of(name: str, **others):
     distances matter.
     """
     kind, own = FAMILIES[name]
-    known = set(AutoConfig.for_model(kind).to_dict())
-    model = small(
-        kind,
-        AutoModelForSeq2SeqLM,
-        **{key: NO_DROPOUT[key] for key in NO_DROPOUT if key in known},
-        **own,
-        **others,
-    )
+    model = small(kind, AutoModelForSeq2SeqLM, **own, **others)
     with torch.no_grad():
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.normal_()
