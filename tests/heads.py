@@ -9,56 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import farthing.model.head
+from every_family import N_WORDS, OWN, small_values
 from farthing.model.head import HeadSettings, find_head, head_losses
 from farthing.model.lora_kernels import LowRank
 from farthing.model.loss import Labelled, decoder_inputs, find_labelled, inner_of
 
-N_WORDS = 61
-
-
 CLOSE, CLOSE_BF16 = 1e-5, 2e-2
-
-
-SMALL = {
-    "vocab_size": N_WORDS,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-OTHER_SIZES = {
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": N_WORDS},
-    "gpt_neox": {
-        key: value for key, value in SMALL.items() if key not in ("num_key_value_heads", "head_dim")
-    },
-}
-
-
-OF_PAIRS = {  # those that a configuration knows
-    "vocab_size": N_WORDS,
-    "d_model": 16,
-    "d_kv": 8,
-    "d_ff": 24,
-    "num_layers": 2,
-    "num_heads": 2,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_ffn_dim": 24,
-    "decoder_ffn_dim": 24,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
 
 
 NO_DROPOUT = dict.fromkeys(
@@ -84,12 +43,8 @@ NO_DROPOUT = dict.fromkeys(
 
 def make_model(family: str, **settings: Any) -> Any:
     """A model of two narrow layers, drawn from a fixed seed."""
-    known = AutoConfig.for_model(family).to_dict()
-    of_pairs = {key: value for key, value in OF_PAIRS.items() if key in known}
-    is_pair = objective_of(family) == "seq2seq"
-    sizes = of_pairs if is_pair else OTHER_SIZES.get(family, SMALL)
-    quiet = {key: value for key, value in NO_DROPOUT.items() if key in known}
-    config = AutoConfig.for_model(family, **{**sizes, **quiet, **settings})
+    kind, is_pair = CONFIG_MAPPING[family], objective_of(family) == "seq2seq"
+    config = kind(**small_values(kind, OWN.get(family, {}) | settings))
     if is_pair:
         config.decoder_start_token_id, config.pad_token_id = 0, 0
     torch.manual_seed(0)
