@@ -20,27 +20,6 @@ from farthing.model.loss import Labelled, decoder_inputs, find_labelled, inner_o
 CLOSE, CLOSE_BF16 = 1e-5, 2e-2
 
 
-NO_DROPOUT = dict.fromkeys(
-    (
-        "dropout_rate",
-        "attn_pdrop",
-        "embd_pdrop",
-        "resid_pdrop",
-        "hidden_dropout",
-        "hidden_dropout_prob",
-        "attention_probs_dropout_prob",
-        "embedding_dropout",
-        "residual_dropout",
-        "dropout",
-        "attention_dropout",
-        "activation_dropout",
-        "encoder_layerdrop",
-        "decoder_layerdrop",
-    ),
-    0.0,
-)
-
-
 def make_model(family: str, **settings: Any) -> Any:
     """A model of two narrow layers, drawn from a fixed seed."""
     kind, is_pair = CONFIG_MAPPING[family], objective_of(family) == "seq2seq"

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import every_family
+from every_family import small_values
 from farthing.model import attention_kernels
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention_kernels import AttentionSettings
 from farthing.model.documents import Documents
 from farthing.model.lora_kernels import use_low_rank
-from heads import NO_DROPOUT
 from token_sets import token_set
 
 CLOSE = 1e-5
@@ -58,36 +60,11 @@ OWN = {
 }
 
 
-COMMON = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 48,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "embedding_size": 32,
-}
-
-
-GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 48}
-
-
 def model_of(family: str, task: str = "causal-lm", seed: int = 0, **keys: Any) -> Any:
     """A tiny random model of a family, in training mode, with its library's own attention."""
-    own = {**(GPT2 if family in ("gpt2", "gpt_bigcode") else {}), **OWN.get(family, {})}
-    config = AutoConfig.for_model(
-        family, **{**COMMON, **NO_DROPOUT, **own, "num_labels": 3, **keys}
-    )
+    kind, own = CONFIG_MAPPING[family], every_family.OWN.get(family, {}) | OWN.get(family, {})
+    own |= {"vocab_size": 99, "max_position_embeddings": 48, "pad_token_id": 1, "bos_token_id": 0}
+    config = kind(**small_values(kind, own | {"num_labels": 3, **keys}))
     auto = AutoModelForCausalLM if task == "causal-lm" else AutoModelForSequenceClassification
     torch.manual_seed(seed)
     model = auto.from_config(config, attn_implementation="eager" if family == "gemma2" else "sdpa")

@@ -147,7 +147,7 @@ def test_a_packed_step_in_half_precision_with_dropout_adapters_and_recomputing(
 
 def test_rotations_for_long_texts():
     size = model_of("phi3").config
-    n = size.head_dim // 2
+    n = size.hidden_size // size.num_attention_heads // 2
     long = {
         "rope_type": "longrope",
         "short_factor": [1.0] * n,
