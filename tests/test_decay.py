@@ -11,6 +11,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from every_family import small_config
 from farthing.model.load import auto_class
 from farthing.models.families import (
     CAUSAL_FAMILIES,
@@ -23,15 +24,6 @@ from farthing.train.optim import decayed_names
 from scarce import optimizer_of
 from thinned import thinned
 
-SMALL = {
-    "num_hidden_layers": 2,
-    "num_layers": 2,
-    "n_layer": 2,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-}
-SMALL |= {"num_decoder_layers": 2, "num_experts": 4, "num_local_experts": 4, "layer_types": None}
-"""Fewer layers, where a configuration has such a key."""
 OTHERS = {
     "mamba",
     "mamba2",
@@ -49,10 +41,8 @@ CLAIMED = {*FAMILIES, *DECODERS, *ENCODERS, *CAUSAL_FAMILIES, *SEQ2SEQ_FAMILIES}
 
 
 def model_of(family: str):
-    """A model of the family on the meta device, with two layers."""
-    kind = CONFIG_MAPPING[family]
-    settings = {key: value for key, value in SMALL.items() if key in kind.__dataclass_fields__}
-    config = kind(**settings, **({"head_dim": 64} if family == "ministral" else {}))
+    """A small model of the family on the meta device."""
+    config = small_config(family, "classification")
     is_decoder = family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and family != "bert"
     task = "causal-lm" if is_decoder else "classification"
     if config.is_encoder_decoder:
