@@ -30,8 +30,8 @@ def machine(folder: Path, name: str, store: str | Path | None, **keys: Any) -> A
         "max_steps": 8,
         "lr_scheduler_type": "linear",
     }
-    job = make_job(folder, output_dir=f"./{name}", data={"eval_fraction": 0.2}, **(settings | keys))
-    return job.model_copy(update={"output_store": store and str(store)})
+    places = {"output_dir": f"./{name}", "output_store": store and str(store)}
+    return make_job(folder, data={"eval_fraction": 0.2}, **(settings | keys | places))
 
 
 def same_result(left: Path, right: Path) -> list[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-import yaml
-
 from farthing.config.load import load_job
 from farthing.search.run import search
 from workshop import job_file
@@ -26,10 +24,7 @@ SEARCH = {
 def job_of(folder: Path, section=SEARCH, **keys) -> Path:
     """A job of four settings, of which one fails and one learns nothing."""
     keys = {"max_steps": 8, "data": {"eval_fraction": 0.2}, "limits": {"max_usd": 5}, **keys}
-    path = job_file(folder, **keys)
-    job = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump({**job, "search": section}))
-    return path
+    return job_file(folder, search=section, **keys)
 
 
 def searched(path: Path, *overrides: str, **how):

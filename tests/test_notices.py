@@ -462,7 +462,7 @@ def test_a_store_gets_the_time_that_a_notice_leaves(tmp_path, monkeypatch):
         if isinstance(event, StepTaken) and event.step == 2:
             notices[0].say("preempted", "gcp", leaves_at=time.time() + 3600)
 
-    job = workshop.make_job(tmp_path).model_copy(update={"output_store": str(tmp_path / "store")})
+    job = workshop.make_job(tmp_path, output_store=str(tmp_path / "store"))
     assert train(job, tell).exit_code == 75
     assert asked[:2] == [QUICK.finish_s] * 2, "for the last step, and for the last words"
     assert QUICK.leave_s < QUICK.finish_s

@@ -219,13 +219,10 @@ def test_doctor_fails_what_a_run_is_refused_for(desk, run, override, says):
     )
 
 
-@pytest.mark.parametrize("store", ["", "./store"])
+@pytest.mark.parametrize("store", [None, "./store"])
 def test_a_spot_machine_without_a_store_is_warned_of(tmp_path, store):
     where = {"spot": True, "notices": "off"}
-    job = make_job(tmp_path, max_steps=1, where=where)
-    if store:
-        job = job.model_copy(update={"output_store": str(tmp_path / store)})
-    heard = Heard()
+    job, heard = make_job(tmp_path, max_steps=1, where=where, output_store=store), Heard()
     train(job, heard)
     is_warned = "takes this run with it: set output_store" in heard.warnings
     assert is_warned == (not store)

@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-import yaml
 
 from farthing.cli import main
 from farthing.config.load import load_job
@@ -34,13 +33,6 @@ while [ "$1" != -- ]; do shift; done
 exec env HOME=ROOT/$2 PATH=BIN:$PATH sh -s
 """
 """Stands for ssh: a host is a folder, and is gone with it."""
-
-
-def with_store(path: Path, store: Path) -> Path:
-    """The job with a store."""
-    job = yaml.safe_load(path.read_text()) | {"output_store": str(store)}
-    path.write_text(yaml.safe_dump(job))
-    return path
 
 
 def lose(host: Path):
@@ -65,7 +57,7 @@ def test_a_launched_search_goes_on_elsewhere_to_the_same_end(tmp_path, monkeypat
     ssh.write_text(text)
     ssh.chmod(0o755)
     monkeypatch.setenv("FARTHING_SSH", str(ssh))
-    path = with_store(job_of(tmp_path / "job"), tmp_path / "store")
+    path = job_of(tmp_path / "job", output_store=str(tmp_path / "store"))
     job, said = load_job(path), []
     session = Session(prepare(job, Wishes(on="ssh:one,two"), datetime.now(UTC)), said.append)
 
@@ -99,7 +91,7 @@ def test_a_launched_search_goes_on_elsewhere_to_the_same_end(tmp_path, monkeypat
 
 def test_files_of_this_machine_do_not_travel_as_choices(tmp_path):
     section = {**SEARCH, "vary": {"model": ["./base", "./other"]}}
-    path = with_store(job_of(tmp_path, section), tmp_path / "store")
+    path = job_of(tmp_path, section, output_store=str(tmp_path / "store"))
     with pytest.raises(InputError, match="do not travel"):
         prepare(load_job(path), Wishes(on="ssh:one"), datetime.now(UTC))
     here = prepare(load_job(path), Wishes(on="local"), datetime.now(UTC))

@@ -118,9 +118,8 @@ def test_no_secret_of_the_environment_gets_out(secrets, tmp_path, monkeypatch, c
         method="lora",
         pretrained=True,
         report_to=["tensorboard"],
+        output_store="./store",
     )
-    job = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump({**job, "output_store": "./store"}))
     monkeypatch.setattr("farthing.train.trackers.PATIENCE_S", 300.0)
     held = Held(tmp_path.with_name(f"{tmp_path.name}-hold"), "step-00000008")
     first = subprocess.Popen(

@@ -162,8 +162,8 @@ def test_a_rank_without_memory_ends_all_and_leaves_less_to_the_next_attempt(
 
 @pytest.mark.slow
 def test_rows_travel_through_a_store_to_another_number_of_ranks(tmp_path):
-    alone, stored = trained_alone(tmp_path), {"output_store": str(tmp_path / "store")}
-    spread = spread_job(tmp_path / "spread").model_copy(update=stored)
+    alone = trained_alone(tmp_path)
+    spread = spread_job(tmp_path / "spread", output_store=str(tmp_path / "store"))
     assert train_on(2, tmp_path, spread, [1, 5, signal.SIGKILL]) == [76, -signal.SIGKILL]
     shutil.rmtree(spread.output_dir)
     assert "was brought back" in str(finish_on(3, tmp_path, spread)[0]["said"])

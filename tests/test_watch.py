@@ -32,9 +32,14 @@ def finished(tmp_path_factory):
     """A finished run of twelve steps, with a copy in a store beside it."""
     folder = tmp_path_factory.mktemp("watched")
     job = make_job(
-        folder, "llama", max_steps=12, eval_steps=4, data={"eval_fraction": 0.2}, save_steps=4
+        folder,
+        "llama",
+        max_steps=12,
+        eval_steps=4,
+        data={"eval_fraction": 0.2},
+        save_steps=4,
+        output_store="./store",
     )
-    job = job.model_copy(update={"output_store": str(folder / "store")})
     assert train(job).state == "finished"
     return Path(job.output_dir)
 

@@ -93,7 +93,8 @@ def job_file(folder: Path, family: str = "llama", **keys: Any) -> Path:
     """Write model, data and job file into `folder`.
 
     Keys: `rows` or `n_rows`, `eval_rows`, `pretrained`, `size` (of the model), any key of `train`,
-    `method` (a name or a mapping), `task`, `model`, `data`, `limits`, `where`, `output_dir`.
+    `method` (a name or a mapping), `task`, `model`, `data`, `limits`, `where`, `output_dir`,
+    `output_store`, `search`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = keys.pop("rows", None) or rows_of(family, keys.pop("n_rows", 32))
@@ -105,7 +106,7 @@ def job_file(folder: Path, family: str = "llama", **keys: Any) -> Path:
     if "eval_rows" in keys:
         write_jsonl(folder / "eval.jsonl", keys.pop("eval_rows"))
         data["eval"] = "eval.jsonl"
-    values = {
+    values = {name: keys.pop(name) for name in ("output_store", "search") if name in keys} | {
         "task": keys.pop("task", TASK[family]),
         "model": {"model_name_or_path": "./base", "init": "pretrained" if pretrained else "random"}
         | keys.pop("model", {}),
