@@ -5,10 +5,10 @@ fp64. A process of its own, because Triton decides when it is imported. Skipped 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
+
+from command import in_python
 
 IN_THE_INTERPRETER = """
 import itertools
@@ -46,11 +46,5 @@ for n_words, dtype, smoothing, cap, scale in cases:
 def test_losses_and_gradients_are_those_of_torch_in_fp64():
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", IN_THE_INTERPRETER],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
+    done = in_python(IN_THE_INTERPRETER, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

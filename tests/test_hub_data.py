@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from command import in_python
 from web import serving
 
 REVISION = "a" * 40
@@ -68,8 +67,7 @@ def said(folder: Path, hub: Any, *, offline: bool = False) -> str:
         "HF_HUB_OFFLINE": str(int(offline)),
     }
     env["HF_DATASETS_OFFLINE"] = str(int(offline))
-    command = [sys.executable, "-c", READ, str(folder / "cache")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+    done = in_python(READ, str(folder / "cache"), env=env, timeout=120, check=True)
     return done.stdout.strip()
 
 

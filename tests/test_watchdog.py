@@ -136,14 +136,7 @@ def test_a_python_program_that_hangs_is_killed_and_is_on_the_bill(way, job, tmp_
         other = job.with_name(f"{way}.yaml")
         other.write_text(yaml.safe_dump(yaml.safe_load(job.read_text()) | own))
         program = f"import farthing; farthing.fine_tune({str(other)!r}, quiet=True)"
-        return subprocess.run(
-            [sys.executable, "-c", program],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
+        return in_python(program, env=environ, timeout=600)
 
     done, run, cap_usd = hung(tmp_path, begin)
     assert done.returncode == -signal.SIGKILL
