@@ -110,7 +110,6 @@ def run(block: str, folder: Path) -> str:
         env=environment(folder),
         capture_output=True,
         text=True,
-        check=False,
     )
     assert done.returncode == 0, f"{block}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return " ".join((done.stdout + done.stderr).split())

@@ -26,7 +26,17 @@ from farthing.tiny import write_jsonl
 from farthing.train.evaluate import Sweep, evaluate
 from farthing.train.resolve import open_examples, resolve
 from thinned import thinned
-from workshop import Heard, job_file, losses_of, metrics_of, opened, read_rows, steps_of, train
+from workshop import (
+    Heard,
+    job_file,
+    losses_of,
+    metrics_of,
+    opened,
+    read_json,
+    read_rows,
+    steps_of,
+    train,
+)
 
 NUMBERS, SEVERAL, TAGS = "regression", "multi-label-classification", "token-classification"
 TASKS = [NUMBERS, SEVERAL, TAGS]
@@ -86,7 +96,7 @@ def write_job(folder: Path, task: str, family: str = "bert", **keys) -> Path:
     if family == "bert":
         settings = folder / "base" / "tokenizer_config.json"
         names = ["input_ids", "token_type_ids", "attention_mask"]
-        said = json.loads(settings.read_text()) | {"model_input_names": names}
+        said = read_json(settings) | {"model_input_names": names}
         settings.write_text(json.dumps(said))
     return path
 

@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ import pytest
 import ssh_machines
 from farthing.storage.objects import open_store
 from launch_chains import left_alone, result_of, saved_step, write_job
+from patience import until
 from web import serving
 
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "canary-of-a-secret"}
@@ -39,7 +39,7 @@ def take_away(pods, number: str):
     """Kill everything of a pod."""
     if number in pods:
         _, process = pods.pop(number)
-        subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)  # its session
+        subprocess.run(["pkill", "-KILL", "-s", str(process.pid)])  # its session
         process.wait()
 
 
@@ -123,9 +123,7 @@ def test_from_the_plan_to_the_bill_over_two_pods(cloud, tmp_path, monkeypatch):
     )
     try:
         store = open_store("s3://bucket/run")
-        until = time.monotonic() + 200
-        while saved_step(store) < 36 and time.monotonic() < until and process.poll() is None:
-            time.sleep(0.05)
+        until(lambda: saved_step(store) >= 36 or process.poll() is not None, 200.0)
         take_away(cloud.pods, "pod0")
         out, said = process.communicate(timeout=250)
     finally:

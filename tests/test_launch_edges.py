@@ -17,6 +17,7 @@ from farthing.launch.targets.lambda_cloud import Lambda
 from launch_faults import Fate, Killed
 from launched import Answers, Course, api_of, job_at
 from launched import keys as keys
+from patience import until
 from thinned import thinned
 
 
@@ -83,9 +84,7 @@ def test_a_signal_to_the_command_ends_what_nothing_else_would_end(number, tmp_pa
     if child == 0:
         os.chdir(tmp_path)
         os.execv(sys.executable, [sys.executable, "-c", textwrap.dedent(STAND_IN)])
-    until = time.monotonic() + 60
-    while not (tmp_path / "watching").exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    until((tmp_path / "watching").exists)
     if number == signal.SIGTERM:
         os.kill(child, number)
         time.sleep(0.2)

@@ -143,7 +143,7 @@ def test_secrets_of_vertex_are_read_by_name_when_the_machine_starts(tmp_path, se
     spec = files["custom_job.json"]["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]
     values = container(tmp_path, '#!/bin/sh\necho "$HF_TOKEN has come"\n', GOOGLE)
     words = [*spec["command"], *spec["args"]]
-    done = subprocess.run(words, env=values, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, env=values, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert ("canary has come" in done.stdout) == (code == 0)
     assert (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from datetime import UTC, datetime
@@ -26,7 +25,7 @@ from farthing.objectives.registry import (
     register,
 )
 from farthing.train.resolve import open_examples, resolve
-from workshop import Heard, as_tokens, job_file, make_job, steps_of, train
+from workshop import Heard, as_tokens, job_file, make_job, read_rows, steps_of, train
 
 PACKAGE = '''
 """Tasks that are not farthing's: stars as ordered classes, and pairs of texts."""
@@ -181,7 +180,7 @@ def test_a_foreign_task_of_two_texts_is_asked_with_both(package, tmp_path, cli):
         '{"premise": "rain 3", "conclusion": "wet"}\n{"premise": "x", "conclusion": "so dry"}\n'
     )
     cli("predict", tmp_path / "run", asked, "-o", found)
-    one, other = (json.loads(line) for line in found.read_text().splitlines())
+    one, other = read_rows(found)
     assert one["prediction"] in ("True", "False")
     assert one["scores"] != other["scores"]
     asked.write_text('{"premise": "rain 3"}\n')

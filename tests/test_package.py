@@ -26,7 +26,6 @@ def run(*words: object, cwd: Path) -> str:
         capture_output=True,
         text=True,
         timeout=900,
-        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

@@ -41,6 +41,7 @@ from workshop import (
     metrics_of,
     opened,
     read_json,
+    read_rows,
     train,
     trained,
 )
@@ -712,7 +713,7 @@ def test_a_tuned_model_answers_the_prompts_of_pairs(tmp_path, dpo_run, cli):
         rows = [{name: row[name] for name in names} for row in pairs(3)]
         file, out = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / f"{len(names)}.jsonl"
         cli("predict", dpo_run, file, "-o", out)
-        found.append([json.loads(line)["score"] for line in out.open()])
+        found.append([row["score"] for row in read_rows(out)])
     assert found[0] == found[1]
 
 

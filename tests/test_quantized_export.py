@@ -4,7 +4,6 @@ loaded for real.
 
 from __future__ import annotations
 
-import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +26,7 @@ from farthing.export.gguf_file import plan_gguf, read_back, write_gguf
 from farthing.export.gguf_tokens import tokenizer_settings
 from farthing.export.modelfile import modelfile
 from llama_cpp import LlamaCpp, greedy_of
-from workshop import make_folder, read_json, rows_of
+from workshop import make_folder, read_json, read_rows, rows_of
 
 DATA = Path(os.environ.get("FARTHING_DATA", ""))
 needs_data = pytest.mark.skipif(
@@ -446,10 +445,7 @@ def test_a_compressed_run_is_judged(family, form, tmp_path, cli):
 def job_of_family(folder: Path, family: str, texts: list[str]) -> Path:
     """A run of a small model of a family that has learned a few real sentences."""
     make_family(folder / "base", family, texts)
-    rows = [
-        json.loads(line)
-        for line in (DATA / "e2e_nlg_dev_test.jsonl").read_text().splitlines()[:160]
-    ]
+    rows = read_rows(DATA / "e2e_nlg_dev_test.jsonl")[:160]
     told = [{"prompt": row["input"], "completion": " " + row["target"]} for row in rows]
     return workshop.trained(
         folder, rows=told, pretrained=True, data={"eval_fraction": 0.2}, max_steps=30
@@ -462,10 +458,7 @@ def job_of_family(folder: Path, family: str, texts: list[str]) -> Path:
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_llama_cpp_answers_as_transformers_does(family, tmp_path, cli):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
-    texts = [
-        json.loads(line)["text"]
-        for line in (DATA / "complaints_narratives.jsonl").read_text().splitlines()
-    ]
+    texts = [row["text"] for row in read_rows(DATA / "complaints_narratives.jsonl")]
     run = job_of_family(tmp_path, family, texts[:300])
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "model")
     for bits in ("f32", "bf16"):

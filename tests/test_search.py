@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from farthing.search.record import SearchRecord
 from farthing.search.report import in_words
 from farthing.search.space import draw, n_choices, refuse_choices
 from farthing.search.worker import train_segment
+from patience import until
 from searching import job_of, searched, told, weights_of
 from small_models import make_model_folder
 
@@ -236,11 +236,14 @@ def kill_when(path: Path, n_lines: int):
         start_new_session=True,
     )
     record = path.parent / "run/search.jsonl"
-    while child.poll() is None:
-        if record.exists() and record.read_bytes().count(b"\n") >= n_lines:
-            os.kill(child.pid, signal.SIGKILL)
-            break
-        time.sleep(0.01)
+    until(
+        lambda: (
+            child.poll() is not None
+            or (record.exists() and record.read_bytes().count(b"\n") >= n_lines)
+        ),
+        600.0,
+    )
+    child.kill()
     child.wait()
 
 

@@ -39,7 +39,7 @@ def lose(host: Path):
     """Take a host away: its processes, then its disk."""
     for name in host.glob(".farthing/*/pid"):
         found = subprocess.run(
-            ["pgrep", "-s", name.read_text().strip()], capture_output=True, text=True, check=False
+            ["pgrep", "-s", name.read_text().strip()], capture_output=True, text=True
         )
         for process in found.stdout.split():
             os.kill(int(process), signal.SIGKILL)

@@ -68,7 +68,6 @@ def train(job: Path, run: Path, environ, *words: str):
             stdout=out,
             stderr=err,
             timeout=900,  # longer than the longest cap: under load a start takes minutes
-            check=False,
         )
         out.seek(0)
         err.seek(0)
