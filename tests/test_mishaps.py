@@ -63,7 +63,7 @@ def test_one_example_without_room_is_computed_again_in_parts_and_then_said(
 
 def test_a_crash_keeps_what_was_saved_and_says_how_to_go_on(tmp_path, monkeypatch, cli):
     job_in(tmp_path, "run")
-    fail_at(6, ZeroDivisionError("of our own"), monkeypatch)
+    fail_at(6, monkeypatch)
     words = cli.err("train", tmp_path / "run.yaml", code=1)
     assert "farthing: crashed: ZeroDivisionError: of our own" in words
     assert "the same command resumes" in words

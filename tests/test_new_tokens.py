@@ -12,7 +12,7 @@ import transformers
 import workshop
 from farthing.errors import ModelError
 from farthing.export.folders import export_run, trained_model
-from mishaps import fail_at
+from mishaps import crash
 from workshop import Watched, log_of, losses_of, make_job, read_json, train
 
 NEW = ["<mood>", "xqzt"]
@@ -85,10 +85,7 @@ def test_the_trained_rows_are_exported_merged_and_resumed(method, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, tuned(ids).logits, rtol=1e-4, atol=1e-4)
     again = job_of(tmp_path / "again", method, max_steps=6, save_steps=2)
-    with pytest.MonkeyPatch.context() as patch:
-        fail_at(5, ZeroDivisionError("of our own"), patch)
-        with pytest.raises(ZeroDivisionError):
-            train(again)
+    crash(again, 5)
     train(again)
     assert losses_of(again) == losses_of(job)
 

@@ -18,7 +18,7 @@ from farthing.config.job import Job
 from farthing.events import Evaluated, Note, Warned, figures_of
 from farthing.train import trackers as track
 from farthing.train.trackers import tracked
-from mishaps import fail_at
+from mishaps import crash
 from patience import until
 from workshop import Heard, losses_of, make_job, read_json, step_taken, train
 
@@ -35,10 +35,7 @@ def crashed_and_continued(folder: Path, monkeypatch: pytest.MonkeyPatch, name: s
         report_to=[name],
     )
     monkeypatch.setattr(track, "PATIENCE_S", 300.0)
-    with monkeypatch.context() as patch:
-        fail_at(7, ZeroDivisionError("of our own"), patch)
-        with pytest.raises(ZeroDivisionError):
-            train(job)
+    crash(job, 7)
     heard = Heard()
     assert train(job, heard).state == "finished"
     assert heard.warnings == ""
