@@ -79,14 +79,8 @@ class LeavesAt(Heard):
 
     def __init__(self, kind: type[Event] = StepTaken, step: int | None = None):
         super().__init__()
-        self.kind, self.step, self.is_done = kind, step, False
+        self.leave = when(kind, step, terminate)
 
     def __call__(self, event: Event):
         super().__call__(event)
-        if (
-            isinstance(event, self.kind)
-            and not self.is_done
-            and self.step in (None, vars(event).get("step"))
-        ):
-            terminate()
-            self.is_done = True
+        self.leave(event)
