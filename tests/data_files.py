@@ -29,10 +29,7 @@ def bad(source: Source) -> list[tuple[int, str]]:
 
 
 def write_as(kind: str, path: Path, rows: list[dict[str, str]]) -> Path:
-    import csv
-
-    import pyarrow
-    import pyarrow.parquet
+    import pandas
 
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     if kind == "jsonl":
@@ -44,12 +41,9 @@ def write_as(kind: str, path: Path, rows: list[dict[str, str]]) -> Path:
     elif kind == "data.json":
         path.write_text(json.dumps({"version": 2, "data": rows}), encoding="utf-8")
     elif kind == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        pandas.DataFrame(rows).to_parquet(path)
     else:
-        with open(path, "w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, rows[0].keys(), delimiter="\t" if kind == "tsv" else ",")
-            writer.writeheader()
-            writer.writerows(rows)
+        pandas.DataFrame(rows).to_csv(path, sep="\t" if kind == "tsv" else ",", index=False)
     return path
 
 
