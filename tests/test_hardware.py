@@ -24,7 +24,7 @@ from farthing.model.hardware import (
     why_not_deterministic,
 )
 from farthing.train.resolve import check_extras
-from workshop import make_job, train
+from workshop import make_job, train, with_gpu
 
 CU126 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
@@ -62,8 +62,7 @@ def gpu(monkeypatch):
 
 
 def test_the_doctor_says_of_each_gpu_whether_it_can_be_used(gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (79 << 30, 79 << 30))
+    with_gpu(monkeypatch, device_count=1, mem_get_info=(79 << 30, 79 << 30))
 
     def found():
         return next(
@@ -167,8 +166,7 @@ def test_the_allocator_is_told_before_anyone_starts_the_gpu(gpu, monkeypatch):
 
 
 def test_what_the_allocator_keeps_can_be_taken(monkeypatch):
-    for name, n in (("mem_get_info", (5, 9)), ("memory_reserved", 3), ("memory_allocated", 1)):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, n=n: n)
+    with_gpu(monkeypatch, mem_get_info=(5, 9), memory_reserved=3, memory_allocated=1)
     assert free_bytes(torch.device("cuda")) == 7
 
 

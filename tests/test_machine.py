@@ -21,7 +21,7 @@ from farthing.model.hardware import Numerics
 from farthing.run.folder import kept
 from farthing.train.estimate import estimated
 from farthing.train.resolve import open_examples, resolve
-from workshop import Heard, make_job, resolved, with_where
+from workshop import Heard, make_job, resolved, with_gpu, with_where
 
 XEON = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -216,13 +216,8 @@ def test_gpus_are_counted_where_there_is_no_nvidia_smi(smi, monkeypatch):
 def test_a_spot_gpu_in_a_container_without_nvidia_smi_is_planned(tmp_path, monkeypatch):
     job = make_job(tmp_path, where={"spot": True, "gpus": "all"})
     examples, _ = open_examples(resolve(job), Heard())
-    answers = {
-        "mem_get_info": (15 << 30, 15 << 30),
-        "get_device_name": "Tesla T4",
-        "device_count": 2,
-    }
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    size = 15 << 30
+    with_gpu(monkeypatch, mem_get_info=(size, size), get_device_name="Tesla T4", device_count=2)
     monkeypatch.setattr(machine, "_gpus", list)
     heard = Heard()
     spec = resolved(with_where(job, device="cuda"), Numerics(torch.device("cuda"), torch.float16))

@@ -42,7 +42,7 @@ from farthing.train.resolve import open_examples
 from farthing.train.strategy import read_where_it_differs, resident_bytes, shard_weights
 from ranks_at_work import finish_on, train_on
 from together import on_ranks
-from workshop import Heard, losses_of, make_job, resolved, rows_of, with_where
+from workshop import Heard, losses_of, make_job, resolved, rows_of, with_gpu, with_where
 
 # ---- whole runs ----
 
@@ -434,8 +434,7 @@ def test_a_run_is_planned_for_all_gpus_that_share_it(tmp_path, monkeypatch):
     """Each process sees its own GPU alone."""
     name, size = "NVIDIA H100 80GB HBM3", 80 << 30
     monkeypatch.setattr(machine, "_gpus", lambda: [machine.LocalGpu(name, size)])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (size, size))
+    with_gpu(monkeypatch, get_device_name=name, mem_get_info=(size, size))
     found = {}
     for n_ranks, strategy in ((1, "ddp"), (2, "ddp"), (4, "fsdp")):
         where = {"device": "auto", "gpus": n_ranks, "strategy": strategy}

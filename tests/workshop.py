@@ -281,6 +281,12 @@ def room_for(n_tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
+def with_gpu(patch: pytest.MonkeyPatch, **answers: Any):
+    """torch answers so of its GPU."""
+    for name, answer in answers.items():
+        patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+
+
 class Watched:
     """The model of the last run: its state before training, and itself."""
 
