@@ -1,7 +1,5 @@
 """Attempts of a ledger by a clock that tests set."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from farthing.run.ledger import Ledger, Meter

@@ -4,8 +4,6 @@ Written after the REST reference of the service (Put Blob, Put Block, Put Block 
 Blobs), read 2026-11-23. Signatures are not checked.
 """
 
-from __future__ import annotations
-
 import email.utils
 import hashlib
 import re

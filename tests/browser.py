@@ -2,8 +2,6 @@
 it lays out.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

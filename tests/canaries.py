@@ -1,7 +1,5 @@
 """Secrets that are none, to be looked for where no secret may be."""
 
-from __future__ import annotations
-
 NAMES = (
     "HF_TOKEN",
     "HUGGING_FACE_HUB_TOKEN",

@@ -1,7 +1,5 @@
 """Short forms of the chat templates of families, as each sends them to its model."""
 
-from __future__ import annotations
-
 LLAMA_2 = (
     "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system ="
     " '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}{% else %}{% set rest = messages"

@@ -1,7 +1,5 @@
 """A folder of checkpoints, and what is restored of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

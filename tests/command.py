@@ -1,7 +1,5 @@
 """farthing run as a command, and what it tells its caller."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

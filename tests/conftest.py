@@ -5,8 +5,6 @@ to 1e-5 in fp32. FARTHING_GPU=1 leaves the GPU in sight, for tests/test_gpu.py a
 small are quickest on one thread; more of them on cores that others use are very slow.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

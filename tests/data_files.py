@@ -1,7 +1,5 @@
 """Files of rows, and what is read of them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

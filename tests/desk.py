@@ -1,7 +1,5 @@
 """A desk with a job on it, and farthing run on it as a command."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Token sets of lengths that are drawn."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """What an exported folder holds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Small models of every family, and examples for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models, batches and gradients of the output layer."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -5,8 +5,6 @@ What a test does to a process that runs on, a machine that others use may do too
 has ended already.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

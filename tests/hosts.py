@@ -1,7 +1,5 @@
 """This machine as a host of launches, with a script in the place of farthing."""
 
-from __future__ import annotations
-
 import stat
 
 import pytest

@@ -1,7 +1,5 @@
 """Settings of other tools, imported and read back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from farthing.config.importers.job_text import job_text

@@ -8,8 +8,6 @@ the largest relative difference of a gradient. With `+lora` after a family its l
 and attention takes documents laid end to end.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Runs that are asked to leave or killed at a moment of their own."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

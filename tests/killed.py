@@ -1,7 +1,5 @@
 """A process that is killed at a file operation of its own."""
 
-from __future__ import annotations
-
 import builtins
 import os
 import signal

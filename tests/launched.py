@@ -1,7 +1,5 @@
 """A small job to launch, keys that are none, and launches at a provider that is played."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

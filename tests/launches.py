@@ -1,7 +1,5 @@
 """Kernels that a hollow GPU was asked to launch."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Whole runs of one job on machines with empty disks, with a store between them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

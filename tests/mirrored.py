@@ -1,7 +1,5 @@
 """Run folders without a run, and their copies in a store: nothing here needs torch."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Runs in which something goes wrong at a step."""
 
-from __future__ import annotations
-
 import pytest
 
 import farthing.train.run

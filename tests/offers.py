@@ -1,7 +1,5 @@
 """Offers that are made up."""
 
-from __future__ import annotations
-
 from datetime import date
 from typing import Any
 

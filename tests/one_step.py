@@ -1,7 +1,5 @@
 """The gradients of one step of a run, added up as its loop does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from farthing.data.loader import micro_batches

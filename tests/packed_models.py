@@ -1,7 +1,5 @@
 """Models and layers whose packed answers are compared with those of documents alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Pages of HTML, read as strictly as tests need."""
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass, replace
 from html.parser import HTMLParser
 

@@ -1,7 +1,5 @@
 """The most memory that a block of code holds."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Jobs and processes of several ranks."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps that run out of memory where they are told to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small searches, and what of them must not depend on kills."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Calibration: a run that took a known multiple of what the formulas say gives that multiple back."""  # noqa: E501
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from datetime import date
 from types import SimpleNamespace

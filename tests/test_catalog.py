@@ -2,8 +2,6 @@
 is wrong in them.
 """
 
-from __future__ import annotations
-
 import os
 from datetime import date, timedelta
 from pathlib import Path

@@ -2,8 +2,6 @@
 developers, older function calls.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

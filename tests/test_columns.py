@@ -2,8 +2,6 @@
 with its own.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

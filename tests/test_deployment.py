@@ -1,7 +1,5 @@
 """`farthing export --serve`: files for vLLM and Vertex AI, and the dollars of a month."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

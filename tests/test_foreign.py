@@ -2,8 +2,6 @@
 a job is looked at.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -2,8 +2,6 @@
 guessed by spelling.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

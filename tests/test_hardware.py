@@ -4,8 +4,6 @@ whose bits repeat.
 There is no GPU: torch's answers about one are made up here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import warnings

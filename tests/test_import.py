@@ -2,8 +2,6 @@
 trained refused by name.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

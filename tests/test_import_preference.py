@@ -1,7 +1,5 @@
 """Preference jobs of other tools become such jobs; what is not offered is refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The job file: what is read, what is refused, and in which words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

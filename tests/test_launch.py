@@ -2,8 +2,6 @@
 go wrong in every way.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,8 +2,6 @@
 ones print.
 """
 
-from __future__ import annotations
-
 import json
 import stat
 from pathlib import Path

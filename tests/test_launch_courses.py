@@ -2,8 +2,6 @@
 cost, under each fault: `python tests/test_launch_courses.py` writes the file anew.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Launches at the edges: a closed terminal, prices that differ a little, providers that forget."""
 
-from __future__ import annotations
-
 import os
 import pty
 import signal

@@ -2,8 +2,6 @@
 providers that are none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

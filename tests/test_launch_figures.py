@@ -1,8 +1,6 @@
 """Figures of a launch before and after it: what is asked for, what a dry run shows, when a provider
 is asked again."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from datetime import UTC, datetime

@@ -3,8 +3,6 @@
 `python tests/test_launch_files.py` writes the file anew.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

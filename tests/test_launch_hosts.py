@@ -5,8 +5,6 @@ under a controller of Slurm; where the programs for that are missing they skip a
 them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat

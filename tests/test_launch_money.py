@@ -2,8 +2,6 @@
 looked where it could not.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

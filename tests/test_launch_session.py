@@ -1,7 +1,5 @@
 """One call of `farthing launch` from beginning to end, at a provider that is played."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 answers of another form.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

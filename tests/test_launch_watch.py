@@ -1,7 +1,5 @@
 """When a machine that is watched has to go, to the second. Provider and store follow a script."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

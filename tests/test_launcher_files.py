@@ -1,7 +1,5 @@
 """Configurations of DeepSpeed and accelerate beside a job: every line is mapped, named or refused."""  # noqa: E501
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What this machine is without torch, against torch and against machines that are not here."""
 
-from __future__ import annotations
-
 import os
 
 import psutil

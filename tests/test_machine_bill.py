@@ -1,7 +1,5 @@
 """What each rented machine has cost, by what it did: figures worked by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from farthing.launch.machines import MachineLedger, RentedMachine, bill_by_machine, bill_of

@@ -1,7 +1,5 @@
 """What services that fine-tune for you would charge, beside renting and owning."""
 
-from __future__ import annotations
-
 from datetime import date
 from types import SimpleNamespace
 

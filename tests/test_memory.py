@@ -2,8 +2,6 @@
 add up.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from typing import NamedTuple

@@ -2,8 +2,6 @@
 published totals.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 

@@ -1,7 +1,5 @@
 """Own or rent, against worked figures."""
 
-from __future__ import annotations
-
 import pytest
 
 from farthing.errors import InputError

@@ -2,8 +2,6 @@
 be followed.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`farthing plan` as a person and a program meet it."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

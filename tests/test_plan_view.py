@@ -2,8 +2,6 @@
 for is found.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict, replace

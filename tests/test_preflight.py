@@ -2,8 +2,6 @@
 Hub is asked once.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ half there.
 The real feeds are not asked by any test.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

@@ -1,7 +1,5 @@
 """`farthing prices` as a person and a program meet it."""
 
-from __future__ import annotations
-
 import os
 from datetime import date, datetime
 from pathlib import Path

@@ -3,8 +3,6 @@
 `python tests/test_receipts.py` writes what is expected anew; read the difference before it is kept.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """What each choice saves, the other methods, and what a project comes to."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

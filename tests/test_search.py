@@ -1,7 +1,5 @@
 """Searches: halving, drawn settings, bills, and a search that is killed and resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

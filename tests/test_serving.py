@@ -2,8 +2,6 @@
 against a simulation.
 """
 
-from __future__ import annotations
-
 import csv
 
 import numpy as np

@@ -2,8 +2,6 @@
 count of FLOPs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import peft

@@ -2,8 +2,6 @@
 fp16's risk is said.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

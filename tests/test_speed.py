@@ -2,8 +2,6 @@
 calibration.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

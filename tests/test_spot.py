@@ -2,8 +2,6 @@
 on measured traces.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Text files are documents; files of other encodings and separators are read as what they are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

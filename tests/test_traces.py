@@ -1,7 +1,5 @@
 """Traces as files, and what they say of an offer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

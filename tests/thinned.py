@@ -1,7 +1,5 @@
 """Long lists of cases of which the default suite runs some, and `make test-all` all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

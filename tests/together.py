@@ -5,8 +5,6 @@ Each works in its own process with a hard limit of time, after which all of them
 one prints is kept for the test that fails. Refuses GPUs.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Token sets that tests make of drawn tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@
 traced on a laptop.
 """
 
-from __future__ import annotations
-
 import weakref
 from contextlib import nullcontext
 from typing import Any

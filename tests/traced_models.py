@@ -1,7 +1,5 @@
 """Configurations cut to few layers, for traces of their memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

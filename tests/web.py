@@ -1,7 +1,5 @@
 """Servers of this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import zlib

@@ -2,8 +2,6 @@
 eyes on the model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
