@@ -10,7 +10,7 @@ from farthing.data.read import BadRow, Row, Source, open_sources
 KINDS = ["jsonl", "jsonl.gz", "json", "data.json", "csv", "tsv", "parquet"]
 
 
-def opened(path: Path | str, cache: Path, split: str = "train", **how: Any) -> Source:
+def opened(path: Path | str, cache: Path, split: str = "train", **how) -> Source:
     """The source of one name."""
     (source,) = open_sources((str(path),), cache_dir=cache, split=split, **how)
     return source
@@ -45,7 +45,7 @@ def write_as(kind: str, path: Path, rows: list[dict[str, str]]) -> Path:
     return path
 
 
-def real_tokenizer(data_dir: Path, name: str) -> Any:
+def real_tokenizer(data_dir: Path, name: str):
     from farthing.model.load import ModelChoice, load_tokenizer, quiet_libraries
 
     quiet_libraries()

@@ -37,7 +37,7 @@ class Desk:
             "cache_dir": "cache",
         }
 
-    def set(self, section: str, **keys: Any):
+    def set(self, section: str, **keys):
         """Change keys of a section."""
         self.values[section] = {**self.values.get(section, {}), **keys}
 

@@ -20,7 +20,7 @@ from farthing.model.forward import Forward
 PAD = 1
 
 
-def small(kind: str, auto: Any, **others: Any) -> Any:
+def small(kind: str, auto, **others):
     """A small model of a family, its weights so large that every token matters."""
     transformers.logging.set_verbosity_error()
     made = CONFIG_MAPPING[kind]
@@ -70,7 +70,7 @@ CODES = {
 }
 
 
-def speaking(family: str) -> Any:
+def speaking(family: str):
     """A tokenizer of a family that writes languages into texts, with a few words."""
     words = ["▁the", "▁bread", "▁das", "▁Brot", "▁"]
     first = ["<s>", "<pad>", "</s>", "<unk>"]

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
-from typing import Any
 
 from web import serving
 
@@ -40,7 +39,7 @@ class FaultProxy:
         self.url = self.serving.__enter__()
         return self
 
-    def __exit__(self, *error: Any):
+    def __exit__(self, *error):
         self.is_over.set()
         self.serving.__exit__(*error)
 

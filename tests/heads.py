@@ -18,7 +18,7 @@ from farthing.model.loss import Labelled, decoder_inputs, find_labelled, inner_o
 CLOSE, CLOSE_BF16 = 1e-5, 2e-2
 
 
-def make_model(family: str, **settings: Any) -> Any:
+def make_model(family: str, **settings):
     """A model of two narrow layers, drawn from a fixed seed."""
     kind, is_pair = CONFIG_MAPPING[family], objective_of(family) == "seq2seq"
     config = kind(**small_values(kind, OWN.get(family, {}) | settings))
@@ -45,7 +45,7 @@ def make_batch(n_rows: int = 3, n_tokens: int = 11, share: float = 0.4) -> dict[
     return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
 
 
-def leave_low_rank(model: Any):
+def leave_low_rank(model):
     """Give the LoRA layers of `model` the forward pass of `peft` back."""
     for module in model.modules():
         if isinstance(module, LowRank):
@@ -71,7 +71,7 @@ def head_loss(
 
 
 def summed_loss(
-    model: Any, batch: dict[str, Any], task: str, label_smoothing: float = 0.0
+    model, batch: dict[str, Any], task: str, label_smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(sum of cross-entropies in fp32, logits), of whole logits."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
@@ -111,7 +111,7 @@ def labelled(batch: dict[str, Any], task: str) -> dict[str, Any]:
 
 
 def language_model_loss(
-    model: Any,
+    model,
     batch: dict[str, Any],
     task: str,
     label_smoothing: float = 0.0,
@@ -119,7 +119,7 @@ def language_model_loss(
     return find_head(model, task).loss(labelled(batch, task), label_smoothing, 1.0)
 
 
-def log_probs_of(model: Any, batch: dict[str, Any], task: str) -> Tensor:
+def log_probs_of(model, batch: dict[str, Any], task: str) -> Tensor:
     """The log-probability of all targets of each document [D]."""
     batch = labelled(batch, task)
     words = find_head(model, task).log_probs(batch)
@@ -127,7 +127,7 @@ def log_probs_of(model: Any, batch: dict[str, Any], task: str) -> Tensor:
     return empty.index_add(0, batch["owners_of_targets"], words)
 
 
-def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
+def gradients_of(model, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -142,7 +142,7 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float
         assert difference < close, (name, difference)
 
 
-def in_tiles_of(n: int) -> Any:
+def in_tiles_of(n: int):
     """The head takes so many positions at once."""
     return mock.patch.object(farthing.model.head, "default_tile_tokens", return_value=n)
 

@@ -46,7 +46,7 @@ SMALL = {
 LENGTHS = [7, 1, 10]
 
 
-def small_model(kind: str, *, with_adapter: bool) -> Any:
+def small_model(kind: str, *, with_adapter: bool):
     """With norms whose weights are not 1 (or 0), so that an offset shows."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL)).train()
@@ -64,7 +64,7 @@ def small_model(kind: str, *, with_adapter: bool) -> Any:
     return model
 
 
-def loss_of(model: Any, *, is_packed: bool) -> torch.Tensor:
+def loss_of(model, *, is_packed: bool) -> torch.Tensor:
     """Of 18 tokens, as two rows or as three documents."""
     ids = np.random.default_rng(0).integers(3, 96, (1, sum(LENGTHS)))
     if not is_packed:

@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -19,7 +18,7 @@ def quiet(event: Event):
     """Listens to nothing."""
 
 
-def job_in(folder: Path, name: str, **train_keys: Any) -> Job:
+def job_in(folder: Path, name: str, **train_keys) -> Job:
     if not (folder / "model").exists():
         rows = demo_rows(60, seed=1)
         make_model_folder(
@@ -63,7 +62,7 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def stopped_and_resumed(folder: Path, **keys: Any) -> Any:
+def stopped_and_resumed(folder: Path, **keys):
     """A job that left after step 3 of 6, as if a notice had come, and was started again."""
     job = make_job(folder, "llama", max_steps=6, n_rows=24, **keys)
 

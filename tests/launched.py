@@ -108,7 +108,7 @@ class Played(ListingDriver):
         says: dict[int, Any],
         lingers_s: float = 0.0,
         refuses: Sequence[Exception | None] = (),
-        **traits: Any,
+        **traits,
     ) -> None:
         self.clock, self.shows, self.lingers_s = course.world.clock, shows, lingers_s
         self.refuses = [*refuses]
@@ -116,7 +116,7 @@ class Played(ListingDriver):
         vars(self).update(traits)
         course.world.of = lambda name: self._now(says, name) or Word()  # type: ignore[method-assign]
 
-    def _now(self, script: dict[int, Any], name: str) -> Any:
+    def _now(self, script: dict[int, Any], name: str):
         age = self.clock() - self.made[name]
         found = [each for since, each in script.items() if since <= age]
         if found and isinstance(found[-1], Exception):

@@ -1,7 +1,6 @@
 """Whole runs of one job on machines with empty disks, with a store between them."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(mirror_module, "PACE", QUICK)
 
 
-def machine(folder: Path, name: str, store: str | Path | None, **keys: Any) -> Any:
+def machine(folder: Path, name: str, store: str | Path | None, **keys):
     """The job as a machine with an empty disk would run it: its own output_dir, the same data and
     model.
     """

@@ -91,7 +91,7 @@ def mirror_of(
 
 @contextlib.contextmanager
 def mirroring(
-    store: Store, run: Path, said: list[str] | None = None, step: int | None = None, **how: Any
+    store: Store, run: Path, said: list[str] | None = None, step: int | None = None, **how
 ) -> Iterator[Mirror]:
     """A run that goes on from the copy of this step, with its mirror."""
     mirror = mirror_of(store, run, said, **how)
@@ -165,7 +165,7 @@ class Faulty:
     def __init__(self, store: Store, fault: Callable[[str, str, Callable[[], Any]], Any]):
         self.name, self._store, self._fault = store.name, store, fault
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         operation = getattr(self._store, name)
 
         def run(first, *rest):

@@ -1,7 +1,6 @@
 """Offers that are made up."""
 
 from datetime import date
-from typing import Any
 
 from farthing.prices.offers import Billing, Offer
 
@@ -9,7 +8,7 @@ TODAY = date(2026, 11, 21)
 
 
 def offer_of(
-    gpu: str, usd: float, n_gpus: int = 1, *, provider: str = "A", spot: bool = False, **more: Any
+    gpu: str, usd: float, n_gpus: int = 1, *, provider: str = "A", spot: bool = False, **more
 ) -> Offer:
     """Machines by the hour, whole, without other terms; `more` are fields of `Offer`."""
     plain = {"instance": "", "region": "here", "zone": "", "unit": "machine_hour", "source": "made"}

@@ -1,7 +1,5 @@
 """Models and layers whose packed answers are compared with those of documents alone."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -58,7 +56,7 @@ OWN = {
 }
 
 
-def model_of(family: str, task: str = "causal-lm", seed: int = 0, **keys: Any) -> Any:
+def model_of(family: str, task: str = "causal-lm", seed: int = 0, **keys):
     """A tiny random model of a family, in training mode, with its library's own attention."""
     kind, own = CONFIG_MAPPING[family], every_family.OWN.get(family, {}) | OWN.get(family, {})
     own |= {"vocab_size": 99, "max_position_embeddings": 48, "pad_token_id": 1, "bos_token_id": 0}
@@ -73,7 +71,7 @@ def model_of(family: str, task: str = "causal-lm", seed: int = 0, **keys: Any) -
     return model.train()
 
 
-def with_adapter(model: Any, task: str = "causal-lm", **how: Any) -> Any:
+def with_adapter(model, task: str = "causal-lm", **how):
     """Fused adapters that do something: fresh ones multiply by zero."""
     model = add_adapter(model, Adapter(r=4, **how), task, seed=0).train()
     for name, weight in model.named_parameters():
@@ -97,7 +95,7 @@ def heads(n_tokens: int) -> list[Tensor]:
     return [torch.randn(1, n, n_tokens, 16, requires_grad=True) for n in (4, 2, 2)]
 
 
-def documents() -> Any:
+def documents():
     """A token set of texts of several lengths, the last tokens of each labelled."""
     draw = np.random.default_rng(0)
     lengths = [12, 12, 7, 3, 3, 9]
@@ -105,7 +103,7 @@ def documents() -> Any:
     return token_set(texts, [n // 2 for n in lengths], [n % 3 for n in range(len(lengths))])
 
 
-def by_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch, flex: Any = flex_attention):
+def by_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch, flex=flex_attention):
     """Attention takes this kernel, and flex is not compiled: it runs on a CPU."""
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: kernel)
     monkeypatch.setattr(attention_kernels, "_flex", lambda: flex)
@@ -137,7 +135,7 @@ def by_formula(
     return torch.cat(found)
 
 
-def assert_close_with_gradients(ours: Tensor, theirs: Tensor, inputs: Any):
+def assert_close_with_gradients(ours: Tensor, theirs: Tensor, inputs):
     """And gradients of `inputs`, where `ours` has any: flex has none on a CPU."""
     torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
     if ours.requires_grad:

@@ -17,7 +17,7 @@ from together import on_ranks
 from workshop import Heard, make_job, rows_of
 
 
-def lora_job(folder: Path, **keys: Any) -> Job:
+def lora_job(folder: Path, **keys) -> Job:
     method = {"name": "lora", "lora_r": 2, "lora_dropout": 0.1}
     where = {"gpus": 1, "patience_s": 60, "same_bits": True, **keys.pop("where", {})}
     settings = {
@@ -93,11 +93,11 @@ def run(
     }
 
 
-def train_on(n: int, folder: Path, job: Job, *more: Any) -> list[Any]:
+def train_on(n: int, folder: Path, job: Job, *more) -> list[Any]:
     return on_ranks(n, folder / "meetings", run, job.model_dump(mode="json"), *more)
 
 
-def finish_on(n: int, folder: Path, job: Job, *more: Any) -> list[Any]:
+def finish_on(n: int, folder: Path, job: Job, *more) -> list[Any]:
     found = train_on(n, folder, job, *more)
     assert [each["code"] for each in found] == [0] * n
     return found

@@ -17,14 +17,12 @@ def small_model(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.LayerNorm(40), nn.Linear(40, 3))
 
 
-def optimizer_of(
-    model: nn.Module, name: str, rate: float = 0.01, **keys: Any
-) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, name: str, rate: float = 0.01, **keys) -> torch.optim.Optimizer:
     train = TrainSection(**{"optim": name, "weight_decay": 0.1, "adam_beta2": 0.99, **keys})
     return make_optimizer(model, dict(model.named_parameters()), train, rate)
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0, scaler: Any = None):
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0, scaler=None):
     """A step whose gradients are clipped, at a rate of its own."""
     inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
     loss = model(inputs).square().mean()
@@ -59,7 +57,7 @@ class Failing:
     def __init__(self, honest: Callable[..., Any], at: int, words: str = GONE):
         self.honest, self.at, self.words, self.n = honest, at, words, 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         self.n += 1
         if self.n == self.at:
             raise torch.AcceleratorError(self.words)

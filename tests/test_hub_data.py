@@ -56,7 +56,7 @@ def hub():
         yield hub
 
 
-def said(folder: Path, hub: Any, *, offline: bool = False) -> str:
+def said(folder: Path, hub, *, offline: bool = False) -> str:
     """What the data set is, in a process of its own: the client reads its address when it is
     imported.
     """

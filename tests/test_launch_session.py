@@ -23,7 +23,7 @@ OVER = {0: {"is_over": True, "code": 3}}
 class Rented:
     """A session whose driver this is, with a folder for a store."""
 
-    def __init__(self, folder: Path, shows: dict[int, Any], **traits: Any):
+    def __init__(self, folder: Path, shows: dict[int, Any], **traits):
         course = Course(folder)
         self.driver, self.said = Played(course, shows, {}, **traits), course.said
         job = course.prepared.job.model_copy(update={"output_store": str(folder / "store")})
@@ -32,7 +32,7 @@ class Rented:
         self.name, self.clock = f"{prepared.launch_id}-1", course.world.clock
         self.session = Session(prepared, self.said.append, clock=self.clock)
 
-    def run(self, **how: Any) -> int:
+    def run(self, **how) -> int:
         return self.session.run(**{"is_attended": False, "tokenize": list, **how})
 
     def is_there(self):

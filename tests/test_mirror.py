@@ -51,7 +51,7 @@ class Away(Model):
         self.names = {"create", "put", "get", "fetch", "list", "remove"}
 
     def behind(self) -> Store:
-        def meets(name: str, key: str, operation: Callable[[], Any]) -> Any:
+        def meets(name: str, key: str, operation: Callable[[], Any]):
             if self.fault is not None and name in self.names:
                 raise self.fault
             return operation()

@@ -567,7 +567,7 @@ class _Tokenizer:
     backend_tokenizer = with_words("<|end|>")
 
 
-def text_of(form: str, row: dict[str, Any], objective: str = "dpo") -> Any:
+def text_of(form: str, row: dict[str, Any], objective: str = "dpo"):
     """What a row of a format becomes."""
     return Converter(form, {}, {}, _Tokenizer(), objective)(row)
 

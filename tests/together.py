@@ -28,7 +28,7 @@ LIBRARIES = (
 )
 
 
-def forkserver() -> Any:
+def forkserver():
     """Where processes are forked from that have the libraries of all tests already: a process has
     one such server, and what that imports is said by whoever asks for it first."""
     context = multiprocessing.get_context("forkserver")
@@ -40,7 +40,7 @@ def forkserver() -> Any:
 
 
 def on_ranks(
-    n: int, folder: Path, work: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S
+    n: int, folder: Path, work: Callable[..., Any], *arguments, limit_s: float = LIMIT_S
 ) -> list[Any]:
     """What `work(rank, *arguments)` returns in each of `n` processes that find each other, through
     JSON.

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +38,7 @@ def with_words(*words: str) -> Tokenizer:
     return rust
 
 
-def with_template(template: str, **more: Any) -> SimpleNamespace:
+def with_template(template: str, **more) -> SimpleNamespace:
     """A tokenizer of this chat template."""
     return SimpleNamespace(
         chat_template=template,
@@ -49,7 +48,7 @@ def with_template(template: str, **more: Any) -> SimpleNamespace:
     )
 
 
-def reader_of_chats(tokenizer: Any, **how: Any):
+def reader_of_chats(tokenizer, **how):
     """Reads rows with `messages`."""
     return Converter("messages", {}, {}, tokenizer, "causal-lm", **how)
 

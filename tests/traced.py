@@ -44,7 +44,7 @@ class Alive(TorchDispatchMode):
         self.peak = self._now = 0
         self._known = {}
 
-    def add(self, tensor: Any):
+    def add(self, tensor):
         """Follow the storage of a tensor."""
         if isinstance(tensor, Tensor):
             storage = tensor.untyped_storage()
@@ -60,7 +60,7 @@ class Alive(TorchDispatchMode):
         """Bytes alive."""
         return self._now
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             self.add(tensor)
@@ -69,7 +69,7 @@ class Alive(TorchDispatchMode):
 
 
 def own_loss(
-    model: Any, ids: Tensor, task: str, n_targets: int, documents: tuple[int, ...] = ()
+    model, ids: Tensor, task: str, n_targets: int, documents: tuple[int, ...] = ()
 ) -> Tensor:
     """What the trainer does: `Forward.loss` of documents end to end, or of a padded batch,
     `n_targets` labelled.
@@ -95,7 +95,7 @@ def own_loss(
 
 
 def fake_model(
-    config: Any,
+    config,
     task: str,
     *,
     method: str,
@@ -104,7 +104,7 @@ def fake_model(
     lora: dict[str, Any] | None = None,
     keeps_start: bool = False,
     is_packed: bool = False,
-) -> Any:
+):
     """A model of tensors without data, in training mode, set up as the trainer does; within
     FakeTensorMode.
     """
@@ -167,20 +167,20 @@ class _FourBitProduct(torch.autograd.Function):
     """Keeps the weight as it is, not the input: `MatMul4Bit` of bitsandbytes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, shape, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.how = shape, dtype
         return x @ weight.new_empty(shape, dtype=dtype).t()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx, grad: Tensor):
         (weight,) = ctx.saved_tensors
         shape, dtype = ctx.how
         return grad @ weight.new_empty(shape, dtype=dtype), None, None, None
 
 
 def traced_peak(
-    config: Any,
+    config,
     task: str,
     *,
     autocast: bool,
@@ -190,7 +190,7 @@ def traced_peak(
     documents: tuple[int, ...] = (),
     accumulates: bool = False,
     casts_once: bool = False,
-    **of_model: Any,
+    **of_model,
 ) -> int:
     """Peak bytes of a step with fused AdamW, whose state is there already.
 

@@ -20,7 +20,7 @@ def serving(answer: Callable[[Any, bytes], Any], protocol: str = "HTTP/1.0") -> 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = protocol
 
-        def log_message(self, *_: Any):
+        def log_message(self, *_):
             """Nothing is written to the terminal."""
 
         def reply(self):
@@ -60,7 +60,7 @@ class Pages:
         """How often a path was asked for."""
         return sum(each == path for each, _ in self.asked)
 
-    def _answer(self, request: Any, _: bytes):
+    def _answer(self, request, _: bytes):
         path = request.path.partition("?")[0]
         self.asked.append((path, request.headers.get("Authorization")))
         said = self.says.get(request.path, self.says.get(path, (404, b"")))

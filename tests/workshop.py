@@ -73,7 +73,7 @@ def rows_of(family: str, n: int, seed: int = 0) -> list[dict[str, str]]:
     return rows
 
 
-def make_folder(folder: Path, family: str, *, pretrained: bool = False, **size: Any) -> Path:
+def make_folder(folder: Path, family: str, *, pretrained: bool = False, **size) -> Path:
     """A small model folder; with weights when `pretrained`."""
     texts = [" ".join(row.values()) for row in rows_of(family, 60)]
     make_model_folder(folder, texts, family, **size)
@@ -87,7 +87,7 @@ def make_folder(folder: Path, family: str, *, pretrained: bool = False, **size: 
     return folder
 
 
-def job_file(folder: Path, family: str = "llama", **keys: Any) -> Path:
+def job_file(folder: Path, family: str = "llama", **keys) -> Path:
     """Write model, data and job file into `folder`.
 
     Keys: `rows` or `n_rows`, `eval_rows`, `pretrained`, `size` (of the model), any key of `train`,
@@ -127,7 +127,7 @@ def job_file(folder: Path, family: str = "llama", **keys: Any) -> Path:
     return path
 
 
-def make_job(folder: Path, family: str = "llama", **keys: Any) -> Job:
+def make_job(folder: Path, family: str = "llama", **keys) -> Job:
     """The job of `job_file`, read."""
     return load_job(job_file(folder, family, **keys))
 
@@ -152,7 +152,7 @@ class Heard(list[Event]):
         return "\n".join(event.text for event in self.of(Warned))
 
 
-def step_taken(**figures: Any) -> StepTaken:
+def step_taken(**figures) -> StepTaken:
     """An event of a step, with figures that no test looks at where none are given."""
     of_any = {each.name: 1.0 for each in fields(StepTaken)} | {
         "step": 1,
@@ -175,24 +175,24 @@ def trained(folder: Path, family: str = "llama", **keys) -> Path:
     return Path(job.output_dir)
 
 
-def with_where(job: Job, **keys: Any) -> Job:
+def with_where(job: Job, **keys) -> Job:
     return job.model_copy(update={"where": job.where.model_copy(update=keys)})
 
 
-def as_tokens(tokenizer: Any, row: dict[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
+def as_tokens(tokenizer, row: dict[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
     """ids and labels [1, n] of a prompt and its completion, by the tokenizer's own call."""
     ids = tokenizer(row["prompt"] + row["completion"])["input_ids"] + [tokenizer.eos_token_id]
     n_prompt = len(tokenizer(row["prompt"])["input_ids"])
     return torch.tensor([ids]), torch.tensor([[-100] * n_prompt + ids[n_prompt:]])
 
 
-def opened(job: Job, heard: Heard | None = None) -> Any:
+def opened(job: Job, heard: Heard | None = None):
     """A run at step 0, not in its loop; a context."""
     Path(job.output_dir).mkdir(parents=True, exist_ok=True)
     return opened_run(job, heard if heard is not None else Heard())
 
 
-def change_facts(run: Path, **facts: Any):
+def change_facts(run: Path, **facts):
     """Write other facts into a run's `run.json`, with a right checksum; None takes one out."""
     changed = {**kept(run / "run.json"), **facts}
     keep(run / "run.json", {key: value for key, value in changed.items() if value is not None})
@@ -213,7 +213,7 @@ def file_system(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)])
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path):
     return json.loads(path.read_text())
 
 
@@ -279,7 +279,7 @@ def room_for(n_tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def with_gpu(patch: pytest.MonkeyPatch, **answers: Any):
+def with_gpu(patch: pytest.MonkeyPatch, **answers):
     """torch answers so of its GPU."""
     for name, answer in answers.items():
         patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
@@ -288,7 +288,7 @@ def with_gpu(patch: pytest.MonkeyPatch, **answers: Any):
 class Watched:
     """The model of the last run: its state before training, and itself."""
 
-    def __init__(self, monkeypatch: Any):
+    def __init__(self, monkeypatch):
         self.model = None
         self.before = {}
         build = farthing.train.build.build_model
