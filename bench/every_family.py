@@ -177,7 +177,14 @@ def still(model: Any) -> Any:
     return model
 
 
-def plain_loss(model: Any, ids: Tensor, is_target: Tensor, label: int | None, task: str) -> Tensor:
+def plain_loss(
+    model: Any,
+    ids: Tensor,
+    is_target: Tensor,
+    label: int | None,
+    task: str,
+    smoothing: float = 0.0,
+) -> Tensor:
     """The summed loss of one document: ids [T]."""
     of = objective_of(task)
     if of.is_pair:
@@ -189,7 +196,8 @@ def plain_loss(model: Any, ids: Tensor, is_target: Tensor, label: int | None, ta
             raise ValueError(
                 f"logits of {found.logits.shape[1]} tokens for {labels.shape[1]} targets"
             )
-        return F.cross_entropy(found.logits[0].float(), labels[0], reduction="sum")
+        logits = found.logits[0].float()
+        return F.cross_entropy(logits, labels[0], reduction="sum", label_smoothing=smoothing)
     rows = ids[None]
     inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
     if of.labels is not None:

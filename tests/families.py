@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor
@@ -13,7 +12,7 @@ from transformers import AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from drawn_sets import token_set
-from every_family import OWN, small_values
+from every_family import OWN, plain_loss, small_values
 from farthing.data.token_set import TokenSet
 from farthing.model.forward import Forward
 
@@ -56,11 +55,7 @@ def summed(forward: Forward, tokens: TokenSet, examples: Sequence[int] | NDArray
 def by_itself(model, tokens: TokenSet, index: int, smoothing: float = 0.0) -> Tensor:
     """The loss of one example by the encoder-decoder of plain transformers."""
     ids, is_target = example_of(tokens, index)
-    source, labels = ids[is_target == 0][None], ids[is_target == 1][None]
-    logits = model(
-        input_ids=source, attention_mask=torch.ones_like(source), labels=labels, use_cache=False
-    ).logits[0]
-    return F.cross_entropy(logits, labels[0], reduction="sum", label_smoothing=smoothing)
+    return plain_loss(model, ids[0], is_target[0], None, "seq2seq", smoothing)
 
 
 CODES = {

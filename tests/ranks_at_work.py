@@ -16,6 +16,9 @@ from farthing.train.step import Step
 from together import on_ranks
 from workshop import Heard, make_job, rows_of
 
+SMALL = {"eval_strategy": "steps", "eval_steps": 3, "micro_batch_tokens": 90}
+SMALL |= {"save_total_limit": 20, "pretrained": True}
+
 
 def lora_job(folder: Path, **keys) -> Job:
     method = {"name": "lora", "lora_r": 2, "lora_dropout": 0.1}
@@ -26,14 +29,9 @@ def lora_job(folder: Path, **keys) -> Job:
         "max_steps": 6,
         "global_batch_size": 11,
         "save_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "micro_batch_tokens": 90,
         "size": {"hidden": 32, "layers": 1},
-        "save_total_limit": 20,
-        "pretrained": True,
     }
-    return make_job(folder, method=method, where=where, **(settings | keys))
+    return make_job(folder, method=method, where=where, **(SMALL | settings | keys))
 
 
 def child(code: str) -> Popen[bytes]:

@@ -40,7 +40,7 @@ from farthing.train.opened_run import opened_run
 from farthing.train.rank_setup import joined
 from farthing.train.resolve import open_examples
 from farthing.train.strategy import read_where_it_differs, resident_bytes, shard_weights
-from ranks_at_work import finish_on, train_on
+from ranks_at_work import SMALL, finish_on, train_on
 from together import on_ranks
 from workshop import Heard, losses_of, make_job, resolved, rows_of, with_gpu, with_where
 
@@ -57,17 +57,12 @@ def spread_job(folder: Path, family: str = "llama", **keys) -> Job:
         "max_steps": 7,
         "global_batch_size": 7,
         "save_steps": 1,
-        "micro_batch_tokens": 90,
         "eval_rows": rows_of(family, 5, 5),
-        "eval_strategy": "steps",
-        "eval_steps": 3,
         "learning_rate": 0.001,
         "size": {"hidden": 32, "layers": 2},
-        "save_total_limit": 20,
-        "pretrained": True,
         "predict_with_generate": False,
     }
-    return make_job(folder, family, where=where, **(settings | keys))
+    return make_job(folder, family, where=where, **(SMALL | settings | keys))
 
 
 def trained_alone(folder: Path, family: str = "llama", **keys) -> Job:
