@@ -156,7 +156,7 @@ def unread_keys(job: Job) -> list[str]:
             asked = getattr(job, section)
             for each, field in type(asked).model_fields.items():
                 is_meant = name in (each, "*") and f"{section}.{each}" != beside
-                if is_meant and getattr(asked, each) != field.default:
+                if is_meant and getattr(asked, each) not in (field.default, "no"):
                     found.append(f"{section}.{each} is not used: {row['why'].format(job=job)}")
     several = [*zip(data.train, data.of_train, strict=False)]
     several += zip(data.eval, data.of_eval, strict=False)

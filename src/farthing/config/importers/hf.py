@@ -65,6 +65,10 @@ def settle(values: Json, out: Imported, *, has_adapter: bool, has_fp32_default: 
         is_open = "data.train_on_prompt" in out.defaults and not learns_all
         out.notes += [fact("trl-learns")] * (is_open and out.source != UNSLOTH)
     defaults(out, *of_trl, "trainer")
+    task = objective_of(out.job.get("task", CAUSAL_LM.name))
+    is_split = out.job.get("train.gradient_accumulation_steps", 1) > 1
+    if is_split and (task.is_pair or task.scores_words):
+        out.notes.append(fact("axolotl-notes")["accumulation"].replace("Axolotl", "Trainer"))
     out.notes.append(fact("one-gpu"))
 
 
