@@ -363,10 +363,16 @@ def test_what_one_rank_meets_is_met_by_all(tmp_path):
 
 
 @pytest.mark.slow
-def test_memory_that_one_rank_lacks_for_mismatched_answers_is_lacked_by_all(tmp_path):
-    rows = [{"prompt": f"{n}", "completion": " b", "label": n % 2 == 0} for n in range(16)]
+def test_mismatched_answers_are_scored_alike_by_all_ranks(tmp_path):
+    rows = [{"prompt": f"{n}", "completion": f" {7 * n}", "label": n % 2 == 0} for n in range(16)]
     job = make_job(tmp_path, task="kto", rows=rows, max_steps=2)
     finish_on(2, tmp_path, job, [1, 1, "mismatched_ratio", 2])
+    keys = {"method": {"name": "lora", "lora_dropout": 0.3}, "where": {"same_bits": True}}
+    keys |= {"task": "kto", "rows": rows, "max_steps": 4, "learning_rate": 0.1}
+    one, two = (make_job(tmp_path / name, **keys) for name in ("one", "two"))
+    finish_on(1, tmp_path, one)
+    finish_on(2, tmp_path, two)
+    assert losses_of(one) == losses_of(two), "dropout is that of the cell"
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from farthing.dist.ranks import GO_ON, refuse
 from farthing.dist.reduce import reducer_of
 from farthing.objectives.objective import OfStep
 from farthing.train.context import Training
+from farthing.train.randomness import seed_everything
 from farthing.train.step_result import Sums
 
 
@@ -26,6 +27,7 @@ class SharedStep:
 
     def __init__(self, training: Training, trained: Sequence[Tensor]) -> None:
         self._forward, self._feed, self._trained = training.forward, training.feed, trained
+        self._seed = training.spec.train.seed
         self._ranks, is_shared = training.context.ranks, training.feed.n_slots > 1
         reducer = reducer_of(self._ranks, trained, self._feed.settings.slots)
         self.reducer = reducer if is_shared else None
@@ -112,6 +114,8 @@ class SharedStep:
         with self._ranks.all_or_none():  # one that made room by itself would cut other cells
             for place, cell in enumerate(cells):
                 if cell.slot in feed.slots:
+                    if self.reducer is not None:  # dropout is that of the cell, on any rank
+                        seed_everything(self._seed, step, cell.number)
                     sums[place] = forward.mismatched_ratio(feed.tokens, cell.examples)
                     n_more -= 1
             for _ in range(n_more):  # all ranks go through the model as often
