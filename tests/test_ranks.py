@@ -556,3 +556,13 @@ def test_a_wish_to_leave_reaches_all_and_nothing_is_begun_again(tmp_path):
     attempt.send_signal(signal.SIGTERM)
     assert attempt.wait() == 75
     assert attempt.n_begun == 1
+
+
+def test_a_wish_to_leave_reaches_ranks_that_are_being_started():
+    def start(seat, slot, n):
+        if n == 2:
+            attempt.send_signal(signal.SIGTERM)
+        return child("time.sleep(600)" if n == 2 else (KILLED, "sys.exit(76)")[slot])
+
+    attempt = Elastic(2, start, lambda text: None)
+    assert attempt.wait() == 75

@@ -40,7 +40,7 @@ class Run:
         self.slept_s = 0.0
         self.told_s = []
         self.got = []
-        self.while_running = lambda: None
+        self.while_running = self.while_starting = lambda: None
 
     def start(self, number):
         """Begin an attempt."""
@@ -48,6 +48,7 @@ class Run:
         assert number == self.n_started
         self.n_started += 1
         assert self.n_started <= len(self.ends), "begun again once too often"
+        self.while_starting()
         return self
 
     def wait(self):
@@ -158,11 +159,17 @@ def test_nothing_is_begun_on_a_machine_that_goes(tmp_path):
         assert risk.supervised() == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_is_handed_on_and_nothing_is_begun_after_it(number, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "at"),
+    [
+        *((each, "while_running") for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
+        (signal.SIGTERM, "while_starting"),
+    ],
+)
+def test_a_signal_is_handed_on_and_nothing_is_begun_after_it(number, at, tmp_path):
     before = signal.getsignal(number)
     run = Run(tmp_path, (75, 7, 7), (0, 9, 9))
-    run.while_running = lambda: os.kill(os.getpid(), number)
+    setattr(run, at, lambda: os.kill(os.getpid(), number))
     assert run.supervised() == 75
     assert run.got == [number]
     assert run.n_started == 1

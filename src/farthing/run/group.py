@@ -189,6 +189,8 @@ class Elastic:
         """Exit codes of those that have ended, negative: the signal."""
         self._killed = set[int]()
         """Those that did not end when the others had."""
+        if self._asked_to_leave:  # meanwhile
+            self.send_signal(signal.SIGTERM)
 
     def wait(self) -> int:
         """Until the attempt has ended for good; its exit code, negative: a signal."""

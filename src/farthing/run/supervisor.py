@@ -102,6 +102,8 @@ class Supervisor:
         while not self._asked_to_leave:
             os.environ[PAUSED] = f"{0.0 if ended_at is None else self._clock() - ended_at:.3f}"
             self._child = self._start(n_started)
+            if self._asked_to_leave:  # meanwhile
+                self._child.send_signal(signal.SIGTERM)
             n_started += 1
             code = self._child.wait()
             self._child, ended_at = None, self._clock()
