@@ -212,8 +212,8 @@ class Elastic:
             self._slots = [slot for index, slot in enumerate(self._slots) if index not in lost]
             who = ", ".join(f"rank {index} of {n} ({self._how(index)})" for index in lost)
             self._say(
-                f"{who or 'no rank'} was lost; resuming from the last checkpoint with"
-                f" {plural(len(self._slots), 'rank')}"
+                f"{f'{who} was lost' if who else 'all ranks ended'}; resuming from the last"
+                f" checkpoint with {plural(len(self._slots), 'rank')}"
             )
             self._begin()
 
