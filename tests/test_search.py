@@ -14,12 +14,14 @@ from farthing.cli.parser import parse
 from farthing.config.job import SearchSection
 from farthing.config.load import load_job
 from farthing.errors import InputError, JobError, LimitError, RunChangedError, RunDamagedError
+from farthing.launch.machines import MachineLedger
 from farthing.metrics import stderr_of_mean
 from farthing.report.runs import row_of
 from farthing.search.bill import priced
 from farthing.search.curve import gain
 from farthing.search.halving import best_score, interval, least_difference, paired, ranked, rungs_of
 from farthing.search.pool import Worker, WorkerDiedError
+from farthing.search.receipt import leave_receipt_of_copy
 from farthing.search.record import SearchRecord
 from farthing.search.report import in_words
 from farthing.search.space import draw, n_choices, refuse_choices
@@ -397,6 +399,11 @@ def test_a_trial_that_the_limit_stops_has_not_failed(usd, state, tmp_path, monke
     assert found == {(state, usd)}  # a search that is resumed trains it
     assert sum(each["usd"] for each in outcome.receipt["rungs"]) == usd
     assert until[0] > clock() + 36_000, "its limit counts from the clock that it begins with"
+    machines = MachineLedger(tmp_path / "run")
+    machines.note("farthing-1-1", "asked", 1e9, number=1, usd_per_hour=2.0)
+    machines.note("farthing-1-1", "gone", 1e9 + 1800)
+    leave_receipt_of_copy(load_job(path))
+    assert "; $1.00 for 1 machine." in (tmp_path / "run/search.html").read_text()
     (tmp_path / "run/ledger.jsonl").write_text("x" * 99)
     with pytest.raises(RunDamagedError, match="its cost so far is unknown"):
         searched(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import yaml
 import farthing
 from farthing.config.job import Job
 from farthing.errors import InputError
+from farthing.launch.machines import bill_of
 from farthing.run.accounts import WORK, read_ledger
 from farthing.run.commits import take_run
 from farthing.run.folder import LEDGER, RUN, SEARCH_LOG, keep, kept, kept_job
@@ -146,6 +148,7 @@ def build(folder: Path, record: SearchRecord, usd: float) -> Json:
         "metric": header["metric"],
         "greater_is_better": greater,
         **_costs(usd, sum(each["usd"] for each in trials)),
+        "machines": bill_of(folder, read_ledger(folder / LEDGER).ordered, time.time(), []),
         "planned_usd": machine.get("usd"),
         "planned_usd_range": machine.get("usd_range"),
         "n_trials": header["n_trials"],

@@ -128,8 +128,10 @@ def _dollars(receipt: Json) -> str:
     said = f"{say_usd(receipt['usd'])} for {plural(len(receipt['trials']), 'trial')}"
     if receipt["max_usd"] is not None:
         said += f" of the cap of {say_usd(receipt['max_usd'])}"
-    planned = receipt["planned_usd"]
-    return said + (f"; {say_usd(planned)} were planned" if planned else "")
+    planned, machines = receipt["planned_usd"], receipt["machines"]
+    said += f"; {say_usd(planned)} were planned" if planned else ""
+    usd = sum(each["usd"] for each in machines)
+    return said + (f"; {say_usd(usd)} for {plural(len(machines), 'machine')}" if machines else "")
 
 
 def _percent(share: float) -> str:
