@@ -67,6 +67,7 @@ def at(usd_per_hour: float) -> dict[int, Any]:
 
 TAKEN = {0: RUNS, 100: None}
 UNHEARD_AT_ITS_END = {0: RUNS, 3000: AWAY, 5000: None}
+LATE_IN_A_QUEUE = {0: WAITS, 4000: RUNS, 4100: AWAY, 5000: None}
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,13 @@ UNHEARD_AT_ITS_END = {0: RUNS, 3000: AWAY, 5000: None}
         (at(0.4402), BEATS, {}, (None, DEAR, 0), (3, 2)),
         (UNHEARD_AT_ITS_END, BEATS, {}, (None, ENDED, 3180, NEVER, 3152), (3, 1)),
         (UNHEARD_AT_ITS_END, BEATS, KEPT, (None, UNHEARD, 3180, 5055, 5055), (3, 1)),
+        (
+            LATE_IN_A_QUEUE,
+            {4050: UP},
+            {"is_paid_in_queue": False},
+            (None, UNHEARD, 4280, 5015, 5015),
+            (75, 3),
+        ),
     ],
 )
 def test_a_machine_goes_when_it_has_to(shows, says, traits, ending, ended, tmp_path):

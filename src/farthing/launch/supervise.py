@@ -360,7 +360,7 @@ class Launch:
 
     def _may_take(self, offer: Offer) -> bool:
         is_free = not offer.is_spot or self.prepared.job.limits.deadline is None
-        return is_free or self.prepared.is_in_time(offer, self.clock(), self._committed())
+        return is_free or self.prepared.is_in_time(offer, self._clock(), self._committed())
 
     def _without_offers(self) -> int | None:
         """Wait for stock, a few times. The exit code where that is in vain."""
@@ -695,8 +695,9 @@ class Launch:
 
     def _own_end(self, machine: RentedMachine) -> float:
         """When its provider ends it by itself, if it does."""
+        start = machine.asked_at if machine.is_paid_in_queue else machine.began_at
         has_end = self.driver.ends_by_itself and machine.most_s
-        return machine.asked_at + machine.most_s if has_end else math.inf
+        return start + machine.most_s if start and has_end else math.inf
 
     def _is_gone(self, machine: RentedMachine) -> bool:
         """Ask once for its deletion, and whether it is gone."""
