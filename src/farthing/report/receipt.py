@@ -326,7 +326,7 @@ def _unlike(run: RunReceipt, baseline: RunReceipt) -> Iterator[str]:
 
 
 def _attempt(account: Account) -> Json:
-    same = "number spans usd_per_hour first_step began ended redone_s n_saves wall_s usd"
+    same = "number machine spans usd_per_hour first_step began ended redone_s n_saves wall_s usd"
     return {name: getattr(account, name) for name in same.split()} | {
         "started_at": datetime.fromtimestamp(account.started_at, UTC).isoformat(timespec="seconds"),
         "last_step": account.step,

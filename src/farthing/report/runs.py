@@ -72,10 +72,12 @@ def row_of(folder: Path, now: float, *, name: str) -> RunRow:
         receipt = build_receipt(folder)
     except (FarthingError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return RunRow(name, "unreadable", problem=f"{error}")
-    spent = [(attempt["started_at"], attempt["usd"]) for attempt in receipt.attempts]
-    for machine in receipt.machines:  # boot, idle time, teardown
+    rented = {machine["name"] for machine in receipt.machines}
+    own = (each for each in receipt.attempts if each["machine"] not in rented)
+    spent = [(attempt["started_at"], attempt["usd"]) for attempt in own]
+    for machine in receipt.machines:  # at the price that was charged
         asked_at = datetime.fromtimestamp(machine["asked_at"], UTC).isoformat()
-        spent.append((asked_at, machine["usd"] - machine["usd_of"]["train"]))
+        spent.append((asked_at, machine["usd"]))
     months: dict[str, float] = {}
     for at, usd in spent if receipt.usd_is_known else ():
         months[at[:7]] = months.get(at[:7], 0.0) + usd
