@@ -441,6 +441,7 @@ FACTS = {
     "boot_limit_s": 600.0,
     "usd_per_hour": 3.6,
     "max_usd": 3.9,
+    "n_gpus": 0,
 }
 
 
@@ -525,6 +526,22 @@ def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(
 def test_the_boot_is_paid_from_the_cap(asked_at, max_usd, left, tmp_path, monkeypatch):
     monkeypatch.setenv("FARTHING_CREATED_AT", asked_at)
     assert _on_machine(tmp_path, monkeypatch, max_usd=max_usd)[0].max_usd == left
+
+
+def test_fetching_the_inputs_is_paid_from_the_cap(tmp_path, monkeypatch):
+    now = [10_000.0]
+    monkeypatch.setattr("farthing.launch.agent.fetch_inputs", lambda *_: now.append(10_100.0))
+    stay, children = _on_machine(tmp_path, monkeypatch, inputs="x")
+    stay.clock = lambda: now[-1]
+    assert stay.run() == 0
+    assert "--set=limits.max_usd=3.8" in children[0].words
+
+
+def test_a_machine_without_its_gpus_trains_nothing_and_another_one_may_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    stay, children = _on_machine(tmp_path, monkeypatch, n_gpus=2)
+    assert (stay.run(), children) == (75, [])
+    assert word_in(tmp_path).why == "torch can use 0 of the 2 GPUs that were rented"
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ def refuse(*args, **more):
     raise RuntimeError("data was tokenized on a rented machine")
 assert tokens._make
 tokens._make = refuse
+import farthing.launch.agent as agent
+agent.n_gpus_of_torch = lambda: 1
 """
 
 

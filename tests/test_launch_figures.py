@@ -238,6 +238,7 @@ def test_a_rented_machine_reads_a_job_of_its_own(ledger, tmp_path, monkeypatch):
         "boot_limit_s": 600.0,
         "usd_per_hour": 0.4,
         "max_usd": 3.985333,
+        "n_gpus": 1,
     }
     assert (ask.disk_gb, ask.settings, ask.needs) == (
         100,

@@ -21,7 +21,7 @@ from farthing.errors import EXIT_INTERRUPTED, EXIT_LIMIT, FarthingError, RunBusy
 from farthing.launch.inputs import fetch_inputs
 from farthing.launch.request import CREATED_AT, GRACE_S, LEAST_USE_S
 from farthing.launch.words import Speaker
-from farthing.run.ledger import MACHINE
+from farthing.run.ledger import MACHINE, steady_clock
 from farthing.run.signals import handled
 from farthing.run.supervisor import begin
 from farthing.storage.files import Json, only_writer, read_json
@@ -34,11 +34,11 @@ STORE_S = 600.0
 class HostAgent:
     """One stay on a machine. `facts` are the ask's; `job` is the job file beside."""
 
-    def __init__(self, job: Path, facts: Json, clock: Callable[[], float] = time.time) -> None:
-        self.job, self.facts, self.clock = job, facts, clock
+    def __init__(self, job: Path, facts: Json, clock: Callable[[], float] | None = None) -> None:
+        self.job, self.facts, self.clock = job, facts, clock or steady_clock()
         self.store: Store = open_store(facts["store"])
         self.speaker = Speaker(self.store, facts["name"])
-        self.boot_s = self._boot_s()
+        self._booted_s, self._booted_at = self._boot_s(), self.clock()
         self.usd_per_hour = float(facts["usd_per_hour"])
         self._child: subprocess.Popen[bytes] | None = None
         self._was_told = False
@@ -51,6 +51,11 @@ class HostAgent:
             return 0.0
         limit = float(self.facts["boot_limit_s"])
         return since if 0 <= since <= limit else limit
+
+    @property
+    def boot_s(self) -> float:
+        """From the request for the machine until now: inputs are fetched before training begins."""
+        return self._booted_s + self.clock() - self._booted_at
 
     @property
     def max_usd(self) -> float | None:
@@ -91,6 +96,9 @@ class HostAgent:
                 time.sleep(0.5)
 
     def _train(self) -> tuple[int, str]:
+        n_rented = self.facts["n_gpus"]
+        if n_rented and (n := n_gpus_of_torch()) < n_rented:
+            return EXIT_INTERRUPTED, f"torch can use {n} of the {n_rented} GPUs that were rented"
         left_s = self.facts["most_s"] - self.boot_s - GRACE_S
         if left_s < LEAST_USE_S:
             return EXIT_LIMIT, f"booting left {max(0.0, left_s):.0f} s to train: too little"
@@ -144,6 +152,15 @@ class HostAgent:
                 self.speaker.beat(f"{text}\n[{n_beats}]\n")
             if is_last:
                 return
+
+
+def n_gpus_of_torch() -> int:
+    """That it can use here: a machine may have none, fewer, or a driver that is too old for it."""
+    count = "import torch; print(torch.cuda.device_count() * torch.cuda.is_available())"
+    with contextlib.suppress(subprocess.TimeoutExpired, ValueError):
+        words = [sys.executable, "-c", count]
+        return int(subprocess.run(words, stdout=subprocess.PIPE, timeout=GRACE_S).stdout)
+    return 0
 
 
 def run_agent(job: str, told: str) -> int:

@@ -196,6 +196,7 @@ class Prepared:
             "boot_limit_s": self.wishes.boot_s,
             "usd_per_hour": rate,
             "max_usd": train_usd,
+            "n_gpus": offer.n_gpus if self.target.is_rented else 0,
         }
         is_here = self.target.name in (*OWN_FOLDERS, "ssh")
         return LaunchRequest(
