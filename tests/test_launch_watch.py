@@ -67,6 +67,7 @@ def at(usd_per_hour: float) -> dict[int, Any]:
 
 TAKEN = {0: RUNS, 100: None}
 UNHEARD_AT_ITS_END = {0: RUNS, 3000: AWAY, 5000: None}
+QUEUE = {"is_paid_in_queue": False}
 LATE_IN_A_QUEUE = {0: WAITS, 4000: RUNS, 4100: AWAY, 5000: None}
 
 
@@ -75,6 +76,7 @@ LATE_IN_A_QUEUE = {0: WAITS, 4000: RUNS, 4100: AWAY, 5000: None}
     [
         (THERE, {}, {}, (None, "not booted after 10 min 10 s", 610, 610, 610), (75, 1)),
         ({0: WAITS, 900: RUNS}, {}, {}, (None, "not booted after 15 min 00 s", 900), (75, 1)),
+        ({0: WAITS, 900: RUNS}, {}, QUEUE, (None, "not booted after 10 min 10 s", 1500), (75, 1)),
         ({0: WAITS, 60: {"stuck": "no image"}}, {}, {}, (None, "no image", 60), (75, 1)),
         (TAKEN, {50: UP}, {}, (None, "taken away", 100, 120, 100), (75, 3)),
         (TAKEN | {120: RUNS}, {50: UP}, {}, (None, SILENT, 660), (75, 3)),
@@ -104,7 +106,7 @@ LATE_IN_A_QUEUE = {0: WAITS, 4000: RUNS, 4100: AWAY, 5000: None}
         (
             LATE_IN_A_QUEUE,
             {4050: UP},
-            {"is_paid_in_queue": False},
+            QUEUE,
             (None, UNHEARD, 4280, 5015, 5015),
             (75, 3),
         ),
@@ -133,7 +135,7 @@ def test_an_offer_whose_price_rises_twice_is_left_out(tmp_path):
 
 def test_a_job_that_never_says_that_it_booted_is_billed_from_when_its_queue_let_it_begin(course):
     shows = {0: WAITS, 100: RUNS, 400: OVER}
-    watched(course, Played(course, shows, {}, is_paid_in_queue=False))
+    watched(course, Played(course, shows, {}, **QUEUE))
     (machine,) = course.ledger.machines.values()
     assert machine.billed_s(0.0) == machine.gone_at - machine.asked_at - 100
 

@@ -580,7 +580,7 @@ class Launch:
     def _watch(self, machine: RentedMachine) -> MachineEnding:
         """Until it has left, is lost or has to go."""
         is_paid, patience, n_gaps = self.driver.is_paid_in_queue, self.patience, self._n_gaps
-        began = answered_at = beat_at = self.awake()
+        began = answered_at = beat_at = waited_at = self.awake()
         missed, beat = list[float](), ""
         # an adopted machine was asked for by another clock: its age counts from its adoption
         is_ours = abs(self._clock() - machine.asked_at) < patience.boot_s
@@ -610,10 +610,15 @@ class Launch:
                 missed = [] if seen else [*missed, self._clock()]
                 if ending := self._ending_by(seen, machine, missed, age):
                     return ending
+                up_s = age if is_paid else awake - waited_at
                 if seen is not None and seen.is_waiting:
-                    beat_at = awake
+                    beat_at = waited_at = awake
                 elif seen is not None and not is_paid and machine.began_at is None:
                     self.ledger.note(machine.name, "began", now)
+                elif machine.booted_at is None and up_s > patience.boot_s:
+                    return MachineEnding(
+                        f"not booted after {say_seconds(up_s)}", leaves_offer_out=True
+                    )
             except UnclearError:
                 if awake - answered_at > patience.lost_s:
                     return MachineEnding(f"no answer for {say_seconds(awake - answered_at)}")
