@@ -46,6 +46,18 @@ def test_a_machine_without_an_attempt_boots_until_it_has_booted_or_left(known, p
     assert parts_of(row) == parts
 
 
+def test_a_queued_job_that_nobody_saw_begin_costs_what_its_attempts_did(tmp_path):
+    ledger, account = MachineLedger(tmp_path), attempt(1, 1120.0, 300.0)
+    account.usd_per_hour = 3.6
+    name, known = account.machine, {"usd_per_hour": 3.6, "is_paid_in_queue": False}
+    ledger.note(name, "asked", 1000.0, number=1, **known)
+    for event in ("created", "left", "gone"):
+        ledger.note(name, event, 9000.0)
+    assert ledger.spent_usd([account], 9999.0) == pytest.approx(0.3)
+    (row,) = bill_of(tmp_path, [account], 9999.0, [])
+    assert parts_of(row) == [0.0, 300.0, 0.0, 0.0]
+
+
 def test_attempts_of_two_machines_at_once_belong_to_each():
     older, younger = machine(1), machine(2, asked_at=1300.0, booted_at=1350.0, gone_at=1800.0)
     attempts = [attempt(1, 1400.0, 100.0), attempt(2, 1120.0, 90.0, of=2)]

@@ -8,6 +8,7 @@ for by its name. Money is counted from that request to the confirmed deletion.
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -236,9 +237,16 @@ class MachineLedger:
         return sum(machine.usd(now) for machine in self.machines.values())
 
     def spent_usd(self, accounts: Sequence[Account], now: float) -> float:
-        """What the run has cost: these machines, and its attempts on none of them."""
-        billed = {name for name, machine in self.machines.items() if not machine.is_refused}
-        return self.usd(now) + sum(each.usd for each in accounts if each.machine not in billed)
+        """What the run has cost: machines, and attempts on none of them. A machine costs at least
+        what its attempts know of: nobody may have seen a queued job begin.
+        """
+        known = defaultdict[str, float](float)
+        for account in accounts:
+            known[account.machine] += account.usd
+        for name, machine in self.machines.items():
+            if not machine.is_refused:
+                known[name] = max(known[name], machine.usd(now))
+        return sum(known.values())
 
     def close(self) -> None:
         self._lines.close()
@@ -256,8 +264,11 @@ def bill_by_machine(
     for machine in machines:
         if machine.is_refused:
             continue
-        end, total_s = machine.end(now), machine.billed_s(now)
         own = [account for account in accounts if account.machine == machine.name]
+        end, total_s, usd = machine.end(now), machine.billed_s(now), machine.usd(now)
+        if not machine.is_paid_in_queue:  # see `spent_usd`
+            total_s = max(total_s, sum(a.wall_s for a in own))
+            usd = max(usd, sum(a.usd for a in own))
         first = min(
             [a.started_at for a in own], default=machine.booted_at or machine.left_at or end
         )
@@ -271,7 +282,6 @@ def bill_by_machine(
             seconds[part] = min(s, left_s)
             left_s -= seconds[part]
         seconds["idle"] = left_s
-        usd = machine.usd(now)
         rows.append(
             {
                 **{name: getattr(machine, name) for name in _BILLED},

@@ -148,7 +148,7 @@ def build(folder: Path, record: SearchRecord, usd: float) -> Json:
         "metric": header["metric"],
         "greater_is_better": greater,
         **_costs(usd, sum(each["usd"] for each in trials)),
-        "machines": bill_of(folder, read_ledger(folder / LEDGER).ordered, time.time(), []),
+        "machines": bill_of(folder, read_ledger(folder / LEDGER).accounts, time.time(), []),
         "planned_usd": machine.get("usd"),
         "planned_usd_range": machine.get("usd_range"),
         "n_trials": header["n_trials"],
