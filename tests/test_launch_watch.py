@@ -75,7 +75,6 @@ LATE_IN_A_QUEUE = {0: WAITS, 4000: RUNS, 4100: AWAY, 5000: None}
     ("shows", "says", "traits", "ending", "ended"),
     [
         (THERE, {}, {}, (None, "not booted after 10 min 10 s", 610, 610, 610), (75, 1)),
-        ({0: WAITS, 900: RUNS}, {}, {}, (None, "not booted after 15 min 00 s", 900), (75, 1)),
         ({0: WAITS, 900: RUNS}, {}, QUEUE, (None, "not booted after 10 min 10 s", 1500), (75, 1)),
         ({0: WAITS, 60: {"stuck": "no image"}}, {}, {}, (None, "no image", 60), (75, 1)),
         (TAKEN, {50: UP}, {}, (None, "taken away", 100, 120, 100), (75, 3)),

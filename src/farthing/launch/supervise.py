@@ -580,8 +580,8 @@ class Launch:
     def _watch(self, machine: RentedMachine) -> MachineEnding:
         """Until it has left, is lost or has to go."""
         is_paid, patience, n_gaps = self.driver.is_paid_in_queue, self.patience, self._n_gaps
-        began = answered_at = beat_at = waited_at = self.awake()
-        missed, beat = list[float](), ""
+        began = answered_at = beat_at = self.awake()
+        missed, beat, waited_s = list[float](), "", 0.0
         # an adopted machine was asked for by another clock: its age counts from its adoption
         is_ours = abs(self._clock() - machine.asked_at) < patience.boot_s
         while True:
@@ -608,17 +608,12 @@ class Launch:
                 self._take_price(machine, seen)
                 answered_at = awake
                 missed = [] if seen else [*missed, self._clock()]
-                if ending := self._ending_by(seen, machine, missed, age):
+                if ending := self._ending_by(seen, machine, missed, age, age - waited_s):
                     return ending
-                up_s = age if is_paid else awake - waited_at
                 if seen is not None and seen.is_waiting:
-                    beat_at = waited_at = awake
+                    beat_at, waited_s = awake, age
                 elif seen is not None and not is_paid and machine.began_at is None:
                     self.ledger.note(machine.name, "began", now)
-                elif machine.booted_at is None and up_s > patience.boot_s:
-                    return MachineEnding(
-                        f"not booted after {say_seconds(up_s)}", leaves_offer_out=True
-                    )
             except UnclearError:
                 if awake - answered_at > patience.lost_s:
                     return MachineEnding(f"no answer for {say_seconds(awake - answered_at)}")
@@ -631,10 +626,15 @@ class Launch:
             self.sleep(patience.poll_s)
 
     def _ending_by(
-        self, seen: InstanceStatus | None, machine: RentedMachine, missed: list[float], age: float
+        self,
+        seen: InstanceStatus | None,
+        machine: RentedMachine,
+        missed: list[float],
+        age: float,
+        up_s: float,
     ) -> MachineEnding | None:
         """The ending that the provider's answer shows. `missed` are the times of answers without
-        the machine."""
+        the machine, `up_s` the seconds since a queue let it begin."""
         if seen is None:
             if len(missed) >= 3 and (machine.alive_at or age > self.driver.late_s):
                 why = "taken away" if machine.booted_at else "gone before it had booted"
@@ -643,10 +643,10 @@ class Launch:
             machine.alive_at = self._clock()
             if seen.is_over:
                 return self._ended(machine, seen.code)
-        is_late = self.driver.is_paid_in_queue and age > self.patience.boot_s
+        is_late = machine.booted_at is None and up_s > self.patience.boot_s
         stuck = seen.stuck if seen is not None else ""
-        if is_late and machine.booted_at is None and not (seen and seen.is_waiting):
-            stuck = stuck or f"not booted after {say_seconds(age)}"
+        if is_late and not (seen and seen.is_waiting):
+            stuck = stuck or f"not booted after {say_seconds(up_s)}"
         return MachineEnding(stuck, leaves_offer_out=True) if stuck else None
 
     def _is_at_cap(self, machine: RentedMachine) -> bool:
