@@ -159,7 +159,7 @@ def n_gpus_of_torch() -> int:
     count = "import torch; print(torch.cuda.device_count() * torch.cuda.is_available())"
     with contextlib.suppress(subprocess.TimeoutExpired, ValueError):
         words = [sys.executable, "-c", count]
-        return int(subprocess.run(words, stdout=subprocess.PIPE, timeout=GRACE_S).stdout)
+        return int(subprocess.run(words, stdout=subprocess.PIPE, timeout=300).stdout)
     return 0
 
 
