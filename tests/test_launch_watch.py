@@ -317,7 +317,7 @@ def test_a_stop_ends_what_is_known_here_and_says_where_it_could_not_look(is_whol
     assert any("only machines known here are stopped" in text for text in course.said) != is_whole
 
 
-@pytest.mark.parametrize(("pause_s", "n_away", "n"), [(20.0, 0, 0), (21.0, 1, 2), (21.0, 99, 2)])
+@pytest.mark.parametrize(("pause_s", "n_away", "n"), [(20.0, 0, 0), (21.0, 1, 2), (21.0, 99, 5)])
 def test_a_watcher_that_slept_makes_sure_that_the_launch_is_still_its_own(
     pause_s, n_away, n, course
 ):

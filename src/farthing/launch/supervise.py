@@ -190,7 +190,7 @@ class Launch:
         """Raises `RunInterruptedError`, `UnclearError`."""
         if not self._is_sure:
             self.reclaim()
-            self._take_over()
+            self._read()
             self._is_sure = True
 
     def _say_once(self, text: str) -> None:
@@ -251,12 +251,17 @@ class Launch:
 
     def _take_over(self) -> None:
         """What other folders of this run asked for and paid is ours to count and give back."""
-        self._shared = self.words.kept()
-        self.ledger.take_over(self._shared)
+        self._read()
         self._share()
 
+    def _read(self) -> None:
+        self._shared = self.words.kept()
+        self.ledger.take_over(self._shared)
+
     def _share(self) -> None:
-        """Raises `UnclearError`."""
+        """Raises `RunInterruptedError`: nothing is written over what another process has written
+        since, and `UnclearError`."""
+        self._hold()
         for name, rows in self.ledger.rows.items():
             if self._shared.get(name) != rows:
                 self.words.keep(name, rows)
