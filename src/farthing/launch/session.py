@@ -169,13 +169,14 @@ class Session:
             yield time.sleep, lambda: None
             return
         place = f"{self.prepared.job.output_store.rstrip('/')}/launch/{self.prepared.launch_id}"
-        store = Retrying(open_store(place), STORE_S)
+        opened = open_store(place)
+        store = Retrying(opened, STORE_S)
         lease = Lease(self.folder / FOLDER, LEASE_S, list, self.say)
 
         def reclaim() -> None:
             """Raises `RunInterruptedError`, `UnclearError`."""
             try:
-                lease.renew(store)
+                lease.renew(Retrying(opened, LOOK_S))  # the machine is looked at meanwhile
             except LeaseLostError as error:
                 raise RunInterruptedError(
                     f"another process has taken this launch over ({error}); its machines are left"
@@ -220,7 +221,7 @@ class Session:
                 f"the store does not answer ({error}): a process that watches elsewhere is not"
                 " told, end it yourself"
             )
-        return self._launch(self.driver(), patience, patient_s=LOOK_S).stop()
+        return self._launch(self.driver(), patience).stop()
 
     def _launch(
         self,
@@ -228,13 +229,12 @@ class Session:
         patience: Patience | None,
         sleep: Callable[[float], None] = time.sleep,
         reclaim: Callable[[], None] = lambda: None,
-        patient_s: float = STORE_S,
     ) -> Launch:
         return Launch(
             self.prepared,
             self.ledger,
             driver,
-            self.words(patient_s),
+            self.words(LOOK_S),
             self.write,
             self.say,
             self.clock,
