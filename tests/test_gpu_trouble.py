@@ -51,6 +51,15 @@ WHOLE = [
 ]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use a GPU here")
+def test_a_gpu_that_torch_can_not_use_is_warned_of(tmp_path, monkeypatch):
+    machine = SimpleNamespace(n_gpus=1)
+    monkeypatch.setattr("farthing.train.summary.local_machine", lambda: machine)
+    heard = Heard()
+    train(make_job(tmp_path, max_steps=1, where={"device": "auto"}), heard)
+    assert "there is a GPU here that torch can't use" in heard.warnings
+
+
 @pytest.mark.parametrize("error", BROKEN, ids=lambda error: str(error)[:40])
 def test_a_gpu_that_has_failed_is_said(error):
     said = in_words(error, "the run")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from farthing.device_memory import set_allocator
 from farthing.events import Decided
+from farthing.local.machine import local_machine
 from farthing.model.adapters import count_parameters
 from farthing.model.hardware import device_name, n_devices
 from farthing.model.head import one_kernel
@@ -63,6 +64,11 @@ def emit_summary(run: Run) -> None:
             estimate=_estimate_in_words(run.estimate),
         )
     )
+    if device.type == "cpu" and spec.where.device == "auto" and local_machine().n_gpus:
+        run.context.warn(
+            "there is a GPU here that torch can't use (see `farthing doctor`): the run trains on"
+            " the processor; where.device: cuda refuses that"
+        )
     if not run.memory.fits:
         run.context.warn(
             f"{say_bytes(run.memory.total_bytes)} may be needed and {free} are free: lower"
