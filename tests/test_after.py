@@ -262,10 +262,11 @@ def test_a_model_is_asked_by_the_template_where_its_rows_were_rendered_by_it(
     asked = "{% if add_generation_prompt %}assistant: {% endif %}"
     (tmp_path / "turns.jinja").write_text(turns + asked)
     data = {"chat_template": "turns.jinja"}
-    job = make_job(tmp_path, rows=[row] * 4, max_steps=1, data=data)
+    job = make_job(tmp_path, rows=[row] * 4, max_steps=1, data=data, method="lora")
     train(job)
     stops = read_json(Path(job.output_dir) / "model/generation_config.json")["eos_token_id"]
     assert stops == ([2, 1] if is_chat else 2)  # <s> ends a turn
+    assert trained_model(Path(job.output_dir)).generation_config.eos_token_id == stops
     if find_spec("gguf"):
         export_as(Path(job.output_dir), tmp_path / "out", "gguf")
         fields = import_module("gguf").GGUFReader(tmp_path / "out/model.gguf").fields

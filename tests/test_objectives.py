@@ -295,10 +295,10 @@ def test_labels_are_read_and_judged_as_their_tasks_say():
     assert classes.read({"text": "a", "label": True}, {"true": "yes"}) == "yes"
     assert number.read({"text": "a", "score": "good"}, {"good": "4.5"}) == 4.5
     assert several.answers(torch.tensor([0.2, -0.2])).tolist() == [True, False]
-    found = several.said(torch.tensor([0.0, 2.0]), ["a", "b"], [])
-    shares = {"a": 0.5, "b": pytest.approx(1 / (1 + math.exp(-2)))}
+    found = several.said(torch.tensor([0.0, 0.1]), ["a", "b"], [])
+    shares = {"a": 0.5, "b": pytest.approx(1 / (1 + math.exp(-0.1)))}
     assert found == {"prediction": ["b"], "scores": shares}
-    found = classes.said(torch.tensor([0.0, 2.0]), ["a", "b"], [])
+    found = classes.said(torch.tensor([0.0, 0.1]), ["a", "b"], [])
     assert (found["prediction"], found["score"]) == ("b", shares["b"])
     assert number.said(torch.tensor([1.5]), ["LABEL_0"], []) == {"prediction": 1.5}
     for labels, problem in (

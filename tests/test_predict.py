@@ -114,12 +114,15 @@ def test_an_answer_is_the_likeliest_tokens_and_its_score_their_mean(ends_at, wri
     assert other["score"] == pytest.approx(alone["score"], abs=1e-4)
 
 
-def test_prompts_longer_than_training_are_whole_and_beyond_the_positions_named(writer):
+def test_prompts_longer_than_training_are_whole_and_beyond_the_positions_named(writer, classifier):
     model = Predictor(writer, max_new_tokens=48)
     whole, named = model.rows([{"prompt": "bread " * 500}, {"prompt": "bread " * 501}])
     assert "prediction" in whole
     assert "rows:2: " in named["error"]
     assert (model.summary.n_rows, model.summary.n_failed, model.summary.n_cut) == (2, 1, 0)
+    model = Predictor(classifier)
+    assert all("score" in row for row in model.rows([{"text": "bread " * n} for n in (9, 999)]))
+    assert model.summary.n_cut == 1
 
 
 def test_a_chat_is_asked_as_it_was_in_training(tmp_path):
@@ -134,6 +137,7 @@ def test_a_chat_is_asked_as_it_was_in_training(tmp_path):
         assert row["prediction"] == "".join(model.stream(asked))
     drawn = ["".join(model.stream(turns[:1], 9.0, seed)) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
+    assert "".join(model.stream(turns[:1], 1e-6)) == "".join(model.stream(turns[:1]))
 
 
 def test_the_columns_of_the_job_are_read_and_its_target_is_not_needed(tmp_path):

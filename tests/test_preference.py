@@ -19,6 +19,7 @@ from farthing.config.load import load_job
 from farthing.data.formats import Converter, recognise
 from farthing.data.scored import expanded
 from farthing.data.token_set import TokenSet, open_token_set
+from farthing.data.units import mismatched
 from farthing.errors import DataError, InputError, JobError, UnusableRowError
 from farthing.events import DataRead, Evaluated, Note, StepTaken
 from farthing.model.forward import Forward
@@ -385,6 +386,9 @@ def test_a_baseline_is_how_far_mismatched_answers_have_moved_and_not_below_zero(
             with torch.no_grad():
                 moved = float(forward.mismatched_ratio(tokens, of)) / len(of)
             assert (moved > 0) is (reference < 0)
+            (own, is_own), (other, is_other) = tokens.example(1), tokens.example(0)
+            joined = [*own[is_own == 0], *other[is_other == 1]]
+            assert mismatched(tokens, np.array([1])).ids.tolist() == joined, "of the row before"
             assert float(found) == pytest.approx(max(0.0, moved), rel=1e-5)
 
 
@@ -681,9 +685,12 @@ def test_eval_compares_the_model_with_what_it_began_with(dpo_run, cli):
 def test_the_reference_of_a_run_that_goes_on_from_another_is_that_one(tmp_path, cli):
     answers = trained(tmp_path / "answers", pretrained=True, method="lora", max_steps=2)
     path = preference_job(tmp_path, "dpo", max_steps=1, learning_rate=1e-9)
+    train(load_job(path, overrides=[f"output_dir={tmp_path / 'plain'}"]))  # of other references
     job = load_job(path, overrides=[f"model.from_run={answers}"])
     train(job)
-    assert losses_of(job)[0] == pytest.approx(math.log(2), abs=1e-6)
+    job = load_job(path, overrides=[f"model.from_run={answers}", "train.max_steps=2"])
+    train(job)
+    assert losses_of(job) == pytest.approx([math.log(2)] * 2, abs=1e-6)
     found = cli.json("eval", job.output_dir)
     assert found["tuned"]["loss"] == pytest.approx(math.log(2), abs=1e-5)
 
