@@ -193,7 +193,9 @@ def _next_step(arguments: argparse.Namespace, view: PlanView, bill: Any) -> str:
     best, verb = view.best, "search" if bill else "train"
     if best is None:
         return ""
-    to_set = [key.replace(": ", "=") for key in best.recipe.to_set]
+    said = {each.partition("=")[0] for each in arguments.set}
+    keys = (key for key in best.recipe.to_set if key.partition(":")[0] not in said)
+    to_set = [key.replace(": ", "=") for key in keys]
     changes = [word for each in (*arguments.set, *to_set) for word in ("--set", each)]
     words = " ".join(shlex.quote(word) for word in (arguments.job, *changes))
     if best.kind == "here":

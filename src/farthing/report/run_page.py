@@ -282,12 +282,12 @@ def _settings(receipt: RunReceipt) -> list[Section]:
     command = f"farthing train {shlex.quote(run + '/job.json')} --set"
     command += f" output_dir={shlex.quote(run + '-again')}"
     machine = [(str(name), str(value)) for name, value in (receipt.machine or {}).items()]
-    settings = (*_flat(receipt.settings or {}), *machine, ("farthing", farthing.__version__))
+    settings = dict((*_flat(receipt.settings or {}), *machine, ("farthing", farthing.__version__)))
     job = tuple(_flat(receipt.job or {}))
     whole = More(f"The whole job, {plural(len(job), 'key')}", Table(heads, job, "Job"))
     return [
         Section("The same again", (Paragraph(command, "code"),)),
-        Section("How it was computed", (Table(heads, settings, "Settings"), whole)),
+        Section("How it was computed", (Table(heads, (*settings.items(),), "Settings"), whole)),
     ]
 
 
