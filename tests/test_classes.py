@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from farthing.export.folders import trained_model, untrained_model
 from workshop import Heard, make_job, metrics_of, read_json, rows_of, train
 
 NAMES = ["weather", "food", "sport"]
@@ -49,9 +50,11 @@ def trained(folder: Path, base: Path, rows: list[dict[str, Any]], **keys) -> tup
 
 def test_names_that_differ_in_capitals_are_the_same_classes(classifier, tmp_path):
     rows = [{**row, "label": row["label"].upper()} for row in rows_of("bert", 60)]
-    metrics, _ = trained(tmp_path, classifier, rows)
+    metrics, _ = trained(tmp_path, classifier, rows, method="lora")
     assert metrics["accuracy"] == 1.0
     assert list(metrics["per_class"]) == ["WEATHER", "FOOD", "SPORT"]
+    names = trained_model(tmp_path / "run").config.id2label
+    assert names == {0: "WEATHER", 1: "FOOD", 2: "SPORT"}
 
 
 def test_a_head_of_other_classes_begins_anew_and_it_is_said(classifier, tmp_path):
@@ -63,6 +66,8 @@ def test_a_head_of_other_classes_begins_anew_and_it_is_said(classifier, tmp_path
     before = transformers.AutoModelForSequenceClassification.from_pretrained(classifier)
     assert (model.classifier.weight - before.classifier.weight).abs().max() > 0.01
     assert model.classifier.weight.std() < 0.05, "as BERT's are drawn: 0.02"
+    began = untrained_model(tmp_path / "run").classifier.weight
+    torch.testing.assert_close(began, model.classifier.weight, rtol=0, atol=1e-4)
     assert (
         "trained for 'weather', 'food', 'sport', the data has 'angry', 'glad', 'sad'"
         in heard.warnings
