@@ -2,8 +2,6 @@
 refused in the right words.
 """
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import gzip

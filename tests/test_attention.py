@@ -2,8 +2,6 @@
 and what leaks.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Which kernel attends, over the whole table, and how documents are padded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

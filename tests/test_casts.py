@@ -2,8 +2,6 @@
 on a CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -4,8 +4,6 @@ the model writes itself.
 The templates are short forms of what each family sends to its model.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

@@ -2,8 +2,6 @@
 full disk.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

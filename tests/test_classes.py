@@ -1,7 +1,5 @@
 """The classes of a classifier: their order, and what becomes of a head that was trained before."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -2,8 +2,6 @@
 norms, in fp32 and in bf16.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 from typing import Any

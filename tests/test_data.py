@@ -1,7 +1,5 @@
 """The data layer: readers, formats, masks, the token cache, and which examples make up a step."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

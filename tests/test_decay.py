@@ -2,8 +2,6 @@
 claims.
 """
 
-from __future__ import annotations
-
 import peft
 import pytest
 import torch

@@ -2,8 +2,6 @@
 is said in words.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -2,8 +2,6 @@
 are what the code says.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import csv

@@ -1,7 +1,5 @@
 """What comes after a run, from Python: evaluate, generate, export_model, history; rows too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 encoded at once.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

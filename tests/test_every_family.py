@@ -1,7 +1,5 @@
 """Every model family of transformers is trained as transformers alone would, or refused in words."""  # noqa: E501
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

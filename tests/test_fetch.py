@@ -2,8 +2,6 @@
 is ever asked.
 """
 
-from __future__ import annotations
-
 import socket
 
 import pytest

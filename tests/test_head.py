@@ -2,8 +2,6 @@
 and no logits kept.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

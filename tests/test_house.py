@@ -1,7 +1,5 @@
 """The rules of the house: who may import whom, what may stand where."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

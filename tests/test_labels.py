@@ -1,7 +1,5 @@
 """Tasks of numbers, of several classes and of tags for words, held against transformers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 A world of two machines in simulated time: each has its own clocks, one store is shared.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from types import SimpleNamespace

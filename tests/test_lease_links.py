@@ -1,7 +1,5 @@
 """The links of a lease in a real store: who waits how long, which links stay, and what they say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

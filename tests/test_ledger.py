@@ -2,8 +2,6 @@
 kills while writing.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -6,8 +6,6 @@ run in Triton's interpreter (`interpreted.py`). Both are apart from the rest, as
 tests/test_liger.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.metadata
 import importlib.util

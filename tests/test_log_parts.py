@@ -1,7 +1,5 @@
 """The log of a run reaches a store in pieces: each once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 disk.
 """
 
-from __future__ import annotations
-
 import copy
 
 import peft

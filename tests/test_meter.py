@@ -1,7 +1,5 @@
 """Seconds and dollars: spans that add up, prices that follow the attempt, ledgers torn by kills."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

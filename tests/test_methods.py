@@ -2,8 +2,6 @@
 moves.
 """
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 

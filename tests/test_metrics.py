@@ -2,8 +2,6 @@
 stop.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The copy of a run where its store is away, refuses, or has become another machine's."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

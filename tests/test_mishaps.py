@@ -1,7 +1,5 @@
 """What else goes wrong while training: trackers that fail, memory that ends, crashes."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

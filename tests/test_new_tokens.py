@@ -1,7 +1,5 @@
 """`model.new_tokens`: the vocabulary grows, its embeddings are trained and exported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 them, and in the export.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 that can go on.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

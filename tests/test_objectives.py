@@ -1,7 +1,5 @@
 """Tasks: those that there are, and one that a package from outside brings."""
 
-from __future__ import annotations
-
 import math
 import sys
 from datetime import UTC, datetime

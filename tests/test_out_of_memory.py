@@ -2,8 +2,6 @@
 words.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Pieces of a token budget: whole, balanced and within the budget."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray

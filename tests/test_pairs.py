@@ -2,8 +2,6 @@
 a time, and no leak.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`farthing predict`: what the model of a run says of many rows, against one row at a time."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 a log or a page raw.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

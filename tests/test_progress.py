@@ -2,8 +2,6 @@
 in a log.
 """
 
-from __future__ import annotations
-
 import io
 import random
 import re

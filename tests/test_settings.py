@@ -1,7 +1,5 @@
 """How a run is computed: one value, its JSON, and the file that later attempts follow."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

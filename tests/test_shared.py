@@ -2,8 +2,6 @@
 fit, nothing that leaks.
 """
 
-from __future__ import annotations
-
 import itertools
 import mmap
 from dataclasses import replace

@@ -2,8 +2,6 @@
 a thread fails.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

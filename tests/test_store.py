@@ -2,8 +2,6 @@
 damage, empty machines.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import resource

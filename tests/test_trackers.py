@@ -2,8 +2,6 @@
 step is in it twice.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import threading

@@ -5,8 +5,6 @@ Run on a CPU, with eyes on each operation: values that come back, and shapes tha
 values, are what a GPU would be waited for. docs/explanation/gpu.md lists what is left, and why.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

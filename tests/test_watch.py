@@ -2,8 +2,6 @@
 a list.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

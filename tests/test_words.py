@@ -1,7 +1,5 @@
 """A value in a table or a line of words is one cell and one line, whatever is in it."""
 
-from __future__ import annotations
-
 from farthing.report.words import lines, table
 
 
