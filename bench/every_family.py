@@ -81,8 +81,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 def known_names(kind: Any) -> set[str]:
     """The names that a configuration class takes."""
-    fields: set[str] = set(getattr(kind, "__dataclass_fields__", {}))
-    return fields | {
+    return set(getattr(kind, "__dataclass_fields__", {})) | {
         each
         for each in inspect.signature(kind.__init__).parameters
         if each not in ("self", "kwargs")
@@ -94,7 +93,7 @@ def small_values(kind: Any, own: dict[str, Any]) -> dict[str, Any]:
     made: Any = None
     with contextlib.suppress(Exception):
         made = kind()
-    names = known_names(kind) - {"self", "kwargs"}
+    names = known_names(kind)
     renamed = set(getattr(kind, "attribute_map", None) or {})
     values = {name: value for name, value in SIZES.items() if name in names - renamed}
 
@@ -196,8 +195,9 @@ def plain_loss(
             raise ValueError(
                 f"logits of {found.logits.shape[1]} tokens for {labels.shape[1]} targets"
             )
-        logits = found.logits[0].float()
-        return F.cross_entropy(logits, labels[0], reduction="sum", label_smoothing=smoothing)
+        return F.cross_entropy(
+            found.logits[0].float(), labels[0], reduction="sum", label_smoothing=smoothing
+        )
     rows = ids[None]
     inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
     if of.labels is not None:
