@@ -295,7 +295,7 @@ def test_a_run_is_cut_as_planned_and_keeps_what_was_promised_and_no_path(tmp_pat
     assert found.micro_batch_tokens == 2 * found.lengths["longest"]
     assert promised["settings"]["micro_batch_tokens"] == found.micro_batch_tokens
     plan = read_json(Path(job.output_dir) / "plan.json")
-    assert promised | {"sha256": ANY} == plan
+    assert promised | {"file": "plan.json", "sha256": ANY} == plan
     assert promised["wall_s"] > 0
     text = (Path(str(job.cache_dir)) / "measurements.jsonl").read_text()
     for secret in (str(tmp_path), "/", "jsonl", os.uname().nodename):
