@@ -21,7 +21,7 @@ from types import TracebackType
 NET = "10.231"
 PACE = """\
 import farthing.run.mirror as replica
-replica.PACE = replica.Pace(renew_s=0.5, lease_s=3.0, answer_s=5.0, pause_s=0.1, again_s=0.5)
+replica.PACE = replica.MirrorTimes(renew_s=0.5, lease_s=3.0, answer_s=5.0, pause_s=0.1, again_s=0.5)
 """
 """A lease of seconds instead of a minute, for farthing on these machines."""
 
