@@ -75,6 +75,10 @@ def run(
         weights = weights or [*attempt.model.parameters()]
         own = [getattr(weight, "_local_tensor", weight) for weight in weights]
         held[:] = [sum(weight.numel() for weight in each) for each in (own, weights)]
+        ranks = attempt.context.ranks
+        for name, weight in ranks.trained_of(attempt.model).items():
+            first, end = ranks.rows_of(name) or (0, len(weight))
+            assert end - first == len(weight), "as its rows are saved"
         return loop(attempt)
 
     Step.take, farthing.train.run.loop = mishap_in, looked_at  # type: ignore[method-assign]

@@ -337,7 +337,7 @@ def test_full_training_on_several_is_that_of_one_to_rounding_with_fewer_examples
 ):
     keys = {
         "n_rows": 7,
-        "max_steps": 2,
+        "max_steps": 3,  # of 3, 3 and 1 examples
         "global_batch_size": 3,
         "size": {"hidden": 32, "layers": 1},
         "pretrained": True,
