@@ -187,7 +187,8 @@ def test_plan_and_receipt_count_the_last_layer_of_an_encoder_for_the_tokens_that
         weight.numel() for each in layers for weight in each.parameters() if weight.ndim > 1
     )
     share = again / (flops_per_token(model) + again)  # forward, twice a weight, of every other one
-    assert recomputed_share(model, layers, 2) == pytest.approx(share)
+    shares = [recomputed_share(model, layers, every) for every in (0, 2)]
+    assert shares == [0, pytest.approx(share)]
 
 
 # ---- with what else a run switches on ----
