@@ -162,7 +162,7 @@ def test_a_damaged_link_is_that_of_a_live_holder_whose_words_stand_in_the_one_be
         assert newest_words(store) == [{"by": "first"}]
     said = []
     assert lease_in(tmp_path / "second", 7.0, said).claim(store, never) == [{"by": "first"}]
-    assert said[0].startswith("somebody whose newest word is damaged held this run last")
+    assert said[0].startswith("somebody whose newest word, writers/00000003.json, is damaged held")
     assert clock.now >= 1007.0
     with pytest.raises(LeaseLostError):
         first.renew(store)

@@ -185,7 +185,7 @@ class Lease:
         """The newest link, once its holder is silent for its lease or has given it back."""
         told = link.get("lease_s")
         lease_s = min(told if isinstance(told, int | float) else self._lease_s, MOST_LEASE_S)
-        who = link.get("host", "somebody whose newest word is damaged")
+        who = link.get("host", f"somebody whose newest word, {_key(number)}, is damaged")
         self._say(
             f"{who} held this run last: waiting up to {say_seconds(lease_s)} to see whether it"
             " lives"
