@@ -1,5 +1,7 @@
 """Secrets that are none, to be looked for where no secret may be."""
 
+import pytest
+
 NAMES = (
     "HF_TOKEN",
     "HUGGING_FACE_HUB_TOKEN",
@@ -19,3 +21,9 @@ CANARIES = {
     name: f"canary-{number}-{name.lower()}-{'0123456789abcdef' * 2}"
     for number, name in enumerate(NAMES)
 }
+
+
+@pytest.fixture
+def secrets(monkeypatch):
+    for name, secret in CANARIES.items():
+        monkeypatch.setenv(name, secret)

@@ -26,6 +26,7 @@ os.environ["PYTHONDONTWRITEBYTECODE"] = (
 
 import pytest
 
+from canaries import secrets as secrets
 from command import cli as cli
 from desk import desk as desk
 from desk import run as run

@@ -7,6 +7,16 @@ from typing import Any
 
 from farthing.data.read import BadRow, Row, Source, open_sources
 
+
+def user(content) -> dict[str, Any]:
+    """What a user says in a chat."""
+    return {"role": "user", "content": content}
+
+
+def assistant(content) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
 KINDS = ["jsonl", "jsonl.gz", "json", "data.json", "csv", "tsv", "parquet"]
 
 

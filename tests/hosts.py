@@ -34,7 +34,7 @@ def host(tmp_path, monkeypatch):
     return HostDriver(["local"])
 
 
-def ask_for(text: str, most_s: int = 60) -> LaunchRequest:
+def ask_for(text: str) -> LaunchRequest:
     """A machine that runs a job of this text."""
     offer = offer_of("", 1.0, 0, provider="this machine", instance="local")
     return LaunchRequest(
@@ -43,7 +43,7 @@ def ask_for(text: str, most_s: int = 60) -> LaunchRequest:
         "",
         offer,
         1.0,
-        most_s,
+        60,
         text,
         {"name": "x"},
         secrets=("AWS_SECRET_ACCESS_KEY",),

@@ -1,5 +1,7 @@
 """Models and layers whose packed answers are compared with those of documents alone."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,7 @@ from farthing.model.lora_kernels import use_low_rank
 from token_sets import token_set
 
 CLOSE = 1e-5
+assert_close = partial(torch.testing.assert_close, rtol=CLOSE, atol=CLOSE)
 
 
 WINDOW = 5
@@ -137,10 +140,10 @@ def by_formula(
 
 def assert_close_with_gradients(ours: Tensor, theirs: Tensor, inputs):
     """And gradients of `inputs`, where `ours` has any: flex has none on a CPU."""
-    torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
+    assert_close(ours, theirs)
     if ours.requires_grad:
         weight = torch.randn_like(theirs)
         found, wanted = (
             torch.autograd.grad((each * weight).sum(), inputs) for each in (ours, theirs)
         )
-        torch.testing.assert_close(found, wanted, rtol=CLOSE, atol=CLOSE)
+        assert_close(found, wanted)

@@ -33,12 +33,12 @@ def shape_of(name: str) -> Shape:
     return read_shape(known_config(name))
 
 
-def lengths_of(n: int = 20_000, longest: int = 1024, n_all: int | None = None) -> Lengths:
+def lengths_of(n: int = 20_000, longest: int = 1024) -> Lengths:
     """Lengths around a quarter of the longest."""
     drawn = np.random.default_rng(0).lognormal(np.log(longest / 5), 0.6, min(n, 4096))
     tokens = np.clip(drawn, 8, longest).astype(int)
     tokens[0] = longest
-    return from_arrays(tokens, source="made", n_examples=n_all or n)
+    return from_arrays(tokens, source="made", n_examples=n)
 
 
 def wanted_of(model: str = "meta-llama/Llama-3.2-1B", **changes) -> JobSpec:

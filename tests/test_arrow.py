@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data_files import opened
+from data_files import opened, user
 from farthing.data import arrow, blocks, read
 from farthing.data.chat import default_template
 from farthing.data.read import Source, open_sources
@@ -60,9 +60,9 @@ def test_many_rows_of_one_long_text_cost_one(tmp_path):
 def test_rows_over_the_limit_are_named_and_the_others_read(tmp_path):
     big = "x" * (10_000_000 + 1)
     chats = [
-        [{"role": "user", "content": "a"}],
-        [{"role": "user", "content": big}],
-        [{"role": "user", "content": "c"}],
+        [user("a")],
+        [user(big)],
+        [user("c")],
     ]
     for columns in (
         {"text": ["a", big, "c"]},
@@ -283,7 +283,7 @@ def test_keys_that_an_object_lacks_are_not_learned_as_null(tmp_path):
     for arguments in ({"city": "Ulm"}, {"a": 1, "b": 2}):
         call = {"type": "function", "function": {"name": "tool", "arguments": arguments}}
         turns = [
-            {"role": "user", "content": "go"},
+            user("go"),
             {"role": "assistant", "content": None, "tool_calls": [call]},
         ]
         tool = {"name": "tool", "parameters": {key: {"type": "string"} for key in arguments}}

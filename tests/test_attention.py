@@ -37,6 +37,7 @@ from packed_models import (
     CLOSE,
     WINDOW,
     Layer,
+    assert_close,
     assert_close_with_gradients,
     by_formula,
     by_kernel,
@@ -119,8 +120,8 @@ def test_flat_losses_and_gradients_are_those_of_documents_alone_and_padded(seed,
     go_packed(model)
     ours = flat_losses(model, documents)
     for one, other, third in zip(ours, alone, padded, strict=True):
-        torch.testing.assert_close(one, other, rtol=CLOSE, atol=CLOSE)
-        torch.testing.assert_close(one, third, rtol=CLOSE, atol=CLOSE)
+        assert_close(one, other)
+        assert_close(one, third)
     assert_same(gradients_of(model, together(ours)), theirs, 3 * CLOSE)
 
 
@@ -136,7 +137,7 @@ def test_classification_reads_each_document_where_its_head_does(seed, family):
     theirs = gradients_of(model, F.cross_entropy(alone, labels, reduction="sum"))
     go_packed(model)
     ours = packed_logits(model, flat(model, documents))
-    torch.testing.assert_close(ours, alone, rtol=CLOSE, atol=CLOSE)
+    assert_close(ours, alone)
     assert_same(gradients_of(model, F.cross_entropy(ours, labels, reduction="sum")), theirs)
 
 
@@ -156,7 +157,7 @@ def test_the_last_layer_of_an_encoder_is_computed_for_the_tokens_that_are_read(f
         scores = packed_logits(model, flat(model, documents))
         found.append((scores, gradients_of(model, scores.sum())))
     assert seen == [4, 32], "who listens to the layer hears of every token"
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=CLOSE, atol=CLOSE)
+    assert_close(found[0][0], found[1][0])
     assert_same(found[0][1], found[1][1])
     assert len(body.encoder.layer) == model.config.num_hidden_layers
 
@@ -246,7 +247,7 @@ def test_a_model_that_drops_is_repeatable_in_training_and_exact_in_evaluation(fa
     go_packed(model)
     batch = flat(model, documents)
     ours = packed_logits(model, batch).flatten(0, -2)
-    torch.testing.assert_close(ours, torch.cat(alone), rtol=CLOSE, atol=CLOSE)
+    assert_close(ours, torch.cat(alone))
     model.train()
     draws = []
     for seed in (0, 0, 1):
@@ -310,9 +311,7 @@ def test_padded_batches_and_generation_stay_what_they_were(family):
 
     before, text = torch.cat(padded_losses(model, documents)), written()
     go_packed(model)
-    torch.testing.assert_close(
-        torch.cat(padded_losses(model, documents)), before, rtol=CLOSE, atol=CLOSE
-    )
+    assert_close(torch.cat(padded_losses(model, documents)), before)
     assert written() == text
 
 

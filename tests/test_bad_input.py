@@ -2,8 +2,6 @@
 left behind.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -13,14 +11,13 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import farthing
 import farthing.train.run
 import farthing.train.saver
 from desk import ROWS, Desk, left_behind
 from farthing.errors import DiskFullError
-from workshop import make_job, opened, read_json
+from workshop import make_job, opened, read_json, with_gpu
 
 Spoil = Callable[[Desk], None]
 
@@ -176,7 +173,7 @@ BAD: list[tuple[Spoil, list[str]]] = [
 @pytest.mark.parametrize(("spoil", "words"), BAD, ids=[words[0] for _, words in BAD])
 def test_bad_input_is_refused_with_its_place_and_what_to_do(desk, run, monkeypatch, spoil, words):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with_gpu(monkeypatch, is_available=False)
     spoil(desk)
     desk.job()
     said = run(code=2)

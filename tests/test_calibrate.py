@@ -1,7 +1,6 @@
 """Calibration: a run that took a known multiple of what the formulas say gives that multiple back."""  # noqa: E501
 
 from dataclasses import fields, replace
-from datetime import date
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,6 +27,7 @@ from farthing.prices.gpus import find_gpu
 from farthing.prices.gpus import gpus as known_gpus
 from farthing.report.receipt import Bill, against_estimate
 from farthing.settings import Settings
+from offers import TODAY
 from planned import shape_of
 from workshop import ESTIMATE
 
@@ -315,7 +315,7 @@ def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sen
 
     def planned(gpus, runs=measured):
         job = job_with(where={"gpus": gpus, "usd_per_hour": 1.0})
-        found = plan_here(wanted, machine, job, runs, date(2026, 11, 22))
+        found = plan_here(wanted, machine, job, runs, TODAY)
         spread = speed_spread(found.on.machine, shape, found.on.step)
         sending_s = found.on.step.parts.get("communication", 0.0)
         links = found.offer.n_gpus, found.on.machine.device.link_bytes_per_s
@@ -342,7 +342,7 @@ def test_a_machine_whose_torch_is_no_release_is_planned_on(version, build, monke
     monkeypatch.setattr("farthing.planner.machines.installed_torch", lambda: (version, build))
     name = "Tesla V100-SXM2-16GB"  # in no wheel of 2.13 that PyPI has
     wanted, here = wanted_of(SMALL, "lora"), with_gpus(name, 1, 16)
-    found = machine_here(wanted, here, job_with(), [], date(2026, 11, 22))
+    found = machine_here(wanted, here, job_with(), [], TODAY)
     assert found[0].gpu == "V100-16GB"
 
 
@@ -355,7 +355,7 @@ def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(mo
         monkeypatch.setattr("importlib.util.find_spec", lambda name: is_there or None)
         job = job_with(train={"use_liger_kernel": wants})
         here = with_gpus("NVIDIA H100 80GB HBM3", 1, 80)
-        on = plan_here(wanted, here, job, [], date(2026, 11, 22)).on
+        on = plan_here(wanted, here, job, [], TODAY).on
         return on.machine.kernels.has_liger, on.memory.parts["activations"]
 
     fused, plain = planned(), planned(is_there=False)

@@ -32,7 +32,7 @@ from chat_templates import (
     WORDS,
     ZEPHYR,
 )
-from data_files import opened
+from data_files import assistant, opened, user
 from farthing.data.chat import ChatReader, Renderer, default_template
 from farthing.data.encode import Encoder
 from farthing.data.light_tokenizer import light_tokenizer
@@ -46,13 +46,13 @@ from thinned import thinned
 from token_sets import encoded_examples, reader_of_chats
 
 CHAT = [
-    {"role": "user", "content": " What is bread? "},
-    {"role": "assistant", "content": " Food, \nof flour."},
-    {"role": "user", "content": "And soup?"},
-    {"role": "assistant", "content": "Food too 🙂 "},
+    user(" What is bread? "),
+    assistant(" Food, \nof flour."),
+    user("And soup?"),
+    assistant("Food too 🙂 "),
 ]
 SYSTEM = [{"role": "system", "content": "Be brief."}]
-THOUGHT = [*CHAT[:3], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nFood."}]
+THOUGHT = [*CHAT[:3], assistant("<think>\nHm.\n</think>\n\nFood.")]
 FIRST, SECOND = CHAT[1]["content"], CHAT[3]["content"]
 
 # template -> what is learned of the chat: of each answer what the model is to write, and the token
@@ -174,8 +174,8 @@ def test_thinking_that_a_prompt_opens_is_learned_from_there(made):
 
 def test_thinking_of_qwen_is_learned_where_the_model_writes_it(made):
     thought = [*CHAT]
-    thought[1] = {"role": "assistant", "content": "<think>\nOne.\n</think>\n\nFood."}
-    thought[3] = {"role": "assistant", "content": "<think>\nTwo.\n</think>\n\nFood."}
+    thought[1] = assistant("<think>\nOne.\n</think>\n\nFood.")
+    thought[3] = assistant("<think>\nTwo.\n</think>\n\nFood.")
     tokenizer = made(QWEN_3)
     text = reader_of_chats(tokenizer)({"messages": thought})
     assert [part for part, learned in text.segments if learned] == [
@@ -207,7 +207,7 @@ def test_an_answer_follows_the_thinking_that_its_prompt_closes_and_a_chat_drops(
     tools = [{"type": "function", "function": {"name": "add"}}]
     called = read_chat({"messages": [CHAT[0], call], "tools": tools})
     assert called.segments[1] == ("<|tool_call>add<turn|>", True)
-    thought = {"role": "assistant", "content": "<|channel>thought\nHm.<channel|>Food."}
+    thought = assistant("<|channel>thought\nHm.<channel|>Food.")
     with pytest.raises(UnusableRowError, match="drops the thinking of its answer"):
         read_chat({"messages": [CHAT[0], thought]})
 
@@ -216,12 +216,12 @@ def test_answers_to_tools_share_an_example_with_their_question(made):
     """Qwen 3 keeps what was thought since the last question: one example a question, not one an
     answer.
     """
-    call = {"role": "assistant", "content": "<think>\nAsk.\n</think>\n\nadd(1, 1)"}
+    call = assistant("<think>\nAsk.\n</think>\n\nadd(1, 1)")
     asked = [
         CHAT[0],
         call,
         {"role": "tool", "content": "2"},
-        {"role": "assistant", "content": "Two."},
+        assistant("Two."),
     ]
     text = reader_of_chats(made(QWEN_3))({"messages": [*asked, *asked, CHAT[2]]})
     assert [[part for part, learned in each.segments if learned] for each in text.of_row] == [
@@ -290,14 +290,14 @@ def test_every_answer_is_an_example_of_the_set_and_of_the_plan(made, tmp_path):
 def test_calls_of_tools_are_learned_to_the_end_of_the_turn(made):
     function = {"name": "add", "arguments": '{"a": 1}'}  # templates expect an object
     messages = [
-        {"role": "user", "content": "1 + 1?"},
+        user("1 + 1?"),
         {
             "role": "assistant",
             "content": None,
             "tool_calls": [{"type": "function", "function": function}],
         },
         {"role": "tool", "content": "2"},
-        {"role": "assistant", "content": "Two."},
+        assistant("Two."),
     ]
     tokenizer, tools = made(TOOLS), [{"type": "function", "function": {"name": "add"}}]
     convert = reader_of_chats(tokenizer)
@@ -334,7 +334,7 @@ def test_a_template_that_refuses_or_draws_at_random_is_refused(made, template, r
 
 def test_marks_in_a_text_of_its_own_are_refused(made):
     with pytest.raises(UnusableRowError, match=r"U\+FDD0"):
-        read(made(MARKED), [CHAT[0], {"role": "assistant", "content": "\ufdd0all of it\ufdd1"}])
+        read(made(MARKED), [CHAT[0], assistant("\ufdd0all of it\ufdd1")])
 
 
 def test_farthings_own_template_begins_as_the_tokenizer_does(tiny_folders, tmp_path):

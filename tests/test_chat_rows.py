@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from data_files import assistant, user
 from farthing.data.chat import Renderer, default_template
 from farthing.data.foreign import foreign_kind
 from farthing.data.formats import Converter, recognise
@@ -71,11 +72,11 @@ def whole(row: dict[str, Any], template: str = PLAIN) -> str:
 
 
 def asked(**answer) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": "a?"}, {"role": "assistant", **answer}]
+    return [user("a?"), {"role": "assistant", **answer}]
 
 
 def talk(**marks) -> list[dict[str, Any]]:
-    later = [{"role": "user", "content": "b?"}, {"role": "assistant", "content": "B"}]
+    later = [user("b?"), assistant("B")]
     return asked(content="A", **marks) + later
 
 
@@ -97,7 +98,7 @@ def test_a_marked_turn_is_context(marks, template):
     assert read(marked, template).n_unlearned == 0  # asked for, not a shortcoming of the template
 
 
-GREETED = {"messages": [{"role": "assistant", "content": "Hi."}, *talk()]}
+GREETED = {"messages": [assistant("Hi."), *talk()]}
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_an_answer_that_says_nothing_is_not_learned_as_an_empty_one(said, templa
 
 def test_text_in_parts_is_text_and_pictures_are_not():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b?"}]
-    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "A"}]}
+    row = {"messages": [user(parts), assistant("A")]}
     assert read(row).segments[0][0] == "<user>ab?</s><assistant>"
     row["messages"][0]["content"] = [*parts, {"type": "image_url", "image_url": {"url": "x"}}]
     preferred = {
@@ -237,7 +238,7 @@ def test_older_function_calls_are_tool_calls():
         "messages": [
             *asked(content=None, function_call=call),
             {"role": "function", "name": "weather", "content": "sunny"},
-            {"role": "assistant", "content": "Sunny."},
+            assistant("Sunny."),
         ],
         "functions": [{"name": "weather", "parameters": {}}],
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from data_files import opened, values
+from data_files import assistant, opened, user, values
 from farthing.config.load import load_job
 from farthing.data.columns import columns_of, renamed
 from farthing.data.formats import Converter, recognise, used_columns
@@ -71,11 +71,10 @@ def test_a_brace_that_is_doubled_is_a_brace():
 
 
 def test_a_template_with_an_unknown_column_says_which():
-    with pytest.raises(DataError, match="no column `anser`") as caught:
+    with pytest.raises(DataError, match=r"no column `anser`(?s:.*)did you mean `answer`"):
         recognise(
             set(GSM), "causal-lm", {"prompt": "question", "completion": "{anser}"}, "rows.jsonl"
         )
-    assert "did you mean `answer`" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +225,7 @@ TEMPLATE = with_template(
     other_templates=(),
     all_special_tokens=["</s>"],
 )
-ASKED = {"role": "user", "content": "Hi?"}
+ASKED = user("Hi?")
 
 
 @pytest.mark.parametrize(
@@ -242,8 +241,8 @@ ASKED = {"role": "user", "content": "Hi?"}
                 "schemaVersion": "x",
                 "system": [{"text": "Be brief."}],
                 "messages": [
-                    {"role": "user", "content": [{"text": "Hi?"}]},
-                    {"role": "assistant", "content": [{"text": "Yo."}]},
+                    user([{"text": "Hi?"}]),
+                    assistant([{"text": "Yo."}]),
                 ],
             },
             "<system>Be brief.</s><user>Hi?</s><assistant>Yo.</s>",
@@ -251,7 +250,7 @@ ASKED = {"role": "user", "content": "Hi?"}
         ),
         (
             {
-                "prompt": [ASKED, {"role": "assistant", "content": "Yo."}, ASKED],
+                "prompt": [ASKED, assistant("Yo."), ASKED],
                 "completion": '[ {"role": "assistant", "content": "Again."}]',
             },
             "<user>Hi?</s><assistant>Yo.</s><user>Hi?</s><assistant>Again.</s>",

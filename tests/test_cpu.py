@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farthing.model import cpu
@@ -115,7 +116,7 @@ def test_layers_take_inputs_of_any_form():
     plain = [layer(x) for x in inputs]
     cpu.use(nn.Sequential(layer))
     for x, expected in zip(inputs, plain, strict=True):
-        torch.testing.assert_close(layer(x), expected)
+        assert_close(layer(x), expected)
 
 
 def test_sizes_are_few_and_hardly_larger():
@@ -183,7 +184,7 @@ def test_what_is_dropped_of_weights_is_dropped_of_their_gradients():
     ) / (2 * step)
     given = torch.randn_like(numeric)
     (of_value,) = torch.autograd.grad(drawn(query, key, value), value, given)
-    torch.testing.assert_close((of_value * direction).sum(), (given * numeric).sum())
+    assert_close((of_value * direction).sum(), (given * numeric).sum())
     assert not torch.equal(
         drawn(query, key, value),
         cpu.attend(query, key, value, documents, AttentionSettings(False, 0.5)),
@@ -221,7 +222,7 @@ def test_norms_are_those_of_transformers():
             out.sin().sum().backward()
             results.append((out.detach(), given.grad, model[0].weight.grad))
         for left, right in zip(*results, strict=True):
-            torch.testing.assert_close(left, right, rtol=2e-5, atol=2e-6)
+            assert_close(left, right, rtol=2e-5, atol=2e-6)
         assert torch.equal(own(hidden.bfloat16()), plain(hidden.bfloat16()))  # left to transformers
 
 
@@ -231,5 +232,5 @@ def test_a_gelu_with_a_tanh_is_that_of_transformers():
     activation, numbers = ACT2FN["gelu_new"], torch.linspace(-9, 9, 2001)
     expected = activation(numbers)
     use_one_gelu(nn.Sequential(activation))
-    torch.testing.assert_close(activation(numbers), expected, rtol=1e-5, atol=1e-6)
+    assert_close(activation(numbers), expected, rtol=1e-5, atol=1e-6)
     assert activation(numbers.requires_grad_()).grad_fn.name() == "GeluBackward0"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from command import in_python
-from data_files import KINDS, bad, opened, values, write_as
+from data_files import KINDS, assistant, bad, opened, user, values, write_as
 from farthing.addresses import without_secrets
 from farthing.data import blocks, parts
 from farthing.data.batches import Batches, collate, permutation, split_by_input
@@ -22,7 +22,6 @@ from farthing.data.parts import TokenPart, read_part
 from farthing.data.read import Row, open_sources
 from farthing.data.token_set import (
     TokenRecipe,
-    TokenSet,
     open_token_set,
     set_key,
     tokenizer_sha256,
@@ -251,10 +250,10 @@ def test_a_link_to_no_file_is_told_from_a_wrong_name(target, tmp_path):
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Hello."},
-    {"role": "user", "content": "Bye"},
-    {"role": "assistant", "content": "See you."},
+    user("Hi"),
+    assistant("Hello."),
+    user("Bye"),
+    assistant("See you."),
 ]
 
 
@@ -305,7 +304,7 @@ def test_a_tokenizer_without_template_gets_a_readable_one(tokenizers):
         ({"messages": []}, "`messages` is empty"),
         ({"messages": "not json"}, "is text that is not JSON"),
         ({"messages": [{"content": "x"}]}, "message 1 has no `role`"),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "message 1: `content` is a list"),
+        ({"messages": [user(["x"])]}, "message 1: `content` is a list"),
         ({"messages": CHAT[:2]}, "no assistant turn"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, "turn 1 has no known `from`"),
         ({"prompt": "p", "completion": " \n"}, "`completion` is empty"),
@@ -340,18 +339,6 @@ def tokens_of(tmp_path, tokenizers):
     return making
 
 
-def learned(tokens: TokenSet, tokenizer, index: int = 0) -> str:
-    """The decoded target tokens of an example."""
-    ids, is_target = tokens.example(index)
-    return str(tokenizer.decode(ids[is_target.astype(bool)], skip_special_tokens=False))
-
-
-def given(tokens: TokenSet, tokenizer, index: int = 0) -> str:
-    """The decoded other tokens."""
-    ids, is_target = tokens.example(index)
-    return str(tokenizer.decode(ids[~is_target.astype(bool)], skip_special_tokens=False))
-
-
 @pytest.mark.parametrize(
     ("prompt", "completion", "shown", "said"),
     [
@@ -369,11 +356,12 @@ def test_the_completion_and_its_end_are_learned(
     tokens_of, tokenizers, prompt, completion, shown, said
 ):
     tokens = tokens_of([{"prompt": prompt, "completion": completion}])
-    assert given(tokens, tokenizers["llama"]) == shown
-    assert learned(tokens, tokenizers["llama"]) == said
+    ids, is_target = tokens.example(0)
+    parts = [tokenizers["llama"].decode(ids[is_target == learned]) for learned in (0, 1)]
+    assert parts == [shown, said]
 
 
-def test_the_prompt_is_learned_only_when_asked_for(tokens_of, tokenizers):
+def test_the_prompt_is_learned_only_when_asked_for(tokens_of):
     rows = [
         {"prompt": "one two", "completion": " three"},
         {"prompt": "one two", "completion": " four"},

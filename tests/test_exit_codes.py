@@ -211,7 +211,7 @@ def test_train_has_every_code(tmp_path, monkeypatch, cli):
 
     def told(steps, step):
         if step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         return real(steps, step)
 
     def trained(code, *more):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from data_files import opened
+from data_files import assistant, opened, user
 from desk import left_behind
 from farthing.config.load import load_job
 from farthing.data.foreign import foreign_kind
@@ -23,9 +23,9 @@ from farthing.tiny import demo_rows, write_jsonl
 from workshop import Heard, read_json, train
 
 USER, GOOD, BAD = (
-    {"role": "user", "content": "How much?"},
-    {"role": "assistant", "content": "A farthing."},
-    {"role": "assistant", "content": "Go away."},
+    user("How much?"),
+    assistant("A farthing."),
+    assistant("Go away."),
 )
 TURNS = [{"from": "human", "value": "How much?"}, {"from": "gpt", "value": "A farthing."}]
 SEES = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
@@ -80,14 +80,10 @@ MEDIA = {
     "a place for one": {
         "conversations": [{"from": "human", "value": "What is this?\n<image>"}, TURNS[1]]
     },
-    "a place in a message": {"messages": [{"role": "user", "content": "<image>What?"}, GOOD]},
-    "a place in json": {
-        "messages": json.dumps([{"role": "user", "content": "<video> What?"}, GOOD])
-    },
-    "parts of openai": {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "?"}, SEES]}, GOOD]
-    },
-    "parts without a type": {"messages": [{"role": "user", "content": [{"image": "a.png"}]}, GOOD]},
+    "a place in a message": {"messages": [user("<image>What?"), GOOD]},
+    "a place in json": {"messages": json.dumps([user("<video> What?"), GOOD])},
+    "parts of openai": {"messages": [user([{"type": "text", "text": "?"}, SEES]), GOOD]},
+    "parts without a type": {"messages": [user([{"image": "a.png"}]), GOOD]},
     "pictures of a message": {"messages": [{**USER, "images": ["aGk="]}, GOOD]},
     "a path": {**PAIR, "image_path": "a.png"},
     "special tokens": {"prompt": "<|vision_start|><|image_pad|><|vision_end|>a", "completion": "b"},
@@ -97,9 +93,7 @@ OURS = {
     "no picture": {"messages": [USER, GOOD], "images": []},
     "no rejected answer": {**PAIR, "chosen": None, "rejected": None},
     "xml": {"prompt": "Mend it:\n<image>\n<url>x</url>\n</image>", "completion": "b"},
-    "words on tags": {
-        "messages": [{"role": "user", "content": "What does <image> mean in RSS?"}, GOOD]
-    },
+    "words on tags": {"messages": [user("What does <image> mean in RSS?"), GOOD]},
     "options of a question": {**PAIR, "choices": ["b", "c"]},
     "a language that is preferred": {**PAIR, "preferred_language": "en"},
     "where it was said": {"text": "a", "video_id": "x1"},

@@ -34,7 +34,7 @@ def gpu(monkeypatch):
     afterwards.
     """
     about = {"name": "NVIDIA H100", "capability": (9, 0), "built_for": CU130}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with_gpu(monkeypatch, is_available=True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: about["name"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: about["capability"])
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: about["built_for"])

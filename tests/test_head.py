@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from every_family import N_WORDS
@@ -147,9 +148,7 @@ def test_a_foreseen_scale_keeps_fp16_gradients_from_vanishing():
         "too late: it was lost before it was scaled"
     )
     for foreseen in (2.0**14, 2.0**13, torch.tensor(2.0**14)):
-        torch.testing.assert_close(
-            gradient(torch.float16, foreseen, 2.0**14), exact, rtol=0.02, atol=0
-        )
+        assert_close(gradient(torch.float16, foreseen, 2.0**14), exact, rtol=0.02, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +246,7 @@ def test_what_is_not_known_takes_the_plain_path_and_says_why():
         assert_same(gradients_of(model, ours), their_gradients)
         of_rows = log_probs_of(model, batch, "causal-lm")
         expected = by_whole_logits(model, batch, "causal-lm")
-        torch.testing.assert_close(of_rows, expected, rtol=1e-5, atol=1e-5)
+        assert_close(of_rows, expected, rtol=1e-5, atol=1e-5)
         wanted = gradients_of(model, expected[1])
         assert_same(gradients_of(model, of_rows[1]), wanted)
     assert "classification" in find_head(make_model("llama"), "classification").why_whole
@@ -311,11 +310,11 @@ def test_log_probabilities_of_documents_are_those_of_whole_logits(family, settin
             ours = log_probs_of(model, one, task)
         assert ours.shape == (4,)
         assert ours[2] == 0 or family in ("mbart", "plbart")
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
         assert_same(gradients_of(model, (ours * weights).sum()), their_gradients, 1e-5)
         with torch.no_grad(), in_tiles_of(3):
             values = log_probs_of(model, one, task)
-        torch.testing.assert_close(values, theirs, rtol=1e-5, atol=1e-5)
+        assert_close(values, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_log_probabilities_keep_no_logits_beyond_a_tile_for_the_backward_pass():

@@ -33,10 +33,10 @@ from workshop import job_file, make_job, read_json, read_rows, rows_of, train
 # ---- padding ----
 
 
-def drawn(n: int, mean: float = 5.0, spread: float = 0.8, most: int = 1024, seed: int = 0):
+def drawn(n: int, mean: float = 5.0, spread: float = 0.8, seed: int = 0):
     """Lengths with a long tail."""
     draws = np.random.default_rng(seed).normal(mean, spread, n)
-    return np.minimum(np.exp(draws).astype(np.int64) + 1, most)
+    return np.minimum(np.exp(draws).astype(np.int64) + 1, 1024)
 
 
 # ---- cut by tokens ----
@@ -181,14 +181,16 @@ def known_of(job: Job):
     return read_lengths(job, cache_dir=Path(job.cache_dir))
 
 
-WEIGHED = {"train": [{"path": "data.jsonl", "weight": 3}]}
-
-
 @pytest.mark.parametrize(
     ("keys", "n_examples"),
     [
         (
-            {**WEIGHED, "eval_fraction": 0.25, "max_train_samples": 10, "max_eval_samples": 3},
+            {
+                "train": [{"path": "data.jsonl", "weight": 3}],
+                "eval_fraction": 0.25,
+                "max_train_samples": 10,
+                "max_eval_samples": 3,
+            },
             (30, 3),
         ),
         ({"eval": "held.jsonl"}, (40, 7)),

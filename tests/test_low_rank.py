@@ -10,6 +10,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from every_family import make_framing_tokenizer, small_config, small_model, write_job
 from farthing.config.load import load_job
@@ -149,7 +150,7 @@ def test_inputs_of_any_form_and_order_in_memory():
     layer, fused = one_layer(), fused_layer()
     of_any_form = [torch.randn(size) for size in ((12,), (0, 12), (2, 3, 12), (1, 12))]
     for x in (*of_any_form, torch.randn(12, 5).t(), torch.randn(4, 24)[:, ::2]):
-        torch.testing.assert_close(fused(x), layer(x))
+        assert_close(fused(x), layer(x))
     y = fused(torch.randn(2, 3, 12))
     y += 1  # what comes out is no view that may not be written to
     y.sum().backward()
@@ -182,7 +183,7 @@ def test_layers_that_read_one_tensor_keep_one_copy_of_it():
         with torch.no_grad():
             x.add_(1)
         after = layers[1](x)
-        torch.testing.assert_close(after, layers[1](x.clone()))
+        assert_close(after, layers[1](x.clone()))
     del before
 
 
@@ -327,15 +328,13 @@ def test_layers_of_gpt2_begin_as_what_they_are(init):
     plain, model = model_of("gpt2"), model_of("gpt2")
     model = add_adapter(model, Adapter(r=2, init=init), "causal-lm", 0)
     ids = torch.arange(3, 9)[None]
-    torch.testing.assert_close(
-        model.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits
-    )
+    assert_close(model.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits)
     layer = model.get_base_model().transformer.h[0].attn.c_attn
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     w = layer.get_base_layer().weight.T
     q, r = torch.linalg.qr(w.detach())
     if init == "olora":
-        torch.testing.assert_close((b @ a).detach(), q[:, :2] @ r[:2])
+        assert_close((b @ a).detach(), q[:, :2] @ r[:2])
 
 
 def test_positions_of_bart_are_trained_whole(tmp_path):

@@ -26,7 +26,6 @@ from farthing.model.adapters import count_parameters
 from farthing.model.load import ModelChoice, load_config, load_model
 from farthing.train.build import build_model
 from farthing.train.loop import take_step
-from farthing.train.opened_run import opened_run
 from farthing.train.resolve import resolve
 from farthing.train.schedule import schedule
 from heads import gradients_of, summed_loss
@@ -195,8 +194,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale_and_is_not_counted_as_n
 ):
     with_scaler(monkeypatch)
     job, heard = make_job(tmp_path, max_skipped_steps=2), Heard()
-    Path(job.output_dir).mkdir()
-    with opened_run(job, heard) as run:
+    with workshop.opened(job, heard) as run:
         before = weights_in(run.model)
         step = run.steps.step
         unscale = step.scaler.unscale_
@@ -218,7 +216,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale_and_is_not_counted_as_n
         take_step(run)
         assert not are_same(before, weights_in(run.model))
         run.saver.save_last()
-    with opened_run(job, heard) as run:
+    with workshop.opened(job, heard) as run:
         assert run.scaler.get_scale() == 2.0**13
 
 

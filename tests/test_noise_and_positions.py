@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.testing import assert_close
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from farthing.errors import ModelError
@@ -38,7 +39,7 @@ def test_noise_is_that_of_transformers_in_training_alone(tmp_path):
     for model in (ours, theirs):
         torch.manual_seed(3)
         found.append(model(input_ids=IDS, labels=IDS).loss)
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+    assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
     plain = model_in(tmp_path / "base")
     assert abs(float((found[0] - plain(input_ids=IDS, labels=IDS).loss).detach())) > 1e-3
     assert torch.equal(ours.eval()(input_ids=IDS).logits, plain.eval()(input_ids=IDS).logits)
@@ -84,7 +85,7 @@ def test_positions_of_the_job_are_trained_and_exported(tmp_path, cli):
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.config.rope_parameters["factor"] == 4.0
     expected = trained_model(run)(input_ids=IDS).logits
-    torch.testing.assert_close(merged(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    assert_close(merged(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
     cli("train", path, code=2)  # another model
 
 
@@ -130,9 +131,7 @@ def test_biases_of_an_adapter_are_trained_and_merged(tmp_path, cli):
     )
     cli("export", run, "--output", tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(
-        merged(input_ids=IDS).logits, tuned(input_ids=IDS).logits, rtol=1e-4, atol=1e-4
-    )
+    assert_close(merged(input_ids=IDS).logits, tuned(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
     other = make_job(tmp_path / "other", method=method, max_steps=1)
     with pytest.raises(ModelError, match="have no bias"):
         train(other)

@@ -3,7 +3,6 @@ that can go on.
 """
 
 import json
-import os
 import signal
 import threading
 import time
@@ -90,9 +89,9 @@ def aws_token(request) -> Answer:
     return (200, "token-1") if request.command == "PUT" and ttl == "60" else (400, "")
 
 
-def with_token(body: str, token: str = "token-1"):
+def with_token(body: str):
     return lambda request: (
-        (200, body) if request.headers.get("X-aws-ec2-metadata-token") == token else (401, "")
+        (200, body) if request.headers.get("X-aws-ec2-metadata-token") == "token-1" else (401, "")
     )
 
 
@@ -307,7 +306,7 @@ def test_whose_machine_it_is_stands_in_its_firmware(files, cloud, tmp_path):
 def test_a_signal_after_a_clouds_notice_is_not_a_second_one():
     with Notice() as notice:
         notice.say("Google Cloud preemption", "gcp")
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         assert [heard.what for heard in notice.news()] == ["Google Cloud preemption", "SIGTERM"]
         assert notice.reason == "Google Cloud preemption"
         assert notice.news() == []
@@ -319,7 +318,7 @@ def test_the_signals_of_schedulers_and_terminals_are_heard(name):
     before = signal.signal(number, lambda *_: None)  # a signal that is not heard ends no test
     try:
         with Notice() as notice:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
             assert notice.reason == name
     finally:
         signal.signal(number, before)
@@ -328,7 +327,7 @@ def test_the_signals_of_schedulers_and_terminals_are_heard(name):
 def test_a_limit_or_whoever_asked_first_is_why_a_run_leaves_and_one_press_is_one_wish():
     with Notice(one_press_s=300.0) as notice:
         for _ in range(2):  # the terminal's, and the launcher's
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         assert [heard.what for heard in notice.heard] == ["SIGINT"]
         notice.reach("the cap")
         assert notice.how_it_ends() == ("interrupted", "SIGINT")

@@ -26,10 +26,12 @@ from offers import TODAY, offer_of
 from planned import H, Place, at, decide, lengths_of, only, place, refused, shape_of, wanted_of
 from thinned import thinned
 
+A100, RTX_4090 = place("A100-80GB", 2.0), place("RTX 4090", 0.5)
+EIGHT = "meta-llama/Llama-3.1-8B"
 MARKET = [
     place("A100-80GB", 2.5),
     place("H100-80GB", 3.5),
-    place("RTX 4090", 0.5),
+    RTX_4090,
     place("RTX 4090", 1.0, 2),
     place("L4", 0.6),
     place("T4", 0.3),
@@ -56,7 +58,7 @@ def test_micro_batches_are_budgets_of_tokens():
     assert budgets(short, 1, is_cuda=True)[:2] == [200, 1024]
     assert budgets(short, 1, is_cuda=False) == [200, 1024, 2048]
     assert budgets(long, 1, is_cuda=False) == [9000]
-    plan = only(replace(asked, micro_batch_tokens=777), place("A100-80GB", 2.0))
+    plan = only(replace(asked, micro_batch_tokens=777), A100)
     assert plan.recipe.settings.micro_batch_tokens == 777, "what the job says"
     assert "up to 777 tokens at a time" in plan.recipe.in_words()
 
@@ -141,30 +143,27 @@ def test_the_cheapest_is_first_and_ties_go_to_the_sooner_and_say_so():
         (1.08, "A100-80GB", "the cheapest"),
         (0.97, "H100-80GB", "the cheapest"),
     ):
-        ranked = decide(
-            wanted_of(), [place("A100-80GB", 2.0), place("H100-80GB", even * factor)]
-        ).plans
+        ranked = decide(wanted_of(), [A100, place("H100-80GB", even * factor)]).plans
         assert ranked[0].offer.gpu == first, factor
         assert why(ranked[0], ranked).startswith(words)
         assert "x as" in why(ranked[1], ranked)
 
 
 def test_among_equals_one_gpu_comes_before_several():
-    alone = only(wanted_of(), place("RTX 4090", 0.5))
+    alone = only(wanted_of(), RTX_4090)
     two = only(wanted_of(), place("RTX 4090", 1.0, 2))
     price = 1.0 * alone.total_usd / two.total_usd * 0.97
-    answer = decide(wanted_of(), [place("RTX 4090", 0.5), place("RTX 4090", price, 2)])
+    answer = decide(wanted_of(), [RTX_4090, place("RTX 4090", price, 2)])
     assert answer.plans[1].total_usd < answer.plans[0].total_usd
     assert answer.best == answer.plans[0]
     assert "estimates can't tell apart, and on one GPU" in why(answer.plans[0], answer.plans)
     assert answer.plans[0].wall_s > answer.plans[1].wall_s
-    cheaper = decide(wanted_of(), [place("RTX 4090", 0.5), place("RTX 4090", price * 0.8, 2)])
+    cheaper = decide(wanted_of(), [RTX_4090, place("RTX 4090", price * 0.8, 2)])
     assert cheaper.best == cheaper.plans[0]
     assert cheaper.plans[0].recipe.n_gpus == 2
     assert cheaper.plans[0].recipe.to_set == ("where.gpus: all",)
 
 
-OLD = place("A100-80GB", 2.0)
 ARM = at(offer_of("GH200", 1.0), torch=Torch("2.13.0"))
 SMALL_STEPS = {"micro_batch_tokens": 1024, "checkpoint_every": 1}
 NEEDED = only(wanted_of(**SMALL_STEPS), place("RTX 4090", 0.2)).on.memory_range.likely
@@ -178,14 +177,14 @@ def fresh(usd: float, **changes) -> Place:
 @pytest.mark.parametrize(
     ("first", "second", "is_first", "asked"),
     [
-        (OLD.aged(95), fresh(4.0), True, {}),
-        (OLD.aged(95), fresh(2.1), False, {}),
-        (OLD.aged(181), fresh(2.35, host_note="drivers of its own"), False, {}),
-        (OLD.aged(91), fresh(2.6, host_note="drivers of its own"), True, {}),
-        (OLD.aged(95), OLD.aged(400).sold(usd=1.9), True, {}),  # the cheapest at worst
+        (A100.aged(95), fresh(4.0), True, {}),
+        (A100.aged(95), fresh(2.1), False, {}),
+        (A100.aged(181), fresh(2.35, host_note="drivers of its own"), False, {}),
+        (A100.aged(91), fresh(2.6, host_note="drivers of its own"), True, {}),
+        (A100.aged(95), A100.aged(400).sold(usd=1.9), True, {}),  # the cheapest at worst
         (ARM, place("H100-80GB", 1.5), False, {}),
-        (TIGHT, OLD, False, SMALL_STEPS),
-        (place("RTX 4090", 0.2), OLD, True, SMALL_STEPS),
+        (TIGHT, A100, False, SMALL_STEPS),
+        (place("RTX 4090", 0.2), A100, True, SMALL_STEPS),
     ],
 )
 def test_the_first_choice_can_be_had_at_its_price_and_surely_does_the_job(
@@ -206,9 +205,8 @@ def test_a_machine_that_needs_hands_says_what_it_needs():
 
 
 def test_a_price_that_the_user_gave_is_taken_however_old_it_is():
-    given = place("A100-80GB", 2.0).aged(400)
-    fresh = place("A100-80GB", 2.2, provider="B")
-    first = decide(wanted_of(), [given, fresh], has_own_prices=True).plans[0]
+    given = A100.aged(400)
+    first = decide(wanted_of(), [given, fresh(2.2)], has_own_prices=True).plans[0]
     assert first.offer is given.offer
     plain = decide(wanted_of(), [given.aged(0)]).plans[0]
     assert first.usd_range == plain.usd_range
@@ -256,7 +254,7 @@ def test_targets_count_as_sources_do_where_both_are_laid_end_to_end():
     lengths = from_mean(20_000, 200.0, 512, mean_target=50.0)
     asked = wanted_of("google/flan-t5-base", lengths=lengths, global_batch=16)
     assert asked.is_packed
-    step = only(asked, place("RTX 4090", 0.5)).on.step
+    step = only(asked, RTX_4090).on.step
     assert step.parts["launch"] < 0.2 * step.seconds
     assert step.n_padded_tokens == pytest.approx(step.n_tokens)
     cut = asked.cut(2048)
@@ -285,8 +283,8 @@ def test_more_gpus_than_examples_in_a_step_are_refused():
 
 
 def test_a_model_too_large_for_one_gpu_is_divided():
-    asked = wanted_of("meta-llama/Llama-3.1-8B", method="full")
-    assert "needs" in refused(asked, place("A100-80GB", 2.0)).reason
+    asked = wanted_of(EIGHT, method="full")
+    assert "needs" in refused(asked, A100).reason
     plan = only(asked, place("A100-80GB", 16.0, 8))
     assert plan.recipe.sharding == "fsdp"
     adapters = only(replace(asked, method="lora"), place("RTX 4090", 4.0, 8))
@@ -392,27 +390,24 @@ def test_evaluation_takes_as_many_tokens_at_once_as_training_but_one_row_has_to_
     asked = wanted_of(
         lengths=lengths_of(2000, 128), eval_lengths=lengths_of(200, 2048), eval_batch=64
     )
-    assert decide(asked, [place("RTX 4090", 0.5)]).plans
+    assert decide(asked, [RTX_4090]).plans
     long = replace(asked, eval_lengths=lengths_of(200, 1 << 20))
-    assert "needs" in refused(long, place("RTX 4090", 0.5)).reason
+    assert "needs" in refused(long, RTX_4090).reason
 
 
 # ---- spot and deadlines ----
 
-
-def calm(offer: Offer) -> Interruptions:
-    """Capacity that stays for weeks."""
-    return Interruptions(weibull(1000 * H), weibull(0.01 * H))
+SPOT = place("A100-80GB", 1.0, spot=True)
 
 
 def nervous(offer: Offer) -> Interruptions:
-    """Capacity that goes within the hour in one zone, and stays in the others."""
-    return Interruptions(weibull(0.7 * H), weibull(3 * H)) if offer.zone == "bad" else calm(offer)
+    """Capacity that goes within the hour in one zone, and stays for weeks in the others."""
+    stays_h, away_h = (0.7, 3) if offer.zone == "bad" else (1000, 0.01)
+    return Interruptions(weibull(stays_h * H), weibull(away_h * H))
 
 
 def test_each_zone_has_its_own_chance():
-    spot = place("A100-80GB", 1.0, spot=True)
-    spots = [spot.sold(zone=zone) for zone in ("good", "bad")]
+    spots = [SPOT.sold(zone=zone) for zone in ("good", "bad")]
     work = wanted_of(n_epochs=20.0)
     assert len({plan.wall_s for plan in decide(work, spots, hazard=nervous).plans}) == 2
     wall_s = only(work, spots[0], hazard=nervous).wall_s
@@ -424,14 +419,13 @@ def test_each_zone_has_its_own_chance():
 
 def test_a_run_is_promised_what_torch_allocates_for_it():
     asked = wanted_of(micro_batch_tokens=1024, checkpoint_every=1)
-    plan = only(asked, place("RTX 4090", 0.5))
+    plan = only(asked, RTX_4090)
     assert estimate_of(plan, asked).peak_bytes == plan.on.memory.allocated.n_bytes
     assert plan.on.memory_range.likely > plan.on.memory.allocated.n_bytes + 2**29, "and a context"
 
 
 def test_capacity_that_never_lasts_a_start_is_refused():
-    spot = place("A100-80GB", 1.0, spot=True)
-    found = refused(wanted_of(), spot, hazard=lambda _: Interruptions(weibull(0.1)))
+    found = refused(wanted_of(), SPOT, hazard=lambda _: Interruptions(weibull(0.1)))
     assert found.reason == "interruptions come faster than work is saved"
 
 
@@ -476,9 +470,6 @@ def test_a_host_without_room_for_the_copy_of_a_checkpoint_takes_it_at_the_pace_o
 # ---- weights in main memory ----
 
 
-EIGHT = "meta-llama/Llama-3.1-8B"
-
-
 def with_ram(gpu: str, usd: float, gib: float, n_gpus: int = 1) -> Place:
     return place(gpu, usd, n_gpus).sold(ram_gib=gib)
 
@@ -487,7 +478,7 @@ def test_weights_stay_on_the_gpu_where_they_fit_and_where_main_memory_is_short_o
     asked = wanted_of(EIGHT, method="full")
     whole = only(asked, with_ram("B200", 5.0, 512.0))
     assert (whole.to_set, whole.on.host_bytes) == ((), 0)
-    for small in (with_ram("RTX 4090", 0.5, 64.0), place("RTX 4090", 0.5)):
+    for small in (with_ram("RTX 4090", 0.5, 64.0), RTX_4090):
         assert refused(asked, small).reason.startswith("needs ")
 
 
@@ -551,7 +542,7 @@ def test_more_gpus_bring_fewer_rows_each_and_adapters_leave_only_the_base_in_mai
 
 def test_an_off_loaded_optimizer_needs_main_memory_too():
     asked = wanted_of(EIGHT, method="full", optim="adamw_torch_offload", checkpoint_every=1)
-    assert only(asked, place("A100-80GB", 2.0)).on.host_bytes == 16 * asked.shape.n_parameters
+    assert only(asked, A100).on.host_bytes == 16 * asked.shape.n_parameters
     short = with_ram("A100-80GB", 2.0, 100.0)
     assert refused(asked, short).reason.endswith("of main memory, has 100.0 GiB")
 
@@ -562,7 +553,7 @@ def test_checkpoints_where_nobody_takes_the_machine_are_youngs_for_a_crash_a_wee
 
 
 def test_errors_are_alike_within_era_kind_and_precision():
-    llama = shape_of("meta-llama/Llama-3.1-8B")
+    llama = shape_of(EIGHT)
     assert class_of(llama, "Volta", "fp16") == ("old", "causal", "16")
     assert class_of(llama, "Turing", "fp16") == ("old", "causal", "16")
     assert class_of(llama, "Ada", "fp32") == ("recent", "causal", "fp32")
@@ -588,7 +579,7 @@ def test_ranges_of_farthings_own_runs_come_before_those_of_other_trainers():
 
 
 def test_what_must_fit_is_farthings_own_count_not_the_range_of_other_trainers():
-    on = only(wanted_of("meta-llama/Llama-2-7b-hf"), place("RTX 4090", 0.5)).on
+    on = only(wanted_of("meta-llama/Llama-2-7b-hf"), RTX_4090).on
     certain = on.memory.certain_on_device.n_bytes
     most = certain + 1.2 * (on.memory_range.likely - certain)
     assert most <= on.machine.memory.n_bytes < on.memory_range.high

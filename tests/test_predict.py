@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from data_files import assistant, user
 from farthing.after.predict import Predictor
 from farthing.cli import main
 from farthing.errors import InputError
@@ -73,7 +74,7 @@ def test_answers_of_a_batch_are_those_of_one_row_at_a_time(tmp_path):
     found = predicted(run, rows, "--batch-size", "4", "--max-tokens", "6")
     model = Predictor(run, max_new_tokens=6)
     for row, given in zip(found, rows, strict=True):
-        alone = "".join(model.stream([{"role": "user", "content": given["input"]}]))
+        alone = "".join(model.stream([user(given["input"])]))
         assert row == given | {name: row[name] for name in ("score", "finish_reason")} | {
             "prediction": alone
         }
@@ -101,7 +102,7 @@ def test_an_answer_is_the_likeliest_tokens_and_its_score_their_mean(ends_at, wri
     row, other = model.rows([{"prompt": text}, {"prompt": "The"}])  # which goes on
     assert row["score"] == pytest.approx(sum(log_probs) / len(log_probs), abs=1e-4)
     answer = model.tokenizer.decode(ids[len(given) :], skip_special_tokens=True)
-    assert row["prediction"] == answer == "".join(model.stream([{"role": "user", "content": text}]))
+    assert row["prediction"] == answer == "".join(model.stream([user(text)]))
     if ends_at is None:
         said = cli.json("chat", writer, "--prompt", text, "--base", "--max-tokens", "6")
         assert (said["prompt"], said["tuned"]["text"]) == (text, answer)
@@ -124,9 +125,9 @@ def test_prompts_longer_than_training_are_whole_and_beyond_the_positions_named(w
 
 
 def test_a_chat_is_asked_as_it_was_in_training(tmp_path):
-    turns = [{"role": "user", "content": "Which?"}, {"role": "Model", "content": "This one."}]
+    turns = [user("Which?"), {"role": "Model", "content": "This one."}]
     run = run_of(tmp_path, "llama", rows=[{"dialog": turns}] * 16, max_steps=2)
-    earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    earlier = [user("a"), assistant("b")]
     chats = [turns[:1], [turns[0], {**turns[1], "weight": 0}], [*earlier, turns[0]]]
     model = Predictor(run, max_new_tokens=8)
     for chat, asked in zip(chats, [turns[:1], turns[:1], chats[2]], strict=True):

@@ -2,8 +2,6 @@
 references' cache, verdicts, reward models, and the rows they are read from.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from data_files import assistant, user
 from farthing.config.load import load_job
 from farthing.data.formats import Converter, recognise
 from farthing.data.scored import expanded
@@ -106,13 +105,13 @@ def preference_job(folder: Path, objective, *, method: str = "lora", **keys) -> 
 # ---- the formulas ----
 
 
-def answers_of(c, r, lengths=((3.0, 5.0),), **more) -> Answers:
+def answers_of(c, r) -> Answers:
     """Two answers a row with these log-probabilities, half of a step; the reference has -4 and
     -6.
     """
     n = len(c)
     reference = torch.tensor([[-4.0, -6.0]]).double().expand(n, 2)
-    n_targets = torch.tensor(lengths).double().expand(n, 2)
+    n_targets = torch.tensor([[3.0, 5.0]]).double().expand(n, 2)
     log_probs = torch.stack([torch.as_tensor(c), torch.as_tensor(r)], 1).double()
     return Answers(log_probs, n_targets, reference, None, None, OfStep(2 * n, (3 * n, 5 * n)))
 
@@ -136,25 +135,31 @@ def sigmoid(x: float) -> float:
     return math.exp(-minus_log_sigmoid(x))
 
 
-DEFAULTS: dict[str, tuple[dict[str, Any], tuple[float, float]]] = {
-    "dpo": (
-        {"loss_type": "sigmoid", "loss_weights": (), "label_smoothing": 0.0, "discopop_tau": 0.05},
-        (1e-6, 1e-5),
-    ),
-    "kto": (
-        {"loss_type": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0},
-        (1e-6, 1e-5),
-    ),
-    "orpo": ({}, (8e-6, 8e-5)),
-    "simpo": ({"beta": 2.5, "simpo_gamma": 1.375}, (1e-6, 1e-5)),
-    "cpo": ({"loss_type": "sigmoid", "label_smoothing": 0.0, "cpo_alpha": 1.0}, (1e-6, 1e-5)),
-    "reward": ({"beta": None, "center_rewards_coefficient": 0.0}, (1e-5, 1e-4)),
-}
-
-
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_keys_that_a_job_leaves_out_are_those_of_the_papers(name):
-    keys, rates = DEFAULTS[name]
+@pytest.mark.parametrize(
+    ("name", "keys", "rates"),
+    [
+        (
+            "dpo",
+            {
+                "loss_type": "sigmoid",
+                "loss_weights": (),
+                "label_smoothing": 0.0,
+                "discopop_tau": 0.05,
+            },
+            (1e-6, 1e-5),
+        ),
+        (
+            "kto",
+            {"loss_type": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0},
+            (1e-6, 1e-5),
+        ),
+        ("orpo", {}, (8e-6, 8e-5)),
+        ("simpo", {"beta": 2.5, "simpo_gamma": 1.375}, (1e-6, 1e-5)),
+        ("cpo", {"loss_type": "sigmoid", "label_smoothing": 0.0, "cpo_alpha": 1.0}, (1e-6, 1e-5)),
+        ("reward", {"beta": None, "center_rewards_coefficient": 0.0}, (1e-5, 1e-4)),
+    ],
+)
+def test_keys_that_a_job_leaves_out_are_those_of_the_papers(name, keys, rates):
     keys = {"name": name, "beta": 0.1, **keys}
     assert read_settings(name).model_dump() == {k: v for k, v in keys.items() if v is not None}
     assert objective_of(name).learning_rates == rates
@@ -220,7 +225,7 @@ def test_losses_are_those_of_their_papers(settings, loss):
 
 def test_the_figures_of_pairs_are_sums_with_their_counts():
     """The second pair is a tie in what a token costs."""
-    answers = answers_of([-3.0, -6.0], [-9.0, -10.0], ((3.0, 5.0),))
+    answers = answers_of([-3.0, -6.0], [-9.0, -10.0])
     found = objective_of("dpo").loss(answers, read_settings("dpo"))[1]
     d = [-1 / 3, 3 / 5, 2 / 3, 4 / 5]
     assert as_numbers(found) == {
@@ -477,8 +482,8 @@ def test_a_pass_that_is_killed_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("objective: {name: dpo, beat: 1}", "did you mean `beta`?"),
-        ("objective: dpp", "did you mean `dpo`?"),
+        ("objective: {name: dpo, beat: 1}", "did you mean `beta`"),
+        ("objective: dpp", "did you mean `dpo`"),
         ("objective: {beta: 0.1}", "`name` is missing"),
         ("objective: {name: dpo, beta: 0}", "greater than 0"),
         ("objective: {name: cpo, label_smoothing: 0.5}", "less than 0.5"),
@@ -501,16 +506,15 @@ def test_what_an_objective_can_not_do_is_refused(tmp_path, text, word):
     base = "model: ./base\noutput_dir: ./run\n"
     base += "" if "data:" in text else "data: data.jsonl\n"
     (tmp_path / "job.yaml").write_text(base + text + "\n")
-    with pytest.raises((JobError, InputError)) as caught:
+    with pytest.raises((JobError, InputError), match=word):
         load_job(tmp_path / "job.yaml")
-    assert word in str(caught.value), str(caught.value)
 
 
 # ---- rows ----
 
-USER = {"role": "user", "content": "How much?"}
-GOOD = {"role": "assistant", "content": "A farthing."}
-BAD = {"role": "assistant", "content": "Go away."}
+USER = user("How much?")
+GOOD = assistant("A farthing.")
+BAD = assistant("Go away.")
 
 
 A, B = "A farthing.", "Go away."
@@ -757,7 +761,7 @@ CHAT = {"messages": [USER], "completions": [{"response": "x", "score": 1}]}
             [{"chosen": "b", "rejected": "c"}, {"chosen": "c", "rejected": "a"}],
         ),
         (RANKED, "best", [{"instruction": "?", "output": "y"}]),
-        (CHAT, "best", [{"messages": [USER, {"role": "assistant", "content": "x"}]}]),
+        (CHAT, "best", [{"messages": [USER, assistant("x")]}]),
     ],
 )
 def test_scored_answers_become_what_is_learned(row, way, expected):

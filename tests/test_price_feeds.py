@@ -67,21 +67,18 @@ def server(monkeypatch):
             "/v3/gcp/20261121-77/catalog.zip": zipped("gcp.csv", GCP),
         }
     )
-    with pages.served():
+    with pages.served() as address:
+        pages.feeds = [
+            Feed("AWS", "skypilot", f"{address}/aws.csv"),
+            Feed("GCP", "gpuhunt", f"{address}/v3/gcp"),
+        ]
         yield pages
-
-
-def both(server: Pages) -> list[Feed]:
-    return [
-        Feed("AWS", "skypilot", f"{server.address}/aws.csv"),
-        Feed("GCP", "gpuhunt", f"{server.address}/v3/gcp"),
-    ]
 
 
 def test_feeds_become_prices_of_the_day(server, tmp_path):
     path = tmp_path / "new" / "folder" / "prices.csv"
     said = []
-    result = update(path, TODAY, both(server), progress=said.append)
+    result = update(path, TODAY, server.feeds, progress=said.append)
     assert (result.refreshed, result.kept, result.failed) == (("AWS", "GCP"), (), ())
     assert sorted(said) == ["AWS (skypilot): 5 prices", "GCP (gpuhunt): 2 prices"]
     offers = read_prices(path, TODAY)[0]
@@ -123,9 +120,9 @@ def test_one_feed_may_fail_alone_and_the_next_of_its_provider_is_taken(server, t
 
 def test_what_was_known_of_a_provider_stays_when_its_feed_fails(server, tmp_path):
     path = tmp_path / "prices.csv"
-    update(path, TODAY, both(server))
+    update(path, TODAY, server.feeds)
     del server.says["/v3/gcp/version"]
-    result = update(path, date(2026, 12, 1), both(server))
+    result = update(path, date(2026, 12, 1), server.feeds)
     assert (result.refreshed, result.kept) == (("AWS",), ("GCP",))
     days = {offer.provider: offer.date for offer in read_prices(path, date(2026, 12, 1))[0]}
     assert days == {"AWS": date(2026, 12, 1), "GCP": TODAY}
@@ -133,29 +130,29 @@ def test_what_was_known_of_a_provider_stays_when_its_feed_fails(server, tmp_path
 
 def test_nothing_changes_when_every_feed_fails(server, tmp_path):
     path = tmp_path / "prices.csv"
-    update(path, TODAY, both(server))
+    update(path, TODAY, server.feeds)
     before = path.read_bytes()
     server.says.clear()
     with pytest.raises(FeedsUnavailableError, match="none of the 2 price feeds answered") as caught:
-        update(path, TODAY, both(server))
+        update(path, TODAY, server.feeds)
     assert caught.value.exit_code == 2, "no crash"
     assert "HTTP 404" in str(caught.value)
     assert path.read_bytes() == before
     with pytest.raises(FarthingError):
-        update(tmp_path / "none" / "prices.csv", TODAY, both(server))
+        update(tmp_path / "none" / "prices.csv", TODAY, server.feeds)
     assert not (tmp_path / "none").exists()
 
 
 def test_a_damaged_file_in_the_cache_is_replaced(server, tmp_path):
     path = tmp_path / "prices.csv"
     path.write_bytes(b"\x00\xff torn")
-    update(path, TODAY, both(server))
+    update(path, TODAY, server.feeds)
     assert len(read_prices(path, TODAY)[0]) == 7
 
 
 def test_a_disk_that_is_full_leaves_the_old_prices(server, tmp_path, monkeypatch):
     path = tmp_path / "prices.csv"
-    update(path, TODAY, both(server))
+    update(path, TODAY, server.feeds)
     before = path.read_bytes()
 
     def full(descriptor):
@@ -163,7 +160,7 @@ def test_a_disk_that_is_full_leaves_the_old_prices(server, tmp_path, monkeypatch
 
     monkeypatch.setattr(price_feeds.os, "fsync", full)
     with pytest.raises(InputError, match="No space left on device"):
-        update(path, TODAY, both(server))
+        update(path, TODAY, server.feeds)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["prices.csv"]
 
@@ -222,7 +219,7 @@ def test_a_bad_answer_is_the_failure_of_one_feed(
 
     monkeypatch.setattr(price_feeds, "download", download)
     server.says["/bad.csv"] = answer
-    feeds = [Feed("Azure", "skypilot", f"{server.address}/bad.csv"), *both(server)]
+    feeds = [Feed("Azure", "skypilot", f"{server.address}/bad.csv"), *server.feeds]
     result = update(tmp_path / "prices.csv", TODAY, feeds, **limits)
     (failed,) = result.failed
     assert failed.feed.provider == "Azure"
@@ -245,7 +242,7 @@ def test_a_bad_archive_is_the_failure_of_one_feed(
 ):
     monkeypatch.setattr(price_feeds, "MAX_FEED_BYTES", 1 << 20)
     server.says |= {"/v3/gcp/version": version, "/v3/gcp/7/catalog.zip": archive}
-    (failed,) = update(tmp_path / "prices.csv", TODAY, both(server)).failed
+    (failed,) = update(tmp_path / "prices.csv", TODAY, server.feeds).failed
     assert failed.feed.provider == "GCP"
     assert words in failed.problem
 
@@ -340,7 +337,7 @@ def test_live_providers_are_asked_by_the_library(tmp_path):
 
 def test_without_the_library_live_feeds_are_not_asked(server, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gpuhunt", None)
-    feeds = [Feed("Lium", "gpuhunt-live", "gpuhunt.providers.lium:LiumProvider"), *both(server)]
+    feeds = [Feed("Lium", "gpuhunt-live", "gpuhunt.providers.lium:LiumProvider"), *server.feeds]
     result = update(tmp_path / "prices.csv", TODAY, feeds)
     assert not result.failed
     assert [o.feed.provider for o in result.outcomes if o.is_absent] == ["Lium"]

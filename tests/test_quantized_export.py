@@ -2,8 +2,6 @@
 loaded for real.
 """
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,10 +26,6 @@ from farthing.export.modelfile import modelfile
 from llama_cpp import LlamaCpp, greedy_of
 from workshop import make_folder, read_json, read_rows, rows_of
 
-DATA = Path(os.environ.get("FARTHING_DATA", ""))
-needs_data = pytest.mark.skipif(
-    not (DATA / "tokenizers").exists(), reason="FARTHING_DATA is not set"
-)
 needs_gguf = pytest.mark.skipif(not find_spec("gguf"), reason="pip install 'farthing[gguf]'")
 needs_compressed = pytest.mark.skipif(
     not find_spec("compressed_tensors"), reason="pip install 'farthing[export]'"
@@ -401,11 +395,8 @@ def test_weights_share_scales_in_the_largest_group_of_most_layers(form, hidden, 
 def test_what_transformers_does_not_load_compressed_is_refused_by_its_family(
     task, family, form, words
 ):
-    config = transformers.AutoConfig.for_model(family)
-    if family == "llama":
-        config = transformers.AutoConfig.for_model(
-            family, **TINY | {"hidden_size": 72, "intermediate_size": 72}
-        )
+    sizes = TINY | {"hidden_size": 72, "intermediate_size": 72} if family == "llama" else {}
+    config = transformers.AutoConfig.for_model(family, **sizes)
     with pytest.raises(InputError, match=words):
         plan_compressed(config, task, form)
 
@@ -442,24 +433,17 @@ def test_a_compressed_run_is_judged(family, form, tmp_path, cli):
     assert kept["judged"]["mean_kl"] < 0.1
 
 
-def job_of_family(folder: Path, family: str, texts: list[str]) -> Path:
-    """A run of a small model of a family that has learned a few real sentences."""
-    make_family(folder / "base", family, texts)
-    rows = read_rows(DATA / "e2e_nlg_dev_test.jsonl")[:160]
-    told = [{"prompt": row["input"], "completion": " " + row["target"]} for row in rows]
-    return workshop.trained(
-        folder, rows=told, pretrained=True, data={"eval_fraction": 0.2}, max_steps=30
-    )
-
-
 @needs_gguf
-@needs_data
 @pytest.mark.slow
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_llama_cpp_answers_as_transformers_does(family, tmp_path, cli):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_cpp_answers_as_transformers_does(family, data_dir, tmp_path, cli):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
-    texts = [row["text"] for row in read_rows(DATA / "complaints_narratives.jsonl")]
-    run = job_of_family(tmp_path, family, texts[:300])
+    texts = [row["text"] for row in read_rows(data_dir / "complaints_narratives.jsonl")]
+    make_family(tmp_path / "base", family, texts[:300])
+    rows = read_rows(data_dir / "e2e_nlg_dev_test.jsonl")[:160]
+    told = [{"prompt": row["input"], "completion": " " + row["target"]} for row in rows]
+    keys = {"pretrained": True, "data": {"eval_fraction": 0.2}, "max_steps": 30}
+    run = workshop.trained(tmp_path, rows=told, **keys)
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "model")
     for bits in ("f32", "bf16"):
         cli(*export(run, tmp_path / bits, "gguf", "--bits", bits))

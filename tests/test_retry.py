@@ -1,7 +1,5 @@
 """Attempts until one ends: what is begun again, what is not, and that it comes to an end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -169,7 +167,7 @@ def test_nothing_is_begun_on_a_machine_that_goes(tmp_path):
 def test_a_signal_is_handed_on_and_nothing_is_begun_after_it(number, at, tmp_path):
     before = signal.getsignal(number)
     run = Run(tmp_path, (75, 7, 7), (0, 9, 9))
-    setattr(run, at, lambda: os.kill(os.getpid(), number))
+    setattr(run, at, lambda: signal.raise_signal(number))
     assert run.supervised() == 75
     assert run.got == [number]
     assert run.n_started == 1
@@ -180,7 +178,7 @@ def test_a_signal_between_two_attempts_ends_the_pause(tmp_path):
     run = Run(tmp_path, (-9, 7, 7), (0, 9, 9))
 
     def sleep(seconds):
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
 
     run.sleep = sleep  # type: ignore[method-assign]
     run.got.append(0)
@@ -198,7 +196,7 @@ def test_where_a_run_stands_is_read_from_its_ledger(tmp_path):
 @pytest.mark.parametrize(("code", "left_with"), [(0, 0), (3, 3), (-9, 1)])
 def test_an_attempt_that_is_not_tried_again_leaves_with_its_code(code, left_with, tmp_path):
     run = Run(tmp_path)
-    run.wait = lambda: os.kill(os.getpid(), signal.SIGTERM) or code  # type: ignore[method-assign]
+    run.wait = lambda: signal.raise_signal(signal.SIGTERM) or code  # type: ignore[method-assign]
     assert (until_it_ends(run), run.got) == (left_with, [signal.SIGTERM])
 
 

@@ -5,8 +5,6 @@ Each hostile thing carries a payload that leaves a file when it is run, and is m
 checksums its reader asks for: they are no defence against those who can write them.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import gzip
@@ -77,12 +75,6 @@ def pickles(marker: Path):
 
 
 # ---- secrets ----
-
-
-@pytest.fixture
-def secrets(monkeypatch):
-    for name, secret in CANARIES.items():
-        monkeypatch.setenv(name, secret)
 
 
 def secrets_in(content: bytes) -> list[str]:
@@ -209,7 +201,7 @@ def test_a_secret_in_a_job_is_refused_and_not_repeated(keys, tmp_path, capsys):
     assert list(files_with_secrets(tmp_path)) == [str(path)]
 
 
-def test_a_password_in_the_address_of_data_is_kept_nowhere(desk, run, tmp_path):
+def test_a_password_in_the_address_of_data_is_kept_nowhere(desk, run):
     secret = CANARIES["AWS_SECRET_ACCESS_KEY"]
     with Pages({"/a.jsonl": (desk.folder / "train.jsonl").read_bytes()}).served() as address:
         host = address.removeprefix("http://")
@@ -242,14 +234,14 @@ def test_what_may_hold_data_is_for_its_owner_alone(desk, run):
 # ---- checkpoints ----
 
 
-def tensors_file(header, data: bytes = b"\0" * 64, says: int | None = None) -> bytes:
+def tensors_file(header, says: int | None = None) -> bytes:
     """A safetensors file with any header."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(raw) if says is None else says) + raw + data
+    return struct.pack("<Q", len(raw) if says is None else says) + raw + b"\0" * 64
 
 
-def nested(n: int = 200_000) -> bytes:
-    return b'{"a":' * n + b"0" + b"}" * n
+def nested() -> bytes:
+    return b'{"a":' * 200_000 + b"0" + b"}" * 200_000
 
 
 def zipped(content: bytes) -> bytes:
@@ -281,12 +273,18 @@ HOSTILE = {
     "state that names a path": ("state.json", b'{"../../../model": {}, "optimizer": {}}'),
     "state of 65 MB": ("state.json", b'{"model": {"a": "' + b"x" * (65 << 20) + b'"}}'),
     "number of a million digits": ("state.json", b'{"model": {"a": ' + b"9" * 1_000_000 + b"}}"),
+    "nested manifest": ("manifest.json", nested()),
+    "manifest of lists": ("manifest.json", b"[" * 500_000),
+    "gzip as manifest": ("manifest.json", b"\x1f\x8b" + b"\0" * 99),
+    "manifest with no number": ("manifest.json", b'{"files": [], "spent_s": NaN}'),
 }
 
 
 def forge(folder: Path, name: str, content: bytes):
     """Put a file into a committed folder, with a manifest that vouches for it."""
     (folder / name).write_bytes(content)
+    if name == "manifest.json":
+        return
     manifest = read_json(folder / "manifest.json")
     entry = {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     manifest["files"] = [*(file for file in manifest["files"] if file["name"] != name), entry]
@@ -320,10 +318,7 @@ def test_a_hostile_checkpoint_is_refused_before_it_is_parsed(what, two_saves):
     "name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 )
 def test_a_pickle_under_any_name_of_a_checkpoint_is_not_run(name, kind, two_saves, marker):
-    if name == "manifest.json":
-        (newest(two_saves) / name).write_bytes(pickles(marker)[kind])
-    else:
-        forge(newest(two_saves), name, pickles(marker)[kind])
+    forge(newest(two_saves), name, pickles(marker)[kind])
     goes_on_from_the_one_before(two_saves)
 
 
@@ -344,16 +339,6 @@ def test_a_manifest_can_not_name_files_outside_its_folder(name, two_saves):
     write_text(path, seal(manifest))
     with pytest.raises(DamagedFileError, match="names a file outside its folder"):
         read_manifest(path.parent)
-    goes_on_from_the_one_before(two_saves)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [nested(), b"[" * 500_000, b"\x1f\x8b" + b"\0" * 99, b'{"files": [], "spent_s": NaN}'],
-    ids=["objects", "lists", "gzip", "no number"],
-)
-def test_a_malformed_manifest_is_refused(content, two_saves):
-    (newest(two_saves) / "manifest.json").write_bytes(content)
     goes_on_from_the_one_before(two_saves)
 
 
@@ -537,7 +522,7 @@ def test_a_hostile_job_runs_nothing_and_stays_small(text, words, desk, run, mark
     assert words in said.err
 
 
-def test_an_override_that_would_run_code_runs_none(desk, run, marker):
+def test_an_override_that_would_run_code_runs_none(run, marker):
     said = run("--set", f"limits=!!python/object/apply:os.system ['touch \"{marker}\"']", code=2)
     assert "not valid YAML" in said.err
 

@@ -28,11 +28,9 @@ from farthing.model import attention_kernels
 from farthing.model.attention import DECODERS, can_share, go_packed, packed_logits
 from farthing.model.documents import Documents, packed_batch
 from heads import assert_same, gradients_of, language_model_loss, make_model, summed_loss
-from packed_models import MAIN, model_of
+from packed_models import CLOSE, MAIN, assert_close, model_of
 from thinned import thinned
 from token_sets import token_set
-
-CLOSE = 1e-5
 
 
 def some_tree(seed: int, n: int = 8, longest: int = 9) -> TokenSet:
@@ -276,7 +274,7 @@ def test_classification_reads_the_last_token_of_the_whole_text(family):
     batch = packed_batch(collate_shared(tokens, np.arange(9), "classification"))
     assert batch["input_ids"][0, -2:].tolist() == [1, 1]
     ours = packed_logits(model, batch)
-    torch.testing.assert_close(ours, alone, rtol=CLOSE, atol=CLOSE)
+    assert_close(ours, alone)
     assert batch["labels"].tolist() == labels.tolist()
     assert_same(
         gradients_of(model, F.cross_entropy(ours, batch["labels"], reduction="sum")), theirs

@@ -5,7 +5,6 @@ fp16's risk is said.
 from dataclasses import replace
 
 import pytest
-import torch
 
 import planned
 from farthing.data.lengths import from_mean
@@ -27,6 +26,7 @@ from farthing.planner.software import (
 from farthing.planner.types import JobSpec, Machine
 from farthing.prices.gpus import find_gpu, gpus
 from offers import offer_of
+from workshop import with_gpu
 
 
 def on(gpu: str, wanted: JobSpec) -> Machine:
@@ -170,10 +170,8 @@ def test_where_fp32_does_not_fit_fp16_is_offered_with_its_risk():
     [("overflow", None, "fp32"), ("", None, "fp16"), ("overflow", True, "fp16")],
 )
 def test_the_trainer_does_as_the_plan_says(risk, asked, name, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla V100")
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70"])
+    v100 = {"get_device_capability": (7, 0), "get_arch_list": ["sm_70"]}
+    with_gpu(monkeypatch, is_available=True, get_device_name="Tesla V100", **v100)
     assert choose_numerics("auto", None, asked, fp16_risk=risk).name == name
     with pytest.raises(HardwareError):
         choose_numerics("auto", True, None, fp16_risk=risk)

@@ -2,8 +2,6 @@
 refusals in words.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os
@@ -17,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import farthing.train.resolve
@@ -36,13 +35,12 @@ from farthing.storage.files import DamagedFileError, verify_folder
 from farthing.train.build import build_model
 from farthing.train.estimate import estimated
 from farthing.train.memory import dearest_step
-from farthing.train.opened_run import opened_run
 from farthing.train.rank_setup import joined
 from farthing.train.resolve import open_examples
 from farthing.train.strategy import read_where_it_differs, resident_bytes, shard_weights
 from ranks_at_work import SMALL, finish_on, train_on
 from together import on_ranks
-from workshop import Heard, losses_of, make_job, resolved, rows_of, with_gpu, with_where
+from workshop import Heard, losses_of, make_job, opened, resolved, rows_of, with_gpu, with_where
 
 # ---- whole runs ----
 
@@ -89,7 +87,7 @@ def refuse_difference(job: Job, other: Job):
         exported = load_file(Path(each.output_dir) / "model" / "model.safetensors")
         save = saves_of(each)[step]
         found.append((read_part(save, "model"), read_part(save, "optimizer"), exported))
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-6)
+    assert_close(*found, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -172,7 +170,6 @@ def test_the_largest_micro_batch_is_rehearsed_and_lowered_until_it_has_room(
     """With a second pass that adds up gradients, where a step will."""
     size = {"hidden": 32, "layers": 1}
     job = make_job(tmp_path, n_rows=40, max_steps=5, micro_batch_tokens=budget, size=size)
-    Path(job.output_dir).mkdir()
     loss, most, n_passes = Forward.loss, budget // least, []
 
     def limited(forward, batch, *more):
@@ -182,7 +179,7 @@ def test_the_largest_micro_batch_is_rehearsed_and_lowered_until_it_has_room(
         return loss(forward, batch, *more)
 
     monkeypatch.setattr(Forward, "loss", limited)
-    with opened_run(job, Heard()) as attempt:
+    with opened(job) as attempt:
         steps, step = attempt.steps, dearest_step(attempt)
         largest = [steps.feed.largest_of(each)[1] for each in range(5)]
         assert attempt.memory.n_tokens == largest[step] == max(largest)
@@ -240,8 +237,7 @@ class Layer(GradientCheckpointingLayer):  # type: ignore[misc]
         self.linear = torch.nn.Linear(2, 2)
 
     def forward(self, states):
-        found = self.linear(states)
-        return found
+        return self.linear(states)
 
 
 class Shares(torch.nn.Module):
@@ -348,7 +344,7 @@ def test_gradients_added_up_whole_are_those_added_up_by_rows():
                 spreads.take_gradients()
                 found.append([weight.grad for weight in ranks.trained_of(model).values()])
     for others in found[1:]:
-        torch.testing.assert_close(others, found[0], rtol=1e-2, atol=1e-8)
+        assert_close(others, found[0], rtol=1e-2, atol=1e-8)
 
 
 def test_weights_that_fsdp_would_compute_wrongly_are_refused():
@@ -384,7 +380,7 @@ def test_experts_that_nobody_asks_have_no_gradient_as_on_one_process():
         ranks.fsdp.take_gradients()
         found = gradients(ranks.trained_of(model).items())
     assert set(found) == {"layers.0.linear.weight", "layers.0.linear.bias", "experts.1.weight"}
-    torch.testing.assert_close(found, gradients(alone.named_parameters()))
+    assert_close(found, gradients(alone.named_parameters()))
 
 
 @pytest.mark.parametrize(
@@ -410,8 +406,7 @@ def test_weights_that_cannot_be_spread_are_refused_in_words(method, family, keys
 def test_a_run_that_is_measured_has_all_its_weights_on_the_device(tmp_path):
     where = {"gpus": 2, "strategy": "fsdp", "offload_weights": True}
     job, heard = make_job(tmp_path, where=where), Heard()
-    Path(job.output_dir).mkdir()
-    with opened_run(job, heard) as run:
+    with opened(job, heard) as run:
         assert not run.context.ranks.is_fsdp
     assert "where.gpus" not in heard.warnings, "nobody can start a probe on two"
 
@@ -420,7 +415,7 @@ def test_a_run_that_is_measured_has_all_its_weights_on_the_device(tmp_path):
 def test_a_process_alone_spreads_weights_over_the_device_that_computes(
     asked, found, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with_gpu(monkeypatch, is_available=True)
     with joined(make_job(tmp_path, where={"device": asked, "strategy": "fsdp"})) as (ranks, _):
         assert (ranks.n, ranks.device.type) == (1, found)
 
@@ -550,7 +545,7 @@ def test_what_ranks_have_saved_is_read_by_any_number_of_them(tmp_path):
         assert ranks[0].newest_valid() == 5
         folder = ranks[0].folder_of(5)
         whole = read_part(folder, "model")
-        torch.testing.assert_close(whole, Saved(1, 0).whole, rtol=0, atol=0)
+        assert_close(whole, Saved(1, 0).whole, rtol=0, atol=0)
         for n_others in (1, 2, 3, 4, 5):
             for index, each in enumerate(
                 checkpoints_of(tmp_path / f"on-{n}-then-{n_others}", n_others)
@@ -558,7 +553,7 @@ def test_what_ranks_have_saved_is_read_by_any_number_of_them(tmp_path):
                 part = Saved(n_others, index)
                 expected = dict(part.own)
                 each.restore(folder, {"model": part})
-                torch.testing.assert_close(part.own, expected, rtol=0, atol=0)
+                assert_close(part.own, expected, rtol=0, atol=0)
 
 
 def test_a_save_that_fails_on_one_rank_has_failed_on_all(tmp_path, monkeypatch):

@@ -10,14 +10,13 @@ in chats as the model is given them. And it learns answers without thinking behi
 opens it, which are refused here.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 import pytest
 
 from chat_templates import GEMMA, MARKED, PHI_3, QWEN_3, WORDS
+from data_files import assistant, user
 from farthing.data.encode import Encoder
 from farthing.data.formats import Example
 from farthing.model.load import ModelChoice, load_tokenizer
@@ -25,11 +24,11 @@ from token_sets import encoded_examples, reader_of_chats
 from workshop import read_json
 
 GOLDEN = Path(__file__).parent / "golden/trl_chats.json"
-ASKED = [{"role": "user", "content": "What is bread?"}, {"role": "user", "content": "And soup?"}]
+ASKED = [user("What is bread?"), user("And soup?")]
 SYSTEM = {"role": "system", "content": "Be brief."}
 PLAIN = [
-    {"role": "assistant", "content": "Food, of flour."},
-    {"role": "assistant", "content": "Food too 🙂"},
+    assistant("Food, of flour."),
+    assistant("Food too 🙂"),
 ]
 THOUGHT = [{**turn, "content": f"<think>\nHm.\n</think>\n\n{turn['content']}"} for turn in PLAIN]
 CHATS: dict[str, list[dict[str, str]]] = {

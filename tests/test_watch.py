@@ -42,9 +42,9 @@ def finished(tmp_path_factory):
     return Path(job.output_dir)
 
 
-def running(receipt: RunReceipt, n_steps: int = 48) -> RunReceipt:
+def running(receipt: RunReceipt) -> RunReceipt:
     """The same, as if it went on: killed is what a running run looks like from its files."""
-    return replace(receipt, state="killed", work={**(receipt.work or {}), "n_steps": n_steps})
+    return replace(receipt, state="killed", work={**(receipt.work or {}), "n_steps": 48})
 
 
 def test_progress_has_a_forecast_with_a_range_and_knows_silence(finished):
@@ -85,7 +85,7 @@ def test_a_log_has_a_line_now_and_then_and_a_terminal_a_picture(finished):
 
 @pytest.mark.slow
 def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path, cli):
-    path = job_file(tmp_path, "llama", max_steps=30, save_steps=10)
+    path = job_file(tmp_path, max_steps=30, save_steps=10)
     command = [sys.executable, "-m", "farthing", "train", str(path), "--json"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         until((tmp_path / "run/ledger.jsonl").exists)
