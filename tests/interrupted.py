@@ -1,6 +1,5 @@
 """Runs that are asked to leave or killed at a moment of their own."""
 
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -59,12 +58,12 @@ def when(kind: type[Event], step: int | None, action: Callable[[], None]) -> Emi
 
 
 def terminate():
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def stopped_and_resumed(folder: Path, **keys):
     """A job that left after step 3 of 6, as if a notice had come, and was started again."""
-    job = make_job(folder, "llama", max_steps=6, n_rows=24, **keys)
+    job = make_job(folder, max_steps=6, n_rows=24, **keys)
 
     assert train(job, LeavesAt(step=3)).state == "interrupted"
     assert train(job).state == "finished"

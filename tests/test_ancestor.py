@@ -2,8 +2,6 @@
 receipt names and adds.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -25,7 +23,7 @@ def second(folder: Path, source: str, family: str = "llama", **keys):
 def test_a_run_begins_with_the_weights_of_another(method, tmp_path):
     """One batch holds all rows, so that its first loss is that of the ancestor's next step."""
     keys = {"method": method, "n_rows": 8, "save_steps": 3, "save_total_limit": 5}
-    first = make_job(tmp_path, "llama", max_steps=7, **keys)
+    first = make_job(tmp_path, max_steps=7, **keys)
     train(first)
     job = second(tmp_path, "run:3", max_steps=2, **keys)
     outcome = train(job)
@@ -40,7 +38,7 @@ def test_a_run_begins_with_the_weights_of_another(method, tmp_path):
 @pytest.mark.slow
 def test_it_stays_the_same_run_without_the_ancestor_and_another_step_is_another_run(tmp_path):
     keys = {"method": "lora", "max_steps": 4, "n_rows": 24, "save_steps": 2}
-    train(make_job(tmp_path, "llama", **keys))
+    train(make_job(tmp_path, **keys))
     train(second(tmp_path, "run:2", **keys))
     with pytest.raises(RunChangedError):
         train(second(tmp_path, "run:4", **keys))
@@ -50,7 +48,7 @@ def test_it_stays_the_same_run_without_the_ancestor_and_another_step_is_another_
 
 def test_weights_that_mean_something_else_are_refused(tmp_path):
     keys = {"max_steps": 2, "n_rows": 24, "pretrained": True}
-    train(make_job(tmp_path, "llama", method={"name": "lora"}, **keys))
+    train(make_job(tmp_path, method={"name": "lora"}, **keys))
     for method, words in (
         ({"lora_alpha": 8}, r"method.lora_alpha is 32.0 there and 8.0 here"),
         ({"use_rslora": True}, r"method.use_rslora is false there and true here"),
@@ -65,7 +63,7 @@ def test_weights_that_mean_something_else_are_refused(tmp_path):
 def test_another_base_under_the_same_adapter_is_refused(change, tmp_path):
     keys = {"max_steps": 2, "n_rows": 24, "method": "lora"}
     keys["pretrained"] = change == "base"
-    train(make_job(tmp_path, "llama", **keys))
+    train(make_job(tmp_path, **keys))
     if change == "base":
         path = tmp_path / "base/model.safetensors"
         tensors = load_file(path)
@@ -90,7 +88,7 @@ def test_other_classes_are_refused(tmp_path):
 
 def test_what_is_not_there_or_damaged_is_said(tmp_path):
     keys = {"method": "lora", "max_steps": 2, "n_rows": 24}
-    train(make_job(tmp_path, "llama", **keys))
+    train(make_job(tmp_path, **keys))
 
     def is_refused(source, words):
         with pytest.raises(InputError, match=words):

@@ -2,8 +2,6 @@
 ranks, and what a plan says of it.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -143,4 +141,4 @@ def test_fp32_and_adapters_are_refused(tmp_path):
         precision_of("full", NAME, numerics)
     assert refused.value.to_do == "set train.bf16: true, or use optim: adamw_torch_fused"
     with pytest.raises(InputError, match="adapters in fp32"):
-        make_job(tmp_path, "llama", method="lora", optim=NAME)
+        make_job(tmp_path, method="lora", optim=NAME)

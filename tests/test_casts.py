@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from farthing.model.hardware import Numerics
 from packed_models import documents, model_of, with_adapter
 from workshop import are_same
 
+in_bf16 = partial(torch.autocast, "cpu", torch.bfloat16)
 NUMERICS = Numerics(torch.device("cpu"), torch.bfloat16)
 
 
@@ -110,7 +112,7 @@ def test_copies_are_gone_behind_their_step_without_a_collection_of_garbage():
         with (
             contextlib.suppress(KeyError),
             kept.kept(several=True, at_once=True),
-            torch.autocast("cpu", torch.bfloat16),
+            in_bf16(),
         ):
             copies = [weakref.ref(leaf_of(layer.weight)) for layer in model]
             model[0](torch.ones(1, 8)).sum().backward()
@@ -123,7 +125,7 @@ def test_copies_are_gone_behind_their_step_without_a_collection_of_garbage():
 def test_a_copy_made_without_gradients_is_not_taken_where_they_are_wanted():
     model, kept = two_layers()
     x = torch.randn(3, 8, requires_grad=True)
-    with kept.kept(several=True), torch.autocast("cpu", torch.bfloat16):
+    with kept.kept(several=True), in_bf16():
         with torch.no_grad():
             model[1](x)
         model[0](x).sum().backward()
@@ -138,7 +140,7 @@ def test_a_weight_that_several_layers_share(monkeypatch, small, several):
     assert len(kept.weights) == 2
     x = torch.ones(1, 8)
     for _ in range(2):
-        with kept.kept(several=several), torch.autocast("cpu", torch.bfloat16):
+        with kept.kept(several=several), in_bf16():
             (model[0](x).sum() + model[1](x).sum()).backward()
             add_up()
     assert torch.equal(model[0].weight.grad, torch.full((8, 8), 4.0))
@@ -148,7 +150,7 @@ def test_a_weight_that_several_layers_share(monkeypatch, small, several):
 def test_hooks_hear_of_gradients_that_are_added_at_once():
     model, kept = two_layers()
     weight, heard = model[0].weight, []
-    with kept.kept(several=True, at_once=True), torch.autocast("cpu", torch.bfloat16):
+    with kept.kept(several=True, at_once=True), in_bf16():
         leaf_of(weight).register_post_accumulate_grad_hook(lambda _: heard.append(weight.grad))
         model[0](torch.ones(1, 8)).sum().backward()
     assert len(heard) == 1
@@ -166,7 +168,7 @@ def test_a_shared_weight_whose_layer_is_computed_again_after_its_copy_is_gone():
     plain = copy.deepcopy(shared)
 
     def twice(layer, given):
-        with torch.autocast("cpu", torch.bfloat16):
+        with in_bf16():
             for _ in range(2):
                 given = checkpoint(
                     lambda each: torch.tanh(layer(each)), given, use_reentrant=False

@@ -2,8 +2,6 @@
 dollars.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -78,9 +76,7 @@ def test_what_holds_a_run_back(plain, case):
 
 @pytest.mark.slow
 def test_the_command_for_another_epoch_is_one_that_works(tmp_path):
-    job = make_job(
-        tmp_path, "llama", max_steps=12, n_rows=40, eval_steps=4, data={"eval_fraction": 0.3}
-    )
+    job = make_job(tmp_path, max_steps=12, n_rows=40, eval_steps=4, data={"eval_fraction": 0.3})
     receipt = train(job).receipt
     (advice,) = (
         each for each in receipt.diagnosis.advice if each.command.startswith("farthing train")
@@ -100,9 +96,7 @@ def test_the_command_for_another_epoch_is_one_that_works(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_measures_its_work_and_a_killed_one_has_it_too(tmp_path):
-    path = job_file(
-        tmp_path, "llama", max_steps=6, micro_batch_tokens=40, gradient_checkpointing=True
-    )
+    path = job_file(tmp_path, max_steps=6, micro_batch_tokens=40, gradient_checkpointing=True)
     work = train(load_job(path)).receipt.work
     assert work["n_measured_steps"] == 5, "the first one warms up"
     assert work["micro_batches_per_step"] > 1

@@ -30,11 +30,7 @@ def job_of(folder: Path, family: str, data, **train) -> dict[str, Any]:
     }
 
 
-def as_frame(rows: list[dict[str, Any]]):
-    return pandas.DataFrame(rows)
-
-
-FORMS = {"list": list, "dataset": datasets.Dataset.from_list, "frame": as_frame}
+FORMS = {"list": list, "dataset": datasets.Dataset.from_list, "frame": pandas.DataFrame}
 
 
 @pytest.mark.parametrize("form", thinned(FORMS, 9))

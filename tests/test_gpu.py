@@ -10,8 +10,6 @@ and compiled layers, and attend document by document in fp32, so that two ways t
 differ by rounding alone.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import math
@@ -64,6 +62,8 @@ from workshop import (
 )
 
 HAS_GPU = torch.cuda.is_available()
+both_methods = pytest.mark.parametrize("method", ["full", "lora"])
+every_architecture = pytest.mark.parametrize("family", ["llama", "t5", "bert"])
 IS_REHEARSAL = not HAS_GPU and os.environ.get("FARTHING_GPU") == "rehearsal"
 DEVICE = "cuda" if HAS_GPU else "cpu"
 if not (HAS_GPU or IS_REHEARSAL):
@@ -181,7 +181,7 @@ def must_agree(ours, theirs, within: float):
 
 
 @on_a_gpu
-@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+@every_architecture
 def test_fp32_on_a_gpu_is_fp32_on_the_cpu(family, tmp_path):
     on_cpu = strict(where={"device": "cpu"})
     found, expected = (
@@ -191,8 +191,8 @@ def test_fp32_on_a_gpu_is_fp32_on_the_cpu(family, tmp_path):
     must_be_alike(found, expected, loss=1e-5, gradients=SAME)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+@both_methods
+@every_architecture
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=on_a_gpu)])
 def test_loss_and_gradients_in_half_precision_are_those_of_fp32(
     precision, family, method, tmp_path
@@ -289,7 +289,7 @@ def test_the_kernel_that_fp32_gets_has_the_same_gradients(tmp_path, monkeypatch)
 
 @on_a_gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+@every_architecture
 def test_a_deterministic_step_with_dropout_has_the_same_bits_twice(
     family, precision, tmp_path, monkeypatch
 ):
@@ -338,7 +338,7 @@ def test_losses_in_one_kernel_are_those_of_operations(dtype, monkeypatch):
         must_be_alike(*found, loss=1e-5, gradients=within)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@both_methods
 def test_what_is_computed_again_is_what_was_kept(method, tmp_path):
     keys = {"method": method, "rows": uneven_rows(), "size": {"layers": 4, "dropout": 0.1}}
     found = {}
@@ -393,7 +393,7 @@ def test_other_optimizers_step_as_the_fused_one(optim, within, tmp_path):
 
 
 @on_a_gpu
-@pytest.mark.parametrize("method", ["full", "lora"])
+@both_methods
 def test_ligers_kernels_compute_what_plain_ones_do(method, tmp_path):
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
     expected = first_gradients(
@@ -547,7 +547,7 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
 
 @on_a_gpu
 @pytest.mark.parametrize("every", [False, 2, True])
-@pytest.mark.parametrize("method", ["full", "lora"])
+@both_methods
 def test_the_need_judged_before_the_first_step_is_the_peak(method, every, tmp_path):
     keys = {
         "rows": uneven_rows(64),
@@ -677,7 +677,7 @@ def test_compiled_layers_compute_what_plain_ones_do(tmp_path):
 
 @pytest.mark.parametrize("zero_3", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("method", ["full", "lora"])
+@both_methods
 def test_weights_spread_over_one_gpu_train_as_whole_ones(method, precision, zero_3, tmp_path):
     """The code of several GPUs with one: FSDP2, rows, files of rows, the rehearsal and the export
     from them.

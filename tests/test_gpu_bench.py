@@ -2,8 +2,6 @@
 at toy sizes.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -42,13 +40,6 @@ def test_everyone_takes_the_examples_that_farthing_draws(tmp_path):
 # ---- the whole program ----
 
 
-def call(*words: str) -> subprocess.CompletedProcess[str]:
-    """`bench/gpu.sh` with this Python."""
-    environment = {**os.environ, "PYTHON": sys.executable}
-    command = ["bash", str(ROOT / "bench" / "gpu.sh"), *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-
 def test_state_of_the_optimizer_is_counted_on_a_device_with_a_number_and_without():
     model = torch.nn.Linear(100, 100, device="meta")
     optimizer = torch.optim.AdamW(model.parameters(), fused=False)
@@ -61,7 +52,9 @@ def test_state_of_the_optimizer_is_counted_on_a_device_with_a_number_and_without
 @pytest.mark.slow
 def test_the_bench_runs_from_end_to_end_at_toy_sizes(tmp_path):
     for words in (["fast"], ["vary", "--shapes", "toy"]):
-        done = call(words[0], str(tmp_path), "--smoke", *words[1:])
+        command = ["bash", ROOT / "bench/gpu.sh", words[0], tmp_path, "--smoke", *words[1:]]
+        environment = {**os.environ, "PYTHON": sys.executable}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
     rows = table.read_rows(tmp_path / "rows.jsonl")
     ours = [one for one in rows if one.get("who") == "farthing"]

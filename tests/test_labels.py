@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 
-from command import Cli
 from farthing.config.load import load_job
 from farthing.data.encode import Encoder
 from farthing.data.rows import Example
@@ -147,13 +146,6 @@ def test_losses_are_those_of_a_plain_loop_of_transformers(task, family, tmp_path
     assert evaluated["loss"] == pytest.approx(held_out.item(), rel=1e-5)
 
 
-def predicted(folder: Path, cli: Cli, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What `farthing predict` writes for these rows."""
-    asked, out = write_jsonl(folder / "asked.jsonl", rows), folder / "out.jsonl"
-    cli("predict", folder / "run", asked, "-o", out)
-    return read_rows(out)
-
-
 @pytest.mark.parametrize(
     "name", thinned(["bert-base-uncased", "roberta-base", "gpt2", "mistral-7b-v0.1"], 2)
 )
@@ -182,7 +174,10 @@ def test_words_become_the_tokens_of_transformers(name, data_dir):
 def test_a_word_behind_the_limit_is_neither_learned_nor_predicted(tmp_path, cli):
     path = write_job(tmp_path, TAGS, data={"max_length": 4}, max_steps=1)
     train(load_job(path))
-    (said,) = predicted(tmp_path, cli, [{"tokens": ["the", "rain", "and", "the", "storm"]}])
+    rows = [{"tokens": ["the", "rain", "and", "the", "storm"]}]
+    asked, out = write_jsonl(tmp_path / "asked.jsonl", rows), tmp_path / "out.jsonl"
+    cli("predict", tmp_path / "run", asked, "-o", out)
+    (said,) = read_rows(out)
     assert [tag is None for tag in said["prediction"]] == [False, False, True, True, True]
     assert "farthing predict" in cli.err("chat", tmp_path / "run", "--prompt", "the rain")
 

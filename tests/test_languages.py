@@ -86,7 +86,7 @@ def test_how_a_base_generates_is_in_every_form(tmp_path, method):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
     tokenizer.chat_template = templates
     tokenizer.save_pretrained(tmp_path / "base")
-    train(make_job(tmp_path, "llama", pretrained=True, method=method, max_steps=2))
+    train(make_job(tmp_path, pretrained=True, method=method, max_steps=2))
     export_run(tmp_path / "run", tmp_path / "merged", "merged")
     for folder in (tmp_path / "run" / "model", tmp_path / "merged"):
         assert settings_of(folder).items() >= own.items()

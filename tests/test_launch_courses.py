@@ -1,17 +1,13 @@
 """When each machine of a launch was asked for, was there and was gone, to the second, and what it
-cost, under each fault: `python tests/test_launch_courses.py` writes the file anew.
+cost, under each fault: `PYTHONPATH=bench python tests/test_launch_courses.py` writes the file anew.
 """
 
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-
-if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 from fake_clouds import FAULTS, World
 from farthing.errors import FarthingError

@@ -1,19 +1,15 @@
 """What each target is sent for one machine, to the byte: its files, its commands, its requests.
 
-`python tests/test_launch_files.py` writes the file anew.
+`PYTHONPATH=bench python tests/test_launch_files.py` writes the file anew.
 """
 
 import base64
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
-
-if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 from farthing.launch.http import Api
 from farthing.launch.machines import RentedMachine

@@ -79,14 +79,15 @@ def test_a_changed_digit_in_the_newest_line_leaves_its_twin(path):
 def test_removed_lines_are_made_good_from_what_later_ones_know(gone, path, tmp_path):
     clock = three_attempts(path)
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for index, line in enumerate(lines) if index not in gone))
+    left = "".join(line for index, line in enumerate(lines) if index not in gone)
+    path.write_text(left)
     with opened(tmp_path, 0.0) as again:
         said = again.damage_in_words()
         assert said is not None
         assert "ledger.jsonl was damaged (lines are missing; kept as" in said
         assert "are known in sum only, and stay on the bill" in said
         again.ledger.withdraw()
-    path.write_text("".join(line for index, line in enumerate(lines) if index not in gone))
+    path.write_text(left)
     found = read_ledger(path)
     assert found.is_damaged
     assert sums_of(path) == pytest.approx((200, 0.24))

@@ -5,8 +5,6 @@ Most of it runs the real loop over a simulated machine: steps, saves and exports
 kills come at any moment.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from contextlib import nullcontext

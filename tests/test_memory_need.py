@@ -2,8 +2,6 @@
 real sizes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -117,21 +115,6 @@ def judged(case: Case) -> tuple[MemoryNeed, int]:
         return need, sum(p.nbytes for p in model.parameters())
 
 
-def seen(case: Case) -> int:
-    """The peak of the step."""
-    return traced_peak(
-        config_for(case),
-        "causal-lm",
-        autocast=True,
-        checkpoint_every=case.every,
-        documents=(LENGTH,) * case.n_documents,
-        n_targets=LENGTH * case.n_documents,
-        accumulates=case.accumulates,
-        casts_once=case.casts_once,
-        **how(case),
-    )
-
-
 CASES = [
     Case("1B", "full", 0, 2, accumulates=True, n_layers=3, casts_once=True),
     Case("1B", "full", 0, n_layers=3),
@@ -149,7 +132,18 @@ CASES = [
 def test_the_need_judged_from_two_short_documents_is_the_peak_of_a_step(case):
     need, loaded_bytes = judged(case)
     assert need.checkpoint_every == case.every
-    assert need.total_bytes + loaded_bytes == pytest.approx(seen(case), rel=0.05), need.moments()
+    seen_bytes = traced_peak(
+        config_for(case),
+        "causal-lm",
+        autocast=True,
+        checkpoint_every=case.every,
+        documents=(LENGTH,) * case.n_documents,
+        n_targets=LENGTH * case.n_documents,
+        accumulates=case.accumulates,
+        casts_once=case.casts_once,
+        **how(case),
+    )
+    assert need.total_bytes + loaded_bytes == pytest.approx(seen_bytes, rel=0.05), need.moments()
 
 
 def test_copies_of_trained_matrices_do_not_grow_with_the_tokens():

@@ -27,10 +27,10 @@ def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
 
 def test_memory_that_runs_out_halves_the_micro_batch_and_not_the_step(tmp_path, monkeypatch):
     keys = {"max_steps": 6, "n_rows": 64, "global_batch_size": 16}
-    plain = make_job(tmp_path / "plain", "llama", **keys)
+    plain = make_job(tmp_path / "plain", **keys)
     train(plain)
     heard = Heard()
-    job = make_job(tmp_path / "short", "llama", **keys)
+    job = make_job(tmp_path / "short", **keys)
     asked = room_for(200, monkeypatch)
     outcome = train(job, heard)
     assert outcome.state == "finished"

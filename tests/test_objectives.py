@@ -208,7 +208,7 @@ def test_the_loss_of_a_foreign_language_task_is_divided_by_the_targets_that_it_c
     rows = [{"prompt": f"{shared}{i}", "completion": f" the answer {i}"} for i in range(8)]
     keys = {"pretrained": True, "max_steps": 1, "global_batch_size": 8}
     keys |= {"task": "even-words", "rows": rows, "eval_rows": rows, "eval_steps": 1}
-    job = make_job(tmp_path, "llama", **keys)
+    job = make_job(tmp_path, **keys)
     train(job)
     tokenizer = transformers.AutoTokenizer.from_pretrained(job.model.model_name_or_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(job.model.model_name_or_path)
@@ -228,11 +228,11 @@ def test_the_loss_of_a_foreign_language_task_is_divided_by_the_targets_that_it_c
         return len(list((tmp_path / "cache/tokens").glob("*/*.json")))
 
     n_sets = n_token_sets()
-    open_examples(resolve(make_job(tmp_path, "llama", **keys)), Heard())
+    open_examples(resolve(make_job(tmp_path, **keys)), Heard())
     assert n_token_sets() == n_sets > 0
     with open(package / "tasks_of_ours.py", "a") as file:
         file.write("# another version\n")
-    open_examples(resolve(make_job(tmp_path, "llama", **keys)), Heard())
+    open_examples(resolve(make_job(tmp_path, **keys)), Heard())
     assert n_token_sets() == 2 * n_sets, "tokens of another version are not taken"
 
 

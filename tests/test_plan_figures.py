@@ -9,7 +9,7 @@ import pytest
 from farthing.data.lengths import from_mean
 from farthing.planner.speed import Calibration
 from farthing.planner.spot import Interruptions, weibull
-from farthing.planner.types import Answer, JobSpec, OfferPlan
+from farthing.planner.types import Answer, JobSpec
 from farthing.prices.offers import Billing
 from planned import H, decide, place, wanted_of
 
@@ -25,15 +25,6 @@ A100_SPOT = place("A100-80GB", 0.8, spot=True)
 def zone(_) -> Interruptions:
     """Half a day of capacity, an hour without, in the mean; three spells were seen."""
     return Interruptions(weibull(12 * H), weibull(1 * H), n_spells=3.0)
-
-
-def figures(plan: OfferPlan):
-    return {
-        "hours": tuple(round(each, 3) for each in plan.hours_range),
-        "usd": tuple(round(each, 3) for each in plan.usd_range),
-        "interval": round(plan.interval_s, 1),
-        "seconds": {name: round(each, 1) for name, each in plan.seconds.items()},
-    }
 
 
 def plans(wanted: JobSpec, *places) -> Answer:
@@ -76,7 +67,12 @@ IN_FP16 = ON_DEMAND | {"hours": (1.217, 1.583, 4.469), "usd": (2.438, 3.171, 8.9
 def test_what_a_plan_comes_to(where, expected):
     """Spot is wider than what is interrupted, and a run that may overflow could be done twice."""
     (plan,) = plans(WANTED, where).plans
-    assert figures(plan) == expected
+    assert expected == {
+        "hours": tuple(round(each, 3) for each in plan.hours_range),
+        "usd": tuple(round(each, 3) for each in plan.usd_range),
+        "interval": round(plan.interval_s, 1),
+        "seconds": {name: round(each, 1) for name, each in plan.seconds.items()},
+    }
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from farthing.report.plan_words import span
 from farthing.tiny import demo_rows, write_jsonl
 from farthing.units import said_apart, say_usd
 
-CARD = "NVIDIA GeForce RTX 4090"
 MACHINE = LocalMachine(
     "cpu", "Old CPU", 0, 8 << 30, 2, Cpu("Old CPU", 2, 2.0, frozenset({"avx2", "fma"}))
 )
@@ -489,7 +488,12 @@ def test_a_cap_and_what_passes_it_are_said_with_digits_that_tell_them_apart(valu
 
 
 def test_a_machine_with_several_gpus_shows_each_way_to_use_them(plan, monkeypatch):
-    gpus = {"kind": "cuda", "device_name": CARD, "n_gpus": 6, "memory_bytes": 24 << 30}
+    gpus = {
+        "kind": "cuda",
+        "device_name": "NVIDIA GeForce RTX 4090",
+        "n_gpus": 6,
+        "memory_bytes": 24 << 30,
+    }
     monkeypatch.setattr(study, "local_machine", lambda: replace(MACHINE, **gpus))
 
     def rows(*argv):

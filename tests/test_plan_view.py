@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import asdict, replace
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
@@ -41,10 +40,6 @@ def typed(study):
 @pytest.fixture(scope="module")
 def view(typed):
     return typed.to_json()
-
-
-def json_of(folder: Path, job=None, **wishes):
-    return plan_view(ask(folder, job, **wishes)).to_json()
 
 
 def test_the_parts_of_every_plan_add_up(view):
@@ -100,7 +95,8 @@ def test_a_cap_that_the_range_passes_is_said(tmp_path, view):
     rented = [row for row in view["plans"] if row["kind"] != "own"]
     cheapest = min(rented, key=lambda row: row["total_usd"])
     cap = round(cheapest["total_usd"] * 1.1, 4)
-    capped = json_of(tmp_path, {"limits": {"max_usd": cap}}, gpu=[cheapest["gpu"]])
+    asked = ask(tmp_path, {"limits": {"max_usd": cap}}, gpu=[cheapest["gpu"]])
+    capped = plan_view(asked).to_json()
     assert capped["best"]["usd_range"][2] > cap
     assert "the run saves and stops." in capped["answer"]
     assert "the run saves and stops." not in view["answer"]

@@ -1,7 +1,5 @@
 """The pre-flight list of a job."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ from workshop import make_job
 
 
 def choices(folder: Path, **keys) -> dict[str, Any]:
-    return {check.name: check for check in check_choices(make_job(folder, "llama", **keys))}
+    return {check.name: check for check in check_choices(make_job(folder, **keys))}
 
 
 def test_the_list_answers_by_name_what_was_chosen_and_what_is_missing(tmp_path):

@@ -1,7 +1,5 @@
 """A few steps under the profiler: parts by our own names that add up to the step, and a trace."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -46,6 +44,6 @@ def test_a_step_is_named_forward_and_backward_in_parts_and_in_a_trace(tmp_path):
 
 
 def test_what_can_not_be_profiled_is_refused(tmp_path, cli):
-    path = str(job_file(tmp_path, "llama"))
+    path = str(job_file(tmp_path))
     assert "1 to 100" in cli.err("profile", path, "--steps", "0")
     cli("profile", path, "--output", path, code=2)

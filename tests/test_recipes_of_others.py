@@ -2,8 +2,6 @@
 optimizers.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -122,7 +120,7 @@ def test_pissa_resumes_where_another_machine_decomposes_otherwise_and_its_export
     tmp_path, monkeypatch
 ):
     method = {"name": "lora", "lora_r": 4, "use_rslora": True, "init_lora_weights": "pissa"}
-    whole = make_job(tmp_path / "a", "llama", method=method, max_steps=6, n_rows=24)
+    whole = make_job(tmp_path / "a", method=method, max_steps=6, n_rows=24)
     train(whole)
     decompose, calls = torch.linalg.svd, []
 
@@ -166,7 +164,7 @@ def test_an_optimizer_moves_as_torchs_own_and_resumes(name, kind, tmp_path, tiny
         steps_of(ours, optimizer),
         steps_of(theirs, kind(theirs.parameters(), lr=1e-3, foreach=False)),
     )
-    whole = make_job(tmp_path / "a", "llama", method="full", max_steps=6, n_rows=24, optim=name)
+    whole = make_job(tmp_path / "a", method="full", max_steps=6, n_rows=24, optim=name)
     train(whole)
     assert losses_of(stopped_and_resumed(tmp_path / "b", method="full", optim=name)) == losses_of(
         whole

@@ -2,8 +2,6 @@
 out by a browser.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +33,7 @@ def runs(tmp_path_factory):
             "save_steps": every,
             "output_dir": f"./{name}",
         }
-        job = make_job(folder, "llama", n_rows=60, data={"eval_fraction": 0.2}, **keys)
+        job = make_job(folder, n_rows=60, data={"eval_fraction": 0.2}, **keys)
         assert train(job).state == "finished"
         found.append(Path(job.output_dir))
     return found

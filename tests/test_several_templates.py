@@ -2,8 +2,6 @@
 chosen in silence.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -43,7 +41,7 @@ def base_with(folder: Path, templates) -> Path:
 
 def job_of(folder: Path, templates, rows=CHATS, **keys):
     base_with(folder / "base", templates)
-    return make_job(folder, "llama", rows=rows, pretrained=True, max_steps=2, **keys)
+    return make_job(folder, rows=rows, pretrained=True, max_steps=2, **keys)
 
 
 @pytest.mark.parametrize(

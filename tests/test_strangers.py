@@ -2,8 +2,6 @@
 words, never a crash.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from workshop import Heard, make_job, rows_of, train
 AXOLOTL = (
     "base_model: a/b\ndatasets: [{path: x.jsonl, type: alpaca}]\nadapter: lora\nsequence_len: 512\n"
 )
-NOISE = bytes(range(128, 256)) * 8
 
 
 def odd(path: Path, content: bytes | None) -> Path:
@@ -39,7 +36,7 @@ IMPORT, LOOK = ["import"], ["doctor", "--data"]
     [
         (IMPORT, "empty.yaml", b"", "the file is empty"),
         (IMPORT, "blank.py", b"\n  \n", "the file is empty"),
-        (IMPORT, "noise.yaml", NOISE, "not UTF-8 text"),
+        (IMPORT, "noise.yaml", bytes(range(128, 256)) * 8, "not UTF-8 text"),
         (IMPORT, "list.json", b"[]", "not a mapping of settings"),
         (IMPORT, "deep.json", b"[" * 100_000, "nested too deep"),
         (
