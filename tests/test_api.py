@@ -1,7 +1,5 @@
 """farthing from Python: the same jobs, plans and receipts as the command line, as values."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The card and the receipt tell the same figures."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

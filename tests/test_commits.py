@@ -1,7 +1,5 @@
 """A run brought from a store onto a disk: room for it, its ledger, and a store without a run."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The side-by-side bench: its judge and its verdicts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 fp64. A process of its own, because Triton decides when it is imported. Skipped without Triton.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -2,8 +2,6 @@
 and a run that goes on.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

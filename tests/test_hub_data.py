@@ -1,7 +1,5 @@
 """Data sets of the Hub, read by the real client from a local server that answers as the Hub does."""  # noqa: E501
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -6,8 +6,6 @@ rented and taken away, the next one rented, the run gone on from the bucket to t
 everything deleted, one bill.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -6,8 +6,6 @@ SkyPilot). Without them these tests skip and say so. FARTHING_LAUNCH_TOOLS and F
 other places.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`metrics.prom` of a run folder, as node_exporter's textfile collector reads it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

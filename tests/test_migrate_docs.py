@@ -2,8 +2,6 @@
 a job.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The package as strangers get it: built, checked, installed where nothing else is, and used."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -2,8 +2,6 @@
 them.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 from datetime import date

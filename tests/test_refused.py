@@ -1,7 +1,5 @@
 """A loss that transformers' models add by their configuration is never left out in silence."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rehearsal on a hollow GPU, on a torch without CUDA: how it ends."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

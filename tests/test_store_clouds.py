@@ -5,8 +5,6 @@ Buckets of S3 are moto's. Google's is moto's too, whose XML requests are the sam
 of the condition. Azure is `azure_server`.
 """
 
-from __future__ import annotations
-
 import base64
 import http.client
 import uuid

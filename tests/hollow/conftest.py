@@ -2,8 +2,6 @@
 are skipped.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

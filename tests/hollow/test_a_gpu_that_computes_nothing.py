@@ -1,7 +1,5 @@
 """What the hollow GPU has to be for the other tests here to mean anything."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -2,8 +2,6 @@
 and no CPU shows.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 kernels and layers.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ For another kind: `python bench/hollow_gpu.py --gpu T4 -- python -m pytest
 tests/hollow/test_hollow_kinds.py`.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -2,8 +2,6 @@
 gives out, to the byte.
 """
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -6,8 +6,6 @@ Allocations, products and launches are made to fail by the hollow GPU (`hollow_f
 and how often weights were updated, never a value.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
