@@ -3,8 +3,6 @@
 A block that begins with `# needs` is not run. A line `# prints TEXT` says what its block prints.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """A finished run whose job asks for more steps: it resumes where its schedule allows."""
 
-from __future__ import annotations
-
 import pytest
 
 from farthing.config.preflight import unusual_settings

@@ -1,7 +1,5 @@
 """A search on machines that are lost: it goes on elsewhere, to the same end, under one cap."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -2,8 +2,6 @@
 alone, with words.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 GPU stands in.
 """
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any
