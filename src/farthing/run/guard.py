@@ -265,9 +265,10 @@ def _watch(pid: int, reads: int) -> tuple[int, Told, bool]:
     with _handing_on(pid):
         while True:
             ended, status = os.waitpid(pid, os.WNOHANG)
+            may_continue = told.listen()  # to the last words of one that has ended, too
             if ended:
                 return os.waitstatus_to_exitcode(status), told, False
-            if not told.listen():
+            if not may_continue:
                 _kill([pid, *_descendants(pid)])
                 return EXIT_LIMIT, told, True
 
