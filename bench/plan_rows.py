@@ -378,7 +378,8 @@ def targets_of(words: str, shape: Shape, source: str) -> tuple[str, ...]:
     if listed := re.search(r"targets=\[([^\]]*)\]", words):
         found = re.findall(r"[\w-]+", listed[1])
         plain = [(word,) if word in names else _OF_QWEN.get(word, (word,)) for word in found]
-        return tuple(name for each in plain for name in each)
+        # PEFT passes over names that a model has not
+        return tuple(name for each in plain for name in each if name in names)
     if "q,k,v,o" in words or "qkvo" in words:
         wanted = ("q_proj", "k_proj", "v_proj", "o_proj", "c_attn", "c_proj")
         return tuple(name for name in wanted if name in names)

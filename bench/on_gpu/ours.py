@@ -8,7 +8,6 @@ loop takes them; nothing is evaluated, saved or exported.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import shutil
 from collections.abc import Callable, Iterator
@@ -253,15 +252,11 @@ def opened_anew(values: Row, drawn: Drawn, is_smoke: bool) -> Row:
     """A run whose job says something else. Layers compile in its first steps; in a smoke they are
     traced, and no more.
     """
-    import farthing.train.build
-    from farthing.model.compiled import compile_blocks
+    from farthing.model.compiled import HOW
 
-    compiles = functools.partial(compile_blocks, backend="eager") if is_smoke else compile_blocks
+    how = {"backend": "eager"} if is_smoke else HOW
     n_warm = N_WARM + 2 * ("torch_compile" in values["train"])
-    with (
-        mock.patch.object(farthing.train.build, "compile_blocks", compiles),
-        opened(values, drawn) as run,
-    ):
+    with mock.patch.dict(HOW, how, clear=True), opened(values, drawn) as run:
         if "torch_compile" in values["train"] and isinstance(run.kernels.compiled, str):
             raise RuntimeError(run.kernels.compiled)
         found = measured(run, n_warm, N_TIMED)
