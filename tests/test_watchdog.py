@@ -24,7 +24,7 @@ import workshop
 from command import in_python, sets
 from farthing.errors import InputError, LimitError
 from farthing.run.accounts import read_ledger
-from farthing.run.guard import Told, _watch
+from farthing.run.guard import Told, watch
 from farthing.run.ledger import Ledger, Meter
 from farthing.run.stillness import Stillness
 from farthing.train.budget import RunLimits, say_what_bills_on
@@ -259,7 +259,7 @@ def test_what_a_worker_tells_just_before_it_ends_is_heard():
     os.close(writes)
     pid = os.posix_spawn("/bin/true", ["true"], {})
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert _watch(pid, reads)[1].when_done == "poweroff"
+    assert watch(pid, reads)[1].when_done == "poweroff"
 
 
 def test_who_sits_at_the_terminal_may_keep_the_machine(tmp_path):

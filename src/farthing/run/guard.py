@@ -155,7 +155,7 @@ def guarded(work: Callable[[], int], last_words: Callable[[Path, str, float], No
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    code, told, was_killed = _watch(pid, reads)
+    code, told, was_killed = watch(pid, reads)
     stuck = _end_orphans(0.0 if was_killed else ORPHANS_S)
     if stuck:
         _say(
@@ -259,7 +259,7 @@ def _end_orphans(grace_s: float) -> list[int]:
     return []
 
 
-def _watch(pid: int, reads: int) -> tuple[int, Told, bool]:
+def watch(pid: int, reads: int) -> tuple[int, Told, bool]:
     """(exit code or, negative, the signal; what was told; whether the guard has killed it)."""
     told = Told(reads)
     with _handing_on(pid):
